@@ -259,7 +259,8 @@ class Server:
             tls = None if access is None else access.credentials.for_http
             gate = None if access is None else access.check_scrape
             try:
-                site = Site(self._instruments(metrics), History(boot=f"{self.boot_token:016x}"), self._turns, loop)
+                instruments, history = self._instruments(metrics), History(boot=f"{self.boot_token:016x}")
+                site = Site(instruments, history, self._turns, loop, lambda: self._value.report_of_all())
                 http = OperatorHttp(host, port, registry, on_loop(loop, lambda: self._state), tls, gate, site)
             except OSError as error:
                 raise cannot_listen(self.config.http_listen, "/metrics", "--http-listen", error) from None
@@ -326,7 +327,7 @@ class Server:
         if recorder is not None:
             self._open.push_async_callback(asyncio.to_thread, recorder.close)
         value = ValueInstruments(self.pool, config.policy, config.value_sample, self._tiered.stats().tiers, recorder)
-        registry.register(ValueCollector(on_loop(asyncio.get_running_loop(), value.report), recorder))
+        registry.register(ValueCollector(on_loop(asyncio.get_running_loop(), value.total), recorder))
         return value
 
     async def _start_engine(self) -> Engine:

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.holdings import escaped
+from kvpool.value import ValueReport
 from kvpool.version import __version__
 from kvpool_server.cache.steps import Steps
 from kvpool_server.history import History, Key, Part
@@ -146,6 +147,32 @@ def history_document(part: Part) -> dict[str, Any]:
         "times": [round(at, 3) for at in part.times.tolist()],
         "series": [{"key": list(key), "values": _numbers(values)} for key, values in _politely(part.values.items())],
     }
+
+
+def value_document(report: ValueReport) -> dict[str, Any]:
+    """Hit ratios by arena size, of all tenants together and of each."""
+    return {
+        "enabled": report.enabled,
+        "arena_bytes": report.arena_bytes,
+        "has_tiers": report.has_tiers,
+        "seconds": round(report.seconds, 1),
+        "left_out": report.left_out,
+        "curves": [
+            {
+                "tenant": _name(curve.tenant), "is_total": curve.is_total, "is_rest": curve.is_rest,
+                "lookup_tokens": round(curve.lookup_tokens),
+                "estimates": [
+                    {
+                        "size": each.size, "hit_ratio": round(each.hit_ratio, 5),
+                        "hit_ratio_with_tiers": round(each.hit_ratio_with_tiers, 5),
+                        "uncertainty": round(each.uncertainty, 5),
+                    }
+                    for each in curve.estimates
+                ],
+            }
+            for curve in report.curves
+        ],
+    }  # fmt: skip
 
 
 def encoded(document: dict[str, Any]) -> bytes:

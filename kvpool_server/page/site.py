@@ -14,9 +14,11 @@ from urllib.parse import parse_qsl
 import structlog
 
 from kvpool.errors import InvalidRequestError
+from kvpool.value import ValueReport
+from kvpool_server.cache.steps import Steps
 from kvpool_server.history import INTERVAL_S, SPANS, History
 from kvpool_server.http import LOOP_TIMEOUT_S, Request, Response, awaited_on_loop, on_loop
-from kvpool_server.page.documents import encoded, history_document, moment, now_document
+from kvpool_server.page.documents import encoded, history_document, moment, now_document, value_document
 from kvpool_server.page.instruments import Instruments, sample
 from kvpool_server.page.static_files import StaticFile, read_static_files
 from kvpool_server.turns import Turns
@@ -48,11 +50,19 @@ _DATA = {"Cache-Control": "no-store", "Vary": "Accept-Encoding"}
 class Site:
     """The dashboard of one server. Let `run` run in the background."""
 
-    def __init__(self, instruments: Instruments, history: History, turns: Turns, loop: asyncio.AbstractEventLoop):
+    def __init__(
+        self,
+        instruments: Instruments,
+        history: History,
+        turns: Turns,
+        loop: asyncio.AbstractEventLoop,
+        value: Callable[[], Steps[ValueReport]],
+    ):
         self._instruments = instruments
         self._history = history
         self._turns = turns
         self._loop = loop
+        self._value = value
         self._files = read_static_files()
         self._answering = threading.Lock()
 
@@ -75,13 +85,16 @@ class Site:
         """
         if (file := self._files.get(request.path)) is not None:
             return _of_file(file, request)
-        if request.path not in ("/api/v1/now", "/api/v1/history"):
+        if request.path not in ("/api/v1/now", "/api/v1/history", "/api/v1/value"):
             return None
         check()
         try:
             if request.path == "/api/v1/now":
                 _query(request.query, ())
                 body = self._now()
+            elif request.path == "/api/v1/value":
+                _query(request.query, ())
+                body = self._value_now()
             else:
                 body = self._part(*_span_and_since(request.query))
         except InvalidRequestError as error:
@@ -92,6 +105,11 @@ class Site:
         ask = awaited_on_loop(self._loop, lambda: self._turns.run(moment(self._instruments, self._history)))
         with self._one_answer():
             return encoded(now_document(ask()))
+
+    def _value_now(self) -> bytes:
+        ask = awaited_on_loop(self._loop, lambda: self._turns.run(self._value()))
+        with self._one_answer():
+            return encoded(value_document(ask()))
 
     def _part(self, span: str, since: float) -> bytes:
         with self._one_answer():

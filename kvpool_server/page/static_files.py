@@ -17,6 +17,7 @@ NAMES = (
     "series.js",
     "format.js",
     "source.js",
+    "value_curve.js",
     "uPlot/uPlot.iife.min.js",
     "uPlot/uPlot.min.css",
 )

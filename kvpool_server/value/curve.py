@@ -259,11 +259,19 @@ class CurveSimulation:
             mini.double_rate()
             yield
 
-    def curves(self) -> list[ValueCurve]:
+    def curves(self) -> Steps[list[ValueCurve]]:
         """That of all tenants, that of each tenant in the order of their first lookups, and that of the rest."""
-        named = [self._curve(tenant, tenant=name) for name, tenant in self._tenants.items()]
-        rest = [self._curve(self._rest, tenant=REST, is_rest=True)] if any(self._rest.tokens) else []
-        return [self._curve(self._all, tenant="", is_total=True), *named, *rest]
+        curves = [self.total_curve()]
+        for name, tenant in list(self._tenants.items()):
+            yield
+            curves.append(self._curve(tenant, tenant=name))
+        if any(self._rest.tokens):
+            curves.append(self._curve(self._rest, tenant=REST, is_rest=True))
+        return curves
+
+    def total_curve(self) -> ValueCurve:
+        """That of all tenants."""
+        return self._curve(self._all, tenant="", is_total=True)
 
     def curve_of(self, name: str) -> ValueCurve:
         """That of one tenant; without estimates if the tenant has none of its own."""

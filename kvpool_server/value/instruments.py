@@ -9,9 +9,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from kvpool.types import TierStats
-from kvpool.value import ValueReport
+from kvpool.value import ValueCurve, ValueReport
 from kvpool_server.cache.eviction import POLICIES, Policy
 from kvpool_server.cache.pool import Pool
+from kvpool_server.cache.steps import Steps, finish
 from kvpool_server.value.curve import CurveSimulation
 from kvpool_server.value.live import LiveValue
 from kvpool_server.value.recorder import Recorder
@@ -47,9 +48,24 @@ class ValueInstruments:
 
     def report(self, tenant: str | None = None) -> ValueReport:
         """What a caller of a tenant may see; None: all."""
+        if tenant is None or self._live is None:
+            return finish(self.report_of_all())
+        return self._report([self._live.simulation.curve_of(tenant)])
+
+    def report_of_all(self) -> Steps[ValueReport]:
+        """The curves of all tenants, in steps: they take some milliseconds."""
+        if self._live is None:
+            return self._report([])
+        return self._report((yield from self._live.simulation.curves()))
+
+    def total(self) -> ValueReport:
+        """The curve of all tenants together."""
+        return self._report([] if self._live is None else [self._live.simulation.total_curve()])
+
+    def _report(self, curves: Sequence[ValueCurve]) -> ValueReport:
         if self._live is None:
             return ValueReport(False, self._arena_bytes, self._policy, has_tiers=self._has_tiers)
-        return self._live.report(tenant, self._has_tiers, self._policy)
+        return self._live.report(curves, self._has_tiers, self._policy)
 
 
 class ValueCollector(Collector):

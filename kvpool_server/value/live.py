@@ -19,7 +19,7 @@ from typing import NamedTuple
 import structlog
 
 from kvpool.types import BlockRun, RunHits
-from kvpool.value import ValueReport
+from kvpool.value import ValueCurve, ValueReport
 from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.cache.steps import Steps
 from kvpool_server.cache.traffic import TrafficObserver
@@ -105,8 +105,8 @@ class LiveValue(TrafficObserver):
     def is_idle(self) -> bool:
         return self._steps is None and not self._queue
 
-    def report(self, tenant: str | None, has_tiers: bool, policy: str) -> ValueReport:
-        """The curves that a caller of a tenant may see; None: all."""
+    def report(self, curves: Sequence[ValueCurve], has_tiers: bool, policy: str) -> ValueReport:
+        """Some of the simulation's curves, and what the simulation took."""
         simulation = self.simulation
         return ValueReport(
             enabled=True,
@@ -117,7 +117,7 @@ class LiveValue(TrafficObserver):
             sampled_blocks=simulation.num_entries,
             cpu_seconds=self.cpu_s,
             has_tiers=has_tiers,
-            curves=simulation.curves() if tenant is None else [simulation.curve_of(tenant)],
+            curves=curves,
         )
 
     def looked_up(self, namespace: PoolNamespace, runs: Sequence[BlockRun], hits: Sequence[RunHits]) -> None:

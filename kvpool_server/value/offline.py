@@ -63,4 +63,4 @@ def simulate(
         started = time.process_time()
         live.finish()
         cpu_s += time.process_time() - started
-    return Simulated(simulation.curves()[0], cpu_s, simulation.num_entries)
+    return Simulated(simulation.total_curve(), cpu_s, simulation.num_entries)

@@ -115,7 +115,7 @@ export const CHARTS = [
   },
 ];
 
-function colour(name) {
+export function colour(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 }
 

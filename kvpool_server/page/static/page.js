@@ -5,15 +5,19 @@ import * as format from "./format.js";
 import * as panels from "./panels.js";
 import { nameOf, Series, SPAN_SECONDS } from "./series.js";
 import { Source } from "./source.js";
+import { ValueCurve } from "./value_curve.js";
 
 const TITLES = { "15m": "Last 15 minutes", "1h": "Last hour", "6h": "Last 6 hours", "24h": "Last 24 hours", "7d": "Last 7 days" };
 const MINUTE_S = 60;
+const VALUE_EVERY_S = 12; // The curve is that of about the last hours.
 const THEME = "kvpool-theme";
 
 const stores = Object.fromEntries(Object.keys(SPAN_SECONDS).map((span) => [span, new Series(span)]));
-const view = { span: "1h", now: null, awaySince: 0 };
+const view = { span: "1h", now: null, awaySince: 0, valueAt: 0 };
 const byId = (id) => document.getElementById(id);
 const charts = CHARTS.map((spec) => new Chart(spec, byId("charts")));
+
+const valueCurve = new ValueCurve(byId("value"));
 
 const source = new Source({ onPoll: poll, onAway: showAway, onRefused: askForToken });
 
@@ -31,6 +35,9 @@ async function poll(get) {
   byId("token-form").hidden = true;
   byId("numbers").hidden = false;
   show();
+  if (now.time - view.valueAt < VALUE_EVERY_S) return;
+  valueCurve.update(await get("api/v1/value"));
+  view.valueAt = now.time;
 }
 
 function show() {
@@ -113,6 +120,7 @@ function setTheme(theme) {
   document.documentElement.dataset.theme = theme;
   byId("theme").textContent = `Theme: ${theme}`;
   for (const chart of charts) chart.restyle();
+  valueCurve.restyle();
 }
 
 byId("theme").addEventListener("click", () => {
@@ -123,5 +131,5 @@ byId("theme").addEventListener("click", () => {
 
 const kept = localStorage.getItem(THEME);
 setTheme(THEMES.includes(kept) ? kept : "system");
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => charts.forEach((chart) => chart.restyle()));
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => [...charts, valueCurve].forEach((chart) => chart.restyle()));
 source.poll();

@@ -27,7 +27,7 @@ export const CAUSES = {
 
 const LEVELS = { ok: "OK", warning: "Warning", fault: "Fault", away: "Away" };
 
-function element(name, text, attributes = {}) {
+export function element(name, text, attributes = {}) {
   const made = document.createElement(name);
   if (text !== undefined) made.textContent = text;
   for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
@@ -35,7 +35,7 @@ function element(name, text, attributes = {}) {
 }
 
 // columns: [title, isNumber]; rows: of texts or elements. On a phone each row is a card, so cells name their column.
-function table(caption, columns, rows) {
+export function table(caption, columns, rows) {
   const made = element("table", undefined, { role: "table", class: "cards" });
   made.append(element("caption", caption, { class: "hidden" }));
   const head = element("thead", undefined, { role: "rowgroup" });
@@ -70,7 +70,7 @@ function fill(id, ...content) {
   document.getElementById(id).replaceChildren(...content);
 }
 
-const note = (text) => element("p", text, { class: "note" });
+export const note = (text) => element("p", text, { class: "note" });
 
 function label(level, text) {
   const made = element("span", text, { class: `label ${level}` });

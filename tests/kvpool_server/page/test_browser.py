@@ -157,7 +157,7 @@ def driven(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     directory = tmp_path_factory.mktemp("driven")
     (directory / "kv").mkdir()
     flags = ("--tier", f"file:{directory}/kv,size=64MiB,name=disk", "--quota", "tenant:acme=64MiB")
-    server = ServerProcess(directory, "--memory", "32MiB", *flags)
+    server = ServerProcess(directory, "--memory", "32MiB", "--value-sample", "640", *flags)
     with Client(ClientConfig(server.endpoint, timeout_ms=10_000)) as client:
         for driver in (Driver(client, "model/one", "acme", salt=SALT), Driver(client, "model/two", "umbrella")):
             for _ in range(30):
@@ -375,6 +375,42 @@ def test_charts_are_drawn(page: Page, driven: ServerProcess) -> None:
     page.browser.find_element(By.CSS_SELECTOR, "[data-span='15m']").click()
     for chart in ("arena", "loop-lag", "lookups"):
         wait_for(lambda chart=chart: page.poll() or page.run(DRAWN, chart) > 10, f"the chart {chart}")
+
+
+def test_the_curve_shows_what_value_prints(page: Page, driven: ServerProcess) -> None:
+    page.expected = ["Canvas2D: Multiple readback operations"]
+    page.open_and_wait(driven)
+    page.shows("#chart-value .legend", "32.0 MiB (now)")
+    with Client(ClientConfig(driven.endpoint)) as client:
+        curves = client.admin.value().curves
+    page.run("document.querySelector('#chart-value details').open = true")
+
+    def shown() -> list[str]:
+        return page.all("#chart-value td:nth-child(3)")
+
+    def of(name: str) -> list[str]:
+        (curve,) = [each for each in curves if (each.tenant or "all tenants") == name]
+        return [f"{each.hit_ratio:.1%}".replace("%", " %").replace("100.0", "100") for each in curve.estimates]
+
+    assert shown() == of("all tenants")
+    assert page.all("#chart-value td:nth-child(1)")[0] == "8.00 MiB"
+    label = page.run("return document.querySelector('#chart-value [role=img]').ariaLabel")
+    assert label.startswith("Chart of hit ratio by memory, all tenants. 32.0 MiB: now ")
+    assert page.run(DRAWN, "value") > 10
+    chooser = page.browser.find_element(By.ID, "value-tenant")
+    assert chooser.text.split("\n") == ["all tenants", "acme", "umbrella"]
+    for name in ("acme", "umbrella"):
+        chooser.send_keys(name)
+        wait_for(lambda name=name: page.text("#chart-value caption") or True, "the table")
+        assert shown() == of(name)
+    page.poll()
+    assert page.run("return document.querySelector('#value-tenant').value") == "umbrella"
+
+
+def test_without_a_simulation_the_page_says_how_to_have_one(page: Page, pool_server: StartServer) -> None:
+    page.open_and_wait(pool_server())
+    page.shows("#value", "Start it with --value-sample 640")
+    assert page.text("#chart-value") == "" and page.text("#value-tenant") == ""
 
 
 TRANSFER = """

@@ -15,7 +15,9 @@ import pytest
 
 from kvpool.reports import EngineReport
 from kvpool.types import Quota
+from kvpool.value import ValueReport
 from kvpool_server.cache.limits import Limits
+from kvpool_server.cache.steps import Steps
 from kvpool_server.history import MAX_POINTS, MAX_SERIES, Part
 from kvpool_server.http import Request
 from kvpool_server.page import documents, site
@@ -28,6 +30,12 @@ from kvpool_server.usage import Usage
 from tests.kvpool_server.cache.test_pool import Bench
 from tests.kvpool_server.page.test_verdict import Watched
 from tests.support.values import group_spec, namespace_spec
+
+
+def no_value() -> Steps[ValueReport]:
+    """What a server without `--value-sample` says of other arena sizes."""
+    return ValueReport(False, 1 << 30, "density")
+    yield
 
 
 def _crowded() -> Watched:
@@ -108,7 +116,7 @@ def test_one_answer_is_made_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
         return encoded(document)
 
     monkeypatch.setattr(site, "encoded", slowly)
-    dashboard = site.Site(watched.instruments, watched.history, Turns(), loop)
+    dashboard = site.Site(watched.instruments, watched.history, Turns(), loop, no_value)
     threading.Thread(target=loop.run_forever, daemon=True).start()
     paths = ["/api/v1/history", "/api/v1/now"] * 4
 

@@ -124,7 +124,7 @@ def test_ratios_are_ratios_and_tiers_only_add(
     simulation = made(policy, tier_bytes=tier, entries=64)
     for name, length, hits, tenant in lookups:
         look(simulation, name, length, min(hits, length), tenant)
-    for curve in simulation.curves():
+    for curve in finish(simulation.curves()):
         assert 0 <= curve.hit_tokens <= curve.lookup_tokens
         assert 0 <= curve.simulated_hit_ratio <= 1
         for estimate in curve.estimates:
@@ -136,7 +136,7 @@ def test_more_memory_never_hurts_lru(lookups: list[tuple[int, int]]) -> None:
     simulation = made("lru", arena_blocks=32, entries=1 << 16)
     for name, length in lookups:
         look(simulation, name, min(length, 8))  # A prompt that fits no size stores nothing there.
-    ratios = [each.hit_ratio for each in simulation.curves()[0].estimates]
+    ratios = [each.hit_ratio for each in simulation.total_curve().estimates]
     assert ratios == sorted(ratios)
 
 
@@ -155,7 +155,7 @@ def test_the_present_size_of_a_recording_hits_what_a_replay_of_it_does(policy: s
 
 
 def test_without_traffic_a_curve_has_no_estimates() -> None:
-    (curve,) = made().curves()
+    (curve,) = finish(made().curves())
     assert curve.is_total and not curve.estimates and curve.hit_ratio == 0
 
 
@@ -164,7 +164,7 @@ def test_hostile_sizes_and_tenants_are_bounded() -> None:
     for nth in range(3 * MAX_TENANTS):
         look(simulation, nth, 700, tenant=f"tenant {nth}")
     assert simulation.num_entries <= 64 * len(SIZES)
-    curves = simulation.curves()
+    curves = finish(simulation.curves())
     assert len(curves) == MAX_TENANTS + 2
     assert curves[-1].is_rest and curves[-1].lookup_tokens == 2 * MAX_TENANTS * 700 * 16
     assert not simulation.curve_of(f"tenant {2 * MAX_TENANTS}").estimates
@@ -241,7 +241,7 @@ def test_a_tier_adds_what_memory_has_evicted() -> None:
     for _ in range(2):
         for name in range(40):
             look(simulation, name, 4)
-    smallest = simulation.curves()[0].estimates[0]
+    smallest = simulation.total_curve().estimates[0]
     assert smallest.hit_ratio == 0 and smallest.hit_ratio_with_tiers == pytest.approx(0.5)
 
 
@@ -251,8 +251,7 @@ def test_old_traffic_fades() -> None:
         look(simulation, 1, 4, hits=4)
     simulation.fade(0.001)
     look(simulation, 2, 4)
-    (curve,) = [each for each in simulation.curves() if each.is_total]
-    assert curve.hit_ratio < 0.03
+    assert simulation.total_curve().hit_ratio < 0.03
 
 
 def test_halved_samples_keep_following_the_traffic() -> None:
@@ -265,7 +264,7 @@ def test_halved_samples_keep_following_the_traffic() -> None:
         finish(simulation.lookup("", 0, b"", hashes, 0, BLOCK_BYTES, 16, stores_all=True))
     assert simulation.max_entries == 1_000
     truth = replay(requests, 8_000, "lru") / num_blocks(requests)
-    assert simulation.curves()[0].estimates[-1].hit_ratio == pytest.approx(truth, abs=0.1)
+    assert simulation.total_curve().estimates[-1].hit_ratio == pytest.approx(truth, abs=0.1)
 
 
 def test_keys_that_join_a_sample_do_not_count_as_misses() -> None:
@@ -283,7 +282,7 @@ def test_keys_that_join_a_sample_do_not_count_as_misses() -> None:
         pool.release([found.lease_id])
         hits = found.hits[0].num_leading
         finish(simulation.lookup("", 0, b"", run.block_hashes, hits, BLOCK_BYTES, 16, stores_all=True))
-    for estimate in simulation.curves()[0].estimates:
+    for estimate in simulation.total_curve().estimates:
         truth = replay(requests, int(capacity * estimate.size), "lru") / num_blocks(requests)
         assert abs(estimate.hit_ratio - truth) <= 0.025, (
             estimate

@@ -92,8 +92,7 @@ def test_the_curve_at_the_present_size_is_what_the_pool_counted() -> None:
     bench = Bench()
     hits = sum(bench.look(nth % 70) for nth in range(300))
     bench.live.finish()
-    report = bench.live.report(None, False, "lru")
-    curve = report.curves[0]
+    curve = bench.live.simulation.total_curve()
     assert curve.hit_tokens == hits * 512
     assert curve.estimates[2].hit_ratio == pytest.approx(curve.hit_ratio, abs=0.01)
 
