@@ -39,6 +39,7 @@ export class ValueCurve {
     this.table = element("div", undefined, { class: "scroll" });
     details.append(element("summary", "Table", { "aria-label": "Table of Hit ratio by memory" }), this.table);
     this.figure.append(caption, this.legend, this.canvas, details);
+    this.figure.hidden = this.choices.hidden = true; // Until there is a curve.
     parent.append(this.choices, this.figure, this.why);
     new ResizeObserver(() => this.#fit()).observe(this.canvas);
   }
