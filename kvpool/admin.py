@@ -13,6 +13,7 @@ from kvpool.holdings import NamespaceInfo
 from kvpool.ledger import LedgerPage, LedgerRow, MeasuredSaving
 from kvpool.request_trace import RequestTrace
 from kvpool.rpc import Namespace, PoolRpc
+from kvpool.skew import Release
 from kvpool.transport.choice import Choice, choose
 from kvpool.types import BlockRun, HintKind, HintResult, PinBudget, PoolStats, Quota, WhoAmI
 from kvpool.v1 import pool_pb2 as pb
@@ -34,6 +35,12 @@ class Admin:
     def ping(self) -> tuple[str, float]:
         """The server's version, and the seconds since its start."""
         return replies.ping(self._rpc.ping())
+
+    def release(self) -> tuple[Release, float]:
+        """The server's release, and the seconds since its start."""
+        reply = self._rpc.ping()
+        version, uptime_s = replies.ping(reply)
+        return Release(version, reply.protocol), uptime_s
 
     def whoami(self) -> WhoAmI:
         """Who the server takes this client for."""

@@ -113,6 +113,7 @@ class Client:
         Raises:
             InvalidRequestError: the spec cannot name a namespace, or one whose blocks another key names.
             IncompatibleNamespaceError: `expected_fingerprint` is another namespace's; the message names the fields.
+            IncompatibleReleaseError: the server is of a release that this client does not work with; both are named.
             TransferError, ConfigError: the configured transport does not work here.
         """
         spec = self.rpc.named(self._of_tenant(spec))

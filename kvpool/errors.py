@@ -24,6 +24,11 @@ class IncompatibleNamespaceError(KVPoolError):
     """Two namespaces that were to be the same differ; the message names the fields (FAILED_PRECONDITION)."""
 
 
+class IncompatibleReleaseError(KVPoolError):
+    """Client and server are of releases that do not work together; the message names both, and which one to upgrade
+    (FAILED_PRECONDITION, kvpool-error)."""
+
+
 class OutOfSpaceError(KVPoolError):
     """No room, and nothing that may be evicted; nothing changed (RESOURCE_EXHAUSTED)."""
 

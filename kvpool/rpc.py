@@ -19,12 +19,12 @@ from kvpool import refused_connection, replies, wire
 from kvpool.channel import RenewedChannel, open_channel
 from kvpool.config import ClientConfig
 from kvpool.errors import (
+    IncompatibleReleaseError,
     InvalidReplyError,
     InvalidRequestError,
     KVPoolError,
     LeaseExpiredError,
     PoolTimeoutError,
-    TransferError,
     UnavailableError,
 )
 from kvpool.lookup_stream import LookupStream
@@ -32,6 +32,7 @@ from kvpool.name_key import NameKey, check_key, named_by
 from kvpool.namespace import GroupSpec, NamespaceSpec
 from kvpool.replies import LookupQuestion
 from kvpool.reports import EngineReport
+from kvpool.skew import OWN, check_skew
 from kvpool.tracing import tracing_of
 from kvpool.transport.base import Transport
 from kvpool.types import (
@@ -174,19 +175,25 @@ class PoolRpc:
     ) -> tuple[OpenedNamespace, int]:
         """Declares a namespace; returns what the server says of it, and the server's boot token.
 
-        Raises InvalidRequestError, IncompatibleNamespaceError, and TransferError if the server is of a release that
-        computes another fingerprint.
+        Raises InvalidRequestError, IncompatibleNamespaceError, and IncompatibleReleaseError if the server is of a
+        release that this client does not work with, or that computes another fingerprint.
         """
         spec = self.named(spec)
         request = pb.OpenNamespaceRequest(
-            spec=wire.encode_spec(spec), expected_fingerprint=expected_fingerprint, opener=socket.gethostname()
+            spec=wire.encode_spec(spec),
+            expected_fingerprint=expected_fingerprint,
+            opener=socket.gethostname(),
+            protocol=OWN.protocol,
+            release=OWN.version,
         )
         reply = self.call(self.stub.OpenNamespace, request, timeout_ms)
+        server = wire.decode_release(reply)
+        check_skew(OWN, server, self.config.endpoint)
         opened = replies.opened(reply)
         if opened.fingerprint != spec.fingerprint():
-            raise TransferError(
-                f"this client and kvpool-server at {self.config.endpoint} compute different fingerprints for a "
-                "namespace; install the same release of kvpool on both sides"
+            raise IncompatibleReleaseError(
+                f"this client, kvpool {OWN}, and kvpool-server at {self.config.endpoint}, kvpool {server}, compute "
+                "different fingerprints for a namespace; install the same release of kvpool on both sides"
             )
         return opened, reply.boot_token
 

@@ -33,6 +33,7 @@ from kvpool.reports import (
     FirstTokenTimes,
 )
 from kvpool.server_stats import RpcStats, ServerStats, TransferStats, UsageStats
+from kvpool.skew import MAX_RELEASE_CHARS, OWN, Release
 from kvpool.types import (
     HASH_BYTES,
     BlockRun,
@@ -74,6 +75,7 @@ _STATUS_OF: dict[type[errors.KVPoolError], grpc.StatusCode] = {
     errors.ConfigError: grpc.StatusCode.INVALID_ARGUMENT,
     errors.InvalidRequestError: grpc.StatusCode.INVALID_ARGUMENT,
     errors.UnknownNamespaceError: grpc.StatusCode.NOT_FOUND,
+    errors.IncompatibleReleaseError: grpc.StatusCode.FAILED_PRECONDITION,
     errors.IncompatibleNamespaceError: grpc.StatusCode.FAILED_PRECONDITION,
     errors.OutOfSpaceError: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.LeaseExpiredError: grpc.StatusCode.ABORTED,
@@ -84,11 +86,17 @@ _STATUS_OF: dict[type[errors.KVPoolError], grpc.StatusCode] = {
     errors.PermissionDeniedError: grpc.StatusCode.PERMISSION_DENIED,
     errors.UnauthenticatedError: grpc.StatusCode.UNAUTHENTICATED,
 }
-_ERROR_OF = {status: error for error, status in _STATUS_OF.items() if error is not errors.ConfigError}
 
 NAME_KEY = "kvpool-error"
 """Trailing metadata of a failed call: the name of an error that its status does not tell apart."""
-_NAMED: dict[str, type[errors.KVPoolError]] = {each.__name__: each for each in (errors.DrainingError,)}
+_NAMED: dict[str, type[errors.KVPoolError]] = {
+    each.__name__: each for each in (errors.DrainingError, errors.IncompatibleReleaseError)
+}
+_ERROR_OF = {
+    status: error
+    for error, status in _STATUS_OF.items()
+    if error is not errors.ConfigError and error.__name__ not in _NAMED
+}
 
 
 def status_of(error: errors.KVPoolError) -> grpc.StatusCode:
@@ -131,6 +139,11 @@ def error_of(rpc_error: grpc.RpcError, endpoint: str) -> errors.KVPoolError:
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in details:
         return errors.InvalidRequestError(
             f"a message to kvpool-server at {endpoint} is too large ({details}); send fewer blocks in one call"
+        )
+    if code is grpc.StatusCode.UNIMPLEMENTED and "Method not found" in details:
+        return errors.IncompatibleReleaseError(
+            f"kvpool-server at {endpoint} does not know this call of kvpool {OWN}: the server is of an older release; "
+            "upgrade it"
         )
     return _ERROR_OF.get(code, errors.TransferError)(details or f"{code.name} from kvpool-server at {endpoint}")
 
@@ -209,7 +222,19 @@ def decode_spec(message: pb.NamespaceSpec) -> NamespaceSpec:
 
 
 def encode_opened(opened: OpenedNamespace, boot_token: int) -> pb.OpenNamespaceResponse:
-    return _encode(opened, pb.OpenNamespaceResponse, boot_token=boot_token, **_encode_offer(opened.offer))
+    return _encode(
+        opened,
+        pb.OpenNamespaceResponse,
+        boot_token=boot_token,
+        protocol=OWN.protocol,
+        release=OWN.version,
+        **_encode_offer(opened.offer),
+    )
+
+
+def decode_release(message: pb.OpenNamespaceRequest | pb.OpenNamespaceResponse) -> Release:
+    """Whom a namespace is opened by, or who opens it; the text can be printed."""
+    return Release(escaped(message.release, MAX_RELEASE_CHARS), message.protocol)
 
 
 def decode_opened(message: pb.OpenNamespaceResponse) -> OpenedNamespace:
@@ -226,6 +251,7 @@ def encode_pong(
         uptime_seconds=uptime_s,
         namespaces_opened=namespaces_opened,
         draining=draining,
+        protocol=OWN.protocol,
         **_encode_offer(offer),
     )
 

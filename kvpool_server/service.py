@@ -72,6 +72,7 @@ from kvpool_server.inline_chunks import get_chunk, put_chunk
 from kvpool_server.lookup_streams import LookupStreams
 from kvpool_server.method_handlers import METHODS, decode
 from kvpool_server.metrics import RpcMetrics
+from kvpool_server.release_gate import ReleaseGate
 from kvpool_server.reports.engines import EngineReports
 from kvpool_server.reports.evictions import count_evictions
 from kvpool_server.reports.usage_ledger import UsageLedger
@@ -151,6 +152,7 @@ class PoolService(PoolServicer):
         self._reports = reports or EngineReports(time.monotonic)
         self._ledger = ledger
         self._value = value or (lambda _: ValueReport(False, pool.pool.arena.arena_bytes, ""))
+        self._gate = ReleaseGate()
         self._drain = drain or Drain(pool, 0, _tell_nobody)
         self._events = events
         self._verifier = Verifier(self._pool, memory, self._turns.run)
@@ -163,6 +165,7 @@ class PoolService(PoolServicer):
 
     async def OpenNamespace(self, request: pb.OpenNamespaceRequest, context: Any) -> pb.OpenNamespaceResponse:
         self._drain.check()
+        self._gate.check(wire.decode_release(request), wire.decode_opener(request.opener))
         spec = wire.decode_spec(request.spec)
         check_tenant(spec.tenant)
         check_measurement(spec)

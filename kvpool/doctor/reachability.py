@@ -21,11 +21,11 @@ from kvpool.doctor.server_state import SERVER_CERTIFICATE, certificate_end
 from kvpool.errors import KVPoolError, TransferError
 from kvpool.holdings import duration_text, printable
 from kvpool.memory_socket import memory_address, receive_memory
+from kvpool.skew import OWN
 from kvpool.tls import TlsFiles
 from kvpool.transport.tcp import peer_of
 from kvpool.types import Offer
 from kvpool.unix_socket import socket_path
-from kvpool.version import __version__
 
 CONNECT_S = 3.0
 MAX_SKEW_S = 5.0
@@ -35,14 +35,17 @@ MAX_BODY_BYTES = 1_024
 def grpc_port(client: Client) -> list[Finding]:
     """Whether the server answers, and its release. Raises UnavailableError and PoolTimeoutError if it does not."""
     started = time.monotonic()
-    version, uptime_s = client.admin.ping()
+    server, uptime_s = client.admin.release()
     took_ms = (time.monotonic() - started) * 1e3
     where = f"kvpool-server at {client.rpc.config.endpoint}"
     found = [ok("gRPC", f"{where} answers within {took_ms:.1f} ms, and is up for {duration_text(uptime_s)}")]
-    if version == __version__:
-        return [*found, ok("versions", f"kvpool {version} on both sides")]
-    text = f"the server is kvpool {version}, and this is kvpool {__version__}"
-    return [*found, warning("versions", text, "install the same release on both sides")]
+    if server == OWN:
+        return [*found, ok("versions", f"kvpool {OWN.version} on both sides")]
+    text = f"the server is kvpool {server}, and this is kvpool {OWN}"
+    if OWN.works_with(server):
+        return [*found, ok("versions", f"{text}: they work together")]
+    fix = "upgrade the older one: protocols may differ by one"
+    return [*found, error("versions", f"{text}, which do not work together", fix)]
 
 
 def data_port(client: Client) -> list[Finding]:

@@ -152,14 +152,18 @@ class NamespaceSpec(_message.Message):
     def __init__(self, format_version: _Optional[int] = ..., model: _Optional[str] = ..., revision: _Optional[str] = ..., weights_digest: _Optional[str] = ..., weights_epoch: _Optional[str] = ..., model_dtype: _Optional[str] = ..., kv_cache_dtype: _Optional[str] = ..., page_format: _Optional[str] = ..., hash_algorithm: _Optional[str] = ..., hash_seed: _Optional[str] = ..., hash_block_tokens: _Optional[int] = ..., num_pipeline_stages: _Optional[int] = ..., pipeline_stage: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[GroupSpec, _Mapping]]] = ..., extra: _Optional[_Mapping[str, str]] = ..., tenant: _Optional[str] = ..., salt: _Optional[str] = ...) -> None: ...
 
 class OpenNamespaceRequest(_message.Message):
-    __slots__ = ("spec", "expected_fingerprint", "opener")
+    __slots__ = ("spec", "expected_fingerprint", "opener", "protocol", "release")
     SPEC_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     OPENER_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    RELEASE_FIELD_NUMBER: _ClassVar[int]
     spec: NamespaceSpec
     expected_fingerprint: bytes
     opener: str
-    def __init__(self, spec: _Optional[_Union[NamespaceSpec, _Mapping]] = ..., expected_fingerprint: _Optional[bytes] = ..., opener: _Optional[str] = ...) -> None: ...
+    protocol: int
+    release: str
+    def __init__(self, spec: _Optional[_Union[NamespaceSpec, _Mapping]] = ..., expected_fingerprint: _Optional[bytes] = ..., opener: _Optional[str] = ..., protocol: _Optional[int] = ..., release: _Optional[str] = ...) -> None: ...
 
 class Segment(_message.Message):
     __slots__ = ("nbytes", "nonce", "nonce_offset", "token", "extent_bytes")
@@ -204,7 +208,7 @@ class DataPort(_message.Message):
     def __init__(self, host: _Optional[str] = ..., port: _Optional[int] = ..., nonce: _Optional[bytes] = ..., sealed: bool = ...) -> None: ...
 
 class OpenNamespaceResponse(_message.Message):
-    __slots__ = ("boot_token", "fingerprint", "segment", "created", "piece_bytes", "max_batch_blocks", "mooncake", "data_port", "wants_tokens")
+    __slots__ = ("boot_token", "fingerprint", "segment", "created", "piece_bytes", "max_batch_blocks", "mooncake", "data_port", "wants_tokens", "protocol", "release")
     BOOT_TOKEN_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     SEGMENT_FIELD_NUMBER: _ClassVar[int]
@@ -214,6 +218,8 @@ class OpenNamespaceResponse(_message.Message):
     MOONCAKE_FIELD_NUMBER: _ClassVar[int]
     DATA_PORT_FIELD_NUMBER: _ClassVar[int]
     WANTS_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    RELEASE_FIELD_NUMBER: _ClassVar[int]
     boot_token: int
     fingerprint: bytes
     segment: Segment
@@ -223,7 +229,9 @@ class OpenNamespaceResponse(_message.Message):
     mooncake: MooncakeEngine
     data_port: DataPort
     wants_tokens: bool
-    def __init__(self, boot_token: _Optional[int] = ..., fingerprint: _Optional[bytes] = ..., segment: _Optional[_Union[Segment, _Mapping]] = ..., created: bool = ..., piece_bytes: _Optional[int] = ..., max_batch_blocks: _Optional[int] = ..., mooncake: _Optional[_Union[MooncakeEngine, _Mapping]] = ..., data_port: _Optional[_Union[DataPort, _Mapping]] = ..., wants_tokens: bool = ...) -> None: ...
+    protocol: int
+    release: str
+    def __init__(self, boot_token: _Optional[int] = ..., fingerprint: _Optional[bytes] = ..., segment: _Optional[_Union[Segment, _Mapping]] = ..., created: bool = ..., piece_bytes: _Optional[int] = ..., max_batch_blocks: _Optional[int] = ..., mooncake: _Optional[_Union[MooncakeEngine, _Mapping]] = ..., data_port: _Optional[_Union[DataPort, _Mapping]] = ..., wants_tokens: bool = ..., protocol: _Optional[int] = ..., release: _Optional[str] = ...) -> None: ...
 
 class LookupRequest(_message.Message):
     __slots__ = ("namespace", "runs", "prefix_only", "lease_ttl_ms", "release", "locate", "wait_ms", "explain", "traceparent")
@@ -729,7 +737,7 @@ class PingRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class PingResponse(_message.Message):
-    __slots__ = ("boot_token", "version", "uptime_seconds", "segment", "mooncake", "piece_bytes", "data_port", "namespaces_opened", "draining")
+    __slots__ = ("boot_token", "version", "uptime_seconds", "segment", "mooncake", "piece_bytes", "data_port", "namespaces_opened", "draining", "protocol")
     BOOT_TOKEN_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     UPTIME_SECONDS_FIELD_NUMBER: _ClassVar[int]
@@ -739,6 +747,7 @@ class PingResponse(_message.Message):
     DATA_PORT_FIELD_NUMBER: _ClassVar[int]
     NAMESPACES_OPENED_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     boot_token: int
     version: str
     uptime_seconds: float
@@ -748,7 +757,8 @@ class PingResponse(_message.Message):
     data_port: DataPort
     namespaces_opened: int
     draining: bool
-    def __init__(self, boot_token: _Optional[int] = ..., version: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., segment: _Optional[_Union[Segment, _Mapping]] = ..., mooncake: _Optional[_Union[MooncakeEngine, _Mapping]] = ..., piece_bytes: _Optional[int] = ..., data_port: _Optional[_Union[DataPort, _Mapping]] = ..., namespaces_opened: _Optional[int] = ..., draining: bool = ...) -> None: ...
+    protocol: int
+    def __init__(self, boot_token: _Optional[int] = ..., version: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., segment: _Optional[_Union[Segment, _Mapping]] = ..., mooncake: _Optional[_Union[MooncakeEngine, _Mapping]] = ..., piece_bytes: _Optional[int] = ..., data_port: _Optional[_Union[DataPort, _Mapping]] = ..., namespaces_opened: _Optional[int] = ..., draining: bool = ..., protocol: _Optional[int] = ...) -> None: ...
 
 class WhoAmIRequest(_message.Message):
     __slots__ = ()

@@ -86,6 +86,7 @@ def test_transfers_under_way_finish_and_nothing_new_begins(
     assert filling.wait(60)
 
     progress = client.admin.drain()
+    assert progress.boot_token == namespace.boot_token
     assert (progress.num_leases, progress.num_tickets) == (2, 1) and 0 < progress.remaining_ms <= int(LONG_MS)
     for name, call in _calls(client, namespace).items():
         with pytest.raises(DrainingError, match=f"{server.endpoint}: the server is draining: it takes no new"):

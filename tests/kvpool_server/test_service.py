@@ -27,6 +27,7 @@ from kvpool.config import ClientConfig
 from kvpool.errors import (
     ChecksumError,
     IncompatibleNamespaceError,
+    IncompatibleReleaseError,
     InvalidRequestError,
     KVPoolError,
     LeaseExpiredError,
@@ -561,7 +562,9 @@ def test_a_server_that_computes_fingerprints_in_another_way_is_refused(
     client: Client, spec: NamespaceSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(NamespaceSpec, "fingerprint", lambda self: bytes(32))
-    with pytest.raises(TransferError, match=r"compute different fingerprints .* install the same release of kvpool"):
+    with pytest.raises(
+        IncompatibleReleaseError, match=r"compute different fingerprints .* install the same release of kvpool"
+    ):
         client.open_namespace(spec)
 
 

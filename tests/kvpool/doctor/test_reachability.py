@@ -17,7 +17,7 @@ from kvpool.config import ClientConfig
 from kvpool.doctor import reachability
 from kvpool.doctor.finding import Finding, Level
 from kvpool.principal import ALL_TENANTS, Principal, Role
-from kvpool.version import __version__
+from kvpool.version import PROTOCOL, __version__
 from testbed.ports import free_endpoint
 from tests.conftest import StartServer
 from tests.support.certificates import files_in, forge, server_flags
@@ -67,9 +67,12 @@ def test_a_server_in_order_has_no_problem(pool_server: StartServer, connect: Cal
 
 
 def test_other_releases_on_both_sides_are_named() -> None:
-    _, versions = reachability.grpc_port(liar(version="9.9"))
-    assert versions.level is Level.WARNING
-    assert versions.text == f"the server is kvpool 9.9, and this is kvpool {__version__}"
+    _, versions = reachability.grpc_port(liar(version="9.9", protocol=PROTOCOL + 1))
+    assert versions.level is Level.OK and versions.text.endswith("they work together")
+    _, versions = reachability.grpc_port(liar(version="9.9", protocol=PROTOCOL + 2))
+    assert versions.level is Level.ERROR and versions.fix.startswith("upgrade the older one")
+    theirs, ours = f"9.9 (protocol {PROTOCOL + 2})", f"{__version__} (protocol {PROTOCOL})"
+    assert versions.text == f"the server is kvpool {theirs}, and this is kvpool {ours}, which do not work together"
 
 
 def test_a_data_port_that_cannot_be_reached_is_an_error() -> None:
