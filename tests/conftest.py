@@ -45,6 +45,9 @@ LONG_FILES = (
 )
 """Files, or folders of files, that take long, the longest first."""
 
+PRINTED = "printed"
+"""The property under which a test records a line for the end of the run: `record_property(PRINTED, line)`."""
+
 StartServer = Callable[..., ServerProcess]
 Connect = Callable[..., Client]
 
@@ -64,6 +67,9 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     called = [report.nodeid for report in reports if getattr(report, "when", "") == "call"]
     if num_cases := sum(nodeid.startswith("tests/security/") for nodeid in called):
         terminalreporter.write_line(f"security: {num_cases} cases")
+    lines = [value for report in reports for name, value in getattr(report, "user_properties", ()) if name == PRINTED]
+    for line in dict.fromkeys(lines):  # A report of each phase has them.
+        terminalreporter.write_line(str(line))
     counted: Counter[str] = Counter()
     for report in reports:
         if getattr(report, "when", "") == "call":

@@ -80,6 +80,7 @@ class ServerProcess:
         tls, token_file: of the client that asks whether the server is there.
         is_executed: runs the command in an interpreter of its own, for tests of a server's start and end. Other
             servers are forked.
+        tree: a directory with the packages of another release, whose server is executed.
 
     Attributes:
         endpoint: HOST:PORT of gRPC.
@@ -96,6 +97,7 @@ class ServerProcess:
         tls: TlsFiles | None = None,
         token_file: str = "",
         is_executed: bool = False,
+        tree: Path | None = None,
     ):
         defaults = {
             "--listen": free_endpoint(),
@@ -108,9 +110,11 @@ class ServerProcess:
         nth = len(list(log_dir.glob("server-*.out")))
         self._out, self._err = log_dir / f"server-{nth}.out", log_dir / f"server-{nth}.err"
         started, whole = time.monotonic(), clean_environment(**environment)
+        if tree is not None:
+            is_executed, whole = True, {**whole, "PYTHONPATH": str(tree)}
         with self._out.open("w") as out, self._err.open("w") as err:
             self._process = (
-                subprocess.Popen(server_command(*missing, *flags), stdout=out, stderr=err, env=whole)
+                subprocess.Popen(server_command(*missing, *flags), stdout=out, stderr=err, env=whole, cwd=tree)
                 if is_executed
                 else ForkedServer(_with_data_port([*missing, *flags]), whole, self._out, self._err)
             )

@@ -1,0 +1,91 @@
+"""Trees of other releases of kvpool, each in a folder of its own, from which servers and clients are started."""
+
+from __future__ import annotations
+
+import io
+import re
+import shutil
+import subprocess
+import tarfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvpool.version import PROTOCOL
+
+ROOT = Path(__file__).parents[2]
+RECORD = Path(__file__).with_name("previous-release")
+FETCH_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """A release's files.
+
+    Args:
+        name: for people: current, previous, next, unknown.
+        protocol: that it speaks.
+    """
+
+    name: str
+    path: Path
+    protocol: int
+
+    def works_with(self, other: Tree) -> bool:
+        """What the documents promise: releases work together whose protocols differ by one at most."""
+        return abs(self.protocol - other.protocol) <= 1
+
+
+CURRENT = Tree("current", ROOT, PROTOCOL)
+
+
+def _git(root: Path, *arguments: str, timeout_s: float = FETCH_S) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run(["git", *arguments], cwd=root, capture_output=True, timeout=timeout_s, check=False)
+
+
+def previous_ref(root: Path = ROOT, record: Path = RECORD) -> str:
+    """The tag or commit of the previous release, which this clone has.
+
+    A shallow clone lacks it: it is then fetched from `origin`. AssertionError, with what to do, if that fails.
+    """
+    (ref,) = (line.strip() for line in record.read_text().splitlines() if line.strip() and not line.startswith("#"))
+    commit = f"{ref}^{{commit}}"
+    if _git(root, "cat-file", "-e", commit).returncode == 0:
+        return ref
+    # Into no branch and no tag: `git archive` takes the commit by its own name.
+    fetched = _git(root, "fetch", "--quiet", "--depth=1", "origin", ref)
+    ref = "FETCH_HEAD" if fetched.returncode == 0 and re.fullmatch(r"[0-9a-f]{40}", ref) is None else ref
+    assert _git(root, "cat-file", "-e", f"{ref}^{{commit}}").returncode == 0, (
+        f"this clone lacks the previous release {ref}, which {record.name} names, and it cannot be fetched "
+        f"({fetched.stderr.decode(errors='replace').strip()}); run `git fetch --unshallow --tags`, in CI give "
+        "actions/checkout `fetch-depth: 0`"
+    )
+    return ref
+
+
+def unpack(paths: list[str], into: Path, root: Path = ROOT) -> Path:
+    """Writes files of the previous release to a folder. They run from there: kvpool has no compiled parts."""
+    packed = _git(root, "archive", "--format=tar", previous_ref(root), *paths)
+    assert packed.returncode == 0, packed.stderr.decode(errors="replace")
+    into.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(fileobj=io.BytesIO(packed.stdout)) as tar:
+        tar.extractall(into, filter="data")
+    return into
+
+
+def previous(into: Path) -> Tree:
+    """The previous release, built from git."""
+    path = unpack(["kvpool", "kvpool_server"], into)
+    found = re.search(r"^PROTOCOL = (\d+)$", (path / "kvpool/version.py").read_text(), re.MULTILINE)
+    return Tree("previous", path, int(found[1]) if found is not None else 0)
+
+
+def later(name: str, into: Path, protocol: int) -> Tree:
+    """This release as if it were a later one: a copy with another version and protocol."""
+    for package in ("kvpool", "kvpool_server"):
+        shutil.copytree(ROOT / package, into / package, ignore=shutil.ignore_patterns("__pycache__"))
+    version = into / "kvpool/version.py"
+    text = re.sub(r"^PROTOCOL = \d+$", f"PROTOCOL = {protocol}", version.read_text(), flags=re.MULTILINE)
+    text = re.sub(r'^__version__ = ".*"$', f'__version__ = "{protocol}.0.0"', text, flags=re.MULTILINE)
+    assert f"PROTOCOL = {protocol}\n" in text and f'"{protocol}.0.0"' in text, "version.py has another form"
+    version.write_text(text)
+    return Tree(name, into, protocol)
