@@ -1,0 +1,89 @@
+"""No change of the proto breaks clients or servers of the previous release: `buf breaking` compares the two.
+
+A field or RPC that is to go stays, marked as deprecated, until no release that is supported uses it; the change that
+removes it then names the rule and the file under `breaking.ignore_only` in proto/buf.yaml.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.skew.releases import ROOT, unpack
+
+BUF = "buf-bin==1.75.0"
+PROTO = Path("kvpool/v1/pool.proto")
+
+# Text of the contract -> what takes its place, and what buf has to say of that.
+BREAKING = {
+    "a field is removed": (
+        "  bytes checksums = 5;", "  reserved 5; //",
+        'Previously present field "5" with name "checksums" on message "RunHits" was deleted.',
+    ),
+    "a type is changed": (
+        "  uint32 lease_ttl_ms = 4;   // 0", "  string lease_ttl_ms = 4;   // 0",
+        'Field "4" with name "lease_ttl_ms" on message "LookupRequest" changed type from "uint32" to "string".',
+    ),
+    "a number is changed": (
+        "  bytes offsets = 4;", "  bytes offsets = 44;",
+        'Previously present field "4" with name "offsets" on message "RunHits" was deleted.',
+    ),
+    "a field is renamed": (
+        "  bytes offsets = 4;", "  bytes places = 4;",
+        'Field "4" on message "RunHits" changed name from "offsets" to "places".',
+    ),
+    "a value is renamed": (
+        "MISS_CAUSE_EVICTED = 2;", "MISS_CAUSE_DROPPED = 2;",
+        'changed name from "MISS_CAUSE_EVICTED" to "MISS_CAUSE_DROPPED".',
+    ),
+    "an RPC is removed": (
+        "  rpc PutRevoke(PutRevokeRequest) returns (PutRevokeResponse);", "",
+        'Previously present RPC "PutRevoke" on service "Pool" was deleted.',
+    ),
+    "an RPC is streamed": (
+        "rpc Get(GetRequest) returns (GetResponse);", "rpc Get(GetRequest) returns (stream GetResponse);",
+        'RPC "Get" on service "Pool" changed from server unary to server streaming.',
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def previous(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return unpack(["proto"], tmp_path_factory.mktemp("previous")) / "proto"
+
+
+def _breaking(proto: Path, previous: Path) -> tuple[int, str]:
+    """The status of buf, 0 if nothing breaks and 100 if something does, and what it says."""
+    uv = [str(Path(sys.executable).with_name("uv")), "tool", "run", "--quiet", "--from", BUF]
+    command = [*uv, "buf", "breaking", str(proto), "--against", str(previous), "--config", str(proto / "buf.yaml")]
+    done = subprocess.run(command, cwd=proto, capture_output=True, text=True, timeout=180, check=False)
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_the_contract_breaks_nobody_of_the_previous_release(previous: Path) -> None:
+    status, said = _breaking(ROOT / "proto", previous)
+    assert status == 0, f"the proto breaks the previous release:\n{said}"
+
+
+@pytest.mark.parametrize("change", BREAKING)
+def test_a_breaking_change_is_found_and_named(previous: Path, tmp_path: Path, change: str) -> None:
+    old, new, says = BREAKING[change]
+    shutil.copytree(ROOT / "proto", tmp_path / "proto")
+    changed = tmp_path / "proto" / PROTO
+    text = changed.read_text()
+    assert text.count(old) == 1, f"{old!r} is not in the contract once"
+    changed.write_text(text.replace(old, new))
+    status, said = _breaking(tmp_path / "proto", previous)
+    assert status == 100 and says in said, said
+
+
+def test_a_new_field_breaks_nobody(previous: Path, tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "proto", tmp_path / "proto")
+    changed = tmp_path / "proto" / PROTO
+    old = "message PingRequest {}"
+    changed.write_text(changed.read_text().replace(old, "message PingRequest {\n  bool new = 1;\n}"))
+    assert _breaking(tmp_path / "proto", previous) == (0, "")
