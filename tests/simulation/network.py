@@ -18,18 +18,26 @@ import numpy.typing as npt
 
 from kvpool.client import Client
 from kvpool.config import ClientConfig
-from kvpool.errors import KVPoolError, LeaseExpiredError, PoolTimeoutError, TransferError, UnavailableError
+from kvpool.errors import (
+    DrainingError,
+    KVPoolError,
+    LeaseExpiredError,
+    PoolTimeoutError,
+    TransferError,
+    UnavailableError,
+)
 from kvpool.rpc import PoolRpc
 from kvpool.segment import Bytes
 from kvpool.transport.base import Sink, Source, Transfer
 from kvpool.transport.choice import Choice
 from kvpool.types import BlockRun, Lookup, Offer, RunHits
 from kvpool.v1 import pool_pb2 as pb
-from kvpool.wire import status_of
+from kvpool.wire import metadata_of, status_of
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.entry import Observer
 from kvpool_server.cache.limits import Limits
 from kvpool_server.cache.pool import Pool
+from kvpool_server.drain import Drain
 from kvpool_server.service import PIECE_BYTES, PoolService
 from kvpool_server.tiering.tiered_pool import TieredPool
 from tests.simulation.deterministic_runtime import DeterministicRuntime, Message
@@ -46,14 +54,24 @@ POISON = 0xDD
 class RpcFailed(grpc.RpcError):
     """What gRPC raises."""
 
-    def __init__(self, code: grpc.StatusCode, details: str = ""):
-        self._code, self._details = code, details
+    def __init__(self, code: grpc.StatusCode, details: str = "", metadata: tuple[tuple[str, str], ...] = ()):
+        self._code, self._details, self._metadata = code, details, metadata
 
     def code(self) -> grpc.StatusCode:
         return self._code
 
     def details(self) -> str:
         return self._details
+
+    def trailing_metadata(self) -> tuple[tuple[str, str], ...]:
+        return self._metadata
+
+
+DRAIN_MS = 60_000
+
+
+async def _tell_nobody() -> None:
+    """The simulation has no health checks."""
 
 
 class _NoMetrics:
@@ -130,6 +148,7 @@ class SimServer:
         up, hung: a server that hangs answers nobody; one that is not up refuses.
         lags: of each of the next lookups, what it is told of a tier.
         losses: "request" or "answer" of each of the next messages that is lost; "" for one that is not.
+        num_drained: calls that were refused because the server drains.
         is_lossless: nobody was ever left without an answer, and nothing but the time has ended a lease.
     """
 
@@ -148,6 +167,7 @@ class SimServer:
         self.lags: list[Lag] = []
         self.losses: list[str] = []
         self.is_lossless = True
+        self.num_drained = 0
         self._size = extent_bytes, num_extents
         self._observer = observer
         self._ids = itertools.count(1)
@@ -163,8 +183,21 @@ class SimServer:
         self.pool = Pool(arena, self.runtime.clock, lambda: next(self._ids), LIMITS)
         self.pool.observe(self._observer)
         tiered, offer = _LaggingPool(self.pool, self.memory, self.lags), Offer(PIECE_BYTES)
-        self._service = PoolService(tiered, self.memory, offer, self.boot_token, _NoMetrics(), self.pool.stats)  # type: ignore[arg-type]
+        self._drain = Drain(tiered, DRAIN_MS, _tell_nobody, self.runtime.clock)
+        self._service = PoolService(
+            tiered,
+            self.memory,
+            offer,
+            self.boot_token,
+            _NoMetrics(),
+            self.pool.stats,
+            drain=self._drain,  # type: ignore[arg-type]
+        )
         self.up = True
+
+    def drain(self) -> None:
+        """Grants no lease and no ticket until the next start."""
+        self._loop.run(self._drain.begin())
 
     def reachable(self) -> bool:
         """Whether a message gets an answer, a refusal included."""
@@ -182,7 +215,8 @@ class SimServer:
         try:
             return self._loop.run(getattr(self._service, method)(request, CallContext()))
         except KVPoolError as error:
-            raise RpcFailed(status_of(error), str(error)) from None
+            self.num_drained += isinstance(error, DrainingError)
+            raise RpcFailed(status_of(error), str(error), metadata_of(error)) from None
 
     def pop_loss(self) -> str:
         loss = self.losses.pop(0) if self.losses else ""

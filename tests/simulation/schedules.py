@@ -160,6 +160,10 @@ class World:
         self.server.start()
         self.server.is_lossless = False
 
+    def drain(self) -> None:
+        """The server refuses new leases and tickets. It loses nothing that was granted."""
+        self.server.drain()
+
     def hang(self) -> None:
         self.server.hung = True
 
@@ -276,6 +280,7 @@ class World:
             total["stale_outcomes"] += engine.num_stale
             total["answered"] += len(engine.prompts) - len(engine.aborted)
             total["aborted"] += len(engine.aborted)
+        total["drained_calls"] += self.server.num_drained
         total.update({name: self.server.pool.counters[name] for name in ("evicted_blocks", "out_of_space_puts")})
         return total
 
@@ -366,8 +371,14 @@ def make_schedule(seed: int) -> Schedule:
         setups=setups,
         num_extents=dice.choice([4, 8, 24, 60]),
         shares_memory=dice.random() < 0.6,
-        events=events,
+        events=_with_a_drain(dice, events) if dice.random() < 0.15 else events,
     )
+
+
+def _with_a_drain(dice: random.Random, events: tuple[Event, ...]) -> tuple[Event, ...]:
+    """The same events; among them the server drains, and is restarted later."""
+    begins, ends = sorted(dice.randrange(len(events) + 1) for _ in range(2))
+    return (*events[:begins], ("drain",), *events[begins:ends], ("restart",), *events[ends:])
 
 
 _RARE = {"abort": 6, "again": 3, "preempt": 4, "send_back": 2, "forget": 8, "reset": 2, "advance": 5, "fill": 4,

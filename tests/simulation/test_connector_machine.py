@@ -111,7 +111,7 @@ def test_schedules_reach_what_they_are_meant_to_reach(tiny_config: Any) -> None:
         "loaded_blocks", "stored_blocks", "store_skipped_blocks", "deferred_stores", "evicted_blocks",
         "out_of_space_puts", "load_failures", "store_failures", "lookup_failures", "breaker_openings", "answered",
         "aborted", "promotion_waits", "promotion_missed_tokens", "rejected_drafts", "stale_outcomes",
-        "store_dropped_blocks",
+        "store_dropped_blocks", "drained_calls",
     ):  # fmt: skip
         assert total[name] >= 10, f"{name}: {total}"
 
