@@ -41,7 +41,7 @@ CONNECTION_S = 5.0
 CLOSE_EVERY_S = 0.25
 MAX_PATH_CHARS = 60
 """Of a path that is named in errors and in the audit log."""
-SERVING, DRAINING = "ok", "draining"
+STARTING, SERVING, DRAINING = "starting", "ok", "draining"
 TEXT = "text/plain"
 
 Value = TypeVar("Value")

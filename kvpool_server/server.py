@@ -49,7 +49,7 @@ from kvpool_server.exposure import (
 )
 from kvpool_server.grpc_server import GrpcServer
 from kvpool_server.history import History
-from kvpool_server.http import DRAINING, SERVING, OperatorHttp, on_loop
+from kvpool_server.http import DRAINING, SERVING, STARTING, OperatorHttp, on_loop
 from kvpool_server.log_events import LogEvents
 from kvpool_server.loop_lag import LoopLag
 from kvpool_server.metrics import (
@@ -116,7 +116,7 @@ class Server:
         self._drain: Drain | None = None
         self._events_of_blocks: EventStreams | None = None
         self._signals: set[asyncio.Task[Any]] = set()  # asyncio keeps no reference to its tasks.
-        self._state = "starting"
+        self._state = STARTING
         self._stopping = asyncio.Event()
         self._failure = ""
         self._open = AsyncExitStack()
@@ -130,7 +130,8 @@ class Server:
             if isinstance(error, MemoryError):
                 raise ConfigError(f"{error}; lower --memory") from None
             raise
-        self._state = SERVING
+        if self._state == STARTING:  # Else a first call has drained the server already.
+            self._state = SERVING
         log.info(
             "listening", version=__version__, grpc=f"{split_address(self.config.listen)[0]}:{self.port}",
             http_port=self.http_port or None, data_port=self.data.info.port if self.data else None,
