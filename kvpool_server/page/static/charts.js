@@ -9,6 +9,12 @@ const MAX_TABLE_ROWS = 24;
 
 const sum = (columns) => columns[0].map((_, row) => columns.reduce((total, column) => (column[row] === null ? null : total === null ? null : total + column[row]), 0));
 
+// Of a histogram: what half of all, and all but one in a hundred, did not exceed.
+const quantiles = (name) => (series) => [
+  { label: "p99", kind: "second", values: series.quantile(name, 0.99) },
+  { label: "p50", kind: "main", values: series.quantile(name, 0.5) },
+];
+
 // Each chart: id, title, unit in words, format of its values, and lines(series) -> [{label, values, kind}].
 // kind: "main", "second", or "stack": areas on top of each other, in the order given.
 export const CHARTS = [
@@ -32,10 +38,7 @@ export const CHARTS = [
     title: "Lookup latency",
     note: "in the server",
     format: format.seconds,
-    lines: (series) => [
-      { label: "p99", kind: "second", values: series.quantile("lookup_seconds", 0.99) },
-      { label: "p50", kind: "main", values: series.quantile("lookup_seconds", 0.5) },
-    ],
+    lines: quantiles("lookup_seconds"),
   },
   {
     id: "throughput",
@@ -108,15 +111,18 @@ export const CHARTS = [
     title: "Event loop lag",
     note: "what a request waits before it is looked at",
     format: format.seconds,
-    lines: (series) => [
-      { label: "p99", kind: "second", values: series.quantile("loop_lag_seconds", 0.99) },
-      { label: "p50", kind: "main", values: series.quantile("loop_lag_seconds", 0.5) },
-    ],
+    lines: quantiles("loop_lag_seconds"),
   },
 ];
 
+// A canvas knows no properties, and no light-dark(): an element resolves both.
+const probe = document.createElement("span");
+probe.hidden = true;
+document.body.append(probe);
+
 export function colour(name) {
-  return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+  probe.style.color = `var(${name})`;
+  return getComputedStyle(probe).color;
 }
 
 function style(kind, nth) {

@@ -65,8 +65,8 @@ return found;
 DRAWN = """
 const canvas = document.querySelector(`#chart-${arguments[0]} canvas`);
 const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
-const accent = getComputedStyle(document.documentElement).getPropertyValue("--accent");
-const wanted = accent.match(/\\w\\w/g).map((hex) => parseInt(hex, 16));
+const accent = getComputedStyle(document.querySelector("[aria-pressed='true']")).backgroundColor;
+const wanted = accent.match(/\\d+/g).map(Number);
 let count = 0;
 for (let at = 0; at < data.length; at += 4) {
   const distance = wanted.reduce((sum, part, nth) => sum + Math.abs(part - data[at + nth]), 0);
@@ -272,6 +272,18 @@ def test_a_restart_of_the_server_is_a_gap(page: Page, pool_server: StartServer) 
     wait_for(lambda: re.fullmatch(r"[BM]+-+[BM]+", "".join(row[-1] for row in rows()).replace(NOTHING, "-")), "the gap")
 
 
+HAS_PIXEL = """
+const wanted = arguments[0];
+return [...document.querySelectorAll("canvas")].some((canvas) => {
+  const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+  for (let at = 0; at < data.length; at += 4) {
+    if (data[at + 3] === 255 && wanted.every((value, nth) => Math.abs(data[at + nth] - value) <= 2)) return true;
+  }
+  return false;
+});
+"""
+
+
 @pytest.mark.parametrize("is_dark", [False, True])
 def test_text_has_contrast(page: Page, driven: ServerProcess, is_dark: bool) -> None:
     set_screen(page.browser, *WIDE, dark=is_dark)
@@ -294,6 +306,7 @@ def test_the_theme_switch_wins_over_the_system(page: Page, driven: ServerProcess
         page.browser.find_element(By.ID, "theme").click()
         assert page.text("#theme") == f"Theme: {says}"
         assert (page.run(ground) != light) is is_dark
+        assert page.run(HAS_PIXEL, [108, 176, 245] if is_dark else [20, 99, 184]), "the charts' accent"
     page.browser.refresh()
     assert page.run(ground) != light
     page.browser.find_element(By.ID, "theme").click()

@@ -68,3 +68,9 @@ def test_no_file_writes_markup_or_asks_other_hosts() -> None:
 def test_the_page_has_words_for_each_cause() -> None:
     words = _text("panels.js").split("CAUSES = {", 1)[1].split("};", 1)[0]
     assert set(re.findall(r"^  (\w+):", words, re.MULTILINE)) == {cause.label for cause in Cause}
+
+
+def test_each_colour_stands_once_with_its_light_and_its_dark_value() -> None:
+    names = re.findall(r"^\s*(--[\w-]+):", _text("page.css"), re.MULTILINE)
+    assert names and len(names) == len(set(names))
+    assert len(re.findall(r"light-dark\(#\w+, #\w+\)", _text("page.css"))) == len(names)
