@@ -10,7 +10,7 @@ from tests.compat.lanes import LANES
 from tests.compat.results import Result
 
 PAGE = ROOT / "docs" / "reference" / "compatibility.md"
-_BEGIN, _END = "<!-- begin: lanes of tests/compat -->\n", "<!-- end: lanes of tests/compat -->\n"
+_BEGIN, _END = "<!-- lanes of tests/compat begin -->\n", "<!-- lanes of tests/compat end -->\n"
 
 
 def table(found: Mapping[str, Result]) -> str:
