@@ -44,6 +44,9 @@ class Hints:
     def prefetch(self, namespace: Namespace, runs: Sequence[BlockRun]) -> HintResult:
         """Has the server bring the blocks of a prefix up from its tiers; does not wait until they are up.
 
+        Args:
+            runs: one a group; the server refuses more.
+
         Repeat it to learn how far the server has come. Raises OutOfSpaceError if too many prefetches are under way.
         """
         return self._hint(namespace, runs, HintKind.PREFETCH)

@@ -20,7 +20,8 @@ MAX_PREFETCHES = 16
 MAX_FOLLOWED_S = 120.0
 """How long one hint is followed."""
 LOOK_EVERY_S = 0.2
-"""From one look to the next of one hint, of which each may take the event loop 2 ms."""
+"""From one look to the next of one hint, of which each may take the event loop 2 ms. What is behind a run that is
+on its way is not looked at again before that run is up."""
 
 Look = Callable[[bytes, BlockRun, bool], RunHits]
 """Finds blocks of a run and queues those that lack: (fingerprint, run, prefix_only) -> what is there and pending."""
@@ -84,7 +85,8 @@ class Prefetcher:
             async with asyncio.timeout(MAX_FOLLOWED_S):
                 while prefixes:
                     await asyncio.sleep(LOOK_EVERY_S)
-                    prefixes = [prefix for prefix in prefixes if await self._advance(fingerprint, prefix)]
+                    while prefixes and not await self._advance(fingerprint, prefixes[0]):
+                        del prefixes[0]
         except (TimeoutError, KVPoolError):
             pass  # What is queued still comes up; or the namespace was closed.
         finally:
@@ -97,6 +99,7 @@ class Prefetcher:
             hashes = run.block_hashes[prefix.at : prefix.at + LOOKUP_STEP_BLOCKS]
             parent = run.block_hashes[prefix.at - 1] if prefix.at else run.parent_hash
             hit = self._look(fingerprint, BlockRun(run.group_idx, hashes, parent), prefix.prefix_only)
+            await asyncio.sleep(0)  # Here, so that other calls come between any two looks, whatever they find.
             prefix.at += hit.num_leading
             prefix.num_present += hit.num_leading
             if hit.num_leading < len(hashes):
@@ -106,7 +109,6 @@ class Prefetcher:
                     return 0
                 prefix.num_present += hit.complete.bit_count() - hit.num_leading
                 prefix.at += len(hashes) - hit.num_leading
-            await asyncio.sleep(0)
         return 0
 
     def _ended(self, tenant: str) -> None:

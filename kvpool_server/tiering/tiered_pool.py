@@ -313,9 +313,14 @@ class TieredPool(Observer):
     async def prefetch(self, fingerprint: bytes, runs: Sequence[BlockRun]) -> HintResult:
         """Begins to bring prefixes up from the tiers, whatever their length; says how far they are.
 
-        Raises OutOfSpaceError if too many such hints are under way.
+        Raises OutOfSpaceError if too many such hints are under way, and InvalidRequestError for two runs of a group.
         """
         namespace, groups = self.pool.hints.groups(fingerprint, runs)
+        if len({run.group_idx for run in runs}) < len(runs):
+            raise InvalidRequestError(
+                f"a prefetch of {len(runs)} runs, of which some are of the same group; give one run a group, and a "
+                "request for each prefix"
+            )
         self.pool.counters["prefetch_hints"] += 1
         with_rules = [(run, group.needs_prefix) for run, group in zip(runs, groups, strict=True)]
         return await self._prefetcher.prefetch(fingerprint, with_rules, namespace.spec.tenant)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Sequence
 
 import pytest
 
-from kvpool.errors import OutOfSpaceError, UnknownNamespaceError
-from kvpool.types import BlockRun, HintResult
+from kvpool.errors import InvalidRequestError, OutOfSpaceError, UnknownNamespaceError
+from kvpool.types import BlockRun, HintResult, RunHits
 from kvpool_server.tiering import prefetcher, tiered_pool
 from tests.support.memory_tier import MemoryTier, Rig, asked, play, turns
 from tests.support.values import block_hash
@@ -122,3 +123,55 @@ async def test_a_prefetch_of_an_unknown_namespace_is_refused(rig: Rig, tier: Mem
     with pytest.raises(UnknownNamespaceError):
         await rig.tiered.prefetch(block_hash("none"), _run(["a"]))
     assert not rig.tiered._prefetcher._by_tenant
+
+
+@play()
+async def test_two_runs_of_a_group_are_refused(rig: Rig, tier: MemoryTier) -> None:
+    with pytest.raises(InvalidRequestError, match="a prefetch of 2 runs, of which some are of the same group"):
+        await rig.tiered.prefetch(rig.namespace.fingerprint, [*_run(["a"]), *_run(["b"])])
+    assert not rig.tiered._prefetcher._by_tenant
+
+
+@pytest.mark.parametrize("num_pending", [0, 1])
+def test_other_calls_come_between_any_two_looks(num_pending: int) -> None:
+    calls: list[str] = []
+
+    def look(fingerprint: bytes, run: BlockRun, prefix_only: bool) -> RunHits:
+        calls.append("look")
+        return RunHits(0, 0, num_pending=num_pending)
+
+    async def others() -> None:
+        while True:
+            calls.append("other")
+            await asyncio.sleep(0)
+
+    async def test() -> None:
+        other = asyncio.create_task(others())
+        subject = prefetcher.Prefetcher(look)
+        found = await subject.prefetch(b"", [(run, True) for run in _run("a") * 64], "")
+        assert found == HintResult(0, num_pending=64 * num_pending) and calls.count("look") == 64
+        await turns()
+        other.cancel()
+        subject.close()
+
+    asyncio.run(test())
+    assert ("look", "look") not in itertools.pairwise(calls), "two looks in one turn of the loop"
+
+
+def test_runs_behind_one_that_is_pending_are_not_looked_at_again() -> None:
+    looks: list[int] = []
+
+    def look(fingerprint: bytes, run: BlockRun, prefix_only: bool) -> RunHits:
+        looks.append(run.group_idx)
+        is_up = looks.count(run.group_idx) > 3
+        return RunHits(1, 1) if is_up else RunHits(0, 0, num_pending=1)
+
+    async def test() -> None:
+        subject = prefetcher.Prefetcher(look)
+        runs = [(BlockRun(group_idx, [block_hash("a")]), True) for group_idx in range(3)]
+        assert await subject.prefetch(b"", runs, "") == HintResult(0, num_pending=3)
+        while subject._tasks:
+            await turns()
+
+    asyncio.run(test())
+    assert looks == [0, 1, 2, *[0] * 3, *[1] * 3, *[2] * 3]
