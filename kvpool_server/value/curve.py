@@ -260,9 +260,9 @@ class CurveSimulation:
             yield
 
     def curves(self) -> Steps[list[ValueCurve]]:
-        """That of all tenants, that of each tenant in the order of their first lookups, and that of the rest."""
+        """That of all tenants, that of each tenant by name, and that of the rest."""
         curves = [self.total_curve()]
-        for name, tenant in list(self._tenants.items()):
+        for name, tenant in sorted(self._tenants.items()):
             yield
             curves.append(self._curve(tenant, tenant=name))
         if any(self._rest.tokens):

@@ -65,7 +65,7 @@ class _WireContext(CallContext):
     async def write(self, message: Message) -> None:
         self.written.append(message)
 
-    async def abort(self, code: grpc.StatusCode, message: str = "") -> None:
+    async def abort(self, code: grpc.StatusCode, message: str = "", trailing_metadata: object = ()) -> None:
         self.answer = Answer(code, message)
         raise _AbortedError
 
