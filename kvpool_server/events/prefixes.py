@@ -42,6 +42,10 @@ from kvpool_server.events.ledger import Change, Ledger
 
 MAX_LEFT = 1 << 17
 """Blocks that are not held and whose tokens are remembered: they may come back, for example from a tier."""
+MAX_LEFT_BYTES = 64 << 20
+"""Of their tokens."""
+MAX_BLOCK_TOKENS = 4_096
+"""In a block of the main group; namespaces with larger ones are not followed."""
 TOKEN_BYTES = 4
 STEP_BLOCKS = 2_048
 """Most that are judged in one turn of the loop."""
@@ -86,6 +90,7 @@ class PrefixView(Observer):
             return False
         return (
             (main := main_group(spec)) is not None
+            and spec.groups[main].block_tokens <= MAX_BLOCK_TOKENS
             and FIELD not in dict(spec.extra)
             and all(group.block_tokens % spec.groups[main].block_tokens == 0 for group in spec.groups)
         )
@@ -178,9 +183,11 @@ class _Followed:
         self._reach = max((step * count for _, step, count in self._others), default=0)
         self._held: list[set[bytes]] = [set() for _ in spec.groups]
         self._announced: dict[bytes, _Block] = {}  # Held blocks of the main group.
-        self._left: dict[bytes, _Block] = {}  # Blocks that are not held, the oldest first.
+        self._left: dict[bytes, _Block] = {}  # Blocks that are not held, the oldest first; `_block_bytes` each.
+        self._max_left = min(MAX_LEFT, MAX_LEFT_BYTES // self._block_bytes)
         self._children: defaultdict[bytes, set[bytes]] = defaultdict(set)  # Of announced blocks.
-        self._depths: dict[bytes, int] = {}  # Of announced blocks before which none is missing; from 1.
+        # Of announced blocks before which none is missing: the depth, from 1, and the announcement it was judged by.
+        self._depths: dict[bytes, tuple[int, _Block]] = {}
         self._published: set[bytes] = set()
         self._changed: deque[tuple[bytes, int]] = deque()  # Blocks to judge, and how far behind them blocks may change.
         self._under_way: list[tuple[bytes, int]] = []  # The same, of the change that is being judged.
@@ -232,7 +239,7 @@ class _Followed:
     def _remember(self, block_hash: bytes, block: _Block) -> None:
         self._left.pop(block_hash, None)
         self._left[block_hash] = block
-        if len(self._left) > MAX_LEFT:
+        if len(self._left) > self._max_left:
             del self._left[next(iter(self._left))]
 
     @property
@@ -260,10 +267,15 @@ class _Followed:
         Args:
             reach: how many blocks behind it are judged even if nothing has changed before them.
         """
-        depth, before = self._depth(block_hash), self._depths.pop(block_hash, 0)
-        if depth:
+        depth, before = self._depth(block_hash), self._depths.pop(block_hash, None)
+        if depth is not None and before is not None and depth != before:
+            # Announced anew before it was judged. All behind it loses its depth first, so that a chain that bites its
+            # tail comes to rest without any: its depths would grow for ever.
+            depth = None
+            self._changed.append((block_hash, 0))
+        if depth is not None:
             self._depths[block_hash] = depth
-        span = self._span(block_hash) if depth and depth % self._ratio == 0 else None
+        span = self._span(block_hash) if depth is not None and depth[0] % self._ratio == 0 else None
         was_published = block_hash in self._published
         if span is not None and not was_published:
             self._published.add(block_hash)
@@ -276,14 +288,14 @@ class _Followed:
         if reach:
             self._under_way += ((child, reach - 1) for child in self._children.get(block_hash, ()))
 
-    def _depth(self, block_hash: bytes) -> int:
-        """How many blocks of the main group end with a block, if all of them are held and announced; else 0."""
+    def _depth(self, block_hash: bytes) -> tuple[int, _Block] | None:
+        """How many blocks of the main group end with a block, if all of them are held and announced."""
         if (block := self._announced.get(block_hash)) is None:
-            return 0
+            return None
         if not block.parent_hash:
-            return 1
-        before = self._depths.get(block.parent_hash, 0)
-        return before + 1 if before else 0
+            return 1, block
+        before = self._depths.get(block.parent_hash)
+        return (before[0] + 1, block) if before is not None else None
 
     def _span(self, block_hash: bytes) -> _Block | None:
         """The published block before one that has a depth, and its tokens; None if no hit can end with the block."""

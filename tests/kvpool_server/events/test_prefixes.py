@@ -187,9 +187,10 @@ def test_the_newest_namespace_of_a_model_takes_the_place_of_the_one_before() -> 
         _full(num_pipeline_stages=2),
         _full(extra=(("name_key", "1f"),)),
         namespace_spec(STATE, WINDOW, model="m"),
+        namespace_spec(group_spec(block_tokens=prefixes.MAX_BLOCK_TOKENS + 1), model="m"),
         namespace_spec(FULL, group_spec(kind="sliding_window", block_tokens=6, window_tokens=9), model="m"),
     ],
-    ids=["model", "tenant", "stages", "hidden names", "no whole prefixes", "blocks that do not meet"],
+    ids=["model", "tenant", "stages", "hidden names", "no whole prefixes", "large blocks", "blocks that do not meet"],
 )
 def test_other_namespaces_are_not_followed(spec: NamespaceSpec) -> None:
     routed = Routed(_full())
@@ -257,3 +258,65 @@ def test_a_chain_that_bites_its_tail_is_never_published() -> None:
         routed.view.announced(spec.fingerprint(), BlockRun(0, [names[nth]], parent), [1] * 4)
     routed.read()
     assert not routed.blocks
+
+
+@pytest.mark.usefixtures("step_blocks")
+@pytest.mark.parametrize("num_between", [0, 1, 5])
+def test_a_chain_that_comes_to_bite_its_tail_while_judging_is_behind_is_withdrawn(num_between: int) -> None:
+    spec = _full()
+    routed = Routed(spec)
+    busy = _store(routed, spec, list(range(100, 100 + 4 * 2 * STEP_BLOCKS)))
+    tokens = list(range(4 * (num_between + 2)))
+    entries = _store(routed, spec, tokens)
+    routed.read()
+    assert routed.promised(tokens) == len(tokens)
+    routed.view.removed(busy[0])
+    assert routed.deferred
+    routed.view.removed(entries[0])
+    routed.view.announced(spec.fingerprint(), BlockRun(0, [entries[0].block_hash], entries[-1].block_hash), tokens[:4])
+    routed.view.stored(entries[0])
+    for _ in range(6 * STEP_BLOCKS):
+        if not routed.deferred:
+            break
+        routed.deferred.pop(0)()
+    assert not routed.deferred, "judging goes on though nothing changes any more"
+    routed.read()
+    assert not routed.blocks
+
+
+def test_a_block_that_has_another_parent_before_it_is_judged_leaves_with_that_one() -> None:
+    spec = _full()
+    routed = Routed(spec)
+    busy = _store(routed, spec, list(range(100, 100 + 4 * 2 * STEP_BLOCKS)))
+    entries = _store(routed, spec, list(range(8)))
+    (other, _) = _store(routed, spec, list(range(20, 28)))
+    routed.read()
+    routed.view.removed(busy[0])
+    assert routed.deferred
+    routed.view.removed(entries[1])
+    moved = BlockRun(0, [entries[1].block_hash], other.block_hash)
+    routed.view.announced(spec.fingerprint(), moved, list(range(4, 8)))
+    routed.view.stored(entries[1])
+    routed.read()
+    assert routed.promised(list(range(8))) == 4
+    assert routed.promised([20, 21, 22, 23, 4, 5, 6, 7]) == 8
+    routed.view.removed(other)
+    routed.read()
+    assert entries[1].block_hash not in routed.blocks
+
+
+def test_the_remembered_tokens_are_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefixes, "MAX_LEFT_BYTES", 2 * TOKENS * prefixes.TOKEN_BYTES)
+    spec = _full()
+    routed = Routed(spec)
+    tokens = list(range(12))
+    entries = _store(routed, spec, tokens)
+    for entry in entries:
+        routed.view.removed(entry)
+    for entry in entries:
+        routed.view.stored(entry)
+    routed.read()
+    assert not routed.blocks, "the oldest block's tokens are forgotten"
+    routed.view.announced(spec.fingerprint(), BlockRun(0, [entries[0].block_hash]), tokens[:4])
+    routed.read()
+    assert routed.promised(tokens) == 12, "those of the other two are remembered"
