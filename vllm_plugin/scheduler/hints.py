@@ -9,7 +9,9 @@ when the request and its stores have ended. A thread of its own tells the pool (
 
 from __future__ import annotations
 
+import itertools
 import queue
+import reprlib
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -41,6 +43,9 @@ MAX_LOGGED = 16
 """Different complaints that one engine logs, each once."""
 MAX_SHOWN = 64
 """Characters of a key or value in the log."""
+MAX_UNKNOWN = 16
+"""Unknown keys of one request that are refused by name; further ones are passed over."""
+KEYS = ("pin_s", "expire", "prefetch")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,24 +73,35 @@ def parse(params: object) -> tuple[RequestHints, list[str]]:
         return RequestHints(), [f"{KEY} = {_shown(given)} is no object; give one with pin_s, expire or prefetch"]
     values: dict[str, Any] = {}
     refused = []
-    for key, value in given.items():
+    for key in KEYS:
+        if key not in given:
+            continue
+        value = given[key]
         if key == "pin_s":
             if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MAX_PIN_S:
                 values[key] = value
             else:
                 refused.append(f"pin_s = {_shown(value)} is no pin; give 1 to {MAX_PIN_S} seconds")
-        elif key in ("expire", "prefetch"):
-            if isinstance(value, bool):
-                values[key] = value
-            else:
-                refused.append(f"{key} = {_shown(value)} is neither true nor false; give one of them")
+        elif isinstance(value, bool):
+            values[key] = value
         else:
-            refused.append(f"unknown key {_shown(key)}; give pin_s, expire or prefetch")
+            refused.append(f"{key} = {_shown(value)} is neither true nor false; give one of them")
+    for key in itertools.islice((key for key in given if key not in KEYS), MAX_UNKNOWN):
+        refused.append(f"unknown key {_shown(key)}; give pin_s, expire or prefetch")
     return RequestHints(**values), refused
 
 
+_SHORT = reprlib.Repr()
+"""Cuts long strings and lists before their repr is made."""
+_SHORT.maxstring = _SHORT.maxlong = MAX_SHOWN
+
+
 def _shown(value: object) -> str:
-    return repr(value)[:MAX_SHOWN].encode("unicode_escape").decode()[:MAX_SHOWN]
+    try:
+        text = _SHORT.repr(value)
+    except Exception:  # E.g. an integer has too many digits.
+        text = f"a value of type {type(value).__name__}"
+    return text[:MAX_SHOWN].encode("unicode_escape").decode()[:MAX_SHOWN]
 
 
 @dataclass(slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from tests.support.processes import wait_for
 from tests.support.vllm_objects import make_request, tokens
 from tests.vllm_plugin.core import Core, MakeCore, fill, lose_pool
 from vllm_plugin.scheduler import hints
-from vllm_plugin.scheduler.hints import MAX_PIN_S, RequestHints, parse
+from vllm_plugin.scheduler.hints import MAX_PIN_S, MAX_UNKNOWN, RequestHints, parse
 
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary(),
@@ -43,6 +44,9 @@ def test_hints_are_read() -> None:
         ({"pin_s": True}, "pin_s = True is no pin"),
         ({"pin_s": "600"}, "pin_s = '600' is no pin"),
         ({"expire": 1}, "expire = 1 is neither true nor false; give one of them"),
+        ({"pin_s": 10**5_000}, "pin_s = a value of type int is no pin"),
+        ({"expire": [10**5_000]}, "expire = a value of type list is neither true nor false"),
+        ({10**5_000: 1}, "unknown key a value of type int; give"),
         ("pin", "kvpool = 'pin' is no object; give one with pin_s, expire or prefetch"),
     ],
 )
@@ -54,6 +58,21 @@ def test_what_cannot_be_is_refused_by_name(given: object, sentence: str) -> None
 def test_a_bad_key_does_not_spoil_the_others() -> None:
     found, refused = parse({"kvpool": {"pin_s": 5, "prefetch": "yes", "colour": "red"}})
     assert found == RequestHints(5) and len(refused) == 2
+
+
+def test_many_unknown_keys_are_not_all_refused_by_name_and_spoil_no_other() -> None:
+    found, refused = parse({"kvpool": {**{f"k{nth}": nth for nth in range(1_000)}, "pin_s": 5, "expire": 2}})
+    assert found == RequestHints(5) and len(refused) == MAX_UNKNOWN + 1
+
+
+def test_long_values_are_cut_before_they_are_shown() -> None:
+    text = "x" * 10_000_000
+    tracemalloc.start()
+    found, refused = parse({"kvpool": {"pin_s": text, "expire": [text], text: 1}})
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert found == RequestHints() and all(len(sentence) < 200 for sentence in refused)
+    assert peak < len(text), "a whole value was copied"
 
 
 @given(values)
