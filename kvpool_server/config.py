@@ -419,9 +419,12 @@ def _pin_share(text: str, memory: int) -> float:
             raise ValueError(wrong)
         return share
     try:
-        return min(1.0, parse_size(text.strip()) / memory)
+        nbytes = parse_size(text.strip())
     except InvalidRequestError:
         raise ValueError(wrong) from None
+    if nbytes and text.strip()[-1].isdigit():
+        raise ValueError("a number without a unit; give a percentage such as 20%, or a size such as 20GiB")
+    return min(1.0, nbytes / memory)
 
 
 def load(flags: dict[str, Any], config_file: Path | None, environ: dict[str, str] | None = None) -> ServerConfig:

@@ -28,6 +28,7 @@ TIMEOUT_MS = 20_000
 """A long prompt's names are computed and sent at once."""
 LOOK_EVERY_S = 0.25
 DAY_S = 86_400
+SEND_IT = "Send the prompt to an engine once and repeat the command, or ask `kvpool explain` what is missing."
 
 
 def pin(
@@ -57,6 +58,13 @@ def pin(
         return
     if end:
         say(f"{_of(result.num_blocks, named)} are pinned no longer.")
+        if not _is_all(result.num_blocks, named):
+            say(
+                "Blocks that other stored prompts continue stay as they are: name the longest prompt to end their pins."
+            )
+        return
+    if not result.num_blocks and not result.num_refused:
+        say(f"Nothing is pinned: none of {_blocks(named)} is in memory. {SEND_IT}")
         return
     say(f"{_of(result.num_blocks, named)} are pinned for {seconds:,} s.")
     if result.num_refused:
@@ -86,6 +94,8 @@ def expire(
         common.print_json(dataclasses.asdict(result))
         return
     say(f"{_of(result.num_blocks, named)} will be evicted before others.")
+    if not _is_all(result.num_blocks, named):
+        say("Pinned blocks, and those that other stored prompts continue, stay as they are: name the longest prompt.")
 
 
 def prefetch(
@@ -115,9 +125,20 @@ def prefetch(
     if as_json:
         common.print_json(dataclasses.asdict(result))
         return
+    if not result.num_blocks and not result.num_pending:
+        say(f"None of {_blocks(named)} is in memory, or on its way up from a tier. {SEND_IT}")
+        return
     pending = f", and {result.num_pending:,} or more are on their way up" if result.num_pending else ""
     say(f"{_of(result.num_blocks, named)} are in memory{pending}.")
 
 
 def _of(count: int, named: NamedPrompt) -> str:
-    return f"{count:,} of the prompt's {sum(map(len, named.runs)):,} blocks"
+    return f"{count:,} of {_blocks(named)}"
+
+
+def _blocks(named: NamedPrompt) -> str:
+    return f"the prompt's {sum(map(len, named.runs)):,} blocks"
+
+
+def _is_all(count: int, named: NamedPrompt) -> bool:
+    return count >= sum(map(len, named.runs))

@@ -152,6 +152,8 @@ def test_kvpool_pin(cli: Cli, client: Client, tmp_path: Path) -> None:
     longer = _store(client, namespace, [*TOKENS, *range(100)])
     assert client.hints.pin(namespace, [longer], 60).num_refused == 6
     assert json.loads(cli("pin", *prompt, "--json")) == {"num_blocks": 4, "num_refused": 0, "num_pending": 0}
+    kept = "Blocks that other stored prompts continue stay as they are: name the longest prompt to end their pins.\n"
+    assert cli("pin", *prompt, "--end") == f"0 of the prompt's 4 blocks are pinned no longer.\n{kept}"
     client.admin.remove(namespace, [BlockRun(0, longer.block_hashes[4:])])
     assert cli("pin", *prompt, "--end") == "4 of the prompt's 4 blocks are pinned no longer.\n"
     _, err = cli.fails("pin", *prompt, "--seconds", "0", status=2)
@@ -179,3 +181,20 @@ def test_kvpool_prefetch(cli: Cli, client: Client, tmp_path: Path) -> None:
     assert cli("prefetch", *prompt, "--wait", "30") == "4 of the prompt's 4 blocks are in memory.\n"
     assert _present(client, namespace, run) == 4
     assert json.loads(cli("prefetch", *prompt, "--json"))["num_blocks"] == 4
+
+
+def test_what_is_to_be_done_for_a_prompt_of_which_nothing_is_stored(cli: Cli, client: Client, tmp_path: Path) -> None:
+    prompt = _prompt(client.open_namespace(_spec(salt="nothing stored")), tmp_path)
+    do = "Send the prompt to an engine once and repeat the command, or ask `kvpool explain` what is missing.\n"
+    assert cli("pin", *prompt) == f"Nothing is pinned: none of the prompt's 4 blocks is in memory. {do}"
+    assert cli("prefetch", *prompt) == f"None of the prompt's 4 blocks is in memory, or on its way up from a tier. {do}"
+
+
+def test_kvpool_expire_says_that_what_other_prompts_continue_stays(cli: Cli, client: Client, tmp_path: Path) -> None:
+    namespace = client.open_namespace(_spec())
+    _store(client, namespace, [*TOKENS[:32], *range(900, 932)])
+    _store(client, namespace, TOKENS)
+    assert cli("expire", *_prompt(namespace, tmp_path)) == (
+        "2 of the prompt's 4 blocks will be evicted before others.\n"
+        "Pinned blocks, and those that other stored prompts continue, stay as they are: name the longest prompt.\n"
+    )

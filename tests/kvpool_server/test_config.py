@@ -378,3 +378,9 @@ def test_a_pin_budget_is_a_share_of_the_memory(budget: str, share: float) -> Non
 def test_a_pin_budget_that_is_none_is_refused(budget: str) -> None:
     with pytest.raises(ConfigError, match=r"setting pin_budget = .*: not a budget; give a percentage up to 100%, or a"):
         load({"pin_budget": budget}, None, {})
+
+
+@pytest.mark.parametrize("budget", ["200", "20.5", " 1 "])
+def test_a_pin_budget_without_a_unit_is_refused(budget: str) -> None:
+    with pytest.raises(ConfigError, match=r"a number without a unit; give a percentage such as 20%, or a size such as"):
+        load({"pin_budget": budget}, None, {})
