@@ -46,9 +46,15 @@ MAX_LEFT_BYTES = 64 << 20
 """Of their tokens."""
 MAX_BLOCK_TOKENS = 4_096
 """In a block of the main group; namespaces with larger ones are not followed."""
+MAX_HIT_BLOCKS = 4_096
+"""That a hit needs of a group; namespaces with larger windows are not followed. All of them change with one block."""
+MAX_ALIGNMENT = 1 << 16
+"""Tokens in a published block; namespaces with larger ones are not followed."""
 TOKEN_BYTES = 4
 STEP_BLOCKS = 2_048
 """Most that are judged in one turn of the loop."""
+WALK_BLOCKS = 8
+"""A walk over so many announced blocks takes the time of judging one."""
 
 
 def main_group(spec: NamespaceSpec) -> int | None:
@@ -93,6 +99,8 @@ class PrefixView(Observer):
             and spec.groups[main].block_tokens <= MAX_BLOCK_TOKENS
             and FIELD not in dict(spec.extra)
             and all(group.block_tokens % spec.groups[main].block_tokens == 0 for group in spec.groups)
+            and all(group.hit_blocks <= MAX_HIT_BLOCKS for group in spec.groups)
+            and math.lcm(*(group.block_tokens for group in spec.groups)) <= MAX_ALIGNMENT
         )
 
     def stored(self, entry: Entry) -> None:
@@ -188,6 +196,9 @@ class _Followed:
         self._children: defaultdict[bytes, set[bytes]] = defaultdict(set)  # Of announced blocks.
         # Of announced blocks before which none is missing: the depth, from 1, and the announcement it was judged by.
         self._depths: dict[bytes, tuple[int, _Block]] = {}
+        # Of each other group: how many of its blocks end with a block that has a depth, without a gap; at most as many
+        # as a hit needs, which is also what there is where none is missing since the start of the prefix.
+        self._unbroken: list[dict[bytes, int]] = [{} for _ in spec.groups]
         self._published: set[bytes] = set()
         self._changed: deque[tuple[bytes, int]] = deque()  # Blocks to judge, and how far behind them blocks may change.
         self._under_way: list[tuple[bytes, int]] = []  # The same, of the change that is being judged.
@@ -256,13 +267,14 @@ class _Followed:
             stored: list[Change] = []
             withdrawn: list[Change] = []
             while most > 0 and self._under_way:
-                most -= 1
-                self._judge_one(*self._under_way.pop(), stored, withdrawn)
+                most -= 1 + self._judge_one(*self._under_way.pop(), stored, withdrawn) // WALK_BLOCKS
             changes += stored + withdrawn[::-1]
         return changes
 
-    def _judge_one(self, block_hash: bytes, reach: int, stored: list[Change], withdrawn: list[Change]) -> None:
+    def _judge_one(self, block_hash: bytes, reach: int, stored: list[Change], withdrawn: list[Change]) -> int:
         """Judges a block, and has those behind it judged next as far as they are concerned.
+
+        Returns how many announced blocks it has walked over.
 
         Args:
             reach: how many blocks behind it are judged even if nothing has changed before them.
@@ -275,7 +287,11 @@ class _Followed:
             self._changed.append((block_hash, 0))
         if depth is not None:
             self._depths[block_hash] = depth
-        span = self._span(block_hash) if depth is not None and depth[0] % self._ratio == 0 else None
+        walked = self._count_unbroken(block_hash, depth[0] if depth is not None else 0)
+        span = None
+        if depth is not None and depth[0] % self._ratio == 0:
+            span = self._span(block_hash)
+            walked += self._ratio
         was_published = block_hash in self._published
         if span is not None and not was_published:
             self._published.add(block_hash)
@@ -287,6 +303,7 @@ class _Followed:
             reach = max(reach, self._ratio)
         if reach:
             self._under_way += ((child, reach - 1) for child in self._children.get(block_hash, ()))
+        return walked
 
     def _depth(self, block_hash: bytes) -> tuple[int, _Block] | None:
         """How many blocks of the main group end with a block, if all of them are held and announced."""
@@ -307,19 +324,22 @@ class _Followed:
             tokens.append(block.tokens)
         if parent_hash and parent_hash not in self._published:
             return None
-        if not all(self._has(idx, block_hash, step, count) for idx, step, count in self._others):
+        if any(self._unbroken[idx].get(block_hash, 0) < count for idx, _, count in self._others):
             return None
         return _Block(parent_hash, b"".join(reversed(tokens)))
 
-    def _has(self, idx: int, block_hash: bytes, step: int, count: int) -> bool:
-        """Whether a group has the last `count` blocks up to one, or all since the start of the prefix."""
-        for _ in range(count):
-            if block_hash not in self._held[idx]:
-                return False
+    def _count_unbroken(self, block_hash: bytes, depth: int) -> int:
+        """Notes how many blocks of each other group end with a block; returns how many it has walked over for that."""
+        walked = 0
+        for idx, step, count in self._others:
+            unbroken = self._unbroken[idx]
+            unbroken.pop(block_hash, None)
+            if not depth or depth % step or block_hash not in self._held[idx]:
+                continue
+            walked += step
+            before: bytes | None = block_hash
             for _ in range(step):
-                if (block := self._announced.get(block_hash)) is None:
-                    return False
-                block_hash = block.parent_hash
-            if not block_hash:
-                return True
-        return True
+                before = block.parent_hash if before and (block := self._announced.get(before)) is not None else None
+            if before is not None:  # Else one has just left, and is judged next.
+                unbroken[block_hash] = min(unbroken.get(before, 0) + 1, count) if before else count
+        return walked

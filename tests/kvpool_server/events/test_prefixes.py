@@ -189,8 +189,24 @@ def test_the_newest_namespace_of_a_model_takes_the_place_of_the_one_before() -> 
         namespace_spec(STATE, WINDOW, model="m"),
         namespace_spec(group_spec(block_tokens=prefixes.MAX_BLOCK_TOKENS + 1), model="m"),
         namespace_spec(FULL, group_spec(kind="sliding_window", block_tokens=6, window_tokens=9), model="m"),
+        namespace_spec(
+            FULL,
+            group_spec(kind="sliding_window", block_tokens=4, window_tokens=4 * prefixes.MAX_HIT_BLOCKS + 2),
+            model="m",
+        ),
+        namespace_spec(FULL, group_spec(kind="mamba", block_tokens=2 * prefixes.MAX_ALIGNMENT), model="m"),
     ],
-    ids=["model", "tenant", "stages", "hidden names", "no whole prefixes", "large blocks", "blocks that do not meet"],
+    ids=[
+        "model",
+        "tenant",
+        "stages",
+        "hidden names",
+        "no whole prefixes",
+        "large blocks",
+        "blocks that do not meet",
+        "a large window",
+        "large common blocks",
+    ],
 )
 def test_other_namespaces_are_not_followed(spec: NamespaceSpec) -> None:
     routed = Routed(_full())
@@ -320,3 +336,36 @@ def test_the_remembered_tokens_are_bounded_in_bytes(monkeypatch: pytest.MonkeyPa
     routed.view.announced(spec.fingerprint(), BlockRun(0, [entries[0].block_hash]), tokens[:4])
     routed.read()
     assert routed.promised(tokens) == 12, "those of the other two are remembered"
+
+
+class _CountedHash(bytes):
+    """Counts how often any of its kind is looked up."""
+
+    looked_up = 0
+
+    def __hash__(self) -> int:
+        _CountedHash.looked_up += 1
+        return super().__hash__()
+
+
+def test_a_turn_of_a_large_window_takes_no_longer_than_that_of_a_small_one() -> None:
+    num_blocks, window = 1_500, 1_000
+    spec = namespace_spec(
+        FULL, group_spec(kind="sliding_window", block_tokens=TOKENS, window_tokens=TOKENS * window), model="m"
+    )
+    routed = Routed(spec)
+    groups = routed.groups(spec)
+    tokens = list(range(TOKENS * num_blocks))
+    names: list[bytes] = [_CountedHash(name) for name in _names(tokens, FULL)]
+    for group in groups:
+        for nth in range(num_blocks):
+            routed.view.stored(_entry(group, names, nth))
+    routed.view.announced(spec.fingerprint(), BlockRun(0, names), tokens)
+    routed.read()
+    assert routed.promised(tokens[: TOKENS * window]) == TOKENS * window
+    _CountedHash.looked_up = 0
+    routed.view.removed(_entry(groups[1], names, 0))
+    routed.view.stored(_entry(groups[1], names, 0))
+    while routed.deferred:
+        routed.deferred.pop(0)()
+    assert _CountedHash.looked_up < 30 * 3 * num_blocks
