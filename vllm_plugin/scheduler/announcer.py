@@ -19,6 +19,7 @@ from vllm.logger import init_logger
 from kvpool.errors import KVPoolError
 from kvpool.rpc import Namespace
 from kvpool.types import BlockRun
+from vllm_plugin.guard import Guard
 from vllm_plugin.metadata import GroupBlocks
 from vllm_plugin.model.groups import PoolGroup
 from vllm_plugin.session import Session
@@ -39,13 +40,15 @@ class Announcer:
     Args:
         groups: of the pool.
         session: of the engine's namespace; None while it is not known, or where each pipeline stage has its own.
+        guard: counts unexpected errors, which end one announcement alone.
     """
 
-    def __init__(self, groups: Sequence[PoolGroup], session: Callable[[], Session | None]):
+    def __init__(self, groups: Sequence[PoolGroup], session: Callable[[], Session | None], guard: Guard):
         sizes = {idx: group.kind.block_tokens for idx, group in enumerate(groups) if group.kind.needs_prefix}
         self._group_idx = min(sizes, key=lambda idx: sizes[idx], default=-1)
         self._block_tokens = sizes.get(self._group_idx, 0)
         self._session = session
+        self._guard = guard
         self._queue: queue.Queue[tuple[Session, Namespace, BlockRun, list[int]] | None] = queue.Queue(MAX_QUEUED)
         self._thread: threading.Thread | None = None
 
@@ -74,10 +77,11 @@ class Announcer:
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
             session, namespace, run, tokens = item
-            try:
-                session.client.rpc.announce(namespace, run, tokens, TIMEOUT_MS)
-            except KVPoolError as error:
-                logger.debug("kvpool: the tokens of %d blocks were not announced: %s", len(run), error)
+            with self._guard.part("an announcement to the pool"):
+                try:
+                    session.client.rpc.announce(namespace, run, tokens, TIMEOUT_MS)
+                except KVPoolError as error:
+                    logger.debug("kvpool: the tokens of %d blocks were not announced: %s", len(run), error)
 
     def close(self) -> None:
         """Ends the thread; what is queued is announced within `END_S`, or left out. Idempotent."""

@@ -68,7 +68,9 @@ class KVPoolScheduler:
         self.stages = stages = Stages(geometry.num_stages, config, recorder)
         publishes = events is not None and events.enable_kv_cache_events
         events_of_engine = Events(geometry.groups, enabled=publishes)
-        announcer = Announcer(geometry.groups, lambda: stages.sessions[0] if len(stages.sessions) == 1 else None)
+        announcer = Announcer(
+            geometry.groups, lambda: stages.sessions[0] if len(stages.sessions) == 1 else None, recorder.guard
+        )
         self.contents = PoolContents(events_of_engine, announcer)
         self.loads = Loads(geometry, self.stages, config.decline_slow_loads, recorder)
         self.lookups = Lookups(geometry, self.stages, config, self.budget, recorder)
