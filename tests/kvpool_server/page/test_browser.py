@@ -378,10 +378,15 @@ def test_a_screen_reader_finds_its_way(page: Page, driven: ServerProcess) -> Non
         "window.changes = 0; new MutationObserver(() => { window.changes += 1 })"
         ".observe(document.querySelector('#state'), {subtree: true, childList: true, characterData: true})"
     )
-    before = page.text("#about")
-    wait_for(lambda: page.poll() or page.text("#about") != before, "another poll")
-    changes = page.run("return window.changes")
-    assert changes == 0, f"what has not changed is read out again: {page.text('#state')}"
+    for _ in range(10):  # A loop that lags in truth (a busy machine) may change what the state says.
+        said, before = page.text("#state"), page.text("#about")
+        page.run("window.changes = 0")
+        wait_for(lambda before=before: page.poll() or page.text("#about") != before, "another poll")
+        changes = page.run("return window.changes")
+        if page.text("#state") == said:
+            break
+    assert page.text("#state") == said, "the state changed with every poll"
+    assert changes == 0, f"what has not changed is read out again: {said}"
 
 
 def test_charts_are_drawn(page: Page, driven: ServerProcess) -> None:
