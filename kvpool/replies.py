@@ -423,6 +423,9 @@ def _server(server: pb.ServerStats) -> None:
     for name, ends_at in server.certificate_ends.items():
         _text("certificate", name)
         _in("end of a certificate", ends_at, 0, MAX_CERTIFICATE_S)
+    _in("number of refused_files", len(server.refused_files), 0, MAX_ENTRIES)
+    for name in server.refused_files:
+        _text("refused file", name)
     for used in server.usage:
         _text("tenant", used.tenant)
         _text("model", used.model)
@@ -444,6 +447,7 @@ def _shown_server(server: ServerStats) -> ServerStats:
         ),
         usage=tuple(replace(each, tenant=_shown(each.tenant), model=_shown(each.model)) for each in server.usage),
         certificate_ends={_shown(name): ends_at for name, ends_at in server.certificate_ends.items()},
+        refused_files=tuple(map(_shown, server.refused_files)),
     )
 
 

@@ -82,6 +82,7 @@ class ServerStats:
     http_port: int = 0
     loop_lag_p99_seconds: float = 0.0
     certificate_ends: Mapping[str, float] = field(default_factory=dict)
+    refused_files: tuple[str, ...] = ()
 
     def since(self, before: ServerStats) -> ServerStats:
         """The answers and bytes after `before`, a snapshot of the same run of the server; all else is as now."""

@@ -33,6 +33,7 @@ class WatchedFiles(Generic[Value]):
         paths: of the files.
         value: what is in force.
         version: how often it has changed.
+        is_refused: whether the files as they are now cannot be used, so that `value` is what they held before.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class WatchedFiles(Generic[Value]):
         self._seen = self._stamps()
         self.value = read()
         self.version = 0
-        self._is_refused = False
+        self.is_refused = False
         self._look_at = clock() + LOOK_EVERY_S
         when_read(None)
 
@@ -71,10 +72,10 @@ class WatchedFiles(Generic[Value]):
                 value = self._read()
             except ConfigError as error:
                 log.warning("new files cannot be used, and what they held before stays in force: %s", error)
-                self._is_refused = True
+                self.is_refused = True
                 self._when_read(error)
                 return self.version
-            was_refused, self._is_refused = self._is_refused, False
+            was_refused, self.is_refused = self.is_refused, False
             is_new = value != self.value
             if is_new:
                 self.value = value

@@ -477,6 +477,7 @@ def _decode_server(message: pb.ServerStats) -> ServerStats:
         transfers=tuple(_decode(TransferStats, each) for each in message.transfers),
         usage=tuple(_decode(UsageStats, each) for each in message.usage),
         certificate_ends=dict(message.certificate_ends),
+        refused_files=tuple(message.refused_files),
     )
 
 

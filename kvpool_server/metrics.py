@@ -255,6 +255,23 @@ class CertificateExpiry(Collector):
         yield family
 
 
+class RefusedFiles(Collector):
+    """Whether watched files cannot be used as they are; `refused` is called by the thread of the scrape."""
+
+    def __init__(self, refused: Callable[[], Mapping[str, bool]]):
+        self._refused = refused
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        text = (
+            "1 while a watched file cannot be used as it is, so that what it held before stays in force, else 0: "
+            "certificates, deny list, tokens, identity limits, issuer's keys. Alert at once: a revocation may wait."
+        )
+        family = GaugeMetricFamily("kvpool_refused_file", text, labels=["file"])
+        for file, is_refused in self._refused().items():
+            family.add_metric([file], is_refused)
+        yield family
+
+
 class OwnMemory(Collector):
     """Memory of this process beside the arena.
 

@@ -58,6 +58,7 @@ from kvpool_server.metrics import (
     PinCollector,
     PoolCollector,
     QuotaCollector,
+    RefusedFiles,
     RpcMetrics,
     UsageCollector,
 )
@@ -252,6 +253,7 @@ class Server:
         registry.register(OwnMemory())
         if (access := self._access) is not None:
             registry.register(CertificateExpiry(lambda: ends_of(access.credentials.value.tls)))
+            registry.register(RefusedFiles(access.refused_files))
         self._lag = LoopLag(registry)
         self._in_background(self._lag.run())
         metrics = RpcMetrics(registry, lambda: self.data.nbytes() if self.data is not None else {})
@@ -285,6 +287,7 @@ class Server:
             engines=self._reports.engines,
             quotas=self.pool.quotas,
             ends=lambda: {} if access is None else ends_of(access.credentials.value.tls),
+            refused_files=lambda: {} if access is None else access.refused_files(),
             events=self._events,
             uptime_s=lambda: time.monotonic() - self._started,
         )
@@ -393,7 +396,8 @@ class Server:
         """What `Stats` answers."""
         access = self._access
         ends = {} if access is None else ends_of(access.credentials.value.tls)
-        server = server_stats(started, metrics, self._lag, self.usage, self.http_port, ends)
+        refused = {} if access is None else access.refused_files()
+        server = server_stats(started, metrics, self._lag, self.usage, self.http_port, ends, refused)
         return dataclasses.replace(self._stats(), server=server, quotas=fullest(self.pool.quotas()))
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> None:

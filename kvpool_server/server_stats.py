@@ -20,6 +20,7 @@ def server_stats(
     usage: Usage,
     http_port: int = 0,
     ends: Mapping[str, dt.datetime] | None = None,
+    refused_files: Mapping[str, bool] | None = None,
 ) -> ServerStats:
     """A snapshot.
 
@@ -27,6 +28,7 @@ def server_stats(
         started: `time.monotonic` at the server's start.
         http_port: 0 if HTTP is off.
         ends: of the server's certificates, by name.
+        refused_files: whether watched files cannot be used as they are now.
     """
     late = lag.last_minute()
     bounds, rpcs = metrics.rpcs()
@@ -43,4 +45,5 @@ def server_stats(
         usage=usage.by_model_and_tenant(),
         http_port=http_port,
         certificate_ends={name: ends_at.timestamp() for name, ends_at in (ends or {}).items()},
+        refused_files=tuple(name for name, is_refused in (refused_files or {}).items() if is_refused),
     )

@@ -24,6 +24,7 @@ def server_state(stats: PoolStats) -> list[Finding]:
         return []
     now = stats.server.unix_seconds
     return [
+        *(_refused(escaped(name, MAX_NAME_CHARS)) for name in stats.server.refused_files),
         _lag(stats.server.loop_lag_p99_seconds, stats.server.loop_lag_max_seconds),
         *(
             certificate_end(
@@ -34,6 +35,16 @@ def server_state(stats: PoolStats) -> list[Finding]:
             for name, ends_at in stats.server.certificate_ends.items()
         ),
     ]
+
+
+def _refused(name: str) -> Finding:
+    """Args: name: what the file holds."""
+    return error(
+        f"file of {name}",
+        f"the server cannot use the file of its {name} as the file is now, and what it held before stays in force: "
+        "a revocation may wait",
+        "the server's log names the file, the line or mode, and why; mend it, which needs no restart",
+    )
 
 
 def _lag(p99_s: float, longest_s: float) -> Finding:

@@ -822,7 +822,7 @@ class StatsResponse(_message.Message):
     def __init__(self, boot_token: _Optional[int] = ..., arena_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., prefaulted_bytes: _Optional[int] = ..., num_entries: _Optional[int] = ..., num_incomplete: _Optional[int] = ..., num_quarantined: _Optional[int] = ..., num_leases: _Optional[int] = ..., num_tickets: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., tiers: _Optional[_Iterable[_Union[TierStats, _Mapping]]] = ..., server: _Optional[_Union[ServerStats, _Mapping]] = ..., engines: _Optional[_Iterable[_Union[EngineState, _Mapping]]] = ..., quotas: _Optional[_Iterable[_Union[Quota, _Mapping]]] = ..., pinned_bytes: _Optional[int] = ...) -> None: ...
 
 class ServerStats(_message.Message):
-    __slots__ = ("version", "uptime_seconds", "unix_seconds", "loop_lag_p50_seconds", "loop_lag_max_seconds", "rpc_seconds_bounds", "rpcs", "transfers", "usage", "http_port", "loop_lag_p99_seconds", "certificate_ends")
+    __slots__ = ("version", "uptime_seconds", "unix_seconds", "loop_lag_p50_seconds", "loop_lag_max_seconds", "rpc_seconds_bounds", "rpcs", "transfers", "usage", "http_port", "loop_lag_p99_seconds", "certificate_ends", "refused_files")
     class CertificateEndsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -842,6 +842,7 @@ class ServerStats(_message.Message):
     HTTP_PORT_FIELD_NUMBER: _ClassVar[int]
     LOOP_LAG_P99_SECONDS_FIELD_NUMBER: _ClassVar[int]
     CERTIFICATE_ENDS_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FILES_FIELD_NUMBER: _ClassVar[int]
     version: str
     uptime_seconds: float
     unix_seconds: float
@@ -854,7 +855,8 @@ class ServerStats(_message.Message):
     http_port: int
     loop_lag_p99_seconds: float
     certificate_ends: _containers.ScalarMap[str, float]
-    def __init__(self, version: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., unix_seconds: _Optional[float] = ..., loop_lag_p50_seconds: _Optional[float] = ..., loop_lag_max_seconds: _Optional[float] = ..., rpc_seconds_bounds: _Optional[_Iterable[float]] = ..., rpcs: _Optional[_Iterable[_Union[RpcStats, _Mapping]]] = ..., transfers: _Optional[_Iterable[_Union[TransferStats, _Mapping]]] = ..., usage: _Optional[_Iterable[_Union[UsageStats, _Mapping]]] = ..., http_port: _Optional[int] = ..., loop_lag_p99_seconds: _Optional[float] = ..., certificate_ends: _Optional[_Mapping[str, float]] = ...) -> None: ...
+    refused_files: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, version: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., unix_seconds: _Optional[float] = ..., loop_lag_p50_seconds: _Optional[float] = ..., loop_lag_max_seconds: _Optional[float] = ..., rpc_seconds_bounds: _Optional[_Iterable[float]] = ..., rpcs: _Optional[_Iterable[_Union[RpcStats, _Mapping]]] = ..., transfers: _Optional[_Iterable[_Union[TransferStats, _Mapping]]] = ..., usage: _Optional[_Iterable[_Union[UsageStats, _Mapping]]] = ..., http_port: _Optional[int] = ..., loop_lag_p99_seconds: _Optional[float] = ..., certificate_ends: _Optional[_Mapping[str, float]] = ..., refused_files: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class RpcStats(_message.Message):
     __slots__ = ("method", "status", "sum_seconds", "buckets")

@@ -60,17 +60,17 @@ class AccessControl:
         self._config = config
         self._audit = audit
         self._issuer_keys: IssuerKeys | None = None
-        self._watched: list[WatchedFiles[Any]] = []
+        self._watched: dict[str, WatchedFiles[Any]] = {}
         self.credentials = ServerCredentials(files, self._when_read("certificates", *files.paths))
-        self._watched.append(self.credentials)
+        self._watched["certificates"] = self.credentials
         self.limits_of: Callable[[str], IdentityLimits] = default_limits
         if path := config.identity_limits:
             limits = IdentityLimitsFile(path, self._when_read("identity limits", path), self._domain)
-            self._watched.append(limits)
+            self._watched["identity limits"] = limits
             self.limits_of = limits.of
         self.who = self._ask_who()
         self.running = RunningCalls(self.who.checked, config.max_ttl_ms / 1_000)
-        self._watch = AccessWatch(self._watched, self.running, expire_owned)
+        self._watch = AccessWatch(tuple(self._watched.values()), self.running, expire_owned)
 
     @property
     def _domain(self) -> str | None:
@@ -82,10 +82,10 @@ class AccessControl:
         config, denied = self._config, None
         if path := config.deny:
             denied = DenyList(path, self._when_read("deny list", path), self._domain)
-            self._watched.append(denied)
+            self._watched["deny list"] = denied
         if path := config.tokens:
             tokens = WatchedFiles([path], lambda: _read_tokens(path), when_read=self._when_read("tokens", path))
-            self._watched.append(tokens)
+            self._watched["tokens"] = tokens
             return Tokens(tokens, denied)
         if config.oidc_issuer:
             return self._ask_issuer(denied)
@@ -99,7 +99,7 @@ class AccessControl:
         if path := config.oidc_jwks:
             when_read = self._when_read("issuer's keys", path)
             file = WatchedFiles([path], lambda: read_keys(path), when_read=when_read)
-            self._watched.append(file)
+            self._watched["issuer's keys"] = file
             return IssuedTokens(rules, file, denied=denied)
         keys = IssuerKeys(config.oidc_issuer, self._when_read("issuer's keys", config.oidc_issuer))
         self._issuer_keys = keys
@@ -117,6 +117,10 @@ class AccessControl:
         """Warns once a day of certificates that end soon, until cancelled; the first time after a day."""
         await asyncio.sleep(DAY_S)  # `credentials` has warned when it read the files.
         await repeat(lambda: warn_of_ends(self.credentials.value.tls, dt.datetime.now(dt.UTC)), DAY_S)
+
+    def refused_files(self) -> dict[str, bool]:
+        """Whether watched files cannot be used as they are now, by what they hold. Thread-safe."""
+        return {what: files.is_refused for what, files in self._watched.items()}
 
     def look_at_once(self) -> None:
         """Reads files that have changed now. For signal handlers."""

@@ -32,6 +32,7 @@ class Instruments:
         engines: those that report.
         quotas: with their use.
         ends: of the server's certificates.
+        refused_files: whether watched files cannot be used as they are now.
         events: of the log.
         uptime_s: since the server's start.
     """
@@ -47,6 +48,7 @@ class Instruments:
     engines: Callable[[], Sequence[EngineState]]
     quotas: Callable[[], Sequence[Quota]]
     ends: Callable[[], Mapping[str, dt.datetime]]
+    refused_files: Callable[[], Mapping[str, bool]]
     events: LogEvents
     uptime_s: Callable[[], float]
 

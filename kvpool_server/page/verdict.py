@@ -62,6 +62,7 @@ def _snapshot(instruments: Instruments, now: dt.datetime) -> PoolStats:
         loop_lag_p99_seconds=lag.p99,
         loop_lag_max_seconds=lag.longest,
         certificate_ends={name: ends_at.timestamp() for name, ends_at in instruments.ends().items()},
+        refused_files=tuple(name for name, is_refused in instruments.refused_files().items() if is_refused),
     )
     return replace(
         instruments.stats(), server=server, engines=tuple(instruments.engines()), quotas=tuple(instruments.quotas())

@@ -71,6 +71,7 @@ servers = st.builds(
     *(st.lists(each, max_size=2).map(tuple) for each in (rpc_stats, transfers, usages)),
     loop_lag_p99_seconds=seconds,
     certificate_ends=st.dictionaries(texts, seconds, max_size=2),
+    refused_files=st.lists(texts, max_size=2).map(tuple),
 )
 stats = st.builds(
     PoolStats,

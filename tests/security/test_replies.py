@@ -211,6 +211,7 @@ BROKEN: dict[str, tuple[Callable[[Any], Any], Any, str]] = {
     "server's age": (replies.stats, server(uptime_seconds=float("nan")), "uptime_seconds is nan"),
     "lag": (replies.stats, server(loop_lag_p99_seconds=-1), "loop_lag_p99_seconds is -1"),
     "certificate": (replies.stats, server(certificate_ends={"c" * 513: 1}), "certificate has 513"),
+    "refused file": (replies.stats, server(refused_files=["f" * 513]), "refused file has 513"),
     "certificate's end": (replies.stats, server(certificate_ends={"c": float("inf")}), "end of a certificate is inf"),
     "a quota of stats": (replies.stats, pb.StatsResponse(quotas=[pb.Quota(subject="q" * 513)]), "subject has 513"),
     "buckets": (replies.stats, server(rpc_seconds_bounds=[1, 2], rpcs=[pb.RpcStats(buckets=[1])]), "number of buckets is 1"),

@@ -235,11 +235,20 @@ def test_a_line_that_can_deny_nobody_is_refused_while_the_server_runs(deployment
     deployment.denied.write_text(f"# two\n{Principal('acme', Role.ENGINE_WRITE, 'kvpool.lcoal')}\n")
     os.kill(deployment.server.pid, signal.SIGHUP)
     told = f"{deployment.denied}, line 2: 'spiffe://kvpool.lcoal/kvpool/acme/engine-write' can be no caller"
-    wait_for(lambda: told in deployment.server.stderr, "the refusal in the log")
+    with deployment.client(deployment.operator) as operator:
+
+        def refused_files() -> tuple[str, ...]:
+            server = operator.admin.stats().server
+            assert server is not None
+            return server.refused_files
+
+        wait_for(lambda: told in deployment.server.stderr, "the refusal in the log")
+        wait_for(lambda: refused_files() == ("deny list",), "the refusal in Stats")
+        deployment.denied.write_text(f"{ENGINE}\n")
+        os.kill(deployment.server.pid, signal.SIGHUP)
+        wait_for(lambda: f"read again: {deployment.denied}" in deployment.server.stderr, "the mended file")
+        wait_for(lambda: refused_files() == (), "the end of the refusal in Stats")
     assert f"trust domain kvpool.local; give {ENGINE}" in deployment.server.stderr
-    deployment.denied.write_text(f"{ENGINE}\n")
-    os.kill(deployment.server.pid, signal.SIGHUP)
-    wait_for(lambda: f"read again: {deployment.denied}" in deployment.server.stderr, "the mended file")
 
 
 @pytest.mark.more

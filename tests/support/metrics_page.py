@@ -17,6 +17,7 @@ from kvpool_server.metrics import (
     PinCollector,
     PoolCollector,
     QuotaCollector,
+    RefusedFiles,
     RpcMetrics,
     UsageCollector,
 )
@@ -40,6 +41,7 @@ def server_rows() -> list[Row]:
     registry.register(ValueCollector(lambda: ValueReport(False, 0, ""), None))
     registry.register(OwnMemory())
     registry.register(CertificateExpiry(dict))
+    registry.register(RefusedFiles(dict))
     LoopLag(registry)
     RpcMetrics(registry)
     return [_row(family.name, family.type, family.documentation) for family in registry.collect()]

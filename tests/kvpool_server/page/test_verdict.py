@@ -57,6 +57,7 @@ class Watched:
             engines=nothing,
             quotas=nothing,
             ends=dict,
+            refused_files=dict,
             events=LogEvents(),
             uptime_s=lambda: 1.0,
         )
@@ -261,13 +262,14 @@ def test_the_page_judges_as_the_commands_do() -> None:
         server=ServerStats(
             __version__, uptime_seconds=WINDOW_S + 1, unix_seconds=NOW.timestamp(),
             loop_lag_p99_seconds=0.2, loop_lag_max_seconds=0.5,
-            certificate_ends={"server": NOW.timestamp() + 86_400},
+            certificate_ends={"server": NOW.timestamp() + 86_400}, refused_files=("deny list",),
         ),
     )  # fmt: skip
     before = dataclasses.replace(stats, counters=HEALTHY.counters)
     told = problems(judgements(stats, window_of(stats, before, WINDOW_S)))
     assert {each.check for each in told} == {
         "clients", "tier file:/x", "loop lag", "quotas", "certificate of the server", "engines",
+        "file of deny list",
     }  # fmt: skip
     watched = Watched()
     watched.count(expired_leases=1, quota_evicted_blocks=1)
@@ -278,6 +280,7 @@ def test_the_page_judges_as_the_commands_do() -> None:
         engines=lambda: stats.engines,
         quotas=lambda: stats.quotas,
         ends=lambda: {"server": NOW + dt.timedelta(days=1)},
+        refused_files=lambda: {"tokens": False, "deny list": True},
     )
     found = watched.found()
     assert [each.level for each in found] == ["fault" if each.level is Level.ERROR else "warning" for each in told]
