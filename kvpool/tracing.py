@@ -14,6 +14,7 @@ import contextlib
 import functools
 import os
 import re
+import secrets
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -66,7 +67,7 @@ class Tracing:
         named = {} if os.environ.get("OTEL_SERVICE_NAME") else {"service.name": service}
         try:
             sampler = sampling and sampling(TracerProvider(shutdown_on_exit=False).sampler)
-            self._provider = TracerProvider(sampler, Resource.create(named))
+            self._provider = TracerProvider(sampler, Resource.create(named), id_generator=_own_ids())
             self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
         except (ValueError, TypeError) as error:
             raise ConfigError(f"otel: OpenTelemetry refuses the OTEL_* variables of the environment: {error}") from None
@@ -135,6 +136,23 @@ def shared_tracing(service: str) -> Tracing:
 def tracing_of(config: ClientConfig) -> Tracing | None:
     """That of a client; None unless its settings ask for spans. Raises as `Tracing`."""
     return shared_tracing(CLIENT_SERVICE) if config.otel else None
+
+
+def _own_ids() -> Any:
+    """A generator of ids for spans that nobody's seed repeats.
+
+    The SDK's own asks Python's `random`, which vLLM seeds alike in each engine: their spans would have the same ids.
+    """
+    from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
+
+    class OwnIds(RandomIdGenerator):
+        def generate_span_id(self) -> int:
+            return secrets.randbelow((1 << 64) - 1) + 1
+
+        def generate_trace_id(self) -> int:
+            return secrets.randbelow((1 << 128) - 1) + 1
+
+    return OwnIds()
 
 
 class ClientInterceptor(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -183,6 +184,20 @@ def test_without_the_extra_the_error_names_the_fix(missing: str, monkeypatch: py
     monkeypatch.setitem(sys.modules, missing, None)
     with pytest.raises(ConfigError, match="pip install opentelemetry-sdk opentelemetry-exporter-otlp-proto-grpc"):
         Tracing("none")
+
+
+def test_engines_that_seed_alike_have_spans_of_their_own() -> None:
+    state = random.getstate()
+    contexts = []
+    try:
+        for _ in range(2):
+            random.seed(0)
+            tracing = Tracing("engine")
+            contexts.append(tracing.start("request").get_span_context())
+            tracing.close()
+    finally:
+        random.setstate(state)
+    assert contexts[0].trace_id != contexts[1].trace_id and contexts[0].span_id != contexts[1].span_id
 
 
 def test_the_environment_names_the_service(monkeypatch: pytest.MonkeyPatch) -> None:
