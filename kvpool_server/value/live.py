@@ -1,8 +1,8 @@
 """Feeds the miniatures from the pool's traffic, within a share of one core.
 
-Calls of clients only append to a queue. The event loop simulates what is queued, in steps of a few milliseconds at
-most, when a bucket of CPU seconds that fills at `CPU_SHARE` allows it. If the queue is full, what the tenant with most
-in it sent last is left out and counted (`fair_queue`).
+Calls of clients only append to a list. The event loop moves what has arrived into a queue that is fair to tenants, and
+simulates what is queued, in steps of a few milliseconds at most, when a bucket of CPU seconds that fills at `CPU_SHARE`
+allows it. If the queue is full, what the tenant with most in it sent last is left out and counted (`fair_queue`).
 
 The size of the samples follows the load. It is halved if all tenants lose lookups, so that one tenant alone cannot make
 the curves of others coarser. It is doubled again, up to what was asked for, where half of the CPU share is left over.
@@ -38,6 +38,8 @@ TURN_S = 0.001
 TURN_EVERY_S = 0.02
 MAX_QUEUED_COST = 98_304
 """In blocks. Bounds the memory of the queue, and how far the curve lags behind."""
+MAX_ARRIVED_COST = 8_192
+"""In blocks, of calls that are not in the queue yet: less than a millisecond moves them there."""
 CALL_COST = 32
 """What a lookup or put of no blocks would cost, in blocks."""
 HALF_LIFE_S = 3_600.0
@@ -88,6 +90,8 @@ class LiveValue(TrafficObserver):
         self._clock = clock
         self._cpu_clock = cpu_clock
         self._hash_of = hash_of
+        self._arrived: list[tuple[PoolNamespace, Sequence[BlockRun], Sequence[RunHits] | None]] = []  # None: a put.
+        self._arrived_cost = 0
         self._queue: FairQueue[_Event] = FairQueue(MAX_QUEUED_COST)
         self._steps: Steps[None] | None = None
         self._is_scheduled = False
@@ -103,7 +107,7 @@ class LiveValue(TrafficObserver):
 
     @property
     def is_idle(self) -> bool:
-        return self._steps is None and not self._queue
+        return self._steps is None and not self._arrived and not self._queue
 
     def report(self, curves: Sequence[ValueCurve], has_tiers: bool, policy: str) -> ValueReport:
         """Some of the simulation's curves, and what the simulation took."""
@@ -121,21 +125,31 @@ class LiveValue(TrafficObserver):
         )
 
     def looked_up(self, namespace: PoolNamespace, runs: Sequence[BlockRun], hits: Sequence[RunHits]) -> None:
-        counts = True
-        for run, hit in zip(runs, hits, strict=True):
-            self._enqueue(_Event(namespace, run, hit.num_leading, counts))
-            counts = False
+        self._arrive(namespace, runs, hits)
 
     def put(self, namespace: PoolNamespace, runs: Sequence[BlockRun]) -> None:
-        for run in runs:
-            self._enqueue(_Event(namespace, run, _PUT, False))
+        self._arrive(namespace, runs, None)
 
-    def _enqueue(self, event: _Event) -> None:
-        tenant, cost = event.namespace.spec.tenant, CALL_COST + len(event.run)
-        self.num_left_out += self._queue.push(tenant, event, cost, self._clock())
+    def _arrive(self, namespace: PoolNamespace, runs: Sequence[BlockRun], hits: Sequence[RunHits] | None) -> None:
+        self._arrived.append((namespace, runs, hits))
+        for run in runs:
+            self._arrived_cost += CALL_COST + len(run.block_hashes)
+        if self._arrived_cost > MAX_ARRIVED_COST:
+            self._enqueue_arrived()
         if not self._is_scheduled:
             self._is_scheduled = True
             self._later(TURN_EVERY_S, self.turn)
+
+    def _enqueue_arrived(self) -> None:
+        now = self._clock()
+        for namespace, runs, hits in self._arrived:
+            tenant = namespace.spec.tenant
+            for nth, run in enumerate(runs):
+                num_hits = _PUT if hits is None else hits[nth].num_leading
+                event = _Event(namespace, run, num_hits, counts=nth == 0)
+                self.num_left_out += self._queue.push(tenant, event, CALL_COST + len(run), now)
+        self._arrived.clear()
+        self._arrived_cost = 0
 
     def turn(self) -> None:
         """Simulates for `TURN_S` at most, or one step, if CPU time is left for it."""
@@ -148,6 +162,7 @@ class LiveValue(TrafficObserver):
         started = self._cpu_clock()
         ends_at, spent = started + min(TURN_S, self._saved_s), 0.0
         try:
+            self._enqueue_arrived()
             while started + spent < ends_at and self._step(now):
                 before, spent = spent, self._cpu_clock() - started
                 self._queue.charge(spent - before)
@@ -163,7 +178,8 @@ class LiveValue(TrafficObserver):
             self._later(TURN_EVERY_S, self.turn)
 
     def finish(self) -> None:
-        """Simulates all that is queued, however long it takes."""
+        """Simulates all that has arrived, however long it takes."""
+        self._enqueue_arrived()
         while self._step(self._clock()):
             pass
 

@@ -82,7 +82,7 @@ class Bucket:
     __slots__ = ("_deques", "_length")
 
     def __init__(self) -> None:
-        self._deques: deque[deque[tuple[int, Entry]]] = deque()
+        self._deques: list[deque[tuple[int, Entry]]] = []  # Few: an empty deque takes more memory than ten entries.
         self._length = 0
 
     def __len__(self) -> int:
@@ -101,7 +101,7 @@ class Bucket:
         first = self._deques[0]
         item = first.popleft()
         if not first:
-            self._deques.popleft()
+            del self._deques[0]
         self._length -= 1
         return item
 

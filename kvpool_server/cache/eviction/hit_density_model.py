@@ -20,6 +20,7 @@ Source: see `hit_density`. The prior and the cohorts are ours.
 from __future__ import annotations
 
 import bisect
+from array import array
 from collections import OrderedDict
 
 import numpy as np
@@ -63,8 +64,8 @@ class HitDensityModel:
         self._checkpoints = np.zeros((max_checkpoints + 1, num_kinds))  # Row n: _started at call _checkpoint_calls[n].
         self._inner_edges = EDGES[1:-1].tolist()
         self._learned_at = 0
-        self._densities: list[list[float]] = []  # By kind and age bin.
-        self._hit_shares: list[list[float]] = []  # 1 - S, by kind and bin edge.
+        self._densities: list[array[float]] = []  # By kind and age bin.
+        self._hit_shares: list[array[float]] = []  # 1 - S, by kind and bin edge.
         self._cohorts: OrderedDict[tuple[int, int], list[float]] = OrderedDict()  # (Period, kind) -> [started, hits].
         self.learn(0)
 
@@ -116,8 +117,8 @@ class HitDensityModel:
         prior = np.full(NUM_BINS, PRIOR_HITS / NUM_BINS)
         of_all_kinds = _survival(self._hits.sum(0)[None], reached.sum(1)[:, None], prior, PRIOR_WEIGHT)
         survival = _survival(self._hits, reached, -np.diff(of_all_kinds[0]), PRIOR_WEIGHT)
-        self._densities = _densities(survival).tolist()
-        self._hit_shares = (1 - survival).tolist()
+        self._densities = _rows(_densities(survival))
+        self._hit_shares = _rows(1 - survival)
         keep = KEEP ** ((now - self._learned_at) / PERIOD_CALLS)
         self._learned_at = now
         self._hits *= keep
@@ -162,6 +163,11 @@ def _survival(hits: np.ndarray, reached: np.ndarray, prior: np.ndarray, prior_we
         hazard = np.minimum(ended[nth] / np.maximum(at_risk, _LEAST), 1.0)
         np.multiply(survival[nth], 1.0 - hazard, out=survival[nth + 1])
     return survival.T
+
+
+def _rows(values: np.ndarray) -> list[array[float]]:
+    """The rows of a matrix of float64, whose items are found as fast as a list's and take a quarter of the memory."""
+    return [array("d", row.tobytes()) for row in values]
 
 
 def _densities(survival: np.ndarray) -> np.ndarray:

@@ -17,6 +17,7 @@ from kvpool_server.value.instruments import SAMPLED_POLICIES
 from kvpool_server.value.live import (
     ACTIVE_S,
     CPU_SHARE,
+    MAX_ARRIVED_COST,
     MAX_QUEUED_COST,
     MAX_SAVED_S,
     MIN_ENTRIES,
@@ -124,10 +125,25 @@ def test_a_flood_of_one_tenant_neither_coarsens_nor_delays_the_curve_of_another(
 def test_a_tenant_that_left_long_ago_does_not_keep_the_samples_of_others_large() -> None:
     bench = Bench()
     bench.look("of b", tenant="b")
+    bench.live.turn()
     bench.clock.advance(ACTIVE_S + 1)
     bench.flood("a")
     bench.live.finish()
     assert bench.live.simulation.max_entries == 512
+
+
+def test_a_call_leaves_its_traffic_to_the_next_turn_unless_much_waits() -> None:
+    bench = Bench()
+    bench.look("short")
+    assert not len(bench.live._queue) and not bench.live.is_idle
+    bench.look("long", length=MAX_ARRIVED_COST)
+    assert len(bench.live._queue) == 3  # A lookup and a put, and the long lookup; its put finds no room in the pool.
+    bench.look("short again")
+    bench.live.turn()
+    assert bench.live.simulation.total_curve().lookup_tokens >= 4 * 512
+    bench.live.finish()
+    assert bench.live.is_idle
+    assert bench.live.simulation.total_curve().lookup_tokens == (4 + MAX_ARRIVED_COST + 4) * 512
 
 
 def test_samples_recover_after_a_flood() -> None:
