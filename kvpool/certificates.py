@@ -24,9 +24,11 @@ from pathlib import Path
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from kvpool.errors import ConfigError, InvalidRequestError
+from kvpool.file_permissions import unreadable
 from kvpool.principal import Principal
 
 CA_DAYS = 3_650
@@ -34,6 +36,7 @@ LEAF_DAYS = 365
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 CA_NAME, CERTIFICATE_NAME, KEY_NAME = "ca.crt", "tls.crt", "tls.key"
 MAX_PEM_BYTES = 1 << 20
+_CERTIFICATE_MARK, _KEY_MARK = b"-----BEGIN CERTIFICATE-----", b"PRIVATE KEY-----"
 _CLOCK_SKEW = dt.timedelta(minutes=5)
 
 _PrivateKey = ec.EllipticCurvePrivateKey
@@ -167,11 +170,12 @@ def read_certificates(path: Path) -> list[CertificateFacts]:
     files = sorted(each for each in path.rglob("*") if each.suffix in (".crt", ".pem")) if path.is_dir() else [path]
     found: dict[bytes, CertificateFacts] = {}
     for file in files:
+        text = read_pem(file)
         try:
-            certificates = x509.load_pem_x509_certificates(read_pem(file))
-        except ValueError as error:
+            certificates = load_certificates(text, file)
+        except ConfigError:
             if file == path:
-                raise ConfigError(f"{file} holds no certificate: {error}; give a PEM file, or a directory") from None
+                raise
             continue  # A key, for example.
         for certificate in certificates:
             before = found.get(name := certificate.fingerprint(hashes.SHA256()))
@@ -179,13 +183,45 @@ def read_certificates(path: Path) -> list[CertificateFacts]:
     return sorted(found.values(), key=lambda facts: facts.ends_at)
 
 
-def read_pem(path: Path) -> bytes:
-    """A file's bytes, at most `MAX_PEM_BYTES`. Raises ConfigError."""
+def load_certificates(text: bytes, path: object, setting: str = "") -> list[x509.Certificate]:
+    """The certificates in the PEM text of a file. Raises ConfigError if there is none.
+
+    Args:
+        setting: as of `file_permissions.unreadable`.
+    """
+    try:
+        return x509.load_pem_x509_certificates(text)
+    except ValueError:
+        named = f" as {setting}" if setting else ""
+        held = "holds no certificate that can be read"
+        if _KEY_MARK in text and _CERTIFICATE_MARK not in text:
+            held = "holds a private key, not certificates"
+        raise ConfigError(f"{path} {held}; give a PEM file with certificates{named}") from None
+
+
+def load_key(text: bytes, path: object, setting: str = "") -> PrivateKeyTypes:
+    """The private key in the PEM text of a file. Raises ConfigError; its arguments are as of `load_certificates`."""
+    try:
+        return serialization.load_pem_private_key(text, None)
+    except (ValueError, TypeError) as error:
+        named = f" as {setting}" if setting else ""
+        held = f"holds no key that can be read: {error}"
+        if _CERTIFICATE_MARK in text and _KEY_MARK not in text:
+            held = "holds certificates, not a private key"
+        raise ConfigError(f"{path} {held}; give a PEM file with an unencrypted key{named}") from None
+
+
+def read_pem(path: Path, setting: str = "") -> bytes:
+    """A file's bytes, at most `MAX_PEM_BYTES`. Raises ConfigError.
+
+    Args:
+        setting: as of `file_permissions.unreadable`.
+    """
     try:
         with path.open("rb") as file:
             text = file.read(MAX_PEM_BYTES + 1)
     except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+        raise unreadable(path, error, setting) from None
     if len(text) > MAX_PEM_BYTES:
         raise ConfigError(f"{path} is larger than {MAX_PEM_BYTES} bytes; give a PEM file")
     return text

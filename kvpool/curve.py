@@ -68,7 +68,7 @@ def create_pair(name: Path) -> KeyPair:
 
 def read_pair(path: Path) -> KeyPair:
     """The pair in a .key_secret file, which nobody else may read. Raises ConfigError."""
-    require_private(str(path))
+    require_private(str(path), setting="--kv-events-key (--key of `kvpool events`)")
     public, secret = _load(path)
     if secret is None:
         raise ConfigError(f"{path} holds no secret key; give the file NAME{SECRET_SUFFIX}, or {_MAKE_ONE}")
@@ -105,7 +105,7 @@ def read_subscribers(path: Path) -> dict[bytes, str]:
 
     Raises ConfigError, which names the line, also for a file that its group or others can write.
     """
-    require_owner_writes(str(path), "add a subscriber")
+    require_owner_writes(str(path), "add a subscriber", "--kv-events-subscribers")
     tenants: dict[bytes, str] = {}
     for number, line in enumerate(read_pem(path).decode(errors="replace").splitlines(), 1):
         if not line.strip() or line.startswith("#"):

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from kvpool.causes import Cause
-from kvpool.explanation import BlockRange, BlockState, EvictedFor, Explanation, RunExplanation
+from kvpool.explanation import MAX_RANGES, BlockRange, BlockState, EvictedFor, Explanation, RunExplanation
 from kvpool.holdings import duration_text, printable
 from kvpool.namespace import GroupSpec, NamespaceSpec
 from kvpool.request_trace import RequestTrace
@@ -27,8 +27,8 @@ _WHY = {
     MissCause.BEING_WRITTEN: "being written now",
     MissCause.EVICTED: "evicted",
     MissCause.REMOVED: "removed or cleared",
-    MissCause.CORRUPT: "dropped, for their bytes had changed",
-    MissCause.PUT_FAILED: "not stored to the end: the writer gave up, or was too slow",
+    MissCause.CORRUPT: "dropped because their bytes had changed",
+    MissCause.PUT_FAILED: "not stored completely, because the writer gave up or was too slow",
     MissCause.OTHER_NAMESPACE: "in another namespace",
 }
 
@@ -131,7 +131,8 @@ class PromptReport:
     def _about_names(self) -> Iterator[str]:
         if self.is_unknown and self.has_other_blocks:
             yield (
-                "No block of this prompt is known here under these names: check the tokenizer, seed, salt and adapter."
+                "The namespace has blocks, but none of this prompt. If an engine has stored this prompt, its blocks "
+                "have other names: check the tokenizer, hash seed, cache salt and LoRA adapter."
             )
 
     def _about_missing(self) -> Iterator[str]:
@@ -142,25 +143,34 @@ class PromptReport:
                 times, room = _times(blocks), _room(blocks.evicted_for)
                 yield f"{which} {_verb(blocks)}{times}{',' if room and ',' in times else ''}{room}."
             elif blocks.state is BlockState.IN_TIER:
-                yield f"{which} are only in tier {printable(blocks.tier)}: a request waits for them, or computes them."
+                yield (
+                    f"{which} are only in tier {printable(blocks.tier)}: a request waits until the server has read "
+                    "them from there, or computes them."
+                )
             elif part.start > at:
                 yield f"{which} are stored, but no request can use them without the tokens before them."
         if run.other_children == 1:
-            yield f"Another stored prompt parts from this one at token {at:,}."
+            yield f"Another stored prompt has the same tokens up to token {at:,}, and other tokens after it."
         elif run.other_children:
-            yield f"{run.other_children:,} other stored prompts part from this one at token {at:,}."
+            yield (
+                f"{run.other_children:,} other stored prompts have the same tokens up to token {at:,}, and other "
+                "tokens after it."
+            )
         size = self._spec.groups[run.group_idx].block_tokens
         if (explained := run.ranges[-1].stop * size) < self.num_tokens // size * size:
-            yield f"Tokens from {explained:,} on are not explained: what is known of them changes too often."
+            yield (
+                f"The explanation ends at token {explained:,}: it has room for {MAX_RANGES} ranges of tokens, and the "
+                "prompt has more."
+            )
 
     def _about_rules(self) -> Iterator[str]:
         rest = self.num_tokens - self.limit
         if rest == 1:
-            yield "The last token is always computed: the request waits for its logits."
+            yield "The last token is always computed, because the engine needs its logits for the next token."
         else:
             yield (
-                f"The last {rest:,} tokens are always computed: the request waits for the last token's logits, and "
-                f"loads end at multiples of {self.alignment:,} tokens."
+                f"The last {rest:,} tokens are always computed: the engine needs the last token's logits for the next "
+                f"token, and loads only multiples of {self.alignment:,} tokens."
             )
         usable = min(self.stored, self.limit)
         if self.loadable < usable:
@@ -170,29 +180,34 @@ class PromptReport:
                 if group.kind != PREFIX_KIND
             )
             yield (
-                f"Tokens {self.loadable:,} to {usable:,} are stored and cannot be loaded: the window or state to go on "
-                f"from is missing there ({printable(kinds)})."
+                f"Tokens {self.loadable:,} to {usable:,} are stored, but cannot be loaded: the model also needs the "
+                f"window or state at the end of what is loaded ({printable(kinds)}), and that is missing there."
             )
 
     def _about_others(self) -> Iterator[str]:
         for match in self._found.elsewhere:
-            fields = "; ".join(printable(text) for text in match.differences) or "no field that may be told"
+            fields = "; ".join(printable(text) for text in match.differences) or "fields that this caller may not see"
             yield (
-                f"Namespace {match.fingerprint.hex()[:12]} has {match.count:,} blocks from the first missing one on. "
-                f"It differs in: {fields}."
+                f"Namespace {match.fingerprint.hex()[:12]} has {_blocks(match.count)} of this prompt, from the first "
+                f"missing block on. The namespace differs in: {fields}."
             )
         if self._found.tiers_away:
             names = ", ".join(map(printable, self._found.tiers_away))
-            yield f"These tiers have not said which blocks they have: {names}."
+            yield f"These tiers did not say which blocks they have, which may include missing ones: {names}."
 
     def _about_memory(self) -> Iterator[str]:
         if not self._found.remembered_seconds:
-            yield "The server remembers no block that left before now, so blocks were never stored since its start."
+            yield (
+                "The server has no record of a block that left the pool, so a block that was never stored has not been "
+                "stored since the server's start."
+            )
             return
-        text = f"The server remembers blocks that left up to {duration_text(self._found.remembered_seconds)} ago"
+        oldest = duration_text(self._found.remembered_seconds)
+        text = f"The server's record of blocks that left the pool begins {oldest} ago"
         if self._found.half_remembered_seconds < self._found.remembered_seconds:
-            text += f", and at least half of those of the last {duration_text(self._found.half_remembered_seconds)}"
-        yield f"{text}; what left earlier counts as never stored."
+            recent = duration_text(self._found.half_remembered_seconds)
+            text += f", and has at least half of the blocks that left in the last {recent}"
+        yield f"{text}. A block that left without a record is reported as never stored."
 
     def rows(self) -> list[list[str]]:
         """Tokens, group, where, why, when."""
@@ -233,6 +248,10 @@ class PromptReport:
             "tiers_away": list(self._found.tiers_away),
             "sentences": self.sentences(),
         }
+
+
+def _blocks(count: int) -> str:
+    return f"{count:,} block{'' if count == 1 else 's'}"
 
 
 def _leading(run: RunExplanation) -> int:

@@ -11,9 +11,25 @@ import stat
 from kvpool.errors import ConfigError
 
 
-def require_private(path: str, what: str = "private key") -> None:
-    """Raises ConfigError if others than a key's owner, or a group that root has chosen, can read it."""
-    found = _stat(path)
+def unreadable(path: object, error: OSError, setting: str = "") -> ConfigError:
+    """The error for a file that cannot be read.
+
+    Args:
+        setting: the option or setting that gave the path, such as "--tokens"; empty: not known.
+    """
+    named = f" as {setting}" if setting else ""
+    return ConfigError(
+        f"cannot read {path}: {error.strerror}; give a file{named} that exists and that this process may read"
+    )
+
+
+def require_private(path: str, what: str = "private key", setting: str = "") -> None:
+    """Raises ConfigError if others than a key's owner, or a group that root has chosen, can read it.
+
+    Args:
+        setting: as of `unreadable`.
+    """
+    found = _stat(path, setting)
     mode = stat.S_IMODE(found.st_mode)
     if mode & 0o037 or (mode & 0o040 and found.st_uid):
         raise ConfigError(
@@ -22,23 +38,25 @@ def require_private(path: str, what: str = "private key") -> None:
         )
 
 
-def require_owner_writes(path: str, danger: str) -> None:
+def require_owner_writes(path: str, danger: str, setting: str = "") -> None:
     """Raises ConfigError if a file's group, or others, can write it. They may read it.
 
     Args:
         danger: what those who can write the file could do, such as "add an operator's token".
+        setting: as of `unreadable`.
     """
-    mode = stat.S_IMODE(_stat(path).st_mode)
+    mode = stat.S_IMODE(_stat(path, setting).st_mode)
     if mode & 0o022:
         raise ConfigError(
             f"{path} can be written by its group or others (mode {mode:04o}), who could {danger}; chmod go-w {path}"
         )
 
 
-def _stat(path: str) -> os.stat_result:
+def _stat(path: str, setting: str) -> os.stat_result:
     try:
         return os.stat(path)
     except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+        raise unreadable(path, error, setting) from None
     except ValueError:  # A zero byte.
-        raise ConfigError(f"cannot read {path!r}: no file has such a name") from None
+        named = f" as {setting}" if setting else ""
+        raise ConfigError(f"cannot read {path!r}: no file has such a name; give another path{named}") from None

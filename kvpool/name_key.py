@@ -29,6 +29,7 @@ KEY_BYTES = 32
 FIELD = "name_key"
 """Key of the digest in `NamespaceSpec.extra`."""
 _DIGEST_BYTES = 16
+_SETTING = "name_key_file (--name-key-file)"
 NAMES_PER_TURN = 256
 """About 0.1 ms."""
 
@@ -55,8 +56,8 @@ class NameKey:
     @classmethod
     def read(cls, path: Path) -> NameKey:
         """With the key in a file, as `create` writes it, or in base64. Raises ConfigError, which does not show it."""
-        require_private(str(path))
-        text = read_pem(path).decode(errors="replace").strip()
+        require_private(str(path), setting=_SETTING)
+        text = read_pem(path, _SETTING).decode(errors="replace").strip()
         try:
             is_hexadecimal = re.fullmatch("[0-9a-fA-F]{64}", text)
             return cls(bytes.fromhex(text) if is_hexadecimal else base64.b64decode(text, validate=True))

@@ -7,13 +7,17 @@ from collections.abc import Callable
 import typer
 
 
-def within(least: float, most: float | None = None) -> Callable[[float | None], float | None]:
-    """A callback of `typer.Option` that refuses what is out of bounds; None (not given) is not looked at."""
+def within(least: float, most: float | None = None, instead: str = "") -> Callable[[float | None], float | None]:
+    """A callback of `typer.Option` that refuses what is out of bounds; None (not given) is not looked at.
+
+    Args:
+        instead: what else to give, such as "or --end"; follows the bounds in the message.
+    """
 
     def check(value: float | None) -> float | None:
         if value is None or (least <= value and (most is None or value <= most)):
             return value
         bounds = f"{least:,} or more" if most is None else f"{least:,} to {most:,}"
-        raise typer.BadParameter(f"{value} is out of bounds; give {bounds}")
+        raise typer.BadParameter(f"{value} is out of bounds; give {bounds}{instead and f', {instead}'}")
 
     return check

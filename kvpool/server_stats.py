@@ -10,6 +10,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
+CLIENT_TRANSPORTS = "shm, rdma"
+"""Transports of which clients move the bytes."""
+
 
 @dataclass(frozen=True, slots=True)
 class RpcStats:
@@ -104,6 +107,25 @@ class ServerStats:
     def quantile(self, method: str, share: float) -> float | None:
         """The time within which the server gave `share` of the answers to `method`, seconds; None without answers."""
         return quantile(self.rpc_seconds_bounds, (each.buckets for each in self.rpcs if each.method == method), share)
+
+
+def client_transfers(transfers: Iterable[TransferStats], usage: Iterable[UsageStats]) -> tuple[TransferStats, ...]:
+    """Bytes that clients moved themselves, over shared memory or RDMA: what engines used beyond what the server moved.
+
+    The server learns of whole blocks: a read is counted when an engine is told the block's place.
+
+    Args:
+        transfers, usage: of the same time.
+
+    Returns: one for reads and one for writes, with `CLIENT_TRANSPORTS` as their transport.
+    """
+    loaded, stored = 0, 0
+    for each in usage:
+        loaded, stored = loaded + each.loaded_bytes, stored + each.stored_bytes
+    left = {"read": loaded, "write": stored}
+    for moved in transfers:
+        left[moved.direction] = left.get(moved.direction, 0) - moved.nbytes
+    return tuple(TransferStats(CLIENT_TRANSPORTS, way, max(0, left[way])) for way in ("read", "write"))
 
 
 def quantile(bounds: Sequence[float], histograms: Iterable[Sequence[int]], share: float) -> float | None:

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cryptography import x509
-from cryptography.hazmat.primitives import serialization
 
-from kvpool.certificates import CA_NAME, CERTIFICATE_NAME, KEY_NAME, read_pem
+from kvpool.certificates import CA_NAME, CERTIFICATE_NAME, KEY_NAME, load_certificates, load_key, read_pem
 from kvpool.errors import ConfigError, InvalidRequestError
 from kvpool.file_permissions import require_private
 from kvpool.principal import Principal
@@ -99,24 +98,29 @@ class TlsIdentity:
     principal: Principal | None = None
 
 
-def read_identity(files: TlsFiles) -> TlsIdentity:
-    """Reads and checks the files. Raises ConfigError, which names the file and the fault."""
-    ca = read_pem(Path(files.ca)) if files.ca else None
+CLIENT_SETTINGS = TlsFiles("ca in tls (--tls DIR)", "cert in tls (--tls DIR)", "key in tls (--tls DIR)")
+"""What gives a client the paths, for errors."""
+
+
+def read_identity(files: TlsFiles, settings: TlsFiles = CLIENT_SETTINGS) -> TlsIdentity:
+    """Reads and checks the files. Raises ConfigError, which names the file, the setting and the fault.
+
+    Args:
+        settings: in the place of each path, the option or setting that gave it.
+    """
+    ca = read_pem(Path(files.ca), settings.ca) if files.ca else None
     ca_ends_at = None
     if ca is not None:
-        ca_ends_at = min(each.not_valid_after_utc for each in _load_certificates(ca, files.ca))
+        ca_ends_at = min(each.not_valid_after_utc for each in load_certificates(ca, files.ca, settings.ca))
     if bool(files.cert) != bool(files.key):
         raise ConfigError(f"TLS files have cert {files.cert!r} and key {files.key!r}; give both, or none with a token")
     if not files.cert:
         return TlsIdentity(ca, ca_ends_at=ca_ends_at)
-    cert = read_pem(Path(files.cert))
-    certificate = _load_certificates(cert, files.cert)[0]
-    require_private(files.key)
-    key = read_pem(Path(files.key))
-    try:
-        private = serialization.load_pem_private_key(key, None)
-    except (ValueError, TypeError) as error:
-        raise ConfigError(f"{files.key} holds no key that can be read: {error}; give an unencrypted PEM key") from None
+    cert = read_pem(Path(files.cert), settings.cert)
+    certificate = load_certificates(cert, files.cert, settings.cert)[0]
+    require_private(files.key, setting=settings.key)
+    key = read_pem(Path(files.key), settings.key)
+    private = load_key(key, files.key, settings.key)
     if private.public_key() != certificate.public_key():
         raise ConfigError(f"{files.key} is not the key of {files.cert}; give the pair that was made together")
     return TlsIdentity(ca, cert, key, certificate.not_valid_after_utc, ca_ends_at, _principal(certificate))
@@ -133,13 +137,6 @@ class WatchedIdentity(WatchedFiles[TlsIdentity]):
     ):
         self.files = files
         super().__init__(files.paths, lambda: read_identity(files), clock, when_read)
-
-
-def _load_certificates(text: bytes, path: str) -> list[x509.Certificate]:
-    try:
-        return x509.load_pem_x509_certificates(text)
-    except ValueError as error:
-        raise ConfigError(f"{path} holds no certificate that can be read: {error}; give a PEM file") from None
 
 
 def _principal(certificate: x509.Certificate) -> Principal | None:

@@ -30,6 +30,7 @@ ID_DIGITS = 12
 LOCK_S = 5.0
 """How long a change waits for another change of the same file."""
 _RETRY_S = 0.02
+_TOKEN_FILE = "token_file (--token-file)"
 _SECRET_BYTES = 32
 _UNITS = {"h": 1, "d": 24, "w": 7 * 24}
 _TOKEN = re.compile(PREFIX + r"[A-Za-z0-9_-]{43}")
@@ -147,9 +148,9 @@ def read_records(path: Path) -> dict[str, TokenRecord]:
 
 def _parse_lines(path: Path) -> list[tuple[bytes, TokenRecord | None]]:
     """Each line with its record; None: the line is empty or a comment. Raises as `read_records`."""
-    require_owner_writes(str(path), "add an operator's token")
+    require_owner_writes(str(path), "add an operator's token", "--tokens")
     parsed: list[tuple[bytes, TokenRecord | None]] = []
-    for number, line in enumerate(read_pem(path).splitlines(keepends=True), 1):
+    for number, line in enumerate(read_pem(path, "--tokens").splitlines(keepends=True), 1):
         record = None
         if line.strip() and not line.startswith(b"#"):
             try:
@@ -190,8 +191,8 @@ def _open_locked(path: Path, flags: int) -> int:
 
 def read_token(path: Path) -> str:
     """A client's token. Raises ConfigError unless the file holds one token alone, and others cannot read it."""
-    require_private(str(path), "token")
-    text = read_pem(path).decode(errors="replace").strip()
+    require_private(str(path), "token", _TOKEN_FILE)
+    text = read_pem(path, _TOKEN_FILE).decode(errors="replace").strip()
     if not (_TOKEN.fullmatch(text) or _JWT.fullmatch(text)):
         raise ConfigError(
             f"{path} holds no token; it has to hold what `kvpool token create` printed, or a JWT, and nothing else"

@@ -50,8 +50,9 @@ def advise(
     prices: Annotated[
         Path | None,
         typer.Option(
-            help="TOML file with dram_gib_month, disk_gib_month, gpu_hour, prefill_tokens_per_s, peak and "
-            "disk_hit_value; what it leaves out has round figures."
+            metavar="FILE",
+            help="TOML file with your dram_gib_month, disk_gib_month, gpu_hour, prefill_tokens_per_s, peak and "
+            "disk_hit_value. Default, also of what it leaves out: round example prices, which are printed.",
         ),
     ] = None,
     target_hit_ratio: Annotated[
@@ -196,4 +197,6 @@ def _sentences(demand: Demand, best: Option, margin: float, given: bool) -> Iter
         f"Hit ratios may be off by {100 * demand.uncertainty:.1f} points, which is {_money(margin)} a month. Of "
         "choices whose costs differ by no more than that, or by 1 %, the one that saves most GPU time is chosen."
     )
-    yield f"{'Your prices' if given else 'Prices that nobody offers (give --prices)'} and assumptions:"
+    if not given:
+        yield "The costs are examples, from round prices that no provider has: give yours with --prices FILE."
+    yield f"{'Your' if given else 'Example'} prices, and assumptions:"

@@ -16,6 +16,7 @@ import typer
 
 from kvpool.client import Client
 from kvpool.config import ClientConfig
+from kvpool.errors import ConfigError
 from kvpool.holdings import duration_text as duration_text
 from kvpool.holdings import printable as printable
 from kvpool.quotas import size_text as size_text
@@ -63,7 +64,10 @@ def config_of(endpoint: str, transport: str = "auto", timeout_ms: int = TIMEOUT_
 def trusting(config: ClientConfig) -> ClientConfig:
     """A configuration with the options that stand before the command."""
     trust = TRUST.get()
-    files = None if trust.tls is None else TlsFiles.in_directory(trust.tls)
+    try:
+        files = None if trust.tls is None else TlsFiles.in_directory(trust.tls)
+    except ConfigError as error:
+        raise ConfigError(f"--tls {error}") from None
     return dataclasses.replace(config, tls=files, token_file=trust.token_file, insecure_network=trust.insecure_network)
 
 

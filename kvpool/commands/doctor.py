@@ -22,6 +22,7 @@ from kvpool.doctor.examination import Check, examine, has_errors
 from kvpool.doctor.finding import Finding, Level, error, info, notes
 from kvpool.doctor.judgements import judgements
 from kvpool.doctor.namespaces import namespaces
+from kvpool.doctor.reachability import OWN_CERTIFICATE
 from kvpool.doctor.server_state import SERVER_CERTIFICATE
 from kvpool.doctor.window import look_twice
 from kvpool.errors import InvalidRequestError, KVPoolError
@@ -69,22 +70,32 @@ def doctor(
         )
     else:
         print_findings(findings)
-        told = f", {counts[Level.INFO]} notes" if counts[Level.INFO] else ""
-        typer.echo(f"{counts[Level.ERROR]} errors, {counts[Level.WARNING]} warnings{told}, {counts[Level.OK]} ok")
+        typer.echo(_totals(counts))
     if has_errors(findings):
         raise typer.Exit(ExitStatus.PROBLEM)
 
 
+def _totals(counts: Counter[Level]) -> str:
+    told = [(Level.ERROR, "error"), (Level.WARNING, "warning")]
+    told += [(Level.INFO, "note")] if counts[Level.INFO] else []
+    parts = [f"{counts[level]} {noun}{'' if counts[level] == 1 else 's'}" for level, noun in told]
+    return ", ".join([*parts, f"{counts[Level.OK]} ok"])
+
+
 def _of_server(endpoint: str, config: ClientConfig, http: str | None, *, bandwidth: bool) -> list[Finding]:
-    """The findings about a server; a single one if it cannot be reached."""
-    checks = [Check("certificates", lambda: reachability.certificates(config))]
+    """The findings about a server; one of them says why if the server cannot be reached."""
+    checks = [
+        Check("certificates", lambda: reachability.own_certificates(config)),
+        Check(SERVER_CERTIFICATE, lambda: reachability.server_certificate(config)),
+    ]
     with common.client_of(endpoint) as client:
         try:
             found = reachability.grpc_port(client)
         except KVPoolError as away:
-            fix = "start kvpool-server, or give its --endpoint; the checks of this host follow"
-            checks += [Check("memlock", host.memlock), Check("NUMA", lambda: host.numa(None))]
-            return [error("gRPC", str(away), fix), *examine(checks)]
+            refusal = _refusal(away)
+            certificates = [each for each in examine(checks) if not _is_told(each, refusal)]
+            host_checks = [Check("memlock", host.memlock), Check("NUMA", lambda: host.numa(None))]
+            return [refusal, *certificates, *examine(host_checks)]
         host_name = "127.0.0.1" if socket_path(endpoint) else endpoint.rpartition(":")[0]
         checks += [
             Check("data port", lambda: reachability.data_port(client)),
@@ -101,6 +112,19 @@ def _of_server(endpoint: str, config: ClientConfig, http: str | None, *, bandwid
         with Client(common.trusting(measurement_config(endpoint, "auto"))) as client:
             found += examine([Check("bandwidth", lambda: measured_bandwidth(client))], BANDWIDTH_DEADLINE_S)
     return found
+
+
+def _refusal(away: KVPoolError) -> Finding:
+    """Why the server cannot be reached, with the fix that the error ends with."""
+    text, _, fix = str(away).partition("; ")
+    return error("gRPC", text, fix or "see the message")
+
+
+def _is_told(finding: Finding, refusal: Finding) -> bool:
+    """Whether an error about a certificate only repeats why the server cannot be reached."""
+    if finding.level is not Level.ERROR:
+        return False
+    return finding.check == SERVER_CERTIFICATE or finding.check.removeprefix(OWN_CERTIFICATE) in refusal.text
 
 
 def _of_http(client: Client, host_name: str, http: str | None, config: ClientConfig) -> list[Finding]:

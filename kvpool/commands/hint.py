@@ -21,6 +21,7 @@ from kvpool.commands.named_prompt import (
 )
 from kvpool.commands.output import say
 from kvpool.config import DEFAULT_ENDPOINT
+from kvpool.option_bounds import within
 from kvpool.quotas import size_text
 from kvpool.types import HintKind, HintResult
 
@@ -34,7 +35,12 @@ SEND_IT = "Send the prompt to an engine once and repeat the command, or ask `kvp
 def pin(
     prompt: Prompt,
     namespace: Namespace,
-    seconds: Annotated[int, typer.Option(min=1, max=DAY_S, help="How long; a pin that ends later stays.")] = 3_600,
+    seconds: Annotated[
+        int,
+        typer.Option(
+            callback=within(1, DAY_S, "or --end, which ends pins"), help="How long; a pin that ends later stays."
+        ),
+    ] = 3_600,
     end: Annotated[bool, typer.Option("--end", help="End the prompt's pins instead.")] = False,
     tokenizer: Tokenizer = "",
     cache_salt: CacheSalt = "",
@@ -102,7 +108,8 @@ def prefetch(
     prompt: Prompt,
     namespace: Namespace,
     wait: Annotated[
-        float, typer.Option(metavar="SECONDS", min=0, max=600, help="How long to wait until the blocks are up.")
+        float,
+        typer.Option(metavar="SECONDS", callback=within(0, 600), help="How long to wait until the blocks are up."),
     ] = 0.0,
     tokenizer: Tokenizer = "",
     cache_salt: CacheSalt = "",

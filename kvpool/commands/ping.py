@@ -27,6 +27,8 @@ from kvpool.holdings import duration_text
 from kvpool.option_bounds import within
 from kvpool.principal import Role
 
+ROUND_MIB = 256
+
 
 def ping(
     endpoint: Endpoint = DEFAULT_ENDPOINT,
@@ -40,8 +42,12 @@ def ping(
         ),
     ] = False,
     mib: Annotated[
-        int, typer.Option(callback=within(1, 65_536), help="MiB that a round of --bandwidth stores and loads.")
-    ] = 256,
+        int | None,
+        typer.Option(
+            callback=within(1, 65_536),
+            help=f"With --bandwidth: MiB that a round stores and loads (default: {ROUND_MIB}).",
+        ),
+    ] = None,
     namespace: Annotated[
         str | None,
         typer.Option(
@@ -67,8 +73,9 @@ def ping(
     """Check that the server answers, and which transport a client gets; with --bandwidth, how fast it is."""
     if namespace is None and (prefill is not None or tensor_parallel != 1):
         raise InvalidRequestError("--prefill and --tensor-parallel are about a namespace's hits; give --namespace")
-    if namespace is not None and not bandwidth:
-        raise InvalidRequestError("--namespace needs a measurement; give --bandwidth")
+    given = {"--namespace": namespace, "--mib": mib}
+    if needy := [name for name, value in given.items() if value is not None and not bandwidth]:
+        raise InvalidRequestError(f"{needy[0]} needs a measurement; give --bandwidth, too")
     measuring = common.trusting(measurement_config(endpoint, transport)) if bandwidth else None
     with Client(measuring or common.config_of(endpoint, transport)) as client:
         if bandwidth:
@@ -86,12 +93,13 @@ def ping(
             route = f"{choice.transport.name} (slow)" if choice.is_fallback else choice.route
             typer.echo(f"bytes would travel by {route}: {choice.why}")
         if bandwidth:
+            round_bytes = (mib or ROUND_MIB) << 20
             chosen = None if namespace is None else find_namespace(client, namespace)
             if chosen is None:
-                measured, cost = measure(client, mib << 20, usual_block(client)), None
+                measured, cost = measure(client, round_bytes, usual_block(client)), None
             else:
                 block = largest_group(chosen.spec, tensor_parallel)
-                measured = measure(client, mib << 20, block, shards_of_rank(block, tensor_parallel))
+                measured = measure(client, round_bytes, block, shards_of_rank(block, tensor_parallel))
                 cost = hit_cost(measured, chosen, tensor_parallel)
             found |= row_of(measured, cost, prefill)
             if not as_json:

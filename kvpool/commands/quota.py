@@ -19,6 +19,11 @@ from kvpool.errors import InvalidRequestError, PermissionDeniedError
 from kvpool.quotas import beyond_memory, parse_quota, size_text
 from kvpool.types import PinBudget, Quota
 
+_WHAT_COUNTS = (
+    "Used is the memory that is taken: it includes blocks that are being written, and where callers are authenticated "
+    "the whole extents that a tenant's blocks lie in. `kvpool namespaces` counts stored blocks alone, and shows less."
+)
+
 
 def quota(
     quotas: Annotated[
@@ -42,7 +47,7 @@ def quota(
         warning = _beyond_memory(client, found)
         budgets = client.admin.pin_budgets()
     if warning:
-        typer.echo(f"kvpool: {warning}", err=True)
+        typer.echo(f"warning: {warning}", err=True)
     if as_json:
         common.print_json([dataclasses.asdict(quota) for quota in found])
         return
@@ -56,6 +61,7 @@ def quota(
         share = f"{each.used_bytes / each.limit_bytes:.0%}"
         table.add_row(escape(each.subject), size_text(each.limit_bytes), size_text(each.used_bytes), share)
     console().print(table)
+    say(_WHAT_COUNTS)
     _say_pins(budgets)
 
 

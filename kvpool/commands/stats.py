@@ -19,7 +19,7 @@ from kvpool.doctor.judgements import judgements
 from kvpool.doctor.pool_state import tokens
 from kvpool.doctor.window import Window, look_twice
 from kvpool.reports import EngineState
-from kvpool.server_stats import ServerStats
+from kvpool.server_stats import ServerStats, client_transfers
 from kvpool.types import PoolStats, TierStats
 
 BAR_CHARS = 30
@@ -119,8 +119,9 @@ def _summary(stats: PoolStats) -> Iterator[str]:
             yield f"lookups     {count_text(lookups)}: p50 {p50}, p99 {p99}"
         lag = seconds_text(server.loop_lag_p50_seconds), seconds_text(server.loop_lag_max_seconds)
         yield f"loop lag    p50 {lag[0]}, max {lag[1]} in the last minute"
-        for transport in dict.fromkeys(each.transport for each in server.transfers):
-            moved = [each for each in server.transfers if each.transport == transport]
+        transfers = (*client_transfers(server.transfers, server.usage), *server.transfers)
+        for transport in dict.fromkeys(each.transport for each in transfers):
+            moved = [each for each in transfers if each.transport == transport]
             sizes = ", ".join(f"{each.direction} {size_text(each.nbytes)}" for each in moved)
             yield printable(f"{transport:<12}{sizes}")
 

@@ -30,6 +30,8 @@ from kvpool.unix_socket import socket_path
 CONNECT_S = 3.0
 MAX_SKEW_S = 5.0
 MAX_BODY_BYTES = 1_024
+OWN_CERTIFICATE = "certificate "
+"""What the checks of this side's certificates begin with; the file's path follows."""
 
 
 def grpc_port(client: Client) -> list[Finding]:
@@ -132,14 +134,17 @@ def _healthz(host: str, port: int, tls: TlsFiles | None) -> tuple[int, str]:
         connection.close()
 
 
-def certificates(config: ClientConfig) -> list[Finding]:
-    """When the certificates of both sides end."""
+def own_certificates(config: ClientConfig) -> list[Finding]:
+    """When the certificates in this side's files end."""
+    paths = [path for path in (config.tls.ca, config.tls.cert) if path] if config.tls else []
+    return [_ends(f"{OWN_CERTIFICATE}{path}", _certificate(Path(path))) for path in paths]
+
+
+def server_certificate(config: ClientConfig) -> list[Finding]:
+    """When the certificate ends that the server shows; no finding without TLS, and at a Unix socket."""
     tls = config.tls
-    if tls is None:
+    if tls is None or socket_path(config.endpoint):
         return []
-    found = [_ends(f"certificate {path}", _certificate(Path(path))) for path in (tls.ca, tls.cert) if path]
-    if socket_path(config.endpoint):
-        return found
     host, _, port = config.endpoint.rpartition(":")
     context = _tls_context(tls)
     context.check_hostname = False
@@ -151,9 +156,9 @@ def certificates(config: ClientConfig) -> list[Finding]:
             packed = wrapped.getpeercert(binary_form=True)
     except OSError as failed:
         fix = "see what `kvpool ping` says of the connection"
-        return [*found, error(SERVER_CERTIFICATE, f"the TLS handshake failed: {failed}", fix)]
+        return [error(SERVER_CERTIFICATE, f"the TLS handshake failed: {failed}", fix)]
     assert packed is not None, "the handshake verifies the server's certificate"
-    return [*found, _ends(SERVER_CERTIFICATE, x509.load_der_x509_certificate(packed))]
+    return [_ends(SERVER_CERTIFICATE, x509.load_der_x509_certificate(packed))]
 
 
 def clock(unix_seconds: float) -> list[Finding]:

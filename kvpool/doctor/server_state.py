@@ -51,10 +51,10 @@ def _lag(p99_s: float, longest_s: float) -> Finding:
     """Args: p99_s: 0 if it is not known."""
     if p99_s <= LATE_S[0] and longest_s <= SLOW_LAG_S:
         return ok("loop lag", f"the server's event loop was at most {longest_s * 1e3:.1f} ms late in the last minute")
-    quantile = f" (up to {_step_ms(p99_s):,.0f} ms at p99)" if p99_s else ""
+    quantile = f", and up to {_step_ms(p99_s):,.0f} ms late at p99" if p99_s else ""
     return (error if p99_s > LATE_S[1] else warning)(
         "loop lag",
-        f"the server's event loop was up to {_step_ms(longest_s):,.0f} ms late in the last minute{quantile}",
+        f"in the last minute the server's event loop was up to {_step_ms(longest_s):,.0f} ms late at worst{quantile}",
         "give the server a core of its own; engines that compute on all cores take it away",
     )
 

@@ -19,7 +19,7 @@ from kvpool.doctor.pool_state import tokens
 from kvpool.doctor.window import Window
 from kvpool.holdings import duration_text, printable
 from kvpool.quotas import size_text
-from kvpool.server_stats import UsageStats
+from kvpool.server_stats import UsageStats, client_transfers
 from kvpool.top.interval import Interval
 from kvpool.types import PoolStats
 
@@ -123,15 +123,10 @@ def _server_lines(interval: Interval) -> Iterator[tuple[str, str]]:
         yield "failed RPCs", f"{count_text(interval.per_second(failed))}/s"
     lag = seconds_text(server.loop_lag_p50_seconds), seconds_text(server.loop_lag_max_seconds)
     yield "loop lag", f"p50 {lag[0]}, max {lag[1]} in the last minute"
-    moved = {(each.transport, each.direction): each.nbytes for each in server.transfers}
-    loaded, stored = (sum(getattr(each, name) for each in interval.usage) for name in ("loaded_bytes", "stored_bytes"))
-    # Over shared memory and RDMA the clients move the bytes, and the server learns of whole blocks.
-    others = {
-        direction: max(0, total - sum(nbytes for (_, way), nbytes in moved.items() if way == direction))
-        for direction, total in (("read", loaded), ("write", stored))
-    }
-    rows = {name: (moved.get((name, "read"), 0), moved.get((name, "write"), 0)) for name, _ in moved}
-    for transport, (read, written) in {"shm, rdma": (others["read"], others["write"]), **rows}.items():
+    transfers = (*client_transfers(server.transfers, interval.usage), *server.transfers)
+    moved = {(each.transport, each.direction): each.nbytes for each in transfers}
+    for transport in dict.fromkeys(each.transport for each in transfers):
+        read, written = (moved.get((transport, direction), 0) for direction in ("read", "write"))
         yield (
             transport,
             f"read {rate_text(interval.per_second(read)):>10}   write {rate_text(interval.per_second(written)):>10}",

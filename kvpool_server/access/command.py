@@ -1,8 +1,9 @@
-"""`kvpool audit`: follows a server's audit log."""
+"""`kvpool audit`: prints a server's audit log, and follows it."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import typer
 
 from kvpool.errors import ConfigError
 from kvpool.holdings import printable
+from kvpool.option_bounds import within
 
 POLL_S = 0.2
 _FIRST = ("time", "outcome", "call", "caller", "peer")
@@ -20,12 +22,17 @@ _FIRST = ("time", "outcome", "call", "caller", "peer")
 
 def follow(
     path: Annotated[Path, typer.Argument(metavar="FILE", help="The server's --audit-log.")],
-    seconds: Annotated[float, typer.Option(help="Stop after so many seconds; 0: never.")] = 0.0,
+    goes_on: Annotated[
+        bool, typer.Option("--follow", "-f", help="Go on as the log grows, also after it was rotated, until Ctrl-C.")
+    ] = False,
+    seconds: Annotated[
+        float | None, typer.Option(callback=within(0), help="Follow the log for so many seconds, and end.")
+    ] = None,
     refused: Annotated[bool, typer.Option("--refused", help="Only calls that were refused.")] = False,
 ) -> None:
-    """Print the audit log, and go on as it grows, also after it was rotated."""
-    ends_at = time.monotonic() + seconds if seconds else float("inf")
-    for line in _lines(path, ends_at):
+    """Print the audit log and end; with --follow, or for --seconds, go on as it grows."""
+    length_s = seconds if seconds is not None else math.inf if goes_on else 0.0
+    for line in _lines(path, time.monotonic() + length_s):
         try:
             entry = json.loads(line)
         except ValueError:
@@ -41,7 +48,10 @@ def _text(entry: dict[str, Any]) -> str:
 
 
 def _lines(path: Path, ends_at: float) -> Iterator[str]:
-    """The lines of a file, and of the files that take its place. Raises ConfigError if it cannot be read."""
+    """The lines of a file, and until `ends_at` those that come and those of the files that take its place.
+
+    Raises ConfigError if it cannot be read.
+    """
     file, rest = _opened(path), ""
     if file is None:
         raise ConfigError(f"cannot read {path}: there is no such file; give the server's --audit-log")
@@ -54,7 +64,7 @@ def _lines(path: Path, ends_at: float) -> Iterator[str]:
                     if rest.endswith("\n"):
                         yield rest
                         rest = ""
-                elif time.monotonic() > ends_at:
+                elif time.monotonic() >= ends_at:
                     return
                 elif _inode(path) not in (inode, None):
                     break  # Another file has taken its place.

@@ -20,6 +20,9 @@ from kvpool_server.access.reminders import warn_of_ends
 
 log = structlog.get_logger()
 
+_SETTINGS = TlsFiles("--tls-client-ca", "--tls-cert", "--tls-key")
+"""What gives a server the paths, for errors."""
+
 
 @dataclass(frozen=True, slots=True)
 class ServerIdentity:
@@ -92,8 +95,8 @@ class ServerCredentials(WatchedFiles[ServerIdentity]):
 
 def _read_server(files: TlsFiles) -> ServerIdentity:
     if files.ca:
-        require_owner_writes(files.ca, "add an authority that signs callers' certificates")
-    tls = read_identity(files)
+        require_owner_writes(files.ca, "add an authority that signs callers' certificates", _SETTINGS.ca)
+    tls = read_identity(files, _SETTINGS)
     assert tls.cert is not None, "`exposure.tls_files` has asked for a certificate"
     facts = _check_certificate(files.cert, x509.load_pem_x509_certificates(tls.cert)[0])
     return ServerIdentity(tls, facts.names, _context(files, tls.ca))

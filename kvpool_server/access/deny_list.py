@@ -51,7 +51,7 @@ def _read(path: Path, domain: str | None) -> frozenset[str]:
 
     Raises ConfigError, which names the line, also for a file that its group or others can write.
     """
-    require_owner_writes(str(path), "let denied callers in again")
+    require_owner_writes(str(path), "let denied callers in again", "--deny")
     found = set()
     for number, line in enumerate(read_pem(path).decode(errors="replace").splitlines(), 1):
         if entry := line.partition("#")[0].strip():

@@ -54,7 +54,7 @@ def read_limits(path: Path, domain: str | None = None) -> tuple[IdentityLimits, 
 
     Raises ConfigError, which names the line and the key, also for a file that its group or others can write.
     """
-    require_owner_writes(str(path), "raise their own limits")
+    require_owner_writes(str(path), "raise their own limits", "--identity-limits")
     values = read_toml(path, str(path), "see --identity-limits")
     tables = {name: value for name, value in values.items() if isinstance(value, dict)}
     of_all = _changed(IdentityLimits(), {name: values[name] for name in values.keys() - tables.keys()}, path)

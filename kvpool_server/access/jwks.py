@@ -69,7 +69,7 @@ def parse_keys(text: bytes, source: str) -> Keys:
 
 def read_keys(path: str) -> Keys:
     """The keys of a file. Raises ConfigError, also for a file that its group or others can write."""
-    require_owner_writes(path, "add a key that signs tokens")
+    require_owner_writes(path, "add a key that signs tokens", "--oidc-jwks")
     return parse_keys(read_pem(Path(path)), path)
 
 

@@ -11,6 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from kvpool.holdings import duration_text, printable
+from kvpool.option_bounds import within
 from kvpool.quotas import size_text
 from kvpool_server.tiers.file import orphans
 
@@ -29,7 +30,7 @@ def collect_garbage(
     ],
     delete: Annotated[bool, typer.Option("--delete", help="Delete the candidates. Default: only list them.")] = False,
     min_age_s: Annotated[
-        float, typer.Option(min=60.0, help="Least age of a candidate's last heartbeat, seconds.")
+        float, typer.Option(callback=within(60), help="Least age of a candidate's last heartbeat, seconds.")
     ] = orphans.MIN_AGE_S,
 ) -> None:
     """List, or delete, the directories of servers that have gone. Blocks in them can be read until then.

@@ -45,7 +45,12 @@ def parse(text: str) -> TierOptions:
     try:
         return options(**values)
     except ValidationError as error:
-        raise ConfigError(f"tier {text!r}: {_problem(options, error.errors()[0])}") from None
+        raise ConfigError(f"tier {text!r}: {_problem(options, _first(error.errors()))}") from None
+
+
+def _first(errors: list[ErrorDetails]) -> ErrorDetails:
+    """The error to tell of: an unknown option before a missing one, which it may be with a spelling mistake."""
+    return next((each for each in errors if each["type"] == "extra_forbidden"), errors[0])
 
 
 def _problem(options: type[TierOptions], error: ErrorDetails) -> str:

@@ -246,7 +246,7 @@ def test_issue_adds_a_tenant(tmp_path: Path) -> None:
         (("issue", "{}"), "nothing to make"),
         (("issue", "{}/nothing", "--host", "x"), "cannot read"),
         (("show", "{}/nothing"), "cannot read"),
-        (("show", "{}/ca/ca.key"), "holds no certificate"),
+        (("show", "{}/ca/ca.key"), "holds a private key, not certificates"),
     ],
 )
 def test_what_the_commands_refuse(authority: Authority, arguments: tuple[str, ...], told: str) -> None:

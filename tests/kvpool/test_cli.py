@@ -153,6 +153,7 @@ def test_ping_measures_what_a_hit_costs_and_saves(
     ("options", "says"),
     [
         (["--namespace", "0123"], "--namespace needs a measurement; give --bandwidth"),
+        (["--mib", "4"], "--mib needs a measurement; give --bandwidth, too"),
         (["--bandwidth", "--prefill", "9"], "--prefill and --tensor-parallel are about a namespace's hits"),
         (["--bandwidth", "--namespace", "zzz"], "no namespace begins with 'zzz'"),
         (["--bandwidth", "--namespace", ""], "2 namespaces begin with ''"),
@@ -184,6 +185,12 @@ def test_ping_refuses_in_one_sentence(
 )
 def test_a_number_out_of_bounds_is_named_with_them(cli: Cli, option: list[str], says: str) -> None:
     assert says in cli.fails("ping", *option, status=2)[1]
+
+
+def test_a_pin_of_no_time_is_refused_with_the_way_to_end_it(cli: Cli) -> None:
+    err = cli.fails("pin", "--prompt", "-", "--namespace", "ab", "--seconds", "0", status=2)[1]
+    told = " ".join(err.replace("│", " ").split())
+    assert "'--seconds': 0 is out of bounds; give 1 to 86,400, or --end, which ends pins" in told
 
 
 def test_ctrl_c_ends_a_measurement_without_its_blocks(pool_server: StartServer, connect: Callable[..., Client]) -> None:
@@ -258,7 +265,11 @@ def test_stats_tell_of_the_server_and_its_latencies(cli: Cli, stored: object) ->
     (puts,) = (rpc for rpc in server["rpcs"] if (rpc["method"], rpc["status"]) == ("PutStart", "OK"))
     assert puts["count"] == sum(puts["buckets"]) >= 2 and 0 < puts["p50_seconds"] <= puts["p99_seconds"]
     assert re.fullmatch("[0-9a-f]{16}", found["boot"])
-    assert any(re.search(r"PutStart +│ OK ", line) for line in cli("stats").splitlines())
+    lines = cli("stats").splitlines()
+    assert any(re.search(r"PutStart +│ OK ", line) for line in lines)
+    assert any(
+        re.fullmatch(r"shm, rdma   read \S+ \w*B, write [1-9]\S* \w*B", line) for line in lines
+    )  # Stored by shm.
 
 
 def test_no_output_depends_on_columns(cli: Cli, stored: object, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -352,7 +363,7 @@ def test_80_columns_show_whole_fingerprints(cli: Cli, stored: tuple[Namespace, N
 
 def test_quotas_are_set_listed_and_taken_away(cli: Cli) -> None:
     set_two = cli("quota", "tenant:acme=3MiB", "tenant:other=5MB")
-    assert cli("quota") == set_two
+    assert cli("quota") == set_two and "`kvpool namespaces` counts stored blocks alone" in set_two
     assert "tenant:acme" in set_two and "3 MiB" in set_two
     assert json.loads(cli("quota", "tenant:other=0", "--json")) == [
         {"subject": "tenant:acme", "limit_bytes": 3 << 20, "used_bytes": 0}
@@ -369,7 +380,7 @@ def test_quotas_beyond_the_memory_are_warned_of(
     assert warning in cli.server.stderr
     for more in ([], ["--json"]):
         out, err = cli.fails("quota", *more, status=0)
-        assert "tenant:a" in out and err.startswith(f"kvpool: {warning}")
+        assert "tenant:a" in out and err.startswith(f"warning: {warning}")
     cli("quota", "tenant:b=4MiB", "namespace:01234567=8MiB")
     assert cli.server.stderr.count("the quotas of ") == 1
     _, err = cli.fails("quota", "namespace:89abcdef=1MiB", status=0)

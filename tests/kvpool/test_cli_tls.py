@@ -122,7 +122,33 @@ def test_a_directory_that_lacks_a_file_is_refused_by_its_name(certificates: Pool
 
 def test_the_authoritys_directory_is_no_clients(certificates: Pool) -> None:
     told = refusal(certificates.run("--tls", certificates.pki, "stats"))
-    assert told == f"{certificates.pki} has no ca.crt; give {certificates.operator}"
+    assert told == f"--tls {certificates.pki} has no ca.crt; give {certificates.operator}"
+
+
+def test_a_token_that_cannot_be_read_names_its_option(certificates: Pool, tmp_path: Path) -> None:
+    token = tmp_path / "nothing"
+    told = refusal(certificates.run("--tls", certificates.trust, "--token-file", token, "stats"))
+    assert told == (
+        f"cannot read {token}: No such file or directory; give a file as token_file (--token-file) that exists and "
+        "that this process may read"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "there", "told"),
+    [
+        ("ca.crt", "tls.key", "holds a private key, not certificates; give a PEM file with certificates as ca "),
+        ("tls.crt", "tls.key", "holds a private key, not certificates; give a PEM file with certificates as cert "),
+        ("tls.key", "tls.crt", "holds certificates, not a private key; give a PEM file with an unencrypted key as "),
+    ],
+)
+def test_a_file_in_the_place_of_another_is_named(
+    certificates: Pool, tmp_path: Path, name: str, there: str, told: str
+) -> None:
+    shutil.copytree(certificates.operator, tmp_path / "operator")
+    shutil.copyfile(certificates.operator / there, tmp_path / "operator" / name)
+    found = refusal(certificates.run("--tls", tmp_path / "operator", "stats"))
+    assert found.startswith(f"{tmp_path / 'operator' / name} {told}")
 
 
 def test_commands_that_call_no_server_need_no_certificate(certificates: Pool, tmp_path: Path) -> None:
@@ -185,6 +211,31 @@ def test_a_server_without_tls_says_that_it_speaks_none(shared_server: ServerProc
     config = ClientConfig(shared_server.endpoint, tls=files_in(certificates.operator), timeout_ms=10_000)
     with Client(config) as client, pytest.raises(UnavailableError, match="does not speak TLS; give the port of"):
         client.admin.ping()
+
+
+def test_grpcs_own_lines_do_not_reach_the_terminal(shared_server: ServerProcess, certificates: Pool) -> None:
+    command = (KVPOOL, "--tls", str(certificates.operator), "ping", "--endpoint", shared_server.endpoint)
+    (told,) = run_command(*command).stderr.splitlines()
+    assert "does not speak TLS" in told
+
+
+@pytest.mark.parametrize("fault", ["ended", "not there", "not the server's authority"])
+def test_doctor_tells_each_cause_once(certificates: Pool, tmp_path: Path, fault: str) -> None:
+    endpoint, directory = certificates.server.endpoint, certificates.operator
+    if fault == "ended":
+        directory = tmp_path / "forged"
+        forge(certificates.pki, directory, [str(OPERATOR)], starts_in=-2 * DAY, ends_in=-DAY)
+    elif fault == "not there":
+        endpoint = free_endpoint()
+    else:
+        directory = Authority.create(tmp_path / "foreign").issue_principal(OPERATOR)
+    done = run(["--tls", directory, "doctor", "--endpoint", endpoint, "--json"])
+    findings = json.loads(done.output)["findings"]
+    (found,) = (each for each in findings if each["level"] == "error")
+    assert found["check"] == "gRPC" and ("starts" in found["fix"] or "runs" in found["fix"]) is (fault == "not there")
+    checks = {each["check"] for each in findings}
+    assert f"certificate {directory / 'ca.crt'}" in checks and "memlock" in checks
+    assert ("certificate of the server" in checks) is (fault == "ended")  # The server shows its own all the same.
 
 
 def test_a_server_that_is_not_there_is_no_refusal(certificates: Pool) -> None:

@@ -72,9 +72,9 @@ def test_a_prompt_that_was_evicted_in_part_is_explained(
     assert re.search(evicted, printed)
     assert "(model big/model)." in printed
     assert "Tokens 192 to 240 were never stored.\n" in printed
-    assert "Another stored prompt parts from" not in printed and "No block of this prompt" not in printed
+    assert "Another stored prompt has" not in printed and "but none of this prompt" not in printed
     assert "The last 3 tokens are always computed" in printed
-    assert "The server remembers blocks that left up to " in printed
+    assert "The server's record of blocks that left the pool begins " in printed
     table = printed.partition("┏")[2]
     assert table and all(len(line) <= 80 for line in table.splitlines())
     found = json.loads(cli(*asked, "--json"))
@@ -104,8 +104,11 @@ def test_the_field_is_named_by_which_another_namespace_differs(
     store(client, old, TOKENS)
     printed = cli(*question(new, tmp_path))
     assert printed.startswith("0 of 203 tokens are stored (0%).")
-    assert f"Namespace {old.fingerprint.hex()[:12]} has 12 blocks from the first missing one on." in printed
-    assert "It differs in: weights_epoch: '2' here, '1' there." in printed
+    assert (
+        f"Namespace {old.fingerprint.hex()[:12]} has 12 blocks of this prompt, from the first missing block on."
+        in printed
+    )
+    assert "The namespace differs in: weights_epoch: '2' here, '1' there." in printed
 
 
 def test_a_namespace_of_another_model_is_no_hint(
@@ -128,7 +131,10 @@ def test_names_that_no_block_has_are_told(
     mine = client.open_namespace(spec())
     store(client, mine, TOKENS)
     asked = question(mine, tmp_path)
-    sentence = "No block of this prompt is known here under these names: check the tokenizer, seed, salt and adapter."
+    sentence = (
+        "The namespace has blocks, but none of this prompt. If an engine has stored this prompt, its blocks have other "
+        "names: check the tokenizer, hash seed, cache salt and LoRA adapter."
+    )
     assert sentence in cli(*asked, "--cache-salt", "wrong")
     assert sentence not in cli(*asked)
 

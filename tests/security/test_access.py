@@ -316,7 +316,7 @@ def test_certificates_are_replaced_while_calls_go_on(deployment: Deployment) -> 
         (["--tls-cert", "x"], "TLS needs --tls-cert and --tls-key"),
         (["--tls-cert", "x", "--tls-key", "x"], "give either --tls-client-ca, for certificates, or --tokens"),
         (["--tokens", "x"], "TLS needs --tls-cert and --tls-key"),
-        (["--tls-cert", "x", "--tls-key", "x", "--tls-client-ca", "x"], "cannot read x"),
+        (["--tls-cert", "x", "--tls-key", "x", "--tls-client-ca", "x"], "; give a file as --tls-client-ca "),
     ],
 )
 def test_what_a_server_refuses_to_serve(flags: list[str], told: str) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -27,6 +29,7 @@ from tests.support.certificates import files_in, forge, server_flags
 from tests.support.processes import ServerProcess, run_server, wait_for
 from tests.support.values import namespace_spec, payload, run_of
 
+KVPOOL = str(Path(sys.executable).with_name("kvpool"))
 app = typer.Typer()
 app.command()(follow)
 
@@ -64,12 +67,29 @@ def test_refusals_and_changes_are_logged(pool_server: Callable[..., ServerProces
     assert (cleared["namespace"], cleared["count"]) == ("all", 1)
     assert all(str(each["peer"]).startswith("ipv4:127.0.0.1:") for each in entries(log)[1:])
     assert "\x1b" not in log.read_text()
-    shown = CliRunner().invoke(app, [str(log), "--seconds", "0.01"], catch_exceptions=False)
+    shown = CliRunner().invoke(app, [str(log)], catch_exceptions=False)
     lines = shown.output.splitlines()
     assert len(lines) == 6
     assert "OpenNamespace" in lines[1] and all(line.isprintable() for line in lines)
-    only = CliRunner().invoke(app, [str(log), "--seconds", "0.01", "--refused"], catch_exceptions=False)
+    only = CliRunner().invoke(app, [str(log), "--refused"], catch_exceptions=False)
     assert [line.split()[2] for line in only.output.splitlines()] == ["Clear", "Ping"]
+
+
+@pytest.mark.parametrize(("option", "follows"), [([], False), (["--seconds", "20"], True), (["-f"], True)])
+def test_a_log_is_followed_only_on_demand(tmp_path: Path, option: list[str], follows: bool) -> None:
+    log = tmp_path / "audit.json"
+    log.write_text('{"call": "First", "outcome": "OK"}\n')
+    shown = subprocess.Popen([KVPOOL, "audit", str(log), *option], stdout=subprocess.PIPE, text=True)
+    try:
+        assert shown.stdout is not None and "First" in shown.stdout.readline()
+        if follows:
+            with log.open("a") as file:
+                file.write('{"call": "Second", "outcome": "OK"}\n')
+        assert ("Second" in shown.stdout.readline()) is follows  # Without an option the command has ended.
+        assert follows or shown.wait(20) == 0
+    finally:
+        shown.kill()
+        shown.communicate()
 
 
 def test_a_flood_is_counted_and_not_written(tmp_path: Path) -> None:

@@ -408,7 +408,7 @@ def test_without_pyjwt_the_server_says_what_to_install(monkeypatch: pytest.Monke
         (["--oidc-issuer", URL], "--oidc-audience"),
         (["--oidc-issuer", "http://issuer.example", "--oidc-audience", "a"], "is not https://"),
         (["--oidc-issuer", URL, "--oidc-audience", "a", "--tokens", "x"], "give either"),
-        (["--oidc-issuer", URL, "--oidc-audience", "a", "--oidc-jwks", "nowhere"], "cannot read nowhere"),
+        (["--oidc-issuer", URL, "--oidc-audience", "a", "--oidc-jwks", "nowhere"], "; give a file as --oidc-jwks "),
     ],
 )
 def test_what_a_server_refuses(tmp_path: Path, flags: list[str], told: str) -> None:

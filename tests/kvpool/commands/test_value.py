@@ -129,7 +129,7 @@ def test_advice_for_a_live_server(run: Run, server: ServerProcess, monkeypatch: 
     assert "s of traffic; wait for 60 s" in run("advise", "--live", "--endpoint", server.endpoint, status=1)
     monkeypatch.setattr("kvpool.commands.advise.MIN_TRAFFIC_S", 0.0)
     printed = run("advise", "--live", "--endpoint", server.endpoint)
-    assert "->" in printed and "hit 75.0% of" in printed and "Prices that nobody offers" in printed
+    assert "->" in printed and "hit 75.0% of" in printed and "no provider has: give yours with --prices FILE" in printed
     found = json.loads(run("advise", "--live", "--endpoint", server.endpoint, "--json"))
     assert found["chosen"] in found["options"] and found["hit_ratio_uncertainty"] >= 0.01
 

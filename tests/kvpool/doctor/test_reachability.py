@@ -160,8 +160,9 @@ def test_the_end_of_the_clients_certificate_is_told(
     Authority.create(pki)
     tls = forge(pki, tmp_path / "forged", [str(OPERATOR)], starts_in=-2 * DAY, ends_in=ends_in)
     config = ClientConfig(free_endpoint(), tls=tls)
-    authority, own, server = reachability.certificates(config)
+    authority, own = reachability.own_certificates(config)
     assert (authority.level, own.level) == (Level.OK, level) and says in own.text
+    server = only(reachability.server_certificate(config))
     assert server.level is Level.ERROR and "the TLS handshake failed" in server.text
 
 
@@ -171,7 +172,7 @@ def test_the_servers_certificate_is_looked_up(tmp_path: Path) -> None:
     flags = server_flags(authority.issue_server([], days=10))
     server = ServerProcess(tmp_path, *flags, tls=tls)
     try:
-        *_, found = reachability.certificates(ClientConfig(server.endpoint, tls=tls))
+        found = only(reachability.server_certificate(ClientConfig(server.endpoint, tls=tls)))
         assert (found.check, found.level) == ("certificate of the server", Level.WARNING) and "in 10 d" in found.text
         config = ClientConfig(server.endpoint, tls=tls)
         url = server.http_url.removeprefix("https://")
@@ -181,4 +182,4 @@ def test_the_servers_certificate_is_looked_up(tmp_path: Path) -> None:
 
 
 def test_without_tls_there_is_no_certificate_to_check() -> None:
-    assert reachability.certificates(ClientConfig()) == []
+    assert reachability.own_certificates(ClientConfig()) == reachability.server_certificate(ClientConfig()) == []

@@ -48,6 +48,7 @@ def test_other_names_are_taken(name: str) -> None:
             "file:/mnt/kv,size=1GiB,colour=red",
             "unknown option 'colour'; choose write, key_file, size, name, threads, io, owners, peer_memory or create",
         ),
+        ("file:/mnt/kv,siez=1GiB", "unknown option 'siez'; choose write, key_file, size,"),
         ("file:/mnt/kv,name=a", "option 'size' is missing; add size= (bytes that this server may take there"),
         ("file:kv,size=1GiB", "path=kv is not possible; give an absolute path, as in file:/mnt/kv"),
         ("file:", "path is missing; write file:/mnt/kv,size=200GiB"),
