@@ -13,11 +13,12 @@ from kvpool.hashing import block_hashes
 from kvpool.namespace import GroupSpec, NamespaceSpec
 from kvpool.types import BlockRun
 from kvpool_server.cache.entry import Entry, Group
-from kvpool_server.events import prefixes
+from kvpool_server.events import prefixes, promises
 from kvpool_server.events.ledger import Change, Ledger
 from kvpool_server.events.prefix_encoder import PrefixEncoder
 from kvpool_server.events.prefixes import STEP_BLOCKS, PrefixView
 from tests.kvpool_server.cache.test_usable import FULL, MODELS, STATE, WINDOW, written_out
+from tests.support.clock import FakeClock
 from tests.support.values import group_spec, namespace_spec
 
 TOKENS = 4
@@ -33,7 +34,8 @@ class Routed:
         self.specs = {spec.fingerprint(): spec}
         self.ledger = Ledger(lambda flush: None, {"dropped_kv_event_batches": 0}, first_seq=0)
         self.deferred: list[Callable[[], None]] = []
-        self.view = PrefixView(spec.model, spec.tenant, self.ledger, self.specs.get, self.deferred.append)
+        self.clock = FakeClock()
+        self.view = PrefixView(spec.model, spec.tenant, self.ledger, self.specs.get, self.deferred.append, self.clock)
         self.encode = PrefixEncoder("pool", spec.model, full_hashes=True)
         self.blocks: dict[bytes, tuple[bytes | None, tuple[int, ...]]] = {}
 
@@ -179,6 +181,64 @@ def test_the_newest_namespace_of_a_model_takes_the_place_of_the_one_before() -> 
     assert (routed.promised(list(range(20, 24))), routed.promised([7] * 4)) == (0, 4)
 
 
+def test_a_put_in_another_namespace_leaves_the_stream_as_it_is() -> None:
+    one, other = _full(weights_epoch="1"), _full(weights_epoch="2")
+    routed = Routed(one)
+    _store(routed, one, list(range(8)))
+    (group,) = routed.groups(other)
+    routed.view.stored(_entry(group, _names([7] * 4, FULL), 0))
+    _store(routed, one, list(range(20, 24)))
+    routed.read()
+    assert (routed.promised(list(range(8))), routed.promised(list(range(20, 24)))) == (8, 4)
+
+
+def test_a_namespace_takes_the_stream_back_from_one_that_has_fallen_silent() -> None:
+    one, visitor = _full(weights_epoch="1"), _full(weights_epoch="2")
+    routed = Routed(one)
+    entries = _store(routed, one, list(range(8)))
+    _store(routed, visitor, [7] * 4)
+    routed.view.removed(entries[1])
+    routed.clock.advance(prefixes.SILENT_S - 1)
+    _store(routed, one, list(range(20, 24)))
+    routed.read()
+    assert (routed.promised(list(range(8))), routed.promised([7] * 4)) == (0, 4)
+    routed.clock.advance(1)
+    _store(routed, one, list(range(30, 34)))
+    routed.read()
+    asked = (list(range(8)), list(range(20, 24)), list(range(30, 34)), [7] * 4)
+    assert [routed.promised(tokens) for tokens in asked] == [4, 4, 4, 0]
+    _store(routed, visitor, [8] * 4)
+    routed.read()
+    assert routed.promised([8] * 4) == 0, "it is new no more"
+
+
+def test_a_namespace_takes_the_stream_back_from_one_that_has_nothing_left() -> None:
+    one, visitor = _full(weights_epoch="1"), _full(weights_epoch="2")
+    routed = Routed(one)
+    _store(routed, one, list(range(8)))
+    for entry in _store(routed, visitor, [7] * 8)[::-1]:
+        routed.view.removed(entry)
+    routed.view.announced(one.fingerprint(), BlockRun(0, _names(list(range(8)), FULL)), list(range(8)))
+    routed.read()
+    assert routed.promised(list(range(8))) == 8
+
+
+def test_of_many_namespaces_the_published_one_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefixes, "MAX_NAMESPACES", 3)
+    monkeypatch.setattr(prefixes, "MAX_PASSED", 3)
+    one = _full()
+    routed = Routed(one)
+    _store(routed, one, list(range(8)))
+    for nth in range(9):
+        for spec in (_full(weights_epoch=str(nth)), _full(weights_epoch=str(nth), tenant="acme")):
+            (group,) = routed.groups(spec)
+            routed.view.stored(_entry(group, _names([7] * 4, FULL), 0))
+    _store(routed, one, list(range(20, 24)))
+    routed.read()
+    assert (routed.promised(list(range(8))), routed.promised(list(range(20, 24)))) == (8, 4)
+    assert len(routed.view._followed) == 3 and len(routed.view._passed) == 3
+
+
 @pytest.mark.parametrize(
     "spec",
     [
@@ -322,7 +382,7 @@ def test_a_block_that_has_another_parent_before_it_is_judged_leaves_with_that_on
 
 
 def test_the_remembered_tokens_are_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefixes, "MAX_LEFT_BYTES", 2 * TOKENS * prefixes.TOKEN_BYTES)
+    monkeypatch.setattr(promises, "MAX_LEFT_BYTES", 2 * TOKENS * promises.TOKEN_BYTES)
     spec = _full()
     routed = Routed(spec)
     tokens = list(range(12))
