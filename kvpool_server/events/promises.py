@@ -83,7 +83,7 @@ class Promises:
         # Of each other group: how many of its blocks end with a block that has a depth, without a gap; at most as many
         # as a hit needs, which is also what there is where none is missing since the start of the prefix.
         self._unbroken: list[dict[bytes, int]] = [{} for _ in spec.groups]
-        self._published: set[bytes] = set()
+        self._published: dict[bytes, _Block] = {}  # As it was told: with all tokens of a published block.
         self._changed: deque[tuple[bytes, int]] = deque()  # Blocks to judge, and how far behind them blocks may change.
         self._under_way: list[tuple[bytes, int]] = []  # The same, of the change that is being judged.
 
@@ -127,7 +127,8 @@ class Promises:
             self._change(block_hash, 0)
 
     def announced(self, run: BlockRun, token_ids: Sequence[int]) -> None:
-        """Raises InvalidRequestError for another number of tokens than the blocks have."""
+        """The last announcement of a block counts. Raises InvalidRequestError for another number of tokens than the
+        blocks have."""
         packed = np.array(token_ids, "<u4").tobytes()
         if len(packed) != len(run) * self._block_bytes:
             raise InvalidRequestError(
@@ -140,13 +141,17 @@ class Promises:
             parent_hash = block_hash
             if block_hash not in self._held[self.main_idx]:
                 self._remember(block_hash, block)
-            elif block_hash not in self._announced:
+            elif (before := self._announced.get(block_hash)) != block:
+                if before is not None:
+                    self._unlink(block_hash, before)
                 self._add(block_hash, block)
 
     def _add(self, block_hash: bytes, block: _Block) -> None:
         self._announced[block_hash] = block
         self._children[block.parent_hash].add(block_hash)
-        self._change(block_hash, 0)
+        # A block that was away and was not judged meanwhile seems unchanged, but changes before it have passed over
+        # those behind it, and those could not be judged by its tokens.
+        self._change(block_hash, max(self._reach, self._ratio) if block_hash in self._depths else 0)
 
     def _unlink(self, block_hash: bytes, block: _Block) -> None:
         siblings = self._children[block.parent_hash]
@@ -205,14 +210,18 @@ class Promises:
         if depth is not None and depth[0] % self._ratio == 0:
             span = self._span(block_hash)
             walked += self._ratio
-        was_published = block_hash in self._published
-        if span is not None and not was_published:
-            self._published.add(block_hash)
+        told = self._published.get(block_hash)
+        if span is not None and told is not None and span != told:
+            # Announced anew; all behind it is withdrawn with it, and then published again.
+            span = None
+            self._changed.append((block_hash, 0))
+        if span is not None and told is None:
+            self._published[block_hash] = span
             stored.append(Change(True, self._label, block_hash, *span))
-        elif span is None and was_published:
-            self._published.discard(block_hash)
+        elif span is None and told is not None:
+            del self._published[block_hash]
             withdrawn.append(Change(False, self._label, block_hash, b""))
-        if (span is not None) != was_published or depth != before:
+        if span != told or depth != before:
             reach = max(reach, self._ratio)
         if reach:
             self._under_way += ((child, reach - 1) for child in self._children.get(block_hash, ()))
