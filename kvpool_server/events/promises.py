@@ -95,8 +95,13 @@ class Promises:
     def rest(self) -> None:
         """Publishes nothing any more, and forgets all that has no use until the next `wake`."""
         self._is_resting = True
-        for each in (self._left, self._depths, self._published, self._changed, self._under_way, *self._unbroken):
-            each.clear()
+        for blocks in (self._left, self._published):
+            blocks.clear()
+        for unbroken in self._unbroken:
+            unbroken.clear()
+        self._depths.clear()
+        self._changed.clear()
+        self._under_way.clear()
 
     @property
     def has_beginning(self) -> bool:
@@ -127,8 +132,10 @@ class Promises:
             self._change(block_hash, 0)
 
     def announced(self, run: BlockRun, token_ids: Sequence[int]) -> None:
-        """The last announcement of a block counts. Raises InvalidRequestError for another number of tokens than the
-        blocks have."""
+        """The last announcement of a block counts.
+
+        Raises InvalidRequestError for another number of tokens than the blocks have.
+        """
         packed = np.array(token_ids, "<u4").tobytes()
         if len(packed) != len(run) * self._block_bytes:
             raise InvalidRequestError(
