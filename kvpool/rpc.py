@@ -38,6 +38,7 @@ from kvpool.transport.base import Transport
 from kvpool.types import (
     HASH_BYTES,
     MAX_ANNOUNCED_BLOCKS,
+    MAX_ANNOUNCED_TOKENS,
     MAX_BATCH_CHUNKS,
     BlockRun,
     Existence,
@@ -434,15 +435,18 @@ class PoolRpc:
                 blocks of equal tokens for equal.
             token_ids: of all blocks, in order.
 
+        A call has `MAX_ANNOUNCED_BLOCKS` and `MAX_ANNOUNCED_TOKENS` at most; longer runs take several calls.
+
         Raises InvalidRequestError, also where a key hides the blocks' names from the server.
         """
         if self._name_key is not None:
             raise InvalidRequestError("name_key_file hides prompts from the server; announce no tokens with it")
         size = namespace.group(run.group_idx).block_tokens
-        for at in range(0, len(run), MAX_ANNOUNCED_BLOCKS):
+        step = max(1, min(MAX_ANNOUNCED_BLOCKS, MAX_ANNOUNCED_TOKENS // size))
+        for at in range(0, len(run), step):
             before = run.block_hashes[at - 1] if at else run.parent_hash
-            part = BlockRun(run.group_idx, run.block_hashes[at : at + MAX_ANNOUNCED_BLOCKS], before)
-            tokens = token_ids[at * size : (at + MAX_ANNOUNCED_BLOCKS) * size]
+            part = BlockRun(run.group_idx, run.block_hashes[at : at + step], before)
+            tokens = token_ids[at * size : (at + step) * size]
             (message,) = wire.encode_runs([part])
             request = pb.AnnounceRequest(namespace=namespace.fingerprint, run=message, token_ids=tokens)
             self.call(self.stub.Announce, request, timeout_ms)

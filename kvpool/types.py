@@ -28,6 +28,8 @@ MAX_BATCH_CHUNKS = 65_536
 """Most chunks (blocks x shards) that a server takes in one put or get."""
 MAX_ANNOUNCED_BLOCKS = 1_024
 """Most blocks whose tokens one call announces."""
+MAX_ANNOUNCED_TOKENS = 1 << 16
+"""Most tokens of them: a message without payload has 1 MiB at most."""
 MIN_PREFIX = 8
 """Fewest hexadecimal digits of a fingerprint in a quota: fewer could match another namespace by chance."""
 

@@ -29,6 +29,7 @@ from kvpool.quotas import beyond_memory
 from kvpool.reports import MAX_STAGES
 from kvpool.types import (
     MAX_ANNOUNCED_BLOCKS,
+    MAX_ANNOUNCED_TOKENS,
     BlockRun,
     Existence,
     HintKind,
@@ -251,6 +252,10 @@ class PoolService(PoolServicer):
     async def Announce(self, request: pb.AnnounceRequest, context: Any) -> pb.AnnounceResponse:
         fingerprint = self._reader.namespace(request.namespace)
         (run,) = self._reader.runs([request.run], MAX_ANNOUNCED_BLOCKS)
+        if len(request.token_ids) > MAX_ANNOUNCED_TOKENS:
+            raise InvalidRequestError(
+                f"{len(request.token_ids)} token_ids in one call; announce at most {MAX_ANNOUNCED_TOKENS}"
+            )
         if self._pool.namespace(fingerprint) is None:
             raise unknown_namespace(fingerprint)
         if self._events is not None:

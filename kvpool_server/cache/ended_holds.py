@@ -43,6 +43,8 @@ class EndedHolds:
             del entries[-room:]
             for entry in part:
                 entry.leases -= 1
+                if not entry.leases and entry.queued is not None:
+                    entry.queued.released(entry)
                 if not entry.live:
                     self._entry_table.free_if_unheld(entry)
             room -= len(part)

@@ -261,6 +261,8 @@ class EntryTable:
         finally:
             for entry in kept:
                 entry.leases -= 1
+                if not entry.leases and entry.queued is not None:
+                    entry.queued.released(entry)
         self.evict(victims, evicted_for=group)
         if not self._arena.claim(group.spec.slot_bytes, count, group.tenant):
             return None

@@ -131,6 +131,9 @@ class HoldTable(Generic[Held]):
     Args:
         kind: "lease" or "ticket", for errors.
         fix: what a client does about one that is not live.
+
+    Attributes:
+        num_expiring: holds with a deadline; those of the server itself have none.
     """
 
     def __init__(self, kind: str, fix: str) -> None:
@@ -139,6 +142,7 @@ class HoldTable(Generic[Held]):
         self._deadlines: list[tuple[float, int]] = []
         self._by_owner: dict[str, Share] = {}
         self._total = Share()
+        self.num_expiring = 0
 
     def __len__(self) -> int:
         return len(self._live)
@@ -164,6 +168,7 @@ class HoldTable(Generic[Held]):
 
     def add(self, hold: Held) -> None:
         self._live[hold.id] = hold
+        self.num_expiring += hold.deadline < math.inf
         if hold.owner.name:
             for share in (self._total, self._by_owner.setdefault(hold.owner.name, Share())):
                 share.num_holds += 1
@@ -193,7 +198,10 @@ class HoldTable(Generic[Held]):
     def pop(self, id: int) -> Held | None:
         """Removes and returns a hold, even if its deadline has come and `pop_expired` has not returned it yet."""
         hold = self._live.pop(id, None)
-        if hold is not None and (name := hold.owner.name):
+        if hold is None:
+            return None
+        self.num_expiring -= hold.deadline < math.inf
+        if name := hold.owner.name:
             own = self._by_owner[name]
             for share in (self._total, own):
                 share.num_holds -= 1

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import signal
 import threading
 import time
@@ -10,23 +12,32 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import AsyncMock
 
 import grpc
+import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from typer.testing import CliRunner
 
 from kvpool.cli import app
 from kvpool.client import Client
-from kvpool.drain import MAX_DRAIN_MS
+from kvpool.drain import MAX_DRAIN_MS, DrainProgress
 from kvpool.errors import DrainingError, InvalidRequestError, UnavailableError
 from kvpool.hashing import checksum
 from kvpool.namespace import NamespaceSpec
 from kvpool.rpc import Namespace
 from kvpool.types import Chunk, PoolKey, ShardRange
 from kvpool.v1 import pool_pb2 as pb
+from kvpool_server.cache.allocator.arena import Arena
+from kvpool_server.cache.leases import HoldTable
+from kvpool_server.cache.pool import Pool
+from kvpool_server.cache.steps import finish
+from kvpool_server.drain import Drain
 from kvpool_server.method_handlers import SERVICE_NAME
+from kvpool_server.tiering.tiered_pool import TieredPool
 from tests.conftest import Connect, StartServer
+from tests.support.clock import FakeClock
 from tests.support.processes import ServerProcess, wait_for
 from tests.support.values import block_hash, group_spec, namespace_spec, payload, run_of
 
@@ -63,6 +74,22 @@ def _calls(client: Client, namespace: Namespace) -> dict[str, Callable[[], objec
         "PutChunks": lambda: client.chunks.put([Chunk(key, stored.tobytes(), checksum(stored))]),
         "GetChunks": lambda: list(client.chunks.get([key])),
     }
+
+
+def test_how_far_a_drain_is_takes_no_visit_of_leases_and_tickets(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = FakeClock()
+    pool = Pool(Arena(1 << 20, 1 << 16), clock, itertools.count(1).__next__)
+    fingerprint = pool.open_namespace(_spec())[0].fingerprint
+    put = pool.put_start(fingerprint, [run_of("a", "b")], ShardRange(0, 1))
+    pool.put_end(put.ticket_id, [0, 0])
+    pool.put_start(fingerprint, [run_of("c")], ShardRange(0, 1))
+    finish(pool.reserve_in_steps(fingerprint, [run_of("d")], ShardRange(0, 1), math.inf))  # The server's own.
+    for name in "ab":
+        pool.lookup(fingerprint, [run_of(name)], prefix_only=True, lease_ttl_ms=1_000)
+    tiered = TieredPool(pool, np.zeros(1 << 20, np.uint8), [], [])
+    drain = Drain(tiered, 1_000, AsyncMock(), clock)
+    monkeypatch.setattr(HoldTable, "values", lambda _: pytest.fail("every lease and ticket was visited"))
+    assert drain.progress() == DrainProgress(2, 1, 0, 0)
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp", "grpc"])

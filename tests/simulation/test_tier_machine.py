@@ -19,11 +19,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from kvpool.errors import OutOfSpaceError
 from kvpool.hashing import checksum
-from kvpool.types import BlockRun, Lookup, ShardRange
+from kvpool.types import BlockRun, HintKind, Lookup, ShardRange
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.eviction import POLICIES
 from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.cache.pool import Pool
+from kvpool_server.cache.steps import finish
 from kvpool_server.tiering.tiered_pool import TieredPool
 from kvpool_server.tiers.file.extent_io import BlockSpot
 from kvpool_server.tiers.file.tier import FileTier
@@ -84,7 +85,7 @@ class World:
         self._tier_class = tier_class
         self._policy = policy
         self._write_back = write_back
-        self.crashes = self.hits = self.promoted = 0
+        self.crashes = self.hits = self.promoted = self.prefetched = 0
         self.start()
 
     def do(self, call: Coroutine[Any, Any, T]) -> T:
@@ -147,6 +148,28 @@ class World:
             self.pool.release([found.lease_id])
         self.hits += leading
         return leading
+
+    def hint(self, kind: HintKind, space: int, chain: int, count: int, pin_seconds: int = 0) -> None:
+        """Says something of a prefix; whatever the arena has of it stays readable, and nothing is said to be more."""
+        fingerprint, runs = SPECS[space].fingerprint(), [_run(space, chain, count)]
+        before = self.pool.lookup(fingerprint, runs, prefix_only=False, lease_ttl_ms=0).hits
+        if kind is HintKind.PREFETCH:
+            try:
+                result = self.do(self.tiered.prefetch(fingerprint, runs))
+            except OutOfSpaceError:
+                return  # Too many are followed.
+            assert result.num_blocks + result.num_pending <= count
+            self.prefetched += result.num_pending
+            return
+        hints = self.pool.hints
+        if kind is HintKind.EXPIRE:
+            result = finish(hints.expire_in_steps(fingerprint, runs))
+        elif pin_seconds:
+            result = finish(hints.pin_in_steps(fingerprint, runs, pin_seconds))
+        else:
+            result = finish(hints.unpin_in_steps(fingerprint, runs))
+        assert result.num_blocks + result.num_refused <= count
+        assert self.pool.lookup(fingerprint, runs, prefix_only=False, lease_ttl_ms=0).hits == before
 
     # What befalls the server
 
@@ -244,6 +267,23 @@ class TierMachine(RuleBasedStateMachine):
         assert self.world is not None
         self.world.pool.release([self.world.lookup(space, chain, count).lease_id])
 
+    @rule(space=spaces, chain=chains, count=counts, seconds=st.sampled_from([0, 1, 600]))
+    def pin(self, space: int, chain: int, count: int, seconds: int) -> None:
+        assert self.world is not None
+        self.world.hint(HintKind.PIN, space, chain, count, seconds)
+
+    @rule(space=spaces, chain=chains, count=counts)
+    def expire(self, space: int, chain: int, count: int) -> None:
+        assert self.world is not None
+        self.world.hint(HintKind.EXPIRE, space, chain, count)
+
+    @rule(space=spaces, chain=chains, count=counts, idle=st.booleans())
+    def prefetch(self, space: int, chain: int, count: int, idle: bool) -> None:
+        assert self.world is not None
+        self.world.hint(HintKind.PREFETCH, space, chain, count)
+        if idle:
+            self.world.wait_idle()
+
     @rule(space=spaces, chain=chains, depth=st.integers(0, DEPTH - 1))
     def remove(self, space: int, chain: int, depth: int) -> None:
         assert self.world is not None
@@ -339,6 +379,23 @@ def test_what_one_server_stored_comes_back_after_everything() -> None:
     world = World()
     _everything_once(world)
     assert world.hits > 12 * DEPTH
+    world.end()
+
+
+def test_hints_decide_what_the_arena_holds_and_lose_nothing() -> None:
+    world = World()
+    for chain in range(3):
+        world.put(0, chain, DEPTH - 1)
+        world.wait_idle()
+    assert world.get(0, 0, DEPTH - 1) == DEPTH - 1
+    world.hint(HintKind.EXPIRE, 0, 0, DEPTH - 1)
+    world.hint(HintKind.PREFETCH, 0, 1, DEPTH - 1)
+    assert world.prefetched == DEPTH - 1
+    world.wait_idle()
+    found = world.pool.lookup(SPECS[0].fingerprint(), [_run(0, 1, DEPTH - 1)], prefix_only=True, lease_ttl_ms=0)
+    assert found.hits[0].num_leading == DEPTH - 1
+    world.hint(HintKind.PIN, 0, 1, DEPTH - 1, 600)
+    assert [world.get(0, chain, DEPTH - 1) for chain in range(3)] == [DEPTH - 1] * 3
     world.end()
 
 

@@ -16,6 +16,8 @@ from tests.support.processes import wait_for
 
 VERSION = "1.6.1"
 MODEL = "routed"
+START_DEADLINE_S = 60.0
+STOP_DEADLINE_S = 30.0
 ROOT = Path(__file__).parents[2] / "build" / "environments"
 
 
@@ -50,7 +52,11 @@ class DynamoIndexer:
                 [dynamo_python(), "-m", "dynamo.indexer", "--port", str(port)], stdout=out, stderr=subprocess.STDOUT
             )
         self._http = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
-        wait_for(self._is_up, "an answer of Dynamo's indexer", 60)
+        try:
+            wait_for(self._is_up, "an answer of Dynamo's indexer", START_DEADLINE_S)
+        except BaseException:
+            self.close()
+            raise
 
     def _is_up(self) -> bool:
         assert self._process.poll() is None, "Dynamo's indexer has ended"
@@ -85,4 +91,8 @@ class DynamoIndexer:
     def close(self) -> None:
         self._http.close()
         self._process.terminate()
-        self._process.wait(timeout=30)
+        try:
+            self._process.wait(STOP_DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()

@@ -91,13 +91,21 @@ class RoutedServer:
         stream = f"{name}={MODEL},{published},{self.replay_endpoint}"
         self._flags = ("--memory", memory, "--policy", "lru", "--kv-events-router", stream)
         self.link = LossyLink(published)
-        self.start()
+        try:
+            self.start()
+        except BaseException:
+            self.link.close()
+            raise
 
     def start(self) -> None:
         self.server = ServerProcess(self._log_dir, *self._flags)
         self.client = Client(ClientConfig(self.server.endpoint, timeout_ms=10_000))
-        self.namespace: Namespace = self.client.open_namespace(self._spec)
-        assert self.namespace.wants_tokens
+        try:
+            self.namespace: Namespace = self.client.open_namespace(self._spec)
+            assert self.namespace.wants_tokens
+        except BaseException:
+            self.stop()
+            raise
 
     def stop(self, is_killed: bool = False) -> None:
         self.client.close()

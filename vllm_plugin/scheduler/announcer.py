@@ -1,7 +1,7 @@
 """Tells the server which tokens blocks stand for, where the server publishes prefixes to routers.
 
-The scheduler's thread queues what was stored or loaded, and a thread of its own makes the calls. Nothing waits for it:
-if the queue is full, or a call fails, routers do not learn of some blocks, until a request stores or loads them again.
+Nothing waits for an announcement: if too many wait, or a call fails, routers do not learn of some blocks, until a
+request stores or loads them again.
 
 Blocks whose hash folds in more than tokens (an adapter, images, a salt) are not announced: routers would take them for
 the blocks of the same tokens without. Nor is anything where a key hides the blocks' names from the server.
@@ -9,19 +9,17 @@ the blocks of the same tokens without. Nor is anything where a key hides the blo
 
 from __future__ import annotations
 
-import queue
-import threading
+import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 
 from kvpool.errors import KVPoolError
-from kvpool.rpc import Namespace
-from kvpool.types import BlockRun
 from vllm_plugin.guard import Guard
 from vllm_plugin.metadata import GroupBlocks
 from vllm_plugin.model.groups import PoolGroup
+from vllm_plugin.scheduler.call_queue import CallQueue
 from vllm_plugin.session import Session
 
 if TYPE_CHECKING:
@@ -29,9 +27,9 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.kvpool.announcer")
 
-MAX_QUEUED = 1_024
+MAX_WAITING = 1_024
+"""Runs that wait to be announced; further ones are left out."""
 TIMEOUT_MS = 2_000
-END_S = 1.0
 
 
 class Announcer:
@@ -48,9 +46,7 @@ class Announcer:
         self._group_idx = min(sizes, key=lambda idx: sizes[idx], default=-1)
         self._block_tokens = sizes.get(self._group_idx, 0)
         self._session = session
-        self._guard = guard
-        self._queue: queue.Queue[tuple[Session, Namespace, BlockRun, list[int]] | None] = queue.Queue(MAX_QUEUED)
-        self._thread: threading.Thread | None = None
+        self._calls = CallQueue("kvpool-announce", "an announcement to the pool", MAX_WAITING, guard, _failed)
 
     def are_there(self, request: Request, groups: Sequence[GroupBlocks]) -> None:
         """Blocks of a request are in the pool: every rank has stored them, or has loaded them."""
@@ -58,40 +54,21 @@ class Announcer:
         namespace = None if session is None else session.namespace
         if session is None or namespace is None or not namespace.wants_tokens or not _is_plain(request):
             return
-        size = self._block_tokens
+        size, announce = self._block_tokens, session.client.rpc.announce
         for part in groups:
             if part.group_idx == self._group_idx:
                 for run, first in zip(part.runs, part.firsts, strict=True):
-                    tokens = request.all_token_ids[first * size : (first + len(run)) * size]
-                    self._put(session, namespace, run, list(tokens))
-
-    def _put(self, session: Session, namespace: Namespace, run: BlockRun, tokens: list[int]) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="kvpool-announce", daemon=True)
-            self._thread.start()
-        try:
-            self._queue.put_nowait((session, namespace, run, tokens))
-        except queue.Full:
-            logger.debug("kvpool: %d runs wait to be announced to the server; one more is left out", MAX_QUEUED)
-
-    def _run(self) -> None:
-        while (item := self._queue.get()) is not None:
-            session, namespace, run, tokens = item
-            with self._guard.part("an announcement to the pool"):
-                try:
-                    session.client.rpc.announce(namespace, run, tokens, TIMEOUT_MS)
-                except KVPoolError as error:
-                    logger.debug("kvpool: the tokens of %d blocks were not announced: %s", len(run), error)
+                    tokens = list(request.all_token_ids[first * size : (first + len(run)) * size])
+                    if not self._calls.put(functools.partial(announce, namespace, run, tokens, TIMEOUT_MS)):
+                        logger.debug("kvpool: %d blocks are not announced to the server: too many wait", len(run))
 
     def close(self) -> None:
-        """Ends the thread; what is queued is announced within `END_S`, or left out. Idempotent."""
-        if self._thread is not None:
-            try:
-                self._queue.put_nowait(None)
-            except queue.Full:
-                return
-            self._thread.join(timeout=END_S)
-            self._thread = None
+        """Announces nothing any more; see `CallQueue.close`. Idempotent."""
+        self._calls.close()
+
+
+def _failed(error: KVPoolError) -> None:
+    logger.debug("kvpool: the tokens of blocks were not announced: %s", error)
 
 
 def _is_plain(request: Request) -> bool:

@@ -4,15 +4,14 @@
 
 A request with an unknown key or a bad value is served as if the key were not there; the log names the key. The pool is
 told of a pin when the request gets its blocks, after each store of it, and when its last store has ended; of an expiry
-when the request and its stores have ended. A thread of its own tells the pool (`HintSender`).
+when the request and its stores have ended. Nothing waits for a hint, and it can be lost.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
-import queue
 import reprlib
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -25,6 +24,7 @@ from kvpool.types import BlockRun, HintKind
 from vllm_plugin.metadata import StoreJob
 from vllm_plugin.metrics import Recorder
 from vllm_plugin.model.geometry import Geometry
+from vllm_plugin.scheduler.call_queue import CallQueue
 from vllm_plugin.scheduler.stages import Stages
 from vllm_plugin.session import Session
 
@@ -37,7 +37,7 @@ KEY = "kvpool"
 """Of `kv_transfer_params`; other connectors have keys of their own."""
 MAX_PIN_S = 86_400
 MAX_WAITING = 256
-"""Hints that wait for the thread; further ones are dropped."""
+"""Hints that wait to be told; further ones are lost."""
 TIMEOUT_MS = 5_000
 MAX_LOGGED = 16
 """Different complaints that one engine logs, each once."""
@@ -120,8 +120,10 @@ class Hints:
 
     def __init__(self, geometry: Geometry, stages: Stages, recorder: Recorder):
         self._geometry = geometry
+        self._stages = stages
         self._recorder = recorder
-        self._sender = HintSender(stages, recorder)
+        self._calls = CallQueue("kvpool-hints", "a hint to the pool", MAX_WAITING, recorder.guard, self._failed)
+        self._said = ""
         self._hinted: dict[str, _Hinted] = {}
         self._logged: set[str] = set()
 
@@ -171,8 +173,8 @@ class Hints:
             self._end(hinted)
 
     def close(self) -> None:
-        """Tells nothing any more. Idempotent."""
-        self._sender.close()
+        """Tells nothing any more; see `CallQueue.close`. Idempotent."""
+        self._calls.close()
 
     def _end(self, hinted: _Hinted) -> None:
         if not hinted.has_ended or hinted.num_storing > 0:
@@ -209,8 +211,31 @@ class Hints:
         return runs
 
     def _send(self, hinted: _Hinted, kind: HintKind, runs: Sequence[BlockRun]) -> None:
-        if runs:
-            self._sender.send(kind, runs, hinted.hints.pin_s if kind is HintKind.PIN else 0)
+        """Has the pool told of a prefix in the namespace of each stage; lost if the pool is away, or too many wait."""
+        if not runs:
+            return
+        pin_s = hinted.hints.pin_s if kind is HintKind.PIN else 0
+        for session in self._stages.sessions:
+            namespace = session.namespace
+            if namespace is None or not self._calls.put(
+                functools.partial(self._tell, session, namespace, kind, runs, pin_s)
+            ):
+                self._recorder.add("lost_hints")
+
+    def _tell(
+        self, session: Session, namespace: Namespace, kind: HintKind, runs: Sequence[BlockRun], pin_s: int
+    ) -> None:
+        rpc = session.client.rpc
+        told = rpc.hint(namespace.fingerprint, rpc.encode_runs(runs), kind, pin_s, TIMEOUT_MS)
+        if kind is HintKind.PIN:
+            self._recorder.add("pinned_hint_blocks", told.num_blocks)
+            self._recorder.add("unpinned_hint_blocks", told.num_refused)
+
+    def _failed(self, error: KVPoolError) -> None:
+        self._recorder.add("lost_hints")
+        if self._said != str(error):
+            self._said = str(error)
+            logger.warning("kvpool: the pool did not take a hint: %s", error)
 
     def _refuse(self, refused: Sequence[str]) -> None:
         self._recorder.add("refused_hints", len(refused))
@@ -218,63 +243,3 @@ class Hints:
             if sentence not in self._logged and len(self._logged) < MAX_LOGGED:
                 self._logged.add(sentence)
                 logger.warning("kvpool: a request's kv_transfer_params have a hint that is refused: %s", sentence)
-
-
-_Hint = tuple[Session, Namespace, HintKind, Sequence[BlockRun], int]
-
-
-class HintSender:
-    """Tells the pool of hints, in their order, from a thread that the first hint starts. A hint can be lost."""
-
-    def __init__(self, stages: Stages, recorder: Recorder):
-        self._stages = stages
-        self._recorder = recorder
-        self._waiting: queue.Queue[_Hint | None] = queue.Queue(MAX_WAITING)
-        self._thread: threading.Thread | None = None
-        self._is_closed = False
-        self._said = ""
-
-    def send(self, kind: HintKind, runs: Sequence[BlockRun], pin_s: int) -> None:
-        """Has the pool told of a prefix in the namespace of each stage; lost if the pool is away, or too many wait."""
-        for session in self._stages.sessions:
-            namespace = session.namespace
-            if namespace is None or self._is_closed:
-                self._recorder.add("lost_hints")
-                continue
-            try:
-                self._waiting.put_nowait((session, namespace, kind, runs, pin_s))
-            except queue.Full:
-                self._recorder.add("lost_hints")
-                continue
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="kvpool-hints", daemon=True)
-                self._thread.start()
-
-    def close(self) -> None:
-        """Idempotent."""
-        self._is_closed = True
-        try:
-            self._waiting.put_nowait(None)
-        except queue.Full:
-            pass  # The thread is a daemon, and sees that it is closed with its next hint.
-
-    def _run(self) -> None:
-        while (hint := self._waiting.get()) is not None and not self._is_closed:
-            with self._recorder.guard.part("a hint to the pool"):
-                self._tell(*hint)
-
-    def _tell(
-        self, session: Session, namespace: Namespace, kind: HintKind, runs: Sequence[BlockRun], pin_s: int
-    ) -> None:
-        rpc = session.client.rpc
-        try:
-            told = rpc.hint(namespace.fingerprint, rpc.encode_runs(runs), kind, pin_s, TIMEOUT_MS)
-        except KVPoolError as error:
-            self._recorder.add("lost_hints")
-            if self._said != str(error):
-                self._said = str(error)
-                logger.warning("kvpool: the pool did not take a hint: %s", error)
-            return
-        if kind is HintKind.PIN:
-            self._recorder.add("pinned_hint_blocks", told.num_blocks)
-            self._recorder.add("unpinned_hint_blocks", told.num_refused)

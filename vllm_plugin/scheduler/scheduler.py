@@ -401,7 +401,8 @@ class KVPoolScheduler:
             self._adapters.close()
         with self.guard.part("the end of announcements"):
             self.contents.announcer.close()
-        self.hints.close()
+        with self.guard.part("the end of hints"):
+            self.hints.close()
         with self.guard.part("the last report"):
             self._reporter.close()
         self.stages.close()

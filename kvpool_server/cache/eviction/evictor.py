@@ -13,7 +13,8 @@ more than half of a queue, each further drop visits a few queued entries. So no 
 An entry whose group moves to another evictor stays in the old queue, too, where it counts as dropped.
 
 Hints of clients (`cache/hints.py`) come before the policy's order:
-- **Expired** candidates are chosen first. They stay in the queue as well, so that a use has nothing to undo.
+- **Expired** candidates are chosen first. They stay in the queue as well, so that a use has nothing to undo. One that
+  is leased is put aside until its last lease ends: else each choice would visit it before all others.
 - **Pinned** candidates are chosen last, and only when they are asked for. One that the queue brings up is **parked**:
   it leaves the queue until its pin ends, so that each pin costs one step, however many there are and however often
   the evictor chooses. The ends of pins are looked for when the evictor chooses, some entries at a time.
@@ -59,6 +60,7 @@ class Evictor:
         self._num_queued = 0
         self._num_dead = 0  # Entries in the queue that were dropped, or have moved to another evictor.
         self._expired: dict[Entry, None] = {}  # Some may have been used since, or be no candidates any more.
+        self._aside: dict[Entry, bool] = {}  # Leased expired entries; whether they are in the queue as well.
         self._unpopped: set[Entry] = set()  # Victims that were chosen as expired ones, and are still in the queue.
         self._parked: dict[int, dict[Entry, None]] = {}  # By the end of their pins.
         self._pin_ends: list[int] = []  # A heap: the keys of `_parked`.
@@ -81,7 +83,7 @@ class Evictor:
 
     def dropped(self, entry: Entry) -> None:
         if (queue := entry.queued) is not None:
-            if entry.pinned_until or queue._expired or queue._unpopped:
+            if entry.pinned_until or queue._expired or queue._aside or queue._unpopped:
                 queue._forget(entry)
             else:
                 queue._num_dead += 1
@@ -110,6 +112,15 @@ class Evictor:
             self.pin_changed(entry, entry.pinned_until)  # A pin that has ended may have left it parked.
             self._expired[entry] = None
 
+    def released(self, entry: Entry) -> None:
+        """The last lease of an entry that is queued here has ended."""
+        if not self._aside or (is_in_queue := self._aside.pop(entry, None)) is None:
+            return
+        if not is_in_queue:
+            entry.queued = None
+        if entry.live and not entry.children and not entry.pending:
+            self.add(entry)
+
     def pin_changed(self, entry: Entry, before: int) -> None:
         """The end of an entry's pin has changed."""
         if (parked := self._parked.get(before)) and parked.pop(entry, self) is None:
@@ -125,6 +136,8 @@ class Evictor:
             return
         if self._expired:
             self._expired.pop(entry, None)
+        if self._aside and not self._aside.pop(entry, True):
+            return
         if self._unpopped:
             self._unpopped.discard(entry)
         self._num_dead += 1
@@ -209,7 +222,7 @@ class Evictor:
 
     def _pop(self, chosen: Chosen, leased: list[Entry], pinned: bool = False) -> Entry | None:
         # The caller adds the leased entries again once it has popped all it needs.
-        if self._expired and (victim := self._pop_expired(chosen, leased)) is not None:
+        if self._expired and (victim := self._pop_expired(chosen)) is not None:
             return victim
         while True:
             if (victim := self._pop_queued(chosen, leased)) is not None:
@@ -217,7 +230,7 @@ class Evictor:
             if not self._unpark():
                 return self._pop_parked(chosen, leased) if pinned else None
 
-    def _pop_expired(self, chosen: Chosen, leased: list[Entry]) -> Entry | None:
+    def _pop_expired(self, chosen: Chosen) -> Entry | None:
         """An expired candidate, which stays in the queue."""
         while self._expired:
             entry, _ = self._expired.popitem()
@@ -225,7 +238,7 @@ class Evictor:
                 continue
             if not entry.leases:
                 return entry
-            leased.append(entry)
+            self._aside.setdefault(entry, True)
         return None
 
     def _pop_queued(self, chosen: Chosen, leased: list[Entry]) -> Entry | None:
@@ -242,7 +255,10 @@ class Evictor:
             entry.queued = None
             if entry.pending or entry.children != chosen.get(entry, 0):
                 continue
-            if entry.used != stamp:
+            if entry.used < 0 and entry.leases:
+                self._aside[entry] = False
+                entry.queued = self
+            elif entry.used != stamp:
                 self.add(entry)
             elif entry.pinned_until and entry.pinned_until > self._clock():
                 self._park(entry)

@@ -1,3 +1,5 @@
+import math
+
 from kvpool.types import ShardRange
 from kvpool_server.cache.entry import Entry, Group
 from kvpool_server.cache.leases import HoldTable, Lease, Ticket
@@ -44,6 +46,16 @@ def test_what_was_added_is_found_until_it_ends() -> None:
     assert table.get(7) is lease and table.get(8) is None and len(table) == 1
     table.pop_expired(1.0)
     assert table.get(7) is None
+
+
+def test_holds_with_a_deadline_are_counted_without_a_visit() -> None:
+    table = _table(_lease(1, 5.0), _lease(2, math.inf), _lease(3, 9.0), _lease(4, math.inf))
+    counts = [table.num_expiring]
+    for each in (2, 1, 7):
+        table.pop(each)
+        counts.append(table.num_expiring)
+    assert _expired(table, 9.0) == [3]
+    assert [*counts, table.num_expiring, len(table)] == [2, 2, 1, 1, 0, 1]
 
 
 def test_a_hold_covers_its_entries_by_identity_not_by_name() -> None:

@@ -7,17 +7,21 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvpool.errors import InvalidRequestError
 from kvpool.hashing import block_hashes
 from kvpool.namespace import GroupSpec, NamespaceSpec
 from kvpool.types import BlockRun
 from kvpool_server.cache.entry import Entry, Group
-from kvpool_server.events import prefixes
+from kvpool_server.events import prefixes, promises
 from kvpool_server.events.ledger import Change, Ledger
 from kvpool_server.events.prefix_encoder import PrefixEncoder
 from kvpool_server.events.prefixes import STEP_BLOCKS, PrefixView
 from tests.kvpool_server.cache.test_usable import FULL, MODELS, STATE, WINDOW, written_out
+from tests.support.clock import FakeClock
+from tests.support.effort import effort
 from tests.support.values import group_spec, namespace_spec
 
 TOKENS = 4
@@ -33,7 +37,8 @@ class Routed:
         self.specs = {spec.fingerprint(): spec}
         self.ledger = Ledger(lambda flush: None, {"dropped_kv_event_batches": 0}, first_seq=0)
         self.deferred: list[Callable[[], None]] = []
-        self.view = PrefixView(spec.model, spec.tenant, self.ledger, self.specs.get, self.deferred.append)
+        self.clock = FakeClock()
+        self.view = PrefixView(spec.model, spec.tenant, self.ledger, self.specs.get, self.deferred.append, self.clock)
         self.encode = PrefixEncoder("pool", spec.model, full_hashes=True)
         self.blocks: dict[bytes, tuple[bytes | None, tuple[int, ...]]] = {}
 
@@ -41,10 +46,15 @@ class Routed:
         self.specs[spec.fingerprint()] = spec
         return [Group(each, idx, "label", spec.fingerprint()) for idx, each in enumerate(spec.groups)]
 
-    def read(self) -> None:
-        """Applies the messages since the last call. Whatever a router could not place is an AssertionError."""
-        while self.deferred:
+    def read(self, most: int | None = None) -> None:
+        """Applies the messages since the last call. Whatever a router could not place is an AssertionError.
+
+        Args:
+            most: turns of the loop before; None: as many as the view needs.
+        """
+        while self.deferred and most != 0:
             self.deferred.pop(0)()
+            most = None if most is None else most - 1
         self.ledger.flush()
         for batch in self.ledger.pop_batches():
             if batch.cleared:
@@ -150,6 +160,84 @@ def test_a_router_promises_what_every_group_has_blocks_for(groups: tuple[GroupSp
     assert promised > 20, f"of {compared} prompts only {promised} are promised anything: the test shows nothing"
 
 
+# Of a step: which prompt, which group, how far into the prompt, what happens, and the turns of the loop then.
+STEPS = st.lists(
+    st.tuples(
+        st.integers(0, 1),
+        st.integers(0, 3),
+        st.integers(0, 5),
+        st.sampled_from(["put", "remove", "come and go", "announce", "announce wrongly"]),
+        st.integers(0, 2),
+    ),
+    max_size=40,
+)
+
+
+@pytest.mark.parametrize("groups", MODELS.values(), ids=MODELS)
+@settings(max_examples=effort(60))
+@given(steps=STEPS)
+def test_what_changes_while_judging_is_behind_is_promised_as_it_is_at_the_end(
+    groups: tuple[GroupSpec, ...], steps: list[tuple[int, int, int, str, int]]
+) -> None:
+    """At each moment a prompt may be promised too much or too little, and at rest none is."""
+    spec = namespace_spec(*groups, model="m")
+    routed = Routed(spec)
+    pool_groups, main = routed.groups(spec), groups.index(FULL)
+    prompts = [[*range(12), *([nth] * 12)] for nth in range(2)]
+    held: list[set[bytes]] = [set() for _ in groups]
+    routed.view.stored(_entry(pool_groups[main], _names([9] * TOKENS, FULL), 0))
+
+    def announce(tokens: list[int], first: int = 0, offset: int = 0) -> None:
+        names = _names(tokens, FULL)
+        run = BlockRun(main, names[first:], names[first - 1] if first else b"")
+        routed.view.announced(spec.fingerprint(), run, [token + offset for token in tokens[first * TOKENS :]])
+
+    def put(idx: int, names: list[bytes], at: int) -> None:
+        if names[at] not in held[idx]:
+            held[idx].add(names[at])
+            routed.view.stored(_entry(pool_groups[idx], names, at))
+
+    def remove(idx: int, names: list[bytes], at: int) -> None:
+        if names[at] in held[idx]:
+            held[idx].discard(names[at])
+            routed.view.removed(_entry(pool_groups[idx], names, at))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prefixes, "STEP_BLOCKS", 1)
+        for tokens in prompts:
+            for idx, group in enumerate(groups):
+                names = _names(tokens, group)
+                for at in range(len(names)):
+                    put(idx, names, at)
+            announce(tokens)
+        routed.read()
+        for which, group_idx, nth, action, turns in steps:
+            idx = group_idx % len(groups)
+            names = _names(prompts[which], groups[idx])
+            at = nth % len(names)
+            if action == "put":
+                put(idx, names, at)
+            elif action == "remove":
+                remove(idx, names, at)
+            elif action == "come and go":
+                remove(idx, names, at)
+                routed.read(turns)
+                put(idx, names, at)
+                turns = 0
+            else:
+                announce(prompts[which], nth, offset=1 if action == "announce wrongly" else 0)
+            routed.read(turns)
+        for tokens in prompts:
+            announce(tokens)
+        routed.read()
+    for tokens in prompts:
+        indices = [
+            {nth for nth, name in enumerate(_names(tokens, group)) if name in held[idx]}
+            for idx, group in enumerate(groups)
+        ]
+        assert routed.promised(tokens) == _promised_at_most(groups, indices, len(tokens))
+
+
 def _full(**fields: Any) -> NamespaceSpec:
     return namespace_spec(FULL, model="m", **fields)
 
@@ -177,6 +265,80 @@ def test_the_newest_namespace_of_a_model_takes_the_place_of_the_one_before() -> 
     _store(routed, old, list(range(20, 24)))
     routed.read()
     assert (routed.promised(list(range(20, 24))), routed.promised([7] * 4)) == (0, 4)
+
+
+def test_a_put_in_another_namespace_leaves_the_stream_as_it_is() -> None:
+    one, other = _full(weights_epoch="1"), _full(weights_epoch="2")
+    routed = Routed(one)
+    _store(routed, one, list(range(8)))
+    (group,) = routed.groups(other)
+    routed.view.stored(_entry(group, _names([7] * 4, FULL), 0))
+    _store(routed, one, list(range(20, 24)))
+    routed.read()
+    assert (routed.promised(list(range(8))), routed.promised(list(range(20, 24)))) == (8, 4)
+
+
+def test_a_namespace_takes_the_stream_back_from_one_that_has_fallen_silent() -> None:
+    one, visitor = _full(weights_epoch="1"), _full(weights_epoch="2")
+    routed = Routed(one)
+    entries = _store(routed, one, list(range(8)))
+    _store(routed, visitor, [7] * 4)
+    routed.view.removed(entries[1])
+    routed.clock.advance(prefixes.SILENT_S - 1)
+    _store(routed, one, list(range(20, 24)))
+    routed.read()
+    assert (routed.promised(list(range(8))), routed.promised([7] * 4)) == (0, 4)
+    routed.clock.advance(1)
+    _store(routed, one, list(range(30, 34)))
+    routed.read()
+    asked = (list(range(8)), list(range(20, 24)), list(range(30, 34)), [7] * 4)
+    assert [routed.promised(tokens) for tokens in asked] == [4, 4, 4, 0]
+    _store(routed, visitor, [8] * 4)
+    routed.read()
+    assert routed.promised([8] * 4) == 0, "it is new no more"
+
+
+def test_a_namespace_takes_the_stream_back_from_one_that_has_nothing_left() -> None:
+    one, visitor = _full(weights_epoch="1"), _full(weights_epoch="2")
+    routed = Routed(one)
+    _store(routed, one, list(range(8)))
+    for entry in _store(routed, visitor, [7] * 8)[::-1]:
+        routed.view.removed(entry)
+    routed.view.announced(one.fingerprint(), BlockRun(0, _names(list(range(8)), FULL)), list(range(8)))
+    routed.read()
+    assert routed.promised(list(range(8))) == 8
+
+
+def test_of_many_namespaces_the_published_one_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefixes, "MAX_NAMESPACES", 3)
+    monkeypatch.setattr(prefixes, "MAX_PASSED", 3)
+    one = _full()
+    routed = Routed(one)
+    _store(routed, one, list(range(8)))
+    for nth in range(9):
+        for spec in (_full(weights_epoch=str(nth)), _full(weights_epoch=str(nth), tenant="acme")):
+            (group,) = routed.groups(spec)
+            routed.view.stored(_entry(group, _names([7] * 4, FULL), 0))
+    _store(routed, one, list(range(20, 24)))
+    routed.read()
+    assert (routed.promised(list(range(8))), routed.promised(list(range(20, 24)))) == (8, 4)
+    assert len(routed.view._followed) == 3 and len(routed.view._passed) == 3
+
+
+def test_the_last_announcement_of_a_block_counts() -> None:
+    spec = _full()
+    routed = Routed(spec)
+    wrong, right = [1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3], [1, 1, 1, 1, 4, 4, 4, 4, 3, 3, 3, 3]
+    entries = _store(routed, spec, wrong)
+    routed.read()
+    assert routed.promised(wrong) == 12
+    names = [entry.block_hash for entry in entries]
+    routed.view.announced(spec.fingerprint(), BlockRun(0, names), right)
+    routed.read()
+    assert (routed.promised(right), routed.promised(wrong)) == (12, 4)
+    routed.view.announced(spec.fingerprint(), BlockRun(0, names[1:2]), right[4:8])  # Another beginning.
+    routed.read()
+    assert (routed.promised(right), routed.promised(right[4:])) == (4, 8)
 
 
 @pytest.mark.parametrize(
@@ -322,7 +484,7 @@ def test_a_block_that_has_another_parent_before_it_is_judged_leaves_with_that_on
 
 
 def test_the_remembered_tokens_are_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefixes, "MAX_LEFT_BYTES", 2 * TOKENS * prefixes.TOKEN_BYTES)
+    monkeypatch.setattr(promises, "MAX_LEFT_BYTES", 2 * TOKENS * promises.TOKEN_BYTES)
     spec = _full()
     routed = Routed(spec)
     tokens = list(range(12))

@@ -142,6 +142,13 @@ def _pin(entry: Entry, until: int) -> None:
         entry.queued.pin_changed(entry, before)
 
 
+def _release(entry: Entry) -> None:
+    """Ends the only lease of an entry, as the pool does."""
+    entry.leases = 0
+    if entry.queued is not None:
+        entry.queued.released(entry)
+
+
 def test_pinned_entries_are_chosen_last_and_only_if_asked_for(pinning: Evictor) -> None:
     a, b, c = make_entry("a"), make_entry("b"), make_entry("c")
     _stored(pinning, TICK, [a], [b], [c])
@@ -274,8 +281,52 @@ def test_leased_expired_entries_are_skipped_and_kept(pinning: Evictor) -> None:
     pinning.expire(a)
     a.leases = 1
     assert evict(pinning, 1) == [b]
-    a.leases = 0
+    _release(a)
     assert evict(pinning, 1) == [a]
+
+
+def test_choosing_visits_each_leased_expired_entry_once(pinning: Evictor, monkeypatch: pytest.MonkeyPatch) -> None:
+    leased, others = [make_entry(nth) for nth in range(500)], [make_entry(f"o{nth}") for nth in range(100)]
+    _stored(pinning, TICK, *([each] for each in [*leased, *others]))
+    for each in leased:
+        pinning.expire(each)
+        each.leases = 1
+    popped: list[object] = []
+    expired, pop = pinning._pop_expired, pinning._queue.pop
+    monkeypatch.setattr(pinning, "_pop_expired", lambda *args: popped.append(1) or expired(*args))  # type: ignore[func-returns-value]
+    monkeypatch.setattr(pinning._queue, "pop", lambda: popped.append(1) or pop())  # type: ignore[func-returns-value]
+    chosen: list[Entry] = []
+    for _ in range(100):
+        assert pinning.least_worth({}, 2 * TICK) is not None
+        victims = pinning.choose(1, {})
+        drop(pinning, *victims)
+        chosen += victims
+    assert set(chosen) == set(others) and not pinning._expired
+    assert len(popped) < 2 * (500 + 4 * 100), "leased entries were visited by each choice"
+    for each in leased[:400]:
+        _release(each)
+    assert set(pinning.choose(500, {})) == set(leased[:400])
+
+
+def test_what_was_put_aside_may_be_used_or_dropped_or_moved(pinning: Evictor) -> None:
+    used, dropped, moved, hinted = entries = [make_entry(name) for name in ("used", "dropped", "moved", "hinted")]
+    _stored(pinning, TICK, *([each] for each in entries))
+    for each in entries:
+        pinning.expire(each)
+        each.leases = 1
+    assert not pinning.choose(4, {})
+    pinning.used([used], 2 * TICK)
+    drop(pinning, dropped)
+    other = Evictor(type(pinning._policy)())
+    other.move_from(pinning, 1, 2 * TICK)
+    other.requeue([moved])
+    pinning.expire(hinted)
+    assert not pinning.choose(4, {}) and not other.choose(4, {})
+    for each in entries:
+        _release(each)
+    assert other.choose(4, {}) == [moved] and pinning.choose(4, {}) == [hinted, used]
+    drop(pinning, hinted, used)
+    assert not pinning._aside and not other._aside and len(pinning) == pinning._num_dead
 
 
 def test_hints_leave_nothing_behind(pinning: Evictor, clock: _Clock) -> None:
