@@ -42,7 +42,7 @@ from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.allocator.placement import NoRoomError, Placement
 from kvpool_server.cache.counters import COUNTERS
 from kvpool_server.cache.departures import Departures
-from kvpool_server.cache.entry import Entry, Observer
+from kvpool_server.cache.entry import Entry, Group, Observer
 from kvpool_server.cache.entry_table import EntryTable
 from kvpool_server.cache.eviction import DEFAULT_POLICY, POLICIES, Policy
 from kvpool_server.cache.explanations import Explanations
@@ -316,6 +316,8 @@ class Pool:
         is_reserved = has_claims = False
         self._holds.writing.append(ticket)
         try:
+            if sum(map(len, runs)) > self.placement.most_slots(group):
+                yield from self._check_fits(group, runs)
             for part in in_parts(runs, STEP_BLOCKS):
                 if statuses:
                     yield
@@ -341,6 +343,14 @@ class Pool:
         if ticket.entries:
             self.tickets.add(ticket)
         return ticket, statuses
+
+    def _check_fits(self, group: Group, runs: Sequence[BlockRun]) -> Steps[None]:
+        """Raises OutOfSpaceError, before anything is evicted, if all that a group may have is too little for a put."""
+        num_new = 0
+        for part in in_parts(runs, STEP_BLOCKS):
+            num_new += group.find(part)[1]
+            yield
+        self.placement.check_fits(group, num_new)
 
     def _check_chunks(self, runs: Sequence[BlockRun], shards: ShardRange) -> None:
         count, most = sum(map(len, runs)), self.limits.max_batch_chunks

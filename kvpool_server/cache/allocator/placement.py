@@ -155,6 +155,23 @@ class Placement:
         for group in groups:
             self._partitions.remove(group)
 
+    def most_slots(self, group: Group) -> int:
+        """How many slots a group may have at most, in the whole arena and by its quotas."""
+        arena, size = self._arena, group.spec.slot_bytes
+        of_quotas = (account.limit_bytes // size for account in self._partitions.of(group).accounts)
+        return min([arena.num_extents * arena.slots_per_extent(size), *of_quotas])
+
+    def check_fits(self, group: Group, count: int) -> None:
+        """Raises OutOfSpaceError for more than `most_slots`."""
+        if count <= self.most_slots(group):
+            return
+        size = group.spec.slot_bytes
+        for account in self._partitions.of(group).accounts:
+            if count * size > account.limit_bytes:
+                self._counters["over_quota_puts"] += 1
+                raise _over_quota(account, size, count)
+        raise self._no_room(group, count, None)
+
     def victims(self, group: Group, count: int) -> list[Entry]:
         """The entries to evict to allocate `count` slots. Raises OutOfSpaceError; nothing has changed then."""
         slot_bytes = group.spec.slot_bytes

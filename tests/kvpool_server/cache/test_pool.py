@@ -18,14 +18,15 @@ from kvpool.errors import (
     UnknownNamespaceError,
 )
 from kvpool.hashing import checksum
-from kvpool.types import BlockRun, Lookup, PutGrant, PutReceipt, PutStatus, ShardRange
+from kvpool.types import BlockRun, Lookup, PutGrant, PutReceipt, PutStatus, Quota, ShardRange
 from kvpool_server.cache import holders
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.entry import Entry, Observer
 from kvpool_server.cache.limits import Limits
 from kvpool_server.cache.pool import Pool
-from kvpool_server.cache.steps import finish
+from kvpool_server.cache.steps import STEP_BLOCKS, finish
 from kvpool_server.cache.tier_access import pin, reserve
+from kvpool_server.replay.replay import SLOT_BYTES, make_pool, put
 from tests.support.clock import FakeClock
 from tests.support.values import block_hash, group_spec, namespace_spec, payload, run_of
 
@@ -391,6 +392,23 @@ def test_a_batch_gets_all_its_slots_or_none(bench: Bench) -> None:
     assert bench.start("x", "y").statuses == (GRANTED, GRANTED)
     bench.pool.release([lease_id])
     assert bench.present(*range(8)) == [*range(8)]
+
+
+@pytest.mark.parametrize("quota", ["", "tenant:acme"])
+def test_a_batch_that_can_never_fit_evicts_nothing(quota: str) -> None:
+    slots = 4 * STEP_BLOCKS
+    pool, fingerprint = make_pool(slots if not quota else 2 * slots, "lru", FakeClock(), tenant="acme")
+    if quota:
+        pool.set_quotas([Quota(quota, slots * SLOT_BYTES)])
+    present, large = (run_of(*((name, nth) for nth in range(slots + more))) for name, more in (("a", 0), ("b", 1)))
+    put(pool, fingerprint, present)
+    with pytest.raises(OutOfSpaceError, match=f"{slots + 1} blocks"):
+        pool.put_start(fingerprint, [large], ShardRange(0, 1))
+    found = pool.lookup(fingerprint, [present], prefix_only=True, lease_ttl_ms=1_000)
+    assert found.hits[0].num_leading == slots
+    assert pool.counters["evicted_blocks"] == 0
+    assert pool.counters["over_quota_puts" if quota else "out_of_space_puts"] == 1
+    pool.check_integrity()
 
 
 def _refusal(bench: Bench, count: int = 3) -> str:
