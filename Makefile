@@ -19,7 +19,7 @@ LOCK := uv pip compile --quiet --universal --python-version 3.11 --generate-hash
 	--custom-compile-command "make lock" --override requirements/overrides.txt \
 	$(foreach name,torch torchaudio torchcodec torchvision,--no-emit-package $(name)) pyproject.toml
 
-.PHONY: demo test test-all test-fast fuzz soak soak-sim test-gpu check bench bench-gpu proto docs manifests lock dist compat sbom audit clean help
+.PHONY: demo test test-all test-fast coverage fuzz soak soak-sim test-gpu check bench bench-gpu proto docs manifests lock dist compat sbom audit clean help
 
 help:  ## Say what there is.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -33,8 +33,11 @@ test: $(STAMP) check  ## Every check, the fast tests, and real vLLM for each cla
 test-fast: $(STAMP)  ## The tests without a vLLM engine.
 	$(PYTEST) -m "not vllm and not gpu and not more"
 
-test-all: $(STAMP) check  ## Every test that needs no GPU; random tests try four times as much; with coverage.
-	TEST_EFFORT=4 $(PYTEST) -m "not gpu" $(COVERAGE)
+test-all: $(STAMP) check  ## Every test that needs no GPU; random tests try four times as much.
+	TEST_EFFORT=4 $(PYTEST) -m "not gpu"
+
+coverage: $(STAMP)  ## Which lines the tests without a vLLM engine run. Tests that measure time fail: counting takes time.
+	$(PYTEST) -m "not vllm and not gpu and not more" $(COVERAGE)
 
 fuzz: $(STAMP)  ## A million random inputs of one TARGET (docs/explanation/testing.md).
 	TEST_EFFORT=$(or $(TEST_EFFORT),100) $(BIN)/pytest -s -n 0 -o timeout=0 tests/security -k "$(or $(TARGET),configuration)"

@@ -45,13 +45,15 @@ from kvpool_server.replay.trace import load, num_blocks, num_distinct
 from kvpool_server.value.curve import CurveSimulation
 from kvpool_server.value.instruments import SAMPLED_POLICIES
 from kvpool_server.value.live import LiveValue
-from kvpool_server.value.offline import simulate
+from kvpool_server.value.offline import Simulated, simulate
 
 SHARE = 0.05
 """The present size, of the distinct blocks."""
 REACH_POINTS = 1.0
 SAMPLE = 640
 """As docs/how-to/value.md recommends."""
+FINER_SAMPLE = 2_560
+"""What more memory and CPU time would bring."""
 BLOCK_BYTES = 2 << 20
 INDEX_ENTRIES = 1_000_000
 """A server of so many entries: its index takes the bytes that `benchmarks.cases.memory` measures for each."""
@@ -79,7 +81,8 @@ class Compared:
         errors: by sample, then by size, in points.
         uncertainties: as `kvpool value` prints them, in the same order.
         ratios: of the first sample.
-        cpu_s: of the first sample, a lookup.
+        finer_errors: as `errors`, with `FINER_SAMPLE`.
+        cpu_s, finer_cpu_s: of the first sample, a lookup.
     """
 
     shape: str
@@ -87,7 +90,9 @@ class Compared:
     errors: list[list[float]]
     uncertainties: list[list[float]]
     ratios: list[float]
+    finer_errors: list[list[float]]
     cpu_s: float
+    finer_cpu_s: float
 
     @property
     def num_within(self) -> int:
@@ -133,15 +138,20 @@ def compared(shape: str, trace: Path | None) -> Compared:
     capacity, total = max(1, int(num_distinct(requests) * SHARE)), num_blocks(requests)
     replayed = [replay(requests, max(1, int(size * capacity))) / total for size in SIZES]
     simulated = [simulate(requests, capacity, DEFAULT_POLICY, SAMPLE, seed) for seed in SEEDS]
-    curves = [each.curve.estimates for each in simulated]
-    ratios = [[each.hit_ratio for each in curve] for curve in curves]
+    finer = [simulate(requests, capacity, DEFAULT_POLICY, FINER_SAMPLE, seed) for seed in SEEDS]
+
+    def errors(each: Simulated) -> list[float]:
+        return [100 * (found.hit_ratio - truth) for found, truth in zip(each.curve.estimates, replayed, strict=True)]
+
     return Compared(
         shape,
         replayed,
-        [[100 * (ratio - truth) for ratio, truth in zip(of_sample, replayed, strict=True)] for of_sample in ratios],
-        [[100 * each.uncertainty for each in curve] for curve in curves],
-        ratios[0],
+        [errors(each) for each in simulated],
+        [[100 * found.uncertainty for found in each.curve.estimates] for each in simulated],
+        [found.hit_ratio for found in simulated[0].curve.estimates],
+        [errors(each) for each in finer],
         simulated[0].cpu_s / len(requests),
+        finer[0].cpu_s / len(requests),
     )
 
 
@@ -164,6 +174,10 @@ def _rows(found: Compared) -> list[Row]:
     rows.append(at_most(f"{found.shape}: largest median error", max(map(abs, medians)), "points", REACH_POINTS))
     rows.append(at_most(f"{found.shape}: largest error", worst, "points", REACH_POINTS))
     rows.append(Row(f"{found.shape}: CPU time a lookup", found.cpu_s * 1e6, "us"))
+    worst = max(map(abs, itertools.chain(*found.finer_errors)))
+    rows.append(at_most(f"{found.shape}: largest error, {FINER_SAMPLE:,} samples", worst, "points", REACH_POINTS))
+    times = found.finer_cpu_s / found.cpu_s
+    rows.append(Row(f"{found.shape}: CPU time with {FINER_SAMPLE:,} samples, of that with {SAMPLE}", times, ""))
     return rows
 
 
@@ -277,20 +291,21 @@ def _loop() -> list[Row]:
 
 
 def _memory_rows() -> list[Row]:
-    nbytes = _memory()
+    nbytes = _memory(SAMPLE)
     share = nbytes / (INDEX_ENTRIES * INDEX_ENTRY_BYTES)
     return [
         Row("memory of the simulation", nbytes / 2**20, "MiB"),
         at_most(f"memory, of the index of {INDEX_ENTRIES:,} entries", share, "", REACH_MEMORY),
+        Row(f"memory of the simulation, {FINER_SAMPLE:,} sampled blocks", _memory(FINER_SAMPLE) / 2**20, "MiB"),
     ]
 
 
-def _memory() -> int:
+def _memory(sample: int) -> int:
     """Bytes of the simulation beside a pool of `INDEX_ENTRIES` blocks, when all of its samples are full."""
     tracemalloc.start()
     try:
         before = tracemalloc.get_traced_memory()[0]
-        simulation = CurveSimulation(SAMPLED_POLICIES[DEFAULT_POLICY], ARENA_BLOCKS * BLOCK_BYTES, max_entries=SAMPLE)
+        simulation = CurveSimulation(SAMPLED_POLICIES[DEFAULT_POLICY], ARENA_BLOCKS * BLOCK_BYTES, max_entries=sample)
         for nth in range(LOOKUPS):
             hashes = [(nth << 32 | depth).to_bytes(32, "big") for depth in range(LOOKUP_BLOCKS)]
             for _ in simulation.lookup("", 0, b"", hashes, 0, BLOCK_BYTES, 16, stores_all=True):

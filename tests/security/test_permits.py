@@ -17,6 +17,7 @@ from kvpool.types import BlockRun, PutReceipt, ShardRange
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.limits import Limits
 from kvpool_server.cache.pool import Pool
+from kvpool_server.data_plane import connection
 from tests.conftest import Connect, StartServer
 from tests.support.data_client import DataClient
 from tests.support.processes import ServerProcess, wait_for
@@ -214,8 +215,9 @@ def pooled() -> Iterator[PooledPort]:
 
 
 @pytest.mark.parametrize("end", ["put_end", "put_revoke"])
-def test_a_write_under_way_ends_with_its_ticket(pooled: PooledPort, end: str) -> None:
+def test_a_write_under_way_ends_with_its_ticket(pooled: PooledPort, end: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its block never becomes readable, and its slot is nobody's until the worker has left it."""
+    monkeypatch.setattr(connection, "LOOK_EVERY_S", 60.0)  # The worker leaves when bytes come, and not before.
     pool = pooled.pool
     use = pooled.put_start("mine")
     with pooled.client() as client:
@@ -229,6 +231,7 @@ def test_a_write_under_way_ends_with_its_ticket(pooled: PooledPort, end: str) ->
         with pytest.raises(OutOfSpaceError):
             pooled.put_start(*range(NUM_SLOTS))
         assert pooled.num_free() == NUM_SLOTS - 1
+        client.socket.sendall(b"late")
         assert client.reply() is Status.EXPIRED
         wait_for(lambda: pooled.num_free() == NUM_SLOTS, "the worker to leave the slot")
         pooled.put_start(*range(NUM_SLOTS))

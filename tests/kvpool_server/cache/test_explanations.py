@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import time
 from collections.abc import Callable
 
 import pytest
 
+from kvpool.errors import OutOfSpaceError
 from kvpool.explanation import MAX_RANGES, BlockRange, BlockState, EvictedFor
 from kvpool.explanation_messages import encode_run
 from kvpool.types import MissCause
@@ -171,10 +173,11 @@ def test_random_histories_agree_with_a_model(seed: int) -> None:
         bench.seconds(rng.choice([0, 1, 50]))
         if rng.random() < 0.7:
             bench.look(*names, ttl_ms=1)
-            grant = bench.start(*names)
-            granted = [name for name, status in zip(names, grant.statuses, strict=True) if not status]
-            if granted:
-                bench.end(grant, *granted)
+            with contextlib.suppress(OutOfSpaceError):  # Where no time passes, leases of before hold nearly all slots.
+                grant = bench.start(*names)
+                granted = [name for name, status in zip(names, grant.statuses, strict=True) if not status]
+                if granted:
+                    bench.end(grant, *granted)
         else:
             bench.pool.remove(bench.name, [run_of(*names)])
         present = {name for each in chains for name in bench.present(*each)}
