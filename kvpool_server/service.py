@@ -218,7 +218,7 @@ class PoolService(PoolServicer):
             found = dataclasses.replace(found, hits=self._pool.misses.explain(fingerprint, runs, found.hits))
             if self._ledger is not None and not found.retry_after_ms:  # Else the lookup is going to be repeated.
                 count_evictions(self._pool, fingerprint, runs, found.hits, self._ledger)
-        if found.slots and self._permits is not None:
+        if found.slots and self._permits is not None and self._is_live(Kind.READ, found.lease_id):
             found = self._with_permits(found, fingerprint, runs, now_ns + found.lease_ttl_ms * 1_000_000, owner)
         return wire.encode_lookup(found, runs, self._boot_token)
 
@@ -328,10 +328,14 @@ class PoolService(PoolServicer):
         self, kind: Kind, holding_id: int, deadline_ns: int, region_bytes: int, offsets: Sequence[int], owner: Owner
     ) -> bytes:
         """The right to move regions through the data port until their ticket or lease ends; empty without a port."""
-        if self._permits is None:
+        if self._permits is None or not self._is_live(kind, holding_id):
             return b""
         packed = pack_offsets(offsets)
         return self._permits.permit(kind, holding_id, deadline_ns, region_bytes, packed, self._bound(owner))
+
+    def _is_live(self, kind: Kind, holding_id: int) -> bool:
+        """Whether a ticket or lease has not ended since the call's last step. Nobody would end a later permit of it."""
+        return holding_id in (self._pool.leases if kind is Kind.READ else self._pool.tickets)
 
     def _bound(self, owner: Owner) -> Bound:
         """Of the owner's connections to the data port."""
@@ -360,7 +364,8 @@ class PoolService(PoolServicer):
         namespace, runs = self._reader.namespace(request.namespace), self._reader.runs(request.runs)
         shards = wire.decode_shards(request.shards)
         now_ns, owner = time.monotonic_ns(), _owner(context)
-        located = self._pool.get(request.lease_id, namespace, runs, shards, owner)
+        steps = self._pool.get_in_steps(request.lease_id, namespace, runs, shards, owner)
+        located = await self._turns.run(steps)
         if located.offsets:
             region_bytes = shards.count * self._pool.chunk_bytes(namespace, runs[0])
             deadline_ns = now_ns + located.lease_remaining_ms * 1_000_000

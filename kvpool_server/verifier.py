@@ -41,7 +41,7 @@ class Verifier:
         A thread computes the checksums, under a lease that keeps the bytes in their place.
         """
         async with self._verifying:
-            entries = self._pool.complete(fingerprint, runs)
+            entries = await self._run(self._pool.complete_in_steps(fingerprint, runs))
             lease_id = pin(self._pool, entries)
             corrupt: list[Entry] = []
             try:

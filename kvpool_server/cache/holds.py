@@ -157,7 +157,7 @@ class Holds:
             self._ended.add_lease(hold)
         while ended < count and (ticket := self.tickets.pop_expired(now)) is not None:
             self._counters["expired_tickets"] += 1
-            self._end_ticket(ticket, self._entry_table.expire)
+            self._queue_end(ticket, self._entry_table.expire)
             ended += 1
         return ended + self._ended.settle(count)
 
@@ -182,7 +182,12 @@ class Holds:
             self._ended.add_lease(lease)
 
     def _end_ticket(self, ticket: Ticket, end: EndOfEntry, end_unfinished: EndOfEntry | None = None) -> None:
-        """Ends a ticket.
+        """Ends a ticket, and lets some entries of ended holds go."""
+        self._queue_end(ticket, end, end_unfinished)
+        self._ended.settle(SETTLED_PER_CALL)
+
+    def _queue_end(self, ticket: Ticket, end: EndOfEntry, end_unfinished: EndOfEntry | None = None) -> None:
+        """Ends a ticket, whose entries `settle` lets go.
 
         Args:
             end: what becomes of its entries.
@@ -192,7 +197,6 @@ class Holds:
         if not self._unfinished.end(ticket):
             ticket, end = self._pinned(ticket), end_unfinished or end
         self._ended.add_ticket(ticket, end)
-        self._ended.settle(SETTLED_PER_CALL)
 
     def _pinned(self, ticket: Ticket) -> Ticket:
         """Pins the entries of an unfinished ticket; returns a ticket on them that can be ended."""

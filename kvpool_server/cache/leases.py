@@ -147,6 +147,9 @@ class HoldTable(Generic[Held]):
     def __len__(self) -> int:
         return len(self._live)
 
+    def __contains__(self, hold_id: int) -> bool:
+        return hold_id in self._live
+
     def values(self) -> list[Held]:
         return list(self._live.values())
 

@@ -57,7 +57,7 @@ from kvpool_server.cache.namespaces import Namespaces, PoolNamespace
 from kvpool_server.cache.pins import Pins
 from kvpool_server.cache.quarantine import Quarantine
 from kvpool_server.cache.quotas import Quotas
-from kvpool_server.cache.steps import SETTLED_PER_CALL, STEP_BLOCKS, Steps, finish
+from kvpool_server.cache.steps import LOOKUP_STEP_BLOCKS, SETTLED_PER_CALL, STEP_BLOCKS, Steps, finish
 from kvpool_server.cache.traffic import TrafficObserver
 from kvpool_server.cache.transfers import NoTransfers, Transfers
 from kvpool_server.cache.use_times import UseTimes
@@ -421,6 +421,17 @@ class Pool:
         owner: Owner = NOBODY,
     ) -> Located:
         """Where leased blocks lie; one that was dropped, or is not leased, is not present. Raises LeaseExpiredError."""
+        return finish(self.get_in_steps(lease_id, fingerprint, runs, shards, owner))
+
+    def get_in_steps(
+        self,
+        lease_id: int,
+        fingerprint: bytes,
+        runs: Sequence[BlockRun],
+        shards: ShardRange,
+        owner: Owner = NOBODY,
+    ) -> Steps[Located]:
+        """As `get`. The lease has to be live when the last step begins, too."""
         namespace, group = self._namespaces.one_group(fingerprint, runs)
         shards.check(group.spec.num_shards)
         self._check_chunks(runs, shards)
@@ -435,13 +446,18 @@ class Pool:
         checksums = array("Q")
         first, stop, full_mask = shards.start, shards.start + shards.count, group.full_mask
         start = first * group.spec.chunk_bytes
-        for entry in group.index.get_all(block_hash for run in runs for block_hash in run.block_hashes):
-            is_present = entry is not None and entry.present == full_mask and id(entry) in held
-            present.append(is_present)
-            if is_present:
-                assert entry is not None
-                offsets.append(entry.offset + start)
-                checksums += entry.checksums[first:stop]
+        for part in in_parts(runs, LOOKUP_STEP_BLOCKS):
+            if present:
+                yield
+                now = self.expire()
+                self.leases.live(lease_id, owner, now)
+            for entry in group.index.get_all(block_hash for run in part for block_hash in run.block_hashes):
+                is_present = entry is not None and entry.present == full_mask and id(entry) in held
+                present.append(is_present)
+                if is_present:
+                    assert entry is not None
+                    offsets.append(entry.offset + start)
+                    checksums += entry.checksums[first:stop]
         self.counters["get_blocks"] += len(present)
         self.counters["get_present_blocks"] += len(offsets)
         namespace.loaded_bytes += len(offsets) * shards.count * group.spec.chunk_bytes
@@ -459,12 +475,21 @@ class Pool:
         """Ends leases; returns how many were live. Those of other tenants count as not live."""
         return self._holds.release(lease_ids, owner, self.expire())
 
-    def complete(self, fingerprint: bytes, runs: Sequence[BlockRun]) -> list[Entry]:
+    def complete_in_steps(self, fingerprint: bytes, runs: Sequence[BlockRun]) -> Steps[list[Entry]]:
         """The complete entries of these blocks, each once."""
+        entries = yield from self._find_in_steps(fingerprint, runs)
+        return [entry for entry in entries if entry.live and entry.complete]
+
+    def _find_in_steps(self, fingerprint: bytes, runs: Sequence[BlockRun]) -> Steps[list[Entry]]:
+        """The entries of these blocks, each once; some may have been dropped since."""
         _, group = self._namespaces.one_group(fingerprint, runs)
         self.expire()
-        entries, _ = group.find(runs)
-        return [entry for entry in entries if entry.complete]
+        entries: dict[Entry, None] = {}
+        for part in in_parts(runs, LOOKUP_STEP_BLOCKS):
+            if entries:
+                yield
+            entries |= dict.fromkeys(group.find(part)[0])
+        return list(entries)
 
     def drop_corrupt_in_steps(self, entries: Sequence[Entry]) -> Steps[int]:
         """Drops entries whose bytes differ from their checksums; returns how many had not been dropped before."""
@@ -474,7 +499,7 @@ class Pool:
 
     def verify(self, fingerprint: bytes, runs: Sequence[BlockRun], read: Read) -> tuple[int, int]:
         """Recomputes the checksums of complete blocks, and drops those that differ; returns (checked, dropped)."""
-        entries = self.complete(fingerprint, runs)
+        entries = finish(self.complete_in_steps(fingerprint, runs))
         return len(entries), finish(self.drop_corrupt_in_steps([entry for entry in entries if is_corrupt(entry, read)]))
 
     def remove(self, fingerprint: bytes, runs: Sequence[BlockRun]) -> int:
@@ -483,9 +508,7 @@ class Pool:
 
     def remove_in_steps(self, fingerprint: bytes, runs: Sequence[BlockRun]) -> Steps[int]:
         """As `remove`."""
-        _, group = self._namespaces.one_group(fingerprint, runs)
-        self.expire()
-        entries, _ = group.find(runs)
+        entries = yield from self._find_in_steps(fingerprint, runs)
         removed = yield from self.entry_table.drop_in_steps(entries, MissCause.REMOVED)
         self.counters["removed_blocks"] += removed
         return removed

@@ -184,7 +184,7 @@ class TieredPool(Observer):
             owner: see `Pool.find`.
         """
         found = self.pool.find(fingerprint, runs, prefix_only=prefix_only, lease_ttl_ms=lease_ttl_ms, owner=owner)
-        return self._answer(found, runs, prefix_only, lease_ttl_ms, locate)
+        return self._located(self._answer(found, runs, prefix_only, lease_ttl_ms), found, locate)
 
     def lookup_in_steps(
         self,
@@ -200,11 +200,11 @@ class TieredPool(Observer):
             fingerprint, runs, prefix_only=prefix_only, lease_ttl_ms=lease_ttl_ms, owner=owner
         )
         yield
-        return self._answer(found, runs, prefix_only, lease_ttl_ms, locate)
+        answer = self._answer(found, runs, prefix_only, lease_ttl_ms)
+        yield
+        return self._located(answer, found, locate)
 
-    def _answer(
-        self, found: Found, runs: Sequence[BlockRun], prefix_only: bool, lease_ttl_ms: int, locate: bool
-    ) -> Lookup:
+    def _answer(self, found: Found, runs: Sequence[BlockRun], prefix_only: bool, lease_ttl_ms: int) -> Lookup:
         hits, retry_after_ms = found.hits, 0
         if lease_ttl_ms and self._levels:
             hits, retry_after_ms = self._prefetch(found, runs, prefix_only)
@@ -214,8 +214,13 @@ class TieredPool(Observer):
             self.pool.lookups.record_use(found)
             if lease_ttl_ms:
                 self.pool.tell_lookup(found, runs)
-        slots = self.pool.lookups.slots(found) if locate and found.lease_id and not retry_after_ms else ()
-        return Lookup(hits, found.lease_id, found.lease_ttl_ms, retry_after_ms, slots)
+        return Lookup(hits, found.lease_id, found.lease_ttl_ms, retry_after_ms)
+
+    def _located(self, answer: Lookup, found: Found, locate: bool) -> Lookup:
+        """The same answer, with the places of the leased blocks if they are wanted and the lookup is not repeated."""
+        if not locate or not answer.lease_id or answer.retry_after_ms:
+            return answer
+        return Lookup(answer.hits, answer.lease_id, answer.lease_ttl_ms, slots=self.pool.lookups.slots(found))
 
     async def lookup_once_up(
         self,

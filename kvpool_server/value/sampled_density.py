@@ -19,6 +19,7 @@ from typing import cast
 
 from kvpool_server.cache.entry import Entry
 from kvpool_server.cache.eviction.base import TICK
+from kvpool_server.cache.eviction.ghosts import NUM_PLACES
 from kvpool_server.cache.eviction.hit_density import (
     GHOSTS_PER_ENTRY,
     MAX_FORGOTTEN,
@@ -133,6 +134,9 @@ class SampledHitDensity(HitDensity):
             weight, observed = self.blocks_each * count, self.blocks_each * share
             self._model.hit(used % TICK, used // TICK, now, weight, observed)
             self._model.start(kind, now, weight, observed)
+
+    def _place(self, entry: Entry) -> int:
+        return cast("int", entry.block_hash) % NUM_PLACES  # Of a `MiniEntry`.
 
     def dropped(self, entry: Entry, num_entries: int) -> None:
         if self.blocks_each == 1:

@@ -5,21 +5,27 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
 
+from kvpool import wire
 from kvpool.data_port import Kind, Reply, Status
 from kvpool.errors import OutOfSpaceError
 from kvpool.types import BlockRun, PutReceipt, ShardRange
+from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.cache.allocator.arena import Arena
+from kvpool_server.cache.leases import Found
 from kvpool_server.cache.limits import Limits
 from kvpool_server.cache.pool import Pool
+from kvpool_server.cache.steps import LOOKUP_STEP_BLOCKS
 from kvpool_server.data_plane import connection
+from kvpool_server.data_plane.permits import PermitTable
 from tests.conftest import Connect, StartServer
 from tests.support.data_client import DataClient
+from tests.support.in_process_server import InProcessServer
 from tests.support.processes import ServerProcess, wait_for
 from tests.support.values import group_spec, namespace_spec, payload, run_of
 from tests.support.workers import Port, data_port
@@ -217,7 +223,7 @@ def pooled() -> Iterator[PooledPort]:
 @pytest.mark.parametrize("end", ["put_end", "put_revoke"])
 def test_a_write_under_way_ends_with_its_ticket(pooled: PooledPort, end: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its block never becomes readable, and its slot is nobody's until the worker has left it."""
-    monkeypatch.setattr(connection, "LOOK_EVERY_S", 60.0)  # The worker leaves when bytes come, and not before.
+    monkeypatch.setattr(connection, "LOOK_EVERY_S", 3.0)  # The worker leaves after this test has looked.
     pool = pooled.pool
     use = pooled.put_start("mine")
     with pooled.client() as client:
@@ -231,7 +237,6 @@ def test_a_write_under_way_ends_with_its_ticket(pooled: PooledPort, end: str, mo
         with pytest.raises(OutOfSpaceError):
             pooled.put_start(*range(NUM_SLOTS))
         assert pooled.num_free() == NUM_SLOTS - 1
-        client.socket.sendall(b"late")
         assert client.reply() is Status.EXPIRED
         wait_for(lambda: pooled.num_free() == NUM_SLOTS, "the worker to leave the slot")
         pooled.put_start(*range(NUM_SLOTS))
@@ -293,3 +298,37 @@ def _is_full(pooled: PooledPort, use: Use) -> bool:
     before = pooled.port.tally.tolist()
     time.sleep(FULL_S)
     return use.holding_id in pooled.port.permits.active() and pooled.port.tally.tolist() == before
+
+
+def test_nobody_has_a_permit_of_a_hold_that_ended_before_the_answer() -> None:
+    """Nothing would end such a permit; and a table of permits that are never ended is full some day."""
+    count, chunk = LOOKUP_STEP_BLOCKS + 1, 64
+    with ExitStack() as stack:
+        permits = stack.enter_context(closing(PermitTable(b"k" * 32, 4, 1, 1)))
+        server = InProcessServer(count * chunk, count * chunk, permits=permits)
+        stack.callback(server.close)
+        pool, spec = server.pool, namespace_spec(group_spec(chunk_bytes=chunk))
+        name = server.on_loop(lambda: pool.open_namespace(spec)[0].fingerprint)
+        run = run_of(*range(count))
+        request = pb.LookupRequest(
+            namespace=name, runs=wire.encode_runs([run]), prefix_only=True, lease_ttl_ms=100, locate=True
+        )
+
+        def store() -> None:
+            pool.put_end(pool.put_start(name, [run], WHOLE).ticket_id, [0] * count)
+
+        server.on_loop(store)
+        assert server.stub.Lookup(request, timeout=60).hits[0].permit
+        locate = pool.lookups.slots
+
+        def ends_meanwhile(found: Found) -> object:
+            """Another call of the loop, between the last step and the answer."""
+            located = locate(found)
+            server.clock.advance(1.0)
+            pool.expire()
+            return located
+
+        pool.lookups.slots = ends_meanwhile  # type: ignore[method-assign,assignment]
+        for _ in range(8):
+            hits = server.stub.Lookup(request, timeout=60).hits[0]
+            assert (hits.num_leading, hits.permit) == (count, b"")

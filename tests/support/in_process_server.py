@@ -24,6 +24,7 @@ from kvpool_server.cache.allocator.arena import Arena, HandOver
 from kvpool_server.cache.limits import Limits
 from kvpool_server.cache.pool import Pool
 from kvpool_server.cache.steps import Steps
+from kvpool_server.data_plane.permits import PermitTable
 from kvpool_server.grpc_server import GrpcServer
 from kvpool_server.metrics import RpcMetrics
 from kvpool_server.service import PoolService
@@ -79,6 +80,7 @@ class InProcessServer:
         credentials, who: of TLS, for callers that prove who they are; the test makes its own clients then.
         has_tenants: whether extents belong to the tenants of namespaces, although callers prove nothing.
         memory, hand_over: the arena, and what has tenants own it. By default extents that change hands are zeroed.
+        permits: of a data port.
 
     Attributes:
         clock: the pool's; leases and tickets expire only when the test advances it.
@@ -96,6 +98,7 @@ class InProcessServer:
         has_tenants: bool = False,
         memory: npt.NDArray[np.uint8] | None = None,
         hand_over: HandOver | None = None,
+        permits: PermitTable | None = None,
     ):
         ids = itertools.count(1)
         self.clock = FakeClock()
@@ -108,7 +111,7 @@ class InProcessServer:
         )
         self.pool = Pool(arena, self.clock, lambda: next(ids), limits)
         self.memory = np.zeros(arena_bytes, np.uint8) if memory is None else memory
-        self._credentials, self._who = credentials, who
+        self._credentials, self._who, self._permits = credentials, who, permits
         self.port = 0
         self._ready = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()))
@@ -127,7 +130,9 @@ class InProcessServer:
         tiered = TieredPool(self.pool, self.memory, run=turns.run)
         metrics = RpcMetrics(CollectorRegistry())
         who: Any = self._who
-        service = PoolService(tiered, self.memory, Offer(1 << 20), 1, metrics, tiered.stats, who=who, turns=turns)
+        service = PoolService(
+            tiered, self.memory, Offer(1 << 20), 1, metrics, tiered.stats, self._permits, who=who, turns=turns
+        )
         running = RunningCalls(lambda credential: credential, 0.0) if who is not None else None
         server = GrpcServer("127.0.0.1:0", service, metrics, credentials=self._credentials, who=who, running=running)
         await server.start()

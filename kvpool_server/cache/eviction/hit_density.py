@@ -31,11 +31,12 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 
-from kvpool_server.cache.entry import Entry, Group
+from kvpool_server.cache.entry import Entry
 from kvpool_server.cache.eviction.base import TICK, Policy, VictimQueue
+from kvpool_server.cache.eviction.ghosts import Ghosts
 from kvpool_server.cache.eviction.hit_density_model import HitDensityModel
 
 FIRST_EPOCH_CALLS = 4
@@ -232,7 +233,7 @@ class HitDensity(Policy):
     def __init__(self) -> None:
         self._model = HitDensityModel(NUM_KINDS)
         self.queue: DensityQueue = DensityQueue(self._model)
-        self._ghosts: OrderedDict[tuple[Group, bytes], int] = OrderedDict()  # Oldest first -> stamp of the last use.
+        self._ghosts = Ghosts()
 
     @property
     def num_ghosts(self) -> int:
@@ -254,10 +255,7 @@ class HitDensity(Policy):
                 parent.used &= ~TAIL
         growth = min((num_before + len(entries)).bit_length() - 1, MAX_GROWTH)
         for entry in entries:
-            if (
-                entry.depth in SAMPLES
-                and (ghost := self._ghosts.pop((entry.group, entry.block_hash), None)) is not None
-            ):
+            if entry.depth in SAMPLES and (ghost := self._pop_ghost(entry)) is not None:
                 self._model.hit(ghost % TICK, ghost // TICK, now, SAMPLES[entry.depth])
                 turn = max(turn, min((ghost >> _TURN_SHIFT & _TURN_MASK) + 1, MAX_TURN))
         last = entries[-1]
@@ -292,11 +290,18 @@ class HitDensity(Policy):
 
     def dropped(self, entry: Entry, num_entries: int) -> None:
         if entry.depth in SAMPLES and entry.used >= 0:
-            self._ghosts[entry.group, entry.block_hash] = entry.used
+            self._ghosts.add(self._place(entry), (entry.group, entry.block_hash), entry.used)
             for _ in range(MAX_FORGOTTEN):
                 if len(self._ghosts) <= MIN_GHOSTS + GHOSTS_PER_ENTRY * num_entries:
                     break
-                self._ghosts.popitem(last=False)
+                self._ghosts.forget_one()
+
+    def _pop_ghost(self, entry: Entry) -> int | None:
+        return self._ghosts.pop(self._place(entry), (entry.group, entry.block_hash))
+
+    def _place(self, entry: Entry) -> int:
+        """Of an entry's ghost; the same in every run, as a replay has to be."""
+        return entry.block_hash[-1]
 
     def worth(self, entry: Entry, stamp: int) -> float:
         self._advance(stamp)  # The policy may not have been called for long.

@@ -14,6 +14,7 @@ from kvpool_server.cache import entry_table, holds, lookups, pool
 from kvpool_server.cache.allocator import placement
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.eviction import POLICIES
+from kvpool_server.cache.leases import NOBODY
 from kvpool_server.cache.limits import Limits
 from kvpool_server.cache.pool import Pool
 from kvpool_server.cache.steps import Steps, finish
@@ -30,7 +31,7 @@ LIMITS = Limits(max_ttl_ms=1_000, default_ticket_ttl_ms=100, grace_ms=200)
 def _small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     small = {
         "STEP_BLOCKS": (pool, entry_table),
-        "LOOKUP_STEP_BLOCKS": (lookups,),
+        "LOOKUP_STEP_BLOCKS": (lookups, pool),
         "SETTLED_PER_CALL": (pool, holds),
     }
     for name, modules in small.items():
@@ -132,6 +133,34 @@ def test_a_lookup_in_steps_answers_as_one_in_one_step(rig: Rig) -> None:
     rig.pool.check_integrity()
 
 
+def test_a_get_in_steps_answers_as_one_in_one_step_and_ends_with_its_lease(rig: Rig) -> None:
+    rig.store(*(name for name in range(12) if name != 7))
+    run = run_of(*range(12))
+    lease_id = rig.pool.lookup(rig.name, [run], prefix_only=True, lease_ttl_ms=100).lease_id
+    at_once = rig.pool.get(lease_id, rig.name, [run], ONE)
+    assert at_once.present == (True,) * 7 + (False,) * 5
+    steps = rig.pool.get_in_steps(lease_id, rig.name, [run], ONE)
+    next(steps)
+    assert finish(steps) == at_once
+    steps = rig.pool.get_in_steps(lease_id, rig.name, [run], ONE)
+    next(steps)
+    rig.pool.release([lease_id])
+    with pytest.raises(LeaseExpiredError):
+        finish(steps)
+
+
+def test_tickets_that_expire_together_let_few_entries_go_at_a_time(rig: Rig) -> None:
+    for nth in range(6):
+        rig.pool.put_start(rig.name, [run_of(*((nth, depth) for depth in range(4)))], ONE, 100)
+    rig.clock.advance(0.2)
+    settled = []
+    while rig.pool.settle():
+        settled.append(rig.pool.stats().num_incomplete)
+    assert [before - after for before, after in itertools.pairwise([24, *settled])].count(0) < len(settled)
+    assert max(before - after for before, after in itertools.pairwise([24, *settled])) <= 2
+    rig.pool.check_integrity()
+
+
 def test_quotas_move_entries_that_are_evicted_afterwards(rig: Rig) -> None:
     rig.store(*range(20))
     setting = rig.pool.set_quotas_in_steps([Quota("tenant:acme", 10 * CHUNK)])
@@ -145,7 +174,7 @@ def _start(rig: Rig, dice: random.Random) -> Steps[object]:
     first = dice.randrange(20)
     runs = [run_of(*range(first, first + dice.randint(1, 6)), group_idx=dice.randrange(2))]
     pool, name = rig.pool, rig.name
-    kind = dice.randrange(6)
+    kind = dice.randrange(8)
     if kind == 0:
         return pool.clear_in_steps(dice.choice([name, b""]))
     if kind == 1:
@@ -154,7 +183,21 @@ def _start(rig: Rig, dice: random.Random) -> Steps[object]:
         return pool.find_in_steps(name, runs, prefix_only=dice.random() < 0.5, lease_ttl_ms=dice.choice([0, 500]))
     if kind == 3:
         return pool.set_quotas_in_steps([Quota("tenant:acme", dice.choice([5, 15, 1_000]) * CHUNK)])
+    if kind == 4:
+        return pool.complete_in_steps(name, runs)
+    if kind == 5:
+        return _get(rig, runs)
     return _put(rig, runs, dice.random() < 0.8)
+
+
+def _get(rig: Rig, runs: list[BlockRun]) -> Steps[object]:
+    """What is leased lies where the get says, until its last step."""
+    found = rig.pool.find(rig.name, runs, prefix_only=True, lease_ttl_ms=500)
+    if found.lease_id:
+        located = yield from rig.pool.get_in_steps(found.lease_id, rig.name, runs, ONE)
+        lease = rig.pool.leases.live(found.lease_id, NOBODY, rig.pool.expire())
+        owners = [rig.pool.arena.owner(offset) for offset in located.offsets]
+        assert all(owner is not None and lease.covers(owner) for owner in owners)
 
 
 def _put(rig: Rig, runs: list[BlockRun], ends: bool) -> Steps[object]:
