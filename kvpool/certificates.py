@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes
@@ -203,7 +204,7 @@ def load_key(text: bytes, path: object, setting: str = "") -> PrivateKeyTypes:
     """The private key in the PEM text of a file. Raises ConfigError; its arguments are as of `load_certificates`."""
     try:
         return serialization.load_pem_private_key(text, None)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
         named = f" as {setting}" if setting else ""
         held = f"holds no key that can be read: {error}"
         if _CERTIFICATE_MARK in text and _KEY_MARK not in text:

@@ -48,7 +48,7 @@ class WatchedFiles(Generic[Value]):
         self._clock = clock
         self._when_read = when_read
         self._lock = threading.Lock()
-        self._seen = self._stamps()
+        self._seen: tuple[tuple[int, ...] | None, ...] | None = self._stamps()
         self.value = read()
         self.version = 0
         self.is_refused = False
@@ -75,6 +75,10 @@ class WatchedFiles(Generic[Value]):
                 self.is_refused = True
                 self._when_read(error)
                 return self.version
+            except Exception:
+                self.is_refused = True
+                self._seen = None  # The next look reads again.
+                raise
             was_refused, self.is_refused = self.is_refused, False
             is_new = value != self.value
             if is_new:

@@ -41,7 +41,8 @@ class Verifier:
         A thread computes the checksums, under a lease that keeps the bytes in their place.
         """
         async with self._verifying:
-            entries = await self._run(self._pool.complete_in_steps(fingerprint, runs))
+            found = await self._run(self._pool.complete_in_steps(fingerprint, runs))
+            entries = [entry for entry in found if entry.live]  # Others may have dropped some since the last step.
             lease_id = pin(self._pool, entries)
             corrupt: list[Entry] = []
             try:

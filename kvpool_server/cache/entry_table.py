@@ -220,15 +220,15 @@ class EntryTable:
         return freed + len(victims)
 
     def drop_in_steps(self, entries: Sequence[Entry], cause: MissCause) -> Steps[int]:
-        """Drops those of these entries that are live; returns how many."""
+        """Drops those of these entries that are live; returns how many, but for those that a clear is dropping."""
         dropped = 0
         for idx, entry in enumerate(entries):
             if idx and not idx % STEP_BLOCKS:
                 yield
             if entry.live:
+                dropped += not entry.is_leaving  # Else a clear has counted it.
                 self.departures.left([entry], cause)
                 self.drop(entry)
-                dropped += 1
         return dropped
 
     def drop_leaving(self, groups: Sequence[Group], count: int) -> int:

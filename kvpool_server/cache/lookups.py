@@ -107,7 +107,8 @@ class Lookups:
                 self._holds.end_leasing(entries, is_leased=lease_id != 0)
         asked, hit_tokens = count_tokens(groups, runs, hits)
         num_blocks = sum(map(len, runs))
-        return Found(namespace, tuple(hits), num_blocks, entries, spans, asked, hit_tokens, lease_id, granted_ms)
+        # A lease that ends meanwhile lets its own list of entries go.
+        return Found(namespace, tuple(hits), num_blocks, list(entries), spans, asked, hit_tokens, lease_id, granted_ms)
 
     def slots(self, found: Found) -> tuple[Slots, ...]:
         """Where the entries of a lookup lie, for each of its runs; valid while they are leased. Without permits."""

@@ -346,11 +346,11 @@ class Pool:
 
     def _check_fits(self, group: Group, runs: Sequence[BlockRun]) -> Steps[None]:
         """Raises OutOfSpaceError, before anything is evicted, if all that a group may have is too little for a put."""
-        num_new = 0
-        for part in in_parts(runs, STEP_BLOCKS):
-            num_new += group.find(part)[1]
+        new: set[bytes] = set()
+        for part in in_parts(runs, LOOKUP_STEP_BLOCKS):
+            new.update(name for run in part for name in run.block_hashes if name not in group.index)
             yield
-        self.placement.check_fits(group, num_new)
+        self.placement.check_fits(group, len(new))
 
     def _check_chunks(self, runs: Sequence[BlockRun], shards: ShardRange) -> None:
         count, most = sum(map(len, runs)), self.limits.max_batch_chunks
@@ -476,17 +476,17 @@ class Pool:
         return self._holds.release(lease_ids, owner, self.expire())
 
     def complete_in_steps(self, fingerprint: bytes, runs: Sequence[BlockRun]) -> Steps[list[Entry]]:
-        """The complete entries of these blocks, each once."""
+        """The complete entries of these blocks, each once; some may have been dropped since."""
         entries = yield from self._find_in_steps(fingerprint, runs)
-        return [entry for entry in entries if entry.live and entry.complete]
+        return [entry for entry in entries if entry.complete]
 
     def _find_in_steps(self, fingerprint: bytes, runs: Sequence[BlockRun]) -> Steps[list[Entry]]:
         """The entries of these blocks, each once; some may have been dropped since."""
         _, group = self._namespaces.one_group(fingerprint, runs)
         self.expire()
         entries: dict[Entry, None] = {}
-        for part in in_parts(runs, LOOKUP_STEP_BLOCKS):
-            if entries:
+        for nth, part in enumerate(in_parts(runs, LOOKUP_STEP_BLOCKS)):
+            if nth:
                 yield
             entries |= dict.fromkeys(group.find(part)[0])
         return list(entries)

@@ -97,8 +97,8 @@ def restore(pool: Pool, group: Group, records: Sequence[Record]) -> int:
 def pin(pool: Pool, entries: Sequence[Entry]) -> int:
     """Leases live entries without a deadline; end the lease with `Pool.release`. The policies see no use of them."""
     lease = Lease(pool.new_id(), math.inf, list(entries))
+    assert all(entry.live for entry in lease.entries), "a dropped entry cannot be pinned"
     for entry in lease.entries:
-        assert entry.live, "a dropped entry cannot be pinned"
         entry.leases += 1
     pool.leases.add(lease)
     return lease.id

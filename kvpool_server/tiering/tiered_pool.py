@@ -220,6 +220,8 @@ class TieredPool(Observer):
         """The same answer, with the places of the leased blocks if they are wanted and the lookup is not repeated."""
         if not locate or not answer.lease_id or answer.retry_after_ms:
             return answer
+        if answer.lease_id not in self.pool.leases:  # It has ended since the last step, and its slots may be others'.
+            return Lookup(answer.hits)
         return Lookup(answer.hits, answer.lease_id, answer.lease_ttl_ms, slots=self.pool.lookups.slots(found))
 
     async def lookup_once_up(
@@ -357,8 +359,8 @@ class TieredPool(Observer):
 
         Raises TierError if a tier has not dropped them in time; the pool has dropped them then.
         """
-        removed = await self._run(self.pool.remove_in_steps(fingerprint, runs))
         namespace = self.pool.namespace(fingerprint)
+        removed = await self._run(self.pool.remove_in_steps(fingerprint, runs))
         assert namespace is not None, "the pool has just removed blocks of it"
         for level in self._levels:
             for run in runs:

@@ -142,14 +142,13 @@ class LiveValue(TrafficObserver):
 
     def _enqueue_arrived(self) -> None:
         now = self._clock()
-        for namespace, runs, hits in self._arrived:
+        arrived, self._arrived, self._arrived_cost = self._arrived, [], 0
+        for namespace, runs, hits in arrived:
             tenant = namespace.spec.tenant
             for nth, run in enumerate(runs):
                 num_hits = _PUT if hits is None else hits[nth].num_leading
                 event = _Event(namespace, run, num_hits, counts=nth == 0)
                 self.num_left_out += self._queue.push(tenant, event, CALL_COST + len(run), now)
-        self._arrived.clear()
-        self._arrived_cost = 0
 
     def turn(self) -> None:
         """Simulates for `TURN_S` at most, or one step, if CPU time is left for it."""

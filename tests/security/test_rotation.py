@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import datetime as dt
 import json
 import os
@@ -17,12 +18,13 @@ from typing import Any
 import grpc
 import pytest
 from cryptography import x509
-from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpool import wire
-from kvpool.certificates import Authority
+from kvpool.certificates import Authority, load_key
 from kvpool.client import Client
 from kvpool.config import ClientConfig
 from kvpool.errors import ConfigError, UnauthenticatedError
@@ -654,3 +656,33 @@ def test_how_a_digest_is_written(tmp_path: Path, form: str) -> None:
         found = DenyList(str(tmp_path / "denied"))
         assert found.denies(Credential(ENGINE, digest.hex(), ends_at))
         assert not found.denies(Credential(ENGINE, bytes(32).hex(), ends_at))
+
+
+def test_a_key_of_a_kind_that_nobody_knows_is_refused() -> None:
+    good = ec.generate_private_key(ec.SECP256R1())
+    encoded = good.private_bytes(
+        serialization.Encoding.DER, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    curve, other = bytes.fromhex("06082a8648ce3d030107"), bytes.fromhex("06082a811ccf5501822d")
+    assert curve in encoded
+    text = b"-----BEGIN PRIVATE KEY-----\n" + base64.encodebytes(encoded.replace(curve, other))
+    with pytest.raises(ConfigError, match=r"server\.key holds no key that can be read"):
+        load_key(text + b"-----END PRIVATE KEY-----\n", "server.key")
+
+
+def test_what_nobody_expected_counts_as_refused_until_it_can_be_read(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("1")
+
+    def read() -> int:
+        return 1 // int(file.read_text())
+
+    watched = WatchedFiles([str(file)], read)
+    file.write_text("00")
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            watched.look(at_once=True)
+        assert watched.is_refused and watched.value == 1
+    file.write_text("1 ")
+    watched.look(at_once=True)
+    assert not watched.is_refused

@@ -157,20 +157,29 @@ class Placement:
 
     def most_slots(self, group: Group) -> int:
         """How many slots a group may have at most, in the whole arena and by its quotas."""
+        return min([self._slots_of_arena(group), *(count for _, count in self._slots_of_quotas(group))])
+
+    def _slots_of_arena(self, group: Group) -> int:
+        return self._arena.num_extents * self._arena.slots_per_extent(group.spec.slot_bytes)
+
+    def _slots_of_quotas(self, group: Group) -> Iterator[tuple[Account, int]]:
+        """How many slots each quota of a group allows: that of a tenant counts extents."""
         arena, size = self._arena, group.spec.slot_bytes
-        of_quotas = (account.limit_bytes // size for account in self._partitions.of(group).accounts)
-        return min([arena.num_extents * arena.slots_per_extent(size), *of_quotas])
+        for account in self._partitions.of(group).accounts:
+            if account.tenant is None:
+                yield account, account.limit_bytes // size
+            else:
+                yield account, arena.limit(account.tenant) * arena.slots_per_extent(size)
 
     def check_fits(self, group: Group, count: int) -> None:
         """Raises OutOfSpaceError for more than `most_slots`."""
-        if count <= self.most_slots(group):
-            return
-        size = group.spec.slot_bytes
-        for account in self._partitions.of(group).accounts:
-            if count * size > account.limit_bytes:
+        for account, most in self._slots_of_quotas(group):
+            if count > most:
                 self._counters["over_quota_puts"] += 1
-                raise _over_quota(account, size, count)
-        raise self._no_room(group, count, None)
+                arena = None if account.tenant is None else self._arena
+                raise _over_quota(account, group.spec.slot_bytes, count, arena)
+        if count > self._slots_of_arena(group):
+            raise self._no_room(group, count, None)
 
     def victims(self, group: Group, count: int) -> list[Entry]:
         """The entries to evict to allocate `count` slots. Raises OutOfSpaceError; nothing has changed then."""

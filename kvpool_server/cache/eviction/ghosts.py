@@ -1,8 +1,8 @@
 """When blocks that were evicted had last been used, the latest of them, in many small dicts.
 
 Python copies a dict when it grows, and again and again while keys come and go: in one dict, the ghosts of ten million
-entries would hold the event loop for tens of milliseconds. So blocks are kept by their place in [0, NUM_PLACES), and
-the oldest of each place are forgotten in turn.
+entries would hold the event loop for tens of milliseconds. So blocks are kept by their place, one of `NUM_PLACES`,
+and the oldest of each place are forgotten in turn.
 
 Not thread-safe.
 """
@@ -20,12 +20,11 @@ MAX_OF_PLACE = 32_768
 class Ghosts:
     """See the module."""
 
-    __slots__ = ("_length", "_next", "_stamps")
+    __slots__ = ("_length", "_stamps")
 
     def __init__(self) -> None:
-        self._stamps: dict[int, OrderedDict[Hashable, int]] = {}  # By place, oldest first.
+        self._stamps: OrderedDict[int, OrderedDict[Hashable, int]] = OrderedDict()  # By place: none is empty.
         self._length = 0
-        self._next = 0
 
     def __len__(self) -> int:
         return self._length
@@ -44,14 +43,19 @@ class Ghosts:
     def pop(self, place: int, block: Hashable) -> int | None:
         """The stamp of a block's last use, which is forgotten; None if it is not known."""
         stamps = self._stamps.get(place)
-        stamp = None if stamps is None else stamps.pop(block, None)
-        self._length -= stamp is not None
+        if stamps is None or (stamp := stamps.pop(block, None)) is None:
+            return None
+        self._length -= 1
+        if not stamps:
+            del self._stamps[place]
         return stamp
 
     def forget_one(self) -> None:
-        """Forgets one of the oldest. There must be one."""
-        while not (stamps := self._stamps.get(self._next)):
-            self._next = (self._next + 1) % NUM_PLACES
+        """Forgets one of the oldest, of each place in turn. There must be one."""
+        place, stamps = next(iter(self._stamps.items()))
         stamps.popitem(last=False)
         self._length -= 1
-        self._next = (self._next + 1) % NUM_PLACES
+        if stamps:
+            self._stamps.move_to_end(place)
+        else:
+            del self._stamps[place]

@@ -394,6 +394,28 @@ def test_a_batch_gets_all_its_slots_or_none(bench: Bench) -> None:
     assert bench.present(*range(8)) == [*range(8)]
 
 
+def test_a_batch_that_names_blocks_again_and_again_needs_room_for_each_of_them_once() -> None:
+    pool, fingerprint = make_pool(8 * STEP_BLOCKS, "lru", FakeClock())
+    run = run_of(*range(3 * STEP_BLOCKS))
+    grant = pool.put_start(fingerprint, [run] * 4, ShardRange(0, 1))
+    assert [grant.statuses.count(each) for each in PutStatus] == [len(run), 0, 3 * len(run)]
+
+
+def test_a_batch_beyond_the_extents_of_a_tenants_quota_evicts_nothing() -> None:
+    """A tenant's quota counts whole extents, so that less fits than its bytes would hold."""
+    slots = 4 * STEP_BLOCKS
+    arena = Arena(8 * slots * CHUNK, slots * CHUNK, hand_over=lambda *_: True)
+    pool = Pool(arena, FakeClock(), itertools.count(1).__next__)
+    spec = namespace_spec(group_spec(chunk_bytes=CHUNK), tenant="acme")
+    name = pool.open_namespace(spec)[0].fingerprint
+    pool.set_quotas([Quota("tenant:acme", 2 * slots * CHUNK - 1)])
+    put(pool, name, run_of(*range(slots)))
+    with pytest.raises(OutOfSpaceError, match=f"tenant:acme.*: {slots + 1} blocks"):
+        pool.put_start(name, [run_of(*range(10_000, 10_001 + slots))], ShardRange(0, 1))
+    assert pool.counters["evicted_blocks"] == 0 and pool.stats().num_entries == slots
+    pool.check_integrity()
+
+
 @pytest.mark.parametrize("quota", ["", "tenant:acme"])
 def test_a_batch_that_can_never_fit_evicts_nothing(quota: str) -> None:
     slots = 4 * STEP_BLOCKS

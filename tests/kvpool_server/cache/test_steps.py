@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import random
 from collections.abc import Iterator
+from typing import Any
 
+import numpy as np
 import pytest
 
 from kvpool.errors import KVPoolError, LeaseExpiredError, OutOfSpaceError
@@ -18,6 +21,8 @@ from kvpool_server.cache.leases import NOBODY
 from kvpool_server.cache.limits import Limits
 from kvpool_server.cache.pool import Pool
 from kvpool_server.cache.steps import Steps, finish
+from kvpool_server.tiering.tiered_pool import TieredPool
+from kvpool_server.verifier import Verifier
 from tests.support.clock import FakeClock
 from tests.support.effort import effort
 from tests.support.values import block_hash, group_spec, namespace_spec, run_of
@@ -147,6 +152,63 @@ def test_a_get_in_steps_answers_as_one_in_one_step_and_ends_with_its_lease(rig: 
     rig.pool.release([lease_id])
     with pytest.raises(LeaseExpiredError):
         finish(steps)
+
+
+def test_a_verification_passes_over_what_was_dropped_since_it_was_found(rig: Rig) -> None:
+    rig.store(*range(12))
+
+    async def run(steps: Steps[Any]) -> Any:
+        """As a server's turns, where others have theirs before the caller goes on."""
+        result = finish(steps)
+        rig.pool.remove(rig.name, [run_of(11)])
+        return result
+
+    memory = np.zeros(24 * CHUNK, np.uint8)
+    checked, _ = asyncio.run(Verifier(rig.pool, memory, run).verify(rig.name, [run_of(*range(12))]))
+    assert checked == 11
+    rig.pool.check_integrity()
+    rig.pool.clear()
+    rig.settle()
+    assert rig.pool.stats().free_bytes == 24 * CHUNK
+
+
+def test_a_block_that_a_clear_is_dropping_is_not_removed_again(rig: Rig) -> None:
+    rig.store(*range(12))
+    removing = rig.pool.remove_in_steps(rig.name, [run_of(*range(12))])
+    next(removing)
+    clearing = rig.pool.clear_in_steps(rig.name)
+    next(clearing)
+    removed = finish(removing)
+    assert removed + finish(clearing) == rig.pool.counters["removed_blocks"] == 12
+
+
+def test_what_is_not_there_is_looked_for_in_steps_too(rig: Rig) -> None:
+    assert len(list(rig.pool.remove_in_steps(rig.name, [run_of(*range(10))]))) == 4
+
+
+def test_a_lookup_whose_lease_ends_before_it_is_located_tells_no_places(rig: Rig) -> None:
+    rig.store(*range(12))
+
+    async def look() -> None:
+        tiered = TieredPool(rig.pool, np.zeros(24 * CHUNK, np.uint8))
+        steps = tiered.lookup_in_steps(rig.name, [run_of(*range(12))], True, 100, True, NOBODY)
+        before = None
+        while True:
+            try:
+                next(steps)
+            except StopIteration as end:
+                answer = end.value
+                break
+            if before is None and rig.pool.leases:
+                before = len(rig.pool.leases)
+                rig.clock.advance(0.2)
+                rig.settle()
+        assert before == 1 and answer.hits[0].num_leading == 12
+        assert (answer.lease_id, answer.slots) == (0, ())
+        await tiered.close()
+
+    asyncio.run(look())
+    rig.pool.check_integrity()
 
 
 def test_tickets_that_expire_together_let_few_entries_go_at_a_time(rig: Rig) -> None:
