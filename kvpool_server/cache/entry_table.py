@@ -220,13 +220,14 @@ class EntryTable:
         return freed + len(victims)
 
     def drop_in_steps(self, entries: Sequence[Entry], cause: MissCause) -> Steps[int]:
-        """Drops those of these entries that are live; returns how many, but for those that a clear is dropping."""
+        """Drops those of these entries that are live; returns how many, each removed block once."""
         dropped = 0
         for idx, entry in enumerate(entries):
             if idx and not idx % STEP_BLOCKS:
                 yield
             if entry.live:
-                dropped += not entry.is_leaving  # Else a clear has counted it.
+                # A clear that is under way has counted its blocks as removed already.
+                dropped += cause is not MissCause.REMOVED or not entry.is_leaving
                 self.departures.left([entry], cause)
                 self.drop(entry)
         return dropped

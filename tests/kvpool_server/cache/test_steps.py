@@ -182,6 +182,15 @@ def test_a_block_that_a_clear_is_dropping_is_not_removed_again(rig: Rig) -> None
     assert removed + finish(clearing) == rig.pool.counters["removed_blocks"] == 12
 
 
+def test_a_corrupt_block_counts_although_a_clear_is_dropping_it(rig: Rig) -> None:
+    rig.store(*range(12))
+    entries = finish(rig.pool.complete_in_steps(rig.name, [run_of(*range(12))]))
+    next(rig.pool.clear_in_steps(rig.name))
+    num_live = sum(entry.live for entry in entries)
+    assert finish(rig.pool.drop_corrupt_in_steps(entries)) == num_live > 0
+    assert rig.pool.counters["corrupt_blocks"] == num_live and rig.pool.counters["removed_blocks"] == 12
+
+
 def test_what_is_not_there_is_looked_for_in_steps_too(rig: Rig) -> None:
     assert len(list(rig.pool.remove_in_steps(rig.name, [run_of(*range(10))]))) == 4
 
