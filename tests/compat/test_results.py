@@ -6,6 +6,7 @@ import tomllib
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.version import Version
 
 from tests.compat import page, results
 from tests.compat.environment import ROOT
@@ -14,6 +15,21 @@ from tests.compat.lanes import LANES
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 RESULTS = results.read()
 BY_NAME = {lane.name: lane for lane in LANES}
+
+
+def test_every_lane_has_run() -> None:
+    assert set(RESULTS) == set(BY_NAME)
+
+
+def test_the_lowest_packages_are_those_that_the_package_allows() -> None:
+    bounds = {each.name: each.specifier for each in map(Requirement, PROJECT["dependencies"])}
+    found = RESULTS["lowest"].versions
+    floors = {name: specifier for name, specifier in bounds.items() if name in found}
+    assert {"grpcio", "protobuf"} <= set(floors)
+    for name, specifier in floors.items():
+        (bound,) = specifier
+        assert bound.operator == ">=", name
+        assert Version(found[name]) == Version(bound.version), name
 
 
 @pytest.mark.parametrize("name", RESULTS)
