@@ -24,7 +24,8 @@ from benchmarks.peers import libcachesim
 from kvpool_server.cache.eviction import DEFAULT_POLICY, POLICIES
 from kvpool_server.replay.references import clairvoyant
 from kvpool_server.replay.replay import num_steps, policy_ratios, reference_ratios, replay
-from kvpool_server.replay.trace import Request, load, num_blocks, num_distinct
+from kvpool_server.replay.request import Request, num_blocks, num_distinct
+from kvpool_server.replay.trace import load
 
 TRACE = Path(__file__).parents[3] / "shared" / "traces" / "conversation_trace.jsonl"
 HOW_TO_GET = "github.com/kvcache-ai/Mooncake has it: FAST25-release/traces/conversation_trace.jsonl"

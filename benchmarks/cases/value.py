@@ -41,7 +41,8 @@ from kvpool.types import BlockRun
 from kvpool.value import SIZES
 from kvpool_server.cache.eviction import DEFAULT_POLICY
 from kvpool_server.replay.replay import LEASE_MS, make_pool, put, replay
-from kvpool_server.replay.trace import load, num_blocks, num_distinct
+from kvpool_server.replay.request import num_blocks, num_distinct
+from kvpool_server.replay.trace import load
 from kvpool_server.value.curve import CurveSimulation
 from kvpool_server.value.instruments import SAMPLED_POLICIES
 from kvpool_server.value.live import LiveValue

@@ -78,8 +78,8 @@ class Group:
         self.block_tokens = spec.block_tokens
         self.full_mask = (1 << spec.num_shards) - 1
         self.needs_prefix = not spec.window_tokens and spec.kind not in _LAST_BLOCKS
-        self.index = BlockIndex()
-        self.leaving = BlockIndex()
+        self.index: BlockIndex[Entry] = BlockIndex()
+        self.leaving: BlockIndex[Entry] = BlockIndex()
         self.num_complete = 0
         self.num_slots = 0
         self.slot_class = (tenant, spec.slot_bytes)

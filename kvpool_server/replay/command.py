@@ -13,7 +13,8 @@ from rich.table import Table
 
 from kvpool_server.cache.eviction import POLICIES, check_policy
 from kvpool_server.replay.replay import num_steps, policy_ratios, reference_ratios
-from kvpool_server.replay.trace import load, num_blocks, num_distinct, num_prompts, recorded_ratio
+from kvpool_server.replay.request import num_blocks, num_distinct, num_prompts, recorded_ratio
+from kvpool_server.replay.trace import load
 
 DEFAULT_SHARES = [1, 2, 5, 10, 20, 50]
 LIMIT = "clairvoyant"

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from kvpool_server.replay.trace import LATEST_MS, MAX_BLOCKS, Bounds, Request
+from kvpool_server.replay.request import LATEST_MS, MAX_BLOCKS, Bounds, Request
 from kvpool_server.value.recorder import GZIP, ID_BYTES, LOOKUP, MAX_LINE_BYTES, PUT, VERSION
 
 MAGIC = b"\x1f\x8b"

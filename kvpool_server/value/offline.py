@@ -10,7 +10,7 @@ import xxhash
 
 from kvpool.value import ValueCurve
 from kvpool_server.replay.replay import REQUESTS_PER_STEP, ReplayedPool
-from kvpool_server.replay.trace import Request
+from kvpool_server.replay.request import Request
 from kvpool_server.value.curve import CurveSimulation
 from kvpool_server.value.instruments import SAMPLED_POLICIES
 from kvpool_server.value.live import LiveValue

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from kvpool_server.cache.eviction import DEFAULT_POLICY
 from kvpool_server.replay.recording import block_shape, is_recording
-from kvpool_server.replay.trace import load, num_blocks, num_distinct
+from kvpool_server.replay.request import num_blocks, num_distinct
+from kvpool_server.replay.trace import load
 from kvpool_server.value.offline import simulate
 
 SAMPLE = 4_096

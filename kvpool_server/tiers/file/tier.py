@@ -30,7 +30,7 @@ from kvpool.namespace import NamespaceSpec
 from kvpool.types import BlockRun, TierStats
 from kvpool_server.cache.allocator.arena import ALIGNMENT, Arena
 from kvpool_server.cache.block_index import BlockIndex
-from kvpool_server.cache.entry import Record
+from kvpool_server.cache.entry import Entry, Record
 from kvpool_server.cache.eviction import Policy
 from kvpool_server.cache.limits import Limits
 from kvpool_server.cache.namespaces import PoolNamespace
@@ -234,7 +234,7 @@ class FileTier(Tier):
     async def find(self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes]) -> list[bool]:
         return self.known(namespace, group_idx, block_hashes)
 
-    def _index(self, fingerprint: bytes, group_idx: int) -> BlockIndex:
+    def _index(self, fingerprint: bytes, group_idx: int) -> BlockIndex[Entry]:
         namespace = self.pool.namespace(fingerprint)
         return BlockIndex() if namespace is None else namespace.groups[group_idx].index
 

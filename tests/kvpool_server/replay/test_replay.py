@@ -12,7 +12,8 @@ from kvpool_server.cache.eviction import POLICIES
 from kvpool_server.replay import command
 from kvpool_server.replay.references import REFERENCES, clairvoyant, lru
 from kvpool_server.replay.replay import replay
-from kvpool_server.replay.trace import MAX_LINE_BYTES, Request, load, num_blocks, num_distinct
+from kvpool_server.replay.request import Request, num_blocks, num_distinct
+from kvpool_server.replay.trace import MAX_LINE_BYTES, load
 
 Count = Callable[[Sequence[Request], int], int]
 
@@ -100,10 +101,10 @@ def test_a_trace_that_would_take_all_memory_is_refused(
     long.write_bytes(b" " * (MAX_LINE_BYTES + 1))
     with pytest.raises(ValueError, match="a line of more than 8 MiB"):
         load(long)
-    monkeypatch.setattr("kvpool_server.replay.trace.MAX_IDS", 7)
+    monkeypatch.setattr("kvpool_server.replay.request.MAX_IDS", 7)
     with pytest.raises(ValueError, match=r"line 4 .*more than 7 ids"):
         load(trace)
-    monkeypatch.setattr("kvpool_server.replay.trace.MAX_REQUESTS", 2)
+    monkeypatch.setattr("kvpool_server.replay.request.MAX_REQUESTS", 2)
     with pytest.raises(ValueError, match=r"line 3 .*more than 2 requests"):
         load(trace)
 

@@ -17,7 +17,7 @@ from kvpool.value import SIZES
 from kvpool_server.cache.steps import finish
 from kvpool_server.replay.replay import BLOCK_TOKENS, make_pool, put, replay
 from kvpool_server.replay.replay import run_of as replay_run
-from kvpool_server.replay.trace import Request, num_blocks
+from kvpool_server.replay.request import Request, num_blocks
 from kvpool_server.value.curve import MAX_TENANTS, CurveSimulation
 from kvpool_server.value.instruments import SAMPLED_POLICIES
 from kvpool_server.value.offline import simulate

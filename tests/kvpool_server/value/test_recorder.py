@@ -18,7 +18,8 @@ from kvpool_server.cache.pool import Pool
 from kvpool_server.replay import command
 from kvpool_server.replay.recording import block_shape
 from kvpool_server.replay.replay import make_pool, put, replay
-from kvpool_server.replay.trace import MAX_BLOCKS, load, num_blocks, num_prompts, recorded_ratio
+from kvpool_server.replay.request import MAX_BLOCKS, num_blocks, num_prompts, recorded_ratio
+from kvpool_server.replay.trace import load
 from kvpool_server.value.recorder import Recorder
 from tests.support.clock import FakeClock
 from tests.support.values import block_hash, run_of
@@ -174,7 +175,7 @@ def test_a_recording_that_would_take_all_memory_or_stack_is_refused(
         assert tracemalloc.get_traced_memory()[1] < 8 * MAX_BLOCKS * 24 + (16 << 20)
     finally:
         tracemalloc.stop()
-    monkeypatch.setattr("kvpool_server.replay.trace.MAX_IDS", 8 * MAX_BLOCKS - 1)
+    monkeypatch.setattr("kvpool_server.replay.request.MAX_IDS", 8 * MAX_BLOCKS - 1)
     with pytest.raises(ValueError, match=r"line 9 .*more than 524,287 ids"):
         load(path)
     monkeypatch.setattr("kvpool_server.replay.recording.MAX_PLAIN_BYTES", 1 << 20)
