@@ -325,6 +325,31 @@ def test_of_many_namespaces_the_published_one_stays(monkeypatch: pytest.MonkeyPa
     assert len(routed.view._followed) == 3 and len(routed.view._passed) == 3
 
 
+def test_a_namespace_that_was_not_followed_for_a_while_is_not_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefixes, "MAX_NAMESPACES", 2)
+    old, new = _full(weights_epoch="1"), _full(weights_epoch="2")
+    routed = Routed(old)
+    _store(routed, old, [7] * 4)
+    _store(routed, new, list(range(8)))
+    (group,) = routed.groups(_full(weights_epoch="3"))
+    routed.view.stored(_entry(group, _names([6] * 4, FULL), 0))  # The old one is not followed any more.
+    _store(routed, old, [8] * 4)
+    routed.read()
+    assert (routed.promised(list(range(8))), routed.promised([8] * 4)) == (8, 0)
+    routed.clock.advance(prefixes.SILENT_S)
+    _store(routed, old, [9] * 4)
+    routed.read()
+    assert (routed.promised(list(range(8))), routed.promised([8] * 4), routed.promised([9] * 4)) == (0, 4, 4)
+
+
+def test_the_namespaces_that_are_not_new_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefixes, "MAX_BEGUN", 3)
+    routed = Routed(_full())
+    for nth in range(9):
+        _store(routed, _full(weights_epoch=str(nth)), [nth] * 4)
+    assert len(routed.view._begun) == 3
+
+
 def test_the_last_announcement_of_a_block_counts() -> None:
     spec = _full()
     routed = Routed(spec)
