@@ -443,6 +443,31 @@ def test_a_long_prefix_is_withdrawn_in_steps() -> None:
     assert len(routed.blocks) == 3 * STEP_BLOCKS
 
 
+def test_blocks_that_change_again_before_they_are_judged_are_judged_once() -> None:
+    """Else each change of a block that was changed twice would withdraw and publish all behind it by itself."""
+    spec, steps_behind = _full(), 2
+    routed = Routed(spec)
+    busy = _store(routed, spec, list(range(100_000, 100_000 + 4 * 2 * STEP_BLOCKS)))
+    tokens = list(range(4 * steps_behind * STEP_BLOCKS))
+    names = [entry.block_hash for entry in _store(routed, spec, tokens)]
+    routed.read()
+    routed.view.removed(busy[0])
+    assert routed.deferred
+    for nth in range(20, 0, -1):
+        for first in (1, 2, 3):
+            tokens[4 * nth : 4 * nth + 4] = [first, nth, 0, 0]
+            routed.view.announced(
+                spec.fingerprint(), BlockRun(0, [names[nth]], names[nth - 1]), tokens[4 * nth : 4 * nth + 4]
+            )
+    num_turns = 0
+    while routed.deferred:
+        routed.deferred.pop(0)()
+        num_turns += 1
+    assert num_turns <= 1 + 2 * steps_behind + 1, "what is left of the busy prefix, and the other one twice"
+    routed.read()
+    assert routed.promised(tokens[:400]) == 400
+
+
 def test_a_wrong_number_of_tokens_is_refused() -> None:
     spec = _full()
     routed = Routed(spec)
