@@ -53,6 +53,7 @@ from kvpool_server.access.caller import (
     check_tenant,
     is_visible,
     mapping_tenant,
+    may_announce,
     may_create_namespaces,
     may_open_namespaces,
     may_see_quota,
@@ -188,7 +189,7 @@ class PoolService(PoolServicer):
                 block_bytes=[group.slot_bytes for group in namespace.spec.groups],
             )
         offered, most = self._offered(context), self._pool.limits.max_batch_blocks
-        wants_tokens = self._events is not None and self._events.wants_tokens(namespace.spec)
+        wants_tokens = self._events is not None and may_announce() and self._events.wants_tokens(namespace.spec)
         opened = OpenedNamespace(namespace.fingerprint, offered, created, most, wants_tokens)
         return wire.encode_opened(opened, self._boot_token)
 

@@ -86,6 +86,12 @@ def may_create_namespaces() -> bool:
     return caller is None or may_call(caller.role, "PutStart")
 
 
+def may_announce() -> bool:
+    """Whether the caller may tell which tokens blocks stand for, which routers are told."""
+    caller = CALLER.get()
+    return caller is None or may_call(caller.role, "Announce")
+
+
 def may_open_namespaces() -> bool:
     """Whether the caller may be told how bytes travel."""
     caller = CALLER.get()

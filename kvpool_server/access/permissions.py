@@ -5,10 +5,9 @@ from __future__ import annotations
 from kvpool.principal import Role
 
 _READ = {
-    "OpenNamespace", "Lookup", "LookupStream", "Get", "Read", "GetChunks", "Release", "Verify", "Report",
-    "Exists", "Announce",
+    "OpenNamespace", "Lookup", "LookupStream", "Get", "Read", "GetChunks", "Release", "Verify", "Report", "Exists",
 }  # fmt: skip
-_WRITE = {"PutStart", "PutEnd", "PutRevoke", "Write", "PutChunks", "Hint"}
+_WRITE = {"PutStart", "PutEnd", "PutRevoke", "Write", "PutChunks", "Hint", "Announce"}
 _TENANT = {"ListNamespaces", "Remove", "Clear", "ListQuotas", "Ledger", "Explain", "Value", "Hint"}
 _POOL = {"Stats", "SetQuotas", "Drain"}
 _ANYBODY = {"Ping", "WhoAmI"}

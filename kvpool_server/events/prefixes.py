@@ -12,9 +12,9 @@ of its last block.
 
 A view publishes one namespace of those with its model and tenant: routers cannot tell blocks of the same tokens apart.
 A namespace that is new takes the place of the one before as soon as an engine has announced a beginning there, for
-example with new weights. Any other one takes it back with an announcement of its own once the published one has had
-none for `SILENT_S`, or has nothing to publish: so a short visit of an engine with other settings leaves no router
-without the blocks of all others.
+example with new weights. It is not new any more then, even if it is pushed out of the followed ones and comes back.
+Any other one takes it back with an announcement of its own once the published one has had none for `SILENT_S`, or has
+nothing to publish: so a short visit of an engine with other settings leaves no router without the blocks of all others.
 
 Pipeline stages have namespaces of their own, of which none alone can be promised: their blocks are not published. Nor
 are blocks whose names a key hides.
@@ -52,6 +52,8 @@ MAX_NAMESPACES = 64
 """That are followed. The one that has been silent longest gives way to a further one."""
 MAX_PASSED = 4_096
 """Other namespaces that are remembered, so that their specifications are not looked at again."""
+MAX_BEGUN = 4_096
+"""Namespaces that are remembered not to be new: those that were announced last."""
 
 
 class PrefixView(Observer):
@@ -83,7 +85,7 @@ class PrefixView(Observer):
         self._is_deferred = False
         self._passed: set[bytes] = set()  # Namespaces that are not followed.
         self._followed: dict[bytes, Promises] = {}  # By namespace, the one that has been silent longest first.
-        self._new: set[bytes] = set()  # Followed ones in which no beginning was announced yet.
+        self._begun: dict[bytes, None] = {}  # Not new any more, the one that has been silent longest first.
         self._published: Promises | None = None
         self._announced_at = -math.inf  # Of the published namespace.
 
@@ -118,9 +120,13 @@ class PrefixView(Observer):
         promises.announced(run, tokens)
         self._followed[fingerprint] = self._followed.pop(fingerprint)
         now = self._clock()
-        if promises.has_beginning and (fingerprint in self._new or self._gives_way(now)):
-            self._new.discard(fingerprint)
-            self._turn_to(promises)
+        if promises.has_beginning:
+            if fingerprint not in self._begun or self._gives_way(now):
+                self._turn_to(promises)
+            self._begun.pop(fingerprint, None)
+            self._begun[fingerprint] = None
+            if len(self._begun) > MAX_BEGUN:
+                del self._begun[next(iter(self._begun))]
         if promises is self._published:
             self._announced_at = now
             self._publish()
@@ -140,9 +146,7 @@ class PrefixView(Observer):
         if len(self._followed) == MAX_NAMESPACES:
             silent = next(each for each, promises in self._followed.items() if promises is not self._published)
             del self._followed[silent]
-            self._new.discard(silent)
         self._followed[fingerprint] = promises = Promises(spec, group)
-        self._new.add(fingerprint)
         if self._published is None:
             self._turn_to(promises)
         return promises

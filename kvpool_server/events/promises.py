@@ -1,7 +1,7 @@
 """The blocks of one namespace that routers may promise: see `prefixes.py` for the rule.
 
 A change of one block may concern all blocks behind it, so blocks are judged in steps: one change after the other, each
-with all it concerns before the next one begins.
+with all it concerns before the next one begins. A block that changes again before it is judged is judged once.
 
 Invariant: once all blocks are judged, what is published is closed under prefixes, and each block was published after
 the block before it. Not thread-safe: the pool's event loop owns the blocks.
@@ -10,7 +10,7 @@ the block before it. Not thread-safe: the pool's event loop owns the blocks.
 from __future__ import annotations
 
 import math
-from collections import defaultdict, deque
+from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -84,13 +84,16 @@ class Promises:
         # as a hit needs, which is also what there is where none is missing since the start of the prefix.
         self._unbroken: list[dict[bytes, int]] = [{} for _ in spec.groups]
         self._published: dict[bytes, _Block] = {}  # As it was told: with all tokens of a published block.
-        self._changed: deque[tuple[bytes, int]] = deque()  # Blocks to judge, and how far behind them blocks may change.
+        # Blocks to judge, and how far behind them blocks may change. Each is there once, so that changes of one block
+        # neither pile up, nor withdraw and publish all behind it again and again.
+        self._changed: OrderedDict[bytes, int] = OrderedDict()
         self._under_way: list[tuple[bytes, int]] = []  # The same, of the change that is being judged.
 
     def wake(self) -> None:
         """Has all blocks judged, and published from now on."""
         self._is_resting = False
-        self._changed.extend((block_hash, 0) for block_hash in self._children.get(b"", ()))
+        for block_hash in self._children.get(b"", ()):
+            self._change(block_hash, 0)
 
     def rest(self) -> None:
         """Publishes nothing any more, and forgets all that has no use until the next `wake`."""
@@ -168,7 +171,7 @@ class Promises:
 
     def _change(self, block_hash: bytes, reach: int) -> None:
         if not self._is_resting:
-            self._changed.append((block_hash, reach))
+            self._changed[block_hash] = max(reach, self._changed.get(block_hash, 0))
 
     def _remember(self, block_hash: bytes, block: _Block) -> None:
         if self._is_resting:
@@ -188,7 +191,7 @@ class Promises:
         changes: list[Change] = []
         while most > 0 and self.is_behind:
             if not self._under_way:
-                self._under_way.append(self._changed.popleft())
+                self._under_way.append(self._changed.popitem(last=False))
             stored: list[Change] = []
             withdrawn: list[Change] = []
             while most > 0 and self._under_way:
@@ -209,7 +212,7 @@ class Promises:
             # Announced anew before it was judged. All behind it loses its depth first, so that a chain that bites its
             # tail comes to rest without any: its depths would grow for ever.
             depth = None
-            self._changed.append((block_hash, 0))
+            self._change(block_hash, 0)
         if depth is not None:
             self._depths[block_hash] = depth
         walked = self._count_unbroken(block_hash, depth[0] if depth is not None else 0)
@@ -221,7 +224,7 @@ class Promises:
         if span is not None and told is not None and span != told:
             # Announced anew; all behind it is withdrawn with it, and then published again.
             span = None
-            self._changed.append((block_hash, 0))
+            self._change(block_hash, 0)
         if span is not None and told is None:
             self._published[block_hash] = span
             stored.append(Change(True, self._label, block_hash, *span))

@@ -325,6 +325,31 @@ def test_of_many_namespaces_the_published_one_stays(monkeypatch: pytest.MonkeyPa
     assert len(routed.view._followed) == 3 and len(routed.view._passed) == 3
 
 
+def test_a_namespace_that_was_not_followed_for_a_while_is_not_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefixes, "MAX_NAMESPACES", 2)
+    old, new = _full(weights_epoch="1"), _full(weights_epoch="2")
+    routed = Routed(old)
+    _store(routed, old, [7] * 4)
+    _store(routed, new, list(range(8)))
+    (group,) = routed.groups(_full(weights_epoch="3"))
+    routed.view.stored(_entry(group, _names([6] * 4, FULL), 0))  # The old one is not followed any more.
+    _store(routed, old, [8] * 4)
+    routed.read()
+    assert (routed.promised(list(range(8))), routed.promised([8] * 4)) == (8, 0)
+    routed.clock.advance(prefixes.SILENT_S)
+    _store(routed, old, [9] * 4)
+    routed.read()
+    assert (routed.promised(list(range(8))), routed.promised([8] * 4), routed.promised([9] * 4)) == (0, 4, 4)
+
+
+def test_the_namespaces_that_are_not_new_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefixes, "MAX_BEGUN", 3)
+    routed = Routed(_full())
+    for nth in range(9):
+        _store(routed, _full(weights_epoch=str(nth)), [nth] * 4)
+    assert len(routed.view._begun) == 3
+
+
 def test_the_last_announcement_of_a_block_counts() -> None:
     spec = _full()
     routed = Routed(spec)
@@ -416,6 +441,31 @@ def test_a_long_prefix_is_withdrawn_in_steps() -> None:
                 routed._apply(change)
     assert removed == 2 * STEP_BLOCKS
     assert len(routed.blocks) == 3 * STEP_BLOCKS
+
+
+def test_blocks_that_change_again_before_they_are_judged_are_judged_once() -> None:
+    """Else each change of a block that was changed twice would withdraw and publish all behind it by itself."""
+    spec, steps_behind = _full(), 2
+    routed = Routed(spec)
+    busy = _store(routed, spec, list(range(100_000, 100_000 + 4 * 2 * STEP_BLOCKS)))
+    tokens = list(range(4 * steps_behind * STEP_BLOCKS))
+    names = [entry.block_hash for entry in _store(routed, spec, tokens)]
+    routed.read()
+    routed.view.removed(busy[0])
+    assert routed.deferred
+    for nth in range(20, 0, -1):
+        for first in (1, 2, 3):
+            tokens[4 * nth : 4 * nth + 4] = [first, nth, 0, 0]
+            routed.view.announced(
+                spec.fingerprint(), BlockRun(0, [names[nth]], names[nth - 1]), tokens[4 * nth : 4 * nth + 4]
+            )
+    num_turns = 0
+    while routed.deferred:
+        routed.deferred.pop(0)()
+        num_turns += 1
+    assert num_turns <= 1 + 2 * steps_behind + 1, "what is left of the busy prefix, and the other one twice"
+    routed.read()
+    assert routed.promised(tokens[:400]) == 400
 
 
 def test_a_wrong_number_of_tokens_is_refused() -> None:
