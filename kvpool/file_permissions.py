@@ -18,8 +18,9 @@ def unreadable(path: object, error: OSError, setting: str = "") -> ConfigError:
         setting: the option or setting that gave the path, such as "--tokens"; empty: not known.
     """
     named = f" as {setting}" if setting else ""
+    seen = "" if os.path.isabs(str(path)) else f" (seen from {os.getcwd()})"
     return ConfigError(
-        f"cannot read {path}: {error.strerror}; give a file{named} that exists and that this process may read"
+        f"cannot read {path}{seen}: {error.strerror}; give a file{named} that exists and that this process may read"
     )
 
 

@@ -37,6 +37,11 @@ EXPLAIN_EVERY_S = 10.0
 """The list of namespaces is fetched at most so often, however many engines come and go."""
 MAX_EXPLAINED = 16
 """Differences that one session logs; an engine of a busy pool would fill its log otherwise."""
+LISTING = "ListNamespaces"
+MAY_NOT_LIST = (
+    "its certificate or token may not list namespaces, so it cannot say why blocks of other engines are not read; with "
+    "the role tenant-operator, `kvpool doctor` and `kvpool namespaces --diff` can"
+)
 AWAY = "kvpool is away: the engine computes without the pool and retries in the background: %s"
 MAX_WORDS = 200
 """Characters of what the log says of one difference between namespaces."""
@@ -238,6 +243,10 @@ class Session:
         if not self._explains or num_opened == self._num_opened or now - self._explained_at < EXPLAIN_EVERY_S:
             return
         try:
+            if LISTING not in self.client.admin.whoami().methods:  # A call that is refused is a line in the audit log.
+                self._explains = False
+                logger.info("%s: %s", self._name, MAY_NOT_LIST)
+                return
             infos = self.client.admin.namespaces(holdings=False)
         except KVPoolError:
             return

@@ -9,7 +9,7 @@ import json
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ class Settings:
     Args:
         source: where they are from, for texts.
         hash_seed: PYTHONHASHSEED.
+        files: that the connector reads to be let in, by setting.
     """
 
     source: str
@@ -45,6 +46,7 @@ class Settings:
     role: str | None = None
     hash_seed: str | None = None
     has_prefix_caching: bool = True
+    files: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +76,10 @@ COMPLAINTS = tuple(
             "report the traceback below the line",
         ),
         (
-            r"may name equal blocks differently",
+            r"ConfigError: ",
             Level.ERROR,
-            "the engine refused to start with its hash algorithm",
-            f"start vLLM with --prefix-caching-hash-algo {ALGORITHM}",
+            "the engine refused to start",
+            "see the line; relative paths count from the directory in which vLLM was started",
         ),
         (
             r"kv_load_failure_policy is ",
@@ -172,6 +174,7 @@ def of_arguments(text: str) -> Settings:
         role=_text(transfer.get("kv_role")),
         hash_seed=environment.get("PYTHONHASHSEED"),
         has_prefix_caching="no-enable-prefix-caching" not in options,
+        files=_files(transfer),
     )
 
 
@@ -199,12 +202,31 @@ def _transfer(text: str) -> Mapping[str, Any]:
     return found
 
 
+def _parts(transfer: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The configuration of the connector, and of those of a MultiConnector."""
+    inner = _object(transfer, "kv_connector_extra_config").get("connectors")
+    return [transfer, *(part for part in inner if isinstance(part, dict))] if isinstance(inner, list) else [transfer]
+
+
 def _connectors(transfer: Mapping[str, Any]) -> list[str]:
-    """The connector, and those of a MultiConnector."""
-    extra = transfer.get("kv_connector_extra_config")
-    inner = extra.get("connectors") if isinstance(extra, dict) else None
-    parts = [part for part in inner if isinstance(part, dict)] if isinstance(inner, list) else []
-    return [str(part["kv_connector"]) for part in (transfer, *parts) if "kv_connector" in part]
+    return [str(part["kv_connector"]) for part in _parts(transfer) if "kv_connector" in part]
+
+
+def _files(transfer: Mapping[str, Any]) -> dict[str, str]:
+    """The files of certificates and tokens that a connector is given, by setting."""
+    found: dict[str, Any] = {}
+    for part in _parts(transfer):
+        if part.get("kv_connector") == CONNECTOR:
+            extra = _object(part, "kv_connector_extra_config")
+            tls = _object(extra, "tls")
+            found |= {f"tls.{name}": tls[name] for name in ("ca", "cert", "key") if name in tls}
+            found |= {"token_file": extra["token_file"]} if "token_file" in extra else {}
+    return {name: path for name, path in found.items() if isinstance(path, str) and path}
+
+
+def _object(fields: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    found = fields.get(name)
+    return found if isinstance(found, dict) else {}
 
 
 def _text(value: object) -> str | None:
@@ -264,10 +286,21 @@ def settings(given: Settings) -> list[Finding]:
         does = {"kv_consumer": "stores nothing", "kv_producer": "loads nothing"}.get(given.role or "", "is unknown")
         text = f"{where}: {escaped(given.role or '', MAX_LINE_CHARS)}: the engine {does}"
         found.append(warning("kv_role", text, "set kv_role to kv_both unless other engines do the rest"))
+    for name, path in given.files.items():
+        if not _exists(path):
+            text = f"{where}: {name} {escaped(path, MAX_LINE_CHARS)} is not on this host, seen from {Path.cwd()}"
+            found.append(warning(name, text, "give a file that the engine can read, best by its absolute path"))
     if not given.has_prefix_caching:
         text = f"{where}: vLLM's prefix caching is off, so that stored blocks are not kept in the engine, too"
         found.append(warning("prefix caching", text, "leave out --no-enable-prefix-caching"))
     return found
+
+
+def _exists(path: str) -> bool:
+    try:
+        return Path(path).exists()
+    except (OSError, ValueError):  # Too long a name, or a zero byte.
+        return False
 
 
 def log_file(path: Path) -> list[Finding]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import combinations
 
@@ -86,16 +87,24 @@ def _shown(value: object) -> str:
 
 
 def hashes(infos: Sequence[NamespaceInfo]) -> list[Finding]:
-    """Whether all engines name blocks by one algorithm and one seed."""
+    """Whether all engines name blocks by one algorithm, and those of a model by one seed."""
     algorithms = {info.spec.hash_algorithm for info in infos}
     if others := sorted(algorithms - {ALGORITHM}):
         text = f"some namespaces name blocks by {escaped(', '.join(others), MAX_VALUE_CHARS)}"
         return [error("block hashes", text, f"start vLLM with --prefix-caching-hash-algo {ALGORITHM}")]
-    seeds = {info.spec.hash_seed for info in infos}  # Digests of them: the server tells no seeds.
-    if len(seeds) > 1:
-        text = f"the engines' namespaces have {len(seeds)} seeds of block hashes, and share nothing across them"
-        return [warning("block hashes", text, "set the same PYTHONHASHSEED, or none, for all engines")]
-    return [ok("block hashes", f"all namespaces have the algorithm {ALGORITHM} and one seed")] if infos else []
+    seeds: defaultdict[str, set[str]] = defaultdict(set)
+    for info in infos:
+        seeds[info.spec.model].add(info.spec.hash_seed)  # Digests of them: the server tells no seeds.
+    if several := [model for model in seeds if len(seeds[model]) > 1]:
+        model = escaped(several[0], MAX_VALUE_CHARS)
+        others = f" (and those of {len(several) - 1:,} more)" if several[1:] else ""
+        text = (
+            f"the namespaces of {model}{others} have {len(seeds[several[0]])} seeds of block hashes, and share nothing "
+            "across them"
+        )
+        return [warning("block hashes", text, "set the same PYTHONHASHSEED, or none, for all engines of a model")]
+    text = f"all namespaces have the algorithm {ALGORITHM}, and those of a model one seed"
+    return [ok("block hashes", text)] if infos else []
 
 
 def block_sizes(infos: Sequence[NamespaceInfo], arena_bytes: int) -> list[Finding]:

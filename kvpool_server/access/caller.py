@@ -14,7 +14,7 @@ CALLER: ContextVar[Principal | None] = ContextVar("kvpool caller", default=None)
 """Whose call the running handler serves; None where callers are not authenticated, and may do everything."""
 
 _UNIX_PEER = "unix:"
-_INSTEAD = {"Stats": "; ListNamespaces (`kvpool namespaces`) shows a tenant's numbers"}
+_INSTEAD = {"Stats": "; a tenant-operator sees the numbers of its tenant with `kvpool namespaces`"}
 """What a caller may call in place of a method."""
 
 

@@ -65,6 +65,19 @@ def test_each_bad_argument_is_named(text: str, check: str, level: Level) -> None
     assert of(text) == {check: level}
 
 
+def test_files_that_are_not_there_are_named(tmp_path: Path) -> None:
+    there = tmp_path / "ca.crt"
+    there.touch()
+    tls = {"ca": str(there), "cert": "pki/tls.crt", "key": "/\0"}
+    extra = {"kv_connector_extra_config": {"tls": tls, "token_file": "no/token"}}
+    names = {"tls.cert", "tls.key", "token_file"}
+    assert of(arguments({**GOOD, **extra})) == dict.fromkeys(names, Level.WARNING)
+    found = engine.settings(engine.of_arguments(arguments({**GOOD, **extra})))
+    (told,) = (each.text for each in found if each.check == "tls.cert")
+    assert told == f"the arguments: tls.cert pki/tls.crt is not on this host, seen from {Path.cwd()}"
+    assert of(arguments({**GOOD, "kv_connector_extra_config": {"tls": 7, "connectors": 7}})) == {}
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
@@ -108,7 +121,7 @@ def test_settings_in_a_log_are_checked(old: str, new: str, expected: dict[str, L
         ("kvpool is off for this engine: ranks differ", Level.ERROR),
         ("kvpool: KV sharing is off for this engine until it is started again: why", Level.ERROR),
         ("kvpool: lookup failed with an unexpected error, and the engine continues", Level.ERROR),
-        ("ConfigError: kvpool: algo = 'x' may name equal blocks differently in two", Level.ERROR),
+        ("kvpool.errors.ConfigError: cannot read pki/ca.crt (seen from /): No such file or directory", Level.ERROR),
         ("kvpool: kv_load_failure_policy is 'fail': a request whose load from the pool fails will fail", Level.WARNING),
         ("s: kvpool has another namespace of m, of which nothing can be read in 3f2a, because dtype", Level.WARNING),
         ("kvpool: a load of 7 KV blocks failed, so their request will be computed: slow", Level.WARNING),
@@ -134,7 +147,7 @@ def test_every_pattern_is_in_the_connector() -> None:
     code = " ".join("".join(piece.lstrip(' "') if nth else piece for nth, piece in enumerate(code.split("\n"))).split())
     for words in (
         "kvpool is off for this engine", "KV sharing is off for this engine until", "failed with an unexpected error",
-        "may name equal blocks differently", "kv_load_failure_policy is ", "of which nothing can be read in",
+        "raise ConfigError(", "kv_load_failure_policy is ", "of which nothing can be read in",
         "a load of 7 KV blocks failed", "KV blocks were not stored in the pool", "KV blocks of a load left the pool",
         "whose connector interface may differ", "identifies them by that name and revision", "kvpool is away: ",
         "another connector has replaced that of", "KV sharing is off until the engine's blocks",

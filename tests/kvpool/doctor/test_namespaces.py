@@ -91,6 +91,8 @@ def test_hash_algorithms_and_seeds_are_compared() -> None:
     assert found.level is Level.ERROR and "sha256" in found.text
     (found,) = hashes([info(), changed(hash_seed="0")])
     assert found.level is Level.WARNING and "2 seeds" in found.text
+    (found,) = hashes([info(), changed(model="another", hash_seed="0")])
+    assert found.level is Level.OK
 
 
 def test_blocks_are_compared_with_the_arena() -> None:
