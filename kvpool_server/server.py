@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import Coroutine, Set
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Any
 
 import structlog
@@ -51,6 +52,7 @@ from kvpool_server.grpc_server import GrpcServer
 from kvpool_server.history import History
 from kvpool_server.http import DRAINING, SERVING, STARTING, OperatorHttp, on_loop
 from kvpool_server.log_events import LogEvents
+from kvpool_server.lookup_streams import LookupStreams
 from kvpool_server.loop_lag import LoopLag
 from kvpool_server.metrics import (
     CertificateExpiry,
@@ -68,17 +70,34 @@ from kvpool_server.pairs import Pairs
 from kvpool_server.reports.engines import EngineReports
 from kvpool_server.reports.metrics import ReportCollector
 from kvpool_server.reports.usage_ledger import open_ledger
+from kvpool_server.request_traces import RequestTraces
 from kvpool_server.server_stats import server_stats
 from kvpool_server.service import PoolService
+from kvpool_server.services.chunks import ChunkService
+from kvpool_server.services.drain import DrainService
+from kvpool_server.services.explanations import ExplanationService
+from kvpool_server.services.hints import HintService
+from kvpool_server.services.leases import LeaseService
+from kvpool_server.services.listings import ListingService
+from kvpool_server.services.puts import PutService
+from kvpool_server.services.quotas import QuotaService
+from kvpool_server.services.region_permits import RegionPermits
+from kvpool_server.services.removals import RemovalService
+from kvpool_server.services.reports import ReportService
+from kvpool_server.services.routing import RoutingService
+from kvpool_server.services.served_pool import ServedPool
+from kvpool_server.services.sessions import SessionService
+from kvpool_server.services.transfers import TransferService
 from kvpool_server.tiering.tiered_pool import TieredPool
 from kvpool_server.tiers.registry import parse
 from kvpool_server.tiers.tier import TierContext
 from kvpool_server.tiers.traced import SpansOfBlocks, TracedTier
-from kvpool_server.traced_service import TracedPoolService
+from kvpool_server.traced_service import TracedLeaseService, trace_calls
 from kvpool_server.turns import Turns
 from kvpool_server.usage import Usage
 from kvpool_server.value.instruments import ValueCollector, ValueInstruments
 from kvpool_server.value.recorder import Recorder
+from kvpool_server.verifier import Verifier
 
 log = structlog.get_logger()
 
@@ -183,7 +202,7 @@ class Server:
         self._in_background(self._ledger.run())
         write_back = [each.write == "back" for each in options]
         self._tiered = TieredPool(self.pool, self._memory.segment.bytes, tiers, write_back, run=self._turns.run)
-        self._drain = Drain(self._tiered, config.drain_ms, self._announce_drain)
+        self._drain = drain = Drain(self._tiered, config.drain_ms, self._announce_drain)
         self._memory.hand_out(self._open)
         registry = CollectorRegistry()
         metrics = self._serve_http(registry)
@@ -199,9 +218,9 @@ class Server:
             self.engine = await self._start_engine()
         if self.data is not None and not await self.data.ready():
             log.warning("no data worker is ready yet; clients that connect before one is ready use gRPC")
-        await self._serve_grpc(metrics)
+        await self._serve_grpc(metrics, drain)
         self._in_background(self._expire())
-        self._in_background(self._stop_once_drained(self._drain))
+        self._in_background(self._stop_once_drained(drain))
         self._in_background(self._prefault_rest())
         self._in_background(self._memory.free_strays())
         if self.data is not None:
@@ -354,31 +373,39 @@ class Server:
     def _drop_engine(self) -> None:
         self.engine = None  # Its threads end with the last reference, before the memory that they write to.
 
-    def _service_class(self) -> type[PoolService]:
-        if self._tracing is None:
-            return PoolService
-        return type("TracedPoolService", (TracedPoolService,), {"tracing": self._tracing})
-
-    async def _serve_grpc(self, metrics: RpcMetrics) -> None:
-        config, access = self.config, self._access
-        who, started = None if access is None else access.who, time.monotonic()
-        service = self._service_class()(
-            self._tiered,
-            self._memory.segment.bytes,
-            self._memory.offer(self.engine, self.data.info if self.data is not None else None),
-            self.boot_token,
-            metrics,
-            lambda: self._told_stats(started, metrics),
-            self._permits,
-            who,
-            self._turns,
-            self._memory.of_tenant,
-            self._reports,
-            self._ledger,
-            self._value.report,
-            self._drain,
-            self._events_of_blocks,
+    def _make_service(self, metrics: RpcMetrics, drain: Drain) -> PoolService:
+        pool, memory, access = self.pool, self._memory.segment.bytes, self._access
+        served = ServedPool(self._tiered, self.boot_token, drain, self._turns.run)
+        permits = None if self._permits is None else RegionPermits(pool, self._permits)
+        streams = LookupStreams(pool.limits.max_streams)
+        verifier = Verifier(pool, memory, self._turns.run)
+        traces, events, started = RequestTraces(time.monotonic), self._events_of_blocks, time.monotonic()
+        offer = self._memory.offer(self.engine, self.data.info if self.data is not None else None)
+        lease_service = LeaseService if self._tracing is None else partial(TracedLeaseService, self._tracing)
+        groups = (
+            SessionService(served, offer, self._memory.of_tenant, None if access is None else access.who, events),
+            lease_service(served, streams, permits, metrics, self._ledger),
+            PutService(served, permits),
+            TransferService(served, memory, metrics),
+            ChunkService(served, memory, metrics, verifier),
+            HintService(served),
+            RemovalService(served, verifier),
+            ExplanationService(served, traces),
+            RoutingService(served, self._reports, events),
+            ReportService(served, self._reports, traces, self._ledger),
+            ListingService(served, lambda: self._told_stats(started, metrics), self._reports, self._value.report),
+            QuotaService(served),
+            DrainService(served),
         )
+        service = PoolService(pool.limits, streams, groups)
+        if self._tracing is not None:
+            trace_calls(service, self._tracing)
+        return service
+
+    async def _serve_grpc(self, metrics: RpcMetrics, drain: Drain) -> None:
+        config, access = self.config, self._access
+        who = None if access is None else access.who
+        service = self._make_service(metrics, drain)
         credentials = None if access is None else access.credentials.for_grpc
         running = None if access is None else access.running
         unix = config.unix_listen, config.unix_mode_bits
