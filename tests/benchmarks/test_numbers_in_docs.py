@@ -93,10 +93,10 @@ SETTINGS: dict[str, dict[str, str]] = {
         "still answers 10 s after the deadline": "kvpool.commands.drain: LATE_S",
     },
     "operations.md": {
-        "`drain_ms` and 5 s together": "kvpool_server.server: HANDOVER_S",
+        "`drain_ms` and 5 s together": "kvpool_server.composition: HANDOVER_S",
         "less than 16 MiB for each gRPC call": ELSEWHERE,
-        "for `drain_ms` and 5 s more": "kvpool_server.server: HANDOVER_S",
-        "more than `drain_ms` and 5 s": "kvpool_server.server: HANDOVER_S",
+        "for `drain_ms` and 5 s more": "kvpool_server.composition: HANDOVER_S",
+        "more than `drain_ms` and 5 s": "kvpool_server.composition: HANDOVER_S",
         "at most 0.5 ms a step": "vllm_plugin.scheduler.step_budget: MAX_WAIT_S",
         "waits up to 60 s": "vllm_plugin.breaker: MAX_FLAP_WAIT_S",
         "costs at most 5 %": "vllm_plugin.scheduler.load_policy: PROBE_SHARE",
