@@ -24,7 +24,7 @@ from kvpool_server.config import ServerConfig
 from kvpool_server.data_plane.extent_files import ExtentFiles
 from kvpool_server.memory_socket import MemorySocket
 from kvpool_server.prefault import Prefault, check_fits, check_free, free_bytes
-from kvpool_server.service import PIECE_BYTES
+from kvpool_server.services.transfers import PIECE_BYTES
 from kvpool_server.tenant_memory import TenantMemory
 
 log = structlog.get_logger()

@@ -28,7 +28,8 @@ from kvpool_server.addresses import cannot_listen, why_not_listening
 from kvpool_server.inbox import MAX_DATA_BYTES, REQUEST
 from kvpool_server.method_handlers import SERVICE_NAME, add_service
 from kvpool_server.metrics import RpcMetrics
-from kvpool_server.service import MAX_STREAM_S, PoolService
+from kvpool_server.service import PoolService
+from kvpool_server.services.call import MAX_STREAM_S
 from kvpool_server.socket_path import bind_path, cannot_bind
 
 INBOUND_BYTES = 4 << 20

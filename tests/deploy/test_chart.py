@@ -22,9 +22,9 @@ from pydantic import ByteSize, TypeAdapter
 from kvpool.certificates import Authority
 from kvpool.principal import ALL_TENANTS, Principal, Role
 from kvpool.tls import TlsFiles
+from kvpool_server.composition import HANDOVER_S
 from kvpool_server.config import ServerConfig, load
 from kvpool_server.exposure import check_exposure
-from kvpool_server.server import HANDOVER_S
 from testbed.engine import kvpool_transfer_config
 from tests.support.certificates import files_in
 from tests.support.chart import (

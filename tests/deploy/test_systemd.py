@@ -148,8 +148,8 @@ def test_the_units_command_serves_under_its_sandbox(started: Started) -> None:
 
 
 def test_the_unit_gives_the_server_longer_to_stop_than_it_takes_to_drain() -> None:
+    from kvpool_server.composition import HANDOVER_S
     from kvpool_server.config import ServerConfig
-    from kvpool_server.server import HANDOVER_S
 
     given = tomllib.loads((SYSTEMD / "server.toml").read_text())
     drain_ms = ServerConfig(**given).drain_ms

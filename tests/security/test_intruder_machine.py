@@ -28,9 +28,9 @@ from kvpool.namespace import NamespaceSpec
 from kvpool.principal import ALL_TENANTS, Principal, Role
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server import request_reader
-from kvpool_server import service as served
 from kvpool_server.access.permissions import may_call
 from kvpool_server.cache.limits import Limits
+from kvpool_server.services import listings, quotas, removals, sessions
 from tests.support.effort import effort
 from tests.support.values import block_hash, group_spec, namespace_spec
 from tests.support.wire_service import METHODS, Answer, WireHouse
@@ -451,16 +451,16 @@ TestIntruderMachine.settings = settings(
 
 
 def _all_are_visible(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (request_reader, served):
+    for module in (request_reader, listings, quotas):
         monkeypatch.setattr(module, "is_visible", lambda tenant: True)
 
 
 def _anybody_opens_for_a_tenant(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(served, "check_tenant", lambda tenant: None)
+    monkeypatch.setattr(sessions, "check_tenant", lambda tenant: None)
 
 
 def _clear_is_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(served, "check_all_tenants", lambda what: None)
+    monkeypatch.setattr(removals, "check_all_tenants", lambda what: None)
 
 
 def _tenants_share_namespaces(monkeypatch: pytest.MonkeyPatch) -> None:

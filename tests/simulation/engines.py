@@ -38,8 +38,8 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvpool.namespace import GroupSpec
-from kvpool_server import service
 from kvpool_server.cache.entry import Entry, Observer
+from kvpool_server.services import quotas, removals, sessions
 from tests.simulation.deterministic_runtime import DeterministicRuntime
 from tests.simulation.network import SimClient, SimServer
 from tests.support.toy.device import Device, DeviceCopier
@@ -443,7 +443,8 @@ def take_over(patch: pytest.MonkeyPatch, runtime: DeterministicRuntime, server: 
         _kvpool_client(),
     ):
         patch.setattr(module, "time", time)
-    patch.setattr(service, "log", logging.getLogger("vllm.simulation"))
+    for module in (sessions, removals, quotas):
+        patch.setattr(module, "log", logging.getLogger("vllm.simulation"))
     patch.setattr(session, "threading", threading)
     # Reports only read counters; tests/vllm_plugin/scheduler/test_report_totals.py plays their losses and repetitions.
     patch.setattr(scheduler, "Reporter", lambda *_: SimpleNamespace(close=lambda: None))

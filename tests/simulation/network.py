@@ -38,9 +38,10 @@ from kvpool_server.cache.entry import Observer
 from kvpool_server.cache.limits import Limits
 from kvpool_server.cache.pool import Pool
 from kvpool_server.drain import Drain
-from kvpool_server.service import PIECE_BYTES, PoolService
+from kvpool_server.services.transfers import PIECE_BYTES
 from kvpool_server.tiering.tiered_pool import TieredPool
 from tests.simulation.deterministic_runtime import DeterministicRuntime, Message
+from tests.support.pool_service import pool_service
 from tests.support.service_loop import CallContext, ServiceLoop
 
 LIMITS = Limits(max_batch_blocks=96, max_ttl_ms=20_000, grace_ms=1_000)
@@ -184,14 +185,14 @@ class SimServer:
         self.pool.observe(self._observer)
         tiered, offer = _LaggingPool(self.pool, self.memory, self.lags), Offer(PIECE_BYTES)
         self._drain = Drain(tiered, DRAIN_MS, _tell_nobody, self.runtime.clock)
-        self._service = PoolService(
+        self._service = pool_service(
             tiered,
             self.memory,
-            offer,
-            self.boot_token,
             _NoMetrics(),
-            self.pool.stats,
-            drain=self._drain,  # type: ignore[arg-type]
+            offer=offer,
+            boot_token=self.boot_token,
+            stats=self.pool.stats,
+            drain=self._drain,
         )
         self.up = True
 

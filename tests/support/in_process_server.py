@@ -27,10 +27,10 @@ from kvpool_server.cache.steps import Steps
 from kvpool_server.data_plane.permits import PermitTable
 from kvpool_server.grpc_server import GrpcServer
 from kvpool_server.metrics import RpcMetrics
-from kvpool_server.service import PoolService
 from kvpool_server.tiering.tiered_pool import TieredPool
 from kvpool_server.turns import Turns
 from tests.support.clock import FakeClock
+from tests.support.pool_service import pool_service
 
 Value = TypeVar("Value")
 SETTLE_EVERY_S = 0.05
@@ -130,8 +130,8 @@ class InProcessServer:
         tiered = TieredPool(self.pool, self.memory, run=turns.run)
         metrics = RpcMetrics(CollectorRegistry())
         who: Any = self._who
-        service = PoolService(
-            tiered, self.memory, Offer(1 << 20), 1, metrics, tiered.stats, self._permits, who=who, turns=turns
+        service = pool_service(
+            tiered, self.memory, metrics, offer=Offer(1 << 20), permits=self._permits, who=who, turns=turns
         )
         running = RunningCalls(lambda credential: credential, 0.0) if who is not None else None
         server = GrpcServer("127.0.0.1:0", service, metrics, credentials=self._credentials, who=who, running=running)

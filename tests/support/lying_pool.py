@@ -29,13 +29,13 @@ from kvpool.types import DataPortInfo, MooncakeInfo, Offer, SegmentInfo
 from kvpool.v1 import pool_pb2 as pb
 from kvpool.wire import status_of
 from kvpool_server.cache.allocator.arena import Arena
-from kvpool_server.cache.leases import Owner
 from kvpool_server.cache.limits import Limits
 from kvpool_server.cache.pool import Pool
-from kvpool_server.service import PIECE_BYTES, PoolService
+from kvpool_server.services.transfers import PIECE_BYTES
 from kvpool_server.tiering.tiered_pool import TieredPool
 from tests.support.clock import FakeClock
 from tests.support.memory_transport import MemoryTransport
+from tests.support.pool_service import pool_service
 from tests.support.service_loop import CallContext, ServiceLoop
 
 _METHODS = {method.name: method for method in pb.DESCRIPTOR.services_by_name["Pool"].methods}
@@ -70,7 +70,7 @@ class LyingPool:
             DataPortInfo("127.0.0.1", 50_052, _NONCE),
         )
         tiered, stats = TieredPool(self.pool, self.memory), self.pool.stats
-        self._service = PoolService(tiered, self.memory, offer, 7, _NoMetrics(), stats)  # type: ignore[arg-type]
+        self._service = pool_service(tiered, self.memory, _NoMetrics(), offer=offer, boot_token=7, stats=stats)
         self._serving = threading.RLock()
         self._loop = ServiceLoop()
         for name in _METHODS:
@@ -112,14 +112,32 @@ class LyingPool:
         def replies() -> Iterator[bytes]:
             for request in requests:
                 with self._serving:
-                    reply = self._loop.run(
-                        self._service._answer(request.SerializeToString(), Owner(CallContext().peer()))
-                    )
-                if reply is not None:
+                    context = _OneRequest(request.SerializeToString())
+                    self._loop.run(self._service.LookupStream(None, context))
+                for reply in context.replies:
                     whole = reply.SerializeToString()
                     yield whole if self.alter is None else self._altered("LookupStream", reply)
 
         return _Replies(replies())
+
+
+class _OneRequest(CallContext):
+    """What a stream of lookups asks of gRPC, for a stream of one request.
+
+    Attributes:
+        replies: to the request.
+    """
+
+    def __init__(self, request: bytes):
+        super().__init__()
+        self.replies: list[Message] = []
+        self._requests = [request]
+
+    async def read(self) -> Any:
+        return self._requests.pop() if self._requests else grpc.aio.EOF  # type: ignore[attr-defined]
+
+    async def write(self, reply: Message) -> None:
+        self.replies.append(reply)
 
 
 class _Memory(MemoryTransport):

@@ -31,6 +31,7 @@ from kvpool_server.metrics import RpcMetrics
 from kvpool_server.service import PoolService
 from kvpool_server.tiering.tiered_pool import TieredPool
 from tests.support.clock import FakeClock
+from tests.support.pool_service import pool_service
 from tests.support.service_loop import CallContext, ServiceLoop
 
 METHODS = {method.name: method for method in pb.DESCRIPTOR.services_by_name["Pool"].methods}
@@ -153,7 +154,7 @@ class WireHouse:
         arena = Arena(arena_bytes, extent_bytes, hand_over=hand_over)
         self.pool = Pool(arena, self.clock, lambda: next(ids), limits)
         tiered, metrics = TieredPool(self.pool, memory), RpcMetrics(CollectorRegistry())
-        service = PoolService(tiered, memory, Offer(1 << 20), 1, metrics, tiered.stats, who=_WHO)
+        service = pool_service(tiered, memory, metrics, offer=Offer(1 << 20), who=_WHO)
         self.service = WireService(service, metrics)
 
     def advance(self, seconds: float) -> None:

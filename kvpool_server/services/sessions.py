@@ -1,0 +1,118 @@
+"""What a client asks before anything else: a namespace, whether the server lives, and what the caller may do."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any
+
+import structlog
+
+from kvpool import wire
+from kvpool.errors import UnknownNamespaceError
+from kvpool.principal import Role
+from kvpool.types import Offer, OpenedNamespace, SegmentInfo
+from kvpool.v1 import pool_pb2 as pb
+from kvpool.version import __version__
+from kvpool_server.access.authentication import Who
+from kvpool_server.access.caller import (
+    CALLER,
+    check_measurement,
+    check_tenant,
+    mapping_tenant,
+    may_announce,
+    may_create_namespaces,
+    may_open_namespaces,
+    own_tenant,
+)
+from kvpool_server.access.permissions import CALLS
+from kvpool_server.events.streams import EventStreams
+from kvpool_server.method_handlers import METHODS
+from kvpool_server.release_gate import ReleaseGate
+from kvpool_server.services.call import Context
+from kvpool_server.services.served_pool import ServedPool
+
+log = structlog.get_logger()
+
+
+class SessionService:
+    """See the module.
+
+    Args:
+        offer: the ways that bytes can travel to and from the arena.
+        memory_of: what a tenant's engines may map, where callers prove who they are.
+        who: authenticates callers; None: callers are not authenticated.
+        events: says of which namespaces engines are to announce tokens; None: of none.
+    """
+
+    def __init__(
+        self,
+        served: ServedPool,
+        offer: Offer,
+        memory_of: Callable[[str], SegmentInfo | None],
+        who: Who | None,
+        events: EventStreams | None,
+    ):
+        self._served = served
+        self._pool = served.pool
+        self._offer = offer
+        self._memory_of = memory_of
+        self._who = who
+        self._events = events
+        self._gate = ReleaseGate()
+        self._started = time.monotonic()
+
+    async def OpenNamespace(self, request: pb.OpenNamespaceRequest, context: Any) -> pb.OpenNamespaceResponse:
+        self._served.drain.check()
+        self._gate.check(wire.decode_release(request), wire.decode_opener(request.opener))
+        spec = wire.decode_spec(request.spec)
+        check_tenant(spec.tenant)
+        check_measurement(spec)
+        if request.expected_fingerprint not in (b"", spec.fingerprint()):
+            # The error that follows says how the two differ.
+            self._served.reader.visible(request.expected_fingerprint)
+        if not may_create_namespaces() and self._pool.namespace(spec.fingerprint()) is None:
+            raise UnknownNamespaceError(
+                f"namespace {spec.fingerprint().hex()[:12]} is not open on this server, and a caller that only reads "
+                f"cannot create it; try again when an engine of role {Role.ENGINE_WRITE} has opened it"
+            )
+        namespace, created = self._pool.open_namespace(
+            spec, request.expected_fingerprint, wire.decode_opener(request.opener)
+        )
+        if created:
+            log.info(
+                "namespace opened",
+                model=namespace.spec.model,
+                fingerprint=namespace.fingerprint.hex()[:12],
+                block_bytes=[group.slot_bytes for group in namespace.spec.groups],
+            )
+        offered, most = self._offered(context), self._pool.limits.max_batch_blocks
+        wants_tokens = self._events is not None and may_announce() and self._events.wants_tokens(namespace.spec)
+        opened = OpenedNamespace(namespace.fingerprint, offered, created, most, wants_tokens)
+        return wire.encode_opened(opened, self._served.boot_token)
+
+    async def Ping(self, request: pb.PingRequest, context: Any) -> pb.PingResponse:
+        uptime, num_opened = time.monotonic() - self._started, self._pool.num_opened(own_tenant())
+        offered, draining = self._offered(context), self._served.drain.is_draining
+        return wire.encode_pong(__version__, uptime, offered, self._served.boot_token, num_opened, draining=draining)
+
+    def _offered(self, context: Context) -> Offer:
+        """What the caller is told: where memory lies, and the token that hands it out, are for those who may use it."""
+        offer = self._offer
+        if tenant := mapping_tenant(context):
+            offer = dataclasses.replace(offer, segment=self._memory_of(tenant))
+        if not may_open_namespaces():
+            offer = dataclasses.replace(offer, mooncake=None)
+        return offer
+
+    async def WhoAmI(self, request: pb.WhoAmIRequest, context: Any) -> pb.WhoAmIResponse:
+        caller = CALLER.get()
+        if caller is None or self._who is None:
+            return pb.WhoAmIResponse(boot_token=self._served.boot_token, methods=sorted(METHODS))
+        return pb.WhoAmIResponse(
+            boot_token=self._served.boot_token,
+            principal=str(caller),
+            methods=sorted(CALLS[caller.role]),
+            ends_at=int(self._who(context).ends_at.timestamp()),
+        )
