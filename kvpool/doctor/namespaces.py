@@ -95,11 +95,11 @@ def hashes(infos: Sequence[NamespaceInfo]) -> list[Finding]:
     seeds: defaultdict[str, set[str]] = defaultdict(set)
     for info in infos:
         seeds[info.spec.model].add(info.spec.hash_seed)  # Digests of them: the server tells no seeds.
-    if several := [model for model in seeds if len(seeds[model]) > 1]:
+    if several := [name for name, found in seeds.items() if len(found) > 1]:
         model = escaped(several[0], MAX_VALUE_CHARS)
-        others = f" (and those of {len(several) - 1:,} more)" if several[1:] else ""
+        more = f" (and those of {len(several) - 1:,} more)" if several[1:] else ""
         text = (
-            f"the namespaces of {model}{others} have {len(seeds[several[0]])} seeds of block hashes, and share nothing "
+            f"the namespaces of {model}{more} have {len(seeds[several[0]])} seeds of block hashes, and share nothing "
             "across them"
         )
         return [warning("block hashes", text, "set the same PYTHONHASHSEED, or none, for all engines of a model")]
