@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import socket
+from collections.abc import Sequence
 
 from kvpool.errors import ConfigError
 
@@ -25,6 +26,19 @@ def is_local(address: str) -> bool:
     """Whether only this host can reach an address."""
     host = split_address(address)[0]
     return host in ("localhost", "::1") or host.startswith("127.")
+
+
+def name_for_clients(host: str, certificate_names: Sequence[str]) -> str:
+    """What clients call a server that listens on a host: with TLS a name that its certificate has.
+
+    Args:
+        certificate_names: of the server's certificate; none without TLS.
+    """
+    if host in EVERYWHERE:
+        host = socket.gethostname()
+    if host in certificate_names:
+        return host
+    return next((name for name in certificate_names if "*" not in name and not is_local(f"{name}:0")), host)
 
 
 def why_not_listening(address: str) -> OSError:

@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,7 +21,7 @@ from kvpool.quotas import size_text
 from kvpool.unix_socket import SCHEME, socket_path
 from kvpool.version import __version__
 from kvpool_server import logs
-from kvpool_server.addresses import EVERYWHERE, is_local, split_address
+from kvpool_server.addresses import is_local, name_for_clients, split_address
 from kvpool_server.config import ServerConfig, load, service_links
 from kvpool_server.log_events import LogEvents
 from kvpool_server.process_memory import keep_collections_short, keep_freed_memory
@@ -139,9 +138,7 @@ async def _run(settings: ServerConfig, events: LogEvents) -> None:
         log.info("stopped before the start had ended")
         return
     await starting
-    host = split_address(settings.listen)[0]
-    if host in EVERYWHERE:
-        host = socket.gethostname()
+    host = name_for_clients(split_address(settings.listen)[0], server.certificate_names)
     if settings.uses_mooncake:
         log.warning(
             "Mooncake listens on all addresses and does not authenticate callers: any host that reaches its ports can "
@@ -153,7 +150,7 @@ async def _run(settings: ServerConfig, events: LogEvents) -> None:
             "clients on other hosts will move bytes through gRPC, which is slower, because only this host can reach "
             "--data-listen; give it an address that they can reach"
         )
-    endpoint = f"{host}:{server.port}"
+    endpoint = f"[{host}]:{server.port}" if ":" in host else f"{host}:{server.port}"
     unix_endpoint = SCHEME + os.path.abspath(settings.unix_listen) if settings.unix_listen else ""
     shares_memory = settings.tenant_memory if settings.tls_cert else unix_endpoint
     transfer_config = _kv_transfer_config(settings, unix_endpoint if shares_memory else endpoint)

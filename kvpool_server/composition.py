@@ -205,6 +205,11 @@ class Composition:
     async def _expire_owned(self, principals: Set[str]) -> None:
         await self.turns.run(self.pool.expire_owned(principals))
 
+    @property
+    def certificate_names(self) -> tuple[str, ...]:
+        """Of the server's certificate; none without TLS."""
+        return () if self._access is None else self._access.credentials.value.names
+
     def look_at_credentials(self) -> None:
         """Reads files of credentials that have changed, at once."""
         if self._access is not None:

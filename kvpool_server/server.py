@@ -54,6 +54,11 @@ class Server:
         return self._parts.http_port
 
     @property
+    def certificate_names(self) -> tuple[str, ...]:
+        """Of the server's certificate, once started; none without TLS."""
+        return self._parts.certificate_names
+
+    @property
     def data(self) -> DataWorkers | None:
         """The data port's workers, once started; None if it is off."""
         return self._parts.data

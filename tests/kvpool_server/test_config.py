@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 
 from kvpool.errors import ConfigError
-from kvpool_server.addresses import split_address
+from kvpool_server.addresses import name_for_clients, split_address
 from kvpool_server.cache.eviction import POLICIES
 from kvpool_server.config import ServerConfig, load, service_links
 from tests.conftest import StartServer
@@ -384,3 +384,22 @@ def test_a_pin_budget_that_is_none_is_refused(budget: str) -> None:
 def test_a_pin_budget_without_a_unit_is_refused(budget: str) -> None:
     with pytest.raises(ConfigError, match=r"a number without a unit; give a percentage such as 20%, or a size such as"):
         load({"pin_budget": budget}, None, {})
+
+
+@pytest.mark.parametrize(
+    ("host", "names", "name"),
+    [
+        ("10.0.0.1", (), "10.0.0.1"),
+        ("0.0.0.0", (), "this-host"),
+        ("0.0.0.0", ("kvpool.example.com", "this-host", "localhost"), "this-host"),
+        ("::", ("localhost", "127.0.0.1", "::1", "*.example.com", "kvpool.example.com"), "kvpool.example.com"),
+        ("10.0.0.1", ("kvpool.example.com", "localhost"), "kvpool.example.com"),
+        ("127.0.0.1", ("kvpool.example.com", "127.0.0.1"), "127.0.0.1"),
+        ("0.0.0.0", ("localhost", "127.0.0.1"), "this-host"),
+    ],
+)
+def test_clients_call_a_server_by_a_name_of_its_certificate(
+    host: str, names: tuple[str, ...], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("socket.gethostname", lambda: "this-host")
+    assert name_for_clients(host, names) == name
