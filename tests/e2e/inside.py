@@ -128,11 +128,15 @@ def break_places(llm: LLM, places: Sequence[Sequence[str]], error: str, is_late:
     _broken.append((sabotage, patch))
 
 
-def mend_places(llm: LLM) -> int:
-    """Undoes it; returns how often something was raised."""
-    sabotage, patch = _broken.pop()
+def num_raised(llm: LLM) -> int:
+    """How often something was raised since `break_places`."""
+    return int(_broken[-1][0].raised.total())
+
+
+def mend_places(llm: LLM) -> None:
+    """Undoes it."""
+    _, patch = _broken.pop()
     patch.undo()
-    return int(sabotage.raised.total())
 
 
 def slow_loads(llm: LLM, nbytes: int, seconds: float) -> None:
