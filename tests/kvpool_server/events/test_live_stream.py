@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import Counter, deque
@@ -470,6 +471,8 @@ class Follower:
         self._context = zmq.Context()
         self.sub = self._context.socket(zmq.SUB)
         self.sub.setsockopt(zmq.RECONNECT_IVL, 20)
+        self.sub.setsockopt(zmq.RCVHWM, 1)
+        self.sub.setsockopt(zmq.RCVBUF, 4_096)
         self.sub.connect(endpoint)
         self.sub.subscribe("kv@")
 
@@ -577,8 +580,8 @@ def test_a_snapshot_larger_than_what_zeromq_queues_arrives_whole(follow: Callabl
     try:
         bench.store(*range(10_000))
         follower = follow(bench.publisher.endpoint)
-        wait_for(lambda: bench.publisher._live is not None and bench.publisher._live.is_behind, "a full queue", 20)
-        time.sleep(0.5)
+        live = bench.publisher._live
+        wait_for(lambda: live is not None and live._stalled_at < math.inf, "a full queue")
         _agree([follower], bench)
         assert bench.num_snapshots == 1
     finally:
