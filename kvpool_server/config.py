@@ -221,6 +221,7 @@ class ServerConfig(BaseModel):
         (),
         description="A stream of one model's usable prefixes with their tokens, for routers: "
         "NAME=MODEL,ENDPOINT,REPLAY_ENDPOINT, and ,TENANT where engines have one. NAME is what routers call it. "
+        "Leave REPLAY_ENDPOINT empty for routers that cannot ask for what they missed: new subscribers get it all. "
         "Repeat the flag for several streams; in the environment, separate them with ;.",
     )
     kv_events_key: str = Field(
@@ -480,16 +481,22 @@ def _parse_stream(text: str) -> StreamEndpoints:
 
 
 def _parse_prefixes(text: str) -> PrefixEndpoints:
-    """From NAME=MODEL,ENDPOINT,REPLAY_ENDPOINT or NAME=MODEL,ENDPOINT,REPLAY_ENDPOINT,TENANT. Raises ValueError."""
+    """From NAME=MODEL,ENDPOINT[,REPLAY_ENDPOINT[,TENANT]]. Before a TENANT, REPLAY_ENDPOINT may be empty.
+
+    Raises ValueError.
+    """
     name, _, rest = text.partition("=")
-    parts = rest.split(",")
-    if not name or "@" in name or len(parts) not in (3, 4) or not all(parts):
+    model, *parts = rest.split(",")
+    if not name or not model or not 1 <= len(parts) <= 3 or not parts[0] or not parts[-1]:
         raise ValueError(
-            "not a stream for routers; give NAME=MODEL,ENDPOINT,REPLAY_ENDPOINT, and ,TENANT where engines have one; "
-            "NAME is without @"
+            "not a stream for routers; give NAME=MODEL,ENDPOINT,REPLAY_ENDPOINT or NAME=MODEL,ENDPOINT, and where "
+            "engines have a tenant NAME=MODEL,ENDPOINT,REPLAY_ENDPOINT,TENANT or NAME=MODEL,ENDPOINT,,TENANT"
         )
-    model, tenant = parts[0], parts[3] if len(parts) == 4 else ""
-    endpoint, replay_endpoint = map(_check_endpoint, parts[1:3])
+    if "@" in name + model:
+        raise ValueError("NAME and MODEL are parts of the stream's topic, which @ separates; give both without @")
+    endpoint, replay_endpoint, tenant = (*parts, "", "")[:3]
+    for each in filter(None, (endpoint, replay_endpoint)):
+        _check_endpoint(each)
     try:
         Principal(tenant or "acme", Role.ENGINE_READ)
     except InvalidRequestError as error:

@@ -33,5 +33,6 @@ COUNTERS = {
     "kv_events": "KV events published.",
     "dropped_kv_event_batches": "KV event batches dropped because publishing lagged too far; subscribers see a gap.",
     "kv_event_replays": "Replay requests of KV event subscribers that joined, missed messages or checked for them.",
-    "kv_event_snapshots": "Replay requests answered with a snapshot. If many, raise kv_events_buffer.",
+    "kv_event_snapshots": "Snapshots for KV event subscribers: answers to replay requests, and snapshots in streams "
+    "without replays. If many are answers, raise kv_events_buffer.",
 }

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from kvpool_server.events.encoder import Encoder
@@ -23,9 +23,13 @@ class Message(NamedTuple):
     seq: int
     payload: bytes
 
+    @property
+    def frames(self) -> tuple[bytes, bytes, bytes]:
+        return self.topic, self.seq.to_bytes(8, "big"), self.payload
+
 
 class History:
-    """See the module. Keeps `max_batches` messages, fewer if they exceed `MAX_BYTES`.
+    """See the module. Keeps `max_batches` messages, fewer if they exceed `MAX_BYTES`; 0 for a stream without replays.
 
     Args:
         counting: held to count; histories of several threads share the counters.
@@ -49,7 +53,18 @@ class History:
 
     def publish(self) -> Iterator[Message]:
         """Encodes, keeps and yields the batches that have not been published yet."""
-        for batch in self._ledger.pop_batches():
+        return self._published(self._ledger.pop_batches())
+
+    def publish_snapshot(self) -> Iterator[Message]:
+        """The same, and then a snapshot as part of the stream. Call it only when no changes wait to be applied.
+
+        Raises SnapshotLostError as `Ledger.snapshot`.
+        """
+        self._count(kv_event_snapshots=1)
+        return self._published(batch for batch in self._ledger.snapshot(in_stream=True) if batch is not None)
+
+    def _published(self, batches: Iterable[ChangeBatch]) -> Iterator[Message]:
+        for batch in batches:
             topic, payload, num_events = self._encode(batch)
             message = Message(topic, batch.seq, payload)
             self._count(kv_event_batches=1, kv_events=num_events)

@@ -196,9 +196,12 @@ class Ledger(Observer):
                 # Leaves numbers for a snapshot: a subscriber skips numbers that it knows, and must skip none of those.
                 self._next_seq += 1 + sum(_num_batches(self._held, self.batch_blocks).values())
                 self._append([])
-            batches = list(self._queue)
-            self._queue.clear()
-            self._queued_blocks = 0
+            return self._pop()
+
+    def _pop(self) -> list[ChangeBatch]:
+        batches = list(self._queue)
+        self._queue.clear()
+        self._queued_blocks = 0
         return batches
 
     def beat(self) -> None:
@@ -221,32 +224,44 @@ class Ledger(Observer):
                 self._apply(self._unapplied.popleft())
         return True
 
-    def snapshot(self) -> Iterator[ChangeBatch | None]:
+    def snapshot(self, in_stream: bool = False) -> Iterator[ChangeBatch | None]:
         """All blocks held, as batches: the first clears, and the last has the newest batch's number.
 
         Yields None while changes wait to be applied; see `catch_up`. Close it if it is not read to its end.
 
+        Args:
+            in_stream: the batches are the stream's next ones, with numbers of their own: the batches of `pop_batches`
+                come first, and those of later changes have the numbers after the snapshot's.
+
         Raises SnapshotLostError if too many changes have come since it began.
         """
         reader = object()
-        while (last_seq := self._begin(reader)) is None:
+        while (begun := self._begin(reader, in_stream)) is None:
             yield None
+        queued, held, last_seq = begun
         try:
-            yield from self._batches(reader, last_seq)
+            yield from queued
+            yield from self._batches(reader, held, last_seq)
         finally:
             with self._lock:
                 self._readers.discard(reader)
 
-    def _begin(self, reader: object) -> int | None:
-        """Has later changes wait for a reader; returns the newest batch's number. None: changes wait already."""
+    def _begin(self, reader: object, in_stream: bool) -> tuple[list[ChangeBatch], Held, int] | None:
+        """Has later changes wait for a reader. None: changes wait already.
+
+        Returns the batches that come first, the blocks, and the number of the snapshot's last batch.
+        """
         with self._lock:
             if self._unapplied:
                 return None
             self._readers.add(reader)
-            return self._next_seq - 1
+            queued: list[ChangeBatch] = []
+            if in_stream:
+                queued, self._has_gap = self._pop(), False
+                self._next_seq += 1 + sum(_num_batches(self._held, self.batch_blocks).values())
+            return queued, self._held, self._next_seq - 1  # `clear` puts another object in the place of `_held`.
 
-    def _batches(self, reader: object, last_seq: int) -> Iterator[ChangeBatch]:
-        held = self._held  # `withdraw` puts another object in its place.
+    def _batches(self, reader: object, held: Held, last_seq: int) -> Iterator[ChangeBatch]:
         num_batches = _num_batches(held, self.batch_blocks)
         seq = last_seq - sum(num_batches.values())
         now = time.time()

@@ -2,6 +2,7 @@
 
 A thread owns the sockets and waits for no subscriber: a PUB socket drops messages that a slow subscriber does not
 receive, and a replay continues whenever its client has received some of it, until it is done or stalls for too long.
+Snapshots in the stream itself, for subscribers that cannot ask for a replay, are in `live_stream.py`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from kvpool.principal import ALL_TENANTS
 from kvpool_server.events.gate import Gate
 from kvpool_server.events.history import History, Message
 from kvpool_server.events.ledger import Ledger, SnapshotLostError
+from kvpool_server.events.live_stream import LiveStream
 from kvpool_server.events.sockets import Sockets
 
 log = structlog.get_logger()
@@ -68,6 +70,7 @@ class Publisher:
         endpoint, replay_endpoint, gate, tenant: as `Sockets` takes them.
         beat_s: after so many seconds of silence an empty message goes out.
         snapshot_every_s: see `SNAPSHOT_EVERY_S`.
+        snapshots_in_stream: each new subscription has a snapshot published; see `LiveStream`.
 
     Attributes:
         endpoint, replay_endpoint: as bound.
@@ -87,6 +90,7 @@ class Publisher:
         tenant: str = ALL_TENANTS,
         beat_s: float = math.inf,
         snapshot_every_s: float = SNAPSHOT_EVERY_S,
+        snapshots_in_stream: bool = False,
     ):
         self.ledger = ledger
         self._history = history
@@ -99,7 +103,8 @@ class Publisher:
         self._snapshot_at: dict[bytes, float] = {}
         self._version = -1
         self._admitted: frozenset[bytes] = frozenset()
-        self._sockets = Sockets(endpoint, replay_endpoint, gate, tenant)
+        self._live = LiveStream(ledger, history, snapshot_every_s) if snapshots_in_stream else None
+        self._sockets = Sockets(endpoint, replay_endpoint, gate, tenant, tells_subscriptions=snapshots_in_stream)
         self.endpoint, self.replay_endpoint = self._sockets.endpoint, self._sockets.replay_endpoint
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         ledger.wake = self._wake
@@ -130,12 +135,16 @@ class Publisher:
             except Exception:
                 log.exception("publishing KV events failed")  # Subscribers see a gap; the next turn may succeed.
                 time.sleep(0.1)
-        self._publish()
+        if self._live is None:
+            self._publish()
+        else:
+            self._live.finish(self._sockets.pub)
 
     def _end_connections_of_removed_keys(self) -> None:
         """Ends all connections if a key was taken from the list: ZeroMQ cannot end one alone.
 
-        Subscribers whose keys are still listed connect again by themselves, see a gap, and ask for a replay.
+        Subscribers whose keys are still listed connect again by themselves, see a gap, and ask for a replay,
+        or get a snapshot for their new subscription.
         """
         if self._gate is None or (version := self._gate.look()) == self._version:
             return
@@ -152,14 +161,18 @@ class Publisher:
         poller.register(self._wake_fd, zmq.POLLIN)
         if router is not None and len(self._replays) < MAX_REPLAYS:
             poller.register(router, zmq.POLLIN)
-        poller.poll(POLL_REPLAYS_MS if self._replays or self.ledger.catch_up() else POLL_MS)
+        wait_ms = POLL_REPLAYS_MS if self._replays or self.ledger.catch_up() else POLL_MS
+        if self._live is not None:
+            poller.register(self._sockets.pub, zmq.POLLIN)
+            wait_ms = min(wait_ms, self._live.wait_ms)
+        poller.poll(wait_ms)
 
     def _turn(self, router: zmq.Socket[bytes] | None) -> None:
         try:
             os.eventfd_read(self._wake_fd)
         except BlockingIOError:
             pass
-        if time.monotonic() - self._sent_at >= self._beat_s:
+        if time.monotonic() - self._sent_at >= self._beat_s and (self._live is None or not self._live.is_behind):
             self.ledger.beat()
         self._publish()
         if router is not None:
@@ -169,8 +182,12 @@ class Publisher:
             self._replays = [replay for replay in self._replays if not replay.is_done]
 
     def _publish(self) -> None:
+        if self._live is not None:
+            if self._live.turn(self._sockets.pub):
+                self._sent_at = time.monotonic()
+            return
         for message in self._history.publish():
-            self._sockets.pub.send_multipart(_frames(message))
+            self._sockets.pub.send_multipart(message.frames)
             self._sent_at = time.monotonic()
 
     def _receive(self, router: zmq.Socket[bytes]) -> None:
@@ -227,7 +244,7 @@ class Publisher:
                     return
                 if message is None:  # The answer is not ready yet.
                     return
-                frames = [replay.client, b"", *_frames(message)]
+                frames = [replay.client, b"", *message.frames]
             try:
                 router.send_multipart(frames, zmq.NOBLOCK)
             except zmq.Again:
@@ -242,7 +259,3 @@ class Publisher:
             if frames[3] == _END_SEQ:
                 replay.is_done = True
                 return
-
-
-def _frames(message: Message) -> tuple[bytes, bytes, bytes]:
-    return message.topic, message.seq.to_bytes(8, "big"), message.payload

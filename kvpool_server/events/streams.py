@@ -23,13 +23,13 @@ from kvpool_server.events.history import History
 from kvpool_server.events.ledger import Ledger
 from kvpool_server.events.prefix_encoder import PrefixEncoder
 from kvpool_server.events.prefixes import PrefixView
-from kvpool_server.events.publisher import Publisher
+from kvpool_server.events.publisher import SNAPSHOT_EVERY_S, Publisher
 
 log = structlog.get_logger()
 
 BEAT_S = 1.0
 """Routers ask for what they missed only when a message shows a gap, so a stream for them is never silent for longer."""
-SNAPSHOT_EVERY_S = 0.5
+REPLAYED_SNAPSHOT_EVERY_S = 0.5
 """Dynamo's indexer waits for a replay for less than a second, and counts what has not come by then as lost."""
 PREFIX_BATCH_BLOCKS = 128
 """Fewer than of other streams: each block has its tokens."""
@@ -57,13 +57,14 @@ class PrefixEndpoints:
     Args:
         name: what routers call this server: the second part of the topic.
         model, tenant: of the namespaces.
-        endpoint, replay_endpoint: as of `StreamEndpoints`.
+        endpoint: as of `StreamEndpoints`.
+        replay_endpoint: as of `StreamEndpoints`; empty: each new subscription gets a snapshot in the stream itself.
     """
 
     name: str
     model: str
     endpoint: str
-    replay_endpoint: str
+    replay_endpoint: str = ""
     tenant: str = ""
 
 
@@ -112,15 +113,17 @@ class EventStreams(Observer):
             for stream in prefixes:
                 ledger = Ledger(defer, counters, batch_blocks=PREFIX_BATCH_BLOCKS)
                 encode = PrefixEncoder(stream.name, stream.model, *encoder.settings)
-                history = History(ledger, encode, counters, max_batches, counting)
-                whose = stream.tenant or ALL_TENANTS
+                can_ask = bool(stream.replay_endpoint)
+                history = History(ledger, encode, counters, max_batches if can_ask else 0, counting)
                 publisher = Publisher(
-                    ledger, history, stream.endpoint, stream.replay_endpoint, gate, whose, BEAT_S, SNAPSHOT_EVERY_S
-                )
+                    ledger, history, stream.endpoint, stream.replay_endpoint, gate, stream.tenant or ALL_TENANTS,
+                    BEAT_S, REPLAYED_SNAPSHOT_EVERY_S if can_ask else SNAPSHOT_EVERY_S, snapshots_in_stream=not can_ask,
+                )  # fmt: skip
                 self._publishers.append(publisher)
                 self._views.append(PrefixView(stream.model, stream.tenant, ledger, spec_of, defer))
                 log.info(
-                    "publishing prefixes for routers", endpoint=publisher.endpoint, replay=publisher.replay_endpoint,
+                    "publishing prefixes for routers", endpoint=publisher.endpoint,
+                    replay=publisher.replay_endpoint or None,
                     name=stream.name, model=stream.model, tenant=stream.tenant or None, curve=gate is not None,
                 )  # fmt: skip
         except BaseException:

@@ -27,7 +27,7 @@ def test_dynamo_promises_what_lookups_find(start: Start, indexer: DynamoIndexer)
     servers, prompts = start(namespace_spec(FULL, model=MODEL), 2), Prompts.make(1)
     churn(servers[0], prompts, 30)  # Before the indexer is there: it begins with a snapshot.
     for nth, server in enumerate(servers):
-        indexer.follow(nth, server.link.endpoint, server.replay_endpoint)
+        indexer.follow(nth, server.endpoint, server.replay_endpoint)
     for server in servers:
         churn(server, prompts, 150, indexer)
     settle(indexer, servers, 1)
@@ -37,7 +37,7 @@ def test_dynamo_promises_what_lookups_find(start: Start, indexer: DynamoIndexer)
     churn(servers[1], prompts, 100, indexer)
     settle(indexer, servers, 2)
     lines.append(compare_with_lookups(indexer, servers, prompts, 5_000))
-    num_lost = sum(server.link.num_lost for server in servers)
+    num_lost = sum(server.num_lost for server in servers)
     assert num_lost > 20
     print("\n".join([*lines, f"{num_lost} messages were lost"]))
 
@@ -47,7 +47,7 @@ def test_sparse_groups_never_make_dynamo_promise_what_cannot_be_used(start: Star
     (server,), prompts = start(spec, 1), Prompts.make(2)
     indexer = DynamoIndexer(tmp_path / "indexer.log", block_tokens=max(group.block_tokens for group in SPARSE))
     try:
-        indexer.follow(0, server.link.endpoint, server.replay_endpoint)
+        indexer.follow(0, server.endpoint, server.replay_endpoint)
         num_equal = num_promised = 0
         churn(server, prompts, 200)
         settle(indexer, [server], 1)

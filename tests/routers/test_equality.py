@@ -6,7 +6,7 @@ The router here reads vLLM's wire format; `test_dynamo.py` has NVIDIA Dynamo's o
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
@@ -14,6 +14,7 @@ from tests.routers.conftest import Start
 from tests.support.routers import (
     MODEL,
     Prompts,
+    RoutedServer,
     WireRouter,
     churn,
     compare_with_lookups,
@@ -41,7 +42,7 @@ def test_a_router_promises_what_lookups_find(start: Start, router: WireRouter) -
     servers, prompts = start(namespace_spec(FULL, model=MODEL), 2), Prompts.make(1)
     churn(servers[0], prompts, 30)  # Before the router is there: it begins with a snapshot.
     for nth, server in enumerate(servers):
-        router.follow(nth, server.link.endpoint, server.replay_endpoint)
+        router.follow(nth, server.endpoint, server.replay_endpoint)
     for server in servers:
         churn(server, prompts, 150, router)
     settle(router, servers, 1)
@@ -55,14 +56,49 @@ def test_a_router_promises_what_lookups_find(start: Start, router: WireRouter) -
     churn(servers[0], prompts, 20)
     settle(router, servers, 3)
     lines.append(compare_with_lookups(router, servers, prompts, 2_000))
-    num_lost = sum(server.link.num_lost for server in servers)
+    num_lost = sum(server.num_lost for server in servers)
     assert num_lost > 20 and router.num_replays > 20
     print("\n".join([*lines, f"{num_lost} messages were lost, and {router.num_replays} replays asked for"]))
 
 
+def test_a_router_that_cannot_ask_promises_what_lookups_find(start: Start, router: WireRouter) -> None:
+    servers, prompts = start(namespace_spec(FULL, model=MODEL), 2, has_replays=False), Prompts.make(1)
+    churn(servers[0], prompts, 30)  # Before the router is there.
+    _follow(router, servers)
+    for server in servers:
+        churn(server, prompts, 150, router)
+    settle(router, servers, 1)
+    lines = [compare_with_lookups(router, servers, prompts, 4_000)]
+    servers[1].stop(is_killed=True)
+    servers[1].start()
+    churn(servers[1], prompts, 100, router)
+    settle(router, servers, 2)
+    lines.append(compare_with_lookups(router, servers, prompts, 3_000))
+    late = WireRouter()
+    try:
+        _follow(late, servers)  # Which clears the other router's index, too.
+        for server in servers:
+            churn(server, prompts, 20)
+        for each in (router, late):
+            settle(each, servers, 3)
+            lines.append(compare_with_lookups(each, servers, prompts, 1_500))
+    finally:
+        late.close()
+    assert router.num_replays == 0
+    print("\n".join([*lines, f"snapshots in the streams: {dict(router.num_snapshots)}"]))
+
+
+def _follow(router: WireRouter, servers: Sequence[RoutedServer]) -> None:
+    """Subscribes to servers without replays, and waits for their snapshots."""
+    for nth, server in enumerate(servers):
+        router.follow(nth, server.endpoint, "")
+    for _ in _until(lambda: router.promised([]) == {} and all(router.num_snapshots.values())):
+        pass
+
+
 def test_a_silent_restart_is_noticed_within_seconds(start: Start, router: WireRouter) -> None:
     servers, tokens = start(namespace_spec(FULL, model=MODEL), 1), [9] * 16
-    router.follow(0, servers[0].link.endpoint, servers[0].replay_endpoint)
+    router.follow(0, servers[0].endpoint, servers[0].replay_endpoint)
     settle(router, servers, 1)
     servers[0].stop()
     assert router.promised([1_001] * 8) == {0: 8}
@@ -74,7 +110,7 @@ def test_a_silent_restart_is_noticed_within_seconds(start: Start, router: WireRo
 def test_sparse_groups_never_make_a_router_promise_what_cannot_be_used(start: Start, router: WireRouter) -> None:
     spec = namespace_spec(*SPARSE, model=MODEL)
     (server,), prompts = start(spec, 1), Prompts.make(2)
-    router.follow(0, server.link.endpoint, server.replay_endpoint)
+    router.follow(0, server.endpoint, server.replay_endpoint)
     num_equal = num_promised = num_usable = 0
     for nth in range(5):
         churn(server, prompts, 60)

@@ -27,6 +27,9 @@ from kvpool_server.config import ServerConfig
 from kvpool_server.events import publisher as publisher_module
 from kvpool_server.events.encoder import Encoder
 from kvpool_server.events.gate import Gate
+from kvpool_server.events.history import History
+from kvpool_server.events.ledger import Ledger
+from kvpool_server.events.publisher import Publisher
 from kvpool_server.events.streams import EventStreams, StreamEndpoints
 from kvpool_server.exposure import check_exposure
 from tests.support.certificates import files_in, server_flags
@@ -449,6 +452,49 @@ def test_an_ipc_endpoint_is_listened_on_again_after_a_key_was_removed(
             assert subscriber.replay(0)
     finally:
         streams.close()
+
+
+def test_subscribers_that_cannot_ask_get_a_snapshot_when_another_key_is_removed(keys: Keys, clock: FakeClock) -> None:
+    ledger, counters = Ledger(lambda flush: None, Counter()), Counter[str]()
+    history = History(ledger, Encoder(), counters, 0)
+    publisher = Publisher(
+        ledger, history, ANYWHERE, "", keys.gate(clock), "acme", snapshot_every_s=0.1, snapshots_in_stream=True
+    )
+
+    def store(name: str) -> None:
+        ledger.stored(Entry(Group(group_spec(), 0, "acme@model"), block_hash(name), None, 0, 0))
+        ledger.flush()
+
+    def cleared(subscriber: Subscriber) -> bool:
+        return any(event["type"] == "AllBlocksCleared" for each in subscriber.receive(100) for event in each.events)
+
+    store("before")
+    operator = Listener(publisher.endpoint, keys=keys.of("operator"))
+    try:
+        with Subscriber(publisher.endpoint, keys=keys.of("acme")) as removed:
+            operator.wait_for(_known("acme", "before"))
+            wait_for(lambda: cleared(removed), "its snapshot")
+            assert _hears_nothing(publisher.endpoint, keys.of("stranger"))
+            num_snapshots = counters["kv_event_snapshots"]
+            keys.write("operator")
+            clock.advance(LOOK_EVERY_S + 1)
+            wait_for(lambda: publisher._version == 1, "the end of the key")
+            # A SUB socket connects again by itself, and subscribes again while its owner waits for messages.
+            wait_for(lambda: operator.listen() or counters["kv_event_snapshots"] > num_snapshots, "the snapshot")
+            store("after")
+            operator.wait_for(_known("acme", "before", "after"))
+            heard = []
+            while removed._sub.poll(SILENCE_MS):
+                heard.append(removed._sub.recv_multipart())
+            assert not any(block_hash("after")[-8:] in b"".join(frames) for frames in heard)
+    finally:
+        operator.close()
+        publisher.close()
+
+
+def _hears_nothing(endpoint: str, keys: SubscriberKeys) -> bool:
+    with Subscriber(endpoint, keys=keys) as subscriber:
+        return not subscriber.receive(SILENCE_MS)
 
 
 # What a server with TLS refuses, and what it need not refuse

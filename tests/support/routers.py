@@ -79,22 +79,30 @@ class LossyLink:
 
 
 class RoutedServer:
-    """A server with a stream of prefixes, behind a lossy link, that can be started again at the same endpoints.
+    """A server with a stream of prefixes, that can be started again at the same endpoints.
 
     Args:
         name: what routers call it.
+        has_replays: routers can ask for what they have missed, and are behind a lossy link; else the stream itself
+            has snapshots.
+
+    Attributes:
+        endpoint: where routers subscribe.
+        replay_endpoint: empty without replays.
     """
 
-    def __init__(self, log_dir: Path, name: str, spec: NamespaceSpec, memory: str = "1MiB"):
+    def __init__(self, log_dir: Path, name: str, spec: NamespaceSpec, memory: str = "1MiB", has_replays: bool = True):
         self._log_dir, self._spec = log_dir, spec
-        self.replay_endpoint, published = f"tcp://{free_endpoint()}", f"tcp://{free_endpoint()}"
-        stream = f"{name}={MODEL},{published},{self.replay_endpoint}"
+        self.endpoint, self.replay_endpoint = f"tcp://{free_endpoint()}", f"tcp://{free_endpoint()}" * has_replays
+        stream = ",".join(filter(None, (f"{name}={MODEL}", self.endpoint, self.replay_endpoint)))
         self._flags = ("--memory", memory, "--policy", "lru", "--kv-events-router", stream)
-        self.link = LossyLink(published)
+        self._link = LossyLink(self.endpoint) if has_replays else None
+        if self._link is not None:
+            self.endpoint = self._link.endpoint
         try:
             self.start()
         except BaseException:
-            self.link.close()
+            self._close_link()
             raise
 
     def start(self) -> None:
@@ -111,9 +119,18 @@ class RoutedServer:
         self.client.close()
         (self.server.kill if is_killed else self.server.stop)()
 
+    @property
+    def num_lost(self) -> int:
+        """Messages that the link has lost."""
+        return self._link.num_lost if self._link is not None else 0
+
     def close(self) -> None:
         self.stop()
-        self.link.close()
+        self._close_link()
+
+    def _close_link(self) -> None:
+        if self._link is not None:
+            self._link.close()
 
 
 @dataclass(frozen=True)
@@ -232,6 +249,7 @@ def compare_with_lookups(router: Router, servers: Sequence[RoutedServer], prompt
 class WireRouter:
     """Reads vLLM's wire format and, as vLLM's example subscriber, asks for what it has missed when it sees a gap.
 
+    Of a server without replays it takes what comes from a snapshot on, and after a gap from the next one on.
     Its index is that of a router that hashes tokens itself: blocks by parent and tokens, for each stream apart.
     """
 
@@ -248,6 +266,11 @@ class WireRouter:
         return {nth: hit for nth, stream in self._streams.items() if (hit := stream.hit(tokens))}
 
     @property
+    def num_snapshots(self) -> Mapping[int, int]:
+        """By server without replays: how many snapshots have begun in its stream."""
+        return {nth: stream.num_clears for nth, stream in self._streams.items()}
+
+    @property
     def num_replays(self) -> int:
         return sum(stream.num_replays for stream in self._streams.values())
 
@@ -259,11 +282,14 @@ class _Stream:
     """One server's stream, and the index of its blocks."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, replay: str):
-        self._sub, self._dealer = context.socket(zmq.SUB), context.socket(zmq.DEALER)
+        self._sub, self._dealer = context.socket(zmq.SUB), context.socket(zmq.DEALER) if replay else None
         self._sub.connect(endpoint)
         self._sub.subscribe("kv@")
-        self._dealer.connect(replay)
+        if self._dealer is not None:
+            self._dealer.connect(replay)
         self._last = -1
+        self._is_complete = False
+        self.num_clears = 0
         self.num_replays = 0
         self.topics: set[bytes] = set()
         self._blocks: dict[int, tuple[int | None, tuple[int, ...]]] = {}
@@ -274,16 +300,28 @@ class _Stream:
             topic, seq, payload = self._sub.recv_multipart()
             self.topics.add(topic)
             number = int.from_bytes(seq, "big")
+            if self._dealer is None:
+                self._take(number, payload)
+                continue
             if number > self._last + 1:
-                self._replay(self._last + 1)
+                self._replay(self._dealer, self._last + 1)
             if number > self._last:
                 self._apply(number, payload)
 
-    def _replay(self, first: int) -> None:
+    def _take(self, number: int, payload: bytes) -> None:
+        assert number > self._last
+        has_cleared = any(event["type"] == "AllBlocksCleared" for event in msgspec.msgpack.decode(payload)[1])
+        self.num_clears += has_cleared
+        self._is_complete = has_cleared or (self._is_complete and number == self._last + 1)
+        self._last = number
+        if self._is_complete:
+            self._apply(number, payload)
+
+    def _replay(self, dealer: zmq.Socket[bytes], first: int) -> None:
         self.num_replays += 1
-        self._dealer.send_multipart((b"", first.to_bytes(8, "big")))
-        while self._dealer.poll(10_000):
-            _, _, seq, payload = self._dealer.recv_multipart()
+        dealer.send_multipart((b"", first.to_bytes(8, "big")))
+        while dealer.poll(10_000):
+            _, _, seq, payload = dealer.recv_multipart()
             if not payload:
                 return
             self._apply(int.from_bytes(seq, "big"), payload)
