@@ -47,7 +47,7 @@ from tests.support.service_loop import CallContext, ServiceLoop
 LIMITS = Limits(max_batch_blocks=96, max_ttl_ms=20_000, grace_ms=1_000)
 METHODS = (
     "OpenNamespace", "Lookup", "PutStart", "PutEnd", "PutRevoke", "Get", "Release", "Verify", "Remove", "Clear", "Ping",
-    "ListNamespaces",
+    "ListNamespaces", "WhoAmI",
 )  # fmt: skip
 POISON = 0xDD
 
