@@ -18,10 +18,18 @@ def unreadable(path: object, error: OSError, setting: str = "") -> ConfigError:
         setting: the option or setting that gave the path, such as "--tokens"; empty: not known.
     """
     named = f" as {setting}" if setting else ""
-    seen = "" if os.path.isabs(str(path)) else f" (seen from {os.getcwd()})"
+    seen = "" if os.path.isabs(str(path)) else f" (seen from {working_directory()})"
     return ConfigError(
         f"cannot read {path}{seen}: {error.strerror}; give a file{named} that exists and that this process may read"
     )
+
+
+def working_directory() -> str:
+    """From where relative paths are looked for, for errors. It may have been deleted since the process began there."""
+    try:
+        return os.getcwd()
+    except OSError:
+        return "a directory that is gone"
 
 
 def require_private(path: str, what: str = "private key", setting: str = "") -> None:

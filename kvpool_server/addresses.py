@@ -38,7 +38,9 @@ def name_for_clients(host: str, certificate_names: Sequence[str]) -> str:
         host = socket.gethostname()
     if host in certificate_names:
         return host
-    return next((name for name in certificate_names if "*" not in name and not is_local(f"{name}:0")), host)
+    is_near = is_local(f"{host}:0")
+    named = (name for name in certificate_names if "*" not in name and is_local(f"{name}:0") == is_near)
+    return next(named, host)
 
 
 def why_not_listening(address: str) -> OSError:

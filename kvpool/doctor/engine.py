@@ -6,6 +6,7 @@ A log is read at its start, where vLLM prints its settings, and at its end. Its 
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,7 @@ from typing import Any
 
 from kvpool.doctor.finding import Finding, Level, error, ok, warning
 from kvpool.errors import ConfigError, InvalidRequestError
+from kvpool.file_permissions import working_directory
 from kvpool.hashing import ALGORITHM
 from kvpool.holdings import escaped
 
@@ -76,7 +78,7 @@ COMPLAINTS = tuple(
             "report the traceback below the line",
         ),
         (
-            r"ConfigError: ",
+            r"kvpool\.errors\.ConfigError: ",
             Level.ERROR,
             "the engine refused to start",
             "see the line; relative paths count from the directory in which vLLM was started",
@@ -287,8 +289,9 @@ def settings(given: Settings) -> list[Finding]:
         text = f"{where}: {escaped(given.role or '', MAX_LINE_CHARS)}: the engine {does}"
         found.append(warning("kv_role", text, "set kv_role to kv_both unless other engines do the rest"))
     for name, path in given.files.items():
-        if not _exists(path):
-            text = f"{where}: {name} {escaped(path, MAX_LINE_CHARS)} is not on this host, seen from {Path.cwd()}"
+        if _is_missing(path):
+            seen = f"seen from {working_directory()}"
+            text = f"{where}: {name} {escaped(path, MAX_LINE_CHARS)} is not on this host, {seen}"
             found.append(warning(name, text, "give a file that the engine can read, best by its absolute path"))
     if not given.has_prefix_caching:
         text = f"{where}: vLLM's prefix caching is off, so that stored blocks are not kept in the engine, too"
@@ -296,11 +299,15 @@ def settings(given: Settings) -> list[Finding]:
     return found
 
 
-def _exists(path: str) -> bool:
+def _is_missing(path: str) -> bool:
+    """Whether no file has this name. False if this process may not know: the engine's user may."""
     try:
-        return Path(path).exists()
-    except (OSError, ValueError):  # Too long a name, or a zero byte.
+        os.stat(path)
+    except PermissionError:
         return False
+    except (OSError, ValueError):  # ValueError: a zero byte.
+        return True
+    return False
 
 
 def log_file(path: Path) -> list[Finding]:

@@ -16,7 +16,7 @@ import itertools
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 from kvpool_server.cache.entry import Entry, Group, Observer
@@ -238,33 +238,38 @@ class Ledger(Observer):
         reader = object()
         while (begun := self._begin(reader, in_stream)) is None:
             yield None
-        queued, held, last_seq = begun
+        queued, held, num_batches, last_seq = begun
         try:
             yield from queued
-            yield from self._batches(reader, held, last_seq)
+            yield from self._batches(reader, held, num_batches, last_seq)
         finally:
             with self._lock:
                 self._readers.discard(reader)
 
-    def _begin(self, reader: object, in_stream: bool) -> tuple[list[ChangeBatch], Held, int] | None:
+    def _begin(self, reader: object, in_stream: bool) -> tuple[list[ChangeBatch], Held, dict[str, int], int] | None:
         """Has later changes wait for a reader. None: changes wait already.
 
-        Returns the batches that come first, the blocks, and the number of the snapshot's last batch.
+        Returns the batches that come first, the blocks, how many batches they fill by namespace, and the number of the
+        snapshot's last batch.
         """
         with self._lock:
             if self._unapplied:
                 return None
             self._readers.add(reader)
             queued: list[ChangeBatch] = []
+            held = self._held  # `clear` puts another object in its place.
+            num_batches = _num_batches(held, self.batch_blocks)
             if in_stream:
                 queued, self._has_gap = self._pop(), False
-                self._next_seq += 1 + sum(_num_batches(self._held, self.batch_blocks).values())
-            return queued, self._held, self._next_seq - 1  # `clear` puts another object in the place of `_held`.
+                self._next_seq += 1 + sum(num_batches.values())
+            return queued, held, num_batches, self._next_seq - 1
 
-    def _batches(self, reader: object, held: Held, last_seq: int) -> Iterator[ChangeBatch]:
-        num_batches = _num_batches(held, self.batch_blocks)
+    def _batches(
+        self, reader: object, held: Held, num_batches: Mapping[str, int], last_seq: int
+    ) -> Iterator[ChangeBatch]:
         seq = last_seq - sum(num_batches.values())
         now = time.time()
+        self._check(reader)
         yield ChangeBatch(seq, now, [], cleared=True)
         for namespace in num_batches:
             groups = [group for group in held if group.namespace == namespace]
@@ -272,10 +277,11 @@ class Ledger(Observer):
             while part := list(itertools.islice(changes, self.batch_blocks)):
                 seq += 1
                 yield ChangeBatch(seq, now, part)
-                if reader not in self._readers:
-                    raise SnapshotLostError(
-                        f"{MAX_UNAPPLIED} changes have come since the snapshot began, or the server drains"
-                    )
+                self._check(reader)
+
+    def _check(self, reader: object) -> None:
+        if reader not in self._readers:
+            raise SnapshotLostError(f"{MAX_UNAPPLIED} changes have come since the snapshot began, or the server drains")
 
 
 def _num_batches(held: Held, batch_blocks: int) -> dict[str, int]:

@@ -8,7 +8,8 @@ sent gets the next one.
 A gap in the numbers has the next snapshot sent, too: the ledger has dropped batches, or a snapshot was given up.
 
 Messages wait while a subscriber has no room for them, since a snapshot is larger than what ZeroMQ queues. A subscriber
-that takes too long loses messages, and a later snapshot makes up for them.
+that takes too long loses messages: ZeroMQ leaves it out until it has received some of those before, and tells nobody
+when that is. So several later snapshots make up for what it has lost.
 
 Not thread-safe: the publisher's thread owns the stream.
 """
@@ -28,8 +29,10 @@ from kvpool_server.events.ledger import Ledger, SnapshotLostError
 log = structlog.get_logger()
 
 PATIENCE_S = 120.0
-"""From the beginning of a snapshot: so long the stream waits for slow subscribers. One that has lost messages gets the
-next snapshot so much later."""
+"""So long the stream waits for slow subscribers in all, until it has sent what there is."""
+MAKE_UP_EVERY_S = 120.0
+"""After a loss."""
+MAKE_UPS = 5
 STALL_S = 10.0
 """The stream waits for a subscriber that takes nothing for so long."""
 MESSAGES_A_TURN = 64
@@ -57,11 +60,14 @@ class LiveStream:
         self._history = history
         self._every_s = every_s
         self._clock = clock
-        self._snapshot_at = math.inf  # When the next snapshot begins; inf: nobody needs one.
-        self._begun_at = -math.inf
+        self._is_wanted = False  # Whether somebody needs a snapshot.
+        self._begun_at = -math.inf  # The last snapshot.
+        self._make_up_at = math.inf
+        self._num_make_ups = 0  # That are to come.
         self._next_seq: int | None = None
         self._unsent: Message | None = None
         self._stalled_at = math.inf
+        self._behind_since = math.inf  # A subscriber had no room first, and not all has been sent since.
         self._is_finishing = False
         self._messages = self._all_messages()
 
@@ -77,7 +83,8 @@ class LiveStream:
         for _ in range(MESSAGES_A_TURN):
             time.sleep(0)  # The pool's loop takes the interpreter's lock before the next message is encoded.
             if not self._prepare():
-                due_ms = (self._snapshot_at - self._clock()) * 1_000
+                self._behind_since = math.inf
+                due_ms = (self._due_at - self._clock()) * 1_000
                 self.wait_ms = math.ceil(min(max(due_ms, POLL_SOON_MS), POLL_MS))
                 return has_sent
             if not self._send(pub):
@@ -99,11 +106,12 @@ class LiveStream:
                 received = pub.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            if received[:1] == _SUBSCRIBED:
-                self._request_snapshot(self._clock())
+            self._is_wanted |= received[:1] == _SUBSCRIBED
 
-    def _request_snapshot(self, earliest: float) -> None:
-        self._snapshot_at = min(self._snapshot_at, max(earliest, self._begun_at + self._every_s))
+    @property
+    def _due_at(self) -> float:
+        """When the next snapshot begins; infinite if nobody needs one."""
+        return max(-math.inf if self._is_wanted else self._make_up_at, self._begun_at + self._every_s)
 
     def _prepare(self) -> bool:
         """Makes the next message the unsent one; False if there is none now."""
@@ -119,10 +127,10 @@ class LiveStream:
         """For ever. None: there is none now."""
         while True:
             yield from self._checked(self._history.publish())
-            if self._is_finishing or self._clock() < self._snapshot_at or self._ledger.catch_up():
+            if self._is_finishing or self._clock() < self._due_at or self._ledger.catch_up():
                 yield None
                 continue
-            self._begun_at, self._snapshot_at = self._clock(), math.inf
+            self._begin()
             try:
                 for message in self._history.publish_snapshot():
                     if self._is_finishing:
@@ -130,12 +138,18 @@ class LiveStream:
                     self._next_seq = message.seq + 1
                     yield message
             except SnapshotLostError as error:
+                self._is_wanted = True
                 log.warning("gave up a snapshot in a stream of KV events, and will send another", reason=str(error))
+
+    def _begin(self) -> None:
+        self._begun_at, self._is_wanted = self._clock(), False
+        if self._begun_at >= self._make_up_at:
+            self._num_make_ups -= 1
+            self._make_up_at = self._begun_at + MAKE_UP_EVERY_S if self._num_make_ups else math.inf
 
     def _checked(self, messages: Iterator[Message]) -> Iterator[Message]:
         for message in messages:
-            if self._next_seq not in (None, message.seq):
-                self._request_snapshot(self._clock())
+            self._is_wanted |= self._next_seq not in (None, message.seq)
             self._next_seq = message.seq + 1
             yield message
 
@@ -146,11 +160,11 @@ class LiveStream:
             pub.send_multipart(self._unsent.frames, zmq.NOBLOCK)
         except zmq.Again:
             now = self._clock()
-            self._stalled_at = min(self._stalled_at, now)
-            if not self._is_finishing and now < min(self._stalled_at + STALL_S, self._begun_at + PATIENCE_S):
+            self._stalled_at, self._behind_since = min(self._stalled_at, now), min(self._behind_since, now)
+            if not self._is_finishing and now < min(self._stalled_at + STALL_S, self._behind_since + PATIENCE_S):
                 return False
             log.warning("a subscriber to KV events receives too slowly, and loses messages", topic=self._unsent.topic)
-            self._request_snapshot(now + PATIENCE_S)
+            self._make_up_at, self._num_make_ups = now + MAKE_UP_EVERY_S, MAKE_UPS
             pub.setsockopt(zmq.XPUB_NODROP, 0)  # Subscribers without room are left out until they have some again.
             pub.send_multipart(self._unsent.frames)
             pub.setsockopt(zmq.XPUB_NODROP, 1)

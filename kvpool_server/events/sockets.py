@@ -1,7 +1,8 @@
 """The two ZeroMQ sockets of a stream of KV events, and what they accept.
 
 Whoever reaches the ports may connect, so what each peer can make the server hold is bounded: what it sends by
-`MAX_RECEIVED_BYTES` a frame, what it does not receive by a number of messages of at most about 36 KiB.
+`MAX_RECEIVED_BYTES` a frame, what it does not receive by a number of messages of at most about 36 KiB. Not bounded is
+what ZeroMQ itself keeps of subscriptions: different topics, and where subscriptions are told those not yet read.
 """
 
 from __future__ import annotations

@@ -49,3 +49,16 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path, path: str) -> None:
     for check in (require_private, lambda path: require_owner_writes(path, "rule")):
         with pytest.raises(ConfigError, match=r"cannot read .*(nothing|x00b)"):
             check(str(tmp_path / path))
+
+
+def test_a_relative_path_is_named_with_the_directory_that_it_is_seen_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    with pytest.raises(ConfigError, match=rf"cannot read no/ca.crt \(seen from {gone}\): No such file"):
+        require_owner_writes("no/ca.crt", "do harm")
+    gone.rmdir()
+    with pytest.raises(ConfigError, match=r"cannot read no/ca.crt \(seen from a directory that is gone\): "):
+        require_owner_writes("no/ca.crt", "do harm")

@@ -404,6 +404,8 @@ def test_a_pin_budget_without_a_unit_is_refused(budget: str) -> None:
         ("::", ("localhost", "127.0.0.1", "::1", "*.example.com", "kvpool.example.com"), "kvpool.example.com"),
         ("10.0.0.1", ("kvpool.example.com", "localhost"), "kvpool.example.com"),
         ("127.0.0.1", ("kvpool.example.com", "127.0.0.1"), "127.0.0.1"),
+        ("127.0.0.1", ("kvpool.example.com", "localhost"), "localhost"),
+        ("127.0.0.1", ("kvpool.example.com",), "127.0.0.1"),
         ("0.0.0.0", ("localhost", "127.0.0.1"), "this-host"),
     ],
 )

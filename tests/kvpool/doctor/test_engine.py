@@ -75,6 +75,7 @@ def test_files_that_are_not_there_are_named(tmp_path: Path) -> None:
     found = engine.settings(engine.of_arguments(arguments({**GOOD, **extra})))
     (told,) = (each.text for each in found if each.check == "tls.cert")
     assert told == f"the arguments: tls.cert pki/tls.crt is not on this host, seen from {Path.cwd()}"
+    assert engine.complaints("kvpool: another_library.ConfigError: no")[0].level is Level.WARNING
     assert of(arguments({**GOOD, "kv_connector_extra_config": {"tls": 7, "connectors": 7}})) == {}
 
 

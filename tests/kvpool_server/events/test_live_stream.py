@@ -20,7 +20,15 @@ from kvpool_server.events import live_stream as live_stream_module
 from kvpool_server.events.encoder import Encoder
 from kvpool_server.events.history import History, Message
 from kvpool_server.events.ledger import Change, Ledger
-from kvpool_server.events.live_stream import MAX_RECEIVED, MESSAGES_A_TURN, PATIENCE_S, STALL_S, LiveStream
+from kvpool_server.events.live_stream import (
+    MAKE_UP_EVERY_S,
+    MAKE_UPS,
+    MAX_RECEIVED,
+    MESSAGES_A_TURN,
+    PATIENCE_S,
+    STALL_S,
+    LiveStream,
+)
 from kvpool_server.events.publisher import Publisher
 from tests.support.clock import FakeClock
 from tests.support.events import decoded, low_64_bits
@@ -317,10 +325,52 @@ def test_a_subscriber_that_receives_nothing_loses_messages_and_gets_a_later_snap
     while bench.turn():
         pass
     assert reader.index != bench.index and bench.num_snapshots == 1
-    bench.clock.advance(PATIENCE_S)
+    bench.clock.advance(MAKE_UP_EVERY_S)
     while bench.turn():
         pass
     assert reader.index == bench.index and bench.num_snapshots == 2
+
+
+@pytest.mark.parametrize("away_s", [MAKE_UP_EVERY_S / 2, 2.5 * MAKE_UP_EVERY_S])
+def test_a_subscriber_that_is_left_out_for_long_has_what_it_lost_made_up_for(away_s: float) -> None:
+    bench = Bench()
+    bench.store(*range(200))
+    bench.settle()
+    reader = bench.pub.subscribe()
+    bench.pub.room = 10
+    bench.turn()
+    bench.clock.advance(STALL_S)
+    bench.turn()
+    assert bench.pub.num_dropped
+    bench.clock.advance(EVERY_S)
+    bench.pub.subscribe()  # Its snapshot comes while the other subscriber is left out.
+    lost_at = bench.clock.now
+    while bench.clock.now < lost_at + away_s:
+        while bench.turn():
+            pass
+        bench.clock.advance(5.0)
+    assert reader.index != bench.index and bench.num_snapshots >= 2
+    bench.pub.room = 1 << 30
+    for _ in range(200):
+        while bench.turn():
+            pass
+        bench.clock.advance(5.0)
+    assert reader.index == bench.index
+    assert bench.num_snapshots == 2 + MAKE_UPS
+
+
+def test_a_stream_waits_before_its_first_snapshot_too() -> None:
+    bench = Bench()
+    bench.pub.room = 10
+    reader = bench.pub.subscribe()
+    bench.store(*range(200))
+    bench.turn()
+    bench.clock.advance(STALL_S / 2)
+    assert not bench.turn() and not bench.pub.num_dropped
+    bench.pub.room = 1 << 30
+    while bench.turn():
+        pass
+    assert reader.index == bench.index and not bench.pub.num_dropped
 
 
 def test_a_slow_subscriber_holds_the_stream_up_for_two_minutes_at_most() -> None:
