@@ -70,16 +70,22 @@ def test_the_loop_takes_short_steps_and_asks_each_instrument_once() -> None:
     instruments = dataclasses.replace(
         watched.instruments, **{name: counted(name, ask) for name, ask in given.items() if name != "events"}
     )
-    steps, longest_s, now = moment(instruments, watched.history), 0.0, None
-    with no_collections():
-        while now is None:
+
+    def made() -> tuple[Any, float]:
+        """The moment, and its longest step in seconds."""
+        steps, longest_s = moment(instruments, watched.history), 0.0
+        asked.clear()
+        while True:
             started = time.thread_time()
             try:
                 next(steps)
             except StopIteration as end:
-                now = end.value
+                return end.value, max(longest_s, time.thread_time() - started)
             longest_s = max(longest_s, time.thread_time() - started)
-    assert longest_s <= 0.030  # 10 ms, on a machine that other tests share.
+
+    with no_collections():  # CPU time counts what other processes cost this one: the best of three.
+        (now, longest_s), *others = (made() for _ in range(3))
+    assert min(longest_s, *(seconds for _, seconds in others)) <= 0.010
     assert sorted(asked) == sorted(name for name in given if name != "events")
     document = now_document(now)
     assert len(document["engines"]) == len(document["quotas"]) == 256
