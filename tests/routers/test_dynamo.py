@@ -10,7 +10,7 @@ import pytest
 from tests.routers.conftest import Start
 from tests.routers.test_equality import FULL, SPARSE
 from tests.support.dynamo import DynamoIndexer
-from tests.support.routers import MODEL, Prompts, churn, compare_with_lookups, runs_of, settle
+from tests.support.routers import MODEL, Prompts, churn, compare_through_a_kill, runs_of, settle
 from tests.support.values import namespace_spec
 
 pytestmark = pytest.mark.more
@@ -28,15 +28,7 @@ def test_dynamo_promises_what_lookups_find(start: Start, indexer: DynamoIndexer)
     churn(servers[0], prompts, 30)  # Before the indexer is there: it begins with a snapshot.
     for nth, server in enumerate(servers):
         indexer.follow(nth, server.endpoint, server.replay_endpoint)
-    for server in servers:
-        churn(server, prompts, 150, indexer)
-    settle(indexer, servers, 1)
-    lines = [compare_with_lookups(indexer, servers, prompts, 5_000)]
-    servers[1].stop(is_killed=True)
-    servers[1].start()
-    churn(servers[1], prompts, 100, indexer)
-    settle(indexer, servers, 2)
-    lines.append(compare_with_lookups(indexer, servers, prompts, 5_000))
+    lines = compare_through_a_kill(indexer, servers, prompts, (5_000, 5_000))
     num_lost = sum(server.num_lost for server in servers)
     assert num_lost > 20
     print("\n".join([*lines, f"{num_lost} messages were lost"]))

@@ -17,6 +17,7 @@ from tests.support.routers import (
     RoutedServer,
     WireRouter,
     churn,
+    compare_through_a_kill,
     compare_with_lookups,
     runs_of,
     settle,
@@ -43,15 +44,7 @@ def test_a_router_promises_what_lookups_find(start: Start, router: WireRouter) -
     churn(servers[0], prompts, 30)  # Before the router is there: it begins with a snapshot.
     for nth, server in enumerate(servers):
         router.follow(nth, server.endpoint, server.replay_endpoint)
-    for server in servers:
-        churn(server, prompts, 150, router)
-    settle(router, servers, 1)
-    lines = [compare_with_lookups(router, servers, prompts, 4_000)]
-    servers[1].stop(is_killed=True)
-    servers[1].start()
-    churn(servers[1], prompts, 100, router)
-    settle(router, servers, 2)
-    lines.append(compare_with_lookups(router, servers, prompts, 4_000))
+    lines = compare_through_a_kill(router, servers, prompts, (4_000, 4_000))
     servers[0].client.admin.clear(servers[0].namespace.fingerprint)
     churn(servers[0], prompts, 20)
     settle(router, servers, 3)
@@ -65,15 +58,7 @@ def test_a_router_that_cannot_ask_promises_what_lookups_find(start: Start, route
     servers, prompts = start(namespace_spec(FULL, model=MODEL), 2, has_replays=False), Prompts.make(1)
     churn(servers[0], prompts, 30)  # Before the router is there.
     _follow(router, servers)
-    for server in servers:
-        churn(server, prompts, 150, router)
-    settle(router, servers, 1)
-    lines = [compare_with_lookups(router, servers, prompts, 4_000)]
-    servers[1].stop(is_killed=True)
-    servers[1].start()
-    churn(servers[1], prompts, 100, router)
-    settle(router, servers, 2)
-    lines.append(compare_with_lookups(router, servers, prompts, 3_000))
+    lines = compare_through_a_kill(router, servers, prompts, (4_000, 3_000))
     late = WireRouter()
     try:
         _follow(late, servers)  # Which clears the other router's index, too.

@@ -246,6 +246,21 @@ def compare_with_lookups(router: Router, servers: Sequence[RoutedServer], prompt
     return line
 
 
+def compare_through_a_kill(
+    router: Router, servers: Sequence[RoutedServer], prompts: Prompts, counts: tuple[int, int]
+) -> list[str]:
+    """Compares under churn, and again once the second server was killed and started; returns lines with the numbers."""
+    for server in servers:
+        churn(server, prompts, 150, router)
+    settle(router, servers, 1)
+    lines = [compare_with_lookups(router, servers, prompts, counts[0])]
+    servers[1].stop(is_killed=True)
+    servers[1].start()
+    churn(servers[1], prompts, 100, router)
+    settle(router, servers, 2)
+    return [*lines, compare_with_lookups(router, servers, prompts, counts[1])]
+
+
 class WireRouter:
     """Reads vLLM's wire format and, as vLLM's example subscriber, asks for what it has missed when it sees a gap.
 
