@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain, islice, zip_longest
 
 from kvpool.holdings import printable
 from kvpool.reports import EngineReport, EngineState
@@ -127,13 +128,11 @@ class EngineReports:
             if each.report is not None and now - each.reported_at <= SILENT_S
         ]
         if len(lately) > MAX_ENGINES:
-            rank: Counter[str] = Counter()
-            ranked = []
+            by_tenant: dict[str, list[_Reporter]] = {}
             for each in lately:
-                ranked.append((rank[each.tenant], each))
-                rank[each.tenant] += 1
-            ranked.sort(key=lambda pair: pair[0])
-            lately = [each for _, each in ranked[:MAX_ENGINES]]
+                by_tenant.setdefault(each.tenant, []).append(each)
+            in_turn = chain.from_iterable(zip_longest(*by_tenant.values()))
+            lately = list(islice(filter(None, in_turn), MAX_ENGINES))
         return tuple(sorted((_state(each, now) for each in lately), key=lambda state: (state.engine, state.tenant)))
 
 
