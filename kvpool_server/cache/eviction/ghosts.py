@@ -4,13 +4,17 @@ Python copies a dict when it grows, and again and again while keys come and go: 
 entries would hold the event loop for tens of milliseconds. So blocks are kept by their place, one of `NUM_PLACES`,
 and the oldest of each place are forgotten in turn.
 
+Whatever empties the pool makes ghosts by the hundred thousand, and Python's garbage collector examines new objects:
+0.15 s for the ghosts of five million entries, were they tuples in an `OrderedDict`. So blocks and stamps are ints, in
+plain dicts, which the collector does not look into.
+
 Not thread-safe.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict
-from collections.abc import Hashable
 
 NUM_PLACES = 256
 MAX_OF_PLACE = 32_768
@@ -18,44 +22,80 @@ MAX_OF_PLACE = 32_768
 
 
 class Ghosts:
-    """See the module."""
+    """See the module. A block is a number of 64 bits with sign."""
 
-    __slots__ = ("_length", "_stamps")
+    __slots__ = ("_length", "_places")
 
     def __init__(self) -> None:
-        self._stamps: OrderedDict[int, OrderedDict[Hashable, int]] = OrderedDict()  # By place: none is empty.
+        self._places: OrderedDict[int, _Place] = OrderedDict()  # None is empty.
         self._length = 0
 
     def __len__(self) -> int:
         return self._length
 
-    def add(self, place: int, block: Hashable, stamp: int) -> None:
+    def add(self, place: int, block: int, stamp: int) -> None:
         """Remembers the stamp of a block's last use."""
-        stamps = self._stamps.get(place)
-        if stamps is None:
-            stamps = self._stamps[place] = OrderedDict()
-        self._length -= len(stamps)
-        stamps[block] = stamp
-        if len(stamps) > MAX_OF_PLACE:
-            stamps.popitem(last=False)
-        self._length += len(stamps)
+        ghosts = self._places.get(place)
+        if ghosts is None:
+            ghosts = self._places[place] = _Place()
+        self._length -= len(ghosts)
+        ghosts.add(block, stamp)
+        if len(ghosts) > MAX_OF_PLACE:
+            ghosts.forget_one()
+        self._length += len(ghosts)
 
-    def pop(self, place: int, block: Hashable) -> int | None:
+    def pop(self, place: int, block: int) -> int | None:
         """The stamp of a block's last use, which is forgotten; None if it is not known."""
-        stamps = self._stamps.get(place)
-        if stamps is None or (stamp := stamps.pop(block, None)) is None:
+        ghosts = self._places.get(place)
+        if ghosts is None or (stamp := ghosts.pop(block)) is None:
             return None
         self._length -= 1
-        if not stamps:
-            del self._stamps[place]
+        if not len(ghosts):
+            del self._places[place]
         return stamp
 
     def forget_one(self) -> None:
         """Forgets one of the oldest, of each place in turn. There must be one."""
-        place, stamps = next(iter(self._stamps.items()))
-        stamps.popitem(last=False)
+        place, ghosts = next(iter(self._places.items()))
+        ghosts.forget_one()
         self._length -= 1
-        if stamps:
-            self._stamps.move_to_end(place)
+        if len(ghosts):
+            self._places.move_to_end(place)
         else:
-            del self._stamps[place]
+            del self._places[place]
+
+
+class _Place:
+    """The ghosts of one place.
+
+    To find a dict's first key takes long once many before it have gone. So the order of the older ghosts is kept beside
+    them; those that came later follow once none of the older is left.
+    """
+
+    __slots__ = ("_newer", "_next", "_older", "_order")
+
+    def __init__(self) -> None:
+        self._older: dict[int, int] = {}
+        self._order = array("q")  # Blocks of `_older`, the oldest first, and ones that have left it.
+        self._next = 0
+        self._newer: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._older) + len(self._newer)
+
+    def add(self, block: int, stamp: int) -> None:
+        (self._older if block in self._older else self._newer)[block] = stamp
+
+    def pop(self, block: int) -> int | None:
+        stamp = self._newer.pop(block, None)
+        return self._older.pop(block, None) if stamp is None else stamp
+
+    def forget_one(self) -> None:
+        while True:
+            if not self._older:
+                self._older, self._newer = self._newer, {}
+                self._order, self._next = array("q", self._older), 0
+            block = self._order[self._next]
+            self._next += 1
+            if self._older.pop(block, None) is not None:
+                return

@@ -290,14 +290,14 @@ class HitDensity(Policy):
 
     def dropped(self, entry: Entry, num_entries: int) -> None:
         if entry.depth in SAMPLES and entry.used >= 0:
-            self._ghosts.add(self._place(entry), (entry.group, entry.block_hash), entry.used)
+            self._ghosts.add(self._place(entry), _ghost(entry), entry.used)
             for _ in range(MAX_FORGOTTEN):
                 if len(self._ghosts) <= MIN_GHOSTS + GHOSTS_PER_ENTRY * num_entries:
                     break
                 self._ghosts.forget_one()
 
     def _pop_ghost(self, entry: Entry) -> int | None:
-        return self._ghosts.pop(self._place(entry), (entry.group, entry.block_hash))
+        return self._ghosts.pop(self._place(entry), _ghost(entry))
 
     def _place(self, entry: Entry) -> int:
         """Of an entry's ghost; the same in every run, as a replay has to be."""
@@ -316,6 +316,11 @@ class HitDensity(Policy):
         if self._model.learn_if_due(now):
             self.queue.rank_at = now
         return now
+
+
+def _ghost(entry: Entry) -> int:
+    """The number of an entry's ghost."""
+    return hash((entry.group.fingerprint, entry.group.idx, entry.block_hash))
 
 
 def turn_of(entry: Entry) -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+from collections import OrderedDict
 
 from kvpool_server.cache.eviction.ghosts import MAX_OF_PLACE, NUM_PLACES, Ghosts
 
@@ -35,8 +37,38 @@ def test_the_oldest_are_forgotten_first_but_for_the_chance_of_their_places() -> 
 
 def test_names_that_end_alike_forget_each_other_and_no_others() -> None:
     ghosts = Ghosts()
-    ghosts.add(1, "other", 5)
+    ghosts.add(1, -1, 5)
     for block in range(MAX_OF_PLACE + 10):
         ghosts.add(7, block, block)
     assert len(ghosts) == MAX_OF_PLACE + 1
-    assert ghosts.pop(7, 9) is None and ghosts.pop(7, 10) == 10 and ghosts.pop(1, "other") == 5
+    assert ghosts.pop(7, 9) is None and ghosts.pop(7, 10) == 10 and ghosts.pop(1, -1) == 5
+
+
+def test_those_of_one_place_are_forgotten_in_the_order_in_which_they_came() -> None:
+    dice, ghosts, model = random.Random(0), Ghosts(), OrderedDict[int, int]()
+    for stamp in range(50_000):
+        block = dice.randrange(500)
+        match dice.randrange(4):
+            case 0 | 1:
+                ghosts.add(0, block, stamp)
+                model[block] = stamp
+            case 2:
+                assert ghosts.pop(0, block) == model.pop(block, None)
+            case 3 if model:
+                ghosts.forget_one()
+                model.popitem(last=False)
+        assert len(ghosts) == len(model)
+    assert {block: ghosts.pop(0, block) for block in range(500)} == {block: model.get(block) for block in range(500)}
+
+
+def test_the_garbage_collector_has_next_to_nothing_to_examine() -> None:
+    gc.collect()
+    before = {id(each) for each in gc.get_objects()}
+    ghosts = Ghosts()
+    for block in range(100_000):
+        ghosts.add(block % NUM_PLACES, block << 32, block << 32)
+        if len(ghosts) > 50_000:
+            ghosts.forget_one()
+    made = [each for each in gc.get_objects() if id(each) not in before and each is not before]
+    assert len(ghosts) == 50_000
+    assert len(made) + sum(len(gc.get_referents(each)) for each in made) < 20 * NUM_PLACES
