@@ -320,7 +320,7 @@ class HitDensity(Policy):
 
 def _ghost(entry: Entry) -> int:
     """The number of an entry's ghost."""
-    return hash((entry.group.fingerprint, entry.group.idx, entry.block_hash))
+    return hash((entry.group, entry.block_hash))
 
 
 def turn_of(entry: Entry) -> int:
