@@ -39,8 +39,7 @@ def kvpool_transfer_config(endpoint: str, role: str = "kv_both", **extra: Any) -
         "kv_connector": "KVPoolConnector",
         "kv_role": role,
         "kv_load_failure_policy": "recompute",
-        # Rounds begin with a reset of the engine's own cache; its weights never change.
-        "kv_connector_extra_config": {"endpoint": endpoint, "on_reset": "connector", **extra},
+        "kv_connector_extra_config": {"endpoint": endpoint, **extra},
     }
 
 

@@ -32,7 +32,6 @@ _WANTED: Mapping[type, str] = {
     str: "a text in quotes",
 }
 CHOICES: Mapping[str, tuple[str, ...]] = {
-    "on_reset": ("leave", "connector", "keep"),
     "share_adapters": ("unchanged", "always", "never"),
 }
 
@@ -65,13 +64,6 @@ class ConnectorConfig:
             saves (`kvpool ledger`). 0: none; 0.5 at most. With 0.01 one hit in a hundred costs its computation.
         explain_requests: tell the server of each request, by its id and without its tokens, how many tokens were
             loaded and computed and why, for `kvpool explain --request`.
-        weights_epoch_file: a file with the name of the engine's weights, read after each reset, so that engines with
-            equal names share again; see `resets.named_epoch`.
-        on_reset: what a reset of the engine's prefix cache means; vLLM also resets it when an engine goes to sleep.
-            "leave": the weights may have changed: the engine reads no block stored before, and no other engine reads
-            its new blocks. "connector": the same, but only for resets that name the connector, so that
-            `reset_prefix_cache()` alone empties only the engine's own cache. "keep": nothing changes. The last two are
-            right only where weights never change in a running engine, or never without such a reset.
         share_adapters: which requests with a LoRA adapter share blocks, by the adapter's content. "unchanged": those
             whose adapter's files are unchanged since before the engine started. "always": all, by the files' content at
             the adapter's first request; right only where adapters are never written again or reloaded in place.
@@ -103,8 +95,6 @@ class ConnectorConfig:
     decline_slow_loads: bool = True
     holdout_fraction: float = 0.0
     explain_requests: bool = False
-    weights_epoch_file: str = ""
-    on_reset: str = "leave"
     share_adapters: str = "unchanged"
     tenant: str = ""
     salt: str = ""

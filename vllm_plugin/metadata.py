@@ -127,6 +127,7 @@ class ConnectorMetadata(KVConnectorMetadata):
         dropped_stores: ids of store jobs that a rank ends without storing them, unless the rank has begun them.
         weights_epoch: of the namespace that the engine is in.
         loading_step: see `PeerLoads.prepare`; the workers hand it back.
+        weights_check: number of the check of the weights that is due; 0: none is.
     """
 
     loads: list[LoadJob] = field(default_factory=list)
@@ -134,6 +135,7 @@ class ConnectorMetadata(KVConnectorMetadata):
     dropped_stores: list[int] = field(default_factory=list)
     weights_epoch: str = ""
     loading_step: int = 0
+    weights_check: int = 0
 
 
 @dataclass
@@ -145,12 +147,15 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
         failed_stores: ids of jobs that some rank did not store.
         namespaces: pipeline stage and fingerprint of the namespace that a rank is in; each rank reports it once.
         loaded_steps: `loading_step` of the step whose output this is part of, unless it is 0.
+        weights: (pipeline stage, tensor-parallel rank, number of the check, digest of the weights in its memory);
+            check 0 is that of the start.
     """
 
     ended_stores: dict[int, int] = field(default_factory=dict)
     failed_stores: set[int] = field(default_factory=set)
     namespaces: frozenset[tuple[int, bytes]] = frozenset()
     loaded_steps: set[int] = field(default_factory=set)
+    weights: frozenset[tuple[int, int, int, bytes]] = frozenset()
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerMetadata:
         assert isinstance(other, WorkerMetadata)
@@ -159,6 +164,7 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
             self.failed_stores | other.failed_stores,
             self.namespaces | other.namespaces,
             self.loaded_steps | other.loaded_steps,
+            self.weights | other.weights,
         )
 
 

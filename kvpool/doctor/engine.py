@@ -126,22 +126,16 @@ COMPLAINTS = tuple(
             "see docs/reference/compatibility.md",
         ),
         (
-            r"identifies them by that name and revision",
+            r"cannot read the weights in memory",
             Level.WARNING,
-            "the weights are known by name alone",
-            "set weights_epoch whenever the weights change",
+            "a reset ends sharing with other engines",
+            "the line names what cannot be read",
         ),
         (
             r"another connector has replaced that of KVPoolConnector",
             Level.ERROR,
             "another connector took the handshake",
             "run at most one connector with a handshake under a MultiConnector",
-        ),
-        (
-            r"\A(?>.*?weights_epoch_file ).* cannot be used",
-            Level.WARNING,
-            "the engine shares KV with no other",
-            "see the line",
         ),
         (
             r"KV sharing is off until the engine's blocks",

@@ -19,7 +19,6 @@ from tests.support.toy.shapes import SHAPES
 
 _numbers = itertools.count()
 _PATIENT = {
-    "on_reset": "connector",
     "lookup_timeout_ms": 5_000,
     "load_timeout_ms": 10_000,
     "store_timeout_ms": 10_000,

@@ -34,7 +34,7 @@ def engines(
 ) -> Iterator[tuple[AsyncEngine, AsyncEngine]]:
     """A writer and a reader; nothing is held in the pool when they are gone."""
     model, logs = write("llama", shapes_dir), tmp_path_factory.mktemp("sessions")
-    transfer = kvpool_transfer_config(server.endpoint, on_reset="keep", **PATIENT)
+    transfer = kvpool_transfer_config(server.endpoint, **PATIENT)
     with (
         AsyncEngine(model, transfer, FLOAT32, logs / "writer.log") as writer,
         AsyncEngine(model, transfer, FLOAT32, logs / "reader.log") as reader,

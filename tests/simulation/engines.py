@@ -101,7 +101,6 @@ class Setup:
     store_decoded: bool = True
     window_interval_tokens: int = 4096
     decline_slow_loads: bool = False
-    on_reset: str = "leave"
     promotion_wait_ms: int = 1_000
 
 
@@ -270,13 +269,9 @@ class SimEngine(ToyEngine):
         has_reset = self.scheduler.reset_prefix_cache(reset_connector=True)
         live = [request for request in self.scheduler.requests.values() if not request.is_finished()]
         has_begun = any(request.num_output_tokens or request.num_computed_tokens for request in live)
-        if self.setup.on_reset == "keep":
-            return
         is_new = has_reset and not has_begun and not self.in_flight
         if is_new:
             self.weights = next(self._prefixes.new_weights)
-        (spec,) = self.connector.stages.specs
-        self._prefixes.note_weights(spec.fingerprint(), self.weights)
         for request in live if is_new else ():
             prompt, max_tokens, _ = self.prompts[request.request_id]
             self.sequences[request.request_id] = Sequences(prompt, self.weights)
@@ -285,8 +280,12 @@ class SimEngine(ToyEngine):
     def forget(self) -> None:
         """The engine's own cache is emptied, if nothing is in use; the weights stay."""
         self.scheduler.reset_prefix_cache()
-        (spec,) = self.connector.stages.specs
-        self._prefixes.note_weights(spec.fingerprint(), self.weights)
+
+    def step(self) -> int:
+        if self.connector._resets.is_checked:
+            (spec,) = self.connector.stages.specs
+            self._prefixes.note_weights(spec.fingerprint(), self.weights)
+        return super().step()
 
     def _expect(self, request_id: str, prompt: list[int], max_tokens: int) -> None:
         self.prompts[request_id] = prompt, max_tokens, self.weights
@@ -311,8 +310,6 @@ class SimEngine(ToyEngine):
         except RuntimeError as error:  # Blocks are loaded or pinned: vLLM has preempted, and keeps its cache.
             if "Failed to reset KV cache" not in str(error):
                 raise
-        (spec,) = self.connector.stages.specs
-        self._prefixes.note_weights(spec.fingerprint(), self.weights)
 
     def check_answers(self) -> None:
         """Checks the answers of all requests, each of which has ended."""
@@ -413,7 +410,6 @@ def _config(base: VllmConfig, setup: Setup) -> VllmConfig:
         "store_decoded": setup.store_decoded,
         "window_interval_tokens": setup.window_interval_tokens,
         "decline_slow_loads": setup.decline_slow_loads,
-        "on_reset": setup.on_reset,
         "promotion_wait_ms": setup.promotion_wait_ms,
     }
     return config

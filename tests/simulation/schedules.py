@@ -400,7 +400,6 @@ def _make_setup(dice: random.Random, shape: str, num_blocks: int) -> Setup:
         store_decoded=dice.random() < 0.7,
         window_interval_tokens=dice.choice([1, 64, 4096]),
         decline_slow_loads=dice.random() < 0.2,
-        on_reset=dice.choice(["leave", "connector", "keep"]),
         promotion_wait_ms=dice.choice([0, 30, 1_000]),
     )
 

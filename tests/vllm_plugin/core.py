@@ -36,6 +36,7 @@ class Core:
     def __init__(self, config: Any, extra: dict[str, Any], cache: KVCacheConfig):
         self.side = KVPoolScheduler(config, cache, ConnectorConfig.parse(extra))
         self.sizes = [group.kv_cache_spec.block_size for group in cache.kv_cache_groups]
+        self.weights = b"1"  # Digest of what every rank has in memory.
         self.pool = BlockPool(NUM_BLOCKS, enable_caching=True, hash_block_size=BLOCK_TOKENS)
         self.side.bind_block_pool(self.pool)
         self.tables: dict[str, list[list[Any]]] = {}
@@ -95,6 +96,8 @@ class Core:
             self.offers,
         )
         metadata = self.side.build_metadata(output)
+        if metadata.weights_check:
+            self.tell_weights(metadata.weights_check)
         self.offers = {}
         for request, count in scheduled:
             request.num_computed_tokens += count
@@ -103,6 +106,13 @@ class Core:
     def report(self, *jobs: int, ranks: int = 1, **loads: Any) -> None:
         stores = WorkerMetadata(dict.fromkeys(jobs, ranks)) if jobs else None
         self.side.update(KVConnectorOutput(kv_connector_worker_meta=stores, **loads))
+
+    def tell_weights(self, check: int) -> None:
+        """Every rank reports its weights, and those that it had at the start."""
+        geometry = self.side.geometry
+        ranks = [(stage, rank) for stage in range(geometry.num_stages) for rank in range(geometry.tp_size)]
+        told = frozenset((*rank, *each) for rank in ranks for each in ((0, b"1"), (check, self.weights)))
+        self.side.update(KVConnectorOutput(kv_connector_worker_meta=WorkerMetadata(weights=told)))
 
     def free(self, request: Request) -> None:
         """Preemption: the blocks go, and nobody tells the connector."""

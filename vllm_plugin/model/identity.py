@@ -32,6 +32,8 @@ logger = init_logger("vllm.kvpool.identity")
 
 MAX_TEXT = 120
 """Settings of more characters stand in the namespace as a digest."""
+DRAFT_WEIGHTS = "speculative.weights"
+"""Names the draft model's weights: by digest, or MODEL@REVISION."""
 _VOLATILE_KEYS = ("transformers_version", "_name_or_path", "name_or_path", "_commit_hash")
 
 
@@ -73,6 +75,11 @@ def namespace_spec(
         salt=config.salt,
     )
     return named_by(spec, config.name_key())
+
+
+def is_named(spec: NamespaceSpec) -> bool:
+    """Whether a namespace names all weights by the content of their files."""
+    return bool(spec.weights_digest) and "@" not in dict(spec.extra).get(DRAFT_WEIGHTS, "")
 
 
 def _page_format(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
@@ -122,7 +129,7 @@ def _draft(speculative: Any, vllm_config: VllmConfig) -> dict[str, str]:
     if draft is None or draft.model == vllm_config.model_config.model:
         return extra  # Drafts by the model's own weights, or by no model.
     weights = describe_weights(draft, getattr(speculative, "draft_load_config", None) or vllm_config.load_config)
-    extra["speculative.weights"] = weights.digest or f"{weights.model}@{weights.revision}"
+    extra[DRAFT_WEIGHTS] = weights.digest or f"{weights.model}@{weights.revision}"
     extra["speculative.architecture"] = str(draft.architecture)
     extra["speculative.hf_config"] = _short(_hf_config(draft))
     extra["speculative.quantization"] = str(draft.quantization or "")

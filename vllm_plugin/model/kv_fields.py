@@ -310,7 +310,7 @@ FIELDS: Mapping[str, Fields] = {
             "structured_outputs_config",
             "reasoning_config",
         ),
-        (Effect.NONE, "new weights in a running engine are a reset, see on_reset"): ("weight_transfer_config",),
+        (Effect.NONE, "new weights in a running engine are a reset, see resets.py"): ("weight_transfer_config",),
         _SERVING: (
             "observability_config",
             "logging_config",

@@ -1,15 +1,22 @@
-"""Resets: when the weights of a running engine may have changed, and how the weights that it has then are named.
+"""Resets: after one, the weights of an engine may have changed, and the weights in memory tell whether they have.
 
 vLLM resets the connector together with its own prefix cache when it is asked to (`reset_connector`), when the engine
 goes to sleep, and when it is paused with `clear_cache`. `reset_prefix_cache()` alone leaves the connector out, and many
 RL frameworks call it after they have updated the weights. So the block pool's own reset is observed, too.
+
+After a reset every rank reports a digest of its weights, with the next step that a request waits for: by then weights
+that are replaced after the reset are there, too, and a sleeping engine, whose weights are not, is not asked. Weights
+that are what they were keep their namespace. Others are named by the ranks' digests, as are weights whose files nobody
+can read, so that engines with equal weights and equal ranks share.
 """
 
 from __future__ import annotations
 
+import hashlib
+import math
+import time
 import uuid
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
@@ -26,17 +33,19 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.kvpool.resets")
 
-MAX_NAME_CHARS = 200
+CHECK_WITHIN_S = 30.0
+"""Requests wait so long for the ranks' digests; later ones are computed."""
 
 
 class Resets:
-    """One engine's: what a reset changes, by `on_reset` of `ConnectorConfig`.
+    """One engine's.
 
-    A reset moves the engine to another namespace. No other engine's blocks are harmed: those in the old namespace are
-    correct for engines with the old weights.
+    A reset may move the engine to another namespace. No other engine's blocks are harmed: those in the old namespace
+    are correct for engines with the old weights.
 
     Args:
         pins: tell whether blocks of the engine are in use.
+        num_ranks: of all pipeline stages.
 
     Attributes:
         is_pending: blocks of the engine are from before a reset, or in doubt; nothing is loaded or stored until they
@@ -51,6 +60,7 @@ class Resets:
         stores: Stores,
         pins: Pins,
         recorder: Recorder,
+        num_ranks: int,
     ):
         self.is_pending = False
         self._is_broken = False
@@ -60,19 +70,84 @@ class Resets:
         self._stores = stores
         self._pins = pins
         self._recorder = recorder
-        self._is_epoch_private = False  # No other engine has its name.
+        self._num_ranks = num_ranks
+        self._check = 0  # Number of the newest check of the weights; 0 is that of the start.
+        self._named_check = -1  # Number of the newest check whose outcome named the namespace.
+        self._asked_at: float | None = None  # When a request first waited for the check.
+        self._digests: dict[int, dict[tuple[int, int], bytes]] = {0: {}}  # By check, then stage and rank.
         self._empty_own_cache: Callable[[], bool] | None = None
         self._is_own_cache_empty = True  # As vLLM's last reset of it has ended.
 
     def bind(self, block_pool: BlockPool) -> None:
         self._empty_own_cache = observe_resets(block_pool, self._own_cache_reset)
 
+    @property
+    def is_checked(self) -> bool:
+        """Whether the engine's namespace is that of the weights in its ranks' memory."""
+        return self._named_check == self._check or (not self._check and self._stages.are_weights_named)
+
+    @property
+    def may_share(self) -> bool:
+        """Whether blocks may be loaded and stored."""
+        return self.is_checked and not self.is_pending
+
+    def must_wait(self) -> bool:
+        """Whether a request should be asked again, since the ranks are about to tell their weights."""
+        if not self.is_checked and self._asked_at is None:
+            self._asked_at = time.monotonic()
+        return not self.is_checked
+
+    @property
+    def has_waited(self) -> bool:
+        """Whether the ranks have not told their weights in time."""
+        return not self.is_checked and time.monotonic() - (self._asked_at or math.inf) > CHECK_WITHIN_S
+
+    def check_due(self, num_tokens: int) -> int:
+        """Number of the check that the ranks make with a step of so many tokens; 0: none."""
+        return 0 if self.is_checked or not (num_tokens or self._asked_at is not None) else self._check
+
     def reset(self) -> bool:
-        """Reads no block stored before, from now on; False: not before the engine's blocks in use are free."""
-        if self._config.on_reset == "keep":
-            return True
-        self._change_namespace()
+        """Reads no block until the weights are known; False: not before the engine's blocks in use are free."""
+        self._check += 1
+        self._asked_at = None
+        self._digests = {0: self._digests[0], self._check: {}}
+        self._lookups.discard_all()
+        self._lookups.flush()
+        # vLLM resets its own cache first, and comes here even where it could not: blocks in use are from before.
+        self.is_pending = self._is_broken or not (self._is_own_cache_empty and self._pins.nothing_in_use())
+        self._recorder.set("sharing_off", int(self.is_pending))
+        if self.is_pending:
+            logger.warning(
+                "kvpool: the engine was reset while KV blocks were in use: KV sharing is off until they are free"
+            )
         return not self.is_pending
+
+    def weights(self, reported: Iterable[tuple[int, int, int, bytes]]) -> None:
+        """Ranks have reported digests of their weights, as in `WorkerMetadata.weights`."""
+        for stage, rank, check, digest in reported:
+            if check in self._digests:
+                self._digests[check][stage, rank] = digest
+        if all(len(digests) == self._num_ranks for digests in self._digests.values()) and not self.is_checked:
+            self._name_weights()
+
+    def _name_weights(self) -> None:
+        """Moves to the namespace of the weights that all ranks have told."""
+        first, now = self._digests[0], self._digests[self._check]
+        epoch = self._config.weights_epoch
+        if not all(now.values()):
+            epoch += f"#{uuid.uuid4().hex}"  # Nobody else's.
+        elif now != first or not self._stages.are_weights_named:
+            told = b"".join(digest for _, digest in sorted(now.items()))
+            epoch += f"#{hashlib.sha256(told).hexdigest()}"
+        self._named_check = self._check
+        if epoch == self._stages.weights_epoch:
+            logger.info("kvpool: the weights in memory are those of before the reset: KV sharing goes on")
+            return
+        logger.info("kvpool: the engine's weights are those of weights epoch %r from now on", epoch)
+        self._lookups.discard_all()
+        self._lookups.flush()
+        self._stores.change_epoch(epoch)
+        self._stages.move(epoch)
 
     def distrust(self) -> None:
         """Loads and stores nothing until no block of the engine is in use: some may not have the KV of their names."""
@@ -104,42 +179,11 @@ class Resets:
         alone would have succeeded without a pool, so it is ended when they are gone.
         """
         with self._recorder.guard.part("a reset of the engine's own cache") as part:
-            self._follow_own_cache(succeeded)
+            self._is_own_cache_empty = succeeded
+            if succeeded or self._pins.nothing_in_use():
+                self.reset()
         if part.failed:
             self.fail("a reset has failed")
-
-    def _follow_own_cache(self, succeeded: bool) -> None:
-        self._is_own_cache_empty = succeeded
-        if self._config.on_reset == "leave" and (succeeded or self._pins.nothing_in_use()):
-            self._change_namespace()
-
-    def _change_namespace(self) -> None:
-        named = named_epoch(self._config)
-        if named is None and not (self.is_pending and self._is_epoch_private):
-            self._move(f"{self._config.weights_epoch}#{uuid.uuid4().hex}")
-        elif named == self._stages.weights_epoch:
-            return  # The weights are what they were, by their name.
-        elif named is not None:
-            self._move(named)
-        self._is_epoch_private = named is None
-        # vLLM resets its own cache first, and comes here even where it could not: blocks in use are from before.
-        self.is_pending = not (self._is_own_cache_empty and self._pins.nothing_in_use())
-        self._recorder.set("sharing_off", int(self.is_pending))
-        namespace = "a namespace of its own" if named is None else f"the namespace of weights epoch {named!r}"
-        if self.is_pending:
-            logger.warning(
-                "kvpool: the engine was reset while KV blocks were in use: KV sharing is off until they are free; the "
-                "engine has moved to %s",
-                namespace,
-            )
-        else:
-            logger.info("kvpool: the engine was reset and has moved to %s", namespace)
-
-    def _move(self, weights_epoch: str) -> None:
-        self._lookups.discard_all()
-        self._lookups.flush()
-        self._stores.change_epoch(weights_epoch)
-        self._stages.move(weights_epoch)
 
 
 def observe_resets(block_pool: BlockPool, tell: Callable[[bool], None]) -> Callable[[], bool]:
@@ -160,25 +204,3 @@ def observe_resets(block_pool: BlockPool, tell: Callable[[bool], None]) -> Calla
 
     block_pool.reset_prefix_cache = reset_and_tell  # type: ignore[method-assign]
     return reset
-
-
-def named_epoch(config: ConnectorConfig) -> str | None:
-    """The weights epoch that `weights_epoch_file` names; None if there is no such file, or nothing readable in it.
-
-    Equal names share a namespace. An empty file stands for the weights that the engine was started with.
-    """
-    if not config.weights_epoch_file:
-        return None
-    try:
-        name = Path(config.weights_epoch_file).read_text(encoding="utf-8").strip()
-        if len(name) > MAX_NAME_CHARS or not name.isprintable() or "#" in name:
-            raise ValueError(f"it does not hold one line of at most {MAX_NAME_CHARS} printable characters without '#'")
-    except (OSError, ValueError) as error:
-        logger.warning(
-            "kvpool: weights_epoch_file %s cannot be used (%s): the engine shares KV with no other engine until a "
-            "reset that finds a usable name in the file",
-            config.weights_epoch_file,
-            error,
-        )
-        return None
-    return f"{config.weights_epoch}@{name}" if name else config.weights_epoch

@@ -90,7 +90,9 @@ class KVPoolScheduler:
             self.jobs.traceparent_of = self._spans.request_traceparent
         self.hints = self.jobs.hints = Hints(geometry, self.stages, recorder)
         self._peer_loads = PeerLoads(self.stores, self.jobs)
-        self._resets = Resets(config, self.stages, self.lookups, self.stores, self.jobs.pins, recorder)
+        self._resets = Resets(
+            config, self.stages, self.lookups, self.stores, self.jobs.pins, recorder, geometry.num_ranks
+        )
         self._failed: set[str] = set()
         self._new_loads: list[LoadJob] = []
         self._unallocated: Request | None = None  # Has been answered, and has no blocks yet.
@@ -119,6 +121,8 @@ class KVPoolScheduler:
             why_not = self._why_not(request, num_computed_tokens)
             if why_not is not None:
                 self.computed.because(request, why_not)
+            elif self._resets.must_wait():
+                matched = None
             else:
                 is_admitted = self._unallocated is request
                 matched = self.admission.matched_tokens(request, num_computed_tokens, is_admitted)
@@ -135,7 +139,7 @@ class KVPoolScheduler:
         """Why a request is not looked up; None if it is."""
         if not self._reads or request.skip_reading_prefix_cache:
             return Cause.NOT_ASKED
-        if self._resets.is_pending or self.stages.disagree:
+        if self._resets.is_pending or self._resets.has_waited or self.stages.disagree:
             return Cause.SHARING_OFF
         if request.request_id in self._failed:
             return Cause.LOAD_FAILED
@@ -226,6 +230,7 @@ class KVPoolScheduler:
         for job in self._new_loads:
             job.beside_compute = output.total_num_scheduled_tokens > 0
         metadata = ConnectorMetadata(self._new_loads, stores, dropped, self.stages.weights_epoch, loading_step)
+        metadata.weights_check = self._resets.check_due(output.total_num_scheduled_tokens)
         # Last: a load that vLLM waits for must reach the ranks, whatever fails above.
         self._new_loads, self._delivered_step = [], self.jobs.step
         return metadata
@@ -249,7 +254,7 @@ class KVPoolScheduler:
         return ConnectorMetadata(loads, [], [], self.stages.weights_epoch, self._peer_loads.loading_step)
 
     def _may_store(self) -> bool:
-        return self._writes and not self._resets.is_pending and not self.stages.disagree and self.stages.are_open
+        return self._writes and self._resets.may_share and not self.stages.disagree and self.stages.are_open
 
     def _step_began(self, output: SchedulerOutput) -> None:
         """Tells the load policy what the step computes, and counts the prompts that end with it."""
@@ -301,6 +306,7 @@ class KVPoolScheduler:
             loaded_steps = metadata.loaded_steps
             with part("the comparison of namespaces") as comparison:
                 self.stages.compare(metadata.namespaces)
+                self._resets.weights(metadata.weights)
             if comparison.failed:
                 self._resets.fail("the namespaces of its ranks could not be compared")
             for job_id, ranks in metadata.ended_stores.items():

@@ -21,6 +21,7 @@ from vllm_plugin.releases import transfer_results
 from vllm_plugin.session import Session
 from vllm_plugin.worker.copy import make_copier
 from vllm_plugin.worker.layout import make_layout
+from vllm_plugin.worker.loaded_weights import LoadedWeights
 from vllm_plugin.worker.transfer import ReceiveThread, SendThread
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ class KVPoolWorker:
         spec: the namespace of this rank's pipeline stage.
         session: of that namespace.
         sender, receiver: its threads; None until the KV cache is registered.
+        weights: of this rank.
         guard: reports what the hooks did not foresee.
     """
 
@@ -60,7 +62,9 @@ class KVPoolWorker:
         self._groups = make_groups(vllm_config, kv_cache_config)
         self._mine = [rank_shards(group, tp_rank, parallel.tensor_parallel_size) for group in spec.groups]
         self.spec = spec
-        self._stage = stage
+        self._stage, self._tp_rank = stage, tp_rank
+        self.weights = LoadedWeights(vllm_config)
+        self._weights_check = 0  # Number of the newest check of the weights.
         self._tell_spec = not scheduler_knows(vllm_config, kv_cache_config)
         # A draft model writes its own layers after the hooks of a step, into the blocks of that step.
         self._hold_stores = vllm_config.speculative_config is not None
@@ -94,6 +98,7 @@ class KVPoolWorker:
                     "does not know; serve without kvpool"
                 )
             layouts.append(layout)
+        self._check_weights()
         copier = make_copier(layouts)
         # Pinning tens of gigabytes of the pool's memory takes a second, which the first request should not wait for.
         self.session.when_open(lambda opened: copier.adopt(opened.transport.memory, opened.transport.extents))
@@ -104,6 +109,9 @@ class KVPoolWorker:
     def start_loads(self, metadata: ConnectorMetadata) -> None:
         if metadata.loading_step:
             self._report.loaded_steps.add(metadata.loading_step)
+        if metadata.weights_check > self._weights_check:
+            self._weights_check = metadata.weights_check
+            self._check_weights()
         with self.guard.part("the move to another namespace"):
             if metadata.weights_epoch != self.spec.weights_epoch:
                 self.spec = replace(self.spec, weights_epoch=metadata.weights_epoch)
@@ -163,7 +171,7 @@ class KVPoolWorker:
             for job, succeeded in self.sender.take_ended():
                 self._end(job, succeeded)
         report, self._report = self._report, WorkerMetadata()
-        return report if report.ended_stores or report.namespaces or report.loaded_steps else None
+        return report if report != WorkerMetadata() else None
 
     def stats(self) -> KVPoolStats | None:
         return self._recorder.take()
@@ -177,6 +185,10 @@ class KVPoolWorker:
             self.session.close()  # Ends the calls that a thread may be waiting for.
         for thread in threads:
             thread.join(STOP_TIMEOUT_S)
+
+    def _check_weights(self) -> None:
+        """Reports the digest of the weights, which nothing changes while the thread that runs the model is here."""
+        self._report.weights |= {(self._stage, self._tp_rank, self._weights_check, self.weights.digest())}
 
     def _end(self, job: StoreJob, succeeded: bool) -> None:
         self._report.ended_stores[job.job_id] = self._report.ended_stores.get(job.job_id, 0) + 1

@@ -14,6 +14,7 @@ until the right tokens' overwrites it.
 from __future__ import annotations
 
 import functools
+import hashlib
 import math
 import pickle
 import time
@@ -157,9 +158,12 @@ class ToyEngine:
             )
         # The core sets it for overlapping batches; a toy with one executor has to say so itself.
         self.scheduler.defer_block_free = steps_ahead > 0 and config.kv_transfer_config.is_kv_consumer
-        self.ranks = [
-            Rank(config, whole, make, tp_rank, stage) for stage in range(num_stages) for tp_rank in range(tp_size)
-        ]
+        self.weights = 1
+        weights = SimpleNamespace(digest=lambda: hashlib.sha256(f"{self.weights}".encode()).digest())
+        with patch("vllm_plugin.worker.worker.LoadedWeights", lambda _: weights):
+            self.ranks = [
+                Rank(config, whole, make, tp_rank, stage) for stage in range(num_stages) for tp_rank in range(tp_size)
+            ]
         told = {(rank.stage, rank.tp_rank): rank.connector.get_handshake_metadata() for rank in self.ranks}
         self.scheduler.connector.set_xfer_handshake_metadata_pp_aware(
             {ranks: metadata for ranks, metadata in told.items() if metadata is not None}
@@ -171,7 +175,6 @@ class ToyEngine:
         self.num_rejected_drafts = 0
         self._num_drafts = config.num_speculative_tokens
         self.stats = KVPoolStats()
-        self.weights = 1
         self.answers: dict[str, list[int]] = {}
         self.preempted: list[str] = []
         self.cached_tokens: dict[str, int] = {}

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 
+from tests.support.processes import wait_for
 from tests.support.toy.engine import ToyEngine
 from tests.support.toy.fleet import Fleet, assert_nothing_is_left
 from tests.support.toy.model import answer
 from tests.support.vllm_objects import make_request, tokens
 from tests.vllm_plugin.core import Core, MakeCore, blocks, fill
 from vllm_plugin.metrics import KVPoolStats
+from vllm_plugin.model.weights import Weights
+from vllm_plugin.scheduler import resets
 
 
 def gauge(core: Core) -> float | None:
@@ -28,31 +28,95 @@ def generate(engine: ToyEngine, prompt: list[int]) -> int:
     return engine.cached_tokens.pop("prompt-0")
 
 
+@pytest.mark.parametrize("asked", ["connector", "own cache"])
 @pytest.mark.parametrize("steps_ahead", [0, 1])
-def test_a_reset_of_the_own_cache_alone_may_mean_new_weights(steps_ahead: int, fleet: Fleet) -> None:
+def test_a_reset_means_new_weights_where_the_weights_in_memory_are_new(
+    steps_ahead: int, asked: str, fleet: Fleet
+) -> None:
     """As RL frameworks do it: update the weights, then `reset_prefix_cache()`, which leaves the connector out."""
-    engine, other = fleet.start(extra={"on_reset": "leave"}, steps_ahead=steps_ahead), fleet.start()
+    engine, other = fleet.start(steps_ahead=steps_ahead), fleet.start()
     prompt = tokens(100)
     assert generate(engine, prompt) == 0
-    assert engine.scheduler.reset_prefix_cache()
-    engine.weights = 2
-    assert generate(engine, prompt) == 0
-    assert engine.scheduler.reset_prefix_cache()
-    assert generate(engine, prompt) == 0
-    # What was stored with the old weights is right for whoever has them, and nothing has been added to it.
-    assert generate(other, prompt) == 96
-    assert other.counted("hit_tokens") == 96
+    for weights, own, others in ((1, 96, 96), (2, 0, 96), (2, 96, 96), (1, 96, 96)):
+        assert engine.scheduler.reset_prefix_cache(reset_connector=asked == "connector")
+        engine.weights = weights
+        assert tell(engine, prompt) == own
+        # What was stored with the old weights is right for engines with the old weights; nothing has been added to it.
+        assert other.scheduler.reset_prefix_cache()
+        assert generate(other, prompt) == others
     assert_nothing_is_left(engine)
 
 
-@pytest.mark.parametrize("on_reset", ["connector", "keep"])
-def test_an_engine_may_say_that_a_reset_of_its_own_cache_is_no_more_than_that(on_reset: str, fleet: Fleet) -> None:
-    engine, prompt = fleet.start(extra={"on_reset": on_reset}), tokens(100)
+def tell(engine: ToyEngine, prompt: list[int]) -> int:
+    """Answers a prompt after the ranks have told their weights, and the sessions are open again."""
+    generate(engine, tokens(10, "ranks tell their weights with the steps of some request"))
+    return generate(engine, prompt)
+
+
+def test_the_first_request_after_a_reset_hits_where_the_weights_are_the_same(fleet: Fleet) -> None:
+    engine, prompt = fleet.start(), tokens(100)
     assert generate(engine, prompt) == 0
     assert engine.scheduler.reset_prefix_cache()
     assert generate(engine, prompt) == 96
-    assert engine.scheduler.reset_prefix_cache(reset_connector=True)
-    assert generate(engine, prompt) == (96 if on_reset == "keep" else 0)
+    assert engine.counted("sharing_off") == 0
+
+
+def test_engines_with_the_same_new_weights_share_again(fleet: Fleet) -> None:
+    first, second = fleet.start(), fleet.start()
+    prompt = tokens(100)
+    assert generate(first, prompt) == 0 and generate(second, prompt) == 96
+    for weights, hits in (((2, 2), (0, 96)), ((3, 4), (0, 0)), ((1, 1), (96, 96))):
+        for engine, each in zip((first, second), weights, strict=True):
+            engine.weights = each
+            assert engine.scheduler.reset_prefix_cache(reset_connector=True)
+        assert (tell(first, prompt), tell(second, prompt)) == hits
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_weights_that_no_file_names_are_named_by_what_is_in_memory(
+    tp_size: int, fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights in a bucket, or random ones (`load_format="dummy"`)."""
+    nameless = Weights("m", "", "")
+    monkeypatch.setattr("vllm_plugin.model.identity.describe_weights", lambda *_: nameless)
+    first, second, third = (fleet.start(tp_size=tp_size) for _ in range(3))
+    prompt, third.weights = tokens(100), 2
+    assert [tell(engine, prompt) for engine in (first, second)] == [0, 96]
+    # Its first report was made with weights 1: only a reset tells of others.
+    assert third.scheduler.reset_prefix_cache()
+    assert tell(third, prompt) == 0
+
+
+def test_weights_that_cannot_be_read_are_nobody_elses(core: MakeCore) -> None:
+    one, other = (core(salt="unreadable").connected() for _ in range(2))
+    request = make_request("r", tokens(100))
+    fill(one, request.block_hashes)
+    for each in (one, other):
+        each.weights = b""
+        assert each.side.reset() and each.side.matched_tokens(request, 0) == (None, False)
+        each.step()
+        assert each.connected().ask(request) == 0
+    assert one.side.stages.weights_epoch != other.side.stages.weights_epoch
+
+
+def test_a_request_does_not_wait_for_ever_for_ranks_that_tell_nothing(
+    core: MakeCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resets, "CHECK_WITHIN_S", 0.1)
+    one = core().connected()
+    request = make_request("r", tokens(100))
+    fill(one, request.block_hashes)
+    assert one.side.reset()
+    wait_for(lambda: one.side.matched_tokens(request, 0) == (0, False), "the request to be computed")
+
+
+def test_an_engine_that_computes_nothing_is_not_asked_for_its_weights(core: MakeCore) -> None:
+    """While it sleeps its weights are not there: reading them would end the process."""
+    one = core().connected()
+    assert one.side.reset()
+    assert one.step().weights_check == 0
+    assert one.side.matched_tokens(make_request("r", tokens(100)), 0) == (None, False)
+    assert one.step().weights_check == 1
 
 
 @pytest.fixture
@@ -107,54 +171,6 @@ def test_a_reset_of_the_own_cache_that_vllm_refuses_for_running_requests_changes
     assert one.ask(other) == blocks(3)
 
 
-def test_engines_whose_weights_have_one_name_share_again(fleet: Fleet, tmp_path: Path) -> None:
-    files = [tmp_path / name for name in "ab"]
-    first, second = (fleet.start(extra={"on_reset": "leave", "weights_epoch_file": str(file)}) for file in files)
-    prompt = tokens(100)
-    assert generate(first, prompt) == 0 and generate(second, prompt) == 96
-
-    def load(weights: int, *names: str | None) -> None:
-        for engine, file, name in zip((first, second), files, names, strict=True):
-            file.unlink(missing_ok=True)
-            if name is not None:
-                file.write_text(f"{name}\n")
-            engine.weights = weights
-            assert engine.scheduler.reset_prefix_cache(reset_connector=True)
-            generate(engine, tokens(10))  # Workers learn of it with a step.
-
-    load(2, "step 2", "step 2")
-    assert generate(first, prompt) == 0 and generate(second, prompt) == 96
-    load(3, "step 3", None)  # Without a name nobody knows what the second one has.
-    assert generate(first, prompt) == generate(second, prompt) == 0
-    load(1, "", "")  # The weights that they were started with.
-    assert generate(first, prompt) == generate(second, prompt) == 96
-    load(1, "", "")  # Nothing has changed: as after sleeping.
-    assert generate(first, prompt) == generate(second, prompt) == 96
-
-
-@pytest.mark.parametrize("content", [b"a\nb", b"x" * 201, b"\xff\xfe", b"a#b"])
-def test_a_name_that_is_none_is_worth_no_sharing(content: bytes, core: MakeCore, tmp_path: Path, caplog: Any) -> None:
-    file = tmp_path / "name"
-    file.write_bytes(content)
-    one, other = (core(weights_epoch_file=str(file), salt="one").connected() for _ in range(2))
-    assert one.side.reset() and other.side.reset()
-    assert one.side.stages.weights_epoch != other.side.stages.weights_epoch
-    assert "weights_epoch_file" in caplog.text
-
-
-def test_sharing_is_off_while_a_reset_waits_also_where_the_name_is_known(core: MakeCore, tmp_path: Path) -> None:
-    file = tmp_path / "name"
-    file.write_text("new")
-    one = core(weights_epoch_file=str(file), weights_epoch="run").connected()
-    request = make_request("r", tokens(100))
-    one.allocate(request, 0)
-    one.step((request, 16))
-    assert one.side.reset() is False and one.side.reset() is False
-    assert one.side.stages.weights_epoch == "run@new"
-    one.connected()
-    assert one.step((request, 64)).stores == []
-
-
 def test_two_kvpools_under_one_multi_connector_share_one_block_pool(core: MakeCore) -> None:
     """Each of them observes resets, and lets them pass though blocks are pinned."""
     one, other = core(salt="one").connected(), core(salt="other").connected()
@@ -163,7 +179,6 @@ def test_two_kvpools_under_one_multi_connector_share_one_block_pool(core: MakeCo
     one.allocate(request, 0)
     one.step((request, 100))
     one.finish(request)
-    epochs = one.side.stages.weights_epoch, other.side.stages.weights_epoch
     for _ in range(2):
         assert one.pool.reset_prefix_cache()
-    assert one.side.stages.weights_epoch != epochs[0] and other.side.stages.weights_epoch != epochs[1]
+    assert not one.side._resets.is_checked and not other.side._resets.is_checked

@@ -531,7 +531,7 @@ def test_a_prompt_longer_than_what_may_be_pinned_is_stored_bit_by_bit(core: Make
 # End
 
 
-def test_after_a_reset_nothing_stored_before_is_found_and_nothing_is_held(alone: Core) -> None:
+def test_after_new_weights_nothing_stored_before_is_found_and_nothing_is_held(alone: Core) -> None:
     one = alone
     request = make_request("r", tokens(100))
     fill(one, request.block_hashes)
@@ -539,6 +539,9 @@ def test_after_a_reset_nothing_stored_before_is_found_and_nothing_is_held(alone:
     before = one.side.stages.sessions[0].namespace
     assert before is not None and one.side.reset() is True
     wait_for_leases(one, 0)
+    one.weights = b"2"
+    assert one.side.matched_tokens(request, 0) == (None, False)
+    one.step()
     assert one.connected().ask(request) == 0
     after = one.side.stages.sessions[0].namespace
     assert after is not None and after.fingerprint != before.fingerprint
@@ -561,8 +564,11 @@ def test_a_reset_while_blocks_are_in_use_shares_nothing_until_one_succeeds(core:
     assert one.side.matched_tokens(other, 0) == (0, False)
     one.finish(request)
     assert one.side.reset() is True
-    one.connected().allocate(other, 0)
-    later = one.step((other, 100))
+    one.weights = b"2"
+    one.allocate(other, 0)
+    assert one.step((other, 48)).stores == [], "stored before the ranks have told their weights"
+    one.connected()
+    later = one.step((other, 52))
     assert [len(run_in(job).block_hashes) for job in later.stores] == [6]
     epochs = {first.weights_epoch, later.weights_epoch, *(job.weights_epoch for job in later.stores)}
     assert first.weights_epoch == "7" and len(epochs) == 2
@@ -570,14 +576,6 @@ def test_a_reset_while_blocks_are_in_use_shares_nothing_until_one_succeeds(core:
 
 def test_a_reset_works_without_a_pool(core: MakeCore) -> None:
     assert core(endpoint=free_endpoint()).side.reset() is True
-
-
-def test_a_reset_can_be_told_to_mean_nothing(core: MakeCore) -> None:
-    one = core(on_reset="keep").connected()
-    request = make_request("r", tokens(100))
-    fill(one, request.block_hashes)
-    assert one.side.reset() is True
-    assert one.ask(request) == blocks(6)
 
 
 def test_reset_leaves_other_namespaces_alone(core: MakeCore) -> None:

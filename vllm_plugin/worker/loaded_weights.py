@@ -1,0 +1,131 @@
+"""The weights as they lie in a rank's memory, and their digest.
+
+The digest tells whether weights have changed, and names weights whose files nobody can read. It covers every parameter
+and persistent buffer of the modules that the attention layers belong to, the draft model among them. vLLM hands a
+connector no model, so the modules are found from the layers upwards, among the objects that Python's garbage collector
+knows: before vLLM freezes them, that is in the constructor.
+
+vLLM's CPU kernels pack the weights of linear layers out of sight. They are read back through the layer: the product of
+its weights and the identity is the weights, exactly.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import torch
+import xxhash
+from vllm.logger import init_logger
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = init_logger("vllm.kvpool.loaded_weights")
+
+PIECE_BYTES = 64 << 20
+"""Bytes hashed at a time; a GPU needs a sixteenth of it for the hash."""
+CHUNK_BYTES = 256 << 10
+"""Bytes behind one checksum on a GPU: many of them are computed at once."""
+MAX_READ_BACK_FLOP = 1 << 40
+"""Products of more operations than this (tens of seconds on two cores) are not worth knowing packed weights."""
+READ_BACK_ROWS = 512
+NUM_THREADS = 8
+
+
+class LoadedWeights:
+    """One rank's. Only the thread that runs the model may call it.
+
+    Args:
+        vllm_config: of the rank; its attention layers have been built.
+    """
+
+    def __init__(self, vllm_config: VllmConfig):
+        self._roots = _roots(list(vllm_config.compilation_config.static_forward_context.values()))
+
+    def digest(self) -> bytes:
+        """SHA-256 over the names, shapes and checksums (xxh3) of all weights; empty if some weights cannot be read."""
+        try:
+            return self._digest()
+        except Exception as error:  # A tensor type or a layer that torch cannot show as bytes.
+            logger.warning("kvpool cannot read the weights in memory (%s): a reset ends sharing with others", error)
+            return b""
+
+    def _digest(self) -> bytes:
+        if not self._roots:
+            raise ValueError("vLLM shows no attention layer")
+        digest = hashlib.sha256()
+        flop = 0
+        for root in self._roots:
+            for name, tensor in sorted(root.state_dict().items()):
+                if isinstance(tensor, torch.Tensor):
+                    _add(digest, f"{type(root).__name__}.{name}", tensor)
+            for name, layer in root.named_modules():
+                weight = getattr(layer, "weight", None)
+                if not isinstance(weight, torch.Tensor) or weight.numel() or weight.device.type != "cpu":
+                    continue
+                flop += 2 * layer.input_size_per_partition**2 * layer.output_size_per_partition
+                if flop > MAX_READ_BACK_FLOP:
+                    raise ValueError("the CPU's kernels have packed more of them than can be read back in short time")
+                for nth, rows in enumerate(_read_back(layer)):
+                    _add(digest, f"{name}.{nth}", rows)
+        return digest.digest()
+
+
+def _roots(layers: list[Any]) -> list[torch.nn.Module]:
+    """The outermost modules that the layers are part of."""
+    parents: dict[int, torch.nn.Module] = {}
+    for found in gc.get_objects():
+        if issubclass(type(found), torch.nn.Module):  # `isinstance` would ask proxies for their class.
+            parents.update((id(child), found) for child in found.children())
+    roots: dict[int, torch.nn.Module] = {}
+    for layer in layers:
+        root = layer
+        while (parent := parents.get(id(root))) is not None:
+            root = parent
+        roots[id(root)] = root
+    return list(roots.values())
+
+
+def _read_back(layer: Any) -> Iterator[torch.Tensor]:
+    """The weights of a linear layer that its kernel has packed: [rows of inputs, outputs] each, plus the bias."""
+    num_inputs = layer.input_size_per_partition
+    for first in range(0, num_inputs, READ_BACK_ROWS):
+        rows = torch.arange(min(READ_BACK_ROWS, num_inputs - first))
+        probe = torch.zeros(len(rows), num_inputs, dtype=layer.params_dtype)
+        probe[rows, first + rows] = 1
+        yield layer.quant_method.apply(layer, probe)
+
+
+def _add(digest: Any, name: str, tensor: torch.Tensor) -> None:
+    digest.update(f"{name}:{tuple(tensor.shape)}:{tensor.dtype};".encode())
+    # Some kernels transpose weights in place: in the order of memory they are contiguous.
+    order = sorted(range(tensor.dim()), key=lambda dim: -tensor.stride(dim))
+    flat = tensor.detach().permute(order).contiguous().reshape(-1).view(torch.uint8)
+    if tensor.device.type != "cpu":
+        digest.update(_device_sums(flat))
+        return
+    with ThreadPoolExecutor(NUM_THREADS) as threads:
+        for found in threads.map(xxhash.xxh3_64_digest, [piece.numpy() for piece in flat.split(PIECE_BYTES)]):
+            digest.update(found)
+
+
+def _device_sums(flat: torch.Tensor) -> bytes:
+    """Checksums of a tensor (uint8, one dimension) where it lies; what fills no chunk is hashed on the host."""
+    from vllm_plugin.worker.copy import xxh3
+
+    hasher = xxh3.Hasher(flat.device)
+    end = flat.numel() // CHUNK_BYTES * CHUNK_BYTES
+    found = []
+    for first in range(0, end, PIECE_BYTES):
+        chunks = flat[first : min(end, first + PIECE_BYTES)].view(-1, CHUNK_BYTES)
+        chunks = chunks.clone() if chunks.data_ptr() % xxh3.WORD_BYTES else chunks
+        room = torch.empty(hasher.room(len(chunks), CHUNK_BYTES), dtype=torch.int64, device=flat.device)
+        hashing = hasher.prepare(chunks, room)
+        hashing.start()
+        found.append(hashing.accumulators.clone())
+    tail = xxhash.xxh3_64_digest(flat[end:].cpu().numpy())
+    return b"".join(each.cpu().numpy().tobytes() for each in found) + tail
