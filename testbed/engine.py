@@ -21,6 +21,7 @@ from queue import Empty, Queue
 from typing import Any
 
 from testbed.forked_process import start_module
+from vllm_plugin import BEGAN_AT
 
 START_TIMEOUT_S = 480.0
 IMPORT_SETTINGS = {"VLLM_USE_SPINLOOP_EXT": "1"}
@@ -117,6 +118,7 @@ class Engine:
             "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(not spec.in_process)),
             **spec.environment,
         }
+        environment.pop(BEGAN_AT, None)  # Of another engine, if this process has made one.
         log_path.parent.mkdir(parents=True, exist_ok=True)
         with log_path.open("ab") as log:
             self._process = start_module("testbed.engine_process", [], environment, log, spec.inside)

@@ -19,6 +19,7 @@ from kvpool.config import ClientConfig
 from kvpool.v1.pool_pb2_grpc import PoolStub
 from tests.support.effort import EFFORT
 from tests.support.processes import ServerProcess
+from vllm_plugin import BEGAN_AT
 
 # `make test` tries the same inputs each time: a change is judged by what it changes. More effort tries new ones.
 settings.register_profile(
@@ -26,6 +27,7 @@ settings.register_profile(
 )
 settings.load_profile("kvpool")
 
+os.environ[BEGAN_AT] = str(1 << 62)  # Tests make models and, in the same process, engines.
 os.umask(0o022)  # Servers refuse files that a group can write, as some users' default has it.
 
 LONG_FILES = (

@@ -1,10 +1,16 @@
 """The vLLM plugin: `KVPoolConnector`, found by vLLM through its `vllm.general_plugins` entry point."""
 
+import os
+import time
+
 NAME = "KVPoolConnector"
+BEGAN_AT = "KVPOOL_ENGINE_BEGAN_AT"
+"""The environment variable with the time (ns since 1970) before which no process of the engine had read a file."""
 
 
 def register() -> None:
     """Makes the connector known to vLLM. Runs in every vLLM process, maybe more than once."""
+    os.environ.setdefault(BEGAN_AT, str(time.time_ns()))  # For the engine's other processes, too.
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     if NAME not in KVConnectorFactory._registry:

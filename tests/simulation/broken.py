@@ -346,4 +346,4 @@ def one_store_in_pieces_begins_at_its_first_block_each_time(patch: pytest.Monkey
 
 @variant
 def a_reset_keeps_what_was_stored(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(scheduler.KVPoolScheduler, "reset", lambda self: True)
+    patch.setattr(resets.Resets, "reset", lambda self: True)

@@ -8,7 +8,6 @@ computed. A thread reads and watches the files: the scheduler's thread touches n
 
 from __future__ import annotations
 
-import os
 import queue
 import threading
 import time
@@ -20,7 +19,7 @@ import numpy as np
 from vllm.logger import init_logger
 
 from kvpool.types import HASH_BYTES
-from vllm_plugin.model.weights import adapter_directory, content_digest
+from vllm_plugin.model.weights import adapter_directory, content_digest, states
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -218,10 +217,5 @@ def _why_not(vllm_config: VllmConfig) -> str:
 
 
 def _state(place: Path) -> list[tuple[str, int, int]]:
-    """(path, ctime in ns, bytes) of every file below a directory: changes whenever a file does."""
-    states = []
-    for file in [place, *sorted(place.rglob("*"))]:
-        real = Path(os.path.realpath(file))
-        found = real.stat()
-        states.append((str(real), found.st_ctime_ns, found.st_size))
-    return states
+    """Changes whenever a file below a directory does, or a link on the way to it."""
+    return states([place, *sorted(place.rglob("*"))])

@@ -198,6 +198,17 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) != 1:
             raise ConfigError(f"KVPoolConnector does not support {name} = {getattr(parallel, name)}; set it to 1")
+    if getattr(parallel, "enable_fault_tolerance", False):
+        raise ConfigError(
+            "KVPoolConnector does not support enable_fault_tolerance = True: vLLM may find a step faulty after its "
+            "blocks are shared; serve without --enable-fault-tolerance"
+        )
+    images = vllm_config.model_config.multimodal_config
+    if images is not None and not (cache.enable_prefix_caching or images.mm_processor_cache_gb):
+        raise ConfigError(
+            "vLLM names images by a counter, not by their content, with prefix caching off and mm_processor_cache_gb = "
+            "0, so that two images would share blocks; leave one of the two on"
+        )
     if getattr(cache, "calculate_kv_scales", False):
         raise ConfigError(
             "KVPoolConnector does not support calculate_kv_scales = True, which makes KV values depend on an engine's "

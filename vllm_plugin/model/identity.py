@@ -8,9 +8,11 @@ its own. `kv_inputs.py` says which settings count, `weights.py` what identifies 
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import os
 import platform
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
@@ -21,7 +23,7 @@ from kvpool.name_key import named_by
 from kvpool.namespace import NamespaceSpec
 from vllm_plugin.config import ConnectorConfig
 from vllm_plugin.model.groups import group_spec, hash_tokens, make_groups, packs_its_own
-from vllm_plugin.model.kv_inputs import settings
+from vllm_plugin.model.kv_inputs import environment, settings
 from vllm_plugin.model.weights import Weights, describe_weights
 
 if TYPE_CHECKING:
@@ -79,7 +81,13 @@ def namespace_spec(
 
 def is_named(spec: NamespaceSpec) -> bool:
     """Whether a namespace names all weights by the content of their files."""
-    return bool(spec.weights_digest) and "@" not in dict(spec.extra).get(DRAFT_WEIGHTS, "")
+    names = dict(spec.extra).get(DRAFT_WEIGHTS, "")
+    return bool(spec.weights_digest) and "@" not in names and not is_in_doubt(spec)
+
+
+def is_in_doubt(spec: NamespaceSpec) -> bool:
+    """Whether the files that a namespace names may not be those that the engine has loaded."""
+    return any(name.endswith("in_doubt") for name, _ in spec.extra)
 
 
 def _page_format(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
@@ -107,6 +115,7 @@ def _extra(vllm_config: VllmConfig, weights: Weights) -> tuple[tuple[str, str], 
     extra = {
         **dict(weights.settings),
         "architecture": model.architecture,
+        **_own_class(model),
         "hf_config": _short(_hf_config(model)),
         "quantization": str(model.quantization or ""),
     }
@@ -115,11 +124,24 @@ def _extra(vllm_config: VllmConfig, weights: Weights) -> tuple[tuple[str, str], 
     speculative: Any = vllm_config.speculative_config
     if speculative is not None:
         extra |= _draft(speculative, vllm_config)
-    extra |= {name: _short(_canonical(value)) for name, value in settings(vllm_config)}
+    extra |= {name: _short(_canonical(value)) for name, value in (*settings(vllm_config), *environment())}
     if (private := "vllm_config.additional_config") in extra:
         # It may hold secrets, and the pool shows namespaces to other users.
         extra[private] = hashlib.sha256(extra[private].encode()).hexdigest()
     return tuple(extra.items())
+
+
+def _own_class(model: ModelConfig) -> dict[str, str]:
+    """The class that a plugin has registered for the architecture, by its name and its module's source."""
+    registered: Any = model.registry.models.get(model.architecture)
+    place = getattr(registered, "model_cls", registered)
+    module = str(getattr(place, "module_name", None) or getattr(place, "__module__", ""))
+    if registered is None or module.startswith("vllm."):
+        return {}
+    name = getattr(place, "class_name", None) or place.__qualname__
+    source = getattr(importlib.util.find_spec(module), "origin", None)
+    code = hashlib.sha256(Path(source).read_bytes()).hexdigest() if source else ""
+    return {"model_class": f"{module}:{name}:{code}"}
 
 
 def _draft(speculative: Any, vllm_config: VllmConfig) -> dict[str, str]:
@@ -130,6 +152,7 @@ def _draft(speculative: Any, vllm_config: VllmConfig) -> dict[str, str]:
         return extra  # Drafts by the model's own weights, or by no model.
     weights = describe_weights(draft, getattr(speculative, "draft_load_config", None) or vllm_config.load_config)
     extra[DRAFT_WEIGHTS] = weights.digest or f"{weights.model}@{weights.revision}"
+    extra |= {f"speculative.{name}": value for name, value in weights.settings}
     extra["speculative.architecture"] = str(draft.architecture)
     extra["speculative.hf_config"] = _short(_hf_config(draft))
     extra["speculative.quantization"] = str(draft.quantization or "")

@@ -326,6 +326,56 @@ FIELDS: Mapping[str, Fields] = {
     },
 }
 
+VARIABLES: Fields = {
+    (Effect.NONE, "set by vLLM itself in some of its processes; kernels that compute the same function"): (
+        "VLLM_USE_AOT_COMPILE",
+        "VLLM_USE_BREAKABLE_CUDAGRAPH",
+        "VLLM_DISABLE_SHARED_EXPERTS_STREAM",
+        "VLLM_USE_TRITON_AWQ",
+        "VLLM_ALLREDUCE_USE_SYMM_MEM",
+        "VLLM_ROCM_USE_SKINNY_GEMM",
+        "VLLM_USE_DEEP_GEMM_E8M0",
+        "VLLM_USE_RAY_COMPILED_DAG_CHANNEL_TYPE",
+    ),
+    (Effect.NONE, "the layout of KV heads and the model's kind stand in the groups"): (
+        "VLLM_MLA_DISABLE",
+        "VLLM_KV_CACHE_LAYOUT",
+        "VLLM_PP_LAYER_PARTITION",
+    ),
+    (Effect.NAMED, "part of the page format"): ("VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT",),
+    _CAPACITY: ("VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_NUM_OF_RESERVED_CPU", "VLLM_DP_*", "VLLM_USE_V2_MODEL_RUNNER"),
+    _SERVING: (
+        "CMAKE_BUILD_TYPE",
+        "CUDA_HOME",
+        "NVCC_THREADS",
+        "MOONCAKE_*",
+        "RAY_*",
+        "VERBOSE",
+        "VLLM_ALLOW_*",
+        "VLLM_BUILD_*",
+        "VLLM_CONFIGURE_LOGGING",
+        "VLLM_ENGINE_READY_TIMEOUT_S",
+        "VLLM_GC_DEBUG",
+        "VLLM_IMAGE_TAG",
+        "VLLM_KV_EVENTS_*",
+        "VLLM_LOG_*",
+        "VLLM_LOOPBACK_IP",
+        "VLLM_LORA_RESOLVER_*",
+        "VLLM_MOONCAKE_*",
+        "VLLM_NCCL_*",
+        "VLLM_NIXL_*",
+        "VLLM_P2P_*",
+        "VLLM_PROCESS_NAME_PREFIX",
+        "VLLM_RAY_*",
+        "VLLM_USAGE_SOURCE",
+        "VLLM_USE_SPINLOOP_EXT",
+        "VLLM_TRACE_FUNCTION",
+        "VLLM_*_TIMEOUT*",
+        "VLLM_*_PROFILING",
+    ),
+}
+"""The same of environment variables, by pattern; those that vLLM itself keeps out of `compile_factors` are left out."""
+
 INDEPENDENT = (
     # The model and the modules that it is built from read none of these settings.
     "ApertusForCausalLM",

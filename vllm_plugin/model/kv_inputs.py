@@ -5,17 +5,19 @@
 Two engines may share a block only if they would have computed the same function of the same tokens. Differences in
 rounding alone (kernels, batch sizes, tensor parallelism, compilation) do not count: vLLM's own prefix cache mixes them.
 
-A setting that the table does not know, because a newer vLLM has added it, is part of the identity as soon as it is not
-at its default.
+A setting or an environment variable that the table does not know, because a newer vLLM has added it, is part of the
+identity as soon as it is not at its default.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
-from vllm_plugin.model.kv_fields import FIELDS, INDEPENDENT, Effect
+from vllm_plugin.model.kv_fields import FIELDS, INDEPENDENT, VARIABLES, Effect
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -61,6 +63,23 @@ def settings(vllm_config: VllmConfig) -> Iterator[tuple[str, Any]]:
                 yield f"{section}.{field.name}", value
 
 
+def environment() -> Iterator[tuple[str, str]]:
+    """The environment variables of vLLM that are set and part of this engine's identity."""
+    from vllm.envs import compile_factors
+
+    for name in compile_factors():  # All that vLLM reads but paths, ports, logs and limits.
+        if name in os.environ and variable_effect(name)[0] is Effect.VALUE:
+            yield f"environment.{name}", os.environ[name]
+
+
+def variable_effect(name: str) -> tuple[Effect, str]:
+    """How an environment variable of vLLM takes part, and why."""
+    for (kind, reason), patterns in VARIABLES.items():
+        if any(fnmatchcase(name, pattern) for pattern in patterns):
+            return kind, reason
+    return Effect.VALUE, "not known to kvpool"
+
+
 def _default(field: Any) -> Any:
     """What a field is unless somebody sets it."""
     if hasattr(field.default, "get_default"):  # Pydantic's description of a field.
@@ -76,6 +95,10 @@ def table() -> str:
         f"| `{section}` | {', '.join(f'`{name}`' for name in fields)} | {kind.value} | {reason} |"
         for section, parts in FIELDS.items()
         for (kind, reason), fields in parts.items()
+    ]
+    rows += [
+        f"| environment | {', '.join(f'`{name}`' for name in patterns)} | {kind.value} | {reason} |"
+        for (kind, reason), patterns in VARIABLES.items()
     ]
     return "\n".join(["| section | fields | part of the identity | because |", "|---|---|---|---|", *rows])
 

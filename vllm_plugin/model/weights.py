@@ -1,8 +1,13 @@
-"""The identity of a model's weights: a digest of their bytes where vLLM reads them from this disk, else their name.
+"""The identity of a model's weights: a digest of the files that vLLM reads from this disk.
 
-Every byte counts: a fine-tune may change one layer, or a few rows. A digest does not depend on where the files lie or
-on the model's name. Files are read once (they are in the page cache: the engine loads them, too) and remembered by
-inode, size and times. The hub's cache names large files by their SHA-256 already.
+Every byte counts: a fine-tune may change one layer, or a few rows. So does every file beside the weights, unless it is
+known to change no KV: the index of the shards, the preprocessor's settings and code of the checkpoint do. A digest does
+not depend on where the files lie or on the model's name. Files are read once on a host (they are in the page cache: the
+engine loads them, too) and remembered by inode, size and times. The hub's cache names files by their content already.
+
+The files are read after vLLM has loaded them. So no file, and no link on the way to it, may be newer than the engine:
+otherwise other files may have been loaded, and the weights have no name. Weights without a name are named by what is in
+memory (`worker/loaded_weights.py`).
 """
 
 from __future__ import annotations
@@ -13,7 +18,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,6 +27,8 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
+
+from vllm_plugin import BEGAN_AT
 
 if TYPE_CHECKING:
     from vllm.config import LoadConfig, ModelConfig
@@ -33,10 +40,23 @@ MAX_THREADS = 8
 LOCK_TIMEOUT_S = 600.0
 LOCK_POLL_S = 0.05
 LOG_AFTER_S = 5.0
+KEPT_BYTES = 1 << 20
+"""Digests of files from this size on are kept on disk."""
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.tensors")
-_CODE = ("*.py", "*quant*.json")
-"""Files that decide, beside the weights, what is computed from them."""
-_NOT_WEIGHTS = ("training_args.bin", "optimizer.*", "scheduler.*", "scaler.*", "rng_state*")
+_NO_KV: Mapping[str, tuple[str, ...]] = {
+    "named by the namespace field by field": ("config.json", "generation_config.json"),
+    "how text becomes tokens; block hashes name the tokens": (
+        *("tokenizer*", "vocab*", "merges*", "special_tokens_map.json", "added_tokens.json", "chat_template*"),
+        *("*.tiktoken", "tekken.json", "spiece.model", "sentencepiece*"),
+    ),
+    "read by people": ("*.md", "*.txt", "*.png", "*.jpg", "*.jpeg", "*.gif", "*.svg", "*.pdf", "*LICENSE*", "NOTICE*"),
+    "formats of other engines": ("*.h5", "*.msgpack", "*.ot", "*.onnx*", "*.tflite", "*.mlmodel"),
+    "left behind by training": (
+        *("training_args.bin", "trainer_state.json", "optimizer.*", "scheduler.*", "scaler.*", "rng_state*"),
+        "*tfevents*",
+    ),
+}
+"""Patterns of files that change no KV, by reason. Hidden files and Meta's own format (`original/`) do not, either."""
 _SAFETENSORS_FIRST = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer", "mistral")
 _OTHER_FORMATS = ("pt", "npcache", "gguf", "bitsandbytes", "sharded_state", "runai_streamer_sharded", "dummy")
 _BLOB_NAME = re.compile(r"[0-9a-f]{64}")
@@ -79,33 +99,72 @@ def describe_weights(model: ModelConfig, load: LoadConfig) -> Weights:
     load_format = str(load.load_format)
     loader_options = _loader_options(load.model_loader_extra_config)
     settings: dict[str, str] = {}
-    place = _directory(model.model, model.revision, load.download_dir)
+    place = _directory(model.model, _commit(model) or None, load.download_dir)
     files: list[Path] = []
     if load_format == "tensorizer":
         files = _tensorized(loader_options)
         settings["load_format"] = load_format
-    elif load_format in (*_SAFETENSORS_FIRST, *_OTHER_FORMATS) and name == model.model:
+    elif load_format in (*_SAFETENSORS_FIRST, *_OTHER_FORMATS) and load_format != "dummy" and name == model.model:
         files = _weight_files(place, load_format)
         if len(set(map(_kind, files))) > 1 or load_format in _OTHER_FORMATS:
             settings["load_format"] = load_format  # It chooses among these files, or how they are read.
-    digest = _digest([*files, *_matching(place, _CODE)], place) if files else ""
+    beside = _matching(place, ("*",), but=_WEIGHTS)
+    digest = _digest([*files, *beside], place) if files else ""
     if digest:
         loader_options.pop("tensorizer_uri", None)
         loader_options.pop("tensorizer_dir", None)
     else:
         settings["load_format"] = load_format
-        if code := _matching(place, _CODE):
-            settings["code"] = _digest(code, place)
+        if beside:
+            settings["beside_weights"] = _digest(beside, place)
+        logger.info("kvpool cannot read the weights of %s from this disk and names them by what is in memory", name)
+    if place is not None and (why := _why_in_doubt(place, [*files, *beside], model)):
+        settings["in_doubt"] = why
         logger.warning(
-            "kvpool cannot read the weights of %s from this disk and identifies them by that name and revision %r; set "
-            "weights_epoch whenever the weights change",
+            "kvpool: the engine shares KV with no other: %s, so that the files of %s may not be the ones that it has "
+            "loaded; start it again, in a process of its own",
+            why,
             name,
-            _commit(model),
         )
     if loader_options:
         settings["model_loader_extra_config"] = json.dumps(loader_options, sort_keys=True, default=str)
     label = os.path.basename(os.path.normpath(name)) if digest and os.path.exists(name) else name
     return Weights(label, _commit(model), digest, tuple(settings.items()))
+
+
+def _why_in_doubt(place: Path, files: Iterable[Path], model: ModelConfig) -> str:
+    """Why files may not be those that the engine has loaded; empty if they are."""
+    if place.parent.name == "snapshots":
+        # The hub's cache: a commit's files never change, and a name's commit may.
+        ref = place.parent.parent / "refs" / (str(model.revision or "") or "main")
+        with suppress(OSError):
+            if (commit := ref.read_text().strip()) != place.name:
+                return f"{ref.name} was commit {place.name} and is {commit}"
+        return ""
+    began_at = int(os.environ.get(BEGAN_AT, time.time_ns()))
+    for path, ctime_ns, _ in states([place / "config.json", *files]):
+        if ctime_ns > began_at:
+            return f"{path} has changed since the engine's start"
+    return ""
+
+
+def states(files: Iterable[Path]) -> list[tuple[str, int, int]]:
+    """(path, ctime in ns, bytes) of files and of every link on the way to them: changes whenever what is read does."""
+    found: dict[str, tuple[str, int, int]] = {}
+    for file in files:
+        for part in (*_links(file), file.resolve()):
+            with suppress(FileNotFoundError, NotADirectoryError):
+                state = part.lstat()
+                found[str(part)] = str(part), state.st_ctime_ns, state.st_size
+    return list(found.values())
+
+
+def _links(path: Path) -> Iterator[Path]:
+    path = Path(os.path.abspath(path))
+    for part in (*reversed(path.parents), path):
+        if part.is_symlink():
+            yield part
+            yield from _links(part.parent / part.readlink())
 
 
 def adapter_directory(path: str) -> Path:
@@ -150,22 +209,24 @@ def _weight_files(place: Path | None, load_format: str) -> list[Path]:
     files = _matching(place, _WEIGHTS)
     if place is not None and load_format in _SAFETENSORS_FIRST and any(place.glob("*.safetensors")):
         # Beside safetensors vLLM reads none of these; a copy of the model may well lack them.
-        return [file for file in files if not fnmatch(file.relative_to(place).as_posix(), "pytorch_model*.bin")]
+        return [file for file in files if not fnmatch(file.relative_to(place).as_posix(), "pytorch_model*")]
     return files
 
 
-def _matching(place: Path | None, patterns: Sequence[str]) -> list[Path]:
-    """Files at any depth, sorted, without what training or Meta's own format leaves behind."""
+def _matching(place: Path | None, patterns: Sequence[str], but: Sequence[str] = ()) -> list[Path]:
+    """Files at any depth, sorted, without those that change no KV."""
     if place is None:
         return []
     if place.is_file():
         return _parts(place) if "*.gguf" in patterns else []
+    without = [*but, *(pattern for patterns in _NO_KV.values() for pattern in patterns)]
     found = {file for pattern in patterns for file in place.rglob(pattern) if file.is_file()}
     return sorted(
         file
         for file in found
-        if not any(fnmatch(file.name, pattern) for pattern in _NOT_WEIGHTS)
+        if not any(fnmatch(file.name, pattern) for pattern in without)
         and file.relative_to(place).parts[0] != "original"
+        and not any(part.startswith(".") or part == "__pycache__" for part in file.relative_to(place).parts)
     )
 
 
@@ -206,26 +267,42 @@ def _digest(files: Sequence[Path], place: Path | None) -> str:
 
 
 def _contents(files: Sequence[Path]) -> list[str]:
-    """SHA-256 of each file's content. The lock lets one of an engine's processes read, and the others reuse."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "kvpool" / "weights.json"
-    try:
-        cache.parent.mkdir(parents=True, exist_ok=True)
-        lock = cache.with_suffix(".lock").open("w")
-    except OSError:
-        return _read_all(files, {})
-    with lock:
-        _lock(lock)
-        known: dict[str, str] = {}
-        with suppress(OSError, ValueError):
-            known = json.loads(cache.read_text())
-        before = dict(known)
-        contents = _read_all(files, known)
-        if known != before:
-            with suppress(OSError):
-                fresh = cache.with_suffix(".new")
-                fresh.write_text(json.dumps(known))
-                fresh.replace(cache)
+    """SHA-256 of each file's content."""
+    started = time.monotonic()
+    with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as threads:
+        contents = list(threads.map(_content, files))
+    if time.monotonic() - started > LOG_AFTER_S:
+        logger.info("kvpool read %d files in %.0f s to name the weights", len(files), time.monotonic() - started)
     return contents
+
+
+def _content(file: Path) -> str:
+    """SHA-256 of a file's content. A lock lets one of a host's processes read it, and the others reuse the digest."""
+    blob = file.resolve()
+    if blob.parent.name == "blobs" and _BLOB_NAME.fullmatch(blob.name):
+        return blob.name
+    state = blob.stat()
+    if state.st_size < KEPT_BYTES:
+        return _sha256(blob)
+    # What changes with the content: where and when the file was written.
+    name = f"{blob}:{state.st_dev}:{state.st_ino}:{state.st_size}:{state.st_mtime_ns}:{state.st_ctime_ns}"
+    kept = _cache() / hashlib.sha256(name.encode()).hexdigest()
+    with suppress(OSError, UnicodeError):
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        with kept.open("a+") as record:
+            _lock(record)
+            record.seek(0)
+            if _BLOB_NAME.fullmatch(digest := record.read(1024)):
+                return digest
+            digest = _sha256(blob)
+            record.truncate(0)
+            record.write(digest)
+            return digest
+    return _sha256(blob)
+
+
+def _cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "kvpool" / "weights"
 
 
 def _lock(file: IO[str]) -> None:
@@ -236,29 +313,6 @@ def _lock(file: IO[str]) -> None:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return
         time.sleep(LOCK_POLL_S)
-
-
-def _read_all(files: Iterable[Path], known: dict[str, str]) -> list[str]:
-    """SHA-256 of each file's content, from `known` where the file is there; adds the others to `known`."""
-    keys = [_state(file.resolve()) for file in files]
-    unread = {key: blob for key, blob in keys if key not in known and not _BLOB_NAME.fullmatch(key)}
-    started = time.monotonic()
-    with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as threads:
-        known.update(zip(unread, threads.map(_sha256, unread.values()), strict=True))
-    if time.monotonic() - started > LOG_AFTER_S:
-        nbytes = sum(blob.stat().st_size for blob in unread.values())
-        logger.info(
-            "kvpool read %d bytes of weights in %.0f s to compute their digest", nbytes, time.monotonic() - started
-        )
-    return [known.get(key, key) for key, _ in keys]
-
-
-def _state(blob: Path) -> tuple[str, Path]:
-    """What changes with a file's content: the content's name itself, or where and when the file was written."""
-    if blob.parent.name == "blobs" and _BLOB_NAME.fullmatch(blob.name):
-        return blob.name, blob
-    state = blob.stat()
-    return f"{blob}:{state.st_dev}:{state.st_ino}:{state.st_size}:{state.st_mtime_ns}:{state.st_ctime_ns}", blob
 
 
 def _sha256(file: Path) -> str:

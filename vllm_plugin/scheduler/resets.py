@@ -134,7 +134,7 @@ class Resets:
         """Moves to the namespace of the weights that all ranks have told."""
         first, now = self._digests[0], self._digests[self._check]
         epoch = self._config.weights_epoch
-        if not all(now.values()):
+        if not all(now.values()) or self._stages.are_weights_in_doubt:
             epoch += f"#{uuid.uuid4().hex}"  # Nobody else's.
         elif now != first or not self._stages.are_weights_named:
             told = b"".join(digest for _, digest in sorted(now.items()))

@@ -16,7 +16,7 @@ from kvpool.namespace import NamespaceSpec
 from vllm_plugin.config import ConnectorConfig
 from vllm_plugin.metadata import Handshake
 from vllm_plugin.metrics import Recorder
-from vllm_plugin.model.identity import is_named
+from vllm_plugin.model.identity import is_in_doubt, is_named
 from vllm_plugin.session import Session
 
 logger = init_logger("vllm.kvpool.stages")
@@ -49,6 +49,11 @@ class Stages:
     def are_weights_named(self) -> bool:
         """Whether the namespaces name the weights by the content of their files."""
         return all(map(is_named, self.specs))
+
+    @property
+    def are_weights_in_doubt(self) -> bool:
+        """Whether the weights may not be those that the namespaces name."""
+        return any(map(is_in_doubt, self.specs))
 
     @property
     def are_open(self) -> bool:

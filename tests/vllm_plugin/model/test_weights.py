@@ -1,10 +1,11 @@
 """Other weights are another namespace, down to the last byte; equal weights are the same one, wherever they lie."""
 
 import copy
+import fcntl
 import hashlib
-import json
 import os
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ import pytest
 from vllm.config import LoadConfig
 
 from tests.support.toy.fixtures import MakeConfig
-from vllm_plugin.model.weights import Weights, describe_weights
+from vllm_plugin import BEGAN_AT
+from vllm_plugin.model.weights import LOCK_TIMEOUT_S, Weights, describe_weights
 
 SIZE = 3 << 20
 
@@ -21,7 +23,8 @@ SIZE = 3 << 20
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "kvpool" / "weights.json"
+    monkeypatch.setenv(BEGAN_AT, str(1 << 62))
+    return tmp_path / "cache" / "kvpool" / "weights"
 
 
 @pytest.fixture
@@ -36,9 +39,11 @@ def model(tmp_path: Path) -> Path:
 def describe(vllm_config: MakeConfig) -> Callable[..., Weights]:
     """`describe(path or name, revision=None, **LoadConfig's fields)`."""
     config = copy.copy(vllm_config().model_config)
+    config.hf_config = copy.copy(config.hf_config)
 
-    def make(model: Any, revision: str | None = None, uri: str = "", **load: Any) -> Weights:
+    def make(model: Any, revision: str | None = None, uri: str = "", commit: str = "", **load: Any) -> Weights:
         config.model, config.revision, config.model_weights = str(model), revision, uri
+        config.hf_config._commit_hash = commit or None
         return describe_weights(config, LoadConfig(**load))
 
     return make
@@ -78,9 +83,8 @@ def test_it_does_not_matter_where_they_lie(model: Path, tmp_path: Path, digest: 
 
 def test_a_file_is_read_once(model: Path, cache: Path, digest: Callable[..., str]) -> None:
     before = digest(model)
-    known = json.loads(cache.read_text())
-    assert len(known) == 1
-    cache.write_text(json.dumps(dict.fromkeys(known, "remembered")))
+    (kept,) = cache.iterdir()
+    kept.write_text("1" * 64)
     assert digest(model) != before
 
 
@@ -98,11 +102,110 @@ def test_a_broken_or_unwritable_cache_costs_time_only(
     model: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, digest: Callable[..., str]
 ) -> None:
     before = digest(model)
-    cache.write_text("{")
-    assert digest(model) == before
+    (kept,) = cache.iterdir()
+    for broken in (b"", b"null", b"\xff\xfe", b"1" * 63, b"1" * 4096):
+        kept.write_bytes(broken)
+        assert digest(model) == before
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert digest(model) == before
+
+
+def test_a_small_model_does_not_wait_for_a_large_one(
+    model: Path, tmp_path: Path, cache: Path, digest: Callable[..., str]
+) -> None:
+    digest(model)
+    (kept,) = cache.iterdir()
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "model.safetensors").write_bytes(os.urandom(SIZE))
+    with kept.open() as record:
+        fcntl.flock(record, fcntl.LOCK_EX)  # Another engine reads the first model.
+        started = time.monotonic()
+        assert digest(other)
+        assert time.monotonic() - started < LOCK_TIMEOUT_S / 10
+
+
+@pytest.mark.parametrize("name", ["model.safetensors.index.json", "preprocessor_config.json", "anything.else"])
+def test_a_file_beside_the_weights_counts_unless_it_is_known_to_change_no_kv(
+    name: str, model: Path, digest: Callable[..., str]
+) -> None:
+    before = digest(model)
+    (model / name).write_text("{}")
+    first = digest(model)
+    (model / name).write_text('{"other": 1}')
+    assert len({before, first, digest(model)}) == 3
+    (model / name).unlink()
+    for unread in (
+        "README.md",
+        "tokenizer.json",
+        ".gitattributes",
+        ".cache/x/y.lock",
+        "trainer_state.json",
+    ):
+        (model / unread).parent.mkdir(parents=True, exist_ok=True)
+        (model / unread).write_text("not KV")
+    assert digest(model) == before
+
+
+# Files that change while the engine loads them
+
+
+def link_flips(model: Path, latest: Path) -> None:
+    latest.unlink()
+    latest.symlink_to(model.parent / "newer")
+
+
+def link_above_flips(model: Path, latest: Path) -> None:
+    (model.parent.parent / "link").unlink()
+    (model.parent.parent / "link").symlink_to(model.parent)
+
+
+def file_is_written_again(model: Path, latest: Path) -> None:
+    (model / "model.safetensors").write_bytes(b"newer")
+
+
+def configuration_is_written_again(model: Path, latest: Path) -> None:
+    (model / "config.json").write_text("{}")
+
+
+@pytest.mark.parametrize(
+    "happens", [link_flips, link_above_flips, file_is_written_again, configuration_is_written_again]
+)
+def test_what_changes_after_the_engines_start_leaves_the_weights_in_doubt(
+    happens: Callable[[Path, Path], None],
+    tmp_path: Path,
+    describe: Callable[..., Weights],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = tmp_path / "models" / "older"
+    for each in (model, model.parent / "newer"):
+        each.mkdir(parents=True)
+        (each / "model.safetensors").write_bytes(os.urandom(SIZE))
+    (tmp_path / "link").symlink_to(model.parent)
+    latest = model.parent / "latest"
+    latest.symlink_to(model)
+    path = tmp_path / "link" / "latest"
+    time.sleep(0.05)  # File times have the resolution of the kernel's clock.
+    monkeypatch.setenv(BEGAN_AT, str(time.time_ns()))
+    assert "in_doubt" not in dict(describe(path).settings)
+    time.sleep(0.05)
+    happens(model, latest)
+    assert "has changed since the engine's start" in dict(describe(path).settings)["in_doubt"]
+    assert "the engine shares KV with no other" in caplog.text
+
+
+def test_a_branch_that_moves_while_the_engine_loads_leaves_the_weights_in_doubt(
+    tmp_path: Path, describe: Callable[..., Weights], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshot(tmp_path, b"weights")
+    monkeypatch.setenv(BEGAN_AT, "0")  # The engine has downloaded the files itself.
+    assert "in_doubt" not in dict(describe("org/model", "main", download_dir=str(tmp_path)).settings)
+    commit = "c" * 40
+    snapshot(tmp_path, b"newer weights", commit="d" * 40)
+    found = describe("org/model", "main", commit=commit, download_dir=str(tmp_path))
+    assert "is " + "d" * 40 in dict(found.settings)["in_doubt"]
 
 
 def test_files_below_subdirectories_count(model: Path, digest: Callable[..., str]) -> None:
@@ -189,12 +292,13 @@ def test_a_branch_that_moved_is_another_model(tmp_path: Path, digest: Callable[.
 # Weights that are elsewhere
 
 
-def test_without_files_the_name_the_commit_and_the_loader_are_the_identity_and_the_log_says_so(
+def test_without_files_the_weights_have_no_name_and_the_log_says_so(
     describe: Callable[..., Weights], caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO")
     found = describe("nobody/has-this-model", "a" * 40)
     assert found == Weights("nobody/has-this-model", "a" * 40, "", (("load_format", "auto"),))
-    assert "nobody/has-this-model" in caplog.text and "set weights_epoch" in caplog.text
+    assert "nobody/has-this-model" in caplog.text and "names them by what is in memory" in caplog.text
 
 
 def test_two_models_of_one_last_name_in_a_bucket_are_two(model: Path, describe: Callable[..., Weights]) -> None:
