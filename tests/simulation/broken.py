@@ -16,7 +16,7 @@ from kvpool.sums import ChunkSums
 from kvpool.types import BlockRun, ShardRange
 from tests.support.toy.fixtures import BLOCK_TOKENS
 from vllm_plugin.metadata import GroupBlocks, LoadJob, StoreJob, WorkerMetadata
-from vllm_plugin.scheduler import lookups, scheduler
+from vllm_plugin.scheduler import lookups, resets
 from vllm_plugin.scheduler.admission import Admission
 from vllm_plugin.scheduler.loads import Loads
 from vllm_plugin.scheduler.lookups import Lookups
