@@ -58,7 +58,7 @@ class ConnectorConfig:
             engine lacks blocks, stores that alone pin some are dropped.
         num_shards: chunks that a block is cut into; 0: one for each KV head, 16 at most. Engines share blocks only if
             the number is equal.
-        weights_epoch: change it when the weights change under the same name; no block stored before is read again.
+        weights_epoch: free text; engines share blocks only if it is equal.
         decline_slow_loads: compute a hit where loading it would take longer, as measured so far.
         holdout_fraction: share of the hits, chosen at random, that are computed all the same, to measure what loading
             saves (`kvpool ledger`). 0: none; 0.5 at most. With 0.01 one hit in a hundred costs its computation.

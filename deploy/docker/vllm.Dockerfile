@@ -22,7 +22,7 @@ COPY --from=build /wheels /tmp/wheels
 RUN python3 -m pip install --no-cache-dir --no-deps --no-index /tmp/wheels/*.whl && rm -rf /tmp/wheels \
     && groupadd --gid 10001 kvpool && useradd --uid 10001 --gid 10001 --create-home --home-dir /home/engine engine \
     && python3 -c "import importlib.metadata as m; assert any(e.name == 'kvpool' for e in m.entry_points(group='vllm.general_plugins'))"
-# Caches of vLLM and of models, and weights.json of the connector: a volume, because the root file system may be read-only.
+# Caches of vLLM and of models, and digests of weights: a volume, because the root file system may be read-only.
 ENV HOME=/home/engine PYTHONDONTWRITEBYTECODE=1
 USER 10001:10001
 WORKDIR /home/engine

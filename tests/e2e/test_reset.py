@@ -1,4 +1,4 @@
-"""What an engine may no longer read after a reset, and what that leaves to others."""
+"""A reset of an engine whose weights stay what they were: it reads on. `test_weights.py` has new weights."""
 
 from __future__ import annotations
 
@@ -42,16 +42,11 @@ def endpoint() -> str:
 def engines(
     request: pytest.FixtureRequest, endpoint: str, tmp_path_factory: pytest.TempPathFactory, shapes_dir: Path
 ) -> Iterator[tuple[Engine, Engine]]:
-    """One that leaves at a reset, one that keeps."""
+    """Two of one namespace."""
     model, in_process = write("llama", shapes_dir), request.param == "scheduler in this process"
-    specs = [
-        EngineSpec(
-            model, kvpool_transfer_config(endpoint, on_reset=on_reset, **PATIENT), FLOAT32, in_process=in_process
-        )
-        for on_reset in ("connector", "keep")
-    ]
-    with running(tmp_path_factory.mktemp("reset"), *specs) as (leaving, keeping):
-        yield leaving, keeping
+    spec = EngineSpec(model, kvpool_transfer_config(endpoint, **PATIENT), FLOAT32, in_process=in_process)
+    with running(tmp_path_factory.mktemp("reset"), spec, spec) as (resetting, other):
+        yield resetting, other
 
 
 @pytest.fixture
@@ -86,33 +81,26 @@ def wait_until_pooled(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("how", ["reset", "sleep"])
-def test_who_leaves_reads_nothing_that_was_stored_before_and_the_others_read_on(
+def test_an_engine_with_the_same_weights_reads_on_and_so_do_the_others(
     how: str, engines: tuple[Engine, Engine], server: ServerProcess
 ) -> None:
-    leaving, keeping = engines
+    resetting, other = engines
     text, later = prompt(LENGTH, f"before {how}"), prompt(LENGTH, f"after {how}")
-    # Both are in one namespace only until the first of these tests: each stores its own.
-    (expected,) = leaving.generate([text])
-    keeping.generate([text])
-    assert cached(leaving, text) == cached(keeping, text) == FULL
-    for engine in engines:
-        if how == "sleep":
-            engine.generate([prompt(2000, "on its way")], max_tokens=1)
-            engine.sleep()  # At once: its blocks are still on their way into the pool.
-            engine.wake_up()
-        else:
-            drain(engine)
-            assert engine.reset_prefix_cache(external=True)
-    wait_until_pooled(leaving)
-    (again,) = leaving.generate([text])
-    assert again.cached_tokens == 0
+    (expected,) = resetting.generate([text])
+    assert cached(resetting, text) == cached(other, text) == FULL
+    if how == "sleep":
+        resetting.generate([prompt(2000, "on its way")], max_tokens=1)
+        resetting.sleep()  # At once: its blocks are still on their way into the pool.
+        resetting.wake_up()
+    else:
+        drain(resetting)
+        assert resetting.reset_prefix_cache(external=True)
+    (again,) = resetting.generate([text])
+    assert again.cached_tokens == FULL
     assert_same([again], [expected])
-    assert cached(leaving, text) == FULL  # What it has computed since.
-    assert cached(keeping, text) == FULL
-    # What the one stores now the other does not read.
-    leaving.generate([later])
-    drain(leaving)
-    assert cached(keeping, later) == 0
+    resetting.generate([later])
+    drain(resetting)
+    assert cached(other, later) == FULL
 
 
 def test_both_work_while_the_pool_is_away(
@@ -126,37 +114,9 @@ def test_both_work_while_the_pool_is_away(
         drain(engine)
         assert engine.reset_prefix_cache(external=True)
         (again,) = engine.generate([text])
-        assert again.cached_tokens == 0
+        assert again.cached_tokens == 0  # It has no pool.
         assert_same([again], [expected])
     pool_server("--listen", endpoint, *SERVER)
     for engine in engines:
         wait_until_pooled(engine)
         drain(engine)
-
-
-def test_a_new_engine_reads_what_was_stored_before_another_left(
-    pool_server: StartServer, tmp_path: Path, shapes_dir: Path
-) -> None:
-    model, server, text = write("gemma3", shapes_dir), pool_server(*SERVER), prompt(LENGTH, "gemma")
-    specs = [
-        EngineSpec(
-            model, kvpool_transfer_config(server.endpoint, on_reset=on_reset, **PATIENT), FLOAT32, in_process=True
-        )
-        for on_reset in ("leave", "connector")
-    ]
-    with running(tmp_path, *specs) as (leaving, other):
-        (expected,) = leaving.generate([text])
-        # As after an update of the weights by a framework that does not know of connectors.
-        drain(leaving)
-        (again,) = leaving.generate([text])
-        assert again.cached_tokens == 0
-        assert_same([again], [expected])
-        (loaded,) = other.generate([text])
-        assert loaded.cached_tokens == FULL
-        assert_same([loaded], [expected])
-        leaving.generate([text])
-        leaving.sleep()
-        leaving.wake_up()
-        (again,) = leaving.generate([text])
-        assert_same([again], [expected])
-        drain(other)

@@ -118,11 +118,31 @@ def test_an_engine_that_gets_new_weights_reads_no_kv_of_the_old_ones(
         (computed,) = keeping.generate(texts[1:])
         assert computed.cached_tokens == 0
         drain(keeping)
-        # It shares again with itself.
+        # Its namespace is opened in the background. Then it shares with itself.
         wait_for(lambda: _hits(changing, texts[1]), "the engine to share again", 30)
     finally:
         changing.call("tests.e2e.inside:load_weights", str(write("llama", shapes_dir)))
         assert changing.reset_prefix_cache(external=True)
+    # The weights of the start have their namespace back.
+    wait_for(lambda: _hits(changing, texts[0]), "the engine to share as before", 30)
+    assert_same(changing.generate(texts[:1]), old)
+
+
+def test_engines_without_weight_files_share_where_their_memory_is_equal(
+    tmp_path: Path, shapes_dir: Path, e2e_server: ServerProcess
+) -> None:
+    """Dummy weights: no file names them."""
+    model, transfer = write("llama", shapes_dir), kvpool_transfer_config(e2e_server.endpoint, salt="dummy", **PATIENT)
+    dummy = EngineSpec(model, transfer, {**FLOAT32, "load_format": "dummy"}, in_process=True)
+    text = prompt(LENGTH, "dummy")
+    with running(tmp_path, dummy, dummy) as (first, second):
+        wait_for(lambda: _hits(first, text), "the engine to share with itself", 30)
+        wait_for(lambda: second.generate([prompt(50, "opens")]) and _hits(second, text), "its twin to share", 30)
+        drain(second)
+        (loaded,) = second.generate([text])
+        assert loaded.cached_tokens == FULL
+        (computed,) = first.generate([text])
+        assert_same([loaded], [computed])
 
 
 def _hits(engine: Engine, text: list[int]) -> bool:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.kvpool.loaded_weights")
 
-PIECE_BYTES = 64 << 20
+PIECE_BYTES = 256 << 20
 """Bytes hashed at a time; a GPU needs a sixteenth of it for the hash."""
 CHUNK_BYTES = 256 << 10
 """Bytes behind one checksum on a GPU: many of them are computed at once."""

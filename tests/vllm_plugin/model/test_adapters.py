@@ -138,6 +138,17 @@ def test_files_that_change_later_end_the_sharing(how: str, make: Make, lora: LoR
     wait_for(is_noticed, "the change to be noticed")
 
 
+def test_a_link_that_was_rolled_back_names_what_the_ranks_may_not_have(
+    make: Make, lora: LoRARequest, tmp_path: Path
+) -> None:
+    """The files are old, and the link is newer than the engine."""
+    time.sleep(CLOCK_STEP_S + 0.2)
+    adapters = make(ahead_s=0.0)
+    (tmp_path / "latest").symlink_to(lora.lora_path)
+    assert read(adapters, LoRARequest("by link", 2, str(tmp_path / "latest"))) is None
+    assert read(adapters, lora) is not None
+
+
 def test_an_adapter_that_was_loaded_in_place_is_never_shared_again(make: Make, lora: LoRARequest) -> None:
     adapters = make()
     assert read(adapters, lora) is not None

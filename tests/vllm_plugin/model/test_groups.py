@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.config import MultiModalConfig
 from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, SlidingWindowMLASpec
 
@@ -38,7 +39,7 @@ def engine(heads: int = 4, tp_size: int = 1, pp_size: int = 1, drafts: bool = Fa
     """What groups depend on of a configuration."""
     defaults = {"distributed_executor_backend": "mp"}
     return SimpleNamespace(
-        model_config=SimpleNamespace(model="some/model", get_total_num_kv_heads=lambda: heads),
+        model_config=SimpleNamespace(model="some/model", get_total_num_kv_heads=lambda: heads, multimodal_config=None),
         parallel_config=SimpleNamespace(
             tensor_parallel_size=tp_size, pipeline_parallel_size=pp_size, **{**defaults, **parallel}
         ),
@@ -181,6 +182,30 @@ def test_a_parallelism_that_is_not_served_is_refused_by_name(name: str, vllm_con
 def test_a_scheduler_for_each_rank_is_refused() -> None:
     with pytest.raises(ConfigError, match="'external_launcher' has one for each: use 'mp' or 'ray'"):
         check_supported(engine(distributed_executor_backend="external_launcher"), cache_config())
+
+
+def test_steps_that_are_found_faulty_later_are_refused(vllm_config: MakeConfig) -> None:
+    config = vllm_config()
+    config.parallel_config.enable_fault_tolerance = True
+    with pytest.raises(ConfigError, match="serve without --enable-fault-tolerance"):
+        check_supported(config, cache_config())
+
+
+@pytest.mark.parametrize(("caches_prefixes", "processor_cache_gb"), [(False, 0), (True, 0), (False, 4)])
+def test_images_that_a_counter_names_are_refused(
+    caches_prefixes: bool, processor_cache_gb: float, vllm_config: MakeConfig
+) -> None:
+    """With both caches off vLLM's renderer does not look at an image's content."""
+    config = vllm_config(enable_prefix_caching=caches_prefixes)
+    config.model_config.multimodal_config = MultiModalConfig(mm_processor_cache_gb=processor_cache_gb)
+    try:
+        if caches_prefixes or processor_cache_gb:
+            check_supported(config, cache_config())
+        else:
+            with pytest.raises(ConfigError, match="names images by a counter"):
+                check_supported(config, cache_config())
+    finally:
+        config.model_config.multimodal_config = None
 
 
 def test_scales_that_depend_on_the_first_request_are_refused(vllm_config: MakeConfig) -> None:

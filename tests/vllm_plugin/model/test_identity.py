@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.model_executor.models.registry import ModelRegistry, _LazyRegisteredModel
 
 from kvpool.errors import ConfigError
 from kvpool.name_key import NameKey
@@ -174,6 +175,53 @@ def test_an_algorithm_that_differs_between_processes_is_refused_with_the_fix(
 ) -> None:
     with pytest.raises(ConfigError, match=f"{algorithm}.*start vLLM with --prefix-caching-hash-algo sha256_cbor"):
         identify(prefix_caching_hash_algo=algorithm)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("VLLM_HUMMING_ONLINE_QUANT_CONFIG", '{"dtype": "int4"}'),
+        ("VLLM_MARLIN_INPUT_DTYPE", "fp8"),
+        ("VLLM_MOE_ROUTING_SIMULATION_STRATEGY", "uniform_random"),
+    ],
+)
+def test_a_variable_of_vllm_that_may_change_kv_is_part_of_the_name(
+    variable: str, value: str, identify: Identify, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = identify()
+    monkeypatch.setenv(variable, value)
+    assert fields_that_differ(before, identify()) == {f"extra['environment.{variable}']"}
+
+
+def test_variables_that_differ_between_replicas_are_no_part_of_the_name(
+    identify: Identify, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = identify()
+    for variable in (
+        "VLLM_CPU_OMP_THREADS_BIND",
+        "VLLM_DP_RANK",
+        "VLLM_LOGGING_LEVEL",
+        "VLLM_RPC_TIMEOUT",
+        "VLLM_PORT",
+    ):
+        monkeypatch.setenv(variable, "1")
+    assert differences(before, identify()) == []
+
+
+def test_a_plugins_class_for_an_architecture_is_part_of_the_name(
+    identify: Identify, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = identify()
+    monkeypatch.syspath_prepend(tmp_path)
+    models = ModelRegistry.models
+    names = []
+    for source in ("class Llama: pass", "class Llama: x = 1"):
+        (tmp_path / "own_models.py").write_text(source)
+        lazy = _LazyRegisteredModel("own_models", "Llama")
+        monkeypatch.setitem(models, "LlamaForCausalLM", lazy)
+        names.append(identify())
+    for ours, theirs in ((before, names[0]), names):
+        assert fields_that_differ(ours, theirs) == {"extra['model_class']"}
 
 
 # Weights
