@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -33,9 +32,6 @@ BANDWIDTH_DEADLINE_S = 90.0
 
 def doctor(
     endpoint: Endpoint = DEFAULT_ENDPOINT,
-    engine_log: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="An engine's log, from its start: check what it says.")
-    ] = None,
     vllm_args: Annotated[
         str | None, typer.Option(metavar="TEXT", help="An engine's command line, quoted as one argument: check it.")
     ] = None,
@@ -56,7 +52,7 @@ def doctor(
         raise InvalidRequestError(f"--http {http!r} is not HOST:PORT, for example '127.0.0.1:50052'")
     config = common.config_of(endpoint)
     settings = None if vllm_args is None else engine.of_arguments(vllm_args)
-    local = list(_local_checks(engine_log, settings))
+    local = list(_local_checks(settings))
     findings = [*_of_server(endpoint, config, http, bandwidth=bandwidth), *examine(local)]
     counts = Counter(finding.level for finding in findings)
     if as_json:
@@ -151,12 +147,10 @@ def _of_namespaces(client: Client) -> list[Finding]:
     return namespaces(infos, client.admin.stats().arena_bytes)
 
 
-def _local_checks(engine_log: Path | None, settings: engine.Settings | None) -> Iterator[Check]:
+def _local_checks(settings: engine.Settings | None) -> Iterator[Check]:
     """The checks of this host and of an engine. They need no server."""
     yield Check("memory of the host", host.memory)
     yield Check("huge pages", host.huge_pages)
     yield Check("open files", host.open_files)
     if settings is not None:
         yield Check("engine arguments", lambda: engine.settings(settings))
-    if engine_log is not None:
-        yield Check("engine log", lambda: engine.log_file(engine_log))

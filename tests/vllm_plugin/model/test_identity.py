@@ -1,3 +1,4 @@
+import itertools
 import json
 import shutil
 from collections.abc import Callable
@@ -64,7 +65,7 @@ def test_the_same_configuration_gives_the_same_name(identify: Identify) -> None:
         ({"extra": {"tenant": "another"}}, {"tenant"}),
         ({"extra": {"salt": "another"}}, {"salt"}),
         ({"extra": {"num_shards": 2}}, {"groups[0].num_shards", "groups[0].chunk_bytes"}),
-        ({"load_format": "dummy"}, {"extra['load_format']"}),
+        ({"load_format": "dummy"}, {"extra['load_format']", "weights_digest", "model"}),
         ({"hf_overrides": {"rope_theta": 5e5}}, {"extra['hf_config']", "extra['model_config.hf_overrides']"}),
         (
             {"hf_overrides": {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}},
@@ -200,7 +201,7 @@ def test_variables_that_differ_between_replicas_are_no_part_of_the_name(
     for variable in (
         "VLLM_CPU_OMP_THREADS_BIND",
         "VLLM_DP_RANK",
-        "VLLM_LOGGING_LEVEL",
+        "VLLM_LOG_STATS_INTERVAL",
         "VLLM_RPC_TIMEOUT",
         "VLLM_PORT",
     ):
@@ -209,18 +210,16 @@ def test_variables_that_differ_between_replicas_are_no_part_of_the_name(
 
 
 def test_a_plugins_class_for_an_architecture_is_part_of_the_name(
-    identify: Identify, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    vllm_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = identify()
+    config = vllm_config()
+    names = [namespace_spec(config, cache_config(), ConnectorConfig())]
     monkeypatch.syspath_prepend(tmp_path)
-    models = ModelRegistry.models
-    names = []
     for source in ("class Llama: pass", "class Llama: x = 1"):
         (tmp_path / "own_models.py").write_text(source)
-        lazy = _LazyRegisteredModel("own_models", "Llama")
-        monkeypatch.setitem(models, "LlamaForCausalLM", lazy)
-        names.append(identify())
-    for ours, theirs in ((before, names[0]), names):
+        monkeypatch.setitem(ModelRegistry.models, "LlamaForCausalLM", _LazyRegisteredModel("own_models", "Llama"))
+        names.append(namespace_spec(config, cache_config(), ConnectorConfig()))
+    for ours, theirs in itertools.pairwise(names):
         assert fields_that_differ(ours, theirs) == {"extra['model_class']"}
 
 
