@@ -15,6 +15,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 
 from vllm.logger import init_logger
@@ -54,6 +55,7 @@ class Session:
 
     Args:
         config: `timeout_ms` is the budget of a lookup.
+        spec: of the namespace; one that is not known yet is waited for in the session's thread.
         name: for logs and the thread's name: "scheduler" or "worker 0".
         explains: whether this session logs why nothing of other namespaces of the model is read; one an engine does.
 
@@ -64,14 +66,15 @@ class Session:
     def __init__(
         self,
         config: ClientConfig,
-        spec: NamespaceSpec,
+        spec: NamespaceSpec | Future[NamespaceSpec],
         name: str,
         recorder: Recorder | None = None,
         *,
         explains: bool = False,
     ):
         self.client = Client(config)
-        self._spec = spec
+        self._spec = spec if isinstance(spec, NamespaceSpec) else None
+        self._naming = None if isinstance(spec, NamespaceSpec) else spec
         self._name = name
         self._recorder = recorder or Recorder()
         self._breaker = Breaker()
@@ -150,6 +153,10 @@ class Session:
                 self._closed.wait(PING_EVERY_S)
 
     def _turn(self) -> None:
+        if self._naming is not None:
+            named, self._naming = self._naming.result(), None
+            with self._lock:
+                self._spec = self._spec or named  # It may have moved on meanwhile.
         with self._lock:
             wait_s = self._breaker.wait_s()
         if wait_s is None:
@@ -194,6 +201,7 @@ class Session:
         with self._lock:
             self._breaker.probe_began()
             spec = self._spec
+        assert spec is not None, "a session probes after its namespace is known"
         try:
             namespace = self.client.open_namespace(spec, timeout_ms=OPEN_TIMEOUT_MS)
             num_opened = max(self.client.rpc.check(namespace) for _ in range(PROBE_PINGS))

@@ -62,7 +62,7 @@ from vllm_plugin.scheduler import (
     store_jobs,
     stores,
 )
-from vllm_plugin.worker import transfer
+from vllm_plugin.worker import transfer, worker
 
 FULL = full_attention(head_size=2)
 WINDOW = SlidingWindowSpec(block_size=16, num_kv_heads=4, head_size=2, dtype=torch.float32, sliding_window=40)
@@ -420,6 +420,13 @@ def _speculative(num_drafts: int) -> SpeculativeConfig:
     return SpeculativeConfig(method="ngram", num_speculative_tokens=num_drafts, prompt_lookup_max=2)
 
 
+class _AtOnce:
+    """A thread that has ended when it is started."""
+
+    def __init__(self, target: Callable[..., None], args: tuple[Any, ...], **_: Any):
+        self.start = functools.partial(target, *args)
+
+
 def take_over(patch: pytest.MonkeyPatch, runtime: DeterministicRuntime, server: SimServer, is_loud: bool) -> None:
     """Puts what the connector has of threads, time and network under a schedule's control.
 
@@ -442,6 +449,7 @@ def take_over(patch: pytest.MonkeyPatch, runtime: DeterministicRuntime, server: 
     for module in (sessions, removals, quotas):
         patch.setattr(module, "log", logging.getLogger("vllm.simulation"))
     patch.setattr(session, "threading", threading)
+    patch.setattr(worker, "threading", SimpleNamespace(Thread=_AtOnce))
     # Reports only read counters; tests/vllm_plugin/scheduler/test_report_totals.py plays their losses and repetitions.
     patch.setattr(scheduler, "Reporter", lambda *_: SimpleNamespace(close=lambda: None))
     patch.setattr(session, "Client", functools.partial(SimClient, server))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -44,7 +45,8 @@ class LoadedWeights:
     """
 
     def __init__(self, vllm_config: VllmConfig):
-        self._roots = _roots(list(vllm_config.compilation_config.static_forward_context.values()))
+        layers = list(vllm_config.compilation_config.static_forward_context.values())
+        self._roots = [weakref.ref(root) for root in _roots(layers)]  # vLLM may free the model before the connector.
 
     def digest(self) -> bytes:
         """SHA-256 over the names, shapes and checksums (xxh3) of all weights; empty if some weights cannot be read."""
@@ -55,11 +57,12 @@ class LoadedWeights:
             return b""
 
     def _digest(self) -> bytes:
-        if not self._roots:
-            raise ValueError("vLLM shows no attention layer")
         digest = hashlib.sha256()
         flop = 0
-        for root in self._roots:
+        roots = [root for ref in self._roots if (root := ref()) is not None]
+        if not roots:
+            raise ValueError("vLLM shows no attention layer")
+        for root in roots:
             for name, tensor in sorted(root.state_dict().items()):
                 if isinstance(tensor, torch.Tensor):
                     _add(digest, f"{type(root).__name__}.{name}", tensor)

@@ -5,17 +5,22 @@ Only the model runner's thread calls it, and no call waits.
 
 from __future__ import annotations
 
+import functools
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from vllm.logger import init_logger
 
+from kvpool.namespace import NamespaceSpec
 from kvpool.tracing import tracing_of
 from vllm_plugin.config import ConnectorConfig
 from vllm_plugin.metadata import ConnectorMetadata, Handshake, LoadJob, StoreJob, WorkerMetadata
 from vllm_plugin.metrics import KVPoolStats, Recorder
-from vllm_plugin.model.groups import make_groups, member_layers, rank_shards, scheduler_knows
+from vllm_plugin.model.groups import group_spec, make_groups, member_layers, rank_shards, scheduler_knows
 from vllm_plugin.model.identity import namespace_spec
 from vllm_plugin.releases import transfer_results
 from vllm_plugin.session import Session
@@ -41,7 +46,6 @@ class KVPoolWorker:
         tp_rank, stage: of this worker.
 
     Attributes:
-        spec: the namespace of this rank's pipeline stage.
         session: of that namespace.
         sender, receiver: its threads; None until the KV cache is registered.
         weights: of this rank.
@@ -57,11 +61,14 @@ class KVPoolWorker:
         stage: int = 0,
     ):
         parallel = vllm_config.parallel_config
-        spec = namespace_spec(vllm_config, kv_cache_config, config, stage)
         self._kv_cache_config = kv_cache_config
         self._groups = make_groups(vllm_config, kv_cache_config)
-        self._mine = [rank_shards(group, tp_rank, parallel.tensor_parallel_size) for group in spec.groups]
-        self.spec = spec
+        self._group_specs = [
+            group_spec(group, vllm_config, kv_cache_config, config.num_shards) for group in self._groups
+        ]
+        self._mine = [rank_shards(group, tp_rank, parallel.tensor_parallel_size) for group in self._group_specs]
+        self._spec: Future[NamespaceSpec] = Future()
+        self._weights_epoch = config.weights_epoch
         self._stage, self._tp_rank = stage, tp_rank
         self.weights = LoadedWeights(vllm_config)
         self._weights_check = 0  # Number of the newest check of the weights.
@@ -74,12 +81,27 @@ class KVPoolWorker:
         self.guard = self._recorder.guard
         self._ended_loads: list[tuple[LoadJob, bool]] = []  # To be reported, and whether each succeeded.
         ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
-        self.session = Session(config.client_config(ranks), spec, self._name, self._recorder)
+        self.session = Session(config.client_config(ranks), self._spec, self._name, self._recorder)
         self._tracing = tracing_of(config.client_config())
         self.sender: SendThread | None = None
         self.receiver: ReceiveThread | None = None
-        # The scheduler compares it with its own.
-        self._report = WorkerMetadata(namespaces=frozenset({(stage, spec.fingerprint())}))
+        self._is_named = False  # The scheduler knows the namespace, and compares it with its own.
+        self._report = WorkerMetadata()
+        # Reading the files of large weights takes long: the engine warms up meanwhile.
+        naming = functools.partial(namespace_spec, vllm_config, kv_cache_config, config, stage)
+        threading.Thread(target=self._name_spec, args=(naming,), name="kvpool-naming", daemon=True).start()
+
+    @property
+    def spec(self) -> NamespaceSpec:
+        """The namespace of this rank's pipeline stage; waits until the files of the weights are read."""
+        return replace(self._spec.result(), weights_epoch=self._weights_epoch)
+
+    def _name_spec(self, naming: Callable[[], NamespaceSpec]) -> None:
+        try:
+            self._spec.set_result(naming())
+        except Exception as error:  # Of any kind: others wait for the result.
+            self._spec.set_exception(error)
+            logger.error("kvpool is off for this engine: %s cannot name its namespace: %s", self._name, error)
 
     def handshake(self) -> Handshake | None:
         """The stage's namespace, where the scheduler's side cannot derive it."""
@@ -88,7 +110,7 @@ class KVPoolWorker:
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Learns where the KV cache lies, and starts the send and receive threads."""
         layouts = []
-        for group, spec, mine in zip(self._groups, self.spec.groups, self._mine, strict=True):
+        for group, spec, mine in zip(self._groups, self._group_specs, self._mine, strict=True):
             layers = member_layers(group, self._kv_cache_config)
             layout = make_layout(kv_caches, layers, self._kv_cache_config.num_blocks, mine.shards.count)
             if layout.chunk_bytes != spec.chunk_bytes:
@@ -113,8 +135,8 @@ class KVPoolWorker:
             self._weights_check = metadata.weights_check
             self._check_weights()
         with self.guard.part("the move to another namespace"):
-            if metadata.weights_epoch != self.spec.weights_epoch:
-                self.spec = replace(self.spec, weights_epoch=metadata.weights_epoch)
+            if metadata.weights_epoch != self._weights_epoch:
+                self._weights_epoch = metadata.weights_epoch
                 self.session.move(self.spec)
         with self.guard.part("dropping stores"):
             if metadata.dropped_stores:
@@ -170,6 +192,11 @@ class KVPoolWorker:
         if self.sender is not None:
             for job, succeeded in self.sender.take_ended():
                 self._end(job, succeeded)
+        if not self._is_named and self._spec.done():
+            self._is_named = True
+            # A rank whose namespace has no name agrees with no scheduler.
+            fingerprint = b"" if self._spec.exception() else self._spec.result().fingerprint()
+            self._report.namespaces = frozenset({(self._stage, fingerprint)})
         report, self._report = self._report, WorkerMetadata()
         return report if report != WorkerMetadata() else None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -11,6 +12,7 @@ import pytest
 import torch
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
+from kvpool.namespace import NamespaceSpec
 from kvpool.types import BlockRun
 from testbed.ports import free_endpoint
 from tests.support.processes import ServerProcess, wait_for
@@ -21,6 +23,7 @@ from tests.vllm_plugin.bugs import submitted
 from tests.vllm_plugin.kinds import kv_cache, mla, uniform, window
 from vllm_plugin.config import ConnectorConfig
 from vllm_plugin.metadata import ConnectorMetadata, GroupBlocks, StoreJob, WorkerMetadata
+from vllm_plugin.worker import worker as worker_module
 from vllm_plugin.worker.transfer import SendThread
 from vllm_plugin.worker.worker import KVPoolWorker
 
@@ -75,11 +78,11 @@ def store_of(job_id: int, *group_indices: int) -> ConnectorMetadata:
 
 
 def ended(worker: KVPoolWorker) -> WorkerMetadata:
-    """The first report of stores, without the namespace that comes with a rank's first report."""
+    """The first report of stores, without the namespace and the weights that come with a rank's first reports."""
 
     def report() -> WorkerMetadata | None:
         told = worker.worker_metadata()
-        return replace(told, namespaces=frozenset()) if told is not None and told.ended_stores else None
+        return WorkerMetadata(told.ended_stores, told.failed_stores) if told is not None and told.ended_stores else None
 
     return wait_for(report, "a report of stores")
 
@@ -90,6 +93,40 @@ def test_a_rank_reports_its_namespace_once(worker: MakeWorker) -> None:
     assert told is not None
     assert told.namespaces == {(0, made.spec.fingerprint())}
     assert made.worker_metadata() is None
+
+
+def test_an_engine_starts_while_the_files_of_its_weights_are_read(
+    worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    are_read, namespace_spec = threading.Event(), worker_module.namespace_spec
+
+    def slow(*args: Any) -> NamespaceSpec:
+        assert are_read.wait(30)
+        return namespace_spec(*args)
+
+    monkeypatch.setattr(worker_module, "namespace_spec", slow)
+    made = worker(cache_config(), register=False)
+    made.register_kv_caches(tensors(cache_config()))
+    told = made.worker_metadata()
+    assert told is not None and not told.namespaces
+    made.start_loads(ConnectorMetadata())
+    are_read.set()
+    again = wait_for(made.worker_metadata, "the namespace to be reported")
+    assert again.namespaces == {(0, made.spec.fingerprint())}
+
+
+def test_a_rank_that_cannot_name_its_namespace_agrees_with_no_scheduler(
+    worker: MakeWorker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: Any) -> NamespaceSpec:
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr(worker_module, "namespace_spec", fails)
+    made = worker(cache_config(), register=False)
+    told = wait_for(made.worker_metadata, "a report")
+    assert told.namespaces == {(0, b"")}
+    assert "cannot name its namespace: the disk is gone" in caplog.text
+    assert made.session.namespace is None
 
 
 def test_a_worker_tells_what_the_scheduler_cannot_work_out(worker: MakeWorker) -> None:
