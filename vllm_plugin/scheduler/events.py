@@ -23,14 +23,15 @@ from vllm_plugin.releases import event_extra_keys
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-Shard = dict[tuple[int, bytes], bytes]
-"""Announced blocks, the oldest first: (group, name in the pool) -> vLLM's hash. The pool has none before a `_MARK`."""
+Shard = dict[bytes, bytes]
+"""Announced blocks, the oldest first: group and name in the pool -> vLLM's hash. The pool has none before a `_MARK`.
+All are bytes, so that Python's garbage collector does not visit them."""
 
 NUM_SHARDS, SHARD_BLOCKS = 1 << 11, 1 << 9
 """Most announced blocks. To find the oldest of one large mapping, or to let it grow, delays a step."""
 STEP_REMOVALS = 1 << 9
 """Of a restarted pool's blocks, those that one step announces as removed."""
-_MARK = (-1, b"")
+_MARK = b""
 LOCALITY = "REMOTE"
 """Relative to the engine: the blocks are in another process, maybe on another host."""
 
@@ -60,7 +61,8 @@ class Events:
                 own = BlockRun(run.group_idx, named(run.block_hashes, job.adapter), parent)
                 self._events += self._stored(request, own, first)
                 for name, own_name in zip(run.block_hashes, own.block_hashes, strict=True):
-                    shard, key = self._shards[hash(name) % NUM_SHARDS], (run.group_idx, name)
+                    key = run.group_idx.to_bytes(2) + name
+                    shard = self._shards[hash(key) % NUM_SHARDS]
                     shard.pop(key, None)
                     shard[key] = own_name
                     if len(shard) > SHARD_BLOCKS:
@@ -68,8 +70,8 @@ class Events:
 
     def missing(self, group_idx: int, block_hashes: Iterable[bytes]) -> None:
         """Blocks are not in the pool; those that were announced as stored are announced as removed."""
-        for name in block_hashes if self._enabled else ():
-            self._remove(self._shards[hash(name) % NUM_SHARDS], (group_idx, name))
+        for key in [group_idx.to_bytes(2) + name for name in block_hashes] if self._enabled else ():
+            self._remove(self._shards[hash(key) % NUM_SHARDS], key)
 
     def all_missing(self) -> None:
         """No announced block is in the pool any more."""
@@ -90,11 +92,11 @@ class Events:
         events, self._events = self._events, []
         return events
 
-    def _remove(self, shard: Shard, key: tuple[int, bytes]) -> None:
+    def _remove(self, shard: Shard, key: bytes) -> None:
         """Announces a block as removed if it was announced as stored."""
         if own := shard.pop(key, b""):
-            names, members = [maybe_convert_block_hash(BlockHash(own))], self._groups[key[0]].members
-            self._events += [BlockRemoved(names, MEDIUM_CPU, member, LOCALITY) for member in members]
+            names, group = [maybe_convert_block_hash(BlockHash(own))], self._groups[int.from_bytes(key[:2])]
+            self._events += [BlockRemoved(names, MEDIUM_CPU, member, LOCALITY) for member in group.members]
 
     def _stored(self, request: Request, run: BlockRun, first: int) -> list[BlockStored]:
         group = self._groups[run.group_idx]

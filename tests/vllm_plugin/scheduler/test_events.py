@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from collections.abc import Iterable
 
@@ -98,7 +99,8 @@ def test_a_second_restart_removes_what_was_stored_since_the_first(router: Router
 
 def test_of_very_many_the_oldest_are_announced_as_removed(router: Router, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(events, "SHARD_BLOCKS", 2, raising=False)
-    names = [name for name in range(200_000) if hash(block_hash(name)) % events.NUM_SHARDS == 0][:5]
+    monkeypatch.setattr(events, "NUM_SHARDS", 1, raising=False)
+    names = ["first", "second", "third", "fourth"]
     for name in names[:3]:
         router.store(name)
     router.step()
@@ -107,3 +109,23 @@ def test_of_very_many_the_oldest_are_announced_as_removed(router: Router, monkey
     router.store(names[3])
     router.step()
     assert router.blocks == announced([names[1], names[3]])
+
+
+def test_the_garbage_collector_does_not_visit_what_is_kept_of_announced_blocks(
+    router: Router, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would delay a step by a million visits."""
+    monkeypatch.setattr(events, "NUM_SHARDS", 1, raising=False)
+    monkeypatch.setattr(events, "SHARD_BLOCKS", 1 << 20, raising=False)
+
+    def num_visited() -> int:
+        return sum(len(each) for each in gc.get_objects() if type(each) is dict)
+
+    router.store(0)
+    router.step()
+    before = num_visited()
+    router.store(*range(20_000))
+    gc.collect()
+    router.store(20_000)
+    router.step()
+    assert num_visited() < before + 10_000
