@@ -81,8 +81,7 @@ class StoreJobs:
         self.pins = Pins(geometry.num_ranks, int(geometry.num_blocks * config.max_pinned_fraction))
         self._storing: dict[int, Storing] = {}
         self._unsent: dict[int, StoreJob] = {}  # Of requests that have finished.
-        # By the identity of their requests.
-        self._droppable: defaultdict[int, OrderedDict[int, Storing]] = defaultdict(OrderedDict)
+        self._droppable: defaultdict[int, OrderedDict[int, Storing]] = defaultdict(OrderedDict)  # By id(request).
         self._dropped: set[int] = set()  # Jobs that the ranks drop.
         self._dropped_at = (0.0, 0)  # Monotonic seconds and step of the newest of them.
         self._reported: deque[int] = deque()  # Jobs that all ranks have reported, still pinned.
