@@ -165,8 +165,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
     # those of a load until the load is reported.
     @hook(lambda *_: (False, None))
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        self.scheduler_side.request_finished(request, (block_ids,))
-        return False, None
+        return self.request_finished_all_groups(request, (block_ids,))
 
     @hook(lambda *_: (False, None))
     def request_finished_all_groups(

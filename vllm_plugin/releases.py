@@ -4,13 +4,14 @@ A difference is found by what vLLM has, not by its version: builds from source h
 connector contract lacks what the connector needs is refused at start, by the name of what it lacks (`check_contract`);
 until then every module of the plugin can be imported with it.
 
-Source: vLLM's `distributed/kv_transfer/kv_connector/v1/base.py` and `v1/core/sched/output.py` of 0.28 to 0.33.
+Source: vLLM's `distributed/kv_transfer/kv_connector/v1/base.py` and `v1/core/sched/output.py` of 0.30 to 0.33, and of
+0.28 and 0.29, which are refused.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import vllm
@@ -31,19 +32,12 @@ TESTED = ((0, 30), (0, 33))
 ExtraKeys = Sequence[tuple[Any, ...] | None]
 
 
-@dataclass
-class _TransferResults:
-    """The part of `KVConnectorTransferResults` that a hook has to return before the connector is refused."""
-
-    finished_sending: set[str] = field(default_factory=set)
-    finished_recving: set[str] = field(default_factory=set)
-    failed_recving: set[str] = field(default_factory=set)
-
-
 def transfer_results() -> KVConnectorTransferResults:
-    """Empty results of a worker's transfers."""
-    made: KVConnectorTransferResults = getattr(base, "KVConnectorTransferResults", _TransferResults)()
-    return made
+    """Empty results of a worker's transfers; of a vLLM that has none, what its hook returns until it is refused."""
+    names = ("finished_sending", "finished_recving", "failed_recving")
+    made: Any = getattr(base, "KVConnectorTransferResults", SimpleNamespace)
+    results: KVConnectorTransferResults = made(**{name: set() for name in names})
+    return results
 
 
 def layer_specs(spec: Any) -> Iterable[Any]:

@@ -79,7 +79,7 @@ class Session:
         self._recorder = recorder or Recorder()
         self._breaker = Breaker()
         self.namespace: Namespace | None = None
-        self._tell: Callable[[Namespace], None] = _ignore
+        self._tell: Callable[[Namespace], None] = lambda namespace: None  # Until `when_open` sets a listener.
         self._said = ""  # The last logged error: a repeated error is logged once.
         self._explains = explains
         self._explained: set[tuple[str, ...]] = set()  # Of each difference, its fields.
@@ -294,7 +294,3 @@ def _in_words(found: Sequence[Difference], other: NamespaceInfo) -> str:
         said.append(f"{difference.field}: {values} {there}" if is_said else f"{difference.field} differs in {there}")
         there = "it"
     return "; ".join(said)
-
-
-def _ignore(_: Namespace) -> None:
-    """No-op listener, used until `when_open` sets one."""

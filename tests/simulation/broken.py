@@ -160,7 +160,7 @@ def dropped_stores_are_free_before_every_rank_has_ended_them(patch: pytest.Monke
 
     def drop(self: StoreJobs, storing: Any) -> None:
         original(self, storing)
-        if storing.is_sent:
+        if storing.sent_step:
             pinned, pool = self._pins._jobs[storing.job.job_id], self._pins._block_pool
             assert pool is not None
             pool.free_blocks([pool.blocks[block_id] for block_id in pinned.block_ids])

@@ -89,7 +89,13 @@ class Adapters:
         if self._share == "never":
             return None
         if self._reason:
-            self._say_once(self._reason)
+            if not self._said:
+                logger.warning(
+                    "kvpool shares no KV blocks of LoRA adapters: %s; "
+                    "see share_adapters in docs/reference/configuration.md",
+                    self._reason,
+                )
+            self._said = True
             return None
         key = (lora.lora_name, lora.lora_path)
         known = self._key_of_id.setdefault(lora.lora_int_id, key)
@@ -181,15 +187,6 @@ class Adapters:
             *key,
             why,
         )
-
-    def _say_once(self, why: str) -> None:
-        if not self._said:
-            self._said = True
-            logger.warning(
-                "kvpool shares no KV blocks of LoRA adapters: %s; "
-                "see share_adapters in docs/reference/configuration.md",
-                why,
-            )
 
 
 def named(block_hashes: Sequence[bytes], digest: bytes) -> Sequence[bytes]:

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.kvpool.weights")
 
-READ_BYTES = 16 << 20
 MAX_THREADS = 8
 LOCK_TIMEOUT_S = 600.0
 LOCK_POLL_S = 0.05
@@ -316,8 +315,5 @@ def _lock(file: IO[str]) -> None:
 
 
 def _sha256(file: Path) -> str:
-    hasher = hashlib.sha256()
     with file.open("rb") as opened:
-        while piece := opened.read(READ_BYTES):
-            hasher.update(piece)
-    return hasher.hexdigest()
+        return hashlib.file_digest(opened, "sha256").hexdigest()

@@ -2,7 +2,8 @@
 
 A router learns from these events which tokens a block stands for, which the server cannot know. The engine does not see
 which blocks the pool evicts, so a block that it finds missing, in a lookup or after a failed load, is announced as
-removed, and all blocks once the pool has restarted. The contents of the pool are told by the server's own events.
+removed, and all blocks once the pool has restarted: some with each step, as `AllBlocksCleared` would clear vLLM's own
+blocks, too, which are in the same stream. The contents of the pool are told by the server's own events.
 """
 
 from __future__ import annotations
@@ -11,11 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored, KVCacheEvent
-from vllm.v1.core.kv_cache_utils import (
-    BlockHash,
-    generate_block_hash_extra_keys,
-    maybe_convert_block_hash,
-)
+from vllm.v1.core.kv_cache_utils import BlockHash, generate_block_hash_extra_keys, maybe_convert_block_hash
 
 from kvpool.types import BlockRun
 from vllm_plugin.metadata import StoreJob
@@ -26,7 +23,15 @@ from vllm_plugin.releases import event_extra_keys
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-MAX_ANNOUNCED = 1 << 20
+Shard = dict[bytes, bytes]
+"""Announced blocks, the oldest first: group and name in the pool -> vLLM's hash. The pool has none before a `_MARK`.
+All are bytes, so that Python's garbage collector does not visit them."""
+
+NUM_SHARDS, SHARD_BLOCKS = 1 << 11, 1 << 9
+"""Most announced blocks. To find the oldest of one large mapping, or to let it grow, delays a step."""
+STEP_REMOVALS = 1 << 9
+"""Of a restarted pool's blocks, those that one step announces as removed."""
+_MARK = b""
 LOCALITY = "REMOTE"
 """Relative to the engine: the blocks are in another process, maybe on another host."""
 
@@ -43,8 +48,8 @@ class Events:
         self._groups = groups
         self._enabled = enabled
         self._events: list[KVCacheEvent] = []
-        # Blocks announced as stored and not as removed, the oldest first: (group, name in the pool) -> vLLM's hash.
-        self._announced: dict[tuple[int, bytes], bytes] = {}
+        self._shards: list[Shard] = [{} for _ in range(NUM_SHARDS if enabled else 0)]  # Blocks by name.
+        self._marked: list[Shard] = []  # Those that may have a mark.
 
     def stored(self, request: Request, job: StoreJob) -> None:
         """Every rank has stored a job of a request."""
@@ -55,32 +60,43 @@ class Events:
                 parent = named([run.parent_hash], job.adapter)[0] if run.parent_hash else b""
                 own = BlockRun(run.group_idx, named(run.block_hashes, job.adapter), parent)
                 self._events += self._stored(request, own, first)
-                names = ((run.group_idx, name) for name in run.block_hashes)
-                self._announced.update(zip(names, own.block_hashes, strict=True))
-        while len(self._announced) > MAX_ANNOUNCED:
-            group_idx, oldest = next(iter(self._announced))
-            self.missing(group_idx, [oldest])
+                for name, own_name in zip(run.block_hashes, own.block_hashes, strict=True):
+                    key = run.group_idx.to_bytes(2) + name
+                    shard = self._shards[hash(key) % NUM_SHARDS]
+                    shard.pop(key, None)
+                    shard[key] = own_name
+                    if len(shard) > SHARD_BLOCKS:
+                        self._remove(shard, next(iter(shard)))
 
     def missing(self, group_idx: int, block_hashes: Iterable[bytes]) -> None:
         """Blocks are not in the pool; those that were announced as stored are announced as removed."""
-        if not self._announced:
-            return
-        for block_hash in block_hashes:
-            own = self._announced.pop((group_idx, block_hash), None)
-            if own is not None:
-                name = maybe_convert_block_hash(BlockHash(own))
-                for member in self._groups[group_idx].members:
-                    self._events.append(BlockRemoved([name], MEDIUM_CPU, member, LOCALITY))
+        for key in [group_idx.to_bytes(2) + name for name in block_hashes] if self._enabled else ():
+            self._remove(self._shards[hash(key) % NUM_SHARDS], key)
 
     def all_missing(self) -> None:
         """No announced block is in the pool any more."""
-        for group_idx, block_hash in list(self._announced):
-            self.missing(group_idx, [block_hash])
+        self._marked = list(self._shards)
+        for shard in self._shards:
+            shard.pop(_MARK, None)
+            shard[_MARK] = b""
 
     def take(self) -> list[KVCacheEvent]:
-        """Events since the last call."""
+        """Events since the last call, and those of up to `STEP_REMOVALS` blocks before a mark."""
+        budget = STEP_REMOVALS
+        while self._marked and budget > 0:
+            if _MARK in self._marked[-1]:
+                self._remove(self._marked[-1], next(iter(self._marked[-1])))
+                budget -= 1
+            else:
+                self._marked.pop()
         events, self._events = self._events, []
         return events
+
+    def _remove(self, shard: Shard, key: bytes) -> None:
+        """Announces a block as removed if it was announced as stored."""
+        if own := shard.pop(key, b""):
+            names, group = [maybe_convert_block_hash(BlockHash(own))], self._groups[int.from_bytes(key[:2])]
+            self._events += [BlockRemoved(names, MEDIUM_CPU, member, LOCALITY) for member in group.members]
 
     def _stored(self, request: Request, run: BlockRun, first: int) -> list[BlockStored]:
         group = self._groups[run.group_idx]

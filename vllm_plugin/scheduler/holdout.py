@@ -143,11 +143,9 @@ def prompt_digest(request: Request) -> bytes | None:
     params = request.sampling_params
     if params is None or params.temperature != 0 or request.prompt_token_ids is None or not request.block_hashes:
         return None
-    if request.prompt_embeds is not None:
+    if request.prompt_embeds is not None or params.min_tokens or params.structured_outputs:
         return None
-    if params.logit_bias or params.allowed_token_ids or params.bad_words or params.structured_outputs:
-        return None
-    if params.min_tokens:
+    if params.logit_bias or params.allowed_token_ids or params.bad_words:
         return None
     # The last whole block's hash has what else the KV depends on: images, the adapter, the salt.
     whole = blake2b(request.block_hashes[-1], digest_size=16)

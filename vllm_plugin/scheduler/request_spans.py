@@ -26,7 +26,6 @@ MAX_OPEN = 4_096
 @dataclass(slots=True)
 class _Spans:
     request: Any
-    traceparent: str
     lookup: Any = None
     load: Any = None
 
@@ -44,26 +43,15 @@ class RequestSpans(RequestWatcher):
         headers = getattr(request, "trace_headers", None) or {}
         attributes = {"kvpool.request_id": request.request_id, "kvpool.prompt_tokens": request.num_prompt_tokens}
         span = self._tracing.start("kvpool.request", headers.get(TRACEPARENT, ""), attributes)
-        traceparent = self._tracing.traceparent(span)
-        lookup = self._tracing.start("kvpool.lookup", traceparent, kind="CLIENT")
-        self._open[request.request_id] = _Spans(span, traceparent, lookup)
+        lookup = self._tracing.start("kvpool.lookup", self._tracing.traceparent(span), kind="CLIENT")
+        self._open[request.request_id] = _Spans(span, lookup)
         if len(self._open) > MAX_OPEN:
             self.finished(next(iter(self._open)))
 
-    def lookup_traceparent(self, request_id: str) -> str:
-        """Of the span of a request's lookup; empty if the request is not known."""
-        spans = self._open.get(request_id)
-        return self._tracing.traceparent(spans.lookup) if spans is not None and spans.lookup is not None else ""
-
-    def load_traceparent(self, request_id: str) -> str:
-        """Of the span of a request's load."""
-        spans = self._open.get(request_id)
-        return self._tracing.traceparent(spans.load) if spans is not None and spans.load is not None else ""
-
-    def request_traceparent(self, request_id: str) -> str:
-        """Of a request's span."""
-        spans = self._open.get(request_id)
-        return "" if spans is None else spans.traceparent
+    def traceparent(self, request_id: str, part: str = "request") -> str:
+        """Of a request's span, or of its "lookup" or its "load"; empty if there is none."""
+        span = getattr(self._open.get(request_id), part, None)
+        return "" if span is None else self._tracing.traceparent(span)
 
     def admitted(self, request: Request, lookup: RequestLookup | None, num_external_tokens: int) -> None:
         spans = self._open.get(request.request_id)
@@ -76,7 +64,7 @@ class RequestSpans(RequestWatcher):
             spans.lookup = None
         if num_external_tokens and spans.load is None:
             attributes = {"kvpool.tokens": num_external_tokens}
-            spans.load = self._tracing.start("kvpool.load", spans.traceparent, attributes)
+            spans.load = self._tracing.start("kvpool.load", self.traceparent(request.request_id), attributes)
 
     def load_ended(self, request_id: str, succeeded: bool) -> None:
         spans = self._open.get(request_id)

@@ -105,10 +105,7 @@ class RequestTraces(RequestWatcher):
         """
         taken: list[tuple[float, RequestTrace]] = []
         nbytes = 0
-        while len(taken) < MAX_REQUESTS and nbytes < MAX_REQUESTS_BYTES:
-            try:
-                taken.append(self._ended.popleft())
-            except IndexError:
-                break
+        while self._ended and len(taken) < MAX_REQUESTS and nbytes < MAX_REQUESTS_BYTES:
+            taken.append(self._ended.popleft())
             nbytes += encode_trace(taken[-1][1]).ByteSize() + _FRAME_BYTES
         return tuple(taken)

@@ -6,6 +6,7 @@ load, store, end.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -86,8 +87,8 @@ class KVPoolScheduler:
         self.jobs = StoreJobs(geometry, config, self.contents, recorder)
         self.stores = Stores(geometry, config, self.jobs, self.contents, recorder)
         if self._spans is not None:
-            self.lookups.traceparent_of = self._spans.lookup_traceparent
-            self.jobs.traceparent_of = self._spans.request_traceparent
+            self.lookups.traceparent_of = functools.partial(self._spans.traceparent, part="lookup")
+            self.jobs.traceparent_of = self._spans.traceparent
         self.hints = self.jobs.hints = Hints(geometry, self.stages, recorder)
         self._peer_loads = PeerLoads(self.stores, self.jobs)
         self._resets = Resets(
@@ -182,7 +183,7 @@ class KVPoolScheduler:
                 lookup.lease_ids, parts = (0,) * self.geometry.num_stages, []
             job = LoadJob(request_id, lookup.lease_ids, parts, self.stages.weights_epoch, own_clock())
             if self._spans is not None:
-                job.traceparent = self._spans.load_traceparent(request_id)
+                job.traceparent = self._spans.traceparent(request_id, "load")
             self._new_loads.append(job)
             is_probe = lookup.verdict is not None and lookup.verdict.is_probe
             self.loads.begin(request, job, lookup.asked, stop_tokens, is_probe)
@@ -204,11 +205,8 @@ class KVPoolScheduler:
                 if job.request_id == request_id:
                     self.lookups.release(job.lease_ids)
             self._new_loads = [job for job in self._new_loads if job.request_id != request_id]
-            self._new_loads.append(self._failing_load(request_id))
-
-    def _failing_load(self, request_id: str) -> LoadJob:
-        """A load without blocks, which every rank reports as failed."""
-        return LoadJob(request_id, (0,) * self.geometry.num_stages, [], self.stages.weights_epoch, own_clock())
+            no_leases = (0,) * self.geometry.num_stages
+            self._new_loads.append(LoadJob(request_id, no_leases, [], self.stages.weights_epoch, own_clock()))
 
     # Store
 

@@ -58,10 +58,7 @@ class Stages:
     @property
     def are_open(self) -> bool:
         """Whether the pool may be called for every stage."""
-        for session in self.sessions:
-            if session.namespace is None:
-                return False
-        return bool(self.sessions)
+        return bool(self.sessions) and all(session.namespace is not None for session in self.sessions)
 
     @property
     def transport(self) -> str:
@@ -99,12 +96,9 @@ class Stages:
                 return
             stages += of_stage.values()
         # Of several kvpools under a MultiConnector, each is told what the first one's workers say.
-        own = self._config
-        key = own.name_key()
-        stages = [named_by(spec, key) for spec in stages]
-        self.open(
-            [replace(spec, tenant=own.tenant, salt=own.salt, weights_epoch=self.weights_epoch) for spec in stages]
-        )
+        own, key = self._config, self._config.name_key()
+        named = (named_by(spec, key) for spec in stages)
+        self.open([replace(spec, tenant=own.tenant, salt=own.salt, weights_epoch=self.weights_epoch) for spec in named])
 
     def open(self, specs: Sequence[NamespaceSpec]) -> None:
         """Opens a session for each stage, in the background."""
@@ -135,11 +129,8 @@ class Stages:
 
     def has_restarted(self) -> bool:
         """Whether the pool has started, or started again, since the last call."""
-        boot_token = self.boot_token
-        if not boot_token or boot_token == self._boot_token:
-            return False
-        self._boot_token = boot_token
-        return True
+        before, self._boot_token = self._boot_token, self.boot_token or self._boot_token
+        return self._boot_token != before
 
     def close(self) -> None:
         """Ends the connections; the pool's leases expire by themselves. Idempotent."""

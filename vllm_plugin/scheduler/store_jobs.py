@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections import deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -47,8 +47,6 @@ class Storing:
 
     Args:
         sent_step: step whose metadata tells the ranks of it; 0: no rank has been told.
-        is_held: it waits for the output of a step (`PeerLoads`), and no rank has been told of it.
-        dropped_at: monotonic seconds and step at which it was dropped; None if it was not.
         has_failed: a rank has reported that it did not store it.
         is_sure: whether its blocks surely hold what their names say; no rank is told of it before. None: they do.
         sure_by: monotonic seconds; a job that is not sure by then is dropped.
@@ -57,16 +55,9 @@ class Storing:
     request: Request
     job: StoreJob
     sent_step: int = 0
-    is_held: bool = False
-    dropped_at: tuple[float, int] | None = None
     has_failed: bool = False
     is_sure: Callable[[], bool] | None = None
     sure_by: float = 0.0
-
-    @property
-    def is_sent(self) -> bool:
-        """Whether the ranks have been told of it."""
-        return self.sent_step > 0
 
 
 class StoreJobs:
@@ -89,7 +80,10 @@ class StoreJobs:
         self._recorder = recorder
         self.pins = Pins(geometry.num_ranks, int(geometry.num_blocks * config.max_pinned_fraction))
         self._storing: dict[int, Storing] = {}
-        self._unsent: deque[StoreJob] = deque()  # Of requests that have finished.
+        self._unsent: dict[int, StoreJob] = {}  # Of requests that have finished.
+        self._droppable: defaultdict[int, OrderedDict[int, Storing]] = defaultdict(OrderedDict)  # By id(request).
+        self._dropped: set[int] = set()  # Jobs that the ranks drop.
+        self._dropped_at = (0.0, 0)  # Monotonic seconds and step of the newest of them.
         self._reported: deque[int] = deque()  # Jobs that all ranks have reported, still pinned.
         self._to_drop: list[int] = []  # Jobs that the next step tells the ranks to drop.
         self._job_ids = itertools.count(1)
@@ -115,13 +109,12 @@ class StoreJobs:
         if not may_store:
             self.drop_unsent()
         jobs: list[StoreJob] = []
-        for job in list(self._unsent):
+        for job in list(self._unsent.values()):
             if budget <= 0:
                 break
             storing = self._storing[job.job_id]
             if storing.is_sure is None or storing.is_sure():
-                self._unsent.remove(job)
-                jobs.append(job)
+                jobs.append(self._unsent.pop(job.job_id))
                 budget -= job.num_blocks
             elif time.monotonic() >= storing.sure_by:
                 self._drop(storing)
@@ -132,7 +125,7 @@ class StoreJobs:
         job = StoreJob(next(self._job_ids), parts, self.weights_epoch, adapter)
         if self.traceparent_of is not None:
             job.traceparent = self.traceparent_of(request.request_id)
-        self._storing[job.job_id] = Storing(request, job)
+        self._storing[job.job_id] = self._droppable[id(request)][job.job_id] = Storing(request, job)
         if self.hints is not None:
             self.hints.storing(request)
         self.pins.pin(job.job_id, [row for part in parts for row in part.block_ids])
@@ -146,7 +139,7 @@ class StoreJobs:
         """
         storing = self._storing[job.job_id]
         storing.is_sure, storing.sure_by = is_sure, time.monotonic() + SURE_WITHIN_S
-        self._unsent.append(job)
+        self._unsent[job.job_id] = job
 
     def sent(self, jobs: list[StoreJob]) -> None:
         """The ranks are told of jobs with this step."""
@@ -154,14 +147,18 @@ class StoreJobs:
             self._storing[job.job_id].sent_step = self.step
 
     def hold(self, job: StoreJob, is_held: bool = True) -> None:
-        """A job of a step is not given to the ranks yet, or is given to them now."""
+        """A job of a step is not given to the ranks yet, nor dropped, or is given to them now."""
         storing = self._storing[job.job_id]
-        storing.is_held, storing.sent_step = is_held, 0 if is_held else self.step
+        storing.sent_step = 0 if is_held else self.step
+        self._keep(storing)
+        if not is_held:
+            self._droppable[id(storing.request)][job.job_id] = storing
 
     def cancel(self, job: StoreJob) -> Request:
         """Ends a job that no rank has been given; returns its request."""
         self.pins.unpin(job.job_id)
         storing = self._storing.pop(job.job_id)
+        self._keep(storing)
         if self.hints is not None:
             self.hints.stored(storing.request, job, succeeded=False)
         return storing.request
@@ -173,10 +170,9 @@ class StoreJobs:
             kept: ids of jobs that wait elsewhere.
             undelivered_step: a step whose metadata the ranks do not get.
         """
-        queued = {job.job_id for job in self._unsent}
         for job_id, storing in list(self._storing.items()):
-            is_told = storing.is_sent and storing.sent_step != undelivered_step
-            if not is_told and job_id not in queued and job_id not in kept:
+            is_told = storing.sent_step not in (0, undelivered_step)
+            if not is_told and job_id not in self._unsent and job_id not in kept:
                 storing.has_failed = True
                 self._unpin(job_id)
 
@@ -194,9 +190,12 @@ class StoreJobs:
     def _unpin(self, job_id: int) -> int:
         """A job has ended. Returns how many blocks are free of it."""
         storing = self._storing.pop(job_id)
+        self._keep(storing)
+        was_dropped = job_id in self._dropped
+        self._dropped.discard(job_id)
         num_blocks = self.pins.unpin(job_id)
         if storing.has_failed:
-            if storing.is_sent and storing.dropped_at is not None:
+            if was_dropped:
                 self._recorder.add("store_dropped_blocks", num_blocks)
         elif storing.job.weights_epoch == self.weights_epoch:  # Else it is in a namespace that the engine has left.
             self._contents.stored(storing.request, storing.job)
@@ -220,17 +219,13 @@ class StoreJobs:
             self._unpin(self._reported.popleft())
         if self._drop_orphans() or freed:
             return True
-        now = time.monotonic()
-        return any(
-            now - storing.dropped_at[0] < RELIEF_S or self.step - storing.dropped_at[1] < RELIEF_STEPS
-            for storing in self._storing.values()
-            if storing.dropped_at is not None
-        )
+        at_s, at_step = self._dropped_at
+        return bool(self._dropped) and (time.monotonic() - at_s < RELIEF_S or self.step - at_step < RELIEF_STEPS)
 
     def drop_unsent(self) -> None:
         """Drops the queued jobs, which no rank has been told of."""
-        for job in list(self._unsent):
-            self._drop(self._storing[job.job_id])
+        for job_id in list(self._unsent):
+            self._drop(self._storing[job_id])
 
     def take_dropped(self) -> list[int]:
         """Jobs that the ranks are to drop, since the last call."""
@@ -238,26 +233,38 @@ class StoreJobs:
         return to_drop
 
     def _drop_orphans(self) -> bool:
-        """Drops the jobs that alone keep blocks from reuse; False if there is none that was not dropped before."""
-        orphans = [
-            storing
-            for job_id, storing in self._storing.items()
-            if storing.dropped_at is None and not storing.is_held and self.pins.holds_alone(job_id)
-        ]
-        for storing in orphans:
-            self._drop(storing)
-        return bool(orphans)
+        """Drops the jobs that alone keep blocks from reuse; False if there is none that was not dropped before.
+
+        A request frees blocks from either end, so of its jobs the oldest, the newest, and those next to one that is
+        dropped are looked at.
+        """
+        has_dropped = False
+        for jobs in list(self._droppable.values()):
+            for end in (iter, reversed):
+                while jobs and self.pins.holds_alone(job_id := next(end(jobs))):
+                    self._drop(jobs[job_id])
+                    has_dropped = True
+        return has_dropped
 
     def _drop(self, storing: Storing) -> None:
-        job = storing.job
-        storing.dropped_at = time.monotonic(), self.step
-        if storing.is_sent:
-            self._to_drop.append(job.job_id)
+        job_id = storing.job.job_id
+        if storing.sent_step:
+            self._keep(storing)
+            self._dropped.add(job_id)
+            self._dropped_at = time.monotonic(), self.step
+            self._to_drop.append(job_id)
             return
-        self._unsent.remove(job)
-        self._recorder.add("store_dropped_blocks", job.num_blocks)
+        del self._unsent[job_id]
+        self._recorder.add("store_dropped_blocks", storing.job.num_blocks)
         storing.has_failed = True
-        self._unpin(job.job_id)
+        self._unpin(job_id)
+
+    def _keep(self, storing: Storing) -> None:
+        """A job is not to be dropped."""
+        jobs = self._droppable[id(storing.request)]
+        jobs.pop(storing.job.job_id, None)
+        if not jobs:
+            del self._droppable[id(storing.request)]
 
 
 def step_blocks(geometry: Geometry) -> int:

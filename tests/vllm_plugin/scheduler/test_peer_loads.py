@@ -9,16 +9,20 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
 
 from tests.support.processes import wait_for
 from tests.support.toy.cache import Wrong
 from tests.support.toy.engine import Rank, ToyEngine
+from tests.support.toy.fixtures import BLOCK_TOKENS
 from tests.support.toy.fleet import Fleet
 from tests.support.toy.model import Chunk, answer
-from tests.support.vllm_objects import tokens
+from tests.support.vllm_objects import make_request, tokens
+from tests.vllm_plugin.core import MakeCore
 from vllm_plugin.connector import KVPoolConnector
+from vllm_plugin.scheduler.peer_loads import PeerLoads
 from vllm_plugin.scheduler.scheduler import KVPoolScheduler
 from vllm_plugin.worker.worker import KVPoolWorker
 
@@ -240,3 +244,92 @@ def test_a_request_that_is_aborted_while_its_load_is_under_way_leaves_nothing_wr
         assert engine.generate(prompt) == [answer(prompt, 8)]
         assert engine.num_wrong_reads == wrong
     assert_reads_right(fleet, prompt)
+
+
+# What a step costs
+
+
+def test_a_step_after_a_failed_load_looks_at_new_blocks_alone(core: MakeCore) -> None:
+    """Not at all blocks of all requests that store nothing since."""
+    one = core().connected()
+    loads, pool, requests = PeerLoads(one.side.stores, one.side.jobs), one.pool, []
+    loads.bind(pool)
+    for nth in range(4):
+        request = make_request(f"{nth}", tokens(12 * BLOCK_TOKENS, nth))
+        one.allocate(request, 0, num_blocks=10)
+        (table,) = one.tables[request.request_id]
+        pool.cache_full_blocks(request, table, 0, 10, BLOCK_TOKENS, 0)
+        request.status = RequestStatus.RUNNING
+        requests.append(request)
+    resolved: list[str] = []
+
+    def step(new: dict[str, list[int]] | None = None, sync: bool = False) -> int:
+        output = SchedulerOutput.make_empty()
+        output.num_scheduled_tokens = {request.request_id: 1 for request in requests}
+        output.has_sync_kv_loads = sync
+        cached = output.scheduled_cached_reqs
+        for request in requests:
+            cached.req_ids.append(request.request_id)
+            ids = (new or {}).get(request.request_id)
+            cached.new_block_ids.append((ids,) if ids else None)
+
+        def resolve(name: str) -> tuple[list[int], ...]:
+            resolved.append(name)
+            return ([block.block_id for block in one.tables[name][0]],)
+
+        output.kv_connector_block_state = KVConnectorBlockState(set(output.num_scheduled_tokens), resolve, {})
+        return loads.prepare(output)
+
+    def num_cached() -> int:
+        return sum(block.block_hash is not None for (table,) in one.tables.values() for block in table)
+
+    number = step(sync=True)
+    loads.update({number}, {one.ids(request)[2] for request in requests})
+    assert num_cached() == 4 * 2, "all blocks from the first invalid one on are evicted"
+    resolved.clear()
+    evicted: list[int] = []
+    evict = pool.evict_blocks
+    pool.evict_blocks = lambda ids: (evicted.extend(ids), evict(ids))[1]  # type: ignore[method-assign]
+    new = pool.get_new_blocks(1)
+    one.tables["0"][0].extend(new)
+    step({"0": [new[0].block_id]})
+    assert (resolved, evicted) == ([], [])
+    pool.cache_full_blocks(requests[0], one.tables["0"][0], 10, 11, BLOCK_TOKENS, 0)  # It is full, two steps later.
+    step()
+    assert (resolved, evicted) == ([], [new[0].block_id])
+    assert num_cached() == 4 * 2
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_a_request_that_found_an_invalid_block_before_it_waited_stores_nothing(shares: bool, core: MakeCore) -> None:
+    """It had found the block in the engine's own cache, and did not run when the load was found to have failed."""
+    one = core().connected()
+    loads, pool = PeerLoads(one.side.stores, one.side.jobs), one.pool
+    loads.bind(pool)
+    first, late = (make_request(name, tokens(8 * BLOCK_TOKENS, "one prompt")) for name in ("first", "late"))
+    one.allocate(first, 0)
+    (table,) = one.tables["first"]
+    pool.cache_full_blocks(first, table, 0, 8, BLOCK_TOKENS, 0)
+    first.status = RequestStatus.RUNNING
+    if shares:
+        pool.touch(table[:6])
+    one.tables["late"] = [[*(table[:6] if shares else pool.get_new_blocks(6)), *pool.get_new_blocks(2)]]
+    one.side.stores.track(late)
+    late.status = RequestStatus.WAITING_FOR_REMOTE_KVS
+
+    def step(*requests: Request, sync: bool = False) -> int:
+        output = SchedulerOutput.make_empty()
+        output.num_scheduled_tokens = {request.request_id: 1 for request in requests}
+        output.has_sync_kv_loads = sync
+        output.kv_connector_block_state = KVConnectorBlockState(
+            set(output.num_scheduled_tokens), lambda name: (one.ids(one.side.stores.tracked[name].request),), {}
+        )
+        return loads.prepare(output)
+
+    number = step(first, sync=True)
+    loads.update({number}, {table[4].block_id})
+    assert not one.side.stores.tracked["first"].may_store
+    late.status = RequestStatus.RUNNING
+    loads.admitted("late")
+    step(first, late)
+    assert one.side.stores.tracked["late"].may_store is not shares

@@ -236,6 +236,33 @@ def test_what_no_rank_was_told_of_is_free_at_once(core: MakeCore) -> None:
     assert (offered(metadata), metadata.dropped_stores) == ([], [job.job_id])
 
 
+@pytest.mark.usefixtures("four_a_step")
+def test_relief_looks_at_few_jobs_of_each_request_and_drops_what_stands_between(
+    core: MakeCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = core(max_pinned_fraction=1.0).connected()
+    requests = [make_request(name, tokens(320, name)) for name in "ab"]
+    for request in requests:
+        one.allocate(request, 0)
+    jobs = [job for nth in range(10) for job in one.step(*((request, 320 * (nth == 0)) for request in requests)).stores]
+    of_first = [job.job_id for job in jobs if job.groups[0].block_ids[0][0] in one.ids(requests[0])]
+    assert len(jobs) == 10 and len(of_first) == 5
+    asked: list[int] = []
+    holds_alone = Pins.holds_alone
+    monkeypatch.setattr(Pins, "holds_alone", lambda pins, job: (asked.append(job), holds_alone(pins, job))[1])
+    assert not one.side.has_pending_block_frees()
+    assert len(asked) <= 2 * len(requests), "the oldest and the newest of each request"
+    asked.clear()
+    one.free(requests[0])
+    assert one.side.has_pending_block_frees()
+    assert len(asked) <= 2 * len(requests) + len(of_first)
+    assert sorted(one.step().dropped_stores) == of_first
+    asked.clear()
+    assert one.side.has_pending_block_frees(), "their reports are on their way"
+    assert len(asked) <= 2 * len(requests)
+    one.report(*(job.job_id for job in jobs))
+
+
 def test_a_request_that_waits_for_admission_gets_the_blocks_of_queued_stores(core: MakeCore) -> None:
     one = core(max_pinned_fraction=1.0).connected()
     first, second = make_request("a", tokens(800, "a")), make_request("b", tokens(300, "b"))

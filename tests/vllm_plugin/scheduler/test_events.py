@@ -1,0 +1,131 @@
+"""What an engine announces of the pool's blocks, and how much of it one step does."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from collections.abc import Iterable
+
+import pytest
+from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
+from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
+
+from tests.support.toy.fixtures import BLOCK_TOKENS
+from tests.support.values import block_hash, run_of
+from tests.support.vllm_objects import make_request, tokens
+from tests.vllm_plugin.core import MakeCore
+from vllm_plugin.metadata import GroupBlocks, StoreJob
+from vllm_plugin.scheduler import events
+from vllm_plugin.scheduler.events import Events
+
+
+@pytest.fixture
+def router(core: MakeCore) -> Router:
+    return Router(Events(core().side.geometry.groups, enabled=True))
+
+
+class Router:
+    """What the events heard so far add up to."""
+
+    def __init__(self, told: Events):
+        self.told = told
+        self.blocks: set[object] = set()
+        self.num_removals: Counter[object] = Counter()
+
+    def store(self, *names: object) -> None:
+        run = run_of(*names)
+        request = make_request("r", tokens(len(names) * BLOCK_TOKENS))
+        self.told.stored(request, StoreJob(1, [GroupBlocks(0, [run], [[1] * len(names)], [0])]))
+
+    def step(self) -> int:
+        """Hears what one step announces; returns how many blocks it announces as removed."""
+        removed = 0
+        for event in self.told.take():
+            assert not isinstance(event, AllBlocksCleared), "the engine's own blocks are in the same stream"
+            if isinstance(event, BlockStored):
+                self.blocks.update(event.block_hashes)
+            else:
+                assert isinstance(event, BlockRemoved)
+                assert self.blocks.issuperset(event.block_hashes), "a block is removed that is not there"
+                self.blocks.difference_update(event.block_hashes)
+                self.num_removals.update(event.block_hashes)
+                removed += len(event.block_hashes)
+        return removed
+
+
+def announced(names: Iterable[object]) -> set[object]:
+    return {maybe_convert_block_hash(BlockHash(block_hash(name))) for name in names}
+
+
+def test_a_pool_that_has_restarted_is_announced_as_empty_a_bounded_part_a_step(
+    router: Router, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(events, "STEP_REMOVALS", 64, raising=False)
+    router.store(*range(300))
+    assert router.step() == 0
+    router.told.all_missing()
+    for _ in range(64):  # Each of `NUM_SHARDS` counts as a block, too.
+        assert router.step() <= 64
+    assert router.blocks == set() and set(router.num_removals.values()) == {1}
+    assert router.step() == 0
+
+
+def test_what_is_stored_again_meanwhile_stays_and_what_is_missing_is_removed_once(
+    router: Router, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(events, "STEP_REMOVALS", 64, raising=False)
+    router.store(*range(300))
+    router.told.all_missing()
+    router.step()
+    router.store(*range(100), 1000)
+    router.told.missing(0, [block_hash(name) for name in (99, 200, 200, 2000)])
+    for _ in range(64):
+        router.step()
+    assert router.blocks == announced([*range(99), 1000])
+    assert max(router.num_removals.values()) <= 2
+
+
+def test_a_second_restart_removes_what_was_stored_since_the_first(router: Router) -> None:
+    router.store(*range(50))
+    router.told.all_missing()
+    router.step()
+    router.store(*range(25, 75))
+    router.told.all_missing()
+    router.store(74)
+    for _ in range(8):
+        router.step()
+    assert router.blocks == announced([74])
+
+
+def test_of_very_many_the_oldest_are_announced_as_removed(router: Router, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events, "SHARD_BLOCKS", 2, raising=False)
+    monkeypatch.setattr(events, "NUM_SHARDS", 1, raising=False)
+    names = ["first", "second", "third", "fourth"]
+    for name in names[:3]:
+        router.store(name)
+    router.step()
+    assert router.blocks == announced(names[1:3])
+    router.store(names[1])  # Again: it is the newest.
+    router.store(names[3])
+    router.step()
+    assert router.blocks == announced([names[1], names[3]])
+
+
+def test_the_garbage_collector_does_not_visit_what_is_kept_of_announced_blocks(
+    router: Router, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would delay a step by a million visits."""
+    monkeypatch.setattr(events, "NUM_SHARDS", 1, raising=False)
+    monkeypatch.setattr(events, "SHARD_BLOCKS", 1 << 20, raising=False)
+
+    def num_visited() -> int:
+        return sum(len(each) for each in gc.get_objects() if type(each) is dict)
+
+    router.store(0)
+    router.step()
+    before = num_visited()
+    router.store(*range(20_000))
+    gc.collect()
+    router.store(20_000)
+    router.step()
+    assert num_visited() < before + 10_000
