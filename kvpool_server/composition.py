@@ -288,7 +288,7 @@ class Composition:
         encoder = Encoder(config.kv_events_topic, config.kv_events_medium, config.kv_events_hashes == "bytes")
         streams = EventStreams(
             config.event_streams,
-            None if keys is None else Gate(*keys),
+            None if keys is None else Gate(*keys, None if self._access is None else self._access.denied),
             encoder,
             self.pool.counters,
             config.kv_events_buffer,

@@ -46,6 +46,7 @@ class AccessControl:
     Attributes:
         credentials: the server's own.
         who: authenticates callers.
+        denied: the deny list; None: there is none.
         running: the calls under way.
         limits_of: what an identity may have at once.
     """
@@ -61,6 +62,7 @@ class AccessControl:
         self._audit = audit
         self._issuer_keys: IssuerKeys | None = None
         self._watched: dict[str, WatchedFiles[Any]] = {}
+        self.denied: DenyList | None = None
         self.credentials = ServerCredentials(files, self._when_read("certificates", *files.paths))
         self._watched["certificates"] = self.credentials
         self.limits_of: Callable[[str], IdentityLimits] = default_limits
@@ -81,7 +83,7 @@ class AccessControl:
         """Callers with certificates, with tokens of the server's file, or with tokens of an issuer."""
         config, denied = self._config, None
         if path := config.deny:
-            denied = DenyList(path, self._when_read("deny list", path), self._domain)
+            self.denied = denied = DenyList(path, self._when_read("deny list", path), self._domain)
             self._watched["deny list"] = denied
         if path := config.tokens:
             tokens = WatchedFiles([path], lambda: _read_tokens(path), when_read=self._when_read("tokens", path))
