@@ -265,7 +265,9 @@ class Composition:
             instruments = self._monitoring.instruments(self._state, self._log_events, self._started)
             history = History(boot=f"{self._boot_token:016x}")
             site = Site(instruments, history, self.turns, loop, lambda: self._value.report_of_all())
-            http = OperatorHttp(host, port, self._monitoring.registry, on_loop(loop, self._state), tls, gate, site)
+            health = on_loop(loop, self._state)
+            names = [split_address(each)[0].lower() for each in (address, self._config.listen)]
+            http = OperatorHttp(host, port, self._monitoring.registry, health, tls, gate, site, names)
         except OSError as error:
             raise cannot_listen(address, "/metrics", "--http-listen", error) from None
         self._stack.push_async_callback(asyncio.to_thread, http.close)
