@@ -181,6 +181,7 @@ def _certificate(path: Path) -> x509.Certificate:
 
 def _tls_context(tls: TlsFiles) -> ssl.SSLContext:
     context = ssl.create_default_context(cafile=tls.ca)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
     if tls.cert:
         context.load_cert_chain(tls.cert, tls.key)
     return context

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import grpc
@@ -51,11 +51,7 @@ class Certificates:
         self._trust_domain = trust_domain
 
     def __call__(self, context: Context) -> Credential:
-        found = context.auth_context()
-        version = b" ".join(found.get(_VERSION, ()))
-        if version != _TLS_1_3:
-            raise UnauthenticatedError(f"the connection is {version.decode() or 'not TLS'}; use TLS 1.3")
-        (pem,) = found[_PEM]
+        (pem,) = _tls_of(context)[_PEM]
         return self.checked(of_certificate(pem))
 
     def of_request(self, certificate: bytes | None, authorization: Sequence[str]) -> Credential:
@@ -111,8 +107,18 @@ class Tokens:
         return not_denied(credential, self._denied)
 
 
+def _tls_of(context: Context) -> Mapping[str, Sequence[bytes]]:
+    """What gRPC knows of a connection. Raises UnauthenticatedError unless it is TLS 1.3: gRPC takes 1.2, too."""
+    found = context.auth_context()
+    version = b" ".join(found.get(_VERSION, ()))
+    if version != _TLS_1_3:
+        raise UnauthenticatedError(f"the connection is {version.decode() or 'not TLS'}; use TLS 1.3")
+    return found
+
+
 def authorization_of(context: Context) -> list[str]:
-    """The Authorization headers of an RPC."""
+    """The Authorization headers of an RPC. Raises UnauthenticatedError without TLS 1.3."""
+    _tls_of(context)
     return [str(value) for name, value in context.invocation_metadata() or () if name == "authorization"]
 
 
