@@ -197,7 +197,7 @@ class Composition:
         if (files := tls_files(config)) is not None:
             self._access = access = AccessControl(config, files, self._audit, self._expire_owned)
             self._stack.push_async_callback(asyncio.to_thread, access.close)
-            in_background(self._stack, access.run())
+            in_background(self._stack, access.watch.run())
             in_background(self._stack, access.warn())
         if plaintext := plaintext_ports(config):
             in_background(self._stack, repeat(lambda: warn_of_plaintext(plaintext), HOUR_S))
@@ -213,7 +213,7 @@ class Composition:
     def look_at_credentials(self) -> None:
         """Reads files of credentials that have changed, at once."""
         if self._access is not None:
-            self._access.look_at_once()
+            self._access.watch.look_at_once()
 
     @property
     def _limits(self) -> Limits:

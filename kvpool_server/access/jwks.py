@@ -45,10 +45,7 @@ Keys = Mapping[str, "jwt.PyJWK"]
 
 
 def parse_keys(text: bytes, source: str) -> Keys:
-    """The signing keys of a JWKS document that use one of `ALGORITHMS`; none if the issuer has withdrawn all.
-
-    Raises ConfigError for anything else.
-    """
+    """The keys of a JWKS document for `ALGORITHMS`; none if all are withdrawn. Raises ConfigError for another text."""
     import jwt
 
     try:

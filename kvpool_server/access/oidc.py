@@ -9,11 +9,11 @@ import datetime as dt
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from kvpool.errors import ConfigError, InvalidRequestError, UnauthenticatedError
 from kvpool.principal import ALL_TENANTS, Principal, Role
-from kvpool_server.access.authentication import Context, authorization_of, bearer_token, not_denied
+from kvpool_server.access.authentication import Who, bearer_token
 from kvpool_server.access.credential import Credential, RefusedCredentialError
 from kvpool_server.access.deny_list import DenyList
 from kvpool_server.access.jwks import ALGORITHMS, Keys
@@ -51,40 +51,26 @@ class IssuedCredential(Credential):
     key: jwt.PyJWK = field(compare=False)
 
 
-class KeySource(Protocol):
-    """Where keys come from: a watched file, or an issuer."""
-
-    @property
-    def value(self) -> Keys: ...
-
-
-class IssuedTokens:
+class IssuedTokens(Who):
     """Callers with tokens of one issuer. Owned by the event loop; HTTP's threads may call it, too.
 
     Args:
-        keys: of the issuer.
+        keys: returns those of the issuer.
         refetch: called for a token that names a key which is not known.
-        denied: principals and credentials that are refused although they are valid; None: none.
-
-    Raises ConfigError if PyJWT is not installed.
     """
 
     def __init__(
         self,
         rules: OidcRules,
-        keys: KeySource,
+        keys: Callable[[], Keys],
         refetch: Callable[[], None] = lambda: None,
         denied: DenyList | None = None,
     ):
-        check_installed()
+        super().__init__(denied)
         self._rules = rules
         self._keys = keys
         self._refetch = refetch
-        self._denied = denied
         self._verified: dict[str, IssuedCredential] = {}  # By digest.
-
-    def __call__(self, context: Context) -> Credential:
-        return self.of_request(None, authorization_of(context))
 
     def of_request(self, certificate: bytes | None, authorization: Sequence[str]) -> Credential:
         token = bearer_token(authorization)
@@ -100,7 +86,7 @@ class IssuedTokens:
             self._verified[digest] = known
         return self.checked(known)
 
-    def checked(self, credential: Credential) -> Credential:
+    def _check(self, credential: Credential) -> None:
         if credential.has_ended:
             raise RefusedCredentialError("the call's token has ended; get another from the issuer", credential)
         assert isinstance(credential, IssuedCredential), "a credential is of the one who made it"
@@ -108,17 +94,16 @@ class IssuedTokens:
             raise RefusedCredentialError(
                 "the issuer has withdrawn the key of the call's token; get another token", credential
             )
-        return not_denied(credential, self._denied)
 
     def _is_in_force(self, credential: IssuedCredential) -> bool:
         """Whether the issuer still has the key of a token; another one may have its id."""
-        found = self._keys.value.get(credential.key_id)
+        found = self._keys().get(credential.key_id)
         return found is credential.key or (found is not None and found.key == credential.key.key)
 
     def _verify(self, token: str, digest: str) -> IssuedCredential:
         import jwt
 
-        rules, keys = self._rules, self._keys.value
+        rules, keys = self._rules, self._keys()
         try:
             key_id = str(jwt.get_unverified_header(token).get("kid", ""))
             if key_id not in keys:

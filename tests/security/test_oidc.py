@@ -131,7 +131,7 @@ URL = "https://issuer.example"
 
 
 def _callers(held: Held, refetch: Callable[[], None] = lambda: None) -> IssuedTokens:
-    return IssuedTokens(OidcRules(URL, AUDIENCE, "kvpool_tenant", "kvpool_role"), held, refetch)
+    return IssuedTokens(OidcRules(URL, AUDIENCE, "kvpool_tenant", "kvpool_role"), lambda: held.value, refetch)
 
 
 def _all_keys(*algorithms: str) -> Held:
@@ -274,7 +274,7 @@ def test_a_call_ends_with_its_key_although_its_token_is_forgotten(monkeypatch: p
 
 def test_an_issuer_may_withdraw_its_last_key(issuer: Issuer, fetched: Fetched) -> None:
     wait_for(lambda: fetched.keys.value, "the first keys")
-    callers = IssuedTokens(OidcRules(issuer.url, AUDIENCE, "kvpool_tenant", "kvpool_role"), fetched.keys)
+    callers = IssuedTokens(OidcRules(issuer.url, AUDIENCE, "kvpool_tenant", "kvpool_role"), lambda: fetched.keys.value)
     credential = callers.of_request(None, [f"Bearer {_token(issuer.url)}"])
     with capture_logs() as logs:
         issuer.keys = {"keys": []}
