@@ -10,6 +10,7 @@ from collections.abc import Collection, Sequence
 from ipaddress import ip_address
 from urllib.parse import urlsplit
 
+from kvpool.config import is_loopback
 from kvpool.errors import ConfigError
 
 EVERYWHERE = ("0.0.0.0", "::")
@@ -31,8 +32,7 @@ def split_address(address: str) -> tuple[str, int]:
 
 def is_local(address: str) -> bool:
     """Whether only this host can reach an address."""
-    host = split_address(address)[0]
-    return host in ("localhost", "::1") or host.startswith("127.")
+    return is_loopback(split_address(address)[0])
 
 
 def name_for_clients(host: str, certificate_names: Sequence[str]) -> str:
