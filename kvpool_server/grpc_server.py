@@ -79,13 +79,9 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # N
 
     def _wrap(self, name: str, handler: Handler) -> Handler:
         serializers = handler.request_deserializer, handler.response_serializer
-        if handler.unary_unary is not None:
-            return grpc.unary_unary_rpc_method_handler(self._one_reply(name, handler.unary_unary), *serializers)
         if handler.stream_unary is not None:
             return grpc.stream_unary_rpc_method_handler(self._one_reply(name, handler.stream_unary), *serializers)
-        if handler.unary_stream is not None:
-            return grpc.unary_stream_rpc_method_handler(self._replies(name, handler.unary_stream), *serializers)
-        assert handler.stream_stream is not None
+        assert handler.stream_stream is not None, "the inbox reads the only message of a call"
         if inspect.isasyncgenfunction(handler.stream_stream):  # One request, which the handler reads.
             return grpc.stream_stream_rpc_method_handler(self._replies(name, handler.stream_stream), *serializers)
         return grpc.stream_stream_rpc_method_handler(self._stream(name, handler.stream_stream), *serializers)

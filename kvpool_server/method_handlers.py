@@ -27,6 +27,7 @@ SERVICE_NAME: str = _SERVICE.full_name
 HEALTH_NAME: str = _HEALTH.full_name
 METHODS = frozenset(method.name for method in _SERVICE.methods)
 CHECK = "Check"
+assert CHECK not in METHODS, "every role may call it"
 
 Context = grpc.aio.ServicerContext[Any, Any]
 

@@ -55,9 +55,7 @@ class Gate:
         for each in lists:
             try:
                 each.look()
-            except (
-                Exception
-            ):  # It would end the authenticator's thread, which admits nobody then and cannot be stopped.
+            except Exception:  # It would end the authenticator's thread, which then admits nobody for ever.
                 log.exception("reading a list of subscribers to KV events failed", paths=each.paths)
         return sum(each.version for each in lists)
 
