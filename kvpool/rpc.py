@@ -419,10 +419,6 @@ class PoolRpc:
         reply = self.call(self.stub.Hint, wire.encode_hint(fingerprint, runs, kind, pin_seconds), timeout_ms)
         return replies.hint(reply, sum(len(run.block_hashes) // HASH_BYTES for run in runs))
 
-    def hint_quietly(self, fingerprint: bytes, runs: Sequence[BlockRun], kind: HintKind, pin_seconds: int = 0) -> Any:
-        """As `hint`, without waiting; returns a `grpc.Future`. Raises UnavailableError if the connection is closed."""
-        return self.send(self.stub.Hint, wire.encode_hint(fingerprint, self.encode_runs(runs), kind, pin_seconds))
-
     # Reports
 
     def announce(

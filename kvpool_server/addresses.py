@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from ipaddress import ip_address
+from urllib.parse import urlsplit
 
+from kvpool.config import is_loopback
 from kvpool.errors import ConfigError
 
 EVERYWHERE = ("0.0.0.0", "::")
+_PRIVATE = (".localhost", ".svc", ".svc.cluster.local", ".internal")
+"""Ends of names that nobody can have on the Internet: of this host, of Kubernetes' services, of clouds' hosts."""
+_full_names = functools.cache(lambda: {socket.getfqdn().lower(), socket.gethostname().lower()})
+"""This host's names; called when they are needed, because DNS may be asked."""
 
 
 def split_address(address: str) -> tuple[str, int]:
@@ -24,8 +32,7 @@ def split_address(address: str) -> tuple[str, int]:
 
 def is_local(address: str) -> bool:
     """Whether only this host can reach an address."""
-    host = split_address(address)[0]
-    return host in ("localhost", "::1") or host.startswith("127.")
+    return is_loopback(split_address(address)[0])
 
 
 def name_for_clients(host: str, certificate_names: Sequence[str]) -> str:
@@ -41,6 +48,24 @@ def name_for_clients(host: str, certificate_names: Sequence[str]) -> str:
     is_near = is_local(f"{host}:0")
     named = (name for name in certificate_names if "*" not in name and is_local(f"{name}:0") == is_near)
     return next(named, host)
+
+
+def is_own_name(host: str, names: Collection[str]) -> bool:
+    """Whether a request with this Host header is from somebody who meant this server.
+
+    A web page may have its own name lead to this server (DNS rebinding), to read what the browser's host can reach. So
+    a name with a dot must be one that no page has: private, this host's, or one of `names`.
+    """
+    try:
+        name = (urlsplit(f"//{host}").hostname or "").removesuffix(".")
+    except ValueError:
+        return False
+    if "." not in name or name.endswith(_PRIVATE) or name in names or name in _full_names():
+        return True
+    try:
+        return bool(ip_address(name))
+    except ValueError:
+        return False
 
 
 def why_not_listening(address: str) -> OSError:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import json
 import os
 import signal
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_origin
 
 import structlog
 import typer
@@ -44,64 +45,22 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
+def _flag(name: str) -> inspect.Parameter:
+    """The option of a setting. Its text is checked with those of the environment and the file."""
+    kind = ServerConfig.model_fields[name].annotation
+    given: Any = bool if kind is bool else list[str] if get_origin(kind) is tuple else str
+    flags = [f"--{name.replace('_', '-')}"] if given is bool else []  # Without one that negates it.
+    annotation = Annotated[given | None, typer.Option(*flags, help=_help(name))]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+
 def serve(
-    listen: Annotated[str | None, typer.Option(help=_help("listen"))] = None,
-    memory: Annotated[str | None, typer.Option(help=_help("memory"))] = None,
-    http_listen: Annotated[str | None, typer.Option(help=_help("http_listen"))] = None,
-    unix_listen: Annotated[str | None, typer.Option(help=_help("unix_listen"))] = None,
-    tenant_memory: Annotated[bool | None, typer.Option("--tenant-memory", help=_help("tenant_memory"))] = None,
-    unix_mode: Annotated[str | None, typer.Option(help=_help("unix_mode"))] = None,
-    data_listen: Annotated[str | None, typer.Option(help=_help("data_listen"))] = None,
-    data_workers: Annotated[str | None, typer.Option(help=_help("data_workers"))] = None,
-    tls_cert: Annotated[str | None, typer.Option(help=_help("tls_cert"))] = None,
-    tls_key: Annotated[str | None, typer.Option(help=_help("tls_key"))] = None,
-    tls_client_ca: Annotated[str | None, typer.Option(help=_help("tls_client_ca"))] = None,
-    trust_domain: Annotated[str | None, typer.Option(help=_help("trust_domain"))] = None,
-    tokens: Annotated[str | None, typer.Option(help=_help("tokens"))] = None,
-    oidc_issuer: Annotated[str | None, typer.Option(help=_help("oidc_issuer"))] = None,
-    oidc_audience: Annotated[str | None, typer.Option(help=_help("oidc_audience"))] = None,
-    oidc_jwks: Annotated[str | None, typer.Option(help=_help("oidc_jwks"))] = None,
-    oidc_tenant_claim: Annotated[str | None, typer.Option(help=_help("oidc_tenant_claim"))] = None,
-    oidc_role_claim: Annotated[str | None, typer.Option(help=_help("oidc_role_claim"))] = None,
-    deny: Annotated[str | None, typer.Option(help=_help("deny"))] = None,
-    otel: Annotated[bool | None, typer.Option("--otel", help=_help("otel"))] = None,
-    audit_log: Annotated[str | None, typer.Option(help=_help("audit_log"))] = None,
-    ledger: Annotated[str | None, typer.Option(help=_help("ledger"))] = None,
-    identity_limits: Annotated[str | None, typer.Option(help=_help("identity_limits"))] = None,
-    insecure_network: Annotated[bool | None, typer.Option("--insecure-network", help=_help("insecure_network"))] = None,
-    policy: Annotated[str | None, typer.Option(help=_help("policy"))] = None,
-    tier: Annotated[list[str] | None, typer.Option(help=_help("tier"))] = None,
-    quota: Annotated[list[str] | None, typer.Option(help=_help("quota"))] = None,
-    pin_budget: Annotated[str | None, typer.Option(help=_help("pin_budget"))] = None,
-    mooncake: Annotated[str | None, typer.Option(help=_help("mooncake"))] = None,
-    mooncake_device: Annotated[str | None, typer.Option(help=_help("mooncake_device"))] = None,
-    mooncake_host: Annotated[str | None, typer.Option(help=_help("mooncake_host"))] = None,
-    mooncake_trusted_network: Annotated[
-        bool | None, typer.Option("--mooncake-trusted-network", help=_help("mooncake_trusted_network"))
-    ] = None,
-    max_ttl_ms: Annotated[str | None, typer.Option(help=_help("max_ttl_ms"))] = None,
-    grace_ms: Annotated[str | None, typer.Option(help=_help("grace_ms"))] = None,
-    drain_ms: Annotated[str | None, typer.Option(help=_help("drain_ms"))] = None,
-    kv_events: Annotated[str | None, typer.Option(help=_help("kv_events"))] = None,
-    kv_events_replay: Annotated[str | None, typer.Option(help=_help("kv_events_replay"))] = None,
-    kv_events_tenant: Annotated[list[str] | None, typer.Option(help=_help("kv_events_tenant"))] = None,
-    kv_events_router: Annotated[list[str] | None, typer.Option(help=_help("kv_events_router"))] = None,
-    kv_events_key: Annotated[str | None, typer.Option(help=_help("kv_events_key"))] = None,
-    kv_events_subscribers: Annotated[str | None, typer.Option(help=_help("kv_events_subscribers"))] = None,
-    kv_events_topic: Annotated[str | None, typer.Option(help=_help("kv_events_topic"))] = None,
-    kv_events_medium: Annotated[str | None, typer.Option(help=_help("kv_events_medium"))] = None,
-    kv_events_hashes: Annotated[str | None, typer.Option(help=_help("kv_events_hashes"))] = None,
-    kv_events_buffer: Annotated[str | None, typer.Option(help=_help("kv_events_buffer"))] = None,
-    value_sample: Annotated[str | None, typer.Option(help=_help("value_sample"))] = None,
-    record: Annotated[str | None, typer.Option(help=_help("record"))] = None,
-    record_bytes: Annotated[str | None, typer.Option(help=_help("record_bytes"))] = None,
-    record_names: Annotated[bool | None, typer.Option("--record-names", help=_help("record_names"))] = None,
-    log_level: Annotated[str | None, typer.Option(help=_help("log_level"))] = None,
-    log_format: Annotated[str | None, typer.Option(help=_help("log_format"))] = None,
+    *,
     config: Annotated[
         Path | None, typer.Option(envvar="KVPOOL_CONFIG", help="TOML file with any of these settings.")
     ] = None,
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True)] = False,
+    **given: Any,
 ) -> None:
     """Serve a pool of KV-cache blocks to the vLLM engines that point at it.
 
@@ -111,8 +70,7 @@ def serve(
 
     Example: kvpool-server --listen 127.0.0.1:50051 --memory 64GiB
     """
-    given = {name: value for name, value in locals().items() if name in ServerConfig.model_fields and value is not None}
-    settings = load(given, config)
+    settings = load({name: value for name, value in given.items() if value is not None}, config)
     events = LogEvents()
     logs.configure(settings.log_format, settings.log_level, events)
     if links := service_links(os.environ):
@@ -122,13 +80,19 @@ def serve(
     asyncio.run(_run(settings, events))
 
 
+_OWN = inspect.signature(serve, eval_str=True).parameters
+serve.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # Typer makes the options from it.
+    [*map(_flag, ServerConfig.model_fields), _OWN["config"], _OWN["version"]]
+)
+
+
 async def _run(settings: ServerConfig, events: LogEvents) -> None:
     server = Server(settings, events)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, server.request_stop)
     loop.add_signal_handler(signal.SIGUSR2, server.request_drain)
-    loop.add_signal_handler(signal.SIGHUP, server.look_at_credentials)
+    loop.add_signal_handler(signal.SIGHUP, server.parts.look_at_credentials)
     stopping = asyncio.create_task(server.wait())
     starting = asyncio.create_task(server.start())
     await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
@@ -138,19 +102,19 @@ async def _run(settings: ServerConfig, events: LogEvents) -> None:
         log.info("stopped before the start had ended")
         return
     await starting
-    host = name_for_clients(split_address(settings.listen)[0], server.certificate_names)
+    host = name_for_clients(split_address(settings.listen)[0], server.parts.certificate_names)
     if settings.uses_mooncake:
         log.warning(
             "Mooncake listens on all addresses and does not authenticate callers: any host that reaches its ports can "
             "read and write blocks of all tenants; close them to all hosts but your engines and servers",
             used_by=settings.uses_mooncake,
         )
-    if server.data is not None and is_local(settings.data_listen) and not is_local(settings.listen):
+    if server.parts.data is not None and is_local(settings.data_listen) and not is_local(settings.listen):
         log.warning(
             "clients on other hosts will move bytes through gRPC, which is slower, because only this host can reach "
             "--data-listen; give it an address that they can reach"
         )
-    endpoint = f"[{host}]:{server.port}" if ":" in host else f"{host}:{server.port}"
+    endpoint = f"[{host}]:{server.parts.port}" if ":" in host else f"{host}:{server.parts.port}"
     unix_endpoint = SCHEME + os.path.abspath(settings.unix_listen) if settings.unix_listen else ""
     shares_memory = settings.tenant_memory if settings.tls_cert else unix_endpoint
     transfer_config = _kv_transfer_config(settings, unix_endpoint if shares_memory else endpoint)
@@ -178,7 +142,11 @@ _OF_TOKEN = ", with DIR a directory with the authority's ca.crt and the engine's
 
 def _http_url(server: Server) -> str:
     scheme = "https" if server.config.tls_cert else "http"
-    return f"{scheme}://{split_address(server.config.http_listen)[0]}:{server.http_port}" if server.http_port else "off"
+    return (
+        f"{scheme}://{split_address(server.config.http_listen)[0]}:{server.parts.http_port}"
+        if server.parts.http_port
+        else "off"
+    )
 
 
 def _kv_transfer_config(settings: ServerConfig, endpoint: str) -> dict[str, Any]:
@@ -199,7 +167,7 @@ def _kv_transfer_config(settings: ServerConfig, endpoint: str) -> dict[str, Any]
 
 
 def _welcome(endpoints: str, server: Server, transfer_config: dict[str, Any]) -> str:
-    size = size_text(server.pool.arena.arena_bytes)
+    size = size_text(server.parts.pool.arena.arena_bytes)
     config = server.config
     places = _OF_CERTIFICATE if config.tls_client_ca else _OF_TOKEN if config.tls_cert else ""
     return f"""kvpool-server {__version__}: {size} on {endpoints}; metrics and health: {_http_url(server)}

@@ -197,7 +197,7 @@ class Composition:
         if (files := tls_files(config)) is not None:
             self._access = access = AccessControl(config, files, self._audit, self._expire_owned)
             self._stack.push_async_callback(asyncio.to_thread, access.close)
-            in_background(self._stack, access.run())
+            in_background(self._stack, access.watch.run())
             in_background(self._stack, access.warn())
         if plaintext := plaintext_ports(config):
             in_background(self._stack, repeat(lambda: warn_of_plaintext(plaintext), HOUR_S))
@@ -213,7 +213,7 @@ class Composition:
     def look_at_credentials(self) -> None:
         """Reads files of credentials that have changed, at once."""
         if self._access is not None:
-            self._access.look_at_once()
+            self._access.watch.look_at_once()
 
     @property
     def _limits(self) -> Limits:
@@ -265,7 +265,9 @@ class Composition:
             instruments = self._monitoring.instruments(self._state, self._log_events, self._started)
             history = History(boot=f"{self._boot_token:016x}")
             site = Site(instruments, history, self.turns, loop, lambda: self._value.report_of_all())
-            http = OperatorHttp(host, port, self._monitoring.registry, on_loop(loop, self._state), tls, gate, site)
+            health = on_loop(loop, self._state)
+            names = [split_address(each)[0].lower() for each in (address, self._config.listen)]
+            http = OperatorHttp(host, port, self._monitoring.registry, health, tls, gate, site, names)
         except OSError as error:
             raise cannot_listen(address, "/metrics", "--http-listen", error) from None
         self._stack.push_async_callback(asyncio.to_thread, http.close)
@@ -288,7 +290,7 @@ class Composition:
         encoder = Encoder(config.kv_events_topic, config.kv_events_medium, config.kv_events_hashes == "bytes")
         streams = EventStreams(
             config.event_streams,
-            None if keys is None else Gate(*keys),
+            None if keys is None else Gate(*keys, None if self._access is None else self._access.denied),
             encoder,
             self.pool.counters,
             config.kv_events_buffer,

@@ -12,7 +12,6 @@ from contextlib import aclosing
 from typing import Any, TypeAlias
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from kvpool import wire
@@ -26,7 +25,7 @@ from kvpool_server.access.credential import RefusedCredentialError
 from kvpool_server.access.running_calls import RunningCalls
 from kvpool_server.addresses import cannot_listen, why_not_listening
 from kvpool_server.inbox import MAX_DATA_BYTES, REQUEST
-from kvpool_server.method_handlers import SERVICE_NAME, add_service
+from kvpool_server.method_handlers import CHECK, HEALTH_NAME, SERVICE_NAME, HealthService, add_health, add_service
 from kvpool_server.metrics import RpcMetrics
 from kvpool_server.service import PoolService
 from kvpool_server.services.call import MAX_STREAM_S
@@ -46,12 +45,13 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 
 class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # Not generic at run time.
-    """Times the calls of one service, and ends a call that raises a KVPoolError with the error's status and message.
+    """Times the calls of all services, and ends a call that raises a KVPoolError with the error's status and message.
 
-    Where callers are authenticated, a call that the caller's role may not make ends before its handler begins.
+    Where callers are authenticated, a call that the caller's role may not make ends before its handler begins. Every
+    role may check the server's health.
 
     A bidirectional stream is left to its handler from then on: it lasts as long as its client, so the handler answers,
-    times and fails each of its requests by itself. Other services on the port are left alone.
+    times and fails each of its requests by itself.
 
     Args:
         who: authenticates callers; None: callers are not authenticated.
@@ -59,15 +59,7 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # N
         audit: gets refused calls, and those that change something for all; None: there is no audit log.
     """
 
-    def __init__(
-        self,
-        service_name: str,
-        metrics: RpcMetrics,
-        who: Who | None,
-        running: RunningCalls | None,
-        audit: AuditLog | None,
-    ):
-        self._prefix = f"/{service_name}/"
+    def __init__(self, metrics: RpcMetrics, who: Who | None, running: RunningCalls | None, audit: AuditLog | None):
         self._metrics = metrics
         self._who = who
         self._running = running
@@ -81,19 +73,15 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # N
         if wrapped is not None:
             return wrapped
         handler = await continuation(details)
-        if handler is None or not details.method.startswith(self._prefix):
+        if handler is None:
             return handler
-        return self._wrapped.setdefault(details.method, self._wrap(details.method[len(self._prefix) :], handler))
+        return self._wrapped.setdefault(details.method, self._wrap(details.method.rpartition("/")[2], handler))
 
     def _wrap(self, name: str, handler: Handler) -> Handler:
         serializers = handler.request_deserializer, handler.response_serializer
-        if handler.unary_unary is not None:
-            return grpc.unary_unary_rpc_method_handler(self._one_reply(name, handler.unary_unary), *serializers)
         if handler.stream_unary is not None:
             return grpc.stream_unary_rpc_method_handler(self._one_reply(name, handler.stream_unary), *serializers)
-        if handler.unary_stream is not None:
-            return grpc.unary_stream_rpc_method_handler(self._replies(name, handler.unary_stream), *serializers)
-        assert handler.stream_stream is not None
+        assert handler.stream_stream is not None, "the inbox reads the only message of a call"
         if inspect.isasyncgenfunction(handler.stream_stream):  # One request, which the handler reads.
             return grpc.stream_stream_rpc_method_handler(self._replies(name, handler.stream_stream), *serializers)
         return grpc.stream_stream_rpc_method_handler(self._stream(name, handler.stream_stream), *serializers)
@@ -105,7 +93,8 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # N
         assert self._running is not None, "calls of authenticated callers can be ended"
         credential = self._who(context)
         CALLER.set(credential.principal)
-        check_call(credential.principal, name)
+        if name != CHECK:
+            check_call(credential.principal, name)
         return self._running.call(credential)
 
     async def _refuse(self, name: str, context: Context, error: KVPoolError) -> None:
@@ -201,7 +190,7 @@ class GrpcServer:
             ("grpc.max_connection_age_grace_ms", int(MAX_STREAM_S * 1_000)),
         ]
         self._server = grpc.aio.server(
-            interceptors=[RpcInterceptor(SERVICE_NAME, metrics, who, running, audit)],
+            interceptors=[RpcInterceptor(metrics, who, running, audit)],
             options=[
                 ("grpc.so_reuseport", 0),  # Two servers on one port are an error: clients would reach either.
                 ("grpc.http2.bdp_probe", 0),
@@ -214,11 +203,11 @@ class GrpcServer:
             ],
             maximum_concurrent_rpcs=MAX_CALLS,
         )
+        self._health = HealthService()
         add_service(service, service.max_spec_bytes, self._server)
-        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        add_health(self._health, self._server)
         if who is None:  # Reflection is for those who look around, on a server that hides nothing.
-            names = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
+            names = (SERVICE_NAME, HEALTH_NAME, reflection.SERVICE_NAME)
             reflection.enable_server_reflection(names, self._server)
         try:
             self.port = self._add_port(listen, credentials)
@@ -239,12 +228,12 @@ class GrpcServer:
         return self._server.add_secure_port(target, credentials())
 
     async def start(self) -> None:
-        await self._health.set(SERVICE_NAME, health_pb2.HealthCheckResponse.SERVING)
+        self._health.is_serving = True
         await self._server.start()
 
     async def announce_end(self) -> None:
         """Health checks say NOT_SERVING from now on. Calls are answered as before. Idempotent."""
-        await self._health.enter_graceful_shutdown()
+        self._health.is_serving = False
 
     async def stop(self, grace_s: float = 0.0) -> None:
         """Takes no more calls, and cancels those that have not ended after `grace_s`. Idempotent."""

@@ -7,7 +7,8 @@ Whoever reaches the port may connect and say nothing. So each connection has a d
 oldest is closed, and a probe that comes meanwhile is answered.
 
 With TLS, /metrics and the dashboard's numbers are for authenticated clients that may read them. /healthz answers every
-client: a kubelet has no certificate, and learns one word. So do the dashboard's own files, which tell nothing.
+client: a kubelet has no certificate, and learns one word. So do the dashboard's own files, which tell nothing. Without
+TLS a request's Host header must name this server: else a web page could read the port by its visitors' browsers.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import ssl
 import sys
 import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Protocol, TypeVar
@@ -30,6 +31,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from kvpool.errors import PermissionDeniedError, UnauthenticatedError
 from kvpool.holdings import escaped
+from kvpool_server.addresses import is_own_name
 
 LOOP_TIMEOUT_S = 2.0
 MAX_CONNECTIONS = 16
@@ -191,6 +193,7 @@ class OperatorHttp:
         tls: the context of a new connection; None: plaintext.
         gate: who may read /metrics; None: everybody.
         pages: further paths; None: there are none.
+        names: that requests in plaintext may give this server, besides those of `is_own_name`.
     """
 
     def __init__(
@@ -202,9 +205,20 @@ class OperatorHttp:
         tls: Callable[[], ssl.SSLContext] | None = None,
         gate: Gate | None = None,
         pages: Pages | None = None,
+        names: Collection[str] = (),
     ):
         class Handler(BaseHTTPRequestHandler):
             timeout = CONNECTION_S
+
+            def parse_request(self) -> bool:
+                """Whether the request can be served; answers it otherwise."""
+                if not super().parse_request():
+                    return False
+                hosts = [] if tls is not None else self.headers.get_all("Host", [])
+                if foreign := [escaped(each, MAX_PATH_CHARS) for each in hosts if not is_own_name(each, names)]:
+                    ways = "its IP address, host name or NAME.NAMESPACE.svc, or a name that --http-listen has"
+                    self._answer(Response(421, f"{foreign[0]} is no name of this server; use {ways}\n".encode()))
+                return not foreign
 
             def do_GET(self) -> None:
                 path, _, query = self.path.partition("?")

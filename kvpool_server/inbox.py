@@ -25,6 +25,8 @@ MAX_CONTROL_BYTES = 1 << 20
 MAX_DATA_BYTES = (4 << 20) + (64 << 10)
 """A message with 4 MiB of payload, and with what surrounds it."""
 MAX_LOOKUP_BYTES = 4 << 20
+MAX_CHECK_BYTES = 256
+"""Of a health check: a service's name."""
 MESSAGE_S = 10.0
 """How long the one message of a call may be on its way, from when its call was accepted."""
 CROWDED = 64
@@ -33,6 +35,8 @@ CROWDED_S = 1.0
 MAX_AWAITED = 512
 """Messages on their way at once. One more, and the one that has been awaited longest is given up; where callers
 are authenticated, of the caller from whom most are awaited."""
+MAX_CHECKS = 8
+"""Of health checks, which never take the place of other calls' messages, nor lose theirs to them."""
 PIECE_S = 30.0
 """How long the next message of a stream of data may be on its way."""
 MAX_DATA_STREAMS = 64
@@ -47,9 +51,10 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class Inbox:
-    """The messages that one server awaits."""
+    """The messages that one server awaits, `most` or `MAX_AWAITED` at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int = 0) -> None:
+        self._most = most or MAX_AWAITED
         self._awaited: dict[asyncio.Timeout, str] = {}  # With the caller, oldest first.
         self._streams = asyncio.Semaphore(MAX_DATA_STREAMS)
         self._own_streams: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
@@ -62,7 +67,7 @@ class Inbox:
             InvalidRequestError: there is none, or it is larger than `max_bytes`.
         """
         seconds = MESSAGE_S if len(self._awaited) < CROWDED else CROWDED_S
-        if len(self._awaited) >= MAX_AWAITED:
+        if len(self._awaited) >= self._most:
             self._give_one_up()
         deadline = asyncio.timeout(seconds)
         try:

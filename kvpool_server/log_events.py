@@ -76,14 +76,11 @@ class LogEvents:
         kept = tuple((name[:40], without_secrets(str(value))) for name, value in shown[:MAX_FIELDS])
         new = LogEvent(self._clock(), level, without_secrets(text), kept)
         with self._lock:
-            if self._events and self._is_same(last := self._events[-1], new):
+            last = self._events[-1] if self._events else None
+            if last is not None and (last.level, last.text, last.fields) == (level, new.text, kept):
                 self._events[-1] = LogEvent(new.at, level, new.text, kept, last.count + 1)
             else:
                 self._events.append(new)
-
-    @staticmethod
-    def _is_same(one: LogEvent, other: LogEvent) -> bool:
-        return (one.level, one.text, one.fields) == (other.level, other.text, other.fields)
 
     def latest(self) -> list[LogEvent]:
         """The newest first."""

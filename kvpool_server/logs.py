@@ -19,6 +19,7 @@ from typing import Any, TextIO
 
 import structlog
 
+from kvpool.holdings import escaped
 from kvpool_server import stray_lines
 from kvpool_server.log_events import LogEvents
 
@@ -84,14 +85,26 @@ def _route_python_to(stream: TextIO) -> None:
     )
 
 
-def _log_to(stream: TextIO, renderer: structlog.types.Processor) -> None:
-    """Has structlog and Python's own loggers write to a stream with one renderer."""
-    structlog.configure(processors=[*_SHARED, renderer], logger_factory=structlog.PrintLoggerFactory(stream))
+def _escape(_: Any, __: str, event: structlog.types.EventDict) -> structlog.types.EventDict:
+    """Escapes what would move the cursor or begin a line: clients choose names, and texts of errors have them.
+
+    The lines of a traceback stay, indented: none begins as a line of the log does.
+    """
+    for name, value in event.items():
+        if isinstance(value, str):
+            lines = value.splitlines() if name == "exception" else [value]
+            event[name] = "\n  ".join(escaped(line, len(line)) for line in lines)
+    return event
+
+
+def _log_to(stream: TextIO, *renderers: structlog.types.Processor) -> None:
+    """Has structlog and Python's own loggers write to a stream with the same renderers."""
+    structlog.configure(processors=[*_SHARED, *renderers], logger_factory=structlog.PrintLoggerFactory(stream))
     handler = logging.StreamHandler(stream)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
             foreign_pre_chain=[structlog.stdlib.add_logger_name, *_SHARED],
-            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, renderer],
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *renderers],
         )
     )
     logging.getLogger().addHandler(handler)
@@ -104,7 +117,7 @@ def configure(log_format: str, level: str, events: LogEvents | None = None) -> N
         events: keeps the last warnings and errors.
     """
     if log_format == "console":
-        _log_to(sys.stderr, structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty()))
+        _log_to(sys.stderr, _escape, structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty()))
     if events is not None:
         structlog.configure(processors=[events.record, *structlog.get_config()["processors"]])
         logging.getLogger().addHandler(events.handler)

@@ -11,6 +11,7 @@ import grpc
 from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
+from grpc_health.v1 import health_pb2
 
 from kvpool import wire
 from kvpool.errors import InvalidRequestError
@@ -18,11 +19,15 @@ from kvpool.reports import MAX_REPORT_BYTES
 from kvpool.types import Piece
 from kvpool.v1 import pool_pb2 as pb
 from kvpool.v1.pool_pb2_grpc import PoolServicer
-from kvpool_server.inbox import MAX_CONTROL_BYTES, MAX_LOOKUP_BYTES, REQUEST, Inbox
+from kvpool_server.inbox import MAX_CHECK_BYTES, MAX_CHECKS, MAX_CONTROL_BYTES, MAX_LOOKUP_BYTES, REQUEST, Inbox
 
 _SERVICE = pb.DESCRIPTOR.services_by_name["Pool"]
+_HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"]
 SERVICE_NAME: str = _SERVICE.full_name
+HEALTH_NAME: str = _HEALTH.full_name
 METHODS = frozenset(method.name for method in _SERVICE.methods)
+CHECK = "Check"
+assert CHECK not in METHODS, "every role may call it"
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -36,6 +41,28 @@ def add_service(servicer: PoolServicer, max_spec_bytes: int, server: grpc.aio.Se
     inbox = Inbox()
     handlers = {method.name: _handler(servicer, method, inbox, max_spec_bytes) for method in _SERVICE.methods}
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE_NAME, handlers),))
+
+
+def add_health(servicer: HealthService, server: grpc.aio.Server) -> None:
+    """Registers health checks, whose messages have an inbox of their own."""
+    handlers = {CHECK: _handler(servicer, _HEALTH.methods_by_name[CHECK], Inbox(MAX_CHECKS), MAX_CHECK_BYTES)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(HEALTH_NAME, handlers),))
+
+
+class HealthService:
+    """Answers health checks. Watch, whose calls last as long as their clients, is not served.
+
+    Attributes:
+        is_serving: what the answers say.
+    """
+
+    is_serving = False
+
+    async def Check(self, request: health_pb2.HealthCheckRequest, context: Context) -> health_pb2.HealthCheckResponse:
+        if request.service not in ("", SERVICE_NAME):
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"no such service; the service is {SERVICE_NAME}")
+        answers = health_pb2.HealthCheckResponse
+        return answers(status=answers.SERVING if self.is_serving else answers.NOT_SERVING)
 
 
 _Message = TypeVar("_Message", bound=Message)
@@ -65,7 +92,7 @@ _CODECS: dict[str, Callable[..., Any]] = {"Write": _decode_piece, "Read": wire.e
 
 
 def _handler(
-    servicer: PoolServicer, method: MethodDescriptor, inbox: Inbox, max_spec_bytes: int
+    servicer: PoolServicer | HealthService, method: MethodDescriptor, inbox: Inbox, max_spec_bytes: int
 ) -> grpc.RpcMethodHandler[Any, Any]:
     """Gets messages as bytes from gRPC, whether the method has one or many: the inbox bounds and awaits them."""
     behavior = getattr(servicer, method.name)
@@ -89,6 +116,7 @@ def _handler(
         "Explain": MAX_LOOKUP_BYTES,
         "Hint": MAX_LOOKUP_BYTES,
         "Report": MAX_REPORT_BYTES,
+        CHECK: MAX_CHECK_BYTES,
     }.get(method.name, MAX_CONTROL_BYTES)
 
     async def of_one(_: object, context: Context) -> Any:

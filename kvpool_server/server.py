@@ -13,11 +13,9 @@ from kvpool.errors import ConfigError
 from kvpool.version import __version__
 from kvpool_server.addresses import split_address
 from kvpool_server.background import in_background
-from kvpool_server.cache.pool import Pool
 from kvpool_server.cache.steps import Steps
 from kvpool_server.composition import Composition
 from kvpool_server.config import ServerConfig
-from kvpool_server.data_plane.workers import DataWorkers
 from kvpool_server.drain import Drain
 from kvpool_server.http import DRAINING, SERVING, STARTING
 from kvpool_server.log_events import LogEvents
@@ -32,6 +30,9 @@ class Server:
 
     Args:
         events: the last warnings and errors of the log, which the dashboard shows; None: it shows none.
+
+    Attributes:
+        parts: of the server, once started.
     """
 
     def __init__(self, config: ServerConfig, events: LogEvents | None = None):
@@ -41,37 +42,12 @@ class Server:
         self._stopping = asyncio.Event()
         self._failure = ""
         self._open = AsyncExitStack()
-        self._parts = Composition(config, self._open, lambda: self._state, self._announce_drain, events or LogEvents())
-
-    @property
-    def port(self) -> int:
-        """Of gRPC, once started. The settings may have asked for any free port."""
-        return self._parts.port
-
-    @property
-    def http_port(self) -> int:
-        """Of /metrics and /healthz, once started; 0 if HTTP is off."""
-        return self._parts.http_port
-
-    @property
-    def certificate_names(self) -> tuple[str, ...]:
-        """Of the server's certificate, once started; none without TLS."""
-        return self._parts.certificate_names
-
-    @property
-    def data(self) -> DataWorkers | None:
-        """The data port's workers, once started; None if it is off."""
-        return self._parts.data
-
-    @property
-    def pool(self) -> Pool:
-        """Once started."""
-        return self._parts.pool
+        self.parts = Composition(config, self._open, lambda: self._state, self._announce_drain, events or LogEvents())
 
     async def start(self) -> None:
         """Returns when clients are served. Raises ConfigError if the settings cannot be met; all is closed then."""
         try:
-            await self._parts.open()
+            await self.parts.open()
         except BaseException as error:
             await self._open.aclose()
             if isinstance(error, MemoryError):
@@ -81,14 +57,14 @@ class Server:
         if self._state == STARTING:  # Else a first call has drained the server already.
             self._state = SERVING
         log.info(
-            "listening", version=__version__, grpc=f"{split_address(self.config.listen)[0]}:{self.port}",
-            http_port=self.http_port or None, data_port=self.data.info.port if self.data else None,
-            unix=self.config.unix_listen or None, arena_bytes=self.pool.arena.arena_bytes,
+            "listening", version=__version__, grpc=f"{split_address(self.config.listen)[0]}:{self.parts.port}",
+            http_port=self.parts.http_port or None, data_port=self.parts.data.info.port if self.parts.data else None,
+            unix=self.config.unix_listen or None, arena_bytes=self.parts.pool.arena.arena_bytes,
         )  # fmt: skip
 
     def _run(self) -> None:
         """Starts what a server does beside its clients' calls."""
-        parts = self._parts
+        parts = self.parts
         assert parts.drain is not None
         in_background(self._open, self._expire())
         in_background(self._open, self._stop_once_drained(parts.drain))
@@ -97,24 +73,20 @@ class Server:
         if parts.data is not None:
             in_background(self._open, parts.data.watch())
 
-    def look_at_credentials(self) -> None:
-        """Reads files of credentials that have changed, at once; for signal handlers."""
-        self._parts.look_at_credentials()
-
     async def _expire(self) -> None:
         while True:
             await asyncio.sleep(EXPIRE_EVERY_S)
             try:
-                await self._parts.turns.run(self._settle())
+                await self.parts.turns.run(self._settle())
             except Exception:
                 log.exception("expiring leases and tickets failed; the next call of a client expires them")
 
     def _settle(self) -> Steps[None]:
-        while self.pool.settle() or self.pool.rebalance():
+        while self.parts.pool.settle() or self.parts.pool.rebalance():
             yield
 
     async def _prefault_rest(self) -> None:
-        started, prefault = time.monotonic(), self._parts.memory.prefault
+        started, prefault = time.monotonic(), self.parts.memory.prefault
         try:
             await prefault.all()
         except MemoryError as error:
@@ -125,14 +97,14 @@ class Server:
 
     def request_stop(self) -> None:
         """Ends `wait`; for signal handlers. A drain under way goes on, for `drain_ms` at most."""
-        if (drain := self._parts.drain) is not None and drain.is_draining:
+        if (drain := self.parts.drain) is not None and drain.is_draining:
             self._begin_drain(drain, self.config.drain_ms)
         else:
             self._stopping.set()
 
     def request_drain(self) -> None:
         """Begins a drain, which ends `wait`; for signal handlers. A server that does not serve yet stops at once."""
-        if (drain := self._parts.drain) is not None and self._state == SERVING:
+        if (drain := self.parts.drain) is not None and self._state == SERVING:
             self._begin_drain(drain, 0)
         else:
             self.request_stop()
@@ -145,9 +117,9 @@ class Server:
     async def _announce_drain(self) -> None:
         """Has load balancers, probes and routers send nothing more to this server."""
         self._state = DRAINING
-        await self._parts.grpc.announce_end()
-        if self._parts.events is not None:
-            self._parts.events.withdraw()
+        await self.parts.grpc.announce_end()
+        if self.parts.events is not None:
+            self.parts.events.withdraw()
 
     async def _stop_once_drained(self, drain: Drain) -> None:
         await drain.run()
@@ -162,12 +134,12 @@ class Server:
     async def stop(self) -> None:
         """Drains and stops. Every thread, task, process and file of the server is gone afterwards."""
         self._state = DRAINING
-        parts, drain_s = self._parts, self.config.drain_ms / 1000
+        parts, drain_s = self.parts, self.config.drain_ms / 1000
         ends_at = time.monotonic() + drain_s
         if parts.drain is not None and parts.drain.is_draining:
             await parts.grpc.stop(min(parts.drain.left_s, drain_s))
         else:
-            log.info("draining", tickets=self.pool.stats().num_tickets, leases=self.pool.stats().num_leases)
+            log.info("draining", tickets=self.parts.pool.stats().num_tickets, leases=self.parts.pool.stats().num_leases)
             await parts.grpc.stop(drain_s)
             await parts.tiered.drain(max(0.0, ends_at - time.monotonic()))
         await self._open.aclose()

@@ -7,13 +7,13 @@ ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
 WORKDIR /src
 RUN python3 -m venv /opt/kvpool
 # The packages come with their hashes, in a layer of their own: it stays as it is while the code changes.
-COPY requirements/runtime.txt requirements/
-RUN /opt/kvpool/bin/pip install --no-deps --require-hashes -r requirements/runtime.txt
+COPY requirements/build.txt requirements/runtime.txt requirements/
+RUN /opt/kvpool/bin/pip install --no-deps --require-hashes -r requirements/build.txt -r requirements/runtime.txt
 COPY pyproject.toml setup.py README.md LICENSE ./
 COPY kvpool kvpool
 COPY kvpool_server kvpool_server
 COPY vllm_plugin vllm_plugin
-RUN /opt/kvpool/bin/pip install --no-deps . && /opt/kvpool/bin/kvpool-server --version
+RUN /opt/kvpool/bin/pip install --no-deps --no-build-isolation . && /opt/kvpool/bin/kvpool-server --version
 
 FROM ${PYTHON_IMAGE}
 LABEL org.opencontainers.image.title="kvpool-server" \

@@ -7,15 +7,17 @@ SHELL ["/bin/bash", "-o", "pipefail", "-c"]
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
 WORKDIR /src
 COPY pyproject.toml setup.py README.md LICENSE ./
+COPY requirements/runtime.txt requirements/
 COPY kvpool kvpool
 COPY kvpool_server kvpool_server
 COPY vllm_plugin vllm_plugin
-# vLLM's own packages stay as they are (a constraint for each): the wheels here are kvpool and what vLLM lacks.
+# vLLM's own packages stay as they are (a constraint for each): the wheels here are kvpool, built with vLLM's setuptools, and
+# what vLLM lacks, in the versions and with the hashes of runtime.txt. The dry run only says what is lacking.
 RUN python3 -m pip freeze --exclude-editable | grep -E '^[A-Za-z0-9._-]+==' > /tmp/constraints.txt \
-    && python3 -m pip wheel --wheel-dir /wheels --no-deps . \
-    && python3 -m pip install --dry-run --quiet --constraint /tmp/constraints.txt --report /tmp/report.json /wheels/*.whl \
-    && python3 -c "import json; r = json.load(open('/tmp/report.json')); print('\n'.join('{name}=={version}'.format(**i['metadata']) for i in r['install'] if i['metadata']['name'] != 'kvpool'))" > /tmp/lacking.txt \
-    && if [ -s /tmp/lacking.txt ]; then python3 -m pip wheel --wheel-dir /wheels --no-deps -r /tmp/lacking.txt; fi
+    && python3 -m pip wheel --wheel-dir /wheels --no-deps --no-build-isolation . \
+    && python3 -m pip install --dry-run --only-binary :all: --quiet --constraint /tmp/constraints.txt --report /tmp/report.json /wheels/*.whl \
+    && python3 -c "import json, re; lacks = {re.sub('[-_.]+', '-', each['metadata']['name']).lower() for each in json.load(open('/tmp/report.json'))['install']} - {'kvpool'}; pinned = {each.partition('==')[0]: each for each in re.split(r'\n(?=\w)', open('requirements/runtime.txt').read())}; print('\n'.join(pinned[name] for name in sorted(lacks)))" > /tmp/lacking.txt \
+    && if grep -q == /tmp/lacking.txt; then python3 -m pip wheel --wheel-dir /wheels --no-deps --require-hashes -r /tmp/lacking.txt; fi
 
 FROM ${VLLM_IMAGE}
 COPY --from=build /wheels /tmp/wheels

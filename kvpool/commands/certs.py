@@ -85,7 +85,8 @@ def show(
     """Show certificates: for what and whom they are, and when they end."""
     found = [facts for path in paths for facts in read_certificates(path)]
     if as_json:
-        typer.echo(json.dumps([_row(facts) for facts in found], indent=2))
+        rows = [{"files": f.paths, "use": f.use, "names": f.names, "ends_at": f.ends_at.isoformat()} for f in found]
+        typer.echo(json.dumps(rows, indent=2))
         return
     for facts in found:
         typer.echo("\n    ".join(map(printable, _lines(facts))))
@@ -122,10 +123,6 @@ def _lines(facts: CertificateFacts) -> list[str]:
     when = f"in {duration_text(left_s)}" if left_s > 0 else f"{duration_text(-left_s)} ago"
     ends = f"{'ends' if left_s > 0 else 'ENDED'} {facts.ends_at:%Y-%m-%d %H:%M} UTC, {when}"
     return [f"{facts.use}: {', '.join(facts.names)}", ends, *facts.paths]
-
-
-def _row(facts: CertificateFacts) -> dict[str, object]:
-    return {"files": facts.paths, "use": facts.use, "names": facts.names, "ends_at": facts.ends_at.isoformat()}
 
 
 def _of_no_tenant(domain: str) -> list[Principal]:

@@ -86,12 +86,8 @@ def moment(text: str, now: float) -> int:
 def _values(row: LedgerRow, fields: Sequence[str]) -> dict[str, Any]:
     """A row's fields, the hour as ISO 8601; without those that it is added up over."""
     values = dataclasses.asdict(row)
-    values["hour"] = _hour(row)
+    values["hour"] = dt.datetime.fromtimestamp(row.hour, dt.UTC).strftime("%Y-%m-%dT%H:%MZ")
     return {name: value for name, value in values.items() if name in fields or name not in _FIELDS[By.ALL]}
-
-
-def _hour(row: LedgerRow) -> str:
-    return dt.datetime.fromtimestamp(row.hour, dt.UTC).strftime("%Y-%m-%dT%H:%MZ")
 
 
 def _flat(page: LedgerPage) -> dict[str, Any]:

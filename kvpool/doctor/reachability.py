@@ -137,7 +137,8 @@ def _healthz(host: str, port: int, tls: TlsFiles | None) -> tuple[int, str]:
 def own_certificates(config: ClientConfig) -> list[Finding]:
     """When the certificates in this side's files end."""
     paths = [path for path in (config.tls.ca, config.tls.cert) if path] if config.tls else []
-    return [_ends(f"{OWN_CERTIFICATE}{path}", _certificate(Path(path))) for path in paths]
+    load = x509.load_pem_x509_certificates
+    return [_ends(f"{OWN_CERTIFICATE}{path}", load(read_pem(Path(path)))[0]) for path in paths]
 
 
 def server_certificate(config: ClientConfig) -> list[Finding]:
@@ -175,12 +176,9 @@ def _ends(check: str, certificate: x509.Certificate) -> Finding:
     return certificate_end(check, left_s, "make a new one with `kvpool certs issue`")
 
 
-def _certificate(path: Path) -> x509.Certificate:
-    return x509.load_pem_x509_certificates(read_pem(path))[0]
-
-
 def _tls_context(tls: TlsFiles) -> ssl.SSLContext:
     context = ssl.create_default_context(cafile=tls.ca)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
     if tls.cert:
         context.load_cert_chain(tls.cert, tls.key)
     return context

@@ -8,13 +8,16 @@ the queue holds, are dropped and counted: a stranger must not fill the disk. log
 from __future__ import annotations
 
 import datetime as dt
+import io
 import json
 import logging
 import logging.handlers
+import os
 import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from kvpool.errors import ConfigError
@@ -26,6 +29,13 @@ READ = "ReadCredentials"
 """In the place of the call: the server has read files of credentials."""
 
 
+class _OwnersFile(logging.handlers.WatchedFileHandler):
+    """Makes the file for its owner alone, also after each rotation; one that exists keeps its mode."""
+
+    def _open(self) -> io.TextIOWrapper:
+        return open(self.baseFilename, "a", encoding="ascii", opener=partial(os.open, mode=0o600))
+
+
 class AuditLog:
     """Appends to a file. Thread-safe. Raises ConfigError if it cannot be opened. `close` writes what is queued.
 
@@ -35,7 +45,7 @@ class AuditLog:
 
     def __init__(self, path: str, clock: Callable[[], float] = time.monotonic):
         try:
-            handler = logging.handlers.WatchedFileHandler(path, encoding="ascii")
+            handler = _OwnersFile(path)
         except OSError as error:
             raise ConfigError(f"cannot write the audit log {path}: {error.strerror}; see --audit-log") from None
         handler.setFormatter(logging.Formatter("%(message)s"))

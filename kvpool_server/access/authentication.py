@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import grpc
 
@@ -20,50 +21,66 @@ _VERSION, _PEM = "ssl_tls_version", "x509_pem_cert"
 _TLS_1_3 = b"TLSv1.3"
 
 
-class Who(Protocol):
-    """Authenticates callers. Each method raises UnauthenticatedError."""
+class Who(ABC):
+    """Authenticates callers. Each method raises UnauthenticatedError.
+
+    Args:
+        denied: principals and credentials that are refused although they are valid; None: none.
+    """
+
+    def __init__(self, denied: DenyList | None):
+        self._denied = denied
 
     def __call__(self, context: Context) -> Credential:
-        """The credential of the caller of an RPC."""
+        """The credential of the caller of an RPC. The connection has to be TLS 1.3: gRPC itself takes 1.2, too."""
+        found = context.auth_context()
+        version = b" ".join(found.get(_VERSION, ()))
+        if version != _TLS_1_3:
+            raise UnauthenticatedError(f"the connection is {version.decode() or 'not TLS'}; use TLS 1.3")
+        metadata = context.invocation_metadata() or ()
+        authorization = [str(value) for name, value in metadata if name == "authorization"]
+        return self.of_request(next(iter(found.get(_PEM, ())), None), authorization)
 
+    @abstractmethod
     def of_request(self, certificate: bytes | None, authorization: Sequence[str]) -> Credential:
-        """The credential of the client of an HTTP request over TLS.
+        """The credential of the client of a request over TLS.
 
         Args:
-            certificate: the client's, verified, DER; None: it has none.
+            certificate: the client's, verified, PEM or DER; None: it has none.
             authorization: the values of the headers of this name.
         """
 
     def checked(self, credential: Credential) -> Credential:
         """The credential, if it is still in force."""
+        self._check(credential)
+        if self._denied is not None and self._denied.denies(credential):
+            raise RefusedCredentialError(
+                f"{credential.principal}, its tenant or its credential is on the server's deny list", credential
+            )
+        return credential
+
+    @abstractmethod
+    def _check(self, credential: Credential) -> None:
+        """Raises for a credential that has ended, or that the server does not take any more."""
 
 
-class Certificates:
+class Certificates(Who):
     """Callers that are authenticated by their connection's certificate.
 
     Args:
-        denied: principals and credentials that are refused although they are valid; None: none.
         trust_domain: certificates of other domains are refused; an authority may sign for several.
     """
 
     def __init__(self, denied: DenyList | None = None, trust_domain: str = DEFAULT_DOMAIN):
-        self._denied = denied
+        super().__init__(denied)
         self._trust_domain = trust_domain
-
-    def __call__(self, context: Context) -> Credential:
-        found = context.auth_context()
-        version = b" ".join(found.get(_VERSION, ()))
-        if version != _TLS_1_3:
-            raise UnauthenticatedError(f"the connection is {version.decode() or 'not TLS'}; use TLS 1.3")
-        (pem,) = found[_PEM]
-        return self.checked(of_certificate(pem))
 
     def of_request(self, certificate: bytes | None, authorization: Sequence[str]) -> Credential:
         if certificate is None:
             raise UnauthenticatedError("the connection has no client certificate; give one for the role metrics")
         return self.checked(of_certificate(certificate))
 
-    def checked(self, credential: Credential) -> Credential:
+    def _check(self, credential: Credential) -> None:
         if credential.has_ended:
             raise RefusedCredentialError(
                 f"the client's certificate ended at {credential.ends_at}; renew it", credential
@@ -74,23 +91,18 @@ class Certificates:
                 f"{self._trust_domain}; use a certificate of that domain, or see --trust-domain",
                 credential,
             )
-        return not_denied(credential, self._denied)
 
 
-class Tokens:
+class Tokens(Who):
     """Callers that are authenticated by a bearer token in the call's metadata.
 
     Args:
         records: by digest, in the server's file of tokens.
-        denied: principals and credentials that are refused although they are valid; None: none.
     """
 
     def __init__(self, records: WatchedFiles[dict[str, TokenRecord]], denied: DenyList | None = None):
+        super().__init__(denied)
         self._records = records
-        self._denied = denied
-
-    def __call__(self, context: Context) -> Credential:
-        return self.of_request(None, authorization_of(context))
 
     def of_request(self, certificate: bytes | None, authorization: Sequence[str]) -> Credential:
         digest = digest_of(bearer_token(authorization))
@@ -99,7 +111,7 @@ class Tokens:
             raise _unknown_token()
         return self.checked(Credential(record.principal, digest, record.ends_at))
 
-    def checked(self, credential: Credential) -> Credential:
+    def _check(self, credential: Credential) -> None:
         record = self._records.value.get(credential.digest)
         if record is None or record.principal != credential.principal:
             raise _unknown_token()
@@ -108,12 +120,6 @@ class Tokens:
                 f"the call's token ended at {credential.ends_at:%Y-%m-%d %H:%M} UTC; make another: kvpool token create",
                 credential,
             )
-        return not_denied(credential, self._denied)
-
-
-def authorization_of(context: Context) -> list[str]:
-    """The Authorization headers of an RPC."""
-    return [str(value) for name, value in context.invocation_metadata() or () if name == "authorization"]
 
 
 def bearer_token(authorization: Sequence[str]) -> str:
@@ -126,12 +132,3 @@ def bearer_token(authorization: Sequence[str]) -> str:
 
 def _unknown_token() -> UnauthenticatedError:
     return UnauthenticatedError("the call's token is unknown; make another: kvpool token create")
-
-
-def not_denied(credential: Credential, denied: DenyList | None) -> Credential:
-    """The credential. Raises RefusedCredentialError if it is denied."""
-    if denied is not None and denied.denies(credential):
-        raise RefusedCredentialError(
-            f"{credential.principal}, its tenant or its credential is on the server's deny list", credential
-        )
-    return credential

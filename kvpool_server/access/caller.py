@@ -54,10 +54,9 @@ def check_measurement(spec: NamespaceSpec) -> None:
 
     The use of these namespaces is not accounted for, so engines must not have them.
     """
-    caller = CALLER.get()
-    if spec.is_measurement and caller is not None and not may_call(caller.role, "Stats"):
+    if spec.is_measurement and not caller_may("Stats"):
         raise PermissionDeniedError(
-            f"{caller} may not open a namespace of model {spec.model!r}, which is for measurements of role "
+            f"{CALLER.get()} may not open a namespace of model {spec.model!r}, which is for measurements of role "
             f"{Role.OPERATOR}; give the model another name"
         )
 
@@ -80,22 +79,10 @@ def may_see_quota(subject: str) -> bool:
     return own is None or subject == f"tenant:{own}"
 
 
-def may_create_namespaces() -> bool:
-    """Whether the caller may open a namespace that is not open yet: whoever may store blocks in it."""
+def caller_may(method: str) -> bool:
+    """Whether the caller's role may call a method, by which other things that a role may do are decided, too."""
     caller = CALLER.get()
-    return caller is None or may_call(caller.role, "PutStart")
-
-
-def may_announce() -> bool:
-    """Whether the caller may tell which tokens blocks stand for, which routers are told."""
-    caller = CALLER.get()
-    return caller is None or may_call(caller.role, "Announce")
-
-
-def may_open_namespaces() -> bool:
-    """Whether the caller may be told how bytes travel."""
-    caller = CALLER.get()
-    return caller is None or may_call(caller.role, "OpenNamespace")
+    return caller is None or may_call(caller.role, method)
 
 
 def mapping_tenant(context: Context) -> str:

@@ -34,7 +34,7 @@ log = structlog.get_logger()
 
 
 class AccessControl:
-    """The credentials of a server with TLS. Let `run` and `warn` run in the background; `close` last.
+    """The credentials of a server with TLS. Let `watch.run` and `warn` run in the background; `close` last.
 
     Raises ConfigError for a file that cannot be used.
 
@@ -46,8 +46,10 @@ class AccessControl:
     Attributes:
         credentials: the server's own.
         who: authenticates callers.
+        denied: the deny list; None: there is none.
         running: the calls under way.
         limits_of: what an identity may have at once.
+        watch: of the files, which ends the calls of callers who are refused since.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class AccessControl:
         self._audit = audit
         self._issuer_keys: IssuerKeys | None = None
         self._watched: dict[str, WatchedFiles[Any]] = {}
+        self.denied: DenyList | None = None
         self.credentials = ServerCredentials(files, self._when_read("certificates", *files.paths))
         self._watched["certificates"] = self.credentials
         self.limits_of: Callable[[str], IdentityLimits] = default_limits
@@ -70,7 +73,7 @@ class AccessControl:
             self.limits_of = limits.of
         self.who = self._ask_who()
         self.running = RunningCalls(self.who.checked, config.max_ttl_ms / 1_000)
-        self._watch = AccessWatch(tuple(self._watched.values()), self.running, expire_owned)
+        self.watch = AccessWatch(tuple(self._watched.values()), self.running, expire_owned)
 
     @property
     def _domain(self) -> str | None:
@@ -81,7 +84,7 @@ class AccessControl:
         """Callers with certificates, with tokens of the server's file, or with tokens of an issuer."""
         config, denied = self._config, None
         if path := config.deny:
-            denied = DenyList(path, self._when_read("deny list", path), self._domain)
+            self.denied = denied = DenyList(path, self._when_read("deny list", path), self._domain)
             self._watched["deny list"] = denied
         if path := config.tokens:
             tokens = WatchedFiles([path], lambda: _read_tokens(path), when_read=self._when_read("tokens", path))
@@ -100,18 +103,14 @@ class AccessControl:
             when_read = self._when_read("issuer's keys", path)
             file = WatchedFiles([path], lambda: read_keys(path), when_read=when_read)
             self._watched["issuer's keys"] = file
-            return IssuedTokens(rules, file, denied=denied)
+            return IssuedTokens(rules, lambda: file.value, denied=denied)
         keys = IssuerKeys(config.oidc_issuer, self._when_read("issuer's keys", config.oidc_issuer))
         self._issuer_keys = keys
-        return IssuedTokens(rules, keys, keys.refetch, denied)
+        return IssuedTokens(rules, lambda: keys.value, keys.refetch, denied)
 
     def _when_read(self, what: str, *paths: str) -> Callable[[ConfigError | None], None]:
         audit = self._audit
         return lambda error: audit.read(what, paths, error) if audit is not None else None
-
-    async def run(self) -> None:
-        """Watches the files, and ends the calls of callers who are refused since, until cancelled."""
-        await self._watch.run()
 
     async def warn(self) -> None:
         """Warns once a day of certificates that end soon, until cancelled; the first time after a day."""
@@ -121,10 +120,6 @@ class AccessControl:
     def refused_files(self) -> dict[str, bool]:
         """Whether watched files cannot be used as they are now, by what they hold. Thread-safe."""
         return {what: files.is_refused for what, files in self._watched.items()}
-
-    def look_at_once(self) -> None:
-        """Reads files that have changed now. For signal handlers."""
-        self._watch.look_at_once()
 
     def check_scrape(self, path: str, address: str, certificate: bytes | None, authorization: Sequence[str]) -> None:
         """Raises UnauthenticatedError and PermissionDeniedError for a client that may not read the server's numbers.

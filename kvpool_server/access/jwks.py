@@ -45,13 +45,15 @@ Keys = Mapping[str, "jwt.PyJWK"]
 
 
 def parse_keys(text: bytes, source: str) -> Keys:
-    """The signing keys of a JWKS document that use one of `ALGORITHMS`. Raises ConfigError if there is none."""
+    """The keys of a JWKS document for `ALGORITHMS`; none if all are withdrawn. Raises ConfigError for another text."""
     import jwt
 
     try:
-        listed = json.loads(text)["keys"][:MAX_KEYS]
+        listed = json.loads(text)["keys"]
+        if not isinstance(listed, list):
+            raise ValueError
         found = {}
-        for fields in listed:
+        for fields in listed[:MAX_KEYS]:
             if fields.get("kty") == "oct" or fields.get("use", "sig") != "sig":
                 continue
             try:
@@ -63,7 +65,7 @@ def parse_keys(text: bytes, source: str) -> Keys:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise ConfigError(f"{source} is not a JSON Web Key Set: an object with a list of keys") from None
     if not found:
-        raise ConfigError(f"{source} has no signing key for {', '.join(sorted(ALGORITHMS))}")
+        log.warning(f"no key signs with {', '.join(sorted(ALGORITHMS))}, so nobody can call", source=source)
     return found
 
 

@@ -8,15 +8,18 @@ from __future__ import annotations
 import datetime as dt
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from kvpool.errors import ConfigError, InvalidRequestError, UnauthenticatedError
 from kvpool.principal import ALL_TENANTS, Principal, Role
-from kvpool_server.access.authentication import Context, authorization_of, bearer_token, not_denied
+from kvpool_server.access.authentication import Who, bearer_token
 from kvpool_server.access.credential import Credential, RefusedCredentialError
 from kvpool_server.access.deny_list import DenyList
 from kvpool_server.access.jwks import ALGORITHMS, Keys
+
+if TYPE_CHECKING:
+    import jwt
 
 SKEW_S = 60
 """How far the clocks of issuer and server may differ."""
@@ -40,40 +43,34 @@ class OidcRules:
     role_claim: str
 
 
-class KeySource(Protocol):
-    """Where keys come from: a watched file, or an issuer."""
+@dataclass(frozen=True, slots=True)
+class IssuedCredential(Credential):
+    """A token whose signature was verified, with the key that did so and the key's id."""
 
-    @property
-    def value(self) -> Keys: ...
+    key_id: str
+    key: jwt.PyJWK = field(compare=False)
 
 
-class IssuedTokens:
+class IssuedTokens(Who):
     """Callers with tokens of one issuer. Owned by the event loop; HTTP's threads may call it, too.
 
     Args:
-        keys: of the issuer.
+        keys: returns those of the issuer.
         refetch: called for a token that names a key which is not known.
-        denied: principals and credentials that are refused although they are valid; None: none.
-
-    Raises ConfigError if PyJWT is not installed.
     """
 
     def __init__(
         self,
         rules: OidcRules,
-        keys: KeySource,
+        keys: Callable[[], Keys],
         refetch: Callable[[], None] = lambda: None,
         denied: DenyList | None = None,
     ):
-        check_installed()
+        super().__init__(denied)
         self._rules = rules
         self._keys = keys
         self._refetch = refetch
-        self._denied = denied
-        self._verified: dict[str, tuple[Credential, str]] = {}  # By digest -> and the id of its key.
-
-    def __call__(self, context: Context) -> Credential:
-        return self.of_request(None, authorization_of(context))
+        self._verified: dict[str, IssuedCredential] = {}  # By digest.
 
     def of_request(self, certificate: bytes | None, authorization: Sequence[str]) -> Credential:
         token = bearer_token(authorization)
@@ -81,28 +78,32 @@ class IssuedTokens:
             raise UnauthenticatedError(f"the call's token is longer than {MAX_TOKEN_BYTES} bytes")
         digest = hashlib.sha256(token.encode()).hexdigest()
         known = self._verified.get(digest)
-        if known is None or known[1] not in self._keys.value:
+        if known is None or not self._is_in_force(known):
             known = self._verify(token, digest)
             if len(self._verified) >= MAX_REMEMBERED:
-                kept = {name: each for name, each in self._verified.items() if not each[0].has_ended}
+                kept = {name: each for name, each in self._verified.items() if not each.has_ended}
                 self._verified = dict(list(kept.items())[-MAX_REMEMBERED // 2 :])
             self._verified[digest] = known
-        return self.checked(known[0])
+        return self.checked(known)
 
-    def checked(self, credential: Credential) -> Credential:
+    def _check(self, credential: Credential) -> None:
         if credential.has_ended:
             raise RefusedCredentialError("the call's token has ended; get another from the issuer", credential)
-        known = self._verified.get(credential.digest)
-        if known is not None and known[1] not in self._keys.value:
+        assert isinstance(credential, IssuedCredential), "a credential is of the one who made it"
+        if not self._is_in_force(credential):
             raise RefusedCredentialError(
                 "the issuer has withdrawn the key of the call's token; get another token", credential
             )
-        return not_denied(credential, self._denied)
 
-    def _verify(self, token: str, digest: str) -> tuple[Credential, str]:
+    def _is_in_force(self, credential: IssuedCredential) -> bool:
+        """Whether the issuer still has the key of a token; another one may have its id."""
+        found = self._keys().get(credential.key_id)
+        return found is credential.key or (found is not None and found.key == credential.key.key)
+
+    def _verify(self, token: str, digest: str) -> IssuedCredential:
         import jwt
 
-        rules, keys = self._rules, self._keys.value
+        rules, keys = self._rules, self._keys()
         try:
             key_id = str(jwt.get_unverified_header(token).get("kid", ""))
             if key_id not in keys:
@@ -118,8 +119,8 @@ class IssuedTokens:
                 options={"require": ["exp", "iss", "aud"]},
             )
             ends_at = dt.datetime.fromtimestamp(float(claims["exp"]) + SKEW_S, dt.UTC)
-            return Credential(self._principal(claims), digest, ends_at), key_id
-        except (jwt.PyJWTError, InvalidRequestError, ValueError, OverflowError, RecursionError) as error:
+            return IssuedCredential(self._principal(claims), digest, ends_at, key_id, keys[key_id])
+        except (jwt.PyJWTError, InvalidRequestError, ValueError, OverflowError, OSError, RecursionError) as error:
             raise UnauthenticatedError(f"the call's token is not valid: {error}") from None
 
     def _principal(self, claims: dict[str, object]) -> Principal:
@@ -129,8 +130,7 @@ class IssuedTokens:
             raise InvalidRequestError(f"its claim {rules.role_claim} is not one of the roles {', '.join(Role)}")
         if not isinstance(tenant, str):
             raise InvalidRequestError(f"its claim {rules.tenant_claim} is not a tenant's name")
-        found = Role(str(role))
-        return Principal(tenant if found.has_tenant else ALL_TENANTS, found)
+        return Principal(tenant, Role(str(role)))
 
 
 def check_installed() -> None:

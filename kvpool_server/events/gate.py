@@ -33,25 +33,37 @@ class Gate:
     Args:
         key_file: the server's key pair.
         subscribers: the list of public keys and their tenants, read again when it changes.
+        denied: a deny list, whose entries `tenant:NAME` refuse keys although they are listed; None: there is none.
     """
 
-    def __init__(self, key_file: str, subscribers: str, clock: Callable[[], float] = time.monotonic):
+    def __init__(
+        self,
+        key_file: str,
+        subscribers: str,
+        denied: WatchedFiles[frozenset[str]] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
         self._pair = read_pair(Path(key_file))
         self._tenants = WatchedFiles([subscribers], lambda: read_subscribers(Path(subscribers)), clock)
+        self._denied = denied
         self._clock = clock
         self._log_at = clock()
 
     def look(self) -> int:
-        """Reads the list again if it has changed, now and then; returns how often it has changed."""
-        try:
-            return self._tenants.look()
-        except Exception:  # It would end the authenticator's thread, which admits nobody then and cannot be stopped.
-            log.exception("reading the list of subscribers to KV events failed")
-            return self._tenants.version
+        """Reads the lists again if they have changed, now and then; returns how often they have changed."""
+        lists = [each for each in (self._tenants, self._denied) if each is not None]
+        for each in lists:
+            try:
+                each.look()
+            except Exception:  # It would end the authenticator's thread, which then admits nobody for ever.
+                log.exception("reading a list of subscribers to KV events failed", paths=each.paths)
+        return sum(each.version for each in lists)
 
     def admitted(self, tenant: str) -> frozenset[bytes]:
-        """The keys that may subscribe to a tenant's stream: the tenant's, and those of operators."""
-        return frozenset(key for key, whose in self._tenants.value.items() if whose in (tenant, ALL_TENANTS))
+        """The keys that may subscribe to a tenant's stream: operators', and the tenant's unless it is denied."""
+        is_denied = self._denied is not None and f"tenant:{tenant}" in self._denied.value
+        may = {ALL_TENANTS} if is_denied else {ALL_TENANTS, tenant}
+        return frozenset(key for key, whose in self._tenants.value.items() if whose in may)
 
     def protect(self, socket: zmq.Socket[bytes], tenant: str) -> None:
         """Has a socket speak CURVE alone, to admitted keys. Call it before `bind`."""
@@ -70,9 +82,11 @@ class Gate:
     def callback(self, domain: str, key: bytes) -> bool:
         """Whether a key may connect to the stream of the tenant `domain`; the authenticator's thread asks."""
         self.look()
-        if self._tenants.value.get(key) in (domain, ALL_TENANTS):
+        if key in self.admitted(domain):
             return True
         if self._clock() >= self._log_at:
             self._log_at = self._clock() + LOG_EVERY_S
-            log.warning("refused a subscriber to KV events: its key is not listed", key=key.decode(), tenant=domain)
+            log.warning(
+                "refused a subscriber to KV events: its key is not listed, or denied", key=key.decode(), tenant=domain
+            )
         return False

@@ -73,13 +73,9 @@ def _judged(stats: PoolStats, window: Window) -> Iterator[Finding]:
     """What `kvpool stats` says, over ten minutes."""
     for found in problems(judgements(stats, window)):
         if found.check != INCOMPLETE:  # A page asks so often that it would find blocks between the puts of two ranks.
-            text, fix = _sentence(f"{_short(found.check)}: {found.text}"), _sentence(found.fix)
+            text, fix = _sentence(f"{escaped(found.check, MAX_NAME_CHARS)}: {found.text}"), _sentence(found.fix)
             yield Finding("fault" if found.level is Severity.ERROR else "warning", f"{text} {fix}")
 
 
 def _sentence(text: str) -> str:
     return f"{text[:1].upper()}{text[1:]}."
-
-
-def _short(name: str) -> str:
-    return escaped(name, MAX_NAME_CHARS)

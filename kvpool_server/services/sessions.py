@@ -18,12 +18,10 @@ from kvpool.version import __version__
 from kvpool_server.access.authentication import Who
 from kvpool_server.access.caller import (
     CALLER,
+    caller_may,
     check_measurement,
     check_tenant,
     mapping_tenant,
-    may_announce,
-    may_create_namespaces,
-    may_open_namespaces,
     own_tenant,
 )
 from kvpool_server.access.permissions import CALLS
@@ -72,7 +70,7 @@ class SessionService:
         if request.expected_fingerprint not in (b"", spec.fingerprint()):
             # The error that follows says how the two differ.
             self._served.reader.visible(request.expected_fingerprint)
-        if not may_create_namespaces() and self._pool.namespace(spec.fingerprint()) is None:
+        if not caller_may("PutStart") and self._pool.namespace(spec.fingerprint()) is None:
             raise UnknownNamespaceError(
                 f"namespace {spec.fingerprint().hex()[:12]} is not open on this server, and a caller that only reads "
                 f"cannot create it; try again when an engine of role {Role.ENGINE_WRITE} has opened it"
@@ -88,7 +86,7 @@ class SessionService:
                 block_bytes=[group.slot_bytes for group in namespace.spec.groups],
             )
         offered, most = self._offered(context), self._pool.limits.max_batch_blocks
-        wants_tokens = self._events is not None and may_announce() and self._events.wants_tokens(namespace.spec)
+        wants_tokens = self._events is not None and caller_may("Announce") and self._events.wants_tokens(namespace.spec)
         opened = OpenedNamespace(namespace.fingerprint, offered, created, most, wants_tokens)
         return wire.encode_opened(opened, self._served.boot_token)
 
@@ -102,7 +100,7 @@ class SessionService:
         offer = self._offer
         if tenant := mapping_tenant(context):
             offer = dataclasses.replace(offer, segment=self._memory_of(tenant))
-        if not may_open_namespaces():
+        if not caller_may("OpenNamespace"):
             offer = dataclasses.replace(offer, mooncake=None)
         return offer
 

@@ -180,6 +180,8 @@ SETTINGS: dict[str, dict[str, str]] = {
         "and within 1 s if": "kvpool_server.inbox: CROWDED_S",
         "4 GiB if all come": "kvpool_server.inbox: MAX_AWAITED * 2 * MAX_LOOKUP_BYTES",
         "512 MiB for longer": "kvpool_server.inbox: CROWDED * 2 * MAX_LOOKUP_BYTES",
+        "8, each of 256 bytes": "kvpool_server.inbox: MAX_CHECK_BYTES # bytes",
+        "`DEADLINE_EXCEEDED` | 64 MiB": "kvpool_server.inbox: MAX_CHECKS * 2 * MAX_LOOKUP_BYTES",
         "64; the next message within 30 s": "kvpool_server.inbox: PIECE_S",
         "others wait for 10 s": "kvpool_server.inbox: MESSAGE_S",
         "`UNAVAILABLE` | 512 MiB": "kvpool_server.inbox: MAX_DATA_STREAMS * 2 * MAX_LOOKUP_BYTES",

@@ -60,6 +60,34 @@ def test_the_context_has_what_the_file_copies(path: Path) -> None:
         assert (ROOT / source).exists() and any(fnmatch.fnmatch(source, each) for each in kept), source
 
 
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_each_package_is_checked_by_its_hash(path: Path) -> None:
+    runs = "&&".join(rest for name, rest in instructions(path) if name == "RUN")
+    pips = [each for each in re.split(r"&&|;", runs) if re.search(r"\bpip\S* (install|wheel) ", each)]
+    checked = ("--require-hashes", "--no-index", "--dry-run --only-binary :all:", "--no-deps --no-build-isolation .")
+    assert pips and all(any(way in each for way in checked) for each in pips), pips
+    assert (ROOT / "requirements" / "build.txt").read_text().partition("\n")[2] in (
+        ROOT / "requirements" / "lock.txt"
+    ).read_text()
+
+
+def test_what_vllms_image_lacks_comes_with_its_hashes(tmp_path: Path) -> None:
+    (run,) = [rest for name, rest in instructions(DOCKER / "vllm.Dockerfile") if name == "RUN" and "lacks" in rest]
+    (program,) = re.findall(r'python3 -c "(.*?)" >', run)
+    report = tmp_path / "report.json"
+
+    def lacking(*names: str) -> subprocess.CompletedProcess[str]:
+        report.write_text(json.dumps({"install": [{"metadata": {"name": name}} for name in names]}))
+        command = [sys.executable, "-c", program.replace("/tmp/report.json", str(report))]
+        return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+
+    listed = (ROOT / "requirements" / "runtime.txt").read_text()
+    given = lacking("kvpool", "Structlog", "grpcio_health.checking").stdout
+    assert re.findall(r"^([\w-]+)==", given, re.M) == ["grpcio-health-checking", "structlog"]
+    assert all(block in listed for block in re.split(r"\n(?=\w)", given.strip())) and given.count("--hash=") >= 2
+    assert not lacking("kvpool").stdout.strip() and lacking("unknown").returncode != 0
+
+
 def test_the_image_runs_what_the_chart_runs() -> None:
     (spec,) = pod_specs(objects(["network=insecure"]))
     container = containers(spec)["kvpool-server"]

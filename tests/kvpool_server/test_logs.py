@@ -122,6 +122,34 @@ def test_every_way_to_standard_error() -> None:
         assert words in said, words
 
 
+NAMES = """
+import logging, structlog
+from kvpool_server import logs
+logs.configure("console", "info")
+log, name = structlog.get_logger(), "evil\\x1b[2J\\n2026-01-01 [error] forged\\u202e"
+log.warning(name, model=name, bare="\\x1b[31m", names=[name])
+logging.getLogger("library").error("cannot read %s", name)
+try:
+    raise ValueError(name)
+except ValueError:
+    log.exception("failed")
+    logging.getLogger("library").exception("failed")
+"""
+
+
+def test_names_that_clients_chose_neither_begin_lines_nor_move_the_cursor() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", NAMES], capture_output=True, text=True, timeout=30, env=clean_environment(), check=False
+    )
+    lines = done.stderr.splitlines()
+    assert done.returncode == 0 and all(line.isprintable() for line in lines)
+    assert sum("Traceback" in line for line in lines) == 2 and done.stderr.count("forged") >= 6
+    assert not any(line.startswith("2026-01-01") for line in lines)
+    begun = [line for line in lines if line[:1].isdigit()]
+    assert len(begun) == 4, "one line for each event"
+    assert "model='evil\\\\x1b" in begun[0] or "evil\\x1b[2J\\n" in begun[0]
+
+
 def test_the_last_words_of_a_server_that_aborts() -> None:
     aborts = (
         "import os\nfrom kvpool_server import logs\nwith logs.json_lines():\n os.write(2, b'F0000 broken'); os.abort()"

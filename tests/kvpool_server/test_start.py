@@ -101,7 +101,7 @@ def test_a_loop_that_has_stopped_is_told_and_hangs_no_scrape() -> None:
         server = Server(config)
         await server.start()
         try:
-            ports.put(server.http_port)
+            ports.put(server.parts.http_port)
             await asyncio.to_thread(asked.wait, 30)
             go_on.wait(30)  # The loop is blocked.
             await asyncio.to_thread(asked_again.wait, 30)

@@ -8,6 +8,7 @@ import ssl
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -28,9 +29,11 @@ from kvpool.errors import (
 from kvpool.namespace import MEASUREMENT_MODEL
 from kvpool.principal import ALL_TENANTS, Principal, Role
 from kvpool.tls import TlsFiles
+from kvpool.tokens import append_record, create_token, read_records
 from kvpool.types import Quota
 from kvpool.v1 import pool_pb2 as pb
-from kvpool.watched_files import LOOK_EVERY_S
+from kvpool.watched_files import LOOK_EVERY_S, WatchedFiles
+from kvpool_server.access.authentication import Tokens
 from kvpool_server.access.caller import CALLER, check_measurement
 from kvpool_server.access.permissions import CALLS
 from tests.support.calls import METHODS, Target, outcome
@@ -107,6 +110,24 @@ def test_each_role_may_call_what_the_table_says(deployment: Deployment, role: Ro
         may = {method for method in METHODS if _call(client, method, deployment.fingerprints["acme"]) not in refused}
     assert may == CALLS[role]
     deployment.fingerprints["acme"] = deployment._store("acme")  # The operators have cleared it.
+
+
+@pytest.mark.parametrize("version", ["TLSv1.2", ""])
+def test_a_token_over_old_tls_is_refused(version: str, tmp_path: Path) -> None:
+    known = tmp_path / "tokens"
+    token, record = create_token(Principal("acme", Role.ENGINE_WRITE), DAY)
+    append_record(known, record)
+    who = Tokens(WatchedFiles([str(known)], lambda: read_records(known)))
+
+    def call(version: str) -> Any:
+        told = {"ssl_tls_version": [version.encode()]} if version else {}
+        metadata = (("authorization", f"Bearer {token}"),)
+        context: Any = SimpleNamespace(auth_context=lambda: told, invocation_metadata=lambda: metadata)
+        return who(context)
+
+    assert call("TLSv1.3").principal == record.principal
+    with pytest.raises(UnauthenticatedError, match=r"use TLS 1\.3"):
+        call(version)
 
 
 def test_a_ping_counts_the_namespaces_of_the_callers_tenant(deployment: Deployment) -> None:

@@ -116,6 +116,18 @@ def test_a_rotated_log_goes_on_in_its_place(tmp_path: Path) -> None:
     log.write("Stats", "OK", caller=None, peer="-")
     log.close()
     assert [entry["call"] for entry in entries(path)] == ["Stats"]
+    assert {each.name: oct(each.stat().st_mode & 0o777) for each in tmp_path.iterdir()} == {
+        "audit.json": "0o600", "audit.json.1": "0o600",
+    }  # fmt: skip
+
+
+def test_a_log_that_is_there_keeps_its_mode(tmp_path: Path) -> None:
+    """An operator may have a group read it, such as that of whatever ships logs."""
+    path = tmp_path / "audit.json"
+    path.touch()
+    path.chmod(0o640)
+    AuditLog(str(path)).close()
+    assert path.stat().st_mode & 0o777 == 0o640
 
 
 def test_who_follows_a_log_goes_on_when_it_is_away_for_a_moment(

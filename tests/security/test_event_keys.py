@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import socket
 import sys
@@ -78,7 +79,7 @@ class Keys:
         return ["--kv-events-key", str(secret), "--kv-events-subscribers", str(self.list)]
 
     def gate(self, clock: Callable[[], float] = time.monotonic) -> Gate:
-        return Gate(str(self.directory / "server.key_secret"), str(self.list), clock)
+        return Gate(str(self.directory / "server.key_secret"), str(self.list), clock=clock)
 
 
 def _is_silent(stream: Stream, keys: SubscriberKeys | None) -> bool:
@@ -103,12 +104,14 @@ class Deployment:
     def __init__(self, directory: Path):
         self.keys = Keys(directory / "events")
         self._authority = Authority.create(directory / "pki")
-        tls = server_flags(self._authority.issue_server([]))
+        self.denied = directory / "denied"
+        self.denied.touch(0o600)
+        tls = [*server_flags(self._authority.issue_server([])), "--deny", str(self.denied)]
         streams = [flag for name in TENANTS for flag in ("--kv-events-tenant", f"{name}={ANYWHERE},{ANYWHERE}")]
         everybodys = ["--kv-events", ANYWHERE, "--kv-events-replay", ANYWHERE]
         flags = (*tls, *self.keys.flags, *everybodys, *streams, "--log-format", "json")
-        operator = self._authority.issue_principal(Principal(ALL_TENANTS, Role.OPERATOR))
-        self.server = ServerProcess(directory / "server", *flags, tls=files_in(operator))
+        self.operator = files_in(self._authority.issue_principal(Principal(ALL_TENANTS, Role.OPERATOR)))
+        self.server = ServerProcess(directory / "server", *flags, tls=self.operator)
         lines = [json.loads(line) for line in self.server.stderr.splitlines() if line.startswith("{")]
         told = [line for line in lines if line["event"] == "publishing KV events"]
         assert all(line["curve"] for line in told)
@@ -262,6 +265,33 @@ def test_the_command_follows_with_keys(deployment: Deployment) -> None:
     assert str(low_64_bits(block_hash("acme"))) not in done.stdout
     done = run_command(*command, "--key", str(keys / "umbra2.key_secret"))
     assert done.returncode == 1 and "--key and --server-key belong together" in done.stderr
+
+
+def test_a_denied_tenant_is_cut_off(deployment: Deployment) -> None:
+    stream, keys, number = deployment.streams["umbra"], deployment.keys, itertools.count()
+    with (
+        Client(ClientConfig(deployment.server.endpoint, timeout_ms=10_000, tls=deployment.operator)) as client,
+        Subscriber(stream[0], keys=keys.of("umbra")) as denied,
+        Subscriber(stream[0], keys=keys.of("operator")) as other,
+    ):
+        namespace = client.open_namespace(deployment.namespaces["umbra"].spec)
+
+        def hears(subscriber: Subscriber) -> bool:
+            client.put_blocks(namespace, run_of(f"denied {next(number)}"), [payload("denied", 256)])
+            return bool(subscriber.receive(100))
+
+        wait_for(lambda: hears(denied) and hears(other), "the first messages")
+        deployment.denied.write_text("tenant:umbra\n")
+        try:
+            wait_for(lambda: "the connections to KV events" in deployment.server.stderr, "the end", LOOK_EVERY_S + 10)
+            while denied.receive(SILENCE_MS):
+                pass  # Sent before the end.
+            wait_for(lambda: hears(other), "the operator's next connection")
+            assert not denied.receive(SILENCE_MS) and _is_silent(stream, keys.of("umbra2"))
+            assert not _is_silent(deployment.streams["acme"], keys.of("acme2"))
+        finally:
+            deployment.denied.write_text("")
+    wait_for(lambda: not _is_silent(stream, keys.of("umbra2")), "the tenant's return", LOOK_EVERY_S + 20)
 
 
 # Streams without a server

@@ -35,6 +35,7 @@ TLS = {"tls_cert": "x", "tls_key": "x", "tls_client_ca": "x"}
         ({"listen": "0.0.0.0:1"}, ["--listen"]),
         ({"listen": "192.0.2.1:1"}, ["--listen"]),
         ({"listen": "pool.example:1"}, ["--listen"]),
+        ({"listen": "127.pool.example:1"}, ["--listen"]),
         ({"listen": "127.0.0.2:1", "http_listen": "[::1]:1", "data_listen": "localhost:1"}, []),
         ({"http_listen": "[::]:1", "data_listen": "192.0.2.1:1"}, ["--http-listen", "--data-listen"]),
         ({"listen": "0.0.0.0:1", "http_listen": "0.0.0.0:1", "data_listen": "0.0.0.0:1", **TLS}, []),

@@ -17,6 +17,7 @@ from pathlib import Path
 import grpc
 import pytest
 import zmq
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvpool import wire
 from kvpool.client import Client
@@ -40,6 +41,7 @@ IDLE_STREAMS_BYTES = 256 * MIB
 PING_S = 30.0
 """Far more than a call takes, because the test's machine is shared; a stalled server answers none."""
 CHUNK = 64
+CHECK = "/grpc.health.v1.Health/Check"
 CLOSED_S = http.CONNECTION_S + 20.0
 """A connection of HTTP is closed within this time, on a busy machine too. Without its deadline it would stay open."""
 
@@ -115,6 +117,18 @@ def test_messages_whose_last_byte_never_comes_hold_what_was_sent(pool_server: St
         calls = HalfSentCalls(server.endpoint)
         for _ in range(24):
             calls.begin(method, 4 * MIB, 4 * MIB - 1)
+        calls.close()
+
+
+def test_health_checks_whose_last_byte_never_comes_hold_what_a_few_sent(pool_server: StartServer) -> None:
+    server = pool_server()
+    with _served(server, (inbox.MAX_CHECKS * 8 + 64) * MIB):
+        calls = HalfSentCalls(server.endpoint)
+        checks = [calls.begin(CHECK, 4 * MIB, 4 * MIB - 1) for _ in range(64)]
+        wait_for(lambda: calls.ended >= set(checks[: -inbox.MAX_CHECKS]), "the end of those that are too many")
+        with grpc.insecure_channel(server.endpoint) as channel:
+            checked = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
+        assert checked.status == health_pb2.HealthCheckResponse.SERVING
         calls.close()
 
 

@@ -22,7 +22,7 @@ from kvpool.principal import ALL_TENANTS, Principal, Role
 from kvpool.tls import TlsFiles
 from kvpool.tokens import append_record, create_token
 from kvpool.watched_files import LOOK_EVERY_S
-from kvpool_server import http
+from kvpool_server import addresses, http
 from kvpool_server.config import ServerConfig
 from kvpool_server.exposure import check_exposure
 from tests.conftest import StartServer
@@ -125,6 +125,53 @@ def test_a_refused_path_is_short_and_printable() -> None:
         served.close()
     (path,) = refused
     assert path.startswith("/\\x1b[31mxxx") and path.isprintable() and len(path) < 80 and "secret" not in path
+
+
+HOSTS = {
+    "127.0.0.1:50052": 200, "[::1]:50052": 200, "10.1.2.3": 200, "localhost:50052": 200, "kvpool:50052": 200, "": 200,
+    "kvpool.monitoring.svc:50052": 200, "kvpool-0.kvpool.ns.svc.cluster.local.": 200, "ip-10-0-0-1.ec2.internal": 200,
+    "Kvpool.Example.com:1": 200, "full.example.org": 200,
+    "evil.example:50052": 421, "127.0.0.1.evil.example": 421, "localhost.evil.example": 421, "a.svc.evil.example": 421,
+    "kvpool.example.com.evil.example": 421, "x.local": 421, "evil.example:80:80": 421, "[::1": 421,
+    "full.example.org@evil.example": 421, "evil.example\x1b[31m": 421,
+}  # fmt: skip
+"""Host headers, and what a request in plaintext with one gets."""
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD", "POST"])
+@pytest.mark.parametrize("path", ["/metrics", "/healthz", "/"])
+def test_a_page_cannot_have_its_name_lead_to_the_server(
+    method: str, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(addresses, "_full_names", lambda: {"full.example.org"})
+    names = ["kvpool.example.com"]
+    served = http.OperatorHttp("127.0.0.1", 0, CollectorRegistry(), lambda: "ok", names=names)
+
+    def answer(*hosts: str) -> bytes:
+        headers = "".join(f"Host: {host}\r\n" for host in hosts)
+        with socket.create_connection(("127.0.0.1", served.port), TIMEOUT_S) as connection:
+            connection.sendall(f"{method} {path} HTTP/1.1\r\n{headers}\r\n".encode())
+            return b"".join(iter(lambda: connection.recv(4_096), b""))
+
+    try:
+        usual = answer("127.0.0.1")
+        refused = {host for host in HOSTS if b" 421 " in answer(host).partition(b"\r\n")[0]}
+        assert refused == {host for host, status in HOSTS.items() if status == 421}
+        assert b" 421 " in answer("127.0.0.1", "evil.example") and b" 421 " not in usual + answer()
+        told = answer("evil.example\x1b[31m")
+    finally:
+        served.close()
+    assert b"\x1b" not in told and (method == "HEAD") != (b"--http-listen" in told)
+
+
+def test_a_server_goes_by_the_names_that_it_listens_on(pool_server: StartServer, secured: Secured) -> None:
+    server = pool_server("--listen", "localhost:0", "--http-listen", "localhost:0")
+    named = {"Host": "kvpool.example.com"}
+    request = urllib.request.Request(f"{server.http_url}/healthz", headers=named)
+    with pytest.raises(urllib.error.HTTPError, match="421"):
+        urllib.request.urlopen(request, timeout=TIMEOUT_S)
+    # With TLS the certificate has said who the server is.
+    assert _get(f"{secured.url}/healthz", secured.ca, **named) == (200, "ok\n")
 
 
 def test_a_denied_scraper_is_named_in_the_audit_log(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from kvpool.config import ClientConfig
 from kvpool.errors import ConfigError, PermissionDeniedError, UnauthenticatedError
 from kvpool.principal import Principal, Role
 from kvpool.tls import TlsFiles
-from kvpool_server.access import jwks
+from kvpool_server.access import jwks, oidc
 from kvpool_server.access.jwks import IssuerKeys, Keys, parse_keys
 from kvpool_server.access.oidc import MAX_TOKEN_BYTES, SKEW_S, IssuedTokens, OidcRules, check_installed
 from tests.conftest import StartServer
@@ -131,7 +131,7 @@ URL = "https://issuer.example"
 
 
 def _callers(held: Held, refetch: Callable[[], None] = lambda: None) -> IssuedTokens:
-    return IssuedTokens(OidcRules(URL, AUDIENCE, "kvpool_tenant", "kvpool_role"), held, refetch)
+    return IssuedTokens(OidcRules(URL, AUDIENCE, "kvpool_tenant", "kvpool_role"), lambda: held.value, refetch)
 
 
 def _all_keys(*algorithms: str) -> Held:
@@ -147,7 +147,7 @@ def test_a_good_token_names_a_principal(algorithm: str) -> None:
     callers = _callers(_all_keys())
     assert _call(callers, _token(URL, algorithm)) == Principal("acme", Role.ENGINE_WRITE)
     assert _call(callers, _token(URL, algorithm, aud=["other", AUDIENCE])).tenant == "acme"
-    assert _call(callers, _token(URL, algorithm, kvpool_role="metrics")).role is Role.METRICS
+    assert _call(callers, _token(URL, algorithm, kvpool_role="metrics", kvpool_tenant=None)).role is Role.METRICS
     assert _call(callers, _token(URL, algorithm, exp=time.time() - SKEW_S / 2)).tenant == "acme"
 
 
@@ -193,7 +193,12 @@ BAD: dict[str, Callable[[], str]] = {
     "no tenant": lambda: _token(URL, kvpool_tenant=None),
     "a tenant that is none": lambda: _token(URL, kvpool_tenant="../umbra"),
     "a number as tenant": lambda: _token(URL, kvpool_tenant=7),
+    "an operator of one tenant": lambda: _token(URL, kvpool_role="operator"),
+    "metrics of one tenant": lambda: _token(URL, kvpool_role="metrics"),
     "an end beyond all time": lambda: _token(URL, exp=10**15),
+    "an end that the system's clock cannot have": lambda: jwt.PyJWS().encode(
+        json.dumps(_claims(URL, exp=1e18)).encode(), KEYS["ES256"], "ES256", {"kid": "ES256"}
+    ),
     "an end that is no number": lambda: jwt.PyJWS().encode(
         json.dumps(_claims(URL, exp=[])).encode(), KEYS["ES256"], "ES256", {"kid": "ES256"}
     ),
@@ -238,6 +243,47 @@ def test_a_token_is_good_no_longer_than_its_key() -> None:
     assert asked == [1]
 
 
+def test_a_token_is_not_good_for_another_key_of_the_same_id() -> None:
+    held = _all_keys()
+    callers = _callers(held)
+    headers = {each: [f"Bearer {_token(URL, each)}"] for each in ("ES256", "EdDSA")}
+    replaced, kept = (callers.of_request(None, header) for header in headers.values())
+    maker, document = jwt.algorithms.ECAlgorithm, _document("EdDSA")
+    other = maker.to_jwk(ec.generate_private_key(ec.SECP256R1()).public_key(), as_dict=True)
+    document["keys"].append({**other, "kid": "ES256", "use": "sig"})
+    held.value = parse_keys(json.dumps(document).encode(), "keys")
+    with pytest.raises(UnauthenticatedError, match="withdrawn"):
+        callers.checked(replaced)
+    with pytest.raises(UnauthenticatedError, match="not valid"):
+        callers.of_request(None, headers["ES256"])
+    assert callers.checked(kept) == kept == callers.of_request(None, headers["EdDSA"])
+
+
+def test_a_call_ends_with_its_key_although_its_token_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(oidc, "MAX_REMEMBERED", 2)
+    held = _all_keys()
+    callers = _callers(held)
+    running = callers.of_request(None, [f"Bearer {_token(URL, 'EdDSA')}"])
+    for sub in "abc":
+        _call(callers, _token(URL, "RS256", sub=sub))
+    assert callers.checked(running) == running
+    held.value = _all_keys("RS256").value
+    with pytest.raises(UnauthenticatedError, match="withdrawn"):
+        callers.checked(running)
+
+
+def test_an_issuer_may_withdraw_its_last_key(issuer: Issuer, fetched: Fetched) -> None:
+    wait_for(lambda: fetched.keys.value, "the first keys")
+    callers = IssuedTokens(OidcRules(issuer.url, AUDIENCE, "kvpool_tenant", "kvpool_role"), lambda: fetched.keys.value)
+    credential = callers.of_request(None, [f"Bearer {_token(issuer.url)}"])
+    with capture_logs() as logs:
+        issuer.keys = {"keys": []}
+        wait_for(lambda: not fetched.keys.value, "the end of the keys")
+    assert any("nobody can call" in line["event"] for line in logs) and not fetched.errors
+    with pytest.raises(UnauthenticatedError, match="withdrawn"):
+        callers.checked(credential)
+
+
 def test_a_token_that_ends_is_found_out_although_it_is_remembered() -> None:
     callers = _callers(_all_keys())
     header = [f"Bearer {_token(URL, exp=int(time.time()) - SKEW_S + 5)}"]
@@ -259,7 +305,7 @@ def test_keys_that_sign_nothing_are_left_out() -> None:
     assert set(parse_keys(json.dumps(document).encode(), "keys")) == set(KEYS)
 
 
-@given(st.binary(max_size=200) | st.recursive(st.none() | st.text(), lambda each: st.lists(each)).map(
+@given(st.binary(max_size=200) | st.recursive(st.none() | st.text(), lambda each: st.lists(each, min_size=1)).map(
     lambda value: json.dumps({"keys": value}).encode()
 ))  # fmt: skip
 def test_what_is_no_key_set_is_refused(text: bytes) -> None:
@@ -300,8 +346,8 @@ def test_keys_are_fetched_again_and_faults_leave_them_in_force(issuer: Issuer, f
     keys = fetched.keys
     wait_for(lambda: set(keys.value) == set(KEYS), "the first keys")
     document = issuer.keys
-    issuer.keys = {"keys": []}
-    fetched.fails("no signing key")
+    issuer.keys = {"keys": "none"}
+    fetched.fails("not a JSON Web Key Set")
     issuer.keys = {"keys": ["x" * jwks.MAX_BYTES]}
     fetched.fails("more than")
 
@@ -340,9 +386,9 @@ def test_keys_are_fetched_again_and_faults_leave_them_in_force(issuer: Issuer, f
 def test_an_issuer_that_answers_again_is_told_once(issuer: Issuer, fetched: Fetched) -> None:
     wait_for(lambda: fetched.num_good == 1, "the first keys", 15)
     with capture_logs() as logs:
-        document, issuer.keys = issuer.keys, {"keys": []}
-        fetched.fails("no signing key")
-        fetched.fails("no signing key")
+        document, issuer.keys = issuer.keys, {"keys": "none"}
+        fetched.fails("not a JSON Web Key Set")
+        fetched.fails("not a JSON Web Key Set")
         issuer.keys = document
         wait_for(lambda: fetched.num_good == 2, "the recovery", 15)
         asked: list[None] = []

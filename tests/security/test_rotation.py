@@ -436,10 +436,10 @@ def test_limits_of_identities_are_read_with_the_other_files(tmp_path: Path) -> N
 
     async def scenario() -> None:
         access = AccessControl(ServerConfig(identity_limits=str(limits)), files, audit, expire_owned)
-        task = asyncio.create_task(access.run())
+        task = asyncio.create_task(access.watch.run())
         assert access.limits_of(str(ENGINE)).leases == 4
         limits.write_text("leases = 40\n")
-        access.look_at_once()
+        access.watch.look_at_once()
         async with asyncio.timeout(10):
             while access.limits_of(str(ENGINE)).leases != 40:
                 await asyncio.sleep(0.01)

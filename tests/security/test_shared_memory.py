@@ -251,7 +251,7 @@ def test_without_seals_no_client_maps_the_memory_and_bytes_take_the_network(
         server = Server(config)
         await server.start()
         try:
-            return await asyncio.to_thread(_try, f"127.0.0.1:{server.port}")
+            return await asyncio.to_thread(_try, f"127.0.0.1:{server.parts.port}")
         finally:
             await server.stop()
 

@@ -11,7 +11,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[2]
-LOCKS = ("lock.txt", "runtime.txt", "torch.txt")
+LOCKS = ("build.txt", "lock.txt", "runtime.txt", "torch.txt")
 
 
 def _locked(name: str) -> dict[str, str]:
@@ -45,6 +45,13 @@ def test_grpc_refuses_a_message_that_is_too_large_before_it_has_it_all() -> None
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     (grpcio,) = [each for each in map(Requirement, project["dependencies"]) if each.name == "grpcio"]
     assert "1.84.9" not in grpcio.specifier and "1.85" in grpcio.specifier
+
+
+def test_workflows_run_actions_of_one_commit() -> None:
+    """A tag or branch is whatever the action's owner, or a thief of their account, makes of it."""
+    files = [*ROOT.glob(".github/workflows/*.yml"), *ROOT.glob(".github/actions/*/action.yml")]
+    used = [each for file in files for each in re.findall(r"uses: (.*)", file.read_text())]
+    assert used and all(re.fullmatch(r"\./\S+|[\w/-]+@[0-9a-f]{40}  # v[\d.]+", each) for each in used), used
 
 
 def test_set_up_installs_only_what_has_a_locked_hash() -> None:

@@ -48,14 +48,18 @@ class HalfSentCalls:
         self._reader.start()
 
     def begin(self, method: str, declared_bytes: int = 0, sent_bytes: int = 0, timeout_s: float = 5.0) -> int:
-        """Begins a call of the Pool service, and sends part of a message; returns its stream.
+        """Begins a call, and sends part of a message; returns its stream.
 
         Sends as much as the server lets it within `timeout_s`.
+
+        Args:
+            method: of the Pool service, or /SERVICE/METHOD.
         """
+        path = method if method.startswith("/") else f"/kvpool.v1.Pool/{method}"
         with self._lock:
             stream, self._next_stream = self._next_stream, self._next_stream + 2
             self._windows[stream] = self._first_window
-            self._send(_frame(_HEADERS, _END_HEADERS, stream, _headers(f"/kvpool.v1.Pool/{method}")))
+            self._send(_frame(_HEADERS, _END_HEADERS, stream, _headers(path)))
         if declared_bytes:
             self._send_data(stream, b"\0" + struct.pack(">I", declared_bytes), timeout_s)
             while sent_bytes > 0 and stream not in self.ended:

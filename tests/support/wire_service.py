@@ -95,9 +95,7 @@ class WireService:
 
     def __init__(self, service: PoolService, metrics: RpcMetrics):
         self._loop = ServiceLoop()
-        self._interceptor = RpcInterceptor(
-            SERVICE_NAME, metrics, _WHO, RunningCalls(lambda credential: credential, 0.0), None
-        )
+        self._interceptor = RpcInterceptor(metrics, _WHO, RunningCalls(lambda credential: credential, 0.0), None)
         add_service(service, service.max_spec_bytes, self)  # type: ignore[arg-type]
 
     def add_generic_rpc_handlers(self, handlers: Sequence[grpc.GenericRpcHandler]) -> None:

@@ -4,6 +4,7 @@ import contextlib
 import datetime as dt
 import http.server
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -179,6 +180,32 @@ def test_the_servers_certificate_is_looked_up(tmp_path: Path) -> None:
         assert only(reachability.http_port(url, config, was_given=True)).level is Level.OK
     finally:
         server.stop()
+
+
+def test_old_tls_is_not_spoken(tmp_path: Path) -> None:
+    authority = Authority.create(tmp_path / "pki")
+    tls, own = files_in(authority.issue_principal(OPERATOR)), files_in(authority.issue_server([]))
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.maximum_version = ssl.TLSVersion.TLSv1_2
+    context.load_cert_chain(own.cert, own.key)
+    failures: list[str] = []
+
+    def answer() -> None:
+        for _ in range(2):
+            with listening.accept()[0] as plain:
+                try:
+                    context.wrap_socket(plain, server_side=True)
+                except ssl.SSLError as error:
+                    failures.append(str(error.reason))
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        answering = threading.Thread(target=answer)
+        answering.start()
+        config = ClientConfig(f"127.0.0.1:{listening.getsockname()[1]}", tls=tls)
+        asked = reachability.http_port(config.endpoint, config, was_given=True), reachability.server_certificate(config)
+        answering.join(10)
+    assert [only(found).level for found in asked] == 2 * [Level.ERROR]
+    assert failures == 2 * ["UNSUPPORTED_PROTOCOL"]
 
 
 def test_without_tls_there_is_no_certificate_to_check() -> None:
