@@ -239,10 +239,9 @@ def is_replicated(spec: Any) -> bool:
 
 
 _HEAD_COUNTS = re.compile(
-    r'"(?!(?:num_attention|num|n)_heads?"|[^"]*(?:dim|size|mamba|linear))'
-    r'[^"]*(?:head|(?:query|attention)_group)[^"]*": (\d+|\[[^]]*)'
+    r'"(?![^"]*(?:dim|size|mamba|linear))[^"]*(?:head|(?:query|attention)_group)[^"]*": (\d+|\[[^]]*)'
 )
-"""Counts in a configuration that may be of KV heads: of heads, but not of all query heads, nor of heads of states."""
+"""Counts in a configuration that may be of KV heads; also query heads, which some models use for KV (MiniCPM 3)."""
 
 
 def most_kv_heads(vllm_config: VllmConfig) -> int:

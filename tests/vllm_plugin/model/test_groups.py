@@ -394,15 +394,13 @@ def test_every_rank_finds_the_heads_of_a_draft_model(total: int, heads: int) -> 
 
 @pytest.mark.parametrize("tp_size", TP_SIZES)
 def test_ranks_share_a_head_where_the_configuration_names_no_other_count(tp_size: int) -> None:
-    """Neither query heads nor sizes nor heads of states are KV heads; a count above the ranks' number is not theirs."""
+    """Neither sizes nor heads of states are KV heads, and a count above the ranks' number is not theirs."""
     settings = {
-        "num_attention_heads": 16,
-        "n_head": 16,
+        "num_attention_heads": 32,
         "head_dim": 8,
         "mamba_n_heads": 16,
         "linear_num_key_heads": 16,
         "n_group": 16,
-        "image": {"num_heads": 16},
         "num_heads_of_others": [3 * tp_size, None],
         "num_nextn_predict_layers": 16,
     }
@@ -414,6 +412,12 @@ def test_ranks_share_a_head_where_the_configuration_names_no_other_count(tp_size
 def test_counts_that_fit_no_common_part_of_the_ranks_leave_each_rank_its_own() -> None:
     (group,) = specs_of(engine(2, 4, settings={"swa_num_key_value_heads": 3}), cache_config(full_attention(1)))
     assert (group.num_kv_heads, written(group, 4)) == (4, Counter(range(4)))
+
+
+def test_ranks_with_one_query_head_each_share_no_head() -> None:
+    """MiniCPM 3 has as many KV heads as query heads, whatever its configuration names."""
+    (group,) = specs_of(engine(4, 8, settings={"num_attention_heads": 8}), cache_config(full_attention(1)))
+    assert (group.num_kv_heads, written(group, 8)) == (8, Counter(range(8)))
 
 
 def test_layers_whose_heads_are_quotients_leave_each_rank_its_own() -> None:
