@@ -318,6 +318,55 @@ def _make_last_layer_predict(target: Path, config: PretrainedConfig) -> None:
     config.save_pretrained(target)
 
 
+def mimo_v2(target: Path) -> None:
+    """Full attention with one KV head, and sliding windows with two. Transformers gives all layers the same number."""
+    pattern = [0, 1, 1, 0]
+    heads = {0: 1, 1: 2}
+    config = _config(
+        "mimo_v2_flash",
+        num_hidden_layers=len(pattern),
+        hybrid_layer_pattern=pattern,
+        sliding_window=WINDOW,
+        sliding_window_size=WINDOW,
+        num_key_value_heads=heads[0],
+        swa_num_key_value_heads=heads[1],
+        swa_num_attention_heads=SIZES["num_attention_heads"],
+        v_head_dim=SIZES["head_dim"],
+        swa_head_dim=SIZES["head_dim"],
+        swa_v_head_dim=SIZES["head_dim"],
+        partial_rotary_factor=1.0,
+        layernorm_epsilon=1e-5,
+        moe_layer_freq=0,
+    )
+    hidden, intermediate, q = config.hidden_size, config.intermediate_size, config.num_attention_heads * config.head_dim
+    sizes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (VOCAB, hidden),
+        "lm_head.weight": (VOCAB, hidden),
+    }
+    norms = ["model.norm.weight"]
+    for layer, is_sliding in enumerate(pattern):
+        at, kv = f"model.layers.{layer}", heads[is_sliding] * config.head_dim
+        sizes |= _layer(at, hidden, intermediate, q, kv)
+        norms += [f"{at}.{norm}.weight" for norm in ("input_layernorm", "post_attention_layernorm")]
+    weights = _random(sizes, seed=1) | {name: torch.ones(hidden) for name in norms}
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+    config.architectures = ["MiMoV2FlashForCausalLM"]
+    config.save_pretrained(target)
+
+
+def _layer(at: str, hidden: int, intermediate: int, q: int, kv: int, qkv_inputs: int = 1) -> dict[str, tuple[int, ...]]:
+    """The weights of a Llama-like layer."""
+    return {
+        f"{at}.self_attn.q_proj.weight": (q, qkv_inputs * hidden),
+        f"{at}.self_attn.k_proj.weight": (kv, qkv_inputs * hidden),
+        f"{at}.self_attn.v_proj.weight": (kv, qkv_inputs * hidden),
+        f"{at}.self_attn.o_proj.weight": (hidden, q),
+        f"{at}.mlp.gate_proj.weight": (intermediate, hidden),
+        f"{at}.mlp.up_proj.weight": (intermediate, hidden),
+        f"{at}.mlp.down_proj.weight": (hidden, intermediate),
+    }
+
+
 def eagle(target: Path) -> None:
     """An EAGLE head for the llama shape: one layer behind a projection of token and hidden state."""
     config = llama()
@@ -340,16 +389,7 @@ def _write_head(
 ) -> None:
     hidden, intermediate = config.hidden_size, config.intermediate_size
     q, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-    sizes = {
-        "fc.weight": (hidden, fc_inputs * hidden),
-        f"{layer}.self_attn.q_proj.weight": (q, qkv_inputs * hidden),
-        f"{layer}.self_attn.k_proj.weight": (kv, qkv_inputs * hidden),
-        f"{layer}.self_attn.v_proj.weight": (kv, qkv_inputs * hidden),
-        f"{layer}.self_attn.o_proj.weight": (hidden, q),
-        f"{layer}.mlp.gate_proj.weight": (intermediate, hidden),
-        f"{layer}.mlp.up_proj.weight": (intermediate, hidden),
-        f"{layer}.mlp.down_proj.weight": (hidden, intermediate),
-    }
+    sizes = {"fc.weight": (hidden, fc_inputs * hidden), **_layer(layer, hidden, intermediate, q, kv, qkv_inputs)}
     norms = [f"{layer}.post_attention_layernorm.weight"]
     if architecture.endswith("Eagle3"):
         sizes["lm_head.weight"] = (VOCAB, hidden)
@@ -388,8 +428,10 @@ def _random(sizes: dict[str, tuple[int, ...]], seed: int) -> dict[str, torch.Ten
     return {name: torch.randn(size, generator=generator) * INITIALIZER_RANGE for name, size in sizes.items()}
 
 
-ADDITIONS: dict[str, Callable[[Path], None]] = {make.__name__: make for make in (eagle, eagle3, lora_a, lora_b)}
-"""What goes with the llama shape: draft heads and adapters."""
+ADDITIONS: dict[str, Callable[[Path], None]] = {
+    make.__name__: make for make in (mimo_v2, eagle, eagle3, lora_a, lora_b)
+}
+"""What Transformers does not make: a model of several head counts, and draft heads and adapters for the llama shape."""
 
 
 def main(directory: Path, shapes: Annotated[list[str] | None, typer.Argument(help="All without any.")] = None) -> None:

@@ -146,6 +146,11 @@ class Session:
             self._thread.join(timeout=OPEN_TIMEOUT_MS / 1000 + 1)
 
     def _keep_open(self) -> None:
+        if self._naming is not None:
+            if self._naming.exception() is not None:
+                return  # The caller that could not name the namespace has said why.
+            with self._lock:
+                self._spec = self._spec or self._naming.result()  # It may have moved on meanwhile.
         while not self._closed.is_set():
             with self._recorder.guard.part("a session's turn") as turn:
                 self._turn()
@@ -153,10 +158,6 @@ class Session:
                 self._closed.wait(PING_EVERY_S)
 
     def _turn(self) -> None:
-        if self._naming is not None:
-            named, self._naming = self._naming.result(), None
-            with self._lock:
-                self._spec = self._spec or named  # It may have moved on meanwhile.
         with self._lock:
             wait_s = self._breaker.wait_s()
         if wait_s is None:

@@ -81,6 +81,24 @@ def test_two_ranks_load_bit_for_bit_what_they_stored(pair: tuple[Engine, Engine]
     drain(parallel)
 
 
+def test_layers_with_more_heads_than_the_model_names_come_back_whole(
+    tmp_path: Path, shapes_dir: Path, pool_server: StartServer
+) -> None:
+    """With two ranks, each layer of MiMo V2 has one KV head on each: the same one, or two."""
+    server = pool_server("--memory", "256MiB", "--grace-ms", "100")
+    options = {**FLOAT32, "tensor_parallel_size": 2}
+    spec = EngineSpec(write("mimo_v2", shapes_dir), kvpool_transfer_config(server.endpoint, **PATIENT), options)
+    prompts = [prompt(length, f"heads {length}") for length in LENGTHS]
+    with running(tmp_path, spec) as (engine,):
+        cold = one_by_one(engine, prompts)
+        drain(engine)
+        warm = one_by_one(engine, prompts)
+        assert [answer.cached_tokens for answer in warm] == FULL
+        assert_same(warm, cold, tolerance=1e-3)
+        drain(engine)
+    wait_until_nothing_is_held(server)
+
+
 STATES = ("qwen3_next", "granite_hybrid", "falcon_h1", "mamba2")
 """A rank's part of their states is opaque: other sizes do not share it."""
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 
@@ -175,7 +175,10 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
         )
     for idx, group in enumerate(kv_cache_config.kv_cache_groups):
         for spec in layer_specs(group.kv_cache_spec):
-            reason = _why_not_shared(spec)
+            kind = kind_of(spec)
+            reason = (kind or Kind).why_not_shared(spec)
+            if reason is None and kind is None:
+                reason = "is of a kind that it does not know; serve it without kvpool"
             if reason is None and not (group.enable_kv_transfer and spec.prefix_cacheable):
                 reason = "is scratch memory that vLLM does not share"
             if reason is not None:
@@ -214,15 +217,6 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
             "KVPoolConnector does not support calculate_kv_scales = True, which makes KV values depend on an engine's "
             "first request; set it to False, or use scales from the checkpoint"
         )
-
-
-def _why_not_shared(spec: Any) -> str | None:
-    """Why a layer cannot be shared; None if it can."""
-    kind = kind_of(spec)
-    reason = (kind or Kind).why_not_shared(spec)
-    if reason is None and kind is None:
-        return "is of a kind that it does not know; serve it without kvpool"
-    return reason
 
 
 def _shards(cuts: Sequence[Cut], tp_size: int, configured: int) -> tuple[int, int]:

@@ -11,6 +11,9 @@ Source: vLLM, v1/core/single_type_kv_cache_manager.py, `find_longest_cache_hit` 
 
 from __future__ import annotations
 
+import json
+import math
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -19,8 +22,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import numpy as np
 import numpy.typing as npt
 from vllm.v1 import kv_cache_interface as vllm_specs
-
-from kvpool.errors import ConfigError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -66,14 +67,9 @@ class Kind(ABC):
     needs_prefix: ClassVar[bool] = False
     """A hit needs every block before its boundary."""
     specs: ClassVar[tuple[type[vllm_specs.KVCacheSpec], ...]] = ()
-    """vLLM's specs of layers of the kind."""
+    """vLLM's specs of layers of the kind; a subclass of a spec may be of another."""
     is_positional: ClassVar[bool] = True
     """Block i of the request's block table holds tokens [i * block_tokens, (i + 1) * block_tokens)."""
-
-    @classmethod
-    def serves(cls, spec: Any) -> bool:
-        """Whether layers with this vLLM `KVCacheSpec` are of the kind; a subclass of a spec may be of another."""
-        return type(spec) in cls.specs
 
     @classmethod
     def why_not_shared(cls, spec: Any) -> str | None:
@@ -125,27 +121,16 @@ class Kind(ABC):
 
     @classmethod
     def cut(cls, spec: Any, vllm_config: VllmConfig) -> Cut:
-        """How the page of one layer of a rank is divided over the ranks.
-
-        Raises:
-            ConfigError: nothing tells which ranks hold the same head.
-        """
-        tp_size = vllm_config.parallel_config.tensor_parallel_size
+        """How the page of one layer of a rank is divided over the ranks."""
         head_bytes = spec.num_states * spec.state_content_size_bytes
         if is_replicated(spec):
             return Cut(1, spec.num_heads * head_bytes)
         if spec.num_head_slots is not None:
             # The attention backend packs pages in its own way; equal counts would not make its slots heads.
             return Cut(0, spec.num_heads * head_bytes)
-        total_kv_heads = vllm_config.model_config.get_total_num_kv_heads()
-        if spec.num_kv_heads == max(1, total_kv_heads // tp_size):
-            return Cut(total_kv_heads, head_bytes)
-        if spec.num_kv_heads > 1 or tp_size == 1:
-            return Cut(spec.num_kv_heads * tp_size, head_bytes)
-        raise ConfigError(
-            f"KVPoolConnector cannot tell which of the {tp_size} tensor-parallel ranks hold the same KV head of a "
-            f"layer with {spec.num_kv_heads} head a rank; use a smaller tensor_parallel_size"
-        )
+        if spec.num_kv_heads == 1:
+            return Cut(most_kv_heads(vllm_config), head_bytes)
+        return Cut(spec.num_kv_heads * vllm_config.parallel_config.tensor_parallel_size, head_bytes)
 
     @classmethod
     def format(cls, spec: Any, cut: Cut) -> str:
@@ -216,10 +201,6 @@ class MambaState(Kind):
     is_positional = False
 
     @classmethod
-    def serves(cls, spec: Any) -> bool:
-        return isinstance(spec, cls.specs)
-
-    @classmethod
     def why_not_shared(cls, spec: Any) -> str | None:
         if spec.mamba_cache_mode == "align":
             return None
@@ -249,9 +230,33 @@ KINDS: tuple[type[Kind], ...] = (FullAttention, SlidingWindow, ChunkedLocal, Mam
 
 def kind_of(spec: Any) -> type[Kind] | None:
     """The kind that serves layers with this vLLM `KVCacheSpec`; None if there is none."""
-    return next((kind for kind in KINDS if kind.serves(spec)), None)
+    return next((kind for kind in KINDS if type(spec) in kind.specs), None)
 
 
 def is_replicated(spec: Any) -> bool:
     """Whether every tensor-parallel rank holds the same bytes of a layer."""
     return getattr(spec, "max_tp_shards", None) == 1 or getattr(spec, "tp_replicated", False)
+
+
+_HEAD_COUNTS = re.compile(
+    r'"(?![^"]*(?:dim|size|mamba|linear))[^"]*(?:head|(?:query|attention)_group)[^"]*": (\d+|\[[^]]*)'
+)
+"""Counts in a configuration that may be of KV heads; also query heads, which some models use for KV (MiniCPM 3)."""
+
+
+def most_kv_heads(vllm_config: VllmConfig) -> int:
+    """KV heads of the whole model in a layer that has one per rank, or a multiple of their number.
+
+    A layer can have more heads than its model names. Rank r of R holds head r * H // R of a layer's H: R / M neighbours
+    hold the same head if M is a multiple of each H that the configuration names; with M = R each rank has its own.
+    """
+    tp_size: int = vllm_config.parallel_config.tensor_parallel_size
+    models = [vllm_config.model_config, getattr(vllm_config.speculative_config, "draft_model_config", None)]
+    models = [model for model in models if model is not None]
+    text = json.dumps([model.hf_text_config.to_dict() for model in models], default=str)
+    totals = [model.get_total_num_kv_heads() for model in models]
+    counts = [*totals, *map(int, re.findall(r"\d+", " ".join(_HEAD_COUNTS.findall(text))))]
+    common = math.lcm(*(count for count in counts if 0 < count <= tp_size))
+    # DeciLM's blocks name quotients of heads.
+    is_named = 0 < totals[0] <= tp_size and '"block_configs"' not in text
+    return common if is_named and tp_size % common == 0 else tp_size

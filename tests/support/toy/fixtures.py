@@ -18,7 +18,7 @@ from tests.support.processes import ServerProcess
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # Before vLLM is imported: it reads it once.
 BLOCK_TOKENS = 16
-TINY = Shape(layers=2, hidden=64, intermediate=64, heads=8, kv_heads=4, head_dim=8, vocab=256, max_tokens=1024)
+TINY = Shape(layers=2, hidden=64, intermediate=64, heads=16, kv_heads=4, head_dim=8, vocab=256, max_tokens=1024)
 
 MakeConfig = Callable[..., Any]
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
@@ -35,17 +36,33 @@ from vllm_plugin.model.kinds import ChunkedLocal, FullAttention, Kind, MambaStat
 SIZES = (1, 2, 4, 8)
 
 
-def engine(heads: int = 4, tp_size: int = 1, pp_size: int = 1, drafts: bool = False, **parallel: Any) -> Any:
+def model(heads: int, **settings: Any) -> Any:
+    config = SimpleNamespace(to_dict=lambda: {"num_key_value_heads": heads, **settings}, **settings)
+    return SimpleNamespace(
+        model="some/model", get_total_num_kv_heads=lambda: heads, hf_text_config=config, multimodal_config=None
+    )
+
+
+def engine(
+    heads: int = 4,
+    tp_size: int = 1,
+    pp_size: int = 1,
+    drafts: bool = False,
+    settings: dict[str, Any] | None = None,
+    draft_model_config: Any = None,
+    **parallel: Any,
+) -> Any:
     """What groups depend on of a configuration."""
     defaults = {"distributed_executor_backend": "mp"}
+    drafting = {"use_eagle_block_drop": lambda: True, "draft_model_config": draft_model_config}
     return SimpleNamespace(
-        model_config=SimpleNamespace(model="some/model", get_total_num_kv_heads=lambda: heads, multimodal_config=None),
+        model_config=model(heads, **(settings or {})),
         parallel_config=SimpleNamespace(
             tensor_parallel_size=tp_size, pipeline_parallel_size=pp_size, **{**defaults, **parallel}
         ),
         cache_config=SimpleNamespace(calculate_kv_scales=False, enable_prefix_caching=True),
         scheduler_config=SimpleNamespace(enable_chunked_prefill=True),
-        speculative_config=SimpleNamespace(use_eagle_block_drop=lambda: True) if drafts else None,
+        speculative_config=SimpleNamespace(**drafting) if drafts else None,
     )
 
 
@@ -334,10 +351,111 @@ def test_more_ranks_than_common_heads_make_it_opaque() -> None:
     assert written(group, 8) == Counter(range(8))
 
 
-def test_heads_that_may_or_may_not_be_replicas_are_refused() -> None:
-    cache = kv_cache(window(64, num_kv_heads=1))  # One head a rank, in a model that has two a rank.
-    with pytest.raises(ConfigError, match="which of the 4 tensor-parallel ranks hold the same KV head"):
-        specs_of(engine(8, 4), cache)
+# Heads of layers that have more or fewer than the model names
+
+TP_SIZES = (1, 2, 4, 8, 16)
+
+
+def stored_heads(group: GroupSpec, heads: int, tp_size: int) -> list[list[int]]:
+    """The heads of a layer that each shard holds, as the ranks that write would store them."""
+    shards: list[list[int]] = [[] for _ in range(group.num_shards)]
+    for rank in range(tp_size):
+        mine = rank_shards(group, rank, tp_size)
+        held = held_by(rank, heads, tp_size)
+        each = len(held) // mine.shards.count
+        for nth in range(mine.shards.count):
+            if mine.writes:
+                shards[mine.shards.start + nth] = held[nth * each : (nth + 1) * each]
+    return shards
+
+
+def held_by(rank: int, heads: int, tp_size: int) -> list[int]:
+    """The heads that vLLM gives to a rank (`QKVParallelLinear`)."""
+    first = rank * heads // tp_size
+    return list(range(first, first + max(1, heads // tp_size)))
+
+
+def assert_every_rank_finds_its_heads(groups: dict[int, GroupSpec], heads: int) -> None:
+    """What engines of one tensor-parallel size store of a layer, those of each size that name the same group load."""
+    for tp_size, other_size in itertools.product(groups, groups):
+        if groups[tp_size] != groups[other_size]:
+            continue
+        stored = stored_heads(groups[tp_size], heads, tp_size)
+        for rank in range(other_size):
+            mine = rank_shards(groups[other_size], rank, other_size)
+            shards = stored[mine.shards.start : mine.shards.start + mine.shards.count]
+            loaded = [head for shard in shards for head in shard]
+            assert loaded == held_by(rank, heads, other_size), (tp_size, other_size, rank)
+
+
+NAMED: dict[str, Any] = {
+    "MiMo V2": lambda heads: {"swa_num_key_value_heads": heads},
+    "Gemma 4": lambda heads: {"num_global_key_value_heads": heads},
+    "Step 3.5": lambda heads: {"attention_other_setting": {"num_attention_groups": heads}},
+    "one per layer": lambda heads: {"num_kv_heads_per_layer": [2, heads, 2]},
+    "a nested model": lambda heads: {"model": {"multi_query_group_num": heads}},
+}
+
+
+@pytest.mark.parametrize("named", NAMED)
+@pytest.mark.parametrize("heads", TP_SIZES)
+@pytest.mark.parametrize("total", TP_SIZES)
+def test_every_rank_finds_its_heads_whatever_the_model_counts(total: int, heads: int, named: str) -> None:
+    groups = {}
+    for tp_size in TP_SIZES:
+        cache = cache_config(full_attention(max(1, heads // tp_size)))
+        (groups[tp_size],) = specs_of(engine(total, tp_size, settings=NAMED[named](heads)), cache)
+        assert written(groups[tp_size], tp_size) == Counter(range(groups[tp_size].num_shards))
+    assert_every_rank_finds_its_heads(groups, heads)
+
+
+@pytest.mark.parametrize("heads", TP_SIZES)
+@pytest.mark.parametrize("total", TP_SIZES)
+def test_every_rank_finds_the_heads_of_a_draft_model(total: int, heads: int) -> None:
+    groups = {}
+    for tp_size in TP_SIZES:
+        cache = cache_config(full_attention(max(1, heads // tp_size)))
+        (groups[tp_size],) = specs_of(engine(total, tp_size, drafts=True, draft_model_config=model(heads)), cache)
+    assert_every_rank_finds_its_heads(groups, heads)
+
+
+@pytest.mark.parametrize("tp_size", TP_SIZES)
+def test_ranks_share_a_head_where_the_configuration_names_no_other_count(tp_size: int) -> None:
+    """Neither sizes nor heads of states are KV heads, and a count above the ranks' number is not theirs."""
+    settings = {
+        "num_attention_heads": 32,
+        "head_dim": 8,
+        "mamba_n_heads": 16,
+        "linear_num_key_heads": 16,
+        "n_group": 16,
+        "num_heads_of_others": [3 * tp_size, None],
+        "num_nextn_predict_layers": 16,
+    }
+    spec = full_attention(max(1, 4 // tp_size))
+    (group,) = specs_of(engine(4, tp_size, settings=settings), cache_config(spec))
+    assert (group.num_kv_heads, group.num_shards) == (4, 4)
+
+
+def test_counts_that_fit_no_common_part_of_the_ranks_leave_each_rank_its_own() -> None:
+    (group,) = specs_of(engine(2, 4, settings={"swa_num_key_value_heads": 3}), cache_config(full_attention(1)))
+    assert (group.num_kv_heads, written(group, 4)) == (4, Counter(range(4)))
+
+
+def test_ranks_with_one_query_head_each_share_no_head() -> None:
+    """MiniCPM 3 has as many KV heads as query heads, whatever its configuration names."""
+    (group,) = specs_of(engine(4, 8, settings={"num_attention_heads": 8}), cache_config(full_attention(1)))
+    assert (group.num_kv_heads, written(group, 8)) == (8, Counter(range(8)))
+
+
+def test_layers_whose_heads_are_quotients_leave_each_rank_its_own() -> None:
+    """DeciLM names query heads per KV head, layer by layer."""
+    (group,) = specs_of(engine(2, 8, settings={"block_configs": [object()]}), cache_config(full_attention(1)))
+    assert (group.num_kv_heads, written(group, 8)) == (8, Counter(range(8)))
+
+
+def test_fewer_heads_than_any_count_leave_each_rank_its_own() -> None:
+    (group,) = specs_of(engine(8, 4), kv_cache(window(64, num_kv_heads=1)))
+    assert (group.num_kv_heads, written(group, 4)) == (4, Counter(range(4)))
 
 
 # What each side knows
