@@ -24,7 +24,8 @@ def observe(llm: LLM, prompt: list[int], kv_path: str, without: Sequence[str]) -
         {"fingerprint", "without": {rule: fingerprint without that rule}, "in_doubt", "tokens", "logprobs", "has_kv"}.
     """
     core: Any = llm.llm_engine.engine_core.engine_core
-    (spec,) = core.scheduler.connector.scheduler_side.stages.specs
+    specs = core.scheduler.connector.scheduler_side.stages.specs
+    assert specs, "the engine has no namespace"
     blocks: list[tuple[list[int], ...]] = []
     manager, free = core.scheduler.kv_cache_manager, core.scheduler.kv_cache_manager.free
 
@@ -49,9 +50,9 @@ def observe(llm: LLM, prompt: list[int], kv_path: str, without: Sequence[str]) -
     if kv is not None:
         np.save(kv_path, kv)
     return {
-        "fingerprint": spec.fingerprint().hex(),
+        "fingerprint": "+".join(spec.fingerprint().hex() for spec in specs),
         "without": {rule: _fingerprint_without(core, rule) for rule in without},
-        "in_doubt": identity.is_in_doubt(spec),
+        "in_doubt": any(map(identity.is_in_doubt, specs)),
         "tokens": tokens,
         "logprobs": logprobs,
         "has_kv": kv is not None,

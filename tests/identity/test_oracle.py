@@ -53,9 +53,10 @@ def test_without_registered_classes_in_the_namespace_the_oracle_fails(base: Obse
 def test_without_the_routing_variable_in_the_namespace_the_oracle_fails(shapes: Path, tmp_path: Path) -> None:
     model = write("gpt_oss", shapes)
     engines = []
-    for nth, environment in enumerate(({}, {"VLLM_MOE_ROUTING_SIMULATION_STRATEGY": "uniform_random"})):
+    options = {"worker_extension_cls": "tests.identity.int32_routing.Extension"}
+    for nth, environment in enumerate(({}, {"VLLM_MOE_ROUTING_SIMULATION_STRATEGY": "uniform_int32"})):
         (scratch := tmp_path / f"{nth}").mkdir()
-        engines.append(observe(model, Variant(ROUTING, f"{nth}", environment=environment), scratch, RULES))
+        engines.append(observe(model, Variant(ROUTING, f"{nth}", options, environment), scratch, RULES))
     _assert_found(engines[0], engines[1], ROUTING)
 
 

@@ -10,7 +10,7 @@ import pytest
 import vllm.envs
 
 from tests.identity.oracle import Observation, Verdict, judge, pairs
-from tests.identity.variants import BASE_VARIANT, unvaried, variants, varied_fields, varied_variables
+from tests.identity.variants import BASE_VARIANT, COUNTED_VARIABLES, unvaried, variants, varied_fields, varied_variables
 from vllm_plugin.model.kv_fields import Effect
 from vllm_plugin.model.kv_inputs import variable_effect
 
@@ -26,6 +26,7 @@ def test_each_field_variable_and_file_left_out_is_varied_or_listed() -> None:
     for section, each in varied_fields():
         assert (name := f"{section}.{each.name}") in names or name in unvaried()
     assert {f"environment.{name}" for name in varied_variables()} <= names
+    assert {f"environment.{name}" for name in COUNTED_VARIABLES} <= names
     assert len({str(each) for each in variants()}) == len(variants())
 
 

@@ -1,7 +1,7 @@
 """Engines that differ from one base engine in one setting, variable or file, found in vLLM and in kvpool's own tables.
 
-Only what the namespace leaves out is varied (`Effect.NONE`, `Effect.ARCHITECTURE`, variables that vLLM keeps out of
-`compile_factors`, files of `weights._NO_KV`): of anything else the namespace names each value. Settings without a value
+What the namespace leaves out is varied (`Effect.NONE`, `Effect.ARCHITECTURE`, variables that vLLM keeps out of
+`compile_factors`, files of `weights._NO_KV`), and some of what it names. Settings without a value
 that follows from their type are listed by `unvaried`.
 """
 
@@ -59,6 +59,13 @@ ARGUMENTS = {each.name for each in dataclasses.fields(EngineArgs)}
 OTHER_WEIGHTS = 1
 """Seed of the weights of a file that is put beside the checkpoint."""
 CHANGED = "changed"
+COUNTED_FILES = ("model.safetensors.index.json", "preprocessor_config.json")
+COUNTED_VARIABLES = (
+    "VLLM_HUMMING_ONLINE_QUANT_CONFIG",
+    "VLLM_MARLIN_INPUT_DTYPE",
+    "VLLM_MOE_ROUTING_SIMULATION_STRATEGY",
+)
+"""What namespaces once left out, and must not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +214,7 @@ def _default(each: Any) -> Any:
 
 
 def _of_variables() -> Iterator[Variant]:
-    for name in varied_variables():
+    for name in (*varied_variables(), *COUNTED_VARIABLES):
         for value in dict.fromkeys(_variable_values(name)):
             yield Variant(f"environment.{name}", value, environment={name: value})
 
@@ -243,7 +250,7 @@ def _of_files() -> Iterator[Variant]:
         yield Variant(f"file {name}", "written", files={name: "{}"})
     for name in ("pytorch_model.bin", "original/consolidated.00.safetensors"):
         yield Variant(f"file {name}", "other weights", files={name: OTHER_WEIGHTS})
-    for name in ("model.safetensors.index.json", "preprocessor_config.json"):
+    for name in COUNTED_FILES:
         yield Variant(f"file {name}", "written", files={name: '{"weight_map": {}}'})
 
 
