@@ -55,10 +55,12 @@ def _write(path: Path, observations: Sequence[Observation], num_chosen: int) -> 
     base, *others = observations
     of_base = [(each, *judge(base, each)) for each in others]
     engines = Counter(verdict for _, verdict, _ in of_base)
+    is_apart = {str(each.variant): verdict is Verdict.APART for each, verdict, _ in of_base}
     failures = [
         f"- `{one.variant}` and `{other.variant}`: {why}"
         for one, other, verdict, why in judged
-        if verdict is Verdict.FAILURE
+        # A variant that differs from the base differs from all that agree with it, too.
+        if verdict is Verdict.FAILURE and (one is base or is_apart[str(one.variant)])
     ]
     lines = [
         "# Engines with one namespace compute the same KV",
