@@ -104,7 +104,7 @@ class EngineError(RuntimeError):
 class Engine:
     """A running engine. Use as a context manager: the process is gone afterwards."""
 
-    def __init__(self, spec: EngineSpec, log_path: Path):
+    def __init__(self, spec: EngineSpec, log_path: Path, start_timeout_s: float = START_TIMEOUT_S):
         self._log_path = log_path
         num_ranks = spec.options.get("tensor_parallel_size", 1) * spec.options.get("pipeline_parallel_size", 1)
         environment = {
@@ -124,7 +124,7 @@ class Engine:
             self._process = start_module("testbed.engine_process", [], environment, log, spec.inside)
         self._answers: Queue[str | None] = Queue()
         threading.Thread(target=self._read, daemon=True).start()
-        self._ask({"spec": {**asdict(spec), "model": str(spec.model)}}, START_TIMEOUT_S)
+        self._ask({"spec": {**asdict(spec), "model": str(spec.model)}}, start_timeout_s)
 
     def __enter__(self) -> Engine:
         return self

@@ -32,6 +32,7 @@ os.umask(0o022)  # Servers refuse files that a group can write, as some users' d
 
 LONG_FILES = (
     "tests/e2e/",
+    "tests/identity/",
     "tests/simulation/test_connector_machine.py",
     "tests/vllm_plugin/test_storms.py",
     "tests/conformance/test_connectors.py",
