@@ -42,6 +42,7 @@ LOG_AFTER_S = 5.0
 KEPT_BYTES = 1 << 20
 """Digests of files from this size on are kept on disk."""
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.tensors")
+_TRAINING = "left behind by training"
 _NO_KV: Mapping[str, tuple[str, ...]] = {
     "named by the namespace field by field": ("config.json", "generation_config.json"),
     "how text becomes tokens; block hashes name the tokens": (
@@ -50,7 +51,7 @@ _NO_KV: Mapping[str, tuple[str, ...]] = {
     ),
     "read by people": ("*.md", "*.txt", "*.png", "*.jpg", "*.jpeg", "*.gif", "*.svg", "*.pdf", "*LICENSE*", "NOTICE*"),
     "formats of other engines": ("*.h5", "*.msgpack", "*.ot", "*.onnx*", "*.tflite", "*.mlmodel"),
-    "left behind by training": (
+    _TRAINING: (
         *("training_args.bin", "trainer_state.json", "optimizer.*", "scheduler.*", "scaler.*", "rng_state*"),
         "*tfevents*",
     ),
@@ -218,15 +219,25 @@ def _matching(place: Path | None, patterns: Sequence[str], but: Sequence[str] = 
         return []
     if place.is_file():
         return _parts(place) if "*.gguf" in patterns else []
-    without = [*but, *(pattern for patterns in _NO_KV.values() for pattern in patterns)]
     found = {file for pattern in patterns for file in place.rglob(pattern) if file.is_file()}
     return sorted(
         file
         for file in found
-        if not any(fnmatch(file.name, pattern) for pattern in without)
+        if not any(fnmatch(file.name, pattern) for pattern in (*but, *_ignored(file)))
         and file.relative_to(place).parts[0] != "original"
         and not any(part.startswith(".") or part == "__pycache__" for part in file.relative_to(place).parts)
     )
+
+
+def _ignored(file: Path) -> Iterator[str]:
+    """Patterns that a file is ignored by. vLLM loads weights by any name but those that training leaves behind."""
+    if file.suffix == ".safetensors":
+        return
+    if any(fnmatch(file.name, pattern) for pattern in _WEIGHTS):
+        yield from _NO_KV[_TRAINING]
+        return
+    for patterns in _NO_KV.values():
+        yield from patterns
 
 
 def _parts(file: Path) -> list[Path]:
