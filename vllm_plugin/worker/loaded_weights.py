@@ -70,7 +70,7 @@ class LoadedWeights:
                 weight = getattr(layer, "weight", None)
                 if not isinstance(weight, torch.Tensor) or weight.numel() or weight.device.type != "cpu":
                     continue
-                flop += 2 * layer.input_size_per_partition**2 * layer.output_size_per_partition
+                flop += 2 * _num_inputs(layer) ** 2 * getattr(layer, "output_size_per_partition", layer.output_size)
                 if flop > MAX_READ_BACK_FLOP:
                     raise ValueError("the CPU's kernels have packed more of them than can be read back in short time")
                 for nth, rows in enumerate(_read_back(layer)):
@@ -93,9 +93,14 @@ def _roots(layers: list[Any]) -> list[torch.nn.Module]:
     return list(roots.values())
 
 
+def _num_inputs(layer: Any) -> int:
+    """Of one rank's part of a linear layer; a replicated layer has no parts."""
+    return int(getattr(layer, "input_size_per_partition", layer.input_size))
+
+
 def _read_back(layer: Any) -> Iterator[torch.Tensor]:
     """The weights of a linear layer that its kernel has packed: [rows of inputs, outputs] each, plus the bias."""
-    num_inputs = layer.input_size_per_partition
+    num_inputs = _num_inputs(layer)
     for first in range(0, num_inputs, READ_BACK_ROWS):
         rows = torch.arange(min(READ_BACK_ROWS, num_inputs - first))
         probe = torch.zeros(len(rows), num_inputs, dtype=layer.params_dtype)

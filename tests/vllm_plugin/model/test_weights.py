@@ -148,9 +148,7 @@ def test_a_file_beside_the_weights_counts_unless_it_is_known_to_change_no_kv(
     assert digest(model) == before
 
 
-@pytest.mark.parametrize(
-    "name", ["tokenizer.safetensors", "optimizer.safetensors", "xLICENSE.safetensors", "a.bin"]
-)
+@pytest.mark.parametrize("name", ["tokenizer.safetensors", "optimizer.safetensors", "xLICENSE.safetensors", "a.bin"])
 def test_weights_of_any_name_count(name: str, model: Path, digest: Callable[..., str]) -> None:
     """vLLM loads every file of weights, the last one over the others."""
     before = digest(model)
