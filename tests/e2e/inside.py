@@ -128,6 +128,12 @@ def break_places(llm: LLM, places: Sequence[Sequence[str]], error: str, is_late:
     _broken.append((sabotage, patch))
 
 
+def alignment(llm: LLM) -> int:
+    """Hits end at multiples of so many tokens, in an engine in this process."""
+    tokens: int = llm.llm_engine.engine_core.engine_core.scheduler.connector.scheduler_side.geometry.alignment
+    return tokens
+
+
 def num_raised(llm: LLM) -> int:
     """How often something was raised since `break_places`."""
     return int(_broken[-1][0].raised.total())
