@@ -121,7 +121,7 @@ class RecordedEngine(ToyEngine):
 
     def _judge_answers(self) -> None:
         for request_id, (prompt, max_tokens) in self._prompts.items():
-            if self.answers[request_id] != answer(prompt, max_tokens):
+            if self.answers[request_id] != answer(prompt, max_tokens, self.weights):
                 self.recording.note("wrong-answer", request_id=request_id)
         self._prompts.clear()
 
