@@ -214,7 +214,9 @@ def reset_of_connector(bench: Bench) -> None:
     prompts = [tokens(60, f"reset all {nth}") for nth in range(3)]
     engine.ask(*prompts)
     done = engine.scheduler.reset_connector_cache()
-    engine.weights += bool(done)  # A connector that sees that the weights are the same may keep its blocks.
+    connector = engine.scheduler.connector
+    if done and any(hasattr(each, "scheduler_side") for each in getattr(connector, "_connectors", [connector])):
+        engine.weights += 1  # A connector that sees that the weights are the same may keep its blocks.
     hits = engine.ask(*prompts)
     if done and bench.engines[0].scheduler.connector.reset_cache():
         engine.recording.note("after-reset", hit_tokens=sum(hits))

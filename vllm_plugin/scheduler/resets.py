@@ -138,7 +138,7 @@ class Resets:
             epoch += f"#{uuid.uuid4().hex}"  # Nobody else's.
         elif now != first or not self._stages.are_weights_named:
             told = b"".join(digest for _, digest in sorted(now.items()))
-            epoch += f"#{hashlib.sha256(told).hexdigest()}"
+            epoch += f"#{hashlib.sha256(told).hexdigest()[:32]}"
         self._named_check = self._check
         if epoch == self._stages.weights_epoch:
             logger.info("kvpool: the weights in memory are those of before the reset: KV sharing goes on")
