@@ -144,7 +144,7 @@ def _why_in_doubt(place: Path, files: Iterable[Path], model: ModelConfig) -> str
     began_at = int(os.environ.get(BEGAN_AT, time.time_ns()))
     for path, ctime_ns, _ in states([place / "config.json", *files]):
         if ctime_ns > began_at:
-            return f"{path} has changed since the engine's start"
+            return f"{os.path.basename(path)} has changed since the engine's start"
     return ""
 
 

@@ -122,7 +122,7 @@ class Resets:
             )
         return not self.is_pending
 
-    def weights(self, reported: Iterable[tuple[int, int, int, bytes]]) -> None:
+    def weights_reported(self, reported: Iterable[tuple[int, int, int, bytes]]) -> None:
         """Ranks have reported digests of their weights, as in `WorkerMetadata.weights`."""
         for stage, rank, check, digest in reported:
             if check in self._digests:

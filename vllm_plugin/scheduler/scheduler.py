@@ -304,7 +304,7 @@ class KVPoolScheduler:
             loaded_steps = metadata.loaded_steps
             with part("the comparison of namespaces") as comparison:
                 self.stages.compare(metadata.namespaces)
-                self._resets.weights(metadata.weights)
+                self._resets.weights_reported(metadata.weights)
             if comparison.failed:
                 self._resets.fail("the namespaces of its ranks could not be compared")
             for job_id, ranks in metadata.ended_stores.items():

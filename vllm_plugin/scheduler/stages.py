@@ -31,6 +31,8 @@ class Stages:
     Attributes:
         sessions, specs: one a stage; empty until the stages' namespaces are known.
         weights_epoch: of the namespaces that the engine is in.
+        are_weights_named: whether the namespaces name the weights by the content of their files.
+        are_weights_in_doubt: whether the weights may not be those that the namespaces name.
         disagree: ranks name namespaces that are not the scheduler's: nothing is loaded or stored any more.
     """
 
@@ -38,22 +40,13 @@ class Stages:
         self.sessions: list[Session] = []
         self.specs: list[NamespaceSpec] = []
         self.weights_epoch = config.weights_epoch
+        self.are_weights_named, self.are_weights_in_doubt = True, False
         self.disagree = False
         self._num_stages = num_stages
         self._config = config
         self._recorder = recorder
         self._fingerprints: list[bytes] = []
         self._boot_token = 0
-
-    @property
-    def are_weights_named(self) -> bool:
-        """Whether the namespaces name the weights by the content of their files."""
-        return all(map(is_named, self.specs))
-
-    @property
-    def are_weights_in_doubt(self) -> bool:
-        """Whether the weights may not be those that the namespaces name."""
-        return any(map(is_in_doubt, self.specs))
 
     @property
     def are_open(self) -> bool:
@@ -105,6 +98,8 @@ class Stages:
         self.close()
         names = ["scheduler"] if len(specs) == 1 else [f"scheduler, stage {stage}" for stage in range(len(specs))]
         self.specs = list(specs)
+        self.are_weights_named = all(map(is_named, specs))
+        self.are_weights_in_doubt = any(map(is_in_doubt, specs))
         self._fingerprints = [spec.fingerprint() for spec in specs]  # As ranks report them, whatever is reset later.
         self.sessions = [
             Session(self._config.client_config(), spec, name, self._recorder, explains=True)

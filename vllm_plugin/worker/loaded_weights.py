@@ -15,7 +15,6 @@ import gc
 import hashlib
 import weakref
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,13 +27,12 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.kvpool.loaded_weights")
 
 PIECE_BYTES = 256 << 20
-"""Bytes hashed at a time; a GPU needs a sixteenth of it for the hash."""
+"""Bytes that a GPU hashes at a time; the hash needs a sixteenth of them."""
 CHUNK_BYTES = 256 << 10
 """Bytes behind one checksum on a GPU: many of them are computed at once."""
 MAX_READ_BACK_FLOP = 1 << 40
 """Products of more operations than this (tens of seconds on two cores) are not worth knowing packed weights."""
 READ_BACK_ROWS = 512
-NUM_THREADS = 8
 
 
 class LoadedWeights:
@@ -113,12 +111,8 @@ def _add(digest: Any, name: str, tensor: torch.Tensor) -> None:
     # Some kernels transpose weights in place: in the order of memory they are contiguous.
     order = sorted(range(tensor.dim()), key=lambda dim: -tensor.stride(dim))
     flat = tensor.detach().permute(order).contiguous().reshape(-1).view(torch.uint8)
-    if tensor.device.type != "cpu":
-        digest.update(_device_sums(flat))
-        return
-    with ThreadPoolExecutor(NUM_THREADS) as threads:
-        for found in threads.map(xxhash.xxh3_64_digest, [piece.numpy() for piece in flat.split(PIECE_BYTES)]):
-            digest.update(found)
+    is_here = tensor.device.type == "cpu"
+    digest.update(xxhash.xxh3_64_digest(flat.numpy()) if is_here else _device_sums(flat))
 
 
 def _device_sums(flat: torch.Tensor) -> bytes:

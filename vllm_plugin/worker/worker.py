@@ -85,7 +85,7 @@ class KVPoolWorker:
         self._tracing = tracing_of(config.client_config())
         self.sender: SendThread | None = None
         self.receiver: ReceiveThread | None = None
-        self._is_named = False  # The scheduler knows the namespace, and compares it with its own.
+        self._is_spec_reported = False  # The scheduler compares the namespace with its own.
         self._report = WorkerMetadata()
         # Reading the files of large weights takes long: the engine warms up meanwhile.
         naming = functools.partial(namespace_spec, vllm_config, kv_cache_config, config, stage)
@@ -192,8 +192,8 @@ class KVPoolWorker:
         if self.sender is not None:
             for job, succeeded in self.sender.take_ended():
                 self._end(job, succeeded)
-        if not self._is_named and self._spec.done():
-            self._is_named = True
+        if not self._is_spec_reported and self._spec.done():
+            self._is_spec_reported = True
             # A rank whose namespace has no name agrees with no scheduler.
             fingerprint = b"" if self._spec.exception() else self._spec.result().fingerprint()
             self._report.namespaces = frozenset({(self._stage, fingerprint)})
