@@ -21,15 +21,12 @@ from kvpool.client import Client
 from kvpool.config import ClientConfig
 from kvpool.types import PoolStats
 from testbed.engine import BLOCK_TOKENS, Answer, Engine, EngineSpec, kvpool_transfer_config
-from testbed.fork_server import fork_server
 from testbed.tiny_llama import Shape, write
 from tests.support.processes import ServerProcess, wait_for
-from tests.support.real_engines import drain, one_by_one, wait_until_connected
+from tests.support.real_engines import drain, one_by_one, small_processes, wait_until_connected
 
 SMALL = Shape(layers=4, hidden=256, intermediate=512, heads=4, kv_heads=2, head_dim=64, vocab=2048, max_tokens=4096)
 FLOAT32: dict[str, Any] = {"dtype": "float32", "max_model_len": 4096, "kv_cache_memory_bytes": 256 << 20}
-SMALL_PROCESSES = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
-"""Engines share two cores: one OpenMP thread each, and no compilation of code that runs once."""
 MORE = pytest.mark.more
 """Left to `make test-all`: proves no claim of the README that another test does not (docs/explanation/testing.md)."""
 NEEDS_FP8_KV = pytest.mark.skipif(
@@ -132,11 +129,8 @@ def running(log_dir: Path, *specs: EngineSpec) -> Iterator[list[Engine]]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _small_processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in SMALL_PROCESSES.items():
-            patch.setenv(name, value)
-        with fork_server(tmp_path_factory.mktemp("forks")):
-            yield
+    with small_processes(tmp_path_factory.mktemp("forks")):
+        yield
 
 
 @pytest.fixture(scope="session")

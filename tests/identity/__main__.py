@@ -16,14 +16,13 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from testbed.fork_server import fork_server
 from tests.identity.oracle import Observation, Verdict, judge, observe, pairs, write_base
 from tests.identity.variants import BASE_VARIANT, unvaried, variants
+from tests.support.real_engines import small_processes
 
 BUILD = Path(__file__).parents[2] / "build"
 START_TIMEOUT_S = 120.0
 COLUMNS = (Verdict.SAME, Verdict.APART, Verdict.REFUSED, Verdict.FAILURE)
-SMALL_PROCESSES = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
 
 
 def main() -> int:
@@ -32,10 +31,8 @@ def main() -> int:
     deadline = time.monotonic() + float(os.environ.get("SOAK_SECONDS", "inf"))
     chosen = variants()[1:][int(shard) - 1 :: int(num_shards)]
     name = "identity.md" if num_shards == "1" else f"identity-{shard}-of-{num_shards}.md"
-    for variable, value in SMALL_PROCESSES.items():
-        os.environ.setdefault(variable, value)
     observations: list[Observation] = []
-    with tempfile.TemporaryDirectory(prefix="kvpool-identity-") as scratch, fork_server(Path(scratch)):
+    with tempfile.TemporaryDirectory(prefix="kvpool-identity-") as scratch, small_processes(Path(scratch)):
         model = write_base(Path(scratch) / "base")
         for nth, variant in enumerate([BASE_VARIANT, *chosen]):
             if time.monotonic() > deadline:

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from testbed.fork_server import fork_server
-from tests.identity.__main__ import SMALL_PROCESSES
 from tests.identity.oracle import Observation, observe, write_base
 from tests.identity.variants import BASE_VARIANT, Variant
+from tests.support.real_engines import small_processes
 
 INDEX = "file model.safetensors.index.json"
 PREPROCESSOR = "file preprocessor_config.json"
@@ -23,11 +22,8 @@ Observe = Callable[[Variant], Observation]
 
 @pytest.fixture(scope="session", autouse=True)
 def _forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in SMALL_PROCESSES.items():
-            patch.setenv(name, value)
-        with fork_server(tmp_path_factory.mktemp("forks")):
-            yield
+    with small_processes(tmp_path_factory.mktemp("forks")):
+        yield
 
 
 @pytest.fixture(scope="session")

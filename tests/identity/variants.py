@@ -23,9 +23,10 @@ import vllm.config
 import vllm.envs
 from vllm.engine.arg_utils import EngineArgs
 
+from tests.support.vllm_objects import CONFIG_CLASSES
 from vllm_plugin.model import weights
 from vllm_plugin.model.kv_fields import Effect
-from vllm_plugin.model.kv_inputs import effect, variable_effect
+from vllm_plugin.model.kv_inputs import default_of, effect, variable_effect
 
 BASE: dict[str, Any] = {
     "dtype": "float32",
@@ -44,17 +45,6 @@ ENABLERS: Mapping[str, dict[str, Any]] = {
     "speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3},
 }
 """What has an engine make the section of a field at all."""
-CLASSES: Mapping[str, type] = {
-    "model_config": vllm.config.ModelConfig,
-    "multimodal_config": vllm.config.MultiModalConfig,
-    "load_config": vllm.config.LoadConfig,
-    "cache_config": vllm.config.CacheConfig,
-    "attention_config": vllm.config.AttentionConfig,
-    "mamba_config": type(vllm.config.VllmConfig().mamba_config),
-    "speculative_config": vllm.config.SpeculativeConfig,
-    "lora_config": vllm.config.LoRAConfig,
-    "vllm_config": vllm.config.VllmConfig,
-}
 ARGUMENTS = {each.name for each in dataclasses.fields(EngineArgs)}
 OTHER_WEIGHTS = 1
 """Seed of the weights of a file that is put beside the checkpoint."""
@@ -114,7 +104,7 @@ def varied_fields() -> Iterator[tuple[str, Any]]:
 
     A field of `VllmConfig` that is a section stands for that section's fields.
     """
-    for section, described in CLASSES.items():
+    for section, described in CONFIG_CLASSES.items():
         for each in dataclasses.fields(described):  # type: ignore[arg-type]
             if effect(section, each.name)[0] not in (Effect.NONE, Effect.ARCHITECTURE):
                 continue
@@ -147,7 +137,7 @@ def _of_fields() -> Iterator[Variant]:
 
 
 def _of_field(section: str, each: Any) -> Iterator[Variant]:
-    default = BASE.get(each.name, _default(each)) if section not in ENABLERS else _default(each)
+    default = BASE.get(each.name, default_of(each)) if section not in ENABLERS else default_of(each)
     for value in dict.fromkeys(_values(each.type, default)):
         options = _options(section, each.name, value)
         if options is None:
@@ -205,12 +195,6 @@ def _alternatives(kind: Any) -> list[Any]:
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
         return [inner for each in typing.get_args(kind) for inner in _alternatives(each)]
     return [kind]
-
-
-def _default(each: Any) -> Any:
-    if hasattr(each.default, "get_default"):  # Pydantic's description of a field.
-        return each.default.get_default(call_default_factory=True, validated_data={})
-    return None if each.default is dataclasses.MISSING else each.default
 
 
 def _of_variables() -> Iterator[Variant]:

@@ -4,14 +4,31 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import pytest
+
 from testbed.engine import Answer, Engine, Prompt
+from testbed.fork_server import fork_server
 from testbed.ports import is_listening
 from tests.support.processes import wait_for
 
 DRAIN_DEADLINE_S = 60.0
+SMALL_PROCESSES = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
+"""Engines share two cores: one OpenMP thread each, and no compilation of code that runs once."""
+
+
+@contextmanager
+def small_processes(folder: Path) -> Iterator[None]:
+    """Engines are forked from one process that has imported vLLM, and are small."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in SMALL_PROCESSES.items():
+            patch.setenv(name, value)
+        with fork_server(folder):
+            yield
 
 
 def one_by_one(engine: Engine, prompts: Sequence[Sequence[int] | Prompt], max_tokens: int = 8) -> list[Answer]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import vllm.config
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
@@ -23,6 +24,18 @@ from tests.support.toy.fixtures import BLOCK_TOKENS, TINY
 
 init_none_hash(sha256_cbor)
 _hasher = get_request_block_hasher(BLOCK_TOKENS, sha256_cbor)
+CONFIG_CLASSES: Mapping[str, Any] = {
+    "model_config": vllm.config.ModelConfig,
+    "multimodal_config": vllm.config.MultiModalConfig,
+    "load_config": vllm.config.LoadConfig,
+    "cache_config": vllm.config.CacheConfig,
+    "attention_config": vllm.config.AttentionConfig,
+    "mamba_config": type(vllm.config.VllmConfig().mamba_config),
+    "speculative_config": vllm.config.SpeculativeConfig,
+    "lora_config": vllm.config.LoRAConfig,
+    "vllm_config": vllm.config.VllmConfig,
+}
+"""vLLM's classes of configuration, by the section of kvpool's table that has their fields."""
 LAYERS = tuple(f"model.layers.{idx}.self_attn.attn" for idx in range(TINY.layers))
 
 

@@ -59,7 +59,7 @@ def settings(vllm_config: VllmConfig) -> Iterator[tuple[str, Any]]:
             value = getattr(part, field.name, None)
             if (section, field.name) == ("model_config", "generation_config"):
                 value = model.try_get_generation_config()  # Its content, wherever it was read from.
-            if value != _default(field):
+            if value != default_of(field):
                 yield f"{section}.{field.name}", value
 
 
@@ -80,7 +80,7 @@ def variable_effect(name: str) -> tuple[Effect, str]:
     return Effect.VALUE, "not known to kvpool"
 
 
-def _default(field: Any) -> Any:
+def default_of(field: Any) -> Any:
     """What a field is unless somebody sets it."""
     if hasattr(field.default, "get_default"):  # Pydantic's description of a field.
         return field.default.get_default(call_default_factory=True, validated_data={})

@@ -5,27 +5,16 @@ import dataclasses
 import re
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import vllm
 import vllm.config
 from vllm.model_executor.models.registry import ModelRegistry
 
+from tests.support.vllm_objects import CONFIG_CLASSES
 from vllm_plugin.model.kv_fields import FIELDS, INDEPENDENT, Effect
 from vllm_plugin.model.kv_inputs import effect, table
 
-CLASSES: dict[str, Any] = {
-    "model_config": vllm.config.ModelConfig,
-    "multimodal_config": vllm.config.MultiModalConfig,
-    "load_config": vllm.config.LoadConfig,
-    "cache_config": vllm.config.CacheConfig,
-    "attention_config": vllm.config.AttentionConfig,
-    "mamba_config": type(vllm.config.VllmConfig().mamba_config),
-    "speculative_config": vllm.config.SpeculativeConfig,
-    "lora_config": vllm.config.LoRAConfig,
-    "vllm_config": vllm.config.VllmConfig,
-}
 ADDED_IN_0_33: dict[str, set[str]] = {
     "cache_config": {"simple_cpu_offload_num_blocks"},
     "attention_config": {"indexer_tp_shard_min_rows", "minimax_m3_indexer_cp", "trtllm_ragged_backend"},
@@ -57,11 +46,11 @@ READERS: dict[str, set[str]] = {
 BESIDE_MODELS = ("registry", "config", "adapters", "interfaces", "interfaces_base", "utils")
 
 
-@pytest.mark.parametrize("section", CLASSES)
+@pytest.mark.parametrize("section", CONFIG_CLASSES)
 def test_every_field_of_vllms_configuration_stands_in_the_table_once(section: str) -> None:
     listed = [name for fields in FIELDS[section].values() for name in fields]
     assert len(set(listed)) == len(listed)
-    installed = {field.name for field in dataclasses.fields(CLASSES[section])}
+    installed = {field.name for field in dataclasses.fields(CONFIG_CLASSES[section])}
     assert installed <= set(listed)
     if vllm.__version__.startswith("0.32."):
         assert set(listed) - installed == ADDED_IN_0_33.get(section, set())
