@@ -4,8 +4,11 @@ import os
 import time
 
 NAME = "KVPoolConnector"
-BEGAN_AT = "KVPOOL_ENGINE_BEGAN_AT"
-"""The environment variable with the time (ns since 1970) before which no process of the engine had read a file."""
+BEGAN_AT = "_KVPOOL_ENGINE_BEGAN_AT"
+"""The environment variable with the time (ns since 1970) before which no process of the engine had read a file.
+
+The underscore sets it apart from settings: a kvpool-server that a process of the engine starts refuses unknown ones.
+"""
 
 
 def register() -> None:
