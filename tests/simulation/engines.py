@@ -438,6 +438,7 @@ def take_over(patch: pytest.MonkeyPatch, runtime: DeterministicRuntime, server: 
         admission,
         lookups,
         request_lookup,
+        resets,
         loads,
         step_budget,
         store_jobs,

@@ -227,8 +227,8 @@ class KVPoolScheduler:
         dropped = self.jobs.take_dropped()
         for job in self._new_loads:
             job.beside_compute = output.total_num_scheduled_tokens > 0
-        metadata = ConnectorMetadata(self._new_loads, stores, dropped, self.stages.weights_epoch, loading_step)
-        metadata.weights_check = self._resets.check_due(output.total_num_scheduled_tokens)
+        check = self._resets.check_due(output.total_num_scheduled_tokens)
+        metadata = ConnectorMetadata(self._new_loads, stores, dropped, self.stages.weights_epoch, loading_step, check)
         # Last: a load that vLLM waits for must reach the ranks, whatever fails above.
         self._new_loads, self._delivered_step = [], self.jobs.step
         return metadata
@@ -249,7 +249,9 @@ class KVPoolScheduler:
         if output.has_sync_kv_loads:
             self._resets.distrust()  # Whether stores of blocks that such a load has failed would be held is not known.
         loads, self._new_loads = self._new_loads, []
-        return ConnectorMetadata(loads, [], [], self.stages.weights_epoch, self._peer_loads.loading_step)
+        # Requests that wait for the weights of the ranks must not wait for a step that succeeds.
+        check = self._resets.check_due(output.total_num_scheduled_tokens)
+        return ConnectorMetadata(loads, [], [], self.stages.weights_epoch, self._peer_loads.loading_step, check)
 
     def _may_store(self) -> bool:
         return self._writes and self._resets.may_share and not self.stages.disagree and self.stages.are_open
