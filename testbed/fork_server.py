@@ -27,6 +27,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
+from unittest.mock import patch
 
 from testbed.engine import IMPORT_SETTINGS
 from testbed.forked_process import FORK_SERVER, MESSAGE_BYTES
@@ -64,11 +65,10 @@ def fork_server(directory: Path) -> Iterator[None]:
             pass_fds=[listener.fileno()],
         )
     assert server.stdin is not None
-    os.environ[FORK_SERVER] = str(address)
     try:
-        yield
+        with patch.dict(os.environ, {FORK_SERVER: str(address)}):  # There may be another around this one.
+            yield
     finally:
-        del os.environ[FORK_SERVER]
         server.stdin.close()
         server.wait(timeout=30)
 
