@@ -83,15 +83,19 @@ class PoolLoad:
     def _run(self) -> None:
         namespace: Namespace | None = None
         retry_at = 0.0
+        prompts: list[int] = []
         with Client(ClientConfig(self._endpoint, timeout_ms=CALL_MS, data_timeout_ms=CALL_MS)) as client:
             while not self._stopping.wait(THINK_S):
                 started, hits = time.monotonic(), 0
+                # Each round asks for every prompt once: from the second on, all that a pool has kept are hits.
+                prompts = prompts or self._random.sample(range(PROMPTS), PROMPTS)
+                prompt = prompts.pop()
                 try:
                     try:
                         if namespace is None and started >= retry_at:
                             namespace = client.open_namespace(self._spec)
                         if namespace is not None:
-                            hits = self._request(client, namespace, self._random.randrange(PROMPTS))
+                            hits = self._request(client, namespace, prompt)
                     except KVPoolError:
                         namespace, retry_at = None, time.monotonic() + AWAY_S
                 except Exception as error:
