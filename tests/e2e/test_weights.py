@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from testbed.engine import Engine, EngineSpec, Prompt, kvpool_transfer_config
 from testbed.tiny_models import write
 from tests.e2e.conftest import FLOAT32, PATIENT, assert_same, hit_tokens, prompt, running
 from tests.support.processes import ServerProcess, wait_for
-from tests.support.real_engines import drain
+from tests.support.real_engines import drain, wait_until_connected
 
 pytestmark = pytest.mark.vllm
 
@@ -143,6 +145,35 @@ def test_engines_without_weight_files_share_where_their_memory_is_equal(
         assert loaded.cached_tokens == FULL
         (computed,) = first.generate([text])
         assert_same([loaded], [computed])
+
+
+@pytest.mark.more
+def test_a_link_that_flips_while_an_engine_starts_names_no_kv_wrongly(
+    tmp_path: Path, shapes_dir: Path, trained: Path, e2e_server: ServerProcess
+) -> None:
+    """The link leads to other weights once the engine has loaded the first ones, and before kvpool reads any file."""
+    latest, flipped, log = tmp_path / "latest", tmp_path / "flipped", tmp_path / "first.log"
+    latest.symlink_to(write("llama", shapes_dir))
+    flipped.symlink_to(trained)
+    transfer = kvpool_transfer_config(e2e_server.endpoint, salt="flips", **PATIENT)
+    spec = EngineSpec(latest, transfer, FLOAT32, in_process=True)
+    text = prompt(LENGTH, "flips")
+    with ThreadPoolExecutor(1) as threads, ExitStack() as stack:
+        starting = threads.submit(Engine, spec, log)
+        wait_for(lambda: log.exists() and "Loading weights took" in log.read_text(), "the engine's weights", 120)
+        flipped.rename(latest)
+        first = stack.enter_context(starting.result())
+        second = stack.enter_context(Engine(spec, tmp_path / "second.log"))
+        for engine in (first, second):
+            wait_until_connected(engine, transfer)
+        (old,) = first.generate([text])
+        drain(first)
+        (new,) = second.generate([text])
+        assert new.cached_tokens == 0, "it read KV of weights that it has not loaded"
+        assert new.logprobs != old.logprobs, "weights that are equal show nothing"
+        alone = "the engine shares KV with no other: latest has changed since the engine's start"
+        assert alone in first.log()
+        assert alone not in second.log()
 
 
 def _hits(engine: Engine, text: list[int]) -> bool:
