@@ -1,0 +1,109 @@
+"""How much later does an engine start that names its weights?
+
+Engines with Llama-3.1-8B's layers start from one checkpoint in the page cache, in turns: without a connector, with
+kvpool on a host that has never read the checkpoint, and with kvpool on one that has. A start ends with the answer to
+a first prompt. CUDA graphs and compilation are off, so that nothing else delays the engine while kvpool reads.
+
+32 layers are 16 GB, which needs CUDA and 32 GiB of its memory; `--layers 1` (2.5 GB) starts on a CPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from safetensors.torch import save_file
+
+from benchmarks.cases.gpu import LLAMA_8B, prompt_of
+from benchmarks.harness import measuring as harness
+from benchmarks.harness.measuring import Logs, Row, alternate, at_most, estimate
+from testbed.engine import Engine, EngineSpec, kvpool_transfer_config
+
+PROMPT_TOKENS = 500
+REACH_S = 1.0
+
+
+def main(
+    logs: Logs,
+    layers: Annotated[int, typer.Option(help="Layers of the model; 32 are 16 GB.", min=1)] = 32,
+    rounds: Annotated[int, typer.Option(min=1)] = 3,
+) -> None:
+    """Time the start of engines, and report how much later those with kvpool answer."""
+    model = logs / "checkpoint"
+    nbytes = _write_checkpoint(model, layers)
+    with contextlib.ExitStack() as stack:
+        endpoint = stack.enter_context(harness.kvpool_server("2GiB"))
+        known = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        options = {"enforce_eager": True, "max_model_len": 2048, "kv_cache_memory_bytes": 1 << 30}
+
+        def start(name: str, cache: Path | None) -> float:
+            environment = {"XDG_CACHE_HOME": str(cache)} if cache else {}
+            transfer = kvpool_transfer_config(endpoint) if cache else None
+            spec = EngineSpec(model, transfer, options, environment)
+
+            def until_answered() -> None:
+                engine = ends.enter_context(Engine(spec, logs / f"{name.replace(' ', '-')}.log"))
+                engine.generate([prompt_of(PROMPT_TOKENS, "start")], max_tokens=1)
+
+            with contextlib.ExitStack() as ends:
+                seconds = harness.timed(until_answered)
+            print(f"{name}: {seconds:.2f} s", flush=True)
+            return seconds
+
+        def start_on_new_host() -> float:
+            with tempfile.TemporaryDirectory() as cache:
+                return start("never read", Path(cache))
+
+        measures = {
+            "no connector": lambda: start("no connector", None),
+            "kvpool, weights never read": start_on_new_host,
+            "kvpool, weights known": lambda: start("known", known),
+        }
+        taken = alternate(measures, rounds, what="starts", warmups=1)
+    alone = taken.pop("no connector")
+    rows = [Row("start, no connector", estimate(alone), "s")]
+    for name, seconds in taken.items():
+        later = estimate([a - b for a, b in zip(seconds, alone, strict=True)])
+        rows += [Row(f"start, {name}", estimate(seconds), "s"), at_most(f"{name}: later by", later, "s", REACH_S)]
+    harness.report("start", rows, rounds=rounds, layers=layers, weight_bytes=nbytes)
+
+
+def _write_checkpoint(folder: Path, layers: int) -> int:
+    """Writes a model with random weights, a file per two layers; its bytes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({**LLAMA_8B, "num_hidden_layers": layers}))
+    hidden, inner, vocabulary = LLAMA_8B["hidden_size"], LLAMA_8B["intermediate_size"], LLAMA_8B["vocab_size"]
+    keys = LLAMA_8B["num_key_value_heads"] * LLAMA_8B["head_dim"]
+    parts: dict[str, dict[str, tuple[int, ...]]] = {"embed_tokens": {"embed_tokens.weight": (vocabulary, hidden)}}
+    for layer in range(layers):
+        attention = {"q_proj": hidden, "k_proj": keys, "v_proj": keys, "o_proj": hidden}
+        part = parts.setdefault(f"layers-{layer // 2:02}", {})
+        for name, width in attention.items():
+            part[f"layers.{layer}.self_attn.{name}.weight"] = (width, hidden)
+        for name in ("gate_proj", "up_proj"):
+            part[f"layers.{layer}.mlp.{name}.weight"] = (inner, hidden)
+        part[f"layers.{layer}.mlp.down_proj.weight"] = (hidden, inner)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            part[f"layers.{layer}.{name}.weight"] = (hidden,)
+    parts["norm"] = {"norm.weight": (hidden,)}
+    files = {part: {f"model.{name}": shape for name, shape in shapes.items()} for part, shapes in parts.items()}
+    files["head"] = {"lm_head.weight": (vocabulary, hidden)}
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    written = 0
+    for file, shapes in files.items():
+        tensors = {
+            name: (torch.randn(shape, dtype=torch.bfloat16, device=device) * 0.02).cpu()
+            for name, shape in shapes.items()
+        }
+        save_file(tensors, folder / f"model-{file}.safetensors", metadata={"format": "pt"})
+        written += sum(tensor.nbytes for tensor in tensors.values())
+    return written
+
+
+if __name__ == "__main__":
+    typer.run(main)
