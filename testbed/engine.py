@@ -102,7 +102,11 @@ class EngineError(RuntimeError):
 
 
 class Engine:
-    """A running engine. Use as a context manager: the process is gone afterwards."""
+    """A running engine. Use as a context manager: the process is gone afterwards.
+
+    Attributes:
+        start_s: seconds from the call of `vllm.LLM`, after all imports, until it was ready.
+    """
 
     def __init__(self, spec: EngineSpec, log_path: Path, start_timeout_s: float = START_TIMEOUT_S):
         self._log_path = log_path
@@ -124,7 +128,7 @@ class Engine:
             self._process = start_module("testbed.engine_process", [], environment, log, spec.inside)
         self._answers: Queue[str | None] = Queue()
         threading.Thread(target=self._read, daemon=True).start()
-        self._ask({"spec": {**asdict(spec), "model": str(spec.model)}}, start_timeout_s)
+        self.start_s = float(self._ask({"spec": {**asdict(spec), "model": str(spec.model)}}, start_timeout_s))
 
     def __enter__(self) -> Engine:
         return self

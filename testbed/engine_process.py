@@ -33,9 +33,10 @@ def serve() -> None:
         "disable_log_stats": False,
         **spec["options"],
     }
+    started = time.monotonic()
     llm = LLM(model=spec["model"], kv_transfer_config=spec["transfer"], **arguments)
     _warm_up(llm)
-    print("true", file=answers, flush=True)
+    print(json.dumps(time.monotonic() - started), file=answers, flush=True)
     for line in sys.stdin:
         print(json.dumps(_obey(llm, json.loads(line))), file=answers, flush=True)
     gc.collect = lambda generation=2: 0  # vLLM would collect a heap that is about to be dropped, for a second.

@@ -1,8 +1,9 @@
 """How much later does an engine start that names its weights?
 
 Engines with Llama-3.1-8B's layers start from one checkpoint in the page cache, in turns: without a connector, with
-kvpool on a host that has never read the checkpoint, and with kvpool on one that has. A start ends with the answer to
-a first prompt. CUDA graphs and compilation are off, so that nothing else delays the engine while kvpool reads.
+kvpool on a host that has never read the checkpoint, and with kvpool on one that has. A start begins after the imports
+and ends with the answer to a first prompt. CUDA graphs and compilation are off: nothing else delays the engine while
+kvpool reads.
 
 32 layers are 16 GB, which needs CUDA and 32 GiB of its memory; `--layers 1` (2.5 GB) starts on a CPU.
 """
@@ -21,7 +22,7 @@ from safetensors.torch import save_file
 
 from benchmarks.cases.gpu import LLAMA_8B, prompt_of
 from benchmarks.harness import measuring as harness
-from benchmarks.harness.measuring import Logs, Row, alternate, at_most, estimate
+from benchmarks.harness.measuring import Logs, Row, alternate, at_most, estimate, timed
 from testbed.engine import Engine, EngineSpec, kvpool_transfer_config
 
 PROMPT_TOKENS = 500
@@ -41,30 +42,28 @@ def main(
         known = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         options = {"enforce_eager": True, "max_model_len": 2048, "kv_cache_memory_bytes": 1 << 30}
 
-        def start(name: str, cache: Path | None) -> float:
-            environment = {"XDG_CACHE_HOME": str(cache)} if cache else {}
+        def start(name: str, cache: Path | None = None) -> float:
+            environment = {"VLLM_CACHE_ROOT": str(logs / "vllm-cache")}
+            if cache is not None:
+                environment["XDG_CACHE_HOME"] = str(cache)
             transfer = kvpool_transfer_config(endpoint) if cache else None
-            spec = EngineSpec(model, transfer, options, environment)
-
-            def until_answered() -> None:
-                engine = ends.enter_context(Engine(spec, logs / f"{name.replace(' ', '-')}.log"))
-                engine.generate([prompt_of(PROMPT_TOKENS, "start")], max_tokens=1)
-
-            with contextlib.ExitStack() as ends:
-                seconds = harness.timed(until_answered)
-            print(f"{name}: {seconds:.2f} s", flush=True)
-            return seconds
+            spec = EngineSpec(model, transfer, options, environment, in_process=True)
+            with Engine(spec, logs / f"{name.replace(' ', '-')}.log") as engine:
+                answered = timed(lambda: engine.generate([prompt_of(PROMPT_TOKENS, "start")], max_tokens=1))
+            print(f"{name}: {engine.start_s:.2f} s, first answer {answered:.2f} s", flush=True)
+            return engine.start_s + answered
 
         def start_on_new_host() -> float:
             with tempfile.TemporaryDirectory() as cache:
                 return start("never read", Path(cache))
 
+        start("warm-up")
         measures = {
-            "no connector": lambda: start("no connector", None),
+            "no connector": lambda: start("no connector"),
             "kvpool, weights never read": start_on_new_host,
             "kvpool, weights known": lambda: start("known", known),
         }
-        taken = alternate(measures, rounds, what="starts", warmups=1)
+        taken = alternate(measures, rounds, what="starts", warmups=0)
     alone = taken.pop("no connector")
     rows = [Row("start, no connector", estimate(alone), "s")]
     for name, seconds in taken.items():

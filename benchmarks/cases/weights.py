@@ -18,7 +18,6 @@ import typer
 from benchmarks.harness.figures import rows
 from benchmarks.harness.measuring import Row, alternate, gb_per_s, report, timed
 
-PIECE_BYTES = 16 << 20
 SIZES_GB = {"8B": 16, "70B": 140, "405B": 810}
 """Weights in bfloat16, by number of parameters."""
 
@@ -41,15 +40,15 @@ def main(
     rounds: Annotated[int, typer.Option(min=1)] = 7,
 ) -> None:
     """Measures and reports."""
-    from vllm_plugin.model.weights import MAX_THREADS, content_digest  # The table needs no vLLM.
+    from vllm_plugin.model.weights import MAX_THREADS, READ_BYTES, content_digest  # The table needs no vLLM.
 
     nbytes = mib << 20
-    piece = np.random.default_rng(0).integers(0, 256, PIECE_BYTES, dtype=np.uint8)
+    piece = np.random.default_rng(0).integers(0, 256, READ_BYTES, dtype=np.uint8)
     with tempfile.TemporaryDirectory(dir=directory, prefix="kvpool-weights-") as folder:
         written = [Path(folder) / f"model-{nth}.safetensors" for nth in range(files)]
         for file in written:
             with file.open("wb") as opened:
-                for _ in range(nbytes // files // PIECE_BYTES):
+                for _ in range(nbytes // files // READ_BYTES):
                     piece += np.uint8(1)
                     opened.write(piece)
                 os.fsync(opened.fileno())
@@ -67,7 +66,7 @@ def main(
 
         def hash_alone() -> float:
             hasher = hashlib.sha256()
-            return timed(lambda: [hasher.update(piece) for _ in range(nbytes // PIECE_BYTES)])
+            return timed(lambda: [hasher.update(piece) for _ in range(nbytes // READ_BYTES)])
 
         # A digest from the disk leaves the files in the page cache for the next one.
         measures = {"from the disk": digest_cold, "from the page cache": digest, "SHA-256 alone": hash_alone}
