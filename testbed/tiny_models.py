@@ -27,6 +27,11 @@ STATE_DECAY = -7.0
 """Logarithm of what a recurrent state loses a token: it remembers a thousand tokens, so a wrong state shows."""
 WINDOW = 100
 """Deliberately no multiple of a block."""
+IMAGE_TOKEN = 3
+"""Stands for an image in a prompt of the idefics3 shape."""
+IMAGE_PATCHES = 64
+IMAGE_TOKENS = IMAGE_PATCHES + 3
+"""What vLLM puts in its place: a token per patch, and three around them."""
 
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -294,17 +299,21 @@ def write(name: str, directory: Path) -> Path:
 
 
 def _write_model(config: PretrainedConfig, target: Path) -> None:
+    _write_weights(AutoModelForCausalLM, config, target)
+    if getattr(config, "num_nextn_predict_layers", 0):
+        _make_last_layer_predict(target, config)
+
+
+def _write_weights(auto_class: Any, config: PretrainedConfig, target: Path) -> None:
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = auto_class.from_config(config, dtype=torch.float32)
         for name, parameter in model.named_parameters():
             if name.endswith("A_log"):
                 parameter.fill_(STATE_DECAY)
             elif parameter.ndim > 1:
                 parameter.normal_(std=INITIALIZER_RANGE)
     model.save_pretrained(target)
-    if getattr(config, "num_nextn_predict_layers", 0):
-        _make_last_layer_predict(target, config)
 
 
 def _make_last_layer_predict(target: Path, config: PretrainedConfig) -> None:
@@ -423,15 +432,48 @@ def _write_adapter(target: Path, seed: int, rank: int = 8) -> None:
     (target / "adapter_config.json").write_text(json.dumps(config, indent=2))
 
 
+def idefics3(target: Path) -> None:
+    """The llama shape behind a vision tower, with the tokenizer and image processor that vLLM needs for images."""
+    # Other releases of Transformers, which GPUs' vLLM may bring, lack some of these classes.
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import (
+        AutoModelForImageTextToText,
+        Idefics3Config,
+        Idefics3ImageProcessorPil,
+        Idefics3Processor,
+        PreTrainedTokenizerFast,
+    )
+
+    side, patch = 128, 16
+    vision = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "image_size": side,
+        "patch_size": patch,
+    }
+    config = Idefics3Config(vision_config=vision, text_config=llama(), image_token_id=IMAGE_TOKEN, scale_factor=1)
+    _write_weights(AutoModelForImageTextToText, config, target)
+    names = dict(enumerate(("<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"), IMAGE_TOKEN))
+    words = {names.get(token, f"<{token}>"): token for token in range(VOCAB)}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, unk_token="<0>")))
+    images = Idefics3ImageProcessorPil(
+        do_image_splitting=False, size={"longest_edge": side}, max_image_size={"longest_edge": side}
+    )
+    Idefics3Processor(images, tokenizer, image_seq_len=IMAGE_PATCHES).save_pretrained(target)
+
+
 def _random(sizes: dict[str, tuple[int, ...]], seed: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return {name: torch.randn(size, generator=generator) * INITIALIZER_RANGE for name, size in sizes.items()}
 
 
 ADDITIONS: dict[str, Callable[[Path], None]] = {
-    make.__name__: make for make in (mimo_v2, eagle, eagle3, lora_a, lora_b)
+    make.__name__: make for make in (mimo_v2, idefics3, eagle, eagle3, lora_a, lora_b)
 }
-"""What Transformers does not make: a model of several head counts, and draft heads and adapters for the llama shape."""
+"""What needs more than a config: a model of several head counts, one of images, and heads and adapters for llama."""
 
 
 def main(directory: Path, shapes: Annotated[list[str] | None, typer.Argument(help="All without any.")] = None) -> None:

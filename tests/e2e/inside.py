@@ -6,12 +6,15 @@ Every function gets the engine's `LLM` first, and takes and returns what JSON ca
 from __future__ import annotations
 
 import builtins
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
+from vllm.multimodal.media import ImageMediaIO
 from vllm.sampling_params import BeamSearchParams, StructuredOutputsParams
 
 from vllm_plugin.scheduler.load_policy import NUM_LOADS, Connection
@@ -163,3 +166,27 @@ def reset_while_running(llm: LLM, running: list[int], later: list[int]) -> None:
     engine.add_request("later", {"prompt_token_ids": later}, sampling)
     while engine.has_unfinished_requests():
         engine.step()
+
+
+def with_images(
+    llm: LLM, prompt: list[int], images: Sequence[str], is_upload: bool, uuids: Sequence[str], salt: str
+) -> dict[str, Any]:
+    """A greedy answer to a prompt with images.
+
+    Args:
+        prompt: token ids, with one image token per image.
+        images: paths of files.
+        is_upload: True gives vLLM a file's bytes with the image, as `vllm serve` does; False gives an object of PIL.
+        uuids: names of the images that a client chooses; may be empty.
+        salt: the `cache_salt`; may be empty.
+    """
+    load: Callable[[Path], Any] = ImageMediaIO().load_file if is_upload else Image.open
+    request: dict[str, Any] = {
+        "prompt_token_ids": prompt,
+        "multi_modal_data": {"image": [load(Path(each)) for each in images]},
+        **({"multi_modal_uuids": {"image": list(uuids)}} if uuids else {}),
+        **({"cache_salt": salt} if salt else {}),
+    }
+    sampling = SamplingParams(temperature=0, max_tokens=8, logprobs=0, detokenize=False, ignore_eos=True)
+    (output,) = llm.generate([request], sampling, use_tqdm=False)
+    return _answer(output)

@@ -43,6 +43,13 @@ REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
         r"does not serve \S*granite_hybrid: its KV-cache group 0 \(MambaSpec, \d layers\) keeps states with "
         r"mamba_cache_mode = 'none'; start vLLM with --enable-prefix-caching --mamba-cache-mode align",
     ),
+    "images named by a counter": (
+        "idefics3",
+        {},
+        {"skip_tokenizer_init": False, "enable_prefix_caching": False, "mm_processor_cache_gb": 0},
+        r"vLLM names images by a counter, .* with prefix caching off and mm_processor_cache_gb = 0, so that two images "
+        r"would share blocks; leave one of the two on",
+    ),
     "shards that do not divide": (
         "llama",
         {"num_shards": 3},
