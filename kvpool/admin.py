@@ -10,7 +10,7 @@ from kvpool.drain import DrainProgress
 from kvpool.explanation import Explanation
 from kvpool.explanation_messages import explanation
 from kvpool.holdings import NamespaceInfo
-from kvpool.ledger import LedgerPage, LedgerRow, MeasuredSaving
+from kvpool.ledger import LedgerPage, LedgerRow
 from kvpool.request_trace import RequestTrace
 from kvpool.rpc import Namespace, PoolRpc
 from kvpool.skew import Release
@@ -89,17 +89,15 @@ class Admin:
     def ledger(self, since: int, until: int = 0) -> LedgerPage:
         """The ledger of hours that end after `since` and begin before `until`, in Unix time; 0: now.
 
-        The server answers in parts; the rows are of all of them. What was measured is in the first part, for all hours.
+        The server answers in parts; the returned page has the rows of all parts.
         """
         rows: list[LedgerRow] = []
-        measured: tuple[MeasuredSaving, ...] | None = None
         while True:
             request = pb.LedgerRequest(since=since, until=until)
             page = replies.ledger(self._rpc.call(self._rpc.stub.Ledger, request))
             rows += page.rows
-            measured = page.measured if measured is None else measured
             if page.next_since <= since or len(rows) > MAX_ROWS:
-                return replace(page, rows=tuple(rows), measured=measured, next_since=0)
+                return replace(page, rows=tuple(rows), next_since=0)
             since = page.next_since
 
     def explain(self, fingerprint: bytes, runs: Sequence[BlockRun], *, timeout_ms: int | None = None) -> Explanation:

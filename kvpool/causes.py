@@ -30,10 +30,6 @@ class Cause(enum.Enum):
         "The pool has them, and not the window or the state to go on from.",
     )
     DECLINED = ("declined", "Loading them would have taken longer than computing them.")
-    HELD_OUT = (
-        "held_out",
-        "The pool has them, and they were computed to measure what loading saves (`holdout_fraction`).",
-    )
     LOAD_FAILED = ("load_failed", "Their load failed.")
     LOOKUP_FAILED = ("lookup_failed", "Their lookup failed, or its answer was late.")
     WAITING = ("too_many_waiting", "Too many other requests waited for lookups, room or a tier.")

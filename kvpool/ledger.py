@@ -7,8 +7,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from kvpool.reports import NO_AGREEMENT, Agreement
-
 HOUR_S = 3_600
 LEDGER_DAYS = 40
 """A server keeps the rows of so many days."""
@@ -49,41 +47,16 @@ SUMS = tuple(
 
 
 @dataclass(frozen=True, slots=True)
-class MeasuredSaving:
-    """What held-out hits say of the time that loads save, of one tenant and model; see docs/reference/ledger.md.
-
-    Args:
-        num_loaded, num_held_out: requests with hits that were to load, and that were held out.
-        num_compared: the loaded ones of size classes with enough of both; 0: nothing can be said.
-        saved_seconds: of the compared ones together, to the first token.
-        low_seconds, high_seconds: ends of the 95 % confidence interval.
-        agreement: of first tokens.
-    """
-
-    tenant: str
-    model: str
-    num_loaded: int = 0
-    num_held_out: int = 0
-    num_compared: int = 0
-    saved_seconds: float = 0.0
-    low_seconds: float = 0.0
-    high_seconds: float = 0.0
-    agreement: Agreement = NO_AGREEMENT
-
-
-@dataclass(frozen=True, slots=True)
 class LedgerPage:
     """One answer of a server.
 
     Args:
-        measured: in the hours that were asked for, also those of parts that follow.
         is_persistent: the rows outlive the server.
         begins: Unix time, seconds: nothing before it is known.
         next_since: rows of this hour and of later ones are left out; 0: none are.
     """
 
     rows: tuple[LedgerRow, ...] = ()
-    measured: tuple[MeasuredSaving, ...] = ()
     is_persistent: bool = False
     begins: int = 0
     next_since: int = 0

@@ -498,7 +498,6 @@ def _namespace(info: pb.NamespaceInfo) -> NamespaceInfo:
 def ledger(reply: pb.LedgerResponse) -> LedgerPage:
     """A part of the ledger whose texts can be printed."""
     _in("number of rows", len(reply.rows), 0, MAX_LEDGER_ROWS)
-    _in("number of measured savings", len(reply.measured), 0, MAX_ENTRIES)
     for row in reply.rows:
         for name in ("tenant", "model"):
             _text(name, getattr(row, name))
@@ -506,21 +505,12 @@ def ledger(reply: pb.LedgerResponse) -> LedgerPage:
             _in(name, getattr(row, name), 0, MAX_AMOUNT)
         _in("hour", row.hour, 0, MAX_AGE_S)
         _causes(row.computed_tokens)
-    for each in reply.measured:
-        for name in ("tenant", "model"):
-            _text(name, getattr(each, name))
-        for name in ("saved_seconds", "low_seconds", "high_seconds"):
-            _in(name, getattr(each, name), -MAX_AGE_S, MAX_AGE_S)
-        _in("num_compared", each.num_compared, 0, each.num_loaded)
-        _in("num_mixed_equal", each.agreement.num_mixed_equal, 0, each.agreement.num_mixed)
-        _in("num_held_out_equal", each.agreement.num_held_out_equal, 0, each.agreement.num_held_out)
     _in("begins", reply.begins, 0, MAX_AGE_S)
     _in("next_since", reply.next_since, 0, MAX_AGE_S)
     decoded = wire.decode_ledger(reply)
     return replace(
         decoded,
         rows=tuple(replace(row, tenant=_shown(row.tenant), model=_shown(row.model)) for row in decoded.rows),
-        measured=tuple(replace(row, tenant=_shown(row.tenant), model=_shown(row.model)) for row in decoded.measured),
     )
 
 

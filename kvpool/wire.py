@@ -19,18 +19,15 @@ from kvpool import errors
 from kvpool.drain import DrainProgress
 from kvpool.explanation_messages import encode_trace
 from kvpool.holdings import NamespaceInfo, TierHoldings, escaped, printable
-from kvpool.ledger import LedgerPage, LedgerRow, MeasuredSaving
+from kvpool.ledger import LedgerPage, LedgerRow
 from kvpool.namespace import GroupSpec, NamespaceSpec
 from kvpool.reports import (
     MAX_CAUSES,
     MAX_ENGINE_CHARS,
     MAX_REQUESTS,
-    MAX_SIZE_CLASSES,
     MAX_STAGES,
-    Agreement,
     EngineReport,
     EngineState,
-    FirstTokenTimes,
 )
 from kvpool.server_stats import RpcStats, ServerStats, TransferStats, UsageStats
 from kvpool.skew import MAX_RELEASE_CHARS, OWN, Release
@@ -493,10 +490,7 @@ def decode_namespace_info(message: pb.NamespaceInfo) -> NamespaceInfo:
 
 
 def encode_report(report: EngineReport) -> pb.ReportRequest:
-    times = [_encode(each, pb.FirstTokenTimes) for each in report.first_token_times]
-    agreement = _encode(report.agreement, pb.Agreement)
-    requests = map(encode_trace, report.requests)
-    return _encode(report, pb.ReportRequest, first_token_times=times, agreement=agreement, requests=requests)
+    return _encode(report, pb.ReportRequest, requests=map(encode_trace, report.requests))
 
 
 def decode_report(message: pb.ReportRequest) -> EngineReport:
@@ -513,8 +507,6 @@ def decode_report(message: pb.ReportRequest) -> EngineReport:
         message,
         namespaces=tuple(message.namespaces),
         computed_tokens=dict(message.computed_tokens),
-        first_token_times=tuple(_decode(FirstTokenTimes, each) for each in message.first_token_times),
-        agreement=_decode(Agreement, message.agreement),
         requests=(),
         **texts,
     )
@@ -522,25 +514,18 @@ def decode_report(message: pb.ReportRequest) -> EngineReport:
 
 def encode_ledger(page: LedgerPage, boot_token: int) -> pb.LedgerResponse:
     rows = [_encode(row, pb.LedgerRow) for row in page.rows]
-    measured = [
-        _encode(each, pb.MeasuredSaving, agreement=_encode(each.agreement, pb.Agreement)) for each in page.measured
-    ]
-    return _encode(page, pb.LedgerResponse, boot_token=boot_token, rows=rows, measured=measured)
+    return _encode(page, pb.LedgerResponse, boot_token=boot_token, rows=rows)
 
 
 def decode_ledger(message: pb.LedgerResponse) -> LedgerPage:
     rows = tuple(_decode(LedgerRow, row, computed_tokens=dict(row.computed_tokens)) for row in message.rows)
-    measured = tuple(
-        _decode(MeasuredSaving, each, agreement=_decode(Agreement, each.agreement)) for each in message.measured
-    )
-    return _decode(LedgerPage, message, rows=rows, measured=measured)
+    return _decode(LedgerPage, message, rows=rows)
 
 
 _TEXTS_OF_REPORT = ("engine", "version", "vllm_version", "transport")
 _MOST_OF_REPORT = {
     "namespaces": MAX_STAGES,
     "computed_tokens": MAX_CAUSES,
-    "first_token_times": MAX_SIZE_CLASSES,
     "requests": MAX_REQUESTS,
 }
 

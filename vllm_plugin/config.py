@@ -16,7 +16,6 @@ from kvpool.principal import Role
 from kvpool.tls import TlsFiles, read_identity
 
 MAX_TIMEOUT_MS = 300_000
-MAX_HOLDOUT = 0.5
 BOUNDS: Mapping[str, tuple[int, int]] = {
     "lookup_timeout_ms": (1, MAX_TIMEOUT_MS),
     "load_timeout_ms": (1, MAX_TIMEOUT_MS),
@@ -60,8 +59,6 @@ class ConnectorConfig:
             the number is equal.
         weights_epoch: free text; engines share blocks only if it is equal.
         decline_slow_loads: compute a hit where loading it would take longer, as measured so far.
-        holdout_fraction: share of the hits, chosen at random, that are computed all the same, to measure what loading
-            saves (`kvpool ledger`). 0: none; 0.5 at most. With 0.01 one hit in a hundred costs its computation.
         explain_requests: tell the server of each request, by its id and without its tokens, how many tokens were
             loaded and computed and why, for `kvpool explain --request`.
         share_adapters: which requests with a LoRA adapter share blocks, by the adapter's content. "unchanged": those
@@ -93,7 +90,6 @@ class ConnectorConfig:
     num_shards: int = 0
     weights_epoch: str = ""
     decline_slow_loads: bool = True
-    holdout_fraction: float = 0.0
     explain_requests: bool = False
     share_adapters: str = "unchanged"
     tenant: str = ""
@@ -144,11 +140,6 @@ class ConnectorConfig:
         if not 0 < config.max_pinned_fraction <= 1:
             raise ConfigError(
                 f"kv_connector_extra_config: max_pinned_fraction = {config.max_pinned_fraction} is not in (0, 1]"
-            )
-        if not 0 <= config.holdout_fraction <= MAX_HOLDOUT:
-            raise ConfigError(
-                f"kv_connector_extra_config: holdout_fraction = {config.holdout_fraction} is not in 0 to {MAX_HOLDOUT}"
-                "; 0.01 computes one hit in a hundred"
             )
         return config
 

@@ -7,7 +7,6 @@ To add a metric, give it a name with its unit last and a HELP text that can be r
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -146,15 +145,10 @@ class Recorder:
             self._totals[name] = self._totals.get(name, 0) + num_tokens
 
     def tally(self, name: str, count: float = 1) -> None:
-        """Counts what is reported to the server alone: `TALLIES`, and what `holdout.py` measures."""
+        """Counts one of `TALLIES`, which are reported to the server alone."""
+        assert name in TALLIES, name
         with self._lock:
             self._totals[name] = self._totals.get(name, 0) + count
-
-    def tally_together(self, counts: Mapping[str, float]) -> None:
-        """As `tally`, of counts that only mean something together: a report has all of them, or none."""
-        with self._lock:
-            for name, count in counts.items():
-                self._totals[name] = self._totals.get(name, 0) + count
 
     def totals(self) -> dict[str, float]:
         """Sums since the start of what the server is told: `REPORTED`, tallies, and computed tokens by cause."""

@@ -18,10 +18,10 @@ from kvpool.causes import Cause
 from kvpool.commands import common
 from kvpool.commands.common import AsJson, Endpoint
 from kvpool.commands.ledger_table import LedgerTable
-from kvpool.commands.output import console, say, share_text
+from kvpool.commands.output import console, say
 from kvpool.config import DEFAULT_ENDPOINT
 from kvpool.errors import InvalidRequestError
-from kvpool.ledger import LedgerPage, LedgerRow, MeasuredSaving, added_up
+from kvpool.ledger import LedgerPage, LedgerRow, added_up
 
 _UNITS = {"m": 60, "h": 3_600, "d": 86_400, "w": 604_800}
 _AGO = re.compile(r"(\d{1,6})([mhdw])")
@@ -65,7 +65,8 @@ def ledger(
     fields = _FIELDS[by]
     rows = added_up(page.rows, fields)
     if as_json:
-        common.print_json({**_flat(page), "rows": [_values(row, fields) for row in rows]})
+        told = {"begins": page.begins, "is_persistent": page.is_persistent}
+        common.print_json({**told, "rows": [_values(row, fields) for row in rows]})
     elif as_csv:
         _print_csv(rows, fields)
     else:
@@ -88,14 +89,6 @@ def _values(row: LedgerRow, fields: Sequence[str]) -> dict[str, Any]:
     values = dataclasses.asdict(row)
     values["hour"] = dt.datetime.fromtimestamp(row.hour, dt.UTC).strftime("%Y-%m-%dT%H:%MZ")
     return {name: value for name, value in values.items() if name in fields or name not in _FIELDS[By.ALL]}
-
-
-def _flat(page: LedgerPage) -> dict[str, Any]:
-    return {
-        "begins": page.begins,
-        "is_persistent": page.is_persistent,
-        "measured": [dataclasses.asdict(each) for each in page.measured],
-    }
 
 
 def _print_csv(rows: Sequence[LedgerRow], fields: Sequence[str]) -> None:
@@ -127,31 +120,6 @@ def _print_table(page: LedgerPage, rows: Sequence[LedgerRow], fields: Sequence[s
         console().print(drawn.table)
         for sentence in drawn.sentences():
             say(sentence)
-    for each in page.measured:
-        say(measured_text(each))
     begins = dt.datetime.fromtimestamp(page.begins, dt.UTC).strftime("%Y-%m-%d %H:%M UTC")
     kept = f"kept since {begins}" if page.is_persistent else f"in memory since {begins}; --ledger keeps it in a file"
     say(f"The ledger is {kept}.")
-
-
-def measured_text(saving: MeasuredSaving) -> str:
-    """What held-out hits say, as a sentence or two."""
-    whose = f"{saving.model}{f', tenant {saving.tenant}' if saving.tenant else ''}"
-    if not saving.num_compared:
-        said = (
-            f"measured for {whose}: too few requests for a number ({saving.num_loaded} loaded, {saving.num_held_out} "
-            "held out; each size class needs 20 of both)"
-        )
-    else:
-        said = (
-            f"measured for {whose}: {saving.num_compared} loads saved {saving.saved_seconds:,.1f} s to the first "
-            f"token, with 95 % confidence {saving.low_seconds:,.1f} to {saving.high_seconds:,.1f} s "
-            f"({saving.num_held_out} hits held out)"
-        )
-    agreement = saving.agreement
-    mixed = share_text(agreement.num_mixed_equal, agreement.num_mixed)
-    held_out = share_text(agreement.num_held_out_equal, agreement.num_held_out)
-    return (
-        f"{said}. First tokens of one prompt agree: loaded with computed {mixed} of {agreement.num_mixed}, computed "
-        f"with computed {held_out} of {agreement.num_held_out}."
-    )

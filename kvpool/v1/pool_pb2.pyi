@@ -1027,7 +1027,7 @@ class SetQuotasResponse(_message.Message):
     def __init__(self, boot_token: _Optional[int] = ..., quotas: _Optional[_Iterable[_Union[Quota, _Mapping]]] = ...) -> None: ...
 
 class ReportRequest(_message.Message):
-    __slots__ = ("reporter", "sequence", "engine", "version", "vllm_version", "transport", "breaker_open", "namespaces", "computed_tokens", "loaded_tokens", "load_seconds", "saved_seconds", "lost_seconds", "num_requests", "last", "first_token_times", "agreement", "num_devices", "requests")
+    __slots__ = ("reporter", "sequence", "engine", "version", "vllm_version", "transport", "breaker_open", "namespaces", "computed_tokens", "loaded_tokens", "load_seconds", "saved_seconds", "lost_seconds", "num_requests", "last", "num_devices", "requests")
     class ComputedTokensEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -1050,8 +1050,6 @@ class ReportRequest(_message.Message):
     LOST_SECONDS_FIELD_NUMBER: _ClassVar[int]
     NUM_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     LAST_FIELD_NUMBER: _ClassVar[int]
-    FIRST_TOKEN_TIMES_FIELD_NUMBER: _ClassVar[int]
-    AGREEMENT_FIELD_NUMBER: _ClassVar[int]
     NUM_DEVICES_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_FIELD_NUMBER: _ClassVar[int]
     reporter: bytes
@@ -1069,37 +1067,9 @@ class ReportRequest(_message.Message):
     lost_seconds: float
     num_requests: int
     last: bool
-    first_token_times: _containers.RepeatedCompositeFieldContainer[FirstTokenTimes]
-    agreement: Agreement
     num_devices: int
     requests: _containers.RepeatedCompositeFieldContainer[RequestTrace]
-    def __init__(self, reporter: _Optional[bytes] = ..., sequence: _Optional[int] = ..., engine: _Optional[str] = ..., version: _Optional[str] = ..., vllm_version: _Optional[str] = ..., transport: _Optional[str] = ..., breaker_open: bool = ..., namespaces: _Optional[_Iterable[bytes]] = ..., computed_tokens: _Optional[_Mapping[str, int]] = ..., loaded_tokens: _Optional[int] = ..., load_seconds: _Optional[float] = ..., saved_seconds: _Optional[float] = ..., lost_seconds: _Optional[float] = ..., num_requests: _Optional[int] = ..., last: bool = ..., first_token_times: _Optional[_Iterable[_Union[FirstTokenTimes, _Mapping]]] = ..., agreement: _Optional[_Union[Agreement, _Mapping]] = ..., num_devices: _Optional[int] = ..., requests: _Optional[_Iterable[_Union[RequestTrace, _Mapping]]] = ...) -> None: ...
-
-class FirstTokenTimes(_message.Message):
-    __slots__ = ("size_class", "held_out", "count", "sum_seconds", "sum_square_seconds")
-    SIZE_CLASS_FIELD_NUMBER: _ClassVar[int]
-    HELD_OUT_FIELD_NUMBER: _ClassVar[int]
-    COUNT_FIELD_NUMBER: _ClassVar[int]
-    SUM_SECONDS_FIELD_NUMBER: _ClassVar[int]
-    SUM_SQUARE_SECONDS_FIELD_NUMBER: _ClassVar[int]
-    size_class: int
-    held_out: bool
-    count: int
-    sum_seconds: float
-    sum_square_seconds: float
-    def __init__(self, size_class: _Optional[int] = ..., held_out: bool = ..., count: _Optional[int] = ..., sum_seconds: _Optional[float] = ..., sum_square_seconds: _Optional[float] = ...) -> None: ...
-
-class Agreement(_message.Message):
-    __slots__ = ("num_mixed", "num_mixed_equal", "num_held_out", "num_held_out_equal")
-    NUM_MIXED_FIELD_NUMBER: _ClassVar[int]
-    NUM_MIXED_EQUAL_FIELD_NUMBER: _ClassVar[int]
-    NUM_HELD_OUT_FIELD_NUMBER: _ClassVar[int]
-    NUM_HELD_OUT_EQUAL_FIELD_NUMBER: _ClassVar[int]
-    num_mixed: int
-    num_mixed_equal: int
-    num_held_out: int
-    num_held_out_equal: int
-    def __init__(self, num_mixed: _Optional[int] = ..., num_mixed_equal: _Optional[int] = ..., num_held_out: _Optional[int] = ..., num_held_out_equal: _Optional[int] = ...) -> None: ...
+    def __init__(self, reporter: _Optional[bytes] = ..., sequence: _Optional[int] = ..., engine: _Optional[str] = ..., version: _Optional[str] = ..., vllm_version: _Optional[str] = ..., transport: _Optional[str] = ..., breaker_open: bool = ..., namespaces: _Optional[_Iterable[bytes]] = ..., computed_tokens: _Optional[_Mapping[str, int]] = ..., loaded_tokens: _Optional[int] = ..., load_seconds: _Optional[float] = ..., saved_seconds: _Optional[float] = ..., lost_seconds: _Optional[float] = ..., num_requests: _Optional[int] = ..., last: bool = ..., num_devices: _Optional[int] = ..., requests: _Optional[_Iterable[_Union[RequestTrace, _Mapping]]] = ...) -> None: ...
 
 class ReportResponse(_message.Message):
     __slots__ = ("boot_token", "counted")
@@ -1178,43 +1148,19 @@ class LedgerRow(_message.Message):
     hit_tokens: int
     def __init__(self, hour: _Optional[int] = ..., tenant: _Optional[str] = ..., model: _Optional[str] = ..., saved_gpu_seconds: _Optional[float] = ..., lost_gpu_seconds: _Optional[float] = ..., gib_hours: _Optional[float] = ..., stored_bytes: _Optional[int] = ..., loaded_bytes: _Optional[int] = ..., loaded_tokens: _Optional[int] = ..., computed_tokens: _Optional[_Mapping[str, int]] = ..., num_requests: _Optional[int] = ..., evicted_by_others_tokens: _Optional[int] = ..., evicted_of_others_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ...) -> None: ...
 
-class MeasuredSaving(_message.Message):
-    __slots__ = ("tenant", "model", "num_loaded", "num_held_out", "num_compared", "saved_seconds", "low_seconds", "high_seconds", "agreement")
-    TENANT_FIELD_NUMBER: _ClassVar[int]
-    MODEL_FIELD_NUMBER: _ClassVar[int]
-    NUM_LOADED_FIELD_NUMBER: _ClassVar[int]
-    NUM_HELD_OUT_FIELD_NUMBER: _ClassVar[int]
-    NUM_COMPARED_FIELD_NUMBER: _ClassVar[int]
-    SAVED_SECONDS_FIELD_NUMBER: _ClassVar[int]
-    LOW_SECONDS_FIELD_NUMBER: _ClassVar[int]
-    HIGH_SECONDS_FIELD_NUMBER: _ClassVar[int]
-    AGREEMENT_FIELD_NUMBER: _ClassVar[int]
-    tenant: str
-    model: str
-    num_loaded: int
-    num_held_out: int
-    num_compared: int
-    saved_seconds: float
-    low_seconds: float
-    high_seconds: float
-    agreement: Agreement
-    def __init__(self, tenant: _Optional[str] = ..., model: _Optional[str] = ..., num_loaded: _Optional[int] = ..., num_held_out: _Optional[int] = ..., num_compared: _Optional[int] = ..., saved_seconds: _Optional[float] = ..., low_seconds: _Optional[float] = ..., high_seconds: _Optional[float] = ..., agreement: _Optional[_Union[Agreement, _Mapping]] = ...) -> None: ...
-
 class LedgerResponse(_message.Message):
-    __slots__ = ("boot_token", "rows", "measured", "is_persistent", "begins", "next_since")
+    __slots__ = ("boot_token", "rows", "is_persistent", "begins", "next_since")
     BOOT_TOKEN_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
-    MEASURED_FIELD_NUMBER: _ClassVar[int]
     IS_PERSISTENT_FIELD_NUMBER: _ClassVar[int]
     BEGINS_FIELD_NUMBER: _ClassVar[int]
     NEXT_SINCE_FIELD_NUMBER: _ClassVar[int]
     boot_token: int
     rows: _containers.RepeatedCompositeFieldContainer[LedgerRow]
-    measured: _containers.RepeatedCompositeFieldContainer[MeasuredSaving]
     is_persistent: bool
     begins: int
     next_since: int
-    def __init__(self, boot_token: _Optional[int] = ..., rows: _Optional[_Iterable[_Union[LedgerRow, _Mapping]]] = ..., measured: _Optional[_Iterable[_Union[MeasuredSaving, _Mapping]]] = ..., is_persistent: bool = ..., begins: _Optional[int] = ..., next_since: _Optional[int] = ...) -> None: ...
+    def __init__(self, boot_token: _Optional[int] = ..., rows: _Optional[_Iterable[_Union[LedgerRow, _Mapping]]] = ..., is_persistent: bool = ..., begins: _Optional[int] = ..., next_since: _Optional[int] = ...) -> None: ...
 
 class ValueRequest(_message.Message):
     __slots__ = ()

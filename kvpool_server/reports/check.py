@@ -10,21 +10,15 @@ from kvpool.causes import Cause
 from kvpool.errors import InvalidRequestError
 from kvpool.reports import (
     MAX_CAUSES,
-    MAX_SIZE_CLASS,
-    MAX_SIZE_CLASSES,
     MAX_STAGES,
     REPORTER_BYTES,
     EngineReport,
-    FirstTokenTimes,
 )
 
 MAX_COUNT = 1 << 40
-"""Tokens, requests and comparisons of one report: more than an engine computes in a day."""
+"""Tokens or requests of one report: more than an engine computes in a day."""
 MAX_SECONDS = 1e7
 """Of one report, over all of its requests."""
-SQUARES_SLACK = 1e-6
-"""By how much the sum of the squares may be too small, in parts of it and in square seconds: an engine reports
-differences of sums since its start, whose last digits are lost."""
 MAX_DEVICES = 4_096
 OTHER_CAUSE = "other"
 """Of tokens whose cause this release of the server does not know."""
@@ -43,7 +37,6 @@ def checked(report: EngineReport) -> EngineReport:
     _within("number of namespaces", len(report.namespaces), MAX_STAGES, low=1)
     _within("num_devices", report.num_devices, MAX_DEVICES)
     _within("number of causes", len(report.computed_tokens), MAX_CAUSES)
-    _within("number of size classes", len(report.first_token_times), MAX_SIZE_CLASSES)
     for name in _COUNTS:
         _within(name, getattr(report, name), MAX_COUNT)
     for name in _SECONDS:
@@ -52,24 +45,7 @@ def checked(report: EngineReport) -> EngineReport:
     for cause, tokens in report.computed_tokens.items():
         known[cause if cause in CAUSES else OTHER_CAUSE] += tokens
     _within("computed_tokens", known.total(), MAX_COUNT)
-    times = tuple(map(_checked_times, report.first_token_times))
-    agreement = report.agreement
-    for name, of in (("num_mixed_equal", "num_mixed"), ("num_held_out_equal", "num_held_out")):
-        _within(of, getattr(agreement, of), MAX_COUNT)
-        _within(name, getattr(agreement, name), getattr(agreement, of))
-    return dataclasses.replace(report, computed_tokens=dict(known), first_token_times=times)
-
-
-def _checked_times(times: FirstTokenTimes) -> FirstTokenTimes:
-    """The same times, with squares whose sum is no less than that of as many equal times."""
-    _within("size_class", times.size_class, MAX_SIZE_CLASS)
-    _within("count of a size class", times.count, MAX_COUNT)
-    _within("sum_seconds", times.sum_seconds, MAX_SECONDS if times.count else SQUARES_SLACK)
-    least = times.sum_seconds**2 / max(1, times.count)
-    slack = SQUARES_SLACK * (1 + least)
-    most = MAX_SECONDS * MAX_SECONDS if times.count else SQUARES_SLACK
-    _within("sum_square_seconds", times.sum_square_seconds, most, low=max(0.0, least - slack))
-    return dataclasses.replace(times, sum_square_seconds=max(least, times.sum_square_seconds))
+    return dataclasses.replace(report, computed_tokens=dict(known))
 
 
 def _within(name: str, value: float, most: float, low: float = 0) -> None:

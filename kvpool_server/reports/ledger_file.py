@@ -23,10 +23,8 @@ import structlog
 from kvpool.errors import ConfigError
 from kvpool.ledger import HOUR_S, LEDGER_DAYS, SUMS, LedgerRow
 from kvpool.reports import MAX_AMOUNT, MAX_CAUSES
-from kvpool_server.pairs import MAX_LABEL_CHARS, MAX_PAIRS, Pair
-from kvpool_server.reports import measured_tables
-from kvpool_server.reports.measured_tables import Measured
-from kvpool_server.reports.totals import MAX_TOTAL, Measurements
+from kvpool_server.pairs import MAX_LABEL_CHARS, MAX_PAIRS
+from kvpool_server.reports.totals import MAX_TOTAL
 
 log = structlog.get_logger()
 
@@ -40,8 +38,9 @@ MAX_UNIX_S = 10**10
 MAX_SEQUENCE = (1 << 63) - 1
 """The largest number that the file can keep of a reporter."""
 APPLICATION_ID = 0x6B76706C
-FORMAT = 2
-"""1: without the tables of `measured_tables`, which are added to such a file."""
+FORMAT = 1
+"""A file of format 2 has the tables `DROPPED` besides, and becomes a file of format 1 when it is opened."""
+DROPPED = ("first_token_times", "agreement")
 LOCK_S = 10.0
 """How long a predecessor may take to let go of the file."""
 
@@ -54,7 +53,6 @@ _TABLES = f"""
 CREATE TABLE usage ({", ".join(_COLUMNS)}, PRIMARY KEY (hour, tenant, model)) WITHOUT ROWID;
 CREATE TABLE reporters (tenant, reporter, sequence, seen, PRIMARY KEY (tenant, reporter)) WITHOUT ROWID;
 CREATE TABLE begun (at);
-{measured_tables.TABLES}
 """
 _NUMBER, _TEXT = "'integer', 'real'", "'text'"
 _TYPES = {
@@ -62,7 +60,6 @@ _TYPES = {
         "hour": "'integer'", "tenant": _TEXT, "model": _TEXT, **dict.fromkeys(SUMS, _NUMBER), "computed_tokens": _TEXT,
     },
     "reporters": {"tenant": _TEXT, "reporter": "'blob'", "sequence": "'integer'", "seen": "'integer'"},
-    **measured_tables.TYPES,
 }  # fmt: skip
 """What SQLite, which enforces no types, is to have in each column."""
 
@@ -122,9 +119,9 @@ class LedgerFile:
             db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
             db.execute(f"PRAGMA user_version = {FORMAT}")
             db.execute("INSERT INTO begun VALUES (?)", (now,))
-        elif application_id == APPLICATION_ID and version == 1:
-            for statement in measured_tables.TABLES.split(";"):
-                db.execute(statement)
+        elif application_id == APPLICATION_ID and version == 2:
+            for name in DROPPED:
+                db.execute(f"DROP TABLE IF EXISTS {name}")
             db.execute(f"PRAGMA user_version = {FORMAT}")
         elif application_id != APPLICATION_ID:
             raise ConfigError(f"{self._path} is another program's database; give another --ledger")
@@ -139,7 +136,7 @@ class LedgerFile:
             raise sqlite3.DatabaseError(found)
         tables = {name: tuple(row[1] for row in db.execute(f"PRAGMA table_info({name})")) for name in _TYPES}
         reporters = ("tenant", "reporter", "sequence", "seen")
-        if tables != {"usage": _COLUMNS, "reporters": reporters, **measured_tables.COLUMNS}:
+        if tables != {"usage": _COLUMNS, "reporters": reporters}:
             raise sqlite3.DatabaseError("its tables are others")
         (begins,) = db.execute("SELECT at FROM begun").fetchone() or (None,)
         if not isinstance(begins, int) or not _is_count(begins, MAX_UNIX_S):
@@ -155,13 +152,7 @@ class LedgerFile:
         rows = self._db.execute("SELECT tenant, reporter, sequence FROM reporters ORDER BY seen").fetchall()
         return {(str(tenant), bytes(reporter)): int(sequence) for tenant, reporter, sequence in rows}
 
-    def add(
-        self,
-        rows: Iterable[LedgerRow],
-        reporters: Mapping[Reporter, int],
-        now: int,
-        measured: Measured | None = None,
-    ) -> None:
+    def add(self, rows: Iterable[LedgerRow], reporters: Mapping[Reporter, int], now: int) -> None:
         """Adds figures to the rows of their hours, all or nothing. Raises sqlite3.Error; nothing has changed then."""
         db = self._db
         db.execute("BEGIN IMMEDIATE")
@@ -179,7 +170,6 @@ class LedgerFile:
                     for (tenant, reporter), sequence in reporters.items()
                 ],
             )
-            measured_tables.add(db, measured or {})
             self._delete_oldest(now)
             db.execute("COMMIT")
         except BaseException:
@@ -189,9 +179,7 @@ class LedgerFile:
 
     def _delete_oldest(self, now: int) -> None:
         db = self._db
-        oldest = now - LEDGER_DAYS * 24 * HOUR_S
-        db.execute("DELETE FROM usage WHERE hour < ?", (oldest,))
-        measured_tables.delete_before(db, oldest)
+        db.execute("DELETE FROM usage WHERE hour < ?", (now - LEDGER_DAYS * 24 * HOUR_S,))
         while db.execute("SELECT count(*) FROM usage").fetchone()[0] > MAX_ROWS:
             db.execute("DELETE FROM usage WHERE hour = (SELECT min(hour) FROM usage)")
         self._delete_reporters()
@@ -237,11 +225,6 @@ class LedgerFile:
         last = found[-1][0]
         whole = [each for each in found if each[0] < last]
         return (_sound(whole), last) if whole else (_sound(found[:most]), last + HOUR_S)
-
-    def measured(self, since: int, until: int, tenant: str | None) -> dict[Pair, Measurements]:
-        """What held-out hits have measured in the hours that `rows` has; see there."""
-        since, until = (max(0, min(MAX_COUNT, at)) for at in (since, until))
-        return measured_tables.read(self._db, since, until, tenant)
 
     def close(self) -> None:
         self._db.close()

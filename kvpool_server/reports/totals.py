@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from kvpool.reports import MAX_AMOUNT, NO_AGREEMENT, Agreement, EngineReport, FirstTokenTimes
+from kvpool.reports import MAX_AMOUNT, EngineReport
 
 MAX_TOTAL = 1 << 56
 """Counts stop there, so that an engine that makes up its figures breaks no message with the others'. The counts of all
-causes or size classes together are a number of 64 bits all the same."""
+causes together are a number of 64 bits all the same."""
 
 
 @dataclass(slots=True)
@@ -36,25 +35,3 @@ class Totals:
 
     def copy(self) -> Totals:
         return dataclasses.replace(self, computed_tokens=self.computed_tokens.copy())
-
-
-@dataclass(slots=True)
-class Measurements:
-    """What held-out hits have measured: times to the first token by size class, loaded or held out; and agreement."""
-
-    first_token_times: dict[tuple[int, bool], FirstTokenTimes] = field(default_factory=dict)
-    agreement: Agreement = NO_AGREEMENT
-
-    def add(self, first_token_times: Iterable[FirstTokenTimes], agreement: Agreement = NO_AGREEMENT) -> None:
-        for times in first_token_times:
-            key = times.size_class, times.held_out
-            known = self.first_token_times.get(key, FirstTokenTimes(*key))
-            self.first_token_times[key] = FirstTokenTimes(
-                *key,
-                min(MAX_TOTAL, known.count + times.count),
-                known.sum_seconds + times.sum_seconds,
-                known.sum_square_seconds + times.sum_square_seconds,
-            )
-        self.agreement = Agreement(
-            *(min(MAX_TOTAL, count) for count in dataclasses.astuple(self.agreement + agreement))
-        )

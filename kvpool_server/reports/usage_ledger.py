@@ -10,22 +10,20 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 import structlog
 
-from kvpool.ledger import HOUR_S, MAX_LEDGER_ROWS, LedgerPage, LedgerRow, MeasuredSaving
+from kvpool.ledger import HOUR_S, MAX_LEDGER_ROWS, LedgerPage, LedgerRow
 from kvpool.reports import EngineReport
 from kvpool.server_stats import UsageStats
 from kvpool_server.pairs import OTHER, Pair, Pairs
 from kvpool_server.reports import ledger_file
 from kvpool_server.reports.engines import EngineReports
 from kvpool_server.reports.ledger_file import LedgerFile, Reporter, surplus_of_each
-from kvpool_server.reports.saving import measured as saving_of
-from kvpool_server.reports.totals import Measurements
 
 log = structlog.get_logger()
 
@@ -43,7 +41,6 @@ class _Pending:
 
     sums: defaultdict[str, float] = field(default_factory=lambda: defaultdict(int))
     computed_tokens: Counter[str] = field(default_factory=Counter)
-    measured: Measurements = field(default_factory=Measurements)
 
 
 class UsageLedger:
@@ -102,7 +99,6 @@ class UsageLedger:
         row.sums["loaded_tokens"] += report.loaded_tokens
         row.sums["num_requests"] += report.num_requests
         row.computed_tokens.update(report.computed_tokens)
-        row.measured.add(report.first_token_times, report.agreement)
         self._reporters.pop((tenant, report.reporter), None)  # The last to report is last.
         self._reporters[tenant, report.reporter] = report.sequence
         if len(self._reporters) > 2 * ledger_file.MAX_REPORTERS:
@@ -153,10 +149,9 @@ class UsageLedger:
                 for (hour, pair), each in pending.items()
                 if any(each.sums.values()) or each.computed_tokens
             ]
-            measured = {key: each.measured for key, each in pending.items()}
             now = int(self._unix_clock())
             try:
-                await self._in_thread(lambda: self._file.add(rows, reporters, now, measured))
+                await self._in_thread(lambda: self._file.add(rows, reporters, now))
             except Exception as error:
                 if not self._is_failing:
                     log.warning("the ledger cannot be written, its figures wait in memory", error=str(error))
@@ -173,7 +168,6 @@ class UsageLedger:
             for name, value in each.sums.items():
                 known.sums[name] += value
             known.computed_tokens.update(each.computed_tokens)
-            known.measured.add(each.measured.first_token_times.values(), each.measured.agreement)
         self._pending = dict(sorted(pending.items())[-MAX_PENDING:])
         self._reporters = {
             **{key: reporters[key] for key in reporters if key not in self._reporters},
@@ -190,9 +184,7 @@ class UsageLedger:
                 del self._reporters[key]
 
     async def page(self, since: int, until: int, tenant: str | None) -> LedgerPage:
-        """The rows of hours that end after `since` and begin before `until`, and what was measured in them.
-
-        What was measured is that of all of these hours, also of those whose rows are left to a further answer.
+        """The rows of hours that end after `since` and begin before `until`.
 
         Args:
             tenant: whose figures the caller may see; None: all.
@@ -200,10 +192,8 @@ class UsageLedger:
         await self.flush()
         until = until or int(self._unix_clock()) + 1
         rows, next_since = await self._in_thread(lambda: self._file.rows(since, until, tenant, MAX_LEDGER_ROWS))
-        found = await self._in_thread(lambda: self._file.measured(since, until, tenant))
         return LedgerPage(
             tuple(row for row in rows if _may_see(tenant, row.tenant, row.model)),
-            tuple(_measured(found, tenant)),
             self._is_persistent,
             self._file.begins,
             next_since,
@@ -218,20 +208,6 @@ class UsageLedger:
         await self.flush()
         await self._in_thread(self._file.close)
         await asyncio.to_thread(self._thread.shutdown)
-
-
-def _measured(found: Mapping[Pair, Measurements], tenant: str | None) -> Iterator[MeasuredSaving]:
-    """What was measured of each model and tenant that the caller may see. A failure leaves one of them out."""
-    for pair, each in found.items():
-        if not _may_see(tenant, pair.tenant, pair.model):
-            continue
-        try:
-            saving = saving_of(pair, each)
-        except ArithmeticError as error:
-            log.warning("the saving cannot be worked out", model=pair.model, tenant=pair.tenant, error=str(error))
-            continue
-        if saving is not None:
-            yield saving
 
 
 def _fields(pending: _Pending) -> dict[str, Any]:

@@ -86,7 +86,6 @@ SETTINGS: dict[str, dict[str, str]] = {
         "written every 10 s": "kvpool_server.reports.usage_ledger: SAMPLE_S",
         "sampled every 10 s": "kvpool_server.reports.usage_ledger: SAMPLE_S",
         "Engines report every 10 s": "vllm_plugin.scheduler.reporter: EVERY_S",
-        "The 95 % interval": ELSEWHERE,
     },
     "value.md": {
         "within 2 % of one core": "kvpool_server.value.live: CPU_SHARE",

@@ -260,14 +260,14 @@ def test_every_container_has_a_root_file_system_that_is_read_only(rendered: list
 
 
 def test_the_engine_of_the_sidecar_is_pointed_at_its_server() -> None:
-    values = [*MODES["sidecar"], 'engine.extraConfig={"holdout_fraction": 0.01}']
+    values = [*MODES["sidecar"], 'engine.extraConfig={"max_pinned_fraction": 0.5}']
     (spec,) = pod_specs(objects(values))
     both = containers(spec)
     engine, server = both["engine"], both["kvpool-server"]
     assert server["restartPolicy"] == "Always" and engine["command"] == ["vllm", "serve"]
     (told,) = [arg.partition("=")[2] for arg in engine["args"] if arg.startswith("--kv-transfer-config=")]
     (path,) = [arg.partition("=")[2] for arg in server["args"] if arg.startswith("--unix-listen=")]
-    tested = kvpool_transfer_config(f"unix:{path}", holdout_fraction=0.01)
+    tested = kvpool_transfer_config(f"unix:{path}", max_pinned_fraction=0.5)
     assert json.loads(told) == tested
     ConnectorConfig(**json.loads(told)["kv_connector_extra_config"])
     mounted = {

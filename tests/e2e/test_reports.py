@@ -1,4 +1,4 @@
-"""What real engines report adds up on the server to vLLM's own counts; hits that are held out give the same tokens."""
+"""What real engines report adds up on the server to vLLM's own counts."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.causes import Cause
 from kvpool.client import Client
 from kvpool.config import ClientConfig
 from kvpool.holdings import NamespaceInfo
-from testbed.engine import Engine, EngineSpec, kvpool_transfer_config
+from testbed.engine import Answer, Engine, EngineSpec, kvpool_transfer_config
 from testbed.tiny_models import write
 from tests.e2e.computed import COMPUTED, causes_of
 from tests.e2e.conftest import FLOAT32, PATIENT, hit_tokens, prompt, running
@@ -56,28 +55,16 @@ def counted(*engines: Engine) -> Counter[str]:
 
 
 def test_engines_report_what_they_count(tmp_path: Path, shapes_dir: Path, server: ServerProcess) -> None:
-    plain, holding = (
-        EngineSpec(
-            write("llama", shapes_dir),
-            kvpool_transfer_config(server.endpoint, holdout_fraction=fraction, **PATIENT),
-            FLOAT32,
-            in_process=True,
-        )
-        for fraction in (0.0, 0.5)
-    )
+    transfer = kvpool_transfer_config(server.endpoint, **PATIENT)
+    spec = EngineSpec(write("llama", shapes_dir), transfer, FLOAT32, in_process=True)
     with Client(ClientConfig(server.endpoint, timeout_ms=60_000)) as client:
-        with running(tmp_path, plain, holding) as (writer, reader):
+        with running(tmp_path, spec, spec) as (writer, reader):
             expected = one_by_one(writer, PROMPTS)
             drain(writer)
-            held_out = 0
-            for _ in range(2):
-                answers = []
-                causes = causes_of(reader, lambda: answers.extend(one_by_one(reader, PROMPTS)))  # noqa: B023
-                assert [answer.tokens for answer in answers] == [answer.tokens for answer in expected]
-                held_out += sum(answer.cached_tokens == 0 for answer in answers)
-                assert set(causes) == {"held_out", "last_block"}
-                assert causes["held_out"] == FULL * sum(answer.cached_tokens == 0 for answer in answers)
-            assert 0 < held_out < 2 * len(PROMPTS)
+            answers: list[Answer] = []
+            causes = causes_of(reader, lambda: answers.extend(one_by_one(reader, PROMPTS)))
+            assert [answer.tokens for answer in answers] == [answer.tokens for answer in expected]
+            assert set(causes) == {"last_block"}
 
             wait_for(lambda: len(client.admin.stats().engines) == 2, "both engines to report", REPORTED_S)
             computed, metrics = counted(writer, reader), [engine.metrics() for engine in (writer, reader)]
@@ -88,22 +75,15 @@ def test_engines_report_what_they_count(tmp_path: Path, shapes_dir: Path, server
                 REPORTED_S,
             )
             loaded = sum(each.get(f"{BY_SOURCE}:external_kv_transfer", 0) for each in metrics)
-            assert computed[Cause.HELD_OUT.label] == FULL * held_out
             assert {state.transport for state in client.admin.stats().engines} == {"shm"}
 
         assert client.admin.stats().engines == (), "both have said that they end"
         assert dict(namespace_of(client).computed_tokens) == computed
         page = client.admin.ledger(0)
-        assert sum(row.loaded_tokens for row in page.rows) == loaded == FULL * (2 * len(PROMPTS) - held_out)
+        assert sum(row.loaded_tokens for row in page.rows) == loaded == FULL * len(PROMPTS)
         assert sum((Counter(row.computed_tokens) for row in page.rows), Counter()) == computed
         num_requests = sum(row.num_requests for row in page.rows)
-        assert num_requests == sum(each["vllm:request_success"] for each in metrics) >= 3 * len(PROMPTS)
-        (measured,) = page.measured
-        assert (measured.num_held_out, measured.num_loaded) == (held_out, 2 * len(PROMPTS) - held_out)
-        agreement = measured.agreement
-        assert agreement.num_mixed + agreement.num_held_out > 0
-        assert agreement.num_mixed == agreement.num_mixed_equal
-        assert agreement.num_held_out == agreement.num_held_out_equal
+        assert num_requests == sum(each["vllm:request_success"] for each in metrics) >= 2 * len(PROMPTS)
 
     told = json.loads(
         run_command(sys.executable, "-m", "kvpool.cli", "ledger", "--json", "--endpoint", server.endpoint).stdout

@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import typer
-from typer.testing import CliRunner
 
 from kvpool.certificates import Authority
 from kvpool.client import Client
@@ -20,18 +13,12 @@ from kvpool.config import ClientConfig
 from kvpool.errors import ConfigError, PermissionDeniedError, UnauthenticatedError
 from kvpool.principal import ALL_TENANTS, Principal, Role
 from kvpool.types import Quota
-from kvpool_server.access import command
 from kvpool_server.access.audit import LINES_A_SECOND, MAX_QUEUED, READ, AuditLog
-from kvpool_server.access.command import follow
 from tests.security.test_access import DAY
 from tests.support.audit_log import entries
 from tests.support.certificates import files_in, forge, server_flags
 from tests.support.processes import ServerProcess, run_server, wait_for
 from tests.support.values import namespace_spec, payload, run_of
-
-KVPOOL = str(Path(sys.executable).with_name("kvpool"))
-app = typer.Typer()
-app.command()(follow)
 
 
 def test_refusals_and_changes_are_logged(pool_server: Callable[..., ServerProcess], tmp_path: Path) -> None:
@@ -67,29 +54,6 @@ def test_refusals_and_changes_are_logged(pool_server: Callable[..., ServerProces
     assert (cleared["namespace"], cleared["count"]) == ("all", 1)
     assert all(str(each["peer"]).startswith("ipv4:127.0.0.1:") for each in entries(log)[1:])
     assert "\x1b" not in log.read_text()
-    shown = CliRunner().invoke(app, [str(log)], catch_exceptions=False)
-    lines = shown.output.splitlines()
-    assert len(lines) == 6
-    assert "OpenNamespace" in lines[1] and all(line.isprintable() for line in lines)
-    only = CliRunner().invoke(app, [str(log), "--refused"], catch_exceptions=False)
-    assert [line.split()[2] for line in only.output.splitlines()] == ["Clear", "Ping"]
-
-
-@pytest.mark.parametrize(("option", "follows"), [([], False), (["--seconds", "20"], True), (["-f"], True)])
-def test_a_log_is_followed_only_on_demand(tmp_path: Path, option: list[str], follows: bool) -> None:
-    log = tmp_path / "audit.json"
-    log.write_text('{"call": "First", "outcome": "OK"}\n')
-    shown = subprocess.Popen([KVPOOL, "audit", str(log), *option], stdout=subprocess.PIPE, text=True)
-    try:
-        assert shown.stdout is not None and "First" in shown.stdout.readline()
-        if follows:
-            with log.open("a") as file:
-                file.write('{"call": "Second", "outcome": "OK"}\n')
-        assert ("Second" in shown.stdout.readline()) is follows  # Without an option the command has ended.
-        assert follows or shown.wait(20) == 0
-    finally:
-        shown.kill()
-        shown.communicate()
 
 
 def test_a_flood_is_counted_and_not_written(tmp_path: Path) -> None:
@@ -130,40 +94,9 @@ def test_a_log_that_is_there_keeps_its_mode(tmp_path: Path) -> None:
     assert path.stat().st_mode & 0o777 == 0o640
 
 
-def test_who_follows_a_log_goes_on_when_it_is_away_for_a_moment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """logrotate moves the new file, too, after its name was looked at and before it is opened."""
-    path = tmp_path / "audit.json"
-    lines = [json.dumps({"call": call, "outcome": "OK"}) + "\n" for call in ("First", "Second")]
-    path.write_text(lines[0])
-    looked = command._inode
-
-    def inode_and_move(path: Path) -> int | None:
-        found = looked(path)
-        if found is not None and path.read_text() != lines[0]:
-            path.rename(tmp_path / "audit.json.2")
-            threading.Timer(3 * command.POLL_S, path.write_text, (lines[1],)).start()
-            monkeypatch.setattr(command, "_inode", looked)
-        return found
-
-    following = command._lines(path, time.monotonic() + 30)
-    assert next(following) == lines[0]
-    path.rename(tmp_path / "audit.json.1")
-    path.write_text("")
-    monkeypatch.setattr(command, "_inode", inode_and_move)
-    assert next(following) == lines[1]
-    following.close()
-
-
 def test_a_log_that_cannot_be_written_is_refused_at_the_start(tmp_path: Path) -> None:
     where = str(tmp_path / "nowhere" / "audit.json")
     with pytest.raises(ConfigError, match="see --audit-log"):
         AuditLog(where)
     done = run_server("--listen", "127.0.0.1:0", "--http-listen", "", "--audit-log", where)
     assert done.returncode == 2 and "see --audit-log" in done.stderr
-
-
-def test_a_log_that_is_not_there(tmp_path: Path) -> None:
-    done = CliRunner().invoke(app, [str(tmp_path / "audit.json")])
-    assert isinstance(done.exception, ConfigError)

@@ -199,13 +199,6 @@ BROKEN: dict[str, tuple[Callable[[Any], Any], Any, str]] = {
         server(rpcs=[pb.RpcStats(sum_seconds=float("inf"), buckets=[0])]),
         "sum_seconds is inf",
     ),
-    "saving": (replies.ledger, pb.LedgerResponse(measured=[pb.MeasuredSaving(low_seconds=float("inf"))]), "is inf"),
-    "compared": (replies.ledger, pb.LedgerResponse(measured=[pb.MeasuredSaving(num_compared=1)]), "num_compared is 1"),
-    "agreement": (
-        replies.ledger,
-        pb.LedgerResponse(measured=[pb.MeasuredSaving(agreement=pb.Agreement(num_mixed_equal=1))]),
-        "num_mixed_equal is 1",
-    ),
     "next part": (replies.ledger, pb.LedgerResponse(next_since=-1), "next_since is -1"),
     "tier": (replies.stats, pb.StatsResponse(tiers=[pb.TierStats(name="t" * 513)]), "tier has 513"),
     "server's age": (replies.stats, server(uptime_seconds=float("nan")), "uptime_seconds is nan"),

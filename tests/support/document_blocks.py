@@ -17,7 +17,7 @@ another terminal, or has done before, is in a comment of its own:
 
 `<!-- run first python` begins a Python program, which the next block may continue. `stand_in 5d0c31 NAME` replaces an
 example's name in the blocks behind it. `kvpool-server` goes on in the background once it is ready, with a small arena;
-another one at the same address replaces it. `kvpool events`, `top` and `audit` end by themselves. Default ports, host
+another one at the same address replaces it. `kvpool events` and `top` end by themselves. Default ports, host
 names and places outside of the working directory are replaced by the test's own.
 """
 
@@ -184,7 +184,7 @@ COMMAND = """#!/bin/bash
 end=
 case " $* " in
   *" --seconds "*|*" --once "*|*" --help "*) ;;
-  *" events "*|*" audit "*) end="--seconds 1" ;;
+  *" events "*) end="--seconds 1" ;;
   *" top "*) end=--once ;;
 esac
 exec {python} -m kvpool.cli "$@" $end

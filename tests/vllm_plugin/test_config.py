@@ -24,7 +24,7 @@ def test_every_key_reaches_the_configuration(tmp_path: Path) -> None:
         "endpoint": "pool:1234", "transport": "stream", "lookup_timeout_ms": 1, "promotion_wait_ms": 0,
         "load_timeout_ms": 2, "store_timeout_ms": 3, "store_decoded": False, "window_interval_tokens": 512,
         "max_pinned_fraction": 0.25, "decline_slow_loads": False, "share_adapters": "never",
-        "holdout_fraction": 0.25, "explain_requests": True, "otel": True,
+        "explain_requests": True, "otel": True,
         "num_shards": 8, "weights_epoch": "7", "tenant": "t", "salt": "s", "insecure_network": True, "token_file": "f",
         "stream_connections": 2, "name_key_file": str(tmp_path / "name.key"),
     }  # fmt: skip
@@ -137,9 +137,6 @@ def test_a_value_of_another_type_is_refused(key: str, value: Any, wanted: str) -
         ("max_pinned_fraction", 0),
         ("max_pinned_fraction", 1.01),
         ("max_pinned_fraction", float("nan")),
-        ("holdout_fraction", -0.01),
-        ("holdout_fraction", 0.51),
-        ("holdout_fraction", float("nan")),
         ("num_shards", -1),
         ("num_shards", 65),
         ("stream_connections", 17),

@@ -6,7 +6,6 @@ The path of a question goes one way, each step asked once:
   2. `promotion_wait`: wait for blocks on their way up?      worth it -> ask again
   3. `hit_rules`: which is the longest hit?
   4. `load_policy`: is loading the hit worth it?             slower than computing -> no hit
-     `holdout`: is the hit computed to measure that?         held out -> no hit
   5. `loads`: is there room, should every load fail?         not now -> ask again
 
 vLLM may throw an answer away, cut it, or ask again with every step, so asking again costs nothing and changes nothing.
@@ -18,7 +17,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvpool.causes import Cause
@@ -26,7 +24,6 @@ from vllm_plugin.metrics import Recorder
 from vllm_plugin.model.geometry import Geometry
 from vllm_plugin.model.hit_rules import Found, longest
 from vllm_plugin.scheduler.computed_tokens import ComputedTokens
-from vllm_plugin.scheduler.holdout import Holdout
 from vllm_plugin.scheduler.loads import Loads
 from vllm_plugin.scheduler.lookups import Lookups, Reply
 from vllm_plugin.scheduler.pool_contents import PoolContents
@@ -43,7 +40,6 @@ class Admission:
     Args:
         contents: told of the blocks that a lookup has found missing.
         computed: told why a request is computed.
-        holdout: holds some hits out.
     """
 
     def __init__(
@@ -54,7 +50,6 @@ class Admission:
         contents: PoolContents,
         budget: StepBudget,
         computed: ComputedTokens,
-        holdout: Holdout,
         recorder: Recorder,
     ):
         self._names = geometry.names
@@ -65,7 +60,6 @@ class Admission:
         self._contents = contents
         self._budget = budget
         self._computed = computed
-        self._holdout = holdout
         self._recorder = recorder
 
     def matched_tokens(self, request: Request, local: int, is_admitted: bool) -> int | None:
@@ -133,9 +127,9 @@ class Admission:
         if lookup.found and lookup.searched != (local, limit):
             lookup.searched = (local, limit)
             lookup.boundary = longest(self._kinds, lookup.found, local, min(limit, lookup.limit), self._alignment)
-            self._judge(request, lookup)
+            self._judge(lookup)
         if lookup.verdict is not None and not lookup.verdict.take:
-            self._computed.because(request, Cause.HELD_OUT if lookup.verdict.is_held_out else Cause.DECLINED)
+            self._computed.because(request, Cause.DECLINED)
         return max(local, lookup.boundary)
 
     def _compute(self, request: Request, local: int, cause: Cause) -> int:
@@ -215,14 +209,10 @@ class Admission:
         lookup.found = []
         lookup.good_until = math.inf  # One budget of waiting a request, not one a try.
 
-    def _judge(self, request: Request, lookup: RequestLookup) -> None:
-        """Once a hit: whether loading it is worth while, and whether it is held out."""
+    def _judge(self, lookup: RequestLookup) -> None:
+        """Decides once per hit whether loading the hit is worth while."""
         if lookup.verdict is None and lookup.boundary > lookup.asked:
-            verdict = self._loads.verdict(lookup.asked, lookup.boundary)
-            is_candidate = verdict.take and not verdict.is_probe
-            if is_candidate and self._holdout.holds_out(request, lookup.boundary - lookup.asked):
-                verdict = replace(verdict, take=False, is_held_out=True)
-            lookup.verdict = verdict
+            lookup.verdict = self._loads.verdict(lookup.asked, lookup.boundary)
         if lookup.verdict is not None and not lookup.verdict.take:
             self._lookups.cancel(lookup)
             lookup.found, lookup.boundary = [], lookup.local

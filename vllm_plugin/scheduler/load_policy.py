@@ -76,14 +76,12 @@ class Verdict:
         compute_s: estimated seconds of computing it; infinite while unknown.
         load_s: estimated seconds of loading it, queueing included; 0 while unknown.
         is_probe: loaded although it is likely to be slower, to learn; to be passed to `load_ended`.
-        is_held_out: computed although loading it is worth while, to measure what loading saves.
     """
 
     take: bool
     compute_s: float
     load_s: float
     is_probe: bool = False
-    is_held_out: bool = False
 
 
 class LoadPolicy:

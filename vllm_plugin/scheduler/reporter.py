@@ -12,17 +12,15 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Mapping
 
 import vllm
 from vllm.logger import init_logger
 
 from kvpool.errors import InvalidRequestError, KVPoolError, PermissionDeniedError
-from kvpool.reports import MAX_STAGES, REPORTER_BYTES, Agreement, EngineReport, FirstTokenTimes
+from kvpool.reports import MAX_STAGES, REPORTER_BYTES, EngineReport
 from kvpool.request_trace import RequestTrace
 from kvpool.version import __version__
 from vllm_plugin.metrics import Recorder
-from vllm_plugin.scheduler.holdout import AGREEMENT, TIMES
 from vllm_plugin.scheduler.report_log import ReportLog
 from vllm_plugin.scheduler.request_traces import RequestTraces
 from vllm_plugin.scheduler.stages import Stages
@@ -133,19 +131,4 @@ class Reporter:
             last=is_last,
             requests=tuple(dataclasses.replace(trace, age_seconds=max(0.0, now - at)) for at, trace in self._told),
             num_devices=self._num_devices,
-            first_token_times=_first_token_times(counts),
-            agreement=Agreement(
-                **{each.name: int(counts.get(f"{AGREEMENT}:{each.name}", 0)) for each in dataclasses.fields(Agreement)}
-            ),
         )
-
-
-def _first_token_times(counts: Mapping[str, float]) -> tuple[FirstTokenTimes, ...]:
-    """What `Holdout` has tallied, by size class."""
-    measured = {name.rpartition(":")[0] for name in counts if name.startswith(f"{TIMES}:")}
-    times = []
-    for name in sorted(measured):
-        _, size_class, held_out = name.split(":")
-        count, total, squares = (counts.get(f"{name}:{part}", 0) for part in ("count", "sum", "squares"))
-        times.append(FirstTokenTimes(int(size_class), held_out == "1", int(count), total, squares))
-    return tuple(times)

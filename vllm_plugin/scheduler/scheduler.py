@@ -23,7 +23,6 @@ from vllm_plugin.scheduler.announcer import Announcer
 from vllm_plugin.scheduler.computed_tokens import ComputedTokens
 from vllm_plugin.scheduler.events import Events
 from vllm_plugin.scheduler.hints import Hints
-from vllm_plugin.scheduler.holdout import Holdout
 from vllm_plugin.scheduler.loads import Loads
 from vllm_plugin.scheduler.lookups import Lookups
 from vllm_plugin.scheduler.peer_loads import PeerLoads
@@ -80,9 +79,8 @@ class KVPoolScheduler:
         self._spans = None if tracing is None else RequestSpans(tracing)
         self._watchers: list[RequestWatcher] = [each for each in (self._traces, self._spans) if each is not None]
         self.computed = ComputedTokens(geometry, recorder, self._watchers)
-        self.holdout = Holdout(config.holdout_fraction, recorder)
         self.admission = Admission(
-            geometry, self.lookups, self.loads, self.contents, self.budget, self.computed, self.holdout, recorder
+            geometry, self.lookups, self.loads, self.contents, self.budget, self.computed, recorder
         )
         self.jobs = StoreJobs(geometry, config, self.contents, recorder)
         self.stores = Stores(geometry, config, self.jobs, self.contents, recorder)
@@ -114,7 +112,6 @@ class KVPoolScheduler:
         """How many tokens beyond the engine's own can be loaded; None: ask again."""
         matched: int | None = 0
         with self.budget:
-            self.holdout.asked(request)
             with self.guard.part("the hints of a request"):
                 self.hints.asked(request)
             for watcher in self._watchers:
@@ -158,7 +155,6 @@ class KVPoolScheduler:
             self.loads.stop_waiting(request_id)
             self._peer_loads.admitted(request_id)
             self._names.admitted(request_id)
-            self.holdout.admitted(request_id)
             with self.guard.part("the hints of a request"):
                 self.hints.admitted(request)
             with self.guard.part("the count of computed tokens"):
@@ -288,7 +284,6 @@ class KVPoolScheduler:
             "held stores": len(self._peer_loads),
             "lookups": len(self.lookups.by_request),
             "prompts that are counted": len(self.computed),
-            "requests that are measured": len(self.holdout),
             "loads": len(self.loads.loading),
             "failed requests": len(self._failed),
             "new loads": len(self._new_loads),
@@ -365,8 +360,6 @@ class KVPoolScheduler:
             self.computed.finished(request_id)
             for watcher in self._watchers:
                 watcher.finished(request_id)
-        with part("the measurement of held-out hits"):
-            self.holdout.finished(request)
         self._failed.discard(request_id)
         with part("the last stores of a request") as stores:
             self.stores.finish(request_id, tables if self._may_store() else None)
@@ -397,8 +390,6 @@ class KVPoolScheduler:
         """What was counted since the last call. vLLM asks once for each step that has ended."""
         self.loads.policy.step_ended()
         self.stores.step_ended()
-        with self.guard.part("the measurement of held-out hits"):
-            self.holdout.step_ended()
         return self._recorder.take()
 
     def shutdown(self) -> None:

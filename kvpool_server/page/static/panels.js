@@ -15,7 +15,6 @@ export const CAUSES = {
   in_tier: "in a tier that was too slow",
   window_or_state: "the window or state before them is missing",
   declined: "loading would have taken longer",
-  held_out: "computed to measure what loading saves",
   load_failed: "their load failed",
   lookup_failed: "their lookup failed or was late",
   too_many_waiting: "too many other requests waited",

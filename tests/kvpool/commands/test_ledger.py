@@ -15,13 +15,13 @@ from rich.console import Console
 from kvpool.causes import Cause
 from kvpool.cli import main
 from kvpool.client import Client
-from kvpool.commands.ledger import measured_text, moment
+from kvpool.commands.ledger import moment
 from kvpool.commands.ledger_table import LedgerTable
 from kvpool.config import ClientConfig
 from kvpool.errors import InvalidRequestError
-from kvpool.ledger import LedgerRow, MeasuredSaving
+from kvpool.ledger import LedgerRow
 from kvpool.namespace import NamespaceSpec
-from kvpool.reports import Agreement, EngineReport, FirstTokenTimes
+from kvpool.reports import EngineReport
 from tests.conftest import StartServer
 from tests.support.processes import ServerProcess
 from tests.support.values import group_spec, namespace_spec, run_of
@@ -61,8 +61,6 @@ def server(pool_server: StartServer, tmp_path: Path) -> ServerProcess:
         report(
             client, "acme", saved_seconds=90.0, num_devices=2, loaded_tokens=3_000, num_requests=5,
             computed_tokens={EVICTED: 1_000},
-            first_token_times=(FirstTokenTimes(10, False, 40, 4.0, 0.5), FirstTokenTimes(10, True, 30, 30.0, 40.0)),
-            agreement=Agreement(4, 3, 2, 2),
         )  # fmt: skip
         report(client, "umbra", lost_seconds=7.0, computed_tokens={"never_stored": 10})
     return server
@@ -73,8 +71,6 @@ def test_a_table_that_reads_at_80_columns(run, server: ServerProcess) -> None:  
     assert all(len(line) <= 80 for line in printed.partition("saved: ")[0].splitlines())
     assert "No engine reports" not in printed and "by others" not in printed, "columns without a number are left out"
     assert "acme" in printed and "180 s" in printed and "75.0%" in printed and "umbra" in printed and "7 s" in printed
-    assert "40 loads saved 36.0 s to the first token, with 95 % confidence" in printed
-    assert "loaded with computed 75.0% of 4, computed with computed 100.0% of 2" in printed
     assert "The ledger is kept since " in printed
 
 
@@ -142,11 +138,6 @@ def test_moments() -> None:
     for wrong in ("", "30", "30 d", "-1d", "d"):
         with pytest.raises(InvalidRequestError):
             moment(wrong, now)
-
-
-def test_too_few_requests_are_said_instead_of_a_number() -> None:
-    said = measured_text(MeasuredSaving("acme", "llama", num_loaded=90, num_held_out=3))
-    assert "too few requests for a number (90 loaded, 3 held out" in said and "confidence" not in said
 
 
 def test_what_one_tenants_blocks_cost_another(pool_server: StartServer) -> None:

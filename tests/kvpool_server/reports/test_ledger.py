@@ -16,12 +16,12 @@ import pytest
 from kvpool import replies
 from kvpool.causes import Cause
 from kvpool.errors import ConfigError
-from kvpool.ledger import HOUR_S, LEDGER_DAYS, LedgerPage, LedgerRow, MeasuredSaving, added_up
-from kvpool.reports import MAX_AMOUNT, Agreement, EngineReport, FirstTokenTimes
+from kvpool.ledger import HOUR_S, LEDGER_DAYS, LedgerPage, LedgerRow, added_up
+from kvpool.reports import MAX_AMOUNT, EngineReport
 from kvpool.server_stats import UsageStats
 from kvpool.wire import encode_ledger
-from kvpool_server.pairs import OTHER, Pair, Pairs
-from kvpool_server.reports import ledger_file, measured_tables, usage_ledger
+from kvpool_server.pairs import OTHER, Pairs
+from kvpool_server.reports import ledger_file
 from kvpool_server.reports.engines import EngineReports
 from kvpool_server.reports.ledger_file import LedgerFile
 from kvpool_server.reports.totals import MAX_TOTAL
@@ -123,42 +123,6 @@ def test_a_tenant_sees_its_own_rows(path: str) -> None:
     run(path, scenario)
 
 
-@pytest.mark.parametrize(
-    "hostile",
-    [
-        (FirstTokenTimes(3, False, 20, 0.0, 1e-200), FirstTokenTimes(3, True, 20, 0.0, 1e-200)),
-        (FirstTokenTimes(3, False, 1 << 40), FirstTokenTimes(3, True, 20, 1e7, 1e14)),
-    ],
-)
-def test_no_report_spoils_the_page(hostile: tuple[FirstTokenTimes, ...]) -> None:
-    async def scenario(bench: Bench) -> None:
-        bench.report("umbra", first_token_times=hostile)
-        bench.report("acme", num_requests=1)
-        for tenant in ("acme", "umbra", None):
-            page = await bench.page(tenant)
-            assert replies.ledger(encode_ledger(page, 1)) == page
-            assert page.rows or tenant == "umbra"
-            assert [each.tenant for each in page.measured] == ([] if tenant == "acme" else ["umbra"])
-
-    run("", scenario)
-
-
-def test_a_saving_that_cannot_be_worked_out_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(pair: Pair, _: object) -> MeasuredSaving:
-        if pair.tenant == "umbra":
-            raise ZeroDivisionError
-        return MeasuredSaving(pair.tenant, pair.model)
-
-    monkeypatch.setattr(usage_ledger, "saving_of", fails)
-
-    async def scenario(bench: Bench) -> None:
-        for tenant in ("acme", "umbra"):
-            bench.report(tenant, first_token_times=[FirstTokenTimes(3, True, 1, 1.0, 1.0)])
-        assert [each.tenant for each in (await bench.page()).measured] == ["acme"]
-
-    run("", scenario)
-
-
 def test_the_ledger_survives_a_restart_and_counts_no_report_again(tmp_path: Path) -> None:
     path = str(tmp_path / "ledger.sqlite")
 
@@ -179,109 +143,31 @@ def test_the_ledger_survives_a_restart_and_counts_no_report_again(tmp_path: Path
     assert stat.S_IMODE(Path(path).stat().st_mode) == 0o600
 
 
-def measured_times(count: int, loaded_s: float = 1.0, held_out_s: float = 3.0) -> dict[str, Any]:
-    """Fields of a report of so many loaded and held-out requests, whose times differ by a tenth of a second."""
-    times = []
-    for held_out, middle_s in ((False, loaded_s), (True, held_out_s)):
-        each_s = [middle_s + (0.05 if nth % 2 else -0.05) for nth in range(count)]
-        times.append(FirstTokenTimes(5, held_out, count, sum(each_s), sum(each**2 for each in each_s)))
-    return {"first_token_times": tuple(times), "agreement": Agreement(count, count - 1, count, count)}
-
-
-def test_what_was_measured_is_kept_by_the_hour(path: str) -> None:
-    async def scenario(bench: Bench) -> None:
-        bench.report(**measured_times(30))
-        bench.report("umbra", **measured_times(5))
-        bench.advance(2 * HOUR_S)
-        bench.report(sequence=2, **measured_times(10, loaded_s=2.0))
-        bench.report(sequence=3, **measured_times(15, loaded_s=2.0))
-        acme, umbra = sorted((await bench.page()).measured, key=lambda each: each.tenant)
-        assert (acme.num_loaded, acme.num_held_out, acme.num_compared) == (55, 55, 55)
-        assert acme.saved_seconds == pytest.approx(30 * 2 + 25) and acme.agreement == Agreement(55, 52, 55, 55)
-        assert (umbra.num_loaded, umbra.num_compared) == (5, 0)
-        (first,) = (await bench.page("acme", until=HOUR + 1)).measured
-        assert (first.num_loaded, first.saved_seconds) == (30, pytest.approx(60))
-        (second,) = (await bench.page("acme", since=HOUR + HOUR_S)).measured
-        assert (second.num_loaded, second.saved_seconds) == (25, pytest.approx(25))
-
-    run(path, scenario)
-
-
-def test_what_was_measured_survives_a_restart_and_is_deleted_with_its_hour(tmp_path: Path) -> None:
-    async def scenario(bench: Bench) -> None:
-        bench.report(**measured_times(30))
-        before = (await bench.page()).measured
-        await bench.ledger.close()
-        await bench.open()
-        assert (await bench.page()).measured == before != ()
-        bench.advance((LEDGER_DAYS + 1) * 24 * HOUR_S)
-        bench.report(sequence=2, num_requests=1)
-        assert (await bench.page()).measured == ()
-
-    run(str(tmp_path / "ledger.sqlite"), scenario)
-
-
-def test_what_was_measured_waits_for_a_file_that_cannot_be_written(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario(bench: Bench) -> None:
-        bench.report(**measured_times(30))
-        with monkeypatch.context() as patch:
-            patch.setattr(bench.ledger._file, "add", full)
-            await bench.ledger.flush()
-            bench.report(sequence=2, **measured_times(10))
-            await bench.ledger.flush()
-        (found,) = (await bench.page()).measured
-        assert found.num_loaded == 40
-
-    def full(*_: object) -> None:
-        raise sqlite3.OperationalError("disk full")
-
-    run(path, scenario)
-
-
-def of_the_first_format(path: Path) -> None:
-    """A file of the release before held-out hits were kept in it, with a row and a reporter."""
+def of_the_second_format(path: Path) -> None:
+    """A file with the tables of format 2, a row and a reporter."""
     with closing(LedgerFile(str(path), HOUR)) as file:
         file.add([LedgerRow(HOUR, "acme", "model", num_requests=7)], {("acme", b"acme".ljust(16)): 3}, HOUR)
     with closing(sqlite3.connect(path, isolation_level=None)) as db:
-        for table in measured_tables.COLUMNS:
-            db.execute(f"DROP TABLE {table}")
-        db.execute("PRAGMA user_version = 1")
+        for table in ledger_file.DROPPED:
+            db.execute(f"CREATE TABLE {table} (hour, tenant)")
+            db.execute(f"INSERT INTO {table} VALUES ({HOUR}, 'acme')")
+        db.execute("PRAGMA user_version = 2")
 
 
-def test_a_file_of_the_first_format_keeps_its_rows_and_gets_the_tables(tmp_path: Path) -> None:
+def test_a_file_of_the_second_format_keeps_its_rows_and_loses_its_other_tables(tmp_path: Path) -> None:
     async def scenario(bench: Bench) -> None:
-        assert not bench.report(sequence=3, **measured_times(30)), "counted before the restart"
-        assert bench.report(sequence=4, **measured_times(30))
+        assert not bench.report(sequence=3, num_requests=1), "counted before the restart"
+        assert bench.report(sequence=4, num_requests=1)
         page = await bench.page()
-        assert [(row.tenant, row.num_requests) for row in page.rows] == [("acme", 7)]
-        assert [each.num_loaded for each in page.measured] == [30] and page.begins == HOUR
+        assert [(row.tenant, row.num_requests) for row in page.rows] == [("acme", 8)] and page.begins == HOUR
 
     path = tmp_path / "ledger.sqlite"
-    of_the_first_format(path)
+    of_the_second_format(path)
     run(str(path), scenario)
     with closing(sqlite3.connect(path)) as db:
         assert db.execute("PRAGMA user_version").fetchone() == (ledger_file.FORMAT,)
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        "UPDATE first_token_times SET count = -1",
-        "UPDATE first_token_times SET sum_seconds = 9e999",
-        "UPDATE first_token_times SET size_class = size_class + 41",
-        f"UPDATE first_token_times SET tenant = '{'t' * 1_000}'",
-    ],
-)
-def test_damaged_measurements_are_left_out(tmp_path: Path, damage: str) -> None:
-    async def scenario(bench: Bench) -> None:
-        bench.report(**measured_times(30))
-        await bench.ledger.close()
-        with closing(sqlite3.connect(bench.path, isolation_level=None)) as db:
-            db.execute(damage)
-        await bench.open()
-        assert [each.num_loaded for each in (await bench.page()).measured] in ([], [0])
-
-    run(str(tmp_path / "ledger.sqlite"), scenario)
+        tables = {name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+    assert tables == {"usage", "reporters", "begun"}
 
 
 def test_what_cannot_be_written_waits(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -487,7 +373,7 @@ def a_link(path: Path) -> None:
     [
         (not_a_database, "is damaged, or is no ledger"),
         (another_programs, "is another program's database"),
-        (of_a_later_release, "has format 99, and this release writes 2"),
+        (of_a_later_release, "has format 99, and this release writes 1"),
         (with_other_tables, "is damaged, or is no ledger"),
         (damaged, "is damaged, or is no ledger"),
         (with_text_for_a_number, "table usage has a value of another type"),

@@ -12,10 +12,8 @@ from kvpool.reports import (
     MAX_ENGINE_CHARS,
     MAX_REPORT_BYTES,
     MAX_REQUESTS,
-    MAX_SIZE_CLASSES,
     MAX_STAGES,
     EngineReport,
-    FirstTokenTimes,
 )
 from kvpool.request_trace import RequestTrace
 from kvpool.wire import encode_report
@@ -107,7 +105,6 @@ def test_a_report_of_the_longest_ids_is_one_that_the_server_takes() -> None:
             *("x" * MAX_ENGINE_CHARS for _ in range(4)),
             namespaces=(b"n" * 32,) * MAX_STAGES,
             computed_tokens={f"{nth:064}": 1 << 40 for nth in range(MAX_CAUSES)},
-            first_token_times=(FirstTokenTimes(40, True, 1 << 40, 1e7, 1e14),) * MAX_SIZE_CLASSES,
             requests=tuple(replace(trace, age_seconds=1e9) for _, trace in part),
         )
         assert encode_report(report).ByteSize() <= MAX_REPORT_BYTES
