@@ -30,6 +30,7 @@ UNREACHABLE = "127.0.0.1:9"
 """The engine computes by itself: nothing listens at this endpoint."""
 TOLERANCE = 1e-4
 """Of logprobs, and of KV by its largest number: float32 differs by the order of sums."""
+ANSWERS_DIFFER = "answers differ"
 REASON = re.compile(r"^.*?\b(\w*(?:Error|Exception)\b.*)$")
 
 
@@ -143,7 +144,7 @@ def judge(one: Observation, other: Observation, without: str = "") -> tuple[Verd
         return Verdict.APART, ""
     logprobs = _difference(one.logprobs, other.logprobs)
     answers = (
-        "" if one.tokens == other.tokens and logprobs <= TOLERANCE else f"answers differ (logprobs by {logprobs:.2g})"
+        "" if one.tokens == other.tokens and logprobs <= TOLERANCE else f"{ANSWERS_DIFFER} (logprobs by {logprobs:.2g})"
     )
     if one.kv is None or other.kv is None:
         return (Verdict.FAILURE, answers) if answers else (Verdict.SAME, "by answers")
@@ -156,10 +157,18 @@ def judge(one: Observation, other: Observation, without: str = "") -> tuple[Verd
 
 
 def pairs(observations: Sequence[Observation]) -> Iterator[tuple[Observation, Observation, Verdict, str]]:
-    """Each pair of engines with its verdict."""
+    """Each pair of engines with its verdict, in the order of the engines.
+
+    A pair is left out that has neither KV nor answers to judge by: the oracle cannot read the KV of one engine, and a
+    setting of sampling gives the other one answers of its own.
+    """
+    first = observations[0]
+    own_answers = {id(each) for each in observations if judge(first, each)[1].startswith(ANSWERS_DIFFER)}
     for nth, one in enumerate(observations):
         for other in observations[nth + 1 :]:
-            yield one, other, *judge(one, other)
+            with_kv = [each for each in (one, other) if each.kv is not None]
+            if len(with_kv) != 1 or id(with_kv[0]) not in own_answers:
+                yield one, other, *judge(one, other)
 
 
 def _difference(one: Any, other: Any) -> float:

@@ -65,3 +65,8 @@ def test_verdicts(other: Observation, verdict: Verdict) -> None:
 def test_all_pairs_are_judged_not_only_those_with_the_base() -> None:
     found = [observation("a"), observation("b"), observation("b", KV * 2)]
     assert [verdict for _, _, verdict, _ in pairs(found)] == [Verdict.APART, Verdict.APART, Verdict.FAILURE]
+
+
+def test_answers_that_a_setting_of_sampling_changes_judge_no_engine_whose_kv_is_not_known() -> None:
+    found = [observation(), observation(logprobs=[-1.0]), observation(kv=None)]
+    assert [verdict for _, _, verdict, _ in pairs(found)] == [Verdict.SAME, Verdict.SAME]
