@@ -206,6 +206,12 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
             "KVPoolConnector does not support enable_fault_tolerance = True: vLLM may find a step faulty after its "
             "blocks are shared; serve without --enable-fault-tolerance"
         )
+    encoders = getattr(vllm_config, "ec_transfer_config", None)
+    if encoders is not None and encoders.is_ec_consumer:
+        raise ConfigError(
+            "KVPoolConnector does not support an ec_transfer_config that reads: encoded images are named by the image "
+            "and the model's path, not by the weights that encoded them; set ec_role = 'ec_producer', or serve without"
+        )
     images = vllm_config.model_config.multimodal_config
     if images is not None and not (cache.enable_prefix_caching or images.mm_processor_cache_gb):
         raise ConfigError(

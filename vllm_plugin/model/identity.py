@@ -102,7 +102,8 @@ def _page_format(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str
     packing = "token,kv"
     if packs_its_own(kv_cache_config):
         # Only the backend knows its order: the same release on the same kind of device chooses and packs alike.
-        backend = getattr(vllm_config.attention_config, "backend", None)
+        attention = vllm_config.attention_config
+        backend = f"{getattr(attention, 'backend', None)}/{getattr(attention, 'backend_per_kind', None)}"
         shuffle = os.environ.get("VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT", "")
         packing = f"{vllm.__version__}/{current_platform.get_device_capability()}/{backend}/{shuffle}"
     if "fp8" in vllm_config.cache_config.cache_dtype:
@@ -124,6 +125,8 @@ def _extra(vllm_config: VllmConfig, weights: Weights) -> tuple[tuple[str, str], 
     speculative: Any = vllm_config.speculative_config
     if speculative is not None:
         extra |= _draft(speculative, vllm_config)
+    if extension := vllm_config.parallel_config.worker_extension_cls:
+        extra["worker_extension_cls"] = f"{extension}:{_source(extension.rpartition('.')[0])}"
     extra |= {name: _short(_canonical(value)) for name, value in (*settings(vllm_config), *environment())}
     if (private := "vllm_config.additional_config") in extra:
         # It may hold secrets, and the pool shows namespaces to other users.
@@ -139,9 +142,13 @@ def _own_class(model: ModelConfig) -> dict[str, str]:
     if registered is None or module.startswith("vllm."):
         return {}
     name = getattr(place, "class_name", None) or place.__qualname__
-    source = getattr(importlib.util.find_spec(module), "origin", None)
-    code = hashlib.sha256(Path(source).read_bytes()).hexdigest() if source else ""
-    return {"model_class": f"{module}:{name}:{code}"}
+    return {"model_class": f"{module}:{name}:{_source(module)}"}
+
+
+def _source(module: str) -> str:
+    """SHA-256 of a module's file; empty without one."""
+    source = getattr(importlib.util.find_spec(module), "origin", None) if module else None
+    return hashlib.sha256(Path(source).read_bytes()).hexdigest() if source else ""
 
 
 def _draft(speculative: Any, vllm_config: VllmConfig) -> dict[str, str]:

@@ -3,9 +3,10 @@
 Every byte counts: a fine-tune may change one layer, or a few rows. So does every file beside the weights, unless it is
 known to change no KV: the index of the shards, the preprocessor's settings and code of the checkpoint do. A digest does
 not depend on where the files lie or on the model's name. Files are read once on a host (they are in the page cache: the
-engine loads them, too) and remembered by inode, size and times. The hub's cache names files by their content already.
+engine loads them, too) and remembered by inode, size and times. So are those of the hub's cache: their names tell the
+content until somebody writes through a snapshot's link.
 
-The files are read after vLLM has loaded them. So no file, and no link on the way to it, may be newer than the engine:
+The files are read after vLLM has loaded them. So no file, link or directory on the way may be newer than the engine:
 otherwise other files may have been loaded, and the weights have no name. Weights without a name are named by what is in
 memory (`worker/loaded_weights.py`).
 """
@@ -17,12 +18,14 @@ import hashlib
 import json
 import os
 import re
+import stat
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from io import FileIO
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -61,7 +64,7 @@ _NO_KV: Mapping[str, tuple[str, ...]] = {
 """Patterns of files that change no KV, by reason. Hidden files and Meta's own format (`original/`) do not, either."""
 _SAFETENSORS_FIRST = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer", "mistral")
 _OTHER_FORMATS = ("pt", "npcache", "gguf", "bitsandbytes", "sharded_state", "runai_streamer_sharded", "dummy")
-_BLOB_NAME = re.compile(r"[0-9a-f]{64}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 _HOW_ONLY = (
     "enable_multithread_load",
     "num_threads",
@@ -136,8 +139,8 @@ def describe_weights(model: ModelConfig, load: LoadConfig) -> Weights:
 
 def _why_in_doubt(place: Path, files: Iterable[Path], model: ModelConfig) -> str:
     """Why files may not be those that the engine has loaded; empty if they are."""
-    if place.parent.name == "snapshots":
-        # The hub's cache: a commit's files never change, and a name's commit may.
+    if place.parent.name == "snapshots" and place.parent.parent.name.startswith("models--"):
+        # The hub's cache, to which the engine may just have added them: a commit's files stay, a name's commit may not.
         ref = place.parent.parent / "refs" / (str(model.revision or "") or "main")
         with suppress(OSError):
             if (commit := ref.read_text().strip()) != place.name:
@@ -151,14 +154,21 @@ def _why_in_doubt(place: Path, files: Iterable[Path], model: ModelConfig) -> str
 
 
 def states(files: Iterable[Path]) -> list[tuple[str, int, int]]:
-    """(path, ctime in ns, bytes) of files and of every link on the way to them: changes whenever what is read does."""
+    """(path, ctime in ns, bytes) of files, and of what leads to them: it changes whenever what is read does.
+
+    Links lead to files, and directories that may have been renamed: with something new in one, its mtime is new, too.
+    """
     found: dict[str, tuple[str, int, int]] = {}
     for file in files:
-        for part in (*_links(file), file.resolve()):
+        leading = [*_links(file), file.resolve()]
+        for part in {each for path in leading for each in (path, *path.parents)}:
             with suppress(FileNotFoundError, NotADirectoryError):
                 state = part.lstat()
-                found[str(part)] = str(part), state.st_ctime_ns, state.st_size
-    return list(found.values())
+                if not stat.S_ISDIR(state.st_mode):
+                    found[str(part)] = str(part), state.st_ctime_ns, state.st_size
+                elif state.st_ctime_ns > state.st_mtime_ns:
+                    found[str(part)] = str(part), state.st_ctime_ns, 0
+    return sorted(found.values())
 
 
 def _links(path: Path) -> Iterator[Path]:
@@ -290,27 +300,29 @@ def _contents(files: Sequence[Path]) -> list[str]:
 
 def _content(file: Path) -> str:
     """SHA-256 of a file's content. A lock lets one of a host's processes read it, and the others reuse the digest."""
-    blob = file.resolve()
-    if blob.parent.name == "blobs" and _BLOB_NAME.fullmatch(blob.name):
-        return blob.name
-    state = blob.stat()
-    if state.st_size < KEPT_BYTES:
-        return _sha256(blob)
-    # What changes with the content: where and when the file was written.
-    name = f"{blob}:{state.st_dev}:{state.st_ino}:{state.st_size}:{state.st_mtime_ns}:{state.st_ctime_ns}"
-    kept = _cache() / hashlib.sha256(name.encode()).hexdigest()
-    with suppress(OSError, UnicodeError):
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        with kept.open("a+") as record:
-            _lock(record)
-            record.seek(0)
-            if _BLOB_NAME.fullmatch(digest := record.read(1024)):
-                return digest
-            digest = _sha256(blob)
-            record.truncate(0)
-            record.write(digest)
-            return digest
-    return _sha256(blob)
+    with file.open("rb", buffering=0) as opened:
+        state = _state(opened)
+        digest = ""
+        kept = _cache() / hashlib.sha256(f"{file.resolve()}:{state}".encode()).hexdigest()
+        with suppress(OSError, UnicodeError):
+            if os.fstat(opened.fileno()).st_size >= KEPT_BYTES:
+                kept.parent.mkdir(parents=True, exist_ok=True)
+                with kept.open("a+") as record:
+                    _lock(record)
+                    record.seek(0)
+                    if _SHA256.fullmatch(found := record.read(1024)):
+                        return found
+                    digest = _sha256(opened)
+                    if _state(opened) == state:
+                        record.truncate(0)
+                        record.write(digest)
+        return digest or _sha256(opened)
+
+
+def _state(file: IO[bytes]) -> tuple[int, ...]:
+    """What changes with the content of an open file: where and when it was written."""
+    state = os.fstat(file.fileno())
+    return state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns
 
 
 def _cache() -> Path:
@@ -327,9 +339,9 @@ def _lock(file: IO[str]) -> None:
         time.sleep(LOCK_POLL_S)
 
 
-def _sha256(file: Path) -> str:
-    hasher, piece = hashlib.sha256(), memoryview(bytearray(min(READ_BYTES, file.stat().st_size + 1)))
-    with file.open("rb", buffering=0) as opened:
-        while num_read := opened.readinto(piece):
-            hasher.update(piece[:num_read])
+def _sha256(file: FileIO) -> str:
+    hasher, piece = hashlib.sha256(), memoryview(bytearray(min(READ_BYTES, os.fstat(file.fileno()).st_size + 1)))
+    file.seek(0)
+    while num_read := file.readinto(piece):
+        hasher.update(piece[:num_read])
     return hasher.hexdigest()

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import xxhash
 from vllm.logger import init_logger
+from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -67,6 +68,8 @@ class LoadedWeights:
             for name, layer in root.named_modules():
                 weight = getattr(layer, "weight", None)
                 if not isinstance(weight, torch.Tensor) or weight.numel() or weight.device.type != "cpu":
+                    if _hides_weights(layer):
+                        raise ValueError(f"{name} keeps them where kvpool does not find them")
                     continue
                 flop += 2 * _num_inputs(layer) ** 2 * getattr(layer, "output_size_per_partition", layer.output_size)
                 if flop > MAX_READ_BACK_FLOP:
@@ -89,6 +92,15 @@ def _roots(layers: list[Any]) -> list[torch.nn.Module]:
             root = parent
         roots[id(root)] = root
     return list(roots.values())
+
+
+def _hides_weights(layer: torch.nn.Module) -> bool:
+    """Whether a kernel has put the weights of a layer elsewhere than into its parameters."""
+    method = getattr(layer, "quant_method", None)
+    if method is None or isinstance(method, BaseKVCacheMethod):
+        return False
+    own = layer.named_parameters(recurse=False)
+    return not any("weight" in name and "scale" not in name and weight.numel() for name, weight in own)
 
 
 def _num_inputs(layer: Any) -> int:

@@ -2,13 +2,14 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from vllm.config import MultiModalConfig
+from vllm.config import ECTransferConfig, MultiModalConfig
 from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, SlidingWindowMLASpec
 
@@ -205,6 +206,16 @@ def test_steps_that_are_found_faulty_later_are_refused(vllm_config: MakeConfig) 
     config = vllm_config()
     config.parallel_config.enable_fault_tolerance = True
     with pytest.raises(ConfigError, match="serve without --enable-fault-tolerance"):
+        check_supported(config, cache_config())
+
+
+@pytest.mark.parametrize(("role", "is_refused"), [("ec_consumer", True), ("ec_both", True), ("ec_producer", False)])
+def test_encoded_images_of_who_knows_which_weights_are_refused(
+    role: str, is_refused: bool, vllm_config: MakeConfig
+) -> None:
+    config = vllm_config()
+    config.ec_transfer_config = ECTransferConfig(ec_connector="ECExampleConnector", ec_role=role)
+    with pytest.raises(ConfigError, match="set ec_role = 'ec_producer'") if is_refused else nullcontext():
         check_supported(config, cache_config())
 
 

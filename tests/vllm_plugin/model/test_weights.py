@@ -15,6 +15,7 @@ from vllm.config import LoadConfig
 
 from tests.support.toy.fixtures import MakeConfig
 from vllm_plugin import BEGAN_AT
+from vllm_plugin.model import weights as weights_module
 from vllm_plugin.model.weights import LOCK_TIMEOUT_S, Weights, describe_weights
 
 SIZE = 3 << 20
@@ -177,23 +178,44 @@ def configuration_is_written_again(model: Path, latest: Path) -> None:
     (model / "config.json").write_text("{}")
 
 
+def directories_change_places(model: Path, latest: Path) -> None:
+    model.rename(model.parent / "oldest")
+    (model.parent / "newer").rename(model)
+
+
+def directories_above_change_places(model: Path, latest: Path) -> None:
+    model.parent.rename(model.parent.parent / "before")
+    (model.parent.parent / "other").rename(model.parent)
+
+
 @pytest.mark.parametrize(
-    "happens", [link_flips, link_above_flips, file_is_written_again, configuration_is_written_again]
+    "happens",
+    [
+        link_flips,
+        link_above_flips,
+        file_is_written_again,
+        configuration_is_written_again,
+        directories_change_places,
+        directories_above_change_places,
+    ],
 )
+@pytest.mark.parametrize("folder", ["models", "snapshots"])
 def test_what_changes_after_the_engines_start_leaves_the_weights_in_doubt(
     happens: Callable[[Path, Path], None],
+    folder: str,
     tmp_path: Path,
     describe: Callable[..., Weights],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    model = tmp_path / "models" / "older"
+    model = tmp_path / folder / "older"
     for each in (model, model.parent / "newer"):
         each.mkdir(parents=True)
         (each / "model.safetensors").write_bytes(os.urandom(SIZE))
     (tmp_path / "link").symlink_to(model.parent)
     latest = model.parent / "latest"
     latest.symlink_to(model)
+    shutil.copytree(model.parent, tmp_path / "other", symlinks=True)
     path = tmp_path / "link" / "latest"
     time.sleep(0.05)  # File times have the resolution of the kernel's clock.
     monkeypatch.setenv(BEGAN_AT, str(time.time_ns()))
@@ -214,6 +236,30 @@ def test_a_branch_that_moves_while_the_engine_loads_leaves_the_weights_in_doubt(
     snapshot(tmp_path, b"newer weights", commit="d" * 40)
     found = describe("org/model", "main", commit=commit, download_dir=str(tmp_path))
     assert "is " + "d" * 40 in dict(found.settings)["in_doubt"]
+
+
+def test_a_file_that_is_replaced_while_its_lock_is_waited_for_gives_no_other_its_digest(
+    model: Path, digest: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The record of a digest outlives the engine: whoever has the first file back would have the second one's name."""
+    newer = model.parent / "newer"
+    newer.mkdir()
+    (newer / "model.safetensors").write_bytes(os.urandom(SIZE))
+
+    def swap(name: str, to: str) -> None:
+        (model.parent / name).rename(model.parent / to)
+
+    def lock(record: object) -> None:
+        swap("model", "older")
+        swap("newer", "model")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(weights_module, "_lock", lock)
+        digest(model)
+    swap("model", "newer")
+    swap("older", "model")
+    shutil.copytree(model, model.parent / "copy")
+    assert digest(model) == digest(model.parent / "copy") != digest(newer)
 
 
 def test_files_below_subdirectories_count(model: Path, digest: Callable[..., str]) -> None:
@@ -272,14 +318,14 @@ def snapshot(root: Path, content: bytes, commit: str = "c" * 40) -> None:
     (repo / "snapshots" / commit / "model.safetensors").symlink_to(blob)
 
 
-def test_the_hubs_cache_is_found_where_download_dir_says(
-    tmp_path: Path, describe: Callable[..., Weights], cache: Path
-) -> None:
+def test_the_hubs_cache_is_found_where_download_dir_says(tmp_path: Path, describe: Callable[..., Weights]) -> None:
     snapshot(tmp_path / "downloads", b"weights")
     assert describe("org/model").digest == ""
     found = describe("org/model", download_dir=str(tmp_path / "downloads"))
     assert found.digest and found.model == "org/model"
-    assert not cache.exists(), "the hub names files by their content: none was read"
+    (file,) = tmp_path.rglob("snapshots/*/model.safetensors")
+    file.write_bytes(b"written through the link, into the blob")
+    assert describe("org/model", download_dir=str(tmp_path / "downloads")).digest != found.digest
 
 
 def test_a_copy_of_the_hubs_files_is_the_same_model(tmp_path: Path, digest: Callable[..., str]) -> None:
