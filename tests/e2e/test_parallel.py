@@ -17,6 +17,7 @@ from tests.conftest import StartServer
 from tests.e2e.conftest import (
     FLOAT32,
     MORE,
+    NEEDS_FP8_KV,
     PATIENT,
     assert_same,
     hit_tokens,
@@ -107,7 +108,11 @@ STATES = ("qwen3_next", "granite_hybrid", "falcon_h1", "mamba2")
 @pytest.mark.parametrize(
     # Gemma 3 is above; the one key head of Qwen3-Next's linear attention cannot be cut in two.
     "shape",
-    [name for name in SHAPES if name not in ("gemma3", "qwen3_next")],
+    [
+        pytest.param(name, marks=NEEDS_FP8_KV if name == "llama" else ())
+        for name in SHAPES
+        if name not in ("gemma3", "qwen3_next")
+    ],
 )
 def test_two_ranks_of_every_shape(shape: str, tmp_path: Path, shapes_dir: Path, pool_server: StartServer) -> None:
     """What two ranks store they load, and one rank of a model without states loads, too."""
