@@ -99,8 +99,9 @@ def _hides_weights(layer: torch.nn.Module) -> bool:
     method = getattr(layer, "quant_method", None)
     if method is None or isinstance(method, BaseKVCacheMethod):
         return False
-    own = layer.named_parameters(recurse=False)
-    return not any("weight" in name and "scale" not in name and weight.numel() for name, weight in own)
+    # A layer that wraps another, as for adapters, has the weights of that one.
+    found = layer.named_parameters()
+    return not any("weight" in name and "scale" not in name and weight.numel() for name, weight in found)
 
 
 def _num_inputs(layer: Any) -> int:

@@ -47,6 +47,13 @@ def test_weights_in_parameters_are_named_by_every_byte() -> None:
     assert b"" != before != digest(Model(w13_weight=weight)) != b""
 
 
+def test_a_layer_around_another_has_the_weights_of_that_one() -> None:
+    model = Model(weight=torch.ones(4))
+    inner, model.experts = model.experts, torch.nn.Module()
+    model.experts.base_layer, model.experts.quant_method = inner, inner.quant_method
+    assert digest(model)
+
+
 @pytest.mark.parametrize(
     "held",
     [
