@@ -43,6 +43,7 @@ class Request:
     hit: int
     left: int
     loaded: int = 0
+    is_probe: bool = False
     began_at: float = 0.0
 
 
@@ -127,7 +128,7 @@ class Served:
     def _report(self, request: Request) -> None:
         nbytes = request.loaded * TOKEN_BYTES
         seconds = LATENCY_S + nbytes / self._link_bytes_s
-        self.learned.load_ended(request.loaded, nbytes, seconds, True, False, LINK)
+        self.learned.load_ended(request.loaded, nbytes, seconds, True, request.is_probe, LINK)
         self.queue.put(request.name, Stage.RUNNING, request.left)
         self._running.append(request)
 
@@ -147,7 +148,13 @@ def constant(share: float) -> Policy:
 
 def learned(served: Served) -> Callable[[Request], int]:
     """The connector's."""
-    return lambda request: served.learned.verdict(request.name, request.hit, request.hit * TOKEN_BYTES, LINK).num_tokens
+
+    def answer(request: Request) -> int:
+        verdict = served.learned.verdict(request.name, request.hit, request.hit * TOKEN_BYTES, LINK)
+        request.is_probe = verdict.is_probe
+        return verdict.num_tokens
+
+    return answer
 
 
 def mean_ttft_s(policy: Policy, load: float, link_bytes_s: float, hit_share: float, seeds: int = 3) -> float:
