@@ -22,7 +22,7 @@ SAMPLE = {(0.5, 0.3, 0.9), (1.0, 1.0, 0.5), (1.5, 3.0, 0.9), (2.0, 10.0, 0.9), (
     ],
 )
 def test_no_fixed_choice_is_much_better(load: float, link_gb_s: float, hit_share: float) -> None:
-    """Of loading always, never, or the same share of each hit, whichever would have been best: by 5.4 % at one point."""
+    """Of loading always, never, or the same share of each hit, whichever was best: by 5.4 % at one point of all."""
     point = (load, link_gb_s * 1e9, hit_share)
     best = min(mean_ttft_s(policy, *point) for policy in (always, never, *map(constant, SHARES)))
     assert mean_ttft_s(learned, *point) <= 1.06 * best
