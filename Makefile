@@ -65,7 +65,7 @@ bench: $(STAMP)  ## Every benchmark that needs no GPU, beside its peers; writes 
 	$(BIN)/python -m benchmarks.harness.report
 
 bench-gpu:  ## The benchmarks that need a CUDA device, with whatever Python and vLLM are there.
-	for name in interference gpu_copy gpu gpu_network gpu_tenants gpu_questions gpu_parallel; do python3 -m benchmarks.cases.$$name || exit 1; done
+	for name in interference start gpu_copy gpu gpu_network gpu_tenants gpu_questions gpu_parallel; do python3 -m benchmarks.cases.$$name || exit 1; done
 
 proto: $(STAMP)  ## Generate kvpool/v1 from proto/kvpool/v1.
 	PATH="$(abspath $(BIN)):$$PATH" $(PROTOC) --python_out=. --pyi_out=. --grpc_python_out=. $(PROTO)

@@ -36,8 +36,11 @@ class Shape:
 INITIALIZER_RANGE = 0.08
 
 
-def write(directory: Path, shape: Shape | None = None) -> Path:
-    """Writes config.json and model.safetensors; returns the directory. Does nothing if the same model is there."""
+def write(directory: Path, shape: Shape | None = None, num_files: int = 1) -> Path:
+    """Writes config.json and model.safetensors, or as many files of weights; returns the directory.
+
+    Does nothing if the same model is there.
+    """
     shape = shape or Shape()
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -64,7 +67,10 @@ def write(directory: Path, shape: Shape | None = None) -> Path:
     if path.exists() and path.read_text() == text:
         return directory
     directory.mkdir(parents=True, exist_ok=True)
-    save_file(_weights(shape), directory / "model.safetensors", metadata={"format": "pt"})
+    weights = sorted(_weights(shape).items())
+    for nth in range(num_files):
+        name = "model.safetensors" if num_files == 1 else f"model-{nth + 1:05}-of-{num_files:05}.safetensors"
+        save_file(dict(weights[nth::num_files]), directory / name, metadata={"format": "pt"})
     path.write_text(text)
     return directory
 

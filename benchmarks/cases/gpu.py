@@ -23,7 +23,7 @@ from benchmarks.harness.measuring import Logs, Row, at_most, time_ratio
 from benchmarks.peers import mooncake_store
 from testbed.engine import Engine, EngineSpec, kvpool_transfer_config, start_all
 
-LLAMA_8B: dict[str, Any] = {
+LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "hidden_size": 4096,

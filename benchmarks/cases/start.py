@@ -11,20 +11,20 @@ kvpool reads.
 from __future__ import annotations
 
 import contextlib
-import json
 import tempfile
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
-from safetensors.torch import save_file
 
-from benchmarks.cases.gpu import LLAMA_8B, prompt_of
+from benchmarks.cases.gpu import prompt_of
 from benchmarks.harness import measuring as harness
 from benchmarks.harness.measuring import Logs, Row, alternate, at_most, estimate, timed
 from testbed.engine import Engine, EngineSpec, kvpool_transfer_config
+from testbed.tiny_llama import Shape, write
 
+NUM_FILES = 4
+"""Of the checkpoint that is published; each file is read by one thread."""
 PROMPT_TOKENS = 500
 REACH_S = 1.0
 
@@ -35,8 +35,9 @@ def main(
     rounds: Annotated[int, typer.Option(min=1)] = 3,
 ) -> None:
     """Time the start of engines, and report how much later those with kvpool answer."""
-    model = logs / "checkpoint"
-    nbytes = _write_checkpoint(model, layers)
+    shape = Shape(layers, hidden=4096, intermediate=14336, heads=32, kv_heads=8, head_dim=128, vocab=128_256)
+    model = write(logs / "checkpoint", shape, num_files=NUM_FILES)
+    nbytes = sum(file.stat().st_size for file in model.glob("*.safetensors"))
     with contextlib.ExitStack() as stack:
         endpoint = stack.enter_context(harness.kvpool_server("2GiB"))
         known = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -70,38 +71,6 @@ def main(
         later = estimate([a - b for a, b in zip(seconds, alone, strict=True)])
         rows += [Row(f"start, {name}", estimate(seconds), "s"), at_most(f"{name}: later by", later, "s", REACH_S)]
     harness.report("start", rows, rounds=rounds, layers=layers, weight_bytes=nbytes)
-
-
-def _write_checkpoint(folder: Path, layers: int) -> int:
-    """Writes a model with random weights, a file per two layers; its bytes."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps({**LLAMA_8B, "num_hidden_layers": layers}))
-    hidden, inner, vocabulary = LLAMA_8B["hidden_size"], LLAMA_8B["intermediate_size"], LLAMA_8B["vocab_size"]
-    keys = LLAMA_8B["num_key_value_heads"] * LLAMA_8B["head_dim"]
-    parts: dict[str, dict[str, tuple[int, ...]]] = {"embed_tokens": {"embed_tokens.weight": (vocabulary, hidden)}}
-    for layer in range(layers):
-        attention = {"q_proj": hidden, "k_proj": keys, "v_proj": keys, "o_proj": hidden}
-        part = parts.setdefault(f"layers-{layer // 2:02}", {})
-        for name, width in attention.items():
-            part[f"layers.{layer}.self_attn.{name}.weight"] = (width, hidden)
-        for name in ("gate_proj", "up_proj"):
-            part[f"layers.{layer}.mlp.{name}.weight"] = (inner, hidden)
-        part[f"layers.{layer}.mlp.down_proj.weight"] = (hidden, inner)
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            part[f"layers.{layer}.{name}.weight"] = (hidden,)
-    parts["norm"] = {"norm.weight": (hidden,)}
-    files = {part: {f"model.{name}": shape for name, shape in shapes.items()} for part, shapes in parts.items()}
-    files["head"] = {"lm_head.weight": (vocabulary, hidden)}
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    written = 0
-    for file, shapes in files.items():
-        tensors = {
-            name: (torch.randn(shape, dtype=torch.bfloat16, device=device) * 0.02).cpu()
-            for name, shape in shapes.items()
-        }
-        save_file(tensors, folder / f"model-{file}.safetensors", metadata={"format": "pt"})
-        written += sum(tensor.nbytes for tensor in tensors.values())
-    return written
 
 
 if __name__ == "__main__":

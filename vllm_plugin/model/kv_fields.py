@@ -301,7 +301,9 @@ FIELDS: Mapping[str, Fields] = {
         ),
         (Effect.NAMED, "the platform, and how its kernels pack a page"): ("device_config",),
         (Effect.VALUE, "what a model computes"): ("engram_config", "diffusion_config", "additional_config"),
-        (Effect.NONE, "how ranks divide the work; context parallelism is refused"): ("parallel_config",),
+        (Effect.NONE, "how ranks divide the work; context parallelism is refused, and a worker_extension_cls counts"): (
+            "parallel_config",
+        ),
         _KERNELS: ("kernel_config", "compilation_config", "optimization_level", "performance_mode"),
         _CAPACITY: ("scheduler_config", "offload_config"),
         _OUTPUT: (

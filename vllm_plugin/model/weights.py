@@ -158,17 +158,15 @@ def states(files: Iterable[Path]) -> list[tuple[str, int, int]]:
 
     Links lead to files, and directories that may have been renamed: with something new in one, its mtime is new, too.
     """
-    found: dict[str, tuple[str, int, int]] = {}
-    for file in files:
-        leading = [*_links(file), file.resolve()]
-        for part in {each for path in leading for each in (path, *path.parents)}:
-            with suppress(FileNotFoundError, NotADirectoryError):
-                state = part.lstat()
-                if not stat.S_ISDIR(state.st_mode):
-                    found[str(part)] = str(part), state.st_ctime_ns, state.st_size
-                elif state.st_ctime_ns > state.st_mtime_ns:
-                    found[str(part)] = str(part), state.st_ctime_ns, 0
-    return sorted(found.values())
+    found = []
+    leading = {path for file in files for path in (*_links(file), file.resolve())}
+    for part in sorted({each for path in leading for each in (path, *path.parents)}):
+        with suppress(FileNotFoundError, NotADirectoryError):
+            state = part.lstat()
+            is_directory = stat.S_ISDIR(state.st_mode)
+            if not is_directory or state.st_ctime_ns > state.st_mtime_ns:
+                found.append((str(part), state.st_ctime_ns, 0 if is_directory else state.st_size))
+    return found
 
 
 def _links(path: Path) -> Iterator[Path]:

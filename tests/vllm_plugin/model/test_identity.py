@@ -223,6 +223,20 @@ def test_a_plugins_class_for_an_architecture_is_part_of_the_name(
         assert fields_that_differ(ours, theirs) == {"extra['model_class']"}
 
 
+def test_a_class_that_extends_the_workers_is_part_of_the_name(
+    vllm_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = vllm_config()
+    names = [namespace_spec(config, cache_config(), ConnectorConfig())]
+    monkeypatch.syspath_prepend(tmp_path)
+    config.parallel_config.worker_extension_cls = "own_workers.Extension"
+    for source in ("class Extension: pass", "class Extension: x = 1"):
+        (tmp_path / "own_workers.py").write_text(source)
+        names.append(namespace_spec(config, cache_config(), ConnectorConfig()))
+    for ours, theirs in itertools.pairwise(names):
+        assert fields_that_differ(ours, theirs) == {"extra['worker_extension_cls']"}
+
+
 # Weights
 
 
