@@ -126,7 +126,6 @@ class ConnectorMetadata(KVConnectorMetadata):
     Args:
         dropped_stores: ids of store jobs that a rank ends without storing them, unless the rank has begun them.
         weights_epoch: of the namespace that the engine is in.
-        loading_step: see `PeerLoads.prepare`; the workers hand it back.
         weights_check: number of the check of the weights that is due; 0: none is.
     """
 
@@ -134,7 +133,6 @@ class ConnectorMetadata(KVConnectorMetadata):
     stores: list[StoreJob] = field(default_factory=list)
     dropped_stores: list[int] = field(default_factory=list)
     weights_epoch: str = ""
-    loading_step: int = 0
     weights_check: int = 0
 
 
@@ -146,7 +144,6 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
         ended_stores: how many ranks have ended each store job.
         failed_stores: ids of jobs that some rank did not store.
         namespaces: pipeline stage and fingerprint of the namespace that a rank is in; each rank reports it once.
-        loaded_steps: `loading_step` of the step whose output this is part of, unless it is 0.
         weights: (pipeline stage, tensor-parallel rank, number of the check, digest of the weights in its memory);
             check 0 is that of the start.
     """
@@ -154,7 +151,6 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
     ended_stores: dict[int, int] = field(default_factory=dict)
     failed_stores: set[int] = field(default_factory=set)
     namespaces: frozenset[tuple[int, bytes]] = frozenset()
-    loaded_steps: set[int] = field(default_factory=set)
     weights: frozenset[tuple[int, int, int, bytes]] = frozenset()
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerMetadata:
@@ -163,7 +159,6 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
             dict(Counter(self.ended_stores) + Counter(other.ended_stores)),
             self.failed_stores | other.failed_stores,
             self.namespaces | other.namespaces,
-            self.loaded_steps | other.loaded_steps,
             self.weights | other.weights,
         )
 

@@ -73,9 +73,8 @@ without the forward pass, beside an engine without connector: 256 requests at on
 "CPU" is the time in which the thread ran; the rest is waiting for answers, for Python's lock and for other processes on
 the same cores. The worker is a process of its own here, as with several GPUs.""",
     "large_state": """What a step takes where the connector keeps much: a million blocks that were announced to routers,
-256 requests whose blocks another connector's failed load has left invalid, and 50,000 stores under way. CPU time of the
-scheduler's thread in those parts of the connector alone. The output that names invalid blocks has all of the
-requests searched, once, as vLLM's own search does.""",
+256 requests whose prompts another connector has loaded, and 50,000 stores under way. CPU time of the scheduler's thread
+in those parts of the connector alone.""",
     "clients": """What 1 to 256 clients at once get from one server: lookups of 64 blocks with a lease, whole loads,
 and small puts and gets, each client a process of its own. The event loop is one thread of the server: at one core it
 is full, and more clients only wait longer. The server answers in the order of arrival; fairness is the slowest

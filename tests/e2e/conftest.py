@@ -221,3 +221,18 @@ def plain_engine(_common_engines: list[Engine]) -> Engine:
 def engine(_common_engines: list[Engine], e2e_server: ServerProcess) -> Engine:
     """An engine with kvpool over shared memory; stores and loads."""
     return _common_engines[1]
+
+
+def multi(*connectors: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"connectors": list(connectors)},
+    }
+
+
+def example_connector(files: Path) -> dict[str, Any]:
+    """vLLM's connector that keeps KV in files named by tokens alone."""
+    extra = {"shared_storage_path": str(files)}
+    return {"kv_connector": "ExampleConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}

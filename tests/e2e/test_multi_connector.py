@@ -11,7 +11,7 @@ import shutil
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 
@@ -25,7 +25,9 @@ from tests.e2e.conftest import (
     MORE,
     PATIENT,
     assert_same,
+    example_connector,
     hit_tokens,
+    multi,
     pool_stats,
     prompt,
     running,
@@ -40,15 +42,6 @@ LENGTHS = (150, 400)
 FULL = [hit_tokens(length) for length in LENGTHS]
 FROM_POOL = sum(FULL), sum(FULL) // BLOCK_TOKENS
 """Tokens and blocks of full hits on every prompt, in a model with one group."""
-
-
-def multi(*connectors: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "kv_connector": "MultiConnector",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"connectors": list(connectors)},
-    }
 
 
 class Loaded(NamedTuple):
@@ -132,11 +125,7 @@ def test_beside_another_connector(ours: str, pool_server: StartServer, tmp_path:
     server = pool_server("--memory", "64MiB", "--grace-ms", "100")
     kvpool = kvpool_transfer_config(server.endpoint, **PATIENT)
     files = tmp_path / "files"
-    example = {
-        "kv_connector": "ExampleConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"shared_storage_path": str(files)},
-    }
+    example = example_connector(files)
     order = [kvpool, example] if ours == "first" else [example, kvpool]
     spec = EngineSpec(write("llama", shapes_dir), multi(*order), FLOAT32, in_process=True)
     prompts = [prompt(length, f"beside {length}") for length in LENGTHS]

@@ -29,7 +29,7 @@ PLACES = {
     "release": ("PoolRpc", "release_quietly"),
     "stores of a step": ("Stores", "build"),
     "a request's end": ("Stores", "finish"),
-    "peers": ("PeerLoads", "update"),
+    "peers": ("PeerLoads", "prepare"),
     "ends of loads": ("Loads", "ended"),
     "load policy": ("LoadPolicy", "step_began"),
 }

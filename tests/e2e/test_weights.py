@@ -15,7 +15,17 @@ from safetensors.torch import load_file, save_file
 
 from testbed.engine import Engine, EngineSpec, Prompt, kvpool_transfer_config
 from testbed.tiny_models import write
-from tests.e2e.conftest import FLOAT32, PATIENT, assert_same, hit_tokens, prompt, running
+from tests.e2e.conftest import (
+    FLOAT32,
+    MORE,
+    PATIENT,
+    assert_same,
+    example_connector,
+    hit_tokens,
+    multi,
+    prompt,
+    running,
+)
 from tests.support.processes import ServerProcess, wait_for
 from tests.support.real_engines import drain, wait_until_connected
 
@@ -180,3 +190,24 @@ def _hits(engine: Engine, text: list[int]) -> bool:
     engine.generate([text])
     drain(engine)
     return engine.generate([text])[0].cached_tokens == FULL
+
+
+@MORE
+def test_kv_of_old_weights_that_another_connector_has_kept_does_not_reach_the_pool(
+    e2e_server: ServerProcess, shapes_dir: Path, trained: Path, tmp_path: Path
+) -> None:
+    """Nor what is computed from it: the longer prompt finds it in the engine's own cache."""
+    kept, kvpool = example_connector(tmp_path / "files"), kvpool_transfer_config(e2e_server.endpoint, salt="kept")
+    text = prompt(LENGTH, "kept by another")
+    longer = text + prompt(100, "longer")
+    old = EngineSpec(write("llama", shapes_dir), kept, FLOAT32, in_process=True)
+    with running(tmp_path / "old", old) as (engine,):
+        engine.generate([text])
+    beside, alone = (EngineSpec(trained, each, FLOAT32, in_process=True) for each in (multi(kept, kvpool), kvpool))
+    with running(tmp_path / "new", beside, alone) as (engine, reader):
+        wrong = [engine.generate([each])[0] for each in (text, longer)]
+        assert [each.cached_tokens for each in wrong] == [FULL, FULL], "the other connector has loaded nothing"
+        drain(engine)
+        right = [reader.generate([each])[0] for each in (text, longer)]
+        assert not reader.metrics()["vllm:kvpool_hit_tokens"]
+        assert all(each.logprobs != other.logprobs for each, other in zip(wrong, right, strict=True))

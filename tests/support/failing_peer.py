@@ -1,7 +1,8 @@
-"""A connector beside kvpool, for tests: promises the first prompt it is asked about, loads garbage, and says so."""
+"""Connectors beside kvpool, for tests: one whose loads fail, and one that has KV of other weights."""
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +28,11 @@ class Garbage(KVConnectorMetadata):
 
 
 class FailingPeer(KVConnectorBase_V1, SupportsHMA):
-    """Its extra config: `tokens` promised, `mode` ("sync", "async", "async by request"), `good` blocks that arrive."""
+    """Promises the first prompt that it is asked about, loads garbage, and says so.
+
+    Its extra config: `tokens` promised, `mode` ("sync", "async", "async by request"), `good` blocks that arrive,
+    and `believes`: that it says nothing of what has failed.
+    """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any):
         super().__init__(vllm_config, role, kv_cache_config)
@@ -35,6 +40,7 @@ class FailingPeer(KVConnectorBase_V1, SupportsHMA):
         self._tokens = config.get_from_extra_config("tokens", 96)
         self._mode = config.get_from_extra_config("mode", "sync")
         self._good = config.get_from_extra_config("good", 0)
+        self._believes = config.get_from_extra_config("believes", False)
         self._block_tokens = vllm_config.cache_config.block_size
         self._promised: set[str] = set()
         self._new: dict[str, list[int]] = {}
@@ -57,7 +63,7 @@ class FailingPeer(KVConnectorBase_V1, SupportsHMA):
         if num_external_tokens:
             self._promised.add(request.request_id)
             (ids,) = blocks.get_block_ids()
-            self._new[request.request_id] = ids[: num_external_tokens // self._block_tokens]
+            self._new[request.request_id] = _real(ids[: num_external_tokens // self._block_tokens])
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         spoiled, self._new = Garbage(self._new), {}
@@ -77,7 +83,7 @@ class FailingPeer(KVConnectorBase_V1, SupportsHMA):
                 layer[ids[self._good :]] = 1
             if self._mode == "async by request":
                 self._results.failed_recving.add(request_id)
-            else:
+            elif not self._believes:
                 self._invalid.update(ids[self._good :])
             if self._mode != "sync":
                 self._results.finished_recving.add(request_id)
@@ -101,3 +107,35 @@ class FailingPeer(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         return None
+
+
+class StalePeer(FailingPeer):
+    """Promises a part of about every other prompt, and loads garbage: KV of other weights, which it believes in.
+
+    Its extra config: `mode`, "sync" or "async".
+    """
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any):
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._local: dict[str, int] = {}
+        self._believes = True
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+        self._local[request.request_id] = num_computed_tokens
+        most = (request.num_tokens - 1 - num_computed_tokens) // self._block_tokens
+        chance = random.Random(f"{request.request_id} {request.num_tokens} {num_computed_tokens}")
+        num_blocks = chance.choice((0, 0, 1, most))
+        if not 0 < num_blocks <= most:
+            return 0, False
+        return num_blocks * self._block_tokens, self._mode != "sync"
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        if num_external_tokens:
+            (ids,) = blocks.get_block_ids()
+            first = self._local[request.request_id] // self._block_tokens
+            self._new[request.request_id] = _real(ids[first : first + num_external_tokens // self._block_tokens])
+
+
+def _real(ids: list[int]) -> list[int]:
+    """Before a window there are no blocks."""
+    return [each for each in ids if each]

@@ -48,7 +48,7 @@ PLACES: dict[type, tuple[str, ...]] = {
     LoadPolicy: ("step_began", "step_ended", "verdict", "load_ended", "compute_seconds"),
     Loads: ("verdict", "has_room", "stop_waiting", "parts", "begin", "ended"),
     Lookups: ("send", "send_again", "receive", "_keep", "flush"),
-    PeerLoads: ("prepare", "update", "finished", "hold"),
+    PeerLoads: ("prepare", "_judge"),
     PendingLookup: ("result", "done", "on_done"),
     PoolContents: ("missing", "stored"),
     PoolRpc: ("lookup_async", "put_start", "put_end", "locate_in_parts", "release_quietly", "check", "revoke_quietly"),

@@ -88,7 +88,7 @@ class KVPoolScheduler:
             self.lookups.traceparent_of = functools.partial(self._spans.traceparent, part="lookup")
             self.jobs.traceparent_of = self._spans.traceparent
         self.hints = self.jobs.hints = Hints(geometry, self.stages, recorder)
-        self._peer_loads = PeerLoads(self.stores, self.jobs)
+        self._peer_loads = PeerLoads(geometry.groups, geometry.alignment, self.stores)
         self._resets = Resets(
             config, self.stages, self.lookups, self.stores, self.jobs.pins, recorder, geometry.num_ranks
         )
@@ -103,7 +103,6 @@ class KVPoolScheduler:
 
     def bind_block_pool(self, block_pool: BlockPool) -> None:
         self.jobs.bind(block_pool)
-        self._peer_loads.bind(block_pool)
         self._resets.bind(block_pool)
 
     # Lookup
@@ -111,6 +110,7 @@ class KVPoolScheduler:
     def matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens beyond the engine's own can be loaded; None: ask again."""
         matched: int | None = 0
+        self._peer_loads.asked(request, num_computed_tokens)
         with self.budget:
             with self.guard.part("the hints of a request"):
                 self.hints.asked(request)
@@ -153,7 +153,7 @@ class KVPoolScheduler:
             request_id = request.request_id
             lookup = self.lookups.by_request.pop(request_id, None)
             self.loads.stop_waiting(request_id)
-            self._peer_loads.admitted(request_id)
+            self._peer_loads.admitted(request, num_external_tokens)
             self._names.admitted(request_id)
             with self.guard.part("the hints of a request"):
                 self.hints.admitted(request)
@@ -194,7 +194,7 @@ class KVPoolScheduler:
             self.lookups.discard(request_id)
             self.loads.stop_waiting(request_id)
         with self.guard.part("another connector's loads"):
-            self._peer_loads.admitted(request_id)
+            self._peer_loads.admitted(request, num_external_tokens)
         self.stores.distrust(request)
         if num_external_tokens:
             for job in self._new_loads:
@@ -218,13 +218,13 @@ class KVPoolScheduler:
             # vLLM stops admitting requests at the first one that it has no blocks for.
             self.jobs.make_room(self.geometry.blocks_to_compute(self._unallocated.num_tokens))
             self._unallocated = None
-        loading_step = self._peer_loads.prepare(output)
-        stores = self._peer_loads.hold(self.stores.build(output, self._may_store()))
+        self._peer_loads.prepare(output)
+        stores = self.stores.build(output, self._may_store())
         dropped = self.jobs.take_dropped()
         for job in self._new_loads:
             job.beside_compute = output.total_num_scheduled_tokens > 0
         check = self._resets.check_due(output.total_num_scheduled_tokens)
-        metadata = ConnectorMetadata(self._new_loads, stores, dropped, self.stages.weights_epoch, loading_step, check)
+        metadata = ConnectorMetadata(self._new_loads, stores, dropped, self.stages.weights_epoch, check)
         # Last: a load that vLLM waits for must reach the ranks, whatever fails above.
         self._new_loads, self._delivered_step = [], self.jobs.step
         return metadata
@@ -241,13 +241,13 @@ class KVPoolScheduler:
             with self.guard.part("the load policy"):
                 self.loads.policy.step_began(0, 0)
         with self.guard.part("dropping stores"):
-            self.jobs.drop_lost(self._peer_loads.held_ids, undelivered_step=self.jobs.step)
-        if output.has_sync_kv_loads:
-            self._resets.distrust()  # Whether stores of blocks that such a load has failed would be held is not known.
+            self.jobs.drop_lost(undelivered_step=self.jobs.step)
+        if self._peer_loads.is_behind:
+            self._resets.distrust()
         loads, self._new_loads = self._new_loads, []
         # Requests that wait for the weights of the ranks must not wait for a step that succeeds.
         check = self._resets.check_due(output.total_num_scheduled_tokens)
-        return ConnectorMetadata(loads, [], [], self.stages.weights_epoch, self._peer_loads.loading_step, check)
+        return ConnectorMetadata(loads, [], [], self.stages.weights_epoch, check)
 
     def _may_store(self) -> bool:
         return self._writes and self._resets.may_share and not self.stages.disagree and self.stages.are_open
@@ -281,7 +281,7 @@ class KVPoolScheduler:
             "jobs": len(self.jobs.pins),
             "pinned blocks": self.jobs.pins.num_blocks,
             "requests": len(self.stores.tracked),
-            "held stores": len(self._peer_loads),
+            "requests with KV of other connectors": len(self._peer_loads),
             "lookups": len(self.lookups.by_request),
             "prompts that are counted": len(self.computed),
             "loads": len(self.loads.loading),
@@ -296,9 +296,7 @@ class KVPoolScheduler:
         """Ranks have reported loads, stores, and their namespaces."""
         part = self.guard.part
         metadata = output.kv_connector_worker_meta
-        loaded_steps: set[int] = set()
         if isinstance(metadata, WorkerMetadata):
-            loaded_steps = metadata.loaded_steps
             with part("the comparison of namespaces") as comparison:
                 self.stages.compare(metadata.namespaces)
                 self._resets.weights_reported(metadata.weights)
@@ -312,13 +310,6 @@ class KVPoolScheduler:
         if self.stages.disagree:
             with part("the end of lookups"):
                 self.lookups.discard_all()
-        with part("the end of another connector's load") as peer_loads:
-            self._peer_loads.update(loaded_steps, output.invalid_block_ids)
-        if peer_loads.failed:
-            self._resets.distrust()
-            self._peer_loads.forget_held()
-            with part("dropping stores"):
-                self.jobs.drop_lost(())
         for request_id in output.failed_recving:
             # Looking up again could find the same bad block again, for ever.
             self._failed.add(request_id)
@@ -354,7 +345,7 @@ class KVPoolScheduler:
             self.lookups.flush()
         with part("the end of a request"):
             self.loads.stop_waiting(request_id)
-            self._peer_loads.finished(request)
+            self._peer_loads.finished(request_id)
             self._names.admitted(request_id)
         with part("the count of computed tokens"):
             self.computed.finished(request_id)
@@ -366,7 +357,7 @@ class KVPoolScheduler:
         if stores.failed:
             self.stores.tracked.pop(request_id, None)
             with part("dropping stores"):
-                self.jobs.drop_lost(self._peer_loads.held_ids)
+                self.jobs.drop_lost()
         with part("the hints of a request"):
             self.hints.finished(request)
 

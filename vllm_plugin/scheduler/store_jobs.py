@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -146,33 +146,15 @@ class StoreJobs:
         for job in jobs:
             self._storing[job.job_id].sent_step = self.step
 
-    def hold(self, job: StoreJob, is_held: bool = True) -> None:
-        """A job of a step is not given to the ranks yet, nor dropped, or is given to them now."""
-        storing = self._storing[job.job_id]
-        storing.sent_step = 0 if is_held else self.step
-        self._keep(storing)
-        if not is_held:
-            self._droppable[id(storing.request)][job.job_id] = storing
-
-    def cancel(self, job: StoreJob) -> Request:
-        """Ends a job that no rank has been given; returns its request."""
-        self.pins.unpin(job.job_id)
-        storing = self._storing.pop(job.job_id)
-        self._keep(storing)
-        if self.hints is not None:
-            self.hints.stored(storing.request, job, succeeded=False)
-        return storing.request
-
-    def drop_lost(self, kept: Collection[int], undelivered_step: int = 0) -> None:
+    def drop_lost(self, undelivered_step: int = 0) -> None:
         """Ends the jobs that a hook which has failed left pinned, and that no rank will ever report.
 
         Args:
-            kept: ids of jobs that wait elsewhere.
             undelivered_step: a step whose metadata the ranks do not get.
         """
         for job_id, storing in list(self._storing.items()):
             is_told = storing.sent_step not in (0, undelivered_step)
-            if not is_told and job_id not in self._unsent and job_id not in kept:
+            if not is_told and job_id not in self._unsent:
                 storing.has_failed = True
                 self._unpin(job_id)
 

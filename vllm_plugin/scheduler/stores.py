@@ -186,16 +186,6 @@ class Stores:
         if request_id in self.tracked:
             self.tracked[request_id].may_store = True
 
-    def cancel(self, job: StoreJob) -> None:
-        """A job that no rank has been given is canceled; its blocks are offered again."""
-        request = self._jobs.cancel(job)
-        tracked = self.tracked.get(request.request_id)
-        if tracked is None:
-            return
-        tracked.due = 0
-        for part in job.groups:
-            tracked.stored[part.group_idx] = min(tracked.stored[part.group_idx], *part.firsts)
-
     def change_epoch(self, weights_epoch: str) -> None:
         """The engine moves to the namespace of another weights epoch, in which none of its blocks are."""
         self._jobs.weights_epoch = weights_epoch

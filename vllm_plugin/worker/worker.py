@@ -129,8 +129,6 @@ class KVPoolWorker:
         self.receiver = ReceiveThread(f"kvpool-receive-{self._name}", *threads)
 
     def start_loads(self, metadata: ConnectorMetadata) -> None:
-        if metadata.loading_step:
-            self._report.loaded_steps.add(metadata.loading_step)
         if metadata.weights_check > self._weights_check:
             self._weights_check = metadata.weights_check
             self._check_weights()

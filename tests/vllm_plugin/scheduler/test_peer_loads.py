@@ -1,29 +1,33 @@
-"""Beside a connector whose loads fail, under vLLM's MultiConnector and its real scheduler: nothing wrong is stored.
+"""Beside connectors whose loads fail or bring KV of other weights, under vLLM's MultiConnector and its real scheduler.
+
+Nothing that they have loaded is stored, nor what is computed from it.
 
 An engine that shares the pool checks every byte that it reads; see `tests/support/toy/engine.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+import random
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
-from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
+from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
-from vllm.v1.request import Request, RequestStatus
 
+from tests.support.effort import effort, some
 from tests.support.processes import wait_for
 from tests.support.toy.cache import Wrong
 from tests.support.toy.engine import Rank, ToyEngine
-from tests.support.toy.fixtures import BLOCK_TOKENS
 from tests.support.toy.fleet import Fleet
 from tests.support.toy.model import Chunk, answer
-from tests.support.vllm_objects import make_request, tokens
-from tests.vllm_plugin.core import MakeCore
+from tests.support.vllm_objects import tokens
+from tests.vllm_plugin.kinds import window
 from vllm_plugin.connector import KVPoolConnector
 from vllm_plugin.scheduler.peer_loads import PeerLoads
 from vllm_plugin.scheduler.scheduler import KVPoolScheduler
+from vllm_plugin.scheduler.stores import Stores
 from vllm_plugin.worker.worker import KVPoolWorker
 
 pytestmark = pytest.mark.usefixtures("answered_at_once")
@@ -114,37 +118,42 @@ def beside_peer(
     good: int = 0,
     steps_ahead: int = 0,
     policy: str = "recompute",
-    options: dict[str, Any] | None = None,
-    **extra: Any,
+    name: str = "FailingPeer",
+    believes: bool = False,
+    ours: str = "second",
+    **toy: Any,
 ) -> BesidePeer:
-    """An engine of the fleet with a peer that promises `PROMISED` tokens of one prompt."""
-    plain = fleet.config(extra=extra, **(options or {}))
+    """An engine of the fleet with a peer that promises `PROMISED` tokens of one prompt, if it is a `FailingPeer`."""
+    plain = fleet.config()
     plain.kv_transfer_config.kv_load_failure_policy = policy
-    ours = {
+    kvpool = {
         "kv_connector": "KVPoolConnector",
         "kv_role": "kv_both",
         "kv_connector_extra_config": plain.kv_transfer_config.kv_connector_extra_config,
     }
     peer = {
-        "kv_connector": "FailingPeer",
+        "kv_connector": name,
         "kv_connector_module_path": "tests.support.failing_peer",
         "kv_role": "kv_both",
-        "kv_connector_extra_config": {"tokens": PROMISED, "mode": mode, "good": good},
+        "kv_connector_extra_config": {"tokens": PROMISED, "mode": mode, "good": good, "believes": believes},
     }
     plain.kv_transfer_config.kv_connector = "MultiConnector"
     plain.kv_transfer_config.kv_connector_module_path = None
-    plain.kv_transfer_config.kv_connector_extra_config = {"connectors": [peer, ours]}
-    return fleet.make(plain, kind=BesidePeer, steps_ahead=steps_ahead)
+    plain.kv_transfer_config.kv_connector_extra_config = {
+        "connectors": [kvpool, peer] if ours == "first" else [peer, kvpool]
+    }
+    return fleet.make(plain, kind=BesidePeer, steps_ahead=steps_ahead, **toy)
 
 
-def assert_reads_right(fleet: Fleet, *prompts: list[int]) -> list[int]:
+def assert_reads_right(fleet: Fleet, *prompts: list[int], **toy: Any) -> list[int]:
     """Another engine reads nothing wrong: it would fail in its step. Returns how many tokens it loads of each."""
-    reader = fleet.start()
-    cached = []
+    reader = fleet.start("kv_consumer", **toy)
+    loaded = []
     for prompt in prompts:
+        before = reader.counted("hit_tokens")
         assert reader.generate(prompt) == [answer(prompt, 8)]
-        cached.append(reader.cached_tokens.pop("prompt-0"))
-    return cached
+        loaded.append(reader.counted("hit_tokens") - before)
+    return loaded
 
 
 @pytest.mark.parametrize("good", [0, 3])
@@ -171,24 +180,11 @@ def test_requests_that_share_the_blocks_of_a_failed_load_store_nothing_wrong(fle
     prompts = [prompt, prompt[:PROMISED] + tokens(40, "on"), tokens(PROMPT, "of its own")]
     assert engine.generate(*prompts) == [answer(each, 8) for each in prompts]
     assert engine.cached_tokens["prompt-1"] == PROMISED, "the second request shares nothing"
-    # Nor does one that comes while the first is still computed again, step by step.
-    assert_reads_right(fleet, *prompts)
-    # The engine is none the worse for it: what it computes from now on is stored.
+    assert assert_reads_right(fleet, *prompts) == [0, 0, 96]
+    # Once the engine's own cache has lost those blocks, what it computes is stored.
+    assert engine.scheduler.reset_prefix_cache()
     assert engine.generate(*prompts) == [answer(each, 8) for each in prompts]
-    assert assert_reads_right(fleet, *prompts) == [96, 128, 96]
-
-
-def test_blocks_that_are_computed_again_bit_by_bit_are_read_by_no_later_request(fleet: Fleet) -> None:
-    engine, prompt = beside_peer(fleet, options={"long_prefill_token_threshold": 16}), tokens(PROMPT)
-    engine.add("first", prompt)
-    wait_for(engine.step, "the step of the load")
-    wrong = engine.num_wrong_reads
-    assert wrong > 0
-    engine.add("second", prompt)
-    engine.run()
-    assert engine.num_wrong_reads == wrong, "the second request has read what was not computed yet"
-    assert engine.answers == {"first": answer(prompt, 8), "second": answer(prompt, 8)}
-    assert_reads_right(fleet, prompt)
+    assert assert_reads_right(fleet, *prompts) == [96, 32, 96]
 
 
 def test_a_load_that_fails_the_request_stores_nothing_wrong(fleet: Fleet) -> None:
@@ -209,8 +205,7 @@ def test_what_is_not_known_to_have_failed_when_the_next_step_is_scheduled_is_not
     engine.generate(*prompts)
     assert (engine.num_wrong_reads > 0) == (mode == "sync")
     assert_reads_right(fleet, *prompts)
-    engine.generate(*prompts)
-    assert assert_reads_right(fleet, *prompts)[0] == 96
+    assert not any(engine.connector.held().values()) and engine.num_used_blocks() == 0
 
 
 @pytest.mark.parametrize("mode", ["async", "async by request"])
@@ -222,13 +217,13 @@ def test_a_failed_asynchronous_load_is_computed_and_stored(mode: str, fleet: Fle
 
 
 @pytest.mark.parametrize("max_tokens", [1, 8])
-def test_what_a_peer_has_loaded_well_is_stored_one_step_later(max_tokens: int, fleet: Fleet) -> None:
-    """Also where its request ends in the step of the load."""
+def test_what_a_peer_has_loaded_well_is_not_stored(max_tokens: int, fleet: Fleet) -> None:
+    """Whether it is KV of these weights nobody can tell."""
     engine, prompt = beside_peer(fleet, good=6), tokens(PROMPT)
     engine.peer_loads_well = True
     assert engine.generate(prompt, max_tokens=max_tokens) == [answer(prompt, max_tokens)]
     assert engine.num_wrong_reads == 0 and engine.cached_tokens["prompt-0"] == PROMISED
-    assert assert_reads_right(fleet, prompt) == [96]
+    assert assert_reads_right(fleet, prompt) == [0]
     assert not any(engine.connector.held().values()) and engine.num_used_blocks() == 0
 
 
@@ -238,98 +233,87 @@ def test_a_request_that_is_aborted_while_its_load_is_under_way_leaves_nothing_wr
     wait_for(engine.step, "the step of the load")
     engine.abort("aborted")
     engine.run()
-    wrong = engine.num_wrong_reads
-    # What was computed from invalid blocks must not follow what is computed again.
-    for _ in range(2):
-        assert engine.generate(prompt) == [answer(prompt, 8)]
-        assert engine.num_wrong_reads == wrong
+    assert engine.generate(prompt) == [answer(prompt, 8)]
     assert_reads_right(fleet, prompt)
+    assert not any(engine.connector.held().values()) and engine.num_used_blocks() == 0
 
 
-# What a step costs
+# A peer with KV of other weights
 
 
-def test_a_step_after_a_failed_load_looks_at_new_blocks_alone(core: MakeCore) -> None:
-    """Not at all blocks of all requests that store nothing since."""
-    one = core().connected()
-    loads, pool, requests = PeerLoads(one.side.stores, one.side.jobs), one.pool, []
-    loads.bind(pool)
-    for nth in range(4):
-        request = make_request(f"{nth}", tokens(12 * BLOCK_TOKENS, nth))
-        one.allocate(request, 0, num_blocks=10)
-        (table,) = one.tables[request.request_id]
-        pool.cache_full_blocks(request, table, 0, 10, BLOCK_TOKENS, 0)
-        request.status = RequestStatus.RUNNING
-        requests.append(request)
-    resolved: list[str] = []
-
-    def step(new: dict[str, list[int]] | None = None, sync: bool = False) -> int:
-        output = SchedulerOutput.make_empty()
-        output.num_scheduled_tokens = {request.request_id: 1 for request in requests}
-        output.has_sync_kv_loads = sync
-        cached = output.scheduled_cached_reqs
-        for request in requests:
-            cached.req_ids.append(request.request_id)
-            ids = (new or {}).get(request.request_id)
-            cached.new_block_ids.append((ids,) if ids else None)
-
-        def resolve(name: str) -> tuple[list[int], ...]:
-            resolved.append(name)
-            return ([block.block_id for block in one.tables[name][0]],)
-
-        output.kv_connector_block_state = KVConnectorBlockState(set(output.num_scheduled_tokens), resolve, {})
-        return loads.prepare(output)
-
-    def num_cached() -> int:
-        return sum(block.block_hash is not None for (table,) in one.tables.values() for block in table)
-
-    number = step(sync=True)
-    loads.update({number}, {one.ids(request)[2] for request in requests})
-    assert num_cached() == 4 * 2, "all blocks from the first invalid one on are evicted"
-    resolved.clear()
-    evicted: list[int] = []
-    evict = pool.evict_blocks
-    pool.evict_blocks = lambda ids: (evicted.extend(ids), evict(ids))[1]  # type: ignore[method-assign]
-    new = pool.get_new_blocks(1)
-    one.tables["0"][0].extend(new)
-    step({"0": [new[0].block_id]})
-    assert (resolved, evicted) == ([], [])
-    pool.cache_full_blocks(requests[0], one.tables["0"][0], 10, 11, BLOCK_TOKENS, 0)  # It is full, two steps later.
-    step()
-    assert (resolved, evicted) == ([], [new[0].block_id])
-    assert num_cached() == 4 * 2
+def beside_stale_peer(fleet: Fleet, mode: str, ours: str, **toy: Any) -> BesidePeer:
+    return beside_peer(fleet, mode, name="StalePeer", ours=ours, **toy)
 
 
-@pytest.mark.parametrize("shares", [True, False])
-def test_a_request_that_found_an_invalid_block_before_it_waited_stores_nothing(shares: bool, core: MakeCore) -> None:
-    """It had found the block in the engine's own cache, and did not run when the load was found to have failed."""
-    one = core().connected()
-    loads, pool = PeerLoads(one.side.stores, one.side.jobs), one.pool
-    loads.bind(pool)
-    first, late = (make_request(name, tokens(8 * BLOCK_TOKENS, "one prompt")) for name in ("first", "late"))
-    one.allocate(first, 0)
-    (table,) = one.tables["first"]
-    pool.cache_full_blocks(first, table, 0, 8, BLOCK_TOKENS, 0)
-    first.status = RequestStatus.RUNNING
-    if shares:
-        pool.touch(table[:6])
-    one.tables["late"] = [[*(table[:6] if shares else pool.get_new_blocks(6)), *pool.get_new_blocks(2)]]
-    one.side.stores.track(late)
-    late.status = RequestStatus.WAITING_FOR_REMOTE_KVS
+def family(seed: int, count: int) -> list[list[int]]:
+    """Prompts that share prefixes of different lengths, some inside a block, and some with an answer in them."""
+    chance, prompts = random.Random(seed), [tokens(40, f"root {seed}")]
+    for nth in range(count):
+        of = chance.choice(prompts)
+        of = of + answer(of, 80) if chance.random() < 0.5 else of[: chance.randint(1, len(of))]
+        prompts.append(of[:240] + tokens(chance.randint(1, 60), f"{seed} {nth}"))
+    return prompts
 
-    def step(*requests: Request, sync: bool = False) -> int:
-        output = SchedulerOutput.make_empty()
-        output.num_scheduled_tokens = {request.request_id: 1 for request in requests}
-        output.has_sync_kv_loads = sync
-        output.kv_connector_block_state = KVConnectorBlockState(
-            set(output.num_scheduled_tokens), lambda name: (one.ids(one.side.stores.tracked[name].request),), {}
-        )
-        return loads.prepare(output)
 
-    number = step(first, sync=True)
-    loads.update({number}, {table[4].block_id})
-    assert not one.side.stores.tracked["first"].may_store
-    late.status = RequestStatus.RUNNING
-    loads.admitted("late")
-    step(first, late)
-    assert one.side.stores.tracked["late"].may_store is not shares
+def play(seed: int, engine: BesidePeer) -> list[list[int]]:
+    """Requests that come, end and are aborted at random times; some are asked again. Returns their prompts."""
+    chance, prompts = random.Random(seed), family(seed, 12)
+    for nth in range(40):
+        engine.add(f"{seed} {nth}", chance.choice(prompts), max_tokens=chance.choice((1, 20, 80)))
+        for _ in range(chance.choice((0, 0, 1, 3, 20))):
+            engine.step()
+        if chance.random() < 0.1:
+            engine.abort(f"{seed} {nth}")
+    engine.run()
+    return prompts
+
+
+SHAPES: dict[str, dict[str, Any]] = {"full": {}, "window": {"specs": (window(40),)}}
+CASES = itertools.product((0, 1), ("second", "first"), ("sync", "async"), SHAPES)
+
+
+@pytest.mark.parametrize("case", some(4, CASES), ids=str)
+def test_kv_of_other_weights_never_reaches_the_pool(case: tuple[int, str, str, str], fleet: Fleet) -> None:
+    """Few blocks: they are reused, requests are preempted, and others find what a peer has loaded in the own cache."""
+    steps_ahead, ours, mode, shape = case
+    toy = SHAPES[shape]
+    engine = beside_stale_peer(fleet, mode, ours, steps_ahead=steps_ahead, num_blocks=32, **toy)
+    num_hits = 0
+    for seed in range(effort(6)):
+        num_hits += sum(assert_reads_right(fleet, *play(seed, engine), **toy))
+        assert not any(engine.connector.held().values()) and engine.num_used_blocks() == 0
+    assert engine.num_wrong_reads > 0, "the peer has spoiled nothing"
+    assert engine.preempted, "no request was preempted"
+    assert num_hits > 0, "nothing was stored"
+
+
+def test_what_is_computed_behind_a_window_of_such_kv_is_not_stored(fleet: Fleet) -> None:
+    """The later request finds the window before its boundary, in blocks that the first one has decoded."""
+    specs = (window(40),)
+    engine, prompt = beside_peer(fleet, believes=True, specs=specs), tokens(PROMPT)
+    later = prompt + answer(prompt, 80) + tokens(60, "later")
+    engine.generate(prompt, max_tokens=80)
+    assert engine.generate(later) == [answer(later, 8)]
+    assert engine.cached_tokens.pop("prompt-0") and engine.num_wrong_reads > 0
+    assert assert_reads_right(fleet, later, specs=specs) == [0]
+
+
+@pytest.mark.parametrize("part", ["find", "forbid", "grow"])
+def test_the_tests_find_a_mark_that_is_missing(part: str, fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    if part == "find":
+        monkeypatch.setattr(PeerLoads, "_first_marked", lambda *_: None)
+    elif part == "forbid":
+        monkeypatch.setattr(Stores, "forbid", lambda *_: None)
+    else:
+        monkeypatch.setattr(PeerLoads, "prepare", without_growth(PeerLoads.prepare))
+    with pytest.raises(AssertionError, match=r"not of its prefix|== \[0\]"):
+        test_what_is_computed_behind_a_window_of_such_kv_is_not_stored(fleet)
+
+
+def without_growth(prepare: Callable[[PeerLoads, SchedulerOutput], None]) -> Callable[[PeerLoads, Any], None]:
+    def prepare_without_growth(loads: PeerLoads, output: SchedulerOutput) -> None:
+        cached, output.scheduled_cached_reqs = output.scheduled_cached_reqs, CachedRequestData.make_empty()
+        prepare(loads, output)
+        output.scheduled_cached_reqs = cached
+
+    return prepare_without_growth
