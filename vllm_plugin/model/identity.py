@@ -15,6 +15,8 @@ import platform
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import transformers
+import vllm
 from vllm.logger import init_logger
 
 from kvpool.errors import ConfigError
@@ -93,7 +95,6 @@ def is_in_doubt(spec: NamespaceSpec) -> bool:
 def _page_format(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
     """How one KV head's page is packed. GPUs keep token by token; CPU kernels pack for their instruction set."""
     import torch
-    import vllm
     from vllm.platforms import current_platform
 
     if vllm_config.device_config.device_type == "cpu":
@@ -105,7 +106,7 @@ def _page_format(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str
         attention = vllm_config.attention_config
         backend = f"{getattr(attention, 'backend', None)}/{getattr(attention, 'backend_per_kind', None)}"
         shuffle = os.environ.get("VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT", "")
-        packing = f"{vllm.__version__}/{current_platform.get_device_capability()}/{backend}/{shuffle}"
+        packing = f"{current_platform.get_device_capability()}/{backend}/{shuffle}"
     if "fp8" in vllm_config.cache_config.cache_dtype:
         packing += f"/{current_platform.fp8_dtype()}"
     return f"{current_platform.device_name}/{packing}"
@@ -114,6 +115,8 @@ def _page_format(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str
 def _extra(vllm_config: VllmConfig, weights: Weights) -> tuple[tuple[str, str], ...]:
     model = vllm_config.model_config
     extra = {
+        "vllm": vllm.__version__,  # A release may mend a model, or how it sees an image.
+        "transformers": transformers.__version__,
         **dict(weights.settings),
         "architecture": model.architecture,
         **_own_class(model),

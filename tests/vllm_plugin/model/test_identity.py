@@ -209,6 +209,15 @@ def test_variables_that_differ_between_replicas_are_no_part_of_the_name(
     assert differences(before, identify()) == []
 
 
+@pytest.mark.parametrize("package", ["vllm", "transformers"])
+def test_a_release_that_may_mend_a_model_is_part_of_the_name(
+    package: str, identify: Identify, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = identify()
+    monkeypatch.setattr(f"{package}.__version__", "0.0.1")
+    assert [each.field for each in differences(before, identify())] == [f"extra['{package}']"]
+
+
 def test_a_plugins_class_for_an_architecture_is_part_of_the_name(
     vllm_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
