@@ -23,8 +23,7 @@ from benchmarks.harness.measuring import Logs, Row, alternate, at_most, estimate
 from testbed.engine import Engine, EngineSpec, kvpool_transfer_config
 from testbed.tiny_llama import Shape, write
 
-NUM_FILES = 4
-"""Of the checkpoint that is published; each file is read by one thread."""
+NUM_FILES = 4  # Of the checkpoint that is published.
 PROMPT_TOKENS = 500
 REACH_S = 1.0
 
@@ -58,7 +57,7 @@ def main(
             with tempfile.TemporaryDirectory() as cache:
                 return start("never read", Path(cache))
 
-        start("warm-up")
+        start("warm-up", known)
         measures = {
             "no connector": lambda: start("no connector"),
             "kvpool, weights never read": start_on_new_host,

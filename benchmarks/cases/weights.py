@@ -36,19 +36,19 @@ def table() -> str:
 def main(
     directory: Annotated[Path, typer.Option(help="On the disk to measure.")] = Path("/var/tmp"),
     mib: Annotated[int, typer.Option(help="Size of all files.", min=64)] = 2048,
-    files: Annotated[int, typer.Option(help="Each is read by a thread of its own, 8 at a time.", min=1)] = 4,
+    files: Annotated[int, typer.Option(help="Of the checkpoint.", min=1)] = 4,
     rounds: Annotated[int, typer.Option(min=1)] = 7,
 ) -> None:
     """Measures and reports."""
-    from vllm_plugin.model.weights import MAX_THREADS, READ_BYTES, content_digest  # The table needs no vLLM.
+    from vllm_plugin.model.weights import MAX_THREADS, PIECE_BYTES, content_digest  # The table needs no vLLM.
 
     nbytes = mib << 20
-    piece = np.random.default_rng(0).integers(0, 256, READ_BYTES, dtype=np.uint8)
+    piece = np.random.default_rng(0).integers(0, 256, PIECE_BYTES, dtype=np.uint8)
     with tempfile.TemporaryDirectory(dir=directory, prefix="kvpool-weights-") as folder:
         written = [Path(folder) / f"model-{nth}.safetensors" for nth in range(files)]
         for file in written:
             with file.open("wb") as opened:
-                for _ in range(nbytes // files // READ_BYTES):
+                for _ in range(nbytes // files // PIECE_BYTES):
                     piece += np.uint8(1)
                     opened.write(piece)
                 os.fsync(opened.fileno())
@@ -66,7 +66,7 @@ def main(
 
         def hash_alone() -> float:
             hasher = hashlib.sha256()
-            return timed(lambda: [hasher.update(piece) for _ in range(nbytes // READ_BYTES)])
+            return timed(lambda: [hasher.update(piece) for _ in range(nbytes // PIECE_BYTES)])
 
         # A digest from the disk leaves the files in the page cache for the next one.
         measures = {"from the disk": digest_cold, "from the page cache": digest, "SHA-256 alone": hash_alone}
@@ -77,7 +77,7 @@ def main(
         [Row(names[name], gb_per_s(nbytes, each), "GB/s") for name, each in taken.items()],
         bytes=nbytes,
         files=files,
-        threads=min(MAX_THREADS, files, os.cpu_count() or 1),
+        threads=min(MAX_THREADS, os.cpu_count() or 1),
     )
 
 

@@ -14,6 +14,7 @@ memory (`worker/loaded_weights.py`).
 from __future__ import annotations
 
 import fcntl
+import functools
 import hashlib
 import json
 import os
@@ -21,7 +22,7 @@ import re
 import stat
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.kvpool.weights")
 
 MAX_THREADS = 16
-READ_BYTES = 16 << 20
+PIECE_BYTES = 16 << 20
 """Beside a busy engine a thread waits some 5 ms for the interpreter before each read."""
 LOCK_TIMEOUT_S = 600.0
 LOCK_POLL_S = 0.05
@@ -287,21 +288,22 @@ def _digest(files: Sequence[Path], place: Path | None) -> str:
 
 
 def _contents(files: Sequence[Path]) -> list[str]:
-    """SHA-256 of each file's content."""
+    """The digest of each file's content."""
     started = time.monotonic()
-    with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as threads:
-        contents = list(threads.map(_content, files))
+    most = min(MAX_THREADS, os.cpu_count() or 1)
+    with ThreadPoolExecutor(most) as readers, ThreadPoolExecutor(most) as threads:
+        contents = list(threads.map(functools.partial(_content, readers), files))
     if time.monotonic() - started > LOG_AFTER_S:
         logger.info("kvpool read %d files in %.0f s to name the weights", len(files), time.monotonic() - started)
     return contents
 
 
-def _content(file: Path) -> str:
-    """SHA-256 of a file's content. A lock lets one of a host's processes read it, and the others reuse the digest."""
+def _content(readers: Executor, file: Path) -> str:
+    """The digest of a file's content. One of a host's processes reads it under a lock, and the others wait for that."""
     with file.open("rb", buffering=0) as opened:
         state = _state(opened)
         digest = ""
-        kept = _cache() / hashlib.sha256(f"{file.resolve()}:{state}".encode()).hexdigest()
+        kept = _cache() / hashlib.sha256(f"{file.resolve()}:{state}:{PIECE_BYTES}".encode()).hexdigest()
         with suppress(OSError, UnicodeError):
             if os.fstat(opened.fileno()).st_size >= KEPT_BYTES:
                 kept.parent.mkdir(parents=True, exist_ok=True)
@@ -310,11 +312,11 @@ def _content(file: Path) -> str:
                     record.seek(0)
                     if _SHA256.fullmatch(found := record.read(1024)):
                         return found
-                    digest = _sha256(opened)
+                    digest = _digest_of(readers, opened)
                     if _state(opened) == state:
                         record.truncate(0)
                         record.write(digest)
-        return digest or _sha256(opened)
+        return digest or _digest_of(readers, opened)
 
 
 def _state(file: IO[bytes]) -> tuple[int, ...]:
@@ -337,9 +339,15 @@ def _lock(file: IO[str]) -> None:
         time.sleep(LOCK_POLL_S)
 
 
-def _sha256(file: FileIO) -> str:
-    hasher, piece = hashlib.sha256(), memoryview(bytearray(min(READ_BYTES, os.fstat(file.fileno()).st_size + 1)))
-    file.seek(0)
-    while num_read := file.readinto(piece):
-        hasher.update(piece[:num_read])
-    return hasher.hexdigest()
+def _digest_of(readers: Executor, file: FileIO) -> str:
+    """SHA-256 over the SHA-256 of each piece: a large file is read by many threads."""
+    starts = range(0, os.fstat(file.fileno()).st_size, PIECE_BYTES)
+    return hashlib.sha256(b"".join(readers.map(functools.partial(_piece, file.fileno()), starts))).hexdigest()
+
+
+def _piece(fd: int, start: int) -> bytes:
+    hasher, at = hashlib.sha256(), start
+    while data := os.pread(fd, start + PIECE_BYTES - at, at):
+        hasher.update(data)
+        at += len(data)
+    return hasher.digest()

@@ -55,6 +55,24 @@ def digest(describe: Callable[..., Weights]) -> Callable[..., str]:
     return lambda *args, **options: describe(*args, **options).digest
 
 
+def test_a_file_is_the_order_of_its_pieces(
+    model: Path, digest: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are read by several threads."""
+    monkeypatch.setattr(weights_module, "PIECE_BYTES", SIZE // 5)  # And a rest.
+    file = model / "model.safetensors"
+    content = file.read_bytes()
+    pieces = [content[start : start + SIZE // 5] for start in range(0, SIZE, SIZE // 5)]
+    contents = [content, content[:-1], b"".join([pieces[1], pieces[0], *pieces[2:]]), b"".join(pieces[:-1])]
+    digests = []
+    for each in contents:
+        file.write_bytes(each)
+        digests.append(digest(model))
+    assert len(set(digests)) == len(contents)
+    file.write_bytes(content)
+    assert digest(model) == digests[0]
+
+
 @pytest.mark.parametrize("offset", [0, 1, SIZE // 3, SIZE - 1])
 def test_any_byte_counts(model: Path, offset: int, digest: Callable[..., str]) -> None:
     before = digest(model)
