@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from benchmarks.serving.workloads import Request, prompt
 from kvpool_server.replay import references
 from kvpool_server.replay.request import Request as Prompt
-from kvpool_server.replay.request import num_blocks
 
 VOCABULARY = 1 << 30
+UNBOUNDED = 1 << 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,21 +44,27 @@ def hit_tokens(requests: Sequence[Request], block_tokens: int, capacity_tokens: 
     blocks = max(1, capacity_tokens // block_tokens)
     return HitTokens(
         sum(request.num_tokens for request in requests),
-        references.lru(prompts, num_blocks(prompts) + 1) * block_tokens,
+        references.lru(prompts, UNBOUNDED) * block_tokens,
         references.lru(prompts, blocks) * block_tokens,
         references.clairvoyant(prompts, blocks) * block_tokens,
     )
 
 
 def block_ids(requests: Sequence[Request], block_tokens: int) -> list[Prompt]:
-    """The full blocks of each prompt without its last token: ids that are equal where all tokens so far are equal."""
+    """Lookups of the full blocks of each prompt without its last token, and a put where the last token ends a block.
+
+    Ids of blocks are equal where all tokens so far are equal.
+    """
     ids: dict[tuple[int, bytes], int] = {}
     prompts = []
     for request in requests:
-        tokens = prompt(request, 0, VOCABULARY)[:-1]
+        tokens = prompt(request, 0, VOCABULARY)
         chain, last = [], -1
         for start in range(0, len(tokens) - block_tokens + 1, block_tokens):
             last = ids.setdefault((last, tokens[start : start + block_tokens].tobytes()), len(ids))
             chain.append(last)
-        prompts.append(Prompt(request.at, chain))
+        loadable = chain[: (len(tokens) - 1) // block_tokens]
+        prompts.append(Prompt(request.at, loadable))
+        if len(loadable) < len(chain):
+            prompts.append(Prompt(request.at, chain, is_put=True))
     return prompts

@@ -10,7 +10,8 @@ from benchmarks.serving.oracle import HitTokens
 from benchmarks.serving.runs import Run
 
 KVPOOL = ("kvpool shm", "kvpool tcp")
-NO_REUSE = "random"
+BOUND_S = 1.0
+"""Of the p90 time to first token, for the rate that keeps it."""
 FIGURES: Mapping[str, tuple[str, Callable[[Run], float]]] = {
     **{f"TTFT {name}": ("s", lambda run, name=name: run.ttft[name]) for name in ("mean", "p50", "p90", "p99")},  # type: ignore[misc]
     **{
@@ -27,19 +28,18 @@ FIGURES: Mapping[str, tuple[str, Callable[[Run], float]]] = {
 EQUAL = "answers equal to those without connector"
 
 
-def rows(runs: Sequence[Run], oracles: Mapping[str, HitTokens], bound_s: float, *, has_targets: bool) -> list[Row]:
+def rows(runs: Sequence[Run], possible: Mapping[str, HitTokens], *, has_targets: bool) -> list[Row]:
     """Hits that were possible, times to first token, and what the targets are about.
 
     Args:
         runs: those at a rate, of all rounds and arms.
-        oracles: of each workload.
-        bound_s: p90 of the time to first token that a rate must keep.
+        possible: hits of each workload.
         has_targets: the targets are for this form of the benchmark.
     """
     found: list[Row] = []
     for workload in dict.fromkeys(run.workload for run in runs):
         of_workload = [run for run in runs if run.workload == workload]
-        found += _possible(workload, oracles[workload])
+        found += _possible(workload, possible[workload])
         for rate in sorted({run.rate for run in of_workload if run.rate}):
             here = {arm: _rounds(of_workload, arm, rate) for arm in _arms(of_workload)}
             here = {arm: each for arm, each in here.items() if each}
@@ -48,8 +48,10 @@ def rows(runs: Sequence[Run], oracles: Mapping[str, HitTokens], bound_s: float, 
                 unit, figure = FIGURES[name]
                 found += [Row(f"{label}: {name}, {arm}", _over(each, figure), unit) for arm, each in here.items()]
             if has_targets:
-                found += _targets(label, here, oracles[workload])
-        found += _capacity(workload, of_workload, bound_s, has_targets=has_targets)
+                found += _targets(label, here, possible[workload])
+        if used := [run.used_bytes for run in of_workload if run.used_bytes]:
+            found.append(Row(f"{workload}: files of tiered offloading, at most", max(used) / 2**30, "GiB"))
+        found += _capacity(workload, of_workload, has_targets=has_targets)
     return found
 
 
@@ -81,17 +83,17 @@ def rate_within(points: Sequence[tuple[float, float]], bound: float) -> float:
     """The highest rate up to which a time stays within a bound, interpolated between the rates that were run.
 
     Args:
-        points: (rate, time), by rate. Below the first one the time is taken to grow from 0.
+        points: (rate, time), by rate.
 
     Returns:
-        the last point's rate if no time exceeds the bound.
+        0 if no rate keeps the bound, and the last rate if all do.
     """
-    last_rate, last_time = 0.0, 0.0
+    kept, kept_time = 0.0, 0.0
     for rate, time in points:
         if time > bound:
-            return last_rate + (rate - last_rate) * (bound - last_time) / (time - last_time)
-        last_rate, last_time = rate, time
-    return last_rate
+            return kept and kept + (rate - kept) * (bound - kept_time) / (time - kept_time)
+        kept, kept_time = rate, time
+    return kept
 
 
 def _possible(workload: str, hits: HitTokens) -> list[Row]:
@@ -107,47 +109,42 @@ def _possible(workload: str, hits: HitTokens) -> list[Row]:
 
 def _targets(label: str, here: Mapping[str, list[Run]], hits: HitTokens) -> Iterator[Row]:
     """Of one workload and rate."""
-    load = next(iter(here.values()))[0].load or 0
-    for arm in (arm for arm in KVPOOL if arm in here):
-        if hits.lru:
-            ratio = _over(here[arm], lambda run: run.hit_tokens / hits.lru)
-            yield at_least(f"{label}: hit tokens, {arm} over LRU of the pool's size", ratio, "ratio", 0.95)
-    pairs = [("kvpool shm", "offloading", 0.5), ("kvpool shm", "tiered", 0.8), ("kvpool tcp", "kvpool shm", 1.3)]
-    for ours, theirs, bound in pairs if hits.infinite and load >= 1 else ():
-        for name in ("mean", "p99") if theirs != "kvpool shm" else ("mean",):
-            if (ratio := _ratio(here, ours, theirs, lambda run, name=name: run.ttft[name])) is not None:  # type: ignore[misc]
-                yield at_most(f"{label}: TTFT {name}, {ours} over {theirs}", ratio, "ratio", bound)
+    mean, p99 = FIGURES["TTFT mean"][1], FIGURES["TTFT p99"][1]
+    token_p99, throughput = FIGURES["time per output token p99"][1], FIGURES["throughput"][1]
+    is_loaded = (next(iter(here.values()))[0].load or 0) >= 1
+    compared: list[tuple[str, str, str, Callable[[Run], float], Callable[..., Row], float]] = []
     if not hits.infinite:
         for arm in KVPOOL:
-            if (ratio := _ratio(here, arm, BASELINE, lambda run: run.throughput)) is not None:
-                yield at_least(f"{label}: throughput, {arm} over none", ratio, "ratio", 0.98)
-            if (ratio := _ratio(here, arm, BASELINE, lambda run: run.tpot["p99"])) is not None:
-                yield at_most(f"{label}: time per output token p99, {arm} over none", ratio, "ratio", 1.1)
+            compared.append(("throughput", arm, BASELINE, throughput, at_least, 0.98))
+            compared.append(("time per output token p99", arm, BASELINE, token_p99, at_most, 1.1))
+    elif is_loaded:
+        for name, figure in (("TTFT mean", mean), ("TTFT p99", p99)):
+            compared.append((name, "kvpool shm", "offloading", figure, at_most, 0.5))
+            compared.append((name, "kvpool shm", "tiered", figure, at_most, 0.8))
+        compared.append(("TTFT mean", "kvpool tcp", "kvpool shm", mean, at_most, 1.3))
+    for name, ours, theirs, figure, row, bound in compared:
+        if ours in here and theirs in here:
+            ratios = [figure(a) / figure(b) for a, b in zip(here[ours], here[theirs], strict=False)]
+            yield row(f"{label}: {name}, {ours} over {theirs}", _figure(ratios), "ratio", bound)
+    for arm in (arm for arm in KVPOOL if arm in here and hits.clairvoyant):
+        ratios = [run.hit_tokens / hits.clairvoyant for run in here[arm]]
+        yield at_least(f"{label}: hit tokens, {arm} over a clairvoyant's", _figure(ratios), "ratio", 0.95)
 
 
-def _capacity(workload: str, runs: Sequence[Run], bound_s: float, *, has_targets: bool) -> list[Row]:
+def _capacity(workload: str, runs: Sequence[Run], *, has_targets: bool) -> list[Row]:
     """Requests per second within the bound, by arm, and kvpool's over those of others."""
     rates: dict[str, list[float]] = {}
     for arm in _arms(runs):
         for nth in sorted({run.round for run in runs if run.arm == arm}):
             own = sorted((run for run in runs if run.arm == arm and run.round == nth), key=lambda run: run.rate or 0)
-            rates.setdefault(arm, []).append(rate_within([(run.rate or 0, run.ttft["p90"]) for run in own], bound_s))
-    what = f"requests per second at p90 TTFT <= {bound_s:g} s"
+            rates.setdefault(arm, []).append(rate_within([(run.rate or 0, run.ttft["p90"]) for run in own], BOUND_S))
+    what = f"requests per second at p90 TTFT <= {BOUND_S:g} s"
     found = [Row(f"{workload}: {what}, {arm}", _figure(each), "1/s") for arm, each in rates.items()]
     for theirs, bound in (("offloading", 1.3), (BASELINE, 2.0)) if has_targets else ():
         if "kvpool shm" in rates and all(rates.get(theirs, [0])):
             ratio = _figure([a / b for a, b in zip(rates["kvpool shm"], rates[theirs], strict=False)])
             found.append(at_least(f"{workload}: {what}, kvpool shm over {theirs}", ratio, "ratio", bound))
     return found
-
-
-def _ratio(
-    here: Mapping[str, list[Run]], ours: str, theirs: str, figure: Callable[[Run], float]
-) -> float | Estimate | None:
-    """Median over rounds of ours / theirs; None if one was not run."""
-    if ours not in here or theirs not in here:
-        return None
-    return _figure([figure(a) / figure(b) for a, b in zip(here[ours], here[theirs], strict=False)])
 
 
 def _over(runs: Sequence[Run], figure: Callable[[Run], float]) -> float | Estimate:

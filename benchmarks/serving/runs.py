@@ -117,11 +117,6 @@ class Plan:
         """Prompt and length of the answer."""
         return prompt(request, seed, self.vocabulary).tolist(), request.max_tokens
 
-    @property
-    def expected_s(self) -> float:
-        """About how long it takes: the arrivals, and a third more."""
-        return 1.3 * len(self.requests) / self.rate if self.rate else 60.0
-
 
 def warm_up(engines: Sequence[ServingEngine], plan: Plan, prompts: int = 4) -> None:
     """Has each engine compute and store some prompts, and load what it stored: the first load of a process is slow."""
