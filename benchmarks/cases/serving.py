@@ -33,15 +33,15 @@ from benchmarks.serving.workloads import trace as read_trace
 from testbed import tiny_llama
 from testbed.fork_server import fork_server
 
-SHAPE = tiny_llama.Shape()
+SHAPE = tiny_llama.Shape(layers=4, hidden=256, intermediate=512)
 SMALL = Form(
     name="serving",
     arms=tuple(ARMS),
     workloads=("documents",),
-    loads="0.5,1.5",
-    requests=48,
+    loads="0.7,1.5",
+    requests=40,
     scale=1 / 16,
-    kv_mib=24,
+    kv_mib=16,
     memory_mib=64,
     kv_token_bytes=2 * SHAPE.layers * SHAPE.kv_heads * SHAPE.head_dim * 4,
     vocabulary=SHAPE.vocab,

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 FIRST_TOKEN = 10
 TRACE_BLOCK_TOKENS = 512
-OUTPUT_TOKENS = 16
+OUTPUT_TOKENS, FEWEST_OUTPUT_TOKENS = 16, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Request:
     at: float
     session: int
     segments: tuple[Segment, ...]
-    max_tokens: int = OUTPUT_TOKENS
+    max_tokens: int
 
     @property
     def num_tokens(self) -> int:
@@ -71,7 +71,7 @@ def system_prompt(count: int, scale: float = 1.0) -> list[Request]:
     picks, names = random.Random(1), itertools.count(1)
     shared = Segment(0, _tokens(2_048, scale))
     own = (Segment(next(names), _tokens(picks.randint(512, 1_536), scale)) for _ in range(count))
-    return _arriving((segment.name, [shared, segment]) for segment in own)
+    return _arriving(((segment.name, [shared, segment]) for segment in own), scale)
 
 
 def documents(count: int, scale: float = 1.0) -> list[Request]:
@@ -80,11 +80,12 @@ def documents(count: int, scale: float = 1.0) -> list[Request]:
     lengths = [_tokens(picks.randint(1_000, 7_100), scale) for _ in range(max(1, round(0.6 * count)))]
     weights = [1 / (1 + rank) for rank in range(len(lengths))]
     asked = picks.choices(range(len(lengths)), weights, k=count)
-    return _arriving(
+    prompts = (
         (document, [Segment(document, lengths[document]), Segment(len(lengths) + nth, _tokens(length, scale))])
         for nth, document in enumerate(asked)
         for length in [picks.randint(50, 150)]
     )
+    return _arriving(prompts, scale)
 
 
 def turns(count: int, scale: float = 1.0, *, common: int, first: int, turn: int, rounds: int) -> list[Request]:
@@ -104,12 +105,12 @@ def turns(count: int, scale: float = 1.0, *, common: int, first: int, turn: int,
                 segments.append(Segment(1 + conversation * rounds + each, _tokens(tokens, scale)))
             yield conversation, segments
 
-    return _arriving(prompts())
+    return _arriving(prompts(), scale)
 
 
 def unique(count: int, scale: float = 1.0, *, tokens: int) -> list[Request]:
     """Random prompts that share nothing."""
-    return _arriving((nth, [Segment(nth, _tokens(tokens, scale))]) for nth in range(count))
+    return _arriving(((nth, [Segment(nth, _tokens(tokens, scale))]) for nth in range(count)), scale)
 
 
 def trace(count: int, scale: float = 1.0, *, path: Path) -> list[Request]:
@@ -163,11 +164,12 @@ def routes(requests: Sequence[Request], engines: int, *, sticky: bool) -> list[i
     return [of_session.setdefault(request.session, picks.randrange(engines)) for request in requests]
 
 
-def _arriving(prompts: Iterator[tuple[int, list[Segment]]]) -> list[Request]:
+def _arriving(prompts: Iterator[tuple[int, list[Segment]]], scale: float) -> list[Request]:
     """Requests of (session, segments), with Poisson arrivals."""
     picks, at, requests = random.Random(4), 0.0, []
+    max_tokens = max(FEWEST_OUTPUT_TOKENS, _tokens(OUTPUT_TOKENS, scale))
     for session, segments in prompts:
-        requests.append(Request(at, session, tuple(segments)))
+        requests.append(Request(at, session, tuple(segments), max_tokens))
         at += picks.expovariate(1)
     return requests
 

@@ -20,7 +20,7 @@ from tests.support.effort import effort
 
 BLOCK_TOKENS = 4
 SEGMENTS = st.lists(st.builds(Segment, st.integers(0, 3), st.integers(1, 9)), min_size=1, max_size=4).map(tuple)
-REQUESTS = st.lists(st.builds(Request, st.just(0.0), st.integers(0, 3), SEGMENTS), min_size=1, max_size=12)
+REQUESTS = st.lists(st.builds(Request, st.just(0.0), st.integers(0, 3), SEGMENTS, st.just(4)), min_size=1, max_size=12)
 
 
 def brute_force(requests: list[Request], capacity: int | None) -> int:
