@@ -2,6 +2,8 @@
 
 All arms have the same memory for blocks beside the engines' own caches: a shared store has all of it, private ones
 have equal parts. An arm that cannot run raises `UnavailableError` with the reason.
+
+vLLM's p2p tier is no arm: each request must name the engine to load from, which only a router of its own could know.
 """
 
 from __future__ import annotations

@@ -120,12 +120,11 @@ class Benchmark:
         order, failed, picks = list(self._form.arms), set(), random.Random(0)
         for _ in range(rounds):
             for arm in order:
-                self._facts.pop(NOT_RUN + arm, None)
                 if arm in failed or not self._has_time(START_S, arm):
                     continue
                 try:
                     self._run_arm(arm)
-                except RuntimeError as error:
+                except Exception as error:  # Whatever ends one arm, the others are measured.
                     failed.add(arm)
                     self._leave_out(arm, self._reason(arm, error))
             picks.shuffle(order)  # The first round is in the order given, because its baseline measures the saturation.
@@ -159,7 +158,7 @@ class Benchmark:
         # Engines that are slower than the requests come need longer, and those of the baseline are the slowest.
         slower = min(plan.rate or 0, self._saturation(plan.workload) or plan.rate or 0)
         seconds = 1.2 * len(plan.requests) / slower if slower else BURST_S
-        if self._has_time(seconds, f"{arm}, {plan.workload}, {plan.rate or 0:.3g} requests/s"):
+        if self._has_time(seconds, f"{arm}, {plan.workload}, round {plan.round}, {plan.rate or 0:.3g} requests/s"):
             self._runs.append(measure(arm, store, engines, plan))
             print(self._runs[-1], flush=True)
             self._write()
@@ -182,6 +181,7 @@ class Benchmark:
         return Plan(workload, requests, to, self._form.vocabulary, rate, load, nth)
 
     def _has_time(self, seconds: float, what: str) -> bool:
+        self._facts.pop(NOT_RUN + what, None)  # Of the last result.
         has_time = time.monotonic() + seconds <= self._deadline
         if not has_time:
             self._leave_out(what, "its time is over")
@@ -191,13 +191,11 @@ class Benchmark:
         self._facts[NOT_RUN + what] = why
         print(f"{what} is not run: {why}", flush=True)
 
-    def _reason(self, arm: str, error: RuntimeError) -> str:
-        """The first cause that an engine's log names; of an error without log its message."""
-        logs = (
-            sorted(self._setup.folder.glob(f"{arm.replace(' ', '-')}-?.log")) if isinstance(error, EngineError) else ()
-        )
-        causes = [told[0] for log in logs if (told := CAUSE.search(log.read_text(errors="replace")))]
-        return (causes or str(error).splitlines())[0]
+    def _reason(self, arm: str, error: Exception) -> str:
+        """The error, and what an engine's log names as its cause."""
+        logs = sorted(self._setup.folder.glob(f"{arm.replace(' ', '-')}-?.log"))
+        causes = [cause for log in logs for cause in CAUSE.findall(log.read_text(errors="replace"))]
+        return ": ".join([str(error).partition("\n")[0], *(causes[-1:] if isinstance(error, EngineError) else ())])
 
     def _write(self) -> None:
         runs = [run for run in self._runs if run.rate]

@@ -86,8 +86,7 @@ class Run:
             f"{self.workload}, {rate}, {self.arm}: TTFT mean {self.ttft['mean']:.3f} p90 {self.ttft['p90']:.3f} "
             f"p99 {self.ttft['p99']:.3f} s, hit {self.hit_tokens / self.prompt_tokens:.3f} "
             f"(own {self.own_hit_tokens / self.prompt_tokens:.3f}), {self.throughput:.2f} requests/s, "
-            f"{self.seconds:.1f} s, CPU {self.engine_cpu:.1f} + {self.server_cpu:.1f} s"
-            + f", late {self.late * 1e3:.0f} ms"
+            f"{self.seconds:.1f} s, CPU {self.engine_cpu:.1f} + {self.server_cpu:.1f} s, late {self.late * 1e3:.0f} ms"
             + (f"; computed: {causes}" if causes else "")
         )
 
@@ -179,7 +178,7 @@ def _serve(engines: Sequence[ServingEngine], shares: Sequence[Sequence[TimedProm
         return [each.result() for each in running]
     except BaseException:
         for engine in engines:
-            engine.kill()  # What ends the threads.
+            engine.kill()  # Ends its thread's wait.
         raise
     finally:
         threads.shutdown()
@@ -187,15 +186,13 @@ def _serve(engines: Sequence[ServingEngine], shares: Sequence[Sequence[TimedProm
 
 def _counters(engines: Sequence[ServingEngine], store: Store) -> dict[str, float]:
     """What has been counted so far, over all engines, and CPU seconds."""
-    counters = {
-        PREFIX_HITS: 0.0,
-        ENGINE_CPU: sum(cpu_s(engine.pid) for engine in engines),
-        SERVER_CPU: sum(map(cpu_s, store.servers)),
-    }
+    counters = {PREFIX_HITS: 0.0}
     for engine in engines:
         for name, count in engine.metrics().items():
             if name == PREFIX_HITS or name.startswith(CAUSES):
                 counters[name] = counters.get(name, 0) + count
+    counters[ENGINE_CPU] = sum(cpu_s(engine.pid) for engine in engines)
+    counters[SERVER_CPU] = sum(map(cpu_s, store.servers))
     return counters
 
 

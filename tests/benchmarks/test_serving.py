@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import typer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.cases.serving import SMALL
+from benchmarks.harness import measuring as harness
 from benchmarks.harness import plots
-from benchmarks.serving import rows
-from benchmarks.serving.arms import ARMS
+from benchmarks.serving import arms, benchmark, rows
+from benchmarks.serving.arms import ARMS, Setup, Store, UnavailableError
+from benchmarks.serving.benchmark import Benchmark
 from benchmarks.serving.oracle import HitTokens, block_ids, hit_tokens
-from benchmarks.serving.runs import Run
+from benchmarks.serving.runs import Plan, Run
 from benchmarks.serving.workloads import WORKLOADS, Request, Segment, fitting, prompt, routes, trace
 from tests.support.effort import effort
 
@@ -164,3 +171,50 @@ def test_rows_have_each_arm_and_the_targets_and_lines_have_medians() -> None:
 
 def test_each_arm_has_a_line_in_the_plot() -> None:
     assert ARMS.keys() == plots.ARMS.keys()
+
+
+def test_the_arms_runs_are_kept_and_what_is_not_run_has_a_reason(tmp_path: Path, monkeypatch: Any) -> None:
+    clock = [0.0]
+
+    def measure(arm: str, store: Store, engines: Any, plan: Plan) -> Run:
+        clock[0] += 10.0
+        return replace(_run(arm, plan.rate or 4.0, plan.round, 1.0), rate=plan.rate, load=plan.load, seconds=0.5)
+
+    def unavailable(stack: ExitStack, setup: Setup) -> Store:
+        raise UnavailableError("it is not here")
+
+    monkeypatch.setattr(harness, "RESULTS", tmp_path)
+    monkeypatch.setattr(benchmark.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(benchmark, "measure", measure)
+    monkeypatch.setattr(benchmark, "warm_up", lambda *_: None)
+    monkeypatch.setattr(benchmark, "start_all", lambda *_: {})
+    monkeypatch.setattr(benchmark, "ARMS", {"none": arms.none, "kvpool shm": arms.none, "lmcache": unavailable})
+
+    def run(*names: str, seconds: float, add: bool = False, engines: int = 2, rounds: int = 1) -> dict[str, Any]:
+        form = replace(SMALL, arms=names)
+        setup = Setup(tmp_path, tmp_path, engines, 1 << 26, {}, {}, False)
+        asked = {"documents": WORKLOADS["documents"](4, 1 / 16)}
+        deadline = clock[0] + seconds
+        made = Benchmark(form, setup, asked, [0.5, 1.0], are_loads=True, is_sticky=False, deadline=deadline)
+        if add:
+            made.add_last()
+        made.run(rounds)
+        return dict(json.loads((tmp_path / "serving.json").read_text()))
+
+    # Time for the baseline's three runs, and none for another arm.
+    facts = run("none", "lmcache", "kvpool shm", seconds=80)["facts"]
+    assert facts["saturation of documents (requests/s)"] == 4
+    assert [Run(**json.loads(each)).load for each in facts["runs"]] == [None, 0.5, 1.0]
+    assert facts["not run: kvpool shm"] == facts["not run: lmcache"] == "its time is over"
+    result = run("kvpool shm", "lmcache", seconds=300, add=True, rounds=2)
+    runs = [Run(**json.loads(each)) for each in result["facts"]["runs"]]
+    assert [(each.arm, each.rate, each.round) for each in runs[1:]] == [
+        *(("none", rate, 0) for rate in (2.0, 4.0)),
+        *(("kvpool shm", rate, nth) for nth in (0, 1) for rate in (2.0, 4.0)),
+    ]
+    assert {name: why for name, why in result["facts"].items() if name.startswith("not run")} == {
+        "not run: lmcache": "it is not here"
+    }
+    assert any(row["what"] == "documents, 1 x saturation: TTFT mean, none" for row in result["rows"])
+    with pytest.raises(typer.BadParameter, match="engines 2, not 4"):
+        run("none", seconds=300, add=True, engines=4)
