@@ -18,7 +18,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from queue import Empty, Queue
-from typing import Any
+from typing import Any, TypeVar
 
 from testbed.forked_process import start_module
 from vllm_plugin import BEGAN_AT
@@ -105,8 +105,11 @@ class Engine:
     """A running engine. Use as a context manager: the process is gone afterwards.
 
     Attributes:
+        MODULE: runs as the engine's process.
         start_s: seconds from the call of `vllm.LLM`, after all imports, until it was ready.
     """
+
+    MODULE = "testbed.engine_process"
 
     def __init__(self, spec: EngineSpec, log_path: Path, start_timeout_s: float = START_TIMEOUT_S):
         self._log_path = log_path
@@ -125,7 +128,7 @@ class Engine:
         environment.pop(BEGAN_AT, None)  # Of another engine, if this process has made one.
         log_path.parent.mkdir(parents=True, exist_ok=True)
         with log_path.open("ab") as log:
-            self._process = start_module("testbed.engine_process", [], environment, log, spec.inside)
+            self._process = start_module(self.MODULE, [], environment, log, spec.inside)
         self._answers: Queue[str | None] = Queue()
         threading.Thread(target=self._read, daemon=True).start()
         self.start_s = float(self._ask({"spec": {**asdict(spec), "model": str(spec.model)}}, start_timeout_s))
@@ -234,8 +237,13 @@ class Engine:
         self._answers.put(None)
 
 
-def start_all(stack: ExitStack, specs: Mapping[str, EngineSpec], logs: Path) -> dict[str, Engine]:
-    """Starts engines at the same time.
+AnyEngine = TypeVar("AnyEngine", bound=Engine)
+
+
+def start_all(
+    stack: ExitStack, specs: Mapping[str, EngineSpec], logs: Path, kind: type[AnyEngine] = Engine
+) -> dict[str, AnyEngine]:
+    """Starts engines at the same time. Raises EngineError if one did not start; the stack stops the others.
 
     Args:
         stack: stops them when it ends.
@@ -244,9 +252,12 @@ def start_all(stack: ExitStack, specs: Mapping[str, EngineSpec], logs: Path) -> 
     started = time.monotonic()
     with ThreadPoolExecutor(len(specs)) as threads:
         starts = {
-            name: threads.submit(Engine, spec, logs / f"{name.replace(' ', '-')}.log") for name, spec in specs.items()
+            name: threads.submit(kind, spec, logs / f"{name.replace(' ', '-')}.log") for name, spec in specs.items()
         }
-    engines = {name: stack.enter_context(start.result()) for name, start in starts.items()}
+    for start in starts.values():
+        if start.exception() is None:
+            stack.enter_context(start.result())
+    engines = {name: start.result() for name, start in starts.items()}
     print(f"{', '.join(specs)}: started in {time.monotonic() - started:.0f} s", flush=True)
     return engines
 

@@ -9,6 +9,7 @@ import os
 import sys
 import time
 import zlib
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,22 @@ def serve() -> None:
     from vllm import LLM
 
     spec = json.loads(sys.stdin.readline())["spec"]
-    arguments: dict[str, Any] = {
+    started = time.monotonic()
+    llm = LLM(**arguments(spec))
+    _warm_up(llm)
+    print(json.dumps(time.monotonic() - started), file=answers, flush=True)
+    for line in sys.stdin:
+        print(json.dumps(_obey(llm, json.loads(line))), file=answers, flush=True)
+    gc.collect = lambda generation=2: 0  # vLLM would collect a heap that is about to be dropped, for a second.
+    llm.llm_engine.engine_core.shutdown()
+    os._exit(0)  # An orderly end of a large interpreter takes seconds more.
+
+
+def arguments(spec: dict[str, Any]) -> dict[str, Any]:
+    """vLLM's arguments for an engine, of the fields of an `EngineSpec`."""
+    return {
+        "model": spec["model"],
+        "kv_transfer_config": spec["transfer"],
         "skip_tokenizer_init": True,
         "enforce_eager": True,
         "block_size": BLOCK_TOKENS,
@@ -33,15 +49,6 @@ def serve() -> None:
         "disable_log_stats": False,
         **spec["options"],
     }
-    started = time.monotonic()
-    llm = LLM(model=spec["model"], kv_transfer_config=spec["transfer"], **arguments)
-    _warm_up(llm)
-    print(json.dumps(time.monotonic() - started), file=answers, flush=True)
-    for line in sys.stdin:
-        print(json.dumps(_obey(llm, json.loads(line))), file=answers, flush=True)
-    gc.collect = lambda generation=2: 0  # vLLM would collect a heap that is about to be dropped, for a second.
-    llm.llm_engine.engine_core.shutdown()
-    os._exit(0)  # An orderly end of a large interpreter takes seconds more.
 
 
 def _obey(llm: Any, command: dict[str, Any]) -> Any:
@@ -61,7 +68,7 @@ def _obey(llm: Any, command: dict[str, Any]) -> Any:
         module, _, name = command["call"].partition(":")
         return getattr(importlib.import_module(module), name)(llm, *command["arguments"])
     assert "metrics" in command, f"unknown command {command}"
-    return _metrics(llm)
+    return totals(llm.get_metrics())
 
 
 def _generate(llm: Any, command: dict[str, Any]) -> list[dict[str, Any]]:
@@ -78,9 +85,10 @@ def _generate(llm: Any, command: dict[str, Any]) -> list[dict[str, Any]]:
     return [asdict(_answer(output)) for output in outputs]
 
 
-def _metrics(llm: Any) -> dict[str, float]:
+def totals(metrics: Iterable[Any]) -> dict[str, float]:
+    """What `Engine.metrics` returns, of vLLM's series."""
     totals: dict[str, float] = {}
-    for metric in llm.get_metrics():
+    for metric in metrics:
         for field, suffix in (("value", ""), ("sum", "_sum"), ("count", "_count")):
             if (value := getattr(metric, field, None)) is not None:
                 cause = metric.labels.get("cause") or metric.labels.get("source")

@@ -27,10 +27,11 @@ TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
 def family(pid: int) -> Iterator[int]:
-    """A process and its children."""
+    """A process, its children, theirs, and so on."""
     yield pid
     for children in Path(f"/proc/{pid}/task").glob("*/children"):
-        yield from map(int, children.read_text().split())
+        for child in children.read_text().split():
+            yield from family(int(child))
 
 
 def cpu_s(pid: int) -> float:

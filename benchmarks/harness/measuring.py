@@ -8,6 +8,7 @@ met, or missed, only beyond that noise.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.metadata
 import json
 import os
@@ -298,7 +299,9 @@ def kvpool_server(memory: str, *flags: str) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def server_process(memory: str, *flags: str, tls: TlsFiles | None = None) -> Iterator[tuple[str, int]]:
+def server_process(
+    memory: str, *flags: str, tls: TlsFiles | None = None, start_timeout_s: float = START_S
+) -> Iterator[tuple[str, int]]:
     """A server on a free port: endpoint and process. `tls` is of who asks whether it is ready.
 
     Ready, and its arena backed by memory: first touch costs seconds a GiB.
@@ -316,7 +319,7 @@ def server_process(memory: str, *flags: str, tls: TlsFiles | None = None) -> Ite
                 return False
             return stats.prefaulted_bytes == stats.arena_bytes
 
-        wait_until(prefaulted, "kvpool-server", running)
+        wait_until(prefaulted, "kvpool-server", running, start_timeout_s)
         yield endpoint, running.pid
 
 
@@ -327,16 +330,37 @@ def report(name: str, rows: Sequence[Row], series: Sequence[Series] = (), **fact
         series: what is plotted, and would be too long a table.
         facts: what else a reader must know: rounds, sizes, how the other side ran.
     """
+    last = last_result(name)
+    write(name, rows, series, facts, last)
+    show(name, last)
+
+
+def last_result(name: str) -> dict[str, Any] | None:
+    """The result of the last run of a benchmark."""
     path = RESULTS / f"{name}.json"
-    last = json.loads(path.read_text()) if path.exists() else None
+    return dict(json.loads(path.read_text())) if path.exists() else None
+
+
+def write(
+    name: str,
+    rows: Sequence[Row],
+    series: Sequence[Series],
+    facts: Mapping[str, Any],
+    last: Mapping[str, Any] | None,
+) -> None:
+    """Writes a result. A long benchmark writes what it has so far, again and again.
+
+    Args:
+        name: of the case; behind a hyphen, of its variant.
+        last: the result before this run.
+    """
     before = {row["what"]: float(row["figure"]) for row in last["rows"]} if last else {}
     written = [{**asdict(row), **_figure(row), "before": before.get(row.what)} for row in rows]
-    _print(name, written, last)
     RESULTS.mkdir(exist_ok=True)
     result = {
         "name": name,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": f"python -m benchmarks.cases.{name} {' '.join(sys.argv[1:])}".strip(),
+        "command": f"python -m benchmarks.cases.{name.partition('-')[0]} {' '.join(sys.argv[1:])}".strip(),
         "commit": _commit(),
         "machine": _machine(),
         "versions": _versions(),
@@ -345,7 +369,7 @@ def report(name: str, rows: Sequence[Row], series: Sequence[Series] = (), **fact
         "series": [asdict(line) for line in series],
         "before": last and {fact: last[fact] for fact in ("date", "commit", "machine")},
     }
-    path.write_text(json.dumps(result, indent=2) + "\n")
+    (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=2) + "\n")
 
 
 def _figure(row: Row) -> dict[str, Any]:
@@ -371,7 +395,9 @@ def change(figure: float, before: float | None) -> str:
     return f"{(figure / before - 1) * 100:+.0f} %" if before else ""
 
 
-def _print(name: str, rows: Sequence[Mapping[str, Any]], last: Mapping[str, Any] | None) -> None:
+def show(name: str, last: Mapping[str, Any] | None) -> None:
+    """Prints the rows of a result that was written, beside the result before it."""
+    rows = json.loads((RESULTS / f"{name}.json").read_text())["rows"]
     against = f", changes since {last['date']}, commit {last['commit']}" if last else ""
     table = Table(title=f"benchmarks.{name}{against}", title_justify="left")
     for heading in ("what", "figure", "unit", "spread", "reach", "met", "change"):
@@ -408,8 +434,9 @@ def _versions() -> dict[str, str]:
     return versions
 
 
+@functools.cache
 def _commit() -> str:
-    """The commit, with "-dirty" where the tree differs from it."""
+    """The commit, with "-dirty" where the tree differed from it before this process wrote any result."""
     command = ["git", "--no-optional-locks", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     found = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
     return found.stdout.strip() or "unknown"

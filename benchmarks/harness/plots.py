@@ -50,6 +50,19 @@ RATES = {
     "Valkey or Redis": (RED, "-", "v"),
 }
 """Colour, line and marker of each series of benchmarks.cases.sweep. Limits have no marker."""
+ARMS = {
+    "none": (GREY, "-", "o"),
+    "offloading": (ORANGE, "-", "^"),
+    "tiered": (RED, "-", "v"),
+    "tiered bounded": (RED, "--", "v"),
+    "mooncake": (ORANGE, "--", "D"),
+    "lmcache": (DARK, "--", "x"),
+    "kvpool shm": (BLUE, "-", "o"),
+    "kvpool tcp": (LIGHT_BLUE, "-", "s"),
+    "kvpool tcp+tls": (LIGHT_BLUE, "--", "s"),
+}
+"""Colour, line and marker of each arm of benchmarks.cases.serving."""
+SERVED = ": TTFT mean"
 LOOKUP = re.compile(r"(\d+) blocks, TP (\d+): (kvpool|mooncake) (p50|p99)")
 FLOOR = re.compile(r"Ping|one block")
 TTFT = re.compile(r"(cold|warm|own cache) TTFT, ([^,]+).*")
@@ -239,6 +252,34 @@ def value_curves(result: Result) -> Figure | None:
     return figure
 
 
+def under_load(result: Result) -> Figure | None:
+    """Mean time to first token against the rate of requests, by arm, a panel for each workload."""
+    lines = [series for series in result.get("series", ()) if series["plot"].endswith(SERVED)]
+    workloads = list(dict.fromkeys(series["plot"] for series in lines))
+    if not workloads:
+        return None
+    figure = Figure(figsize=(10, 1 + 3.8 * -(-len(workloads) // 2)), layout="constrained")
+    engines = result["facts"]["engines"]
+    figure.suptitle(f"How long until the first token, from {engines} engines under load?", x=0.01, ha="left")
+    panels = figure.subplots(-(-len(workloads) // 2), min(2, len(workloads)), squeeze=False)
+    for axes, workload in zip(panels.flat, workloads, strict=False):
+        for series in (each for each in lines if each["plot"] == workload):
+            colour, line, marker = ARMS[series["name"]]
+            axes.plot(series["x"], series["y"], line, color=colour, marker=marker, label=series["name"])
+        axes.set_title(workload.removesuffix(SERVED))
+        axes.set_xlim(left=0)
+        axes.set_xlabel("requests per second")
+        _log_ticks(axes)
+    for axes in panels.flat[len(workloads) :]:
+        axes.set_axis_off()
+    panels[0, 0].set_ylabel("mean time to first token, s")
+    by_label = {
+        label: line for axes in panels.flat for line, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(by_label.values(), by_label.keys(), loc="outside lower center", ncols=5)
+    return figure
+
+
 PLOTS: dict[str, Callable[[Result], Figure | None]] = {
     "transport": throughput,
     "transport-16-cores": throughput,
@@ -250,6 +291,8 @@ PLOTS: dict[str, Callable[[Result], Figure | None]] = {
     "clients-16-cores": many_clients,
     "replay": hit_ratios,
     "value": value_curves,
+    "serving": under_load,
+    "serving-gpu": under_load,
 }
 
 

@@ -43,6 +43,14 @@ previous result, and writes `benchmarks/results/NAME.json` with machine, version
 QUESTIONS = {
     "vllm": """What a pool does for a real engine (vLLM on the CPU), beside no pool, a dead pool, and
 MooncakeStoreConnector.""",
+    "serving-gpu": """What engines under load gain by a store beside them: Llama-3.1-8B's shape with random weights, two
+engines on one GPU, requests in an open loop. All arms have the same memory beside the engines' own caches, in equal
+parts where it is private; the files of tiered offloading have no bound unless the arm says so. Possible hits are those
+of one cache for all engines, in the requests' order: an infinite one, and one of the stores' memory. Answers can differ
+from those without connector because batches are composed in other ways, which changes how floating-point sums round.
+The time to first token counts from the arrival. Mooncake's store runs in the engines: its CPU time is theirs.""",
+    "serving": """The same in a small form, on two CPU cores that engines, stores and the benchmark share: that all of
+it runs, and no measure of a GPU's gain.""",
     "transport": """How fast bytes travel, beside memcpy + xxh3, Mooncake Store over loopback TCP, and a bare gRPC
 stream. shm is slower than memcpy + xxh3 by the latency of the two or three calls around a batch. The target of twice
 Mooncake is out of reach here: a bare TCP socket does not reach it either. A put over the network is also hashed before

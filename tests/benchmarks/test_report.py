@@ -35,11 +35,12 @@ RESULT = {
     **ORIGIN,
     "command": "python -m benchmarks.some",
     "versions": {"python": "3.11"},
-    "facts": {"batch_bytes": 64 << 20, "tokens": 4096},
+    "facts": {"batch_bytes": 64 << 20, "tokens": 4096, "engines": 2},
     "before": ORIGIN,
     "series": [
         *(_series(name, plot) for name in plots.RATES for plot in ("put", "get")),
         *(_series(name, "hit ratio") for name in ("kvpool, LRU", "plain LRU", "clairvoyant")),
+        *(_series(name, f"{workload}: TTFT mean") for workload in ("documents", "no reuse") for name in plots.ARMS),
     ],
     "rows": [
         _row("a call that does nothing (Ping): p50", 0.4),
@@ -92,7 +93,7 @@ def test_the_page_names_misses_changes_and_origins(tmp_path, monkeypatch):
     (tmp_path / "vllm.json").write_text(json.dumps(RESULT))
     report.main()
     page = (tmp_path / "docs" / "some" / "page.md").read_text()
-    assert "- batch bytes: 67,108,864\n- tokens: 4,096\n" in page
+    assert "- batch bytes: 67,108,864\n- tokens: 4,096\n- engines: 2\n" in page
     assert "![vllm](../plots/vllm.svg)" in page and (tmp_path / "docs" / "plots" / "vllm.svg").exists()
     assert "**Not reached:** warm TTFT, kvpool, another process." in page
     assert "**Within noise:** cold TTFT, kvpool." in page
