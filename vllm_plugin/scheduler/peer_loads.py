@@ -71,9 +71,14 @@ class PeerLoads:
         return len(self._first)
 
     @property
-    def is_behind(self) -> bool:
-        """Whether blocks may lack a mark if a step's `prepare` has failed, or was not called."""
+    def _is_behind(self) -> bool:
         return bool(self._marked or self._first) or any(each.exceeds for each in self._admitted.values())
+
+    def missed_step(self) -> bool:
+        """A step's `prepare` has failed, or was not called; returns whether blocks may lack a mark."""
+        is_behind = self._is_behind
+        self._admitted.clear()
+        return is_behind
 
     def asked(self, request: Request, local: int) -> None:
         """vLLM asks how much can be loaded of a request; it has the first `local` tokens itself."""
@@ -93,7 +98,7 @@ class PeerLoads:
     def prepare(self, output: SchedulerOutput) -> None:
         """Marks the blocks of a step, before its stores are built."""
         state = output.kv_connector_block_state
-        if state is not None and self.is_behind:
+        if state is not None and self._is_behind:
             copies = {copy.dst_block_id: copy.src_block_id for copy in output.kv_cache_block_copies or ()}
             for (
                 request_id,
