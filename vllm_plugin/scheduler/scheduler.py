@@ -88,7 +88,7 @@ class KVPoolScheduler:
             self.lookups.traceparent_of = functools.partial(self._spans.traceparent, part="lookup")
             self.jobs.traceparent_of = self._spans.traceparent
         self.hints = self.jobs.hints = Hints(geometry, self.stages, recorder)
-        self._peer_loads = PeerLoads(geometry.groups, geometry.alignment, self.stores)
+        self._peer_loads = PeerLoads(geometry.groups, self.stores)
         self._resets = Resets(
             config, self.stages, self.lookups, self.stores, self.jobs.pins, recorder, geometry.num_ranks
         )
