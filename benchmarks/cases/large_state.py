@@ -80,7 +80,7 @@ def _marked(vllm_config: Any, geometry: Any) -> list[Row]:
 
     from vllm_plugin.scheduler.peer_loads import PeerLoads
 
-    loads = PeerLoads(geometry.groups, geometry.alignment, _parts(vllm_config, geometry)[1])
+    loads = PeerLoads(geometry.groups, _parts(vllm_config, geometry)[1])
     num_blocks = PROMPT_BLOCKS + NUM_STEPS // BLOCK_TOKENS + 1
     pool = BlockPool(NUM_REQUESTS * num_blocks + 1, enable_caching=True, hash_block_size=BLOCK_TOKENS)
     requests = _requests(NUM_REQUESTS, PROMPT_BLOCKS)

@@ -112,11 +112,13 @@ class FailingPeer(KVConnectorBase_V1, SupportsHMA):
 class StalePeer(FailingPeer):
     """Promises a part of about every other prompt, and loads garbage: KV of other weights, which it believes in.
 
-    Its extra config: `mode`, "sync" or "async".
+    Its extra config: `mode`, "sync" or "async", and `loads`: tokens of requests, by name; it loads no others then.
     """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any):
         super().__init__(vllm_config, role, kv_cache_config)
+        self._loads: dict[str, int] = self._kv_transfer_config.get_from_extra_config("loads", {})
+        self._sizes = [group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups]
         self._local: dict[str, int] = {}
         self._believes = True
 
@@ -125,15 +127,18 @@ class StalePeer(FailingPeer):
         most = (request.num_tokens - 1 - num_computed_tokens) // self._block_tokens
         chance = random.Random(f"{request.request_id} {request.num_tokens} {num_computed_tokens}")
         num_blocks = chance.choice((0, 0, 1, most))
+        if self._loads:
+            num_blocks = self._loads.get(request.request_id, 0) // self._block_tokens
         if not 0 < num_blocks <= most:
             return 0, False
         return num_blocks * self._block_tokens, self._mode != "sync"
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if num_external_tokens:
-            (ids,) = blocks.get_block_ids()
-            first = self._local[request.request_id] // self._block_tokens
-            self._new[request.request_id] = _real(ids[first : first + num_external_tokens // self._block_tokens])
+            first = self._local[request.request_id]
+            stop, rows = first + num_external_tokens, zip(blocks.get_block_ids(), self._sizes, strict=True)
+            ids = [each for row, size in rows for each in row[first // size : -(-stop // size)]]
+            self._new[request.request_id] = _real(ids)
 
 
 def _real(ids: list[int]) -> list[int]:

@@ -58,9 +58,8 @@ class PeerLoads:
         stores: told which requests store nothing.
     """
 
-    def __init__(self, groups: Sequence[PoolGroup], alignment: int, stores: Stores):
+    def __init__(self, groups: Sequence[PoolGroup], stores: Stores):
         self._groups = groups
-        self._alignment = alignment
         self._stores = stores
         self._asked = "", 0  # The newest question: request, tokens of it that the engine had itself.
         self._admitted: dict[str, Admitted] = {}  # Since the last step.
@@ -71,9 +70,14 @@ class PeerLoads:
         return len(self._first)
 
     @property
-    def is_behind(self) -> bool:
-        """Whether blocks may lack a mark if a step's `prepare` has failed, or was not called."""
+    def _is_behind(self) -> bool:
         return bool(self._marked or self._first) or any(each.exceeds for each in self._admitted.values())
+
+    def missed_step(self) -> bool:
+        """A step's `prepare` has failed, or was not called; returns whether blocks may lack a mark."""
+        is_behind = self._is_behind
+        self._admitted.clear()
+        return is_behind
 
     def asked(self, request: Request, local: int) -> None:
         """vLLM asks how much can be loaded of a request; it has the first `local` tokens itself."""
@@ -91,30 +95,34 @@ class PeerLoads:
         self._first.pop(request_id, None)
 
     def prepare(self, output: SchedulerOutput) -> None:
-        """Marks the blocks of a step, before its stores are built."""
+        """Marks the blocks of a step, before its stores are built, in vLLM's order: one may share those before it."""
         state = output.kv_connector_block_state
-        if state is not None and self.is_behind:
-            copies = {copy.dst_block_id: copy.src_block_id for copy in output.kv_cache_block_copies or ()}
-            for (
-                request_id,
-                admitted,
-            ) in self._admitted.items():  # In vLLM's order: one may share blocks of those before.
-                self._judge(admitted, state.resolve_block_ids(request_id), copies)
+        if state is not None and self._is_behind:
             running = output.scheduled_cached_reqs
             for request_id, rows in zip(running.req_ids, running.new_block_ids, strict=True):
                 if rows and request_id not in self._admitted:
                     change = self._marked.update if request_id in self._first else self._marked.difference_update
                     change(*rows)
             self._marked.discard(0)
+            copies = output.kv_cache_block_copies or ()
+            for copy in copies:
+                change_one = self._marked.add if copy.src_block_id in self._marked else self._marked.discard
+                change_one(copy.dst_block_id)
+            copied = {copy.dst_block_id for copy in copies}
+            for request_id, admitted in self._admitted.items():
+                self._judge(admitted, state.resolve_block_ids(request_id), copied)
         self._admitted.clear()
 
-    def _judge(self, admitted: Admitted, tables: Tables, copies: dict[int, int]) -> None:
-        request_id, local = admitted.request.request_id, admitted.local
-        first = self._first.get(request_id) if local is None else self._first_marked(tables, local)
-        if first is None and local is not None and admitted.exceeds:
-            copied = [copies[each] for row in tables for each in row if each in copies]
-            is_part = copied and admitted.request.num_computed_tokens - local < self._alignment
-            first = None if is_part and self._marked.isdisjoint(copied) else local
+    def _judge(self, admitted: Admitted, tables: Tables, copied: set[int]) -> None:
+        request, local = admitted.request, admitted.local
+        request_id, first = request.request_id, self._first.get(request.request_id)
+        if local is not None:
+            exceeds = admitted.exceeds
+            if exceeds and any(not copied.isdisjoint(row) for row in self._from(tables, local)):
+                exceeds, local = False, request.num_computed_tokens
+            first = self._first_marked(tables, local)
+            if first is None and exceeds:
+                first = local
         if first is None:
             if self._first.pop(request_id, None) is not None:
                 self._stores.allow(request_id)
@@ -124,18 +132,24 @@ class PeerLoads:
             logger.info("kvpool: another connector loads KV: requests that have such KV store nothing in the pool")
         self._first[request_id] = first
         self._stores.forbid(request_id)
-        for group in self._groups:
-            start = first // group.kind.block_tokens if group.kind.is_positional else 0
-            for member in group.members:
-                self._marked.update(tables[member][start:])
+        self._marked.update(*self._from(tables, first))
+        self._marked.discard(0)
+
+    def _from(self, tables: Tables, first: int) -> list[Sequence[int]]:
+        """The blocks of a request from its token `first` on."""
+        return [
+            tables[member][first // group.kind.block_tokens :] for group in self._groups for member in group.members
+        ]
 
     def _first_marked(self, tables: Tables, local: int) -> int | None:
-        """The first token of the first marked block among those that hold a request's first `local` tokens."""
+        """The first token of the first marked block among those that hold a request's first `local` tokens.
+
+        Where a request has just been given its blocks, those of states are at their positions, too.
+        """
         firsts = []
         for group in self._groups:
             size = group.kind.block_tokens
-            stop = -(-local // size) if group.kind.is_positional else None
             for member in group.members:
-                marked = (nth for nth, each in enumerate(tables[member][:stop]) if each in self._marked)
-                firsts += [nth * size if stop is not None else 0 for nth in [next(marked, None)] if nth is not None]
+                marked = (nth for nth, each in enumerate(tables[member][: -(-local // size)]) if each in self._marked)
+                firsts += [nth * size for nth in [next(marked, None)] if nth is not None]
         return min(firsts, default=None)

@@ -88,7 +88,7 @@ class KVPoolScheduler:
             self.lookups.traceparent_of = functools.partial(self._spans.traceparent, part="lookup")
             self.jobs.traceparent_of = self._spans.traceparent
         self.hints = self.jobs.hints = Hints(geometry, self.stages, recorder)
-        self._peer_loads = PeerLoads(geometry.groups, geometry.alignment, self.stores)
+        self._peer_loads = PeerLoads(geometry.groups, self.stores)
         self._resets = Resets(
             config, self.stages, self.lookups, self.stores, self.jobs.pins, recorder, geometry.num_ranks
         )
@@ -148,12 +148,12 @@ class KVPoolScheduler:
 
     def after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """vLLM has allocated blocks for a request, and takes the answer, or a part of it, or none of it."""
+        self._peer_loads.admitted(request, num_external_tokens)  # First: also where anything below fails.
         with self.budget:
             self._unallocated = None
             request_id = request.request_id
             lookup = self.lookups.by_request.pop(request_id, None)
             self.loads.stop_waiting(request_id)
-            self._peer_loads.admitted(request, num_external_tokens)
             self._names.admitted(request_id)
             with self.guard.part("the hints of a request"):
                 self.hints.admitted(request)
@@ -193,8 +193,6 @@ class KVPoolScheduler:
         with self.guard.part("the end of a lookup"):
             self.lookups.discard(request_id)
             self.loads.stop_waiting(request_id)
-        with self.guard.part("another connector's loads"):
-            self._peer_loads.admitted(request, num_external_tokens)
         self.stores.distrust(request)
         if num_external_tokens:
             for job in self._new_loads:
@@ -242,7 +240,7 @@ class KVPoolScheduler:
                 self.loads.policy.step_began(0, 0)
         with self.guard.part("dropping stores"):
             self.jobs.drop_lost(undelivered_step=self.jobs.step)
-        if self._peer_loads.is_behind:
+        if self._peer_loads.missed_step():
             self._resets.distrust()
         loads, self._new_loads = self._new_loads, []
         # Requests that wait for the weights of the ranks must not wait for a step that succeeds.

@@ -136,6 +136,9 @@ class ToyCache:
             for name, view in zip(group.layer_names, views, strict=True):
                 view[cells] = self.expected(idx, name, hashes[first:stop])
 
+    def copy(self, src_block_id: int, dst_block_id: int) -> None:
+        self.memory[:, dst_block_id] = self.memory[:, src_block_id]
+
     def _words(self, spec: Any) -> int:
         if isinstance(spec, MambaSpec):
             return prod(spec.shapes[0])

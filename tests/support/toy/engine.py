@@ -324,6 +324,8 @@ class ToyEngine:
         """One rank's step: the hooks and the forward pass in the order of vLLM's model runner."""
         connector = rank.connector
         context = rank.forward_context(bool(scheduled.num_scheduled_tokens))
+        for copy in scheduled.kv_cache_block_copies or ():
+            self.device.launch(functools.partial(rank.cache.copy, copy.src_block_id, copy.dst_block_id))
         connector.handle_preemptions(metadata)
         connector.bind_connector_metadata(metadata)
         if scheduled.has_sync_kv_loads:

@@ -22,9 +22,12 @@ from tests.support.toy.cache import Wrong
 from tests.support.toy.engine import Rank, ToyEngine
 from tests.support.toy.fleet import Fleet
 from tests.support.toy.model import Chunk, answer
+from tests.support.toy.shapes import SHAPES as MODELS
 from tests.support.vllm_objects import tokens
 from tests.vllm_plugin.kinds import window
 from vllm_plugin.connector import KVPoolConnector
+from vllm_plugin.guard import Guard
+from vllm_plugin.scheduler.lookups import Lookups
 from vllm_plugin.scheduler.peer_loads import PeerLoads
 from vllm_plugin.scheduler.scheduler import KVPoolScheduler
 from vllm_plugin.scheduler.stores import Stores
@@ -121,10 +124,12 @@ def beside_peer(
     name: str = "FailingPeer",
     believes: bool = False,
     ours: str = "second",
+    loads: Mapping[str, int] | None = None,
+    options: Mapping[str, Any] | None = None,
     **toy: Any,
 ) -> BesidePeer:
     """An engine of the fleet with a peer that promises `PROMISED` tokens of one prompt, if it is a `FailingPeer`."""
-    plain = fleet.config()
+    plain = fleet.config(**(options or {}))
     plain.kv_transfer_config.kv_load_failure_policy = policy
     kvpool = {
         "kv_connector": "KVPoolConnector",
@@ -135,7 +140,13 @@ def beside_peer(
         "kv_connector": name,
         "kv_connector_module_path": "tests.support.failing_peer",
         "kv_role": "kv_both",
-        "kv_connector_extra_config": {"tokens": PROMISED, "mode": mode, "good": good, "believes": believes},
+        "kv_connector_extra_config": {
+            "tokens": PROMISED,
+            "mode": mode,
+            "good": good,
+            "believes": believes,
+            "loads": loads or {},
+        },
     }
     plain.kv_transfer_config.kv_connector = "MultiConnector"
     plain.kv_transfer_config.kv_connector_module_path = None
@@ -296,6 +307,87 @@ def test_what_is_computed_behind_a_window_of_such_kv_is_not_stored(fleet: Fleet)
     assert engine.generate(later) == [answer(later, 8)]
     assert engine.cached_tokens.pop("prompt-0") and engine.num_wrong_reads > 0
     assert assert_reads_right(fleet, later, specs=specs) == [0]
+
+
+def beside_peer_of(fleet: Fleet, request_id: str, count: int, **toy: Any) -> BesidePeer:
+    """The peer loads garbage for one request, `count` tokens beyond the engine's own."""
+    return beside_peer(fleet, name="StalePeer", loads={request_id: count}, **toy)
+
+
+def test_a_window_that_is_computed_in_the_step_that_shares_it_is_marked_before(fleet: Fleet) -> None:
+    """vLLM names the blocks of a chunk when it schedules them, and the later request needs none before the chunk."""
+    specs, prompt = (window(40),), tokens(200)
+    engine = beside_peer_of(fleet, "first", 16, specs=specs, options={"long_prefill_token_threshold": 96})
+    engine.add("first", prompt)
+    engine.add("short", tokens(20, "short"), max_tokens=60)
+    wait_for(engine.step, "the first chunk")
+    later = prompt[:180] + tokens(60, "later")
+    engine.add("later", later)
+    engine.run()
+    assert engine.cached_tokens["later"] == 176, "the later request shares nothing"
+    assert assert_reads_right(fleet, later, specs=specs) == [0]
+
+
+def test_a_copy_of_a_state_that_a_peer_has_loaded_is_marked(fleet: Fleet) -> None:
+    """vLLM moves the name of a state inside a block to a copy of it, before the request overwrites the state."""
+    specs, prompt = MODELS["larger states"], tokens(90)
+    engine, later = beside_peer_of(fleet, "first", 16, specs=specs), prompt + tokens(60, "later")
+    for name, each in ("own", prompt[:60]), ("first", prompt), ("later", later):
+        engine.add(name, each)
+        engine.run()
+    assert (engine.cached_tokens["first"], engine.cached_tokens["later"]) == (64, 80)
+    assert assert_reads_right(fleet, later, specs=specs) == [48]
+
+
+@pytest.mark.parametrize("shape", ["full", "windows", "states"])
+def test_marks_end_with_the_blocks(shape: str, fleet: Fleet) -> None:
+    """A block that a request has just been given tells nothing of the request's prefix."""
+    specs = {"full": (), "windows": MODELS["gemma3"], "states": MODELS["qwen3-next"]}[shape]
+    engine = beside_peer_of(fleet, "first", 48, specs=specs, num_blocks=48)
+    engine.add("first", tokens(100))
+    engine.run()
+    prompts = [tokens(100, nth) for nth in range(1, 9)]
+    for prompt in prompts:
+        assert engine.generate(prompt) == [answer(prompt, 8)]
+    assert assert_reads_right(fleet, *prompts, specs=specs) == [96] * len(prompts)
+
+
+@pytest.mark.usefixtures("guarded")
+def test_an_error_after_a_peer_was_given_blocks_loses_no_mark(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, prompt = beside_peer_of(fleet, "first", 48), tokens(100)
+    engine.add("first", prompt)
+    with monkeypatch.context() as patch:
+        patch.setattr(Stores, "track", raising)
+        wait_for(engine.step, "the step of the load")
+    engine.run()
+    engine.generate(prompt)
+    assert engine.cached_tokens["prompt-0"] == 96 and engine.num_wrong_reads > 0
+    assert assert_reads_right(fleet, prompt) == [0]
+
+
+@pytest.mark.usefixtures("guarded")
+def test_an_error_in_a_step_marks_no_request_of_an_engine_without_peers(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, prompt = fleet.start(), tokens(100)
+    engine.add("first", prompt)
+    with monkeypatch.context() as patch:
+        patch.setattr(Lookups, "flush", raising)
+        wait_for(engine.step, "the step that fails")
+    engine.step()
+    assert engine.connector.held()["requests with KV of other connectors"] == 0
+    engine.run()
+    assert assert_reads_right(fleet, prompt) == [96]
+
+
+@pytest.fixture
+def guarded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Errors are misses, as in an engine."""
+    monkeypatch.setattr(Guard, "failed", lambda *_: None)
+
+
+def raising(*_: Any) -> None:
+    raise RuntimeError("injected")
 
 
 @pytest.mark.parametrize("part", ["find", "forbid", "grow"])
