@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
-from testbed.engine import Engine
+from testbed.engine import Engine, EngineSpec
+
+START_TIMEOUT_S = 240.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,9 @@ class ServingEngine(Engine):
     """A running engine that serves requests in an open loop."""
 
     MODULE = "testbed.serving_process"
+
+    def __init__(self, spec: EngineSpec, log_path: Path, start_timeout_s: float = START_TIMEOUT_S):
+        super().__init__(spec, log_path, start_timeout_s)
 
     def serve(self, prompts: Sequence[TimedPrompt], begin: float, timeout_s: float) -> list[Served]:
         """Greedy answers to prompts, each submitted at its time whatever became of the others.

@@ -7,6 +7,7 @@ without what is shared memory: RSS would count the arena in the server and again
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -30,16 +31,18 @@ def family(pid: int) -> Iterator[int]:
     """A process, its children, theirs, and so on."""
     yield pid
     for children in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in children.read_text().split():
-            yield from family(int(child))
+        with contextlib.suppress(OSError):  # The thread has ended.
+            for child in children.read_text().split():
+                yield from family(int(child))
 
 
 def cpu_s(pid: int) -> float:
     """CPU seconds so far of a server, its workers among them."""
     ticks = 0
     for each in family(pid):
-        fields = Path(f"/proc/{each}/stat").read_text().rpartition(")")[2].split()
-        ticks += int(fields[11]) + int(fields[12])
+        with contextlib.suppress(OSError):  # The process has ended.
+            fields = Path(f"/proc/{each}/stat").read_text().rpartition(")")[2].split()
+            ticks += int(fields[11]) + int(fields[12])
     return ticks * TICK_S
 
 

@@ -18,6 +18,8 @@ from testbed.serving_engine import Served, ServingEngine, TimedPrompt
 LEAD_S = 0.5
 """Between the last command to an engine and the run's begin."""
 OVERTIME_S = 300.0
+STORED_S = 60.0
+"""How long the first prompts may take to be stored: blocks that are being stored are in use."""
 PERCENTS = (50, 90, 99)
 CAUSES = "vllm:kvpool_computed_tokens:"
 PREFIX_HITS = "vllm:prefix_cache_hits"
@@ -124,7 +126,7 @@ def warm_up(engines: Sequence[ServingEngine], plan: Plan, prompts: int = 4) -> N
     for _ in range(2):
         _serve(engines, [timed] * len(engines))
         for engine in engines:
-            until_true(engine.reset_prefix_cache, "the engine's blocks stay in use")
+            until_true(engine.reset_prefix_cache, "the engine's blocks stay in use", STORED_S)
 
 
 def measure(arm: str, store: Store, engines: Sequence[ServingEngine], plan: Plan) -> Run:
