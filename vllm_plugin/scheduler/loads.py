@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,6 +11,7 @@ from vllm_plugin.metadata import GroupBlocks, LoadJob
 from vllm_plugin.metrics import Recorder
 from vllm_plugin.model.geometry import Geometry
 from vllm_plugin.scheduler.load_policy import Connection, LoadPolicy, Verdict
+from vllm_plugin.scheduler.prefill_queue import PrefillQueue
 from vllm_plugin.scheduler.request_lookup import RequestLookup
 from vllm_plugin.scheduler.stages import Stages
 
@@ -33,6 +33,7 @@ class Loading:
         is_probe: see `Verdict`.
         num_blocks: of the engine, that its request needs if the load fails.
         connection: what it goes over.
+        transfer_s: seconds of the transfer alone, in the slowest rank that has reported.
     """
 
     job: LoadJob
@@ -42,19 +43,21 @@ class Loading:
     is_probe: bool
     num_blocks: int
     connection: Connection
+    transfer_s: float = 0.0
 
 
 class Loads:
     """Those of one engine.
 
     Args:
-        decline: whether hits that are slower than computing are declined.
+        decline: whether hits are declined or cut that are slower than computing.
+        queue: what waits for the device.
 
     Attributes:
         loading: loads under way, by request id.
     """
 
-    def __init__(self, geometry: Geometry, stages: Stages, decline: bool, recorder: Recorder):
+    def __init__(self, geometry: Geometry, stages: Stages, decline: bool, queue: PrefillQueue, recorder: Recorder):
         self._recorder = recorder
         self._geometry = geometry
         self._stages = stages
@@ -62,15 +65,15 @@ class Loads:
         self.loading: dict[str, Loading] = {}
         self._waiting_first = ""
         self._waiting_at = 0.0
-        self.policy = LoadPolicy(recorder)
+        self.policy = LoadPolicy(recorder, queue)
 
     # A hit
 
-    def verdict(self, start: int, stop: int) -> Verdict:
-        """Whether a hit is worth loading, from token `start` to boundary `stop`."""
+    def verdict(self, request_id: str, start: int, stop: int) -> Verdict:
+        """How much of a hit is worth loading, from token `start` to boundary `stop`."""
         if not self._decline:
-            return Verdict(True, math.inf, 0.0)
-        return self.policy.verdict(stop - start, self._nbytes(start, stop), self._connection)
+            return Verdict(stop - start)
+        return self.policy.verdict(request_id, stop - start, self._nbytes(start, stop), self._connection)
 
     def has_room(self, request: Request) -> bool:
         """Whether all loads could fail, with this one, and every request still find its blocks.
@@ -127,9 +130,17 @@ class Loads:
     def begin(self, request: Request, job: LoadJob, start: int, stop: int, is_probe: bool) -> None:
         """A load of tokens [start, stop) is on its way to the workers."""
         num_blocks = self._geometry.blocks_to_compute(request.num_tokens)
+        nbytes, connection = self._nbytes(start, stop), self._connection
         self.loading[job.request_id] = Loading(
-            job, time.monotonic(), stop - start, self._nbytes(start, stop), is_probe, num_blocks, self._connection
+            job, time.monotonic(), stop - start, nbytes, is_probe, num_blocks, connection
         )
+        self.policy.load_began(nbytes, connection)
+
+    def transferred(self, seconds: Mapping[str, float]) -> None:
+        """How long ranks have taken for the loads of requests."""
+        for request_id, transfer_s in seconds.items():
+            if (load := self.loading.get(request_id)) is not None:
+                load.transfer_s = max(load.transfer_s, transfer_s)
 
     def ended(self, request_id: str, succeeded: bool) -> LoadJob | None:
         """Every rank has reported a request's load; None if there is none."""
@@ -139,7 +150,9 @@ class Loads:
         seconds = time.monotonic() - load.started_at
         self._recorder.tally("load_seconds", seconds)
         self._recorder.tally("loaded_tokens", load.num_tokens if succeeded else 0)
-        self.policy.load_ended(load.num_tokens, load.nbytes, seconds, succeeded, load.is_probe, load.connection)
+        self.policy.load_ended(
+            load.num_tokens, load.nbytes, load.transfer_s or seconds, succeeded, load.is_probe, load.connection
+        )
         return load.job
 
     @property

@@ -90,7 +90,8 @@ class Lookups:
             return None
         self.by_request[request.request_id] = lookup
         if before is not None:  # A hit is judged once, and waited for once.
-            lookup.verdict, lookup.wait = before.verdict, before.wait
+            lookup.verdict, lookup.most, lookup.wait = before.verdict, before.most, before.wait
+            lookup.is_declined = before.is_declined
         return lookup
 
     def send_again(self, lookup: RequestLookup, answer_s: float = 0.0) -> bool:

@@ -27,6 +27,7 @@ from vllm_plugin.scheduler.loads import Loads
 from vllm_plugin.scheduler.lookups import Lookups
 from vllm_plugin.scheduler.peer_loads import PeerLoads
 from vllm_plugin.scheduler.pool_contents import PoolContents
+from vllm_plugin.scheduler.prefill_queue import PrefillQueue, Stage
 from vllm_plugin.scheduler.reporter import Reporter
 from vllm_plugin.scheduler.request_spans import RequestSpans
 from vllm_plugin.scheduler.request_traces import RequestTraces
@@ -72,7 +73,8 @@ class KVPoolScheduler:
             geometry.groups, lambda: stages.sessions[0] if len(stages.sessions) == 1 else None, recorder.guard
         )
         self.contents = PoolContents(events_of_engine, announcer)
-        self.loads = Loads(geometry, self.stages, config.decline_slow_loads, recorder)
+        self.queue = PrefillQueue()
+        self.loads = Loads(geometry, self.stages, config.decline_slow_loads, self.queue, recorder)
         self.lookups = Lookups(geometry, self.stages, config, self.budget, recorder)
         self._traces = RequestTraces() if config.explain_requests else None
         tracing = tracing_of(config.client_config())
@@ -95,6 +97,7 @@ class KVPoolScheduler:
         self._failed: set[str] = set()
         self._new_loads: list[LoadJob] = []
         self._unallocated: Request | None = None  # Has been answered, and has no blocks yet.
+        self._local = 0  # Tokens that the engine had of the request that was asked about last.
         self._begun_step = 0  # Number of the newest step that the load policy was told of.
         self._delivered_step = 0  # Number of the newest step whose metadata vLLM has.
         if geometry.num_stages == 1:
@@ -107,6 +110,10 @@ class KVPoolScheduler:
         self._resets.bind(block_pool)
 
     # Lookup
+
+    def arrived(self, request: Request) -> None:
+        """vLLM has a new request, which it will ask about in its turn."""
+        self.queue.put(request.request_id, Stage.WAITING, request.num_tokens)
 
     def matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens beyond the engine's own can be loaded; None: ask again."""
@@ -124,7 +131,7 @@ class KVPoolScheduler:
             else:
                 is_admitted = self._unallocated is request
                 matched = self.admission.matched_tokens(request, num_computed_tokens, is_admitted)
-        self._unallocated = None if matched is None else request
+        self._unallocated, self._local = None if matched is None else request, num_computed_tokens
         return matched, bool(matched)
 
     def miss(self, request: Request) -> None:
@@ -149,8 +156,14 @@ class KVPoolScheduler:
     def after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """vLLM has allocated blocks for a request, and takes the answer, or a part of it, or none of it."""
         with self.budget:
+            there = num_external_tokens + (self._local if self._unallocated is request else 0)
+            there = max(there, request.num_computed_tokens)
             self._unallocated = None
             request_id = request.request_id
+            stage = Stage.LOADING if num_external_tokens else Stage.RUNNING
+            self.queue.put(request_id, stage, request.num_tokens - there)
+            if not request.num_computed_tokens:
+                self.queue.admitted(request.num_tokens, request.num_tokens - there)
             lookup = self.lookups.by_request.pop(request_id, None)
             self.loads.stop_waiting(request_id)
             self._peer_loads.admitted(request_id)
@@ -257,13 +270,7 @@ class KVPoolScheduler:
         scheduled, total = output.num_scheduled_tokens, output.total_num_scheduled_tokens
         with self.guard.part("the count of computed tokens"):
             self.computed.step(scheduled)
-        prefill = 0
-        if total > len(scheduled):  # Else every request computes one token, and none of them tells anything.
-            requests = self.stores.tracked
-            for request_id, count in scheduled.items():
-                tracked = requests.get(request_id)
-                if tracked is not None and tracked.request.num_computed_tokens < tracked.request.num_prompt_tokens:
-                    prefill += count
+        prefill = self.queue.step(scheduled)
         self._begun_step = self.jobs.step
         self.loads.policy.step_began(prefill, total - prefill)
 
@@ -285,6 +292,7 @@ class KVPoolScheduler:
             "lookups": len(self.lookups.by_request),
             "prompts that are counted": len(self.computed),
             "loads": len(self.loads.loading),
+            "requests before their first token": len(self.queue),
             "failed requests": len(self._failed),
             "new loads": len(self._new_loads),
             "requests with hints": len(self.hints),
@@ -302,6 +310,7 @@ class KVPoolScheduler:
             with part("the comparison of namespaces") as comparison:
                 self.stages.compare(metadata.namespaces)
                 self._resets.weights_reported(metadata.weights)
+            self.loads.transferred(metadata.load_seconds)
             if comparison.failed:
                 self._resets.fail("the namespaces of its ranks could not be compared")
             for job_id, ranks in metadata.ended_stores.items():
@@ -353,6 +362,7 @@ class KVPoolScheduler:
             self.lookups.discard(request_id)
             self.lookups.flush()
         with part("the end of a request"):
+            self.queue.drop(request_id)
             self.loads.stop_waiting(request_id)
             self._peer_loads.finished(request)
             self._names.admitted(request_id)

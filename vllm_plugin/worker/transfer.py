@@ -214,6 +214,7 @@ class ReceiveThread(TransferThread[LoadJob]):
             return False
         finally:
             self._copier.wait_scattered()  # Nothing may reach the engine's blocks once the job has been reported.
+            job.seconds = time.perf_counter() - started
         if gone:
             logger.warning(
                 "kvpool: %d of %d KV blocks of a load left the pool; vLLM computes them",
@@ -224,7 +225,7 @@ class ReceiveThread(TransferThread[LoadJob]):
             return False
         self._session.report(None, "load")
         self._recorder.add("loaded_blocks", _count(job))
-        self._recorder.observe("load_seconds", time.perf_counter() - started)
+        self._recorder.observe("load_seconds", job.seconds)
         return True
 
     def _get(self, namespace: Namespace, job: LoadJob, part: GroupBlocks, mark: Any) -> int:
