@@ -206,10 +206,9 @@ class Lookups:
 
     def flush(self) -> None:
         """Tells the pool of all leases that were released: one call a stage, which is not waited for."""
-        if self._released:
-            for session, lease_ids in zip(self.stages.sessions, zip(*self._released, strict=True), strict=False):
-                session.client.rpc.release_quietly(*lease_ids)
-            self._released.clear()
+        released, self._released = self._released, []  # Once, even where that fails: leases expire by themselves.
+        for session, lease_ids in zip(self.stages.sessions, zip(*released, strict=True), strict=False):
+            session.client.rpc.release_quietly(*lease_ids)
 
     def _release_late(self, session: Session, pending: PendingLookup) -> None:
         """Releases the lease of an answer that nobody waits for. Runs on the thread that has received it."""

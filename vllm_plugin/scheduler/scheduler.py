@@ -222,7 +222,8 @@ class KVPoolScheduler:
     def build_metadata(self, output: SchedulerOutput) -> ConnectorMetadata:
         """This step's jobs. The blocks of its stores are pinned from here on."""
         self.jobs.begin_step()
-        self.lookups.flush()
+        with self.guard.part("the release of leases"):
+            self.lookups.flush()
         self._resets.finish()
         self.budget.new_step()
         self._adapters.new_step()
