@@ -311,9 +311,10 @@ class KVPoolScheduler:
             with part("the comparison of namespaces") as comparison:
                 self.stages.compare(metadata.namespaces)
                 self._resets.weights_reported(metadata.weights)
-            self.loads.transferred(metadata.load_seconds)
             if comparison.failed:
                 self._resets.fail("the namespaces of its ranks could not be compared")
+            with part("the load policy"):
+                self.loads.transferred(metadata.load_seconds)
             for job_id, ranks in metadata.ended_stores.items():
                 with part("the report of a store"):
                     self.jobs.reported(job_id, ranks, job_id in metadata.failed_stores)
