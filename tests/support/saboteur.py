@@ -45,7 +45,7 @@ PLACES: dict[type, tuple[str, ...]] = {
     Events: ("stored", "missing", "take", "all_missing"),
     Geometry: ("blocks_to_compute",),
     KVPoolWorker: ("_drop",),
-    LoadPolicy: ("step_began", "step_ended", "verdict", "load_began", "load_ended", "compute_seconds"),
+    LoadPolicy: ("step_began", "step_ended", "verdict", "load_ended", "compute_seconds"),
     Loads: ("verdict", "has_room", "stop_waiting", "parts", "begin", "transferred", "ended"),
     Lookups: ("send", "send_again", "receive", "_keep", "flush"),
     PeerLoads: ("prepare", "update", "finished", "hold"),

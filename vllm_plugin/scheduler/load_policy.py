@@ -1,14 +1,15 @@
 """How much of a hit is loaded, and how much is computed: the way that ends first, with what waits on both ways.
 
 The link carries one load after the other, and the device computes one prompt after the other. A hit is loaded as a
-whole if that ends sooner than computing it behind all that waits for the device. Else it may be cut: its first part is
-loaded while the device is busy, or while other requests gain more by a freer device than this one loses by its load.
-So beside an idle device a slow link brings nothing, and beside a busy one it brings what it can carry meanwhile.
+whole if that ends before the device has computed all that waits for it, the hit included; else the hit is cut so that
+both ways end together. It is declined if that delays the request by more than its share of the device is worth to the
+request and to those behind it. So beside an idle device a slow link brings nothing, and beside a busy one what it can.
 
 Rates are learned: of the device from its steps, of a transport from the transfers alone, as the ranks measure them. An
-unknown rate counts in the pool's favour: hits are taken until both are known, a few at a time. A hit that is declined
-teaches nothing, so each one adds `PROBE_SHARE` of its compute time to a credit, and a credit as large as what loading a
-hit would lose pays for loading it as a probe. One after a reconnection is free, and one after a probe that has won.
+unknown rate counts in the pool's favour: over a new transport hits are taken a few at a time, and while the device's
+rate is unknown all that come in time. A hit that is declined teaches nothing, so each one adds `PROBE_SHARE` of its
+compute time to a credit, and a credit as large as what loading a hit would lose pays for loading it as a probe. One
+after a reconnection is free, and one after a probe that has won.
 """
 
 from __future__ import annotations
@@ -16,10 +17,9 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
-from statistics import linear_regression, median
+from statistics import linear_regression
 from typing import NamedTuple
 
 from vllm_plugin.metrics import Recorder
@@ -27,11 +27,9 @@ from vllm_plugin.scheduler.prefill_queue import PrefillQueue, Stage
 
 MARGIN = 1.25
 """A link counts as so many times faster than measured: near equality either way is fine, and rates are noisy."""
-OTHERS_WEIGHT = 4
+OTHERS_WEIGHT = 3
 """A second of the device that a request is spared counts so much for each one behind it: more come than are seen."""
 PROBE_SHARE = 0.05
-PROBE_TIMEOUT_S = 30.0
-"""A probe that has not ended within this time was never loaded: its request was cut or aborted."""
 MIN_PREFILL_TOKENS = 128
 """A step that prefills fewer tokens measures the launch of kernels rather than the tokens."""
 MIN_STEPS, NUM_STEPS = 5, 24
@@ -39,6 +37,9 @@ MIN_LOADS, NUM_LOADS = 3, 10
 LEARN_EVERY = 16
 """While no prefill was seen, because every prompt hits in full, one hit in this many is computed to measure one."""
 MAX_STEPS_UNDER_WAY = 64
+STEPS_TO_REPORT = 3
+"""A load that was to end before the third last step began, and was not reported, is late. Any later is too early to
+tell: a load waits for the step that it begins with, and is reported with a step that is launched after its end."""
 
 
 class Connection(NamedTuple):
@@ -51,12 +52,28 @@ class Connection(NamedTuple):
 NO_CONNECTION = Connection("", 0)
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(NamedTuple):
     """How many of a hit's tokens, from its first on, are loaded; as a probe although that is likely to be slower."""
 
     num_tokens: int
     is_probe: bool = False
+
+
+@dataclass
+class Load:
+    """A load that waits for its link or is under way.
+
+    Args:
+        began_at: monotonic seconds.
+        num_tokens, nbytes: what is loaded; bytes of one rank.
+        is_probe: see `Verdict`.
+    """
+
+    began_at: float
+    num_tokens: int
+    nbytes: int
+    is_probe: bool
+    connection: Connection
 
 
 class LoadPolicy:
@@ -64,19 +81,30 @@ class LoadPolicy:
 
     Args:
         queue: what waits for the device.
+        loading: the loads that have not ended, the oldest first.
+        max_load_s: what is expected to be there later is not loaded.
         clock: monotonic seconds.
     """
 
-    def __init__(self, recorder: Recorder, queue: PrefillQueue, clock: Callable[[], float] = time.monotonic):
+    def __init__(
+        self,
+        recorder: Recorder,
+        queue: PrefillQueue,
+        loading: Mapping[str, Load],
+        max_load_s: float = math.inf,
+        clock: Callable[[], float] | None = None,
+    ):
         self._recorder = recorder
         self._queue = queue
-        self._clock = clock
+        self._loading = loading
+        self._max_load_s = max_load_s
+        self._clock = clock or time.monotonic
         # Began at, prefill tokens, all tokens; the oldest first.
         self._steps: deque[tuple[float, int, int]] = deque(maxlen=MAX_STEPS_UNDER_WAY)
         self._last_step_ended_at = -math.inf
-        self._measured: deque[tuple[int, float]] = deque(maxlen=NUM_STEPS)  # Tokens and seconds of steps.
-        self._token_s = math.inf
-        self._num_unjudged = 0
+        self._ended_steps = deque([-math.inf] * STEPS_TO_REPORT, STEPS_TO_REPORT)  # When the last ones began.
+        self._prefill = _Rate(MIN_STEPS, NUM_STEPS)
+        self._num_unmeasured = 0
         self._connection = NO_CONNECTION
         self._links: defaultdict[str, _Link] = defaultdict(_Link)
 
@@ -92,32 +120,17 @@ class LoadPolicy:
         now = self._clock()
         seconds = now - max(began_at, self._last_step_ended_at)
         self._last_step_ended_at = now
+        self._ended_steps.append(began_at)
         # A step that mostly decodes is no measure of prefill.
         if num_prefill >= MIN_PREFILL_TOKENS and 2 * num_prefill >= num_tokens and seconds > 0:
-            self._measured.append((num_prefill, seconds * num_prefill / num_tokens))
-            self._token_s = self._measured_token_s()
+            self._prefill.add(num_prefill, seconds * num_prefill / num_tokens)
 
     def compute_seconds(self, num_tokens: int) -> float:
-        """Estimated seconds of computing so many tokens; infinite while unknown."""
-        return num_tokens * self._token_s
-
-    def _measured_token_s(self) -> float:
-        """Seconds that a token adds to a step; the request takes a step anyway.
-
-        The median of the slopes between all steps of unlike sizes (Theil and Sen, 1968): a step that compiled or waited
-        counts no more than another.
-        """
-        if len(self._measured) < MIN_STEPS:
+        """Estimated seconds that so many tokens add to steps; infinite while unknown."""
+        if not self._prefill.is_known:
             return math.inf
-        token_s = median(seconds / num for num, seconds in self._measured)
-        slopes = [
-            (more_s - less_s) / (more - less)
-            for (less, less_s), (more, more_s) in combinations(sorted(self._measured), 2)
-            if more >= 2 * less
-        ]
-        if len(slopes) >= MIN_STEPS:  # In steps too small to fill the device tokens look free, and are not.
-            token_s = max(median(slopes), token_s / 2)
-        return token_s
+        # In steps too small to fill the device tokens look free, and are not.
+        return num_tokens * max(self._prefill.unit_s, self._prefill.mean_s / 2)
 
     def verdict(self, request_id: str, num_tokens: int, nbytes: int, connection: Connection = NO_CONNECTION) -> Verdict:
         """Judges one hit. To be called once a hit: calls are counted.
@@ -130,124 +143,130 @@ class LoadPolicy:
         link = self._links[connection.transport]
         if connection != self._connection:
             self._connection = connection
-            link.has_free_probe = len(link.samples) >= MIN_LOADS
-        now, compute_s = self._clock(), self.compute_seconds(num_tokens)
-        if len(link.samples) < MIN_LOADS:
-            share = num_tokens if link.num_loads < MIN_LOADS else 0
-        elif math.isinf(compute_s):
-            self._num_unjudged += num_tokens >= MIN_PREFILL_TOKENS
-            share = num_tokens if self._num_unjudged % LEARN_EVERY else 0
+            link.has_free_probe = link.rate.is_known
+        loads = [load for load in self._loading.values() if load.connection.transport == connection.transport]
+        compute_s = self.compute_seconds(num_tokens)
+        if not link.rate.is_known:
+            share = num_tokens if len(loads) < MIN_LOADS else 0
+        elif self._is_measure_due(num_tokens):
+            share = 0
         else:
-            load_s = link.seconds(nbytes) / MARGIN
-            share = self._share(request_id, num_tokens, compute_s, max(0.0, link.free_at - now), load_s)
-            if not share and link.may_probe(compute_s, nbytes, now):
+            share = self._share(request_id, num_tokens, nbytes, compute_s / num_tokens, link, loads)
+            # Loads under way teach what a probe would.
+            if not share and self._prefill.is_known and link.may_probe(compute_s, nbytes) and not loads:
+                link.has_free_probe = False
                 return Verdict(num_tokens, is_probe=True)
         if not share:
             self._recorder.add("declined_loads")
         return Verdict(share)
 
-    def _share(self, request_id: str, num_tokens: int, compute_s: float, wait_s: float, load_s: float) -> int:
-        """How many tokens of a hit to load.
+    def _is_measure_due(self, num_tokens: int) -> bool:
+        """Whether a hit is computed to learn how fast that is. Counts the hit."""
+        if self._prefill.is_known or num_tokens < MIN_PREFILL_TOKENS:
+            return False
+        self._num_unmeasured += 1
+        return self._num_unmeasured % LEARN_EVERY == 0
 
-        Args:
-            wait_s: seconds until the link is free for the hit.
-            load_s: seconds of loading all of it then.
-        """
-        queue, token_s, byte_s = self._queue, compute_s / num_tokens, load_s / num_tokens
-        ahead_s = token_s * (queue.tokens[Stage.RUNNING] + sum(prefill for _, prefill, _ in self._steps))
-        num_behind, behind = queue.behind(request_id)
-        device_s = ahead_s + token_s * behind
+    def _share(
+        self, request_id: str, num_tokens: int, nbytes: int, token_s: float, link: _Link, loads: Sequence[Load]
+    ) -> int:
+        """How many tokens of a hit to load, if computing one takes `token_s`; infinite while unknown."""
+        num_behind, behind = self._queue.behind(request_id)
+        ahead = self._queue.tokens[Stage.RUNNING] + sum(prefill for _, prefill, _ in self._steps)
+        device_s = token_s * (ahead + behind + num_tokens)
+        wait_s = max(0.0, link.free_at(loads, self._ended_steps[0]) - self._clock()) + link.rate.fixed_s / MARGIN
+        load_token_s = max(1e-12, link.rate.unit_s * nbytes / num_tokens / MARGIN)
+        most = (self._max_load_s / MARGIN - wait_s) / load_token_s  # As measured: a load that times out is in vain.
+        if wait_s + num_tokens * load_token_s > device_s:
+            most = min(most, (device_s - wait_s) / (load_token_s + token_s))  # Both ways end together.
+        share = int(min(num_tokens, most))
+        spared = ahead + share * (1 + OTHERS_WEIGHT * num_behind)
+        return share if share > 0 and wait_s + share * load_token_s < token_s * spared else 0
 
-        def cost_s(share: int) -> float:
-            """Seconds until the hit is there, and the device's seconds that all others wait for it."""
-            there_s = max(ahead_s, wait_s + share * byte_s) if share else ahead_s
-            return there_s + (num_tokens - share) * token_s * (1 + OTHERS_WEIGHT * num_behind)
-
-        # At most until both ways end together, with all that waits for either.
-        most = num_tokens if wait_s + load_s <= device_s + compute_s else int((device_s - wait_s) / byte_s)
-        shares = (most, min(most, int((ahead_s - wait_s) / byte_s)), 0)
-        return min((min(num_tokens, max(0, share)) for share in shares), key=cost_s)
-
-    def load_began(self, nbytes: int, connection: Connection) -> None:
-        """A load of so many bytes waits for the link, or is under way."""
-        link = self._links[connection.transport]
-        link.num_loads += 1
-        link.free_at = max(link.free_at, self._clock()) + link.seconds(nbytes)
-
-    def load_ended(
-        self, num_tokens: int, nbytes: int, seconds: float, succeeded: bool, is_probe: bool, connection: Connection
-    ) -> None:
+    def load_ended(self, load: Load, seconds: float, succeeded: bool) -> None:
         """A load has ended: the hit is there, or the load has failed and the hit will be computed.
 
         Args:
-            num_tokens, nbytes: what was loaded; bytes of one rank.
             seconds: of the transfer alone, in the slowest rank.
-            is_probe: as the verdict says.
-            connection: what the load began over.
         """
-        link, compute_s = self._links[connection.transport], self.compute_seconds(num_tokens)
-        link.num_loads -= 1
-        if not link.num_loads:
-            link.free_at = self._clock()
+        link, compute_s = self._links[load.connection.transport], self.compute_seconds(load.num_tokens)
+        link.ended_at = max(link.ended_at, load.began_at) + seconds
         if math.isinf(compute_s):
             compute_s = seconds
         elif not succeeded:
             seconds += compute_s  # Loading in vain is paid on top of computing.
         self._recorder.add("saved_seconds", max(0.0, compute_s - seconds))
         self._recorder.add("lost_seconds", max(0.0, seconds - compute_s))
-        if is_probe:
-            link.probe_ended(seconds - compute_s)
-        link.samples.append((nbytes, seconds))
+        if load.is_probe:
+            link.credit_s -= max(0.0, seconds - compute_s)
+            link.has_free_probe = seconds <= compute_s
+        link.rate.add(load.nbytes, seconds)
 
 
 class _Link:
     """Loads over one transport.
 
     Attributes:
-        samples: bytes and seconds of the last loads.
-        num_loads, free_at: loads that have not ended, and when they will have, in monotonic seconds.
+        ended_at: when the load that was reported last left the link, in monotonic seconds.
         has_free_probe: another server, or the way to it, may be faster than what was measured.
+        credit_s: what probes may lose.
     """
 
     def __init__(self) -> None:
-        self.samples: deque[tuple[int, float]] = deque(maxlen=NUM_LOADS)
-        self.num_loads = 0
-        self.free_at = -math.inf
+        self.rate = _Rate(MIN_LOADS, NUM_LOADS)
+        self.ended_at = -math.inf
         self.has_free_probe = False
-        self._credit_s = 0.0
-        self._probe_until = -math.inf
+        self.credit_s = 0.0
 
-    def seconds(self, nbytes: int) -> float:
-        """Seconds of loading so many bytes; 0 while unknown. The load that is slowest for its size is left out: one
-        stall is none, and of several the mean knows."""
-        if len(self.samples) < MIN_LOADS:
-            return 0.0
-        latency_s, byte_s = _line(list(self.samples))
-        latency_s, byte_s = _line(sorted(self.samples, key=lambda load: load[1] - latency_s - byte_s * load[0])[:-1])
-        return latency_s + byte_s * nbytes
+    def free_at(self, loads: Sequence[Load], reported_at: float) -> float:
+        """When these loads will have ended, of which each that had ended by `reported_at` would be known."""
+        free_at, late_s = self.ended_at, 0.0
+        for load in loads:
+            free_at = max(free_at, load.began_at) + self.rate.seconds(load.nbytes)
+            if load is loads[0]:
+                late_s = max(0.0, reported_at - free_at)
+        return free_at + 2 * late_s  # As late as it is, it may be again: else all hits would queue for a dead link.
 
-    def may_probe(self, compute_s: float, nbytes: int, now: float) -> bool:
-        """Whether a hit that is too slow is loaded to learn. Counts the hit; if so, the probe begins."""
-        self._credit_s += PROBE_SHARE * compute_s
-        is_paid = self.has_free_probe or self._credit_s >= self.seconds(nbytes) - compute_s
-        if now < self._probe_until or not is_paid:
-            return False
-        self.has_free_probe = False
-        self._probe_until = now + PROBE_TIMEOUT_S
-        return True
-
-    def probe_ended(self, lost_s: float) -> None:
-        """A probe took so much longer than computing, or was faster if negative."""
-        self._probe_until = -math.inf
-        self._credit_s -= max(0.0, lost_s)
-        self.has_free_probe = lost_s <= 0
+    def may_probe(self, compute_s: float, nbytes: int) -> bool:
+        """Whether there is a credit for loading a hit that is too slow. Counts the hit."""
+        self.credit_s += PROBE_SHARE * compute_s
+        return self.has_free_probe or self.credit_s >= self.rate.seconds(nbytes) - compute_s
 
 
-def _line(samples: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """(latency, seconds a byte) by least squares; all is bandwidth where sizes are too alike to tell them apart."""
-    sizes, seconds = zip(*samples, strict=True)
-    if max(sizes) >= 2 * min(sizes):
-        byte_s, latency_s = linear_regression(sizes, seconds)
-        if byte_s > 0 < latency_s:
-            return latency_s, byte_s
-    return 0.0, sum(seconds) / max(1, sum(sizes))
+class _Rate:
+    """Seconds of work by its size, from what was measured last. Work that took twice as long as it should is left out,
+    a quarter of all at most: steps compile, and loads stall.
+
+    Attributes:
+        fixed_s, unit_s: of any work, and of each unit of its size; all is by size where sizes are too alike to tell.
+        mean_s: of each unit, `fixed_s` included.
+    """
+
+    def __init__(self, at_least: int, at_most: int):
+        self._at_least = at_least
+        self._measured: deque[tuple[int, float]] = deque(maxlen=at_most)
+        self.fixed_s = self.unit_s = self.mean_s = 0.0
+
+    @property
+    def is_known(self) -> bool:
+        return len(self._measured) >= self._at_least
+
+    def seconds(self, size: int) -> float:
+        return self.fixed_s + self.unit_s * size
+
+    def add(self, size: int, seconds: float) -> None:
+        self._measured.append((size, seconds))
+        self._fit(self._measured)
+        by_excess = sorted(self._measured, key=lambda work: work[1] - self.seconds(work[0]))
+        num_kept = len(by_excess) - (len(by_excess) + 1) // 4
+        slowest = [work for work in by_excess[num_kept:] if work[1] <= 2 * self.seconds(work[0])]
+        self._fit(by_excess[:num_kept] + slowest)
+
+    def _fit(self, measured: Iterable[tuple[int, float]]) -> None:
+        sizes, seconds = zip(*measured, strict=True)
+        self.fixed_s, self.unit_s = 0.0, sum(seconds) / max(1, sum(sizes))
+        self.mean_s = self.unit_s
+        if max(sizes) >= 2 * min(sizes) > 0:
+            unit_s, fixed_s = linear_regression(sizes, seconds)
+            if unit_s > 0 < fixed_s:
+                self.fixed_s, self.unit_s = fixed_s, unit_s

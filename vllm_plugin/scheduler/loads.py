@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from vllm_plugin.config import ConnectorConfig
 from vllm_plugin.metadata import GroupBlocks, LoadJob
 from vllm_plugin.metrics import Recorder
 from vllm_plugin.model.geometry import Geometry
-from vllm_plugin.scheduler.load_policy import Connection, LoadPolicy, Verdict
+from vllm_plugin.scheduler.load_policy import Connection, Load, LoadPolicy, Verdict
 from vllm_plugin.scheduler.prefill_queue import PrefillQueue
 from vllm_plugin.scheduler.request_lookup import RequestLookup
 from vllm_plugin.scheduler.stages import Stages
@@ -23,26 +24,17 @@ MAX_WAIT_BETWEEN_ASKS_S = 1.0
 does not keep others from loading."""
 
 
-@dataclass(slots=True)
-class Loading:
+@dataclass
+class Loading(Load):
     """A load under way.
 
     Args:
-        started_at: monotonic seconds.
-        num_tokens, nbytes: what is loaded; bytes of one rank.
-        is_probe: see `Verdict`.
         num_blocks: of the engine, that its request needs if the load fails.
-        connection: what it goes over.
         transfer_s: seconds of the transfer alone, in the slowest rank that has reported.
     """
 
     job: LoadJob
-    started_at: float
-    num_tokens: int
-    nbytes: int
-    is_probe: bool
     num_blocks: int
-    connection: Connection
     transfer_s: float = 0.0
 
 
@@ -50,22 +42,23 @@ class Loads:
     """Those of one engine.
 
     Args:
-        decline: whether hits are declined or cut that are slower than computing.
         queue: what waits for the device.
 
     Attributes:
         loading: loads under way, by request id.
     """
 
-    def __init__(self, geometry: Geometry, stages: Stages, decline: bool, queue: PrefillQueue, recorder: Recorder):
+    def __init__(
+        self, geometry: Geometry, stages: Stages, config: ConnectorConfig, queue: PrefillQueue, recorder: Recorder
+    ):
         self._recorder = recorder
         self._geometry = geometry
         self._stages = stages
-        self._decline = decline
+        self._decline = config.decline_slow_loads
         self.loading: dict[str, Loading] = {}
         self._waiting_first = ""
         self._waiting_at = 0.0
-        self.policy = LoadPolicy(recorder, queue)
+        self.policy = LoadPolicy(recorder, queue, self.loading, config.load_timeout_ms / 1_000)
 
     # A hit
 
@@ -130,11 +123,9 @@ class Loads:
     def begin(self, request: Request, job: LoadJob, start: int, stop: int, is_probe: bool) -> None:
         """A load of tokens [start, stop) is on its way to the workers."""
         num_blocks = self._geometry.blocks_to_compute(request.num_tokens)
-        nbytes, connection = self._nbytes(start, stop), self._connection
         self.loading[job.request_id] = Loading(
-            job, time.monotonic(), stop - start, nbytes, is_probe, num_blocks, connection
+            time.monotonic(), stop - start, self._nbytes(start, stop), is_probe, self._connection, job, num_blocks
         )
-        self.policy.load_began(nbytes, connection)
 
     def transferred(self, seconds: Mapping[str, float]) -> None:
         """How long ranks have taken for the loads of requests."""
@@ -147,12 +138,10 @@ class Loads:
         load = self.loading.pop(request_id, None)
         if load is None:
             return None
-        seconds = time.monotonic() - load.started_at
+        seconds = time.monotonic() - load.began_at
         self._recorder.tally("load_seconds", seconds)
         self._recorder.tally("loaded_tokens", load.num_tokens if succeeded else 0)
-        self.policy.load_ended(
-            load.num_tokens, load.nbytes, load.transfer_s or seconds, succeeded, load.is_probe, load.connection
-        )
+        self.policy.load_ended(load, load.transfer_s or seconds, succeeded)
         return load.job
 
     @property

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
 
 SHARE_DECAY = 0.95
 """Of the share of prompts that is computed, for each prompt that is admitted."""
@@ -26,38 +30,43 @@ class PrefillQueue:
     """
 
     def __init__(self) -> None:
-        self._left: dict[Stage, dict[str, int]] = {stage: {} for stage in Stage}
+        self._left: dict[Stage, dict[str, tuple[Request, int]]] = {stage: {} for stage in Stage}
         self.tokens = dict.fromkeys(Stage, 0)
         self.computed_share = 1.0
 
     def __len__(self) -> int:
         return sum(map(len, self._left.values()))
 
-    def put(self, request_id: str, stage: Stage, num_tokens: int) -> None:
-        """A request is in another stage, or has another number of tokens to compute; without any it has left."""
-        self.drop(request_id)
-        if num_tokens > 0:
-            self._left[stage][request_id] = num_tokens
+    def put(self, request: Request, stage: Stage, num_there: int = 0) -> None:
+        """A request is in another stage, or has the KV of more tokens; once all is there it leaves."""
+        self.drop(request.request_id)
+        if (num_tokens := request.num_tokens - num_there) > 0:
+            self._left[stage][request.request_id] = request, num_tokens
             self.tokens[stage] += num_tokens
 
     def drop(self, request_id: str) -> None:
         """A request has ended, or is about to be in another stage."""
         for stage, left in self._left.items():
-            self.tokens[stage] -= left.pop(request_id, 0)
+            if request_id in left:
+                self.tokens[stage] -= left.pop(request_id)[1]
 
-    def admitted(self, num_tokens: int, num_computed: int) -> None:
-        """Of a prompt's tokens so many are neither loaded nor cached."""
-        self.computed_share += (1 - SHARE_DECAY) * (num_computed / max(1, num_tokens) - self.computed_share)
+    def admitted(self, num_tokens: int, num_there: int) -> None:
+        """Of a prompt's tokens so many were loaded or cached."""
+        self.computed_share += (1 - SHARE_DECAY) * (1 - num_there / num_tokens - self.computed_share)
 
     def step(self, scheduled: Mapping[str, int]) -> int:
-        """A step computes so many tokens of each request; how many of them are of prompts."""
-        before = self.tokens[Stage.RUNNING]
-        for request_id in self._left[Stage.RUNNING].keys() & scheduled.keys():
-            self.put(request_id, Stage.RUNNING, self._left[Stage.RUNNING][request_id] - scheduled[request_id])
-        return before - self.tokens[Stage.RUNNING]
+        """A step computes so many tokens of each request; returns how many of them are of prompts."""
+        num_prefill, running = 0, self._left[Stage.RUNNING]
+        for request_id in running.keys() & scheduled.keys():
+            request, count = running[request_id][0], scheduled[request_id]
+            # What vLLM says is there, not what it was admitted with: another connector may have loaded a part.
+            num_prefill += min(count, request.num_tokens - request.num_computed_tokens)
+            self.put(request, Stage.RUNNING, request.num_computed_tokens + count)
+        return num_prefill
 
     def behind(self, request_id: str) -> tuple[int, float]:
         """(requests, tokens to be computed) behind one that is about to be admitted."""
-        waiting, own = self._left[Stage.WAITING], self._left[Stage.WAITING].get(request_id, 0)
+        waiting = self._left[Stage.WAITING]
+        own = waiting[request_id][1] if request_id in waiting else 0
         num_requests = len(waiting) - (own > 0) + len(self._left[Stage.LOADING])
         return num_requests, self.computed_share * (self.tokens[Stage.WAITING] - own) + self.tokens[Stage.LOADING]

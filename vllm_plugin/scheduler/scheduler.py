@@ -74,7 +74,7 @@ class KVPoolScheduler:
         )
         self.contents = PoolContents(events_of_engine, announcer)
         self.queue = PrefillQueue()
-        self.loads = Loads(geometry, self.stages, config.decline_slow_loads, self.queue, recorder)
+        self.loads = Loads(geometry, self.stages, config, self.queue, recorder)
         self.lookups = Lookups(geometry, self.stages, config, self.budget, recorder)
         self._traces = RequestTraces() if config.explain_requests else None
         tracing = tracing_of(config.client_config())
@@ -113,7 +113,7 @@ class KVPoolScheduler:
 
     def arrived(self, request: Request) -> None:
         """vLLM has a new request, which it will ask about in its turn."""
-        self.queue.put(request.request_id, Stage.WAITING, request.num_tokens)
+        self.queue.put(request, Stage.WAITING)
 
     def matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens beyond the engine's own can be loaded; None: ask again."""
@@ -136,7 +136,7 @@ class KVPoolScheduler:
 
     def miss(self, request: Request) -> None:
         """`matched_tokens` has failed: the request is computed."""
-        self._unallocated = request
+        self._unallocated, self._local = request, 0
         with self.guard.part("the end of a lookup"):
             self.lookups.discard(request.request_id)
 
@@ -156,14 +156,9 @@ class KVPoolScheduler:
     def after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """vLLM has allocated blocks for a request, and takes the answer, or a part of it, or none of it."""
         with self.budget:
-            there = num_external_tokens + (self._local if self._unallocated is request else 0)
-            there = max(there, request.num_computed_tokens)
+            self._queued(request, num_external_tokens)
             self._unallocated = None
             request_id = request.request_id
-            stage = Stage.LOADING if num_external_tokens else Stage.RUNNING
-            self.queue.put(request_id, stage, request.num_tokens - there)
-            if not request.num_computed_tokens:
-                self.queue.admitted(request.num_tokens, request.num_tokens - there)
             lookup = self.lookups.by_request.pop(request_id, None)
             self.loads.stop_waiting(request_id)
             self._peer_loads.admitted(request_id)
@@ -198,6 +193,14 @@ class KVPoolScheduler:
             self.loads.begin(request, job, lookup.asked, stop_tokens, is_probe)
             self._recorder.add("hit_tokens", num_external_tokens)
             self.stores.loads(request_id, lookup.asked, stop_tokens)
+
+    def _queued(self, request: Request, num_external_tokens: int) -> None:
+        """Tells the queue how much of a request is left to compute: what neither is there nor comes."""
+        there = request.num_computed_tokens  # Nothing, unless a load has ended.
+        if not there:
+            there = num_external_tokens + (self._local if self._unallocated is request else 0)
+            self.queue.admitted(request.num_tokens, there)
+        self.queue.put(request, Stage.LOADING if num_external_tokens else Stage.RUNNING, there)
 
     def fail_load(self, request: Request, num_external_tokens: int) -> None:
         """`after_alloc` has failed: if vLLM waits for a load of the request, every rank reports it as failed."""

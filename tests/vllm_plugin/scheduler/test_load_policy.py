@@ -6,6 +6,8 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -24,12 +26,12 @@ from vllm_plugin.scheduler.load_policy import (
     NUM_LOADS,
     NUM_STEPS,
     PROBE_SHARE,
-    PROBE_TIMEOUT_S,
     Connection,
+    Load,
     LoadPolicy,
     Verdict,
 )
-from vllm_plugin.scheduler.prefill_queue import PrefillQueue
+from vllm_plugin.scheduler.prefill_queue import PrefillQueue, Stage
 
 TOKEN_BYTES = 1_000
 STEP_S = 0.005
@@ -60,6 +62,7 @@ class World:
         token_s: true seconds a prefilled token.
         latency_s, byte_s: true cost of a load.
         connection: what loads go over.
+        max_load_s: see `LoadPolicy`.
         noise, load_noise: factor on each step, and on each load if it is another.
         lost_s: true seconds lost by loads that were taken, each against computing it.
         gain_s: the opposite.
@@ -74,6 +77,7 @@ class World:
     noise: Noise = quiet
     load_noise: Noise | None = None
     seed: int = 0
+    max_load_s: float = math.inf
     clock: FakeClock = field(default_factory=FakeClock)
     lost_s: float = 0.0
     gain_s: float = 0.0
@@ -85,7 +89,9 @@ class World:
     def __post_init__(self) -> None:
         self.picks = random.Random(self.seed)
         self.recorder = Recorder()
-        self.load_policy = LoadPolicy(self.recorder, PrefillQueue(), self.clock)
+        self.queue: Any = PrefillQueue()
+        self.loading: dict[str, Load] = {}
+        self.load_policy = LoadPolicy(self.recorder, self.queue, self.loading, self.max_load_s, self.clock)
         self.counted: dict[str, float] = {}
 
     def compute(self, num_tokens: int, num_decodes: int = 0) -> None:
@@ -115,10 +121,8 @@ class World:
         if not is_taken(verdict):
             self.declinable_s += true_compute_s
         if verdict.num_tokens:
-            self.load_policy.load_began(nbytes, self.connection)
             seconds = self.load_s(num_tokens) * (self.load_noise or self.noise)(self.picks)
-            self.clock.advance(seconds)
-            self.load_policy.load_ended(num_tokens, nbytes, seconds, succeeds, verdict.is_probe, self.connection)
+            self.load(num_tokens, seconds, succeeds, verdict.is_probe)
             lost_s = seconds - (true_compute_s if succeeds else 0.0)
             self.lost_s += max(0.0, lost_s)
             self.gain_s += max(0.0, -lost_s)
@@ -127,6 +131,14 @@ class World:
         if not verdict.num_tokens or not succeeds:
             self.compute(num_tokens)
         return verdict
+
+    def load(self, num_tokens: int, seconds: float, succeeds: bool = True, is_probe: bool = False) -> None:
+        """A load of a hit, whatever the policy says."""
+        nbytes = num_tokens * TOKEN_BYTES
+        load = self.loading["r"] = Load(self.clock(), num_tokens, nbytes, is_probe, self.connection)
+        self.clock.advance(seconds)
+        del self.loading["r"]
+        self.load_policy.load_ended(load, seconds, succeeds)
 
     def hits(self, count: int) -> list[Verdict]:
         return [self.hit() for _ in range(count)]
@@ -250,9 +262,40 @@ def test_a_third_of_the_loads_being_very_slow_counts() -> None:
 def test_one_stall_does_not_change_its_mind() -> None:
     world = ratio(World(), 0.5).warm_up()
     world.hits(20)
-    world.load_policy.load_began(1_000 * TOKEN_BYTES, NO_CONNECTION)
-    world.load_policy.load_ended(1_000, 1_000 * TOKEN_BYTES, 5.0, True, False, NO_CONNECTION)
+    world.load(1_000, 5.0)
     assert all(is_taken(verdict) for verdict in world.hits(50))
+
+
+@pytest.mark.parametrize("slow", range(MIN_LOADS))
+def test_one_of_the_first_loads_may_be_slow(slow: int) -> None:
+    """Connections are made, and memory is touched for the first time."""
+    world = ratio(World(), 0.5).warm_up()
+    for nth in range(MIN_LOADS):
+        world.load(1_000, 5.0 if nth == slow else world.load_s(1_000))
+    assert all(is_taken(verdict) for verdict in world.hits(50))
+
+
+def test_hits_do_not_queue_behind_a_load_that_is_late() -> None:
+    world = ratio(World(), 0.5).warm_up()
+    world.hits(20)
+    world.loading["stalled"] = Load(world.clock(), 1_000, 1_000 * TOKEN_BYTES, False, NO_CONNECTION)
+    assert is_taken(world.load_policy.verdict("r", 1_000, 1_000 * TOKEN_BYTES))
+    for _ in range(20):
+        world.compute(1_000)
+    verdict = world.load_policy.verdict("r", 1_000, 1_000 * TOKEN_BYTES)
+    assert not verdict.num_tokens and not verdict.is_probe
+    world.loading.clear()
+    assert is_taken(world.load_policy.verdict("r", 1_000, 1_000 * TOKEN_BYTES))
+
+
+def test_a_load_is_not_late_while_vllm_cannot_know_that_it_has_ended() -> None:
+    """Beside a busy device a report takes three steps, each far longer than a load."""
+    world = ratio(World(), 0.01).warm_up()
+    world.hits(20)
+    world.loading["r0"] = Load(world.clock(), 1_000, 1_000 * TOKEN_BYTES, False, NO_CONNECTION)
+    for _ in range(3):
+        world.compute(CHUNK_TOKENS)
+        assert is_taken(world.load_policy.verdict("r", 1_000, 1_000 * TOKEN_BYTES))
 
 
 def test_first_steps_that_compile_do_not_make_computing_look_slow() -> None:
@@ -275,7 +318,7 @@ def test_others_decoding_is_not_the_prefills_cost() -> None:
 @pytest.mark.parametrize(("num_prefill", "num_other"), [(0, 0), (MIN_PREFILL_TOKENS - 1, 0), (200, 201), (0, 500)])
 def test_steps_that_say_nothing_teach_nothing(num_prefill: int, num_other: int) -> None:
     clock = FakeClock()
-    load_policy = LoadPolicy(Recorder(), PrefillQueue(), clock)
+    load_policy = LoadPolicy(Recorder(), PrefillQueue(), {}, clock=clock)
     for _ in range(10 * MIN_STEPS):
         load_policy.step_began(num_prefill, num_other)
         clock.advance(1.0)
@@ -288,7 +331,7 @@ def test_steps_that_say_nothing_teach_nothing(num_prefill: int, num_other: int) 
 def test_overlapping_steps_and_idle_time_are_told_apart(idle_s: list[float], depth: int) -> None:
     """Bursts of steps, `depth` of them given ahead; the device takes 1 s for each, and between bursts there is rest."""
     clock = FakeClock()
-    load_policy = LoadPolicy(Recorder(), PrefillQueue(), clock)
+    load_policy = LoadPolicy(Recorder(), PrefillQueue(), {}, clock=clock)
     for rest_s in idle_s:
         clock.advance(rest_s)
         for _ in range(depth):
@@ -304,7 +347,7 @@ def test_overlapping_steps_and_idle_time_are_told_apart(idle_s: list[float], dep
 
 
 def test_an_end_without_a_step_is_nothing() -> None:
-    load_policy = LoadPolicy(Recorder(), PrefillQueue(), FakeClock())
+    load_policy = LoadPolicy(Recorder(), PrefillQueue(), {}, clock=FakeClock())
     load_policy.step_ended()
     assert load_policy.verdict("r", 1_000, 1) == Verdict(1_000)
 
@@ -315,6 +358,57 @@ def test_a_pool_that_has_everything_lets_some_prefill_be_seen() -> None:
     verdicts = world.hits(LEARN_EVERY * MIN_STEPS + 100)
     assert world.load_policy.compute_seconds(1_000) < math.inf
     assert not any(is_taken(verdict) for verdict in verdicts[-50:])
+
+
+@pytest.mark.parametrize("num_tokens", [MIN_PREFILL_TOKENS - 1, 10 * MIN_PREFILL_TOKENS])
+def test_hits_are_taken_while_no_rate_is_known(num_tokens: int) -> None:
+    """Small ones, whose steps would teach nothing, too."""
+    world = ratio(World(), 0.5)
+    assert all(is_taken(world.hit(num_tokens)) for _ in range(LEARN_EVERY))
+
+
+def test_while_only_the_link_is_known_no_more_is_loaded_than_comes_in_time() -> None:
+    world = ratio(World(max_load_s=0.5), 1.0)
+    for _ in range(MIN_LOADS):
+        world.load(1_000, world.load_s(1_000))
+    for nth in range(LEARN_EVERY - 1):
+        verdict = world.load_policy.verdict("r", 1_000, 1_000 * TOKEN_BYTES)
+        assert not verdict.is_probe
+        if verdict.num_tokens:
+            world.loading[f"r{nth}"] = Load(
+                world.clock(), verdict.num_tokens, verdict.num_tokens * TOKEN_BYTES, False, NO_CONNECTION
+            )
+    total = sum(load.num_tokens for load in world.loading.values())
+    assert world.load_s(total) == pytest.approx(0.5, rel=0.25)
+
+
+# With queues
+
+
+def busy(slower: float, num_waiting: int, max_load_s: float = math.inf) -> World:
+    """An engine with so many prompts of 1,000 tokens that wait, which knows that loads take `slower` times as long."""
+    world = ratio(World(max_load_s=max_load_s), slower).warm_up()
+    for _ in range(NUM_LOADS):
+        world.load(1_000, world.load_s(1_000))
+    for nth in range(num_waiting):
+        waiting: Any = SimpleNamespace(request_id=f"waiting {nth}", num_tokens=1_000)
+        world.queue.put(waiting, Stage.WAITING)
+    return world
+
+
+@pytest.mark.parametrize(("num_waiting", "share"), [(0, 0), (1, 400), (2, 600), (4, 1_000)])
+def test_a_slow_link_carries_what_it_can_while_the_device_is_busy(num_waiting: int, share: int) -> None:
+    """Until both ways end together: share * slower / MARGIN = waiting tokens + 1,000 - share."""
+    world = busy(4 * MARGIN, num_waiting)
+    assert world.load_policy.verdict("r", 1_000, 1_000 * TOKEN_BYTES).num_tokens == pytest.approx(share, abs=2)
+
+
+def test_what_would_come_too_late_is_not_loaded() -> None:
+    world = busy(MARGIN, 100, max_load_s=0.05)
+    share = world.load_policy.verdict("r", 1_000, 1_000 * TOKEN_BYTES).num_tokens
+    assert world.load_s(share) == pytest.approx(0.05, rel=0.01)
+    world.loading["r"] = Load(world.clock(), 1_000, 1_000 * TOKEN_BYTES, False, NO_CONNECTION)
+    assert not world.load_policy.verdict("r", 1_000, 1_000 * TOKEN_BYTES).num_tokens
 
 
 def test_seconds_saved_and_lost_are_counted() -> None:
@@ -341,7 +435,7 @@ def test_loads_that_fail_late_are_declined_and_ones_that_fail_at_once_cost_littl
     assert at_once.lost_s <= 100 * 0.001 + 1e-6
 
 
-def test_there_is_one_probe_at_a_time_and_a_lost_one_is_not_waited_for() -> None:
+def test_there_is_no_probe_beside_a_load_and_one_that_never_begins_is_not_waited_for() -> None:
     world = ratio(World(), 2).warm_up()
     world.hits(10)
 
@@ -349,8 +443,9 @@ def test_there_is_one_probe_at_a_time_and_a_lost_one_is_not_waited_for() -> None
         return any(world.load_policy.verdict("r", 1_000, 1_000 * TOKEN_BYTES).is_probe for _ in range(tries))
 
     assert ask_until_probe(100)
+    world.loading["r"] = Load(world.clock(), 1_000, 1_000 * TOKEN_BYTES, True, NO_CONNECTION)
     assert not ask_until_probe(1_000)
-    world.clock.advance(PROBE_TIMEOUT_S)
+    world.loading.clear()
     assert ask_until_probe(1)
 
 
@@ -474,6 +569,5 @@ def test_a_load_counts_for_the_connection_that_it_began_over() -> None:
     shm = Connection("shm", 2)
     world.load_policy.verdict("r", 1_000, 1_000 * TOKEN_BYTES, shm)
     for _ in range(10):
-        world.load_policy.load_began(1_000 * TOKEN_BYTES, world.connection)
-        world.load_policy.load_ended(1_000, 1_000 * TOKEN_BYTES, 5.0, True, False, world.connection)
+        world.load(1_000, 5.0)
     assert world.load_policy.verdict("r", 1_000, 1_000 * TOKEN_BYTES, shm) == Verdict(1_000)

@@ -11,22 +11,21 @@ from tests.support.vllm_objects import make_request, tokens
 from tests.vllm_plugin.core import Core, MakeCore, blocks, fill, lose_pool
 from vllm_plugin.metadata import WorkerMetadata
 from vllm_plugin.metrics import Recorder
-from vllm_plugin.scheduler.load_policy import MIN_LOADS, MIN_STEPS, Connection, LoadPolicy, Verdict
+from vllm_plugin.scheduler.load_policy import MIN_LOADS, MIN_STEPS, Connection, Load, LoadPolicy, Verdict
 from vllm_plugin.scheduler.prefill_queue import PrefillQueue, Stage
 
 
 def taught(connection: Connection) -> LoadPolicy:
     """A policy that knows how fast the engine computes, and that loads over `connection` are far slower."""
     clock = FakeClock()
-    policy = LoadPolicy(Recorder(), PrefillQueue(), clock)
+    policy = LoadPolicy(Recorder(), PrefillQueue(), {}, clock=clock)
     for _ in range(MIN_STEPS):
         policy.step_began(1_000, 0)
         clock.advance(0.1)
         policy.step_ended()
     policy.verdict("r", 1_000, 1_000, connection)
     for _ in range(MIN_LOADS):
-        policy.load_began(1_000_000, connection)
-        policy.load_ended(1_000, 1_000_000, 50.0, True, False, connection)
+        policy.load_ended(Load(clock(), 1_000, 1_000_000, False, connection), 50.0, succeeded=True)
     return policy
 
 
