@@ -145,6 +145,10 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         self.scheduler_side.stages.handshake(metadata)
 
+    @hook(lambda self, request: None)
+    def on_new_request(self, request: Request) -> None:
+        self.scheduler_side.arrived(request)
+
     @hook(_computed)
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         return self.scheduler_side.matched_tokens(request, num_computed_tokens)

@@ -85,6 +85,7 @@ class LoadJob:
         weights_epoch: of the namespace that the job is meant for.
         clock: of the host whose `time.monotonic` the ends of leases are by.
         beside_compute: whether the engine computes something in the step that begins the load.
+        seconds: that a rank has taken for it; 0 before its end.
         traceparent: of the load's span; empty if it has none.
     """
 
@@ -94,6 +95,7 @@ class LoadJob:
     weights_epoch: str = ""
     clock: str = ""
     beside_compute: bool = False
+    seconds: float = 0.0
     traceparent: str = ""
 
 
@@ -144,6 +146,7 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
         ended_stores: how many ranks have ended each store job.
         failed_stores: ids of jobs that some rank did not store.
         namespaces: pipeline stage and fingerprint of the namespace that a rank is in; each rank reports it once.
+        load_seconds: how long the load of each request took that has ended, without its wait for others.
         weights: (pipeline stage, tensor-parallel rank, number of the check, digest of the weights in its memory);
             check 0 is that of the start.
     """
@@ -152,6 +155,7 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
     failed_stores: set[int] = field(default_factory=set)
     namespaces: frozenset[tuple[int, bytes]] = frozenset()
     weights: frozenset[tuple[int, int, int, bytes]] = frozenset()
+    load_seconds: dict[str, float] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerMetadata:
         assert isinstance(other, WorkerMetadata)
@@ -160,6 +164,10 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
             self.failed_stores | other.failed_stores,
             self.namespaces | other.namespaces,
             self.weights | other.weights,
+            {
+                request_id: max(self.load_seconds.get(request_id, 0.0), other.load_seconds.get(request_id, 0.0))
+                for request_id in self.load_seconds | other.load_seconds
+            },
         )
 
 

@@ -1,5 +1,7 @@
 """Copies see what the device had been given by their mark, though it is far behind the host."""
 
+import time
+
 import numpy as np
 import pytest
 import torch
@@ -68,3 +70,19 @@ def test_bug_10_loads_come_after_zeroing(marked: str, left: int, cache: dict[str
     others = [block for block in range(BLOCKS) if block not in IDS]
     for kv in cache.values():
         assert (kv[IDS] == left).all() and (kv[others] == 0).all()
+
+
+def test_how_long_a_load_has_waited_for_the_device_is_known(cache: dict[str, torch.Tensor]) -> None:
+    from vllm_plugin.worker.copy.cuda import CudaCopier
+
+    copier = CudaCopier([make_layout(cache, [NAMES], BLOCKS, 2)])
+    reached = copier.mark()
+    torch.cuda.synchronize()
+    began_at, now = time.perf_counter(), copier.now()
+    _behind(cache, 7)
+    mark = copier.mark()
+    assert copier.seconds_between(now, mark) == 0, "it is not known yet"
+    torch.cuda.synchronize()
+    waited_s = time.perf_counter() - began_at
+    assert 0.9 * waited_s <= copier.seconds_between(now, mark) <= waited_s
+    assert copier.seconds_between(now, reached) == 0, "it was reached before"

@@ -118,6 +118,7 @@ class Failing:
 HOOKS: dict[str, tuple[tuple[Any, ...], Any, list[str]]] = {
     "bind_gpu_block_pool": ((None,), None, ["off"]),
     "set_xfer_handshake_metadata_pp_aware": (({},), None, ["off"]),
+    "on_new_request": ((None,), None, []),
     "get_num_new_matched_tokens": ((None, 0), (0, False), ["miss"]),
     "update_state_after_alloc": ((None, None, 32), None, ["load of 32"]),
     "build_connector_meta": ((None,), ConnectorMetadata(), []),

@@ -285,6 +285,9 @@ class SimEngine(ToyEngine):
         if self.connector._resets.is_checked:
             (spec,) = self.connector.stages.specs
             self._prefixes.note_weights(spec.fingerprint(), self.weights)
+        num_live = sum(not request.is_finished() for request in self.scheduler.requests.values())
+        if len(self.connector.queue) > num_live:
+            self.broke(f"{len(self.connector.queue)} requests are queued, and {num_live} are alive")
         return super().step()
 
     def _expect(self, request_id: str, prompt: list[int], max_tokens: int) -> None:

@@ -46,7 +46,7 @@ PLACES: dict[type, tuple[str, ...]] = {
     Geometry: ("blocks_to_compute",),
     KVPoolWorker: ("_drop",),
     LoadPolicy: ("step_began", "step_ended", "verdict", "load_ended", "compute_seconds"),
-    Loads: ("verdict", "has_room", "stop_waiting", "parts", "begin", "ended"),
+    Loads: ("verdict", "has_room", "stop_waiting", "parts", "begin", "transferred", "ended"),
     Lookups: ("send", "send_again", "receive", "_keep", "flush"),
     PeerLoads: ("prepare", "_judge"),
     PendingLookup: ("result", "done", "on_done"),

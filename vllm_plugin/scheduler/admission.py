@@ -5,7 +5,7 @@ The path of a question goes one way, each step asked once:
   1. `lookups`: what does the pool have?                     not answered yet -> ask again
   2. `promotion_wait`: wait for blocks on their way up?      worth it -> ask again
   3. `hit_rules`: which is the longest hit?
-  4. `load_policy`: is loading the hit worth it?             slower than computing -> no hit
+  4. `load_policy`: how much of it is worth its load?        slower than computing -> less, or no hit
   5. `loads`: is there room, should every load fail?         not now -> ask again
 
 vLLM may throw an answer away, cut it, or ask again with every step, so asking again costs nothing and changes nothing.
@@ -126,9 +126,10 @@ class Admission:
             self._accept(lookup)
         if lookup.found and lookup.searched != (local, limit):
             lookup.searched = (local, limit)
-            lookup.boundary = longest(self._kinds, lookup.found, local, min(limit, lookup.limit), self._alignment)
-            self._judge(lookup)
-        if lookup.verdict is not None and not lookup.verdict.take:
+            limit = min(limit, lookup.limit)
+            lookup.boundary = longest(self._kinds, lookup.found, local, limit, self._alignment)
+            self._judge(request.request_id, lookup, limit)
+        if lookup.is_declined:
             self._computed.because(request, Cause.DECLINED)
         return max(local, lookup.boundary)
 
@@ -209,11 +210,16 @@ class Admission:
         lookup.found = []
         lookup.good_until = math.inf  # One budget of waiting a request, not one a try.
 
-    def _judge(self, lookup: RequestLookup) -> None:
-        """Decides once per hit whether loading the hit is worth while."""
+    def _judge(self, request_id: str, lookup: RequestLookup, limit: int) -> None:
+        """Decides once per hit how much of it is worth its load, and cuts it there."""
         if lookup.verdict is None and lookup.boundary > lookup.asked:
-            lookup.verdict = self._loads.verdict(lookup.asked, lookup.boundary)
-        if lookup.verdict is not None and not lookup.verdict.take:
+            lookup.verdict = self._loads.verdict(request_id, lookup.asked, lookup.boundary)
+            lookup.most = lookup.asked + lookup.verdict.num_tokens
+            lookup.is_declined = lookup.most < lookup.boundary
+        if lookup.most < lookup.boundary:
+            limit = min(limit, int(lookup.most))
+            lookup.boundary = longest(self._kinds, lookup.found, lookup.asked, limit, self._alignment)
+        if lookup.is_declined and lookup.boundary <= lookup.asked:
             self._lookups.cancel(lookup)
             lookup.found, lookup.boundary = [], lookup.local
             lookup.good_until = math.inf  # Asking again would count again.

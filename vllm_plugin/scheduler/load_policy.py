@@ -1,21 +1,15 @@
-"""Whether a hit is worth loading: the rates of loading and of computing are learned while running, hit by hit.
+"""How much of a hit is loaded, and how much is computed: the way that ends first, with what waits on both ways.
 
-`seconds` are seconds that a request waits, queueing and batching included. Each transport has rates of its own, which
-are kept while loads go over another one.
+The link carries one load after the other, and the device computes one prompt after the other. A hit is loaded as a
+whole if that ends before the device has computed all that waits for it, the hit included; else the hit is cut so that
+both ways end together. It is declined if that delays the request by more than its share of the device is worth to the
+request and to those behind it. So beside an idle device a slow link brings nothing, and beside a busy one what it can.
 
-Invariants:
-- An unknown rate counts in the pool's favour: a hit is taken until both rates are known.
-- A hit that is likely to be slower than computing it is computed, except for probes, by which the connector finds out
-  that a pool has become fast. There is one probe at a time, and probes are paid from a credit: each hit that is judged
-  too slow adds `PROBE_SHARE` of its compute time, a probe needs a credit of its expected loss (or, where it is larger
-  than any known load, no debt), and its real loss is subtracted. So all probes together lose at most 5 % of the
-  compute time of the hits judged too slow, plus what the last probe lost beyond its expected loss. Where loads take r
-  times as long as computing, hits of one size are probed once in 20 * (r - 1).
-- A probe that beats computing makes the next one free; three in a row bring the pool back, one or two do nothing.
-- After each reconnection one probe is free, whatever earlier ones have cost: the server may be another one. So a pool
-  that was too slow and has become fast with a new server, or over a new transport, is back after three loads.
-- A pool that becomes slow is noticed when eight loads have ended since, or two far slower ones. While the pool is less
-  than twice as slow as computing, up to 16 of the next 50 hits may be loaded.
+Rates are learned: of the device from its steps, of a transport from the transfers alone, as the ranks measure them. An
+unknown rate counts in the pool's favour: over a new transport hits are taken a few at a time, and while the device's
+rate is unknown all that come in time. A hit that is declined teaches nothing, so each one adds `PROBE_SHARE` of its
+compute time to a credit, and a credit as large as what loading a hit would lose pays for loading it as a probe. One
+after a reconnection is free, and one after a probe that has won.
 """
 
 from __future__ import annotations
@@ -23,38 +17,29 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
-from statistics import fmean, median
+from statistics import linear_regression
 from typing import NamedTuple
 
 from vllm_plugin.metrics import Recorder
+from vllm_plugin.scheduler.prefill_queue import PrefillQueue, Stage
 
 MARGIN = 1.25
-"""A hit is declined if loading it takes this many times as long as computing it: near equality either choice is fine,
-and an estimate from a few noisy loads is good to about 10 %."""
+"""A link counts as so many times faster than measured: near equality either way is fine, and rates are noisy."""
+OTHERS_WEIGHT = 3
+"""A second of the device that a request is spared counts so much for each one behind it: more come than are seen."""
 PROBE_SHARE = 0.05
-PROBES_TO_RETURN = 3
-PROBE_TIMEOUT_S = 30.0
-"""A probe that has not ended within this time was never loaded: its request was cut or aborted."""
-
 MIN_PREFILL_TOKENS = 128
 """A step that prefills fewer tokens measures the launch of kernels rather than the tokens."""
-MIN_STEPS = 5
-NUM_STEPS = 24
-MIN_LOADS = 3
-NUM_LOADS = 24
-NUM_LEVEL_LOADS = 8
+MIN_STEPS, NUM_STEPS = 5, 24
+MIN_LOADS, NUM_LOADS = 3, 10
 LEARN_EVERY = 16
 """While no prefill was seen, because every prompt hits in full, one hit in this many is computed to measure one."""
-
 MAX_STEPS_UNDER_WAY = 64
-_MIN_SPREAD = 2.0
-_MIN_PAIRS = 3
-
-Sample = tuple[float, float]
-"""(tokens or bytes, seconds)."""
+STEPS_TO_REPORT = 3
+"""A load that was to end before the third last step began, and was not reported, is late. Any later is too early to
+tell: a load waits for the step that it begins with, and is reported with a step that is launched after its end."""
 
 
 class Connection(NamedTuple):
@@ -67,42 +52,61 @@ class Connection(NamedTuple):
 NO_CONNECTION = Connection("", 0)
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """What to do with a hit.
+class Verdict(NamedTuple):
+    """How many of a hit's tokens, from its first on, are loaded; as a probe although that is likely to be slower."""
+
+    num_tokens: int
+    is_probe: bool = False
+
+
+@dataclass
+class Load:
+    """A load that waits for its link or is under way.
 
     Args:
-        take: load it; else compute it.
-        compute_s: estimated seconds of computing it; infinite while unknown.
-        load_s: estimated seconds of loading it, queueing included; 0 while unknown.
-        is_probe: loaded although it is likely to be slower, to learn; to be passed to `load_ended`.
+        began_at: monotonic seconds.
+        num_tokens, nbytes: what is loaded; bytes of one rank.
+        is_probe: see `Verdict`.
     """
 
-    take: bool
-    compute_s: float
-    load_s: float
-    is_probe: bool = False
+    began_at: float
+    num_tokens: int
+    nbytes: int
+    is_probe: bool
+    connection: Connection
 
 
 class LoadPolicy:
     """One engine's.
 
     Args:
+        queue: what waits for the device.
+        loading: the loads that have not ended, the oldest first.
+        max_load_s: what is expected to be there later is not loaded.
         clock: monotonic seconds.
     """
 
-    def __init__(self, recorder: Recorder, clock: Callable[[], float] = time.monotonic):
+    def __init__(
+        self,
+        recorder: Recorder,
+        queue: PrefillQueue,
+        loading: Mapping[str, Load],
+        max_load_s: float = math.inf,
+        clock: Callable[[], float] | None = None,
+    ):
         self._recorder = recorder
-        self._clock = clock
+        self._queue = queue
+        self._loading = loading
+        self._max_load_s = max_load_s
+        self._clock = clock or time.monotonic
         # Began at, prefill tokens, all tokens; the oldest first.
         self._steps: deque[tuple[float, int, int]] = deque(maxlen=MAX_STEPS_UNDER_WAY)
         self._last_step_ended_at = -math.inf
-        self._compute = _ComputeRate()
-        self._num_unjudged = 0
+        self._ended_steps = deque([-math.inf] * STEPS_TO_REPORT, STEPS_TO_REPORT)  # When the last ones began.
+        self._prefill = _Rate(MIN_STEPS, NUM_STEPS)
+        self._num_unmeasured = 0
         self._connection = NO_CONNECTION
-        self._transports: defaultdict[str, _Transport] = defaultdict(_Transport)
-
-    # Steps
+        self._links: defaultdict[str, _Link] = defaultdict(_Link)
 
     def step_began(self, num_prefill_tokens: int, num_other_tokens: int) -> None:
         """A step was given to the device. Each begun step is ended once, in order, empty steps too."""
@@ -116,17 +120,19 @@ class LoadPolicy:
         now = self._clock()
         seconds = now - max(began_at, self._last_step_ended_at)
         self._last_step_ended_at = now
+        self._ended_steps.append(began_at)
         # A step that mostly decodes is no measure of prefill.
         if num_prefill >= MIN_PREFILL_TOKENS and 2 * num_prefill >= num_tokens and seconds > 0:
-            self._compute.add(num_prefill, seconds * num_prefill / num_tokens)
+            self._prefill.add(num_prefill, seconds * num_prefill / num_tokens)
 
     def compute_seconds(self, num_tokens: int) -> float:
-        """Estimated seconds of computing so many tokens; infinite while unknown."""
-        return self._compute.seconds(num_tokens)
+        """Estimated seconds that so many tokens add to steps; infinite while unknown."""
+        if not self._prefill.is_known:
+            return math.inf
+        # In steps too small to fill the device tokens look free, and are not.
+        return num_tokens * max(self._prefill.unit_s, self._prefill.mean_s / 2)
 
-    # A hit
-
-    def verdict(self, num_tokens: int, nbytes: int, connection: Connection = NO_CONNECTION) -> Verdict:
+    def verdict(self, request_id: str, num_tokens: int, nbytes: int, connection: Connection = NO_CONNECTION) -> Verdict:
         """Judges one hit. To be called once a hit: calls are counted.
 
         Args:
@@ -134,196 +140,133 @@ class LoadPolicy:
             nbytes: bytes that one rank would load for it.
             connection: what the hit would be loaded over.
         """
-        over = self._transports[connection.transport]
+        link = self._links[connection.transport]
         if connection != self._connection:
             self._connection = connection
-            over.reconnected()
-        compute_s, load_s = self._compute.seconds(num_tokens), over.load.seconds(nbytes)
-        if math.isinf(compute_s):
-            take = not self._is_sample_due(num_tokens, over)
+            link.has_free_probe = link.rate.is_known
+        loads = [load for load in self._loading.values() if load.connection.transport == connection.transport]
+        compute_s = self.compute_seconds(num_tokens)
+        if not link.rate.is_known:
+            share = num_tokens if len(loads) < MIN_LOADS else 0
+        elif self._is_measure_due(num_tokens):
+            share = 0
         else:
-            take = load_s <= MARGIN * compute_s
-            if not take and over.may_probe(compute_s, load_s, nbytes, self._clock()):
-                return Verdict(True, compute_s, load_s, is_probe=True)
-        if not take:
+            share = self._share(request_id, num_tokens, nbytes, compute_s / num_tokens, link, loads)
+            # Loads under way teach what a probe would.
+            if not share and self._prefill.is_known and link.may_probe(compute_s, nbytes) and not loads:
+                link.has_free_probe = False
+                return Verdict(num_tokens, is_probe=True)
+        if not share:
             self._recorder.add("declined_loads")
-        return Verdict(take, compute_s, load_s)
+        return Verdict(share)
 
-    def load_ended(
-        self,
-        num_tokens: int,
-        nbytes: int,
-        seconds: float,
-        succeeded: bool,
-        is_probe: bool = False,
-        connection: Connection = NO_CONNECTION,
-    ) -> None:
+    def _is_measure_due(self, num_tokens: int) -> bool:
+        """Whether a hit is computed to learn how fast that is. Counts the hit."""
+        if self._prefill.is_known or num_tokens < MIN_PREFILL_TOKENS:
+            return False
+        self._num_unmeasured += 1
+        return self._num_unmeasured % LEARN_EVERY == 0
+
+    def _share(
+        self, request_id: str, num_tokens: int, nbytes: int, token_s: float, link: _Link, loads: Sequence[Load]
+    ) -> int:
+        """How many tokens of a hit to load, if computing one takes `token_s`; infinite while unknown."""
+        num_behind, behind = self._queue.behind(request_id)
+        ahead = self._queue.tokens[Stage.RUNNING] + sum(prefill for _, prefill, _ in self._steps)
+        device_s = token_s * (ahead + behind + num_tokens)
+        wait_s = max(0.0, link.free_at(loads, self._ended_steps[0]) - self._clock()) + link.rate.fixed_s / MARGIN
+        load_token_s = max(1e-12, link.rate.unit_s * nbytes / num_tokens / MARGIN)
+        most = (self._max_load_s / MARGIN - wait_s) / load_token_s  # As measured: a load that times out is in vain.
+        if wait_s + num_tokens * load_token_s > device_s:
+            most = min(most, (device_s - wait_s) / (load_token_s + token_s))  # Both ways end together.
+        share = int(min(num_tokens, most))
+        spared = ahead + share * (1 + OTHERS_WEIGHT * num_behind)
+        return share if share > 0 and wait_s + share * load_token_s < token_s * spared else 0
+
+    def load_ended(self, load: Load, seconds: float, succeeded: bool) -> None:
         """A load has ended: the hit is there, or the load has failed and the hit will be computed.
 
         Args:
-            num_tokens, nbytes: as for `verdict`; less than was judged if the engine had no room.
-            seconds: from the allocation of its blocks to the report that they are there.
-            is_probe: as the verdict says.
-            connection: what the load began over.
+            seconds: of the transfer alone, in the slowest rank.
         """
-        compute_s = self._compute.seconds(num_tokens)
-        is_known = not math.isinf(compute_s)
-        if not succeeded and is_known:
+        link, compute_s = self._links[load.connection.transport], self.compute_seconds(load.num_tokens)
+        link.ended_at = max(link.ended_at, load.began_at) + seconds
+        if math.isinf(compute_s):
+            compute_s = seconds
+        elif not succeeded:
             seconds += compute_s  # Loading in vain is paid on top of computing.
-        lost_s = seconds - compute_s if is_known else 0.0
-        if lost_s > 0:
-            self._recorder.add("lost_seconds", lost_s)
-        else:
-            self._recorder.add("saved_seconds", -lost_s)
-        over = self._transports[connection.transport]
-        over.load.add((nbytes, seconds))
-        if is_probe:
-            over.probe_ended((nbytes, seconds), lost_s)
-
-    def _is_sample_due(self, num_tokens: int, over: _Transport) -> bool:
-        if not over.load.is_known or num_tokens < MIN_PREFILL_TOKENS:
-            return False
-        self._num_unjudged += 1
-        return self._num_unjudged % LEARN_EVERY == 0
+        self._recorder.add("saved_seconds", max(0.0, compute_s - seconds))
+        self._recorder.add("lost_seconds", max(0.0, seconds - compute_s))
+        if load.is_probe:
+            link.credit_s -= max(0.0, seconds - compute_s)
+            link.has_free_probe = seconds <= compute_s
+        link.rate.add(load.nbytes, seconds)
 
 
-class _Transport:
-    """Loads over one transport: their rate, and the probes that correct it.
+class _Link:
+    """Loads over one transport.
 
     Attributes:
-        load: the rate of its loads.
+        ended_at: when the load that was reported last left the link, in monotonic seconds.
+        has_free_probe: another server, or the way to it, may be faster than what was measured.
+        credit_s: what probes may lose.
     """
 
     def __init__(self) -> None:
-        self.load = _LoadRate()
-        self._credit_s = 0.0
-        self._probe_until = -math.inf
-        self._won_probes: list[Sample] = []
-        self._is_free = False  # A probe, because of a reconnection.
+        self.rate = _Rate(MIN_LOADS, NUM_LOADS)
+        self.ended_at = -math.inf
+        self.has_free_probe = False
+        self.credit_s = 0.0
 
-    def reconnected(self) -> None:
-        """Loads go over this transport again, or to another server: what is known of it may be out of date."""
-        self._is_free = self.load.is_known
-        self._credit_s = max(0.0, self._credit_s)
-        self._won_probes = []
-        self._probe_until = -math.inf
+    def free_at(self, loads: Sequence[Load], reported_at: float) -> float:
+        """When these loads will have ended, of which each that had ended by `reported_at` would be known."""
+        free_at, late_s = self.ended_at, 0.0
+        for load in loads:
+            free_at = max(free_at, load.began_at) + self.rate.seconds(load.nbytes)
+            if load is loads[0]:
+                late_s = max(0.0, reported_at - free_at)
+        return free_at + 2 * late_s  # As late as it is, it may be again: else all hits would queue for a dead link.
 
-    def may_probe(self, compute_s: float, load_s: float, nbytes: int, now: float) -> bool:
-        """Whether a hit that is too slow is loaded to learn. Counts the hit; if so, the probe begins."""
-        self._credit_s += PROBE_SHARE * compute_s
-        if now < self._probe_until:
-            return False
-        # The credit suffices for small probes first, which say little of large loads.
-        cost_s = 0.0 if self._is_free or self.load.is_beyond(nbytes) else load_s - compute_s
-        if not self._won_probes and self._credit_s < cost_s:
-            return False
-        self._probe_until = now + PROBE_TIMEOUT_S
-        return True
-
-    def probe_ended(self, sample: Sample, lost_s: float) -> None:
-        """A probe took as long as `sample` says: `lost_s` longer than computing it, or shorter if negative."""
-        self._is_free = False
-        self._probe_until = -math.inf
-        self._credit_s -= max(0.0, lost_s)
-        self._won_probes = [*self._won_probes, sample] if lost_s <= 0 else []
-        if len(self._won_probes) == PROBES_TO_RETURN:
-            # The samples of the slow pool are out of date.
-            self.load.replace(self._won_probes)
-            self._won_probes = []
+    def may_probe(self, compute_s: float, nbytes: int) -> bool:
+        """Whether there is a credit for loading a hit that is too slow. Counts the hit."""
+        self.credit_s += PROBE_SHARE * compute_s
+        return self.has_free_probe or self.credit_s >= self.rate.seconds(nbytes) - compute_s
 
 
-class _ComputeRate:
-    """Seconds that a prefilled token adds to a step, from the last `NUM_STEPS` that are samples.
+class _Rate:
+    """Seconds of work by its size, from what was measured last. Work that took twice as long as it should is left out,
+    a quarter of all at most: steps compile, and loads stall.
 
-    Medians: a step that compiled or waited does not count more than another.
+    Attributes:
+        fixed_s, unit_s: of any work, and of each unit of its size; all is by size where sizes are too alike to tell.
+        mean_s: of each unit, `fixed_s` included.
     """
 
-    def __init__(self) -> None:
-        self._samples: deque[Sample] = deque(maxlen=NUM_STEPS)
-        self._a_token_s: float | None = None
-
-    def add(self, num_tokens: int, seconds: float) -> None:
-        self._samples.append((num_tokens, seconds))
-        self._a_token_s = None
-
-    def seconds(self, num_tokens: int) -> float:
-        """Seconds of computing so many tokens more; infinite while unknown."""
-        if len(self._samples) < MIN_STEPS:
-            return math.inf
-        if self._a_token_s is None:
-            overall = median(seconds / num for num, seconds in self._samples)
-            line = _line(self._samples)
-            # The request takes a step anyway, so the fixed part is not saved. But steps too small to fill the device
-            # must not make tokens look free.
-            self._a_token_s = max(line[1], overall / 2) if line else overall
-        return num_tokens * self._a_token_s
-
-
-class _LoadRate:
-    """Fixed latency and seconds a byte, from the last `NUM_LOADS`; how busy the pool is, from `NUM_LEVEL_LOADS`."""
-
-    def __init__(self) -> None:
-        self._samples: deque[Sample] = deque(maxlen=NUM_LOADS)
-        self._level: float | None = None
-        self._line: tuple[float, float] = (0.0, 0.0)
+    def __init__(self, at_least: int, at_most: int):
+        self._at_least = at_least
+        self._measured: deque[tuple[int, float]] = deque(maxlen=at_most)
+        self.fixed_s = self.unit_s = self.mean_s = 0.0
 
     @property
     def is_known(self) -> bool:
-        return len(self._samples) >= MIN_LOADS
+        return len(self._measured) >= self._at_least
 
-    def is_beyond(self, nbytes: int) -> bool:
-        """Whether a load is much larger than any known one."""
-        return nbytes > _MIN_SPREAD * max(size for size, _ in self._samples)
+    def seconds(self, size: int) -> float:
+        return self.fixed_s + self.unit_s * size
 
-    def add(self, sample: Sample) -> None:
-        self._samples.append(sample)
-        self._level = None
+    def add(self, size: int, seconds: float) -> None:
+        self._measured.append((size, seconds))
+        self._fit(self._measured)
+        by_excess = sorted(self._measured, key=lambda work: work[1] - self.seconds(work[0]))
+        num_kept = len(by_excess) - (len(by_excess) + 1) // 4
+        slowest = [work for work in by_excess[num_kept:] if work[1] <= 2 * self.seconds(work[0])]
+        self._fit(by_excess[:num_kept] + slowest)
 
-    def replace(self, samples: Collection[Sample]) -> None:
-        self._samples.clear()
-        self._samples.extend(samples)
-        self._level = None
-
-    def seconds(self, nbytes: int) -> float:
-        """Seconds of loading so many bytes; 0 while unknown.
-
-        Medians say how seconds depend on bytes. How busy the pool is, a mean over the last loads says: where one load
-        in three stalls, a median sees nothing. The worst load counts like the second worst, so that one stall is none.
-        """
-        if not self.is_known:
-            return 0.0
-        if self._level is None:
-            ratios = self._fit()
-            if ratios[0] > MARGIN or ratios[-1] < 1 / MARGIN:
-                # All of the last loads are worse than most, or all are better: the earlier samples are out of date.
-                self.replace(list(self._samples)[-NUM_LEVEL_LOADS:])
-                ratios = self._fit()
-            self._level = fmean([*ratios[:-1], ratios[-2]])
-        return self._level * self._on_line(nbytes)
-
-    def _fit(self) -> list[float]:
-        """Fits the line; returns the last loads' seconds in proportion to the line, the best first."""
-        # Where sizes are too alike to tell latency from bandwidth, all is bandwidth.
-        self._line = _line(self._samples) or (0.0, median(seconds / max(size, 1) for size, seconds in self._samples))
-        last = list(self._samples)[-NUM_LEVEL_LOADS:]
-        return sorted(seconds / max(self._on_line(size), 1e-9) for size, seconds in last)
-
-    def _on_line(self, nbytes: float) -> float:
-        return self._line[0] + self._line[1] * nbytes
-
-
-def _line(samples: Collection[Sample]) -> tuple[float, float] | None:
-    """(seconds at size 0, seconds a unit of size), neither negative; None if the sizes are too alike.
-
-    Source: the Theil-Sen estimator (Sen, 1968): the median of the slopes of all pairs. Pairs of like sizes, whose
-    slope is all noise, are left out.
-    """
-    slopes = [
-        (seconds - other_seconds) / (size - other_size)
-        for (size, seconds), (other_size, other_seconds) in combinations(samples, 2)
-        if max(size, other_size) >= _MIN_SPREAD * max(1.0, min(size, other_size))
-    ]
-    if len(slopes) < _MIN_PAIRS:
-        return None
-    slope = max(0.0, median(slopes))
-    return max(0.0, median(seconds - slope * size for size, seconds in samples)), slope
+    def _fit(self, measured: Iterable[tuple[int, float]]) -> None:
+        sizes, seconds = zip(*measured, strict=True)
+        self.fixed_s, self.unit_s = 0.0, sum(seconds) / max(1, sum(sizes))
+        self.mean_s = self.unit_s
+        if max(sizes) >= 2 * min(sizes) > 0:
+            unit_s, fixed_s = linear_regression(sizes, seconds)
+            if unit_s > 0 < fixed_s:
+                self.fixed_s, self.unit_s = fixed_s, unit_s

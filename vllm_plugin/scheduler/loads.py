@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from vllm_plugin.config import ConnectorConfig
 from vllm_plugin.metadata import GroupBlocks, LoadJob
 from vllm_plugin.metrics import Recorder
 from vllm_plugin.model.geometry import Geometry
-from vllm_plugin.scheduler.load_policy import Connection, LoadPolicy, Verdict
+from vllm_plugin.scheduler.load_policy import Connection, Load, LoadPolicy, Verdict
+from vllm_plugin.scheduler.prefill_queue import PrefillQueue
 from vllm_plugin.scheduler.request_lookup import RequestLookup
 from vllm_plugin.scheduler.stages import Stages
 
@@ -23,54 +24,49 @@ MAX_WAIT_BETWEEN_ASKS_S = 1.0
 does not keep others from loading."""
 
 
-@dataclass(slots=True)
-class Loading:
+@dataclass
+class Loading(Load):
     """A load under way.
 
     Args:
-        started_at: monotonic seconds.
-        num_tokens, nbytes: what is loaded; bytes of one rank.
-        is_probe: see `Verdict`.
         num_blocks: of the engine, that its request needs if the load fails.
-        connection: what it goes over.
+        transfer_s: seconds of the transfer alone, in the slowest rank that has reported.
     """
 
     job: LoadJob
-    started_at: float
-    num_tokens: int
-    nbytes: int
-    is_probe: bool
     num_blocks: int
-    connection: Connection
+    transfer_s: float = 0.0
 
 
 class Loads:
     """Those of one engine.
 
     Args:
-        decline: whether hits that are slower than computing are declined.
+        queue: what waits for the device.
 
     Attributes:
         loading: loads under way, by request id.
     """
 
-    def __init__(self, geometry: Geometry, stages: Stages, decline: bool, recorder: Recorder):
+    def __init__(
+        self, geometry: Geometry, stages: Stages, config: ConnectorConfig, queue: PrefillQueue, recorder: Recorder
+    ):
         self._recorder = recorder
         self._geometry = geometry
         self._stages = stages
-        self._decline = decline
+        self._decline = config.decline_slow_loads
         self.loading: dict[str, Loading] = {}
         self._waiting_first = ""
         self._waiting_at = 0.0
-        self.policy = LoadPolicy(recorder)
+        self.policy = LoadPolicy(recorder, queue, self.loading, config.load_timeout_ms / 1_000)
 
     # A hit
 
-    def verdict(self, start: int, stop: int) -> Verdict:
-        """Whether a hit is worth loading, from token `start` to boundary `stop`."""
+    def verdict(self, request_id: str, start: int, stop: int) -> Verdict:
+        """How much of a hit is worth loading, from token `start` to boundary `stop`."""
         if not self._decline:
-            return Verdict(True, math.inf, 0.0)
-        return self.policy.verdict(stop - start, self._nbytes(start, stop), self._connection)
+            return Verdict(stop - start)
+        return self.policy.verdict(request_id, stop - start, self._nbytes(start, stop), self._connection)
 
     def has_room(self, request: Request) -> bool:
         """Whether all loads could fail, with this one, and every request still find its blocks.
@@ -128,18 +124,24 @@ class Loads:
         """A load of tokens [start, stop) is on its way to the workers."""
         num_blocks = self._geometry.blocks_to_compute(request.num_tokens)
         self.loading[job.request_id] = Loading(
-            job, time.monotonic(), stop - start, self._nbytes(start, stop), is_probe, num_blocks, self._connection
+            time.monotonic(), stop - start, self._nbytes(start, stop), is_probe, self._connection, job, num_blocks
         )
+
+    def transferred(self, seconds: Mapping[str, float]) -> None:
+        """How long ranks have taken for the loads of requests."""
+        for request_id, transfer_s in seconds.items():
+            if (load := self.loading.get(request_id)) is not None:
+                load.transfer_s = max(load.transfer_s, transfer_s)
 
     def ended(self, request_id: str, succeeded: bool) -> LoadJob | None:
         """Every rank has reported a request's load; None if there is none."""
         load = self.loading.pop(request_id, None)
         if load is None:
             return None
-        seconds = time.monotonic() - load.started_at
+        seconds = time.monotonic() - load.began_at
         self._recorder.tally("load_seconds", seconds)
         self._recorder.tally("loaded_tokens", load.num_tokens if succeeded else 0)
-        self.policy.load_ended(load.num_tokens, load.nbytes, seconds, succeeded, load.is_probe, load.connection)
+        self.policy.load_ended(load, load.transfer_s or seconds, succeeded)
         return load.job
 
     @property

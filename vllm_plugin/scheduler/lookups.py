@@ -90,7 +90,8 @@ class Lookups:
             return None
         self.by_request[request.request_id] = lookup
         if before is not None:  # A hit is judged once, and waited for once.
-            lookup.verdict, lookup.wait = before.verdict, before.wait
+            lookup.verdict, lookup.most, lookup.wait = before.verdict, before.most, before.wait
+            lookup.is_declined = before.is_declined
         return lookup
 
     def send_again(self, lookup: RequestLookup, answer_s: float = 0.0) -> bool:
@@ -205,10 +206,9 @@ class Lookups:
 
     def flush(self) -> None:
         """Tells the pool of all leases that were released: one call a stage, which is not waited for."""
-        if self._released:
-            for session, lease_ids in zip(self.stages.sessions, zip(*self._released, strict=True), strict=False):
-                session.client.rpc.release_quietly(*lease_ids)
-            self._released.clear()
+        released, self._released = self._released, []  # Once, even where that fails: leases expire by themselves.
+        for session, lease_ids in zip(self.stages.sessions, zip(*released, strict=True), strict=False):
+            session.client.rpc.release_quietly(*lease_ids)
 
     def _release_late(self, session: Session, pending: PendingLookup) -> None:
         """Releases the lease of an answer that nobody waits for. Runs on the thread that has received it."""

@@ -152,7 +152,9 @@ class RequestLookup:
         coming_tokens: by how many tokens such blocks would lengthen the hit.
         searched: (asked, limit) of the last search for the longest hit.
         boundary: the longest hit; `local` if there is none, or none that is worth its load.
-        verdict: whether the hit is worth loading; None until it was judged.
+        verdict: how much of the hit is worth loading; None until it was judged.
+        most: nothing is loaded beyond this token.
+        is_declined: a part of the hit is computed, or all of it.
         traceparent: of its span; empty if it has none.
     """
 
@@ -180,6 +182,8 @@ class RequestLookup:
     searched: tuple[int, int] | None = None
     boundary: int = 0
     verdict: Verdict | None = None
+    most: float = math.inf
+    is_declined: bool = False
     traceparent: str = ""
 
     def __post_init__(self) -> None:

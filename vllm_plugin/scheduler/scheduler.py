@@ -27,6 +27,7 @@ from vllm_plugin.scheduler.loads import Loads
 from vllm_plugin.scheduler.lookups import Lookups
 from vllm_plugin.scheduler.peer_loads import PeerLoads
 from vllm_plugin.scheduler.pool_contents import PoolContents
+from vllm_plugin.scheduler.prefill_queue import PrefillQueue, Stage
 from vllm_plugin.scheduler.reporter import Reporter
 from vllm_plugin.scheduler.request_spans import RequestSpans
 from vllm_plugin.scheduler.request_traces import RequestTraces
@@ -72,7 +73,8 @@ class KVPoolScheduler:
             geometry.groups, lambda: stages.sessions[0] if len(stages.sessions) == 1 else None, recorder.guard
         )
         self.contents = PoolContents(events_of_engine, announcer)
-        self.loads = Loads(geometry, self.stages, config.decline_slow_loads, recorder)
+        self.queue = PrefillQueue()
+        self.loads = Loads(geometry, self.stages, config, self.queue, recorder)
         self.lookups = Lookups(geometry, self.stages, config, self.budget, recorder)
         self._traces = RequestTraces() if config.explain_requests else None
         tracing = tracing_of(config.client_config())
@@ -95,6 +97,7 @@ class KVPoolScheduler:
         self._failed: set[str] = set()
         self._new_loads: list[LoadJob] = []
         self._unallocated: Request | None = None  # Has been answered, and has no blocks yet.
+        self._local = 0  # Tokens that the engine had of the request that was asked about last.
         self._begun_step = 0  # Number of the newest step that the load policy was told of.
         self._delivered_step = 0  # Number of the newest step whose metadata vLLM has.
         if geometry.num_stages == 1:
@@ -106,6 +109,10 @@ class KVPoolScheduler:
         self._resets.bind(block_pool)
 
     # Lookup
+
+    def arrived(self, request: Request) -> None:
+        """vLLM has a new request, which it will ask about in its turn."""
+        self.queue.put(request, Stage.WAITING)
 
     def matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens beyond the engine's own can be loaded; None: ask again."""
@@ -124,12 +131,12 @@ class KVPoolScheduler:
             else:
                 is_admitted = self._unallocated is request
                 matched = self.admission.matched_tokens(request, num_computed_tokens, is_admitted)
-        self._unallocated = None if matched is None else request
+        self._unallocated, self._local = None if matched is None else request, num_computed_tokens
         return matched, bool(matched)
 
     def miss(self, request: Request) -> None:
         """`matched_tokens` has failed: the request is computed."""
-        self._unallocated = request
+        self._unallocated, self._local = request, 0
         with self.guard.part("the end of a lookup"):
             self.lookups.discard(request.request_id)
 
@@ -150,6 +157,7 @@ class KVPoolScheduler:
         """vLLM has allocated blocks for a request, and takes the answer, or a part of it, or none of it."""
         self._peer_loads.admitted(request, num_external_tokens)  # First: also where anything below fails.
         with self.budget:
+            self._queued(request, num_external_tokens)
             self._unallocated = None
             request_id = request.request_id
             lookup = self.lookups.by_request.pop(request_id, None)
@@ -186,6 +194,14 @@ class KVPoolScheduler:
             self._recorder.add("hit_tokens", num_external_tokens)
             self.stores.loads(request_id, lookup.asked, stop_tokens)
 
+    def _queued(self, request: Request, num_external_tokens: int) -> None:
+        """Tells the queue how much of a request is left to compute: what neither is there nor comes."""
+        there = request.num_computed_tokens  # Nothing, unless a load has ended.
+        if not there:
+            there = num_external_tokens + (self._local if self._unallocated is request else 0)
+            self.queue.admitted(request.num_tokens, there)
+        self.queue.put(request, Stage.LOADING if num_external_tokens else Stage.RUNNING, there)
+
     def fail_load(self, request: Request, num_external_tokens: int) -> None:
         """`after_alloc` has failed: if vLLM waits for a load of the request, every rank reports it as failed."""
         request_id = request.request_id
@@ -207,7 +223,8 @@ class KVPoolScheduler:
     def build_metadata(self, output: SchedulerOutput) -> ConnectorMetadata:
         """This step's jobs. The blocks of its stores are pinned from here on."""
         self.jobs.begin_step()
-        self.lookups.flush()
+        with self.guard.part("the release of leases"):
+            self.lookups.flush()
         self._resets.finish()
         self.budget.new_step()
         self._adapters.new_step()
@@ -255,13 +272,7 @@ class KVPoolScheduler:
         scheduled, total = output.num_scheduled_tokens, output.total_num_scheduled_tokens
         with self.guard.part("the count of computed tokens"):
             self.computed.step(scheduled)
-        prefill = 0
-        if total > len(scheduled):  # Else every request computes one token, and none of them tells anything.
-            requests = self.stores.tracked
-            for request_id, count in scheduled.items():
-                tracked = requests.get(request_id)
-                if tracked is not None and tracked.request.num_computed_tokens < tracked.request.num_prompt_tokens:
-                    prefill += count
+        prefill = self.queue.step(scheduled)
         self._begun_step = self.jobs.step
         self.loads.policy.step_began(prefill, total - prefill)
 
@@ -283,6 +294,7 @@ class KVPoolScheduler:
             "lookups": len(self.lookups.by_request),
             "prompts that are counted": len(self.computed),
             "loads": len(self.loads.loading),
+            "requests before their first token": len(self.queue),
             "failed requests": len(self._failed),
             "new loads": len(self._new_loads),
             "requests with hints": len(self.hints),
@@ -300,6 +312,8 @@ class KVPoolScheduler:
                 self._resets.weights_reported(metadata.weights)
             if comparison.failed:
                 self._resets.fail("the namespaces of its ranks could not be compared")
+            with part("the load policy"):
+                self.loads.transferred(metadata.load_seconds)
             for job_id, ranks in metadata.ended_stores.items():
                 with part("the report of a store"):
                     self.jobs.reported(job_id, ranks, job_id in metadata.failed_stores)
@@ -342,6 +356,7 @@ class KVPoolScheduler:
             self.lookups.discard(request_id)
             self.lookups.flush()
         with part("the end of a request"):
+            self.queue.drop(request_id)
             self.loads.stop_waiting(request_id)
             self._peer_loads.finished(request_id)
             self._names.admitted(request_id)

@@ -36,6 +36,8 @@ logger = init_logger("vllm.kvpool.transfer")
 
 Job = TypeVar("Job", LoadJob, StoreJob)
 
+MIN_LOAD_S = 1e-6
+"""A load takes some time; 0 would say that it has not ended."""
 PUT_BYTES = 64 << 20
 """A larger store is cut into puts of this size: each put is stored as a whole or not at all."""
 
@@ -199,7 +201,7 @@ class ReceiveThread(TransferThread[LoadJob]):
     _call = "load"
 
     def _transfer(self, job: LoadJob, mark: Any) -> bool:
-        started = time.perf_counter()
+        started, began = time.perf_counter(), self._copier.now()
         try:
             namespace = self._namespace(job.weights_epoch)
             gone = sum(self._get(namespace, job, part, mark) for part in job.groups)
@@ -214,6 +216,10 @@ class ReceiveThread(TransferThread[LoadJob]):
             return False
         finally:
             self._copier.wait_scattered()  # Nothing may reach the engine's blocks once the job has been reported.
+            seconds = time.perf_counter() - started
+            # A forward pass that the load has waited for says nothing of the link, and computing would wait for it too.
+            # What was read meanwhile counts as free: it is as much as the copier stages.
+            job.seconds = max(MIN_LOAD_S, seconds - self._copier.seconds_between(began, mark))
         if gone:
             logger.warning(
                 "kvpool: %d of %d KV blocks of a load left the pool; vLLM computes them",
@@ -224,7 +230,7 @@ class ReceiveThread(TransferThread[LoadJob]):
             return False
         self._session.report(None, "load")
         self._recorder.add("loaded_blocks", _count(job))
-        self._recorder.observe("load_seconds", time.perf_counter() - started)
+        self._recorder.observe("load_seconds", seconds)
         return True
 
     def _get(self, namespace: Namespace, job: LoadJob, part: GroupBlocks, mark: Any) -> int:

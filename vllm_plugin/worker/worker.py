@@ -181,6 +181,7 @@ class KVPoolWorker:
             self._ended_loads += self.receiver.take_ended()
         for job, succeeded in self._ended_loads:
             results.finished_recving.add(job.request_id)
+            self._report.load_seconds[job.request_id] = job.seconds
             if not succeeded:
                 results.failed_recving.add(job.request_id)
         self._ended_loads = []  # Last: vLLM waits for every load to be reported.

@@ -93,7 +93,7 @@ def test_what_the_engine_has_itself_has_no_cause(core: MakeCore) -> None:
 def test_a_hit_that_loading_would_make_slower(core: MakeCore, monkeypatch: pytest.MonkeyPatch) -> None:
     one, request = core().connected(), named()
     fill(one, request.block_hashes[:4])
-    monkeypatch.setattr(one.side.loads, "verdict", lambda start, stop: Verdict(False, 1.0, 2.0))
+    monkeypatch.setattr(one.side.loads, "verdict", lambda request_id, start, stop: Verdict(0))
     assert one.ask(request) == 0
     assert compute(one, request) == {Cause.DECLINED: blocks(4), Cause.NEVER_STORED: blocks(2), Cause.LAST_BLOCK: LAST}
 

@@ -3,12 +3,14 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+from vllm_plugin.config import ConnectorConfig
 from vllm_plugin.metadata import LoadJob
 from vllm_plugin.metrics import Recorder
 from vllm_plugin.model.geometry import Geometry
 from vllm_plugin.model.groups import PoolGroup
 from vllm_plugin.model.kinds import FullAttention
 from vllm_plugin.scheduler.loads import Loads
+from vllm_plugin.scheduler.prefill_queue import PrefillQueue
 
 BLOCK = 16
 GROUP = PoolGroup(FullAttention(block_tokens=BLOCK), (0,))
@@ -19,7 +21,7 @@ def loads(num_blocks: int = 1000) -> Loads:
     geometry = Geometry([GROUP], alignment=BLOCK, names=names, num_blocks=num_blocks, step_tokens=2048)
     spec = SimpleNamespace(groups=[SimpleNamespace(slot_bytes=1)])
     stages: Any = SimpleNamespace(specs=[spec], transport="shm", boot_token=1)
-    return Loads(geometry, stages, False, Recorder())
+    return Loads(geometry, stages, ConnectorConfig("127.0.0.1:1"), PrefillQueue(), Recorder())
 
 
 def request(name: str, num_blocks: int) -> Any:

@@ -320,9 +320,9 @@ def test_a_hit_is_judged_once_it_is_final(core: MakeCore, clock: FakeClock) -> N
     judged: list[tuple[int, int]] = []
     verdict = one.side.loads.verdict
 
-    def watched(start: int, stop: int) -> Any:
+    def watched(request_id: str, start: int, stop: int) -> Any:
         judged.append((start, stop))
-        return verdict(start, stop)
+        return verdict(request_id, start, stop)
 
     one.side.loads.verdict = watched
     assert look(one, request) is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -34,6 +35,7 @@ LAYERS, BLOCKS, HEADS, TOKENS, COLUMNS = ("a", "b"), 16, 4, 8, 16
 CHUNK_BYTES = len(LAYERS) * TOKENS * COLUMNS
 TIMEOUT_MS = 200
 REPORTED_S = 20.0
+BEHIND_S = 0.5
 
 
 def blocks_of(names: Sequence[object], *block_ids: Sequence[int], group_idx: int = 0) -> GroupBlocks:
@@ -228,6 +230,41 @@ def test_a_device_spares_cores_for_those_who_compute(
     assert rank._outcome(rank.receiver)
     assert torch.equal(rank.kv[:, blocks], before)
     assert sparing == [on_device, on_device and beside_compute]
+
+
+class Behind(Device):
+    """A device that is behind the host: it has done what it was given so far after `BEHIND_S`. Marks are times."""
+
+    def mark(self) -> float:
+        return time.perf_counter() + BEHIND_S
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+    def seconds_between(self, earlier: float, mark: float) -> float:
+        return max(0.0, mark - earlier)
+
+    def scatter(self, mark: float, group_idx: int, block_ids: BlockIds, buffers: Buffers) -> Checksums:
+        time.sleep(max(0.0, mark - time.perf_counter()))
+        return super().scatter(mark, group_idx, block_ids, buffers)
+
+
+def test_a_load_takes_as_long_as_its_transfer_however_far_the_device_is_behind(
+    start: Start, shared_server: ServerProcess
+) -> None:
+    rank = start(shared_server)
+    assert rank.store(["behind"], [3])
+    rank.counted()
+    rank.receiver._copier = Behind(rank.copier)
+    jobs = [LoadJob("r", (rank.lease(["behind"]),), [blocks_of(["behind"], [5])]) for _ in range(2)]
+    rank.receiver.submit(jobs[0])
+    assert rank._outcome(rank.receiver)
+    (felt_s,) = rank.counted()["load_seconds"]
+    assert 0 < jobs[0].seconds < BEHIND_S < felt_s
+    rank.receiver._copier = rank.copier
+    rank.receiver.submit(jobs[1])
+    assert rank._outcome(rank.receiver)
+    assert jobs[1].seconds == rank.counted()["load_seconds"][0]
 
 
 def test_two_ranks_make_a_block_that_one_rank_reads(start: Start, shared_server: ServerProcess) -> None:

@@ -32,6 +32,12 @@ class Copier(Protocol):
     def mark(self) -> Any:
         """A mark of the work that the device has been given so far, for `gather` and `scatter` to wait for."""
 
+    def now(self) -> Any:
+        """A mark that is reached at once, for `seconds_between`; for the thread that scatters, between its jobs."""
+
+    def seconds_between(self, earlier: Any, mark: Any) -> float:
+        """By how many seconds the device reached `mark` after another one; 0 where it was before, or is still to be."""
+
     def gather(self, mark: Any, group_idx: int, block_ids: BlockIds, buffers: Buffers) -> Checksums | None:
         """Copies blocks of the engine into buffers, uint8 [region bytes] each, once `mark` is reached.
 

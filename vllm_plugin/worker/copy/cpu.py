@@ -35,6 +35,12 @@ class CpuCopier:
     def mark(self) -> None:
         return None
 
+    def now(self) -> None:
+        return None
+
+    def seconds_between(self, earlier: None, mark: None) -> float:
+        return 0.0
+
     def sums(self, group_idx: int) -> bool:
         return False
 

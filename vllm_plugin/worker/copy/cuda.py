@@ -71,9 +71,20 @@ class CudaCopier:
             self._pinned = PinnedMemory(memory, CudaHost(self._device), extents) if memory is not None else None
 
     def mark(self) -> torch.cuda.Event:
-        event = torch.cuda.Event()
+        event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
+
+    def now(self) -> torch.cuda.Event:
+        self._in.enter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(self._in.kernels_stream)
+        return event
+
+    def seconds_between(self, earlier: torch.cuda.Event, mark: torch.cuda.Event) -> float:
+        if not (earlier.query() and mark.query()):
+            return 0.0
+        return max(0.0, float(earlier.elapsed_time(mark)) / 1_000)
 
     def sums(self, group_idx: int) -> bool:
         return self._sums[group_idx]
