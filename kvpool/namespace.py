@@ -128,11 +128,11 @@ class NamespaceSpec:
 
     def fingerprint(self) -> bytes:
         """SHA-256 of the canonical JSON encoding, 32 bytes."""
-        fields = dataclasses.asdict(self)
+        fields = _fields_of(self)
         if self.weights_digest:
             for label in _LABELS:
                 del fields[label]
-        text = json.dumps(fields, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+        text = json.dumps(fields, default=_fields_of, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
         return hashlib.sha256(text.encode()).digest()
 
     def listed(self) -> NamespaceSpec:
@@ -167,6 +167,11 @@ class NamespaceSpec:
                 raise InvalidRequestError(f"{where}.chunk_bytes {group.chunk_bytes} is not positive")
             if group.block_tokens < 1:
                 raise InvalidRequestError(f"{where}.block_tokens {group.block_tokens} is not positive")
+
+
+def _fields_of(spec: NamespaceSpec | GroupSpec) -> dict[str, Any]:
+    """Like `dataclasses.asdict`, which takes 10 ms to copy the names of the layers of the largest spec."""
+    return {each.name: getattr(spec, each.name) for each in dataclasses.fields(spec)}
 
 
 def _digest_of(secret: str) -> str:
