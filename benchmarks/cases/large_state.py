@@ -99,8 +99,7 @@ def _marked(vllm_config: Any, geometry: Any) -> list[Row]:
         return time.thread_time() - began
 
     for request in requests:
-        loads.asked(request, 0)
-        loads.admitted(request, 0)
+        loads.admitted(request, 0, 0)
         request.num_computed_tokens = PROMPT_BLOCKS * BLOCK_TOKENS
     _freeze()
     first, *others = [step(nth) for nth in range(NUM_STEPS)]

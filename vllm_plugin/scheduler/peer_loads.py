@@ -61,7 +61,6 @@ class PeerLoads:
     def __init__(self, groups: Sequence[PoolGroup], stores: Stores):
         self._groups = groups
         self._stores = stores
-        self._asked = "", 0  # The newest question: request, tokens of it that the engine had itself.
         self._admitted: dict[str, Admitted] = {}  # Since the last step.
         self._marked: set[int] = set()  # Blocks, by id.
         self._first: dict[str, int] = {}  # Request with marked blocks -> the first token that is in one.
@@ -79,16 +78,9 @@ class PeerLoads:
         self._admitted.clear()
         return is_behind
 
-    def asked(self, request: Request, local: int) -> None:
-        """vLLM asks how much can be loaded of a request; it has the first `local` tokens itself."""
-        self._asked = request.request_id, local
-
-    def admitted(self, request: Request, num_loaded: int) -> None:
-        """A request was given blocks, and kvpool loads so many tokens of it."""
-        request_id, local = self._asked
-        self._asked = "", 0
-        was_asked = request_id == request.request_id
-        self._admitted[request.request_id] = Admitted(request, local if was_asked else None, num_loaded)
+    def admitted(self, request: Request, local: int | None, num_loaded: int) -> None:
+        """A request was given blocks; see `Admitted`."""
+        self._admitted[request.request_id] = Admitted(request, local, num_loaded)
 
     def finished(self, request_id: str) -> None:
         self._admitted.pop(request_id, None)
@@ -146,10 +138,13 @@ class PeerLoads:
 
         Where a request has just been given its blocks, those of states are at their positions, too.
         """
-        firsts = []
-        for group in self._groups:
-            size = group.kind.block_tokens
-            for member in group.members:
-                marked = (nth for nth, each in enumerate(tables[member][: -(-local // size)]) if each in self._marked)
-                firsts += [nth * size for nth in [next(marked, None)] if nth is not None]
-        return min(firsts, default=None)
+        sizes = [(group.kind.block_tokens, member) for group in self._groups for member in group.members]
+        return min(
+            (
+                nth * size
+                for size, member in sizes
+                for nth, block_id in enumerate(tables[member][: -(-local // size)])
+                if block_id in self._marked
+            ),
+            default=None,
+        )

@@ -97,7 +97,7 @@ class KVPoolScheduler:
         self._failed: set[str] = set()
         self._new_loads: list[LoadJob] = []
         self._unallocated: Request | None = None  # Has been answered, and has no blocks yet.
-        self._local = 0  # Tokens that the engine had of the request that was asked about last.
+        self._asked: tuple[Request | None, int] = None, 0  # The newest question: tokens that the engine had itself.
         self._begun_step = 0  # Number of the newest step that the load policy was told of.
         self._delivered_step = 0  # Number of the newest step whose metadata vLLM has.
         if geometry.num_stages == 1:
@@ -117,7 +117,7 @@ class KVPoolScheduler:
     def matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens beyond the engine's own can be loaded; None: ask again."""
         matched: int | None = 0
-        self._peer_loads.asked(request, num_computed_tokens)
+        self._asked = request, num_computed_tokens
         with self.budget:
             with self.guard.part("the hints of a request"):
                 self.hints.asked(request)
@@ -131,12 +131,12 @@ class KVPoolScheduler:
             else:
                 is_admitted = self._unallocated is request
                 matched = self.admission.matched_tokens(request, num_computed_tokens, is_admitted)
-        self._unallocated, self._local = None if matched is None else request, num_computed_tokens
+        self._unallocated = None if matched is None else request
         return matched, bool(matched)
 
     def miss(self, request: Request) -> None:
         """`matched_tokens` has failed: the request is computed."""
-        self._unallocated, self._local = request, 0
+        self._unallocated = request
         with self.guard.part("the end of a lookup"):
             self.lookups.discard(request.request_id)
 
@@ -155,9 +155,11 @@ class KVPoolScheduler:
 
     def after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """vLLM has allocated blocks for a request, and takes the answer, or a part of it, or none of it."""
-        self._peer_loads.admitted(request, num_external_tokens)  # First: also where anything below fails.
+        (asked, num_own), self._asked = self._asked, (None, 0)
+        local = num_own if asked is request else None  # None: its load has ended.
+        self._peer_loads.admitted(request, local, num_external_tokens)  # First: also where anything below fails.
         with self.budget:
-            self._queued(request, num_external_tokens)
+            self._queued(request, local or 0, num_external_tokens)
             self._unallocated = None
             request_id = request.request_id
             lookup = self.lookups.by_request.pop(request_id, None)
@@ -194,11 +196,11 @@ class KVPoolScheduler:
             self._recorder.add("hit_tokens", num_external_tokens)
             self.stores.loads(request_id, lookup.asked, stop_tokens)
 
-    def _queued(self, request: Request, num_external_tokens: int) -> None:
+    def _queued(self, request: Request, local: int, num_external_tokens: int) -> None:
         """Tells the queue how much of a request is left to compute: what neither is there nor comes."""
         there = request.num_computed_tokens  # Nothing, unless a load has ended.
         if not there:
-            there = num_external_tokens + (self._local if self._unallocated is request else 0)
+            there = local + num_external_tokens
             self.queue.admitted(request.num_tokens, there)
         self.queue.put(request, Stage.LOADING if num_external_tokens else Stage.RUNNING, there)
 
