@@ -197,7 +197,10 @@ def test_kv_of_old_weights_that_another_connector_has_kept_does_not_reach_the_po
     e2e_server: ServerProcess, shapes_dir: Path, trained: Path, tmp_path: Path
 ) -> None:
     """Nor what is computed from it: the longer prompt finds it in the engine's own cache."""
-    kept, kvpool = example_connector(tmp_path / "files"), kvpool_transfer_config(e2e_server.endpoint, salt="kept")
+    kept, kvpool = (
+        example_connector(tmp_path / "files"),
+        kvpool_transfer_config(e2e_server.endpoint, salt="kept", **PATIENT),
+    )
     text = prompt(LENGTH, "kept by another")
     longer = text + prompt(100, "longer")
     old = EngineSpec(write("llama", shapes_dir), kept, FLOAT32, in_process=True)
@@ -211,3 +214,8 @@ def test_kv_of_old_weights_that_another_connector_has_kept_does_not_reach_the_po
         right = [reader.generate([each])[0] for each in (text, longer)]
         assert not reader.metrics()["vllm:kvpool_hit_tokens"]
         assert all(each.logprobs != other.logprobs for each, other in zip(wrong, right, strict=True))
+        own = prompt(LENGTH, "of its own")
+        engine.generate([own])
+        drain(engine)
+        reader.generate([own])
+        assert reader.metrics()["vllm:kvpool_hit_tokens"] == FULL, "the engine has stored nothing at all"

@@ -41,7 +41,7 @@ logger = init_logger("vllm.kvpool.weights")
 
 MAX_THREADS = 16
 PIECE_BYTES = 16 << 20
-"""Beside a busy engine a thread waits some 5 ms for the interpreter before each read."""
+"""Digests depend on it. Beside a busy engine a thread waits some 5 ms for the interpreter before each read."""
 LOCK_TIMEOUT_S = 600.0
 LOCK_POLL_S = 0.05
 LOG_AFTER_S = 5.0
