@@ -5,7 +5,7 @@ No hook raises an Exception (`guard.py`), except while the engine starts, where 
 is ended, is beside each hook: a load that vLLM waits for is always reported, as failed where it is in doubt, and blocks
 in doubt are not shared.
 
-Importing this module has no side effects: vLLM imports it in every process.
+Importing this module is cheap and has no side effects: vLLM imports it in every process, in most of them for the class.
 """
 
 from __future__ import annotations
@@ -27,13 +27,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 from vllm.logger import init_logger
 
-from vllm_plugin.config import ConnectorConfig
 from vllm_plugin.guard import Guard, hook
 from vllm_plugin.metadata import ConnectorMetadata
 from vllm_plugin.metrics import KVPoolPromMetrics, KVPoolStats
 from vllm_plugin.releases import TESTED, check_contract, transfer_results
-from vllm_plugin.scheduler.scheduler import KVPoolScheduler
-from vllm_plugin.worker.worker import KVPoolWorker
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -46,6 +43,9 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
+
+    from vllm_plugin.scheduler.scheduler import KVPoolScheduler
+    from vllm_plugin.worker.worker import KVPoolWorker
 
 logger = init_logger("vllm.kvpool.connector")
 
@@ -60,6 +60,8 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
     guard = Guard()
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig):
+        from vllm_plugin.config import ConnectorConfig
+
         check_contract()
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
@@ -67,6 +69,8 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: KVPoolScheduler | None = None
         self._worker: KVPoolWorker | None = None
         if role is KVConnectorRole.SCHEDULER:
+            from vllm_plugin.scheduler.scheduler import KVPoolScheduler
+
             warn_if_untested(vllm.__version__)
             if transfer.kv_load_failure_policy != "recompute":
                 logger.warning(
@@ -77,6 +81,8 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler = KVPoolScheduler(vllm_config, kv_cache_config, config)
         else:
             from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
+
+            from vllm_plugin.worker.worker import KVPoolWorker
 
             self._worker = KVPoolWorker(
                 vllm_config, kv_cache_config, config, get_tensor_model_parallel_rank(), get_pp_group().rank_in_group

@@ -11,6 +11,7 @@ kvpool reads.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import tempfile
 from pathlib import Path
 from typing import Annotated
@@ -40,6 +41,7 @@ def main(
     with contextlib.ExitStack() as stack:
         endpoint = stack.enter_context(harness.kvpool_server("2GiB"))
         known = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        prompts = (prompt_of(PROMPT_TOKENS, f"start {nth}") for nth in itertools.count())  # None is in the pool.
         options = {"enforce_eager": True, "max_model_len": 2048, "kv_cache_memory_bytes": 1 << 30}
 
         def start(name: str, cache: Path | None = None) -> float:
@@ -49,7 +51,7 @@ def main(
             transfer = kvpool_transfer_config(endpoint) if cache else None
             spec = EngineSpec(model, transfer, options, environment, in_process=True)
             with Engine(spec, logs / f"{name.replace(' ', '-')}.log") as engine:
-                answered = timed(lambda: engine.generate([prompt_of(PROMPT_TOKENS, "start")], max_tokens=1))
+                answered = timed(lambda: engine.generate([next(prompts)], max_tokens=1))
             print(f"{name}: {engine.start_s:.2f} s, first answer {answered:.2f} s", flush=True)
             return engine.start_s + answered
 
