@@ -13,7 +13,6 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from tests.support.toy.engine import ToyEngine
-from tests.support.toy.fixtures import BLOCK_TOKENS
 from tests.support.toy.fleet import Fleet, assert_nothing_is_left
 from tests.support.toy.model import answer
 from tests.support.toy.shapes import SHAPES
@@ -29,11 +28,7 @@ def hits(engine: ToyEngine) -> list[int]:
 def full_hit(specs: Sequence[KVCacheSpec], num_tokens: int) -> int:
     """Tokens of a prompt that are loaded where all of its blocks are in the pool."""
     alignment = math.lcm(*(spec.block_size for spec in specs))
-    whole = (num_tokens - 1) // alignment * alignment
-    if any(isinstance(spec, MambaSpec) and spec.block_size > BLOCK_TOKENS for spec in specs):
-        # vLLM keeps the state at the prompt's last hash unit, and none at the block boundary before it.
-        return whole if whole == (num_tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS else 0
-    return whole
+    return (num_tokens - 1) // alignment * alignment
 
 
 @ALL
