@@ -15,6 +15,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from vllm_plugin.releases import hash_block_tokens
+
 
 @dataclass
 class Garbage(KVConnectorMetadata):
@@ -119,6 +121,7 @@ class StalePeer(FailingPeer):
         super().__init__(vllm_config, role, kv_cache_config)
         self._loads: dict[str, int] = self._kv_transfer_config.get_from_extra_config("loads", {})
         self._sizes = [group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups]
+        self._block_tokens = hash_block_tokens(kv_cache_config) or self._block_tokens
         self._local: dict[str, int] = {}
         self._believes = True
 

@@ -96,6 +96,7 @@ def make_request(
     max_tokens: int = 8,
     images: Mapping[str, tuple[int, int]] | None = None,
     resumable: bool = False,
+    priority: int = 0,
     **options: Any,
 ) -> Request:
     """A request as EngineCore makes it; greedy, without an end-of-sequence token.
@@ -110,7 +111,14 @@ def make_request(
         for name, (first, count) in (images or {}).items()
     ]
     return Request(
-        request_id, list(prompt), sampling, None, block_hasher=_hasher, mm_features=features, resumable=resumable
+        request_id,
+        list(prompt),
+        sampling,
+        None,
+        block_hasher=_hasher,
+        mm_features=features,
+        resumable=resumable,
+        priority=priority,
     )
 
 

@@ -138,6 +138,22 @@ def test_preempted_requests_answer_right_and_leak_nothing(num_blocks: int, steps
     assert engine.counted("loaded_blocks") > 0
 
 
+@pytest.mark.usefixtures("answered_at_once")
+def test_what_vllm_withdraws_from_a_step_is_neither_read_nor_stored(fleet: Fleet) -> None:
+    """By priority, vLLM preempts a request whose chunk it has just scheduled, and has named the blocks of the chunk."""
+    options = {"scheduling_policy": "priority", "max_num_batched_tokens": 128, "long_prefill_token_threshold": 64}
+    low, high = tokens(400, "low"), tokens(46, "high")
+    fleet.start().generate(low[:330])
+    engine = fleet.start("kv_producer", options=options, num_blocks=28)
+    engine.add("low", low, priority=1)
+    engine.step()
+    engine.add("high", high)
+    engine.run()
+    assert engine.preempted == ["low"], "the test wants preemption"
+    assert (engine.answers["low"], engine.answers["high"]) == (answer(low, 8), answer(high, 8))
+    assert fleet.start().generate(low) == [answer(low, 8)]
+
+
 @MODES
 def test_several_loads_at_once_do_not_deadlock_a_small_cache(steps_ahead: int, fleet: Fleet) -> None:
     prompts = [tokens(200, nth) for nth in range(6)]  # 13 blocks each, and 20 in all.

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from vllm.v1.kv_cache_interface import (
@@ -13,11 +14,11 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from tests.support.toy.engine import ToyEngine
-from tests.support.toy.fixtures import BLOCK_TOKENS
 from tests.support.toy.fleet import Fleet, assert_nothing_is_left
 from tests.support.toy.model import answer
-from tests.support.toy.shapes import SHAPES
+from tests.support.toy.shapes import FULL, SHAPES, STATE
 from tests.support.vllm_objects import tokens
+from tests.vllm_plugin.bugs import WRONG_KV
 
 ALL = pytest.mark.parametrize("shape", SHAPES)
 
@@ -29,11 +30,7 @@ def hits(engine: ToyEngine) -> list[int]:
 def full_hit(specs: Sequence[KVCacheSpec], num_tokens: int) -> int:
     """Tokens of a prompt that are loaded where all of its blocks are in the pool."""
     alignment = math.lcm(*(spec.block_size for spec in specs))
-    whole = (num_tokens - 1) // alignment * alignment
-    if any(isinstance(spec, MambaSpec) and spec.block_size > BLOCK_TOKENS for spec in specs):
-        # vLLM keeps the state at the prompt's last hash unit, and none at the block boundary before it.
-        return whole if whole == (num_tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS else 0
-    return whole
+    return (num_tokens - 1) // alignment * alignment
 
 
 @ALL
@@ -70,3 +67,15 @@ def test_pipeline_stages(shape: str, fleet: Fleet) -> None:
     assert first.generate(prompt) == second.generate(prompt) == [answer(prompt, 8)]
     assert hits(second) == [192]
     assert_nothing_is_left(second)
+
+
+def test_vllm_misnames_states_where_chunks_end_inside_their_blocks(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Why such models are refused. A chunk leaves the state of token 64 where that of token 96 is looked for."""
+    monkeypatch.setattr("vllm_plugin.model.groups.check_supported", lambda *_: None)
+    specs, prompt = (replace(STATE, block_size=48), FULL), tokens(113)
+    engine = fleet.start("kv_producer", specs=specs, options={"max_num_batched_tokens": 64})
+    engine.generate(prompt)
+    with pytest.raises(AssertionError, match=WRONG_KV):
+        engine.generate(prompt[:97])

@@ -173,10 +173,19 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
         raise ConfigError(
             f"{vllm_config.model_config.model} has no KV cache, so there is nothing to share; serve it without kvpool"
         )
+    smallest = min(group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups)
     for idx, group in enumerate(kv_cache_config.kv_cache_groups):
         for spec in layer_specs(group.kv_cache_spec):
             kind = kind_of(spec)
             reason = (kind or Kind).why_not_shared(spec)
+            if reason is None and kind is not None and not kind.is_positional and spec.block_size > smallest:
+                # `Scheduler._mamba_block_aligned_split` ends chunks at multiples of the smallest block, and a state is
+                # that of the end of a chunk. What is computed from a state under a wrong name is wrong itself.
+                reason = (
+                    f"keeps states in blocks of {spec.block_size} tokens beside blocks of {smallest}: vLLM then names "
+                    "states by prefixes that they are not of (vllm-project/vllm#54076), in its own cache too; serve it "
+                    "without kvpool, or without the draft model that has the small blocks"
+                )
             if reason is None and kind is None:
                 reason = "is of a kind that it does not know; serve it without kvpool"
             if reason is None and not (group.enable_kv_transfer and spec.prefix_cacheable):

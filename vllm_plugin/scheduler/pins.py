@@ -70,6 +70,12 @@ class Pins:
         pool = self._block_pool
         return pool is None or pool.get_num_free_blocks() + num_orphans(pool, [self]) == pool.num_gpu_blocks - 1
 
+    def forget_free_blocks(self) -> None:
+        """The engine's own cache forgets the blocks that no request and no pin holds."""
+        assert self._block_pool is not None
+        blocks = self._block_pool.blocks
+        self._block_pool.evict_blocks({each.block_id for each in blocks if each.block_hash and not each.ref_cnt})
+
     def pin(self, job_id: int, rows: Sequence[Sequence[int]]) -> None:
         """Pins the blocks of a job: vLLM frees those of a preempted or finished request without a call.
 

@@ -60,6 +60,7 @@ class KVPoolScheduler:
         transfer, events = vllm_config.kv_transfer_config, vllm_config.kv_events_config
         self._reads = transfer.is_kv_consumer
         self._writes = transfer.is_kv_producer
+        self._preempts_by_priority = vllm_config.scheduler_config.policy == "priority"
         self._recorder = recorder = Recorder()
         self.guard = recorder.guard
         self._adapters = Adapters(vllm_config, config.share_adapters)
@@ -224,6 +225,11 @@ class KVPoolScheduler:
 
     def build_metadata(self, output: SchedulerOutput) -> ConnectorMetadata:
         """This step's jobs. The blocks of its stores are pinned from here on."""
+        if self._preempts_by_priority and output.preempted_req_ids:
+            # vLLM may have withdrawn a request's chunk from this step (vllm-project/vllm#57580), and still knows the
+            # chunk's blocks, which nobody computes, by their hashes. They are free now, as few others are: requests
+            # are preempted for lack of free blocks.
+            self.jobs.pins.forget_free_blocks()
         self.jobs.begin_step()
         with self.guard.part("the release of leases"):
             self.lookups.flush()

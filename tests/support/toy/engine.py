@@ -140,6 +140,8 @@ class ToyEngine:
         register()
         whole = cache_config(*specs, num_blocks=num_blocks)
         config.cache_config.num_gpu_blocks = num_blocks
+        # As the core sets it: vLLM's scheduler ends the chunks of a prompt with states at its multiples.
+        config.cache_config.block_size = min(group.kv_cache_spec.block_size for group in whole.kv_cache_groups)
         if whole.has_mamba_layers:
             config.cache_config.mamba_cache_mode = "align"
         config.parallel_config.tensor_parallel_size = tp_size

@@ -33,5 +33,6 @@ SHAPES: dict[str, tuple[KVCacheSpec, ...]] = {
     "qwen3-next": (STATE, STATE, FULL),
     "states alone": (STATE,),
     "block sizes": (FULL, replace(WINDOW, block_size=32)),
-    "larger states": (replace(STATE, block_size=48), FULL),
+    # As `prefix_match_unit` = 16 makes it: states that another request resumes inside a block are copied.
+    "larger states": (replace(STATE, block_size=48), full_attention(block_size=48)),
 }

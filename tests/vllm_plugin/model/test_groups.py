@@ -170,6 +170,12 @@ def test_a_group_that_cannot_be_shared_is_refused_by_number_kind_and_fix(spec: K
         check_supported(engine(), kv_cache(full_attention(), spec))
 
 
+def test_states_are_refused_where_vllm_ends_chunks_inside_their_blocks() -> None:
+    with pytest.raises(ConfigError, match=r"group 1 \(MambaSpec, 2 layers\) keeps states in blocks of 48"):
+        check_supported(engine(), kv_cache(full_attention(), state(block_size=48)))
+    check_supported(engine(), kv_cache(full_attention(block_size=96), state(block_size=48)))
+
+
 def test_a_kind_that_nobody_knows_is_refused() -> None:
     class NewSpec(type(full_attention())):  # type: ignore[misc]
         pass

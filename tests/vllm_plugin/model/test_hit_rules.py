@@ -86,15 +86,15 @@ def caches(draw: st.DrawFn, whole_chunks: bool) -> tuple[KVCacheConfig, bool]:
     sizes = st.just(draw(st.sampled_from([16, 32]))) if with_chunks else st.sampled_from([16, 32, 48])
     kinds = ["full", "window", "state", *(["chunk"] if with_chunks else [])]
     specs: list[KVCacheSpec] = []
-    for _ in range(draw(st.integers(1, 4))):
-        size = draw(sizes)
+    drawn = draw(st.lists(sizes, min_size=1, max_size=4))
+    for size in drawn:
         match draw(st.sampled_from(kinds)):
             case "full":
                 specs.append(full_attention(draw(st.sampled_from([2, 4])), block_size=size))
             case "window":
                 specs.append(window(draw(st.integers(1, 200)), block_size=size))
             case "state":
-                specs.append(state(block_size=size))
+                specs.append(state(block_size=min(drawn)))  # Larger ones are refused.
             case "chunk":
                 length = draw(st.integers(1, 9)) * size if whole_chunks else draw(st.integers(8, 150))
                 specs.append(chunked(length, block_size=size))

@@ -279,11 +279,17 @@ def play(seed: int, engine: BesidePeer) -> list[list[int]]:
     return prompts
 
 
-SHAPES: dict[str, dict[str, Any]] = {"full": {}, "window": {"specs": (window(40),)}}
-CASES = itertools.product((0, 1), ("second", "first"), ("sync", "async"), SHAPES)
+SHAPES: dict[str, dict[str, Any]] = {
+    "full": {},
+    "window": {"specs": (window(40),)},
+    **{shape: {"specs": MODELS[shape]} for shape in ("larger states", "qwen3-next")},
+}
+CASES = itertools.product((0, 1), ("second", "first"), ("sync", "async"), ("full", "window"))
+# Short of memory, vLLM 0.32 dies of a synchronous load of states: it counts one block too few.
+OF_STATES = itertools.product((1, 0), ("second", "first"), ("async",), ("larger states", "qwen3-next"))
 
 
-@pytest.mark.parametrize("case", some(4, CASES), ids=str)
+@pytest.mark.parametrize("case", some(4, CASES) + some(1, OF_STATES), ids=str)
 def test_kv_of_other_weights_never_reaches_the_pool(case: tuple[int, str, str, str], fleet: Fleet) -> None:
     """Few blocks: they are reused, requests are preempted, and others find what a peer has loaded in the own cache."""
     steps_ahead, ours, mode, shape = case
