@@ -23,10 +23,10 @@ from tests.support.vllm_objects import tokens
 from tests.vllm_plugin.bugs import WRONG_KV, FreshFleet, assert_caught, replaced
 from vllm_plugin.connector import KVPoolConnector
 from vllm_plugin.metadata import GroupBlocks
+from vllm_plugin.model.geometry import Geometry
 from vllm_plugin.model.hit_rules import Found
 from vllm_plugin.model.kinds import Kind, SlidingWindow
 from vllm_plugin.scheduler import admission
-from vllm_plugin.scheduler.admission import Admission
 from vllm_plugin.scheduler.loads import Loads
 from vllm_plugin.scheduler.scheduler import KVPoolScheduler
 from vllm_plugin.scheduler.stores import Stores, TrackedRequest
@@ -157,22 +157,12 @@ def test_a_hit_leaves_the_last_token_to_compute(shape: str, right: int, fresh_fl
         assert second.generate(prompt) == [answer(prompt, 8)]
         assert second.cached_tokens["prompt-0"] == right
 
-    boundary = Admission.boundary
+    hit_limit = Geometry.hit_limit
 
-    class OneMore:
-        """A request that seems to have one token more."""
+    def of_one_token_more(self: Geometry, num_tokens: int) -> int:
+        return hit_limit(self, num_tokens + 1)
 
-        def __init__(self, request: Any):
-            self._request = request
-            self.num_tokens = request.num_tokens + 1
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self._request, name)
-
-    def of_all_tokens(self: Admission, request: Any, local: int) -> int | None:
-        return boundary(self, OneMore(request), local)  # type: ignore[arg-type]
-
-    assert_caught(scenario, replaced(Admission, "boundary", of_all_tokens), WRONG_KV)
+    assert_caught(scenario, replaced(Geometry, "hit_limit", of_one_token_more), WRONG_KV)
 
 
 @pytest.mark.parametrize("cut", [16, 40])

@@ -111,6 +111,10 @@ class Geometry:
             parallel.world_size,
         )
 
+    def hit_limit(self, num_tokens: int) -> int:
+        """The longest hit of a prompt: its last token is always computed, for the logits that the request waits for."""
+        return (num_tokens - 1) // self.alignment * self.alignment
+
     def blocks_to_compute(self, num_tokens: int) -> int:
         """The most blocks that a request of so many tokens needs at once if all of it is computed, step by step."""
         return sum(

@@ -52,6 +52,7 @@ class Admission:
         computed: ComputedTokens,
         recorder: Recorder,
     ):
+        self._geometry = geometry
         self._names = geometry.names
         self._alignment = geometry.alignment
         self._kinds = [group.kind for group in geometry.groups]
@@ -92,8 +93,7 @@ class Admission:
 
     def boundary(self, request: Request, local: int) -> int | None:
         """The longest hit that is worth its load; `local` for none; None: ask again."""
-        # The last token is always computed: its logits are what the request is waiting for.
-        limit = (request.num_tokens - 1) // self._alignment * self._alignment
+        limit = self._geometry.hit_limit(request.num_tokens)
         self._computed.because(request, None)
         if limit <= local:
             return local

@@ -33,7 +33,7 @@ class ComputedTokens:
 
     def __init__(self, geometry: Geometry, recorder: Recorder, watchers: Sequence[RequestWatcher] = ()):
         self._watchers = watchers
-        self._alignment = geometry.alignment
+        self._geometry = geometry
         self._kinds = [group.kind for group in geometry.groups]
         self._recorder = recorder
         self._why: dict[str, Cause] = {}
@@ -63,7 +63,7 @@ class ComputedTokens:
         num_tokens = stats.num_prompt_tokens
         at = num_tokens - stats.num_computed_tokens
         causes: Counter[Cause] = Counter()
-        limit = max(at, (num_tokens - 1) // self._alignment * self._alignment)
+        limit = max(at, self._geometry.hit_limit(num_tokens))
         for cause, stop in self._misses(lookup, why, limit):
             if stop > at:
                 causes[cause] += min(stop, limit) - at

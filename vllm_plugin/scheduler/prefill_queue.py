@@ -31,6 +31,7 @@ class PrefillQueue:
 
     def __init__(self) -> None:
         self._left: dict[Stage, dict[str, tuple[Request, int]]] = {stage: {} for stage in Stage}
+        self._new: dict[str, Request] = {}  # They wait, and `next_waiting` has not returned them.
         self.tokens = dict.fromkeys(Stage, 0)
         self.computed_share = 1.0
 
@@ -43,12 +44,19 @@ class PrefillQueue:
         if (num_tokens := request.num_tokens - num_there) > 0:
             self._left[stage][request.request_id] = request, num_tokens
             self.tokens[stage] += num_tokens
+            if stage is Stage.WAITING:
+                self._new[request.request_id] = request
 
     def drop(self, request_id: str) -> None:
         """A request has ended, or is about to be in another stage."""
+        self._new.pop(request_id, None)
         for stage, left in self._left.items():
             if request_id in left:
                 self.tokens[stage] -= left.pop(request_id)[1]
+
+    def next_waiting(self) -> Request | None:
+        """The oldest request that waits and was not returned before; None: there is none."""
+        return self._new.pop(next(iter(self._new))) if self._new else None
 
     def admitted(self, num_tokens: int, num_there: int) -> None:
         """Of a prompt's tokens so many were loaded or cached."""

@@ -24,6 +24,7 @@ from vllm_plugin.scheduler.computed_tokens import ComputedTokens
 from vllm_plugin.scheduler.events import Events
 from vllm_plugin.scheduler.hints import Hints
 from vllm_plugin.scheduler.loads import Loads
+from vllm_plugin.scheduler.look_ahead import LookAhead
 from vllm_plugin.scheduler.lookups import Lookups
 from vllm_plugin.scheduler.peer_loads import PeerLoads
 from vllm_plugin.scheduler.pool_contents import PoolContents
@@ -85,6 +86,7 @@ class KVPoolScheduler:
         self.admission = Admission(
             geometry, self.lookups, self.loads, self.contents, self.budget, self.computed, recorder
         )
+        self._look_ahead = LookAhead(geometry, self.lookups, self.queue, self.budget)
         self.jobs = StoreJobs(geometry, config, self.contents, recorder)
         self.stores = Stores(geometry, config, self.jobs, self.contents, recorder)
         if self._spans is not None:
@@ -108,12 +110,21 @@ class KVPoolScheduler:
     def bind_block_pool(self, block_pool: BlockPool) -> None:
         self.jobs.bind(block_pool)
         self._resets.bind(block_pool)
+        self._look_ahead.bind(block_pool)
 
     # Lookup
 
     def arrived(self, request: Request) -> None:
         """vLLM has a new request, which it will ask about in its turn."""
         self.queue.put(request, Stage.WAITING)
+        for watcher in self._watchers:
+            watcher.asked(request)
+        with self.budget:
+            self._ask_ahead()
+
+    def _ask_ahead(self) -> None:
+        if self._reads and self._resets.may_share and self.stages.are_open and not self.stages.disagree:
+            self._look_ahead.go_on()
 
     def matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens beyond the engine's own can be loaded; None: ask again."""
@@ -234,6 +245,8 @@ class KVPoolScheduler:
         with self.guard.part("the release of leases"):
             self.lookups.flush()
         self._resets.finish()
+        with self.budget, self.guard.part("looking ahead"):
+            self._ask_ahead()
         self.budget.new_step()
         self._adapters.new_step()
         self._step_began(output)

@@ -44,7 +44,21 @@ def test_each_step_has_a_budget_of_its_own(clock: FakeClock) -> None:
     budget.waited(MAX_WAIT_S)
     assert budget.wait_s == 0
     budget.new_step()
-    assert budget.may_begin and budget.may_wait(32_768) and budget.wait_s == MAX_WAIT_S
+    assert budget.may_begin and budget.may_wait(32_768) and budget.wait_s > 0
+
+
+@pytest.mark.parametrize(("step_s", "times"), [(0.001, 1), (0.05, 1), (0.1, 2), (0.25, 5), (60.0, 5)])
+def test_a_longer_step_has_more_in_proportion(clock: FakeClock, step_s: float, times: int) -> None:
+    budget = StepBudget(Recorder())
+    clock.advance(step_s)
+    budget.new_step()
+    assert budget.wait_s == pytest.approx(times * MAX_WAIT_S)
+    with budget:
+        clock.advance(0.9 * times * step_budget.MAX_BEGIN_S)
+    assert budget.may_begin
+    with budget:
+        clock.advance(0.2 * times * step_budget.MAX_BEGIN_S)
+    assert not budget.may_begin
 
 
 def test_waiting_for_an_answer_is_no_work(clock: FakeClock) -> None:
