@@ -102,7 +102,7 @@ class Lookups:
         """
         if not self._prefix_only:  # Blocks that the hit does not need may be pending longest.
             answer_s = min(answer_s, lookup.retry_s)
-        lookup.sent_at = time.monotonic()
+        lookup.sent_at, lookup.answered_at = time.monotonic(), math.inf
         for session in self.stages.sessions:
             namespace = session.namespace
             try:
@@ -118,6 +118,7 @@ class Lookups:
                     traceparent=lookup.traceparent,
                 )
                 lookup.calls.append(call)
+                call.on_done(lookup.answered)
             except UnavailableError:
                 self.abandon(lookup)
                 return False
@@ -148,7 +149,7 @@ class Lookups:
         lookup.calls = []
         self._recorder.add("lookups")
         if not lookup.is_waiting:  # Else the answer may have waited for a tier.
-            self._recorder.observe("lookup_seconds", time.monotonic() - lookup.sent_at)
+            self._recorder.observe("lookup_seconds", min(time.monotonic(), lookup.answered_at) - lookup.sent_at)
         self._keep(lookup, answers)
         return Reply.ANSWERED
 

@@ -136,7 +136,7 @@ class RequestLookup:
         probes: the last block of each group that the engine had itself.
         firsts: index of each run's first block.
         question: the runs and the probes, as they are sent each time.
-        sent_at: monotonic seconds of the last sending.
+        sent_at, answered_at: monotonic seconds of the last sending, and of its answer; vLLM may ask long after that.
         calls: one a stage, while they are under way; empty once answered.
         answers: the newest, one a stage.
         lease_ids: one a stage, of the newest answer.
@@ -166,6 +166,7 @@ class RequestLookup:
     wait: PromotionWait
     question: KeptRuns = field(init=False)
     sent_at: float = 0.0
+    answered_at: float = math.inf
     calls: list[PendingLookup] = field(default_factory=list)
     answers: Sequence[Lookup] = ()
     lease_ids: tuple[int, ...] = ()
@@ -188,6 +189,10 @@ class RequestLookup:
 
     def __post_init__(self) -> None:
         self.question = KeptRuns((*self.runs, *self.probes))
+
+    def answered(self, _: PendingLookup) -> None:
+        """A call has ended. Runs on another thread."""
+        self.answered_at = time.monotonic()
 
     def leased(self, idx: int, start: int, stop: int) -> tuple[LeasedSlots | None, ...]:
         """Where blocks [start, stop) of a group lie, one a stage, as far as the answers say it."""
