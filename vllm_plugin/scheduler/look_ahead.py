@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.request import Request
 
-MAX_LOOKUPS = 32
-"""While so many requests have been looked up and have no blocks yet, no further one is: their leases keep the pool from
-evicting what they found."""
+MAX_STEPS = 4
+"""Requests are looked up ahead until they ask for what so many full steps compute. What they find is leased while they
+wait, and a small pool has nothing else to evict."""
 
 
 class LookAhead:
@@ -42,15 +42,14 @@ class LookAhead:
 
     def go_on(self) -> None:
         """Looks up the oldest requests that wait, as far as the step's budget reaches."""
-        while (
-            len(self._lookups.by_request) < MAX_LOOKUPS
-            and self._budget.may_begin
-            and (request := self._queue.next_waiting()) is not None
-        ):
+        most = MAX_STEPS * self._geometry.step_tokens
+        ahead = sum(lookup.limit - lookup.local for lookup in self._lookups.by_request.values())
+        while ahead < most and self._budget.may_begin and (request := self._queue.next_waiting()) is not None:
             if request.lora_request is None and request.request_id not in self._lookups.by_request:
                 local, limit = self._own_tokens(request), self._geometry.hit_limit(request.num_tokens)
                 if local < limit and not request.skip_reading_prefix_cache:
                     self._lookups.send(request, local, limit)
+                    ahead += limit - local
 
     def _own_tokens(self, request: Request) -> int:
         """About how many tokens the engine has itself: where vLLM finds fewer, the request is looked up again."""

@@ -74,7 +74,7 @@ def test_a_request_is_looked_up_again_if_the_engine_has_less_than_was_thought(
 def test_few_hold_leases_while_many_wait(
     alone: Core, asked_for: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(look_ahead, "MAX_LOOKUPS", 2)
+    monkeypatch.setattr(look_ahead, "MAX_STEPS", 2 * blocks(6) / alone.side.geometry.step_tokens)
     requests = [make_request(name, tokens(100, ord(name))) for name in "abcd"]
     for request in requests:
         alone.side.arrived(request)
