@@ -41,6 +41,7 @@ SETTINGS: dict[str, dict[str, str]] = {
     "design.md": {
         "A step waits 0.5 ms for lookups": "vllm_plugin.scheduler.step_budget: MAX_WAIT_S",
         "has worked for 1 ms": "vllm_plugin.scheduler.step_budget: MAX_BEGIN_S",
+        "longer than 50 ms": "vllm_plugin.scheduler.step_budget: SHORT_STEP_S",
         "have a budget of 2 ms": "vllm_plugin.scheduler.step_budget: MAX_WALKS_S",
         "lookup 10 ms)": "vllm_plugin.scheduler.step_budget: MAX_LOOKUP_WALKS_S",
         "or 50 ms, and then vLLM preempts": "vllm_plugin.scheduler.store_jobs: RELIEF_S",
