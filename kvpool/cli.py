@@ -11,7 +11,6 @@ import typer
 
 from kvpool.certificates import CA_NAME, CERTIFICATE_NAME, KEY_NAME
 from kvpool.commands import certs, name_key, token
-from kvpool.commands.advise import advise
 from kvpool.commands.clear import clear
 from kvpool.commands.common import TRUST, ExitStatus, Trust
 from kvpool.commands.doctor import doctor
@@ -72,7 +71,7 @@ def _common(
     TRUST.set(Trust(tls, token_file, insecure_network))
 
 
-_INSPECTING = (ping, whoami, stats, top, doctor, namespaces, quota, drain, events, explain, value, advise, ledger)
+_INSPECTING = (ping, whoami, stats, top, doctor, namespaces, quota, drain, events, explain, value, ledger)
 for _command in (*_INSPECTING, pin, expire, prefetch):
     app.command()(_command)
 app.command(context_settings={"allow_extra_args": True})(clear)  # To name the option that is missing.

@@ -255,7 +255,7 @@ class ServerConfig(BaseModel):
     )
     record: str = Field(
         "",
-        description="File that records lookups and puts for `kvpool bench replay` and `kvpool advise`: salted hashes, "
+        description="File that records lookups and puts for `kvpool bench replay`: salted hashes, "
         "times, sizes and hits, no tokens; see docs/how-to/value.md. Empty: none.",
     )
     record_bytes: ByteSize = Field(

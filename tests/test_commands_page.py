@@ -63,7 +63,7 @@ def test_every_option_that_asks_for_json_is_documented() -> None:
             assert "| field" in section or name in ELSEWHERE, name
 
 
-ELSEWHERE = {"explain", "value", "advise", "ledger"}
+ELSEWHERE = {"explain", "value", "ledger"}
 """Commands whose JSON other pages describe."""
 SAME_JSON = {"expire": "pin", "prefetch": "pin"}
 """Commands whose JSON is that of another one."""

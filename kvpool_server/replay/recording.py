@@ -20,8 +20,6 @@ MAGIC = b"\x1f\x8b"
 READ_BYTES = 1 << 20
 MAX_PLAIN_BYTES = 2 << 30
 """Of a recording, decompressed: 1 MB of a file may hold 1 GB."""
-MAX_BLOCK_TOKENS = 1 << 20
-MAX_BLOCK_BYTES = 1 << 40
 _ID_CHARS = 2 * ID_BYTES
 
 
@@ -56,26 +54,6 @@ def load_recording(path: Path) -> list[Request]:
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(f"{path}, line {number} is no line of a recording ({error})") from None
     return requests
-
-
-def block_shape(path: Path) -> tuple[int, int]:
-    """Tokens and bytes of a block of the first group of the first namespace. Raises ValueError if there is none."""
-    for number, line in enumerate(_lines(path), 1):
-        try:
-            fields = json.loads(line)
-            if "block_tokens" in fields and "block_bytes" in fields:
-                tokens, nbytes = fields["block_tokens"][0], fields["block_bytes"][0]
-                _check_size("block_tokens", tokens, MAX_BLOCK_TOKENS)
-                _check_size("block_bytes", nbytes, MAX_BLOCK_BYTES)
-                return tokens, nbytes
-        except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
-            raise ValueError(f"{path}, line {number} names no block sizes ({error})") from None
-    raise ValueError(f"recording {path} names no namespace; give one of a server that engines have used")
-
-
-def _check_size(name: str, value: object, most: int) -> None:
-    if type(value) is not int or not 1 <= value <= most:
-        raise ValueError(f"{name} {value!r:.40} is not a whole number from 1 to {most:,}")
 
 
 def _request(fields: dict[str, Any], started_s: float) -> Request:

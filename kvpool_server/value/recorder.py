@@ -1,4 +1,4 @@
-"""`--record FILE`: what clients look up and put, without tokens and names, for replays and `kvpool advise`.
+"""`--record FILE`: what clients look up and put, without tokens and names, for replays.
 
 The file is gzip with JSON lines, described in docs/how-to/value.md. Block hashes are replaced by keyed hashes of 64
 bits. The key is made at the start and never written: equal blocks have equal ids within one start of the server, and

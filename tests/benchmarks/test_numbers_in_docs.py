@@ -90,7 +90,6 @@ SETTINGS: dict[str, dict[str, str]] = {
     },
     "value.md": {
         "within 2 % of one core": "kvpool_server.value.live: CPU_SHARE",
-        "than the uncertainty, or by 1 %": "kvpool.advice: TIE_SHARE",
     },
     "testing.md": {"takes 11 minutes on two cores": ELSEWHERE},
     "commands.md": {

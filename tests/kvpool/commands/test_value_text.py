@@ -1,9 +1,8 @@
-"""`kvpool value` and `kvpool advise --live`: what they print of a server's curves."""
+"""`kvpool value`: what it prints of a server's curves."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -13,7 +12,6 @@ from typer.testing import CliRunner
 
 from kvpool.cli import app
 from kvpool.commands import common
-from kvpool.types import PoolStats, TierStats
 from kvpool.value import SIZES, ValueCurve, ValueEstimate, ValueReport
 
 GIB = 1 << 30
@@ -34,8 +32,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Run:
     """Runs a command against a server with this report, and returns its output."""
 
     def run(found: ValueReport, *arguments: str) -> str:
-        stats = PoolStats(tiers=(TierStats("file:/x", size_bytes=100 * GIB),))
-        admin = SimpleNamespace(value=lambda: found, stats=lambda: stats)
+        admin = SimpleNamespace(value=lambda: found)
         monkeypatch.setattr(common, "client_of", lambda endpoint: nullcontext(SimpleNamespace(admin=admin)))
         done = CliRunner().invoke(app, arguments)
         assert done.exit_code == 0, (done.output, done.exception)
@@ -67,36 +64,3 @@ def test_a_curve_that_falls_has_a_footnote(run: Run) -> None:
     assert footnote not in run(report(), "value")
     assert footnote not in run(report((0.1, 0.2, 0.4, 0.5, 0.6, 0.59999)), "value"), "the printed figures are equal"
     assert footnote in run(report((0.1, 0.2, 0.4, 0.943, 0.942, 0.95)), "value")
-
-
-def test_what_the_server_has_now_is_a_row_whatever_is_chosen(run: Run) -> None:
-    first, *others = rows(run(report(), "advise", "--live"))
-    assert first[:5] == ["now", "1 GiB", "-", "40.0%", "1"]
-    assert "->" in {each[0] for each in others} and ["", *first[1:]] not in others
-    (same, *_) = rows(run(report((0.6,) * 6), "advise", "--live", "--target-hit-ratio", "0.5"))
-    assert same[0] == "now"
-    tiers = rows(run(report(has_tiers=True), "advise", "--live"))[0]
-    assert tiers[:3] == ["now", "1 GiB", "100 GiB"]
-    assert json.loads(run(report(), "advise", "--live", "--json"))["now"]["memory_bytes"] == GIB
-
-
-def test_of_choices_that_cost_as_much_the_one_with_more_hits_is_taken(run: Run) -> None:
-    printed = run(report(), "advise", "--live")
-    chosen = next(row for row in rows(printed) if row[0].startswith("->"))
-    assert chosen[3] == "60.0%", "1 GPU costs 1,825 a month in any case, and 4 GiB cost 12"
-
-
-def test_money_has_no_minus_zero_and_saving_is_no_cost(run: Run) -> None:
-    printed = run(dataclasses.replace(report(), arena_bytes=GIB // 64), "advise", "--live")
-    assert "-0" not in printed and "1 GPUs" not in printed and "and 1 GPU for prefill" in printed
-    costs = " ".join(run(report(), "advise", "--live").split())
-    assert "Compared with no pool that costs 12 a month more, and saves 6,480 GPU-seconds of prefill a day." in costs
-    saves = " ".join(run(report(tokens_per_s=100_000.0), "advise", "--live").split())
-    assert "a month less, and saves " in saves
-
-
-def test_short_traffic_is_warned_of(run: Run) -> None:
-    warning = "Less than an hour is no month"
-    long = run(report(), "advise", "--live")
-    assert "The advice is from 2 h" in long and warning not in long
-    assert warning in run(report(seconds=600.0), "advise", "--live")

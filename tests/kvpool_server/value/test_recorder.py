@@ -16,7 +16,6 @@ from kvpool.errors import ConfigError
 from kvpool.types import BlockRun
 from kvpool_server.cache.pool import Pool
 from kvpool_server.replay import command
-from kvpool_server.replay.recording import block_shape
 from kvpool_server.replay.replay import make_pool, put, replay
 from kvpool_server.replay.request import MAX_BLOCKS, num_blocks, num_prompts, recorded_ratio
 from kvpool_server.replay.trace import load
@@ -57,7 +56,8 @@ def test_a_replay_hits_as_often_as_the_recorded_pool(tmp_path: Path, policy: str
     requests = load(path)
     assert 0 < hits < blocks == num_blocks(requests)
     assert replay(requests, 64, policy) == hits
-    assert block_shape(path) == (512, 2 << 20)
+    namespace = json.loads(gzip.decompress(path.read_bytes()).splitlines()[1])
+    assert (namespace["block_tokens"], namespace["block_bytes"]) == ([512], [2 << 20])
     assert recorded_ratio(requests) == hits / blocks
     assert num_prompts(requests) == sum(not each.is_put for each in requests) < len(requests)
     done = CliRunner().invoke(command.app, ["replay", str(path), "--policy", policy, "--share", "50"])
@@ -184,18 +184,6 @@ def test_a_recording_that_would_take_all_memory_or_stack_is_refused(
     path.write_bytes(gzip.compress(head + b"[" * 100_000 + b"\n"))
     with pytest.raises(ValueError, match="line 2 is no line of a recording"):
         load(path)
-
-
-@pytest.mark.parametrize(
-    ("tokens", "nbytes"),
-    [([], []), ([16], []), (["16"], [64]), ([0], [64]), ([16], [0]), ([16.5], [64]), ([16], [1 << 50]), (16, 64)],
-)
-def test_block_sizes_that_are_none_are_refused(tmp_path: Path, tokens: object, nbytes: object) -> None:
-    path = tmp_path / "recording"
-    lines = [{"kvpool_recording": 1}, {"namespace": 0, "block_tokens": tokens, "block_bytes": nbytes}]
-    path.write_bytes(gzip.compress("".join(json.dumps(line) + "\n" for line in lines).encode()))
-    with pytest.raises(ValueError, match="line 2 names no block sizes"):
-        block_shape(path)
 
 
 def test_a_file_that_others_may_read_or_that_is_none_is_refused(tmp_path: Path) -> None:
