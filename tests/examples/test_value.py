@@ -14,8 +14,8 @@ GIB = 1 << 30
 PRICES = ("--gib-month", "3", "--gpu-hour", "2.5", "--prefill", "1000")
 
 
-def run(report: dict[str, Any]) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(SCRIPT), *PRICES]
+def run(report: dict[str, Any], *more: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(SCRIPT), *PRICES, *more]
     return subprocess.run(command, input=json.dumps(report), capture_output=True, text=True, timeout=60)
 
 
@@ -34,3 +34,8 @@ def test_memory_is_weighed_against_gpus() -> None:
 def test_a_server_that_simulates_nothing_is_told_apart() -> None:
     done = run({"seconds": 0.0, "curves": []})
     assert done.returncode == 1 and "--value-sample 640" in done.stderr
+
+
+def test_a_price_of_nothing_is_refused() -> None:
+    done = run({}, "--prefill", "0")
+    assert done.returncode == 2 and "--prefill 0.0 must be above 0" in done.stderr

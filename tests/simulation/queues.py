@@ -125,8 +125,7 @@ class Served:
 
     def _admit(self, request: Request, now: float) -> None:
         request.loaded = self._answer(request) if request.hit else 0
-        self.queue.admitted(request.num_tokens, request.loaded)
-        self.queue.put(request, Stage.LOADING if request.loaded else Stage.RUNNING, request.loaded)
+        self.queue.admitted(request, 0, request.loaded)
         if request.loaded:
             nbytes = request.loaded * TOKEN_BYTES
             self.loading[request.request_id] = Load(self.clock(), request.loaded, nbytes, request.is_probe, LINK)

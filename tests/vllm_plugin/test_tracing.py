@@ -40,7 +40,7 @@ def test_a_request_its_lookup_and_its_load(collector: Collector, core: MakeCore)
     assert hit == (LENGTH - 1) // BLOCK_TOKENS * BLOCK_TOKENS
     request.prefill_stats.set(LENGTH, 0, hit)
     one.allocate(request, hit)
-    (job,) = one.side._new_loads
+    (job,) = one.side.loads.new
     one.report(finished_recving={"r"})
     one.finish(request)
     wait_for(lambda: collector.named("kvpool.request"), "the request's span")

@@ -53,8 +53,6 @@ class Admission:
         recorder: Recorder,
     ):
         self._geometry = geometry
-        self._names = geometry.names
-        self._alignment = geometry.alignment
         self._kinds = [group.kind for group in geometry.groups]
         self._lookups = lookups
         self._loads = loads
@@ -88,7 +86,7 @@ class Admission:
             for kind, blocks in zip(self._kinds, lookup.found, strict=False)
             if kind.needs_prefix
         ]
-        known = min(leading, default=0) // self._alignment * self._alignment
+        known = min(leading, default=0) // self._geometry.alignment * self._geometry.alignment
         return known if known > lookup.boundary else 0
 
     def boundary(self, request: Request, local: int) -> int | None:
@@ -99,9 +97,9 @@ class Admission:
             return local
         if not self._lookups.stages.sessions:
             return self._compute(request, local, Cause.POOL_AWAY)
-        if request.lora_request is not None and not self._names.are_current(request):
+        if request.lora_request is not None and not self._geometry.names.are_current(request):
             self._lookups.discard(request.request_id)
-            if self._names.are_coming(request):
+            if self._geometry.names.are_coming(request):
                 return self._ask_again(request, local)
             return self._compute(request, local, Cause.ADAPTER)
         lookup = self._lookups.by_request.get(request.request_id)
@@ -127,7 +125,7 @@ class Admission:
         if lookup.found and lookup.searched != (local, limit):
             lookup.searched = (local, limit)
             limit = min(limit, lookup.limit)
-            lookup.boundary = longest(self._kinds, lookup.found, local, limit, self._alignment)
+            lookup.boundary = longest(self._kinds, lookup.found, local, limit, self._geometry.alignment)
             self._judge(request.request_id, lookup, limit)
         if lookup.is_declined:
             self._computed.because(request, Cause.DECLINED)
@@ -218,11 +216,11 @@ class Admission:
             lookup.is_declined = lookup.most < lookup.boundary
         if lookup.most < lookup.boundary:
             limit = min(limit, int(lookup.most))
-            lookup.boundary = longest(self._kinds, lookup.found, lookup.asked, limit, self._alignment)
+            lookup.boundary = longest(self._kinds, lookup.found, lookup.asked, limit, self._geometry.alignment)
         if lookup.is_declined and lookup.boundary <= lookup.asked:
             self._lookups.cancel(lookup)
             lookup.found, lookup.boundary = [], lookup.local
             lookup.good_until = math.inf  # Asking again would count again.
 
     def _longest(self, lookup: RequestLookup, found: Sequence[Found]) -> int:
-        return longest(self._kinds, found, lookup.asked, lookup.limit, self._alignment)
+        return longest(self._kinds, found, lookup.asked, lookup.limit, self._geometry.alignment)

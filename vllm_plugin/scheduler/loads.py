@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vllm_plugin.config import ConnectorConfig
-from vllm_plugin.metadata import GroupBlocks, LoadJob
+from vllm_plugin.metadata import GroupBlocks, LoadJob, own_clock
 from vllm_plugin.metrics import Recorder
 from vllm_plugin.model.geometry import Geometry
 from vllm_plugin.scheduler.load_policy import Connection, Load, LoadPolicy, Verdict
@@ -46,6 +46,7 @@ class Loads:
 
     Attributes:
         loading: loads under way, by request id.
+        new: loads that the ranks have yet to be given.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Loads:
         self._stages = stages
         self._decline = config.decline_slow_loads
         self.loading: dict[str, Loading] = {}
+        self.new: list[LoadJob] = []
         self._waiting_first = ""
         self._waiting_at = 0.0
         self.policy = LoadPolicy(recorder, queue, self.loading, config.load_timeout_ms / 1_000)
@@ -92,15 +94,69 @@ class Loads:
 
     # A load
 
-    def parts(
-        self, request: Request, lookup: RequestLookup, tables: Sequence[Sequence[int]], stop_tokens: int
-    ) -> list[GroupBlocks] | None:
-        """Blocks to load, beyond the engine's own; None if the pool lacks some of those that vLLM has allocated.
+    def begin(
+        self,
+        request: Request,
+        lookup: RequestLookup,
+        tables: Sequence[Sequence[int]],
+        stop_tokens: int,
+        traceparent: str = "",
+    ) -> bool:
+        """A load of what lies beyond the engine's own tokens goes to the ranks with this step.
 
         Args:
             tables: block ids of the request, one row for each of the engine's groups.
             stop_tokens: where the hit ends that vLLM has allocated blocks for.
+            traceparent: of the load's span; empty if it has none.
+
+        Returns: False if the pool lacks blocks that vLLM has allocated: it takes the hit in part, up to a boundary that
+            cannot be resumed. Such a load has no leases, so it fails, and all is computed.
         """
+        parts = self._parts(request, lookup, tables, stop_tokens)
+        start, is_probe = lookup.asked, lookup.verdict is not None and lookup.verdict.is_probe
+        job = self._new(request.request_id, parts, lookup.lease_ids, traceparent)
+        self.loading[job.request_id] = Loading(
+            time.monotonic(),
+            stop_tokens - start,
+            self._nbytes(start, stop_tokens),
+            is_probe,
+            self._connection,
+            job,
+            self._geometry.blocks_to_compute(request.num_tokens),
+        )
+        return parts is not None
+
+    def fail(self, request_id: str) -> list[tuple[int, ...]]:
+        """Every rank reports the load of a request as failed. Returns the leases of what it replaces, one a stage."""
+        replaced = [job for job in self.new if job.request_id == request_id]
+        self.new = [job for job in self.new if job not in replaced]
+        self._new(request_id, None)
+        return [job.lease_ids for job in replaced]
+
+    def take_new(self, beside_compute: bool = False) -> list[LoadJob]:
+        """The loads that this step gives to the ranks.
+
+        Args:
+            beside_compute: the step computes tokens, too.
+        """
+        new, self.new = self.new, []
+        for job in new:
+            job.beside_compute = beside_compute
+        return new
+
+    def _new(
+        self, request_id: str, parts: list[GroupBlocks] | None, lease_ids: tuple[int, ...] = (), traceparent: str = ""
+    ) -> LoadJob:
+        if parts is None:
+            parts, lease_ids = [], (0,) * self._geometry.num_stages
+        job = LoadJob(request_id, lease_ids, parts, self._stages.weights_epoch, own_clock(), traceparent=traceparent)
+        self.new.append(job)
+        return job
+
+    def _parts(
+        self, request: Request, lookup: RequestLookup, tables: Sequence[Sequence[int]], stop_tokens: int
+    ) -> list[GroupBlocks] | None:
+        """Blocks to load; None if the pool lacks some of those that vLLM has allocated. See `begin`."""
         names = self._geometry.names
         if not names.are_known(request):
             return None
@@ -119,13 +175,6 @@ class Loads:
                 leased = lookup.leased(idx, start + first, stop)
                 parts.append(GroupBlocks(idx, [run], rows, [start + first], leased))
         return parts
-
-    def begin(self, request: Request, job: LoadJob, start: int, stop: int, is_probe: bool) -> None:
-        """A load of tokens [start, stop) is on its way to the workers."""
-        num_blocks = self._geometry.blocks_to_compute(request.num_tokens)
-        self.loading[job.request_id] = Loading(
-            time.monotonic(), stop - start, self._nbytes(start, stop), is_probe, self._connection, job, num_blocks
-        )
 
     def transferred(self, seconds: Mapping[str, float]) -> None:
         """How long ranks have taken for the loads of requests."""

@@ -73,8 +73,8 @@ class Pins:
     def forget_free_blocks(self) -> None:
         """The engine's own cache forgets the blocks that no request and no pin holds."""
         assert self._block_pool is not None
-        blocks = self._block_pool.blocks
-        self._block_pool.evict_blocks({each.block_id for each in blocks if each.block_hash and not each.ref_cnt})
+        free = self._block_pool.free_block_queue.get_all_free_blocks()
+        self._block_pool.evict_blocks({block.block_id for block in free})
 
     def pin(self, job_id: int, rows: Sequence[Sequence[int]]) -> None:
         """Pins the blocks of a job: vLLM frees those of a preempted or finished request without a call.

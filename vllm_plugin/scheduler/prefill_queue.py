@@ -58,9 +58,19 @@ class PrefillQueue:
         """The oldest request that waits and was not returned before; None: there is none."""
         return self._new.pop(next(iter(self._new))) if self._new else None
 
-    def admitted(self, num_tokens: int, num_there: int) -> None:
-        """Of a prompt's tokens so many were loaded or cached."""
-        self.computed_share += (1 - SHARE_DECAY) * (1 - num_there / num_tokens - self.computed_share)
+    def admitted(self, request: Request, local: int, num_loaded: int) -> None:
+        """A request was given blocks: what neither is there nor comes is computed.
+
+        Args:
+            local: tokens that the engine has itself.
+            num_loaded: tokens that are loaded.
+        """
+        there = request.num_computed_tokens  # None, unless a load has ended.
+        if not there:
+            there = local + num_loaded
+            share = 1 - there / request.num_tokens
+            self.computed_share += (1 - SHARE_DECAY) * (share - self.computed_share)
+        self.put(request, Stage.LOADING if num_loaded else Stage.RUNNING, there)
 
     def step(self, scheduled: Mapping[str, int]) -> int:
         """A step computes so many tokens of each request; returns how many of them are of prompts."""

@@ -6,6 +6,7 @@ with an OTLP endpoint), else a root. Loads and stores of the ranks are its child
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -60,7 +61,9 @@ class RequestSpans(RequestWatcher):
         if spans.lookup is not None:
             spans.lookup.set_attribute("kvpool.hit_tokens", num_external_tokens)
             spans.lookup.set_attribute("kvpool.answered", lookup is not None and bool(lookup.answers))
-            spans.lookup.end()
+            # vLLM may ask long after the answer.
+            waited_s = 0.0 if lookup is None else max(0.0, time.monotonic() - lookup.answered_at)
+            spans.lookup.end(time.time_ns() - int(1e9 * waited_s))
             spans.lookup = None
         if num_external_tokens and spans.load is None:
             attributes = {"kvpool.tokens": num_external_tokens}

@@ -66,7 +66,7 @@ class RequestTraces(RequestWatcher):
         now = found.admitted_at = self._clock()
         found.loaded_tokens = num_external_tokens
         if lookup is not None and lookup.answers:
-            found.lookup_ms = 1000 * (now - found.asked_at)
+            found.lookup_ms = 1000 * (min(now, lookup.answered_at) - found.asked_at)
             if lookup.wait.began_at < now:
                 found.tier_wait_ms = 1000 * (now - lookup.wait.began_at)
 

@@ -16,7 +16,7 @@ class RequestWatcher:
     """Called on the scheduler's thread: must return at once. The methods of this class do nothing."""
 
     def asked(self, request: Request) -> None:
-        """vLLM asks how many of a request's tokens can be loaded, maybe again."""
+        """A request is looked up, or vLLM asks how many of its tokens can be loaded; maybe again."""
 
     def admitted(self, request: Request, lookup: RequestLookup | None, num_external_tokens: int) -> None:
         """A request was given blocks.

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from kvpool.causes import Cause
 from kvpool.tracing import tracing_of
 from vllm_plugin.config import ConnectorConfig
-from vllm_plugin.metadata import ConnectorMetadata, LoadJob, WorkerMetadata, own_clock
+from vllm_plugin.metadata import ConnectorMetadata, WorkerMetadata
 from vllm_plugin.metrics import KVPoolStats, Recorder
 from vllm_plugin.model.adapters import Adapters
 from vllm_plugin.model.geometry import Geometry
@@ -59,18 +59,15 @@ class KVPoolScheduler:
 
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: ConnectorConfig):
         transfer, events = vllm_config.kv_transfer_config, vllm_config.kv_events_config
-        self._reads = transfer.is_kv_consumer
-        self._writes = transfer.is_kv_producer
+        self._reads, self._writes = transfer.is_kv_consumer, transfer.is_kv_producer
         self._preempts_by_priority = vllm_config.scheduler_config.policy == "priority"
         self._recorder = recorder = Recorder()
         self.guard = recorder.guard
         self._adapters = Adapters(vllm_config, config.share_adapters)
         self.geometry = geometry = Geometry.of(vllm_config, kv_cache_config, self._adapters)
-        self._names = geometry.names
         self.budget = StepBudget(recorder)
         self.stages = stages = Stages(geometry.num_stages, config, recorder)
-        publishes = events is not None and events.enable_kv_cache_events
-        events_of_engine = Events(geometry.groups, enabled=publishes)
+        events_of_engine = Events(geometry.groups, enabled=events is not None and events.enable_kv_cache_events)
         announcer = Announcer(
             geometry.groups, lambda: stages.sessions[0] if len(stages.sessions) == 1 else None, recorder.guard
         )
@@ -79,14 +76,13 @@ class KVPoolScheduler:
         self.loads = Loads(geometry, self.stages, config, self.queue, recorder)
         self.lookups = Lookups(geometry, self.stages, config, self.budget, recorder)
         self._traces = RequestTraces() if config.explain_requests else None
-        tracing = tracing_of(config.client_config())
-        self._spans = None if tracing is None else RequestSpans(tracing)
+        self._spans = RequestSpans(tracing) if (tracing := tracing_of(config.client_config())) is not None else None
         self._watchers: list[RequestWatcher] = [each for each in (self._traces, self._spans) if each is not None]
         self.computed = ComputedTokens(geometry, recorder, self._watchers)
         self.admission = Admission(
             geometry, self.lookups, self.loads, self.contents, self.budget, self.computed, recorder
         )
-        self._look_ahead = LookAhead(geometry, self.lookups, self.queue, self.budget)
+        self._look_ahead = LookAhead(geometry, self.lookups, self.queue, self.budget, self._watchers)
         self.jobs = StoreJobs(geometry, config, self.contents, recorder)
         self.stores = Stores(geometry, config, self.jobs, self.contents, recorder)
         if self._spans is not None:
@@ -98,7 +94,6 @@ class KVPoolScheduler:
             config, self.stages, self.lookups, self.stores, self.jobs.pins, recorder, geometry.num_ranks
         )
         self._failed: set[str] = set()
-        self._new_loads: list[LoadJob] = []
         self._unallocated: Request | None = None  # Has been answered, and has no blocks yet.
         self._asked: tuple[Request | None, int] = None, 0  # The newest question: tokens that the engine had itself.
         self._begun_step = 0  # Number of the newest step that the load policy was told of.
@@ -117,13 +112,11 @@ class KVPoolScheduler:
     def arrived(self, request: Request) -> None:
         """vLLM has a new request, which it will ask about in its turn."""
         self.queue.put(request, Stage.WAITING)
-        for watcher in self._watchers:
-            watcher.asked(request)
         with self.budget:
             self._ask_ahead()
 
     def _ask_ahead(self) -> None:
-        if self._reads and self._resets.may_share and self.stages.are_open and not self.stages.disagree:
+        if self._reads and self._may_share:
             self._look_ahead.go_on()
 
     def matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -141,8 +134,7 @@ class KVPoolScheduler:
             elif self._resets.must_wait():
                 matched = None
             else:
-                is_admitted = self._unallocated is request
-                matched = self.admission.matched_tokens(request, num_computed_tokens, is_admitted)
+                matched = self.admission.matched_tokens(request, num_computed_tokens, self._unallocated is request)
         self._unallocated = None if matched is None else request
         return matched, bool(matched)
 
@@ -171,12 +163,12 @@ class KVPoolScheduler:
         local = num_own if asked is request else None  # None: its load has ended.
         self._peer_loads.admitted(request, local, num_external_tokens)  # First: also where anything below fails.
         with self.budget:
-            self._queued(request, local or 0, num_external_tokens)
+            self.queue.admitted(request, local or 0, num_external_tokens)
             self._unallocated = None
             request_id = request.request_id
             lookup = self.lookups.by_request.pop(request_id, None)
             self.loads.stop_waiting(request_id)
-            self._names.admitted(request_id)
+            self.geometry.names.admitted(request_id)
             with self.guard.part("the hints of a request"):
                 self.hints.admitted(request)
             with self.guard.part("the count of computed tokens"):
@@ -194,27 +186,11 @@ class KVPoolScheduler:
                 return
             assert lookup is not None, f"vLLM takes {num_external_tokens} tokens for {request_id}, which has no lookup"
             stop_tokens = lookup.asked + num_external_tokens
-            parts = self.loads.parts(request, lookup, blocks.get_block_ids(), stop_tokens)
-            if parts is None:
-                # Taken in part, at a boundary that cannot be resumed: without leases the load fails; all is computed.
+            traceparent = "" if self._spans is None else self._spans.traceparent(request_id, "load")
+            if not self.loads.begin(request, lookup, blocks.get_block_ids(), stop_tokens, traceparent):
                 self.lookups.release(lookup.lease_ids)
-                lookup.lease_ids, parts = (0,) * self.geometry.num_stages, []
-            job = LoadJob(request_id, lookup.lease_ids, parts, self.stages.weights_epoch, own_clock())
-            if self._spans is not None:
-                job.traceparent = self._spans.traceparent(request_id, "load")
-            self._new_loads.append(job)
-            is_probe = lookup.verdict is not None and lookup.verdict.is_probe
-            self.loads.begin(request, job, lookup.asked, stop_tokens, is_probe)
             self._recorder.add("hit_tokens", num_external_tokens)
             self.stores.loads(request_id, lookup.asked, stop_tokens)
-
-    def _queued(self, request: Request, local: int, num_external_tokens: int) -> None:
-        """Tells the queue how much of a request is left to compute: what neither is there nor comes."""
-        there = request.num_computed_tokens  # Nothing, unless a load has ended.
-        if not there:
-            there = local + num_external_tokens
-            self.queue.admitted(request.num_tokens, there)
-        self.queue.put(request, Stage.LOADING if num_external_tokens else Stage.RUNNING, there)
 
     def fail_load(self, request: Request, num_external_tokens: int) -> None:
         """`after_alloc` has failed: if vLLM waits for a load of the request, every rank reports it as failed."""
@@ -225,12 +201,8 @@ class KVPoolScheduler:
             self.loads.stop_waiting(request_id)
         self.stores.distrust(request)
         if num_external_tokens:
-            for job in self._new_loads:
-                if job.request_id == request_id:
-                    self.lookups.release(job.lease_ids)
-            self._new_loads = [job for job in self._new_loads if job.request_id != request_id]
-            no_leases = (0,) * self.geometry.num_stages
-            self._new_loads.append(LoadJob(request_id, no_leases, [], self.stages.weights_epoch, own_clock()))
+            for lease_ids in self.loads.fail(request_id):
+                self.lookups.release(lease_ids)
 
     # Store
 
@@ -255,15 +227,13 @@ class KVPoolScheduler:
             self.jobs.make_room(self.geometry.blocks_to_compute(self._unallocated.num_tokens))
             self._unallocated = None
         self._peer_loads.prepare(output)
-        stores = self.stores.build(output, self._may_store())
+        stores = self.stores.build(output, self._writes and self._may_share)
         dropped = self.jobs.take_dropped()
-        for job in self._new_loads:
-            job.beside_compute = output.total_num_scheduled_tokens > 0
         check = self._resets.check_due(output.total_num_scheduled_tokens)
-        metadata = ConnectorMetadata(self._new_loads, stores, dropped, self.stages.weights_epoch, check)
         # Last: a load that vLLM waits for must reach the ranks, whatever fails above.
-        self._new_loads, self._delivered_step = [], self.jobs.step
-        return metadata
+        self._delivered_step = self.jobs.step
+        loads = self.loads.take_new(beside_compute=output.total_num_scheduled_tokens > 0)
+        return ConnectorMetadata(loads, stores, dropped, self.stages.weights_epoch, check)
 
     def bare_metadata(self, output: SchedulerOutput) -> ConnectorMetadata:
         """`build_metadata` has failed: the loads of the step, and no store; what was pinned for one is free again."""
@@ -280,13 +250,13 @@ class KVPoolScheduler:
             self.jobs.drop_lost(undelivered_step=self.jobs.step)
         if self._peer_loads.missed_step():
             self._resets.distrust()
-        loads, self._new_loads = self._new_loads, []
         # Requests that wait for the weights of the ranks must not wait for a step that succeeds.
         check = self._resets.check_due(output.total_num_scheduled_tokens)
-        return ConnectorMetadata(loads, [], [], self.stages.weights_epoch, check)
+        return ConnectorMetadata(self.loads.take_new(), [], [], self.stages.weights_epoch, check)
 
-    def _may_store(self) -> bool:
-        return self._writes and self._resets.may_share and not self.stages.disagree and self.stages.are_open
+    @property
+    def _may_share(self) -> bool:
+        return self._resets.may_share and self.stages.are_open and not self.stages.disagree
 
     def _step_began(self, output: SchedulerOutput) -> None:
         """Tells the load policy what the step computes, and counts the prompts that end with it."""
@@ -317,7 +287,7 @@ class KVPoolScheduler:
             "loads": len(self.loads.loading),
             "requests before their first token": len(self.queue),
             "failed requests": len(self._failed),
-            "new loads": len(self._new_loads),
+            "new loads": len(self.loads.new),
             "requests with hints": len(self.hints),
         }
 
@@ -380,14 +350,14 @@ class KVPoolScheduler:
             self.queue.drop(request_id)
             self.loads.stop_waiting(request_id)
             self._peer_loads.finished(request_id)
-            self._names.admitted(request_id)
+            self.geometry.names.admitted(request_id)
         with part("the count of computed tokens"):
             self.computed.finished(request_id)
             for watcher in self._watchers:
                 watcher.finished(request_id)
         self._failed.discard(request_id)
         with part("the last stores of a request") as stores:
-            self.stores.finish(request_id, tables if self._may_store() else None)
+            self.stores.finish(request_id, tables if self._writes and self._may_share else None)
         if stores.failed:
             self.stores.tracked.pop(request_id, None)
             with part("dropping stores"):
@@ -402,7 +372,7 @@ class KVPoolScheduler:
     def turn_off(self) -> None:
         """A hook has failed without which the connector cannot tell which KV is whose: nothing is shared any more."""
         self._resets.fail("a hook has failed that it relies on")
-        for job in self._new_loads:
+        for job in self.loads.new:
             job.groups = []  # Such a load fails, and its request is computed.
 
     def take_events(self) -> list[KVCacheEvent]:

@@ -4,23 +4,23 @@ from types import SimpleNamespace
 from typing import Any
 
 from vllm_plugin.config import ConnectorConfig
-from vllm_plugin.metadata import LoadJob
 from vllm_plugin.metrics import Recorder
 from vllm_plugin.model.geometry import Geometry
 from vllm_plugin.model.groups import PoolGroup
 from vllm_plugin.model.kinds import FullAttention
 from vllm_plugin.scheduler.loads import Loads
 from vllm_plugin.scheduler.prefill_queue import PrefillQueue
+from vllm_plugin.scheduler.request_lookup import PromotionWait, RequestLookup
 
 BLOCK = 16
 GROUP = PoolGroup(FullAttention(block_tokens=BLOCK), (0,))
 
 
 def loads(num_blocks: int = 1000) -> Loads:
-    names: Any = None  # Nothing is named here.
+    names: Any = SimpleNamespace(are_known=lambda request: False)  # Which blocks are loaded does not matter here.
     geometry = Geometry([GROUP], alignment=BLOCK, names=names, num_blocks=num_blocks, step_tokens=2048)
     spec = SimpleNamespace(groups=[SimpleNamespace(slot_bytes=1)])
-    stages: Any = SimpleNamespace(specs=[spec], transport="shm", boot_token=1)
+    stages: Any = SimpleNamespace(specs=[spec], transport="shm", boot_token=1, weights_epoch="")
     return Loads(geometry, stages, ConnectorConfig("127.0.0.1:1"), PrefillQueue(), Recorder())
 
 
@@ -29,7 +29,8 @@ def request(name: str, num_blocks: int) -> Any:
 
 
 def begin(ledger: Loads, one: Any) -> None:
-    ledger.begin(one, LoadJob(one.request_id, (1,), []), 0, one.num_tokens, False)
+    lookup = RequestLookup(0, one.num_tokens, [], [], [], PromotionWait(0))
+    ledger.begin(one, lookup, [], one.num_tokens)
 
 
 def test_small_loads_do_not_overtake_a_large_one_for_ever() -> None:

@@ -92,7 +92,8 @@ def test_waiting_tokens_count_by_the_share_of_prompts_that_was_computed_lately()
     queue: Any = PrefillQueue()
     queue.put(Prompt("a", 0, 1_000), Stage.WAITING)
     for _ in range(200):
-        queue.admitted(1_000, 750)
+        queue.admitted(Prompt("b", 0, 1_000), 500, 250)
+        queue.drop("b")
     num_requests, num_tokens = queue.behind("b")
     assert num_requests == 1 and 250 <= num_tokens < 251
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -24,6 +26,7 @@ from tests.vllm_plugin.core import Core, MakeCore
 from tests.vllm_plugin.scheduler.test_reporter import LENGTH, compute
 from vllm_plugin.scheduler import reporter as reporter_module
 from vllm_plugin.scheduler import request_traces as module
+from vllm_plugin.scheduler.request_lookup import PromotionWait
 from vllm_plugin.scheduler.request_traces import RequestTraces
 
 
@@ -73,6 +76,18 @@ def test_a_load_its_failure_and_the_waits_are_told() -> None:
     assert at == clock.now and trace.load_failed
     assert (trace.loaded_tokens, trace.load_ms, trace.local_tokens) == (0, 2_000, LENGTH)
     assert traces.take() == ()
+
+
+def test_a_lookup_takes_until_its_answer_however_late_vllm_asks() -> None:
+    clock = FakeClock()
+    traces, request = RequestTraces(clock), make_request("r", tokens(LENGTH, "r"))
+    answered: Any = SimpleNamespace(answers=[None], answered_at=clock.now + 2, wait=PromotionWait(0))
+    traces.asked(request)
+    clock.advance(10)
+    traces.admitted(request, answered, 0)
+    traces.prompt_ended(request, {})
+    ((_, trace),) = traces.take()
+    assert trace.lookup_ms == 2_000
 
 
 def test_what_waits_and_what_has_not_ended_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,15 @@ from tests.vllm_plugin.core import Core, blocks, fill
 from tests.vllm_plugin.tier import Tier
 from vllm_plugin.metrics import Recorder
 from vllm_plugin.scheduler import step_budget
-from vllm_plugin.scheduler.step_budget import MAX_LOOKUP_WALKS_S, MAX_WAIT_S, MAX_WALKS_S, WALK_S, StepBudget
+from vllm_plugin.scheduler.step_budget import (
+    LONG_STEP_S,
+    MAX_LOOKUP_WALKS_S,
+    MAX_WAIT_S,
+    MAX_WALKS_S,
+    SHORT_STEP_S,
+    WALK_S,
+    StepBudget,
+)
 
 
 @pytest.fixture
@@ -44,7 +52,11 @@ def test_each_step_has_a_budget_of_its_own(clock: FakeClock) -> None:
     budget.waited(MAX_WAIT_S)
     assert budget.wait_s == 0
     budget.new_step()
-    assert budget.may_begin and budget.may_wait(32_768) and budget.wait_s > 0
+    assert (
+        budget.may_begin
+        and budget.may_wait(32_768)
+        and budget.wait_s == pytest.approx(LONG_STEP_S / SHORT_STEP_S * MAX_WAIT_S)
+    )
 
 
 @pytest.mark.parametrize(("step_s", "times"), [(0.001, 1), (0.05, 1), (0.1, 2), (0.25, 5), (60.0, 5)])
