@@ -23,6 +23,9 @@ def main() -> None:
     parser.add_argument("--prefill", type=float, required=True, help="tokens that one GPU prefills per second")
     parser.add_argument("--peak", type=float, default=2.0, help="largest load over the average load")
     prices = parser.parse_args()
+    for name, value in vars(prices).items():
+        if not 0 < value < math.inf:
+            parser.error(f"--{name.replace('_', '-')} {value} must be above 0, and finite")
     report = json.load(sys.stdin)
     if not report["curves"] or not report["curves"][0]["estimates"]:
         sys.exit("no curve: start the server with --value-sample 640, and ask again when engines have used it")
