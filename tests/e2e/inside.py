@@ -6,6 +6,7 @@ Every function gets the engine's `LLM` first, and takes and returns what JSON ca
 from __future__ import annotations
 
 import builtins
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from vllm.lora.request import LoRARequest
 from vllm.multimodal.media import ImageMediaIO
 from vllm.sampling_params import BeamSearchParams, StructuredOutputsParams
 
-from vllm_plugin.scheduler.load_policy import NUM_LOADS, Connection
+from vllm_plugin.scheduler.load_policy import NUM_LOADS, Connection, Load
 
 Answers = list[dict[str, Any]]
 
@@ -152,7 +153,8 @@ def slow_loads(llm: LLM, nbytes: int, seconds: float) -> None:
     """Tells the load policy of an engine in this process what loads through shared memory took, all of them probes."""
     policy = llm.llm_engine.engine_core.engine_core.scheduler.connector.scheduler_side.loads.policy
     for _ in range(NUM_LOADS):
-        policy.load_ended(1, nbytes, seconds, True, is_probe=True, connection=Connection("shm", 0))
+        load = Load(time.monotonic(), 1, nbytes, is_probe=True, connection=Connection("shm", 0))
+        policy.load_ended(load, seconds, succeeded=True)
 
 
 def reset_while_running(llm: LLM, running: list[int], later: list[int]) -> None:

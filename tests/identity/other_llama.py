@@ -1,10 +1,12 @@
 """A class that computes another function, registered for the architecture of the base: what a plugin of vLLM may do.
 
-vLLM imports the module in its worker, as the home of `Extension`, before it makes the model.
+vLLM imports the module in its worker, as the home of `Extension`, before it makes the model. The class is registered
+where the environment says so: two engines with this module differ in nothing else.
 """
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from vllm import ModelRegistry
 from vllm.model_executor.models.llama import LlamaForCausalLM
 
 SCALE = 1.5
+IS_REGISTERED = "OTHER_LLAMA"
 
 
 class OtherLlama(LlamaForCausalLM):
@@ -25,4 +28,5 @@ class Extension:
     """Does nothing itself."""
 
 
-ModelRegistry.register_model("LlamaForCausalLM", OtherLlama)
+if IS_REGISTERED in os.environ:
+    ModelRegistry.register_model("LlamaForCausalLM", OtherLlama)

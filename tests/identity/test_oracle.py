@@ -44,9 +44,13 @@ def test_without_the_index_in_the_namespace_the_oracle_fails(
 
 
 @pytest.mark.more
-def test_without_registered_classes_in_the_namespace_the_oracle_fails(base: Observation, observed: Observe) -> None:
-    other = Variant("class", "scaled", {"worker_extension_cls": "tests.identity.other_llama.Extension"})
-    _assert_found(base, observed(other), "class")
+def test_without_registered_classes_in_the_namespace_the_oracle_fails(observed: Observe) -> None:
+    options = {"worker_extension_cls": "tests.identity.other_llama.Extension"}
+    one, other = (
+        observed(Variant("class", name, options, environment))
+        for name, environment in (("vLLM's own", {}), ("scaled", {"OTHER_LLAMA": "1"}))
+    )
+    _assert_found(one, other, "class")
 
 
 @pytest.mark.more
