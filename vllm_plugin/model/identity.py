@@ -157,8 +157,8 @@ def _source(module: str) -> str:
 def _draft(speculative: Any, vllm_config: VllmConfig) -> dict[str, str]:
     """The draft model: its layers' KV lies beside the model's own."""
     extra = {"speculative.method": str(speculative.method)}
-    draft: Any = getattr(speculative, "draft_model_config", None)
-    if draft is None or draft.model == vllm_config.model_config.model:
+    draft, model = getattr(speculative, "draft_model_config", None), vllm_config.model_config
+    if draft is None or (draft.model, draft.revision) == (model.model, model.revision):
         return extra  # Drafts by the model's own weights, or by no model.
     weights = describe_weights(draft, getattr(speculative, "draft_load_config", None) or vllm_config.load_config)
     extra[DRAFT_WEIGHTS] = weights.digest or f"{weights.model}@{weights.revision}"

@@ -16,7 +16,7 @@ from testbed.tiny_models import write as write_shape
 from tests.support.toy.fixtures import MakeConfig
 from tests.support.vllm_objects import cache_config, full_attention, of_rank
 from vllm_plugin.config import ConnectorConfig
-from vllm_plugin.model.identity import namespace_spec
+from vllm_plugin.model.identity import DRAFT_WEIGHTS, namespace_spec
 
 Identify = Callable[..., NamespaceSpec]
 
@@ -276,3 +276,13 @@ def test_a_changed_configuration_file_is_another_namespace(identify: Identify, c
 def test_a_version_stamp_in_the_configuration_file_does_not_matter(identify: Identify, copied_model: Path) -> None:
     edit_config(copied_model, transformers_version="0.0.1")
     assert differences(identify(), identify(model=copied_model)) == []
+
+
+def test_a_draft_from_another_revision_of_the_model_has_weights_of_its_own(
+    identify: Identify, tiny_model: Path
+) -> None:
+    """vLLM reads a draft model from the newest revision, whichever the model itself is served from."""
+    draft = {"model": str(tiny_model), "method": "draft_model", "num_speculative_tokens": 2}
+    same, newest = (identify(speculative_config=dict(draft), **revision) for revision in ({}, {"revision": "old"}))
+    assert DRAFT_WEIGHTS not in dict(same.extra)
+    assert dict(newest.extra)[DRAFT_WEIGHTS] == newest.weights_digest
