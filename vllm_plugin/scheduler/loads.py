@@ -112,7 +112,7 @@ class Loads:
         Returns: False if the pool lacks blocks that vLLM has allocated: it takes the hit in part, up to a boundary that
             cannot be resumed. Such a load has no leases, so it fails, and all is computed.
         """
-        parts = self._parts(request, lookup, tables, stop_tokens)
+        parts = self.parts(request, lookup, tables, stop_tokens)
         start, is_probe = lookup.asked, lookup.verdict is not None and lookup.verdict.is_probe
         job = self._new(request.request_id, parts, lookup.lease_ids, traceparent)
         self.loading[job.request_id] = Loading(
@@ -153,7 +153,7 @@ class Loads:
         self.new.append(job)
         return job
 
-    def _parts(
+    def parts(
         self, request: Request, lookup: RequestLookup, tables: Sequence[Sequence[int]], stop_tokens: int
     ) -> list[GroupBlocks] | None:
         """Blocks to load; None if the pool lacks some of those that vLLM has allocated. See `begin`."""
