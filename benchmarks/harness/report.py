@@ -51,6 +51,9 @@ from those without connector because batches are composed in other ways, which c
 The time to first token counts from the arrival. Mooncake's store runs in the engines: its CPU time is theirs.""",
     "serving": """The same in a small form, on two CPU cores that engines, stores and the benchmark share: that all of
 it runs, and no measure of a GPU's gain.""",
+    "start": """How much later an engine answers its first prompt that names its weights by the content of their files:
+Llama-3.1-8B's shape, without CUDA graphs and compilation. "Never read": the host's first start with this checkpoint,
+which kvpool reads beside the engine's warm-up; the scheduler waits for the end of it.""",
     "transport": """How fast bytes travel, beside memcpy + xxh3, Mooncake Store over loopback TCP, and a bare gRPC
 stream. shm is slower than memcpy + xxh3 by the latency of the two or three calls around a batch. The target of twice
 Mooncake is out of reach here: a bare TCP socket does not reach it either. A put over the network is also hashed before

@@ -131,13 +131,17 @@ class Prefixes(Observer):
         """Notes with which weights the blocks of a namespace are computed; 1 by default."""
         self._weights[fingerprint.hex()] = weights
 
+    def weights_of(self, fingerprint: bytes) -> int:
+        """With which weights the blocks of a namespace are computed."""
+        return self._weights.get(fingerprint.hex(), 1)
+
     def stored(self, entry: Entry) -> None:
         namespace, _, model = entry.group.namespace.partition("@")
         if model == "kvpool simulation":
             return
         size = entry.group.spec.slot_bytes
         name = f"block {entry.block_hash.hex()[:8]} of group {entry.group.idx}"
-        weights = self._weights.get(namespace, 1)
+        weights = self.weights_of(bytes.fromhex(namespace))
         if (weights, entry.block_hash) not in self._of:
             self._runtime.broken.append(f"{name} is of other weights")
             return

@@ -183,10 +183,11 @@ class World:
     def others_stored(self, engine: int, prefix: int, length: int, gaps: int) -> None:
         """Another engine like this one has stored a prefix, but for some blocks."""
         pool, dice = self.server.pool, random.Random(gaps)
-        each = self._engine(engine)
-        (spec,) = each.connector.stages.specs
+        (spec,) = self._engine(engine).connector.stages.specs
         fingerprint = pool.open_namespace(spec)[0].fingerprint
-        names = self._prefixes.learn(_tokens(200, f"prefix {prefix}")[:length], each.weights)
+        # The engine's own weights may be newer: it moves on once its ranks have told them.
+        weights = self._prefixes.weights_of(fingerprint)
+        names = self._prefixes.learn(_tokens(200, f"prefix {prefix}")[:length], weights)
         for idx, group in enumerate(spec.groups):
             parent = b""
             for name in names[group.block_tokens // BLOCK_TOKENS - 1 :: group.block_tokens // BLOCK_TOKENS]:
@@ -199,7 +200,7 @@ class World:
                 except OutOfSpaceError:
                     return
                 for offset in grant.offsets:
-                    content = np.frombuffer(self._prefixes.expected(idx, group, name, each.weights), np.uint8)
+                    content = np.frombuffer(self._prefixes.expected(idx, group, name, weights), np.uint8)
                     self.server.memory[offset : offset + len(content)] = content
                     chunks = content.reshape(group.num_shards, -1)
                     pool.put_end(grant.ticket_id, [checksum(chunk) for chunk in chunks])
