@@ -16,7 +16,7 @@ class RequestTrace:
         age_seconds: since the request was given blocks.
         prompt_tokens, local_tokens, loaded_tokens: of the prompt, and of it from the engine's own cache, and the pool.
         computed_tokens: of the prompt, by cause.
-        lookup_ms: from the first question to the pool to its last answer.
+        lookup_ms: from the first question to the pool to its last answer, or to the end of a wait for a tier.
         tier_wait_ms: of it, for blocks on their way up from a tier.
         load_ms: from the load's begin until all ranks have reported its end.
         load_failed: what was to be loaded was computed.

@@ -128,10 +128,10 @@ class Loads:
 
     def fail(self, request_id: str) -> list[tuple[int, ...]]:
         """Every rank reports the load of a request as failed. Returns the leases of what it replaces, one a stage."""
-        replaced = [job for job in self.new if job.request_id == request_id]
-        self.new = [job for job in self.new if job not in replaced]
+        replaced = [job.lease_ids for job in self.new if job.request_id == request_id]
+        self.new = [job for job in self.new if job.request_id != request_id]
         self._new(request_id, None)
-        return [job.lease_ids for job in replaced]
+        return replaced
 
     def take_new(self, beside_compute: bool = False) -> list[LoadJob]:
         """The loads that this step gives to the ranks.

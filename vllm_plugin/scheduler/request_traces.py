@@ -66,9 +66,10 @@ class RequestTraces(RequestWatcher):
         now = found.admitted_at = self._clock()
         found.loaded_tokens = num_external_tokens
         if lookup is not None and lookup.answers:
-            found.lookup_ms = 1000 * (min(now, lookup.answered_at) - found.asked_at)
-            if lookup.wait.began_at < now:
-                found.tier_wait_ms = 1000 * (now - lookup.wait.began_at)
+            waited_s = max(0.0, now - lookup.wait.began_at)
+            # vLLM may ask long after the answer.
+            ended_at = now if waited_s else min(now, lookup.answered_at)
+            found.lookup_ms, found.tier_wait_ms = 1000 * (ended_at - found.asked_at), 1000 * waited_s
 
     def load_ended(self, request_id: str, succeeded: bool) -> None:
         if (found := self._open.get(request_id)) is not None:
