@@ -11,7 +11,6 @@ from kvpool.explanation import Explanation
 from kvpool.explanation_messages import explanation
 from kvpool.holdings import NamespaceInfo
 from kvpool.ledger import LedgerPage, LedgerRow
-from kvpool.request_trace import RequestTrace
 from kvpool.rpc import Namespace, PoolRpc
 from kvpool.skew import Release
 from kvpool.transport.choice import Choice, choose
@@ -110,11 +109,6 @@ class Admin:
         """
         request = pb.ExplainRequest(namespace=fingerprint, runs=wire.encode_runs(runs))
         return explanation(self._rpc.call(self._rpc.stub.Explain, request, timeout_ms), runs)
-
-    def explain_request(self, request_id: str, *, timeout_ms: int | None = None) -> tuple[RequestTrace, ...]:
-        """What engines have told of the requests whose id is or begins with `request_id`, the newest first."""
-        request = pb.ExplainRequest(request_id=request_id)
-        return explanation(self._rpc.call(self._rpc.stub.Explain, request, timeout_ms), ()).requests
 
     def drain(self, deadline_ms: int = 0, boot_token: int = 0) -> DrainProgress:
         """Takes the server out of service, and says how far the drain is; further calls say it again.

@@ -1,11 +1,10 @@
-"""What a server knows of the blocks of a prompt, and what engines have told it of a request."""
+"""What a server knows of the blocks of a prompt."""
 
 from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
 
-from kvpool.request_trace import RequestTrace
 from kvpool.types import MissCause
 
 MAX_RANGES = 256
@@ -14,8 +13,6 @@ MAX_MATCHES = 4
 """Other namespaces that have a block."""
 MAX_DIFFERENCES = 16
 """Fields of another namespace that are named."""
-MAX_TRACES = 16
-"""Requests of one id."""
 
 
 class BlockState(enum.IntEnum):
@@ -111,7 +108,6 @@ class Explanation:
         remembered_seconds: since the oldest departure that the server remembers; 0: none has been.
         half_remembered_seconds: of what left so long ago half is remembered, and more of what left later.
         tiers_away: names of tiers that have not said which blocks they have.
-        requests: the newest first.
     """
 
     runs: tuple[RunExplanation, ...] = ()
@@ -119,4 +115,3 @@ class Explanation:
     remembered_seconds: float = 0.0
     half_remembered_seconds: float = 0.0
     tiers_away: tuple[str, ...] = ()
-    requests: tuple[RequestTrace, ...] = ()

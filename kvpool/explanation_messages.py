@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import cast
 
-from kvpool.errors import InvalidReplyError, InvalidRequestError
+from kvpool.errors import InvalidReplyError
 from kvpool.explanation import (
     MAX_DIFFERENCES,
     MAX_MATCHES,
     MAX_RANGES,
-    MAX_TRACES,
     BlockRange,
     BlockState,
     EvictedFor,
@@ -19,7 +18,6 @@ from kvpool.explanation import (
     RunExplanation,
 )
 from kvpool.holdings import escaped
-from kvpool.request_trace import MAX_REQUEST_ID_CHARS, RequestTrace
 from kvpool.types import HASH_BYTES, BlockRun, MissCause
 from kvpool.v1 import pool_pb2 as pb
 
@@ -27,8 +25,6 @@ MAX_NAME_CHARS = 512
 MAX_DIFFERENCE_CHARS = 2_000
 MAX_SECONDS = 1e10
 MAX_TIERS = 64
-MAX_CAUSES = 64
-MAX_TOKENS = 1 << 31
 
 
 def encode_explanation(found: Explanation, boot_token: int) -> pb.ExplainResponse:
@@ -47,7 +43,6 @@ def encode_explanation(found: Explanation, boot_token: int) -> pb.ExplainRespons
         remembered_seconds=found.remembered_seconds,
         half_remembered_seconds=found.half_remembered_seconds,
         tiers_away=found.tiers_away,
-        requests=map(encode_trace, found.requests),
     )
 
 
@@ -75,69 +70,20 @@ def _encode_range(part: BlockRange) -> pb.BlockRange:
     )
 
 
-def encode_trace(trace: RequestTrace) -> pb.RequestTrace:
-    """What became of one request."""
-    return pb.RequestTrace(
-        request_id=trace.request_id,
-        engine=trace.engine,
-        model=trace.model,
-        age_seconds=trace.age_seconds,
-        prompt_tokens=trace.prompt_tokens,
-        local_tokens=trace.local_tokens,
-        loaded_tokens=trace.loaded_tokens,
-        computed_tokens=trace.computed_tokens,
-        lookup_ms=trace.lookup_ms,
-        tier_wait_ms=trace.tier_wait_ms,
-        load_ms=trace.load_ms,
-        load_failed=trace.load_failed,
-    )
-
-
-def decode_trace(message: pb.RequestTrace) -> RequestTrace:
-    """Raises InvalidRequestError for an id, a number or causes that no engine has."""
-    numbers = message.age_seconds, message.lookup_ms, message.tier_wait_ms, message.load_ms
-    tokens = (*message.computed_tokens.values(), message.prompt_tokens, message.local_tokens, message.loaded_tokens)
-    if not 1 <= len(message.request_id) <= MAX_REQUEST_ID_CHARS or len(message.computed_tokens) > MAX_CAUSES:
-        raise InvalidRequestError(
-            f"requests: an id of {len(message.request_id)} characters and {len(message.computed_tokens)} causes; give "
-            f"1 to {MAX_REQUEST_ID_CHARS} characters, and at most {MAX_CAUSES} causes"
-        )
-    if not all(0 <= number <= MAX_SECONDS for number in numbers) or max(tokens) > MAX_TOKENS:
-        raise InvalidRequestError(f"requests: request {message.request_id[:64]!r} has a number out of its range")
-    if not all(label.isidentifier() and len(label) <= 64 for label in message.computed_tokens):
-        raise InvalidRequestError(f"requests: request {message.request_id[:64]!r} has a cause that is no label")
-    return RequestTrace(
-        message.request_id,
-        message.engine,
-        message.model,
-        message.age_seconds,
-        message.prompt_tokens,
-        message.local_tokens,
-        message.loaded_tokens,
-        dict(message.computed_tokens),
-        message.lookup_ms,
-        message.tier_wait_ms,
-        message.load_ms,
-        message.load_failed,
-    )
-
-
 def explanation(reply: pb.ExplainResponse, runs: Sequence[BlockRun]) -> Explanation:
-    """The answer to a question about some runs, or about a request; its text can be printed.
+    """The answer to a question about some runs; its text can be printed.
 
     Raises InvalidReplyError.
     """
     _check(len(reply.runs) == len(runs), f"{len(reply.runs)} runs, for {len(runs)}")
     _check(len(reply.elsewhere) <= MAX_MATCHES, f"{len(reply.elsewhere)} namespaces")
     _check(len(reply.tiers_away) <= MAX_TIERS, f"{len(reply.tiers_away)} tiers")
-    _check(len(reply.requests) <= MAX_TRACES, f"{len(reply.requests)} requests")
     return Explanation(
         tuple(_run(message, run) for message, run in zip(reply.runs, runs, strict=True)),
         tuple(map(_match, reply.elsewhere)),
         _seconds(reply.remembered_seconds),
         _seconds(reply.half_remembered_seconds),
         tuple(escaped(name, MAX_NAME_CHARS) for name in reply.tiers_away),
-        tuple(map(_trace, reply.requests)),
     )
 
 
@@ -177,19 +123,6 @@ def _match(message: pb.NamespaceMatch) -> NamespaceMatch:
     _check(len(message.differences) <= MAX_DIFFERENCES, f"{len(message.differences)} fields")
     fields = tuple(escaped(text, MAX_DIFFERENCE_CHARS) for text in message.differences)
     return NamespaceMatch(message.fingerprint, message.count, fields)
-
-
-def _trace(message: pb.RequestTrace) -> RequestTrace:
-    try:
-        trace = decode_trace(message)
-    except InvalidRequestError as error:
-        raise InvalidReplyError(f"the server's explanation: {error}") from None
-    return RequestTrace(
-        escaped(trace.request_id, MAX_REQUEST_ID_CHARS),
-        escaped(trace.engine, MAX_NAME_CHARS),
-        escaped(trace.model, MAX_NAME_CHARS),
-        *(getattr(trace, name) for name in RequestTrace.__slots__[3:]),
-    )
 
 
 def _seconds(value: float) -> float:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
-from kvpool.causes import Cause
 from kvpool.explanation import MAX_RANGES, BlockRange, BlockState, EvictedFor, Explanation, RunExplanation
 from kvpool.holdings import duration_text, printable
 from kvpool.namespace import GroupSpec, NamespaceSpec
-from kvpool.request_trace import RequestTrace
 from kvpool.types import MissCause
 
 PREFIX_KIND = "full_attention"
@@ -312,37 +310,3 @@ def _where(part: BlockRange) -> str:
 
 def _used(part: BlockRange) -> str:
     return "" if part.unused_seconds is None else f"used {duration_text(part.unused_seconds)} ago"
-
-
-def trace_sentences(traces: Sequence[RequestTrace]) -> list[str]:
-    """What became of requests, the newest first."""
-    return [sentence for trace in traces for sentence in _about_trace(trace)]
-
-
-def _about_trace(trace: RequestTrace) -> Iterator[str]:
-    whose = f" on engine {printable(trace.engine)}" if trace.engine else ""
-    model = f" ({printable(trace.model)})" if trace.model else ""
-    computed = sum(trace.computed_tokens.values())
-    yield (
-        f"Request {printable(trace.request_id)}{whose}{model}, {duration_text(trace.age_seconds)} ago: of "
-        f"{trace.prompt_tokens:,} prompt tokens, {trace.local_tokens:,} came from the engine's own cache, "
-        f"{trace.loaded_tokens:,} from the pool, and {computed:,} were computed."
-    )
-    for label, count in sorted(trace.computed_tokens.items(), key=lambda pair: -pair[1]):
-        yield f"{count:,} tokens were computed for the cause {printable(label)}: {_gloss(label)}"
-    waits = [f"The lookup took {_ms(trace.lookup_ms)}"] if trace.lookup_ms else ["No lookup was answered"]
-    if trace.tier_wait_ms:
-        waits.append(f"of which the request waited {_ms(trace.tier_wait_ms)} for a tier")
-    if trace.load_ms:
-        waits.append(f"the load took {_ms(trace.load_ms)}{' and failed' if trace.load_failed else ''}")
-    elif trace.load_failed:
-        waits.append("the load failed")
-    yield ", ".join(waits) + "."
-
-
-def _gloss(label: str) -> str:
-    return next((cause.gloss for cause in Cause if cause.label == label), "A cause that this release does not know.")
-
-
-def _ms(value: float) -> str:
-    return f"{value / 1000:.1f} s" if value >= 1000 else f"{value:.1f} ms"

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from kvpool.request_trace import RequestTrace
-
 REPORTER_BYTES = 16
 MAX_ENGINE_CHARS = 64
 """Of an engine's name, its versions, and its transport; longer ones are cut."""
@@ -14,10 +12,6 @@ MAX_STAGES = 16
 """Namespaces of one engine that a report names."""
 MAX_CAUSES = 64
 """Causes that one report names, those of later releases included."""
-MAX_REQUESTS = 512
-"""Of which one report tells."""
-MAX_REQUESTS_BYTES = 48 << 10
-"""Of requests in one report; an engine takes no further ones then, so that the whole report is small enough."""
 MAX_AMOUNT = 1e15
 """Largest sum of seconds, or of GiB hours, that a server tells of: sums stop there."""
 MAX_REPORT_BYTES = 64 << 10
@@ -44,7 +38,6 @@ class EngineReport:
     num_requests: int = 0
     last: bool = False
     num_devices: int = 1
-    requests: tuple[RequestTrace, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

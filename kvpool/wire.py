@@ -17,14 +17,12 @@ from google.protobuf.message import Message
 
 from kvpool import errors
 from kvpool.drain import DrainProgress
-from kvpool.explanation_messages import encode_trace
 from kvpool.holdings import NamespaceInfo, TierHoldings, escaped, printable
 from kvpool.ledger import LedgerPage, LedgerRow
 from kvpool.namespace import GroupSpec, NamespaceSpec
 from kvpool.reports import (
     MAX_CAUSES,
     MAX_ENGINE_CHARS,
-    MAX_REQUESTS,
     MAX_STAGES,
     EngineReport,
     EngineState,
@@ -490,11 +488,11 @@ def decode_namespace_info(message: pb.NamespaceInfo) -> NamespaceInfo:
 
 
 def encode_report(report: EngineReport) -> pb.ReportRequest:
-    return _encode(report, pb.ReportRequest, requests=map(encode_trace, report.requests))
+    return _encode(report, pb.ReportRequest)
 
 
 def decode_report(message: pb.ReportRequest) -> EngineReport:
-    """A report whose texts may stand in logs; without its requests, which stay messages.
+    """A report whose texts may stand in logs.
 
     Raises InvalidRequestError, before anything is decoded, if a field has more elements than a report may have.
     """
@@ -507,7 +505,6 @@ def decode_report(message: pb.ReportRequest) -> EngineReport:
         message,
         namespaces=tuple(message.namespaces),
         computed_tokens=dict(message.computed_tokens),
-        requests=(),
         **texts,
     )
 
@@ -523,11 +520,7 @@ def decode_ledger(message: pb.LedgerResponse) -> LedgerPage:
 
 
 _TEXTS_OF_REPORT = ("engine", "version", "vllm_version", "transport")
-_MOST_OF_REPORT = {
-    "namespaces": MAX_STAGES,
-    "computed_tokens": MAX_CAUSES,
-    "requests": MAX_REQUESTS,
-}
+_MOST_OF_REPORT = {"namespaces": MAX_STAGES, "computed_tokens": MAX_CAUSES}
 
 
 def encode_value(report: ValueReport, boot_token: int) -> pb.ValueResponse:

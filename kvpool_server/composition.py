@@ -54,7 +54,6 @@ from kvpool_server.page.site import Site
 from kvpool_server.pairs import Pairs
 from kvpool_server.reports.engines import EngineReports
 from kvpool_server.reports.usage_ledger import open_ledger
-from kvpool_server.request_traces import RequestTraces
 from kvpool_server.service import PoolService
 from kvpool_server.services.chunks import ChunkService
 from kvpool_server.services.drain import DrainService
@@ -344,7 +343,7 @@ class Composition:
         permits = None if self._permits is None else RegionPermits(pool, self._permits)
         streams = LookupStreams(pool.limits.max_streams)
         verifier = Verifier(pool, memory, self.turns.run)
-        traces, events = RequestTraces(time.monotonic), self.events
+        events = self.events
         stats = partial(self._monitoring.told_stats, time.monotonic(), self.http_port)
         offer = self.memory.offer(self._engine, self.data.info if self.data is not None else None)
         lease_service = LeaseService if self._tracing is None else partial(TracedLeaseService, self._tracing)
@@ -356,9 +355,9 @@ class Composition:
             ChunkService(served, memory, metrics, verifier),
             HintService(served),
             RemovalService(served, verifier),
-            ExplanationService(served, traces),
+            ExplanationService(served),
             RoutingService(served, self._reports, events),
-            ReportService(served, self._reports, traces, self._ledger),
+            ReportService(served, self._reports, self._ledger),
             ListingService(served, stats, self._reports, self._value.report),
             QuotaService(served),
             DrainService(served),

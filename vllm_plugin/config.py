@@ -59,8 +59,6 @@ class ConnectorConfig:
             the number is equal.
         weights_epoch: free text; engines share blocks only if it is equal.
         decline_slow_loads: compute a hit where loading it would take longer, as measured so far.
-        explain_requests: tell the server of each request, by its id and without its tokens, how many tokens were
-            loaded and computed and why, for `kvpool explain --request`.
         share_adapters: which requests with a LoRA adapter share blocks, by the adapter's content. "unchanged": those
             whose adapter's files are unchanged since before the engine started. "always": all, by the files' content at
             the adapter's first request; right only where adapters are never written again or reloaded in place.
@@ -90,7 +88,6 @@ class ConnectorConfig:
     num_shards: int = 0
     weights_epoch: str = ""
     decline_slow_loads: bool = True
-    explain_requests: bool = False
     share_adapters: str = "unchanged"
     tenant: str = ""
     salt: str = ""

@@ -350,32 +350,28 @@ class AnnounceResponse(_message.Message):
     def __init__(self, boot_token: _Optional[int] = ...) -> None: ...
 
 class ExplainRequest(_message.Message):
-    __slots__ = ("namespace", "runs", "request_id")
+    __slots__ = ("namespace", "runs")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     RUNS_FIELD_NUMBER: _ClassVar[int]
-    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     namespace: bytes
     runs: _containers.RepeatedCompositeFieldContainer[BlockRun]
-    request_id: str
-    def __init__(self, namespace: _Optional[bytes] = ..., runs: _Optional[_Iterable[_Union[BlockRun, _Mapping]]] = ..., request_id: _Optional[str] = ...) -> None: ...
+    def __init__(self, namespace: _Optional[bytes] = ..., runs: _Optional[_Iterable[_Union[BlockRun, _Mapping]]] = ...) -> None: ...
 
 class ExplainResponse(_message.Message):
-    __slots__ = ("boot_token", "runs", "elsewhere", "remembered_seconds", "half_remembered_seconds", "tiers_away", "requests")
+    __slots__ = ("boot_token", "runs", "elsewhere", "remembered_seconds", "half_remembered_seconds", "tiers_away")
     BOOT_TOKEN_FIELD_NUMBER: _ClassVar[int]
     RUNS_FIELD_NUMBER: _ClassVar[int]
     ELSEWHERE_FIELD_NUMBER: _ClassVar[int]
     REMEMBERED_SECONDS_FIELD_NUMBER: _ClassVar[int]
     HALF_REMEMBERED_SECONDS_FIELD_NUMBER: _ClassVar[int]
     TIERS_AWAY_FIELD_NUMBER: _ClassVar[int]
-    REQUESTS_FIELD_NUMBER: _ClassVar[int]
     boot_token: int
     runs: _containers.RepeatedCompositeFieldContainer[RunExplanation]
     elsewhere: _containers.RepeatedCompositeFieldContainer[NamespaceMatch]
     remembered_seconds: float
     half_remembered_seconds: float
     tiers_away: _containers.RepeatedScalarFieldContainer[str]
-    requests: _containers.RepeatedCompositeFieldContainer[RequestTrace]
-    def __init__(self, boot_token: _Optional[int] = ..., runs: _Optional[_Iterable[_Union[RunExplanation, _Mapping]]] = ..., elsewhere: _Optional[_Iterable[_Union[NamespaceMatch, _Mapping]]] = ..., remembered_seconds: _Optional[float] = ..., half_remembered_seconds: _Optional[float] = ..., tiers_away: _Optional[_Iterable[str]] = ..., requests: _Optional[_Iterable[_Union[RequestTrace, _Mapping]]] = ...) -> None: ...
+    def __init__(self, boot_token: _Optional[int] = ..., runs: _Optional[_Iterable[_Union[RunExplanation, _Mapping]]] = ..., elsewhere: _Optional[_Iterable[_Union[NamespaceMatch, _Mapping]]] = ..., remembered_seconds: _Optional[float] = ..., half_remembered_seconds: _Optional[float] = ..., tiers_away: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class RunExplanation(_message.Message):
     __slots__ = ("group_idx", "ranges", "other_children")
@@ -428,41 +424,6 @@ class NamespaceMatch(_message.Message):
     count: int
     differences: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, fingerprint: _Optional[bytes] = ..., count: _Optional[int] = ..., differences: _Optional[_Iterable[str]] = ...) -> None: ...
-
-class RequestTrace(_message.Message):
-    __slots__ = ("request_id", "engine", "model", "age_seconds", "prompt_tokens", "local_tokens", "loaded_tokens", "computed_tokens", "lookup_ms", "tier_wait_ms", "load_ms", "load_failed")
-    class ComputedTokensEntry(_message.Message):
-        __slots__ = ("key", "value")
-        KEY_FIELD_NUMBER: _ClassVar[int]
-        VALUE_FIELD_NUMBER: _ClassVar[int]
-        key: str
-        value: int
-        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
-    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
-    ENGINE_FIELD_NUMBER: _ClassVar[int]
-    MODEL_FIELD_NUMBER: _ClassVar[int]
-    AGE_SECONDS_FIELD_NUMBER: _ClassVar[int]
-    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    LOCAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    LOADED_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    LOOKUP_MS_FIELD_NUMBER: _ClassVar[int]
-    TIER_WAIT_MS_FIELD_NUMBER: _ClassVar[int]
-    LOAD_MS_FIELD_NUMBER: _ClassVar[int]
-    LOAD_FAILED_FIELD_NUMBER: _ClassVar[int]
-    request_id: str
-    engine: str
-    model: str
-    age_seconds: float
-    prompt_tokens: int
-    local_tokens: int
-    loaded_tokens: int
-    computed_tokens: _containers.ScalarMap[str, int]
-    lookup_ms: float
-    tier_wait_ms: float
-    load_ms: float
-    load_failed: bool
-    def __init__(self, request_id: _Optional[str] = ..., engine: _Optional[str] = ..., model: _Optional[str] = ..., age_seconds: _Optional[float] = ..., prompt_tokens: _Optional[int] = ..., local_tokens: _Optional[int] = ..., loaded_tokens: _Optional[int] = ..., computed_tokens: _Optional[_Mapping[str, int]] = ..., lookup_ms: _Optional[float] = ..., tier_wait_ms: _Optional[float] = ..., load_ms: _Optional[float] = ..., load_failed: bool = ...) -> None: ...
 
 class PutStartRequest(_message.Message):
     __slots__ = ("namespace", "runs", "shards", "ticket_ttl_ms")
@@ -1027,7 +988,7 @@ class SetQuotasResponse(_message.Message):
     def __init__(self, boot_token: _Optional[int] = ..., quotas: _Optional[_Iterable[_Union[Quota, _Mapping]]] = ...) -> None: ...
 
 class ReportRequest(_message.Message):
-    __slots__ = ("reporter", "sequence", "engine", "version", "vllm_version", "transport", "breaker_open", "namespaces", "computed_tokens", "loaded_tokens", "load_seconds", "saved_seconds", "lost_seconds", "num_requests", "last", "num_devices", "requests")
+    __slots__ = ("reporter", "sequence", "engine", "version", "vllm_version", "transport", "breaker_open", "namespaces", "computed_tokens", "loaded_tokens", "load_seconds", "saved_seconds", "lost_seconds", "num_requests", "last", "num_devices")
     class ComputedTokensEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -1051,7 +1012,6 @@ class ReportRequest(_message.Message):
     NUM_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     LAST_FIELD_NUMBER: _ClassVar[int]
     NUM_DEVICES_FIELD_NUMBER: _ClassVar[int]
-    REQUESTS_FIELD_NUMBER: _ClassVar[int]
     reporter: bytes
     sequence: int
     engine: str
@@ -1068,8 +1028,7 @@ class ReportRequest(_message.Message):
     num_requests: int
     last: bool
     num_devices: int
-    requests: _containers.RepeatedCompositeFieldContainer[RequestTrace]
-    def __init__(self, reporter: _Optional[bytes] = ..., sequence: _Optional[int] = ..., engine: _Optional[str] = ..., version: _Optional[str] = ..., vllm_version: _Optional[str] = ..., transport: _Optional[str] = ..., breaker_open: bool = ..., namespaces: _Optional[_Iterable[bytes]] = ..., computed_tokens: _Optional[_Mapping[str, int]] = ..., loaded_tokens: _Optional[int] = ..., load_seconds: _Optional[float] = ..., saved_seconds: _Optional[float] = ..., lost_seconds: _Optional[float] = ..., num_requests: _Optional[int] = ..., last: bool = ..., num_devices: _Optional[int] = ..., requests: _Optional[_Iterable[_Union[RequestTrace, _Mapping]]] = ...) -> None: ...
+    def __init__(self, reporter: _Optional[bytes] = ..., sequence: _Optional[int] = ..., engine: _Optional[str] = ..., version: _Optional[str] = ..., vllm_version: _Optional[str] = ..., transport: _Optional[str] = ..., breaker_open: bool = ..., namespaces: _Optional[_Iterable[bytes]] = ..., computed_tokens: _Optional[_Mapping[str, int]] = ..., loaded_tokens: _Optional[int] = ..., load_seconds: _Optional[float] = ..., saved_seconds: _Optional[float] = ..., lost_seconds: _Optional[float] = ..., num_requests: _Optional[int] = ..., last: bool = ..., num_devices: _Optional[int] = ...) -> None: ...
 
 class ReportResponse(_message.Message):
     __slots__ = ("boot_token", "counted")

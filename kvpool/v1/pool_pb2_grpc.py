@@ -293,7 +293,7 @@ class PoolServicer(object):
 
     def Explain(self, request, context):
         """What is known of some blocks, for people who ask why a prompt was computed: where they are, or when, why and for whose
-        blocks they left. Or what engines have told of one request. Renews nothing, and counts as no use.
+        blocks they left. Renews nothing, and counts as no use.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -1,4 +1,4 @@
-"""Why the pool has, or lacks, the blocks of a prompt, or of a request that an engine has reported."""
+"""Why the pool has, or lacks, the blocks of a prompt."""
 
 from __future__ import annotations
 
@@ -6,33 +6,22 @@ import asyncio
 import dataclasses
 from typing import Any
 
-from kvpool.explanation import Explanation
 from kvpool.explanation_messages import encode_explanation, encode_run
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.explainer import Explainer
-from kvpool_server.request_traces import RequestTraces
 from kvpool_server.services.served_pool import ServedPool
 
 
 class ExplanationService:
-    """See the module.
+    """The RPC Explain."""
 
-    Args:
-        traces: of requests that engines have reported.
-    """
-
-    def __init__(self, served: ServedPool, traces: RequestTraces):
+    def __init__(self, served: ServedPool):
         self._pool = served.pool
         self._boot_token = served.boot_token
-        self._run = served.run
         self._reader = served.reader
-        self._traces = traces
         self._explainer = Explainer(served.tiered, served.run)
 
     async def Explain(self, request: pb.ExplainRequest, context: Any) -> pb.ExplainResponse:
-        if request.request_id:
-            traces = await self._run(self._traces.find_in_steps(request.request_id))
-            return encode_explanation(Explanation(requests=traces), self._boot_token)
         fingerprint = self._reader.namespace(request.namespace)
         runs = self._reader.runs(request.runs, self._pool.limits.max_lookup_blocks)
         found = await self._explainer.explain(fingerprint, runs)

@@ -13,25 +13,22 @@ from kvpool_server.access.caller import own_tenant
 from kvpool_server.cache.namespaces import unknown_namespace
 from kvpool_server.reports.engines import EngineReports
 from kvpool_server.reports.usage_ledger import UsageLedger
-from kvpool_server.request_traces import RequestTraces
 from kvpool_server.services.served_pool import ServedPool
 
 
 class ReportService:
-    """See the module.
+    """The RPCs Report and Ledger.
 
     Args:
         reports: gets what engines report.
-        traces: gets the requests that engines report.
         ledger: None: there is none.
     """
 
-    def __init__(self, served: ServedPool, reports: EngineReports, traces: RequestTraces, ledger: UsageLedger | None):
+    def __init__(self, served: ServedPool, reports: EngineReports, ledger: UsageLedger | None):
         self._pool = served.pool
         self._boot_token = served.boot_token
         self._reader = served.reader
         self._reports = reports
-        self._traces = traces
         self._ledger = ledger
 
     async def Report(self, request: pb.ReportRequest, context: Any) -> pb.ReportResponse:
@@ -43,8 +40,6 @@ class ReportService:
             raise unknown_namespace(fingerprints[0])
         report, spec = wire.decode_report(request), first.spec
         counted = self._reports.report(report, spec.tenant, spec.model)
-        if counted:
-            self._traces.add(spec.tenant, report.reporter, report.engine, spec.model, request.requests)
         return pb.ReportResponse(boot_token=self._boot_token, counted=counted)
 
     async def Ledger(self, request: pb.LedgerRequest, context: Any) -> pb.LedgerResponse:

@@ -56,11 +56,6 @@ SETTINGS: dict[str, dict[str, str]] = {
         "a block hash of 32 bytes": "kvpool.types: HASH_BYTES",
         "any 32 bytes that name": "kvpool.types: HASH_BYTES",
     },
-    "explain.md": {
-        "and its load took: within 10 s after": "vllm_plugin.scheduler.reporter: EVERY_S",
-        "at most 512 requests, or 48 KiB of them": "kvpool.reports: MAX_REQUESTS_BYTES",
-        "that ends more of them in 10 s": "vllm_plugin.scheduler.reporter: EVERY_S",
-    },
     "tracing.md": {"process waits 2 s at most": "kvpool.tracing: CLOSE_S"},
     "kv-events.md": {
         "all 32 bytes": "kvpool.types: HASH_BYTES",

@@ -17,8 +17,8 @@ from testbed.engine import BLOCK_TOKENS, Engine, EngineSpec, kvpool_transfer_con
 from testbed.tiny_models import write
 from tests.conftest import StartServer
 from tests.e2e.computed import ask
-from tests.e2e.conftest import FLOAT32, MORE, PATIENT, hit_tokens, prompt, running
-from tests.support.processes import ServerProcess, wait_for
+from tests.e2e.conftest import FLOAT32, PATIENT, hit_tokens, prompt, running
+from tests.support.processes import ServerProcess
 from tests.support.real_engines import drain
 
 pytestmark = pytest.mark.vllm
@@ -40,10 +40,7 @@ def engines(
     tmp_path_factory: pytest.TempPathFactory, shapes_dir: Path, server: ServerProcess
 ) -> Iterator[tuple[Engine, Engine]]:
     """Two whose namespaces differ."""
-    transfers = [
-        kvpool_transfer_config(server.endpoint, weights_epoch=epoch, explain_requests=True, **PATIENT)
-        for epoch in ("one", "other")
-    ]
+    transfers = [kvpool_transfer_config(server.endpoint, weights_epoch=epoch, **PATIENT) for epoch in ("one", "other")]
     specs = [EngineSpec(write("llama", shapes_dir), each, FLOAT32, in_process=True) for each in transfers]
     with running(tmp_path_factory.mktemp("causes"), *specs) as (engine, other):
         yield engine, other
@@ -125,26 +122,6 @@ def test_kvpool_explain_says_what_the_engine_will_compute_and_why(
     computed = ask(engine, [*tokens, *prompt(100, "new")])
     assert computed["evicted"] == causes["evicted"]
     assert sum(computed.values()) == LENGTH + 100 - found["loadable_tokens"]
-
-
-@MORE
-def test_kvpool_explain_says_what_became_of_a_request(engines: tuple[Engine, Engine], server: ServerProcess) -> None:
-    engine, _ = engines
-    tokens = prompt(LENGTH + 37, "one request")
-    causes = ask(engine, tokens)
-    ask(engine, tokens)
-
-    def told() -> list[Any]:
-        with Client(ClientConfig(server.endpoint)) as client:
-            each = [trace for digit in range(10) for trace in client.admin.explain_request(str(digit))]
-        return [trace for trace in each if trace.prompt_tokens == len(tokens)]
-
-    traces = wait_for(lambda: found if len(found := told()) == 2 else None, "the report of both requests")
-    loaded, computed = sorted(traces, key=lambda trace: trace.age_seconds)
-    assert computed.computed_tokens == causes and not computed.loaded_tokens
-    assert loaded.loaded_tokens == hit_tokens(len(tokens)) and loaded.load_ms > 0 and not loaded.load_failed
-    done = CliRunner().invoke(app, ["explain", "--request", loaded.request_id, "--endpoint", server.endpoint])
-    assert f"{loaded.loaded_tokens:,} from the pool" in done.stdout and "The lookup took" in done.stdout
 
 
 def test_what_another_namespace_has(engines: tuple[Engine, Engine], server: ServerProcess) -> None:

@@ -23,8 +23,13 @@ REMOVED = {
     'Previously present message "Agreement" was deleted from file.',
     'Previously present message "FirstTokenTimes" was deleted from file.',
     'Previously present message "MeasuredSaving" was deleted from file.',
+    'Previously present message "RequestTrace" was deleted from file.',
+    'Previously present message "RequestTrace.ComputedTokensEntry" was deleted from file.',
     'Previously present field "16" with name "first_token_times" on message "ReportRequest" was deleted.',
     'Previously present field "17" with name "agreement" on message "ReportRequest" was deleted.',
+    'Previously present field "20" with name "requests" on message "ReportRequest" was deleted.',
+    'Previously present field "3" with name "request_id" on message "ExplainRequest" was deleted.',
+    'Previously present field "7" with name "requests" on message "ExplainResponse" was deleted.',
     'Previously present field "3" with name "measured" on message "LedgerResponse" was deleted.',
 }
 

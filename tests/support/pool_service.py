@@ -16,7 +16,6 @@ from kvpool_server.data_plane.permits import PermitTable
 from kvpool_server.drain import Drain
 from kvpool_server.lookup_streams import LookupStreams
 from kvpool_server.reports.engines import EngineReports
-from kvpool_server.request_traces import RequestTraces
 from kvpool_server.service import PoolService
 from kvpool_server.services.chunks import ChunkService
 from kvpool_server.services.drain import DrainService
@@ -64,7 +63,7 @@ def pool_service(
     region_permits = None if permits is None else RegionPermits(pool, permits)
     streams = LookupStreams(pool.limits.max_streams)
     verifier = Verifier(pool, memory, run)
-    reports, traces = EngineReports(time.monotonic), RequestTraces(time.monotonic)
+    reports = EngineReports(time.monotonic)
     groups = (
         SessionService(served, offer, lambda tenant: None, who, None),
         LeaseService(served, streams, region_permits, metrics, None),
@@ -73,9 +72,9 @@ def pool_service(
         ChunkService(served, memory, metrics, verifier),
         HintService(served),
         RemovalService(served, verifier),
-        ExplanationService(served, traces),
+        ExplanationService(served),
         RoutingService(served, reports, None),
-        ReportService(served, reports, traces, None),
+        ReportService(served, reports, None),
         ListingService(
             served, stats or tiered.stats, reports, lambda _: ValueReport(False, pool.arena.arena_bytes, "")
         ),

@@ -24,8 +24,8 @@ def test_every_key_reaches_the_configuration(tmp_path: Path) -> None:
         "endpoint": "pool:1234", "transport": "stream", "lookup_timeout_ms": 1, "promotion_wait_ms": 0,
         "load_timeout_ms": 2, "store_timeout_ms": 3, "store_decoded": False, "window_interval_tokens": 512,
         "max_pinned_fraction": 0.25, "decline_slow_loads": False, "share_adapters": "never",
-        "explain_requests": True, "otel": True,
-        "num_shards": 8, "weights_epoch": "7", "tenant": "t", "salt": "s", "insecure_network": True, "token_file": "f",
+        "otel": True, "num_shards": 8,
+        "weights_epoch": "7", "tenant": "t", "salt": "s", "insecure_network": True, "token_file": "f",
         "stream_connections": 2, "name_key_file": str(tmp_path / "name.key"),
     }  # fmt: skip
     config = ConnectorConfig.parse(given)

@@ -7,7 +7,7 @@ vLLM counts the tokens that a request computes when it gives its first output, b
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from kvpool.causes import Cause
@@ -15,7 +15,7 @@ from kvpool.types import MissCause
 from vllm_plugin.metrics import Recorder
 from vllm_plugin.model.geometry import Geometry
 from vllm_plugin.scheduler.request_lookup import RequestLookup
-from vllm_plugin.scheduler.request_watcher import RequestWatcher
+from vllm_plugin.scheduler.request_spans import RequestSpans
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -28,11 +28,11 @@ class ComputedTokens:
     """Those of one engine.
 
     Args:
-        watchers: told of prompts that end.
+        spans: get the causes of prompts that end; None: the engine does not trace.
     """
 
-    def __init__(self, geometry: Geometry, recorder: Recorder, watchers: Sequence[RequestWatcher] = ()):
-        self._watchers = watchers
+    def __init__(self, geometry: Geometry, recorder: Recorder, spans: RequestSpans | None = None):
+        self._spans = spans
         self._geometry = geometry
         self._kinds = [group.kind for group in geometry.groups]
         self._recorder = recorder
@@ -111,8 +111,8 @@ class ComputedTokens:
                 self._recorder.tally("num_requests")
                 for cause, count in causes.items():
                     self._recorder.add_computed(cause, count)
-                for watcher in self._watchers:
-                    watcher.prompt_ended(request, causes)
+                if self._spans is not None:
+                    self._spans.prompt_ended(request, causes)
 
     def finished(self, request_id: str) -> None:
         """A request has ended; one that gave no output is not counted, as vLLM does not count it."""

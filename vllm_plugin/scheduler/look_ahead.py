@@ -7,13 +7,12 @@ and asks again with the next step, 0.3 s later where prefill is busy.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from vllm_plugin.model.geometry import Geometry
 from vllm_plugin.scheduler.lookups import Lookups
 from vllm_plugin.scheduler.prefill_queue import PrefillQueue
-from vllm_plugin.scheduler.request_watcher import RequestWatcher
+from vllm_plugin.scheduler.request_spans import RequestSpans
 from vllm_plugin.scheduler.step_budget import StepBudget
 
 if TYPE_CHECKING:
@@ -29,7 +28,7 @@ class LookAhead:
     """One engine's. Requests with adapters are left out: their names may change until vLLM asks.
 
     Args:
-        watchers: told of each request before it is looked up.
+        spans: of requests, begun before the lookup; None: the engine does not trace.
     """
 
     def __init__(
@@ -38,13 +37,13 @@ class LookAhead:
         lookups: Lookups,
         queue: PrefillQueue,
         budget: StepBudget,
-        watchers: Sequence[RequestWatcher],
+        spans: RequestSpans | None,
     ):
         self._geometry = geometry
         self._lookups = lookups
         self._queue = queue
         self._budget = budget
-        self._watchers = watchers
+        self._spans = spans
         self._block_pool: BlockPool | None = None
         first = geometry.groups[0]
         is_cached_by_hash = first.kind.block_tokens == geometry.names.hash_tokens
@@ -62,8 +61,8 @@ class LookAhead:
             if request.lora_request is None and request.request_id not in self._lookups.by_request:
                 local, limit = self._own_tokens(request), self._geometry.hit_limit(request.num_tokens)
                 if local < limit and not request.skip_reading_prefix_cache:
-                    for watcher in self._watchers:
-                        watcher.asked(request)
+                    if self._spans is not None:
+                        self._spans.asked(request)
                     self._lookups.send(request, local, limit)
                     ahead += limit - local
 

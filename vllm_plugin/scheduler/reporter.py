@@ -6,23 +6,19 @@ for `LAST_S` at most. A server of an older release takes no reports: the engine 
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import secrets
 import socket
 import threading
-import time
 
 import vllm
 from vllm.logger import init_logger
 
 from kvpool.errors import InvalidRequestError, KVPoolError, PermissionDeniedError
 from kvpool.reports import MAX_STAGES, REPORTER_BYTES, EngineReport
-from kvpool.request_trace import RequestTrace
 from kvpool.version import __version__
 from vllm_plugin.metrics import Recorder
 from vllm_plugin.scheduler.report_log import ReportLog
-from vllm_plugin.scheduler.request_traces import RequestTraces
 from vllm_plugin.scheduler.stages import Stages
 
 logger = init_logger("vllm.kvpool.reporter")
@@ -41,12 +37,9 @@ class Reporter:
         stages: name the engine's namespaces, and have the connection.
         recorder: counts.
         num_devices: that compute each step.
-        traces: of requests, which the server is told of; None: it is told of none.
     """
 
-    def __init__(self, stages: Stages, recorder: Recorder, num_devices: int, traces: RequestTraces | None = None):
-        self._traces = traces
-        self._told: tuple[tuple[float, RequestTrace], ...] = ()  # With the report that is under way.
+    def __init__(self, stages: Stages, recorder: Recorder, num_devices: int):
         self._num_devices = num_devices
         self._stages = stages
         self._recorder = recorder
@@ -108,9 +101,6 @@ class Reporter:
         return bool(self._namespaces)
 
     def _report(self, is_last: bool) -> EngineReport:
-        if self._traces is not None and not self._log.is_under_way:
-            self._told = self._traces.take()
-        now = time.monotonic()
         delta = self._log.next(self._recorder.totals())
         counts = delta.counts
         return EngineReport(
@@ -129,6 +119,5 @@ class Reporter:
             lost_seconds=counts.get("lost_seconds", 0.0),
             num_requests=int(counts.get("num_requests", 0)),
             last=is_last,
-            requests=tuple(dataclasses.replace(trace, age_seconds=max(0.0, now - at)) for at, trace in self._told),
             num_devices=self._num_devices,
         )

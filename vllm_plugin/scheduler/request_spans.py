@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from kvpool.causes import Cause
 from kvpool.tracing import TRACEPARENT, Tracing
 from vllm_plugin.scheduler.request_lookup import RequestLookup
-from vllm_plugin.scheduler.request_watcher import RequestWatcher
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -31,14 +30,18 @@ class _Spans:
     load: Any = None
 
 
-class RequestSpans(RequestWatcher):
-    """Those of one engine."""
+class RequestSpans:
+    """The spans of one engine's requests.
+
+    Belongs to the scheduler's thread, which never waits for a collector.
+    """
 
     def __init__(self, tracing: Tracing):
         self._tracing = tracing
         self._open: OrderedDict[str, _Spans] = OrderedDict()
 
     def asked(self, request: Request) -> None:
+        """Begins a request's spans when it is first looked up, or when vLLM first asks for its loadable tokens."""
         if request.request_id in self._open:
             return
         headers = getattr(request, "trace_headers", None) or {}
@@ -55,6 +58,12 @@ class RequestSpans(RequestWatcher):
         return "" if span is None else self._tracing.traceparent(span)
 
     def admitted(self, request: Request, lookup: RequestLookup | None, num_external_tokens: int) -> None:
+        """vLLM has allocated the request's blocks: ends the lookup's span, and begins the load's.
+
+        Args:
+            lookup: of the request; None if there was none.
+            num_external_tokens: that are loaded now.
+        """
         spans = self._open.get(request.request_id)
         if spans is None:
             return
@@ -70,6 +79,7 @@ class RequestSpans(RequestWatcher):
             spans.load = self._tracing.start("kvpool.load", self.traceparent(request.request_id), attributes)
 
     def load_ended(self, request_id: str, succeeded: bool) -> None:
+        """Ends the load's span, after every rank has reported the load."""
         spans = self._open.get(request_id)
         if spans is not None and spans.load is not None:
             if not succeeded:
@@ -78,11 +88,13 @@ class RequestSpans(RequestWatcher):
             spans.load = None
 
     def prompt_ended(self, request: Request, causes: Mapping[Cause, int]) -> None:
+        """Notes the computed tokens by cause, with the step that computes the last of the prompt."""
         if (spans := self._open.get(request.request_id)) is not None:
             for cause, count in causes.items():
                 spans.request.set_attribute(f"kvpool.computed_tokens.{cause.label}", count)
 
     def finished(self, request_id: str) -> None:
+        """Ends all spans of a request that has ended."""
         if (spans := self._open.pop(request_id, None)) is not None:
             for span in (spans.lookup, spans.load, spans.request):
                 if span is not None:

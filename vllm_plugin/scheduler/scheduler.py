@@ -31,8 +31,6 @@ from vllm_plugin.scheduler.pool_contents import PoolContents
 from vllm_plugin.scheduler.prefill_queue import PrefillQueue, Stage
 from vllm_plugin.scheduler.reporter import Reporter
 from vllm_plugin.scheduler.request_spans import RequestSpans
-from vllm_plugin.scheduler.request_traces import RequestTraces
-from vllm_plugin.scheduler.request_watcher import RequestWatcher
 from vllm_plugin.scheduler.resets import Resets
 from vllm_plugin.scheduler.stages import Stages
 from vllm_plugin.scheduler.step_budget import StepBudget
@@ -75,14 +73,12 @@ class KVPoolScheduler:
         self.queue = PrefillQueue()
         self.loads = Loads(geometry, self.stages, config, self.queue, recorder)
         self.lookups = Lookups(geometry, self.stages, config, self.budget, recorder)
-        self._traces = RequestTraces() if config.explain_requests else None
         self._spans = RequestSpans(tracing) if (tracing := tracing_of(config.client_config())) is not None else None
-        self._watchers: list[RequestWatcher] = [each for each in (self._traces, self._spans) if each is not None]
-        self.computed = ComputedTokens(geometry, recorder, self._watchers)
+        self.computed = ComputedTokens(geometry, recorder, self._spans)
         self.admission = Admission(
             geometry, self.lookups, self.loads, self.contents, self.budget, self.computed, recorder
         )
-        self._look_ahead = LookAhead(geometry, self.lookups, self.queue, self.budget, self._watchers)
+        self._look_ahead = LookAhead(geometry, self.lookups, self.queue, self.budget, self._spans)
         self.jobs = StoreJobs(geometry, config, self.contents, recorder)
         self.stores = Stores(geometry, config, self.jobs, self.contents, recorder)
         if self._spans is not None:
@@ -100,7 +96,7 @@ class KVPoolScheduler:
         self._delivered_step = 0  # Number of the newest step whose metadata vLLM has.
         if geometry.num_stages == 1:
             self.stages.open([namespace_spec(vllm_config, kv_cache_config, config)])
-        self._reporter = Reporter(self.stages, recorder, vllm_config.parallel_config.world_size, self._traces)
+        self._reporter = Reporter(self.stages, recorder, vllm_config.parallel_config.world_size)
 
     def bind_block_pool(self, block_pool: BlockPool) -> None:
         self.jobs.bind(block_pool)
@@ -126,8 +122,8 @@ class KVPoolScheduler:
         with self.budget:
             with self.guard.part("the hints of a request"):
                 self.hints.asked(request)
-            for watcher in self._watchers:
-                watcher.asked(request)
+            if self._spans is not None:
+                self._spans.asked(request)
             why_not = self._why_not(request, num_computed_tokens)
             if why_not is not None:
                 self.computed.because(request, why_not)
@@ -173,8 +169,8 @@ class KVPoolScheduler:
                 self.hints.admitted(request)
             with self.guard.part("the count of computed tokens"):
                 self.computed.admitted(request, lookup)
-                for watcher in self._watchers:
-                    watcher.admitted(request, lookup, num_external_tokens)
+                if self._spans is not None:
+                    self._spans.admitted(request, lookup, num_external_tokens)
             self.stores.track(request, None if lookup is None else self.admission.divergence(lookup))
             if lookup is not None:
                 for idx in lookup.proven:
@@ -331,8 +327,8 @@ class KVPoolScheduler:
     def _load_ended(self, request_id: str, succeeded: bool) -> None:
         job = self.loads.ended(request_id, succeeded)
         if job is not None:
-            for watcher in self._watchers:
-                watcher.load_ended(request_id, succeeded)
+            if self._spans is not None:
+                self._spans.load_ended(request_id, succeeded)
             self.lookups.release(job.lease_ids)
             if succeeded and (tracked := self.stores.tracked.get(request_id)) is not None:
                 self.contents.announcer.are_there(tracked.request, job.groups)
@@ -353,8 +349,8 @@ class KVPoolScheduler:
             self.geometry.names.admitted(request_id)
         with part("the count of computed tokens"):
             self.computed.finished(request_id)
-            for watcher in self._watchers:
-                watcher.finished(request_id)
+            if self._spans is not None:
+                self._spans.finished(request_id)
         self._failed.discard(request_id)
         with part("the last stores of a request") as stores:
             self.stores.finish(request_id, tables if self._writes and self._may_share else None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,6 @@ from tests.support.toy.fixtures import BLOCK_TOKENS
 from tests.support.vllm_objects import make_request, tokens
 from tests.vllm_plugin.core import Core, blocks, fill
 from vllm_plugin.scheduler import look_ahead
-from vllm_plugin.scheduler.request_watcher import RequestWatcher
 
 
 @pytest.fixture
@@ -76,15 +76,14 @@ def test_few_hold_leases_while_many_wait(
     alone: Core, asked_for: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(look_ahead, "MAX_STEPS", 2 * blocks(6) / alone.side.geometry.step_tokens)
-    told: list[str] = []
-    watcher = RequestWatcher()
-    monkeypatch.setattr(watcher, "asked", lambda request: told.append(request.request_id))
-    alone.side._watchers.append(watcher)
+    traced: list[str] = []
+    spans = SimpleNamespace(asked=lambda request: traced.append(request.request_id))
+    monkeypatch.setattr(alone.side._look_ahead, "_spans", spans)
     requests = [make_request(name, tokens(100, ord(name))) for name in "abcd"]
     for request in requests:
         alone.side.arrived(request)
     alone.step()
-    assert [name for name, _ in asked_for] == told == ["a", "b"]
+    assert [name for name, _ in asked_for] == traced == ["a", "b"]
     alone.finish(requests[2])
     assert alone.side.matched_tokens(requests[0], 0) == (0, False)
     alone.allocate(requests[0], 0)
