@@ -228,9 +228,6 @@ class Publisher:
         now = time.monotonic()
         if now < replay.begins_at:
             return
-        if replay.is_new_snapshot:
-            replay.is_new_snapshot = False
-            self._remember_snapshot(replay.asker, now)
         replay.is_done = now > replay.ends_at
         for _ in range(0 if replay.is_done else MESSAGES_A_TURN):
             time.sleep(0)  # The pool's loop takes the interpreter's lock before the next message is encoded.
@@ -254,6 +251,10 @@ class Publisher:
             except zmq.ZMQError:
                 replay.is_done = True  # The client is gone.
                 return
+            if replay.is_new_snapshot:
+                # A snapshot whose client has gone away before its first message does not delay the key's next snapshot.
+                replay.is_new_snapshot = False
+                self._remember_snapshot(replay.asker, now)
             replay.unsent = None
             replay.stalls_at = time.monotonic() + REPLAY_STALL_S
             if frames[3] == _END_SEQ:

@@ -25,7 +25,6 @@ from kvpool.principal import ALL_TENANTS, Principal, Role
 from kvpool.watched_files import LOOK_EVERY_S
 from kvpool_server.cache.entry import Entry, Group
 from kvpool_server.config import ServerConfig
-from kvpool_server.events import publisher as publisher_module
 from kvpool_server.events.encoder import Encoder
 from kvpool_server.events.gate import Gate
 from kvpool_server.events.history import History
@@ -288,7 +287,8 @@ def test_a_denied_tenant_is_cut_off(deployment: Deployment) -> None:
                 pass  # Sent before the end.
             wait_for(lambda: hears(other), "the operator's next connection")
             assert not denied.receive(SILENCE_MS) and _is_silent(stream, keys.of("umbra2"))
-            wait_for(lambda: not _is_silent(deployment.streams["acme"], keys.of("acme2")), "the other tenant's replay")
+            with Subscriber(*deployment.streams["acme"], timeout_ms=30_000, keys=keys.of("acme2")) as neighbour:
+                assert neighbour.replay(0)
         finally:
             deployment.denied.write_text("")
     wait_for(lambda: not _is_silent(stream, keys.of("umbra2")), "the tenant's return", LOOK_EVERY_S + 20)
@@ -427,7 +427,7 @@ def test_a_stranger_cannot_begin_a_message(bench: Bench, mechanism: bytes) -> No
 def test_a_key_gets_a_snapshot_every_ten_seconds_however_often_it_connects(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(publisher_module, "SNAPSHOT_EVERY_S", 3_600.0)
+    monkeypatch.setattr(bench.publishers["acme"], "_snapshot_every_s", 3_600.0)
     with bench.subscriber("acme") as first:
         assert first.replay(0)
     for _ in range(3):
@@ -441,7 +441,7 @@ def test_a_key_gets_a_snapshot_every_ten_seconds_however_often_it_connects(
 def test_a_key_that_asks_again_and_again_gets_its_snapshot_when_its_time_has_come(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(publisher_module, "SNAPSHOT_EVERY_S", 1.0)
+    monkeypatch.setattr(bench.publishers["acme"], "_snapshot_every_s", 1.0)
 
     def answered() -> bool:
         with bench.subscriber("acme", timeout_ms=SILENCE_MS) as subscriber:
@@ -452,6 +452,31 @@ def test_a_key_that_asks_again_and_again_gets_its_snapshot_when_its_time_has_com
 
     for _ in range(2):
         wait_for(answered, "a snapshot")
+
+
+def test_a_client_that_left_before_its_snapshot_does_not_delay_the_next_one_of_its_key(bench: Bench) -> None:
+    publisher, keys = bench.publishers["acme"], bench.keys.of("acme")
+    with bench.subscriber("acme") as first:
+        assert first.replay(0)
+    wait_for(lambda: not publisher._replays, "the end of the first request")
+    sent_at = dict(publisher._snapshot_at)
+    assert len(sent_at) == 1
+
+    def leaves_no_trace() -> bool:
+        nonlocal sent_at
+        with zmq.Context() as context, context.socket(zmq.DEALER) as impatient:
+            impatient.setsockopt(zmq.LINGER, 0)
+            keys.apply(impatient)
+            impatient.connect(publisher.replay_endpoint)
+            impatient.send_multipart((b"", bytes(8)))
+            (waiting,) = wait_for(lambda: list(publisher._replays), "the request")
+        time.sleep(0.05)  # The server is to notice the end of the connection before it sends.
+        waiting.begins_at = 0.0
+        wait_for(lambda: not publisher._replays, "the end of the request")
+        before, sent_at = sent_at, dict(publisher._snapshot_at)
+        return sent_at == before
+
+    wait_for(leaves_no_trace, "a request whose client has gone")
 
 
 def test_a_tenant_whose_name_stands_for_all_is_told_of_once(keys: Keys) -> None:
