@@ -41,7 +41,7 @@ class State(enum.Enum):
 
     UNDER_WAY = 0
     DONE = 1
-    FAILED = 2
+    FAILED = -1
 
 
 class Engine:
@@ -103,20 +103,19 @@ class Engine:
         self._native.batch_unregister_memory([memory.ctypes.data])
         self._memory = [kept for kept in self._memory if kept is not memory]
 
-    def submit_write(self, session: str, here: int, there: int, nbytes: int) -> int:
-        """Begins to write `nbytes` from address `here` to the peer's address `there`; its id, 0 if it cannot begin."""
-        return int(self._native.batch_transfer_async_write(session, [here], [there], [nbytes]))
+    def submit(self, is_write: bool, session: str, here: int, there: int, nbytes: int) -> int:
+        """Begins to move `nbytes` between address `here` and a peer's address `there`.
 
-    def submit_read(self, session: str, here: int, there: int, nbytes: int) -> int:
-        """Begins to read `nbytes` from the peer's address `there` to `here`; its id, 0 if it cannot begin."""
-        return int(self._native.batch_transfer_async_read(session, [here], [there], [nbytes]))
+        Returns: the transfer's id; 0 if the transfer cannot begin.
+        """
+        native = self._native
+        start = native.batch_transfer_async_write if is_write else native.batch_transfer_async_read
+        return int(start(session, [here], [there], [nbytes]))
 
     def state(self, transfer_id: int) -> State:
         """State of a transfer. The id is invalid once the transfer has been seen to end."""
         status = self._native.transfer_check_status(transfer_id)
-        if status == 1:
-            return State.DONE
-        return State.FAILED if status == -1 else State.UNDER_WAY
+        return State(status) if status in (1, -1) else State.UNDER_WAY
 
 
 def address_towards(host: str) -> str:

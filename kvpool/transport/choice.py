@@ -113,9 +113,8 @@ def _mooncake(config: ClientConfig, offer: Offer, _: grpc.Channel) -> Choice:
             f"kvpool-server at {config.endpoint} has no Transfer Engine; start it with --mooncake tcp (or rdma), "
             "or use transport=tcp"
         )
-    transport = MooncakeTransport(
-        info, lambda: Engine.start(address_towards(_host(config)), info.protocol), config.stall_timeout_ms / 1000
-    )
+    engine = Engine.start(address_towards(_host(config)), info.protocol)
+    transport = MooncakeTransport(info, engine, config.stall_timeout_ms / 1000)
     try:
         transport.prove(config.data_timeout_ms / 1000)
     except BaseException:

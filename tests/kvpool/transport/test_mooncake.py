@@ -16,16 +16,13 @@ import grpc
 import numpy as np
 import pytest
 
-from kvpool.client import Client
 from kvpool.config import ClientConfig
 from kvpool.errors import ChecksumError, ConfigError, PoolTimeoutError, TransferError, UnavailableError
 from kvpool.mooncake import RDMA_DEVICES, Engine
-from kvpool.transport import channel_threads, mooncake
+from kvpool.transport import mooncake
 from kvpool.transport.base import Buffers, Sink, Source, Transfer
-from kvpool.transport.channel_threads import THREAD_NAME, ChannelPool, ChannelThread
 from kvpool.transport.choice import choose
 from kvpool.transport.mooncake import MooncakeTransport
-from kvpool.transport.pipeline import MAX_CHANNELS
 from kvpool.types import MooncakeInfo, Offer
 from tests.conftest import Connect, StartServer
 from tests.contracts.transport_contract import DEADLINE_S, REGION_BYTES, Regions, Rig, ServerRegions, TransportContract
@@ -94,15 +91,13 @@ def _frozen(server: ServerProcess) -> Iterator[None]:
         yield
 
 
-def _all_idle(transport: MooncakeTransport) -> bool:
-    channels = transport.pipeline.channels
-    return channels.num_idle == channels.num_channels
-
-
-def _read_patiently(transport: MooncakeTransport, held: Regions) -> None:
-    """Reads from a server that was stopped: on a busy machine it may be slow to catch up."""
-    transfer = Transfer(1, held.offsets, MIB, DEADLINE_S, MIB)
-    transport.pipeline.read(transfer, Sink(lambda *_: None), stall_timeout_s=DEADLINE_S)
+def _moves(transport: MooncakeTransport, held: Regions) -> bool:
+    """Whether a read succeeds. A server that was stopped may be slow to catch up on a busy machine."""
+    try:
+        transport.read(Transfer(1, held.offsets, MIB, DEADLINE_S, MIB), Sink(lambda *_: None))
+    except PoolTimeoutError:
+        return False
+    return True
 
 
 def test_blocks_that_were_put_are_got_by_another_client(server: ServerProcess, connect: Connect) -> None:
@@ -159,7 +154,7 @@ def test_a_writer_that_was_stopped_for_longer_than_its_deadline_writes_no_more(r
     opened = rig.transport
     assert isinstance(opened, MooncakeTransport)
     clock = FakeClock()
-    transport = MooncakeTransport(opened.info, lambda: Engine.start("127.0.0.1", "tcp"), 1.0, clock)
+    transport = MooncakeTransport(opened.info, Engine.start("127.0.0.1", "tcp"), 1.0, clock)
 
     def fill(first: int, buffers: Buffers) -> None:
         assert first == 0, "it went on after its deadline"
@@ -189,27 +184,45 @@ def test_a_closed_transport_moves_nothing(rig: Rig) -> None:
         rig.transport.read(Transfer(1, (0,), 10, DEADLINE_S, MIB), Sink(_never))
 
 
-def test_threads_more_than_channels_wait_for_each_other(rig: Rig) -> None:
-    regions = rig.regions(4, REGION_BYTES)
-    rig.transport.write(Transfer(regions.ticket_id, regions.offsets, REGION_BYTES, DEADLINE_S, 1), Source(_zeros))
+def test_calls_that_need_more_memory_than_there_is_wait_for_each_other(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = rig.transport
+    assert isinstance(opened, MooncakeTransport)
+    monkeypatch.setattr(mooncake, "STAGING_BYTES", 3 * MIB)
+    transport = MooncakeTransport(opened.info, Engine.start("127.0.0.1", "tcp"), 5.0)
+    regions = rig.regions(8, MIB)
+    transport.write(Transfer(regions.ticket_id, regions.offsets, MIB, DEADLINE_S, 1), Source(_zeros))
     failures: list[BaseException] = []
 
     def work() -> None:
         try:
-            rig.transport.read(
-                Transfer(1, regions.offsets, REGION_BYTES, DEADLINE_S, 1), Sink(lambda *_: time.sleep(0.01))
-            )
+            transport.read(Transfer(1, regions.offsets, MIB, DEADLINE_S, 1), Sink(lambda *_: time.sleep(0.01)))
         except BaseException as error:
             failures.append(error)
 
-    threads = [threading.Thread(target=work) for _ in range(2 * MAX_CHANNELS)]
+    threads = [threading.Thread(target=work) for _ in range(12)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(DEADLINE_S)
     assert failures == []
-    assert isinstance(rig.transport, MooncakeTransport)
-    assert rig.transport.pipeline.channels.num_channels <= MAX_CHANNELS and _all_idle(rig.transport)
+    transport.close()
+
+
+def test_a_region_larger_than_the_registered_memory_is_moved(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = rig.transport
+    assert isinstance(opened, MooncakeTransport)
+    monkeypatch.setattr(mooncake, "STAGING_BYTES", MIB)
+    transport = MooncakeTransport(opened.info, Engine.start("127.0.0.1", "tcp"), 5.0)
+    nbytes = 3 * MIB + 1
+    regions, read = rig.regions(3, nbytes), [np.zeros(nbytes, np.uint8) for _ in range(3)]
+    written = [payload(idx, nbytes) for idx in range(3)]
+    transfer = Transfer(regions.ticket_id, regions.offsets, nbytes, DEADLINE_S)
+    transport.write(transfer, Source(rows=[[row] for row in written]))
+    transport.read(transfer, Sink(rows=[[row] for row in read]))
+    assert all((one == other).all() for one, other in zip(written, read, strict=True))
+    transport.close()
 
 
 def test_a_server_killed_in_the_middle_of_a_read_is_an_error_within_the_deadline(
@@ -230,15 +243,15 @@ def test_a_server_killed_in_the_middle_of_a_read_is_an_error_within_the_deadline
         transport.read(Transfer(1, held.offsets, MIB, DEADLINE_S, MIB), Sink(drain))
     assert time.monotonic() - started < DEADLINE_S
     assert 4 in seen and len(seen) < 24
-    wait_for(lambda: _all_idle(transport), "all channels to be idle")
     with pytest.raises((UnavailableError, TransferError)):
         transport.read(Transfer(1, held.offsets, MIB, DEADLINE_S, MIB), Sink(_never))
 
 
-def test_a_read_that_stands_still_is_given_up_and_its_buffer_is_nobodys_until_it_ends(
-    start_server: StartServer, connect: Connect
+def test_a_read_that_stands_still_is_given_up_and_its_buffers_are_nobodys_until_it_ends(
+    start_server: StartServer, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = start_server()
+    monkeypatch.setattr(mooncake, "STAGING_BYTES", mooncake.DEPTH * MIB)  # Of one call.
     regions = ServerRegions(connect(server, transport="mooncake", stall_timeout_ms=200))
     transport, held = _transport(regions), regions(8, MIB)
     with _frozen(server):
@@ -246,32 +259,9 @@ def test_a_read_that_stands_still_is_given_up_and_its_buffer_is_nobodys_until_it
         with pytest.raises(PoolTimeoutError, match=r"sent nothing for 0\.200 s"):
             transport.read(Transfer(1, held.offsets, MIB, 60.0, MIB), Sink(_never))
         assert time.monotonic() - started < 10
-        channels = transport.pipeline.channels
-        assert channels.num_channels == mooncake.DEPTH and not channels.num_idle
-    wait_for(lambda: _all_idle(transport), "all channels to be idle")
-    _read_patiently(transport, held)
-    assert channels.num_channels == mooncake.DEPTH
-
-
-def test_a_channel_that_was_given_up_is_returned_after_the_end_of_its_batch(
-    start_server: StartServer, connect: Connect, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """1. a batch is given up   2. it ends, and another caller gets its channel   3. its end counts as the other's."""
-    server = start_server()
-    regions = ServerRegions(connect(server, transport="mooncake", stall_timeout_ms=200))
-    transport, held = _transport(regions), regions(8, MIB)
-    ended: list[bool] = []
-    put_back = ChannelPool.put_back
-
-    def note(self: ChannelPool, channel: ChannelThread) -> None:
-        ended.append(channel.wait(0))
-        put_back(self, channel)
-
-    monkeypatch.setattr(ChannelPool, "put_back", note)
-    with _frozen(server), pytest.raises(PoolTimeoutError):
-        transport.read(Transfer(1, held.offsets, MIB, 60.0, MIB), Sink(_never))
-    wait_for(lambda: len(ended) == mooncake.DEPTH, "both channels to be returned")
-    assert all(ended)
+        with pytest.raises(PoolTimeoutError, match=r"held all 2097152 bytes"):
+            transport.read(Transfer(1, held.offsets, MIB, 0.5, MIB), Sink(_never))
+    wait_for(lambda: _moves(transport, held), "what was given up to end")
 
 
 LEAVES_IN_THE_MIDDLE = """
@@ -317,23 +307,15 @@ def test_a_write_that_was_given_up_keeps_its_slots_from_others(start_server: Sta
     assert not client.admin.stats().counters.get("revoked_tickets")
 
 
-def test_channels_that_are_lost_to_a_dead_network_are_replaced(
-    start_server: StartServer, connect: Connect, monkeypatch: pytest.MonkeyPatch
+def test_an_engine_that_does_not_answer_at_first_contact_is_an_error_within_the_deadline(
+    start_server: StartServer, connect: Connect
 ) -> None:
-    monkeypatch.setattr(channel_threads, "LOST_AFTER_S", 0.0)
-    monkeypatch.setattr(mooncake, "MAX_CHANNELS", 2)  # More than half of them: both of one call.
     server = start_server()
-    regions = ServerRegions(connect(server, transport="mooncake", stall_timeout_ms=100))
-    transport, held = _transport(regions), regions(8, MIB)
-    before = transport.pipeline
-    with _frozen(server):
-        with pytest.raises(PoolTimeoutError):
-            transport.read(Transfer(1, held.offsets, MIB, DEADLINE_S, MIB), Sink(_never))
-        with pytest.raises(PoolTimeoutError):
-            transport.read(Transfer(1, held.offsets, MIB, DEADLINE_S, MIB), Sink(_never))
-        assert transport.pipeline is not before and before.channels.closed.is_set()
-    wait_for(lambda: _all_idle(transport), "the new channels to be idle")
-    _read_patiently(transport, held)
+    info = _transport(ServerRegions(connect(server, transport="mooncake"))).info
+    transport = MooncakeTransport(info, Engine.start("127.0.0.1", "tcp"), 1.0)
+    with _frozen(server), pytest.raises(PoolTimeoutError, match=r"did not answer within 0\.500 s"):
+        transport.prove(0.5)
+    transport.close()
 
 
 @pytest.mark.parametrize(
@@ -349,7 +331,7 @@ def test_an_engine_that_does_not_reach_the_servers_memory_is_found_out(
 ) -> None:
     assert isinstance(rig.transport, MooncakeTransport)
     info: MooncakeInfo = dataclasses.replace(rig.transport.info, **change)  # type: ignore[arg-type]
-    transport = MooncakeTransport(info, lambda: Engine.start("127.0.0.1", "tcp"), 1.0)
+    transport = MooncakeTransport(info, Engine.start("127.0.0.1", "tcp"), 1.0)
     with pytest.raises(error):
         transport.prove(DEADLINE_S)
     transport.close()
@@ -381,14 +363,3 @@ def test_auto_goes_on_without_rdma_where_only_the_server_has_it(rig: Rig, server
         assert choice.transport.name == "grpc" and "no mooncake: no RDMA device in" in choice.why
         with pytest.raises(ConfigError, match="no RDMA device in"):
             choose(ClientConfig(server.endpoint, transport="mooncake"), offer, channel)
-
-
-def test_threads_of_a_closed_client_end(server: ServerProcess) -> None:
-    def channel_threads() -> set[threading.Thread]:
-        return {thread for thread in threading.enumerate() if thread.name == THREAD_NAME}
-
-    before = channel_threads()  # Some, of other tests, may end meanwhile.
-    with Client(ClientConfig(server.endpoint, transport="mooncake", timeout_ms=10_000)) as client:
-        client.open_namespace(namespace_spec())
-        assert len(channel_threads() - before) == 1
-    wait_for(lambda: not channel_threads() - before, "the channels' threads to end")
