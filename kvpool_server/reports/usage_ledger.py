@@ -23,7 +23,7 @@ from kvpool.server_stats import UsageStats
 from kvpool_server.pairs import OTHER, Pair, Pairs
 from kvpool_server.reports import ledger_file
 from kvpool_server.reports.engines import EngineReports
-from kvpool_server.reports.ledger_file import LedgerFile, Reporter, surplus_of_each
+from kvpool_server.reports.ledger_file import LedgerFile, Reporter
 
 log = structlog.get_logger()
 
@@ -177,11 +177,13 @@ class UsageLedger:
 
     def _bound_reporters(self) -> None:
         """Forgets the oldest numbers of the tenant with most, which the file would delete, too."""
-        surplus = surplus_of_each(Counter(tenant for tenant, _ in self._reporters), ledger_file.MAX_REPORTERS)
-        for key in [*self._reporters] if surplus else ():
-            if surplus[key[0]]:
-                surplus[key[0]] -= 1
-                del self._reporters[key]
+        nth_of_tenant: Counter[str] = Counter()
+        ranks: dict[Reporter, int] = {}
+        for key in reversed(self._reporters):
+            nth_of_tenant[key[0]] += 1
+            ranks[key] = nth_of_tenant[key[0]]
+        for key in sorted(ranks, key=ranks.__getitem__)[ledger_file.MAX_REPORTERS :]:
+            del self._reporters[key]
 
     async def page(self, since: int, until: int, tenant: str | None) -> LedgerPage:
         """The rows of hours that end after `since` and begin before `until`.

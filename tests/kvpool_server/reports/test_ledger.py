@@ -5,21 +5,19 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 import stat
-from collections.abc import Callable, Coroutine
-from contextlib import closing
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvpool import replies
 from kvpool.causes import Cause
 from kvpool.errors import ConfigError
-from kvpool.ledger import HOUR_S, LEDGER_DAYS, LedgerPage, LedgerRow, added_up
+from kvpool.ledger import HOUR_S, LEDGER_DAYS, SUMS, LedgerPage, LedgerRow, added_up
 from kvpool.reports import MAX_AMOUNT, EngineReport
 from kvpool.server_stats import UsageStats
-from kvpool.wire import encode_ledger
 from kvpool_server.pairs import OTHER, Pairs
 from kvpool_server.reports import ledger_file
 from kvpool_server.reports.engines import EngineReports
@@ -143,31 +141,55 @@ def test_the_ledger_survives_a_restart_and_counts_no_report_again(tmp_path: Path
     assert stat.S_IMODE(Path(path).stat().st_mode) == 0o600
 
 
-def of_the_second_format(path: Path) -> None:
-    """A file with the tables of format 2, a row and a reporter."""
-    with closing(LedgerFile(str(path), HOUR)) as file:
-        file.add([LedgerRow(HOUR, "acme", "model", num_requests=7)], {("acme", b"acme".ljust(16)): 3}, HOUR)
+@contextmanager
+def without_checks(path: Path) -> Iterator[sqlite3.Connection]:
+    """The database in a file, with values that no CHECK of its tables looks at."""
     with closing(sqlite3.connect(path, isolation_level=None)) as db:
-        for table in ledger_file.DROPPED:
-            db.execute(f"CREATE TABLE {table} (hour, tenant)")
-            db.execute(f"INSERT INTO {table} VALUES ({HOUR}, 'acme')")
-        db.execute("PRAGMA user_version = 2")
+        db.execute("PRAGMA ignore_check_constraints = ON")
+        yield db
 
 
-def test_a_file_of_the_second_format_keeps_its_rows_and_loses_its_other_tables(tmp_path: Path) -> None:
+def of_a_former_format(path: Path, version: int, computed_tokens: str) -> None:
+    """A file of format 1 or 2, with two rows and a reporter."""
+    columns = ("hour", "tenant", "model", *SUMS, "computed_tokens")
+    with closing(sqlite3.connect(path, isolation_level=None)) as db:
+        db.execute(f"CREATE TABLE usage ({', '.join(columns)}, PRIMARY KEY (hour, tenant, model)) WITHOUT ROWID")
+        db.execute("CREATE TABLE reporters (tenant, reporter, sequence, seen, PRIMARY KEY (tenant, reporter))")
+        db.execute("CREATE TABLE begun (at)")
+        if version == 2:
+            db.execute("CREATE TABLE first_token_times (hour, tenant)")
+            db.execute("CREATE TABLE agreement (hour, tenant)")
+            db.execute(f"INSERT INTO agreement VALUES ({HOUR}, 'acme')")
+        for tenant, causes in (("acme", computed_tokens), ("umbra", "{}")):
+            values = [HOUR, tenant, "model", *(7 for _ in SUMS), causes]
+            db.execute(f"INSERT INTO usage VALUES (?{', ?' * (len(columns) - 1)})", values)
+        db.execute("INSERT INTO reporters VALUES (?, ?, ?, ?)", ("acme", b"acme".ljust(16), 3, HOUR))
+        db.execute("INSERT INTO begun VALUES (?)", (HOUR,))
+        db.execute(f"PRAGMA application_id = {ledger_file.APPLICATION_ID}")
+        db.execute(f"PRAGMA user_version = {version}")
+    path.chmod(0o600)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_file_of_a_former_format_keeps_its_rows_and_reporters(tmp_path: Path, version: int) -> None:
     async def scenario(bench: Bench) -> None:
         assert not bench.report(sequence=3, num_requests=1), "counted before the restart"
-        assert bench.report(sequence=4, num_requests=1)
+        assert bench.report(sequence=4, num_requests=1, saved_seconds=0.5, computed_tokens={EVICTED: 2})
         page = await bench.page()
-        assert [(row.tenant, row.num_requests) for row in page.rows] == [("acme", 8)] and page.begins == HOUR
+        kept = dict.fromkeys(SUMS, 7)
+        added = {"num_requests": 8, "saved_gpu_seconds": 7.5}
+        assert page.begins == HOUR and page.rows == (
+            LedgerRow(HOUR, "acme", "model", **{**kept, **added}, computed_tokens={EVICTED: 7, "declined": 1}),
+            LedgerRow(HOUR, "umbra", "model", **kept),
+        )
 
     path = tmp_path / "ledger.sqlite"
-    of_the_second_format(path)
+    of_a_former_format(path, version, f'{{"{EVICTED}": 5, "declined": 1}}')
     run(str(path), scenario)
     with closing(sqlite3.connect(path)) as db:
         assert db.execute("PRAGMA user_version").fetchone() == (ledger_file.FORMAT,)
         tables = {name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-    assert tables == {"usage", "reporters", "begun"}
+    assert tables == {"usage", "computed", "reporters", "begun"}
 
 
 def test_what_cannot_be_written_waits(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,29 +244,31 @@ def test_old_rows_and_reporters_are_deleted(path: str, monkeypatch: pytest.Monke
 
 
 DAMAGES = {
-    "computed_tokens": ['{"a":', "[1]", '{"a": -1}', '{"a": "x"}', '{"no label": 1}', "[" * 100_000],
-    "loaded_tokens": [-1, 0.5],
-    "gib_hours": [1e300, float("inf")],
-}
+    "usage": {
+        "hour": [-1, ledger_file.MAX_UNIX_S + 1], "tenant": ["x" * 101, b"x"], "loaded_tokens": [-1, 0.5, "x"],
+        "gib_hours": [1e300, float("inf"), "x"],
+    },
+    "computed": {"cause": ["x" * 65], "tokens": [-1, MAX_TOTAL + 1, "x"]},
+    "reporters": {"reporter": ["x", b"x" * 17], "sequence": [-1, 0.5, "x"], "seen": ["x"]},
+    "begun": {"at": [-1, "x"]},
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(("column", "value"), [(column, value) for column, found in DAMAGES.items() for value in found])
-def test_a_damaged_row_is_left_out_and_spoils_no_other(tmp_path: Path, column: str, value: object) -> None:
+@pytest.mark.parametrize(
+    ("table", "column", "value"),
+    [(table, column, value) for table, each in DAMAGES.items() for column, found in each.items() for value in found],
+)
+def test_a_file_with_a_value_out_of_its_bounds_is_refused(
+    tmp_path: Path, table: str, column: str, value: object
+) -> None:
     path = tmp_path / "ledger.sqlite"
     with closing(LedgerFile(str(path), HOUR)) as file:
-        file.add([LedgerRow(HOUR, tenant, "model", num_requests=1) for tenant in ("acme", "umbra")], {}, HOUR)
-    with closing(sqlite3.connect(path, isolation_level=None)) as db:
-        db.execute(f"UPDATE usage SET {column} = ? WHERE tenant = 'acme'", (value,))
-
-    async def scenario(bench: Bench) -> None:
-        assert [row.tenant for row in (await bench.page()).rows] == ["umbra"]
-        for tenant in ("acme", "umbra"):
-            bench.report(tenant, num_requests=2)
-        page = await bench.page()
-        assert [(row.tenant, row.num_requests) for row in page.rows] == [("acme", 2), ("umbra", 3)]
-        assert replies.ledger(encode_ledger(page, 1)) == page
-
-    run(str(path), scenario)
+        file.add([LedgerRow(HOUR, "acme", "model", computed_tokens={EVICTED: 1})], {("acme", b"r"): 1}, HOUR)
+    LedgerFile(str(path), HOUR).close()
+    with without_checks(path) as db:
+        db.execute(f"UPDATE {table} SET {column} = ?", (value,))
+    with pytest.raises(ConfigError, match="is damaged, or is no ledger"):
+        LedgerFile(str(path), HOUR)
 
 
 def test_what_any_error_keeps_from_the_file_waits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,8 +332,9 @@ def test_sums_have_an_end(path: str) -> None:
             HOUR, "acme", "m", gib_hours=MAX_AMOUNT, loaded_tokens=MAX_TOTAL, computed_tokens={EVICTED: MAX_TOTAL}
         )
         for _ in range(3):
-            file.add([row], {("acme", b"r"): 1 << 64}, HOUR)
+            file.add([row], {("acme" * 100, b"r"): 1 << 64}, HOUR)
         assert file.rows(0, 1 << 40, None, 10)[0] == [row]
+        assert file.reporters() == {("acme" * 100, b"r"): (1 << 63) - 1}
 
 
 def not_a_database(path: Path) -> None:
@@ -341,18 +366,12 @@ def damaged(path: Path) -> None:
     path.write_bytes(whole)
 
 
-def with_text_for_a_number(path: Path) -> None:
-    with closing(LedgerFile(str(path), HOUR)) as file:
-        file.add([LedgerRow(HOUR, "acme", "m")], {}, HOUR)
-    with closing(sqlite3.connect(path, isolation_level=None)) as db:
-        db.execute("UPDATE usage SET loaded_tokens = 'x'")
+def of_a_former_format_with_half_a_value(path: Path) -> None:
+    of_a_former_format(path, 1, '{"evicted": 0.5}')
 
 
-def with_text_for_a_sequence(path: Path) -> None:
-    with closing(LedgerFile(str(path), HOUR)) as file:
-        file.add([], {("acme", b"r"): 1}, HOUR)
-    with closing(sqlite3.connect(path, isolation_level=None)) as db:
-        db.execute("UPDATE reporters SET sequence = 'x'")
+def of_a_former_format_with_damaged_causes(path: Path) -> None:
+    of_a_former_format(path, 2, '{"evicted":')
 
 
 def open_to_others(path: Path) -> None:
@@ -373,11 +392,11 @@ def a_link(path: Path) -> None:
     [
         (not_a_database, "is damaged, or is no ledger"),
         (another_programs, "is another program's database"),
-        (of_a_later_release, "has format 99, and this release writes 1"),
-        (with_other_tables, "is damaged, or is no ledger"),
+        (of_a_later_release, "has format 99, and this release writes 3"),
+        (with_other_tables, "no such table: usage"),
         (damaged, "is damaged, or is no ledger"),
-        (with_text_for_a_number, "table usage has a value of another type"),
-        (with_text_for_a_sequence, "table reporters has a value of another type"),
+        (of_a_former_format_with_half_a_value, "is damaged, or is no ledger"),
+        (of_a_former_format_with_damaged_causes, "cannot use the ledger .* malformed JSON"),
         (open_to_others, "others may use the ledger"),
         (a_directory, "cannot open the ledger"),
         (a_link, "cannot open the ledger"),
