@@ -28,7 +28,6 @@ from kvpool.ledger import MAX_LEDGER_ROWS, LedgerPage
 from kvpool.memory_socket import TOKEN_BYTES
 from kvpool.namespace import GroupSpec
 from kvpool.reports import MAX_AMOUNT, MAX_CAUSES, MAX_STAGES, EngineState
-from kvpool.segment import MAX_EXTENTS
 from kvpool.server_stats import ServerStats
 from kvpool.types import (
     HASH_BYTES,
@@ -135,9 +134,6 @@ def offer(reply: pb.OpenNamespaceResponse | pb.PingResponse) -> Offer:
         _is("segment.nonce's size", len(reply.segment.nonce), NONCE_BYTES)
         _is("segment.nonce_offset", reply.segment.nonce_offset, reply.segment.nbytes)
         _is("segment.token's size", len(reply.segment.token), TOKEN_BYTES)
-        if reply.segment.extent_bytes:
-            nbytes = reply.segment.nbytes
-            _in("segment.extent_bytes", reply.segment.extent_bytes, -(-nbytes // MAX_EXTENTS), nbytes)
     if reply.HasField("mooncake"):
         engine = reply.mooncake
         _in("mooncake.nbytes", engine.nbytes, 1, MAX_ARENA_BYTES)

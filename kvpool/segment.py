@@ -3,9 +3,6 @@
 The file has no path: a process inherits the descriptor, or receives it from the memory socket. The file is sealed:
 nobody can shrink or grow it, so no process can end another by SIGBUS. Its last page holds a nonce: a client that reads
 the nonce there that came over gRPC shares the memory of that server, and of that boot.
-
-Where tenants share a server, each of them has a file of the arena's size, and an extent of the arena has its pages in
-its tenant's file, at the same place. Such a file is sparse: it has pages where its tenant has extents.
 """
 
 from __future__ import annotations
@@ -17,7 +14,6 @@ import mmap
 import os
 import secrets
 import stat
-import struct
 import threading
 import time
 
@@ -33,9 +29,6 @@ NAME = "kvpool-"
 
 TRAILER_BYTES = mmap.PAGESIZE
 NONCE_BYTES = 16
-_STATE = struct.Struct("<Q")
-MAX_EXTENTS = (TRAILER_BYTES - NONCE_BYTES) // _STATE.size
-"""Of whose states the last page has room."""
 MAP_STEP_BYTES = 4 << 20
 """Small, because the low-priority thread that maps ahead holds the mapping's lock during a step."""
 IDLE_NICE = 19
@@ -46,13 +39,7 @@ SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _MFD_NOEXEC_SEAL = 8
 _MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23
-_MAP_FIXED = 0x10
-_MAP_FAILED = ctypes.c_void_p(-1).value
-_PUNCH_HOLE = 2 | 1  # With FALLOC_FL_KEEP_SIZE.
 _libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
-_libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -65,15 +52,12 @@ class Segment:
     Args:
         fd: of the file; closed with the segment.
         nbytes: of the arena.
-        extent_bytes: of the parts whose pages may be missing, or leave: this process touches those alone that it knows
-            to be there. 0: all pages come, and stay.
 
     Attributes:
         token: clients present it at the memory socket; in the process that made the segment alone, else empty.
-        extents: which of a tenant's extents have pages; None: all pages come, and stay.
     """
 
-    def __init__(self, fd: int, nbytes: int, extent_bytes: int = 0):
+    def __init__(self, fd: int, nbytes: int):
         self.nbytes = nbytes
         self.token = b""
         self._fd = fd
@@ -83,7 +67,6 @@ class Segment:
         self.bytes: Bytes = whole[:nbytes]
         self._address = whole.ctypes.data
         self.nonce = whole[nbytes : nbytes + NONCE_BYTES].tobytes()
-        self.extents = ExtentStates(whole[nbytes + NONCE_BYTES :], nbytes, extent_bytes) if extent_bytes else None
 
     def __repr__(self) -> str:
         return f"Segment({self.nbytes} bytes, descriptor {self._fd})"
@@ -91,7 +74,7 @@ class Segment:
     @classmethod
     def create(cls, nbytes: int) -> Segment:
         """Makes a segment of `nbytes`, not yet backed by memory (see `populate`). Raises ConfigError if that fails."""
-        fd = create_file(nbytes)
+        fd = _create_file(nbytes)
         try:
             segment = cls(fd, nbytes)
         except OSError as error:
@@ -109,7 +92,7 @@ class Segment:
         """
         try:
             _check(fd, info)
-            return cls(fd, info.nbytes, info.extent_bytes)
+            return cls(fd, info.nbytes)
         except OSError as error:
             os.close(fd)
             raise TransferError(f"no shared memory: cannot map what the server sent: {error.strerror}") from error
@@ -130,25 +113,8 @@ class Segment:
     def info(self) -> SegmentInfo:
         return SegmentInfo(self.nbytes, self.nonce, self.nbytes, self.token)
 
-    def lay(self, fd: int, start: int, nbytes: int, *, huge: bool = False) -> None:
-        """Maps the same part of another file of this size over a part that no thread uses.
-
-        Args:
-            huge: whether the part is worth huge pages, as an owner's memory is.
-
-        Raises OSError; no thread may use the part then, until a later call succeeds.
-        """
-        access, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED
-        if _libc.mmap(self._address + start, nbytes, access, flags, fd, start) == _MAP_FAILED:
-            raise OSError(ctypes.get_errno(), "cannot map an extent")
-        if huge:
-            self._advise(start, nbytes, _MADV_HUGEPAGE)
-
-    def populate(self, start: int, nbytes: int, fd: int | None = None) -> None:
+    def populate(self, start: int, nbytes: int) -> None:
         """Backs a part with memory, so that later writes neither fault nor fail in a full file system.
-
-        Args:
-            fd: of the file that was laid over the part.
 
         Raises MemoryError if the system has no free memory.
         """
@@ -156,7 +122,7 @@ class Segment:
         if error == 0:
             return
         try:  # Linux before 5.14 has no MADV_POPULATE_WRITE.
-            os.posix_fallocate(self._fd if fd is None else fd, start, nbytes)
+            os.posix_fallocate(self._fd, start, nbytes)
         except OSError as fallocate_error:
             raise MemoryError(f"no memory for the arena at {start}: {fallocate_error.strerror}") from fallocate_error
 
@@ -164,7 +130,6 @@ class Segment:
         """Maps pages that the owner has backed with memory, in the background: a first touch costs ten copies.
 
         Never touches a page before its owner: the container that touches a page first is charged for its memory.
-        Of a tenant's memory, maps extents whenever they get pages, until the segment is closed.
         """
         threading.Thread(target=self._map_ahead, args=(self.bytes,), name=MAP_AHEAD, daemon=True).start()
 
@@ -173,9 +138,6 @@ class Segment:
         with contextlib.suppress(OSError):
             # At normal priority, 64 engines that start together would occupy the cores for seconds.
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), IDLE_NICE)
-        if self.extents is not None:
-            self._map_extents(len(view), self.extents)
-            return
         deadline = time.monotonic() + MAP_AHEAD_S
         for start in range(0, len(view), MAP_STEP_BYTES):
             nbytes = min(MAP_STEP_BYTES, len(view) - start)
@@ -185,22 +147,6 @@ class Segment:
                 time.sleep(MAP_POLL_S)
             if self._fd < 0 or self._advise(start, nbytes, _MADV_POPULATE_WRITE):
                 return
-
-    def _map_extents(self, nbytes: int, extents: ExtentStates) -> None:
-        mapped: dict[int, int] = {}
-        while self._fd >= 0:
-            for idx, first in enumerate(range(0, nbytes, extents.extent_bytes)):
-                stop, state = min(first + extents.extent_bytes, nbytes), extents.state(idx)
-                if not state or mapped.get(idx) == state:
-                    continue
-                for start in range(first, stop, MAP_STEP_BYTES):
-                    # Pages that have left since would come back as this process's own.
-                    if self._fd < 0 or extents.state(idx) != state:
-                        break
-                    self._advise(start, min(MAP_STEP_BYTES, stop - start), _MADV_POPULATE_WRITE)
-                else:
-                    mapped[idx] = state
-            time.sleep(MAP_POLL_S)
 
     def _is_backed(self, page_start: int) -> bool:
         state = ctypes.c_ubyte(0)
@@ -225,38 +171,10 @@ class Segment:
         self._fd = -1
 
 
-class ExtentStates:
-    """Which extents of a tenant's memory have their pages: numbers in its last page, after the nonce.
-
-    The server alone has to believe nothing that stands there: the tenant's engines can write it, too.
-
-    Args:
-        words: the bytes after the nonce.
-        nbytes: of the arena.
-    """
-
-    def __init__(self, words: Bytes, nbytes: int, extent_bytes: int):
-        self.extent_bytes = extent_bytes
-        self._states = words[: -(-nbytes // extent_bytes) * _STATE.size].view("<u8")
-
-    def state(self, idx: int) -> int:
-        """0 unless all pages of an extent are there; another number whenever pages have left since."""
-        return int(self._states[idx])
-
-
-def write_state(fd: int, nbytes: int, idx: int, state: int) -> None:
-    """In the server: says in a tenant's file, of an arena of `nbytes`, what the state of an extent is."""
-    os.pwrite(fd, _STATE.pack(state), nbytes + NONCE_BYTES + idx * _STATE.size)
-
-
-def create_file(nbytes: int, suffix: str = "") -> int:
-    """Makes the file of an arena of `nbytes`, without memory but for its last page. Raises ConfigError if that fails.
-
-    Args:
-        suffix: of the file's name.
-    """
+def _create_file(nbytes: int) -> int:
+    """Makes the file of an arena, with memory for its last page alone. Raises ConfigError if that fails."""
     try:
-        fd = _anonymous_file(f"{NAME}{os.getpid()}{suffix}")
+        fd = _anonymous_file(f"{NAME}{os.getpid()}")
     except OSError as error:
         raise ConfigError(f"cannot make shared memory (memfd_create): {error.strerror}") from error
     try:
@@ -268,12 +186,6 @@ def create_file(nbytes: int, suffix: str = "") -> int:
     with contextlib.suppress(OSError):  # See `is_sealed`.
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
     return fd
-
-
-def punch(fd: int, start: int, nbytes: int) -> None:
-    """Frees a part of a file: whoever has mapped it finds zeros there. Raises OSError."""
-    if _libc.fallocate(fd, _PUNCH_HOLE, start, nbytes):
-        raise OSError(ctypes.get_errno(), "cannot free an extent")
 
 
 def _too_large(nbytes: int, error: OSError) -> ConfigError:

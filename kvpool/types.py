@@ -356,20 +356,18 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class SegmentInfo:
-    """The arena's shared memory, or what a tenant may map of it.
+    """The arena's shared memory.
 
     Args:
         nbytes: of the arena.
         nonce: also in the memory, at `nonce_offset`.
         token: what the memory socket demands before it hands the memory out.
-        extent_bytes: of the parts that have pages only while they are the caller's tenant's; 0: all pages are there.
     """
 
     nbytes: int
     nonce: bytes
     nonce_offset: int
     token: bytes
-    extent_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

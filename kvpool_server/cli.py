@@ -116,8 +116,7 @@ async def _run(settings: ServerConfig, events: LogEvents) -> None:
         )
     endpoint = f"[{host}]:{server.parts.port}" if ":" in host else f"{host}:{server.parts.port}"
     unix_endpoint = SCHEME + os.path.abspath(settings.unix_listen) if settings.unix_listen else ""
-    shares_memory = settings.tenant_memory if settings.tls_cert else unix_endpoint
-    transfer_config = _kv_transfer_config(settings, unix_endpoint if shares_memory else endpoint)
+    transfer_config = _kv_transfer_config(settings, endpoint if settings.tls_cert else unix_endpoint or endpoint)
     if settings.log_format == "json":
         log.info(
             "ready",

@@ -38,7 +38,6 @@ from kvpool_server.events.gate import Gate
 from kvpool_server.events.streams import EventStreams
 from kvpool_server.exposure import (
     check_exposure,
-    check_tenant_memory,
     check_unix_mode,
     event_keys,
     plaintext_ports,
@@ -186,7 +185,6 @@ class Composition:
             )
         check_exposure(config)
         check_unix_mode(config)
-        check_tenant_memory(config)
 
     def _control_access(self) -> None:
         config = self._config
@@ -278,7 +276,7 @@ class Composition:
         host, port = split_address(config.data_listen)
         told = "" if host in EVERYWHERE or host == split_address(config.listen)[0] else host
         try:
-            workers = DataWorkers(host, port, told, self.memory.segment, permits, self.memory.extent_files)
+            workers = DataWorkers(host, port, told, self.memory.segment, permits)
         except OSError as error:
             raise cannot_listen(config.data_listen, "the data port", "--data-listen", error) from None
         self._stack.push_async_callback(asyncio.to_thread, workers.stop)
@@ -348,7 +346,7 @@ class Composition:
         offer = self.memory.offer(self._engine, self.data.info if self.data is not None else None)
         lease_service = LeaseService if self._tracing is None else partial(TracedLeaseService, self._tracing)
         groups = (
-            SessionService(served, offer, self.memory.of_tenant, who, events),
+            SessionService(served, offer, who, events),
             lease_service(served, streams, permits, metrics, self._ledger),
             PutService(served, permits),
             TransferService(served, memory, metrics),

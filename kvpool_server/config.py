@@ -63,13 +63,8 @@ class ServerConfig(BaseModel):
     unix_listen: str = Field(
         "",
         description="Path of a Unix socket for gRPC, beside --listen; PATH.memory hands out the arena's memory. "
-        "Engines in other containers that mount its directory share memory (endpoint unix:PATH); with TLS see "
-        "--tenant-memory. Empty: none.",
-    )
-    tenant_memory: bool = Field(
-        False,
-        description="With TLS and --unix-listen: engines of role engine-write map their tenant's extents. Such an "
-        "engine reads no other tenant's blocks, but it can use up the host's memory and hold the server up.",
+        "Engines in other containers that mount its directory share memory (endpoint unix:PATH); with TLS they do not: "
+        "give them HOST:PORT. Empty: none.",
     )
     unix_mode: str = Field(
         "0600",

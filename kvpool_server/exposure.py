@@ -57,26 +57,6 @@ def check_unix_mode(config: ServerConfig) -> None:
         )
 
 
-def check_tenant_memory(config: ServerConfig) -> None:
-    """Raises ConfigError if tenants' engines are to map memory that they must not, or cannot, map."""
-    if not config.tenant_memory:
-        return
-    if tls_files(config) is None:
-        raise ConfigError("--tenant-memory without TLS: callers have no tenant; give --tls-cert, too, or leave it out")
-    if not config.unix_listen:
-        raise ConfigError("--tenant-memory without a Unix socket reaches nobody; give --unix-listen, too")
-    if config.mooncake != "off":
-        raise ConfigError(
-            f"--tenant-memory with --mooncake {config.mooncake}: its Transfer Engine has registered the whole arena; "
-            "leave one of them out"
-        )
-    if config.tier:
-        raise ConfigError(
-            f"--tenant-memory with --tier {config.tier[0].partition(':')[0]}: bytes that come up from a tier lie in "
-            "the arena before they are verified, where engines would see them; leave one of them out"
-        )
-
-
 def event_keys(config: ServerConfig) -> tuple[str, str] | None:
     """The files of KV events' keys: the server's pair, and the list of subscribers; None: no keys.
 

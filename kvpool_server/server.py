@@ -69,7 +69,6 @@ class Server:
         in_background(self._open, self._expire())
         in_background(self._open, self._stop_once_drained(parts.drain))
         in_background(self._open, self._prefault_rest())
-        in_background(self._open, parts.memory.free_strays())
         if parts.data is not None:
             in_background(self._open, parts.data.watch())
 

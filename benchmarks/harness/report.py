@@ -60,10 +60,6 @@ Mooncake is out of reach here: a bare TCP socket does not reach it either. A put
 it is sent, which adds to its time on two cores that sender and receiver keep busy.""",
     "tls": """What certificates and encryption cost: lookups and bytes over the data port, beside a server without
 TLS in the same run.""",
-    "tenants": """What it costs that each tenant's engines map their own extents alone. A put into extents that the
-tenant has costs what it costs in one domain. An extent that changes hands is given back to the system, and its new
-owner gets fresh pages of zeros, which its engines map anew: the kernel frees, clears and maps each of its small pages.
-Without `--tenant-memory` nobody maps memory, and an extent that changes hands is only cleared.""",
     "commit": """What came in one domain with authentication, limits and encryption: clients and servers of this commit
 and of bc2aeaf, before it, through shared memory. A lookup whose caller waits for the release is slower. The server
 receives a call's one message within a time and a size, which gRPC does for no handler of one request: a tenth more of
@@ -155,8 +151,6 @@ and calls that give up its lock, beside loads into staging that nobody sums, as 
     "gpu_network": """Loads over TCP (loopback, one host) into an engine on a GPU, beside loads from shared memory.
 Rows that name a number of connections come from `--connections`, from engines one after the other. A load takes eight
 connections where its engine computes nothing meanwhile, and four beside requests that decode.""",
-    "gpu_tenants": """The price of trust on a GPU: certificates, a tenant's own memory, a Unix socket and names
-under the tenant's key, beside a pool of one domain; shared memory, one host, another process loads.""",
     "gpu_questions": """Two engines on one GPU answer questions about 8 documents of 20,000 tokens, in any order, 8 in
 flight, 64 tokens each; neither engine can keep more than two documents. Pairs of engines take turns; Mooncake's pair
 gets a quarter of the questions, and the pair without a pool a tenth. In this run Mooncake's pair had not answered its

@@ -105,8 +105,7 @@ def _arena_nodes(client: Client, numa_maps: Path) -> set[int]:
     """Where the arena's pages lie, by a sample of them; empty if this process cannot map the arena."""
     choice = client.admin.try_transport()
     try:
-        # A tenant's memory has pages where its tenant has extents; a look elsewhere would allocate them.
-        if not isinstance(choice.transport, ShmTransport) or choice.transport.extents is not None:
+        if not isinstance(choice.transport, ShmTransport):
             return set()
         arena = choice.transport.memory
         # The kernel tells the nodes of those pages alone that this process has touched.

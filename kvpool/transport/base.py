@@ -179,15 +179,6 @@ def scatter(buffer: Bytes, pieces: Pieces) -> None:
         at += len(piece)
 
 
-class Extents(Protocol):
-    """The parts of a tenant's memory, of one size, which have pages only while they are the tenant's."""
-
-    extent_bytes: int
-
-    def state(self, idx: int) -> int:
-        """Of an extent: 0 unless all its pages are there; another number whenever pages have left since."""
-
-
 class Transport(Protocol):
     """How chunk bytes travel. Thread-safe."""
 
@@ -201,10 +192,6 @@ class Transport(Protocol):
     def memory(self) -> Bytes | None:
         """Memory in which the buffers of callbacks lie as long as the transport lives, worth pinning for a device: the
         pool's own, or what bytes pass through. None if buffers come and go."""
-
-    @property
-    def extents(self) -> Extents | None:
-        """Which parts of `memory` have pages; None: all have, and keep them."""
 
     def write(self, transfer: Transfer, source: Source) -> None:
         """Writes the regions of a ticket.

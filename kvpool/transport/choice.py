@@ -81,16 +81,8 @@ def choose(config: ClientConfig, offer: Offer, channel: grpc.Channel) -> Choice:
 
 def _shm(config: ClientConfig, offer: Offer, _: grpc.Channel) -> Choice:
     if offer.segment is None:
-        if config.tls is not None and not socket_path(config.endpoint):
-            raise TransferError(
-                f"with TLS, kvpool-server at {config.endpoint} shares memory only through its Unix socket "
-                "(--unix-listen)"
-            )
         if config.tls is not None:
-            raise TransferError(
-                f"kvpool-server at {config.endpoint} offers no shared memory to this caller: with TLS it is for "
-                "engines of role engine-write; if they get none either, the server's log says why"
-            )
+            raise TransferError(f"kvpool-server at {config.endpoint} shares no memory, as no server with TLS does")
         raise TransferError(f"kvpool-server at {config.endpoint} offers no shared memory; its log says why")
     token = offer.segment.token
     timeout_s = max(config.stall_timeout_ms / 1000, PROVE_S)

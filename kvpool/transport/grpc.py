@@ -37,7 +37,6 @@ class GrpcTransport:
 
     name = "grpc"
     one_sided = False
-    extents = None
     memory = None
 
     def __init__(self, channel: grpc.Channel, endpoint: str, piece_bytes: int, stall_timeout_s: float):

@@ -54,7 +54,6 @@ class MooncakeTransport:
     name = "mooncake"
     memory = None
     one_sided = True
-    extents = None
 
     def __init__(self, info: MooncakeInfo, engine: Engine, stall_timeout_s: float, clock: Clock = time.monotonic):
         self.info = info

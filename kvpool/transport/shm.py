@@ -21,7 +21,6 @@ from kvpool.transport.base import (
     Buffers,
     Clock,
     Drain,
-    Extents,
     Fill,
     Pieces,
     Sink,
@@ -70,10 +69,6 @@ class ShmTransport:
     @property
     def memory(self) -> Bytes:
         return self.segment.bytes
-
-    @property
-    def extents(self) -> Extents | None:
-        return self.segment.extents
 
     def write(self, transfer: Transfer, source: Source) -> None:
         if source.rows is None:

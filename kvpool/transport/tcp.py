@@ -45,7 +45,6 @@ class TcpTransport:
 
     name = "tcp"
     one_sided = False
-    extents = None
 
     def __init__(self, peer: Peer, num_connections: int, num_sparing: int = 0):
         self.peer = peer

@@ -166,18 +166,16 @@ class OpenNamespaceRequest(_message.Message):
     def __init__(self, spec: _Optional[_Union[NamespaceSpec, _Mapping]] = ..., expected_fingerprint: _Optional[bytes] = ..., opener: _Optional[str] = ..., protocol: _Optional[int] = ..., release: _Optional[str] = ...) -> None: ...
 
 class Segment(_message.Message):
-    __slots__ = ("nbytes", "nonce", "nonce_offset", "token", "extent_bytes")
+    __slots__ = ("nbytes", "nonce", "nonce_offset", "token")
     NBYTES_FIELD_NUMBER: _ClassVar[int]
     NONCE_FIELD_NUMBER: _ClassVar[int]
     NONCE_OFFSET_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
-    EXTENT_BYTES_FIELD_NUMBER: _ClassVar[int]
     nbytes: int
     nonce: bytes
     nonce_offset: int
     token: bytes
-    extent_bytes: int
-    def __init__(self, nbytes: _Optional[int] = ..., nonce: _Optional[bytes] = ..., nonce_offset: _Optional[int] = ..., token: _Optional[bytes] = ..., extent_bytes: _Optional[int] = ...) -> None: ...
+    def __init__(self, nbytes: _Optional[int] = ..., nonce: _Optional[bytes] = ..., nonce_offset: _Optional[int] = ..., token: _Optional[bytes] = ...) -> None: ...
 
 class MooncakeEngine(_message.Message):
     __slots__ = ("session", "protocol", "base_address", "nbytes", "nonce", "nonce_offset")

@@ -7,13 +7,11 @@ from contextvars import ContextVar
 from kvpool.errors import PermissionDeniedError
 from kvpool.namespace import NamespaceSpec
 from kvpool.principal import Principal, Role
-from kvpool_server.access.authentication import Context
 from kvpool_server.access.permissions import CALLS, SCRAPERS, may_call
 
 CALLER: ContextVar[Principal | None] = ContextVar("kvpool caller", default=None)
 """Whose call the running handler serves; None where callers are not authenticated, and may do everything."""
 
-_UNIX_PEER = "unix:"
 _INSTEAD = {"Stats": "; a tenant-operator sees the numbers of its tenant with `kvpool namespaces`"}
 """What a caller may call in place of a method."""
 
@@ -83,13 +81,3 @@ def caller_may(method: str) -> bool:
     """Whether the caller's role may call a method, by which other things that a role may do are decided, too."""
     caller = CALLER.get()
     return caller is None or may_call(caller.role, method)
-
-
-def mapping_tenant(context: Context) -> str:
-    """The tenant whose memory the caller may map, where it can read and change every block; empty: nobody's.
-
-    Only engines that may write get memory, and only through the Unix socket.
-    """
-    caller = CALLER.get()
-    maps = caller is not None and caller.role is Role.ENGINE_WRITE and context.peer().startswith(_UNIX_PEER)
-    return caller.tenant if caller is not None and maps else ""

@@ -107,7 +107,6 @@ class Connection:
         count: Callable[[bool, int], None],
         clock_ns: Callable[[], int] = time.monotonic_ns,
         *,
-        follow: Callable[[], None] | None = None,
         sealed: bool = False,
     ):
         self._client: Stream = seat.client
@@ -119,7 +118,6 @@ class Connection:
         self._signer = signer
         self._nonce = nonce
         self._count = count
-        self._follow = follow
         self._clock_ns = clock_ns
         self._timeout_s = 0.0
 
@@ -190,8 +188,6 @@ class Connection:
             raise InvalidRequestError(
                 f"regions of {header.region_bytes} bytes reach beyond the arena of {len(self._arena)} bytes"
             )
-        if self._follow is not None:
-            self._follow()
         permit = _Permit(header.kind, header.holding_id, terms, header.region_bytes, offsets)
         bound = self._word.bound(terms)
         self._remaining_s(permit)

@@ -8,14 +8,12 @@ once, whatever it was doing.
 from __future__ import annotations
 
 import contextlib
-import functools
 import mmap
 import os
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +25,6 @@ from kvpool.segment import Segment
 from kvpool_server.child_process import exit_with_server, receive_settings
 from kvpool_server.data_plane.admission import MAX_SEATS, Admission, Seat
 from kvpool_server.data_plane.connection import Connection
-from kvpool_server.data_plane.extent_files import ExtentFiles
 from kvpool_server.data_plane.permits import TransferWord, map_words
 
 ACCEPT_AGAIN_S = 0.1
@@ -49,7 +46,6 @@ class WorkerSettings:
         key: signs permits.
         nonce: sent in greetings; names this boot of the server.
         sealed: whether connections are.
-        extent_fds, table_fd, extent_bytes: as of `ExtentFiles`; no descriptors where no tenant has a file of its own.
     """
 
     segment_fd: int
@@ -62,9 +58,6 @@ class WorkerSettings:
     key: bytes
     nonce: bytes
     sealed: bool
-    extent_fds: Sequence[int] = ()
-    table_fd: int = -1
-    extent_bytes: int = 0
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> WorkerSettings:
@@ -82,7 +75,6 @@ class DataWorker:
         entries: the table of live tickets and leases, see `PermitTable`.
         words: uint64 [MAX_SEATS], written by this worker alone.
         admission: which connections are served; others are refused with `NO_ROOM`.
-        follow: as of `Connection`.
         sealed: whether connections are.
     """
 
@@ -97,7 +89,6 @@ class DataWorker:
         words: memoryview,
         admission: Admission | None = None,
         *,
-        follow: Callable[[], None] | None = None,
         sealed: bool = False,
     ):
         self._listener = listener
@@ -109,7 +100,6 @@ class DataWorker:
         self._entries = entries
         self._words = words
         self._admission = admission or Admission()
-        self._follow = follow
         self._sealed = sealed
 
     def serve(self) -> None:
@@ -146,7 +136,6 @@ class DataWorker:
                     self._signer,
                     self._nonce,
                     self._count,
-                    follow=self._follow,
                     sealed=self._sealed,
                 ).serve()
             finally:
@@ -161,10 +150,7 @@ def main() -> None:
     """Serves until the server ends."""
     settings = WorkerSettings.from_json(receive_settings())
     exit_with_server()
-    segment, follow = Segment(settings.segment_fd, settings.nbytes), None
-    if settings.extent_fds:
-        extent_files = ExtentFiles(settings.extent_fds, settings.table_fd, settings.extent_bytes)
-        follow = functools.partial(extent_files.follow, segment)
+    segment = Segment(settings.segment_fd, settings.nbytes)
     tallies = np.frombuffer(mmap.mmap(settings.tally_fd, 0), np.uint64).reshape(-1, TALLY_COLUMNS)
     listener = socket.socket(fileno=settings.listen_fd)
     entries = map_words(settings.entries_fd, writable=False)
@@ -177,13 +163,11 @@ def main() -> None:
         tallies[settings.row],
         entries,
         words,
-        follow=follow,
         sealed=settings.sealed,
     )
     with contextlib.suppress(BrokenPipeError):  # The server has ended, and this process ends in a moment.
         os.write(sys.stdout.fileno(), b"ready\n")
-    if follow is None:  # Else the segment's own file has no pages where tenants have extents.
-        segment.map_ahead()
+    segment.map_ahead()
     worker.serve()
 
 

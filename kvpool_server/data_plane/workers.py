@@ -10,7 +10,7 @@ import select
 import socket
 import subprocess
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
 import numpy as np
 import structlog
@@ -19,7 +19,6 @@ from kvpool.data_port import NONCE_BYTES
 from kvpool.segment import Segment
 from kvpool.types import DataPortInfo
 from kvpool_server.child_process import ChildProcess
-from kvpool_server.data_plane.extent_files import ExtentFiles
 from kvpool_server.data_plane.permits import PermitTable
 from kvpool_server.data_plane.worker import TALLY_COLUMNS, WorkerSettings
 
@@ -59,7 +58,6 @@ class DataWorkers:
         told_host: the host that clients are told to connect to; empty: the host of the server's endpoint.
         segment: the arena's; open as long as the workers.
         permits: which permits the workers accept. It says how many workers there are.
-        extent_files: where tenants have files of their own.
 
     Attributes:
         info: what clients are told.
@@ -72,12 +70,10 @@ class DataWorkers:
         told_host: str,
         segment: Segment,
         permits: PermitTable,
-        extent_files: ExtentFiles | None = None,
     ):
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
         self._segment = segment
-        self._extent_files = extent_files
         self._permits, count = permits, permits.num_workers
         self._nonce = secrets.token_bytes(NONCE_BYTES)
         self._tally_fd = os.memfd_create("kvpool-data-tally")
@@ -101,11 +97,7 @@ class DataWorkers:
         permits = self._permits
         fds = (self._segment.fd, self._listener.fileno(), self._tally_fd, permits.entries_fd, permits.words_fd)
         settings = WorkerSettings(fds[0], self._segment.nbytes, *fds[1:], row, permits.key, self._nonce, permits.sealed)
-        inherited = list(fds)
-        if (files := self._extent_files) is not None:
-            settings = replace(settings, extent_fds=files.fds, table_fd=files.table_fd, extent_bytes=files.extent_bytes)
-            inherited += [*files.fds, files.table_fd]
-        return ChildProcess("kvpool_server.data_plane.worker", asdict(settings), inherited, stdout=subprocess.PIPE)
+        return ChildProcess("kvpool_server.data_plane.worker", asdict(settings), fds, stdout=subprocess.PIPE)
 
     async def ready(self) -> bool:
         """Waits until a worker accepts connections, READY_S at most; False if none does."""

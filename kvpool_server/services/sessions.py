@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
 from typing import Any
 
 import structlog
@@ -12,7 +11,7 @@ import structlog
 from kvpool import wire
 from kvpool.errors import UnknownNamespaceError
 from kvpool.principal import Role
-from kvpool.types import Offer, OpenedNamespace, SegmentInfo
+from kvpool.types import Offer, OpenedNamespace
 from kvpool.v1 import pool_pb2 as pb
 from kvpool.version import __version__
 from kvpool_server.access.authentication import Who
@@ -21,14 +20,12 @@ from kvpool_server.access.caller import (
     caller_may,
     check_measurement,
     check_tenant,
-    mapping_tenant,
     own_tenant,
 )
 from kvpool_server.access.permissions import CALLS
 from kvpool_server.events.streams import EventStreams
 from kvpool_server.method_handlers import METHODS
 from kvpool_server.release_gate import ReleaseGate
-from kvpool_server.services.call import Context
 from kvpool_server.services.served_pool import ServedPool
 
 log = structlog.get_logger()
@@ -39,7 +36,6 @@ class SessionService:
 
     Args:
         offer: the ways that bytes can travel to and from the arena.
-        memory_of: what a tenant's engines may map, where callers prove who they are.
         who: authenticates callers; None: callers are not authenticated.
         events: says of which namespaces engines are to announce tokens; None: of none.
     """
@@ -48,14 +44,12 @@ class SessionService:
         self,
         served: ServedPool,
         offer: Offer,
-        memory_of: Callable[[str], SegmentInfo | None],
         who: Who | None,
         events: EventStreams | None,
     ):
         self._served = served
         self._pool = served.pool
         self._offer = offer
-        self._memory_of = memory_of
         self._who = who
         self._events = events
         self._gate = ReleaseGate()
@@ -85,24 +79,19 @@ class SessionService:
                 fingerprint=namespace.fingerprint.hex()[:12],
                 block_bytes=[group.slot_bytes for group in namespace.spec.groups],
             )
-        offered, most = self._offered(context), self._pool.limits.max_batch_blocks
+        offered, most = self._offered(), self._pool.limits.max_batch_blocks
         wants_tokens = self._events is not None and caller_may("Announce") and self._events.wants_tokens(namespace.spec)
         opened = OpenedNamespace(namespace.fingerprint, offered, created, most, wants_tokens)
         return wire.encode_opened(opened, self._served.boot_token)
 
     async def Ping(self, request: pb.PingRequest, context: Any) -> pb.PingResponse:
         uptime, num_opened = time.monotonic() - self._started, self._pool.num_opened(own_tenant())
-        offered, draining = self._offered(context), self._served.drain.is_draining
+        offered, draining = self._offered(), self._served.drain.is_draining
         return wire.encode_pong(__version__, uptime, offered, self._served.boot_token, num_opened, draining=draining)
 
-    def _offered(self, context: Context) -> Offer:
-        """What the caller is told: where memory lies, and the token that hands it out, are for those who may use it."""
-        offer = self._offer
-        if tenant := mapping_tenant(context):
-            offer = dataclasses.replace(offer, segment=self._memory_of(tenant))
-        if not caller_may("OpenNamespace"):
-            offer = dataclasses.replace(offer, mooncake=None)
-        return offer
+    def _offered(self) -> Offer:
+        """What the caller is offered: the Mooncake engine only if the caller may open namespaces."""
+        return self._offer if caller_may("OpenNamespace") else dataclasses.replace(self._offer, mooncake=None)
 
     async def WhoAmI(self, request: pb.WhoAmIRequest, context: Any) -> pb.WhoAmIResponse:
         caller = CALLER.get()

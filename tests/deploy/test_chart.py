@@ -54,7 +54,7 @@ MONITORED = ["serviceMonitor.enabled=true", "prometheusRule.enabled=true", "dash
 CASES: dict[str, list[str]] = {
     "node": [*MODES["node"], SMALL],
     "node, plaintext": [*MODES["node"], SMALL, "network=insecure", *MONITORED],
-    "node, TLS, tenants' memory": [*MODES["node"], SMALL, *ISSUER, *MONITORED, "settings.tenant_memory=true"],
+    "node, TLS": [*MODES["node"], SMALL, *ISSUER, *MONITORED],
     "node, tier": [*MODES["node"], SMALL, "tier.size=64MiB", "tier.hostPath=/mnt/nvme/kv"],
     "sidecar": [*MODES["sidecar"], SMALL, 'settings={"value_sample": 64, "quota": ["tenant:acme=32MiB"]}'],
     "memory, TLS": [*MODES["memory"], SMALL],
@@ -361,7 +361,6 @@ def test_certificates_name_the_servers_and_the_callers() -> None:
         (["mode=sidecar"], "engine.model is empty"),
         ([*MODES["sidecar"], "tier.size=1TiB"], "tier.size is for the modes node and memory"),
         (["tier.size=1TiB"], "tier.hostPath is empty"),
-        (["settings.tenant_memory=true"], "settings.tenant_memory needs network: tls"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -24,28 +24,23 @@ pytestmark = pytest.mark.vllm
 PROMPTS = [prompt(length, f"tenant {length}") for length in (33, 500, 1_000)]
 
 
-@pytest.mark.parametrize("transport", ["auto", "shm", pytest.param("grpc", marks=pytest.mark.more)])
+@pytest.mark.parametrize("transport", ["auto", pytest.param("grpc", marks=pytest.mark.more)])
 def test_tenants_share_a_server_and_nothing_else(
     pool_server: Callable[..., ServerProcess], model: Path, tmp_path: Path, transport: str
 ) -> None:
     authority = Authority.create(tmp_path / "pki")
     operator = files_in(authority.issue_principal(Principal(ALL_TENANTS, Role.OPERATOR)))
-    unix = tmp_path / "kvpool"
-    flags = [*server_flags(authority.issue_server([])), "--unix-listen", str(unix), "--tenant-memory"]
-    server = pool_server("--memory", "256MiB", *flags, tls=operator)
-    # Memory goes through the Unix socket alone, and to engines alone that may write.
-    shares_memory = transport == "shm"
-    endpoint = f"unix:{unix}" if shares_memory else server.endpoint
+    server = pool_server("--memory", "256MiB", *server_flags(authority.issue_server([])), tls=operator)
 
     def spec(tenant: str, role: Role, **transfer: Any) -> EngineSpec:
         files = files_in(authority.issue_principal(Principal(tenant, role)))
         extra = {"transport": transport, "tls": dataclasses.asdict(files), **PATIENT}
-        config = kvpool_transfer_config(endpoint, **extra) | transfer
+        config = kvpool_transfer_config(server.endpoint, **extra) | transfer
         return EngineSpec(model, config, FLOAT32, in_process=True)
 
     specs = [
         spec("acme", Role.ENGINE_WRITE),
-        spec("acme", Role.ENGINE_WRITE if shares_memory else Role.ENGINE_READ, kv_role="kv_consumer"),
+        spec("acme", Role.ENGINE_READ, kv_role="kv_consumer"),
         spec("umbra", Role.ENGINE_WRITE),
     ]
     with running(tmp_path, *specs) as (writer, reader, stranger):

@@ -1,17 +1,14 @@
 from __future__ import annotations
 
-import dataclasses
 import os
 import threading
-import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from kvpool.errors import ConfigError
-from kvpool.segment import IDLE_NICE, MAP_AHEAD, MAP_POLL_S, Segment, punch, write_state
+from kvpool.segment import IDLE_NICE, MAP_AHEAD, Segment
 from tests.support.memory_files import descriptors, mapped_bytes
 from tests.support.processes import wait_for
 
@@ -99,39 +96,3 @@ def test_mapping_ahead_gives_way_to_every_other_thread(attached: Segment) -> Non
     mapper = next(thread for thread in threading.enumerate() if thread.name == MAP_AHEAD)
     wait_for(lambda: os.getpriority(os.PRIO_PROCESS, mapper.native_id or 0) == IDLE_NICE, "a mapper that gives way")
     assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) < IDLE_NICE
-
-
-def test_of_a_tenants_memory_extents_are_mapped_ahead_once_they_have_pages() -> None:
-    extent_bytes = 2 * NBYTES
-    owner = Segment.create(4 * extent_bytes)
-    inode = os.fstat(owner.fd).st_ino
-    attached = Segment.attach(os.dup(owner.fd), dataclasses.replace(owner.info(), extent_bytes=extent_bytes))
-    attached.map_ahead()
-    for count, (idx, state) in enumerate(((2, 1), (0, 2)), 1):
-        owner.populate(idx * extent_bytes, extent_bytes)
-        write_state(owner.fd, owner.nbytes, idx, state)
-        nbytes = 2 * count * extent_bytes
-        wait_for(lambda nbytes=nbytes: mapped_bytes(inode) >= nbytes, "the extent in both page tables")  # type: ignore[misc]
-    write_state(owner.fd, owner.nbytes, 0, 0)
-    punch(owner.fd, 0, extent_bytes)
-    left = _backed_bytes(owner)
-    time.sleep(2 * MAP_POLL_S)  # The thread has looked again.
-    assert _backed_bytes(owner) == left, "a page that is touched there would be this process's own"
-    attached.close()
-    owner.close()
-    wait_for(lambda: all(thread.name != MAP_AHEAD for thread in threading.enumerate()), "the thread to end")
-
-
-def test_another_file_laid_over_a_part_replaces_that_part_alone(segment: Segment) -> None:
-    segment.bytes[:] = 1
-    with Path("/dev/null").open() as null, pytest.raises(OSError, match="cannot map an extent"):
-        segment.lay(null.fileno(), 0, NBYTES)
-    other = Segment.create(4 * NBYTES)
-    other.bytes[:] = 2
-    segment.lay(other.fd, NBYTES, NBYTES)
-    assert [segment.bytes[at] for at in (NBYTES - 1, NBYTES, 2 * NBYTES - 1, 2 * NBYTES)] == [1, 2, 2, 1]
-    segment.bytes[NBYTES] = 3
-    assert other.bytes[NBYTES] == 3
-    punch(other.fd, NBYTES, NBYTES)
-    assert not segment.bytes[NBYTES : 2 * NBYTES].any() and other.bytes[0] == 2
-    other.close()

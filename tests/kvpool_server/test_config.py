@@ -54,7 +54,6 @@ def test_flag_beats_environment_beats_file_beats_default(toml: Path) -> None:
         ("pin_budget", "3GiB", "3GiB"),
         ("unix_listen", "/run/kvpool.sock", "/run/kvpool.sock"),
         ("unix_mode", "0660", "0660"),
-        ("tenant_memory", True, True),
         ("otel", True, True),
         ("mooncake", "tcp", "tcp"),
         ("mooncake_device", "mlx5_0", "mlx5_0"),

@@ -33,7 +33,7 @@ class Bench:
     def __init__(self, *, has_tenants: bool = False, **limits: Any) -> None:
         ids = itertools.count(1)
         self.clock = FakeClock()
-        arena = Arena(64 * CHUNK, CHUNK, hand_over=(lambda *_: True) if has_tenants else None)
+        arena = Arena(64 * CHUNK, CHUNK, zero=(lambda *_: None) if has_tenants else None)
         self.pool = Pool(arena, self.clock, lambda: next(ids), Limits(**limits))
         self.usage = Usage(self.pool)
 

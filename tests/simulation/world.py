@@ -104,10 +104,7 @@ class WatchedArena(Arena):
     """Tells the world which slots are allocated and freed."""
 
     def __init__(self, world: World):
-        hand_over = world.hand_over if world.has_tenants else None
-        super().__init__(
-            EXTENT_BYTES * NUM_EXTENTS, EXTENT_BYTES, hand_over=hand_over, unused_is_anybodys=not world.has_tenants
-        )
+        super().__init__(EXTENT_BYTES * NUM_EXTENTS, EXTENT_BYTES, zero=world.zero if world.has_tenants else None)
         self._world = world
 
     def allocate(self, slot_bytes: int, count: int, tenant: str = "") -> list[int] | None:
@@ -153,8 +150,6 @@ class World:
         self.memory = np.full(EXTENT_BYTES * NUM_EXTENTS, POISON, np.uint8)
         self.writers = np.zeros(EXTENT_BYTES * NUM_EXTENTS, np.uint8)
         """Whose byte each is: the number of a tenant in `TENANTS` and 1; 0: nobody's, or zeroed since."""
-        self.holders = np.zeros(EXTENT_BYTES * NUM_EXTENTS, np.uint8)
-        """The same of the memory that the byte lies in, as it was handed over."""
         self.slots: dict[int, Group] = {}
         """Whose each slot is that was allocated and is not free."""
         self.stored: dict[Block, Stored] = {}
@@ -200,18 +195,15 @@ class World:
         """Asserts that no byte of another tenant lies in a slot that a tenant gets."""
         if self.has_tenants:
             number = TENANTS.index(tenant) + 1
-            assert (self.holders[offset : offset + nbytes] == number).all(), f"slot {offset} is not {tenant!r}'s memory"
             there = set(self.writers[offset : offset + nbytes].tolist()) - {0, number}
             assert not there, f"slot {offset} of tenant {tenant!r} has bytes of {[TENANTS[idx - 1] for idx in there]}"
 
-    def hand_over(self, start: int, nbytes: int, tenant: str) -> bool:
-        """Clears bytes for another tenant, in whose memory they lie from now on."""
+    def zero(self, start: int, nbytes: int) -> None:
+        """Zeroes bytes for another tenant."""
         self.check_untouchable(start, nbytes, "zeroed")
         assert not any(start <= slot < start + nbytes for slot in self.slots), "somebody's slot was zeroed"
         self.memory[start : start + nbytes] = 0
         self.writers[start : start + nbytes] = 0
-        self.holders[start : start + nbytes] = TENANTS.index(tenant) + 1
-        return True
 
     def forget_slot(self, offset: int, nbytes: int) -> None:
         self.slots.pop(offset, None)

@@ -31,6 +31,7 @@ REMOVED = {
     'Previously present field "3" with name "request_id" on message "ExplainRequest" was deleted.',
     'Previously present field "7" with name "requests" on message "ExplainResponse" was deleted.',
     'Previously present field "3" with name "measured" on message "LedgerResponse" was deleted.',
+    'Previously present field "6" with name "extent_bytes" on message "Segment" was deleted.',
 }
 
 # Text of the contract -> what takes its place, and what buf has to say of that.

@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 
 import grpc
 import numpy as np
-import numpy.typing as npt
 from prometheus_client import CollectorRegistry
 
 from kvpool.types import Offer
@@ -20,7 +19,7 @@ from kvpool.v1.pool_pb2_grpc import PoolStub
 from kvpool_server.access.authentication import Context
 from kvpool_server.access.credential import Credential
 from kvpool_server.access.running_calls import RunningCalls
-from kvpool_server.cache.allocator.arena import Arena, HandOver
+from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.limits import Limits
 from kvpool_server.cache.pool import Pool
 from kvpool_server.cache.steps import Steps
@@ -79,7 +78,6 @@ class InProcessServer:
     Args:
         credentials, who: of TLS, for callers that prove who they are; the test makes its own clients then.
         has_tenants: whether extents belong to the tenants of namespaces, although callers prove nothing.
-        memory, hand_over: the arena, and what has tenants own it. By default extents that change hands are zeroed.
         permits: of a data port.
 
     Attributes:
@@ -96,21 +94,14 @@ class InProcessServer:
         who: Callable[[Context], Credential] | None = None,
         *,
         has_tenants: bool = False,
-        memory: npt.NDArray[np.uint8] | None = None,
-        hand_over: HandOver | None = None,
         permits: PermitTable | None = None,
     ):
         ids = itertools.count(1)
         self.clock = FakeClock()
         self.probe = LoopProbe()
-        arena = Arena(
-            arena_bytes,
-            extent_bytes,
-            hand_over=(hand_over or self._hand_over) if has_tenants else None,
-            unused_is_anybodys=hand_over is None,
-        )
+        arena = Arena(arena_bytes, extent_bytes, zero=self._zero if has_tenants else None)
         self.pool = Pool(arena, self.clock, lambda: next(ids), limits)
-        self.memory = np.zeros(arena_bytes, np.uint8) if memory is None else memory
+        self.memory = np.zeros(arena_bytes, np.uint8)
         self._credentials, self._who, self._permits = credentials, who, permits
         self.port = 0
         self._ready = threading.Event()
@@ -120,9 +111,8 @@ class InProcessServer:
         self.channel = grpc.insecure_channel(f"127.0.0.1:{self.port}")
         self.stub = PoolStub(self.channel)  # type: ignore[no-untyped-call]
 
-    def _hand_over(self, start: int, nbytes: int, _: str) -> bool:
+    def _zero(self, start: int, nbytes: int) -> None:
         self.memory[start : start + nbytes] = 0
-        return True
 
     async def _run(self) -> None:
         self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()

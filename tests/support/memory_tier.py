@@ -109,14 +109,13 @@ class Rig:
         ids = itertools.count(1)
         self.clock = FakeClock()
         self.memory = np.zeros(SLOTS * SLOT, np.uint8)
-        arena = Arena(SLOTS * SLOT, 4 * SLOT, hand_over=self._hand_over if has_tenants else None)
+        arena = Arena(SLOTS * SLOT, 4 * SLOT, zero=self._zero if has_tenants else None)
         self.pool = Pool(arena, self.clock, lambda: next(ids))
         self.tiered = TieredPool(self.pool, self.memory, tiers, [write_back] * len(tiers), self.clock)
         self.namespace, _ = self.pool.open_namespace(namespace_spec(group_spec(chunk_bytes=SLOT)))
 
-    def _hand_over(self, start: int, nbytes: int, _: str) -> bool:
+    def _zero(self, start: int, nbytes: int) -> None:
         self.memory[start : start + nbytes] = 0
-        return True
 
     def put(self, *names: object, parent: object = None) -> None:
         run = BlockRun(0, [block_hash(name) for name in names], b"" if parent is None else block_hash(parent))

@@ -33,7 +33,6 @@ class MemoryTransport:
     name = "memory"
     one_sided = False
     memory = None
-    extents = None
 
     def __init__(self, arena: npt.NDArray[np.uint8], faults: Faults | None = None, clock: Clock = time.monotonic):
         self._arena = arena

@@ -65,7 +65,7 @@ def pool_service(
     verifier = Verifier(pool, memory, run)
     reports = EngineReports(time.monotonic)
     groups = (
-        SessionService(served, offer, lambda tenant: None, who, None),
+        SessionService(served, offer, who, None),
         LeaseService(served, streams, region_permits, metrics, None),
         PutService(served, region_permits),
         TransferService(served, memory, metrics),

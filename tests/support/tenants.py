@@ -88,7 +88,7 @@ class House:
         ids = itertools.count(1)
         self.clock = FakeClock()
         self.num_zeroed = 0
-        arena = Arena(num_extents * EXTENT, EXTENT, hand_over=self._hand_over if has_tenants else None)
+        arena = Arena(num_extents * EXTENT, EXTENT, zero=self._zero if has_tenants else None)
         self.pool = Pool(arena, self.clock, lambda: next(ids), limits, policy=policy)
         self.names = itertools.count()
         self._salts = itertools.count()
@@ -97,9 +97,8 @@ class House:
         """An owner with a namespace of its own, unless `salt` repeats."""
         return Owner(self, size, tenant, epoch, f"house {next(self._salts)}" if salt is None else salt)
 
-    def _hand_over(self, start: int, nbytes: int, _: str) -> bool:
+    def _zero(self, _: int, nbytes: int) -> None:
         self.num_zeroed += nbytes
-        return True
 
     def quota(self, subject: str, nbytes: int) -> None:
         self.pool.set_quotas([Quota(subject, nbytes)])

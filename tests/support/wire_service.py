@@ -145,11 +145,10 @@ class WireHouse:
         self.clock = FakeClock()
         memory = np.zeros(arena_bytes, np.uint8)
 
-        def hand_over(start: int, nbytes: int, _: str) -> bool:
+        def zero(start: int, nbytes: int) -> None:
             memory[start : start + nbytes] = 0
-            return True
 
-        arena = Arena(arena_bytes, extent_bytes, hand_over=hand_over)
+        arena = Arena(arena_bytes, extent_bytes, zero=zero)
         self.pool = Pool(arena, self.clock, lambda: next(ids), limits)
         tiered, metrics = TieredPool(self.pool, memory), RpcMetrics(CollectorRegistry())
         service = pool_service(tiered, memory, metrics, offer=Offer(1 << 20), who=_WHO)

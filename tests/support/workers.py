@@ -94,7 +94,7 @@ class Permitted:
 
     def __init__(self, transport: TcpTransport, port: Port):
         self.inner = transport
-        self.memory, self.extents = transport.memory, transport.extents
+        self.memory = transport.memory
         self._port = port
 
     def write(self, transfer: Transfer, source: Source) -> None:

@@ -133,7 +133,7 @@ class TransferThread(threading.Thread, Generic[Job]):
             raise UnavailableError("kvpool is away")
         if namespace.spec.weights_epoch != weights_epoch:
             raise InvalidRequestError("the engine has moved to another namespace since this transfer was scheduled")
-        self._copier.adopt(namespace.transport.memory, namespace.transport.extents)
+        self._copier.adopt(namespace.transport.memory)
         return namespace
 
 

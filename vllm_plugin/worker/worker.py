@@ -123,7 +123,7 @@ class KVPoolWorker:
         self._check_weights()
         copier = make_copier(layouts)
         # Pinning tens of gigabytes of the pool's memory takes a second, which the first request should not wait for.
-        self.session.when_open(lambda opened: copier.adopt(opened.transport.memory, opened.transport.extents))
+        self.session.when_open(lambda opened: copier.adopt(opened.transport.memory))
         threads = (self.session, copier, self._mine, self._stage, self._recorder, self._tracing)
         self.sender = SendThread(f"kvpool-send-{self._name}", *threads)
         self.receiver = ReceiveThread(f"kvpool-receive-{self._name}", *threads)

@@ -2,9 +2,8 @@
 
 Several slot sizes (models, groups) share one arena: an extent belongs to a size from its first slot's allocation until
 its last slot is freed. Where callers prove who they are, it also belongs to one tenant, and an extent with another
-tenant's bytes is handed over, as zeros, before the new one gets a slot there. Otherwise everybody is one tenant, "",
-and nothing is ever zeroed. Bookkeeping of offsets, without memory but for `hand_over`. Not thread-safe: the pool's
-event loop owns it.
+tenant's bytes is zeroed before the new tenant gets a slot there. Otherwise everybody is one tenant, "", and nothing is
+ever zeroed. Bookkeeping of offsets, without memory but for `zero`. Not thread-safe: the pool's event loop owns it.
 
 Invariants: every offset is either free or has exactly one owner. A slot is allocated only where no byte of another
 tenant lies.
@@ -28,14 +27,10 @@ MIN_EXTENTS = 4
 MAX_SLOTS_PER_EXTENT = 1 << 18
 """Bounds the bookkeeping: without it, a namespace of one-byte chunks would make lists as long as the arena."""
 ZEROED_AT_ONCE = 2 << 20
-"""Bytes that one call of `Arena.zero_some` hands over, within about 1 ms."""
+"""Bytes that one call of `Arena.zero_some` zeroes, within about 1 ms."""
 
-HandOver = Callable[[int, int, str], bool]
-"""(start, nbytes, tenant): clears these bytes of the arena, and makes them the tenant's memory.
-
-False: that is under way; call it again. Raises OutOfSpaceError if there is no memory: the bytes are nobody's then,
-until a later call for them returns True.
-"""
+Zero = Callable[[int, int], None]
+"""(start, nbytes): fills these bytes of the arena with zeros."""
 
 
 class Extent:
@@ -64,8 +59,8 @@ class _Incoming:
 
     Attributes:
         num_puts: that wait for them.
-        zeroed, foreign: extents that are the tenant's, and that are not. Of the first foreign one, `zeroed_bytes` were
-            handed over.
+        zeroed, foreign: extents without another tenant's bytes, and extents with them. The first `zeroed_bytes` of the
+            first foreign extent are zero.
     """
 
     num_puts: int = 0
@@ -87,8 +82,7 @@ class Arena:
         arena_bytes: rounded down to whole extents.
         extent_bytes: default: a 64th of the arena, at least 32 MiB, and at most a quarter of the arena.
         backed_bytes: how much can be allocated at first; default: all. See `back`.
-        hand_over: see `HandOver`; with it, each extent belongs to one tenant. None: everybody is the tenant "".
-        unused_is_anybodys: whether tenants may get an extent that none has used without `hand_over`.
+        zero: see `Zero`; with it, each extent belongs to one tenant. None: everybody is the tenant "".
 
     Attributes:
         num_backed: extents that can be allocated.
@@ -99,9 +93,7 @@ class Arena:
         arena_bytes: int,
         extent_bytes: int | None = None,
         backed_bytes: int | None = None,
-        hand_over: HandOver | None = None,
-        *,
-        unused_is_anybodys: bool = True,
+        zero: Zero | None = None,
     ):
         if extent_bytes is None:
             wanted = max(arena_bytes // EXTENTS_PER_ARENA, MIN_EXTENT_BYTES)
@@ -113,12 +105,10 @@ class Arena:
         if not self.num_extents:
             raise ValueError(f"an arena of {arena_bytes} bytes holds no extent of {extent_bytes}")
         self.arena_bytes = self.num_extents * extent_bytes
-        self.has_tenants = hand_over is not None
-        self._hand_over = hand_over
+        self.has_tenants = zero is not None
+        self._zero = zero
         self._extents: list[Extent | None] = [None] * self.num_extents
         self._bytes_of: list[str | None] = [None] * self.num_extents  # Whose bytes lie there; None: zeros.
-        # Nobody's: those that were handed over in part, and unused ones that are not anybody's.
-        self._nobodys = set() if unused_is_anybodys else set(range(self.num_extents))
         self.num_backed = 0
         self._unused: list[int] = []
         self.back(self.arena_bytes if backed_bytes is None else backed_bytes)
@@ -234,26 +224,23 @@ class Arena:
         self._incoming[tenant].num_puts += 1
 
     def zero_some(self, tenant: str) -> bool:
-        """Hands over some of what a tenant has claimed, as zeros; True once nothing is left. Raises OutOfSpaceError."""
+        """Zeroes some of the extents that a tenant has claimed; True once none of them has another tenant's bytes."""
         incoming = self._incoming.get(tenant, _NOTHING)
         if not incoming.foreign:
             return True
-        assert self._hand_over is not None
+        assert self._zero is not None
         idx, start = incoming.foreign[0], incoming.zeroed_bytes
         nbytes = min(ZEROED_AT_ONCE, self.extent_bytes - start)
-        self._nobodys.add(idx)
-        if not self._hand_over(idx * self.extent_bytes + start, nbytes, tenant):
-            return False
+        self._zero(idx * self.extent_bytes + start, nbytes)
         incoming.zeroed_bytes += nbytes
         if incoming.zeroed_bytes == self.extent_bytes:
-            self._nobodys.remove(idx)
             self._bytes_of[idx] = tenant
             incoming.zeroed.append(incoming.foreign.pop(0))
             incoming.zeroed_bytes = 0
         return not incoming.foreign
 
     def end_claims(self, tenant: str) -> None:
-        """A put that waited has ended. With the last one, what was claimed and not allocated is anybody's again."""
+        """Ends a waiting put. With a tenant's last waiting put, its claimed extents become unused again."""
         incoming = self._incoming[tenant]
         incoming.num_puts -= 1
         if not incoming.num_puts:
@@ -360,7 +347,7 @@ class Arena:
 
     def _is_clean(self, idx: int, tenant: str) -> bool:
         """Whether a tenant may get an unused extent as it is: no other tenant's bytes lie there."""
-        return idx not in self._nobodys and self._bytes_of[idx] in (None, tenant)
+        return self._bytes_of[idx] in (None, tenant)
 
     def _next_unused(self, tenant: str) -> int:
         """Removes an unused extent without another tenant's bytes, if possible one that was the tenant's before."""

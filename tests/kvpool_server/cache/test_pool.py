@@ -404,7 +404,7 @@ def test_a_batch_that_names_blocks_again_and_again_needs_room_for_each_of_them_o
 def test_a_batch_beyond_the_extents_of_a_tenants_quota_evicts_nothing() -> None:
     """A tenant's quota counts whole extents, so that less fits than its bytes would hold."""
     slots = 4 * STEP_BLOCKS
-    arena = Arena(8 * slots * CHUNK, slots * CHUNK, hand_over=lambda *_: True)
+    arena = Arena(8 * slots * CHUNK, slots * CHUNK, zero=lambda *_: None)
     pool = Pool(arena, FakeClock(), itertools.count(1).__next__)
     spec = namespace_spec(group_spec(chunk_bytes=CHUNK), tenant="acme")
     name = pool.open_namespace(spec)[0].fingerprint

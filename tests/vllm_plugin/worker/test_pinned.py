@@ -1,10 +1,10 @@
-"""Buffers that lie evenly spaced are one copy, whatever order a pool has given them out in. Memory is registered while
-its pages are there, and while copies use it."""
+"""Buffers that lie evenly spaced are one copy, in whatever order the pool gives them out. Memory stays registered while
+copies use it."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ from vllm_plugin.worker.copy import pinned
 from vllm_plugin.worker.copy.pinned import REGISTER_STEP_BYTES, Loan, PinnedMemory, StridedRun, strided_runs
 
 NBYTES, BASE = 512, 7 << 20
-EXTENTS, EXTENT_BYTES = 4, 8 * NBYTES
+NUM_PARTS, PART_BYTES = 4, 8 * NBYTES
 
 
 @given(slots=st.lists(st.integers(0, 40), min_size=1, max_size=30), slot_bytes=st.sampled_from([512, 1024, 1 << 28]))
@@ -63,121 +63,78 @@ class Registrations:
         del self.nbytes_at[address]
 
 
-class States:
-    """Extents whose states the test sets."""
+class Parts:
+    """Pinned memory of four parts."""
 
-    extent_bytes = EXTENT_BYTES
+    def __init__(self, most: int = NUM_PARTS):
+        self.memory = np.zeros(NUM_PARTS * PART_BYTES, np.uint8)
+        self.host = Registrations(most)
+        self.pinned = PinnedMemory(self.memory, self.host)
+        wait_for(lambda: len(self.host.nbytes_at) == most, "the parts to be registered")
 
-    def __init__(self) -> None:
-        self.states = [0] * EXTENTS
+    def slot(self, part: int) -> np.ndarray:
+        return self.memory[part * PART_BYTES :][:NBYTES]
 
-    def state(self, idx: int) -> int:
-        return self.states[idx]
-
-
-class Extents:
-    """Pinned memory of a tenant, whose extents come and go."""
-
-    def __init__(self) -> None:
-        self.memory = np.zeros(EXTENTS * EXTENT_BYTES, np.uint8)
-        self.host, self.states = Registrations(), States()
-        self.pinned = PinnedMemory(self.memory, self.host, self.states)
-
-    def slot(self, extent: int, nth: int = 0) -> np.ndarray:
-        at = extent * EXTENT_BYTES + nth * NBYTES
-        return self.memory[at : at + NBYTES]
-
-    def registered(self) -> list[int]:
-        """The extents that the driver has."""
-        base = self.memory.ctypes.data
-        assert set(self.host.nbytes_at.values()) <= {EXTENT_BYTES}
-        return sorted((address - base) // EXTENT_BYTES for address in list(self.host.nbytes_at))
-
-    def wait_for(self, *extents: int) -> None:
-        wait_for(lambda: self.registered() == list(extents), f"extents {extents} to be registered, alone")
-
-    def borrowed(self, *extents: int) -> Loan:
+    def borrowed(self, *parts: int) -> Loan:
         loans: list[Loan] = []
 
         def borrow() -> bool:
-            loan = self.pinned.borrow([self.slot(each) for each in extents])
+            loan = self.pinned.borrow([self.slot(each) for each in parts])
             loans.extend(() if loan is None else [loan])
             return loan is not None
 
-        wait_for(borrow, f"extents {extents} to be lent")
+        wait_for(borrow, f"parts {parts} to be lent")
         return loans[0]
 
 
 @pytest.fixture
-def extents(monkeypatch: pytest.MonkeyPatch) -> Iterator[Extents]:
-    monkeypatch.setattr(pinned, "FOLLOW_S", 0.001)
-    made = Extents()
-    yield made
-    made.pinned.close()
+def parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Parts]]:
+    monkeypatch.setattr(pinned, "REGISTER_STEP_BYTES", PART_BYTES)
+    made: list[Parts] = []
+
+    def make(most: int = NUM_PARTS) -> Parts:
+        made.append(Parts(most))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.pinned.close()
     wait_for(lambda: not any(thread.name == "kvpool-pin" for thread in threading.enumerate()), "the thread to end")
 
 
-def test_extents_are_registered_while_their_pages_are_there(extents: Extents) -> None:
-    assert extents.pinned.borrow([extents.slot(1)]) is None
-    extents.states.states = [0, 1, 1, 0]
-    extents.wait_for(1, 2)
-    extents.states.states = [0, 0, 1, 3]
-    extents.wait_for(2, 3)
-    extents.pinned.close()
-    extents.wait_for()
+def test_all_of_the_memory_is_registered_until_it_is_closed(parts: Callable[..., Parts]) -> None:
+    whole = parts()
+    assert sum(whole.host.nbytes_at.values()) == whole.memory.nbytes
+    whole.pinned.close()
+    wait_for(lambda: not whole.host.nbytes_at, "the memory to be unregistered")
 
 
-def test_an_extent_that_left_and_came_back_is_not_lent_with_its_old_pages(extents: Extents) -> None:
-    extents.states.states[0] = 1
-    loan = extents.borrowed(0)  # Keeps the thread from registering the new pages.
-    extents.states.states[0] = 3
-    assert extents.pinned.borrow([extents.slot(0)]) is None
-    assert extents.registered() == [0], "a copy still uses the old pages"
-    loan.give_back()
-    extents.borrowed(0).give_back()
-
-
-def test_a_loan_names_the_runs_and_needs_every_extent(extents: Extents) -> None:
-    extents.states.states = [1, 1, 0, 0]
-    loan = extents.borrowed(0, 1)
+def test_a_loan_names_the_runs_and_needs_buffers_within_one_part(parts: Callable[..., Parts]) -> None:
+    whole = parts()
+    loan = whole.borrowed(0, 1)
     assert [(run.start, run.count) for run in loan.runs] == [(0, 1), (1, 1)], "one copy, two registrations"
-    assert extents.pinned.borrow([extents.slot(0), extents.slot(2)]) is None
-    assert extents.pinned.borrow([np.zeros(NBYTES, np.uint8)]) is None
-    straddling = extents.memory[EXTENT_BYTES - NBYTES // 2 :][:NBYTES]
-    assert extents.pinned.borrow([straddling]) is None
+    loan.give_back()
+    assert whole.pinned.borrow([np.zeros(NBYTES, np.uint8)]) is None
+    straddling = whole.memory[PART_BYTES - NBYTES // 2 :][:NBYTES]
+    assert whole.pinned.borrow([straddling]) is None
 
 
-def test_memory_is_unregistered_with_its_last_loan(extents: Extents) -> None:
-    extents.states.states = [1, 1, 0, 0]
-    loans = [extents.borrowed(0), extents.borrowed(1)]
-    wait_for(lambda: len(extents.registered()) == 2, "both extents")
-    extents.pinned.close()
-    assert extents.pinned.borrow([extents.slot(0)]) is None
+def test_memory_is_unregistered_with_its_last_loan(parts: Callable[..., Parts]) -> None:
+    whole = parts()
+    loans = [whole.borrowed(0), whole.borrowed(1)]
+    whole.pinned.close()
+    assert whole.pinned.borrow([whole.slot(0)]) is None
     for loan in loans:
-        assert extents.registered() == [0, 1]
+        assert len(whole.host.nbytes_at) == NUM_PARTS
         loan.give_back()
-    extents.wait_for()
+    wait_for(lambda: not whole.host.nbytes_at, "the memory to be unregistered")
 
 
-def test_without_extents_all_of_the_memory_is_registered_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pinned, "REGISTER_STEP_BYTES", EXTENT_BYTES)
-    memory, host = np.zeros(3 * EXTENT_BYTES + NBYTES, np.uint8), Registrations()
-    whole = PinnedMemory(memory, host)
-    wait_for(lambda: len(host.nbytes_at) == 4, "every part")
-    assert sum(host.nbytes_at.values()) == memory.nbytes
-    loan = whole.borrow([memory[-NBYTES:]])
-    assert loan is not None
-    whole.close()
-    assert host.nbytes_at
+def test_what_the_driver_refuses_is_not_lent(parts: Callable[..., Parts]) -> None:
+    whole = parts(most=1)
+    loan = whole.borrowed(0)
+    assert whole.pinned.borrow([whole.slot(1)]) is None
+    assert whole.pinned.borrow([whole.slot(0), whole.slot(1)]) is None
     loan.give_back()
-    wait_for(lambda: not host.nbytes_at, "the memory to be unregistered")
-
-
-def test_what_the_driver_refuses_is_not_lent(extents: Extents) -> None:
-    extents.host.most = 1
-    extents.states.states = [1, 1, 0, 0]
-    loan = extents.borrowed(0)
-    assert extents.pinned.borrow([extents.slot(1)]) is None
-    loan.give_back()
-    extents.states.states = [0, 1, 0, 0]
-    extents.wait_for()
+    whole.pinned.close()
+    wait_for(lambda: not whole.host.nbytes_at, "the memory to be unregistered")

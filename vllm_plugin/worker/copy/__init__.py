@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from kvpool.block_io import InPlace
 from kvpool.sums import Checksums
-from kvpool.transport.base import Buffers, Extents
+from kvpool.transport.base import Buffers
 from vllm_plugin.worker.layout import Layout
 
 BlockIds = Sequence[Sequence[int]]
@@ -26,7 +26,7 @@ class Copier(Protocol):
     head_blocks: int
     """How many blocks keep the copier busy while others are being located; 0: copies run on the caller's thread."""
 
-    def adopt(self, memory: npt.NDArray[np.uint8] | None, extents: Extents | None = None) -> None:
+    def adopt(self, memory: npt.NDArray[np.uint8] | None) -> None:
         """Adopts memory in which buffers will lie for long, as of a `Transport`; cheap to repeat."""
 
     def mark(self) -> Any:

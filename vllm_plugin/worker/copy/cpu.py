@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.block_io import InPlace
-from kvpool.transport.base import BATCH_BYTES, Buffers, Extents
+from kvpool.transport.base import BATCH_BYTES, Buffers
 from vllm_plugin.worker.copy import BlockIds
 from vllm_plugin.worker.layout import Layout, Part
 
@@ -29,7 +29,7 @@ class CpuCopier:
         self._views = [[part.view.numpy() for part in layout.parts] for layout in layouts]
         self._in_pieces = [all(map(_lies_in_pieces, layout.parts)) for layout in layouts]
 
-    def adopt(self, memory: Bytes | None, extents: Extents | None = None) -> None:
+    def adopt(self, memory: Bytes | None) -> None:
         """Nothing to do: all memory is copied alike."""
 
     def mark(self) -> None:

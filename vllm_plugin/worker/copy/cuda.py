@@ -19,7 +19,7 @@ from vllm.logger import init_logger
 
 from kvpool.block_io import InPlace
 from kvpool.sums import Checksums
-from kvpool.transport.base import Buffers, Extents
+from kvpool.transport.base import Buffers
 from vllm_plugin.worker.copy import BlockIds, driver, xxh3
 from vllm_plugin.worker.copy.paged import PagedBlocks
 from vllm_plugin.worker.copy.pinned import CudaHost, Loan, PinnedMemory, StridedRun
@@ -62,13 +62,13 @@ class CudaCopier:
         self._pinned: PinnedMemory | None = None
         self._adopting = threading.Lock()
 
-    def adopt(self, memory: npt.NDArray[np.uint8] | None, extents: Extents | None = None) -> None:
+    def adopt(self, memory: npt.NDArray[np.uint8] | None) -> None:
         with self._adopting:
             if self._pinned is not None and self._pinned.memory is memory:
                 return
             if self._pinned is not None:
                 self._pinned.close()
-            self._pinned = PinnedMemory(memory, CudaHost(self._device), extents) if memory is not None else None
+            self._pinned = PinnedMemory(memory, CudaHost(self._device)) if memory is not None else None
 
     def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)

@@ -88,9 +88,6 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- if and (eq .mode "node") .tier.size (not .tier.hostPath) }}
 {{- fail "tier.hostPath is empty: mode: node keeps its tier in a directory of the node's disk; name it" }}
 {{- end }}
-{{- if and .settings.tenant_memory (or .tier.size (ne .network "tls")) }}
-{{- fail "settings.tenant_memory needs network: tls and no tier; see docs/explanation/security.md" }}
-{{- end }}
 {{- end }}
 {{- end }}
 

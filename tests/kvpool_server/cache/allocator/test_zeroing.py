@@ -1,4 +1,4 @@
-"""Extents that change hands, while puts of several tenants wait for them in turns, and some give up."""
+"""Extents are zeroed for another tenant, while puts of several tenants wait for them in turns, and some give up."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvpool.errors import KVPoolError, OutOfSpaceError
+from kvpool.errors import KVPoolError
 from kvpool.types import PutGrant, ShardRange
 from kvpool_server.cache.allocator import arena as arena_module
 from kvpool_server.cache.allocator.arena import Arena
@@ -29,21 +29,12 @@ WHOLE = ShardRange(0, 1)
 
 
 class Puts:
-    """A pool with memory, whose puts are done in steps. A byte is the number of the tenant that wrote it, plus 1.
+    """A pool with memory, whose puts are done in steps. A byte is the number of the tenant that wrote it, plus 1."""
 
-    Args:
-        has_files: whether tenants have memory of their own, so that also unused extents are handed over.
-
-    Attributes:
-        is_short: whether no memory can be handed over now.
-    """
-
-    def __init__(self, *, has_files: bool = False) -> None:
+    def __init__(self) -> None:
         ids = itertools.count(1)
         self.memory = np.zeros(EXTENT_BYTES * NUM_EXTENTS, np.uint8)
-        self.has_files, self.is_short = has_files, False
-        self.holders = [""] * self.memory.nbytes
-        arena = Arena(self.memory.nbytes, EXTENT_BYTES, hand_over=self.hand_over, unused_is_anybodys=not has_files)
+        arena = Arena(self.memory.nbytes, EXTENT_BYTES, zero=self.zero)
         self.clock = FakeClock()
         self.pool = Pool(arena, self.clock, lambda: next(ids))
         self.num_zeroed = 0
@@ -57,15 +48,10 @@ class Puts:
             for size in SIZES
         }
 
-    def hand_over(self, start: int, nbytes: int, tenant: str) -> bool:
+    def zero(self, start: int, nbytes: int) -> None:
         assert nbytes <= STEP_BYTES
-        if self.is_short:
-            self.holders[start : start + nbytes] = [""] * nbytes
-            raise OutOfSpaceError("no memory")
         self.memory[start : start + nbytes] = 0
-        self.holders[start : start + nbytes] = [tenant] * nbytes
         self.num_zeroed += nbytes
-        return True
 
     def start(self, tenant: int, size: int, count: int) -> None:
         run = run_of(*(next(self.names) for _ in range(count)))
@@ -82,8 +68,6 @@ class Puts:
             for offset in end.value.offsets:
                 there = set(self.memory[offset : offset + size].tolist())
                 assert there <= {0, tenant + 1}, f"{TENANTS[tenant]} sees {there}"
-                holders = set(self.holders[offset : offset + size])
-                assert not self.has_files or holders == {TENANTS[tenant]}, f"{TENANTS[tenant]} is given {holders}'s"
                 self.memory[offset : offset + size] = tenant + 1
             self.pool.put_end(end.value.ticket_id, [0] * len(end.value.offsets))
         except KVPoolError:
@@ -94,10 +78,10 @@ class Puts:
         steps.close()
 
 
-class HandOverMachine(RuleBasedStateMachine):
-    @initialize(has_files=st.booleans())
-    def begin(self, has_files: bool) -> None:
-        self.puts = Puts(has_files=has_files)
+class ZeroingMachine(RuleBasedStateMachine):
+    @initialize()
+    def begin(self) -> None:
+        self.puts = Puts()
 
     @rule(tenant=st.sampled_from(range(len(TENANTS))), size=st.sampled_from(SIZES), count=st.integers(1, 6))
     def start(self, tenant: int, size: int, count: int) -> None:
@@ -113,10 +97,6 @@ class HandOverMachine(RuleBasedStateMachine):
     def give_up(self, data: st.DataObject) -> None:
         self.puts.give_up(data.draw(st.integers(0, len(self.puts.under_way) - 1)))
 
-    @rule(is_short=st.booleans())
-    def run_short(self, is_short: bool) -> None:
-        self.puts.is_short = is_short
-
     @rule(tenant=st.sampled_from(range(len(TENANTS))), size=st.sampled_from(SIZES))
     def clear(self, tenant: int, size: int) -> None:
         self.puts.pool.clear(self.puts.fingerprints[tenant, size])
@@ -126,7 +106,6 @@ class HandOverMachine(RuleBasedStateMachine):
         self.puts.pool.check_integrity()
 
     def teardown(self) -> None:
-        self.puts.is_short = False
         for _ in range(1_000):
             if not self.puts.under_way:
                 break
@@ -144,8 +123,8 @@ def _small_steps() -> Iterator[None]:
         yield
 
 
-TestHandOver = HandOverMachine.TestCase
-TestHandOver.settings = settings(max_examples=effort(60), stateful_step_count=40)
+TestZeroing = ZeroingMachine.TestCase
+TestZeroing.settings = settings(max_examples=effort(60), stateful_step_count=40)
 
 
 def _finish(puts: Puts) -> None:
@@ -178,20 +157,22 @@ def test_its_own_extents_come_first_and_are_not_zeroed() -> None:
     assert not puts.under_way and not puts.num_zeroed, "nobody has used the third extent"
 
 
-def test_an_extent_that_was_handed_over_in_part_is_nobodys() -> None:
-    """Neither its last owner nor the next one gets it before the whole of it was handed over."""
-    puts = Puts(has_files=True)
+def test_an_extent_that_was_zeroed_in_part_is_its_last_tenants_as_it_is_and_zeroed_for_every_other() -> None:
+    puts = Puts()
     puts.start(0, 16, 12)
     _finish(puts)
     puts.pool.clear()
     puts.start(1, 16, 12)
-    puts.is_short = True
-    _finish(puts)
-    assert not puts.pool.arena.tenants(), "the put was refused"
-    puts.is_short = False
+    assert 0 < puts.num_zeroed < EXTENT_BYTES
+    puts.give_up(0)
+    assert not puts.pool.arena.tenants()
+    puts.num_zeroed = 0
     puts.start(0, 16, 12)
+    assert not puts.under_way and not puts.num_zeroed
+    puts.pool.clear()
+    puts.start(1, 16, 12)
     _finish(puts)
-    assert puts.pool.arena.tenants() == {"acme": NUM_EXTENTS}
+    assert puts.num_zeroed == NUM_EXTENTS * EXTENT_BYTES
 
 
 def test_a_put_that_has_waited_for_an_extent_has_all_of_its_time() -> None:
