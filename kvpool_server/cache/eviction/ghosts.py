@@ -13,12 +13,14 @@ Not thread-safe.
 
 from __future__ import annotations
 
+import itertools
 from array import array
 from collections import OrderedDict
 
 NUM_PLACES = 256
 MAX_OF_PLACE = 32_768
 """A client may choose names that all have one place: its ghosts forget each other."""
+MIN_ORDER = 128
 
 
 class Ghosts:
@@ -68,34 +70,38 @@ class Ghosts:
 class _Place:
     """The ghosts of one place.
 
-    To find a dict's first key takes long once many before it have gone. So the order of the older ghosts is kept beside
-    them; those that came later follow once none of the older is left.
+    To find a dict's first key takes long once many before it have gone. So the order in which they came is kept beside
+    them, with their stamps: what has been popped, or has come again with another stamp, is passed over.
     """
 
-    __slots__ = ("_newer", "_next", "_older", "_order")
+    __slots__ = ("_next", "_order", "_stamps")
 
     def __init__(self) -> None:
-        self._older: dict[int, int] = {}
-        self._order = array("q")  # Blocks of `_older`, the oldest first, and ones that have left it.
+        self._stamps: dict[int, int] = {}
+        self._order = array("q")  # Block, stamp, block, stamp, ...; what lies before `_next` is over.
         self._next = 0
-        self._newer: dict[int, int] = {}
 
     def __len__(self) -> int:
-        return len(self._older) + len(self._newer)
+        return len(self._stamps)
 
     def add(self, block: int, stamp: int) -> None:
-        (self._older if block in self._older else self._newer)[block] = stamp
+        self._stamps.pop(block, None)
+        self._stamps[block] = stamp
+        self._order.append(block)
+        self._order.append(stamp)
+        if len(self._order) - self._next > 4 * len(self._stamps) + MIN_ORDER:  # Most of them have been popped.
+            self._order, self._next = array("q", itertools.chain.from_iterable(self._stamps.items())), 0
 
     def pop(self, block: int) -> int | None:
-        stamp = self._newer.pop(block, None)
-        return self._older.pop(block, None) if stamp is None else stamp
+        return self._stamps.pop(block, None)
 
     def forget_one(self) -> None:
         while True:
-            if not self._older:
-                self._older, self._newer = self._newer, {}
-                self._order, self._next = array("q", self._older), 0
-            block = self._order[self._next]
-            self._next += 1
-            if self._older.pop(block, None) is not None:
+            block, stamp = self._order[self._next : self._next + 2]
+            self._next += 2
+            if 2 * self._next >= len(self._order):
+                del self._order[: self._next]
+                self._next = 0
+            if self._stamps.get(block) == stamp:
+                del self._stamps[block]
                 return

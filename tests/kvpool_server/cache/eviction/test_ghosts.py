@@ -52,6 +52,7 @@ def test_those_of_one_place_are_forgotten_in_the_order_in_which_they_came() -> N
             case 0 | 1:
                 ghosts.add(0, block, stamp)
                 model[block] = stamp
+                model.move_to_end(block)
             case 2:
                 assert ghosts.pop(0, block) == model.pop(block, None)
             case 3 if model:
