@@ -7,6 +7,7 @@ import ipaddress
 import math
 import os
 import re
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -31,7 +32,6 @@ from kvpool_server.cache.eviction import DEFAULT_POLICY, POLICIES
 from kvpool_server.events.streams import PrefixEndpoints, StreamEndpoints
 from kvpool_server.instead import instead_of
 from kvpool_server.tiers.registry import parse
-from kvpool_server.toml_file import read_toml
 
 ENV_PREFIX = "KVPOOL_"
 _SEE_HELP = "see kvpool-server --help"
@@ -134,10 +134,11 @@ class ServerConfig(BaseModel):
         description="File, SQLite, in which the server keeps for 40 days what each tenant has saved, held and moved by "
         "the hour (`kvpool ledger`); one file a server. Empty: the figures are in memory, since the server's start.",
     )
-    identity_limits: str = Field(
-        "",
-        description="TOML file with what each identity may have at once (leases, leased_blocks, tickets, streams, "
-        "connections), where callers are authenticated; read again when it changes. See docs/explanation/security.md.",
+    limit: tuple[str, ...] = Field(
+        (),
+        description="What an identity may have at once (leases, leased_blocks, tickets, streams, connections), where "
+        "callers are authenticated, e.g. spiffe://kvpool.local/kvpool/acme/engine-write,leases=16000; without an "
+        "identity, e.g. leases=2000, of all. Repeat the flag for several; in the environment, separate them with ;.",
     )
     insecure_network: bool = Field(
         False,
@@ -297,7 +298,7 @@ class ServerConfig(BaseModel):
             raise PydanticCustomError("literal_error", "unknown policy", {"expected": " or ".join(POLICIES)})
         return value
 
-    @field_validator("tier", "kv_events_tenant", "kv_events_router", mode="before")
+    @field_validator("tier", "limit", "kv_events_tenant", "kv_events_router", mode="before")
     @classmethod
     def _one_or_several(cls, value: object) -> object:
         return [value] if isinstance(value, str) else value
@@ -502,7 +503,14 @@ def _parse_prefixes(text: str) -> PrefixEndpoints:
 def _from_file(config_file: Path | None) -> dict[str, Any]:
     if config_file is None:
         return {}
-    values = read_toml(config_file, f"config file {config_file}", "give --config a TOML file")
+    try:
+        values = tomllib.loads(config_file.read_text())
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read config file {config_file}: {error.strerror}; give --config a TOML file"
+        ) from None
+    except ValueError as error:  # Not UTF-8, or not TOML.
+        raise ConfigError(f"config file {config_file} is not TOML: {error}") from None
     _refuse_unknown(values, f"config file {config_file}")
     return values
 
@@ -514,7 +522,7 @@ def _from_environment(environ: dict[str, str]) -> dict[str, Any]:
         for name, value in environ.items()
         if name.startswith(ENV_PREFIX) and name not in ignored
     }
-    for several in ("tier", "kv_events_tenant", "kv_events_router"):
+    for several in ("tier", "limit", "kv_events_tenant", "kv_events_router"):
         if several in values:
             values[several] = [text for text in values[several].split(";") if text]
     _refuse_unknown(values, "environment", ENV_PREFIX)

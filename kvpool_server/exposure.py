@@ -19,7 +19,7 @@ def tls_files(config: ServerConfig) -> TlsFiles | None:
     proofs = [flag for flag, value in ways.items() if value]
     if not (config.tls_cert or config.tls_key or proofs):
         domain = "" if config.trust_domain == DEFAULT_DOMAIN else config.trust_domain
-        given = {"--deny": config.deny, "--identity-limits": config.identity_limits, "--trust-domain": domain}
+        given = {"--deny": config.deny, "--limit": " --limit ".join(config.limit), "--trust-domain": domain}
         for flag, value in given.items():
             if value:
                 raise ConfigError(

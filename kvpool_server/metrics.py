@@ -264,7 +264,7 @@ class RefusedFiles(Collector):
     def collect(self) -> Iterator[GaugeMetricFamily]:
         text = (
             "1 while a watched file cannot be used as it is, so that what it held before stays in force, else 0: "
-            "certificates, deny list, tokens, identity limits, issuer's keys. Alert at once: a revocation may wait."
+            "certificates, deny list, tokens, issuer's keys. Alert at once: a revocation may wait."
         )
         family = GaugeMetricFamily("kvpool_refused_file", text, labels=["file"])
         for file, is_refused in self._refused().items():

@@ -77,7 +77,7 @@ _COUNTED = (
         "clients",
         Level.WARNING,
         "{count} lookups got no lease {when}, because too many were live",
-        "find the client that does not release its leases, use fewer engines at one server, or raise --identity-limits",
+        "find the client that does not release its leases, use fewer engines at one server, or raise its --limit",
     ),
     _Counted(
         "dropped_kv_event_batches",

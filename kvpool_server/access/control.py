@@ -21,13 +21,12 @@ from kvpool_server.access.caller import check_scrape
 from kvpool_server.access.credential import RefusedCredentialError
 from kvpool_server.access.credentials import ServerCredentials
 from kvpool_server.access.deny_list import DenyList
-from kvpool_server.access.identity_limits import IdentityLimitsFile
+from kvpool_server.access.identity_limits import identity_limits
 from kvpool_server.access.jwks import IssuerKeys, read_keys
 from kvpool_server.access.oidc import IssuedTokens, OidcRules, check_installed
 from kvpool_server.access.reminders import DAY_S, repeat, warn_of_ends
 from kvpool_server.access.running_calls import RunningCalls
 from kvpool_server.access.watch import AccessWatch
-from kvpool_server.cache.limits import IdentityLimits, default_limits
 from kvpool_server.config import ServerConfig
 
 log = structlog.get_logger()
@@ -66,11 +65,7 @@ class AccessControl:
         self.denied: DenyList | None = None
         self.credentials = ServerCredentials(files, self._when_read("certificates", *files.paths))
         self._watched["certificates"] = self.credentials
-        self.limits_of: Callable[[str], IdentityLimits] = default_limits
-        if path := config.identity_limits:
-            limits = IdentityLimitsFile(path, self._when_read("identity limits", path), self._domain)
-            self._watched["identity limits"] = limits
-            self.limits_of = limits.of
+        self.limits_of = identity_limits(config.limit, self._domain)
         self.who = self._ask_who()
         self.running = RunningCalls(self.who.checked, config.max_ttl_ms / 1_000)
         self.watch = AccessWatch(tuple(self._watched.values()), self.running, expire_owned)

@@ -1,4 +1,4 @@
-"""Principals that a server's files name: the deny list and the limits of identities."""
+"""Principals that the deny list and the limits of identities name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvpool.principal import Principal
 
 
 def listed_principal(spiffe_id: str, domain: str | None) -> Principal:
-    """The principal that a file names.
+    """The principal that an operator has named.
 
     Args:
         domain: the trust domain of all callers; None: callers may be of any.

@@ -28,7 +28,7 @@ class Holds:
     """See the module.
 
     Args:
-        limits_of: of an identity, asked for whenever they apply, because they may change.
+        limits_of: of an identity.
         new_id: as of `Pool`.
 
     Attributes:

@@ -74,7 +74,7 @@ class Pool:
         new_id: unguessable 63-bit ids, never 0, never repeated within a ticket's life, also across restarts.
         policy: makes an eviction policy, for each slot size and each set of quotas.
         transfers: those of the data port; none by default.
-        limits_of: of an identity, asked for whenever they apply, because they may change.
+        limits_of: of an identity.
 
     Attributes:
         placement: where entries lie, and which are evicted.

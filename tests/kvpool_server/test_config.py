@@ -47,7 +47,11 @@ def test_flag_beats_environment_beats_file_beats_default(toml: Path) -> None:
         ("deny", "denied", "denied"),
         ("audit_log", "audit.json", "audit.json"),
         ("ledger", "ledger.sqlite", "ledger.sqlite"),
-        ("identity_limits", "limits.toml", "limits.toml"),
+        (
+            "limit",
+            ["leases=5", "spiffe://d/kvpool/a/router,leases=7"],
+            ("leases=5", "spiffe://d/kvpool/a/router,leases=7"),
+        ),
         ("insecure_network", True, True),
         ("memory", "2MiB", 2 << 20),
         ("quota", "tenant:a=1GiB,tenant:b=7", ("tenant:a=1GiB", "tenant:b=7")),

@@ -69,7 +69,7 @@ def test_a_trust_domain_that_would_restrict_nobody_is_refused(settings: dict[str
     tls_files(ServerConfig(trust_domain="corp.example", **TLS))
 
 
-@pytest.mark.parametrize("flag", ["--tls-client-ca", "--tokens", "--oidc-jwks", "--deny", "--identity-limits"])
+@pytest.mark.parametrize("flag", ["--tls-client-ca", "--tokens", "--oidc-jwks", "--deny"])
 def test_a_file_that_decides_who_may_call_is_writable_by_its_owner_alone(tmp_path: Path, flag: str) -> None:
     directory = Authority.create(tmp_path / "pki").issue_server([])
     with_certificates, file = server_flags(directory), tmp_path / "file"

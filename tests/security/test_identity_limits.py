@@ -38,10 +38,9 @@ from kvpool.sealed_socket import RANDOM_BYTES, SealedSocket
 from kvpool.transport.tcp_connection import Peer
 from kvpool.types import Chunk, PoolKey, ShardRange
 from kvpool.v1 import pool_pb2 as pb
-from kvpool.watched_files import LOOK_EVERY_S
 from kvpool_server import inbox
 from kvpool_server.access.caller import CALLER
-from kvpool_server.access.identity_limits import read_limits
+from kvpool_server.access.identity_limits import identity_limits
 from kvpool_server.cache.limits import IdentityLimits
 from kvpool_server.data_plane.admission import SPARED_S
 from kvpool_server.inbox import Inbox
@@ -52,14 +51,14 @@ from tests.support.values import block_hash, group_spec, namespace_spec, payload
 
 BLOCK_BYTES = 256
 ACME = "spiffe://kvpool.local/kvpool/acme/engine-write"
-SMALL = "leases = 4\nleased_blocks = 12\ntickets = 3\nstreams = 2\nconnections = 2\n"
+SMALL = "leases=4,leased_blocks=12,tickets=3,streams=2,connections=2"
 TIMEOUT_S = 10.0
 
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "explanation" / "security.md"
 
 
-# The file
+# The option
 
 
 def test_the_page_tells_the_limits() -> None:
@@ -69,56 +68,51 @@ def test_the_page_tells_the_limits() -> None:
     assert int(own) == inbox.MAX_OWN_DATA_STREAMS
 
 
-def _read(tmp_path: Path, text: str) -> tuple[IdentityLimits, dict[str, IdentityLimits]]:
-    path = tmp_path / "limits.toml"
-    path.write_text(text)
-    return read_limits(path, "kvpool.local")
-
-
-def test_a_file_has_limits_of_all_and_of_some(tmp_path: Path) -> None:
-    of_all, of_each = _read(tmp_path, f'leases = 5\n["{ACME}"]\ntickets = 7\n')
-    assert of_all == IdentityLimits(leases=5)
-    assert of_each == {ACME: IdentityLimits(leases=5, tickets=7)}
-    assert _read(tmp_path, "") == (IdentityLimits(), {})
+def test_limits_are_of_all_identities_and_of_some() -> None:
+    limits_of = identity_limits(["leases=5", f"{ACME},tickets=7"], "kvpool.local")
+    assert limits_of("spiffe://kvpool.local/kvpool/umbra/engine-write") == IdentityLimits(leases=5)
+    assert limits_of(ACME) == IdentityLimits(leases=5, tickets=7)
+    assert identity_limits([], None)(ACME) == IdentityLimits()
 
 
 @pytest.mark.parametrize(
     ("text", "told"),
     [
         (
-            "leased_blocks = 5\nlease = 5",
-            "limits.toml, line 2: unknown limit lease; the limits are leases, leased_blocks, tickets, streams, conn",
+            "leased_blocks=5,lease=5",
+            "unknown limit 'lease'; the limits are leases, leased_blocks, tickets, streams, con",
         ),
-        ("leases = 0", "leases = 0; give a whole number"),
-        ("leases = true", "leases = True; give a whole number"),
-        ("leases = 1.5", "leases = 1.5"),
-        ("leases = '5'", "leases = '5'"),
-        ("[acme]\nleases = 5", "line 1: 'acme' is not spiffe://"),
-        (f'leases = 5\n# nope = 5\n\n["{ACME}"]\nnope = 5', f"limits.toml, line 5, {ACME}: unknown limit nope"),
-        (f'leases = 5\n"{ACME}" = {{nope = 5}}', f"limits.toml, line 2, {ACME}: unknown limit nope"),
-        (f"leases = 5\n['{ACME}']\nleases = 5\ntickets = 0", f"limits.toml, line 4, {ACME}: tickets = 0"),
-        ('leases = 5\n["spiffe://other/kvpool/acme/metrics"]', "limits.toml, line 2: .*role metrics belongs to no"),
+        ("leases=0", "leases=0; give a whole number"),
+        ("leases=", "leases=; give a whole number"),
+        ("leases=1.5", "leases=1.5; give a whole number"),
+        ("leases=-1", "leases=-1; give a whole number"),
+        (f"leases={(1 << 32) + 1}", "give a whole number, 1 to 4294967296"),
+        ("acme,leases=5", "'acme' is not spiffe://"),
+        ("", "'' is not spiffe://"),
+        (ACME, "no limit; give at least one"),
+        (f"{ACME},nope=5", "unknown limit 'nope'"),
+        ("spiffe://kvpool.local/kvpool/acme/metrics,leases=5", "role metrics belongs to no tenant"),
         (
-            'leases = 5\n["spiffe://other/kvpool/acme/engine-read"]',
-            "limits.toml, line 2: .* can be no caller: .* domain kvpool.local; give spiffe://kvpool.local/kvpool/acme/",
+            "spiffe://other/kvpool/acme/engine-read,leases=5",
+            "can be no caller: .* domain kvpool.local; give spiffe://kvpool.local/kvpool/acme/engine-read",
         ),
-        ("leases", "is not TOML"),
     ],
 )
-def test_a_file_that_cannot_be_used_is_refused(tmp_path: Path, text: str, told: str) -> None:
-    with pytest.raises(ConfigError, match=told.replace("[", r"\[")):
-        _read(tmp_path, text)
-    with pytest.raises(ConfigError, match="cannot read"):
-        read_limits(tmp_path / "nothing")
+def test_a_limit_that_cannot_be_used_is_refused(text: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=f"^--limit {re.escape(text)}: .*{told}"):
+        identity_limits([text], "kvpool.local")
 
 
-def test_limits_that_would_bound_nobody_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "limits.toml"
-    path.write_text(SMALL)
-    common = ("--listen", "127.0.0.1:0", "--http-listen", "", "--memory", "1MiB")
-    done = run_server(*common, "--identity-limits", str(path))
+@pytest.mark.parametrize("name", ["", f"{ACME},"])
+def test_limits_of_an_identity_are_given_once(name: str) -> None:
+    with pytest.raises(ConfigError, match="have limits already"):
+        identity_limits([f"{name}leases=5", f"{name}tickets=5"], None)
+
+
+def test_limits_that_would_bound_nobody_are_refused() -> None:
+    done = run_server("--listen", "127.0.0.1:0", "--http-listen", "", "--memory", "1MiB", "--limit", SMALL)
     assert done.returncode == 2
-    assert f"--identity-limits {path} has no effect without TLS" in done.stderr
+    assert f"--limit {SMALL} has no effect without TLS" in done.stderr
 
 
 # A server
@@ -127,9 +121,8 @@ def test_limits_that_would_bound_nobody_are_refused(tmp_path: Path) -> None:
 class Limited:
     """A server with small limits, and a namespace with eight blocks of each of two tenants."""
 
-    def __init__(self, deployment: Deployment, file: Path):
+    def __init__(self, deployment: Deployment):
         self.deployment = deployment
-        self.file = file
         self._stack = ExitStack()
         self._held: list[tuple[str, int]] = []
         self.namespaces = {tenant: self._fill(tenant) for tenant in ("acme", "umbra")}
@@ -160,12 +153,6 @@ class Limited:
         self._held.append((tenant, ticket_id))
         return ticket_id
 
-    def end_but_one(self, client: Client, tenant: str) -> None:
-        """Ends the leases of a tenant but for one that was granted."""
-        mine = [hold_id for whose, hold_id in self._held if whose == tenant and hold_id]
-        client.release(mine[1:])
-        self._held = [(tenant, mine[0])]
-
     def end(self) -> None:
         """Ends all leases, tickets and clients."""
         for tenant in self.namespaces:
@@ -178,14 +165,9 @@ class Limited:
         self._stack.close()
 
 
-def _start(deploy: Deploy, file: Path) -> Limited:
-    file.write_text(SMALL)
-    return Limited(deploy("--identity-limits", str(file), "--data-workers", "1"), file)
-
-
 @pytest.fixture(scope="module")
-def _server(deploy: Deploy, tmp_path_factory: pytest.TempPathFactory) -> Limited:
-    return _start(deploy, tmp_path_factory.mktemp("limits") / "limits.toml")
+def _server(deploy: Deploy) -> Limited:
+    return Limited(deploy("--limit", SMALL, "--data-workers", "1"))
 
 
 @pytest.fixture
@@ -329,27 +311,6 @@ def test_an_identitys_connections_to_the_data_port_make_way_for_its_own_alone(li
         wait_for(first.is_hung_up_on, "the end of the connection that was idle longest")
         assert not second.is_hung_up_on() and not other.is_hung_up_on()
         assert other.reads() is Status.OK
-
-
-@pytest.mark.more
-def test_limits_change_for_those_who_are_connected(deploy: Deploy, tmp_path: Path) -> None:
-    limited = _start(deploy, tmp_path / "limits.toml")
-    client = limited.client("acme")
-    leases = [limited.lease(client, "acme") for _ in range(5)]
-    assert not leases[-1]
-    limited.file.write_text("nonsense")
-    limited.file.write_text(f'{SMALL}["{ACME}"]\nleases = 5\n')
-    wait_for(lambda: limited.lease(client, "acme"), "the fifth lease", LOOK_EVERY_S + 10)
-    assert not limited.lease(client, "acme")
-    limited.file.write_text(f'{SMALL}["{ACME}"]\nleases = 1\n')
-    wait_for(lambda: _is_refused_at_one(limited, client, leases), "the lower limit", LOOK_EVERY_S + 10)
-    limited.end()
-
-
-def _is_refused_at_one(limited: Limited, client: Client, leases: list[int]) -> bool:
-    """Whether a second lease is refused; each look ends all but one."""
-    limited.end_but_one(client, "acme")
-    return not limited.lease(client, "acme")
 
 
 # Messages

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import datetime as dt
-import json
 import os
 import signal
 import threading
@@ -36,15 +35,13 @@ from kvpool.v1 import pool_pb2 as pb
 from kvpool.watched_files import WatchedFiles
 from kvpool_server import grpc_server
 from kvpool_server.access import reminders, watch
-from kvpool_server.access.audit import READ, AuditLog
+from kvpool_server.access.audit import READ
 from kvpool_server.access.authentication import Certificates, Context
-from kvpool_server.access.control import AccessControl
 from kvpool_server.access.credential import Credential
 from kvpool_server.access.credentials import ServerCredentials
 from kvpool_server.access.deny_list import DenyList
 from kvpool_server.access.running_calls import RunningCalls
 from kvpool_server.access.watch import AccessWatch
-from kvpool_server.config import ServerConfig
 from tests.conftest import StartServer
 from tests.security.test_access import DAY
 from tests.support.audit_log import entries
@@ -423,32 +420,6 @@ def test_a_signal_has_files_read_at_once(tmp_path: Path) -> None:
         await asyncio.wait((task,))
 
     asyncio.run(scenario())
-
-
-def test_limits_of_identities_are_read_with_the_other_files(tmp_path: Path) -> None:
-    limits, log = tmp_path / "limits.toml", tmp_path / "audit.json"
-    limits.write_text("leases = 4\n")
-    files = files_in(Authority.create(tmp_path / "pki").issue_server([]))
-    audit = AuditLog(str(log))
-
-    async def expire_owned(_: object) -> None:
-        raise AssertionError("nobody was refused")
-
-    async def scenario() -> None:
-        access = AccessControl(ServerConfig(identity_limits=str(limits)), files, audit, expire_owned)
-        task = asyncio.create_task(access.watch.run())
-        assert access.limits_of(str(ENGINE)).leases == 4
-        limits.write_text("leases = 40\n")
-        access.watch.look_at_once()
-        async with asyncio.timeout(10):
-            while access.limits_of(str(ENGINE)).leases != 40:
-                await asyncio.sleep(0.01)
-        task.cancel()
-        await asyncio.wait((task,))
-
-    asyncio.run(scenario())
-    audit.close()
-    assert [json.loads(line)["what"] for line in log.read_text().splitlines()].count("identity limits") == 2
 
 
 @pytest.mark.parametrize(("starts_in", "ends_in", "told"), USELESS)
