@@ -18,18 +18,10 @@ def unreadable(path: object, error: OSError, setting: str = "") -> ConfigError:
         setting: the option or setting that gave the path, such as "--tokens"; empty: not known.
     """
     named = f" as {setting}" if setting else ""
-    seen = "" if os.path.isabs(str(path)) else f" (seen from {working_directory()})"
+    seen = "" if os.path.isabs(str(path)) else f" (seen from {_working_directory()})"
     return ConfigError(
         f"cannot read {path}{seen}: {error.strerror}; give a file{named} that exists and that this process may read"
     )
-
-
-def working_directory() -> str:
-    """From where relative paths are looked for, for errors. It may have been deleted since the process began there."""
-    try:
-        return os.getcwd()
-    except OSError:
-        return "a directory that is gone"
 
 
 def require_private(path: str, what: str = "private key", setting: str = "") -> None:
@@ -69,3 +61,11 @@ def _stat(path: str, setting: str) -> os.stat_result:
     except ValueError:  # A zero byte.
         named = f" as {setting}" if setting else ""
         raise ConfigError(f"cannot read {path!r}: no file has such a name; give another path{named}") from None
+
+
+def _working_directory() -> str:
+    """The directory of relative paths, for errors. It may have been deleted since the process began there."""
+    try:
+        return os.getcwd()
+    except OSError:
+        return "a directory that is gone"

@@ -72,12 +72,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
             from vllm_plugin.scheduler.scheduler import KVPoolScheduler
 
             warn_if_untested(vllm.__version__)
-            if transfer.kv_load_failure_policy != "recompute":
-                logger.warning(
-                    "kvpool: kv_load_failure_policy is %r: a request whose load from the pool fails will fail; set "
-                    "kv_load_failure_policy to 'recompute', and the request will be computed instead",
-                    transfer.kv_load_failure_policy,
-                )
+            _log_settings_that_cost_hits(vllm_config)
             self._scheduler = KVPoolScheduler(vllm_config, kv_cache_config, config)
         else:
             from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
@@ -237,6 +232,25 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, ConnectorMetadata)
         return metadata
+
+
+def _log_settings_that_cost_hits(vllm_config: VllmConfig) -> None:
+    """Logs settings of vLLM with which an engine runs and shares less than it could, or fails requests."""
+    transfer = vllm_config.kv_transfer_config
+    if transfer.kv_load_failure_policy != "recompute":
+        logger.warning(
+            "kvpool: kv_load_failure_policy is %r: a request whose load from the pool fails will fail; set "
+            "kv_load_failure_policy to 'recompute', and the request will be computed instead",
+            transfer.kv_load_failure_policy,
+        )
+    if not (transfer.is_kv_producer and transfer.is_kv_consumer):
+        omitted = "loads nothing from" if transfer.is_kv_producer else "stores nothing in"
+        logger.info("kvpool: kv_role is %r: this engine %s the pool", transfer.kv_role, omitted)
+    if not vllm_config.cache_config.enable_prefix_caching:
+        logger.warning(
+            "kvpool: vLLM's prefix caching is off: each prompt is loaded from the pool, also one that this engine "
+            "has just computed; leave out --no-enable-prefix-caching"
+        )
 
 
 def warn_if_untested(version: str) -> bool:

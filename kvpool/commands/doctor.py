@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator
 from typing import Annotated
 
 import typer
@@ -15,7 +14,7 @@ from kvpool.commands import common
 from kvpool.commands.common import AsJson, Endpoint, ExitStatus
 from kvpool.commands.output import print_findings
 from kvpool.config import DEFAULT_ENDPOINT, ClientConfig
-from kvpool.doctor import engine, host, reachability
+from kvpool.doctor import host, reachability
 from kvpool.doctor.bandwidth import bandwidth as measured_bandwidth
 from kvpool.doctor.examination import Check, examine, has_errors
 from kvpool.doctor.finding import Finding, Level, error, info, notes
@@ -28,13 +27,16 @@ from kvpool.errors import InvalidRequestError, KVPoolError
 from kvpool.unix_socket import socket_path
 
 BANDWIDTH_DEADLINE_S = 90.0
+_HOST_CHECKS = (
+    Check("memory of the host", host.memory),
+    Check("huge pages", host.huge_pages),
+    Check("open files", host.open_files),
+)
+"""Checks of this host that need no server."""
 
 
 def doctor(
     endpoint: Endpoint = DEFAULT_ENDPOINT,
-    vllm_args: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="An engine's command line, quoted as one argument: check it.")
-    ] = None,
     http: Annotated[
         str | None,
         typer.Option(
@@ -51,9 +53,7 @@ def doctor(
     if http is not None and not http.rpartition(":")[2].isdigit():
         raise InvalidRequestError(f"--http {http!r} is not HOST:PORT, for example '127.0.0.1:50052'")
     config = common.config_of(endpoint)
-    settings = None if vllm_args is None else engine.of_arguments(vllm_args)
-    local = list(_local_checks(settings))
-    findings = [*_of_server(endpoint, config, http, bandwidth=bandwidth), *examine(local)]
+    findings = [*_of_server(endpoint, config, http, bandwidth=bandwidth), *examine(_HOST_CHECKS)]
     counts = Counter(finding.level for finding in findings)
     if as_json:
         common.print_json(
@@ -145,12 +145,3 @@ def _of_stats(client: Client) -> list[Finding]:
 def _of_namespaces(client: Client) -> list[Finding]:
     infos = client.admin.namespaces(holdings=False)
     return namespaces(infos, client.admin.stats().arena_bytes)
-
-
-def _local_checks(settings: engine.Settings | None) -> Iterator[Check]:
-    """The checks of this host and of an engine. They need no server."""
-    yield Check("memory of the host", host.memory)
-    yield Check("huge pages", host.huge_pages)
-    yield Check("open files", host.open_files)
-    if settings is not None:
-        yield Check("engine arguments", lambda: engine.settings(settings))

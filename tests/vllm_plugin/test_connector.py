@@ -100,6 +100,34 @@ def test_a_policy_that_fails_requests_is_warned_of(
     assert "kv_load_failure_policy is 'fail'" in caplog.text and "'recompute'" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("role", "told"),
+    [
+        ("kv_both", ""),
+        ("kv_consumer", "kv_role is 'kv_consumer': this engine stores nothing in the pool"),
+        ("kv_producer", "kv_role is 'kv_producer': this engine loads nothing from the pool"),
+    ],
+)
+def test_a_role_that_does_half_is_logged(
+    connector: MakeConnector, vllm_config: MakeConfig, caplog: pytest.LogCaptureFixture, role: str, told: str
+) -> None:
+    config = vllm_config(free_endpoint())
+    config.kv_transfer_config.kv_role = role
+    connector(config)
+    assert told in caplog.text and ("kv_role" in caplog.text) == bool(told)
+
+
+def test_prefix_caching_that_is_off_is_warned_of(
+    connector: MakeConnector, vllm_config: MakeConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = vllm_config(free_endpoint())
+    connector(config)
+    assert "prefix caching" not in caplog.text
+    config.cache_config.enable_prefix_caching = False
+    connector(config)
+    assert "prefix caching is off" in caplog.text
+
+
 def test_a_wrong_setting_ends_the_start(connector: MakeConnector, vllm_config: MakeConfig) -> None:
     with pytest.raises(ConfigError, match="did you mean 'transport'"):
         connector(vllm_config(free_endpoint(), extra={"transprt": "shm"}))
