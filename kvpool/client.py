@@ -119,10 +119,8 @@ class Client:
         spec = self.rpc.named(self._of_tenant(spec))
         opened, boot_token = self.rpc.open_namespace(spec, expected_fingerprint, timeout_ms)
         transport = self.attachment.attach(opened.offer, boot_token)
-        arena_bytes, wants_tokens = replies.arena_bytes(opened.offer), opened.wants_tokens and self.rpc.names_are_plain
-        return Namespace(
-            spec, opened.fingerprint, boot_token, transport, opened.max_batch_blocks, arena_bytes, wants_tokens
-        )
+        arena_bytes = replies.arena_bytes(opened.offer)
+        return Namespace(spec, opened.fingerprint, boot_token, transport, opened.max_batch_blocks, arena_bytes)
 
     def lookup(
         self,

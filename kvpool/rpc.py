@@ -37,8 +37,6 @@ from kvpool.tracing import tracing_of
 from kvpool.transport.base import Transport
 from kvpool.types import (
     HASH_BYTES,
-    MAX_ANNOUNCED_BLOCKS,
-    MAX_ANNOUNCED_TOKENS,
     MAX_BATCH_CHUNKS,
     BlockRun,
     Existence,
@@ -67,7 +65,6 @@ class Namespace:
         transport: how its bytes travel.
         max_batch_blocks: most blocks of one request; a lookup may have more, and a get is split.
         arena_bytes: bound of every region.
-        wants_tokens: the server publishes tokens of the namespace's blocks to routers: see `PoolRpc.announce`.
     """
 
     spec: NamespaceSpec
@@ -76,7 +73,6 @@ class Namespace:
     transport: Transport
     max_batch_blocks: int
     arena_bytes: int = replies.MAX_ARENA_BYTES
-    wants_tokens: bool = False
 
     def max_blocks(self, shards: ShardRange) -> int:
         """Most blocks of which one put or get can move these shards."""
@@ -207,11 +203,6 @@ class PoolRpc:
         """
         check_key(spec, self._name_key)
         return named_by(spec, self._name_key)
-
-    @property
-    def names_are_plain(self) -> bool:
-        """Whether the server sees the engine's block hashes: no key hides them."""
-        return self._name_key is None
 
     def name_of(self, block_hash: bytes) -> bytes:
         """A block's name on the wire."""
@@ -420,32 +411,6 @@ class PoolRpc:
         return replies.hint(reply, sum(len(run.block_hashes) // HASH_BYTES for run in runs))
 
     # Reports
-
-    def announce(
-        self, namespace: Namespace, run: BlockRun, token_ids: Sequence[int], timeout_ms: int | None = None
-    ) -> None:
-        """Tells a server that wants it (`Namespace.wants_tokens`) which tokens stored blocks stand for.
-
-        Args:
-            run: blocks of a group that needs whole prefixes, without LoRA adapters, images or salts: routers take
-                blocks of equal tokens for equal.
-            token_ids: of all blocks, in order.
-
-        A call has `MAX_ANNOUNCED_BLOCKS` and `MAX_ANNOUNCED_TOKENS` at most; longer runs take several calls.
-
-        Raises InvalidRequestError, also where a key hides the blocks' names from the server.
-        """
-        if self._name_key is not None:
-            raise InvalidRequestError("name_key_file hides prompts from the server; announce no tokens with it")
-        size = namespace.group(run.group_idx).block_tokens
-        step = max(1, min(MAX_ANNOUNCED_BLOCKS, MAX_ANNOUNCED_TOKENS // size))
-        for at in range(0, len(run), step):
-            before = run.block_hashes[at - 1] if at else run.parent_hash
-            part = BlockRun(run.group_idx, run.block_hashes[at : at + step], before)
-            tokens = token_ids[at * size : (at + step) * size]
-            (message,) = wire.encode_runs([part])
-            request = pb.AnnounceRequest(namespace=namespace.fingerprint, run=message, token_ids=tokens)
-            self.call(self.stub.Announce, request, timeout_ms)
 
     def report(self, report: EngineReport, timeout_ms: int) -> bool:
         """Tells the server what an engine has counted; False if the server is of a release that takes no reports.

@@ -26,10 +26,6 @@ MAX_RUNS = 1_024
 """Most runs that a server takes in one request."""
 MAX_BATCH_CHUNKS = 65_536
 """Most chunks (blocks x shards) that a server takes in one put or get."""
-MAX_ANNOUNCED_BLOCKS = 1_024
-"""Most blocks whose tokens one call announces."""
-MAX_ANNOUNCED_TOKENS = 1 << 16
-"""Most tokens of them: a message without payload has 1 MiB at most."""
 MIN_PREFIX = 8
 """Fewest hexadecimal digits of a fingerprint in a quota: fewer could match another namespace by chance."""
 
@@ -429,7 +425,6 @@ class OpenedNamespace:
     offer: Offer
     created: bool
     max_batch_blocks: int
-    wants_tokens: bool = False
 
 
 @dataclass(frozen=True, slots=True)

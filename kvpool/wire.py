@@ -234,7 +234,7 @@ def decode_release(message: pb.OpenNamespaceRequest | pb.OpenNamespaceResponse) 
 
 def decode_opened(message: pb.OpenNamespaceResponse) -> OpenedNamespace:
     offer = decode_offer(message)
-    return OpenedNamespace(message.fingerprint, offer, message.created, message.max_batch_blocks, message.wants_tokens)
+    return OpenedNamespace(message.fingerprint, offer, message.created, message.max_batch_blocks)
 
 
 def encode_pong(

@@ -15,7 +15,6 @@ import structlog
 
 from kvpool.errors import ConfigError, InvalidRequestError, TransferError
 from kvpool.mooncake import Engine
-from kvpool.namespace import NamespaceSpec
 from kvpool.quotas import beyond_memory, parse_quota
 from kvpool.tracing import SERVER_SERVICE, Tracing
 from kvpool_server.access.audit import AuditLog
@@ -166,7 +165,7 @@ class Composition:
         if self._permits is not None:
             self.data = self._start_workers(self._permits)
         await self.memory.prefault.step()
-        if config.event_streams or config.prefix_streams:
+        if config.event_streams:
             self.events = self._publish_events()
         self._stack.push_async_callback(self.tiered.close)
         await self.tiered.open()
@@ -292,16 +291,10 @@ class Composition:
             self.pool.counters,
             config.kv_events_buffer,
             asyncio.get_running_loop().call_soon,
-            config.prefix_streams,
-            self._spec_of,
         )
         self._stack.push_async_callback(asyncio.to_thread, streams.close)
         self.pool.observe(streams)
         return streams
-
-    def _spec_of(self, fingerprint: bytes) -> NamespaceSpec | None:
-        namespace = self.pool.namespace(fingerprint)
-        return None if namespace is None else namespace.spec
 
     def _watch_traffic(self) -> ValueInstruments:
         """Starts what is told of lookups and puts: the simulation of other arena sizes, and the recorder."""
@@ -341,12 +334,11 @@ class Composition:
         permits = None if self._permits is None else RegionPermits(pool, self._permits)
         streams = LookupStreams(pool.limits.max_streams)
         verifier = Verifier(pool, memory, self.turns.run)
-        events = self.events
         stats = partial(self._monitoring.told_stats, time.monotonic(), self.http_port)
         offer = self.memory.offer(self._engine, self.data.info if self.data is not None else None)
         lease_service = LeaseService if self._tracing is None else partial(TracedLeaseService, self._tracing)
         groups = (
-            SessionService(served, offer, who, events),
+            SessionService(served, offer, who),
             lease_service(served, streams, permits, metrics, self._ledger),
             PutService(served, permits),
             TransferService(served, memory, metrics),
@@ -354,7 +346,7 @@ class Composition:
             HintService(served),
             RemovalService(served, verifier),
             ExplanationService(served),
-            RoutingService(served, self._reports, events),
+            RoutingService(served, self._reports),
             ReportService(served, self._reports, self._ledger),
             ListingService(served, stats, self._reports, self._value.report),
             QuotaService(served),

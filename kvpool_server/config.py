@@ -29,7 +29,7 @@ from kvpool.quotas import parse_quota, parse_size
 from kvpool.unix_socket import check_path
 from kvpool_server.addresses import split_address
 from kvpool_server.cache.eviction import DEFAULT_POLICY, POLICIES
-from kvpool_server.events.streams import PrefixEndpoints, StreamEndpoints
+from kvpool_server.events.streams import StreamEndpoints
 from kvpool_server.instead import instead_of
 from kvpool_server.tiers.registry import parse
 
@@ -213,13 +213,6 @@ class ServerConfig(BaseModel):
         description="A stream of KV events about one tenant's blocks: TENANT=ENDPOINT,REPLAY_ENDPOINT. Repeat the flag "
         "for several tenants; in the environment, separate them with ;.",
     )
-    kv_events_router: tuple[str, ...] = Field(
-        (),
-        description="A stream of one model's usable prefixes with their tokens, for routers: "
-        "NAME=MODEL,ENDPOINT,REPLAY_ENDPOINT, and ,TENANT where engines have one. NAME is what routers call it. "
-        "Leave REPLAY_ENDPOINT empty for routers that cannot ask for what they missed: new subscribers get it all. "
-        "Repeat the flag for several streams; in the environment, separate them with ;.",
-    )
     kv_events_key: str = Field(
         "",
         description="The server's CURVE key pair (NAME.key_secret of `kvpool certs events-key`): KV events are "
@@ -298,7 +291,7 @@ class ServerConfig(BaseModel):
             raise PydanticCustomError("literal_error", "unknown policy", {"expected": " or ".join(POLICIES)})
         return value
 
-    @field_validator("tier", "limit", "kv_events_tenant", "kv_events_router", mode="before")
+    @field_validator("tier", "limit", "kv_events_tenant", mode="before")
     @classmethod
     def _one_or_several(cls, value: object) -> object:
         return [value] if isinstance(value, str) else value
@@ -326,14 +319,6 @@ class ServerConfig(BaseModel):
         tenants = [_parse_stream(text).tenant for text in value]
         if len(set(tenants)) < len(tenants):
             raise ValueError("a tenant is given twice; give each tenant once")
-        return value
-
-    @field_validator("kv_events_router")
-    @classmethod
-    def _check_routers(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        names = [_parse_prefixes(text).name for text in value]
-        if len(set(names)) < len(names):
-            raise ValueError("a name is given twice; give each stream a name of its own")
         return value
 
     @field_validator("kv_events_topic")
@@ -390,11 +375,6 @@ class ServerConfig(BaseModel):
         """The streams of KV events: all tenants' first."""
         everybodys = [StreamEndpoints(ALL_TENANTS, self.kv_events, self.kv_events_replay)] if self.kv_events else []
         return everybodys + list(map(_parse_stream, self.kv_events_tenant))
-
-    @property
-    def prefix_streams(self) -> list[PrefixEndpoints]:
-        """The streams of usable prefixes, for routers."""
-        return list(map(_parse_prefixes, self.kv_events_router))
 
     @property
     def uses_mooncake(self) -> list[str]:
@@ -476,30 +456,6 @@ def _parse_stream(text: str) -> StreamEndpoints:
     return StreamEndpoints(tenant, *map(_check_endpoint, endpoints))
 
 
-def _parse_prefixes(text: str) -> PrefixEndpoints:
-    """From NAME=MODEL,ENDPOINT[,REPLAY_ENDPOINT[,TENANT]]. Before a TENANT, REPLAY_ENDPOINT may be empty.
-
-    Raises ValueError.
-    """
-    name, _, rest = text.partition("=")
-    model, *parts = rest.split(",")
-    if not name or not model or not 1 <= len(parts) <= 3 or not parts[0] or not parts[-1]:
-        raise ValueError(
-            "not a stream for routers; give NAME=MODEL,ENDPOINT,REPLAY_ENDPOINT or NAME=MODEL,ENDPOINT, and where "
-            "engines have a tenant NAME=MODEL,ENDPOINT,REPLAY_ENDPOINT,TENANT or NAME=MODEL,ENDPOINT,,TENANT"
-        )
-    if "@" in name + model:
-        raise ValueError("NAME and MODEL are parts of the stream's topic, which @ separates; give both without @")
-    endpoint, replay_endpoint, tenant = (*parts, "", "")[:3]
-    for each in filter(None, (endpoint, replay_endpoint)):
-        _check_endpoint(each)
-    try:
-        Principal(tenant or "acme", Role.ENGINE_READ)
-    except InvalidRequestError as error:
-        raise ValueError(str(error)) from None
-    return PrefixEndpoints(name, model, endpoint, replay_endpoint, tenant)
-
-
 def _from_file(config_file: Path | None) -> dict[str, Any]:
     if config_file is None:
         return {}
@@ -522,7 +478,7 @@ def _from_environment(environ: dict[str, str]) -> dict[str, Any]:
         for name, value in environ.items()
         if name.startswith(ENV_PREFIX) and name not in ignored
     }
-    for several in ("tier", "limit", "kv_events_tenant", "kv_events_router"):
+    for several in ("tier", "limit", "kv_events_tenant"):
         if several in values:
             values[several] = [text for text in values[several].split(";") if text]
     _refuse_unknown(values, "environment", ENV_PREFIX)

@@ -7,7 +7,6 @@ from kvpool.principal import DEFAULT_DOMAIN
 from kvpool.tls import TlsFiles
 from kvpool_server.addresses import is_local
 from kvpool_server.config import ServerConfig
-from kvpool_server.events.streams import PrefixEndpoints, StreamEndpoints
 
 _TCP = "tcp://"
 _WAY_OUT = "--insecure-network where all on the network are trusted"
@@ -66,11 +65,8 @@ def event_keys(config: ServerConfig) -> tuple[str, str] | None:
         return None
     if not (config.kv_events_key and config.kv_events_subscribers):
         raise ConfigError("keys of KV events need --kv-events-key and --kv-events-subscribers; give both, or neither")
-    if not (config.event_streams or config.prefix_streams):
-        raise ConfigError(
-            "--kv-events-key protects nothing without events; give --kv-events, --kv-events-tenant or "
-            "--kv-events-router"
-        )
+    if not config.event_streams:
+        raise ConfigError("--kv-events-key protects nothing without events; give --kv-events or --kv-events-tenant")
     return config.kv_events_key, config.kv_events_subscribers
 
 
@@ -113,8 +109,7 @@ def check_exposure(config: ServerConfig) -> None:
 
 def _tcp_events(config: ServerConfig) -> list[str]:
     """The endpoints of KV events that are ports; others are files of this host, with permissions."""
-    streams: list[StreamEndpoints | PrefixEndpoints] = [*config.event_streams, *config.prefix_streams]
-    endpoints = [each for stream in streams for each in (stream.endpoint, stream.replay_endpoint)]
+    endpoints = [each for stream in config.event_streams for each in (stream.endpoint, stream.replay_endpoint)]
     return [each for each in endpoints if each.startswith(_TCP)]
 
 

@@ -147,7 +147,6 @@ def _parts(vllm_config: Any, geometry: Any) -> tuple[Any, Any]:
     """Store jobs, and stores, of an engine without a pool."""
     from vllm_plugin.config import ConnectorConfig
     from vllm_plugin.metrics import Recorder
-    from vllm_plugin.scheduler.announcer import Announcer
     from vllm_plugin.scheduler.events import Events
     from vllm_plugin.scheduler.pool_contents import PoolContents
     from vllm_plugin.scheduler.store_jobs import StoreJobs
@@ -156,7 +155,7 @@ def _parts(vllm_config: Any, geometry: Any) -> tuple[Any, Any]:
     config = ConnectorConfig.parse(vllm_config.kv_transfer_config.kv_connector_extra_config)
     recorder = Recorder()
     events = Events(geometry.groups, enabled=False)
-    contents = PoolContents(events, Announcer(geometry.groups, lambda: None, recorder.guard))
+    contents = PoolContents(events)
     jobs = StoreJobs(geometry, config, contents, recorder)
     return jobs, Stores(geometry, config, jobs, contents, recorder)
 

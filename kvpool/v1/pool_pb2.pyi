@@ -206,7 +206,7 @@ class DataPort(_message.Message):
     def __init__(self, host: _Optional[str] = ..., port: _Optional[int] = ..., nonce: _Optional[bytes] = ..., sealed: bool = ...) -> None: ...
 
 class OpenNamespaceResponse(_message.Message):
-    __slots__ = ("boot_token", "fingerprint", "segment", "created", "piece_bytes", "max_batch_blocks", "mooncake", "data_port", "wants_tokens", "protocol", "release")
+    __slots__ = ("boot_token", "fingerprint", "segment", "created", "piece_bytes", "max_batch_blocks", "mooncake", "data_port", "protocol", "release")
     BOOT_TOKEN_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     SEGMENT_FIELD_NUMBER: _ClassVar[int]
@@ -215,7 +215,6 @@ class OpenNamespaceResponse(_message.Message):
     MAX_BATCH_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     MOONCAKE_FIELD_NUMBER: _ClassVar[int]
     DATA_PORT_FIELD_NUMBER: _ClassVar[int]
-    WANTS_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     RELEASE_FIELD_NUMBER: _ClassVar[int]
     boot_token: int
@@ -226,10 +225,9 @@ class OpenNamespaceResponse(_message.Message):
     max_batch_blocks: int
     mooncake: MooncakeEngine
     data_port: DataPort
-    wants_tokens: bool
     protocol: int
     release: str
-    def __init__(self, boot_token: _Optional[int] = ..., fingerprint: _Optional[bytes] = ..., segment: _Optional[_Union[Segment, _Mapping]] = ..., created: bool = ..., piece_bytes: _Optional[int] = ..., max_batch_blocks: _Optional[int] = ..., mooncake: _Optional[_Union[MooncakeEngine, _Mapping]] = ..., data_port: _Optional[_Union[DataPort, _Mapping]] = ..., wants_tokens: bool = ..., protocol: _Optional[int] = ..., release: _Optional[str] = ...) -> None: ...
+    def __init__(self, boot_token: _Optional[int] = ..., fingerprint: _Optional[bytes] = ..., segment: _Optional[_Union[Segment, _Mapping]] = ..., created: bool = ..., piece_bytes: _Optional[int] = ..., max_batch_blocks: _Optional[int] = ..., mooncake: _Optional[_Union[MooncakeEngine, _Mapping]] = ..., data_port: _Optional[_Union[DataPort, _Mapping]] = ..., protocol: _Optional[int] = ..., release: _Optional[str] = ...) -> None: ...
 
 class LookupRequest(_message.Message):
     __slots__ = ("namespace", "runs", "prefix_only", "lease_ttl_ms", "release", "locate", "wait_ms", "explain", "traceparent")
@@ -330,22 +328,6 @@ class ExistsResponse(_message.Message):
     usable_tokens: int
     load_seconds: float
     def __init__(self, boot_token: _Optional[int] = ..., hits: _Optional[_Iterable[_Union[RunHits, _Mapping]]] = ..., usable_tokens: _Optional[int] = ..., load_seconds: _Optional[float] = ...) -> None: ...
-
-class AnnounceRequest(_message.Message):
-    __slots__ = ("namespace", "run", "token_ids")
-    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
-    RUN_FIELD_NUMBER: _ClassVar[int]
-    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    namespace: bytes
-    run: BlockRun
-    token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, namespace: _Optional[bytes] = ..., run: _Optional[_Union[BlockRun, _Mapping]] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
-
-class AnnounceResponse(_message.Message):
-    __slots__ = ("boot_token",)
-    BOOT_TOKEN_FIELD_NUMBER: _ClassVar[int]
-    boot_token: int
-    def __init__(self, boot_token: _Optional[int] = ...) -> None: ...
 
 class ExplainRequest(_message.Message):
     __slots__ = ("namespace", "runs")

@@ -159,11 +159,6 @@ class PoolStub(object):
                 request_serializer=kvpool_dot_v1_dot_pool__pb2.ReportRequest.SerializeToString,
                 response_deserializer=kvpool_dot_v1_dot_pool__pb2.ReportResponse.FromString,
                 _registered_method=True)
-        self.Announce = channel.unary_unary(
-                '/kvpool.v1.Pool/Announce',
-                request_serializer=kvpool_dot_v1_dot_pool__pb2.AnnounceRequest.SerializeToString,
-                response_deserializer=kvpool_dot_v1_dot_pool__pb2.AnnounceResponse.FromString,
-                _registered_method=True)
         self.Ledger = channel.unary_unary(
                 '/kvpool.v1.Pool/Ledger',
                 request_serializer=kvpool_dot_v1_dot_pool__pb2.LedgerRequest.SerializeToString,
@@ -363,14 +358,6 @@ class PoolServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Announce(self, request, context):
-        """Which tokens blocks stand for, where the server has asked for that (OpenNamespaceResponse.wants_tokens): for KV events
-        to routers that index blocks by tokens.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def Ledger(self, request, context):
         """What the pool has saved, held and moved, by hour, tenant and model.
         """
@@ -520,11 +507,6 @@ def add_PoolServicer_to_server(servicer, server):
                     servicer.Report,
                     request_deserializer=kvpool_dot_v1_dot_pool__pb2.ReportRequest.FromString,
                     response_serializer=kvpool_dot_v1_dot_pool__pb2.ReportResponse.SerializeToString,
-            ),
-            'Announce': grpc.unary_unary_rpc_method_handler(
-                    servicer.Announce,
-                    request_deserializer=kvpool_dot_v1_dot_pool__pb2.AnnounceRequest.FromString,
-                    response_serializer=kvpool_dot_v1_dot_pool__pb2.AnnounceResponse.SerializeToString,
             ),
             'Ledger': grpc.unary_unary_rpc_method_handler(
                     servicer.Ledger,
@@ -1217,33 +1199,6 @@ class Pool(object):
             '/kvpool.v1.Pool/Report',
             kvpool_dot_v1_dot_pool__pb2.ReportRequest.SerializeToString,
             kvpool_dot_v1_dot_pool__pb2.ReportResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Announce(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/kvpool.v1.Pool/Announce',
-            kvpool_dot_v1_dot_pool__pb2.AnnounceRequest.SerializeToString,
-            kvpool_dot_v1_dot_pool__pb2.AnnounceResponse.FromString,
             options,
             channel_credentials,
             insecure,

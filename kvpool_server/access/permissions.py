@@ -7,7 +7,7 @@ from kvpool.principal import Role
 _READ = {
     "OpenNamespace", "Lookup", "LookupStream", "Get", "Read", "GetChunks", "Release", "Verify", "Report", "Exists",
 }  # fmt: skip
-_WRITE = {"PutStart", "PutEnd", "PutRevoke", "Write", "PutChunks", "Hint", "Announce"}
+_WRITE = {"PutStart", "PutEnd", "PutRevoke", "Write", "PutChunks", "Hint"}
 _TENANT = {"ListNamespaces", "Remove", "Clear", "ListQuotas", "Ledger", "Explain", "Value", "Hint"}
 _POOL = {"Stats", "SetQuotas", "Drain"}
 _ANYBODY = {"Ping", "WhoAmI"}

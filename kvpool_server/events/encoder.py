@@ -59,13 +59,9 @@ class Encoder:
         topic: begins every topic.
         medium: where the blocks lie, as subscribers are told.
         full_hashes: name blocks by all bytes of their hash; else by its low 64 bits, as vLLM does by default.
-
-    Attributes:
-        settings: the arguments.
     """
 
     def __init__(self, topic: str = "kv", medium: str = "CPU", full_hashes: bool = False):
-        self.settings = topic, medium, full_hashes
         self._topic = topic
         self._medium = medium
         self._full_hashes = full_hashes
@@ -74,12 +70,9 @@ class Encoder:
     def __call__(self, batch: ChangeBatch) -> tuple[bytes, bytes, int]:
         """Topic, payload, and the number of events in it."""
         events = [*([AllBlocksCleared()] if batch.cleared else []), *self._events(batch.changes)]
-        topic = f"{self._topic}@{self._about(batch)}".encode()
+        namespace = batch.changes[0].group.namespace if batch.changes else "@"
+        topic = f"{self._topic}@{namespace}".encode()
         return topic, self._encoder.encode(EventBatch(batch.ts, events, 0)), len(events)
-
-    def _about(self, batch: ChangeBatch) -> str:
-        """The second and third part of a batch's topic."""
-        return batch.changes[0].group.namespace if batch.changes else "@"
 
     def _events(self, changes: list[Change]) -> list[BlockStored | BlockRemoved]:
         events: list[BlockStored | BlockRemoved] = []
@@ -87,7 +80,7 @@ class Encoder:
         for change in changes:
             name = self._name(change.block_hash)
             if before is not None and _continues(before, change):
-                self._add(events[-1], change, name)
+                events[-1].block_hashes.append(name)
             else:
                 events.append(self._stored(change, name) if change.stored else self._removed(change, name))
             before = change
@@ -111,10 +104,6 @@ class Encoder:
 
     def _removed(self, change: Change, name: BlockHash) -> BlockRemoved:
         return BlockRemoved([name], self._medium, change.group.idx, LOCALITY)
-
-    def _add(self, event: BlockStored | BlockRemoved, change: Change, name: BlockHash) -> None:
-        """Adds to an event a change that continues it."""
-        event.block_hashes.append(name)
 
     def _name(self, block_hash: bytes) -> BlockHash:
         return block_hash if self._full_hashes else int.from_bytes(block_hash[-8:], "big")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from kvpool_server.events.encoder import Encoder
@@ -29,7 +29,7 @@ class Message(NamedTuple):
 
 
 class History:
-    """See the module. Keeps `max_batches` messages, fewer if they exceed `MAX_BYTES`; 0 for a stream without replays.
+    """See the module. Keeps `max_batches` messages, fewer if they exceed `MAX_BYTES`.
 
     Args:
         counting: held to count; histories of several threads share the counters.
@@ -53,18 +53,7 @@ class History:
 
     def publish(self) -> Iterator[Message]:
         """Encodes, keeps and yields the batches that have not been published yet."""
-        return self._published(self._ledger.pop_batches())
-
-    def publish_snapshot(self) -> Iterator[Message]:
-        """The same, and then a snapshot as part of the stream. Call it only when no changes wait to be applied.
-
-        Raises SnapshotLostError as `Ledger.snapshot`.
-        """
-        self._count(kv_event_snapshots=1)
-        return self._published(batch for batch in self._ledger.snapshot(in_stream=True) if batch is not None)
-
-    def _published(self, batches: Iterable[ChangeBatch]) -> Iterator[Message]:
-        for batch in batches:
+        for batch in self._ledger.pop_batches():
             topic, payload, num_events = self._encode(batch)
             message = Message(topic, batch.seq, payload)
             self._count(kv_event_batches=1, kv_events=num_events)

@@ -30,17 +30,12 @@ APPLIED_AT_ONCE = 1_024
 
 
 class Change(NamedTuple):
-    """One block became readable (`stored`), or ceased to be.
-
-    Args:
-        tokens: its token ids, uint32 each; empty: not known.
-    """
+    """One block became readable (`stored`), or ceased to be."""
 
     stored: bool
     group: Group
     block_hash: bytes
     parent_hash: bytes
-    tokens: bytes = b""
 
 
 Held = dict[Group, dict[bytes, Change]]
@@ -128,12 +123,8 @@ class Ledger(Observer):
         """
         if self._is_withdrawn:
             return
-        self.clear()
-        self._is_withdrawn = True
-
-    def clear(self) -> None:
-        """All blocks are gone, in one message. Snapshots that are being read are given up."""
         self.flush()
+        self._is_withdrawn = True
         with self._lock:
             self._readers.clear()
             self._unapplied.clear()
@@ -196,19 +187,10 @@ class Ledger(Observer):
                 # Leaves numbers for a snapshot: a subscriber skips numbers that it knows, and must skip none of those.
                 self._next_seq += 1 + sum(_num_batches(self._held, self.batch_blocks).values())
                 self._append([])
-            return self._pop()
-
-    def _pop(self) -> list[ChangeBatch]:
-        batches = list(self._queue)
-        self._queue.clear()
-        self._queued_blocks = 0
-        return batches
-
-    def beat(self) -> None:
-        """Adds an empty batch: a subscriber that has missed the last message, or a restart, sees a gap."""
-        with self._lock:
-            if not self._has_gap:
-                self._append([])
+            batches = list(self._queue)
+            self._queue.clear()
+            self._queued_blocks = 0
+            return batches
 
     def last_seq(self) -> int:
         """The newest batch's number, published or not."""
@@ -224,45 +206,34 @@ class Ledger(Observer):
                 self._apply(self._unapplied.popleft())
         return True
 
-    def snapshot(self, in_stream: bool = False) -> Iterator[ChangeBatch | None]:
+    def snapshot(self) -> Iterator[ChangeBatch | None]:
         """All blocks held, as batches: the first clears, and the last has the newest batch's number.
 
         Yields None while changes wait to be applied; see `catch_up`. Close it if it is not read to its end.
 
-        Args:
-            in_stream: the batches are the stream's next ones, with numbers of their own: the batches of `pop_batches`
-                come first, and those of later changes have the numbers after the snapshot's.
-
         Raises SnapshotLostError if too many changes have come since it began.
         """
         reader = object()
-        while (begun := self._begin(reader, in_stream)) is None:
+        while (begun := self._begin(reader)) is None:
             yield None
-        queued, held, num_batches, last_seq = begun
+        held, num_batches, last_seq = begun
         try:
-            yield from queued
             yield from self._batches(reader, held, num_batches, last_seq)
         finally:
             with self._lock:
                 self._readers.discard(reader)
 
-    def _begin(self, reader: object, in_stream: bool) -> tuple[list[ChangeBatch], Held, dict[str, int], int] | None:
+    def _begin(self, reader: object) -> tuple[Held, dict[str, int], int] | None:
         """Has later changes wait for a reader. None: changes wait already.
 
-        Returns the batches that come first, the blocks, how many batches they fill by namespace, and the number of the
-        snapshot's last batch.
+        Returns the blocks, how many batches they fill by namespace, and the number of the snapshot's last batch.
         """
         with self._lock:
             if self._unapplied:
                 return None
             self._readers.add(reader)
-            queued: list[ChangeBatch] = []
             held = self._held  # `clear` puts another object in its place.
-            num_batches = _num_batches(held, self.batch_blocks)
-            if in_stream:
-                queued, self._has_gap = self._pop(), False
-                self._next_seq += 1 + sum(num_batches.values())
-            return queued, held, num_batches, self._next_seq - 1
+            return held, _num_batches(held, self.batch_blocks), self._next_seq - 1
 
     def _batches(
         self, reader: object, held: Held, num_batches: Mapping[str, int], last_seq: int

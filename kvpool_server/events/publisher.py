@@ -2,7 +2,6 @@
 
 A thread owns the sockets and waits for no subscriber: a PUB socket drops messages that a slow subscriber does not
 receive, and a replay continues whenever its client has received some of it, until it is done or stalls for too long.
-Snapshots in the stream itself, for subscribers that cannot ask for a replay, are in `live_stream.py`.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from kvpool.principal import ALL_TENANTS
 from kvpool_server.events.gate import Gate
 from kvpool_server.events.history import History, Message
 from kvpool_server.events.ledger import Ledger, SnapshotLostError
-from kvpool_server.events.live_stream import LiveStream
 from kvpool_server.events.sockets import Sockets
 
 log = structlog.get_logger()
@@ -68,9 +66,6 @@ class Publisher:
 
     Args:
         endpoint, replay_endpoint, gate, tenant: as `Sockets` takes them.
-        beat_s: after so many seconds of silence an empty message goes out.
-        snapshot_every_s: see `SNAPSHOT_EVERY_S`.
-        snapshots_in_stream: each new subscription has a snapshot published; see `LiveStream`.
 
     Attributes:
         endpoint, replay_endpoint: as bound.
@@ -88,23 +83,17 @@ class Publisher:
         replay_endpoint: str,
         gate: Gate | None = None,
         tenant: str = ALL_TENANTS,
-        beat_s: float = math.inf,
-        snapshot_every_s: float = SNAPSHOT_EVERY_S,
-        snapshots_in_stream: bool = False,
     ):
         self.ledger = ledger
         self._history = history
         self._gate = gate
         self._tenant = tenant
-        self._beat_s, self._snapshot_every_s = beat_s, snapshot_every_s
-        self._sent_at = time.monotonic()
         self._is_stopping = False
         self._replays: list[_Replay] = []
         self._snapshot_at: dict[bytes, float] = {}
         self._version = -1
         self._admitted: frozenset[bytes] = frozenset()
-        self._live = LiveStream(ledger, history, snapshot_every_s) if snapshots_in_stream else None
-        self._sockets = Sockets(endpoint, replay_endpoint, gate, tenant, tells_subscriptions=snapshots_in_stream)
+        self._sockets = Sockets(endpoint, replay_endpoint, gate, tenant)
         self.endpoint, self.replay_endpoint = self._sockets.endpoint, self._sockets.replay_endpoint
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         ledger.wake = self._wake
@@ -135,16 +124,12 @@ class Publisher:
             except Exception:
                 log.exception("publishing KV events failed")  # Subscribers see a gap; the next turn may succeed.
                 time.sleep(0.1)
-        if self._live is None:
-            self._publish()
-        else:
-            self._live.finish(self._sockets.pub)
+        self._publish()
 
     def _end_connections_of_removed_keys(self) -> None:
         """Ends all connections if a key was taken from the list: ZeroMQ cannot end one alone.
 
-        Subscribers whose keys are still listed connect again by themselves, see a gap, and ask for a replay,
-        or get a snapshot for their new subscription.
+        Subscribers whose keys are still listed connect again by themselves, see a gap, and ask for a replay.
         """
         if self._gate is None or (version := self._gate.look()) == self._version:
             return
@@ -162,9 +147,6 @@ class Publisher:
         if router is not None and len(self._replays) < MAX_REPLAYS:
             poller.register(router, zmq.POLLIN)
         wait_ms = POLL_REPLAYS_MS if self._replays or self.ledger.catch_up() else POLL_MS
-        if self._live is not None:
-            poller.register(self._sockets.pub, zmq.POLLIN)
-            wait_ms = min(wait_ms, self._live.wait_ms)
         poller.poll(wait_ms)
 
     def _turn(self, router: zmq.Socket[bytes] | None) -> None:
@@ -172,8 +154,6 @@ class Publisher:
             os.eventfd_read(self._wake_fd)
         except BlockingIOError:
             pass
-        if time.monotonic() - self._sent_at >= self._beat_s and (self._live is None or not self._live.is_behind):
-            self.ledger.beat()
         self._publish()
         if router is not None:
             self._receive(router)
@@ -182,13 +162,8 @@ class Publisher:
             self._replays = [replay for replay in self._replays if not replay.is_done]
 
     def _publish(self) -> None:
-        if self._live is not None:
-            if self._live.turn(self._sockets.pub):
-                self._sent_at = time.monotonic()
-            return
         for message in self._history.publish():
             self._sockets.pub.send_multipart(message.frames)
-            self._sent_at = time.monotonic()
 
     def _receive(self, router: zmq.Socket[bytes]) -> None:
         while len(self._replays) < MAX_REPLAYS:
@@ -205,7 +180,7 @@ class Publisher:
             asker = client if self._gate is None else str(frames[0].get("User-Id")).encode()
             begins_at, is_snapshot = time.monotonic(), self._history.needs_snapshot(start_seq)
             if is_snapshot:
-                begins_at = max(begins_at, self._snapshot_at.get(asker, -math.inf) + self._snapshot_every_s)
+                begins_at = max(begins_at, self._snapshot_at.get(asker, -math.inf) + SNAPSHOT_EVERY_S)
             # A client that asks again has given up on its previous replay: each client has one at most. A key has one
             # snapshot that waits, at most: a client that connected again asks by another name.
             self._replays = [

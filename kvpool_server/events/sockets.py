@@ -2,7 +2,7 @@
 
 Whoever reaches the ports may connect, so what each peer can make the server hold is bounded: what it sends by
 `MAX_RECEIVED_BYTES` a frame, what it does not receive by a number of messages of at most about 36 KiB. Not bounded is
-what ZeroMQ itself keeps of subscriptions: different topics, and where subscriptions are told those not yet read.
+what ZeroMQ itself keeps of subscriptions to different topics.
 """
 
 from __future__ import annotations
@@ -24,14 +24,12 @@ DEAF_MS = 30_000
 
 
 class Sockets:
-    """A PUB or XPUB socket for events and a ROUTER socket for replays. Not thread-safe.
+    """A PUB socket for events and a ROUTER socket for replays. Not thread-safe.
 
     Args:
         endpoint: where to bind the socket for events: tcp://HOST:PORT (port 0 takes a free one) or ipc://PATH.
         replay_endpoint: where to bind the ROUTER socket; empty for none.
         gate: admits subscribers to the tenant's stream; None: whoever connects is admitted.
-        tells_subscriptions: the socket for events is an XPUB: each subscription can be received from it, also one to
-            the topic of another, and a message that a subscriber has no room for is refused instead of dropped.
 
     Attributes:
         endpoint, replay_endpoint: as bound.
@@ -43,14 +41,11 @@ class Sockets:
     router: zmq.Socket[bytes] | None
     _authenticator: ThreadAuthenticator | None
 
-    def __init__(
-        self, endpoint: str, replay_endpoint: str, gate: Gate | None, tenant: str, tells_subscriptions: bool = False
-    ):
+    def __init__(self, endpoint: str, replay_endpoint: str, gate: Gate | None, tenant: str):
         self.endpoint = endpoint
         self.replay_endpoint = replay_endpoint
         self._gate = gate
         self._tenant = tenant
-        self._events_kind = zmq.XPUB if tells_subscriptions else zmq.PUB
         self._open()
 
     def reopen(self) -> None:
@@ -69,7 +64,7 @@ class Sockets:
         self._context = zmq.Context()
         self._authenticator = None if self._gate is None else self._gate.start(self._context, self._tenant)
         try:
-            self.pub = self._bind(self._events_kind, self.endpoint, "--kv-events")
+            self.pub = self._bind(zmq.PUB, self.endpoint, "--kv-events")
             self.router = (
                 self._bind(zmq.ROUTER, self.replay_endpoint, "--kv-events-replay") if self.replay_endpoint else None
             )
@@ -85,9 +80,6 @@ class Sockets:
         socket.setsockopt(zmq.TCP_MAXRT, DEAF_MS)
         socket.setsockopt(zmq.RCVHWM, ROUTER_HWM)
         socket.setsockopt(zmq.SNDHWM, ROUTER_HWM if kind == zmq.ROUTER else PUB_HWM)
-        if kind == zmq.XPUB:
-            socket.setsockopt(zmq.XPUB_VERBOSE, 1)
-            socket.setsockopt(zmq.XPUB_NODROP, 1)
         if kind == zmq.ROUTER:
             socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # A full or vanished client raises.
         if "[" in endpoint:

@@ -23,7 +23,6 @@ from kvpool_server.access.caller import (
     own_tenant,
 )
 from kvpool_server.access.permissions import CALLS
-from kvpool_server.events.streams import EventStreams
 from kvpool_server.method_handlers import METHODS
 from kvpool_server.release_gate import ReleaseGate
 from kvpool_server.services.served_pool import ServedPool
@@ -37,7 +36,6 @@ class SessionService:
     Args:
         offer: the ways that bytes can travel to and from the arena.
         who: authenticates callers; None: callers are not authenticated.
-        events: says of which namespaces engines are to announce tokens; None: of none.
     """
 
     def __init__(
@@ -45,13 +43,11 @@ class SessionService:
         served: ServedPool,
         offer: Offer,
         who: Who | None,
-        events: EventStreams | None,
     ):
         self._served = served
         self._pool = served.pool
         self._offer = offer
         self._who = who
-        self._events = events
         self._gate = ReleaseGate()
         self._started = time.monotonic()
 
@@ -80,8 +76,7 @@ class SessionService:
                 block_bytes=[group.slot_bytes for group in namespace.spec.groups],
             )
         offered, most = self._offered(), self._pool.limits.max_batch_blocks
-        wants_tokens = self._events is not None and caller_may("Announce") and self._events.wants_tokens(namespace.spec)
-        opened = OpenedNamespace(namespace.fingerprint, offered, created, most, wants_tokens)
+        opened = OpenedNamespace(namespace.fingerprint, offered, created, most)
         return wire.encode_opened(opened, self._served.boot_token)
 
     async def Ping(self, request: pb.PingRequest, context: Any) -> pb.PingResponse:

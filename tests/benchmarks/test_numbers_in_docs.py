@@ -34,10 +34,6 @@ SETTINGS: dict[str, dict[str, str]] = {
         "each with 64 MiB to stage": "kvpool_server.tiers.mooncake.store_process: STAGING_BYTES",
         "wait for at most 0.5 ms of a step": "vllm_plugin.scheduler.step_budget: MAX_WAIT_S",
     },
-    "route.md": {
-        "One snapshot begins in 10 seconds": "kvpool_server.events.publisher: SNAPSHOT_EVERY_S",
-        "up to 10 seconds without any progress": "kvpool_server.events.live_stream: STALL_S",
-    },
     "design.md": {
         "A step waits 0.5 ms for lookups": "vllm_plugin.scheduler.step_budget: MAX_WAIT_S",
         "has worked for 1 ms": "vllm_plugin.scheduler.step_budget: MAX_BEGIN_S",

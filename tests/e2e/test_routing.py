@@ -1,8 +1,9 @@
-"""A router that follows the server learns from real engines' blocks what the next request would find."""
+"""A router behind the bridge learns from the server's and a real engine's events what the next request would find."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from tests.conftest import StartServer
 from tests.e2e.conftest import FLOAT32, PATIENT, prompt, running
 from tests.support.processes import wait_for
 from tests.support.real_engines import drain
-from tests.support.routers import WireRouter
+from tests.support.routers import Bridge, WireRouter
 
 pytestmark = pytest.mark.vllm
 
@@ -35,14 +36,23 @@ def test_a_router_promises_what_an_engine_finds(
 ) -> None:
     model = write("llama", shapes_dir)
     publish, replay = (f"tcp://{free_endpoint()}" for _ in range(2))
-    server = pool_server("--memory", "64MiB", "--kv-events-router", f"pool={model.name},{publish},{replay}")
-    router.follow(0, publish, replay)
+    server = pool_server("--memory", "64MiB", "--kv-events", publish, "--kv-events-replay", replay)
     text, other = prompt(200, "routed"), prompt(120, "other")
-    spec = EngineSpec(model, kvpool_transfer_config(server.endpoint, **PATIENT), FLOAT32, in_process=True)
-    with running(tmp_path, spec) as (engine,), Client(ClientConfig(server.endpoint, timeout_ms=60_000)) as client:
+    events, port = {"enable_kv_cache_events": True, "publisher": "zmq"}, free_endpoint().split(":")[1]
+    options = {**FLOAT32, "kv_events_config": {**events, "endpoint": f"tcp://*:{port}"}}
+    spec = EngineSpec(model, kvpool_transfer_config(server.endpoint, **PATIENT), options, in_process=True)
+    with (
+        running(tmp_path, spec) as (engine,),
+        Client(ClientConfig(server.endpoint, timeout_ms=60_000)) as client,
+        ExitStack() as stack,
+    ):
+        (info,) = client.admin.namespaces(holdings=False)
+        bridge = Bridge((publish, replay), [f"tcp://127.0.0.1:{port}"], info.fingerprint, info.spec.model)
+        stack.callback(bridge.close)
+        router.follow(0, bridge.endpoint)
+        wait_for(lambda: router.promised([]) == {} and router.has_snapshots, "the bridge", 60)
         engine.generate([text, text[:96] + other])
         drain(engine)
-        (info,) = client.admin.namespaces(holdings=False)
 
         def usable(tokens: list[int]) -> int:
             hashes = block_hashes(tokens, BLOCK_TOKENS)

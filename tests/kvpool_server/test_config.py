@@ -7,7 +7,6 @@ from kvpool.errors import ConfigError
 from kvpool_server.addresses import name_for_clients, split_address
 from kvpool_server.cache.eviction import POLICIES
 from kvpool_server.config import ServerConfig, load, service_links
-from kvpool_server.events.streams import PrefixEndpoints
 from tests.conftest import StartServer
 from tests.support.processes import run_command, run_server, server_command
 
@@ -71,7 +70,6 @@ def test_flag_beats_environment_beats_file_beats_default(toml: Path) -> None:
         ("kv_events", "tcp://0.0.0.0:5557", "tcp://0.0.0.0:5557"),
         ("kv_events_replay", "ipc:///tmp/replay", "ipc:///tmp/replay"),
         ("kv_events_tenant", ["a=tcp://h:1,tcp://h:2", "b=ipc:///b"], ("a=tcp://h:1,tcp://h:2", "b=ipc:///b")),
-        ("kv_events_router", ["a=m,tcp://h:1,tcp://h:2,acme"], ("a=m,tcp://h:1,tcp://h:2,acme",)),
         ("kv_events_key", "server.key_secret", "server.key_secret"),
         ("kv_events_subscribers", "subscribers", "subscribers"),
         ("kv_events_topic", "pool", "pool"),
@@ -271,19 +269,6 @@ def test_all_but_grpc_can_be_switched_off() -> None:
         ("kv_events_tenant", "acme="),
         ("kv_events_tenant", "_=tcp://h:1"),
         ("kv_events_tenant", ["acme=tcp://h:1", "acme=tcp://h:2"]),
-        ("kv_events_router", "a=m"),
-        ("kv_events_router", "a=m,"),
-        ("kv_events_router", "a=m,tcp://h:1,"),
-        ("kv_events_router", "a=m,tcp://h:1,,"),
-        ("kv_events_router", "a=m,tcp://h:1,tcp://h:2,"),
-        ("kv_events_router", "a=,tcp://h:1"),
-        ("kv_events_router", "a=m,,tcp://h:2"),
-        ("kv_events_router", "a=m,tcp://h:1,tcp://h:2,acme,"),
-        ("kv_events_router", "a@b=m,tcp://h:1,tcp://h:2"),
-        ("kv_events_router", "a=m@b,tcp://h:1"),
-        ("kv_events_router", "a=m,tcp://h:1,h:2"),
-        ("kv_events_router", "a=m,tcp://h:1,tcp://h:2,_"),
-        ("kv_events_router", ["a=m,tcp://h:1,tcp://h:2", "a=n,tcp://h:3,tcp://h:4"]),
         ("kv_events_topic", "kv@pool"),
         ("kv_events_medium", ""),
         ("kv_events_hashes", "hex"),
@@ -417,22 +402,3 @@ def test_clients_call_a_server_by_a_name_of_its_certificate(
 ) -> None:
     monkeypatch.setattr("socket.gethostname", lambda: "this-host")
     assert name_for_clients(host, names) == name
-
-
-@pytest.mark.parametrize(
-    ("text", "replay_endpoint", "tenant"),
-    [
-        ("a=m,tcp://h:1", "", ""),
-        ("a=m,tcp://h:1,,acme", "", "acme"),
-        ("a=m,tcp://h:1,tcp://h:2", "tcp://h:2", ""),
-        ("a=m,tcp://h:1,tcp://h:2,acme", "tcp://h:2", "acme"),
-    ],
-)
-def test_a_stream_for_routers_may_be_without_replays_and_tenant(text: str, replay_endpoint: str, tenant: str) -> None:
-    (stream,) = load({"kv_events_router": [text]}, None, {}).prefix_streams
-    assert stream == PrefixEndpoints("a", "m", "tcp://h:1", replay_endpoint, tenant)
-
-
-def test_a_model_that_would_break_the_topic_is_refused() -> None:
-    with pytest.raises(ConfigError, match="NAME and MODEL are parts of the stream's topic, which @ separates"):
-        load({"kv_events_router": ["a=models@x,tcp://h:1"]}, None, {})

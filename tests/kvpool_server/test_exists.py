@@ -93,34 +93,6 @@ def test_bad_questions_are_refused(shared_server: ServerProcess, connect: Connec
         client.exists(block_hash("never opened"), [run_of("a")])
 
 
-def test_a_server_that_wants_no_tokens_takes_them_all_the_same(shared_server: ServerProcess, connect: Connect) -> None:
-    client = connect(shared_server)
-    namespace = client.open_namespace(namespace_spec(group_spec()))
-    assert not namespace.wants_tokens
-    client.rpc.announce(namespace, run_of("a"), range(16))
-    run = pb.BlockRun(block_hashes=b"".join(map(block_hash, range(1_025))))
-    with pytest.raises(InvalidRequestError, match="1025 blocks"):
-        client.rpc.call(client.rpc.stub.Announce, pb.AnnounceRequest(namespace=namespace.fingerprint, run=run))
-
-
-def test_the_tokens_of_one_announcement_are_bounded(
-    shared_server: ServerProcess, connect: Connect, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    client = connect(shared_server)
-    namespace = client.open_namespace(namespace_spec(group_spec(block_tokens=1_000)))
-    names = [block_hash(nth) for nth in range(100)]
-    run = pb.BlockRun(block_hashes=b"".join(names[:66]))
-    request = pb.AnnounceRequest(namespace=namespace.fingerprint, run=run, token_ids=range(66_000))
-    with pytest.raises(InvalidRequestError, match="66000 token_ids in one call; announce at most 65536"):
-        client.rpc.call(client.rpc.stub.Announce, request)
-    sent: list[pb.AnnounceRequest] = []
-    monkeypatch.setattr(client.rpc, "call", lambda method, request, timeout_ms: sent.append(request))
-    client.rpc.announce(namespace, BlockRun(0, names), range(100_000))
-    assert [len(each.token_ids) for each in sent] == [65_000, 35_000]
-    assert [each.run.parent_hash for each in sent] == [b"", names[64]]
-    assert [token for each in sent for token in each.token_ids] == list(range(100_000))
-
-
 @pytest.mark.parametrize(
     "reply",
     [

@@ -463,10 +463,6 @@ def _ask_everything(stub: PoolStub, client: Client, spec: NamespaceSpec) -> None
         stub.Explain(pb.ExplainRequest(namespace=namespace.fingerprint, runs=[run]), timeout=10),
         stub.Hint(pb.HintRequest(namespace=namespace.fingerprint, runs=[run], kind=pb.HINT_KIND_EXPIRE), timeout=10),
         stub.Exists(pb.ExistsRequest(namespace=namespace.fingerprint, runs=[run]), timeout=10),
-        stub.Announce(
-            pb.AnnounceRequest(namespace=namespace.fingerprint, run=run, token_ids=range(spec.groups[0].block_tokens)),
-            timeout=10,
-        ),
         stub.Clear(pb.ClearRequest(namespace=namespace.fingerprint), timeout=10),
         stub.Ping(pb.PingRequest(), timeout=10),
         stub.WhoAmI(pb.WhoAmIRequest(), timeout=10),

@@ -10,16 +10,16 @@ import pytest
 from kvpool.namespace import NamespaceSpec
 from tests.support.routers import RoutedServer
 
-Start = Callable[..., list[RoutedServer]]
+Start = Callable[[NamespaceSpec, int], list[RoutedServer]]
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts servers of one namespace: `start(spec, 2)`, or `start(spec, 2, has_replays=False)`."""
+    """Starts servers of one namespace: `start(spec, 2)`."""
     servers: list[RoutedServer] = []
 
-    def make(spec: NamespaceSpec, count: int, has_replays: bool = True) -> list[RoutedServer]:
-        servers.extend(RoutedServer(tmp_path, f"pool-{nth}", spec, has_replays=has_replays) for nth in range(count))
+    def make(spec: NamespaceSpec, count: int) -> list[RoutedServer]:
+        servers.extend(RoutedServer(tmp_path, spec) for _ in range(count))
         return servers
 
     yield make

@@ -44,7 +44,7 @@ from tests.support.values import block_hash, namespace_spec, payload, run_of
 
 ABOUT_A_NAMESPACE = (
     "Lookup", "LookupStream", "PutStart", "Get", "PutChunks", "GetChunks", "Verify", "Remove", "Clear",
-    "Explain", "Hint", "Exists", "Announce",
+    "Explain", "Hint", "Exists",
 )  # fmt: skip
 TIMEOUT_S = 10.0
 DAY = dt.timedelta(days=1)

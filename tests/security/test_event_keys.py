@@ -25,11 +25,9 @@ from kvpool.principal import ALL_TENANTS, Principal, Role
 from kvpool.watched_files import LOOK_EVERY_S
 from kvpool_server.cache.entry import Entry, Group
 from kvpool_server.config import ServerConfig
+from kvpool_server.events import publisher as publisher_module
 from kvpool_server.events.encoder import Encoder
 from kvpool_server.events.gate import Gate
-from kvpool_server.events.history import History
-from kvpool_server.events.ledger import Ledger
-from kvpool_server.events.publisher import Publisher
 from kvpool_server.events.streams import EventStreams, StreamEndpoints
 from kvpool_server.exposure import check_exposure
 from tests.support.certificates import files_in, server_flags
@@ -427,7 +425,7 @@ def test_a_stranger_cannot_begin_a_message(bench: Bench, mechanism: bytes) -> No
 def test_a_key_gets_a_snapshot_every_ten_seconds_however_often_it_connects(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bench.publishers["acme"], "_snapshot_every_s", 3_600.0)
+    monkeypatch.setattr(publisher_module, "SNAPSHOT_EVERY_S", 3_600.0)
     with bench.subscriber("acme") as first:
         assert first.replay(0)
     for _ in range(3):
@@ -441,7 +439,7 @@ def test_a_key_gets_a_snapshot_every_ten_seconds_however_often_it_connects(
 def test_a_key_that_asks_again_and_again_gets_its_snapshot_when_its_time_has_come(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bench.publishers["acme"], "_snapshot_every_s", 1.0)
+    monkeypatch.setattr(publisher_module, "SNAPSHOT_EVERY_S", 1.0)
 
     def answered() -> bool:
         with bench.subscriber("acme", timeout_ms=SILENCE_MS) as subscriber:
@@ -509,49 +507,6 @@ def test_an_ipc_endpoint_is_listened_on_again_after_a_key_was_removed(
         streams.close()
 
 
-def test_subscribers_that_cannot_ask_get_a_snapshot_when_another_key_is_removed(keys: Keys, clock: FakeClock) -> None:
-    ledger, counters = Ledger(lambda flush: None, Counter()), Counter[str]()
-    history = History(ledger, Encoder(), counters, 0)
-    publisher = Publisher(
-        ledger, history, ANYWHERE, "", keys.gate(clock), "acme", snapshot_every_s=0.1, snapshots_in_stream=True
-    )
-
-    def store(name: str) -> None:
-        ledger.stored(Entry(Group(group_spec(), 0, "acme@model"), block_hash(name), None, 0, 0))
-        ledger.flush()
-
-    def cleared(subscriber: Subscriber) -> bool:
-        return any(event["type"] == "AllBlocksCleared" for each in subscriber.receive(100) for event in each.events)
-
-    store("before")
-    operator = Listener(publisher.endpoint, keys=keys.of("operator"))
-    try:
-        with Subscriber(publisher.endpoint, keys=keys.of("acme")) as removed:
-            operator.wait_for(_known("acme", "before"))
-            wait_for(lambda: cleared(removed), "its snapshot")
-            assert _hears_nothing(publisher.endpoint, keys.of("stranger"))
-            num_snapshots = counters["kv_event_snapshots"]
-            keys.write("operator")
-            clock.advance(LOOK_EVERY_S + 1)
-            wait_for(lambda: publisher._version == 1, "the end of the key")
-            # A SUB socket connects again by itself, and subscribes again while its owner waits for messages.
-            wait_for(lambda: operator.listen() or counters["kv_event_snapshots"] > num_snapshots, "the snapshot")
-            store("after")
-            operator.wait_for(_known("acme", "before", "after"))
-            heard = []
-            while removed._sub.poll(SILENCE_MS):
-                heard.append(removed._sub.recv_multipart())
-            assert not any(block_hash("after")[-8:] in b"".join(frames) for frames in heard)
-    finally:
-        operator.close()
-        publisher.close()
-
-
-def _hears_nothing(endpoint: str, keys: SubscriberKeys) -> bool:
-    with Subscriber(endpoint, keys=keys) as subscriber:
-        return not subscriber.receive(SILENCE_MS)
-
-
 # What a server with TLS refuses, and what it need not refuse
 
 TLS = {"tls_cert": "c", "tls_key": "k", "tls_client_ca": "a", "listen": "0.0.0.0:1", "data_listen": "0.0.0.0:2"}
@@ -576,13 +531,6 @@ def test_with_tls_events_need_keys_on_this_host_as_well() -> None:
     check_exposure(ServerConfig.model_validate({**local, **KEYS}))
     check_exposure(ServerConfig.model_validate({**local, "insecure_network": True}))
     check_exposure(ServerConfig.model_validate({**TLS, "kv_events": "ipc:///run/kv"}))
-
-
-def test_a_stream_for_routers_is_exposed_as_other_streams_are() -> None:
-    routed = {"kv_events_router": "a=m,tcp://0.0.0.0:7,tcp://0.0.0.0:8"}
-    with pytest.raises(ConfigError, match=r"KV events at tcp://0.0.0.0:7: other hosts can reach this port"):
-        check_exposure(ServerConfig.model_validate(routed))
-    check_exposure(ServerConfig.model_validate({**TLS, **KEYS, **routed}))
 
 
 @pytest.mark.parametrize("uses", [{"mooncake": "tcp"}, {"tier": "mooncake:master=h:1"}])

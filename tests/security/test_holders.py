@@ -72,7 +72,7 @@ def held(deployment: Deployment) -> Iterator[Target]:
 def test_every_rpc_is_about_a_namespace_or_an_id_or_nothing() -> None:
     """A new RPC has to be put in its place, so that the test below makes calls of it about another tenant's things."""
     found = {"OpenNamespace", "Lookup", "LookupStream", "PutStart", "PutChunks", "GetChunks", "Verify", "Remove"}
-    found |= {"Report", "Explain", "Hint", "Exists", "Announce"}
+    found |= {"Report", "Explain", "Hint", "Exists"}
     assert found | {"Clear", *BY_ID} | ABOUT_NOTHING == set(METHODS)
 
 

@@ -76,12 +76,6 @@ def _use_every_method(client: Client, spec: NamespaceSpec) -> None:
     assert client.admin.explain(namespace.fingerprint, [named]).runs
     assert client.exists(namespace.fingerprint, [BlockRun(0, RUN.block_hashes)]).hits[0].num_leading == len(RUN)
     assert client.hints.pin(namespace, [RUN], 60).num_blocks == len(RUN)
-    token_ids = range(len(RUN) * namespace.group(0).block_tokens)
-    if client.config.name_key_file:
-        with pytest.raises(InvalidRequestError, match="announce no tokens"):
-            client.rpc.announce(namespace, RUN, token_ids)
-    else:
-        client.rpc.announce(namespace, RUN, token_ids)
     assert client.admin.remove(namespace, [BlockRun(0, [DROPPED], INLINE)]) == 1
 
 
@@ -128,8 +122,7 @@ def test_the_server_learns_no_hash(
 
     # What comes over LookupStream counts as Lookup, and Lookup with a wait as LookupWait.
     assert "Lookup" in NAMING
-    uncounted = {"LookupStream", "Announce"} if has_key else {"LookupStream"}
-    wait_for(lambda: called() >= NAMING - uncounted | {"LookupWait"}, "each method to be counted")
+    wait_for(lambda: called() >= NAMING - {"LookupStream"} | {"LookupWait"}, "each method to be counted")
     with Subscriber(events, f"{events}-replay") as subscriber:
         published = msgspec.msgpack.encode([each.events for each in subscriber.receive(10_000)])
     in_memory = _memory(server.pid)

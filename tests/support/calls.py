@@ -85,7 +85,6 @@ def requests(target: Target) -> dict[str, Any]:
         "SetQuotas": pb.SetQuotasRequest(quotas=[pb.Quota(subject="tenant:acme", limit_bytes=1 << 30)]),
         "Report": pb.ReportRequest(reporter=bytes(16), sequence=1, namespaces=[namespace]),
         "Exists": pb.ExistsRequest(namespace=namespace, runs=runs),
-        "Announce": pb.AnnounceRequest(namespace=namespace, run=runs[0], token_ids=range(16)),
         "Ledger": pb.LedgerRequest(),
         "Value": pb.ValueRequest(),
         "Drain": pb.DrainRequest(boot_token=1),  # Not the server's: tests that call everything go on.

@@ -74,11 +74,10 @@ class DynamoIndexer:
         assert answer.status < 300, f"{path}: {answer.status} {text.decode()}"
         return json.loads(text) if text else None
 
-    def follow(self, nth: int, endpoint: str, replay_endpoint: str) -> None:
+    def follow(self, nth: int, endpoint: str) -> None:
         registration = {
             "instance_id": nth,
             "endpoint": endpoint,
-            "replay_endpoint": replay_endpoint,
             "model_name": MODEL,
             "block_size": self._block_tokens,
         }

@@ -65,7 +65,7 @@ def pool_service(
     verifier = Verifier(pool, memory, run)
     reports = EngineReports(time.monotonic)
     groups = (
-        SessionService(served, offer, who, None),
+        SessionService(served, offer, who),
         LeaseService(served, streams, region_permits, metrics, None),
         PutService(served, region_permits),
         TransferService(served, memory, metrics),
@@ -73,7 +73,7 @@ def pool_service(
         HintService(served),
         RemovalService(served, verifier),
         ExplanationService(served),
-        RoutingService(served, reports, None),
+        RoutingService(served, reports),
         ReportService(served, reports, None),
         ListingService(
             served, stats or tiered.stats, reports, lambda _: ValueReport(False, pool.arena.arena_bytes, "")

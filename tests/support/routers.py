@@ -1,9 +1,10 @@
-"""Routers that follow servers' streams of prefixes over a network that loses messages, and servers that churn."""
+"""Routers that follow servers through the bridge of `examples/routing`, and servers that churn."""
 
 from __future__ import annotations
 
 import random
-import threading
+import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,14 +21,15 @@ from kvpool.hashing import block_hashes
 from kvpool.namespace import NamespaceSpec
 from kvpool.rpc import Namespace
 from kvpool.types import BlockRun
+from kvpool_server.events.encoder import BlockStored, EventBatch
 from testbed.ports import free_endpoint
+from tests.support.events import low_64_bits
 from tests.support.processes import ServerProcess
 
 TOKENS = 4
 """In a hash unit, and in a block of the group that needs whole prefixes."""
 MODEL = "test/routed"
-LOST = 0.2
-"""Of the messages between a server and a router."""
+BRIDGE = Path(__file__).parents[2] / "examples" / "routing" / "bridge.py"
 RUNS = 50
 """Prompts in one lookup."""
 
@@ -35,74 +37,56 @@ RUNS = 50
 class Router(Protocol):
     """A router that indexes blocks by tokens."""
 
-    def follow(self, nth: int, endpoint: str, replay_endpoint: str) -> None:
-        """Subscribes to a server, which it is to call by a number."""
+    def follow(self, nth: int, endpoint: str) -> None:
+        """Subscribes to a server's bridge; the router is to call the server by a number."""
 
     def promised(self, tokens: Sequence[int]) -> Mapping[int, int]:
         """By server: how many tokens of a prompt's prefix it has."""
 
 
-class LossyLink:
-    """Forwards the messages of a PUB socket, and loses some at random until it is told to stop losing.
-
-    Attributes:
-        endpoint: where to subscribe instead.
-        num_lost: messages.
-    """
-
-    def __init__(self, source: str):
-        self.num_lost = 0
-        self._chance = random.Random(5)
-        self._context = zmq.Context()
-        self._sub = self._context.socket(zmq.SUB)
-        self._sub.connect(source)
-        self._sub.subscribe("")
-        self._pub = self._context.socket(zmq.PUB)
-        self.endpoint = f"tcp://127.0.0.1:{self._pub.bind_to_random_port('tcp://127.0.0.1')}"
-        self._is_open = True
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        while self._is_open:
-            if self._sub.poll(50):
-                frames = self._sub.recv_multipart()
-                if self._chance.random() < LOST:
-                    self.num_lost += 1
-                else:
-                    self._pub.send_multipart(frames)
-
-    def close(self) -> None:
-        self._is_open = False
-        self._thread.join()
-        self._context.destroy(linger=0)
-
-
-class RoutedServer:
-    """A server with a stream of prefixes, that can be started again at the same endpoints.
+class Bridge:
+    """`examples/routing/bridge.py` as a subprocess.
 
     Args:
-        name: what routers call it.
-        has_replays: routers can ask for what they have missed, and are behind a lossy link; else the stream itself
-            has snapshots.
+        server: endpoints of the server's KV events and replays.
+        engines: endpoints of engines' KV events.
 
     Attributes:
         endpoint: where routers subscribe.
-        replay_endpoint: empty without replays.
     """
 
-    def __init__(self, log_dir: Path, name: str, spec: NamespaceSpec, memory: str = "1MiB", has_replays: bool = True):
+    def __init__(self, server: tuple[str, str], engines: Sequence[str], fingerprint: bytes, model: str):
+        self.endpoint = f"tcp://{free_endpoint()}"
+        options = [flag for each in engines for flag in ("--engine", each)]
+        options += ["--namespace", f"{fingerprint.hex()}@{model}", "--publish", self.endpoint]
+        self._process = subprocess.Popen([sys.executable, BRIDGE, "--server", *server, *options])
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+class RoutedServer:
+    """A server behind a bridge, that can be started again at the same endpoints, and the events of one engine.
+
+    Attributes:
+        endpoint: where routers subscribe.
+    """
+
+    def __init__(self, log_dir: Path, spec: NamespaceSpec, memory: str = "1MiB"):
         self._log_dir, self._spec = log_dir, spec
-        self.endpoint, self.replay_endpoint = f"tcp://{free_endpoint()}", f"tcp://{free_endpoint()}" * has_replays
-        stream = ",".join(filter(None, (f"{name}={MODEL}", self.endpoint, self.replay_endpoint)))
-        self._flags = ("--memory", memory, "--policy", "lru", "--kv-events-router", stream)
-        self._link = LossyLink(self.endpoint) if has_replays else None
-        if self._link is not None:
-            self.endpoint = self._link.endpoint
+        events, replays = f"tcp://{free_endpoint()}", f"tcp://{free_endpoint()}"
+        self._flags = ("--memory", memory, "--policy", "lru", "--kv-events", events, "--kv-events-replay", replays)
+        self._context = zmq.Context()
+        self._engine = self._context.socket(zmq.XPUB)
+        engine = f"tcp://127.0.0.1:{self._engine.bind_to_random_port('tcp://127.0.0.1')}"
+        self._bridge = Bridge((events, replays), [engine], spec.fingerprint(), spec.model)
+        self.endpoint = self._bridge.endpoint
         try:
+            assert self._engine.poll(30_000), "the bridge has subscribed to the engine's events"
             self.start()
         except BaseException:
-            self._close_link()
+            self._end()
             raise
 
     def start(self) -> None:
@@ -110,27 +94,34 @@ class RoutedServer:
         self.client = Client(ClientConfig(self.server.endpoint, timeout_ms=10_000))
         try:
             self.namespace: Namespace = self.client.open_namespace(self._spec)
-            assert self.namespace.wants_tokens
         except BaseException:
             self.stop()
             raise
+
+    def tell(self, run: BlockRun, tokens: Sequence[int]) -> None:
+        """Publishes, as an engine does, which tokens the blocks of a run stand for."""
+        stored = BlockStored(
+            list(map(low_64_bits, run.block_hashes)),
+            low_64_bits(run.parent_hash) if run.parent_hash else None,
+            list(tokens),
+            TOKENS,
+            None,
+            "CPU",
+            None,
+        )
+        self._engine.send_multipart((b"", bytes(8), msgspec.msgpack.encode(EventBatch(0.0, [stored], 0))))
 
     def stop(self, is_killed: bool = False) -> None:
         self.client.close()
         (self.server.kill if is_killed else self.server.stop)()
 
-    @property
-    def num_lost(self) -> int:
-        """Messages that the link has lost."""
-        return self._link.num_lost if self._link is not None else 0
-
     def close(self) -> None:
         self.stop()
-        self._close_link()
+        self._end()
 
-    def _close_link(self) -> None:
-        if self._link is not None:
-            self._link.close()
+    def _end(self) -> None:
+        self._bridge.close()
+        self._context.destroy(linger=0)
 
 
 @dataclass(frozen=True)
@@ -151,36 +142,29 @@ class Prompts:
         return [*shared, *([self.chance.randrange(4)] * (8 + self.chance.randrange(16)))]
 
 
-def names(tokens: Sequence[int], block_tokens: int) -> list[bytes]:
-    """Of a prompt's blocks, as engines name them: a block of several hash units has the name of the last."""
-    ratio = block_tokens // TOKENS
-    return block_hashes(tokens, TOKENS)[ratio - 1 :: ratio]
-
-
 def runs_of(spec: NamespaceSpec, tokens: Sequence[int]) -> list[BlockRun]:
-    return [BlockRun(idx, names(tokens, group.block_tokens)) for idx, group in enumerate(spec.groups)]
+    return [BlockRun(idx, block_hashes(tokens, TOKENS)) for idx, _ in enumerate(spec.groups)]
 
 
 def store(server: RoutedServer, tokens: Sequence[int], chance: random.Random) -> None:
-    """Stores a prompt as an engine does: all blocks of groups that need them, and of others some."""
-    spec = server.namespace.spec
-    for run in runs_of(spec, tokens):
-        group = spec.groups[run.group_idx]
-        blocks = list(run.block_hashes)
-        if group.hit_blocks:
-            stop = chance.randrange(len(blocks) + 1)
-            start = max(0, stop - group.hit_blocks - chance.randrange(3))
-            part = BlockRun(run.group_idx, blocks[start:stop], blocks[start - 1] if start else b"")
-        else:
-            part = BlockRun(run.group_idx, blocks)
-        if not part.block_hashes:
-            continue
-        try:
-            server.client.put_blocks(server.namespace, part, [bytes(group.chunk_bytes)] * len(part))
-        except OutOfSpaceError:
-            return  # Everything else is leased or being written: an engine would store nothing, either.
-        if not group.hit_blocks:
-            server.client.rpc.announce(server.namespace, part, tokens[: len(part) * group.block_tokens])
+    """Stores a prompt as an engine does, whose events come before or after the server's."""
+    (run,) = runs_of(server.namespace.spec, tokens)
+    if not run.block_hashes:
+        return
+    is_first = chance.random() < 0.5
+    if is_first:
+        server.tell(run, tokens[: len(run) * TOKENS])
+    try:
+        store_all(server, run)
+    except OutOfSpaceError:
+        return  # Everything else is leased or being written: an engine would store nothing, either.
+    if not is_first:
+        server.tell(run, tokens[: len(run) * TOKENS])
+
+
+def store_all(server: RoutedServer, run: BlockRun) -> None:
+    group = server.namespace.spec.groups[run.group_idx]
+    server.client.put_blocks(server.namespace, run, [bytes(group.chunk_bytes)] * len(run))
 
 
 def churn(server: RoutedServer, prompts: Prompts, steps: int, router: Router | None = None) -> None:
@@ -207,21 +191,14 @@ def settle(router: Router, servers: Sequence[RoutedServer], nth_call: int) -> No
     """Waits until the router has heard all that the servers have said: a prompt that is stored last."""
     last = [1_000 + nth_call] * 8
     for server in servers:
-        store_all(server, last)
+        (run,) = runs_of(server.namespace.spec, last)
+        store_all(server, run)
+        server.tell(run, last)
     wanted = dict.fromkeys(range(len(servers)), 8)
     ends_at = time.monotonic() + 60
     while dict(router.promised(last)) != wanted:
         assert time.monotonic() < ends_at, f"the router promises {router.promised(last)}, not {wanted}"
         time.sleep(0.02)
-
-
-def store_all(server: RoutedServer, tokens: Sequence[int]) -> None:
-    """Stores every block of every group."""
-    for run in runs_of(server.namespace.spec, tokens):
-        group = server.namespace.spec.groups[run.group_idx]
-        server.client.put_blocks(server.namespace, run, [bytes(group.chunk_bytes)] * len(run))
-        if not group.hit_blocks:
-            server.client.rpc.announce(server.namespace, run, tokens)
 
 
 def compare_with_lookups(router: Router, servers: Sequence[RoutedServer], prompts: Prompts, count: int) -> str:
@@ -230,7 +207,7 @@ def compare_with_lookups(router: Router, servers: Sequence[RoutedServer], prompt
     answers: list[list[int]] = [[] for _ in servers]
     for server, leading in zip(servers, answers, strict=True):
         for at in range(0, count, RUNS):
-            runs = [BlockRun(0, names(tokens, TOKENS)) for tokens in asked[at : at + RUNS]]
+            runs = [BlockRun(0, block_hashes(tokens, TOKENS)) for tokens in asked[at : at + RUNS]]
             found = server.client.lookup(server.namespace, runs, lease=False)
             leading += [hit.num_leading * TOKENS for hit in found.hits]
     num_equal = num_hits = num_differ = 0
@@ -262,9 +239,8 @@ def compare_through_a_kill(
 
 
 class WireRouter:
-    """Reads vLLM's wire format and, as vLLM's example subscriber, asks for what it has missed when it sees a gap.
+    """Reads vLLM's wire format. What comes before a snapshot, or after a gap until the next one, is left out.
 
-    Of a server without replays it takes what comes from a snapshot on, and after a gap from the next one on.
     Its index is that of a router that hashes tokens itself: blocks by parent and tokens, for each stream apart.
     """
 
@@ -272,8 +248,8 @@ class WireRouter:
         self._context = zmq.Context()
         self._streams: dict[int, _Stream] = {}
 
-    def follow(self, nth: int, endpoint: str, replay_endpoint: str) -> None:
-        self._streams[nth] = _Stream(self._context, endpoint, replay_endpoint)
+    def follow(self, nth: int, endpoint: str) -> None:
+        self._streams[nth] = _Stream(self._context, endpoint)
 
     def promised(self, tokens: Sequence[int]) -> Mapping[int, int]:
         for stream in self._streams.values():
@@ -281,13 +257,9 @@ class WireRouter:
         return {nth: hit for nth, stream in self._streams.items() if (hit := stream.hit(tokens))}
 
     @property
-    def num_snapshots(self) -> Mapping[int, int]:
-        """By server without replays: how many snapshots have begun in its stream."""
-        return {nth: stream.num_clears for nth, stream in self._streams.items()}
-
-    @property
-    def num_replays(self) -> int:
-        return sum(stream.num_replays for stream in self._streams.values())
+    def has_snapshots(self) -> bool:
+        """Whether a snapshot of every server has come."""
+        return all(stream.is_complete for stream in self._streams.values())
 
     def close(self) -> None:
         self._context.destroy(linger=0)
@@ -296,54 +268,27 @@ class WireRouter:
 class _Stream:
     """One server's stream, and the index of its blocks."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, replay: str):
-        self._sub, self._dealer = context.socket(zmq.SUB), context.socket(zmq.DEALER) if replay else None
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str):
+        self._sub = context.socket(zmq.SUB)
         self._sub.connect(endpoint)
         self._sub.subscribe("kv@")
-        if self._dealer is not None:
-            self._dealer.connect(replay)
         self._last = -1
-        self._is_complete = False
-        self.num_clears = 0
-        self.num_replays = 0
-        self.topics: set[bytes] = set()
+        self.is_complete = False
         self._blocks: dict[int, tuple[int | None, tuple[int, ...]]] = {}
         self._children: dict[tuple[int | None, tuple[int, ...]], int] = {}
 
     def read(self) -> None:
         while self._sub.poll(0):
-            topic, seq, payload = self._sub.recv_multipart()
-            self.topics.add(topic)
+            _, seq, payload = self._sub.recv_multipart()
             number = int.from_bytes(seq, "big")
-            if self._dealer is None:
-                self._take(number, payload)
-                continue
-            if number > self._last + 1:
-                self._replay(self._dealer, self._last + 1)
-            if number > self._last:
-                self._apply(number, payload)
+            assert number > self._last
+            has_cleared = any(event["type"] == "AllBlocksCleared" for event in msgspec.msgpack.decode(payload)[1])
+            self.is_complete = has_cleared or (self.is_complete and number == self._last + 1)
+            self._last = number
+            if self.is_complete:
+                self._apply(payload)
 
-    def _take(self, number: int, payload: bytes) -> None:
-        assert number > self._last
-        has_cleared = any(event["type"] == "AllBlocksCleared" for event in msgspec.msgpack.decode(payload)[1])
-        self.num_clears += has_cleared
-        self._is_complete = has_cleared or (self._is_complete and number == self._last + 1)
-        self._last = number
-        if self._is_complete:
-            self._apply(number, payload)
-
-    def _replay(self, dealer: zmq.Socket[bytes], first: int) -> None:
-        self.num_replays += 1
-        dealer.send_multipart((b"", first.to_bytes(8, "big")))
-        while dealer.poll(10_000):
-            _, _, seq, payload = dealer.recv_multipart()
-            if not payload:
-                return
-            self._apply(int.from_bytes(seq, "big"), payload)
-        raise AssertionError("a replay does not end")
-
-    def _apply(self, number: int, payload: bytes) -> None:
-        self._last = number
+    def _apply(self, payload: bytes) -> None:
         _, events, rank = msgspec.msgpack.decode(payload)
         assert rank == 0
         for event in events:

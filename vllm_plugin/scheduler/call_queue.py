@@ -1,4 +1,4 @@
-"""Calls of the pool that the engine does not wait for, and that may be lost: hints, and announcements to routers.
+"""Calls of the pool that the engine does not wait for, and that may be lost: hints.
 
 The scheduler's thread queues them, and a thread of their own makes them in their order. Nothing that a call raises
 reaches the engine.

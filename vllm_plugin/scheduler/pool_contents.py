@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from vllm_plugin.metadata import StoreJob
-from vllm_plugin.scheduler.announcer import Announcer
 from vllm_plugin.scheduler.events import Events
 
 if TYPE_CHECKING:
@@ -83,17 +82,15 @@ class _Generations:
 
 
 class PoolContents:
-    """One engine's: `recent` keeps it from offering a block twice, `events` and `announcer` tell routers of blocks."""
+    """One engine's: `recent` keeps it from offering a block twice, `events` tell routers of blocks."""
 
-    def __init__(self, events: Events, announcer: Announcer):
+    def __init__(self, events: Events):
         self.events = events
-        self.announcer = announcer
         self.recent = RecentStores()
 
     def stored(self, request: Request, job: StoreJob) -> None:
         """Every rank has stored a job of a request."""
         self.events.stored(request, job)
-        self.announcer.are_there(request, job.groups)
         self.recent.stored(job)
 
     def missing(self, group_idx: int, block_hashes: Sequence[bytes]) -> None:

@@ -19,7 +19,6 @@ from vllm_plugin.model.adapters import Adapters
 from vllm_plugin.model.geometry import Geometry
 from vllm_plugin.model.identity import namespace_spec
 from vllm_plugin.scheduler.admission import Admission
-from vllm_plugin.scheduler.announcer import Announcer
 from vllm_plugin.scheduler.computed_tokens import ComputedTokens
 from vllm_plugin.scheduler.events import Events
 from vllm_plugin.scheduler.hints import Hints
@@ -64,12 +63,9 @@ class KVPoolScheduler:
         self._adapters = Adapters(vllm_config, config.share_adapters)
         self.geometry = geometry = Geometry.of(vllm_config, kv_cache_config, self._adapters)
         self.budget = StepBudget(recorder)
-        self.stages = stages = Stages(geometry.num_stages, config, recorder)
+        self.stages = Stages(geometry.num_stages, config, recorder)
         events_of_engine = Events(geometry.groups, enabled=events is not None and events.enable_kv_cache_events)
-        announcer = Announcer(
-            geometry.groups, lambda: stages.sessions[0] if len(stages.sessions) == 1 else None, recorder.guard
-        )
-        self.contents = PoolContents(events_of_engine, announcer)
+        self.contents = PoolContents(events_of_engine)
         self.queue = PrefillQueue()
         self.loads = Loads(geometry, self.stages, config, self.queue, recorder)
         self.lookups = Lookups(geometry, self.stages, config, self.budget, recorder)
@@ -330,8 +326,6 @@ class KVPoolScheduler:
             if self._spans is not None:
                 self._spans.load_ended(request_id, succeeded)
             self.lookups.release(job.lease_ids)
-            if succeeded and (tracked := self.stores.tracked.get(request_id)) is not None:
-                self.contents.announcer.are_there(tracked.request, job.groups)
             for part in () if succeeded else job.groups:
                 for run in part.runs:
                     self.contents.missing(part.group_idx, run.block_hashes)
@@ -387,8 +381,6 @@ class KVPoolScheduler:
         """Ends the connections; the pool's leases expire by themselves. Idempotent."""
         with self.guard.part("the end of the adapters' thread"):
             self._adapters.close()
-        with self.guard.part("the end of announcements"):
-            self.contents.announcer.close()
         with self.guard.part("the end of hints"):
             self.hints.close()
         with self.guard.part("the last report"):

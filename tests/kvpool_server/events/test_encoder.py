@@ -5,13 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 
 from kvpool_server.cache.entry import Group
 from kvpool_server.events.encoder import Encoder
 from kvpool_server.events.ledger import Change, ChangeBatch, split
-from kvpool_server.events.prefix_encoder import PrefixEncoder
 from tests.support.events import low_64_bits
 from tests.support.values import block_hash, group_spec
 
@@ -145,46 +143,3 @@ def test_vllm_decodes_what_it_would_have_encoded(full_hashes: bool, monkeypatch:
     assert found == expected
     assert payload == msgspec.msgpack.encode(expected)
     assert hash(found.events[1]) != hash(stored(["a", "b"], None, **{**full, "group_idx": None}))
-
-
-PROMPT = [1, 300, 70_000, 4, 5, 6, 7, 8]
-
-
-def _prefix(name: str, parent: str | None, tokens: list[int]) -> Change:
-    packed = np.array(tokens, "<u4").tobytes()
-    return Change(True, FULL, block_hash(name), b"" if parent is None else block_hash(parent), packed)
-
-
-PREFIXES = [_prefix("a", None, PROMPT[:4]), _prefix("b", "a", PROMPT[4:]), _removed(FULL, "b"), _removed(FULL, "a")]
-
-
-def test_all_messages_about_prefixes_have_the_topic_of_their_stream() -> None:
-    encoder = PrefixEncoder("pool-a", "some/model", "kv")
-    topics = {encoder(ChangeBatch(1, 0.0, changes, not changes))[0] for changes in (PREFIXES, [])}
-    assert topics == {b"kv@pool-a@some/model"}
-
-
-@pytest.mark.vllm
-def test_prefixes_are_encoded_as_vllm_encodes_blocks_of_its_only_group() -> None:
-    from vllm.distributed import kv_events
-
-    expected = kv_events.KVEventBatch(
-        ts=1.5,
-        events=[
-            kv_events.BlockStored(
-                block_hashes=[_short("a"), _short("b")],
-                parent_block_hash=None,
-                token_ids=PROMPT,
-                block_size=4,
-                lora_id=None,
-                medium="CPU",
-                lora_name=None,
-            ),
-            kv_events.BlockRemoved(block_hashes=[_short("b"), _short("a")], medium="CPU"),
-        ],
-        data_parallel_rank=0,
-    )
-    _, payload, num_events = PrefixEncoder("pool-a", "some/model")(ChangeBatch(7, 1.5, PREFIXES))
-    assert payload == msgspec.msgpack.encode(expected)
-    assert msgspec.msgpack.Decoder(kv_events.KVEventBatch).decode(payload) == expected
-    assert num_events == 2
