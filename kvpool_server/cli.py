@@ -179,7 +179,8 @@ Point vLLM at it{places}:
 def main() -> None:
     """Entry point of the console script."""
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.command()(serve)
+    paragraphs = inspect.cleandoc(serve.__doc__ or "").split("\n\n")
+    app.command(help="\n\n".join(" ".join(each.split()) for each in paragraphs))(serve)
     is_json = logs.wants_json(sys.argv[1:], os.environ)
     with logs.json_lines() if is_json else contextlib.nullcontext():
         try:

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.measure import Measurement
 from rich.table import Column, Table
 from rich.text import Text
 
@@ -138,10 +139,10 @@ def _usage_table(interval: Interval) -> Table | None:
     if not usage:
         return None
     numbers = [Column(name, justify="right", no_wrap=True) for name in ("hits", "tokens/s", "read", "write", "held")]
-    table = _table(Column("model", ratio=3, overflow="fold"), Column("tenant", ratio=1, overflow="fold"), *numbers)
+    table = _table(Column("model", ratio=5, overflow="fold"), Column("tenant", ratio=2, overflow="fold"), *numbers)
     for each in usage[:MAX_ROWS]:
         table.add_row(
-            _name(each.model), _name(each.tenant or "-"), *(Text(text) for text in _usage_row(interval, each))
+            _Model(each.model), _name(each.tenant or "-"), *(Text(text) for text in _usage_row(interval, each))
         )
     if len(usage) > MAX_ROWS:
         table.add_row(f"and {len(usage) - MAX_ROWS} more")
@@ -162,8 +163,9 @@ def _engine_table(now: PoolStats) -> Table | None:
     engines = now.engines
     if not engines:
         return None
-    names = ("engine", "kvpool", "vLLM", "transport", "breaker", "report")
-    table = _table(*(Column(name, overflow="fold") for name in names))
+    known = (Column(name, overflow="fold") for name in ("kvpool", "vLLM", "transport"))
+    states = (Column(name, no_wrap=True) for name in ("breaker", "report"))
+    table = _table(Column("engine", ratio=1, overflow="fold"), *known, *states)
     for each in engines[:MAX_ROWS]:
         breaker = Text("OPEN", style=_STYLES[Level.ERROR]) if each.breaker_open else Text("closed")
         facts = [each.version, each.vllm_version, each.transport or "-"]
@@ -176,6 +178,21 @@ def _engine_table(now: PoolStats) -> Table | None:
 
 def _table(*columns: Column) -> Table:
     return Table(*columns, box=None, expand=True, padding=(0, 1, 0, 0), header_style="bold", pad_edge=False)
+
+
+class _Model:
+    """A model's name, broken before its last part where the column is too narrow for all of it."""
+
+    def __init__(self, name: str):
+        self._text = _name(name)
+
+    def __rich_console__(self, _: Console, options: ConsoleOptions) -> RenderResult:
+        directory, slash, own = self._text.plain.rpartition("/")
+        is_broken = directory and self._text.cell_len > options.max_width
+        yield Text(f"{directory}{slash}\n{own}") if is_broken else self._text
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement.get(console, options, self._text)
 
 
 def _name(text: str) -> Text:

@@ -13,6 +13,7 @@ from kvpool.top.interval import Interval
 from kvpool.types import PoolStats, TierStats
 from tests.kvpool.top.test_interval import snapshot
 
+LLAMA = "meta-llama/Llama-3.1-8B-Instruct"
 HOSTILE = "[/bold]\x1b[2J[red]\nx"
 
 
@@ -62,6 +63,18 @@ def test_a_frame_lists_models_tenants_and_engines() -> None:
     assert [*row.split()] == ["m", "t", "60.0%", "100", "5", "B/s", "7", "B/s", "42", "B"]
     assert "shm" in line(lines, "host:7") and "closed" in line(lines, "host:7") and "3 s ago" in line(lines, "host:7")
     assert "OPEN" in line(lines, "host:8") and "0.33.0" in line(lines, "host:8")
+
+
+@pytest.mark.parametrize(("width", "shown"), [(80, ["meta-llama/", "Llama-3.1-8B-Instruct"]), (120, [LLAMA])])
+def test_models_are_broken_between_the_parts_of_their_names(width: int, shown: list[str]) -> None:
+    interval = busy()
+    assert interval.now.server is not None
+    usage = UsageStats("default-tenant", LLAMA, lookup_tokens=200_000, loaded_bytes=474_000_000, stored_bytes=4_740_000)
+    now = dataclasses.replace(interval.now, server=dataclasses.replace(interval.now.server, usage=(usage,)))
+    lines = drawn(View("h:1", dataclasses.replace(interval, now=now)), width)
+    first = next(nth for nth, each in enumerate(lines) if each.startswith("meta-llama/"))
+    assert [each.split()[0] for each in lines[first : first + len(shown)]] == shown
+    assert "default" in lines[first] and max(map(len, lines)) <= width
 
 
 def test_what_a_server_moves_itself_is_not_shared_memory() -> None:
