@@ -1,7 +1,8 @@
 """A hook of MkDocs: the site also has what the pages link to outside of docs/.
 
-CONTRIBUTING.md and other pages of the repository's root become pages below `project/`, and files that a page links to,
-like the proto contract, are copied below `source/`. Links are the same in the repository and on the site.
+CONTRIBUTING.md, other pages of the repository's root and the pages of results become pages below `project/`, and files
+that a page links to, like the proto contract, are copied below `source/`. Links are the same in the repository and on
+the site.
 """
 
 from __future__ import annotations
@@ -15,13 +16,16 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
-ROOT_PAGES = ("CHANGELOG.md", "CONTRIBUTING.md", "MAINTAINING.md", "SECURITY.md")
+PAGES = (
+    *("CHANGELOG.md", "CONTRIBUTING.md", "MAINTAINING.md", "SECURITY.md"),
+    *(f"benchmarks/results/{path.name}" for path in (ROOT / "benchmarks" / "results").glob("*.md")),
+)
 _LINK = re.compile(r"(?P<before>\]\()(?P<path>[^)#\s:]+)(?P<anchor>#[^)\s]*)?\)")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Adds the pages of the root, and the files outside of docs/ that pages link to."""
-    for name in ROOT_PAGES:
+    """Adds the pages ."""
+    for name in PAGES:
         if (ROOT / name).exists():
             files.append(File.generated(config, _place(name), content=(ROOT / name).read_text()))
     for page in list(files.documentation_pages()):
@@ -50,11 +54,11 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 def _in_repository(page: str, link: str) -> str:
     """The path of a link's target in the repository, of a page by its path on the site."""
     name = PurePosixPath(page)
-    of_root = {_place(each): each for each in ROOT_PAGES}
+    of_root = {_place(each): each for each in PAGES}
     here = PurePosixPath(of_root[page]).parent if page in of_root else "docs" / name.parent
     return os.path.normpath(here / link)
 
 
 def _place(path: str) -> str:
     """Where the site has a file that is outside of docs/."""
-    return f"project/{path.lower()}" if path in ROOT_PAGES else f"source/{path}"
+    return f"project/{path.lower()}" if path in PAGES else f"source/{path}"

@@ -114,7 +114,7 @@ def section(results: Path, plots: Path, page: Path) -> list[str]:
         "",
         "| question | kvpool | best peer | without a pool | limit | result |",
         "|---|---|---|---|---|---|",
-        *(_row(question, figures) for question, figures in asked),
+        *(_row(question, figures, results, page) for question, figures in asked),
         "",
         _targets(results),
         "",
@@ -137,9 +137,10 @@ def _figures(question: Question, results: Path) -> dict[str, tuple[float, str]]:
     return found if len(found) == len(question.bars) else {}
 
 
-def _row(question: Question, figures: dict[str, tuple[float, str]]) -> str:
+def _row(question: Question, figures: dict[str, tuple[float, str]], results: Path, page: Path) -> str:
     cells = [_best(question, figures, kind) for kind in (OURS, PEER, NONE, LIMIT)]
-    return f"| {question.title} | **{cells[0]}** | {' | '.join(cells[1:])} | [{question.result}](#{question.result}) |"
+    link = os.path.relpath(results / f"{question.result}.md", page.parent)
+    return f"| {question.title} | **{cells[0]}** | {' | '.join(cells[1:])} | [{question.result}]({link}) |"
 
 
 def _best(question: Question, figures: dict[str, tuple[float, str]], kind: str) -> str:
@@ -178,7 +179,7 @@ def _targets(results: Path) -> str:
     met, missed = verdicts.count("yes"), verdicts.count("no")
     return (
         f"{len(verdicts)} targets were set before measuring: {met} are met, {missed} are not, and "
-        f"{len(verdicts) - met - missed} lie within the noise. Each section below names those that were missed."
+        f"{len(verdicts) - met - missed} lie within the noise. The page of each result names those that were missed."
     )
 
 

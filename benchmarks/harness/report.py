@@ -1,4 +1,4 @@
-"""Writes docs/explanation/benchmarks.md and docs/plots from benchmarks/results: no figure in them is typed by hand.
+"""Writes the page of benchmarks, a page for each result, and plots from benchmarks/results: no figure is typed by hand.
 
 python -m benchmarks.harness.report
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,17 @@ previous result, and writes `benchmarks/results/NAME.json` with machine, version
 - Absolute times on shared machines drift, by half and more from day to day. Compare ratios, and look at the load, of
   which a benchmark's own processes are a part.
 
-`python -m benchmarks.harness.report` writes this page, its plots, and the figures of other pages that name a result.
+`python -m benchmarks.harness.report` writes this page, its plots, a page for each result, and the figures of other
+pages that name a result.
 """
+ALL_RESULTS = (
+    "## All results",
+    "",
+    "Each page has the command, machine, versions and commit, every row, and first the targets that were missed.",
+    "",
+    "| result | question | targets met | date |",
+    "|---|---|---|---|",
+)
 
 QUESTIONS = {
     "vllm": """What a pool does for a real engine (vLLM on the CPU), beside no pool, a dead pool, and
@@ -168,9 +178,10 @@ processes that import it.""",
 
 
 def main() -> None:
-    """Writes the page, its plots, and the figures in other pages; says where."""
-    DOCUMENT.write_text(page())
-    print(DOCUMENT)
+    """Writes the pages, their plots, and the figures in other pages; says where."""
+    for path, text in pages().items():
+        path.write_text(text)
+        print(path)
     for path in figures.documents():
         text = path.read_text()
         if (written := figures.refresh(text, TABLES)) != text:
@@ -178,22 +189,35 @@ def main() -> None:
             print(path)
 
 
-def page() -> str:
-    """docs/explanation/benchmarks.md; draws its plots."""
-    parts = [TITLE, *glance.section(RESULTS, PLOTS, DOCUMENT), INTRODUCTION]
+def pages() -> dict[Path, str]:
+    """Path -> text of docs/explanation/benchmarks.md, and of a page beside each result; draws their plots."""
+    found, rows = {}, []
     for name, question in QUESTIONS.items():
         path = RESULTS / f"{name}.json"
         if path.exists():
-            parts.append(_section(name, figures.refresh(question), json.loads(path.read_text())))
-    return "\n".join(parts)
+            result = json.loads(path.read_text())
+            written = figures.refresh(question)
+            found[path.with_suffix(".md")] = _page(name, written, result)
+            rows.append(_row(name, written, result))
+    parts = [TITLE, *glance.section(RESULTS, PLOTS, DOCUMENT), INTRODUCTION, *ALL_RESULTS, *rows, ""]
+    return {DOCUMENT: "\n".join(parts), **found}
 
 
-def _section(name: str, question: str, result: dict[str, Any]) -> str:
+def _row(name: str, question: str, result: dict[str, Any]) -> str:
+    """One result in the table of all: what was asked, and how many of its targets were met."""
+    asked = re.split(r"(?<=[.:?;]) ", " ".join(question.split()))[0].rstrip(".:;")
+    judged = [row["met"] for row in result["rows"] if row["met"] is not None]
+    targets = f"{judged.count(True)} of {len(judged)}" if judged else ""
+    link = os.path.relpath(RESULTS / f"{name}.md", DOCUMENT.parent)
+    return f"| [{name}]({link}) | {asked} | {targets} | {result['date'][:10]} |"
+
+
+def _page(name: str, question: str, result: dict[str, Any]) -> str:
     machine = result["machine"]
     plot = draw(name, result, PLOTS)
     versions = ", ".join(f"{package} {version}" for package, version in result["versions"].items())
     lines = [
-        f"## {name}",
+        f"# {name}",
         "",
         question,
         "",
@@ -201,7 +225,7 @@ def _section(name: str, question: str, result: dict[str, Any]) -> str:
         f"load {machine.get('load_average_1_min', '?')}, commit {_short(result['commit'])}; {versions}.",
         "",
         *_facts(result),
-        *([f"![{name}]({os.path.relpath(plot, DOCUMENT.parent)})", ""] if plot else []),
+        *([f"![{name}]({os.path.relpath(plot, RESULTS)})", ""] if plot else []),
         *_misses(result),
         *_table(result),
         *panels(result),

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.harness import figures, report
+from benchmarks.harness import figures, glance, plots, report
+from benchmarks.harness.measuring import RESULTS
 
 ROOT = Path(__file__).parents[2]
 UNITS = {"ms": 1e-3, "s": 1, "seconds": 1, "bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "%": 0.01}
@@ -209,11 +210,12 @@ def test_each_figure_is_the_one_of_its_result(document: Path):
     )
 
 
-def test_the_page_of_benchmarks_is_what_the_results_give(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.setattr(report, "PLOTS", tmp_path / "docs" / "plots")
-    written = report.DOCUMENT.read_text()
-    monkeypatch.setattr(report, "DOCUMENT", tmp_path / "docs" / "explanation" / "benchmarks.md")
-    assert written == report.page(), "python -m benchmarks.harness.report"
+def test_the_pages_of_benchmarks_are_what_the_results_give(monkeypatch: pytest.MonkeyPatch):
+    for module in (plots, glance):
+        monkeypatch.setattr(module, "write", lambda figure, path: path)
+    pages = report.pages()
+    assert {path: path.read_text() for path in pages} == pages, "python -m benchmarks.harness.report"
+    assert set(RESULTS.glob("*.md")) <= pages.keys()
 
 
 @pytest.mark.parametrize("document", figures.documents(), ids=lambda path: path.name)

@@ -84,7 +84,7 @@ def test_lines_that_are_measured_have_a_colour(tmp_path):
         assert (f"{name} (limit)" if name in LIMITS else name) in drawn
 
 
-def test_the_page_names_misses_changes_and_origins(tmp_path, monkeypatch):
+def test_pages_name_misses_changes_and_origins(tmp_path, monkeypatch):
     monkeypatch.setattr(report, "RESULTS", tmp_path)
     monkeypatch.setattr(report, "DOCUMENT", tmp_path / "docs" / "some" / "page.md")
     monkeypatch.setattr(report, "PLOTS", tmp_path / "docs" / "plots")
@@ -92,9 +92,12 @@ def test_the_page_names_misses_changes_and_origins(tmp_path, monkeypatch):
     (tmp_path / "docs" / "some").mkdir(parents=True)
     (tmp_path / "vllm.json").write_text(json.dumps(RESULT))
     report.main()
-    page = (tmp_path / "docs" / "some" / "page.md").read_text()
+    listed = (tmp_path / "docs" / "some" / "page.md").read_text().splitlines()[-1]
+    assert listed.startswith("| [vllm](../../vllm.md) | What a pool does for a real engine (vLLM on the CPU), beside ")
+    assert listed.endswith(" MooncakeStoreConnector | 16 of 18 | 2026-01-02 |")
+    page = (tmp_path / "vllm.md").read_text()
     assert "- batch bytes: 67,108,864\n- tokens: 4,096\n- engines: 2\n" in page
-    assert "![vllm](../plots/vllm.svg)" in page and (tmp_path / "docs" / "plots" / "vllm.svg").exists()
+    assert "![vllm](docs/plots/vllm.svg)" in page and (tmp_path / "docs" / "plots" / "vllm.svg").exists()
     assert "**Not reached:** warm TTFT, kvpool, another process." in page
     assert "**Within noise:** cold TTFT, kvpool." in page
     assert "| warm TTFT, kvpool, another process | 10 ms | 8 to 12 | <= 5 | **no** | -50 % |" in page
@@ -112,7 +115,7 @@ def test_the_first_screen_has_the_best_of_each_kind(tmp_path):
     rows.append(_row("other", 1.0, met=False))
     (tmp_path / "gpu.json").write_text(json.dumps({"rows": rows}))
     lines = glance.section(tmp_path, tmp_path / "docs" / "plots", tmp_path / "docs" / "some" / "page.md")
-    assert f"| {question.title} | **102 ms** | 110 ms | 600 ms | 38 ms | [gpu](#gpu) |" in lines
+    assert f"| {question.title} | **102 ms** | 110 ms | 600 ms | 38 ms | [gpu](../../gpu.md) |" in lines
     assert f"![{question.title}](../plots/glance-first-token.svg)" in lines
     assert any(line.startswith("1 targets were set before measuring: 0 are met, 1 are not") for line in lines)
     (tmp_path / "gpu.json").write_text(json.dumps({"rows": rows[1:]}))
