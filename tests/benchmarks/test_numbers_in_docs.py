@@ -155,7 +155,6 @@ SETTINGS: dict[str, dict[str, str]] = {
         "replays of 1 GiB": "kvpool.events: MAX_REPLAY_BYTES",
     },
     "security.md": {
-        "are freed every 5 seconds": "kvpool_server.arena_memory: FREE_EVERY_S # s",
         "in records of 1 MiB at most": "kvpool.sealed_socket: RECORD_BYTES",
         "keys and tokens every 5 seconds": "kvpool.watched_files: LOOK_EVERY_S",
         "Clocks may differ by 60 s": "kvpool_server.access.oidc: SKEW_S # s",
