@@ -82,7 +82,8 @@ def choose(config: ClientConfig, offer: Offer, channel: grpc.Channel) -> Choice:
 def _shm(config: ClientConfig, offer: Offer, _: grpc.Channel) -> Choice:
     if offer.segment is None:
         if config.tls is not None:
-            raise TransferError(f"kvpool-server at {config.endpoint} shares no memory, as no server with TLS does")
+            fix = "; give the endpoint HOST:PORT, for its encrypted data port" if socket_path(config.endpoint) else ""
+            raise TransferError(f"kvpool-server at {config.endpoint} shares no memory because it has TLS{fix}")
         raise TransferError(f"kvpool-server at {config.endpoint} offers no shared memory; its log says why")
     token = offer.segment.token
     timeout_s = max(config.stall_timeout_ms / 1000, PROVE_S)

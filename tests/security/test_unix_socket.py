@@ -97,6 +97,8 @@ def test_blocks_travel_through_grpc_and_nobody_is_offered_memory(deploy: Deploy,
     with deployment.client(OTHERS[1]) as client:
         namespace = client.open_namespace(SPECS["acme"])
         assert namespace.transport.name == "grpc"
+        choice = client.attachment.choice
+        assert choice is not None and "because it has TLS; give the endpoint HOST:PORT" in choice.route
         found = client.lookup(namespace, [run_of("block")])
         (block,) = client.get_blocks(namespace, found.lease_id, run_of("block"))
         assert block is not None and block.tobytes() == content.tobytes()

@@ -15,16 +15,6 @@ def arena_file(pid: int) -> Path:
     return next(fd for fd in Path(f"/proc/{pid}/fd").iterdir() if os.readlink(fd) == name)
 
 
-def memory_files(pid: int) -> list[Path]:
-    """The same of all files of a server: the arena's, and those of tenants."""
-    name = f"/memfd:{NAME}{pid}"
-    found = {}
-    for path in Path(f"/proc/{pid}/fd").iterdir():
-        if os.readlink(path).removesuffix(" (deleted)").removesuffix("-tenant") == name:
-            found[path.stat().st_ino] = path
-    return list(found.values())
-
-
 def descriptors() -> set[tuple[str, str]]:
     """Number and file of each descriptor of this process; gRPC closes those of other tests late."""
     return {(fd.name, os.readlink(fd)) for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink()}
