@@ -425,6 +425,9 @@ def _server(server: pb.ServerStats) -> None:
     for used in server.usage:
         _text("tenant", used.tenant)
         _text("model", used.model)
+        _in("saved_seconds", used.saved_seconds, 0, MAX_AMOUNT)
+        _in("lost_seconds", used.lost_seconds, 0, MAX_AMOUNT)
+        _causes(used.computed_tokens)
 
 
 _SECONDS_OF_SERVER = (

@@ -57,6 +57,8 @@ class UsageStats:
         loaded_bytes: bytes that lookups or gets told engines the place of, so that engines could load them.
         held_bytes: bytes of the arena in slots now.
         held_blocks: readable blocks in the arena now.
+        saved_seconds, lost_seconds: that loads were faster or slower than computing, as engines have estimated.
+        computed_tokens: prompt tokens that engines computed, by cause, as they have reported.
     """
 
     tenant: str
@@ -67,6 +69,9 @@ class UsageStats:
     loaded_bytes: int = 0
     held_bytes: int = 0
     held_blocks: int = 0
+    saved_seconds: float = 0.0
+    lost_seconds: float = 0.0
+    computed_tokens: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -470,7 +470,7 @@ def _decode_server(message: pb.ServerStats) -> ServerStats:
         rpc_seconds_bounds=tuple(message.rpc_seconds_bounds),
         rpcs=tuple(_decode(RpcStats, each, buckets=tuple(each.buckets)) for each in message.rpcs),
         transfers=tuple(_decode(TransferStats, each) for each in message.transfers),
-        usage=tuple(_decode(UsageStats, each) for each in message.usage),
+        usage=tuple(_decode(UsageStats, each, computed_tokens=dict(each.computed_tokens)) for each in message.usage),
         certificate_ends=dict(message.certificate_ends),
         refused_files=tuple(message.refused_files),
     )

@@ -17,6 +17,7 @@ from kvpool.errors import ConfigError, InvalidRequestError, TransferError
 from kvpool.mooncake import Engine
 from kvpool.quotas import beyond_memory, parse_quota
 from kvpool.tracing import SERVER_SERVICE, Tracing
+from kvpool.value import ValueReport
 from kvpool_server.access.audit import AuditLog
 from kvpool_server.access.control import AccessControl
 from kvpool_server.access.reminders import HOUR_S, repeat, warn_of_plaintext
@@ -43,7 +44,6 @@ from kvpool_server.exposure import (
     tls_files,
 )
 from kvpool_server.grpc_server import GrpcServer
-from kvpool_server.history import History
 from kvpool_server.http import OperatorHttp, on_loop
 from kvpool_server.log_events import LogEvents
 from kvpool_server.lookup_streams import LookupStreams
@@ -121,7 +121,6 @@ class Composition:
         self._state = state
         self._announce_drain = announce_drain
         self._log_events = log_events
-        self._started = time.monotonic()
         self._boot_token = secrets.randbits(63) | 1
         self.port = self.http_port = 0
         self.data: DataWorkers | None = None
@@ -158,10 +157,12 @@ class Composition:
         self.tiered = TieredPool(self.pool, self.memory.segment.bytes, tiers, write_back, run=self.turns.run)
         self.drain = drain = Drain(self.tiered, config.drain_ms, self._announce_drain)
         self.memory.hand_out(self._stack)
-        self._monitoring = Monitoring(self.tiered, self.memory, self._reports, usage, self._access, self._tcp_bytes)
+        self._monitoring = Monitoring(
+            self.tiered, self.memory, self._reports, usage, self._access, self._tcp_bytes, self._boot_token
+        )
         in_background(self._stack, self._monitoring.lag.run())
         if config.http_listen:
-            self.http_port = self._serve_http(config.http_listen)
+            self.http_port = self._monitoring.http_port = self._serve_http(config.http_listen)
         if self._permits is not None:
             self.data = self._start_workers(self._permits)
         await self.memory.prefault.step()
@@ -258,9 +259,7 @@ class Composition:
         tls = None if access is None else access.credentials.for_http
         gate = None if access is None else access.check_scrape
         try:
-            instruments = self._monitoring.instruments(self._state, self._log_events, self._started)
-            history = History(boot=f"{self._boot_token:016x}")
-            site = Site(instruments, history, self.turns, loop, lambda: self._value.report_of_all())
+            site = Site(loop, self._state, self._monitoring.stats, self._value_of_all, self._log_events)
             health = on_loop(loop, self._state)
             names = [split_address(each)[0].lower() for each in (address, self._config.listen)]
             http = OperatorHttp(host, port, self._monitoring.registry, health, tls, gate, site, names)
@@ -307,6 +306,9 @@ class Composition:
         self._monitoring.registry.register(collector)
         return value
 
+    async def _value_of_all(self) -> ValueReport:
+        return await self.turns.run(self._value.report_of_all())
+
     async def _start_engine(self) -> Engine:
         config = self._config
         host = config.mooncake_host or split_address(config.listen)[0]
@@ -334,7 +336,6 @@ class Composition:
         permits = None if self._permits is None else RegionPermits(pool, self._permits)
         streams = LookupStreams(pool.limits.max_streams)
         verifier = Verifier(pool, memory, self.turns.run)
-        stats = partial(self._monitoring.told_stats, time.monotonic(), self.http_port)
         offer = self.memory.offer(self._engine, self.data.info if self.data is not None else None)
         lease_service = LeaseService if self._tracing is None else partial(TracedLeaseService, self._tracing)
         groups = (
@@ -348,7 +349,7 @@ class Composition:
             ExplanationService(served),
             RoutingService(served, self._reports),
             ReportService(served, self._reports, self._ledger),
-            ListingService(served, stats, self._reports, self._value.report),
+            ListingService(served, self._monitoring.stats, self._reports, self._value.report),
             QuotaService(served),
             DrainService(served),
         )

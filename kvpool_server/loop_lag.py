@@ -12,8 +12,6 @@ from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from kvpool_server.buckets import cumulative_buckets
-
 PROBE_EVERY_S = 0.01
 WINDOW_S = 60.0
 MIN_PROBES = 1_000
@@ -64,10 +62,6 @@ class LoopLag(Collector):
     def longest_s(self) -> float:
         """The longest lag of the last one to two minutes."""
         return max(self._longest, self._longest_before)
-
-    def buckets(self) -> dict[str, float]:
-        """By upper bound in seconds: how many probes were not later than that."""
-        return cumulative_buckets(self._seconds)
 
     def last_minute(self) -> Lag:
         """The lag of the last minute; takes a fraction of a millisecond."""

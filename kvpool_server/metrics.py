@@ -23,7 +23,6 @@ from kvpool.errors import KVPoolError
 from kvpool.server_stats import RpcStats, TransferStats, UsageStats
 from kvpool.types import PinBudget, PoolStats, Quota
 from kvpool.wire import status_of
-from kvpool_server.buckets import cumulative_buckets
 from kvpool_server.cache.counters import COUNTERS
 from kvpool_server.pairs import MAX_PAIRS, OTHER, label_of
 from kvpool_server.tiers.tier import COUNTERS as TIER_COUNTERS
@@ -187,11 +186,6 @@ class RpcMetrics(Collector):
             RpcStats(*key, series._sum.get(), tuple(int(bucket.get()) for bucket in series._buckets))
             for key, series in sorted(self._by_status.items())
         )
-
-    def buckets(self, method: str) -> dict[str, float]:
-        """By upper bound in seconds, as text: how many calls of a method succeeded within that time."""
-        series = self._by_status.get((method, "OK"))
-        return {} if series is None else cumulative_buckets(series)
 
     def add_bytes(self, direction: str, nbytes: int) -> None:
         """Counts payload bytes that passed through gRPC."""

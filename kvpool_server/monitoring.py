@@ -1,21 +1,22 @@
-"""What a server shows of itself: the series of /metrics, the dashboard's instruments, and the reply to `Stats`."""
+"""What a server shows of itself: the series of /metrics, and the snapshot that `Stats` and the page show."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
 
 from kvpool.quotas import fullest
+from kvpool.server_stats import ServerStats, UsageStats
 from kvpool.types import PoolStats
+from kvpool.version import __version__
 from kvpool_server.access.control import AccessControl
 from kvpool_server.access.reminders import ends_of
 from kvpool_server.arena_memory import ArenaMemory
 from kvpool_server.http import on_loop
-from kvpool_server.log_events import LogEvents
 from kvpool_server.loop_lag import LoopLag
 from kvpool_server.metrics import (
     CertificateExpiry,
@@ -27,10 +28,9 @@ from kvpool_server.metrics import (
     RpcMetrics,
     UsageCollector,
 )
-from kvpool_server.page.instruments import Instruments
+from kvpool_server.pairs import Pair
 from kvpool_server.reports.engines import EngineReports
 from kvpool_server.reports.metrics import ReportCollector
-from kvpool_server.server_stats import server_stats
 from kvpool_server.tiering.tiered_pool import TieredPool
 from kvpool_server.usage import Usage
 
@@ -41,8 +41,10 @@ class Monitoring:
     Args:
         access: None if callers are not authenticated.
         tcp_bytes: that the data workers have moved, by direction.
+        boot_token: of this start of the server.
 
     Attributes:
+        http_port: of /metrics and the page; 0 if HTTP is off.
         lag: run it.
         rpcs: gets the calls.
     """
@@ -55,7 +57,11 @@ class Monitoring:
         usage: Usage,
         access: AccessControl | None,
         tcp_bytes: Callable[[], dict[str, int]],
+        boot_token: int,
     ):
+        self._started = time.monotonic()
+        self._boot_token = boot_token
+        self.http_port = 0
         self._tiered = tiered
         self._pool = pool = tiered.pool
         self._memory = memory
@@ -66,7 +72,7 @@ class Monitoring:
         for collector in (ProcessCollector, PlatformCollector, GCCollector):
             collector(registry=registry)
         loop = asyncio.get_running_loop()
-        registry.register(PoolCollector(on_loop(loop, self._stats)))
+        registry.register(PoolCollector(on_loop(loop, self.stats)))
         registry.register(UsageCollector(on_loop(loop, usage.by_model_and_tenant)))
         registry.register(QuotaCollector(on_loop(loop, pool.quotas)))
         registry.register(PinCollector(on_loop(loop, pool.pins.budgets)))
@@ -78,46 +84,47 @@ class Monitoring:
         self.lag = LoopLag(registry)
         self.rpcs = RpcMetrics(registry, tcp_bytes)
 
-    def _stats(self) -> PoolStats:
+    def stats(self) -> PoolStats:
+        """A snapshot of the server, with all that `Stats` answers. Call it on the event loop."""
         return dataclasses.replace(
-            self._tiered.stats(self._memory.prefault.backed_bytes), engines=self._reports.engines()
+            self._tiered.stats(self._memory.prefault.backed_bytes),
+            boot_token=self._boot_token,
+            engines=self._reports.engines(),
+            quotas=fullest(self._pool.quotas()),
+            server=self._server_stats(),
         )
 
-    def told_stats(self, started: float, http_port: int) -> PoolStats:
-        """What `Stats` answers.
-
-        Args:
-            started: `time.monotonic` at the server's start.
-            http_port: 0 if HTTP is off.
-        """
+    def _server_stats(self) -> ServerStats:
+        late = self.lag.last_minute()
+        bounds, rpcs = self.rpcs.rpcs()
         access = self._access
         ends = {} if access is None else ends_of(access.credentials.value.tls)
-        refused = {} if access is None else access.refused_files()
-        server = server_stats(started, self.rpcs, self.lag, self._usage, http_port, ends, refused)
-        return dataclasses.replace(self._stats(), server=server, quotas=fullest(self._pool.quotas()))
-
-    def instruments(self, state: Callable[[], str], events: LogEvents, started: float) -> Instruments:
-        """What the dashboard reads.
-
-        Args:
-            state: the server's, as /healthz tells it.
-            events: the last warnings and errors of the log.
-            started: `time.monotonic` at the server's start.
-        """
-        access, rpcs = self._access, self.rpcs
-        return Instruments(
-            state=state,
-            stats=lambda: self._tiered.stats(self._memory.prefault.backed_bytes),
-            lookup_seconds=lambda: rpcs.buckets("Lookup"),
-            loop_lag_seconds=self.lag.buckets,
-            loop_lag=self.lag.last_minute,
-            moved_bytes=lambda: {(each.transport, each.direction): each.nbytes for each in rpcs.transfers()},
-            usage=self._usage.by_model_and_tenant,
-            reported=self._reports.snapshot,
-            engines=self._reports.engines,
-            quotas=self._pool.quotas,
-            ends=lambda: {} if access is None else ends_of(access.credentials.value.tls),
-            refused_files=lambda: {} if access is None else access.refused_files(),
-            events=events,
-            uptime_s=lambda: time.monotonic() - started,
+        refused: Mapping[str, bool] = {} if access is None else access.refused_files()
+        return ServerStats(
+            version=__version__,
+            uptime_seconds=time.monotonic() - self._started,
+            unix_seconds=time.time(),
+            loop_lag_p50_seconds=late.p50,
+            loop_lag_p99_seconds=late.p99,
+            loop_lag_max_seconds=late.longest,
+            rpc_seconds_bounds=bounds,
+            rpcs=rpcs,
+            transfers=self.rpcs.transfers(),
+            usage=self._used_and_reported(),
+            http_port=self.http_port,
+            certificate_ends={name: ends_at.timestamp() for name, ends_at in ends.items()},
+            refused_files=tuple(name for name, is_refused in refused.items() if is_refused),
         )
+
+    def _used_and_reported(self) -> tuple[UsageStats, ...]:
+        """What the pool has counted by model and tenant, with what engines have reported."""
+        usage = {Pair(each.model, each.tenant): each for each in self._usage.by_model_and_tenant()}
+        for pair, totals in self._reports.totals.items():
+            used = usage.get(pair) or UsageStats(pair.tenant, pair.model)
+            usage[pair] = dataclasses.replace(
+                used,
+                saved_seconds=totals.saved_seconds,
+                lost_seconds=totals.lost_seconds,
+                computed_tokens=dict(totals.computed_tokens),
+            )
+        return tuple(usage.values())

@@ -822,7 +822,14 @@ class TransferStats(_message.Message):
     def __init__(self, transport: _Optional[str] = ..., direction: _Optional[str] = ..., nbytes: _Optional[int] = ...) -> None: ...
 
 class UsageStats(_message.Message):
-    __slots__ = ("tenant", "model", "lookup_tokens", "hit_tokens", "stored_bytes", "loaded_bytes", "held_bytes", "held_blocks")
+    __slots__ = ("tenant", "model", "lookup_tokens", "hit_tokens", "stored_bytes", "loaded_bytes", "held_bytes", "held_blocks", "saved_seconds", "lost_seconds", "computed_tokens")
+    class ComputedTokensEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     TENANT_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     LOOKUP_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -831,6 +838,9 @@ class UsageStats(_message.Message):
     LOADED_BYTES_FIELD_NUMBER: _ClassVar[int]
     HELD_BYTES_FIELD_NUMBER: _ClassVar[int]
     HELD_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    SAVED_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    LOST_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     tenant: str
     model: str
     lookup_tokens: int
@@ -839,7 +849,10 @@ class UsageStats(_message.Message):
     loaded_bytes: int
     held_bytes: int
     held_blocks: int
-    def __init__(self, tenant: _Optional[str] = ..., model: _Optional[str] = ..., lookup_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., stored_bytes: _Optional[int] = ..., loaded_bytes: _Optional[int] = ..., held_bytes: _Optional[int] = ..., held_blocks: _Optional[int] = ...) -> None: ...
+    saved_seconds: float
+    lost_seconds: float
+    computed_tokens: _containers.ScalarMap[str, int]
+    def __init__(self, tenant: _Optional[str] = ..., model: _Optional[str] = ..., lookup_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., stored_bytes: _Optional[int] = ..., loaded_bytes: _Optional[int] = ..., held_bytes: _Optional[int] = ..., held_blocks: _Optional[int] = ..., saved_seconds: _Optional[float] = ..., lost_seconds: _Optional[float] = ..., computed_tokens: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class TierStats(_message.Message):
     __slots__ = ("name", "up", "size_bytes", "used_bytes", "num_entries", "counters")

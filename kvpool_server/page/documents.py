@@ -1,215 +1,101 @@
-"""The JSON that the dashboard asks for; docs/how-to/page.md describes it.
-
-The loop only copies numbers, in steps. Whoever asks escapes names and encodes, in a thread of its own, and in parts so
-small that the loop never waits for the interpreter.
-"""
+"""The JSON that the page reads; docs/how-to/page.md describes it. Threads of the HTTP port make it."""
 
 from __future__ import annotations
 
-import dataclasses
-import datetime as dt
 import json
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Any
 
-import numpy as np
-import numpy.typing as npt
+from google.protobuf.message import Message
 
+from kvpool import wire
+from kvpool.doctor.finding import Level, problems
+from kvpool.doctor.judgements import judgements
+from kvpool.doctor.pool_state import INCOMPLETE
+from kvpool.doctor.window import RECENT_S, window_of
 from kvpool.holdings import escaped
-from kvpool.value import ValueReport
-from kvpool.version import __version__
-from kvpool_server.cache.steps import Steps
-from kvpool_server.history import History, Key, Part
-from kvpool_server.page.instruments import Instruments, sample
-from kvpool_server.page.verdict import Finding, findings
+from kvpool.types import PoolStats
+from kvpool_server.log_events import LogEvent
 
-MAX_NAME_CHARS = 200
-"""Of a name that clients choose."""
-MAX_ENGINES = 256
-MAX_QUOTAS = 256
+MAX_TEXT_CHARS = 200
+"""Of a text in a message."""
+MAX_CHECK_CHARS = 60
+"""Of the name of a check, which may contain that of a tier."""
 
 
-Value = TypeVar("Value")
+def fields_of(message: Message) -> dict[str, Any]:
+    """The fields of a message by name, those with default values too, for JSON.
+
+    `MessageToDict` would make texts of 64-bit numbers, and would escape no names.
+    """
+    time.sleep(0)  # Lets the event loop have the interpreter, which a thread may keep for 5 ms otherwise.
+    found: dict[str, Any] = {}
+    for field in message.DESCRIPTOR.fields:
+        value = getattr(message, field.name)
+        if isinstance(value, Mapping):
+            found[field.name] = {escaped(name, MAX_TEXT_CHARS): _plain(each) for name, each in value.items()}
+        elif isinstance(value, Message | str | bytes | int | float):
+            found[field.name] = _plain(value)
+        else:
+            found[field.name] = [_plain(each) for each in value]
+    return found
 
 
-@dataclass(frozen=True, slots=True)
-class Moment:
-    """How a server was at a time; any thread may use it.
+def _plain(value: Any) -> Any:
+    if isinstance(value, Message):
+        return fields_of(value)
+    if isinstance(value, bytes):
+        return value.hex()
+    if isinstance(value, str):
+        return escaped(value, MAX_TEXT_CHARS)
+    return value if math.isfinite(value) else None
+
+
+def findings(state: str, stats: PoolStats, before: PoolStats | None) -> list[dict[str, str]]:
+    """What is wrong with a server, faults first: the problems that `kvpool stats` prints, over ten minutes.
 
     Args:
-        boot, at: see `History`.
-        instruments: say what they said then.
-        values: the sample of then.
+        state: of the server, as /healthz tells it.
+        before: the counters of ten minutes ago.
     """
-
-    boot: str
-    at: float
-    instruments: Instruments
-    values: Mapping[Key, float]
-    findings: tuple[Finding, ...]
-
-
-def moment(instruments: Instruments, history: History) -> Steps[Moment]:
-    """How the server is now. Asks each instrument once, in a step of its own."""
-    said: dict[str, Any] = {}
-    for field in dataclasses.fields(Instruments):
-        ask = getattr(instruments, field.name)
-        said[field.name] = _constant(ask()) if callable(ask) else ask
-        yield
-    then = Instruments(**said)
-    values = yield from sample(then)
-    yield
-    found = findings(then, values, history, dt.datetime.now(dt.UTC))
-    return Moment(history.boot, history.time(), then, values, tuple(found))
+    found = []
+    if state != "ok":
+        text = f"The server is {state}: it takes no new calls, and engines compute meanwhile."
+        found.append({"level": "fault", "text": text})
+    for problem in problems(judgements(stats, window_of(stats, before, RECENT_S))):
+        if problem.check != INCOMPLETE:  # A page asks so often that it would see blocks between the puts of two ranks.
+            sentences = f"{escaped(problem.check, MAX_CHECK_CHARS)}: {problem.text}", problem.fix
+            text = " ".join(f"{sentence[:1].upper()}{sentence[1:]}." for sentence in sentences)
+            found.append({"level": "fault" if problem.level is Level.ERROR else "warning", "text": text})
+    return sorted(found, key=lambda finding: finding["level"] != "fault")
 
 
-def _constant(value: Value) -> Callable[[], Value]:
-    return lambda: value
+def now_document(
+    state: str, stats: PoolStats, sample: bytes, before: PoolStats | None, events: list[LogEvent]
+) -> bytes:
+    """How the server is now.
 
-
-def now_document(now: Moment) -> dict[str, Any]:
-    """How the server is now."""
-    instruments, stats = now.instruments, now.instruments.stats()
-    return {
-        "boot": now.boot,
-        "time": round(now.at, 3),
-        "version": __version__,
-        "uptime_seconds": round(instruments.uptime_s(), 1),
-        "health": instruments.state(),
-        "worst": now.findings[0].level if now.findings else "ok",
-        "findings": [dataclasses.asdict(finding) for finding in now.findings],
-        "pool": {
-            "arena_bytes": stats.arena_bytes, "free_bytes": stats.free_bytes,
-            "prefaulted_bytes": stats.prefaulted_bytes, "entries": stats.num_entries,
-            "incomplete": stats.num_incomplete, "quarantined": stats.num_quarantined,
-            "leases": stats.num_leases, "tickets": stats.num_tickets,
-        },
-        "counters": stats.counters,
-        "tiers": [
-            {
-                "tier": _name(tier.name), "up": tier.up, "size_bytes": tier.size_bytes, "used_bytes": tier.used_bytes,
-                "entries": tier.num_entries, "counters": tier.counters,
-            }
-            for tier in stats.tiers
-        ],
-        "loop_lag_max_seconds": instruments.loop_lag().longest,
-        "owners": _owners(instruments),
-        "engines": [
-            {
-                "engine": _name(engine.engine), "version": _name(engine.version),
-                "vllm_version": _name(engine.vllm_version), "transport": _name(engine.transport),
-                "breaker_open": engine.breaker_open, "age_seconds": round(engine.age_seconds, 1),
-                "model": _name(engine.model), "tenant": _name(engine.tenant),
-            }
-            for engine in instruments.engines()[:MAX_ENGINES]
-        ],
-        "quotas": [
-            {"subject": _name(quota.subject), "limit_bytes": quota.limit_bytes, "used_bytes": quota.used_bytes}
-            for quota in instruments.quotas()[:MAX_QUOTAS]
-        ],
-        "certificates": {name: ends_at.timestamp() for name, ends_at in instruments.ends().items()},
-        "log": [
-            {"time": round(event.at, 3), "level": event.level, "text": event.text, "fields": dict(event.fields),
-             "count": event.count}
-            for event in instruments.events.latest()
-        ],
-        "sample": [{"key": list(key), "value": _number(value)} for key, value in now.values.items()],
-    }  # fmt: skip
-
-
-def _owners(instruments: Instruments) -> list[dict[str, Any]]:
-    """By model and tenant: what the pool has counted, and what engines have reported."""
-    owners: dict[tuple[str, str], dict[str, Any]] = {}
-    for usage in instruments.usage():
-        owners[usage.model, usage.tenant] = {
-            "model": _name(usage.model), "tenant": _name(usage.tenant), "lookup_tokens": usage.lookup_tokens,
-            "hit_tokens": usage.hit_tokens, "stored_bytes": usage.stored_bytes, "loaded_bytes": usage.loaded_bytes,
-            "held_bytes": usage.held_bytes, "held_blocks": usage.held_blocks,
-        }  # fmt: skip
-    for (model, tenant), totals in instruments.reported().items():
-        owner = owners.setdefault((model, tenant), {"model": _name(model), "tenant": _name(tenant)})
-        owner["reported"] = {
-            "computed_tokens": dict(totals.computed_tokens), "loaded_tokens": totals.loaded_tokens,
-            "saved_seconds": totals.saved_seconds, "lost_seconds": totals.lost_seconds,
-            "num_requests": totals.num_requests,
-        }  # fmt: skip
-    return list(owners.values())
-
-
-def history_document(part: Part) -> dict[str, Any]:
-    """The samples of a part of a history."""
-    return {
-        "boot": part.boot,
-        "interval_seconds": part.interval_s,
-        "times": [round(at, 3) for at in part.times.tolist()],
-        "series": [{"key": list(key), "values": _numbers(values)} for key, values in _politely(part.values.items())],
+    Args:
+        sample: what the charts draw of it.
+        before, state: see `findings`.
+        events: of the log, the newest first.
+    """
+    log = [
+        {"time": round(event.at, 3), "level": event.level, "text": event.text, "fields": dict(event.fields),
+         "count": event.count}
+        for event in events
+    ]  # fmt: skip
+    document = {
+        "state": state,
+        "findings": findings(state, stats, before),
+        "log": log,
+        "stats": fields_of(wire.encode_stats(stats, stats.boot_token)),
     }
-
-
-def value_document(report: ValueReport) -> dict[str, Any]:
-    """Hit ratios by arena size, of all tenants together and of each."""
-    return {
-        "enabled": report.enabled,
-        "arena_bytes": report.arena_bytes,
-        "has_tiers": report.has_tiers,
-        "seconds": round(report.seconds, 1),
-        "left_out": report.left_out,
-        "curves": [
-            {
-                "tenant": _name(curve.tenant), "is_total": curve.is_total, "is_rest": curve.is_rest,
-                "lookup_tokens": round(curve.lookup_tokens),
-                "estimates": [
-                    {
-                        "size": each.size, "hit_ratio": round(each.hit_ratio, 5),
-                        "hit_ratio_with_tiers": round(each.hit_ratio_with_tiers, 5),
-                        "uncertainty": round(each.uncertainty, 5),
-                    }
-                    for each in curve.estimates
-                ],
-            }
-            for curve in report.curves
-        ],
-    }  # fmt: skip
+    return encoded(document)[:-1] + b',"sample":' + sample + b"}"
 
 
 def encoded(document: dict[str, Any]) -> bytes:
-    """A document as JSON, which has no NaN.
-
-    `json.dumps` holds the interpreter until it returns, so each item of a list is encoded by itself.
-    """
-    return b"{" + b",".join([_dumps(name) + b":" + _encoded(value) for name, value in document.items()]) + b"}"
-
-
-def _encoded(value: object) -> bytes:
-    return b"[" + b",".join(map(_dumps, _politely(value))) + b"]" if isinstance(value, list) else _dumps(value)
-
-
-def _politely(items: Iterable[Value]) -> Iterator[Value]:
-    """Lets other threads have the interpreter before each item; unasked, a thread keeps it for 5 ms."""
-    for item in items:
-        time.sleep(0)
-        yield item
-
-
-def _dumps(value: object) -> bytes:
-    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
-
-
-def _numbers(values: npt.NDArray[np.float64]) -> list[float | int | None]:
-    """The values as JSON has them: whole numbers without a fraction, null where a value lacks."""
-    if bool(np.isfinite(values).all()) and bool((values == np.floor(values)).all()):
-        return values.astype(np.int64).tolist()  # type: ignore[no-any-return]
-    return [_number(value) for value in values.tolist()]
-
-
-def _number(value: float) -> float | int | None:
-    if not math.isfinite(value):
-        return None
-    return int(value) if value == int(value) else value
-
-
-def _name(text: str) -> str:
-    return escaped(text, MAX_NAME_CHARS)
+    """A document as JSON, which has no NaN."""
+    return json.dumps(document, separators=(",", ":"), allow_nan=False).encode()

@@ -1,32 +1,29 @@
-"""The dashboard as the HTTP port serves it: which path has which answer. Its threads call `answer`."""
+"""The page as the HTTP port serves it: the answer to each path. Threads of the HTTP port call `answer`."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import gzip
-import json
-import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from urllib.parse import parse_qsl
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
 
 import structlog
 
-from kvpool.errors import InvalidRequestError
+from kvpool import wire
+from kvpool.doctor.window import RECENT_S
+from kvpool.types import PoolStats
 from kvpool.value import ValueReport
-from kvpool_server.cache.steps import Steps
-from kvpool_server.history import INTERVAL_S, SPANS, History
 from kvpool_server.http import LOOP_TIMEOUT_S, Request, Response, awaited_on_loop, on_loop
-from kvpool_server.page.documents import encoded, history_document, moment, now_document, value_document
-from kvpool_server.page.instruments import Instruments, sample
+from kvpool_server.log_events import LogEvents
+from kvpool_server.page.documents import encoded, fields_of, now_document
+from kvpool_server.page.samples import INTERVAL_S, Sample, Samples
 from kvpool_server.page.static_files import StaticFile, read_static_files
-from kvpool_server.turns import Turns
 
 log = structlog.get_logger()
 
 MIN_GZIP_BYTES = 1_000
-MAX_QUERY_CHARS = 200
 GZIP_LEVEL = 1
 """Of answers that are made for each request."""
 JSON = "application/json"
@@ -48,35 +45,46 @@ _DATA = {"Cache-Control": "no-store", "Vary": "Accept-Encoding"}
 
 
 class Site:
-    """The dashboard of one server. Let `run` run in the background."""
+    """The page of one server. Let `run` run in the background.
+
+    Args:
+        loop: calls `state`, `stats` and `value`.
+        state: of the server, as /healthz tells it.
+        stats: takes a snapshot.
+        value: reports what other arena sizes would hit.
+        events: the last warnings and errors of the log.
+    """
 
     def __init__(
         self,
-        instruments: Instruments,
-        history: History,
-        turns: Turns,
         loop: asyncio.AbstractEventLoop,
-        value: Callable[[], Steps[ValueReport]],
+        state: Callable[[], str],
+        stats: Callable[[], PoolStats],
+        value: Callable[[], Coroutine[Any, Any, ValueReport]],
+        events: LogEvents,
     ):
-        self._instruments = instruments
-        self._history = history
-        self._turns = turns
-        self._loop = loop
-        self._value = value
+        self._state = state
+        self._stats = stats
+        self._events = events
+        self._samples = Samples()
+        self._look = on_loop(loop, self._look_on_loop)
+        self._kept = on_loop(loop, self._samples.kept)
+        self._value = awaited_on_loop(loop, value)
         self._files = read_static_files()
+        self._numbers = {"/api/v1/now": self._now, "/api/v1/history": self._history, "/api/v1/value": self._value_now}
         self._answering = threading.Lock()
 
     async def run(self) -> None:
-        """Samples the server's numbers every `INTERVAL_S`, until cancelled."""
+        """Takes a sample every `INTERVAL_S`, until cancelled."""
         while True:
             try:
-                self._history.record(await self._turns.run(sample(self._instruments)))
+                self._samples.add(self._stats())
             except Exception:
-                log.exception("sampling the server's numbers for the dashboard failed")
+                log.exception("sampling the server's numbers for the page failed")
             await asyncio.sleep(INTERVAL_S)
 
     def answer(self, request: Request, check: Callable[[], None]) -> Response | None:
-        """The answer to a GET; None for a path that is not the dashboard's.
+        """The answer to a GET; None for a path that is not the page's.
 
         Args:
             check: raises UnauthenticatedError and PermissionDeniedError for a client that may not read numbers.
@@ -85,35 +93,27 @@ class Site:
         """
         if (file := self._files.get(request.path)) is not None:
             return _of_file(file, request)
-        if request.path not in ("/api/v1/now", "/api/v1/history", "/api/v1/value"):
+        if (numbers := self._numbers.get(request.path)) is None:
             return None
         check()
-        try:
-            if request.path == "/api/v1/now":
-                _query(request.query, ())
-                body = self._now()
-            elif request.path == "/api/v1/value":
-                _query(request.query, ())
-                body = self._value_now()
-            else:
-                body = self._part(*_span_and_since(request.query))
-        except InvalidRequestError as error:
-            return Response(400, json.dumps({"error": str(error)}).encode(), JSON, HEADERS | _DATA)
-        return _compressed(body, request)
+        return _compressed(numbers(), request)
+
+    def _look_on_loop(self) -> tuple[str, PoolStats, Sample, PoolStats | None]:
+        stats = self._stats()
+        return self._state(), stats, self._samples.make(stats), self._samples.before(RECENT_S)
 
     def _now(self) -> bytes:
-        ask = awaited_on_loop(self._loop, lambda: self._turns.run(moment(self._instruments, self._history)))
+        state, stats, sample, before = self._look()
         with self._one_answer():
-            return encoded(now_document(ask()))
+            return now_document(state, stats, sample.drawn, before, self._events.latest())
+
+    def _history(self) -> bytes:
+        return b'{"samples":[' + b",".join(sample.drawn for sample in self._kept()) + b"]}"
 
     def _value_now(self) -> bytes:
-        ask = awaited_on_loop(self._loop, lambda: self._turns.run(self._value()))
+        report = self._value()
         with self._one_answer():
-            return encoded(value_document(ask()))
-
-    def _part(self, span: str, since: float) -> bytes:
-        with self._one_answer():
-            return encoded(history_document(on_loop(self._loop, lambda: self._history.part(span, since))()))
+            return encoded(fields_of(wire.encode_value(report, 0)))
 
     @contextlib.contextmanager
     def _one_answer(self) -> Iterator[None]:
@@ -140,32 +140,3 @@ def _compressed(body: bytes, request: Request) -> Response:
     if request.accepts_gzip and len(body) >= MIN_GZIP_BYTES:
         return Response(200, gzip.compress(body, GZIP_LEVEL), JSON, headers | {"Content-Encoding": "gzip"})
     return Response(200, body, JSON, headers)
-
-
-def _span_and_since(query: str) -> tuple[str, float]:
-    """What a query asks of the history. Raises InvalidRequestError."""
-    given = _query(query, ("span", "since"))
-    span, text = given.get("span", "1h"), given.get("since", "0")
-    if span not in SPANS:
-        raise InvalidRequestError(f"span {span[:20]!r} is unknown; give {', '.join(SPANS)}")
-    try:
-        since = float(text)
-    except ValueError:
-        since = math.nan
-    if not 0 <= since < 1e12:
-        raise InvalidRequestError(f"since {text[:20]!r} is no time; give seconds since 1970, such as 1700000000")
-    return span, since
-
-
-def _query(query: str, names: Sequence[str]) -> dict[str, str]:
-    """The parameters of a query. Raises InvalidRequestError unless each is known, and given once."""
-    if len(query) > MAX_QUERY_CHARS:
-        raise InvalidRequestError(f"the query has {len(query)} characters; give at most {MAX_QUERY_CHARS}")
-    pairs = parse_qsl(query, keep_blank_values=True)
-    given = dict(pairs)
-    if len(given) < len(pairs):
-        raise InvalidRequestError("a parameter of the query is given twice; give it once")
-    for name in given:
-        if name not in names:
-            raise InvalidRequestError(f"parameter {name[:20]!r} is unknown; give {' and '.join(names) or 'none'}")
-    return given

@@ -1,4 +1,4 @@
-"""The dashboard's files: a fixed table, read once, compressed once. No request names a path of the file system."""
+"""The page's files: a fixed table, read once, compressed once. No request names a path of the file system."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ NAMES = (
     "page.js",
     "panels.js",
     "charts.js",
-    "series.js",
+    "chart.js",
+    "samples.js",
     "format.js",
     "source.js",
-    "value_curve.js",
     "uPlot/uPlot.iife.min.js",
     "uPlot/uPlot.min.css",
 )

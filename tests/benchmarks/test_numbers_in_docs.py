@@ -71,8 +71,8 @@ SETTINGS: dict[str, dict[str, str]] = {
     },
     "hint.md": {"of the arena, 10 % by default": "kvpool_server.cache.limits: Limits().pin_share"},
     "page.md": {
-        "a sample every 10 seconds": "kvpool_server.history: INTERVAL_S",
-        "series: at most 4 MiB": "kvpool_server.history: MAX_BYTES",
+        "a sample every 10 seconds": "kvpool_server.page.samples: INTERVAL_S",
+        "one every 10 seconds": "kvpool_server.page.samples: INTERVAL_S",
         "less than 300 KiB": "tests.kvpool_server.page.test_browser: MAX_TRANSFER_BYTES",
     },
     "ledger.md": {

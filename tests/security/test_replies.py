@@ -213,6 +213,13 @@ BROKEN: dict[str, tuple[Callable[[Any], Any], Any, str]] = {
     "too many bounds": (replies.stats, server(rpc_seconds_bounds=range(257)), "number of bounds is 257"),
     "method": (replies.stats, server(rpcs=[pb.RpcStats(method="m" * 513, buckets=[0])]), "method has 513"),
     "model": (replies.stats, server(usage=[pb.UsageStats(model="m" * 513)]), "model has 513"),
+    "infinite saving of a model": (
+        replies.stats,
+        server(usage=[pb.UsageStats(saved_seconds=float("inf"))]),
+        "saved_seconds is inf",
+    ),
+    "loss of a model": (replies.stats, server(usage=[pb.UsageStats(lost_seconds=-1)]), "lost_seconds is -1"),
+    "cause of a model": (replies.stats, server(usage=[pb.UsageStats(computed_tokens={"c" * 65: 1})]), "cause has 65"),
     "namespace": (replies.namespaces, info(fingerprint=b"x"), "fingerprint's size is 1"),
     "spec": (replies.namespaces, info(spec=pb.NamespaceSpec()), "model is empty"),
     "age": (replies.namespaces, info(age_seconds=float("inf")), "age_seconds is inf"),

@@ -1,6 +1,6 @@
 // Numbers as people read them, with units.
 
-const MINUS = "–";
+export const NONE = "–";
 
 function scaled(value, step, units) {
   let size = value;
@@ -16,18 +16,18 @@ function scaled(value, step, units) {
 
 const isNumber = (value) => typeof value === "number" && Number.isFinite(value);
 
-export const bytes = (value) => (isNumber(value) ? scaled(value, 1024, ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]) : MINUS);
-export const bytesPerSecond = (value) => (isNumber(value) ? scaled(value, 1000, ["B/s", "kB/s", "MB/s", "GB/s", "TB/s"]) : MINUS);
-export const count = (value) => (isNumber(value) ? scaled(value, 1000, ["", "k", "M", "G", "T"]) : MINUS);
-export const whole = (value) => (isNumber(value) ? Math.round(value).toLocaleString("en-US") : MINUS);
+export const bytes = (value) => (isNumber(value) ? scaled(value, 1024, ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]) : NONE);
+export const bytesPerSecond = (value) => (isNumber(value) ? scaled(value, 1000, ["B/s", "kB/s", "MB/s", "GB/s", "TB/s"]) : NONE);
+export const count = (value) => (isNumber(value) ? scaled(value, 1000, ["", "k", "M", "G", "T"]) : NONE);
+export const whole = (value) => (isNumber(value) ? Math.round(value).toLocaleString("en-US") : NONE);
 
 export function perSecond(value) {
-  if (!isNumber(value)) return MINUS;
+  if (!isNumber(value)) return NONE;
   return value > 0 && value < 0.01 ? "< 0.01 /s" : `${scaled(value, 1000, ["", "k", "M", "G"])} /s`;
 }
 
 export function percent(ratio) {
-  if (!isNumber(ratio)) return MINUS;
+  if (!isNumber(ratio)) return NONE;
   const value = ratio * 100;
   // A ratio that is not whole is not shown as 0 or 100 %.
   if (value > 0 && value < 0.1) return "< 0.1 %";
@@ -36,15 +36,15 @@ export function percent(ratio) {
 }
 
 export function seconds(value) {
-  if (!isNumber(value)) return MINUS;
+  if (!isNumber(value)) return NONE;
   if (value === 0) return "0 ms";
-  if (value < 1e-3) return `${Math.round(value * 1e6)} µs`;
+  if (value < 0.9995e-3) return `${Math.round(value * 1e6)} µs`;
   if (value < 1) return `${(value * 1e3).toFixed(value < 0.01 ? 2 : value < 0.1 ? 1 : 0)} ms`;
   return value < 10 ? `${value.toFixed(2)} s` : duration(value);
 }
 
 export function duration(value) {
-  if (!isNumber(value)) return MINUS;
+  if (!isNumber(value)) return NONE;
   for (const [unit, length] of [["d", 86400], ["h", 3600], ["min", 60]]) {
     if (value >= 2 * length) return `${Math.floor(value / length)} ${unit}`;
   }
@@ -64,3 +64,12 @@ export function day(at) {
 }
 
 export const moment = (at) => `${day(at)} ${clock(at)}`;
+
+// Text whose commands stand in backquotes, as nodes.
+export function withCode(text) {
+  return text.split("`").map((part, nth) => {
+    const node = document.createElement(nth % 2 ? "code" : "span");
+    node.textContent = part;
+    return node;
+  });
+}

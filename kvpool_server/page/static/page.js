@@ -1,84 +1,48 @@
-// The dashboard: asks for numbers, keeps the samples of each span, draws.
+// The page: asks for numbers, keeps samples, draws.
 
-import { CHARTS, Chart } from "./charts.js";
+import { HourCharts, ValueCurve } from "./charts.js";
 import * as format from "./format.js";
 import * as panels from "./panels.js";
-import { nameOf, Series, SPAN_SECONDS } from "./series.js";
+import { Samples } from "./samples.js";
 import { Source } from "./source.js";
-import { ValueCurve } from "./value_curve.js";
 
-const TITLES = { "15m": "Last 15 minutes", "1h": "Last hour", "6h": "Last 6 hours", "24h": "Last 24 hours", "7d": "Last 7 days" };
 const MINUTE_S = 60;
 const VALUE_EVERY_S = 12; // The curve is that of about the last hours.
 const THEME = "kvpool-theme";
+const THEMES = ["system", "light", "dark"];
 
-const stores = Object.fromEntries(Object.keys(SPAN_SECONDS).map((span) => [span, new Series(span)]));
-const view = { span: "1h", now: null, awaySince: 0, valueAt: 0 };
 const byId = (id) => document.getElementById(id);
-const charts = CHARTS.map((spec) => new Chart(spec, byId("charts")));
-
+const samples = new Samples();
+const charts = new HourCharts(byId("charts-title"), byId("charts"));
 const valueCurve = new ValueCurve(byId("value"));
-
 const source = new Source({ onPoll: poll, onAway: showAway, onRefused: askForToken });
+let now = null;
+let awaySince = 0;
+let valueAt = 0;
 
 async function poll(get) {
-  const now = await get("api/v1/now");
-  const spans = view.span === "1h" ? ["1h"] : [view.span, "1h"]; // The tiles need the last minute.
-  for (const span of spans) {
-    const store = stores[span];
-    const newest = store.newest(now.boot);
-    if (newest && now.time - newest < store.intervalSeconds) continue;
-    store.add(await get(`api/v1/history?span=${span}&since=${newest}`));
-  }
-  view.now = now;
-  view.awaySince = 0;
+  const asked = await get("api/v1/now");
+  if (samples.misses(asked.sample)) samples.add((await get("api/v1/history")).samples);
+  samples.add([asked.sample]);
+  now = asked;
+  awaySince = 0;
   byId("token-form").hidden = true;
   byId("numbers").hidden = false;
-  show();
-  if (now.time - view.valueAt < VALUE_EVERY_S) return;
+  const { boot, time } = now.sample;
+  const ofBoot = samples.kept.filter((sample) => sample.boot === boot);
+  const before = ofBoot.findLast((sample) => sample.time <= time - MINUTE_S) ?? ofBoot[0];
+  panels.show(now, before.time < time ? [before, now.sample] : [now.sample]);
+  charts.update(samples.kept, samples.restarts(), now);
+  if (time - valueAt < VALUE_EVERY_S) return;
   valueCurve.update(await get("api/v1/value"));
-  view.valueAt = now.time;
-}
-
-function show() {
-  const { now, span } = view;
-  const series = stores[span].withNow(now);
-  panels.showFindings(now);
-  panels.showAbout(now);
-  panels.showTiles(now, lastMinute(now), series);
-  const to = now.time;
-  for (const chart of charts) chart.update(series, now, to - SPAN_SECONDS[span], to);
-  panels.showOwners(now, series);
-  panels.showCauses(now, series);
-  panels.showTiers(now, series);
-  panels.showEngines(now);
-  panels.showQuotas(now);
-  panels.showCertificates(now);
-  panels.showLog(now);
-  panels.showCounters(now);
-}
-
-// How counters have grown between the sample of a minute ago, or the first one of this boot, and now.
-function lastMinute(now) {
-  const store = stores["1h"];
-  const values = new Map(now.sample.map(({ key, value }) => [nameOf(...key), value]));
-  let row = store.times.findLastIndex((at) => at <= now.time - MINUTE_S);
-  const firstOfBoot = store.gauge("arena_bytes").lastIndexOf(null) + 1;
-  row = Math.max(row, firstOfBoot, 0);
-  const length = now.time - (store.times[row] ?? now.time);
-  const grown = (...key) => Math.max(0, (values.get(nameOf(...key)) ?? 0) - (store.values.get(nameOf(...key))?.[row] ?? 0));
-  return {
-    grown,
-    rate: (...key) => (length >= 1 ? grown(...key) / length : null),
-    under: (name) => [...values.keys()].map((text) => JSON.parse(text)).filter((key) => key.length === 2 && key[0] === name).map((key) => key[1]),
-  };
+  valueAt = time;
 }
 
 function showAway(error) {
-  view.awaySince ||= Date.now() / 1000;
+  awaySince ||= Date.now() / 1000;
   if (!(error instanceof TypeError) && error.name !== "TimeoutError" && error.name !== "AbortError") console.warn(error);
   const why = error.name === "TimeoutError" ? "it does not answer in time" : error instanceof TypeError ? "no connection" : error.message;
-  panels.showState("away", [`The server is away since ${format.clock(view.awaySince)} (${why}). Engines compute meanwhile. This page asks again every few seconds.`]);
+  panels.showState("away", [`The server is away since ${format.clock(awaySince)} (${why}). Engines compute meanwhile. This page asks again every few seconds.`]);
 }
 
 function askForToken(error) {
@@ -102,24 +66,16 @@ byId("token-form").addEventListener("submit", (event) => {
   source.poll();
 });
 
-byId("spans").addEventListener("click", (event) => {
-  const { span } = event.target.dataset;
-  if (!span) return;
-  view.span = span;
-  for (const button of byId("spans").children) button.setAttribute("aria-pressed", String(button.dataset.span === span));
-  byId("charts-title").textContent = TITLES[span];
-  if (view.now) show();
-  source.poll();
-});
-
-byId("counters").addEventListener("toggle", () => view.now && panels.showCounters(view.now));
-
-const THEMES = ["system", "light", "dark"];
+byId("counters").addEventListener("toggle", () => now && panels.showCounters(now.stats));
 
 function setTheme(theme) {
   document.documentElement.dataset.theme = theme;
   byId("theme").textContent = `Theme: ${theme}`;
-  for (const chart of charts) chart.restyle();
+  restyle();
+}
+
+function restyle() {
+  charts.restyle();
   valueCurve.restyle();
 }
 
@@ -131,5 +87,5 @@ byId("theme").addEventListener("click", () => {
 
 const kept = localStorage.getItem(THEME);
 setTheme(THEMES.includes(kept) ? kept : "system");
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => [...charts, valueCurve].forEach((chart) => chart.restyle()));
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", restyle);
 source.poll();

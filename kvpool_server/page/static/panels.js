@@ -1,7 +1,7 @@
 // Everything beside the charts: tiles, tables, the state line. Text from the server becomes text nodes only.
 
 import * as format from "./format.js";
-import { quantileOf } from "./series.js";
+import { lookupQuantile, rate, ratio } from "./samples.js";
 
 export const CAUSES = {
   last_block: "the last token, which is always computed",
@@ -23,8 +23,8 @@ export const CAUSES = {
   not_asked: "the request does not allow loading",
   sharing_off: "sharing was off",
 };
-
 const LEVELS = { ok: "OK", warning: "Warning", fault: "Fault", away: "Away" };
+const CERTIFICATES = { server: "The server's own", client_ca: "Authority of clients" };
 
 export function element(name, text, attributes = {}) {
   const made = document.createElement(name);
@@ -33,115 +33,93 @@ export function element(name, text, attributes = {}) {
   return made;
 }
 
-// columns: [title, isNumber]; rows: of texts or elements. On a phone each row is a card, so cells name their column.
-export function table(caption, columns, rows) {
-  const made = element("table", undefined, { role: "table", class: "cards" });
-  made.append(element("caption", caption, { class: "hidden" }));
-  const head = element("thead", undefined, { role: "rowgroup" });
-  const titles = element("tr", undefined, { role: "row" });
-  for (const [title, isNumber] of columns) titles.append(element("th", title, { scope: "col", role: "columnheader", ...(isNumber ? { class: "number" } : {}) }));
-  head.append(titles);
-  const body = element("tbody", undefined, { role: "rowgroup" });
-  for (const row of rows) {
-    const line = element("tr", undefined, { role: "row" });
+export const note = (text) => element("p", text, { class: "note" });
+
+// columns: [title, isNumber]; rows: of texts or elements. On a phone each row of "cards" is a card, so cells name their
+// column; roles keep it a table for screen readers.
+export function table(caption, columns, rows, name = "cards") {
+  const made = element("table", undefined, { role: "table", class: name });
+  const line = (parent, cell, row) => {
+    const tr = element("tr", undefined, { role: "row" });
     row.forEach((content, nth) => {
-      const cell = element("td", undefined, { role: "cell", "data-label": columns[nth][0], ...(columns[nth][1] ? { class: "number" } : {}) });
-      cell.append(content);
-      line.append(cell);
+      const td = element(cell, undefined, { role: cell === "th" ? "columnheader" : "cell", class: columns[nth][1] ? "number" : "" });
+      if (cell === "td") td.dataset.label = columns[nth][0];
+      td.append(content);
+      tr.append(td);
     });
-    body.append(line);
-  }
-  made.append(head, body);
+    parent.append(tr);
+  };
+  const [head, body] = ["thead", "tbody"].map((part) => element(part, undefined, { role: "rowgroup" }));
+  line(head, "th", columns.map(([title]) => title));
+  for (const row of rows) line(body, "td", row);
+  made.append(element("caption", caption, { class: "hidden" }), head, body);
   return made;
 }
 
-function bar(ratio, text) {
-  const made = element("span", undefined, { class: "bar" });
-  const fill = element("span");
-  fill.style.width = `${Math.max(0, Math.min(1, ratio || 0)) * 100}%`;
-  const track = element("span", undefined, { class: "track", "aria-hidden": "true" });
-  track.append(fill);
+// A table of items, or what is said without any. columns: [title, cell of an item, isNumber].
+function list(id, caption, items, empty, columns) {
+  const rows = items.map((item) => columns.map(([, cell]) => cell(item)));
+  document.getElementById(id).replaceChildren(items.length ? table(caption, columns.map(([title, , isNumber]) => [title, isNumber]), rows) : note(empty));
+}
+
+const label = (level, text) => element("span", text, { class: `label ${level}` });
+
+function bar(share, text) {
+  const [made, track, filled] = [element("span", undefined, { class: "bar" }), element("span", undefined, { class: "track", "aria-hidden": "true" }), element("span")];
+  filled.style.width = `${Math.max(0, Math.min(1, share || 0)) * 100}%`;
+  track.append(filled);
   made.append(track, element("span", text));
   return made;
 }
 
-function fill(id, ...content) {
-  document.getElementById(id).replaceChildren(...content);
-}
-
-export const note = (text) => element("p", text, { class: "note" });
-
-function label(level, text) {
-  const made = element("span", text, { class: `label ${level}` });
-  return made;
-}
-
-// Text whose commands stand in backquotes.
-function withCode(text) {
-  return text.split("`").map((part, nth) => (nth % 2 ? element("code", part) : part));
-}
+const share = (used, size) => bar(used / size, `${format.bytes(used)} of ${format.bytes(size)}`);
 
 // Changes the state line only if it says something new: screen readers read each change.
-export function showState(level, sentences) {
+export function showState(level, [first, ...others]) {
   const state = document.getElementById("state");
-  const said = `${level}\n${sentences.join("\n")}`;
+  const said = JSON.stringify([level, first, others]);
   if (state.dataset.said === said) return;
-  state.dataset.said = said;
-  state.dataset.level = level;
-  const [first, ...others] = sentences;
-  const top = element("p");
-  top.append(element("strong", LEVELS[level]), " ", ...withCode(first));
-  const list = element("ul");
+  Object.assign(state.dataset, { said, level });
+  const [top, rest] = [element("p"), element("ul")];
+  top.append(element("strong", LEVELS[level]), " ", ...format.withCode(first));
   for (const text of others) {
     const item = element("li");
-    item.append(...withCode(text));
-    list.append(item);
+    item.append(...format.withCode(text));
+    rest.append(item);
   }
-  state.replaceChildren(top, ...(others.length ? [list] : []));
+  state.replaceChildren(top, ...(others.length ? [rest] : []));
 }
 
-export function showFindings(now) {
-  if (now.findings.length) {
-    const level = now.findings[0].level;
-    showState(level, now.findings.map((finding) => finding.text));
-    return;
-  }
-  const tiers = now.tiers.length ? ` ${now.tiers.length === 1 ? "Its tier works." : `Its ${now.tiers.length} tiers work.`}` : "";
-  const idle = now.counters.lookups ? "" : " No engine has looked anything up since the start.";
-  showState("ok", [`The server serves, and has refused or lost nothing in the last 10 minutes.${tiers}${idle}`]);
+function showFindings({ findings, stats }) {
+  if (findings.length) return showState(findings[0].level, findings.map(({ text }) => text));
+  const count = stats.tiers.length;
+  const tiers = count ? ` ${count === 1 ? "Its tier works." : `Its ${count} tiers work.`}` : "";
+  const idle = stats.counters.lookups ? "" : " No engine has looked anything up since the start.";
+  return showState("ok", [`The server serves, and has refused or lost nothing in the last 10 minutes.${tiers}${idle}`]);
 }
 
-export function showAbout(now) {
-  const about = `${location.host} · version ${now.version} · up ${format.duration(now.uptime_seconds)}`;
-  const place = document.getElementById("about");
-  if (place.textContent !== about) place.textContent = about;
-}
+const sum = (items, name) => items.reduce((all, item) => all + item[name], 0);
+const hasReported = (used) => used.saved_seconds > 0 || used.lost_seconds > 0 || Object.keys(used.computed_tokens).length > 0;
 
-// now: of the server; minute: growth of counters over about the last minute (function of a key), and its length.
-export function showTiles(now, minute, span) {
-  const { pool } = now;
-  const used = pool.arena_bytes - pool.free_bytes;
-  const looked = minute.grown("lookup_tokens");
-  const bounds = minute.under("lookup_seconds").sort((one, other) => Number(one.replace("+Inf", "Infinity")) - Number(other.replace("+Inf", "Infinity")));
-  const counts = bounds.map((bound) => minute.grown("lookup_seconds", bound));
-  const quantile = (share) => quantileOf(bounds.map((bound) => (bound === "+Inf" ? Infinity : Number(bound))), counts, share);
-  const reported = now.owners.filter((owner) => owner.reported);
-  const saved = reported.reduce((sum, { reported: { saved_seconds, lost_seconds } }) => sum + saved_seconds - lost_seconds, 0);
-  const tokens = now.owners.reduce((sum, owner) => sum + (owner.lookup_tokens ?? 0), 0);
-  const hits = now.owners.reduce((sum, owner) => sum + (owner.hit_tokens ?? 0), 0);
+// minute: the samples of a minute ago, or of the first one of this start, and of now.
+function showTiles({ stats }, minute) {
+  const { usage, rpc_seconds_bounds: bounds } = stats.server;
+  const used = stats.arena_bytes - stats.free_bytes;
+  const perSecond = (name) => rate(minute, (sample) => sample[name]).at(-1);
+  const [tokens, hits] = [sum(usage, "lookup_tokens"), sum(usage, "hit_tokens")];
+  const reported = usage.some(hasReported);
   const tiles = [
-    ["hit-ratio", "Hit ratio of tokens", format.percent(looked ? minute.grown("hit_tokens") / looked : null), `${format.percent(tokens ? hits / tokens : null)} since the start`],
-    ["arena", "Arena in use", format.percent(used / pool.arena_bytes), `${format.bytes(used)} of ${format.bytes(pool.arena_bytes)}`],
-    ["lookups", "Lookups", format.perSecond(minute.rate("lookups")), `${format.whole(now.counters.lookups)} since the start`],
-    ["latency", "Lookup time, p50", format.seconds(quantile(0.5)), `${format.seconds(quantile(0.99))} at p99`],
-    ["loaded", "Loaded", format.bytesPerSecond(minute.rate("loaded_bytes")), `stored ${format.bytesPerSecond(minute.rate("stored_bytes"))}`],
-    ["entries", "Blocks", format.count(pool.entries), `${format.count(pool.incomplete)} incomplete`],
-    ["leases", "Leases", format.whole(pool.leases), `${format.whole(pool.tickets)} put tickets`],
-    ["lag", "Longest loop lag", format.seconds(now.loop_lag_max_seconds), "in the last minute"],
+    ["saved", "Time saved", reported ? format.seconds(sum(usage, "saved_seconds")) : format.NONE, reported ? `${format.seconds(sum(usage, "lost_seconds"))} lost, since the start` : "no engine has reported"],
+    ["hit-ratio", "Hit ratio of tokens", format.percent(ratio(minute, "hit_tokens", "lookup_tokens").at(-1)), `${format.percent(tokens ? hits / tokens : null)} since the start`],
+    ["arena", "Arena in use", format.percent(used / stats.arena_bytes), `${format.bytes(used)} of ${format.bytes(stats.arena_bytes)}`],
+    ["lookups", "Lookups", format.perSecond(perSecond("lookups")), `${format.whole(stats.counters.lookups)} since the start`],
+    ["latency", "Lookup time, p50", format.seconds(lookupQuantile(minute, bounds, 0.5).at(-1)), `${format.seconds(lookupQuantile(minute, bounds, 0.99).at(-1))} at p99`],
+    ["loaded", "Loaded", format.bytesPerSecond(perSecond("loaded_bytes")), `stored ${format.bytesPerSecond(perSecond("stored_bytes"))}`],
+    ["entries", "Blocks", format.count(stats.num_entries), `${format.count(stats.num_incomplete)} incomplete`],
+    ["leases", "Leases", format.whole(stats.num_leases), `${format.whole(stats.num_tickets)} put tickets`],
+    ["lag", "Longest loop lag", format.seconds(stats.server.loop_lag_max_seconds), "in the last minute"],
   ];
-  if (reported.length) tiles.push(["saved", "GPU time saved", format.duration(Math.max(0, saved)), `${format.duration(Math.max(0, span.total("saved_seconds") - span.total("lost_seconds")))} in this span`]);
-  fill(
-    "tiles",
+  document.getElementById("tiles").replaceChildren(
     ...tiles.map(([id, title, value, more]) => {
       const tile = element("div", undefined, { id: `tile-${id}` });
       tile.append(element("dt", title), element("dd", value), element("dd", more, { class: "note" }));
@@ -150,116 +128,87 @@ export function showTiles(now, minute, span) {
   );
 }
 
-export function showOwners(now, span) {
-  if (!now.owners.length) return fill("owners", note("No engine has opened a namespace yet."));
-  const hasTenants = now.owners.some((owner) => owner.tenant);
-  const hasReports = now.owners.some((owner) => owner.reported);
-  const columns = [["Model", false], ...(hasTenants ? [["Tenant", false]] : []), ["Hit ratio, this span", true], ["Since the start", true], ["Tokens looked up", true], ["Loaded", true], ["Stored", true], ["In the arena", false], ...(hasReports ? [["GPU time saved", true]] : [])];
-  const rows = now.owners.map((owner) => {
-    const asked = span.total("owner", owner.model, owner.tenant, "lookup_tokens");
-    const found = span.total("owner", owner.model, owner.tenant, "hit_tokens");
-    const share = (owner.held_bytes ?? 0) / now.pool.arena_bytes;
-    const saved = owner.reported ? owner.reported.saved_seconds - owner.reported.lost_seconds : null;
-    return [
-      owner.model || "–",
-      ...(hasTenants ? [owner.tenant || "–"] : []),
-      format.percent(asked ? found / asked : null),
-      format.percent(owner.lookup_tokens ? owner.hit_tokens / owner.lookup_tokens : null),
-      format.count(owner.lookup_tokens),
-      format.bytes(owner.loaded_bytes),
-      format.bytes(owner.stored_bytes),
-      bar(share, `${format.bytes(owner.held_bytes ?? 0)}, ${format.percent(share)}`),
-      ...(hasReports ? [saved === null ? "–" : `${saved < 0 ? "−" : ""}${format.duration(Math.abs(saved))}`] : []),
-    ];
-  });
-  return fill("owners", table("Models and tenants: what they looked up, found and hold", columns, rows));
-}
-
-export function showCauses(now, span) {
-  if (!now.owners.some((owner) => owner.reported)) {
-    return fill("causes", note("No engine has reported yet. Engines count causes in vllm:kvpool_computed_tokens_total."));
-  }
-  const causes = span.under("computed_tokens").map((cause) => [cause, span.total("computed_tokens", cause)]);
-  const shown = causes.filter(([, tokens]) => tokens > 0).sort((one, other) => other[1] - one[1]);
-  const all = shown.reduce((sum, [, tokens]) => sum + tokens, 0);
-  if (!shown.length) return fill("causes", note("No prompt token was computed in this span."));
-  const rows = shown.map(([cause, tokens]) => {
-    const name = element("span");
-    name.append(element("code", cause), element("span", CAUSES[cause] ? ` ${CAUSES[cause]}` : "", { class: "note" }));
-    return [name, format.count(tokens), bar(tokens / all, format.percent(tokens / all))];
-  });
-  return fill("causes", table("Prompt tokens that engines computed, by cause", [["Cause", false], ["Tokens", true], ["Share", false]], rows));
-}
-
-export function showTiers(now, span) {
-  if (!now.tiers.length) return fill("tiers", note("The server has no tier: blocks live in memory only."));
-  const columns = [["Tier", false], ["State", false], ["In use", false], ["Blocks", true], ["Promoted", true], ["Missed", true], ["Written", true], ["Not written", true]];
-  const rows = now.tiers.map((tier) => {
-    const counter = (name) => format.count(span.total("tier", tier.tier, name));
-    const used = tier.size_bytes ? bar(tier.used_bytes / tier.size_bytes, `${format.bytes(tier.used_bytes)} of ${format.bytes(tier.size_bytes)}`) : format.bytes(tier.used_bytes);
-    return [
-      tier.tier,
-      tier.up ? label("ok", "up") : label("fault", "down"),
-      used,
-      format.count(tier.entries),
-      counter("promoted_blocks"),
-      counter("missed_promotions"),
-      counter("demoted_blocks"),
-      counter("dropped_demotions"),
-    ];
-  });
-  return fill("tiers", table("Tiers; promoted, missed and written are blocks in this span", columns, rows));
-}
-
-export function showEngines(now) {
-  if (!now.engines.length) return fill("engines", note("No engine has reported within the last minute."));
-  const columns = [["Engine", false], ["Pool", false], ["Transport", false], ["Model", false], ["kvpool", false], ["vLLM", false], ["Last report", true]];
-  const rows = now.engines.map((engine) => [
-    engine.engine,
-    engine.breaker_open ? label("warning", "away: breaker open") : label("ok", "connected"),
-    engine.transport || "–",
-    engine.tenant ? `${engine.model} (${engine.tenant})` : engine.model,
-    engine.version,
-    engine.vllm_version,
-    `${format.duration(engine.age_seconds)} ago`,
+function showUsage({ arena_bytes: arena, server: { usage } }) {
+  const ofReports = (title, name) => [title, (used) => (hasReported(used) ? format.seconds(used[name]) : format.NONE), true];
+  list("owners", "Models and tenants: what they saved, looked up, found and hold, since the start", usage, "No engine has opened a namespace yet.", [
+    ["Model", ({ model }) => model || format.NONE],
+    ...(usage.some(({ tenant }) => tenant) ? [["Tenant", ({ tenant }) => tenant || format.NONE]] : []),
+    ...(usage.some(hasReported) ? [ofReports("Time saved", "saved_seconds"), ofReports("Time lost", "lost_seconds")] : []),
+    ["Hit ratio", (used) => format.percent(used.lookup_tokens ? used.hit_tokens / used.lookup_tokens : null), true],
+    ["Tokens looked up", (used) => format.count(used.lookup_tokens), true],
+    ["Loaded", (used) => format.bytes(used.loaded_bytes), true],
+    ["Stored", (used) => format.bytes(used.stored_bytes), true],
+    ["In the arena", (used) => bar(used.held_bytes / arena, `${format.bytes(used.held_bytes)}, ${format.percent(used.held_bytes / arena)}`)],
   ]);
-  return fill("engines", table("Engines that have reported within the last minute", columns, rows));
+  const causes = {};
+  for (const { computed_tokens: computed } of usage) for (const [cause, tokens] of Object.entries(computed)) causes[cause] = (causes[cause] ?? 0) + tokens;
+  const all = Object.values(causes).reduce((total, tokens) => total + tokens, 0);
+  const shown = Object.entries(causes).filter(([, tokens]) => tokens).sort(([, one], [, other]) => other - one);
+  list("causes", "Prompt tokens that engines computed since the start, by cause", shown, "No engine has reported yet. Engines count causes in vllm:kvpool_computed_tokens_total.", [
+    ["Cause", ([cause]) => {
+      const name = element("span");
+      name.append(element("code", cause), element("span", ` ${CAUSES[cause] ?? ""}`, { class: "note" }));
+      return name;
+    }],
+    ["Tokens", ([, tokens]) => format.count(tokens), true],
+    ["Share", ([, tokens]) => bar(tokens / all, format.percent(tokens / all))],
+  ]);
 }
 
-export function showQuotas(now) {
-  if (!now.quotas.length) return fill("quotas", note("No quota is set."));
-  const rows = now.quotas.map((quota) => {
-    const share = quota.used_bytes / quota.limit_bytes;
-    return [quota.subject, bar(share, `${format.bytes(quota.used_bytes)} of ${format.bytes(quota.limit_bytes)}`)];
-  });
-  return fill("quotas", table("Quotas and their use", [["Subject", false], ["In use", false]], rows));
+function showLog(log) {
+  list("log", "Warnings and errors in the server's log, the newest first", log, "None since the start.", [
+    ["Time", ({ time }) => format.moment(time)],
+    ["Level", ({ level }) => label(level === "error" ? "fault" : "warning", level)],
+    ["Event", ({ text, fields, count }) => {
+      const shown = element("span", text);
+      const more = [...(count > 1 ? [`×${count}`] : []), ...Object.entries(fields).map(([name, value]) => `${name}=${value}`)];
+      if (more.length) shown.append(element("span", ` ${more.join(" ")}`, { class: "note" }));
+      return shown;
+    }],
+  ]);
 }
 
-export function showCertificates(now) {
-  const ends = Object.entries(now.certificates);
-  if (!ends.length) return fill("certificates", note("The server has no certificate: it speaks plaintext."));
-  const names = { server: "The server's own", client_ca: "Authority of clients" };
-  const rows = ends.map(([name, at]) => [names[name] ?? name, format.day(at), at > now.time ? `in ${format.duration(at - now.time)}` : label("fault", "ended")]);
-  return fill("certificates", table("When certificates end", [["Certificate", false], ["Ends", false], ["", false]], rows));
-}
-
-export function showLog(now) {
-  if (!now.log.length) return fill("log", note("None since the start."));
-  const rows = now.log.map((event) => {
-    const text = element("span", event.text);
-    const fields = Object.entries(event.fields).map(([name, value]) => `${name}=${value}`);
-    if (event.count > 1) text.append(element("span", ` ×${event.count}`, { class: "note" }));
-    if (fields.length) text.append(element("span", ` ${fields.join(" ")}`, { class: "note" }));
-    return [format.moment(event.time), label(event.level === "error" ? "fault" : "warning", event.level), text];
-  });
-  return fill("log", table("Warnings and errors in the server's log, the newest first", [["Time", false], ["Level", false], ["Event", false]], rows));
-}
-
-export function showCounters(now) {
+export function showCounters(stats) {
   const details = document.getElementById("counters");
   if (!details.open) return;
-  const named = [...Object.entries(now.pool), ...Object.entries(now.counters)];
-  for (const tier of now.tiers) for (const [name, value] of Object.entries(tier.counters)) named.push([`${tier.tier} ${name}`, value]);
-  const rows = named.map(([name, value]) => [element("code", name), format.whole(value)]);
-  details.lastElementChild.replaceChildren(table("All counters since the start", [["Name", false], ["Value", true]], rows));
+  const gauges = Object.entries(stats).filter(([name, value]) => typeof value === "number" && name !== "boot_token");
+  const ofTiers = stats.tiers.flatMap(({ name, counters }) => Object.entries(counters).map(([counter, value]) => [`${name} ${counter}`, value]));
+  const rows = [...gauges, ...Object.entries(stats.counters).sort(), ...ofTiers.sort()].map(([name, value]) => [element("code", name), format.whole(value)]);
+  details.lastElementChild.replaceChildren(table("All counters since the start", [["Name"], ["Value", true]], rows));
+}
+
+export function show(now, minute) {
+  const { stats } = now;
+  const { server } = stats;
+  showFindings(now);
+  document.getElementById("about").textContent = `${location.host} · version ${server.version} · up ${format.duration(server.uptime_seconds)}, since ${format.clock(server.unix_seconds - server.uptime_seconds)}`;
+  showTiles(now, minute);
+  showUsage(stats);
+  list("tiers", "Tiers; promoted, missed and written are blocks since the start", stats.tiers, "The server has no tier: blocks live in memory only.", [
+    ["Tier", ({ name }) => name],
+    ["State", ({ up }) => (up ? label("ok", "up") : label("fault", "down"))],
+    ["In use", (tier) => (tier.size_bytes ? share(tier.used_bytes, tier.size_bytes) : format.bytes(tier.used_bytes))],
+    ["Blocks", (tier) => format.count(tier.num_entries), true],
+    ...Object.entries({ Promoted: "promoted_blocks", Missed: "missed_promotions", Written: "demoted_blocks", "Not written": "dropped_demotions" }).map(([title, name]) => [title, ({ counters }) => format.count(counters[name] ?? 0), true]),
+  ]);
+  list("engines", "Engines that have reported within the last minute", stats.engines, "No engine has reported within the last minute.", [
+    ["Engine", ({ engine }) => engine],
+    ["Pool", (engine) => (engine.breaker_open ? label("warning", "away: breaker open") : label("ok", "connected"))],
+    ["Transport", ({ transport }) => transport || format.NONE],
+    ["Model", ({ model, tenant }) => (tenant ? `${model} (${tenant})` : model)],
+    ["kvpool", ({ version }) => version],
+    ["vLLM", (engine) => engine.vllm_version],
+    ["Last report", (engine) => `${format.duration(engine.age_seconds)} ago`, true],
+  ]);
+  list("quotas", "Quotas and their use", stats.quotas, "No quota is set.", [
+    ["Subject", ({ subject }) => subject],
+    ["In use", (quota) => share(quota.used_bytes, quota.limit_bytes)],
+  ]);
+  list("certificates", "When certificates end", Object.entries(server.certificate_ends), "The server has no certificate: it speaks plaintext.", [
+    ["Certificate", ([name]) => CERTIFICATES[name] ?? name],
+    ["Ends", ([, at]) => format.day(at)],
+    ["", ([, at]) => (at > server.unix_seconds ? `in ${format.duration(at - server.unix_seconds)}` : label("fault", "ended"))],
+  ]);
+  showLog(now.log);
+  showCounters(stats);
 }

@@ -1,4 +1,4 @@
-"""The dashboard in headless Chromium: one browser and a few servers for all tests of this file."""
+"""The page in headless Chromium: one browser and a few servers for all tests of this file."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ return found;
 DRAWN = """
 const canvas = document.querySelector(`#chart-${arguments[0]} canvas`);
 const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
-const accent = getComputedStyle(document.querySelector("[aria-pressed='true']")).backgroundColor;
+const accent = getComputedStyle(document.querySelector("header + p a")).color;
 const wanted = accent.match(/\\d+/g).map(Number);
 let count = 0;
 for (let at = 0; at < data.length; at += 4) {
@@ -77,7 +77,7 @@ return count;
 
 
 class Page:
-    """The dashboard as a person sees it."""
+    """The page as a person sees it."""
 
     def __init__(self, browser: WebDriver):
         self.browser = browser
@@ -129,7 +129,7 @@ class Page:
         """A name of the element that has the focus."""
         return self.run(
             "const at = document.activeElement; if (at === document.body) return 'BODY';"
-            "return at.id || at.dataset.span || at.getAttribute('aria-label') || at.innerText || at.tagName"
+            "return at.id || at.getAttribute('aria-label') || at.innerText || at.tagName"
         )
 
 
@@ -142,7 +142,10 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WebDriver]:
 
 @pytest.fixture
 def page(browser: WebDriver) -> Iterator[Page]:
-    """A page whose console has said nothing but what the test expects, in the end: no error, no violated policy."""
+    """A page whose console has said nothing but what the test expects, in the end: no error, no violated policy.
+
+    A test names `pool_server` before `page`: the page leaves its server before the server stops.
+    """
     set_screen(browser, *WIDE)
     made = Page(browser)
     yield made
@@ -163,6 +166,7 @@ def driven(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
         for driver in (Driver(client, "model/one", "acme", salt=SALT), Driver(client, "model/two", "umbrella")):
             for _ in range(30):
                 driver.turn()
+            driver.report(f"gpu-1:{driver.served.hit_tokens}")
     yield server
     server.stop()
 
@@ -176,12 +180,15 @@ def test_the_page_shows_what_stats_print(page: Page, driven: ServerProcess) -> N
     assert shown["lookups"] == 60
     for name in ("arena_bytes", "free_bytes"):
         assert shown[name] == printed[name]
-    assert shown["entries"] == printed["entries"]
+    assert shown["num_entries"] == printed["entries"]
     assert f"{shown['lookups']} since the start" in page.text("#tile-lookups")
     with Client(ClientConfig(driven.endpoint)) as client:
         usage = client.admin.stats().server.usage
     ratio = sum(each.hit_tokens for each in usage) / sum(each.lookup_tokens for each in usage)
     assert f"{ratio:.1%} since the start".replace("%", " %") in page.text("#tile-hit-ratio")
+    saved = sum(each.saved_seconds for each in usage)
+    assert page.all("#tiles dt")[0] == "Time saved" and saved > 0
+    assert page.all("#tile-saved dd")[0] == f"{saved:.2f} s"
     owners = page.text("#owners")
     for each in usage:
         assert each.model in owners and each.tenant in owners
@@ -197,7 +204,7 @@ def run_command_of_stats(server: ServerProcess) -> str:
     return done.stdout
 
 
-def test_hostile_names_are_text(page: Page, pool_server: StartServer, tmp_path: Path) -> None:
+def test_hostile_names_are_text(pool_server: StartServer, page: Page, tmp_path: Path) -> None:
     directory = tmp_path / '<img src=x onerror="window.attacked=1">'
     directory.mkdir()
     server = pool_server("--tier", f"file:{directory},size=16MiB", "--quota", "tenant:<b>bold</b>=1MiB")
@@ -215,7 +222,7 @@ def test_hostile_names_are_text(page: Page, pool_server: StartServer, tmp_path: 
     assert page.run("return document.querySelectorAll('img, svg, b > *, #main script, #owners h1').length") == 0
 
 
-def test_a_token_is_asked_for_and_works(page: Page, pool_server: StartServer, tmp_path: Path) -> None:
+def test_a_token_is_asked_for_and_works(pool_server: StartServer, page: Page, tmp_path: Path) -> None:
     guarded = Guarded(tmp_path, pool_server)
     page.expected = [r"api/v1/now .*\b40[13]\b"]
     page.open(guarded.server)
@@ -248,7 +255,7 @@ def test_a_token_is_asked_for_and_works(page: Page, pool_server: StartServer, tm
     wait_for(lambda: page.text("#about"), "numbers on the page")
 
 
-def test_a_restart_of_the_server_is_a_gap(page: Page, pool_server: StartServer) -> None:
+def test_a_restart_of_the_server_is_a_gap_and_marked(pool_server: StartServer, page: Page) -> None:
     listen, http = free_endpoint(), free_endpoint()
     first = pool_server("--listen", listen, "--http-listen", http)
     page.expected = ["ERR_CONNECTION_REFUSED", "ERR_EMPTY_RESPONSE", "ERR_CONNECTION_RESET"]
@@ -270,6 +277,14 @@ def test_a_restart_of_the_server_is_a_gap(page: Page, pool_server: StartServer) 
 
     # The newest first: one sample at least of the second server, nothing between the two, what the first one had.
     wait_for(lambda: re.fullmatch(r"[BM]+-+[BM]+", "".join(row[-1] for row in rows()).replace(NOTHING, "-")), "the gap")
+    label = page.run("return document.querySelector('#chart-arena [role=img]').ariaLabel")
+    assert len(re.findall(r"restart: \d\d:\d\d:\d\d", label)) == 1
+
+
+def test_the_axis_of_time_begins_with_a_young_server(pool_server: StartServer, page: Page) -> None:
+    page.open_and_wait(pool_server())
+    seconds = int(re.fullmatch(r"Last (\d+) (s|min)", page.text("#charts-title"))[1])  # type: ignore[index]
+    assert seconds == 60
 
 
 HAS_PIXEL = """
@@ -326,7 +341,7 @@ def test_a_phone_scrolls_in_one_direction_only(page: Page, driven: ServerProcess
     )
     assert out == []
     label = "return getComputedStyle(document.querySelectorAll('#owners td')[2], '::before').content"
-    assert page.run(label) == '"Hit ratio, this span"'
+    assert page.run(label) == '"Time saved"'
 
 
 def test_the_keyboard_reaches_everything_in_order(page: Page, driven: ServerProcess) -> None:
@@ -339,22 +354,13 @@ def test_the_keyboard_reaches_everything_in_order(page: Page, driven: ServerProc
         order.append(page.focused)
         outline = page.run("return getComputedStyle(document.activeElement).outlineStyle")
         assert outline == "solid", page.focused
-    assert order[:7] == ["Skip to the numbers", "15m", "1h", "6h", "24h", "7d", "theme"]
+    assert order[:3] == ["Skip to the numbers", "theme", "what each number means"]
     tables = [name for name in order if name.startswith("Table of ")]
     assert len(tables) == len(page.all("figure:not([hidden])")) > 6
     assert order[-1].startswith("All counters")
     page.run("document.activeElement.blur(); window.scrollTo(0, 0)")
     page.browser.find_element(By.CSS_SELECTOR, ".skip").send_keys(Keys.ENTER)
     assert page.focused == "main"
-
-
-def test_a_span_is_chosen_and_told(page: Page, driven: ServerProcess) -> None:
-    page.open_and_wait(driven)
-    for span, title in (("6h", "6 hours"), ("24h", "24 hours"), ("7d", "7 days"), ("15m", "15 minutes")):
-        page.browser.find_element(By.CSS_SELECTOR, f"[data-span='{span}']").click()
-        assert page.text("#charts-title") == f"Last {title}"
-        pressed = "[...document.querySelectorAll('[aria-pressed=true]')].map((each) => each.dataset.span)"
-        assert page.run(f"return {pressed}") == [span]
 
 
 def test_a_screen_reader_finds_its_way(page: Page, driven: ServerProcess) -> None:
@@ -392,7 +398,6 @@ def test_a_screen_reader_finds_its_way(page: Page, driven: ServerProcess) -> Non
 def test_charts_are_drawn(page: Page, driven: ServerProcess) -> None:
     page.expected = ["Canvas2D: Multiple readback operations"]  # Only a test reads a canvas.
     page.open_and_wait(driven)
-    page.browser.find_element(By.CSS_SELECTOR, "[data-span='15m']").click()
     for chart in ("arena", "loop-lag", "lookups"):
         wait_for(lambda chart=chart: page.poll() or page.run(DRAWN, chart) > 10, f"the chart {chart}")
 
@@ -409,12 +414,12 @@ def test_the_curve_shows_what_value_prints(page: Page, driven: ServerProcess) ->
         with Client(ClientConfig(driven.endpoint)) as client:
             (curve,) = [each for each in client.admin.value().curves if (each.tenant or "all tenants") == name]
         ratios = [f"{each.hit_ratio:.1%}".replace("%", " %").replace("100.0", "100") for each in curve.estimates]
-        return page.all("#chart-value td:nth-child(3)") == ratios
+        return page.all("#chart-value td:nth-child(3)") == ratios[::-1]
 
     wait_for(lambda: agrees("all tenants"), "the curve of all tenants")
-    assert page.all("#chart-value td:nth-child(1)")[0] == "8.00 MiB"
+    assert page.all("#chart-value td:nth-child(1)")[-1] == "8.00 MiB"
     label = page.run("return document.querySelector('#chart-value [role=img]').ariaLabel")
-    assert label.startswith("Chart of hit ratio by memory, all tenants. 32.0 MiB: now ")
+    assert label.startswith("Chart of Hit ratio by memory, of the tokens") and label.endswith("now: 32.0 MiB (now)")
     assert page.run(DRAWN, "value") > 10
     chooser = Select(page.browser.find_element(By.ID, "value-tenant"))
     assert [each.text for each in chooser.options] == ["all tenants", "acme", "umbrella"]
@@ -425,7 +430,7 @@ def test_the_curve_shows_what_value_prints(page: Page, driven: ServerProcess) ->
     assert page.run("return document.querySelector('#value-tenant').value") == "umbrella"
 
 
-def test_without_a_simulation_the_page_says_how_to_have_one(page: Page, pool_server: StartServer) -> None:
+def test_without_a_simulation_the_page_says_how_to_have_one(pool_server: StartServer, page: Page) -> None:
     page.open_and_wait(pool_server())
     page.shows("#value", "Start it with --value-sample 640")
     assert page.text("#chart-value") == "" and page.text("#value-tenant") == ""

@@ -1,4 +1,4 @@
-"""What the dashboard's JSON costs the server: short steps on its loop, and an interpreter never held for long."""
+"""The page's JSON: what is wrong with a server, and messages whose names come from clients."""
 
 from __future__ import annotations
 
@@ -10,124 +10,191 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import numpy as np
 import pytest
 
-from kvpool.reports import EngineReport
-from kvpool.types import Quota
+from kvpool import wire
+from kvpool.doctor.finding import Level, problems
+from kvpool.doctor.judgements import judgements
+from kvpool.doctor.window import RECENT_S, window_of
+from kvpool.reports import EngineState
+from kvpool.server_stats import ServerStats, UsageStats
+from kvpool.types import PoolStats, Quota, TierStats
+from kvpool.v1 import pool_pb2 as pb
 from kvpool.value import ValueReport
-from kvpool_server.cache.limits import Limits
-from kvpool_server.cache.steps import Steps
-from kvpool_server.history import MAX_POINTS, MAX_SERIES, Part
+from kvpool.version import __version__
+from kvpool_server.cache.counters import COUNTERS
 from kvpool_server.http import Request
-from kvpool_server.page import documents, site
-from kvpool_server.page.documents import encoded, history_document, moment, now_document
-from kvpool_server.pairs import Pairs
-from kvpool_server.process_memory import no_collections
-from kvpool_server.reports.engines import MAX_REPORTERS, EngineReports
-from kvpool_server.turns import Turns
-from kvpool_server.usage import Usage
-from tests.kvpool_server.cache.test_pool import Bench
-from tests.kvpool_server.page.test_verdict import Watched
-from tests.support.values import group_spec, namespace_spec
+from kvpool_server.log_events import LogEvents
+from kvpool_server.page import site
+from kvpool_server.page.documents import MAX_TEXT_CHARS, encoded, fields_of, findings, now_document
+
+HOSTILE = "\n\x1b\u202e" + "x" * 500
+HEALTHY = PoolStats(
+    arena_bytes=1 << 30,
+    free_bytes=1 << 20,
+    prefaulted_bytes=1 << 30,
+    counters=dict.fromkeys(COUNTERS, 5_000),
+    tiers=(TierStats("file:/mnt/kv"),),
+    server=ServerStats(__version__, uptime_seconds=2 * RECENT_S, unix_seconds=1e9),
+    boot_token=7,
+)
 
 
-def no_value() -> Steps[ValueReport]:
-    """What a server without `--value-sample` says of other arena sizes."""
-    return ValueReport(False, 1 << 30, "density")
-    yield
+def _counting(stats: PoolStats, **more: int) -> PoolStats:
+    counters = {name: value + more.get(name, 0) for name, value in stats.counters.items()}
+    return dataclasses.replace(stats, counters=counters)
 
 
-def _crowded() -> Watched:
-    """As many engines, namespaces and quotas as there may be, with names that must be escaped."""
-    watched, bench = Watched(), Bench(Limits())
-    reports = EngineReports(watched.clock, Pairs(True))
-    for nth in range(MAX_REPORTERS):
-        report = EngineReport(nth.to_bytes(16, "big"), 1, engine="\u00a0" * 64, namespaces=(bytes(32),))
-        reports.report(report, f"t{nth % 8}", "m" * 100 + "\u00ad" * 100)
-    for nth in range(Limits().max_namespaces - 1):
-        bench.pool.open_namespace(
-            namespace_spec(group_spec(chunk_bytes=64), tenant=f"t{nth % 16}", model=f"m{nth}" + "\u00ad" * 300)
-        )
-    quotas = [Quota(f"tenant:{nth}" + "\u00ad" * 100, 1 << 20) for nth in range(256)]
-    watched.instruments = dataclasses.replace(
-        watched.instruments,
-        usage=Usage(bench.pool).by_model_and_tenant,
-        engines=reports.engines,
-        quotas=lambda: quotas,
-    )
-    watched.instruments.usage()  # Makes the labels, as the sample of every 10 s does.
-    return watched
+def test_a_healthy_server_has_no_finding() -> None:
+    assert findings("ok", HEALTHY, HEALTHY) == []
 
 
-def test_the_loop_takes_short_steps_and_asks_each_instrument_once() -> None:
-    watched, asked = _crowded(), list[str]()
-
-    def counted(name: str, ask: Any) -> Any:
-        return lambda: (asked.append(name), ask())[1]
-
-    given = {field.name: getattr(watched.instruments, field.name) for field in dataclasses.fields(watched.instruments)}
-    instruments = dataclasses.replace(
-        watched.instruments, **{name: counted(name, ask) for name, ask in given.items() if name != "events"}
-    )
-
-    def made() -> tuple[Any, float]:
-        """The moment, and its longest step in seconds."""
-        steps, longest_s = moment(instruments, watched.history), 0.0
-        asked.clear()
-        while True:
-            started = time.thread_time()
-            try:
-                next(steps)
-            except StopIteration as end:
-                return end.value, max(longest_s, time.thread_time() - started)
-            longest_s = max(longest_s, time.thread_time() - started)
-
-    with no_collections():  # CPU time counts what other processes cost this one: the best of three.
-        (now, longest_s), *others = (made() for _ in range(3))
-    assert min(longest_s, *(seconds for _, seconds in others)) <= 0.010
-    assert sorted(asked) == sorted(name for name in given if name != "events")
-    document = now_document(now)
-    assert len(document["engines"]) == len(document["quotas"]) == 256
-    assert len(asked) == len(given) - 1, "the document asks the loop's objects again"
-    assert json.loads(encoded(document)) == json.loads(json.dumps(document))
+def test_what_has_been_counted_in_ten_minutes_is_told() -> None:
+    now = _counting(HEALTHY, expired_leases=7)
+    (found,) = findings("ok", now, HEALTHY)
+    assert found["level"] == "warning"
+    assert found["text"].startswith("Clients: 7 leases expired in the last 10 min before their loads ended. Look for")
+    assert findings("ok", now, now) == []
 
 
-def test_a_history_is_encoded_in_small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    values = {("computed_tokens", str(nth)): np.random.default_rng(nth).random(MAX_POINTS) for nth in range(MAX_SERIES)}
-    document = history_document(Part("boot", 10, np.arange(MAX_POINTS) * 10.0, values))
-    whole, dumps, sizes = json.dumps(document, separators=(",", ":")).encode(), json.dumps, list[int]()
+def test_all_that_a_young_server_has_counted_is_told() -> None:
+    assert HEALTHY.server is not None
+    young = dataclasses.replace(HEALTHY, server=dataclasses.replace(HEALTHY.server, uptime_seconds=9.0))
+    texts = [found["text"] for found in findings("ok", young, None)]
+    assert any("5,000 leases expired since the server's start" in text for text in texts)
 
-    def measured(value: object, **options: Any) -> str:
-        text = dumps(value, **options)
-        sizes.append(len(text))
-        return text
 
-    monkeypatch.setattr(documents.json, "dumps", measured)
-    assert encoded(document) == whole
-    assert len(whole) > 1_000_000 and max(sizes) < 16_384
+@pytest.mark.parametrize(
+    ("p99", "longest", "level", "says"),
+    [
+        (0.01, 0.1, None, ""),
+        (0.011, 0.1, "warning", "up to 100 ms late at worst, and up to 20 ms late at p99"),
+        (0.0, 0.37, "warning", "up to 500 ms late at worst. Give the server"),
+        (0.101, 0.37, "fault", "up to 500 ms late at worst, and up to 200 ms late at p99"),
+    ],
+)
+def test_an_event_loop_that_is_late(p99: float, longest: float, level: str | None, says: str) -> None:
+    found = findings("ok", _late(p99, longest), HEALTHY)
+    assert [each["level"] for each in found] == ([] if level is None else [level])
+    assert all(each["text"].startswith("Loop lag: ") and says in each["text"] for each in found)
+
+
+def test_the_text_about_a_late_loop_changes_rarely() -> None:
+    """Screen readers read it out whenever it changes."""
+    late = (0.0211, 0.0234, 0.0305, 0.0499)
+    assert len({found["text"] for p99 in late for found in findings("ok", _late(p99, 10 * p99), HEALTHY)}) == 1
+
+
+def _late(p99: float, longest: float) -> PoolStats:
+    assert HEALTHY.server is not None
+    lag = {"loop_lag_p99_seconds": p99, "loop_lag_max_seconds": longest}
+    return dataclasses.replace(HEALTHY, server=dataclasses.replace(HEALTHY.server, **lag))
+
+
+def test_a_server_that_takes_no_calls_is_a_fault_and_comes_first() -> None:
+    found = findings("draining", _counting(HEALTHY, expired_leases=7), HEALTHY)
+    assert [each["level"] for each in found] == ["fault", "warning"]
+    assert found[0]["text"].startswith("The server is draining")
+
+
+def test_blocks_between_the_puts_of_two_ranks_are_no_finding() -> None:
+    assert findings("ok", dataclasses.replace(HEALTHY, num_incomplete=3), HEALTHY) == []
+
+
+def test_the_page_judges_as_the_commands_do() -> None:
+    """Each problem that `kvpool stats`, `top` and `doctor` show of a snapshot is one on the page, in the same words."""
+    now = dataclasses.replace(
+        _counting(HEALTHY, expired_leases=1, quota_evicted_blocks=1),
+        tiers=(TierStats("file:/x", up=False),),
+        engines=(EngineState("host:1", "0", "1", "grpc", True, 1.0),),
+        quotas=(Quota("tenant:acme", 1 << 30, 1 << 30),),
+        server=ServerStats(
+            __version__, uptime_seconds=2 * RECENT_S, unix_seconds=1e9, loop_lag_p99_seconds=0.2,
+            loop_lag_max_seconds=0.5, certificate_ends={"server": 1e9 + 86_400}, refused_files=("deny list",),
+        ),
+    )  # fmt: skip
+    told = problems(judgements(now, window_of(now, HEALTHY, RECENT_S)))
+    assert {each.check for each in told} == {
+        "clients", "tier file:/x", "loop lag", "quotas", "certificate of the server", "engines", "file of deny list",
+    }  # fmt: skip
+    found = findings("ok", now, HEALTHY)
+    assert [each["level"] for each in found] == ["fault" if each.level is Level.ERROR else "warning" for each in told]
+    for mine, theirs in zip(found, told, strict=True):
+        assert theirs.text in mine["text"], theirs
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"tiers": (TierStats(f"file:{HOSTILE}", up=False),)},
+        {"engines": (EngineState(HOSTILE, HOSTILE, "1", "shm", False, 1.0),)},
+        {"engines": (EngineState(HOSTILE, __version__, "1", "shm", True, 1.0),)},
+        {"quotas": (Quota(f"tenant:{HOSTILE}", 1, 1),)},
+    ],
+)
+def test_names_in_findings_are_short_and_printable(parts: dict[str, Any]) -> None:
+    now = dataclasses.replace(_counting(HEALTHY, quota_evicted_blocks=1), **parts)
+    (found,) = findings("ok", now, HEALTHY)
+    assert found["text"].isprintable() and len(found["text"]) < 350
+
+
+def test_a_message_is_json_with_all_its_fields() -> None:
+    usage = UsageStats(HOSTILE, "m", lookup_tokens=(1 << 63) + 1, computed_tokens={"evicted": 4})
+    server = ServerStats("1", usage=(usage,), rpc_seconds_bounds=(0.5, 1.0))
+    engine = EngineState("e", "1", "2", "shm", False, 1.5, (bytes(31) + b"\1",))
+    message = wire.encode_stats(PoolStats(server=server, engines=(engine,), counters={"lookups": 3}), 5)
+    fields = fields_of(message)
+    assert fields.keys() == {field.name for field in pb.StatsResponse.DESCRIPTOR.fields}
+    assert (fields["boot_token"], fields["arena_bytes"], fields["tiers"]) == (5, 0, [])
+    assert fields["counters"] == {"lookups": 3}
+    assert fields["engines"][0]["namespaces"] == ["00" * 31 + "01"] and fields["engines"][0]["breaker_open"] is False
+    assert fields["server"]["rpc_seconds_bounds"] == [0.5, 1.0]
+    (used,) = fields["server"]["usage"]
+    assert used["lookup_tokens"] == (1 << 63) + 1 and used["computed_tokens"] == {"evicted": 4}
+    assert used["tenant"].isprintable() and used["tenant"].startswith("\\n\\x1b\\u202e")
+    assert json.loads(encoded(fields)) == fields
+
+
+def test_a_message_without_values_of_json_has_null() -> None:
+    assert fields_of(pb.ServerStats(uptime_seconds=float("nan")))["uptime_seconds"] is None
+
+
+def test_the_document_of_a_crowd_of_hostile_names_is_bounded() -> None:
+    """The bounds of what a server tells keep the document small; names are at most `MAX_TEXT_CHARS` and an escape."""
+    engines = tuple(EngineState(HOSTILE, HOSTILE, HOSTILE, HOSTILE, False, 1.0, (bytes(32),) * 8) for _ in range(256))
+    quotas = tuple(Quota(f"tenant:{HOSTILE}", 1, 1) for _ in range(256))
+    stats = dataclasses.replace(HEALTHY, engines=engines, quotas=quotas)
+    document = now_document("ok", stats, b'{"time":1}', HEALTHY, [])
+    assert len(document) < 1 << 20
+    loaded = json.loads(document)
+    assert loaded["sample"] == {"time": 1} and len(loaded["stats"]["engines"]) == 256
+    assert len(loaded["stats"]["engines"][0]["engine"]) < MAX_TEXT_CHARS + 20
 
 
 def test_one_answer_is_made_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads that encode take turns with the loop at the interpreter."""
-    loop, watched, most = asyncio.new_event_loop(), Watched(), list[int]()
+    loop, most = asyncio.new_event_loop(), list[int]()
     running = 0
 
-    def slowly(document: dict[str, Any]) -> bytes:
+    def slowly(*_: object) -> bytes:
         nonlocal running
         running += 1
         most.append(running)
         time.sleep(0.02)
         running -= 1
-        return encoded(document)
+        return b"{}"
+
+    async def value() -> ValueReport:
+        return ValueReport(False, 1 << 30, "density")
 
     monkeypatch.setattr(site, "encoded", slowly)
-    dashboard = site.Site(watched.instruments, watched.history, Turns(), loop, no_value)
+    monkeypatch.setattr(site, "now_document", slowly)
+    page = site.Site(loop, lambda: "ok", lambda: HEALTHY, value, LogEvents())
     threading.Thread(target=loop.run_forever, daemon=True).start()
-    paths = ["/api/v1/history", "/api/v1/now"] * 4
+    paths = ["/api/v1/value", "/api/v1/now"] * 4
 
     def ask(path: str) -> int:
-        answer = dashboard.answer(Request(path), lambda: None)
+        answer = page.answer(Request(path), lambda: None)
         assert answer is not None
         return answer.status
 

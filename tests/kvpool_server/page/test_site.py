@@ -1,9 +1,11 @@
-"""The dashboard over HTTP, without a browser: its files, its JSON, and for whom they are."""
+"""The page over HTTP, without a browser: its files, its JSON, and for whom they are."""
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +15,14 @@ from kvpool.client import Client
 from kvpool.config import ClientConfig
 from kvpool.principal import ALL_TENANTS, Principal, Role
 from kvpool.tokens import create_token
-from kvpool_server.history import MAX_POINTS, SPANS
+from kvpool_server.page.samples import INTERVAL_S
 from tests.conftest import Connect, StartServer
 from tests.security.test_access import DAY
-from tests.support.driven_pool import Driver
+from tests.support.driven_pool import SAVED_S, Driver
 from tests.support.page_client import Answer, Guarded
 from tests.support.processes import ServerProcess, wait_for
 
-API = ("/api/v1/now", "/api/v1/history")
+API = ("/api/v1/now", "/api/v1/history", "/api/v1/value")
 
 
 def test_the_page_and_its_files_are_served_with_a_strict_policy(shared_server: ServerProcess) -> None:
@@ -99,54 +101,36 @@ def test_now_is_what_stats_say(pool_server: StartServer, connect: Connect) -> No
     for driver in drivers:
         for _ in range(10):
             driver.turn()
+    drivers[0].report("gpu-1:1")
     now, stats = Answer(server.http_url, "/api/v1/now").json, client.admin.stats()
-    assert now["counters"] == stats.counters and now["boot"] == f"{stats.boot_token:016x}"
-    assert now["worst"] == (now["findings"][0]["level"] if now["findings"] else "ok")
-    assert now["pool"]["entries"] == stats.num_entries == sum(driver.served.stored_blocks for driver in drivers)
-    assert (now["pool"]["arena_bytes"], now["pool"]["free_bytes"]) == (stats.arena_bytes, stats.free_bytes)
-    assert now["quotas"] == [
-        {"subject": quota.subject, "limit_bytes": quota.limit_bytes, "used_bytes": quota.used_bytes}
-        for quota in client.admin.quotas()
-    ]
-    owners = {(owner["model"], owner["tenant"]): owner for owner in now["owners"]}
+    shown, sample = now["stats"], now["sample"]
+    assert shown["counters"] == stats.counters and sample["boot"] == f"{stats.boot_token:016x}"
+    assert shown["num_entries"] == stats.num_entries == sum(driver.served.stored_blocks for driver in drivers)
+    assert (shown["arena_bytes"], shown["free_bytes"]) == (stats.arena_bytes, stats.free_bytes)
+    assert shown["quotas"] == [dataclasses.asdict(quota) for quota in client.admin.quotas()]
+    assert stats.server is not None
+    assert shown["server"]["usage"] == [dataclasses.asdict(used) for used in stats.server.usage]
+    assert shown["server"]["http_port"] == stats.server.http_port
+    used = {(each["model"], each["tenant"]): each for each in shown["server"]["usage"]}
     for driver, who in zip(drivers, (("model/one", "acme"), ("model/two", "")), strict=True):
-        assert owners[who]["lookup_tokens"] == driver.served.looked_up_tokens
-        assert owners[who]["hit_tokens"] == driver.served.hit_tokens
-        assert owners[who]["held_blocks"] == driver.served.stored_blocks
-    sample = {tuple(each["key"]): each["value"] for each in now["sample"]}
-    assert sample["hit_tokens",] == sum(driver.served.hit_tokens for driver in drivers) > 0
-    assert _wrong(now) == [] and now["health"] == "ok" and now["uptime_seconds"] > 0
+        assert used[who]["lookup_tokens"] == driver.served.looked_up_tokens
+        assert used[who]["hit_tokens"] == driver.served.hit_tokens
+        assert used[who]["held_blocks"] == driver.served.stored_blocks
+    acme = used["model/one", "acme"]
+    assert acme["saved_seconds"] == pytest.approx(drivers[0].served.hit_tokens * SAVED_S)
+    assert acme["computed_tokens"].keys() == {"never_stored"} and used["model/two", ""]["saved_seconds"] == 0
+    assert sample["hit_tokens"] == sum(driver.served.hit_tokens for driver in drivers) > 0
+    assert sample["saved_seconds"] == acme["saved_seconds"] and abs(sample["time"] - time.time()) < 60
+    assert _wrong(now) == [] and now["state"] == "ok" and shown["server"]["uptime_seconds"] > 0
 
 
 def test_history_has_a_sample_from_the_start_on(shared_server: ServerProcess) -> None:
     now = Answer(shared_server.http_url, "/api/v1/now").json
-    for span in SPANS:
-        part = Answer(shared_server.http_url, f"/api/v1/history?span={span}").json
-        assert part["boot"] == now["boot"] and 1 <= len(part["times"]) <= MAX_POINTS
-        assert abs(part["times"][0] - (now["time"] - now["uptime_seconds"])) < 15 or span == "15m"
-        series = {tuple(each["key"]): each["values"] for each in part["series"]}
-        assert all(len(values) == len(part["times"]) for values in series.values())
-        assert set(series["arena_bytes",]) == {now["pool"]["arena_bytes"]}
-    assert Answer(shared_server.http_url, f"/api/v1/history?since={part['times'][-1] + 1e6}").json["times"] == []
-
-
-@pytest.mark.parametrize(
-    ("query", "says"),
-    [
-        ("history?span=2h", "span '2h' is unknown; give 15m, 1h"),
-        ("history?since=yesterday", "since 'yesterday' is no time"),
-        ("history?since=nan", "since 'nan' is no time"),
-        ("history?since=-1", "since '-1' is no time"),
-        ("history?since=1e300", "since '1e300' is no time"),
-        ("history?span=1h&span=6h", "given twice"),
-        ("history?points=1000000", "parameter 'points' is unknown; give span and since"),
-        ("now?all=1", "parameter 'all' is unknown; give none"),
-        ("history?span=" + "x" * 500, "the query has 505 characters; give at most 200"),
-    ],
-)
-def test_a_query_that_is_wrong_gets_a_sentence(shared_server: ServerProcess, query: str, says: str) -> None:
-    answer = Answer(shared_server.http_url, f"/api/v1/{query}")
-    assert answer.status == 400 and says in answer.json["error"]
+    samples = Answer(shared_server.http_url, "/api/v1/history").json["samples"]
+    assert all(sample.keys() == now["sample"].keys() for sample in samples)
+    assert {sample["boot"] for sample in samples} == {now["sample"]["boot"]}
+    uptime = now["stats"]["server"]["uptime_seconds"]
+    assert abs(samples[0]["time"] - (now["sample"]["time"] - uptime)) < INTERVAL_S + 5 or uptime > 3_000
 
 
 def test_numbers_are_for_those_who_may_read_metrics(pool_server: StartServer, tmp_path: Path) -> None:
@@ -160,9 +144,7 @@ def test_numbers_are_for_those_who_may_read_metrics(pool_server: StartServer, tm
         assert [role for role in Role if guarded.get(path, role).status == 200] == [Role.OPERATOR, Role.METRICS]
         refused = guarded.get(path, Role.TENANT_OPERATOR)
         assert refused.status == 403 and b"arena" not in refused.body
-    # A wrong query of a stranger says nothing of the query.
-    assert guarded.get("/api/v1/history?span=2h").status == 401
-    certificates = guarded.get("/api/v1/now", Role.METRICS).json["certificates"]
+    certificates = guarded.get("/api/v1/now", Role.METRICS).json["stats"]["server"]["certificate_ends"]
     assert certificates.keys() == {"server"}
 
 
@@ -174,7 +156,7 @@ def test_no_secret_is_in_any_answer(pool_server: StartServer, tmp_path: Path) ->
         driver = Driver(client, "model/one", "acme", salt=salt)
         driver.turn()
     answers = [guarded.get(path, Role.METRICS).body.decode() for path in API]
-    wait_for(lambda: guarded.get("/api/v1/now", Role.METRICS).json["counters"]["lookups"], "the lookup")
+    wait_for(lambda: guarded.get("/api/v1/now", Role.METRICS).json["stats"]["counters"]["lookups"], "the lookup")
     shown = "".join(answers)
     for secret in (salt, str(tmp_path), "tls.key", *guarded.tokens.values()):
         assert secret not in shown
@@ -187,14 +169,14 @@ def test_a_tier_that_fails_is_a_fault_and_in_the_log(
     directory.mkdir()
     server = pool_server("--tier", f"file:{directory},size=64MiB")
     now = Answer(server.http_url, "/api/v1/now").json
-    assert [tier["up"] for tier in now["tiers"]] == [True] and now["log"] == [] == _wrong(now)
+    assert [tier["up"] for tier in now["stats"]["tiers"]] == [True] and now["log"] == [] == _wrong(now)
     shutil.rmtree(directory)
     driver = Driver(connect(server), "model/one")
 
     def down() -> dict[str, Any] | None:
         driver.turn()
         now: dict[str, Any] = Answer(server.http_url, "/api/v1/now").json
-        return None if now["tiers"][0]["up"] else now
+        return None if now["stats"]["tiers"][0]["up"] else now
 
     now = wait_for(down, "the tier to fail")
     (fault,) = (each["text"] for each in now["findings"] if each["level"] == "fault")

@@ -1,4 +1,4 @@
-"""The dashboard's files: which there are, and that they are what they should be."""
+"""The page's files: which there are, and that they are what they should be."""
 
 from __future__ import annotations
 
@@ -61,7 +61,9 @@ def test_no_file_writes_markup_or_asks_other_hosts() -> None:
         for forbidden in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "Function("):
             assert forbidden not in text, (name, forbidden)
         found = set(re.findall(r"(?:https?:)?//[a-z][\w.-]+", text))
-        assert found <= {"http://www.w3.org"}, name  # The name of SVG's markup, not an address.
+        # The name of SVG's markup, which is no address, and a link to the documents.
+        assert found <= {"http://www.w3.org", "https://github.com"}, name
+    assert re.findall(r"<[^>]*https://github.com", _text("index.html")) == ['<a href="https://github.com']
     assert not re.search(r"<script(?![^>]* src=)|\son\w+=|\sstyle=|<style", _text("index.html"))
 
 
