@@ -179,7 +179,6 @@ SETTINGS: dict[str, dict[str, str]] = {
         "8 MiB for each that withholds": "kvpool_server.inbox: 2 * MAX_LOOKUP_BYTES",
         "deadline (600 s at most)": "kvpool_server.services.call: MAX_STREAM_S",
         "32; a permit within 5 s": "kvpool_server.data_plane.connection: PROVE_S",
-        "at the file every 5 s": "kvpool.watched_files: LOOK_EVERY_S",
         "headers of a call | 16 KiB": "kvpool_server.grpc_server: MAX_METADATA_BYTES",
         "the call is refused | 64 MiB": "kvpool_server.grpc_server: MAX_CALLS * MAX_METADATA_BYTES",
         "with specifications of 16 MiB": "kvpool_server.cache.limits: Limits().max_specs_bytes",
