@@ -12,6 +12,7 @@ import random
 import shutil
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from PIL import Image
@@ -35,13 +36,17 @@ MAX_HEIGHT = {"light": 2_200, "dark": 1_000, "phone": 1_500}
 REPORT_EVERY_S = 10.0
 
 
-def drive(client: Client, seconds: float) -> None:
-    """Three engines of two models and two tenants, whose load comes and goes."""
-    drivers = [
+def drivers_of(client: Client) -> list[Driver]:
+    """Three engines of two models and two tenants."""
+    return [
         Driver(client, "Qwen/Qwen3-32B", "acme", num_chats=10, seed=1),
         Driver(client, "meta-llama/Llama-3.1-70B-Instruct", "umbrella", num_chats=24, seed=2),
         Driver(client, "Qwen/Qwen3-32B", "umbrella", num_chats=4, seed=3),
     ]
+
+
+def drive(drivers: Sequence[Driver], seconds: float) -> None:
+    """The engines' requests for so long; the load comes and goes."""
     began, reported, chance = time.monotonic(), 0.0, random.Random(4)
     while (now := time.monotonic()) < began + seconds:
         for nth, driver in enumerate(drivers):
@@ -84,16 +89,17 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="kv-") as directory:
         DIRECTORY.mkdir()
         tier = f"file:{DIRECTORY},size=256MiB"
-        flags = ("--memory", "48MiB", "--tier", tier, "--quota", "tenant:acme=24MiB")
+        flags = ("--memory", "48MiB", "--tier", tier, "--quota", "tenant:acme=24MiB", "--value-sample", "640")
         server = ServerProcess(Path(directory), *flags, is_executed=True)
         browser = None
         try:
             with Client(ClientConfig(server.endpoint, timeout_ms=30_000)) as client:
-                drive(client, minutes * 60)
+                drivers = drivers_of(client)
+                drive(drivers, minutes * 60)
                 browser = start_browser(f"{directory}/chromium")
                 for name in SHOTS:
                     while (shot := shoot(browser, f"{server.http_url}/", name)) is None:
-                        drive(client, 10)
+                        drive(drivers, REPORT_EVERY_S)
                     print(shot)
         finally:
             if browser is not None:

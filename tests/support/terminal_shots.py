@@ -24,7 +24,7 @@ from rich.text import Text
 
 from kvpool.client import Client
 from kvpool.config import ClientConfig
-from tests.support.page_screenshots import IMAGES, drive
+from tests.support.page_screenshots import IMAGES, drive, drivers_of
 from tests.support.processes import ServerProcess, clean_environment
 
 COLUMNS = 100
@@ -74,7 +74,7 @@ def main() -> None:
         server = ServerProcess(Path(directory), "--memory", "64MiB", "--quota", "tenant:acme=48MiB", is_executed=True)
         try:
             with Client(ClientConfig(server.endpoint, timeout_ms=30_000)) as client:
-                drive(client, seconds)
+                drive(drivers_of(client), seconds)
             environment = clean_environment(KVPOOL_ENDPOINT=server.endpoint, TERM="xterm-256color")
             own = (server.endpoint, server.http_url.partition("://")[2])
             for name, arguments in SHOTS.items():
