@@ -8,7 +8,6 @@ import socket
 import time
 from collections.abc import Awaitable, Callable, Sequence, Set
 from contextlib import AsyncExitStack
-from functools import partial
 from typing import Any
 
 import structlog
@@ -46,38 +45,20 @@ from kvpool_server.exposure import (
 from kvpool_server.grpc_server import GrpcServer
 from kvpool_server.http import OperatorHttp, on_loop
 from kvpool_server.log_events import LogEvents
-from kvpool_server.lookup_streams import LookupStreams
 from kvpool_server.monitoring import Monitoring
 from kvpool_server.page.site import Site
 from kvpool_server.pairs import Pairs
 from kvpool_server.reports.engines import EngineReports
 from kvpool_server.reports.usage_ledger import open_ledger
-from kvpool_server.service import PoolService
-from kvpool_server.services.chunks import ChunkService
-from kvpool_server.services.drain import DrainService
-from kvpool_server.services.explanations import ExplanationService
-from kvpool_server.services.hints import HintService
-from kvpool_server.services.leases import LeaseService
-from kvpool_server.services.listings import ListingService
-from kvpool_server.services.puts import PutService
-from kvpool_server.services.quotas import QuotaService
-from kvpool_server.services.region_permits import RegionPermits
-from kvpool_server.services.removals import RemovalService
-from kvpool_server.services.reports import ReportService
-from kvpool_server.services.routing import RoutingService
-from kvpool_server.services.served_pool import ServedPool
-from kvpool_server.services.sessions import SessionService
-from kvpool_server.services.transfers import TransferService
+from kvpool_server.services.service import PoolService
 from kvpool_server.tiering.tiered_pool import TieredPool
 from kvpool_server.tiers.registry import parse
 from kvpool_server.tiers.tier import Tier, TierContext, TierOptions
 from kvpool_server.tiers.traced import SpansOfBlocks, TracedTier
-from kvpool_server.traced_service import TracedLeaseService, trace_calls
 from kvpool_server.turns import Turns
 from kvpool_server.usage import Usage
 from kvpool_server.value.instruments import ValueCollector, ValueInstruments
 from kvpool_server.value.recorder import Recorder
-from kvpool_server.verifier import Verifier
 
 log = structlog.get_logger()
 
@@ -330,33 +311,22 @@ class Composition:
         self._engine = None  # Its threads end with the last reference, before the memory that they write to.
 
     def _make_service(self, drain: Drain) -> PoolService:
-        pool, memory, metrics = self.pool, self.memory.segment.bytes, self._monitoring.rpcs
-        who = None if self._access is None else self._access.who
-        served = ServedPool(self.tiered, self._boot_token, drain, self.turns.run)
-        permits = None if self._permits is None else RegionPermits(pool, self._permits)
-        streams = LookupStreams(pool.limits.max_streams)
-        verifier = Verifier(pool, memory, self.turns.run)
-        offer = self.memory.offer(self._engine, self.data.info if self.data is not None else None)
-        lease_service = LeaseService if self._tracing is None else partial(TracedLeaseService, self._tracing)
-        groups = (
-            SessionService(served, offer, who),
-            lease_service(served, streams, permits, metrics, self._ledger),
-            PutService(served, permits),
-            TransferService(served, memory, metrics),
-            ChunkService(served, memory, metrics, verifier),
-            HintService(served),
-            RemovalService(served, verifier),
-            ExplanationService(served),
-            RoutingService(served, self._reports),
-            ReportService(served, self._reports, self._ledger),
-            ListingService(served, self._monitoring.stats, self._reports, self._value.report),
-            QuotaService(served),
-            DrainService(served),
+        return PoolService(
+            tiered=self.tiered,
+            memory=self.memory.segment.bytes,
+            boot_token=self._boot_token,
+            drain=drain,
+            run=self.turns.run,
+            metrics=self._monitoring.rpcs,
+            offer=self.memory.offer(self._engine, self.data.info if self.data is not None else None),
+            stats=self._monitoring.stats,
+            reports=self._reports,
+            value=self._value.report,
+            ledger=self._ledger,
+            permits=self._permits,
+            who=None if self._access is None else self._access.who,
+            tracing=self._tracing,
         )
-        service = PoolService(pool.limits, streams, groups)
-        if self._tracing is not None:
-            trace_calls(service, self._tracing)
-        return service
 
     async def _serve_grpc(self, service: PoolService) -> None:
         config, access = self._config, self._access

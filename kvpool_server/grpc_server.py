@@ -27,8 +27,8 @@ from kvpool_server.addresses import cannot_listen, why_not_listening
 from kvpool_server.inbox import MAX_DATA_BYTES, REQUEST
 from kvpool_server.method_handlers import CHECK, HEALTH_NAME, SERVICE_NAME, HealthService, add_health, add_service
 from kvpool_server.metrics import RpcMetrics
-from kvpool_server.service import PoolService
-from kvpool_server.services.call import MAX_STREAM_S
+from kvpool_server.services.handlers import MAX_STREAM_S
+from kvpool_server.services.service import PoolService
 from kvpool_server.socket_path import bind_path, cannot_bind
 
 INBOUND_BYTES = 4 << 20
@@ -204,7 +204,7 @@ class GrpcServer:
             maximum_concurrent_rpcs=MAX_CALLS,
         )
         self._health = HealthService()
-        add_service(service, service.max_spec_bytes, self._server)
+        add_service(service, service.pool.limits.max_spec_bytes, self._server, service.tracing)
         add_health(self._health, self._server)
         if who is None:  # Reflection is for those who look around, on a server that hides nothing.
             names = (SERVICE_NAME, HEALTH_NAME, reflection.SERVICE_NAME)
@@ -238,5 +238,5 @@ class GrpcServer:
     async def stop(self, grace_s: float = 0.0) -> None:
         """Takes no more calls, and cancels those that have not ended after `grace_s`. Idempotent."""
         await self.announce_end()
-        self._service.end_streams()
+        self._service.streams.stop()
         await self._server.stop(grace_s)

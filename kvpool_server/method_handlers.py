@@ -1,4 +1,4 @@
-"""The handlers of the Pool service's methods for gRPC: bytes in, the method of a servicer, bytes out."""
+"""The handlers of the Pool service's methods for gRPC: bytes in, the method of a service, bytes out."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from grpc_health.v1 import health_pb2
 from kvpool import wire
 from kvpool.errors import InvalidRequestError
 from kvpool.reports import MAX_REPORT_BYTES
+from kvpool.tracing import Tracing
 from kvpool.types import Piece
 from kvpool.v1 import pool_pb2 as pb
-from kvpool.v1.pool_pb2_grpc import PoolServicer
+from kvpool_server.call_spans import LOOKUPS, traced
 from kvpool_server.inbox import MAX_CHECK_BYTES, MAX_CHECKS, MAX_CONTROL_BYTES, MAX_LOOKUP_BYTES, REQUEST, Inbox
 
 _SERVICE = pb.DESCRIPTOR.services_by_name["Pool"]
@@ -32,20 +33,22 @@ assert CHECK not in METHODS, "every role may call it"
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
-def add_service(servicer: PoolServicer, max_spec_bytes: int, server: grpc.aio.Server) -> None:
+def add_service(service: object, max_spec_bytes: int, server: grpc.aio.Server, tracing: Tracing | None = None) -> None:
     """Registers a handler for each method of the service in the proto.
 
     Args:
+        service: has a method of the name of each RPC.
         max_spec_bytes: the largest request of a method that sets what the server keeps.
+        tracing: gets a span for each call; None: calls are not traced.
     """
     inbox = Inbox()
-    handlers = {method.name: _handler(servicer, method, inbox, max_spec_bytes) for method in _SERVICE.methods}
+    handlers = {method.name: _handler(service, method, inbox, max_spec_bytes, tracing) for method in _SERVICE.methods}
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE_NAME, handlers),))
 
 
-def add_health(servicer: HealthService, server: grpc.aio.Server) -> None:
+def add_health(service: HealthService, server: grpc.aio.Server) -> None:
     """Registers health checks, whose messages have an inbox of their own."""
-    handlers = {CHECK: _handler(servicer, _HEALTH.methods_by_name[CHECK], Inbox(MAX_CHECKS), MAX_CHECK_BYTES)}
+    handlers = {CHECK: _handler(service, _HEALTH.methods_by_name[CHECK], Inbox(MAX_CHECKS), MAX_CHECK_BYTES)}
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(HEALTH_NAME, handlers),))
 
 
@@ -92,10 +95,12 @@ _CODECS: dict[str, Callable[..., Any]] = {"Write": _decode_piece, "Read": wire.e
 
 
 def _handler(
-    servicer: PoolServicer | HealthService, method: MethodDescriptor, inbox: Inbox, max_spec_bytes: int
+    service: object, method: MethodDescriptor, inbox: Inbox, max_spec_bytes: int, tracing: Tracing | None = None
 ) -> grpc.RpcMethodHandler[Any, Any]:
     """Gets messages as bytes from gRPC, whether the method has one or many: the inbox bounds and awaits them."""
-    behavior = getattr(servicer, method.name)
+    behavior = getattr(service, method.name)
+    if tracing is not None and method.name not in LOOKUPS:
+        behavior = traced(tracing, method, behavior)
     message_type = GetMessageClass(method.input_type)
     encode = GetMessageClass(method.output_type).SerializeToString
     if method.client_streaming and method.server_streaming:

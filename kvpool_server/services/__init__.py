@@ -1,7 +1,6 @@
-"""The groups of RPCs: decode -> pool -> encode. All meaning is in the pool, all translation in `kvpool.wire`.
+"""The RPCs: decode -> pool -> encode. All meaning is in the pool, all translation in `kvpool.wire`.
 
-Each class has the methods of a few RPCs that belong together, and only the parts that these need; `PoolService` joins
-them. No group knows another one.
+Each RPC is the method of its name in one of four classes of handlers, which `PoolService` joins.
 
 A handler raises `KVPoolError`s; `grpc_server` maps them to statuses and counts the calls. One event loop runs all
 handlers, so a handler is atomic between two awaits. None holds the loop for long: counts and sizes are checked before

@@ -1,4 +1,4 @@
-"""What a client asks before anything else: a namespace, whether the server lives, and what the caller may do."""
+"""The RPCs of a client's session: OpenNamespace, Ping, WhoAmI, Report."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from typing import Any
 import structlog
 
 from kvpool import wire
-from kvpool.errors import UnknownNamespaceError
+from kvpool.errors import IncompatibleReleaseError, InvalidRequestError, UnknownNamespaceError
 from kvpool.principal import Role
+from kvpool.reports import MAX_STAGES
+from kvpool.skew import OWN, Release, check_skew
 from kvpool.types import Offer, OpenedNamespace
 from kvpool.v1 import pool_pb2 as pb
 from kvpool.version import __version__
-from kvpool_server.access.authentication import Who
 from kvpool_server.access.caller import (
     CALLER,
     caller_may,
@@ -23,51 +24,39 @@ from kvpool_server.access.caller import (
     own_tenant,
 )
 from kvpool_server.access.permissions import CALLS
+from kvpool_server.cache.namespaces import unknown_namespace
 from kvpool_server.method_handlers import METHODS
-from kvpool_server.release_gate import ReleaseGate
-from kvpool_server.services.served_pool import ServedPool
+from kvpool_server.services.handlers import Handlers
 
 log = structlog.get_logger()
 
+MAX_LOGGED = 64
+"""Refused clients that are logged: a client that is refused asks again every few seconds."""
 
-class SessionService:
-    """See the module.
 
-    Args:
-        offer: the ways that bytes can travel to and from the arena.
-        who: authenticates callers; None: callers are not authenticated.
-    """
+class SessionHandlers(Handlers):
+    """Namespaces that clients open, what the server offers them, and what engines report."""
 
-    def __init__(
-        self,
-        served: ServedPool,
-        offer: Offer,
-        who: Who | None,
-    ):
-        self._served = served
-        self._pool = served.pool
-        self._offer = offer
-        self._who = who
-        self._gate = ReleaseGate()
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._started = time.monotonic()
+        self._refused: set[tuple[str, Release]] = set()
 
     async def OpenNamespace(self, request: pb.OpenNamespaceRequest, context: Any) -> pb.OpenNamespaceResponse:
-        self._served.drain.check()
-        self._gate.check(wire.decode_release(request), wire.decode_opener(request.opener))
+        self.drain.check()
+        opener = wire.decode_opener(request.opener)
+        self._check_release(wire.decode_release(request), opener)
         spec = wire.decode_spec(request.spec)
         check_tenant(spec.tenant)
         check_measurement(spec)
         if request.expected_fingerprint not in (b"", spec.fingerprint()):
-            # The error that follows says how the two differ.
-            self._served.reader.visible(request.expected_fingerprint)
-        if not caller_may("PutStart") and self._pool.namespace(spec.fingerprint()) is None:
+            self.check_visible(request.expected_fingerprint)  # The error that follows says how the two differ.
+        if not caller_may("PutStart") and self.pool.namespace(spec.fingerprint()) is None:
             raise UnknownNamespaceError(
                 f"namespace {spec.fingerprint().hex()[:12]} is not open on this server, and a caller that only reads "
                 f"cannot create it; try again when an engine of role {Role.ENGINE_WRITE} has opened it"
             )
-        namespace, created = self._pool.open_namespace(
-            spec, request.expected_fingerprint, wire.decode_opener(request.opener)
-        )
+        namespace, created = self.pool.open_namespace(spec, request.expected_fingerprint, opener)
         if created:
             log.info(
                 "namespace opened",
@@ -75,26 +64,51 @@ class SessionService:
                 fingerprint=namespace.fingerprint.hex()[:12],
                 block_bytes=[group.slot_bytes for group in namespace.spec.groups],
             )
-        offered, most = self._offered(), self._pool.limits.max_batch_blocks
-        opened = OpenedNamespace(namespace.fingerprint, offered, created, most)
-        return wire.encode_opened(opened, self._served.boot_token)
+        most = self.pool.limits.max_batch_blocks
+        opened = OpenedNamespace(namespace.fingerprint, self._offered(), created, most)
+        return wire.encode_opened(opened, self.boot_token)
 
-    async def Ping(self, request: pb.PingRequest, context: Any) -> pb.PingResponse:
-        uptime, num_opened = time.monotonic() - self._started, self._pool.num_opened(own_tenant())
-        offered, draining = self._offered(), self._served.drain.is_draining
-        return wire.encode_pong(__version__, uptime, offered, self._served.boot_token, num_opened, draining=draining)
+    def _check_release(self, client: Release, opener: str) -> None:
+        """Raises IncompatibleReleaseError for a client of an incompatible release, and logs the first of each host.
+
+        Args:
+            opener: the client's host, as it says.
+        """
+        try:
+            check_skew(client, OWN)
+        except IncompatibleReleaseError as error:
+            if (opener, client) not in self._refused and len(self._refused) < MAX_LOGGED:
+                self._refused.add((opener, client))
+                log.warning("refused a client of another release", client=opener, reason=str(error))
+            raise
 
     def _offered(self) -> Offer:
-        """What the caller is offered: the Mooncake engine only if the caller may open namespaces."""
-        return self._offer if caller_may("OpenNamespace") else dataclasses.replace(self._offer, mooncake=None)
+        """The transports for the caller: the Mooncake engine only if the caller may open namespaces."""
+        return self.offer if caller_may("OpenNamespace") else dataclasses.replace(self.offer, mooncake=None)
+
+    async def Ping(self, request: pb.PingRequest, context: Any) -> pb.PingResponse:
+        uptime, num_opened = time.monotonic() - self._started, self.pool.num_opened(own_tenant())
+        offered, draining = self._offered(), self.drain.is_draining
+        return wire.encode_pong(__version__, uptime, offered, self.boot_token, num_opened, draining=draining)
 
     async def WhoAmI(self, request: pb.WhoAmIRequest, context: Any) -> pb.WhoAmIResponse:
         caller = CALLER.get()
-        if caller is None or self._who is None:
-            return pb.WhoAmIResponse(boot_token=self._served.boot_token, methods=sorted(METHODS))
+        if caller is None or self.who is None:
+            return pb.WhoAmIResponse(boot_token=self.boot_token, methods=sorted(METHODS))
         return pb.WhoAmIResponse(
-            boot_token=self._served.boot_token,
+            boot_token=self.boot_token,
             principal=str(caller),
             methods=sorted(CALLS[caller.role]),
-            ends_at=int(self._who(context).ends_at.timestamp()),
+            ends_at=int(self.who(context).ends_at.timestamp()),
         )
+
+    async def Report(self, request: pb.ReportRequest, context: Any) -> pb.ReportResponse:
+        if not 1 <= (count := len(request.namespaces)) <= MAX_STAGES:
+            raise InvalidRequestError(f"{count} namespaces in one report; give 1 to {MAX_STAGES}")
+        fingerprints = [self.fingerprint(name) for name in request.namespaces]
+        first = self.pool.namespace(fingerprints[0])
+        if first is None:
+            raise unknown_namespace(fingerprints[0])
+        report, spec = wire.decode_report(request), first.spec
+        counted = self.reports.report(report, spec.tenant, spec.model)
+        return pb.ReportResponse(boot_token=self.boot_token, counted=counted)

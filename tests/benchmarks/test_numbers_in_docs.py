@@ -125,7 +125,7 @@ SETTINGS: dict[str, dict[str, str]] = {
         "where 2 % of the blocks fit": ELSEWHERE,
     },
     "protocol.md": {
-        "need a deadline within 600 seconds": "kvpool_server.services.call: MAX_STREAM_S",
+        "need a deadline within 600 seconds": "kvpool_server.services.handlers: MAX_STREAM_S",
         "none follows within 20 ms": "kvpool.lookup_stream: RELEASE_WITHIN_S",
         "fingerprint have 32 bytes": "kvpool.types: HASH_BYTES",
         "greets: 8 bytes": "kvpool.data_port: len(MAGIC) # bytes",
@@ -177,7 +177,7 @@ SETTINGS: dict[str, dict[str, str]] = {
         "`UNAVAILABLE` | 512 MiB": "kvpool_server.inbox: MAX_DATA_STREAMS * 2 * MAX_LOOKUP_BYTES",
         "256 MiB while their clients": "tests.security.test_floods: IDLE_STREAMS_BYTES",
         "8 MiB for each that withholds": "kvpool_server.inbox: 2 * MAX_LOOKUP_BYTES",
-        "deadline (600 s at most)": "kvpool_server.services.call: MAX_STREAM_S",
+        "deadline (600 s at most)": "kvpool_server.services.handlers: MAX_STREAM_S",
         "32; a permit within 5 s": "kvpool_server.data_plane.connection: PROVE_S",
         "headers of a call | 16 KiB": "kvpool_server.grpc_server: MAX_METADATA_BYTES",
         "the call is refused | 64 MiB": "kvpool_server.grpc_server: MAX_CALLS * MAX_METADATA_BYTES",

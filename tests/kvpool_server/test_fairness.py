@@ -36,7 +36,7 @@ from kvpool.rpc import Namespace
 from kvpool.types import BlockRun
 from kvpool.v1 import pool_pb2 as pb
 from kvpool.v1.pool_pb2_grpc import PoolStub
-from kvpool_server.services.call import MAX_STREAM_S
+from kvpool_server.services.handlers import MAX_STREAM_S
 from tests.support.processes import ServerProcess, wait_for
 from tests.support.values import block_hash, group_spec, namespace_spec
 from tests.support.workers import workers_of

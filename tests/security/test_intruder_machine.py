@@ -27,10 +27,9 @@ from kvpool import wire
 from kvpool.namespace import NamespaceSpec
 from kvpool.principal import ALL_TENANTS, Principal, Role
 from kvpool.v1 import pool_pb2 as pb
-from kvpool_server import request_reader
 from kvpool_server.access.permissions import may_call
 from kvpool_server.cache.limits import Limits
-from kvpool_server.services import listings, quotas, removals, sessions
+from kvpool_server.services import handlers, operators, sessions
 from tests.support.effort import effort
 from tests.support.values import block_hash, group_spec, namespace_spec
 from tests.support.wire_service import METHODS, Answer, WireHouse
@@ -451,7 +450,7 @@ TestIntruderMachine.settings = settings(
 
 
 def _all_are_visible(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (request_reader, listings, quotas):
+    for module in (handlers, operators):
         monkeypatch.setattr(module, "is_visible", lambda tenant: True)
 
 
@@ -460,7 +459,7 @@ def _anybody_opens_for_a_tenant(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _clear_is_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(removals, "check_all_tenants", lambda what: None)
+    monkeypatch.setattr(operators, "check_all_tenants", lambda what: None)
 
 
 def _tenants_share_namespaces(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,7 +39,7 @@ from vllm.v1.kv_cache_interface import (
 
 from kvpool.namespace import GroupSpec
 from kvpool_server.cache.entry import Entry, Observer
-from kvpool_server.services import quotas, removals, sessions
+from kvpool_server.services import operators, sessions
 from tests.simulation.deterministic_runtime import DeterministicRuntime
 from tests.simulation.network import SimClient, SimServer
 from tests.support.toy.device import Device, DeviceCopier
@@ -454,7 +454,7 @@ def take_over(patch: pytest.MonkeyPatch, runtime: DeterministicRuntime, server: 
         _kvpool_client(),
     ):
         patch.setattr(module, "time", time)
-    for module in (sessions, removals, quotas):
+    for module in (sessions, operators):
         patch.setattr(module, "log", logging.getLogger("vllm.simulation"))
     patch.setattr(session, "threading", threading)
     patch.setattr(worker, "threading", SimpleNamespace(Thread=_AtOnce))

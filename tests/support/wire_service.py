@@ -28,7 +28,7 @@ from kvpool_server.cache.pool import Pool
 from kvpool_server.grpc_server import RpcInterceptor
 from kvpool_server.method_handlers import SERVICE_NAME, add_service
 from kvpool_server.metrics import RpcMetrics
-from kvpool_server.service import PoolService
+from kvpool_server.services.service import PoolService
 from kvpool_server.tiering.tiered_pool import TieredPool
 from tests.support.clock import FakeClock
 from tests.support.pool_service import pool_service
@@ -96,7 +96,7 @@ class WireService:
     def __init__(self, service: PoolService, metrics: RpcMetrics):
         self._loop = ServiceLoop()
         self._interceptor = RpcInterceptor(metrics, _WHO, RunningCalls(lambda credential: credential, 0.0), None)
-        add_service(service, service.max_spec_bytes, self)  # type: ignore[arg-type]
+        add_service(service, service.pool.limits.max_spec_bytes, self)  # type: ignore[arg-type]
 
     def add_generic_rpc_handlers(self, handlers: Sequence[grpc.GenericRpcHandler]) -> None:
         """What `add_service` calls of a gRPC server."""
