@@ -96,7 +96,7 @@ async def _lease(tiered: TieredPool, fingerprint: bytes, run: BlockRun) -> int:
     """A lease on a block, which may first have to be promoted from a tier; 0 for a miss."""
     ends_at = time.monotonic() + PROMOTION_TIMEOUT_S
     while True:
-        found = tiered.lookup(fingerprint, [run], prefix_only=True, lease_ttl_ms=TTL_MS)
+        found = await tiered.lookup(fingerprint, [run], prefix_only=True, lease_ttl_ms=TTL_MS)
         if found.lease_id or not found.retry_after_ms or time.monotonic() > ends_at:
             return found.lease_id
         await asyncio.sleep(found.retry_after_ms / 1000)

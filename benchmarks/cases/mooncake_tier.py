@@ -128,12 +128,14 @@ class PoolAboveTier:
             pass
 
     async def _promote(self) -> None:
-        while (found := self._lookup()) and found.retry_after_ms:
+        while (found := await self._lookup()) and found.retry_after_ms:
             await asyncio.sleep(found.retry_after_ms / 1e3)
         assert found.hits[0].num_leading == len(self._run), "a block was lost"
 
-    def _lookup(self) -> Lookup:
-        found = self._tiered.lookup(self._namespace.fingerprint, [self._run], prefix_only=True, lease_ttl_ms=10_000)
+    async def _lookup(self) -> Lookup:
+        found = await self._tiered.lookup(
+            self._namespace.fingerprint, [self._run], prefix_only=True, lease_ttl_ms=10_000
+        )
         self._pool.release([found.lease_id])
         return found
 

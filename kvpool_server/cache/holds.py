@@ -33,7 +33,7 @@ class Holds:
 
     Attributes:
         leases, tickets: the live ones.
-        leasing: for each lookup whose steps are under way, the entries that it has counted as leased.
+        pinning: for each lookup whose steps are under way, the entries that it has pinned.
         writing: the tickets of puts whose steps are under way.
     """
 
@@ -48,7 +48,7 @@ class Holds:
     ):
         self.leases: HoldTable[Lease] = HoldTable("lease", "look up again")
         self.tickets: HoldTable[Ticket] = HoldTable("ticket", "put_start again")
-        self.leasing: list[list[Entry]] = []
+        self.pinning: list[list[Entry]] = []
         self.writing: list[Ticket] = []
         self._entry_table = entry_table
         self._limits = limits
@@ -58,14 +58,19 @@ class Holds:
         self._unfinished = UnfinishedHolds(transfers)
         self._ended = EndedHolds(entry_table)
 
-    def lease(self, entries: list[Entry], ttl_ms: int, now: float, owner: Owner) -> tuple[int, int]:
-        """Makes a lease on entries that are counted as leased; returns its id and TTL, both 0 if there is no room."""
+    def lease(self, entries: list[Entry], num_pinned: int, ttl_ms: int, now: float, owner: Owner) -> tuple[int, int]:
+        """Makes a lease on entries, of which the first are pinned; returns its id and TTL, both 0 if there is no room.
+
+        The lease keeps the pins of its entries.
+        """
         if not self._may_lease(owner, len(entries)):
             self._counters["refused_leases"] += 1
             return 0, 0
         ttl_ms = min(ttl_ms, self._limits.max_ttl_ms)
         lease = Lease(self._new_id(), now + ttl_ms / 1000, entries, owner=owner)
         self.leases.add(lease)
+        for entry in entries[num_pinned:]:
+            entry.leases += 1
         return lease.id, ttl_ms
 
     def _may_lease(self, owner: Owner, num_blocks: int) -> bool:
@@ -78,11 +83,23 @@ class Holds:
                 return False
         return not owner.name or self.leases.has_room(owner, num_blocks, limits.max_leases, limits.max_leased_blocks)
 
-    def end_leasing(self, entries: list[Entry], *, is_leased: bool) -> None:
-        """Ends the steps of a lookup; without a lease on its entries, they no longer count as leased."""
-        self.leasing = [each for each in self.leasing if each is not entries]
+    def pin(self, pinned: list[Entry], entries: Sequence[Entry]) -> None:
+        """Keeps the entries that a lookup has found from eviction until its next step: those beyond `pinned`.
+
+        Args:
+            pinned: the same list for each step of a lookup.
+        """
+        if not any(each is pinned for each in self.pinning):
+            self.pinning.append(pinned)
+        for entry in entries[len(pinned) :]:
+            entry.leases += 1
+            pinned.append(entry)
+
+    def unpin(self, pinned: list[Entry], *, is_leased: bool) -> None:
+        """Ends the pins of a lookup whose last step has ended, unless a lease keeps them."""
+        self.pinning = [each for each in self.pinning if each is not pinned]
         if not is_leased:
-            self._ended.add_lease(Lease(0, 0.0, list(entries)))
+            self._ended.add_lease(Lease(0, 0.0, pinned))
 
     def release(self, lease_ids: Sequence[int], owner: Owner, now: float) -> int:
         """Ends leases that the owner may end; returns how many were live."""
@@ -170,8 +187,8 @@ class Holds:
 
     def all_leases(self) -> list[Hold]:
         """All that entries are counted as leased for, live or ended; for `check_integrity`."""
-        leasing = [Lease(0, 0.0, entries) for entries in self.leasing]
-        return [*self.leases.values(), *self._unfinished, *self._ended.leases(), *leasing]
+        pinning = [Lease(0, 0.0, entries) for entries in self.pinning]
+        return [*self.leases.values(), *self._unfinished, *self._ended.leases(), *pinning]
 
     def all_tickets(self) -> list[Ticket]:
         """All that shards are pending for, live or ended; for `check_integrity`."""

@@ -14,7 +14,7 @@ from kvpool.types import BlockRun, RunHits, Slots
 from kvpool_server.cache.allocator.placement import Placement
 from kvpool_server.cache.entry import Entry, Group
 from kvpool_server.cache.holds import Holds
-from kvpool_server.cache.leases import Found, Owner
+from kvpool_server.cache.leases import NOBODY, Found, Owner
 from kvpool_server.cache.namespaces import Namespaces
 from kvpool_server.cache.steps import LOOKUP_STEP_BLOCKS, Steps
 
@@ -22,93 +22,76 @@ from kvpool_server.cache.steps import LOOKUP_STEP_BLOCKS, Steps
 class Lookups:
     """See the module."""
 
-    def __init__(self, namespaces: Namespaces, holds: Holds, placement: Placement, counters: dict[str, int]):
+    def __init__(
+        self,
+        namespaces: Namespaces,
+        holds: Holds,
+        placement: Placement,
+        counters: dict[str, int],
+        expire: Callable[[], float],
+    ):
         self._namespaces = namespaces
         self._holds = holds
         self._placement = placement
         self._counters = counters
+        self._expire = expire
 
     def find(
         self,
         fingerprint: bytes,
         runs: Sequence[BlockRun],
         prefix_only: bool,
-        lease_ttl_ms: int,
-        owner: Owner,
-        now: float,
-    ) -> Found:
-        """The complete entries of some blocks, and with a TTL a lease on them. Counts nothing yet."""
-        namespace, groups = self._namespaces.groups_of_lookup(fingerprint, runs)
-        entries: list[Entry] = []
-        hits: list[RunHits] = []
-        spans: list[tuple[Group, int, int]] = []
-        num_blocks = 0
-        for group, run in zip(groups, runs, strict=True):
-            start = len(entries)
-            hits.append(group.hits(run, prefix_only, entries))
-            spans.append((group, start, len(entries)))
-            num_blocks += len(run)
-        lease_id = granted_ms = 0
-        if lease_ttl_ms:
-            self._namespaces.use(namespace, now)
-            if entries:
-                lease_id, granted_ms = self._holds.lease(entries, lease_ttl_ms, now, owner)
-                if lease_id:
-                    for entry in entries:
-                        entry.leases += 1
-        asked, hit_tokens = count_tokens(groups, runs, hits)
-        return Found(namespace, tuple(hits), num_blocks, entries, spans, asked, hit_tokens, lease_id, granted_ms)
-
-    def find_in_steps(
-        self,
-        fingerprint: bytes,
-        runs: Sequence[BlockRun],
-        prefix_only: bool,
-        lease_ttl_ms: int,
-        owner: Owner,
-        expire: Callable[[], float],
+        lease_ttl_ms: int = 0,
+        owner: Owner = NOBODY,
     ) -> Steps[Found]:
-        """As `find`. Each step leases what it finds; the lease's time begins with the last step.
+        """The complete entries of some blocks and, with a TTL, a lease on them, whose time begins with the last step.
+
+        Counts nothing yet: call `record_use` or `record_use_on_get` next. Without a TTL nothing is renewed.
 
         Args:
-            expire: `Pool.expire`.
+            owner: of the lease.
         """
         namespace, groups = self._namespaces.groups_of_lookup(fingerprint, runs)
-        entries: list[Entry] = []
+        now = 0.0
         if lease_ttl_ms:
-            self._namespaces.use(namespace, expire())
-            self._holds.leasing.append(entries)
+            now = self._expire()  # First: it may evict entries of an extent that is being drained.
+            self._namespaces.use(namespace, now)
+        entries: list[Entry] = []
+        pinned: list[Entry] = []  # Found by earlier steps, and counted as leased between two steps.
         hits: list[RunHits] = []
         spans: list[tuple[Group, int, int]] = []
+        room = LOOKUP_STEP_BLOCKS
         lease_id = granted_ms = 0
         try:
             for group, run in zip(groups, runs, strict=True):
-                start, leading, complete = len(entries), 0, 0
-                for at in range(0, len(run), LOOKUP_STEP_BLOCKS):
-                    if prefix_only and leading < at:
-                        break
-                    part = BlockRun(run.group_idx, run.block_hashes[at : at + LOOKUP_STEP_BLOCKS])
-                    found: list[Entry] = []
-                    hit = group.hits(part, prefix_only, found)
-                    if lease_ttl_ms:
-                        for entry in found:
-                            entry.leases += 1
-                    entries += found
+                start, at, leading, complete = len(entries), 0, 0, 0
+                while at < len(run) and (leading == at or not prefix_only):
+                    if not room:
+                        if lease_ttl_ms:
+                            self._holds.pin(pinned, entries)
+                        yield
+                        now, room = self._expire() if lease_ttl_ms else now, LOOKUP_STEP_BLOCKS
+                    part = run
+                    if at or len(run) > room:
+                        part = BlockRun(run.group_idx, run.block_hashes[at : at + room])
+                    hit = group.hits(part, prefix_only, entries)
                     complete |= hit.complete << at
                     if leading == at:
                         leading += hit.num_leading
-                    yield
+                    at += len(part)
+                    room -= len(part)
                 hits.append(RunHits(leading, complete))
                 spans.append((group, start, len(entries)))
             if lease_ttl_ms and entries:
-                lease_id, granted_ms = self._holds.lease(entries, lease_ttl_ms, expire(), owner)
+                lease_id, granted_ms = self._holds.lease(entries, len(pinned), lease_ttl_ms, now, owner)
         finally:
-            if lease_ttl_ms:
-                self._holds.end_leasing(entries, is_leased=lease_id != 0)
+            if pinned:
+                self._holds.unpin(pinned, is_leased=lease_id != 0)
         asked, hit_tokens = count_tokens(groups, runs, hits)
-        num_blocks = sum(map(len, runs))
         # A lease that ends meanwhile lets its own list of entries go.
-        return Found(namespace, tuple(hits), num_blocks, list(entries), spans, asked, hit_tokens, lease_id, granted_ms)
+        return Found(
+            namespace, tuple(hits), sum(map(len, runs)), entries[:], spans, asked, hit_tokens, lease_id, granted_ms
+        )
 
     def slots(self, found: Found) -> tuple[Slots, ...]:
         """Where the entries of a lookup lie, for each of its runs; valid while they are leased. Without permits."""

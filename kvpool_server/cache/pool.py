@@ -116,7 +116,7 @@ class Pool:
         self.leases, self.tickets = self._holds.leases, self._holds.tickets
         self._clock = clock
         self._namespaces = Namespaces(self.limits, self.placement, arena.extent_bytes, arena.has_tenants)
-        self.lookups = Lookups(self._namespaces, self._holds, self.placement, self.counters)
+        self.lookups = Lookups(self._namespaces, self._holds, self.placement, self.counters, self.expire)
         self.hints = Hints(self._namespaces, self.placement, self.pins, clock, self.counters)
         self.misses = Misses(self._namespaces, departures)
         self.explanations = Explanations(self._namespaces, departures, self.misses, self.use_times, clock)
@@ -229,40 +229,11 @@ class Pool:
         self, fingerprint: bytes, runs: Sequence[BlockRun], *, prefix_only: bool, lease_ttl_ms: int = 0
     ) -> Lookup:
         """Which blocks are complete. With a TTL, leases them, which is a use; without one renews nothing."""
-        found = self.find(fingerprint, runs, prefix_only=prefix_only, lease_ttl_ms=lease_ttl_ms)
+        found = finish(self.lookups.find(fingerprint, runs, prefix_only, lease_ttl_ms))
         self.lookups.record_use(found)
         if lease_ttl_ms:
             self.tell_lookup(found, runs)
         return Lookup(found.hits, found.lease_id, found.lease_ttl_ms)
-
-    def find(
-        self,
-        fingerprint: bytes,
-        runs: Sequence[BlockRun],
-        *,
-        prefix_only: bool,
-        lease_ttl_ms: int = 0,
-        owner: Owner = NOBODY,
-    ) -> Found:
-        """As `lookup`, without recording it: call `record_use` or `record_use_on_get` of `lookups` next.
-
-        Args:
-            owner: whose the lease is.
-        """
-        now = self.expire() if lease_ttl_ms else 0.0  # First: it may evict entries of an extent that is being drained.
-        return self.lookups.find(fingerprint, runs, prefix_only, lease_ttl_ms, owner, now)
-
-    def find_in_steps(
-        self,
-        fingerprint: bytes,
-        runs: Sequence[BlockRun],
-        *,
-        prefix_only: bool,
-        lease_ttl_ms: int,
-        owner: Owner = NOBODY,
-    ) -> Steps[Found]:
-        """As `find`. Each step leases what it finds; the lease's time begins with the last step."""
-        return self.lookups.find_in_steps(fingerprint, runs, prefix_only, lease_ttl_ms, owner, self.expire)
 
     def put_start(
         self, fingerprint: bytes, runs: Sequence[BlockRun], shards: ShardRange, ticket_ttl_ms: int = 0

@@ -18,7 +18,6 @@ from kvpool.types import BlockRun, Existence, HintKind, Slots
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.cache.leases import Owner
 from kvpool_server.cache.pins import MAX_PIN_S
-from kvpool_server.cache.steps import LOOKUP_STEP_BLOCKS
 from kvpool_server.cache.usable import usable_tokens
 from kvpool_server.call_spans import describe_lookup, lookup_span
 from kvpool_server.data_plane.permits import NO_BOUND, Bound
@@ -98,16 +97,10 @@ class BlockHandlers(Handlers):
         self.drain.check()
         fingerprint = self.fingerprint(request.namespace)
         runs = self.runs(request.runs, self.pool.limits.max_lookup_blocks)
-        options = request.prefix_only, request.lease_ttl_ms, request.locate, owner
         now_ns = time.monotonic_ns()
-        if sum(map(len, runs)) > LOOKUP_STEP_BLOCKS:  # Not worth a wait: each look costs a turn of the loop.
-            await asyncio.sleep(0)
-            found = await self.run(self.tiered.lookup_in_steps(fingerprint, runs, *options))
-            await asyncio.sleep(0)
-        elif wait_ms:
-            found = await self.tiered.lookup_once_up(fingerprint, runs, *options, wait_ms=wait_ms)
-        else:
-            found = self.tiered.lookup(fingerprint, runs, *options)
+        found = await self.tiered.lookup(
+            fingerprint, runs, request.prefix_only, request.lease_ttl_ms, request.locate, owner, wait_ms
+        )
         if request.explain:
             found = dataclasses.replace(found, hits=self.pool.misses.explain(fingerprint, runs, found.hits))
             if self.ledger is not None and not found.retry_after_ms:  # Else the lookup is going to be repeated.
@@ -200,7 +193,7 @@ class BlockHandlers(Handlers):
         if any(run.parent_hash for run in runs):
             raise InvalidRequestError("a run has a parent_hash; give the blocks of a prompt from its first token on")
         # Not recorded: what routers ask for is neither a use of blocks nor a hit or miss of an engine.
-        found = await self.run(self.pool.find_in_steps(fingerprint, runs, prefix_only=False, lease_ttl_ms=0))
+        found = await self.run(self.pool.lookups.find(fingerprint, runs, prefix_only=False))
         usable = usable_tokens(found.namespace.spec.groups, runs, found.hits)
         totals = self.reports.of_namespace(fingerprint)
         seconds = totals.load_seconds * usable / totals.loaded_tokens if totals and totals.loaded_tokens else 0.0

@@ -25,7 +25,7 @@ from kvpool_server.cache.entry import Entry, Observer
 from kvpool_server.cache.leases import NOBODY, Found, Owner
 from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.cache.pool import Pool
-from kvpool_server.cache.steps import Run, Steps, at_once
+from kvpool_server.cache.steps import LOOKUP_STEP_BLOCKS, Run, Steps, at_once, finish
 from kvpool_server.tiering.demoter import Demoter
 from kvpool_server.tiering.prefetcher import Prefetcher
 from kvpool_server.tiering.promoter import Promoter
@@ -167,7 +167,7 @@ class TieredPool(Observer):
         for level in self._levels:
             await level.tier.close()
 
-    def lookup(
+    async def lookup(
         self,
         fingerprint: bytes,
         runs: Sequence[BlockRun],
@@ -175,83 +175,31 @@ class TieredPool(Observer):
         lease_ttl_ms: int = 0,
         locate: bool = False,
         owner: Owner = NOBODY,
+        wait_ms: int = 0,
     ) -> Lookup:
-        """As `Pool.lookup`; with a TTL, also prefetches missing blocks, and says how many of them are pending.
+        """Which blocks are complete. With a TTL, leases them, and prefetches missing blocks from the tiers.
 
         Args:
             locate: also say where the leased blocks lie, unless the lookup is to be repeated: the get under its lease
                 records its use.
-            owner: see `Pool.find`.
-        """
-        found = self.pool.find(fingerprint, runs, prefix_only=prefix_only, lease_ttl_ms=lease_ttl_ms, owner=owner)
-        return self._located(self._answer(found, runs, prefix_only, lease_ttl_ms), found, locate)
-
-    def lookup_in_steps(
-        self,
-        fingerprint: bytes,
-        runs: Sequence[BlockRun],
-        prefix_only: bool,
-        lease_ttl_ms: int,
-        locate: bool,
-        owner: Owner,
-    ) -> Steps[Lookup]:
-        """As `lookup`, of many blocks."""
-        found = yield from self.pool.find_in_steps(
-            fingerprint, runs, prefix_only=prefix_only, lease_ttl_ms=lease_ttl_ms, owner=owner
-        )
-        yield
-        answer = self._answer(found, runs, prefix_only, lease_ttl_ms)
-        yield
-        return self._located(answer, found, locate)
-
-    def _answer(self, found: Found, runs: Sequence[BlockRun], prefix_only: bool, lease_ttl_ms: int) -> Lookup:
-        hits, retry_after_ms = found.hits, 0
-        if lease_ttl_ms and self._levels:
-            hits, retry_after_ms = self._prefetch(found, runs, prefix_only)
-        if retry_after_ms:
-            self.pool.lookups.record_use_on_get(found)
-        else:
-            self.pool.lookups.record_use(found)
-            if lease_ttl_ms:
-                self.pool.tell_lookup(found, runs)
-        return Lookup(hits, found.lease_id, found.lease_ttl_ms, retry_after_ms)
-
-    def _located(self, answer: Lookup, found: Found, locate: bool) -> Lookup:
-        """The same answer, with the places of the leased blocks if they are wanted and the lookup is not repeated."""
-        if not locate or not answer.lease_id or answer.retry_after_ms:
-            return answer
-        if answer.lease_id not in self.pool.leases:  # It has ended since the last step, and its slots may be others'.
-            return Lookup(answer.hits)
-        return Lookup(answer.hits, answer.lease_id, answer.lease_ttl_ms, slots=self.pool.lookups.slots(found))
-
-    async def lookup_once_up(
-        self,
-        fingerprint: bytes,
-        runs: Sequence[BlockRun],
-        prefix_only: bool,
-        lease_ttl_ms: int,
-        locate: bool = False,
-        owner: Owner = NOBODY,
-        *,
-        wait_ms: int,
-    ) -> Lookup:
-        """As `lookup`; where blocks are pending, answers once none is, or after `wait_ms`, MAX_WAIT_MS at most.
-
-        Meanwhile it looks up again whenever blocks have come up, so that they are leased.
+            owner: of the lease.
+            wait_ms: where blocks are pending, answer once none is, or after this time, MAX_WAIT_MS at most. Meanwhile
+                the lookup is repeated whenever blocks have come up, so that they are leased. One of more than
+                LOOKUP_STEP_BLOCKS blocks does not wait: each repetition would cost turns of the loop.
         """
 
-        def look() -> Lookup:
-            return self.lookup(fingerprint, runs, prefix_only, lease_ttl_ms, locate, owner)
+        async def look() -> Lookup:
+            return await self._run(self._lookup(fingerprint, runs, prefix_only, lease_ttl_ms, locate, owner))
 
-        found = look()
-        if self._num_waiting >= MAX_WAITING:
+        found = await look()
+        if not wait_ms or self._num_waiting >= MAX_WAITING or sum(map(len, runs)) > LOOKUP_STEP_BLOCKS:
             return found
         self._num_waiting += 1
         try:
             async with asyncio.timeout(min(wait_ms, MAX_WAIT_MS) / 1000):
                 while found.retry_after_ms:
                     await self._next_come_up(fingerprint, runs, found)
-                    earlier, found = found, look()
+                    earlier, found = found, await look()
                     self.pool.release([earlier.lease_id], owner)
         except TimeoutError:
             pass
@@ -261,6 +209,40 @@ class TieredPool(Observer):
         finally:
             self._num_waiting -= 1
         return found
+
+    def _lookup(
+        self,
+        fingerprint: bytes,
+        runs: Sequence[BlockRun],
+        prefix_only: bool,
+        lease_ttl_ms: int,
+        locate: bool,
+        owner: Owner,
+    ) -> Steps[Lookup]:
+        """One lookup, which does not wait."""
+        is_large = sum(map(len, runs)) > LOOKUP_STEP_BLOCKS  # Other calls get turns between its parts.
+        if is_large:
+            yield
+        lookups = self.pool.lookups
+        found = yield from lookups.find(fingerprint, runs, prefix_only, lease_ttl_ms, owner)
+        if is_large:
+            yield
+        hits, retry_after_ms = found.hits, 0
+        if lease_ttl_ms and self._levels:
+            hits, retry_after_ms = self._prefetch(found, runs, prefix_only)
+        if retry_after_ms:
+            lookups.record_use_on_get(found)
+        else:
+            lookups.record_use(found)
+            if lease_ttl_ms:
+                self.pool.tell_lookup(found, runs)
+        if is_large:
+            yield
+        if not locate or not found.lease_id or retry_after_ms:
+            return Lookup(hits, found.lease_id, found.lease_ttl_ms, retry_after_ms)
+        if found.lease_id not in self.pool.leases:  # It has ended since the last step, and its slots may be others'.
+            return Lookup(hits)
+        return Lookup(hits, found.lease_id, found.lease_ttl_ms, slots=lookups.slots(found))
 
     async def _next_come_up(self, fingerprint: bytes, runs: Sequence[BlockRun], found: Lookup) -> None:
         """Returns when the first pending block of a run may be up, or lost."""
@@ -333,8 +315,8 @@ class TieredPool(Observer):
         return await self._prefetcher.prefetch(fingerprint, with_rules, namespace.spec.tenant)
 
     def _look(self, fingerprint: bytes, run: BlockRun, prefix_only: bool) -> RunHits:
-        """Finds blocks for a prefetch, which is no use of them, and queues those that lack."""
-        found = self.pool.find(fingerprint, [run], prefix_only=prefix_only)
+        """Looks up a run for a prefetch hint without updating recency, and queues its missing blocks for promotion."""
+        found = finish(self.pool.lookups.find(fingerprint, [run], prefix_only))
         hits = self._prefetch(found, [run], prefix_only)[0] if self._levels else found.hits
         return hits[0]
 

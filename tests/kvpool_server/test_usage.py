@@ -15,6 +15,7 @@ from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.limits import Limits
 from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.cache.pool import Pool
+from kvpool_server.cache.steps import finish
 from kvpool_server.metrics import UsageCollector
 from kvpool_server.pairs import MAX_LABEL_CHARS, MAX_PAIRS, MAX_PAIRS_OF_TENANT, OTHER, label_of
 from kvpool_server.usage import Usage
@@ -118,7 +119,7 @@ def test_a_lookup_that_finds_blocks_and_loads_none_has_loaded_no_bytes(bench: Be
 def test_blocks_that_are_located_count_as_loaded(bench: Bench) -> None:
     namespace = bench.open(model="m")
     bench.put(namespace, "a", "b")
-    found = bench.pool.find(namespace.fingerprint, [run_of("a", "b")], prefix_only=True, lease_ttl_ms=1_000)
+    found = finish(bench.pool.lookups.find(namespace.fingerprint, [run_of("a", "b")], True, lease_ttl_ms=1_000))
     bench.pool.lookups.slots(found)
     assert bench.of("m").loaded_bytes == 2 * CHUNK
     exported = {family.name: family.samples for family in UsageCollector(bench.usage.by_model_and_tenant).collect()}

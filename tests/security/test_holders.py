@@ -161,7 +161,7 @@ class HoldersMachine(RuleBasedStateMachine):
     @rule(owner=st.sampled_from(OWNERS), names=NAMES, ttl_ms=st.sampled_from([50, 5_000]))
     def lookup(self, owner: Owner, names: list[int], ttl_ms: int) -> None:
         held = [names for holder, names, ends_at in self.leases.values() if holder == owner and ends_at > self.clock()]
-        found = self.pool.find(self.name, [run_of(*names)], prefix_only=False, lease_ttl_ms=ttl_ms, owner=owner)
+        found = finish(self.pool.lookups.find(self.name, [run_of(*names)], False, ttl_ms, owner))
         hits = [name for nth, name in enumerate(names) if found.hits[0].complete >> nth & 1]
         has_room = len(held) < OWN.leases and sum(map(len, held)) + len(hits) <= OWN.leased_blocks
         assert bool(found.lease_id) == bool(hits and (has_room or not owner.tenant))
@@ -238,7 +238,7 @@ def test_a_foreign_id_costs_as_long_as_an_unknown_one() -> None:
     run = run_of(*range(4_096))
     pool.put_end(pool.put_start(name, [run], WHOLE).ticket_id, [0] * 4_096)
     mine, stranger = Owner("umbra", "umbra"), Owner("acme", "acme")
-    lease_id = pool.find(name, [run], prefix_only=True, lease_ttl_ms=60_000, owner=mine).lease_id
+    lease_id = finish(pool.lookups.find(name, [run], True, 60_000, mine)).lease_id
     grant = finish(pool.put_start_in_steps(name, [run_of(*range(5_000, 8_000))], WHOLE, 60_000, mine))
     calls: dict[str, Callable[[int], object]] = {
         "get": lambda hold_id: pool.get(hold_id, name, [run_of(0)], WHOLE, stranger),

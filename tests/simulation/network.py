@@ -35,6 +35,7 @@ from kvpool.v1 import pool_pb2 as pb
 from kvpool.wire import metadata_of, status_of
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.entry import Observer
+from kvpool_server.cache.leases import NOBODY, Owner
 from kvpool_server.cache.limits import Limits
 from kvpool_server.cache.pool import Pool
 from kvpool_server.drain import Drain
@@ -101,32 +102,28 @@ class _LaggingPool(TieredPool):
         super().__init__(pool, memory)
         self.lags = lags
 
-    def lookup(
+    async def lookup(
         self,
         fingerprint: bytes,
         runs: Sequence[BlockRun],
         prefix_only: bool,
         lease_ttl_ms: int = 0,
         locate: bool = False,
-        owner: str = "",
+        owner: Owner = NOBODY,
+        wait_ms: int = 0,
     ) -> Lookup:
+        """Waits for nothing: the network decides how late an answer is."""
         if not self.lags or not lease_ttl_ms:
-            return super().lookup(fingerprint, runs, prefix_only, lease_ttl_ms, locate, owner)
+            return await super().lookup(fingerprint, runs, prefix_only, lease_ttl_ms, locate, owner)
         lag = self.lags.pop(0)
-        whole = super().lookup(fingerprint, runs, prefix_only=prefix_only)
+        whole = await super().lookup(fingerprint, runs, prefix_only)
         seen = [replace(run, block_hashes=_hidden(run.block_hashes, lag.num_up)) for run in runs]
-        found = super().lookup(fingerprint, seen, prefix_only=prefix_only, lease_ttl_ms=lease_ttl_ms)
+        found = await super().lookup(fingerprint, seen, prefix_only, lease_ttl_ms)
         hits = tuple(
             replace(up, num_pending=min(len(run) - _count(up), _count(there) - _count(up) + lag.num_lost))
             for run, up, there in zip(runs, found.hits, whole.hits, strict=True)
         )
         return replace(found, hits=hits, retry_after_ms=lag.retry_ms if any(hit.num_pending for hit in hits) else 0)
-
-    async def lookup_once_up(
-        self, fingerprint: bytes, runs: Sequence[BlockRun], *options: Any, wait_ms: int, **asked: Any
-    ) -> Lookup:
-        """Waits for nothing: the network decides how late an answer is."""
-        return self.lookup(fingerprint, runs, *options, **asked)
 
 
 def _hidden(names: Sequence[bytes], num_up: int) -> list[bytes]:

@@ -31,6 +31,7 @@ from kvpool_server.tiers.file.tier import FileTier
 from tests.simulation.power import PowerDisk
 from tests.support.clock import FakeClock
 from tests.support.effort import effort
+from tests.support.memory_tier import answered
 from tests.support.values import block_hash, group_spec, namespace_spec, payload
 
 SHARDS = 2
@@ -126,7 +127,7 @@ class World:
 
     def lookup(self, space: int, chain: int, count: int) -> Lookup:
         runs = [_run(space, chain, count)]
-        return self.tiered.lookup(SPECS[space].fingerprint(), runs, prefix_only=True, lease_ttl_ms=1_000)
+        return answered(self.tiered.lookup(SPECS[space].fingerprint(), runs, prefix_only=True, lease_ttl_ms=1_000))
 
     def get(self, space: int, chain: int, count: int) -> int:
         """Waits for what is on its way; checks what came; how many leading blocks that were."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -22,6 +23,17 @@ from tests.support.values import block_hash, group_spec, namespace_spec, payload
 
 SLOT = 1024
 SLOTS = 16
+
+Answer = TypeVar("Answer")
+
+
+def answered(call: Coroutine[Any, Any, Answer]) -> Answer:
+    """The result of a call that does not wait."""
+    try:
+        call.send(None)
+    except StopIteration as end:
+        return end.value  # type: ignore[no-any-return]
+    raise AssertionError("the call waits")
 
 
 class MemoryTier(Tier):
@@ -128,7 +140,7 @@ class Rig:
 
     def lookup(self, *names: object, prefix_only: bool = True) -> Lookup:
         runs = [BlockRun(0, [block_hash(name) for name in names])]
-        return self.tiered.lookup(self.namespace.fingerprint, runs, prefix_only=prefix_only, lease_ttl_ms=1_000)
+        return answered(self.tiered.lookup(self.namespace.fingerprint, runs, prefix_only, lease_ttl_ms=1_000))
 
     async def hits(self, *names: object, prefix_only: bool = True) -> RunHits:
         """The hits of a lookup, once no block is pending."""

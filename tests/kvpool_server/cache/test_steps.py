@@ -21,6 +21,7 @@ from kvpool_server.cache.leases import NOBODY
 from kvpool_server.cache.limits import Limits
 from kvpool_server.cache.pool import Pool
 from kvpool_server.cache.steps import Steps, finish
+from kvpool_server.tiering import tiered_pool
 from kvpool_server.tiering.tiered_pool import TieredPool
 from kvpool_server.verifier import Verifier
 from tests.support.clock import FakeClock
@@ -36,7 +37,7 @@ LIMITS = Limits(max_ttl_ms=1_000, default_ticket_ttl_ms=100, grace_ms=200)
 def _small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     small = {
         "STEP_BLOCKS": (pool, entry_table),
-        "LOOKUP_STEP_BLOCKS": (lookups, pool),
+        "LOOKUP_STEP_BLOCKS": (lookups, pool, tiered_pool),
         "SETTLED_PER_CALL": (pool, holds),
     }
     for name, modules in small.items():
@@ -125,14 +126,17 @@ def test_a_lease_that_has_expired_is_not_live_though_many_others_have_expired_be
     assert rig.pool.stats().num_leases == 0
 
 
-def test_a_lookup_in_steps_answers_as_one_in_one_step(rig: Rig) -> None:
+def test_a_lookup_in_steps_finds_what_one_in_one_step_finds(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     rig.store(*(name for name in range(12) if name != 7))
-    for names in ([*range(12)], [7, 8, 9], [0, 1, 2, 3], [50]):
+    for runs in ([[*range(12)]], [[7, 8, 9]], [[0, 1, 2, 3]], [[50]], [[0], [0, 1, 2], [7], [9, 10, 11]]):
         for prefix_only in (True, False):
-            at_once = rig.pool.find(rig.name, [run_of(*names)], prefix_only=prefix_only, lease_ttl_ms=100)
-            in_steps = finish(
-                rig.pool.find_in_steps(rig.name, [run_of(*names)], prefix_only=prefix_only, lease_ttl_ms=100)
-            )
+            asked = [run_of(*names) for names in runs]
+            steps = rig.pool.lookups.find(rig.name, asked, prefix_only, lease_ttl_ms=100)
+            assert len(list(steps)) <= (sum(map(len, runs)) - 1) // 2, "a step finds two blocks"
+            in_steps = finish(rig.pool.lookups.find(rig.name, asked, prefix_only, lease_ttl_ms=100))
+            with monkeypatch.context() as patched:
+                patched.setattr(lookups, "LOOKUP_STEP_BLOCKS", 100)
+                at_once = finish(rig.pool.lookups.find(rig.name, asked, prefix_only, lease_ttl_ms=100))
             assert in_steps.hits == at_once.hits and in_steps.entries == at_once.entries
             assert bool(in_steps.lease_id) == bool(at_once.lease_id)
     rig.pool.check_integrity()
@@ -199,20 +203,22 @@ def test_a_lookup_whose_lease_ends_before_it_is_located_tells_no_places(rig: Rig
     rig.store(*range(12))
 
     async def look() -> None:
-        tiered = TieredPool(rig.pool, np.zeros(24 * CHUNK, np.uint8))
-        steps = tiered.lookup_in_steps(rig.name, [run_of(*range(12))], True, 100, True, NOBODY)
-        before = None
-        while True:
-            try:
-                next(steps)
-            except StopIteration as end:
-                answer = end.value
-                break
-            if before is None and rig.pool.leases:
-                before = len(rig.pool.leases)
-                rig.clock.advance(0.2)
-                rig.settle()
-        assert before == 1 and answer.hits[0].num_leading == 12
+        num_leases = []
+
+        async def run(steps: Steps[Any]) -> Any:
+            while True:
+                try:
+                    next(steps)
+                except StopIteration as end:
+                    return end.value
+                if not num_leases and rig.pool.leases:
+                    num_leases.append(len(rig.pool.leases))
+                    rig.clock.advance(0.2)
+                    rig.settle()
+
+        tiered = TieredPool(rig.pool, np.zeros(24 * CHUNK, np.uint8), run=run)
+        answer = await tiered.lookup(rig.name, [run_of(*range(12))], True, 100, locate=True)
+        assert num_leases == [1] and answer.hits[0].num_leading == 12
         assert (answer.lease_id, answer.slots) == (0, ())
         await tiered.close()
 
@@ -251,7 +257,7 @@ def _start(rig: Rig, dice: random.Random) -> Steps[object]:
     if kind == 1:
         return pool.remove_in_steps(name, runs)
     if kind == 2:
-        return pool.find_in_steps(name, runs, prefix_only=dice.random() < 0.5, lease_ttl_ms=dice.choice([0, 500]))
+        return pool.lookups.find(name, runs, dice.random() < 0.5, lease_ttl_ms=dice.choice([0, 500]))
     if kind == 3:
         return pool.set_quotas_in_steps([Quota("tenant:acme", dice.choice([5, 15, 1_000]) * CHUNK)])
     if kind == 4:
@@ -263,7 +269,7 @@ def _start(rig: Rig, dice: random.Random) -> Steps[object]:
 
 def _get(rig: Rig, runs: list[BlockRun]) -> Steps[object]:
     """What is leased lies where the get says, until its last step."""
-    found = rig.pool.find(rig.name, runs, prefix_only=True, lease_ttl_ms=500)
+    found = yield from rig.pool.lookups.find(rig.name, runs, prefix_only=True, lease_ttl_ms=500)
     if found.lease_id:
         located = yield from rig.pool.get_in_steps(found.lease_id, rig.name, runs, ONE)
         lease = rig.pool.leases.live(found.lease_id, NOBODY, rig.pool.expire())

@@ -20,7 +20,7 @@ LONG_MS = 20_000
 def ask(rig: Rig, *names: object, wait_ms: int = LONG_MS, prefix_only: bool = True) -> asyncio.Task[Lookup]:
     fingerprint, runs = rig.namespace.fingerprint, [run_of(*names)]
     return asyncio.create_task(
-        rig.tiered.lookup_once_up(fingerprint, runs, prefix_only=prefix_only, lease_ttl_ms=1_000, wait_ms=wait_ms)
+        rig.tiered.lookup(fingerprint, runs, prefix_only=prefix_only, lease_ttl_ms=1_000, wait_ms=wait_ms)
     )
 
 
@@ -173,14 +173,14 @@ async def test_what_others_wait_for_does_not_make_it_look_up_again(rig: Rig, tie
     tier.gate.clear()
     task = ask(rig, "a")
     await turns()
-    find, calls = rig.pool.find, 0
+    find, calls = rig.pool.lookups.find, 0
 
     def counted(*arguments: object, **options: object) -> object:
         nonlocal calls
         calls += 1
         return find(*arguments, **options)  # type: ignore[arg-type]
 
-    rig.pool.find = counted  # type: ignore[method-assign,assignment]
+    rig.pool.lookups.find = counted  # type: ignore[method-assign,assignment]
     for _ in range(10):
         rig.tiered._progressed()
         await turns()
