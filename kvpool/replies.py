@@ -76,7 +76,7 @@ MAX_SIZE = 1_024.0
 """Largest simulated arena, as a multiple of the present one."""
 
 METHOD_LIMITS = {"Get": 40 << 20, "Exists": 4 << 20, "Lookup": 40 << 20, "ListNamespaces": 8 << 20, "Ledger": 8 << 20,
-                 "GetChunks": wire.MAX_MESSAGE_BYTES, "Read": wire.MAX_MESSAGE_BYTES,
+                 "GetChunks": wire.MAX_MESSAGE_BYTES,
                  "LookupStream": wire.MAX_MESSAGE_BYTES}  # fmt: skip
 """Largest reply by method, bytes; `CONTROL_LIMIT` for all others. A message of small parts takes up to 60 times as much
 memory once parsed."""

@@ -336,21 +336,6 @@ def join_located(parts: Sequence[Located]) -> Located:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """Part of a region, as one message of the gRPC transport.
-
-    Args:
-        token: of a write, the ticket; of a read, the server's boot token.
-        offset: in the arena.
-        payload: contiguous bytes, not empty. A view, valid until its owner writes there again.
-    """
-
-    token: int
-    offset: int
-    payload: memoryview
-
-
-@dataclass(frozen=True, slots=True)
 class SegmentInfo:
     """The arena's shared memory.
 

@@ -44,7 +44,6 @@ from kvpool.types import (
     MooncakeInfo,
     Offer,
     OpenedNamespace,
-    Piece,
     PinBudget,
     PoolKey,
     PoolStats,
@@ -389,28 +388,17 @@ def decode_located(message: pb.GetResponse) -> Located:
     )
 
 
-def encode_piece(piece: Piece) -> bytes:
-    """A serialized WriteRequest or ReadResponse, which have the same fields: fixed64 1, uint64 2, bytes 3.
+def with_payload(message: Message, field_number: int, payload: memoryview) -> bytes:
+    """A message, serialized, with a field of bytes that follows all others.
 
-    Writes the payload's tag and length itself, and so copies the payload once. The protobuf library copies it three
-    times, which takes 1.8 ms for a payload of 1 MiB instead of 0.02 ms.
+    Copies the payload once. The protobuf library copies it three times, which takes 2 ms for 1 MiB instead of 0.02 ms.
     """
-    head = pb.WriteRequest(ticket_id=piece.token, offset=piece.offset).SerializeToString()
-    length, size = bytearray(), piece.payload.nbytes
+    length, size = bytearray(), payload.nbytes
     while size > 0x7F:
         length.append(size & 0x7F | 0x80)
         size >>= 7
     length.append(size)
-    return b"".join((head, _PAYLOAD_TAG, length, piece.payload))
-
-
-_PAYLOAD_TAG = b"\x1a"
-
-
-def decode_piece(message: bytes) -> Piece:
-    """Reads a serialized WriteRequest or ReadResponse."""
-    read = pb.WriteRequest.FromString(message)
-    return Piece(read.ticket_id, read.offset, memoryview(read.payload))
+    return b"".join((message.SerializeToString(), bytes([field_number << 3 | 2]), length, payload))
 
 
 def encode_key(key: PoolKey) -> pb.PoolKey:

@@ -22,7 +22,7 @@ from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.config import ServerConfig
 from kvpool_server.memory_socket import MemorySocket
 from kvpool_server.prefault import Prefault, check_fits, check_free, free_bytes
-from kvpool_server.services.transfers import PIECE_BYTES
+from kvpool_server.services.chunks import PIECE_BYTES
 
 log = structlog.get_logger()
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -13,11 +12,9 @@ from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2
 
-from kvpool import wire
 from kvpool.errors import InvalidRequestError
 from kvpool.reports import MAX_REPORT_BYTES
 from kvpool.tracing import Tracing
-from kvpool.types import Piece
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.call_spans import LOOKUPS, traced
 from kvpool_server.inbox import MAX_CHECK_BYTES, MAX_CHECKS, MAX_CONTROL_BYTES, MAX_LOOKUP_BYTES, REQUEST, Inbox
@@ -76,22 +73,13 @@ def decode(message_type: type[_Message], message: bytes) -> _Message:
     try:
         return message_type.FromString(message)
     except DecodeError:
-        raise _undecodable(message_type.DESCRIPTOR.name) from None
+        name = message_type.DESCRIPTOR.name
+        raise InvalidRequestError(f"the request is no {name}; see kvpool/v1/pool.proto") from None
 
 
-def _decode_piece(message: bytes) -> Piece:
-    try:
-        return wire.decode_piece(message)
-    except DecodeError:
-        raise _undecodable("WriteRequest") from None
-
-
-def _undecodable(name: str) -> InvalidRequestError:
-    return InvalidRequestError(f"the request is no {name}; see kvpool/v1/pool.proto")
-
-
-_CODECS: dict[str, Callable[..., Any]] = {"Write": _decode_piece, "Read": wire.encode_piece}
-"""Payloads travel as `Piece`s: the protobuf library would copy each of them three times, `wire` copies it once."""
+def _encode_one(reply: Message | bytes) -> bytes:
+    """A reply of a stream, some of which are serialized already."""
+    return reply if isinstance(reply, bytes) else reply.SerializeToString()
 
 
 def _handler(
@@ -106,11 +94,10 @@ def _handler(
     if method.client_streaming and method.server_streaming:
         return grpc.stream_stream_rpc_method_handler(behavior, None, encode)
     if method.client_streaming:
-        decode_one = _CODECS.get(method.name) or functools.partial(decode, message_type)
 
         async def of_stream(_: object, context: Context) -> Any:
             async with aclosing(inbox.stream(context)) as messages:
-                return await behavior((decode_one(message) async for message in messages), context)
+                return await behavior((decode(message_type, message) async for message in messages), context)
 
         return grpc.stream_unary_rpc_method_handler(of_stream, None, encode)
     most = {
@@ -136,5 +123,5 @@ def _handler(
                 yield message
 
     if method.server_streaming:
-        return grpc.stream_stream_rpc_method_handler(replies, None, _CODECS.get(method.name, encode))
+        return grpc.stream_stream_rpc_method_handler(replies, None, _encode_one)
     return grpc.stream_unary_rpc_method_handler(of_one, None, encode)

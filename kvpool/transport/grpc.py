@@ -1,4 +1,4 @@
-"""The `grpc` transport: bytes travel through the server's gRPC port, in pieces. Slow, and possible from any host.
+"""The `grpc` transport: bytes of regions in PutChunks and GetChunks, in pieces. Slow, and possible from any host.
 
 A call has one staging buffer for all of its batches: the first touch of new memory costs more than a copy into it.
 """
@@ -6,28 +6,24 @@ A call has one staging buffer for all of its batches: the first touch of new mem
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc
 import numpy as np
-import numpy.typing as npt
 
 from kvpool import wire
 from kvpool.errors import PoolTimeoutError, TransferError
-from kvpool.transport.base import Sink, Source, Transfer
-from kvpool.types import Piece
+from kvpool.transport.base import Bytes, Sink, Source, Transfer
 from kvpool.v1 import pool_pb2 as pb
 
 _SERVICE = pb.DESCRIPTOR.services_by_name["Pool"].full_name
-
-Bytes = npt.NDArray[np.uint8]
+_PAYLOAD = pb.PutChunksRequest.PAYLOAD_FIELD_NUMBER
 
 
 class GrpcTransport:
-    """Write and Read calls on the client's gRPC channel.
+    """PutChunks and GetChunks calls on the client's gRPC channel.
 
     Args:
         endpoint: the server's name in errors.
@@ -40,15 +36,13 @@ class GrpcTransport:
     memory = None
 
     def __init__(self, channel: grpc.Channel, endpoint: str, piece_bytes: int, stall_timeout_s: float):
-        self._write = channel.stream_unary(
-            f"/{_SERVICE}/Write",
-            request_serializer=wire.encode_piece,
-            response_deserializer=pb.WriteResponse.FromString,
+        self._put = channel.stream_unary(
+            f"/{_SERVICE}/PutChunks", request_serializer=None, response_deserializer=pb.PutChunksResponse.FromString
         )
-        self._read = channel.unary_stream(
-            f"/{_SERVICE}/Read",
-            request_serializer=pb.ReadRequest.SerializeToString,
-            response_deserializer=wire.decode_piece,
+        self._get = channel.unary_stream(
+            f"/{_SERVICE}/GetChunks",
+            request_serializer=pb.GetChunksRequest.SerializeToString,
+            response_deserializer=pb.GetChunksResponse.FromString,
         )
         self._endpoint = endpoint
         self._piece_bytes = piece_bytes
@@ -65,9 +59,9 @@ class GrpcTransport:
         # So no `fill` begins after the call has ended, and the call does not end while `fill` runs.
         filling, ended = threading.Lock(), threading.Event()
 
-        def requests() -> Iterator[Piece]:
-            # An exception here must reach the caller, not gRPC's log. gRPC serializes (copies) a piece before it
-            # asks for the next one, so the staging buffer can be filled again.
+        def requests() -> Iterator[bytes]:
+            # An exception here must reach the caller, not gRPC's log. A message is a copy: the staging buffer can be
+            # filled again.
             staging = _staging(transfer)
             try:
                 for start, stop in transfer.batches():
@@ -81,14 +75,14 @@ class GrpcTransport:
                         source.sum(start, [[row] for row in rows])
                     for row, offset in zip(rows, transfer.starts(start, stop), strict=True):
                         for at in range(0, region_bytes, self._piece_bytes):
-                            payload = row[at : at + self._piece_bytes].data
-                            yield Piece(transfer.holding_id, offset + at, payload)
+                            piece = pb.PutChunksRequest(ticket_id=transfer.holding_id, offset=offset + at)
+                            yield wire.with_payload(piece, _PAYLOAD, row[at : at + self._piece_bytes].data)
             except Exception as error:
                 failures.append(error)
                 raise
 
         try:
-            reply = self._write(requests(), timeout=transfer.timeout_s)
+            reply = self._put(requests(), timeout=transfer.timeout_s)
         except grpc.RpcError as error:
             if failures:
                 raise failures[0] from None
@@ -102,36 +96,40 @@ class GrpcTransport:
 
     def read(self, transfer: Transfer, sink: Sink) -> None:
         drain = sink.draining()
-        request = pb.ReadRequest(
+        request = pb.GetChunksRequest(
             lease_id=transfer.holding_id, offsets=transfer.starts(), region_bytes=transfer.region_bytes
         )
-        call: Any = self._read(request, timeout=transfer.timeout_s)
         staging = _staging(transfer)
-        watchdog = _StallWatchdog(self._stall_timeout_s, call.cancel)
-        try:
-            with watchdog:
+        call: Any = self._get(request, timeout=transfer.timeout_s)
+        with ThreadPoolExecutor(1, "kvpool-grpc-read") as receiver:
+            try:
                 for start, stop in transfer.batches():
                     rows = zip(staging, transfer.starts(start, stop), strict=False)
-                    received = [self._receive(call, watchdog, row, offset) for row, offset in rows]
+                    received = [self._receive(call, receiver, row, offset) for row, offset in rows]
                     sink.sum(start, [[row] for row in received])
                     wait = drain(start, received)
                     if wait is not None:
                         wait()
-        except grpc.RpcError as error:
-            if watchdog.has_stalled:
+            except grpc.RpcError as error:
+                raise wire.error_of(error, self._endpoint) from None
+            finally:
+                call.cancel()
+
+    def _receive(self, call: Any, receiver: ThreadPoolExecutor, row: Bytes, offset: int) -> Bytes:
+        """One region: in `row`, or in the message itself if the region arrived in one piece.
+
+        Args:
+            receiver: waits for the next message, since gRPC's own wait ends at the call's deadline alone.
+        """
+        filled = 0
+        while filled < len(row):
+            next_piece = receiver.submit(next, call, None)
+            try:
+                piece = next_piece.result(self._stall_timeout_s)
+            except TimeoutError:
                 raise PoolTimeoutError(
                     f"kvpool-server at {self._endpoint} sent nothing for {self._stall_timeout_s:.3f} s"
                 ) from None
-            raise wire.error_of(error, self._endpoint) from None
-        finally:
-            call.cancel()
-
-    def _receive(self, call: Iterator[Piece], watchdog: _StallWatchdog, row: Bytes, offset: int) -> Bytes:
-        """One region: in `row`, or in the message itself if the region arrived in one piece."""
-        filled = 0
-        while filled < len(row):
-            with watchdog.waiting():
-                piece = next(call, None)
             if piece is None:
                 raise TransferError(
                     f"kvpool-server at {self._endpoint} ended the read {len(row) - filled} bytes before the end of the "
@@ -151,50 +149,6 @@ class GrpcTransport:
 
     def close(self) -> None:
         """Nothing to end: the channel is the client's."""
-
-
-class _StallWatchdog:
-    """Ends a read whose peer sends nothing for too long, which a deadline alone would let wait until it passes.
-
-    A context manager around the read; time outside of `waiting` does not count.
-
-    Args:
-        limit_s: longest wait.
-        cancel: ends the call. Called on the watchdog's thread, at most a quarter of the limit late.
-
-    Attributes:
-        has_stalled: whether a wait was longer, so that the call was cancelled.
-    """
-
-    def __init__(self, limit_s: float, cancel: Callable[[], object]):
-        self._limit_s = limit_s
-        self._cancel = cancel
-        self._waiting_since = 0.0
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="kvpool-watchdog", daemon=True)
-        self.has_stalled = False
-
-    def __enter__(self) -> _StallWatchdog:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._done.set()
-
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Around one wait for the peer."""
-        self._waiting_since = time.monotonic()
-        yield
-        self._waiting_since = 0.0
-
-    def _watch(self) -> None:
-        while not self._done.wait(self._limit_s / 4):
-            since = self._waiting_since
-            if since and time.monotonic() - since > self._limit_s:
-                self.has_stalled = True
-                self._cancel()
-                return
 
 
 def _staging(transfer: Transfer) -> Bytes:

@@ -507,44 +507,6 @@ class ReleaseResponse(_message.Message):
     num_released: int
     def __init__(self, boot_token: _Optional[int] = ..., num_released: _Optional[int] = ...) -> None: ...
 
-class WriteRequest(_message.Message):
-    __slots__ = ("ticket_id", "offset", "payload")
-    TICKET_ID_FIELD_NUMBER: _ClassVar[int]
-    OFFSET_FIELD_NUMBER: _ClassVar[int]
-    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
-    ticket_id: int
-    offset: int
-    payload: bytes
-    def __init__(self, ticket_id: _Optional[int] = ..., offset: _Optional[int] = ..., payload: _Optional[bytes] = ...) -> None: ...
-
-class WriteResponse(_message.Message):
-    __slots__ = ("boot_token", "nbytes")
-    BOOT_TOKEN_FIELD_NUMBER: _ClassVar[int]
-    NBYTES_FIELD_NUMBER: _ClassVar[int]
-    boot_token: int
-    nbytes: int
-    def __init__(self, boot_token: _Optional[int] = ..., nbytes: _Optional[int] = ...) -> None: ...
-
-class ReadRequest(_message.Message):
-    __slots__ = ("lease_id", "offsets", "region_bytes")
-    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
-    OFFSETS_FIELD_NUMBER: _ClassVar[int]
-    REGION_BYTES_FIELD_NUMBER: _ClassVar[int]
-    lease_id: int
-    offsets: _containers.RepeatedScalarFieldContainer[int]
-    region_bytes: int
-    def __init__(self, lease_id: _Optional[int] = ..., offsets: _Optional[_Iterable[int]] = ..., region_bytes: _Optional[int] = ...) -> None: ...
-
-class ReadResponse(_message.Message):
-    __slots__ = ("boot_token", "offset", "payload")
-    BOOT_TOKEN_FIELD_NUMBER: _ClassVar[int]
-    OFFSET_FIELD_NUMBER: _ClassVar[int]
-    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
-    boot_token: int
-    offset: int
-    payload: bytes
-    def __init__(self, boot_token: _Optional[int] = ..., offset: _Optional[int] = ..., payload: _Optional[bytes] = ...) -> None: ...
-
 class Chunk(_message.Message):
     __slots__ = ("key", "parent_hash", "payload", "checksum")
     KEY_FIELD_NUMBER: _ClassVar[int]
@@ -558,36 +520,54 @@ class Chunk(_message.Message):
     def __init__(self, key: _Optional[_Union[PoolKey, _Mapping]] = ..., parent_hash: _Optional[bytes] = ..., payload: _Optional[bytes] = ..., checksum: _Optional[int] = ...) -> None: ...
 
 class PutChunksRequest(_message.Message):
-    __slots__ = ("chunks",)
+    __slots__ = ("chunks", "ticket_id", "offset", "payload")
     CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    TICKET_ID_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
     chunks: _containers.RepeatedCompositeFieldContainer[Chunk]
-    def __init__(self, chunks: _Optional[_Iterable[_Union[Chunk, _Mapping]]] = ...) -> None: ...
+    ticket_id: int
+    offset: int
+    payload: bytes
+    def __init__(self, chunks: _Optional[_Iterable[_Union[Chunk, _Mapping]]] = ..., ticket_id: _Optional[int] = ..., offset: _Optional[int] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class PutChunksResponse(_message.Message):
-    __slots__ = ("boot_token", "statuses")
+    __slots__ = ("boot_token", "statuses", "nbytes")
     BOOT_TOKEN_FIELD_NUMBER: _ClassVar[int]
     STATUSES_FIELD_NUMBER: _ClassVar[int]
+    NBYTES_FIELD_NUMBER: _ClassVar[int]
     boot_token: int
     statuses: bytes
-    def __init__(self, boot_token: _Optional[int] = ..., statuses: _Optional[bytes] = ...) -> None: ...
+    nbytes: int
+    def __init__(self, boot_token: _Optional[int] = ..., statuses: _Optional[bytes] = ..., nbytes: _Optional[int] = ...) -> None: ...
 
 class GetChunksRequest(_message.Message):
-    __slots__ = ("keys",)
+    __slots__ = ("keys", "lease_id", "offsets", "region_bytes")
     KEYS_FIELD_NUMBER: _ClassVar[int]
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    OFFSETS_FIELD_NUMBER: _ClassVar[int]
+    REGION_BYTES_FIELD_NUMBER: _ClassVar[int]
     keys: _containers.RepeatedCompositeFieldContainer[PoolKey]
-    def __init__(self, keys: _Optional[_Iterable[_Union[PoolKey, _Mapping]]] = ...) -> None: ...
+    lease_id: int
+    offsets: _containers.RepeatedScalarFieldContainer[int]
+    region_bytes: int
+    def __init__(self, keys: _Optional[_Iterable[_Union[PoolKey, _Mapping]]] = ..., lease_id: _Optional[int] = ..., offsets: _Optional[_Iterable[int]] = ..., region_bytes: _Optional[int] = ...) -> None: ...
 
 class GetChunksResponse(_message.Message):
-    __slots__ = ("boot_token", "index", "found", "chunk")
+    __slots__ = ("boot_token", "index", "found", "chunk", "offset", "payload")
     BOOT_TOKEN_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
     FOUND_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
     boot_token: int
     index: int
     found: bool
     chunk: Chunk
-    def __init__(self, boot_token: _Optional[int] = ..., index: _Optional[int] = ..., found: bool = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ...) -> None: ...
+    offset: int
+    payload: bytes
+    def __init__(self, boot_token: _Optional[int] = ..., index: _Optional[int] = ..., found: bool = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., offset: _Optional[int] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class VerifyRequest(_message.Message):
     __slots__ = ("namespace", "runs")

@@ -79,16 +79,6 @@ class PoolStub(object):
                 request_serializer=kvpool_dot_v1_dot_pool__pb2.ReleaseRequest.SerializeToString,
                 response_deserializer=kvpool_dot_v1_dot_pool__pb2.ReleaseResponse.FromString,
                 _registered_method=True)
-        self.Write = channel.stream_unary(
-                '/kvpool.v1.Pool/Write',
-                request_serializer=kvpool_dot_v1_dot_pool__pb2.WriteRequest.SerializeToString,
-                response_deserializer=kvpool_dot_v1_dot_pool__pb2.WriteResponse.FromString,
-                _registered_method=True)
-        self.Read = channel.unary_stream(
-                '/kvpool.v1.Pool/Read',
-                request_serializer=kvpool_dot_v1_dot_pool__pb2.ReadRequest.SerializeToString,
-                response_deserializer=kvpool_dot_v1_dot_pool__pb2.ReadResponse.FromString,
-                _registered_method=True)
         self.PutChunks = channel.stream_unary(
                 '/kvpool.v1.Pool/PutChunks',
                 request_serializer=kvpool_dot_v1_dot_pool__pb2.PutChunksRequest.SerializeToString,
@@ -244,29 +234,16 @@ class PoolServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Write(self, request_iterator, context):
-        """The `stream` transport: bytes into ticketed regions.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Read(self, request, context):
-        """The `stream` transport: bytes out of leased regions.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def PutChunks(self, request_iterator, context):
-        """Inline puts: the bytes travel in the messages; no tickets or regions.
+        """Bytes in the messages: of chunks under their keys, which need no ticket, or (the `grpc` transport) of a ticket's regions.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetChunks(self, request, context):
-        """Inline gets: no leases or regions. A block whose bytes have changed is a miss.
+        """Bytes in the messages: of chunks by their keys, which need no lease, or (the `grpc` transport) of a lease's regions. A
+        chunk whose bytes have changed is a miss.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -427,16 +404,6 @@ def add_PoolServicer_to_server(servicer, server):
                     servicer.Release,
                     request_deserializer=kvpool_dot_v1_dot_pool__pb2.ReleaseRequest.FromString,
                     response_serializer=kvpool_dot_v1_dot_pool__pb2.ReleaseResponse.SerializeToString,
-            ),
-            'Write': grpc.stream_unary_rpc_method_handler(
-                    servicer.Write,
-                    request_deserializer=kvpool_dot_v1_dot_pool__pb2.WriteRequest.FromString,
-                    response_serializer=kvpool_dot_v1_dot_pool__pb2.WriteResponse.SerializeToString,
-            ),
-            'Read': grpc.unary_stream_rpc_method_handler(
-                    servicer.Read,
-                    request_deserializer=kvpool_dot_v1_dot_pool__pb2.ReadRequest.FromString,
-                    response_serializer=kvpool_dot_v1_dot_pool__pb2.ReadResponse.SerializeToString,
             ),
             'PutChunks': grpc.stream_unary_rpc_method_handler(
                     servicer.PutChunks,
@@ -767,60 +734,6 @@ class Pool(object):
             '/kvpool.v1.Pool/Release',
             kvpool_dot_v1_dot_pool__pb2.ReleaseRequest.SerializeToString,
             kvpool_dot_v1_dot_pool__pb2.ReleaseResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Write(request_iterator,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.stream_unary(
-            request_iterator,
-            target,
-            '/kvpool.v1.Pool/Write',
-            kvpool_dot_v1_dot_pool__pb2.WriteRequest.SerializeToString,
-            kvpool_dot_v1_dot_pool__pb2.WriteResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Read(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
-            target,
-            '/kvpool.v1.Pool/Read',
-            kvpool_dot_v1_dot_pool__pb2.ReadRequest.SerializeToString,
-            kvpool_dot_v1_dot_pool__pb2.ReadResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from kvpool.principal import Role
 
 _READ = {
-    "OpenNamespace", "Lookup", "LookupStream", "Get", "Read", "GetChunks", "Release", "Verify", "Report", "Exists",
+    "OpenNamespace", "Lookup", "LookupStream", "Get", "GetChunks", "Release", "Verify", "Report", "Exists",
 }  # fmt: skip
-_WRITE = {"PutStart", "PutEnd", "PutRevoke", "Write", "PutChunks", "Hint"}
+_WRITE = {"PutStart", "PutEnd", "PutRevoke", "PutChunks", "Hint"}
 _TENANT = {"ListNamespaces", "Remove", "Clear", "ListQuotas", "Ledger", "Explain", "Value", "Hint"}
 _POOL = {"Stats", "SetQuotas", "Drain"}
 _ANYBODY = {"Ping", "WhoAmI"}

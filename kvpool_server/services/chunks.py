@@ -1,4 +1,7 @@
-"""Puts and gets of single chunks, whose bytes travel in the messages."""
+"""Puts and gets whose bytes travel in the messages: of chunks by their keys, or of the regions of tickets and leases.
+
+Regions are for engines that reach the arena in no other way.
+"""
 
 from __future__ import annotations
 
@@ -6,23 +9,37 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
+import grpc
+import numpy as np
+
 from kvpool import wire
+from kvpool.errors import InvalidRequestError
 from kvpool.types import PutStatus
 from kvpool.v1 import pool_pb2 as pb
+from kvpool_server.cache.leases import Owner
 from kvpool_server.inline_chunks import get_chunk, put_chunk
-from kvpool_server.services.handlers import Handlers, check_deadline, owner_of
+from kvpool_server.services.handlers import Context, Handlers, check_deadline, owner_of
 
+PIECE_BYTES = 1 << 20
+"""Largest payload of one message that carries bytes of regions. Larger messages copy no faster; smaller ones cost more
+messages."""
 INLINE_CHUNKS_PER_TURN = 64
 """Chunks of one PutChunks message that are stored before other calls get a turn."""
+Reply = pb.GetChunksResponse | bytes
+"""Of GetChunks: a piece of a region is serialized where its bytes are copied."""
+_PAYLOAD = pb.GetChunksResponse.PAYLOAD_FIELD_NUMBER
 
 
 class ChunkHandlers(Handlers):
-    """The RPCs of clients that see no tickets, leases or regions."""
+    """The RPCs PutChunks and GetChunks."""
 
     async def PutChunks(self, requests: AsyncIterator[pb.PutChunksRequest], context: Any) -> pb.PutChunksResponse:
-        statuses, owner = bytearray(), owner_of(context)
+        statuses, nbytes, owner = bytearray(), 0, owner_of(context)
         async for request in requests:
-            self.drain.check()
+            if request.ticket_id or request.payload:
+                nbytes += self._write(request, owner)
+            if request.chunks:
+                self.drain.check()
             self.check_count(len(request.chunks), "chunks")
             for nth, message in enumerate(request.chunks, 1):
                 self.check_visible(wire.decode_key(message.key).namespace)
@@ -33,12 +50,24 @@ class ChunkHandlers(Handlers):
                     self.metrics.add_bytes("write", len(chunk.payload))
                 if nth % INLINE_CHUNKS_PER_TURN == 0:
                     await asyncio.sleep(0)  # Other calls do not wait for the whole message.
-        return pb.PutChunksResponse(boot_token=self.boot_token, statuses=bytes(statuses))
+        return pb.PutChunksResponse(boot_token=self.boot_token, statuses=bytes(statuses), nbytes=nbytes)
 
-    async def GetChunks(self, request: pb.GetChunksRequest, context: Any) -> AsyncIterator[pb.GetChunksResponse]:
-        self.drain.check()
+    def _write(self, request: pb.PutChunksRequest, owner: Owner) -> int:
+        """Writes bytes to a region of a ticket, which a drain lets finish; returns how many."""
+        payload = np.frombuffer(request.payload, np.uint8)
+        self.pool.writable(request.ticket_id, request.offset, len(payload), owner)
+        self.memory[request.offset : request.offset + len(payload)] = payload
+        self.metrics.add_bytes("write", len(payload))
+        return len(payload)
+
+    async def GetChunks(self, request: pb.GetChunksRequest, context: Context) -> AsyncIterator[Reply]:
         check_deadline(context)
         self.check_count(len(request.keys), "keys")
+        self.check_count(len(request.offsets), "regions")
+        if request.offsets and not request.region_bytes:
+            raise InvalidRequestError("region_bytes is 0; give the bytes of one region")
+        if request.keys:
+            self.drain.check()
         for index, key in enumerate(request.keys):
             address = wire.decode_key(key)
             self.check_visible(address.namespace)
@@ -48,3 +77,14 @@ class ChunkHandlers(Handlers):
                 self.metrics.add_bytes("read", len(chunk.payload))
                 reply.chunk.CopyFrom(wire.encode_chunk(chunk))
             yield reply
+        owner, last = owner_of(context), len(request.offsets) - 1
+        for nth, region in enumerate(request.offsets):
+            end = region + request.region_bytes
+            for offset in range(region, end, PIECE_BYTES):
+                size = min(PIECE_BYTES, end - offset)
+                self.pool.readable(request.lease_id, offset, size, owner)
+                self.metrics.add_bytes("read", size)
+                if nth == last and offset + size == end:
+                    context.set_code(grpc.StatusCode.OK)  # A client may hang up as soon as it has every byte.
+                piece = pb.GetChunksResponse(boot_token=self.boot_token, offset=offset)
+                yield wire.with_payload(piece, _PAYLOAD, self.memory[offset : offset + size].data)

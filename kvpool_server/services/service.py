@@ -6,8 +6,7 @@ from kvpool_server.services.blocks import BlockHandlers
 from kvpool_server.services.chunks import ChunkHandlers
 from kvpool_server.services.operators import OperatorHandlers
 from kvpool_server.services.sessions import SessionHandlers
-from kvpool_server.services.transfers import TransferHandlers
 
 
-class PoolService(BlockHandlers, SessionHandlers, OperatorHandlers, ChunkHandlers, TransferHandlers):
+class PoolService(BlockHandlers, SessionHandlers, OperatorHandlers, ChunkHandlers):
     """Serves one pool: all RPCs of `proto/kvpool/v1/pool.proto`."""

@@ -2,7 +2,6 @@ from typing import Any
 
 import grpc
 import pytest
-from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,7 +17,6 @@ from kvpool.types import (
     MooncakeInfo,
     Offer,
     OpenedNamespace,
-    Piece,
     PoolKey,
     PoolStats,
     PutGrant,
@@ -277,37 +275,18 @@ def test_a_status_that_means_nothing_here_is_a_transfer_error_that_names_it(stat
 
 
 @given(u64, u64, st.binary(min_size=1, max_size=300))
-def test_a_piece_is_on_the_wire_what_the_contract_says(token: int, offset: int, payload: bytes) -> None:
-    packed = wire.encode_piece(Piece(token, offset, memoryview(payload)))
-    assert packed == pb.WriteRequest(ticket_id=token, offset=offset, payload=payload).SerializeToString()
-    assert packed == pb.ReadResponse(boot_token=token, offset=offset, payload=payload).SerializeToString()
-    assert wire.decode_piece(packed) == Piece(token, offset, memoryview(payload))
+def test_a_payload_that_is_appended_is_what_protobuf_would_write(token: int, offset: int, payload: bytes) -> None:
+    put = pb.PutChunksRequest(ticket_id=token, offset=offset)
+    packed = wire.with_payload(put, put.PAYLOAD_FIELD_NUMBER, memoryview(payload))
+    assert packed == pb.PutChunksRequest(ticket_id=token, offset=offset, payload=payload).SerializeToString()
+    got = pb.GetChunksResponse(boot_token=token, offset=offset)
+    packed = wire.with_payload(got, got.PAYLOAD_FIELD_NUMBER, memoryview(payload))
+    assert packed == pb.GetChunksResponse(boot_token=token, offset=offset, payload=payload).SerializeToString()
 
 
-@given(st.lists(st.sampled_from(["ticket_id", "offset", "payload", "unknown"]), max_size=5), st.data())
-def test_pieces_of_other_encoders_are_read_as_protobuf_reads_them(fields: list[str], data: st.DataObject) -> None:
-    # Fields may be missing, repeated, in any order, or from a later version of the contract.
-    packed = b""
-    for name in fields:
-        match name:
-            case "payload":
-                packed += pb.WriteRequest(payload=data.draw(st.binary(max_size=200))).SerializeToString()
-            case "unknown":
-                packed += b"\x20\x05"
-            case _:
-                packed += pb.WriteRequest(**{name: data.draw(u64)}).SerializeToString()
-    expected = pb.WriteRequest.FromString(packed)
-    piece = wire.decode_piece(packed)
-    assert (piece.token, piece.offset, bytes(piece.payload)) == (expected.ticket_id, expected.offset, expected.payload)
-
-
-@given(st.binary(max_size=40))
-def test_bytes_that_are_no_piece_are_an_error_or_what_protobuf_reads(packed: bytes) -> None:
-    try:
-        expected = pb.WriteRequest.FromString(packed)
-    except DecodeError:
-        with pytest.raises(DecodeError):
-            wire.decode_piece(packed)
-        return
-    piece = wire.decode_piece(packed)
-    assert (piece.token, piece.offset, bytes(piece.payload)) == (expected.ticket_id, expected.offset, expected.payload)
+@pytest.mark.parametrize("nbytes", [1, 127, 128, 16_383, 16_384, 1 << 20])
+def test_payloads_whose_lengths_are_at_the_edges_of_a_varint(nbytes: int) -> None:
+    payload = bytes(range(256)) * (nbytes // 256 + 1)
+    put = pb.PutChunksRequest(ticket_id=1, offset=2)
+    packed = wire.with_payload(put, put.PAYLOAD_FIELD_NUMBER, memoryview(payload)[:nbytes])
+    assert pb.PutChunksRequest.FromString(packed).payload == payload[:nbytes]

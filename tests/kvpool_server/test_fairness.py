@@ -278,9 +278,9 @@ def test_clients_that_do_not_read_what_they_asked_for_cost_a_few_pieces(
     before = own_bytes(server.pid)
     found = prefix.client.lookup(prefix.namespace, [prefix.run], locate=True)
     offsets = np.frombuffer(found.slots[0].offsets, "<u8").tolist()
-    request = pb.ReadRequest(lease_id=found.lease_id, offsets=offsets, region_bytes=SLOT_BYTES)
+    request = pb.GetChunksRequest(lease_id=found.lease_id, offsets=offsets, region_bytes=SLOT_BYTES)
     for _ in range(num_clients):
-        call = PoolStub(_channel(server, opened)).Read(request, timeout=60)  # type: ignore[no-untyped-call]
+        call = PoolStub(_channel(server, opened)).GetChunks(request, timeout=60)  # type: ignore[no-untyped-call]
         opened.callback(call.cancel)
     reader = connect(server, transport="grpc")
     namespace = reader.open_namespace(prefix.namespace.spec)
@@ -297,7 +297,6 @@ def test_clients_that_do_not_read_what_they_asked_for_cost_a_few_pieces(
 def test_a_stream_of_replies_needs_a_deadline(stub: PoolStub, deadline_s: float | None) -> None:
     calls = {
         "LookupStream": lambda: stub.LookupStream(iter([pb.LookupRequest()]), timeout=deadline_s),
-        "Read": lambda: stub.Read(pb.ReadRequest(), timeout=deadline_s),
         "GetChunks": lambda: stub.GetChunks(pb.GetChunksRequest(), timeout=deadline_s),
     }
     for name, call in calls.items():

@@ -79,13 +79,13 @@ def test_sigterm_lets_calls_under_way_finish(pool_server: StartServer, connect: 
     grant = client.rpc.put_start(namespace, [run_of("a")], ShardRange(0, 1))
     go_on = threading.Event()
 
-    def pieces() -> Iterator[pb.WriteRequest]:
+    def pieces() -> Iterator[pb.PutChunksRequest]:
         for at in (0, 32):
-            yield pb.WriteRequest(ticket_id=grant.ticket_id, offset=grant.offsets[0] + at, payload=b"x" * 32)
+            yield pb.PutChunksRequest(ticket_id=grant.ticket_id, offset=grant.offsets[0] + at, payload=b"x" * 32)
             assert go_on.wait(60)
 
     with grpc.insecure_channel(server.endpoint) as channel:
-        call = PoolStub(channel).Write.future(pieces(), timeout=120)
+        call = PoolStub(channel).PutChunks.future(pieces(), timeout=120)
         _wait_for_the_first_piece(namespace, grant)
         server.terminate()
         wait_for(lambda: _http(f"{server.http_url}/healthz")[0] == 503, "/healthz says that the server drains")
@@ -103,12 +103,12 @@ def test_a_drain_has_an_end(pool_server: StartServer, connect: Connect) -> None:
     grant = client.rpc.put_start(namespace, [run_of("a")], ShardRange(0, 1))
     go_on = threading.Event()
 
-    def pieces() -> Iterator[pb.WriteRequest]:
-        yield pb.WriteRequest(ticket_id=grant.ticket_id, offset=grant.offsets[0], payload=b"x" * 32)
+    def pieces() -> Iterator[pb.PutChunksRequest]:
+        yield pb.PutChunksRequest(ticket_id=grant.ticket_id, offset=grant.offsets[0], payload=b"x" * 32)
         go_on.wait(120)
 
     with grpc.insecure_channel(server.endpoint) as channel:
-        call = PoolStub(channel).Write.future(pieces(), timeout=120)
+        call = PoolStub(channel).PutChunks.future(pieces(), timeout=120)
         _wait_for_the_first_piece(namespace, grant)
         server.terminate()
         assert server.wait() == 0
@@ -179,7 +179,7 @@ def test_metrics_tell_what_happened(pool_server: StartServer, connect: Connect, 
         f'kvpool_transferred_bytes_total{{direction="{direction}",transport="{transport}"}} 2000.0'
         for direction in ("read", "write")
     ]
-    through_grpc = () if data_listen else ("Write", "Read")
+    through_grpc = () if data_listen else ("PutChunks", "GetChunks")
     for method in ("OpenNamespace", "Lookup", "PutStart", "PutEnd", "Get", *through_grpc):
         lines.append(f'kvpool_rpc_seconds_count{{method="{method}",status="OK"}} 1.0')
     for line in lines:
@@ -193,11 +193,11 @@ def test_failed_calls_are_counted_by_their_status(pool_server: StartServer, conn
         with pytest.raises(grpc.RpcError):
             stub.PutEnd(pb.PutEndRequest(ticket_id=1), timeout=10)
         with pytest.raises(grpc.RpcError):
-            list(stub.Read(pb.ReadRequest(lease_id=1, offsets=[0], region_bytes=1), timeout=10))
-    for method in ("PutEnd", "Read"):  # A call is counted a moment after its client has heard of its end.
+            list(stub.GetChunks(pb.GetChunksRequest(lease_id=1, offsets=[0], region_bytes=1), timeout=10))
+    for method in ("PutEnd", "GetChunks"):  # A call is counted a moment after its client has heard of its end.
         line = f'kvpool_rpc_seconds_count{{method="{method}",status="ABORTED"}} 1.0'
         wait_for(lambda line=line: line in _http(f"{server.http_url}/metrics")[1], line)
-    assert 'method="Read",status="OK"' not in _http(f"{server.http_url}/metrics")[1]
+    assert 'method="GetChunks",status="OK"' not in _http(f"{server.http_url}/metrics")[1]
 
 
 def test_readers_that_hang_up_are_counted_as_such(pool_server: StartServer, connect: Connect) -> None:
@@ -210,12 +210,12 @@ def test_readers_that_hang_up_are_counted_as_such(pool_server: StartServer, conn
     get = pb.GetRequest(lease_id=lease_id, namespace=namespace.fingerprint, runs=runs, shards=shard)
     (offset,) = wire.decode_located(client.rpc.stub.Get(get, timeout=10)).offsets
     # Far more than gRPC takes in for a client that a busy machine pauses: 50 MiB have been on their way before.
-    read = pb.ReadRequest(lease_id=lease_id, offsets=[offset] * 2_000, region_bytes=1 << 20)
+    read = pb.GetChunksRequest(lease_id=lease_id, offsets=[offset] * 2_000, region_bytes=1 << 20)
     for _ in range(20):
-        call = client.rpc.stub.Read(read, timeout=60)
+        call = client.rpc.stub.GetChunks(read, timeout=60)
         next(call)
         call.cancel()
-    line = 'kvpool_rpc_seconds_count{method="Read",status="CANCELLED"} 20.0'
+    line = 'kvpool_rpc_seconds_count{method="GetChunks",status="CANCELLED"} 20.0'
     wait_for(lambda: line in _http(f"{server.http_url}/metrics")[1], line)
 
 

@@ -438,11 +438,11 @@ def _ask_everything(stub: PoolStub, client: Client, spec: NamespaceSpec) -> None
     run = pb.BlockRun(block_hashes=block_hash("a"))
     one = pb.ShardRange(count=1)
     grant = stub.PutStart(pb.PutStartRequest(namespace=namespace.fingerprint, runs=[run], shards=one), timeout=10)
-    piece = pb.WriteRequest(ticket_id=grant.ticket_id, offset=grant.offsets[0], payload=bytes(CHUNK))
+    piece = pb.PutChunksRequest(ticket_id=grant.ticket_id, offset=grant.offsets[0], payload=bytes(CHUNK))
     replies = [
         grant,
         stub.OpenNamespace(pb.OpenNamespaceRequest(spec=encode_spec(spec)), timeout=10),
-        stub.Write(iter([piece]), timeout=10),
+        stub.PutChunks(iter([piece]), timeout=10),
         stub.PutEnd(pb.PutEndRequest(ticket_id=grant.ticket_id, checksums=[checksum(bytes(CHUNK))]), timeout=10),
         stub.PutRevoke(pb.PutRevokeRequest(ticket_id=1), timeout=10),
         found := stub.Lookup(
@@ -451,7 +451,9 @@ def _ask_everything(stub: PoolStub, client: Client, spec: NamespaceSpec) -> None
         located := stub.Get(
             pb.GetRequest(lease_id=found.lease_id, namespace=namespace.fingerprint, runs=[run], shards=one), timeout=10
         ),
-        *stub.Read(pb.ReadRequest(lease_id=found.lease_id, offsets=located.offsets, region_bytes=CHUNK), timeout=10),
+        *stub.GetChunks(
+            pb.GetChunksRequest(lease_id=found.lease_id, offsets=located.offsets, region_bytes=CHUNK), timeout=10
+        ),
         stub.Release(pb.ReleaseRequest(lease_ids=[found.lease_id]), timeout=10),
         stub.PutChunks(iter([pb.PutChunksRequest()]), timeout=10),
         *stub.GetChunks(
@@ -609,19 +611,19 @@ def test_bytes_that_are_no_message_fail_their_call_and_nothing_else(
         for method in ("Lookup", "OpenNamespace", "Ping"):
             call = channel.unary_unary(f"/kvpool.v1.Pool/{method}")
             _status(lambda call=call: call(b"\xff\xff\xff", timeout=10))
-        _status(lambda: channel.stream_unary("/kvpool.v1.Pool/Write")(iter([b"\xff\xff\xff"]), timeout=10))
+        _status(lambda: channel.stream_unary("/kvpool.v1.Pool/PutChunks")(iter([b"\xff\xff\xff"]), timeout=10))
     assert stub.Ping(pb.PingRequest(), timeout=10).version == __version__
 
 
 def test_a_write_of_nothing_writes_nothing(stub: PoolStub, client: Client, namespace: Namespace) -> None:
-    assert stub.Write(iter([]), timeout=10).nbytes == 0
+    assert stub.PutChunks(iter([]), timeout=10).nbytes == 0
     grant = client.rpc.put_start(namespace, [run_of("a")], WHOLE)
-    empty = pb.WriteRequest(ticket_id=grant.ticket_id, offset=grant.offsets[0])
-    assert stub.Write(iter([empty]), timeout=10).nbytes == 0
+    empty = pb.PutChunksRequest(ticket_id=grant.ticket_id, offset=grant.offsets[0])
+    assert stub.PutChunks(iter([empty]), timeout=10).nbytes == 0
 
 
 def test_a_read_of_nothing_reads_nothing(stub: PoolStub) -> None:
-    assert list(stub.Read(pb.ReadRequest(lease_id=1), timeout=10)) == []
+    assert list(stub.GetChunks(pb.GetChunksRequest(lease_id=1), timeout=10)) == []
 
 
 # Tickets and leases

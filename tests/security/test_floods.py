@@ -100,7 +100,7 @@ def _answers(client: Client) -> bool:
 # Messages
 
 
-@pytest.mark.parametrize("method", ["PutStart", "Lookup", "Write", "PutChunks", "LookupStream"])
+@pytest.mark.parametrize("method", ["PutStart", "Lookup", "PutChunks", "LookupStream"])
 def test_messages_larger_than_the_limit_are_not_buffered(pool_server: StartServer, method: str) -> None:
     server = pool_server()
     with _served(server, 128 * MIB):
@@ -110,7 +110,7 @@ def test_messages_larger_than_the_limit_are_not_buffered(pool_server: StartServe
         calls.close()
 
 
-@pytest.mark.parametrize("method", ["PutStart", "Write"])
+@pytest.mark.parametrize("method", ["PutStart", "PutChunks"])
 def test_messages_whose_last_byte_never_comes_hold_what_was_sent(pool_server: StartServer, method: str) -> None:
     server = pool_server()
     with _served(server, (24 * 4 + 64) * MIB):
@@ -152,7 +152,7 @@ def test_a_message_has_to_arrive_in_time(
     monkeypatch.setattr(inbox, "PIECE_S", 0.5)
     server = small_server()
     calls = HalfSentCalls(f"127.0.0.1:{server.port}")
-    streams = {calls.begin(method, 100, 99) for method in ("PutStart", "Get", "Read", "GetChunks", "Write", "Ping")}
+    streams = {calls.begin(method, 100, 99) for method in ("PutStart", "Get", "GetChunks", "PutChunks", "Ping")}
     wait_for(lambda: calls.ended >= streams, "the end of all calls")
     assert server.stub.Ping(pb.PingRequest(), timeout=10).version
     calls.close()

@@ -99,9 +99,9 @@ def _requests(ticket_id: int, lease_id: int, offset: int) -> dict[str, Message]:
         "PutStart": pb.PutStartRequest(**named, shards=whole),
         "PutEnd": pb.PutEndRequest(ticket_id=ticket_id, checksums=[0] * 6),
         "PutRevoke": pb.PutRevokeRequest(ticket_id=ticket_id),
-        "Write": pb.WriteRequest(ticket_id=ticket_id, offset=offset, payload=bytes(64)),
+        "PutChunks of regions": pb.PutChunksRequest(ticket_id=ticket_id, offset=offset, payload=bytes(64)),
         "Get": pb.GetRequest(lease_id=lease_id, **named, shards=whole),
-        "Read": pb.ReadRequest(lease_id=lease_id, offsets=[offset], region_bytes=128),
+        "GetChunks of regions": pb.GetChunksRequest(lease_id=lease_id, offsets=[offset], region_bytes=128),
         "Release": pb.ReleaseRequest(lease_ids=[lease_id]),
         "PutChunks": pb.PutChunksRequest(chunks=[pb.Chunk(key=key, payload=bytes(64))]),
         "GetChunks": pb.GetChunksRequest(keys=[key]),
@@ -112,13 +112,13 @@ def _requests(ticket_id: int, lease_id: int, offset: int) -> dict[str, Message]:
         "Clear": pb.ClearRequest(namespace=SPEC.fingerprint()),
         "SetQuotas": pb.SetQuotasRequest(quotas=[pb.Quota(subject="tenant:acme", limit_bytes=1 << 20)]),
     }
-    return {name: made.get(name) or GetMessageClass(method.input_type)() for name, method in METHODS.items()}
+    return {name: GetMessageClass(method.input_type)() for name, method in METHODS.items()} | made
 
 
 def test_no_request_brings_a_server_down() -> None:
     house = WireHouse(1 << 20, 1 << 12, Limits(max_ttl_ms=1_000, grace_ms=0))
     counts: Counter[grpc.StatusCode] = Counter()
-    methods = sorted(set(METHODS) - {"Drain"})  # A server that drains refuses whatever else is sent.
+    methods = sorted(_requests(1, 1, 0).keys() - {"Drain"})  # A server that drains refuses whatever else is sent.
 
     def granted(method: str, request: Message) -> Any:
         answer = house.service.call(ENGINE, method, request)
@@ -140,7 +140,7 @@ def test_no_request_brings_a_server_down() -> None:
             for _ in range(dice.choice((1, 1, 2)))
         ]
         caller = dice.choice((ENGINE, ENGINE, OPERATOR, None))
-        answer = house.service.send(caller, method, *requests)
+        answer = house.service.send(caller, method.split()[0], *requests)
         assert answer.code not in FAULTS, f"{method}: {answer}"
         counts[answer.code] += 1
 

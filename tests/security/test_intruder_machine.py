@@ -90,11 +90,7 @@ class Tenant:
     def check_bytes(self, answer: Answer) -> None:
         """Every byte of a block that the tenant gets is its own, or was never written."""
         for reply in answer.replies:
-            payload = b""
-            if isinstance(reply, pb.ReadResponse):
-                payload = reply.payload
-            elif isinstance(reply, pb.GetChunksResponse):
-                payload = reply.chunk.payload
+            payload = reply.payload + reply.chunk.payload if isinstance(reply, pb.GetChunksResponse) else b""
             foreign = {byte for byte in payload if byte and byte & 0xF0 != TENANTS[self.name]}
             assert not foreign, f"{self.name} reads bytes of another tenant: {foreign}"
 
@@ -252,10 +248,10 @@ class IntruderMachine(RuleBasedStateMachine):
         for name, *offsets in zip(held.names, *held.offsets, strict=True):
             payload = who.chunk(name) * held.shards[1]
             requests = [
-                pb.WriteRequest(ticket_id=hold_id, offset=offset, payload=payload)
+                pb.PutChunksRequest(ticket_id=hold_id, offset=offset, payload=payload)
                 for hold_id, offset in zip(held.ids, offsets, strict=True)
             ]
-            self.ask(who, Role.ENGINE_WRITE, "Write", *requests)
+            self.ask(who, Role.ENGINE_WRITE, "PutChunks", *requests)
 
     def _put_end(self, who: Tenant, held: Held) -> None:
         sums = [xxhash.xxh3_64_intdigest(who.chunk(name)) for name in held.names for _ in range(held.shards[1])]
@@ -272,8 +268,8 @@ class IntruderMachine(RuleBasedStateMachine):
             pool.service.call(writer, "PutEnd", pb.PutEndRequest(ticket_id=hold_id, checksums=[0] * NUM_SHARDS))
         lease = self._look_up(who, Role.ENGINE_WRITE, held.space, [name], 1_000, False)
         assert lease is not None
-        request = pb.ReadRequest(lease_id=lease.ids[0], offsets=lease.offsets[0], region_bytes=SLOT_BYTES)
-        who.check_bytes(self.shared.service.call(writer, "Read", request))
+        request = pb.GetChunksRequest(lease_id=lease.ids[0], offsets=lease.offsets[0], region_bytes=SLOT_BYTES)
+        who.check_bytes(self.shared.service.call(writer, "GetChunks", request))
         self._release(who, lease)
         request = pb.RemoveRequest(namespace=held.space.fingerprint(), runs=[run_of([name])])
         self.ask(who, Role.TENANT_OPERATOR, "Remove", request)
@@ -319,10 +315,10 @@ class IntruderMachine(RuleBasedStateMachine):
             self._release(who, held, data.draw(st.booleans()))
         elif how == "read":
             requests = [
-                pb.ReadRequest(lease_id=hold_id, offsets=offsets, region_bytes=held.region_bytes)
+                pb.GetChunksRequest(lease_id=hold_id, offsets=offsets, region_bytes=held.region_bytes)
                 for hold_id, offsets in zip(held.ids, held.offsets, strict=True)
             ]
-            self.ask(who, role, "Read", *requests)
+            self.ask(who, role, "GetChunks", *requests)
         else:
             fingerprint = data.draw(st.sampled_from([held.space, self.space(who, EPOCHS[0], True)])).fingerprint()
             requests = []
@@ -350,10 +346,10 @@ class IntruderMachine(RuleBasedStateMachine):
         if foreign in held.offsets[0]:  # The other tenant's lease has ended, and the slot has another owner.
             return
         requests = [
-            pb.ReadRequest(lease_id=hold_id, offsets=[offset], region_bytes=SLOT_BYTES)
+            pb.GetChunksRequest(lease_id=hold_id, offsets=[offset], region_bytes=SLOT_BYTES)
             for hold_id, offset in zip(held.ids, (foreign, nowhere), strict=True)
         ]
-        self.ask(who, Role.ENGINE_READ, "Read", *requests)
+        self.ask(who, Role.ENGINE_READ, "GetChunks", *requests)
 
     # Chunks within messages
 

@@ -15,7 +15,7 @@ from kvpool.errors import IncompatibleNamespaceError
 from kvpool.namespace import NamespaceSpec
 from kvpool.principal import Role
 from tests.security.test_access import Deployment
-from tests.support.calls import METHODS, Target, outcome
+from tests.support.calls import BYTES_BY_ID, METHODS, Target, outcome
 from tests.support.values import group_spec, namespace_spec, payload, run_of
 
 SECRETS = ("salt", "hash_seed")
@@ -45,7 +45,7 @@ class Opened:
         texts = []
         with self.deployment.client(role, tenant) as client:
             for whose in self.specs.values():
-                for method in METHODS:
+                for method in (*METHODS, *BYTES_BY_ID):
                     if method == "Clear":
                         continue
                     target = Target(whose.fingerprint(), spec=self.specs[tenant], leased="nothing")

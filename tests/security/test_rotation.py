@@ -91,24 +91,22 @@ class Streams:
         new = wire.encode_runs([run_of("new")])
         put = pb.PutStartRequest(namespace=namespace.fingerprint, runs=new, shards=one, ticket_ttl_ms=TTL_MS)
         self.stub.PutStart(put, timeout=30)
-        read = pb.ReadRequest(lease_id=self.lease_id, offsets=[offset] * NUM_PIECES, region_bytes=CHUNK)
+        read = pb.GetChunksRequest(lease_id=self.lease_id, offsets=[offset] * NUM_PIECES, region_bytes=CHUNK)
         self.outcomes: dict[str, Outcome] = {
             "LookupStream": self._run(lambda: list(self.stub.LookupStream(self._one(lookup), timeout=60))),
-            "Write": self._run(lambda: self.stub.Write(self._one(None), timeout=60)),
             "PutChunks": self._run(lambda: self.stub.PutChunks(self._one(pb.PutChunksRequest()), timeout=60)),
-            "Read": self._run(lambda: self._read_slowly(read)),
+            "GetChunks": self._run(lambda: self._read_slowly(read)),
         }
         for _ in self.outcomes:
             assert self._begun.acquire(timeout=30)
 
     def _one(self, message: Any) -> Iterator[Any]:
-        if message is not None:
-            yield message
+        yield message
         self._begun.release()
         self._go_on.wait(60)
 
-    def _read_slowly(self, read: pb.ReadRequest) -> None:
-        call = self.stub.Read(read, timeout=60)
+    def _read_slowly(self, read: pb.GetChunksRequest) -> None:
+        call = self.stub.GetChunks(read, timeout=60)
         next(call)
         self._begun.release()
         for _ in call:
@@ -200,7 +198,7 @@ def test_who_is_denied_is_out_at_once_and_nobody_else_is(deployment: Deployment)
         refused = [line for line in entries(deployment.audit) if line["outcome"] == "UNAUTHENTICATED"]
         return {line["call"] for line in refused if line["caller"] == str(ENGINE)}
 
-    wait_for(lambda: ended() >= {"LookupStream", "Write", "PutChunks", "Read"}, "a line about each call")
+    wait_for(lambda: ended() >= {"LookupStream", "PutChunks", "GetChunks"}, "a line about each call")
     reads = [(line["what"], line["outcome"]) for line in entries(deployment.audit) if line["call"] == READ]
     expected = [("certificates", "OK"), ("deny list", "OK"), ("deny list", "OK"), ("deny list", "REFUSED")]
     assert reads == expected

@@ -73,8 +73,8 @@ class Tenants:
             namespace=namespace.fingerprint, runs=wire.encode_runs([run]), lease_ttl_ms=60_000, prefix_only=True
         )
         lease_id = client.rpc.stub.Lookup(request, timeout=TIMEOUT_S).lease_id
-        read = pb.ReadRequest(lease_id=lease_id, offsets=grant.offsets, region_bytes=chunk_bytes)
-        found = b"".join(piece.payload for piece in client.rpc.stub.Read(read, timeout=TIMEOUT_S))
+        read = pb.GetChunksRequest(lease_id=lease_id, offsets=grant.offsets, region_bytes=chunk_bytes)
+        found = b"".join(piece.payload for piece in client.rpc.stub.GetChunks(read, timeout=TIMEOUT_S))
         client.rpc.stub.Release(pb.ReleaseRequest(lease_ids=[lease_id]), timeout=TIMEOUT_S)
         assert len(found) == count * chunk_bytes
         return found
@@ -108,8 +108,8 @@ def test_a_part_that_was_written_and_a_ticket_that_ran_out_leave_nothing_behind(
     )  # fmt: skip
     grant = client.rpc.stub.PutStart(request, timeout=TIMEOUT_S)
     half = payload("acme", MIB // 2).tobytes()
-    pieces = [pb.WriteRequest(ticket_id=grant.ticket_id, offset=at, payload=half) for at in grant.offsets]
-    client.rpc.stub.Write(iter(pieces), timeout=TIMEOUT_S)
+    pieces = [pb.PutChunksRequest(ticket_id=grant.ticket_id, offset=at, payload=half) for at in grant.offsets]
+    client.rpc.stub.PutChunks(iter(pieces), timeout=TIMEOUT_S)
     wait_for(lambda: not tenants.operator.admin.stats().num_tickets, "the end of the ticket", TIMEOUT_S)
     wait_for(lambda: not tenants.operator.admin.stats().num_quarantined, "the end of the grace", TIMEOUT_S)
     assert not any(tenants.unwritten("umbra", NUM_BLOCKS))

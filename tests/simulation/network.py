@@ -39,7 +39,7 @@ from kvpool_server.cache.leases import NOBODY, Owner
 from kvpool_server.cache.limits import Limits
 from kvpool_server.cache.pool import Pool
 from kvpool_server.drain import Drain
-from kvpool_server.services.transfers import PIECE_BYTES
+from kvpool_server.services.chunks import PIECE_BYTES
 from kvpool_server.tiering.tiered_pool import TieredPool
 from tests.simulation.deterministic_runtime import DeterministicRuntime, Message
 from tests.support.pool_service import pool_service

@@ -20,6 +20,12 @@ BUF = "buf-bin==1.75.0"
 PROTO = Path("kvpool/v1/pool.proto")
 
 REMOVED = {
+    'Previously present RPC "Read" on service "Pool" was deleted.',
+    'Previously present RPC "Write" on service "Pool" was deleted.',
+    'Previously present message "ReadRequest" was deleted from file.',
+    'Previously present message "ReadResponse" was deleted from file.',
+    'Previously present message "WriteRequest" was deleted from file.',
+    'Previously present message "WriteResponse" was deleted from file.',
     'Previously present message "Agreement" was deleted from file.',
     'Previously present message "FirstTokenTimes" was deleted from file.',
     'Previously present message "MeasuredSaving" was deleted from file.',

@@ -18,6 +18,8 @@ SERVICE = pb.DESCRIPTOR.services_by_name["Pool"]
 METHODS = tuple(method.name for method in SERVICE.methods)
 BLOCK_BYTES = 256
 TIMEOUT_S = 10.0
+BYTES_BY_ID = ("PutChunks of regions", "GetChunks of regions")
+"""Calls about a ticket's or a lease's regions, not about chunks by their keys."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +70,12 @@ def requests(target: Target) -> dict[str, Any]:
         "PutRevoke": pb.PutRevokeRequest(ticket_id=target.ticket_id),
         "Get": pb.GetRequest(lease_id=target.lease_id, namespace=namespace, runs=runs, shards=shards),
         "Release": pb.ReleaseRequest(lease_ids=[target.lease_id]),
-        "Write": pb.WriteRequest(ticket_id=target.ticket_id, offset=target.ticket_offset, payload=bytes(BLOCK_BYTES)),
-        "Read": pb.ReadRequest(lease_id=target.lease_id, offsets=[target.lease_offset], region_bytes=BLOCK_BYTES),
+        "PutChunks of regions": pb.PutChunksRequest(
+            ticket_id=target.ticket_id, offset=target.ticket_offset, payload=bytes(BLOCK_BYTES)
+        ),
+        "GetChunks of regions": pb.GetChunksRequest(
+            lease_id=target.lease_id, offsets=[target.lease_offset], region_bytes=BLOCK_BYTES
+        ),
         "PutChunks": pb.PutChunksRequest(chunks=[pb.Chunk(key=key)]),
         "GetChunks": pb.GetChunksRequest(keys=[key]),
         "Verify": pb.VerifyRequest(namespace=namespace, runs=runs),
@@ -93,7 +99,8 @@ def requests(target: Target) -> dict[str, Any]:
 
 def outcome(client: Client, method: str, target: Target) -> Outcome:
     """Calls a method; the ids that the request names are hidden in the answer."""
-    call, request = getattr(client.rpc.stub, method), requests(target)[method]
+    request, (method, *_) = requests(target)[method], method.split()
+    call = getattr(client.rpc.stub, method)
     descriptor = SERVICE.methods_by_name[method]
     try:
         reply = call(iter([request]) if descriptor.client_streaming else request, timeout=TIMEOUT_S)

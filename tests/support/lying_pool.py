@@ -31,7 +31,7 @@ from kvpool.wire import status_of
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.limits import Limits
 from kvpool_server.cache.pool import Pool
-from kvpool_server.services.transfers import PIECE_BYTES
+from kvpool_server.services.chunks import PIECE_BYTES
 from kvpool_server.tiering.tiered_pool import TieredPool
 from tests.support.clock import FakeClock
 from tests.support.memory_transport import MemoryTransport
