@@ -12,11 +12,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from kvpool.config import ClientConfig
-from kvpool_server.config import ServerConfig
+from kvpool_server.config import ServerConfig, default_text
 from vllm_plugin.config import ConnectorConfig
 
-SIZES = {"memory": "1GiB", "record_bytes": "256MiB"}
-"""Settings whose default the page gives with its unit."""
 SECTIONS = ("kvpool-server", "The connector: `kv_connector_extra_config`", "The client: `ClientConfig`")
 
 Row = tuple[str, str, str]
@@ -33,8 +31,7 @@ def page(text: str) -> str:
 
 def _server() -> Iterable[Row]:
     for name, field in ServerConfig.model_fields.items():
-        default = SIZES.get(name, "" if field.default == () else str(field.default))
-        yield name, default, field.description or ""
+        yield name, default_text(name), field.description or ""
 
 
 def _of_fields(config: Any) -> Iterable[Row]:

@@ -9,7 +9,6 @@ import json
 import os
 import signal
 import sys
-from pathlib import Path
 from typing import Annotated, Any, get_origin
 
 import structlog
@@ -23,7 +22,7 @@ from kvpool.unix_socket import SCHEME, socket_path
 from kvpool.version import __version__
 from kvpool_server import logs
 from kvpool_server.addresses import is_local, name_for_clients, split_address
-from kvpool_server.config import ServerConfig, load, service_links
+from kvpool_server.config import ServerConfig, default_text, load, service_links
 from kvpool_server.log_events import LogEvents
 from kvpool_server.process_memory import keep_collections_short, keep_freed_memory
 from kvpool_server.server import Server
@@ -33,10 +32,8 @@ log = structlog.get_logger()
 
 
 def _help(name: str) -> str:
-    field = ServerConfig.model_fields[name]
-    sizes = {"memory": "1GiB", "record_bytes": "256MiB"}
-    shown = sizes.get(name, "none" if field.default in ("", ()) else field.default)
-    return escape(f"{field.description} (default: {shown})")  # Rich would take pyjwt[crypto] for markup.
+    text = ServerConfig.model_fields[name].description
+    return escape(f"{text} (default: {default_text(name) or 'none'})")  # Rich would take pyjwt[crypto] for markup.
 
 
 def _version(wanted: bool) -> None:
@@ -56,9 +53,6 @@ def _flag(name: str) -> inspect.Parameter:
 
 def serve(
     *,
-    config: Annotated[
-        Path | None, typer.Option(envvar="KVPOOL_CONFIG", help="TOML file with any of these settings.")
-    ] = None,
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True)] = False,
     **given: Any,
 ) -> None:
@@ -70,7 +64,7 @@ def serve(
 
     Example: kvpool-server --listen 127.0.0.1:50051 --memory 64GiB
     """
-    settings = load({name: value for name, value in given.items() if value is not None}, config)
+    settings = load({name: value for name, value in given.items() if value is not None})
     events = LogEvents()
     logs.configure(settings.log_format, settings.log_level, events)
     if links := service_links(os.environ):
@@ -82,7 +76,7 @@ def serve(
 
 _OWN = inspect.signature(serve, eval_str=True).parameters
 serve.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # Typer makes the options from it.
-    [*map(_flag, ServerConfig.model_fields), _OWN["config"], _OWN["version"]]
+    [*map(_flag, ServerConfig.model_fields), _OWN["version"]]
 )
 
 

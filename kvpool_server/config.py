@@ -1,78 +1,55 @@
-"""Settings of the server, resolved once: flag > environment (KVPOOL_*) > TOML file > default. Unknown keys fail."""
+"""Settings of the server: flag > environment (KVPOOL_*) > TOML file > default. Unknown keys fail."""
 
 from __future__ import annotations
 
 import difflib
-import ipaddress
-import math
 import os
-import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import (
-    BaseModel,
-    ByteSize,
-    ConfigDict,
-    Field,
-    ValidationError,
-    ValidationInfo,
-    field_validator,
-)
-from pydantic_core import PydanticCustomError
+from pydantic import ByteSize, Field, ValidationError
+from pydantic_core import ErrorDetails
+from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
-from kvpool.errors import ConfigError, InvalidRequestError
-from kvpool.principal import ABOUT_DOMAINS, ALL_TENANTS, DEFAULT_DOMAIN, Principal, Role
-from kvpool.quotas import parse_quota, parse_size
-from kvpool.unix_socket import check_path
-from kvpool_server.addresses import split_address
+from kvpool.errors import ConfigError
+from kvpool.principal import ABOUT_DOMAINS, ALL_TENANTS, DEFAULT_DOMAIN
+from kvpool.quotas import size_text
+from kvpool_server import setting_types as types
 from kvpool_server.cache.eviction import DEFAULT_POLICY, POLICIES
 from kvpool_server.events.streams import StreamEndpoints
 from kvpool_server.instead import instead_of
-from kvpool_server.tiers.registry import parse
 
 ENV_PREFIX = "KVPOOL_"
 _SEE_HELP = "see kvpool-server --help"
-_CLIENT_VARIABLES = {"KVPOOL_CONFIG", "KVPOOL_ENDPOINT", "KVPOOL_TLS", "KVPOOL_TOKEN_FILE"}
-
-# The names and values of service links, behind the Service's own name; see `service_links`.
-_HOST = "_SERVICE_HOST"
-_URL = re.compile(r"(tcp|udp|sctp)://(\[[0-9a-fA-F:.]+\]|[0-9.]+|[0-9a-fA-F:]+):\d{1,5}")
-_NUMBER = re.compile(r"\d{1,5}")
-_SHAPES = (
-    (re.compile(r"_SERVICE_PORT(_[A-Z0-9_]+)?"), _NUMBER),
-    (re.compile(r"_PORT(_\d{1,5}_(TCP|UDP|SCTP))?"), _URL),
-    (re.compile(r"_PORT_\d{1,5}_(TCP|UDP|SCTP)_PROTO"), re.compile("tcp|udp|sctp")),
-    (re.compile(r"_PORT_\d{1,5}_(TCP|UDP|SCTP)_PORT"), _NUMBER),
-)
-_ADDRESS = re.compile(r"_PORT_\d{1,5}_(TCP|UDP|SCTP)_ADDR")
+_CLIENT_VARIABLES = {"KVPOOL_ENDPOINT", "KVPOOL_TLS", "KVPOOL_TOKEN_FILE"}
 
 
-class ServerConfig(BaseModel):
+class ServerConfig(BaseSettings):
     """Each description says what the setting means, its unit, and when to change it."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = SettingsConfigDict(extra="forbid", frozen=True, env_prefix=ENV_PREFIX, enable_decoding=False)
 
-    listen: str = Field("127.0.0.1:50051", description="HOST:PORT for gRPC; port 0 takes any free port.")
-    http_listen: str = Field(
+    config: str = Field("", description="TOML file with any of these settings. Empty: none.")
+    listen: types.Address = Field("127.0.0.1:50051", description="HOST:PORT for gRPC; port 0 takes any free port.")
+    http_listen: types.AddressOrEmpty = Field(
         "127.0.0.1:50052",
         description="HOST:PORT for /metrics and /healthz; port 0 takes any free port. Empty: no HTTP.",
     )
-    unix_listen: str = Field(
+    unix_listen: types.SocketPath = Field(
         "",
         description="Path of a Unix socket for gRPC, beside --listen; PATH.memory hands out the arena's memory. "
         "Engines in other containers that mount its directory share memory (endpoint unix:PATH); with TLS they do not: "
         "give them HOST:PORT. Empty: none.",
     )
-    unix_mode: str = Field(
+    unix_mode: types.SocketMode = Field(
         "0600",
         description="With --unix-listen: permissions of both Unix sockets, in octal. 0660 for a common group, 0666 for "
         "everybody who sees the path. Whoever may connect may read and write the pool; with TLS, whoever may connect "
         "also needs a certificate or token.",
     )
-    data_listen: str = Field(
+    data_listen: types.AddressOrEmpty = Field(
         "127.0.0.1:50053",
         description="HOST:PORT of the data port, where worker processes move bytes over TCP for other hosts' clients; "
         "port 0 takes any free port. Empty: those bytes go through gRPC, which is slower.",
@@ -93,7 +70,7 @@ class ServerConfig(BaseModel):
         description="Authorities whose certificates clients must have, PEM. A certificate's SPIFFE ID says which "
         "tenant's it is, and what it may; see docs/explanation/security.md.",
     )
-    trust_domain: str = Field(
+    trust_domain: types.TrustDomain = Field(
         DEFAULT_DOMAIN,
         description=f"{ABOUT_DOMAINS} With --tls-client-ca, certificates of other domains are refused; tokens are not "
         "restricted to a domain.",
@@ -134,7 +111,7 @@ class ServerConfig(BaseModel):
         description="File, SQLite, in which the server keeps for 40 days what each tenant has saved, held and moved by "
         "the hour (`kvpool ledger`); one file a server. Empty: the figures are in memory, since the server's start.",
     )
-    limit: tuple[str, ...] = Field(
+    limit: types.Texts = Field(
         (),
         description="What an identity may have at once (leases, leased_blocks, tickets, streams, connections), where "
         "callers are authenticated, e.g. spiffe://kvpool.local/kvpool/acme/engine-write,leases=16000; without an "
@@ -146,26 +123,26 @@ class ServerConfig(BaseModel):
         "pool: for a network where all are trusted.",
     )
     memory: ByteSize = Field(
-        ByteSize(1 << 30), description="Size of the arena, e.g. 64GiB. Give it what the host can spare."
+        ByteSize(1 << 30), ge=1 << 20, description="Size of the arena, e.g. 64GiB. Give it what the host can spare."
     )
-    policy: str = Field(
+    policy: types.PolicyName = Field(
         DEFAULT_POLICY,
         description="Which blocks to evict: "
         + "; ".join(f"{name}, {policy.summary}" for name, policy in POLICIES.items())
         + ". `kvpool bench replay` compares policies on a trace.",
     )
-    tier: tuple[str, ...] = Field(
+    tier: types.Tiers = Field(
         (),
         description="A tier under the arena, e.g. file:/mnt/kv,size=200GiB or mooncake:master=HOST:PORT. Repeat the "
         "flag for several tiers, which are searched in this order; in the environment, separate them with ;.",
     )
-    quota: tuple[str, ...] = Field(
+    quota: types.Quotas = Field(
         (),
         description="Upper bound on what a tenant or namespace holds of the arena: tenant:NAME=SIZE, or "
         "namespace:PREFIX=SIZE with the first characters of a fingerprint. Repeat the flag for several quotas; in the "
         "environment, separate them with commas.",
     )
-    pin_budget: str = Field(
+    pin_budget: types.PinBudget = Field(
         "10%",
         description="How much of the arena each tenant may pin (`kvpool pin`): a percentage, or a size such as 20GiB. "
         "Pinned blocks are evicted last, so that more of them leave less room for what is not pinned.",
@@ -199,16 +176,16 @@ class ServerConfig(BaseModel):
         description="How long the server finishes calls, and writes to tiers, after SIGTERM, and how long a drain may "
         "take (SIGUSR2, `kvpool drain`), in milliseconds.",
     )
-    kv_events: str = Field(
+    kv_events: types.EventEndpoint = Field(
         "",
         description="Where routers subscribe to KV events: tcp://HOST:PORT (port 0 takes any free port) or ipc://PATH. "
         "Empty: no events.",
     )
-    kv_events_replay: str = Field(
+    kv_events_replay: types.EventEndpoint = Field(
         "",
         description="Where subscribers request missed events or a snapshot: tcp:// or ipc://. Empty: nowhere.",
     )
-    kv_events_tenant: tuple[str, ...] = Field(
+    kv_events_tenant: types.EventStreams = Field(
         (),
         description="A stream of KV events about one tenant's blocks: TENANT=ENDPOINT,REPLAY_ENDPOINT. Repeat the flag "
         "for several tenants; in the environment, separate them with ;.",
@@ -223,7 +200,9 @@ class ServerConfig(BaseModel):
         description="With --kv-events-key: list of subscribers' public keys and their tenants, read again when it "
         "changes.",
     )
-    kv_events_topic: str = Field("kv", description="First part of every KV event topic: TOPIC@FINGERPRINT@MODEL.")
+    kv_events_topic: types.Topic = Field(
+        "kv", description="First part of every KV event topic: TOPIC@FINGERPRINT@MODEL."
+    )
     kv_events_medium: str = Field(
         "CPU", min_length=1,
         description="Storage medium that KV events name; change it if your router expects another word.",
@@ -248,7 +227,7 @@ class ServerConfig(BaseModel):
         "times, sizes and hits, no tokens; see docs/how-to/value.md. Empty: none.",
     )
     record_bytes: ByteSize = Field(
-        ByteSize(256 << 20), description="With --record: size of the file at which recording stops."
+        ByteSize(256 << 20), ge=1 << 20, description="With --record: size of the file at which recording stops."
     )
     record_names: bool = Field(False, description="With --record: also record the names of models and tenants.")
     log_level: Literal["debug", "info", "warning", "error"] = Field(
@@ -256,110 +235,18 @@ class ServerConfig(BaseModel):
     )
     log_format: Literal["console", "json"] = Field("console", description="Format of log lines: console or json.")
 
-    @field_validator("listen", "http_listen", "data_listen")
     @classmethod
-    def _check_address(cls, value: str, info: ValidationInfo) -> str:
-        if value or info.field_name == "listen":
-            split_address(value)
-        return value
-
-    @field_validator("unix_listen")
-    @classmethod
-    def _check_unix_listen(cls, value: str) -> str:
-        return check_path(value) if value else value
-
-    @field_validator("trust_domain")
-    @classmethod
-    def _check_trust_domain(cls, value: str) -> str:
-        try:
-            Principal(ALL_TENANTS, Role.OPERATOR, value)
-        except InvalidRequestError as error:
-            raise ValueError(str(error)) from None
-        return value
-
-    @field_validator("unix_mode")
-    @classmethod
-    def _check_unix_mode(cls, value: str) -> str:
-        if not re.fullmatch("0?[0-7]{3}", value):
-            raise ValueError("not permissions; give octal digits for owner, group and others, such as 0660")
-        return value
-
-    @field_validator("policy")
-    @classmethod
-    def _check_policy(cls, value: str) -> str:
-        if value not in POLICIES:
-            raise PydanticCustomError("literal_error", "unknown policy", {"expected": " or ".join(POLICIES)})
-        return value
-
-    @field_validator("tier", "limit", "kv_events_tenant", mode="before")
-    @classmethod
-    def _one_or_several(cls, value: object) -> object:
-        return [value] if isinstance(value, str) else value
-
-    @field_validator("tier")
-    @classmethod
-    def _check_tier(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        try:
-            specs = list(map(parse, value))
-        except ConfigError as error:
-            raise ValueError(str(error)) from None
-        for nth, spec in enumerate(specs):
-            if any(spec.tier_name == other.tier_name for other in specs[:nth]):
-                raise ValueError(f"{spec.tier_name} is given twice; give each place once")
-        return value
-
-    @field_validator("kv_events", "kv_events_replay")
-    @classmethod
-    def _check_event_endpoint(cls, value: str) -> str:
-        return _check_endpoint(value) if value else value
-
-    @field_validator("kv_events_tenant")
-    @classmethod
-    def _check_tenants(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        tenants = [_parse_stream(text).tenant for text in value]
-        if len(set(tenants)) < len(tenants):
-            raise ValueError("a tenant is given twice; give each tenant once")
-        return value
-
-    @field_validator("kv_events_topic")
-    @classmethod
-    def _check_topic(cls, value: str) -> str:
-        if "@" in value:
-            raise ValueError("contains @, which separates the parts of a topic; leave it out")
-        return value
-
-    @field_validator("quota", mode="before")
-    @classmethod
-    def _split_quotas(cls, value: object) -> object:
-        return [part for part in value.split(",") if part.strip()] if isinstance(value, str) else value
-
-    @field_validator("quota")
-    @classmethod
-    def _check_quotas(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        try:
-            subjects = [quota.subject for quota in map(parse_quota, value) if quota.limit_bytes]
-        except InvalidRequestError as error:
-            raise ValueError(str(error)) from None
-        for part in value:
-            if not parse_quota(part).limit_bytes:
-                raise ValueError(f"{part} gives a size of 0; leave it out: a subject without a quota has no bound")
-        for subject in subjects:
-            if subjects.count(subject) > 1:
-                raise ValueError(f"{subject} has two quotas; give one")
-        return value
-
-    @field_validator("pin_budget")
-    @classmethod
-    def _check_pin_budget(cls, value: str) -> str:
-        _pin_share(value, 1)
-        return value
-
-    @field_validator("memory", "record_bytes")
-    @classmethod
-    def _check_memory(cls, value: int) -> int:
-        if value < 1 << 20:
-            raise ValueError("give at least 1MiB")
-        return value
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """The sources of settings, the one that has precedence first."""
+        file = {**env_settings(), **init_settings()}.get("config")
+        return init_settings, env_settings, InitSettingsSource(settings_cls, _read_toml(file))
 
     @property
     def unix_mode_bits(self) -> int:
@@ -368,13 +255,13 @@ class ServerConfig(BaseModel):
     @property
     def pin_share(self) -> float:
         """The share of the arena that each tenant may pin."""
-        return _pin_share(self.pin_budget, self.memory)
+        return types.pin_share(self.pin_budget, self.memory)
 
     @property
     def event_streams(self) -> list[StreamEndpoints]:
         """The streams of KV events: all tenants' first."""
         everybodys = [StreamEndpoints(ALL_TENANTS, self.kv_events, self.kv_events_replay)] if self.kv_events else []
-        return everybodys + list(map(_parse_stream, self.kv_events_tenant))
+        return everybodys + list(map(types.parse_stream, self.kv_events_tenant))
 
     @property
     def uses_mooncake(self) -> list[str]:
@@ -383,153 +270,83 @@ class ServerConfig(BaseModel):
         return [*([] if self.mooncake == "off" else [f"--mooncake {self.mooncake}"]), *tiers]
 
 
-def _pin_share(text: str, memory: int) -> float:
-    """The share of the memory that a percentage or a size is, 1 at most. Raises ValueError."""
-    wrong = "not a budget; give a percentage up to 100%, or a size such as 512MiB or 20GiB"
-    number, percent, rest = text.strip().partition("%")
-    if percent:
-        try:
-            share = float(number) / 100
-        except ValueError:
-            share = math.nan
-        if rest or not 0 <= share <= 1:
-            raise ValueError(wrong)
-        return share
-    try:
-        nbytes = parse_size(text.strip())
-    except InvalidRequestError:
-        raise ValueError(wrong) from None
-    if nbytes and text.strip()[-1].isdigit():
-        raise ValueError("a number without a unit; give a percentage such as 20%, or a size such as 20GiB")
-    return min(1.0, nbytes / memory)
+def default_text(name: str) -> str:
+    """The default of a setting, as the documents show it; empty: none."""
+    default = ServerConfig.model_fields[name].default
+    if isinstance(default, ByteSize):
+        return size_text(default).replace(" ", "")
+    return "" if default == () else str(default)
 
 
-def load(flags: dict[str, Any], config_file: Path | None, environ: dict[str, str] | None = None) -> ServerConfig:
-    """The settings, each from the source that has precedence; by default the environment is that of the process.
+def load(flags: Mapping[str, Any]) -> ServerConfig:
+    """The settings, each from the source that has precedence.
 
     Raises ConfigError, which names the source, the key, the value and the fault.
     """
-    environ = dict(os.environ) if environ is None else environ
-    from_environment = _from_environment(environ)
-    values = {**_from_file(config_file), **from_environment, **flags}
+    known = {*map(_variable, ServerConfig.model_fields), *_CLIENT_VARIABLES, *service_links(os.environ)}
+    for name in os.environ:
+        if name.startswith(ENV_PREFIX) and name.upper() not in known:
+            raise _unknown_key("environment", name.removeprefix(ENV_PREFIX).lower(), _variable)
     try:
-        return ServerConfig(**values)
+        return ServerConfig(**flags)
     except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(map(str, first["loc"]))
-        source = f"config file {config_file}"
-        if key in flags:
-            source = f"--{key.replace('_', '-')}"
-        elif key in from_environment:
-            source = ENV_PREFIX + key.upper()
-        if first["type"] == "literal_error":
-            choices = first["ctx"]["expected"].replace("'", "")
-            raise ConfigError(f"unknown {key} {first['input']!r} ({source}); choose {choices}") from None
-        wrong = first["msg"].removeprefix("Value error, ")
-        if first["type"].startswith("byte_size"):
-            wrong = "not a size; give bytes, or 512MiB, 20GiB, 1.5TiB"
-        elif fix := instead_of(first):
-            wrong = f"not possible; give {fix}"
-        raise ConfigError(f"setting {key} = {first['input']!r} ({source}): {wrong}; {_SEE_HELP}") from None
+        raise _config_error(error.errors()[0], flags) from None
 
 
-def _check_endpoint(text: str) -> str:
-    """The same text. Raises ValueError unless ZeroMQ can bind it."""
-    scheme, _, place = text.partition("://")
-    if scheme == "tcp":
-        split_address(place)
-    elif scheme != "ipc" or not place:
-        raise ValueError("not an endpoint; give tcp://HOST:PORT or ipc://PATH")
-    return text
+def service_links(environ: Mapping[str, str]) -> set[str]:
+    """Names of the variables that Kubernetes sets for each Service whose name begins with kvpool.
+
+    A Service `kvpool-server` gives KVPOOL_SERVER_SERVICE_HOST, which proves that it exists, KVPOOL_SERVER_SERVICE_PORT,
+    KVPOOL_SERVER_PORT, and longer names that begin with the last two, such as KVPOOL_SERVER_PORT_50051_TCP_ADDR.
+    """
+    ends = ("SERVICE_HOST", "SERVICE_PORT", "PORT")
+    services = [
+        name.removesuffix(ends[0]) for name in environ if name.startswith(ENV_PREFIX) and name.endswith(f"_{ends[0]}")
+    ]
+    begins = tuple(f"{service}{end}_" for service in services for end in ends)
+    return {name for name in environ if f"{name}_".startswith(begins)}
 
 
-def _parse_stream(text: str) -> StreamEndpoints:
-    """From TENANT=ENDPOINT or TENANT=ENDPOINT,REPLAY_ENDPOINT. Raises ValueError."""
-    tenant, equals, rest = text.partition("=")
-    endpoints = rest.split(",")
-    if not equals or len(endpoints) > 2:
-        raise ValueError("not a tenant's stream; give TENANT=ENDPOINT,REPLAY_ENDPOINT")
-    try:
-        Principal(tenant, Role.ENGINE_READ)
-    except InvalidRequestError as error:
-        raise ValueError(str(error)) from None
-    return StreamEndpoints(tenant, *map(_check_endpoint, endpoints))
-
-
-def _from_file(config_file: Path | None) -> dict[str, Any]:
-    if config_file is None:
+def _read_toml(file: object) -> dict[str, Any]:
+    if not (file and isinstance(file, str)):
         return {}
     try:
-        values = tomllib.loads(config_file.read_text())
+        values = tomllib.loads(Path(file).read_text())
     except OSError as error:
-        raise ConfigError(
-            f"cannot read config file {config_file}: {error.strerror}; give --config a TOML file"
-        ) from None
+        raise ConfigError(f"cannot read config file {file}: {error.strerror}; give --config a TOML file") from None
     except ValueError as error:  # Not UTF-8, or not TOML.
-        raise ConfigError(f"config file {config_file} is not TOML: {error}") from None
-    _refuse_unknown(values, f"config file {config_file}")
+        raise ConfigError(f"config file {file} is not TOML: {error}") from None
+    if "config" in values:
+        raise _unknown_key(f"config file {file}", "config")
     return values
 
 
-def _from_environment(environ: dict[str, str]) -> dict[str, Any]:
-    ignored = _CLIENT_VARIABLES | service_links(environ)
-    values: dict[str, Any] = {
-        name.removeprefix(ENV_PREFIX).lower(): value
-        for name, value in environ.items()
-        if name.startswith(ENV_PREFIX) and name not in ignored
-    }
-    for several in ("tier", "limit", "kv_events_tenant"):
-        if several in values:
-            values[several] = [text for text in values[several].split(";") if text]
-    _refuse_unknown(values, "environment", ENV_PREFIX)
-    return values
+def _config_error(error: ErrorDetails, flags: Mapping[str, Any]) -> ConfigError:
+    setting, given = str(error["loc"][0]), error["input"]
+    source = f"config file {flags.get('config') or os.environ.get(_variable('config'))}"
+    if setting in flags:
+        source = f"--{setting.replace('_', '-')}"
+    elif _variable(setting) in os.environ:
+        source = _variable(setting)
+    if error["type"] == "extra_forbidden":
+        return _unknown_key(source, setting)
+    if error["type"] == "literal_error":
+        choices = error["ctx"]["expected"].replace("'", "")
+        return ConfigError(f"unknown {setting} {given!r} ({source}); choose {choices}")
+    wrong = error["msg"].removeprefix("Value error, ")
+    if error["type"].startswith("byte_size"):
+        wrong = "not a size; give bytes, or 512MiB, 20GiB, 1.5TiB"
+    elif fix := instead_of(error):
+        wrong = f"not possible; give {fix}"
+    key = ".".join(map(str, error["loc"]))
+    return ConfigError(f"setting {key} = {given!r} ({source}): {wrong}; {_SEE_HELP}")
 
 
-def _refuse_unknown(values: dict[str, Any], source: str, prefix: str = "") -> None:
-    for key in values:
-        if key not in ServerConfig.model_fields:
-            shown = prefix + (key.upper() if prefix else key)
-            known = [prefix + (name.upper() if prefix else name) for name in ServerConfig.model_fields]
-            nearest = difflib.get_close_matches(shown, known, 1)
-            meant = f"did you mean {nearest[0]}? " if nearest else ""
-            raise ConfigError(f"{source}: unknown key {shown}; {meant}{_SEE_HELP}")
+def _unknown_key(source: str, key: str, shown: Callable[[str], str] = str) -> ConfigError:
+    nearest = difflib.get_close_matches(key, ServerConfig.model_fields.keys() - {key}, 1)
+    meant = f"did you mean {shown(nearest[0])}? " if nearest else ""
+    return ConfigError(f"{source}: unknown key {shown(key)}; {meant}{_SEE_HELP}")
 
 
-def service_links(environ: Mapping[str, str]) -> frozenset[str]:
-    """Environment variables that Kubernetes sets for each Service, and that look like settings if one is named kvpool.
-
-    A Service `kvpool-server` with port 50051 named `grpc` gives KVPOOL_SERVER_SERVICE_HOST, KVPOOL_SERVER_SERVICE_PORT,
-    KVPOOL_SERVER_SERVICE_PORT_GRPC, KVPOOL_SERVER_PORT, and KVPOOL_SERVER_PORT_50051_TCP with _PROTO, _PORT and _ADDR.
-    `enableServiceLinks: false` in the pod's specification turns these service links off.
-
-    A name alone does not make a service link: a user who sets KVPOOL_PORT=50051 must be told that there is no such
-    setting. A link belongs to a Service whose host and port are also set, and its value has the form that Kubernetes
-    writes.
-
-    Source: kubernetes `pkg/kubelet/envvars/envvars.go`.
-    """
-    services = [
-        name.removesuffix(_HOST)
-        for name, value in environ.items()
-        if name.startswith(ENV_PREFIX) and name.endswith(_HOST) and _is_address(value)
-    ]
-    services = [each for each in services if _NUMBER.fullmatch(environ.get(f"{each}_SERVICE_PORT", ""))]
-    return frozenset(
-        name
-        for name, value in environ.items()
-        if any(name.startswith(f"{each}_") and _is_link(name.removeprefix(each), value) for each in services)
-    )
-
-
-def _is_link(rest: str, value: str) -> bool:
-    if rest == _HOST or _ADDRESS.fullmatch(rest):
-        return _is_address(value)
-    return any(shape.fullmatch(rest) and wanted.fullmatch(value) for shape, wanted in _SHAPES)
-
-
-def _is_address(value: str) -> bool:
-    try:
-        ipaddress.ip_address(value)
-    except ValueError:
-        return False
-    return True
+def _variable(setting: str) -> str:
+    return ENV_PREFIX + setting.upper()

@@ -10,7 +10,7 @@ def instead_of(error: ErrorDetails) -> str:
     """What to give, to follow "give"; empty for errors that have a sentence of their own."""
     context = error.get("ctx", {})
     match error["type"]:
-        case "greater_than_equal" if error["loc"] == ("size",):
+        case "greater_than_equal" if context["ge"] >= 1 << 20:
             return f"at least {ByteSize(context['ge']).human_readable()}"
         case "greater_than_equal":
             return f"at least {context['ge']}"

@@ -51,17 +51,13 @@ def wants_json(arguments: Sequence[str], environ: Mapping[str, str]) -> bool:
 def json_lines() -> Iterator[None]:
     """While the body runs, every line on standard error is JSON, also from libraries and child processes."""
     stream = os.fdopen(os.dup(sys.stderr.fileno()), "w", buffering=1)
-    reading, writing = os.pipe()
-    filtered = subprocess.Popen(
-        [sys.executable, "-I", "-S", stray_lines.__file__],
-        stdin=reading,
-        stdout=stream.fileno(),
-        stderr=stream.fileno(),
-    )
-    os.close(reading)
     sys.stderr.flush()
-    os.dup2(writing, sys.stderr.fileno())
-    os.close(writing)
+    filtered = subprocess.Popen(
+        [sys.executable, "-I", "-S", stray_lines.__file__], stdin=subprocess.PIPE, stdout=stream, stderr=stream
+    )
+    assert filtered.stdin is not None
+    with filtered.stdin as pipe:
+        os.dup2(pipe.fileno(), sys.stderr.fileno())
     _route_python_to(stream)
     try:
         yield

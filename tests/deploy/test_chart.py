@@ -152,7 +152,7 @@ def _settings(flags: list[str]) -> ServerConfig:
         else:
             assert pending is not None
             given[pending] = flag
-    return load(given, Path(given.pop("config")))
+    return load(given)
 
 
 def _port(container: dict[str, Any], name: str) -> int:

@@ -6,6 +6,7 @@ tries a million inputs of one target. An input is made of a seed, which a failur
 
 from __future__ import annotations
 
+import os
 import random
 import socket
 import time
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import grpc
 import msgspec
@@ -251,7 +253,12 @@ def test_no_configuration_is_accepted_or_refused_but_with_an_error_of_kvpools(tm
 
     def from_file(dice: random.Random) -> None:
         toml.write_bytes(flipped(b'memory = "64MiB"\nlisten = "127.0.0.1:0"\nquota = ["tenant:a=1GiB"]\n', dice))
-        config.load({}, toml, {})
+        config.load({"config": str(toml)})
+
+    def from_environment(dice: random.Random) -> None:
+        given = {f"KVPOOL_{key.upper()}": str(value) for key, value in some(server_keys, dice).items()}
+        with patch.dict(os.environ, {name: value for name, value in given.items() if "\0" not in value}, clear=True):
+            config.load({})
 
     def from_tokens(dice: random.Random) -> None:
         tokens.write_text(text(dice))
@@ -259,10 +266,8 @@ def test_no_configuration_is_accepted_or_refused_but_with_an_error_of_kvpools(tm
         read_records(tokens)
 
     targets: dict[str, Callable[[random.Random], object]] = {
-        "flags": lambda dice: config.load(some(server_keys, dice), None, {}),
-        "environment": lambda dice: config.load(
-            {}, None, {f"KVPOOL_{key.upper()}": str(value) for key, value in some(server_keys, dice).items()}
-        ),
+        "flags": lambda dice: config.load(some(server_keys, dice)),
+        "environment": from_environment,
         "file": from_file,
         "connector": lambda dice: ConnectorConfig.parse(some(engine_keys, dice)),
         "tokens": from_tokens,

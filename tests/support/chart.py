@@ -24,8 +24,8 @@ SCHEMA = CHART / "values.schema.json"
 KUSTOMIZE = ROOT / "deploy" / "kustomize"
 SCHEMAS = Path(sys.prefix) / "share" / "kubernetes"
 OWN = (
-    "memory", "drain_ms", "log_format", "listen", "http_listen", "data_listen", "unix_listen", "unix_mode", "tier",
-    "insecure_network", "tls_cert", "tls_key", "tls_client_ca", "trust_domain",
+    "config", "memory", "drain_ms", "log_format", "listen", "http_listen", "data_listen", "unix_listen", "unix_mode",
+    "tier", "insecure_network", "tls_cert", "tls_key", "tls_client_ca", "trust_domain",
 )  # fmt: skip
 """Settings for which the chart has values of its own."""
 
