@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from kvpool.config import ClientConfig
-from kvpool_server.config import ServerConfig, default_text
+from kvpool_server.config import ServerConfig, describe
 from vllm_plugin.config import ConnectorConfig
 
 SECTIONS = ("kvpool-server", "The connector: `kv_connector_extra_config`", "The client: `ClientConfig`")
@@ -30,8 +30,9 @@ def page(text: str) -> str:
 
 
 def _server() -> Iterable[Row]:
-    for name, field in ServerConfig.model_fields.items():
-        yield name, default_text(name), field.description or ""
+    for name in ServerConfig.model_fields:
+        meaning, default = describe(name)
+        yield name, default, meaning
 
 
 def _of_fields(config: Any) -> Iterable[Row]:

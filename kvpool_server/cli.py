@@ -9,7 +9,7 @@ import json
 import os
 import signal
 import sys
-from typing import Annotated, Any, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, get_origin
 
 import structlog
 import typer
@@ -22,18 +22,20 @@ from kvpool.unix_socket import SCHEME, socket_path
 from kvpool.version import __version__
 from kvpool_server import logs
 from kvpool_server.addresses import is_local, name_for_clients, split_address
-from kvpool_server.config import ServerConfig, default_text, load, service_links
+from kvpool_server.config import ServerConfig, describe, load, service_links
 from kvpool_server.log_events import LogEvents
 from kvpool_server.process_memory import keep_collections_short, keep_freed_memory
-from kvpool_server.server import Server
 from kvpool_server.service_manager import notify
+
+if TYPE_CHECKING:
+    from kvpool_server.server import Server
 
 log = structlog.get_logger()
 
 
 def _help(name: str) -> str:
-    text = ServerConfig.model_fields[name].description
-    return escape(f"{text} (default: {default_text(name) or 'none'})")  # Rich would take pyjwt[crypto] for markup.
+    meaning, default = describe(name)
+    return escape(f"{meaning} (default: {default or 'none'})")  # Rich would take pyjwt[crypto] for markup.
 
 
 def _version(wanted: bool) -> None:
@@ -81,6 +83,8 @@ serve.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # Typer 
 
 
 async def _run(settings: ServerConfig, events: LogEvents) -> None:
+    from kvpool_server.server import Server  # Neither --help nor a wrong setting waits for gRPC and the pool.
+
     server = Server(settings, events)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -29,211 +29,144 @@ _CLIENT_VARIABLES = {"KVPOOL_ENDPOINT", "KVPOOL_TLS", "KVPOOL_TOKEN_FILE"}
 class ServerConfig(BaseSettings):
     """Each description says what the setting means, its unit, and when to change it."""
 
-    model_config = SettingsConfigDict(extra="forbid", frozen=True, env_prefix=ENV_PREFIX, enable_decoding=False)
+    model_config = SettingsConfigDict(
+        extra="forbid", frozen=True, env_prefix=ENV_PREFIX, enable_decoding=False, use_attribute_docstrings=True
+    )
 
-    config: str = Field("", description="TOML file with any of these settings. Empty: none.")
-    listen: types.Address = Field("127.0.0.1:50051", description="HOST:PORT for gRPC; port 0 takes any free port.")
-    http_listen: types.AddressOrEmpty = Field(
-        "127.0.0.1:50052",
-        description="HOST:PORT for /metrics and /healthz; port 0 takes any free port. Empty: no HTTP.",
-    )
-    unix_listen: types.SocketPath = Field(
-        "",
-        description="Path of a Unix socket for gRPC, beside --listen; PATH.memory hands out the arena's memory. "
-        "Engines in other containers that mount its directory share memory (endpoint unix:PATH); with TLS they do not: "
-        "give them HOST:PORT. Empty: none.",
-    )
-    unix_mode: types.SocketMode = Field(
-        "0600",
-        description="With --unix-listen: permissions of both Unix sockets, in octal. 0660 for a common group, 0666 for "
-        "everybody who sees the path. Whoever may connect may read and write the pool; with TLS, whoever may connect "
-        "also needs a certificate or token.",
-    )
-    data_listen: types.AddressOrEmpty = Field(
-        "127.0.0.1:50053",
-        description="HOST:PORT of the data port, where worker processes move bytes over TCP for other hosts' clients; "
-        "port 0 takes any free port. Empty: those bytes go through gRPC, which is slower.",
-    )
-    data_workers: int = Field(
-        0,
-        ge=0,
-        le=64,
-        description="Worker processes of the data port. 0: one for every four cores, at least one and at most four.",
-    )
-    tls_cert: str = Field(
-        "",
-        description="The server's certificate, PEM. With --tls-key and --tls-client-ca, gRPC speaks TLS only.",
-    )
-    tls_key: str = Field("", description="The key of --tls-cert, PEM, which nobody else may read.")
-    tls_client_ca: str = Field(
-        "",
-        description="Authorities whose certificates clients must have, PEM. A certificate's SPIFFE ID says which "
-        "tenant's it is, and what it may; see docs/explanation/security.md.",
-    )
+    config: str = ""
+    """TOML file with any of these settings. Empty: none."""
+    listen: types.Address = "127.0.0.1:50051"
+    """HOST:PORT for gRPC; port 0 takes any free port."""
+    http_listen: types.AddressOrEmpty = "127.0.0.1:50052"
+    """HOST:PORT for /metrics and /healthz; port 0 takes any free port. Empty: no HTTP."""
+    unix_listen: types.SocketPath = ""
+    """Path of a Unix socket for gRPC, beside --listen; PATH.memory hands out the arena's memory. Engines in other
+    containers that mount its directory share memory (endpoint unix:PATH); with TLS they do not: give them HOST:PORT.
+    Empty: none."""
+    unix_mode: types.SocketMode = "0600"
+    """With --unix-listen: permissions of both Unix sockets, in octal. 0660 for a common group, 0666 for everybody who
+    sees the path. Whoever may connect may read and write the pool; with TLS, whoever may connect also needs a
+    certificate or token."""
+    data_listen: types.AddressOrEmpty = "127.0.0.1:50053"
+    """HOST:PORT of the data port, where worker processes move bytes over TCP for other hosts' clients; port 0 takes any
+    free port. Empty: those bytes go through gRPC, which is slower."""
+    data_workers: int = Field(0, ge=0, le=64)
+    """Worker processes of the data port. 0: one for every four cores, at least one and at most four."""
+    tls_cert: str = ""
+    """The server's certificate, PEM. With --tls-key and --tls-client-ca, gRPC speaks TLS only."""
+    tls_key: str = ""
+    """The key of --tls-cert, PEM, which nobody else may read."""
+    tls_client_ca: str = ""
+    """Authorities whose certificates clients must have, PEM. A certificate's SPIFFE ID says which tenant's it is, and
+    what it may; see docs/explanation/security.md."""
     trust_domain: types.TrustDomain = Field(
         DEFAULT_DOMAIN,
         description=f"{ABOUT_DOMAINS} With --tls-client-ca, certificates of other domains are refused; tokens are not "
         "restricted to a domain.",
     )
-    tokens: str = Field(
-        "",
-        description="Instead of --tls-client-ca: file of bearer tokens, which `kvpool token create` makes; callers "
-        "need one, and no certificate.",
-    )
-    oidc_issuer: str = Field(
-        "",
-        description="Instead of --tokens: URL of an OpenID Connect issuer, whose JWTs callers need as bearer tokens. "
-        "Needs pip install 'pyjwt[crypto]'.",
-    )
-    oidc_audience: str = Field("", description="What the audience (aud) of these JWTs has to be.")
-    oidc_jwks: str = Field(
-        "", description="File with the issuer's keys (JWKS), read again when it changes. Empty: the issuer is asked."
-    )
-    oidc_tenant_claim: str = Field("kvpool_tenant", description="Claim with the caller's tenant.")
-    oidc_role_claim: str = Field("kvpool_role", description="Claim with the caller's role, such as engine-write.")
-    deny: str = Field(
-        "",
-        description="File of tenants (tenant:NAME), SPIFFE IDs, and SHA-256 digests of certificates and tokens, a line "
-        "each, that are refused although they are good. A change ends calls under way within 10 seconds. Empty: none.",
-    )
-    otel: bool = Field(
-        False,
-        description="Make spans of calls and of tiers' transfers for OpenTelemetry, as the OTEL_* variables of the "
-        "environment say; needs the extra otel.",
-    )
-    audit_log: str = Field(
-        "",
-        description="File to which the server appends a line of JSON for each call that it refuses, and for those that "
-        "remove blocks, set quotas or open namespaces, and for credentials that it reads. Empty: none.",
-    )
-    ledger: str = Field(
-        "",
-        description="File, SQLite, in which the server keeps for 40 days what each tenant has saved, held and moved by "
-        "the hour (`kvpool ledger`); one file a server. Empty: the figures are in memory, since the server's start.",
-    )
-    limit: types.Texts = Field(
-        (),
-        description="What an identity may have at once (leases, leased_blocks, tickets, streams, connections), where "
-        "callers are authenticated, e.g. spiffe://kvpool.local/kvpool/acme/engine-write,leases=16000; without an "
-        "identity, e.g. leases=2000, of all. Repeat the flag for several; in the environment, separate them with ;.",
-    )
-    insecure_network: bool = Field(
-        False,
-        description="Serve other hosts without authentication or encryption, so that they can read and change the "
-        "pool: for a network where all are trusted.",
-    )
-    memory: ByteSize = Field(
-        ByteSize(1 << 30), ge=1 << 20, description="Size of the arena, e.g. 64GiB. Give it what the host can spare."
-    )
+    tokens: str = ""
+    """Instead of --tls-client-ca: file of bearer tokens, which `kvpool token create` makes; callers need one, and no
+    certificate."""
+    oidc_issuer: str = ""
+    """Instead of --tokens: URL of an OpenID Connect issuer, whose JWTs callers need as bearer tokens. Needs pip install
+    'pyjwt[crypto]'."""
+    oidc_audience: str = ""
+    """What the audience (aud) of these JWTs has to be."""
+    oidc_jwks: str = ""
+    """File with the issuer's keys (JWKS), read again when it changes. Empty: the issuer is asked."""
+    oidc_tenant_claim: str = "kvpool_tenant"
+    """Claim with the caller's tenant."""
+    oidc_role_claim: str = "kvpool_role"
+    """Claim with the caller's role, such as engine-write."""
+    deny: str = ""
+    """File of tenants (tenant:NAME), SPIFFE IDs, and SHA-256 digests of certificates and tokens, a line each, that are
+    refused although they are good. A change ends calls under way within 10 seconds. Empty: none."""
+    otel: bool = False
+    """Make spans of calls and of tiers' transfers for OpenTelemetry, as the OTEL_* variables of the environment say;
+    needs the extra otel."""
+    audit_log: str = ""
+    """File to which the server appends a line of JSON for each call that it refuses, and for those that remove blocks,
+    set quotas or open namespaces, and for credentials that it reads. Empty: none."""
+    ledger: str = ""
+    """File, SQLite, in which the server keeps for 40 days what each tenant has saved, held and moved by the hour
+    (`kvpool ledger`); one file a server. Empty: the figures are in memory, since the server's start."""
+    limit: types.Texts = ()
+    """What an identity may have at once (leases, leased_blocks, tickets, streams, connections), where callers are
+    authenticated, e.g. spiffe://kvpool.local/kvpool/acme/engine-write,leases=16000; without an identity, e.g.
+    leases=2000, of all. Repeat the flag for several; in the environment, separate them with ;."""
+    insecure_network: bool = False
+    """Serve other hosts without authentication or encryption, so that they can read and change the pool: for a network
+    where all are trusted."""
+    memory: ByteSize = Field(ByteSize(1 << 30), ge=1 << 20)
+    """Size of the arena, e.g. 64GiB. Give it what the host can spare."""
     policy: types.PolicyName = Field(
         DEFAULT_POLICY,
         description="Which blocks to evict: "
         + "; ".join(f"{name}, {policy.summary}" for name, policy in POLICIES.items())
         + ". `kvpool bench replay` compares policies on a trace.",
     )
-    tier: types.Tiers = Field(
-        (),
-        description="A tier under the arena, e.g. file:/mnt/kv,size=200GiB or mooncake:master=HOST:PORT. Repeat the "
-        "flag for several tiers, which are searched in this order; in the environment, separate them with ;.",
-    )
-    quota: types.Quotas = Field(
-        (),
-        description="Upper bound on what a tenant or namespace holds of the arena: tenant:NAME=SIZE, or "
-        "namespace:PREFIX=SIZE with the first characters of a fingerprint. Repeat the flag for several quotas; in the "
-        "environment, separate them with commas.",
-    )
-    pin_budget: types.PinBudget = Field(
-        "10%",
-        description="How much of the arena each tenant may pin (`kvpool pin`): a percentage, or a size such as 20GiB. "
-        "Pinned blocks are evicted last, so that more of them leave less room for what is not pinned.",
-    )
-    mooncake: Literal["off", "tcp", "rdma"] = Field(
-        "off", description="Whether clients may also move bytes through Mooncake's Transfer Engine: off, tcp or rdma."
-    )
-    mooncake_device: str = Field(
-        "", description="RDMA devices of the Transfer Engine, e.g. mlx5_0 or mlx5_0,mlx5_1. Empty: all devices."
-    )
-    mooncake_host: str = Field(
-        "", description="Host name or address at which clients reach the Transfer Engine. Empty: the host of --listen."
-    )
-    mooncake_trusted_network: bool = Field(
-        False,
-        description="Use Mooncake (--mooncake, or a tier of it) although its ports do not authenticate callers: where "
-        "only trusted hosts reach them.",
-    )
-    max_ttl_ms: int = Field(
-        120_000, ge=100, le=3_600_000, description="Longest lease or ticket that a client may hold, in milliseconds."
-    )
-    grace_ms: int = Field(
-        30_000, ge=0, le=3_600_000,
-        description="How long slots stay in quarantine after their writer's ticket has expired, in milliseconds: a "
-        "stalled writer may still write there.",
-    )  # fmt: skip
-    drain_ms: int = Field(
-        5_000,
-        ge=0,
-        le=600_000,
-        description="How long the server finishes calls, and writes to tiers, after SIGTERM, and how long a drain may "
-        "take (SIGUSR2, `kvpool drain`), in milliseconds.",
-    )
-    kv_events: types.EventEndpoint = Field(
-        "",
-        description="Where routers subscribe to KV events: tcp://HOST:PORT (port 0 takes any free port) or ipc://PATH. "
-        "Empty: no events.",
-    )
-    kv_events_replay: types.EventEndpoint = Field(
-        "",
-        description="Where subscribers request missed events or a snapshot: tcp:// or ipc://. Empty: nowhere.",
-    )
-    kv_events_tenant: types.EventStreams = Field(
-        (),
-        description="A stream of KV events about one tenant's blocks: TENANT=ENDPOINT,REPLAY_ENDPOINT. Repeat the flag "
-        "for several tenants; in the environment, separate them with ;.",
-    )
-    kv_events_key: str = Field(
-        "",
-        description="The server's CURVE key pair (NAME.key_secret of `kvpool certs events-key`): KV events are "
-        "encrypted, and for listed subscribers alone.",
-    )
-    kv_events_subscribers: str = Field(
-        "",
-        description="With --kv-events-key: list of subscribers' public keys and their tenants, read again when it "
-        "changes.",
-    )
-    kv_events_topic: types.Topic = Field(
-        "kv", description="First part of every KV event topic: TOPIC@FINGERPRINT@MODEL."
-    )
-    kv_events_medium: str = Field(
-        "CPU", min_length=1,
-        description="Storage medium that KV events name; change it if your router expects another word.",
-    )  # fmt: skip
-    kv_events_hashes: Literal["int", "bytes"] = Field(
-        "int",
-        description="How KV events name blocks: int (the low 64 bits of the hash) or bytes (the whole hash).",
-    )
-    kv_events_buffer: int = Field(
-        10_000, ge=1_000, le=1_000_000, description="KV event messages kept for subscribers that missed some."
-    )
-    value_sample: int = Field(
-        0,
-        ge=0,
-        le=65_536,
-        description="Blocks sampled to simulate each other arena size, for `kvpool value`: more blocks are more exact, "
-        "and take more CPU time and memory; 640 is a good number. 0: no simulation.",
-    )
-    record: str = Field(
-        "",
-        description="File that records lookups and puts for `kvpool bench replay`: salted hashes, "
-        "times, sizes and hits, no tokens; see docs/how-to/value.md. Empty: none.",
-    )
-    record_bytes: ByteSize = Field(
-        ByteSize(256 << 20), ge=1 << 20, description="With --record: size of the file at which recording stops."
-    )
-    record_names: bool = Field(False, description="With --record: also record the names of models and tenants.")
-    log_level: Literal["debug", "info", "warning", "error"] = Field(
-        "info", description="Lowest level that is logged: debug, info, warning or error."
-    )
-    log_format: Literal["console", "json"] = Field("console", description="Format of log lines: console or json.")
+    tier: types.Tiers = ()
+    """A tier under the arena, e.g. file:/mnt/kv,size=200GiB or mooncake:master=HOST:PORT. Repeat the flag for several
+    tiers, which are searched in this order; in the environment, separate them with ;."""
+    quota: types.Quotas = ()
+    """Upper bound on what a tenant or namespace holds of the arena: tenant:NAME=SIZE, or namespace:PREFIX=SIZE with the
+    first characters of a fingerprint. Repeat the flag for several quotas; in the environment, separate them with
+    commas."""
+    pin_budget: types.PinBudget = "10%"
+    """How much of the arena each tenant may pin (`kvpool pin`): a percentage, or a size such as 20GiB. Pinned blocks
+    are evicted last, so that more of them leave less room for what is not pinned."""
+    mooncake: Literal["off", "tcp", "rdma"] = "off"
+    """Whether clients may also move bytes through Mooncake's Transfer Engine: off, tcp or rdma."""
+    mooncake_device: str = ""
+    """RDMA devices of the Transfer Engine, e.g. mlx5_0 or mlx5_0,mlx5_1. Empty: all devices."""
+    mooncake_host: str = ""
+    """Host name or address at which clients reach the Transfer Engine. Empty: the host of --listen."""
+    mooncake_trusted_network: bool = False
+    """Use Mooncake (--mooncake, or a tier of it) although its ports do not authenticate callers: where only trusted
+    hosts reach them."""
+    max_ttl_ms: int = Field(120_000, ge=100, le=3_600_000)
+    """Longest lease or ticket that a client may hold, in milliseconds."""
+    grace_ms: int = Field(30_000, ge=0, le=3_600_000)
+    """How long slots stay in quarantine after their writer's ticket has expired, in milliseconds: a stalled writer may
+    still write there."""
+    drain_ms: int = Field(5_000, ge=0, le=600_000)
+    """How long the server finishes calls, and writes to tiers, after SIGTERM, and how long a drain may take (SIGUSR2,
+    `kvpool drain`), in milliseconds."""
+    kv_events: types.EventEndpoint = ""
+    """Where routers subscribe to KV events: tcp://HOST:PORT (port 0 takes any free port) or ipc://PATH. Empty: no
+    events."""
+    kv_events_replay: types.EventEndpoint = ""
+    """Where subscribers request missed events or a snapshot: tcp:// or ipc://. Empty: nowhere."""
+    kv_events_tenant: types.EventStreams = ()
+    """A stream of KV events about one tenant's blocks: TENANT=ENDPOINT,REPLAY_ENDPOINT. Repeat the flag for several
+    tenants; in the environment, separate them with ;."""
+    kv_events_key: str = ""
+    """The server's CURVE key pair (NAME.key_secret of `kvpool certs events-key`): KV events are encrypted, and for
+    listed subscribers alone."""
+    kv_events_subscribers: str = ""
+    """With --kv-events-key: list of subscribers' public keys and their tenants, read again when it changes."""
+    kv_events_topic: types.Topic = "kv"
+    """First part of every KV event topic: TOPIC@FINGERPRINT@MODEL."""
+    kv_events_medium: str = Field("CPU", min_length=1)
+    """Storage medium that KV events name; change it if your router expects another word."""
+    kv_events_hashes: Literal["int", "bytes"] = "int"
+    """How KV events name blocks: int (the low 64 bits of the hash) or bytes (the whole hash)."""
+    kv_events_buffer: int = Field(10_000, ge=1_000, le=1_000_000)
+    """KV event messages kept for subscribers that missed some."""
+    value_sample: int = Field(0, ge=0, le=65_536)
+    """Blocks sampled to simulate each other arena size, for `kvpool value`: more blocks are more exact, and take more
+    CPU time and memory; 640 is a good number. 0: no simulation."""
+    record: str = ""
+    """File that records lookups and puts for `kvpool bench replay`: salted hashes, times, sizes and hits, no tokens;
+    see docs/how-to/value.md. Empty: none."""
+    record_bytes: ByteSize = Field(ByteSize(256 << 20), ge=1 << 20)
+    """With --record: size of the file at which recording stops."""
+    record_names: bool = False
+    """With --record: also record the names of models and tenants."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Lowest level that is logged: debug, info, warning or error."""
+    log_format: Literal["console", "json"] = "console"
+    """Format of log lines: console or json."""
 
     @classmethod
     def settings_customise_sources(
@@ -270,12 +203,11 @@ class ServerConfig(BaseSettings):
         return [*([] if self.mooncake == "off" else [f"--mooncake {self.mooncake}"]), *tiers]
 
 
-def default_text(name: str) -> str:
-    """The default of a setting, as the documents show it; empty: none."""
-    default = ServerConfig.model_fields[name].default
-    if isinstance(default, ByteSize):
-        return size_text(default).replace(" ", "")
-    return "" if default == () else str(default)
+def describe(name: str) -> tuple[str, str]:
+    """What a setting means, and its default as the documents show it; empty: none."""
+    field = ServerConfig.model_fields[name]
+    default = size_text(field.default).replace(" ", "") if field.annotation is ByteSize else str(field.default)
+    return " ".join((field.description or "").split()), "" if default == "()" else default
 
 
 def load(flags: Mapping[str, Any]) -> ServerConfig:

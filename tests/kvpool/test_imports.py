@@ -15,7 +15,7 @@ def _loaded_after(statement: str) -> set[str]:
     return {name.partition(".")[0] for name in json.loads(done.stdout)}
 
 
-@pytest.mark.parametrize("package", ["kvpool", "kvpool.cli", "kvpool_server.cli"])
+@pytest.mark.parametrize("package", ["kvpool", "kvpool.cli", "kvpool_server.cli", "kvpool_server.server"])
 def test_neither_torch_nor_vllm_is_imported(package: str) -> None:
     loaded = _loaded_after(f"import {package}")
     assert package.partition(".")[0] in loaded
@@ -34,6 +34,11 @@ def test_import_kvpool_is_quick() -> None:
         return float(done.stdout)
 
     assert min(seconds() for _ in range(5)) < 0.3
+
+
+def test_the_servers_help_loads_neither_grpc_nor_the_pool() -> None:
+    loaded = _loaded_after("import kvpool_server.cli")
+    assert "pydantic_settings" in loaded and not loaded & {"grpc", "google"}
 
 
 def test_a_data_worker_starts_without_what_it_does_not_need() -> None:

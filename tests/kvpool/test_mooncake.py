@@ -56,7 +56,7 @@ def test_a_library_that_is_not_there_is_a_sentence_with_the_fix(tmp_path: Path) 
 
 
 def test_kvpool_does_not_import_the_package_on_its_own() -> None:
-    ask = "import sys, kvpool.client, kvpool_server.cli; sys.exit('mooncake' in sys.modules)"
+    ask = "import sys, kvpool.client, kvpool_server.cli, kvpool_server.server; sys.exit('mooncake' in sys.modules)"
     assert run_command(sys.executable, "-c", ask).returncode == 0
 
 
