@@ -15,8 +15,8 @@ from kvpool.rpc import PoolRpc
 from kvpool.sums import ChunkSums
 from kvpool.types import BlockRun, ShardRange
 from tests.support.toy.fixtures import BLOCK_TOKENS
-from vllm_plugin.metadata import GroupBlocks, LoadJob, StoreJob, WorkerMetadata
-from vllm_plugin.scheduler import lookups, resets
+from vllm_plugin.metadata import GroupBlocks, LoadJob, StoreJob
+from vllm_plugin.scheduler import resets
 from vllm_plugin.scheduler.admission import Admission
 from vllm_plugin.scheduler.loads import Loads
 from vllm_plugin.scheduler.lookups import Lookups
@@ -63,13 +63,13 @@ def stores_do_not_pin(patch: pytest.MonkeyPatch) -> None:
 
 @variant
 def blocks_are_free_once_the_first_rank_has_stored(patch: pytest.MonkeyPatch) -> None:
-    original = StoreJobs.update
+    original = StoreJobs.reported
 
-    def update(self: StoreJobs, metadata: WorkerMetadata) -> None:
-        ended = {job_id: self._pins._num_ranks for job_id in metadata.ended_stores if job_id in self._storing}
-        original(self, WorkerMetadata(ended, metadata.failed_stores))
+    def reported(self: StoreJobs, job_id: int, ranks: int, has_failed: bool) -> None:
+        if job_id in self._storing:
+            original(self, job_id, self.pins._num_ranks, has_failed)
 
-    patch.setattr(StoreJobs, "update", update)
+    patch.setattr(StoreJobs, "reported", reported)
 
 
 @variant
@@ -161,7 +161,7 @@ def dropped_stores_are_free_before_every_rank_has_ended_them(patch: pytest.Monke
     def drop(self: StoreJobs, storing: Any) -> None:
         original(self, storing)
         if storing.sent_step:
-            pinned, pool = self._pins._jobs[storing.job.job_id], self._pins._block_pool
+            pinned, pool = self.pins._jobs[storing.job.job_id], self.pins._block_pool
             assert pool is not None
             pool.free_blocks([pool.blocks[block_id] for block_id in pinned.block_ids])
             pinned.block_ids = []
@@ -294,7 +294,7 @@ def leases_of_loads_are_kept(patch: pytest.MonkeyPatch) -> None:
 
 @variant
 def leases_of_late_answers_are_kept(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(lookups, "_release_late", lambda session, pending: None)
+    patch.setattr(Lookups, "_release_late", lambda self, session, pending: None)
 
 
 @variant
@@ -314,7 +314,7 @@ def aborted_requests_keep_their_lookup(patch: pytest.MonkeyPatch) -> None:
 
     def request_finished(self: KVPoolScheduler, request: Any, tables: Any) -> None:
         with pytest.MonkeyPatch.context() as without:
-            without.setattr(self.lookups, "discard", lambda request_id: None)
+            without.setattr(self.admission, "discard", lambda request_id: None)
             original(self, request, tables)
 
     patch.setattr(KVPoolScheduler, "request_finished", request_finished)

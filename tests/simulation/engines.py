@@ -55,7 +55,6 @@ from vllm_plugin.scheduler import (
     load_policy,
     loads,
     lookups,
-    request_lookup,
     resets,
     scheduler,
     step_budget,
@@ -444,7 +443,6 @@ def take_over(patch: pytest.MonkeyPatch, runtime: DeterministicRuntime, server: 
     for module in (
         admission,
         lookups,
-        request_lookup,
         resets,
         loads,
         step_budget,

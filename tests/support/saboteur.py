@@ -14,14 +14,13 @@ from kvpool.block_io import BlockReader, BlockWriter
 from kvpool.client import Client
 from kvpool.rpc import PendingLookup, PoolRpc
 from vllm_plugin.model.geometry import Geometry
-from vllm_plugin.scheduler.admission import Admission
+from vllm_plugin.scheduler.admission import Admission, PromotionWait
 from vllm_plugin.scheduler.events import Events
 from vllm_plugin.scheduler.load_policy import LoadPolicy
 from vllm_plugin.scheduler.loads import Loads
-from vllm_plugin.scheduler.lookups import Lookups
+from vllm_plugin.scheduler.lookups import Availability, Lookups, RequestLookup
 from vllm_plugin.scheduler.peer_loads import PeerLoads
 from vllm_plugin.scheduler.pool_contents import PoolContents, RecentStores
-from vllm_plugin.scheduler.request_lookup import Availability, PromotionWait, RequestLookup
 from vllm_plugin.scheduler.resets import Resets
 from vllm_plugin.scheduler.stages import Stages
 from vllm_plugin.scheduler.store_jobs import StoreJobs
@@ -36,7 +35,7 @@ ERRORS: tuple[type[Exception], ...] = (
 )  # fmt: skip
 
 PLACES: dict[type, tuple[str, ...]] = {
-    Admission: ("matched_tokens", "boundary", "divergence", "_is_final", "_weigh", "_accept", "_judge"),
+    Admission: ("matched_tokens", "boundary", "look_up", "divergence", "_is_final", "_weigh", "_accept", "_judge"),
     Availability: ("of", "found", "promised", "missing"),
     BlockReader: ("read", "checksums"),
     BlockWriter: ("write",),

@@ -206,8 +206,10 @@ def test_the_null_block_is_never_moved(fresh_fleet: FreshFleet) -> None:
 
     load_parts = Loads.parts
 
-    def with_null_blocks(self: Any, request: Any, lookup: Any, tables: Any, stop_tokens: int) -> list[GroupBlocks]:
-        parts: list[GroupBlocks] = load_parts(self, request, lookup, tables, stop_tokens) or []
+    def with_null_blocks(
+        self: Any, request: Any, lookup: Any, tables: Any, start_tokens: int, stop_tokens: int
+    ) -> list[GroupBlocks]:
+        parts: list[GroupBlocks] = load_parts(self, request, lookup, tables, start_tokens, stop_tokens) or []
         for part in parts:
             group, first = self._geometry.groups[part.group_idx], max(0, part.firsts[0] - 1)
             stop = stop_tokens // group.kind.block_tokens

@@ -128,11 +128,13 @@ def test_a_window_is_loaded_whole(shape: str, fresh_fleet: FreshFleet) -> None:
         def too_late(self: SlidingWindow, boundary: int) -> int:
             return first(self, boundary) + 1
 
-        def from_the_rule(self: Any, request: Any, lookup: Any, tables: Any, stop_tokens: int) -> list[GroupBlocks]:
+        def from_the_rule(
+            self: Any, request: Any, lookup: Any, tables: Any, start: int, stop: int
+        ) -> list[GroupBlocks]:
             lookup.found = [Everything() for _ in lookup.found]
-            parts: list[GroupBlocks] = load_parts(self, request, lookup, tables, stop_tokens) or []
+            parts: list[GroupBlocks] = load_parts(self, request, lookup, tables, start, stop) or []
             for part in parts:
-                skip = max(0, self._geometry.groups[part.group_idx].kind.first(stop_tokens) - part.firsts[0])
+                skip = max(0, self._geometry.groups[part.group_idx].kind.first(stop) - part.firsts[0])
                 (run,) = part.runs
                 part.runs = [BlockRun(run.group_idx, run.block_hashes[skip:], run.block_hashes[skip - 1])]
                 part.block_ids = [row[skip:] for row in part.block_ids]
@@ -187,8 +189,8 @@ def test_vllm_may_take_less_than_was_found(cut: int, fresh_fleet: FreshFleet) ->
     after_alloc = KVPoolScheduler.after_alloc
 
     def all_or_nothing(self: Any, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        lookup = self.lookups.by_request.get(request.request_id)
-        found = lookup.boundary - lookup.asked if lookup is not None else 0
+        candidate = self.admission.candidates.get(request.request_id)
+        found = candidate.boundary - candidate.asked if candidate is not None else 0
         assert num_external_tokens in (0, found), f"{num_external_tokens} of {found} tokens are taken"
         after_alloc(self, request, blocks, num_external_tokens)
 

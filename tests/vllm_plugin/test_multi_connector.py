@@ -80,8 +80,8 @@ def test_a_connector_that_is_not_chosen_loads_nothing(vllm_config: MakeConfig, s
     after_alloc = KVPoolScheduler.after_alloc
 
     def load_what_was_found(self: Any, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        lookup = self.lookups.by_request.get(request.request_id)
-        found = lookup.boundary - lookup.asked if lookup is not None else 0
+        candidate = self.admission.candidates.get(request.request_id)
+        found = candidate.boundary - candidate.asked if candidate is not None else 0
         after_alloc(self, request, blocks, found)
 
     assert_caught(scenario, replaced(KVPoolScheduler, "after_alloc", load_what_was_found), "6 loads of 3 requests")

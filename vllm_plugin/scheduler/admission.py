@@ -1,12 +1,12 @@
 """Decides, each time that vLLM asks, how many tokens of a request are loaded: a hit, none, or "ask again".
 
-The path of a question goes one way, each step asked once:
+A question takes these steps in order, each once:
 
-  1. `lookups`: what does the pool have?                     not answered yet -> ask again
-  2. `promotion_wait`: wait for blocks on their way up?      worth it -> ask again
+  1. `Lookups`: what does the pool have?                     not answered yet -> ask again
+  2. `PromotionWait`: wait for blocks on their way up?       worth it -> ask again
   3. `hit_rules`: which is the longest hit?
-  4. `load_policy`: how much of it is worth its load?        slower than computing -> less, or no hit
-  5. `loads`: is there room, should every load fail?         not now -> ask again
+  4. `LoadPolicy`: how much of it is worth its load?         slower than computing -> less, or no hit
+  5. `Loads`: is there room, should every load fail?         not now -> ask again
 
 vLLM may throw an answer away, cut it, or ask again with every step, so asking again costs nothing and changes nothing.
 Each "ask again" needs the step's budget (`step_budget.py`); without it the request is computed.
@@ -17,34 +17,129 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvpool.causes import Cause
+from vllm_plugin.config import ConnectorConfig
 from vllm_plugin.metrics import Recorder
 from vllm_plugin.model.geometry import Geometry
 from vllm_plugin.model.hit_rules import Found, longest
 from vllm_plugin.scheduler.computed_tokens import ComputedTokens
+from vllm_plugin.scheduler.load_policy import Verdict
 from vllm_plugin.scheduler.loads import Loads
-from vllm_plugin.scheduler.lookups import Lookups, Reply
+from vllm_plugin.scheduler.lookups import Lookups, Reply, RequestLookup
 from vllm_plugin.scheduler.pool_contents import PoolContents
-from vllm_plugin.scheduler.request_lookup import RequestLookup
+from vllm_plugin.scheduler.stages import Stages
 from vllm_plugin.scheduler.step_budget import StepBudget
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
+STUCK_S = 0.25
+"""A tier that has brought no block for so long, and over two more answers, may have lost them: the wait ends."""
+MAX_ANSWER_S = 0.2
+"""The longest that the pool may wait for a tier before it answers: from the answers the wait learns of progress."""
+
+
+class PromotionWait:
+    """The wait of one request, over all its lookups, for blocks on their way up from a tier.
+
+    A request waits no longer than computing the blocks would take, and not for a tier that brings nothing. `now` is
+    monotonic seconds.
+
+    Args:
+        wait_s: the longest wait; 0: the request takes the blocks that are ready at once.
+
+    Attributes:
+        began_at: when an answer first said that blocks are on their way; infinite until then.
+    """
+
+    def __init__(self, wait_s: float):
+        self.began_at = math.inf
+        self._ends_at = math.inf
+        self._due_at = math.inf
+        self._num_ready = -1
+        self._progress_at = -math.inf
+        self._wait_s = wait_s
+
+    def lasts(
+        self, now: float, num_ready: int, compute_s: float, retry_s: float, asked_at: float | None = None
+    ) -> bool:
+        """Whether to ask again, after an answer with blocks on their way.
+
+        Args:
+            num_ready: blocks that are ready, in any measure that grows with them.
+            compute_s: seconds of computing the blocks on their way; infinite while unknown.
+            retry_s: when more blocks are likely to be up. If that is too late, the wait ends at once.
+            asked_at: when the pool was asked that could wait with its answer; None for the first answer. A pool that
+                answers at once all the same is not asked again before `retry_s` have passed since.
+        """
+        if math.isinf(self.began_at):
+            self.began_at, self._ends_at = now, now + self._wait_s
+        if num_ready > self._num_ready:
+            self._num_ready, self._progress_at = num_ready, now
+        self._ends_at = min(self._ends_at, now + compute_s)
+        self._due_at = now if asked_at is None else asked_at + retry_s
+        return now + retry_s < self._ends_at and now - self._progress_at < max(STUCK_S, 2 * retry_s)
+
+    def is_due(self, now: float) -> bool:
+        """Whether it is time to ask again."""
+        return now >= self._due_at
+
+    def answer_s(self, now: float) -> float:
+        """How long the pool may wait for the tier before it answers, so that its answer comes before the end."""
+        return min(MAX_ANSWER_S, max(0.0, self._ends_at - now) / 2)
+
+    def has_ended(self, now: float) -> bool:
+        return now >= self._ends_at
+
+
+@dataclass(slots=True)
+class Candidate:
+    """A request that has no blocks yet: its lookup, and what `Admission` has decided by the answers.
+
+    Args:
+        lookup: the newest.
+        wait: for blocks on their way up from a tier, over all lookups of the request.
+        asked: tokens that the engine had itself when vLLM asked last.
+        boundary: the longest hit; `lookup.local` if there is none, or none that is worth its load.
+        verdict: how much of the hit is worth loading; None until it was judged.
+        most: nothing is loaded beyond this token.
+        is_declined: a part of the hit is computed, or all of it.
+        is_waiting: the newest answer is not final, because blocks on their way up are waited for.
+        coming_tokens: by how many tokens such blocks would lengthen the hit.
+        searched: (asked, limit) of the last search for the longest hit.
+    """
+
+    lookup: RequestLookup
+    wait: PromotionWait
+    asked: int
+    boundary: int
+    verdict: Verdict | None = None
+    most: float = math.inf
+    is_declined: bool = False
+    is_waiting: bool = False
+    coming_tokens: int = 0
+    searched: tuple[int, int] | None = None
+
 
 class Admission:
-    """One engine's.
+    """Answers vLLM's questions how many tokens of a request are loaded.
 
     Args:
         contents: told of the blocks that a lookup has found missing.
         computed: told why a request is computed.
+
+    Attributes:
+        candidates: requests that were looked up and have no blocks yet, by id. Only this class changes one.
     """
 
     def __init__(
         self,
         geometry: Geometry,
+        stages: Stages,
+        config: ConnectorConfig,
         lookups: Lookups,
         loads: Loads,
         contents: PoolContents,
@@ -54,12 +149,17 @@ class Admission:
     ):
         self._geometry = geometry
         self._kinds = [group.kind for group in geometry.groups]
+        self._stages = stages
+        self._wait_s = config.promotion_wait_ms / 1000
         self._lookups = lookups
         self._loads = loads
         self._contents = contents
         self._budget = budget
         self._computed = computed
         self._recorder = recorder
+        self.candidates: dict[str, Candidate] = {}
+
+    # A question
 
     def matched_tokens(self, request: Request, local: int, is_admitted: bool) -> int | None:
         """How many tokens are loaded beyond the `local` ones that the engine has itself; None: ask again.
@@ -79,57 +179,48 @@ class Admission:
             self._loads.stop_waiting(request.request_id)
         return boundary - local
 
-    def divergence(self, lookup: RequestLookup) -> int:
-        """Where a request parts from what the pool knows, if a hit falls short of it for want of windows; else 0."""
-        leading = [
-            blocks.leading * kind.block_tokens
-            for kind, blocks in zip(self._kinds, lookup.found, strict=False)
-            if kind.needs_prefix
-        ]
-        known = min(leading, default=0) // self._geometry.alignment * self._geometry.alignment
-        return known if known > lookup.boundary else 0
-
     def boundary(self, request: Request, local: int) -> int | None:
         """The longest hit that is worth its load; `local` for none; None: ask again."""
         limit = self._geometry.hit_limit(request.num_tokens)
         self._computed.because(request, None)
         if limit <= local:
             return local
-        if not self._lookups.stages.sessions:
+        if not self._stages.sessions:
             return self._compute(request, local, Cause.POOL_AWAY)
         if request.lora_request is not None and not self._geometry.names.are_current(request):
-            self._lookups.discard(request.request_id)
+            self.discard(request.request_id)
             if self._geometry.names.are_coming(request):
                 return self._ask_again(request, local)
             return self._compute(request, local, Cause.ADAPTER)
-        lookup = self._lookups.by_request.get(request.request_id)
-        if lookup is None or lookup.must_be_sent_again(local):
-            if not self._lookups.stages.are_open:
-                self._lookups.discard(request.request_id)
+        candidate = self.candidates.get(request.request_id)
+        if candidate is None or candidate.lookup.must_be_sent_again(local):
+            if not self._stages.are_open:
+                self.discard(request.request_id)
                 return self._compute(request, local, Cause.POOL_AWAY)
             if not self._budget.may_begin:
                 return self._ask_again(request, local)
-            lookup = self._lookups.send(request, local, limit)
-            if lookup is None:
+            candidate = self.look_up(request, local, limit)
+            if candidate is None:
                 return self._compute(request, local, Cause.POOL_AWAY)
-        lookup.asked = local
-        if lookup.calls and not self._budget.may_begin:
+        candidate.asked = local
+        if candidate.lookup.calls and not self._budget.may_begin:
             return self._ask_again(request, local)  # Its answer is received with a later step.
-        if not self._is_final(lookup):
-            if not lookup.is_waiting:
+        if not self._is_final(candidate):
+            if not candidate.is_waiting:
                 return self._ask_again(request, local)
             if self._budget.may_wait(local):
                 return None
-            self._lookups.abandon(lookup)
-            self._accept(lookup)
-        if lookup.found and lookup.searched != (local, limit):
-            lookup.searched = (local, limit)
-            limit = min(limit, lookup.limit)
-            lookup.boundary = longest(self._kinds, lookup.found, local, limit, self._geometry.alignment)
-            self._judge(request.request_id, lookup, limit)
-        if lookup.is_declined:
+            self._lookups.abandon(candidate.lookup)
+            self._accept(candidate)
+        found = candidate.lookup.found
+        if found and candidate.searched != (local, limit):
+            candidate.searched = (local, limit)
+            limit = min(limit, candidate.lookup.limit)
+            candidate.boundary = longest(self._kinds, found, local, limit, self._geometry.alignment)
+            self._judge(request.request_id, candidate, limit)
+        if candidate.is_declined:
             self._computed.because(request, Cause.DECLINED)
-        return max(local, lookup.boundary)
+        return max(local, candidate.boundary)
 
     def _compute(self, request: Request, local: int, cause: Cause) -> int:
         """The request is computed from `local` on."""
@@ -142,85 +233,128 @@ class Admission:
             return None
         return self._compute(request, local, Cause.WAITING)
 
-    def _is_final(self, lookup: RequestLookup) -> bool:
+    # A candidate
+
+    def look_up(self, request: Request, local: int, limit: int) -> Candidate | None:
+        """Looks up what a request may need beyond its `local` tokens; None if the pool is away.
+
+        A lookup of the request that was sent before is canceled; its verdict and its wait go on: a hit is judged once,
+        and waited for once.
+        """
+        before = self.candidates.get(request.request_id)
+        self.discard(request.request_id)
+        lookup = self._lookups.send(request, local, limit)
+        if lookup is None:
+            return None
+        candidate = Candidate(lookup, PromotionWait(self._wait_s), asked=local, boundary=local)
+        if before is not None:
+            candidate.verdict, candidate.most, candidate.wait = before.verdict, before.most, before.wait
+            candidate.is_declined = before.is_declined
+        self.candidates[request.request_id] = candidate
+        return candidate
+
+    def discard(self, request_id: str) -> None:
+        """Forgets a request, and cancels its lookup, if there is one."""
+        candidate = self.candidates.pop(request_id, None)
+        if candidate is not None:
+            self._lookups.cancel(candidate.lookup)
+
+    def discard_all(self) -> None:
+        """Forgets every request, and releases the leases at once."""
+        for request_id in list(self.candidates):
+            self.discard(request_id)
+        self._lookups.flush()
+
+    def divergence(self, candidate: Candidate) -> int:
+        """Where a request parts from what the pool knows, if a hit falls short of it for want of windows; else 0."""
+        leading = [
+            blocks.leading * kind.block_tokens
+            for kind, blocks in zip(self._kinds, candidate.lookup.found, strict=False)
+            if kind.needs_prefix
+        ]
+        known = min(leading, default=0) // self._geometry.alignment * self._geometry.alignment
+        return known if known > candidate.boundary else 0
+
+    # An answer
+
+    def _is_final(self, candidate: Candidate) -> bool:
         """Whether the newest answer is the one to act on. Sends the lookup again when that is due."""
-        if lookup.calls:
-            reply = self._lookups.receive(lookup)
+        if candidate.lookup.calls:
+            reply = self._lookups.receive(candidate.lookup)
             if reply is Reply.ANSWERED:
-                self._weigh(lookup)
-            elif reply is Reply.FAILED and lookup.is_waiting and self._lookups.stages.are_open:
-                self._accept(lookup)  # Late, and not gone: what was ready before still is.
+                self._weigh(candidate)
+            elif reply is Reply.FAILED and candidate.is_waiting and self._stages.are_open:
+                self._accept(candidate)  # The answer is late; the blocks that were ready before still are.
             elif reply is Reply.FAILED:
-                self._give_up(lookup)
-            elif not lookup.is_waiting:
+                self._give_up(candidate)
+            elif not candidate.is_waiting:
                 return False
-        if lookup.is_waiting:
-            self._go_on_waiting(lookup)
-        return not lookup.is_waiting
+        if candidate.is_waiting:
+            self._go_on_waiting(candidate)
+        return not candidate.is_waiting
 
-    def _go_on_waiting(self, lookup: RequestLookup) -> None:
+    def _go_on_waiting(self, candidate: Candidate) -> None:
         """Ends the wait for blocks on their way up, or sends the lookup again, when that is due."""
-        now = time.monotonic()
-        if lookup.wait.has_ended(now):
+        now, wait, lookup = time.monotonic(), candidate.wait, candidate.lookup
+        if wait.has_ended(now):
             self._lookups.abandon(lookup)
-            self._accept(lookup)
+            self._accept(candidate)
             return
-        is_due = not lookup.calls and lookup.wait.is_due(now) and self._budget.may_begin
-        if is_due and not self._lookups.send_again(lookup, lookup.wait.answer_s(now)):
-            self._give_up(lookup)
+        is_due = not lookup.calls and wait.is_due(now) and self._budget.may_begin
+        if is_due and not self._lookups.send_again(lookup, wait.answer_s(now)):
+            self._give_up(candidate)
 
-    def _weigh(self, lookup: RequestLookup) -> None:
+    def _weigh(self, candidate: Candidate) -> None:
         """A new answer: whether to accept it, or to wait for blocks on their way up from a tier."""
+        lookup = candidate.lookup
         for probe in lookup.probes:
             if probe.group_idx not in lookup.proven:
                 self._contents.missing(probe.group_idx, probe.block_hashes)
-        lookup.coming_tokens = 0
+        candidate.coming_tokens = 0
         if lookup.retry_s:
             promised = [each.promised() for each in lookup.availability]
             found = [each.found() for each in lookup.availability]
-            lookup.coming_tokens = self._longest(lookup, promised) - self._longest(lookup, found)
-        if lookup.coming_tokens and lookup.wait.lasts(
+            candidate.coming_tokens = self._longest(candidate, promised) - self._longest(candidate, found)
+        if candidate.coming_tokens and candidate.wait.lasts(
             time.monotonic(),
             lookup.num_ready,
-            self._loads.policy.compute_seconds(lookup.coming_tokens),
+            self._loads.policy.compute_seconds(candidate.coming_tokens),
             lookup.retry_s,
-            lookup.sent_at if lookup.is_waiting else None,
+            lookup.sent_at if candidate.is_waiting else None,
         ):
-            lookup.is_waiting = True
+            candidate.is_waiting = True
         else:
-            self._accept(lookup)
+            self._accept(candidate)
 
-    def _accept(self, lookup: RequestLookup) -> None:
+    def _accept(self, candidate: Candidate) -> None:
         """The newest answer is final."""
-        if lookup.is_waiting:
-            lookup.is_waiting = False
+        if candidate.is_waiting:
+            candidate.is_waiting = False
             self._recorder.add("promotion_waits")
-            self._recorder.observe("promotion_wait_seconds", time.monotonic() - lookup.wait.began_at)
-        self._recorder.add("promotion_missed_tokens", lookup.coming_tokens)
+            self._recorder.observe("promotion_wait_seconds", time.monotonic() - candidate.wait.began_at)
+        self._recorder.add("promotion_missed_tokens", candidate.coming_tokens)
         # Without an answer there is no availability.
-        for run, each in zip(lookup.runs, lookup.availability, strict=False):
+        for run, each in zip(candidate.lookup.runs, candidate.lookup.availability, strict=False):
             self._contents.missing(run.group_idx, each.missing(run.block_hashes))
 
-    def _give_up(self, lookup: RequestLookup) -> None:
+    def _give_up(self, candidate: Candidate) -> None:
         """The pool does not answer: a miss."""
-        self._accept(lookup)
-        self._lookups.cancel(lookup)
-        lookup.found = []
-        lookup.good_until = math.inf  # One budget of waiting a request, not one a try.
+        self._accept(candidate)
+        self._lookups.finish(candidate.lookup)
 
-    def _judge(self, request_id: str, lookup: RequestLookup, limit: int) -> None:
+    def _judge(self, request_id: str, candidate: Candidate, limit: int) -> None:
         """Decides once per hit how much of it is worth its load, and cuts it there."""
-        if lookup.verdict is None and lookup.boundary > lookup.asked:
-            lookup.verdict = self._loads.verdict(request_id, lookup.asked, lookup.boundary)
-            lookup.most = lookup.asked + lookup.verdict.num_tokens
-            lookup.is_declined = lookup.most < lookup.boundary
-        if lookup.most < lookup.boundary:
-            limit = min(limit, int(lookup.most))
-            lookup.boundary = longest(self._kinds, lookup.found, lookup.asked, limit, self._geometry.alignment)
-        if lookup.is_declined and lookup.boundary <= lookup.asked:
-            self._lookups.cancel(lookup)
-            lookup.found, lookup.boundary = [], lookup.local
-            lookup.good_until = math.inf  # Asking again would count again.
+        asked, lookup = candidate.asked, candidate.lookup
+        if candidate.verdict is None and candidate.boundary > asked:
+            candidate.verdict = self._loads.verdict(request_id, asked, candidate.boundary)
+            candidate.most = asked + candidate.verdict.num_tokens
+            candidate.is_declined = candidate.most < candidate.boundary
+        if candidate.most < candidate.boundary:
+            limit = min(limit, int(candidate.most))
+            candidate.boundary = longest(self._kinds, lookup.found, asked, limit, self._geometry.alignment)
+        if candidate.is_declined and candidate.boundary <= asked:
+            self._lookups.finish(lookup)
+            candidate.boundary = lookup.local
 
-    def _longest(self, lookup: RequestLookup, found: Sequence[Found]) -> int:
-        return longest(self._kinds, found, lookup.asked, lookup.limit, self._geometry.alignment)
+    def _longest(self, candidate: Candidate, found: Sequence[Found]) -> int:
+        return longest(self._kinds, found, candidate.asked, candidate.lookup.limit, self._geometry.alignment)

@@ -14,7 +14,7 @@ from kvpool.causes import Cause
 from kvpool.types import MissCause
 from vllm_plugin.metrics import Recorder
 from vllm_plugin.model.geometry import Geometry
-from vllm_plugin.scheduler.request_lookup import RequestLookup
+from vllm_plugin.scheduler.lookups import RequestLookup
 from vllm_plugin.scheduler.request_spans import RequestSpans
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from vllm_plugin.metadata import GroupBlocks, LoadJob, own_clock
 from vllm_plugin.metrics import Recorder
 from vllm_plugin.model.geometry import Geometry
 from vllm_plugin.scheduler.load_policy import Connection, Load, LoadPolicy, Verdict
+from vllm_plugin.scheduler.lookups import RequestLookup
 from vllm_plugin.scheduler.prefill_queue import PrefillQueue
-from vllm_plugin.scheduler.request_lookup import RequestLookup
 from vllm_plugin.scheduler.stages import Stages
 
 if TYPE_CHECKING:
@@ -99,26 +99,27 @@ class Loads:
         request: Request,
         lookup: RequestLookup,
         tables: Sequence[Sequence[int]],
-        stop_tokens: int,
+        start: int,
+        stop: int,
+        is_probe: bool = False,
         traceparent: str = "",
     ) -> bool:
-        """A load of what lies beyond the engine's own tokens goes to the ranks with this step.
+        """A load of tokens [start, stop), those beyond the engine's own, goes to the ranks with this step.
 
         Args:
             tables: block ids of the request, one row for each of the engine's groups.
-            stop_tokens: where the hit ends that vLLM has allocated blocks for.
+            is_probe: see `Verdict`.
             traceparent: of the load's span; empty if it has none.
 
         Returns: False if the pool lacks blocks that vLLM has allocated: it takes the hit in part, up to a boundary that
             cannot be resumed. Such a load has no leases, so it fails, and all is computed.
         """
-        parts = self.parts(request, lookup, tables, stop_tokens)
-        start, is_probe = lookup.asked, lookup.verdict is not None and lookup.verdict.is_probe
+        parts = self.parts(request, lookup, tables, start, stop)
         job = self._new(request.request_id, parts, lookup.lease_ids, traceparent)
         self.loading[job.request_id] = Loading(
             time.monotonic(),
-            stop_tokens - start,
-            self._nbytes(start, stop_tokens),
+            stop - start,
+            self._nbytes(start, stop),
             is_probe,
             self._connection,
             job,
@@ -154,7 +155,12 @@ class Loads:
         return job
 
     def parts(
-        self, request: Request, lookup: RequestLookup, tables: Sequence[Sequence[int]], stop_tokens: int
+        self,
+        request: Request,
+        lookup: RequestLookup,
+        tables: Sequence[Sequence[int]],
+        start_tokens: int,
+        stop_tokens: int,
     ) -> list[GroupBlocks] | None:
         """Blocks to load; None if the pool lacks some of those that vLLM has allocated. See `begin`."""
         names = self._geometry.names
@@ -163,7 +169,7 @@ class Loads:
         parts = []
         for idx, group in enumerate(self._geometry.groups):
             kind = group.kind
-            start, stop = lookup.asked // kind.block_tokens, -(-stop_tokens // kind.block_tokens)
+            start, stop = start_tokens // kind.block_tokens, -(-stop_tokens // kind.block_tokens)
             rows = [list(tables[member][start:stop]) for member in group.members]
             # Before a window the table has the null block, which is never written.
             first = next((nth for nth, ids in enumerate(zip(*rows, strict=True)) if all(ids)), stop - start)

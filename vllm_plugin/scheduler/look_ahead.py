@@ -10,7 +10,7 @@ import bisect
 from typing import TYPE_CHECKING
 
 from vllm_plugin.model.geometry import Geometry
-from vllm_plugin.scheduler.lookups import Lookups
+from vllm_plugin.scheduler.admission import Admission
 from vllm_plugin.scheduler.prefill_queue import PrefillQueue
 from vllm_plugin.scheduler.request_spans import RequestSpans
 from vllm_plugin.scheduler.step_budget import StepBudget
@@ -34,13 +34,13 @@ class LookAhead:
     def __init__(
         self,
         geometry: Geometry,
-        lookups: Lookups,
+        admission: Admission,
         queue: PrefillQueue,
         budget: StepBudget,
         spans: RequestSpans | None,
     ):
         self._geometry = geometry
-        self._lookups = lookups
+        self._admission = admission
         self._queue = queue
         self._budget = budget
         self._spans = spans
@@ -56,14 +56,15 @@ class LookAhead:
     def go_on(self) -> None:
         """Looks up the oldest requests that wait, as far as the step's budget reaches."""
         most = MAX_STEPS * self._geometry.step_tokens
-        ahead = sum(lookup.limit - lookup.local for lookup in self._lookups.by_request.values())
+        candidates = self._admission.candidates
+        ahead = sum(each.lookup.limit - each.lookup.local for each in candidates.values())
         while ahead < most and self._budget.may_begin and (request := self._queue.next_waiting()) is not None:
-            if request.lora_request is None and request.request_id not in self._lookups.by_request:
+            if request.lora_request is None and request.request_id not in candidates:
                 local, limit = self._own_tokens(request), self._geometry.hit_limit(request.num_tokens)
                 if local < limit and not request.skip_reading_prefix_cache:
                     if self._spans is not None:
                         self._spans.asked(request)
-                    self._lookups.send(request, local, limit)
+                    self._admission.look_up(request, local, limit)
                     ahead += limit - local
 
     def _own_tokens(self, request: Request) -> int:

@@ -1,10 +1,10 @@
-"""Lookups of the scheduler's side: sent once a request, answered while other requests are scheduled.
+"""Lookups of the scheduler's side: sent once per request, answered while other requests are scheduled.
 
-This module sends lookups, receives answers, and keeps or releases their leases; what follows from an answer is decided
-in `admission.py`. Every pipeline stage has a namespace of its own; a block is there if every stage has it.
+`Lookups` sends lookups, receives answers, and keeps or releases their leases; `Admission` decides what follows from an
+answer. Every pipeline stage has a namespace of its own; a block is in the pool if every stage has it.
 
 A lookup may be sent again, while blocks are on their way up from a tier. The leases of an answer are kept until the
-next answer has brought its own, so that what was ready stays so.
+next answer has brought its own, so that the ready blocks stay ready.
 """
 
 from __future__ import annotations
@@ -13,23 +13,139 @@ import enum
 import functools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvpool.errors import KVPoolError, UnavailableError
-from kvpool.rpc import PendingLookup
-from kvpool.types import Lookup
+from kvpool.rpc import KeptRuns, PendingLookup
+from kvpool.types import BlockRun, LeasedSlots, Lookup, RunHits
 from vllm_plugin.config import ConnectorConfig
 from vllm_plugin.metrics import Recorder
 from vllm_plugin.model.geometry import Geometry
-from vllm_plugin.scheduler.request_lookup import Availability, PromotionWait, RequestLookup
+from vllm_plugin.model.hit_rules import Found
+from vllm_plugin.model.kinds import Kind
 from vllm_plugin.scheduler.stages import Stages
 from vllm_plugin.scheduler.step_budget import StepBudget
 from vllm_plugin.session import Session
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class Availability:
+    """Which blocks of one group the pool has, by the answers of all pipeline stages to one lookup.
+
+    Bit i of a bitmap is the i-th block that was asked for.
+
+    Args:
+        first: index of the first block that was asked for.
+        length: how many blocks were asked for.
+        ready: every stage has the block.
+        coming: every stage has the block, or it may be on its way up from a tier.
+    """
+
+    first: int
+    length: int
+    ready: int
+    coming: int
+
+    @classmethod
+    def of(cls, kind: Kind, first: int, length: int, stages: Iterable[RunHits]) -> Availability:
+        """By the answers of all stages.
+
+        An answer says how many blocks are on their way up. For a group that needs its whole prefix they are taken to be
+        those right behind the leading ones: with `prefix_only` they are, and others would not lengthen a hit. For any
+        other kind one of them may be all that a hit lacks, whichever it is.
+        """
+        ready = coming = everything = (1 << length) - 1
+        for hits in stages:
+            here = hits.complete | (1 << hits.num_leading) - 1
+            ready &= here
+            if kind.needs_prefix:
+                coming &= here | (1 << hits.num_leading + hits.num_pending) - 1
+            elif not hits.num_pending:
+                coming &= here
+        return cls(first, length, ready & everything, coming & everything)
+
+    def found(self) -> Found:
+        return Found(self.first, self.ready, self.length)
+
+    def promised(self) -> Found:
+        """What will be found once all blocks are ready that are on their way."""
+        return Found(self.first, self.coming, self.length)
+
+    def missing(self, names: Sequence[bytes]) -> Sequence[bytes]:
+        """The names of blocks that are neither ready nor on their way."""
+        if not self.coming:
+            return names
+        if self.coming == (1 << self.length) - 1:
+            return ()
+        bits = reversed(f"{self.coming:0{self.length}b}")
+        return [name for bit, name in zip(bits, names, strict=True) if bit == "0"]
+
+
+@dataclass(slots=True)
+class RequestLookup:
+    """What was asked for a request, and what the pool has answered. `Lookups` alone writes it.
+
+    Args:
+        local: tokens that the engine had itself when the lookup was sent.
+        limit: tokens that the hit may not exceed.
+        runs: blocks that were asked for, one run per group.
+        probes: the last block of each group that the engine had itself.
+        firsts: index of each run's first block.
+        traceparent: of the lookup's span; empty if it has none.
+
+    Attributes:
+        question: the runs and the probes, as they are sent each time.
+        sent_at, answered_at: monotonic seconds of the last sending, and of its answer; vLLM may ask long after that.
+        calls: one per stage, while they are under way; empty once answered.
+        answers: the newest, one per stage.
+        lease_ids: one per stage, of the newest answer.
+        good_until: by when a load must have begun; then the lookup is sent again.
+        availability, found: one per group, of the newest answer; `found` is empty without leases.
+        num_ready: blocks that the newest answer says are ready, in a measure that grows while a tier brings more.
+        retry_s: after how many seconds the pool wants to be asked again; 0: no block is on its way up from a tier.
+        proven: groups whose probe the pool has, by the newest answer.
+    """
+
+    local: int
+    limit: int
+    runs: list[BlockRun]
+    probes: list[BlockRun]
+    firsts: list[int]
+    traceparent: str = ""
+    question: KeptRuns = field(init=False)
+    sent_at: float = 0.0
+    answered_at: float = math.inf
+    calls: list[PendingLookup] = field(default_factory=list)
+    answers: Sequence[Lookup] = ()
+    lease_ids: tuple[int, ...] = ()
+    good_until: float = 0.0
+    availability: list[Availability] = field(default_factory=list)
+    found: list[Found] = field(default_factory=list)
+    num_ready: int = 0
+    retry_s: float = 0.0
+    proven: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.question = KeptRuns((*self.runs, *self.probes))
+
+    def answered(self, _: PendingLookup) -> None:
+        """A call has ended. Runs on another thread."""
+        self.answered_at = time.monotonic()
+
+    def leased(self, idx: int, start: int, stop: int) -> tuple[LeasedSlots | None, ...]:
+        """Where blocks [start, stop) of a group lie, one a stage, as far as the answers say it."""
+        first = self.firsts[idx]
+        return tuple(answer.leased(idx, start - first, stop - first) for answer in self.answers)
+
+    def must_be_sent_again(self, local: int) -> bool:
+        """Whether the engine has fewer tokens than the lookup assumes, or the leases of its answer may expire."""
+        return self.local > local or (not self.calls and time.monotonic() > self.good_until)
 
 
 class Reply(enum.Enum):
@@ -41,36 +157,29 @@ class Reply(enum.Enum):
 
 
 class Lookups:
-    """Those of one engine.
+    """Sends the lookups of an engine, and receives their answers.
 
     Args:
         budget: how long the calls of one step may wait for answers.
 
     Attributes:
         traceparent_of: of the span of a request's lookup; None: there are no spans.
-        by_request: lookups that were sent, by request id; they own the leases of their answers.
     """
 
     def __init__(
         self, geometry: Geometry, stages: Stages, config: ConnectorConfig, budget: StepBudget, recorder: Recorder
     ):
         self._geometry = geometry
-        self.stages = stages
+        self._stages = stages
         self._config = config
         self._budget = budget
         self._recorder = recorder
         self._prefix_only = all(group.kind.needs_prefix for group in geometry.groups)
-        self.by_request: dict[str, RequestLookup] = {}
         self.traceparent_of: Callable[[str], str] | None = None
         self._released: list[tuple[int, ...]] = []
 
     def send(self, request: Request, local: int, limit: int) -> RequestLookup | None:
-        """Looks up what a request may need beyond its `local` tokens; None if the pool is away.
-
-        A lookup of the request that was sent before is canceled; its verdict and its wait go on.
-        """
-        before = self.by_request.get(request.request_id)
-        self.discard(request.request_id)
+        """Looks up what a request may need beyond its `local` tokens; None if the pool is away."""
         names = self._geometry.names
         runs, firsts, probes = [], [], []
         for idx, group in enumerate(self._geometry.groups):
@@ -82,17 +191,9 @@ class Lookups:
             stop = min(len(request.block_hashes) * names.hash_tokens // kind.block_tokens, kind.end(limit))
             runs.append(names.run(request, idx, kind, first, max(first, stop)))
             firsts.append(first)
-        wait = PromotionWait(self._config.promotion_wait_ms / 1000)
-        lookup = RequestLookup(local, limit, runs, probes, firsts, wait, asked=local, boundary=local)
-        if self.traceparent_of is not None:
-            lookup.traceparent = self.traceparent_of(request.request_id)
-        if not self.send_again(lookup):
-            return None
-        self.by_request[request.request_id] = lookup
-        if before is not None:  # A hit is judged once, and waited for once.
-            lookup.verdict, lookup.most, lookup.wait = before.verdict, before.most, before.wait
-            lookup.is_declined = before.is_declined
-        return lookup
+        traceparent = "" if self.traceparent_of is None else self.traceparent_of(request.request_id)
+        lookup = RequestLookup(local, limit, runs, probes, firsts, traceparent)
+        return lookup if self.send_again(lookup) else None
 
     def send_again(self, lookup: RequestLookup, answer_s: float = 0.0) -> bool:
         """Asks every stage; False if the pool is away.
@@ -103,7 +204,7 @@ class Lookups:
         if not self._prefix_only:  # Blocks that the hit does not need may be pending longest.
             answer_s = min(answer_s, lookup.retry_s)
         lookup.sent_at, lookup.answered_at = time.monotonic(), math.inf
-        for session in self.stages.sessions:
+        for session in self._stages.sessions:
             namespace = session.namespace
             try:
                 if namespace is None:
@@ -127,9 +228,9 @@ class Lookups:
     def receive(self, lookup: RequestLookup) -> Reply:
         """Receives the answers if they are there, or come within what this step may still wait."""
         answers: list[Lookup] = []
-        for session, call in zip(self.stages.sessions, lookup.calls, strict=True):
-            # An answer that waits for a tier is not waited for here: other requests need the step's budget.
-            wait_s = 0.0 if lookup.is_waiting else self._budget.wait_s
+        is_repeated = bool(lookup.answers)  # The pool may wait for a tier before it answers.
+        for session, call in zip(self._stages.sessions, lookup.calls, strict=True):
+            wait_s = 0.0 if is_repeated else self._budget.wait_s  # Other requests need the step's budget.
             if not wait_s and not call.done():
                 return Reply.PENDING
             asked_at = time.monotonic()
@@ -148,7 +249,7 @@ class Lookups:
             session.report(None, "lookup")
         lookup.calls = []
         self._recorder.add("lookups")
-        if not lookup.is_waiting:  # Else the answer may have waited for a tier.
+        if not is_repeated:
             self._recorder.observe("lookup_seconds", min(time.monotonic(), lookup.answered_at) - lookup.sent_at)
         self._keep(lookup, answers)
         return Reply.ANSWERED
@@ -178,15 +279,11 @@ class Lookups:
             if all(answer.hits[nth].num_leading for answer in answers)
         }
 
-    def discard(self, request_id: str) -> None:
-        """Cancels and forgets a request's lookup, if there is one."""
-        lookup = self.by_request.pop(request_id, None)
-        if lookup is not None:
-            self.cancel(lookup)
-
-    def discard_all(self) -> None:
-        for request_id in list(self.by_request):
-            self.discard(request_id)
+    def finish(self, lookup: RequestLookup) -> None:
+        """Cancels a lookup that brings no hit, and is not sent again: a request waits once, and is counted once."""
+        self.cancel(lookup)
+        lookup.found = []
+        lookup.good_until = math.inf
 
     def cancel(self, lookup: RequestLookup) -> None:
         """Releases the leases of a lookup, also those that a late answer will bring."""
@@ -196,19 +293,19 @@ class Lookups:
 
     def abandon(self, lookup: RequestLookup) -> None:
         """Waits no longer for the calls under way; their leases are released when they are answered."""
-        for session, call in zip(self.stages.sessions, lookup.calls, strict=False):
+        for session, call in zip(self._stages.sessions, lookup.calls, strict=False):
             call.on_done(functools.partial(self._release_late, session))
         lookup.calls = []
 
     def release(self, lease_ids: Sequence[int]) -> None:
-        """Releases leases, one a stage, with the next `flush`."""
+        """Releases leases, one per stage, with the next `flush`."""
         if any(lease_ids):
             self._released.append(tuple(lease_ids))
 
     def flush(self) -> None:
-        """Tells the pool of all leases that were released: one call a stage, which is not waited for."""
+        """Tells the pool of all leases that were released: one call per stage, which is not waited for."""
         released, self._released = self._released, []  # Once, even where that fails: leases expire by themselves.
-        for session, lease_ids in zip(self.stages.sessions, zip(*released, strict=True), strict=False):
+        for session, lease_ids in zip(self._stages.sessions, zip(*released, strict=True), strict=False):
             session.client.rpc.release_quietly(*lease_ids)
 
     def _release_late(self, session: Session, pending: PendingLookup) -> None:

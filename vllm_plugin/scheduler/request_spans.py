@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvpool.causes import Cause
 from kvpool.tracing import TRACEPARENT, Tracing
-from vllm_plugin.scheduler.request_lookup import RequestLookup
+from vllm_plugin.scheduler.lookups import RequestLookup
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request

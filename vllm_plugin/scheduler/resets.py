@@ -23,7 +23,7 @@ from vllm.logger import init_logger
 
 from vllm_plugin.config import ConnectorConfig
 from vllm_plugin.metrics import Recorder
-from vllm_plugin.scheduler.lookups import Lookups
+from vllm_plugin.scheduler.admission import Admission
 from vllm_plugin.scheduler.pins import Pins
 from vllm_plugin.scheduler.stages import Stages
 from vllm_plugin.scheduler.stores import Stores
@@ -56,7 +56,7 @@ class Resets:
         self,
         config: ConnectorConfig,
         stages: Stages,
-        lookups: Lookups,
+        admission: Admission,
         stores: Stores,
         pins: Pins,
         recorder: Recorder,
@@ -66,7 +66,7 @@ class Resets:
         self._is_broken = False
         self._config = config
         self._stages = stages
-        self._lookups = lookups
+        self._admission = admission
         self._stores = stores
         self._pins = pins
         self._recorder = recorder
@@ -111,8 +111,7 @@ class Resets:
         self._check += 1
         self._asked_at = None
         self._digests = {0: self._digests[0], self._check: {}}
-        self._lookups.discard_all()
-        self._lookups.flush()
+        self._admission.discard_all()
         # vLLM resets its own cache first, and comes here even where it could not: blocks in use are from before.
         self.is_pending = self._is_broken or not (self._is_own_cache_empty and self._pins.nothing_in_use())
         self._recorder.set("sharing_off", int(self.is_pending))
@@ -144,8 +143,7 @@ class Resets:
             logger.info("kvpool: the weights in memory are those of before the reset: KV sharing goes on")
             return
         logger.info("kvpool: the engine's weights are those of weights epoch %r from now on", epoch)
-        self._lookups.discard_all()
-        self._lookups.flush()
+        self._admission.discard_all()
         self._stores.change_epoch(epoch)
         self._stages.move(epoch)
 

@@ -72,9 +72,17 @@ class KVPoolScheduler:
         self._spans = RequestSpans(tracing) if (tracing := tracing_of(config.client_config())) is not None else None
         self.computed = ComputedTokens(geometry, recorder, self._spans)
         self.admission = Admission(
-            geometry, self.lookups, self.loads, self.contents, self.budget, self.computed, recorder
+            geometry,
+            self.stages,
+            config,
+            self.lookups,
+            self.loads,
+            self.contents,
+            self.budget,
+            self.computed,
+            recorder,
         )
-        self._look_ahead = LookAhead(geometry, self.lookups, self.queue, self.budget, self._spans)
+        self._look_ahead = LookAhead(geometry, self.admission, self.queue, self.budget, self._spans)
         self.jobs = StoreJobs(geometry, config, self.contents, recorder)
         self.stores = Stores(geometry, config, self.jobs, self.contents, recorder)
         if self._spans is not None:
@@ -83,7 +91,7 @@ class KVPoolScheduler:
         self.hints = self.jobs.hints = Hints(geometry, self.stages, recorder)
         self._peer_loads = PeerLoads(geometry.groups, self.stores)
         self._resets = Resets(
-            config, self.stages, self.lookups, self.stores, self.jobs.pins, recorder, geometry.num_ranks
+            config, self.stages, self.admission, self.stores, self.jobs.pins, recorder, geometry.num_ranks
         )
         self._failed: set[str] = set()
         self._unallocated: Request | None = None  # Has been answered, and has no blocks yet.
@@ -134,7 +142,7 @@ class KVPoolScheduler:
         """`matched_tokens` has failed: the request is computed."""
         self._unallocated = request
         with self.guard.part("the end of a lookup"):
-            self.lookups.discard(request.request_id)
+            self.admission.discard(request.request_id)
 
     def _why_not(self, request: Request, num_computed_tokens: int) -> Cause | None:
         """Why a request is not looked up; None if it is."""
@@ -158,7 +166,8 @@ class KVPoolScheduler:
             self.queue.admitted(request, local or 0, num_external_tokens)
             self._unallocated = None
             request_id = request.request_id
-            lookup = self.lookups.by_request.pop(request_id, None)
+            candidate = self.admission.candidates.pop(request_id, None)
+            lookup = None if candidate is None else candidate.lookup
             self.loads.stop_waiting(request_id)
             self.geometry.names.admitted(request_id)
             with self.guard.part("the hints of a request"):
@@ -167,7 +176,7 @@ class KVPoolScheduler:
                 self.computed.admitted(request, lookup)
                 if self._spans is not None:
                     self._spans.admitted(request, lookup, num_external_tokens)
-            self.stores.track(request, None if lookup is None else self.admission.divergence(lookup))
+            self.stores.track(request, None if candidate is None else self.admission.divergence(candidate))
             if lookup is not None:
                 for idx in lookup.proven:
                     num_blocks = lookup.local // self.geometry.groups[idx].kind.block_tokens
@@ -176,20 +185,22 @@ class KVPoolScheduler:
                 if lookup is not None:
                     self.lookups.cancel(lookup)
                 return
-            assert lookup is not None, f"vLLM takes {num_external_tokens} tokens for {request_id}, which has no lookup"
-            stop_tokens = lookup.asked + num_external_tokens
+            assert candidate is not None, f"vLLM takes {num_external_tokens} tokens for {request_id}, without a lookup"
+            start, stop = candidate.asked, candidate.asked + num_external_tokens
+            is_probe = candidate.verdict is not None and candidate.verdict.is_probe
             traceparent = "" if self._spans is None else self._spans.traceparent(request_id, "load")
-            if not self.loads.begin(request, lookup, blocks.get_block_ids(), stop_tokens, traceparent):
+            lookup, tables = candidate.lookup, blocks.get_block_ids()
+            if not self.loads.begin(request, lookup, tables, start, stop, is_probe, traceparent):
                 self.lookups.release(lookup.lease_ids)
             self._recorder.add("hit_tokens", num_external_tokens)
-            self.stores.loads(request_id, lookup.asked, stop_tokens)
+            self.stores.loads(request_id, start, stop)
 
     def fail_load(self, request: Request, num_external_tokens: int) -> None:
         """`after_alloc` has failed: if vLLM waits for a load of the request, every rank reports it as failed."""
         request_id = request.request_id
         self._unallocated = None
         with self.guard.part("the end of a lookup"):
-            self.lookups.discard(request_id)
+            self.admission.discard(request_id)
             self.loads.stop_waiting(request_id)
         self.stores.distrust(request)
         if num_external_tokens:
@@ -274,7 +285,7 @@ class KVPoolScheduler:
             "pinned blocks": self.jobs.pins.num_blocks,
             "requests": len(self.stores.tracked),
             "requests with KV of other connectors": len(self._peer_loads),
-            "lookups": len(self.lookups.by_request),
+            "lookups": len(self.admission.candidates),
             "prompts that are counted": len(self.computed),
             "loads": len(self.loads.loading),
             "requests before their first token": len(self.queue),
@@ -304,7 +315,7 @@ class KVPoolScheduler:
                 self.jobs.unpin_reported()
         if self.stages.disagree:
             with part("the end of lookups"):
-                self.lookups.discard_all()
+                self.admission.discard_all()
         for request_id in output.failed_recving:
             # Looking up again could find the same bad block again, for ever.
             self._failed.add(request_id)
@@ -334,7 +345,7 @@ class KVPoolScheduler:
         """Forgets a request. Its store jobs hold references of their own; a load under way is still reported."""
         part, request_id = self.guard.part, request.request_id
         with part("the end of a lookup"):
-            self.lookups.discard(request_id)
+            self.admission.discard(request_id)
             self.lookups.flush()
         with part("the end of a request"):
             self.queue.drop(request_id)

@@ -4,7 +4,7 @@ import pytest
 
 from kvpool.types import RunHits
 from vllm_plugin.model.kinds import FullAttention, Kind, SlidingWindow
-from vllm_plugin.scheduler.request_lookup import Availability
+from vllm_plugin.scheduler.lookups import Availability
 
 ALL, WINDOW = FullAttention(block_tokens=16), SlidingWindow(block_tokens=16, reach_tokens=40)
 NAMES = [bytes([nth]) for nth in range(6)]

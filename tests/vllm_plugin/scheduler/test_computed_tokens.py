@@ -192,7 +192,7 @@ def test_a_prompt_of_131072_tokens_is_accounted_for_to_the_token_and_at_no_cost(
     assert session.namespace is not None
     session.client.admin.remove(session.namespace, [BlockRun(0, request.block_hashes[16:24])])
     assert one.ask(request) == blocks(16)
-    lookup = one.side.lookups.by_request["long"]
+    lookup = one.side.admission.candidates["long"].lookup
     others = {f"other {nth}": 1 for nth in range(256)}
     assert request.prefill_stats is not None
     request.prefill_stats.set(LONG, 0, taken)

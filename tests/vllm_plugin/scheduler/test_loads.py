@@ -9,8 +9,8 @@ from vllm_plugin.model.geometry import Geometry
 from vllm_plugin.model.groups import PoolGroup
 from vllm_plugin.model.kinds import FullAttention
 from vllm_plugin.scheduler.loads import Loads
+from vllm_plugin.scheduler.lookups import RequestLookup
 from vllm_plugin.scheduler.prefill_queue import PrefillQueue
-from vllm_plugin.scheduler.request_lookup import PromotionWait, RequestLookup
 
 BLOCK = 16
 GROUP = PoolGroup(FullAttention(block_tokens=BLOCK), (0,))
@@ -29,8 +29,8 @@ def request(name: str, num_blocks: int) -> Any:
 
 
 def begin(ledger: Loads, one: Any) -> None:
-    lookup = RequestLookup(0, one.num_tokens, [], [], [], PromotionWait(0))
-    ledger.begin(one, lookup, [], one.num_tokens)
+    lookup = RequestLookup(0, one.num_tokens, [], [], [])
+    ledger.begin(one, lookup, [], 0, one.num_tokens)
 
 
 def test_small_loads_do_not_overtake_a_large_one_for_ever() -> None:

@@ -39,7 +39,7 @@ def test_the_answer_is_there_when_vllm_asks_first(alone: Core, asked_for: list[t
     request = make_request("r", tokens(100))
     fill(alone, request.block_hashes[:3])
     alone.side.arrived(request)
-    wait_for(lambda: alone.side.lookups.by_request["r"].calls[0].done(), "the answer")
+    wait_for(lambda: alone.side.admission.candidates["r"].lookup.calls[0].done(), "the answer")
     assert alone.side.matched_tokens(request, 0) == (blocks(3), True)
     assert asked_for == [("r", 0)]
     alone.finish(request)
@@ -91,7 +91,7 @@ def test_few_hold_leases_while_many_wait(
     assert [name for name, _ in asked_for] == ["a", "b", "d"], "c has ended"
     for request in (requests[0], requests[1], requests[3]):
         alone.finish(request)
-    assert not alone.side.lookups.by_request
+    assert not alone.side.admission.candidates
 
 
 def test_one_that_must_not_read_is_not_looked_up(alone: Core, asked_for: list[tuple[str, int]]) -> None:

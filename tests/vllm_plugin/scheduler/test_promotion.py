@@ -20,8 +20,8 @@ from tests.support.vllm_objects import full_attention, make_request, tokens
 from tests.vllm_plugin.core import NUM_BLOCKS, Core, MakeCore, blocks, fill, lose_pool, wait_for_leases
 from tests.vllm_plugin.kinds import kv_cache, window
 from tests.vllm_plugin.tier import Tier
-from vllm_plugin.scheduler import admission, lookups, request_lookup, step_budget
-from vllm_plugin.scheduler.request_lookup import STUCK_S
+from vllm_plugin.scheduler import admission, lookups, step_budget
+from vllm_plugin.scheduler.admission import STUCK_S
 
 RETRY_S = 0.02
 
@@ -30,7 +30,7 @@ RETRY_S = 0.02
 def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
     """Of lookups and of wait; all else keeps its own."""
     clock = FakeClock()
-    for module in (admission, lookups, request_lookup):
+    for module in (admission, lookups):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=clock))
     return clock
 
@@ -41,8 +41,8 @@ def look(core: Core, request: Request, computed: int = 0) -> int | None:
     def settled() -> tuple[int | None] | None:
         matched, _ = core.side.matched_tokens(request, computed)
         core.step()
-        lookup = core.side.lookups.by_request.get(request.request_id)
-        return None if lookup is not None and lookup.calls else (matched,)
+        candidate = core.side.admission.candidates.get(request.request_id)
+        return None if candidate is not None and candidate.lookup.calls else (matched,)
 
     return wait_for(settled, "an answer")[0]
 

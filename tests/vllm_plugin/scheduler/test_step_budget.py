@@ -104,8 +104,8 @@ def test_beyond_the_bound_a_request_takes_what_is_up_instead_of_waiting_for_a_ti
 def _is_waiting(core: Core, request: object) -> bool:
     core.step()
     core.side.matched_tokens(request, 0)  # type: ignore[arg-type]
-    lookup = core.side.lookups.by_request.get(request.request_id)  # type: ignore[attr-defined]
-    return lookup is not None and lookup.is_waiting
+    candidate = core.side.admission.candidates.get(request.request_id)  # type: ignore[attr-defined]
+    return candidate is not None and candidate.is_waiting
 
 
 @pytest.mark.usefixtures("one_waits")
@@ -136,6 +136,6 @@ def test_what_comes_late_in_a_long_step_begins_with_the_next(alone: Core, clock:
     with alone.side.budget:
         clock.advance(2 * step_budget.MAX_BEGIN_S)
     assert alone.side.matched_tokens(request, 0) == (None, False)
-    assert not alone.side.lookups.by_request
+    assert not alone.side.admission.candidates
     alone.step()
     assert alone.ask(request) == blocks(6)
