@@ -38,7 +38,7 @@ def _announced(geometry: Any) -> list[Row]:
     """Reports of stores after so many that the oldest blocks are forgotten, and then a pool that has restarted."""
     from kvpool.types import BlockRun
     from vllm_plugin.metadata import GroupBlocks, StoreJob
-    from vllm_plugin.scheduler.events import Events
+    from vllm_plugin.scheduler.pool_contents import Events
 
     events = Events(geometry.groups, enabled=True)
     request = _requests(1, REPORT_BLOCKS)[0]
@@ -147,8 +147,7 @@ def _parts(vllm_config: Any, geometry: Any) -> tuple[Any, Any]:
     """Store jobs, and stores, of an engine without a pool."""
     from vllm_plugin.config import ConnectorConfig
     from vllm_plugin.metrics import Recorder
-    from vllm_plugin.scheduler.events import Events
-    from vllm_plugin.scheduler.pool_contents import PoolContents
+    from vllm_plugin.scheduler.pool_contents import Events, PoolContents
     from vllm_plugin.scheduler.store_jobs import StoreJobs
     from vllm_plugin.scheduler.stores import Stores
 

@@ -15,12 +15,11 @@ from kvpool.client import Client
 from kvpool.rpc import PendingLookup, PoolRpc
 from vllm_plugin.model.geometry import Geometry
 from vllm_plugin.scheduler.admission import Admission, PromotionWait
-from vllm_plugin.scheduler.events import Events
 from vllm_plugin.scheduler.load_policy import LoadPolicy
 from vllm_plugin.scheduler.loads import Loads
 from vllm_plugin.scheduler.lookups import Availability, Lookups, RequestLookup
 from vllm_plugin.scheduler.peer_loads import PeerLoads
-from vllm_plugin.scheduler.pool_contents import PoolContents, RecentStores
+from vllm_plugin.scheduler.pool_contents import Events, PoolContents, RecentStores
 from vllm_plugin.scheduler.resets import Resets
 from vllm_plugin.scheduler.stages import Stages
 from vllm_plugin.scheduler.store_jobs import StoreJobs

@@ -75,7 +75,7 @@ class BlockNames:
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """One engine's.
+    """Sizes of an engine's KV cache, and the names of its blocks.
 
     Args:
         groups: of the pool.

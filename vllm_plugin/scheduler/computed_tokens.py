@@ -25,7 +25,7 @@ _OF_SERVER = {cause: Cause[cause.name] for cause in MissCause}
 
 
 class ComputedTokens:
-    """Those of one engine.
+    """Notes the causes of the computed tokens of each prompt, and counts them when the prompt ends.
 
     Args:
         spans: get the causes of prompts that end; None: the engine does not trace.

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import functools
 import itertools
+import queue
 import reprlib
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,10 +23,10 @@ from vllm.logger import init_logger
 from kvpool.errors import KVPoolError
 from kvpool.rpc import Namespace
 from kvpool.types import BlockRun, HintKind
+from vllm_plugin.guard import Guard
 from vllm_plugin.metadata import StoreJob
 from vllm_plugin.metrics import Recorder
 from vllm_plugin.model.geometry import Geometry
-from vllm_plugin.scheduler.call_queue import CallQueue
 from vllm_plugin.scheduler.stages import Stages
 from vllm_plugin.session import Session
 
@@ -39,6 +41,8 @@ MAX_PIN_S = 86_400
 MAX_WAITING = 256
 """Hints that wait to be told; further ones are lost."""
 TIMEOUT_MS = 5_000
+END_S = 1.0
+"""How long `CallQueue.close` lets the thread make the calls that wait."""
 MAX_LOGGED = 16
 """Different complaints that one engine logs, each once."""
 MAX_SHOWN = 64
@@ -46,6 +50,8 @@ MAX_SHOWN = 64
 MAX_UNKNOWN = 16
 """Unknown keys of one request that are refused by name; further ones are passed over."""
 KEYS = ("pin_s", "expire", "prefetch")
+
+Call = Callable[[], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +110,65 @@ def _shown(value: object) -> str:
     return text[:MAX_SHOWN].encode("unicode_escape").decode()[:MAX_SHOWN]
 
 
+class CallQueue:
+    """Calls of the pool that the engine does not wait for, and that may be lost.
+
+    The scheduler's thread queues them, and a thread of their own, which the first call starts, makes them in order.
+    Nothing that a call raises reaches the engine.
+
+    Args:
+        name: of the thread.
+        what: names a call in the log: "a hint to the pool".
+        max_calls: that wait for the thread; further ones are refused.
+        guard: counts unexpected errors, which end one call alone.
+        failed: told on the thread of a call that has failed as calls do, for example while the pool is away.
+    """
+
+    def __init__(self, name: str, what: str, max_calls: int, guard: Guard, failed: Callable[[KVPoolError], None]):
+        self._name = name
+        self._what = what
+        self._guard = guard
+        self._failed = failed
+        self._waiting: queue.Queue[Call | None] = queue.Queue(max_calls)
+        self._thread: threading.Thread | None = None
+        self._is_closed = self._is_over = False
+
+    def put(self, call: Call) -> bool:
+        """Queues a call; False if it is lost, since too many wait or the queue is closed. Never waits."""
+        if self._is_closed:
+            return False
+        try:
+            self._waiting.put_nowait(call)
+        except queue.Full:
+            return False
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread.start()
+        return True
+
+    def close(self) -> None:
+        """Makes the calls that wait, within `END_S`; the rest is lost, and at once if the queue is full. Idempotent."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._thread is None:
+            return
+        try:
+            self._waiting.put_nowait(None)
+        except queue.Full:
+            self._is_over = True
+        self._thread.join(END_S)
+        self._is_over = True  # The thread is a daemon, and ends with its present call.
+
+    def _run(self) -> None:
+        while (call := self._waiting.get()) is not None and not self._is_over:
+            with self._guard.part(self._what):
+                try:
+                    call()
+                except KVPoolError as error:
+                    self._failed(error)
+
+
 @dataclass(slots=True)
 class _Hinted:
     """A request with hints, from the first question about it until its last store has ended."""
@@ -116,7 +181,7 @@ class _Hinted:
 
 
 class Hints:
-    """Those of one engine. Called on the scheduler's thread; returns at once."""
+    """Tells the pool the hints of an engine's requests. Called on the scheduler's thread; returns at once."""
 
     def __init__(self, geometry: Geometry, stages: Stages, recorder: Recorder):
         self._geometry = geometry
@@ -173,7 +238,7 @@ class Hints:
             self._end(hinted)
 
     def close(self) -> None:
-        """Tells nothing any more; see `CallQueue.close`. Idempotent."""
+        """Takes no further hints, and lets the waiting ones be told for `END_S`. Idempotent."""
         self._calls.close()
 
     def _end(self, hinted: _Hinted) -> None:
@@ -201,7 +266,7 @@ class Hints:
         return runs
 
     def _prompt_part(self, request: Request, job: StoreJob) -> list[BlockRun]:
-        """Those of a job's blocks that are the prompt's."""
+        """The blocks of a job that are full of prompt tokens."""
         runs = []
         for part in job.groups:
             count = request.num_prompt_tokens // self._geometry.groups[part.group_idx].kind.block_tokens

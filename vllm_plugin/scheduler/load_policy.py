@@ -77,7 +77,7 @@ class Load:
 
 
 class LoadPolicy:
-    """One engine's.
+    """Learns the rates of an engine's device and links, and judges hits by them.
 
     Args:
         queue: what waits for the device.

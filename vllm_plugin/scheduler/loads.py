@@ -39,7 +39,7 @@ class Loading(Load):
 
 
 class Loads:
-    """Those of one engine.
+    """Judges hits, and keeps account of an engine's loads from their begin to the last rank's report.
 
     Args:
         queue: what waits for the device.

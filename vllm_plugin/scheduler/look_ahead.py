@@ -25,7 +25,7 @@ wait, and a small pool has nothing else to evict."""
 
 
 class LookAhead:
-    """One engine's. Requests with adapters are left out: their names may change until vLLM asks.
+    """Looks up waiting requests, except those with adapters: the names of their blocks may change until vLLM asks.
 
     Args:
         spans: of requests, begun before the lookup; None: the engine does not trace.

@@ -52,7 +52,7 @@ class Admitted:
 
 
 class PeerLoads:
-    """Those of one engine.
+    """Finds KV that other connectors have loaded into an engine's blocks, and keeps it out of the pool.
 
     Args:
         stores: told which requests store nothing.

@@ -1,14 +1,27 @@
-"""Which blocks this engine takes the pool to hold: those that it has stored, until one is found missing."""
+"""Which blocks an engine takes the pool to hold: those that it has stored, until one is found missing.
+
+`RecentStores` keeps the engine from offering a block twice. `Events` collects KV events for the engine's own publisher.
+A router learns from these events which tokens a block stands for, which the server cannot know. The engine does not see
+which blocks the pool evicts, so a block that it finds missing, in a lookup or after a failed load, is announced as
+removed, and all blocks once the pool has restarted: some with each step, as `AllBlocksCleared` would clear vLLM's own
+blocks, too, which are in the same stream. The server's own events tell the contents of the pool.
+"""
 
 from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored, KVCacheEvent
+from vllm.v1.core.kv_cache_utils import BlockHash, generate_block_hash_extra_keys, maybe_convert_block_hash
+
+from kvpool.types import BlockRun
 from vllm_plugin.metadata import StoreJob
-from vllm_plugin.scheduler.events import Events
+from vllm_plugin.model.adapters import named
+from vllm_plugin.model.groups import PoolGroup
+from vllm_plugin.releases import event_extra_keys
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -20,6 +33,18 @@ FORGET_S = 5.0
 SAMPLE = 64
 """Of many missing blocks only so many are checked, to tell whether any was stored recently. A lookup of a new prompt
 finds thousands of blocks missing, and to check each of them delays a step by a millisecond."""
+
+Shard = dict[bytes, bytes]
+"""Announced blocks, the oldest first: group and name in the pool -> vLLM's hash. The pool has none before a `_MARK`.
+All are bytes, so that Python's garbage collector does not visit them."""
+
+NUM_SHARDS, SHARD_BLOCKS = 1 << 11, 1 << 9
+"""Most announced blocks. To find the oldest of one large mapping, or to let it grow, delays a step."""
+STEP_REMOVALS = 1 << 9
+"""Of a restarted pool's blocks, those that one step announces as removed."""
+_MARK = b""
+LOCALITY = "REMOTE"
+"""Relative to the engine: the blocks are in another process, maybe on another host."""
 
 
 class RecentStores:
@@ -81,8 +106,98 @@ class _Generations:
                 del seen_at[block_hash]
 
 
+class Events:
+    """Events of the blocks that an engine has put into the pool.
+
+    Args:
+        groups: of the pool; an event names the engine's own group.
+        enabled: whether vLLM publishes KV events; if not, nothing is collected.
+    """
+
+    def __init__(self, groups: Sequence[PoolGroup], enabled: bool):
+        self._groups = groups
+        self._enabled = enabled
+        self._events: list[KVCacheEvent] = []
+        self._shards: list[Shard] = [{} for _ in range(NUM_SHARDS if enabled else 0)]  # Blocks by name.
+        self._marked: list[Shard] = []  # Those that may have a mark.
+
+    def stored(self, request: Request, job: StoreJob) -> None:
+        """Every rank has stored a job of a request."""
+        if not self._enabled:
+            return
+        for part in job.groups:
+            for run, first in zip(part.runs, part.firsts, strict=True):
+                parent = named([run.parent_hash], job.adapter)[0] if run.parent_hash else b""
+                own = BlockRun(run.group_idx, named(run.block_hashes, job.adapter), parent)
+                self._events += self._stored(request, own, first)
+                for name, own_name in zip(run.block_hashes, own.block_hashes, strict=True):
+                    key = run.group_idx.to_bytes(2) + name
+                    shard = self._shards[hash(key) % NUM_SHARDS]
+                    shard.pop(key, None)
+                    shard[key] = own_name
+                    if len(shard) > SHARD_BLOCKS:
+                        self._remove(shard, next(iter(shard)))
+
+    def missing(self, group_idx: int, block_hashes: Iterable[bytes]) -> None:
+        """Blocks are not in the pool; those that were announced as stored are announced as removed."""
+        for key in [group_idx.to_bytes(2) + name for name in block_hashes] if self._enabled else ():
+            self._remove(self._shards[hash(key) % NUM_SHARDS], key)
+
+    def all_missing(self) -> None:
+        """No announced block is in the pool any more."""
+        self._marked = list(self._shards)
+        for shard in self._shards:
+            shard.pop(_MARK, None)
+            shard[_MARK] = b""
+
+    def take(self) -> list[KVCacheEvent]:
+        """Events since the last call, and those of up to `STEP_REMOVALS` blocks before a mark."""
+        budget = STEP_REMOVALS
+        while self._marked and budget > 0:
+            if _MARK in self._marked[-1]:
+                self._remove(self._marked[-1], next(iter(self._marked[-1])))
+                budget -= 1
+            else:
+                self._marked.pop()
+        events, self._events = self._events, []
+        return events
+
+    def _remove(self, shard: Shard, key: bytes) -> None:
+        """Announces a block as removed if it was announced as stored."""
+        if own := shard.pop(key, b""):
+            names, group = [maybe_convert_block_hash(BlockHash(own))], self._groups[int.from_bytes(key[:2])]
+            self._events += [BlockRemoved(names, MEDIUM_CPU, member, LOCALITY) for member in group.members]
+
+    def _stored(self, request: Request, run: BlockRun, first: int) -> list[BlockStored]:
+        group = self._groups[run.group_idx]
+        size = group.kind.block_tokens
+        start, stop = first * size, (first + len(run)) * size
+        extra_keys, mm_idx = [], 0
+        for at in range(start, stop, size):
+            keys, mm_idx = generate_block_hash_extra_keys(request, at, at + size, mm_idx)
+            extra_keys.append(keys)
+        lora = request.lora_request
+        return [
+            BlockStored(
+                block_hashes=[maybe_convert_block_hash(BlockHash(name)) for name in run.block_hashes],
+                parent_block_hash=maybe_convert_block_hash(BlockHash(run.parent_hash)) if run.parent_hash else None,
+                token_ids=request.all_token_ids[start:stop],
+                block_size=size,
+                lora_id=lora.adapter_id if lora else None,
+                medium=MEDIUM_CPU,
+                lora_name=lora.name if lora else None,
+                extra_keys=event_extra_keys(extra_keys),
+                group_idx=member,
+                kv_cache_spec_kind=group.kind.name,
+                kv_cache_spec_sliding_window=group.kind.window_tokens or None,
+                locality=LOCALITY,
+            )
+            for member in group.members
+        ]
+
+
 class PoolContents:
-    """One engine's: `recent` keeps it from offering a block twice, `events` tell routers of blocks."""
+    """Blocks stored and found missing: `recent` keeps the engine from offering one twice, `events` tell routers."""
 
     def __init__(self, events: Events):
         self.events = events

@@ -22,7 +22,7 @@ class Stage(enum.Enum):
 
 
 class PrefillQueue:
-    """One engine's.
+    """Prompt tokens of an engine that are not computed yet, by the stage of their request.
 
     Attributes:
         tokens: still to be computed, by stage; of waiting requests all, since their hits are not known.

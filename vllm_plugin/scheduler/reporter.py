@@ -10,6 +10,8 @@ import os
 import secrets
 import socket
 import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import vllm
 from vllm.logger import init_logger
@@ -17,8 +19,7 @@ from vllm.logger import init_logger
 from kvpool.errors import InvalidRequestError, KVPoolError, PermissionDeniedError
 from kvpool.reports import MAX_STAGES, REPORTER_BYTES, EngineReport
 from kvpool.version import __version__
-from vllm_plugin.metrics import Recorder
-from vllm_plugin.scheduler.report_log import ReportLog
+from vllm_plugin.metrics import CAUSE_PREFIX, Recorder
 from vllm_plugin.scheduler.stages import Stages
 
 logger = init_logger("vllm.kvpool.reporter")
@@ -30,8 +31,66 @@ TIMEOUT_MS = 2_000
 LAST_S = 1.0
 
 
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What one report says was counted.
+
+    Args:
+        sequence: the report's number, from 1.
+        counts: by name, as in `Recorder.totals`; without zeros.
+    """
+
+    sequence: int
+    counts: Mapping[str, float] = field(default_factory=dict)
+
+    def computed_tokens(self) -> dict[str, int]:
+        """Computed tokens by cause."""
+        return {
+            name.removeprefix(CAUSE_PREFIX): int(count)
+            for name, count in self.counts.items()
+            if name.startswith(CAUSE_PREFIX)
+        }
+
+
+class ReportLog:
+    """Divides an engine's sums into reports. Not thread-safe.
+
+    Invariant: the acknowledged reports, each counted once, add up to the sums when the newest of them was made. A
+    report is sent again as it was until it is acknowledged, whatever has been counted since.
+    """
+
+    def __init__(self) -> None:
+        self._acknowledged: dict[str, float] = {}
+        self._sequence = 0
+        self._under_way: Delta | None = None
+        self._sent: dict[str, float] = {}
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a report was made and not acknowledged."""
+        return self._under_way is not None
+
+    def next(self, totals: Mapping[str, float]) -> Delta:
+        """The report to send: the one that is under way, or a new one.
+
+        Args:
+            totals: sums since the start, by name; none ever goes back.
+        """
+        if self._under_way is None:
+            self._sequence += 1
+            self._sent = dict(totals)
+            before = self._acknowledged
+            counts = {name: total - before.get(name, 0) for name, total in totals.items() if total != before.get(name)}
+            self._under_way = Delta(self._sequence, counts)
+        return self._under_way
+
+    def acknowledged(self) -> None:
+        """The server has counted the report that is under way, or will never take it."""
+        self._under_way, self._acknowledged = None, self._sent
+
+
 class Reporter:
-    """One engine's. Thread-safe.
+    """Sends the reports of an engine on a thread of its own. Thread-safe.
 
     Args:
         stages: name the engine's namespaces, and have the connection.

@@ -7,7 +7,6 @@ with an OTLP endpoint), else a root. Loads and stores of the ranks are its child
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -19,9 +18,6 @@ from vllm_plugin.scheduler.lookups import RequestLookup
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-MAX_OPEN = 4_096
-"""Requests that have not ended; the oldest one's spans end for another."""
-
 
 @dataclass(slots=True)
 class _Spans:
@@ -31,14 +27,14 @@ class _Spans:
 
 
 class RequestSpans:
-    """The spans of one engine's requests.
+    """Begins and ends the spans of an engine's requests.
 
     Belongs to the scheduler's thread, which never waits for a collector.
     """
 
     def __init__(self, tracing: Tracing):
         self._tracing = tracing
-        self._open: OrderedDict[str, _Spans] = OrderedDict()
+        self._open: dict[str, _Spans] = {}
 
     def asked(self, request: Request) -> None:
         """Begins a request's spans when it is first looked up, or when vLLM first asks for its loadable tokens."""
@@ -49,8 +45,6 @@ class RequestSpans:
         span = self._tracing.start("kvpool.request", headers.get(TRACEPARENT, ""), attributes)
         lookup = self._tracing.start("kvpool.lookup", self._tracing.traceparent(span), kind="CLIENT")
         self._open[request.request_id] = _Spans(span, lookup)
-        if len(self._open) > MAX_OPEN:
-            self.finished(next(iter(self._open)))
 
     def traceparent(self, request_id: str, part: str = "request") -> str:
         """Of a request's span, or of its "lookup" or its "load"; empty if there is none."""

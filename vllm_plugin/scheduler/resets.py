@@ -38,7 +38,7 @@ CHECK_WITHIN_S = 30.0
 
 
 class Resets:
-    """One engine's.
+    """Ends sharing at a reset of an engine, and resumes it in the namespace of the weights in memory.
 
     A reset may move the engine to another namespace. No other engine's blocks are harmed: those in the old namespace
     are correct for engines with the old weights.
@@ -93,9 +93,11 @@ class Resets:
 
     def must_wait(self) -> bool:
         """Whether a request should be asked again, since the ranks are about to tell their weights."""
-        if not self.is_checked and self._asked_at is None:
+        if self.is_checked:
+            return False
+        if self._asked_at is None:
             self._asked_at = time.monotonic()
-        return not self.is_checked
+        return True
 
     @property
     def has_waited(self) -> bool:

@@ -20,13 +20,12 @@ from vllm_plugin.model.geometry import Geometry
 from vllm_plugin.model.identity import namespace_spec
 from vllm_plugin.scheduler.admission import Admission
 from vllm_plugin.scheduler.computed_tokens import ComputedTokens
-from vllm_plugin.scheduler.events import Events
 from vllm_plugin.scheduler.hints import Hints
 from vllm_plugin.scheduler.loads import Loads
 from vllm_plugin.scheduler.look_ahead import LookAhead
 from vllm_plugin.scheduler.lookups import Lookups
 from vllm_plugin.scheduler.peer_loads import PeerLoads
-from vllm_plugin.scheduler.pool_contents import PoolContents
+from vllm_plugin.scheduler.pool_contents import Events, PoolContents
 from vllm_plugin.scheduler.prefill_queue import PrefillQueue, Stage
 from vllm_plugin.scheduler.reporter import Reporter
 from vllm_plugin.scheduler.request_spans import RequestSpans
@@ -48,10 +47,9 @@ if TYPE_CHECKING:
 
 
 class KVPoolScheduler:
-    """One engine.
+    """Answers the hooks that vLLM calls on the scheduler's side of an engine.
 
-    Attributes: the parts that the engine's calls are handed to, in the order of their layers; `guard` reports what they
-        did not foresee.
+    Attributes: the parts that answer; `guard` reports their unexpected errors.
     """
 
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: ConnectorConfig):
@@ -367,7 +365,7 @@ class KVPoolScheduler:
             self.hints.finished(request)
 
     def reset(self) -> bool:
-        """See `Resets.reset`."""
+        """vLLM resets its prefix cache; False: not before the engine's blocks in use are free."""
         return self._resets.reset()
 
     def turn_off(self) -> None:

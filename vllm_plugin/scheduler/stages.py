@@ -23,13 +23,13 @@ logger = init_logger("vllm.kvpool.stages")
 
 
 class Stages:
-    """One engine's.
+    """Opens, compares and moves the namespaces of an engine's pipeline stages.
 
     Args:
         num_stages: pipeline stages of the engine.
 
     Attributes:
-        sessions, specs: one a stage; empty until the stages' namespaces are known.
+        sessions, specs: one per stage; empty until the stages' namespaces are known.
         weights_epoch: of the namespaces that the engine is in.
         are_weights_named: whether the namespaces name the weights by the content of their files.
         are_weights_in_doubt: whether the weights may not be those that the namespaces name.

@@ -29,7 +29,7 @@ MAX_LOOKUP_WALKS_S = 10e-3
 
 
 class StepBudget:
-    """One engine's."""
+    """Measures the connector's calls of one step, and says whether more work may begin or wait in it."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder

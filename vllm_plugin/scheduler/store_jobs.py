@@ -61,7 +61,7 @@ class Storing:
 
 
 class StoreJobs:
-    """Those of one engine.
+    """Pins the blocks of an engine's store jobs, and ends each job once: stored, failed or dropped.
 
     Args:
         contents: told of every job that all ranks have stored.

@@ -50,7 +50,7 @@ class Retention:
     divergence: int = 0
 
     def blocks(self, kind: Kind, start: int, stop: int) -> list[int]:
-        """Those of blocks [start, stop) that are worth storing, in order."""
+        """The blocks among [start, stop) that are worth storing, in order."""
         prompt_end = self.prompt_tokens // self.alignment * self.alignment
         start_tokens, stop_tokens = start * kind.block_tokens, stop * kind.block_tokens
         boundaries = [
@@ -94,7 +94,7 @@ class TrackedRequest:
 
 
 class Stores:
-    """Those of one engine.
+    """Follows which blocks of each request are written, and offers them to the pool.
 
     Args:
         jobs: of the engine; gets each job that is built here.

@@ -12,8 +12,8 @@ import pytest
 from kvpool.errors import KVPoolError, UnavailableError
 from tests.support.processes import wait_for
 from vllm_plugin.guard import Guard
-from vllm_plugin.scheduler import call_queue
-from vllm_plugin.scheduler.call_queue import CallQueue
+from vllm_plugin.scheduler import hints
+from vllm_plugin.scheduler.hints import CallQueue
 
 MAX_CALLS = 4
 
@@ -80,7 +80,7 @@ def test_errors_end_one_call_alone(calls: Calls) -> None:
 def test_calls_that_pile_up_are_refused_and_do_not_keep_the_thread(
     calls: Calls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(call_queue, "END_S", 0.05)
+    monkeypatch.setattr(hints, "END_S", 0.05)
     calls.stick()
     assert [calls.put(nth) for nth in range(MAX_CALLS + 2)] == [True] * MAX_CALLS + [False] * 2
     thread, began_at = calls.queue._thread, time.monotonic()

@@ -15,8 +15,8 @@ from tests.support.values import block_hash, run_of
 from tests.support.vllm_objects import make_request, tokens
 from tests.vllm_plugin.core import MakeCore
 from vllm_plugin.metadata import GroupBlocks, StoreJob
-from vllm_plugin.scheduler import events
-from vllm_plugin.scheduler.events import Events
+from vllm_plugin.scheduler import pool_contents
+from vllm_plugin.scheduler.pool_contents import Events
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def announced(names: Iterable[object]) -> set[object]:
 def test_a_pool_that_has_restarted_is_announced_as_empty_a_bounded_part_a_step(
     router: Router, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(events, "STEP_REMOVALS", 64, raising=False)
+    monkeypatch.setattr(pool_contents, "STEP_REMOVALS", 64)
     router.store(*range(300))
     assert router.step() == 0
     router.told.all_missing()
@@ -73,7 +73,7 @@ def test_a_pool_that_has_restarted_is_announced_as_empty_a_bounded_part_a_step(
 def test_what_is_stored_again_meanwhile_stays_and_what_is_missing_is_removed_once(
     router: Router, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(events, "STEP_REMOVALS", 64, raising=False)
+    monkeypatch.setattr(pool_contents, "STEP_REMOVALS", 64)
     router.store(*range(300))
     router.told.all_missing()
     router.step()
@@ -98,8 +98,8 @@ def test_a_second_restart_removes_what_was_stored_since_the_first(router: Router
 
 
 def test_of_very_many_the_oldest_are_announced_as_removed(router: Router, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(events, "SHARD_BLOCKS", 2, raising=False)
-    monkeypatch.setattr(events, "NUM_SHARDS", 1, raising=False)
+    monkeypatch.setattr(pool_contents, "SHARD_BLOCKS", 2)
+    monkeypatch.setattr(pool_contents, "NUM_SHARDS", 1)
     names = ["first", "second", "third", "fourth"]
     for name in names[:3]:
         router.store(name)
@@ -115,8 +115,8 @@ def test_the_garbage_collector_does_not_visit_what_is_kept_of_announced_blocks(
     router: Router, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It would delay a step by a million visits."""
-    monkeypatch.setattr(events, "NUM_SHARDS", 1, raising=False)
-    monkeypatch.setattr(events, "SHARD_BLOCKS", 1 << 20, raising=False)
+    monkeypatch.setattr(pool_contents, "NUM_SHARDS", 1)
+    monkeypatch.setattr(pool_contents, "SHARD_BLOCKS", 1 << 20)
 
     def num_visited() -> int:
         return sum(len(each) for each in gc.get_objects() if type(each) is dict)

@@ -15,7 +15,7 @@ from kvpool_server.reports.engines import SILENT_S, EngineReports
 from kvpool_server.reports.totals import Totals
 from tests.support.clock import FakeClock
 from tests.support.effort import effort
-from vllm_plugin.scheduler.report_log import ReportLog
+from vllm_plugin.scheduler.reporter import ReportLog
 
 SPACE = b"n" * 32
 EVICTED = Cause.EVICTED.label
