@@ -148,12 +148,9 @@ class MooncakeTransport:
             if self._engine is None:
                 raise TransferError(f"the transport to {call.peer} is closed; open the namespace again")
             call.engine = self._engine
-            for each in [each for each in self._given_up if each[0].has_ended()]:
-                self._given_up.remove(each)
-                each[1].close()
         nbytes = max((stop - start for start, stop in call.batches), default=0) * transfer.region_bytes
         with ExitStack() as stack:
-            call.buffers = stack.enter_context(self._staging.borrowed(nbytes, DEPTH, transfer.timeout_s))
+            call.buffers = stack.enter_context(self._borrowed(nbytes, transfer.timeout_s))
             if nbytes > len(self._staging.memory):
                 call.engine.register(call.buffers[0])
                 stack.callback(call.engine.unregister, call.buffers[0])
@@ -163,6 +160,25 @@ class MooncakeTransport:
                 if not call.has_ended():
                     with self._lock:
                         self._given_up.append((call, stack.pop_all()))
+
+    @contextmanager
+    def _borrowed(self, nbytes: int, timeout_s: float) -> Iterator[list[Bytes]]:
+        """Buffers of a call. The wait for them looks at the calls that gave up: the engine reports no end of theirs."""
+        ends_at = time.monotonic() + timeout_s
+        with ExitStack() as stack:
+            while True:
+                with self._lock:
+                    for each in [each for each in self._given_up if each[0].has_ended()]:
+                        self._given_up.remove(each)
+                        each[1].close()
+                left_s = ends_at - time.monotonic()
+                try:
+                    buffers = stack.enter_context(self._staging.borrowed(nbytes, DEPTH, min(left_s, POLL_S[1])))
+                    break
+                except PoolTimeoutError:
+                    if left_s <= POLL_S[1]:
+                        raise
+            yield buffers
 
 
 @dataclass(eq=False)

@@ -47,8 +47,8 @@ class Staging:
         with self._changed:
             if not self._changed.wait_for(lambda: self._fits(units), max(timeout_s, 0)):
                 raise PoolTimeoutError(
-                    f"transfers under way held all {len(self.memory)} bytes of a client's staging memory for "
-                    f"{timeout_s:.3f} s; let fewer threads put and get at once"
+                    f"transfers under way held all {len(self.memory)} bytes of a client's staging memory until the "
+                    "deadline; let fewer threads put and get at once"
                 )
             starts = [self._take(units) for _ in range(count) if self._fits(units)]
         try:

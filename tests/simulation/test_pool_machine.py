@@ -17,7 +17,6 @@ from kvpool.namespace import NamespaceSpec
 from kvpool.types import BlockRun, Lookup, PutGrant, PutReceipt, PutStatus, Quota, ShardRange
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.eviction import POLICIES
-from kvpool_server.cache.leases import Found
 from kvpool_server.cache.limits import Limits
 from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.cache.pool import Pool
@@ -187,6 +186,10 @@ TestPoolMachine.settings = settings(max_examples=effort(75), stateful_step_count
 class _Unchecked(Pool):
     """Broken pools must be caught by what clients see, not by the pool's own bookkeeping."""
 
+    def __init_subclass__(cls) -> None:
+        unknown = [name for name in vars(cls) if not hasattr(Pool, name)]
+        assert not unknown, f"{cls.__name__} breaks nothing: a pool has no {unknown}"
+
     def check_integrity(self) -> None:
         """Nothing."""
 
@@ -296,9 +299,11 @@ class SupersededLikeOthers(_Unchecked):
 
 
 class SupersededForEver(_Unchecked):
-    def find(self, fingerprint: bytes, runs: Sequence[BlockRun], *, prefix_only: bool, lease_ttl_ms: int = 0) -> Found:
+    def lookup(
+        self, fingerprint: bytes, runs: Sequence[BlockRun], *, prefix_only: bool, lease_ttl_ms: int = 0
+    ) -> Lookup:
         superseded = [namespace for namespace in self.open_namespaces() if namespace.superseded]
-        found = super().find(fingerprint, runs, prefix_only=prefix_only, lease_ttl_ms=lease_ttl_ms)
+        found = super().lookup(fingerprint, runs, prefix_only=prefix_only, lease_ttl_ms=lease_ttl_ms)
         for namespace in superseded:
             namespace.superseded = True
         return found
