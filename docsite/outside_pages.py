@@ -17,7 +17,7 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
 PAGES = (
-    *("CHANGELOG.md", "CONTRIBUTING.md", "MAINTAINING.md", "SECURITY.md"),
+    *("CHANGELOG.md", "CONTRIBUTING.md", "MAINTAINING.md", "README.md", "SECURITY.md"),
     *(f"benchmarks/results/{path.name}" for path in (ROOT / "benchmarks" / "results").glob("*.md")),
 )
 _LINK = re.compile(r"(?P<before>\]\()(?P<path>[^)#\s:]+)(?P<anchor>#[^)\s]*)?\)")

@@ -20,7 +20,7 @@ PAGES = sorted(
     [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")), *(ROOT / "docs").rglob("*.md")]
 )
 KVPOOL, SERVER = kvpool_command(), server_command()
-QUICK = {"README.md", "docs/tutorials/first-hit.md", "docs/tutorials/quickstart.md", "docs/how-to/write-a-client.md"}
+QUICK = {"README.md", "docs/tutorials/quickstart.md", "docs/reference/python.md", "docs/how-to/write-a-client.md"}
 """Pages whose blocks `make test` runs: those that a newcomer reads first. `make test-all` runs all."""
 WITH_CODE = [page for page in PAGES if any(block.is_code for block in blocks(page))]
 NAMES = [str(page.relative_to(ROOT)) for page in WITH_CODE]

@@ -30,7 +30,6 @@ SIZES = ("memory", "record_bytes")
 DOCS = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "SECURITY.md", *(ROOT / "docs").rglob("*.md")])
 
 
-TOUR = "Without vLLM: a tour in Python"
 EXPLANATION = ROOT / "docs" / "explanation"
 
 
@@ -124,7 +123,7 @@ def test_what_the_tour_stores_is_explained(pool_server: StartServer, tmp_path: P
 
 def test_the_tour_runs_with_tls(pool_server: StartServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    plain, with_tls = _section("tutorials/quickstart.md", TOUR).split("\n### With TLS\n")
+    plain, with_tls = _section("reference/python.md", "A tour").split("\n### With TLS\n")
     (tour,), (config,) = _examples(plain, "python"), _examples(with_tls, "python")
     (shell,) = _examples(with_tls, "bash")
     make_certificates, serve = map(shlex.split, shell.splitlines())
@@ -141,7 +140,7 @@ def test_the_tour_runs_with_tls(pool_server: StartServer, tmp_path: Path, monkey
 
 def _tour_section() -> str:
     """What the page says of the tour before its first part."""
-    return _section("tutorials/quickstart.md", TOUR).split("\n### ", 1)[0]
+    return _section("reference/python.md", "A tour").split("\n### ", 1)[0]
 
 
 def _examples(section: str, language: str) -> list[str]:
@@ -157,7 +156,7 @@ def _run_tour(tour: str, server: ServerProcess) -> None:
 
 
 def test_the_table_of_connections_is_what_clients_take():
-    rows = re.findall(r"^\|" + r" (\d+) \|" * 5 + "$", _section("how-to/operations.md", "The data port"), re.MULTILINE)
+    rows = re.findall(r"^\|" + r" (\d+) \|" * 5 + "$", _section("how-to/transports.md", "The data port"), re.MULTILINE)
     assert len(rows) == 5
     for cores, ranks, connections, sparing, sealed in (map(int, row) for row in rows):
         assert (connections, sealed) == (movers_of(cores, ranks),) * 2

@@ -1,4 +1,4 @@
-"""The wheel in an environment without PyTorch and vLLM: its commands, a server, and the quickstart's tour."""
+"""The wheel in an environment without PyTorch and vLLM: its commands, a server, and the tour in Python."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_the_commands_tell_their_version(command: str, installed: Path, tmp_path
     assert __version__ in ran.stdout
 
 
-def test_the_tour_of_the_quickstart_runs_and_the_page_is_served(installed: Path, tmp_path: Path) -> None:
+def test_the_tour_runs_and_the_page_is_served(installed: Path, tmp_path: Path) -> None:
     endpoint, http = free_endpoint(), free_endpoint()
     listen = ("--listen", endpoint, "--http-listen", http, "--data-listen", "127.0.0.1:0", "--memory", "64MiB")
     log = tmp_path / "server.log"
@@ -96,5 +96,5 @@ def test_types_of_the_client_are_known_to_a_type_checker(installed: Path, tmp_pa
 
 
 def _tour() -> str:
-    page = next((ROOT / "docs").rglob("quickstart.md")).read_text()
-    return re.findall(r"```python\n(.*?)```", page.split("a tour in Python", 1)[1], re.DOTALL)[0]
+    page = next((ROOT / "docs").rglob("python.md")).read_text()
+    return re.findall(r"```python\n(.*?)```", page.split("## A tour", 1)[1], re.DOTALL)[0]
