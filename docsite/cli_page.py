@@ -1,4 +1,4 @@
-"""docs/reference/cli.md: every option of every command."""
+"""The site's page of the command line: every option of every command."""
 
 from __future__ import annotations
 
@@ -10,15 +10,13 @@ from docsite.command_line import kvpool_command, server_command
 
 INTRODUCTION = """# Command line
 
-<!-- python -m docsite.generated writes this page. -->
-
 Every option, as `--help` lists them. [Commands](commands.md) shows what the commands of `kvpool` print, their JSON and
 exit statuses; [configuration](configuration.md) says more about the settings of the server.
 """
 
 
-def page(text: str = "") -> str:
-    """The whole page; the text that it has does not count."""
+def page() -> str:
+    """The whole page."""
     parts = [INTRODUCTION, *_command("kvpool-server", server_command(), 2), *_command("kvpool", kvpool_command(), 2)]
     return "\n".join(parts).rstrip() + "\n"
 

@@ -1,4 +1,4 @@
-"""A hook of MkDocs: the site also has what the pages link to outside of docs/.
+"""A hook of MkDocs: the site also has pages made from the code, and what the pages link to outside of docs/.
 
 CONTRIBUTING.md, other pages of the repository's root and the pages of results become pages below `project/`, and files
 that a page links to, like the proto contract, are copied below `source/`. Links are the same in the repository and on
@@ -15,16 +15,22 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
+from docsite import cli_page, rpc_page
+
 ROOT = Path(__file__).parents[1]
 PAGES = (
     *("CHANGELOG.md", "CONTRIBUTING.md", "MAINTAINING.md", "README.md", "SECURITY.md"),
     *(f"benchmarks/results/{path.name}" for path in (ROOT / "benchmarks" / "results").glob("*.md")),
 )
+MADE = {"reference/cli.md": cli_page.page, "reference/rpcs.md": rpc_page.page}
+"""Pages that the site alone has, made from the options of typer and from the comments of the proto contract."""
 _LINK = re.compile(r"(?P<before>\]\()(?P<path>[^)#\s:]+)(?P<anchor>#[^)\s]*)?\)")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Adds the pages ."""
+    """Adds the pages."""
+    for name, make in MADE.items():
+        files.append(File.generated(config, name, content=make()))
     for name in PAGES:
         if (ROOT / name).exists():
             files.append(File.generated(config, _place(name), content=(ROOT / name).read_text()))

@@ -1,4 +1,4 @@
-"""docs/reference/rpcs.md: every RPC and message of the proto contract, with its comments.
+"""The site's page of RPCs: every RPC and message of the proto contract, with its comments.
 
 Descriptors have names, types and numbers; comments are in the source alone.
 """
@@ -19,16 +19,14 @@ _FIELD = re.compile(
 )
 INTRODUCTION = """# RPCs
 
-<!-- python -m docsite.generated writes this page. -->
-
 Every call of the service `kvpool.v1.Pool` and every message, from
 [`pool.proto`](../../proto/kvpool/v1/pool.proto). [The protocol](protocol.md) tells how the calls belong together, and
 what the server and its clients check; [write a client](../how-to/write-a-client.md) begins with the simplest ones.
 """
 
 
-def page(text: str = "") -> str:
-    """The whole page; the text that it has does not count."""
+def page() -> str:
+    """The whole page."""
     comments = _comments(SOURCE.read_text())
     parts = [INTRODUCTION, "## Calls\n"]
     for service in pool_pb2.DESCRIPTOR.services_by_name.values():

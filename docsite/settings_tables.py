@@ -1,7 +1,7 @@
 """The tables of docs/reference/configuration.md: names and defaults come from the code.
 
 The meaning of a setting that the page has stays as it is, with its links; a setting that the page lacks gets the text
-of the code.
+of the code. `python -m docsite.settings_tables` writes the page.
 """
 
 from __future__ import annotations
@@ -9,12 +9,14 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from kvpool.config import ClientConfig
 from kvpool_server.config import ServerConfig, describe
 from vllm_plugin.config import ConnectorConfig
 
+PAGE = Path(__file__).parents[1] / "docs" / "reference" / "configuration.md"
 SECTIONS = ("kvpool-server", "The connector: `kv_connector_extra_config`", "The client: `ClientConfig`")
 
 Row = tuple[str, str, str]
@@ -58,3 +60,7 @@ def _with_table(text: str, heading: str, rows: list[Row]) -> str:
     }
     lines = [head, rule, *(written[name] for name in dict.fromkeys(order) if name in written)]
     return f"{before}{mark}{rest[: table.start()]}" + "\n".join(lines) + "\n" + rest[table.end() :]
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(PAGE.read_text()))

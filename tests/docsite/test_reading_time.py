@@ -16,7 +16,9 @@ LETTERS_A_MINUTE = 200
 
 @pytest.mark.parametrize(("page", "minutes"), [("quickstart.md", 5), ("two-hosts.md", 10)])
 def test_a_tutorial_takes_as_long_as_it_says(page: str, minutes: int) -> None:
-    text = re.sub(r"<!--.*?-->", "", (TUTORIALS / page).read_text(), flags=re.DOTALL).split("\n## 5. With your vLLM\n")[0]
+    text = re.sub(r"<!--.*?-->", "", (TUTORIALS / page).read_text(), flags=re.DOTALL).split("\n## 5. With your vLLM\n")[
+        0
+    ]
     typed = sum(len(block) for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL))
     words = len(re.sub(r"```.*?```", "", text, flags=re.DOTALL).split())
     assert words > 200 and typed > 200
