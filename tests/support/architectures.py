@@ -561,6 +561,13 @@ def rows_of_page() -> dict[str, list[str]]:
     return {row[0]: [cell.strip() for cell in row] for row in rows if row[0] != "architecture"}
 
 
+def _without_errors(verdict: str) -> str:
+    """Why a model is not built depends on what else is installed, so the page does not say it."""
+    if sizes := re.findall(r"(\d+(?:, \d+)*) not built", verdict):
+        return f"agrees ({', '.join(sizes)} not built)"
+    return "not built" if verdict.startswith("not built") else verdict
+
+
 def write_page(rows: list[list[str]]) -> None:
     """Puts the rows, and how many there are of each outcome, in place of those of the page."""
     counts = Counter(row[3].split(":")[0].split(" (")[0] for row in rows)
@@ -568,7 +575,7 @@ def write_page(rows: list[list[str]]) -> None:
         f"{len(rows)} architectures: " + ", ".join(f"{count} {name}" for name, count in counts.most_common()) + "."
     )
     table = ["| architecture | KV caches, with KV heads of the model | TP sizes | outcome |", "|---|---|---|---|"]
-    table += [f"| {' | '.join(row)} |" for row in rows]
+    table += [f"| {' | '.join([*row[:3], _without_errors(row[3])])} |" for row in rows]
     before, _ = PAGE.read_text().split(BEGIN)
     PAGE.write_text(f"{before}{BEGIN}\n\n{summary}\n\n" + "\n".join(table) + "\n")
 
