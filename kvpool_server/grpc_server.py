@@ -7,7 +7,8 @@ import contextlib
 import errno
 import inspect
 import os
-from collections.abc import Awaitable, Callable
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import aclosing
 from typing import Any, TypeAlias
 
@@ -15,7 +16,7 @@ import grpc
 from grpc_reflection.v1alpha import reflection
 
 from kvpool import wire
-from kvpool.errors import KVPoolError, PermissionDeniedError, UnauthenticatedError
+from kvpool.errors import KVPoolError, OutOfSpaceError, PermissionDeniedError, PoolTimeoutError, UnauthenticatedError
 from kvpool.unix_socket import SCHEME, grpc_target
 from kvpool.wire import MAX_MESSAGE_BYTES
 from kvpool_server.access.audit import AuditLog, audited
@@ -24,10 +25,10 @@ from kvpool_server.access.caller import CALLER, check_call
 from kvpool_server.access.credential import RefusedCredentialError
 from kvpool_server.access.running_calls import RunningCalls
 from kvpool_server.addresses import cannot_listen, why_not_listening
-from kvpool_server.inbox import MAX_DATA_BYTES, REQUEST
+from kvpool_server.inbox import MAX_DATA_BYTES, PIECE_S, REQUEST
 from kvpool_server.method_handlers import CHECK, HEALTH_NAME, SERVICE_NAME, HealthService, add_health, add_service
 from kvpool_server.metrics import RpcMetrics
-from kvpool_server.services.handlers import MAX_STREAM_S
+from kvpool_server.services.handlers import MAX_STREAM_S, owner_of
 from kvpool_server.services.service import PoolService
 from kvpool_server.socket_path import bind_path, cannot_bind
 
@@ -35,7 +36,8 @@ INBOUND_BYTES = 4 << 20
 """What a client may have sent on a call before its handler reads it, beside one message. gRPC would widen the window
 for fast senders, without a bound that could be told."""
 MAX_CALLS = 4_096
-"""Calls at once, streams of lookups included; gRPC refuses further ones as RESOURCE_EXHAUSTED."""
+"""Calls at once, streams of lookups included. A caller may have as many as are still left, so that one leaves half of
+them to others; gRPC itself refuses all beyond."""
 MAX_METADATA_BYTES = 16 << 10
 CONNECTION_S = 2_700.0
 """How old a TLS connection becomes before its client has to make another, by which both sides prove anew who they are.
@@ -65,6 +67,8 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # N
         self._running = running
         self._audit = audit
         self._wrapped: dict[str, Handler] = {}
+        self._calls: Counter[str] = Counter()  # Under way, by the caller or, where callers are not authenticated, peer.
+        self._num_calls = 0
 
     async def intercept_service(
         self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]], details: grpc.HandlerCallDetails
@@ -86,16 +90,35 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # N
             return grpc.stream_stream_rpc_method_handler(self._replies(name, handler.stream_stream), *serializers)
         return grpc.stream_stream_rpc_method_handler(self._stream(name, handler.stream_stream), *serializers)
 
-    def _admitted(self, name: str, context: Context) -> contextlib.AbstractContextManager[None]:
-        """Sets the caller of a method; surrounds its handler. Raises UnauthenticatedError and PermissionDeniedError."""
-        if self._who is None:
-            return contextlib.nullcontext()
-        assert self._running is not None, "calls of authenticated callers can be ended"
-        credential = self._who(context)
-        CALLER.set(credential.principal)
-        if name != CHECK:
-            check_call(credential.principal, name)
-        return self._running.call(credential)
+    @contextlib.contextmanager
+    def _admitted(self, name: str, context: Context) -> Iterator[None]:
+        """Sets the caller of a method; surrounds its handler.
+
+        Raises:
+            UnauthenticatedError, PermissionDeniedError: the caller may not make the call.
+            OutOfSpaceError: the caller has as many calls under way as are left for others.
+        """
+        running: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if self._who is not None:
+            assert self._running is not None, "calls of authenticated callers can be ended"
+            credential = self._who(context)
+            CALLER.set(credential.principal)
+            if name != CHECK:
+                check_call(credential.principal, name)
+            running = self._running.call(credential)
+        caller = owner_of(context).name
+        if self._calls.get(caller, 0) >= MAX_CALLS - self._num_calls:
+            raise OutOfSpaceError(f"{self._calls[caller]} calls of this caller are under way; try again when some end")
+        self._calls[caller] += 1
+        self._num_calls += 1
+        try:
+            with running:
+                yield
+        finally:
+            self._num_calls -= 1
+            self._calls[caller] -= 1
+            if not self._calls[caller]:
+                del self._calls[caller]
 
     async def _refuse(self, name: str, context: Context, error: KVPoolError) -> None:
         """Ends a call with an error."""
@@ -154,9 +177,17 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # N
 
 
 async def _send(context: Context, reply: Any) -> None:
-    """Sends one of a call's replies. Raises CancelledError if the client has hung up."""
+    """Sends one of a call's replies.
+
+    Raises:
+        CancelledError: the client has hung up.
+        PoolTimeoutError: it reads nothing.
+    """
     try:
-        await context.write(reply)
+        async with asyncio.timeout(PIECE_S):
+            await context.write(reply)
+    except TimeoutError:
+        raise PoolTimeoutError(f"the client read nothing for {PIECE_S:g} s") from None
     except grpc.aio.InternalError:
         raise asyncio.CancelledError from None
 

@@ -38,9 +38,9 @@ are authenticated, of the caller from whom most are awaited."""
 MAX_CHECKS = 8
 """Of health checks, which never take the place of other calls' messages, nor lose theirs to them."""
 PIECE_S = 30.0
-"""How long the next message of a stream of data may be on its way."""
+"""How long the next message of a stream of data, either way, may be on its way."""
 MAX_DATA_STREAMS = 64
-"""Streams of data that are read at once."""
+"""Streams of data that are received or sent at once."""
 MAX_OWN_DATA_STREAMS = 16
 """Of them, one identity's, where callers are authenticated: more of one caller's are no faster together."""
 
@@ -90,7 +90,7 @@ class Inbox:
 
     async def stream(self, context: Context) -> AsyncGenerator[bytes, None]:
         """The messages of a stream of data, each of which has to come in time. Raises as `receive`."""
-        async with self._slot():
+        async with self.slot():
             while True:
                 try:
                     async with asyncio.timeout(PIECE_S):
@@ -102,7 +102,8 @@ class Inbox:
                 yield check_size(message, MAX_DATA_BYTES)
 
     @asynccontextmanager
-    async def _slot(self) -> AsyncIterator[None]:
+    async def slot(self) -> AsyncIterator[None]:
+        """A place among the streams of data. Raises UnavailableError if none becomes free in time."""
         most = MAX_OWN_DATA_STREAMS if _caller() else MAX_DATA_STREAMS
         own = self._own_streams.setdefault(_caller(), asyncio.Semaphore(most))
         async with AsyncExitStack() as stack:

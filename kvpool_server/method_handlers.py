@@ -77,11 +77,6 @@ def decode(message_type: type[_Message], message: bytes) -> _Message:
         raise InvalidRequestError(f"the request is no {name}; see kvpool/v1/pool.proto") from None
 
 
-def _encode_one(reply: Message | bytes) -> bytes:
-    """A reply of a stream, some of which are serialized already."""
-    return reply if isinstance(reply, bytes) else reply.SerializeToString()
-
-
 def _handler(
     service: object, method: MethodDescriptor, inbox: Inbox, max_spec_bytes: int, tracing: Tracing | None = None
 ) -> grpc.RpcMethodHandler[Any, Any]:
@@ -116,12 +111,12 @@ def _handler(
         REQUEST.set(request)
         return await behavior(request, context)
 
-    async def replies(_: object, context: Context) -> AsyncIterator[Any]:
+    async def replies(_: object, context: Context) -> AsyncIterator[bytes]:
         request = decode(message_type, await inbox.receive(context, most))
-        async with aclosing(behavior(request, context)) as messages:
+        async with inbox.slot(), aclosing(behavior(request, context)) as messages:
             async for message in messages:
                 yield message
 
     if method.server_streaming:
-        return grpc.stream_stream_rpc_method_handler(replies, None, _encode_one)
+        return grpc.stream_stream_rpc_method_handler(replies, None, None)  # Its replies are bytes already.
     return grpc.stream_unary_rpc_method_handler(of_one, None, encode)

@@ -1,7 +1,8 @@
 """The deny list: tenants, principals and credentials that are refused although they are valid.
 
 A file with an entry a line: `tenant:NAME`, a SPIFFE ID, or the SHA-256 of a certificate (as `openssl x509 -fingerprint
--sha256` prints it) or of a token (as the file of tokens has it). `#` begins a comment.
+-sha256` prints it) or of a token (as the file of tokens has it; of an issuer's token, of all before its last dot). `#`
+begins a comment.
 
 A line that can deny nobody is an error: an operator who has misspelt it must not believe that access was taken away.
 """

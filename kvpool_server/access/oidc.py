@@ -45,7 +45,10 @@ class OidcRules:
 
 @dataclass(frozen=True, slots=True)
 class IssuedCredential(Credential):
-    """A token whose signature was verified, with the key that did so and the key's id."""
+    """A token whose signature was verified, with the key that did so and the key's id.
+
+    Its digest is that of the signed part (header and claims): the same signature can be written in several ways.
+    """
 
     key_id: str
     key: jwt.PyJWK = field(compare=False)
@@ -70,7 +73,7 @@ class IssuedTokens(Who):
         self._rules = rules
         self._keys = keys
         self._refetch = refetch
-        self._verified: dict[str, IssuedCredential] = {}  # By digest.
+        self._verified: dict[str, IssuedCredential] = {}  # By the digest of the whole token, with its signature.
 
     def of_request(self, certificate: bytes | None, authorization: Sequence[str]) -> Credential:
         token = bearer_token(authorization)
@@ -79,7 +82,7 @@ class IssuedTokens(Who):
         digest = hashlib.sha256(token.encode()).hexdigest()
         known = self._verified.get(digest)
         if known is None or not self._is_in_force(known):
-            known = self._verify(token, digest)
+            known = self._verify(token)
             if len(self._verified) >= MAX_REMEMBERED:
                 kept = {name: each for name, each in self._verified.items() if not each.has_ended}
                 self._verified = dict(list(kept.items())[-MAX_REMEMBERED // 2 :])
@@ -100,7 +103,7 @@ class IssuedTokens(Who):
         found = self._keys().get(credential.key_id)
         return found is credential.key or (found is not None and found.key == credential.key.key)
 
-    def _verify(self, token: str, digest: str) -> IssuedCredential:
+    def _verify(self, token: str) -> IssuedCredential:
         import jwt
 
         rules, keys = self._rules, self._keys()
@@ -119,6 +122,7 @@ class IssuedTokens(Who):
                 options={"require": ["exp", "iss", "aud"]},
             )
             ends_at = dt.datetime.fromtimestamp(float(claims["exp"]) + SKEW_S, dt.UTC)
+            digest = hashlib.sha256(token.rpartition(".")[0].encode()).hexdigest()
             return IssuedCredential(self._principal(claims), digest, ends_at, key_id, keys[key_id])
         except (jwt.PyJWTError, InvalidRequestError, ValueError, OverflowError, OSError, RecursionError) as error:
             raise UnauthenticatedError(f"the call's token is not valid: {error}") from None

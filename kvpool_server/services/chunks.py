@@ -14,7 +14,7 @@ import numpy as np
 
 from kvpool import wire
 from kvpool.errors import InvalidRequestError
-from kvpool.types import PutStatus
+from kvpool.types import Chunk, PutStatus
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.cache.leases import Owner
 from kvpool_server.inline_chunks import get_chunk, put_chunk
@@ -25,8 +25,6 @@ PIECE_BYTES = 1 << 20
 messages."""
 INLINE_CHUNKS_PER_TURN = 64
 """Chunks of one PutChunks message that are stored before other calls get a turn."""
-Reply = pb.GetChunksResponse | bytes
-"""Of GetChunks: a piece of a region is serialized where its bytes are copied."""
 _PAYLOAD = pb.GetChunksResponse.PAYLOAD_FIELD_NUMBER
 
 
@@ -60,7 +58,15 @@ class ChunkHandlers(Handlers):
         self.metrics.add_bytes("write", len(payload))
         return len(payload)
 
-    async def GetChunks(self, request: pb.GetChunksRequest, context: Context) -> AsyncIterator[Reply]:
+    def _encoded(self, index: int, chunk: Chunk | None) -> bytes:
+        """The reply of one key, with no other copy of its payload: a client may be slow to read it."""
+        reply = pb.GetChunksResponse(boot_token=self.boot_token, index=index, found=chunk is not None)
+        if chunk is not None:
+            self.metrics.add_bytes("read", len(chunk.payload))
+            reply.chunk.CopyFrom(wire.encode_chunk(chunk))
+        return reply.SerializeToString()
+
+    async def GetChunks(self, request: pb.GetChunksRequest, context: Context) -> AsyncIterator[bytes]:
         check_deadline(context)
         self.check_count(len(request.keys), "keys")
         self.check_count(len(request.offsets), "regions")
@@ -71,12 +77,7 @@ class ChunkHandlers(Handlers):
         for index, key in enumerate(request.keys):
             address = wire.decode_key(key)
             self.check_visible(address.namespace)
-            chunk = await get_chunk(self.tiered, self.memory, address, self.verifier.verify)
-            reply = pb.GetChunksResponse(boot_token=self.boot_token, index=index, found=chunk is not None)
-            if chunk is not None:
-                self.metrics.add_bytes("read", len(chunk.payload))
-                reply.chunk.CopyFrom(wire.encode_chunk(chunk))
-            yield reply
+            yield self._encoded(index, await get_chunk(self.tiered, self.memory, address, self.verifier.verify))
         owner, last = owner_of(context), len(request.offsets) - 1
         for nth, region in enumerate(request.offsets):
             end = region + request.region_bytes

@@ -13,6 +13,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -27,13 +28,13 @@ from kvpool.replies import LookupQuestion
 from kvpool.types import BlockRun, ShardRange
 from kvpool.v1 import pool_pb2 as pb
 from kvpool.v1.pool_pb2_grpc import PoolStub
-from kvpool_server import http, inbox
+from kvpool_server import grpc_server, http, inbox
 from kvpool_server.cache.limits import Limits
 from tests.support.connections import is_open
 from tests.support.half_sent import HalfSentCalls
 from tests.support.in_process_server import InProcessServer
 from tests.support.processes import ServerProcess, wait_for
-from tests.support.values import block_hash, group_spec, namespace_spec, run_of
+from tests.support.values import block_hash, group_spec, namespace_spec, payload, run_of
 
 StartServer = Callable[..., ServerProcess]
 MIB = 1 << 20
@@ -95,6 +96,50 @@ def _answers(client: Client) -> bool:
             raise
         return False
     return True
+
+
+# Replies
+
+
+def _unread(endpoint: str, name: bytes, count: int) -> list[Any]:
+    """Calls of one client that reads nothing of a chunk of `name`."""
+    channel = grpc.insecure_channel(endpoint, [("grpc.use_local_subchannel_pool", 1), ("grpc.http2.bdp_probe", 0)])
+    request = pb.GetChunksRequest(keys=[pb.PoolKey(namespace=name, block_hash=block_hash("block"))])
+    return [PoolStub(channel).GetChunks(request, timeout=590) for _ in range(count)]
+
+
+def test_replies_that_nobody_reads_hold_what_a_few_calls_send(pool_server: StartServer) -> None:
+    chunk, server = 2 * MIB, pool_server()
+    with Client(ClientConfig(server.endpoint, timeout_ms=10_000)) as client:
+        namespace = client.open_namespace(namespace_spec(group_spec(chunk_bytes=chunk)))
+        client.put_blocks(namespace, run_of("block"), [payload("block", chunk)])
+        before = _own_bytes(server)
+        calls = _unread(server.endpoint, namespace.fingerprint, 4 * inbox.MAX_DATA_STREAMS)
+        time.sleep(3)
+        grown = _own_bytes(server) - before
+        assert len(calls) > inbox.MAX_DATA_STREAMS
+    assert grown < 4 * chunk * inbox.MAX_DATA_STREAMS, f"{grown / MIB:.0f} MiB"
+
+
+def test_a_client_that_reads_no_replies_leaves_calls_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grpc_server, "MAX_CALLS", 64)
+    monkeypatch.setattr(grpc_server, "PIECE_S", 1.0)
+    monkeypatch.setattr(inbox, "MAX_DATA_STREAMS", 16)
+    server = InProcessServer(64 * MIB, MIB)
+    try:
+        endpoint = f"127.0.0.1:{server.port}"
+        with Client(ClientConfig(endpoint, transport="grpc", timeout_ms=10_000)) as client:
+            namespace = client.open_namespace(namespace_spec(group_spec(chunk_bytes=MIB)))
+            client.put_blocks(namespace, run_of("block"), [payload("block", MIB)])
+            calls = _unread(endpoint, namespace.fingerprint, 80)
+            wait_for(lambda: any(call.done() for call in calls), "calls to be refused")
+            client.admin.ping()
+            key = pb.PoolKey(namespace=namespace.fingerprint, block_hash=block_hash("block"))
+            with grpc.insecure_channel(endpoint) as channel:  # Has its turn when calls that nobody reads have ended.
+                (reply,) = PoolStub(channel).GetChunks(pb.GetChunksRequest(keys=[key]), timeout=20)
+            assert reply.found
+    finally:
+        server.close()
 
 
 # Messages

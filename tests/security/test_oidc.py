@@ -30,6 +30,7 @@ from kvpool.errors import ConfigError, PermissionDeniedError, UnauthenticatedErr
 from kvpool.principal import Principal, Role
 from kvpool.tls import TlsFiles
 from kvpool_server.access import jwks, oidc
+from kvpool_server.access.deny_list import DenyList
 from kvpool_server.access.jwks import IssuerKeys, Keys, parse_keys
 from kvpool_server.access.oidc import MAX_TOKEN_BYTES, SKEW_S, IssuedTokens, OidcRules, check_installed
 from tests.conftest import StartServer
@@ -140,6 +141,30 @@ def _all_keys(*algorithms: str) -> Held:
 
 def _call(callers: IssuedTokens, token: str) -> Principal:
     return callers.of_request(None, [f"Bearer {token}"]).principal
+
+
+def _respelt(token: str) -> Iterator[str]:
+    """The same header and claims with another spelling of the signature, or another signature."""
+    yield token + "=="
+    head, _, signature = token.rpartition(".")
+    raw = base64.urlsafe_b64decode(signature + "==")
+    if len(raw) == 64:  # Beside the (r, s) of ECDSA on P-256, (r, order - s) is a signature, too.
+        order = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
+        other = raw[:32] + (order - int.from_bytes(raw[32:], "big")).to_bytes(32, "big")
+        yield f"{head}.{base64.urlsafe_b64encode(other).rstrip(b'=').decode()}"
+
+
+@pytest.mark.parametrize("algorithm", list(KEYS))
+def test_a_denied_token_is_denied_however_its_signature_is_written(tmp_path: Path, algorithm: str) -> None:
+    token, free = _token(URL, algorithm), _callers(_all_keys())
+    (tmp_path / "deny").write_text(hashlib.sha256(token.rpartition(".")[0].encode()).hexdigest() + "\n")
+    rules, held = OidcRules(URL, AUDIENCE, "kvpool_tenant", "kvpool_role"), _all_keys()
+    callers = IssuedTokens(rules, lambda: held.value, denied=DenyList(str(tmp_path / "deny")))
+    for spelling in (token, *_respelt(token)):
+        assert algorithm == "EdDSA" or _call(free, spelling)
+        with pytest.raises(UnauthenticatedError):
+            _call(callers, spelling)
+    assert _call(callers, _token(URL, algorithm, sub="another pod"))
 
 
 @pytest.mark.parametrize("algorithm", list(KEYS))

@@ -19,7 +19,7 @@ import numpy as np
 from vllm.logger import init_logger
 
 from kvpool.types import HASH_BYTES
-from vllm_plugin.model.weights import adapter_directory, content_digest, states
+from vllm_plugin.model.weights import adapter_directory, asks_the_hub, content_digest, states
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -166,7 +166,10 @@ class Adapters:
         before = _state(place)
         newest_s = max((ctime_ns for _, ctime_ns, _ in before), default=0) / 1e9
         digest = bytes.fromhex(content_digest(place))
-        if _state(place) != before:
+        if self._share == "unchanged" and asks_the_hub(key[1]):
+            why = "its ranks may load another commit of it from the hub; name a directory, or set HF_HUB_OFFLINE=1"
+            self._refuse(key, why)
+        elif _state(place) != before:
             self._refuse(key, "its files changed while they were read")
         elif self._share == "unchanged" and newest_s > self._started_at - CLOCK_STEP_S:
             self._refuse(key, "its files are newer than the engine: what its ranks have loaded may differ")

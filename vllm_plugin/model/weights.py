@@ -114,15 +114,18 @@ def describe_weights(model: ModelConfig, load: LoadConfig) -> Weights:
         files = _weight_files(place, load_format)
         if len(set(map(_kind, files))) > 1 or load_format in _OTHER_FORMATS:
             settings["load_format"] = load_format  # It chooses among these files, or how they are read.
-    beside = _matching(place, ("*",), but=_WEIGHTS)
-    digest = _digest([*files, *beside], place) if files else ""
+    # vLLM puts the weights alone into its download directory, and reads all else from the hub's own cache.
+    places = place, _directory(model.model, _commit(model) or None, None)
+    by_name = {_name(file, places): file for each in places for file in _matching(each, ("*",), but=_WEIGHTS)}
+    beside = [by_name[name] for name in sorted(by_name, key=Path)]
+    digest = _digest([*files, *beside], *places) if files else ""
     if digest:
         loader_options.pop("tensorizer_uri", None)
         loader_options.pop("tensorizer_dir", None)
     else:
         settings["load_format"] = load_format
         if beside:
-            settings["beside_weights"] = _digest(beside, place)
+            settings["beside_weights"] = _digest(beside, *places)
         logger.info("kvpool cannot read the weights of %s from this disk and names them by what is in memory", name)
     if place is not None and (why := _why_in_doubt(place, [*files, *beside], model)):
         settings["in_doubt"] = why
@@ -188,6 +191,13 @@ def adapter_directory(path: str) -> Path:
     if place is None or not place.is_dir():
         raise FileNotFoundError(f"{path} is no directory on this disk and not in the Hugging Face cache")
     return place
+
+
+def asks_the_hub(path: str) -> bool:
+    """Whether vLLM asks the hub for the newest commit of an adapter, each time that it loads the adapter."""
+    from huggingface_hub import constants
+
+    return not constants.HF_HUB_OFFLINE and not Path(path).expanduser().exists()
 
 
 def content_digest(place: Path) -> str:
@@ -277,14 +287,17 @@ def _kind(file: Path) -> str:
     return "consolidated" if fnmatch(file.name, "consolidated*.safetensors") else file.suffix
 
 
-def _digest(files: Sequence[Path], place: Path | None) -> str:
+def _digest(files: Sequence[Path], *places: Path | None) -> str:
     digest = hashlib.sha256()
     for file, content in zip(files, _contents(files), strict=True):
-        # A file is known by its place below the model's directory; a single file, or one elsewhere, by its name.
-        is_below = place is not None and place != file and file.is_relative_to(place)
-        name = file.relative_to(place).as_posix() if is_below and place is not None else file.name
-        digest.update(f"{name}:{content};".encode())
+        digest.update(f"{_name(file, places)}:{content};".encode())
     return digest.hexdigest()
+
+
+def _name(file: Path, places: Iterable[Path | None]) -> str:
+    """A file's path below the model's directory; of a single file, or one elsewhere, its name."""
+    above = (place for place in places if place is not None and place != file and file.is_relative_to(place))
+    return next((file.relative_to(place).as_posix() for place in above), file.name)
 
 
 def _contents(files: Sequence[Path]) -> list[str]:

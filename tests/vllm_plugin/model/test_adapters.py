@@ -68,6 +68,22 @@ def read(adapters: Adapters, lora: LoRARequest) -> bytes | None:
     return adapters.digest(lora)
 
 
+def test_an_adapter_that_ranks_may_download_again_is_not_shared(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    place = tmp_path / "hub" / "models--org--adapter" / "snapshots" / ("a" * 40)
+    place.mkdir(parents=True)
+    (place / "adapter_model.safetensors").write_bytes(b"weights")
+    (refs := place.parents[1] / "refs").mkdir()
+    (refs / "main").write_text(place.name)
+    lora = LoRARequest("name", 1, "org/adapter")
+    assert read(make(), lora) is not None  # Offline, as all tests are.
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    assert read(make(), lora) is None
+    assert read(make("always"), lora) is not None
+
+
 def test_without_an_adapter_names_are_the_engines_hashes(make: Make) -> None:
     adapters = make()
     assert adapters.digest(None) == NO_ADAPTER

@@ -354,6 +354,21 @@ def test_a_copy_of_the_hubs_files_is_the_same_model(tmp_path: Path, digest: Call
     assert digest("org/model", download_dir=str(tmp_path / "downloads")) == digest(copied)
 
 
+def test_files_beside_weights_count_where_download_dir_has_the_weights_alone(
+    tmp_path: Path, digest: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM reads them from the hub's own cache."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    found = []
+    for commit in ("c" * 40, "d" * 40):
+        snapshot(tmp_path / "downloads", b"weights", commit)
+        snapshot(tmp_path / "cache", b"weights", commit)
+        (tmp_path / f"cache/models--org--model/snapshots/{commit}/preprocessor_config.json").write_text(commit)
+        found.append(digest("org/model", download_dir=str(tmp_path / "downloads"), commit=commit))
+        assert digest("org/model", commit=commit) == found[-1], "the same files, all in one cache"
+    assert found[0] != found[1]
+
+
 def test_a_branch_that_moved_is_another_model(tmp_path: Path, digest: Callable[..., str]) -> None:
     snapshot(tmp_path, b"weights")
     before = digest("org/model", download_dir=str(tmp_path))
