@@ -54,7 +54,7 @@ from kvpool_server.services.service import PoolService
 from kvpool_server.tiering.tiered_pool import TieredPool
 from kvpool_server.tiers.registry import parse
 from kvpool_server.tiers.tier import Tier, TierContext, TierOptions
-from kvpool_server.tiers.traced import SpansOfBlocks, TracedTier
+from kvpool_server.tiers.traced import SpansOfBlocks, traced
 from kvpool_server.turns import Turns
 from kvpool_server.usage import Usage
 from kvpool_server.value.instruments import ValueCollector, ValueInstruments
@@ -228,7 +228,7 @@ class Composition:
             return tiers
         spans = SpansOfBlocks(tracing)
         self.pool.observe(spans)
-        return [TracedTier(tier, tracing, spans) for tier in tiers]
+        return [traced(tier, tracing, spans) for tier in tiers]
 
     def _tcp_bytes(self) -> dict[str, int]:
         return {} if self.data is None else self.data.nbytes()

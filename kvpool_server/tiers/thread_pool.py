@@ -7,6 +7,7 @@ server from ending. These are daemon threads.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import queue
 import threading
 import time
@@ -48,17 +49,13 @@ class DaemonThreadPool:
         while (item := self._queue.get()) is not None:
             function, future = item
             try:
-                _resolve(future, future.set_result, function())
+                outcome, resolve = function(), future.set_result
             except BaseException as error:  # The caller gets the error; this thread continues.
-                _resolve(future, future.set_exception, error)
+                outcome, resolve = error, future.set_exception
+            with contextlib.suppress(RuntimeError):  # The loop has ended, and the caller with it.
+                future.get_loop().call_soon_threadsafe(_resolve, future, resolve, outcome)
 
 
-def _resolve(future: asyncio.Future[Any], set_outcome: Callable[[Any], None], outcome: Any) -> None:
-    def resolve() -> None:
-        if not future.done():  # Its caller may have been cancelled.
-            set_outcome(outcome)
-
-    try:
-        future.get_loop().call_soon_threadsafe(resolve)
-    except RuntimeError:
-        pass  # The loop has ended, and the caller with it.
+def _resolve(future: asyncio.Future[Any], resolve: Callable[[Any], None], outcome: object) -> None:
+    if not future.done():  # Its caller may have been cancelled.
+        resolve(outcome)

@@ -5,21 +5,18 @@ Used with `--otel` alone.
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
 
-from kvpool.holdings import TierHoldings
-from kvpool.namespace import NamespaceSpec
 from kvpool.tracing import Tracing
-from kvpool.types import TierStats
 from kvpool_server.cache.entry import Entry, Observer
 from kvpool_server.cache.namespaces import PoolNamespace
-from kvpool_server.tiers.tier import Block, Tier
+from kvpool_server.tiers.tier import Block, BlockKey, Tier
 
 MAX_REMEMBERED = 8_192
 """Blocks whose lookup or put is remembered; the oldest is forgotten for another."""
-
-Key = tuple[bytes, int, bytes]
 
 
 class SpansOfBlocks(Observer):
@@ -27,7 +24,7 @@ class SpansOfBlocks(Observer):
 
     def __init__(self, tracing: Tracing):
         self._tracing = tracing
-        self._parents: OrderedDict[Key, str] = OrderedDict()
+        self._parents: OrderedDict[BlockKey, str] = OrderedDict()
 
     def remember(self, fingerprint: bytes, group_idx: int, block_hashes: Sequence[bytes]) -> None:
         """The current span concerns these blocks; without one, nothing is remembered."""
@@ -44,32 +41,37 @@ class SpansOfBlocks(Observer):
         self.remember(entry.group.fingerprint, entry.group.idx, [entry.block_hash])
 
 
-class TracedTier(Tier):
-    """See the module.
+def traced(tier: Tier, tracing: Tracing, spans: SpansOfBlocks) -> Tier:
+    """The same tier, whose calls have spans."""
+    return cast(Tier, _TracedTier(tier, tracing, spans))
 
-    Args:
-        spans: of the blocks of one server.
-    """
+
+class _TracedTier:
+    """Wraps the calls that take time; everything else is the tier's own."""
 
     def __init__(self, tier: Tier, tracing: Tracing, spans: SpansOfBlocks):
         self._tier = tier
         self._tracing = tracing
         self._spans = spans
-        self.name = tier.name
-        self.counters = tier.counters
-        self.writes_at_once, self.reads_at_once = tier.writes_at_once, tier.reads_at_once
 
-    def _attributes(self, num_blocks: int) -> dict[str, str | int]:
-        return {"kvpool.tier": self.name, "kvpool.blocks": num_blocks}
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tier, name)
+
+    @contextlib.contextmanager
+    def _span(
+        self, call: str, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes]
+    ) -> Iterator[Any]:
+        parent = self._spans.parent(namespace, group_idx, block_hashes[0]) if block_hashes else ""
+        attributes: dict[str, str | int] = {"kvpool.tier": self._tier.name, "kvpool.blocks": len(block_hashes)}
+        with self._tracing.span(f"kvpool.tier.{call}", parent, attributes) as span:
+            yield span
 
     async def find(self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes]) -> list[bool]:
-        parent = self._spans.parent(namespace, group_idx, block_hashes[0]) if block_hashes else ""
-        with self._tracing.span("kvpool.tier.find", parent, self._attributes(len(block_hashes))):
+        with self._span("find", namespace, group_idx, block_hashes):
             return await self._tier.find(namespace, group_idx, block_hashes)
 
     async def write(self, namespace: PoolNamespace, group_idx: int, blocks: Sequence[Block]) -> int:
-        parent = self._spans.parent(namespace, group_idx, blocks[0].block_hash) if blocks else ""
-        with self._tracing.span("kvpool.tier.write", parent, self._attributes(len(blocks))) as span:
+        with self._span("write", namespace, group_idx, [block.block_hash for block in blocks]) as span:
             written = await self._tier.write(namespace, group_idx, blocks)
             span.set_attribute("kvpool.written_blocks", written)
             return written
@@ -77,33 +79,11 @@ class TracedTier(Tier):
     async def read(
         self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes], into: Sequence[memoryview]
     ) -> list[Sequence[int] | None]:
-        parent = self._spans.parent(namespace, group_idx, block_hashes[0]) if block_hashes else ""
-        with self._tracing.span("kvpool.tier.read", parent, self._attributes(len(block_hashes))) as span:
+        with self._span("read", namespace, group_idx, block_hashes) as span:
             found = await self._tier.read(namespace, group_idx, block_hashes, into)
             span.set_attribute("kvpool.read_blocks", len(found) - found.count(None))
             return found
 
-    async def remove(self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes]) -> None:
-        await self._tier.remove(namespace, group_idx, block_hashes)
-
-    async def clear(self, fingerprint: bytes = b"") -> None:
-        await self._tier.clear(fingerprint)
-
-    async def open(self) -> None:
-        await self._tier.open()
-
-    async def close(self) -> None:
-        await self._tier.close()
-
     def known(self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes]) -> list[bool] | None:
         self._spans.remember(namespace.fingerprint, group_idx, block_hashes)  # A lookup asks before it prefetches.
         return self._tier.known(namespace, group_idx, block_hashes)
-
-    def specs(self) -> list[NamespaceSpec]:
-        return self._tier.specs()
-
-    def holdings(self, fingerprint: bytes) -> TierHoldings:
-        return self._tier.holdings(fingerprint)
-
-    def stats(self) -> TierStats:
-        return self._tier.stats()
