@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import typer
@@ -58,8 +58,8 @@ from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.tiers.file import journal
 from kvpool_server.tiers.file.directory import Directory
 from kvpool_server.tiers.file.disk import Disk
-from kvpool_server.tiers.file.tier import FileTier
-from kvpool_server.tiers.tier import Block
+from kvpool_server.tiers.file.tier import FileOptions, FileTier
+from kvpool_server.tiers.tier import Block, TierContext
 from testbed.mooncake import master_command
 from testbed.ports import free_port, is_listening
 
@@ -117,6 +117,12 @@ def disk_alone(directory: Path, pages: Pages) -> tuple[Callable[[], float], Call
     return lambda: each(os.pwritev), lambda: each(os.preadv)
 
 
+def make_tier(path: Path, size: int, **options: Any) -> FileTier:
+    """A file tier in the directory `one`."""
+    context = TierContext(("127.0.0.1", 0), POLICIES[DEFAULT_POLICY])
+    return FileOptions(path=path, size=size, name="one", create=True, **options).make(context)
+
+
 class TierRun:
     """A file tier, and blocks that go down and up."""
 
@@ -128,9 +134,7 @@ class TierRun:
         self._sums = [[checksum(view)] for view in self._views]
         self._namespace = PoolNamespace(spec(block_bytes), spec(block_bytes).fingerprint())
         self._loop = asyncio.new_event_loop()
-        self._tier = FileTier(
-            self._root, "one", 2 * TOTAL_BYTES, POLICIES[DEFAULT_POLICY], threads=THREADS, direct=direct, create=True
-        )
+        self._tier = make_tier(self._root, 2 * TOTAL_BYTES, threads=THREADS, io="direct" if direct else "buffered")
         self._loop.run_until_complete(self._tier.open())
         self._round = 0
 
@@ -212,7 +216,7 @@ def write_journal(directory: Path, entries: int) -> int:
     """A journal of so many blocks, in prefixes of 256; the size of a tier that holds them."""
     block_bytes = 2 * MIB
     size = entries * block_bytes * 2
-    tier = FileTier(directory, "one", size, POLICIES[DEFAULT_POLICY], create=True)
+    tier = make_tier(directory, size)
     asyncio.run(_open_and_close(tier))
     inventory = journal.Journal(Directory.open_root(directory / "one", None), Disk()).load()
     fingerprint, per_extent = spec(block_bytes).fingerprint(), inventory.extent_bytes // block_bytes
@@ -240,7 +244,7 @@ async def _open_and_close(tier: FileTier) -> float:
 
 def restore(directory: Path, entries: int, size: int) -> float:
     """Seconds until a tier is open."""
-    tier = FileTier(directory, "one", size, POLICIES[DEFAULT_POLICY])
+    tier = make_tier(directory, size)
     seconds = asyncio.run(_open_and_close(tier))
     assert tier.stats().num_entries == entries, "blocks were lost"
     return seconds

@@ -13,7 +13,7 @@ from pydantic_core import ErrorDetails
 
 from kvpool.errors import ConfigError
 from kvpool_server.instead import instead_of
-from kvpool_server.tiers.file.options import FileOptions
+from kvpool_server.tiers.file.tier import FileOptions
 from kvpool_server.tiers.mooncake.tier import MooncakeOptions
 from kvpool_server.tiers.tier import TierOptions
 

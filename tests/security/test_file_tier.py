@@ -22,18 +22,18 @@ from kvpool_server.tiers.file.tier import FileTier
 from kvpool_server.tiers.registry import parse
 from kvpool_server.tiers.tier import TierContext
 from tests.contracts.tier_contract import Memory, TierContract, blocks_of, namespace_of, run
+from tests.support.file_tier import file_tier
 from tests.support.processes import run_server
 from tests.support.tier_directories import open_directory
 from tests.support.values import block_hash
 
-SIZE = 8 << 20
 FOREIGN_UID = 12_345
 SECRET = b"of another user" * 4096
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="changes the owners of files")
 
 
 def _tier(root: Path, name: str = "one", owners: Sequence[int] = ()) -> FileTier:
-    return FileTier(root, name, SIZE, PrefixLRU, threads=2, direct=False, create=True, owners=owners)
+    return file_tier(root, name, create=True, owners=tuple(owners))
 
 
 @pytest.fixture

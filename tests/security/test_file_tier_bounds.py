@@ -16,24 +16,20 @@ from structlog.testing import capture_logs
 from kvpool.errors import InvalidRequestError
 from kvpool.namespace import NamespaceSpec
 from kvpool_server.cache.entry import Record
-from kvpool_server.cache.eviction.lru import PrefixLRU
 from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.tiers.file import frames, journal, peer_directories
-from kvpool_server.tiers.file.disk import Disk
 from kvpool_server.tiers.file.journal import Inventory, JournalBuffer
 from kvpool_server.tiers.file.peer_directories import PeerDirectories
-from kvpool_server.tiers.file.tier import FileTier
-from kvpool_server.tiers.open_files import OpenFiles
 from tests.contracts.tier_contract import SHARDS, TierContract, namespace_of, run
 from tests.support.effort import effort
-from tests.support.tier_directories import open_directory
+from tests.support.file_tier import file_tier
+from tests.support.tier_directories import peers_in
 from tests.support.values import block_hash, group_spec, namespace_spec
 
 SPEC = TierContract.spec
 GROUP = (SPEC.fingerprint(), 0)
 HEAD = frames.encode_head(2 << 20)
 NAMED = HEAD + frames.encode_namespace(SPEC)
-SIZE = 8 << 20
 MIB = 1 << 20
 
 
@@ -52,10 +48,6 @@ def _peer(root: Path, name: str, text: bytes) -> Path:
     return path
 
 
-def _peers(root: Path, max_memory_bytes: int = 1 << 30) -> PeerDirectories:
-    return PeerDirectories(open_directory(root), "own", Disk(), OpenFiles(), False, max_memory_bytes)
-
-
 def _num_found(peers: PeerDirectories, count: int, start: int = 0) -> int:
     return sum(peers.find(GROUP, block_hash(nth)) is not None for nth in range(start, start + count))
 
@@ -65,7 +57,7 @@ def _open(root: Path) -> int:
     entries = []
 
     async def open_and_close() -> None:
-        tier = FileTier(root, "own", SIZE, PrefixLRU, threads=1, direct=False)
+        tier = file_tier(root, "own", threads=1)
         await tier.open()
         tier.pool.check_integrity()
         entries.append(tier.stats().num_entries)
@@ -95,7 +87,7 @@ def test_a_journal_of_a_tebibyte_costs_no_more_than_what_it_lists(tmp_path: Path
     for name in ("own", "peer"):
         os.truncate(_peer(tmp_path, name, NAMED + _stored(10)), 1 << 40)
     with _memory_below(16 * MIB):
-        peers = _peers(tmp_path)
+        peers = peers_in(tmp_path)
         for _ in range(5):
             peers.refresh()
         assert _num_found(peers, 20) == 10
@@ -109,7 +101,7 @@ def test_nothing_is_read_behind_the_longest_journal(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(journal, "MAX_JOURNAL_BYTES", len(text))
     for name in ("own", "peer"):
         _peer(tmp_path, name, text + _stored(10, 10))
-    peers = _peers(tmp_path)
+    peers = peers_in(tmp_path)
     peers.refresh()
     assert _num_found(peers, 20) == 10
     peers.close()
@@ -121,7 +113,7 @@ def test_blocks_of_peers_take_bounded_memory_together_and_the_log_says_so_once(t
         text = b"".join(_stored(100, start) for start in range(1000 * nth, 1000 * nth + 1000, 100))
         _peer(tmp_path, f"peer-{nth}", NAMED + text)
     with _memory_below(2 * MIB), capture_logs() as logs:
-        peers = _peers(tmp_path, max_memory_bytes=MIB)
+        peers = peers_in(tmp_path, max_memory_bytes=MIB)
         for _ in range(5):
             peers.refresh()
     assert 1000 <= _num_found(peers, 4000) < 2000
@@ -174,7 +166,7 @@ def test_directories_beyond_the_bound_are_ignored_and_known_peers_stay(
     monkeypatch.setattr(peer_directories, "MAX_PEERS", 5)
     monkeypatch.setattr(peer_directories, "MAX_ENTRIES", 50)
     _peer(tmp_path, "honest", NAMED + _stored(1))
-    peers = _peers(tmp_path)
+    peers = peers_in(tmp_path)
     peers.refresh()
     for nth in range(500):
         _peer(tmp_path, f"a-{nth:03}", NAMED + _stored(1, 1 + nth))
@@ -192,7 +184,7 @@ def test_looking_for_peers_does_not_take_memory_for_what_else_lies_there(
 ) -> None:
     for nth in range(20_000):
         (tmp_path / f"file-{nth}").touch()
-    peers = _peers(tmp_path)
+    peers = peers_in(tmp_path)
     with _memory_below(MIB), capture_logs() as logs:
         peers.refresh()
     assert len(peers) == 0
@@ -209,7 +201,7 @@ def test_long_journals_are_read_in_turns_with_heartbeats_between(
     monkeypatch.setattr(frames, "RECORDS_A_FRAME", 64)
     for nth in range(3):
         _peer(tmp_path, f"peer-{nth}", NAMED + _stored(1000, 1000 * nth))
-    peers = _peers(tmp_path)
+    peers = peers_in(tmp_path)
     counts = []
     for _ in range(100):
         has_more = peers.refresh()
@@ -221,7 +213,7 @@ def test_long_journals_are_read_in_turns_with_heartbeats_between(
     peers.close()
 
     async def test() -> None:
-        tier = FileTier(tmp_path, "own", SIZE, PrefixLRU, threads=1, direct=False)
+        tier = file_tier(tmp_path, "own", threads=1)
         heartbeats: list[int] = []
         really = tier._own.send_heartbeat
         monkeypatch.setattr(tier._own, "send_heartbeat", lambda: (heartbeats.append(1), really())[1])
@@ -242,7 +234,7 @@ def test_a_long_journal_that_is_replaced_serves_until_the_new_one_is_read(
     monkeypatch.setattr(frames, "RECORDS_A_FRAME", 64)
     text = NAMED + _stored(1000)
     path = _peer(tmp_path, "peer", text)
-    peers = _peers(tmp_path, max_memory_bytes=4 * MIB if has_room else MIB)
+    peers = peers_in(tmp_path, max_memory_bytes=4 * MIB if has_room else MIB)
     assert not peers.refresh() and _num_found(peers, 1000) == 1000
     monkeypatch.setattr(peer_directories, "REFRESH_BYTES", 1)
     monkeypatch.setattr(journal, "READ_BYTES", 16 << 10)
@@ -280,7 +272,7 @@ def test_a_journal_ends_where_its_lengths_cannot_be(tmp_path: Path, what: str) -
     for name in ("own", "peer"):
         _peer(tmp_path, name, NAMED + _stored(2) + FOREIGN[what] + _stored(2, 2))
     with _memory_below(8 * MIB):
-        peers = _peers(tmp_path)
+        peers = peers_in(tmp_path)
         peers.refresh()
         assert _num_found(peers, 4) == 2
         peers.close()
@@ -300,10 +292,10 @@ def test_a_block_at_an_offset_that_no_file_has_is_a_miss(tmp_path: Path, offset:
     record = Record(block_hash(0), b"", offset, [0] * SHARDS)
     for name in ("own", "peer"):
         _peer(tmp_path, name, NAMED + frames.encode_stored(GROUP, [record]))
-    peers = _peers(tmp_path)
+    peers = peers_in(tmp_path)
     peers.refresh()
     found = peers.find(GROUP, block_hash(0))
-    assert found is not None and not found[0].read(offset, [memoryview(bytearray(4096))])
+    assert found is not None and not found[0].extents.read(offset, [memoryview(bytearray(4096))])
     peers.close()
     assert _open(tmp_path) == 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -34,6 +35,7 @@ from tests.contracts.tier_contract import (
     namespace_of,
     run,
 )
+from tests.support.file_tier import SIZE, file_tier
 from tests.support.mooncake import Cluster
 from tests.support.processes import run_server
 from tests.support.tier_directories import open_directory
@@ -41,13 +43,13 @@ from tests.support.values import block_hash, payload
 
 KEY = bytes(range(32))
 MAC = BlockMac(KEY)
-SIZE = 8 << 20
 FORGED = payload("forged", SLOT)
 FORGED_SUMS = [checksum(part) for part in np.split(FORGED, SHARDS)]
 
 
-def _tier(root: Path, name: str = "one", mac: BlockMac | None = MAC) -> FileTier:
-    return FileTier(root, name, SIZE, PrefixLRU, threads=2, direct=False, create=True, mac=mac)
+def _tier(root: Path, name: str = "one", key: bytes = KEY) -> FileTier:
+    path = root.with_name(f"{root.name}.{key[:4].hex()}.key")
+    return file_tier(root, name, create=True, key_file=str(_key_file(path, key.hex())) if key else "")
 
 
 @pytest.fixture
@@ -76,7 +78,7 @@ async def _read(tier: Tier, namespace: PoolNamespace, *names: str) -> list[bool]
 
 def _load(directory: Path) -> Inventory:
     opened = open_directory(directory)
-    inventory = Journal(opened, Disk(), has_tags=True).load()
+    inventory = Journal(opened, Disk(), functools.partial(Inventory, has_tags=True)).load()
     opened.close()
     return inventory
 
@@ -223,9 +225,9 @@ def test_one_tenants_block_is_a_miss_in_another_tenants_place(tmp_path: Path, na
     run(test)
 
 
-@pytest.mark.parametrize("writes_with", [None, BlockMac(bytes(32))])
+@pytest.mark.parametrize("writes_with", [b"", bytes(32)])
 def test_what_a_server_without_the_key_writes_is_not_read(
-    tmp_path: Path, namespace: PoolNamespace, writes_with: BlockMac | None
+    tmp_path: Path, namespace: PoolNamespace, writes_with: bytes
 ) -> None:
     async def test() -> None:
         await _write(_tier(tmp_path, "one", writes_with), namespace, "a")

@@ -26,12 +26,13 @@ from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.cache.pool import Pool
 from kvpool_server.cache.steps import finish
 from kvpool_server.tiering.tiered_pool import TieredPool
-from kvpool_server.tiers.file.extent_io import BlockSpot
+from kvpool_server.tiers.file.extents import BlockSpot
 from kvpool_server.tiers.file.tier import FileTier
 from tests.simulation.power import PowerDisk
 from tests.support.clock import FakeClock
 from tests.support.effort import effort
 from tests.support.memory_tier import answered
+from tests.support.file_tier import file_tier
 from tests.support.values import block_hash, group_spec, namespace_spec, payload
 
 SHARDS = 2
@@ -103,7 +104,9 @@ class World:
         self.memory = np.zeros(ARENA_BYTES, np.uint8)
         policy = POLICIES[self._policy]
         self.pool = self._pool_class(Arena(ARENA_BYTES, EXTENT_BYTES), self.clock, lambda: next(ids), policy=policy)
-        self.tier = self._tier_class(self.root, "one", TIER_BYTES, policy, threads=2, disk=self.disk)
+        self.tier = file_tier(
+            self.root, size=TIER_BYTES, policy=policy, io="direct", disk=self.disk, kind=self._tier_class
+        )
         self.tiered = TieredPool(self.pool, self.memory, [self.tier], [self._write_back])
         self.do(self.tiered.open())
         self.namespaces: list[PoolNamespace] = [self.pool.open_namespace(spec)[0] for spec in SPECS]

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
-from kvpool_server.tiers.file import own_directory
 from kvpool_server.tiers.file.directory import Directory
+from kvpool_server.tiers.file.disk import Disk
+from kvpool_server.tiers.file.extents import Extents
 from kvpool_server.tiers.file.own_directory import DirectoryLock
+from kvpool_server.tiers.file.peer_directories import PeerDirectories
+from kvpool_server.tiers.open_files import OpenFiles
 
 
 def open_directory(path: Path) -> Directory:
@@ -15,10 +19,15 @@ def open_directory(path: Path) -> Directory:
 
 def acquire(path: Path) -> DirectoryLock:
     """Locks a directory as its server does."""
-    _, lock = own_directory.acquire(open_directory(path.parent), path.name)
-    return lock
+    return DirectoryLock(open_directory(path.parent).open_directory(path.name, create=True))
 
 
 def inspect(path: Path) -> DirectoryLock:
     """Locks a directory as `kvpool tier gc` does."""
     return DirectoryLock(open_directory(path), is_owner=False)
+
+
+def peers_in(path: Path, max_memory_bytes: int = 1 << 30) -> PeerDirectories:
+    """All directories below a tier's path but "own"."""
+    make_extents = functools.partial(Extents, disk=Disk(), open_files=OpenFiles(), direct=False)
+    return PeerDirectories(open_directory(path), "own", make_extents, max_memory_bytes)

@@ -12,11 +12,11 @@ import contextlib
 import errno
 import os
 import stat
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 from kvpool.holdings import printable
+from kvpool_server.tiers.open_files import SharedDescriptor
 
 DIRECTORY_MODE, FILE_MODE = 0o700, 0o600
 """Of what a server makes."""
@@ -47,21 +47,16 @@ class Directory:
 
     def __init__(self, fd: int, path: Path, owners: Owners):
         self.path = path
-        self._fd = fd
+        self._fd = SharedDescriptor(fd)
         self._owners = owners
-        self._lock = threading.Lock()
-        self._num_users = 0
-        self._is_closed = False
-        self._file_mode = FILE_MODE
-        if stat.S_IMODE(os.fstat(fd).st_mode) & 0o777 == GROUP_READABLE:
-            self._file_mode |= stat.S_IRGRP
+        is_for_group = stat.S_IMODE(os.fstat(fd).st_mode) & 0o777 == GROUP_READABLE
+        self._file_mode = FILE_MODE | stat.S_IRGRP if is_for_group else FILE_MODE
 
     @classmethod
     def open_root(cls, path: Path, owners: Owners) -> Directory:
         """A tier's path, of which only the last part is checked; it may also belong to root."""
-        fd = os.open(path, _OPEN_DIRECTORY)
         trusted = None if owners is None else owners | {0}
-        return cls._checked(fd, path, trusted, owners)
+        return cls._checked(os.open(path, _OPEN_DIRECTORY), path, trusted, owners)
 
     def open_directory(self, name: str, *, create: bool = False) -> Directory:
         """A directory in this one. Raises FileExistsError if it is deleted while it is created."""
@@ -156,33 +151,16 @@ class Directory:
 
     def close(self) -> None:
         """Calls raise FileNotFoundError from now on. Idempotent."""
-        with self._lock:
-            is_unused = not self._is_closed and not self._num_users
-            self._is_closed = True
-        if is_unused:
-            os.close(self._fd)
+        self._fd.close()
 
     @contextlib.contextmanager
     def _use(self, *names: str) -> Iterator[int]:
-        """The descriptor, for entries of these names.
-
-        It stays open meanwhile: its number could name another directory once it is closed.
-        """
+        """The descriptor, for entries of these names."""
         for name in names:
             if name in ("", ".", "..") or "/" in name:
                 raise UntrustedFileError(f"{printable(name)!r} is no entry of {_text(self.path)}")
-        with self._lock:
-            if self._is_closed:
-                raise FileNotFoundError(errno.ENOENT, "this directory is closed", str(self.path))
-            self._num_users += 1
-        try:
-            yield self._fd
-        finally:
-            with self._lock:
-                self._num_users -= 1
-                is_last_use = self._is_closed and not self._num_users
-            if is_last_use:
-                os.close(self._fd)
+        with self._fd.use() as fd:
+            yield fd
 
 
 def make_root(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The bytes of a file tier: one file for each extent, and slots in it.
+"""The bytes of a file tier: one file for each extent, slots in it, and reads and writes of many blocks at once.
 
 Bytes move between the file and the caller's memory without another copy. They bypass the page cache (O_DIRECT) if the
 file system can, and address, offset and length are multiples of 4 KiB, as the blocks of real models are.
@@ -6,40 +6,41 @@ file system can, and address, offset and length are multiples of 4 KiB, as the b
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import errno
 import os
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
+from typing import NamedTuple, TypeVar
 
 from kvpool_server.tiers.file.directory import Directory
 from kvpool_server.tiers.file.disk import Disk
 from kvpool_server.tiers.open_files import DirectoryFiles, OpenFiles
+from kvpool_server.tiers.thread_pool import DaemonThreadPool
+from kvpool_server.tiers.tier import is_sound
+
+T = TypeVar("T")
 
 _NAME = re.compile(r"extent-[0-9]{5,19}")
 DIRECT_BYTES = 4096
 """O_DIRECT accepts multiples of this size on any file system."""
+MIN_SPAN_BYTES = 1 << 20
+"""A shorter span of adjacent blocks is not worth a call of its own."""
 
 
 class Extents:
     """The extents in one directory. Thread-safe.
 
     Args:
+        writable: True for this server's own directory. In a peer's directory, an error of a read is a miss.
         open_files: bounds the files that are kept open.
-        writable: True for this server's own directory.
         direct: bypass the page cache where possible.
     """
 
     def __init__(
-        self,
-        directory: Directory,
-        extent_bytes: int,
-        disk: Disk,
-        open_files: OpenFiles,
-        *,
-        writable: bool,
-        direct: bool,
+        self, directory: Directory, extent_bytes: int, writable: bool, disk: Disk, open_files: OpenFiles, direct: bool
     ):
         self.extent_bytes = extent_bytes
         self._directory = directory
@@ -82,7 +83,9 @@ class Extents:
         try:
             with self._file(idx, within, views) as fd:
                 return self._disk.read(fd, views, within) == sum(view.nbytes for view in views)
-        except FileNotFoundError:
+        except (OSError, OverflowError) as error:  # As a failing disk, or an offset that no file can have.
+            if self._writable and not isinstance(error, FileNotFoundError):
+                raise
             return False
 
     def free(self, unused: Sequence[int]) -> None:
@@ -113,13 +116,99 @@ class Extents:
         return self._disk.open(self._directory, _name(idx), flags)
 
 
+MakeExtents = Callable[[Directory, int, bool], Extents]
+"""Makes the extents of a directory, given the bytes of one, and whether they are writable."""
+
+
 def _name(idx: int) -> str:
     return f"extent-{idx:05}"
 
 
 def _suits_direct(view: memoryview) -> bool:
-    return not view.nbytes % DIRECT_BYTES and not _address(view) % DIRECT_BYTES
+    if not view.nbytes or view.readonly or view.nbytes % DIRECT_BYTES:
+        return False
+    return not ctypes.addressof(ctypes.c_char.from_buffer(view)) % DIRECT_BYTES
 
 
-def _address(view: memoryview) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(view)) if view.nbytes and not view.readonly else 1
+class BlockSpot(NamedTuple):
+    """Where a block lies in a tier, and in memory.
+
+    Args:
+        view: uint8 [slot_bytes].
+        checksums: of its chunks.
+        is_authentic: whether bytes have the block's tag, where servers share a key.
+    """
+
+    offset: int
+    view: memoryview
+    checksums: Sequence[int]
+    is_authentic: Callable[[memoryview], bool] | None = None
+
+    def is_sound(self) -> bool:
+        """Whether the bytes in memory match the checksums, and the tag if there is one."""
+        is_authentic = self.is_authentic is None or self.is_authentic(self.view)
+        return is_authentic and is_sound(self.view, self.checksums)
+
+
+async def write_all(threads: DaemonThreadPool, extents: Extents, spots: Sequence[BlockSpot]) -> None:
+    """Returns, or raises OSError, when no call is under way any more."""
+    await _all(
+        threads.call(extents.write, span[0].offset, [spot.view for spot in span])
+        for span in _spans(spots, extents.extent_bytes, threads.num_threads)
+    )
+
+
+async def read_all(threads: DaemonThreadPool, source: Extents, spots: Sequence[BlockSpot]) -> list[bool]:
+    """For each block whether it was read and is sound; a block on a bad sector of the disk is not.
+
+    Raises:
+        OSError: none of several blocks could be read, or the file system fails other than by a bad sector (EIO). No
+            call is under way any more.
+    """
+    spans = _spans(spots, source.extent_bytes, threads.num_threads)
+    parts = await _all(threads.call(_read_span, source, span) for span in spans)
+    results = [result for part in parts for result in part]
+    errors = [result for result in results if isinstance(result, OSError)]
+    if len(errors) == len(results) > 1:
+        raise errors[0]
+    return [result is True for result in results]
+
+
+def _read_span(source: Extents, span: Sequence[BlockSpot]) -> list[bool | OSError]:
+    """For each block whether it was read and is sound, or the error of its bad sector. Raises any other OSError."""
+    failed: bool | OSError = False
+    try:
+        if source.read(span[0].offset, [spot.view for spot in span]):
+            return [spot.is_sound() for spot in span]
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
+        failed = error
+    if len(span) == 1:
+        return [failed]
+    # The file ends in one of the blocks, or one lies on a bad sector: read each by itself.
+    return [result for spot in span for result in _read_span(source, [spot])]
+
+
+def _spans(spots: Sequence[BlockSpot], extent_bytes: int, num_parts: int) -> list[list[BlockSpot]]:
+    """Adjacent blocks, in their order, cut at the ends of extents and into about `num_parts` parts."""
+    most = max(MIN_SPAN_BYTES, sum(spot.view.nbytes for spot in spots) // num_parts)
+    spans: list[list[BlockSpot]] = []
+    end = nbytes = 0
+    for spot in spots:
+        if spot.offset != end or spot.offset % extent_bytes == 0 or nbytes >= most:
+            spans.append([])
+            nbytes = 0
+        spans[-1].append(spot)
+        nbytes += spot.view.nbytes
+        end = spot.offset + spot.view.nbytes
+    return spans
+
+
+async def _all(calls: Iterable[Awaitable[T]]) -> list[T]:
+    """The results of all calls. Raises the error of one of them, once all have ended."""
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return results  # type: ignore[return-value]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import struct
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from typing import BinaryIO, NamedTuple, TypeVar
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -82,19 +82,13 @@ def encode_stored(group: GroupKey, records: Sequence[Record]) -> bytes:
     """Blocks of a group that are stored; all have the same number of checksums, and a tag or none."""
     frames = []
     for some in _at_most(records, RECORDS_A_FRAME):
-        lines = b"".join(
-            b"".join(
-                (
-                    record.block_hash,
-                    record.parent_hash or _ROOT,
-                    record.offset.to_bytes(8, "little"),
-                    array("Q", record.checksums).tobytes(),
-                    record.tag,
-                )
-            )
-            for record in some
-        )
-        frames.append(encode_frame(STORED, _STORED.pack(*group, len(some[0].checksums)) + lines))
+        rows = [
+            (hash_, parent_hash or _ROOT, offset, array("Q", sums).tobytes(), tag)
+            for hash_, parent_hash, offset, sums, tag in some
+        ]
+        num_shards = len(some[0].checksums)
+        lines = np.array(rows, _row(num_shards, len(some[0].tag))).tobytes()
+        frames.append(encode_frame(STORED, _STORED.pack(*group, num_shards) + lines))
     return b"".join(frames)
 
 
@@ -105,6 +99,12 @@ def encode_removed(offsets: Iterable[int]) -> bytes:
 
 def _at_most(items: Items, count: int) -> Iterator[Items]:
     return (items[start : start + count] for start in range(0, len(items), count))
+
+
+def _row(num_shards: int, tag_bytes: int) -> np.dtype[Any]:
+    """A block in a frame of stored blocks."""
+    name, sums, tag = f"V{HASH_BYTES}", f"V{8 * num_shards}", f"V{tag_bytes}"
+    return np.dtype([("hash", name), ("parent", name), ("offset", "<u8"), ("sums", sums), ("tag", tag)])
 
 
 def decode_frames(text: memoryview) -> Iterator[Frame]:
@@ -145,15 +145,8 @@ def decode_stored(payload: memoryview, tag_bytes: int) -> Stored:
     fingerprint, group_idx, num_shards = _STORED.unpack_from(payload)
     if not 1 <= num_shards <= MAX_SHARDS:
         raise ValueError(f"blocks with {num_shards} checksums")
-    fields = [
-        ("hash", f"V{HASH_BYTES}"),
-        ("parent", f"V{HASH_BYTES}"),
-        ("offset", "<u8"),
-        ("sums", f"V{8 * num_shards}"),
-        ("tag", f"V{tag_bytes}"),
-    ]
-    lines = np.frombuffer(payload[_STORED.size :], np.dtype(fields))
-    columns = (lines[name].tolist() for name, _ in fields)
+    lines = np.frombuffer(payload[_STORED.size :], _row(num_shards, tag_bytes))
+    columns = (lines[name].tolist() for name in lines.dtype.names or ())
     records = (
         Record(block_hash, b"" if parent_hash == _ROOT else parent_hash, offset, array("Q", sums), tag)
         for block_hash, parent_hash, offset, sums, tag in zip(*columns, strict=True)

@@ -114,18 +114,19 @@ class Inventory:
 
     def _apply_frame(self, kind: int, payload: memoryview) -> None:
         """May raise anything; has changed nothing then."""
-        if kind == frames.HEAD:
-            self.extent_bytes = frames.decode_head(payload, self._version)
-        elif kind == frames.NAMESPACE:
-            spec = frames.decode_namespace(payload)
-            if (fingerprint := spec.fingerprint()) not in self.specs:
-                self._take_memory(NAMESPACE_BYTES + SPEC_FACTOR * len(payload))
-            self.specs[fingerprint] = spec
-        elif kind == frames.STORED:
-            self._store(payload)
-        elif kind == frames.REMOVED:
-            for offset in frames.decode_removed(payload):
-                self._remove(offset)
+        match kind:
+            case frames.HEAD:
+                self.extent_bytes = frames.decode_head(payload, self._version)
+            case frames.NAMESPACE:
+                spec = frames.decode_namespace(payload)
+                if (fingerprint := spec.fingerprint()) not in self.specs:
+                    self._take_memory(NAMESPACE_BYTES + SPEC_FACTOR * len(payload))
+                self.specs[fingerprint] = spec
+            case frames.STORED:
+                self._store(payload)
+            case frames.REMOVED:
+                for offset in frames.decode_removed(payload):
+                    self._remove(offset)
 
     def _store(self, payload: memoryview) -> None:
         group, num_shards, num_records, stored = frames.decode_stored(payload, self._tag_bytes)
@@ -142,8 +143,7 @@ class Inventory:
             self._at[record.offset] = (group, record.block_hash)
 
     def _remove(self, offset: int) -> None:
-        at = self._at.get(offset)
-        if at is not None:
+        if (at := self._at.get(offset)) is not None:
             self._forget(self.groups[at[0]].pop(at[1]))
 
     def _forget(self, record: Record) -> None:
@@ -166,8 +166,7 @@ class Inventory:
                 self.is_exact = False
 
     def get(self, group: GroupKey, block_hash: bytes) -> Record | None:
-        records = self.groups.get(group)
-        return None if records is None else records.get(block_hash)
+        return self.groups.get(group, {}).get(block_hash)
 
     def encode(self) -> Iterator[bytes]:
         """A journal that lists these blocks, in the order in which they were stored: parents before children.
@@ -184,23 +183,19 @@ class Inventory:
 
 
 class Journal:
-    """See the module. Blocking; thread-safe. Every method raises OSError."""
+    """The file, appended by its owner. Blocking; thread-safe. Every method raises OSError.
 
-    def __init__(
-        self, directory: Directory, disk: Disk, max_memory_bytes: int = sys.maxsize, *, has_tags: bool = False
-    ):
+    Args:
+        empty: makes an inventory of this journal's kind and bounds, without blocks.
+    """
+
+    def __init__(self, directory: Directory, disk: Disk, empty: Callable[[], Inventory] = Inventory):
+        self.empty = empty
         self._directory = directory
         self._disk = disk
-        self._max_memory_bytes = max_memory_bytes
-        self._has_tags = has_tags
         self._lock = threading.Lock()
         self._fd = -1
-        self._nbytes = 0
-        self._compact_at_bytes = 0
-
-    def empty(self) -> Inventory:
-        """An inventory of this journal's kind and bounds, without blocks."""
-        return Inventory(self._max_memory_bytes, has_tags=self._has_tags)
+        self._nbytes = self._compact_at_bytes = 0
 
     def load(self) -> Inventory:
         """The blocks at the end of the last run; empty without a journal."""
@@ -218,27 +213,27 @@ class Journal:
     def begin(self, inventory: Inventory) -> None:
         """Continues from this content. Called once, before `append`."""
         with self._lock:
-            if not inventory.nbytes or not inventory.is_exact:
+            if inventory.nbytes and inventory.is_exact:
+                self._continue(self._disk.open(self._directory, FILE_NAME, os.O_RDWR), inventory.nbytes)
+            else:
                 self._rewrite(inventory)
-                return
-            self._fd = self._disk.open(self._directory, FILE_NAME, os.O_RDWR)
-            self._nbytes = inventory.nbytes
-            self._compact_at_bytes = 2 * self._nbytes + COMPACT_AT_LEAST_BYTES
 
     def append(self, text: bytes) -> None:
         """Adds frames, all or nothing as far as readers see."""
         with self._lock:
             self._disk.write(self._fd, [memoryview(text)], self._nbytes)
             self._nbytes += len(text)
-            if self._nbytes >= self._compact_at_bytes:
-                try:
-                    self._compact()
-                except OSError as error:
-                    # The frames are written. The journal grows on, and is compacted when it is worth another try.
-                    self._compact_at_bytes = self._nbytes + COMPACT_AT_LEAST_BYTES
-                    log.warning(
-                        "a tier's journal cannot be compacted", directory=str(self._directory.path), error=str(error)
-                    )
+            if self._nbytes < self._compact_at_bytes:
+                return
+            try:
+                inventory = self.empty()
+                inventory.read(self._fd)
+                self._rewrite(inventory)
+            except OSError as error:
+                # The frames are written. The journal grows on, and is compacted when it is worth another try.
+                self._compact_at_bytes = self._nbytes + COMPACT_AT_LEAST_BYTES
+                directory = str(self._directory.path)
+                log.warning("a tier's journal cannot be compacted", directory=directory, error=str(error))
 
     def close(self) -> None:
         """Idempotent."""
@@ -246,11 +241,6 @@ class Journal:
             if self._fd >= 0:
                 self._disk.close(self._fd)
                 self._fd = -1
-
-    def _compact(self) -> None:
-        inventory = self.empty()
-        inventory.read(self._fd)
-        self._rewrite(inventory)
 
     def _rewrite(self, inventory: Inventory) -> None:
         with contextlib.suppress(FileNotFoundError):
@@ -270,6 +260,9 @@ class Journal:
             raise
         if self._fd >= 0:
             self._disk.close(self._fd)
+        self._continue(fd, nbytes)
+
+    def _continue(self, fd: int, nbytes: int) -> None:
         self._fd, self._nbytes = fd, nbytes
         self._compact_at_bytes = 2 * nbytes + COMPACT_AT_LEAST_BYTES
 
@@ -279,6 +272,9 @@ class JournalBuffer(Observer):
 
     Args:
         tags: of the slots at these offsets, if blocks have tags.
+
+    Attributes:
+        named: namespaces that the journal or the buffer names.
     """
 
     def __init__(self, tags: Mapping[int, bytes] = MappingProxyType({})) -> None:
@@ -287,26 +283,26 @@ class JournalBuffer(Observer):
         self._stored: list[Record] = []
         self._removed: list[int] = []
         self._group: GroupKey | None = None
-        self._namespaces: set[bytes] = set()
-
-    def skip_namespace(self, fingerprint: bytes) -> None:
-        """Notes that the journal names this namespace already."""
-        self._namespaces.add(fingerprint)
+        self.named: set[bytes] = set()
 
     def open_namespace(self, namespace: PoolNamespace) -> None:
         """Names a namespace in the journal, once, before any block of it. Raises InvalidRequestError."""
-        if namespace.fingerprint not in self._namespaces:
+        if namespace.fingerprint not in self.named:
             self._encode_changes()
             self._frames.append(frames.encode_namespace(namespace.spec))
-            self._namespaces.add(namespace.fingerprint)
+            self.named.add(namespace.fingerprint)
+
+    def record(self, entry: Entry) -> Record:
+        """A complete entry as the journal lists it."""
+        tag = self._tags.get(entry.offset, b"")
+        return Record(entry.block_hash, entry.parent_hash, entry.offset, entry.checksums, tag)
 
     def stored(self, entry: Entry) -> None:
         group = (entry.group.fingerprint, entry.group.idx)
         if self._removed or group != self._group:
             self._encode_changes()
             self._group = group
-        tag = self._tags.get(entry.offset, b"")
-        self._stored.append(Record(entry.block_hash, entry.parent_hash, entry.offset, entry.checksums, tag))
+        self._stored.append(self.record(entry))
 
     def removed(self, entry: Entry) -> None:
         if self._stored:

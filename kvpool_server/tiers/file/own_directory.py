@@ -8,6 +8,7 @@ leads to that file.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import fcntl
 import os
@@ -22,11 +23,11 @@ from kvpool_server.tiers.health import ANSWER_S
 from kvpool_server.tiers.thread_pool import DaemonThreadPool
 
 FILE_NAME = "lock"
-TRIES = 4
-WAIT_S = 0.05
+RETRY_S = 0.05
+MOMENT_S = 0.15
+"""How long a directory that is locked, deleted or created at the same time is tried again."""
 
 log = structlog.get_logger()
-RETRY_S = 0.2
 
 
 class DirectoryGoneError(FileNotFoundError):
@@ -76,43 +77,18 @@ class DirectoryLock:
         os.close(self._fd)
 
     def _check_path(self) -> None:
-        try:
+        with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.stat(self._path), os.fstat(self._fd)):
                 return
-        except FileNotFoundError:
-            pass
         raise self._gone()
 
     def _gone(self) -> DirectoryGoneError:
         return DirectoryGoneError(errno.ENOENT, "the directory was removed or replaced", str(self._path.parent))
 
 
-def acquire(root: Directory, name: str) -> tuple[Directory, DirectoryLock]:
-    """Opens and locks a directory, and creates it if necessary. Raises as `DirectoryLock`.
-
-    Retries for a moment: a process that inspects the directory holds the lock shortly, and one that deletes the
-    directory leaves none.
-    """
-    for _ in range(TRIES - 1):
-        try:
-            return _create_and_lock(root, name)
-        except (BlockingIOError, FileNotFoundError, FileExistsError):
-            time.sleep(WAIT_S)
-    return _create_and_lock(root, name)
-
-
 def heartbeat_age_s(directory: Directory) -> float:
     """Seconds since the owner's last heartbeat. Raises OSError, FileNotFoundError if the directory has no lock."""
     return time.time() - directory.stat(FILE_NAME).st_mtime
-
-
-def _create_and_lock(root: Directory, name: str) -> tuple[Directory, DirectoryLock]:
-    directory = root.open_directory(name, create=True)
-    try:
-        return directory, DirectoryLock(directory)
-    except BaseException:
-        directory.close()
-        raise
 
 
 class OwnDirectory:
@@ -124,8 +100,7 @@ class OwnDirectory:
         owners: trusted user ids.
 
     Attributes:
-        path: of the directory.
-        name: of the directory.
+        path, name: of the directory.
         root, directory: both directories, open once the directory is acquired.
         is_gone: True while another directory, or none, lies at the path.
     """
@@ -138,7 +113,6 @@ class OwnDirectory:
         self.name = name
         self.is_gone = False
         self._tier_name = tier_name
-        self._root_path = root
         self._create = create
         self._owners = owners
         self._handover_s = handover_s
@@ -147,13 +121,15 @@ class OwnDirectory:
     async def acquire(self, threads: DaemonThreadPool) -> None:
         """Locks the directory; waits for a server of the same name that drains and writes its journal.
 
+        Retries for a moment anyway: a process that inspects the directory holds the lock shortly, and one that deletes
+        the directory leaves none.
+
         Raises:
             ConfigError: the root does not exist, the directory is another server's, or the file system does not answer.
             UntrustedFileError: others can write to the root, the directory or the lock, or own one of them.
             OSError: the directory cannot be created or locked.
         """
-        ends_at = time.monotonic() + self._handover_s
-        is_waiting = False
+        began_at, is_waiting = time.monotonic(), False
         while True:
             try:
                 async with asyncio.timeout(ANSWER_S):
@@ -164,35 +140,39 @@ class OwnDirectory:
                     f"tier {self._tier_name}: the file system does not answer within {ANSWER_S:.0f} s; check the mount "
                     "and its server"
                 ) from None
-            except BlockingIOError:
-                if time.monotonic() >= ends_at:
+            except (BlockingIOError, FileNotFoundError, FileExistsError) as error:
+                is_locked, waited_s = isinstance(error, BlockingIOError), time.monotonic() - began_at
+                if waited_s >= max(self._handover_s if is_locked else 0.0, MOMENT_S):
+                    if not is_locked:
+                        raise
                     raise ConfigError(
                         f"tier {self._tier_name}: {self.path} belongs to another running server; stop that server, or "
                         "give this one another path or a name= of its own"
                     ) from None
-            if not is_waiting:
+            if waited_s >= MOMENT_S and not is_waiting:
                 is_waiting = True
                 log.warning(
                     "a tier waits for another server to release its directory",
                     tier=self._tier_name,
                     directory=str(self.path),
-                    left_s=round(ends_at - time.monotonic(), 1),
+                    left_s=round(self._handover_s - waited_s, 1),
                 )
             await asyncio.sleep(RETRY_S)
 
     def _acquire(self) -> tuple[Directory, Directory, DirectoryLock]:
+        root_path = self.path.parent
         if self._create:
-            make_root(self._root_path)
-        elif not self._root_path.exists():
+            make_root(root_path)
+        elif not root_path.exists():
             raise ConfigError(
-                f"tier {self._tier_name}: {self._root_path} does not exist; mount it, or add create=yes to create it"
+                f"tier {self._tier_name}: {root_path} does not exist; mount it, or add create=yes to create it"
             )
-        root = Directory.open_root(self._root_path, self._owners)
-        try:
-            return root, *acquire(root, self.name)
-        except BaseException:
-            root.close()
-            raise
+        with contextlib.ExitStack() as stack:
+            stack.callback((root := Directory.open_root(root_path, self._owners)).close)
+            stack.callback((directory := root.open_directory(self.name, create=True)).close)
+            lock = DirectoryLock(directory)
+            stack.pop_all()
+        return root, directory, lock
 
     def send_heartbeat(self) -> None:
         """Tells other hosts that the owner lives, and sets `is_gone`. Blocking. Raises OSError if the disk fails."""

@@ -7,18 +7,16 @@ the checksums tell. Trouble with one directory is logged once, and does not affe
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import structlog
 
 from kvpool.holdings import printable
 from kvpool_server.cache.entry import Record
 from kvpool_server.tiers.file.directory import Directory
-from kvpool_server.tiers.file.disk import Disk
-from kvpool_server.tiers.file.extents import Extents
+from kvpool_server.tiers.file.extents import Extents, MakeExtents
 from kvpool_server.tiers.file.frames import GroupKey
 from kvpool_server.tiers.file.journal import FILE_NAME, Inventory
-from kvpool_server.tiers.open_files import OpenFiles
 
 log = structlog.get_logger()
 
@@ -36,24 +34,17 @@ class PeerBlocks:
     """The blocks of one peer: the inventory that its journal gives, and the extents with the bytes.
 
     The two belong together: a journal that was replaced makes a new `PeerBlocks`, and readers of the old one go on with
-    the inventory that led them there. Any failure is a miss, never an error of this server. One thread calls `find`
-    and `forget`; any thread the rest, while the inventory grows.
+    the inventory that led them there. One thread calls `find` and `forget`, while the inventory grows.
     """
 
     def __init__(self, inventory: Inventory, extents: Extents):
-        self.extent_bytes = extents.extent_bytes
-        self._inventory = inventory
-        self._extents = extents
+        self.inventory = inventory
+        self.extents = extents
         self._lost: dict[int, Record] = {}
-
-    @property
-    def memory_bytes(self) -> int:
-        """Estimate of what the inventory takes."""
-        return self._inventory.memory_bytes
 
     def find(self, group: GroupKey, block_hash: bytes) -> Record | None:
         """Where a block lies, as far as the journal has been read."""
-        record = self._inventory.get(group, block_hash)
+        record = self.inventory.get(group, block_hash)
         return None if record is None or self._lost.get(record.offset) is record else record
 
     def forget(self, record: Record) -> None:
@@ -63,51 +54,42 @@ class PeerBlocks:
         if len(self._lost) > MAX_LOST:
             del self._lost[next(iter(self._lost))]
 
-    def read(self, offset: int, views: Sequence[memoryview]) -> bool:
-        """As `Extents.read`, but False instead of an error."""
-        try:
-            return self._extents.read(offset, views)
-        except (OSError, OverflowError):  # A failing disk, missing permissions, or an offset that no file can have.
-            return False
-
-    def close(self) -> None:
-        """Reads are misses from now on. Idempotent."""
-        self._extents.close()
-
 
 class PeerDirectory:
     """One other server's directory, which it closes. For one thread at a time.
 
+    Args:
+        empty: makes the inventory of a journal.
+
     Attributes:
         directory: the directory.
         blocks: can be read; None until the journal's first frame is known.
-        trouble: what is wrong with the journal; empty if nothing is, or only its end is not written yet.
-        memory_bytes: estimate of what its blocks take.
     """
 
-    def __init__(self, directory: Directory, make_extents: Callable[[int], Extents], *, has_tags: bool):
+    def __init__(self, directory: Directory, make_extents: MakeExtents, empty: Callable[[], Inventory]):
         self.directory = directory
-        self._has_tags = has_tags
         self.blocks: PeerBlocks | None = None
         self._make_extents = make_extents
-        self._journal: int | None = None
-        self._inventory = Inventory(has_tags=self._has_tags)
-        self._has_begun = False
-        self._vain_refreshes = 0
-        self._refreshes_to_skip = 0
+        self._empty = empty
+        self._journal = -1
+        self._inventory = empty()
+        self._next_skip = self._refreshes_to_skip = 0
 
     @property
     def trouble(self) -> str:
+        """What is wrong with the journal; empty if nothing is, or only its end is not written yet."""
         return self._inventory.trouble
 
     @property
     def memory_bytes(self) -> int:
+        """Estimate of what its blocks take."""
         return self._inventory.memory_bytes + self._replaced_memory_bytes
 
     @property
     def _replaced_memory_bytes(self) -> int:
         """Of the blocks of a journal that was replaced, until the new one has been read."""
-        return 0 if self._has_begun or self.blocks is None else self.blocks.memory_bytes
+        old = self.blocks
+        return 0 if old is None or old.inventory is self._inventory else old.inventory.memory_bytes
 
     def refresh(self, max_bytes: int, max_memory_bytes: int) -> int:
         """Reads what has been added to the journal, or a journal that was replaced; returns the bytes read.
@@ -118,57 +100,44 @@ class PeerDirectory:
 
         Raises OSError.
         """
-        if self._journal is None or self._is_replaced(self._journal):
-            self._begin()
+        if self._journal < 0 or self._is_replaced():
+            opened = self.directory.open(FILE_NAME, os.O_RDONLY)
+            self._close_journal()
+            self._journal, self._inventory = opened, self._empty()
+            self._next_skip = self._refreshes_to_skip = 0
         elif self._refreshes_to_skip:
             self._refreshes_to_skip -= 1
             return 0
         self._inventory.max_memory_bytes = max_memory_bytes - self._replaced_memory_bytes
-        num_read = self._read_on(max_bytes)
-        has_more = num_read >= max_bytes and not self._vain_refreshes
-        if not self._has_begun and self._inventory.extent_bytes and (self.blocks is None or not has_more):
-            old = self.blocks
-            self.blocks = PeerBlocks(self._inventory, self._make_extents(self._inventory.extent_bytes))
-            self._has_begun = True
+        began_at = self._inventory.nbytes
+        num_read = self._inventory.read(self._journal, max_bytes)
+        is_vain = num_read > 0 and began_at == self._inventory.nbytes
+        if is_vain:  # The rest of the frame may come yet, or never: refreshes that read it again become rarer.
+            self._refreshes_to_skip = self._next_skip
+        self._next_skip = min(2 * self._next_skip + 1, MAX_SKIPPED_REFRESHES) if is_vain else 0
+        old, has_all = self.blocks, num_read < max_bytes or is_vain
+        if self._inventory.extent_bytes and (old is None or (old.inventory is not self._inventory and has_all)):
+            extents = self._make_extents(self.directory, self._inventory.extent_bytes, False)
+            self.blocks = PeerBlocks(self._inventory, extents)
             if old is not None:
-                old.close()
+                old.extents.close()
         return num_read
 
     def close(self) -> None:
         self._close_journal()
         if self.blocks is not None:
-            self.blocks.close()
+            self.blocks.extents.close()
             self.blocks = None
         self.directory.close()
 
-    def _is_replaced(self, journal: int) -> bool:
+    def _is_replaced(self) -> bool:
         now = self.directory.stat(FILE_NAME)
-        return not os.path.samestat(now, os.fstat(journal)) or now.st_size < self._inventory.nbytes
-
-    def _begin(self) -> None:
-        journal = self.directory.open(FILE_NAME, os.O_RDONLY)
-        self._close_journal()
-        self._journal = journal
-        self._inventory = Inventory(has_tags=self._has_tags)
-        self._has_begun = False
-        self._vain_refreshes = self._refreshes_to_skip = 0
-
-    def _read_on(self, max_bytes: int) -> int:
-        assert self._journal is not None
-        began_at = self._inventory.nbytes
-        num_read = self._inventory.read(self._journal, max_bytes)
-        if num_read and began_at == self._inventory.nbytes:
-            # The rest of the frame may come yet, or never: refreshes that read it again become rarer.
-            self._refreshes_to_skip = min(2**self._vain_refreshes - 1, MAX_SKIPPED_REFRESHES)
-            self._vain_refreshes = min(self._vain_refreshes + 1, 16)
-        else:
-            self._vain_refreshes = 0
-        return num_read
+        return not os.path.samestat(now, os.fstat(self._journal)) or now.st_size < self._inventory.nbytes
 
     def _close_journal(self) -> None:
-        if self._journal is not None:
+        if self._journal >= 0:
             os.close(self._journal)
-            self._journal = None
+            self._journal = -1
 
 
 class PeerDirectories:
@@ -178,27 +147,22 @@ class PeerDirectories:
         root: the path.
         own_name: of this server's directory, which is none of them.
         max_memory_bytes: the most memory that the blocks of all of them may take.
-        has_tags: as `Inventory` takes it.
+        empty: makes the inventory of a journal.
     """
 
     def __init__(
         self,
         root: Directory,
         own_name: str,
-        disk: Disk,
-        open_files: OpenFiles,
-        direct: bool,
+        make_extents: MakeExtents,
         max_memory_bytes: int = DEFAULT_MEMORY_BYTES,
-        *,
-        has_tags: bool = False,
+        empty: Callable[[], Inventory] = Inventory,
     ):
-        self._has_tags = has_tags
         self._root = root
         self._own_name = own_name
-        self._disk = disk
-        self._open_files = open_files
-        self._direct = direct
+        self._make_extents = make_extents
         self._max_memory_bytes = max_memory_bytes
+        self._empty = empty
         self._peers: dict[str, PeerDirectory] = {}
         self._troubles: dict[str, str] = {}
         self._last_name = ""
@@ -269,11 +233,9 @@ class PeerDirectories:
 
     def _refresh_one(self, name: str, max_bytes: int, room: int) -> int:
         """Bytes read of a directory's journal. May raise anything."""
-        peer = self._peers.get(name)
-        if peer is not None:
+        if (peer := self._peers.get(name)) is not None:
             return peer.refresh(max_bytes, room)
-        directory = self._root.open_directory(name)
-        peer = PeerDirectory(directory, lambda nbytes: self._extents_in(directory, nbytes), has_tags=self._has_tags)
+        peer = PeerDirectory(self._root.open_directory(name), self._make_extents, self._empty)
         try:
             num_read = peer.refresh(max_bytes, room)
         except BaseException:
@@ -289,6 +251,3 @@ class PeerDirectories:
             if trouble:
                 directory = printable(str(self._root.path / name))
                 log.warning("a peer's directory cannot be read", directory=directory, error=printable(trouble))
-
-    def _extents_in(self, directory: Directory, extent_bytes: int) -> Extents:
-        return Extents(directory, extent_bytes, self._disk, self._open_files, writable=False, direct=self._direct)

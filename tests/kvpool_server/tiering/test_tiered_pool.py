@@ -11,12 +11,11 @@ import pytest
 from kvpool.errors import UnknownNamespaceError
 from kvpool.namespace import NamespaceSpec
 from kvpool.types import BlockRun, PoolStats, RunHits, ShardRange, TierStats
-from kvpool_server.cache.eviction.lru import PrefixLRU
 from kvpool_server.metrics import PoolCollector
 from kvpool_server.tiering import tiered_pool as tiering
-from kvpool_server.tiers.file.tier import FileTier
 from kvpool_server.tiers.health import AWAY_S
 from kvpool_server.tiers.tier import COUNTERS, TierError
+from tests.support.file_tier import file_tier
 from tests.support.memory_tier import SLOT, SLOTS, MemoryTier, Rig, asked, play, turns
 from tests.support.values import block_hash, group_spec, namespace_spec, payload
 
@@ -213,7 +212,7 @@ async def test_a_namespace_that_only_a_tier_knows_can_be_cleared(rig: Rig, tier:
 
 
 def test_a_scrape_before_the_tiers_are_open_has_the_pools_numbers(tmp_path: Path) -> None:
-    tier = FileTier(tmp_path, "me", 4 << 20, PrefixLRU)
+    tier = file_tier(tmp_path, "me", 4 << 20)
     stats = Rig(tier).tiered.stats()
     assert stats.tiers == () and stats.free_bytes == SLOTS * SLOT
 

@@ -8,7 +8,7 @@ import pytest
 
 from kvpool.errors import ConfigError
 from kvpool_server.cache.eviction.lru import PrefixLRU
-from kvpool_server.tiers.file.options import FileOptions
+from kvpool_server.tiers.file.tier import FileOptions
 from kvpool_server.tiers.open_files import OpenFiles
 from kvpool_server.tiers.registry import KINDS, parse
 from kvpool_server.tiers.tier import TierContext

@@ -8,15 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from kvpool_server.cache.eviction.lru import PrefixLRU
 from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.tiers.file.disk import Disk
 from kvpool_server.tiers.file.tier import FileTier
 from kvpool_server.tiers.tier import TierError
 from tests.contracts.tier_contract import SLOT, Memory, TierContract, blocks_of, namespace_of, run
+from tests.support.file_tier import SIZE, file_tier
 from tests.support.values import block_hash
-
-SIZE = 8 << 20
 
 
 class BadDisk(Disk):
@@ -39,7 +37,7 @@ class BadDisk(Disk):
 
 
 def _tier(root: Path, disk: Disk | None = None, size: int = SIZE) -> FileTier:
-    return FileTier(root, "one", size, PrefixLRU, threads=2, direct=False, disk=disk)
+    return file_tier(root, size=size, disk=disk)
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import os
 import time
@@ -10,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from kvpool_server.tiers.file.own_directory import DirectoryGoneError, DirectoryLock, heartbeat_age_s
+from kvpool_server.tiers.file.own_directory import DirectoryGoneError, DirectoryLock, OwnDirectory, heartbeat_age_s
+from kvpool_server.tiers.thread_pool import DaemonThreadPool
 from tests.support.tier_directories import acquire, inspect, open_directory
 
 LONG_S = 4_000.0
@@ -19,6 +21,19 @@ LONG_S = 4_000.0
 def _age(directory: Path) -> None:
     then = time.time() - LONG_S
     os.utime(directory / "lock", (then, then))
+
+
+def _own(path: Path) -> OwnDirectory:
+    """The directory, acquired as a server does."""
+    own = OwnDirectory("file:", path.parent, path.name, False, 0.0, None)
+
+    async def acquire_on_a_thread() -> None:
+        threads = DaemonThreadPool(1, "test")
+        await own.acquire(threads)
+        threads.close(1.0)
+
+    asyncio.run(acquire_on_a_thread())
+    return own
 
 
 def test_a_directory_that_is_deleted_while_it_is_locked_is_made_again(
@@ -34,11 +49,12 @@ def test_a_directory_that_is_deleted_while_it_is_locked_is_made_again(
         really(fd, operation)
 
     monkeypatch.setattr(fcntl, "flock", renamed_meanwhile)
-    lock = acquire(directory)
-    lock.send_heartbeat()  # Raises unless the lock is that of the directory at the path.
+    own = _own(directory)
+    own.send_heartbeat()
+    assert not own.is_gone, "the lock is not that of the directory at the path"
     with pytest.raises(BlockingIOError):
         DirectoryLock(open_directory(directory))
-    lock.close()
+    own.release()
 
 
 def test_a_directory_that_is_deleted_while_it_is_made_is_made_again(
@@ -51,7 +67,7 @@ def test_a_directory_that_is_deleted_while_it_is_made_is_made_again(
         raise FileExistsError(17, "File exists")
 
     monkeypatch.setattr(os, "mkdir", gone_meanwhile)
-    acquire(tmp_path / "one").close()
+    _own(tmp_path / "one").release()
     assert (tmp_path / "one" / "lock").exists()
 
 

@@ -12,23 +12,20 @@ import pytest
 from structlog.testing import capture_logs
 
 from kvpool_server.cache.entry import Record
-from kvpool_server.cache.eviction.lru import PrefixLRU
 from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.tiers.file import frames
 from kvpool_server.tiers.file.disk import Disk
 from kvpool_server.tiers.file.peer_directories import PeerDirectories
 from kvpool_server.tiers.file.tier import FileTier
-from kvpool_server.tiers.open_files import OpenFiles
 from kvpool_server.tiers.tier import TierError
 from tests.contracts.tier_contract import Memory, TierContract, blocks_of, namespace_of, run
-from tests.support.tier_directories import acquire, open_directory
+from tests.support.file_tier import file_tier
+from tests.support.tier_directories import acquire, peers_in
 from tests.support.values import block_hash
-
-SIZE = 8 << 20
 
 
 def _tier(root: Path, owner: str = "one", disk: Disk | None = None) -> FileTier:
-    return FileTier(root, owner, SIZE, PrefixLRU, threads=2, direct=False, disk=disk)
+    return file_tier(root, owner, disk=disk)
 
 
 class BadDisk(Disk):
@@ -163,7 +160,7 @@ def test_a_journal_that_goes_no_further_is_not_read_each_time(tmp_path: Path, mo
     (tmp_path / "peer").mkdir()
     journal = tmp_path / "peer" / "journal"
     journal.write_bytes(frames.encode_head(4096) + b"no frame" * 100)
-    peers = PeerDirectories(open_directory(tmp_path), "own", Disk(), OpenFiles(), direct=False)
+    peers = peers_in(tmp_path)
     reads: list[int] = []
     really = os.pread
     monkeypatch.setattr(os, "pread", lambda fd, size, at: (reads.append(at), really(fd, size, at))[1])

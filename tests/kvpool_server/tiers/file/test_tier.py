@@ -13,10 +13,10 @@ import pytest
 
 from kvpool.errors import ConfigError
 from kvpool_server.cache.eviction import POLICIES
-from kvpool_server.cache.eviction.lru import PrefixLRU
 from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.tiers.file.directory import Directory
 from kvpool_server.tiers.file.disk import Disk
+from kvpool_server.tiers.file.own_directory import OwnDirectory
 from kvpool_server.tiers.file.tier import FileTier
 from kvpool_server.tiers.open_files import OpenFiles
 from kvpool_server.tiers.tier import Block, Tier, TierError
@@ -29,13 +29,12 @@ from tests.contracts.tier_contract import (
     namespace_of,
     run,
 )
+from tests.support.file_tier import SIZE, file_tier
 from tests.support.values import block_hash
-
-SIZE = 8 << 20
 
 
 def _tier(root: Path, owner: str = "one", size: int = SIZE, direct: bool = True, disk: Disk | None = None) -> FileTier:
-    return FileTier(root, owner, size, PrefixLRU, threads=2, direct=direct, create=True, disk=disk)
+    return file_tier(root, owner, size, io="direct" if direct else "buffered", create=True, disk=disk)
 
 
 class FullDisk(Disk):
@@ -200,7 +199,7 @@ class TestFileTier(PersistentTierContract):
 
     def test_few_files_are_open_however_many_extents_there_are(self, tmp_path: Path, namespace: PoolNamespace) -> None:
         async def test() -> None:
-            tier = FileTier(tmp_path, "one", 2 * SIZE, PrefixLRU, threads=2, direct=False, open_files=OpenFiles(2))
+            tier = file_tier(tmp_path, size=2 * SIZE, open_files=OpenFiles(2))
             await tier.open()
             try:
                 names = [f"x{nth}" for nth in range(2 * SIZE // SLOT)]
@@ -225,7 +224,7 @@ class TestFileTier(PersistentTierContract):
         monkeypatch.setattr("kvpool_server.tiers.file.own_directory.ANSWER_S", 0.1)
         monkeypatch.setattr("kvpool_server.tiers.file.tier.CLOSE_S", 0.1)
         mounted = threading.Event()
-        monkeypatch.setattr("kvpool_server.tiers.file.own_directory.acquire", lambda root, name: mounted.wait(10))
+        monkeypatch.setattr(OwnDirectory, "_acquire", lambda own: mounted.wait(10))
         with pytest.raises(ConfigError, match="the file system does not answer"):
             asyncio.run(_tier(tmp_path).open())
         mounted.set()
@@ -340,13 +339,13 @@ def test_either_policy_takes_back_what_was_there(tmp_path: Path, policy: str) ->
     namespace = namespace_of(TierContract.spec)
 
     async def test() -> None:
-        tier = FileTier(tmp_path, "one", SIZE, POLICIES[policy])
+        tier = file_tier(tmp_path, policy=POLICIES[policy], io="direct")
         await tier.open()
         names = [f"r{nth}" for nth in range(SIZE // SLOT)]
         for start in range(0, len(names), 128):
             await tier.write(namespace, 0, blocks_of(*names[start : start + 128]))
         await tier.close()
-        tier = FileTier(tmp_path, "one", SIZE, POLICIES[policy])
+        tier = file_tier(tmp_path, policy=POLICIES[policy], io="direct")
         await tier.open()
         try:
             assert tier.stats().num_entries == len(names)

@@ -12,12 +12,11 @@ from typing import Any
 import pytest
 
 from kvpool.errors import ConfigError
-from kvpool_server.cache.eviction.lru import PrefixLRU
-from kvpool_server.tiers.file import usrbio
-from kvpool_server.tiers.file.tier import FileTier
-from kvpool_server.tiers.file.usrbio import UsrbioDisk
+from kvpool_server.tiers.file import disk
+from kvpool_server.tiers.file.disk import UsrbioDisk
 from kvpool_server.tiers.tier import Tier
 from tests.contracts.tier_contract import PersistentTierContract
+from tests.support.file_tier import file_tier
 from tests.support.processes import run_server
 
 
@@ -65,12 +64,12 @@ def registered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> set[int]:
 
 
 class TestUsrbio(PersistentTierContract):
-    @pytest.fixture(params=[usrbio.BUFFER_BYTES, 1000], ids=["large buffer", "small buffer"])
+    @pytest.fixture(params=[disk.RING_BUFFER_BYTES, 1000], ids=["large buffer", "small buffer"])
     def make_tier(
         self, registered: set[int], tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     ) -> Callable[[], Tier]:
-        monkeypatch.setattr(usrbio, "BUFFER_BYTES", request.param)
-        return lambda: FileTier(tmp_path, "one", 8 << 20, PrefixLRU, threads=2, direct=False, disk=UsrbioDisk(tmp_path))
+        monkeypatch.setattr(disk, "RING_BUFFER_BYTES", request.param)
+        return lambda: file_tier(tmp_path, io="usrbio", disk=UsrbioDisk(tmp_path))
 
     @pytest.fixture(autouse=True)
     def _nothing_stays_registered(self, registered: set[int]) -> Any:

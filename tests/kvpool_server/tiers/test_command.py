@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from kvpool_server.cache.eviction.lru import PrefixLRU
+from kvpool_server.tiers import command
 from kvpool_server.tiers.command import app
-from kvpool_server.tiers.file import frames, orphans
-from kvpool_server.tiers.file.tier import FileTier
+from kvpool_server.tiers.file import frames
 from tests.contracts.tier_contract import TierContract, blocks_of, namespace_of
+from tests.support.file_tier import file_tier
 from tests.support.tier_directories import acquire, inspect
 
 
 def _age(directory: Path) -> None:
-    then = time.time() - orphans.MIN_AGE_S - 60
+    then = time.time() - command.MIN_AGE_S - 60
     os.utime(directory / "lock", (then, then))
 
 
@@ -27,7 +27,7 @@ def _orphan(directory: Path) -> None:
     """A directory that a server has used and left."""
 
     async def use() -> None:
-        tier = FileTier(directory.parent, directory.name, 8 << 20, PrefixLRU, direct=False)
+        tier = file_tier(directory.parent, directory.name)
         await tier.open()
         await tier.write(namespace_of(TierContract.spec), 0, blocks_of(directory.name))
         await tier.close()
@@ -62,9 +62,9 @@ KINDS = ["a program's", "another journal", "with a note", "with a directory", "a
 def test_a_directory_that_is_no_servers_is_never_deleted(tmp_path: Path, kind: str, name: str) -> None:
     _foreign(kind, tmp_path / name)
     before = sorted(tmp_path.rglob("*"))
-    (found,) = orphans.survey(tmp_path)
+    (found,) = command.survey(tmp_path)
     assert (found.is_candidate, found.reason) == (False, "not a server's directory")
-    assert not orphans.delete(tmp_path / name)
+    assert not command.delete_directory(tmp_path / name)
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -73,21 +73,21 @@ def test_a_link_to_a_directory_is_never_deleted(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
     _orphan(tmp_path / "elsewhere" / "dead")
     (tmp_path / "path" / "link").symlink_to(tmp_path / "elsewhere" / "dead")
-    (found,) = orphans.survey(tmp_path / "path")
+    (found,) = command.survey(tmp_path / "path")
     assert not found.is_candidate
-    assert not orphans.delete(tmp_path / "path" / "link")
+    assert not command.delete_directory(tmp_path / "path" / "link")
     assert (tmp_path / "path" / "link").is_symlink()
 
 
 def test_a_server_that_comes_back_after_the_survey_keeps_its_directory(tmp_path: Path) -> None:
     _orphan(tmp_path / "one")
-    assert orphans.survey(tmp_path)[0].is_candidate
+    assert command.survey(tmp_path)[0].is_candidate
     acquire(tmp_path / "one").close()
-    assert not orphans.delete(tmp_path / "one")
+    assert not command.delete_directory(tmp_path / "one")
     lock = acquire(tmp_path / "one")
     _age(tmp_path / "one")
     with pytest.raises(BlockingIOError):
-        orphans.delete(tmp_path / "one")
+        command.delete_directory(tmp_path / "one")
     lock.close()
     assert (tmp_path / "one" / "journal").exists()
 
@@ -154,7 +154,7 @@ def test_gc_says_what_it_could_not_delete(root: Path, monkeypatch: pytest.Monkey
             raise PermissionError(13, "Permission denied")
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
-    monkeypatch.setattr(orphans, "delete", busy)
+    monkeypatch.setattr(command, "delete_directory", busy)
     result = _gc(root, "--delete")
     assert result.exit_code == 1 and "deleted 0 of 3" in result.stdout
     assert "dead cannot be deleted: Permission denied" in result.output
@@ -167,7 +167,7 @@ def test_gc_of_a_path_that_is_not_there_is_an_error(tmp_path: Path) -> None:
 
 def test_a_server_deletes_nobodys_directory(root: Path) -> None:
     async def use() -> None:
-        tier = FileTier(root, "one", 8 << 20, PrefixLRU, direct=False)
+        tier = file_tier(root)
         await tier.open()
         await tier.refresh()
         namespace = namespace_of(TierContract.spec)

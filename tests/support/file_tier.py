@@ -1,0 +1,33 @@
+"""File tiers with the options that tests want, on threads that are few and without the page cache's bypass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from kvpool_server.cache.eviction import Policy
+from kvpool_server.cache.eviction.lru import PrefixLRU
+from kvpool_server.tiers.file.disk import Disk
+from kvpool_server.tiers.file.tier import FileOptions, FileTier
+from kvpool_server.tiers.open_files import OpenFiles
+from kvpool_server.tiers.tier import TierContext
+
+SIZE = 8 << 20
+
+
+def file_tier(
+    root: Path,
+    name: str = "one",
+    size: int = SIZE,
+    policy: Callable[[], Policy] = PrefixLRU,
+    *,
+    disk: Disk | None = None,
+    open_files: OpenFiles | None = None,
+    kind: type[FileTier] = FileTier,
+    **options: Any,
+) -> FileTier:
+    """A tier that is not open yet; `options` are those of `--tier`."""
+    given = {"threads": 2, "io": "buffered", **options}
+    context = TierContext(("127.0.0.1", 0), policy, open_files=OpenFiles() if open_files is None else open_files)
+    return kind(FileOptions(path=root, size=size, name=name, **given), context, disk or Disk())
