@@ -11,6 +11,7 @@ before is not, for nobody wants it in the tier. Blocks of measurements are not w
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -57,11 +58,6 @@ class Demoter:
         self._idle = asyncio.Event()
         self._idle.set()
 
-    @property
-    def batch_bytes(self) -> int:
-        """Bytes that one write has at most, unless a block is larger."""
-        return PINNED_BYTES // self._tier.writes_at_once
-
     def __len__(self) -> int:
         """Queued blocks."""
         return len(self._queue)
@@ -80,7 +76,7 @@ class Demoter:
 
         No lookup could use the block without its ancestors.
         """
-        if self.write_back or self._is_in_tier(entry) is True:
+        if self.write_back or not self._is_wanted(entry):
             return
         if not self._health.is_available:
             self._tier.counters["dropped_demotions"] += 1
@@ -92,7 +88,7 @@ class Demoter:
 
     def evicted(self, entry: Entry) -> None:
         """The pool evicts a block for a put that cannot wait. `removed` follows."""
-        if entry in self._queue or (self.write_back and self._is_in_tier(entry) is not True):
+        if entry in self._queue or (self.write_back and self._is_wanted(entry)):
             self._tier.counters["dropped_demotions"] += 1
 
     def removed(self, entry: Entry) -> None:
@@ -112,6 +108,10 @@ class Demoter:
 
     def _is_lacking(self, entry: Entry) -> bool:
         return entry.live and entry.complete and entry not in self._queue and self._is_in_tier(entry) is False
+
+    def _is_wanted(self, entry: Entry) -> bool:
+        """Whether the tier is to have a block and, as far as is known, has not."""
+        return not entry.group.is_measurement and self._is_in_tier(entry) is not True
 
     def _is_in_tier(self, entry: Entry) -> bool | None:
         """Whether the tier has a block; None if the tier cannot tell without a call."""
@@ -150,7 +150,7 @@ class Demoter:
         """Writes the pinned entries that the tier lacks, in reverse order: parents first. False if the tier failed."""
         by_group: dict[Group, list[Entry]] = {}
         for entry in reversed(entries):
-            if entry.complete and not entry.group.is_measurement and self._is_in_tier(entry) is not True:
+            if entry.complete and self._is_wanted(entry):
                 by_group.setdefault(entry.group, []).append(entry)
         try:
             for group, members in by_group.items():
@@ -165,14 +165,10 @@ class Demoter:
         if namespace is None:
             return
         size = group.spec.slot_bytes
+        payloads = [self._memory[entry.offset : entry.offset + size].data for entry in entries]
         blocks = [
-            Block(
-                entry.block_hash,
-                entry.parent_hash,
-                entry.checksums,
-                self._memory[entry.offset : entry.offset + size].data,
-            )
-            for entry in entries
+            Block(entry.block_hash, entry.parent_hash, entry.checksums, payload)
+            for entry, payload in zip(entries, payloads, strict=True)
         ]
         with self._health.call():
             written = await self._tier.write(namespace, group.idx, blocks)
@@ -187,9 +183,8 @@ class Demoter:
         entries = [
             entry
             for namespace in self._pool.open_namespaces()
-            if not namespace.spec.is_measurement
             for entry in namespace.entries()
-            if entry.complete and self._is_in_tier(entry) is not True
+            if entry.complete and self._is_wanted(entry)
         ]
         for entry in sorted(entries, key=lambda entry: entry.used, reverse=True):
             if entry not in self._queue:
@@ -201,12 +196,10 @@ class Demoter:
     def _next_batch(self) -> tuple[Group, list[Entry]]:
         """Removes the oldest entries of one group from the queue, and returns them."""
         group = next(iter(self._queue)).group
-        entries: list[Entry] = []
-        most = min(MAX_BATCH_BLOCKS, max(1, self.batch_bytes // group.spec.slot_bytes))
-        for entry in self._queue:
-            if entry.group is not group or len(entries) == most:
-                break
-            entries.append(entry)
+        batch_bytes = PINNED_BYTES // self._tier.writes_at_once
+        most = min(MAX_BATCH_BLOCKS, max(1, batch_bytes // group.spec.slot_bytes))
+        first = itertools.islice(self._queue, most)
+        entries = list(itertools.takewhile(lambda entry: entry.group is group, first))
         for entry in entries:
             del self._queue[entry]
         return group, entries

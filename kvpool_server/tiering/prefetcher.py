@@ -38,18 +38,20 @@ class _Prefix:
 
 
 class Prefetcher:
-    """See the module. Belongs to the pool's event loop."""
+    """Follows prefetch hints. Belongs to the pool's event loop."""
 
     def __init__(self, look: Look):
         self._look = look
         self._by_tenant: Counter[str] = Counter()
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def prefetch(self, fingerprint: bytes, runs: Sequence[tuple[BlockRun, bool]], tenant: str) -> HintResult:
+    async def prefetch(
+        self, fingerprint: bytes, runs: Sequence[BlockRun], needs_prefix: Sequence[bool], tenant: str
+    ) -> HintResult:
         """Begins to prefetch prefixes, and follows them to their ends; says how far they are.
 
         Args:
-            runs: each with whether a block is of no use without those before it.
+            needs_prefix: of each run, whether a block is of no use without those before it.
 
         Raises OutOfSpaceError if too many are followed already, and what the look raises.
         """
@@ -60,7 +62,7 @@ class Prefetcher:
                 "are left; try again in a moment"
             )
         self._by_tenant[tenant] += 1
-        prefixes = [_Prefix(run, prefix_only) for run, prefix_only in runs]
+        prefixes = list(map(_Prefix, runs, needs_prefix))
         try:
             pending = [await self._advance(fingerprint, prefix) for prefix in prefixes]
         except BaseException:
@@ -112,6 +114,4 @@ class Prefetcher:
         return 0
 
     def _ended(self, tenant: str) -> None:
-        self._by_tenant[tenant] -= 1
-        if not self._by_tenant[tenant]:
-            del self._by_tenant[tenant]
+        self._by_tenant -= Counter({tenant: 1})  # Without the tenants that have none left.

@@ -1,4 +1,4 @@
-"""Promotes blocks from one tier to the arena.
+"""Promotes blocks from tiers to the arena.
 
 A lookup that misses asks to prefetch the missing blocks; they are read in prefix order, in batches, and a later lookup
 finds them.
@@ -7,20 +7,22 @@ finds them.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 import structlog
 
 from kvpool.errors import KVPoolError, OutOfSpaceError
-from kvpool.types import BlockRun, PutGrant, PutStatus
+from kvpool.types import BlockRun, PutGrant, PutStatus, RunHits
 from kvpool_server.cache.allocator.arena import ZEROED_AT_ONCE
 from kvpool_server.cache.entry import Group
+from kvpool_server.cache.leases import Found
 from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.cache.pool import Pool
 from kvpool_server.cache.steps import Run, Steps, at_once
@@ -31,6 +33,9 @@ from kvpool_server.tiers.tier import BlockKey, Tier, TierError
 
 log = structlog.get_logger()
 
+MAX_PREFETCH_BLOCKS = 1024
+MAX_PREFETCH_BYTES = 256 << 20
+"""How much one lookup prefetches; the client's next lookup prefetches what follows."""
 BATCH_BYTES = 16 << 20
 """Read in one call to the tier. Smaller batches are readable sooner, larger ones read faster."""
 FIRST_BATCH_BYTES = 4 << 20
@@ -97,13 +102,12 @@ class Promoter:
         self._queue: deque[_Prefetch] = deque()
         self._pending: dict[BlockKey, _Prefetch] = {}
         self._answers: OrderedDict[BlockKey, tuple[bool, float]] = OrderedDict()
-        self._searching: dict[BlockKey, float] = {}
-        """When each search began, by its first block."""
+        self._searching: dict[BlockKey, tuple[float, int]] = {}
+        self._reading: dict[BlockKey, tuple[float, int]] = {}
+        """When each `find` and each `read` began, and its bytes, by its first block."""
         self._work = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._seconds_a_byte = 0.0
-        self._reading: dict[BlockKey, tuple[float, int]] = {}
-        """When each read began, and its bytes, by its first block."""
 
     def prefetch(
         self, namespace: PoolNamespace, group_idx: int, run: Sequence[tuple[bytes, bytes]], *, prefix_only: bool
@@ -120,7 +124,7 @@ class Promoter:
         hashes = [block_hash for block_hash, _ in run]
         if prefix_only and self._tier.known(namespace, group_idx, hashes[:1]) == [False]:
             return 0  # Checked first, because it is cheap and the case of most misses.
-        known = self._tier.known(namespace, group_idx, hashes)
+        known: Sequence[bool | None] = self._tier.known(namespace, group_idx, hashes) or [None] * len(hashes)
         request: _Prefetch | None = None
         batch_bytes = FIRST_BATCH_BYTES
         num_pending = 0
@@ -132,7 +136,7 @@ class Promoter:
                 num_pending += 1
                 request = None
                 continue
-            in_tier = self._is_in_tier(key, None if known is None else known[nth], now)
+            in_tier = self._is_in_tier(key, known[nth], now)
             if in_tier is None:
                 return num_pending + self._search(namespace, group_idx, hashes[nth:])
             if not in_tier:
@@ -162,8 +166,8 @@ class Promoter:
     def retry_after_ms(self) -> int:
         """When the next answer or batch is likely to be there, by the tier's rate; the later it is, the less often."""
         now = self._clock()
-        due_s = [began_at + nbytes * self._seconds_a_byte - now for began_at, nbytes in self._reading.values()]
-        due_s += [began_at - now for began_at in self._searching.values()]
+        calls = [*self._reading.values(), *self._searching.values()]
+        due_s = [began_at + nbytes * self._seconds_a_byte - now for began_at, nbytes in calls]
         wait_s = min((due if due > 0 else -due / 2 for due in due_s), default=0.0)
         return min(MAX_RETRY_MS, max(MIN_RETRY_MS, math.ceil(1000 * wait_s)))
 
@@ -178,13 +182,13 @@ class Promoter:
     def _remember(self, key: BlockKey, in_tier: bool) -> None:
         self._answers[key] = (in_tier, self._clock() + ANSWER_VALID_S)
         self._answers.move_to_end(key)
-        while len(self._answers) > MAX_ANSWERS:
+        if len(self._answers) > MAX_ANSWERS:
             self._answers.popitem(last=False)
 
     def _search(self, namespace: PoolNamespace, group_idx: int, block_hashes: list[bytes]) -> int:
         first = (namespace.fingerprint, group_idx, block_hashes[0])
         if first not in self._searching:
-            self._searching[first] = self._clock()
+            self._searching[first] = self._clock(), 0
             task = asyncio.create_task(self._find(namespace, group_idx, block_hashes, first))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
@@ -254,11 +258,8 @@ class Promoter:
         reserved, grant = await self._reserve(namespace, group, run)
         if grant is None:
             return False
-        granted = [
-            block_hash
-            for block_hash, status in zip(reserved, grant.statuses, strict=True)
-            if status == PutStatus.GRANTED
-        ]
+        statuses = zip(reserved, grant.statuses, strict=True)
+        granted = [block_hash for block_hash, status in statuses if status == PutStatus.GRANTED]
         if not granted:
             return len(reserved) == len(run)
         into = [self._memory[offset : offset + size].data for offset in grant.offsets]
@@ -271,27 +272,15 @@ class Promoter:
                 self._learn_rate((self._clock() - began_at) / (len(granted) * size))
             except TierError:
                 pass  # `Health` has logged it.
-            if None in sums and self._pool.arena.has_tenants:
-                await self._run(self._zero_unread(grant.offsets, sums, size))
+            unread = [nth for nth, checksums in enumerate(sums) if checksums is None]
+            if unread and self._pool.arena.has_tenants:
+                await self._run(_zero([into[nth] for nth in unread]))
         finally:
             promoted = commit(self._pool, grant.ticket_id, sums)
         self._tier.counters["promoted_blocks"] += promoted
         self._tier.counters["missed_promotions"] += len(granted) - promoted
-        missed = [block_hash for block_hash, checksums in zip(granted, sums, strict=True) if checksums is None]
-        self.forget(namespace, run.group_idx, missed)
+        self.forget(namespace, run.group_idx, [granted[nth] for nth in unread])
         return promoted == len(granted) and len(reserved) == len(run)
-
-    def _zero_unread(
-        self, offsets: Sequence[int], sums: Sequence[Sequence[int] | None], slot_bytes: int
-    ) -> Steps[None]:
-        """Clears the slots of blocks that were not read, because bytes of another tenant may have come instead.
-
-        So it is if a neighbour's slot was given to another block while this server read it.
-        """
-        for offset, checksums in zip(offsets, sums, strict=True):
-            for start in range(0, slot_bytes if checksums is None else 0, ZEROED_AT_ONCE):
-                self._memory[offset + start : offset + min(start + ZEROED_AT_ONCE, slot_bytes)] = 0
-                yield
 
     def _learn_rate(self, seconds_a_byte: float) -> None:
         known = self._seconds_a_byte or seconds_a_byte
@@ -320,3 +309,73 @@ class Promoter:
         """Prefetches none of these blocks for a while."""
         for block_hash in block_hashes:
             self._remember((namespace.fingerprint, group_idx, block_hash), False)
+
+
+def _zero(unread: Sequence[memoryview]) -> Steps[None]:
+    """Clears the slots of blocks that were not read, because bytes of another tenant may have come instead.
+
+    So it is if a neighbour's slot was given to another block while this server read it.
+    """
+    for view in unread:
+        for start in range(0, view.nbytes, ZEROED_AT_ONCE):
+            part = view[start : start + ZEROED_AT_ONCE]
+            part[:] = bytes(part.nbytes)
+            yield
+
+
+class Promoters:
+    """The promoters of all tiers, in the order of the tiers: what one lookup prefetches from them."""
+
+    def __init__(self, promoters: Sequence[Promoter]):
+        self._promoters = promoters
+
+    def prefetch(self, found: Found, runs: Sequence[BlockRun], prefix_only: bool) -> tuple[tuple[RunHits, ...], int]:
+        """Prefetches missing blocks; returns the hits with what is pending, and when to look up again, milliseconds."""
+        num_pending = pending_bytes = 0
+        hits = []
+        for run, hit in zip(runs, found.hits, strict=True):
+            slot_bytes = found.namespace.groups[run.group_idx].spec.slot_bytes
+            most = min(MAX_PREFETCH_BLOCKS - num_pending, (MAX_PREFETCH_BYTES - pending_bytes) // slot_bytes)
+            most = max(most, 0 if num_pending else 1)  # One block is prefetched, however large.
+            pending = 0
+            if hit.num_leading < len(run):
+                missing = list(itertools.islice(_missing(run, hit, prefix_only), most))
+                pending = self._prefetch_run(found.namespace, run.group_idx, missing, prefix_only)
+            num_pending += pending
+            pending_bytes += pending * slot_bytes
+            hits.append(replace(hit, num_pending=pending) if pending else hit)
+        waits = [promoter.retry_after_ms for promoter in self._promoters if not promoter.is_idle]
+        return tuple(hits), min(waits) if num_pending else 0
+
+    def _prefetch_run(
+        self, namespace: PoolNamespace, group_idx: int, missing: list[tuple[bytes, bytes]], prefix_only: bool
+    ) -> int:
+        """Prefetches blocks, given with their parents' hashes; returns how many are pending."""
+        num_pending = 0
+        for promoter in self._promoters:
+            if not missing:
+                break
+            pending = promoter.prefetch(namespace, group_idx, missing, prefix_only=prefix_only)
+            num_pending += pending
+            if prefix_only:
+                missing = missing[pending:]  # The first ones are pending; the next tier may hold those behind them.
+            elif pending:
+                break
+        return num_pending
+
+    def is_pending(self, key: BlockKey) -> bool:
+        """Whether a block is queued or being read."""
+        return any(promoter.is_pending(key) for promoter in self._promoters)
+
+    def forget(self, namespace: PoolNamespace, run: BlockRun) -> None:
+        """Prefetches none of these blocks for a while."""
+        for promoter in self._promoters:
+            promoter.forget(namespace, run.group_idx, run.block_hashes)
+
+
+def _missing(run: BlockRun, hit: RunHits, prefix_only: bool) -> Iterator[tuple[bytes, bytes]]:
+    """The blocks of a run that a lookup has not found, each with its parent's hash."""
+    flags = "" if prefix_only else f"{hit.complete:b}"[::-1]
+    for nth in range(hit.num_leading, len(run)):
+        if flags[nth : nth + 1] != "1":
+            yield run.block_hashes[nth], run.block_hashes[nth - 1] if nth else run.parent_hash

@@ -7,11 +7,12 @@ observes it. Without tiers, every operation is the pool's own. Belongs to the po
 from __future__ import annotations
 
 import asyncio
-import itertools
+import contextlib
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +21,7 @@ import structlog
 from kvpool.errors import InvalidRequestError, OutOfSpaceError
 from kvpool.holdings import TierHoldings
 from kvpool.namespace import NamespaceSpec
-from kvpool.types import BlockRun, HintResult, Lookup, PoolStats, RunHits, TierStats
+from kvpool.types import BlockRun, HintResult, Lookup, PoolStats, RunHits
 from kvpool_server.cache.entry import Entry, Observer
 from kvpool_server.cache.leases import NOBODY, Found, Owner
 from kvpool_server.cache.namespaces import PoolNamespace
@@ -28,16 +29,13 @@ from kvpool_server.cache.pool import Pool
 from kvpool_server.cache.steps import LOOKUP_STEP_BLOCKS, Run, Steps, at_once, finish
 from kvpool_server.tiering.demoter import Demoter
 from kvpool_server.tiering.prefetcher import Prefetcher
-from kvpool_server.tiering.promoter import Promoter
+from kvpool_server.tiering.promoter import Promoter, Promoters
 from kvpool_server.tiering.watermark import Watermark
 from kvpool_server.tiers.health import ANSWER_S, Health
 from kvpool_server.tiers.tier import Tier, TierError
 
 log = structlog.get_logger()
 
-MAX_PREFETCH_BLOCKS = 1024
-MAX_PREFETCH_BYTES = 256 << 20
-"""How much one lookup prefetches; the client's next lookup prefetches what follows."""
 PART_BLOCKS, MAX_FIND_BLOCKS, FIND_S = 1_024, 8_192, 1.0
 """Of questions which blocks a tier has: blocks at a time, blocks of tiers that do not know at once, and their time."""
 MAX_NAMESPACES = 256
@@ -49,8 +47,7 @@ MAX_WAITING = 1_024
 """Lookups that wait at once. Further ones are answered as if they did not wait."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Level:
+class _Level(NamedTuple):
     """A tier, and what transfers blocks to and from it."""
 
     tier: Tier
@@ -60,12 +57,11 @@ class _Level:
 
 
 class TieredPool(Observer):
-    """See the module. `open` first, `close` last. Call `pool` for everything that does not concern tiers.
+    """A pool and the tiers below. Open it first, close it last; call `pool` for what does not concern tiers.
 
     Args:
         memory: the arena: uint8 [arena_bytes].
-        write_back: of each tier, whether blocks are written when they are about to be evicted, not when they are
-            stored; default: no.
+        write_back: of each tier, whether blocks are written before their eviction, not when they are stored.
         clock: monotonic seconds.
         run: does work in steps; default: all steps at once.
     """
@@ -92,6 +88,7 @@ class TieredPool(Observer):
             Promoter(pool, memory, tier, each, self._watermark, clock, self._progressed, run)
             for tier, each in zip(tiers, health, strict=True)
         ]
+        self._promoters = Promoters(promoters)
         self._levels = list(map(_Level, tiers, health, demoters, promoters))
         self._num_open = 0
         self._tasks: list[asyncio.Task[None]] = []
@@ -119,43 +116,34 @@ class TieredPool(Observer):
             self._tasks += [asyncio.create_task(_run_forever(run)) for run in runs]
 
     def _open_namespaces(self, tier: Tier) -> None:
-        """Opens the namespaces of a tier's blocks, so that operators can list and clear them before an engine comes."""
-        stats, specs = tier.stats(), tier.specs()
-        log.info("tier opened", tier=tier.name, size_bytes=stats.size_bytes or None, entries=stats.num_entries)
-        for spec in self._newest(specs[-MAX_NAMESPACES:]):
-            try:
-                self.pool.open_namespace(spec)
-            except (InvalidRequestError, OutOfSpaceError):
-                continue  # Its blocks are larger than an extent of the arena, or another tier's namespaces are open.
+        """Opens the namespaces of a tier's blocks, so that operators can list and clear them before an engine comes.
 
-    def _newest(self, specs: Sequence[NamespaceSpec]) -> list[NamespaceSpec]:
-        """The newest of each tenant, fewer than it may open, so that its engines can open another one at once."""
-        if not self.pool.arena.has_tenants:
-            return list(specs)
+        Of each tenant, it opens fewer than the tenant may open: its engines can open another one at once.
+        """
+        stats, has_tenants = tier.stats(), self.pool.arena.has_tenants
+        log.info("tier opened", tier=tier.name, size_bytes=stats.size_bytes or None, entries=stats.num_entries)
+        chosen: list[NamespaceSpec] = []
         num_chosen: Counter[str] = Counter()
-        newest = []
-        for spec in reversed(specs):
+        for spec in reversed(tier.specs()[-MAX_NAMESPACES:]):
             num_chosen[spec.tenant] += 1
-            if num_chosen[spec.tenant] < self.pool.limits.max_tenant_namespaces:
-                newest.append(spec)
-        return newest[::-1]
+            if not has_tenants or num_chosen[spec.tenant] < self.pool.limits.max_tenant_namespaces:
+                chosen.append(spec)
+        for spec in reversed(chosen):
+            # Its blocks may be larger than an extent of the arena, or another tier's namespaces may be open.
+            with contextlib.suppress(InvalidRequestError, OutOfSpaceError):
+                self.pool.open_namespace(spec)
 
     async def drain(self, timeout_s: float) -> int:
         """Writes all blocks that the tiers lack, as far as there is time; returns how many were not written."""
         for level in self._levels:
             if level.demoter.write_back:
                 level.demoter.enqueue_all()
-        waiting = [
-            asyncio.create_task(level.demoter.wait_idle()) for level in self._levels if level.health.is_available
-        ]
-        if waiting:
-            _, late = await asyncio.wait(waiting, timeout=timeout_s)
-            for task in late:
-                task.cancel()
-        left = self.num_queued
+        waiting = [level.demoter.wait_idle() for level in self._levels if level.health.is_available]
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.gather(*waiting), timeout_s)
         if self._levels:
-            log.info("tiers drained", blocks_left=left)
-        return left
+            log.info("tiers drained", blocks_left=self.num_queued)
+        return self.num_queued
 
     async def close(self) -> None:
         """Ends every transfer and closes the tiers, within seconds. Idempotent."""
@@ -198,7 +186,14 @@ class TieredPool(Observer):
         try:
             async with asyncio.timeout(min(wait_ms, MAX_WAIT_MS) / 1000):
                 while found.retry_after_ms:
-                    await self._next_come_up(fingerprint, runs, found)
+                    first_pending = [
+                        (fingerprint, run.group_idx, run.block_hashes[hit.num_leading])
+                        for run, hit in zip(runs, found.hits, strict=True)
+                        if hit.num_pending
+                    ]
+                    await self._progress.wait()
+                    while all(map(self._promoters.is_pending, first_pending)):
+                        await self._progress.wait()
                     earlier, found = found, await look()
                     self.pool.release([earlier.lease_id], owner)
         except TimeoutError:
@@ -228,8 +223,8 @@ class TieredPool(Observer):
         if is_large:
             yield
         hits, retry_after_ms = found.hits, 0
-        if lease_ttl_ms and self._levels:
-            hits, retry_after_ms = self._prefetch(found, runs, prefix_only)
+        if lease_ttl_ms:
+            hits, retry_after_ms = self._prefetch_missing(found, runs, prefix_only)
         if retry_after_ms:
             lookups.record_use_on_get(found)
         else:
@@ -244,60 +239,9 @@ class TieredPool(Observer):
             return Lookup(hits)
         return Lookup(hits, found.lease_id, found.lease_ttl_ms, slots=lookups.slots(found))
 
-    async def _next_come_up(self, fingerprint: bytes, runs: Sequence[BlockRun], found: Lookup) -> None:
-        """Returns when the first pending block of a run may be up, or lost."""
-        first = [
-            (fingerprint, run.group_idx, run.block_hashes[hit.num_leading])
-            for run, hit in zip(runs, found.hits, strict=True)
-            if hit.num_pending
-        ]
-        while True:
-            await self._progress.wait()
-            if not all(any(level.promoter.is_pending(key) for level in self._levels) for key in first):
-                return
-
     def _progressed(self) -> None:
         self._progress.set()
         self._progress = asyncio.Event()
-
-    def _prefetch(self, found: Found, runs: Sequence[BlockRun], prefix_only: bool) -> tuple[tuple[RunHits, ...], int]:
-        """Prefetches missing blocks; returns the hits with what is pending, and when to look up again, milliseconds."""
-        namespace = found.namespace
-        if self._clearing[namespace.fingerprint] or self._clearing[b""]:
-            return found.hits, 0
-        num_pending = pending_bytes = 0
-        hits = []
-        for run, hit in zip(runs, found.hits, strict=True):
-            slot_bytes = namespace.groups[run.group_idx].spec.slot_bytes
-            most = min(MAX_PREFETCH_BLOCKS - num_pending, (MAX_PREFETCH_BYTES - pending_bytes) // slot_bytes)
-            if not num_pending:
-                most = max(most, 1)  # One block is prefetched, however large.
-            pending = 0
-            if most and hit.num_leading < len(run):
-                missing = list(itertools.islice(_missing(run, hit, prefix_only), most))
-                pending = self._prefetch_run(namespace, run.group_idx, missing, prefix_only)
-            num_pending += pending
-            pending_bytes += pending * slot_bytes
-            hits.append(replace(hit, num_pending=pending) if pending else hit)
-        waiting = [level.promoter.retry_after_ms for level in self._levels if not level.promoter.is_idle]
-        retry_after_ms = min(waiting) if num_pending else 0
-        return tuple(hits), retry_after_ms
-
-    def _prefetch_run(
-        self, namespace: PoolNamespace, group_idx: int, missing: list[tuple[bytes, bytes]], prefix_only: bool
-    ) -> int:
-        """Prefetches blocks, given with their parents' hashes; returns how many are pending."""
-        num_pending = 0
-        for level in self._levels:
-            if not missing:
-                break
-            pending = level.promoter.prefetch(namespace, group_idx, missing, prefix_only=prefix_only)
-            num_pending += pending
-            if prefix_only:
-                missing = missing[pending:]  # The first ones are pending; the next tier may hold those behind them.
-            elif pending:
-                break
-        return num_pending
 
     async def prefetch(self, fingerprint: bytes, runs: Sequence[BlockRun]) -> HintResult:
         """Begins to bring prefixes up from the tiers, whatever their length; says how far they are.
@@ -311,26 +255,31 @@ class TieredPool(Observer):
                 "request for each prefix"
             )
         self.pool.counters["prefetch_hints"] += 1
-        with_rules = [(run, group.needs_prefix) for run, group in zip(runs, groups, strict=True)]
-        return await self._prefetcher.prefetch(fingerprint, with_rules, namespace.spec.tenant)
+        needs_prefix = [group.needs_prefix for group in groups]
+        return await self._prefetcher.prefetch(fingerprint, runs, needs_prefix, namespace.spec.tenant)
 
     def _look(self, fingerprint: bytes, run: BlockRun, prefix_only: bool) -> RunHits:
         """Looks up a run for a prefetch hint without updating recency, and queues its missing blocks for promotion."""
         found = finish(self.pool.lookups.find(fingerprint, [run], prefix_only))
-        hits = self._prefetch(found, [run], prefix_only)[0] if self._levels else found.hits
-        return hits[0]
+        return self._prefetch_missing(found, [run], prefix_only)[0][0]
+
+    def _prefetch_missing(
+        self, found: Found, runs: Sequence[BlockRun], prefix_only: bool
+    ) -> tuple[tuple[RunHits, ...], int]:
+        """The hits with what is pending, and when to look up again, milliseconds."""
+        if not self._levels or self._clearing[found.namespace.fingerprint] or self._clearing[b""]:
+            return found.hits, 0
+        return self._promoters.prefetch(found, runs, prefix_only)
 
     def stored(self, entry: Entry) -> None:
-        if not entry.group.is_measurement:
-            for level in self._levels:
-                level.demoter.stored(entry)
+        for level in self._levels:
+            level.demoter.stored(entry)
         if self._watermark is not None:
             self._watermark.check()
 
     def evicted(self, entry: Entry) -> None:
-        if not entry.group.is_measurement:
-            for level in self._levels:
-                level.demoter.evicted(entry)
+        for level in self._levels:
+            level.demoter.evicted(entry)
 
     def removed(self, entry: Entry) -> None:
         for level in self._levels:
@@ -344,9 +293,8 @@ class TieredPool(Observer):
         namespace = self.pool.namespace(fingerprint)
         removed = await self._run(self.pool.remove_in_steps(fingerprint, runs))
         assert namespace is not None, "the pool has just removed blocks of it"
-        for level in self._levels:
-            for run in runs:
-                level.promoter.forget(namespace, run.group_idx, run.block_hashes)
+        for run in runs:
+            self._promoters.forget(namespace, run)
         await self._on_every_tier(
             lambda tier: asyncio.gather(*(tier.remove(namespace, run.group_idx, run.block_hashes) for run in runs))
         )
@@ -359,10 +307,10 @@ class TieredPool(Observer):
         """
         # After a restart, a tier may hold blocks of a namespace that no engine has opened yet.
         is_open = not fingerprint or self.pool.namespace(fingerprint) is not None
-        is_in_tiers = any(held.num_entries for held in self.holdings(fingerprint)) if not is_open else False
+        is_in_pool = is_open or not any(held.num_entries for held in self.holdings(fingerprint))
         self._clearing[fingerprint] += 1
         try:
-            removed = await self._run(self.pool.clear_in_steps(fingerprint)) if is_open or not is_in_tiers else 0
+            removed = await self._run(self.pool.clear_in_steps(fingerprint)) if is_in_pool else 0
             await self._on_every_tier(lambda tier: tier.clear(fingerprint))
         finally:
             self._clearing[fingerprint] -= 1
@@ -380,10 +328,8 @@ class TieredPool(Observer):
                 return str(error)
             return ""
 
-        if self._levels:
-            failures = list(filter(None, await asyncio.gather(*map(remove_from, self._levels))))
-            if failures:
-                raise TierError("; ".join(failures))
+        if failures := list(filter(None, await asyncio.gather(*map(remove_from, self._levels)))):
+            raise TierError("; ".join(failures))
 
     @property
     def num_queued(self) -> int:
@@ -393,9 +339,10 @@ class TieredPool(Observer):
     @property
     def is_idle(self) -> bool:
         """True if no block is queued for, or on its way to or from, a tier that answers."""
+        if self._watermark is not None and not self._watermark.is_idle:
+            return False
         levels = [level for level in self._levels if level.health.is_available]
-        is_watermark_idle = self._watermark is None or self._watermark.is_idle
-        return is_watermark_idle and all(level.demoter.is_idle and level.promoter.is_idle for level in levels)
+        return all(level.demoter.is_idle and level.promoter.is_idle for level in levels)
 
     async def tiers_of(
         self, namespace: PoolNamespace, group_idx: int, names: Sequence[bytes]
@@ -407,25 +354,19 @@ class TieredPool(Observer):
         found, away = [""] * len(names), []
         for level in self._levels:
             left, num_asked = [nth for nth, tier in enumerate(found) if not tier], 0
-            try:
-                for at in range(0, len(left), PART_BLOCKS):
-                    part = left[at : at + PART_BLOCKS]
-                    asked = [names[nth] for nth in part]
-                    known = level.tier.known(namespace, group_idx, asked)
-                    if known is None:
-                        num_asked += len(part)
-                        known = (
-                            await _find(level, namespace, group_idx, asked) if num_asked <= MAX_FIND_BLOCKS else None
-                        )
-                    if known is None:
-                        away.append(level.tier.name)
-                        break
-                    for nth, is_there in zip(part, known, strict=True):
-                        if is_there:
-                            found[nth] = level.tier.name
-                    await asyncio.sleep(0)
-            except (TierError, TimeoutError):
-                away.append(level.tier.name)
+            for at in range(0, len(left), PART_BLOCKS):
+                part = left[at : at + PART_BLOCKS]
+                asked = [names[nth] for nth in part]
+                known = level.tier.known(namespace, group_idx, asked)
+                if known is None and (num_asked := num_asked + len(part)) <= MAX_FIND_BLOCKS:
+                    known = await _find(level, namespace, group_idx, asked)
+                if known is None:
+                    away.append(level.tier.name)
+                    break
+                for nth, is_there in zip(part, known, strict=True):
+                    if is_there:
+                        found[nth] = level.tier.name
+                await asyncio.sleep(0)
         return found, away
 
     def holdings(self, fingerprint: bytes) -> tuple[TierHoldings, ...]:
@@ -434,20 +375,20 @@ class TieredPool(Observer):
 
     def stats(self, prefaulted_bytes: int = 0) -> PoolStats:
         """A snapshot of the pool and of each tier that was opened; a scrape may come before `open` has ended."""
-        tiers: list[TierStats] = []
-        for level in self._levels[: self._num_open]:
-            stats = level.tier.stats()
-            tiers.append(replace(stats, up=level.health.is_working))
+        tiers = [replace(each.tier.stats(), up=each.health.is_working) for each in self._levels[: self._num_open]]
         return replace(self.pool.stats(prefaulted_bytes), tiers=tuple(tiers))
 
 
 async def _find(level: _Level, namespace: PoolNamespace, group_idx: int, names: Sequence[bytes]) -> list[bool] | None:
-    """Whether a tier has each block; None if it is away. Raises TierError, TimeoutError."""
+    """Whether a tier has each block; None if the tier does not answer in time."""
     if not level.health.is_available:
         return None
-    async with asyncio.timeout(FIND_S):
-        with level.health.call():
-            return await level.tier.find(namespace, group_idx, names)
+    try:
+        async with asyncio.timeout(FIND_S):
+            with level.health.call():
+                return await level.tier.find(namespace, group_idx, names)
+    except (TierError, TimeoutError):
+        return None
 
 
 async def _run_forever(run: Callable[[], Awaitable[None]]) -> None:
@@ -457,11 +398,3 @@ async def _run_forever(run: Callable[[], Awaitable[None]]) -> None:
         except Exception:
             log.exception("transferring blocks to or from a tier failed; restarting", seconds=RESTART_S)
             await asyncio.sleep(RESTART_S)
-
-
-def _missing(run: BlockRun, hit: RunHits, prefix_only: bool) -> Iterator[tuple[bytes, bytes]]:
-    """The blocks of a run that a lookup has not found, each with its parent's hash."""
-    flags = "" if prefix_only else f"{hit.complete:b}"[::-1]
-    for nth in range(hit.num_leading, len(run)):
-        if flags[nth : nth + 1] != "1":
-            yield run.block_hashes[nth], run.block_hashes[nth - 1] if nth else run.parent_hash

@@ -31,8 +31,8 @@ from kvpool_server.tiers.file.tier import FileTier
 from tests.simulation.power import PowerDisk
 from tests.support.clock import FakeClock
 from tests.support.effort import effort
-from tests.support.memory_tier import answered
 from tests.support.file_tier import file_tier
+from tests.support.memory_tier import answered
 from tests.support.values import block_hash, group_spec, namespace_spec, payload
 
 SHARDS = 2

@@ -10,7 +10,7 @@ import pytest
 
 from kvpool.errors import InvalidRequestError, OutOfSpaceError, UnknownNamespaceError
 from kvpool.types import BlockRun, HintResult, RunHits
-from kvpool_server.tiering import prefetcher, tiered_pool
+from kvpool_server.tiering import prefetcher, promoter
 from tests.support.memory_tier import MemoryTier, Rig, asked, play, turns
 from tests.support.values import block_hash
 
@@ -49,7 +49,7 @@ async def _evicted(rig: Rig, *names: object) -> None:
 
 @pytest.mark.parametrize("tier", [MemoryTier, asked])
 def test_a_long_prefix_comes_up_to_its_end(tier: type[MemoryTier], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiered_pool, "MAX_PREFETCH_BLOCKS", 3)
+    monkeypatch.setattr(promoter, "MAX_PREFETCH_BLOCKS", 3)
     names = [f"n{nth}" for nth in range(12)]
 
     @play(tier)
@@ -148,7 +148,7 @@ def test_other_calls_come_between_any_two_looks(num_pending: int) -> None:
     async def test() -> None:
         other = asyncio.create_task(others())
         subject = prefetcher.Prefetcher(look)
-        found = await subject.prefetch(b"", [(run, True) for run in _run("a") * 64], "")
+        found = await subject.prefetch(b"", _run("a") * 64, [True] * 64, "")
         assert found == HintResult(0, num_pending=64 * num_pending) and calls.count("look") == 64
         await turns()
         other.cancel()
@@ -168,8 +168,8 @@ def test_runs_behind_one_that_is_pending_are_not_looked_at_again() -> None:
 
     async def test() -> None:
         subject = prefetcher.Prefetcher(look)
-        runs = [(BlockRun(group_idx, [block_hash("a")]), True) for group_idx in range(3)]
-        assert await subject.prefetch(b"", runs, "") == HintResult(0, num_pending=3)
+        runs = [BlockRun(group_idx, [block_hash("a")]) for group_idx in range(3)]
+        assert await subject.prefetch(b"", runs, [True] * 3, "") == HintResult(0, num_pending=3)
         while subject._tasks:
             await turns()
 

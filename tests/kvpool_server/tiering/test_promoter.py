@@ -9,7 +9,7 @@ import pytest
 
 from kvpool.hashing import checksum
 from kvpool_server.cache.namespaces import PoolNamespace
-from kvpool_server.tiering import promoter, tiered_pool
+from kvpool_server.tiering import promoter
 from kvpool_server.tiers.tier import TierError
 from tests.support.memory_tier import SLOT, SLOTS, MemoryTier, Rig, asked, play, turns
 from tests.support.values import block_hash, payload
@@ -258,7 +258,7 @@ def test_a_prefix_comes_up_in_order_with_several_batches_under_way() -> None:
 
 @pytest.mark.usefixtures("small_batches")
 def test_a_prompt_longer_than_a_prefetch_goes_on_in_large_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiered_pool, "MAX_PREFETCH_BLOCKS", 7)
+    monkeypatch.setattr(promoter, "MAX_PREFETCH_BLOCKS", 7)
 
     @play(GatedReads)
     async def test(rig: Rig, tier: GatedReads) -> None:

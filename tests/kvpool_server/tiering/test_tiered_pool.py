@@ -12,6 +12,7 @@ from kvpool.errors import UnknownNamespaceError
 from kvpool.namespace import NamespaceSpec
 from kvpool.types import BlockRun, PoolStats, RunHits, ShardRange, TierStats
 from kvpool_server.metrics import PoolCollector
+from kvpool_server.tiering import promoter
 from kvpool_server.tiering import tiered_pool as tiering
 from kvpool_server.tiers.health import AWAY_S
 from kvpool_server.tiers.tier import COUNTERS, TierError
@@ -81,12 +82,12 @@ def test_a_lookup_prefetches_a_bounded_part_of_a_long_prompt(blocks: int) -> Non
         rig.put(*names)
         await rig.wait_idle()
         rig.evict_all()
-        most, tiering.MAX_PREFETCH_BLOCKS = tiering.MAX_PREFETCH_BLOCKS, blocks
+        most, promoter.MAX_PREFETCH_BLOCKS = promoter.MAX_PREFETCH_BLOCKS, blocks
         try:
             assert rig.lookup(*names).hits[0].num_pending == min(blocks, 12)
             assert (await rig.hits(*names)).num_leading == 12
         finally:
-            tiering.MAX_PREFETCH_BLOCKS = most
+            promoter.MAX_PREFETCH_BLOCKS = most
 
     test()
 
