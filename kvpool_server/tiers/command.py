@@ -167,9 +167,7 @@ def _is_a_servers(directory: Directory) -> bool:
 def delete_directory(path: Path, min_age_s: float = MIN_AGE_S) -> bool:
     """Deletes a candidate; False if the directory is none, or none any more.
 
-    Raises:
-        BlockingIOError: a running server holds the lock.
-        OSError: something cannot be read or deleted.
+    Raises BlockingIOError if a running server holds the lock, and OSError.
     """
     with contextlib.ExitStack() as stack:
         root = stack.enter_context(contextlib.closing(Directory.open_root(path.parent, None)))

@@ -19,7 +19,7 @@ from kvpool.holdings import printable
 from kvpool_server.tiers.open_files import SharedDescriptor
 
 DIRECTORY_MODE, FILE_MODE = 0o700, 0o600
-"""Of what a server makes."""
+"""Permissions of what a server makes."""
 GROUP_READABLE = 0o750
 """Permissions of a directory whose new files its group may read: an operator has made it so."""
 

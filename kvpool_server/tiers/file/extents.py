@@ -161,9 +161,8 @@ async def write_all(threads: DaemonThreadPool, extents: Extents, spots: Sequence
 async def read_all(threads: DaemonThreadPool, source: Extents, spots: Sequence[BlockSpot]) -> list[bool]:
     """For each block whether it was read and is sound; a block on a bad sector of the disk is not.
 
-    Raises:
-        OSError: none of several blocks could be read, or the file system fails other than by a bad sector (EIO). No
-            call is under way any more.
+    Raises OSError if none of several blocks could be read, or the file system fails other than by a bad sector (EIO).
+    No call is under way any more then.
     """
     spans = _spans(spots, source.extent_bytes, threads.num_threads)
     parts = await _all(threads.call(_read_span, source, span) for span in spans)

@@ -50,15 +50,6 @@ class Frame(NamedTuple):
     end: int
 
 
-class Stored(NamedTuple):
-    """Blocks of a group that were stored: `num_records` of them, each with `num_shards` checksums."""
-
-    group: GroupKey
-    num_shards: int
-    num_records: int
-    records: Iterator[Record]
-
-
 def encode_frame(kind: int, payload: bytes) -> bytes:
     """One frame of any payload."""
     assert len(payload) <= MAX_FRAME_BYTES, "no reader accepts this frame, nor any frame behind it"
@@ -140,8 +131,8 @@ def decode_namespace(payload: memoryview) -> NamespaceSpec:
     return spec
 
 
-def decode_stored(payload: memoryview, tag_bytes: int) -> Stored:
-    """Blocks of a group. Raises ValueError or struct.error."""
+def decode_stored(payload: memoryview, tag_bytes: int) -> tuple[GroupKey, int, int, Iterator[Record]]:
+    """A group, its number of shards, the number of its blocks, and the blocks. Raises ValueError or struct.error."""
     fingerprint, group_idx, num_shards = _STORED.unpack_from(payload)
     if not 1 <= num_shards <= MAX_SHARDS:
         raise ValueError(f"blocks with {num_shards} checksums")
@@ -151,13 +142,12 @@ def decode_stored(payload: memoryview, tag_bytes: int) -> Stored:
         Record(block_hash, b"" if parent_hash == _ROOT else parent_hash, offset, array("Q", sums), tag)
         for block_hash, parent_hash, offset, sums, tag in zip(*columns, strict=True)
     )
-    return Stored((fingerprint, group_idx), num_shards, lines.size, records)
+    return (fingerprint, group_idx), num_shards, lines.size, records
 
 
-def decode_removed(payload: memoryview) -> list[int]:
+def decode_removed(payload: memoryview) -> array[int]:
     """Offsets of slots. Raises ValueError."""
-    offsets: list[int] = np.frombuffer(payload, np.uint64).tolist()
-    return offsets
+    return array("Q", payload.tobytes())
 
 
 def is_start_of_journal(file: BinaryIO) -> bool:

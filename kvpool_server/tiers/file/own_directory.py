@@ -37,14 +37,11 @@ class DirectoryGoneError(FileNotFoundError):
 class DirectoryLock:
     """Held until closed, or until the process ends.
 
-    Args:
-        is_owner: creates the file if necessary, and sends a heartbeat at once; a process that only inspects or deletes
-            a directory does neither.
+    An owner creates the file if necessary, and sends a heartbeat at once; a process that only inspects or deletes a
+    directory does neither.
 
-    Raises:
-        BlockingIOError: another process holds the lock.
-        DirectoryGoneError: the directory was deleted meanwhile.
-        OSError: the directory does not exist, or is not writable.
+    Raises BlockingIOError if another process holds the lock, DirectoryGoneError if the directory was deleted meanwhile,
+    and OSError.
     """
 
     def __init__(self, directory: Directory, *, is_owner: bool = True):
@@ -63,9 +60,7 @@ class DirectoryLock:
     def send_heartbeat(self) -> None:
         """Touches the file: on a file system whose locks end at the host, other hosts see the time stamp only.
 
-        Raises:
-            DirectoryGoneError: the path does not lead to this directory any more.
-            OSError: the file system fails.
+        Raises DirectoryGoneError if the path does not lead to this directory any more, and OSError.
         """
         try:
             os.utime(self._fd)
@@ -92,7 +87,7 @@ def heartbeat_age_s(directory: Directory) -> float:
 
 
 class OwnDirectory:
-    """Owns the directory.
+    """Acquires, keeps and releases the directory.
 
     Args:
         create: whether to create the root if it does not exist; by default that is an error: a mount may be missing.
@@ -124,10 +119,8 @@ class OwnDirectory:
         Retries for a moment anyway: a process that inspects the directory holds the lock shortly, and one that deletes
         the directory leaves none.
 
-        Raises:
-            ConfigError: the root does not exist, the directory is another server's, or the file system does not answer.
-            UntrustedFileError: others can write to the root, the directory or the lock, or own one of them.
-            OSError: the directory cannot be created or locked.
+        Raises ConfigError if the root does not exist, the directory is another server's, or the file system does not
+        answer; UntrustedFileError; and OSError if the directory cannot be created or locked.
         """
         began_at, is_waiting = time.monotonic(), False
         while True:
@@ -151,12 +144,8 @@ class OwnDirectory:
                     ) from None
             if waited_s >= MOMENT_S and not is_waiting:
                 is_waiting = True
-                log.warning(
-                    "a tier waits for another server to release its directory",
-                    tier=self._tier_name,
-                    directory=str(self.path),
-                    left_s=round(self._handover_s - waited_s, 1),
-                )
+                event, left_s = "a tier waits for another server to release its directory", self._handover_s - waited_s
+                log.warning(event, tier=self._tier_name, directory=str(self.path), left_s=round(left_s, 1))
             await asyncio.sleep(RETRY_S)
 
     def _acquire(self) -> tuple[Directory, Directory, DirectoryLock]:
@@ -175,7 +164,7 @@ class OwnDirectory:
         return root, directory, lock
 
     def send_heartbeat(self) -> None:
-        """Tells other hosts that the owner lives, and sets `is_gone`. Blocking. Raises OSError if the disk fails."""
+        """Sends a heartbeat to other hosts, and sets `is_gone`. Blocking. Raises OSError if the disk fails."""
         assert self._lock is not None
         try:
             self._lock.send_heartbeat()
