@@ -79,7 +79,7 @@ def is_sound(payload: memoryview, checksums: Sequence[int]) -> bool:
 
 
 class Tier(ABC):
-    """See the module. One event loop calls `open` first and `close` last.
+    """A place under the arena that keeps blocks. One event loop calls `open` first and `close` last.
 
     Args:
         name: what operators call the tier, for example "file:/mnt/kv".

@@ -20,7 +20,7 @@ from kvpool_server.tiers.file import frames
 from kvpool_server.tiers.file.disk import Disk
 from kvpool_server.tiers.file.journal import Inventory, Journal
 from kvpool_server.tiers.file.tier import FileTier
-from kvpool_server.tiers.mooncake.footer import encode_footer
+from kvpool_server.tiers.mooncake.objects import encode_footer
 from kvpool_server.tiers.mooncake.tier import MooncakeTier
 from kvpool_server.tiers.mooncake.worker import StoreConfig
 from kvpool_server.tiers.registry import parse

@@ -45,12 +45,15 @@ COMPACT_AT_LEAST_BYTES = 16 << 20
 """A journal is compacted when it is twice as long as after the last compaction, and so much longer still."""
 
 
+MAX_HIDDEN = 65_536
+
+
 class JournalTooLargeError(Exception):
     """A journal lists more than its reader may keep in memory."""
 
 
 class Inventory:
-    """The blocks that a journal lists. One thread applies frames; other threads may `get` single records meanwhile.
+    """The blocks that a journal lists. One thread applies frames; another may `get` and `hide` records meanwhile.
 
     Args:
         has_tags: whether the blocks have tags; a journal of blocks with or without is none for the other.
@@ -78,6 +81,7 @@ class Inventory:
         self.is_exact = True
         self.trouble = ""
         self._at: dict[int, tuple[GroupKey, bytes]] = {}
+        self._hidden: dict[int, Record] = {}
 
     def __len__(self) -> int:
         return len(self._at)
@@ -166,7 +170,15 @@ class Inventory:
                 self.is_exact = False
 
     def get(self, group: GroupKey, block_hash: bytes) -> Record | None:
-        return self.groups.get(group, {}).get(block_hash)
+        """Where a block lies, as far as the journal has been read."""
+        record = self.groups.get(group, {}).get(block_hash)
+        return None if record is None or self._hidden.get(record.offset) is record else record
+
+    def hide(self, record: Record) -> None:
+        """Hides a block that could not be read, until the journal has a new record of it."""
+        self._hidden[record.offset] = record
+        if len(self._hidden) > MAX_HIDDEN:
+            del self._hidden[next(iter(self._hidden))]
 
     def encode(self) -> Iterator[bytes]:
         """A journal that lists these blocks, in the order in which they were stored: parents before children.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from typing import NamedTuple
 
 import structlog
 
@@ -20,7 +21,6 @@ from kvpool_server.tiers.file.journal import FILE_NAME, Inventory
 
 log = structlog.get_logger()
 
-MAX_LOST = 65_536
 MAX_SKIPPED_REFRESHES = 63
 MAX_PEERS = 1_024
 MAX_ENTRIES = 4_096
@@ -30,29 +30,15 @@ REFRESH_BYTES = 32 << 20
 DEFAULT_MEMORY_BYTES = 4 << 30
 
 
-class PeerBlocks:
-    """The blocks of one peer: the inventory that its journal gives, and the extents with the bytes.
+class PeerBlocks(NamedTuple):
+    """The blocks that one journal of a peer lists, and the extents with their bytes.
 
-    The two belong together: a journal that was replaced makes a new `PeerBlocks`, and readers of the old one go on with
-    the inventory that led them there. One thread calls `find` and `forget`, while the inventory grows.
+    The two belong together: a journal that was replaced makes new ones, and readers of the old ones go on with the
+    inventory that led them there.
     """
 
-    def __init__(self, inventory: Inventory, extents: Extents):
-        self.inventory = inventory
-        self.extents = extents
-        self._lost: dict[int, Record] = {}
-
-    def find(self, group: GroupKey, block_hash: bytes) -> Record | None:
-        """Where a block lies, as far as the journal has been read."""
-        record = self.inventory.get(group, block_hash)
-        return None if record is None or self._lost.get(record.offset) is record else record
-
-    def forget(self, record: Record) -> None:
-        """Hides a block that could not be read, until the journal has a new record of it."""
-        self._lost.pop(record.offset, None)
-        self._lost[record.offset] = record
-        if len(self._lost) > MAX_LOST:
-            del self._lost[next(iter(self._lost))]
+    inventory: Inventory
+    extents: Extents
 
 
 class PeerDirectory:
@@ -174,7 +160,7 @@ class PeerDirectories:
     def find(self, group: GroupKey, block_hash: bytes) -> tuple[PeerBlocks, Record] | None:
         for peer in list(self._peers.values()):
             blocks = peer.blocks
-            if blocks is not None and (record := blocks.find(group, block_hash)) is not None:
+            if blocks is not None and (record := blocks.inventory.get(group, block_hash)) is not None:
                 return blocks, record
         return None
 

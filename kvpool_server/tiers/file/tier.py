@@ -256,7 +256,7 @@ class FileTier(Tier):
             self.pool.release([lease_id])
         for nth, (blocks, record) in theirs.items():
             if found[nth] is None:
-                blocks.forget(record)
+                blocks.inventory.hide(record)
         if corrupt := [block_hashes[nth] for nth in sources[own] if found[nth] is None]:
             self.counters["corrupt_blocks"] += len(corrupt)
             log.error("corrupt blocks in a tier were removed", tier=self.name, blocks=len(corrupt))

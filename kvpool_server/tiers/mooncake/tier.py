@@ -1,9 +1,8 @@
 """A Mooncake Store cluster as a tier: servers on many hosts share it, and each promotes what any other has written.
 
-One object a block, `kvpool/<fingerprint>/<group_idx>/<block hash>` in hex: the slot's bytes and a footer that names the
-object (`footer.py`). Mooncake's master knows where objects lie and evicts them. The server calls Mooncake through child
-processes (`store_workers.py`); one that has died is started again, with an empty segment. Mooncake itself reconnects to
-a master that was restarted; the cluster's content is lost then.
+Each block is an object (`objects.py`). Mooncake's master knows where objects lie and evicts them. The server calls
+Mooncake through child processes (`store_workers.py`); one that has died is started again, with an empty segment.
+Mooncake itself reconnects to a master that was restarted; the cluster's content is lost then.
 
 Bytes are staged in both directions, and verified once they lie in the arena: a transfer that Mooncake has given up may
 go on writing as long as its peer lives, and must reach neither a slot nor bytes that have been verified. Several
@@ -21,7 +20,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar, Literal, TypeVar
 
-import numpy as np
 import structlog
 from pydantic import ByteSize, Field, field_validator
 
@@ -30,10 +28,9 @@ from kvpool.holdings import TierHoldings
 from kvpool.types import TierStats
 from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.tiers.block_mac import BlockMac, KeyedTierOptions
-from kvpool_server.tiers.mooncake.footer import encode_footer, footer_bytes
 from kvpool_server.tiers.mooncake.messages import MAX_KEYS, Call
+from kvpool_server.tiers.mooncake.objects import StagedRead, footer_bytes, object_key, put_blocks
 from kvpool_server.tiers.mooncake.presence_cache import PresenceCache
-from kvpool_server.tiers.mooncake.staged_read import StagedRead
 from kvpool_server.tiers.mooncake.store_process import (
     NUM_QUESTION_CHANNELS,
     STAGING_BYTES,
@@ -95,7 +92,7 @@ class MooncakeOptions(KeyedTierOptions):
 
 
 class MooncakeTier(Tier):
-    """See the module.
+    """Writes blocks to a cluster as objects, and reads them.
 
     Args:
         threads: reads and writes at once.
@@ -145,19 +142,19 @@ class MooncakeTier(Tier):
 
     def known(self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes]) -> list[bool] | None:
         """All True for blocks that were lately written, found or read; else only the master can tell."""
-        is_fresh = all(map(self._presence.has, _block_keys(namespace, group_idx, block_hashes)))
+        is_fresh = all(self._presence.has((namespace.fingerprint, group_idx, name)) for name in block_hashes)
         return [True] * len(block_hashes) if is_fresh else None
 
     async def find(self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes]) -> list[bool]:
-        codes: list[int] = []
-        for part in _parts(_object_keys(namespace, group_idx, block_hashes), MAX_KEYS):
-            codes += await self._ask("exist", part)
+        names, codes = _names(namespace, group_idx, block_hashes), list[int]()
+        for part in _parts(names, MAX_KEYS):
+            codes += await self._ask("exist", list(map(object_key, part)))
         self._check(codes)
-        for key, code in zip(_block_keys(namespace, group_idx, block_hashes), codes, strict=True):
+        for name, code in zip(names, codes, strict=True):
             if code == IS_THERE:
-                self._presence.add(key)
+                self._presence.add(name)
             else:
-                self._presence.discard([key])
+                self._presence.discard([name])
         return [code == IS_THERE for code in codes]
 
     async def write(self, namespace: PoolNamespace, group_idx: int, blocks: Sequence[Block]) -> int:
@@ -170,15 +167,13 @@ class MooncakeTier(Tier):
             return sum(there)
         written = 0
         for part in _parts(list(new.values()), most):
-            hashes = [block.block_hash for block in part]
-            keys = _object_keys(namespace, group_idx, hashes)
-            names = list(_block_keys(namespace, group_idx, hashes))
-            codes = await self._transfer(functools.partial(_put, keys, names, part, self._mac))
+            names = _names(namespace, group_idx, [block.block_hash for block in part])
+            codes = await self._transfer(functools.partial(put_blocks, names, part, self._mac))
             self._check(codes)
-            for key, code in zip(names, codes, strict=True):
+            for name, code in zip(names, codes, strict=True):
                 if code == 0:
                     written += 1
-                    self._presence.add(key, slot_bytes)
+                    self._presence.add(name, slot_bytes)
             self.counters["written_bytes"] += codes.count(0) * slot_bytes
             if refused := Counter(code for code in codes if code):
                 self.counters["refused_blocks"] += refused.total()
@@ -196,20 +191,19 @@ class MooncakeTier(Tier):
         num_shards = namespace.groups[group_idx].spec.num_shards
         found: list[Sequence[int] | None] = []
         for part in _parts(list(zip(block_hashes, into, strict=True)), most):
-            hashes = [block_hash for block_hash, _ in part]
-            keys = _object_keys(namespace, group_idx, hashes)
-            names = list(_block_keys(namespace, group_idx, hashes))
-            reading = StagedRead(keys, [view for _, view in part], num_shards, names, self._mac)
+            names = _names(namespace, group_idx, [block_hash for block_hash, _ in part])
+            views = [view for _, view in part]
+            reading = StagedRead(names, views, num_shards, self._mac)
             try:
                 codes = await self._transfer(reading.run)
             finally:
                 reading.cancel()  # A thread may still copy, if this task was cancelled.
             self._check(codes)
-            for key, sums, view in zip(names, reading.found, reading.views, strict=True):
+            for name, sums, view in zip(names, reading.found, views, strict=True):
                 if sums is None:
-                    self._presence.discard([key])
+                    self._presence.discard([name])
                 else:
-                    self._presence.add(key)
+                    self._presence.add(name)
                     self.counters["read_bytes"] += view.nbytes
             if reading.corrupt:
                 self.counters["corrupt_blocks"] += len(reading.corrupt)
@@ -219,9 +213,10 @@ class MooncakeTier(Tier):
         return found
 
     async def remove(self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes]) -> None:
-        self._presence.discard(_block_keys(namespace, group_idx, block_hashes))
-        for part in _parts(_object_keys(namespace, group_idx, block_hashes), MAX_KEYS):
-            self._check(await self._ask("remove", part))
+        names = _names(namespace, group_idx, block_hashes)
+        self._presence.discard(names)
+        for part in _parts(names, MAX_KEYS):
+            self._check(await self._ask("remove", list(map(object_key, part))))
 
     async def clear(self, fingerprint: bytes = b"") -> None:
         self._presence.clear(fingerprint)
@@ -265,38 +260,14 @@ class MooncakeTier(Tier):
             raise TierError(f"{self.name}: the master does not answer (code {worst})")
 
 
-def _put(
-    keys: Sequence[str],
-    names: Sequence[BlockKey],
-    blocks: Sequence[Block],
-    mac: BlockMac | None,
-    channel: StoreChannel,
-) -> list[int]:
-    """Copies blocks to the staging memory, and puts them; Mooncake's codes. Raises StoreError."""
-    nbytes = blocks[0].payload.nbytes
-    size = nbytes + footer_bytes(len(blocks[0].checksums), mac is not None)
-    offsets = [nth * size for nth in range(len(blocks))]
-    for offset, key, name, block in zip(offsets, keys, names, blocks, strict=True):
-        channel.memory[offset : offset + nbytes] = np.frombuffer(block.payload, np.uint8)
-        tag = b"" if mac is None else mac.tag(name, block.payload)
-        footer = encode_footer(key, nbytes, block.checksums, tag)
-        channel.memory[offset + nbytes : offset + size] = np.frombuffer(footer, np.uint8)
-    return channel.call("put", keys, offsets, [size] * len(keys))
-
-
 def _max_blocks(namespace: PoolNamespace, group_idx: int) -> int:
     """Blocks that fit into a channel's staging memory at once; 0: not even one."""
     spec = namespace.groups[group_idx].spec
     return min(MAX_KEYS, STAGING_BYTES // (spec.slot_bytes + footer_bytes(spec.num_shards, has_tag=True)))
 
 
-def _block_keys(namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes]) -> Iterator[BlockKey]:
-    return ((namespace.fingerprint, group_idx, block_hash) for block_hash in block_hashes)
-
-
-def _object_keys(namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes]) -> list[str]:
-    prefix = f"kvpool/{namespace.fingerprint.hex()}/{group_idx}/"
-    return [prefix + block_hash.hex() for block_hash in block_hashes]
+def _names(namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes]) -> list[BlockKey]:
+    return [(namespace.fingerprint, group_idx, block_hash) for block_hash in block_hashes]
 
 
 def _parts(items: Sequence[U], most: int) -> Iterator[Sequence[U]]:

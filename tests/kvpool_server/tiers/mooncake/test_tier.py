@@ -17,8 +17,7 @@ import pytest
 from kvpool.errors import ConfigError
 from kvpool.mooncake import RDMA_DEVICES
 from kvpool_server.cache.namespaces import PoolNamespace
-from kvpool_server.tiers.mooncake.footer import encode_footer, footer_bytes
-from kvpool_server.tiers.mooncake.staged_read import StagedRead
+from kvpool_server.tiers.mooncake.objects import StagedRead, encode_footer, footer_bytes
 from kvpool_server.tiers.mooncake.store_process import STAGING_BYTES
 from kvpool_server.tiers.mooncake.tier import MooncakeTier
 from kvpool_server.tiers.mooncake.worker import StoreConfig
@@ -189,7 +188,7 @@ class TestMooncakeTier(PersistentTierContract):
                 await tier.write(namespace, 0, blocks_of("a"))
                 memory = Memory(1)
                 name = (namespace.fingerprint, 0, block_hash("a"))
-                reading = StagedRead([_key(namespace, "a")], memory.views, SHARDS, [name], None)
+                reading = StagedRead([name], memory.views, SHARDS, None)
                 reading.cancel()
                 with tier.workers.start(0).transfer_channel() as channel:
                     assert reading.run(channel) == [SLOT + footer_bytes(SHARDS)]
