@@ -118,5 +118,5 @@ def _handler(
                 yield message
 
     if method.server_streaming:
-        return grpc.stream_stream_rpc_method_handler(replies, None, None)  # Its replies are bytes already.
+        return grpc.stream_stream_rpc_method_handler(replies, None, bytes)  # Its replies are bytes already.
     return grpc.stream_unary_rpc_method_handler(of_one, None, encode)
