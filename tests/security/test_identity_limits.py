@@ -64,7 +64,7 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "explanation" / "security.md"
 def test_the_page_tells_the_limits() -> None:
     rows = re.findall(r"^\| [^|]+ \| `(\w+)` \| ([\d,]+)\b", DOCUMENT.read_text(), re.MULTILINE)
     assert {key: int(value.replace(",", "")) for key, value in rows} == dataclasses.asdict(IdentityLimits())
-    (own,) = re.findall(r"^\| streams of payload that are read \| \| (\d+) \|", DOCUMENT.read_text(), re.MULTILINE)
+    (own,) = re.findall(r"^\| streams of payload \| \| (\d+) \|", DOCUMENT.read_text(), re.MULTILINE)
     assert int(own) == inbox.MAX_OWN_DATA_STREAMS
 
 

@@ -86,7 +86,7 @@ class LyingPool:
             try:
                 if method == "GetChunks":
                     replies = self._loop.run(_all(self._service.GetChunks(request, CallContext())))
-                    return [self._sent(method, reply) for reply in replies]
+                    return [self._sent(method, pb.GetChunksResponse.FromString(reply)) for reply in replies]
                 request = _stream(list(request)) if _METHODS[method].client_streaming else request
                 return self._sent(method, self._loop.run(getattr(self._service, method)(request, CallContext())))
             except KVPoolError as error:
