@@ -73,7 +73,7 @@ MAX_CERTIFICATE_S = 1e12
 MAX_HOST_CHARS = 253
 MAX_TOKENS = 1e18
 MAX_SIZE = 1_024.0
-"""Largest simulated arena, as a multiple of the present one."""
+"""Largest arena that hits are estimated of, as a multiple of the present one."""
 
 METHOD_LIMITS = {"Get": 40 << 20, "Exists": 4 << 20, "Lookup": 40 << 20, "ListNamespaces": 8 << 20, "Ledger": 8 << 20,
                  "GetChunks": wire.MAX_MESSAGE_BYTES,
@@ -560,13 +560,11 @@ def value(reply: pb.ValueResponse) -> ValueReport:
         _text("tenant", curve.tenant)
         _in("lookup_tokens", curve.lookup_tokens, 0, MAX_TOKENS)
         _in("hit_tokens", curve.hit_tokens, 0, curve.lookup_tokens)
-        _in("simulated_hit_ratio", curve.simulated_hit_ratio, 0, 1)
         _in("number of sizes", len(curve.estimates), 0, MAX_ESTIMATES)
         for estimate in curve.estimates:
             _in("size", estimate.size, 0, MAX_SIZE)
             _in("hit_ratio", estimate.hit_ratio, 0, 1)
             _in("hit_ratio_with_tiers", estimate.hit_ratio_with_tiers, estimate.hit_ratio, 1)
-            _in("uncertainty", estimate.uncertainty, 0, 1)
     decoded = wire.decode_value(reply)
     curves = [replace(curve, tenant=_shown(curve.tenant)) for curve in decoded.curves]
     return replace(decoded, policy=escaped(decoded.policy, 64), curves=tuple(curves))

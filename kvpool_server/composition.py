@@ -16,7 +16,6 @@ from kvpool.errors import ConfigError, InvalidRequestError, TransferError
 from kvpool.mooncake import Engine
 from kvpool.quotas import beyond_memory, parse_quota
 from kvpool.tracing import SERVER_SERVICE, Tracing
-from kvpool.value import ValueReport
 from kvpool_server.access.audit import AuditLog
 from kvpool_server.access.control import AccessControl
 from kvpool_server.access.reminders import HOUR_S, repeat, warn_of_plaintext
@@ -57,8 +56,8 @@ from kvpool_server.tiers.tier import Tier, TierContext, TierOptions
 from kvpool_server.tiers.traced import SpansOfBlocks, traced
 from kvpool_server.turns import Turns
 from kvpool_server.usage import Usage
-from kvpool_server.value.instruments import ValueCollector, ValueInstruments
 from kvpool_server.value.recorder import Recorder
+from kvpool_server.value.report import PoolValue, ValueCollector
 
 log = structlog.get_logger()
 
@@ -142,6 +141,7 @@ class Composition:
             self.tiered, self.memory, self._reports, usage, self._access, self._tcp_bytes, self._boot_token
         )
         in_background(self._stack, self._monitoring.lag.run())
+        self._value = self._watch_traffic()
         if config.http_listen:
             self.http_port = self._monitoring.http_port = self._serve_http(config.http_listen)
         if self._permits is not None:
@@ -151,7 +151,6 @@ class Composition:
             self.events = self._publish_events()
         self._stack.push_async_callback(self.tiered.close)
         await self.tiered.open()
-        self._value = self._watch_traffic()
         if config.mooncake != "off":
             self._engine = await self._start_engine()
         if self.data is not None and not await self.data.ready():
@@ -240,7 +239,7 @@ class Composition:
         tls = None if access is None else access.credentials.for_http
         gate = None if access is None else access.check_scrape
         try:
-            site = Site(loop, self._state, self._monitoring.stats, self._value_of_all, self._log_events)
+            site = Site(loop, self._state, self._monitoring.stats, self._value.report, self._log_events)
             health = on_loop(loop, self._state)
             names = [split_address(each)[0].lower() for each in (address, self._config.listen)]
             http = OperatorHttp(host, port, self._monitoring.registry, health, tls, gate, site, names)
@@ -276,19 +275,17 @@ class Composition:
         self.pool.observe(streams)
         return streams
 
-    def _watch_traffic(self) -> ValueInstruments:
-        """Starts what is told of lookups and puts: the simulation of other arena sizes, and the recorder."""
+    def _watch_traffic(self) -> PoolValue:
+        """Starts the observers of lookups and puts: the recorder, and the histogram of `kvpool value`."""
         config = self._config
         recorder = Recorder(config.record, config.record_bytes, config.record_names) if config.record else None
         if recorder is not None:
             self._stack.push_async_callback(asyncio.to_thread, recorder.close)
-        value = ValueInstruments(self.pool, config.policy, config.value_sample, self.tiered.stats().tiers, recorder)
-        collector = ValueCollector(on_loop(asyncio.get_running_loop(), value.total), recorder)
-        self._monitoring.registry.register(collector)
+            self.pool.observe_traffic(recorder)
+        loop = asyncio.get_running_loop()
+        value = PoolValue(self.pool, config.policy, config.value_sample, bool(config.tier), loop.call_later)
+        self._monitoring.registry.register(ValueCollector(on_loop(loop, value.report), recorder))
         return value
-
-    async def _value_of_all(self) -> ValueReport:
-        return await self.turns.run(self._value.report_of_all())
 
     async def _start_engine(self) -> Engine:
         config = self._config

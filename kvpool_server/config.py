@@ -103,7 +103,7 @@ class ServerConfig(BaseSettings):
         DEFAULT_POLICY,
         description="Which blocks to evict: "
         + "; ".join(f"{name}, {policy.summary}" for name, policy in POLICIES.items())
-        + ". `kvpool bench replay` compares policies on a trace.",
+        + ".",
     )
     tier: types.Tiers = ()
     """A tier under the arena, e.g. file:/mnt/kv,size=200GiB or mooncake:master=HOST:PORT. Repeat the flag for several
@@ -153,12 +153,12 @@ class ServerConfig(BaseSettings):
     """How KV events name blocks: int (the low 64 bits of the hash) or bytes (the whole hash)."""
     kv_events_buffer: int = Field(10_000, ge=1_000, le=1_000_000)
     """KV event messages kept for subscribers that missed some."""
-    value_sample: int = Field(0, ge=0, le=65_536)
-    """Blocks sampled to simulate each other arena size, for `kvpool value`: more blocks are more exact, and take more
-    CPU time and memory; 640 is a good number. 0: no simulation."""
+    value_sample: int = Field(8_192, ge=0, le=65_536)
+    """Most blocks sampled to estimate the hits of other arena sizes, for `kvpool value`: more are more exact, and take
+    more memory. 0: no estimates."""
     record: str = ""
-    """File that records lookups and puts for `kvpool bench replay`: salted hashes, times, sizes and hits, no tokens;
-    see docs/how-to/value.md. Empty: none."""
+    """File that records lookups and puts: salted hashes, times, sizes and hits, no tokens; see docs/how-to/value.md.
+    Empty: none."""
     record_bytes: ByteSize = Field(ByteSize(256 << 20), ge=1 << 20)
     """With --record: size of the file at which recording stops."""
     record_names: bool = False

@@ -21,7 +21,7 @@ import ssl
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Protocol, TypeVar
@@ -89,14 +89,6 @@ def on_loop(loop: asyncio.AbstractEventLoop, function: Callable[[], Value]) -> C
 
     async def call() -> Value:
         return function()
-
-    return awaited_on_loop(loop, call)
-
-
-def awaited_on_loop(
-    loop: asyncio.AbstractEventLoop, call: Callable[[], Coroutine[Any, Any, Value]]
-) -> Callable[[], Value]:
-    """As `on_loop`, of a function that is awaited there."""
 
     def called() -> Value:
         future = asyncio.run_coroutine_threadsafe(call(), loop)

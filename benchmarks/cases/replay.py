@@ -1,7 +1,7 @@
 """Which share of the blocks of a real service's prompts hits in a pool of a given size, by eviction policy?
 
 The Mooncake trace, and made-up ones of one shape each (`benchmarks.harness.workloads`), replayed against the server's
-own pool (`kvpool_server.replay`); the Mooncake trace also against published policies (`benchmarks.peers.libcachesim`).
+own pool (`benchmarks.replay`); the Mooncake trace also against published policies (`benchmarks.peers.libcachesim`).
 The hit ratio is hits over all blocks looked up. Capacities are shares of a trace's distinct blocks.
 
 The Mooncake trace is not part of this repository; `--trace` names it.
@@ -21,11 +21,11 @@ import typer
 from benchmarks.harness.measuring import Row, Series, at_least, progress, report
 from benchmarks.harness.workloads import WORKLOADS
 from benchmarks.peers import libcachesim
+from benchmarks.replay.pool import num_steps, policy_ratios, reference_ratios, replay
+from benchmarks.replay.references import clairvoyant
+from benchmarks.replay.request import Request, num_blocks, num_distinct
+from benchmarks.replay.trace import load
 from kvpool_server.cache.eviction import DEFAULT_POLICY, POLICIES
-from kvpool_server.replay.references import clairvoyant
-from kvpool_server.replay.replay import num_steps, policy_ratios, reference_ratios, replay
-from kvpool_server.replay.request import Request, num_blocks, num_distinct
-from kvpool_server.replay.trace import load
 
 TRACE = Path(__file__).parents[3] / "shared" / "traces" / "conversation_trace.jsonl"
 HOW_TO_GET = "github.com/kvcache-ai/Mooncake has it: FAST25-release/traces/conversation_trace.jsonl"

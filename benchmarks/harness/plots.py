@@ -229,29 +229,6 @@ def hit_ratios(result: Result) -> Figure | None:
     return figure
 
 
-def value_curves(result: Result) -> Figure | None:
-    """Simulated and replayed hit ratio against the arena size, a panel for each trace."""
-    lines = result.get("series", ())
-    shapes = list(dict.fromkeys(series["plot"] for series in lines))
-    if not shapes:
-        return None
-    figure = Figure(figsize=(10, 5.2), layout="constrained")
-    figure.suptitle("What would another arena size hit: simulated beside a full replay", x=0.01, ha="left")
-    panels = figure.subplots(2, -(-len(shapes) // 2), squeeze=False)
-    for axes, shape in zip(panels.flat, shapes, strict=False):
-        for series in (each for each in lines if each["plot"] == shape):
-            style, colour = ("--", DARK) if series["limit"] else ("-", BLUE)
-            axes.plot(series["x"], series["y"], style, marker="o", color=colour, label=series["name"])
-        axes.set_title(shape.partition(":")[0])
-        axes.set_xscale("log", base=2)
-        axes.set_ylim(bottom=0)
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda size, _: f"{size:g}x"))
-    for axes in panels.flat[len(shapes) :]:
-        axes.set_axis_off()
-    figure.legend(*panels.flat[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
-    return figure
-
-
 def under_load(result: Result) -> Figure | None:
     """Mean time to first token against the rate of requests, by arm, a panel for each workload."""
     lines = [series for series in result.get("series", ()) if series["plot"].endswith(SERVED)]
@@ -290,7 +267,6 @@ PLOTS: dict[str, Callable[[Result], Figure | None]] = {
     "clients": many_clients,
     "clients-16-cores": many_clients,
     "replay": hit_ratios,
-    "value": value_curves,
     "serving": under_load,
     "serving-gpu": under_load,
 }

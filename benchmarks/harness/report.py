@@ -110,15 +110,7 @@ policies (libCacheSim, default parameters) see the same blocks one by one, and a
 its prompt do. Where 1 block in 50 or in 20 fits, MQ has more hits on the Mooncake trace than `density`: it
 remembers four evicted blocks for each that fits, `density` half of one. At larger capacities `density` has most. On
 made-up traces the best published policy, another one from trace to trace, is ahead of `density` about as often as
-behind it. Without the trace (`--trace PATH`) this is skipped. Any trace: `kvpool bench replay TRACE`.""",
-    "value": """How far is the curve of `kvpool value` from a full replay at each size, and what does it cost: the
-Mooncake trace and made-up ones of one shape each, with a twentieth of the distinct blocks as the present size, each
-with several samples, whose seeds were not used to tune anything. Beside each error, what `kvpool value` would have
-printed as its uncertainty. Loops are chaotic: a full replay with slightly more memory differs from itself by as much
-as the simulation does. The CPU time of small pools is that of whole simulations, because every block of theirs is in
-the sample; a server stays below its share of a core by sampling less. What the simulation costs calls is measured on
-the pool alone, without RPCs, which take many times as long. Without the trace (`--trace PATH`) its rows are
-missing.""",
+behind it. Without the trace (`--trace PATH`) this is skipped. Any trace: `examples/notebook`.""",
     "tiers": """The file tier beside its disk (a virtual machine's, whose own cache flatters writes); a restart with a
 million blocks; a prompt of 64 MiB that a server brings up right after its start; and what a tier costs puts, also a
 tier that does not answer (Mooncake's, with a stopped master).""",

@@ -10,7 +10,7 @@ import itertools
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from kvpool_server.replay.request import Request
+from benchmarks.replay.request import Request
 
 REQUESTS_A_SECOND = 3.4
 """As in the Mooncake trace."""

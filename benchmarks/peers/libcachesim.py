@@ -16,7 +16,7 @@ import importlib.util
 import itertools
 from collections.abc import Mapping, Sequence
 
-from kvpool_server.replay.request import Request
+from benchmarks.replay.request import Request
 
 INSTALL = "pip install libcachesim==0.3.5"
 POLICIES: Mapping[str, str] = {

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from benchmarks.replay import references
+from benchmarks.replay.request import Request as Prompt
 from benchmarks.serving.workloads import Request, prompt
-from kvpool_server.replay import references
-from kvpool_server.replay.request import Request as Prompt
 
 VOCABULARY = 1 << 30
 UNBOUNDED = 1 << 60

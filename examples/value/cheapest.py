@@ -3,7 +3,7 @@
     kvpool value --json | python cheapest.py --gib-month 3 --gpu-hour 2.5 --prefill 8000 --peak 2
 
 The model: prefill runs on whole GPUs, of which there are enough for `--peak` times the average load, and a hit saves
-the prefill of its tokens. Hit ratios are estimates (`uncertainty`); an hour of traffic says little of a month.
+the prefill of its tokens. Hit ratios are estimates; an hour of traffic says little of a month.
 """
 
 import argparse
@@ -26,9 +26,12 @@ def main() -> None:
     for name, value in vars(prices).items():
         if not 0 < value < math.inf:
             parser.error(f"--{name.replace('_', '-')} {value} must be above 0, and finite")
-    report = json.load(sys.stdin)
+    printed = sys.stdin.read()
+    if not printed:
+        sys.exit("nothing on standard input: kvpool value has failed")
+    report = json.loads(printed)
     if not report["curves"] or not report["curves"][0]["estimates"]:
-        sys.exit("no curve: start the server with --value-sample 640, and ask again when engines have used it")
+        sys.exit("no lookups yet: ask again when engines have used the server")
     total = report["curves"][0]
     tokens_per_s = total["lookup_tokens"] / report["seconds"]
     found = []

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -15,9 +13,9 @@ from kvpool.commands import common
 from kvpool.commands.common import AsJson, Endpoint, duration_text, printable, size_text
 from kvpool.commands.output import console, count_text, say
 from kvpool.config import DEFAULT_ENDPOINT
-from kvpool.errors import InvalidRequestError
+from kvpool.errors import ConfigError, InvalidRequestError
 from kvpool.option_bounds import within
-from kvpool.value import USUAL_ERROR, ValueCurve, ValueReport
+from kvpool.value import ValueCurve, ValueReport
 
 DAY_S = 86_400
 
@@ -35,28 +33,27 @@ def value(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show what smaller and larger arenas would hit, as the server simulates it with its own traffic."""
+    """Show what smaller and larger arenas would hit, as the server estimates it from its own traffic."""
     with common.client_of(endpoint) as client:
         report = client.admin.value()
+    if not report.enabled:
+        raise ConfigError(f"the server at {endpoint} estimates no hit ratios; start it with --value-sample 8192")
     curves = [curve for curve in report.curves if tenant is None or (curve.tenant == tenant and not curve.is_total)]
     if tenant is not None and not curves:
         raise InvalidRequestError(f"the server has no curve of tenant {tenant!r}; without --tenant all are shown")
     if as_json:
         common.print_json(_as_json(report, curves, prefill))
         return
-    if not report.enabled:
-        typer.echo(f"the server at {endpoint} simulates nothing; start it with --value-sample 640")
-        return
     if len(curves) == 2 and tenant is None:
         curves = curves[:1]  # One tenant's curve is that of all.
     shown = [curve for curve in curves if curve.estimates]
     if not shown:
-        typer.echo(f"no lookups yet at {endpoint}: nothing to simulate")
+        typer.echo(f"no lookups yet at {endpoint}: nothing to estimate")
         return
     for curve in shown:
         console().print(_table(report, curve, prefill))
-        for sentence in _about(report, curve):
-            say(sentence)
+        say(f"{count_text(curve.lookup_tokens)} tokens looked up in about {duration_text(report.seconds)}.")
+        say(f"The pool, with the policy {report.policy}, hit {curve.hit_ratio:.1%} of them. The estimates are of LRU.")
     if report.left_out:
         say(f"{report.left_out:,} lookups and puts came too fast and were left out")
 
@@ -64,36 +61,22 @@ def value(
 def _name(curve: ValueCurve) -> str:
     if curve.is_total:
         return "all tenants"
-    return "all other tenants" if curve.is_rest else f"tenant {printable(curve.tenant) or '(none)'}"
+    return f"tenant {printable(curve.tenant) or '(none)'}"
 
 
 def _table(report: ValueReport, curve: ValueCurve, prefill: float | None) -> Table:
     of_both = " with tiers" if report.has_tiers else ""
-    names = ["memory", "size", "hits", *(["hits with tiers"] if of_both else []), "off by", f"tokens a day{of_both}"]
+    names = ["memory", "size", "hits", *(["hits with tiers"] if of_both else []), f"tokens a day{of_both}"]
     names += [f"GPU-s a day{of_both}"] if prefill is not None else []
     table = Table(*(Column(name, justify="right") for name in names), title=escape(_name(curve)))
     for each in curve.estimates:
         saved = _saved_tokens_a_day(report, curve, each.hit_ratio_with_tiers)
         cells = [size_text(int(each.size * report.arena_bytes)), f"{each.size:g}x", f"{each.hit_ratio:.1%}"]
         cells += [f"{each.hit_ratio_with_tiers:.1%}"] if report.has_tiers else []
-        cells += [f"<= {100 * max(each.uncertainty, USUAL_ERROR):.1f}", count_text(saved)]
+        cells += [count_text(saved)]
         cells += [count_text(saved / prefill)] if prefill is not None else []
         table.add_row(*cells, style="bold" if each.size == 1 else None)
     return table
-
-
-def _about(report: ValueReport, curve: ValueCurve) -> Iterator[str]:
-    traffic = f"{count_text(curve.lookup_tokens)} tokens looked up in about {duration_text(report.seconds)}"
-    yield f"{traffic}."
-    yield (f"The pool hit {curve.hit_ratio:.1%} of them, the simulation {curve.simulated_hit_ratio:.1%}.")
-    yield "Off by: how many points hits may be wrong, nearly always."
-    if _falls([each.hit_ratio for each in curve.estimates]):
-        yield "More memory never hits less in the long run: the larger simulated pools are not full yet."
-
-
-def _falls(ratios: Sequence[float]) -> bool:
-    """Whether a larger size is printed with fewer hits than a smaller one."""
-    return any(round(after, 3) < round(before, 3) for before, after in itertools.pairwise(ratios))
 
 
 def _saved_tokens_a_day(report: ValueReport, curve: ValueCurve, hit_ratio: float) -> float:
@@ -114,12 +97,5 @@ def _as_json(report: ValueReport, curves: list[ValueCurve], prefill: float | Non
                     "saved_gpu_seconds_per_day": None if prefill is None else saved / prefill,
                 }
             )
-        listed.append(
-            {
-                **dataclasses.asdict(curve),
-                "hit_ratio": curve.hit_ratio,
-                "uncertainty": curve.uncertainty,
-                "estimates": estimates,
-            }
-        )
+        listed.append({**dataclasses.asdict(curve), "hit_ratio": curve.hit_ratio, "estimates": estimates})
     return {**dataclasses.asdict(report), "curves": listed}

@@ -1123,32 +1123,28 @@ class ValueResponse(_message.Message):
     def __init__(self, boot_token: _Optional[int] = ..., enabled: bool = ..., arena_bytes: _Optional[int] = ..., policy: _Optional[str] = ..., seconds: _Optional[float] = ..., left_out: _Optional[int] = ..., sampled_blocks: _Optional[int] = ..., cpu_seconds: _Optional[float] = ..., has_tiers: bool = ..., curves: _Optional[_Iterable[_Union[ValueCurve, _Mapping]]] = ...) -> None: ...
 
 class ValueCurve(_message.Message):
-    __slots__ = ("is_total", "tenant", "lookup_tokens", "hit_tokens", "simulated_hit_ratio", "estimates")
+    __slots__ = ("is_total", "tenant", "lookup_tokens", "hit_tokens", "estimates")
     IS_TOTAL_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     LOOKUP_TOKENS_FIELD_NUMBER: _ClassVar[int]
     HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    SIMULATED_HIT_RATIO_FIELD_NUMBER: _ClassVar[int]
     ESTIMATES_FIELD_NUMBER: _ClassVar[int]
     is_total: bool
     tenant: str
     lookup_tokens: float
     hit_tokens: float
-    simulated_hit_ratio: float
     estimates: _containers.RepeatedCompositeFieldContainer[ValueEstimate]
-    def __init__(self, is_total: bool = ..., tenant: _Optional[str] = ..., lookup_tokens: _Optional[float] = ..., hit_tokens: _Optional[float] = ..., simulated_hit_ratio: _Optional[float] = ..., estimates: _Optional[_Iterable[_Union[ValueEstimate, _Mapping]]] = ...) -> None: ...
+    def __init__(self, is_total: bool = ..., tenant: _Optional[str] = ..., lookup_tokens: _Optional[float] = ..., hit_tokens: _Optional[float] = ..., estimates: _Optional[_Iterable[_Union[ValueEstimate, _Mapping]]] = ...) -> None: ...
 
 class ValueEstimate(_message.Message):
-    __slots__ = ("size", "hit_ratio", "hit_ratio_with_tiers", "uncertainty")
+    __slots__ = ("size", "hit_ratio", "hit_ratio_with_tiers")
     SIZE_FIELD_NUMBER: _ClassVar[int]
     HIT_RATIO_FIELD_NUMBER: _ClassVar[int]
     HIT_RATIO_WITH_TIERS_FIELD_NUMBER: _ClassVar[int]
-    UNCERTAINTY_FIELD_NUMBER: _ClassVar[int]
     size: float
     hit_ratio: float
     hit_ratio_with_tiers: float
-    uncertainty: float
-    def __init__(self, size: _Optional[float] = ..., hit_ratio: _Optional[float] = ..., hit_ratio_with_tiers: _Optional[float] = ..., uncertainty: _Optional[float] = ...) -> None: ...
+    def __init__(self, size: _Optional[float] = ..., hit_ratio: _Optional[float] = ..., hit_ratio_with_tiers: _Optional[float] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ("deadline_ms", "boot_token")

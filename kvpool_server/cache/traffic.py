@@ -1,4 +1,4 @@
-"""What clients ask of the pool, told to those who only watch: the recorder and the miniature simulations."""
+"""Observers of lookups and puts: the recorder, and the histogram of `kvpool value`."""
 
 from __future__ import annotations
 

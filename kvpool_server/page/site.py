@@ -6,8 +6,7 @@ import asyncio
 import contextlib
 import gzip
 import threading
-from collections.abc import Callable, Coroutine, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import structlog
 
@@ -15,7 +14,7 @@ from kvpool import wire
 from kvpool.doctor.window import RECENT_S
 from kvpool.types import PoolStats
 from kvpool.value import ValueReport
-from kvpool_server.http import LOOP_TIMEOUT_S, Request, Response, awaited_on_loop, on_loop
+from kvpool_server.http import LOOP_TIMEOUT_S, Request, Response, on_loop
 from kvpool_server.log_events import LogEvents
 from kvpool_server.page.documents import encoded, fields_of, now_document
 from kvpool_server.page.samples import INTERVAL_S, Sample, Samples
@@ -60,7 +59,7 @@ class Site:
         loop: asyncio.AbstractEventLoop,
         state: Callable[[], str],
         stats: Callable[[], PoolStats],
-        value: Callable[[], Coroutine[Any, Any, ValueReport]],
+        value: Callable[[], ValueReport],
         events: LogEvents,
     ):
         self._state = state
@@ -69,7 +68,7 @@ class Site:
         self._samples = Samples()
         self._look = on_loop(loop, self._look_on_loop)
         self._kept = on_loop(loop, self._samples.kept)
-        self._value = awaited_on_loop(loop, value)
+        self._value = on_loop(loop, value)
         self._files = read_static_files()
         self._numbers = {"/api/v1/now": self._now, "/api/v1/history": self._history, "/api/v1/value": self._value_now}
         self._answering = threading.Lock()

@@ -1,1 +1,1 @@
-"""What more memory, or less, would be worth: hit ratios at other arena sizes, from the pool's own traffic."""
+"""What other arena sizes would hit, from the traffic; and recordings of the traffic."""

@@ -8,9 +8,9 @@ from benchmarks.cases import replay
 from benchmarks.harness import measuring as harness
 from benchmarks.harness import workloads
 from benchmarks.peers import libcachesim
+from benchmarks.replay.references import REFERENCES, lru
+from benchmarks.replay.request import num_distinct
 from kvpool_server.cache.eviction import POLICIES
-from kvpool_server.replay.references import REFERENCES, lru
-from kvpool_server.replay.request import num_distinct
 
 LINES = "".join(
     json.dumps({"timestamp": nth * 1000, "hash_ids": ids}) + "\n" for nth, ids in enumerate([[1, 2], [3, 4]] * 2)

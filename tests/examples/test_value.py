@@ -31,9 +31,9 @@ def test_memory_is_weighed_against_gpus() -> None:
     ]
 
 
-def test_a_server_that_simulates_nothing_is_told_apart() -> None:
-    done = run({"seconds": 0.0, "curves": []})
-    assert done.returncode == 1 and "--value-sample 640" in done.stderr
+def test_a_server_without_lookups_is_told_apart() -> None:
+    done = run({"seconds": 0.0, "curves": [{"estimates": []}]})
+    assert done.returncode == 1 and "no lookups yet" in done.stderr
 
 
 def test_a_price_of_nothing_is_refused() -> None:

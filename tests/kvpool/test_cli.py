@@ -476,8 +476,8 @@ def test_a_shell_completes_commands_of_all_packages() -> None:
 
 
 def test_other_packages_add_commands_and_are_loaded_only_for_those() -> None:
-    assert "replay" in run_command(KVPOOL, "bench", "--help").stdout
-    assert "bench" in run_command(KVPOOL, "--help").stdout
+    assert "gc" in run_command(KVPOOL, "tier", "--help").stdout
+    assert "tier" in run_command(KVPOOL, "--help").stdout
     script = """
 import sys
 sys.argv[1:] = ["--version"]

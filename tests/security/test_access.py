@@ -58,7 +58,7 @@ class Deployment:
         self.authority = Authority.create(pki)
         operator = self.files(Role.OPERATOR)
         flags = server_flags(self.authority.issue_server([]))
-        self.server = start("--memory", "16MiB", "--value-sample", "640", *flags, tls=operator)
+        self.server = start("--memory", "16MiB", *flags, tls=operator)
         self.fingerprints = {tenant: self._store(tenant) for tenant in ("acme", "umbra")}
 
     def files(self, role: Role, tenant: str = "acme") -> TlsFiles:

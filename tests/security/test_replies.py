@@ -232,12 +232,10 @@ BROKEN: dict[str, tuple[Callable[[Any], Any], Any, str]] = {
     "curve's tenant": (replies.value, curve(tenant="t" * 513), "tenant has 513"),
     "curve's tokens": (replies.value, curve(lookup_tokens=float("inf")), "lookup_tokens is inf"),
     "more hits than lookups": (replies.value, curve(lookup_tokens=1, hit_tokens=2), "hit_tokens is 2"),
-    "simulated ratio": (replies.value, curve(simulated_hit_ratio=1.5), "simulated_hit_ratio is 1.5"),
     "size": (replies.value, estimate(size=float("nan")), "size is nan"),
     "ratio": (replies.value, estimate(hit_ratio=-0.5), "hit_ratio is -0.5"),
     "fewer with tiers": (replies.value, estimate(hit_ratio=0.5), "hit_ratio_with_tiers is 0.0"),
     "more than all": (replies.value, estimate(hit_ratio_with_tiers=2), "hit_ratio_with_tiers is 2"),
-    "uncertainty": (replies.value, estimate(uncertainty=float("nan")), "uncertainty is nan"),
     "quota of none": (replies.quotas, [pb.Quota(subject="tenant:a")], "limit_bytes is 0"),
     "subject": (replies.quotas, [pb.Quota(subject="t" * 513, limit_bytes=1)], "subject has 513"),
 }  # fmt: skip

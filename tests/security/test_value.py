@@ -29,7 +29,7 @@ def driven(deployment: Deployment) -> Deployment:
             with deployment.client(Role.ENGINE_WRITE, tenant) as client:
                 look_up(client, tenant, count)
         expected = before + BLOCK_TOKENS * sum(LOOKUPS.values())
-        wait_for(lambda: looked_up_tokens(operator.admin.value()) == expected, "the lookups to be simulated")
+        wait_for(lambda: looked_up_tokens(operator.admin.value()) == expected, "the lookups to be counted")
     return deployment
 
 

@@ -22,7 +22,7 @@ from kvpool_server.metrics import (
     UsageCollector,
 )
 from kvpool_server.reports.metrics import ReportCollector
-from kvpool_server.value.instruments import ValueCollector
+from kvpool_server.value.report import ValueCollector
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"
 

@@ -89,7 +89,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="kv-") as directory:
         DIRECTORY.mkdir()
         tier = f"file:{DIRECTORY},size=256MiB"
-        flags = ("--memory", "48MiB", "--tier", tier, "--quota", "tenant:acme=24MiB", "--value-sample", "640")
+        flags = ("--memory", "48MiB", "--tier", tier, "--quota", "tenant:acme=24MiB")
         server = ServerProcess(Path(directory), *flags, is_executed=True)
         browser = None
         try:

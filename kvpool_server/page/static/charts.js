@@ -9,8 +9,8 @@ const MIN_SPAN_S = 60;
 const SPAN_S = 3600;
 const PRESENT = 1;
 const REPORTED_ROWS = 6; // Engines report about as often as the server takes samples.
-const OFF = "The server simulates no other sizes. Start it with `--value-sample 640`, and the curve is here.";
-const EMPTY = "Nothing was looked up since the simulation began.";
+const OFF = "The server was started with `--value-sample 0` and estimates nothing.";
+const EMPTY = "Nothing was looked up since the server started.";
 
 const rateOf = (samples, name, rows) => rate(samples, (sample) => sample[name], rows);
 const SHORT_SPAN_S = 300;
@@ -86,7 +86,7 @@ export class HourCharts {
 
 const nameOf = (curve) => (curve.is_total ? "all tenants" : curve.tenant || "(no tenant)");
 
-// Hit ratio by memory, as the server simulates it: of all tenants, or of one.
+// Hit ratio by memory, as the server estimates it: of all tenants, or of one.
 export class ValueCurve {
   #report = null;
 
@@ -99,7 +99,7 @@ export class ValueCurve {
     parent.append(this.choices);
     const x = (bytes) => `${format.bytes(bytes)}${bytes === this.#report.arena_bytes ? " (now)" : ""}`;
     this.chart = new Chart(parent, {
-      id: "value", title: "Hit ratio by memory", note: "of the tokens that lookups asked for, by simulation",
+      id: "value", title: "Hit ratio by memory", note: "of the tokens that lookups asked for, as estimated under LRU",
       format: format.percent, max: 1, isLog: true, x, tick: format.bytes,
     });
     parent.append(this.why);

@@ -26,7 +26,7 @@ from kvpool_server.cache.limits import Limits
 from kvpool_server.cache.pool import Pool
 from kvpool_server.cache.steps import STEP_BLOCKS, finish
 from kvpool_server.cache.tier_access import pin, reserve
-from kvpool_server.replay.replay import SLOT_BYTES, make_pool, put
+from tests.support.bare_pool import SLOT_BYTES, make_pool, put
 from tests.support.clock import FakeClock
 from tests.support.values import block_hash, group_spec, namespace_spec, payload, run_of
 

@@ -161,7 +161,7 @@ def driven(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     directory = tmp_path_factory.mktemp("driven")
     (directory / "kv").mkdir()
     flags = ("--tier", f"file:{directory}/kv,size=64MiB,name=disk", "--quota", "tenant:acme=64MiB")
-    server = ServerProcess(directory, "--memory", "32MiB", "--value-sample", "640", *flags)
+    server = ServerProcess(directory, "--memory", "32MiB", *flags)
     with Client(ClientConfig(server.endpoint, timeout_ms=10_000)) as client:
         for driver in (Driver(client, "model/one", "acme", salt=SALT), Driver(client, "model/two", "umbrella")):
             for _ in range(30):
@@ -409,7 +409,7 @@ def test_the_curve_shows_what_value_prints(page: Page, driven: ServerProcess) ->
     page.run("document.querySelector('#chart-value details').open = true")
 
     def agrees(name: str) -> bool:
-        """Whether the page shows what the server says now: it still simulates what was looked up before."""
+        """Whether the page shows what the server says now: it still counts what was looked up before."""
         page.poll()
         with Client(ClientConfig(driven.endpoint)) as client:
             (curve,) = [each for each in client.admin.value().curves if (each.tenant or "all tenants") == name]
@@ -430,9 +430,9 @@ def test_the_curve_shows_what_value_prints(page: Page, driven: ServerProcess) ->
     assert page.run("return document.querySelector('#value-tenant').value") == "umbrella"
 
 
-def test_without_a_simulation_the_page_says_how_to_have_one(pool_server: StartServer, page: Page) -> None:
-    page.open_and_wait(pool_server())
-    page.shows("#value", "Start it with --value-sample 640")
+def test_without_estimates_the_page_says_why(pool_server: StartServer, page: Page) -> None:
+    page.open_and_wait(pool_server("--value-sample", "0"))
+    page.shows("#value", "The server was started with --value-sample 0")
     assert page.text("#chart-value") == "" and page.text("#value-tenant") == ""
 
 

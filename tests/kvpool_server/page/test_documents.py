@@ -184,7 +184,7 @@ def test_one_answer_is_made_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
         running -= 1
         return b"{}"
 
-    async def value() -> ValueReport:
+    def value() -> ValueReport:
         return ValueReport(False, 1 << 30, "density")
 
     monkeypatch.setattr(site, "encoded", slowly)

@@ -9,14 +9,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 
+from benchmarks.replay.references import REFERENCES
+from benchmarks.replay.request import Request, num_blocks
 from kvpool.errors import OutOfSpaceError
 from kvpool.namespace import GroupSpec, NamespaceSpec
 from kvpool.types import HASH_BYTES, BlockRun, ShardRange
 from kvpool_server.cache.allocator.arena import MAX_SLOTS_PER_EXTENT, Arena
 from kvpool_server.cache.eviction import DEFAULT_POLICY, POLICIES
 from kvpool_server.cache.pool import Pool
-from kvpool_server.replay.references import REFERENCES
-from kvpool_server.replay.request import Request, num_blocks
 
 SLOT_BYTES = 2 << 20
 """Any size will do: an arena consists of offsets, and no bytes are stored."""

@@ -6,14 +6,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
+from benchmarks.replay.pool import replay
+from benchmarks.replay.references import REFERENCES, clairvoyant, lru
+from benchmarks.replay.request import Request, num_blocks, num_distinct
+from benchmarks.replay.trace import MAX_LINE_BYTES, load
 from kvpool_server.cache.eviction import POLICIES
-from kvpool_server.replay import command
-from kvpool_server.replay.references import REFERENCES, clairvoyant, lru
-from kvpool_server.replay.replay import replay
-from kvpool_server.replay.request import Request, num_blocks, num_distinct
-from kvpool_server.replay.trace import MAX_LINE_BYTES, load
 
 Count = Callable[[Sequence[Request], int], int]
 
@@ -90,8 +88,8 @@ def test_a_trace_is_read_and_a_line_that_is_no_request_is_an_error(trace: Path) 
 def test_a_line_that_is_no_request_is_an_error_that_names_it(line: str, tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text(line + "\n")
-    done = CliRunner().invoke(command.app, ["replay", str(path)])
-    assert done.exit_code == 2 and "line 1" in done.output
+    with pytest.raises(ValueError, match="line 1"):
+        load(path)
 
 
 def test_a_trace_that_would_take_all_memory_is_refused(
@@ -101,43 +99,9 @@ def test_a_trace_that_would_take_all_memory_is_refused(
     long.write_bytes(b" " * (MAX_LINE_BYTES + 1))
     with pytest.raises(ValueError, match="a line of more than 8 MiB"):
         load(long)
-    monkeypatch.setattr("kvpool_server.replay.request.MAX_IDS", 7)
+    monkeypatch.setattr("benchmarks.replay.request.MAX_IDS", 7)
     with pytest.raises(ValueError, match=r"line 4 .*more than 7 ids"):
         load(trace)
-    monkeypatch.setattr("kvpool_server.replay.request.MAX_REQUESTS", 2)
+    monkeypatch.setattr("benchmarks.replay.request.MAX_REQUESTS", 2)
     with pytest.raises(ValueError, match=r"line 3 .*more than 2 requests"):
         load(trace)
-
-
-def test_the_command_prints_a_table_and_draws(trace: Path, tmp_path: Path) -> None:
-    plot = tmp_path / "plot.svg"
-    done = CliRunner().invoke(
-        command.app, ["replay", str(trace), "--share", "50", "--share", "100", "--plot", str(plot)]
-    )
-    assert done.exit_code == 0, done.output
-    for word in (*POLICIES, "clairvoyant", "50 %", "0.500"):
-        assert word in done.output
-    assert plot.read_text().startswith("<?xml")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        (["--policy", "best"], f"unknown policy 'best'; choose {' or '.join(POLICIES)}"),
-        (["--share", "0"], "--share 0"),
-        (["--share", "101"], "--share 101"),
-        (["--plot", "plot.txt"], "plot.txt"),
-        (["--plot", "nowhere/plot.svg"], "directory nowhere does not exist"),
-    ],
-)
-def test_a_wrong_option_is_an_error_that_names_it(trace: Path, arguments: list[str], named: str) -> None:
-    done = CliRunner().invoke(command.app, ["replay", str(trace), *arguments])
-    assert done.exit_code == 2
-    assert named in done.output
-
-
-def test_a_trace_without_blocks_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "empty.jsonl"
-    path.write_text('{"timestamp": 0, "hash_ids": []}\n')
-    done = CliRunner().invoke(command.app, ["replay", str(path)])
-    assert done.exit_code == 2 and "has no blocks" in done.output

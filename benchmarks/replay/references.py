@@ -14,7 +14,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 
-from kvpool_server.replay.request import Request
+from benchmarks.replay.request import Request
 
 NEVER = math.inf
 

@@ -10,15 +10,13 @@ import tracemalloc
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
+from benchmarks.replay.pool import make_pool, put, replay
+from benchmarks.replay.request import MAX_BLOCKS, num_blocks
+from benchmarks.replay.trace import load
 from kvpool.errors import ConfigError
 from kvpool.types import BlockRun
 from kvpool_server.cache.pool import Pool
-from kvpool_server.replay import command
-from kvpool_server.replay.replay import make_pool, put, replay
-from kvpool_server.replay.request import MAX_BLOCKS, num_blocks, num_prompts, recorded_ratio
-from kvpool_server.replay.trace import load
 from kvpool_server.value.recorder import Recorder
 from tests.support.clock import FakeClock
 from tests.support.values import block_hash, run_of
@@ -58,11 +56,7 @@ def test_a_replay_hits_as_often_as_the_recorded_pool(tmp_path: Path, policy: str
     assert replay(requests, 64, policy) == hits
     namespace = json.loads(gzip.decompress(path.read_bytes()).splitlines()[1])
     assert (namespace["block_tokens"], namespace["block_bytes"]) == ([512], [2 << 20])
-    assert recorded_ratio(requests) == hits / blocks
-    assert num_prompts(requests) == sum(not each.is_put for each in requests) < len(requests)
-    done = CliRunner().invoke(command.app, ["replay", str(path), "--policy", policy, "--share", "50"])
-    (first,) = (line for line in done.output.splitlines() if "recorded size" in line)
-    assert f"{hits / blocks:.3f}" in first and f"{num_prompts(requests):,} prompts" in done.output
+    assert sum(each.hits for each in requests if each.hits is not None) == hits
 
 
 def test_a_recording_is_private_and_names_nothing(tmp_path: Path) -> None:
@@ -175,10 +169,10 @@ def test_a_recording_that_would_take_all_memory_or_stack_is_refused(
         assert tracemalloc.get_traced_memory()[1] < 8 * MAX_BLOCKS * 24 + (16 << 20)
     finally:
         tracemalloc.stop()
-    monkeypatch.setattr("kvpool_server.replay.request.MAX_IDS", 8 * MAX_BLOCKS - 1)
+    monkeypatch.setattr("benchmarks.replay.request.MAX_IDS", 8 * MAX_BLOCKS - 1)
     with pytest.raises(ValueError, match=r"line 9 .*more than 524,287 ids"):
         load(path)
-    monkeypatch.setattr("kvpool_server.replay.recording.MAX_PLAIN_BYTES", 1 << 20)
+    monkeypatch.setattr("benchmarks.replay.recording.MAX_PLAIN_BYTES", 1 << 20)
     with pytest.raises(ValueError, match="give its first lines"):
         load(path)
     path.write_bytes(gzip.compress(head + b"[" * 100_000 + b"\n"))
@@ -189,7 +183,7 @@ def test_a_recording_that_would_take_all_memory_or_stack_is_refused(
 def test_a_file_that_others_may_read_or_that_is_none_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "recording"
     path.touch(0o644)
-    with pytest.raises(ConfigError, match="others may read"):
+    with pytest.raises(ConfigError, match="is not a file of its owner alone"):
         Recorder(str(path), MANY)
     os.mkfifo(tmp_path / "pipe")
     for place in (tmp_path / "pipe", tmp_path, tmp_path / "none" / "recording"):

@@ -13,14 +13,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from kvpool_server.replay.request import LATEST_MS, MAX_BLOCKS, Bounds, Request
-from kvpool_server.value.recorder import GZIP, ID_BYTES, LOOKUP, MAX_LINE_BYTES, PUT, VERSION
+from benchmarks.replay.request import LATEST_MS, MAX_BLOCKS, Bounds, Request
 
 MAGIC = b"\x1f\x8b"
+VERSION = 1
+GZIP = 31
+"""`wbits` of zlib for gzip members."""
+MAX_LINE_BYTES = 4 << 20
+LOOKUP, PUT = "lookup", "put"
 READ_BYTES = 1 << 20
 MAX_PLAIN_BYTES = 2 << 30
 """Of a recording, decompressed: 1 MB of a file may hold 1 GB."""
-_ID_CHARS = 2 * ID_BYTES
+_ID_CHARS = 16
 
 
 def is_recording(path: Path) -> bool:

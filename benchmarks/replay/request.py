@@ -65,14 +65,3 @@ def num_blocks(requests: Sequence[Request]) -> int:
 def num_distinct(requests: Sequence[Request]) -> int:
     """Distinct blocks of all prompts."""
     return len({block for request in requests for block in request.ids})
-
-
-def num_prompts(requests: Sequence[Request]) -> int:
-    """Prompts; of a recording, runs that were looked up."""
-    return sum(1 for request in requests if not request.is_put)
-
-
-def recorded_ratio(requests: Sequence[Request]) -> float | None:
-    """Share of the blocks looked up that the recorded pool had; None if nothing was recorded."""
-    hits = [request.hits for request in requests if request.hits is not None]
-    return sum(hits) / max(1, num_blocks(requests)) if hits else None

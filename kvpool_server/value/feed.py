@@ -1,0 +1,158 @@
+"""Feeds the histogram with the pool's traffic, within a share of one core.
+
+Calls of clients only append to a bounded queue. The event loop counts what is queued, in steps of about a millisecond,
+when a bucket of CPU seconds that fills at `CPU_SHARE` allows it. Lookups and puts that find the queue full are left out
+and counted.
+
+Not thread-safe: the event loop owns it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import structlog
+
+from kvpool.types import BlockRun, RunHits
+from kvpool_server.cache.namespaces import PoolNamespace
+from kvpool_server.cache.steps import Steps
+from kvpool_server.cache.traffic import TrafficObserver
+from kvpool_server.value.histogram import DistanceHistogram
+
+log = structlog.get_logger()
+
+CPU_SHARE = 0.01
+"""Of one core, for the histogram."""
+MAX_SAVED_S = 0.02
+"""CPU seconds that the bucket holds at most."""
+TURN_S = 0.001
+"""How long the steps of one turn may last; the loop runs what else is ready between two turns."""
+TURN_EVERY_S = 0.02
+MAX_QUEUED_BLOCKS = 131_072
+"""Bounds the memory of the queue, and how far the curve lags behind."""
+CALL_BLOCKS = 32
+"""What a run costs beside its blocks, in blocks."""
+HALF_LIFE_S = 3_600.0
+"""Counts weigh half after this time: the curve is that of about the last hours."""
+FADE_EVERY_S = 60.0
+
+Later = Callable[[float, Callable[[], None]], object]
+"""Calls a function after some seconds, such as `asyncio.AbstractEventLoop.call_later`."""
+
+
+class ValueFeed(TrafficObserver):
+    """Counts a pool's traffic into a histogram.
+
+    Args:
+        histogram: what is fed.
+        later: schedules turns on the event loop.
+
+    Attributes:
+        num_left_out: lookups and puts that found the queue full.
+        cpu_s: CPU time spent so far.
+    """
+
+    def __init__(
+        self,
+        histogram: DistanceHistogram,
+        later: Later,
+        clock: Callable[[], float] = time.monotonic,
+        cpu_clock: Callable[[], float] = time.thread_time,
+    ):
+        self.num_left_out = 0
+        self.cpu_s = 0.0
+        self._histogram = histogram
+        self._later = later
+        self._clock = clock
+        self._cpu_clock = cpu_clock
+        self._queue: deque[tuple[PoolNamespace, Sequence[BlockRun], Sequence[RunHits] | None, int]] = deque()
+        self._queued_blocks = 0
+        self._steps: Steps[None] | None = None
+        self._is_scheduled = False
+        self._filled_at = self._faded_at = clock()
+        self._saved_s = MAX_SAVED_S
+        self._seconds = 0.0  # Of the traffic that was counted until `_faded_at`, faded as the counts are.
+
+    @property
+    def seconds(self) -> float:
+        """How long the traffic took that was counted, faded as the counts are."""
+        return self._seconds + self._clock() - self._faded_at
+
+    @property
+    def is_idle(self) -> bool:
+        return self._steps is None and not self._queue
+
+    def looked_up(self, namespace: PoolNamespace, runs: Sequence[BlockRun], hits: Sequence[RunHits]) -> None:
+        self._enqueue(namespace, runs, hits)
+
+    def put(self, namespace: PoolNamespace, runs: Sequence[BlockRun]) -> None:
+        self._enqueue(namespace, runs, None)
+
+    def _enqueue(self, namespace: PoolNamespace, runs: Sequence[BlockRun], hits: Sequence[RunHits] | None) -> None:
+        cost = sum(map(len, runs)) + CALL_BLOCKS * len(runs)
+        if self._queue and self._queued_blocks + cost > MAX_QUEUED_BLOCKS:
+            self.num_left_out += 1
+            return
+        self._queue.append((namespace, runs, hits, cost))
+        self._queued_blocks += cost
+        if not self._is_scheduled:
+            self._is_scheduled = True
+            self._later(TURN_EVERY_S, self.turn)
+
+    def turn(self) -> None:
+        """Counts for `TURN_S` at most, or one step, if CPU time is left for it."""
+        self._is_scheduled = False
+        now = self._clock()
+        self._saved_s = min(MAX_SAVED_S, self._saved_s + CPU_SHARE * (now - self._filled_at))
+        self._filled_at = now
+        if now - self._faded_at >= FADE_EVERY_S:
+            self._fade(now)
+        started = self._cpu_clock()
+        ends_at, spent = started + min(TURN_S, self._saved_s), 0.0
+        try:
+            while started + spent < ends_at and self._step():
+                spent = self._cpu_clock() - started
+        except Exception:
+            # An instrument must not end the server's loop; the call that failed is left out.
+            log.exception("counting a lookup or put for `kvpool value` failed; the call is left out")
+            self._steps = None
+            self.num_left_out += 1
+        self._saved_s -= spent
+        self.cpu_s += spent
+        if not self.is_idle:
+            self._is_scheduled = True
+            self._later(TURN_EVERY_S, self.turn)
+
+    def _step(self) -> bool:
+        """One step of counting; False if nothing is queued."""
+        if self._steps is None:
+            if not self._queue:
+                return False
+            namespace, runs, hits, cost = self._queue.popleft()
+            self._queued_blocks -= cost
+            self._steps = self._count(namespace, runs, hits)
+        try:
+            next(self._steps)
+        except StopIteration:
+            self._steps = None
+        return True
+
+    def _count(self, namespace: PoolNamespace, runs: Sequence[BlockRun], hits: Sequence[RunHits] | None) -> Steps[None]:
+        for nth, run in enumerate(runs):
+            group = namespace.spec.groups[run.group_idx]
+            salt = namespace.fingerprint + run.group_idx.to_bytes(4, "little")
+            if hits is None:
+                yield from self._histogram.put(salt, run.block_hashes, group.slot_bytes)
+            else:
+                tokens = group.block_tokens if nth == 0 else 0
+                yield from self._histogram.lookup(
+                    namespace.spec.tenant, salt, run.block_hashes, hits[nth].num_leading, group.slot_bytes, tokens
+                )
+
+    def _fade(self, now: float) -> None:
+        keep = 0.5 ** ((now - self._faded_at) / HALF_LIFE_S)
+        self._histogram.fade(keep)
+        self._seconds = keep * (self._seconds + now - self._faded_at)
+        self._faded_at = now

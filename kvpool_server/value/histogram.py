@@ -1,0 +1,253 @@
+"""Histogram of LRU stack distances of looked-up blocks, from a spatial sample of fixed size.
+
+The stack distance of a block is the number of bytes that were used since its last use, its own included: a cache of
+that size under LRU holds the block. Distances are told apart only at the sizes of `kvpool.value.SIZES`, so the stack is
+one LRU list for each interval between two sizes, and a block that is used moves one block across each boundary.
+
+- **Sample.** A block is sampled if the last bits of its hash are zero: a share `rate` of all blocks is sampled. The
+  stack has sampled blocks alone, at sizes scaled by `rate`. If they are more than `max_blocks`, `rate` is halved.
+- **Prefixes.** A block is a hit only if all blocks before it are hits: its distance is the largest in its prefix. The
+  blocks of a run are used from the last to the first, so that LRU evicts the end of a prefix before its start.
+- **Storage.** A block enters the stack when it is put, or when the pool has it. A lookup that misses stores nothing.
+
+Source: C. Waldspurger, N. Park, A. Garthwaite, I. Ahmad, Efficient MRC Construction with SHARDS, FAST 2015. As in its
+SHARDS_adj, the difference between the expected and the actual number of sampled references counts as references of the
+smallest distance, because blocks that are referenced very often make most of the difference.
+
+Not thread-safe.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from kvpool.value import SIZES, ValueCurve, ValueEstimate
+from kvpool_server.cache.steps import LOOKUP_STEP_BLOCKS, Steps
+
+STEP_SAMPLED_BLOCKS = 256
+"""Sampled blocks that one step looks up or uses: less than 1 ms."""
+MAX_TENANTS = 32
+"""Tenants with a curve of their own, those seen first; the rest share one."""
+REST = "other"
+"""Name of the curve of all tenants beyond `MAX_TENANTS`. Operators alone see it: a tenant may have that name, too."""
+
+
+class SampledStack:
+    """LRU stack of sampled blocks, in segments: segment n has the blocks whose distance is within limit n, not n - 1.
+
+    Args:
+        limits: sizes in bytes, ascending. Blocks beyond the last one leave the stack.
+        max_blocks: bound of the sample.
+
+    Attributes:
+        mask: bits of a hash that are zero if the block is sampled.
+    """
+
+    def __init__(self, limits: Sequence[float], max_blocks: int):
+        self.mask = 0
+        self._limits = limits
+        self._max_blocks = max_blocks
+        self._segments: list[OrderedDict[int, int]] = [OrderedDict() for _ in limits]  # Bytes by hash, oldest first.
+        self._used_bytes = [0 for _ in limits]
+        self._segment_of: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._segment_of)
+
+    @property
+    def rate(self) -> float:
+        """Share of all blocks that is sampled."""
+        return 1 / (self.mask + 1)
+
+    def segment_of(self, block: int) -> int | None:
+        """The segment of a block; None if the stack does not have it."""
+        return self._segment_of.get(block)
+
+    def use(self, blocks: Iterable[int], nbytes: int) -> None:
+        """Makes blocks of `nbytes` each the most recently used ones, the last one most recently of all."""
+        newest, segment_of = self._segments[0], self._segment_of
+        for block in blocks:
+            if block & self.mask:
+                continue  # The rate was halved after the caller had chosen its sample.
+            segment = segment_of.get(block)
+            if segment is not None:
+                self._used_bytes[segment] -= self._segments[segment].pop(block)
+            newest[block] = nbytes
+            self._used_bytes[0] += nbytes
+            segment_of[block] = 0
+        self._settle()
+        while len(segment_of) > self._max_blocks:
+            self._halve_rate()
+
+    def _settle(self) -> None:
+        """Moves the least recently used blocks of each segment that is too full to the next one."""
+        used_bytes, within, rate = self._used_bytes, 0, self.rate
+        for nth, segment in enumerate(self._segments):
+            within += used_bytes[nth]
+            limit = self._limits[nth] * rate
+            while within > limit:
+                block, nbytes = segment.popitem(last=False)
+                within -= nbytes
+                used_bytes[nth] -= nbytes
+                if nth + 1 < len(self._segments):
+                    self._segments[nth + 1][block] = nbytes
+                    used_bytes[nth + 1] += nbytes
+                    self._segment_of[block] = nth + 1
+                else:
+                    del self._segment_of[block]
+
+    def _halve_rate(self) -> None:
+        self.mask = 2 * self.mask + 1
+        for nth, segment in enumerate(self._segments):
+            for block in [block for block in segment if block & self.mask]:
+                self._used_bytes[nth] -= segment.pop(block)
+                del self._segment_of[block]
+        self._settle()
+
+
+class _Counts:
+    """References of one tenant, in tokens.
+
+    Attributes:
+        looked_up, hit: tokens of all references, and of those that the pool has hit.
+        sampled: tokens that the sampled references stand for.
+        hits_of: of the sampled references, those with a distance in each segment.
+    """
+
+    def __init__(self) -> None:
+        self.looked_up = self.hit = self.sampled = 0.0
+        self.hits_of = [0.0 for _ in SIZES]
+
+    def add(self, other: _Counts) -> None:
+        self.looked_up += other.looked_up
+        self.hit += other.hit
+        self.sampled += other.sampled
+        self.hits_of = [mine + more for mine, more in zip(self.hits_of, other.hits_of, strict=True)]
+
+    def scale(self, factor: float) -> None:
+        self.looked_up *= factor
+        self.hit *= factor
+        self.sampled *= factor
+        self.hits_of = [factor * each for each in self.hits_of]
+
+    def hit_ratios(self) -> list[float]:
+        """The share of looked-up tokens that LRU would hit at each of `SIZES`."""
+        ratios, hits = [], self.looked_up - self.sampled
+        for more in self.hits_of:
+            hits += more
+            ratios.append(min(max(hits / self.looked_up, 0.0), 1.0))
+        return ratios
+
+
+class DistanceHistogram:
+    """Stack distances in one arena's traffic, by tenant.
+
+    Args:
+        arena_bytes: the present size, of which the sizes are multiples.
+        max_blocks: bound of the sample.
+        hash_of: hash of a block's name, whose bits are uniform. Clients must not be able to predict it: Python's own
+            hash has a secret seed, and the pool's index has already computed it.
+
+    Attributes:
+        stack: the sampled blocks.
+    """
+
+    def __init__(self, arena_bytes: int, max_blocks: int, hash_of: Callable[[bytes], int] = hash):
+        self.stack = SampledStack([size * arena_bytes for size in SIZES], max_blocks)
+        self._hash_of = hash_of
+        self._counts: dict[str, _Counts] = {}
+        self._rest = _Counts()
+
+    def lookup(
+        self, tenant: str, salt: bytes, hashes: Sequence[bytes], num_hits: int, block_bytes: int, block_tokens: int
+    ) -> Steps[None]:
+        """Counts a lookup of a run, of which the pool has hit the first `num_hits` blocks.
+
+        Args:
+            salt: names the namespace and group of the blocks.
+            block_tokens: of each block; 0 for further groups of a lookup, which occupy memory but are the same tokens.
+        """
+        stack = self.stack
+        sampled = yield from self._sample(salt, hashes)
+        lookup = _Counts()
+        lookup.looked_up, lookup.hit = block_tokens * len(hashes), block_tokens * num_hits
+        weight, farthest, num_found = block_tokens / stack.rate, 0, 0
+        lookup.sampled = weight * len(sampled)
+        for _, block in sampled:
+            segment = stack.segment_of(block)
+            if segment is None:
+                break
+            farthest = max(farthest, segment)
+            lookup.hits_of[farthest] += weight
+            num_found += 1
+            if num_found % STEP_SAMPLED_BLOCKS == 0:
+                yield
+        if block_tokens:
+            self._counts_of(tenant).add(lookup)
+        num_used = num_found + sum(position < num_hits for position, _ in sampled[num_found:])
+        yield from self._use(sampled[:num_used], block_bytes)
+
+    def put(self, salt: bytes, hashes: Sequence[bytes], block_bytes: int) -> Steps[None]:
+        """Stores a run, whether or not the pool had its blocks."""
+        yield from self._use((yield from self._sample(salt, hashes)), block_bytes)
+
+    def _sample(self, salt: bytes, hashes: Sequence[bytes]) -> Steps[list[tuple[int, int]]]:
+        """Position and hash of the sampled blocks of a run."""
+        hash_of, mask, salted = self._hash_of, self.stack.mask, self._hash_of(salt)
+        wanted = salted & mask
+        sampled: list[tuple[int, int]] = []
+        for start in range(0, len(hashes), LOOKUP_STEP_BLOCKS):
+            if start:
+                yield
+            sampled += [
+                (position, hash_of(name) ^ salted)
+                for position, name in enumerate(hashes[start : start + LOOKUP_STEP_BLOCKS], start)
+                if hash_of(name) & mask == wanted
+            ]
+        return sampled
+
+    def _use(self, sampled: Sequence[tuple[int, int]], block_bytes: int) -> Steps[None]:
+        blocks = [block for _, block in reversed(sampled)]
+        for start in range(0, len(blocks), STEP_SAMPLED_BLOCKS):
+            if start:
+                yield
+            self.stack.use(blocks[start : start + STEP_SAMPLED_BLOCKS], block_bytes)
+
+    def _counts_of(self, tenant: str) -> _Counts:
+        if tenant not in self._counts and len(self._counts) >= MAX_TENANTS:
+            return self._rest
+        return self._counts.setdefault(tenant, _Counts())
+
+    def fade(self, keep: float) -> None:
+        """Multiplies every counter by `keep` (exponential decay)."""
+        for counts in (*self._counts.values(), self._rest):
+            counts.scale(keep)
+
+    def curves(self, has_tiers: bool) -> list[ValueCurve]:
+        """The curve of all tenants together, then that of each tenant by name, then `REST` if there is any."""
+        named = sorted(self._counts.items()) + ([(REST, self._rest)] if self._rest.looked_up else [])
+        total = _Counts()
+        for _, counts in named:
+            total.add(counts)
+        curves = [_curve(counts, has_tiers, tenant=tenant) for tenant, counts in named]
+        return [_curve(total, has_tiers, tenant="", is_total=True), *curves]
+
+    def curve_of(self, tenant: str, has_tiers: bool) -> ValueCurve:
+        """The curve of one tenant; without estimates if the tenant has none of its own."""
+        return _curve(self._counts.get(tenant) or _Counts(), has_tiers, tenant=tenant)
+
+
+def _curve(counts: _Counts, has_tiers: bool, **names: Any) -> ValueCurve:
+    """With tiers, a block that the pool hits now is a hit at every size: the tiers keep what the arena evicts."""
+    if not counts.looked_up:
+        return ValueCurve(**names)
+    ratios = counts.hit_ratios()
+    below = counts.hit / counts.looked_up if has_tiers else 0.0
+    return ValueCurve(
+        lookup_tokens=counts.looked_up,
+        hit_tokens=counts.hit,
+        estimates=tuple(ValueEstimate(*each, max(each[1], below)) for each in zip(SIZES, ratios, strict=True)),
+        **names,
+    )
