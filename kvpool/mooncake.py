@@ -13,7 +13,6 @@ reference holds the GIL until the engine's listening thread has ended.
 
 from __future__ import annotations
 
-import enum
 import importlib
 import os
 import socket
@@ -33,15 +32,9 @@ Bytes = npt.NDArray[np.uint8]
 
 RDMA_DEVICES = Path("/sys/class/infiniband")
 LISTEN_WAIT_US = 50_000
+UNDER_WAY, DONE, FAILED = 0, 1, -1
+"""States of a transfer, which touches its buffer until it is DONE or FAILED."""
 _start_lock = threading.Lock()
-
-
-class State(enum.Enum):
-    """State of a transfer, which touches its buffer until it is DONE or FAILED."""
-
-    UNDER_WAY = 0
-    DONE = 1
-    FAILED = -1
 
 
 class Engine:
@@ -103,19 +96,19 @@ class Engine:
         self._native.batch_unregister_memory([memory.ctypes.data])
         self._memory = [kept for kept in self._memory if kept is not memory]
 
-    def submit(self, is_write: bool, session: str, here: int, there: int, nbytes: int) -> int:
-        """Begins to move `nbytes` between address `here` and a peer's address `there`.
+    def submit(self, is_write: bool, session: str, memory: Bytes, there: int) -> int:
+        """Begins to move registered memory to or from a peer's address.
 
         Returns: the transfer's id; 0 if the transfer cannot begin.
         """
         native = self._native
         start = native.batch_transfer_async_write if is_write else native.batch_transfer_async_read
-        return int(start(session, [here], [there], [nbytes]))
+        return int(start(session, [memory.ctypes.data], [there], [memory.nbytes]))
 
-    def state(self, transfer_id: int) -> State:
+    def state(self, transfer_id: int) -> int:
         """State of a transfer. The id is invalid once the transfer has been seen to end."""
-        status = self._native.transfer_check_status(transfer_id)
-        return State(status) if status in (1, -1) else State.UNDER_WAY
+        status = int(self._native.transfer_check_status(transfer_id))
+        return status if status in (DONE, FAILED) else UNDER_WAY
 
 
 def address_towards(host: str) -> str:
@@ -151,12 +144,26 @@ def import_mooncake(module: str, needed_by: str) -> Any:
 def engine_start(protocol: str, device: str = "") -> Iterator[None]:
     """Around the start of an engine, one at a time. `protocol` and `device` as of `Engine.start`.
 
+    The engine reads some settings from variables alone; variables that are set already keep their values.
+
     Raises ConfigError if the RDMA device is missing.
     """
-    if protocol == "rdma":
+    wanted = {
+        "MC_LOG_LEVEL": "ERROR",
+        "MC_TCP_ENABLE_CONNECTION_POOL": "1",  # Else each transfer connects, without a deadline.
+    }
+    if protocol == "tcp":
+        wanted["MC_FORCE_TCP"] = "1"  # Else it uses RDMA wherever there is a device, whatever `protocol` says.
+    else:
         _check_rdma(device)
-    with _start_lock, _environment(protocol):
-        yield
+    with _start_lock:
+        added = wanted.keys() - os.environ
+        os.environ.update({name: wanted[name] for name in added})
+        try:
+            yield
+        finally:
+            for name in added:
+                del os.environ[name]
 
 
 def _check_rdma(device: str) -> None:
@@ -187,21 +194,3 @@ def _listen_in_short_waits(port: int) -> None:
             continue  # Its owner has closed it meanwhile.
     with suppress(OSError), socket.create_connection(("127.0.0.1", port), LISTEN_WAIT_US / 1e6):
         pass  # Ends the wait under way, which still lasts a second.
-
-
-@contextmanager
-def _environment(protocol: str) -> Iterator[None]:
-    """Settings that the engine reads from variables alone. Variables that are set already keep their values."""
-    wanted = {
-        "MC_LOG_LEVEL": "ERROR",
-        "MC_TCP_ENABLE_CONNECTION_POOL": "1",  # Else each transfer connects, without a deadline.
-    }
-    if protocol == "tcp":
-        wanted["MC_FORCE_TCP"] = "1"  # Else it uses RDMA wherever there is a device, whatever `protocol` says.
-    added = [name for name in wanted if name not in os.environ]
-    os.environ.update({name: wanted[name] for name in added})
-    try:
-        yield
-    finally:
-        for name in added:
-            del os.environ[name]

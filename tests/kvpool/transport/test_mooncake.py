@@ -251,7 +251,7 @@ def test_a_read_that_stands_still_is_given_up_and_its_buffers_are_nobodys_until_
     start_server: StartServer, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = start_server()
-    monkeypatch.setattr(mooncake, "STAGING_BYTES", mooncake.DEPTH * MIB)  # Of one call.
+    monkeypatch.setattr(mooncake, "STAGING_BYTES", MIB)  # Of one call.
     regions = ServerRegions(connect(server, transport="mooncake", stall_timeout_ms=200))
     transport, held = _transport(regions), regions(8, MIB)
     with _frozen(server):
@@ -259,7 +259,7 @@ def test_a_read_that_stands_still_is_given_up_and_its_buffers_are_nobodys_until_
         with pytest.raises(PoolTimeoutError, match=r"sent nothing for 0\.200 s"):
             transport.read(Transfer(1, held.offsets, MIB, 60.0, MIB), Sink(_never))
         assert time.monotonic() - started < 10
-        with pytest.raises(PoolTimeoutError, match=r"held all 2097152 bytes"):
+        with pytest.raises(PoolTimeoutError, match=r"held all 1048576 bytes"):
             transport.read(Transfer(1, held.offsets, MIB, 0.5, MIB), Sink(_never))
     wait_for(lambda: _moves(transport, held), "what was given up to end")
 
