@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kvpool.holdings import printable
-from kvpool_server.tiers.open_files import SharedDescriptor
+from kvpool_server.tiers.open_files import OpenFile, closed_error
 
 DIRECTORY_MODE, FILE_MODE = 0o700, 0o600
 """Permissions of what a server makes."""
@@ -47,10 +47,10 @@ class Directory:
 
     def __init__(self, fd: int, path: Path, owners: Owners):
         self.path = path
-        self._fd = SharedDescriptor(fd)
         self._owners = owners
         is_for_group = stat.S_IMODE(os.fstat(fd).st_mode) & 0o777 == GROUP_READABLE
         self._file_mode = FILE_MODE | stat.S_IRGRP if is_for_group else FILE_MODE
+        self._file: OpenFile | None = OpenFile(fd)
 
     @classmethod
     def open_root(cls, path: Path, owners: Owners) -> Directory:
@@ -151,7 +151,7 @@ class Directory:
 
     def close(self) -> None:
         """Calls raise FileNotFoundError from now on. Idempotent."""
-        self._fd.close()
+        self._file = None
 
     @contextlib.contextmanager
     def _use(self, *names: str) -> Iterator[int]:
@@ -159,8 +159,12 @@ class Directory:
         for name in names:
             if name in ("", ".", "..") or "/" in name:
                 raise UntrustedFileError(f"{printable(name)!r} is no entry of {_text(self.path)}")
-        with self._fd.use() as fd:
-            yield fd
+        if (file := self._file) is None:
+            raise closed_error()
+        try:
+            yield file.fd
+        finally:
+            del file  # A traceback would keep it open.
 
 
 def make_root(path: Path) -> None:
