@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import struct
 import threading
 import time
 import tracemalloc
@@ -19,14 +18,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpool_server.tiers.mooncake import messages, store_process, worker
-from kvpool_server.tiers.mooncake.messages import CODES, REQUEST, TEXT, MessageError, MessageSocket, Request
+from kvpool_server.tiers.mooncake.messages import (
+    CODES,
+    REQUEST,
+    TEXT,
+    MessageError,
+    MessageSocket,
+    Request,
+    socket_pair,
+)
 from kvpool_server.tiers.mooncake.store_process import StoreError, StoreProcess
 from kvpool_server.tiers.mooncake.worker import StoreConfig
 from tests.support.effort import effort
 from tests.support.hostile_store import MISDEEDS
 
 DEADLINE_S = 1.5
-SLOW = {"a dribble", "half a message"}
+SLOW = {"nothing"}
 MIB = 1 << 20
 
 
@@ -50,7 +57,7 @@ def _start(when: str, misdeed: str) -> StoreProcess:
 def test_an_answer_that_is_none_costs_the_process_and_nothing_else(misdeed: str, mark: Path) -> None:
     process = _start("ready", misdeed)
     try:
-        with process.transfer_channel() as channel:
+        with process.transfers.borrowed() as channel:
             channel.memory[:] = 1  # A memory that was cut would end this process here.
             tracemalloc.start()
             began_at = time.monotonic()
@@ -76,7 +83,7 @@ def test_a_start_that_is_none_is_an_error_in_time(misdeed: str, mark: Path, monk
 
 def test_what_the_process_says_at_its_start_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     process = StoreProcess.__new__(StoreProcess)
-    ours, theirs = socket.socketpair()
+    ours, theirs = socket_pair()
     MessageSocket(theirs).send("fails\n2026-01-01 [info] forged\x1b[2J")
     process._channels = [store_process.StoreChannel(process, MessageSocket(ours), np.zeros(0, np.uint8), 0)]
     with pytest.raises(StoreError) as caught:
@@ -87,21 +94,18 @@ def test_what_the_process_says_at_its_start_is_one_line(monkeypatch: pytest.Monk
 # Messages
 
 
-def test_messages_arrive_whole_in_their_order_however_the_stream_is_cut() -> None:
-    ours, theirs = socket.socketpair()
-    receiver, sent = MessageSocket(ours), [[nth] * nth for nth in range(50)]
-    stream = b"".join(struct.pack("<I", len(part)) + part for part in map(msgspec.msgpack.encode, sent))
-    received: list[Any] = []
-    for start in range(0, len(stream), 7):
-        theirs.sendall(stream[start : start + 7])
-        while (message := receiver.receive(CODES, 0.001)) is not None:
-            received.append(message)
-    assert received == sent
+def test_messages_arrive_whole_in_their_order() -> None:
+    ours, theirs = socket_pair()
+    receiver, sender, sent = MessageSocket(ours), MessageSocket(theirs), [[nth] * nth for nth in range(50)]
+    for message in sent:
+        sender.send(message)
+    assert [receiver.receive(CODES, 5) for _ in sent] == sent
+    assert receiver.receive(CODES, 0.001) is None
 
 
 def test_the_longest_request_of_a_tier_fits_into_the_sockets_buffer() -> None:
     """A send that waits for its reader would hold a thread of the tier."""
-    ours, theirs = socket.socketpair()
+    ours, theirs = socket_pair()
     keys = [f"kvpool/{'a' * 64}/63/{nth:064x}" for nth in range(messages.MAX_KEYS)]
     request = Request("get", keys, [(1 << 40) + nth for nth in range(len(keys))], [1 << 26] * len(keys))
     MessageSocket(ours).send(request)
@@ -110,7 +114,7 @@ def test_the_longest_request_of_a_tier_fits_into_the_sockets_buffer() -> None:
 
 def test_a_peer_that_does_not_read_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(messages, "SEND_S", 0.05)
-    ours, theirs = socket.socketpair()
+    ours, theirs = socket_pair()
     sender = MessageSocket(ours)
 
     def send_all() -> None:
@@ -123,11 +127,11 @@ def test_a_peer_that_does_not_read_is_given_up(monkeypatch: pytest.MonkeyPatch) 
 
 
 @settings(max_examples=effort(2_000))
-@given(st.binary(max_size=200), st.sampled_from([CODES, REQUEST, TEXT]), st.booleans())
-def test_no_bytes_break_a_receiver(data: bytes, decoder: msgspec.msgpack.Decoder[Any], is_framed: bool) -> None:
-    ours, theirs = socket.socketpair()
+@given(st.binary(max_size=200), st.sampled_from([CODES, REQUEST, TEXT]))
+def test_no_bytes_break_a_receiver(data: bytes, decoder: msgspec.msgpack.Decoder[Any]) -> None:
+    ours, theirs = socket_pair()
     with ours, theirs:
-        theirs.sendall(struct.pack("<I", len(data)) + data if is_framed else data)
+        theirs.send(data)
         theirs.close()
         receiver = MessageSocket(ours)
 
@@ -157,7 +161,7 @@ class _Store:
 
 def _serve(send: Callable[[socket.socket], None]) -> tuple[_Store, np.ndarray[Any, Any], socket.socket]:
     """The worker's side of a channel, which gets what `send` sends until it ends by itself."""
-    ours, theirs = socket.socketpair()
+    ours, theirs = socket_pair()
     store, memory = _Store(), np.zeros(MEMORY_BYTES, np.uint8)
     serving = threading.Thread(target=worker.serve, args=(store, MessageSocket(theirs), memory, threading.Lock()))
     serving.start()

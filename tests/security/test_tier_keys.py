@@ -297,7 +297,7 @@ class TestKeyedMooncakeTier(PersistentTierContract):
             tier = _mooncake(cluster)
             await tier.open()
             try:
-                with tier.workers.start(0).transfer_channel() as channel:
+                with tier.workers.start(0).transfers.borrowed() as channel:
                     channel.memory[: len(forged)] = np.frombuffer(forged, np.uint8)
                     assert channel.call("put", [key], [0], [len(forged)]) == [0]
                 assert await self._read(tier, namespace, ["a"]) == [None]

@@ -6,7 +6,6 @@ that instead of saying that it is ready, or instead of an answer.
 
 from __future__ import annotations
 
-import itertools
 import os
 import pickle
 import socket
@@ -19,7 +18,7 @@ import msgspec
 
 from kvpool_server.child_process import exit_with_server, receive_settings
 
-Send = Callable[[bytes], None]
+Send = Callable[[bytes], object]
 
 
 class _Pickled:
@@ -29,29 +28,17 @@ class _Pickled:
         return os.mkdir, (os.environ["HOSTILE_MARK"],)
 
 
-def _message(payload: bytes) -> bytes:
-    return struct.pack("<I", len(payload)) + payload
-
-
 def _packed(value: object) -> bytes:
-    return _message(msgspec.msgpack.encode(value))
-
-
-def _dribble(send: Send) -> None:
-    send(struct.pack("<I", 100_000))
-    while True:
-        send(b"\0")
-        time.sleep(0.05)
+    return msgspec.msgpack.encode(value)
 
 
 def _flood(send: Send) -> None:
-    send(struct.pack("<I", (1 << 20) + 1))
-    for _ in itertools.count():
+    while True:
         send(bytes(1 << 16))
 
 
 MISDEEDS: dict[str, Callable[[Send], None]] = {
-    "a pickle": lambda send: send(_message(pickle.dumps(_Pickled()))),
+    "a pickle": lambda send: send(pickle.dumps(_Pickled())),
     "a pickle as multiprocessing sends it": lambda send: send(
         struct.pack("!i", len(pickle.dumps(_Pickled()))) + pickle.dumps(_Pickled())
     ),
@@ -60,13 +47,13 @@ MISDEEDS: dict[str, Callable[[Send], None]] = {
     "too many codes": lambda send: send(_packed([1] * 2)),
     "too few codes": lambda send: send(_packed([])),
     "a thousand times too many codes": lambda send: send(_packed([1] * 100_000)),
-    "no UTF-8": lambda send: send(_message(b"\xa2\xff\xff")),
+    "no UTF-8": lambda send: send(b"\xa2\xff\xff"),
     "a long text": lambda send: send(_packed("x" * 100_000)),
-    "no bytes": lambda send: send(_message(b"")),
-    "4 GiB": lambda send: send(struct.pack("<I", (1 << 32) - 1)),
+    "no bytes": lambda send: send(b""),
+    "a longer message than any": lambda send: send(_packed([1] * (300 << 10))),
     "a flood": _flood,
-    "a dribble": _dribble,
-    "half a message": lambda send: send(_packed([1])[:-1]),
+    "nothing": lambda send: None,
+    "half a message": lambda send: send(_packed([1, 2])[:-1]),
     "the end": lambda send: os._exit(0),
 }
 
@@ -82,10 +69,10 @@ def main() -> None:
         pass
     channels = [socket.socket(fileno=fd) for fd in settings["channel_fds"]]
     if when == "ready":
-        channels[0].sendall(_packed(""))
-        channels[0].recv(1 << 16)
+        channels[0].send(_packed(""))
+        channels[0].recv(1 << 18)
     try:
-        MISDEEDS[misdeed](channels[0].sendall)
+        MISDEEDS[misdeed](channels[0].send)
     except OSError:
         return  # The server has closed the channel.
     time.sleep(60)

@@ -1,4 +1,4 @@
-"""What the server and Mooncake's client process tell each other: msgpack with a length before it, over a stream socket.
+"""What the server and Mooncake's client process tell each other: msgpack over sockets that keep messages whole.
 
 Mooncake parses what comes from the network, so its process may have been taken over: whatever it sends is bounded in
 length and checked for its type before the server uses it, and cannot make the server wait beyond a deadline.
@@ -7,25 +7,21 @@ length and checked for its type before the server uses it, and cannot make the s
 from __future__ import annotations
 
 import socket
-import struct
-import time
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
 
-MAX_MESSAGE_BYTES = 1 << 20
+MAX_MESSAGE_BYTES = 256 << 10
+"""The socket's buffer holds the longest request of a tier."""
 MAX_KEYS = 1024
 """Keys of one call: Mooncake's puts of 4,096 keys at once fail over TCP."""
 MAX_KEY_CHARS = 512
 MAX_TEXT_CHARS = 4096
 SEND_S = 10.0
-"""A peer that does not read is given up after so long. The socket's buffer holds the longest request of a tier."""
+"""A peer that does not read is given up after so long."""
 
 T = TypeVar("T")
-
-_LENGTH = struct.Struct("<I")
-_RECEIVE_BYTES = 1 << 16
 
 Call = Literal["ping", "exist", "put", "get", "remove", "clear"]
 Key = Annotated[str, Meta(max_length=MAX_KEY_CHARS)]
@@ -59,38 +55,37 @@ class MessageError(Exception):
     """The peer has sent something that is no message of the expected type."""
 
 
+def socket_pair() -> tuple[socket.socket, socket.socket]:
+    """Both ends of a channel."""
+    ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    for end in ends:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MAX_MESSAGE_BYTES)
+    return ends
+
+
 class MessageSocket:
     """One end of a channel, for one thread at a time."""
 
     def __init__(self, end: socket.socket):
         self._socket = end
-        self._received = bytearray()
 
     def send(self, message: Any) -> None:
         """Raises OSError if the peer has ended, or does not read."""
-        payload = msgspec.msgpack.encode(message)
-        assert len(payload) <= MAX_MESSAGE_BYTES, "no peer accepts this message"
         self._socket.settimeout(SEND_S)
-        self._socket.sendall(_LENGTH.pack(len(payload)) + payload)
+        self._socket.send(msgspec.msgpack.encode(message))
 
     def receive(self, decoder: msgspec.msgpack.Decoder[T], timeout_s: float | None) -> T | None:
-        """The next message; None if it is not complete in time. `timeout_s` None: no deadline.
+        """The next message; None if there is none in time. `timeout_s` None: no deadline.
 
         Raises MessageError, EOFError if the peer has ended, or OSError.
         """
-        ends_at = None if timeout_s is None else time.monotonic() + timeout_s
-        while (payload := self._pop()) is None:
-            left_s = None if ends_at is None else ends_at - time.monotonic()
-            if left_s is not None and left_s <= 0:
-                return None
-            self._socket.settimeout(left_s)
-            try:
-                received = self._socket.recv(_RECEIVE_BYTES)
-            except TimeoutError:
-                return None
-            if not received:
-                raise EOFError("the peer has ended")
-            self._received += received
+        self._socket.settimeout(timeout_s)
+        try:
+            payload = self._socket.recv(MAX_MESSAGE_BYTES)  # The rest of a longer message is dropped.
+        except TimeoutError:
+            return None
+        if not payload:
+            raise EOFError("the peer has ended")
         try:
             return decoder.decode(payload)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -99,17 +94,3 @@ class MessageSocket:
     def close(self) -> None:
         """Idempotent."""
         self._socket.close()
-
-    def _pop(self) -> bytes | None:
-        """The next whole message's bytes."""
-        if len(self._received) < _LENGTH.size:
-            return None
-        (nbytes,) = _LENGTH.unpack_from(self._received)
-        if nbytes > MAX_MESSAGE_BYTES:
-            raise MessageError(f"a message of {nbytes} bytes")
-        end = _LENGTH.size + nbytes
-        if len(self._received) < end:
-            return None
-        payload = bytes(self._received[_LENGTH.size : end])
-        del self._received[:end]
-        return payload

@@ -1,8 +1,8 @@
-"""The server's side of Mooncake's client: a child process (`worker.py`), and memory shared with it for staging.
+"""The server's side of Mooncake's client: child processes (`worker.py`), and memory shared with each for staging.
 
 All calls block, and end with an answer or with StoreError: the process has died, or was killed because it hangs or
-sends what is no answer. A StoreProcess that has failed stays dead; `store_workers.py` starts another. The memory is
-sealed: the process cannot make it shorter, which would end the server with a bus error.
+sends what is no answer. A StoreProcess that has failed stays dead; StoreWorkers starts another. The memory is sealed:
+the process cannot make it shorter, which would end the server with a bus error.
 """
 
 from __future__ import annotations
@@ -12,19 +12,21 @@ import fcntl
 import mmap
 import os
 import queue
-import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 
 import numpy as np
 import numpy.typing as npt
+import structlog
 
 from kvpool.holdings import printable
 from kvpool_server.child_process import ChildProcess
-from kvpool_server.tiers.mooncake.messages import CODES, TEXT, Call, MessageError, MessageSocket, Request
+from kvpool_server.tiers.mooncake.messages import CODES, TEXT, Call, MessageError, MessageSocket, Request, socket_pair
 from kvpool_server.tiers.mooncake.worker import TRANSFERS, StoreConfig
+
+log = structlog.get_logger()
 
 WORKER_MODULE = "kvpool_server.tiers.mooncake.worker"
 STAGING_BYTES = 64 << 20
@@ -40,6 +42,8 @@ PONG_S = 4.0
 """A process that does not answer a ping within so long is stopped, or hangs."""
 END_S = 3.0
 """Leaving a master that answers takes 2 s."""
+RESTART_AFTER_S = 5.0
+"""How long after a start that failed a process is started again beside others that work."""
 
 
 class StoreError(Exception):
@@ -77,10 +81,24 @@ class StoreChannel:
         return codes
 
 
+class Channels(queue.SimpleQueue[StoreChannel]):
+    """Channels that no caller has."""
+
+    @contextlib.contextmanager
+    def borrowed(self) -> Iterator[StoreChannel]:
+        """A channel for this caller alone; waits until one is free."""
+        channel = self.get()
+        try:
+            yield channel
+        finally:
+            self.put(channel)
+
+
 class StoreProcess:
     """Starts the process, and waits START_S at most until the process has found the master. Raises StoreError.
 
     Attributes:
+        transfers, questions: channels with and without staging memory.
         answered_at: when the process last answered a transfer, monotonic seconds. Transfers wait for their turn, so
             that one of them may take longer than ANSWER_S.
     """
@@ -90,7 +108,7 @@ class StoreProcess:
         self._is_dead = False
         self._ping_lock = threading.Lock()
         memory_fd = os.memfd_create("kvpool-tier-mooncake", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        ends = [socket.socketpair() for _ in range(num_transfers + NUM_QUESTION_CHANNELS + 1)]
+        ends = [socket_pair() for _ in range(num_transfers + NUM_QUESTION_CHANNELS + 1)]
         try:
             os.ftruncate(memory_fd, num_transfers * STAGING_BYTES)
             fcntl.fcntl(memory_fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
@@ -107,11 +125,10 @@ class StoreProcess:
             StoreChannel(self, MessageSocket(end), memory[start : start + STAGING_BYTES], start)
             for start, (end, _) in zip(starts, ends, strict=True)
         ]
-        self._transfers: queue.SimpleQueue[StoreChannel] = queue.SimpleQueue()
-        self._questions: queue.SimpleQueue[StoreChannel] = queue.SimpleQueue()
+        self.transfers, self.questions = Channels(), Channels()
         *others, self._ping_channel = self._channels
         for nth, channel in enumerate(others):
-            (self._transfers if nth < num_transfers else self._questions).put(channel)
+            (self.transfers if nth < num_transfers else self.questions).put(channel)
         try:
             self._wait_until_ready(config.master)
         except BaseException:
@@ -139,16 +156,6 @@ class StoreProcess:
     def is_alive(self) -> bool:
         """Whether calls may succeed."""
         return not self._is_dead and self._process.poll() is None
-
-    @contextlib.contextmanager
-    def transfer_channel(self) -> Iterator[StoreChannel]:
-        """A channel with staging memory, for this caller alone; waits until one is free."""
-        yield from _borrowed(self._transfers)
-
-    @contextlib.contextmanager
-    def question_channel(self) -> Iterator[StoreChannel]:
-        """A channel without staging memory, for this caller alone; waits until one is free."""
-        yield from _borrowed(self._questions)
 
     def check_alive(self, sent_at: float) -> None:
         """For the caller of a call that has no answer yet. Raises StoreError, and kills the process, if it hangs.
@@ -186,9 +193,111 @@ class StoreProcess:
             channel.messages.close()
 
 
-def _borrowed(free: queue.SimpleQueue[StoreChannel]) -> Iterator[StoreChannel]:
-    channel = free.get()
-    try:
-        yield channel
-    finally:
-        free.put(channel)
+class StoreWorkers:
+    """The processes that share a tier's calls, each replaced when it has died or hangs. Thread-safe.
+
+    Args:
+        config: the first process alone gives the segment to the cluster.
+        num_transfers: transfers under way at once, over all processes.
+    """
+
+    def __init__(self, config: StoreConfig, num_workers: int, num_transfers: int):
+        self.num_workers = num_workers
+        self._name = f"mooncake:{config.master}"
+        self._configs = [config, *[replace(config, segment_bytes=0)] * (num_workers - 1)]
+        self._num_channels = -(-num_transfers // num_workers)
+        self._processes: list[StoreProcess | None] = [None] * num_workers
+        self._start_locks = [threading.Lock() for _ in range(num_workers)]
+        self._lock = threading.Lock()
+        self._num_calls = [0] * num_workers
+        self._restart_at = [0.0] * num_workers
+        self._is_closed = False
+
+    def start(self, nth: int) -> StoreProcess:
+        """The process, started if it does not run. Raises StoreError."""
+        with self._start_locks[nth]:
+            if self._is_closed:
+                raise StoreError("the tier is closed")
+            process = self._processes[nth]
+            if process is not None and process.is_alive:
+                return process
+            if process is not None:
+                log.error("Mooncake's client process has died and is started again", tier=self._name, worker=nth)
+                process.end()
+            try:
+                process = StoreProcess(self._configs[nth], self._num_channels)
+            except OSError as error:
+                raise StoreError(str(error)) from None
+            if self._is_closed:
+                process.end()
+                raise StoreError("the tier is closed")
+            self._processes[nth] = process
+            return process
+
+    def transfer(self, move: Callable[[StoreChannel], list[int]]) -> list[int]:
+        """Has a channel with staging memory move bytes. Raises StoreError.
+
+        Args:
+            move: is called again, with another process's channel, if the process dies meanwhile.
+        """
+        return self._with_channel(lambda process: process.transfers, move)
+
+    def ask(self, what: Call, keys: Sequence[str]) -> list[int]:
+        """Mooncake's code for each key of a call that moves no bytes. Raises StoreError."""
+        return self._with_channel(lambda process: process.questions, lambda channel: channel.call(what, keys))
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the processes that were started."""
+        return [process.pid for process in self._processes if process is not None]
+
+    def close(self) -> None:
+        """Lets every process leave the cluster, END_S at most; calls under way get StoreError. Idempotent."""
+        self._is_closed = True
+        processes = [process for process in self._processes if process is not None]
+        for process in processes:
+            process.request_end()
+        for process in processes:
+            process.end()
+
+    def _with_channel(
+        self, channels_of: Callable[[StoreProcess], Channels], work: Callable[[StoreChannel], list[int]]
+    ) -> list[int]:
+        for is_last in (False, True):
+            with self._chosen() as nth:
+                process = self.start(nth)
+                try:
+                    with channels_of(process).borrowed() as channel:
+                        return work(channel)
+                except StoreError:
+                    if is_last or self._is_closed:
+                        raise
+        raise AssertionError("the last try returns or raises")
+
+    @contextlib.contextmanager
+    def _chosen(self) -> Iterator[int]:
+        """The process with the fewest calls under way, of those that run if any does."""
+        with self._lock:
+            running = [nth for nth, process in enumerate(self._processes) if process is not None and process.is_alive]
+            chosen = min(running or range(self.num_workers), key=self._num_calls.__getitem__)
+            self._num_calls[chosen] += 1
+            dead = set(range(self.num_workers)) - set(running) if running else set()
+            due = [nth for nth in dead if time.monotonic() >= self._restart_at[nth]]
+            for nth in due:
+                self._restart_at[nth] = float("inf")
+        for nth in due:
+            threading.Thread(target=self._restart, args=(nth,), name="kvpool-tier-mooncake-start", daemon=True).start()
+        try:
+            yield chosen
+        finally:
+            with self._lock:
+                self._num_calls[chosen] -= 1
+
+    def _restart(self, nth: int) -> None:
+        """Starts a process beside others that work."""
+        try:
+            self.start(nth)
+        except StoreError as error:
+            log.error("Mooncake's client process does not start", tier=self._name, worker=nth, error=str(error))
+        finally:
+            self._restart_at[nth] = time.monotonic() + RESTART_AFTER_S

@@ -1,7 +1,7 @@
 """A Mooncake Store cluster as a tier: servers on many hosts share it, and each promotes what any other has written.
 
 Each block is an object (`objects.py`). Mooncake's master knows where objects lie and evicts them. The server calls
-Mooncake through child processes (`store_workers.py`); one that has died is started again, with an empty segment.
+Mooncake through child processes (`store_process.py`); one that has died is started again, with an empty segment.
 Mooncake itself reconnects to a master that was restarted; the cluster's content is lost then.
 
 Bytes are staged in both directions, and verified once they lie in the arena: a transfer that Mooncake has given up may
@@ -36,8 +36,8 @@ from kvpool_server.tiers.mooncake.store_process import (
     STAGING_BYTES,
     StoreChannel,
     StoreError,
+    StoreWorkers,
 )
-from kvpool_server.tiers.mooncake.store_workers import StoreWorkers
 from kvpool_server.tiers.mooncake.worker import StoreConfig
 from kvpool_server.tiers.thread_pool import DaemonThreadPool
 from kvpool_server.tiers.tier import Block, BlockKey, Tier, TierContext, TierError

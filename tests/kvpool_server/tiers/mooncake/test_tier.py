@@ -117,7 +117,7 @@ class TestMooncakeTier(PersistentTierContract):
             tier = MooncakeTier(_config(cluster.address))
             await tier.open()
             try:
-                with tier.workers.start(0).transfer_channel() as channel:
+                with tier.workers.start(0).transfers.borrowed() as channel:
                     channel.memory[: len(harmed)] = np.frombuffer(harmed, np.uint8)
                     assert channel.call("put", [_key(namespace, "a")], [0], [len(harmed)]) == [0]
                 await tier.write(namespace, 0, [other])
@@ -190,7 +190,7 @@ class TestMooncakeTier(PersistentTierContract):
                 name = (namespace.fingerprint, 0, block_hash("a"))
                 reading = StagedRead([name], memory.views, SHARDS, None)
                 reading.cancel()
-                with tier.workers.start(0).transfer_channel() as channel:
+                with tier.workers.start(0).transfers.borrowed() as channel:
                     assert reading.run(channel) == [SLOT + footer_bytes(SHARDS)]
                 assert (memory.blocks == 0xA5).all() and reading.found == [None] and not reading.corrupt
             finally:

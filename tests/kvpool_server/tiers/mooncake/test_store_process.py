@@ -15,7 +15,7 @@ import pytest
 
 from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.tiers.mooncake import store_process
-from kvpool_server.tiers.mooncake.store_workers import StoreWorkers
+from kvpool_server.tiers.mooncake.store_process import StoreWorkers
 from kvpool_server.tiers.mooncake.tier import MooncakeTier
 from kvpool_server.tiers.mooncake.worker import StoreConfig
 from kvpool_server.tiers.tier import Tier
@@ -104,7 +104,7 @@ def test_a_question_waits_for_no_transfer(cluster: Cluster) -> None:
             for nth in range(2):
                 process = workers.start(nth)
                 for _ in range(2):
-                    channel = stack.enter_context(process.transfer_channel())
+                    channel = stack.enter_context(process.transfers.borrowed())
                     assert channel.memory.nbytes == store_process.STAGING_BYTES
             waiting = threading.Thread(target=workers.transfer, args=(lambda _: [],))
             waiting.start()
