@@ -8,17 +8,16 @@ The event loop only appends to a bounded queue; a thread hashes, compresses and 
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
-import queue
 import secrets
 import stat
-import threading
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import structlog
@@ -32,11 +31,11 @@ log = structlog.get_logger()
 
 MAX_QUEUED_BLOCKS = 262_144
 FLUSH_S = 1.0
-"""A recorded call is in the file after about this time."""
+"""Lines stay in the compressor for about this time, or until the next line if that comes later."""
 
 
 class Recorder(TrafficObserver):
-    """Records into a file from now on, until `close`. Raises ConfigError if the file cannot be written.
+    """Records into a file from now on, until `close`. Raises ConfigError if the file cannot be opened.
 
     Args:
         max_bytes: bound of the file.
@@ -51,18 +50,15 @@ class Recorder(TrafficObserver):
         self, path: str, max_bytes: int, with_names: bool = False, clock: Callable[[], float] = time.monotonic
     ):
         self._path, self._max_bytes, self._with_names, self._clock = path, max_bytes, with_names, clock
-        self._key, self._started = secrets.token_bytes(32), clock()
+        self._key, self._started, self._flush_at = secrets.token_bytes(32), clock(), 0.0
         self._file = _open(path)
         self.nbytes, self.num_dropped = os.fstat(self._file).st_size, 0
         self._num_queued = self._num_written = 0  # Blocks; the event loop counts the first, the thread the second.
-        self._is_full = self.nbytes >= max_bytes
-        if self._is_full:
-            log.warning("the recording is full and is not continued; move the file away", path=path, nbytes=self.nbytes)
+        self._has_stopped = False
         self._numbers: dict[bytes, int] = {}
-        self._queue: queue.SimpleQueue[tuple[int, PoolNamespace, BlockRun, int | None] | None] = queue.SimpleQueue()
         self._compressor = zlib.compressobj(wbits=31)  # A gzip member.
-        self._thread = threading.Thread(target=self._run, name="kvpool-record", daemon=True)
-        self._thread.start()
+        self._thread = ThreadPoolExecutor(1, "kvpool-record")
+        self._write({"kvpool_recording": 1, "started": int(time.time())})
 
     def looked_up(self, namespace: PoolNamespace, runs: Sequence[BlockRun], hits: Sequence[RunHits]) -> None:
         for run, hit in zip(runs, hits, strict=True):
@@ -73,36 +69,17 @@ class Recorder(TrafficObserver):
             self._enqueue(namespace, run, None)
 
     def _enqueue(self, namespace: PoolNamespace, run: BlockRun, num_hits: int | None) -> None:
-        if self._is_full or self._num_queued - self._num_written + len(run) > MAX_QUEUED_BLOCKS:
+        if self._has_stopped or self._num_queued - self._num_written + len(run) > MAX_QUEUED_BLOCKS:
             self.num_dropped += 1
             return
         self._num_queued += len(run)
-        self._queue.put((int(1000 * (self._clock() - self._started)), namespace, run, num_hits))
+        self._thread.submit(self._record, int(1000 * (self._clock() - self._started)), namespace, run, num_hits)
 
     def close(self) -> None:
         """Writes what is queued, and closes the file."""
-        self._queue.put(None)
-        self._thread.join()
-
-    def _run(self) -> None:
-        try:
-            self._write({"kvpool_recording": 1, "started": int(time.time())})
-            flush_at = time.monotonic() + FLUSH_S
-            while True:
-                with suppress(queue.Empty):
-                    if (event := self._queue.get(timeout=FLUSH_S)) is None:
-                        break
-                    self._record(*event)
-                    self._num_written += len(event[2])
-                if time.monotonic() >= flush_at:
-                    self._append(self._compressor.flush(zlib.Z_SYNC_FLUSH))
-                    flush_at = time.monotonic() + FLUSH_S
-            self._append(self._compressor.flush(zlib.Z_FINISH))
-        except OSError as error:
-            self._is_full = True
-            log.error("recording has stopped: the file cannot be written", path=self._path, why=error.strerror)
-        finally:
-            os.close(self._file)
+        self._thread.shutdown()
+        self._append(self._compressor.flush())
+        os.close(self._file)
 
     def _record(self, at_ms: int, namespace: PoolNamespace, run: BlockRun, num_hits: int | None) -> None:
         spec, number = namespace.spec, self._numbers.get(namespace.fingerprint)
@@ -117,23 +94,30 @@ class Recorder(TrafficObserver):
             line["parent"] = self._id(salt, run.parent_hash)
         line["put" if num_hits is None else "lookup"] = "".join([self._id(salt, each) for each in run.block_hashes])
         self._write(line if num_hits is None else line | {"hits": num_hits})
+        self._num_written += len(run)
 
     def _id(self, salt: bytes, block_hash: bytes) -> str:
         return hashlib.blake2b(block_hash, digest_size=8, key=self._key, salt=salt + bytes(8)).hexdigest()
 
     def _write(self, line: dict[str, Any]) -> None:
-        self._append(self._compressor.compress(json.dumps(line, separators=(",", ":")).encode() + b"\n"))
+        data = self._compressor.compress(json.dumps(line, separators=(",", ":")).encode() + b"\n")
+        if time.monotonic() >= self._flush_at:
+            data += self._compressor.flush(zlib.Z_SYNC_FLUSH)
+            self._flush_at = time.monotonic() + FLUSH_S
+        self._append(data)
 
     def _append(self, data: bytes) -> None:
-        if self._is_full:
+        if self._has_stopped:
             return
-        if self.nbytes + len(data) > self._max_bytes:
-            self._is_full = True
-            log.warning("recording has stopped: the file is full", path=self._path, max_bytes=self._max_bytes)
-            return
-        self.nbytes += len(data)
-        while data:
-            data = data[os.write(self._file, data) :]
+        try:
+            if self.nbytes + len(data) > self._max_bytes:
+                raise OSError(errno.EFBIG, "the file is full: record_bytes")
+            while data:
+                written = os.write(self._file, data)
+                data, self.nbytes = data[written:], self.nbytes + written
+        except OSError as error:
+            self._has_stopped = True
+            log.warning("recording has stopped", path=self._path, why=error.strerror)
 
 
 def _open(path: str) -> int:
