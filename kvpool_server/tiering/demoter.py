@@ -1,7 +1,9 @@
-"""Demotes blocks from the arena to one tier.
+"""Demotes blocks from the arena to the tiers.
 
-With write-through, a block is queued when it is stored; with write-back, it is written before it is evicted (see
-`watermark`).
+With write-through, a block is queued when it is stored. With write-back, it is written before it is evicted: a put
+cannot wait for a tier, so a share of each slot size's slots is kept free, and the entries that are to be evicted next
+are written and dropped before a put needs their slots. A put that needs more slots than that, or puts that come faster
+than the tiers write, evict entries that are not written; those are counted as dropped demotions.
 
 A queued block is a reference that does not pin its entry, so that a slow tier takes no slots from puts. An entry is
 pinned only while it is written; one that is evicted before is counted as a dropped demotion, and one that is removed
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -20,8 +23,8 @@ import structlog
 
 from kvpool_server.cache.entry import Entry, Group
 from kvpool_server.cache.pool import Pool
-from kvpool_server.cache.tier_access import pin
-from kvpool_server.tiers.health import Health
+from kvpool_server.cache.tier_access import pin, pin_next_victims, unpin_victims
+from kvpool_server.tiers.health import ANSWER_S, Health
 from kvpool_server.tiers.tier import Block, Tier, TierError
 
 log = structlog.get_logger()
@@ -34,6 +37,8 @@ MAX_ANCESTORS = 64
 """Ancestors of a new block that are checked, whether the tier lacks them: bounds the cost for a put."""
 MAX_QUEUED = 1 << 17
 """Beyond it the oldest queued blocks are dropped."""
+RESERVE = 1 / 16
+"""The share of each slot size's slots that is kept free where a tier is written to on eviction."""
 
 
 class Demoter:
@@ -203,3 +208,69 @@ class Demoter:
         for entry in entries:
             del self._queue[entry]
         return group, entries
+
+
+class Watermark:
+    """The free slots of one pool, and the demoters of the tiers that are written to on eviction."""
+
+    def __init__(self, pool: Pool, demoters: Sequence[Demoter]):
+        self._pool = pool
+        self._demoters = demoters
+        self._work = asyncio.Event()
+        self._needs: Counter[tuple[str, int]] = Counter()
+        self._freed = asyncio.Condition()
+        self._late: set[asyncio.Task[bool]] = set()
+
+    async def wait_for_free(self, group: Group, count: int) -> None:
+        """Returns when a group has `count` free slots beside the reserve, or no more can be freed, or after a timeout.
+
+        For promotions, which can wait; slots that a tier is too slow to free are evicted by whoever needs them.
+        """
+        self._needs[group.slot_class] += count
+        self._work.set()
+        try:
+            async with asyncio.timeout(ANSWER_S), self._freed:
+                while self._pool.arena.available(group.spec.slot_bytes, group.tenant) < count and self._work.is_set():
+                    await self._freed.wait()
+        except TimeoutError:
+            pass
+        finally:
+            self._needs[group.slot_class] -= count
+
+    def check(self) -> None:
+        """Has `run` look whether too few slots are free; called when slots were allocated."""
+        self._work.set()
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._work.is_set()
+
+    async def run(self) -> None:
+        while True:
+            await self._work.wait()
+            if not await self._free_slots():
+                self._work.clear()
+            async with self._freed:
+                self._freed.notify_all()
+
+    async def _free_slots(self) -> bool:
+        """Writes the next victims to the tiers and drops them; False if no slot was freed."""
+        demoters = [demoter for demoter in self._demoters if demoter.is_up]
+        if not demoters:
+            return False
+        victims = pin_next_victims(self._pool, RESERVE, self._needs, PINNED_BYTES)
+        dropped = 0
+        writing = [asyncio.create_task(demoter.write(victims.entries)) for demoter in demoters]
+        try:
+            # A tier that has not answered by then is left alone (`Health`). What it still writes may come from slots
+            # that were allocated anew; the checksums tell.
+            ended, late = await asyncio.wait(writing, timeout=ANSWER_S)
+            self._late |= late
+            for task in late:
+                task.add_done_callback(self._late.discard)
+            is_written = any(task.result() for task in ended)
+            dropped = unpin_victims(self._pool, victims, drop=is_written)
+        except BaseException:
+            unpin_victims(self._pool, victims, drop=False)
+            raise
+        return dropped > 0

@@ -27,7 +27,7 @@ from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.cache.pool import Pool
 from kvpool_server.cache.steps import Run, Steps, at_once
 from kvpool_server.cache.tier_access import commit, reserve
-from kvpool_server.tiering.watermark import Watermark
+from kvpool_server.tiering.demoter import Watermark
 from kvpool_server.tiers.health import Health
 from kvpool_server.tiers.tier import BlockKey, Tier, TierError
 

@@ -27,10 +27,9 @@ from kvpool_server.cache.leases import NOBODY, Found, Owner
 from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.cache.pool import Pool
 from kvpool_server.cache.steps import LOOKUP_STEP_BLOCKS, Run, Steps, at_once, finish
-from kvpool_server.tiering.demoter import Demoter
+from kvpool_server.tiering.demoter import Demoter, Watermark
 from kvpool_server.tiering.prefetcher import Prefetcher
 from kvpool_server.tiering.promoter import Promoter, Promoters
-from kvpool_server.tiering.watermark import Watermark
 from kvpool_server.tiers.health import ANSWER_S, Health
 from kvpool_server.tiers.tier import Tier, TierError
 

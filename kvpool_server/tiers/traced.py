@@ -5,9 +5,9 @@ Used with `--otel` alone.
 
 from __future__ import annotations
 
-import contextlib
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 from kvpool.tracing import Tracing
@@ -57,15 +57,6 @@ class _TracedTier:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tier, name)
 
-    @contextlib.contextmanager
-    def _span(
-        self, call: str, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes]
-    ) -> Iterator[Any]:
-        parent = self._spans.parent(namespace, group_idx, block_hashes[0]) if block_hashes else ""
-        attributes: dict[str, str | int] = {"kvpool.tier": self._tier.name, "kvpool.blocks": len(block_hashes)}
-        with self._tracing.span(f"kvpool.tier.{call}", parent, attributes) as span:
-            yield span
-
     async def find(self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes]) -> list[bool]:
         with self._span("find", namespace, group_idx, block_hashes):
             return await self._tier.find(namespace, group_idx, block_hashes)
@@ -87,3 +78,10 @@ class _TracedTier:
     def known(self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes]) -> list[bool] | None:
         self._spans.remember(namespace.fingerprint, group_idx, block_hashes)  # A lookup asks before it prefetches.
         return self._tier.known(namespace, group_idx, block_hashes)
+
+    def _span(
+        self, call: str, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes]
+    ) -> AbstractContextManager[Any]:
+        parent = self._spans.parent(namespace, group_idx, block_hashes[0]) if block_hashes else ""
+        attributes: dict[str, str | int] = {"kvpool.tier": self._tier.name, "kvpool.blocks": len(block_hashes)}
+        return self._tracing.span(f"kvpool.tier.{call}", parent, attributes)

@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import replace
 
 from kvpool.types import BlockRun
-from kvpool_server.tiering import watermark
+from kvpool_server.tiering import demoter
 from kvpool_server.tiers.health import ANSWER_S, AWAY_S
 from tests.support.memory_tier import SLOT, SLOTS, MemoryTier, Rig, play, turns
 from tests.support.values import block_hash
@@ -126,7 +126,7 @@ async def test_victims_go_back_to_their_evictor_each_time_the_tier_fails(rig: Ri
 
 @play(MemoryTier, MemoryTier, write_back=True)
 async def test_a_hanging_tier_does_not_delay_the_others(rig: Rig, first: MemoryTier, second: MemoryTier) -> None:
-    answer, watermark.ANSWER_S = watermark.ANSWER_S, 0.02
+    answer, demoter.ANSWER_S = demoter.ANSWER_S, 0.02
     try:
         first.gate.clear()
         for nth in range(3 * SLOTS):
@@ -139,4 +139,4 @@ async def test_a_hanging_tier_does_not_delay_the_others(rig: Rig, first: MemoryT
         first.gate.set()
         await rig.wait_idle()
     finally:
-        watermark.ANSWER_S = answer
+        demoter.ANSWER_S = answer
