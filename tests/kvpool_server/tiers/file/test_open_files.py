@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpool_server.tiers.open_files import DirectoryFiles, OpenFiles, raise_descriptor_limit
+from kvpool_server.tiers.file.disk import DirectoryFiles, OpenFiles, raise_descriptor_limit
 
 
 class Directory:
