@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 import xxhash
@@ -23,6 +23,7 @@ from kvpool.namespace import NamespaceSpec
 from kvpool.types import TierStats
 from kvpool_server.cache.eviction import Policy
 from kvpool_server.cache.namespaces import PoolNamespace
+from kvpool_server.tiers.open_files import OpenFiles
 
 COUNTERS = {
     # Counted by the server
@@ -165,17 +166,19 @@ class Tier(ABC):
 
 @dataclass(frozen=True, slots=True)
 class TierContext:
-    """The server that a tier works for.
+    """The server that a tier works for, and what its tiers share.
 
     Args:
         listen: host and port of the server.
         policy: makes the eviction policy of a tier that evicts by itself.
         handover_s: how long a server of the same name, which this one replaces, may take to stop.
+        open_files: bounds the files that all tiers of the server keep open.
     """
 
     listen: tuple[str, int]
     policy: Callable[[], Policy]
     handover_s: float = 0.0
+    open_files: OpenFiles = field(default_factory=OpenFiles)
 
 
 class TierOptions(BaseModel):

@@ -8,8 +8,9 @@ from typing import Any
 
 from kvpool_server.cache.eviction import Policy
 from kvpool_server.cache.eviction.lru import PrefixLRU
-from kvpool_server.tiers.file.disk import Disk, OpenFiles
+from kvpool_server.tiers.file.disk import Disk
 from kvpool_server.tiers.file.tier import FileOptions, FileTier
+from kvpool_server.tiers.open_files import OpenFiles
 from kvpool_server.tiers.tier import TierContext
 
 SIZE = 8 << 20
@@ -28,5 +29,5 @@ def file_tier(
 ) -> FileTier:
     """A tier that is not open yet; `options` are those of `--tier`."""
     given = {"threads": 2, "io": "buffered", **options}
-    context = TierContext(("127.0.0.1", 0), policy)
-    return kind(FileOptions(path=root, size=size, name=name, **given), context, disk or Disk(), open_files)
+    context = TierContext(("127.0.0.1", 0), policy, open_files=OpenFiles() if open_files is None else open_files)
+    return kind(FileOptions(path=root, size=size, name=name, **given), context, disk or Disk())

@@ -6,10 +6,11 @@ import functools
 from pathlib import Path
 
 from kvpool_server.tiers.file.directory import Directory
-from kvpool_server.tiers.file.disk import Disk, OpenFiles
+from kvpool_server.tiers.file.disk import Disk
 from kvpool_server.tiers.file.extents import Extents
 from kvpool_server.tiers.file.own_directory import DirectoryLock
 from kvpool_server.tiers.file.peer_directories import PeerDirectories
+from kvpool_server.tiers.open_files import OpenFiles
 
 
 def open_directory(path: Path) -> Directory:

@@ -12,10 +12,11 @@ import contextlib
 import errno
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from kvpool.holdings import printable
+from kvpool_server.tiers.open_files import OpenFile, closed_error
 
 DIRECTORY_MODE, FILE_MODE = 0o700, 0o600
 """Permissions of what a server makes."""
@@ -33,23 +34,6 @@ _NO_PLAIN_FILE = (errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ENODEV)
 
 class UntrustedFileError(OSError):
     """A file or directory is not one that this server may use; the message names it, the reason, and the fix."""
-
-
-class OpenFile:
-    """Closes its descriptor with its last reference: once closed, the number may name another file."""
-
-    def __init__(self, fd: int, close_file: Callable[[int], None] = os.close):
-        self.fd = fd
-        self._close_file = close_file
-
-    def __del__(self) -> None:
-        with contextlib.suppress(OSError):
-            self._close_file(self.fd)
-
-
-def closed_error() -> FileNotFoundError:
-    """The error of a use after `close`."""
-    return FileNotFoundError(errno.ENOENT, "this directory is closed")
 
 
 class Directory:

@@ -1,7 +1,6 @@
 """The file calls of the file tier: those of the operating system, or 3FS's rings in user space (USRBIO).
 
-Every byte that reaches a disk goes through here. Threads share the files that stay open, of which a tier has a bounded
-number. Files are opened and closed outside of its lock: a file system that hangs stops only its own users.
+Every byte that reaches a disk goes through here.
 
 3FS's FUSE mount moves bytes through the kernel; its rings move them between a buffer that both sides map and the
 storage nodes, over RDMA. The package `hf3fs_fuse` comes with 3FS; this module alone imports it, for `io=usrbio`.
@@ -11,30 +10,21 @@ Source: 3FS, src/lib/api/UsrbIo.md, and hf3fs_fuse/io.py.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
-import resource
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import Any
 
 from kvpool.errors import ConfigError
-from kvpool_server.tiers.file.directory import Directory, OpenFile, closed_error
+from kvpool_server.tiers.file.directory import Directory
 
 MAX_VIEWS = 1024
 """IOV_MAX on Linux."""
 RING_BUFFER_BYTES = 8 << 20
 RING_ENTRIES = 64
-MAX_OPEN_FILES = 256
-"""Files that a tier keeps open."""
-WANTED_DESCRIPTORS = 65_536
-
-Key = tuple[int, bool]
-"""(extent, whether it bypasses the page cache)"""
 
 
 class Disk:
@@ -168,69 +158,3 @@ def _move(ring: Any, buffer: Any, is_read: bool, fd: int, offset: int) -> int:
     if done.result < 0:
         raise OSError(-done.result, os.strerror(-done.result))
     return int(done.result)
-
-
-class OpenFiles:
-    """The open files of a tier's directories, least recently used first: `most`, and those in use beyond."""
-
-    def __init__(self, most: int = MAX_OPEN_FILES):
-        self.most = most
-        self.lock = threading.Lock()
-        self.files: OrderedDict[tuple[DirectoryFiles, Key], OpenFile] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self.files)
-
-
-class DirectoryFiles:
-    """The open files of one directory. Thread-safe. `open_file` returns a descriptor, or raises OSError."""
-
-    def __init__(self, files: OpenFiles, open_file: Callable[[int, bool], int], close_file: Callable[[int], None]):
-        self._shared = files
-        self._open_file = open_file
-        self._close_file = close_file
-        self._is_closed = False
-
-    @contextlib.contextmanager
-    def use(self, key: Key) -> Iterator[int]:
-        """A descriptor that stays open meanwhile. Raises OSError, and FileNotFoundError once `close` was called."""
-        files, place = self._shared.files, (self, key)
-        surplus: list[OpenFile | None] = []
-        file = None
-        try:
-            with self._shared.lock:
-                self._check_open()
-                if (file := files.get(place)) is not None:
-                    files.move_to_end(place)
-            if file is None:
-                file = OpenFile(self._open_file(*key), self._close_file)
-                with self._shared.lock:
-                    self._check_open()
-                    surplus.append(files.pop(place, None))  # Another thread may have opened the file meanwhile.
-                    files[place] = file
-                    surplus += [files.popitem(last=False)[1] for _ in range(len(files) - self._shared.most)]
-                surplus.clear()
-            yield file.fd
-        finally:
-            del file  # A traceback would keep it open.
-
-    def close(self) -> None:
-        """Opens no file any more; the last user of an open file closes it. Idempotent."""
-        with self._shared.lock:
-            self._is_closed = True
-            mine = [place for place in self._shared.files if place[0] is self]
-            closing = [self._shared.files.pop(place) for place in mine]
-        closing.clear()
-
-    def _check_open(self) -> None:
-        if self._is_closed:
-            raise closed_error()
-
-
-def raise_descriptor_limit() -> None:
-    """Raises this process's limit of descriptors to what the host allows, WANTED_DESCRIPTORS at most."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = WANTED_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, WANTED_DESCRIPTORS)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        with contextlib.suppress(OSError, ValueError):  # A sandbox may forbid it: the present limit stays.
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

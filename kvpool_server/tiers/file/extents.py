@@ -16,7 +16,8 @@ from contextlib import AbstractContextManager
 from typing import NamedTuple, TypeVar
 
 from kvpool_server.tiers.file.directory import Directory
-from kvpool_server.tiers.file.disk import DirectoryFiles, Disk, OpenFiles
+from kvpool_server.tiers.file.disk import Disk
+from kvpool_server.tiers.open_files import DirectoryFiles, OpenFiles
 from kvpool_server.tiers.thread_pool import DaemonThreadPool
 from kvpool_server.tiers.tier import is_sound
 

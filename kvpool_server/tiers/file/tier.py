@@ -36,12 +36,13 @@ from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.cache.pool import Pool
 from kvpool_server.tiers.block_mac import KeyedTierOptions
 from kvpool_server.tiers.file.directory import UntrustedFileError
-from kvpool_server.tiers.file.disk import Disk, OpenFiles, UsrbioDisk, raise_descriptor_limit
+from kvpool_server.tiers.file.disk import Disk, UsrbioDisk
 from kvpool_server.tiers.file.extents import BlockSpot, Extents, read_all
 from kvpool_server.tiers.file.journal import Inventory, Journal
 from kvpool_server.tiers.file.own_blocks import TTL_MS, OwnBlocks
 from kvpool_server.tiers.file.own_directory import OwnDirectory
 from kvpool_server.tiers.file.peer_directories import DEFAULT_MEMORY_BYTES, PeerBlocks, PeerDirectories
+from kvpool_server.tiers.open_files import raise_descriptor_limit
 from kvpool_server.tiers.thread_pool import DaemonThreadPool
 from kvpool_server.tiers.tier import Block, Tier, TierContext, TierError
 
@@ -120,15 +121,14 @@ class FileTier(Tier):
     _blocks: OwnBlocks
     _peers: PeerDirectories
 
-    def __init__(self, options: FileOptions, context: TierContext, disk: Disk, open_files: OpenFiles | None = None):
+    def __init__(self, options: FileOptions, context: TierContext, disk: Disk):
         super().__init__(options.tier_name)
         self._options = options
         self._policy = context.policy
         self._disk = disk
         self._mac = options.load_mac()
-        self._open_files = OpenFiles() if open_files is None else open_files
         direct = options.io == "direct"
-        self._make_extents = functools.partial(Extents, disk=disk, open_files=self._open_files, direct=direct)
+        self._make_extents = functools.partial(Extents, disk=disk, open_files=context.open_files, direct=direct)
         name = options.name or re.sub(r"[^A-Za-z0-9._-]|^\.", "_", f"{socket.gethostname()}-{context.listen[1]}")
         owners = frozenset({os.geteuid(), *options.owners})
         self._own = OwnDirectory(self.name, options.path, name, options.create, context.handover_s, owners)

@@ -15,9 +15,10 @@ from kvpool.errors import ConfigError
 from kvpool_server.cache.eviction import POLICIES
 from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.tiers.file.directory import Directory
-from kvpool_server.tiers.file.disk import Disk, OpenFiles
+from kvpool_server.tiers.file.disk import Disk
 from kvpool_server.tiers.file.own_directory import OwnDirectory
 from kvpool_server.tiers.file.tier import FileTier
+from kvpool_server.tiers.open_files import OpenFiles
 from kvpool_server.tiers.tier import Block, Tier, TierError
 from tests.contracts.tier_contract import (
     SLOT,

@@ -7,8 +7,9 @@ import resource
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
-from kvpool_server.tiers.file.disk import DirectoryFiles, OpenFiles, raise_descriptor_limit
+from kvpool_server.tiers.open_files import DirectoryFiles, OpenFile, OpenFiles, raise_descriptor_limit
 
 
 class Directory:
@@ -85,3 +86,13 @@ def test_the_limit_of_descriptors_is_raised_as_far_as_the_host_allows(monkeypatc
         monkeypatch.setattr(resource, "getrlimit", lambda _, limits=(soft, hard): limits)
         raise_descriptor_limit()
     assert asked == [(4096, 4096), (65_536, 1 << 20), (65_536, resource.RLIM_INFINITY)]
+
+
+def test_a_file_that_cannot_be_closed_is_logged() -> None:
+    def fails(fd: int) -> None:
+        raise OSError(5, "Input/output error")
+
+    with capture_logs() as logs:
+        OpenFile(-1, fails)
+    (line,) = logs
+    assert line["log_level"] == "warning" and "Input/output error" in line["error"]
