@@ -38,6 +38,8 @@ REMOVED = {
     'Previously present field "7" with name "requests" on message "ExplainResponse" was deleted.',
     'Previously present field "3" with name "measured" on message "LedgerResponse" was deleted.',
     'Previously present field "6" with name "extent_bytes" on message "Segment" was deleted.',
+    'Previously present field "5" with name "simulated_hit_ratio" on message "ValueCurve" was deleted.',
+    'Previously present field "4" with name "uncertainty" on message "ValueEstimate" was deleted.',
 }
 
 # Text of the contract -> what takes its place, and what buf has to say of that.
