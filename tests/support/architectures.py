@@ -556,26 +556,38 @@ class _Stubs:
 
 
 def rows_of_page() -> dict[str, list[str]]:
-    """Architecture -> cells of its row."""
-    rows = re.findall(r"^\| (\w+) \| (.*?) \| (.*?) \| (.*?) \|$", PAGE.read_text(), re.MULTILINE)
-    return {row[0]: [cell.strip() for cell in row] for row in rows if row[0] != "architecture"}
+    """Architecture -> its name, caches, sizes and outcome."""
+    rows = re.findall(r"^\| (.*?) \| (.*?) \| (.*?) \| ([\w, ]+) \|$", PAGE.read_text(), re.MULTILINE)
+    found = {
+        name: [name, caches.strip(), sizes.strip(), outcome]
+        for caches, sizes, outcome, names in rows[1:]
+        for name in names.split(", ")
+    }
+    return found
 
 
 def _without_errors(verdict: str) -> str:
     """Why a model is not built depends on what else is installed, so the page does not say it."""
     if sizes := re.findall(r"(\d+(?:, \d+)*) not built", verdict):
         return f"agrees ({', '.join(sizes)} not built)"
+    if verdict.startswith("refused: ConfigError"):
+        return "refused: the engine does not start"
     return "not built" if verdict.startswith("not built") else verdict
 
 
 def write_page(rows: list[list[str]]) -> None:
-    """Puts the rows, and how many there are of each outcome, in place of those of the page."""
+    """Writes the outcomes to the page, one row for all architectures that have the same caches, sizes and outcome."""
     counts = Counter(row[3].split(":")[0].split(" (")[0] for row in rows)
     summary = (
         f"{len(rows)} architectures: " + ", ".join(f"{count} {name}" for name, count in counts.most_common()) + "."
     )
-    table = ["| architecture | KV caches, with KV heads of the model | TP sizes | outcome |", "|---|---|---|---|"]
-    table += [f"| {' | '.join([*row[:3], _without_errors(row[3])])} |" for row in rows]
+    alike: dict[tuple[str, str, str], list[str]] = {}
+    for name, caches, sizes, verdict in rows:
+        alike.setdefault((_without_errors(verdict), caches, sizes), []).append(name)
+    table = ["| KV caches, with KV heads of the model | TP sizes | outcome | architectures |", "|---|---|---|---|"]
+    for outcome, caches, sizes in sorted(alike):
+        names = ", ".join(alike[outcome, caches, sizes])
+        table.append(f"| {caches} | {sizes} | {outcome} | {names} |")
     before, _ = PAGE.read_text().split(BEGIN)
     PAGE.write_text(f"{before}{BEGIN}\n\n{summary}\n\n" + "\n".join(table) + "\n")
 
