@@ -157,7 +157,7 @@ class ServerConfig(BaseSettings):
     """Most blocks sampled to estimate the hits of other arena sizes, for `kvpool value`: more are more exact, and take
     more memory. 0: no estimates."""
     record: str = ""
-    """File that records lookups and puts: salted hashes, times, sizes and hits, no tokens; see docs/how-to/value.md.
+    """File that records lookups and puts: salted hashes, times, sizes and hits, no tokens; see docs/how-to/size.md.
     Empty: none."""
     record_bytes: ByteSize = Field(ByteSize(256 << 20), ge=1 << 20)
     """With --record: size of the file at which recording stops."""

@@ -1,4 +1,4 @@
-"""How much memory the KV of common models takes in a pool: the table of docs/how-to/operations.md, computed.
+"""How much memory the KV of common models takes in a pool: the table of docs/how-to/size.md, computed.
 
 python -m benchmarks.cases.kv_bytes
 """

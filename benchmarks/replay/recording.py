@@ -1,4 +1,4 @@
-"""Reads what `kvpool-server --record` has written: gzip members with JSON lines, described in docs/how-to/value.md.
+"""Reads what `kvpool-server --record` has written: gzip members with JSON lines, described in docs/how-to/size.md.
 
 A recording may end anywhere, because its server was killed or its disk was full: what can be read is used.
 """

@@ -1,4 +1,4 @@
-"""`--record FILE`: lookups and puts as gzip with JSON lines (docs/how-to/value.md), without tokens and names.
+"""`--record FILE`: lookups and puts as gzip with JSON lines (docs/how-to/size.md), without tokens and names.
 
 Block hashes are replaced by keyed hashes of 64 bits. The key is made at the start and never written: equal blocks have
 equal ids within one start of the server, and nobody can test a guessed prompt. Each start appends a gzip member.

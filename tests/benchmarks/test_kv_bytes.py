@@ -1,4 +1,4 @@
-"""The table of memory in docs/how-to/operations.md says what the connector stores for layers as vLLM describes them."""
+"""The table of memory in docs/how-to/size.md says what the connector stores for layers as vLLM describes them."""
 
 from __future__ import annotations
 
