@@ -99,7 +99,6 @@ SETTINGS = {
     "more than 10 s. No lookup": "kvpool_server.tiers.health: ANSWER_S",
     "`-default_kv_lease_ttl` (10 s)": ELSEWHERE,
     "believe for 10 s": "kvpool_server.tiers.mooncake.presence_cache: FRESH_S",
-    "where 2 % of the blocks fit": ELSEWHERE,
     "need a deadline within 600 seconds": "kvpool_server.services.handlers: MAX_STREAM_S",
     "none follows within 20 ms": "kvpool.lookup_stream: RELEASE_WITHIN_S",
     "fingerprint have 32 bytes": "kvpool.types: HASH_BYTES",
