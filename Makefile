@@ -9,6 +9,8 @@ WORKERS ?= 3
 # A file's tests share servers and engines. Files run in the order of tests/conftest.py: the long ones first.
 PYTEST := $(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 STAMP := $(VENV)/.ready
+# Set-up compiles no bytecode: each process would compile vLLM's modules again, which takes 8 s of CPU time.
+unexport PYTHONDONTWRITEBYTECODE
 PROTO := kvpool/v1/pool.proto
 # An older generator than the library in use: generated code runs with its own and with later versions only.
 PROTOC := uv run --no-project --isolated --python 3.11 --with grpcio-tools==1.71.2 --with 'setuptools<80' \
@@ -19,7 +21,7 @@ LOCK := uv pip compile --quiet --universal --python-version 3.11 --generate-hash
 	--custom-compile-command "make lock" --override requirements/overrides.txt \
 	$(foreach name,torch torchaudio torchcodec torchvision,--no-emit-package $(name)) pyproject.toml
 
-.PHONY: demo test test-all test-fast coverage fuzz soak soak-identity soak-sim test-gpu check bench bench-gpu proto docs manifests lock dist compat sbom audit clean help
+.PHONY: demo test test-all test-fast conformance coverage fuzz soak soak-identity soak-sim test-gpu check bench bench-gpu proto docs manifests lock dist compat sbom audit clean help
 
 help:  ## Say what there is.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -35,6 +37,9 @@ test-fast: $(STAMP)  ## The tests without a vLLM engine.
 
 test-all: $(STAMP) check  ## Every test that needs no GPU; random tests try four times as much.
 	TEST_EFFORT=4 $(PYTEST) -m "not gpu"
+
+conformance: $(STAMP)  ## vLLM's rules for any connector, and the connectors that break one rule each.
+	$(PYTEST) tests/conformance
 
 coverage: $(STAMP)  ## Which lines the tests without a vLLM engine run. Tests that measure time fail: counting takes time.
 	$(PYTEST) -m "not vllm and not gpu and not more" $(COVERAGE)

@@ -33,20 +33,61 @@ os.umask(0o022)  # Servers refuse files that a group can write, as some users' d
 LONG_FILES = (
     "tests/e2e/",
     "tests/identity/",
+    "tests/kvpool_server/tiers/mooncake/",
+    "tests/security/test_loop.py",
     "tests/simulation/test_connector_machine.py",
     "tests/vllm_plugin/test_storms.py",
     "tests/conformance/test_connectors.py",
-    "tests/security/test_loop.py",
+    "tests/security/test_rotation.py",
     "tests/security/test_hooks.py",
-    "tests/security/test_replies.py",
     "tests/security/test_intruder_machine.py",
     "tests/kvpool_server/tiering/test_servers.py",
-    "tests/kvpool_server/tiers/mooncake/",
     "tests/routers/",
     "tests/security/",
     "tests/kvpool_server/",
 )
 """Files, or folders of files, that take long, the longest first."""
+
+MORE = (
+    "tests/benchmarks/test_clients.py",
+    "tests/benchmarks/test_promotion.py",
+    "tests/benchmarks/test_replay.py",
+    "tests/benchmarks/test_server.py",
+    "tests/benchmarks/test_soak.py",
+    "tests/benchmarks/test_wan.py",
+    "tests/conformance/",
+    "tests/deploy/test_dashboard.py",
+    "tests/deploy/test_images.py",
+    "tests/deploy/test_rules.py",
+    "tests/deploy/test_systemd.py",
+    "tests/docsite/",
+    "tests/e2e/",
+    "tests/examples/",
+    "tests/identity/test_oracle.py",
+    "tests/kvpool_server/page/test_browser.py",
+    "tests/kvpool_server/tiers/mooncake/test_servers.py",
+    "tests/kvpool_server/tiers/mooncake/test_store_process.py",
+    "tests/kvpool_server/tiers/mooncake/test_tier.py",
+    "tests/package/",
+    "tests/routers/",
+    "tests/security/test_floods.py",
+    "tests/security/test_loop.py",
+    "tests/skew/test_rolling_restart.py",
+    "tests/skew/test_skew.py",
+    "tests/testbed/",
+)
+"""Files, or folders of files, that only `make test-all` runs, but for CLAIMS: each needs minutes, many processes, a
+browser, Prometheus, another environment or the previous release."""
+
+CLAIMS = tuple(
+    f"tests/e2e/test_{name}.py"
+    for name in (
+        "events", "faults", "features", "images", "parallel", "preemption", "refusals", "reset", "serve", "shapes",
+        "share", "storm", "tiers",
+    )
+)  # fmt: skip
+"""The tests with real vLLM that `make test` runs, one or two for each claim of the README
+(docs/explanation/testing.md)."""
 
 PRINTED = "printed"
 """The property under which a test records a line for the end of the run: `record_property(PRINTED, line)`."""
@@ -55,13 +96,17 @@ StartServer = Callable[..., ServerProcess]
 Connect = Callable[..., Client]
 
 
+@pytest.hookimpl(tryfirst=True)  # Before `-m` selects.
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long files come first: a worker that began with one at the end would be the only one at work."""
+    """Marks what `make test` leaves out. Long files come first: a worker that began one at the end would work alone."""
 
     def rank(item: pytest.Item) -> int:
         return next((nth for nth, path in enumerate(LONG_FILES) if item.nodeid.startswith(path)), len(LONG_FILES))
 
     items.sort(key=rank)
+    for item in items:
+        if item.nodeid.startswith(MORE) and not item.nodeid.startswith(CLAIMS):
+            item.add_marker(pytest.mark.more)
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

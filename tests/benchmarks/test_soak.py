@@ -9,8 +9,6 @@ import pytest
 from benchmarks import soak
 from benchmarks.harness import measuring as harness
 
-pytestmark = pytest.mark.more
-
 
 def test_nothing_breaks_in_some_seconds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(harness, "RESULTS", tmp_path)

@@ -24,7 +24,6 @@ SUBJECTS = [
 ]
 
 
-@pytest.mark.more
 def test_imports_have_no_side_effects(vllm_config: MakeConfig) -> None:
     modules = [connector_class(subject.configure(vllm_config())).__module__ for subject in SUBJECTS]
     found = import_side_effects([*modules, "tests.conformance.broken_import"])

@@ -137,7 +137,6 @@ def test_the_search_works_without_a_server(browser: WebDriver, site: Path, asked
     assert not [message for message in told if "versions.json" not in message]
 
 
-@pytest.mark.more
 def test_versions_lie_beside_each_other(tmp_path: Path) -> None:
     """As MAINTAINING.md publishes them, into a branch of another repository."""
     git = ["git", "-c", "user.name=t", "-c", "user.email=t@example.com", "-c", "init.defaultBranch=main"]

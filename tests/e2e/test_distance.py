@@ -12,10 +12,10 @@ import pytest
 
 from testbed.engine import Engine, EngineSpec, kvpool_transfer_config
 from testbed.link import End, link, why_not
-from tests.e2e.conftest import FLOAT32, MORE, PATIENT, assert_shared, prompt, running
+from tests.e2e.conftest import FLOAT32, PATIENT, assert_shared, prompt, running
 from tests.support.processes import wait_for
 
-pytestmark = [pytest.mark.vllm, MORE]
+pytestmark = pytest.mark.vllm
 
 DELAY_MS = 10.0
 PROMPTS = [prompt(length, f"far {length}") for length in (33, 500, 2_000)]

@@ -11,13 +11,12 @@ import pytest
 from testbed.engine import Engine, EngineError, EngineSpec, kvpool_transfer_config
 from testbed.forked_process import FORK_SERVER
 from tests.conftest import StartServer
-from tests.e2e.conftest import FLOAT32, MORE, PATIENT, pool_stats, prompt, running
+from tests.e2e.conftest import FLOAT32, PATIENT, pool_stats, prompt, running
 from tests.support.real_engines import one_by_one
 
 pytestmark = pytest.mark.vllm
 
 
-@pytest.mark.more
 def test_an_engine_has_computed_many_tokens_in_a_step_and_its_pool_knows_none(
     pool_server: StartServer, model: Path, tmp_path: Path
 ) -> None:
@@ -35,7 +34,6 @@ def test_an_engine_has_computed_many_tokens_in_a_step_and_its_pool_knows_none(
         assert answer.cached_tokens == 0
 
 
-@pytest.mark.more
 def test_an_engine_that_is_killed_says_so_at_once(model: Path, tmp_path: Path) -> None:
     with Engine(EngineSpec(model, None, FLOAT32, in_process=True), tmp_path / "engine.log") as engine:
         os.kill(engine.pid, signal.SIGKILL)
@@ -45,7 +43,6 @@ def test_an_engine_that_is_killed_says_so_at_once(model: Path, tmp_path: Path) -
         os.killpg(engine.pid, 0)
 
 
-@MORE
 def test_a_forked_engine_answers_as_an_executed_one(
     plain_engine: Engine, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

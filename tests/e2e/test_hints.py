@@ -14,7 +14,7 @@ from kvpool.config import ClientConfig
 from kvpool.prompts import hash_seed, prompt_runs
 from kvpool.types import HintKind, HintResult
 from testbed.engine import BLOCK_TOKENS, Answer, Engine, EngineSpec, kvpool_transfer_config
-from tests.e2e.conftest import FLOAT32, MORE, PATIENT, assert_same, hit_tokens, pool_stats, prompt, running
+from tests.e2e.conftest import FLOAT32, PATIENT, assert_same, hit_tokens, pool_stats, prompt, running
 from tests.support.processes import ServerProcess, wait_for
 from tests.support.real_engines import drain
 
@@ -98,7 +98,6 @@ def test_a_request_pins_its_prompt(rig: Rig) -> None:
     assert rig.count("pin_given_back_blocks") == 0
 
 
-@MORE
 def test_a_request_expires_its_prompt(rig: Rig) -> None:
     keep = prompt(TOKENS, "comes back")
     rig.ask(keep)
@@ -116,7 +115,6 @@ def test_a_request_expires_its_prompt(rig: Rig) -> None:
     assert rig.num_promoted > promoted, "the expired prompt was not evicted"
 
 
-@MORE
 def test_a_prompt_is_in_memory_before_its_request_comes(rig: Rig) -> None:
     each = prompt(TOKENS, "comes soon")
     rig.ask(each)

@@ -17,7 +17,7 @@ from tests.e2e.conftest import FLOAT32, PATIENT, assert_same, hit_tokens, prompt
 from tests.support.processes import ServerProcess
 from tests.support.real_engines import drain
 
-pytestmark = [pytest.mark.vllm, pytest.mark.more]
+pytestmark = pytest.mark.vllm
 
 LENGTH = 400
 SCALED_FROM = 64

@@ -13,7 +13,7 @@ from tests.e2e.conftest import FLOAT32, PATIENT, assert_same, hit_tokens, prompt
 from tests.support.processes import ServerProcess
 from tests.support.real_engines import drain, one_by_one
 
-pytestmark = [pytest.mark.vllm, pytest.mark.more]
+pytestmark = pytest.mark.vllm
 
 LENGTHS = (97, 400)
 FULL = [hit_tokens(length) for length in LENGTHS]

@@ -22,7 +22,6 @@ from testbed.tiny_models import write
 from tests.conftest import StartServer
 from tests.e2e.conftest import (
     FLOAT32,
-    MORE,
     PATIENT,
     assert_same,
     example_connector,
@@ -36,7 +35,7 @@ from tests.e2e.conftest import (
 from tests.support.processes import ServerProcess, wait_for
 from tests.support.real_engines import drain, one_by_one
 
-pytestmark = [pytest.mark.vllm, MORE]
+pytestmark = pytest.mark.vllm
 
 LENGTHS = (150, 400)
 FULL = [hit_tokens(length) for length in LENGTHS]

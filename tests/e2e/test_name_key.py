@@ -8,11 +8,11 @@ import pytest
 
 from kvpool.name_key import NameKey
 from testbed.engine import kvpool_transfer_config
-from tests.e2e.conftest import MORE, PATIENT, StartEngines, assert_same, assert_shared, prompt
+from tests.e2e.conftest import PATIENT, StartEngines, assert_same, assert_shared, prompt
 from tests.support.processes import ServerProcess, wait_for
 from tests.support.real_engines import one_by_one
 
-pytestmark = [pytest.mark.vllm, MORE]
+pytestmark = pytest.mark.vllm
 
 PROMPTS = [prompt(length, f"name key {length}") for length in (33, 500, 1_000)]
 

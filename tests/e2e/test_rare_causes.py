@@ -22,11 +22,11 @@ from kvpool.types import BlockRun, ShardRange
 from testbed.engine import BLOCK_TOKENS, Engine, EngineSpec, Prompt, kvpool_transfer_config
 from testbed.tiny_models import write
 from tests.e2e.computed import ask, causes_of
-from tests.e2e.conftest import FLOAT32, MORE, PATIENT, hit_tokens, prompt, running
+from tests.e2e.conftest import FLOAT32, PATIENT, hit_tokens, prompt, running
 from tests.support.faults import flip_arena, stopped
 from tests.support.processes import ServerProcess, wait_for
 
-pytestmark = [pytest.mark.vllm, MORE]
+pytestmark = pytest.mark.vllm
 
 LENGTH = 400
 FULL = hit_tokens(LENGTH)

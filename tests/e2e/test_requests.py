@@ -24,7 +24,7 @@ from tests.e2e.conftest import (
 from tests.support.processes import ServerProcess
 from tests.support.real_engines import drain
 
-pytestmark = [pytest.mark.vllm, pytest.mark.more]
+pytestmark = pytest.mark.vllm
 
 LENGTHS = (97, 400)
 FULL = [hit_tokens(length) for length in LENGTHS]

@@ -11,12 +11,12 @@ import pytest
 
 from testbed.engine import BLOCK_TOKENS, Engine, EngineSpec, kvpool_transfer_config
 from testbed.tiny_models import write
-from tests.e2e.conftest import FLOAT32, MORE, PATIENT, hit_tokens, pool_stats, prompt, running
+from tests.e2e.conftest import FLOAT32, PATIENT, hit_tokens, pool_stats, prompt, running
 from tests.support.faults import stopped
 from tests.support.processes import ServerProcess
 from tests.support.real_engines import drain
 
-pytestmark = [pytest.mark.vllm, MORE]
+pytestmark = pytest.mark.vllm
 
 LENGTHS = (33, 320, 900)
 

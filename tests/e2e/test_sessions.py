@@ -15,7 +15,7 @@ from tests.e2e.async_engine import Answer, AsyncEngine
 from tests.e2e.conftest import FLOAT32, PATIENT, hit_tokens, pool_stats, prompt, wait_until_nothing_is_held
 from tests.support.processes import ServerProcess, wait_for
 
-pytestmark = [pytest.mark.vllm, pytest.mark.more, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 LENGTH = 300
 FULL = hit_tokens(LENGTH)

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.vllm
 PROMPTS = [prompt(length, f"tenant {length}") for length in (33, 500, 1_000)]
 
 
-@pytest.mark.parametrize("transport", ["auto", pytest.param("grpc", marks=pytest.mark.more)])
+@pytest.mark.parametrize("transport", ["auto", "grpc"])
 def test_tenants_share_a_server_and_nothing_else(
     pool_server: Callable[..., ServerProcess], model: Path, tmp_path: Path, transport: str
 ) -> None:

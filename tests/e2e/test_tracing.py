@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from testbed.engine import EngineSpec, kvpool_transfer_config
-from tests.e2e.conftest import FLOAT32, MORE, PATIENT, hit_tokens, prompt, running
+from tests.e2e.conftest import FLOAT32, PATIENT, hit_tokens, prompt, running
 from tests.support.otlp_collector import Span, collecting
 from tests.support.processes import ServerProcess, wait_for
 from tests.support.real_engines import drain, one_by_one
 
-pytestmark = [pytest.mark.vllm, MORE]
+pytestmark = pytest.mark.vllm
 
 LENGTH = 400
 FULL = hit_tokens(LENGTH)

@@ -17,7 +17,6 @@ from testbed.engine import Engine, EngineSpec, Prompt, kvpool_transfer_config
 from testbed.tiny_models import write
 from tests.e2e.conftest import (
     FLOAT32,
-    MORE,
     PATIENT,
     assert_same,
     example_connector,
@@ -157,7 +156,6 @@ def test_engines_without_weight_files_share_where_their_memory_is_equal(
         assert_same([loaded], [computed])
 
 
-@pytest.mark.more
 def test_a_link_that_flips_while_an_engine_starts_names_no_kv_wrongly(
     tmp_path: Path, shapes_dir: Path, trained: Path, e2e_server: ServerProcess
 ) -> None:
@@ -192,7 +190,6 @@ def _hits(engine: Engine, text: list[int]) -> bool:
     return engine.generate([text])[0].cached_tokens == FULL
 
 
-@MORE
 def test_kv_of_old_weights_that_another_connector_has_kept_does_not_reach_the_pool(
     e2e_server: ServerProcess, shapes_dir: Path, trained: Path, tmp_path: Path
 ) -> None:

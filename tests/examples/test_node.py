@@ -21,7 +21,6 @@ ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "node"
 
 pytestmark = [
-    pytest.mark.more,
     pytest.mark.skipif(shutil.which("npm") is None, reason="no Node: apt-get install nodejs npm"),
 ]
 

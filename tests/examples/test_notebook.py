@@ -24,7 +24,6 @@ nbformat.write(notebook, sys.argv[2])
 """
 
 
-@pytest.mark.more
 @pytest.mark.parametrize("is_given", [False, True])
 def test_the_notebook_runs_and_draws(is_given: bool, tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"

@@ -13,8 +13,6 @@ from tests.support.dynamo import DynamoIndexer
 from tests.support.routers import MODEL, Prompts, churn, compare_through_a_kill
 from tests.support.values import namespace_spec
 
-pytestmark = pytest.mark.more
-
 
 @pytest.fixture
 def indexer(tmp_path: Path) -> Iterator[DynamoIndexer]:

@@ -50,7 +50,7 @@ from tests.support.values import block_hash, group_spec, namespace_spec
 from tests.support.wire_service import METHODS, WireHouse
 from vllm_plugin.config import ConnectorConfig
 
-NUM_INPUTS = effort(10_000)
+NUM_INPUTS = effort(1_000)
 NUM_DRAINS = effort(100)
 MAX_CPU_S = 2.0
 """Of one input, on a busy machine."""

@@ -30,7 +30,7 @@ from vllm_plugin.metadata import ConnectorMetadata
 from vllm_plugin.metrics import KVPoolPromMetrics, KVPoolStats, Recorder
 from vllm_plugin.scheduler.scheduler import KVPoolScheduler
 
-NUM_SCHEDULES = effort(150)
+NUM_SCHEDULES = effort(40)
 REFUSES_AT_START = {"__init__", "register_kv_caches"}
 HAS_NO_CODE = {"requires_kv_delivery", "wait_for_layer_load", "save_kv_layer"}
 
@@ -205,6 +205,6 @@ def test_a_hook_that_raises_now_and_then_leaves_nothing(name: str, is_late: bool
         sabotage = Sabotage(((KVPoolScheduler, name),), RuntimeError, 0.3, is_late, seed)
         play(make_schedule(seed), config, sabotage.apply, is_loud=False)
         raised += sabotage.raised.total()
-        if raised >= effort(10):
+        if raised >= effort(1):
             break
     assert raised, "no schedule came here"

@@ -110,7 +110,6 @@ def test_a_rolling_restart_fails_no_request_and_loses_no_load_or_store(
     record_property(PRINTED, _line("restart", tallies, took))
 
 
-@pytest.mark.more
 def test_a_rolling_upgrade_from_the_previous_release_fails_no_request(
     fleet: Callable[[Tree], Fleet], tmp_path: Path, record_property: Callable[..., None]
 ) -> None:

@@ -45,8 +45,9 @@ from tests.support.memory_files import mapped_bytes
 from tests.support.processes import ServerProcess, wait_for
 from tests.support.values import namespace_spec, payload, run_of
 from tests.support.workers import workers_stopped
+from vllm_plugin import breaker
 from vllm_plugin import session as session_module
-from vllm_plugin.breaker import FAILURES_TO_OPEN, MAX_RETRY_S, State
+from vllm_plugin.breaker import FAILURES_TO_OPEN, State
 from vllm_plugin.metrics import Recorder
 from vllm_plugin.session import OPEN_TIMEOUT_MS, PROBE_PINGS, Session
 
@@ -55,7 +56,7 @@ AT_ONCE_S = 5.0
 """On a busy machine, too."""
 TIMEOUT_MS = 300
 HEALED_S = 60.0
-STOPPED_S = 5.0
+STOPPED_S = 3.0
 
 
 @pytest.fixture
@@ -193,8 +194,12 @@ def test_a_restarted_server_is_opened_again(open_session: Open, pool_server: Sta
 
 
 def test_a_server_that_drains_is_left_with_one_line_of_log_and_its_successor_found(
-    open_session: Open, pool_server: StartServer, caplog: pytest.LogCaptureFixture
+    open_session: Open,
+    pool_server: StartServer,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(breaker, "MAX_RETRY_S", 0.25)
     endpoint = free_endpoint()
     server = pool_server("--listen", endpoint, "--drain-ms", "60000")
     session, run = open_session(endpoint), run_of("a")
@@ -213,7 +218,8 @@ def test_a_server_that_drains_is_left_with_one_line_of_log_and_its_successor_fou
         session.client.lookup(namespace, [run])
     session.report(refused.value, "lookup")
     assert session.namespace is None
-    time.sleep(3 * MAX_RETRY_S / 4)  # Probes follow 0.25, 0.5, 1, 2 seconds after each other.
+    attempts = count_attempts(monkeypatch)
+    wait_for(lambda: len(attempts) >= 4, "four probes that are refused")
     warnings = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
     assert len(warnings) == 1 and "the server is draining" in warnings[0], warnings
     session.client.release([lease_id])
@@ -373,7 +379,10 @@ def test_it_says_when_it_opens_and_while_it_is_open(open_session: Open, pool_ser
     assert last is not None and last.data == {"breaker_open": 0, "connected_shm": 1}
 
 
-def test_who_wants_to_know_is_told_of_every_opening(open_session: Open, pool_server: StartServer) -> None:
+def test_every_opening_calls_the_listener(
+    open_session: Open, pool_server: StartServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session_module, "PING_EVERY_S", 0.1)
     endpoint = free_endpoint()
     session = open_session(endpoint)
     told: list[Namespace] = []
@@ -391,7 +400,10 @@ def test_who_wants_to_know_is_told_of_every_opening(open_session: Open, pool_ser
     assert late == [told[1]]
 
 
-def test_an_idle_session_opens_by_pings_alone(open_session: Open, pool_server: StartServer) -> None:
+def test_an_idle_session_opens_by_pings_alone(
+    open_session: Open, pool_server: StartServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session_module, "PING_EVERY_S", 0.1)
     server = pool_server()
     session = open_session(server.endpoint, timeout_ms=TIMEOUT_MS)
     wait_until_open(session)
@@ -461,9 +473,10 @@ def test_closing_while_the_answer_arrives_leaves_no_thread_waiting(
 
 
 def test_an_idle_session_notices_a_restart_and_lets_go_of_the_old_memory(
-    open_session: Open, pool_server: StartServer
+    open_session: Open, pool_server: StartServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody calls: a successor may be waiting for the memory that the dead server's engines still map."""
+    monkeypatch.setattr(session_module, "PING_EVERY_S", 0.1)
     server = pool_server()
     session = open_session(server.endpoint, transport="shm", timeout_ms=TIMEOUT_MS)
     wait_until_open(session)

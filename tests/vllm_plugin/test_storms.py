@@ -3,8 +3,9 @@ neither the engine nor the pool keeps anything."""
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -25,10 +26,21 @@ from vllm_plugin.worker.transfer import ReceiveThread, SendThread
 
 ROOM = {"gemma3": 40, "qwen3-next": 40, "block sizes": 34, "deepseek": 20}
 """Shapes of model, and so many blocks that a few requests fill them."""
-ALL = pytest.mark.parametrize("shape", some(2, ROOM))
-SYNCHRONOUS: dict[str, Any] = {"steps_ahead": 0}
-ASYNCHRONOUS: dict[str, Any] = {"steps_ahead": 1, "late": True}
-MODES = pytest.mark.parametrize("mode", [SYNCHRONOUS, ASYNCHRONOUS], ids=["synchronous", "asynchronous"])
+MODES: dict[str, dict[str, Any]] = {"synchronous": {"steps_ahead": 0}, "asynchronous": {"steps_ahead": 1, "late": True}}
+
+
+def storms(count: int, shapes: Iterable[str]) -> list[Any]:
+    """Each shape in each mode; `make test` takes `count` shapes, each in another mode than the one before."""
+    names = list(shapes)
+    often = list(zip(names[:count], itertools.cycle(MODES), strict=False))
+    all_of_them = often + [each for each in itertools.product(names, MODES) if each not in often]
+    return [
+        pytest.param(shape, MODES[mode], id=f"{shape}-{mode}", marks=[pytest.mark.more] * (nth >= count))
+        for nth, (shape, mode) in enumerate(all_of_them)
+    ]
+
+
+ALL = pytest.mark.parametrize(("shape", "mode"), storms(2, ROOM))
 DRAFTS: dict[str, Any] = {
     "speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
 }
@@ -67,7 +79,6 @@ def family(count: int, length: int = 70) -> list[list[int]]:
 
 @pytest.mark.usefixtures("answered_at_once")
 @ALL
-@MODES
 def test_preemption_storm(shape: str, mode: dict[str, Any], storm: Callable[..., ToyEngine]) -> None:
     prompts = family(10)
     expected = [answer(prompt, 50) for prompt in prompts]
@@ -81,8 +92,7 @@ def test_preemption_storm(shape: str, mode: dict[str, Any], storm: Callable[...,
 
 
 @pytest.mark.usefixtures("keeps_stores", "answered_at_once")
-@MODES
-@pytest.mark.parametrize("shape", some(1, ["gemma3", "block sizes", "deepseek"]))
+@pytest.mark.parametrize(("shape", "mode"), storms(1, ["gemma3", "block sizes", "deepseek"]))
 def test_drafts_are_rejected_in_a_preemption_storm(
     shape: str, mode: dict[str, Any], storm: Callable[..., ToyEngine]
 ) -> None:
@@ -121,7 +131,6 @@ def bring_to(stage: str, engine: ToyEngine, request: Any) -> None:
 
 
 @ALL
-@MODES
 @pytest.mark.parametrize("stage", STAGES)
 def test_abort_at_every_stage_and_the_same_name_again(
     stage: str, shape: str, mode: dict[str, Any], storm: Callable[..., ToyEngine]
@@ -154,8 +163,8 @@ def test_abort_at_every_stage_and_the_same_name_again(
     assert engine.answers["r"] == answer(prompt, 20)
 
 
-@ALL
-@pytest.mark.parametrize("budget", [17, 33, 47, 101])
+@pytest.mark.parametrize("shape", some(2, ROOM))
+@pytest.mark.parametrize("budget", some(2, [17, 47, 33, 101]))
 def test_chunks_of_odd_budgets(budget: int, shape: str, storm: Callable[..., ToyEngine]) -> None:
     prompts = [tokens(count, count) for count in (15, 64, 100, 231)]
     expected = [answer(prompt, 20) for prompt in prompts]
@@ -167,7 +176,6 @@ def test_chunks_of_odd_budgets(budget: int, shape: str, storm: Callable[..., Toy
 
 
 @ALL
-@MODES
 def test_requests_share_blocks_that_are_being_sent(
     shape: str, mode: dict[str, Any], storm: Callable[..., ToyEngine]
 ) -> None:
@@ -192,7 +200,6 @@ def test_requests_share_blocks_that_are_being_sent(
 
 
 @ALL
-@MODES
 def test_64_requests_with_overlapping_prefixes(
     shape: str, mode: dict[str, Any], storm: Callable[..., ToyEngine]
 ) -> None:
@@ -206,8 +213,7 @@ def test_64_requests_with_overlapping_prefixes(
 
 
 @ALL
-@MODES
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", some(1, range(2)))
 def test_aborts_at_random_moments_of_two_engines(
     seed: int, shape: str, mode: dict[str, Any], storm: Callable[..., ToyEngine]
 ) -> None:
@@ -241,7 +247,6 @@ def test_aborts_at_random_moments_of_two_engines(
 
 
 @ALL
-@MODES
 @pytest.mark.parametrize("fault", ["killed", "corrupt", "stopped"])
 def test_pool_that_fails_in_a_storm(
     fault: str,

@@ -15,7 +15,7 @@ from tests.support.toy.fleet import Fleet, assert_nothing_is_left
 from tests.support.toy.model import answer
 from tests.support.toy.shapes import SHAPES
 from tests.support.vllm_objects import make_request, tokens
-from tests.vllm_plugin.test_storms import DRAFTS, MODES
+from tests.vllm_plugin.test_storms import DRAFTS, storms
 
 CHUNKS = [tokens(count, f"chunk {count}") for count in (100, 7, 41, 64)]
 MAX_TOKENS = 12
@@ -47,9 +47,8 @@ def right_answers() -> tuple[list[int], list[int]]:
     return answers, text
 
 
-@MODES
 @TOGETHER
-@pytest.mark.parametrize("shape", ["deepseek", "gemma3", "qwen3-next"])
+@pytest.mark.parametrize(("shape", "mode"), storms(3, ["deepseek", "gemma3", "qwen3-next"]))
 def test_a_session_loads_and_stores_nothing(shape: str, together: bool, mode: dict[str, Any], fleet: Fleet) -> None:
     answers, text = right_answers()
     fleet.start(specs=SHAPES[shape], num_blocks=128).generate(CHUNKS[0])

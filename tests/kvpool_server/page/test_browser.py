@@ -460,7 +460,6 @@ def test_the_page_is_small_and_soon_there(page: Page, driven: ServerProcess) -> 
     assert paint_ms < 10_000  # On a busy machine; the test below reports the time.
 
 
-@pytest.mark.more
 def test_the_first_paint_takes_less_than_a_second(
     page: Page, driven: ServerProcess, record_property: Callable[[str, object], None]
 ) -> None:
@@ -470,7 +469,6 @@ def test_the_first_paint_takes_less_than_a_second(
     assert min(times) <= 1_000 and math.isfinite(max(times))
 
 
-@pytest.mark.more
 def test_a_hidden_page_asks_seldom(page: Page, driven: ServerProcess) -> None:
     page.open_and_wait(driven)
     count = "return performance.getEntriesByType('resource').filter((each) => each.name.endsWith('/now')).length"
