@@ -99,5 +99,6 @@ def broken(rule: str) -> Iterator[None]:
             patch.setattr("vllm_plugin.model.kv_inputs.VARIABLES", variables)
         else:
             assert rule == "class", f"unknown rule {rule}"
-            patch.setattr(identity, "_own_class", lambda model: {})
+            for module in ("plugins", "kv_inputs"):
+                patch.setattr(f"vllm_plugin.model.{module}.own_classes", lambda vllm_config: [])
         yield

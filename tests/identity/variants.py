@@ -106,7 +106,7 @@ def varied_fields() -> Iterator[tuple[str, Any]]:
     """
     for section, described in CONFIG_CLASSES.items():
         for each in dataclasses.fields(described):  # type: ignore[arg-type]
-            if effect(section, each.name)[0] not in (Effect.NONE, Effect.ARCHITECTURE):
+            if effect(section, each.name)[0] not in (Effect.NONE, Effect.ARCHITECTURE, Effect.QUANTISED):
                 continue
             nested = next((kind for kind in _alternatives(each.type) if dataclasses.is_dataclass(kind)), None)
             if section == "vllm_config" and nested is not None:

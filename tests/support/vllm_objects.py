@@ -31,6 +31,7 @@ CONFIG_CLASSES: Mapping[str, Any] = {
     "cache_config": vllm.config.CacheConfig,
     "attention_config": vllm.config.AttentionConfig,
     "mamba_config": type(vllm.config.VllmConfig().mamba_config),
+    "kernel_config": vllm.config.KernelConfig,
     "speculative_config": vllm.config.SpeculativeConfig,
     "lora_config": vllm.config.LoRAConfig,
     "vllm_config": vllm.config.VllmConfig,

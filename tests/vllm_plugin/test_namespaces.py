@@ -26,7 +26,7 @@ from vllm_plugin.worker import worker
     ("field", "setting", "ours", "theirs"),
     [
         ("model_dtype", "model_config.dtype", "bfloat16", "float16"),
-        ("kv_cache_dtype", "cache_config.cache_dtype", "auto", "fp8_e5m2"),
+        ("kv_cache_dtype", "cache_config.cache_dtype", "fp8_e4m3", "fp8_e5m2"),
         ("revision", "commit", "aa", "bb"),
         ("page_format", "device_config.device_type", "cpu", "cuda"),
         ("hash_seed", "PYTHONHASHSEED", "0", "1"),

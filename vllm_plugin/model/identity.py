@@ -8,7 +8,6 @@ its own. `kv_inputs.py` says which settings count, `weights.py` what identifies 
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import os
 import platform
@@ -25,7 +24,8 @@ from kvpool.name_key import named_by
 from kvpool.namespace import NamespaceSpec
 from vllm_plugin.config import ConnectorConfig
 from vllm_plugin.model.groups import group_spec, hash_tokens, make_groups, packs_its_own
-from vllm_plugin.model.kv_inputs import environment, settings
+from vllm_plugin.model.kv_inputs import environment, is_quantised, settings
+from vllm_plugin.model.plugins import plugins
 from vllm_plugin.model.weights import Weights, describe_weights
 
 if TYPE_CHECKING:
@@ -113,13 +113,15 @@ def _page_format(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str
 
 
 def _extra(vllm_config: VllmConfig, weights: Weights) -> tuple[tuple[str, str], ...]:
+    from vllm.platforms import current_platform
+
     model = vllm_config.model_config
     extra = {
         "vllm": vllm.__version__,  # A release may mend a model, or how it sees an image.
         "transformers": transformers.__version__,
         **dict(weights.settings),
         "architecture": model.architecture,
-        **_own_class(model),
+        **plugins(vllm_config),
         "hf_config": _short(_hf_config(model)),
         "quantization": str(model.quantization or ""),
     }
@@ -128,30 +130,17 @@ def _extra(vllm_config: VllmConfig, weights: Weights) -> tuple[tuple[str, str], 
     speculative: Any = vllm_config.speculative_config
     if speculative is not None:
         extra |= _draft(speculative, vllm_config)
-    if extension := vllm_config.parallel_config.worker_extension_cls:
-        extra["worker_extension_cls"] = f"{extension}:{_source(extension.rpartition('.')[0])}"
+    if is_quantised(vllm_config):
+        # Where a device lacks a type, kernels compute with another one.
+        extra["device"] = f"{current_platform.device_name}/{current_platform.get_device_capability()}"
+    encoder: Any = model.multimodal_config
+    if getattr(encoder, "mm_encoder_attn_dtype", None) == "fp8" and not encoder.mm_encoder_fp8_scale_path:
+        extra["multimodal.in_doubt"] = "scales that depend on the images before"
     extra |= {name: _short(_canonical(value)) for name, value in (*settings(vllm_config), *environment())}
     if (private := "vllm_config.additional_config") in extra:
         # It may hold secrets, and the pool shows namespaces to other users.
         extra[private] = hashlib.sha256(extra[private].encode()).hexdigest()
     return tuple(extra.items())
-
-
-def _own_class(model: ModelConfig) -> dict[str, str]:
-    """The class that a plugin has registered for the architecture, by its name and its module's source."""
-    registered: Any = model.registry.models.get(model.architecture)
-    place = getattr(registered, "model_cls", registered)
-    module = str(getattr(place, "module_name", None) or getattr(place, "__module__", ""))
-    if registered is None or module.startswith("vllm."):
-        return {}
-    name = getattr(place, "class_name", None) or place.__qualname__
-    return {"model_class": f"{module}:{name}:{_source(module)}"}
-
-
-def _source(module: str) -> str:
-    """SHA-256 of a module's file; empty without one."""
-    source = getattr(importlib.util.find_spec(module), "origin", None) if module else None
-    return hashlib.sha256(Path(source).read_bytes()).hexdigest() if source else ""
 
 
 def _draft(speculative: Any, vllm_config: VllmConfig) -> dict[str, str]:
@@ -204,7 +193,17 @@ def _short(text: str) -> str:
 
 
 def _canonical(value: Any) -> str:
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), default=_plain)
+    """A setting as JSON; files that it names stand there as digests of what they contain."""
+    return json.dumps(_by_content(value), sort_keys=True, separators=(",", ":"), default=_plain)
+
+
+def _by_content(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _by_content(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_by_content(each) for each in value]
+    is_file = isinstance(value, str) and os.path.isabs(value) and os.path.isfile(value)
+    return hashlib.sha256(Path(value).read_bytes()).hexdigest() if is_file else value
 
 
 def _plain(value: Any) -> Any:

@@ -17,13 +17,16 @@ class Effect(enum.Enum):
     VALUE = "if not default"
     ARCHITECTURE = "by architecture"
     """As with `VALUE`, unless the architecture is one of `INDEPENDENT`."""
+    QUANTISED = "if numbers are quantised"
+    """As with `VALUE` where weights, activations or KV are quantised, see `kv_inputs.is_quantised`."""
     NONE = "never"
 
 
 Fields = Mapping[tuple[Effect, str], tuple[str, ...]]
 
 _CAPACITY = (Effect.NONE, "how much is kept or computed at a time, not what")
-_KERNELS = (Effect.NONE, "which kernels compute the same function")
+_KERNELS = (Effect.QUANTISED, "which kernels compute; where numbers are quantised, kernels choose types and scales")
+_EXECUTION = (Effect.NONE, "how the same kernels are run")
 _OUTPUT = (Effect.NONE, "what happens to logits after the KV is written")
 _TOKENS = (Effect.NONE, "how text becomes tokens; block hashes name the tokens themselves")
 _SERVING = (Effect.NONE, "serving, paths and access")
@@ -72,7 +75,7 @@ FIELDS: Mapping[str, Fields] = {
             "renderer_num_workers",
             "pooler_config",
         ),
-        _KERNELS: ("enforce_eager", "disable_cascade_attn"),
+        _EXECUTION: ("enforce_eager", "disable_cascade_attn"),
         _CAPACITY: ("spec_target_max_model_len",),
         _SERVING: (
             "allowed_local_media_path",
@@ -111,7 +114,8 @@ FIELDS: Mapping[str, Fields] = {
             "skip_mm_profiling",
             "mm_encoder_only",
         ),
-        _KERNELS: ("mm_encoder_tp_mode", "mm_encoder_attn_backend"),
+        _KERNELS: ("mm_encoder_attn_backend",),
+        _EXECUTION: ("mm_encoder_tp_mode",),
         _SERVING: (
             "enable_mm_embeds",
             "mm_tensor_ipc",
@@ -192,11 +196,14 @@ FIELDS: Mapping[str, Fields] = {
             "backend_per_kind",
             "minimax_m3_msa_decode_backend",
             "flash_attn_version",
+            "use_trtllm_attention",
+            "mla_prefill_backend",
+            "trtllm_ragged_backend",
+        ),
+        _EXECUTION: (
             "flash_attn_max_num_splits_for_cuda_graph",
             "tokenspeed_mla_min_split_kv",
             "tq_max_kv_splits_for_cuda_graph",
-            "use_trtllm_attention",
-            "mla_prefill_backend",
             "sparse_mla_force_mqa",
             "sparse_mla_prefill_workspace_factor",
             "flex_attn_block_m",
@@ -205,7 +212,6 @@ FIELDS: Mapping[str, Fields] = {
             "flex_attn_kv_block_size",
             "indexer_tp_shard_min_rows",
             "minimax_m3_indexer_cp",
-            "trtllm_ragged_backend",
         ),
     },
     "mamba_config": {
@@ -214,6 +220,17 @@ FIELDS: Mapping[str, Fields] = {
             "stochastic_rounding_philox_rounds",
         ),
         _KERNELS: ("backend", "ssu_algorithm"),
+    },
+    "kernel_config": {
+        _KERNELS: ("moe_backend", "linear_backend", "linear_backend_per_quant"),
+        _EXECUTION: (
+            "ir_op_priority",
+            "enable_flashinfer_autotune",
+            "enable_rocm_segmented_attn_autotune",
+            "enable_cutedsl_warmup",
+            "enable_jit_warmup",
+            "sparse_indexer_topk_backend",
+        ),
     },
     "speculative_config": {
         (Effect.NAMED, "draft layers are groups of their own; the draft model's weights and configuration"): (
@@ -258,12 +275,11 @@ FIELDS: Mapping[str, Fields] = {
             "fly_window_size",
             "xpress_topc",
         ),
-        _KERNELS: (
+        _KERNELS: ("moe_backend", "attention_backend"),
+        _EXECUTION: (
             "enforce_eager",
             "draft_tensor_parallel_size",
             "tensor_parallel_size",
-            "moe_backend",
-            "attention_backend",
             "disable_padded_drafter_batch",
             "use_local_argmax_reduction",
             "target_parallel_config",
@@ -295,6 +311,7 @@ FIELDS: Mapping[str, Fields] = {
             "load_config",
             "attention_config",
             "mamba_config",
+            "kernel_config",
             "speculative_config",
             "lora_config",
             "quant_config",
@@ -304,7 +321,7 @@ FIELDS: Mapping[str, Fields] = {
         (Effect.NONE, "how ranks divide the work; context parallelism is refused, and a worker_extension_cls counts"): (
             "parallel_config",
         ),
-        _KERNELS: ("kernel_config", "compilation_config", "optimization_level", "performance_mode"),
+        _EXECUTION: ("compilation_config", "optimization_level", "performance_mode"),
         _CAPACITY: ("scheduler_config", "offload_config"),
         _OUTPUT: (
             "aux_output_config",
@@ -434,4 +451,4 @@ INDEPENDENT = (
     "Qwen3_5ForConditionalGeneration",
     "Qwen3_5MoeForConditionalGeneration",
 )
-"""Architectures whose KV depends on no setting that is `Effect.ARCHITECTURE`, read in vLLM 0.32, and why."""
+"""vLLM's own architectures whose KV depends on no setting that is `Effect.ARCHITECTURE`, read in vLLM 0.32, and why."""

@@ -3,7 +3,8 @@
 `python -m vllm_plugin.model.kv_inputs` prints the table.
 
 Two engines may share a block only if they would have computed the same function of the same tokens. Differences in
-rounding alone (kernels, batch sizes, tensor parallelism, compilation) do not count: vLLM's own prefix cache mixes them.
+rounding alone (batch sizes, tensor parallelism, compilation, and kernels where no numbers are quantised) do not count:
+vLLM's own prefix cache mixes them.
 
 A setting or an environment variable that the table does not know, because a newer vLLM has added it, is part of the
 identity as soon as it is not at its default.
@@ -18,12 +19,14 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from vllm_plugin.model.kv_fields import FIELDS, INDEPENDENT, VARIABLES, Effect
+from vllm_plugin.model.plugins import own_classes
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 ROPE_BY_LENGTH = "longrope"
 """A rope whose factors vLLM chooses by max_model_len, for every position, whatever the architecture."""
+_FLOATS = ("auto", "float", "float16", "bfloat16", "float32", "half")
 
 
 def effect(section: str, field: str) -> tuple[Effect, str]:
@@ -43,15 +46,36 @@ def sections(vllm_config: VllmConfig) -> Iterator[tuple[str, Any]]:
             yield name, part
 
 
+def is_quantised(vllm_config: VllmConfig) -> bool:
+    """Whether kernels see weights, activations or KV in a type with scales, of the model or of its draft."""
+    model, draft = vllm_config.model_config, vllm_config.speculative_config
+    encoder: Any = model.multimodal_config
+    caches = {vllm_config.cache_config.cache_dtype, getattr(draft, "kv_cache_dtype", None) or "auto"}
+    return bool(
+        model.quantization
+        or model.quantization_config
+        or getattr(getattr(draft, "draft_model_config", None), "quantization", None)
+        or getattr(encoder, "mm_encoder_attn_dtype", None)
+        or not caches <= {*_FLOATS}
+    )
+
+
 def settings(vllm_config: VllmConfig) -> Iterator[tuple[str, Any]]:
     """The fields that are part of this engine's identity and not at their default, by dotted name."""
     model = vllm_config.model_config
-    is_independent = model.architecture in INDEPENDENT and not model.model_class_overrides
+    is_independent = (
+        model.architecture in INDEPENDENT and not model.model_class_overrides and not own_classes(vllm_config)
+    )
+    counting = {Effect.VALUE}
+    if is_quantised(vllm_config):
+        counting.add(Effect.QUANTISED)
+    if not is_independent:
+        counting.add(Effect.ARCHITECTURE)
     is_rope_by_length = ROPE_BY_LENGTH in str(model.hf_config.to_dict())
     for section, part in sections(vllm_config):
         for field in dataclasses.fields(part):
             kind, _ = effect(section, field.name)
-            counts = kind is Effect.VALUE or (kind is Effect.ARCHITECTURE and not is_independent)
+            counts = kind in counting
             if (section, field.name) == ("model_config", "max_model_len"):
                 counts = counts or is_rope_by_length
             if not counts:

@@ -48,18 +48,19 @@ LOG_AFTER_S = 5.0
 KEPT_BYTES = 1 << 20
 """Digests of files from this size on are kept on disk."""
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.tensors")
+_BY_FIELD = "named by the namespace field by field"
 _TRAINING = "left behind by training"
 _NO_KV: Mapping[str, tuple[str, ...]] = {
-    "named by the namespace field by field": ("config.json", "generation_config.json"),
+    _BY_FIELD: ("config.json", "generation_config.json"),
     "how text becomes tokens; block hashes name the tokens": (
         *("tokenizer*", "vocab*", "merges*", "special_tokens_map.json", "added_tokens.json", "chat_template*"),
-        *("*.tiktoken", "tekken.json", "spiece.model", "sentencepiece*"),
+        *("*.tiktoken", "spiece.model", "sentencepiece*"),
     ),
-    "read by people": ("*.md", "*.txt", "*.png", "*.jpg", "*.jpeg", "*.gif", "*.svg", "*.pdf", "*LICENSE*", "NOTICE*"),
+    "read by people": ("*.md", "*.png", "*.jpg", "*.jpeg", "*.gif", "*.svg", "*.pdf", "*LICENSE*", "NOTICE*"),
     "formats of other engines": ("*.h5", "*.msgpack", "*.ot", "*.onnx*", "*.tflite", "*.mlmodel"),
     _TRAINING: (
-        *("training_args.bin", "trainer_state.json", "optimizer.*", "scheduler.*", "scaler.*", "rng_state*"),
-        "*tfevents*",
+        *("training_args.bin", "trainer_state.json", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt"),
+        *("rng_state*", "*tfevents*"),
     ),
 }
 """Patterns of files that change no KV, by reason. Hidden files and Meta's own format (`original/`) do not, either."""
@@ -143,15 +144,17 @@ def describe_weights(model: ModelConfig, load: LoadConfig) -> Weights:
 
 def _why_in_doubt(place: Path, files: Iterable[Path], model: ModelConfig) -> str:
     """Why files may not be those that the engine has loaded; empty if they are."""
+    places = (place, model.hf_config_path, model.generation_config)
+    files = [*files, *(Path(each, name) for each in places if each for name in _NO_KV[_BY_FIELD])]
     if place.parent.name == "snapshots" and place.parent.parent.name.startswith("models--"):
         # The hub's cache, to which the engine may just have added them: a commit's files stay, a name's commit may not.
         ref = place.parent.parent / "refs" / (str(model.revision or "") or "main")
         with suppress(OSError):
             if (commit := ref.read_text().strip()) != place.name:
                 return f"{ref.name} was commit {place.name} and is {commit}"
-        return ""
+        files = [file for file in files if not file.is_relative_to(place)]
     began_at = int(os.environ.get(BEGAN_AT, time.time_ns()))
-    for path, ctime_ns, _ in states([place / "config.json", *files]):
+    for path, ctime_ns, _ in states(files):
         if ctime_ns > began_at:
             return f"{os.path.basename(path)} has changed since the engine's start"
     return ""
@@ -202,7 +205,15 @@ def asks_the_hub(path: str) -> bool:
 
 def content_digest(place: Path) -> str:
     """SHA-256 over the names and contents of all files below a directory, in hexadecimal."""
-    return _digest(sorted(file for file in place.rglob("*") if file.is_file()), place)
+    return _digest(sorted(_below(place)), place)
+
+
+def _below(place: Path) -> Iterator[Path]:
+    """The files below a directory and below directories that are linked there, but for links that lead back up."""
+    for folder, folders, names in os.walk(place, followlinks=True):
+        here = Path(folder)
+        folders[:] = [name for name in folders if not here.resolve().is_relative_to((here / name).resolve())]
+        yield from (file for name in names if (file := here / name).is_file())
 
 
 def _directory(model: str, revision: str | None, download_dir: str | None) -> Path | None:
@@ -240,11 +251,11 @@ def _matching(place: Path | None, patterns: Sequence[str], but: Sequence[str] = 
         return []
     if place.is_file():
         return _parts(place) if "*.gguf" in patterns else []
-    found = {file for pattern in patterns for file in place.rglob(pattern) if file.is_file()}
     return sorted(
         file
-        for file in found
-        if not any(fnmatch(file.name, pattern) for pattern in (*but, *_ignored(file)))
+        for file in _below(place)
+        if any(fnmatch(file.name, pattern) for pattern in patterns)
+        and not any(fnmatch(file.name, pattern) for pattern in (*but, *_ignored(file)))
         and file.relative_to(place).parts[0] != "original"
         and not any(part.startswith(".") or part == "__pycache__" for part in file.relative_to(place).parts)
     )

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from vllm.model_executor.models.registry import ModelRegistry, _LazyRegisteredModel
+from vllm.platforms import current_platform
 
 from kvpool.errors import ConfigError
 from kvpool.name_key import NameKey
@@ -56,7 +57,7 @@ def test_the_same_configuration_gives_the_same_name(identify: Identify) -> None:
     [
         ({"dtype": "float16"}, {"model_dtype"}),
         ({"kv_spec": full_attention(dtype=torch.float16)}, {"groups[0].layer_formats", "groups[0].chunk_bytes"}),
-        ({"kv_cache_dtype": "fp8"}, {"kv_cache_dtype"}),
+        ({"kv_cache_dtype": "fp8"}, {"kv_cache_dtype", "extra['device']"}),
         (
             {"block_size": 32},
             {"groups[0].block_tokens", "groups[0].chunk_bytes", "groups[0].layer_formats"},
@@ -218,18 +219,76 @@ def test_a_release_that_may_mend_a_model_is_part_of_the_name(
     assert [each.field for each in differences(before, identify())] == [f"extra['{package}']"]
 
 
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "AnInnerModelOrADraft"])
 def test_a_plugins_class_for_an_architecture_is_part_of_the_name(
-    vllm_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    architecture: str, vllm_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = vllm_config()
-    names = [namespace_spec(config, cache_config(), ConnectorConfig())]
+    config, names = vllm_config(), []
     monkeypatch.syspath_prepend(tmp_path)
-    for source in ("class Llama: pass", "class Llama: x = 1"):
-        (tmp_path / "own_models.py").write_text(source)
-        monkeypatch.setitem(ModelRegistry.models, "LlamaForCausalLM", _LazyRegisteredModel("own_models", "Llama"))
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "__init__.py").touch()
+    monkeypatch.setitem(ModelRegistry.models, architecture, _LazyRegisteredModel("own.models", "Llama"))
+    for file, source in (("models.py", "from own import layers"), ("layers.py", "x = 1"), ("layers.py", "x = 2")):
+        (tmp_path / "own" / file).write_text(source)
         names.append(namespace_spec(config, cache_config(), ConnectorConfig()))
     for ours, theirs in itertools.pairwise(names):
-        assert fields_that_differ(ours, theirs) == {"extra['model_class']"}
+        assert fields_that_differ(ours, theirs) == {f"extra['class.{architecture}']"}
+
+
+def test_no_architecture_of_a_plugin_is_known_to_ignore_settings(
+    vllm_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configs = [vllm_config(max_model_len=length) for length in (256, 512)]
+    monkeypatch.setitem(ModelRegistry.models, "LlamaForCausalLM", _LazyRegisteredModel("own_models", "Llama"))
+    ours, theirs = (namespace_spec(config, cache_config(), ConnectorConfig()) for config in configs)
+    assert fields_that_differ(ours, theirs) == {"extra['model_config.max_model_len']"}
+
+
+def test_an_entry_point_of_vllm_is_part_of_the_name_with_its_packages_code(
+    identify: Identify, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [identify()]
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "own-1.0.dist-info").mkdir()
+    points = tmp_path / "own-1.0.dist-info" / "entry_points.txt"
+    points.write_text("[vllm.general_plugins]\nown = own_plugin:register\n[console_scripts]\nown = own_plugin:main\n")
+    for source in ("def register(): pass", "def register(): 1"):
+        (tmp_path / "own_plugin.py").write_text(source)
+        names.append(identify())
+    for ours, theirs in itertools.pairwise(names):
+        assert fields_that_differ(ours, theirs) == {"extra['plugin.vllm.general_plugins.own']"}
+    monkeypatch.setattr("vllm.envs.VLLM_PLUGINS", ["another"])
+    assert differences(names[0], identify()) == []
+
+
+def test_where_nothing_is_quantised_kernels_do_not_count_and_else_they_do(
+    vllm_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def names(capability: str = "", **fields: Any) -> NamespaceSpec:
+        config = vllm_config(**({"kv_cache_dtype": "fp8"} if is_quantised else {}))
+        monkeypatch.setattr(config.kernel_config, "moe_backend", fields.get("moe_backend", "auto"))
+        monkeypatch.setattr(type(current_platform), "get_device_capability", lambda *_: capability)
+        return namespace_spec(config, cache_config(), ConnectorConfig())
+
+    for is_quantised in (False, True):
+        base, *others = names(), names(capability="10.0"), names(moe_backend="marlin")
+        if is_quantised:
+            assert [fields_that_differ(base, each) for each in others] == [
+                {"extra['device']"},
+                {"extra['kernel_config.moe_backend']"},
+            ]
+        else:
+            assert [differences(base, each) for each in others] == [[], []]
+
+
+def test_a_setting_that_names_a_file_counts_by_its_content(identify: Identify, tmp_path: Path) -> None:
+    scales, copied = tmp_path / "scales.json", tmp_path / "copy.json"
+    scales.write_text("1")
+    copied.write_text("1")
+    ours, theirs = (identify(additional_config={"scales": str(each)}) for each in (scales, copied))
+    assert differences(ours, theirs) == []
+    copied.write_text("2")
+    assert fields_that_differ(ours, identify(additional_config={"scales": str(copied)}))
 
 
 def test_a_class_that_extends_the_workers_is_part_of_the_name(

@@ -42,8 +42,11 @@ def describe(vllm_config: MakeConfig) -> Callable[..., Weights]:
     config = copy.copy(vllm_config().model_config)
     config.hf_config = copy.copy(config.hf_config)
 
-    def make(model: Any, revision: str | None = None, uri: str = "", commit: str = "", **load: Any) -> Weights:
+    def make(
+        model: Any, revision: str | None = None, uri: str = "", commit: str = "", settings: Any = None, **load: Any
+    ) -> Weights:
         config.model, config.revision, config.model_weights = str(model), revision, uri
+        config.hf_config_path = settings and str(settings)
         config.hf_config._commit_hash = commit or None
         return describe_weights(config, LoadConfig(**load))
 
@@ -244,6 +247,20 @@ def test_what_changes_after_the_engines_start_leaves_the_weights_in_doubt(
     assert "the engine shares KV with no other" in caplog.text
 
 
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_settings_that_change_elsewhere_leave_the_weights_in_doubt(
+    name: str, model: Path, tmp_path: Path, describe: Callable[..., Weights], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = tmp_path / "settings"
+    elsewhere.mkdir()
+    time.sleep(0.05)
+    monkeypatch.setenv(BEGAN_AT, str(time.time_ns()))
+    assert "in_doubt" not in dict(describe(model, settings=elsewhere).settings)
+    time.sleep(0.05)
+    (elsewhere / name).touch()
+    assert f"{name} has changed" in dict(describe(model, settings=elsewhere).settings)["in_doubt"]
+
+
 def test_a_branch_that_moves_while_the_engine_loads_leaves_the_weights_in_doubt(
     tmp_path: Path, describe: Callable[..., Weights], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -352,6 +369,28 @@ def test_a_copy_of_the_hubs_files_is_the_same_model(tmp_path: Path, digest: Call
     copied.mkdir()
     (copied / "model.safetensors").write_bytes(b"weights")
     assert digest("org/model", download_dir=str(tmp_path / "downloads")) == digest(copied)
+
+
+@pytest.mark.parametrize("name", ["tekken.json", "scales.txt", "scheduler.bin"])
+def test_a_file_that_vllm_may_read_counts(name: str, model: Path, digest: Callable[..., str]) -> None:
+    found = [digest(model)]
+    for content in ("1", "2"):
+        (model / name).write_text(content)
+        found.append(digest(model))
+    assert len(set(found)) == 3
+
+
+def test_a_directory_that_is_linked_below_a_model_counts(
+    model: Path, tmp_path: Path, digest: Callable[..., str]
+) -> None:
+    (tmp_path / "vision").mkdir()
+    (model / "vision").symlink_to(tmp_path / "vision")
+    (tmp_path / "vision" / "back").symlink_to(model)
+    found = []
+    for content in ("1", "2"):
+        (tmp_path / "vision" / "scales.json").write_text(content)
+        found.append(digest(model))
+    assert found[0] != found[1]
 
 
 def test_files_beside_weights_count_where_download_dir_has_the_weights_alone(

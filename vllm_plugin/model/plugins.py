@@ -1,0 +1,69 @@
+"""Code beside vLLM's own that an engine runs: plugins' distributions, and the classes that they put in vLLM's place."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from importlib import metadata, util
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm import envs
+from vllm.model_executor.layers.quantization import get_quantization_config
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+_KNOWN = ("vllm", "vllm_plugin")
+"""Packages whose releases count by themselves, or change no KV."""
+
+
+def plugins(vllm_config: VllmConfig) -> dict[str, str]:
+    """What identifies the code of plugins, by name: entry points of vLLM's groups, classes, and the workers' extension.
+
+    A class may also be registered by a script without entry points.
+    """
+    found = {}
+    for point in (each for distribution in metadata.distributions() for each in distribution.entry_points):
+        is_loaded = envs.VLLM_PLUGINS is None or point.name in envs.VLLM_PLUGINS
+        if point.group.startswith("vllm.") and is_loaded and point.module.partition(".")[0] not in _KNOWN:
+            found[f"plugin.{point.group}.{point.name}"] = f"{point.value}:{code(point.module)}"
+    found |= {f"class.{name}": f"{place}:{code(place.partition(':')[0])}" for name, place in own_classes(vllm_config)}
+    if extension := vllm_config.parallel_config.worker_extension_cls:
+        found["worker_extension_cls"] = f"{extension}:{code(extension.rpartition('.')[0])}"
+    return found
+
+
+def own_classes(vllm_config: VllmConfig) -> list[tuple[str, str]]:
+    """(architecture or quantisation, MODULE:CLASS) of what is registered and not vLLM's own.
+
+    All architectures count: a model may be built of others, and have a draft.
+    """
+    model, speculative = vllm_config.model_config, vllm_config.speculative_config
+    found: dict[str, Any] = dict(model.registry.models)
+    for each in (model, getattr(speculative, "draft_model_config", None)):
+        if name := getattr(each, "quantization", None):
+            found[f"quantization {name}"] = get_quantization_config(name)
+    places = []
+    for name, registered in sorted(found.items()):
+        place = getattr(registered, "model_cls", registered)
+        module = str(getattr(place, "module_name", None) or getattr(place, "__module__", ""))
+        if module.partition(".")[0] != "vllm":
+            places.append((name, f"{module}:{getattr(place, 'class_name', None) or place.__qualname__}"))
+    return places
+
+
+def code(module: str) -> str:
+    """SHA-256 of the Python files of a module's outermost package, or of its only file; empty without any."""
+    outermost = module.partition(".")[0]
+    running = sys.modules.get(outermost)
+    source = getattr(running, "__file__", None) or getattr(util.find_spec(outermost), "origin", None)
+    if not source:
+        return ""
+    path = Path(source)
+    files = sorted(path.parent.rglob("*.py")) if path.name == "__init__.py" else [path]
+    digest = hashlib.sha256()
+    for file in files:
+        content = file.read_bytes()
+        digest.update(f"{file.relative_to(path.parent)}:{len(content)};".encode() + content)
+    return digest.hexdigest()
