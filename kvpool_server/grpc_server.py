@@ -7,7 +7,6 @@ import contextlib
 import errno
 import inspect
 import os
-from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import aclosing
 from typing import Any, TypeAlias
@@ -16,7 +15,7 @@ import grpc
 from grpc_reflection.v1alpha import reflection
 
 from kvpool import wire
-from kvpool.errors import KVPoolError, OutOfSpaceError, PermissionDeniedError, PoolTimeoutError, UnauthenticatedError
+from kvpool.errors import KVPoolError, OutOfSpaceError, PermissionDeniedError, UnauthenticatedError
 from kvpool.unix_socket import SCHEME, grpc_target
 from kvpool.wire import MAX_MESSAGE_BYTES
 from kvpool_server.access.audit import AuditLog, audited
@@ -25,10 +24,11 @@ from kvpool_server.access.caller import CALLER, check_call
 from kvpool_server.access.credential import RefusedCredentialError
 from kvpool_server.access.running_calls import RunningCalls
 from kvpool_server.addresses import cannot_listen, why_not_listening
-from kvpool_server.inbox import MAX_DATA_BYTES, PIECE_S, REQUEST
+from kvpool_server.cache.shares import Shares
+from kvpool_server.inbox import MAX_DATA_BYTES, MAX_STREAM_S, REQUEST, Pace
 from kvpool_server.method_handlers import CHECK, HEALTH_NAME, SERVICE_NAME, HealthService, add_health, add_service
 from kvpool_server.metrics import RpcMetrics
-from kvpool_server.services.handlers import MAX_STREAM_S, owner_of
+from kvpool_server.services.handlers import owner_of
 from kvpool_server.services.service import PoolService
 from kvpool_server.socket_path import bind_path, cannot_bind
 
@@ -67,8 +67,7 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # N
         self._running = running
         self._audit = audit
         self._wrapped: dict[str, Handler] = {}
-        self._calls: Counter[str] = Counter()  # Under way, by the caller or, where callers are not authenticated, peer.
-        self._num_calls = 0
+        self._calls = Shares()  # Under way, by the caller or, where callers are not authenticated, peer.
 
     async def intercept_service(
         self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]], details: grpc.HandlerCallDetails
@@ -107,18 +106,14 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # N
                 check_call(credential.principal, name)
             running = self._running.call(credential)
         caller = owner_of(context).name
-        if self._calls.get(caller, 0) >= MAX_CALLS - self._num_calls:
-            raise OutOfSpaceError(f"{self._calls[caller]} calls of this caller are under way; try again when some end")
-        self._calls[caller] += 1
-        self._num_calls += 1
+        if not self._calls.has_room(caller, 1, MAX_CALLS):
+            raise OutOfSpaceError(f"{self._calls.of(caller)} calls of this caller are under way; wait for some to end")
+        self._calls.add(caller)
         try:
             with running:
                 yield
         finally:
-            self._num_calls -= 1
-            self._calls[caller] -= 1
-            if not self._calls[caller]:
-                del self._calls[caller]
+            self._calls.add(caller, -1)
 
     async def _refuse(self, name: str, context: Context, error: KVPoolError) -> None:
         """Ends a call with an error."""
@@ -162,10 +157,14 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # N
             context.set_code(grpc.StatusCode.CANCELLED)
             try:
                 with self._metrics.timed(name, lambda: not context.cancelled()), self._admitted(name, context):
+                    pace = Pace()
                     async with aclosing(behavior(request, context)) as replies:
                         # Not yielded: a call that is ended while gRPC sends would end without a status.
                         async for reply in replies:
-                            await _send(context, reply)
+                            try:
+                                await pace.wait(context.write(reply), len(reply))
+                            except grpc.aio.InternalError:
+                                raise asyncio.CancelledError from None  # The client has hung up.
                 context.set_code(grpc.StatusCode.OK)
             except KVPoolError as error:
                 await self._refuse(name, context, error)
@@ -174,22 +173,6 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # N
                 raise
 
         return call
-
-
-async def _send(context: Context, reply: Any) -> None:
-    """Sends one of a call's replies.
-
-    Raises:
-        CancelledError: the client has hung up.
-        PoolTimeoutError: it reads nothing.
-    """
-    try:
-        async with asyncio.timeout(PIECE_S):
-            await context.write(reply)
-    except TimeoutError:
-        raise PoolTimeoutError(f"the client read nothing for {PIECE_S:g} s") from None
-    except grpc.aio.InternalError:
-        raise asyncio.CancelledError from None
 
 
 class GrpcServer:

@@ -8,18 +8,20 @@ wire, and reads the messages itself.
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncGenerator, Awaitable
+from contextlib import AbstractAsyncContextManager
 from contextvars import ContextVar
 from typing import Any
-from weakref import WeakValueDictionary
 
 import grpc
 
-from kvpool.errors import InvalidRequestError, PoolTimeoutError, UnavailableError
+from kvpool.errors import InvalidRequestError, PoolTimeoutError
 from kvpool.quotas import size_text
 from kvpool_server.access.caller import CALLER
+from kvpool_server.fair_slots import FairSlots
 
 MAX_CONTROL_BYTES = 1 << 20
 MAX_DATA_BYTES = (4 << 20) + (64 << 10)
@@ -37,12 +39,16 @@ MAX_AWAITED = 512
 are authenticated, of the caller from whom most are awaited."""
 MAX_CHECKS = 8
 """Of health checks, which never take the place of other calls' messages, nor lose theirs to them."""
+MAX_STREAM_S = 600.0
+"""Longest deadline of a call that has a stream, which may otherwise last as long as its client."""
 PIECE_S = 30.0
-"""How long the next message of a stream of data, either way, may be on its way."""
+"""How long a stream of data, either way, may wait for its client, and anew with each `PACE_BYTES` that have moved."""
+PACE_BYTES = 1 << 20
 MAX_DATA_STREAMS = 64
 """Streams of data that are received or sent at once."""
 MAX_OWN_DATA_STREAMS = 16
-"""Of them, one identity's, where callers are authenticated: more of one caller's are no faster together."""
+"""Of them, one identity's, where callers are authenticated: more of one caller's are no faster together. An identity
+has no more than are left, either."""
 
 REQUEST: ContextVar[Any] = ContextVar("kvpool request", default=None)
 """The request of the call that the running handler serves, once it has arrived, for those around the handler."""
@@ -56,8 +62,7 @@ class Inbox:
     def __init__(self, most: int = 0) -> None:
         self._most = most or MAX_AWAITED
         self._awaited: dict[asyncio.Timeout, str] = {}  # With the caller, oldest first.
-        self._streams = asyncio.Semaphore(MAX_DATA_STREAMS)
-        self._own_streams: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+        self._streams = FairSlots(MAX_DATA_STREAMS, MAX_OWN_DATA_STREAMS)
 
     async def receive(self, context: Context, max_bytes: int) -> bytes:
         """The only message of a call.
@@ -90,32 +95,37 @@ class Inbox:
 
     async def stream(self, context: Context) -> AsyncGenerator[bytes, None]:
         """The messages of a stream of data, each of which has to come in time. Raises as `receive`."""
-        async with self.slot():
+        pace = Pace()
+        async with self.slot(context):
             while True:
-                try:
-                    async with asyncio.timeout(PIECE_S):
-                        message = await context.read()
-                except TimeoutError:
-                    raise PoolTimeoutError(f"the next message did not arrive within {PIECE_S:g} s") from None
+                message = await pace.wait(context.read())
                 if message is grpc.aio.EOF:  # type: ignore[attr-defined]
                     return
                 yield check_size(message, MAX_DATA_BYTES)
 
-    @asynccontextmanager
-    async def slot(self) -> AsyncIterator[None]:
+    def slot(self, context: Context) -> AbstractAsyncContextManager[None]:
         """A place among the streams of data. Raises UnavailableError if none becomes free in time."""
-        most = MAX_OWN_DATA_STREAMS if _caller() else MAX_DATA_STREAMS
-        own = self._own_streams.setdefault(_caller(), asyncio.Semaphore(most))
-        async with AsyncExitStack() as stack:
-            try:
-                async with asyncio.timeout(MESSAGE_S):
-                    for slots in (own, self._streams):
-                        await stack.enter_async_context(slots)
-            except TimeoutError:
-                raise UnavailableError(
-                    f"{MAX_DATA_STREAMS} streams of data, or {most} of this caller, are under way; try again later"
-                ) from None
-            yield
+        check_deadline(context)
+        return self._streams.slot(_caller(), MESSAGE_S)
+
+
+class Pace:
+    """How long a stream of data may still wait for its client, which each message lengthens by its bytes."""
+
+    def __init__(self) -> None:
+        self._left_s = PIECE_S
+
+    async def wait(self, moving: Awaitable[Any], nbytes: int = 0) -> Any:
+        """Waits for a message to go, or for one to come. Raises PoolTimeoutError when the time is used up."""
+        began = time.monotonic()
+        try:
+            async with asyncio.timeout(self._left_s):
+                message = await moving
+        except TimeoutError:
+            raise PoolTimeoutError(f"the client moved less than {PACE_BYTES} bytes in {PIECE_S:g} s") from None
+        earned_s = PIECE_S * (nbytes + len(message or b"")) / PACE_BYTES
+        self._left_s = min(PIECE_S, self._left_s + began - time.monotonic() + earned_s)
+        return message
 
 
 def _caller() -> str:
@@ -130,3 +140,9 @@ def check_size(message: bytes, max_bytes: int) -> bytes:
             f"the request has {len(message)} bytes; the limit is {size_text(max_bytes)}: split it, or shorten its names"
         )
     return message
+
+
+def check_deadline(context: Context) -> None:
+    """Raises InvalidRequestError unless gRPC ends the call, which has a stream, within MAX_STREAM_S."""
+    if (context.time_remaining() or math.inf) > 1.02 * MAX_STREAM_S:  # gRPC rounds deadlines up on their way.
+        raise InvalidRequestError(f"a call with a stream needs a deadline; give it one within {MAX_STREAM_S:.0f} s")

@@ -113,7 +113,7 @@ def _handler(
 
     async def replies(_: object, context: Context) -> AsyncIterator[bytes]:
         request = decode(message_type, await inbox.receive(context, most))
-        async with inbox.slot(), aclosing(behavior(request, context)) as messages:
+        async with inbox.slot(context), aclosing(behavior(request, context)) as messages:
             async for message in messages:
                 yield message
 

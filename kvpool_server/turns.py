@@ -6,17 +6,19 @@ import asyncio
 import time
 from typing import Any
 
+from kvpool_server.access.caller import CALLER
 from kvpool_server.cache.steps import Steps, Value
+from kvpool_server.fair_slots import FairSlots
 
 TURN_S = 0.001
 """How long the steps of one turn may last. A turn ends with the step that exceeds it."""
 
 
 class Turns:
-    """All work in steps of one server: between two turns, of whichever work, the loop runs whatever else is ready."""
+    """All work in steps of one server, whose callers take turns: between two turns the loop runs whatever is ready."""
 
     def __init__(self) -> None:
-        self._turn = asyncio.Lock()  # First come, first served.
+        self._slots = FairSlots(1, 1)
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def run(self, steps: Steps[Value]) -> Value:
@@ -34,8 +36,9 @@ class Turns:
         return await asyncio.shield(task)
 
     async def _finish(self, steps: Steps[Value]) -> Value:
+        caller = str(CALLER.get() or "")
         while True:
-            async with self._turn:
+            async with self._slots.slot(caller):
                 await asyncio.sleep(0)
                 ends_at = time.monotonic() + TURN_S
                 while time.monotonic() < ends_at:

@@ -9,20 +9,25 @@ import numpy as np
 import numpy.typing as npt
 import structlog
 
+from kvpool.errors import OutOfSpaceError
+from kvpool.hashing import checksum
 from kvpool.types import BlockRun
 from kvpool_server.cache.entry import Entry
-from kvpool_server.cache.pool import Pool, is_corrupt
+from kvpool_server.cache.pool import Pool
 from kvpool_server.cache.steps import Run
 from kvpool_server.cache.tier_access import pin
+from kvpool_server.fair_slots import FairSlots
 
 log = structlog.get_logger()
 
 VERIFIED_BYTES = 64 << 20
 """Bytes that a thread verifies before it looks whether the call was cancelled."""
+MAX_WAITING = 64
+"""Calls of one caller that wait for their turn."""
 
 
 class Verifier:
-    """Verifies blocks of one pool, for one call at a time.
+    """Verifies blocks of one pool: of one call at a time, and the callers take turns.
 
     Args:
         memory: the arena, uint8 [arena_bytes].
@@ -33,14 +38,18 @@ class Verifier:
         self._pool = pool
         self._memory = memory
         self._run = run
-        self._verifying = asyncio.Semaphore(1)
+        self._turns = FairSlots(1, 1)
 
-    async def verify(self, fingerprint: bytes, runs: Sequence[BlockRun]) -> tuple[int, int]:
+    async def verify(self, fingerprint: bytes, runs: Sequence[BlockRun], caller: str) -> tuple[int, int]:
         """Returns how many blocks were complete and how many of them were dropped.
 
         A thread computes the checksums, under a lease that keeps the bytes in their place.
+
+        Raises OutOfSpaceError if too many calls of the caller wait.
         """
-        async with self._verifying:
+        if self._turns.num_waiting(caller) >= MAX_WAITING:
+            raise OutOfSpaceError(f"{MAX_WAITING} verifications of {caller} wait, the limit; try again when some end")
+        async with self._turns.slot(caller):
             found = await self._run(self._pool.complete_in_steps(fingerprint, runs))
             entries = [entry for entry in found if entry.live]  # Others may have dropped some since the last step.
             lease_id = pin(self._pool, entries)
@@ -48,7 +57,7 @@ class Verifier:
             try:
                 count = max(1, VERIFIED_BYTES // entries[0].group.spec.slot_bytes) if entries else 1
                 for start in range(0, len(entries), count):
-                    corrupt += await asyncio.to_thread(self._corrupt, entries[start : start + count])
+                    corrupt += await asyncio.to_thread(find_corrupt, entries[start : start + count], self._memory)
             finally:
                 self._pool.release([lease_id])
         dropped = await self._run(self._pool.drop_corrupt_in_steps(corrupt))
@@ -56,5 +65,12 @@ class Verifier:
             log.error("corrupt blocks dropped", checked=len(entries), dropped=dropped)
         return len(entries), dropped
 
-    def _corrupt(self, entries: Sequence[Entry]) -> list[Entry]:
-        return [entry for entry in entries if is_corrupt(entry, lambda at, nbytes: self._memory[at : at + nbytes])]
+
+def find_corrupt(entries: Sequence[Entry], memory: npt.NDArray[np.uint8]) -> list[Entry]:
+    """Those of some complete entries whose bytes in the arena differ from their checksums."""
+
+    def differs(entry: Entry) -> bool:
+        at, size = entry.offset, entry.group.spec.chunk_bytes
+        return any(checksum(memory[at + nth * size :][:size]) != told for nth, told in enumerate(entry.checksums))
+
+    return list(filter(differs, entries))

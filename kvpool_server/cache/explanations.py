@@ -80,7 +80,7 @@ class Explanations:
             told: what the caller may know of whom a block was evicted for; None: all. Ranges are joined and counted by
                 that: where they are cut must not show that other tenants took turns.
         """
-        namespace, groups = self._namespaces.groups_of_lookup(fingerprint, runs)
+        namespace, groups = self._namespaces.groups(fingerprint, runs)
         yield
         explained, first_missing = [], []
         most = most_ranges(len(runs))

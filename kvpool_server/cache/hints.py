@@ -42,7 +42,7 @@ class Hints:
 
     def groups(self, fingerprint: bytes, runs: Sequence[BlockRun]) -> tuple[PoolNamespace, list[Group]]:
         """The namespace, and the group of each run. Raises InvalidRequestError for an empty or too large batch."""
-        return self._namespaces.groups_of_lookup(fingerprint, runs)
+        return self._namespaces.groups(fingerprint, runs)
 
     def pin_in_steps(self, fingerprint: bytes, runs: Sequence[BlockRun], seconds: int) -> Steps[HintResult]:
         """Has complete blocks of prefixes evicted after all that are not pinned, for so many seconds.

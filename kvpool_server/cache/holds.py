@@ -23,6 +23,8 @@ from kvpool_server.cache.quotas import Account
 from kvpool_server.cache.steps import SETTLED_PER_CALL, Steps
 from kvpool_server.cache.transfers import Transfers, UnfinishedHolds
 
+_NO_LIMITS = IdentityLimits(1 << 62, 1 << 62)
+
 
 class Holds:
     """See the module.
@@ -74,14 +76,13 @@ class Holds:
         return lease.id, ttl_ms
 
     def _may_lease(self, owner: Owner, num_blocks: int) -> bool:
-        limits = self._limits
-        if len(self.leases) >= limits.max_leases:
-            return False
-        if owner.tenant:
-            own = self._limits_of(owner.name)
-            if not self.leases.is_within(owner, num_blocks, own.leases, own.leased_blocks):
-                return False
-        return not owner.name or self.leases.has_room(owner, num_blocks, limits.max_leases, limits.max_leased_blocks)
+        limits, name = self._limits, owner.name
+        if len(self.leases) >= limits.max_leases or not name:
+            return len(self.leases) < limits.max_leases
+        own = self._limits_of(name) if owner.tenant else _NO_LIMITS
+        return self.leases.holds.has_room(name, 1, limits.max_leases, own.leases) and (
+            self.leases.blocks.has_room(name, num_blocks, limits.max_leased_blocks, own.leased_blocks)
+        )
 
     def pin(self, pinned: list[Entry], entries: Sequence[Entry]) -> None:
         """Keeps the entries that a lookup has found from eviction until its next step: those beyond `pinned`.
@@ -114,14 +115,14 @@ class Holds:
 
     def check_tickets(self, owner: Owner) -> None:
         """Raises OutOfSpaceError if the owner may not have another ticket."""
+        name, most = owner.name, self._limits.max_tickets
         if owner.tenant:
             # Puts whose steps are under way are not in the table.
-            under_way = sum(ticket.owner.name == owner.name for ticket in self.writing)
-            most = self._limits_of(owner.name).tickets
-            if not self.tickets.is_within(owner, 0, most - under_way):
-                raise OutOfSpaceError(f"{most} puts of {owner.name} are under way, its limit; try again later")
-        most = self._limits.max_tickets
-        if len(self.tickets) >= most or (owner.name and not self.tickets.has_room(owner, 0, most)):
+            under_way = sum(ticket.owner.name == name for ticket in self.writing)
+            own = self._limits_of(name).tickets
+            if self.tickets.holds.of(name) + under_way >= own:
+                raise OutOfSpaceError(f"{own} puts of {name} are under way, its limit; try again later")
+        if len(self.tickets) >= most or (name and not self.tickets.holds.has_room(name, 1, most)):
             raise OutOfSpaceError(
                 f"{len(self.tickets)} puts are under way; the limit is {most}, and one client may have as many as are "
                 "left; try again later"

@@ -12,6 +12,7 @@ from kvpool.errors import LeaseExpiredError
 from kvpool.types import RunHits, ShardRange
 from kvpool_server.cache.entry import Entry, Group
 from kvpool_server.cache.namespaces import PoolNamespace
+from kvpool_server.cache.shares import Shares
 from kvpool_server.cache.steps import STEP_BLOCKS, Steps
 
 SWEEP_AT_LEAST = 1_000
@@ -114,17 +115,6 @@ class Ticket(Hold):
 Held = TypeVar("Held", Lease, Ticket)
 
 
-@dataclass(slots=True)
-class Share:
-    """How much an owner's holds take of a table."""
-
-    num_holds: int = 0
-    num_blocks: int = 0
-
-
-_NOTHING = Share()
-
-
 class HoldTable(Generic[Held]):
     """Live leases or live tickets, by id and by deadline.
 
@@ -133,6 +123,7 @@ class HoldTable(Generic[Held]):
         fix: what a client does about one that is not live.
 
     Attributes:
+        holds, blocks: how many each owner with a name has, by its name.
         num_expiring: holds with a deadline; those of the server itself have none.
     """
 
@@ -140,8 +131,7 @@ class HoldTable(Generic[Held]):
         self._kind, self._fix = kind, fix
         self._live: dict[int, Held] = {}
         self._deadlines: list[tuple[float, int]] = []
-        self._by_owner: dict[str, Share] = {}
-        self._total = Share()
+        self.holds, self.blocks = Shares(), Shares()
         self.num_expiring = 0
 
     def __len__(self) -> int:
@@ -153,29 +143,10 @@ class HoldTable(Generic[Held]):
     def values(self) -> list[Held]:
         return list(self._live.values())
 
-    def is_within(self, owner: Owner, num_blocks: int, max_holds: int, max_blocks: float = math.inf) -> bool:
-        """Whether an owner has at most so many holds and blocks with another hold on `num_blocks`."""
-        own = self._by_owner.get(owner.name, _NOTHING)
-        return own.num_holds < max_holds and own.num_blocks + num_blocks <= max_blocks
-
-    def has_room(self, owner: Owner, num_blocks: int, max_holds: int, max_blocks: float = math.inf) -> bool:
-        """Whether there is room for another hold of an owner on so many blocks.
-
-        An owner may have as many as are left, of holds and of blocks. So k owners that take all they get have 1/(k+1)
-        each, and the next one finds as much.
-
-        Source: A. Choudhury, E. Hahne, Dynamic Queue Length Thresholds for Shared-Memory Packet Switches, 1998.
-        """
-        total = self._total
-        return self.is_within(owner, num_blocks, max_holds - total.num_holds, max_blocks - total.num_blocks)
-
     def add(self, hold: Held) -> None:
         self._live[hold.id] = hold
         self.num_expiring += hold.deadline < math.inf
-        if hold.owner.name:
-            for share in (self._total, self._by_owner.setdefault(hold.owner.name, Share())):
-                share.num_holds += 1
-                share.num_blocks += len(hold.entries)
+        self._count(hold, 1, len(hold.entries))
         heapq.heappush(self._deadlines, (hold.deadline, hold.id))
         if len(self._deadlines) > 2 * len(self._live) + SWEEP_AT_LEAST:
             self._deadlines = [(hold.deadline, hold.id) for hold in self._live.values()]
@@ -204,21 +175,18 @@ class HoldTable(Generic[Held]):
         if hold is None:
             return None
         self.num_expiring -= hold.deadline < math.inf
-        if name := hold.owner.name:
-            own = self._by_owner[name]
-            for share in (self._total, own):
-                share.num_holds -= 1
-                share.num_blocks -= len(hold.entries)
-            if not own.num_holds:
-                del self._by_owner[name]
+        self._count(hold, -1, -len(hold.entries))
         return hold
 
     def grow(self, hold: Held, entries: Sequence[Entry]) -> None:
         """Has a live hold cover more entries."""
         hold.entries += entries
-        if hold.owner.name:
-            self._total.num_blocks += len(entries)
-            self._by_owner[hold.owner.name].num_blocks += len(entries)
+        self._count(hold, 0, len(entries))
+
+    def _count(self, hold: Held, num_holds: int, num_blocks: int) -> None:
+        if name := hold.owner.name:
+            self.holds.add(name, num_holds)
+            self.blocks.add(name, num_blocks)
 
     def expire_owned(self, owners: Container[str], now: float) -> Steps[None]:
         """Brings the deadlines of some owners' holds forward to now."""

@@ -51,7 +51,7 @@ class Lookups:
         Args:
             owner: of the lease.
         """
-        namespace, groups = self._namespaces.groups_of_lookup(fingerprint, runs)
+        namespace, groups = self._namespaces.groups(fingerprint, runs)
         now = 0.0
         if lease_ttl_ms:
             now = self._expire()  # First: it may evict entries of an extent that is being drained.

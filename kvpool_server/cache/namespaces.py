@@ -20,6 +20,7 @@ from kvpool.types import BlockRun
 from kvpool_server.cache.allocator.placement import Placement
 from kvpool_server.cache.entry import Entry, Group
 from kvpool_server.cache.limits import Limits
+from kvpool_server.cache.shares import Shares
 
 
 class PoolNamespace:
@@ -116,7 +117,7 @@ class Namespaces:
         self._max_block_bytes = max_block_bytes
         self._open: dict[bytes, PoolNamespace] = {}
         self._uses = itertools.count(1)
-        self._specs_bytes = 0
+        self._num_open, self._specs_bytes = Shares(), Shares()  # Of tenants.
         self._num_opened: Counter[str] = Counter()
         self.closing: dict[bytes, PoolNamespace] = {}
 
@@ -149,7 +150,7 @@ class Namespaces:
         tenant = spec.tenant if self._has_tenants else ""
         self._make_room(spec.nbytes, now, tenant)
         namespace = self._open[fingerprint] = PoolNamespace(spec, fingerprint, now, opener, tenant)
-        self._specs_bytes += spec.nbytes
+        self._count(namespace, 1)
         self._num_opened[tenant] += 1
         namespace.last_use = next(self._uses)
         return namespace, True
@@ -168,47 +169,50 @@ class Namespaces:
                 older.superseded = True
                 self._placement.mark_superseded(older.groups)
 
+    def _count(self, namespace: PoolNamespace, count: int) -> None:
+        self._num_open.add(namespace.tenant, count)
+        self._specs_bytes.add(namespace.tenant, count * namespace.spec.nbytes)
+
     def _make_room(self, spec_bytes: int, now: float, tenant: str) -> None:
         """Closes unused namespaces so that a tenant may open another one. Raises OutOfSpaceError if there are too few.
 
-        They are the tenant's own or, if the pool has too many and the tenant does not, of the tenants with most.
+        They are the tenant's own or, if it does not have too many, of the tenants with most of what is short.
         """
         limits = self._limits
         while True:
-            num_open = Counter(namespace.tenant for namespace in self._open.values())
-            own = num_open[tenant]
-            has_too_many = self._has_tenants and own >= limits.max_tenant_namespaces
-            if not has_too_many and (
-                len(self._open) < limits.max_namespaces and self._specs_bytes + spec_bytes <= limits.max_specs_bytes
-            ):
-                return
+            has_too_many = self._has_tenants and self._num_open.of(tenant) >= limits.max_tenant_namespaces
+            short = self._num_open
+            if not has_too_many and short.has_room(tenant, 1, limits.max_namespaces):
+                short = self._specs_bytes
+                if short.has_room(tenant, spec_bytes, limits.max_specs_bytes):
+                    return
             unused = [
                 namespace
                 for namespace in self._open.values()
-                if (namespace.tenant == tenant or (not has_too_many and num_open[namespace.tenant] > own))
+                if (namespace.tenant == tenant or (not has_too_many and short.of(namespace.tenant) > short.of(tenant)))
                 and now - namespace.used_at >= limits.namespace_idle_ms / 1000
                 and (namespace.superseded or namespace.is_empty)
             ]
             if not unused:
-                raise OutOfSpaceError(self._too_many(tenant if has_too_many else None))
-            oldest = min(unused, key=lambda each: (-num_open[each.tenant], not each.is_empty, each.last_use))
+                raise OutOfSpaceError(self._too_many(tenant))
+            oldest = min(unused, key=lambda each: (-short.of(each.tenant), not each.is_empty, each.last_use))
             del self._open[oldest.fingerprint]
-            self._specs_bytes -= oldest.spec.nbytes
+            self._count(oldest, -1)
             self.closing[oldest.fingerprint] = oldest
 
-    def _too_many(self, tenant: str | None) -> str:
-        """Why no further namespace can be opened, by a tenant that has too many, or by any."""
-        limits = self._limits
-        if tenant is None:
-            which = (
-                f"{len(self._open)} namespaces are open, whose specifications have {self._specs_bytes} bytes; the "
-                f"limits are {limits.max_namespaces} and {limits.max_specs_bytes}"
+    def _too_many(self, tenant: str) -> str:
+        """Why a tenant can open no further namespace."""
+        limits, specs_bytes, whose = self._limits, self._specs_bytes, ""
+        if self._has_tenants:
+            whose = (
+                f"tenant {tenant!r} has {self._num_open.of(tenant)} of them, with {specs_bytes.of(tenant)} bytes, and "
+                f"may have {limits.max_tenant_namespaces}, and no more than are left; "
             )
-        else:
-            which = f"tenant {tenant!r} has {limits.max_tenant_namespaces} namespaces open, which is the limit"
         return (
-            f"{which}, and each of them has blocks or was used within {limits.namespace_idle_ms / 1000:g} s; clear one "
-            "that is no longer needed (`kvpool clear`), and try again later"
+            f"{len(self._open)} namespaces are open, whose specifications have {specs_bytes.total} bytes; the limits "
+            f"are {limits.max_namespaces} and {limits.max_specs_bytes}; {whose}each of them has blocks or was used "
+            f"within {limits.namespace_idle_ms / 1000:g} s; clear one that is no longer needed (`kvpool clear`), and "
+            "try again later"
         )
 
     def find(self, fingerprint: bytes) -> PoolNamespace | None:
@@ -225,15 +229,12 @@ class Namespaces:
     def group(self, fingerprint: bytes, group_idx: int) -> Group:
         return _group(self.get(fingerprint), group_idx)
 
-    def groups(self, fingerprint: bytes, runs: Sequence[BlockRun]) -> tuple[PoolNamespace, list[Group]]:
-        """The namespace, and the group of each run. Raises InvalidRequestError for an empty or too large batch."""
-        return self._groups(fingerprint, runs, self._limits.max_batch_blocks)
+    def groups(self, fingerprint: bytes, runs: Sequence[BlockRun], most: int = 0) -> tuple[PoolNamespace, list[Group]]:
+        """The namespace, and the group of each run. Raises InvalidRequestError for a batch of no or too many blocks.
 
-    def groups_of_lookup(self, fingerprint: bytes, runs: Sequence[BlockRun]) -> tuple[PoolNamespace, list[Group]]:
-        """As `groups`, for a lookup, which may be larger."""
-        return self._groups(fingerprint, runs, self._limits.max_lookup_blocks)
-
-    def _groups(self, fingerprint: bytes, runs: Sequence[BlockRun], most: int) -> tuple[PoolNamespace, list[Group]]:
+        There may be `most` blocks, by default as many as a lookup may name.
+        """
+        most = most or self._limits.max_lookup_blocks
         namespace = self.get(fingerprint)
         if len(runs) > self._limits.max_runs:
             raise InvalidRequestError(
@@ -247,7 +248,7 @@ class Namespaces:
 
     def one_group(self, fingerprint: bytes, runs: Sequence[BlockRun]) -> tuple[PoolNamespace, Group]:
         """The namespace, and the one group of all runs. Raises InvalidRequestError for runs of several groups."""
-        namespace, found = self.groups(fingerprint, runs)
+        namespace, found = self.groups(fingerprint, runs, self._limits.max_batch_blocks)
         if any(group is not found[0] for group in found):
             raise InvalidRequestError("blocks of several groups; give the blocks of one group a request")
         return namespace, found[0]

@@ -19,10 +19,8 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Container, Sequence
-from typing import Any
 
 from kvpool.errors import InvalidRequestError
-from kvpool.hashing import checksum
 from kvpool.holdings import NamespaceInfo
 from kvpool.namespace import NamespaceSpec
 from kvpool.types import (
@@ -61,9 +59,6 @@ from kvpool_server.cache.steps import LOOKUP_STEP_BLOCKS, SETTLED_PER_CALL, STEP
 from kvpool_server.cache.traffic import TrafficObserver
 from kvpool_server.cache.transfers import NoTransfers, Transfers
 from kvpool_server.cache.use_times import UseTimes
-
-Read = Callable[[int, int], Any]
-"""(offset, nbytes) -> the arena's bytes there, as a contiguous buffer."""
 
 
 class Pool:
@@ -468,11 +463,6 @@ class Pool:
         self.counters["corrupt_blocks"] += dropped
         return dropped
 
-    def verify(self, fingerprint: bytes, runs: Sequence[BlockRun], read: Read) -> tuple[int, int]:
-        """Recomputes the checksums of complete blocks, and drops those that differ; returns (checked, dropped)."""
-        entries = finish(self.complete_in_steps(fingerprint, runs))
-        return len(entries), finish(self.drop_corrupt_in_steps([entry for entry in entries if is_corrupt(entry, read)]))
-
     def remove(self, fingerprint: bytes, runs: Sequence[BlockRun]) -> int:
         """Drops blocks; returns how many were present. Clients that hold a lease on them finish their loads."""
         return finish(self.remove_in_steps(fingerprint, runs))
@@ -578,11 +568,3 @@ class Pool:
         self.pins.check(entries, now)
         assert len(entries) == entry_table.num_live, "the count of entries is off"
         assert sum(entry.complete for entry in entries) == entry_table.num_complete, "the count of the complete is off"
-
-
-def is_corrupt(entry: Entry, read: Read) -> bool:
-    """Whether a complete entry's bytes differ from its checksums."""
-    size = entry.group.spec.chunk_bytes
-    return any(
-        checksum(read(entry.offset + shard * size, size)) != expected for shard, expected in enumerate(entry.checksums)
-    )

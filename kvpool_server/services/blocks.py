@@ -21,10 +21,10 @@ from kvpool_server.cache.pins import MAX_PIN_S
 from kvpool_server.cache.usable import usable_tokens
 from kvpool_server.call_spans import describe_lookup, lookup_span
 from kvpool_server.data_plane.permits import NO_BOUND, Bound
-from kvpool_server.inbox import MAX_LOOKUP_BYTES, check_size
+from kvpool_server.inbox import MAX_LOOKUP_BYTES, check_deadline, check_size
 from kvpool_server.method_handlers import decode
 from kvpool_server.reports.evictions import count_evictions
-from kvpool_server.services.handlers import Handlers, check_deadline, owner_of
+from kvpool_server.services.handlers import Handlers, owner_of
 
 
 class BlockHandlers(Handlers):
@@ -36,13 +36,14 @@ class BlockHandlers(Handlers):
     async def LookupStream(self, _: AsyncIterator[pb.LookupRequest], context: Any) -> None:
         task = asyncio.current_task()
         assert task is not None
-        owner = owner_of(context)
-        try:
-            check_deadline(context)
-            self._begin_stream(task, owner)
-        except KVPoolError as error:
-            await context.abort(wire.status_of(error), str(error))
-        streams = self.streams
+        streams, owner = self.streams, owner_of(context)
+        check_deadline(context)
+        most = self.pool.limits.max_streams
+        own = self.pool.limits_of(owner.name).streams if owner.tenant else most
+        if not streams.begin(task, owner.name, own):
+            raise OutOfSpaceError(
+                f"{most} streams of lookups, or {own} of this caller, are under way, and none is idle; use Lookup"
+            )
         try:
             while not streams.is_ended(task):
                 streams.wait(task)
@@ -58,15 +59,6 @@ class BlockHandlers(Handlers):
                 raise  # The client has hung up.
         finally:
             streams.finish(task)
-
-    def _begin_stream(self, task: asyncio.Task[Any], owner: Owner) -> None:
-        """Raises OutOfSpaceError if there are too many streams of lookups."""
-        most = self.pool.limits.max_streams
-        own = self.pool.limits_of(owner.name).streams if owner.tenant else most
-        if not self.streams.begin(task, owner.name, own):
-            raise OutOfSpaceError(
-                f"{most} streams of lookups, or {own} of this caller, are under way, and none is idle; use Lookup"
-            )
 
     async def _answer(self, message: bytes, owner: Owner) -> pb.LookupReply | None:
         """The answer to one request of a stream; None to one that only releases leases."""
@@ -217,5 +209,5 @@ class BlockHandlers(Handlers):
 
     async def Verify(self, request: pb.VerifyRequest, context: Any) -> pb.VerifyResponse:
         fingerprint, runs = self.fingerprint(request.namespace), self.runs(request.runs)
-        checked, dropped = await self.verifier.verify(fingerprint, runs)
+        checked, dropped = await self.verifier.verify(fingerprint, runs, owner_of(context).name)
         return pb.VerifyResponse(boot_token=self.boot_token, num_checked=checked, num_dropped=dropped)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 import grpc
@@ -18,7 +19,7 @@ from kvpool.types import Chunk, PutStatus
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.cache.leases import Owner
 from kvpool_server.inline_chunks import get_chunk, put_chunk
-from kvpool_server.services.handlers import Context, Handlers, check_deadline, owner_of
+from kvpool_server.services.handlers import Context, Handlers, owner_of
 
 PIECE_BYTES = 1 << 20
 """Largest payload of one message that carries bytes of regions. Larger messages copy no faster; smaller ones cost more
@@ -67,18 +68,18 @@ class ChunkHandlers(Handlers):
         return reply.SerializeToString()
 
     async def GetChunks(self, request: pb.GetChunksRequest, context: Context) -> AsyncIterator[bytes]:
-        check_deadline(context)
         self.check_count(len(request.keys), "keys")
         self.check_count(len(request.offsets), "regions")
         if request.offsets and not request.region_bytes:
             raise InvalidRequestError("region_bytes is 0; give the bytes of one region")
         if request.keys:
             self.drain.check()
+        owner, last = owner_of(context), len(request.offsets) - 1
+        verify = partial(self.verifier.verify, caller=owner.name)
         for index, key in enumerate(request.keys):
             address = wire.decode_key(key)
             self.check_visible(address.namespace)
-            yield self._encoded(index, await get_chunk(self.tiered, self.memory, address, self.verifier.verify))
-        owner, last = owner_of(context), len(request.offsets) - 1
+            yield self._encoded(index, await get_chunk(self.tiered, self.memory, address, verify))
         for nth, region in enumerate(request.offsets):
             end = region + request.region_bytes
             for offset in range(region, end, PIECE_BYTES):

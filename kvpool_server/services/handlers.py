@@ -23,16 +23,13 @@ from kvpool_server.cache.namespaces import unknown_namespace
 from kvpool_server.cache.steps import Run
 from kvpool_server.data_plane.permits import PermitTable
 from kvpool_server.drain import Drain
+from kvpool_server.fair_slots import FairSlots
 from kvpool_server.metrics import RpcMetrics
 from kvpool_server.reports.engines import EngineReports
 from kvpool_server.reports.usage_ledger import UsageLedger
 from kvpool_server.services.lookup_streams import LookupStreams
 from kvpool_server.tiering.tiered_pool import TieredPool
 from kvpool_server.verifier import Verifier
-
-MAX_STREAM_S = 600.0
-"""Longest deadline of a call whose replies are a stream. Nothing but its deadline ends the call, with what it holds in
-memory, while its client is connected and does not read."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -61,6 +58,7 @@ class Handlers:
         pool: without its tiers.
         streams: the LookupStream calls under way.
         verifier: drops blocks of which a reader has found wrong bytes.
+        ledger_turns: of the callers that read the ledger.
     """
 
     tiered: TieredPool
@@ -82,6 +80,7 @@ class Handlers:
         self.pool = self.tiered.pool
         self.streams = LookupStreams(self.pool.limits.max_streams)
         self.verifier = Verifier(self.pool, self.memory, self.run)
+        self.ledger_turns = FairSlots(1, 1)
 
     def fingerprint(self, name: bytes) -> bytes:
         """The fingerprint of a request's namespace. Raises as `check_visible`."""
@@ -113,11 +112,3 @@ def owner_of(context: Context) -> Owner:
     """The owner of a call's leases and tickets: its caller or, where callers are not authenticated, its connection."""
     caller = CALLER.get()
     return Owner(context.peer()) if caller is None else Owner(str(caller), caller.tenant)
-
-
-def check_deadline(context: Context) -> None:
-    """Raises InvalidRequestError unless gRPC ends the call within MAX_STREAM_S."""
-    remaining_s = context.time_remaining()
-    if remaining_s is None or remaining_s > 1.02 * MAX_STREAM_S:  # gRPC rounds deadlines up on their way.
-        has = "no deadline" if remaining_s is None else f"a deadline in {remaining_s:.0f} s"
-        raise InvalidRequestError(f"a call with a stream of replies has {has}; give it one within {MAX_STREAM_S:.0f} s")

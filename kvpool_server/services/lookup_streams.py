@@ -6,7 +6,6 @@ Belongs to the event loop.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from typing import Any
 
 Call = asyncio.Task[Any]
@@ -22,7 +21,6 @@ class LookupStreams:
     def __init__(self, max_streams: int):
         self._max_streams = max_streams
         self._owner_of: dict[Call, str] = {}  # Without those in `_ended`.
-        self._num_of: Counter[str] = Counter()
         self._idle: dict[Call, None] = {}  # The one that has been idle longest is first.
         self._ended: set[Call] = set()
         self._is_stopping = False
@@ -32,13 +30,12 @@ class LookupStreams:
 
         False, and the call does not count, if too many are not idle.
         """
-        while self._num_of[owner] >= most:
+        while list(self._owner_of.values()).count(owner) >= most:
             if not self._end_longest_idle(owner):
                 return False
         if len(self._owner_of) >= self._max_streams and not self._end_longest_idle():
             return False
         self._owner_of[call] = owner
-        self._num_of[owner] += 1
         return True
 
     def wait(self, call: Call) -> None:
@@ -78,8 +75,4 @@ class LookupStreams:
 
     def _forget(self, call: Call) -> None:
         self._idle.pop(call, None)
-        owner = self._owner_of.pop(call, None)
-        if owner is not None:
-            self._num_of[owner] -= 1
-            if not self._num_of[owner]:
-                del self._num_of[owner]
+        self._owner_of.pop(call, None)

@@ -18,7 +18,7 @@ from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.access.caller import check_all_tenants, is_visible, may_see_quota, own_tenant
 from kvpool_server.cache.steps import Steps
 from kvpool_server.explainer import Explainer
-from kvpool_server.services.handlers import Handlers
+from kvpool_server.services.handlers import Handlers, owner_of
 from kvpool_server.tiers.tier import TierError
 
 log = structlog.get_logger()
@@ -62,9 +62,10 @@ class OperatorHandlers(Handlers):
     async def Ledger(self, request: pb.LedgerRequest, context: Any) -> pb.LedgerResponse:
         if self.ledger is None:
             return pb.LedgerResponse(boot_token=self.boot_token)
-        page = await self.ledger.page(request.since, request.until, own_tenant())
-        # In a thread, because a page has up to MAX_LEDGER_ROWS rows.
-        return await asyncio.to_thread(wire.encode_ledger, page, self.boot_token)
+        async with self.ledger_turns.slot(owner_of(context).name):
+            page = await self.ledger.page(request.since, request.until, own_tenant())
+            # In a thread, because a page has up to MAX_LEDGER_ROWS rows.
+            return await asyncio.to_thread(wire.encode_ledger, page, self.boot_token)
 
     async def Explain(self, request: pb.ExplainRequest, context: Any) -> pb.ExplainResponse:
         fingerprint = self.fingerprint(request.namespace)

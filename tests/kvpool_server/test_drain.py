@@ -202,7 +202,8 @@ def test_a_drain_writes_what_tiers_lack(pool_server: StartServer, connect: Conne
     client.admin.drain()
     written = payload("late", CHUNK_BYTES)
     client.rpc.stub.PutChunks(
-        iter([pb.PutChunksRequest(ticket_id=grant.ticket_id, offset=grant.offsets[0], payload=written.tobytes())])
+        iter([pb.PutChunksRequest(ticket_id=grant.ticket_id, offset=grant.offsets[0], payload=written.tobytes())]),
+        timeout=60,
     )
     wait_for(lambda: "tiers drained" in server.stderr, "the first write to the tier")
     assert client.rpc.put_end(grant.ticket_id, [checksum(written)]).num_complete == 1

@@ -20,6 +20,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+from google.protobuf.message_factory import GetMessageClass
 
 from kvpool import wire
 from kvpool.client import Client
@@ -36,7 +37,8 @@ from kvpool.rpc import Namespace
 from kvpool.types import BlockRun
 from kvpool.v1 import pool_pb2 as pb
 from kvpool.v1.pool_pb2_grpc import PoolStub
-from kvpool_server.services.handlers import MAX_STREAM_S
+from kvpool_server.inbox import MAX_STREAM_S
+from tests.support.calls import SERVICE
 from tests.support.processes import ServerProcess, wait_for
 from tests.support.values import block_hash, group_spec, namespace_spec
 from tests.support.workers import workers_of
@@ -294,15 +296,17 @@ def test_clients_that_do_not_read_what_they_asked_for_cost_a_few_pieces(
 
 
 @pytest.mark.parametrize("deadline_s", [None, 2 * MAX_STREAM_S], ids=["none", "too-late"])
-def test_a_stream_of_replies_needs_a_deadline(stub: PoolStub, deadline_s: float | None) -> None:
-    calls = {
-        "LookupStream": lambda: stub.LookupStream(iter([pb.LookupRequest()]), timeout=deadline_s),
-        "GetChunks": lambda: stub.GetChunks(pb.GetChunksRequest(), timeout=deadline_s),
-    }
-    for name, call in calls.items():
-        with pytest.raises(grpc.RpcError, match="give it one within 600 s") as raised:
-            next(call())
-        assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT, name
+def test_every_call_with_a_stream_needs_a_deadline(stub: PoolStub, deadline_s: float | None) -> None:
+    def ask(method: Any) -> object:
+        request, call = GetMessageClass(method.input_type)(), getattr(stub, method.name)
+        reply = call(iter([request]) if method.client_streaming else request, timeout=deadline_s)
+        return next(reply) if method.server_streaming else reply
+
+    for method in SERVICE.methods:
+        if method.client_streaming or method.server_streaming:
+            with pytest.raises(grpc.RpcError, match="give it one within 600 s") as raised:
+                ask(method)
+            assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT, method.name
 
 
 def _channel(server: ServerProcess, opened: ExitStack) -> grpc.Channel:

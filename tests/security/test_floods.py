@@ -30,6 +30,7 @@ from kvpool.v1 import pool_pb2 as pb
 from kvpool.v1.pool_pb2_grpc import PoolStub
 from kvpool_server import grpc_server, http, inbox
 from kvpool_server.cache.limits import Limits
+from tests.support.calls import METHODS, SERVICE
 from tests.support.connections import is_open
 from tests.support.half_sent import HalfSentCalls
 from tests.support.in_process_server import InProcessServer
@@ -123,7 +124,7 @@ def test_replies_that_nobody_reads_hold_what_a_few_calls_send(pool_server: Start
 
 def test_a_client_that_reads_no_replies_leaves_calls_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grpc_server, "MAX_CALLS", 64)
-    monkeypatch.setattr(grpc_server, "PIECE_S", 1.0)
+    monkeypatch.setattr(inbox, "PIECE_S", 1.0)
     monkeypatch.setattr(inbox, "MAX_DATA_STREAMS", 16)
     server = InProcessServer(64 * MIB, MIB)
     try:
@@ -197,10 +198,37 @@ def test_a_message_has_to_arrive_in_time(
     monkeypatch.setattr(inbox, "PIECE_S", 0.5)
     server = small_server()
     calls = HalfSentCalls(f"127.0.0.1:{server.port}")
-    streams = {calls.begin(method, 100, 99) for method in ("PutStart", "Get", "GetChunks", "PutChunks", "Ping")}
+    streams = {calls.begin(method, 100, 99) for method in METHODS if method != "LookupStream"}  # Which may be idle.
     wait_for(lambda: calls.ended >= streams, "the end of all calls")
     assert server.stub.Ping(pb.PingRequest(), timeout=10).version
     calls.close()
+
+
+def test_a_stream_that_sends_a_byte_now_and_then_ends(
+    small_server: Callable[..., InProcessServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inbox, "PIECE_S", 1.0)
+
+    def trickle() -> Iterator[pb.PutChunksRequest]:
+        for _ in range(100):
+            time.sleep(0.3)
+            yield pb.PutChunksRequest()
+
+    with pytest.raises(grpc.RpcError, match="moved less than") as raised:
+        small_server().stub.PutChunks(trickle(), timeout=60)
+    assert raised.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+def test_every_call_counts_among_those_of_its_caller(
+    small_server: Callable[..., InProcessServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = small_server()
+    monkeypatch.setattr(grpc_server, "MAX_CALLS", 0)
+    for method in SERVICE.methods:
+        call = server.channel.stream_stream(f"/{SERVICE.full_name}/{method.name}")
+        with pytest.raises(grpc.RpcError, match="calls of this caller are under way") as raised:
+            next(call(iter([b""]), timeout=10))
+        assert raised.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED, method.name
 
 
 def test_the_message_awaited_longest_makes_way_for_others(

@@ -56,7 +56,8 @@ def held(deployment: Deployment) -> Iterator[Target]:
         grant = client.rpc.put_start(namespace, [run_of("written")], WHOLE)
         written = payload("written", BLOCK_BYTES)
         client.rpc.stub.PutChunks(
-            iter([pb.PutChunksRequest(ticket_id=grant.ticket_id, offset=grant.offsets[0], payload=written.tobytes())])
+            iter([pb.PutChunksRequest(ticket_id=grant.ticket_id, offset=grant.offsets[0], payload=written.tobytes())]),
+            timeout=60,
         )
         yield Target(namespace.fingerprint, found.lease_id, located.offsets[0], grant.ticket_id, grant.offsets[0])
         (block,) = client.get_blocks(namespace, found.lease_id, run_of("block"))

@@ -319,6 +319,9 @@ def test_an_identitys_connections_to_the_data_port_make_way_for_its_own_alone(li
 class SilentContext:
     """Of a call whose client sends nothing."""
 
+    def time_remaining(self) -> float:
+        return 60.0
+
     async def read(self) -> bytes:
         await asyncio.sleep(60)
         raise AssertionError("the test has taken a minute")

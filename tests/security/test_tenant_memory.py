@@ -282,7 +282,7 @@ def test_a_tenant_closes_its_own_namespaces_only() -> None:
     house.clock.advance(10)
     for _ in range(4):
         _open(house, "umbra")
-    with pytest.raises(OutOfSpaceError, match="tenant 'umbra' has 4 namespaces open, which is the limit"):
+    with pytest.raises(OutOfSpaceError, match=r"tenant 'umbra' has 4 of them, with .* and may have 4, "):
         _open(house, "umbra")
     house.clock.advance(2)
     _open(house, "umbra")
@@ -292,10 +292,27 @@ def test_a_tenant_closes_its_own_namespaces_only() -> None:
 
 
 def test_where_all_have_too_many_those_with_most_close_theirs() -> None:
-    house = _house(max_tenant_namespaces=6, max_namespaces=8, namespace_idle_ms=1_000)
-    acme = [_open(house, "acme") for _ in range(2)]
-    umbra = [_open(house, "umbra") for _ in range(6)]
+    house = _house(max_namespaces=8, namespace_idle_ms=1_000)
+    tenants = ["acme"] * 4 + ["umbra"] * 2 + ["third", "fourth"]
+    owners = [_open(house, tenant) for tenant in tenants]
+    for tenant in ("acme", "umbra", "third"):
+        with pytest.raises(OutOfSpaceError, match=f"tenant '{tenant}' has . of them, .* and no more than are left"):
+            _open(house, tenant)
     house.clock.advance(2)
-    newest = _open(house, "third")
-    assert all(house.pool.namespace(owner.fingerprint) for owner in [*acme, newest])
-    assert sum(house.pool.namespace(owner.fingerprint) is not None for owner in umbra) == 5
+    owners.append(_open(house, "fifth"))
+    are_open = [house.pool.namespace(owner.fingerprint) is not None for owner in owners]
+    assert are_open == [False] + [True] * 8, "the oldest of those of acme, which has most, is closed"
+
+
+def test_tenants_leave_bytes_of_specifications_to_others() -> None:
+    house = _house(max_specs_bytes=256 << 10)
+
+    def fill(tenant: str) -> int:
+        """How many namespaces with large specifications a tenant can open."""
+        with contextlib.suppress(OutOfSpaceError):
+            for nth in range(house.pool.limits.max_tenant_namespaces):
+                house.pool.open_namespace(namespace_spec(tenant=tenant, salt=f"{nth}" + "x" * 4_000))
+        return sum(namespace.tenant == tenant for namespace in house.pool.open_namespaces())
+
+    counts = [fill(f"tenant {nth}") for nth in range(5)]
+    assert counts == sorted(counts, reverse=True) and counts[0] <= 32 and counts[-1] > 0

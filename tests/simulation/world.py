@@ -25,6 +25,7 @@ from kvpool_server.cache.pool import Pool
 from kvpool_server.cache.steps import finish
 from tests.support.clock import FakeClock
 from tests.support.values import block_hash, group_spec, namespace_spec
+from tests.support.verification import verify
 
 EXTENT_BYTES, NUM_EXTENTS = 64, 4
 LIMITS = Limits(
@@ -500,11 +501,7 @@ class World:
         bad = corrupt if corrupt in there and not self._read_now((group, corrupt)) else None
         if bad is not None:
             self.memory[self.stored[group, bad].slot] ^= 0x10
-        checked, dropped = self.pool.verify(
-            self.fingerprints[group[0]],
-            [self._run(group, names)],
-            lambda offset, nbytes: self.memory[offset : offset + nbytes],
-        )
+        checked, dropped = verify(self.pool, self.fingerprints[group[0]], [self._run(group, names)], self.memory)
         assert (checked, dropped) == (len(there), int(bad is not None))
         if bad is not None:
             self.stored.pop((group, bad), None)

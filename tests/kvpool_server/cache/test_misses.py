@@ -11,6 +11,7 @@ from kvpool_server.cache.steps import finish
 from tests.kvpool_server.cache.test_pool import CHUNK, LIMITS, Bench
 from tests.support.effort import effort
 from tests.support.values import block_hash, group_spec, namespace_spec, run_of
+from tests.support.verification import verify
 
 (
     NEVER_STORED,
@@ -74,7 +75,7 @@ def test_what_was_removed_or_cleared(bench: Bench, clears: bool) -> None:
 def test_what_had_changed(bench: Bench) -> None:
     bench.store("a", "b", "c")
     bench.memory[:] ^= 0xFF
-    bench.pool.verify(bench.name, [run_of("b")], lambda at, count: bench.memory[at : at + count])
+    verify(bench.pool, bench.name, [run_of("b")], bench.memory)
     assert missing(bench, "a", "b", "c", "d") == [(CORRUPT, 2), (NEVER_STORED, 1)]
 
 
@@ -116,7 +117,7 @@ def test_causes_that_change_too_often_are_cut_short() -> None:
     bench.store(*names)
     bench.pool.remove(bench.name, [run_of(*names[::2])])
     bench.memory[:] = 0
-    bench.pool.verify(bench.name, [run_of(*names[1::2])], lambda at, count: bench.memory[at : at + count])
+    verify(bench.pool, bench.name, [run_of(*names[1::2])], bench.memory)
     found = missing(bench, *names)
     assert len(found) == MAX_MISSES
     assert found[:2] == [(REMOVED, 1), (CORRUPT, 1)] and found[-1][1] == len(names) - MAX_MISSES + 1

@@ -29,6 +29,7 @@ from kvpool_server.cache.tier_access import pin, reserve
 from tests.support.bare_pool import SLOT_BYTES, make_pool, put
 from tests.support.clock import FakeClock
 from tests.support.values import block_hash, group_spec, namespace_spec, payload, run_of
+from tests.support.verification import verify
 
 CHUNK = 100
 WHOLE = ShardRange(0, 2)
@@ -620,11 +621,7 @@ def test_verify_drops_what_has_changed_and_nothing_else(bench: Bench) -> None:
     bench.store("a", "b")
     (offset,) = bench.pool.get(bench.look("b", ttl_ms=50).lease_id, bench.name, [run_of("b")], WHOLE).offsets
     bench.memory[offset + 2 * CHUNK - 1] ^= 1
-    read = bench.memory.__getitem__
-    verified = bench.pool.verify(
-        bench.name, [run_of("a", "b", "c")], lambda offset, nbytes: read(slice(offset, offset + nbytes))
-    )
-    assert verified == (2, 1)
+    assert verify(bench.pool, bench.name, [run_of("a", "b", "c")], bench.memory) == (2, 1)
     assert bench.present("a", "b") == ["a"]
     assert bench.pool.counters["corrupt_blocks"] == 1
 
@@ -775,7 +772,7 @@ def test_an_observer_hears_of_each_way_to_go(bench: Bench, told: Told) -> None:
     bench.pool.remove(bench.name, [run_of("c")])
     assert told.names(*"abc") == ["a", "b"]
     bench.memory[bench.group.index[block_hash("a")].offset] ^= 1
-    bench.pool.verify(bench.name, [run_of("a")], lambda offset, nbytes: bench.memory[offset : offset + nbytes])
+    verify(bench.pool, bench.name, [run_of("a")], bench.memory)
     assert told.names(*"ab") == ["b"]
     bench.store(*range(10))
     assert told.names("b") == []

@@ -168,7 +168,7 @@ def test_a_verification_passes_over_what_was_dropped_since_it_was_found(rig: Rig
         return result
 
     memory = np.zeros(24 * CHUNK, np.uint8)
-    checked, _ = asyncio.run(Verifier(rig.pool, memory, run).verify(rig.name, [run_of(*range(12))]))
+    checked, _ = asyncio.run(Verifier(rig.pool, memory, run).verify(rig.name, [run_of(*range(12))], "caller"))
     assert checked == 11
     rig.pool.check_integrity()
     rig.pool.clear()

@@ -1,0 +1,181 @@
+"""Slots that callers share: in turn, none lost, and nothing else that callers wait for."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+
+import pytest
+
+import kvpool_server
+from kvpool.errors import OutOfSpaceError, PoolTimeoutError, UnavailableError
+from kvpool_server import inbox
+from kvpool_server.fair_slots import FairSlots
+from kvpool_server.verifier import MAX_WAITING, Verifier
+
+OWN_WAITS = {"reports/usage_ledger.py", "tiering/demoter.py", "tiers/file/tier.py"}
+"""Modules that wait for the server's own work, or of a caller that has its turn."""
+
+
+class Calls:
+    """Calls that hold a slot until `end`."""
+
+    def __init__(self, slots: FairSlots):
+        self.slots = slots
+        self.running: list[str] = []
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    async def begin(self, *names: str) -> None:
+        """Begins calls, whose callers are the names' first letters."""
+        for name in names:
+            self._tasks[name] = asyncio.create_task(self._call(name))
+            await asyncio.sleep(0)
+
+    async def _call(self, name: str) -> None:
+        async with self.slots.slot(name[0].strip("-")):
+            self.running.append(name)
+            try:
+                await asyncio.sleep(60)
+            finally:
+                self.running.remove(name)
+
+    async def end(self, *names: str) -> None:
+        for name in names:
+            self._tasks[name].cancel()
+        await asyncio.gather(*(self._tasks.pop(name) for name in names), return_exceptions=True)
+        await asyncio.sleep(0)
+
+
+def _run(most: int, most_own: int, test: Callable[[Calls], Coroutine[None, None, None]]) -> None:
+    asyncio.run(test(Calls(FairSlots(most, most_own))))
+
+
+def test_callers_take_turns_however_many_calls_each_has_waiting() -> None:
+    async def run(calls: Calls) -> None:
+        await calls.begin("a1", "a2", "a3", "b1", "b2", "c1")
+        order = []
+        while calls.running:
+            order += calls.running
+            await calls.end(*calls.running)
+        assert order == ["a1", "a2", "b1", "c1", "a3", "b2"], "a2 came before the others"
+
+    _run(1, 1, run)
+
+
+def test_a_caller_leaves_as_many_slots_as_it_has() -> None:
+    async def run(calls: Calls) -> None:
+        await calls.begin(*(f"{caller}{nth}" for caller in "abcd" for nth in range(8)))
+        assert [sum(name[0] == caller for name in calls.running) for caller in "abcd"] == [3, 3, 1, 1]
+        await calls.end("a0", "a1", "a2")
+        assert [sum(name[0] == caller for name in calls.running) for caller in "abcd"] == [1, 3, 2, 1]
+
+    _run(8, 3, run)
+
+
+def test_callers_that_are_not_told_apart_have_all_slots() -> None:
+    async def run(calls: Calls) -> None:
+        await calls.begin(*(f"-{nth}" for nth in range(8)))
+        assert len(calls.running) == 4
+
+    _run(4, 1, run)
+
+
+def test_a_call_that_is_cancelled_gives_its_slot_or_its_place_back() -> None:
+    async def run(calls: Calls) -> None:
+        await calls.begin("a1", "b1", "c1")
+        await calls.end("b1")
+        await calls.end("a1")
+        assert calls.running == ["c1"]
+        await calls.begin("a1", "b1")
+        calls._tasks["c1"].cancel()
+        calls._tasks["a1"].cancel()  # While its slot is on the way.
+        await calls.end("c1", "a1")
+        assert calls.running == ["b1"]
+        await calls.end("b1")
+        assert not calls.slots._taken.total and not calls.slots._waiting
+
+    _run(1, 1, run)
+
+
+def test_a_slot_that_does_not_come_in_time_is_an_error() -> None:
+    async def run(calls: Calls) -> None:
+        await calls.begin("a1")
+        with pytest.raises(UnavailableError, match="try again later"):
+            async with calls.slots.slot("b", 0.01):
+                pass
+        await calls.end("a1")
+        await calls.begin("c1")
+        assert calls.running == ["c1"]
+
+    _run(1, 1, run)
+
+
+def test_a_stream_waits_for_its_client_as_long_as_bytes_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inbox, "PIECE_S", 0.2)
+
+    async def wait(nbytes: int) -> None:
+        pace = inbox.Pace()
+        for _ in range(30):
+            await pace.wait(asyncio.sleep(0.02), nbytes)
+
+    asyncio.run(wait(inbox.PACE_BYTES))
+    with pytest.raises(PoolTimeoutError, match=r"moved less than 1048576 bytes in 0\.2 s"):
+        asyncio.run(wait(1))
+
+
+class SlowVerifier(Verifier):
+    """Verifies nothing, one call each time that the test says so."""
+
+    def __init__(self) -> None:
+        super().__init__(None, None, self._wait)  # type: ignore[arg-type]
+        self.go_on = asyncio.Semaphore(0)
+
+    async def _wait(self, _: object) -> list[object]:
+        await self.go_on.acquire()
+        raise LookupError
+
+
+def test_a_callers_verifications_wait_for_each_other_and_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        verifier, ended = SlowVerifier(), []
+        monkeypatch.setattr(verifier, "_pool", Anything())
+
+        async def verify(caller: str) -> None:
+            with pytest.raises(LookupError):
+                await verifier.verify(b"", [], caller)
+            ended.append(caller)
+
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(MAX_WAITING + 1):
+                tasks.create_task(verify("acme"))
+            await asyncio.sleep(0)
+            with pytest.raises(OutOfSpaceError, match=f"{MAX_WAITING} verifications of acme wait"):
+                await verifier.verify(b"", [], "acme")
+            tasks.create_task(verify("umbra"))
+            await asyncio.sleep(0)
+            for _ in range(MAX_WAITING + 2):
+                verifier.go_on.release()
+        assert "umbra" in ended[:3]
+
+    asyncio.run(run())
+
+
+class Anything:
+    """Has every method."""
+
+    def __getattr__(self, _: str) -> Callable[..., None]:
+        return lambda *_: None
+
+
+def test_callers_wait_for_nothing_but_fair_slots() -> None:
+    root = Path(kvpool_server.__file__).parent
+    waits = {"Lock", "Semaphore", "BoundedSemaphore", "Condition", "Queue"}
+    found = {
+        str(path.relative_to(root))
+        for path in root.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and node.attr in waits and ast.unparse(node.value) == "asyncio"
+    }
+    assert found == OWN_WAITS, "callers that wait for others: give each its turn, with FairSlots"
