@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
 
 import numpy as np
 import numpy.typing as npt
+import structlog
 
 from kvpool.errors import ChecksumError, InvalidRequestError
 from kvpool.hashing import checksum
@@ -16,6 +16,8 @@ from kvpool_server.cache.leases import Owner
 from kvpool_server.cache.pool import Pool
 from kvpool_server.cache.steps import Run, finish
 from kvpool_server.tiering.tiered_pool import TieredPool
+
+log = structlog.get_logger()
 
 MAX_CHUNK_BYTES = 4 << 20
 TTL_MS = 60_000
@@ -55,17 +57,11 @@ async def put_chunk(pool: Pool, memory: npt.NDArray[np.uint8], chunk: Chunk, run
     return grant.statuses[0]
 
 
-async def get_chunk(
-    tiered: TieredPool,
-    memory: npt.NDArray[np.uint8],
-    key: PoolKey,
-    verify: Callable[[bytes, list[BlockRun]], Awaitable[object]],
-) -> Chunk | None:
-    """The chunk at an address; None if the block is missing or its bytes have changed.
+async def get_chunk(tiered: TieredPool, memory: npt.NDArray[np.uint8], key: PoolKey) -> Chunk | None:
+    """The chunk at an address; None if the block is missing, or if its bytes have changed, which drops it.
 
     Args:
         memory: the arena: uint8 [arena_bytes].
-        verify: called with a namespace's fingerprint and runs whose bytes differ from their checksums.
 
     Raises InvalidRequestError if the group's chunks are larger than a message may be.
     """
@@ -87,7 +83,8 @@ async def get_chunk(
     # The event loop runs no other call between the release and this copy.
     payload = memory[located.offsets[0] : located.offsets[0] + nbytes].tobytes()
     if checksum(payload) != located.checksums[0]:
-        await verify(key.namespace, [run])
+        finish(pool.drop_corrupt_in_steps(finish(pool.complete_in_steps(key.namespace, [run]))))
+        log.error("corrupt block dropped", block=key.block_hash.hex())
         return None
     return Chunk(key, payload, located.checksums[0])
 

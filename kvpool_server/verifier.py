@@ -68,9 +68,9 @@ class Verifier:
 
 def find_corrupt(entries: Sequence[Entry], memory: npt.NDArray[np.uint8]) -> list[Entry]:
     """Those of some complete entries whose bytes in the arena differ from their checksums."""
-
-    def differs(entry: Entry) -> bool:
-        at, size = entry.offset, entry.group.spec.chunk_bytes
-        return any(checksum(memory[at + nth * size :][:size]) != told for nth, told in enumerate(entry.checksums))
-
-    return list(filter(differs, entries))
+    return [
+        entry
+        for entry in entries
+        for size in [entry.group.spec.chunk_bytes]
+        if any(checksum(memory[entry.offset + nth * size :][:size]) != told for nth, told in enumerate(entry.checksums))
+    ]

@@ -76,13 +76,12 @@ class Holds:
         return lease.id, ttl_ms
 
     def _may_lease(self, owner: Owner, num_blocks: int) -> bool:
-        limits, name = self._limits, owner.name
-        if len(self.leases) >= limits.max_leases or not name:
-            return len(self.leases) < limits.max_leases
+        leases, limits, name = self.leases, self._limits, owner.name
         own = self._limits_of(name) if owner.tenant else _NO_LIMITS
-        return self.leases.holds.has_room(name, 1, limits.max_leases, own.leases) and (
-            self.leases.blocks.has_room(name, num_blocks, limits.max_leased_blocks, own.leased_blocks)
+        is_within = leases.holds.has_room(name, 1, limits.max_leases, own.leases) and leases.blocks.has_room(
+            name, num_blocks, limits.max_leased_blocks, own.leased_blocks
         )
+        return len(leases) < limits.max_leases and (is_within or not name)
 
     def pin(self, pinned: list[Entry], entries: Sequence[Entry]) -> None:
         """Keeps the entries that a lookup has found from eviction until its next step: those beyond `pinned`.

@@ -65,6 +65,13 @@ class PoolNamespace:
             for idx, group in enumerate(spec.groups)
         ]
 
+    def group(self, group_idx: int) -> Group:
+        """Raises InvalidRequestError if there is none."""
+        if group_idx >= len(self.groups):
+            last = len(self.groups) - 1
+            raise InvalidRequestError(f"group_idx {group_idx}: the namespace has groups 0 to {last}; name one of them")
+        return self.groups[group_idx]
+
     def entries(self) -> list[Entry]:
         """All live entries; takes long where they are many."""
         return [entry for group in self.groups for held in (group.index, group.leaving) for entry in held.values()]
@@ -226,9 +233,6 @@ class Namespaces:
         namespace.last_use = next(self._uses)
         return namespace
 
-    def group(self, fingerprint: bytes, group_idx: int) -> Group:
-        return _group(self.get(fingerprint), group_idx)
-
     def groups(self, fingerprint: bytes, runs: Sequence[BlockRun], most: int = 0) -> tuple[PoolNamespace, list[Group]]:
         """The namespace, and the group of each run. Raises InvalidRequestError for a batch of no or too many blocks.
 
@@ -236,11 +240,7 @@ class Namespaces:
         """
         most = most or self._limits.max_lookup_blocks
         namespace = self.get(fingerprint)
-        if len(runs) > self._limits.max_runs:
-            raise InvalidRequestError(
-                f"{len(runs)} runs; give at most {self._limits.max_runs}, and split larger batches"
-            )
-        found = [_group(namespace, run.group_idx) for run in runs]
+        found = [namespace.group(run.group_idx) for run in runs]
         total = sum(map(len, runs))
         if not 1 <= total <= most:
             raise InvalidRequestError(f"a batch of {total} blocks; give 1 to {most}, and split larger ones")
@@ -264,10 +264,3 @@ class Namespaces:
 def unknown_namespace(fingerprint: bytes) -> UnknownNamespaceError:
     """The error for a namespace that is not open, or that the caller must not know of."""
     return UnknownNamespaceError(f"namespace {fingerprint.hex()} is not open on this server; open it first")
-
-
-def _group(namespace: PoolNamespace, group_idx: int) -> Group:
-    if group_idx >= len(namespace.groups):
-        last = len(namespace.groups) - 1
-        raise InvalidRequestError(f"group_idx {group_idx}: the namespace has groups 0 to {last}; name one of them")
-    return namespace.groups[group_idx]

@@ -179,10 +179,10 @@ class Pool:
         return self._namespaces.find(fingerprint)
 
     def chunk_bytes(self, fingerprint: bytes, run: BlockRun) -> int:
-        return self._namespaces.group(fingerprint, run.group_idx).spec.chunk_bytes
+        return self._namespaces.get(fingerprint).group(run.group_idx).spec.chunk_bytes
 
     def slot_bytes(self, fingerprint: bytes, run: BlockRun) -> int:
-        return self._namespaces.group(fingerprint, run.group_idx).spec.slot_bytes
+        return self._namespaces.get(fingerprint).group(run.group_idx).spec.slot_bytes
 
     def quotas(self) -> list[Quota]:
         """All quotas and their usage, by subject."""

@@ -1,4 +1,4 @@
-"""How clients share what there is a bounded amount of."""
+"""How clients share a limit."""
 
 from __future__ import annotations
 
