@@ -84,6 +84,18 @@ def test_kubernetes_knows_every_object(version: str, rendered: list[dict[str, An
             check_object(each, version)
 
 
+def test_older_kubernetes_gets_only_what_it_has() -> None:
+    def render(mode: str, version: str) -> subprocess.CompletedProcess[str]:
+        given = [part for value in MODES[mode] for part in ("--set", value)]
+        return helm("template", "kvpool", str(CHART), "--kube-version", version, *given)
+
+    assert all(render(mode, "1.27").returncode == 0 for mode in ("node", "memory"))
+    assert "mode: sidecar needs Kubernetes 1.29" in render("sidecar", "1.28").stderr
+    assert render("sidecar", "1.29").returncode == 0
+    spreads = {version: "trafficDistribution" in render("memory", version).stdout for version in ("1.30", "1.31")}
+    assert spreads == {"1.30": False, "1.31": True}
+
+
 def test_kubernetes_refuses_a_field_that_it_does_not_know() -> None:
     service = _one(objects(CASES["node, plaintext"]), "Service")
     wrong = {**service, "spec": {**service["spec"], "internalTraffic": "Local"}}

@@ -82,6 +82,9 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- if and (eq .mode "sidecar") (not .engine.model) }}
 {{- fail "engine.model is empty: mode: sidecar starts an engine, which needs a model" }}
 {{- end }}
+{{- if and (eq .mode "sidecar") (semverCompare "<1.29.0-0" $.Capabilities.KubeVersion.Version) }}
+{{- fail (printf "mode: sidecar needs Kubernetes 1.29, whose pods have sidecar containers; this is %s: choose mode: node" $.Capabilities.KubeVersion.Version) }}
+{{- end }}
 {{- if and (eq .mode "sidecar") .tier.size }}
 {{- fail "tier.size is for the modes node and memory; leave it empty with mode: sidecar" }}
 {{- end }}
