@@ -50,7 +50,7 @@ SETTINGS = {
     "connection is closed after 30 seconds": "kvpool_server.events.sockets: DEAF_MS",
     "and a snapshot 10 seconds after its last one": "kvpool_server.events.publisher: SNAPSHOT_EVERY_S",
     "10 seconds after the last one of its key": "kvpool_server.events.publisher: SNAPSHOT_EVERY_S",
-    "a snapshot every 10 seconds": "kvpool_server.events.publisher: SNAPSHOT_EVERY_S",
+    "one snapshot every 10 seconds": "kvpool_server.events.publisher: SNAPSHOT_EVERY_S",
     "probed every 10 ms": "kvpool_server.loop_lag: PROBE_EVERY_S",
     "It waits 0.25 s": "vllm_plugin.breaker: FIRST_WAIT_S",
     "up to 5 s between": "vllm_plugin.breaker: MAX_RETRY_S",
