@@ -36,6 +36,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "jamba": ("jamba", {}),
     "mamba2": ("mamba2", {}),
     "fp8 cache": ("llama", {"kv_cache_dtype": "fp8"}),
+    "fp8 weights": ("llama", {"quantization": "fp8"}),
     "mtp": ("glm4_moe", {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}),
     "eagle": ("llama", {**FLOAT32, "speculative_config": {"method": "eagle", "num_speculative_tokens": 3}}),
     "eagle3": ("llama", {**FLOAT32, "speculative_config": {"method": "eagle3", "num_speculative_tokens": 3}}),
