@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
 
 from kvpool import replies, wire
-from kvpool.drain import DrainProgress
-from kvpool.explanation import Explanation
-from kvpool.explanation_messages import explanation
-from kvpool.holdings import NamespaceInfo
-from kvpool.ledger import LedgerPage, LedgerRow
+from kvpool.messages import checked
 from kvpool.rpc import Namespace, PoolRpc
 from kvpool.skew import Release
 from kvpool.transport.choice import Choice, choose
-from kvpool.types import BlockRun, HintKind, HintResult, PinBudget, PoolStats, Quota, WhoAmI
+from kvpool.types import BlockRun, HintKind, Quota
 from kvpool.v1 import pool_pb2 as pb
-from kvpool.value import ValueReport
 
 MAX_ROWS = 100_000
 """Of a ledger, over all of its parts: more than a server keeps."""
@@ -24,6 +18,9 @@ MAX_ROWS = 100_000
 
 class Admin:
     """Operators' calls, on a client's connection. Thread-safe.
+
+    Answers are messages of the contract, with the fields that `kvpool/v1/pool.proto` explains. Their numbers are in
+    bounds, and their texts can be printed: characters that cannot be are escaped.
 
     Raises (every method): UnavailableError, PoolTimeoutError, InvalidReplyError, and what its docstring names.
     """
@@ -41,19 +38,20 @@ class Admin:
         version, uptime_s = replies.ping(reply)
         return Release(version, reply.protocol), uptime_s
 
-    def whoami(self) -> WhoAmI:
+    def whoami(self) -> pb.WhoAmIResponse:
         """Who the server takes this client for."""
-        return replies.whoami(self._rpc.call(self._rpc.stub.WhoAmI, pb.WhoAmIRequest()))
+        reply: pb.WhoAmIResponse = self._rpc.call(self._rpc.stub.WhoAmI, pb.WhoAmIRequest())
+        return checked(reply)
 
     def try_transport(self) -> Choice:
         """Attaches to the server as `Client.open_namespace` does, and raises as it. Close the choice's transport."""
         return choose(self._rpc.config, replies.offer(self._rpc.ping()), self._rpc.channel)
 
-    def stats(self) -> PoolStats:
-        """What the pool holds, and its counters."""
+    def stats(self) -> pb.StatsResponse:
+        """What the pool holds, its counters, and how the server, its tiers and the engines that report are."""
         return replies.stats(self._rpc.call(self._rpc.stub.Stats, pb.StatsRequest()))
 
-    def namespaces(self, *, holdings: bool = True) -> list[NamespaceInfo]:
+    def namespaces(self, *, holdings: bool = True) -> list[pb.NamespaceInfo]:
         """Every open namespace, in the order of their opening.
 
         Args:
@@ -63,19 +61,24 @@ class Admin:
         reply = self._rpc.call(self._rpc.stub.ListNamespaces, request)
         return replies.namespaces(reply)
 
-    def value(self) -> ValueReport:
+    def value(self) -> pb.ValueResponse:
         """What smaller and larger arenas would hit: of the caller's tenant, or of all for an operator."""
-        return replies.value(self._rpc.call(self._rpc.stub.Value, pb.ValueRequest()))
+        reply: pb.ValueResponse = self._rpc.call(self._rpc.stub.Value, pb.ValueRequest())
+        return checked(reply)
 
-    def quotas(self) -> list[Quota]:
+    def quotas(self) -> list[pb.Quota]:
         """Every quota, by subject."""
-        return replies.quotas(self._rpc.call(self._rpc.stub.ListQuotas, pb.ListQuotasRequest()).quotas)
+        return list(self._list_quotas().quotas)
 
-    def pin_budgets(self) -> list[PinBudget]:
+    def pin_budgets(self) -> list[pb.PinBudget]:
         """What each tenant with open namespaces may pin, and has pinned; none from a server of an older release."""
-        return replies.pin_budgets(self._rpc.call(self._rpc.stub.ListQuotas, pb.ListQuotasRequest()).pin_budgets)
+        return list(self._list_quotas().pin_budgets)
 
-    def set_quotas(self, quotas: Sequence[Quota]) -> list[Quota]:
+    def _list_quotas(self) -> pb.ListQuotasResponse:
+        reply: pb.ListQuotasResponse = self._rpc.call(self._rpc.stub.ListQuotas, pb.ListQuotasRequest())
+        return checked(reply)
+
+    def set_quotas(self, quotas: Iterable[Quota | pb.Quota]) -> list[pb.Quota]:
         """Sets quotas, and deletes those of 0 bytes; returns all quotas after that.
 
         Blocks beyond a subject's new quota are evicted at once, except leased ones and those being written.
@@ -83,23 +86,26 @@ class Admin:
         Raises InvalidRequestError if one of the quotas is invalid; none is set.
         """
         request = pb.SetQuotasRequest(quotas=wire.encode_quotas(quotas))
-        return replies.quotas(self._rpc.call(self._rpc.stub.SetQuotas, request).quotas)
+        return list(checked(self._rpc.call(self._rpc.stub.SetQuotas, request)).quotas)
 
-    def ledger(self, since: int, until: int = 0) -> LedgerPage:
+    def ledger(self, since: int, until: int = 0) -> pb.LedgerResponse:
         """The ledger of hours that end after `since` and begin before `until`, in Unix time; 0: now.
 
-        The server answers in parts; the returned page has the rows of all parts.
+        The server answers in parts; the returned message has the rows of all parts.
         """
-        rows: list[LedgerRow] = []
+        whole = pb.LedgerResponse()
         while True:
             request = pb.LedgerRequest(since=since, until=until)
-            page = replies.ledger(self._rpc.call(self._rpc.stub.Ledger, request))
-            rows += page.rows
-            if page.next_since <= since or len(rows) > MAX_ROWS:
-                return replace(page, rows=tuple(rows), next_since=0)
-            since = page.next_since
+            part = checked(self._rpc.call(self._rpc.stub.Ledger, request))
+            whole.MergeFrom(part)
+            if part.next_since <= since or len(whole.rows) > MAX_ROWS:
+                whole.next_since = 0
+                return whole
+            since = part.next_since
 
-    def explain(self, fingerprint: bytes, runs: Sequence[BlockRun], *, timeout_ms: int | None = None) -> Explanation:
+    def explain(
+        self, fingerprint: bytes, runs: Sequence[BlockRun], *, timeout_ms: int | None = None
+    ) -> pb.ExplainResponse:
         """What the server knows of a prompt's blocks, given under their names on the wire: see `PoolRpc.name_of`.
 
         Args:
@@ -108,9 +114,9 @@ class Admin:
         Raises UnknownNamespaceError, InvalidRequestError.
         """
         request = pb.ExplainRequest(namespace=fingerprint, runs=wire.encode_runs(runs))
-        return explanation(self._rpc.call(self._rpc.stub.Explain, request, timeout_ms), runs)
+        return replies.explanation(self._rpc.call(self._rpc.stub.Explain, request, timeout_ms), runs)
 
-    def drain(self, deadline_ms: int = 0, boot_token: int = 0) -> DrainProgress:
+    def drain(self, deadline_ms: int = 0, boot_token: int = 0) -> pb.DrainResponse:
         """Takes the server out of service, and says how far the drain is; further calls say it again.
 
         The server refuses new leases and tickets from now on, lets the live ones end, writes what its tiers lack, and
@@ -124,7 +130,8 @@ class Admin:
         Raises InvalidRequestError, and UnavailableError from a server with another boot token.
         """
         request = pb.DrainRequest(deadline_ms=deadline_ms, boot_token=boot_token)
-        return replies.drain(self._rpc.call(self._rpc.stub.Drain, request))
+        reply: pb.DrainResponse = self._rpc.call(self._rpc.stub.Drain, request)
+        return checked(reply)
 
     def is_draining(self) -> bool:
         """Whether the server refuses new leases and tickets, and stops soon."""
@@ -138,7 +145,7 @@ class Admin:
         *,
         pin_seconds: int = 0,
         timeout_ms: int | None = None,
-    ) -> HintResult:
+    ) -> pb.HintResponse:
         """As `Hints`, of blocks given under their names on the wire. A pin of 0 s ends pins."""
         return self._rpc.hint(fingerprint, wire.encode_runs(runs), kind, pin_seconds, timeout_ms)
 
@@ -157,5 +164,5 @@ class Admin:
         """Lets the server compare blocks with their checksums; returns the numbers of (checked, dropped) blocks."""
         request = pb.VerifyRequest(namespace=namespace.fingerprint, runs=self._rpc.encode_runs(runs))
         reply = self._rpc.call(self._rpc.stub.Verify, request)
-        checked = replies.count("num_checked", reply.num_checked, sum(map(len, runs)))
-        return checked, replies.count("num_dropped", reply.num_dropped, checked)
+        num_checked = replies.count("num_checked", reply.num_checked, sum(map(len, runs)))
+        return num_checked, replies.count("num_dropped", reply.num_dropped, num_checked)

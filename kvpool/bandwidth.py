@@ -27,10 +27,11 @@ from kvpool.block_io import InPlace
 from kvpool.client import Client
 from kvpool.config import ClientConfig
 from kvpool.errors import InvalidRequestError, KVPoolError, OutOfSpaceError, PermissionDeniedError
-from kvpool.holdings import NamespaceInfo
 from kvpool.namespace import MEASUREMENT_MODEL, GroupSpec, NamespaceSpec
 from kvpool.principal import Role
-from kvpool.types import HASH_BYTES, BlockRun, PoolStats, ShardRange
+from kvpool.types import HASH_BYTES, BlockRun, ShardRange
+from kvpool.v1 import pool_pb2 as pb
+from kvpool.wire import decode_spec
 
 HIT_TOKENS = 1_000
 """Of the hit whose cost is computed."""
@@ -177,9 +178,9 @@ def largest_group(spec: NamespaceSpec, tp_size: int, num_tokens: int = HIT_TOKEN
     return max(spec.groups, key=lambda group: hit_bytes(group, num_tokens, tp_size))
 
 
-def hit_cost(measured: Bandwidth, namespace: NamespaceInfo, tp_size: int, num_tokens: int = HIT_TOKENS) -> HitCost:
+def hit_cost(measured: Bandwidth, namespace: pb.NamespaceInfo, tp_size: int, num_tokens: int = HIT_TOKENS) -> HitCost:
     """What loading a hit of so many tokens would cost one rank at the measured rates, its lookup included."""
-    groups = namespace.spec.groups
+    groups = decode_spec(namespace.spec).groups
     nbytes = sum(hit_bytes(group, num_tokens, tp_size) for group in groups)
     # Each group's blocks are a get of their own.
     latency_s = measured.one_block_s + (len(groups) - 1) * measured.round_trip_s
@@ -195,9 +196,9 @@ def usual_block(client: Client) -> GroupSpec:
     """
     if free_bytes(client.admin.stats()) >= 2 * LEAST_BYTES:
         return BLOCK
-    used = [info for info in client.admin.namespaces(holdings=False) if not info.spec.is_measurement]
+    used = [info for info in client.admin.namespaces(holdings=False) if info.spec.model != MEASUREMENT_MODEL]
     latest = min(used, key=lambda info: info.idle_seconds, default=None)
-    groups = (BLOCK,) if latest is None else latest.spec.groups
+    groups = (BLOCK,) if latest is None else decode_spec(latest.spec).groups
     return max(groups, key=lambda group: group.slot_bytes / group.block_tokens)
 
 
@@ -253,12 +254,12 @@ def measure(
     )
 
 
-def free_bytes(stats: PoolStats) -> int:
+def free_bytes(stats: pb.StatsResponse) -> int:
     """Memory that the pool can give to new blocks without evicting any."""
     return max(0, stats.free_bytes - max(0, stats.arena_bytes - stats.prefaulted_bytes))
 
 
-def _room(stats: PoolStats) -> int:
+def _room(stats: pb.StatsResponse) -> int:
     """Bytes that a round may store."""
     return max(free_bytes(stats) // 2, min(LEAST_BYTES, stats.arena_bytes // 2))
 

@@ -14,7 +14,7 @@ import zmq
 
 from kvpool.curve import SubscriberKeys
 from kvpool.errors import InvalidReplyError, InvalidRequestError, PoolTimeoutError
-from kvpool.holdings import escaped
+from kvpool.text import escaped
 
 END_SEQ = (1 << 64) - 1
 CLEARED = "AllBlocksCleared"

@@ -5,15 +5,16 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from kvpool.explanation import MAX_RANGES, BlockRange, BlockState, EvictedFor, Explanation, RunExplanation
-from kvpool.holdings import duration_text, printable
+from kvpool.messages import fields_of
 from kvpool.namespace import GroupSpec, NamespaceSpec
-from kvpool.types import MissCause
+from kvpool.text import duration_text
+from kvpool.types import MAX_RANGES
+from kvpool.v1 import pool_pb2 as pb
 
 PREFIX_KIND = "full_attention"
 """Of groups of which a hit needs every block from the start on."""
@@ -21,13 +22,13 @@ MAX_SENTENCES = 12
 """About ranges; the table has all of them."""
 
 _WHY = {
-    MissCause.NEVER_STORED: "never stored",
-    MissCause.BEING_WRITTEN: "being written now",
-    MissCause.EVICTED: "evicted",
-    MissCause.REMOVED: "removed or cleared",
-    MissCause.CORRUPT: "dropped because their bytes had changed",
-    MissCause.PUT_FAILED: "not stored completely, because the writer gave up or was too slow",
-    MissCause.OTHER_NAMESPACE: "in another namespace",
+    pb.MISS_CAUSE_NEVER_STORED: "never stored",
+    pb.MISS_CAUSE_BEING_WRITTEN: "being written now",
+    pb.MISS_CAUSE_EVICTED: "evicted",
+    pb.MISS_CAUSE_REMOVED: "removed or cleared",
+    pb.MISS_CAUSE_CORRUPT: "dropped because their bytes had changed",
+    pb.MISS_CAUSE_PUT_FAILED: "not stored completely, because the writer gave up or was too slow",
+    pb.MISS_CAUSE_OTHER_NAMESPACE: "in another namespace",
 }
 
 
@@ -37,7 +38,7 @@ class TokenRange:
 
     start: int
     stop: int
-    blocks: BlockRange
+    blocks: pb.BlockRange
 
 
 class PromptReport:
@@ -49,7 +50,7 @@ class PromptReport:
         found: one run a group, in the order of the groups, of whole blocks from the prompt's start on.
     """
 
-    def __init__(self, spec: NamespaceSpec, num_tokens: int, found: Explanation):
+    def __init__(self, spec: NamespaceSpec, num_tokens: int, found: pb.ExplainResponse):
         self._spec = spec
         self._found = found
         self.num_tokens = num_tokens
@@ -65,15 +66,15 @@ class PromptReport:
         """The server knows no block of the prompt, in this namespace or in another."""
         parts = [part for run in self._found.runs for part in run.ranges]
         return not self._found.elsewhere and all(
-            part.state is BlockState.MISSING and part.cause is MissCause.NEVER_STORED for part in parts
+            part.state == pb.BLOCK_STATE_MISSING and part.cause == pb.MISS_CAUSE_NEVER_STORED for part in parts
         )
 
-    def _prefix_groups(self) -> list[tuple[GroupSpec, RunExplanation]]:
+    def _prefix_groups(self) -> list[tuple[GroupSpec, pb.RunExplanation]]:
         """The groups of which a hit needs every block from the start on; all groups if there is none such."""
         pairs = [(self._spec.groups[run.group_idx], run) for run in self._found.runs]
         return [(group, run) for group, run in pairs if group.kind == PREFIX_KIND] or pairs
 
-    def _shortest(self) -> tuple[int, RunExplanation]:
+    def _shortest(self) -> tuple[int, pb.RunExplanation]:
         """The run whose stored prefix ends first, and at which token."""
         ends = [(_leading(run) * group.block_tokens, run) for group, run in self._prefix_groups()]
         return min(ends, key=lambda pair: pair[0])
@@ -97,16 +98,16 @@ class PromptReport:
                 starts = stops - 1
             is_there = np.zeros(int(stops.max(initial=0)) + 1, np.int64)
             for part in run.ranges:
-                if part.state is not BlockState.MISSING:
-                    is_there[part.first : part.stop] = 1
+                if part.state != pb.BLOCK_STATE_MISSING:
+                    is_there[part.first : part.first + part.count] = 1
             num_there = np.concatenate(([0], np.cumsum(is_there)))
             usable &= num_there[stops] - num_there[starts] == stops - starts
         return int(boundaries[usable.argmax()]) if usable.any() else 0
 
-    def ranges(self, run: RunExplanation) -> list[TokenRange]:
+    def ranges(self, run: pb.RunExplanation) -> list[TokenRange]:
         """The ranges of a run in tokens."""
         size = self._spec.groups[run.group_idx].block_tokens
-        return [TokenRange(part.first * size, part.stop * size, part) for part in run.ranges]
+        return [TokenRange(part.first * size, (part.first + part.count) * size, part) for part in run.ranges]
 
     def sentences(self) -> list[str]:
         """What is known, most important first. One sentence or few a line."""
@@ -137,12 +138,12 @@ class PromptReport:
         at, run = self._shortest()
         for part in self.ranges(run):
             which, blocks = f"Tokens {part.start:,} to {part.stop:,}", part.blocks
-            if blocks.state is BlockState.MISSING:
-                times, room = _times(blocks), _room(blocks.evicted_for)
+            if blocks.state == pb.BLOCK_STATE_MISSING:
+                times, room = _times(blocks), _room(blocks)
                 yield f"{which} {_verb(blocks)}{times}{',' if room and ',' in times else ''}{room}."
-            elif blocks.state is BlockState.IN_TIER:
+            elif blocks.state == pb.BLOCK_STATE_IN_TIER:
                 yield (
-                    f"{which} are only in tier {printable(blocks.tier)}: a request waits until the server has read "
+                    f"{which} are only in tier {blocks.tier}: a request waits until the server has read "
                     "them from there, or computes them."
                 )
             elif part.start > at:
@@ -155,7 +156,7 @@ class PromptReport:
                 "tokens after it."
             )
         size = self._spec.groups[run.group_idx].block_tokens
-        if (explained := run.ranges[-1].stop * size) < self.num_tokens // size * size:
+        if (explained := self.ranges(run)[-1].stop) < self.num_tokens // size * size:
             yield (
                 f"The explanation ends at token {explained:,}: it has room for {MAX_RANGES} ranges of tokens, and the "
                 "prompt has more."
@@ -179,18 +180,18 @@ class PromptReport:
             )
             yield (
                 f"Tokens {self.loadable:,} to {usable:,} are stored, but cannot be loaded: the model also needs the "
-                f"window or state at the end of what is loaded ({printable(kinds)}), and that is missing there."
+                f"window or state at the end of what is loaded ({kinds}), and that is missing there."
             )
 
     def _about_others(self) -> Iterator[str]:
         for match in self._found.elsewhere:
-            fields = "; ".join(printable(text) for text in match.differences) or "fields that this caller may not see"
+            fields = "; ".join(match.differences) or "fields that this caller may not see"
             yield (
                 f"Namespace {match.fingerprint.hex()[:12]} has {_blocks(match.count)} of this prompt, from the first "
                 f"missing block on. The namespace differs in: {fields}."
             )
         if self._found.tiers_away:
-            names = ", ".join(map(printable, self._found.tiers_away))
+            names = ", ".join(self._found.tiers_away)
             yield f"These tiers did not say which blocks they have, which may include missing ones: {names}."
 
     def _about_memory(self) -> Iterator[str]:
@@ -212,10 +213,10 @@ class PromptReport:
         return [
             [
                 f"{part.start:,} to {part.stop:,}",
-                printable(self._spec.groups[run.group_idx].kind),
+                self._spec.groups[run.group_idx].kind,
                 _where(part.blocks),
-                "" if part.blocks.cause is None else _WHY[part.blocks.cause] + _room(part.blocks.evicted_for),
-                _times(part.blocks).strip() if part.blocks.cause is not None else _used(part.blocks),
+                "" if _is_complete(part.blocks) else _why(part.blocks) + _room(part.blocks),
+                _used(part.blocks) if _is_complete(part.blocks) else _times(part.blocks).strip(),
             ]
             for run in self._found.runs
             for part in self.ranges(run)
@@ -252,61 +253,66 @@ def _blocks(count: int) -> str:
     return f"{count:,} block{'' if count == 1 else 's'}"
 
 
-def _leading(run: RunExplanation) -> int:
+def _leading(run: pb.RunExplanation) -> int:
     """Stored blocks before the first that is missing."""
-    stored = itertools.takewhile(lambda part: part.state is not BlockState.MISSING, run.ranges)
+    stored = itertools.takewhile(lambda part: part.state != pb.BLOCK_STATE_MISSING, run.ranges)
     return sum(part.count for part in stored)
 
 
 def _json_range(part: TokenRange) -> dict[str, Any]:
-    blocks = part.blocks
+    blocks, known = part.blocks, fields_of(part.blocks)
     return {
         "start": part.start,
         "stop": part.stop,
-        "state": blocks.state.name.lower(),
-        "cause": None if blocks.cause is None else blocks.cause.name.lower(),
+        "state": pb.BlockState.Name(blocks.state).removeprefix("BLOCK_STATE_").lower(),
+        "cause": None if _is_complete(blocks) else pb.MissCause.Name(blocks.cause).removeprefix("MISS_CAUSE_").lower(),
         "tier": blocks.tier or None,
-        "newest_left_seconds": blocks.newest_left_seconds,
-        "oldest_left_seconds": blocks.oldest_left_seconds,
-        "unused_seconds": blocks.unused_seconds,
-        "evicted_for": None if blocks.evicted_for is None else asdict(blocks.evicted_for),
+        **{name: known[name] for name in ("newest_left_seconds", "oldest_left_seconds", "unused_seconds")},
+        "evicted_for": known["evicted_for"],
     }
 
 
-def _verb(part: BlockRange) -> str:
-    assert part.cause is not None
-    tense = "are" if part.cause is MissCause.BEING_WRITTEN else "were"
-    return f"{tense} {_WHY[part.cause]}"
+def _is_complete(part: pb.BlockRange) -> bool:
+    return part.state == pb.BLOCK_STATE_COMPLETE
 
 
-def _times(part: BlockRange) -> str:
+def _why(part: pb.BlockRange) -> str:
+    return _WHY[part.cause]
+
+
+def _verb(part: pb.BlockRange) -> str:
+    tense = "are" if part.cause == pb.MISS_CAUSE_BEING_WRITTEN else "were"
+    return f"{tense} {_why(part)}"
+
+
+def _times(part: pb.BlockRange) -> str:
     """When blocks left, and how long after their last use."""
-    newest, oldest = part.newest_left_seconds, part.oldest_left_seconds
-    if newest is None or oldest is None:
+    if not part.HasField("newest_left_seconds") or not part.HasField("oldest_left_seconds"):
         return ""
-    shortest, longest = duration_text(newest), duration_text(oldest)
+    shortest, longest = duration_text(part.newest_left_seconds), duration_text(part.oldest_left_seconds)
     text = f" {longest} ago" if shortest == longest else f" {longest} to {shortest} ago"
-    if part.unused_seconds is not None and part.cause is MissCause.EVICTED:
+    if part.HasField("unused_seconds") and part.cause == pb.MISS_CAUSE_EVICTED:
         text += f", {duration_text(part.unused_seconds)} after their last use"
     return text
 
 
-def _room(whose: EvictedFor | None) -> str:
-    if whose is None:
+def _room(part: pb.BlockRange) -> str:
+    if not part.HasField("evicted_for"):
         return ""
+    whose = part.evicted_for
     if whose.is_hidden:
         return " to make room for another tenant"
-    of_model = f"model {printable(whose.model)}" if whose.model else "one of its models"
+    of_model = f"model {whose.model}" if whose.model else "one of its models"
     if not whose.tenant:
         return f" to make room for {of_model}" if whose.model else " to make room for another put"
-    return f" to make room for tenant {printable(whose.tenant)} ({of_model})"
+    return f" to make room for tenant {whose.tenant} ({of_model})"
 
 
-def _where(part: BlockRange) -> str:
-    if part.state is BlockState.IN_TIER:
-        return printable(part.tier)
-    return "memory" if part.state is BlockState.COMPLETE else "missing"
+def _where(part: pb.BlockRange) -> str:
+    if part.state == pb.BLOCK_STATE_IN_TIER:
+        return part.tier
+    return "memory" if part.state == pb.BLOCK_STATE_COMPLETE else "missing"
 
 
-def _used(part: BlockRange) -> str:
-    return "" if part.unused_seconds is None else f"used {duration_text(part.unused_seconds)} ago"
+def _used(part: pb.BlockRange) -> str:
+    return "" if not part.HasField("unused_seconds") else f"used {duration_text(part.unused_seconds)} ago"

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvpool.rpc import Namespace, PoolRpc
-from kvpool.types import BlockRun, HintKind, HintResult
+from kvpool.types import BlockRun, HintKind
+from kvpool.v1 import pool_pb2 as pb
 
 
 class Hints:
@@ -22,7 +23,7 @@ class Hints:
     def __init__(self, rpc: PoolRpc):
         self._rpc = rpc
 
-    def pin(self, namespace: Namespace, runs: Sequence[BlockRun], seconds: int) -> HintResult:
+    def pin(self, namespace: Namespace, runs: Sequence[BlockRun], seconds: int) -> pb.HintResponse:
         """Has the stored blocks of a prefix evicted after all that are not pinned.
 
         Args:
@@ -30,18 +31,18 @@ class Hints:
         """
         return self._hint(namespace, runs, HintKind.PIN, max(1, seconds))
 
-    def unpin(self, namespace: Namespace, runs: Sequence[BlockRun]) -> HintResult:
+    def unpin(self, namespace: Namespace, runs: Sequence[BlockRun]) -> pb.HintResponse:
         """Ends the pins of a prefix, from its end to where other stored prefixes branch off."""
         return self._hint(namespace, runs, HintKind.PIN)
 
-    def expire(self, namespace: Namespace, runs: Sequence[BlockRun]) -> HintResult:
+    def expire(self, namespace: Namespace, runs: Sequence[BlockRun]) -> pb.HintResponse:
         """Has the blocks of a prefix evicted before all others, until they are used again.
 
         From its end to where other stored prefixes branch off, or to a pinned block.
         """
         return self._hint(namespace, runs, HintKind.EXPIRE)
 
-    def prefetch(self, namespace: Namespace, runs: Sequence[BlockRun]) -> HintResult:
+    def prefetch(self, namespace: Namespace, runs: Sequence[BlockRun]) -> pb.HintResponse:
         """Has the server bring the blocks of a prefix up from its tiers; does not wait until they are up.
 
         Args:
@@ -51,5 +52,7 @@ class Hints:
         """
         return self._hint(namespace, runs, HintKind.PREFETCH)
 
-    def _hint(self, namespace: Namespace, runs: Sequence[BlockRun], kind: HintKind, pin_seconds: int = 0) -> HintResult:
+    def _hint(
+        self, namespace: Namespace, runs: Sequence[BlockRun], kind: HintKind, pin_seconds: int = 0
+    ) -> pb.HintResponse:
         return self._rpc.hint(namespace.fingerprint, self._rpc.encode_runs(runs), kind, pin_seconds)

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from kvpool.errors import ConfigError, InvalidRequestError
 from kvpool.hashing import ALGORITHM, DEFAULT_SEED, block_hashes
-from kvpool.holdings import escaped
 from kvpool.name_key import NameKey, check_key
 from kvpool.namespace import DIGEST_CHARS, NamespaceSpec
+from kvpool.text import escaped
 from kvpool.types import BlockRun
 
 MAX_FILE_BYTES = 64 << 20

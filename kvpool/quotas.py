@@ -29,6 +29,12 @@ def parse_quota(text: str) -> Quota:
     return quota
 
 
+def covers(subject: str, tenant: str, fingerprint: bytes) -> bool:
+    """Whether a namespace's entries count towards the quota of a subject."""
+    kind, _, name = subject.partition(":")
+    return name == tenant if kind == "tenant" else fingerprint.hex().startswith(name)
+
+
 def beyond_memory(quotas: Sequence[Quota], arena_bytes: int) -> str:
     """A warning if tenants' quotas, or namespaces', together are more than the memory; empty: they are not.
 

@@ -10,50 +10,40 @@ Text of a server is cut and escaped, since it ends up in logs and on terminals.
 
 from __future__ import annotations
 
-import functools
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from kvpool import wire
 from kvpool.data_port import NONCE_BYTES, PERMIT_BYTES, PERMIT_KEY_BYTES
-from kvpool.drain import MAX_DRAIN_MS, DrainProgress
 from kvpool.errors import InvalidReplyError, InvalidRequestError
-from kvpool.holdings import NamespaceInfo, escaped
-from kvpool.ledger import MAX_LEDGER_ROWS, LedgerPage
 from kvpool.memory_socket import TOKEN_BYTES
+from kvpool.messages import MAX_NUMBER, MAX_TEXT_CHARS, checked
 from kvpool.namespace import GroupSpec
-from kvpool.reports import MAX_AMOUNT, MAX_CAUSES, MAX_STAGES, EngineState
-from kvpool.server_stats import ServerStats
+from kvpool.text import escaped
 from kvpool.types import (
     HASH_BYTES,
     INT_BYTES,
     MAX_MISSES,
+    MAX_RANGES,
     BlockRun,
     Chunk,
     Existence,
-    HintResult,
     Located,
     Lookup,
     MissCause,
     Offer,
     OpenedNamespace,
-    PinBudget,
     PoolKey,
-    PoolStats,
     PutGrant,
     PutReceipt,
     PutStatus,
-    Quota,
     ShardRange,
-    WhoAmI,
 )
 from kvpool.v1 import pool_pb2 as pb
-from kvpool.value import MAX_CURVES, MAX_ESTIMATES, ValueReport
 
 MAX_ARENA_BYTES = 1 << 56
 """Bound of an arena whose size the server does not tell: the data port and gRPC check offsets themselves."""
@@ -61,19 +51,8 @@ MAX_TTL_MS = 3_600_000
 """Longest lease that a server may be configured to give."""
 MAX_RETRY_AFTER_MS = 60_000
 MAX_BATCH_BLOCKS = 1 << 20
-MAX_SPEC_BYTES = 256 << 10
-MAX_ENTRIES = 4_096
-"""Most namespaces, quotas, counters or tiers in one answer."""
-MAX_BUCKETS = 256
-"""Most buckets of a histogram."""
-MAX_NAME_CHARS = 512
 MAX_AGE_S = 1e10
-MAX_CERTIFICATE_S = 1e12
-"""Certificates may end in the year 9999."""
 MAX_HOST_CHARS = 253
-MAX_TOKENS = 1e18
-MAX_SIZE = 1_024.0
-"""Largest arena that hits are estimated of, as a multiple of the present one."""
 
 METHOD_LIMITS = {"Get": 40 << 20, "Exists": 4 << 20, "Lookup": 40 << 20, "ListNamespaces": 8 << 20, "Ledger": 8 << 20,
                  "GetChunks": wire.MAX_MESSAGE_BYTES,
@@ -98,7 +77,7 @@ def _is(field_name: str, value: object, expected: object) -> None:
         raise InvalidReplyError(f"the server's {field_name} is {value!r}, not {expected!r}")
 
 
-def _text(field_name: str, value: str, most: int = MAX_NAME_CHARS) -> None:
+def _text(field_name: str, value: str, most: int) -> None:
     if len(value) > most:
         raise InvalidReplyError(f"the server's {field_name} has {len(value)} characters; {most} are allowed")
 
@@ -274,7 +253,7 @@ def existence(reply: pb.ExistsResponse, runs: Sequence[BlockRun]) -> Existence:
     """Of the blocks of some runs."""
     question = LookupQuestion(b"", (), 0, runs, prefix_only=False, lease_ttl_ms=0, locate=False, explain=False)
     num_complete = question.check_hits(reply.hits)
-    _in("usable_tokens", reply.usable_tokens, 0, MAX_TOKENS if all(num_complete) else 0)
+    _in("usable_tokens", reply.usable_tokens, 0, MAX_NUMBER if all(num_complete) else 0)
     _in("load_seconds", reply.load_seconds, 0, MAX_AGE_S)
     return wire.decode_existence(reply)
 
@@ -349,225 +328,46 @@ def chunk(reply: pb.GetChunksResponse, nth: int, keys: Sequence[PoolKey]) -> Chu
     return found
 
 
-# Operators' calls
+# Operators' calls: `checked`, and what holds between fields, or between a request and its reply
 
 
-def whoami(reply: pb.WhoAmIResponse) -> WhoAmI:
-    """Whom the server takes the caller for; its text can be printed."""
-    _text("principal", reply.principal)
-    _in("number of methods", len(reply.methods), 0, MAX_ENTRIES)
-    for method in reply.methods:
-        _text("method", method)
-    _in("ends_at", reply.ends_at, 0, MAX_AGE_S)
-    decoded = wire.decode_whoami(reply)
-    return WhoAmI(_shown(decoded.principal), tuple(map(_shown, decoded.methods)), decoded.ends_at)
+def namespaces(reply: pb.ListNamespacesResponse) -> list[pb.NamespaceInfo]:
+    """Namespaces with valid specs."""
+    for info in checked(reply).namespaces:
+        _is("fingerprint's size", len(info.fingerprint), HASH_BYTES)
+        try:
+            wire.decode_spec(info.spec).check()
+        except InvalidRequestError as error:
+            raise InvalidReplyError(f"the server's spec: {escaped(str(error), MAX_TEXT_CHARS)}") from None
+    return list(reply.namespaces)
 
 
-def drain(reply: pb.DrainResponse) -> DrainProgress:
-    """How far a drain is."""
-    _in("remaining_ms", reply.remaining_ms, 0, MAX_DRAIN_MS)
-    return DrainProgress(
-        reply.num_leases, reply.num_tickets, reply.num_queued_blocks, reply.remaining_ms, reply.boot_token
-    )
-
-
-def stats(reply: pb.StatsResponse) -> PoolStats:
-    """A snapshot whose names can be printed."""
-    _in("number of tiers", len(reply.tiers), 0, MAX_ENTRIES)
-    for counters in (reply.counters, *(tier.counters for tier in reply.tiers)):
-        _in("number of counters", len(counters), 0, MAX_ENTRIES)
-        for name in counters:
-            _text("counter", name)
-            if not name.isidentifier():
-                raise InvalidReplyError(f"the server's counter {name[:64]!r} is no name of a metric")
-    for tier in reply.tiers:
-        _text("tier", tier.name)
-    _server(reply.server)
-    _in("number of engines", len(reply.engines), 0, MAX_ENTRIES)
-    for engine in reply.engines:
-        _engine(engine)
-    decoded = wire.decode_stats(reply)
-    return replace(
-        decoded,
-        tiers=tuple(replace(tier, name=_shown(tier.name)) for tier in decoded.tiers),
-        server=decoded.server and _shown_server(decoded.server),
-        engines=tuple(map(_shown_engine, decoded.engines)),
-        quotas=tuple(quotas(reply.quotas)),
-    )
-
-
-def _server(server: pb.ServerStats) -> None:
-    _text("version", server.version)
-    for name in _SECONDS_OF_SERVER:
-        _in(name, getattr(server, name), 0, MAX_AGE_S)
-    _in("http_port", server.http_port, 0, 65_535)
-    bounds = server.rpc_seconds_bounds
-    _in("number of bounds", len(bounds), 0, MAX_BUCKETS)
-    for low, high in zip([0.0, *bounds], bounds, strict=False):
-        _in("bound of a bucket", high, low, MAX_AGE_S)
-    for name in ("rpcs", "transfers", "usage"):
-        _in(f"number of {name}", len(getattr(server, name)), 0, MAX_ENTRIES)
-    for rpc in server.rpcs:
-        _text("method", rpc.method)
-        _text("status", rpc.status)
-        _in("sum_seconds", rpc.sum_seconds, 0, MAX_AMOUNT)
+def stats(reply: pb.StatsResponse) -> pb.StatsResponse:
+    """A snapshot whose histograms have one bucket more than ascending bounds."""
+    bounds = checked(reply).server.rpc_seconds_bounds
+    if list(bounds) != sorted(bounds):
+        raise InvalidReplyError("the server's rpc_seconds_bounds do not ascend")
+    for rpc in reply.server.rpcs:
         _is("number of buckets", len(rpc.buckets), len(bounds) + 1)
-    for moved in server.transfers:
-        _text("transport", moved.transport)
-        _text("direction", moved.direction)
-    _in("number of certificate_ends", len(server.certificate_ends), 0, MAX_ENTRIES)
-    for name, ends_at in server.certificate_ends.items():
-        _text("certificate", name)
-        _in("end of a certificate", ends_at, 0, MAX_CERTIFICATE_S)
-    _in("number of refused_files", len(server.refused_files), 0, MAX_ENTRIES)
-    for name in server.refused_files:
-        _text("refused file", name)
-    for used in server.usage:
-        _text("tenant", used.tenant)
-        _text("model", used.model)
-        _in("saved_seconds", used.saved_seconds, 0, MAX_AMOUNT)
-        _in("lost_seconds", used.lost_seconds, 0, MAX_AMOUNT)
-        _causes(used.computed_tokens)
+    return reply
 
 
-_SECONDS_OF_SERVER = (
-    "uptime_seconds", "unix_seconds", "loop_lag_p50_seconds", "loop_lag_p99_seconds", "loop_lag_max_seconds",
-)  # fmt: skip
-
-
-def _shown_server(server: ServerStats) -> ServerStats:
-    return replace(
-        server,
-        version=_shown(server.version),
-        rpcs=tuple(replace(each, method=_shown(each.method), status=_shown(each.status)) for each in server.rpcs),
-        transfers=tuple(
-            replace(each, transport=_shown(each.transport), direction=_shown(each.direction))
-            for each in server.transfers
-        ),
-        usage=tuple(replace(each, tenant=_shown(each.tenant), model=_shown(each.model)) for each in server.usage),
-        certificate_ends={_shown(name): ends_at for name, ends_at in server.certificate_ends.items()},
-        refused_files=tuple(map(_shown, server.refused_files)),
-    )
-
-
-def _engine(engine: pb.EngineState) -> None:
-    for name in _TEXTS_OF_ENGINE:
-        _text(f"engine's {name}", getattr(engine, name))
-    _in("engine's age_seconds", engine.age_seconds, 0, MAX_AGE_S)
-    _in("number of an engine's namespaces", len(engine.namespaces), 0, MAX_STAGES)
-    for fingerprint in engine.namespaces:
-        _is("size of an engine's namespace", len(fingerprint), HASH_BYTES)
-
-
-def _shown_engine(engine: EngineState) -> EngineState:
-    shown: dict[str, Any] = {name: _shown(getattr(engine, name)) for name in _TEXTS_OF_ENGINE}
-    return replace(engine, **shown)
-
-
-_TEXTS_OF_ENGINE = ("engine", "version", "vllm_version", "transport", "tenant", "model")
-
-
-def namespaces(reply: pb.ListNamespacesResponse) -> list[NamespaceInfo]:
-    """Namespaces with valid specs; text in a spec is as the engines chose it."""
-    _in("number of namespaces", len(reply.namespaces), 0, MAX_ENTRIES)
-    return [_namespace(info) for info in reply.namespaces]
-
-
-def _namespace(info: pb.NamespaceInfo) -> NamespaceInfo:
-    _is("fingerprint's size", len(info.fingerprint), HASH_BYTES)
-    _in("spec's size", info.spec.ByteSize(), 0, MAX_SPEC_BYTES)
-    _in("number of tiers", len(info.tiers), 0, MAX_ENTRIES)
-    _in("age_seconds", info.age_seconds, 0, MAX_AGE_S)
-    _in("idle_seconds", info.idle_seconds, 0, MAX_AGE_S)
-    _text("opened_by", info.opened_by)
-    _causes(info.computed_tokens)
-    _in("saved_seconds", info.saved_seconds, 0, MAX_AMOUNT)
-    _in("lost_seconds", info.lost_seconds, 0, MAX_AMOUNT)
-    for tier in info.tiers:
-        _text("tier", tier.tier)
-    decoded = wire.decode_namespace_info(info)
-    tiers = tuple(replace(tier, tier=_shown(tier.tier)) for tier in decoded.tiers)
-    try:
-        decoded.spec.check()
-    except InvalidRequestError as error:
-        raise InvalidReplyError(f"the server's spec: {_shown(str(error))}") from None
-    return replace(decoded, tiers=tiers, opened_by=_shown(decoded.opened_by))
-
-
-def ledger(reply: pb.LedgerResponse) -> LedgerPage:
-    """A part of the ledger whose texts can be printed."""
-    _in("number of rows", len(reply.rows), 0, MAX_LEDGER_ROWS)
-    for row in reply.rows:
-        for name in ("tenant", "model"):
-            _text(name, getattr(row, name))
-        for name in ("saved_gpu_seconds", "lost_gpu_seconds", "gib_hours"):
-            _in(name, getattr(row, name), 0, MAX_AMOUNT)
-        _in("hour", row.hour, 0, MAX_AGE_S)
-        _causes(row.computed_tokens)
-    _in("begins", reply.begins, 0, MAX_AGE_S)
-    _in("next_since", reply.next_since, 0, MAX_AGE_S)
-    decoded = wire.decode_ledger(reply)
-    return replace(
-        decoded,
-        rows=tuple(replace(row, tenant=_shown(row.tenant), model=_shown(row.model)) for row in decoded.rows),
-    )
-
-
-def _causes(computed_tokens: Mapping[str, int]) -> None:
-    _in("number of causes", len(computed_tokens), 0, MAX_CAUSES)
-    for cause in computed_tokens:
-        _text("cause", cause, 64)
-        if not cause.isidentifier():
-            raise InvalidReplyError(f"the server's cause {cause!r} is no label of one")
-
-
-def hint(reply: pb.HintResponse, num_blocks: int) -> HintResult:
+def hint(reply: pb.HintResponse, num_blocks: int) -> pb.HintResponse:
     """What became of a hint that named so many blocks."""
     for name in ("num_blocks", "num_refused", "num_pending"):
         count(name, getattr(reply, name), num_blocks)
-    return wire.decode_hint_result(reply)
+    return reply
 
 
-def pin_budgets(messages: Iterable[pb.PinBudget]) -> list[PinBudget]:
-    """Budgets whose tenants can be printed."""
-    decoded = []
-    for budget in wire.decode_pin_budgets(messages):
-        _text("tenant", budget.tenant)
-        decoded.append(replace(budget, tenant=_shown(budget.tenant)))
-        _in("number of pin budgets", len(decoded), 0, MAX_ENTRIES)
-    return decoded
-
-
-def quotas(messages: Iterable[pb.Quota]) -> list[Quota]:
-    """Quotas that are set."""
-    decoded = []
-    for quota in wire.decode_quotas(messages):
-        _text("subject", quota.subject)
-        _in("limit_bytes", quota.limit_bytes, 1, (1 << 64) - 1)
-        decoded.append(replace(quota, subject=_shown(quota.subject)))
-        _in("number of quotas", len(decoded), 0, MAX_ENTRIES)
-    return decoded
-
-
-def value(reply: pb.ValueResponse) -> ValueReport:
-    """Curves whose ratios are ratios, and whose names can be printed."""
-    _text("policy", reply.policy, 64)
-    _in("arena_bytes", reply.arena_bytes, 0, MAX_ARENA_BYTES)
-    _in("seconds", reply.seconds, 0, MAX_AGE_S)
-    _in("cpu_seconds", reply.cpu_seconds, 0, MAX_AGE_S)
-    _in("number of curves", len(reply.curves), 0, MAX_CURVES)
-    for curve in reply.curves:
-        _text("tenant", curve.tenant)
-        _in("lookup_tokens", curve.lookup_tokens, 0, MAX_TOKENS)
-        _in("hit_tokens", curve.hit_tokens, 0, curve.lookup_tokens)
-        _in("number of sizes", len(curve.estimates), 0, MAX_ESTIMATES)
-        for estimate in curve.estimates:
-            _in("size", estimate.size, 0, MAX_SIZE)
-            _in("hit_ratio", estimate.hit_ratio, 0, 1)
-            _in("hit_ratio_with_tiers", estimate.hit_ratio_with_tiers, estimate.hit_ratio, 1)
-    decoded = wire.decode_value(reply)
-    curves = [replace(curve, tenant=_shown(curve.tenant)) for curve in decoded.curves]
-    return replace(decoded, policy=escaped(decoded.policy, 64), curves=tuple(curves))
-
-
-_shown = functools.partial(escaped, most=MAX_NAME_CHARS)
+def explanation(reply: pb.ExplainResponse, runs: Sequence[BlockRun]) -> pb.ExplainResponse:
+    """What is known of some runs: of each its first blocks, in ranges without a gap."""
+    _is("number of runs", len(checked(reply).runs), len(runs))
+    for explained, run in zip(reply.runs, runs, strict=True):
+        _is("group_idx", explained.group_idx, run.group_idx)
+        at = 0
+        for each in explained.ranges:
+            _is("first block of a range", each.first, at)
+            _in("count of a range", each.count, 1, len(run) - at)
+            at += each.count
+        _in("number of ranges", len(explained.ranges), 1, MAX_RANGES)
+    return reply

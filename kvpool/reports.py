@@ -1,4 +1,4 @@
-"""What engines report to the server, and what the server tells of them: values without meaning of their own."""
+"""What engines report to the server."""
 
 from __future__ import annotations
 
@@ -38,24 +38,3 @@ class EngineReport:
     num_requests: int = 0
     last: bool = False
     num_devices: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class EngineState:
-    """An engine that has reported within the last minute.
-
-    Args:
-        age_seconds: since its last report.
-        namespaces: fingerprints of its pipeline stages.
-        tenant, model: of the first namespace.
-    """
-
-    engine: str
-    version: str
-    vllm_version: str
-    transport: str
-    breaker_open: bool
-    age_seconds: float
-    namespaces: tuple[bytes, ...] = ()
-    tenant: str = ""
-    model: str = ""

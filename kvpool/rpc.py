@@ -41,7 +41,6 @@ from kvpool.types import (
     BlockRun,
     Existence,
     HintKind,
-    HintResult,
     Located,
     Lookup,
     OpenedNamespace,
@@ -401,7 +400,7 @@ class PoolRpc:
         kind: HintKind,
         pin_seconds: int = 0,
         timeout_ms: int | None = None,
-    ) -> HintResult:
+    ) -> pb.HintResponse:
         """Says something of a prefix, whose runs are encoded. A pin of 0 s ends pins.
 
         Raises UnknownNamespaceError, InvalidRequestError and PermissionDeniedError; OutOfSpaceError for a prefetch if

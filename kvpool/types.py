@@ -10,14 +10,12 @@ import itertools
 import re
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from kvpool.errors import InvalidRequestError
-from kvpool.reports import EngineState
-from kvpool.server_stats import ServerStats
 
 INT_BYTES = 8
 HASH_BYTES = 32
@@ -26,6 +24,8 @@ MAX_RUNS = 1_024
 """Most runs that a server takes in one request."""
 MAX_BATCH_CHUNKS = 65_536
 """Most chunks (blocks x shards) that a server takes in one put or get."""
+MAX_DRAIN_MS = 3_600_000
+"""Longest deadline of a drain."""
 MIN_PREFIX = 8
 """Fewest hexadecimal digits of a fingerprint in a quota: fewer could match another namespace by chance."""
 
@@ -167,6 +167,18 @@ class Miss:
     count: int
 
 
+class BlockState(enum.IntEnum):
+    """Where explained blocks are; the values are those of the contract."""
+
+    COMPLETE = 0
+    """In the arena, and readable."""
+    IN_TIER = 1
+    MISSING = 2
+    """Nowhere."""
+
+
+MAX_RANGES = 256
+"""Ranges of one run in an explanation. The blocks behind them are not explained."""
 MAX_MISSES = 8
 """Of one run. Where causes change more often, the last one counts for all blocks that follow."""
 
@@ -428,21 +440,6 @@ class Existence:
 
 
 @dataclass(frozen=True, slots=True)
-class WhoAmI:
-    """Who a server takes a caller for.
-
-    Args:
-        principal: a SPIFFE ID; empty: callers are not authenticated, and may do everything.
-        methods: of the Pool service, that the caller may call.
-        ends_at: Unix time at which the proof ends, seconds; 0: never.
-    """
-
-    principal: str
-    methods: tuple[str, ...]
-    ends_at: int
-
-
-@dataclass(frozen=True, slots=True)
 class Quota:
     """An upper bound on what a tenant's or a namespace's entries hold of the arena.
 
@@ -455,11 +452,6 @@ class Quota:
     subject: str
     limit_bytes: int
     used_bytes: int = 0
-
-    def covers(self, tenant: str, fingerprint: bytes) -> bool:
-        """Whether a namespace's entries count towards this quota."""
-        kind, _, name = self.subject.partition(":")
-        return name == tenant if kind == "tenant" else fingerprint.hex().startswith(name)
 
     def check(self) -> None:
         """Raises InvalidRequestError unless the subject can be one."""
@@ -476,81 +468,12 @@ class Quota:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class TierStats:
-    """A snapshot of one tier. Sizes in bytes, as far as the server knows; counters since the server's start.
-
-    Args:
-        name: the tier's specification without its options.
-        up: False: the tier has failed, and gets no calls for a while.
-        size_bytes: its capacity; 0: unknown to this server.
-    """
-
-    name: str
-    up: bool = True
-    size_bytes: int = 0
-    used_bytes: int = 0
-    num_entries: int = 0
-    counters: dict[str, int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class PoolStats:
-    """A snapshot of the pool. Sizes in bytes; counters since the server's start; tiers in the order of lookups.
-
-    Args:
-        quotas: the fullest first; a part if there are many.
-        server: None if the server is older than this client.
-        boot_token: another one after a restart of the server.
-    """
-
-    arena_bytes: int = 0
-    free_bytes: int = 0
-    prefaulted_bytes: int = 0
-    num_entries: int = 0
-    num_incomplete: int = 0
-    num_quarantined: int = 0
-    num_leases: int = 0
-    num_tickets: int = 0
-    pinned_bytes: int = 0
-    counters: dict[str, int] = field(default_factory=dict)
-    tiers: tuple[TierStats, ...] = ()
-    server: ServerStats | None = None
-    boot_token: int = 0
-    engines: tuple[EngineState, ...] = ()
-    quotas: tuple[Quota, ...] = ()
-
-
 class HintKind(enum.IntEnum):
     """What a client says of a prefix: keep it, it is needed no more, bring it up from a tier."""
 
     PIN = 1
     EXPIRE = 2
     PREFETCH = 3
-
-
-@dataclass(frozen=True, slots=True)
-class HintResult:
-    """What became of a hint, in blocks.
-
-    Args:
-        num_blocks: that are pinned, or expired, or of a prefetch in the arena already.
-        num_refused: that are stored and were not pinned: beyond the tenant's budget, or behind such a block.
-        num_pending: of a prefetch: on their way up, as far as is known; more may follow.
-    """
-
-    num_blocks: int
-    num_refused: int = 0
-    num_pending: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class PinBudget:
-    """What a tenant may pin, and has pinned, in bytes of slots."""
-
-    tenant: str
-    limit_bytes: int
-    used_bytes: int
 
 
 def check_hash(value: bytes, what: str) -> None:

@@ -16,19 +16,10 @@ from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import Message
 
 from kvpool import errors
-from kvpool.drain import DrainProgress
-from kvpool.holdings import NamespaceInfo, TierHoldings, escaped, printable
-from kvpool.ledger import LedgerPage, LedgerRow
 from kvpool.namespace import GroupSpec, NamespaceSpec
-from kvpool.reports import (
-    MAX_CAUSES,
-    MAX_ENGINE_CHARS,
-    MAX_STAGES,
-    EngineReport,
-    EngineState,
-)
-from kvpool.server_stats import RpcStats, ServerStats, TransferStats, UsageStats
+from kvpool.reports import MAX_CAUSES, MAX_ENGINE_CHARS, MAX_STAGES, EngineReport
 from kvpool.skew import MAX_RELEASE_CHARS, OWN, Release
+from kvpool.text import escaped, printable
 from kvpool.types import (
     HASH_BYTES,
     BlockRun,
@@ -36,7 +27,6 @@ from kvpool.types import (
     DataPortInfo,
     Existence,
     HintKind,
-    HintResult,
     Located,
     Lookup,
     Miss,
@@ -44,9 +34,7 @@ from kvpool.types import (
     MooncakeInfo,
     Offer,
     OpenedNamespace,
-    PinBudget,
     PoolKey,
-    PoolStats,
     PutGrant,
     PutReceipt,
     PutStatus,
@@ -55,12 +43,9 @@ from kvpool.types import (
     SegmentInfo,
     ShardRange,
     Slots,
-    TierStats,
-    WhoAmI,
     check_hash,
 )
 from kvpool.v1 import pool_pb2 as pb
-from kvpool.value import ValueCurve, ValueEstimate, ValueReport
 
 MAX_MESSAGE_BYTES = 64 << 20
 """Largest gRPC message that clients and servers send or accept."""
@@ -203,8 +188,8 @@ def decode_opener(opener: str) -> str:
 
 
 def encode_spec(spec: NamespaceSpec) -> pb.NamespaceSpec:
-    groups = [_encode(group, pb.GroupSpec) for group in spec.groups]
-    return _encode(spec, pb.NamespaceSpec, groups=groups, extra=dict(spec.extra))
+    groups = [message_of(group, pb.GroupSpec) for group in spec.groups]
+    return message_of(spec, pb.NamespaceSpec, groups=groups, extra=dict(spec.extra))
 
 
 def decode_spec(message: pb.NamespaceSpec) -> NamespaceSpec:
@@ -216,7 +201,7 @@ def decode_spec(message: pb.NamespaceSpec) -> NamespaceSpec:
 
 
 def encode_opened(opened: OpenedNamespace, boot_token: int) -> pb.OpenNamespaceResponse:
-    return _encode(
+    return message_of(
         opened,
         pb.OpenNamespaceResponse,
         boot_token=boot_token,
@@ -250,22 +235,12 @@ def encode_pong(
     )
 
 
-def encode_drain(progress: DrainProgress, boot_token: int) -> pb.DrainResponse:
-    return pb.DrainResponse(
-        boot_token=boot_token,
-        num_leases=progress.num_leases,
-        num_tickets=progress.num_tickets,
-        num_queued_blocks=progress.num_queued_blocks,
-        remaining_ms=progress.remaining_ms,
-    )
-
-
 def _encode_offer(offer: Offer) -> dict[str, Any]:
     return {
         "piece_bytes": offer.piece_bytes,
-        "segment": offer.segment and _encode(offer.segment, pb.Segment),
-        "mooncake": offer.mooncake and _encode(offer.mooncake, pb.MooncakeEngine),
-        "data_port": offer.data_port and _encode(offer.data_port, pb.DataPort),
+        "segment": offer.segment and message_of(offer.segment, pb.Segment),
+        "mooncake": offer.mooncake and message_of(offer.mooncake, pb.MooncakeEngine),
+        "data_port": offer.data_port and message_of(offer.data_port, pb.DataPort),
     }
 
 
@@ -278,20 +253,11 @@ def decode_offer(message: pb.OpenNamespaceResponse | pb.PingResponse) -> Offer:
     )
 
 
-def encode_existence(found: Existence, runs: Sequence[BlockRun], boot_token: int) -> pb.ExistsResponse:
-    return pb.ExistsResponse(
-        boot_token=boot_token,
-        hits=_encode_hits(found.hits, runs),
-        usable_tokens=found.usable_tokens,
-        load_seconds=found.load_seconds,
-    )
-
-
 def decode_existence(message: pb.ExistsResponse) -> Existence:
     return Existence(_decode_hits(message.hits), message.usable_tokens, message.load_seconds)
 
 
-def _encode_hits(hits: Sequence[RunHits], runs: Sequence[BlockRun]) -> list[pb.RunHits]:
+def encode_hits(hits: Sequence[RunHits], runs: Sequence[BlockRun]) -> list[pb.RunHits]:
     return [
         pb.RunHits(
             num_leading=hit.num_leading,
@@ -311,10 +277,10 @@ def _decode_hits(messages: Iterable[pb.RunHits]) -> tuple[RunHits, ...]:
 
 
 def encode_lookup(lookup: Lookup, runs: Sequence[BlockRun], boot_token: int) -> pb.LookupResponse:
-    hits = _encode_hits(lookup.hits, runs)
+    hits = encode_hits(lookup.hits, runs)
     for message, slots in zip(hits, lookup.slots, strict=False):
         message.offsets, message.checksums, message.permit = slots.offsets, slots.checksums, slots.permit
-    return pb.LookupResponse(  # Not by `_encode`, which takes longer than the message.
+    return pb.LookupResponse(  # Not by `message_of`, which takes longer than the message.
         boot_token=boot_token,
         hits=hits,
         lease_id=lookup.lease_id,
@@ -351,7 +317,7 @@ def _misses(messages: Iterable[pb.Miss]) -> tuple[Miss, ...]:
 
 
 def encode_grant(grant: PutGrant, boot_token: int) -> pb.PutStartResponse:
-    return _encode(grant, pb.PutStartResponse, boot_token=boot_token, statuses=bytes(grant.statuses))
+    return message_of(grant, pb.PutStartResponse, boot_token=boot_token, statuses=bytes(grant.statuses))
 
 
 _PUT_STATUSES = tuple(PutStatus)
@@ -367,7 +333,7 @@ def decode_grant(message: pb.PutStartResponse) -> PutGrant:
 
 
 def encode_receipt(receipt: PutReceipt, boot_token: int) -> pb.PutEndResponse:
-    return _encode(receipt, pb.PutEndResponse, boot_token=boot_token)
+    return message_of(receipt, pb.PutEndResponse, boot_token=boot_token)
 
 
 def decode_receipt(message: pb.PutEndResponse) -> PutReceipt:
@@ -375,7 +341,7 @@ def decode_receipt(message: pb.PutEndResponse) -> PutReceipt:
 
 
 def encode_located(located: Located, boot_token: int) -> pb.GetResponse:
-    return _encode(located, pb.GetResponse, boot_token=boot_token, present=bytes(located.present))
+    return message_of(located, pb.GetResponse, boot_token=boot_token, present=bytes(located.present))
 
 
 def decode_located(message: pb.GetResponse) -> Located:
@@ -402,7 +368,7 @@ def with_payload(message: Message, field_number: int, payload: memoryview) -> by
 
 
 def encode_key(key: PoolKey) -> pb.PoolKey:
-    return _encode(key, pb.PoolKey)
+    return message_of(key, pb.PoolKey)
 
 
 def decode_key(message: pb.PoolKey) -> PoolKey:
@@ -412,7 +378,7 @@ def decode_key(message: pb.PoolKey) -> PoolKey:
 
 
 def encode_chunk(chunk: Chunk) -> pb.Chunk:
-    return _encode(chunk, pb.Chunk, key=encode_key(chunk.key))
+    return message_of(chunk, pb.Chunk, key=encode_key(chunk.key))
 
 
 def decode_chunk(message: pb.Chunk) -> Chunk:
@@ -421,62 +387,8 @@ def decode_chunk(message: pb.Chunk) -> Chunk:
     return Chunk(decode_key(message.key), message.payload, message.checksum, message.parent_hash)
 
 
-def decode_whoami(message: pb.WhoAmIResponse) -> WhoAmI:
-    return WhoAmI(message.principal, tuple(message.methods), message.ends_at)
-
-
-def encode_stats(stats: PoolStats, boot_token: int) -> pb.StatsResponse:
-    tiers = [_encode(tier, pb.TierStats) for tier in stats.tiers]
-    server = None if stats.server is None else _encode_server(stats.server)
-    engines = [_encode(engine, pb.EngineState) for engine in stats.engines]
-    parts = {"tiers": tiers, "server": server, "engines": engines, "quotas": encode_quotas(stats.quotas)}
-    return _encode(stats, pb.StatsResponse, boot_token=boot_token, **parts)
-
-
-def _encode_server(server: ServerStats) -> pb.ServerStats:
-    return _encode(
-        server,
-        pb.ServerStats,
-        rpcs=[_encode(each, pb.RpcStats) for each in server.rpcs],
-        transfers=[_encode(each, pb.TransferStats) for each in server.transfers],
-        usage=[_encode(each, pb.UsageStats) for each in server.usage],
-    )
-
-
-def decode_stats(message: pb.StatsResponse) -> PoolStats:
-    tiers = tuple(_decode(TierStats, tier, counters=dict(tier.counters)) for tier in message.tiers)
-    server = _decode_server(message.server) if message.HasField("server") else None
-    engines = tuple(_decode(EngineState, each, namespaces=tuple(each.namespaces)) for each in message.engines)
-    parts = {"tiers": tiers, "server": server, "engines": engines, "quotas": tuple(decode_quotas(message.quotas))}
-    return _decode(PoolStats, message, counters=dict(message.counters), **parts)
-
-
-def _decode_server(message: pb.ServerStats) -> ServerStats:
-    return _decode(
-        ServerStats,
-        message,
-        rpc_seconds_bounds=tuple(message.rpc_seconds_bounds),
-        rpcs=tuple(_decode(RpcStats, each, buckets=tuple(each.buckets)) for each in message.rpcs),
-        transfers=tuple(_decode(TransferStats, each) for each in message.transfers),
-        usage=tuple(_decode(UsageStats, each, computed_tokens=dict(each.computed_tokens)) for each in message.usage),
-        certificate_ends=dict(message.certificate_ends),
-        refused_files=tuple(message.refused_files),
-    )
-
-
-def encode_namespace_info(info: NamespaceInfo) -> pb.NamespaceInfo:
-    tiers = [_encode(tier, pb.TierHoldings) for tier in info.tiers]
-    return _encode(info, pb.NamespaceInfo, spec=encode_spec(info.spec.listed()), tiers=tiers)
-
-
-def decode_namespace_info(message: pb.NamespaceInfo) -> NamespaceInfo:
-    tiers = tuple(_decode(TierHoldings, tier) for tier in message.tiers)
-    computed = dict(message.computed_tokens)
-    return _decode(NamespaceInfo, message, spec=decode_spec(message.spec), tiers=tiers, computed_tokens=computed)
-
-
 def encode_report(report: EngineReport) -> pb.ReportRequest:
-    return _encode(report, pb.ReportRequest)
+    return message_of(report, pb.ReportRequest)
 
 
 def decode_report(message: pb.ReportRequest) -> EngineReport:
@@ -497,42 +409,8 @@ def decode_report(message: pb.ReportRequest) -> EngineReport:
     )
 
 
-def encode_ledger(page: LedgerPage, boot_token: int) -> pb.LedgerResponse:
-    rows = [_encode(row, pb.LedgerRow) for row in page.rows]
-    return _encode(page, pb.LedgerResponse, boot_token=boot_token, rows=rows)
-
-
-def decode_ledger(message: pb.LedgerResponse) -> LedgerPage:
-    rows = tuple(_decode(LedgerRow, row, computed_tokens=dict(row.computed_tokens)) for row in message.rows)
-    return _decode(LedgerPage, message, rows=rows)
-
-
 _TEXTS_OF_REPORT = ("engine", "version", "vllm_version", "transport")
 _MOST_OF_REPORT = {"namespaces": MAX_STAGES, "computed_tokens": MAX_CAUSES}
-
-
-def encode_value(report: ValueReport, boot_token: int) -> pb.ValueResponse:
-    curves = [
-        _encode(curve, pb.ValueCurve, estimates=[_encode(each, pb.ValueEstimate) for each in curve.estimates])
-        for curve in report.curves
-    ]
-    return _encode(report, pb.ValueResponse, boot_token=boot_token, curves=curves)
-
-
-def decode_value(message: pb.ValueResponse) -> ValueReport:
-    curves = tuple(
-        _decode(ValueCurve, curve, estimates=tuple(_decode(ValueEstimate, each) for each in curve.estimates))
-        for curve in message.curves
-    )
-    return _decode(ValueReport, message, curves=curves)
-
-
-def encode_pin_budgets(budgets: Iterable[PinBudget]) -> list[pb.PinBudget]:
-    return [_encode(budget, pb.PinBudget) for budget in budgets]
-
-
-def decode_pin_budgets(messages: Iterable[pb.PinBudget]) -> list[PinBudget]:
-    return [_decode(PinBudget, message) for message in messages]
 
 
 def encode_hint(
@@ -550,16 +428,8 @@ def decode_hint_kind(kind: int) -> HintKind:
         raise errors.InvalidRequestError(f"hint of kind {kind}; this server knows the kinds {known}") from None
 
 
-def encode_hint_result(result: HintResult, pin_seconds: int, boot_token: int) -> pb.HintResponse:
-    return _encode(result, pb.HintResponse, boot_token=boot_token, pin_seconds=pin_seconds)
-
-
-def decode_hint_result(message: pb.HintResponse) -> HintResult:
-    return _decode(HintResult, message)
-
-
-def encode_quotas(quotas: Iterable[Quota]) -> list[pb.Quota]:
-    return [_encode(quota, pb.Quota) for quota in quotas]
+def encode_quotas(quotas: Iterable[Quota | pb.Quota]) -> list[pb.Quota]:
+    return [pb.Quota(subject=each.subject, limit_bytes=each.limit_bytes, used_bytes=each.used_bytes) for each in quotas]
 
 
 def decode_quotas(messages: Iterable[pb.Quota]) -> list[Quota]:
@@ -570,7 +440,7 @@ _M = TypeVar("_M", bound=Message)
 _V = TypeVar("_V")
 
 
-def _encode(value: Any, message_type: type[_M], **others: Any) -> _M:
+def message_of(value: Any, message_type: type[_M], **others: Any) -> _M:
     """The message of a dataclass: `others`, and the fields that both have by the same name."""
     for name in _shared(value.__class__, message_type.DESCRIPTOR).difference(others):
         others[name] = getattr(value, name)

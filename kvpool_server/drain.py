@@ -16,8 +16,9 @@ from collections.abc import Awaitable, Callable
 
 import structlog
 
-from kvpool.drain import MAX_DRAIN_MS, DrainProgress
 from kvpool.errors import DrainingError, InvalidRequestError
+from kvpool.types import MAX_DRAIN_MS
+from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.tiering.tiered_pool import TieredPool
 
 log = structlog.get_logger()
@@ -62,7 +63,7 @@ class Drain:
                 "use another server"
             )
 
-    async def begin(self, deadline_ms: int = 0) -> DrainProgress:
+    async def begin(self, deadline_ms: int = 0) -> pb.DrainResponse:
         """Begins the drain, or brings its deadline forward; returns how far the drain is.
 
         Args:
@@ -84,11 +85,14 @@ class Drain:
             await self._announce()
         return self.progress()
 
-    def progress(self) -> DrainProgress:
+    def progress(self) -> pb.DrainResponse:
         """How far the drain is; cheap, however many leases and tickets are live."""
         pool = self._tiered.pool
-        return DrainProgress(
-            pool.leases.num_expiring, pool.tickets.num_expiring, self._tiered.num_queued, round(self.left_s * 1000)
+        return pb.DrainResponse(
+            num_leases=pool.leases.num_expiring,
+            num_tickets=pool.tickets.num_expiring,
+            num_queued_blocks=self._tiered.num_queued,
+            remaining_ms=round(self.left_s * 1000),
         )
 
     @property

@@ -8,9 +8,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from kvpool.errors import InvalidRequestError
-from kvpool.explanation import BlockRange, BlockState, EvictedFor, Explanation, RunExplanation
-from kvpool.types import BlockRun
+from kvpool.types import BlockRun, BlockState
+from kvpool.v1 import pool_pb2 as pb
+from kvpool.wire import message_of
 from kvpool_server.access.caller import own_tenant
+from kvpool_server.cache.block_ranges import BlockRange, EvictedFor, RunExplanation
 from kvpool_server.cache.explanations import add_range, most_ranges
 from kvpool_server.cache.steps import Run
 from kvpool_server.tiering.tiered_pool import TieredPool
@@ -30,13 +32,14 @@ class Explainer:
         self._tiered = pool
         self._run = run
 
-    async def explain(self, fingerprint: bytes, runs: Sequence[BlockRun]) -> Explanation:
+    async def explain(self, fingerprint: bytes, runs: Sequence[BlockRun]) -> pb.ExplainResponse:
         """Raises InvalidRequestError for too many runs, and as a lookup."""
         if len(runs) > MAX_RUNS:
             raise InvalidRequestError(f"{len(runs)} runs to explain; give at most {MAX_RUNS}, one a group")
         steps = self._tiered.pool.explanations.explain_in_steps(fingerprint, runs, _told_to(own_tenant()))
         found = await self._run(steps)
-        explained, away, most = [], dict[str, None](), most_ranges(len(runs))
+        memory, away, most = found.memory, dict[str, None](), most_ranges(len(runs))
+        reply = pb.ExplainResponse(elsewhere=[message_of(each, pb.NamespaceMatch) for each in found.elsewhere])
         for run, each in zip(runs, found.runs, strict=True):
             names = [
                 name
@@ -51,16 +54,18 @@ class Explainer:
                 add_range(ranges, part)
                 if len(ranges) > most:
                     break
-            explained.append(replace(each, ranges=tuple(ranges[:most])))
+            reply.runs.append(message_of(each, pb.RunExplanation, ranges=map(_encoded, ranges[:most])))
             await asyncio.sleep(0)  # Other calls get their turn between two runs.
-        memory = found.memory
-        return Explanation(
-            tuple(explained),
-            found.elsewhere,
-            float(max(memory.oldest_seconds, 1)) if memory.num_departures else 0.0,
-            float(max(memory.half_seconds, 1)) if memory.num_departures else 0.0,
-            tuple(away),
-        )
+        if memory.num_departures:
+            reply.remembered_seconds = max(memory.oldest_seconds, 1)
+            reply.half_remembered_seconds = max(memory.half_seconds, 1)
+        reply.tiers_away.extend(away)
+        return reply
+
+
+def _encoded(part: BlockRange) -> pb.BlockRange:
+    whose = part.evicted_for
+    return message_of(part, pb.BlockRange, evicted_for=whose and message_of(whose, pb.EvictedFor))
 
 
 def _with_tiers(run: RunExplanation, tiers: Sequence[str]) -> Iterator[BlockRange]:

@@ -30,7 +30,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from kvpool.errors import PermissionDeniedError, UnauthenticatedError
-from kvpool.holdings import escaped
+from kvpool.text import escaped
 from kvpool_server.addresses import is_own_name
 
 LOOP_TIMEOUT_S = 2.0

@@ -19,7 +19,7 @@ from typing import Any, TextIO
 
 import structlog
 
-from kvpool.holdings import escaped
+from kvpool.text import escaped
 from kvpool_server import stray_lines
 from kvpool_server.log_events import LogEvents
 

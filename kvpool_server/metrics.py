@@ -20,10 +20,11 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from kvpool.errors import KVPoolError
-from kvpool.server_stats import RpcStats, TransferStats, UsageStats
-from kvpool.types import PinBudget, PoolStats, Quota
+from kvpool.types import Quota
+from kvpool.v1 import pool_pb2 as pb
 from kvpool.wire import status_of
 from kvpool_server.cache.counters import COUNTERS
+from kvpool_server.cache.pins import PinBudget
 from kvpool_server.pairs import MAX_PAIRS, OTHER, label_of
 from kvpool_server.tiers.tier import COUNTERS as TIER_COUNTERS
 
@@ -73,7 +74,7 @@ class PoolCollector(Collector):
     The thread of the scrape calls `stats`.
     """
 
-    def __init__(self, stats: Callable[[], PoolStats]):
+    def __init__(self, stats: Callable[[], pb.StatsResponse]):
         self._stats = stats
 
     def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
@@ -97,7 +98,7 @@ class PoolCollector(Collector):
 class UsageCollector(Collector):
     """Exports what each model and tenant have used; the thread of the scrape calls `usage`."""
 
-    def __init__(self, usage: Callable[[], Sequence[UsageStats]]):
+    def __init__(self, usage: Callable[[], Sequence[pb.UsageStats]]):
         self._usage = usage
 
     def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
@@ -174,18 +175,27 @@ class RpcMetrics(Collector):
             family.add_metric([moved.transport, moved.direction], moved.nbytes)
         yield family
 
-    def transfers(self) -> tuple[TransferStats, ...]:
+    def transfers(self) -> list[pb.TransferStats]:
         """Payload bytes by transport and direction."""
         by_transport = (("grpc", self._grpc_bytes), ("tcp", self._tcp_bytes()))
-        return tuple(TransferStats(name, *each) for name, moved in by_transport for each in moved.items())
+        return [
+            pb.TransferStats(transport=name, direction=way, nbytes=nbytes)
+            for name, moved in by_transport
+            for way, nbytes in moved.items()
+        ]
 
-    def rpcs(self) -> tuple[tuple[float, ...], tuple[RpcStats, ...]]:
+    def rpcs(self) -> tuple[tuple[float, ...], list[pb.RpcStats]]:
         """What kvpool_rpc_seconds holds: the finite bounds of its buckets, and its series."""
         # Its samples would take the event loop 70 microseconds a series, which callers can make many of.
-        return _BUCKETS, tuple(
-            RpcStats(*key, series._sum.get(), tuple(int(bucket.get()) for bucket in series._buckets))
-            for key, series in sorted(self._by_status.items())
-        )
+        return _BUCKETS, [
+            pb.RpcStats(
+                method=method,
+                status=status,
+                sum_seconds=series._sum.get(),
+                buckets=[int(bucket.get()) for bucket in series._buckets],
+            )
+            for (method, status), series in sorted(self._by_status.items())
+        ]
 
     def add_bytes(self, direction: str, nbytes: int) -> None:
         """Counts payload bytes that passed through gRPC."""

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
 
+from kvpool import wire
 from kvpool.quotas import fullest
-from kvpool.server_stats import ServerStats, UsageStats
-from kvpool.types import PoolStats
+from kvpool.v1 import pool_pb2 as pb
 from kvpool.version import __version__
 from kvpool_server.access.control import AccessControl
 from kvpool_server.access.reminders import ends_of
@@ -84,23 +83,22 @@ class Monitoring:
         self.lag = LoopLag(registry)
         self.rpcs = RpcMetrics(registry, tcp_bytes)
 
-    def stats(self) -> PoolStats:
-        """A snapshot of the server, with all that `Stats` answers. Call it on the event loop."""
-        return dataclasses.replace(
-            self._tiered.stats(self._memory.prefault.backed_bytes),
-            boot_token=self._boot_token,
-            engines=self._reports.engines(),
-            quotas=fullest(self._pool.quotas()),
-            server=self._server_stats(),
-        )
+    def stats(self) -> pb.StatsResponse:
+        """A snapshot of the server: the answer to `Stats`. Call it on the event loop."""
+        stats = self._tiered.stats(self._memory.prefault.backed_bytes)
+        stats.boot_token = self._boot_token
+        stats.engines.extend(self._reports.engines())
+        stats.quotas.extend(wire.encode_quotas(fullest(self._pool.quotas())))
+        stats.server.CopyFrom(self._server_stats())
+        return stats
 
-    def _server_stats(self) -> ServerStats:
+    def _server_stats(self) -> pb.ServerStats:
         late = self.lag.last_minute()
         bounds, rpcs = self.rpcs.rpcs()
         access = self._access
         ends = {} if access is None else ends_of(access.credentials.value.tls)
         refused: Mapping[str, bool] = {} if access is None else access.refused_files()
-        return ServerStats(
+        return pb.ServerStats(
             version=__version__,
             uptime_seconds=time.monotonic() - self._started,
             unix_seconds=time.time(),
@@ -113,18 +111,14 @@ class Monitoring:
             usage=self._used_and_reported(),
             http_port=self.http_port,
             certificate_ends={name: ends_at.timestamp() for name, ends_at in ends.items()},
-            refused_files=tuple(name for name, is_refused in refused.items() if is_refused),
+            refused_files=[name for name, is_refused in refused.items() if is_refused],
         )
 
-    def _used_and_reported(self) -> tuple[UsageStats, ...]:
+    def _used_and_reported(self) -> Iterable[pb.UsageStats]:
         """What the pool has counted by model and tenant, with what engines have reported."""
         usage = {Pair(each.model, each.tenant): each for each in self._usage.by_model_and_tenant()}
         for pair, totals in self._reports.totals.items():
-            used = usage.get(pair) or UsageStats(pair.tenant, pair.model)
-            usage[pair] = dataclasses.replace(
-                used,
-                saved_seconds=totals.saved_seconds,
-                lost_seconds=totals.lost_seconds,
-                computed_tokens=dict(totals.computed_tokens),
-            )
-        return tuple(usage.values())
+            used = usage.setdefault(pair, pb.UsageStats(tenant=pair.tenant, model=pair.model))
+            used.saved_seconds, used.lost_seconds = totals.saved_seconds, totals.lost_seconds
+            used.computed_tokens.update(totals.computed_tokens)
+        return usage.values()

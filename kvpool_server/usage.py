@@ -8,10 +8,11 @@ Not thread-safe: the pool's event loop owns it.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import cast
 
-from kvpool.server_stats import UsageStats
+from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.cache.pool import Pool
 from kvpool_server.pairs import OTHERS, Pair, Pairs, pair_of
@@ -19,7 +20,7 @@ from kvpool_server.pairs import OTHERS, Pair, Pairs, pair_of
 
 @dataclass(slots=True)
 class _Sums:
-    """What the namespaces of a pair have used, and what they hold; see `UsageStats`."""
+    """What the namespaces of a pair have used, and what they hold; see `UsageStats` in the proto."""
 
     lookup_tokens: int = 0
     hit_tokens: int = 0
@@ -52,11 +53,8 @@ class _Sums:
         """Whether there is use, and how much. A token and a byte are not alike, but more of either is more."""
         return self.lookup_tokens + self.stored_bytes + self.held_bytes
 
-    def stats(self, pair: Pair) -> UsageStats:
-        return UsageStats(
-            pair.tenant, pair.model, self.lookup_tokens, self.hit_tokens, self.stored_bytes, self.loaded_bytes,
-            self.held_bytes, self.held_blocks,
-        )  # fmt: skip
+    def stats(self, pair: Pair) -> pb.UsageStats:
+        return pb.UsageStats(tenant=pair.tenant, model=pair.model, **dataclasses.asdict(self))
 
 
 class Usage:
@@ -69,7 +67,7 @@ class Usage:
         """What closed namespaces have used."""
         pool.when_closed(self._closed)
 
-    def by_model_and_tenant(self) -> tuple[UsageStats, ...]:
+    def by_model_and_tenant(self) -> list[pb.UsageStats]:
         """The usage of each pair, that with most tokens asked for first, and `OTHERS` last if there is any.
 
         Costs a microsecond a namespace, however many blocks the pool holds. The counts of a pair never go back.
@@ -86,10 +84,10 @@ class Usage:
         for found in (self._ended, in_use):
             for pair, sums in found.items():
                 told.get(pair, told[OTHERS]).add(sums)
-        others = told.pop(OTHERS).stats(OTHERS)
+        others = told.pop(OTHERS)
         usage = [sums.stats(pair) for pair, sums in told.items()]
         usage.sort(key=lambda each: (-each.lookup_tokens, -each.stored_bytes, each.model, each.tenant))
-        return (*usage, others) if others != UsageStats(*OTHERS) else tuple(usage)
+        return [*usage, others.stats(OTHERS)] if others != _Sums() else usage
 
     def _tell_apart(self, in_use: dict[Pair, _Sums]) -> None:
         """Tells more pairs apart while there is room: the ones with most use first."""

@@ -18,9 +18,7 @@ from kvpool.cli import app
 from kvpool.client import Client
 from kvpool.commands.common import ExitStatus
 from kvpool.commands.stats import row_of
-from kvpool.holdings import TierHoldings
-from kvpool.reports import EngineState
-from kvpool.types import PoolStats, TierStats
+from kvpool.v1 import pool_pb2 as pb
 from tests.conftest import StartServer
 from tests.support.values import group_spec, namespace_spec, payload, run_of
 
@@ -127,10 +125,14 @@ def test_every_field_of_a_servers_answers_is_documented(
 
 
 def test_fields_that_a_small_server_does_not_tell_are_documented_too() -> None:
-    engine = EngineState("h:1", "1", "2", "shm", False, 1.0)
-    stats = PoolStats(counters={"corrupt_blocks": 1}, tiers=(TierStats("file:/x"),), engines=(engine,))
+    engine = pb.EngineState(
+        engine="h:1", version="1", vllm_version="2", transport="shm", breaker_open=False, age_seconds=1.0
+    )
+    stats = pb.StatsResponse(
+        counters={"corrupt_blocks": 1}, tiers=(pb.TierStats(name="file:/x", up=True),), engines=(engine,)
+    )
     assert _check("stats", json.dumps(row_of(stats))) >= {"breaker_open", "fix", "used_bytes"}
-    assert all(f"`{field}`" in _section("namespaces") for field in TierHoldings.__slots__)
+    assert all(f"`{field}`" in _section("namespaces") for field in pb.TierHoldings.__slots__)
 
 
 def test_every_field_of_files_commands_is_documented(tmp_path: Path) -> None:

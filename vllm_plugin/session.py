@@ -23,9 +23,10 @@ from vllm.logger import init_logger
 from kvpool.client import Client
 from kvpool.config import ClientConfig
 from kvpool.errors import KVPoolError
-from kvpool.holdings import NamespaceInfo
 from kvpool.namespace import Difference, NamespaceSpec, differences
 from kvpool.rpc import Namespace
+from kvpool.text import opened_text
+from kvpool.wire import decode_spec
 from vllm_plugin.breaker import Breaker, State
 from vllm_plugin.metrics import Recorder
 
@@ -262,7 +263,7 @@ class Session:
         self._num_opened, self._explained_at = num_opened, now
         spec = namespace.spec
         akin = [
-            (differences(spec.listed(), info.spec), info)
+            (differences(spec.listed(), decode_spec(info.spec)), info)
             for info in infos
             if info.spec.model == spec.model
             and info.spec.pipeline_stage == spec.pipeline_stage
@@ -281,14 +282,17 @@ class Session:
             self._name,
             spec.model,
             namespace.fingerprint.hex()[:12],
-            _in_words(found, other),
+            _in_words(found, f"{other.fingerprint.hex()[:12]} ({opened_text(other.opened_by, other.age_seconds)})"),
         )
 
 
-def _in_words(found: Sequence[Difference], other: NamespaceInfo) -> str:
-    """The differences as text; without the values of private fields (tenant, salt) and of long ones (layer formats)."""
+def _in_words(found: Sequence[Difference], there: str) -> str:
+    """The differences as text; without the values of private fields (tenant, salt) and of long ones (layer formats).
+
+    Args:
+        there: the other namespace.
+    """
     said = []
-    there = f"{other.fingerprint.hex()[:12]} ({other.opened})"
     for difference in found[:MAX_DIFFERENCES]:
         values = f"{difference.ours!r} here, {difference.theirs!r} in"
         is_said = not difference.is_private and len(values) <= MAX_WORDS

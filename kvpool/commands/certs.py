@@ -19,9 +19,9 @@ from kvpool.certificates import (
     read_certificates,
 )
 from kvpool.errors import InvalidRequestError
-from kvpool.holdings import duration_text, printable
 from kvpool.option_bounds import within
 from kvpool.principal import ABOUT_DOMAINS, ALL_TENANTS, DEFAULT_DOMAIN, GLOBAL_ROLES, TENANT_ROLES, Principal
+from kvpool.text import duration_text, printable
 
 DEFAULT_TENANT = "default"
 

@@ -17,9 +17,9 @@ import typer
 from kvpool.client import Client
 from kvpool.config import ClientConfig
 from kvpool.errors import ConfigError
-from kvpool.holdings import duration_text as duration_text
-from kvpool.holdings import printable as printable
 from kvpool.quotas import size_text as size_text
+from kvpool.text import duration_text as duration_text
+from kvpool.text import printable as printable
 from kvpool.tls import TlsFiles
 
 TIMEOUT_MS = 5_000

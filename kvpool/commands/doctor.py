@@ -127,7 +127,7 @@ def _of_http(client: Client, host_name: str, http: str | None, config: ClientCon
     if http is not None:
         return reachability.http_port(http, config, was_given=True)
     server = client.admin.stats().server
-    if server is None or not server.http_port:
+    if not server.http_port:
         text = "the server tells no HTTP port: HTTP is off, or the server is of an older release"
         return [info("HTTP", text, "give its HOST:PORT as --http if it has one")]
     return reachability.http_port(f"{host_name}:{server.http_port}", config, was_given=False)
@@ -135,7 +135,7 @@ def _of_http(client: Client, host_name: str, http: str | None, config: ClientCon
 
 def _of_stats(client: Client) -> list[Finding]:
     stats, window = look_twice(client.admin.stats, lambda stats: bool(notes(judgements(stats))))
-    clocks = [] if stats.server is None else reachability.clock(stats.server.unix_seconds)
+    clocks = reachability.clock(stats.server.unix_seconds) if stats.HasField("server") else []
     config = client.rpc.config
     shakes_hands = config.tls is not None and not socket_path(config.endpoint)
     found = judgements(stats, window)  # The handshake has shown the server's certificate already.

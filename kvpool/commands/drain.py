@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from typing import Annotated
 
@@ -12,9 +11,11 @@ from kvpool.client import Client
 from kvpool.commands import common
 from kvpool.commands.common import AsJson, Endpoint
 from kvpool.config import DEFAULT_ENDPOINT
-from kvpool.drain import MAX_DRAIN_MS, DrainProgress
 from kvpool.errors import PoolTimeoutError, UnavailableError
+from kvpool.messages import fields_of
 from kvpool.option_bounds import within
+from kvpool.types import MAX_DRAIN_MS
+from kvpool.v1 import pool_pb2 as pb
 
 ASK_EVERY_S = 0.2
 """How often --wait asks how far the drain is."""
@@ -48,7 +49,7 @@ def drain(
             progress = _wait(client, progress)
     seconds = time.monotonic() - started
     if as_json:
-        found = dataclasses.asdict(progress) | {"endpoint": endpoint, "stopped": wait, "seconds": round(seconds, 3)}
+        found = fields_of(progress) | {"endpoint": endpoint, "stopped": wait, "seconds": round(seconds, 3)}
         del found["boot_token"]
         common.print_json(found)
     elif wait:
@@ -62,7 +63,7 @@ def drain(
         )
 
 
-def _wait(client: Client, progress: DrainProgress) -> DrainProgress:
+def _wait(client: Client, progress: pb.DrainResponse) -> pb.DrainResponse:
     """Asks until the server answers no more; returns what it said last. Raises PoolTimeoutError if it goes on."""
     ends_at = time.monotonic() + progress.remaining_ms / 1000 + LATE_S
     while time.monotonic() < ends_at:
@@ -79,7 +80,7 @@ def _wait(client: Client, progress: DrainProgress) -> DrainProgress:
     )
 
 
-def _in_words(progress: DrainProgress) -> str:
+def _in_words(progress: pb.DrainResponse) -> str:
     return (
         f"{progress.num_leases} leases and {progress.num_tickets} tickets of clients, and "
         f"{progress.num_queued_blocks} blocks to be written to tiers"

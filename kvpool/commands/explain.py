@@ -63,7 +63,7 @@ def explain(
 def _report(client: Client, named: NamedPrompt) -> PromptReport:
     info = named.info
     found = client.admin.explain(info.fingerprint, named.runs, timeout_ms=TIMEOUT_MS)
-    report = PromptReport(info.spec, named.num_tokens, found)
+    report = PromptReport(named.spec, named.num_tokens, found)
     if report.is_unknown:
         counted = {each.fingerprint: each for each in client.admin.namespaces()}.get(info.fingerprint, info)
         report.has_other_blocks = bool(counted.num_entries or any(tier.num_entries for tier in counted.tiers))

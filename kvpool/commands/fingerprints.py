@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from kvpool.client import Client
 from kvpool.errors import InvalidRequestError
-from kvpool.holdings import NamespaceInfo
+from kvpool.v1 import pool_pb2 as pb
 
 
-def find_namespace(client: Client, prefix: str) -> NamespaceInfo:
+def find_namespace(client: Client, prefix: str) -> pb.NamespaceInfo:
     """The one open namespace whose fingerprint begins with `prefix`. Raises InvalidRequestError."""
     known = {info.fingerprint: info for info in client.admin.namespaces(holdings=False)}
     return known[one_of(list(known), prefix)]

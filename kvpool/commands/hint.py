@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from typing import Annotated
 
@@ -23,7 +22,8 @@ from kvpool.commands.output import say
 from kvpool.config import DEFAULT_ENDPOINT
 from kvpool.option_bounds import within
 from kvpool.quotas import size_text
-from kvpool.types import HintKind, HintResult
+from kvpool.types import HintKind
+from kvpool.v1 import pool_pb2 as pb
 
 TIMEOUT_MS = 20_000
 """A long prompt's names are computed and sent at once."""
@@ -58,9 +58,9 @@ def pin(
         result = client.admin.hint(
             named.info.fingerprint, named.runs, HintKind.PIN, pin_seconds=0 if end else seconds, timeout_ms=TIMEOUT_MS
         )
-        budgets = [each for each in client.admin.pin_budgets() if each.tenant == named.info.spec.tenant]
+        budgets = [each for each in client.admin.pin_budgets() if each.tenant == named.spec.tenant]
     if as_json:
-        common.print_json(dataclasses.asdict(result))
+        _print_json(result)
         return
     if end:
         say(f"{_of(result.num_blocks, named)} are pinned no longer.")
@@ -97,7 +97,7 @@ def expire(
         named = NamedPrompt.read(client, prompt, namespace, tokenizer, cache_salt, hash_seed, name_key_file)
         result = client.admin.hint(named.info.fingerprint, named.runs, HintKind.EXPIRE, timeout_ms=TIMEOUT_MS)
     if as_json:
-        common.print_json(dataclasses.asdict(result))
+        _print_json(result)
         return
     say(f"{_of(result.num_blocks, named)} will be evicted before others.")
     if not _is_all(result.num_blocks, named):
@@ -123,20 +123,22 @@ def prefetch(
         named = NamedPrompt.read(client, prompt, namespace, tokenizer, cache_salt, hash_seed, name_key_file)
         ends_at = time.monotonic() + wait
         while True:
-            result: HintResult = client.admin.hint(
-                named.info.fingerprint, named.runs, HintKind.PREFETCH, timeout_ms=TIMEOUT_MS
-            )
+            result = client.admin.hint(named.info.fingerprint, named.runs, HintKind.PREFETCH, timeout_ms=TIMEOUT_MS)
             if not result.num_pending or time.monotonic() >= ends_at:
                 break
             time.sleep(LOOK_EVERY_S)
     if as_json:
-        common.print_json(dataclasses.asdict(result))
+        _print_json(result)
         return
     if not result.num_blocks and not result.num_pending:
         say(f"None of {_blocks(named)} is in memory, or on its way up from a tier. {SEND_IT}")
         return
     pending = f", and {result.num_pending:,} or more are on their way up" if result.num_pending else ""
     say(f"{_of(result.num_blocks, named)} are in memory{pending}.")
+
+
+def _print_json(result: pb.HintResponse) -> None:
+    common.print_json({name: getattr(result, name) for name in ("num_blocks", "num_refused", "num_pending")})
 
 
 def _of(count: int, named: NamedPrompt) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import dataclasses
 import datetime as dt
 import re
 import sys
@@ -21,7 +20,9 @@ from kvpool.commands.ledger_table import LedgerTable
 from kvpool.commands.output import console, say
 from kvpool.config import DEFAULT_ENDPOINT
 from kvpool.errors import InvalidRequestError
-from kvpool.ledger import LedgerPage, LedgerRow, added_up
+from kvpool.ledger import SUMS, added_up
+from kvpool.messages import fields_of
+from kvpool.v1 import pool_pb2 as pb
 
 _UNITS = {"m": 60, "h": 3_600, "d": 86_400, "w": 604_800}
 _AGO = re.compile(r"(\d{1,6})([mhdw])")
@@ -84,18 +85,19 @@ def moment(text: str, now: float) -> int:
     return max(0, int((at if at.tzinfo else at.replace(tzinfo=dt.UTC)).timestamp()))
 
 
-def _values(row: LedgerRow, fields: Sequence[str]) -> dict[str, Any]:
+def _values(row: pb.LedgerRow, fields: Sequence[str]) -> dict[str, Any]:
     """A row's fields, the hour as ISO 8601; without those that it is added up over."""
-    values = dataclasses.asdict(row)
+    known = fields_of(row)
+    values = {name: known[name] for name in (*_FIELDS[By.ALL], *SUMS, "computed_tokens")}
     values["hour"] = dt.datetime.fromtimestamp(row.hour, dt.UTC).strftime("%Y-%m-%dT%H:%MZ")
     return {name: value for name, value in values.items() if name in fields or name not in _FIELDS[By.ALL]}
 
 
-def _print_csv(rows: Sequence[LedgerRow], fields: Sequence[str]) -> None:
+def _print_csv(rows: Sequence[pb.LedgerRow], fields: Sequence[str]) -> None:
     known = [cause.label for cause in Cause]
     labels = [*known, *sorted({cause for row in rows for cause in row.computed_tokens}.difference(known))]
     writer, has_head = csv.writer(sys.stdout, lineterminator="\n"), False
-    for row in rows or [LedgerRow(0, "", "")]:
+    for row in rows or [pb.LedgerRow()]:
         values = _values(row, fields)
         computed = values.pop("computed_tokens")
         if not has_head:
@@ -112,7 +114,7 @@ def _cell(value: object) -> object:
     return round(value, 6) if isinstance(value, float) else value
 
 
-def _print_table(page: LedgerPage, rows: Sequence[LedgerRow], fields: Sequence[str], title: str) -> None:
+def _print_table(page: pb.LedgerResponse, rows: Sequence[pb.LedgerRow], fields: Sequence[str], title: str) -> None:
     if not rows:
         typer.echo("the ledger has no rows of that time")
     else:

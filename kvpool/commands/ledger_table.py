@@ -14,7 +14,7 @@ from rich.table import Column, Table
 from kvpool.causes import Cause
 from kvpool.commands.common import size_text
 from kvpool.commands.output import count_text, share_text
-from kvpool.ledger import LedgerRow
+from kvpool.v1 import pool_pb2 as pb
 
 GIB = 1 << 30
 MAX_NAME_CHARS = 16
@@ -35,8 +35,8 @@ class _Number:
     name: str
     gloss: str
     rank: int
-    value: Callable[[LedgerRow], float]
-    text: Callable[[LedgerRow], str]
+    value: Callable[[pb.LedgerRow], float]
+    text: Callable[[pb.LedgerRow], str]
     is_reported: bool = False
 
 
@@ -44,11 +44,11 @@ def _gpu_time(seconds: float) -> str:
     return f"{seconds / 3_600:,.1f} h" if seconds >= 3_600 else f"{seconds:,.0f} s"
 
 
-def _evicted(row: LedgerRow) -> int:
+def _evicted(row: pb.LedgerRow) -> int:
     return row.computed_tokens.get(Cause.EVICTED.label, 0)
 
 
-def _prompt_tokens(row: LedgerRow) -> int:
+def _prompt_tokens(row: pb.LedgerRow) -> int:
     return row.loaded_tokens + sum(row.computed_tokens.values())
 
 
@@ -95,7 +95,7 @@ class LedgerTable:
         fields: by which rows are added up.
     """
 
-    def __init__(self, rows: Sequence[LedgerRow], fields: Sequence[str], title: str, console: Console):
+    def __init__(self, rows: Sequence[pb.LedgerRow], fields: Sequence[str], title: str, console: Console):
         self._rows = rows
         self._fields = fields
         self._title = title
@@ -140,7 +140,7 @@ class LedgerTable:
         return table
 
 
-def _has_report(row: LedgerRow) -> bool:
+def _has_report(row: pb.LedgerRow) -> bool:
     return bool(row.num_requests or _prompt_tokens(row) or row.saved_gpu_seconds or row.lost_gpu_seconds)
 
 

@@ -11,10 +11,12 @@ import typer
 from kvpool.client import Client
 from kvpool.commands.fingerprints import find_namespace
 from kvpool.errors import InvalidRequestError
-from kvpool.holdings import NamespaceInfo
 from kvpool.name_key import NameKey
+from kvpool.namespace import NamespaceSpec
 from kvpool.prompts import hash_seed, prompt_runs, read_tokens
 from kvpool.types import BlockRun
+from kvpool.v1 import pool_pb2 as pb
+from kvpool.wire import decode_spec
 
 Prompt = Annotated[
     str,
@@ -48,7 +50,8 @@ class NamedPrompt:
         runs: its blocks under their names on the wire, one run a group.
     """
 
-    info: NamespaceInfo
+    info: pb.NamespaceInfo
+    spec: NamespaceSpec
     num_tokens: int
     runs: list[BlockRun]
 
@@ -69,11 +72,12 @@ class NamedPrompt:
         """
         tokens = read_tokens(prompt, tokenizer)
         info = find_namespace(client, namespace)
+        spec = decode_spec(info.spec)
         key = NameKey.read(name_key_file) if name_key_file else None
-        runs = prompt_runs(info.spec, tokens, seed=hash_seed(info.spec, seed), cache_salt=cache_salt, key=key)
+        runs = prompt_runs(spec, tokens, seed=hash_seed(spec, seed), cache_salt=cache_salt, key=key)
         if not runs:
-            smallest = min(group.block_tokens for group in info.spec.groups)
+            smallest = min(group.block_tokens for group in spec.groups)
             raise InvalidRequestError(
                 f"the prompt has {len(tokens):,} tokens, less than a block of {smallest:,}: nothing of it is stored"
             )
-        return cls(info, len(tokens), runs)
+        return cls(info, spec, len(tokens), runs)

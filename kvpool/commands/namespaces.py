@@ -16,10 +16,12 @@ from kvpool.commands.common import AsJson, Endpoint
 from kvpool.commands.fingerprints import one_of
 from kvpool.commands.output import console, share_text
 from kvpool.config import DEFAULT_ENDPOINT
-from kvpool.holdings import NamespaceInfo, duration_text, printable
-from kvpool.namespace import Difference, differences
-from kvpool.quotas import size_text
-from kvpool.types import Quota
+from kvpool.messages import fields_of
+from kvpool.namespace import differences
+from kvpool.quotas import covers, size_text
+from kvpool.text import duration_text, opened_text, printable
+from kvpool.v1 import pool_pb2 as pb
+from kvpool.wire import decode_spec
 
 
 def namespaces(
@@ -48,11 +50,11 @@ def namespaces(
         typer.echo(text_of(info, [quota for quota in bounds if _covers(quota, info)]))
 
 
-def text_of(info: NamespaceInfo, bounds: Sequence[Quota]) -> str:
+def text_of(info: pb.NamespaceInfo, bounds: Sequence[pb.Quota]) -> str:
     """A namespace as a line with its fingerprint and model, and lines of facts."""
     limits = "".join(f" of {size_text(quota.limit_bytes)}" for quota in bounds)
     facts = [f"{info.num_entries:,} blocks, {size_text(info.nbytes)}{limits}"]
-    if info.hit_ratio is not None:
+    if info.lookup_blocks:
         facts.append(f"hit ratio {share_text(info.lookup_hits, info.lookup_blocks)} of {info.lookup_blocks:,} blocks")
     if info.spec.tenant:
         facts.append(f"tenant {info.spec.tenant}")
@@ -63,29 +65,35 @@ def text_of(info: NamespaceInfo, bounds: Sequence[Quota]) -> str:
     lines = [
         f"{info.fingerprint.hex()[:12]}  {info.spec.model}",
         "; ".join(facts),
-        f"{info.opened}; last used {duration_text(info.idle_seconds)} ago",
+        f"{_opened(info)}; last used {duration_text(info.idle_seconds)} ago",
         *(f"in {tier.tier}: {tier.num_entries:,} blocks, {size_text(tier.nbytes)}" for tier in info.tiers),
     ]
-    return "\n    ".join(map(printable, lines))  # Engines choose the names of models and tenants.
+    return "\n    ".join(lines)
 
 
-def _row(info: NamespaceInfo, bounds: Sequence[Quota]) -> dict[str, Any]:
-    row = dataclasses.asdict(info)
-    spec, fingerprint = row.pop("spec"), row.pop("fingerprint").hex()
-    shown = {"fingerprint": fingerprint, "entries": row.pop("num_entries"), "bytes": row.pop("nbytes"), **row}
-    quotas = [dataclasses.asdict(quota) for quota in bounds if _covers(quota, info)]
-    return {**shown, "hit_ratio": info.hit_ratio, "quotas": quotas, **spec}
+def _row(info: pb.NamespaceInfo, bounds: Sequence[pb.Quota]) -> dict[str, Any]:
+    row = fields_of(info)
+    del row["spec"]
+    shown = {"entries": row.pop("num_entries"), "bytes": row.pop("nbytes"), **row}
+    hit_ratio = info.lookup_hits / info.lookup_blocks if info.lookup_blocks else None
+    quotas = [fields_of(quota) for quota in bounds if _covers(quota, info)]
+    return {**shown, "hit_ratio": hit_ratio, "quotas": quotas, **dataclasses.asdict(decode_spec(info.spec))}
 
 
-def _covers(quota: Quota, info: NamespaceInfo) -> bool:
-    return quota.covers(info.spec.tenant, info.fingerprint)
+def _opened(info: pb.NamespaceInfo) -> str:
+    return opened_text(info.opened_by, info.age_seconds)
+
+
+def _covers(quota: pb.Quota, info: pb.NamespaceInfo) -> bool:
+    return covers(quota.subject, info.spec.tenant, info.fingerprint)
 
 
 def _print_differences(endpoint: str, prefixes: tuple[str, str], as_json: bool) -> None:
     with common.client_of(endpoint) as client:
         known = {info.fingerprint: info for info in client.admin.namespaces(holdings=False)}
         a, b = (one_of(list(known), prefix) for prefix in prefixes)
-    rows = [_values(difference) for difference in differences(known[a].spec, known[b].spec)]
+    found = differences(*(decode_spec(known[name].spec) for name in (a, b)))
+    rows = [(each.field, each.ours, each.theirs) for each in found]  # Of secrets the server sends digests.
     if as_json:
         common.print_json([{"field": field, "a": ours, "b": theirs} for field, ours, theirs in rows])
         return
@@ -94,7 +102,7 @@ def _print_differences(endpoint: str, prefixes: tuple[str, str], as_json: bool) 
         return
     # Rich would read text in brackets as markup, and engines choose the names of hosts and models.
     for each in (a, b):
-        typer.echo(printable(f"{each.hex()[:12]}: {known[each].opened}"))
+        typer.echo(printable(f"{each.hex()[:12]}: {_opened(known[each])}"))
     columns = [Column(each.hex()[:12], overflow="fold") for each in (a, b)]
     table = Table(Column("field", overflow="fold"), *columns, title=escape(f"differences at {endpoint}"))
     for field, ours, theirs in rows:
@@ -102,8 +110,3 @@ def _print_differences(endpoint: str, prefixes: tuple[str, str], as_json: bool) 
             escape(field), *(escape(value if isinstance(value, str) else json.dumps(value)) for value in (ours, theirs))
         )
     console().print(table)
-
-
-def _values(difference: Difference) -> tuple[str, Any, Any]:
-    """A field and its two values. Of secrets the server sends digests."""
-    return difference.field, difference.ours, difference.theirs

@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 
 from kvpool.doctor.finding import Finding, Level
-from kvpool.holdings import printable
+from kvpool.text import printable
 
 WIDTH = 80
 """Columns where standard output is no terminal."""

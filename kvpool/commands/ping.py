@@ -23,9 +23,10 @@ from kvpool.commands.common import AsJson, Endpoint
 from kvpool.commands.fingerprints import find_namespace
 from kvpool.config import DEFAULT_ENDPOINT, TRANSPORTS
 from kvpool.errors import InvalidRequestError
-from kvpool.holdings import duration_text
 from kvpool.option_bounds import within
 from kvpool.principal import Role
+from kvpool.text import duration_text
+from kvpool.wire import decode_spec
 
 ROUND_MIB = 256
 
@@ -98,7 +99,7 @@ def ping(
             if chosen is None:
                 measured, cost = measure(client, round_bytes, usual_block(client)), None
             else:
-                block = largest_group(chosen.spec, tensor_parallel)
+                block = largest_group(decode_spec(chosen.spec), tensor_parallel)
                 measured = measure(client, round_bytes, block, shards_of_rank(block, tensor_parallel))
                 cost = hit_cost(measured, chosen, tensor_parallel)
             found |= row_of(measured, cost, prefill)

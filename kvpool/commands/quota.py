@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -16,8 +15,10 @@ from kvpool.commands.common import AsJson, Endpoint
 from kvpool.commands.output import console, say
 from kvpool.config import DEFAULT_ENDPOINT
 from kvpool.errors import InvalidRequestError, PermissionDeniedError
+from kvpool.messages import fields_of
 from kvpool.quotas import beyond_memory, parse_quota, size_text
-from kvpool.types import PinBudget, Quota
+from kvpool.types import Quota
+from kvpool.v1 import pool_pb2 as pb
 
 _WHAT_COUNTS = (
     "Used is the memory that is taken: it includes blocks that are being written, and where callers are authenticated "
@@ -49,7 +50,7 @@ def quota(
     if warning:
         typer.echo(f"warning: {warning}", err=True)
     if as_json:
-        common.print_json([dataclasses.asdict(quota) for quota in found])
+        common.print_json([fields_of(quota) for quota in found])
         return
     if not found:
         typer.echo(f"no quotas at {endpoint}: every tenant and namespace may fill the arena")
@@ -57,24 +58,25 @@ def quota(
         return
     numbers = [Column(name, justify="right") for name in ("limit", "used", "share used")]
     table = Table(Column("subject", overflow="fold"), *numbers, title=escape(f"quotas at {endpoint}"))
-    for each in found:
-        share = f"{each.used_bytes / each.limit_bytes:.0%}"
-        table.add_row(escape(each.subject), size_text(each.limit_bytes), size_text(each.used_bytes), share)
+    for known in found:
+        share = f"{known.used_bytes / max(1, known.limit_bytes):.0%}"
+        table.add_row(escape(known.subject), size_text(known.limit_bytes), size_text(known.used_bytes), share)
     console().print(table)
     say(_WHAT_COUNTS)
     _say_pins(budgets)
 
 
-def _say_pins(budgets: Sequence[PinBudget]) -> None:
+def _say_pins(budgets: Sequence[pb.PinBudget]) -> None:
     for each in budgets:
         if each.used_bytes:
             tenant = f"tenant {each.tenant}" if each.tenant else "the tenant without a name"
             say(f"{tenant} has pinned {size_text(each.used_bytes)} of {size_text(each.limit_bytes)}")
 
 
-def _beyond_memory(client: Client, quotas: Sequence[Quota]) -> str:
+def _beyond_memory(client: Client, quotas: Sequence[pb.Quota]) -> str:
     """As `beyond_memory`; empty for a tenant's operator, to whom the server tells neither its memory nor all quotas."""
     try:
-        return beyond_memory(quotas, client.admin.stats().arena_bytes) if quotas else ""
+        limits = [Quota(each.subject, each.limit_bytes) for each in quotas]
+        return beyond_memory(limits, client.admin.stats().arena_bytes) if limits else ""
     except PermissionDeniedError:
         return ""

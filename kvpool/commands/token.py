@@ -11,8 +11,8 @@ import typer
 
 from kvpool.certificates import write_whole
 from kvpool.errors import InvalidRequestError
-from kvpool.holdings import duration_text, printable
 from kvpool.principal import ABOUT_DOMAINS, ALL_TENANTS, DEFAULT_DOMAIN, Principal, Role
+from kvpool.text import duration_text, printable
 from kvpool.tokens import TokenRecord, append_record, create_token, parse_lifetime, read_records, remove_record
 
 app = typer.Typer(no_args_is_help=True, help="Make, list and revoke bearer tokens, of callers without a certificate.")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Annotated, Any
 
 import typer
@@ -10,12 +9,13 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from kvpool.commands import common
-from kvpool.commands.common import AsJson, Endpoint, duration_text, printable, size_text
+from kvpool.commands.common import AsJson, Endpoint, duration_text, size_text
 from kvpool.commands.output import console, count_text, say
 from kvpool.config import DEFAULT_ENDPOINT
 from kvpool.errors import ConfigError, InvalidRequestError
+from kvpool.messages import fields_of
 from kvpool.option_bounds import within
-from kvpool.value import ValueCurve, ValueReport
+from kvpool.v1 import pool_pb2 as pb
 
 DAY_S = 86_400
 
@@ -53,18 +53,24 @@ def value(
     for curve in shown:
         console().print(_table(report, curve, prefill))
         say(f"{count_text(curve.lookup_tokens)} tokens looked up in about {duration_text(report.seconds)}.")
-        say(f"The pool, with the policy {report.policy}, hit {curve.hit_ratio:.1%} of them. The estimates are of LRU.")
+        hits = f"{_hit_ratio(curve):.1%}"
+        say(f"The pool, with the policy {report.policy}, hit {hits} of them. The estimates are of LRU.")
     if report.left_out:
         say(f"{report.left_out:,} lookups and puts came too fast and were left out")
 
 
-def _name(curve: ValueCurve) -> str:
+def _hit_ratio(curve: pb.ValueCurve) -> float:
+    """The ratio that the pool itself has counted; with tiers, blocks that came up from one are hits."""
+    return curve.hit_tokens / curve.lookup_tokens if curve.lookup_tokens else 0.0
+
+
+def _name(curve: pb.ValueCurve) -> str:
     if curve.is_total:
         return "all tenants"
-    return f"tenant {printable(curve.tenant) or '(none)'}"
+    return f"tenant {curve.tenant or '(none)'}"
 
 
-def _table(report: ValueReport, curve: ValueCurve, prefill: float | None) -> Table:
+def _table(report: pb.ValueResponse, curve: pb.ValueCurve, prefill: float | None) -> Table:
     of_both = " with tiers" if report.has_tiers else ""
     names = ["memory", "size", "hits", *(["hits with tiers"] if of_both else []), f"tokens a day{of_both}"]
     names += [f"GPU-s a day{of_both}"] if prefill is not None else []
@@ -79,23 +85,20 @@ def _table(report: ValueReport, curve: ValueCurve, prefill: float | None) -> Tab
     return table
 
 
-def _saved_tokens_a_day(report: ValueReport, curve: ValueCurve, hit_ratio: float) -> float:
+def _saved_tokens_a_day(report: pb.ValueResponse, curve: pb.ValueCurve, hit_ratio: float) -> float:
     return hit_ratio * curve.lookup_tokens / max(report.seconds, 1.0) * DAY_S
 
 
-def _as_json(report: ValueReport, curves: list[ValueCurve], prefill: float | None) -> dict[str, Any]:
+def _as_json(report: pb.ValueResponse, curves: list[pb.ValueCurve], prefill: float | None) -> dict[str, Any]:
     listed = []
     for curve in curves:
-        estimates = []
-        for each in curve.estimates:
-            saved = _saved_tokens_a_day(report, curve, each.hit_ratio_with_tiers)
-            estimates.append(
-                {
-                    **dataclasses.asdict(each),
-                    "arena_bytes": int(each.size * report.arena_bytes),
-                    "saved_tokens_per_day": saved,
-                    "saved_gpu_seconds_per_day": None if prefill is None else saved / prefill,
-                }
-            )
-        listed.append({**dataclasses.asdict(curve), "hit_ratio": curve.hit_ratio, "estimates": estimates})
-    return {**dataclasses.asdict(report), "curves": listed}
+        row = fields_of(curve) | {"hit_ratio": _hit_ratio(curve)}
+        for each in row["estimates"]:
+            saved = _saved_tokens_a_day(report, curve, each["hit_ratio_with_tiers"])
+            each["arena_bytes"] = int(each["size"] * report.arena_bytes)
+            each["saved_tokens_per_day"] = saved
+            each["saved_gpu_seconds_per_day"] = None if prefill is None else saved / prefill
+        listed.append(row)
+    whole = fields_of(report) | {"curves": listed}
+    del whole["boot_token"]
+    return whole

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 
 import typer
@@ -10,7 +9,8 @@ import typer
 from kvpool.commands import common
 from kvpool.commands.common import AsJson, Endpoint
 from kvpool.config import DEFAULT_ENDPOINT
-from kvpool.holdings import duration_text, printable
+from kvpool.messages import fields_of
+from kvpool.text import duration_text
 
 
 def whoami(endpoint: Endpoint = DEFAULT_ENDPOINT, as_json: AsJson = False) -> None:
@@ -18,10 +18,12 @@ def whoami(endpoint: Endpoint = DEFAULT_ENDPOINT, as_json: AsJson = False) -> No
     with common.client_of(endpoint) as client:
         found = client.admin.whoami()
     if as_json:
-        common.print_json(dataclasses.asdict(found))
+        row = fields_of(found)
+        del row["boot_token"]
+        common.print_json(row)
         return
-    typer.echo(printable(found.principal) or f"{endpoint} does not authenticate callers")
+    typer.echo(found.principal or f"{endpoint} does not authenticate callers")
     if found.ends_at:
         left = duration_text(found.ends_at - time.time())
         typer.echo(f"    until {time.strftime('%Y-%m-%d %H:%M', time.gmtime(found.ends_at))} UTC, for {left}")
-    typer.echo(f"    may call {', '.join(map(printable, found.methods))}")
+    typer.echo(f"    may call {', '.join(found.methods)}")

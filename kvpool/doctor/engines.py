@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvpool.doctor.finding import Finding, ok, warning
-from kvpool.holdings import escaped
-from kvpool.reports import EngineState
-from kvpool.types import PoolStats
+from kvpool.text import escaped
+from kvpool.v1 import pool_pb2 as pb
 
 MAX_NAME_CHARS = 60
 
 
-def engines(stats: PoolStats) -> list[Finding]:
+def engines(stats: pb.StatsResponse) -> list[Finding]:
     """Whether the engines that report have the server's release, a fast transport and a closed breaker."""
     found = []
     if away := [each for each in stats.engines if each.breaker_open]:
@@ -22,7 +21,7 @@ def engines(stats: PoolStats) -> list[Finding]:
     if slow := [each for each in stats.engines if each.transport.startswith("grpc")]:
         text = f"engines move bytes through gRPC, which is slow: {_names(slow)}"
         found.append(warning("engines", text, "their logs say why the faster transports do not work"))
-    if stats.server is not None:
+    if stats.HasField("server"):
         version = stats.server.version
         if others := [each for each in stats.engines if each.version != version]:
             theirs = escaped(others[0].version, MAX_NAME_CHARS)
@@ -33,6 +32,6 @@ def engines(stats: PoolStats) -> list[Finding]:
     return [ok("engines", f"{len(stats.engines)} engines report, and none has a problem")]
 
 
-def _names(found: Sequence[EngineState]) -> str:
+def _names(found: Sequence[pb.EngineState]) -> str:
     more = f" and {len(found) - 1} more" if len(found) > 1 else ""
     return escaped(found[0].engine, MAX_NAME_CHARS) + more

@@ -8,10 +8,10 @@ from kvpool.doctor.pool_state import pool_state
 from kvpool.doctor.quotas import quotas
 from kvpool.doctor.server_state import server_state
 from kvpool.doctor.window import Window
-from kvpool.types import PoolStats
+from kvpool.v1 import pool_pb2 as pb
 
 
-def judgements(stats: PoolStats, window: Window | None = None) -> list[Finding]:
+def judgements(stats: pb.StatsResponse, window: Window | None = None) -> list[Finding]:
     """What a snapshot says about the pool, its tiers and quotas, the server, and the engines that report.
 
     Args:

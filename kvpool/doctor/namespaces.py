@@ -8,9 +8,11 @@ from itertools import combinations
 
 from kvpool.doctor.finding import Finding, error, ok, warning
 from kvpool.hashing import ALGORITHM
-from kvpool.holdings import NamespaceInfo, escaped
-from kvpool.namespace import Difference, NamespaceSpec, differences
+from kvpool.namespace import MEASUREMENT_MODEL, Difference, differences
 from kvpool.quotas import size_text
+from kvpool.text import escaped, opened_text
+from kvpool.v1 import pool_pb2 as pb
+from kvpool.wire import decode_spec
 
 MAX_COMPARED = 64
 """Namespaces that are compared with each other, the last used ones."""
@@ -26,23 +28,24 @@ _CAUSES = ("block_tokens", "num_shards", "model_dtype", "kv_cache_dtype", "num_k
 """Fields that others follow from: a difference in one of them brings differences in `_DERIVED`."""
 
 
-def namespaces(infos: Sequence[NamespaceInfo], arena_bytes: int) -> list[Finding]:
+def namespaces(infos: Sequence[pb.NamespaceInfo], arena_bytes: int) -> list[Finding]:
     """All checks of engines' namespaces. Those of measurements have no engine."""
-    infos = [info for info in infos if not info.spec.is_measurement]
+    infos = [info for info in infos if info.spec.model != MEASUREMENT_MODEL]
     return [*separate(infos), *hashes(infos), *block_sizes(infos, arena_bytes)]
 
 
-def separate(infos: Sequence[NamespaceInfo]) -> list[Finding]:
+def separate(infos: Sequence[pb.NamespaceInfo]) -> list[Finding]:
     """Names the field if two namespaces of one model differ in one only: the usual reason for zero hits.
 
     Not the tenant or the salt: who sets one wants to share nothing.
     """
     recent = sorted((info for info in infos if not info.superseded), key=lambda info: info.idle_seconds)
+    compared = [(info, decode_spec(info.spec)) for info in recent[:MAX_COMPARED]]
     found = []
-    for one, other in combinations(recent[:MAX_COMPARED], 2):
+    for (one, ours), (other, theirs) in combinations(compared, 2):
         if not _same_model(one.spec, other.spec) or one.spec.pipeline_stage != other.spec.pipeline_stage:
             continue
-        causes = _causes(differences(one.spec, other.spec))
+        causes = _causes(differences(ours, theirs))
         if len(causes) == 1 and causes[0].field not in _MEANT:
             found.append(_separated(one, other, causes[0]))
         if len(found) >= MAX_FINDINGS:
@@ -52,7 +55,7 @@ def separate(infos: Sequence[NamespaceInfo]) -> list[Finding]:
     return [ok("namespaces", f"{len(infos)} namespaces, and none differs from another of its model in one field only")]
 
 
-def _same_model(a: NamespaceSpec, b: NamespaceSpec) -> bool:
+def _same_model(a: pb.NamespaceSpec, b: pb.NamespaceSpec) -> bool:
     return a.model == b.model or bool(a.weights_digest and a.weights_digest == b.weights_digest)
 
 
@@ -64,15 +67,19 @@ def _causes(found: Sequence[Difference]) -> list[Difference]:
     return list(by_field.values())
 
 
-def _separated(one: NamespaceInfo, other: NamespaceInfo, difference: Difference) -> Finding:
+def _separated(one: pb.NamespaceInfo, other: pb.NamespaceInfo, difference: Difference) -> Finding:
     a, b = (info.fingerprint.hex()[:12] for info in (one, other))
     values = "" if difference.is_private else f": {_shown(difference.ours)} and {_shown(difference.theirs)}"
     text = (
-        f"namespaces {a} ({one.opened}) and {b} ({other.opened}) of {escaped(one.spec.model, MAX_VALUE_CHARS)} share "
-        f"nothing, because of {escaped(difference.field, MAX_VALUE_CHARS)} alone{values}"
+        f"namespaces {a} ({_opened(one)}) and {b} ({_opened(other)}) of {escaped(one.spec.model, MAX_VALUE_CHARS)} "
+        f"share nothing, because of {escaped(difference.field, MAX_VALUE_CHARS)} alone{values}"
     )
     fix = f"if they should share, start their engines with the same {_setting(difference.field)}"
     return warning("namespaces", text, f"{fix}; `kvpool namespaces --diff {a} {b}`")
+
+
+def _opened(info: pb.NamespaceInfo) -> str:
+    return opened_text(info.opened_by, info.age_seconds)
 
 
 def _setting(field: str) -> str:
@@ -86,7 +93,7 @@ def _shown(value: object) -> str:
     return escaped(repr(value), MAX_VALUE_CHARS)
 
 
-def hashes(infos: Sequence[NamespaceInfo]) -> list[Finding]:
+def hashes(infos: Sequence[pb.NamespaceInfo]) -> list[Finding]:
     """Whether all engines name blocks by one algorithm, and those of a model by one seed."""
     algorithms = {info.spec.hash_algorithm for info in infos}
     if others := sorted(algorithms - {ALGORITHM}):
@@ -107,7 +114,7 @@ def hashes(infos: Sequence[NamespaceInfo]) -> list[Finding]:
     return [ok("block hashes", text)] if infos else []
 
 
-def block_sizes(infos: Sequence[NamespaceInfo], arena_bytes: int) -> list[Finding]:
+def block_sizes(infos: Sequence[pb.NamespaceInfo], arena_bytes: int) -> list[Finding]:
     """Whether the arena holds enough blocks of each model."""
     found = [finding for info in infos for finding in _block_size(info, arena_bytes)]
     if found:
@@ -115,14 +122,15 @@ def block_sizes(infos: Sequence[NamespaceInfo], arena_bytes: int) -> list[Findin
     return [ok("block size", "the arena holds long prompts of every model")] if infos else []
 
 
-def _block_size(info: NamespaceInfo, arena_bytes: int) -> Iterator[Finding]:
+def _block_size(info: pb.NamespaceInfo, arena_bytes: int) -> Iterator[Finding]:
     groups, name = info.spec.groups, escaped(info.spec.model, MAX_VALUE_CHARS)
-    largest = max(group.slot_bytes for group in groups)
+    slots = [group.num_shards * group.chunk_bytes for group in groups]
+    largest = max(slots)
     if largest > arena_bytes:
         text = f"a block of {name} has {size_text(largest)}, and the arena {size_text(arena_bytes)}"
         yield error("block size", text, "give the server more --memory, or the engines a smaller --block-size")
         return
-    a_token = sum(group.slot_bytes / group.block_tokens for group in groups)
+    a_token = sum(nbytes / group.block_tokens for nbytes, group in zip(slots, groups, strict=True))
     if (tokens := int(arena_bytes / a_token)) < MIN_TOKENS:
         text = f"the arena holds {tokens:,} tokens of {name} at most, with blocks of {size_text(largest)}"
         yield warning("block size", text, "give the server more --memory")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from kvpool.doctor.finding import Finding, Level, error, info, ok, warning
 from kvpool.doctor.window import SINCE_START, Key, Window, total
 from kvpool.quotas import size_text
-from kvpool.types import PoolStats, TierStats
+from kvpool.v1 import pool_pb2 as pb
 
 MIN_LOOKUP_BLOCKS = 1_000
 """Fewer blocks asked for say nothing about the hits to come."""
@@ -101,7 +101,7 @@ _COUNTED_OF_TIERS = (
 )
 
 
-def pool_state(stats: PoolStats, window: Window | None = None) -> list[Finding]:
+def pool_state(stats: pb.StatsResponse, window: Window | None = None) -> list[Finding]:
     """What a snapshot says about the pool and its tiers.
 
     Args:
@@ -118,7 +118,7 @@ def pool_state(stats: PoolStats, window: Window | None = None) -> list[Finding]:
     return findings
 
 
-def _counted(rule: _Counted, check: str, key: Key, stats: PoolStats, window: Window | None) -> Iterator[Finding]:
+def _counted(rule: _Counted, check: str, key: Key, stats: pb.StatsResponse, window: Window | None) -> Iterator[Finding]:
     def text(count: int, when: str) -> str:
         return rule.text.format(count=f"{count:,}", blocks=_blocks(count), when=when)
 
@@ -132,7 +132,7 @@ def _over(window: Window | None) -> str:
     return SINCE_START if window is None else f"{SINCE_START} (none {window.when})"
 
 
-def _room(stats: PoolStats) -> Iterator[Finding]:
+def _room(stats: pb.StatsResponse) -> Iterator[Finding]:
     if 0 < stats.prefaulted_bytes < stats.arena_bytes:
         share = stats.prefaulted_bytes / stats.arena_bytes
         yield warning(
@@ -151,7 +151,7 @@ def _room(stats: PoolStats) -> Iterator[Finding]:
     yield ok("memory", f"{size_text(used)} of {size_text(stats.arena_bytes)} are used")
 
 
-def _hits(stats: PoolStats, window: Window | None) -> list[Finding]:
+def _hits(stats: pb.StatsResponse, window: Window | None) -> list[Finding]:
     (asked, found), blocks = tokens(stats), stats.counters.get("lookup_blocks", 0)
     if not blocks:
         return [ok("hits", "no engine has looked anything up yet")]
@@ -171,13 +171,13 @@ def _hits(stats: PoolStats, window: Window | None) -> list[Finding]:
     return [ok("hits", f"lookups found {found:,} of {asked:,} tokens")] if asked else []
 
 
-def tokens(stats: PoolStats) -> tuple[int, int]:
+def tokens(stats: pb.StatsResponse) -> tuple[int, int]:
     """Tokens that lookups asked for, and those that they found, since the server's start."""
-    usage = stats.server.usage if stats.server is not None else ()
+    usage = stats.server.usage
     return sum(each.lookup_tokens for each in usage), sum(each.hit_tokens for each in usage)
 
 
-def _tier(tier: TierStats, stats: PoolStats, window: Window | None) -> list[Finding]:
+def _tier(tier: pb.TierStats, stats: pb.StatsResponse, window: Window | None) -> list[Finding]:
     check, findings = f"tier {tier.name}", []
     if not tier.up:
         findings.append(
@@ -194,7 +194,7 @@ def _tier(tier: TierStats, stats: PoolStats, window: Window | None) -> list[Find
     return findings or [ok(check, f"the tier works; {size_text(tier.used_bytes)}{size} are used")]
 
 
-def _dropped(check: str, name: str, stats: PoolStats, window: Window | None) -> Iterator[Finding]:
+def _dropped(check: str, name: str, stats: pb.StatsResponse, window: Window | None) -> Iterator[Finding]:
     """Of a tier that is up: one that is down drops all."""
     dropped_key, demoted_key = ("tier", name, "dropped_demotions"), ("tier", name, "demoted_blocks")
     fix = "the tier is too slow for what engines store: take faster storage, more threads=, or write=back"

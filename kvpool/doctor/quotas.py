@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from kvpool.doctor.finding import Finding, info, warning
 from kvpool.doctor.window import SINCE_START, Window, total
-from kvpool.holdings import escaped
 from kvpool.quotas import size_text
-from kvpool.types import PoolStats
+from kvpool.text import escaped
+from kvpool.v1 import pool_pb2 as pb
 
 FULL_SHARE = 0.98
 MAX_FINDINGS = 4
@@ -14,7 +14,7 @@ MAX_NAME_CHARS = 60
 _EVICTED = ("quota_evicted_blocks",)
 
 
-def quotas(stats: PoolStats, window: Window | None = None) -> list[Finding]:
+def quotas(stats: pb.StatsResponse, window: Window | None = None) -> list[Finding]:
     """Whether subjects that have reached their quotas evict their own blocks. A quota that is full and lasts is none.
 
     Args:

@@ -19,9 +19,9 @@ from kvpool.config import ClientConfig, is_loopback
 from kvpool.doctor.finding import Finding, error, ok, warning
 from kvpool.doctor.server_state import SERVER_CERTIFICATE, certificate_end
 from kvpool.errors import KVPoolError, TransferError
-from kvpool.holdings import duration_text, printable
 from kvpool.memory_socket import memory_address, receive_memory
 from kvpool.skew import OWN
+from kvpool.text import duration_text, printable
 from kvpool.tls import TlsFiles
 from kvpool.transport.tcp import peer_of
 from kvpool.types import Offer

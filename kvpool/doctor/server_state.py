@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kvpool.doctor.finding import Finding, error, ok, warning
-from kvpool.holdings import duration_text, escaped
-from kvpool.types import PoolStats
+from kvpool.text import duration_text, escaped
+from kvpool.v1 import pool_pb2 as pb
 
 LATE_S = (0.01, 0.1)
 """Lag of the event loop, its 99th percentile: of a warning, and of an error."""
@@ -18,9 +18,9 @@ _CHECKS = {"server": SERVER_CERTIFICATE, "client_ca": "certificate of the client
 MAX_NAME_CHARS = 60
 
 
-def server_state(stats: PoolStats) -> list[Finding]:
+def server_state(stats: pb.StatsResponse) -> list[Finding]:
     """What a snapshot says about the server; empty if the server is too old to tell."""
-    if stats.server is None:
+    if not stats.HasField("server"):
         return []
     now = stats.server.unix_seconds
     return [

@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvpool.holdings import duration_text
-from kvpool.types import PoolStats
+from kvpool.text import duration_text
+from kvpool.v1 import pool_pb2 as pb
 
 RECENT_S = 600.0
 """What was counted within this time is recent."""
@@ -35,20 +35,20 @@ class Window:
     when: str
 
 
-def total(stats: PoolStats, key: Key) -> int:
+def total(stats: pb.StatsResponse, key: Key) -> int:
     """A counter since the server's start."""
     if len(key) == 1:
         return stats.counters.get(key[0], 0)
     return sum(tier.counters.get(key[2], 0) for tier in stats.tiers if tier.name == key[1])
 
 
-def window_of(now: PoolStats, before: PoolStats | None = None, seconds: float = 0.0) -> Window | None:
+def window_of(now: pb.StatsResponse, before: pb.StatsResponse | None = None, seconds: float = 0.0) -> Window | None:
     """The time since the server's start, if it is recent, or else since an earlier snapshot; None without one.
 
     Args:
         seconds: since `before`.
     """
-    if now.server is not None and now.server.uptime_seconds <= RECENT_S:
+    if now.HasField("server") and now.server.uptime_seconds <= RECENT_S:
         return Window(lambda key: total(now, key), SINCE_START)
     if before is None or before.boot_token != now.boot_token:
         return None
@@ -57,8 +57,8 @@ def window_of(now: PoolStats, before: PoolStats | None = None, seconds: float = 
 
 
 def look_twice(
-    snapshot: Callable[[], PoolStats], is_unclear: Callable[[PoolStats], bool]
-) -> tuple[PoolStats, Window | None]:
+    snapshot: Callable[[], pb.StatsResponse], is_unclear: Callable[[pb.StatsResponse], bool]
+) -> tuple[pb.StatsResponse, Window | None]:
     """A snapshot and its window. If the snapshot alone is not clear, another one is made `LOOK_S` later."""
     before = snapshot()
     window = window_of(before)

@@ -18,11 +18,11 @@ from kvpool.doctor.finding import Level, problems
 from kvpool.doctor.judgements import judgements
 from kvpool.doctor.pool_state import tokens
 from kvpool.doctor.window import Window
-from kvpool.holdings import duration_text, printable
 from kvpool.quotas import size_text
-from kvpool.server_stats import UsageStats, client_transfers
+from kvpool.server_stats import client_transfers, count, rpc_quantile
+from kvpool.text import duration_text, printable
 from kvpool.top.interval import Interval
-from kvpool.types import PoolStats
+from kvpool.v1 import pool_pb2 as pb
 
 BAR_CHARS = 30
 MAX_PROBLEMS = 4
@@ -72,11 +72,10 @@ def frame(view: View) -> RenderableType:
     return Group(*parts)
 
 
-def _title(view: View, now: PoolStats) -> Text:
-    server = now.server
+def _title(view: View, now: pb.StatsResponse) -> Text:
     version, since = "", ""
-    if server is not None:
-        version, since = f" {server.version}", f", up for {duration_text(server.uptime_seconds)}"
+    if now.HasField("server"):
+        version, since = f" {now.server.version}", f", up for {duration_text(now.server.uptime_seconds)}"
     return Text(printable(f"kvpool-server{version} at {view.endpoint}{since}"), style="bold")
 
 
@@ -100,7 +99,7 @@ def _lines(interval: Interval) -> Iterator[tuple[str, str]]:
 
 
 def _hit_ratio(interval: Interval) -> str:
-    usage = interval.usage
+    usage = interval.server.usage
     asked, found = sum(each.lookup_tokens for each in usage), sum(each.hit_tokens for each in usage)
     all_asked, all_found = tokens(interval.now)
     per_s = count_text(interval.per_second(asked))
@@ -113,18 +112,18 @@ def _rate(interval: Interval, name: str) -> str:
 
 def _server_lines(interval: Interval) -> Iterator[tuple[str, str]]:
     server = interval.server
-    if server is None:
+    if not interval.now.HasField("server"):
         yield "lookups", f"{_rate(interval, 'lookups')}/s; this server is too old to tell more"
         return
-    p50, p99 = (seconds_text(server.quantile("Lookup", share)) for share in (0.5, 0.99))
-    lookups = count_text(interval.per_second(server.count("Lookup") + server.count("LookupWait")))
+    p50, p99 = (seconds_text(rpc_quantile(server, "Lookup", share)) for share in (0.5, 0.99))
+    lookups = count_text(interval.per_second(count(server.rpcs, "Lookup") + count(server.rpcs, "LookupWait")))
     yield "lookups", f"{lookups}/s, p50 {p50}, p99 {p99}"
-    failed = sum(each.count for each in server.rpcs if each.status != "OK")
+    failed = sum(sum(each.buckets) for each in server.rpcs if each.status != "OK")
     if failed:
         yield "failed RPCs", f"{count_text(interval.per_second(failed))}/s"
     lag = seconds_text(server.loop_lag_p50_seconds), seconds_text(server.loop_lag_max_seconds)
     yield "loop lag", f"p50 {lag[0]}, max {lag[1]} in the last minute"
-    transfers = (*client_transfers(server.transfers, interval.usage), *server.transfers)
+    transfers = (*client_transfers(server.transfers, server.usage), *server.transfers)
     moved = {(each.transport, each.direction): each.nbytes for each in transfers}
     for transport in dict.fromkeys(each.transport for each in transfers):
         read, written = (moved.get((transport, direction), 0) for direction in ("read", "write"))
@@ -135,7 +134,9 @@ def _server_lines(interval: Interval) -> Iterator[tuple[str, str]]:
 
 
 def _usage_table(interval: Interval) -> Table | None:
-    usage = sorted(interval.usage, key=lambda each: (-each.lookup_tokens, -each.stored_bytes - each.loaded_bytes))
+    usage = sorted(
+        interval.server.usage, key=lambda each: (-each.lookup_tokens, -each.stored_bytes - each.loaded_bytes)
+    )
     if not usage:
         return None
     numbers = [Column(name, justify="right", no_wrap=True) for name in ("hits", "tokens/s", "read", "write", "held")]
@@ -149,7 +150,7 @@ def _usage_table(interval: Interval) -> Table | None:
     return table
 
 
-def _usage_row(interval: Interval, each: UsageStats) -> list[str]:
+def _usage_row(interval: Interval, each: pb.UsageStats) -> list[str]:
     return [
         share_text(each.hit_tokens, each.lookup_tokens),
         count_text(interval.per_second(each.lookup_tokens)),
@@ -159,7 +160,7 @@ def _usage_row(interval: Interval, each: UsageStats) -> list[str]:
     ]
 
 
-def _engine_table(now: PoolStats) -> Table | None:
+def _engine_table(now: pb.StatsResponse) -> Table | None:
     engines = now.engines
     if not engines:
         return None

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 
-from kvpool.server_stats import ServerStats, UsageStats
-from kvpool.types import PoolStats
+from kvpool.server_stats import since
+from kvpool.v1 import pool_pb2 as pb
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,23 +15,23 @@ class Interval:
     After a restart of the server its counts begin anew: `of` then takes the time from the server's start instead.
     """
 
-    before: PoolStats
-    now: PoolStats
+    before: pb.StatsResponse
+    now: pb.StatsResponse
     seconds: float
     restarted: bool = False
 
     @classmethod
-    def of(cls, before: PoolStats, now: PoolStats, seconds: float) -> Interval:
+    def of(cls, before: pb.StatsResponse, now: pb.StatsResponse, seconds: float) -> Interval:
         """The interval that ends with `now`.
 
         Args:
             seconds: by the caller's clock.
         """
-        uptime_s = now.server.uptime_seconds if now.server is not None else seconds
-        if before.boot_token == now.boot_token:
-            return cls(before, now, max(seconds, 1e-3))
-        start = PoolStats(boot_token=now.boot_token, server=ServerStats("") if now.server is not None else None)
-        return cls(start, now, max(min(seconds, uptime_s), 1e-3), restarted=True)
+        restarted = before.boot_token != now.boot_token
+        if restarted:
+            before = pb.StatsResponse()
+            seconds = min(seconds, now.server.uptime_seconds) if now.HasField("server") else seconds
+        return cls(before, now, max(seconds, 1e-3), restarted)
 
     def count(self, name: str) -> int:
         """How much a counter of the pool grew."""
@@ -43,26 +42,6 @@ class Interval:
         return count / self.seconds
 
     @property
-    def server(self) -> ServerStats | None:
-        """The server's RPCs and transfers within the interval; None if the server tells none."""
-        if self.now.server is None or self.before.server is None:
-            return None
-        return self.now.server.since(self.before.server)
-
-    @property
-    def usage(self) -> tuple[UsageStats, ...]:
-        """What each tenant and model used within the interval; what they hold is as now."""
-        if self.now.server is None:
-            return ()
-        before = {(each.tenant, each.model): each for each in self.before.server.usage} if self.before.server else {}
-        return tuple(_minus(each, before.get((each.tenant, each.model))) for each in self.now.server.usage)
-
-
-_COUNTS = ("lookup_tokens", "hit_tokens", "stored_bytes", "loaded_bytes")
-
-
-def _minus(now: UsageStats, before: UsageStats | None) -> UsageStats:
-    if before is None:
-        return now
-    counts = {name: max(0, getattr(now, name) - getattr(before, name)) for name in _COUNTS}
-    return dataclasses.replace(now, **counts)
+    def server(self) -> pb.ServerStats:
+        """The server's RPCs, transfers and usage within the interval; all else is as now."""
+        return since(self.now.server, self.before.server)

@@ -21,7 +21,7 @@ from kvpool.doctor.window import RECENT_S, Window, window_of
 from kvpool.errors import KVPoolError
 from kvpool.top.frame import View, frame
 from kvpool.top.interval import Interval
-from kvpool.types import PoolStats
+from kvpool.v1 import pool_pb2 as pb
 
 EARLIER_EVERY_S = 10.0
 QUIT = "qQ\x03\x04"
@@ -39,8 +39,8 @@ class Watch:
     def __init__(self, endpoint: str, connect: Callable[[], Client], clock: Callable[[], float] = time.monotonic):
         self._connect, self._clock = connect, clock
         self._client: Client | None = None
-        self._last: tuple[PoolStats, float] | None = None
-        self._earlier: deque[tuple[PoolStats, float]] = deque()
+        self._last: tuple[pb.StatsResponse, float] | None = None
+        self._earlier: deque[tuple[pb.StatsResponse, float]] = deque()
         """Snapshots of one run of the server, `EARLIER_EVERY_S` apart, the oldest about `RECENT_S` old."""
         self._view = View(endpoint)
 
@@ -62,7 +62,7 @@ class Watch:
         self._view = View(self._view.endpoint, interval, self._window(stats, now))
         return self._view
 
-    def _window(self, stats: PoolStats, now: float) -> Window | None:
+    def _window(self, stats: pb.StatsResponse, now: float) -> Window | None:
         """The last ten minutes, as far as this object knows them."""
         earlier = self._earlier
         if earlier and earlier[0][0].boot_token != stats.boot_token:

@@ -3,6 +3,8 @@
 To add a counter, name it here and count it in `pool.counters`; a name that is not here is a KeyError.
 """
 
+from dataclasses import dataclass, field
+
 COUNTERS = {
     "lookups": "Lookups. A lookup that is repeated while blocks are promoted from a tier counts once.",
     "lookup_blocks": "Blocks that lookups asked for.",
@@ -36,3 +38,19 @@ COUNTERS = {
     "kv_event_snapshots": "Snapshots for KV event subscribers: answers to replay requests, and snapshots in streams "
     "without replays. If many are answers, raise kv_events_buffer.",
 }
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStats:
+    """A snapshot of the pool without its tiers, as `StatsResponse` in the proto."""
+
+    arena_bytes: int
+    free_bytes: int
+    prefaulted_bytes: int
+    num_entries: int
+    num_incomplete: int
+    num_quarantined: int
+    num_leases: int
+    num_tickets: int
+    pinned_bytes: int
+    counters: dict[str, int] = field(default_factory=dict)

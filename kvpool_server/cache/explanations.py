@@ -10,18 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from kvpool.explanation import (
-    MAX_DIFFERENCES,
-    MAX_MATCHES,
-    MAX_RANGES,
-    BlockRange,
-    BlockState,
-    EvictedFor,
-    NamespaceMatch,
-    RunExplanation,
-)
 from kvpool.namespace import differences
-from kvpool.types import BlockRun, MissCause
+from kvpool.types import MAX_RANGES, BlockRun, BlockState, MissCause
+from kvpool_server.cache.block_ranges import BlockRange, EvictedFor, NamespaceMatch, RunExplanation
 from kvpool_server.cache.departures import Departure, Departures, Memory
 from kvpool_server.cache.entry import Entry, Group
 from kvpool_server.cache.misses import Misses
@@ -33,6 +24,11 @@ PART_BLOCKS = 128
 """Blocks of one step, which takes 2 ms at most: if each has a range of its own."""
 MAX_ALL_RANGES = 4_096
 """Of all runs together: each may have an equal share, and at most `MAX_RANGES`."""
+MAX_MATCHES = 4
+"""Other namespaces that have a block."""
+MAX_DIFFERENCES = 16
+"""Fields of another namespace that are named."""
+MAX_DIFFERENCE_CHARS = 2_000
 MAX_COUNTED = 4_096
 """Blocks that are counted in another namespace."""
 _PREFIX_KIND = "full_attention"
@@ -161,7 +157,8 @@ class Explanations:
         for fingerprint, count in found.items():
             match = self._namespaces.find(fingerprint)
             if match is not None and count:
-                fields = tuple(map(str, differences(namespace.spec, match.spec)))[:MAX_DIFFERENCES]
+                found_fields = differences(namespace.spec, match.spec)[:MAX_DIFFERENCES]
+                fields = tuple(str(each)[:MAX_DIFFERENCE_CHARS] for each in found_fields)
                 matches.append(NamespaceMatch(fingerprint, count, fields))
                 yield
         return tuple(matches)

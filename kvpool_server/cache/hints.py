@@ -7,8 +7,9 @@ readable, leased or being written stays so. Not thread-safe: the pool's event lo
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from kvpool.types import BlockRun, HintResult
+from kvpool.types import BlockRun
 from kvpool_server.cache.allocator.placement import Placement
 from kvpool_server.cache.entry import Entry, Group
 from kvpool_server.cache.namespaces import Namespaces, PoolNamespace
@@ -17,6 +18,15 @@ from kvpool_server.cache.steps import Steps
 
 HINT_STEP_BLOCKS = 512
 """Blocks of one step: less than 1 ms."""
+
+
+@dataclass(frozen=True, slots=True)
+class HintResult:
+    """What became of a hint, in blocks, as `HintResponse` in the proto."""
+
+    num_blocks: int
+    num_refused: int = 0
+    num_pending: int = 0
 
 
 class Hints:

@@ -14,7 +14,6 @@ from kvpool.errors import (
     UnavailableError,
     UnknownNamespaceError,
 )
-from kvpool.holdings import NamespaceInfo
 from kvpool.namespace import NamespaceSpec, differences
 from kvpool.types import BlockRun
 from kvpool_server.cache.allocator.placement import Placement
@@ -90,20 +89,10 @@ class PoolNamespace:
         """Its complete entries."""
         return sum([group.num_complete for group in self.groups])
 
-    def info(self, now: float, holdings: bool = True) -> NamespaceInfo:
-        groups = self.groups if holdings else []
-        return NamespaceInfo(
-            self.spec,
-            self.fingerprint,
-            num_entries=sum(group.num_complete for group in groups),
-            nbytes=sum(group.num_complete * group.spec.slot_bytes for group in groups),
-            lookup_blocks=self.lookup_blocks,
-            lookup_hits=self.lookup_hits,
-            age_seconds=now - self.opened_at,
-            idle_seconds=now - self.used_at,
-            superseded=self.superseded,
-            opened_by=self.opened_by,
-        )
+    @property
+    def complete_bytes(self) -> int:
+        """Bytes of the blocks of its complete entries."""
+        return sum(group.num_complete * group.spec.slot_bytes for group in self.groups)
 
 
 class Namespaces:

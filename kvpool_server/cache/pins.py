@@ -16,8 +16,8 @@ import heapq
 import math
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass
 
-from kvpool.types import PinBudget
 from kvpool_server.cache.entry import Entry
 
 MAX_PIN_S = 86_400
@@ -25,6 +25,15 @@ MAX_PIN_S = 86_400
 ENDS_PER_DOUBLING = 64
 """Pins end at one of so many times in the second half of their time, which bounds what is counted apart: a pin lasts up
 to 1/64 longer than asked for, and 1 s at least."""
+
+
+@dataclass(frozen=True, slots=True)
+class PinBudget:
+    """What a tenant may pin, and has pinned, in bytes of slots, as `PinBudget` in the proto."""
+
+    tenant: str
+    limit_bytes: int
+    used_bytes: int
 
 
 class _Share:

@@ -21,14 +21,12 @@ from array import array
 from collections.abc import Callable, Container, Sequence
 
 from kvpool.errors import InvalidRequestError
-from kvpool.holdings import NamespaceInfo
 from kvpool.namespace import NamespaceSpec
 from kvpool.types import (
     BlockRun,
     Located,
     Lookup,
     MissCause,
-    PoolStats,
     PutGrant,
     PutReceipt,
     PutStatus,
@@ -38,7 +36,7 @@ from kvpool.types import (
 )
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.allocator.placement import NoRoomError, Placement
-from kvpool_server.cache.counters import COUNTERS
+from kvpool_server.cache.counters import COUNTERS, PoolStats
 from kvpool_server.cache.departures import Departures
 from kvpool_server.cache.entry import Entry, Group, Observer
 from kvpool_server.cache.entry_table import EntryTable
@@ -155,10 +153,9 @@ class Pool:
         self._namespaces.supersede_older(namespace)
         return namespace, created
 
-    def namespaces(self, holdings: bool = True) -> list[NamespaceInfo]:
-        """Every open namespace. With `holdings`, which visits every entry, also what each holds."""
-        now = self._clock()
-        return [namespace.info(now, holdings) for namespace in self._namespaces.values()]
+    def now(self) -> float:
+        """The time by the pool's clock, seconds."""
+        return self._clock()
 
     def num_opened(self, tenant: str | None = None) -> int:
         """Namespaces opened since the start, of one tenant or of all."""

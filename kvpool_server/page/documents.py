@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import json
-import math
-import time
-from collections.abc import Mapping
 from typing import Any
 
-from google.protobuf.message import Message
-
-from kvpool import wire
 from kvpool.doctor.finding import Level, problems
 from kvpool.doctor.judgements import judgements
 from kvpool.doctor.pool_state import INCOMPLETE
 from kvpool.doctor.window import RECENT_S, window_of
-from kvpool.holdings import escaped
-from kvpool.types import PoolStats
+from kvpool.messages import fields_of
+from kvpool.text import escaped
+from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.log_events import LogEvent
 
 MAX_TEXT_CHARS = 200
@@ -25,35 +20,12 @@ MAX_CHECK_CHARS = 60
 """Of the name of a check, which may contain that of a tier."""
 
 
-def fields_of(message: Message) -> dict[str, Any]:
-    """The fields of a message by name, those with default values too, for JSON.
-
-    `MessageToDict` would make texts of 64-bit numbers, and would escape no names.
-    """
-    time.sleep(0)  # Lets the event loop have the interpreter, which a thread may keep for 5 ms otherwise.
-    found: dict[str, Any] = {}
-    for field in message.DESCRIPTOR.fields:
-        value = getattr(message, field.name)
-        if isinstance(value, Mapping):
-            found[field.name] = {escaped(name, MAX_TEXT_CHARS): _plain(each) for name, each in value.items()}
-        elif isinstance(value, Message | str | bytes | int | float):
-            found[field.name] = _plain(value)
-        else:
-            found[field.name] = [_plain(each) for each in value]
-    return found
+def shown(text: str) -> str:
+    """A text of a message as the page shows it."""
+    return escaped(text, MAX_TEXT_CHARS)
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, Message):
-        return fields_of(value)
-    if isinstance(value, bytes):
-        return value.hex()
-    if isinstance(value, str):
-        return escaped(value, MAX_TEXT_CHARS)
-    return value if math.isfinite(value) else None
-
-
-def findings(state: str, stats: PoolStats, before: PoolStats | None) -> list[dict[str, str]]:
+def findings(state: str, stats: pb.StatsResponse, before: pb.StatsResponse | None) -> list[dict[str, str]]:
     """What is wrong with a server, faults first: the problems that `kvpool stats` prints, over ten minutes.
 
     Args:
@@ -73,7 +45,7 @@ def findings(state: str, stats: PoolStats, before: PoolStats | None) -> list[dic
 
 
 def now_document(
-    state: str, stats: PoolStats, sample: bytes, before: PoolStats | None, events: list[LogEvent]
+    state: str, stats: pb.StatsResponse, sample: bytes, before: pb.StatsResponse | None, events: list[LogEvent]
 ) -> bytes:
     """How the server is now.
 
@@ -91,7 +63,7 @@ def now_document(
         "state": state,
         "findings": findings(state, stats, before),
         "log": log,
-        "stats": fields_of(wire.encode_stats(stats, stats.boot_token)),
+        "stats": fields_of(stats, shown),
     }
     return encoded(document)[:-1] + b',"sample":' + sample + b"}"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import time
 from collections import deque
@@ -10,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from kvpool.types import PoolStats
+from kvpool.v1 import pool_pb2 as pb
 
 INTERVAL_S = 10
 """Between two samples."""
@@ -28,18 +27,17 @@ class Sample:
 
     Args:
         at: monotonic seconds.
-        counters: a snapshot of the pool's and the tiers' counters; it has no engines, quotas or server.
+        counters: a snapshot of the pool's and the tiers' counters alone.
         drawn: what `drawn` returns, as JSON.
     """
 
     at: float
-    counters: PoolStats
+    counters: pb.StatsResponse
     drawn: bytes
 
 
-def drawn(stats: PoolStats, unix_seconds: float) -> dict[str, Any]:
+def drawn(stats: pb.StatsResponse, unix_seconds: float) -> dict[str, Any]:
     """The numbers of a snapshot that the charts draw: gauges, and counters since the server's start."""
-    assert stats.server is not None
     server = stats.server
     lookups = (each.buckets for each in server.rpcs if (each.method, each.status) == ("Lookup", "OK"))
     return {
@@ -49,7 +47,7 @@ def drawn(stats: PoolStats, unix_seconds: float) -> dict[str, Any]:
         **{name: stats.counters.get(name, 0) for name in COUNTERS},
         **{name: sum(getattr(used, name) for used in server.usage) for name in OF_USAGE},
         "promoted_blocks": [tier.counters.get("promoted_blocks", 0) for tier in stats.tiers],
-        "lookup_buckets": next(lookups, ()),
+        "lookup_buckets": list(next(lookups, ())),
         "loop_lag_p50_seconds": server.loop_lag_p50_seconds,
         "loop_lag_p99_seconds": server.loop_lag_p99_seconds,
     }
@@ -68,13 +66,14 @@ class Samples:
         self._offset = unix_time() - clock()
         self._kept: deque[Sample] = deque(maxlen=KEPT_S // INTERVAL_S + 1)
 
-    def make(self, stats: PoolStats) -> Sample:
+    def make(self, stats: pb.StatsResponse) -> Sample:
         """A sample of a snapshot that was taken now."""
         at = self._clock()
         text = json.dumps(drawn(stats, at + self._offset), separators=(",", ":"), allow_nan=False)
-        return Sample(at, dataclasses.replace(stats, server=None, engines=(), quotas=()), text.encode())
+        counters = pb.StatsResponse(boot_token=stats.boot_token, counters=stats.counters, tiers=stats.tiers)
+        return Sample(at, counters, text.encode())
 
-    def add(self, stats: PoolStats) -> None:
+    def add(self, stats: pb.StatsResponse) -> None:
         """Keeps a sample of a snapshot, in place of the oldest sample if there are too many."""
         self._kept.append(self.make(stats))
 
@@ -82,7 +81,7 @@ class Samples:
         """The samples, the oldest first."""
         return list(self._kept)
 
-    def before(self, seconds: float) -> PoolStats | None:
+    def before(self, seconds: float) -> pb.StatsResponse | None:
         """The counters of the newest sample that is at least this old, or of the oldest one; None without samples."""
         latest = self._clock() - seconds
         old = [sample for sample in self._kept if sample.at <= latest]

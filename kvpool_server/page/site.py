@@ -10,13 +10,12 @@ from collections.abc import Callable, Iterator
 
 import structlog
 
-from kvpool import wire
 from kvpool.doctor.window import RECENT_S
-from kvpool.types import PoolStats
-from kvpool.value import ValueReport
+from kvpool.messages import fields_of
+from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.http import LOOP_TIMEOUT_S, Request, Response, on_loop
 from kvpool_server.log_events import LogEvents
-from kvpool_server.page.documents import encoded, fields_of, now_document
+from kvpool_server.page.documents import encoded, now_document, shown
 from kvpool_server.page.samples import INTERVAL_S, Sample, Samples
 from kvpool_server.page.static_files import StaticFile, read_static_files
 
@@ -58,8 +57,8 @@ class Site:
         self,
         loop: asyncio.AbstractEventLoop,
         state: Callable[[], str],
-        stats: Callable[[], PoolStats],
-        value: Callable[[], ValueReport],
+        stats: Callable[[], pb.StatsResponse],
+        value: Callable[[], pb.ValueResponse],
         events: LogEvents,
     ):
         self._state = state
@@ -97,7 +96,7 @@ class Site:
         check()
         return _compressed(numbers(), request)
 
-    def _look_on_loop(self) -> tuple[str, PoolStats, Sample, PoolStats | None]:
+    def _look_on_loop(self) -> tuple[str, pb.StatsResponse, Sample, pb.StatsResponse | None]:
         stats = self._stats()
         return self._state(), stats, self._samples.make(stats), self._samples.before(RECENT_S)
 
@@ -112,7 +111,7 @@ class Site:
     def _value_now(self) -> bytes:
         report = self._value()
         with self._one_answer():
-            return encoded(fields_of(wire.encode_value(report, 0)))
+            return encoded(fields_of(report, shown))
 
     @contextlib.contextmanager
     def _one_answer(self) -> Iterator[None]:

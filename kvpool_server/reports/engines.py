@@ -16,8 +16,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain, islice, zip_longest
 
-from kvpool.holdings import printable
-from kvpool.reports import EngineReport, EngineState
+from kvpool.reports import EngineReport
+from kvpool.text import printable
+from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.pairs import Pair, Pairs
 from kvpool_server.reports.check import checked
 from kvpool_server.reports.totals import Totals
@@ -119,7 +120,7 @@ class EngineReports:
         """Copies of the totals, for other threads."""
         return {pair: totals.copy() for pair, totals in self.totals.items()}
 
-    def engines(self) -> tuple[EngineState, ...]:
+    def engines(self) -> list[pb.EngineState]:
         """The engines that have reported lately, by name: at most `MAX_ENGINES`, the newest of each tenant in turn."""
         now = self._clock()
         lately = [
@@ -133,20 +134,20 @@ class EngineReports:
                 by_tenant.setdefault(each.tenant, []).append(each)
             in_turn = chain.from_iterable(zip_longest(*by_tenant.values()))
             lately = list(islice(filter(None, in_turn), MAX_ENGINES))
-        return tuple(sorted((_state(each, now) for each in lately), key=lambda state: (state.engine, state.tenant)))
+        return sorted((_state(each, now) for each in lately), key=lambda state: (state.engine, state.tenant))
 
 
-def _state(reporter: _Reporter, now: float) -> EngineState:
+def _state(reporter: _Reporter, now: float) -> pb.EngineState:
     report = reporter.report
     assert report is not None
-    return EngineState(
-        report.engine,
-        report.version,
-        report.vllm_version,
-        report.transport,
-        report.breaker_open,
-        max(0.0, now - reporter.reported_at),
-        report.namespaces,
-        reporter.tenant,
-        reporter.model,
+    return pb.EngineState(
+        engine=report.engine,
+        version=report.version,
+        vllm_version=report.vllm_version,
+        transport=report.transport,
+        breaker_open=report.breaker_open,
+        age_seconds=max(0.0, now - reporter.reported_at),
+        namespaces=report.namespaces,
+        tenant=reporter.tenant,
+        model=reporter.model,
     )

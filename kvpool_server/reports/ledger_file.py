@@ -15,10 +15,12 @@ import stat
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from kvpool.errors import ConfigError
-from kvpool.ledger import HOUR_S, LEDGER_DAYS, SUMS, LedgerRow
+from kvpool.ledger import HOUR_S, LEDGER_DAYS, SUMS
 from kvpool.reports import MAX_AMOUNT, REPORTER_BYTES
+from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.pairs import MAX_LABEL_CHARS, MAX_PAIRS
 from kvpool_server.reports.totals import MAX_TOTAL
 
@@ -181,7 +183,7 @@ class LedgerFile:
         rows = self._db.execute("SELECT tenant, reporter, sequence FROM reporters ORDER BY seen")
         return {(tenant, reporter): sequence for tenant, reporter, sequence in rows}
 
-    def add(self, rows: Iterable[LedgerRow], reporters: Mapping[Reporter, int], now: int) -> None:
+    def add(self, rows: Iterable[pb.LedgerRow], reporters: Mapping[Reporter, int], now: int) -> None:
         """Adds figures to the rows of their hours, all or nothing. Raises sqlite3.Error; nothing has changed then."""
         db = self._db
         db.execute("BEGIN IMMEDIATE")
@@ -214,7 +216,7 @@ class LedgerFile:
         for table in ("usage", "computed"):
             self._db.execute(f"DELETE FROM {table} WHERE hour < ?", (hour,))
 
-    def rows(self, since: int, until: int, tenant: str | None, most: int) -> tuple[list[LedgerRow], int]:
+    def rows(self, since: int, until: int, tenant: str | None, most: int) -> tuple[list[pb.LedgerRow], int]:
         """Rows of hours that end after `since` and begin before `until`, by hour; and the first hour left out, or 0.
 
         Args:
@@ -239,10 +241,17 @@ class LedgerFile:
             f"SELECT * FROM computed {where}", (since - HOUR_S, until, tenant, tenant)
         ):
             causes[*key][cause] = tokens
-        return [LedgerRow(*(*each, causes[each[:3]])) for each in found], next_since
+        return [_row(each, causes[each[:3]]) for each in found], next_since
 
     def close(self) -> None:
         self._db.close()
+
+
+def _row(found: tuple[Any, ...], causes: dict[str, int]) -> pb.LedgerRow:
+    hour, tenant, model, *sums = found
+    return pb.LedgerRow(
+        hour=hour, tenant=tenant, model=model, computed_tokens=causes, **dict(zip(SUMS, sums, strict=True))
+    )
 
 
 def _make_private(path: str) -> None:

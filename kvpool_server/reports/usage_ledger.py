@@ -13,20 +13,22 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import structlog
 
-from kvpool.ledger import HOUR_S, MAX_LEDGER_ROWS, LedgerPage, LedgerRow
+from kvpool.ledger import HOUR_S, MAX_LEDGER_ROWS
 from kvpool.reports import EngineReport
-from kvpool.server_stats import UsageStats
+from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.pairs import OTHER, Pair, Pairs
 from kvpool_server.reports import ledger_file
 from kvpool_server.reports.engines import EngineReports
 from kvpool_server.reports.ledger_file import LedgerFile, Reporter
+from kvpool_server.reports.totals import MAX_TOTAL
 
 log = structlog.get_logger()
 
+_T = TypeVar("_T")
 SAMPLE_S = 10.0
 MAX_PENDING = 1_024
 """Rows that wait for a file that cannot be written; the oldest are dropped beyond that."""
@@ -60,7 +62,7 @@ class UsageLedger:
         is_persistent: bool,
         reports: EngineReports,
         pairs: Pairs,
-        usage: Callable[[], tuple[UsageStats, ...]],
+        usage: Callable[[], list[pb.UsageStats]],
         unix_clock: Callable[[], float],
         clock: Callable[[], float],
     ):
@@ -75,7 +77,7 @@ class UsageLedger:
         self._pending: dict[tuple[int, Pair], _Pending] = {}
         self._reporters: dict[Reporter, int] = {}
         self._sampled_at = clock()
-        self._moved: dict[Pair, UsageStats] = {}
+        self._moved: dict[Pair, pb.UsageStats] = {}
         self._is_failing = False
         self._is_flushing = asyncio.Lock()
         for (tenant, reporter), sequence in file.reporters().items():
@@ -145,7 +147,7 @@ class UsageLedger:
             if not pending and not reporters:
                 return
             rows = [
-                LedgerRow(hour, pair.tenant, pair.model, computed_tokens=dict(each.computed_tokens), **_fields(each))
+                _row(hour, pair, each)
                 for (hour, pair), each in pending.items()
                 if any(each.sums.values()) or each.computed_tokens
             ]
@@ -185,7 +187,7 @@ class UsageLedger:
         for key in sorted(ranks, key=ranks.__getitem__)[ledger_file.MAX_REPORTERS :]:
             del self._reporters[key]
 
-    async def page(self, since: int, until: int, tenant: str | None) -> LedgerPage:
+    async def page(self, since: int, until: int, tenant: str | None) -> pb.LedgerResponse:
         """The rows of hours that end after `since` and begin before `until`.
 
         Args:
@@ -193,15 +195,18 @@ class UsageLedger:
         """
         await self.flush()
         until = until or int(self._unix_clock()) + 1
-        rows, next_since = await self._in_thread(lambda: self._file.rows(since, until, tenant, MAX_LEDGER_ROWS))
-        return LedgerPage(
-            tuple(row for row in rows if _may_see(tenant, row.tenant, row.model)),
-            self._is_persistent,
-            self._file.begins,
-            next_since,
+        return await self._in_thread(lambda: self._page(since, until, tenant))
+
+    def _page(self, since: int, until: int, tenant: str | None) -> pb.LedgerResponse:
+        rows, next_since = self._file.rows(since, until, tenant, MAX_LEDGER_ROWS)
+        return pb.LedgerResponse(
+            rows=[row for row in rows if _may_see(tenant, row.tenant, row.model)],
+            is_persistent=self._is_persistent,
+            begins=self._file.begins,
+            next_since=next_since,
         )
 
-    async def _in_thread(self, work: Callable[[], Any]) -> Any:
+    async def _in_thread(self, work: Callable[[], _T]) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     async def close(self) -> None:
@@ -212,8 +217,11 @@ class UsageLedger:
         await asyncio.to_thread(self._thread.shutdown)
 
 
-def _fields(pending: _Pending) -> dict[str, Any]:
-    return dict(pending.sums)
+def _row(hour: int, pair: Pair, pending: _Pending) -> pb.LedgerRow:
+    """A row for the file, which has the same bounds."""
+    sums: dict[str, Any] = {name: min(MAX_TOTAL, value) for name, value in pending.sums.items()}
+    causes = {cause: min(MAX_TOTAL, tokens) for cause, tokens in pending.computed_tokens.items()}
+    return pb.LedgerRow(hour=hour, tenant=pair.tenant, model=pair.model, computed_tokens=causes, **sums)
 
 
 def _may_see(caller: str | None, tenant: str, model: str) -> bool:
@@ -225,7 +233,7 @@ async def open_ledger(
     path: str,
     reports: EngineReports,
     pairs: Pairs,
-    usage: Callable[[], tuple[UsageStats, ...]],
+    usage: Callable[[], list[pb.UsageStats]],
     unix_clock: Callable[[], float],
     clock: Callable[[], float],
 ) -> UsageLedger:

@@ -14,7 +14,7 @@ import numpy as np
 from kvpool import wire
 from kvpool.data_port import Kind, Offsets, pack_offsets
 from kvpool.errors import InvalidRequestError, KVPoolError, OutOfSpaceError
-from kvpool.types import BlockRun, Existence, HintKind, Slots
+from kvpool.types import BlockRun, HintKind, Slots
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.cache.leases import Owner
 from kvpool_server.cache.pins import MAX_PIN_S
@@ -189,7 +189,8 @@ class BlockHandlers(Handlers):
         usable = usable_tokens(found.namespace.spec.groups, runs, found.hits)
         totals = self.reports.of_namespace(fingerprint)
         seconds = totals.load_seconds * usable / totals.loaded_tokens if totals and totals.loaded_tokens else 0.0
-        return wire.encode_existence(Existence(found.hits, usable, seconds), runs, self.boot_token)
+        hits = wire.encode_hits(found.hits, runs)
+        return pb.ExistsResponse(boot_token=self.boot_token, hits=hits, usable_tokens=usable, load_seconds=seconds)
 
     async def Hint(self, request: pb.HintRequest, context: Any) -> pb.HintResponse:
         fingerprint = self.fingerprint(request.namespace)
@@ -205,7 +206,7 @@ class BlockHandlers(Handlers):
             result = await self.run(hints.pin_in_steps(fingerprint, runs, pin_seconds))
         else:
             result = await self.run(hints.unpin_in_steps(fingerprint, runs))
-        return wire.encode_hint_result(result, pin_seconds, self.boot_token)
+        return wire.message_of(result, pb.HintResponse, boot_token=self.boot_token, pin_seconds=pin_seconds)
 
     async def Verify(self, request: pb.VerifyRequest, context: Any) -> pb.VerifyResponse:
         fingerprint, runs = self.fingerprint(request.namespace), self.runs(request.runs)

@@ -13,9 +13,8 @@ import numpy.typing as npt
 from kvpool import wire
 from kvpool.errors import InvalidRequestError
 from kvpool.tracing import Tracing
-from kvpool.types import BlockRun, Offer, PoolStats
+from kvpool.types import BlockRun, Offer
 from kvpool.v1 import pool_pb2 as pb
-from kvpool.value import ValueReport
 from kvpool_server.access.authentication import Who
 from kvpool_server.access.caller import CALLER, is_visible
 from kvpool_server.cache.leases import Owner
@@ -68,9 +67,9 @@ class Handlers:
     run: Run
     metrics: RpcMetrics
     offer: Offer
-    stats: Callable[[], PoolStats]
+    stats: Callable[[], pb.StatsResponse]
     reports: EngineReports
-    value: Callable[[str | None], ValueReport]
+    value: Callable[[str | None], pb.ValueResponse]
     ledger: UsageLedger | None = None
     permits: PermitTable | None = None
     who: Who | None = None

@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvpool.errors import KVPoolError, OutOfSpaceError
-from kvpool.types import BlockRun, HintResult, RunHits
+from kvpool.types import BlockRun, RunHits
+from kvpool_server.cache.hints import HintResult
 from kvpool_server.cache.steps import LOOKUP_STEP_BLOCKS
 
 MAX_PREFETCHES = 16

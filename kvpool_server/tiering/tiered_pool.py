@@ -11,7 +11,6 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -19,10 +18,12 @@ import numpy.typing as npt
 import structlog
 
 from kvpool.errors import InvalidRequestError, OutOfSpaceError
-from kvpool.holdings import TierHoldings
 from kvpool.namespace import NamespaceSpec
-from kvpool.types import BlockRun, HintResult, Lookup, PoolStats, RunHits
+from kvpool.types import BlockRun, Lookup, RunHits
+from kvpool.v1 import pool_pb2 as pb
+from kvpool.wire import message_of
 from kvpool_server.cache.entry import Entry, Observer
+from kvpool_server.cache.hints import HintResult
 from kvpool_server.cache.leases import NOBODY, Found, Owner
 from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.cache.pool import Pool
@@ -368,14 +369,16 @@ class TieredPool(Observer):
                 await asyncio.sleep(0)
         return found, away
 
-    def holdings(self, fingerprint: bytes) -> tuple[TierHoldings, ...]:
+    def holdings(self, fingerprint: bytes) -> list[pb.TierHoldings]:
         """What each tier holds of a namespace, which need not be open."""
-        return tuple(level.tier.holdings(fingerprint) for level in self._levels)
+        return [message_of(level.tier.holdings(fingerprint), pb.TierHoldings) for level in self._levels]
 
-    def stats(self, prefaulted_bytes: int = 0) -> PoolStats:
+    def stats(self, prefaulted_bytes: int = 0) -> pb.StatsResponse:
         """A snapshot of the pool and of each tier that was opened; a scrape may come before `open` has ended."""
-        tiers = [replace(each.tier.stats(), up=each.health.is_working) for each in self._levels[: self._num_open]]
-        return replace(self.pool.stats(prefaulted_bytes), tiers=tuple(tiers))
+        stats = message_of(self.pool.stats(prefaulted_bytes), pb.StatsResponse)
+        for level in self._levels[: self._num_open]:
+            stats.tiers.append(message_of(level.tier.stats(), pb.TierStats, up=level.health.is_working))
+        return stats
 
 
 async def _find(level: _Level, namespace: PoolNamespace, group_idx: int, names: Sequence[bytes]) -> list[bool] | None:

@@ -18,9 +18,7 @@ from typing import ClassVar, Literal
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field
 
-from kvpool.holdings import TierHoldings
 from kvpool.namespace import NamespaceSpec
-from kvpool.types import TierStats
 from kvpool_server.cache.eviction import Policy
 from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.tiers.open_files import OpenFiles
@@ -76,6 +74,26 @@ def is_sound(payload: memoryview, checksums: Sequence[int]) -> bool:
     return all(
         xxhash.xxh3_64(payload[nth * size :][:size]).intdigest() == expected for nth, expected in enumerate(checksums)
     )
+
+
+@dataclass(frozen=True, slots=True)
+class TierHoldings:
+    """What the tier named `tier` holds of a namespace: `num_entries` blocks of `nbytes` together."""
+
+    tier: str
+    num_entries: int = 0
+    nbytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TierStats:
+    """A snapshot of a tier, as `TierStats` in the proto; sizes as far as this server knows."""
+
+    name: str
+    size_bytes: int = 0
+    used_bytes: int = 0
+    num_entries: int = 0
+    counters: dict[str, int] = field(default_factory=dict)
 
 
 class Tier(ABC):
@@ -157,11 +175,11 @@ class Tier(ABC):
 
     def holdings(self, fingerprint: bytes) -> TierHoldings:
         """What the tier holds of a namespace, as far as this server knows."""
-        return TierHoldings(self.name, 0, 0)
+        return TierHoldings(self.name)
 
     def stats(self) -> TierStats:
         """A snapshot."""
-        return TierStats(self.name, size_bytes=0, used_bytes=0, num_entries=0, counters=dict(self.counters))
+        return TierStats(self.name, counters=dict(self.counters))
 
 
 @dataclass(frozen=True, slots=True)

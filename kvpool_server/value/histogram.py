@@ -1,7 +1,7 @@
 """Histogram of LRU stack distances of looked-up blocks, from a spatial sample of fixed size.
 
 The stack distance of a block is the number of bytes that were used since its last use, its own included: a cache of
-that size under LRU holds the block. Distances are told apart only at the sizes of `kvpool.value.SIZES`, so the stack is
+that size under LRU holds the block. Distances are told apart only at the sizes of `SIZES`, so the stack is
 one LRU list for each interval between two sizes, and a block that is used moves one block across each boundary.
 
 - **Sample.** A block is sampled if the last bits of its hash are zero: a share `rate` of all blocks is sampled. The
@@ -23,9 +23,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from kvpool.value import SIZES, ValueCurve, ValueEstimate
+from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.cache.steps import LOOKUP_STEP_BLOCKS, Steps
 
+SIZES = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
+"""Arena sizes that hits are estimated for, as multiples of the present one."""
 STEP_SAMPLED_BLOCKS = 256
 """Sampled blocks that one step looks up or uses: less than 1 ms."""
 MAX_TENANTS = 32
@@ -225,7 +227,7 @@ class DistanceHistogram:
         for counts in (*self._counts.values(), self._rest):
             counts.scale(keep)
 
-    def curves(self, has_tiers: bool) -> list[ValueCurve]:
+    def curves(self, has_tiers: bool) -> list[pb.ValueCurve]:
         """The curve of all tenants together, then that of each tenant by name, then `REST` if there is any."""
         named = sorted(self._counts.items()) + ([(REST, self._rest)] if self._rest.looked_up else [])
         total = _Counts()
@@ -234,20 +236,23 @@ class DistanceHistogram:
         curves = [_curve(counts, has_tiers, tenant=tenant) for tenant, counts in named]
         return [_curve(total, has_tiers, tenant="", is_total=True), *curves]
 
-    def curve_of(self, tenant: str, has_tiers: bool) -> ValueCurve:
+    def curve_of(self, tenant: str, has_tiers: bool) -> pb.ValueCurve:
         """The curve of one tenant; without estimates if the tenant has none of its own."""
         return _curve(self._counts.get(tenant) or _Counts(), has_tiers, tenant=tenant)
 
 
-def _curve(counts: _Counts, has_tiers: bool, **names: Any) -> ValueCurve:
+def _curve(counts: _Counts, has_tiers: bool, **names: Any) -> pb.ValueCurve:
     """With tiers, a block that the pool hits now is a hit at every size: the tiers keep what the arena evicts."""
     if not counts.looked_up:
-        return ValueCurve(**names)
+        return pb.ValueCurve(**names)
     ratios = counts.hit_ratios()
     below = counts.hit / counts.looked_up if has_tiers else 0.0
-    return ValueCurve(
+    return pb.ValueCurve(
         lookup_tokens=counts.looked_up,
         hit_tokens=counts.hit,
-        estimates=tuple(ValueEstimate(*each, max(each[1], below)) for each in zip(SIZES, ratios, strict=True)),
+        estimates=[
+            pb.ValueEstimate(size=size, hit_ratio=ratio, hit_ratio_with_tiers=max(ratio, below))
+            for size, ratio in zip(SIZES, ratios, strict=True)
+        ],
         **names,
     )

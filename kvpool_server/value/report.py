@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from kvpool.value import ValueReport
+from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.cache.pool import Pool
 from kvpool_server.value.feed import Later, ValueFeed
 from kvpool_server.value.histogram import DistanceHistogram
@@ -33,15 +33,15 @@ class PoolValue:
         if self._is_enabled:
             pool.observe_traffic(self._feed)
 
-    def report(self, tenant: str | None = None) -> ValueReport:
+    def report(self, tenant: str | None = None) -> pb.ValueResponse:
         """The curve of a tenant, which is all that this tenant may see; None: of all tenants together, then of each."""
         if not self._is_enabled:
-            return ValueReport(False, self._arena_bytes, self._policy, has_tiers=self._has_tiers)
+            return pb.ValueResponse(arena_bytes=self._arena_bytes, policy=self._policy, has_tiers=self._has_tiers)
         if tenant is None:
             curves = self._histogram.curves(self._has_tiers)
         else:
             curves = [self._histogram.curve_of(tenant, self._has_tiers)]
-        return ValueReport(
+        return pb.ValueResponse(
             enabled=True,
             arena_bytes=self._arena_bytes,
             policy=self._policy,
@@ -57,7 +57,7 @@ class PoolValue:
 class ValueCollector(Collector):
     """Exports the curve of all tenants for autoscalers; the thread of the scrape calls `report`."""
 
-    def __init__(self, report: Callable[[], ValueReport], recorder: Recorder | None):
+    def __init__(self, report: Callable[[], pb.ValueResponse], recorder: Recorder | None):
         self._report = report
         self._recorder = recorder
 

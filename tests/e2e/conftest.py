@@ -19,7 +19,7 @@ import pytest
 
 from kvpool.client import Client
 from kvpool.config import ClientConfig
-from kvpool.types import PoolStats
+from kvpool.v1 import pool_pb2 as pb
 from testbed.engine import BLOCK_TOKENS, Answer, Engine, EngineSpec, kvpool_transfer_config
 from testbed.tiny_llama import Shape, write
 from tests.support.processes import ServerProcess, wait_for
@@ -75,7 +75,7 @@ def hit_tokens(num_tokens: int) -> int:
     return (num_tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS
 
 
-def pool_stats(server: ServerProcess) -> PoolStats:
+def pool_stats(server: ServerProcess) -> pb.StatsResponse:
     with Client(ClientConfig(server.endpoint, timeout_ms=60_000)) as client:
         return client.admin.stats()
 

@@ -12,7 +12,8 @@ import pytest
 from kvpool.client import Client
 from kvpool.config import ClientConfig
 from kvpool.prompts import hash_seed, prompt_runs
-from kvpool.types import HintKind, HintResult
+from kvpool.types import HintKind
+from kvpool.wire import decode_spec
 from testbed.engine import BLOCK_TOKENS, Answer, Engine, EngineSpec, kvpool_transfer_config
 from tests.e2e.conftest import FLOAT32, PATIENT, assert_same, hit_tokens, pool_stats, prompt, running
 from tests.support.processes import ServerProcess, wait_for
@@ -88,7 +89,8 @@ def test_a_request_pins_its_prompt(rig: Rig) -> None:
     assert right.cached_tokens == 0
     assert "unknown key 'colour'; give pin_s, expire or prefetch" in rig.engine.log()
     wait_for(rig.pinned_bytes, "the pin", 60)
-    slot_bytes = rig.client.admin.namespaces()[0].spec.groups[0].slot_bytes
+    group = rig.client.admin.namespaces()[0].spec.groups[0]
+    slot_bytes = group.num_shards * group.chunk_bytes
     wait_for(lambda: rig.pinned_bytes() == NUM_BLOCKS * slot_bytes, "the prompt's blocks to be pinned", 60)
     rig.others(6, "not pinned")
     before = rig.num_promoted
@@ -120,11 +122,12 @@ def test_a_prompt_is_in_memory_before_its_request_comes(rig: Rig) -> None:
     rig.ask(each)
     rig.others(5, "in between")
     (info,) = rig.client.admin.namespaces()
-    runs = prompt_runs(info.spec, each, seed=hash_seed(info.spec))
+    spec = decode_spec(info.spec)
+    runs = prompt_runs(spec, each, seed=hash_seed(spec))
 
     def prefetched() -> bool:
         found = rig.client.admin.hint(info.fingerprint, runs, HintKind.PREFETCH)
-        return found == HintResult(NUM_BLOCKS)
+        return bool(found.num_blocks == NUM_BLOCKS)
 
     assert not prefetched(), "the prompt was not evicted"
     wait_for(prefetched, "the prompt to be in memory", 60)

@@ -12,7 +12,7 @@ import pytest
 
 from kvpool.client import Client
 from kvpool.config import ClientConfig
-from kvpool.holdings import NamespaceInfo
+from kvpool.v1 import pool_pb2 as pb
 from testbed.engine import Answer, Engine, EngineSpec, kvpool_transfer_config
 from testbed.tiny_models import write
 from tests.e2e.computed import COMPUTED, causes_of
@@ -39,7 +39,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     with_ledger.stop()
 
 
-def namespace_of(client: Client) -> NamespaceInfo:
+def namespace_of(client: Client) -> pb.NamespaceInfo:
     (info,) = client.admin.namespaces()
     return info
 
@@ -77,7 +77,7 @@ def test_engines_report_what_they_count(tmp_path: Path, shapes_dir: Path, server
             loaded = sum(each.get(f"{BY_SOURCE}:external_kv_transfer", 0) for each in metrics)
             assert {state.transport for state in client.admin.stats().engines} == {"shm"}
 
-        assert client.admin.stats().engines == (), "both have said that they end"
+        assert not client.admin.stats().engines, "both have said that they end"
         assert dict(namespace_of(client).computed_tokens) == computed
         page = client.admin.ledger(0)
         assert sum(row.loaded_tokens for row in page.rows) == loaded == FULL * len(PROMPTS)

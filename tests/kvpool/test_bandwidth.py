@@ -28,9 +28,10 @@ from kvpool.bandwidth_report import row_of, text_of
 from kvpool.client import Client
 from kvpool.config import ClientConfig
 from kvpool.errors import KVPoolError, OutOfSpaceError
-from kvpool.holdings import NamespaceInfo
-from kvpool.namespace import GroupSpec, NamespaceSpec
+from kvpool.namespace import MEASUREMENT_MODEL, GroupSpec, NamespaceSpec
 from kvpool.types import BlockRun
+from kvpool.v1 import pool_pb2 as pb
+from kvpool.wire import encode_spec
 from tests.conftest import Connect, StartServer
 from tests.support.clock import FakeClock
 from tests.support.processes import ServerProcess, wait_for
@@ -49,7 +50,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 def left_over(client: Client) -> list[int]:
     """Blocks of each of the measurement's namespaces."""
-    return [info.num_entries for info in client.admin.namespaces() if info.spec.is_measurement]
+    return [info.num_entries for info in client.admin.namespaces() if info.spec.model == MEASUREMENT_MODEL]
 
 
 def store(client: Client, spec: NamespaceSpec, count: int) -> BlockRun:
@@ -226,8 +227,8 @@ def measurement(rate: float = 1e9, round_trip_s: float = 1e-3, region_bytes: int
 def test_a_hit_costs_its_calls_and_its_bytes() -> None:
     group = group_spec(chunk_bytes=1_600, num_shards=4)
 
-    def of(*groups: GroupSpec) -> NamespaceInfo:
-        return NamespaceInfo(namespace_spec(*groups), b"f" * 32)
+    def of(*groups: GroupSpec) -> pb.NamespaceInfo:
+        return pb.NamespaceInfo(spec=encode_spec(namespace_spec(*groups)), fingerprint=b"f" * 32)
 
     one = hit_cost(measurement(rate=1e6), of(group), 1, 1_000)
     assert one.fingerprint == b"f" * 32

@@ -352,7 +352,7 @@ def test_names_of_others_reach_no_terminal_as_control_characters(
     connect(cli.server).open_namespace(spec)
     lines = cli("namespaces").split("\n")
     assert not any("\x1b" in line or "\r" in line or line.startswith("ffffffffffff") for line in lines)
-    assert any(line.endswith("  evil[2Jffffffffffff  forged") for line in lines)
+    assert any(line.endswith(r"  evil\x1b[2J\nffffffffffff  forged") for line in lines)
 
 
 def test_80_columns_show_whole_fingerprints(cli: Cli, stored: tuple[Namespace, Namespace]) -> None:

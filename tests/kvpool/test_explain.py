@@ -12,13 +12,11 @@ import pytest
 
 from kvpool.client import Client, Namespace
 from kvpool.errors import ConfigError, InvalidRequestError
-from kvpool.explanation import BlockRange, BlockState, Explanation, RunExplanation
-from kvpool.explanation_report import PromptReport
 from kvpool.hashing import block_hashes
 from kvpool.name_key import NameKey
 from kvpool.namespace import NamespaceSpec
 from kvpool.prompts import hash_seed, prompt_runs, read_tokens
-from kvpool.types import BlockRun, MissCause
+from kvpool.types import BlockRun
 from tests.kvpool.test_cli import Cli
 from tests.support.processes import ServerProcess
 from tests.support.values import group_spec, namespace_spec, payload
@@ -137,15 +135,6 @@ def test_names_that_no_block_has_are_told(
     )
     assert sentence in cli(*asked, "--cache-salt", "wrong")
     assert sentence not in cli(*asked)
-
-
-def test_a_kind_cannot_write_to_the_terminal() -> None:
-    """Whoever opens a namespace chooses it."""
-    spec = namespace_spec(group_spec(kind="mamba\x1b]0;title\x07\x9b2J"))
-    part = BlockRange(0, 4, BlockState.MISSING, MissCause.NEVER_STORED)
-    report = PromptReport(spec, 64, Explanation((RunExplanation(0, (part,), 0),)))
-    assert [row[1] for row in report.rows()] == ["mamba]0;title2J"]
-    assert all(cell.isprintable() for row in report.rows() for cell in row)
 
 
 def test_errors_name_the_fix(

@@ -12,7 +12,7 @@ from kvpool.client import Client, Namespace
 from kvpool.errors import InvalidRequestError
 from kvpool.hashing import block_hashes
 from kvpool.namespace import NamespaceSpec
-from kvpool.types import BlockRun, HintKind, HintResult, PinBudget
+from kvpool.types import BlockRun, HintKind
 from kvpool.v1 import pool_pb2 as pb
 from tests.kvpool.test_cli import Cli
 from tests.support.processes import ServerProcess, wait_for
@@ -85,14 +85,14 @@ def _prompt(namespace: Namespace, tmp_path: Path) -> tuple[str, ...]:
 def test_a_pinned_prefix_outlives_others(client: Client) -> None:
     namespace = client.open_namespace(_spec(tenant="acme"))
     run = _store(client, namespace, TOKENS)
-    assert client.hints.pin(namespace, [run], 60) == HintResult(4)
+    assert client.hints.pin(namespace, [run], 60).num_blocks == 4
     _others(client, namespace, 40)
     assert _present(client, namespace, run) == 4
-    assert client.admin.pin_budgets() == [PinBudget("acme", 4 * MIB, 4 * MIB)]
+    assert client.admin.pin_budgets() == [pb.PinBudget(tenant="acme", limit_bytes=4 * MIB, used_bytes=4 * MIB)]
     assert client.admin.stats().pinned_bytes == 4 * MIB
     (info,) = [info for info in client.admin.namespaces() if info.fingerprint == namespace.fingerprint]
     assert info.pinned_bytes == 4 * MIB
-    assert client.hints.unpin(namespace, [run]) == HintResult(4)
+    assert client.hints.unpin(namespace, [run]).num_blocks == 4
     assert client.admin.stats().pinned_bytes == 0
 
 
@@ -101,7 +101,7 @@ def test_an_expired_prefix_goes_before_others(client: Client) -> None:
     other = _store(client, namespace, list(range(500, 500 + 12 * 16)))
     run = _store(client, namespace, TOKENS)
     _demoted(client, 16)  # A block is leased while it is written.
-    assert client.hints.expire(namespace, [run]) == HintResult(4)
+    assert client.hints.expire(namespace, [run]).num_blocks == 4
     _others(client, namespace, 4)
     assert _present(client, namespace, run) == 0 and _present(client, namespace, other) == 12
 
@@ -115,7 +115,7 @@ def test_a_prefetched_prefix_is_in_memory_before_it_is_looked_up(client: Client,
     found = client.hints.prefetch(namespace, [run])
     assert found.num_blocks + found.num_pending == 4
     wait_for(lambda: _present(client, namespace, run) == 4, "the prefetch")
-    assert client.hints.prefetch(namespace, [run]) == HintResult(4)
+    assert client.hints.prefetch(namespace, [run]).num_blocks == 4
 
 
 def test_hints_of_an_unknown_kind_are_refused(client: Client) -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from kvpool.errors import InvalidRequestError
-from kvpool.quotas import fullest, parse_quota, size_text
+from kvpool.quotas import covers, fullest, parse_quota, size_text
 from kvpool.types import Quota
 
 
@@ -43,10 +43,10 @@ def test_what_is_no_quota_is_named(text: str, says: str) -> None:
 
 def test_which_namespaces_a_quota_covers() -> None:
     fingerprint = bytes.fromhex("0123abcd") + bytes(28)
-    assert Quota("tenant:acme", 1).covers("acme", fingerprint)
-    assert not Quota("tenant:acme", 1).covers("acme inc", fingerprint)
-    assert Quota("namespace:0123abcd00", 1).covers("", fingerprint)
-    assert not Quota("namespace:0123abcd01", 1).covers("", fingerprint)
+    assert covers("tenant:acme", "acme", fingerprint)
+    assert not covers("tenant:acme", "acme inc", fingerprint)
+    assert covers("namespace:0123abcd00", "", fingerprint)
+    assert not covers("namespace:0123abcd01", "", fingerprint)
 
 
 @pytest.mark.parametrize(

@@ -4,14 +4,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpool.server_stats import RpcStats, ServerStats, TransferStats, quantile
+from kvpool.server_stats import count, quantile, rpc_quantile, since
+from kvpool.v1 import pool_pb2 as pb
 
 BOUNDS = (0.001, 0.01, 0.1)
 
 
-def _of(buckets: tuple[int, ...], nbytes: int = 0) -> ServerStats:
-    rpcs = (RpcStats("Lookup", "OK", float(sum(buckets)), buckets),)
-    return ServerStats("1", rpc_seconds_bounds=BOUNDS, rpcs=rpcs, transfers=(TransferStats("tcp", "read", nbytes),))
+def _of(buckets: tuple[int, ...], nbytes: int = 0) -> pb.ServerStats:
+    rpcs = (pb.RpcStats(method="Lookup", status="OK", sum_seconds=float(sum(buckets)), buckets=buckets),)
+    return pb.ServerStats(
+        version="1",
+        rpc_seconds_bounds=BOUNDS,
+        rpcs=rpcs,
+        transfers=(pb.TransferStats(transport="tcp", direction="read", nbytes=nbytes),),
+    )
 
 
 @pytest.mark.parametrize(
@@ -42,18 +48,18 @@ def test_larger_shares_have_larger_quantiles(counts: list[int], one: float, othe
 
 def test_an_interval_is_the_difference_of_two_snapshots() -> None:
     before, now = _of((100, 0, 0, 0), 1_000), _of((100, 0, 8, 0), 1_500)
-    interval = now.since(before)
-    assert interval.count("Lookup") == 8 and interval.count("PutStart") == 0
-    assert (interval.quantile("Lookup", 0.5) or 0) > 0.01 > (now.quantile("Lookup", 0.5) or 1)
+    interval = since(now, before)
+    assert count(interval.rpcs, "Lookup") == 8 and count(interval.rpcs, "PutStart") == 0
+    assert (rpc_quantile(interval, "Lookup", 0.5) or 0) > 0.01 > (rpc_quantile(now, "Lookup", 0.5) or 1)
     assert interval.transfers[0].nbytes == 500 and interval.rpcs[0].sum_seconds == pytest.approx(8)
 
 
 def test_nothing_is_negative_after_a_restart() -> None:
-    interval = _of((1, 0, 0, 0), 10).since(_of((100, 5, 0, 0), 1_000))
-    assert interval.transfers[0].nbytes == 0 and interval.rpcs[0].buckets == (0, 0, 0, 0)
+    interval = since(_of((1, 0, 0, 0), 10), _of((100, 5, 0, 0), 1_000))
+    assert interval.transfers[0].nbytes == 0 and interval.rpcs[0].buckets == [0, 0, 0, 0]
     assert interval.rpcs[0].sum_seconds == 0
 
 
 def test_a_status_that_was_not_there_before_counts_from_nothing() -> None:
-    before = ServerStats("1", rpc_seconds_bounds=BOUNDS)
-    assert _of((1, 2, 3, 0)).since(before).count("Lookup") == 6
+    before = pb.ServerStats(version="1", rpc_seconds_bounds=BOUNDS)
+    assert count(since(_of((1, 2, 3, 0)), before).rpcs, "Lookup") == 6

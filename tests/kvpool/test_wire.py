@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 from kvpool import errors, wire
 from kvpool.namespace import GroupSpec, NamespaceSpec
-from kvpool.server_stats import RpcStats, ServerStats, TransferStats, UsageStats
 from kvpool.types import (
     HASH_BYTES,
     BlockRun,
@@ -18,11 +17,9 @@ from kvpool.types import (
     Offer,
     OpenedNamespace,
     PoolKey,
-    PoolStats,
     PutGrant,
     PutReceipt,
     PutStatus,
-    Quota,
     RunHits,
     SegmentInfo,
     ShardRange,
@@ -57,28 +54,6 @@ specs = st.builds(
 mooncakes = st.one_of(st.none(), st.builds(MooncakeInfo, texts, texts, u64, u64, st.binary(max_size=16), u64))
 segments = st.one_of(st.none(), st.builds(SegmentInfo, u64, st.binary(max_size=16), u64, st.binary(max_size=16)))
 offers = st.builds(Offer, u64, segments, mooncakes)
-seconds = st.floats(0, 1e9)
-rpc_stats = st.builds(RpcStats, texts, texts, seconds, st.lists(u64, max_size=4).map(tuple))
-transfers = st.builds(TransferStats, texts, texts, u64)
-usages = st.builds(UsageStats, texts, texts, *[u64] * 6)
-servers = st.builds(
-    ServerStats,
-    texts,
-    *[seconds] * 4,
-    st.lists(seconds, max_size=3).map(tuple),
-    *(st.lists(each, max_size=2).map(tuple) for each in (rpc_stats, transfers, usages)),
-    loop_lag_p99_seconds=seconds,
-    certificate_ends=st.dictionaries(texts, seconds, max_size=2),
-    refused_files=st.lists(texts, max_size=2).map(tuple),
-)
-stats = st.builds(
-    PoolStats,
-    *[u64] * 8,
-    counters=st.dictionaries(texts, u64, max_size=4),
-    server=st.none() | servers,
-    boot_token=ids,
-    quotas=st.lists(st.builds(Quota, texts, u64, u64), max_size=2).map(tuple),
-)
 
 
 def _through_bytes(message: Any) -> Any:
@@ -164,13 +139,6 @@ def test_keys(value: PoolKey) -> None:
 @given(st.builds(Chunk, keys, st.binary(max_size=40), u64, st.one_of(st.just(b""), hashes)))
 def test_chunks(value: Chunk) -> None:
     assert wire.decode_chunk(_through_bytes(wire.encode_chunk(value))) == value
-
-
-@given(stats)
-def test_stats(value: PoolStats) -> None:
-    message = _through_bytes(wire.encode_stats(value, value.boot_token))
-    assert message.boot_token == value.boot_token
-    assert wire.decode_stats(message) == value
 
 
 @pytest.mark.parametrize(

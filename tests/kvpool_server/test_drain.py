@@ -22,12 +22,11 @@ from typer.testing import CliRunner
 
 from kvpool.cli import app
 from kvpool.client import Client
-from kvpool.drain import MAX_DRAIN_MS, DrainProgress
 from kvpool.errors import DrainingError, InvalidRequestError, UnavailableError
 from kvpool.hashing import checksum
 from kvpool.namespace import NamespaceSpec
 from kvpool.rpc import Namespace
-from kvpool.types import Chunk, PoolKey, ShardRange
+from kvpool.types import MAX_DRAIN_MS, Chunk, PoolKey, ShardRange
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.leases import HoldTable
@@ -89,7 +88,7 @@ def test_how_far_a_drain_is_takes_no_visit_of_leases_and_tickets(monkeypatch: py
     tiered = TieredPool(pool, np.zeros(1 << 20, np.uint8), [], [])
     drain = Drain(tiered, 1_000, AsyncMock(), clock)
     monkeypatch.setattr(HoldTable, "values", lambda _: pytest.fail("every lease and ticket was visited"))
-    assert drain.progress() == DrainProgress(2, 1, 0, 0)
+    assert drain.progress() == pb.DrainResponse(num_leases=2, num_tickets=1, num_queued_blocks=0, remaining_ms=0)
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp", "grpc"])

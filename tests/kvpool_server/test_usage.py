@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from typing import Any
 
 import pytest
 
 from kvpool.namespace import MEASUREMENT_MODEL, GroupSpec, NamespaceSpec
-from kvpool.server_stats import UsageStats
 from kvpool.types import BlockRun, ShardRange
+from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.limits import Limits
 from kvpool_server.cache.namespaces import PoolNamespace
@@ -49,7 +48,7 @@ class Bench:
     def look_up(self, namespace: PoolNamespace, *runs: BlockRun, prefix_only: bool = True) -> int:
         return self.pool.lookup(namespace.fingerprint, runs, prefix_only=prefix_only, lease_ttl_ms=1_000).lease_id
 
-    def of(self, model: str, tenant: str = "") -> UsageStats:
+    def of(self, model: str, tenant: str = "") -> pb.UsageStats:
         (usage,) = [each for each in self.usage.by_model_and_tenant() if (each.model, each.tenant) == (model, tenant)]
         return usage
 
@@ -66,10 +65,19 @@ def test_namespaces_of_one_model_and_tenant_add_up_to_one_pair(bench: Bench) -> 
         lease_id = bench.look_up(namespace, run_of("a", "b", "c"))
         bench.pool.get(lease_id, namespace.fingerprint, [run_of("a", "b")], ShardRange(0, 1))
     bench.put(bench.open(model="m", tenant="u"), "a")
-    assert bench.of("m", "t") == UsageStats(
-        "t", "m", 2 * 3 * TOKENS, 2 * 2 * TOKENS, 4 * CHUNK, 4 * CHUNK, held_bytes=4 * CHUNK, held_blocks=4
+    assert bench.of("m", "t") == pb.UsageStats(
+        tenant="t",
+        model="m",
+        lookup_tokens=2 * 3 * TOKENS,
+        hit_tokens=2 * 2 * TOKENS,
+        stored_bytes=4 * CHUNK,
+        loaded_bytes=4 * CHUNK,
+        held_bytes=4 * CHUNK,
+        held_blocks=4,
     )
-    assert bench.of("m", "u") == UsageStats("u", "m", stored_bytes=CHUNK, held_bytes=CHUNK, held_blocks=1)
+    assert bench.of("m", "u") == pb.UsageStats(
+        tenant="u", model="m", stored_bytes=CHUNK, held_bytes=CHUNK, held_blocks=1
+    )
 
 
 def test_a_token_counts_once_in_however_many_groups_and_probes_it_is_asked_for(bench: Bench) -> None:
@@ -133,7 +141,7 @@ def test_pairs_with_most_use_are_told_apart_and_the_rest_is_other(bench: Bench) 
     bench.open(model="unused")
     usage = bench.usage.by_model_and_tenant()
     assert [each.model for each in usage] == [*(f"m{nth}" for nth in range(MAX_PAIRS + 4, 4, -1)), OTHER]
-    assert usage[-1] == UsageStats(OTHER, OTHER, lookup_tokens=sum(range(1, 6)) * TOKENS)
+    assert usage[-1] == pb.UsageStats(tenant=OTHER, model=OTHER, lookup_tokens=sum(range(1, 6)) * TOKENS)
 
 
 def test_no_tenant_can_use_up_the_labels_of_others() -> None:
@@ -147,7 +155,7 @@ def test_no_tenant_can_use_up_the_labels_of_others() -> None:
 
 def test_no_count_goes_back_whatever_is_opened_used_and_closed() -> None:
     bench = Bench(max_namespaces=MAX_PAIRS + 2, namespace_idle_ms=1_000)
-    before: dict[tuple[str, str], UsageStats] = {}
+    before: dict[tuple[str, str], pb.UsageStats] = {}
     for nth in range(3 * MAX_PAIRS):
         bench.clock.advance(2.0)  # So that an empty namespace is closed for the next.
         for model in (f"m{nth % (MAX_PAIRS * 2)}", "always"):
@@ -178,14 +186,16 @@ def test_what_a_model_is_called_is_a_short_printable_label(bench: Bench) -> None
 
 def test_a_model_that_is_called_other_counts_as_other(bench: Bench) -> None:
     bench.look_up(bench.open(model=OTHER, tenant=OTHER), run_of("a"))
-    assert [dataclasses.astuple(each)[:3] for each in bench.usage.by_model_and_tenant()] == [(OTHER, OTHER, TOKENS)]
+    assert [(each.tenant, each.model, each.lookup_tokens) for each in bench.usage.by_model_and_tenant()] == [
+        (OTHER, OTHER, TOKENS)
+    ]
 
 
 def test_measurements_are_no_use(bench: Bench) -> None:
     namespace = bench.open(model=MEASUREMENT_MODEL)
     bench.put(namespace, "a")
     bench.look_up(namespace, run_of("a"))
-    assert bench.usage.by_model_and_tenant() == ()
+    assert bench.usage.by_model_and_tenant() == []
     assert bench.pool.counters["lookup_blocks"] == 0 and bench.pool.counters["lookups"] == 1
 
 

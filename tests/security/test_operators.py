@@ -29,7 +29,7 @@ def test_markup_in_names_breaks_no_command(monkeypatch: pytest.MonkeyPatch) -> N
         pool.pool.open_namespace(spec, b"", "[/host]")
     pool.pool.set_quotas([Quota("tenant:[/tenant]", 1 << 20)])
     monkeypatch.setattr(common, "client_of", lambda *_: pool.client(ClientConfig()))
-    names = [each.fingerprint.hex() for each in pool.pool.namespaces(holdings=False)]
+    names = [each.fingerprint.hex() for each in pool.pool.open_namespaces()]
     runner = CliRunner()
     for command in (["namespaces"], ["namespaces", "--diff", *names], ["quota"], ["stats"]):
         result = runner.invoke(cli.app, command)

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import importlib.util
 import json
@@ -28,14 +27,17 @@ from kvpool import replies, wire
 from kvpool.block_io import InPlace
 from kvpool.client import Client
 from kvpool.commands.namespaces import text_of
+from kvpool.commands.stats import row_of
 from kvpool.config import ClientConfig
 from kvpool.data_port import PERMIT_BYTES
 from kvpool.errors import InvalidReplyError, KVPoolError
+from kvpool.explanation_report import PromptReport
 from kvpool.hashing import checksum
+from kvpool.messages import fields_of
 from kvpool.replies import MAX_ARENA_BYTES, LookupQuestion
 from kvpool.transport.base import Sink, Transfer
 from kvpool.transport.shm import ShmTransport
-from kvpool.types import BlockRun, Chunk, PoolKey, PutStatus, Quota, ShardRange
+from kvpool.types import BlockRun, Chunk, PoolKey, PutStatus, ShardRange
 from kvpool.v1 import pool_pb2 as pb
 from tests.support.effort import effort
 from tests.support.lying_pool import LyingPool, altered
@@ -102,14 +104,13 @@ def info(**fields: Any) -> pb.ListNamespacesResponse:
     )
 
 
-def curve(**fields: Any) -> pb.ValueResponse:
-    return pb.ValueResponse(curves=[pb.ValueCurve(**fields)])
+def of_run(*ranges: tuple[int, int], **fields: Any) -> pb.ExplainResponse:
+    """An explanation of one run whose ranges begin at a block and have so many."""
+    parts = [pb.BlockRange(first=first, count=count) for first, count in ranges]
+    return pb.ExplainResponse(runs=[pb.RunExplanation(ranges=parts, **fields)])
 
 
-def estimate(**fields: Any) -> pb.ValueResponse:
-    return curve(estimates=[pb.ValueEstimate(**fields)])
-
-
+explained = functools.partial(replies.explanation, runs=[RUN])
 ONE = ShardRange(0, 1)
 grant = functools.partial(replies.grant, num_blocks=3, region_bytes=256, arena=1 << 20, ticket_ttl_ms=1_000)
 located = functools.partial(replies.located, num_blocks=2, shards=ONE, chunk_bytes=256, arena=1 << 20)
@@ -175,69 +176,20 @@ BROKEN: dict[str, tuple[Callable[[Any], Any], Any, str]] = {
     "data port's nonce": (replies.opened, opened(data_port=pb.DataPort(**{**PORT, "nonce": b"x"})), "nonce's size is 1"),
     "version": (replies.ping, pb.PingResponse(version="v" * 65), "version has 65 characters"),
     "uptime": (replies.ping, pb.PingResponse(uptime_seconds=float("nan")), "uptime_seconds is nan"),
-    "counter": (replies.stats, pb.StatsResponse(counters={"[red]": 1}), "'\\[red\\]' is no name"),
-    "engine": (replies.stats, pb.StatsResponse(engines=[pb.EngineState(engine="e" * 513)]), "engine has 513"),
-    "engine's age": (replies.stats, pb.StatsResponse(engines=[pb.EngineState(age_seconds=-1)]), "age_seconds is -1"),
-    "engine's namespace": (replies.stats, pb.StatsResponse(engines=[pb.EngineState(namespaces=[b"x"])]), "is 1, not 32"),
-    "too many stages": (replies.stats, pb.StatsResponse(engines=[pb.EngineState(namespaces=[b"x"] * 17)]), "is 17"),
-    "cause": (replies.namespaces, info(computed_tokens={"[red]": 1}), "'\\[red\\]' is no label"),
-    "too many causes": (replies.namespaces, info(computed_tokens={f"c{n}": 1 for n in range(65)}), "causes is 65"),
-    "saved seconds": (replies.namespaces, info(saved_seconds=float("nan")), "saved_seconds is nan"),
-    "ledger's rows": (replies.ledger, pb.LedgerResponse(rows=[pb.LedgerRow()] * 2_049), "number of rows is 2049"),
-    "ledger's hour": (replies.ledger, pb.LedgerResponse(rows=[pb.LedgerRow(hour=-1)]), "hour is -1"),
-    "ledger's tenant": (replies.ledger, pb.LedgerResponse(rows=[pb.LedgerRow(tenant="t" * 513)]), "tenant has 513"),
-    "ledger's cause": (replies.ledger, pb.LedgerResponse(rows=[pb.LedgerRow(computed_tokens={"": 1})]), "is no label"),
-    "ledger's time": (replies.ledger, pb.LedgerResponse(rows=[pb.LedgerRow(gib_hours=-1)]), "gib_hours is -1"),
-    "infinite time": (
-        replies.ledger,
-        pb.LedgerResponse(rows=[pb.LedgerRow(saved_gpu_seconds=float("inf"))]),
-        "saved_gpu_seconds is inf",
-    ),
-    "infinite saving": (replies.namespaces, info(saved_seconds=float("inf")), "saved_seconds is inf"),
-    "infinite latency": (
-        replies.stats,
-        server(rpcs=[pb.RpcStats(sum_seconds=float("inf"), buckets=[0])]),
-        "sum_seconds is inf",
-    ),
-    "next part": (replies.ledger, pb.LedgerResponse(next_since=-1), "next_since is -1"),
-    "tier": (replies.stats, pb.StatsResponse(tiers=[pb.TierStats(name="t" * 513)]), "tier has 513"),
-    "server's age": (replies.stats, server(uptime_seconds=float("nan")), "uptime_seconds is nan"),
-    "lag": (replies.stats, server(loop_lag_p99_seconds=-1), "loop_lag_p99_seconds is -1"),
-    "certificate": (replies.stats, server(certificate_ends={"c" * 513: 1}), "certificate has 513"),
-    "refused file": (replies.stats, server(refused_files=["f" * 513]), "refused file has 513"),
-    "certificate's end": (replies.stats, server(certificate_ends={"c": float("inf")}), "end of a certificate is inf"),
-    "a quota of stats": (replies.stats, pb.StatsResponse(quotas=[pb.Quota(subject="q" * 513)]), "subject has 513"),
     "buckets": (replies.stats, server(rpc_seconds_bounds=[1, 2], rpcs=[pb.RpcStats(buckets=[1])]), "number of buckets is 1"),
-    "HTTP port": (replies.stats, server(http_port=65_536), "http_port is 65536"),
-    "bounds": (replies.stats, server(rpc_seconds_bounds=[2, 1]), "bound of a bucket is 1"),
-    "too many bounds": (replies.stats, server(rpc_seconds_bounds=range(257)), "number of bounds is 257"),
-    "method": (replies.stats, server(rpcs=[pb.RpcStats(method="m" * 513, buckets=[0])]), "method has 513"),
-    "model": (replies.stats, server(usage=[pb.UsageStats(model="m" * 513)]), "model has 513"),
-    "infinite saving of a model": (
-        replies.stats,
-        server(usage=[pb.UsageStats(saved_seconds=float("inf"))]),
-        "saved_seconds is inf",
-    ),
-    "loss of a model": (replies.stats, server(usage=[pb.UsageStats(lost_seconds=-1)]), "lost_seconds is -1"),
-    "cause of a model": (replies.stats, server(usage=[pb.UsageStats(computed_tokens={"c" * 65: 1})]), "cause has 65"),
-    "namespace": (replies.namespaces, info(fingerprint=b"x"), "fingerprint's size is 1"),
+    "bounds": (replies.stats, server(rpc_seconds_bounds=[2, 1]), "rpc_seconds_bounds do not ascend"),
+    "a field of stats": (replies.stats, server(uptime_seconds=float("nan")), "StatsResponse.server.uptime_seconds is nan"),
+    "namespace": (replies.namespaces, info(fingerprint=b""), "fingerprint's size is 0"),
     "spec": (replies.namespaces, info(spec=pb.NamespaceSpec()), "model is empty"),
-    "age": (replies.namespaces, info(age_seconds=float("inf")), "age_seconds is inf"),
-    "value's policy": (replies.value, pb.ValueResponse(policy="p" * 65), "policy has 65"),
-    "value's arena": (replies.value, pb.ValueResponse(arena_bytes=(1 << 64) - 1), "arena_bytes is"),
-    "value's time": (replies.value, pb.ValueResponse(seconds=float("nan")), "seconds is nan"),
-    "value's CPU": (replies.value, pb.ValueResponse(cpu_seconds=-1), "cpu_seconds is -1"),
-    "too many curves": (replies.value, pb.ValueResponse(curves=[pb.ValueCurve()] * 65), "number of curves is 65"),
-    "too many sizes": (replies.value, curve(estimates=[pb.ValueEstimate()] * 17), "number of sizes is 17"),
-    "curve's tenant": (replies.value, curve(tenant="t" * 513), "tenant has 513"),
-    "curve's tokens": (replies.value, curve(lookup_tokens=float("inf")), "lookup_tokens is inf"),
-    "more hits than lookups": (replies.value, curve(lookup_tokens=1, hit_tokens=2), "hit_tokens is 2"),
-    "size": (replies.value, estimate(size=float("nan")), "size is nan"),
-    "ratio": (replies.value, estimate(hit_ratio=-0.5), "hit_ratio is -0.5"),
-    "fewer with tiers": (replies.value, estimate(hit_ratio=0.5), "hit_ratio_with_tiers is 0.0"),
-    "more than all": (replies.value, estimate(hit_ratio_with_tiers=2), "hit_ratio_with_tiers is 2"),
-    "quota of none": (replies.quotas, [pb.Quota(subject="tenant:a")], "limit_bytes is 0"),
-    "subject": (replies.quotas, [pb.Quota(subject="t" * 513, limit_bytes=1)], "subject has 513"),
+    "a field of namespaces": (replies.namespaces, info(age_seconds=float("inf")), "namespaces.age_seconds is inf"),
+    "hint": (functools.partial(replies.hint, num_blocks=3), pb.HintResponse(num_refused=4), "num_refused is 4"),
+    "runs of an explanation": (explained, pb.ExplainResponse(), "number of runs is 0"),
+    "group of an explanation": (explained, of_run(group_idx=1), "group_idx is 1"),
+    "no range": (explained, of_run(), "number of ranges is 0"),
+    "a gap": (explained, of_run((0, 1), (2, 1)), "first block of a range is 2, not 1"),
+    "an empty range": (explained, of_run((0, 0)), "count of a range is 0"),
+    "ranges beyond the run": (explained, of_run((0, 4)), "count of a range is 4"),
+    "a field of explanations": (explained, pb.ExplainResponse(remembered_seconds=-1), "remembered_seconds is -1"),
 }  # fmt: skip
 """What -> how it is checked, the reply, and what the error says."""
 
@@ -256,10 +208,7 @@ def test_replies_within_their_bounds_are_taken() -> None:
     assert located(pb.GetResponse(**LOCATED)).present == (True, False)
     offer = opened(segment=pb.Segment(**SEGMENT), mooncake=pb.MooncakeEngine(**ENGINE), data_port=pb.DataPort(**PORT))
     assert replies.arena_bytes(replies.opened(offer).offer) == 1 << 20
-    told = pb.ValueResponse(policy="[red]", curves=[pb.ValueCurve(tenant="\x1b[2J", lookup_tokens=2, hit_tokens=1)])
-    decoded = replies.value(told)
-    assert "\x1b" not in decoded.curves[0].tenant and decoded.curves[0].hit_ratio == 0.5
-    assert replies.quotas([pb.Quota(subject="tenant:a", limit_bytes=1)]) == [Quota("tenant:a", 1)]
+    assert explained(of_run((0, 1), (1, 2))).runs[0].ranges[1].count == 2
 
 
 def test_a_count_of_four_billion_blocks_costs_nothing() -> None:
@@ -281,8 +230,6 @@ def test_text_of_a_server_is_cut_and_escaped() -> None:
         error = wire.error_of(_failed(code, "line\nforged\x1b[2J" + "x" * 10_000), "host:1")
         assert str(error).isprintable()
         assert len(str(error)) < 2_500
-    (shown,) = replies.namespaces(info(opened_by="host\n[/bold]\x1b[2J"))
-    assert shown.opened_by == "host\\n[/bold]\\x1b[2J"
 
 
 def _failed(code: grpc.StatusCode, details: str) -> grpc.RpcError:
@@ -452,11 +399,12 @@ class Caller:
             self._try(lambda: self._judge(client.get_blocks(namespace, lease_id, run)))
             self._try(lambda: client.chunks.put([self.chunk]))
             self._try(self._get_chunks)
-            self._try(lambda: json.dumps(dataclasses.asdict(client.admin.stats())))
+            self._try(lambda: json.dumps(row_of(client.admin.stats())))
             self._try(lambda: [text_of(each, []) for each in client.admin.namespaces()])
-            self._try(lambda: json.dumps(dataclasses.asdict(client.admin.ledger(0))))
-            self._try(lambda: json.dumps(dataclasses.asdict(client.admin.value())))
-            self._try(lambda: [each.used_bytes / each.limit_bytes for each in client.admin.quotas()])
+            self._try(lambda: json.dumps(fields_of(client.admin.ledger(0)), allow_nan=False))
+            self._try(lambda: json.dumps(fields_of(client.admin.value()), allow_nan=False))
+            self._try(lambda: json.dumps([fields_of(each) for each in client.admin.quotas()]))
+            self._try(lambda: json.dumps(self._explain()))
             self._try(lambda: client.admin.verify(namespace, [run]))
             self._try(lambda: client.admin.remove(namespace, [others]))
             self._try(lambda: client.release([lease_id]))
@@ -479,6 +427,12 @@ class Caller:
             head = BlockRun(0, self.run.block_hashes[: len(leased)])
             self.client.get(self.namespace, found.lease_id, [head], InPlace(blocks), leased=leased)
             self._judge(blocks)
+
+    def _explain(self) -> Any:
+        found = self.client.admin.explain(self.namespace.fingerprint, [self.run])
+        report = PromptReport(self.spec, 6 * 16, found)
+        assert all(text.isprintable() for row in report.rows() for text in row)
+        return report.as_json()
 
     def _get_chunks(self) -> None:
         for chunk in self.client.chunks.get([self.chunk.key]):

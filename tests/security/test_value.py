@@ -7,7 +7,7 @@ import pytest
 from kvpool.client import Client
 from kvpool.errors import PermissionDeniedError
 from kvpool.principal import Role
-from kvpool.value import ValueReport
+from kvpool.v1 import pool_pb2 as pb
 from tests.security.test_access import Deployment
 from tests.support.processes import wait_for
 from tests.support.values import namespace_spec, payload, run_of
@@ -16,7 +16,7 @@ BLOCK_TOKENS = 16
 LOOKUPS = {"acme": 2, "umbra": 5}
 
 
-def looked_up_tokens(report: ValueReport) -> float:
+def looked_up_tokens(report: pb.ValueResponse) -> float:
     return sum(curve.lookup_tokens for curve in report.curves if not curve.is_total)
 
 

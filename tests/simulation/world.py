@@ -597,7 +597,7 @@ class World:
         self.check_pins()
         self.check_quotas()
         self.pool.check_integrity()
-        assert {idx for idx, info in enumerate(self.pool.namespaces()) if info.superseded} == self.superseded
+        assert {idx for idx, each in enumerate(self.pool.open_namespaces()) if each.superseded} == self.superseded
         self.check_reads()
         for lease in self.leases:
             for block, slot in lease.slots.items():

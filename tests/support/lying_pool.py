@@ -69,8 +69,8 @@ class LyingPool:
             MooncakeInfo("127.0.0.1:12345", "tcp", 1 << 40, size, _NONCE, size),
             DataPortInfo("127.0.0.1", 50_052, _NONCE),
         )
-        tiered, stats = TieredPool(self.pool, self.memory), self.pool.stats
-        self._service = pool_service(tiered, self.memory, _NoMetrics(), offer=offer, boot_token=7, stats=stats)
+        tiered = TieredPool(self.pool, self.memory)
+        self._service = pool_service(tiered, self.memory, _NoMetrics(), offer=offer, boot_token=7)
         self._serving = threading.RLock()
         self._loop = ServiceLoop()
         for name in _METHODS:

@@ -11,13 +11,12 @@ from typing import Any, TypeVar
 import numpy as np
 
 from kvpool.hashing import checksum
-from kvpool.holdings import TierHoldings
-from kvpool.types import BlockRun, Lookup, RunHits, ShardRange, TierStats
+from kvpool.types import BlockRun, Lookup, RunHits, ShardRange
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.cache.pool import Pool
 from kvpool_server.tiering.tiered_pool import TieredPool
-from kvpool_server.tiers.tier import Block, Tier, TierError
+from kvpool_server.tiers.tier import Block, Tier, TierError, TierHoldings, TierStats
 from tests.support.clock import FakeClock
 from tests.support.values import block_hash, group_spec, namespace_spec, payload
 

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
-from kvpool.types import PoolStats
-from kvpool.value import ValueReport
+from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.loop_lag import LoopLag
 from kvpool_server.metrics import (
     CertificateExpiry,
@@ -33,12 +32,12 @@ Row = tuple[str, str, str]
 def server_rows() -> list[Row]:
     """What a server exports, but for the metrics of Python and of the process."""
     registry = CollectorRegistry()
-    registry.register(PoolCollector(PoolStats))
+    registry.register(PoolCollector(pb.StatsResponse))
     registry.register(UsageCollector(tuple))
     registry.register(QuotaCollector(tuple))
     registry.register(PinCollector(tuple))
     registry.register(ReportCollector(dict))
-    registry.register(ValueCollector(lambda: ValueReport(False, 0, ""), None))
+    registry.register(ValueCollector(lambda: pb.ValueResponse(enabled=False, arena_bytes=0, policy=""), None))
     registry.register(OwnMemory())
     registry.register(CertificateExpiry(dict))
     registry.register(RefusedFiles(dict))

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.types import Offer, PoolStats
-from kvpool.value import ValueReport
+from kvpool.types import Offer
+from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.access.authentication import Who
 from kvpool_server.data_plane.permits import PermitTable
 from kvpool_server.drain import Drain
@@ -27,7 +27,7 @@ def pool_service(
     *,
     offer: Offer,
     boot_token: int = 1,
-    stats: Callable[[], PoolStats] | None = None,
+    stats: Callable[[], pb.StatsResponse] | None = None,
     permits: PermitTable | None = None,
     who: Who | None = None,
     turns: Turns | None = None,
@@ -51,7 +51,7 @@ def pool_service(
         offer=offer,
         stats=stats or tiered.stats,
         reports=EngineReports(time.monotonic),
-        value=lambda _: ValueReport(False, tiered.pool.arena.arena_bytes, ""),
+        value=lambda _: pb.ValueResponse(enabled=False, arena_bytes=tiered.pool.arena.arena_bytes, policy=""),
         permits=permits,
         who=who,
     )

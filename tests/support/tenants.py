@@ -62,11 +62,13 @@ class Owner:
 
     @property
     def nbytes(self) -> int:
-        return next(info.nbytes for info in self.pool.namespaces() if info.fingerprint == self.fingerprint)
+        namespace = self.pool.namespace(self.fingerprint)
+        return namespace.complete_bytes if namespace is not None else 0
 
     @property
     def superseded(self) -> bool:
-        return next(info.superseded for info in self.pool.namespaces() if info.fingerprint == self.fingerprint)
+        namespace = self.pool.namespace(self.fingerprint)
+        return namespace is not None and namespace.superseded
 
 
 class House:

@@ -5,15 +5,27 @@ from __future__ import annotations
 import hashlib
 import itertools
 import os
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+from google.protobuf.message import Message
 
 from kvpool.namespace import GroupSpec, NamespaceSpec
 from kvpool.types import BlockRun
 
 _salts = itertools.count()
+_M = TypeVar("_M", bound=Message)
+
+
+def replaced(message: _M, **fields: Any) -> _M:
+    """A copy of a message with other values of some fields, as `dataclasses.replace` makes of a dataclass."""
+    copy = type(message)()
+    copy.CopyFrom(message)
+    for name in fields:
+        copy.ClearField(name)
+    copy.MergeFrom(type(message)(**fields))
+    return copy
 
 
 def group_spec(*, chunk_bytes: int = 256, num_shards: int = 1, **fields: Any) -> GroupSpec:

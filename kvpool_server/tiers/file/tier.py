@@ -28,9 +28,8 @@ import structlog
 from pydantic import ByteSize, Field, field_validator
 
 from kvpool.errors import ConfigError, InvalidRequestError, OutOfSpaceError
-from kvpool.holdings import TierHoldings
 from kvpool.namespace import NamespaceSpec
-from kvpool.types import BlockRun, TierStats
+from kvpool.types import BlockRun
 from kvpool_server.cache.entry import Record
 from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.cache.pool import Pool
@@ -44,7 +43,7 @@ from kvpool_server.tiers.file.own_directory import OwnDirectory
 from kvpool_server.tiers.file.peer_directories import DEFAULT_MEMORY_BYTES, PeerBlocks, PeerDirectories
 from kvpool_server.tiers.open_files import raise_descriptor_limit
 from kvpool_server.tiers.thread_pool import DaemonThreadPool
-from kvpool_server.tiers.tier import Block, Tier, TierContext, TierError
+from kvpool_server.tiers.tier import Block, Tier, TierContext, TierError, TierHoldings, TierStats
 
 log = structlog.get_logger()
 

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import structlog
 
-from kvpool.holdings import printable
+from kvpool.text import printable
 from kvpool_server.child_process import ChildProcess
 from kvpool_server.tiers.mooncake.messages import CODES, TEXT, Call, MessageError, MessageSocket, Request, socket_pair
 from kvpool_server.tiers.mooncake.worker import TRANSFERS, StoreConfig

@@ -24,8 +24,6 @@ import structlog
 from pydantic import ByteSize, Field, field_validator
 
 from kvpool.errors import ConfigError
-from kvpool.holdings import TierHoldings
-from kvpool.types import TierStats
 from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.tiers.block_mac import BlockMac, KeyedTierOptions
 from kvpool_server.tiers.mooncake.messages import MAX_KEYS, Call
@@ -40,7 +38,7 @@ from kvpool_server.tiers.mooncake.store_process import (
 )
 from kvpool_server.tiers.mooncake.worker import StoreConfig
 from kvpool_server.tiers.thread_pool import DaemonThreadPool
-from kvpool_server.tiers.tier import Block, BlockKey, Tier, TierContext, TierError
+from kvpool_server.tiers.tier import Block, BlockKey, Tier, TierContext, TierError, TierHoldings, TierStats
 
 log = structlog.get_logger()
 
@@ -234,7 +232,6 @@ class MooncakeTier(Tier):
         """As `holdings`, of all namespaces. The size is unknown: only the master knows the cluster's."""
         return TierStats(
             self.name,
-            size_bytes=0,
             used_bytes=self._presence.own_bytes.total(),
             num_entries=self._presence.num_own.total(),
             counters=dict(self.counters),

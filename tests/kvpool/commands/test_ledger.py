@@ -19,9 +19,9 @@ from kvpool.commands.ledger import moment
 from kvpool.commands.ledger_table import LedgerTable
 from kvpool.config import ClientConfig
 from kvpool.errors import InvalidRequestError
-from kvpool.ledger import LedgerRow
 from kvpool.namespace import NamespaceSpec
 from kvpool.reports import EngineReport
+from kvpool.v1 import pool_pb2 as pb
 from tests.conftest import StartServer
 from tests.support.processes import ServerProcess
 from tests.support.values import group_spec, namespace_spec, run_of
@@ -59,9 +59,14 @@ def server(pool_server: StartServer, tmp_path: Path) -> ServerProcess:
     server = pool_server("--ledger", str(tmp_path / "ledger.sqlite"))
     with Client(ClientConfig(server.endpoint)) as client:
         report(
-            client, "acme", saved_seconds=90.0, num_devices=2, loaded_tokens=3_000, num_requests=5,
+            client,
+            "acme",
+            saved_seconds=90.0,
+            num_devices=2,
+            loaded_tokens=3_000,
+            num_requests=5,
             computed_tokens={EVICTED: 1_000},
-        )  # fmt: skip
+        )
         report(client, "umbra", lost_seconds=7.0, computed_tokens={"never_stored": 10})
     return server
 
@@ -95,7 +100,7 @@ def test_a_wrong_time_is_refused_by_its_text(run, server: ServerProcess) -> None
     assert "exclude each other" in both
 
 
-def drawn(rows: list[LedgerRow], by: str, width: int = 80) -> tuple[str, str]:
+def drawn(rows: list[pb.LedgerRow], by: str, width: int = 80) -> tuple[str, str]:
     """The table and the sentences under it."""
     console = Console(width=width, file=io.StringIO())
     table = LedgerTable(rows, by.split(), "ledger", console)
@@ -105,11 +110,13 @@ def drawn(rows: list[LedgerRow], by: str, width: int = 80) -> tuple[str, str]:
 
 
 def test_without_engines_reports_the_server_tells_what_it_counts() -> None:
-    counted = LedgerRow(0, "acme", "", gib_hours=0.0125, hit_tokens=40_000, stored_bytes=1 << 20)
+    counted = pb.LedgerRow(hour=0, tenant="acme", model="", gib_hours=0.0125, hit_tokens=40_000, stored_bytes=1 << 20)
     table, said = drawn([counted], "tenant")
     assert "40,000" in table and "12.8 MiB-h" in table and "evicted" not in table
     assert "No engine reports to this server: saved, lost, hit ratio, evicted are unknown." in said
-    reported = LedgerRow(0, "umbra", "", loaded_tokens=3, num_requests=1, computed_tokens={EVICTED: 1})
+    reported = pb.LedgerRow(
+        hour=0, tenant="umbra", model="", loaded_tokens=3, num_requests=1, computed_tokens={EVICTED: 1}
+    )
     table, said = drawn([counted, reported], "tenant")
     acme, umbra = (line.split() for line in table.splitlines() if "acme" in line or "umbra" in line)
     assert acme[-2:] == ["-", "-"] and umbra[-2:] == ["75.0%", "1"]
@@ -117,10 +124,22 @@ def test_without_engines_reports_the_server_tells_what_it_counts() -> None:
 
 
 def test_rows_of_all_are_read_at_80_columns_and_wider_ones_have_more() -> None:
-    full = LedgerRow(
-        1_800_000_000, "a-tenant-with-a-name", "meta-llama/Llama-3.1-70B-Instruct", 7_200_000.0, 40.0, 1_234.5, 1 << 43,
-        1 << 44, 3_000_000, 4_000_000, 50, 1_000_000, 5, {EVICTED: 1_000_000},
-    )  # fmt: skip
+    full = pb.LedgerRow(
+        hour=1_800_000_000,
+        tenant="a-tenant-with-a-name",
+        model="meta-llama/Llama-3.1-70B-Instruct",
+        saved_gpu_seconds=7_200_000.0,
+        lost_gpu_seconds=40.0,
+        gib_hours=1_234.5,
+        stored_bytes=1 << 43,
+        loaded_bytes=1 << 44,
+        loaded_tokens=3_000_000,
+        hit_tokens=4_000_000,
+        num_requests=50,
+        evicted_by_others_tokens=1_000_000,
+        evicted_of_others_tokens=5,
+        computed_tokens={EVICTED: 1_000_000},
+    )
     table, said = drawn([full], "hour tenant model")
     assert all(len(line) <= 80 for line in table.splitlines()) and "…" not in table
     assert "01-15 08:00" in table and "a-tenant-with-a-" in table and "2,000.0 h" in table and "75.0%" in table

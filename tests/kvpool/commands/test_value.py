@@ -11,7 +11,7 @@ import pytest
 from kvpool.cli import main
 from kvpool.client import Client
 from kvpool.config import ClientConfig
-from kvpool.value import SIZES
+from kvpool_server.value.histogram import SIZES
 from tests.conftest import StartServer
 from tests.support.processes import ServerProcess, wait_for
 from tests.support.values import namespace_spec, payload, run_of

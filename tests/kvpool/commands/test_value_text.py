@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -12,26 +11,35 @@ from typer.testing import CliRunner
 
 from kvpool.cli import app
 from kvpool.commands import common
-from kvpool.value import SIZES, ValueCurve, ValueEstimate, ValueReport
+from kvpool.v1 import pool_pb2 as pb
+from kvpool_server.value.histogram import SIZES
+from tests.support.values import replaced
 
 GIB = 1 << 30
 RISING = (0.1, 0.2, 0.4, 0.5, 0.6, 0.6)
 Run = Callable[..., str]
 
 
-def report(ratios: Sequence[float] = RISING, tokens_per_s: float = 1_000.0, **fields: object) -> ValueReport:
+def report(ratios: Sequence[float] = RISING, tokens_per_s: float = 1_000.0, **fields: object) -> pb.ValueResponse:
     seconds = float(str(fields.get("seconds", 7_200.0)))
-    estimates = [ValueEstimate(size, ratio, ratio) for size, ratio in zip(SIZES, ratios, strict=True)]
+    estimates = [
+        pb.ValueEstimate(size=size, hit_ratio=ratio, hit_ratio_with_tiers=ratio)
+        for size, ratio in zip(SIZES, ratios, strict=True)
+    ]
     asked = tokens_per_s * seconds
-    curve = ValueCurve("", asked, ratios[2] * asked, estimates, is_total=True)
-    return dataclasses.replace(ValueReport(True, GIB, "density", seconds, curves=[curve]), **fields)  # type: ignore[arg-type]
+    curve = pb.ValueCurve(
+        tenant="", lookup_tokens=asked, hit_tokens=ratios[2] * asked, estimates=estimates, is_total=True
+    )
+    return replaced(
+        pb.ValueResponse(enabled=True, arena_bytes=GIB, policy="density", seconds=seconds, curves=[curve]), **fields
+    )
 
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Run:
     """Runs a command against a server with this report, and returns its output."""
 
-    def run(found: ValueReport, *arguments: str) -> str:
+    def run(found: pb.ValueResponse, *arguments: str) -> str:
         admin = SimpleNamespace(value=lambda: found)
         monkeypatch.setattr(common, "client_of", lambda endpoint: nullcontext(SimpleNamespace(admin=admin)))
         done = CliRunner().invoke(app, arguments)

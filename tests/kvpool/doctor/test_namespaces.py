@@ -7,18 +7,19 @@ import pytest
 
 from kvpool.doctor.finding import Level
 from kvpool.doctor.namespaces import MAX_FINDINGS, block_sizes, hashes, namespaces, separate
-from kvpool.holdings import NamespaceInfo
 from kvpool.namespace import MEASUREMENT_MODEL, NamespaceSpec
-from tests.support.values import group_spec, namespace_spec
+from kvpool.v1 import pool_pb2 as pb
+from kvpool.wire import encode_spec
+from tests.support.values import group_spec, namespace_spec, replaced
 
 BASE = namespace_spec(group_spec(chunk_bytes=1_000, block_tokens=16))
 
 
-def info(spec: NamespaceSpec = BASE, **fields: Any) -> NamespaceInfo:
-    return NamespaceInfo(spec.listed(), spec.fingerprint(), opened_by="host", **fields)
+def info(spec: NamespaceSpec = BASE, **fields: Any) -> pb.NamespaceInfo:
+    return pb.NamespaceInfo(spec=encode_spec(spec.listed()), fingerprint=spec.fingerprint(), opened_by="host", **fields)
 
 
-def changed(**fields: Any) -> NamespaceInfo:
+def changed(**fields: Any) -> pb.NamespaceInfo:
     return info(dataclasses.replace(BASE, **fields))
 
 
@@ -36,7 +37,7 @@ def changed(**fields: Any) -> NamespaceInfo:
         ),
     ],
 )  # fmt: skip
-def test_one_field_that_separates_engines_is_named(other: NamespaceInfo, says: str) -> None:
+def test_one_field_that_separates_engines_is_named(other: pb.NamespaceInfo, says: str) -> None:
     base = info(dataclasses.replace(BASE, kv_cache_dtype="auto") if "kv_cache_dtype" in says else BASE)
     (found,) = separate([base, other])
     assert found.level is Level.WARNING and says in found.text and "host" in found.text
@@ -57,11 +58,11 @@ def test_secrets_are_not_told() -> None:
         [changed(tenant="b")],
         [changed(salt="b")],
         [changed(pipeline_stage=1)],
-        [dataclasses.replace(changed(weights_epoch="2"), superseded=True)],
+        [replaced(changed(weights_epoch="2"), superseded=True)],
     ],
     ids=["alone", "another model", "two fields", "a tenant", "a salt", "a stage", "superseded"],
 )
-def test_namespaces_that_are_meant_to_be_separate_are_no_problem(others: list[NamespaceInfo]) -> None:
+def test_namespaces_that_are_meant_to_be_separate_are_no_problem(others: list[pb.NamespaceInfo]) -> None:
     (found,) = separate([info(), *others])
     assert found.level is Level.OK
 

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 
 from kvpool.doctor.engines import engines
@@ -10,26 +8,25 @@ from kvpool.doctor.judgements import judgements
 from kvpool.doctor.quotas import quotas
 from kvpool.doctor.server_state import server_state
 from kvpool.doctor.window import RECENT_S, look_twice, window_of
-from kvpool.reports import EngineState
-from kvpool.server_stats import ServerStats
-from kvpool.types import PoolStats, Quota, TierStats
+from kvpool.v1 import pool_pb2 as pb
+from tests.support.values import replaced
 
-WELL = PoolStats(
+WELL = pb.StatsResponse(
     arena_bytes=1 << 30,
     free_bytes=1 << 29,
     prefaulted_bytes=1 << 30,
     counters={"lookup_blocks": 5_000, "lookup_hits": 4_000},
-    tiers=(TierStats("file:/x", counters={"demoted_blocks": 100, "dropped_demotions": 1}),),
-    server=ServerStats("1"),
+    tiers=(pb.TierStats(name="file:/x", counters={"demoted_blocks": 100, "dropped_demotions": 1}, up=True),),
+    server=pb.ServerStats(version="1"),
 )
 
 
-def _with(**counters: int) -> PoolStats:
-    return dataclasses.replace(WELL, counters={**WELL.counters, **counters})
+def _with(**counters: int) -> pb.StatsResponse:
+    return replaced(WELL, counters={**WELL.counters, **counters})
 
 
-def _tier(**fields: object) -> PoolStats:
-    return dataclasses.replace(WELL, tiers=(TierStats("file:/x", **fields),))  # type: ignore[arg-type]
+def _tier(**fields: object) -> pb.StatsResponse:
+    return replaced(WELL, tiers=(pb.TierStats(**{"name": "file:/x", "up": True, **fields}),))  # type: ignore[arg-type]
 
 
 def test_a_healthy_pool_has_no_problem() -> None:
@@ -41,10 +38,10 @@ def test_a_healthy_pool_has_no_problem() -> None:
     ("stats", "check", "level", "says"),
     [
         (_with(corrupt_blocks=2), "corruption", Level.ERROR, "2 blocks in the arena had changed bytes"),
-        (dataclasses.replace(WELL, prefaulted_bytes=1 << 20), "memory", Level.WARNING, "1 MiB of the arena's 1 GiB"),
+        (replaced(WELL, prefaulted_bytes=1 << 20), "memory", Level.WARNING, "1 MiB of the arena's 1 GiB"),
         (_with(out_of_space_puts=3), "memory", Level.ERROR, "3 puts were refused"),
         (_with(over_quota_puts=4), "quotas", Level.WARNING, "4 puts were refused"),
-        (dataclasses.replace(WELL, num_incomplete=1), "incomplete blocks", Level.WARNING, "1 block miss"),
+        (replaced(WELL, num_incomplete=1), "incomplete blocks", Level.WARNING, "1 block miss"),
         (_with(expired_leases=5), "clients", Level.WARNING, "5 leases expired"),
         (_with(expired_tickets=5), "clients", Level.WARNING, "5 puts expired"),
         (_with(refused_leases=5), "clients", Level.WARNING, "5 lookups got no lease"),
@@ -56,7 +53,7 @@ def test_a_healthy_pool_has_no_problem() -> None:
             "5,000 blocks since the server's start, and found none",
         ),
         (
-            dataclasses.replace(WELL, server=ServerStats("1", loop_lag_max_seconds=0.5)),
+            replaced(WELL, server=pb.ServerStats(version="1", loop_lag_max_seconds=0.5)),
             "loop lag",
             Level.WARNING,
             "500 ms late",
@@ -67,49 +64,49 @@ def test_a_healthy_pool_has_no_problem() -> None:
         (_tier(counters={"corrupt_blocks": 8}), "tier file:/x", Level.ERROR, "8 blocks in the tier"),
     ],
 )
-def test_each_problem_is_named_with_its_fix(stats: PoolStats, check: str, level: Level, says: str) -> None:
+def test_each_problem_is_named_with_its_fix(stats: pb.StatsResponse, check: str, level: Level, says: str) -> None:
     (found,) = problems(judgements(stats, window_of(stats)))
     assert (found.check, found.level) == (check, level)
     assert says in found.text and found.fix
 
 
-OLD = ServerStats("1", uptime_seconds=RECENT_S + 1)
+OLD = pb.ServerStats(version="1", uptime_seconds=RECENT_S + 1)
 
 
 @pytest.mark.parametrize("name", ["corrupt_blocks", "expired_leases", "refused_leases", "dropped_kv_event_batches"])
 def test_what_no_longer_grows_is_a_note(name: str) -> None:
-    before = dataclasses.replace(_with(**{name: 5}), server=OLD)
+    before = replaced(_with(**{name: 5}), server=OLD)
     assert window_of(before) is None
     for window, says in ((None, "since the server's start"), (window_of(before, before, 1), "(none in the last 1 s)")):
         found = judgements(before, window)
         assert problems(found) == []
         (note,) = notes(found)
         assert note.text.startswith("5 ") and says in note.text
-    now = dataclasses.replace(_with(**{name: 7}), server=OLD)
+    now = replaced(_with(**{name: 7}), server=OLD)
     found = judgements(now, window_of(now, before, 1))
     (grows,) = problems(found)
     assert grows.text.startswith("2 ") and "in the last 1 s" in grows.text and notes(found) == []
-    assert window_of(dataclasses.replace(now, boot_token=2), before, 1) is None, "another run of the server"
+    assert window_of(replaced(now, boot_token=2), before, 1) is None, "another run of the server"
 
 
 def test_what_a_tier_dropped_long_ago_is_a_note() -> None:
-    before = dataclasses.replace(_tier(counters={"dropped_demotions": 9}), server=OLD)
-    now = dataclasses.replace(_tier(counters={"dropped_demotions": 9, "demoted_blocks": 90}), server=OLD)
+    before = replaced(_tier(counters={"dropped_demotions": 9}), server=OLD)
+    now = replaced(_tier(counters={"dropped_demotions": 9, "demoted_blocks": 90}), server=OLD)
     found = judgements(now, window_of(now, before, 1))
     assert problems(found) == [] and "9 blocks of 99 were not written" in notes(found)[0].text
-    found = judgements(before, window_of(before, dataclasses.replace(WELL, server=OLD, tiers=()), 1))
+    found = judgements(before, window_of(before, replaced(WELL, server=OLD, tiers=()), 1))
     assert [each.level for each in problems(found)] == [Level.WARNING]
 
 
 def test_a_second_look_is_taken_only_if_the_first_is_not_clear(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvpool.doctor.window.LOOK_S", 0.0)
 
-    def is_unclear(stats: PoolStats) -> bool:
+    def is_unclear(stats: pb.StatsResponse) -> bool:
         return bool(notes(judgements(stats)))
 
-    old = dataclasses.replace(WELL, server=OLD)
-    expired = dataclasses.replace(_with(expired_leases=1), server=OLD)
-    more = dataclasses.replace(_with(expired_leases=3), server=OLD)
+    old = replaced(WELL, server=OLD)
+    expired = replaced(_with(expired_leases=1), server=OLD)
+    more = replaced(_with(expired_leases=3), server=OLD)
     for looks, says in (([_with(expired_leases=1)], "1 leases"), ([expired, more], "2 leases")):
         left = iter(looks)
         now, window = look_twice(lambda left=left: next(left), is_unclear)  # type: ignore[misc]
@@ -118,39 +115,44 @@ def test_a_second_look_is_taken_only_if_the_first_is_not_clear(monkeypatch: pyte
 
 
 def test_incomplete_blocks_of_puts_under_way_are_no_problem() -> None:
-    assert problems(judgements(dataclasses.replace(WELL, num_incomplete=1, num_tickets=1))) == []
+    assert problems(judgements(replaced(WELL, num_incomplete=1, num_tickets=1))) == []
 
 
-ENGINE = EngineState("h:1", "1", "0.32", "shm", False, 1.0)
+ENGINE = pb.EngineState(
+    engine="h:1", version="1", vllm_version="0.32", transport="shm", breaker_open=False, age_seconds=1.0
+)
 
 
 @pytest.mark.parametrize(
     ("engine", "says"),
     [
-        (dataclasses.replace(ENGINE, breaker_open=True), "do without the pool because their calls failed: h:2"),
-        (dataclasses.replace(ENGINE, transport="grpc"), "move bytes through gRPC, which is slow: h:2"),
-        (dataclasses.replace(ENGINE, version="2"), "have kvpool 2, and the server 1: h:2"),
+        (replaced(ENGINE, breaker_open=True), "do without the pool because their calls failed: h:2"),
+        (replaced(ENGINE, transport="grpc"), "move bytes through gRPC, which is slow: h:2"),
+        (replaced(ENGINE, version="2"), "have kvpool 2, and the server 1: h:2"),
     ],
 )
-def test_engines_with_a_problem_are_named(engine: EngineState, says: str) -> None:
-    engine = dataclasses.replace(engine, engine="h:2")
-    (found,) = engines(dataclasses.replace(WELL, engines=(ENGINE, engine)))
+def test_engines_with_a_problem_are_named(engine: pb.EngineState, says: str) -> None:
+    engine = replaced(engine, engine="h:2")
+    (found,) = engines(replaced(WELL, engines=(ENGINE, engine)))
     assert found.level is Level.WARNING and found.text.endswith(says) and found.fix
-    assert [found] == problems(judgements(dataclasses.replace(WELL, engines=(ENGINE, engine))))
-    (found,) = engines(dataclasses.replace(WELL, engines=(engine, ENGINE, engine, engine)))
+    assert [found] == problems(judgements(replaced(WELL, engines=(ENGINE, engine))))
+    (found,) = engines(replaced(WELL, engines=(engine, ENGINE, engine, engine)))
     assert found.text.endswith(f"{says} and 2 more")
 
 
-FULL = dataclasses.replace(
+FULL = replaced(
     WELL,
-    quotas=(Quota("tenant:a", 100, 98), Quota("tenant:b", 100, 97)),
-    server=ServerStats("1", uptime_seconds=RECENT_S + 1),
+    quotas=(
+        pb.Quota(subject="tenant:a", limit_bytes=100, used_bytes=98),
+        pb.Quota(subject="tenant:b", limit_bytes=100, used_bytes=97),
+    ),
+    server=pb.ServerStats(version="1", uptime_seconds=RECENT_S + 1),
 )
 
 
 def test_a_full_quota_is_a_problem_while_quotas_evict() -> None:
     assert quotas(FULL) == []
-    evicting = dataclasses.replace(FULL, counters={**WELL.counters, "quota_evicted_blocks": 3})
+    evicting = replaced(FULL, counters={**WELL.counters, "quota_evicted_blocks": 3})
     (found,) = quotas(evicting)
     assert found.level is Level.INFO and found.text.startswith("tenant:a has reached its quota of 100 B")
     (found,) = quotas(evicting, window_of(evicting, FULL, 1))
@@ -161,12 +163,12 @@ def test_a_full_quota_is_a_problem_while_quotas_evict() -> None:
 
 @pytest.mark.parametrize(("days", "level"), [(15, Level.OK), (13, Level.WARNING), (1, Level.ERROR), (-1, Level.ERROR)])
 def test_the_end_of_a_certificate(days: float, level: Level) -> None:
-    server = ServerStats("1", unix_seconds=1e9, certificate_ends={"client_ca": 1e9 + days * 86_400})
-    (found,) = (each for each in server_state(dataclasses.replace(WELL, server=server)) if each.check != "loop lag")
+    server = pb.ServerStats(version="1", unix_seconds=1e9, certificate_ends={"client_ca": 1e9 + days * 86_400})
+    (found,) = (each for each in server_state(replaced(WELL, server=server)) if each.check != "loop lag")
     assert (found.check, found.level) == ("certificate of the clients' authority", level)
 
 
 def test_engines_without_a_problem_are_counted() -> None:
-    (found,) = engines(dataclasses.replace(WELL, engines=(ENGINE, ENGINE)))
+    (found,) = engines(replaced(WELL, engines=(ENGINE, ENGINE)))
     assert found.level is Level.OK and found.text.startswith("2 engines report")
     assert engines(WELL) == []

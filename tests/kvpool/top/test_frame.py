@@ -6,12 +6,11 @@ import io
 import pytest
 from rich.console import Console
 
-from kvpool.reports import EngineState
-from kvpool.server_stats import ServerStats, UsageStats
 from kvpool.top.frame import MAX_ROWS, View, frame
 from kvpool.top.interval import Interval
-from kvpool.types import PoolStats, TierStats
+from kvpool.v1 import pool_pb2 as pb
 from tests.kvpool.top.test_interval import snapshot
+from tests.support.values import replaced
 
 LLAMA = "meta-llama/Llama-3.1-8B-Instruct"
 HOSTILE = "[/bold]\x1b[2J[red]\nx"
@@ -30,11 +29,18 @@ def line(lines: list[str], label: str) -> str:
 
 def busy() -> Interval:
     before, now = snapshot(1), snapshot(3)
-    now = dataclasses.replace(
-        now, arena_bytes=100 << 30, free_bytes=60 << 30, prefaulted_bytes=100 << 30, num_entries=1_234_567,
+    now = replaced(
+        now,
+        arena_bytes=100 << 30,
+        free_bytes=60 << 30,
+        prefaulted_bytes=100 << 30,
+        num_entries=1_234_567,
         num_leases=3,
-        tiers=(TierStats("file:/x", size_bytes=1 << 40, used_bytes=1 << 39), TierStats("mooncake:m", up=False)),
-    )  # fmt: skip
+        tiers=(
+            pb.TierStats(name="file:/x", size_bytes=1 << 40, used_bytes=1 << 39, up=True),
+            pb.TierStats(name="mooncake:m", up=False),
+        ),
+    )
     return Interval.of(before, now, 2.0)
 
 
@@ -55,10 +61,14 @@ def test_a_frame_says_what_the_pool_does_now() -> None:
 def test_a_frame_lists_models_tenants_and_engines() -> None:
     interval = busy()
     engines = (
-        EngineState("host:7", "1", "0.32.0", "shm", False, 3.0),
-        EngineState("host:8", "2", "0.33.0", "", True, 40.0),
+        pb.EngineState(
+            engine="host:7", version="1", vllm_version="0.32.0", transport="shm", breaker_open=False, age_seconds=3.0
+        ),
+        pb.EngineState(
+            engine="host:8", version="2", vllm_version="0.33.0", transport="", breaker_open=True, age_seconds=40.0
+        ),
     )
-    lines = drawn(View("h:1", dataclasses.replace(interval, now=dataclasses.replace(interval.now, engines=engines))))
+    lines = drawn(View("h:1", dataclasses.replace(interval, now=replaced(interval.now, engines=engines))))
     row = line(lines, "m ")
     assert [*row.split()] == ["m", "t", "60.0%", "100", "5", "B/s", "7", "B/s", "42", "B"]
     assert "shm" in line(lines, "host:7") and "closed" in line(lines, "host:7") and "3 s ago" in line(lines, "host:7")
@@ -69,8 +79,10 @@ def test_a_frame_lists_models_tenants_and_engines() -> None:
 def test_models_are_broken_between_the_parts_of_their_names(width: int, shown: list[str]) -> None:
     interval = busy()
     assert interval.now.server is not None
-    usage = UsageStats("default-tenant", LLAMA, lookup_tokens=200_000, loaded_bytes=474_000_000, stored_bytes=4_740_000)
-    now = dataclasses.replace(interval.now, server=dataclasses.replace(interval.now.server, usage=(usage,)))
+    usage = pb.UsageStats(
+        tenant="default-tenant", model=LLAMA, lookup_tokens=200_000, loaded_bytes=474_000_000, stored_bytes=4_740_000
+    )
+    now = replaced(interval.now, server=replaced(interval.now.server, usage=(usage,)))
     lines = drawn(View("h:1", dataclasses.replace(interval, now=now)), width)
     first = next(nth for nth, each in enumerate(lines) if each.startswith("meta-llama/"))
     assert [each.split()[0] for each in lines[first : first + len(shown)]] == shown
@@ -80,9 +92,9 @@ def test_models_are_broken_between_the_parts_of_their_names(width: int, shown: l
 def test_what_a_server_moves_itself_is_not_shared_memory() -> None:
     before, now = snapshot(1), snapshot(1)
     assert before.server is not None
-    usage = UsageStats("t", "m", loaded_bytes=5_000_005)
-    moved = dataclasses.replace(before.server, usage=(usage,))
-    lines = drawn(View("h:1", Interval.of(before, dataclasses.replace(now, server=moved), 1.0)))
+    usage = pb.UsageStats(tenant="t", model="m", loaded_bytes=5_000_005)
+    moved = replaced(before.server, usage=(usage,))
+    lines = drawn(View("h:1", Interval.of(before, replaced(now, server=moved), 1.0)))
     assert "read     5 MB/s" in line(lines, "shm, rdma")
     assert "read      0 B/s" in line(lines, "tcp")
 
@@ -104,7 +116,7 @@ def test_a_restart_is_said() -> None:
 
 
 def test_a_server_of_an_older_release_is_shown_too() -> None:
-    old = PoolStats(arena_bytes=1 << 20, counters={"lookups": 4})
+    old = pb.StatsResponse(arena_bytes=1 << 20, counters={"lookups": 4})
     lines = drawn(View("h:1", Interval.of(old, old, 1.0)))
     assert "too old" in line(lines, "lookups")
 
@@ -113,13 +125,24 @@ def test_a_server_of_an_older_release_is_shown_too() -> None:
 def test_names_of_others_change_nothing_but_themselves(width: int) -> None:
     interval = busy()
     server = interval.now.server
-    assert isinstance(server, ServerStats)
-    now = dataclasses.replace(
+    assert isinstance(server, pb.ServerStats)
+    now = replaced(
         interval.now,
-        tiers=(TierStats(HOSTILE),),
-        engines=(EngineState(HOSTILE, HOSTILE, HOSTILE, HOSTILE, True, 1.0),),
-        server=dataclasses.replace(
-            server, version=HOSTILE, usage=tuple(UsageStats(f"{HOSTILE}{nth}", HOSTILE) for nth in range(50))
+        tiers=(pb.TierStats(name=HOSTILE, up=True),),
+        engines=(
+            pb.EngineState(
+                engine=HOSTILE,
+                version=HOSTILE,
+                vllm_version=HOSTILE,
+                transport=HOSTILE,
+                breaker_open=True,
+                age_seconds=1.0,
+            ),
+        ),
+        server=replaced(
+            server,
+            version=HOSTILE,
+            usage=tuple(pb.UsageStats(tenant=f"{HOSTILE}{nth}", model=HOSTILE) for nth in range(50)),
         ),
     )
     lines = drawn(View(f"h:{HOSTILE}", dataclasses.replace(interval, now=now), trouble=HOSTILE), width)

@@ -10,13 +10,14 @@ from collections.abc import Callable
 import pytest
 
 from kvpool.errors import OutOfSpaceError
-from kvpool.explanation import MAX_RANGES, BlockRange, BlockState, EvictedFor
-from kvpool.explanation_messages import encode_run
-from kvpool.types import MissCause
+from kvpool.types import MAX_RANGES, BlockState, MissCause
+from kvpool.v1 import pool_pb2 as pb
+from kvpool.wire import message_of
+from kvpool_server.cache.block_ranges import BlockRange, EvictedFor
 from kvpool_server.cache.explanations import MAX_ALL_RANGES, PART_BLOCKS, Explained
 from kvpool_server.cache.limits import Limits
 from kvpool_server.cache.steps import finish
-from kvpool_server.explainer import MAX_RUNS
+from kvpool_server.explainer import MAX_RUNS, _encoded
 from kvpool_server.process_memory import no_collections
 from tests.kvpool_server.cache.test_pool import CHUNK, Bench
 from tests.support.effort import effort
@@ -215,5 +216,5 @@ def test_no_step_is_long_where_the_runs_are_many_and_their_blocks_alternate() ->
     assert longest_s <= 0.010
     assert [len(run.ranges) for run in found.runs] == [MAX_ALL_RANGES // MAX_RUNS] * MAX_RUNS
     started = time.thread_time()
-    encode_run(found.runs[0])
+    message_of(found.runs[0], pb.RunExplanation, ranges=map(_encoded, found.runs[0].ranges))
     assert time.thread_time() - started <= 0.002

@@ -5,8 +5,9 @@ import dataclasses
 import pytest
 
 from kvpool.errors import InvalidRequestError, UnknownNamespaceError
-from kvpool.types import HintResult, PinBudget, Quota, ShardRange
-from kvpool_server.cache.pins import ENDS_PER_DOUBLING, MAX_PIN_S, pin_end
+from kvpool.types import Quota, ShardRange
+from kvpool_server.cache.hints import HintResult
+from kvpool_server.cache.pins import ENDS_PER_DOUBLING, MAX_PIN_S, PinBudget, pin_end
 from kvpool_server.cache.steps import finish
 from tests.kvpool_server.cache.test_pool import CHUNK, LIMITS, Bench
 from tests.support.values import block_hash, group_spec, namespace_spec, run_of

@@ -129,7 +129,7 @@ def _open(bench: Bench, **fields: Any) -> bytes:
 
 
 def _is_open(bench: Bench, name: bytes) -> bool:
-    return any(info.fingerprint == name for info in bench.pool.namespaces())
+    return any(each.fingerprint == name for each in bench.pool.open_namespaces())
 
 
 def test_namespaces_are_bounded_and_the_empty_one_idle_longest_makes_way(bench: Bench) -> None:
@@ -180,7 +180,7 @@ def test_specifications_are_bounded_in_all() -> None:
 def test_namespaces_are_listed_with_what_they_hold(bench: Bench) -> None:
     bench.store("a", "b")
     bench.start("c")
-    assert [(info.spec, info.num_entries, info.nbytes) for info in bench.pool.namespaces()] == [
+    assert [(each.spec, each.held_blocks, each.complete_bytes) for each in bench.pool.open_namespaces()] == [
         (bench.spec, 2, 2 * 2 * CHUNK)
     ]
 

@@ -316,5 +316,5 @@ def test_the_pool_is_consistent_between_any_two_steps(policy: str, seed: int) ->
     rig.settle()
     stats = rig.pool.stats()
     assert stats.free_bytes == stats.arena_bytes and not stats.num_incomplete and not stats.num_quarantined
-    assert rig.pool.namespaces()[0].num_entries == 0
+    assert rig.pool.open_namespaces()[0].held_blocks == 0
     assert not rig.leading(block_hash("any"))

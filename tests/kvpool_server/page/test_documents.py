@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import json
 import threading
 import time
@@ -12,37 +11,34 @@ from typing import Any
 
 import pytest
 
-from kvpool import wire
 from kvpool.doctor.finding import Level, problems
 from kvpool.doctor.judgements import judgements
 from kvpool.doctor.window import RECENT_S, window_of
-from kvpool.reports import EngineState
-from kvpool.server_stats import ServerStats, UsageStats
-from kvpool.types import PoolStats, Quota, TierStats
+from kvpool.messages import fields_of
 from kvpool.v1 import pool_pb2 as pb
-from kvpool.value import ValueReport
 from kvpool.version import __version__
 from kvpool_server.cache.counters import COUNTERS
 from kvpool_server.http import Request
 from kvpool_server.log_events import LogEvents
 from kvpool_server.page import site
-from kvpool_server.page.documents import MAX_TEXT_CHARS, encoded, fields_of, findings, now_document
+from kvpool_server.page.documents import MAX_TEXT_CHARS, encoded, findings, now_document, shown
+from tests.support.values import replaced
 
 HOSTILE = "\n\x1b\u202e" + "x" * 500
-HEALTHY = PoolStats(
+HEALTHY = pb.StatsResponse(
     arena_bytes=1 << 30,
     free_bytes=1 << 20,
     prefaulted_bytes=1 << 30,
     counters=dict.fromkeys(COUNTERS, 5_000),
-    tiers=(TierStats("file:/mnt/kv"),),
-    server=ServerStats(__version__, uptime_seconds=2 * RECENT_S, unix_seconds=1e9),
+    tiers=(pb.TierStats(name="file:/mnt/kv", up=True),),
+    server=pb.ServerStats(version=__version__, uptime_seconds=2 * RECENT_S, unix_seconds=1e9),
     boot_token=7,
 )
 
 
-def _counting(stats: PoolStats, **more: int) -> PoolStats:
+def _counting(stats: pb.StatsResponse, **more: int) -> pb.StatsResponse:
     counters = {name: value + more.get(name, 0) for name, value in stats.counters.items()}
-    return dataclasses.replace(stats, counters=counters)
+    return replaced(stats, counters=counters)
 
 
 def test_a_healthy_server_has_no_finding() -> None:
@@ -59,7 +55,7 @@ def test_what_has_been_counted_in_ten_minutes_is_told() -> None:
 
 def test_all_that_a_young_server_has_counted_is_told() -> None:
     assert HEALTHY.server is not None
-    young = dataclasses.replace(HEALTHY, server=dataclasses.replace(HEALTHY.server, uptime_seconds=9.0))
+    young = replaced(HEALTHY, server=replaced(HEALTHY.server, uptime_seconds=9.0))
     texts = [found["text"] for found in findings("ok", young, None)]
     assert any("5,000 leases expired since the server's start" in text for text in texts)
 
@@ -85,10 +81,10 @@ def test_the_text_about_a_late_loop_changes_rarely() -> None:
     assert len({found["text"] for p99 in late for found in findings("ok", _late(p99, 10 * p99), HEALTHY)}) == 1
 
 
-def _late(p99: float, longest: float) -> PoolStats:
+def _late(p99: float, longest: float) -> pb.StatsResponse:
     assert HEALTHY.server is not None
     lag = {"loop_lag_p99_seconds": p99, "loop_lag_max_seconds": longest}
-    return dataclasses.replace(HEALTHY, server=dataclasses.replace(HEALTHY.server, **lag))
+    return replaced(HEALTHY, server=replaced(HEALTHY.server, **lag))
 
 
 def test_a_server_that_takes_no_calls_is_a_fault_and_comes_first() -> None:
@@ -98,25 +94,40 @@ def test_a_server_that_takes_no_calls_is_a_fault_and_comes_first() -> None:
 
 
 def test_blocks_between_the_puts_of_two_ranks_are_no_finding() -> None:
-    assert findings("ok", dataclasses.replace(HEALTHY, num_incomplete=3), HEALTHY) == []
+    assert findings("ok", replaced(HEALTHY, num_incomplete=3), HEALTHY) == []
 
 
 def test_the_page_judges_as_the_commands_do() -> None:
     """Each problem that `kvpool stats`, `top` and `doctor` show of a snapshot is one on the page, in the same words."""
-    now = dataclasses.replace(
+    now = replaced(
         _counting(HEALTHY, expired_leases=1, quota_evicted_blocks=1),
-        tiers=(TierStats("file:/x", up=False),),
-        engines=(EngineState("host:1", "0", "1", "grpc", True, 1.0),),
-        quotas=(Quota("tenant:acme", 1 << 30, 1 << 30),),
-        server=ServerStats(
-            __version__, uptime_seconds=2 * RECENT_S, unix_seconds=1e9, loop_lag_p99_seconds=0.2,
-            loop_lag_max_seconds=0.5, certificate_ends={"server": 1e9 + 86_400}, refused_files=("deny list",),
+        tiers=(pb.TierStats(name="file:/x", up=False),),
+        engines=(
+            pb.EngineState(
+                engine="host:1", version="0", vllm_version="1", transport="grpc", breaker_open=True, age_seconds=1.0
+            ),
         ),
-    )  # fmt: skip
+        quotas=(pb.Quota(subject="tenant:acme", limit_bytes=1 << 30, used_bytes=1 << 30),),
+        server=pb.ServerStats(
+            version=__version__,
+            uptime_seconds=2 * RECENT_S,
+            unix_seconds=1e9,
+            loop_lag_p99_seconds=0.2,
+            loop_lag_max_seconds=0.5,
+            certificate_ends={"server": 1e9 + 86_400},
+            refused_files=("deny list",),
+        ),
+    )
     told = problems(judgements(now, window_of(now, HEALTHY, RECENT_S)))
     assert {each.check for each in told} == {
-        "clients", "tier file:/x", "loop lag", "quotas", "certificate of the server", "engines", "file of deny list",
-    }  # fmt: skip
+        "clients",
+        "tier file:/x",
+        "loop lag",
+        "quotas",
+        "certificate of the server",
+        "engines",
+        "file of deny list",
+    }
     found = findings("ok", now, HEALTHY)
     assert [each["level"] for each in found] == ["fault" if each.level is Level.ERROR else "warning" for each in told]
     for mine, theirs in zip(found, told, strict=True):
@@ -126,24 +137,54 @@ def test_the_page_judges_as_the_commands_do() -> None:
 @pytest.mark.parametrize(
     "parts",
     [
-        {"tiers": (TierStats(f"file:{HOSTILE}", up=False),)},
-        {"engines": (EngineState(HOSTILE, HOSTILE, "1", "shm", False, 1.0),)},
-        {"engines": (EngineState(HOSTILE, __version__, "1", "shm", True, 1.0),)},
-        {"quotas": (Quota(f"tenant:{HOSTILE}", 1, 1),)},
+        {"tiers": (pb.TierStats(name=f"file:{HOSTILE}", up=False),)},
+        {
+            "engines": (
+                pb.EngineState(
+                    engine=HOSTILE,
+                    version=HOSTILE,
+                    vllm_version="1",
+                    transport="shm",
+                    breaker_open=False,
+                    age_seconds=1.0,
+                ),
+            )
+        },
+        {
+            "engines": (
+                pb.EngineState(
+                    engine=HOSTILE,
+                    version=__version__,
+                    vllm_version="1",
+                    transport="shm",
+                    breaker_open=True,
+                    age_seconds=1.0,
+                ),
+            )
+        },
+        {"quotas": (pb.Quota(subject=f"tenant:{HOSTILE}", limit_bytes=1, used_bytes=1),)},
     ],
 )
 def test_names_in_findings_are_short_and_printable(parts: dict[str, Any]) -> None:
-    now = dataclasses.replace(_counting(HEALTHY, quota_evicted_blocks=1), **parts)
+    now = replaced(_counting(HEALTHY, quota_evicted_blocks=1), **parts)
     (found,) = findings("ok", now, HEALTHY)
     assert found["text"].isprintable() and len(found["text"]) < 350
 
 
 def test_a_message_is_json_with_all_its_fields() -> None:
-    usage = UsageStats(HOSTILE, "m", lookup_tokens=(1 << 63) + 1, computed_tokens={"evicted": 4})
-    server = ServerStats("1", usage=(usage,), rpc_seconds_bounds=(0.5, 1.0))
-    engine = EngineState("e", "1", "2", "shm", False, 1.5, (bytes(31) + b"\1",))
-    message = wire.encode_stats(PoolStats(server=server, engines=(engine,), counters={"lookups": 3}), 5)
-    fields = fields_of(message)
+    usage = pb.UsageStats(tenant=HOSTILE, model="m", lookup_tokens=(1 << 63) + 1, computed_tokens={"evicted": 4})
+    server = pb.ServerStats(version="1", usage=(usage,), rpc_seconds_bounds=(0.5, 1.0))
+    engine = pb.EngineState(
+        engine="e",
+        version="1",
+        vllm_version="2",
+        transport="shm",
+        breaker_open=False,
+        age_seconds=1.5,
+        namespaces=(bytes(31) + b"\1",),
+    )
+    message = pb.StatsResponse(boot_token=5, server=server, engines=(engine,), counters={"lookups": 3})
+    fields = fields_of(message, shown)
     assert fields.keys() == {field.name for field in pb.StatsResponse.DESCRIPTOR.fields}
     assert (fields["boot_token"], fields["arena_bytes"], fields["tiers"]) == (5, 0, [])
     assert fields["counters"] == {"lookups": 3}
@@ -161,9 +202,20 @@ def test_a_message_without_values_of_json_has_null() -> None:
 
 def test_the_document_of_a_crowd_of_hostile_names_is_bounded() -> None:
     """The bounds of what a server tells keep the document small; names are at most `MAX_TEXT_CHARS` and an escape."""
-    engines = tuple(EngineState(HOSTILE, HOSTILE, HOSTILE, HOSTILE, False, 1.0, (bytes(32),) * 8) for _ in range(256))
-    quotas = tuple(Quota(f"tenant:{HOSTILE}", 1, 1) for _ in range(256))
-    stats = dataclasses.replace(HEALTHY, engines=engines, quotas=quotas)
+    engines = tuple(
+        pb.EngineState(
+            engine=HOSTILE,
+            version=HOSTILE,
+            vllm_version=HOSTILE,
+            transport=HOSTILE,
+            breaker_open=False,
+            age_seconds=1.0,
+            namespaces=(bytes(32),) * 8,
+        )
+        for _ in range(256)
+    )
+    quotas = tuple(pb.Quota(subject=f"tenant:{HOSTILE}", limit_bytes=1, used_bytes=1) for _ in range(256))
+    stats = replaced(HEALTHY, engines=engines, quotas=quotas)
     document = now_document("ok", stats, b'{"time":1}', HEALTHY, [])
     assert len(document) < 1 << 20
     loaded = json.loads(document)
@@ -184,8 +236,8 @@ def test_one_answer_is_made_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
         running -= 1
         return b"{}"
 
-    def value() -> ValueReport:
-        return ValueReport(False, 1 << 30, "density")
+    def value() -> pb.ValueResponse:
+        return pb.ValueResponse(enabled=False, arena_bytes=1 << 30, policy="density")
 
     monkeypatch.setattr(site, "encoded", slowly)
     monkeypatch.setattr(site, "now_document", slowly)

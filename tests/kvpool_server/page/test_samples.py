@@ -4,25 +4,30 @@ from __future__ import annotations
 
 import json
 
-from kvpool.server_stats import RpcStats, ServerStats, UsageStats
-from kvpool.types import PoolStats, Quota, TierStats
+from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.page.samples import INTERVAL_S, KEPT_S, Samples
 from tests.support.clock import FakeClock
 
 
-def _stats(lookups: int) -> PoolStats:
-    rpcs = (RpcStats("Lookup", "OK", 1.0, (lookups, 0)), RpcStats("Lookup", "UNAVAILABLE", 1.0, (0, 7)))
-    usage = (
-        UsageStats("acme", "one", lookup_tokens=10, hit_tokens=4, saved_seconds=1.5),
-        UsageStats("", "two", lookup_tokens=1, lost_seconds=0.25),
+def _stats(lookups: int) -> pb.StatsResponse:
+    rpcs = (
+        pb.RpcStats(method="Lookup", status="OK", sum_seconds=1.0, buckets=(lookups, 0)),
+        pb.RpcStats(method="Lookup", status="UNAVAILABLE", sum_seconds=1.0, buckets=(0, 7)),
     )
-    return PoolStats(
+    usage = (
+        pb.UsageStats(tenant="acme", model="one", lookup_tokens=10, hit_tokens=4, saved_seconds=1.5),
+        pb.UsageStats(tenant="", model="two", lookup_tokens=1, lost_seconds=0.25),
+    )
+    return pb.StatsResponse(
         arena_bytes=1 << 30,
         counters={"lookups": lookups, "removed_blocks": 3},
-        tiers=(TierStats("disk", counters={"promoted_blocks": 5, "read_bytes": 1}), TierStats("far")),
-        server=ServerStats("1", rpc_seconds_bounds=(0.1,), rpcs=rpcs, usage=usage, loop_lag_p99_seconds=0.5),
+        tiers=(
+            pb.TierStats(name="disk", counters={"promoted_blocks": 5, "read_bytes": 1}, up=True),
+            pb.TierStats(name="far", up=True),
+        ),
+        server=pb.ServerStats(version="1", rpc_seconds_bounds=(0.1,), rpcs=rpcs, usage=usage, loop_lag_p99_seconds=0.5),
         boot_token=(1 << 63) | 1,
-        quotas=(Quota("tenant:acme", 1, 1),),
+        quotas=(pb.Quota(subject="tenant:acme", limit_bytes=1, used_bytes=1),),
     )
 
 
@@ -51,7 +56,7 @@ def test_samples_are_kept_for_an_hour_and_are_small() -> None:
     assert len(kept) == KEPT_S // INTERVAL_S + 1
     assert kept[-1].at - kept[0].at == KEPT_S
     assert sum(len(sample.drawn) for sample in kept) < 300 << 10
-    assert all(each.counters.server is None and not each.counters.quotas for each in kept)
+    assert all(not each.counters.HasField("server") and not each.counters.quotas for each in kept)
 
 
 def test_the_counters_of_a_while_ago() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gzip
 import shutil
 import time
@@ -13,6 +12,7 @@ import pytest
 
 from kvpool.client import Client
 from kvpool.config import ClientConfig
+from kvpool.messages import fields_of
 from kvpool.principal import ALL_TENANTS, Principal, Role
 from kvpool.tokens import create_token
 from kvpool_server.page.samples import INTERVAL_S
@@ -107,9 +107,9 @@ def test_now_is_what_stats_say(pool_server: StartServer, connect: Connect) -> No
     assert shown["counters"] == stats.counters and sample["boot"] == f"{stats.boot_token:016x}"
     assert shown["num_entries"] == stats.num_entries == sum(driver.served.stored_blocks for driver in drivers)
     assert (shown["arena_bytes"], shown["free_bytes"]) == (stats.arena_bytes, stats.free_bytes)
-    assert shown["quotas"] == [dataclasses.asdict(quota) for quota in client.admin.quotas()]
+    assert shown["quotas"] == [fields_of(quota) for quota in client.admin.quotas()]
     assert stats.server is not None
-    assert shown["server"]["usage"] == [dataclasses.asdict(used) for used in stats.server.usage]
+    assert shown["server"]["usage"] == [fields_of(used) for used in stats.server.usage]
     assert shown["server"]["http_port"] == stats.server.http_port
     used = {(each["model"], each["tenant"]): each for each in shown["server"]["usage"]}
     for driver, who in zip(drivers, (("model/one", "acme"), ("model/two", "")), strict=True):

@@ -40,12 +40,12 @@ def test_an_engine_is_shown_until_it_is_silent_or_says_that_it_ends(reports: Eng
     clock.advance(SILENT_S - 1)
     (state,) = reports.engines()
     assert (state.engine, state.version, state.breaker_open, state.transport) == ("host:1", "1.2", True, "shm")
-    assert (state.age_seconds, state.tenant, state.model, state.namespaces) == (59, "acme", "model", (SPACE,))
+    assert (state.age_seconds, state.tenant, state.model, state.namespaces) == (59, "acme", "model", [SPACE])
     reports.report(report(2, last=True), "acme", "model")
-    assert reports.engines() == ()
+    assert reports.engines() == []
     reports.report(report(3), "acme", "model")
     clock.advance(SILENT_S + 1)
-    assert reports.engines() == ()
+    assert reports.engines() == []
     assert reports.totals and reports.of_namespace(SPACE) is not None
 
 
@@ -106,7 +106,7 @@ def test_unknown_causes_are_one(reports: EngineReports) -> None:
 def test_a_report_beyond_a_bound_changes_nothing(reports: EngineReports, fields: dict[str, object], says: str) -> None:
     with pytest.raises(InvalidRequestError, match=says):
         reports.report(report(**{"num_requests": 1, **fields}), "acme", "model")  # type: ignore[arg-type]
-    assert reports.engines() == () and not reports.totals
+    assert reports.engines() == [] and not reports.totals
 
 
 def test_texts_are_cut_and_printable() -> None:

@@ -7,7 +7,6 @@ import sqlite3
 import stat
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,9 @@ import pytest
 
 from kvpool.causes import Cause
 from kvpool.errors import ConfigError
-from kvpool.ledger import HOUR_S, LEDGER_DAYS, SUMS, LedgerPage, LedgerRow, added_up
+from kvpool.ledger import HOUR_S, LEDGER_DAYS, SUMS, added_up
 from kvpool.reports import MAX_AMOUNT, EngineReport
-from kvpool.server_stats import UsageStats
+from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.pairs import OTHER, Pairs
 from kvpool_server.reports import ledger_file
 from kvpool_server.reports.engines import EngineReports
@@ -25,6 +24,7 @@ from kvpool_server.reports.ledger_file import LedgerFile
 from kvpool_server.reports.totals import MAX_TOTAL
 from kvpool_server.reports.usage_ledger import UsageLedger, open_ledger
 from tests.support.clock import FakeClock
+from tests.support.values import replaced
 
 HOUR = 500_000 * HOUR_S
 EVICTED = Cause.EVICTED.label
@@ -37,7 +37,7 @@ class Bench:
     def __init__(self, path: str = "") -> None:
         self.path = path
         self.unix, self.clock = FakeClock(HOUR), FakeClock()
-        self.usage: tuple[UsageStats, ...] = ()
+        self.usage: list[pb.UsageStats] = []
         self.reports = EngineReports(self.clock)
 
     async def open(self) -> UsageLedger:
@@ -53,7 +53,7 @@ class Bench:
         self.unix.advance(seconds)
         self.clock.advance(seconds)
 
-    async def page(self, tenant: str | None = None, since: int = 0, until: int = 0) -> LedgerPage:
+    async def page(self, tenant: str | None = None, since: int = 0, until: int = 0) -> pb.LedgerResponse:
         return await self.ledger.page(since, until, tenant)
 
 
@@ -80,29 +80,54 @@ def path(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 def test_a_row_is_what_was_told_in_its_hour(path: str) -> None:
     async def scenario(bench: Bench) -> None:
         bench.report(
-            saved_seconds=2.0, lost_seconds=0.5, num_devices=4, loaded_tokens=10, num_requests=3,
+            saved_seconds=2.0,
+            lost_seconds=0.5,
+            num_devices=4,
+            loaded_tokens=10,
+            num_requests=3,
             computed_tokens={EVICTED: 5},
-        )  # fmt: skip
-        bench.usage = (UsageStats("acme", "model", stored_bytes=100, loaded_bytes=50, hit_tokens=7, held_bytes=GIB),)
+        )
+        bench.usage = (
+            pb.UsageStats(
+                tenant="acme", model="model", stored_bytes=100, loaded_bytes=50, hit_tokens=7, held_bytes=GIB
+            ),
+        )
         bench.ledger.evicted(("model", "acme"), ("model", "umbra"), 64)
         bench.advance(1_800)
         bench.ledger.sample()
         bench.advance(1_800)
-        bench.usage = (replace(bench.usage[0], stored_bytes=130),)
+        bench.usage = [replaced(bench.usage[0], stored_bytes=130)]
         bench.ledger.sample()
         bench.report(sequence=2, saved_seconds=1.0, computed_tokens={EVICTED: 1, "declined": 2})
         found = (await bench.page()).rows
-        assert found == (
-            LedgerRow(
-                HOUR, "acme", "model", 8.0, 2.0, 0.5, stored_bytes=100, loaded_bytes=50, loaded_tokens=10,
-                hit_tokens=7, num_requests=3, evicted_by_others_tokens=64, computed_tokens={EVICTED: 5},
+        assert list(found) == [
+            pb.LedgerRow(
+                hour=HOUR,
+                tenant="acme",
+                model="model",
+                saved_gpu_seconds=8.0,
+                lost_gpu_seconds=2.0,
+                gib_hours=0.5,
+                stored_bytes=100,
+                loaded_bytes=50,
+                loaded_tokens=10,
+                hit_tokens=7,
+                num_requests=3,
+                evicted_by_others_tokens=64,
+                computed_tokens={EVICTED: 5},
             ),
-            LedgerRow(HOUR, "umbra", "model", evicted_of_others_tokens=64),
-            LedgerRow(
-                HOUR + HOUR_S, "acme", "model", 1.0, 0.0, 0.5, stored_bytes=30,
+            pb.LedgerRow(hour=HOUR, tenant="umbra", model="model", evicted_of_others_tokens=64),
+            pb.LedgerRow(
+                hour=HOUR + HOUR_S,
+                tenant="acme",
+                model="model",
+                saved_gpu_seconds=1.0,
+                lost_gpu_seconds=0.0,
+                gib_hours=0.5,
+                stored_bytes=30,
                 computed_tokens={EVICTED: 1, "declined": 2},
             ),
-        )  # fmt: skip
+        ]
         assert (await bench.page(since=HOUR + HOUR_S)).rows == found[2:]
         assert (await bench.page(until=HOUR + HOUR_S)).rows == found[:2]
 
@@ -178,10 +203,16 @@ def test_a_file_of_a_former_format_keeps_its_rows_and_reporters(tmp_path: Path, 
         page = await bench.page()
         kept = dict.fromkeys(SUMS, 7)
         added = {"num_requests": 8, "saved_gpu_seconds": 7.5}
-        assert page.begins == HOUR and page.rows == (
-            LedgerRow(HOUR, "acme", "model", **{**kept, **added}, computed_tokens={EVICTED: 7, "declined": 1}),
-            LedgerRow(HOUR, "umbra", "model", **kept),
-        )
+        assert page.begins == HOUR and list(page.rows) == [
+            pb.LedgerRow(
+                hour=HOUR,
+                tenant="acme",
+                model="model",
+                **{**kept, **added},
+                computed_tokens={EVICTED: 7, "declined": 1},
+            ),
+            pb.LedgerRow(hour=HOUR, tenant="umbra", model="model", **kept),
+        ]
 
     path = tmp_path / "ledger.sqlite"
     of_a_former_format(path, version, f'{{"{EVICTED}": 5, "declined": 1}}')
@@ -200,7 +231,7 @@ def test_what_cannot_be_written_waits(path: str, monkeypatch: pytest.MonkeyPatch
             await bench.ledger.flush()
             bench.report(sequence=2, num_requests=2, computed_tokens={EVICTED: 6})
             await bench.ledger.flush()
-            assert (await bench.page()).rows == ()
+            assert (await bench.page()).rows == []
         bench.report(sequence=3, num_requests=4)
         (row,) = (await bench.page()).rows
         assert (row.num_requests, row.computed_tokens) == (7, {EVICTED: 11})
@@ -214,7 +245,11 @@ def _full(*_: object) -> None:
 
 def test_a_long_answer_comes_in_parts_of_whole_hours(path: str) -> None:
     with closing(LedgerFile(path, HOUR)) as file:
-        rows = [LedgerRow(HOUR + nth * HOUR_S, f"t{at}", "m", num_requests=1) for nth in range(5) for at in range(3)]
+        rows = [
+            pb.LedgerRow(hour=HOUR + nth * HOUR_S, tenant=f"t{at}", model="m", num_requests=1)
+            for nth in range(5)
+            for at in range(3)
+        ]
         file.add(rows, {}, HOUR)
         found, since, parts = [], 0, 0
         while True:
@@ -234,24 +269,30 @@ def test_old_rows_and_reporters_are_deleted(path: str, monkeypatch: pytest.Monke
     with closing(LedgerFile(path, HOUR)) as file:
         for nth in range(10):
             now = HOUR + nth * HOUR_S
-            file.add([LedgerRow(now, "acme", "m", num_requests=1)], {("acme", bytes([nth])): nth + 1}, now)
+            file.add(
+                [pb.LedgerRow(hour=now, tenant="acme", model="m", num_requests=1)],
+                {("acme", bytes([nth])): nth + 1},
+                now,
+            )
         hours = [row.hour for row in file.rows(0, 1 << 40, None, 100)[0]]
         assert hours == [HOUR + nth * HOUR_S for nth in range(6, 10)]
         assert list(file.reporters().values()) == [7, 8, 9, 10]
         later = HOUR + 9 * HOUR_S + LEDGER_DAYS * 24 * HOUR_S
-        file.add([LedgerRow(later, "acme", "m", num_requests=1)], {}, later)
+        file.add([pb.LedgerRow(hour=later, tenant="acme", model="m", num_requests=1)], {}, later)
         assert [row.hour for row in file.rows(0, 1 << 40, None, 100)[0]] == [HOUR + 9 * HOUR_S, later]
 
 
 DAMAGES = {
     "usage": {
-        "hour": [-1, ledger_file.MAX_UNIX_S + 1], "tenant": ["x" * 101, b"x"], "loaded_tokens": [-1, 0.5, "x"],
+        "hour": [-1, ledger_file.MAX_UNIX_S + 1],
+        "tenant": ["x" * 101, b"x"],
+        "loaded_tokens": [-1, 0.5, "x"],
         "gib_hours": [1e300, float("inf"), "x"],
     },
     "computed": {"cause": ["x" * 65], "tokens": [-1, MAX_TOTAL + 1, "x"]},
     "reporters": {"reporter": ["x", b"x" * 17], "sequence": [-1, 0.5, "x"], "seen": ["x"]},
     "begun": {"at": [-1, "x"]},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(
@@ -263,7 +304,11 @@ def test_a_file_with_a_value_out_of_its_bounds_is_refused(
 ) -> None:
     path = tmp_path / "ledger.sqlite"
     with closing(LedgerFile(str(path), HOUR)) as file:
-        file.add([LedgerRow(HOUR, "acme", "model", computed_tokens={EVICTED: 1})], {("acme", b"r"): 1}, HOUR)
+        file.add(
+            [pb.LedgerRow(hour=HOUR, tenant="acme", model="model", computed_tokens={EVICTED: 1})],
+            {("acme", b"r"): 1},
+            HOUR,
+        )
     LedgerFile(str(path), HOUR).close()
     with without_checks(path) as db:
         db.execute(f"UPDATE {table} SET {column} = ?", (value,))
@@ -328,8 +373,13 @@ def test_any_bounds_of_time_may_be_asked_for(since: int, until: int, count: int)
 
 def test_sums_have_an_end(path: str) -> None:
     with closing(LedgerFile(path, HOUR)) as file:
-        row = LedgerRow(
-            HOUR, "acme", "m", gib_hours=MAX_AMOUNT, loaded_tokens=MAX_TOTAL, computed_tokens={EVICTED: MAX_TOTAL}
+        row = pb.LedgerRow(
+            hour=HOUR,
+            tenant="acme",
+            model="m",
+            gib_hours=MAX_AMOUNT,
+            loaded_tokens=MAX_TOTAL,
+            computed_tokens={EVICTED: MAX_TOTAL},
         )
         for _ in range(3):
             file.add([row], {("acme" * 100, b"r"): 1 << 64}, HOUR)
@@ -360,7 +410,9 @@ def with_other_tables(path: Path) -> None:
 
 def damaged(path: Path) -> None:
     with closing(LedgerFile(str(path), HOUR)) as file:
-        file.add([LedgerRow(HOUR + nth * HOUR_S, "acme" * 20, "m" * 90) for nth in range(200)], {}, HOUR)
+        file.add(
+            [pb.LedgerRow(hour=HOUR + nth * HOUR_S, tenant="acme" * 20, model="m" * 90) for nth in range(200)], {}, HOUR
+        )
     whole = bytearray(path.read_bytes())
     whole[8_192:16_384] = b"\xff" * 8_192
     path.write_bytes(whole)
@@ -423,7 +475,14 @@ def test_two_servers_do_not_share_a_file(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_rows_add_up_by_what_is_asked_for() -> None:
     rows = [
-        LedgerRow(HOUR + nth * HOUR_S, tenant, "m", saved_gpu_seconds=0.5, num_requests=1, computed_tokens={EVICTED: 2})
+        pb.LedgerRow(
+            hour=HOUR + nth * HOUR_S,
+            tenant=tenant,
+            model="m",
+            saved_gpu_seconds=0.5,
+            num_requests=1,
+            computed_tokens={EVICTED: 2},
+        )
         for nth in range(3)
         for tenant in ("acme", "umbra")
     ]

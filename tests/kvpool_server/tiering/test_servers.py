@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from kvpool.client import Client, Namespace
-from kvpool.holdings import TierHoldings
 from kvpool.namespace import NamespaceSpec
 from kvpool.types import BlockRun, Lookup, PoolKey
+from kvpool.v1 import pool_pb2 as pb
+from kvpool.wire import decode_spec
 from tests.support.processes import ServerProcess, clean_environment, run_server, server_command, wait_for
 from tests.support.values import block_hash, group_spec, namespace_spec, payload, run_of
 
@@ -194,8 +195,10 @@ def test_namespaces_say_what_the_tiers_hold(pool_server: StartServer, connect: C
     wait_for(lambda: _demoted(client) == 2 * len(NAMES), "all blocks are in both tiers")
     told = {info.fingerprint: info.tiers for info in client.admin.namespaces()}
     names = [f"file:{tmp_path / name}" for name in "ab"]
-    assert told[stored.fingerprint] == tuple(TierHoldings(name, len(NAMES), len(NAMES) * SLOT) for name in names)
-    assert told[empty.fingerprint] == tuple(TierHoldings(name, 0, 0) for name in names)
+    assert told[stored.fingerprint] == [
+        pb.TierHoldings(tier=name, num_entries=len(NAMES), nbytes=len(NAMES) * SLOT) for name in names
+    ]
+    assert told[empty.fingerprint] == [pb.TierHoldings(tier=name) for name in names]
 
 
 def test_a_lookup_counts_once_however_often_it_is_asked_again(
@@ -211,7 +214,7 @@ def test_a_lookup_counts_once_however_often_it_is_asked_again(
     assert counters["lookups"] == final
     assert counters["lookup_blocks"] == counters["lookup_hits"] == final * len(NAMES)
     (info,) = client.admin.namespaces()
-    assert info.hit_ratio == 1.0
+    assert info.lookup_hits == info.lookup_blocks
 
 
 def test_what_a_tier_holds_is_seen_and_cleared_before_an_engine_asks_for_it(
@@ -219,7 +222,7 @@ def test_what_a_tier_holds_is_seen_and_cleared_before_an_engine_asks_for_it(
 ) -> None:
     client, spec = _restarted(pool_server, connect, tmp_path)
     (info,) = client.admin.namespaces()
-    assert (info.spec, info.num_entries, info.tiers[0].num_entries) == (spec.listed(), 0, len(NAMES))
+    assert (decode_spec(info.spec), info.num_entries, info.tiers[0].num_entries) == (spec.listed(), 0, len(NAMES))
     client.admin.clear(spec.fingerprint())
     assert client.admin.stats().tiers[0].num_entries == 0, "it was not waited for"
     assert _hits(client, client.open_namespace(spec), NAMES) == 0

@@ -10,7 +10,8 @@ import pytest
 
 from kvpool.errors import UnknownNamespaceError
 from kvpool.namespace import NamespaceSpec
-from kvpool.types import BlockRun, PoolStats, RunHits, ShardRange, TierStats
+from kvpool.types import BlockRun, RunHits, ShardRange
+from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.metrics import PoolCollector
 from kvpool_server.tiering import promoter
 from kvpool_server.tiering import tiered_pool as tiering
@@ -180,7 +181,9 @@ async def test_a_tier_that_cannot_clear_raises(rig: Rig, tier: MemoryTier) -> No
 
 def test_every_counter_of_a_tier_has_a_series() -> None:
     counters = {name: nth for nth, name in enumerate(COUNTERS, 1)}
-    families = PoolCollector(lambda: PoolStats(tiers=(TierStats("memory:", counters=counters),))).collect()
+    families = PoolCollector(
+        lambda: pb.StatsResponse(tiers=(pb.TierStats(name="memory:", counters=counters, up=True),))
+    ).collect()
     values = {sample.value for family in families for sample in family.samples if sample.labels == {"tier": "memory:"}}
     assert values >= set(counters.values())
 
@@ -215,7 +218,7 @@ async def test_a_namespace_that_only_a_tier_knows_can_be_cleared(rig: Rig, tier:
 def test_a_scrape_before_the_tiers_are_open_has_the_pools_numbers(tmp_path: Path) -> None:
     tier = file_tier(tmp_path, "me", 4 << 20)
     stats = Rig(tier).tiered.stats()
-    assert stats.tiers == () and stats.free_bytes == SLOTS * SLOT
+    assert not stats.tiers and stats.free_bytes == SLOTS * SLOT
 
 
 COUNT = 80

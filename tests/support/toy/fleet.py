@@ -10,7 +10,7 @@ from vllm.config import VllmConfig
 
 from kvpool.client import Client
 from kvpool.config import ClientConfig
-from kvpool.types import PoolStats
+from kvpool.v1 import pool_pb2 as pb
 from tests.support.processes import ServerProcess
 from tests.support.toy.engine import ToyEngine
 from tests.support.toy.fixtures import MakeConfig
@@ -39,7 +39,7 @@ class Fleet:
         return self._config(self.endpoint, role=role, extra=extra, **options)
 
 
-def stats_of(server: ServerProcess) -> PoolStats:
+def stats_of(server: ServerProcess) -> pb.StatsResponse:
     with Client(ClientConfig(server.endpoint, timeout_ms=5_000)) as client:
         return client.admin.stats()
 

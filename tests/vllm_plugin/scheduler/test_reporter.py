@@ -12,7 +12,7 @@ import pytest
 from kvpool.client import Client
 from kvpool.config import ClientConfig
 from kvpool.rpc import PoolRpc
-from kvpool.types import PoolStats
+from kvpool.v1 import pool_pb2 as pb
 from kvpool.version import __version__
 from tests.conftest import StartServer
 from tests.support.faults import stopped
@@ -49,7 +49,7 @@ def computed(core: Core) -> dict[str, int]:
     return dict(info.computed_tokens)
 
 
-def stats(core: Core) -> PoolStats:
+def stats(core: Core) -> pb.StatsResponse:
     return core.side.stages.sessions[0].client.admin.stats()
 
 
@@ -60,7 +60,7 @@ def test_the_server_knows_what_an_engine_counts(core: MakeCore) -> None:
     wait_for(lambda: sum(computed(one).values()) == 3 * LENGTH, "the report")
     (mine,) = [engine for engine in stats(one).engines if engine.engine.endswith(f":{os.getpid()}")]
     assert mine.version == __version__ and not mine.breaker_open and mine.transport == one.side.stages.transport
-    assert mine.namespaces == (one.side.stages.sessions[0].namespace.fingerprint,)  # type: ignore[union-attr]
+    assert mine.namespaces == [one.side.stages.sessions[0].namespace.fingerprint]  # type: ignore[union-attr]
     compute(one, "last")
     other = Client(ClientConfig(one.side.stages.sessions[0].client.config.endpoint))
     fingerprint = mine.namespaces[0]
@@ -77,7 +77,7 @@ def test_an_open_breaker_is_told(core: MakeCore) -> None:
     fingerprint = one.side.stages.sessions[0].namespace.fingerprint  # type: ignore[union-attr]
     lose_pool(one)
     wait_for(
-        lambda: [each for each in stats(one).engines if each.namespaces == (fingerprint,) and each.breaker_open],
+        lambda: [each for each in stats(one).engines if each.namespaces == [fingerprint] and each.breaker_open],
         "the report",
     )
 

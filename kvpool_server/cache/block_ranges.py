@@ -1,28 +1,10 @@
-"""What a server knows of the blocks of a prompt."""
+"""What the pool knows of the blocks of a prompt. The names of fields are those of the contract."""
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass
 
-from kvpool.types import MissCause
-
-MAX_RANGES = 256
-"""Of one run. The blocks behind them are not explained."""
-MAX_MATCHES = 4
-"""Other namespaces that have a block."""
-MAX_DIFFERENCES = 16
-"""Fields of another namespace that are named."""
-
-
-class BlockState(enum.IntEnum):
-    """Where blocks are; the values are those of the contract."""
-
-    COMPLETE = 0
-    """In the arena, and readable."""
-    IN_TIER = 1
-    MISSING = 2
-    """Nowhere."""
+from kvpool.types import BlockState, MissCause
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,22 +78,3 @@ class NamespaceMatch:
     fingerprint: bytes
     count: int
     differences: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Explanation:
-    """Answer of `explain`.
-
-    Args:
-        runs: one a run, in order.
-        elsewhere: other namespaces that have the first missing block of a run.
-        remembered_seconds: since the oldest departure that the server remembers; 0: none has been.
-        half_remembered_seconds: of what left so long ago half is remembered, and more of what left later.
-        tiers_away: names of tiers that have not said which blocks they have.
-    """
-
-    runs: tuple[RunExplanation, ...] = ()
-    elsewhere: tuple[NamespaceMatch, ...] = ()
-    remembered_seconds: float = 0.0
-    half_remembered_seconds: float = 0.0
-    tiers_away: tuple[str, ...] = ()
