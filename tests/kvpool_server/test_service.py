@@ -49,7 +49,7 @@ from kvpool.types import BlockRun, Chunk, PoolKey, PutReceipt, PutStatus, Quota,
 from kvpool.v1 import pool_pb2 as pb
 from kvpool.v1.pool_pb2_grpc import PoolStub
 from kvpool.version import __version__
-from kvpool.wire import decode_spec, encode_runs, encode_spec
+from kvpool.wire import encode_runs, encode_spec
 from kvpool_server.cache.limits import Limits
 from tests.support.faults import offer_elsewhere
 from tests.support.memory_files import arena_file
@@ -153,33 +153,6 @@ def test_auto_takes_shared_memory_where_both_sides_see_it(
     shared_server: ServerProcess, connect: Connect, spec: NamespaceSpec
 ) -> None:
     assert connect(shared_server).open_namespace(spec).transport.name == "shm"
-
-
-def test_a_lookup_answers_later_without_being_waited_for(client: Client, namespace: Namespace) -> None:
-    run = _store(client, namespace, "a")
-    pending = client.rpc.lookup_async(namespace, [run])
-    found = pending.result(timeout_s=10)
-    assert found is not None and found.hits[0].num_leading == 1 and pending.done()
-    client.release([found.lease_id])
-
-
-def test_lookups_of_many_threads_get_their_own_answers(client: Client, namespace: Namespace) -> None:
-    names = "abcdefgh"
-    _store(client, namespace, *names)
-    wrong: list[int] = []
-
-    def ask(count: int) -> None:
-        run = run_of(*names[:count], "nobody's")
-        for _ in range(50):
-            if client.lookup(namespace, [run], lease=False).hits[0].num_leading != count:
-                wrong.append(count)
-
-    threads = [threading.Thread(target=ask, args=(count,)) for count in range(1, 9)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=30)
-    assert wrong == []
 
 
 def test_a_lookup_that_fails_ends_no_other(client: Client, namespace: Namespace) -> None:
@@ -487,72 +460,36 @@ def _ask_everything(stub: PoolStub, client: Client, spec: NamespaceSpec) -> None
 # Malformed requests
 
 
-@pytest.mark.parametrize(
-    ("method", "request_of"),
-    [
-        ("Lookup", lambda ns, run: pb.LookupRequest(namespace=ns, runs=[run])),
-        ("PutStart", lambda ns, run: pb.PutStartRequest(namespace=ns, runs=[run], shards=pb.ShardRange(count=1))),
-        ("Get", lambda ns, run: pb.GetRequest(namespace=ns, runs=[run], shards=pb.ShardRange(count=1), lease_id=1)),
-        ("Verify", lambda ns, run: pb.VerifyRequest(namespace=ns, runs=[run])),
-        ("Remove", lambda ns, run: pb.RemoveRequest(namespace=ns, runs=[run])),
-        ("Explain", lambda ns, run: pb.ExplainRequest(namespace=ns, runs=[run])),
-        ("Hint", lambda ns, run: pb.HintRequest(namespace=ns, runs=[run], kind=pb.HINT_KIND_PIN, pin_seconds=60)),
-    ],
-)
-class TestEveryMethodThatNamesBlocks:
-    def _refusal(self, stub: PoolStub, method: str, request: Any) -> tuple[grpc.StatusCode, str]:
-        return _status(lambda: getattr(stub, method)(request, timeout=10))
-
-    def test_refuses_hashes_of_a_wrong_length(
-        self, stub: PoolStub, namespace: Namespace, method: str, request_of: Callable[..., Any]
-    ) -> None:
-        for packed in (b"", bytes(31), bytes(63)):
-            code, details = self._refusal(
-                stub, method, request_of(namespace.fingerprint, pb.BlockRun(block_hashes=packed))
-            )
-            assert code is grpc.StatusCode.INVALID_ARGUMENT
-            assert f"block_hashes has {len(packed)} bytes; give 32 for each block" in details
-
-    def test_refuses_a_parent_of_a_wrong_length(
-        self, stub: PoolStub, namespace: Namespace, method: str, request_of: Callable[..., Any]
-    ) -> None:
-        run = pb.BlockRun(block_hashes=bytes(32), parent_hash=bytes(3))
-        code, details = self._refusal(stub, method, request_of(namespace.fingerprint, run))
-        assert code is grpc.StatusCode.INVALID_ARGUMENT and "parent_hash has 3 bytes, not 32" in details
-
-    def test_refuses_a_fingerprint_of_a_wrong_length(
-        self, stub: PoolStub, method: str, request_of: Callable[..., Any]
-    ) -> None:
-        code, details = self._refusal(stub, method, request_of(b"short", pb.BlockRun(block_hashes=bytes(32))))
-        assert code is grpc.StatusCode.INVALID_ARGUMENT and "namespace has 5 bytes, not 32" in details
-
-    def test_refuses_a_namespace_that_is_not_open(
-        self, stub: PoolStub, method: str, request_of: Callable[..., Any]
-    ) -> None:
-        code, details = self._refusal(stub, method, request_of(bytes(32), pb.BlockRun(block_hashes=bytes(32))))
-        assert code is grpc.StatusCode.NOT_FOUND
-        assert bytes(32).hex() in details and "open it first" in details
-
-    def test_refuses_a_group_that_is_not_there(
-        self, stub: PoolStub, namespace: Namespace, method: str, request_of: Callable[..., Any]
-    ) -> None:
-        run = pb.BlockRun(block_hashes=bytes(32), group_idx=2)
-        code, details = self._refusal(stub, method, request_of(namespace.fingerprint, run))
-        assert code is grpc.StatusCode.INVALID_ARGUMENT and "group_idx 2: the namespace has groups 0 to 1" in details
-
-    def test_refuses_more_blocks_than_a_batch_holds(
-        self, stub: PoolStub, namespace: Namespace, method: str, request_of: Callable[..., Any]
-    ) -> None:
-        most = Limits().max_lookup_blocks if method in ("Lookup", "Explain", "Hint") else namespace.max_batch_blocks
-        run = pb.BlockRun(block_hashes=bytes(32 * (most + 1)))
-        code, details = self._refusal(stub, method, request_of(namespace.fingerprint, run))
-        assert code is grpc.StatusCode.INVALID_ARGUMENT
-        assert f"a batch of {most + 1} blocks; give 1 to {most}" in details
+NAMING_BLOCKS: dict[str, dict[str, Any]] = {
+    "Lookup": {},
+    "PutStart": {"shards": pb.ShardRange(count=1)},
+    "Get": {"shards": pb.ShardRange(count=1), "lease_id": 1},
+    "Verify": {},
+    "Remove": {},
+    "Explain": {},
+    "Hint": {"kind": pb.HINT_KIND_PIN, "pin_seconds": 60},
+}
 
 
-def test_no_runs_are_no_request(stub: PoolStub, namespace: Namespace) -> None:
-    code, details = _status(lambda: stub.Lookup(pb.LookupRequest(namespace=namespace.fingerprint), timeout=10))
-    assert code is grpc.StatusCode.INVALID_ARGUMENT and "names no blocks" in details
+@pytest.mark.parametrize("method", NAMING_BLOCKS)
+def test_every_method_that_names_blocks_refuses_names_that_are_none(
+    stub: PoolStub, namespace: Namespace, method: str
+) -> None:
+    most = Limits().max_lookup_blocks if method in ("Lookup", "Explain", "Hint") else namespace.max_batch_blocks
+    invalid, known, sound = grpc.StatusCode.INVALID_ARGUMENT, namespace.fingerprint, bytes(32)
+    for says, name, code, runs in (
+        ("block_hashes has 0 bytes; give 32 for each block", known, invalid, [pb.BlockRun()]),
+        ("block_hashes has 63 bytes; give 32", known, invalid, [pb.BlockRun(block_hashes=bytes(63))]),
+        ("parent_hash has 3 bytes, not 32", known, invalid, [pb.BlockRun(block_hashes=sound, parent_hash=bytes(3))]),
+        ("namespace has 5 bytes, not 32", b"short", invalid, [pb.BlockRun(block_hashes=sound)]),
+        (f"{sound.hex()[:12]}.*open it first", sound, grpc.StatusCode.NOT_FOUND, [pb.BlockRun(block_hashes=sound)]),
+        ("group_idx 2: .* has groups 0 to 1", known, invalid, [pb.BlockRun(block_hashes=sound, group_idx=2)]),
+        (f"of {most + 1} blocks; give 1 to {most}", known, invalid, [pb.BlockRun(block_hashes=sound * (most + 1))]),
+        ("names no blocks", known, invalid, []),
+    ):  # fmt: skip
+        request = getattr(pb, f"{method}Request")(namespace=name, runs=runs, **NAMING_BLOCKS[method])
+        found, details = _status(lambda request=request: getattr(stub, method)(request, timeout=10))
+        assert found is code and re.search(says, details), details
 
 
 def test_shards_that_are_not_there_are_refused(client: Client, namespace: Namespace) -> None:
@@ -629,22 +566,6 @@ def test_a_read_of_nothing_reads_nothing(stub: PoolStub) -> None:
 # Tickets and leases
 
 
-def test_put_end_and_revoke_want_a_ticket(client: Client) -> None:
-    with pytest.raises(LeaseExpiredError, match=r"ticket 0x7b is not live.*put_start again"):
-        client.rpc.put_end(123, [1])
-    assert client.rpc.put_revoke(123) is False
-
-
-def test_a_ticket_ends_once(client: Client, namespace: Namespace) -> None:
-    grant = client.rpc.put_start(namespace, [run_of("a")], WHOLE)
-    with pytest.raises(InvalidRequestError, match="2 checksums; the ticket covers 1 blocks x 1 shards"):
-        client.rpc.put_end(grant.ticket_id, [1, 2])
-    client.rpc.put_end(grant.ticket_id, [1])
-    with pytest.raises(LeaseExpiredError):
-        client.rpc.put_end(grant.ticket_id, [1])
-    assert client.rpc.put_revoke(grant.ticket_id) is False
-
-
 def test_a_ticket_is_revoked_once_and_its_block_can_be_put_again(client: Client, namespace: Namespace) -> None:
     grant = client.rpc.put_start(namespace, [run_of("a")], WHOLE)
     assert client.rpc.put_start(namespace, [run_of("a")], WHOLE).statuses == (BUSY,)
@@ -653,18 +574,6 @@ def test_a_ticket_is_revoked_once_and_its_block_can_be_put_again(client: Client,
     with pytest.raises(LeaseExpiredError):
         client.rpc.put_end(grant.ticket_id, [1])
     _store(client, namespace, "a")
-
-
-def test_put_end_after_its_ticket_expired_makes_nothing_readable(
-    shared_server: ServerProcess, connect: Connect, spec: NamespaceSpec
-) -> None:
-    client = connect(shared_server, ticket_ttl_ms=1)
-    namespace = client.open_namespace(spec)
-    grant = client.rpc.put_start(namespace, [run_of("a")], WHOLE)
-    wait_for(lambda: client.rpc.put_start(namespace, [run_of("a")], WHOLE).statuses == (GRANTED,), "the ticket's end")
-    with pytest.raises(LeaseExpiredError, match=f"ticket {grant.ticket_id:#x} is not live"):
-        client.rpc.put_end(grant.ticket_id, [1])
-    assert _leading(client, namespace, run_of("a")) == 0
 
 
 def test_a_fill_that_outlives_its_ticket_is_an_error_and_stores_nothing(
@@ -719,13 +628,6 @@ def test_a_lease_that_runs_out_during_the_read_is_an_error(
     with pytest.raises((LeaseExpiredError, PoolTimeoutError)):
         client.get(namespace, lease_id, [run], drain)
     assert drained == [0]
-
-
-def test_release_ends_leases_once(client: Client, namespace: Namespace) -> None:
-    run = _store(client, namespace, "a")
-    lease_id = client.lookup(namespace, [run]).lease_id
-    assert client.release([lease_id, 123]) == 1
-    assert client.release([lease_id]) == 0
 
 
 def test_a_get_of_several_groups_is_refused_before_it_is_sent(client: Client, namespace: Namespace) -> None:
@@ -1000,12 +902,6 @@ def test_inline_chunks_come_back(client: Client, namespace: Namespace) -> None:
     assert client.admin.stats().num_tickets <= tickets_before, "an inline put left a ticket"
 
 
-def test_inline_chunks_and_regions_are_the_same_blocks(client: Client, namespace: Namespace) -> None:
-    client.chunks.put([_chunk(namespace, "a", shard=shard, group_idx=1) for shard in (1, 0)])
-    whole = b"".join(payload(("a", shard), CHUNK).tobytes() for shard in (0, 1))
-    assert _load(client, namespace, run_of("a", group_idx=1)) == [whole]
-
-
 def test_an_inline_block_is_found_when_its_last_shard_is_there(client: Client, namespace: Namespace) -> None:
     first, second = (_chunk(namespace, "a", shard=shard, group_idx=1) for shard in (0, 1))
     client.chunks.put([first])
@@ -1088,28 +984,6 @@ def test_bad_inline_keys_are_refused(
 # Operations
 
 
-def test_remove_and_clear_drop_blocks(client: Client, namespace: Namespace) -> None:
-    run = _store(client, namespace, "a", "b", "c")
-    assert client.admin.remove(namespace, [run_of("c", "d")]) == 1
-    assert _leading(client, namespace, run) == 2
-    assert client.admin.clear(namespace.fingerprint) == 2
-    assert _leading(client, namespace, run) == 0
-
-
-def test_clear_of_a_namespace_that_is_not_open_is_refused(client: Client) -> None:
-    with pytest.raises(UnknownNamespaceError):
-        client.admin.clear(bytes(32))
-    with pytest.raises(InvalidRequestError, match="namespace has 1 bytes, not 32"):
-        client.admin.clear(b"x")
-
-
-def test_namespaces_are_listed_with_what_they_hold(client: Client, namespace: Namespace, spec: NamespaceSpec) -> None:
-    _store(client, namespace, "a", "b")
-    assert (spec.listed(), 2, 2 * CHUNK) in [
-        (decode_spec(info.spec), info.num_entries, info.nbytes) for info in client.admin.namespaces()
-    ]
-
-
 def test_namespaces_say_who_opened_them_and_are_listed_without_a_look_at_every_entry(
     connect: Connect, pool_server: StartServer
 ) -> None:
@@ -1179,20 +1053,3 @@ def test_quotas_may_be_given_at_the_start(pool_server: StartServer, connect: Con
 def test_ping_tells_version_and_uptime(client: Client) -> None:
     version, uptime_s = client.admin.ping()
     assert version == __version__ and uptime_s > 0
-
-
-def test_buffers_of_a_get_are_what_lies_in_the_arena(client: Client, namespace: Namespace) -> None:
-    run = _store(client, namespace, "a", "b", "c")
-    lease_id = client.lookup(namespace, [run]).lease_id
-    seen: dict[int, np.ndarray[Any, Any]] = {}
-
-    def drain(indices: Sequence[int], buffers: Buffers) -> None:
-        assert all(buffer.shape == (CHUNK,) and buffer.dtype == np.uint8 for buffer in buffers)
-        seen.update((idx, buffer.copy()) for idx, buffer in zip(indices, buffers, strict=True))
-
-    located = client.get(namespace, lease_id, [run_of("c"), run_of("x", "a")], drain, batch_bytes=1)
-    client.release([lease_id])
-    assert located.present == (True, False, True)
-    assert {idx: block.tobytes() for idx, block in seen.items()} == {
-        0: payload("c", CHUNK).tobytes(), 2: payload("a", CHUNK).tobytes(),
-    }  # fmt: skip
