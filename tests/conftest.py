@@ -68,6 +68,7 @@ MORE = (
     "tests/kvpool_server/tiers/mooncake/test_servers.py",
     "tests/kvpool_server/tiers/mooncake/test_store_process.py",
     "tests/kvpool_server/tiers/mooncake/test_tier.py",
+    "tests/kvpool_server/test_fairness.py",
     "tests/package/",
     "tests/routers/",
     "tests/security/test_floods.py",

@@ -264,6 +264,7 @@ def test_the_command_follows_with_keys(deployment: Deployment) -> None:
     assert done.returncode == 1 and "--key and --server-key belong together" in done.stderr
 
 
+@pytest.mark.more
 def test_a_denied_tenant_is_cut_off(deployment: Deployment) -> None:
     stream, keys, number = deployment.streams["umbra"], deployment.keys, itertools.count()
     with (

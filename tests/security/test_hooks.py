@@ -188,13 +188,15 @@ WHOLE_HOOKS = {
 }  # fmt: skip
 """Method of the scheduler's side -> whether it raises before its work or after it. Others are made of parts, of which
 each may fail."""
+RARE = {"has_pending_block_frees"}
+"""vLLM calls it where blocks are lacking: few schedules come there."""
 
 
 @pytest.mark.usefixtures("quiet")
 @pytest.mark.parametrize(
     ("name", "is_late"),
     [
-        pytest.param(name, late, marks=() if late is lates[-1] else pytest.mark.more)
+        pytest.param(name, late, marks=[pytest.mark.more] * (late is not lates[-1] or name in RARE))
         for name, lates in WHOLE_HOOKS.items()
         for late in lates
     ],

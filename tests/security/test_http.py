@@ -238,6 +238,7 @@ def test_the_end_of_certificates_is_told(secured: Secured) -> None:
     assert "certificate=server" in warnings[0] and "days_left=19" in warnings[0]
 
 
+@pytest.mark.more
 def test_silent_connections_end_and_probes_are_answered_meanwhile(secured: Secured) -> None:
     host, port = secured.url.removeprefix("https://").split(":")
     silent = [socket.create_connection((host, int(port)), TIMEOUT_S) for _ in range(2 * http.MAX_CONNECTIONS)]
@@ -276,6 +277,7 @@ def test_a_token_reads_metrics(pool_server: StartServer, tmp_path: Path) -> None
     assert not any(token in server.stderr + server.stdout for token in tokens.values())
 
 
+@pytest.mark.more
 def test_certificates_of_http_are_replaced_while_it_serves(tmp_path: Path) -> None:
     """A server's certificate, and the authority of its clients: new connections use the new ones."""
     secured = Secured(tmp_path)

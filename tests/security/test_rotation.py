@@ -204,6 +204,7 @@ def test_who_is_denied_is_out_at_once_and_nobody_else_is(deployment: Deployment)
     assert reads == expected
 
 
+@pytest.mark.more
 def test_a_tenant_is_denied_in_one_line_and_the_audit_log_names_its_callers(deployment: Deployment) -> None:
     reader = files_in(deployment.authority.issue_principal(Principal("acme", Role.ENGINE_READ)))
     writer, other = deployment.issued("acme"), deployment.issued("acme-2")
@@ -267,6 +268,7 @@ def test_one_certificate_is_denied_and_its_principal_goes_on_with_another(deploy
         theirs.close()
 
 
+@pytest.mark.more
 def test_tokens_that_end_are_removed_or_denied_end_their_streams(pool_server: StartServer, tmp_path: Path) -> None:
     files = files_in(Authority.create(tmp_path / "pki").issue_server([]))
     known, denied = tmp_path / "tokens", tmp_path / "deny list"

@@ -3,10 +3,8 @@ each forward pass, every byte of KV that attention would read."""
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import replace
 
 import pytest
@@ -14,7 +12,6 @@ from vllm.v1.request import Request
 
 from testbed.ports import free_endpoint
 from tests.conftest import StartServer
-from tests.support.effort import some
 from tests.support.faults import flip_arena, stopped
 from tests.support.processes import wait_for
 from tests.support.toy.engine import ToyEngine
@@ -122,23 +119,6 @@ def test_roles_are_kept(fleet: Fleet) -> None:
 
 
 @pytest.mark.usefixtures("answered_at_once")
-@MODES
-@pytest.mark.parametrize("num_blocks", [20, 30])
-def test_preempted_requests_answer_right_and_leak_nothing(num_blocks: int, steps_ahead: int, fleet: Fleet) -> None:
-    shared = tokens(60, "shared")
-    prompts = [shared[: 20 * (nth % 4)] + tokens(40, nth) for nth in range(16)]
-    expected = [answer(prompt, 60) for prompt in prompts]
-    preempted = []
-    for _ in range(2):  # Cold, then with everything in the pool; how many loads overlap there, the machine decides.
-        engine = fleet.start(num_blocks=num_blocks, steps_ahead=steps_ahead)
-        assert engine.generate(*prompts, max_tokens=60) == expected
-        preempted += engine.preempted
-        assert_nothing_is_left(engine)
-    assert preempted, "the test wants preemption"
-    assert engine.counted("loaded_blocks") > 0
-
-
-@pytest.mark.usefixtures("answered_at_once")
 def test_what_vllm_withdraws_from_a_step_is_neither_read_nor_stored(fleet: Fleet) -> None:
     """By priority, vLLM preempts a request whose chunk it has just scheduled, and has named the blocks of the chunk."""
     options = {"scheduling_policy": "priority", "max_num_batched_tokens": 128, "long_prefill_token_threshold": 64}
@@ -152,17 +132,6 @@ def test_what_vllm_withdraws_from_a_step_is_neither_read_nor_stored(fleet: Fleet
     assert engine.preempted == ["low"], "the test wants preemption"
     assert (engine.answers["low"], engine.answers["high"]) == (answer(low, 8), answer(high, 8))
     assert fleet.start().generate(low) == [answer(low, 8)]
-
-
-@MODES
-def test_several_loads_at_once_do_not_deadlock_a_small_cache(steps_ahead: int, fleet: Fleet) -> None:
-    prompts = [tokens(200, nth) for nth in range(6)]  # 13 blocks each, and 20 in all.
-    first = fleet.start(num_blocks=128)
-    first.generate(*prompts)
-    second = fleet.start(num_blocks=20, steps_ahead=steps_ahead)
-    assert second.generate(*prompts) == [answer(prompt, 8) for prompt in prompts]
-    assert second.counted("loaded_blocks") >= 6 * 12 - 20
-    assert_nothing_is_left(second)
 
 
 # Aborts
@@ -193,21 +162,6 @@ def test_a_request_aborted_while_it_loads_is_reported_once_and_its_blocks_come_b
     assert_nothing_is_left(engine)
 
 
-def test_requests_aborted_at_every_moment_leave_nothing_behind(fleet: Fleet) -> None:
-    prompts = [tokens(100, nth) for nth in range(3)]
-    fleet.start().generate(*prompts[:2])
-    engine = fleet.start()
-    for steps in range(12):
-        for idx, prompt in enumerate(prompts):
-            engine.add(f"{steps}-{idx}", prompt, max_tokens=20)
-        for _ in range(steps):
-            engine.step()
-        engine.abort(*(f"{steps}-{idx}" for idx in range(3)))
-        engine.run()
-        assert_nothing_is_left(engine)
-    assert engine.generate(*prompts) == [answer(prompt, 8) for prompt in prompts]
-
-
 # Failed loads
 
 
@@ -228,23 +182,6 @@ def test_corrupt_blocks_are_never_read_and_never_asked_for_twice(
     assert stats.counters["corrupt_blocks"] == 12
     assert stats.num_entries == 12, "what was computed instead is in the pool"
     assert fleet.start().generate(*prompts) == [answer(prompt, 8) for prompt in prompts]
-
-
-@pytest.mark.parametrize("tp_size", [1, 2])
-def test_a_pool_that_dies_under_loads_costs_a_recomputation(
-    tp_size: int, fleet_on: Callable[[str], Fleet], pool_server: StartServer
-) -> None:
-    server = pool_server()
-    fleet = fleet_on(server.endpoint)
-    prompts = [tokens(100, nth) for nth in range(4)]
-    fleet.start().generate(*prompts)
-    engine = fleet.start(tp_size=tp_size)
-    requests = [engine.add(f"r{nth}", prompt) for nth, prompt in enumerate(prompts)]
-    step_until_loading(engine, requests[0])
-    server.kill()
-    engine.run()
-    assert [engine.answers[f"r{nth}"] for nth in range(4)] == [answer(prompt, 8) for prompt in prompts]
-    assert_nothing_is_left(engine)
 
 
 def test_where_load_failures_are_fatal_the_request_fails_and_nothing_else(
@@ -322,21 +259,6 @@ def test_a_server_whose_data_workers_go_on_is_not_missed_by_a_load(
     assert (engine.counted("load_failures"), engine.counted("loaded_blocks")) == (0, 6)
 
 
-def test_a_pool_smaller_than_the_prompts_makes_no_answer_wrong(
-    fleet_on: Callable[[str], Fleet], pool_server: StartServer
-) -> None:
-    server = pool_server("--memory", "1MiB", "--grace-ms", "0")  # 128 blocks of 8 KiB.
-    fleet = fleet_on(server.endpoint)
-    prompts = [tokens(400, nth) for nth in range(12)]  # 25 blocks each.
-    expected = [answer(prompt, 8) for prompt in prompts]
-    for _ in range(3):
-        engine = fleet.start(num_blocks=96)
-        assert engine.generate(*prompts) == expected
-        assert_nothing_is_left(engine)
-    wait_for(lambda: stats_of(server).num_leases == 0, "leases to be released")
-    assert stats_of(server).num_tickets == 0
-
-
 # The pool comes and goes
 
 
@@ -368,62 +290,3 @@ def test_an_engine_outlives_its_pool_and_finds_the_next_one(
     engine.wait_until_connected()
     round_of_requests()
     assert round_of_requests() == 4 * 96
-
-
-# Everything at once
-
-
-@pytest.mark.vllm
-@pytest.mark.parametrize("seed", some(2, range(5)))
-def test_whatever_happens_answers_are_right_and_nothing_is_left(
-    seed: int, fleet_on: Callable[[str], Fleet], pool_server: StartServer
-) -> None:
-    chance = random.Random(seed)
-    endpoint = free_endpoint()
-    flags = ("--listen", endpoint, "--memory", "1MiB", "--max-ttl-ms", "1000", "--grace-ms", "200")
-    server = pool_server(*flags)
-    impatient = {"lookup_timeout_ms": 100, "load_timeout_ms": 300, "store_timeout_ms": 300}
-    impatient["transport"] = chance.choice(["shm", "stream"])  # type: ignore[assignment]
-    engines = [
-        fleet_on(endpoint).start(extra={**impatient, "salt": f"chaos {seed}"}, num_blocks=40, steps_ahead=ahead)
-        for ahead in (0, 1)
-    ]
-    prefixes = [tokens(count, count) for count in (30, 70, 150)]
-    wanted: dict[tuple[int, str], list[int]] = {}
-    with ExitStack() as stack:
-        for nth in range(400):
-            idx = chance.randrange(2)
-            engine = engines[idx]
-            match chance.choices(["step", "add", "abort", "stop", "go", "kill", "flip"], [60, 25, 6, 2, 4, 1, 2])[0]:
-                case "step":
-                    for _ in range(chance.randrange(1, 20)):
-                        engine.step()
-                case "add":
-                    prompt = [*chance.choice(prefixes), *tokens(chance.randrange(1, 60), chance.randrange(5))]
-                    max_tokens = chance.choice([1, 8, 40])
-                    engine.add(f"r{nth}", prompt, max_tokens)
-                    wanted[idx, f"r{nth}"] = answer(prompt, max_tokens)
-                case "abort" if wanted:
-                    at, request_id = chance.choice(list(wanted))
-                    del wanted[at, request_id]
-                    engines[at].abort(request_id)
-                case "stop":
-                    stack.enter_context(stopped(server))
-                case "go":
-                    stack.close()
-                case "kill":
-                    stack.close()
-                    server.kill()
-                    server = pool_server(*flags)
-                case "flip":
-                    flip_arena(server)
-    for idx, engine in enumerate(engines):
-        engine.run()
-        assert {key[1]: engine.answers[key[1]] for key in wanted if key[0] == idx} == {
-            request_id: right for (at, request_id), right in wanted.items() if at == idx
-        }
-        assert_nothing_is_left(engine)
-    wait_for(
-        lambda: (stats := stats_of(server)).num_leases == stats.num_tickets == stats.num_quarantined == 0,
-        "the server to hold nothing",
-    )

@@ -298,9 +298,9 @@ def server(pool_server: StartServer) -> ServerProcess:
 
 
 @pytest.fixture
-def on_cores(num_connections: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Clients have as many connections as with few cores, or with many."""
-    monkeypatch.setattr(choice, "movers_of", lambda num_cores, sharers: num_connections)
+def on_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients have as many connections as on many cores."""
+    monkeypatch.setattr(choice, "movers_of", lambda num_cores, sharers: 3)
 
 
 @pytest.mark.usefixtures("on_cores")

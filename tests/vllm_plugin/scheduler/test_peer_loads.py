@@ -284,19 +284,21 @@ SHAPES: dict[str, dict[str, Any]] = {
     "window": {"specs": (window(40),)},
     **{shape: {"specs": MODELS[shape]} for shape in ("larger states", "qwen3-next")},
 }
-CASES = itertools.product((0, 1), ("second", "first"), ("sync", "async"), ("full", "window"))
+OFTEN = [(0, "second", "sync", "window"), (1, "first", "async", "full")]
+ALL = itertools.product((0, 1), ("second", "first"), ("sync", "async"), ("full", "window"))
+CASES = [*OFTEN, *(case for case in ALL if case not in OFTEN)]
 # Short of memory, vLLM 0.32 dies of a synchronous load of states: it counts one block too few.
 OF_STATES = itertools.product((1, 0), ("second", "first"), ("async",), ("larger states", "qwen3-next"))
 
 
-@pytest.mark.parametrize("case", some(4, CASES) + some(1, OF_STATES), ids=str)
+@pytest.mark.parametrize("case", some(2, CASES) + some(1, OF_STATES), ids=str)
 def test_kv_of_other_weights_never_reaches_the_pool(case: tuple[int, str, str, str], fleet: Fleet) -> None:
     """Few blocks: they are reused, requests are preempted, and others find what a peer has loaded in the own cache."""
     steps_ahead, ours, mode, shape = case
     toy = SHAPES[shape]
     engine = beside_stale_peer(fleet, mode, ours, steps_ahead=steps_ahead, num_blocks=32, **toy)
     num_hits = 0
-    for seed in range(effort(6)):
+    for seed in range(effort(4)):
         num_hits += sum(assert_reads_right(fleet, *play(seed, engine), **toy))
         assert not any(engine.connector.held().values()) and engine.num_used_blocks() == 0
     assert engine.num_wrong_reads > 0, "the peer has spoiled nothing"

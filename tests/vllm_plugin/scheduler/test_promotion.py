@@ -12,12 +12,10 @@ from vllm.v1.request import Request
 from kvpool.errors import PoolTimeoutError
 from kvpool.name_key import NameKey
 from kvpool.rpc import KeptRuns, Namespace, PendingLookup
-from testbed.ports import free_endpoint
-from tests.conftest import StartServer
 from tests.support.clock import FakeClock
 from tests.support.processes import wait_for
 from tests.support.vllm_objects import full_attention, make_request, tokens
-from tests.vllm_plugin.core import NUM_BLOCKS, Core, MakeCore, blocks, fill, lose_pool, wait_for_leases
+from tests.vllm_plugin.core import NUM_BLOCKS, Core, MakeCore, blocks, fill, wait_for_leases
 from tests.vllm_plugin.kinds import kv_cache, window
 from tests.vllm_plugin.tier import Tier
 from vllm_plugin.scheduler import admission, lookups, step_budget
@@ -106,19 +104,6 @@ def test_the_names_of_a_requests_blocks_are_computed_once(core: MakeCore, clock:
     assert len(asked) > 1 and all(each is asked[0] for each in asked)
 
 
-def test_between_two_answers_what_was_ready_is_leased(alone: Core, clock: FakeClock) -> None:
-    request, tier = stored(alone), Tier(alone.side.stages.sessions[0], up=2, coming=4)
-    assert look(alone, request) is None
-    wait_for_leases(alone, 1)
-    tier.is_slow = True
-    clock.advance(RETRY_S)
-    alone.side.matched_tokens(request, 0)
-    wait_for_leases(alone, 2)
-    tier.is_slow = False
-    assert look(alone, request) is None
-    wait_for_leases(alone, 1)
-
-
 def test_without_anything_on_its_way_nothing_is_waited_for(alone: Core, clock: FakeClock) -> None:
     request, tier = stored(alone), Tier(alone.side.stages.sessions[0], up=2, coming=0)
     assert look(alone, request) == blocks(2)
@@ -157,13 +142,6 @@ def test_patience_ends_while_an_answer_is_under_way(alone: Core, clock: FakeCloc
     assert all(job.lease_ids)
 
 
-def test_an_engine_that_was_busy_meanwhile_takes_what_is_ready(alone: Core, clock: FakeClock) -> None:
-    request, tier = stored(alone), Tier(alone.side.stages.sessions[0], up=2, coming=4)
-    assert look(alone, request) is None
-    clock.advance(1.5)
-    assert look(alone, request) == blocks(2) and tier.num_lookups == 2
-
-
 def test_blocks_that_come_up_while_the_engine_is_busy_are_found_by_its_next_step(alone: Core, clock: FakeClock) -> None:
     """The pool is asked before the tier has brought anything, and answers when it has: no step asks in between."""
     request, tier = stored(alone), Tier(alone.side.stages.sessions[0], up=2, coming=4)
@@ -178,18 +156,6 @@ def test_blocks_that_come_up_while_the_engine_is_busy_are_found_by_its_next_step
     wait_for_leases(alone, 0)
 
 
-def test_a_lookup_that_waits_takes_no_time_of_a_step(alone: Core, monkeypatch: pytest.MonkeyPatch) -> None:
-    request, tier = stored(alone), Tier(alone.side.stages.sessions[0], up=2, coming=4)
-    tier.waits = True
-    waited: list[float] = []
-    wait_for(lambda: alone.side.matched_tokens(request, 0) == (None, False) and tier.num_lookups == 2, "a wait")
-    alone.step()
-    assert alone.side.budget.wait_s > 0
-    monkeypatch.setattr(alone.side.budget, "waited", waited.append)
-    assert alone.side.matched_tokens(request, 0) == (None, False)
-    assert not waited
-
-
 def test_a_step_without_time_left_sends_no_lookup_again(
     alone: Core, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -200,59 +166,6 @@ def test_a_step_without_time_left_sends_no_lookup_again(
         patch.setattr(step_budget, "MAX_BEGIN_S", 0.0)
         assert look(alone, request) is None and tier.num_lookups == 2
     assert look(alone, request) is None and tier.num_lookups == 3
-
-
-@pytest.mark.parametrize(("token_s", "waits"), [(1e-4, False), (1e-2, True)])
-def test_nobody_waits_longer_than_computing_takes(token_s: float, waits: bool, alone: Core, clock: FakeClock) -> None:
-    request = stored(alone)
-    Tier(alone.side.stages.sessions[0], up=2, coming=4)
-    alone.side.loads.policy.compute_seconds = lambda num_tokens: num_tokens * token_s  # type: ignore[method-assign]
-    began = clock()
-    while look(alone, request) is None:
-        clock.advance(RETRY_S)
-    assert clock() - began <= blocks(4) * token_s
-    assert (clock() > began) == waits
-
-
-def test_no_patience_takes_what_is_ready_at_once(core: MakeCore, clock: FakeClock) -> None:
-    one = core(promotion_wait_ms=0).connected()
-    request, tier = stored(one), Tier(one.side.stages.sessions[0], up=2, coming=4)
-    assert look(one, request) == blocks(2)
-    data = counted(one)
-    assert data["promotion_missed_tokens"] == blocks(4) and "promotion_waits" not in data
-    assert tier.num_lookups == 1
-
-
-def test_what_would_not_lengthen_the_hit_is_not_waited_for(alone: Core, clock: FakeClock) -> None:
-    short = make_request("short", tokens(2 * 16 + 1))
-    fill(alone, short.block_hashes)
-    Tier(alone.side.stages.sessions[0], up=2, coming=4)
-    assert look(alone, short) == blocks(2)
-    own = stored(alone, "own")
-    assert look(alone, own, computed=blocks(5)) == blocks(1)
-
-
-@pytest.mark.parametrize("is_asking", [False, True])
-def test_who_is_aborted_while_it_waits_leaves_nothing_behind(is_asking: bool, alone: Core, clock: FakeClock) -> None:
-    request, tier = stored(alone), Tier(alone.side.stages.sessions[0], up=2, coming=4)
-    assert look(alone, request) is None
-    if is_asking:
-        tier.is_slow = True
-        clock.advance(RETRY_S)
-        assert alone.side.matched_tokens(request, 0) == (None, False) and tier.num_lookups == 3
-        wait_for_leases(alone, 2)
-        tier.is_slow = False
-    alone.finish(request)
-    wait_for_leases(alone, 0)
-    assert not any(alone.side.held().values())
-
-
-def test_who_waits_does_not_outlive_a_reset(alone: Core, clock: FakeClock) -> None:
-    request = stored(alone)
-    Tier(alone.side.stages.sessions[0], up=2, coming=4)
-    assert look(alone, request) is None
-    assert alone.side.reset() is True
-    wait_for_leases(alone, 0)
 
 
 def test_a_late_answer_leaves_what_was_ready(alone: Core, clock: FakeClock) -> None:
@@ -266,33 +179,6 @@ def test_a_late_answer_leaves_what_was_ready(alone: Core, clock: FakeClock) -> N
     data = counted(alone)
     assert (data["lookups"], data["lookup_failures"]) == (2, 1)
     alone.finish(request)
-    wait_for_leases(alone, 0)
-
-
-def test_a_restart_is_a_miss(core: MakeCore, pool_server: StartServer, clock: FakeClock) -> None:
-    endpoint = free_endpoint()
-    server = pool_server("--listen", endpoint)
-    one = core(endpoint=endpoint).connected()
-    request = stored(one)
-    tier = Tier(one.side.stages.sessions[0], up=2, coming=4)
-    assert look(one, request) is None
-    server.kill()
-    pool_server("--listen", endpoint)
-    tier.up = tier.coming = 0  # Whether the session has noticed by now, or the lookup finds out.
-    clock.advance(RETRY_S)
-    assert look(one, request) == 0
-    assert {look(one, request) for _ in range(5)} == {0}
-    one.finish(request)
-    assert not any(one.side.held().values())
-
-
-def test_a_pool_that_went_away_is_a_miss(alone: Core, clock: FakeClock) -> None:
-    request, tier = stored(alone), Tier(alone.side.stages.sessions[0], up=2, coming=4)
-    assert look(alone, request) is None
-    lose_pool(alone)
-    clock.advance(RETRY_S)
-    assert look(alone, request) == 0 and tier.num_lookups == 2
-    assert counted(alone)["promotion_missed_tokens"] == blocks(4)
     wait_for_leases(alone, 0)
 
 
@@ -312,24 +198,6 @@ def test_an_own_hit_that_grows_meanwhile_is_not_waited_for_again(alone: Core, cl
     assert look(alone, request) is None
     clock.advance(RETRY_S)
     assert look(alone, request, computed=blocks(4)) == 0 and tier.num_lookups == 3
-
-
-def test_a_hit_is_judged_once_it_is_final(core: MakeCore, clock: FakeClock) -> None:
-    one = core().connected()
-    request, tier = stored(one), Tier(one.side.stages.sessions[0], up=2, coming=4)
-    judged: list[tuple[int, int]] = []
-    verdict = one.side.loads.verdict
-
-    def watched(request_id: str, start: int, stop: int) -> Any:
-        judged.append((start, stop))
-        return verdict(request_id, start, stop)
-
-    one.side.loads.verdict = watched
-    assert look(one, request) is None
-    tier.brought(4)
-    clock.advance(RETRY_S)
-    assert look(one, request) == blocks(6)
-    assert judged == [(0, blocks(6))]
 
 
 def test_what_is_on_its_way_is_not_missing(core: MakeCore, clock: FakeClock) -> None:

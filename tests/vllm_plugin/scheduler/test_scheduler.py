@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -31,13 +30,11 @@ from tests.vllm_plugin.core import (
     num_leases,
     wait_for_leases,
 )
-from tests.vllm_plugin.kinds import chunked, kv_cache, state, window
-from vllm_plugin.breaker import FAILURES_TO_OPEN
+from tests.vllm_plugin.kinds import kv_cache, state, window
 from vllm_plugin.config import ConnectorConfig
 from vllm_plugin.metadata import GroupBlocks, Handshake, LoadJob, StoreJob
 from vllm_plugin.model.identity import namespace_spec
 
-STEP_S = 0.05
 """Far more than a step may wait (2 ms), far less than a deadline of the pool."""
 
 
@@ -58,15 +55,6 @@ def names_in(part: GroupBlocks) -> list[bytes]:
 
 
 # Lookup
-
-
-def test_the_first_answer_may_be_ask_again_and_then_comes_the_value(core: MakeCore) -> None:
-    one = core().connected()
-    request = make_request("r", tokens(100))
-    fill(one, request.block_hashes[:3])
-    first = one.side.matched_tokens(request, 0)
-    assert first in ((None, False), (blocks(3), True))
-    assert one.ask(request) == blocks(3)
 
 
 def test_asking_again_costs_no_lookup_and_no_second_lease(alone: Core) -> None:
@@ -99,70 +87,12 @@ def test_an_own_hit_that_shrinks_is_looked_up_anew(alone: Core) -> None:
     assert one.ask(other, computed=blocks(1)) == 0, "nobody has seen blocks 1 and 2 of it"
 
 
-@pytest.mark.parametrize(("num_tokens", "expected"), [(15, 0), (16, 0), (17, 1), (63, 3), (64, 3), (65, 4), (100, 6)])
-def test_a_hit_of_the_whole_prompt_leaves_its_last_token(num_tokens: int, expected: int, core: MakeCore) -> None:
-    one = core().connected()
-    request = make_request("r", tokens(num_tokens))
-    if request.block_hashes:
-        fill(one, request.block_hashes)
-    assert one.ask(request) == blocks(expected)
-
-
-def test_a_gap_ends_the_hit(core: MakeCore) -> None:
-    one = core().connected()
-    request = make_request("r", tokens(100))
-    fill(one, [*request.block_hashes[:2], *request.block_hashes[3:]])
-    assert one.ask(request) == blocks(2)
-
-
 def test_a_request_that_wants_no_cached_prefix_gets_none(core: MakeCore) -> None:
     one = core().connected()
     request = make_request("r", tokens(100), prompt_logprobs=1)
     assert request.skip_reading_prefix_cache
     fill(one, request.block_hashes)
     assert one.side.matched_tokens(request, 0) == (0, False)
-
-
-def test_a_producer_never_looks_up(core: MakeCore) -> None:
-    one = core(role="kv_producer").connected()
-    request = make_request("r", tokens(100))
-    fill(one, request.block_hashes)
-    assert one.side.matched_tokens(request, 0) == (0, False)
-    counted = one.side.stats()
-    assert counted is None or "lookups" not in counted.data
-
-
-def test_without_a_pool_everything_is_a_miss_at_once(core: MakeCore) -> None:
-    one = core(endpoint=free_endpoint())
-    started = time.monotonic()
-    for nth in range(100):
-        assert one.side.matched_tokens(make_request(f"r{nth}", tokens(100)), 0) == (0, False)
-    assert time.monotonic() - started < 10  # To wait for each lookup would take 20 s.
-
-
-def test_steps_wait_next_to_nothing_for_a_server_that_does_not_answer(core: MakeCore, pool_server: StartServer) -> None:
-    server = pool_server()
-    one = core(endpoint=server.endpoint, lookup_timeout_ms=300).connected()
-    requests = [make_request(f"r{nth}", tokens(100, nth)) for nth in range(100)]
-    with stopped(server):
-        unanswered = dict.fromkeys(requests)
-        started = time.monotonic()
-        steps_s = []
-        while unanswered:
-            began = time.monotonic()
-            for request in list(unanswered):
-                matched, is_async = one.side.matched_tokens(request, 0)
-                assert matched in (None, 0) and not is_async
-                if matched == 0:
-                    del unanswered[request]
-            steps_s.append(time.monotonic() - began)
-            one.step()
-            assert time.monotonic() - started < 60
-            time.sleep(0.001)
-        # A budget for each lookup instead of one for all would be 200 ms a step. (The median: machines are busy.)
-        assert statistics.median(steps_s) < STEP_S
-        assert one.side.stages.sessions[0].namespace is None
-    assert one.side.stats().data["lookup_failures"] >= FAILURES_TO_OPEN
 
 
 def test_a_lookup_that_failed_is_not_repeated_for_the_same_request(core: MakeCore, pool_server: StartServer) -> None:
@@ -226,16 +156,6 @@ def test_a_load_knows_whether_its_step_computes(core: MakeCore) -> None:
         assert job.beside_compute == bool(scheduled)
 
 
-def test_a_core_that_takes_less_than_it_was_offered_loads_less(core: MakeCore) -> None:
-    one = core().connected()
-    request = make_request("r", tokens(100))
-    fill(one, request.block_hashes)
-    assert one.ask(request) == blocks(6)
-    block_ids = one.allocate(request, blocks(2))
-    (job,) = one.step().loads
-    assert (list(run_in(job).block_hashes), ids_in(job)) == (request.block_hashes[:2], block_ids[:2])
-
-
 def test_a_hit_that_another_connector_serves_is_not_loaded_and_its_lease_ends(alone: Core) -> None:
     one = alone
     request = make_request("r", tokens(100))
@@ -244,16 +164,6 @@ def test_a_hit_that_another_connector_serves_is_not_loaded_and_its_lease_ends(al
     wait_for_leases(one, 1)
     one.allocate(request, 0)  # The request's real blocks, and not one token for us.
     assert one.step().loads == []
-    wait_for_leases(one, 0)
-
-
-def test_a_lease_ends_when_every_rank_has_loaded(alone: Core) -> None:
-    one = alone
-    request = make_request("r", tokens(100))
-    fill(one, request.block_hashes)
-    one.allocate(request, one.ask(request))
-    assert num_leases(one) == 1
-    one.report(finished_recving={"r"})
     wait_for_leases(one, 0)
 
 
@@ -271,126 +181,7 @@ def test_the_second_allocation_after_a_load_changes_nothing(core: MakeCore) -> N
     assert metadata.stores == [], "what came from the pool is not sent back to it"
 
 
-def test_a_request_whose_load_failed_never_looks_up_again(core: MakeCore) -> None:
-    one = core().connected()
-    request = make_request("r", tokens(100))
-    fill(one, request.block_hashes)
-    one.allocate(request, one.ask(request))
-    one.step()
-    one.report(finished_recving={"r"}, failed_recving={"r"})
-    one.free(request)
-    assert {one.ask(request) for _ in range(5)} == {0}
-    one.finish(request)
-    # The name is free again, and so is its past.
-    assert one.ask(make_request("r", tokens(100))) == blocks(6)
-
-
-def test_blocks_of_a_failed_load_are_stored_once_they_are_computed(core: MakeCore) -> None:
-    one = core().connected()
-    request = make_request("r", tokens(100))
-    fill(one, request.block_hashes)
-    one.allocate(request, one.ask(request))
-    one.step()
-    one.report(finished_recving={"r"}, failed_recving={"r"})
-    one.free(request)
-    one.allocate(request, 0)
-    (job,) = one.step((request, 100)).stores
-    assert list(run_in(job).block_hashes) == request.block_hashes[:6]
-
-
-def test_a_request_aborted_while_it_loads_leaves_nothing_behind(alone: Core) -> None:
-    one = alone
-    request = make_request("r", tokens(100))
-    fill(one, request.block_hashes)
-    one.allocate(request, one.ask(request))
-    one.step()
-    one.side.request_finished(request, [[]])
-    # Its blocks are held until the ranks report; that the load failed as well is nobody's loss.
-    one.report(finished_recving={"r"}, failed_recving={"r"})
-    wait_for_leases(one, 0)
-    again = make_request("r", tokens(100))
-    assert one.ask(again) == blocks(6), "the same name has no past"
-    one.finish(again)
-    assert not any(one.side.held().values())
-
-
-def test_prompts_share_what_lies_before_images_that_differ_and_all_of_it_where_they_agree(alone: Core) -> None:
-    prompt, place = tokens(100), (20, 40)
-    fill(alone, make_request("stored", prompt, images={"a cat": place}).block_hashes)
-    asked = {
-        name: alone.ask(make_request(name, prompt, images=images))
-        for name, images in {
-            "the same image": {"a cat": place},
-            "another image": {"a dog": place},
-            "no image": None,
-            "the same image elsewhere": {"a cat": (36, 40)},
-        }.items()
-    }
-    assert asked == {
-        "the same image": blocks(6),
-        "another image": blocks(1),
-        "no image": blocks(1),
-        "the same image elsewhere": blocks(1),
-    }
-
-
-def test_a_request_aborted_while_it_is_looked_up_gives_its_lease_back(alone: Core) -> None:
-    one = alone
-    requests = [make_request(f"r{nth}", tokens(100)) for nth in range(10)]
-    fill(one, requests[0].block_hashes)
-    for request in requests:
-        one.side.matched_tokens(request, 0)
-        one.side.request_finished(request, [[]])
-    wait_for_leases(one, 0)
-    assert not any(one.side.held().values())
-
-
 # Store
-
-
-def test_full_blocks_are_stored_as_they_are_computed(core: MakeCore) -> None:
-    one = core().connected()
-    request = make_request("r", tokens(100))
-    block_ids = one.allocate(request, 0)
-    (first,) = one.step((request, 40)).stores
-    assert (list(run_in(first).block_hashes), ids_in(first)) == (request.block_hashes[:2], block_ids[:2])
-    assert run_in(first).parent_hash == b""
-    (second,) = one.step((request, 60)).stores
-    assert (list(run_in(second).block_hashes), ids_in(second)) == (request.block_hashes[2:6], block_ids[2:6])
-    assert run_in(second).parent_hash == request.block_hashes[1]
-    assert first.job_id != second.job_id
-
-
-def test_the_block_of_the_last_sampled_token_waits_until_that_token_is_computed(core: MakeCore) -> None:
-    one = core().connected()
-    request = make_request("r", tokens(63))
-    one.allocate(request, 0, num_blocks=5)
-    (job,) = one.step((request, 63)).stores
-    assert len(run_in(job)) == 3
-    request.append_output_token_ids(7)  # The 64th token is known, its KV is not there yet.
-    assert len(request.block_hashes) == 4
-    assert one.step().stores == []
-    (job,) = one.step((request, 1)).stores
-    assert list(run_in(job).block_hashes) == request.block_hashes[3:4]
-
-
-def test_a_block_that_a_chunk_leaves_one_token_short_waits(core: MakeCore) -> None:
-    one = core().connected()
-    request = make_request("r", tokens(100))
-    one.allocate(request, 0)
-    (first,) = one.step((request, 47)).stores
-    assert list(run_in(first).block_hashes) == request.block_hashes[:2]
-    (second,) = one.step((request, 1)).stores
-    assert list(run_in(second).block_hashes) == request.block_hashes[2:3]
-
-
-def test_tokens_that_are_scheduled_but_not_known_are_not_stored(core: MakeCore) -> None:
-    one = core().connected()
-    request = make_request("r", tokens(60))
-    one.allocate(request, 0, num_blocks=6)
-    one.step((request, 60))
-    # Draft tokens, or asynchronous scheduling: eight more are computed, none of them has a name.
-    assert one.step((request, 8)).stores == []
 
 
 @pytest.mark.parametrize(("store_decoded", "expected"), [(True, 1), (False, 0)])
@@ -401,22 +192,6 @@ def test_decoded_blocks_are_stored_only_if_that_is_wanted(store_decoded: bool, e
     assert len(one.step((request, 60)).stores) == 1
     request.append_output_token_ids(list(range(5)))
     assert len(one.step((request, 4)).stores) == expected
-
-
-def test_a_consumer_never_stores(core: MakeCore) -> None:
-    one = core(role="kv_consumer").connected()
-    request = make_request("r", tokens(100))
-    one.allocate(request, 0)
-    assert one.step((request, 100)).stores == []
-    assert not one.side.has_pinned_blocks()
-
-
-def test_more_hashes_than_blocks_store_the_blocks_there_are(core: MakeCore) -> None:
-    one = core().connected()
-    request = make_request("r", tokens(100))
-    block_ids = one.allocate(request, 0, num_blocks=4)
-    (job,) = one.step((request, 100)).stores
-    assert (list(run_in(job).block_hashes), ids_in(job)) == (request.block_hashes[:4], block_ids)
 
 
 def test_a_store_that_found_no_pool_is_made_up_for(core: MakeCore, pool_server: StartServer) -> None:
@@ -433,19 +208,6 @@ def test_a_store_that_found_no_pool_is_made_up_for(core: MakeCore, pool_server: 
 
 
 # Pins
-
-
-def test_blocks_are_pinned_until_every_rank_has_reported(core: MakeCore) -> None:
-    one = core(world_size=2).connected()
-    request = make_request("r", tokens(100))
-    one.allocate(request, 0)
-    (job,) = one.step((request, 100)).stores
-    one.finish(request)
-    assert one.num_used_blocks() == 6 and one.side.has_pinned_blocks()
-    one.report(job.job_id)
-    assert one.num_used_blocks() == 6 and one.side.has_pinned_blocks()
-    one.report(job.job_id)
-    assert one.num_used_blocks() == 0 and not one.side.has_pinned_blocks()
 
 
 def test_the_deepest_block_is_reused_first(core: MakeCore) -> None:
@@ -466,34 +228,6 @@ def test_a_report_too_many_is_a_broken_invariant(ranks: int, core: MakeCore) -> 
     (job,) = one.step((request, 100)).stores
     with pytest.raises(AssertionError, match="reported by too many ranks"):
         one.report(job.job_id, ranks=ranks)
-
-
-def test_blocks_that_are_freed_by_preemption_while_they_are_sent_are_not_reused(core: MakeCore) -> None:
-    one = core().connected()
-    request = make_request("r", tokens(100))
-    one.allocate(request, 0)
-    (job,) = one.step((request, 100)).stores
-    one.free(request)
-    others = one.pool.get_new_blocks(one.pool.get_num_free_blocks())
-    assert not {block.block_id for block in others} & set(ids_in(job))
-    one.pool.free_blocks(others)
-    one.report(job.job_id)
-    assert one.num_used_blocks() == 0
-
-
-def test_a_resumed_request_stores_from_its_new_blocks(core: MakeCore) -> None:
-    one = core().connected()
-    request = make_request("r", tokens(100))
-    before = one.allocate(request, 0)
-    (first,) = one.step((request, 50)).stores
-    one.free(request)
-    after = one.allocate(request, 0)
-    assert not set(after) & set(ids_in(first)), "the pinned ones are still taken"
-    one.step((request, 50))
-    (second,) = one.step((request, 50)).stores
-    assert ids_in(second) == after[3:6] and not set(ids_in(second)) & set(before[3:6]) - set(after)
-    assert list(run_in(second).block_hashes) == request.block_hashes[3:6]
-    one.report(first.job_id, second.job_id)
 
 
 def test_no_more_blocks_are_pinned_than_allowed(core: MakeCore) -> None:
@@ -531,25 +265,6 @@ def test_a_prompt_longer_than_what_may_be_pinned_is_stored_bit_by_bit(core: Make
 # End
 
 
-def test_after_new_weights_nothing_stored_before_is_found_and_nothing_is_held(alone: Core) -> None:
-    one = alone
-    request = make_request("r", tokens(100))
-    fill(one, request.block_hashes)
-    assert one.ask(request) == blocks(6)
-    before = one.side.stages.sessions[0].namespace
-    assert before is not None and one.side.reset() is True
-    wait_for_leases(one, 0)
-    one.weights = b"2"
-    assert one.side.matched_tokens(request, 0) == (None, False)
-    one.step()
-    assert one.connected().ask(request) == 0
-    after = one.side.stages.sessions[0].namespace
-    assert after is not None and after.fingerprint != before.fingerprint
-    # Who has the old weights still finds what was computed with them.
-    client = one.side.stages.sessions[0].client
-    assert client.lookup(before, [BlockRun(0, request.block_hashes)], lease=False).hits[0].num_leading == 6
-
-
 def test_a_reset_while_blocks_are_in_use_shares_nothing_until_one_succeeds(core: MakeCore) -> None:
     """vLLM asks for one even where it could not reset its own cache: what is in use is of the old weights."""
     one = core(weights_epoch="7").connected()
@@ -578,14 +293,6 @@ def test_a_reset_works_without_a_pool(core: MakeCore) -> None:
     assert core(endpoint=free_endpoint()).side.reset() is True
 
 
-def test_reset_leaves_other_namespaces_alone(core: MakeCore) -> None:
-    one, other = core().connected(), core().connected()
-    request = make_request("r", tokens(100))
-    fill(other, request.block_hashes)
-    assert one.side.reset() is True
-    assert other.ask(request) == blocks(6)
-
-
 def test_shutting_down_with_lookups_under_way_is_quiet(
     core: MakeCore, pool_server: StartServer, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -601,15 +308,6 @@ def test_shutting_down_with_lookups_under_way_is_quiet(
     assert "Traceback" not in capfd.readouterr().err
 
 
-def test_a_load_job_survives_the_way_to_a_worker(core: MakeCore) -> None:
-    one = core().connected()
-    request = make_request("r", tokens(100))
-    fill(one, request.block_hashes)
-    one.allocate(request, one.ask(request))
-    (job,) = one.step().loads
-    assert isinstance(job, LoadJob) and type(run_in(job).block_hashes) is list
-
-
 # Several groups
 
 
@@ -623,42 +321,6 @@ def fill_all(core: Core, request: Request, *groups: Sequence[int], stage: int = 
     for group, indices in enumerate(groups):
         if indices:
             fill(core, [request.block_hashes[idx] for idx in indices], group, stage)
-
-
-def test_a_hit_needs_the_window_before_it_and_all_of_full_attention(core: MakeCore) -> None:
-    one = core(cache=window_cache()).connected()
-    requests = {name: make_request(name, tokens(100, name)) for name in "abcd"}
-    fill_all(one, requests["a"], range(6), [3, 4, 5])
-    fill_all(one, requests["b"], range(6), [1, 2, 3, 5])
-    fill_all(one, requests["c"], range(3), [3, 4, 5])
-    fill_all(one, requests["d"], range(6), [])
-    asked = {name: one.ask(request) for name, request in requests.items()}
-    assert asked == {"a": blocks(6), "b": blocks(4), "c": 0, "d": 0}
-
-
-def test_a_load_of_a_window_starts_after_the_null_blocks(core: MakeCore) -> None:
-    one = core(cache=window_cache()).connected()
-    request = make_request("r", tokens(100))
-    fill_all(one, request, range(6), [3, 4, 5])
-    one.allocate(request, one.ask(request), skipped=[0, 3, 3])
-    (job,) = one.step().loads
-    full, windows = job.groups
-    assert (full.group_idx, windows.group_idx) == (0, 1)
-    assert names_in(full) == request.block_hashes[:6]
-    assert full.block_ids == [one.ids(request)[:6]]
-    assert names_in(windows) == request.block_hashes[3:6]
-    assert windows.runs[0].parent_hash == request.block_hashes[2]
-    assert windows.block_ids == [one.ids(request, 1)[3:6], one.ids(request, 2)[3:6]]
-    assert all(all(row) for row in windows.block_ids), "the null block is nobody's memory"
-
-
-def test_a_window_that_is_longer_than_the_hit_loads_from_its_start(core: MakeCore) -> None:
-    one = core(cache=kv_cache(full_attention(), window(1000), num_blocks=NUM_BLOCKS)).connected()
-    request = make_request("r", tokens(100))
-    fill_all(one, request, range(6), range(6))
-    one.allocate(request, one.ask(request))
-    (job,) = one.step().loads
-    assert [names_in(part) for part in job.groups] == [request.block_hashes[:6]] * 2
 
 
 def test_the_engines_own_blocks_are_not_loaded_again(core: MakeCore) -> None:
@@ -686,53 +348,6 @@ def test_a_cut_hit_that_cannot_be_resumed_becomes_a_load_that_fails(core: MakeCo
     assert one.ask(request) == 0, "computed, and not asked for again"
     one.finish(request)
     assert not any(one.side.held().values())
-
-
-def test_a_cut_hit_that_can_be_resumed_is_loaded(core: MakeCore) -> None:
-    one = core(cache=window_cache()).connected()
-    request = make_request("r", tokens(100))
-    fill_all(one, request, range(6), range(6))
-    assert one.ask(request) == blocks(6)
-    one.allocate(request, blocks(4), skipped=[0, 1, 1])
-    (job,) = one.step().loads
-    assert [names_in(part) for part in job.groups] == [request.block_hashes[:4], request.block_hashes[1:4]]
-
-
-def test_a_group_that_needs_nothing_loads_nothing(core: MakeCore) -> None:
-    one = core(cache=kv_cache(full_attention(), chunked(64), num_blocks=NUM_BLOCKS)).connected()
-    request = make_request("r", tokens(100))
-    fill_all(one, request, range(4))
-    assert one.ask(request) == 64, "the next token begins a chunk"
-    one.allocate(request, 64, skipped=[0, 4])
-    (job,) = one.step().loads
-    assert [part.group_idx for part in job.groups] == [0]
-
-
-def test_windows_are_stored_where_the_prompt_ends_and_at_the_interval(core: MakeCore) -> None:
-    one = core(
-        cache=window_cache(), window_interval_tokens=200, max_pinned_fraction=1.0
-    ).connected()  # 208: a whole number of blocks.
-    request = make_request("r", tokens(336))
-    one.allocate(request, 0, num_blocks=21)
-    (job,) = one.step((request, 336)).stores
-    full, windows = job.groups
-    assert names_in(full) == request.block_hashes[:21]
-    wanted = [10, 11, 12, 17, 18, 19, 20]
-    assert names_in(windows) == [request.block_hashes[idx] for idx in wanted]
-    assert windows.block_ids == [[one.ids(request, group)[idx] for idx in wanted] for group in (1, 2)]
-    assert [run.parent_hash for run in windows.runs] == [request.block_hashes[9], request.block_hashes[16]]
-    assert one.side.held()["pinned blocks"] == 21 + 2 * len(wanted)
-    one.report(job.job_id)
-    assert not one.side.has_pinned_blocks()
-
-
-def test_null_blocks_are_never_stored(core: MakeCore) -> None:
-    one = core(cache=window_cache()).connected()
-    request = make_request("r", tokens(96))
-    one.allocate(request, 0, skipped=[0, 5, 4])
-    (job,) = one.step((request, 96)).stores
-    assert names_in(job.groups[1]) == request.block_hashes[5:6], "both tables have a block of it"
-    assert all(all(row) for part in job.groups for row in part.block_ids)
 
 
 @pytest.mark.parametrize("known", [[2, 3], []])
@@ -771,46 +386,6 @@ def test_of_states_only_what_the_engine_hands_over_is_stored(core: MakeCore) -> 
     assert names_in(states) == request.block_hashes[2:3]
     assert states.runs[0].parent_hash == request.block_hashes[1]
     assert states.block_ids == [[block_ids[0]], [block_ids[1]]]
-
-
-def test_a_state_is_loaded_into_the_block_before_the_boundary(core: MakeCore) -> None:
-    one = core(cache=kv_cache(full_attention(), state(), num_blocks=NUM_BLOCKS)).connected()
-    request = make_request("r", tokens(100))
-    fill_all(one, request, range(6), [4])
-    assert one.ask(request) == blocks(5)
-    one.allocate(request, blocks(5), skipped=[0, 4])
-    (job,) = one.step().loads
-    full, states = job.groups
-    assert names_in(full) == request.block_hashes[:5]
-    assert names_in(states) == request.block_hashes[4:5]
-    assert states.block_ids == [one.ids(request, 1)[4:5]]
-
-
-def test_blocks_of_other_sizes_are_named_by_their_last_hash(core: MakeCore) -> None:
-    cache = kv_cache(full_attention(block_size=32), window(40), num_blocks=NUM_BLOCKS)
-    one = core(cache=cache).connected()
-    request = make_request("r", tokens(100))
-    assert len(request.block_hashes) == 6
-    one.allocate(request, 0)
-    (job,) = one.step((request, 100)).stores
-    assert names_in(job.groups[0]) == request.block_hashes[1:6:2]
-    for part in job.groups:
-        fill(one, names_in(part), part.group_idx)
-    again = make_request("again", tokens(100))
-    assert one.ask(again) == 96
-    one.allocate(again, 96, skipped=[0, 3])
-    (load,) = one.step().loads
-    assert names_in(load.groups[0]) == request.block_hashes[1:6:2]
-    assert [part.block_ids for part in load.groups] == [[one.ids(again)[:3]], [one.ids(again, 1)[3:6]]]
-
-
-def test_an_own_hit_inside_a_block_is_no_boundary(core: MakeCore) -> None:
-    one = core(cache=kv_cache(full_attention(block_size=32), window(40), num_blocks=NUM_BLOCKS)).connected()
-    request = make_request("r", tokens(100))
-    fill(one, request.block_hashes[1:6:2])
-    fill(one, request.block_hashes, 1)
-    assert one.side.matched_tokens(request, 16) == (0, False)
-    assert one.ask(request, computed=32) == 64
 
 
 # Pipeline stages

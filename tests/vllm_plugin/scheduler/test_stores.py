@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
-from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import Request
 
 from tests.support.clock import FakeClock
@@ -28,29 +26,6 @@ FreshFleet = Callable[[], Fleet]
 
 def offered(metadata: ConnectorMetadata) -> list[bytes]:
     return [name for job in metadata.stores for part in job.groups for run in part.runs for name in run.block_hashes]
-
-
-# What a report costs
-
-
-def test_a_report_costs_its_own_blocks_and_not_all_that_are_pinned() -> None:
-    def seconds(num_others: int) -> float:
-        pool = BlockPool(80_000, enable_caching=True, hash_block_size=16)
-        pins = Pins(1, 80_000)
-        pins.bind(pool)
-        ids = [block.block_id for block in pool.get_new_blocks(num_others + 64)]
-        if num_others:
-            pins.pin(0, [ids[64:]])
-        for job_id in range(1, 65):
-            pins.pin(job_id, [ids[job_id - 1 : job_id]])
-        began = time.thread_time()
-        for job_id in range(1, 65):
-            assert pins.report(job_id, 1)
-            pins.unpin(job_id)
-        return time.thread_time() - began
-
-    alone, beside = (min(seconds(num_others) for _ in range(5)) for num_others in (0, 60_000))
-    assert beside < 20 * alone, "a Counter that is rebuilt with each report takes 185 times as long"
 
 
 # How much a step offers
