@@ -14,8 +14,10 @@ import weakref
 from kvpool.transport.base import Bytes, Sink, Source, Transfer
 from kvpool.transport.helpers import Helpers
 from kvpool.transport.staging import Staging
-from kvpool.transport.tcp_connection import ConnectionPool, Peer
-from kvpool.transport.tcp_transfer import TcpRead, TcpWrite
+from kvpool.transport.tcp_connection import Peer
+from kvpool.transport.tcp_connections import ConnectionPool
+from kvpool.transport.tcp_read import TcpRead
+from kvpool.transport.tcp_write import TcpWrite
 from kvpool.types import DataPortInfo
 
 MAX_CONNECTIONS = 32

@@ -20,10 +20,11 @@ from dataclasses import dataclass
 
 from kvpool.data_port import pack_offsets
 from kvpool.errors import KVPoolError, PoolTimeoutError
-from kvpool.transport.base import Bytes, Pieces, Sink, Source, Transfer
+from kvpool.transport.base import Bytes, Pieces, Transfer
 from kvpool.transport.helpers import Helpers
 from kvpool.transport.staging import Staging
-from kvpool.transport.tcp_connection import Connection, ConnectionPool, Part
+from kvpool.transport.tcp_connection import Connection, Part
+from kvpool.transport.tcp_connections import ConnectionPool
 
 PART_BYTES = (2 << 20, 8 << 20)
 """Bytes of a part, unless one region has more: at least, which stay in a core's cache until they are summed, and at
@@ -47,7 +48,7 @@ SPARE_BUFFERS = 2
 
 
 @dataclass(eq=False, slots=True)
-class _Batch:
+class Batch:
     """Regions [start, stop), which one callback sees.
 
     Args:
@@ -67,10 +68,10 @@ class _Batch:
     ready: Callable[[], object] | None = None
 
 
-_Move = tuple[Part, _Batch]
+Move = tuple[Part, Batch]
 
 
-class _TcpTransfer:
+class TcpTransfer:
     """What the caller of a transfer shares with its helpers.
 
     Args:
@@ -106,8 +107,8 @@ class _TcpTransfer:
         permitted = transfer.offsets if transfer.permitted_offsets is None else transfer.permitted_offsets
         offsets, count = pack_offsets(permitted), len(transfer.offsets)
         ranges = transfer.batches() if rows is None or not count else [(0, count)]
-        self._batches = [_Batch(nth, start, stop) for nth, (start, stop) in enumerate(ranges)]
-        self._moves: deque[_Move] = deque()
+        self._batches = [Batch(nth, start, stop) for nth, (start, stop) in enumerate(ranges)]
+        self._moves: deque[Move] = deque()
         for batch in self._batches:
             first = batch.start
             while first < batch.stop:
@@ -224,13 +225,13 @@ class _TcpTransfer:
             f"a transfer to or from {self._connections.peer} took more than {self._transfer.timeout_s:.3f} s"
         )
 
-    def _regions(self, part: Part, batch: _Batch) -> Sequence[Pieces]:
+    def _regions(self, part: Part, batch: Batch) -> Sequence[Pieces]:
         """Where the bytes of a part lie, region by region."""
         if self._rows is not None:
             return self._rows[part.first : part.stop]
         return [[row] for row in self._in_rows(batch)[part.first - batch.start : part.stop - batch.start]]
 
-    def _views(self, part: Part, batch: _Batch) -> list[Bytes]:
+    def _views(self, part: Part, batch: Batch) -> list[Bytes]:
         """The same as few arrays."""
         if self._rows is not None:
             return [piece for region in self._rows[part.first : part.stop] for piece in region]
@@ -238,224 +239,15 @@ class _TcpTransfer:
         nbytes = self._transfer.region_bytes
         return [batch.buffer[(part.first - batch.start) * nbytes : (part.stop - batch.start) * nbytes]]
 
-    def _in_rows(self, batch: _Batch) -> list[Bytes]:
+    def _in_rows(self, batch: Batch) -> list[Bytes]:
         """A batch's buffer as one array a region."""
         assert batch.buffer is not None
         nbytes = (batch.stop - batch.start) * self._transfer.region_bytes
         return list(batch.buffer[:nbytes].reshape(batch.stop - batch.start, -1))
 
-    def _free(self, batch: _Batch) -> None:
+    def _free(self, batch: Batch) -> None:
         """Lets other batches have the buffer. With the lock held."""
         if batch.buffer is not None:
             self._buffers.append(batch.buffer)
             batch.buffer = None
         self._changed.notify_all()
-
-
-class TcpWrite(_TcpTransfer):
-    """One write.
-
-    Args:
-        num_movers: most threads, the caller's among them; 0: the caller and all helpers.
-    """
-
-    def __init__(
-        self, transfer: Transfer, source: Source, connections: ConnectionPool, helpers: Helpers, num_movers: int = 0
-    ):
-        super().__init__(transfer, source.rows, connections, helpers, True, num_movers)
-        self._source = source
-        self._filled: deque[_Move] = deque()
-        self._filling = True
-        self._fill_error: Exception | None = None
-
-    def run(self, staging: Staging) -> None:
-        if not self._batches:
-            return
-        with self._buffered(staging):
-            try:
-                self._run(self._lead, self._follow)
-            except BaseException as error:
-                if self._fill_error is not None:
-                    raise error from self._fill_error
-                raise
-            finally:
-                self._finish_filling()
-        if self._fill_error is not None:
-            raise self._fill_error
-
-    def _lead(self, connection: Connection) -> None:
-        for batch in self._batches:
-            if self._rows is None and not self._fill(connection, batch):
-                break
-            with self._changed:
-                self._filled += [self._moves.popleft() for _ in range(batch.parts_left)]
-                self._changed.notify_all()
-            while not self._num_helpers and self._filled:  # Its bytes are in this core's cache.
-                self._send(connection, self._filled.popleft())
-        with self._changed:
-            self._filling = False
-            self._changed.notify_all()
-        self._follow(connection)
-
-    def _fill(self, connection: Connection, batch: _Batch) -> bool:
-        """Fills a buffer; False if the callback has raised, or the transfer ends."""
-        while not (buffer := self._take_buffer()):
-            move = self._take(lambda: self._buffers)
-            if move is not None:
-                self._send(connection, move)
-            elif self._is_ending:
-                return False
-        self._check_deadline()
-        batch.buffer = buffer[0]
-        assert self._source.fill is not None
-        try:
-            batch.ready = self._source.fill(batch.start, self._in_rows(batch))
-        except Exception as error:
-            self._fill_error = error
-            with self._changed:
-                self._filled.clear()
-            return False
-        self._check_deadline()
-        return True
-
-    def _finish_filling(self) -> None:
-        """After a failure: waits for the bytes of batches that were not sent, before others borrow their buffers."""
-        for batch in self._batches:
-            if batch.buffer is not None and batch.ready is not None:
-                with contextlib.suppress(Exception):
-                    batch.ready()
-
-    def _take_buffer(self) -> list[Bytes]:
-        with self._changed:
-            return [self._buffers.pop()] if self._buffers else []
-
-    def _follow(self, connection: Connection) -> None:
-        while (move := self._take(lambda: False)) is not None:
-            self._send(connection, move)
-        while connection.in_flight and self._failure is None:
-            connection.finish()
-
-    def _take(self, enough: Callable[[], object]) -> _Move | None:
-        """The next part to send; None once there will be none, or `enough`."""
-        with self._changed:
-            if self._wait(lambda: self._filled or not self._filling or enough()) and self._filled and not enough():
-                return self._filled.popleft()
-        return None
-
-    def _send(self, connection: Connection, move: _Move) -> None:
-        part, batch = move
-        if batch.ready is not None:
-            batch.ready()
-        self._source.sum(part.first, self._regions(part, batch))
-        connection.send(part, self._views(part, batch))
-        with self._changed:
-            batch.parts_left -= 1
-            if not batch.parts_left:
-                self._free(batch)
-        while connection.in_flight > self._ahead:
-            connection.finish()
-
-
-class TcpRead(_TcpTransfer):
-    """One read.
-
-    Args:
-        num_movers: most threads, the caller's among them; 0: the caller and all helpers.
-    """
-
-    def __init__(
-        self, transfer: Transfer, sink: Sink, connections: ConnectionPool, helpers: Helpers, num_movers: int = 0
-    ):
-        super().__init__(transfer, sink.rows, connections, helpers, False, num_movers)
-        self._sink = sink
-        self._num_freed = 0
-        self._draining: deque[tuple[_Batch, Callable[[], object] | None]] = deque()
-
-    def run(self, staging: Staging) -> None:
-        if not self._batches:
-            return
-        with self._buffered(staging):
-            try:
-                self._run(self._lead, self._follow)
-                self._finish_draining()
-            finally:
-                for _, wait in self._draining:
-                    if wait is not None:
-                        with contextlib.suppress(Exception):
-                            wait()
-
-    def _lead(self, connection: Connection) -> None:
-        requested: deque[_Move] = deque()
-        for batch in self._batches:
-            if not self._has_room(batch):
-                self._finish_draining()
-            while batch.parts_left:
-                self._request(connection, requested)
-                if requested and self._has_room(requested[0][1]):
-                    self._receive(connection, requested.popleft())
-                elif not self._wait_for(lambda: not batch.parts_left or self._can_receive(requested)):  # noqa: B023
-                    return
-            self._check_deadline()
-            if self._rows is None:
-                self._drain(batch)
-
-    def _can_receive(self, requested: deque[_Move]) -> bool:
-        return bool(requested) and self._has_room(requested[0][1])
-
-    def _follow(self, connection: Connection) -> None:
-        requested: deque[_Move] = deque()
-        while True:
-            self._request(connection, requested)
-            if not requested or not self._wait_for(lambda: self._has_room(requested[0][1])):
-                return
-            self._receive(connection, requested.popleft())
-
-    def _wait_for(self, condition: Callable[[], object]) -> bool:
-        with self._changed:
-            return self._wait(condition)
-
-    def _has_room(self, batch: _Batch) -> bool:
-        """Whether a batch has a buffer, or can have one: batches before it must not lack it."""
-        return self._rows is not None or batch.nth < self._num_freed + self._num_buffers
-
-    def _request(self, connection: Connection, requested: deque[_Move]) -> None:
-        """Requests parts ahead; the last parts are left to connections that have none."""
-        while connection.in_flight < self._ahead:
-            with self._changed:
-                if self._is_ending or not self._moves:
-                    return
-                if connection.in_flight and len(self._moves) <= self._num_helpers:
-                    return
-                requested.append(self._moves.popleft())
-            connection.request(requested[-1][0])
-
-    def _receive(self, connection: Connection, move: _Move) -> None:
-        part, batch = move
-        with self._changed:
-            if self._rows is None and batch.buffer is None:
-                batch.buffer = self._buffers.pop()
-        connection.receive(self._views(part, batch))
-        self._sink.sum(part.first, self._regions(part, batch))
-        with self._changed:
-            batch.parts_left -= 1
-            if not batch.parts_left:
-                self._changed.notify_all()
-
-    def _drain(self, batch: _Batch) -> None:
-        assert self._sink.drain is not None
-        wait = self._sink.drain(batch.start, self._in_rows(batch))
-        self._draining.append((batch, wait))
-        self._finish_draining(keep=0 if wait is None else 1)
-
-    def _finish_draining(self, keep: int = 0) -> None:
-        """Waits for the drains that still read their buffers, but for the last `keep`."""
-        while len(self._draining) > keep:
-            batch, wait = self._draining.popleft()
-            if wait is not None:
-                wait()
-            self._end(batch)
-
-    def _end(self, batch: _Batch) -> None:
-        with self._changed:
-            self._num_freed += 1
-            self._free(batch)

@@ -18,7 +18,8 @@ from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
-from vllm_plugin.model.kv_fields import FIELDS, INDEPENDENT, VARIABLES, Effect
+from vllm_plugin.model.independent import INDEPENDENT
+from vllm_plugin.model.kv_fields import FIELDS, VARIABLES, Effect
 from vllm_plugin.model.plugins import own_classes
 
 if TYPE_CHECKING:

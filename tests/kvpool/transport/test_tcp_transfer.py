@@ -20,8 +20,10 @@ from kvpool.transport.base import Buffers, Bytes, Pieces, Sink, Source, Transfer
 from kvpool.transport.helpers import Helpers
 from kvpool.transport.staging import UNIT_BYTES, Staging
 from kvpool.transport.tcp import TcpTransport
-from kvpool.transport.tcp_connection import ConnectionPool, Peer
-from kvpool.transport.tcp_transfer import TcpRead, TcpWrite
+from kvpool.transport.tcp_connection import Peer
+from kvpool.transport.tcp_connections import ConnectionPool
+from kvpool.transport.tcp_read import TcpRead
+from kvpool.transport.tcp_write import TcpWrite
 from tests.support.effort import effort
 from tests.support.processes import wait_for
 from tests.support.scripted_port import GREETINGS, HONEST, Act, Does, ScriptedPort, scripted_port

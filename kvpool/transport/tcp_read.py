@@ -1,0 +1,119 @@
+"""One read over the connections to a data port; see `TcpTransfer`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable
+
+from kvpool.transport.base import Sink, Transfer
+from kvpool.transport.helpers import Helpers
+from kvpool.transport.staging import Staging
+from kvpool.transport.tcp_connection import Connection
+from kvpool.transport.tcp_connections import ConnectionPool
+from kvpool.transport.tcp_transfer import Batch, Move, TcpTransfer
+
+
+class TcpRead(TcpTransfer):
+    """One read.
+
+    Args:
+        num_movers: most threads, the caller's among them; 0: the caller and all helpers.
+    """
+
+    def __init__(
+        self, transfer: Transfer, sink: Sink, connections: ConnectionPool, helpers: Helpers, num_movers: int = 0
+    ):
+        super().__init__(transfer, sink.rows, connections, helpers, False, num_movers)
+        self._sink = sink
+        self._num_freed = 0
+        self._draining: deque[tuple[Batch, Callable[[], object] | None]] = deque()
+
+    def run(self, staging: Staging) -> None:
+        if not self._batches:
+            return
+        with self._buffered(staging):
+            try:
+                self._run(self._lead, self._follow)
+                self._finish_draining()
+            finally:
+                for _, wait in self._draining:
+                    if wait is not None:
+                        with contextlib.suppress(Exception):
+                            wait()
+
+    def _lead(self, connection: Connection) -> None:
+        requested: deque[Move] = deque()
+        for batch in self._batches:
+            if not self._has_room(batch):
+                self._finish_draining()
+            while batch.parts_left:
+                self._request(connection, requested)
+                if requested and self._has_room(requested[0][1]):
+                    self._receive(connection, requested.popleft())
+                elif not self._wait_for(lambda: not batch.parts_left or self._can_receive(requested)):  # noqa: B023
+                    return
+            self._check_deadline()
+            if self._rows is None:
+                self._drain(batch)
+
+    def _can_receive(self, requested: deque[Move]) -> bool:
+        return bool(requested) and self._has_room(requested[0][1])
+
+    def _follow(self, connection: Connection) -> None:
+        requested: deque[Move] = deque()
+        while True:
+            self._request(connection, requested)
+            if not requested or not self._wait_for(lambda: self._has_room(requested[0][1])):
+                return
+            self._receive(connection, requested.popleft())
+
+    def _wait_for(self, condition: Callable[[], object]) -> bool:
+        with self._changed:
+            return self._wait(condition)
+
+    def _has_room(self, batch: Batch) -> bool:
+        """Whether a batch has a buffer, or can have one: batches before it must not lack it."""
+        return self._rows is not None or batch.nth < self._num_freed + self._num_buffers
+
+    def _request(self, connection: Connection, requested: deque[Move]) -> None:
+        """Requests parts ahead; the last parts are left to connections that have none."""
+        while connection.in_flight < self._ahead:
+            with self._changed:
+                if self._is_ending or not self._moves:
+                    return
+                if connection.in_flight and len(self._moves) <= self._num_helpers:
+                    return
+                requested.append(self._moves.popleft())
+            connection.request(requested[-1][0])
+
+    def _receive(self, connection: Connection, move: Move) -> None:
+        part, batch = move
+        with self._changed:
+            if self._rows is None and batch.buffer is None:
+                batch.buffer = self._buffers.pop()
+        connection.receive(self._views(part, batch))
+        self._sink.sum(part.first, self._regions(part, batch))
+        with self._changed:
+            batch.parts_left -= 1
+            if not batch.parts_left:
+                self._changed.notify_all()
+
+    def _drain(self, batch: Batch) -> None:
+        assert self._sink.drain is not None
+        wait = self._sink.drain(batch.start, self._in_rows(batch))
+        self._draining.append((batch, wait))
+        self._finish_draining(keep=0 if wait is None else 1)
+
+    def _finish_draining(self, keep: int = 0) -> None:
+        """Waits for the drains that still read their buffers, but for the last `keep`."""
+        while len(self._draining) > keep:
+            batch, wait = self._draining.popleft()
+            if wait is not None:
+                wait()
+            self._end(batch)
+
+    def _end(self, batch: Batch) -> None:
+        with self._changed:
+            self._num_freed += 1
+            self._free(batch)
