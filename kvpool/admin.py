@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from kvpool import replies, wire
 from kvpool.messages import checked
 from kvpool.rpc import Namespace, PoolRpc
-from kvpool.skew import Release
 from kvpool.transport.choice import Choice, choose
 from kvpool.types import BlockRun, HintKind, Quota
 from kvpool.v1 import pool_pb2 as pb
@@ -28,15 +27,9 @@ class Admin:
     def __init__(self, rpc: PoolRpc):
         self._rpc = rpc
 
-    def ping(self) -> tuple[str, float]:
-        """The server's version, and the seconds since its start."""
+    def ping(self) -> pb.PingResponse:
+        """The server's version, age and protocol, and whether the server drains."""
         return replies.ping(self._rpc.ping())
-
-    def release(self) -> tuple[Release, float]:
-        """The server's release, and the seconds since its start."""
-        reply = self._rpc.ping()
-        version, uptime_s = replies.ping(reply)
-        return Release(version, reply.protocol), uptime_s
 
     def whoami(self) -> pb.WhoAmIResponse:
         """Who the server takes this client for."""
@@ -132,10 +125,6 @@ class Admin:
         request = pb.DrainRequest(deadline_ms=deadline_ms, boot_token=boot_token)
         reply: pb.DrainResponse = self._rpc.call(self._rpc.stub.Drain, request)
         return checked(reply)
-
-    def is_draining(self) -> bool:
-        """Whether the server refuses new leases and tickets, and stops soon."""
-        return bool(self._rpc.ping().draining)
 
     def hint(
         self,

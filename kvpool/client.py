@@ -117,9 +117,9 @@ class Client:
             TransferError, ConfigError: the configured transport does not work here.
         """
         spec = self.rpc.named(self._of_tenant(spec))
-        opened, boot_token = self.rpc.open_namespace(spec, expected_fingerprint, timeout_ms)
-        transport = self.attachment.attach(opened.offer, boot_token)
-        arena_bytes = replies.arena_bytes(opened.offer)
+        opened, offer = self.rpc.open_namespace(spec, expected_fingerprint, timeout_ms)
+        transport, boot_token = self.attachment.attach(offer, opened.boot_token), opened.boot_token
+        arena_bytes = replies.arena_bytes(offer)
         return Namespace(spec, opened.fingerprint, boot_token, transport, opened.max_batch_blocks, arena_bytes)
 
     def lookup(

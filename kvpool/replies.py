@@ -36,7 +36,6 @@ from kvpool.types import (
     Lookup,
     MissCause,
     Offer,
-    OpenedNamespace,
     PoolKey,
     PutGrant,
     PutReceipt,
@@ -90,19 +89,19 @@ def _permit(permit: bytes) -> None:
 # Ping and OpenNamespace
 
 
-def ping(reply: pb.PingResponse) -> tuple[str, float]:
-    """The server's version, and the seconds since its start."""
+def ping(reply: pb.PingResponse) -> pb.PingResponse:
+    """The server's version and age. `offer` checks the transports."""
     _text("version", reply.version, 64)
     _in("uptime_seconds", reply.uptime_seconds, 0, MAX_AGE_S)
-    return escaped(reply.version, 64), reply.uptime_seconds
+    reply.version = escaped(reply.version, 64)
+    return reply
 
 
-def opened(reply: pb.OpenNamespaceResponse) -> OpenedNamespace:
-    """The answer; whether its fingerprint is the spec's is the caller's to check."""
+def opened(reply: pb.OpenNamespaceResponse) -> Offer:
+    """The transports of an opened namespace; whether its fingerprint is the spec's is the caller's to check."""
     _is("fingerprint's size", len(reply.fingerprint), HASH_BYTES)
     _in("max_batch_blocks", reply.max_batch_blocks, 1, MAX_BATCH_BLOCKS)
-    offer(reply)
-    return wire.decode_opened(reply)
+    return offer(reply)
 
 
 def offer(reply: pb.OpenNamespaceResponse | pb.PingResponse) -> Offer:
@@ -151,6 +150,7 @@ class LookupQuestion:
         fingerprint, groups: of the namespace.
         arena_bytes: see the function of that name.
         lease_ttl_ms: 0: without a lease.
+        prefix_only, locate, explain: see `Client.lookup`.
         encode_runs: makes messages of runs, with the blocks' names on the wire.
         traceparent: of the client's span; empty if it makes none.
         asked_at: monotonic seconds.
@@ -160,10 +160,10 @@ class LookupQuestion:
     groups: Sequence[GroupSpec]
     arena_bytes: int
     runs: Sequence[BlockRun]
-    prefix_only: bool
-    lease_ttl_ms: int
-    locate: bool
-    explain: bool
+    lease_ttl_ms: int = 0
+    prefix_only: bool = True
+    locate: bool = False
+    explain: bool = False
     encode_runs: Callable[[Sequence[BlockRun]], list[pb.BlockRun]] = wire.encode_runs
     traceparent: str = ""
     asked_at: float = field(default_factory=time.monotonic)
@@ -251,7 +251,7 @@ class LookupQuestion:
 
 def existence(reply: pb.ExistsResponse, runs: Sequence[BlockRun]) -> Existence:
     """Of the blocks of some runs."""
-    question = LookupQuestion(b"", (), 0, runs, prefix_only=False, lease_ttl_ms=0, locate=False, explain=False)
+    question = LookupQuestion(b"", (), 0, runs, prefix_only=False)
     num_complete = question.check_hits(reply.hits)
     _in("usable_tokens", reply.usable_tokens, 0, MAX_NUMBER if all(num_complete) else 0)
     _in("load_seconds", reply.load_seconds, 0, MAX_AGE_S)

@@ -43,7 +43,7 @@ from kvpool.types import (
     HintKind,
     Located,
     Lookup,
-    OpenedNamespace,
+    Offer,
     PutGrant,
     PutReceipt,
     ShardRange,
@@ -168,8 +168,8 @@ class PoolRpc:
 
     def open_namespace(
         self, spec: NamespaceSpec, expected_fingerprint: bytes = b"", timeout_ms: int | None = None
-    ) -> tuple[OpenedNamespace, int]:
-        """Declares a namespace; returns what the server says of it, and the server's boot token.
+    ) -> tuple[pb.OpenNamespaceResponse, Offer]:
+        """Declares a namespace; returns what the server says of it, and the transports that it offers.
 
         Raises InvalidRequestError, IncompatibleNamespaceError, and IncompatibleReleaseError if the server is of a
         release that this client does not work with, or that computes another fingerprint.
@@ -182,16 +182,16 @@ class PoolRpc:
             protocol=OWN.protocol,
             release=OWN.version,
         )
-        reply = self.call(self.stub.OpenNamespace, request, timeout_ms)
+        reply: pb.OpenNamespaceResponse = self.call(self.stub.OpenNamespace, request, timeout_ms)
         server = wire.decode_release(reply)
         check_skew(OWN, server, self.config.endpoint)
-        opened = replies.opened(reply)
-        if opened.fingerprint != spec.fingerprint():
+        offer = replies.opened(reply)
+        if reply.fingerprint != spec.fingerprint():
             raise IncompatibleReleaseError(
                 f"this client, kvpool {OWN}, and kvpool-server at {self.config.endpoint}, kvpool {server}, compute "
                 "different fingerprints for a namespace; install the same release of kvpool on both sides"
             )
-        return opened, reply.boot_token
+        return reply, offer
 
     # Names of blocks: no block hash gets to a server but through these.
 
@@ -219,23 +219,14 @@ class PoolRpc:
 
     # Lookup
 
-    def lookup(
-        self,
-        namespace: Namespace,
-        runs: Sequence[BlockRun],
-        *,
-        prefix_only: bool,
-        lease: bool,
-        locate: bool,
-        explain: bool,
-    ) -> Lookup:
+    def lookup(self, namespace: Namespace, runs: Sequence[BlockRun], **wanted: bool) -> Lookup:
+        """As `Client.lookup`, with its keywords."""
         if self._tracing is None:
-            question = self._question(namespace, runs, prefix_only, lease, locate, explain)
+            question = self._question(namespace, runs, "", **wanted)
             return self.answer(namespace, question, self.call(self._lookups, question))
         attributes = {"kvpool.blocks": sum(map(len, runs))}
         with self._tracing.span("kvpool.lookup", attributes=attributes, kind="CLIENT") as span:
-            parent = self._tracing.traceparent(span)
-            question = self._question(namespace, runs, prefix_only, lease, locate, explain, parent)
+            question = self._question(namespace, runs, self._tracing.traceparent(span), **wanted)
             return self.answer(namespace, question, self.call(self._lookups, question))
 
     def lookup_async(
@@ -243,12 +234,9 @@ class PoolRpc:
         namespace: Namespace,
         runs: Sequence[BlockRun],
         *,
-        prefix_only: bool = True,
-        lease: bool = True,
-        locate: bool = False,
-        explain: bool = False,
         wait_ms: int = 0,
         traceparent: str = "",
+        **wanted: bool,
     ) -> PendingLookup:
         """As `Client.lookup`, without waiting. Another thread encodes `runs`: do not change them.
 
@@ -256,8 +244,9 @@ class PoolRpc:
             wait_ms: where blocks are on their way up from a tier, the server answers when they are up, or after so
                 long. Such a lookup is a call of its own: the answers to others do not wait for it.
             traceparent: of the caller's span.
+            wanted: the keywords of `Client.lookup`.
         """
-        question = self._question(namespace, runs, prefix_only, lease, locate, explain, traceparent)
+        question = self._question(namespace, runs, traceparent, **wanted)
         if wait_ms:
             call = self.send(self.stub.Lookup, question(wait_ms), self.config.timeout_ms + wait_ms)
         else:
@@ -268,25 +257,20 @@ class PoolRpc:
         self,
         namespace: Namespace,
         runs: Sequence[BlockRun],
-        prefix_only: bool,
-        lease: bool,
-        locate: bool,
-        explain: bool,
         traceparent: str = "",
+        *,
+        lease: bool = True,
+        **wanted: bool,
     ) -> LookupQuestion:
-        ttl_ms = self.config.lease_ttl_ms if lease else 0
-        groups, arena_bytes = namespace.spec.groups, namespace.arena_bytes
         return LookupQuestion(
             namespace.fingerprint,
-            groups,
-            arena_bytes,
+            namespace.spec.groups,
+            namespace.arena_bytes,
             runs,
-            prefix_only,
-            ttl_ms,
-            locate,
-            explain,
-            self.encode_runs,
-            traceparent,
+            self.config.lease_ttl_ms if lease else 0,
+            encode_runs=self.encode_runs,
+            traceparent=traceparent,
+            **wanted,
         )
 
     def answer(self, namespace: Namespace, question: LookupQuestion, reply: pb.LookupResponse) -> Lookup:

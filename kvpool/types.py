@@ -415,16 +415,6 @@ class Offer:
 
 
 @dataclass(frozen=True, slots=True)
-class OpenedNamespace:
-    """Answer of `open_namespace`."""
-
-    fingerprint: bytes
-    offer: Offer
-    created: bool
-    max_batch_blocks: int
-
-
-@dataclass(frozen=True, slots=True)
 class Existence:
     """Answer of `exists`.
 

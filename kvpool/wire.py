@@ -33,7 +33,6 @@ from kvpool.types import (
     MissCause,
     MooncakeInfo,
     Offer,
-    OpenedNamespace,
     PoolKey,
     PutGrant,
     PutReceipt,
@@ -200,42 +199,13 @@ def decode_spec(message: pb.NamespaceSpec) -> NamespaceSpec:
     return _decode(NamespaceSpec, message, groups=groups, extra=tuple(message.extra.items()))
 
 
-def encode_opened(opened: OpenedNamespace, boot_token: int) -> pb.OpenNamespaceResponse:
-    return message_of(
-        opened,
-        pb.OpenNamespaceResponse,
-        boot_token=boot_token,
-        protocol=OWN.protocol,
-        release=OWN.version,
-        **_encode_offer(opened.offer),
-    )
-
-
 def decode_release(message: pb.OpenNamespaceRequest | pb.OpenNamespaceResponse) -> Release:
     """Whom a namespace is opened by, or who opens it; the text can be printed."""
     return Release(escaped(message.release, MAX_RELEASE_CHARS), message.protocol)
 
 
-def decode_opened(message: pb.OpenNamespaceResponse) -> OpenedNamespace:
-    offer = decode_offer(message)
-    return OpenedNamespace(message.fingerprint, offer, message.created, message.max_batch_blocks)
-
-
-def encode_pong(
-    version: str, uptime_s: float, offer: Offer, boot_token: int, namespaces_opened: int = 0, *, draining: bool = False
-) -> pb.PingResponse:
-    return pb.PingResponse(
-        boot_token=boot_token,
-        version=version,
-        uptime_seconds=uptime_s,
-        namespaces_opened=namespaces_opened,
-        draining=draining,
-        protocol=OWN.protocol,
-        **_encode_offer(offer),
-    )
-
-
-def _encode_offer(offer: Offer) -> dict[str, Any]:
+def encode_offer(offer: Offer) -> dict[str, Any]:
+    """The fields of an offer, in `PingResponse` and `OpenNamespaceResponse`."""
     return {
         "piece_bytes": offer.piece_bytes,
         "segment": offer.segment and message_of(offer.segment, pb.Segment),

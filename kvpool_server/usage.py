@@ -9,6 +9,7 @@ Not thread-safe: the pool's event loop owns it.
 from __future__ import annotations
 
 import dataclasses
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import cast
 
@@ -41,12 +42,8 @@ class _Sums:
         self.held_blocks += namespace.held_blocks
 
     def add(self, other: _Sums) -> None:
-        self.lookup_tokens += other.lookup_tokens
-        self.hit_tokens += other.hit_tokens
-        self.stored_bytes += other.stored_bytes
-        self.loaded_bytes += other.loaded_bytes
-        self.held_bytes += other.held_bytes
-        self.held_blocks += other.held_blocks
+        for name in self.__slots__:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
 
     @property
     def size(self) -> int:
@@ -73,10 +70,10 @@ class Usage:
         Costs a microsecond a namespace, however many blocks the pool holds. The counts of a pair never go back.
         Contains all tenants: show a tenant the pairs with its own name as `tenant`, and never `OTHERS`.
         """
-        in_use: dict[Pair, _Sums] = {}
+        in_use: defaultdict[Pair, _Sums] = defaultdict(_Sums)
         for namespace in self._pool.all_namespaces():
             if not namespace.is_measurement:
-                sums = _of(_pair(namespace), in_use)
+                sums = in_use[_pair(namespace)]
                 sums.add_use(namespace)
                 sums.add_held(namespace)
         self._tell_apart(in_use)
@@ -103,14 +100,7 @@ class Usage:
         pair, sums = _pair(namespace), _Sums()
         sums.add_use(namespace)
         self._tell_apart({pair: sums})
-        _of(pair if pair in self._pairs else OTHERS, self._ended).add(sums)
-
-
-def _of(pair: Pair, sums: dict[Pair, _Sums]) -> _Sums:
-    found = sums.get(pair)
-    if found is None:
-        found = sums[pair] = _Sums()
-    return found
+        self._ended.setdefault(pair if pair in self._pairs else OTHERS, _Sums()).add(sums)
 
 
 def _pair(namespace: PoolNamespace) -> Pair:

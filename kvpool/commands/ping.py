@@ -81,14 +81,19 @@ def ping(
     with Client(measuring or common.config_of(endpoint, transport)) as client:
         if bandwidth:
             check_permission(client)
-        version, uptime_s = client.admin.ping()
+        pong = client.admin.ping()
         choice = client.admin.try_transport()
         choice.transport.close()
-        found = {"version": version, "endpoint": endpoint, "uptime_s": uptime_s, "draining": client.admin.is_draining()}
+        found = {
+            "version": pong.version,
+            "endpoint": endpoint,
+            "uptime_s": pong.uptime_seconds,
+            "draining": pong.draining,
+        }
         found |= {"transport": choice.transport.name, "route": choice.route, "why": choice.why}
         if not as_json:
-            typer.echo(f"kvpool-server {version} at {endpoint}, up for {duration_text(uptime_s)}")
-            if found["draining"]:
+            typer.echo(f"kvpool-server {pong.version} at {endpoint}, up for {duration_text(pong.uptime_seconds)}")
+            if pong.draining:
                 typer.echo("the server drains: it takes no new lookups and puts, and stops soon")
             # The route of a fallback has a reason, which `why` has, too.
             route = f"{choice.transport.name} (slow)" if choice.is_fallback else choice.route

@@ -20,7 +20,7 @@ from kvpool.doctor.finding import Finding, error, ok, warning
 from kvpool.doctor.server_state import SERVER_CERTIFICATE, certificate_end
 from kvpool.errors import KVPoolError, TransferError
 from kvpool.memory_socket import memory_address, receive_memory
-from kvpool.skew import OWN
+from kvpool.skew import OWN, Release
 from kvpool.text import duration_text, printable
 from kvpool.tls import TlsFiles
 from kvpool.transport.tcp import peer_of
@@ -37,10 +37,11 @@ OWN_CERTIFICATE = "certificate "
 def grpc_port(client: Client) -> list[Finding]:
     """Whether the server answers, and its release. Raises UnavailableError and PoolTimeoutError if it does not."""
     started = time.monotonic()
-    server, uptime_s = client.admin.release()
+    pong = client.admin.ping()
+    server = Release(pong.version, pong.protocol)
     took_ms = (time.monotonic() - started) * 1e3
     where = f"kvpool-server at {client.rpc.config.endpoint}"
-    found = [ok("gRPC", f"{where} answers within {took_ms:.1f} ms, and is up for {duration_text(uptime_s)}")]
+    found = [ok("gRPC", f"{where} answers within {took_ms:.1f} ms, and is up for {duration_text(pong.uptime_seconds)}")]
     if server == OWN:
         return [*found, ok("versions", f"kvpool {OWN.version} on both sides")]
     text = f"the server is kvpool {server}, and this is kvpool {OWN}"

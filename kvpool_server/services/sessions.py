@@ -13,7 +13,6 @@ from kvpool.errors import IncompatibleReleaseError, InvalidRequestError, Unknown
 from kvpool.principal import Role
 from kvpool.reports import MAX_STAGES
 from kvpool.skew import OWN, Release, check_skew
-from kvpool.types import Offer, OpenedNamespace
 from kvpool.v1 import pool_pb2 as pb
 from kvpool.version import __version__
 from kvpool_server.access.caller import (
@@ -64,9 +63,15 @@ class SessionHandlers(Handlers):
                 fingerprint=namespace.fingerprint.hex()[:12],
                 block_bytes=[group.slot_bytes for group in namespace.spec.groups],
             )
-        most = self.pool.limits.max_batch_blocks
-        opened = OpenedNamespace(namespace.fingerprint, self._offered(), created, most)
-        return wire.encode_opened(opened, self.boot_token)
+        return pb.OpenNamespaceResponse(
+            boot_token=self.boot_token,
+            fingerprint=namespace.fingerprint,
+            created=created,
+            max_batch_blocks=self.pool.limits.max_batch_blocks,
+            protocol=OWN.protocol,
+            release=OWN.version,
+            **self._offered(),
+        )
 
     def _check_release(self, client: Release, opener: str) -> None:
         """Raises IncompatibleReleaseError for a client of an incompatible release, and logs the first of each host.
@@ -82,14 +87,21 @@ class SessionHandlers(Handlers):
                 log.warning("refused a client of another release", client=opener, reason=str(error))
             raise
 
-    def _offered(self) -> Offer:
+    def _offered(self) -> dict[str, Any]:
         """The transports for the caller: the Mooncake engine only if the caller may open namespaces."""
-        return self.offer if caller_may("OpenNamespace") else dataclasses.replace(self.offer, mooncake=None)
+        may_open = caller_may("OpenNamespace")
+        return wire.encode_offer(self.offer if may_open else dataclasses.replace(self.offer, mooncake=None))
 
     async def Ping(self, request: pb.PingRequest, context: Any) -> pb.PingResponse:
-        uptime, num_opened = time.monotonic() - self._started, self.pool.num_opened(own_tenant())
-        offered, draining = self._offered(), self.drain.is_draining
-        return wire.encode_pong(__version__, uptime, offered, self.boot_token, num_opened, draining=draining)
+        return pb.PingResponse(
+            boot_token=self.boot_token,
+            version=__version__,
+            uptime_seconds=time.monotonic() - self._started,
+            namespaces_opened=self.pool.num_opened(own_tenant()),
+            draining=self.drain.is_draining,
+            protocol=OWN.protocol,
+            **self._offered(),
+        )
 
     async def WhoAmI(self, request: pb.WhoAmIRequest, context: Any) -> pb.WhoAmIResponse:
         caller = CALLER.get()

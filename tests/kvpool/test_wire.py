@@ -15,7 +15,6 @@ from kvpool.types import (
     Lookup,
     MooncakeInfo,
     Offer,
-    OpenedNamespace,
     PoolKey,
     PutGrant,
     PutReceipt,
@@ -78,11 +77,9 @@ def test_specs(value: NamespaceSpec) -> None:
     assert received.fingerprint() == value.fingerprint()
 
 
-@given(st.builds(OpenedNamespace, hashes, offers, st.booleans(), u32), ids)
-def test_opened(value: OpenedNamespace, boot_token: int) -> None:
-    message = _through_bytes(wire.encode_opened(value, boot_token))
-    assert message.boot_token == boot_token
-    assert wire.decode_opened(message) == value
+@given(offers)
+def test_offers(value: Offer) -> None:
+    assert wire.decode_offer(_through_bytes(pb.PingResponse(**wire.encode_offer(value)))) == value
 
 
 @given(st.lists(st.tuples(runs, st.data()), max_size=3), ids, u32, ids)

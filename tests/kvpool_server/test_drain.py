@@ -136,14 +136,14 @@ def test_health_says_at_once_that_the_server_does_not_serve(pool_server: StartSe
     namespace = client.open_namespace(_spec())
     _store(client, namespace, "stored")
     lease_id = client.lookup(namespace, [run_of("stored")]).lease_id
-    assert _healthz(server) == (200, "ok\n") and not client.admin.is_draining()
+    assert _healthz(server) == (200, "ok\n") and not client.admin.ping().draining
     with grpc.insecure_channel(server.endpoint) as channel:
         health = health_pb2_grpc.HealthStub(channel)
         request = health_pb2.HealthCheckRequest(service=SERVICE_NAME)
         assert health.Check(request, timeout=10).status == health_pb2.HealthCheckResponse.SERVING
         client.admin.drain()
         assert health.Check(request, timeout=10).status == health_pb2.HealthCheckResponse.NOT_SERVING
-    assert _healthz(server) == (503, "draining\n") and client.admin.is_draining()
+    assert _healthz(server) == (503, "draining\n") and client.admin.ping().draining
     client.release([lease_id])
     assert server.wait(30) == 0
 
@@ -188,7 +188,7 @@ def test_a_drain_of_another_boot_drains_nobody(shared_server: ServerProcess, con
     client = connect(shared_server)
     with pytest.raises(UnavailableError, match="another one has taken its place"):
         client.admin.drain(boot_token=1)
-    assert not client.admin.is_draining()
+    assert not client.admin.ping().draining
 
 
 def test_a_drain_writes_what_tiers_lack(pool_server: StartServer, connect: Connect, tmp_path: Path) -> None:

@@ -44,9 +44,9 @@ def _put_and_get(client: Client, name: object) -> None:
 
 
 def _address(client: Client) -> tuple[str, int]:
-    opened, _ = client.rpc.open_namespace(namespace_spec())
-    assert opened.offer.data_port is not None
-    return "127.0.0.1", opened.offer.data_port.port
+    _, offer = client.rpc.open_namespace(namespace_spec())
+    assert offer.data_port is not None
+    return "127.0.0.1", offer.data_port.port
 
 
 @contextmanager

@@ -207,7 +207,7 @@ def test_replies_within_their_bounds_are_taken() -> None:
     assert grant(pb.PutStartResponse(**GRANT)).statuses == (PutStatus.GRANTED, PutStatus.PRESENT, PutStatus.GRANTED)
     assert located(pb.GetResponse(**LOCATED)).present == (True, False)
     offer = opened(segment=pb.Segment(**SEGMENT), mooncake=pb.MooncakeEngine(**ENGINE), data_port=pb.DataPort(**PORT))
-    assert replies.arena_bytes(replies.opened(offer).offer) == 1 << 20
+    assert replies.arena_bytes(replies.opened(offer)) == 1 << 20
     assert explained(of_run((0, 1), (1, 2))).runs[0].ranges[1].count == 2
 
 

@@ -87,7 +87,7 @@ def _use(asked: dict, transport: str) -> list[str]:
         wrong = [_load(client, namespace, name, locate) for locate in (True, False)]
         wrong += [_load(client, namespace, theirs, True) for theirs in asked["theirs"]]
         wrong.append(_inline(client, namespace, name))
-        wrong.append("" if client.admin.ping()[0] else "the server tells no version")
+        wrong.append("" if client.rpc.ping().version else "the server tells no version")
         return [each for each in wrong if each]
 
 

@@ -61,9 +61,7 @@ def test_a_frame_says_what_the_pool_does_now() -> None:
 def test_a_frame_lists_models_tenants_and_engines() -> None:
     interval = busy()
     engines = (
-        pb.EngineState(
-            engine="host:7", version="1", vllm_version="0.32.0", transport="shm", breaker_open=False, age_seconds=3.0
-        ),
+        pb.EngineState(engine="host:7", version="1", vllm_version="0.32.0", transport="shm", age_seconds=3.0),
         pb.EngineState(
             engine="host:8", version="2", vllm_version="0.33.0", transport="", breaker_open=True, age_seconds=40.0
         ),
@@ -129,16 +127,7 @@ def test_names_of_others_change_nothing_but_themselves(width: int) -> None:
     now = replaced(
         interval.now,
         tiers=(pb.TierStats(name=HOSTILE, up=True),),
-        engines=(
-            pb.EngineState(
-                engine=HOSTILE,
-                version=HOSTILE,
-                vllm_version=HOSTILE,
-                transport=HOSTILE,
-                breaker_open=True,
-                age_seconds=1.0,
-            ),
-        ),
+        engines=(pb.EngineState(engine=HOSTILE, version=HOSTILE, vllm_version=HOSTILE, transport=HOSTILE),),
         server=replaced(
             server,
             version=HOSTILE,
