@@ -169,7 +169,7 @@ def opened() -> Iterator[ExitStack]:
         yield stack
 
 
-@pytest.mark.parametrize("num_readers", [8, pytest.param(64, marks=pytest.mark.more)])
+@pytest.mark.parametrize("num_readers", [8, pytest.param(60, marks=pytest.mark.more)])
 def test_readers_of_one_prefix_get_about_as_much_each(prefix: Prefix, opened: ExitStack, num_readers: int) -> None:
     """They read until the shares are fair, after a number of payloads: a busy machine may stop one thread for long."""
     readers = [prefix.reader() for _ in range(num_readers)]
@@ -236,7 +236,7 @@ def test_readers_that_stop_cost_a_data_worker_little_memory(prefix: Prefix, open
     assert used < 64 * READER_BYTES
 
 
-FEW_OR_MANY = pytest.mark.parametrize("num_clients", [8, pytest.param(64, marks=pytest.mark.more)])
+FEW_OR_MANY = pytest.mark.parametrize("num_clients", [8, pytest.param(60, marks=pytest.mark.more)])
 
 
 @FEW_OR_MANY
