@@ -22,15 +22,9 @@ from kvpool.admin import Admin
 from kvpool.client import Client
 from kvpool.config import ClientConfig
 from kvpool.errors import (
-    ChecksumError,
-    ConfigError,
     DrainingError,
-    InvalidRequestError,
     KVPoolError,
-    LeaseExpiredError,
-    OutOfSpaceError,
     PoolTimeoutError,
-    TransferError,
     UnavailableError,
     UnknownNamespaceError,
 )
@@ -240,35 +234,6 @@ def test_an_error_that_means_the_pool_is_gone_ends_the_namespace_at_once(
     server.kill()
     session.report(error)
     assert session.namespace is None
-
-
-@pytest.mark.parametrize("error", [OutOfSpaceError("full"), InvalidRequestError("odd"), ConfigError("wrong")])
-def test_an_error_of_one_call_does_not(error: KVPoolError, open_session: Open, shared_server: ServerProcess) -> None:
-    session = open_session(shared_server.endpoint)
-    wait_until_open(session)
-    for _ in range(2 * FAILURES_TO_OPEN):
-        session.report(error)
-    assert is_open(session)
-
-
-@pytest.mark.parametrize(
-    "error", [PoolTimeoutError("late"), ChecksumError("bad"), LeaseExpiredError("late"), TransferError("cut")]
-)
-def test_failures_in_a_row_end_the_namespace_and_a_success_between_them_does_not(
-    error: KVPoolError, open_session: Open, shared_server: ServerProcess
-) -> None:
-    session = open_session(shared_server.endpoint)
-    wait_until_open(session)
-    for _ in range(FAILURES_TO_OPEN - 1):
-        session.report(error, "load")
-    session.report(None, "load")
-    for _ in range(FAILURES_TO_OPEN - 1):
-        session.report(error, "load")
-        session.report(None, "store")
-    assert is_open(session)
-    session.report(error, "load")
-    assert not is_open(session)
-    wait_until_open(session)
 
 
 def test_a_stopped_server_costs_each_request_its_budget_at_most_and_soon_nothing(
