@@ -84,7 +84,7 @@ CLAIMS = tuple(
     f"tests/e2e/test_{name}.py"
     for name in (
         "events", "faults", "features", "images", "parallel", "preemption", "refusals", "reset", "serve", "shapes",
-        "share", "storm", "tiers",
+        "share", "tiers",
     )
 )  # fmt: skip
 """The tests with real vLLM that `make test` runs, one or two for each claim of the README

@@ -178,6 +178,7 @@ def started(rendered: list[dict[str, Any]], tmp_path: Path, socket_dir: Path) ->
     made.server.stop()
 
 
+@pytest.mark.more
 def test_the_rendered_command_serves_answers_its_probes_and_drains(
     started: Started, rendered: list[dict[str, Any]]
 ) -> None:

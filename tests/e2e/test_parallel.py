@@ -82,6 +82,7 @@ def test_two_ranks_load_bit_for_bit_what_they_stored(pair: tuple[Engine, Engine]
     drain(parallel)
 
 
+@pytest.mark.more
 def test_layers_with_more_heads_than_the_model_names_come_back_whole(
     tmp_path: Path, shapes_dir: Path, pool_server: StartServer
 ) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.skew.releases import ROOT, unpack
+from tests.support.effort import some
 
 BUF = "buf-bin==1.75.0"
 PROTO = Path("kvpool/v1/pool.proto")
@@ -93,7 +94,7 @@ def test_the_contract_breaks_nobody_of_the_previous_release(previous: Path) -> N
     assert _breaking(ROOT / "proto", previous) == REMOVED
 
 
-@pytest.mark.parametrize("change", BREAKING)
+@pytest.mark.parametrize("change", some(1, BREAKING))
 def test_a_breaking_change_is_found_and_named(previous: Path, tmp_path: Path, change: str) -> None:
     old, new, says = BREAKING[change]
     shutil.copytree(ROOT / "proto", tmp_path / "proto")

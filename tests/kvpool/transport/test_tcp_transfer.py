@@ -237,7 +237,7 @@ class Attempt:
         assert (row == 7).all()
 
 
-@settings(max_examples=effort(150))
+@settings(max_examples=effort(60))
 @given(cases())
 def test_a_transfer_ends_well_or_with_an_error_in_time_and_leaves_nothing_behind(case: Case) -> None:
     nbytes = case.num_regions * (case.region_bytes + 8)

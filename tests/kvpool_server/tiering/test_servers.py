@@ -84,6 +84,7 @@ NAMES = [f"t{nth}" for nth in range(64)]
 LATER = [f"later{nth}" for nth in range(16)]
 
 
+@pytest.mark.more
 def test_written_on_eviction_it_comes_back_from_an_orderly_stop(
     pool_server: StartServer, connect: Connect, tmp_path: Path
 ) -> None:
@@ -242,6 +243,7 @@ def test_clear_and_remove_reach_the_tier(pool_server: StartServer, connect: Conn
     wait_for(lambda: sum(file.stat().st_blocks for file in tmp_path.rglob("extent-*")) == 0, "the disk is free")
 
 
+@pytest.mark.more
 def test_three_servers_on_one_directory_one_of_them_killed(
     pool_server: StartServer, connect: Connect, tmp_path: Path
 ) -> None:
@@ -314,6 +316,7 @@ def test_a_successor_waits_for_its_predecessor_to_stop_and_has_all_that_it_had(
         new.stop()
 
 
+@pytest.mark.more
 def test_a_server_whose_predecessor_does_not_stop_says_so_and_harms_nothing(
     pool_server: StartServer, connect: Connect, tmp_path: Path
 ) -> None:
