@@ -10,7 +10,7 @@ from kvpool.errors import ConfigError
 from kvpool.tls import TlsFiles
 from kvpool.unix_socket import check_path, socket_path
 
-TRANSPORTS = ("auto", "shm", "tcp", "grpc", "mooncake", "stream")
+TRANSPORTS = ("auto", "shm", "tcp", "grpc", "mooncake", "network")
 """What `ClientConfig.transport` accepts; `kvpool.transport.choice` says which transports each value tries."""
 DEFAULT_ENDPOINT = "127.0.0.1:50051"
 MAX_CONNECTIONS = 16
@@ -51,8 +51,8 @@ class ClientConfig:
     Args:
         endpoint: HOST:PORT of the server, or unix:PATH of its Unix socket.
         transport: how bytes travel: "shm" (same host), "tcp" (the server's data port), "grpc" (slow), "mooncake"
-            (Transfer Engine), or "auto": the first that works of shm, mooncake over RDMA, tcp, grpc. "stream" is "auto"
-            without shm.
+            (Transfer Engine), or "auto": the first that works of shm, mooncake over RDMA, tcp, grpc. "network" is
+            "auto" without shm.
         timeout_ms: deadline of every control call. Raise it for a distant server.
         data_timeout_ms: deadline of the bytes of one put or get.
         stream_connections: most connections over which `tcp` spreads a transfer; 0: as many as the cores pay for, and

@@ -41,7 +41,7 @@ class ConnectorConfig:
 
     Args:
         endpoint: HOST:PORT of the kvpool-server, or unix:PATH of its Unix socket.
-        transport: "auto", "shm", "tcp", "grpc", "mooncake" or "stream"; see `ClientConfig`.
+        transport: "auto", "shm", "tcp", "grpc", "mooncake" or "network"; see `ClientConfig`.
         lookup_timeout_ms: a lookup that takes longer is a miss, and a load without progress for so long fails.
         promotion_wait_ms: the longest time that a request waits for blocks on their way up from a tier of the pool;
             never longer than computing them would take. 0: only blocks that are ready are loaded. Raise it for slow

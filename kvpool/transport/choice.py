@@ -147,7 +147,7 @@ def _host(config: ClientConfig) -> str:
 _WITHOUT_SHM: dict[str, Choose] = {"mooncake": _mooncake_over_rdma, "tcp": _tcp, "grpc": _grpc}
 CANDIDATES: dict[str, dict[str, Choose]] = {
     "auto": {"shm": _shm, **_WITHOUT_SHM},
-    "stream": _WITHOUT_SHM,
+    "network": _WITHOUT_SHM,
     "shm": {"shm": _shm},
     "tcp": {"tcp": _tcp},
     "grpc": {"grpc": _grpc},

@@ -107,13 +107,13 @@ def test_ping_tries_the_transport_that_it_is_told(cli: Cli) -> None:
     told = cli("ping", "--transport", "tcp").splitlines()[1]
     assert re.fullmatch(r"bytes would travel by tcp over the data port \S+, \d+ connections?: transport=tcp", told)
     done = run_command(KVPOOL, "ping", "--endpoint", cli.server.endpoint, "--transport", "pigeon")
-    assert done.returncode == 1 and "'pigeon' is not one of auto, shm, tcp, grpc, mooncake, stream" in done.stderr
+    assert done.returncode == 1 and "'pigeon' is not one of auto, shm, tcp, grpc, mooncake, network" in done.stderr
 
 
 def test_ping_says_once_why_a_transport_is_slow(
     pool_server: StartServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    told = Cli(pool_server("--data-listen", ""), monkeypatch, capsys)("ping", "--transport", "stream").splitlines()[1]
+    told = Cli(pool_server("--data-listen", ""), monkeypatch, capsys)("ping", "--transport", "network").splitlines()[1]
     assert told == (
         "bytes would travel by grpc (slow): no mooncake: the server offers no RDMA; no tcp: the server has no data "
         "port; see --data-listen"

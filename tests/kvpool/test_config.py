@@ -56,7 +56,7 @@ def test_transports(transport: str) -> None:
 
 
 def test_an_unknown_transport_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="transport 'pigeon' is not one of auto, shm, tcp, grpc, mooncake, stream"):
+    with pytest.raises(ConfigError, match="transport 'pigeon' is not one of auto, shm, tcp, grpc, mooncake, network"):
         ClientConfig(transport="pigeon")
 
 

@@ -45,7 +45,7 @@ def _round_trip(config: ClientConfig) -> str:
 
 
 @pytest.mark.parametrize(
-    ("transport", "taken"), [("auto", "shm"), ("shm", "shm"), ("stream", "grpc"), ("grpc", "grpc")]
+    ("transport", "taken"), [("auto", "shm"), ("shm", "shm"), ("network", "grpc"), ("grpc", "grpc")]
 )
 def test_blocks_travel_through_a_unix_socket_alone(
     transport: str, taken: str, pool_server: StartServer, path: str

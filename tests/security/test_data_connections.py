@@ -58,12 +58,12 @@ def _silent(address: tuple[str, int], count: int) -> Iterator[list[socket.socket
 def test_silent_connections_keep_nobody_from_the_data_port(server: ServerProcess, connect: Connect) -> None:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     assert soft > NUM_SILENT + 100, "this test needs more file descriptors"
-    before = connect(server, transport="stream")
+    before = connect(server, transport="network")
     _put_and_get(before, "before")
     with _silent(_address(before), NUM_SILENT):
         _put_and_get(before, "during")
-        _put_and_get(connect(server, transport="stream"), "a new client during the flood")
-    _put_and_get(connect(server, transport="stream"), "after")
+        _put_and_get(connect(server, transport="network"), "a new client during the flood")
+    _put_and_get(connect(server, transport="network"), "after")
 
 
 def test_a_client_that_moves_bytes_goes_on_during_a_flood(server: ServerProcess, connect: Connect) -> None:

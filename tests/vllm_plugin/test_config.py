@@ -21,7 +21,7 @@ def test_defaults_serve_a_pool_on_this_host() -> None:
 def test_every_key_reaches_the_configuration(tmp_path: Path) -> None:
     NameKey.create(tmp_path / "name.key")
     given = {
-        "endpoint": "pool:1234", "transport": "stream", "lookup_timeout_ms": 1, "promotion_wait_ms": 0,
+        "endpoint": "pool:1234", "transport": "network", "lookup_timeout_ms": 1, "promotion_wait_ms": 0,
         "load_timeout_ms": 2, "store_timeout_ms": 3, "store_decoded": False, "window_interval_tokens": 512,
         "max_pinned_fraction": 0.25, "decline_slow_loads": False, "share_adapters": "never",
         "otel": True, "num_shards": 8,

@@ -236,7 +236,7 @@ def test_a_server_stopped_between_lookup_and_load_costs_a_recomputation(
     fleet_on: Callable[[str], Fleet], pool_server: StartServer
 ) -> None:
     server, prompt = pool_server(), tokens(100)
-    settings = {"lookup_timeout_ms": 3_000, "transport": "stream", "load_timeout_ms": 3_000}
+    settings = {"lookup_timeout_ms": 3_000, "transport": "network", "load_timeout_ms": 3_000}
     engine, request = _looked_up(fleet_on(server.endpoint), prompt, **settings)
     with stopped(server), workers_stopped(server):
         started = time.monotonic()

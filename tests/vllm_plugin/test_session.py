@@ -90,8 +90,8 @@ def test_a_session_opens_by_itself(open_session: Open, shared_server: ServerProc
     ("transport", "data_listen", "level", "says"),
     [
         ("auto", "127.0.0.1:0", "INFO", "transport shm,"),
-        ("stream", "127.0.0.1:0", "INFO", "transport tcp over the data port 127.0.0.1:"),
-        ("stream", "", "WARNING", "transport grpc (slow: the server has no data port"),
+        ("network", "127.0.0.1:0", "INFO", "transport tcp over the data port 127.0.0.1:"),
+        ("network", "", "WARNING", "transport grpc (slow: the server has no data port"),
     ],
 )
 def test_the_log_names_the_way_of_the_bytes_and_warns_of_the_slow_one(
@@ -120,7 +120,7 @@ def test_a_session_leaves_grpc_once_the_data_port_answers(
     server, recorder = pool_server(), Recorder()
     told: list[str] = []
     with workers_stopped(server):
-        session = open_session(server.endpoint, transport="stream", stall_timeout_ms=5_000, recorder=recorder)
+        session = open_session(server.endpoint, transport="network", stall_timeout_ms=5_000, recorder=recorder)
         wait_until_open(session)
         session.when_open(lambda namespace: told.append(namespace.transport.name))
         slow = session.namespace

@@ -95,7 +95,7 @@ def test_a_memory_socket_that_cannot_be_reached_is_named() -> None:
 
 
 def test_a_slow_transport_is_named_with_its_reasons(pool_server: StartServer, connect: Callable[..., Client]) -> None:
-    client = connect(pool_server("--data-listen", ""), transport="stream")
+    client = connect(pool_server("--data-listen", ""), transport="network")
     found = only(reachability.transport(client))
     assert found.level is Level.WARNING and "no tcp: the server has no data port" in found.text
 

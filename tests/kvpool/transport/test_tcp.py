@@ -499,13 +499,13 @@ def test_a_store_that_its_caller_ended_gives_its_space_back(server: ServerProces
 
 
 def test_a_port_that_does_not_answer_means_grpc_and_ping_says_why(server: ServerProcess, connect: Connect) -> None:
-    choice = connect(server, transport="stream").admin.try_transport()
+    choice = connect(server, transport="network").admin.try_transport()
     with closing(choice.transport):
         assert choice.route.startswith("tcp over the data port 127.0.0.1:") and not choice.is_fallback
     for pid in workers_of(server):
         os.kill(pid, signal.SIGSTOP)
     try:
-        choice = connect(server, transport="stream", stall_timeout_ms=300).admin.try_transport()
+        choice = connect(server, transport="network", stall_timeout_ms=300).admin.try_transport()
     finally:
         for pid in workers_of(server):
             os.kill(pid, signal.SIGCONT)
@@ -516,7 +516,7 @@ def test_a_port_that_does_not_answer_means_grpc_and_ping_says_why(server: Server
 
 def test_a_server_without_a_data_port_means_grpc(pool_server: StartServer, connect: Connect) -> None:
     server = pool_server("--data-listen", "")
-    choice = connect(server, transport="stream").admin.try_transport()
+    choice = connect(server, transport="network").admin.try_transport()
     assert choice.is_fallback and choice.transport.name == "grpc"
     assert choice.route == "grpc (slow: the server has no data port; see --data-listen)"
     assert (

@@ -100,7 +100,7 @@ def test_a_name_key_is_part_of_the_name(identify: Identify, tmp_path: Path) -> N
         {"override_generation_config": {"attn_temperature_tuning": True}},
         {"max_num_seqs": 3},
         {"seed": 9},
-        {"extra": {"store_decoded": False, "lookup_timeout_ms": 7, "transport": "stream"}},
+        {"extra": {"store_decoded": False, "lookup_timeout_ms": 7, "transport": "network"}},
     ],
     ids=lambda change: next(iter(change)),
 )
