@@ -31,7 +31,6 @@ from kvpool.lookup_stream import LookupStream
 from kvpool.name_key import NameKey, check_key, named_by
 from kvpool.namespace import GroupSpec, NamespaceSpec
 from kvpool.replies import LookupQuestion
-from kvpool.reports import EngineReport
 from kvpool.skew import OWN, check_skew
 from kvpool.tracing import tracing_of
 from kvpool.transport.base import Transport
@@ -395,14 +394,13 @@ class PoolRpc:
 
     # Reports
 
-    def report(self, report: EngineReport, timeout_ms: int) -> bool:
+    def report(self, report: pb.ReportRequest, timeout_ms: int) -> bool:
         """Tells the server what an engine has counted; False if the server is of a release that takes no reports.
 
         Raises InvalidRequestError, UnknownNamespaceError and PermissionDeniedError.
         """
-        request = wire.encode_report(report)
         try:
-            self.stub.Report(request, timeout=self.timeout_s(timeout_ms))
+            self.stub.Report(report, timeout=self.timeout_s(timeout_ms))
         except CALL_ERRORS as error:
             if isinstance(error, grpc.RpcError) and error.code() is grpc.StatusCode.UNIMPLEMENTED:
                 return False

@@ -17,7 +17,6 @@ from google.protobuf.message import Message
 
 from kvpool import errors
 from kvpool.namespace import GroupSpec, NamespaceSpec
-from kvpool.reports import MAX_CAUSES, MAX_ENGINE_CHARS, MAX_STAGES, EngineReport
 from kvpool.skew import MAX_RELEASE_CHARS, OWN, Release
 from kvpool.text import escaped, printable
 from kvpool.types import (
@@ -355,32 +354,6 @@ def decode_chunk(message: pb.Chunk) -> Chunk:
     if message.parent_hash:
         check_hash(message.parent_hash, "parent_hash")
     return Chunk(decode_key(message.key), message.payload, message.checksum, message.parent_hash)
-
-
-def encode_report(report: EngineReport) -> pb.ReportRequest:
-    return message_of(report, pb.ReportRequest)
-
-
-def decode_report(message: pb.ReportRequest) -> EngineReport:
-    """A report whose texts may stand in logs.
-
-    Raises InvalidRequestError, before anything is decoded, if a field has more elements than a report may have.
-    """
-    for name, most in _MOST_OF_REPORT.items():
-        if (count := len(getattr(message, name))) > most:
-            raise errors.InvalidRequestError(f"{name} of the report has {count} elements; give at most {most}")
-    texts = {name: printable(getattr(message, name)[:MAX_ENGINE_CHARS]) for name in _TEXTS_OF_REPORT}
-    return _decode(
-        EngineReport,
-        message,
-        namespaces=tuple(message.namespaces),
-        computed_tokens=dict(message.computed_tokens),
-        **texts,
-    )
-
-
-_TEXTS_OF_REPORT = ("engine", "version", "vllm_version", "transport")
-_MOST_OF_REPORT = {"namespaces": MAX_STAGES, "computed_tokens": MAX_CAUSES}
 
 
 def encode_hint(

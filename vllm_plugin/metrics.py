@@ -111,7 +111,7 @@ class KVPoolStats(KVConnectorStats):
 REPORTED = frozenset({"saved_seconds", "lost_seconds"})
 """Counters that are also reported to the server."""
 TALLIES = frozenset({"loaded_tokens", "load_seconds", "num_requests"})
-"""What is reported to the server alone, by its name in `EngineReport`."""
+"""What is reported to the server alone, by its name in `ReportRequest`."""
 CAUSE_PREFIX = "computed_tokens:"
 
 

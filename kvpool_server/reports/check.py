@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections import Counter
 
 from kvpool.causes import Cause
 from kvpool.errors import InvalidRequestError
-from kvpool.reports import (
-    MAX_CAUSES,
-    MAX_STAGES,
-    REPORTER_BYTES,
-    EngineReport,
-)
+from kvpool.reports import MAX_CAUSES, MAX_ENGINE_CHARS, MAX_STAGES, REPORTER_BYTES, ReportRequest
+from kvpool.text import printable
 
 MAX_COUNT = 1 << 40
 """Tokens or requests of one report: more than an engine computes in a day."""
@@ -24,12 +19,16 @@ OTHER_CAUSE = "other"
 """Of tokens whose cause this release of the server does not know."""
 CAUSES = frozenset(cause.label for cause in Cause)
 
+_TEXTS = ("engine", "version", "vllm_version", "transport")
 _COUNTS = ("loaded_tokens", "num_requests")
 _SECONDS = ("load_seconds", "saved_seconds", "lost_seconds")
 
 
-def checked(report: EngineReport) -> EngineReport:
-    """The same report, with unknown causes as `OTHER_CAUSE`. Raises InvalidRequestError for one that breaks a bound."""
+def checked(report: ReportRequest) -> ReportRequest:
+    """The same report, whose texts may stand in logs, with unknown causes as `OTHER_CAUSE`.
+
+    Raises InvalidRequestError for one that breaks a bound.
+    """
     if len(report.reporter) != REPORTER_BYTES:
         raise InvalidRequestError(f"reporter has {len(report.reporter)} bytes; give {REPORTER_BYTES}")
     if not report.sequence:
@@ -45,7 +44,11 @@ def checked(report: EngineReport) -> EngineReport:
     for cause, tokens in report.computed_tokens.items():
         known[cause if cause in CAUSES else OTHER_CAUSE] += tokens
     _within("computed_tokens", known.total(), MAX_COUNT)
-    return dataclasses.replace(report, computed_tokens=dict(known))
+    report.computed_tokens.clear()
+    report.computed_tokens.update(known)
+    for name in _TEXTS:
+        setattr(report, name, printable(getattr(report, name)[:MAX_ENGINE_CHARS]))
+    return report
 
 
 def _within(name: str, value: float, most: float, low: float = 0) -> None:

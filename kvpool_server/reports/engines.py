@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain, islice, zip_longest
 
-from kvpool.reports import EngineReport
+from kvpool.reports import ReportRequest
 from kvpool.text import printable
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.pairs import Pair, Pairs
@@ -33,14 +33,14 @@ MAX_NAMESPACES = 1_024
 """With totals of their own; the one with the oldest report is forgotten for another. Totals by model stay."""
 MAX_MODEL_CHARS = 200
 
-Listener = Callable[[Pair, str, EngineReport], None]
+Listener = Callable[[Pair, str, ReportRequest], None]
 
 
 @dataclass(slots=True)
 class _Reporter:
     tenant: str
     sequence: int
-    report: EngineReport | None  # The newest; None once the engine is not shown any more.
+    report: ReportRequest | None  # The newest; None once the engine is not shown any more.
     reported_at: float
     model: str = ""
 
@@ -68,7 +68,7 @@ class EngineReports:
         """Calls a listener with the model and tenant that a report counts for, its tenant, and the report, checked."""
         self._listeners.append(listener)
 
-    def report(self, report: EngineReport, tenant: str, model: str) -> bool:
+    def report(self, report: ReportRequest, tenant: str, model: str) -> bool:
         """Counts a report; False if it was counted before.
 
         Args:
@@ -92,7 +92,7 @@ class EngineReports:
             self._count(report, tenant, self._pairs.of(model, tenant))
         return is_new
 
-    def _count(self, report: EngineReport, tenant: str, pair: Pair) -> None:
+    def _count(self, report: ReportRequest, tenant: str, pair: Pair) -> None:
         fingerprint = report.namespaces[0]
         of_namespace = self._by_namespace.pop(fingerprint, None) or Totals()
         self._by_namespace[fingerprint] = of_namespace

@@ -6,7 +6,7 @@ import dataclasses
 from collections import Counter
 from dataclasses import dataclass, field
 
-from kvpool.reports import MAX_AMOUNT, EngineReport
+from kvpool.reports import MAX_AMOUNT, ReportRequest
 
 MAX_TOTAL = 1 << 56
 """Counts stop there, so that an engine that makes up its figures breaks no message with the others'. The counts of all
@@ -15,7 +15,7 @@ causes together are a number of 64 bits all the same."""
 
 @dataclass(slots=True)
 class Totals:
-    """Sums over reports; the names are those of `EngineReport`."""
+    """Sums over reports; the names are those of `ReportRequest`."""
 
     computed_tokens: Counter[str] = field(default_factory=Counter)
     loaded_tokens: int = 0
@@ -24,7 +24,7 @@ class Totals:
     lost_seconds: float = 0.0
     num_requests: int = 0
 
-    def add(self, report: EngineReport) -> None:
+    def add(self, report: ReportRequest) -> None:
         for cause, tokens in report.computed_tokens.items():
             self.computed_tokens[cause] = min(MAX_TOTAL, self.computed_tokens[cause] + tokens)
         self.loaded_tokens = min(MAX_TOTAL, self.loaded_tokens + report.loaded_tokens)

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import structlog
 
 from kvpool.ledger import HOUR_S, MAX_LEDGER_ROWS
-from kvpool.reports import EngineReport
+from kvpool.reports import ReportRequest
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.pairs import OTHER, Pair, Pairs
 from kvpool_server.reports import ledger_file
@@ -94,7 +94,7 @@ class UsageLedger:
             row = self._pending[key] = _Pending()
         return row
 
-    def _reported(self, pair: Pair, tenant: str, report: EngineReport) -> None:
+    def _reported(self, pair: Pair, tenant: str, report: ReportRequest) -> None:
         row, devices = self._row(pair), max(1, report.num_devices)
         row.sums["saved_gpu_seconds"] += report.saved_seconds * devices
         row.sums["lost_gpu_seconds"] += report.lost_seconds * devices

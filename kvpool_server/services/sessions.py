@@ -121,6 +121,5 @@ class SessionHandlers(Handlers):
         first = self.pool.namespace(fingerprints[0])
         if first is None:
             raise unknown_namespace(fingerprints[0])
-        report, spec = wire.decode_report(request), first.spec
-        counted = self.reports.report(report, spec.tenant, spec.model)
+        counted = self.reports.report(request, first.spec.tenant, first.spec.model)
         return pb.ReportResponse(boot_token=self.boot_token, counted=counted)

@@ -9,7 +9,7 @@ import pytest
 from kvpool.client import Client
 from kvpool.errors import InvalidReplyError, InvalidRequestError, UnknownNamespaceError
 from kvpool.replies import existence
-from kvpool.reports import REPORTER_BYTES, EngineReport
+from kvpool.reports import REPORTER_BYTES, ReportRequest
 from kvpool.types import BlockRun
 from kvpool.v1 import pool_pb2 as pb
 from tests.support.processes import ServerProcess
@@ -75,8 +75,13 @@ def test_load_seconds_are_what_engines_have_waited(shared_server: ServerProcess,
     client = connect(shared_server)
     namespace = client.open_namespace(namespace_spec(group_spec()))
     _put(client, namespace, "a", "b")
-    report = EngineReport(
-        b"r" * REPORTER_BYTES, 1, "host:1", namespaces=(namespace.fingerprint,), loaded_tokens=1_600, load_seconds=0.5
+    report = ReportRequest(
+        reporter=b"r" * REPORTER_BYTES,
+        sequence=1,
+        engine="host:1",
+        namespaces=(namespace.fingerprint,),
+        loaded_tokens=1_600,
+        load_seconds=0.5,
     )
     assert client.rpc.report(report, 5_000)
     found = client.exists(namespace.fingerprint, [run_of("a", "b", "c")])

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from kvpool.errors import InvalidRequestError, PermissionDeniedError, UnknownNamespaceError
 from kvpool.principal import Role
-from kvpool.reports import MAX_REPORT_BYTES, EngineReport
+from kvpool.reports import MAX_REPORT_BYTES, ReportRequest
 from tests.security.test_access import Deployment
-from tests.support.values import namespace_spec
+from tests.support.values import namespace_spec, replaced
 
 
-def report_of(fingerprint: bytes, sequence: int = 1, requests: int = 1) -> EngineReport:
-    return EngineReport(b"reporter".ljust(16), sequence, "host:1", namespaces=(fingerprint,), num_requests=requests)
+def report_of(fingerprint: bytes, sequence: int = 1, requests: int = 1) -> ReportRequest:
+    return ReportRequest(
+        reporter=b"reporter".ljust(16),
+        sequence=sequence,
+        engine="host:1",
+        namespaces=(fingerprint,),
+        num_requests=requests,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +36,9 @@ def test_an_engine_reports_for_its_own_tenant_alone(deployment: Deployment, fing
         for stolen in (fingerprints["umbra"], bytes(32)):
             with pytest.raises(UnknownNamespaceError):
                 client.rpc.report(report_of(stolen), 5_000)
-        stages = EngineReport(b"reporter".ljust(16), 2, namespaces=(fingerprints["acme"], fingerprints["umbra"]))
+        stages = ReportRequest(
+            reporter=b"reporter".ljust(16), sequence=2, namespaces=(fingerprints["acme"], fingerprints["umbra"])
+        )
         with pytest.raises(UnknownNamespaceError):
             client.rpc.report(stages, 5_000)
     with deployment.client(Role.TENANT_OPERATOR, "acme") as client, pytest.raises(PermissionDeniedError):
@@ -57,7 +63,7 @@ def test_a_reporters_number_is_its_tenants(deployment: Deployment, fingerprints:
 
 
 def test_a_large_report_is_refused(deployment: Deployment, fingerprints: dict[str, bytes]) -> None:
-    large = replace(report_of(fingerprints["acme"], 1 << 30), engine="x" * MAX_REPORT_BYTES)
+    large = replaced(report_of(fingerprints["acme"], 1 << 30), engine="x" * MAX_REPORT_BYTES)
     with (
         deployment.client(Role.ENGINE_READ, "acme") as client,
         pytest.raises(InvalidRequestError, match="the limit is 64 KiB"),

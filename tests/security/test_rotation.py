@@ -236,9 +236,7 @@ def test_a_line_that_can_deny_nobody_is_refused_while_the_server_runs(deployment
     with deployment.client(deployment.operator) as operator:
 
         def refused_files() -> tuple[str, ...]:
-            server = operator.admin.stats().server
-            assert server is not None
-            return server.refused_files
+            return tuple(operator.admin.stats().server.refused_files)
 
         wait_for(lambda: told in deployment.server.stderr, "the refusal in the log")
         wait_for(lambda: refused_files() == ("deny list",), "the refusal in Stats")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from kvpool.client import Client
 from kvpool.namespace import NamespaceSpec
-from kvpool.reports import REPORTER_BYTES, EngineReport
+from kvpool.reports import REPORTER_BYTES, ReportRequest
 from kvpool.rpc import Namespace
 from kvpool.types import BlockRun
 from tests.support.values import group_spec, namespace_spec, payload, run_of
@@ -58,12 +58,21 @@ class Driver:
     def report(self, engine: str, *, breaker_open: bool = False) -> None:
         """Reports what has become of the tokens since the last report, as an engine of this name does."""
         self._num_reports += 1
-        report = EngineReport(
-            engine.encode().ljust(REPORTER_BYTES)[:REPORTER_BYTES], self._num_reports, engine, "0.1.0", "0.33.0", "shm",
-            breaker_open=breaker_open, namespaces=(self._namespace.fingerprint,), computed_tokens=dict(self._computed),
-            loaded_tokens=self._loaded, saved_seconds=self._loaded * SAVED_S, lost_seconds=self._loaded * SAVED_S / 50,
+        report = ReportRequest(
+            reporter=engine.encode().ljust(REPORTER_BYTES)[:REPORTER_BYTES],
+            sequence=self._num_reports,
+            engine=engine,
+            version="0.1.0",
+            vllm_version="0.33.0",
+            transport="shm",
+            breaker_open=breaker_open,
+            namespaces=(self._namespace.fingerprint,),
+            computed_tokens=dict(self._computed),
+            loaded_tokens=self._loaded,
+            saved_seconds=self._loaded * SAVED_S,
+            lost_seconds=self._loaded * SAVED_S / 50,
             num_requests=1,
-        )  # fmt: skip
+        )
         assert self._client.rpc.report(report, timeout_ms=10_000)
         self._computed.clear()
         self._loaded = 0

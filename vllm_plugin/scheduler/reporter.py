@@ -17,7 +17,7 @@ import vllm
 from vllm.logger import init_logger
 
 from kvpool.errors import InvalidRequestError, KVPoolError, PermissionDeniedError
-from kvpool.reports import MAX_STAGES, REPORTER_BYTES, EngineReport
+from kvpool.reports import MAX_STAGES, REPORTER_BYTES, ReportRequest
 from kvpool.version import __version__
 from vllm_plugin.metrics import CAUSE_PREFIX, Recorder
 from vllm_plugin.scheduler.stages import Stages
@@ -159,10 +159,10 @@ class Reporter:
             self._namespaces = tuple(each.fingerprint for each in opened if each is not None)[:MAX_STAGES]
         return bool(self._namespaces)
 
-    def _report(self, is_last: bool) -> EngineReport:
+    def _report(self, is_last: bool) -> ReportRequest:
         delta = self._log.next(self._recorder.totals())
         counts = delta.counts
-        return EngineReport(
+        return ReportRequest(
             reporter=self._id,
             sequence=delta.sequence,
             engine=self._name,

@@ -20,7 +20,7 @@ from kvpool.commands.ledger_table import LedgerTable
 from kvpool.config import ClientConfig
 from kvpool.errors import InvalidRequestError
 from kvpool.namespace import NamespaceSpec
-from kvpool.reports import EngineReport
+from kvpool.reports import ReportRequest
 from kvpool.v1 import pool_pb2 as pb
 from tests.conftest import StartServer
 from tests.support.processes import ServerProcess
@@ -50,7 +50,9 @@ def spec_of(tenant: str, model: str = "llama") -> NamespaceSpec:
 
 def report(client: Client, tenant: str, **fields: object) -> None:
     namespace = client.open_namespace(spec_of(tenant, "=cmd()" if tenant == "umbra" else "llama"))
-    told = EngineReport(tenant.encode().ljust(16), 1, "host:1", namespaces=(namespace.fingerprint,), **fields)  # type: ignore[arg-type]
+    told = ReportRequest(
+        reporter=tenant.encode().ljust(16), sequence=1, engine="host:1", namespaces=(namespace.fingerprint,), **fields
+    )  # type: ignore[arg-type]
     assert client.rpc.report(told, 5_000)
 
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 
 from kvpool.causes import Cause
 from kvpool.errors import InvalidRequestError
-from kvpool.reports import MAX_ENGINE_CHARS, EngineReport
-from kvpool.v1 import pool_pb2 as pb
-from kvpool.wire import decode_report, encode_report
+from kvpool.reports import MAX_ENGINE_CHARS, ReportRequest
 from kvpool_server.pairs import MAX_PAIRS, MAX_PAIRS_OF_TENANT, OTHER, Pair, Pairs
 from kvpool_server.reports import engines as engines_module
 from kvpool_server.reports.engines import SILENT_S, EngineReports
@@ -21,8 +18,9 @@ SPACE = b"n" * 32
 EVICTED = Cause.EVICTED.label
 
 
-def report(sequence: int = 1, reporter: bytes = b"r" * 16, **fields: object) -> EngineReport:
-    return replace(EngineReport(reporter, sequence, "host:1", namespaces=(SPACE,)), **fields)  # type: ignore[arg-type]
+def report(sequence: int = 1, reporter: bytes = b"r" * 16, **fields: object) -> ReportRequest:
+    told = {"engine": "host:1", "namespaces": (SPACE,), **fields}
+    return ReportRequest(reporter=reporter, sequence=sequence, **told)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -109,37 +107,7 @@ def test_a_report_beyond_a_bound_changes_nothing(reports: EngineReports, fields:
     assert reports.engines() == [] and not reports.totals
 
 
-def test_texts_are_cut_and_printable() -> None:
-    hostile = encode_report(report(engine="\x1b[31m" + "x" * 1_000, version="1\n2"))
-    read = decode_report(hostile)
-    assert read.engine.isprintable() and len(read.engine) <= MAX_ENGINE_CHARS and read.version == "12"
-
-
-def test_a_report_survives_the_wire() -> None:
-    full = report(
-        9,
-        version="1",
-        vllm_version="2",
-        transport="tcp",
-        breaker_open=True,
-        computed_tokens={EVICTED: 3},
-        loaded_tokens=4,
-        load_seconds=0.5,
-        saved_seconds=1.5,
-        lost_seconds=2.5,
-        num_requests=6,
-        last=True,
-    )
-    assert decode_report(encode_report(full)) == full
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        pb.ReportRequest(namespaces=[SPACE] * 17),
-        pb.ReportRequest(computed_tokens={f"cause {nth}": 1 for nth in range(65)}),
-    ],
-)
-def test_fields_of_too_many_elements_are_refused_before_they_are_decoded(wrong: pb.ReportRequest) -> None:
-    with pytest.raises(InvalidRequestError, match="elements; give at most"):
-        decode_report(wrong)
+def test_texts_are_cut_and_printable(reports: EngineReports) -> None:
+    reports.report(report(engine="\x1b[31m" + "x" * 1_000, version="1\n2"), "acme", "model")
+    (shown,) = reports.engines()
+    assert shown.engine.isprintable() and len(shown.engine) <= MAX_ENGINE_CHARS and shown.version == "12"

@@ -15,7 +15,7 @@ import pytest
 from kvpool.causes import Cause
 from kvpool.errors import ConfigError
 from kvpool.ledger import HOUR_S, LEDGER_DAYS, SUMS, added_up
-from kvpool.reports import MAX_AMOUNT, EngineReport
+from kvpool.reports import MAX_AMOUNT, ReportRequest
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.pairs import OTHER, Pairs
 from kvpool_server.reports import ledger_file
@@ -46,7 +46,7 @@ class Bench:
         return self.ledger
 
     def report(self, tenant: str = "acme", sequence: int = 1, **fields: Any) -> bool:
-        report = EngineReport(tenant.encode().ljust(16), sequence, namespaces=(b"n" * 32,), **fields)
+        report = ReportRequest(reporter=tenant.encode().ljust(16), sequence=sequence, namespaces=(b"n" * 32,), **fields)
         return self.reports.report(report, tenant, "model")
 
     def advance(self, seconds: float) -> None:
@@ -339,7 +339,9 @@ def test_few_reporters_wait_for_a_full_disk(monkeypatch: pytest.MonkeyPatch) -> 
         with monkeypatch.context() as patch:
             patch.setattr(LedgerFile, "add", _full)
             for nth in range(100):
-                bench.reports.report(EngineReport(nth.to_bytes(16, "big"), 1, namespaces=fingerprint), "acme", "model")
+                bench.reports.report(
+                    ReportRequest(reporter=nth.to_bytes(16, "big"), sequence=1, namespaces=fingerprint), "acme", "model"
+                )
                 assert len(bench.ledger._reporters) <= 16
             await bench.ledger.flush()
             waiting = list(bench.ledger._reporters)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvpool.causes import Cause
-from kvpool.reports import EngineReport
+from kvpool.reports import ReportRequest
 from kvpool_server.pairs import Pair
 from kvpool_server.reports.engines import SILENT_S, EngineReports
 from kvpool_server.reports.totals import Totals
@@ -29,13 +29,17 @@ class Engine:
         self.reporter = nth.to_bytes(16, "little")
         self.delivered = 0
 
-    def next(self) -> EngineReport:
+    def next(self) -> ReportRequest:
         delta = self.log.next(self.sums)
         self.made.setdefault(delta.sequence, self.sums.copy())
         tokens = delta.computed_tokens()
         loaded = int(delta.counts.get("loaded_tokens", 0))
-        return EngineReport(
-            self.reporter, delta.sequence, namespaces=(SPACE,), computed_tokens=tokens, loaded_tokens=loaded
+        return ReportRequest(
+            reporter=self.reporter,
+            sequence=delta.sequence,
+            namespaces=(SPACE,),
+            computed_tokens=tokens,
+            loaded_tokens=loaded,
         )
 
     def told(self) -> Counter[str]:
@@ -52,7 +56,7 @@ class TotalsMachine(RuleBasedStateMachine):
         self.engines = [Engine(0), Engine(1)]
         self.all = list(self.engines)
         self.server = EngineReports(self.clock)
-        self.sent: list[EngineReport] = []
+        self.sent: list[ReportRequest] = []
         self.told_before = Counter[str]()  # The server's last start.
 
     @rule(
@@ -89,7 +93,7 @@ class TotalsMachine(RuleBasedStateMachine):
     @rule()
     def fall_silent(self) -> None:
         self.clock.advance(SILENT_S + 1)
-        assert self.server.engines() == ()
+        assert self.server.engines() == []
 
     @rule()
     def restart_server(self) -> None:
