@@ -19,6 +19,7 @@ from kvpool.config import ClientConfig
 from kvpool.hashing import DEFAULT_SEED, block_hashes
 from kvpool.rpc import Namespace
 from kvpool.types import BlockRun, ShardRange
+from kvpool.wire import decode_spec
 from testbed.engine import BLOCK_TOKENS, Engine, EngineSpec, Prompt, kvpool_transfer_config
 from testbed.tiny_models import write
 from tests.e2e.computed import ask, causes_of
@@ -90,7 +91,7 @@ def opened(server: ServerProcess) -> Iterator[tuple[Client, Namespace]]:
     """A client in the namespace of the only engine of a server."""
     with Client(ClientConfig(server.endpoint)) as client:
         (info,) = client.admin.namespaces()
-        spec = dataclasses.replace(info.spec, hash_seed=DEFAULT_SEED, salt="")
+        spec = dataclasses.replace(decode_spec(info.spec), hash_seed=DEFAULT_SEED, salt="")
         yield client, client.open_namespace(spec, info.fingerprint)
 
 

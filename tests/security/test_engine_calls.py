@@ -33,4 +33,4 @@ def test_an_engine_with_a_certificate_does_not_list_namespaces(
 
 def _calls(operator: Client) -> dict[tuple[str, str], int]:
     """Answers so far, by method and status."""
-    return {(rpc.method, rpc.status): rpc.count for rpc in operator.admin.stats().server.rpcs}
+    return {(rpc.method, rpc.status): sum(rpc.buckets) for rpc in operator.admin.stats().server.rpcs}
