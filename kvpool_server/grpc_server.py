@@ -161,8 +161,9 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # N
                     async with aclosing(behavior(request, context)) as replies:
                         # Not yielded: a call that is ended while gRPC sends would end without a status.
                         async for reply in replies:
+                            nbytes = len(reply) if isinstance(reply, bytes) else reply.ByteSize()  # Of reflection.
                             try:
-                                await pace.wait(context.write(reply), len(reply))
+                                await pace.wait(context.write(reply), nbytes)
                             except grpc.aio.InternalError:
                                 raise asyncio.CancelledError from None  # The client has hung up.
                 context.set_code(grpc.StatusCode.OK)

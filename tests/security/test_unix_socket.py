@@ -83,8 +83,7 @@ def _offers(client: Client, principal: Principal) -> list[Offer]:
     offers = [decode_offer(client.rpc.ping())]
     if principal.role not in (Role.TENANT_OPERATOR, Role.METRICS):
         tenant = "acme" if principal == OPERATOR else principal.tenant
-        opened, _ = client.rpc.open_namespace(SPECS[tenant])
-        offers.append(opened.offer)
+        offers.append(client.rpc.open_namespace(SPECS[tenant])[1])
     return offers
 
 

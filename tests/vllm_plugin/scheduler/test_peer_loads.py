@@ -298,7 +298,7 @@ def test_kv_of_other_weights_never_reaches_the_pool(case: tuple[int, str, str, s
     toy = SHAPES[shape]
     engine = beside_stale_peer(fleet, mode, ours, steps_ahead=steps_ahead, num_blocks=32, **toy)
     num_hits = 0
-    for seed in range(effort(4)):
+    for seed in range(effort(6)):
         num_hits += sum(assert_reads_right(fleet, *play(seed, engine), **toy))
         assert not any(engine.connector.held().values()) and engine.num_used_blocks() == 0
     assert engine.num_wrong_reads > 0, "the peer has spoiled nothing"
