@@ -126,7 +126,7 @@ def test_a_peer_that_does_not_read_is_given_up(monkeypatch: pytest.MonkeyPatch) 
     theirs.close()
 
 
-@settings(max_examples=effort(2_000))
+@settings(max_examples=effort(500))
 @given(st.binary(max_size=200), st.sampled_from([CODES, REQUEST, TEXT]))
 def test_no_bytes_break_a_receiver(data: bytes, decoder: msgspec.msgpack.Decoder[Any]) -> None:
     ours, theirs = socket_pair()

@@ -116,6 +116,7 @@ def test_whatever_happens_answers_are_right_and_nothing_is_left(part: int, tiny_
             raise AssertionError(f"seed {seed}: {error}\nShortest: {shortest}") from error
 
 
+@pytest.mark.more
 def test_schedules_reach_what_they_are_meant_to_reach(tiny_config: Any) -> None:
     total: Counter[str] = Counter()
     for seed in range(2 * NUM_SCHEDULES):
