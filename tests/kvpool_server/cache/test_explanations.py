@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import time
+import timeit
 from collections.abc import Callable
 
 import pytest
@@ -16,7 +17,7 @@ from kvpool.wire import message_of
 from kvpool_server.cache.block_ranges import BlockRange, EvictedFor
 from kvpool_server.cache.explanations import MAX_ALL_RANGES, PART_BLOCKS, Explained
 from kvpool_server.cache.limits import Limits
-from kvpool_server.cache.steps import finish
+from kvpool_server.cache.steps import Steps, finish
 from kvpool_server.explainer import MAX_RUNS, _encoded
 from kvpool_server.process_memory import no_collections
 from tests.kvpool_server.cache.test_pool import CHUNK, Bench
@@ -203,18 +204,24 @@ def test_no_step_is_long_where_the_runs_are_many_and_their_blocks_alternate() ->
         bench.look("there", ttl_ms=1)
     bench.pool.remove(bench.name, [run_of("gone")])
     runs = [run_of(*("there", "gone") * 512) for _ in range(MAX_RUNS)]
-    steps = bench.pool.explanations.explain_in_steps(bench.name, runs)
-    longest_s, found = 0.0, None
     with no_collections():
-        while found is None:
-            started = time.thread_time()
-            try:
-                next(steps)
-            except StopIteration as end:
-                found = end.value
-            longest_s = max(longest_s, time.thread_time() - started)
-    assert longest_s <= 0.010
+        tries = [_timed(bench.pool.explanations.explain_in_steps(bench.name, runs)) for _ in range(3)]
+    found = tries[0][0]
+    assert max(map(min, zip(*(took for _, took in tries), strict=True))) <= 0.010, "of each step its shortest try"
     assert [len(run.ranges) for run in found.runs] == [MAX_ALL_RANGES // MAX_RUNS] * MAX_RUNS
-    started = time.thread_time()
-    message_of(found.runs[0], pb.RunExplanation, ranges=map(_encoded, found.runs[0].ranges))
-    assert time.thread_time() - started <= 0.002
+    run = found.runs[0]
+    encode = lambda: message_of(run, pb.RunExplanation, ranges=map(_encoded, run.ranges))  # noqa: E731
+    assert min(timeit.repeat(encode, timer=time.thread_time, number=1, repeat=3)) <= 0.002
+
+
+def _timed(steps: Steps[Explained]) -> tuple[Explained, list[float]]:
+    """The result, and the CPU seconds of each step."""
+    took: list[float] = []
+    while True:
+        started = time.thread_time()
+        try:
+            next(steps)
+        except StopIteration as end:
+            return end.value, took
+        finally:
+            took.append(time.thread_time() - started)
