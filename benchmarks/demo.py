@@ -19,8 +19,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.harness import measuring as harness
-from kvpool.client import Client
-from kvpool.config import ClientConfig
+from kvpool.client.client import Client
+from kvpool.client.config import ClientConfig
 from testbed import tiny_llama
 from testbed.engine import BLOCK_TOKENS, Answer, Engine, EngineError, EngineSpec, kvpool_transfer_config
 

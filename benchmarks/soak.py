@@ -30,9 +30,9 @@ import typer
 
 from benchmarks.harness.measuring import Row, at_most, progress, report, until_true
 from kvpool import BlockRun, GroupSpec, NamespaceSpec
-from kvpool.client import Client, Namespace
-from kvpool.config import ClientConfig
-from kvpool.errors import KVPoolError
+from kvpool.client.client import Client, Namespace
+from kvpool.client.config import ClientConfig
+from kvpool.protocol.errors import KVPoolError
 from testbed.mooncake import master_command, segment_command
 from testbed.ports import free_endpoint, free_port, is_listening
 

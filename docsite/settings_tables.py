@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from kvpool.config import ClientConfig
-from kvpool_server.config import ServerConfig, describe
+from kvpool.client.config import ClientConfig
+from kvpool_server.settings.config import ServerConfig, describe
 from vllm_plugin.config import ConnectorConfig
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "configuration.md"

@@ -9,40 +9,75 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvpool.block_io import InPlace as InPlace
-    from kvpool.client import Client as Client
-    from kvpool.client import PutResult as PutResult
-    from kvpool.config import ClientConfig as ClientConfig
-    from kvpool.errors import ConfigError as ConfigError
-    from kvpool.errors import KVPoolError as KVPoolError
-    from kvpool.errors import PermissionDeniedError as PermissionDeniedError
-    from kvpool.errors import UnauthenticatedError as UnauthenticatedError
-    from kvpool.hashing import block_hashes as block_hashes
-    from kvpool.hashing import checksum as checksum
-    from kvpool.name_key import NameKey as NameKey
-    from kvpool.namespace import GroupSpec as GroupSpec
-    from kvpool.namespace import NamespaceSpec as NamespaceSpec
-    from kvpool.rpc import Namespace as Namespace
-    from kvpool.rpc import PendingLookup as PendingLookup
-    from kvpool.tls import TlsFiles as TlsFiles
-    from kvpool.types import BlockRun as BlockRun
-    from kvpool.types import Chunk as Chunk
-    from kvpool.types import PoolKey as PoolKey
-    from kvpool.types import PutStatus as PutStatus
-    from kvpool.types import ShardRange as ShardRange
+    from kvpool.client.admin import Admin as Admin
+    from kvpool.client.block_io import InPlace as InPlace
+    from kvpool.client.client import Client as Client
+    from kvpool.client.client import PutResult as PutResult
+    from kvpool.client.config import ClientConfig as ClientConfig
+    from kvpool.client.events import Subscriber as Subscriber
+    from kvpool.client.rpc import Namespace as Namespace
+    from kvpool.client.rpc import PendingLookup as PendingLookup
+    from kvpool.protocol.errors import ChecksumError as ChecksumError
+    from kvpool.protocol.errors import ConfigError as ConfigError
+    from kvpool.protocol.errors import DrainingError as DrainingError
+    from kvpool.protocol.errors import IncompatibleNamespaceError as IncompatibleNamespaceError
+    from kvpool.protocol.errors import IncompatibleReleaseError as IncompatibleReleaseError
+    from kvpool.protocol.errors import InvalidReplyError as InvalidReplyError
+    from kvpool.protocol.errors import InvalidRequestError as InvalidRequestError
+    from kvpool.protocol.errors import KVPoolError as KVPoolError
+    from kvpool.protocol.errors import LeaseExpiredError as LeaseExpiredError
+    from kvpool.protocol.errors import OutOfSpaceError as OutOfSpaceError
+    from kvpool.protocol.errors import PermissionDeniedError as PermissionDeniedError
+    from kvpool.protocol.errors import PoolTimeoutError as PoolTimeoutError
+    from kvpool.protocol.errors import TransferError as TransferError
+    from kvpool.protocol.errors import UnauthenticatedError as UnauthenticatedError
+    from kvpool.protocol.errors import UnavailableError as UnavailableError
+    from kvpool.protocol.errors import UnknownNamespaceError as UnknownNamespaceError
+    from kvpool.protocol.hashing import block_hashes as block_hashes
+    from kvpool.protocol.hashing import checksum as checksum
+    from kvpool.protocol.namespace import GroupSpec as GroupSpec
+    from kvpool.protocol.namespace import NamespaceSpec as NamespaceSpec
+    from kvpool.protocol.types import BlockRun as BlockRun
+    from kvpool.protocol.types import Chunk as Chunk
+    from kvpool.protocol.types import PoolKey as PoolKey
+    from kvpool.protocol.types import PutStatus as PutStatus
+    from kvpool.protocol.types import ShardRange as ShardRange
+    from kvpool.security.curve import SubscriberKeys as SubscriberKeys
+    from kvpool.security.name_key import NameKey as NameKey
+    from kvpool.security.tls import TlsFiles as TlsFiles
     from kvpool.version import __version__ as __version__
 
 _HOMES = {
-    "block_io": ("InPlace",),
-    "client": ("Client", "PutResult"),
-    "config": ("ClientConfig",),
-    "errors": ("ConfigError", "KVPoolError", "PermissionDeniedError", "UnauthenticatedError"),
-    "hashing": ("block_hashes", "checksum"),
-    "name_key": ("NameKey",),
-    "namespace": ("GroupSpec", "NamespaceSpec"),
-    "rpc": ("Namespace", "PendingLookup"),
-    "tls": ("TlsFiles",),
-    "types": ("BlockRun", "Chunk", "PoolKey", "PutStatus", "ShardRange"),
+    "client.admin": ("Admin",),
+    "client.block_io": ("InPlace",),
+    "client.client": ("Client", "PutResult"),
+    "client.config": ("ClientConfig",),
+    "client.events": ("Subscriber",),
+    "client.rpc": ("Namespace", "PendingLookup"),
+    "protocol.errors": (
+        "ChecksumError",
+        "ConfigError",
+        "DrainingError",
+        "IncompatibleNamespaceError",
+        "IncompatibleReleaseError",
+        "InvalidReplyError",
+        "InvalidRequestError",
+        "KVPoolError",
+        "LeaseExpiredError",
+        "OutOfSpaceError",
+        "PermissionDeniedError",
+        "PoolTimeoutError",
+        "TransferError",
+        "UnauthenticatedError",
+        "UnavailableError",
+        "UnknownNamespaceError",
+    ),
+    "protocol.hashing": ("block_hashes", "checksum"),
+    "protocol.namespace": ("GroupSpec", "NamespaceSpec"),
+    "protocol.types": ("BlockRun", "Chunk", "PoolKey", "PutStatus", "ShardRange"),
+    "security.curve": ("SubscriberKeys",),
+    "security.name_key": ("NameKey",),
+    "security.tls": ("TlsFiles",),
     "version": ("__version__",),
 }
 __all__ = [name for names in _HOMES.values() for name in names]

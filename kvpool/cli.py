@@ -9,7 +9,6 @@ from typing import Annotated
 
 import typer
 
-from kvpool.certificates import CA_NAME, CERTIFICATE_NAME, KEY_NAME
 from kvpool.commands import certs, name_key, token
 from kvpool.commands.clear import clear
 from kvpool.commands.common import TRUST, ExitStatus, Trust
@@ -26,7 +25,8 @@ from kvpool.commands.stats import stats
 from kvpool.commands.top import top
 from kvpool.commands.value import value
 from kvpool.commands.whoami import whoami
-from kvpool.errors import KVPoolError
+from kvpool.protocol.errors import KVPoolError
+from kvpool.security.certificates import CA_NAME, CERTIFICATE_NAME, KEY_NAME
 from kvpool.version import __version__
 
 app = typer.Typer(

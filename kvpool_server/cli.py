@@ -15,20 +15,20 @@ import structlog
 import typer
 from rich.markup import escape
 
-from kvpool.config import is_loopback
-from kvpool.errors import ConfigError
-from kvpool.quotas import size_text
-from kvpool.unix_socket import SCHEME, socket_path
+from kvpool.client.config import is_loopback
+from kvpool.protocol.errors import ConfigError
+from kvpool.report.quotas import size_text
+from kvpool.transport.unix_socket import SCHEME, socket_path
 from kvpool.version import __version__
-from kvpool_server import logs
-from kvpool_server.addresses import is_local, name_for_clients, split_address
-from kvpool_server.config import ServerConfig, describe, load, service_links
-from kvpool_server.log_events import LogEvents
-from kvpool_server.process_memory import keep_collections_short, keep_freed_memory
-from kvpool_server.service_manager import notify
+from kvpool_server.process import logs
+from kvpool_server.process.addresses import is_local, name_for_clients, split_address
+from kvpool_server.process.log_events import LogEvents
+from kvpool_server.process.process_memory import keep_collections_short, keep_freed_memory
+from kvpool_server.process.service_manager import notify
+from kvpool_server.settings.config import ServerConfig, describe, load, service_links
 
 if TYPE_CHECKING:
-    from kvpool_server.server import Server
+    from kvpool_server.app.server import Server
 
 log = structlog.get_logger()
 
@@ -83,7 +83,7 @@ serve.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # Typer 
 
 
 async def _run(settings: ServerConfig, events: LogEvents) -> None:
-    from kvpool_server.server import Server  # Neither --help nor a wrong setting waits for gRPC and the pool.
+    from kvpool_server.app.server import Server  # Neither --help nor a wrong setting waits for gRPC and the pool.
 
     server = Server(settings, events)
     loop = asyncio.get_running_loop()

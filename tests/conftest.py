@@ -14,8 +14,8 @@ import grpc
 import pytest
 from hypothesis import HealthCheck, settings
 
-from kvpool.client import Client
-from kvpool.config import ClientConfig
+from kvpool.client.client import Client
+from kvpool.client.config import ClientConfig
 from kvpool.v1.pool_pb2_grpc import PoolStub
 from tests.support.effort import EFFORT
 from tests.support.processes import ServerProcess

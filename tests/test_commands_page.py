@@ -13,11 +13,11 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from kvpool.certificates import Authority
 from kvpool.cli import app
-from kvpool.client import Client
+from kvpool.client.client import Client
 from kvpool.commands.common import ExitStatus
 from kvpool.commands.stats import row_of
+from kvpool.security.certificates import Authority
 from kvpool.v1 import pool_pb2 as pb
 from tests.conftest import StartServer
 from tests.support.values import group_spec, namespace_spec, payload, run_of

@@ -13,11 +13,11 @@ from pydantic import ByteSize, TypeAdapter
 from typer.testing import CliRunner
 
 from kvpool.cli import app
-from kvpool.config import ClientConfig
-from kvpool.tls import TlsFiles
+from kvpool.client.config import ClientConfig
+from kvpool.security.tls import TlsFiles
 from kvpool.transport.helpers import movers_of
 from kvpool.transport.tcp import SPARING_CONNECTIONS
-from kvpool_server.config import ServerConfig
+from kvpool_server.settings.config import ServerConfig
 from kvpool_server.tiers.registry import KINDS
 from tests.conftest import StartServer
 from tests.support import metrics_page

@@ -30,7 +30,7 @@ import math
 import time
 from collections.abc import Callable
 
-from kvpool.errors import (
+from kvpool.protocol.errors import (
     ChecksumError,
     DrainingError,
     InvalidReplyError,

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvpool.config import DEFAULT_ENDPOINT, ClientConfig
-from kvpool.errors import ConfigError
-from kvpool.name_key import NameKey
-from kvpool.principal import Role
-from kvpool.tls import TlsFiles, read_identity
+from kvpool.client.config import DEFAULT_ENDPOINT, ClientConfig
+from kvpool.protocol.errors import ConfigError
+from kvpool.security.name_key import NameKey
+from kvpool.security.principal import Role
+from kvpool.security.tls import TlsFiles, read_identity
 
 MAX_TIMEOUT_MS = 300_000
 BOUNDS: Mapping[str, tuple[int, int]] = {

@@ -20,8 +20,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from kvpool.namespace import NamespaceSpec
-from kvpool.types import BlockRun, LeasedSlots, in_parts
+from kvpool.protocol.namespace import NamespaceSpec
+from kvpool.protocol.types import BlockRun, LeasedSlots, in_parts
 from vllm_plugin.model.adapters import NO_ADAPTER
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")

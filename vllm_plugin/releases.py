@@ -20,7 +20,7 @@ from vllm.v1 import kv_cache_interface
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from kvpool.errors import ConfigError
+from kvpool.protocol.errors import ConfigError
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults

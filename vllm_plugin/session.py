@@ -20,13 +20,13 @@ from dataclasses import replace
 
 from vllm.logger import init_logger
 
-from kvpool.client import Client
-from kvpool.config import ClientConfig
-from kvpool.errors import KVPoolError
-from kvpool.namespace import Difference, NamespaceSpec, differences
-from kvpool.rpc import Namespace
-from kvpool.text import opened_text
-from kvpool.wire import decode_spec
+from kvpool.client.client import Client
+from kvpool.client.config import ClientConfig
+from kvpool.client.rpc import Namespace
+from kvpool.protocol.errors import KVPoolError
+from kvpool.protocol.namespace import Difference, NamespaceSpec, differences
+from kvpool.protocol.text import opened_text
+from kvpool.protocol.wire import decode_spec
 from vllm_plugin.breaker import Breaker, State
 from vllm_plugin.metrics import Recorder
 

@@ -41,9 +41,9 @@ from benchmarks.harness.measuring import (
     until_true,
 )
 from kvpool import BlockRun, Client, ClientConfig, GroupSpec, NamespaceSpec
-from kvpool.errors import KVPoolError
-from kvpool.segment import MAP_AHEAD
+from kvpool.protocol.errors import KVPoolError
 from kvpool.transport.base import Buffers
+from kvpool.transport.segment import MAP_AHEAD
 
 COUNTS = (1, 4, 16, 64, 256)
 LOOKUP_BLOCKS, LOAD_BLOCKS = 64, 4

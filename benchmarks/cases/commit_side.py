@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from kvpool import BlockRun, Client, ClientConfig, GroupSpec, NamespaceSpec
-from kvpool.client import InPlace
-from kvpool.errors import KVPoolError
+from kvpool.client.client import InPlace
+from kvpool.protocol.errors import KVPoolError
 
 MIB = 1 << 20
 BLOCKS, BLOCK_BYTES, SMALL_BYTES = 32, 2 * MIB, 64

@@ -23,7 +23,7 @@ import typer
 
 from benchmarks.harness.measuring import Row, at_most, kvpool_server, ms, percentile, progress, report, timed
 from kvpool import BlockRun, Client, ClientConfig, GroupSpec, NamespaceSpec, checksum
-from kvpool.sums import Checksums
+from kvpool.client.sums import Checksums
 from kvpool.transport.base import Buffers
 
 MIB = 1 << 20

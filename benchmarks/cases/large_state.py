@@ -36,7 +36,7 @@ NUM_CALLS = 20
 
 def _announced(geometry: Any) -> list[Row]:
     """Reports of stores after so many that the oldest blocks are forgotten, and then a pool that has restarted."""
-    from kvpool.types import BlockRun
+    from kvpool.protocol.types import BlockRun
     from vllm_plugin.metadata import GroupBlocks, StoreJob
     from vllm_plugin.scheduler.pool_contents import Events
 

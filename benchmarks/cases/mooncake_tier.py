@@ -40,12 +40,12 @@ from benchmarks.harness.measuring import (
 from benchmarks.harness.traffic import Bytes
 from benchmarks.peers.mooncake_store import Store, mooncake_store
 from kvpool import BlockRun, GroupSpec, NamespaceSpec
-from kvpool.client import Client
-from kvpool.config import ClientConfig
-from kvpool.hashing import checksum
-from kvpool.rpc import Namespace
+from kvpool.client.client import Client
+from kvpool.client.config import ClientConfig
+from kvpool.client.rpc import Namespace
+from kvpool.protocol.hashing import checksum
+from kvpool.protocol.types import Lookup, ShardRange
 from kvpool.transport.base import Buffers
-from kvpool.types import Lookup, ShardRange
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.eviction import DEFAULT_POLICY, POLICIES
 from kvpool_server.cache.pool import Pool

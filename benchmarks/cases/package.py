@@ -75,8 +75,8 @@ def main(rounds: Annotated[int, typer.Option(help="Times that each process is st
         processes = {
             "python that imports nothing": starts(python, "-c", "pass"),
             "import kvpool": starts(python, "-c", "import kvpool"),
-            "import kvpool.client": starts(python, "-c", "import kvpool.client"),
-            "import kvpool_server.server": starts(python, "-c", "import kvpool_server.server"),
+            "import kvpool.client": starts(python, "-c", "import kvpool.client.client"),
+            "import kvpool_server.server": starts(python, "-c", "import kvpool_server.app.server"),
             "kvpool --version": starts(str(binaries / "kvpool"), "--version"),
         }
         seconds = alternate(processes, rounds, what="starts")

@@ -25,9 +25,9 @@ import typer
 from benchmarks.cases.mooncake_tier import PROMPT_BLOCK_BYTES, PROMPT_BYTES, Loader, name_of, pages, spec
 from benchmarks.harness.measuring import Row, alternate, at_most, kvpool_server, ms, report, time_ratio, until_true
 from kvpool import BlockRun
-from kvpool.client import Client
-from kvpool.config import ClientConfig
-from kvpool.rpc import Namespace
+from kvpool.client.client import Client
+from kvpool.client.config import ClientConfig
+from kvpool.client.rpc import Namespace
 
 STEPS_MS = (2, 10, 25, 50)
 TRANSPORTS = ("shm", "tcp")

@@ -48,10 +48,10 @@ from benchmarks.harness.measuring import (
     wait_until,
 )
 from kvpool import BlockRun, GroupSpec, NamespaceSpec
-from kvpool.client import Client
-from kvpool.config import ClientConfig
-from kvpool.hashing import checksum
-from kvpool.rpc import Namespace
+from kvpool.client.client import Client
+from kvpool.client.config import ClientConfig
+from kvpool.client.rpc import Namespace
+from kvpool.protocol.hashing import checksum
 from kvpool_server.cache.entry import Record
 from kvpool_server.cache.eviction import DEFAULT_POLICY, POLICIES
 from kvpool_server.cache.namespaces import PoolNamespace

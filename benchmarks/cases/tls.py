@@ -28,9 +28,9 @@ from benchmarks.harness.measuring import (
 )
 from benchmarks.harness.traffic import Traffic, pair
 from kvpool import BlockRun, Client, ClientConfig, GroupSpec, NamespaceSpec
-from kvpool.certificates import CA_NAME, CERTIFICATE_NAME, KEY_NAME, Authority
-from kvpool.principal import ALL_TENANTS, Principal, Role
-from kvpool.tls import TlsFiles
+from kvpool.security.certificates import CA_NAME, CERTIFICATE_NAME, KEY_NAME, Authority
+from kvpool.security.principal import ALL_TENANTS, Principal, Role
+from kvpool.security.tls import TlsFiles
 
 MIB = 1 << 20
 BLOCK_BYTES = 2 * MIB

@@ -39,9 +39,9 @@ from benchmarks.harness.traffic import Traffic, pair
 from benchmarks.peers.bare_socket import BareSocket
 from benchmarks.peers.bare_threads import BareThreads
 from kvpool import Client, ClientConfig
-from kvpool.errors import KVPoolError
+from kvpool.protocol.errors import KVPoolError
 from kvpool.transport.helpers import movers_of
-from kvpool_server.config import ServerConfig
+from kvpool_server.settings.config import ServerConfig
 from testbed.link import CONGESTION, DELAY_MS, LOSS, MTU, End, link, why_not
 
 CONTROL_PORT, DATA_PORT, BARE_PORT = 50051, 50053, 50055

@@ -32,10 +32,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from kvpool.client import Client
-from kvpool.config import ClientConfig
-from kvpool.errors import KVPoolError
-from kvpool.tls import TlsFiles
+from kvpool.client.client import Client
+from kvpool.client.config import ClientConfig
+from kvpool.protocol.errors import KVPoolError
+from kvpool.security.tls import TlsFiles
 from testbed.ports import free_endpoint
 
 RESULTS = Path(__file__).parents[1] / "results"

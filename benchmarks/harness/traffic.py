@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from benchmarks.harness.measuring import timed
 from kvpool import BlockRun, Client, ClientConfig, GroupSpec, InPlace, NamespaceSpec, checksum
-from kvpool.block_io import DrainBlocks
+from kvpool.client.block_io import DrainBlocks
 
 Bytes = npt.NDArray[np.uint8]
 

@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 
 from benchmarks.replay.references import REFERENCES
 from benchmarks.replay.request import Request, num_blocks
-from kvpool.errors import OutOfSpaceError
-from kvpool.namespace import GroupSpec, NamespaceSpec
-from kvpool.types import HASH_BYTES, BlockRun, ShardRange
+from kvpool.protocol.errors import OutOfSpaceError
+from kvpool.protocol.namespace import GroupSpec, NamespaceSpec
+from kvpool.protocol.types import HASH_BYTES, BlockRun, ShardRange
 from kvpool_server.cache.allocator.arena import MAX_SLOTS_PER_EXTENT, Arena
 from kvpool_server.cache.eviction import DEFAULT_POLICY, POLICIES
 from kvpool_server.cache.pool import Pool

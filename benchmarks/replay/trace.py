@@ -15,7 +15,7 @@ from pathlib import Path
 
 from benchmarks.replay.recording import is_recording, load_recording
 from benchmarks.replay.request import LATEST_MS, MAX_BLOCKS, Bounds, Request
-from kvpool.types import HASH_BYTES
+from kvpool.protocol.types import HASH_BYTES
 
 MAX_ID = 1 << 8 * HASH_BYTES
 MAX_LINE_BYTES = 8 << 20

@@ -21,9 +21,9 @@ from typing import Any
 from benchmarks.cases.tls import files_in
 from benchmarks.harness import measuring as harness
 from benchmarks.peers import mooncake_store
-from kvpool.certificates import Authority
-from kvpool.principal import ALL_TENANTS, Principal, Role
-from kvpool.tls import TlsFiles
+from kvpool.security.certificates import Authority
+from kvpool.security.principal import ALL_TENANTS, Principal, Role
+from kvpool.security.tls import TlsFiles
 from testbed.engine import EngineSpec, kvpool_transfer_config
 
 TIER_SHARE = 0.6

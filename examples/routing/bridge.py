@@ -16,9 +16,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from kvpool.curve import SubscriberKeys
-from kvpool.errors import PoolTimeoutError
-from kvpool.events import Subscriber
+from kvpool import PoolTimeoutError, Subscriber, SubscriberKeys
 from kvpool_server.events.encoder import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
 
 MAX_IDLE = 1 << 20  # Blocks that the server does not hold and whose tokens are remembered.

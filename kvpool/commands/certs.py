@@ -9,7 +9,10 @@ from typing import Annotated
 
 import typer
 
-from kvpool.certificates import (
+from kvpool.commands.option_bounds import within
+from kvpool.protocol.errors import InvalidRequestError
+from kvpool.protocol.text import duration_text, printable
+from kvpool.security.certificates import (
     CA_DAYS,
     CERTIFICATE_NAME,
     LEAF_DAYS,
@@ -18,10 +21,7 @@ from kvpool.certificates import (
     host_names,
     read_certificates,
 )
-from kvpool.errors import InvalidRequestError
-from kvpool.option_bounds import within
-from kvpool.principal import ABOUT_DOMAINS, ALL_TENANTS, DEFAULT_DOMAIN, GLOBAL_ROLES, TENANT_ROLES, Principal
-from kvpool.text import duration_text, printable
+from kvpool.security.principal import ABOUT_DOMAINS, ALL_TENANTS, DEFAULT_DOMAIN, GLOBAL_ROLES, TENANT_ROLES, Principal
 
 DEFAULT_TENANT = "default"
 
@@ -104,7 +104,7 @@ def events_key(
     operator: Annotated[bool, typer.Option("--operator", help="With --list: it sees all tenants' events.")] = False,
 ) -> None:
     """Make a CURVE key pair, of a server's KV events or of one that subscribes to them."""
-    from kvpool import curve
+    from kvpool.security import curve
 
     if subscribers is None and (tenant or operator):
         raise InvalidRequestError("--tenant and --operator stand in the server's list of subscribers; give --list")

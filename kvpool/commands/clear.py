@@ -7,13 +7,13 @@ from typing import Annotated
 
 import typer
 
-from kvpool.client import Client
+from kvpool.client.client import Client
+from kvpool.client.config import DEFAULT_ENDPOINT
 from kvpool.commands import common
 from kvpool.commands.common import Endpoint
 from kvpool.commands.fingerprints import one_of
-from kvpool.config import DEFAULT_ENDPOINT
-from kvpool.errors import InvalidRequestError
-from kvpool.types import HASH_BYTES
+from kvpool.protocol.errors import InvalidRequestError
+from kvpool.protocol.types import HASH_BYTES
 
 CLEAR_TIMEOUT_MS = 20_000
 """`kvpool clear` waits for tiers, too."""

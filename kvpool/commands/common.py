@@ -14,13 +14,13 @@ from typing import Annotated, Any
 
 import typer
 
-from kvpool.client import Client
-from kvpool.config import ClientConfig
-from kvpool.errors import ConfigError
-from kvpool.quotas import size_text as size_text
-from kvpool.text import duration_text as duration_text
-from kvpool.text import printable as printable
-from kvpool.tls import TlsFiles
+from kvpool.client.client import Client
+from kvpool.client.config import ClientConfig
+from kvpool.protocol.errors import ConfigError
+from kvpool.protocol.text import duration_text as duration_text
+from kvpool.protocol.text import printable as printable
+from kvpool.report.quotas import size_text as size_text
+from kvpool.security.tls import TlsFiles
 
 TIMEOUT_MS = 5_000
 """Deadline of each call of a command."""

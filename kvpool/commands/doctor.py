@@ -8,23 +8,23 @@ from typing import Annotated
 
 import typer
 
-from kvpool.bandwidth import measurement_config
-from kvpool.client import Client
+from kvpool.client.client import Client
+from kvpool.client.config import DEFAULT_ENDPOINT, ClientConfig
 from kvpool.commands import common
 from kvpool.commands.common import AsJson, Endpoint, ExitStatus
-from kvpool.commands.output import print_findings
-from kvpool.config import DEFAULT_ENDPOINT, ClientConfig
 from kvpool.doctor import host, reachability
 from kvpool.doctor.bandwidth import bandwidth as measured_bandwidth
 from kvpool.doctor.examination import Check, examine, has_errors
-from kvpool.doctor.finding import Finding, Level, error, info, notes
 from kvpool.doctor.judgements import judgements
 from kvpool.doctor.namespaces import namespaces
 from kvpool.doctor.reachability import OWN_CERTIFICATE
 from kvpool.doctor.server_state import SERVER_CERTIFICATE
 from kvpool.doctor.window import look_twice
-from kvpool.errors import InvalidRequestError, KVPoolError
-from kvpool.unix_socket import socket_path
+from kvpool.protocol.errors import InvalidRequestError, KVPoolError
+from kvpool.report.bandwidth import measurement_config
+from kvpool.report.finding import Finding, Level, error, info, notes
+from kvpool.report.output import print_findings
+from kvpool.transport.unix_socket import socket_path
 
 BANDWIDTH_DEADLINE_S = 90.0
 _HOST_CHECKS = (

@@ -7,14 +7,14 @@ from typing import Annotated
 
 import typer
 
-from kvpool.client import Client
+from kvpool.client.client import Client
+from kvpool.client.config import DEFAULT_ENDPOINT
 from kvpool.commands import common
 from kvpool.commands.common import AsJson, Endpoint
-from kvpool.config import DEFAULT_ENDPOINT
-from kvpool.errors import PoolTimeoutError, UnavailableError
-from kvpool.messages import fields_of
-from kvpool.option_bounds import within
-from kvpool.types import MAX_DRAIN_MS
+from kvpool.commands.option_bounds import within
+from kvpool.protocol.errors import PoolTimeoutError, UnavailableError
+from kvpool.protocol.messages import fields_of
+from kvpool.protocol.types import MAX_DRAIN_MS
 from kvpool.v1 import pool_pb2 as pb
 
 ASK_EVERY_S = 0.2

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from kvpool.errors import InvalidRequestError, PoolTimeoutError
+from kvpool.protocol.errors import InvalidRequestError, PoolTimeoutError
 
 QUIET_S = 5.0
 """After this long without a message `kvpool events` asks for messages that may have been lost."""
@@ -29,8 +29,8 @@ def events(
     seconds: Annotated[float, typer.Option(help="Stop after this many seconds; 0: never.")] = 0.0,
 ) -> None:
     """Print the KV events that a server publishes: one message per line, as JSON."""
-    from kvpool.curve import SubscriberKeys
-    from kvpool.events import Subscriber
+    from kvpool.client.events import Subscriber
+    from kvpool.security.curve import SubscriberKeys
 
     if (key is None) != (server_key is None):
         raise InvalidRequestError("--key and --server-key belong together; give both, or neither")

@@ -9,13 +9,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
-from kvpool.client import Client
+from kvpool.client.client import Client
+from kvpool.client.config import DEFAULT_ENDPOINT
 from kvpool.commands import common
 from kvpool.commands.common import AsJson, Endpoint
 from kvpool.commands.named_prompt import CacheSalt, HashSeed, NamedPrompt, NameKeyFile, Tokenizer
-from kvpool.commands.output import say
-from kvpool.config import DEFAULT_ENDPOINT
-from kvpool.explanation_report import PromptReport
+from kvpool.report.explanation_report import PromptReport
+from kvpool.report.output import say
 
 TIMEOUT_MS = 20_000
 """The server may ask tiers."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvpool.client import Client
-from kvpool.errors import InvalidRequestError
+from kvpool.client.client import Client
+from kvpool.protocol.errors import InvalidRequestError
 from kvpool.v1 import pool_pb2 as pb
 
 

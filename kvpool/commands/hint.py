@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from kvpool.client.config import DEFAULT_ENDPOINT
 from kvpool.commands import common
 from kvpool.commands.common import AsJson, Endpoint
 from kvpool.commands.named_prompt import (
@@ -18,11 +19,10 @@ from kvpool.commands.named_prompt import (
     Prompt,
     Tokenizer,
 )
-from kvpool.commands.output import say
-from kvpool.config import DEFAULT_ENDPOINT
-from kvpool.option_bounds import within
-from kvpool.quotas import size_text
-from kvpool.types import HintKind
+from kvpool.commands.option_bounds import within
+from kvpool.protocol.types import HintKind
+from kvpool.report.output import say
+from kvpool.report.quotas import size_text
 from kvpool.v1 import pool_pb2 as pb
 
 TIMEOUT_MS = 20_000

@@ -13,15 +13,15 @@ from typing import Annotated, Any
 
 import typer
 
-from kvpool.causes import Cause
+from kvpool.client.config import DEFAULT_ENDPOINT
 from kvpool.commands import common
 from kvpool.commands.common import AsJson, Endpoint
 from kvpool.commands.ledger_table import LedgerTable
-from kvpool.commands.output import console, say
-from kvpool.config import DEFAULT_ENDPOINT
-from kvpool.errors import InvalidRequestError
-from kvpool.ledger import SUMS, added_up
-from kvpool.messages import fields_of
+from kvpool.protocol.causes import Cause
+from kvpool.protocol.errors import InvalidRequestError
+from kvpool.protocol.ledger import SUMS, added_up
+from kvpool.protocol.messages import fields_of
+from kvpool.report.output import console, say
 from kvpool.v1 import pool_pb2 as pb
 
 _UNITS = {"m": 60, "h": 3_600, "d": 86_400, "w": 604_800}

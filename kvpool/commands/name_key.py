@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from kvpool.name_key import NameKey
+from kvpool.security.name_key import NameKey
 
 app = typer.Typer(no_args_is_help=True, help="Make and compare keys by which the engines of a tenant name blocks.")
 

@@ -8,15 +8,15 @@ from typing import Annotated
 
 import typer
 
-from kvpool.client import Client
+from kvpool.client.client import Client
 from kvpool.commands.fingerprints import find_namespace
-from kvpool.errors import InvalidRequestError
-from kvpool.name_key import NameKey
-from kvpool.namespace import NamespaceSpec
-from kvpool.prompts import hash_seed, prompt_runs, read_tokens
-from kvpool.types import BlockRun
+from kvpool.commands.prompts import hash_seed, prompt_runs, read_tokens
+from kvpool.protocol.errors import InvalidRequestError
+from kvpool.protocol.namespace import NamespaceSpec
+from kvpool.protocol.types import BlockRun
+from kvpool.protocol.wire import decode_spec
+from kvpool.security.name_key import NameKey
 from kvpool.v1 import pool_pb2 as pb
-from kvpool.wire import decode_spec
 
 Prompt = Annotated[
     str,

@@ -11,17 +11,17 @@ import typer
 from rich.markup import escape
 from rich.table import Column, Table
 
+from kvpool.client.config import DEFAULT_ENDPOINT
 from kvpool.commands import common
 from kvpool.commands.common import AsJson, Endpoint
 from kvpool.commands.fingerprints import one_of
-from kvpool.commands.output import console, share_text
-from kvpool.config import DEFAULT_ENDPOINT
-from kvpool.messages import fields_of
-from kvpool.namespace import differences
-from kvpool.quotas import covers, size_text
-from kvpool.text import duration_text, opened_text, printable
+from kvpool.protocol.messages import fields_of
+from kvpool.protocol.namespace import differences
+from kvpool.protocol.text import duration_text, opened_text, printable
+from kvpool.protocol.wire import decode_spec
+from kvpool.report.output import console, share_text
+from kvpool.report.quotas import covers, size_text
 from kvpool.v1 import pool_pb2 as pb
-from kvpool.wire import decode_spec
 
 
 def namespaces(

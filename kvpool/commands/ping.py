@@ -6,7 +6,16 @@ from typing import Annotated
 
 import typer
 
-from kvpool.bandwidth import (
+from kvpool.client.client import Client
+from kvpool.client.config import DEFAULT_ENDPOINT, TRANSPORTS
+from kvpool.commands import common
+from kvpool.commands.common import AsJson, Endpoint
+from kvpool.commands.fingerprints import find_namespace
+from kvpool.commands.option_bounds import within
+from kvpool.protocol.errors import InvalidRequestError
+from kvpool.protocol.text import duration_text
+from kvpool.protocol.wire import decode_spec
+from kvpool.report.bandwidth import (
     HIT_TOKENS,
     check_permission,
     hit_cost,
@@ -16,17 +25,8 @@ from kvpool.bandwidth import (
     shards_of_rank,
     usual_block,
 )
-from kvpool.bandwidth_report import row_of, text_of
-from kvpool.client import Client
-from kvpool.commands import common
-from kvpool.commands.common import AsJson, Endpoint
-from kvpool.commands.fingerprints import find_namespace
-from kvpool.config import DEFAULT_ENDPOINT, TRANSPORTS
-from kvpool.errors import InvalidRequestError
-from kvpool.option_bounds import within
-from kvpool.principal import Role
-from kvpool.text import duration_text
-from kvpool.wire import decode_spec
+from kvpool.report.bandwidth_report import row_of, text_of
+from kvpool.security.principal import Role
 
 ROUND_MIB = 256
 

@@ -9,15 +9,15 @@ import typer
 from rich.markup import escape
 from rich.table import Column, Table
 
-from kvpool.client import Client
+from kvpool.client.client import Client
+from kvpool.client.config import DEFAULT_ENDPOINT
 from kvpool.commands import common
 from kvpool.commands.common import AsJson, Endpoint
-from kvpool.commands.output import console, say
-from kvpool.config import DEFAULT_ENDPOINT
-from kvpool.errors import InvalidRequestError, PermissionDeniedError
-from kvpool.messages import fields_of
-from kvpool.quotas import beyond_memory, parse_quota, size_text
-from kvpool.types import Quota
+from kvpool.protocol.errors import InvalidRequestError, PermissionDeniedError
+from kvpool.protocol.messages import fields_of
+from kvpool.protocol.types import Quota
+from kvpool.report.output import console, say
+from kvpool.report.quotas import beyond_memory, parse_quota, size_text
 from kvpool.v1 import pool_pb2 as pb
 
 _WHAT_COUNTS = (

@@ -10,16 +10,16 @@ import typer
 from rich.markup import escape
 from rich.table import Column, Table
 
+from kvpool.client.config import DEFAULT_ENDPOINT
 from kvpool.commands import common
 from kvpool.commands.common import AsJson, Endpoint, duration_text, size_text
-from kvpool.commands.output import bar, console, count_text, print_findings, say, seconds_text, share_text
-from kvpool.config import DEFAULT_ENDPOINT
-from kvpool.doctor.finding import notes, problems
 from kvpool.doctor.judgements import judgements
 from kvpool.doctor.pool_state import tokens
 from kvpool.doctor.window import Window, look_twice
-from kvpool.messages import fields_of
-from kvpool.server_stats import client_transfers, count, quantile, rpc_quantile
+from kvpool.protocol.messages import fields_of
+from kvpool.protocol.server_stats import client_transfers, count, quantile, rpc_quantile
+from kvpool.report.finding import notes, problems
+from kvpool.report.output import bar, console, count_text, print_findings, say, seconds_text, share_text
 from kvpool.v1 import pool_pb2 as pb
 
 BAR_CHARS = 30

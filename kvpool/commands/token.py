@@ -9,11 +9,11 @@ from typing import Annotated
 
 import typer
 
-from kvpool.certificates import write_whole
-from kvpool.errors import InvalidRequestError
-from kvpool.principal import ABOUT_DOMAINS, ALL_TENANTS, DEFAULT_DOMAIN, Principal, Role
-from kvpool.text import duration_text, printable
-from kvpool.tokens import TokenRecord, append_record, create_token, parse_lifetime, read_records, remove_record
+from kvpool.protocol.errors import InvalidRequestError
+from kvpool.protocol.text import duration_text, printable
+from kvpool.security.certificates import write_whole
+from kvpool.security.principal import ABOUT_DOMAINS, ALL_TENANTS, DEFAULT_DOMAIN, Principal, Role
+from kvpool.security.tokens import TokenRecord, append_record, create_token, parse_lifetime, read_records, remove_record
 
 app = typer.Typer(no_args_is_help=True, help="Make, list and revoke bearer tokens, of callers without a certificate.")
 

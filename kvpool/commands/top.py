@@ -8,12 +8,12 @@ from typing import Annotated
 
 import typer
 
+from kvpool.client.config import DEFAULT_ENDPOINT
 from kvpool.commands import common
 from kvpool.commands.common import Endpoint
-from kvpool.commands.output import console
-from kvpool.config import DEFAULT_ENDPOINT
-from kvpool.errors import InvalidRequestError, UnavailableError
-from kvpool.option_bounds import within
+from kvpool.commands.option_bounds import within
+from kvpool.protocol.errors import InvalidRequestError, UnavailableError
+from kvpool.report.output import console
 from kvpool.top.frame import frame
 from kvpool.top.screen import Watch, show
 

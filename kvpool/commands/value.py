@@ -8,13 +8,13 @@ import typer
 from rich.markup import escape
 from rich.table import Column, Table
 
+from kvpool.client.config import DEFAULT_ENDPOINT
 from kvpool.commands import common
 from kvpool.commands.common import AsJson, Endpoint, duration_text, size_text
-from kvpool.commands.output import console, count_text, say
-from kvpool.config import DEFAULT_ENDPOINT
-from kvpool.errors import ConfigError, InvalidRequestError
-from kvpool.messages import fields_of
-from kvpool.option_bounds import within
+from kvpool.commands.option_bounds import within
+from kvpool.protocol.errors import ConfigError, InvalidRequestError
+from kvpool.protocol.messages import fields_of
+from kvpool.report.output import console, count_text, say
 from kvpool.v1 import pool_pb2 as pb
 
 DAY_S = 86_400

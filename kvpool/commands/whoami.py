@@ -6,11 +6,11 @@ import time
 
 import typer
 
+from kvpool.client.config import DEFAULT_ENDPOINT
 from kvpool.commands import common
 from kvpool.commands.common import AsJson, Endpoint
-from kvpool.config import DEFAULT_ENDPOINT
-from kvpool.messages import fields_of
-from kvpool.text import duration_text
+from kvpool.protocol.messages import fields_of
+from kvpool.protocol.text import duration_text
 
 
 def whoami(endpoint: Endpoint = DEFAULT_ENDPOINT, as_json: AsJson = False) -> None:

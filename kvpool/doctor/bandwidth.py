@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from kvpool.bandwidth import check_permission, measure, usual_block
-from kvpool.bandwidth_report import GB
-from kvpool.client import Client
-from kvpool.doctor.finding import Finding, ok, warning
+from kvpool.client.client import Client
+from kvpool.report.bandwidth import check_permission, measure, usual_block
+from kvpool.report.bandwidth_report import GB
+from kvpool.report.finding import Finding, ok, warning
 
 ROUND_BYTES = 64 << 20
 SLOW_BYTES_PER_S = 1e9

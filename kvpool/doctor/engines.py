@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvpool.doctor.finding import Finding, ok, warning
-from kvpool.text import escaped
+from kvpool.protocol.text import escaped
+from kvpool.report.finding import Finding, ok, warning
 from kvpool.v1 import pool_pb2 as pb
 
 MAX_NAME_CHARS = 60

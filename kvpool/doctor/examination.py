@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from kvpool.doctor.finding import Finding, Level, error, warning
-from kvpool.errors import KVPoolError, PermissionDeniedError
+from kvpool.protocol.errors import KVPoolError, PermissionDeniedError
+from kvpool.report.finding import Finding, Level, error, warning
 
 DEADLINE_S = 10.0
 """Of one check. A call of a client ends before."""

@@ -10,9 +10,9 @@ import re
 import resource
 from pathlib import Path
 
-from kvpool.client import Client
-from kvpool.doctor.finding import Finding, ok, warning
-from kvpool.quotas import size_text
+from kvpool.client.client import Client
+from kvpool.report.finding import Finding, ok, warning
+from kvpool.report.quotas import size_text
 from kvpool.transport.shm import ShmTransport
 
 LEAST_AVAILABLE_SHARE = 0.05

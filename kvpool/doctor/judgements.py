@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from kvpool.doctor.engines import engines
-from kvpool.doctor.finding import Finding
 from kvpool.doctor.pool_state import pool_state
 from kvpool.doctor.quotas import quotas
 from kvpool.doctor.server_state import server_state
 from kvpool.doctor.window import Window
+from kvpool.report.finding import Finding
 from kvpool.v1 import pool_pb2 as pb
 
 

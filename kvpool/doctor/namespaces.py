@@ -6,13 +6,13 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import combinations
 
-from kvpool.doctor.finding import Finding, error, ok, warning
-from kvpool.hashing import ALGORITHM
-from kvpool.namespace import MEASUREMENT_MODEL, Difference, differences
-from kvpool.quotas import size_text
-from kvpool.text import escaped, opened_text
+from kvpool.protocol.hashing import ALGORITHM
+from kvpool.protocol.namespace import MEASUREMENT_MODEL, Difference, differences
+from kvpool.protocol.text import escaped, opened_text
+from kvpool.protocol.wire import decode_spec
+from kvpool.report.finding import Finding, error, ok, warning
+from kvpool.report.quotas import size_text
 from kvpool.v1 import pool_pb2 as pb
-from kvpool.wire import decode_spec
 
 MAX_COMPARED = 64
 """Namespaces that are compared with each other, the last used ones."""

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kvpool.doctor.finding import Finding, Level, error, info, ok, warning
 from kvpool.doctor.window import SINCE_START, Key, Window, total
-from kvpool.quotas import size_text
+from kvpool.report.finding import Finding, Level, error, info, ok, warning
+from kvpool.report.quotas import size_text
 from kvpool.v1 import pool_pb2 as pb
 
 MIN_LOOKUP_BLOCKS = 1_000

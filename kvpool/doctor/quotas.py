@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from kvpool.doctor.finding import Finding, info, warning
 from kvpool.doctor.window import SINCE_START, Window, total
-from kvpool.quotas import size_text
-from kvpool.text import escaped
+from kvpool.protocol.text import escaped
+from kvpool.report.finding import Finding, info, warning
+from kvpool.report.quotas import size_text
 from kvpool.v1 import pool_pb2 as pb
 
 FULL_SHARE = 0.98

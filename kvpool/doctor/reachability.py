@@ -12,20 +12,20 @@ from pathlib import Path
 
 from cryptography import x509
 
-from kvpool import replies
-from kvpool.certificates import read_pem
-from kvpool.client import Client
-from kvpool.config import ClientConfig, is_loopback
-from kvpool.doctor.finding import Finding, error, ok, warning
+from kvpool.client.client import Client
+from kvpool.client.config import ClientConfig, is_loopback
 from kvpool.doctor.server_state import SERVER_CERTIFICATE, certificate_end
-from kvpool.errors import KVPoolError, TransferError
-from kvpool.memory_socket import memory_address, receive_memory
-from kvpool.skew import OWN, Release
-from kvpool.text import duration_text, printable
-from kvpool.tls import TlsFiles
+from kvpool.protocol import replies
+from kvpool.protocol.errors import KVPoolError, TransferError
+from kvpool.protocol.skew import OWN, Release
+from kvpool.protocol.text import duration_text, printable
+from kvpool.protocol.types import Offer
+from kvpool.report.finding import Finding, error, ok, warning
+from kvpool.security.certificates import read_pem
+from kvpool.security.tls import TlsFiles
+from kvpool.transport.memory_socket import memory_address, receive_memory
 from kvpool.transport.tcp import peer_of
-from kvpool.types import Offer
-from kvpool.unix_socket import socket_path
+from kvpool.transport.unix_socket import socket_path
 
 CONNECT_S = 3.0
 MAX_SKEW_S = 5.0

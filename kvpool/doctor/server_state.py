@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvpool.doctor.finding import Finding, error, ok, warning
-from kvpool.text import duration_text, escaped
+from kvpool.protocol.text import duration_text, escaped
+from kvpool.report.finding import Finding, error, ok, warning
 from kvpool.v1 import pool_pb2 as pb
 
 LATE_S = (0.01, 0.1)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvpool.text import duration_text
+from kvpool.protocol.text import duration_text
 from kvpool.v1 import pool_pb2 as pb
 
 RECENT_S = 600.0

@@ -13,14 +13,14 @@ from rich.measure import Measurement
 from rich.table import Column, Table
 from rich.text import Text
 
-from kvpool.commands.output import MARKS, bar, count_text, rate_text, seconds_text, share_text
-from kvpool.doctor.finding import Level, problems
 from kvpool.doctor.judgements import judgements
 from kvpool.doctor.pool_state import tokens
 from kvpool.doctor.window import Window
-from kvpool.quotas import size_text
-from kvpool.server_stats import client_transfers, count, rpc_quantile
-from kvpool.text import duration_text, printable
+from kvpool.protocol.server_stats import client_transfers, count, rpc_quantile
+from kvpool.protocol.text import duration_text, printable
+from kvpool.report.finding import Level, problems
+from kvpool.report.output import MARKS, bar, count_text, rate_text, seconds_text, share_text
+from kvpool.report.quotas import size_text
 from kvpool.top.interval import Interval
 from kvpool.v1 import pool_pb2 as pb
 

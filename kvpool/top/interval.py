@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvpool.server_stats import since
+from kvpool.protocol.server_stats import since
 from kvpool.v1 import pool_pb2 as pb
 
 

@@ -16,9 +16,9 @@ from typing import IO, Any
 from rich.console import Console
 from rich.live import Live
 
-from kvpool.client import Client
+from kvpool.client.client import Client
 from kvpool.doctor.window import RECENT_S, Window, window_of
-from kvpool.errors import KVPoolError
+from kvpool.protocol.errors import KVPoolError
 from kvpool.top.frame import View, frame
 from kvpool.top.interval import Interval
 from kvpool.v1 import pool_pb2 as pb

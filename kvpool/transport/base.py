@@ -24,7 +24,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.errors import TransferError
+from kvpool.protocol.errors import TransferError
 
 Bytes = npt.NDArray[np.uint8]
 Buffers = Sequence[Bytes]

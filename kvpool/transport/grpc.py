@@ -13,8 +13,8 @@ from typing import Any
 import grpc
 import numpy as np
 
-from kvpool import wire
-from kvpool.errors import PoolTimeoutError, TransferError
+from kvpool.protocol import wire
+from kvpool.protocol.errors import PoolTimeoutError, TransferError
 from kvpool.transport.base import Bytes, Sink, Source, Transfer
 from kvpool.v1 import pool_pb2 as pb
 

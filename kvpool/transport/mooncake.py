@@ -19,11 +19,11 @@ from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
-from kvpool.errors import PoolTimeoutError, TransferError, UnavailableError
-from kvpool.mooncake import DONE, FAILED, UNDER_WAY, Engine
+from kvpool.protocol.errors import PoolTimeoutError, TransferError, UnavailableError
+from kvpool.protocol.types import MooncakeInfo
 from kvpool.transport.base import Bytes, Clock, Sink, Source, Transfer
+from kvpool.transport.mooncake_engine import DONE, FAILED, UNDER_WAY, Engine
 from kvpool.transport.staging import Staging
-from kvpool.types import MooncakeInfo
 
 STAGING_BYTES = 64 << 20
 """Memory that is registered with the client's engine, and lent to calls."""

@@ -15,8 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 
-from kvpool.errors import PoolTimeoutError
-from kvpool.segment import Bytes, Segment
+from kvpool.protocol.errors import PoolTimeoutError
 from kvpool.transport.base import (
     Buffers,
     Clock,
@@ -32,6 +31,7 @@ from kvpool.transport.base import (
     scatter,
 )
 from kvpool.transport.helpers import Help, Helpers
+from kvpool.transport.segment import Bytes, Segment
 from kvpool.transport.staging import Staging
 
 PART_BYTES = 1 << 20

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from kvpool.errors import PoolTimeoutError
+from kvpool.protocol.errors import PoolTimeoutError
 from kvpool.transport.base import Bytes
 
 STAGING_BYTES = 256 << 20

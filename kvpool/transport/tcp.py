@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import weakref
 
+from kvpool.protocol.types import DataPortInfo
 from kvpool.transport.base import Bytes, Sink, Source, Transfer
 from kvpool.transport.helpers import Helpers
 from kvpool.transport.staging import Staging
@@ -18,7 +19,6 @@ from kvpool.transport.tcp_connection import Peer
 from kvpool.transport.tcp_connections import ConnectionPool
 from kvpool.transport.tcp_read import TcpRead
 from kvpool.transport.tcp_write import TcpWrite
-from kvpool.types import DataPortInfo
 
 MAX_CONNECTIONS = 32
 """Of one client, for all of its callers."""

@@ -17,12 +17,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-from kvpool.data_port import (
+from kvpool.protocol.errors import (
+    InvalidRequestError,
+    KVPoolError,
+    LeaseExpiredError,
+    PoolTimeoutError,
+    TransferError,
+    UnavailableError,
+)
+from kvpool.protocol.types import PERMIT_BYTES, PERMIT_KEY_BYTES
+from kvpool.transport.base import Bytes, Transfer
+from kvpool.transport.data_port import (
     GREETING_BYTES,
     MAGIC,
     NO_ROOM,
-    PERMIT_BYTES,
-    PERMIT_KEY_BYTES,
     REPLY_BYTES,
     Header,
     Kind,
@@ -36,16 +44,7 @@ from kvpool.data_port import (
     send_some,
     time_out,
 )
-from kvpool.errors import (
-    InvalidRequestError,
-    KVPoolError,
-    LeaseExpiredError,
-    PoolTimeoutError,
-    TransferError,
-    UnavailableError,
-)
-from kvpool.sealed_socket import RANDOM_BYTES, SealedSocket
-from kvpool.transport.base import Bytes, Transfer
+from kvpool.transport.sealed_socket import RANDOM_BYTES, SealedSocket
 
 IDLE_S = 60.0
 """A connection that was idle for so long is not used again; data workers close it after twice as long."""

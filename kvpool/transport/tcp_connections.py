@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from kvpool.errors import PoolTimeoutError, TransferError
+from kvpool.protocol.errors import PoolTimeoutError, TransferError
 from kvpool.transport.tcp_connection import Connection, Peer
 
 

@@ -18,9 +18,9 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from kvpool.data_port import pack_offsets
-from kvpool.errors import KVPoolError, PoolTimeoutError
+from kvpool.protocol.errors import KVPoolError, PoolTimeoutError
 from kvpool.transport.base import Bytes, Pieces, Transfer
+from kvpool.transport.data_port import pack_offsets
 from kvpool.transport.helpers import Helpers
 from kvpool.transport.staging import Staging
 from kvpool.transport.tcp_connection import Connection, Part

@@ -20,8 +20,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from kvpool.errors import ConfigError
-from kvpool.principal import Principal
+from kvpool.protocol.errors import ConfigError
+from kvpool.security.principal import Principal
 
 LINES_A_SECOND = 100
 MAX_QUEUED = 1_000

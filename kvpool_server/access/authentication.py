@@ -8,10 +8,10 @@ from typing import Any
 
 import grpc
 
-from kvpool.errors import UnauthenticatedError
-from kvpool.principal import DEFAULT_DOMAIN
-from kvpool.tokens import TokenRecord, digest_of
-from kvpool.watched_files import WatchedFiles
+from kvpool.protocol.errors import UnauthenticatedError
+from kvpool.security.principal import DEFAULT_DOMAIN
+from kvpool.security.tokens import TokenRecord, digest_of
+from kvpool.security.watched_files import WatchedFiles
 from kvpool_server.access.credential import Credential, RefusedCredentialError, of_certificate
 from kvpool_server.access.deny_list import DenyList
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from contextvars import ContextVar
 
-from kvpool.errors import PermissionDeniedError
-from kvpool.namespace import NamespaceSpec
-from kvpool.principal import Principal, Role
+from kvpool.protocol.errors import PermissionDeniedError
+from kvpool.protocol.namespace import NamespaceSpec
+from kvpool.security.principal import Principal, Role
 from kvpool_server.access.permissions import CALLS, SCRAPERS, may_call
 
 CALLER: ContextVar[Principal | None] = ContextVar("kvpool caller", default=None)

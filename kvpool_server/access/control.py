@@ -10,11 +10,11 @@ from typing import Any
 
 import structlog
 
-from kvpool.errors import ConfigError, KVPoolError
-from kvpool.tls import TlsFiles
-from kvpool.tokens import TokenRecord, read_records
-from kvpool.watched_files import WatchedFiles
-from kvpool.wire import status_of
+from kvpool.protocol.errors import ConfigError, KVPoolError
+from kvpool.protocol.wire import status_of
+from kvpool.security.tls import TlsFiles
+from kvpool.security.tokens import TokenRecord, read_records
+from kvpool.security.watched_files import WatchedFiles
 from kvpool_server.access.audit import AuditLog
 from kvpool_server.access.authentication import Certificates, Tokens, Who
 from kvpool_server.access.caller import check_scrape
@@ -27,7 +27,7 @@ from kvpool_server.access.oidc import IssuedTokens, OidcRules, check_installed
 from kvpool_server.access.reminders import DAY_S, repeat, warn_of_ends
 from kvpool_server.access.running_calls import RunningCalls
 from kvpool_server.access.watch import AccessWatch
-from kvpool_server.config import ServerConfig
+from kvpool_server.settings.config import ServerConfig
 
 log = structlog.get_logger()
 

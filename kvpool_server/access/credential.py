@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 
-from kvpool.errors import InvalidRequestError, UnauthenticatedError
-from kvpool.principal import Principal
+from kvpool.protocol.errors import InvalidRequestError, UnauthenticatedError
+from kvpool.security.principal import Principal
 
 MAX_PARSED = 1_024
 """Certificates whose contents are kept, because every call on a connection shows the same one."""

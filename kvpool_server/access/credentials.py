@@ -11,11 +11,11 @@ import grpc
 import structlog
 from cryptography import x509
 
-from kvpool.certificates import CertificateFacts, facts_of
-from kvpool.errors import ConfigError
-from kvpool.file_permissions import require_owner_writes
-from kvpool.tls import TlsFiles, TlsIdentity, read_identity
-from kvpool.watched_files import WatchedFiles
+from kvpool.protocol.errors import ConfigError
+from kvpool.security.certificates import CertificateFacts, facts_of
+from kvpool.security.file_permissions import require_owner_writes
+from kvpool.security.tls import TlsFiles, TlsIdentity, read_identity
+from kvpool.security.watched_files import WatchedFiles
 from kvpool_server.access.reminders import warn_of_ends
 
 log = structlog.get_logger()

@@ -13,11 +13,11 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from kvpool.certificates import read_pem
-from kvpool.errors import ConfigError, InvalidRequestError
-from kvpool.file_permissions import require_owner_writes
-from kvpool.principal import Principal, Role
-from kvpool.watched_files import WatchedFiles
+from kvpool.protocol.errors import ConfigError, InvalidRequestError
+from kvpool.security.certificates import read_pem
+from kvpool.security.file_permissions import require_owner_writes
+from kvpool.security.principal import Principal, Role
+from kvpool.security.watched_files import WatchedFiles
 from kvpool_server.access.credential import Credential
 from kvpool_server.access.listed_principal import listed_principal
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from kvpool.errors import ConfigError, InvalidRequestError
+from kvpool.protocol.errors import ConfigError, InvalidRequestError
 from kvpool_server.access.listed_principal import listed_principal
 from kvpool_server.cache.limits import IdentityLimits
 

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from kvpool.certificates import read_pem
-from kvpool.errors import ConfigError
-from kvpool.file_permissions import require_owner_writes
+from kvpool.protocol.errors import ConfigError
+from kvpool.security.certificates import read_pem
+from kvpool.security.file_permissions import require_owner_writes
 
 if TYPE_CHECKING:
     import jwt

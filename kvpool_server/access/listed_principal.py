@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from kvpool.errors import InvalidRequestError
-from kvpool.principal import Principal
+from kvpool.protocol.errors import InvalidRequestError
+from kvpool.security.principal import Principal
 
 
 def listed_principal(spiffe_id: str, domain: str | None) -> Principal:

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvpool.errors import ConfigError, InvalidRequestError, UnauthenticatedError
-from kvpool.principal import ALL_TENANTS, Principal, Role
+from kvpool.protocol.errors import ConfigError, InvalidRequestError, UnauthenticatedError
+from kvpool.security.principal import ALL_TENANTS, Principal, Role
 from kvpool_server.access.authentication import Who, bearer_token
 from kvpool_server.access.credential import Credential, RefusedCredentialError
 from kvpool_server.access.deny_list import DenyList

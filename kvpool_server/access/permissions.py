@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvpool.principal import Role
+from kvpool.security.principal import Role
 
 _READ = {
     "OpenNamespace", "Lookup", "LookupStream", "Get", "GetChunks", "Release", "Verify", "Report", "Exists",

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import structlog
 
-from kvpool.tls import TlsIdentity
+from kvpool.security.tls import TlsIdentity
 
 log = structlog.get_logger()
 

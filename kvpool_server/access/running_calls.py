@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from kvpool.errors import UnauthenticatedError
+from kvpool.protocol.errors import UnauthenticatedError
 from kvpool_server.access.credential import Credential
 
 MAX_CALLERS = 4_096

@@ -8,7 +8,7 @@ from typing import Any
 
 import structlog
 
-from kvpool.watched_files import WatchedFiles
+from kvpool.security.watched_files import WatchedFiles
 from kvpool_server.access.running_calls import RunningCalls
 
 log = structlog.get_logger()

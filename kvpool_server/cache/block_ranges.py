@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvpool.types import BlockState, MissCause
+from kvpool.protocol.types import BlockState, MissCause
 
 
 @dataclass(frozen=True, slots=True)

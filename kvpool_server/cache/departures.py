@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kvpool.types import MissCause
+from kvpool.protocol.types import MissCause
 from kvpool_server.cache.entry import Entry, Group
 from kvpool_server.cache.steps import Steps
 from kvpool_server.cache.use_times import UNKNOWN, UseTimes

@@ -13,8 +13,8 @@ from array import array
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from kvpool.namespace import GroupSpec
-from kvpool.types import BlockRun, RunHits
+from kvpool.protocol.namespace import GroupSpec
+from kvpool.protocol.types import BlockRun, RunHits
 from kvpool_server.cache.block_index import BlockIndex
 
 _LAST_BLOCKS = ("mamba", "chunked_local_attention")

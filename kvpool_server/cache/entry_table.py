@@ -15,7 +15,7 @@ import math
 from array import array
 from collections.abc import Callable, Sequence
 
-from kvpool.types import BlockRun, MissCause, PutStatus
+from kvpool.protocol.types import BlockRun, MissCause, PutStatus
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.allocator.placement import Placement
 from kvpool_server.cache.block_index import BlockIndex

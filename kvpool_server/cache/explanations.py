@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from kvpool.namespace import differences
-from kvpool.types import MAX_RANGES, BlockRun, BlockState, MissCause
+from kvpool.protocol.namespace import differences
+from kvpool.protocol.types import MAX_RANGES, BlockRun, BlockState, MissCause
 from kvpool_server.cache.block_ranges import BlockRange, EvictedFor, NamespaceMatch, RunExplanation
 from kvpool_server.cache.departures import Departure, Departures, Memory
 from kvpool_server.cache.entry import Entry, Group

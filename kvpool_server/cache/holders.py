@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from kvpool.quotas import size_text
+from kvpool.report.quotas import size_text
 from kvpool_server.cache.entry import Entry, Group
 from kvpool_server.cache.leases import Hold, Lease, Ticket
 

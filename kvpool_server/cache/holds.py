@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Container, Sequence
 
-from kvpool.errors import OutOfSpaceError
+from kvpool.protocol.errors import OutOfSpaceError
 from kvpool_server.cache.ended_holds import EndedHolds, EndOfEntry
 from kvpool_server.cache.entry import Entry
 from kvpool_server.cache.entry_table import EntryTable

@@ -8,8 +8,8 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
-from kvpool.errors import LeaseExpiredError
-from kvpool.types import RunHits, ShardRange
+from kvpool.protocol.errors import LeaseExpiredError
+from kvpool.protocol.types import RunHits, ShardRange
 from kvpool_server.cache.entry import Entry, Group
 from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.cache.shares import Shares

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvpool.types import MAX_BATCH_CHUNKS, MAX_RUNS
+from kvpool.protocol.types import MAX_BATCH_CHUNKS, MAX_RUNS
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import sys
 from array import array
 from collections.abc import Callable, Sequence
 
-from kvpool.types import BlockRun, RunHits, Slots
+from kvpool.protocol.types import BlockRun, RunHits, Slots
 from kvpool_server.cache.allocator.placement import Placement
 from kvpool_server.cache.entry import Entry, Group
 from kvpool_server.cache.holds import Holds

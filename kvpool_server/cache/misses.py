@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from kvpool.types import MAX_MISSES, BlockRun, Miss, MissCause, RunHits
+from kvpool.protocol.types import MAX_MISSES, BlockRun, Miss, MissCause, RunHits
 from kvpool_server.cache.departures import Departures
 from kvpool_server.cache.entry import Group
 from kvpool_server.cache.namespaces import Namespaces, PoolNamespace

@@ -7,15 +7,15 @@ import itertools
 from collections import Counter
 from collections.abc import Sequence
 
-from kvpool.errors import (
+from kvpool.protocol.errors import (
     IncompatibleNamespaceError,
     InvalidRequestError,
     OutOfSpaceError,
     UnavailableError,
     UnknownNamespaceError,
 )
-from kvpool.namespace import NamespaceSpec, differences
-from kvpool.types import BlockRun
+from kvpool.protocol.namespace import NamespaceSpec, differences
+from kvpool.protocol.types import BlockRun
 from kvpool_server.cache.allocator.placement import Placement
 from kvpool_server.cache.entry import Entry, Group
 from kvpool_server.cache.limits import Limits

@@ -20,9 +20,9 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Container, Sequence
 
-from kvpool.errors import InvalidRequestError
-from kvpool.namespace import NamespaceSpec
-from kvpool.types import (
+from kvpool.protocol.errors import InvalidRequestError
+from kvpool.protocol.namespace import NamespaceSpec
+from kvpool.protocol.types import (
     BlockRun,
     Located,
     Lookup,

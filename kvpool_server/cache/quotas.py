@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from kvpool.errors import InvalidRequestError
-from kvpool.quotas import size_text
-from kvpool.types import Quota
+from kvpool.protocol.errors import InvalidRequestError
+from kvpool.protocol.types import Quota
+from kvpool.report.quotas import size_text
 from kvpool_server.cache.entry import Group
 
 _NAMESPACE = "namespace:"

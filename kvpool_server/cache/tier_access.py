@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from kvpool.types import BlockRun, MissCause, PutGrant, ShardRange
+from kvpool.protocol.types import BlockRun, MissCause, PutGrant, ShardRange
 from kvpool_server.cache.entry import Entry, Group, Record
 from kvpool_server.cache.eviction import Evictor
 from kvpool_server.cache.leases import Lease

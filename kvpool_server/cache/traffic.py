@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvpool.types import BlockRun, RunHits
+from kvpool.protocol.types import BlockRun, RunHits
 from kvpool_server.cache.namespaces import PoolNamespace
 
 

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.namespace import GroupSpec
-from kvpool.types import BlockRun, RunHits
+from kvpool.protocol.namespace import GroupSpec
+from kvpool.protocol.types import BlockRun, RunHits
 
 Ints = npt.NDArray[np.int64]
 

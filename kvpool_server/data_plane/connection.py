@@ -18,10 +18,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvpool.data_port import (
+from kvpool.protocol.errors import InvalidRequestError, TransferError
+from kvpool.protocol.types import PERMIT_BYTES
+from kvpool.transport.data_port import (
     HEADER_BYTES,
     MAGIC,
-    PERMIT_BYTES,
     PROOF_BYTES,
     WRITTEN_PIECE_BYTES,
     Header,
@@ -40,8 +41,7 @@ from kvpool.data_port import (
     send_some,
     time_out,
 )
-from kvpool.errors import InvalidRequestError, TransferError
-from kvpool.sealed_socket import RANDOM_BYTES, SealedSocket
+from kvpool.transport.sealed_socket import RANDOM_BYTES, SealedSocket
 from kvpool_server.data_plane.admission import Admission, Seat
 from kvpool_server.data_plane.permits import TransferWord
 

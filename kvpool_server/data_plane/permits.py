@@ -23,7 +23,7 @@ import os
 import threading
 from typing import NamedTuple
 
-from kvpool.data_port import Kind, Offsets, Signer, Terms
+from kvpool.transport.data_port import Kind, Offsets, Signer, Terms
 
 _WORD_BYTES = 8
 _ENTRY_WORDS = 3

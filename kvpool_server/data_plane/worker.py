@@ -19,13 +19,13 @@ from typing import Any
 
 import numpy as np
 
-from kvpool.data_port import MAGIC, NO_ROOM, Signer
-from kvpool.sealed_socket import RANDOM_BYTES
-from kvpool.segment import Segment
-from kvpool_server.child_process import exit_with_server, receive_settings
+from kvpool.transport.data_port import MAGIC, NO_ROOM, Signer
+from kvpool.transport.sealed_socket import RANDOM_BYTES
+from kvpool.transport.segment import Segment
 from kvpool_server.data_plane.admission import MAX_SEATS, Admission, Seat
 from kvpool_server.data_plane.connection import Connection
 from kvpool_server.data_plane.permits import TransferWord, map_words
+from kvpool_server.process.child_process import exit_with_server, receive_settings
 
 ACCEPT_AGAIN_S = 0.1
 TALLY_COLUMNS = 2

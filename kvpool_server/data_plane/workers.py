@@ -15,12 +15,11 @@ from dataclasses import asdict, dataclass
 import numpy as np
 import structlog
 
-from kvpool.data_port import NONCE_BYTES
-from kvpool.segment import Segment
-from kvpool.types import DataPortInfo
-from kvpool_server.child_process import ChildProcess
+from kvpool.protocol.types import NONCE_BYTES, DataPortInfo
+from kvpool.transport.segment import Segment
 from kvpool_server.data_plane.permits import PermitTable
 from kvpool_server.data_plane.worker import TALLY_COLUMNS, WorkerSettings
+from kvpool_server.process.child_process import ChildProcess
 
 log = structlog.get_logger()
 

@@ -17,9 +17,9 @@ import structlog
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
-from kvpool.curve import read_pair, read_subscribers
-from kvpool.principal import ALL_TENANTS
-from kvpool.watched_files import WatchedFiles
+from kvpool.security.curve import read_pair, read_subscribers
+from kvpool.security.principal import ALL_TENANTS
+from kvpool.security.watched_files import WatchedFiles
 
 log = structlog.get_logger()
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import structlog
 import zmq
 
-from kvpool.principal import ALL_TENANTS
+from kvpool.security.principal import ALL_TENANTS
 from kvpool_server.events.gate import Gate
 from kvpool_server.events.history import History, Message
 from kvpool_server.events.ledger import Ledger, SnapshotLostError

@@ -10,7 +10,7 @@ from __future__ import annotations
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
-from kvpool.errors import ConfigError
+from kvpool.protocol.errors import ConfigError
 from kvpool_server.events.gate import Gate
 
 PUB_HWM = 2_048

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import structlog
 
-from kvpool.principal import ALL_TENANTS
+from kvpool.security.principal import ALL_TENANTS
 from kvpool_server.cache.entry import Entry, Observer
 from kvpool_server.events.encoder import Encoder
 from kvpool_server.events.gate import Gate

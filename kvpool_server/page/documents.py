@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from kvpool.doctor.finding import Level, problems
 from kvpool.doctor.judgements import judgements
 from kvpool.doctor.pool_state import INCOMPLETE
 from kvpool.doctor.window import RECENT_S, window_of
-from kvpool.messages import fields_of
-from kvpool.text import escaped
+from kvpool.protocol.messages import fields_of
+from kvpool.protocol.text import escaped
+from kvpool.report.finding import Level, problems
 from kvpool.v1 import pool_pb2 as pb
-from kvpool_server.log_events import LogEvent
+from kvpool_server.process.log_events import LogEvent
 
 MAX_TEXT_CHARS = 200
 """Of a text in a message."""

@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterator
 import structlog
 
 from kvpool.doctor.window import RECENT_S
-from kvpool.messages import fields_of
+from kvpool.protocol.messages import fields_of
 from kvpool.v1 import pool_pb2 as pb
-from kvpool_server.http import LOOP_TIMEOUT_S, Request, Response, on_loop
-from kvpool_server.log_events import LogEvents
+from kvpool_server.observability.http import LOOP_TIMEOUT_S, Request, Response, on_loop
 from kvpool_server.page.documents import encoded, now_document, shown
 from kvpool_server.page.samples import INTERVAL_S, Sample, Samples
 from kvpool_server.page.static_files import StaticFile, read_static_files
+from kvpool_server.process.log_events import LogEvents
 
 log = structlog.get_logger()
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections import Counter
 
-from kvpool.causes import Cause
-from kvpool.errors import InvalidRequestError
-from kvpool.reports import MAX_CAUSES, MAX_ENGINE_CHARS, MAX_STAGES, REPORTER_BYTES, ReportRequest
-from kvpool.text import printable
+from kvpool.protocol.causes import Cause
+from kvpool.protocol.errors import InvalidRequestError
+from kvpool.protocol.reports import MAX_CAUSES, MAX_ENGINE_CHARS, MAX_STAGES, REPORTER_BYTES, ReportRequest
+from kvpool.protocol.text import printable
 
 MAX_COUNT = 1 << 40
 """Tokens or requests of one report: more than an engine computes in a day."""

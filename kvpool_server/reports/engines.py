@@ -16,10 +16,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain, islice, zip_longest
 
-from kvpool.reports import ReportRequest
-from kvpool.text import printable
+from kvpool.protocol.reports import ReportRequest
+from kvpool.protocol.text import printable
 from kvpool.v1 import pool_pb2 as pb
-from kvpool_server.pairs import Pair, Pairs
+from kvpool_server.observability.pairs import Pair, Pairs
 from kvpool_server.reports.check import checked
 from kvpool_server.reports.totals import Totals
 

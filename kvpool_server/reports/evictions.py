@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from kvpool.types import BlockRun, MissCause, RunHits
+from kvpool.protocol.types import BlockRun, MissCause, RunHits
 from kvpool_server.cache.departures import EvictedFor
 from kvpool_server.cache.misses import MAX_RUNS
 from kvpool_server.cache.pool import Pool

@@ -17,11 +17,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from kvpool.errors import ConfigError
-from kvpool.ledger import HOUR_S, LEDGER_DAYS, SUMS
-from kvpool.reports import MAX_AMOUNT, REPORTER_BYTES
+from kvpool.protocol.errors import ConfigError
+from kvpool.protocol.ledger import HOUR_S, LEDGER_DAYS, SUMS
+from kvpool.protocol.reports import MAX_AMOUNT, REPORTER_BYTES
 from kvpool.v1 import pool_pb2 as pb
-from kvpool_server.pairs import MAX_LABEL_CHARS, MAX_PAIRS
+from kvpool_server.observability.pairs import MAX_LABEL_CHARS, MAX_PAIRS
 from kvpool_server.reports.totals import MAX_TOTAL
 
 MAX_ROWS = LEDGER_DAYS * 24 * (MAX_PAIRS + 1)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
-from kvpool_server.pairs import Pair
+from kvpool_server.observability.pairs import Pair
 from kvpool_server.reports.totals import Totals
 
 SECONDS = {

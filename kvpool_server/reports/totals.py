@@ -6,7 +6,7 @@ import dataclasses
 from collections import Counter
 from dataclasses import dataclass, field
 
-from kvpool.reports import MAX_AMOUNT, ReportRequest
+from kvpool.protocol.reports import MAX_AMOUNT, ReportRequest
 
 MAX_TOTAL = 1 << 56
 """Counts stop there, so that an engine that makes up its figures breaks no message with the others'. The counts of all

@@ -17,10 +17,10 @@ from typing import Any, TypeVar
 
 import structlog
 
-from kvpool.ledger import HOUR_S, MAX_LEDGER_ROWS
-from kvpool.reports import ReportRequest
+from kvpool.protocol.ledger import HOUR_S, MAX_LEDGER_ROWS
+from kvpool.protocol.reports import ReportRequest
 from kvpool.v1 import pool_pb2 as pb
-from kvpool_server.pairs import OTHER, Pair, Pairs
+from kvpool_server.observability.pairs import OTHER, Pair, Pairs
 from kvpool_server.reports import ledger_file
 from kvpool_server.reports.engines import EngineReports
 from kvpool_server.reports.ledger_file import LedgerFile, Reporter

@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvpool.errors import KVPoolError, OutOfSpaceError
-from kvpool.types import BlockRun, RunHits
+from kvpool.protocol.errors import KVPoolError, OutOfSpaceError
+from kvpool.protocol.types import BlockRun, RunHits
 from kvpool_server.cache.hints import HintResult
 from kvpool_server.cache.steps import LOOKUP_STEP_BLOCKS
 

@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 import structlog
 
-from kvpool.errors import KVPoolError, OutOfSpaceError
-from kvpool.types import BlockRun, PutGrant, PutStatus, RunHits
+from kvpool.protocol.errors import KVPoolError, OutOfSpaceError
+from kvpool.protocol.types import BlockRun, PutGrant, PutStatus, RunHits
 from kvpool_server.cache.allocator.arena import ZEROED_AT_ONCE
 from kvpool_server.cache.entry import Group
 from kvpool_server.cache.leases import Found

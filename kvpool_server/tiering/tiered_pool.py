@@ -17,11 +17,11 @@ import numpy as np
 import numpy.typing as npt
 import structlog
 
-from kvpool.errors import InvalidRequestError, OutOfSpaceError
-from kvpool.namespace import NamespaceSpec
-from kvpool.types import BlockRun, Lookup, RunHits
+from kvpool.protocol.errors import InvalidRequestError, OutOfSpaceError
+from kvpool.protocol.namespace import NamespaceSpec
+from kvpool.protocol.types import BlockRun, Lookup, RunHits
+from kvpool.protocol.wire import message_of
 from kvpool.v1 import pool_pb2 as pb
-from kvpool.wire import message_of
 from kvpool_server.cache.entry import Entry, Observer
 from kvpool_server.cache.hints import HintResult
 from kvpool_server.cache.leases import NOBODY, Found, Owner

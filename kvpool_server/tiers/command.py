@@ -22,9 +22,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from kvpool.option_bounds import within
-from kvpool.quotas import size_text
-from kvpool.text import duration_text, printable
+from kvpool.commands.option_bounds import within
+from kvpool.protocol.text import duration_text, printable
+from kvpool.report.quotas import size_text
 from kvpool_server.tiers.file import journal
 from kvpool_server.tiers.file.directory import Directory, UntrustedFileError
 from kvpool_server.tiers.file.frames import is_start_of_journal

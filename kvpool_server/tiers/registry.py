@@ -11,9 +11,9 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from kvpool.errors import ConfigError
-from kvpool_server.instead import instead_of
+from kvpool.protocol.errors import ConfigError
 from kvpool_server.tiers.file.tier import FileOptions
+from kvpool_server.tiers.instead import instead_of
 from kvpool_server.tiers.mooncake.tier import MooncakeOptions
 from kvpool_server.tiers.tier import TierOptions
 

@@ -18,7 +18,7 @@ from typing import ClassVar, Literal
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field
 
-from kvpool.namespace import NamespaceSpec
+from kvpool.protocol.namespace import NamespaceSpec
 from kvpool_server.cache.eviction import Policy
 from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.tiers.open_files import OpenFiles
@@ -70,7 +70,7 @@ def is_sound(payload: memoryview, checksums: Sequence[int]) -> bool:
         payload: the chunks, one after the other: uint8 [slot_bytes].
     """
     size = payload.nbytes // len(checksums)
-    # Unlike `kvpool.hashing.checksum`, xxh3_64 releases the GIL: a tier's threads verify beside the event loop.
+    # Unlike `hashing.checksum`, xxh3_64 releases the GIL: a tier's threads verify beside the event loop.
     return all(
         xxhash.xxh3_64(payload[nth * size :][:size]).intdigest() == expected for nth, expected in enumerate(checksums)
     )

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
-from kvpool.tracing import Tracing
+from kvpool.client.tracing import Tracing
 from kvpool_server.cache.entry import Entry, Observer
 from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.tiers.tier import Block, BlockKey, Tier

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 import structlog
 
-from kvpool.types import BlockRun, RunHits
+from kvpool.protocol.types import BlockRun, RunHits
 from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.cache.steps import Steps
 from kvpool_server.cache.traffic import TrafficObserver

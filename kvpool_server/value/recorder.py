@@ -22,8 +22,8 @@ from typing import Any
 
 import structlog
 
-from kvpool.errors import ConfigError
-from kvpool.types import BlockRun, RunHits
+from kvpool.protocol.errors import ConfigError
+from kvpool.protocol.types import BlockRun, RunHits
 from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.cache.traffic import TrafficObserver
 

@@ -14,8 +14,8 @@ import pytest
 from benchmarks.replay.pool import make_pool, put, replay
 from benchmarks.replay.request import MAX_BLOCKS, num_blocks
 from benchmarks.replay.trace import load
-from kvpool.errors import ConfigError
-from kvpool.types import BlockRun
+from kvpool.protocol.errors import ConfigError
+from kvpool.protocol.types import BlockRun
 from kvpool_server.cache.pool import Pool
 from kvpool_server.value.recorder import Recorder
 from tests.support.clock import FakeClock

@@ -22,7 +22,7 @@ from tests.compat.lanes import LANES, Lane
 from tests.compat.results import Result
 
 _ASK_CONTRACT = """
-from kvpool.errors import ConfigError
+from kvpool.protocol.errors import ConfigError
 from vllm_plugin.connector import check_contract
 try:
     check_contract()

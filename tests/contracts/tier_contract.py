@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool.hashing import checksum
-from kvpool.namespace import NamespaceSpec
+from kvpool.protocol.hashing import checksum
+from kvpool.protocol.namespace import NamespaceSpec
 from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.tiers.tier import Block, Tier
 from tests.support.values import block_hash, group_spec, namespace_spec, payload

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from kvpool.client import Client, Namespace
-from kvpool.errors import PoolTimeoutError
-from kvpool.hashing import checksum
+from kvpool.client.client import Client, Namespace
+from kvpool.protocol.errors import PoolTimeoutError
+from kvpool.protocol.hashing import checksum
+from kvpool.protocol.types import PutStatus, ShardRange
 from kvpool.transport.base import Buffers, Pieces, Sink, Source, Transfer, Transport
-from kvpool.types import PutStatus, ShardRange
 from tests.support.values import group_spec, namespace_spec, payload, run_of
 
 REGION_BYTES = 96

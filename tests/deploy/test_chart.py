@@ -19,12 +19,12 @@ import yaml
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pydantic import ByteSize, TypeAdapter
 
-from kvpool.certificates import Authority
-from kvpool.principal import ALL_TENANTS, Principal, Role
-from kvpool.tls import TlsFiles
-from kvpool_server.composition import HANDOVER_S
-from kvpool_server.config import ServerConfig, load
-from kvpool_server.exposure import check_exposure
+from kvpool.security.certificates import Authority
+from kvpool.security.principal import ALL_TENANTS, Principal, Role
+from kvpool.security.tls import TlsFiles
+from kvpool_server.app.composition import HANDOVER_S
+from kvpool_server.settings.config import ServerConfig, load
+from kvpool_server.settings.exposure import check_exposure
 from testbed.engine import kvpool_transfer_config
 from tests.support.certificates import files_in
 from tests.support.chart import (

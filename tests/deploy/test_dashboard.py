@@ -16,12 +16,12 @@ import pytest
 import yaml
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 
-from kvpool.certificates import Authority
-from kvpool.client import Client, Namespace
-from kvpool.config import ClientConfig
-from kvpool.errors import KVPoolError
-from kvpool.principal import ALL_TENANTS, Principal, Role
-from kvpool.types import Quota
+from kvpool.client.client import Client, Namespace
+from kvpool.client.config import ClientConfig
+from kvpool.protocol.errors import KVPoolError
+from kvpool.protocol.types import Quota
+from kvpool.security.certificates import Authority
+from kvpool.security.principal import ALL_TENANTS, Principal, Role
 from tests.support.certificates import files_in, server_flags
 from tests.support.processes import ServerProcess, wait_for
 from tests.support.prometheus import MONITORING, RULES, Prometheus, Query, queries, rules

@@ -20,8 +20,8 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.client import Client
-from kvpool.config import ClientConfig
+from kvpool.client.client import Client
+from kvpool.client.config import ClientConfig
 from tests.support.processes import clean_environment, wait_for
 from tests.support.systemd_unit import ROOT, SYSTEMD, UNIT, settings
 
@@ -148,8 +148,8 @@ def test_the_units_command_serves_under_its_sandbox(started: Started) -> None:
 
 
 def test_the_unit_gives_the_server_longer_to_stop_than_it_takes_to_drain() -> None:
-    from kvpool_server.composition import HANDOVER_S
-    from kvpool_server.config import ServerConfig
+    from kvpool_server.app.composition import HANDOVER_S
+    from kvpool_server.settings.config import ServerConfig
 
     given = tomllib.loads((SYSTEMD / "server.toml").read_text())
     drain_ms = ServerConfig(**given).drain_ms

@@ -47,4 +47,4 @@ def test_each_public_name_is_in_the_reference_of_python() -> None:
     errors = {name for name in kvpool.__all__ if name.endswith("Error")}
     told = set(re.findall(r"^::: kvpool\.\w+\.(\w+)$", page, re.MULTILINE))
     assert {*kvpool.__all__} - errors - {"__version__"} <= told
-    assert "::: kvpool.errors\n" in page
+    assert "::: kvpool.protocol.errors\n" in page

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from kvpool.client import Client
-from kvpool.config import ClientConfig
+from kvpool.client.client import Client
+from kvpool.client.config import ClientConfig
 from kvpool.v1 import pool_pb2 as pb
 from testbed.engine import BLOCK_TOKENS, Answer, Engine, EngineSpec, kvpool_transfer_config
 from testbed.tiny_llama import Shape, write

@@ -11,8 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from kvpool.cli import app
-from kvpool.client import Client
-from kvpool.config import ClientConfig
+from kvpool.client.client import Client
+from kvpool.client.config import ClientConfig
 from testbed.engine import BLOCK_TOKENS, Engine, EngineSpec, kvpool_transfer_config
 from testbed.tiny_models import write
 from tests.conftest import StartServer

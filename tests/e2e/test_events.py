@@ -11,9 +11,9 @@ import msgspec
 import pytest
 import zmq
 
-from kvpool.client import Client
-from kvpool.config import ClientConfig
-from kvpool.events import Subscriber
+from kvpool.client.client import Client
+from kvpool.client.config import ClientConfig
+from kvpool.client.events import Subscriber
 from testbed.engine import BLOCK_TOKENS, Engine, EngineSpec, kvpool_transfer_config
 from testbed.ports import free_endpoint
 from testbed.tiny_models import write

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from kvpool.client import Client
-from kvpool.config import ClientConfig
+from kvpool.client.client import Client
+from kvpool.client.config import ClientConfig
 from testbed.engine import Engine, EngineSpec, Prompt, kvpool_transfer_config
 from testbed.tiny_models import write
 from tests.e2e.conftest import FLOAT32, MORE, NEEDS_FP8_KV, PATIENT, assert_same, hit_tokens, prompt, running

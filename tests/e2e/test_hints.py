@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from kvpool.client import Client
-from kvpool.config import ClientConfig
-from kvpool.prompts import hash_seed, prompt_runs
-from kvpool.types import HintKind
-from kvpool.wire import decode_spec
+from kvpool.client.client import Client
+from kvpool.client.config import ClientConfig
+from kvpool.commands.prompts import hash_seed, prompt_runs
+from kvpool.protocol.types import HintKind
+from kvpool.protocol.wire import decode_spec
 from testbed.engine import BLOCK_TOKENS, Answer, Engine, EngineSpec, kvpool_transfer_config
 from tests.e2e.conftest import FLOAT32, PATIENT, assert_same, hit_tokens, pool_stats, prompt, running
 from tests.support.processes import ServerProcess, wait_for

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.name_key import NameKey
+from kvpool.security.name_key import NameKey
 from testbed.engine import kvpool_transfer_config
 from tests.e2e.conftest import PATIENT, StartEngines, assert_same, assert_shared, prompt
 from tests.support.processes import ServerProcess, wait_for

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.causes import Cause
-from kvpool.client import Client
-from kvpool.config import ClientConfig
-from kvpool.hashing import DEFAULT_SEED, block_hashes
-from kvpool.rpc import Namespace
-from kvpool.types import BlockRun, ShardRange
-from kvpool.wire import decode_spec
+from kvpool.client.client import Client
+from kvpool.client.config import ClientConfig
+from kvpool.client.rpc import Namespace
+from kvpool.protocol.causes import Cause
+from kvpool.protocol.hashing import DEFAULT_SEED, block_hashes
+from kvpool.protocol.types import BlockRun, ShardRange
+from kvpool.protocol.wire import decode_spec
 from testbed.engine import BLOCK_TOKENS, Engine, EngineSpec, Prompt, kvpool_transfer_config
 from testbed.tiny_models import write
 from tests.e2e.computed import ask, causes_of

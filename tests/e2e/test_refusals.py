@@ -79,4 +79,4 @@ def test_the_log_says_why(name: str, tmp_path: Path, shapes_dir: Path) -> None:
     with pytest.raises(EngineError):
         Engine(spec, log_path).stop()
     log = log_path.read_text(errors="replace")
-    assert re.search(f"kvpool.errors.ConfigError: .*{sentence}", log), log[-4_000:]
+    assert re.search(f"kvpool.protocol.errors.ConfigError: .*{sentence}", log), log[-4_000:]

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.client import Client
-from kvpool.config import ClientConfig
+from kvpool.client.client import Client
+from kvpool.client.config import ClientConfig
 from kvpool.v1 import pool_pb2 as pb
 from testbed.engine import Answer, Engine, EngineSpec, kvpool_transfer_config
 from testbed.tiny_models import write

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.client import Client
-from kvpool.config import ClientConfig
-from kvpool.hashing import block_hashes
-from kvpool.types import BlockRun
+from kvpool.client.client import Client
+from kvpool.client.config import ClientConfig
+from kvpool.protocol.hashing import block_hashes
+from kvpool.protocol.types import BlockRun
 from testbed.engine import BLOCK_TOKENS, EngineSpec, kvpool_transfer_config
 from testbed.ports import free_endpoint
 from testbed.tiny_models import write

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from kvpool.certificates import Authority
-from kvpool.client import Client
-from kvpool.config import ClientConfig
-from kvpool.principal import ALL_TENANTS, Principal, Role
+from kvpool.client.client import Client
+from kvpool.client.config import ClientConfig
+from kvpool.security.certificates import Authority
+from kvpool.security.principal import ALL_TENANTS, Principal, Role
 from testbed.engine import EngineSpec, kvpool_transfer_config
 from tests.e2e.conftest import FLOAT32, PATIENT, assert_shared, prompt, running
 from tests.support.certificates import files_in, server_flags

@@ -47,7 +47,7 @@ def test_a_request_of_a_real_engine_is_one_trace_down_to_the_server(
             stored = {span.id: span for span in requests("kvpool.store.rank")}.values()
             assert {span.name for span in stored} == {"kvpool.request"}
             (load,) = requests("kvpool.load.rank")
-            assert load.name == "kvpool.load" and load.attributes["kvpool.tokens"] == FULL
+            assert load.name == "kvpool.load" and load.attributes["kvpool.security.tokens"] == FULL
             request = collector.of(load.parent)
             assert (request.name, request.service, request.parent) == ("kvpool.request", CLIENT, "")
             assert request.attributes["kvpool.computed_tokens.last_block"] == LENGTH - FULL

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.client import Client
-from kvpool.config import ClientConfig
-from kvpool.hashing import checksum
-from kvpool.types import PoolKey
+from kvpool.client.client import Client
+from kvpool.client.config import ClientConfig
+from kvpool.protocol.hashing import checksum
+from kvpool.protocol.types import PoolKey
 from tests.conftest import StartServer
 
 ROOT = Path(__file__).parents[2]

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from pydantic import ByteSize, TypeAdapter
 
-from kvpool.client import Client
-from kvpool.config import ClientConfig
-from kvpool.tls import TlsFiles
+from kvpool.client.client import Client
+from kvpool.client.config import ClientConfig
+from kvpool.security.tls import TlsFiles
 from tests.conftest import StartServer
 from tests.support.processes import run_command
 from tests.support.prometheus import ROOT

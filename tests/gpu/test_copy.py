@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvpool.hashing import checksum
+from kvpool.protocol.hashing import checksum
 from vllm_plugin.worker.copy.cpu import CpuCopier
 from vllm_plugin.worker.layout import Layout, make_layout
 

@@ -8,7 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpool.bandwidth import (
+from kvpool.client.client import Client
+from kvpool.client.config import ClientConfig
+from kvpool.protocol.errors import KVPoolError, OutOfSpaceError
+from kvpool.protocol.namespace import MEASUREMENT_MODEL, GroupSpec, NamespaceSpec
+from kvpool.protocol.types import BlockRun
+from kvpool.protocol.wire import encode_spec
+from kvpool.report.bandwidth import (
     BLOCK,
     LEAST_BYTES,
     NUM_ROUNDS,
@@ -24,14 +30,8 @@ from kvpool.bandwidth import (
     shards_of_rank,
     usual_block,
 )
-from kvpool.bandwidth_report import row_of, text_of
-from kvpool.client import Client
-from kvpool.config import ClientConfig
-from kvpool.errors import KVPoolError, OutOfSpaceError
-from kvpool.namespace import MEASUREMENT_MODEL, GroupSpec, NamespaceSpec
-from kvpool.types import BlockRun
+from kvpool.report.bandwidth_report import row_of, text_of
 from kvpool.v1 import pool_pb2 as pb
-from kvpool.wire import encode_spec
 from tests.conftest import Connect, StartServer
 from tests.support.clock import FakeClock
 from tests.support.processes import ServerProcess, wait_for

@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from kvpool.certificates import LOCAL_HOSTS, Authority, read_certificates
 from kvpool.commands.certs import app
-from kvpool.errors import ConfigError, InvalidRequestError, KVPoolError
-from kvpool.principal import ALL_TENANTS, Principal, Role
+from kvpool.protocol.errors import ConfigError, InvalidRequestError, KVPoolError
+from kvpool.security.certificates import LOCAL_HOSTS, Authority, read_certificates
+from kvpool.security.principal import ALL_TENANTS, Principal, Role
 
 HANDSHAKE_S = 10.0
 ENGINE = Principal("acme", Role.ENGINE_WRITE)

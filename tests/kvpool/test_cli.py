@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from kvpool.cli import main
-from kvpool.client import Client, Namespace
+from kvpool.client.client import Client, Namespace
 from kvpool.doctor import server_state
-from kvpool.errors import OutOfSpaceError
-from kvpool.namespace import NamespaceSpec
-from kvpool.quotas import size_text
+from kvpool.protocol.errors import OutOfSpaceError
+from kvpool.protocol.namespace import NamespaceSpec
+from kvpool.report.quotas import size_text
 from kvpool.version import __version__
 from tests.conftest import StartServer
 from tests.support.processes import ServerProcess, run_command, wait_for

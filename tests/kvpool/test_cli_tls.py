@@ -16,14 +16,14 @@ import pytest
 from cryptography import x509
 from typer.testing import CliRunner, Result
 
-from kvpool.certificates import Authority
 from kvpool.cli import app
-from kvpool.client import Client
-from kvpool.config import ClientConfig
-from kvpool.errors import ConfigError, KVPoolError, UnavailableError
-from kvpool.principal import ALL_TENANTS, Principal, Role
-from kvpool.tls import TlsFiles
-from kvpool.tokens import append_record, create_token
+from kvpool.client.client import Client
+from kvpool.client.config import ClientConfig
+from kvpool.protocol.errors import ConfigError, KVPoolError, UnavailableError
+from kvpool.security.certificates import Authority
+from kvpool.security.principal import ALL_TENANTS, Principal, Role
+from kvpool.security.tls import TlsFiles
+from kvpool.security.tokens import append_record, create_token
 from testbed.ports import free_endpoint
 from tests.support.certificates import files_in, forge, server_flags
 from tests.support.processes import ServerProcess, run_command

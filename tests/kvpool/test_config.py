@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from kvpool.config import TRANSPORTS, ClientConfig, check_endpoint
-from kvpool.errors import ConfigError
-from kvpool.tls import TlsFiles
-from kvpool.transport.choice import CANDIDATES
+from kvpool.client.config import TRANSPORTS, ClientConfig, check_endpoint
+from kvpool.client.transport_choice import CANDIDATES
+from kvpool.protocol.errors import ConfigError
+from kvpool.security.tls import TlsFiles
 
 TIMES = [field.name for field in dataclasses.fields(ClientConfig) if field.name.endswith("_ms")]
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import zmq.auth
 
-from kvpool.curve import append_subscriber, create_pair, read_pair, read_public, read_subscribers
-from kvpool.errors import ConfigError, InvalidRequestError
+from kvpool.protocol.errors import ConfigError, InvalidRequestError
+from kvpool.security.curve import append_subscriber, create_pair, read_pair, read_public, read_subscribers
 from tests.support.processes import run_command
 
 KVPOOL = str(Path(sys.executable).with_name("kvpool"))

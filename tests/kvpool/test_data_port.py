@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpool.data_port import (
+from kvpool.protocol.errors import InvalidRequestError
+from kvpool.protocol.types import PERMIT_BYTES
+from kvpool.transport.data_port import (
     HEADER_BYTES,
     MAX_BUFFERS,
     MAX_REGIONS,
-    PERMIT_BYTES,
     PIECE_BYTES,
     REPLY_BYTES,
     Header,
@@ -28,7 +29,6 @@ from kvpool.data_port import (
     receive,
     send,
 )
-from kvpool.errors import InvalidRequestError
 
 U64 = st.integers(0, (1 << 64) - 1)
 SIZES = st.integers(1, (1 << 64) - 1)

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.client import Client, Namespace
-from kvpool.errors import ConfigError, InvalidRequestError
-from kvpool.hashing import block_hashes
-from kvpool.name_key import NameKey
-from kvpool.namespace import NamespaceSpec
-from kvpool.prompts import hash_seed, prompt_runs, read_tokens
-from kvpool.types import BlockRun
+from kvpool.client.client import Client, Namespace
+from kvpool.commands.prompts import hash_seed, prompt_runs, read_tokens
+from kvpool.protocol.errors import ConfigError, InvalidRequestError
+from kvpool.protocol.hashing import block_hashes
+from kvpool.protocol.namespace import NamespaceSpec
+from kvpool.protocol.types import BlockRun
+from kvpool.security.name_key import NameKey
 from tests.kvpool.test_cli import Cli
 from tests.support.processes import ServerProcess
 from tests.support.values import group_spec, namespace_spec, payload

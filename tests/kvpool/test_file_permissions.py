@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.errors import ConfigError
-from kvpool.file_permissions import require_owner_writes, require_private
+from kvpool.protocol.errors import ConfigError
+from kvpool.security.file_permissions import require_owner_writes, require_private
 
 
 @pytest.mark.parametrize("mode", [0o620, 0o602, 0o664, 0o666])

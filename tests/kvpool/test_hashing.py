@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpool.hashing import DEFAULT_SEED, block_hashes, checksum, sha256_cbor
+from kvpool.protocol.hashing import DEFAULT_SEED, block_hashes, checksum, sha256_cbor
 
 GOLDEN = [
     "34a0f2f90671cd97c20c1bb8463391c24d8456547af0bd1bebf0d48bff335e7e",

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.client import Client, Namespace
-from kvpool.errors import InvalidRequestError
-from kvpool.hashing import block_hashes
-from kvpool.namespace import NamespaceSpec
-from kvpool.types import BlockRun, HintKind
+from kvpool.client.client import Client, Namespace
+from kvpool.protocol.errors import InvalidRequestError
+from kvpool.protocol.hashing import block_hashes
+from kvpool.protocol.namespace import NamespaceSpec
+from kvpool.protocol.types import BlockRun, HintKind
 from kvpool.v1 import pool_pb2 as pb
 from tests.kvpool.test_cli import Cli
 from tests.support.processes import ServerProcess, wait_for

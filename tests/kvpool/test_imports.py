@@ -15,7 +15,7 @@ def _loaded_after(statement: str) -> set[str]:
     return {name.partition(".")[0] for name in json.loads(done.stdout)}
 
 
-@pytest.mark.parametrize("package", ["kvpool", "kvpool.cli", "kvpool_server.cli", "kvpool_server.server"])
+@pytest.mark.parametrize("package", ["kvpool", "kvpool.cli", "kvpool_server.cli", "kvpool_server.app.server"])
 def test_neither_torch_nor_vllm_is_imported(package: str) -> None:
     loaded = _loaded_after(f"import {package}")
     assert package.partition(".")[0] in loaded

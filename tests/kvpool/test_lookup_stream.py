@@ -11,8 +11,8 @@ from typing import Any
 import grpc
 import pytest
 
-from kvpool import lookup_stream
-from kvpool.lookup_stream import LookupStream
+from kvpool.client import lookup_stream
+from kvpool.client.lookup_stream import LookupStream
 from kvpool.v1 import pool_pb2 as pb
 from kvpool.v1.pool_pb2_grpc import PoolServicer, add_PoolServicer_to_server
 from tests.support.processes import wait_for

@@ -13,9 +13,9 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
-from kvpool import messages
-from kvpool.errors import InvalidReplyError
-from kvpool.messages import MAX_ELEMENTS, MAX_NUMBER, MAX_UNIX_S, checked, fields_of
+from kvpool.protocol import messages
+from kvpool.protocol.errors import InvalidReplyError
+from kvpool.protocol.messages import MAX_ELEMENTS, MAX_NUMBER, MAX_UNIX_S, checked, fields_of
 from kvpool.v1 import pool_pb2 as pb
 
 REPLIES = ("WhoAmI", "Stats", "ListNamespaces", "Value", "ListQuotas", "SetQuotas", "Ledger", "Explain", "Drain")

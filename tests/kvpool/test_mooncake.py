@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.errors import TransferError
-from kvpool.mooncake import RDMA_DEVICES, Engine, address_towards
+from kvpool.protocol.errors import TransferError
+from kvpool.transport.mooncake_engine import RDMA_DEVICES, Engine, address_towards
 from tests.support.processes import run_command, server_command
 
 PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
-START = "from kvpool.mooncake import Engine; Engine.start('127.0.0.1', 'tcp')"
+START = "from kvpool.transport.mooncake_engine import Engine; Engine.start('127.0.0.1', 'tcp')"
 
 
 def _start_with(package: Path, source: str) -> str:
@@ -56,7 +56,7 @@ def test_a_library_that_is_not_there_is_a_sentence_with_the_fix(tmp_path: Path) 
 
 
 def test_kvpool_does_not_import_the_package_on_its_own() -> None:
-    ask = "import sys, kvpool.client, kvpool_server.cli, kvpool_server.server; sys.exit('mooncake' in sys.modules)"
+    ask = "import sys, kvpool.client.client, kvpool_server.app.server; sys.exit('mooncake' in sys.modules)"
     assert run_command(sys.executable, "-c", ask).returncode == 0
 
 

@@ -10,15 +10,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from kvpool.client import Client
+from kvpool.client.client import Client
+from kvpool.client.config import ClientConfig
+from kvpool.client.rpc import KeptRuns, Namespace
 from kvpool.commands.name_key import app
-from kvpool.config import ClientConfig
-from kvpool.errors import ConfigError, InvalidRequestError
-from kvpool.hashing import checksum
-from kvpool.name_key import NAMES_PER_TURN, NameKey, check_key, named_by
-from kvpool.namespace import differences
-from kvpool.rpc import KeptRuns, Namespace
-from kvpool.types import HASH_BYTES, BlockRun, Chunk, PoolKey, in_parts, in_two
+from kvpool.protocol.errors import ConfigError, InvalidRequestError
+from kvpool.protocol.hashing import checksum
+from kvpool.protocol.namespace import differences
+from kvpool.protocol.types import HASH_BYTES, BlockRun, Chunk, PoolKey, in_parts, in_two
+from kvpool.security.name_key import NAMES_PER_TURN, NameKey, check_key, named_by
 from tests.conftest import Connect
 from tests.support.processes import ServerProcess
 from tests.support.values import namespace_spec, payload, run_of

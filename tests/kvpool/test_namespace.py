@@ -3,9 +3,9 @@ from typing import Any
 
 import pytest
 
-from kvpool import wire
-from kvpool.errors import InvalidRequestError
-from kvpool.namespace import FORMAT_VERSION, MAX_GROUPS, MAX_SHARDS, GroupSpec, NamespaceSpec, differences
+from kvpool.protocol import wire
+from kvpool.protocol.errors import InvalidRequestError
+from kvpool.protocol.namespace import FORMAT_VERSION, MAX_GROUPS, MAX_SHARDS, GroupSpec, NamespaceSpec, differences
 from tests.support.values import group_spec, namespace_spec
 
 GOLDEN_FINGERPRINT = "e618a075b036aa7bde791c5f6cda341fa5b20c319c2438832695de857d0115bf"

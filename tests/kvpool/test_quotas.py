@@ -2,9 +2,9 @@
 
 import pytest
 
-from kvpool.errors import InvalidRequestError
-from kvpool.quotas import covers, fullest, parse_quota, size_text
-from kvpool.types import Quota
+from kvpool.protocol.errors import InvalidRequestError
+from kvpool.protocol.types import Quota
+from kvpool.report.quotas import covers, fullest, parse_quota, size_text
 
 
 @pytest.mark.parametrize(

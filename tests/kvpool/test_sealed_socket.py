@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpool.data_port import receive, receive_exactly, send, time_out
-from kvpool.errors import TransferError
-from kvpool.sealed_socket import RANDOM_BYTES, RECORD_BYTES, SealedSocket
+from kvpool.protocol.errors import TransferError
+from kvpool.transport.data_port import receive, receive_exactly, send, time_out
+from kvpool.transport.sealed_socket import RANDOM_BYTES, RECORD_BYTES, SealedSocket
 
 SECRET = bytes(range(32))
 OVERHEAD_BYTES = 20

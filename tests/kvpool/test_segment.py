@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from kvpool.errors import ConfigError
-from kvpool.segment import IDLE_NICE, MAP_AHEAD, Segment
+from kvpool.protocol.errors import ConfigError
+from kvpool.transport.segment import IDLE_NICE, MAP_AHEAD, Segment
 from tests.support.memory_files import descriptors, mapped_bytes
 from tests.support.processes import wait_for
 

@@ -4,8 +4,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpool.hashing import checksum
-from kvpool.sums import MIN_UNLOCKED_BYTES, ChunkSums, sums_of
+from kvpool.client.sums import MIN_UNLOCKED_BYTES, ChunkSums, sums_of
+from kvpool.protocol.hashing import checksum
 
 
 @given(

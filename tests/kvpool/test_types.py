@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpool.types import BlockRun, Located, in_parts, in_two, join_located
+from kvpool.protocol.types import BlockRun, Located, in_parts, in_two, join_located
 
 HASHES = [bytes([idx]) * 32 for idx in range(256)]
 

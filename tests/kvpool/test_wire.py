@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpool import errors, wire
-from kvpool.namespace import GroupSpec, NamespaceSpec
-from kvpool.types import (
+from kvpool.protocol import errors, wire
+from kvpool.protocol.namespace import GroupSpec, NamespaceSpec
+from kvpool.protocol.types import (
     HASH_BYTES,
     BlockRun,
     Chunk,

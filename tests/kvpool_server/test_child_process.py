@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from kvpool_server.child_process import ChildProcess
+from kvpool_server.process.child_process import ChildProcess
 from tests.support.processes import wait_for
 
 ROOT = Path(__file__).parents[2]
 CHILD = "tests.support.child"
 SERVER = f"""
 import subprocess, sys
-from kvpool_server.child_process import ChildProcess
+from kvpool_server.process.child_process import ChildProcess
 child = ChildProcess("{CHILD}", {{"ends": sys.argv[1], "key": b"secret"}}, (), stdout=subprocess.PIPE)
 print(child.pid, flush=True)
 print(child.stdout.readline().decode(), end="", flush=True)

@@ -5,11 +5,11 @@ from unittest.mock import patch
 
 import pytest
 
-from kvpool.errors import ConfigError
-from kvpool_server import config
-from kvpool_server.addresses import name_for_clients, split_address
+from kvpool.protocol.errors import ConfigError
 from kvpool_server.cache.eviction import POLICIES
-from kvpool_server.config import ServerConfig, service_links
+from kvpool_server.process.addresses import name_for_clients, split_address
+from kvpool_server.settings import config
+from kvpool_server.settings.config import ServerConfig, service_links
 from tests.conftest import StartServer
 from tests.support.processes import run_command, run_server, server_command
 

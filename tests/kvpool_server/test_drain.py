@@ -21,19 +21,19 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from typer.testing import CliRunner
 
 from kvpool.cli import app
-from kvpool.client import Client
-from kvpool.errors import DrainingError, InvalidRequestError, UnavailableError
-from kvpool.hashing import checksum
-from kvpool.namespace import NamespaceSpec
-from kvpool.rpc import Namespace
-from kvpool.types import MAX_DRAIN_MS, Chunk, PoolKey, ShardRange
+from kvpool.client.client import Client
+from kvpool.client.rpc import Namespace
+from kvpool.protocol.errors import DrainingError, InvalidRequestError, UnavailableError
+from kvpool.protocol.hashing import checksum
+from kvpool.protocol.namespace import NamespaceSpec
+from kvpool.protocol.types import MAX_DRAIN_MS, Chunk, PoolKey, ShardRange
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.leases import HoldTable
 from kvpool_server.cache.pool import Pool
 from kvpool_server.cache.steps import finish
-from kvpool_server.drain import Drain
-from kvpool_server.method_handlers import SERVICE_NAME
+from kvpool_server.rpc.drain import Drain
+from kvpool_server.rpc.method_handlers import SERVICE_NAME
 from kvpool_server.tiering.tiered_pool import TieredPool
 from tests.conftest import Connect, StartServer
 from tests.support.clock import FakeClock

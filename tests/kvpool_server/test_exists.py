@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import pytest
 
-from kvpool.client import Client
-from kvpool.errors import InvalidReplyError, InvalidRequestError, UnknownNamespaceError
-from kvpool.replies import existence
-from kvpool.reports import REPORTER_BYTES, ReportRequest
-from kvpool.types import BlockRun
+from kvpool.client.client import Client
+from kvpool.protocol.errors import InvalidReplyError, InvalidRequestError, UnknownNamespaceError
+from kvpool.protocol.replies import existence
+from kvpool.protocol.reports import REPORTER_BYTES, ReportRequest
+from kvpool.protocol.types import BlockRun
 from kvpool.v1 import pool_pb2 as pb
 from tests.support.processes import ServerProcess
 from tests.support.values import block_hash, group_spec, namespace_spec, payload, run_of

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 import kvpool_server
-from kvpool.errors import OutOfSpaceError, PoolTimeoutError, UnavailableError
-from kvpool_server import inbox
-from kvpool_server.fair_slots import FairSlots
-from kvpool_server.verifier import MAX_WAITING, Verifier
+from kvpool.protocol.errors import OutOfSpaceError, PoolTimeoutError, UnavailableError
+from kvpool_server.cache.fair_slots import FairSlots
+from kvpool_server.rpc import inbox
+from kvpool_server.rpc.verifier import MAX_WAITING, Verifier
 
 OWN_WAITS = {"reports/usage_ledger.py", "tiering/demoter.py", "tiers/file/tier.py"}
 """Modules that wait for the server's own work, or of a caller that has its turn."""

@@ -22,22 +22,14 @@ import numpy as np
 import pytest
 from google.protobuf.message_factory import GetMessageClass
 
-from kvpool import wire
-from kvpool.client import Client
-from kvpool.data_port import (
-    GREETING_BYTES,
-    REPLY_BYTES,
-    Header,
-    Kind,
-    Reply,
-    Status,
-    receive_exactly,
-)
-from kvpool.rpc import Namespace
-from kvpool.types import BlockRun
+from kvpool.client.client import Client
+from kvpool.client.rpc import Namespace
+from kvpool.protocol import wire
+from kvpool.protocol.types import BlockRun
+from kvpool.transport.data_port import GREETING_BYTES, REPLY_BYTES, Header, Kind, Reply, Status, receive_exactly
 from kvpool.v1 import pool_pb2 as pb
 from kvpool.v1.pool_pb2_grpc import PoolStub
-from kvpool_server.inbox import MAX_STREAM_S
+from kvpool_server.rpc.inbox import MAX_STREAM_S
 from tests.support.calls import SERVICE
 from tests.support.processes import ServerProcess, wait_for
 from tests.support.values import block_hash, group_spec, namespace_spec

@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from kvpool.client import Client
-from kvpool.errors import ChecksumError, InvalidRequestError, KVPoolError, LeaseExpiredError
-from kvpool.rpc import Namespace
+from kvpool.client.client import Client
+from kvpool.client.rpc import Namespace
+from kvpool.protocol.errors import ChecksumError, InvalidRequestError, KVPoolError, LeaseExpiredError
+from kvpool.protocol.types import LeasedSlots, Lookup, ShardRange
 from kvpool.transport.base import Buffers
-from kvpool.types import LeasedSlots, Lookup, ShardRange
 from tests.support.processes import ServerProcess
 from tests.support.values import group_spec, namespace_spec, payload, run_of
 

@@ -9,9 +9,9 @@ import threading
 import pytest
 import structlog
 
-from kvpool.principal import ALL_TENANTS, Principal, Role
-from kvpool.tokens import create_token
-from kvpool_server.log_events import MAX_CHARS, MAX_EVENTS, MAX_FIELDS, LogEvents
+from kvpool.security.principal import ALL_TENANTS, Principal, Role
+from kvpool.security.tokens import create_token
+from kvpool_server.process.log_events import MAX_CHARS, MAX_EVENTS, MAX_FIELDS, LogEvents
 from tests.security.test_access import DAY
 
 

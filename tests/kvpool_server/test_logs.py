@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpool_server import stray_lines
-from kvpool_server.logs import wants_json
-from kvpool_server.stray_lines import as_json
+from kvpool_server.process import stray_lines
+from kvpool_server.process.logs import wants_json
+from kvpool_server.process.stray_lines import as_json
 from tests.support.processes import ServerProcess, clean_environment, run_server, wait_for
 
 StartServer = Callable[..., ServerProcess]
@@ -92,7 +92,7 @@ def test_a_worker_that_dies(pool_server: StartServer) -> None:
 
 WARNS = """
 import logging, os, subprocess, sys, threading, warnings
-from kvpool_server import logs
+from kvpool_server.process import logs
 with logs.json_lines():
     logs.configure("json", "info")
     warnings.warn("by a module")
@@ -124,7 +124,7 @@ def test_every_way_to_standard_error() -> None:
 
 NAMES = """
 import logging, structlog
-from kvpool_server import logs
+from kvpool_server.process import logs
 logs.configure("console", "info")
 log, name = structlog.get_logger(), "evil\\x1b[2J\\n2026-01-01 [error] forged\\u202e"
 log.warning(name, model=name, bare="\\x1b[31m", names=[name])

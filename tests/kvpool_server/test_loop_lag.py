@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from prometheus_client import CollectorRegistry
 
-from kvpool_server import loop_lag
-from kvpool_server.loop_lag import MIN_PROBES, WINDOW_S, Lag, LoopLag
+from kvpool_server.process import loop_lag
+from kvpool_server.process.loop_lag import MIN_PROBES, WINDOW_S, Lag, LoopLag
 
 
 def test_quantiles_of_the_last_minute(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from pydantic import ByteSize
 
-from kvpool.errors import ConfigError
-from kvpool.segment import Segment
-from kvpool_server import prefault
+from kvpool.protocol.errors import ConfigError
+from kvpool.transport.segment import Segment
 from kvpool_server.cache.allocator.arena import Arena
-from kvpool_server.prefault import STEP_BYTES, Prefault, check_fits, check_free, free_bytes
+from kvpool_server.memory import prefault
+from kvpool_server.memory.prefault import STEP_BYTES, Prefault, check_fits, check_free, free_bytes
 
 MIB = 1 << 20
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvpool_server.process_memory import THRESHOLDS, freeze_survivors, keep_collections_short
+from kvpool_server.process.process_memory import THRESHOLDS, freeze_survivors, keep_collections_short
 
 
 class Node:

@@ -17,14 +17,14 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvpool import wire
-from kvpool.client import Client
-from kvpool.rpc import Namespace
-from kvpool.types import PutGrant, ShardRange
+from kvpool.client.client import Client
+from kvpool.client.rpc import Namespace
+from kvpool.protocol import wire
+from kvpool.protocol.types import PutGrant, ShardRange
 from kvpool.v1 import pool_pb2 as pb
 from kvpool.v1.pool_pb2_grpc import PoolStub
 from kvpool_server.cache.counters import COUNTERS
-from kvpool_server.metrics import GAUGES
+from kvpool_server.observability.metrics import GAUGES
 from tests.support.processes import ServerProcess, run_command, server_command, wait_for
 from tests.support.values import group_spec, namespace_spec, payload, run_of
 

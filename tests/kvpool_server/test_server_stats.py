@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 import pytest
 
-from kvpool.client import Client
-from kvpool.server_stats import count, since
+from kvpool.client.client import Client
+from kvpool.protocol.server_stats import count, since
 from kvpool.version import __version__
 from tests.conftest import StartServer
 from tests.support.driven_pool import SAVED_S, Driver

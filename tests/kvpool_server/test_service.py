@@ -20,11 +20,14 @@ import grpc
 import numpy as np
 import pytest
 
-from kvpool import wire
-from kvpool.block_io import DrainBlocks, InPlace
-from kvpool.client import Client
-from kvpool.config import ClientConfig
-from kvpool.errors import (
+from kvpool.client.block_io import DrainBlocks, InPlace
+from kvpool.client.client import Client
+from kvpool.client.config import ClientConfig
+from kvpool.client.rpc import Namespace, PendingLookup
+from kvpool.client.sums import Checksums
+from kvpool.client.transport_choice import choose
+from kvpool.protocol import wire
+from kvpool.protocol.errors import (
     ChecksumError,
     IncompatibleNamespaceError,
     IncompatibleReleaseError,
@@ -37,19 +40,16 @@ from kvpool.errors import (
     UnavailableError,
     UnknownNamespaceError,
 )
-from kvpool.hashing import checksum
-from kvpool.namespace import NamespaceSpec
-from kvpool.rpc import Namespace, PendingLookup
-from kvpool.segment import NAME
-from kvpool.sums import Checksums
-from kvpool.text import opened_text
+from kvpool.protocol.hashing import checksum
+from kvpool.protocol.namespace import NamespaceSpec
+from kvpool.protocol.text import opened_text
+from kvpool.protocol.types import BlockRun, Chunk, PoolKey, PutReceipt, PutStatus, Quota, ShardRange
+from kvpool.protocol.wire import encode_runs, encode_spec
 from kvpool.transport.base import Buffers
-from kvpool.transport.choice import choose
-from kvpool.types import BlockRun, Chunk, PoolKey, PutReceipt, PutStatus, Quota, ShardRange
+from kvpool.transport.segment import NAME
 from kvpool.v1 import pool_pb2 as pb
 from kvpool.v1.pool_pb2_grpc import PoolStub
 from kvpool.version import __version__
-from kvpool.wire import encode_runs, encode_spec
 from kvpool_server.cache.limits import Limits
 from tests.support.faults import offer_elsewhere
 from tests.support.memory_files import arena_file

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpool_server.service_manager import notify
+from kvpool_server.process.service_manager import notify
 
 
 @pytest.mark.parametrize("is_abstract", [False, True])

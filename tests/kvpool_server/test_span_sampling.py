@@ -16,7 +16,7 @@ from opentelemetry.sdk.trace.sampling import (
     TraceIdRatioBased,
 )
 
-from kvpool_server.span_sampling import OwnSampling
+from kvpool_server.rpc.span_sampling import OwnSampling
 
 IDS = range(1, 1_001)
 """Of traces: samplers of a ratio sample the lowest ids, so a hostile client chooses such."""

@@ -17,10 +17,10 @@ from pathlib import Path
 import pytest
 from pydantic import ByteSize
 
-from kvpool.errors import ConfigError
-from kvpool_server.config import ServerConfig
-from kvpool_server.http import LOOP_TIMEOUT_S
-from kvpool_server.server import Server
+from kvpool.protocol.errors import ConfigError
+from kvpool_server.app.server import Server
+from kvpool_server.observability.http import LOOP_TIMEOUT_S
+from kvpool_server.settings.config import ServerConfig
 from testbed.ports import free_endpoint
 from tests.support.processes import wait_for
 

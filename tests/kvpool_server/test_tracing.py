@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from kvpool import tracing as module
-from kvpool.certificates import Authority
-from kvpool.client import Client
-from kvpool.config import ClientConfig
-from kvpool.errors import ConfigError, KVPoolError
-from kvpool.principal import ALL_TENANTS, Principal, Role
-from kvpool.tracing import Tracing, shared_tracing, valid_traceparent
+from kvpool.client import tracing as module
+from kvpool.client.client import Client
+from kvpool.client.config import ClientConfig
+from kvpool.client.tracing import Tracing, shared_tracing, valid_traceparent
+from kvpool.protocol.errors import ConfigError, KVPoolError
+from kvpool.security.certificates import Authority
+from kvpool.security.principal import ALL_TENANTS, Principal, Role
 from tests.support.certificates import files_in, server_flags
 from tests.support.otlp_collector import Collector, collecting
 from tests.support.processes import ServerProcess, wait_for
@@ -156,9 +156,9 @@ def test_a_collector_that_is_away_stops_nobody(monkeypatch: pytest.MonkeyPatch) 
 
 SCRIPT = """
 import sys
-from kvpool.client import Client
-from kvpool.config import ClientConfig
-import kvpool_server.server
+from kvpool.client.client import Client
+from kvpool.client.config import ClientConfig
+import kvpool_server.app.server
 from tests.support.values import namespace_spec, run_of
 with Client(ClientConfig(sys.argv[1])) as client:
     client.lookup(client.open_namespace(namespace_spec()), [run_of("a")])

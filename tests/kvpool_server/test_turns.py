@@ -12,8 +12,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from kvpool_server.cache.steps import Steps
-from kvpool_server.loop_lag import PROBE_EVERY_S, LoopLag
-from kvpool_server.turns import TURN_S, Turns
+from kvpool_server.process.loop_lag import PROBE_EVERY_S, LoopLag
+from kvpool_server.rpc.turns import TURN_S, Turns
 
 STEP_S = TURN_S / 2
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.client import Client
-from kvpool.config import ClientConfig
-from kvpool.errors import ConfigError
-from kvpool.unix_socket import MAX_PATH_BYTES, memory_path
+from kvpool.client.client import Client
+from kvpool.client.config import ClientConfig
+from kvpool.protocol.errors import ConfigError
+from kvpool.transport.unix_socket import MAX_PATH_BYTES, memory_path
 from tests.conftest import StartServer
 from tests.support.processes import ServerProcess, run_command, run_server
 from tests.support.values import group_spec, namespace_spec, payload, run_of

@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 
-from kvpool.namespace import MEASUREMENT_MODEL, GroupSpec, NamespaceSpec
-from kvpool.types import BlockRun, ShardRange
+from kvpool.protocol.namespace import MEASUREMENT_MODEL, GroupSpec, NamespaceSpec
+from kvpool.protocol.types import BlockRun, ShardRange
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.limits import Limits
 from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.cache.pool import Pool
 from kvpool_server.cache.steps import finish
-from kvpool_server.metrics import UsageCollector
-from kvpool_server.pairs import MAX_LABEL_CHARS, MAX_PAIRS, MAX_PAIRS_OF_TENANT, OTHER, label_of
-from kvpool_server.usage import Usage
+from kvpool_server.observability.metrics import UsageCollector
+from kvpool_server.observability.pairs import MAX_LABEL_CHARS, MAX_PAIRS, MAX_PAIRS_OF_TENANT, OTHER, label_of
+from kvpool_server.observability.usage import Usage
 from tests.support.clock import FakeClock
 from tests.support.values import group_spec, namespace_spec, run_of
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.namespace import NamespaceSpec
+from kvpool.protocol.namespace import NamespaceSpec
 from tests.support.routers import RoutedServer
 
 Start = Callable[[NamespaceSpec, int], list[RoutedServer]]

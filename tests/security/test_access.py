@@ -14,11 +14,10 @@ from typing import Any
 import grpc
 import pytest
 
-from kvpool import wire
-from kvpool.certificates import Authority
-from kvpool.client import Client
-from kvpool.config import ClientConfig
-from kvpool.errors import (
+from kvpool.client.client import Client
+from kvpool.client.config import ClientConfig
+from kvpool.protocol import wire
+from kvpool.protocol.errors import (
     ConfigError,
     IncompatibleNamespaceError,
     PermissionDeniedError,
@@ -26,13 +25,14 @@ from kvpool.errors import (
     UnavailableError,
     UnknownNamespaceError,
 )
-from kvpool.namespace import MEASUREMENT_MODEL
-from kvpool.principal import ALL_TENANTS, Principal, Role
-from kvpool.tls import TlsFiles
-from kvpool.tokens import append_record, create_token, read_records
-from kvpool.types import Quota
+from kvpool.protocol.namespace import MEASUREMENT_MODEL
+from kvpool.protocol.types import Quota
+from kvpool.security.certificates import Authority
+from kvpool.security.principal import ALL_TENANTS, Principal, Role
+from kvpool.security.tls import TlsFiles
+from kvpool.security.tokens import append_record, create_token, read_records
+from kvpool.security.watched_files import LOOK_EVERY_S, WatchedFiles
 from kvpool.v1 import pool_pb2 as pb
-from kvpool.watched_files import LOOK_EVERY_S, WatchedFiles
 from kvpool_server.access.authentication import Tokens
 from kvpool_server.access.caller import CALLER, check_measurement
 from kvpool_server.access.permissions import CALLS

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.certificates import Authority
-from kvpool.client import Client
-from kvpool.config import ClientConfig
-from kvpool.errors import ConfigError, PermissionDeniedError, UnauthenticatedError
-from kvpool.principal import ALL_TENANTS, Principal, Role
-from kvpool.types import Quota
+from kvpool.client.client import Client
+from kvpool.client.config import ClientConfig
+from kvpool.protocol.errors import ConfigError, PermissionDeniedError, UnauthenticatedError
+from kvpool.protocol.types import Quota
+from kvpool.security.certificates import Authority
+from kvpool.security.principal import ALL_TENANTS, Principal, Role
 from kvpool_server.access.audit import LINES_A_SECOND, MAX_QUEUED, READ, AuditLog
 from tests.security.test_access import DAY
 from tests.support.audit_log import entries

@@ -12,8 +12,8 @@ from contextlib import ExitStack, contextmanager, suppress
 import numpy as np
 import pytest
 
-from kvpool.client import Client
-from kvpool.data_port import Header, Kind, Status, pack_offsets
+from kvpool.client.client import Client
+from kvpool.transport.data_port import Header, Kind, Status, pack_offsets
 from kvpool_server.data_plane import connection
 from kvpool_server.data_plane.admission import MAX_UNPROVEN
 from tests.conftest import Connect, StartServer

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvpool.client import Client
-from kvpool.principal import Role
+from kvpool.client.client import Client
+from kvpool.security.principal import Role
 from tests.security.test_access import Deployment
 from tests.support.processes import wait_for
 from tests.support.values import namespace_spec

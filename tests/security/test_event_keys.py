@@ -15,21 +15,21 @@ from pathlib import Path
 import pytest
 import zmq
 
-from kvpool.certificates import Authority
-from kvpool.client import Client, Namespace
-from kvpool.config import ClientConfig
-from kvpool.curve import SubscriberKeys, append_subscriber, create_pair
-from kvpool.errors import ConfigError, PoolTimeoutError
-from kvpool.events import Subscriber
-from kvpool.principal import ALL_TENANTS, Principal, Role
-from kvpool.watched_files import LOOK_EVERY_S
+from kvpool.client.client import Client, Namespace
+from kvpool.client.config import ClientConfig
+from kvpool.client.events import Subscriber
+from kvpool.protocol.errors import ConfigError, PoolTimeoutError
+from kvpool.security.certificates import Authority
+from kvpool.security.curve import SubscriberKeys, append_subscriber, create_pair
+from kvpool.security.principal import ALL_TENANTS, Principal, Role
+from kvpool.security.watched_files import LOOK_EVERY_S
 from kvpool_server.cache.entry import Entry, Group
-from kvpool_server.config import ServerConfig
 from kvpool_server.events import publisher as publisher_module
 from kvpool_server.events.encoder import Encoder
 from kvpool_server.events.gate import Gate
 from kvpool_server.events.streams import EventStreams, StreamEndpoints
-from kvpool_server.exposure import check_exposure
+from kvpool_server.settings.config import ServerConfig
+from kvpool_server.settings.exposure import check_exposure
 from tests.support.certificates import files_in, server_flags
 from tests.support.clock import FakeClock
 from tests.support.events import Known, Listener, follow, low_64_bits

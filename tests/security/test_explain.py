@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from kvpool.client import Client, Namespace
-from kvpool.errors import OutOfSpaceError, PermissionDeniedError, UnknownNamespaceError
-from kvpool.principal import Role
-from kvpool.types import BlockRun
+from kvpool.client.client import Client, Namespace
+from kvpool.protocol.errors import OutOfSpaceError, PermissionDeniedError, UnknownNamespaceError
+from kvpool.protocol.types import BlockRun
+from kvpool.security.principal import Role
 from kvpool.v1 import pool_pb2 as pb
 from tests.security.test_access import Deployment
 from tests.support.processes import wait_for

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from kvpool.certificates import Authority
-from kvpool.channel import open_channel
-from kvpool.client import Client
-from kvpool.errors import ConfigError
-from kvpool.principal import Principal, Role
-from kvpool.tokens import append_record, create_token
+from kvpool.client.channel import open_channel
+from kvpool.client.client import Client
+from kvpool.protocol.errors import ConfigError
+from kvpool.security.certificates import Authority
+from kvpool.security.principal import Principal, Role
+from kvpool.security.tokens import append_record, create_token
 from kvpool_server.cli import _kv_transfer_config
-from kvpool_server.config import ServerConfig
-from kvpool_server.exposure import plaintext_ports, tls_files
+from kvpool_server.settings.config import ServerConfig
+from kvpool_server.settings.exposure import plaintext_ports, tls_files
 from tests.conftest import StartServer
 from tests.security.test_access import DAY
 from tests.support.certificates import files_in, server_flags

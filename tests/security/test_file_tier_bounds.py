@@ -13,8 +13,8 @@ from random import Random
 import pytest
 from structlog.testing import capture_logs
 
-from kvpool.errors import InvalidRequestError
-from kvpool.namespace import NamespaceSpec
+from kvpool.protocol.errors import InvalidRequestError
+from kvpool.protocol.namespace import NamespaceSpec
 from kvpool_server.cache.entry import Record
 from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.tiers.file import frames, journal, peer_directories

@@ -20,16 +20,17 @@ import pytest
 import zmq
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from kvpool import wire
-from kvpool.client import Client
-from kvpool.config import ClientConfig
-from kvpool.errors import TransferError
-from kvpool.replies import LookupQuestion
-from kvpool.types import BlockRun, ShardRange
+from kvpool.client.client import Client
+from kvpool.client.config import ClientConfig
+from kvpool.protocol import wire
+from kvpool.protocol.errors import TransferError
+from kvpool.protocol.replies import LookupQuestion
+from kvpool.protocol.types import BlockRun, ShardRange
 from kvpool.v1 import pool_pb2 as pb
 from kvpool.v1.pool_pb2_grpc import PoolStub
-from kvpool_server import grpc_server, http, inbox
 from kvpool_server.cache.limits import Limits
+from kvpool_server.observability import http
+from kvpool_server.rpc import grpc_server, inbox
 from tests.support.calls import METHODS, SERVICE
 from tests.support.connections import is_open
 from tests.support.half_sent import HalfSentCalls

@@ -26,15 +26,14 @@ import zmq
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
-from kvpool import wire
-from kvpool.data_port import Header, Kind, Signer, pack_offsets
-from kvpool.errors import InvalidReplyError, KVPoolError
-from kvpool.events import Subscriber
-from kvpool.principal import ALL_TENANTS, Principal, Role
-from kvpool.quotas import parse_quota
-from kvpool.tokens import create_token, parse_lifetime, read_records
+from kvpool.client.events import Subscriber
+from kvpool.protocol import wire
+from kvpool.protocol.errors import InvalidReplyError, KVPoolError
+from kvpool.report.quotas import parse_quota
+from kvpool.security.principal import ALL_TENANTS, Principal, Role
+from kvpool.security.tokens import create_token, parse_lifetime, read_records
+from kvpool.transport.data_port import Header, Kind, Signer, pack_offsets
 from kvpool.v1 import pool_pb2 as pb
-from kvpool_server import config
 from kvpool_server.cache.limits import Limits
 from kvpool_server.data_plane.admission import Admission
 from kvpool_server.data_plane.connection import Connection
@@ -43,6 +42,7 @@ from kvpool_server.events.encoder import Encoder
 from kvpool_server.events.history import History
 from kvpool_server.events.ledger import Ledger
 from kvpool_server.events.publisher import Publisher
+from kvpool_server.settings import config
 from tests.support.effort import effort
 from tests.support.lying_pool import altered, flipped
 from tests.support.processes import wait_for

@@ -9,13 +9,13 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from kvpool.certificates import Authority
-from kvpool.principal import ALL_TENANTS, Principal, Role
-from kvpool.tls import TlsFiles
-from kvpool.tokens import append_record, create_token
-from kvpool.watched_files import LOOK_EVERY_S
-from kvpool_server.inbox import MAX_CHECK_BYTES
-from kvpool_server.method_handlers import SERVICE_NAME
+from kvpool.security.certificates import Authority
+from kvpool.security.principal import ALL_TENANTS, Principal, Role
+from kvpool.security.tls import TlsFiles
+from kvpool.security.tokens import append_record, create_token
+from kvpool.security.watched_files import LOOK_EVERY_S
+from kvpool_server.rpc.inbox import MAX_CHECK_BYTES
+from kvpool_server.rpc.method_handlers import SERVICE_NAME
 from tests.conftest import StartServer
 from tests.security.test_access import DAY
 from tests.support.audit_log import entries

@@ -13,8 +13,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvpool.errors import LeaseExpiredError, OutOfSpaceError
-from kvpool.types import ShardRange
+from kvpool.protocol.errors import LeaseExpiredError, OutOfSpaceError
+from kvpool.protocol.types import ShardRange
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.leases import Owner
 from kvpool_server.cache.limits import IdentityLimits, Limits

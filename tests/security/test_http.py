@@ -16,15 +16,16 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from kvpool.certificates import Authority
-from kvpool.errors import PermissionDeniedError
-from kvpool.principal import ALL_TENANTS, Principal, Role
-from kvpool.tls import TlsFiles
-from kvpool.tokens import append_record, create_token
-from kvpool.watched_files import LOOK_EVERY_S
-from kvpool_server import addresses, http
-from kvpool_server.config import ServerConfig
-from kvpool_server.exposure import check_exposure
+from kvpool.protocol.errors import PermissionDeniedError
+from kvpool.security.certificates import Authority
+from kvpool.security.principal import ALL_TENANTS, Principal, Role
+from kvpool.security.tls import TlsFiles
+from kvpool.security.tokens import append_record, create_token
+from kvpool.security.watched_files import LOOK_EVERY_S
+from kvpool_server.observability import http
+from kvpool_server.process import addresses
+from kvpool_server.settings.config import ServerConfig
+from kvpool_server.settings.exposure import check_exposure
 from tests.conftest import StartServer
 from tests.security.test_access import DAY
 from tests.support.audit_log import entries

@@ -16,10 +16,14 @@ from typing import Any
 
 import pytest
 
-from kvpool import wire
-from kvpool.client import Client, Namespace
-from kvpool.data_port import (
-    PERMIT_BYTES,
+from kvpool.client.client import Client, Namespace
+from kvpool.client.inline_chunks import InlineChunks
+from kvpool.protocol import wire
+from kvpool.protocol.errors import ConfigError, KVPoolError, PoolTimeoutError, UnavailableError
+from kvpool.protocol.hashing import checksum
+from kvpool.protocol.types import PERMIT_BYTES, Chunk, PoolKey, ShardRange
+from kvpool.security.principal import Principal, Role
+from kvpool.transport.data_port import (
     REPLY_BYTES,
     Header,
     Kind,
@@ -30,20 +34,15 @@ from kvpool.data_port import (
     receive_exactly,
     time_out,
 )
-from kvpool.errors import ConfigError, KVPoolError, PoolTimeoutError, UnavailableError
-from kvpool.hashing import checksum
-from kvpool.inline_chunks import InlineChunks
-from kvpool.principal import Principal, Role
-from kvpool.sealed_socket import RANDOM_BYTES, SealedSocket
+from kvpool.transport.sealed_socket import RANDOM_BYTES, SealedSocket
 from kvpool.transport.tcp_connection import Peer
-from kvpool.types import Chunk, PoolKey, ShardRange
 from kvpool.v1 import pool_pb2 as pb
-from kvpool_server import inbox
 from kvpool_server.access.caller import CALLER
 from kvpool_server.access.identity_limits import identity_limits
 from kvpool_server.cache.limits import IdentityLimits
 from kvpool_server.data_plane.admission import SPARED_S
-from kvpool_server.inbox import Inbox
+from kvpool_server.rpc import inbox
+from kvpool_server.rpc.inbox import Inbox
 from tests.security.conftest import Deploy
 from tests.security.test_access import Deployment
 from tests.support.processes import run_server, wait_for

@@ -23,13 +23,13 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from kvpool import wire
-from kvpool.namespace import NamespaceSpec
-from kvpool.principal import ALL_TENANTS, Principal, Role
+from kvpool.protocol import wire
+from kvpool.protocol.namespace import NamespaceSpec
+from kvpool.security.principal import ALL_TENANTS, Principal, Role
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.access.permissions import may_call
 from kvpool_server.cache.limits import Limits
-from kvpool_server.services import handlers, operators, sessions
+from kvpool_server.rpc import handlers, operators, sessions
 from tests.support.effort import effort
 from tests.support.values import block_hash, group_spec, namespace_spec
 from tests.support.wire_service import METHODS, Answer, WireHouse

@@ -11,9 +11,9 @@ from typer.testing import CliRunner
 
 from kvpool import cli
 from kvpool.commands import common
-from kvpool.errors import IncompatibleNamespaceError
-from kvpool.namespace import NamespaceSpec
-from kvpool.principal import Role
+from kvpool.protocol.errors import IncompatibleNamespaceError
+from kvpool.protocol.namespace import NamespaceSpec
+from kvpool.security.principal import Role
 from tests.security.test_access import Deployment
 from tests.support.calls import BYTES_BY_ID, METHODS, Target, outcome
 from tests.support.values import group_spec, namespace_spec, payload, run_of

@@ -12,14 +12,14 @@ from collections.abc import Callable, Iterator
 import grpc
 import pytest
 
-from kvpool import wire
-from kvpool.errors import InvalidRequestError
-from kvpool.types import BlockRun, Quota, ShardRange
+from kvpool.protocol import wire
+from kvpool.protocol.errors import InvalidRequestError
+from kvpool.protocol.types import BlockRun, Quota, ShardRange
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.cache.explanations import MAX_ALL_RANGES
 from kvpool_server.cache.limits import Limits
-from kvpool_server.explainer import MAX_RUNS as MAX_EXPLAINED
-from kvpool_server.process_memory import keep_collections_short, no_collections
+from kvpool_server.process.process_memory import keep_collections_short, no_collections
+from kvpool_server.rpc.explainer import MAX_RUNS as MAX_EXPLAINED
 from tests.support.effort import EFFORT
 from tests.support.in_process_server import InProcessServer
 from tests.support.processes import wait_for

@@ -12,16 +12,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvpool import wire
-from kvpool.client import Client
-from kvpool.config import ClientConfig
-from kvpool.errors import InvalidRequestError
-from kvpool.events import Subscriber
-from kvpool.hashing import checksum
-from kvpool.name_key import NameKey, named_by
-from kvpool.namespace import NamespaceSpec, differences
-from kvpool.rpc import Namespace
-from kvpool.types import BlockRun, Chunk, PoolKey
+from kvpool.client.client import Client
+from kvpool.client.config import ClientConfig
+from kvpool.client.events import Subscriber
+from kvpool.client.rpc import Namespace
+from kvpool.protocol import wire
+from kvpool.protocol.errors import InvalidRequestError
+from kvpool.protocol.hashing import checksum
+from kvpool.protocol.namespace import NamespaceSpec, differences
+from kvpool.protocol.types import BlockRun, Chunk, PoolKey
+from kvpool.security.name_key import NameKey, named_by
 from kvpool.v1 import pool_pb2 as pb
 from tests.conftest import Connect
 from tests.support.processes import ServerProcess, wait_for

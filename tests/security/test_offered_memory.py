@@ -19,15 +19,15 @@ from pathlib import Path
 import grpc
 import pytest
 
-from kvpool.config import ClientConfig
-from kvpool.errors import TransferError
-from kvpool.memory_socket import MAGIC, TOKEN_BYTES, abstract_name, receive_memory
-from kvpool.rpc import PoolRpc
-from kvpool.segment import NONCE_BYTES, TRAILER_BYTES, Segment
-from kvpool.transport.choice import Choice, choose
-from kvpool.types import SegmentInfo
+from kvpool.client.config import ClientConfig
+from kvpool.client.rpc import PoolRpc
+from kvpool.client.transport_choice import Choice, choose
+from kvpool.protocol.errors import TransferError
+from kvpool.protocol.types import TOKEN_BYTES, SegmentInfo
+from kvpool.protocol.wire import decode_offer
+from kvpool.transport.memory_socket import MAGIC, abstract_name, receive_memory
+from kvpool.transport.segment import NONCE_BYTES, TRAILER_BYTES, Segment
 from kvpool.v1 import pool_pb2 as pb
-from kvpool.wire import decode_offer
 from tests.support.memory_files import descriptors
 
 NBYTES = 1 << 20

@@ -23,12 +23,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
-from kvpool.certificates import Authority
-from kvpool.client import Client
-from kvpool.config import ClientConfig
-from kvpool.errors import ConfigError, PermissionDeniedError, UnauthenticatedError
-from kvpool.principal import Principal, Role
-from kvpool.tls import TlsFiles
+from kvpool.client.client import Client
+from kvpool.client.config import ClientConfig
+from kvpool.protocol.errors import ConfigError, PermissionDeniedError, UnauthenticatedError
+from kvpool.security.certificates import Authority
+from kvpool.security.principal import Principal, Role
+from kvpool.security.tls import TlsFiles
 from kvpool_server.access import jwks, oidc
 from kvpool_server.access.deny_list import DenyList
 from kvpool_server.access.jwks import IssuerKeys, Keys, parse_keys

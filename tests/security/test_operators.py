@@ -10,11 +10,12 @@ import pytest
 import zmq
 from typer.testing import CliRunner
 
-from kvpool import cli, events
+from kvpool import cli
+from kvpool.client import events
+from kvpool.client.config import ClientConfig
 from kvpool.commands import common
-from kvpool.config import ClientConfig
-from kvpool.errors import InvalidReplyError
-from kvpool.types import Quota
+from kvpool.protocol.errors import InvalidReplyError
+from kvpool.protocol.types import Quota
 from tests.support.lying_pool import LyingPool
 from tests.support.processes import wait_for
 from tests.support.values import namespace_spec

@@ -15,9 +15,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvpool.data_port import Header, Kind, Signer, Terms, pack_offsets
-from kvpool.errors import LeaseExpiredError, OutOfSpaceError
-from kvpool.types import ShardRange
+from kvpool.protocol.errors import LeaseExpiredError, OutOfSpaceError
+from kvpool.protocol.types import ShardRange
+from kvpool.transport.data_port import Header, Kind, Signer, Terms, pack_offsets
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.entry import Entry
 from kvpool_server.cache.limits import Limits

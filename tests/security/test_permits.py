@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from kvpool import wire
-from kvpool.data_port import Kind, Reply, Status
-from kvpool.errors import OutOfSpaceError
-from kvpool.types import BlockRun, PutReceipt, ShardRange
+from kvpool.protocol import wire
+from kvpool.protocol.errors import OutOfSpaceError
+from kvpool.protocol.types import BlockRun, PutReceipt, ShardRange
+from kvpool.transport.data_port import Kind, Reply, Status
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.leases import Found

@@ -23,21 +23,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpool import replies, wire
-from kvpool.block_io import InPlace
-from kvpool.client import Client
+from kvpool.client.block_io import InPlace
+from kvpool.client.client import Client
+from kvpool.client.config import ClientConfig
 from kvpool.commands.namespaces import text_of
 from kvpool.commands.stats import row_of
-from kvpool.config import ClientConfig
-from kvpool.data_port import PERMIT_BYTES
-from kvpool.errors import InvalidReplyError, KVPoolError
-from kvpool.explanation_report import PromptReport
-from kvpool.hashing import checksum
-from kvpool.messages import fields_of
-from kvpool.replies import MAX_ARENA_BYTES, LookupQuestion
+from kvpool.protocol import replies, wire
+from kvpool.protocol.errors import InvalidReplyError, KVPoolError
+from kvpool.protocol.hashing import checksum
+from kvpool.protocol.messages import fields_of
+from kvpool.protocol.replies import MAX_ARENA_BYTES, LookupQuestion
+from kvpool.protocol.types import PERMIT_BYTES, BlockRun, Chunk, PoolKey, PutStatus, ShardRange
+from kvpool.report.explanation_report import PromptReport
 from kvpool.transport.base import Sink, Transfer
 from kvpool.transport.shm import ShmTransport
-from kvpool.types import BlockRun, Chunk, PoolKey, PutStatus, ShardRange
 from kvpool.v1 import pool_pb2 as pb
 from tests.support.effort import effort
 from tests.support.lying_pool import LyingPool, altered
@@ -233,7 +232,7 @@ def test_text_of_a_server_is_cut_and_escaped() -> None:
 
 
 def _failed(code: grpc.StatusCode, details: str) -> grpc.RpcError:
-    from kvpool.lookup_stream import StreamedError
+    from kvpool.client.lookup_stream import StreamedError
 
     return StreamedError(code, details)
 

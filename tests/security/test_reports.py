@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvpool.errors import InvalidRequestError, PermissionDeniedError, UnknownNamespaceError
-from kvpool.principal import Role
-from kvpool.reports import MAX_REPORT_BYTES, ReportRequest
+from kvpool.protocol.errors import InvalidRequestError, PermissionDeniedError, UnknownNamespaceError
+from kvpool.protocol.reports import MAX_REPORT_BYTES, ReportRequest
+from kvpool.security.principal import Role
 from tests.security.test_access import Deployment
 from tests.support.values import namespace_spec, replaced
 

@@ -22,18 +22,17 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpool import wire
-from kvpool.certificates import Authority, load_key
-from kvpool.client import Client
-from kvpool.config import ClientConfig
-from kvpool.errors import ConfigError, UnauthenticatedError
-from kvpool.principal import ALL_TENANTS, Principal, Role
-from kvpool.tls import TlsFiles
-from kvpool.tokens import TokenRecord, append_record, create_token
-from kvpool.types import ShardRange
+from kvpool.client.client import Client
+from kvpool.client.config import ClientConfig
+from kvpool.protocol import wire
+from kvpool.protocol.errors import ConfigError, UnauthenticatedError
+from kvpool.protocol.types import ShardRange
+from kvpool.security.certificates import Authority, load_key
+from kvpool.security.principal import ALL_TENANTS, Principal, Role
+from kvpool.security.tls import TlsFiles
+from kvpool.security.tokens import TokenRecord, append_record, create_token
+from kvpool.security.watched_files import WatchedFiles
 from kvpool.v1 import pool_pb2 as pb
-from kvpool.watched_files import WatchedFiles
-from kvpool_server import grpc_server
 from kvpool_server.access import reminders, watch
 from kvpool_server.access.audit import READ
 from kvpool_server.access.authentication import Certificates, Context
@@ -42,6 +41,7 @@ from kvpool_server.access.credentials import ServerCredentials
 from kvpool_server.access.deny_list import DenyList
 from kvpool_server.access.running_calls import RunningCalls
 from kvpool_server.access.watch import AccessWatch
+from kvpool_server.rpc import grpc_server
 from tests.conftest import StartServer
 from tests.security.test_access import DAY
 from tests.support.audit_log import entries
@@ -471,7 +471,7 @@ def test_a_file_is_read_again_when_others_can_no_longer_write_it(tmp_path: Path)
 
 
 def test_a_file_that_is_repaired_to_what_it_was_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "kvpool.watched_files")
+    caplog.set_level("INFO", "kvpool.security.watched_files")
     denied, errors = tmp_path / "denied", list[ConfigError | None]()
     denied.touch()
     deny_list = DenyList(str(denied), errors.append)

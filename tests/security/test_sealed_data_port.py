@@ -15,13 +15,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvpool.certificates import Authority
-from kvpool.client import Client
-from kvpool.config import ClientConfig
-from kvpool.data_port import (
+from kvpool.client.client import Client
+from kvpool.client.config import ClientConfig
+from kvpool.protocol.errors import KVPoolError, TransferError
+from kvpool.protocol.types import PERMIT_BYTES
+from kvpool.security.certificates import Authority
+from kvpool.security.principal import ALL_TENANTS, Principal, Role
+from kvpool.transport.base import Pieces, Sink, Source, Transfer
+from kvpool.transport.data_port import (
     GREETING_BYTES,
     MAGIC,
-    PERMIT_BYTES,
     REPLY_BYTES,
     Header,
     Kind,
@@ -32,10 +35,7 @@ from kvpool.data_port import (
     receive_exactly,
     time_out,
 )
-from kvpool.errors import KVPoolError, TransferError
-from kvpool.principal import ALL_TENANTS, Principal, Role
-from kvpool.sealed_socket import RANDOM_BYTES, SealedSocket
-from kvpool.transport.base import Pieces, Sink, Source, Transfer
+from kvpool.transport.sealed_socket import RANDOM_BYTES, SealedSocket
 from kvpool.transport.tcp import TcpTransport
 from kvpool.transport.tcp_connection import Peer
 from tests.support.certificates import files_in, server_flags

@@ -14,18 +14,18 @@ from pathlib import Path
 import pytest
 from pydantic import ByteSize
 
-from kvpool import segment
-from kvpool.client import Client
-from kvpool.config import ClientConfig
-from kvpool.memory_socket import MAGIC, abstract_name, memory_address
-from kvpool.transport.choice import Choice
+from kvpool.client.client import Client
+from kvpool.client.config import ClientConfig
+from kvpool.client.transport_choice import Choice
+from kvpool.protocol.types import SegmentInfo
+from kvpool.protocol.wire import decode_offer
+from kvpool.transport import segment
+from kvpool.transport.memory_socket import MAGIC, abstract_name, memory_address
 from kvpool.transport.shm import ShmTransport
-from kvpool.types import SegmentInfo
-from kvpool.unix_socket import memory_path
-from kvpool.wire import decode_offer
-from kvpool_server.config import ServerConfig
-from kvpool_server.memory_socket import MAX_WAITING, PATIENCE_S
-from kvpool_server.server import Server
+from kvpool.transport.unix_socket import memory_path
+from kvpool_server.app.server import Server
+from kvpool_server.memory.memory_socket import MAX_WAITING, PATIENCE_S
+from kvpool_server.settings.config import ServerConfig
 from tests.conftest import Connect, StartServer
 from tests.support.memory_files import arena_file
 from tests.support.processes import ServerProcess, wait_for
@@ -105,10 +105,10 @@ def test_clients_that_say_nothing_stop_nobody_and_are_disconnected(
 
 PROLOGUE = """
 import encodings.idna, os, socket, sys  # Nothing can be imported from the home of root later.
-from kvpool.client import Client
-from kvpool.config import ClientConfig
-from kvpool.memory_socket import MAGIC, abstract_name, memory_address, receive_memory
-from kvpool.wire import decode_offer
+from kvpool.client.client import Client
+from kvpool.client.config import ClientConfig
+from kvpool.transport.memory_socket import MAGIC, abstract_name, memory_address, receive_memory
+from kvpool.protocol.wire import decode_offer
 from tests.support.values import group_spec, namespace_spec, run_of
 
 def become(uid):
@@ -171,7 +171,7 @@ def test_another_user_gets_no_memory_by_the_name_that_everyone_can_connect_to(
 
 
 OF_A_STRANGER = """
-from kvpool.errors import TransferError
+from kvpool.protocol.errors import TransferError
 token = bytes(16)
 listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 os.seteuid(1000)

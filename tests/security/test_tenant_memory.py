@@ -9,14 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvpool import wire
-from kvpool.certificates import Authority
-from kvpool.client import Client
-from kvpool.config import ClientConfig
-from kvpool.errors import InvalidRequestError, OutOfSpaceError
-from kvpool.principal import ALL_TENANTS, Principal, Role
-from kvpool.rpc import Namespace
-from kvpool.types import ShardRange
+from kvpool.client.client import Client
+from kvpool.client.config import ClientConfig
+from kvpool.client.rpc import Namespace
+from kvpool.protocol import wire
+from kvpool.protocol.errors import InvalidRequestError, OutOfSpaceError
+from kvpool.protocol.types import ShardRange
+from kvpool.security.certificates import Authority
+from kvpool.security.principal import ALL_TENANTS, Principal, Role
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.cache.limits import Limits
 from tests.support.certificates import files_in, server_flags

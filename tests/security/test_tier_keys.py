@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvpool.errors import ConfigError
-from kvpool.hashing import checksum
+from kvpool.protocol.errors import ConfigError
+from kvpool.protocol.hashing import checksum
 from kvpool_server.cache.entry import Record
 from kvpool_server.cache.eviction.lru import PrefixLRU
 from kvpool_server.cache.namespaces import PoolNamespace

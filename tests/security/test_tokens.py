@@ -19,15 +19,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from kvpool import tokens
-from kvpool.certificates import Authority
-from kvpool.client import Client
+from kvpool.client.client import Client
+from kvpool.client.config import ClientConfig
 from kvpool.commands.token import app
-from kvpool.config import ClientConfig
-from kvpool.errors import ConfigError, InvalidRequestError, KVPoolError, PermissionDeniedError, UnauthenticatedError
-from kvpool.principal import ALL_TENANTS, Principal, Role
-from kvpool.tls import TlsFiles
-from kvpool.tokens import (
+from kvpool.protocol.errors import (
+    ConfigError,
+    InvalidRequestError,
+    KVPoolError,
+    PermissionDeniedError,
+    UnauthenticatedError,
+)
+from kvpool.security import tokens
+from kvpool.security.certificates import Authority
+from kvpool.security.principal import ALL_TENANTS, Principal, Role
+from kvpool.security.tls import TlsFiles
+from kvpool.security.tokens import (
     TokenRecord,
     append_record,
     create_token,
@@ -36,9 +42,9 @@ from kvpool.tokens import (
     read_token,
     remove_record,
 )
+from kvpool.security.watched_files import LOOK_EVERY_S, WatchedFiles
 from kvpool.v1 import pool_pb2 as pb
 from kvpool.v1.pool_pb2_grpc import PoolStub
-from kvpool.watched_files import LOOK_EVERY_S, WatchedFiles
 from tests.support.calls import is_heard
 from tests.support.certificates import files_in
 from tests.support.processes import ServerProcess, wait_for

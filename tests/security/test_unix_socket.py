@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 
-from kvpool.certificates import Authority
-from kvpool.client import Client
-from kvpool.config import ClientConfig
-from kvpool.principal import ALL_TENANTS, Principal, Role
-from kvpool.tls import TlsFiles
-from kvpool.tokens import append_record, create_token
-from kvpool.types import Offer
-from kvpool.unix_socket import memory_path
-from kvpool.wire import decode_offer
+from kvpool.client.client import Client
+from kvpool.client.config import ClientConfig
+from kvpool.protocol.types import Offer
+from kvpool.protocol.wire import decode_offer
+from kvpool.security.certificates import Authority
+from kvpool.security.principal import ALL_TENANTS, Principal, Role
+from kvpool.security.tls import TlsFiles
+from kvpool.security.tokens import append_record, create_token
+from kvpool.transport.unix_socket import memory_path
 from tests.conftest import StartServer
 from tests.security.test_access import DAY
 from tests.support.certificates import files_in, server_flags

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvpool.client import Client
-from kvpool.errors import PermissionDeniedError
-from kvpool.principal import Role
+from kvpool.client.client import Client
+from kvpool.protocol.errors import PermissionDeniedError
+from kvpool.security.principal import Role
 from kvpool.v1 import pool_pb2 as pb
 from tests.security.test_access import Deployment
 from tests.support.processes import wait_for

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from kvpool.rpc import PoolRpc
-from kvpool.sums import ChunkSums
-from kvpool.types import BlockRun, ShardRange
+from kvpool.client.rpc import PoolRpc
+from kvpool.client.sums import ChunkSums
+from kvpool.protocol.types import BlockRun, ShardRange
 from tests.support.toy.fixtures import BLOCK_TOKENS
 from vllm_plugin.metadata import GroupBlocks, LoadJob, StoreJob
 from vllm_plugin.scheduler import resets

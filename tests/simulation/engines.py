@@ -37,9 +37,9 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from kvpool.namespace import GroupSpec
+from kvpool.protocol.namespace import GroupSpec
 from kvpool_server.cache.entry import Entry, Observer
-from kvpool_server.services import operators, sessions
+from kvpool_server.rpc import operators, sessions
 from tests.simulation.deterministic_runtime import DeterministicRuntime
 from tests.simulation.network import SimClient, SimServer
 from tests.support.toy.device import Device, DeviceCopier
@@ -484,6 +484,6 @@ def take_over(patch: pytest.MonkeyPatch, runtime: DeterministicRuntime, server: 
 
 
 def _kvpool_client() -> Any:
-    from kvpool import client
+    from kvpool.client import client
 
     return client

@@ -16,9 +16,11 @@ import grpc
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.client import Client
-from kvpool.config import ClientConfig
-from kvpool.errors import (
+from kvpool.client.client import Client
+from kvpool.client.config import ClientConfig
+from kvpool.client.rpc import PoolRpc
+from kvpool.client.transport_choice import Choice
+from kvpool.protocol.errors import (
     DrainingError,
     KVPoolError,
     LeaseExpiredError,
@@ -26,20 +28,18 @@ from kvpool.errors import (
     TransferError,
     UnavailableError,
 )
-from kvpool.rpc import PoolRpc
-from kvpool.segment import Bytes
+from kvpool.protocol.types import BlockRun, Lookup, Offer, RunHits
+from kvpool.protocol.wire import metadata_of, status_of
 from kvpool.transport.base import Sink, Source, Transfer
-from kvpool.transport.choice import Choice
-from kvpool.types import BlockRun, Lookup, Offer, RunHits
+from kvpool.transport.segment import Bytes
 from kvpool.v1 import pool_pb2 as pb
-from kvpool.wire import metadata_of, status_of
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.entry import Observer
 from kvpool_server.cache.leases import NOBODY, Owner
 from kvpool_server.cache.limits import Limits
 from kvpool_server.cache.pool import Pool
-from kvpool_server.drain import Drain
-from kvpool_server.services.chunks import PIECE_BYTES
+from kvpool_server.rpc.chunks import PIECE_BYTES
+from kvpool_server.rpc.drain import Drain
 from kvpool_server.tiering.tiered_pool import TieredPool
 from tests.simulation.deterministic_runtime import DeterministicRuntime, Message
 from tests.support.pool_service import pool_service

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool.errors import OutOfSpaceError
-from kvpool.hashing import checksum
-from kvpool.types import BlockRun, ShardRange
+from kvpool.protocol.errors import OutOfSpaceError
+from kvpool.protocol.hashing import checksum
+from kvpool.protocol.types import BlockRun, ShardRange
 from kvpool_server.cache.entry import Entry
 from tests.simulation.deterministic_runtime import DeterministicRuntime
 from tests.simulation.engines import EXTENT_BYTES, SHAPES, Prefixes, Setup, SimEngine, take_over

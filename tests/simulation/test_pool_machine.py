@@ -12,9 +12,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvpool.errors import OutOfSpaceError
-from kvpool.namespace import NamespaceSpec
-from kvpool.types import BlockRun, Lookup, PutGrant, PutReceipt, PutStatus, Quota, ShardRange
+from kvpool.protocol.errors import OutOfSpaceError
+from kvpool.protocol.namespace import NamespaceSpec
+from kvpool.protocol.types import BlockRun, Lookup, PutGrant, PutReceipt, PutStatus, Quota, ShardRange
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.eviction import POLICIES
 from kvpool_server.cache.limits import Limits

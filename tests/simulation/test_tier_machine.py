@@ -17,9 +17,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvpool.errors import OutOfSpaceError
-from kvpool.hashing import checksum
-from kvpool.types import BlockRun, HintKind, Lookup, ShardRange
+from kvpool.protocol.errors import OutOfSpaceError
+from kvpool.protocol.hashing import checksum
+from kvpool.protocol.types import BlockRun, HintKind, Lookup, ShardRange
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.eviction import POLICIES
 from kvpool_server.cache.namespaces import PoolNamespace

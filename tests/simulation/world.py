@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvpool.errors import KVPoolError, OutOfSpaceError
-from kvpool.hashing import checksum
-from kvpool.types import BlockRun, Located, Lookup, PutReceipt, PutStatus, Quota, ShardRange
+from kvpool.protocol.errors import KVPoolError, OutOfSpaceError
+from kvpool.protocol.hashing import checksum
+from kvpool.protocol.types import BlockRun, Located, Lookup, PutReceipt, PutStatus, Quota, ShardRange
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.allocator.extent_drain import DRAIN_S
 from kvpool_server.cache.entry import Entry, Observer

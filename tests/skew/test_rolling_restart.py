@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.client import Client
-from kvpool.config import ClientConfig
+from kvpool.client.client import Client
+from kvpool.client.config import ClientConfig
 from testbed.ports import free_endpoint
 from tests.conftest import PRINTED
 from tests.skew.releases import CURRENT, Tree, previous

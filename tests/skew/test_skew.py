@@ -17,11 +17,11 @@ from typing import Any
 
 import pytest
 
-from kvpool.certificates import Authority
-from kvpool.errors import IncompatibleReleaseError
-from kvpool.principal import Principal, Role
-from kvpool.skew import OWN, check_skew
-from kvpool.tls import TlsFiles
+from kvpool.protocol.errors import IncompatibleReleaseError
+from kvpool.protocol.skew import OWN, check_skew
+from kvpool.security.certificates import Authority
+from kvpool.security.principal import Principal, Role
+from kvpool.security.tls import TlsFiles
 from kvpool.version import PROTOCOL
 from tests.conftest import PRINTED
 from tests.skew.releases import CURRENT, ROOT, Tree, later, previous, previous_ref

@@ -200,7 +200,7 @@ def judge(architecture: str) -> Row:
     Raises:
         AssertionError: they disagree: ranks would load heads that are not theirs.
     """
-    from kvpool.errors import ConfigError
+    from kvpool.protocol.errors import ConfigError
 
     engines: dict[int, tuple[Any, dict[str, Any], dict[str, Any]]] = {}
     missing: dict[str, list[str]] = {}

@@ -7,10 +7,10 @@ from typing import Any
 
 import grpc
 
-from kvpool import wire
-from kvpool.client import Client
-from kvpool.errors import UnauthenticatedError
-from kvpool.types import ShardRange
+from kvpool.client.client import Client
+from kvpool.protocol import wire
+from kvpool.protocol.errors import UnauthenticatedError
+from kvpool.protocol.types import ShardRange
 from kvpool.v1 import pool_pb2 as pb
 from tests.support.values import block_hash, namespace_spec, run_of
 

@@ -11,8 +11,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from kvpool.certificates import CA_NAME, CERTIFICATE_NAME, KEY_NAME
-from kvpool.tls import TlsFiles
+from kvpool.security.certificates import CA_NAME, CERTIFICATE_NAME, KEY_NAME
+from kvpool.security.tls import TlsFiles
 
 _DAY = dt.timedelta(days=1)
 USELESS = (

@@ -16,7 +16,7 @@ from typing import Any
 import jsonschema
 import yaml
 
-from kvpool_server.config import ServerConfig
+from kvpool_server.settings.config import ServerConfig
 
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "deploy" / "helm" / "kvpool"

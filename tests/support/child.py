@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from kvpool_server.child_process import exit_with_server, receive_settings, wait_for_server_end
+from kvpool_server.process.child_process import exit_with_server, receive_settings, wait_for_server_end
 
 if __name__ == "__main__":
     settings = receive_settings()

@@ -6,7 +6,7 @@ import socket
 from collections.abc import Sequence
 from types import TracebackType
 
-from kvpool.data_port import (
+from kvpool.transport.data_port import (
     GREETING_BYTES,
     MAGIC,
     NO_ROOM,

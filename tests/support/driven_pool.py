@@ -7,11 +7,11 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvpool.client import Client
-from kvpool.namespace import NamespaceSpec
-from kvpool.reports import REPORTER_BYTES, ReportRequest
-from kvpool.rpc import Namespace
-from kvpool.types import BlockRun
+from kvpool.client.client import Client
+from kvpool.client.rpc import Namespace
+from kvpool.protocol.namespace import NamespaceSpec
+from kvpool.protocol.reports import REPORTER_BYTES, ReportRequest
+from kvpool.protocol.types import BlockRun
 from tests.support.values import group_spec, namespace_spec, payload, run_of
 
 BLOCK_TOKENS = 16

@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
-from kvpool.curve import SubscriberKeys
-from kvpool.events import EventMessage, Subscriber
+from kvpool.client.events import EventMessage, Subscriber
+from kvpool.security.curve import SubscriberKeys
 from kvpool_server.events.history import Message
 from tests.support.processes import run_command
 

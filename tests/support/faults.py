@@ -10,11 +10,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from kvpool.client import Client
-from kvpool.memory_socket import TOKEN_BYTES
-from kvpool.segment import TRAILER_BYTES
-from kvpool.types import Offer
-from kvpool.wire import decode_offer
+from kvpool.client.client import Client
+from kvpool.protocol.types import TOKEN_BYTES, Offer
+from kvpool.protocol.wire import decode_offer
+from kvpool.transport.segment import TRAILER_BYTES
 from tests.support.memory_files import arena_file
 from tests.support.processes import ServerProcess
 

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-_PRELOADED = [__name__, "kvpool_server.cli", "kvpool_server.server"]
+_PRELOADED = [__name__, "kvpool_server.cli", "kvpool_server.app.server"]
 
 
 class ForkedServer:

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from kvpool_server.child_process import exit_with_server, receive_settings
+from kvpool_server.process.child_process import exit_with_server, receive_settings
 
 Send = Callable[[bytes], object]
 

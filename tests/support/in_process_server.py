@@ -14,7 +14,7 @@ import grpc
 import numpy as np
 from prometheus_client import CollectorRegistry
 
-from kvpool.types import Offer
+from kvpool.protocol.types import Offer
 from kvpool.v1.pool_pb2_grpc import PoolStub
 from kvpool_server.access.authentication import Context
 from kvpool_server.access.credential import Credential
@@ -24,10 +24,10 @@ from kvpool_server.cache.limits import Limits
 from kvpool_server.cache.pool import Pool
 from kvpool_server.cache.steps import Steps
 from kvpool_server.data_plane.permits import PermitTable
-from kvpool_server.grpc_server import GrpcServer
-from kvpool_server.metrics import RpcMetrics
+from kvpool_server.observability.metrics import RpcMetrics
+from kvpool_server.rpc.grpc_server import GrpcServer
+from kvpool_server.rpc.turns import Turns
 from kvpool_server.tiering.tiered_pool import TieredPool
-from kvpool_server.turns import Turns
 from tests.support.clock import FakeClock
 from tests.support.pool_service import pool_service
 

@@ -18,20 +18,20 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 
-from kvpool.client import Client
-from kvpool.config import ClientConfig
-from kvpool.errors import KVPoolError
-from kvpool.lookup_stream import LookupStream, StreamedError
-from kvpool.replies import CONTROL_LIMIT, METHOD_LIMITS
-from kvpool.rpc import PoolRpc
-from kvpool.transport.choice import Choice
-from kvpool.types import DataPortInfo, MooncakeInfo, Offer, SegmentInfo
+from kvpool.client.client import Client
+from kvpool.client.config import ClientConfig
+from kvpool.client.lookup_stream import LookupStream, StreamedError
+from kvpool.client.rpc import PoolRpc
+from kvpool.client.transport_choice import Choice
+from kvpool.protocol.errors import KVPoolError
+from kvpool.protocol.replies import CONTROL_LIMIT, METHOD_LIMITS
+from kvpool.protocol.types import DataPortInfo, MooncakeInfo, Offer, SegmentInfo
+from kvpool.protocol.wire import status_of
 from kvpool.v1 import pool_pb2 as pb
-from kvpool.wire import status_of
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.limits import Limits
 from kvpool_server.cache.pool import Pool
-from kvpool_server.services.chunks import PIECE_BYTES
+from kvpool_server.rpc.chunks import PIECE_BYTES
 from kvpool_server.tiering.tiered_pool import TieredPool
 from tests.support.clock import FakeClock
 from tests.support.memory_transport import MemoryTransport

@@ -6,7 +6,7 @@ import os
 import re
 from pathlib import Path
 
-from kvpool.segment import NAME
+from kvpool.transport.segment import NAME
 
 
 def arena_file(pid: int) -> Path:

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from kvpool.hashing import checksum
-from kvpool.types import BlockRun, Lookup, RunHits, ShardRange
+from kvpool.protocol.hashing import checksum
+from kvpool.protocol.types import BlockRun, Lookup, RunHits, ShardRange
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.cache.pool import Pool

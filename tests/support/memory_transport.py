@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.errors import KVPoolError, PoolTimeoutError, TransferError
+from kvpool.protocol.errors import KVPoolError, PoolTimeoutError, TransferError
 from kvpool.transport.base import Clock, Sink, Source, Transfer
 
 

@@ -9,8 +9,7 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry
 
 from kvpool.v1 import pool_pb2 as pb
-from kvpool_server.loop_lag import LoopLag
-from kvpool_server.metrics import (
+from kvpool_server.observability.metrics import (
     CertificateExpiry,
     OwnMemory,
     PinCollector,
@@ -20,6 +19,7 @@ from kvpool_server.metrics import (
     RpcMetrics,
     UsageCollector,
 )
+from kvpool_server.process.loop_lag import LoopLag
 from kvpool_server.reports.metrics import ReportCollector
 from kvpool_server.value.report import ValueCollector
 

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kvpool.certificates import Authority
-from kvpool.principal import ALL_TENANTS, Principal, Role
-from kvpool.tls import TlsFiles
-from kvpool.tokens import append_record, create_token
+from kvpool.security.certificates import Authority
+from kvpool.security.principal import ALL_TENANTS, Principal, Role
+from kvpool.security.tls import TlsFiles
+from kvpool.security.tokens import append_record, create_token
 from tests.security.test_access import DAY
 from tests.support.certificates import files_in
 from tests.support.processes import ServerProcess

@@ -18,8 +18,8 @@ from pathlib import Path
 from PIL import Image
 from selenium.webdriver.chrome.webdriver import WebDriver
 
-from kvpool.client import Client
-from kvpool.config import ClientConfig
+from kvpool.client.client import Client
+from kvpool.client.config import ClientConfig
 from tests.support.browser import set_screen, start_browser
 from tests.support.driven_pool import Driver
 from tests.support.processes import ServerProcess, wait_for

@@ -15,13 +15,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvpool.block_io import InPlace
-from kvpool.client import Client
-from kvpool.config import ClientConfig
-from kvpool.errors import DrainingError, KVPoolError, OutOfSpaceError
-from kvpool.namespace import NamespaceSpec
-from kvpool.rpc import Namespace
-from kvpool.types import BlockRun
+from kvpool.client.block_io import InPlace
+from kvpool.client.client import Client
+from kvpool.client.config import ClientConfig
+from kvpool.client.rpc import Namespace
+from kvpool.protocol.errors import DrainingError, KVPoolError, OutOfSpaceError
+from kvpool.protocol.namespace import NamespaceSpec
+from kvpool.protocol.types import BlockRun
 from tests.support.values import block_hash, payload
 
 PROMPTS, BLOCKS = 24, 8

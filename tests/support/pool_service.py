@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.types import Offer
+from kvpool.protocol.types import Offer
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.access.authentication import Who
 from kvpool_server.data_plane.permits import PermitTable
-from kvpool_server.drain import Drain
 from kvpool_server.reports.engines import EngineReports
-from kvpool_server.services.service import PoolService
+from kvpool_server.rpc.drain import Drain
+from kvpool_server.rpc.service import PoolService
+from kvpool_server.rpc.turns import Turns
 from kvpool_server.tiering.tiered_pool import TieredPool
-from kvpool_server.turns import Turns
 
 
 def pool_service(

@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from kvpool.client import Client
-from kvpool.config import ClientConfig
-from kvpool.errors import PoolTimeoutError, UnavailableError
-from kvpool.tls import TlsFiles
+from kvpool.client.client import Client
+from kvpool.client.config import ClientConfig
+from kvpool.protocol.errors import PoolTimeoutError, UnavailableError
+from kvpool.security.tls import TlsFiles
 from testbed.ports import free_endpoint
 from tests.support.forked_server import ForkedServer
 

@@ -14,13 +14,13 @@ from typing import Protocol
 import msgspec
 import zmq
 
-from kvpool.client import Client
-from kvpool.config import ClientConfig
-from kvpool.errors import OutOfSpaceError
-from kvpool.hashing import block_hashes
-from kvpool.namespace import NamespaceSpec
-from kvpool.rpc import Namespace
-from kvpool.types import BlockRun
+from kvpool.client.client import Client
+from kvpool.client.config import ClientConfig
+from kvpool.client.rpc import Namespace
+from kvpool.protocol.errors import OutOfSpaceError
+from kvpool.protocol.hashing import block_hashes
+from kvpool.protocol.namespace import NamespaceSpec
+from kvpool.protocol.types import BlockRun
 from kvpool_server.events.encoder import BlockStored, EventBatch
 from testbed.ports import free_endpoint
 from tests.support.events import low_64_bits

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from kvpool.block_io import BlockReader, BlockWriter
-from kvpool.client import Client
-from kvpool.rpc import PendingLookup, PoolRpc
+from kvpool.client.block_io import BlockReader, BlockWriter
+from kvpool.client.client import Client
+from kvpool.client.rpc import PendingLookup, PoolRpc
 from vllm_plugin.model.geometry import Geometry
 from vllm_plugin.scheduler.admission import Admission, PromotionWait
 from vllm_plugin.scheduler.load_policy import LoadPolicy

@@ -13,8 +13,8 @@ from enum import Enum
 
 import numpy as np
 
-from kvpool.data_port import HEADER_BYTES, MAGIC, MAX_MESSAGE_BYTES, NO_ROOM, Header, Kind, Reply, Status
-from kvpool.data_port import receive_exactly as receive
+from kvpool.transport.data_port import HEADER_BYTES, MAGIC, MAX_MESSAGE_BYTES, NO_ROOM, Header, Kind, Reply, Status
+from kvpool.transport.data_port import receive_exactly as receive
 from kvpool.transport.tcp_connection import Peer
 
 NONCE = b"n" * 16

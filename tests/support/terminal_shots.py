@@ -22,8 +22,8 @@ from rich._export_format import CONSOLE_SVG_FORMAT
 from rich.console import Console
 from rich.text import Text
 
-from kvpool.client import Client
-from kvpool.config import ClientConfig
+from kvpool.client.client import Client
+from kvpool.client.config import ClientConfig
 from tests.support.page_screenshots import IMAGES, drive, drivers_of
 from tests.support.processes import ServerProcess, clean_environment
 

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 from google.protobuf.message import Message
 
-from kvpool.namespace import GroupSpec, NamespaceSpec
-from kvpool.types import BlockRun
+from kvpool.protocol.namespace import GroupSpec, NamespaceSpec
+from kvpool.protocol.types import BlockRun
 
 _salts = itertools.count()
 _M = TypeVar("_M", bound=Message)

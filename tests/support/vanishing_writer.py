@@ -6,10 +6,10 @@ Arguments: ENDPOINT SALT TICKET_TTL_MS
 import signal
 import sys
 
-from kvpool.client import Client
-from kvpool.config import ClientConfig
+from kvpool.client.client import Client
+from kvpool.client.config import ClientConfig
+from kvpool.protocol.types import ShardRange
 from kvpool.transport.base import Buffers, Source, Transfer
-from kvpool.types import ShardRange
 from tests.support.values import group_spec, namespace_spec, run_of
 
 CHUNK_BYTES = 4_096

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kvpool.types import BlockRun
+from kvpool.protocol.types import BlockRun
 from kvpool_server.cache.pool import Pool
 from kvpool_server.cache.steps import finish
-from kvpool_server.verifier import find_corrupt
+from kvpool_server.rpc.verifier import find_corrupt
 
 
 def verify(pool: Pool, fingerprint: bytes, runs: Sequence[BlockRun], memory: Any) -> tuple[int, int]:

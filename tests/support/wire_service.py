@@ -15,9 +15,9 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 from prometheus_client import CollectorRegistry
 
-from kvpool.errors import UnauthenticatedError
-from kvpool.principal import Principal
-from kvpool.types import Offer
+from kvpool.protocol.errors import UnauthenticatedError
+from kvpool.protocol.types import Offer
+from kvpool.security.principal import Principal
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.access.caller import CALLER
 from kvpool_server.access.credential import Credential
@@ -25,10 +25,10 @@ from kvpool_server.access.running_calls import RunningCalls
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.limits import Limits
 from kvpool_server.cache.pool import Pool
-from kvpool_server.grpc_server import RpcInterceptor
-from kvpool_server.method_handlers import SERVICE_NAME, add_service
-from kvpool_server.metrics import RpcMetrics
-from kvpool_server.services.service import PoolService
+from kvpool_server.observability.metrics import RpcMetrics
+from kvpool_server.rpc.grpc_server import RpcInterceptor
+from kvpool_server.rpc.method_handlers import SERVICE_NAME, add_service
+from kvpool_server.rpc.service import PoolService
 from kvpool_server.tiering.tiered_pool import TieredPool
 from tests.support.clock import FakeClock
 from tests.support.pool_service import pool_service

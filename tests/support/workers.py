@@ -14,10 +14,10 @@ from pathlib import Path
 
 import numpy as np
 
-from kvpool.data_port import Kind, pack_offsets
+from kvpool.protocol.types import DataPortInfo
 from kvpool.transport.base import Sink, Source, Transfer
+from kvpool.transport.data_port import Kind, pack_offsets
 from kvpool.transport.tcp import TcpTransport, peer_of
-from kvpool.types import DataPortInfo
 from kvpool_server.data_plane.admission import MAX_CONNECTIONS, MAX_SEATS, MAX_UNPROVEN, Admission
 from kvpool_server.data_plane.permits import PermitTable
 from kvpool_server.data_plane.worker import TALLY_COLUMNS, DataWorker

@@ -14,9 +14,9 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
-from kvpool.errors import UnavailableError
-from kvpool.namespace import NamespaceSpec
-from kvpool.types import BlockRun
+from kvpool.protocol.errors import UnavailableError
+from kvpool.protocol.namespace import NamespaceSpec
+from kvpool.protocol.types import BlockRun
 from tests.support.processes import wait_for
 from tests.support.toy.fixtures import BLOCK_TOKENS
 from vllm_plugin import breaker

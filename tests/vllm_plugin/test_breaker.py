@@ -8,7 +8,7 @@ from itertools import pairwise
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvpool.errors import (
+from kvpool.protocol.errors import (
     ChecksumError,
     ConfigError,
     IncompatibleNamespaceError,

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from kvpool.certificates import Authority
-from kvpool.errors import ConfigError
-from kvpool.name_key import NameKey
-from kvpool.principal import ALL_TENANTS, Principal, Role
+from kvpool.protocol.errors import ConfigError
+from kvpool.security.certificates import Authority
+from kvpool.security.name_key import NameKey
+from kvpool.security.principal import ALL_TENANTS, Principal, Role
 from tests.support.certificates import files_in
 from vllm_plugin.config import ConnectorConfig
 

@@ -16,12 +16,12 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
 
-from kvpool.causes import Cause
-from kvpool.client import Client
-from kvpool.config import ClientConfig
-from kvpool.errors import ConfigError
-from kvpool.transport.choice import CANDIDATES
-from kvpool.types import BlockRun
+from kvpool.client.client import Client
+from kvpool.client.config import ClientConfig
+from kvpool.client.transport_choice import CANDIDATES
+from kvpool.protocol.causes import Cause
+from kvpool.protocol.errors import ConfigError
+from kvpool.protocol.types import BlockRun
 from testbed.engine import kvpool_transfer_config
 from testbed.ports import free_endpoint
 from tests.conftest import StartServer

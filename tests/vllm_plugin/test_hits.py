@@ -14,7 +14,7 @@ from unittest.mock import patch
 import pytest
 from vllm.v1.core.sched.output import KVConnectorBlockState
 
-from kvpool.types import BlockRun
+from kvpool.protocol.types import BlockRun
 from tests.support.toy.fixtures import BLOCK_TOKENS
 from tests.support.toy.fleet import assert_nothing_is_left
 from tests.support.toy.model import answer

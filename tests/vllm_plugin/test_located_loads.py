@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from kvpool.client import Client
-from kvpool.config import ClientConfig
+from kvpool.client.client import Client
+from kvpool.client.config import ClientConfig
 from tests.support.processes import ServerProcess
 from tests.support.toy.model import answer
 from tests.support.toy.shapes import SHAPES

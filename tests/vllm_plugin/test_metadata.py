@@ -9,8 +9,8 @@ import pickle
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpool.namespace import NamespaceSpec
-from kvpool.types import BlockRun, LeasedSlots, Slots
+from kvpool.protocol.namespace import NamespaceSpec
+from kvpool.protocol.types import BlockRun, LeasedSlots, Slots
 from tests.support.values import block_hash, group_spec
 from vllm_plugin.metadata import ConnectorMetadata, GroupBlocks, Handshake, LoadJob, StoreJob, WorkerMetadata
 

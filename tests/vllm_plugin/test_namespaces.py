@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 import pytest
 
-from kvpool.namespace import NamespaceSpec
+from kvpool.protocol.namespace import NamespaceSpec
 from tests.support.vllm_objects import tokens
 from tests.vllm_plugin.bugs import FreshFleet, assert_caught
 from vllm_plugin.model import identity

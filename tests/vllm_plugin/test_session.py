@@ -18,20 +18,20 @@ from typing import Any
 
 import pytest
 
-from kvpool.admin import Admin
-from kvpool.client import Client
-from kvpool.config import ClientConfig
-from kvpool.errors import (
+from kvpool.client import transport_choice as choice
+from kvpool.client.admin import Admin
+from kvpool.client.client import Client
+from kvpool.client.config import ClientConfig
+from kvpool.client.rpc import Namespace, PoolRpc
+from kvpool.protocol.errors import (
     DrainingError,
     KVPoolError,
     PoolTimeoutError,
     UnavailableError,
     UnknownNamespaceError,
 )
-from kvpool.rpc import Namespace, PoolRpc
-from kvpool.transport import choice
+from kvpool.protocol.types import ShardRange
 from kvpool.transport.shm import ShmTransport
-from kvpool.types import ShardRange
 from testbed.ports import free_endpoint
 from tests.conftest import StartServer
 from tests.support.faults import stopped

@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import pytest
 
-from kvpool.tracing import shared_tracing
+from kvpool.client.tracing import shared_tracing
 from tests.support.otlp_collector import Collector, collecting
 from tests.support.processes import wait_for
 from tests.support.toy.fixtures import BLOCK_TOKENS
@@ -50,7 +50,7 @@ def test_a_request_its_lookup_and_its_load(collector: Collector, core: MakeCore)
     (lookup,) = (each for each in collector.named("kvpool.lookup") if each.service == "kvpool-client")
     (load,) = collector.named("kvpool.load")
     assert lookup.parent == load.parent == span.id and lookup.trace == load.trace == TRACE
-    assert lookup.attributes["kvpool.hit_tokens"] == hit and load.attributes["kvpool.tokens"] == hit
+    assert lookup.attributes["kvpool.hit_tokens"] == hit and load.attributes["kvpool.security.tokens"] == hit
     assert job.traceparent == f"00-{TRACE}-{load.id}-01"
     assert one.side._spans is not None and not one.side._spans._open
 

@@ -6,7 +6,7 @@ import pytest
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
-from kvpool.errors import ConfigError
+from kvpool.protocol.errors import ConfigError
 from vllm_plugin import releases
 from vllm_plugin.connector import KVPoolConnector, warn_if_untested
 

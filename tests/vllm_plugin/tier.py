@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from kvpool.errors import KVPoolError
-from kvpool.rpc import Namespace, PendingLookup
-from kvpool.types import BlockRun, Lookup
+from kvpool.client.rpc import Namespace, PendingLookup
+from kvpool.protocol.errors import KVPoolError
+from kvpool.protocol.types import BlockRun, Lookup
 from vllm_plugin.session import Session
 
 

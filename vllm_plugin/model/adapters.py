@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from vllm.logger import init_logger
 
-from kvpool.types import HASH_BYTES
+from kvpool.protocol.types import HASH_BYTES
 from vllm_plugin.model.weights import adapter_directory, asks_the_hub, content_digest, states
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvpool.types import BlockRun
+from kvpool.protocol.types import BlockRun
 from vllm_plugin.model.adapters import NO_ADAPTER, Adapters, named
 from vllm_plugin.model.groups import PoolGroup, alignment_tokens, hash_tokens, make_groups
 from vllm_plugin.model.kinds import Kind

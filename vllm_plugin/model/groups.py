@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 
-from kvpool.errors import ConfigError
-from kvpool.namespace import GroupSpec
-from kvpool.types import ShardRange
+from kvpool.protocol.errors import ConfigError
+from kvpool.protocol.namespace import GroupSpec
+from kvpool.protocol.types import ShardRange
 from vllm_plugin.model.kinds import Cut, Kind, kind_of
 from vllm_plugin.releases import hash_block_tokens, layer_specs
 

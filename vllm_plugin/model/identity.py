@@ -18,10 +18,10 @@ import transformers
 import vllm
 from vllm.logger import init_logger
 
-from kvpool.errors import ConfigError
-from kvpool.hashing import ALGORITHM, DEFAULT_SEED
-from kvpool.name_key import named_by
-from kvpool.namespace import NamespaceSpec
+from kvpool.protocol.errors import ConfigError
+from kvpool.protocol.hashing import ALGORITHM, DEFAULT_SEED
+from kvpool.protocol.namespace import NamespaceSpec
+from kvpool.security.name_key import named_by
 from vllm_plugin.config import ConnectorConfig
 from vllm_plugin.model.groups import group_spec, hash_tokens, make_groups, packs_its_own
 from vllm_plugin.model.kv_inputs import environment, is_quantised, settings

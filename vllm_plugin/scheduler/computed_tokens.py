@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from kvpool.causes import Cause
-from kvpool.types import MissCause
+from kvpool.protocol.causes import Cause
+from kvpool.protocol.types import MissCause
 from vllm_plugin.metrics import Recorder
 from vllm_plugin.model.geometry import Geometry
 from vllm_plugin.scheduler.lookups import RequestLookup

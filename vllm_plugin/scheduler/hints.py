@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 
-from kvpool.errors import KVPoolError
-from kvpool.rpc import Namespace
-from kvpool.types import BlockRun, HintKind
+from kvpool.client.rpc import Namespace
+from kvpool.protocol.errors import KVPoolError
+from kvpool.protocol.types import BlockRun, HintKind
 from vllm_plugin.guard import Guard
 from vllm_plugin.metadata import StoreJob
 from vllm_plugin.metrics import Recorder

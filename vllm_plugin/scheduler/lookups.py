@@ -18,9 +18,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvpool.errors import KVPoolError, UnavailableError
-from kvpool.rpc import KeptRuns, PendingLookup
-from kvpool.types import BlockRun, LeasedSlots, Lookup, RunHits
+from kvpool.client.rpc import KeptRuns, PendingLookup
+from kvpool.protocol.errors import KVPoolError, UnavailableError
+from kvpool.protocol.types import BlockRun, LeasedSlots, Lookup, RunHits
 from vllm_plugin.config import ConnectorConfig
 from vllm_plugin.metrics import Recorder
 from vllm_plugin.model.geometry import Geometry

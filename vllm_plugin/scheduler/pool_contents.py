@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored, KVCacheEvent
 from vllm.v1.core.kv_cache_utils import BlockHash, generate_block_hash_extra_keys, maybe_convert_block_hash
 
-from kvpool.types import BlockRun
+from kvpool.protocol.types import BlockRun
 from vllm_plugin.metadata import StoreJob
 from vllm_plugin.model.adapters import named
 from vllm_plugin.model.groups import PoolGroup

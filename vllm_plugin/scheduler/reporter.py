@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 import vllm
 from vllm.logger import init_logger
 
-from kvpool.errors import InvalidRequestError, KVPoolError, PermissionDeniedError
-from kvpool.reports import MAX_STAGES, REPORTER_BYTES, ReportRequest
+from kvpool.protocol.errors import InvalidRequestError, KVPoolError, PermissionDeniedError
+from kvpool.protocol.reports import MAX_STAGES, REPORTER_BYTES, ReportRequest
 from kvpool.version import __version__
 from vllm_plugin.metrics import CAUSE_PREFIX, Recorder
 from vllm_plugin.scheduler.stages import Stages

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvpool.causes import Cause
-from kvpool.tracing import TRACEPARENT, Tracing
+from kvpool.client.tracing import TRACEPARENT, Tracing
+from kvpool.protocol.causes import Cause
 from vllm_plugin.scheduler.lookups import RequestLookup
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class RequestSpans:
             spans.lookup.end(time.time_ns() - int(1e9 * waited_s))
             spans.lookup = None
         if num_external_tokens and spans.load is None:
-            attributes = {"kvpool.tokens": num_external_tokens}
+            attributes = {"kvpool.security.tokens": num_external_tokens}
             spans.load = self._tracing.start("kvpool.load", self.traceparent(request.request_id), attributes)
 
     def load_ended(self, request_id: str, succeeded: bool) -> None:

@@ -10,8 +10,8 @@ import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kvpool.causes import Cause
-from kvpool.tracing import tracing_of
+from kvpool.client.tracing import tracing_of
+from kvpool.protocol.causes import Cause
 from vllm_plugin.config import ConnectorConfig
 from vllm_plugin.metadata import ConnectorMetadata, WorkerMetadata
 from vllm_plugin.metrics import KVPoolStats, Recorder

@@ -11,8 +11,8 @@ from dataclasses import replace
 
 from vllm.logger import init_logger
 
-from kvpool.name_key import named_by
-from kvpool.namespace import NamespaceSpec
+from kvpool.protocol.namespace import NamespaceSpec
+from kvpool.security.name_key import named_by
 from vllm_plugin.config import ConnectorConfig
 from vllm_plugin.metadata import Handshake
 from vllm_plugin.metrics import Recorder

@@ -13,7 +13,10 @@ from typing import Any, Generic, TypeVar
 
 from vllm.logger import init_logger
 
-from kvpool.errors import (
+from kvpool.client.rpc import Namespace
+from kvpool.client.sums import Checksums
+from kvpool.client.tracing import Tracing
+from kvpool.protocol.errors import (
     InvalidRequestError,
     KVPoolError,
     LeaseExpiredError,
@@ -21,11 +24,8 @@ from kvpool.errors import (
     TransferError,
     UnavailableError,
 )
-from kvpool.rpc import Namespace
-from kvpool.sums import Checksums
-from kvpool.tracing import Tracing
+from kvpool.protocol.types import PutStatus
 from kvpool.transport.base import Buffers
-from kvpool.types import PutStatus
 from vllm_plugin.metadata import GroupBlocks, LoadJob, StoreJob, own_clock
 from vllm_plugin.metrics import Recorder
 from vllm_plugin.model.groups import RankShards

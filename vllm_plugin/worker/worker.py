@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import torch
 from vllm.logger import init_logger
 
-from kvpool.namespace import NamespaceSpec
-from kvpool.tracing import tracing_of
+from kvpool.client.tracing import tracing_of
+from kvpool.protocol.namespace import NamespaceSpec
 from vllm_plugin.config import ConnectorConfig
 from vllm_plugin.metadata import ConnectorMetadata, Handshake, LoadJob, StoreJob, WorkerMetadata
 from vllm_plugin.metrics import KVPoolStats, Recorder

@@ -22,8 +22,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 
-from kvpool.errors import OutOfSpaceError
-from kvpool.quotas import size_text
+from kvpool.protocol.errors import OutOfSpaceError
+from kvpool.report.quotas import size_text
 from kvpool_server.cache.allocator.arena import Arena, Extent
 from kvpool_server.cache.allocator.donations import MAX_DONATED_SLOTS, Donations, last_use
 from kvpool_server.cache.allocator.extent_drain import ExtentDrain

@@ -15,7 +15,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvpool.text import printable
+from kvpool.protocol.text import printable
 from kvpool_server.tiers.open_files import OpenFile, closed_error
 
 DIRECTORY_MODE, FILE_MODE = 0o700, 0o600

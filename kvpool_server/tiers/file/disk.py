@@ -18,7 +18,7 @@ from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import Any
 
-from kvpool.errors import ConfigError
+from kvpool.protocol.errors import ConfigError
 from kvpool_server.tiers.file.directory import Directory
 
 MAX_VIEWS = 1024

@@ -17,10 +17,10 @@ from typing import Any, BinaryIO, NamedTuple, TypeVar
 import msgspec
 import numpy as np
 
-from kvpool.errors import InvalidRequestError
-from kvpool.hashing import checksum
-from kvpool.namespace import MAX_SHARDS, NamespaceSpec
-from kvpool.types import HASH_BYTES
+from kvpool.protocol.errors import InvalidRequestError
+from kvpool.protocol.hashing import checksum
+from kvpool.protocol.namespace import MAX_SHARDS, NamespaceSpec
+from kvpool.protocol.types import HASH_BYTES
 from kvpool_server.cache.entry import Record
 
 FORMAT_VERSION, TAGGED_VERSION = 1, 2

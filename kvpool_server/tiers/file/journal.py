@@ -19,7 +19,7 @@ from types import MappingProxyType
 
 import structlog
 
-from kvpool.namespace import NamespaceSpec
+from kvpool.protocol.namespace import NamespaceSpec
 from kvpool_server.cache.entry import Entry, Observer, Record
 from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.tiers.block_mac import TAG_BYTES

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 
 import structlog
 
-from kvpool.errors import InvalidRequestError
-from kvpool.types import BlockRun
+from kvpool.protocol.errors import InvalidRequestError
+from kvpool.protocol.types import BlockRun
 from kvpool_server.cache.allocator.arena import ALIGNMENT, Arena
 from kvpool_server.cache.block_index import BlockIndex
 from kvpool_server.cache.entry import Entry, Record
@@ -23,7 +23,7 @@ from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.cache.pool import Pool
 from kvpool_server.cache.steps import finish
 from kvpool_server.cache.tier_access import commit, reserve, restore
-from kvpool_server.process_memory import no_collections
+from kvpool_server.process.process_memory import no_collections
 from kvpool_server.tiers.block_mac import BlockMac
 from kvpool_server.tiers.file.directory import Directory
 from kvpool_server.tiers.file.extents import BlockSpot, MakeExtents, write_all

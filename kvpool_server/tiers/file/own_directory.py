@@ -17,7 +17,7 @@ from pathlib import Path
 
 import structlog
 
-from kvpool.errors import ConfigError
+from kvpool.protocol.errors import ConfigError
 from kvpool_server.tiers.file.directory import Directory, Owners, make_root
 from kvpool_server.tiers.health import ANSWER_S
 from kvpool_server.tiers.thread_pool import DaemonThreadPool

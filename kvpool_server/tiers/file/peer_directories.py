@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import structlog
 
-from kvpool.text import printable
+from kvpool.protocol.text import printable
 from kvpool_server.cache.entry import Record
 from kvpool_server.tiers.file.directory import Directory
 from kvpool_server.tiers.file.extents import Extents, MakeExtents

@@ -27,9 +27,9 @@ from typing import ClassVar, Literal
 import structlog
 from pydantic import ByteSize, Field, field_validator
 
-from kvpool.errors import ConfigError, InvalidRequestError, OutOfSpaceError
-from kvpool.namespace import NamespaceSpec
-from kvpool.types import BlockRun
+from kvpool.protocol.errors import ConfigError, InvalidRequestError, OutOfSpaceError
+from kvpool.protocol.namespace import NamespaceSpec
+from kvpool.protocol.types import BlockRun
 from kvpool_server.cache.entry import Record
 from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.cache.pool import Pool

@@ -23,7 +23,7 @@ from typing import ClassVar, Literal, TypeVar
 import structlog
 from pydantic import ByteSize, Field, field_validator
 
-from kvpool.errors import ConfigError
+from kvpool.protocol.errors import ConfigError
 from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.tiers.block_mac import BlockMac, KeyedTierOptions
 from kvpool_server.tiers.mooncake.messages import MAX_KEYS, Call

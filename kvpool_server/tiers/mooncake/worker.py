@@ -26,9 +26,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from kvpool.errors import ConfigError
-from kvpool.mooncake import engine_start, import_mooncake
-from kvpool_server.child_process import receive_settings, wait_for_server_end
+from kvpool.protocol.errors import ConfigError
+from kvpool.transport.mooncake_engine import engine_start, import_mooncake
+from kvpool_server.process.child_process import receive_settings, wait_for_server_end
 from kvpool_server.tiers.mooncake.messages import (
     MAX_TEXT_CHARS,
     REQUEST,

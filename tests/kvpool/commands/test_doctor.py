@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from kvpool.cli import app
-from kvpool.client import Client
+from kvpool.client.client import Client
 from tests.conftest import StartServer
 from tests.support.processes import ServerProcess, run_command
 from tests.support.values import group_spec, namespace_spec, payload, run_of

@@ -12,15 +12,15 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from kvpool.causes import Cause
 from kvpool.cli import main
-from kvpool.client import Client
+from kvpool.client.client import Client
+from kvpool.client.config import ClientConfig
 from kvpool.commands.ledger import moment
 from kvpool.commands.ledger_table import LedgerTable
-from kvpool.config import ClientConfig
-from kvpool.errors import InvalidRequestError
-from kvpool.namespace import NamespaceSpec
-from kvpool.reports import ReportRequest
+from kvpool.protocol.causes import Cause
+from kvpool.protocol.errors import InvalidRequestError
+from kvpool.protocol.namespace import NamespaceSpec
+from kvpool.protocol.reports import ReportRequest
 from kvpool.v1 import pool_pb2 as pb
 from tests.conftest import StartServer
 from tests.support.processes import ServerProcess

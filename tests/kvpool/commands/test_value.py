@@ -9,8 +9,8 @@ from collections.abc import Callable
 import pytest
 
 from kvpool.cli import main
-from kvpool.client import Client
-from kvpool.config import ClientConfig
+from kvpool.client.client import Client
+from kvpool.client.config import ClientConfig
 from kvpool_server.value.histogram import SIZES
 from tests.conftest import StartServer
 from tests.support.processes import ServerProcess, wait_for

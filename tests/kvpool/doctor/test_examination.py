@@ -4,8 +4,8 @@ import threading
 import time
 
 from kvpool.doctor.examination import Check, examine, has_errors
-from kvpool.doctor.finding import Level, error, ok, problems, warning
-from kvpool.errors import PermissionDeniedError, UnavailableError
+from kvpool.protocol.errors import PermissionDeniedError, UnavailableError
+from kvpool.report.finding import Level, error, ok, problems, warning
 
 
 def _raises(error: Exception) -> list[object]:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.client import Client
+from kvpool.client.client import Client
 from kvpool.doctor import host
-from kvpool.doctor.finding import Level
+from kvpool.report.finding import Level
 from tests.conftest import StartServer
 
 RDMA_PAGES = "7f00 default file=/memfd:kvpool-12 dirty=8 N1=8 kernelpagesize_kB=4\n7e00 default heap N0=3\n"

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from kvpool.doctor.finding import Level
 from kvpool.doctor.namespaces import MAX_FINDINGS, block_sizes, hashes, namespaces, separate
-from kvpool.namespace import MEASUREMENT_MODEL, NamespaceSpec
+from kvpool.protocol.namespace import MEASUREMENT_MODEL, NamespaceSpec
+from kvpool.protocol.wire import encode_spec
+from kvpool.report.finding import Level
 from kvpool.v1 import pool_pb2 as pb
-from kvpool.wire import encode_spec
 from tests.support.values import group_spec, namespace_spec, replaced
 
 BASE = namespace_spec(group_spec(chunk_bytes=1_000, block_tokens=16))

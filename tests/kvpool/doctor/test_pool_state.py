@@ -3,11 +3,11 @@ from __future__ import annotations
 import pytest
 
 from kvpool.doctor.engines import engines
-from kvpool.doctor.finding import Level, notes, problems
 from kvpool.doctor.judgements import judgements
 from kvpool.doctor.quotas import quotas
 from kvpool.doctor.server_state import server_state
 from kvpool.doctor.window import RECENT_S, look_twice, window_of
+from kvpool.report.finding import Level, notes, problems
 from kvpool.v1 import pool_pb2 as pb
 from tests.support.values import replaced
 

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.certificates import Authority
-from kvpool.client import Client
-from kvpool.config import ClientConfig
+from kvpool.client.client import Client
+from kvpool.client.config import ClientConfig
 from kvpool.doctor import reachability
-from kvpool.doctor.finding import Finding, Level
-from kvpool.principal import ALL_TENANTS, Principal, Role
+from kvpool.report.finding import Finding, Level
+from kvpool.security.certificates import Authority
+from kvpool.security.principal import ALL_TENANTS, Principal, Role
 from kvpool.version import PROTOCOL, __version__
 from testbed.ports import free_endpoint
 from tests.conftest import StartServer

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from kvpool.server_stats import count
+from kvpool.protocol.server_stats import count
 from kvpool.top.interval import Interval
 from kvpool.v1 import pool_pb2 as pb
 from tests.support.values import replaced

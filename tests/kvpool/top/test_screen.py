@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from kvpool.client import Client
-from kvpool.config import ClientConfig
+from kvpool.client.client import Client
+from kvpool.client.config import ClientConfig
 from kvpool.top.interval import Interval
 from kvpool.top.screen import Watch
 from tests.conftest import StartServer

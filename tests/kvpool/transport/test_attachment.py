@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
+from kvpool.client.transport_choice import RETRY_S, Attachment, Choice
+from kvpool.protocol.types import Offer
 from kvpool.transport.base import Transport
-from kvpool.transport.choice import RETRY_S, Attachment, Choice
-from kvpool.types import Offer
 from tests.support.clock import FakeClock
 from tests.support.memory_transport import MemoryTransport
 

@@ -5,9 +5,9 @@ from contextlib import ExitStack
 
 import pytest
 
-from kvpool.client import Client
-from kvpool.config import ClientConfig
-from kvpool.errors import InvalidRequestError, LeaseExpiredError, PoolTimeoutError
+from kvpool.client.client import Client
+from kvpool.client.config import ClientConfig
+from kvpool.protocol.errors import InvalidRequestError, LeaseExpiredError, PoolTimeoutError
 from kvpool.transport.base import Buffers, Sink, Source, Transfer
 from kvpool.transport.grpc import GrpcTransport
 from tests.conftest import Connect, StartServer

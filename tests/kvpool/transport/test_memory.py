@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from kvpool.errors import LeaseExpiredError, TransferError, UnavailableError
+from kvpool.protocol.errors import LeaseExpiredError, TransferError, UnavailableError
 from kvpool.transport.base import Buffers, Sink, Source, Transfer
 from tests.contracts.transport_contract import DEADLINE_S, REGION_BYTES, Regions, Rig, TransportContract
 from tests.support.clock import FakeClock

@@ -16,14 +16,14 @@ import grpc
 import numpy as np
 import pytest
 
-from kvpool.config import ClientConfig
-from kvpool.errors import ChecksumError, ConfigError, PoolTimeoutError, TransferError, UnavailableError
-from kvpool.mooncake import RDMA_DEVICES, Engine
+from kvpool.client.config import ClientConfig
+from kvpool.client.transport_choice import choose
+from kvpool.protocol.errors import ChecksumError, ConfigError, PoolTimeoutError, TransferError, UnavailableError
+from kvpool.protocol.types import MooncakeInfo, Offer
 from kvpool.transport import mooncake
 from kvpool.transport.base import Buffers, Sink, Source, Transfer
-from kvpool.transport.choice import choose
 from kvpool.transport.mooncake import MooncakeTransport
-from kvpool.types import MooncakeInfo, Offer
+from kvpool.transport.mooncake_engine import RDMA_DEVICES, Engine
 from tests.conftest import Connect, StartServer
 from tests.contracts.transport_contract import DEADLINE_S, REGION_BYTES, Regions, Rig, ServerRegions, TransportContract
 from tests.support.clock import FakeClock
@@ -266,10 +266,10 @@ def test_a_read_that_stands_still_is_given_up_and_its_buffers_are_nobodys_until_
 
 LEAVES_IN_THE_MIDDLE = """
 import sys
-from kvpool.client import Client
+from kvpool.client.client import Client
 from kvpool.transport.base import Sink, Transfer
-from kvpool.config import ClientConfig
-from kvpool.errors import PoolTimeoutError
+from kvpool.client.config import ClientConfig
+from kvpool.protocol.errors import PoolTimeoutError
 import os, signal
 
 client = Client(ClientConfig(sys.argv[1], transport="mooncake", stall_timeout_ms=200))

@@ -6,11 +6,11 @@ from contextlib import closing
 import numpy as np
 import pytest
 
-from kvpool.client import Client
-from kvpool.errors import PoolTimeoutError, TransferError
-from kvpool.segment import Segment
+from kvpool.client.client import Client
+from kvpool.protocol.errors import PoolTimeoutError, TransferError
 from kvpool.transport import shm
 from kvpool.transport.base import Buffers, Sink, Source, Transfer
+from kvpool.transport.segment import Segment
 from kvpool.transport.shm import MIN_SHARED_BYTES, ShmTransport
 from tests.contracts.transport_contract import Rig, ServerRegions, TransportContract
 from tests.support.clock import FakeClock

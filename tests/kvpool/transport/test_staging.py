@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpool.errors import PoolTimeoutError
+from kvpool.protocol.errors import PoolTimeoutError
 from kvpool.transport.staging import UNIT_BYTES, Staging
 
 MIB = 1 << 20

@@ -15,23 +15,24 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvpool.block_io import InPlace
-from kvpool.client import Client
-from kvpool.config import ClientConfig
-from kvpool.data_port import GREETING_BYTES, HEADER_BYTES, MAGIC, REPLY_BYTES, Header, Kind, Reply, Status
-from kvpool.data_port import pack_offsets as pack
-from kvpool.errors import (
+from kvpool.client import transport_choice as choice
+from kvpool.client.block_io import InPlace
+from kvpool.client.client import Client
+from kvpool.client.config import ClientConfig
+from kvpool.protocol.errors import (
     InvalidRequestError,
     LeaseExpiredError,
     PoolTimeoutError,
     TransferError,
     UnavailableError,
 )
-from kvpool.transport import choice, tcp_connection
+from kvpool.protocol.types import ShardRange
+from kvpool.transport import tcp_connection
 from kvpool.transport.base import Buffers, Pieces, Sink, Source, Transfer
+from kvpool.transport.data_port import GREETING_BYTES, HEADER_BYTES, MAGIC, REPLY_BYTES, Header, Kind, Reply, Status
+from kvpool.transport.data_port import pack_offsets as pack
 from kvpool.transport.tcp import TcpTransport
 from kvpool.transport.tcp_connection import Peer
-from kvpool.types import ShardRange
 from tests.conftest import Connect, StartServer
 from tests.contracts.transport_contract import DEADLINE_S, Regions, Rig, TransportContract
 from tests.support.processes import ServerProcess, wait_for

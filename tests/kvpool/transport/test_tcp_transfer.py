@@ -13,10 +13,10 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from kvpool.data_port import Kind, Status
-from kvpool.errors import KVPoolError, LeaseExpiredError, PoolTimeoutError, UnavailableError
+from kvpool.protocol.errors import KVPoolError, LeaseExpiredError, PoolTimeoutError, UnavailableError
 from kvpool.transport import tcp_transfer
 from kvpool.transport.base import Buffers, Bytes, Pieces, Sink, Source, Transfer
+from kvpool.transport.data_port import Kind, Status
 from kvpool.transport.helpers import Helpers
 from kvpool.transport.staging import UNIT_BYTES, Staging
 from kvpool.transport.tcp import TcpTransport

@@ -8,7 +8,7 @@ import random
 import numpy as np
 import pytest
 
-from kvpool.types import MissCause
+from kvpool.protocol.types import MissCause
 from kvpool_server.cache import departures as module
 from kvpool_server.cache.departures import Departure, Departures, EvictedFor
 from kvpool_server.cache.entry import Entry, Group

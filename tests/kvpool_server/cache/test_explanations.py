@@ -10,16 +10,16 @@ from collections.abc import Callable
 
 import pytest
 
-from kvpool.errors import OutOfSpaceError
-from kvpool.types import MAX_RANGES, BlockState, MissCause
+from kvpool.protocol.errors import OutOfSpaceError
+from kvpool.protocol.types import MAX_RANGES, BlockState, MissCause
+from kvpool.protocol.wire import message_of
 from kvpool.v1 import pool_pb2 as pb
-from kvpool.wire import message_of
 from kvpool_server.cache.block_ranges import BlockRange, EvictedFor
 from kvpool_server.cache.explanations import MAX_ALL_RANGES, PART_BLOCKS, Explained
 from kvpool_server.cache.limits import Limits
 from kvpool_server.cache.steps import Steps, finish
-from kvpool_server.explainer import MAX_RUNS, _encoded
-from kvpool_server.process_memory import no_collections
+from kvpool_server.process.process_memory import no_collections
+from kvpool_server.rpc.explainer import MAX_RUNS, _encoded
 from tests.kvpool_server.cache.test_pool import CHUNK, Bench
 from tests.support.effort import effort
 from tests.support.values import block_hash, group_spec, namespace_spec, run_of

@@ -1,6 +1,6 @@
 import math
 
-from kvpool.types import ShardRange
+from kvpool.protocol.types import ShardRange
 from kvpool_server.cache.entry import Entry, Group
 from kvpool_server.cache.leases import HoldTable, Lease, Ticket
 from tests.support.values import block_hash, group_spec

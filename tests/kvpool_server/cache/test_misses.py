@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from kvpool.types import MAX_MISSES, Miss, MissCause, PutStatus
+from kvpool.protocol.types import MAX_MISSES, Miss, MissCause, PutStatus
 from kvpool_server.cache.steps import finish
 from tests.kvpool_server.cache.test_pool import CHUNK, LIMITS, Bench
 from tests.support.effort import effort

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool.errors import (
+from kvpool.protocol.errors import (
     IncompatibleNamespaceError,
     InvalidRequestError,
     KVPoolError,
@@ -17,8 +17,8 @@ from kvpool.errors import (
     OutOfSpaceError,
     UnknownNamespaceError,
 )
-from kvpool.hashing import checksum
-from kvpool.types import BlockRun, Lookup, PutGrant, PutReceipt, PutStatus, Quota, ShardRange
+from kvpool.protocol.hashing import checksum
+from kvpool.protocol.types import BlockRun, Lookup, PutGrant, PutReceipt, PutStatus, Quota, ShardRange
 from kvpool_server.cache import holders
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.entry import Entry, Observer

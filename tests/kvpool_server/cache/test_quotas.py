@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from kvpool.errors import InvalidRequestError, OutOfSpaceError
-from kvpool.types import Quota
+from kvpool.protocol.errors import InvalidRequestError, OutOfSpaceError
+from kvpool.protocol.types import Quota
 from kvpool_server.cache.eviction import POLICIES, Policy
 from kvpool_server.cache.tier_access import pin
 from tests.support.tenants import WHOLE, House, Owner

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool.errors import KVPoolError, LeaseExpiredError, OutOfSpaceError
-from kvpool.types import BlockRun, Quota, ShardRange
+from kvpool.protocol.errors import KVPoolError, LeaseExpiredError, OutOfSpaceError
+from kvpool.protocol.types import BlockRun, Quota, ShardRange
 from kvpool_server.cache import entry_table, holds, lookups, pool
 from kvpool_server.cache.allocator import placement
 from kvpool_server.cache.allocator.arena import Arena
@@ -21,9 +21,9 @@ from kvpool_server.cache.leases import NOBODY
 from kvpool_server.cache.limits import Limits
 from kvpool_server.cache.pool import Pool
 from kvpool_server.cache.steps import Steps, finish
+from kvpool_server.rpc.verifier import Verifier
 from kvpool_server.tiering import tiered_pool
 from kvpool_server.tiering.tiered_pool import TieredPool
-from kvpool_server.verifier import Verifier
 from tests.support.clock import FakeClock
 from tests.support.effort import effort
 from tests.support.values import block_hash, group_spec, namespace_spec, run_of

@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from kvpool.namespace import GroupSpec
-from kvpool.types import BlockRun, RunHits
+from kvpool.protocol.namespace import GroupSpec
+from kvpool.protocol.types import BlockRun, RunHits
 from kvpool_server.cache.usable import usable_tokens
 from tests.support.values import group_spec, run_of
 

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import zmq
 
-from kvpool.client import Client, Namespace
-from kvpool.events import Subscriber
-from kvpool.types import ShardRange
+from kvpool.client.client import Client, Namespace
+from kvpool.client.events import Subscriber
+from kvpool.protocol.types import ShardRange
 from kvpool_server.cache.entry import Entry, Group
 from kvpool_server.events.encoder import Encoder
 from kvpool_server.events.history import History

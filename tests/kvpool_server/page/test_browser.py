@@ -18,10 +18,10 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import Select
 
-from kvpool.client import Client
-from kvpool.config import ClientConfig
-from kvpool.principal import ALL_TENANTS, Principal, Role
-from kvpool.tokens import create_token
+from kvpool.client.client import Client
+from kvpool.client.config import ClientConfig
+from kvpool.security.principal import ALL_TENANTS, Principal, Role
+from kvpool.security.tokens import create_token
 from testbed.ports import free_endpoint
 from tests.conftest import StartServer
 from tests.security.test_access import DAY

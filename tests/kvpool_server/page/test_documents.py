@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 
-from kvpool.doctor.finding import Level, problems
 from kvpool.doctor.judgements import judgements
 from kvpool.doctor.window import RECENT_S, window_of
+from kvpool.report.finding import Level, problems
 from kvpool.v1 import pool_pb2 as pb
 from kvpool.version import __version__
 from kvpool_server.cache.counters import COUNTERS
-from kvpool_server.http import Request
-from kvpool_server.log_events import LogEvents
+from kvpool_server.observability.http import Request
 from kvpool_server.page import site
 from kvpool_server.page.documents import MAX_TEXT_CHARS, findings, now_document
+from kvpool_server.process.log_events import LogEvents
 from tests.support.values import replaced
 
 HOSTILE = "\n\x1b\u202e" + "x" * 500

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from kvpool.client import Client
-from kvpool.config import ClientConfig
-from kvpool.messages import fields_of
-from kvpool.principal import ALL_TENANTS, Principal, Role
-from kvpool.tokens import create_token
+from kvpool.client.client import Client
+from kvpool.client.config import ClientConfig
+from kvpool.protocol.messages import fields_of
+from kvpool.security.principal import ALL_TENANTS, Principal, Role
+from kvpool.security.tokens import create_token
 from kvpool_server.page.samples import INTERVAL_S
 from tests.conftest import Connect, StartServer
 from tests.security.test_access import DAY

@@ -6,10 +6,10 @@ import math
 
 import pytest
 
-from kvpool.causes import Cause
-from kvpool.errors import InvalidRequestError
-from kvpool.reports import MAX_ENGINE_CHARS, ReportRequest
-from kvpool_server.pairs import MAX_PAIRS, MAX_PAIRS_OF_TENANT, OTHER, Pair, Pairs
+from kvpool.protocol.causes import Cause
+from kvpool.protocol.errors import InvalidRequestError
+from kvpool.protocol.reports import MAX_ENGINE_CHARS, ReportRequest
+from kvpool_server.observability.pairs import MAX_PAIRS, MAX_PAIRS_OF_TENANT, OTHER, Pair, Pairs
 from kvpool_server.reports import engines as engines_module
 from kvpool_server.reports.engines import SILENT_S, EngineReports
 from tests.support.clock import FakeClock

@@ -6,11 +6,11 @@ import asyncio
 import itertools
 import time
 
-from kvpool.types import BlockRun, ShardRange
+from kvpool.protocol.types import BlockRun, ShardRange
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.limits import Limits
 from kvpool_server.cache.pool import Pool
-from kvpool_server.pairs import Pairs
+from kvpool_server.observability.pairs import Pairs
 from kvpool_server.reports.engines import EngineReports
 from kvpool_server.reports.evictions import count_evictions
 from kvpool_server.reports.usage_ledger import open_ledger

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from kvpool.causes import Cause
-from kvpool.errors import ConfigError
-from kvpool.ledger import HOUR_S, LEDGER_DAYS, SUMS, added_up
-from kvpool.reports import MAX_AMOUNT, ReportRequest
+from kvpool.protocol.causes import Cause
+from kvpool.protocol.errors import ConfigError
+from kvpool.protocol.ledger import HOUR_S, LEDGER_DAYS, SUMS, added_up
+from kvpool.protocol.reports import MAX_AMOUNT, ReportRequest
 from kvpool.v1 import pool_pb2 as pb
-from kvpool_server.pairs import OTHER, Pairs
+from kvpool_server.observability.pairs import OTHER, Pairs
 from kvpool_server.reports import ledger_file
 from kvpool_server.reports.engines import EngineReports
 from kvpool_server.reports.ledger_file import LedgerFile

@@ -6,8 +6,8 @@ import asyncio
 import dataclasses
 from typing import Any
 
-from kvpool.namespace import MEASUREMENT_MODEL
-from kvpool.types import BlockRun
+from kvpool.protocol.namespace import MEASUREMENT_MODEL
+from kvpool.protocol.types import BlockRun
 from kvpool_server.tiering import demoter
 from kvpool_server.tiers.health import ANSWER_S, AWAY_S
 from tests.support.memory_tier import SLOT, MemoryTier, Rig, play, turns

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvpool.errors import InvalidRequestError, OutOfSpaceError, UnknownNamespaceError
-from kvpool.types import BlockRun, RunHits
+from kvpool.protocol.errors import InvalidRequestError, OutOfSpaceError, UnknownNamespaceError
+from kvpool.protocol.types import BlockRun, RunHits
 from kvpool_server.cache.hints import HintResult
 from kvpool_server.tiering import prefetcher, promoter
 from tests.support.memory_tier import MemoryTier, Rig, asked, play, turns

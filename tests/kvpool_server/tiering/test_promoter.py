@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvpool.hashing import checksum
+from kvpool.protocol.hashing import checksum
 from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.tiering import promoter
 from kvpool_server.tiers.tier import TierError

@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvpool.client import Client, Namespace
-from kvpool.namespace import NamespaceSpec
-from kvpool.types import BlockRun, Lookup, PoolKey
+from kvpool.client.client import Client, Namespace
+from kvpool.protocol.namespace import NamespaceSpec
+from kvpool.protocol.types import BlockRun, Lookup, PoolKey
+from kvpool.protocol.wire import decode_spec
 from kvpool.v1 import pool_pb2 as pb
-from kvpool.wire import decode_spec
 from tests.support.processes import ServerProcess, clean_environment, run_server, server_command, wait_for
 from tests.support.values import block_hash, group_spec, namespace_spec, payload, run_of
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from kvpool.errors import UnknownNamespaceError
-from kvpool.namespace import NamespaceSpec
-from kvpool.types import BlockRun, RunHits, ShardRange
+from kvpool.protocol.errors import UnknownNamespaceError
+from kvpool.protocol.namespace import NamespaceSpec
+from kvpool.protocol.types import BlockRun, RunHits, ShardRange
 from kvpool.v1 import pool_pb2 as pb
-from kvpool_server.metrics import PoolCollector
+from kvpool_server.observability.metrics import PoolCollector
 from kvpool_server.tiering import promoter
 from kvpool_server.tiering import tiered_pool as tiering
 from kvpool_server.tiers.health import AWAY_S

@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from kvpool.errors import UnknownNamespaceError
-from kvpool.types import Lookup
+from kvpool.protocol.errors import UnknownNamespaceError
+from kvpool.protocol.types import Lookup
 from kvpool_server.tiering import promoter, tiered_pool
 from tests.support.memory_tier import SLOT, MemoryTier, Rig, asked, play, turns
 from tests.support.values import block_hash, group_spec, namespace_spec, run_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
-from kvpool.types import BlockRun
+from kvpool.protocol.types import BlockRun
 from kvpool_server.tiering import demoter
 from kvpool_server.tiers.health import ANSWER_S, AWAY_S
 from tests.support.memory_tier import SLOT, SLOTS, MemoryTier, Rig, play, turns

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.errors import ConfigError
+from kvpool.protocol.errors import ConfigError
 from kvpool_server.cache.eviction.lru import PrefixLRU
 from kvpool_server.tiers.file.tier import FileOptions
 from kvpool_server.tiers.open_files import OpenFiles

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvpool.client import Client
-from kvpool.config import ClientConfig
+from kvpool.client.client import Client
+from kvpool.client.config import ClientConfig
 from kvpool_server.cache.steps import Steps
 from kvpool_server.value.feed import CPU_SHARE, FADE_EVERY_S, HALF_LIFE_S, MAX_QUEUED_BLOCKS, MAX_SAVED_S, ValueFeed
 from kvpool_server.value.histogram import DistanceHistogram

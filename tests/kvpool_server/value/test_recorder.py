@@ -6,8 +6,8 @@ import gzip
 import json
 from pathlib import Path
 
-from kvpool.client import Client
-from kvpool.config import ClientConfig
+from kvpool.client.client import Client
+from kvpool.client.config import ClientConfig
 from tests.conftest import StartServer
 from tests.support.values import namespace_spec, payload, run_of
 

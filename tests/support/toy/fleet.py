@@ -8,8 +8,8 @@ from typing import Any
 
 from vllm.config import VllmConfig
 
-from kvpool.client import Client
-from kvpool.config import ClientConfig
+from kvpool.client.client import Client
+from kvpool.client.config import ClientConfig
 from kvpool.v1 import pool_pb2 as pb
 from tests.support.processes import ServerProcess
 from tests.support.toy.engine import ToyEngine

@@ -13,9 +13,9 @@ from vllm.config import ECTransferConfig, MultiModalConfig
 from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, SlidingWindowMLASpec
 
-from kvpool.bandwidth import shards_of_rank
-from kvpool.errors import ConfigError, InvalidRequestError
-from kvpool.namespace import GroupSpec
+from kvpool.protocol.errors import ConfigError, InvalidRequestError
+from kvpool.protocol.namespace import GroupSpec
+from kvpool.report.bandwidth import shards_of_rank
 from tests.support.toy.fixtures import MakeConfig
 from tests.support.vllm_objects import LAYERS, cache_config, full_attention, of_rank
 from tests.vllm_plugin.kinds import chunked, kv_cache, mla, state, uniform, window

@@ -10,9 +10,9 @@ import torch
 from vllm.model_executor.models.registry import ModelRegistry, _LazyRegisteredModel
 from vllm.platforms import current_platform
 
-from kvpool.errors import ConfigError
-from kvpool.name_key import NameKey
-from kvpool.namespace import NamespaceSpec, differences
+from kvpool.protocol.errors import ConfigError
+from kvpool.protocol.namespace import NamespaceSpec, differences
+from kvpool.security.name_key import NameKey
 from testbed.tiny_models import write as write_shape
 from tests.support.toy.fixtures import MakeConfig
 from tests.support.vllm_objects import cache_config, full_attention, of_rank

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvpool.types import RunHits
+from kvpool.protocol.types import RunHits
 from vllm_plugin.model.kinds import FullAttention, Kind, SlidingWindow
 from vllm_plugin.scheduler.lookups import Availability
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from kvpool.errors import KVPoolError, UnavailableError
+from kvpool.protocol.errors import KVPoolError, UnavailableError
 from tests.support.processes import wait_for
 from vllm_plugin.guard import Guard
 from vllm_plugin.scheduler import hints

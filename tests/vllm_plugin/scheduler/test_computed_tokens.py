@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from vllm.v1.request import Request
 
-from kvpool.causes import Cause
-from kvpool.errors import PoolTimeoutError
-from kvpool.types import BlockRun, MissCause
+from kvpool.protocol.causes import Cause
+from kvpool.protocol.errors import PoolTimeoutError
+from kvpool.protocol.types import BlockRun, MissCause
 from tests.support.toy.fixtures import BLOCK_TOKENS
 from tests.support.vllm_objects import full_attention, make_request, tokens
 from tests.vllm_plugin.core import Core, MakeCore, blocks, fill, lose_pool

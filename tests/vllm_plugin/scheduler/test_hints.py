@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from vllm.v1.request import Request
 
-from kvpool.client import Client
+from kvpool.client.client import Client
 from tests.support.processes import wait_for
 from tests.support.vllm_objects import make_request, tokens
 from tests.vllm_plugin.core import Core, MakeCore, fill, lose_pool

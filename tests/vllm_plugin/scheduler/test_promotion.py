@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from vllm.v1.request import Request
 
-from kvpool.errors import PoolTimeoutError
-from kvpool.name_key import NameKey
-from kvpool.rpc import KeptRuns, Namespace, PendingLookup
+from kvpool.client.rpc import KeptRuns, Namespace, PendingLookup
+from kvpool.protocol.errors import PoolTimeoutError
+from kvpool.security.name_key import NameKey
 from tests.support.clock import FakeClock
 from tests.support.processes import wait_for
 from tests.support.vllm_objects import full_attention, make_request, tokens

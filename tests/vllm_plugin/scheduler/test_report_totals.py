@@ -8,9 +8,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvpool.causes import Cause
-from kvpool.reports import ReportRequest
-from kvpool_server.pairs import Pair
+from kvpool.protocol.causes import Cause
+from kvpool.protocol.reports import ReportRequest
+from kvpool_server.observability.pairs import Pair
 from kvpool_server.reports.engines import SILENT_S, EngineReports
 from kvpool_server.reports.totals import Totals
 from tests.support.clock import FakeClock

@@ -9,9 +9,9 @@ from unittest.mock import patch
 import grpc
 import pytest
 
-from kvpool.client import Client
-from kvpool.config import ClientConfig
-from kvpool.rpc import PoolRpc
+from kvpool.client.client import Client
+from kvpool.client.config import ClientConfig
+from kvpool.client.rpc import PoolRpc
 from kvpool.v1 import pool_pb2 as pb
 from kvpool.version import __version__
 from tests.conftest import StartServer

@@ -13,8 +13,8 @@ import pytest
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
-from kvpool.name_key import NameKey
-from kvpool.types import BlockRun
+from kvpool.protocol.types import BlockRun
+from kvpool.security.name_key import NameKey
 from testbed.ports import free_endpoint
 from tests.conftest import StartServer
 from tests.support.faults import stopped

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from kvpool import checksum
-from kvpool.config import ClientConfig
-from kvpool.namespace import NamespaceSpec
-from kvpool.sums import Checksums
+from kvpool.client.config import ClientConfig
+from kvpool.client.sums import Checksums
+from kvpool.protocol.namespace import NamespaceSpec
+from kvpool.protocol.types import BlockRun, ShardRange
 from kvpool.transport.base import Buffers, Transfer
-from kvpool.types import BlockRun, ShardRange
 from tests.conftest import StartServer
 from tests.support.faults import flip_arena, stopped
 from tests.support.processes import ServerProcess, wait_for

@@ -12,8 +12,8 @@ import pytest
 import torch
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from kvpool.namespace import NamespaceSpec
-from kvpool.types import BlockRun
+from kvpool.protocol.namespace import NamespaceSpec
+from kvpool.protocol.types import BlockRun
 from testbed.ports import free_endpoint
 from tests.support.processes import ServerProcess, wait_for
 from tests.support.toy.fixtures import BLOCK_TOKENS, TINY, MakeConfig

@@ -10,7 +10,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvpool.hashing import checksum
+from kvpool.protocol.hashing import checksum
 
 Checksums = Callable[[np.ndarray], list[int]]
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.block_io import InPlace
+from kvpool.client.block_io import InPlace
 from kvpool.transport.base import BATCH_BYTES, Buffers
 from vllm_plugin.worker.copy import BlockIds
 from vllm_plugin.worker.layout import Layout, Part

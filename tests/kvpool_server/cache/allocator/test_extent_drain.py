@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from kvpool.errors import OutOfSpaceError
-from kvpool.types import BlockRun
+from kvpool.protocol.errors import OutOfSpaceError
+from kvpool.protocol.types import BlockRun
 from kvpool_server.cache.allocator.extent_drain import DRAIN_S
 from kvpool_server.cache.eviction import POLICIES, Policy
 from tests.support.tenants import EXTENT, House, Owner

@@ -4,9 +4,9 @@ import itertools
 
 import pytest
 
-from kvpool.errors import OutOfSpaceError
-from kvpool.hashing import checksum
-from kvpool.types import ShardRange
+from kvpool.protocol.errors import OutOfSpaceError
+from kvpool.protocol.hashing import checksum
+from kvpool.protocol.types import ShardRange
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.eviction.lru import PrefixLRU
 from kvpool_server.cache.pool import Pool

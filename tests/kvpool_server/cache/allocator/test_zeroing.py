@@ -11,8 +11,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvpool.errors import KVPoolError
-from kvpool.types import PutGrant, ShardRange
+from kvpool.protocol.errors import KVPoolError
+from kvpool.protocol.types import PutGrant, ShardRange
 from kvpool_server.cache.allocator import arena as arena_module
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.pool import Pool

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvpool.errors import ConfigError
+from kvpool.protocol.errors import ConfigError
 from kvpool_server.cache.eviction import POLICIES
 from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.tiers.file.directory import Directory

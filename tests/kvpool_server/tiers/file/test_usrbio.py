@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvpool.errors import ConfigError
+from kvpool.protocol.errors import ConfigError
 from kvpool_server.tiers.file import disk
 from kvpool_server.tiers.file.disk import UsrbioDisk
 from kvpool_server.tiers.tier import Tier

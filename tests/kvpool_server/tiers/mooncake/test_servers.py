@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
-from kvpool.client import Client, Namespace
+from kvpool.client.client import Client, Namespace
 from tests.kvpool_server.tiering.test_servers import NAMES, SLOT, Connect, StartServer, _demoted, _hits, _put, _spec
 from tests.support.mooncake import Cluster
 from tests.support.processes import ServerProcess, wait_for

@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvpool.errors import ConfigError
-from kvpool.mooncake import RDMA_DEVICES
+from kvpool.protocol.errors import ConfigError
+from kvpool.transport.mooncake_engine import RDMA_DEVICES
 from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.tiers.mooncake.objects import StagedRead, encode_footer, footer_bytes
 from kvpool_server.tiers.mooncake.store_process import STAGING_BYTES

@@ -1,0 +1,1 @@
+"""The client: calls, streams, configuration."""

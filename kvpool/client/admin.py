@@ -1,0 +1,157 @@
+"""Operators' calls: what a server holds, bounds on it, and removal. `kvpool` (the command) is made of these."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from kvpool.client.rpc import Namespace, PoolRpc
+from kvpool.client.transport_choice import Choice, choose
+from kvpool.protocol import replies, wire
+from kvpool.protocol.messages import checked
+from kvpool.protocol.types import BlockRun, HintKind, Quota
+from kvpool.v1 import pool_pb2 as pb
+
+MAX_ROWS = 100_000
+"""Of a ledger, over all of its parts: more than a server keeps."""
+
+
+class Admin:
+    """Operators' calls, on a client's connection. Thread-safe.
+
+    Answers are messages of the contract, with the fields that `kvpool/v1/pool.proto` explains. Their numbers are in
+    bounds, and their texts can be printed: characters that cannot be are escaped.
+
+    Raises (every method): UnavailableError, PoolTimeoutError, InvalidReplyError, and what its docstring names.
+    """
+
+    def __init__(self, rpc: PoolRpc):
+        self._rpc = rpc
+
+    def ping(self) -> pb.PingResponse:
+        """The server's version, age and protocol, and whether the server drains."""
+        return replies.ping(self._rpc.ping())
+
+    def whoami(self) -> pb.WhoAmIResponse:
+        """Who the server takes this client for."""
+        reply: pb.WhoAmIResponse = self._rpc.call(self._rpc.stub.WhoAmI, pb.WhoAmIRequest())
+        return checked(reply)
+
+    def try_transport(self) -> Choice:
+        """Attaches to the server as `Client.open_namespace` does, and raises as it. Close the choice's transport."""
+        return choose(self._rpc.config, replies.offer(self._rpc.ping()), self._rpc.channel)
+
+    def stats(self) -> pb.StatsResponse:
+        """What the pool holds, its counters, and how the server, its tiers and the engines that report are."""
+        return replies.stats(self._rpc.call(self._rpc.stub.Stats, pb.StatsRequest()))
+
+    def namespaces(self, *, holdings: bool = True) -> list[pb.NamespaceInfo]:
+        """Every open namespace, in the order of their opening.
+
+        Args:
+            holdings: False omits what each one holds, for which the server would visit every entry.
+        """
+        request = pb.ListNamespacesRequest(without_holdings=not holdings)
+        reply = self._rpc.call(self._rpc.stub.ListNamespaces, request)
+        return replies.namespaces(reply)
+
+    def value(self) -> pb.ValueResponse:
+        """What smaller and larger arenas would hit: of the caller's tenant, or of all for an operator."""
+        reply: pb.ValueResponse = self._rpc.call(self._rpc.stub.Value, pb.ValueRequest())
+        return checked(reply)
+
+    def quotas(self) -> list[pb.Quota]:
+        """Every quota, by subject."""
+        return list(self._list_quotas().quotas)
+
+    def pin_budgets(self) -> list[pb.PinBudget]:
+        """What each tenant with open namespaces may pin, and has pinned; none from a server of an older release."""
+        return list(self._list_quotas().pin_budgets)
+
+    def _list_quotas(self) -> pb.ListQuotasResponse:
+        reply: pb.ListQuotasResponse = self._rpc.call(self._rpc.stub.ListQuotas, pb.ListQuotasRequest())
+        return checked(reply)
+
+    def set_quotas(self, quotas: Iterable[Quota | pb.Quota]) -> list[pb.Quota]:
+        """Sets quotas, and deletes those of 0 bytes; returns all quotas after that.
+
+        Blocks beyond a subject's new quota are evicted at once, except leased ones and those being written.
+
+        Raises InvalidRequestError if one of the quotas is invalid; none is set.
+        """
+        request = pb.SetQuotasRequest(quotas=wire.encode_quotas(quotas))
+        return list(checked(self._rpc.call(self._rpc.stub.SetQuotas, request)).quotas)
+
+    def ledger(self, since: int, until: int = 0) -> pb.LedgerResponse:
+        """The ledger of hours that end after `since` and begin before `until`, in Unix time; 0: now.
+
+        The server answers in parts; the returned message has the rows of all parts.
+        """
+        whole = pb.LedgerResponse()
+        while True:
+            request = pb.LedgerRequest(since=since, until=until)
+            part = checked(self._rpc.call(self._rpc.stub.Ledger, request))
+            whole.MergeFrom(part)
+            if part.next_since <= since or len(whole.rows) > MAX_ROWS:
+                whole.next_since = 0
+                return whole
+            since = part.next_since
+
+    def explain(
+        self, fingerprint: bytes, runs: Sequence[BlockRun], *, timeout_ms: int | None = None
+    ) -> pb.ExplainResponse:
+        """What the server knows of a prompt's blocks, given under their names on the wire: see `PoolRpc.name_of`.
+
+        Args:
+            runs: of a namespace, one a group.
+
+        Raises UnknownNamespaceError, InvalidRequestError.
+        """
+        request = pb.ExplainRequest(namespace=fingerprint, runs=wire.encode_runs(runs))
+        return replies.explanation(self._rpc.call(self._rpc.stub.Explain, request, timeout_ms), runs)
+
+    def drain(self, deadline_ms: int = 0, boot_token: int = 0) -> pb.DrainResponse:
+        """Takes the server out of service, and says how far the drain is; further calls say it again.
+
+        The server refuses new leases and tickets from now on, lets the live ones end, writes what its tiers lack, and
+        stops.
+
+        Args:
+            deadline_ms: until the server stops, whatever is unfinished then, at most `MAX_DRAIN_MS`; 0: the server's
+                drain_ms. Of several calls the earliest deadline counts.
+            boot_token: of the server that drains: further calls must not drain its successor. 0: of any.
+
+        Raises InvalidRequestError, and UnavailableError from a server with another boot token.
+        """
+        request = pb.DrainRequest(deadline_ms=deadline_ms, boot_token=boot_token)
+        reply: pb.DrainResponse = self._rpc.call(self._rpc.stub.Drain, request)
+        return checked(reply)
+
+    def hint(
+        self,
+        fingerprint: bytes,
+        runs: Sequence[BlockRun],
+        kind: HintKind,
+        *,
+        pin_seconds: int = 0,
+        timeout_ms: int | None = None,
+    ) -> pb.HintResponse:
+        """As `Hints`, of blocks given under their names on the wire. A pin of 0 s ends pins."""
+        return self._rpc.hint(fingerprint, wire.encode_runs(runs), kind, pin_seconds, timeout_ms)
+
+    def remove(self, namespace: Namespace, runs: Sequence[BlockRun], *, timeout_ms: int | None = None) -> int:
+        """Drops blocks; returns how many of them the pool had."""
+        request = pb.RemoveRequest(namespace=namespace.fingerprint, runs=self._rpc.encode_runs(runs))
+        reply = self._rpc.call(self._rpc.stub.Remove, request, timeout_ms)
+        return replies.count("num_removed", reply.num_removed, sum(map(len, runs)))
+
+    def clear(self, fingerprint: bytes = b"", *, timeout_ms: int | None = None) -> int:
+        """Drops every block of one namespace, or of all if `fingerprint` is empty; returns how many there were."""
+        request = pb.ClearRequest(namespace=fingerprint)
+        return int(self._rpc.call(self._rpc.stub.Clear, request, timeout_ms).num_removed)
+
+    def verify(self, namespace: Namespace, runs: Sequence[BlockRun]) -> tuple[int, int]:
+        """Lets the server compare blocks with their checksums; returns the numbers of (checked, dropped) blocks."""
+        request = pb.VerifyRequest(namespace=namespace.fingerprint, runs=self._rpc.encode_runs(runs))
+        reply = self._rpc.call(self._rpc.stub.Verify, request)
+        num_checked = replies.count("num_checked", reply.num_checked, sum(map(len, runs)))
+        return num_checked, replies.count("num_dropped", reply.num_dropped, num_checked)

@@ -1,0 +1,202 @@
+"""The gRPC channel to a server: plaintext where nobody else listens, TLS elsewhere, renewed with its certificate."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from kvpool.client.config import ClientConfig, is_loopback
+from kvpool.client.tracing import ClientInterceptor, tracing_of
+from kvpool.protocol.errors import ConfigError
+from kvpool.protocol.replies import CONTROL_LIMIT, METHOD_LIMITS
+from kvpool.protocol.wire import MAX_MESSAGE_BYTES
+from kvpool.security.principal import Principal
+from kvpool.security.tls import WatchedIdentity
+from kvpool.security.tokens import read_token
+from kvpool.security.watched_files import WatchedFiles
+from kvpool.transport.unix_socket import grpc_target, socket_path
+from kvpool.v1 import pool_pb2 as pb
+
+RETIRE_S = 600.0
+"""How long calls of a renewed channel may go on: the longest deadline of a call."""
+
+
+def _service_config() -> str:
+    """How large the replies of each method may be; gRPC refuses a larger one before it is read."""
+    service = pb.DESCRIPTOR.services_by_name["Pool"].full_name
+    methods = [
+        {"name": [{"service": service, "method": method}], "maxResponseMessageBytes": most}
+        for method, most in METHOD_LIMITS.items()
+    ]
+    others = {"name": [{"service": service}], "maxResponseMessageBytes": CONTROL_LIMIT}
+    return json.dumps({"methodConfig": [*methods, others]})
+
+
+_OPTIONS = [
+    ("grpc.service_config", _service_config()),
+    ("grpc.service_config_disable_resolution", 1),  # No name server may widen the limits.
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+]
+
+
+def open_channel(config: ClientConfig) -> grpc.Channel:
+    """The channel that the settings ask for; the server is reached with the first call.
+
+    Raises ConfigError for files that cannot be used, and for plaintext to another host that nobody has allowed.
+    """
+    if config.tls is not None:
+        identity = WatchedIdentity(config.tls)
+        token = None
+        if config.token_file:
+            token = WatchedFiles([config.token_file], lambda: read_token(Path(config.token_file)))
+        return RenewedChannel(identity, lambda: _traced(_secure(config.endpoint, identity), config), token)
+    if config.token_file:
+        raise ConfigError(
+            f"token_file {config.token_file} without tls: whoever is on the network could read the token; give tls "
+            "with the authority of the server's certificate (ca), on the command line --tls DIR"
+        )
+    is_here = bool(socket_path(config.endpoint)) or is_loopback(config.endpoint.rpartition(":")[0])
+    if not (config.insecure_network or is_here):
+        raise ConfigError(
+            f"endpoint {config.endpoint} is on another host, and there is no tls: whoever is on the network between "
+            "could read and change what you compute; give tls (ca, cert, key), or allow it with insecure_network; on "
+            "the command line --tls DIR or --insecure-network"
+        )
+    return _traced(grpc.insecure_channel(grpc_target(config.endpoint), options=_OPTIONS), config)
+
+
+def _traced(channel: grpc.Channel, config: ClientConfig) -> grpc.Channel:
+    """The same channel; with `otel`, one whose calls have spans."""
+    tracing = tracing_of(config)
+    return channel if tracing is None else grpc.intercept_channel(channel, ClientInterceptor(tracing))
+
+
+def _secure(endpoint: str, identity: WatchedIdentity) -> grpc.Channel:
+    files = identity.value
+    credentials = grpc.ssl_channel_credentials(files.ca, files.key, files.cert)
+    # A Unix socket has no host name for the server's certificate to prove; every certificate of ours names this one.
+    authority = [("grpc.default_authority", "localhost")] if socket_path(endpoint) else []
+    return grpc.secure_channel(grpc_target(endpoint), credentials, options=[*_OPTIONS, *authority])
+
+
+class RenewedChannel(grpc.Channel):
+    """A channel whose place a new one takes when its certificate is replaced, because gRPC's cannot read files again.
+
+    New calls go over the new channel. Those that run go on over the old one, which is closed `RETIRE_S` later.
+
+    Args:
+        identity: the certificate's files.
+        make: makes a channel with the identity in force.
+        token: sent with each call; None: nothing is.
+    """
+
+    def __init__(
+        self,
+        identity: WatchedIdentity,
+        make: Callable[[], grpc.Channel],
+        token: WatchedFiles[str] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._identity = identity
+        self._make = make
+        self._token = token
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._retired: list[tuple[float, grpc.Channel]] = []
+        self._version = identity.version
+        self._current = make()
+
+    @property
+    def version(self) -> int:
+        """How often the channel was renewed; looks whether it is time to."""
+        self.current()
+        return self._version
+
+    def current(self) -> grpc.Channel:
+        """The channel for new calls."""
+        if self._identity.look() == self._version:
+            return self._current
+        with self._lock:
+            if self._identity.version != self._version and not self._is_closed:
+                now = self._clock()
+                for _, channel in (each for each in self._retired if each[0] <= now):
+                    channel.close()
+                self._retired = [each for each in self._retired if each[0] > now]
+                self._retired.append((now + RETIRE_S, self._current))
+                self._current, self._version = self._make(), self._identity.version
+            return self._current
+
+    @property
+    def principal(self) -> Principal | None:
+        """Whom the certificate in force names; None: it names no principal, or there is only a token."""
+        return self._identity.value.principal
+
+    def metadata(self) -> dict[str, Any]:
+        """What every call is made with."""
+        if self._token is None:
+            return {}
+        self._token.look()
+        return {"metadata": (("authorization", f"Bearer {self._token.value}"),)}
+
+    def unary_unary(self, *args: Any, **options: Any) -> Any:
+        return _Method(self, lambda channel: channel.unary_unary(*args, **options))
+
+    def unary_stream(self, *args: Any, **options: Any) -> Any:
+        return _Method(self, lambda channel: channel.unary_stream(*args, **options))
+
+    def stream_unary(self, *args: Any, **options: Any) -> Any:
+        return _Method(self, lambda channel: channel.stream_unary(*args, **options))
+
+    def stream_stream(self, *args: Any, **options: Any) -> Any:
+        return _Method(self, lambda channel: channel.stream_stream(*args, **options))
+
+    def subscribe(self, *args: Any, **options: Any) -> None:
+        self.current().subscribe(*args, **options)
+
+    def unsubscribe(self, *args: Any) -> None:
+        self.current().unsubscribe(*args)
+
+    def close(self) -> None:
+        with self._lock:
+            self._is_closed = True
+            for _, channel in self._retired:
+                channel.close()
+            self._retired = []
+            self._current.close()
+
+    def __enter__(self) -> RenewedChannel:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _Method:
+    """A method of the current channel, with the ways to call it that clients use."""
+
+    def __init__(self, channel: RenewedChannel, bind: Callable[[grpc.Channel], Any]):
+        self._channel = channel
+        self._bind = bind
+        self._bound: tuple[grpc.Channel, Any] | None = None
+
+    def _method(self) -> Any:
+        channel, bound = self._channel.current(), self._bound
+        if bound is None or bound[0] is not channel:
+            self._bound = bound = channel, self._bind(channel)
+        return bound[1]
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return self._method()(*args, **options, **self._channel.metadata())
+
+    def future(self, *args: Any, **options: Any) -> Any:
+        return self._method().future(*args, **options, **self._channel.metadata())

@@ -1,0 +1,333 @@
+"""Lookups over one long-lived gRPC call, which saves the set-up of a call for each.
+
+The first lookup opens a stream, which lives until the server or the client ends it; the next lookup then opens another.
+Lookups that a server leaves unanswered when it ends a stream without an error are sent once more, over the next one: a
+server ends streams from time to time, so that nobody's certificate is trusted for ever.
+
+A server takes streams with a deadline only, so that a client that stops reading costs it memory for a bounded time. So
+the client renews its stream long before: the old one still answers what was sent.
+
+The server answers in the order of the requests. Leases that end travel with the next lookup: a message of their own
+would cost the server as much as a lookup.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from queue import Empty, SimpleQueue
+from typing import Any, Protocol
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from kvpool.protocol.errors import InvalidReplyError, KVPoolError
+from kvpool.protocol.wire import NAME_KEY
+from kvpool.v1 import pool_pb2 as pb
+
+CLOSE_S = 1.0
+FLUSH_S = 0.2
+"""How long closing waits for leases to be released; if that takes longer, they are left to expire."""
+MAX_UNSENT = 1024
+"""Most requests that wait to be sent. A server behind by more has stopped; further lookups fail at once."""
+
+STREAM_S = 540.0
+"""Deadline of a stream."""
+RENEW_S = 270.0
+"""How old a stream becomes before the next lookup opens another. Younger than STREAM_S by more than a lookup takes."""
+
+RELEASE_WITHIN_S = 0.02
+"""How long leases that end wait for a lookup to travel with, before a message of their own is sent."""
+MAX_RELEASED = 4096
+"""Most leases that wait for a message. Further ones are left to expire."""
+
+
+class Question(Protocol):
+    """What is looked up."""
+
+    def __call__(self) -> pb.LookupRequest:
+        """Makes the request, on gRPC's thread. Must not raise."""
+
+    @property
+    def max_reply_bytes(self) -> int:
+        """A larger reply is none to this request, and is not parsed: its parts may take 60 times its size."""
+
+
+MakeRequest = Callable[[], pb.LookupRequest]
+
+_CODES = {code.value[0]: code for code in grpc.StatusCode}
+
+
+class StreamedError(grpc.RpcError):
+    """The error of a lookup, as of a call of its own.
+
+    Args:
+        name: of an error that its code does not tell apart; empty: there is none.
+    """
+
+    def __init__(self, code: grpc.StatusCode, details: str, name: str = ""):
+        super().__init__(code, details, name)
+
+    def code(self) -> grpc.StatusCode:
+        return self.args[0]  # type: ignore[no-any-return]
+
+    def details(self) -> str:
+        return self.args[1]  # type: ignore[no-any-return]
+
+    def trailing_metadata(self) -> tuple[tuple[str, str], ...]:  # type: ignore[override]
+        return ((NAME_KEY, self.args[2]),) if self.args[2] else ()
+
+
+class StreamedLookup(Future[pb.LookupResponse]):
+    """A lookup that was sent: the parts of `grpc.Future` that clients use.
+
+    Callbacks run once the server has answered, even after the deadline, or once the stream has ended, on the thread
+    that finds out. That may be the thread that reads the answers: a callback must not wait for another lookup.
+
+    Attributes:
+        max_reply_bytes: see `Question`.
+    """
+
+    def __init__(self, timeout_s: float, max_reply_bytes: int):
+        super().__init__()
+        self.max_reply_bytes = max_reply_bytes
+        self._ends_at = time.monotonic() + timeout_s
+        self.was_sent_again = False
+
+    def done(self) -> bool:
+        return super().done() or time.monotonic() >= self._ends_at
+
+    def result(self, timeout: float | None = None) -> pb.LookupResponse:
+        """The answer.
+
+        Raises:
+            grpc.FutureTimeoutError: the answer has not arrived within `timeout` seconds.
+            grpc.RpcError: the lookup failed, or its deadline has passed without an answer.
+            InvalidReplyError: the reply is none to this lookup; the stream has ended.
+        """
+        remaining = self._ends_at - time.monotonic()
+        try:
+            return super().result(max(0.0, remaining if timeout is None else min(timeout, remaining)))
+        except TimeoutError:
+            if time.monotonic() < self._ends_at:
+                raise grpc.FutureTimeoutError from None
+            raise StreamedError(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded") from None
+
+
+class LookupStream:
+    """The lookups of one client. Thread-safe.
+
+    Args:
+        method: the service's `LookupStream`, whose replies are bytes.
+        version: of the channel below. When it changes, lookups go over a new stream, and the old one ends once it has
+            been answered.
+    """
+
+    def __init__(self, method: Any, version: Callable[[], int] | None = None):
+        self._method = method
+        self._version_of = version or (lambda: 0)
+        self._version = self._version_of()
+        self._lock = threading.Lock()
+        self._stream: _Stream | None = None
+
+    @classmethod
+    def on(cls, channel: grpc.Channel, version: Callable[[], int] | None = None) -> LookupStream:
+        """Of a channel to a server."""
+        service = pb.DESCRIPTOR.services_by_name["Pool"].full_name
+        encode = pb.LookupRequest.SerializeToString
+        return cls(channel.stream_stream(f"/{service}/LookupStream", encode, response_deserializer=None), version)
+
+    def __call__(self, question: Question, timeout: float) -> pb.LookupResponse:
+        """Sends a lookup and waits for its answer. Raises as `StreamedLookup.result`."""
+        return self.future(question, timeout).result()
+
+    def future(self, question: Question, timeout: float) -> StreamedLookup:
+        """Sends a lookup; does not wait. Raises ValueError if the channel is closed."""
+        lookup = StreamedLookup(timeout, question.max_reply_bytes)
+        self._send(question, lookup)
+        return lookup
+
+    def _send(self, make: MakeRequest, lookup: StreamedLookup) -> None:
+        with self._lock:
+            self._renew()
+            if self._stream is None or not self._stream.send(make, lookup):
+                self._stream = _Stream(self._method, self._send_again)
+                if not self._stream.send(make, lookup):
+                    lookup.set_exception(self._stream.error)  # The server cannot be reached.
+
+    def _send_again(self, make: MakeRequest, lookup: StreamedLookup) -> None:
+        """Sends a lookup that a stream has left unanswered. Called by the stream's thread."""
+        lookup.was_sent_again = True
+        try:
+            self._send(make, lookup)
+        except ValueError:  # The channel is closed.
+            lookup.set_exception(StreamedError(grpc.StatusCode.CANCELLED, "the client is closed"))
+
+    def release(self, lease_ids: Sequence[int]) -> None:
+        """Ends leases with the next lookup, or within RELEASE_WITHIN_S; does not wait. Raises as `future`.
+
+        If the stream ends before, the leases expire.
+        """
+        with self._lock:
+            self._renew()
+            if self._stream is None or not self._stream.release(lease_ids):
+                self._stream = _Stream(self._method, self._send_again)
+                self._stream.release(lease_ids)
+
+    def _renew(self) -> None:
+        version = self._version_of()
+        if version != self._version or (self._stream is not None and self._stream.is_old):
+            self._version = version
+            if self._stream is not None:
+                self._stream.finish()
+            self._stream = None
+
+    def close(self) -> None:
+        """Ends the stream; lookups in flight fail. The next lookup opens another. Idempotent."""
+        with self._lock:
+            stream, self._stream = self._stream, None
+        if stream is not None:
+            stream.close()
+
+
+class _Stream:
+    """One call. A caller only queues its request: gRPC's thread makes and sends the messages, which takes milliseconds
+    for thousands of blocks, and a thread of the stream reads the replies.
+
+    Args:
+        send_again: sends a lookup that the server has not answered, over another stream.
+
+    Attributes:
+        has_ended: whether it sends no more requests.
+        error: why the stream ended, once it has.
+    """
+
+    def __init__(self, method: Any, send_again: Callable[[MakeRequest, StreamedLookup], None]):
+        self._lock = threading.Lock()
+        self._send_again = send_again
+        self._waiting: deque[tuple[MakeRequest, StreamedLookup]] = deque()
+        self._unsent: SimpleQueue[MakeRequest | None] = SimpleQueue()
+        self._released: list[int] = []
+        self._renew_at = time.monotonic() + RENEW_S
+        self.has_ended = False
+        self.error: StreamedError | KVPoolError = StreamedError(
+            grpc.StatusCode.UNAVAILABLE, "kvpool-server ended the stream of lookups"
+        )
+        self._call = method(self._requests(), timeout=STREAM_S)
+        self._thread = threading.Thread(target=self._read, name="kvpool-lookups", daemon=True)
+        self._thread.start()
+
+    def send(self, make: MakeRequest, lookup: StreamedLookup) -> bool:
+        """Queues a request; False if the stream has ended."""
+        with self._lock:  # Requests and lookups must have the same order.
+            if self.has_ended:
+                return False
+            if self._unsent.qsize() >= MAX_UNSENT:
+                too_many = f"{MAX_UNSENT} lookups wait to be sent: kvpool-server has stopped reading"
+                lookup.set_exception(StreamedError(grpc.StatusCode.UNAVAILABLE, too_many))
+                return True
+            self._waiting.append((make, lookup))
+            self._unsent.put(make)
+            return True
+
+    def release(self, lease_ids: Sequence[int]) -> bool:
+        """Queues leases to release; False if the stream has ended."""
+        with self._lock:
+            if self.has_ended:
+                return False
+            is_first = not self._released
+            self._released += lease_ids[: MAX_RELEASED - len(self._released)]
+        if is_first:
+            self._unsent.put(_no_lookup)
+        return True
+
+    @property
+    def is_old(self) -> bool:
+        return time.monotonic() > self._renew_at
+
+    def finish(self) -> None:
+        """Sends no more than what is queued; does not wait. The stream ends with the last answer."""
+        self._unsent.put(None)
+
+    def close(self) -> None:
+        is_own = threading.current_thread() is self._thread
+        self.finish()
+        if self._released and not is_own:
+            self._thread.join(FLUSH_S)
+        self._call.cancel()
+        if not is_own:
+            # A thread that is killed at the interpreter's end may hold gRPC's locks, and the exit would wait for them.
+            self._thread.join(CLOSE_S)
+
+    def _requests(self) -> Iterator[pb.LookupRequest]:
+        """The messages to send, in order. Runs on gRPC's thread."""
+        make = self._unsent.get()
+        while make is not None:
+            if make is _no_lookup:
+                make = self._next_within(RELEASE_WITHIN_S)
+            request = pb.LookupRequest() if make is None else make()
+            with self._lock:
+                released, self._released = self._released, []
+            request.release.extend(released)
+            if released or make not in (None, _no_lookup):
+                yield request
+            make = make and self._unsent.get()
+
+    def _next_within(self, seconds: float) -> MakeRequest | None:
+        """What is queued next; `_no_lookup` if nothing is within `seconds`."""
+        try:
+            return self._unsent.get(timeout=seconds)
+        except Empty:
+            return _no_lookup
+
+    def _read(self) -> None:
+        has_ended_well = False
+        try:
+            for reply in self._call:
+                self._end_next(reply)
+            has_ended_well = True
+        except grpc.RpcError as error:
+            self.error = StreamedError(error.code(), error.details() or "")  # type: ignore[attr-defined]
+        except InvalidReplyError as error:  # What follows cannot be told apart: the peer is no kvpool-server.
+            self.error = error
+            self._call.cancel()
+        finally:
+            with self._lock:
+                self.has_ended = True
+            self._unsent.put(None)  # gRPC's thread ends.
+            waiting, self._waiting = self._waiting, deque()  # Nothing is added after the end.
+            for make, lookup in waiting:
+                if has_ended_well and not lookup.was_sent_again:
+                    self._send_again(make, lookup)
+                else:
+                    lookup.set_exception(self.error)
+
+    def _end_next(self, reply: bytes) -> None:
+        """Ends the oldest lookup with its reply. Raises InvalidReplyError, after which no lookup is answered."""
+        with self._lock:
+            if not self._waiting:
+                raise InvalidReplyError("the server answered a lookup that was not sent")
+            _, lookup = self._waiting[0]
+        if len(reply) > lookup.max_reply_bytes:
+            raise InvalidReplyError(
+                f"the server's reply to a lookup has {len(reply)} bytes; {lookup.max_reply_bytes} are allowed"
+            )
+        try:
+            outcome = pb.LookupReply.FromString(reply)
+        except DecodeError as error:
+            raise InvalidReplyError(f"the server's reply to a lookup cannot be parsed: {error}") from None
+        with self._lock:
+            self._waiting.popleft()
+        if outcome.HasField("found"):
+            lookup.set_result(outcome.found)
+        else:
+            code = _CODES.get(outcome.error.code, grpc.StatusCode.UNKNOWN)
+            lookup.set_exception(StreamedError(code, outcome.error.message, outcome.error.name))
+
+
+def _no_lookup() -> pb.LookupRequest:
+    """Queued once leases wait to be released: makes a message for them alone. The server does not answer it."""
+    return pb.LookupRequest()

@@ -1,0 +1,467 @@
+"""The connection to one server: its typed calls, deadlines, and errors.
+
+`PoolRpc` has one method for each step of a lookup, put and get. `Client` composes the steps; tests, and programs that
+move bytes themselves, call them. Thread-safe.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from kvpool.client import refused_connection
+from kvpool.client.channel import RenewedChannel, open_channel
+from kvpool.client.config import ClientConfig
+from kvpool.client.lookup_stream import LookupStream
+from kvpool.client.tracing import tracing_of
+from kvpool.protocol import replies, wire
+from kvpool.protocol.errors import (
+    IncompatibleReleaseError,
+    InvalidReplyError,
+    InvalidRequestError,
+    KVPoolError,
+    LeaseExpiredError,
+    PoolTimeoutError,
+    UnavailableError,
+)
+from kvpool.protocol.namespace import GroupSpec, NamespaceSpec
+from kvpool.protocol.replies import LookupQuestion
+from kvpool.protocol.skew import OWN, check_skew
+from kvpool.protocol.types import (
+    HASH_BYTES,
+    MAX_BATCH_CHUNKS,
+    BlockRun,
+    Existence,
+    HintKind,
+    Located,
+    Lookup,
+    Offer,
+    PutGrant,
+    PutReceipt,
+    ShardRange,
+)
+from kvpool.security.name_key import NameKey, check_key, named_by
+from kvpool.transport.base import Transport
+from kvpool.v1 import pool_pb2 as pb
+from kvpool.v1.pool_pb2_grpc import PoolStub
+
+CALL_ERRORS = (grpc.RpcError, grpc.FutureCancelledError, grpc.FutureTimeoutError, ValueError)
+"""What gRPC raises for a call; a ValueError if the channel is closed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Namespace:
+    """An open namespace, valid for one boot of the server.
+
+    Args:
+        fingerprint: its name, `HASH_BYTES`.
+        transport: how its bytes travel.
+        max_batch_blocks: most blocks of one request; a lookup may have more, and a get is split.
+        arena_bytes: bound of every region.
+    """
+
+    spec: NamespaceSpec
+    fingerprint: bytes
+    boot_token: int
+    transport: Transport
+    max_batch_blocks: int
+    arena_bytes: int = replies.MAX_ARENA_BYTES
+
+    def max_blocks(self, shards: ShardRange) -> int:
+        """Most blocks of which one put or get can move these shards."""
+        return max(1, min(self.max_batch_blocks, MAX_BATCH_CHUNKS // max(1, shards.count)))
+
+    def group(self, group_idx: int) -> GroupSpec:
+        """Raises InvalidRequestError if there is no such group."""
+        if not 0 <= group_idx < len(self.spec.groups):
+            raise InvalidRequestError(
+                f"group_idx {group_idx}: the namespace has groups 0 to {len(self.spec.groups) - 1}"
+            )
+        return self.spec.groups[group_idx]
+
+
+class KeptRuns(tuple[BlockRun, ...]):
+    """Runs that are looked up several times: the blocks' names on the wire are computed once.
+
+    Attributes:
+        encoded: the runs as messages, by the digest of the key that names the blocks.
+    """
+
+    encoded: dict[str, list[pb.BlockRun]]
+
+    def __new__(cls, runs: Iterable[BlockRun] = ()) -> KeptRuns:
+        kept = super().__new__(cls, runs)
+        kept.encoded = {}
+        return kept
+
+
+class PendingLookup:
+    """A lookup that was sent and may have been answered."""
+
+    def __init__(self, call: Any, rpc: PoolRpc, namespace: Namespace, question: LookupQuestion):
+        self._call = call
+        self._question = question
+        self._rpc = rpc
+        self._namespace = namespace
+
+    def done(self) -> bool:
+        """Whether `result` returns or raises at once."""
+        return bool(self._call.done())
+
+    def result(self, timeout_s: float | None = None) -> Lookup | None:
+        """The answer; None if it has not arrived within `timeout_s`. Raises what `Client.lookup` raises."""
+        try:
+            reply = self._call.result(timeout=timeout_s)
+        except grpc.FutureTimeoutError:
+            return None
+        except CALL_ERRORS as error:
+            raise self._rpc.error_of(error) from None
+        return self._rpc.answer(self._namespace, self._question, reply)
+
+    def on_done(self, callback: Callable[[PendingLookup], None]) -> None:
+        """Calls back from another thread once the lookup has ended."""
+        self._call.add_done_callback(lambda _: callback(self))
+
+
+class PoolRpc:
+    """Calls of one server. Every method raises UnavailableError, PoolTimeoutError and InvalidReplyError, and what its
+    docstring names.
+
+    Args:
+        stub: the Pool service's methods.
+        lookups: sends the requests of `LookupQuestion`s, and leases to release; answers come in the order of the calls.
+        channel: carries both; closed with this object.
+
+    Raises ConfigError if `config.name_key_file` cannot be used.
+    """
+
+    def __init__(self, config: ClientConfig, stub: Any, lookups: Any, channel: Any):
+        self.config = config
+        self._name_key = NameKey.read(Path(config.name_key_file)) if config.name_key_file else None
+        self.stub = stub
+        self.channel = channel
+        self._lookups = lookups
+        self._tracing = tracing_of(config)
+
+    @classmethod
+    def connect(cls, config: ClientConfig) -> PoolRpc:
+        """Makes the connection; the server is reached with the first call. Raises ConfigError as `open_channel`."""
+        channel = open_channel(config)
+        stub = PoolStub(channel)  # type: ignore[no-untyped-call]
+        version = (lambda: channel.version) if isinstance(channel, RenewedChannel) else None
+        return cls(config, stub, LookupStream.on(channel, version), channel)
+
+    def close(self) -> None:
+        """Ends the connection; calls in flight fail. Idempotent."""
+        self._lookups.close()
+        self.channel.close()
+
+    def ping(self) -> Any:
+        """The server's `PingResponse`."""
+        return self.call(self.stub.Ping, pb.PingRequest())
+
+    def open_namespace(
+        self, spec: NamespaceSpec, expected_fingerprint: bytes = b"", timeout_ms: int | None = None
+    ) -> tuple[pb.OpenNamespaceResponse, Offer]:
+        """Declares a namespace; returns what the server says of it, and the transports that it offers.
+
+        Raises InvalidRequestError, IncompatibleNamespaceError, and IncompatibleReleaseError if the server is of a
+        release that this client does not work with, or that computes another fingerprint.
+        """
+        spec = self.named(spec)
+        request = pb.OpenNamespaceRequest(
+            spec=wire.encode_spec(spec),
+            expected_fingerprint=expected_fingerprint,
+            opener=socket.gethostname(),
+            protocol=OWN.protocol,
+            release=OWN.version,
+        )
+        reply: pb.OpenNamespaceResponse = self.call(self.stub.OpenNamespace, request, timeout_ms)
+        server = wire.decode_release(reply)
+        check_skew(OWN, server, self.config.endpoint)
+        offer = replies.opened(reply)
+        if reply.fingerprint != spec.fingerprint():
+            raise IncompatibleReleaseError(
+                f"this client, kvpool {OWN}, and kvpool-server at {self.config.endpoint}, kvpool {server}, compute "
+                "different fingerprints for a namespace; install the same release of kvpool on both sides"
+            )
+        return reply, offer
+
+    # Names of blocks: no block hash gets to a server but through these.
+
+    def named(self, spec: NamespaceSpec) -> NamespaceSpec:
+        """The namespace in which this client names the blocks.
+
+        Raises InvalidRequestError if the spec says that another key names them.
+        """
+        check_key(spec, self._name_key)
+        return named_by(spec, self._name_key)
+
+    def name_of(self, block_hash: bytes) -> bytes:
+        """A block's name on the wire."""
+        return self._name_key.name(block_hash) if self._name_key else block_hash
+
+    def encode_runs(self, runs: Sequence[BlockRun]) -> list[pb.BlockRun]:
+        """Runs as messages, with the blocks' names on the wire."""
+        key = self._name_key
+        if key is None:
+            return wire.encode_runs(runs)
+        kept = runs.encoded if isinstance(runs, KeptRuns) else {}
+        if key.digest not in kept:
+            kept[key.digest] = wire.encode_runs(map(key.run, runs))
+        return kept[key.digest]
+
+    # Lookup
+
+    def lookup(self, namespace: Namespace, runs: Sequence[BlockRun], **wanted: bool) -> Lookup:
+        """As `Client.lookup`, with its keywords."""
+        if self._tracing is None:
+            question = self._question(namespace, runs, "", **wanted)
+            return self.answer(namespace, question, self.call(self._lookups, question))
+        attributes = {"kvpool.blocks": sum(map(len, runs))}
+        with self._tracing.span("kvpool.lookup", attributes=attributes, kind="CLIENT") as span:
+            question = self._question(namespace, runs, self._tracing.traceparent(span), **wanted)
+            return self.answer(namespace, question, self.call(self._lookups, question))
+
+    def lookup_async(
+        self,
+        namespace: Namespace,
+        runs: Sequence[BlockRun],
+        *,
+        wait_ms: int = 0,
+        traceparent: str = "",
+        **wanted: bool,
+    ) -> PendingLookup:
+        """As `Client.lookup`, without waiting. Another thread encodes `runs`: do not change them.
+
+        Args:
+            wait_ms: where blocks are on their way up from a tier, the server answers when they are up, or after so
+                long. Such a lookup is a call of its own: the answers to others do not wait for it.
+            traceparent: of the caller's span.
+            wanted: the keywords of `Client.lookup`.
+        """
+        question = self._question(namespace, runs, traceparent, **wanted)
+        if wait_ms:
+            call = self.send(self.stub.Lookup, question(wait_ms), self.config.timeout_ms + wait_ms)
+        else:
+            call = self.send(self._lookups, question)
+        return PendingLookup(call, self, namespace, question)
+
+    def _question(
+        self,
+        namespace: Namespace,
+        runs: Sequence[BlockRun],
+        traceparent: str = "",
+        *,
+        lease: bool = True,
+        **wanted: bool,
+    ) -> LookupQuestion:
+        return LookupQuestion(
+            namespace.fingerprint,
+            namespace.spec.groups,
+            namespace.arena_bytes,
+            runs,
+            self.config.lease_ttl_ms if lease else 0,
+            encode_runs=self.encode_runs,
+            traceparent=traceparent,
+            **wanted,
+        )
+
+    def answer(self, namespace: Namespace, question: LookupQuestion, reply: pb.LookupResponse) -> Lookup:
+        """The answer to a lookup, checked."""
+        self.check_boot(namespace, reply.boot_token)
+        return question.answer(reply)
+
+    def exists(self, fingerprint: bytes, runs: Sequence[BlockRun], timeout_ms: int | None = None) -> Existence:
+        request = pb.ExistsRequest(namespace=fingerprint, runs=self.encode_runs(runs))
+        return replies.existence(self.call(self.stub.Exists, request, timeout_ms), runs)
+
+    # Put
+
+    def put_start(self, namespace: Namespace, runs: Sequence[BlockRun], shards: ShardRange) -> PutGrant:
+        """Asks for regions to write. Raises OutOfSpaceError."""
+        request = pb.PutStartRequest(
+            namespace=namespace.fingerprint,
+            runs=self.encode_runs(runs),
+            shards=wire.encode_shards(shards),
+            ticket_ttl_ms=self.config.ticket_ttl_ms,
+        )
+        num_blocks = sum(map(len, runs))
+        region_bytes = shards.count * namespace.group(runs[0].group_idx).chunk_bytes
+        reply = self.call(self.stub.PutStart, request)
+        try:
+            self.check_boot(namespace, reply.boot_token)
+            return replies.grant(reply, num_blocks, region_bytes, namespace.arena_bytes, self.config.ticket_ttl_ms)
+        except (UnavailableError, InvalidReplyError):
+            self.revoke_quietly(reply.ticket_id)
+            raise
+
+    def put_end(self, ticket_id: int, checksums: Sequence[int]) -> PutReceipt:
+        """Makes a ticket's regions readable: one checksum a chunk, region-major. Raises LeaseExpiredError."""
+        request = pb.PutEndRequest(ticket_id=ticket_id, checksums=checksums)
+        return replies.receipt(self.call(self.stub.PutEnd, request), len(checksums))
+
+    def put_revoke(self, ticket_id: int) -> bool:
+        """Returns a ticket's regions; False if the ticket was not live."""
+        return bool(self.call(self.stub.PutRevoke, pb.PutRevokeRequest(ticket_id=ticket_id)).revoked)
+
+    def revoke_quietly(self, ticket_id: int) -> None:
+        """As `put_revoke`, without waiting. If the call is lost, the ticket expires."""
+        if ticket_id:
+            self._send_and_forget(self.stub.PutRevoke, pb.PutRevokeRequest(ticket_id=ticket_id))
+
+    # Get
+
+    def locate(self, namespace: Namespace, lease_id: int, runs: Sequence[BlockRun], shards: ShardRange) -> Located:
+        """Regions and checksums of leased blocks. Raises LeaseExpiredError."""
+        request = self._get_request(namespace, lease_id, runs, shards)
+        return self._decode_located(namespace, self.call(self.stub.Get, request), runs, shards)
+
+    def locate_in_parts(
+        self, namespace: Namespace, lease_id: int, parts: Sequence[Sequence[BlockRun]], shards: ShardRange
+    ) -> Generator[Located, None, None]:
+        """As `locate` for each part, in order. All parts are requested at once; close the iterator after use."""
+        if len(parts) == 1:  # A call that is waited for needs fewer threads than one that is sent.
+            yield self.locate(namespace, lease_id, parts[0], shards)
+            return
+        calls = [self.send(self.stub.Get, self._get_request(namespace, lease_id, part, shards)) for part in parts]
+        try:
+            for call, part in zip(calls, parts, strict=True):
+                yield self._decode_located(namespace, self._result(call), part, shards)
+        finally:
+            for call in calls:
+                call.cancel()
+
+    def _get_request(
+        self, namespace: Namespace, lease_id: int, runs: Sequence[BlockRun], shards: ShardRange
+    ) -> pb.GetRequest:
+        if not lease_id:
+            raise LeaseExpiredError(
+                "lease_id is 0: the lookup found no block, or the server refused the lease because there are too many "
+                "(kvpool_refused_leases_total); release leases, and look up again"
+            )
+        return pb.GetRequest(
+            lease_id=lease_id,
+            namespace=namespace.fingerprint,
+            runs=self.encode_runs(runs),
+            shards=wire.encode_shards(shards),
+        )
+
+    def _decode_located(
+        self, namespace: Namespace, reply: pb.GetResponse, runs: Sequence[BlockRun], shards: ShardRange
+    ) -> Located:
+        self.check_boot(namespace, reply.boot_token)
+        chunk_bytes = namespace.group(runs[0].group_idx).chunk_bytes
+        return replies.located(reply, sum(map(len, runs)), shards, chunk_bytes, namespace.arena_bytes)
+
+    def release(self, lease_ids: Sequence[int]) -> int:
+        """Ends leases; returns how many of them were live."""
+        reply = self.call(self.stub.Release, pb.ReleaseRequest(lease_ids=lease_ids))
+        return replies.count("num_released", reply.num_released, len(lease_ids))
+
+    def release_quietly(self, *lease_ids: int) -> None:
+        """As `release`, with the next lookup, or soon; does not wait. If the message is lost, the leases expire.
+
+        Ids of 0 are skipped.
+        """
+        live = [lease_id for lease_id in lease_ids if lease_id]
+        if live:
+            with contextlib.suppress(ValueError):  # The channel is closed.
+                self._lookups.release(live)
+
+    # Hints
+
+    def hint(
+        self,
+        fingerprint: bytes,
+        runs: Sequence[pb.BlockRun],
+        kind: HintKind,
+        pin_seconds: int = 0,
+        timeout_ms: int | None = None,
+    ) -> pb.HintResponse:
+        """Says something of a prefix, whose runs are encoded. A pin of 0 s ends pins.
+
+        Raises UnknownNamespaceError, InvalidRequestError and PermissionDeniedError; OutOfSpaceError for a prefetch if
+        too many are under way.
+        """
+        reply = self.call(self.stub.Hint, wire.encode_hint(fingerprint, runs, kind, pin_seconds), timeout_ms)
+        return replies.hint(reply, sum(len(run.block_hashes) // HASH_BYTES for run in runs))
+
+    # Reports
+
+    def report(self, report: pb.ReportRequest, timeout_ms: int) -> bool:
+        """Tells the server what an engine has counted; False if the server is of a release that takes no reports.
+
+        Raises InvalidRequestError, UnknownNamespaceError and PermissionDeniedError.
+        """
+        try:
+            self.stub.Report(report, timeout=self.timeout_s(timeout_ms))
+        except CALL_ERRORS as error:
+            if isinstance(error, grpc.RpcError) and error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                return False
+            raise self.error_of(error) from None
+        return True
+
+    # What every call is made of
+
+    def call(self, method: Callable[..., Any], request: Any, timeout_ms: int | None = None) -> Any:
+        """Calls a method of the stub, and waits for its answer until `timeout_ms`, by default the config's."""
+        try:
+            return method(request, timeout=self.timeout_s(timeout_ms))
+        except CALL_ERRORS as error:
+            raise self.error_of(error) from None
+
+    def send(self, method: Any, request: Any, timeout_ms: int | None = None) -> Any:
+        """Starts a call without waiting; returns its `grpc.Future`."""
+        try:
+            return method.future(request, timeout=self.timeout_s(timeout_ms))
+        except CALL_ERRORS as error:
+            raise self.error_of(error) from None
+
+    def _result(self, call: Any) -> Any:
+        """Waits for the answer of a call that was sent, until the call's own deadline."""
+        try:
+            return call.result(timeout=self.timeout_s())
+        except CALL_ERRORS as error:
+            raise self.error_of(error) from None
+
+    def _send_and_forget(self, method: Any, request: Any) -> None:
+        with contextlib.suppress(UnavailableError):
+            # gRPC cancels a call that nothing refers to any more; the callback keeps the reference until the end.
+            self.send(method, request).add_done_callback(lambda _: None)
+
+    def timeout_s(self, timeout_ms: int | None = None) -> float:
+        return (timeout_ms if timeout_ms is not None else self.config.timeout_ms) / 1000
+
+    def check(self, namespace: Namespace) -> int:
+        """Returns how many namespaces of the caller's tenant the server has opened since its start.
+
+        The number is 0 from an older server, and that of all tenants where callers have none.
+
+        Raises UnavailableError if the server has restarted since `namespace` was opened.
+        """
+        reply = self.ping()
+        self.check_boot(namespace, reply.boot_token)
+        return int(reply.namespaces_opened)
+
+    def check_boot(self, namespace: Namespace, boot_token: int) -> None:
+        """Raises UnavailableError if the server has restarted since: the namespace's memory belongs to its old boot."""
+        if boot_token != namespace.boot_token:
+            raise UnavailableError(f"kvpool-server at {self.config.endpoint} has restarted; open the namespace again")
+
+    def error_of(self, error: Exception) -> KVPoolError:
+        """The kvpool error for one of `CALL_ERRORS`."""
+        if isinstance(error, grpc.RpcError):
+            is_away = error.code() is grpc.StatusCode.UNAVAILABLE
+            if is_away and (why := refused_connection.explain(error.details() or "", self.config)):
+                return UnavailableError(why)
+            return wire.error_of(error, self.config.endpoint)
+        if isinstance(error, grpc.FutureTimeoutError):
+            return PoolTimeoutError(f"kvpool-server at {self.config.endpoint} did not answer in time")
+        return UnavailableError(f"the client of kvpool-server at {self.config.endpoint} is closed; make a new one")

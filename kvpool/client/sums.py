@@ -1,0 +1,64 @@
+"""Checksums of the chunks that a put or get moves, each computed by the thread that has moved its bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import xxhash
+
+from kvpool.protocol.hashing import checksum
+from kvpool.transport.base import Pieces
+
+Checksums = Callable[[], Sequence[int]]
+"""Returns one checksum a chunk of some buffers, in order. May wait until the bytes of all of them have been moved."""
+
+MIN_UNLOCKED_BYTES = 16 << 10
+"""Smaller chunks are summed with Python's lock (the GIL) held: to release and acquire it would cost more."""
+
+
+class ChunkSums:
+    """One checksum for every chunk of some regions. Threads may add different regions at once.
+
+    Args:
+        region_bytes: of every region; whole chunks.
+    """
+
+    def __init__(self, num_regions: int, region_bytes: int, chunk_bytes: int):
+        self._values = np.zeros((num_regions, region_bytes // chunk_bytes), np.uint64)
+        self._chunk_bytes = chunk_bytes
+
+    def add(self, first: int, regions: Sequence[Pieces]) -> None:
+        """Sums regions [first, first + len(regions))."""
+        for nth, pieces in enumerate(regions, first):
+            self._values[nth] = sums_of(pieces, self._chunk_bytes)
+
+    def put(self, first: int, sums: Sequence[int]) -> None:
+        """Takes over the checksums of regions from `first` on, region-major."""
+        count = len(sums) // self._values.shape[1]
+        self._values[first : first + count] = np.array(sums, np.uint64).reshape(count, -1)
+
+    def all(self) -> list[int]:
+        """Every checksum, region-major."""
+        return self._values.reshape(-1).tolist()  # type: ignore[no-any-return]
+
+
+def sums_of(pieces: Pieces, chunk_bytes: int) -> list[int]:
+    """xxh3-64 of every `chunk_bytes` of some pieces, which together are whole chunks."""
+    if len(pieces) == 1:
+        chunks = [pieces[0][at : at + chunk_bytes] for at in range(0, len(pieces[0]), chunk_bytes)]
+        if chunk_bytes < MIN_UNLOCKED_BYTES:
+            return [checksum(chunk) for chunk in chunks]
+        return [xxhash.xxh3_64(chunk.data).intdigest() for chunk in chunks]  # Releases the GIL.
+    sums: list[int] = []
+    hashed, room = xxhash.xxh3_64(), chunk_bytes
+    for piece in pieces:
+        at = 0
+        while at < len(piece):
+            part = piece[at : at + room]
+            hashed.update(part.data)
+            at, room = at + len(part), room - len(part)
+            if not room:
+                sums.append(hashed.intdigest())
+                hashed, room = xxhash.xxh3_64(), chunk_bytes
+    return sums

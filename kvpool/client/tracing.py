@@ -1,0 +1,204 @@
+"""Spans for OpenTelemetry, off by default: nothing of OpenTelemetry is imported before somebody makes a `Tracing`.
+
+A span's context travels as a W3C `traceparent`, in the metadata of gRPC calls and in the messages of the lookup stream.
+Exporter, sampler and queue are the SDK's, as the standard OTEL_* variables of the environment set them up. Spans are
+exported by a thread of the SDK from a bounded queue: an exporter that fails or hangs loses spans, and nothing waits.
+
+Source: W3C Trace Context; OpenTelemetry specification.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import os
+import re
+import secrets
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import grpc
+
+from kvpool.client.config import ClientConfig
+from kvpool.protocol.errors import ConfigError
+
+TRACEPARENT = "traceparent"
+MAX_TRACEPARENT_CHARS = 55
+_TRACEPARENT = re.compile(r"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
+CLOSE_S = 2.0
+"""How long the end of a process waits for the last spans to be exported."""
+INSTRUMENTATION = "kvpool"
+CLIENT_SERVICE, SERVER_SERVICE = "kvpool-client", "kvpool-server"
+"""Names of services, unless OTEL_SERVICE_NAME is set."""
+
+Attributes = Mapping[str, str | int | float | bool]
+
+
+def valid_traceparent(text: str) -> str:
+    """The same text; empty if it is no W3C traceparent."""
+    return text if len(text) == MAX_TRACEPARENT_CHARS and _TRACEPARENT.fullmatch(text) else ""
+
+
+class Tracing:
+    """Makes the spans of one service. Thread-safe.
+
+    Args:
+        service: the service's name, unless OTEL_SERVICE_NAME is set.
+        sampling: makes the sampler from that of the environment; None: it is that one.
+
+    Raises ConfigError without the packages of the extra `otel`, or with an environment that they cannot use.
+    """
+
+    def __init__(self, service: str, sampling: Callable[[Any], Any] | None = None):
+        try:
+            from opentelemetry import trace
+            from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+            from opentelemetry.sdk.resources import Resource
+            from opentelemetry.sdk.trace import TracerProvider
+            from opentelemetry.sdk.trace.export import BatchSpanProcessor
+            from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+        except ImportError as error:
+            raise ConfigError(
+                f"otel needs OpenTelemetry, and {error.name} is not installed; install it with "
+                "`pip install opentelemetry-sdk opentelemetry-exporter-otlp-proto-grpc`, or turn otel off"
+            ) from None
+        named = {} if os.environ.get("OTEL_SERVICE_NAME") else {"service.name": service}
+        try:
+            sampler = sampling and sampling(TracerProvider(shutdown_on_exit=False).sampler)
+            self._provider = TracerProvider(sampler, Resource.create(named), id_generator=_own_ids())
+            self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"otel: OpenTelemetry refuses the OTEL_* variables of the environment: {error}") from None
+        self._trace = trace
+        self._propagator = TraceContextTextMapPropagator()
+        self._tracer = self._provider.get_tracer(INSTRUMENTATION)
+        atexit.register(self.close)
+
+    def start(
+        self, name: str, parent: str = "", attributes: Attributes | None = None, *, kind: str = "INTERNAL"
+    ) -> Any:
+        """Starts a span; `end` it.
+
+        Args:
+            parent: traceparent; empty: the span that is current on this thread or task, or none.
+            kind: "INTERNAL", "CLIENT" or "SERVER".
+        """
+        context = self._propagator.extract({TRACEPARENT: parent}) if valid_traceparent(parent) else None
+        return self._tracer.start_span(
+            name, context=context, kind=self._trace.SpanKind[kind], attributes=dict(attributes or {})
+        )
+
+    @contextlib.contextmanager
+    def span(
+        self, name: str, parent: str = "", attributes: Attributes | None = None, *, kind: str = "INTERNAL"
+    ) -> Iterator[Any]:
+        """A span around a block, which is current in it. An exception marks it as failed, by its class alone."""
+        span = self.start(name, parent, attributes, kind=kind)
+        try:
+            with self._trace.use_span(span, record_exception=False, set_status_on_exception=False):
+                yield span
+        except BaseException as error:
+            self.fail(span, type(error).__name__)
+            raise
+        finally:
+            span.end()
+
+    def fail(self, span: Any, why: str) -> None:
+        """Marks a span as failed."""
+        span.set_status(self._trace.Status(self._trace.StatusCode.ERROR, why))
+
+    def traceparent(self, span: Any) -> str:
+        """A span's context."""
+        carrier: dict[str, str] = {}
+        self._propagator.inject(carrier, self._trace.set_span_in_context(span))
+        return valid_traceparent(carrier.get(TRACEPARENT, ""))
+
+    def current(self) -> str:
+        """The context of the span that is current on this thread or task; empty if none is."""
+        return self.traceparent(self._trace.get_current_span())
+
+    def close(self) -> None:
+        """Exports the last spans, for `CLOSE_S` at most. Idempotent."""
+        atexit.unregister(self.close)
+        thread = threading.Thread(target=self._provider.shutdown, name="kvpool-otel-end", daemon=True)
+        thread.start()
+        thread.join(CLOSE_S)
+
+
+@functools.cache
+def shared_tracing(service: str) -> Tracing:
+    """The `Tracing` of this process for a service: one exporter, however many clients. Raises as `Tracing`."""
+    return Tracing(service)
+
+
+def tracing_of(config: ClientConfig) -> Tracing | None:
+    """That of a client; None unless its settings ask for spans. Raises as `Tracing`."""
+    return shared_tracing(CLIENT_SERVICE) if config.otel else None
+
+
+def _own_ids() -> Any:
+    """A generator of ids for spans that nobody's seed repeats.
+
+    The SDK's own asks Python's `random`, which vLLM seeds alike in each engine: their spans would have the same ids.
+    """
+    from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
+
+    class OwnIds(RandomIdGenerator):
+        def generate_span_id(self) -> int:
+            return secrets.randbelow((1 << 64) - 1) + 1
+
+        def generate_trace_id(self) -> int:
+            return secrets.randbelow((1 << 128) - 1) + 1
+
+    return OwnIds()
+
+
+class ClientInterceptor(
+    grpc.UnaryUnaryClientInterceptor,  # type: ignore[type-arg]  # Not generic at run time.
+    grpc.UnaryStreamClientInterceptor,  # type: ignore[type-arg]
+    grpc.StreamUnaryClientInterceptor,  # type: ignore[type-arg]
+):
+    """Gives each call of a client a span, and the server the span's context. The lookup stream is left alone."""
+
+    def __init__(self, tracing: Tracing):
+        self._tracing = tracing
+
+    def intercept_unary_unary(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
+        return self._call(continuation, client_call_details, request)
+
+    def intercept_unary_stream(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
+        return self._call(continuation, client_call_details, request)
+
+    def intercept_stream_unary(self, continuation: Any, client_call_details: Any, request_iterator: Any) -> Any:
+        return self._call(continuation, client_call_details, request_iterator)
+
+    def _call(self, continuation: Any, details: Any, request: Any) -> Any:
+        method = details.method.rpartition("/")[2]
+        attributes = {"rpc.system": "grpc", "rpc.service": "kvpool.v1.Pool", "rpc.method": method}
+        span = self._tracing.start(f"kvpool.v1.Pool/{method}", attributes=attributes, kind="CLIENT")
+        metadata = [*(details.metadata or ()), (TRACEPARENT, self._tracing.traceparent(span))]
+        call = continuation(_with_metadata(details, metadata), request)
+        call.add_done_callback(lambda ended: self._ended(span, ended))
+        return call
+
+    def _ended(self, span: Any, call: Any) -> None:
+        code = call.code()
+        if code is not grpc.StatusCode.OK:
+            self._tracing.fail(span, getattr(code, "name", "UNKNOWN"))
+        span.end()
+
+
+class _Details(grpc.ClientCallDetails):
+    def __init__(self, details: Any, metadata: Any):
+        self.method = details.method
+        self.timeout = details.timeout
+        self.metadata = metadata
+        self.credentials = details.credentials
+        self.wait_for_ready = details.wait_for_ready
+        self.compression = details.compression
+
+
+def _with_metadata(details: Any, metadata: Any) -> grpc.ClientCallDetails:
+    return _Details(details, metadata)

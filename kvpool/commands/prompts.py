@@ -1,0 +1,161 @@
+"""Prompts as the pool knows them: token ids from a file, and the names of their blocks."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvpool.protocol.errors import ConfigError, InvalidRequestError
+from kvpool.protocol.hashing import ALGORITHM, DEFAULT_SEED, block_hashes
+from kvpool.protocol.namespace import DIGEST_CHARS, NamespaceSpec
+from kvpool.protocol.text import escaped
+from kvpool.protocol.types import BlockRun
+from kvpool.security.name_key import NameKey, check_key
+
+MAX_FILE_BYTES = 64 << 20
+MAX_TOKEN = 1 << 31
+MAX_ERROR_CHARS = 200
+"""Of a tokenizer's name, and of why it cannot be loaded."""
+
+
+def read_tokens(path: str, tokenizer: str = "") -> list[int]:
+    """The token ids of a prompt.
+
+    Args:
+        path: of a file with token ids, as a JSON list or with white space between them, or with text; "-": the
+            standard input.
+        tokenizer: directory or name of the tokenizer that makes tokens of text; empty: the file has token ids.
+
+    Raises ConfigError if the file cannot be read or a package or the tokenizer's path lacks, and InvalidRequestError if
+    the tokenizer cannot be loaded or there are no token ids.
+    """
+    text = _read(path)
+    tokens = _encode(text, tokenizer) if tokenizer else _parse(text, path)
+    if not tokens:
+        raise InvalidRequestError(f"{path} has no token; give a prompt")
+    return tokens
+
+
+def _read(path: str) -> str:
+    try:
+        if path == "-":
+            content = sys.stdin.buffer.read(MAX_FILE_BYTES + 1)
+        else:
+            with Path(path).open("rb") as file:
+                content = file.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"cannot read the prompt {path}: {error.strerror}; give --prompt a file") from None
+    if len(content) > MAX_FILE_BYTES:
+        raise ConfigError(f"the prompt {path} has more than {MAX_FILE_BYTES >> 20} MiB; give a shorter one")
+    try:
+        return content.decode()
+    except UnicodeDecodeError:
+        raise ConfigError(f"the prompt {path} is no UTF-8 text; give token ids or text") from None
+
+
+def _parse(text: str, path: str) -> list[int]:
+    try:
+        values = json.loads(text) if text.lstrip().startswith("[") else [int(word) for word in text.split()]
+    except ValueError:
+        values = None
+    if values is None or not all(type(value) is int and 0 <= value < MAX_TOKEN for value in values):
+        raise InvalidRequestError(
+            f"{path} has no token ids, as a JSON list or with white space between them; give --tokenizer DIR for text"
+        )
+    return list(values)
+
+
+def _encode(text: str, tokenizer: str) -> list[int]:
+    """Tokens of a text, with those that the tokenizer adds to each prompt. No code beside a tokenizer is run."""
+    directory = Path(tokenizer)
+    if _looks_like_a_path(tokenizer) and not directory.exists():
+        raise ConfigError(
+            f"--tokenizer {escaped(tokenizer, MAX_ERROR_CHARS)} is neither a directory nor a file; give the directory "
+            "of a tokenizer, or its name as ORGANIZATION/NAME"
+        )
+    try:
+        from transformers import AutoTokenizer
+    except ImportError:
+        pass
+    else:
+        if not directory.is_file():
+            try:
+                loaded = AutoTokenizer.from_pretrained(
+                    tokenizer, trust_remote_code=False, local_files_only=directory.is_dir()
+                )
+                return list(loaded.encode(text))
+            except Exception as error:  # The package raises whatever the tokenizer's files lead it to.
+                raise _cannot_load(tokenizer, error) from None
+    try:
+        from tokenizers import Tokenizer
+    except ImportError:
+        raise ConfigError(
+            "--tokenizer needs the package transformers or tokenizers; install one (`pip install tokenizers`), or give "
+            "token ids"
+        ) from None
+    file = directory / "tokenizer.json" if directory.is_dir() else directory
+    try:
+        return list(Tokenizer.from_file(str(file)).encode(text).ids)
+    except Exception as error:  # The package raises nothing more precise.
+        raise _cannot_load(str(file), error) from None
+
+
+def _looks_like_a_path(tokenizer: str) -> bool:
+    """Whether a text cannot be the name of a tokenizer: one is NAME or ORGANIZATION/NAME."""
+    return tokenizer.startswith((".", "~", "/")) or tokenizer.endswith("/") or tokenizer.count("/") > 1
+
+
+def _cannot_load(tokenizer: str, error: Exception) -> InvalidRequestError:
+    reason = escaped(f"{type(error).__name__}: {error}", MAX_ERROR_CHARS)
+    return InvalidRequestError(f"cannot load the tokenizer {escaped(tokenizer, MAX_ERROR_CHARS)}: {reason}")
+
+
+def hash_seed(spec: NamespaceSpec, given: str | None = None) -> str:
+    """The seed of a listed namespace's hashes, of which the server tells a digest: `given`, or one that is usual here.
+
+    A namespace without a seed does not say how its blocks are named: those of `block_hashes` begin with DEFAULT_SEED.
+
+    Raises InvalidRequestError if it is another one.
+    """
+    if not spec.hash_seed:
+        return DEFAULT_SEED if given is None else given
+    candidates = [DEFAULT_SEED, os.environ.get("PYTHONHASHSEED", "")] if given is None else [given]
+    for seed in candidates:
+        if spec.hash_seed in (seed, hashlib.sha256(seed.encode()).hexdigest()[:DIGEST_CHARS]):
+            return seed
+    raise InvalidRequestError(
+        "the namespace's block hashes begin with another seed than the usual one; set --hash-seed to the "
+        "PYTHONHASHSEED of its engines"
+    )
+
+
+def prompt_runs(
+    spec: NamespaceSpec, tokens: Sequence[int], *, seed: str, cache_salt: str = "", key: NameKey | None = None
+) -> list[BlockRun]:
+    """The blocks of a prompt under their names on the wire, one run for each group that has a whole block.
+
+    Args:
+        spec: of the namespace, as its server lists it.
+        seed: see `hash_seed`.
+        cache_salt: of the request.
+        key: that names the namespace's blocks.
+
+    Raises InvalidRequestError if the names cannot be computed from tokens.
+    """
+    if spec.hash_algorithm != ALGORITHM:
+        raise InvalidRequestError(f"the namespace's hashes are of algorithm {spec.hash_algorithm!r}, not {ALGORITHM}")
+    check_key(spec, key)
+    hash_tokens = spec.hash_block_tokens or min(group.block_tokens for group in spec.groups)
+    extra = [(("cache_salt", cache_salt),)] if cache_salt else []
+    hashes = block_hashes(tokens, hash_tokens, seed=seed, extra_keys=extra)
+    runs = []
+    for idx, group in enumerate(spec.groups):
+        ratio = group.block_tokens // hash_tokens
+        if names := hashes[ratio - 1 :: ratio] if ratio else []:
+            run = BlockRun(idx, names)
+            runs.append(key.run(run) if key else run)
+    return runs

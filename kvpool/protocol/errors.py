@@ -1,0 +1,69 @@
+"""Errors of kvpool: one class a cause, each with one gRPC status (`kvpool.protocol.wire` translates).
+
+A miss is a value, never an error. Messages name the thing, the value and the fix.
+"""
+
+
+class KVPoolError(Exception):
+    """Base of every error that kvpool raises."""
+
+
+class ConfigError(KVPoolError):
+    """A setting is wrong; found at start-up."""
+
+
+class InvalidRequestError(KVPoolError):
+    """A request is malformed: a key, a size or a batch (INVALID_ARGUMENT)."""
+
+
+class UnknownNamespaceError(KVPoolError):
+    """The namespace is not open on this server: open it first (NOT_FOUND)."""
+
+
+class IncompatibleNamespaceError(KVPoolError):
+    """Two namespaces that were to be the same differ; the message names the fields (FAILED_PRECONDITION)."""
+
+
+class IncompatibleReleaseError(KVPoolError):
+    """Client and server are of releases that do not work together; the message names both, and which one to upgrade
+    (FAILED_PRECONDITION, kvpool-error)."""
+
+
+class OutOfSpaceError(KVPoolError):
+    """No room, and nothing that may be evicted; nothing changed (RESOURCE_EXHAUSTED)."""
+
+
+class LeaseExpiredError(KVPoolError):
+    """A lease or a ticket is not live: expired, ended, or of another boot (ABORTED)."""
+
+
+class UnavailableError(KVPoolError):
+    """The server cannot be reached (UNAVAILABLE)."""
+
+
+class DrainingError(UnavailableError):
+    """The server refuses new leases and tickets, because it is about to stop (UNAVAILABLE, kvpool-error)."""
+
+
+class PoolTimeoutError(KVPoolError):
+    """The server did not answer in time (DEADLINE_EXCEEDED)."""
+
+
+class TransferError(KVPoolError):
+    """Bytes did not travel as they should (INTERNAL)."""
+
+
+class InvalidReplyError(KVPoolError):
+    """A server's reply breaks the protocol, or is more than its request allows; raised by clients, never sent."""
+
+
+class ChecksumError(KVPoolError):
+    """Bytes differ from their checksum (DATA_LOSS)."""
+
+
+class PermissionDeniedError(KVPoolError):
+    """The caller may not do this (PERMISSION_DENIED)."""
+
+
+class UnauthenticatedError(KVPoolError):
+    """The caller has not proved who it is (UNAUTHENTICATED)."""

@@ -1,0 +1,1 @@
+"""What commands print: tables, findings, and reports of measurements."""

@@ -1,0 +1,361 @@
+"""How fast blocks travel between this process and its pool, measured with blocks that belong to no engine.
+
+Each round stores blocks under hashes of its own, loads them back, and removes them. A rate counts bytes that have
+arrived with right checksums: in the pool, or in memory of this process. One thread calls, as a rank of an engine does.
+
+Invariants:
+- However the measurement ends, its blocks are removed; where the server cannot be reached any more, they are evicted
+  as any block that is not used.
+- A round takes at most half of the free memory, so that the pool evicts nothing for it. A pool without free memory
+  evicts `LEAST_BYTES` at most, the blocks that it would have evicted next.
+- Every call has a deadline; rounds shrink where the pool is slow, and no round begins after `ROUNDS_S`.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from statistics import median
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpool.client.block_io import InPlace
+from kvpool.client.client import Client
+from kvpool.client.config import ClientConfig
+from kvpool.protocol.errors import InvalidRequestError, KVPoolError, OutOfSpaceError, PermissionDeniedError
+from kvpool.protocol.namespace import MEASUREMENT_MODEL, GroupSpec, NamespaceSpec
+from kvpool.protocol.types import HASH_BYTES, BlockRun, ShardRange
+from kvpool.protocol.wire import decode_spec
+from kvpool.security.principal import Role
+from kvpool.v1 import pool_pb2 as pb
+
+HIT_TOKENS = 1_000
+"""Of the hit whose cost is computed."""
+
+BLOCK = GroupSpec("full_attention", 16, 8, 128, 128, num_shards=8, chunk_bytes=256 << 10)
+"""What is measured if nothing else is asked for: 2 MiB, a block of Llama 3.1 8B in bfloat16."""
+
+LEAST_BYTES = 16 << 20
+START_BYTES = 4 << 20
+MAX_BUFFER_BYTES = 64 << 20
+"""Of the memory that is sent from: more than a core's caches hold."""
+NUM_PINGS = 10
+NUM_ROUNDS = 5
+ROUND_S = 1.0
+"""A round is made of as many blocks as travel one way within this time."""
+ROUNDS_S = 15.0
+DATA_TIMEOUT_MS = 15_000
+REMOVE_TIMEOUT_MS = 20_000
+"""Removal waits for tiers, too."""
+_CALLS = frozenset(
+    {"Stats", "ListNamespaces", "OpenNamespace", "PutStart", "PutEnd", "Lookup", "Get", "Release", "Remove"}
+)
+"""What a measurement calls."""
+_EVICTED = "the pool evicted blocks of the measurement before they were read; give a smaller --mib"
+
+
+def measurement_config(endpoint: str, transport: str) -> ClientConfig:
+    """Deadlines with which slow networks can be measured, too."""
+    return ClientConfig(
+        endpoint=endpoint,
+        transport=transport,
+        timeout_ms=5_000,
+        data_timeout_ms=DATA_TIMEOUT_MS,
+        ticket_ttl_ms=DATA_TIMEOUT_MS,
+        lease_ttl_ms=2 * DATA_TIMEOUT_MS,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Rates of one direction in several rounds, in bytes a second."""
+
+    median: float
+    lowest: float
+    highest: float
+
+    @classmethod
+    def of(cls, nbytes: int, seconds: Sequence[float]) -> Rates:
+        """The rates of rounds that moved `nbytes` each."""
+        rates = [nbytes / max(each, 1e-9) for each in seconds]
+        return cls(median(rates), min(rates), max(rates))
+
+
+@dataclass(frozen=True, slots=True)
+class Bandwidth:
+    """What a measurement found.
+
+    Args:
+        transport: name of the transport.
+        route, why: as in `Choice`.
+        round_trip_s: median of pings.
+        one_block_s: median time of looking up and loading one block.
+        put, get: rates of blocks stored, and of blocks looked up and loaded.
+        num_rounds: without those that warmed up.
+        put_bytes, get_bytes: moved by each round: whole blocks up, one rank's shards of the same blocks down.
+        region_bytes: one rank's shards of a block.
+        limited_by: why a round moved less than was asked for: "room", "time", or "".
+        free_bytes: of the pool's memory before the measurement.
+        num_evicted: blocks that the pool evicted meanwhile, for whomever.
+    """
+
+    transport: str
+    route: str
+    why: str
+    round_trip_s: float
+    one_block_s: float
+    put: Rates
+    get: Rates
+    num_rounds: int
+    put_bytes: int
+    get_bytes: int
+    region_bytes: int
+    limited_by: str
+    free_bytes: int
+    num_evicted: int
+
+
+@dataclass(frozen=True, slots=True)
+class HitCost:
+    """What a hit costs: `load_s` seconds for `nbytes` of one rank, which spare the engine `num_tokens` of prefill."""
+
+    fingerprint: bytes
+    num_tokens: int
+    nbytes: int
+    load_s: float
+
+    @property
+    def break_even(self) -> float:
+        """Tokens a second: the hit is worth its load where prefill is slower."""
+        return self.num_tokens / self.load_s
+
+
+def check_permission(client: Client) -> None:
+    """Raises PermissionDeniedError, before anything is stored, if the caller may not call what a measurement does."""
+    caller = client.admin.whoami()
+    if missing := sorted(_CALLS - {*caller.methods}):
+        raise PermissionDeniedError(
+            f"{caller.principal} may not call {', '.join(missing)}, which a measurement needs to find room and to "
+            f"remove its blocks; --bandwidth needs the role {Role.OPERATOR}: give its certificate (kvpool --tls "
+            "pki/operator ping ...) or its token (--token-file); `kvpool ping` alone works with every role"
+        )
+
+
+def shards_of_rank(group: GroupSpec, tp_size: int) -> ShardRange:
+    """The shards of a block that the first of `tp_size` ranks loads.
+
+    Raises InvalidRequestError if the group's blocks cannot be divided over so many ranks.
+    """
+    # Without heads to cut along, each rank has one shard of its own.
+    replicas = max(1, tp_size // group.num_kv_heads) if group.num_kv_heads else 1
+    count, rest = divmod(group.num_shards * replicas, tp_size)
+    if rest or not count or (not group.num_kv_heads and count != 1):
+        raise InvalidRequestError(
+            f"blocks of the namespace have {group.num_shards} shards, which {tp_size} ranks cannot share; give "
+            "--tensor-parallel of an engine of this namespace"
+        )
+    return ShardRange(0, count)
+
+
+def hit_bytes(group: GroupSpec, num_tokens: int, tp_size: int) -> int:
+    """Bytes of one group that one rank loads for a hit: all tokens, the last window, or one recurrent state.
+
+    A spec does not tell the chunks of chunked attention: there all tokens are counted, which is an upper bound.
+    """
+    region_bytes = shards_of_rank(group, tp_size).count * group.chunk_bytes
+    if group.kind == "mamba":
+        return region_bytes
+    tokens = min(num_tokens, group.window_tokens or num_tokens)
+    return tokens * region_bytes // group.block_tokens
+
+
+def largest_group(spec: NamespaceSpec, tp_size: int, num_tokens: int = HIT_TOKENS) -> GroupSpec:
+    """The group that most bytes of a hit are of."""
+    return max(spec.groups, key=lambda group: hit_bytes(group, num_tokens, tp_size))
+
+
+def hit_cost(measured: Bandwidth, namespace: pb.NamespaceInfo, tp_size: int, num_tokens: int = HIT_TOKENS) -> HitCost:
+    """What loading a hit of so many tokens would cost one rank at the measured rates, its lookup included."""
+    groups = decode_spec(namespace.spec).groups
+    nbytes = sum(hit_bytes(group, num_tokens, tp_size) for group in groups)
+    # Each group's blocks are a get of their own.
+    latency_s = measured.one_block_s + (len(groups) - 1) * measured.round_trip_s
+    load_s = latency_s + max(0, nbytes - measured.region_bytes) / measured.get.median
+    return HitCost(namespace.fingerprint, num_tokens, nbytes, load_s)
+
+
+def usual_block(client: Client) -> GroupSpec:
+    """The blocks to measure with where no namespace was named.
+
+    A full pool would empty a whole extent of its arena for a new size of blocks, so there the blocks are those of the
+    namespace that was used last.
+    """
+    if free_bytes(client.admin.stats()) >= 2 * LEAST_BYTES:
+        return BLOCK
+    used = [info for info in client.admin.namespaces(holdings=False) if info.spec.model != MEASUREMENT_MODEL]
+    latest = min(used, key=lambda info: info.idle_seconds, default=None)
+    groups = (BLOCK,) if latest is None else decode_spec(latest.spec).groups
+    return max(groups, key=lambda group: group.slot_bytes / group.block_tokens)
+
+
+def measure(
+    client: Client,
+    wanted_bytes: int,
+    block: GroupSpec = BLOCK,
+    shards: ShardRange | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Bandwidth:
+    """Measures puts and gets.
+
+    Args:
+        wanted_bytes: that each round moves each way; less where the pool has less room, or is slow.
+        block: which blocks travel.
+        shards: of each block, that a get reads; all of them by default.
+
+    Raises:
+        OutOfSpaceError: the pool has no room even for little, or evicted the blocks before they were read.
+        TransferError, UnavailableError, PoolTimeoutError: as puts and gets.
+    """
+    before = client.admin.stats()
+    rounds = _Rounds(client, block, shards or ShardRange(0, block.num_shards), clock)
+    try:
+        whole = ShardRange(0, block.num_shards)
+        wanted = max(1, min(wanted_bytes // block.slot_bytes, rounds.namespace.max_blocks(whole)))
+        most = max(1, min(wanted, _room(before) // block.slot_bytes))
+        count = rounds.warm_up(most)
+        taken: list[_Seconds] = []
+        ends_at = clock() + ROUNDS_S
+        while len(taken) < NUM_ROUNDS and (not taken or clock() < ends_at):
+            taken.append(rounds.run(count))
+        round_trip_s = rounds.round_trip_s()
+    finally:
+        rounds.remove()
+    choice = client.attachment.choice
+    put_bytes, get_bytes = count * block.slot_bytes, count * rounds.region_bytes
+    return Bandwidth(
+        transport=rounds.namespace.transport.name,
+        route=choice.route if choice else rounds.namespace.transport.name,
+        why=choice.why if choice else "",
+        round_trip_s=round_trip_s,
+        one_block_s=median(each.one_block for each in taken),
+        put=Rates.of(put_bytes, [each.put for each in taken]),
+        get=Rates.of(get_bytes, [each.get for each in taken]),
+        num_rounds=len(taken),
+        put_bytes=put_bytes,
+        get_bytes=get_bytes,
+        region_bytes=rounds.region_bytes,
+        limited_by="" if count == wanted else "room" if count == most else "time",
+        free_bytes=free_bytes(before),
+        num_evicted=client.admin.stats().counters["evicted_blocks"] - before.counters["evicted_blocks"],
+    )
+
+
+def free_bytes(stats: pb.StatsResponse) -> int:
+    """Memory that the pool can give to new blocks without evicting any."""
+    return max(0, stats.free_bytes - max(0, stats.arena_bytes - stats.prefaulted_bytes))
+
+
+def _room(stats: pb.StatsResponse) -> int:
+    """Bytes that a round may store."""
+    return max(free_bytes(stats) // 2, min(LEAST_BYTES, stats.arena_bytes // 2))
+
+
+@dataclass(frozen=True, slots=True)
+class _Seconds:
+    """What one round took."""
+
+    put: float
+    get: float
+    one_block: float
+
+
+class _Rounds:
+    """Stores, loads and removes blocks of one group."""
+
+    def __init__(self, client: Client, block: GroupSpec, shards: ShardRange, clock: Callable[[], float]):
+        self._client = client
+        self._clock = clock
+        self._block_bytes = block.slot_bytes
+        self._shards = shards
+        self.region_bytes = shards.count * block.chunk_bytes
+        block = replace(block, layer_names=(), layer_formats=())  # One namespace for blocks of equal sizes.
+        self.namespace = client.open_namespace(NamespaceSpec(model=MEASUREMENT_MODEL, groups=(block,)))
+        self._unremoved: list[BlockRun] = []
+        size = max(block.slot_bytes, MAX_BUFFER_BYTES // block.slot_bytes * block.slot_bytes)
+        self._source = np.frombuffer(np.random.default_rng().bytes(size), np.uint8)
+        self._target = np.ones(0, np.uint8)
+
+    def round_trip_s(self) -> float:
+        """Median time of a call that does nothing."""
+        seconds = []
+        for _ in range(NUM_PINGS):
+            began = self._clock()
+            self._client.admin.ping()
+            seconds.append(self._clock() - began)
+        return median(seconds)
+
+    def warm_up(self, most: int) -> int:
+        """Runs growing rounds; returns how many blocks of `most` take about `ROUND_S` one way."""
+        count = max(1, min(most, START_BYTES // self._block_bytes))
+        while True:
+            took = self.run(count)
+            in_time = int(count * ROUND_S / max(took.put, took.get))
+            following = max(1, min(most, 4 * count, in_time))
+            if following <= count:
+                return following
+            count = following
+
+    def run(self, count: int) -> _Seconds:
+        """Stores `count` new blocks, loads them, loads one of them, and removes them."""
+        run = BlockRun(0, [os.urandom(HASH_BYTES) for _ in range(count)])
+        self._unremoved.append(run)
+        began = self._clock()
+        self._client.put(self.namespace, [run], self._blocks(self._source, len(run), self._block_bytes))
+        put_s = self._clock() - began
+        took = _Seconds(put_s, self._load(run), self._load(BlockRun(0, run.block_hashes[:1])))
+        self._remove(run)
+        return took
+
+    def remove(self) -> None:
+        """Removes what failed rounds have left."""
+        for run in list(self._unremoved):
+            with suppress(KVPoolError):  # The round's own error says more.
+                self._remove(run)
+
+    def _remove(self, run: BlockRun) -> None:
+        self._client.admin.remove(self.namespace, [run], timeout_ms=REMOVE_TIMEOUT_MS)
+        self._unremoved.remove(run)
+
+    def _load(self, run: BlockRun) -> float:
+        """Seconds from the lookup until the bytes have arrived."""
+        if (nbytes := len(run) * self.region_bytes) > len(self._target):  # Threads fill it: no two blocks may share.
+            self._target = np.ones(nbytes, np.uint8)
+        began = self._clock()
+        with self._leased(run) as lease_id:
+            into = self._blocks(self._target, len(run), self.region_bytes)
+            located = self._client.get(self.namespace, lease_id, [run], into, shards=self._shards)
+            seconds = self._clock() - began
+        if not all(located.present):
+            raise OutOfSpaceError(_EVICTED)
+        return seconds
+
+    @contextmanager
+    def _leased(self, run: BlockRun) -> Iterator[int]:
+        found = self._client.lookup(self.namespace, [run])
+        try:
+            if found.hits[0].num_leading < len(run):
+                raise OutOfSpaceError(_EVICTED)
+            yield found.lease_id
+        finally:
+            with suppress(KVPoolError):  # Without the call the lease expires.
+                self._client.release([found.lease_id])
+
+    @staticmethod
+    def _blocks(memory: npt.NDArray[np.uint8], count: int, nbytes: int) -> InPlace:
+        """Memory of `count` blocks, which take turns."""
+        starts = [idx % (len(memory) // nbytes) * nbytes for idx in range(count)]
+        return InPlace([memory[start : start + nbytes] for start in starts])

@@ -1,0 +1,85 @@
+"""Quotas and sizes as text: SUBJECT=SIZE, such as tenant:acme=20GiB."""
+
+from __future__ import annotations
+
+import heapq
+import re
+from collections.abc import Iterable, Sequence
+from fractions import Fraction
+
+from kvpool.protocol.errors import InvalidRequestError
+from kvpool.protocol.types import Quota
+
+MAX_TOLD = 256
+"""Quotas in an answer to `Stats`."""
+_UNITS = {"": 1, "B": 1, **{f"{p}iB": 1 << 10 * n for n, p in enumerate("KMGTP", 1)}}
+_UNITS |= {f"{p}B": 1_000**n for n, p in enumerate("KMGTP", 1)}
+_BY_LOWER = {unit.lower(): nbytes for unit, nbytes in _UNITS.items()}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
+
+
+def parse_quota(text: str) -> Quota:
+    """A quota such as tenant:acme=20GiB or namespace:0123456789ab=0. Raises InvalidRequestError."""
+    subject, equals, size = text.strip().rpartition("=")
+    if not equals:
+        raise InvalidRequestError(f"quota {text!r} has no size; give SUBJECT=SIZE, such as tenant:acme=20GiB")
+    kind, colon, name = subject.partition(":")
+    quota = Quota(kind + colon + (name.lower() if kind == "namespace" else name), _nbytes(text, size))
+    quota.check()
+    return quota
+
+
+def covers(subject: str, tenant: str, fingerprint: bytes) -> bool:
+    """Whether a namespace's entries count towards the quota of a subject."""
+    kind, _, name = subject.partition(":")
+    return name == tenant if kind == "tenant" else fingerprint.hex().startswith(name)
+
+
+def beyond_memory(quotas: Sequence[Quota], arena_bytes: int) -> str:
+    """A warning if tenants' quotas, or namespaces', together are more than the memory; empty: they are not.
+
+    An excess below a 64th does not count: the server rounds its memory, and what tenants may hold, down to extents.
+    """
+    for kind in ("tenant", "namespace"):
+        wanted = sum(quota.limit_bytes for quota in quotas if quota.subject.startswith(f"{kind}:"))
+        if wanted - arena_bytes > arena_bytes // 64:
+            return (
+                f"the quotas of {kind}s add up to {size_text(wanted)}, and the pool's memory is "
+                f"{size_text(arena_bytes)}: a {kind} below its quota may lose blocks to others; lower the quotas, or "
+                "give the server more --memory"
+            )
+    return ""
+
+
+def fullest(quotas: Iterable[Quota], most: int = MAX_TOLD) -> tuple[Quota, ...]:
+    """The quotas whose subjects hold most of what they may hold, those first."""
+    return tuple(heapq.nlargest(most, quotas, key=lambda quota: quota.used_bytes / max(1, quota.limit_bytes)))
+
+
+def parse_size(size: str) -> int:
+    """Bytes of a size such as 512MiB or 1.5 TiB. Raises InvalidRequestError."""
+    match = _SIZE.fullmatch(size.strip())
+    if match is None or match[2].lower() not in _BY_LOWER:
+        raise InvalidRequestError(f"{size!r} is not a size; give bytes, or 512MiB, 20GiB, 1.5TiB")
+    return int(Fraction(match[1]) * _BY_LOWER[match[2].lower()])
+
+
+def _nbytes(text: str, size: str) -> int:
+    match = _SIZE.fullmatch(size.strip())
+    try:
+        nbytes = parse_size(size)
+    except InvalidRequestError as error:
+        raise InvalidRequestError(f"quota {text!r}: {error}") from None
+    assert match is not None
+    if nbytes >= 1 << 63 or (nbytes == 0 and Fraction(match[1])):
+        raise InvalidRequestError(f"quota {text!r}: {size!r} is not between 1 byte and 8 EiB")
+    return nbytes
+
+
+def size_text(nbytes: int) -> str:
+    """A number of bytes in its largest unit: 20 GiB, 1.5 TiB."""
+    size, units = float(nbytes), ["B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"]
+    while size >= 1024 and len(units) > 1:
+        size /= 1024
+        units.pop(0)
+    return f"{size:.3g} {units[0]}" if size < 1000 else f"{size:.0f} {units[0]}"

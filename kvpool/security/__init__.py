@@ -1,0 +1,1 @@
+"""Who may do what: certificates, tokens, keys, names of principals."""

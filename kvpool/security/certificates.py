@@ -1,0 +1,319 @@
+"""A certificate authority in a directory, for those who have none: it makes the certificates of servers and principals.
+
+Files have the names of a Kubernetes Secret of type kubernetes.io/tls, so that each directory can be mounted as it is:
+
+    ca/ca.crt, ca/ca.key                     the authority; its key signs every other certificate
+    server/{ca.crt,tls.crt,tls.key}          the first server's
+    servers/HOST                             another server's, likewise
+    operator, metrics, tenants/TENANT/ROLE   a principal's, likewise
+
+A server's certificate is good for servers only and a principal's for clients only: neither can pass as the other.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import ipaddress
+import os
+import secrets
+import stat
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from kvpool.protocol.errors import ConfigError, InvalidRequestError
+from kvpool.security.file_permissions import unreadable
+from kvpool.security.principal import Principal
+
+CA_DAYS = 3_650
+LEAF_DAYS = 365
+LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
+CA_NAME, CERTIFICATE_NAME, KEY_NAME = "ca.crt", "tls.crt", "tls.key"
+MAX_PEM_BYTES = 1 << 20
+_CERTIFICATE_MARK, _KEY_MARK = b"-----BEGIN CERTIFICATE-----", b"PRIVATE KEY-----"
+_CLOCK_SKEW = dt.timedelta(minutes=5)
+
+_PrivateKey = ec.EllipticCurvePrivateKey
+_SERVER, _CLIENT = ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH
+
+
+@dataclass(frozen=True, slots=True)
+class CertificateFacts:
+    """What a certificate says.
+
+    Args:
+        paths: the files that hold it.
+        use: "authority", "server", "client", or "server and client".
+        names: DNS names, addresses and URIs, or the subject where it has none.
+        ends_at: the last second in which it is valid, UTC.
+    """
+
+    paths: tuple[str, ...]
+    use: str
+    names: tuple[str, ...]
+    ends_at: dt.datetime
+
+
+class Authority:
+    """A certificate authority whose files are in `directory`. Raises ConfigError for files that cannot be used."""
+
+    def __init__(self, directory: Path, certificate: x509.Certificate, key: _PrivateKey):
+        self.directory = directory
+        self._certificate = certificate
+        self._key = key
+
+    @classmethod
+    def create(cls, directory: Path) -> Authority:
+        """Makes an authority that is valid for `CA_DAYS`. Raises ConfigError if the directory has one."""
+        ca = directory / "ca"
+        if (ca / "ca.key").exists():
+            raise ConfigError(f"{ca} has an authority; make further certificates with it: kvpool certs issue")
+        key = ec.generate_private_key(ec.SECP256R1())
+        name = _name(f"kvpool authority {secrets.token_hex(4)}")
+        usage = x509.KeyUsage(False, False, False, False, False, True, True, False, False)
+        certificate = (
+            _builder(name, name, key, CA_DAYS)
+            .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+            .add_extension(usage, critical=True)
+            .sign(key, hashes.SHA256())
+        )
+        write_whole(ca / CA_NAME, _pem(certificate))
+        write_whole(ca / "ca.key", _key_pem(key), secret=True)
+        return cls(directory, certificate, key)
+
+    @classmethod
+    def load(cls, directory: Path) -> Authority:
+        ca = directory / "ca"
+        try:
+            certificate = x509.load_pem_x509_certificate(read_pem(ca / CA_NAME))
+            key = serialization.load_pem_private_key(read_pem(ca / "ca.key"), None)
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"{ca} holds no authority that can be read: {error}") from None
+        if not isinstance(key, _PrivateKey) or key.public_key() != certificate.public_key():
+            raise ConfigError(f"{ca}/ca.key is not the key of {ca / CA_NAME}; restore the pair from a backup")
+        return cls(directory, certificate, key)
+
+    def issue_server(self, hosts: Sequence[str], days: int = LEAF_DAYS) -> Path:
+        """A certificate of the first server, which clients reach by `hosts` (DNS names or addresses).
+
+        Returns its directory.
+        """
+        return self._issue_server(self.directory / "server", hosts, days)
+
+    def issue_server_of(self, hosts: Sequence[str], days: int = LEAF_DAYS) -> Path:
+        """A certificate of the server that the first host names; it keeps the names of the one that it replaces.
+
+        The first server's is in `server`, another one's in `servers/HOST`. Returns the directory.
+        """
+        first = str(host_names(hosts)[0].value)
+        directory = self.directory / "server"
+        names = _names_in(directory)
+        # Every server has the local names: they name the first server only if its first name is local, too.
+        if names and first not in ({*names} if names[0] in LOCAL_HOSTS else {*names} - {*LOCAL_HOSTS}):
+            directory = self.directory / "servers" / first
+            names = _names_in(directory)
+        return self._issue_server(directory, (*names, *hosts), days)
+
+    def _issue_server(self, directory: Path, hosts: Sequence[str], days: int) -> Path:
+        return self._issue(directory, "kvpool-server", host_names((*hosts, *LOCAL_HOSTS)), _SERVER, days)
+
+    def issue_principal(self, principal: Principal, days: int = LEAF_DAYS) -> Path:
+        """A client's certificate; returns its directory."""
+        under = Path("tenants", principal.tenant) if principal.role.has_tenant else Path()
+        names = [x509.UniformResourceIdentifier(principal.spiffe_id)]
+        return self._issue(self.directory / under / principal.role, f"kvpool {principal.role}", names, _CLIENT, days)
+
+    def _issue(
+        self, directory: Path, name: str, names: Sequence[x509.GeneralName], use: x509.ObjectIdentifier, days: int
+    ) -> Path:
+        ends_at = self._certificate.not_valid_after_utc
+        if dt.datetime.now(dt.UTC) + dt.timedelta(days=days) > ends_at:
+            raise InvalidRequestError(
+                f"{days} days are more than the authority has left, which ends on {ends_at:%Y-%m-%d}; give fewer, or "
+                "make a new authority in another directory"
+            )
+        key = ec.generate_private_key(ec.SECP256R1())
+        authority_key_id = x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key())
+        usage = x509.KeyUsage(True, False, False, False, False, False, False, False, False)
+        certificate = (
+            _builder(_name(name), self._certificate.subject, key, days)
+            .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+            .add_extension(usage, critical=True)
+            .add_extension(x509.ExtendedKeyUsage([use]), critical=False)
+            .add_extension(x509.SubjectAlternativeName(names), critical=False)
+            .add_extension(authority_key_id, critical=False)
+            .sign(self._key, hashes.SHA256())
+        )
+        write_whole(directory / CA_NAME, _pem(self._certificate))
+        write_whole(directory / KEY_NAME, _key_pem(key), secret=True)
+        write_whole(directory / CERTIFICATE_NAME, _pem(certificate))
+        return directory
+
+
+def _names_in(directory: Path) -> tuple[str, ...]:
+    """The names of a directory's certificate; empty if the directory has none."""
+    certificate = directory / CERTIFICATE_NAME
+    return read_certificates(certificate)[0].names if certificate.exists() else ()
+
+
+def read_certificates(path: Path) -> list[CertificateFacts]:
+    """The certificates of a PEM file, or of every .crt and .pem file below a directory, by their ends.
+
+    Raises ConfigError.
+    """
+    files = sorted(each for each in path.rglob("*") if each.suffix in (".crt", ".pem")) if path.is_dir() else [path]
+    found: dict[bytes, CertificateFacts] = {}
+    for file in files:
+        text = read_pem(file)
+        try:
+            certificates = load_certificates(text, file)
+        except ConfigError:
+            if file == path:
+                raise
+            continue  # A key, for example.
+        for certificate in certificates:
+            before = found.get(name := certificate.fingerprint(hashes.SHA256()))
+            found[name] = facts_of((*(before.paths if before else ()), str(file)), certificate)
+    return sorted(found.values(), key=lambda facts: facts.ends_at)
+
+
+def load_certificates(text: bytes, path: object, setting: str = "") -> list[x509.Certificate]:
+    """The certificates in the PEM text of a file. Raises ConfigError if there is none.
+
+    Args:
+        setting: as of `file_permissions.unreadable`.
+    """
+    try:
+        return x509.load_pem_x509_certificates(text)
+    except ValueError:
+        named = f" as {setting}" if setting else ""
+        held = "holds no certificate that can be read"
+        if _KEY_MARK in text and _CERTIFICATE_MARK not in text:
+            held = "holds a private key, not certificates"
+        raise ConfigError(f"{path} {held}; give a PEM file with certificates{named}") from None
+
+
+def load_key(text: bytes, path: object, setting: str = "") -> PrivateKeyTypes:
+    """The private key in the PEM text of a file. Raises ConfigError; its arguments are as of `load_certificates`."""
+    try:
+        return serialization.load_pem_private_key(text, None)
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+        named = f" as {setting}" if setting else ""
+        held = f"holds no key that can be read: {error}"
+        if _CERTIFICATE_MARK in text and _KEY_MARK not in text:
+            held = "holds certificates, not a private key"
+        raise ConfigError(f"{path} {held}; give a PEM file with an unencrypted key{named}") from None
+
+
+def read_pem(path: Path, setting: str = "") -> bytes:
+    """A file's bytes, at most `MAX_PEM_BYTES`. Raises ConfigError.
+
+    Args:
+        setting: as of `file_permissions.unreadable`.
+    """
+    try:
+        with path.open("rb") as file:
+            text = file.read(MAX_PEM_BYTES + 1)
+    except OSError as error:
+        raise unreadable(path, error, setting) from None
+    if len(text) > MAX_PEM_BYTES:
+        raise ConfigError(f"{path} is larger than {MAX_PEM_BYTES} bytes; give a PEM file")
+    return text
+
+
+def facts_of(paths: tuple[str, ...], certificate: x509.Certificate) -> CertificateFacts:
+    """What a certificate says that is in the files `paths`."""
+    extensions = certificate.extensions
+    uses = []
+    try:
+        is_authority = extensions.get_extension_for_class(x509.BasicConstraints).value.ca
+    except x509.ExtensionNotFound:
+        is_authority = False
+    try:
+        allowed = list(extensions.get_extension_for_class(x509.ExtendedKeyUsage).value)
+        uses = [word for word, use in (("server", _SERVER), ("client", _CLIENT)) if use in allowed]
+    except x509.ExtensionNotFound:
+        uses = ["server", "client"]
+    try:
+        names = tuple(str(name.value) for name in extensions.get_extension_for_class(x509.SubjectAlternativeName).value)
+    except x509.ExtensionNotFound:
+        names = (certificate.subject.rfc4514_string(),)
+    use = "authority" if is_authority else " and ".join(uses)
+    return CertificateFacts(paths, use, names, certificate.not_valid_after_utc)
+
+
+def _builder(subject: x509.Name, issuer: x509.Name, key: _PrivateKey, days: int) -> x509.CertificateBuilder:
+    now = dt.datetime.now(dt.UTC)
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - _CLOCK_SKEW)
+        .not_valid_after(now + dt.timedelta(days=days))
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+    )
+
+
+def _name(common_name: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name)])
+
+
+def host_names(hosts: Sequence[str]) -> list[x509.GeneralName]:
+    """Hosts as a certificate names them. Raises InvalidRequestError, which names the host that is none."""
+    return list(dict.fromkeys(map(_host_name, hosts)))
+
+
+def _host_name(host: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host.strip("[]")))
+    except ValueError:
+        pass
+    if not host or host.startswith(".") or not host.isascii() or any(char in host for char in " /:@,"):
+        raise InvalidRequestError(f"host {host!r} is neither a DNS name nor an address; leave out scheme and port")
+    return x509.DNSName(host)
+
+
+def _pem(certificate: x509.Certificate) -> bytes:
+    return certificate.public_bytes(serialization.Encoding.PEM)
+
+
+def _key_pem(key: _PrivateKey) -> bytes:
+    return key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+
+
+def write_whole(path: Path, text: bytes, secret: bool = False, like: os.stat_result | None = None) -> None:
+    """Replaces a file as a whole, so that who reads it sees the old bytes or the new ones. Raises ConfigError.
+
+    Args:
+        secret: only the file's owner may read it.
+        like: of a file whose owner, group and mode the new one gets; None: the caller's, and those of `secret`.
+    """
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600 if secret else 0o644)
+        try:
+            with open(fd, "wb") as file:
+                if like is not None:
+                    os.fchown(fd, like.st_uid, like.st_gid)
+                    os.fchmod(fd, stat.S_IMODE(like.st_mode))
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from None

@@ -1,0 +1,71 @@
+"""Refuses files that the wrong users can read or write.
+
+The permissions are those of the file that a symbolic link leads to: a Kubernetes Secret's volume has links.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+
+from kvpool.protocol.errors import ConfigError
+
+
+def unreadable(path: object, error: OSError, setting: str = "") -> ConfigError:
+    """The error for a file that cannot be read.
+
+    Args:
+        setting: the option or setting that gave the path, such as "--tokens"; empty: not known.
+    """
+    named = f" as {setting}" if setting else ""
+    seen = "" if os.path.isabs(str(path)) else f" (seen from {_working_directory()})"
+    return ConfigError(
+        f"cannot read {path}{seen}: {error.strerror}; give a file{named} that exists and that this process may read"
+    )
+
+
+def require_private(path: str, what: str = "private key", setting: str = "") -> None:
+    """Raises ConfigError if others than a key's owner, or a group that root has chosen, can read it.
+
+    Args:
+        setting: as of `unreadable`.
+    """
+    found = _stat(path, setting)
+    mode = stat.S_IMODE(found.st_mode)
+    if mode & 0o037 or (mode & 0o040 and found.st_uid):
+        raise ConfigError(
+            f"others can read the {what} {path} (mode {mode:04o}); give it mode 0600, or 0640 and owner root "
+            "(Kubernetes: defaultMode: 0440 in the secret's volume)"
+        )
+
+
+def require_owner_writes(path: str, danger: str, setting: str = "") -> None:
+    """Raises ConfigError if a file's group, or others, can write it. They may read it.
+
+    Args:
+        danger: what those who can write the file could do, such as "add an operator's token".
+        setting: as of `unreadable`.
+    """
+    mode = stat.S_IMODE(_stat(path, setting).st_mode)
+    if mode & 0o022:
+        raise ConfigError(
+            f"{path} can be written by its group or others (mode {mode:04o}), who could {danger}; chmod go-w {path}"
+        )
+
+
+def _stat(path: str, setting: str) -> os.stat_result:
+    try:
+        return os.stat(path)
+    except OSError as error:
+        raise unreadable(path, error, setting) from None
+    except ValueError:  # A zero byte.
+        named = f" as {setting}" if setting else ""
+        raise ConfigError(f"cannot read {path!r}: no file has such a name; give another path{named}") from None
+
+
+def _working_directory() -> str:
+    """The directory of relative paths, for errors. It may have been deleted since the process began there."""
+    try:
+        return os.getcwd()
+    except OSError:
+        return "a directory that is gone"

@@ -1,0 +1,151 @@
+"""The files of a process' TLS identity: read, checked, and read again when they change, so that nothing restarts.
+
+An authority, a certificate (with its chain) and the certificate's key, all PEM.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime as dt
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from cryptography import x509
+
+from kvpool.protocol.errors import ConfigError, InvalidRequestError
+from kvpool.security.certificates import CA_NAME, CERTIFICATE_NAME, KEY_NAME, load_certificates, load_key, read_pem
+from kvpool.security.file_permissions import require_private
+from kvpool.security.principal import Principal
+from kvpool.security.watched_files import WatchedFiles
+
+
+@dataclass(frozen=True, slots=True)
+class TlsFiles:
+    """Paths of PEM files.
+
+    Args:
+        ca: the authorities that sign the other side's certificate.
+        cert: this side's certificate, and those between it and the authority; empty: none, for clients with a token.
+        key: the certificate's private key, which nobody else may read.
+    """
+
+    ca: str
+    cert: str = ""
+    key: str = ""
+
+    @property
+    def paths(self) -> list[str]:
+        """The paths that are given."""
+        return [path for path in (self.ca, self.cert, self.key) if path]
+
+    @classmethod
+    def of(cls, value: object) -> TlsFiles:
+        """Files, or a mapping with their paths by these names. Raises ConfigError for anything else."""
+        paths = value if isinstance(value, Mapping) else None
+        if isinstance(value, TlsFiles):
+            paths = dataclasses.asdict(value)
+        if paths is None or not {"ca"} <= set(paths) <= {"ca", "cert", "key"}:
+            raise ConfigError(
+                f"tls = {value!r} does not have the paths ca, cert and key; give TlsFiles(ca, cert, key), or "
+                "TlsFiles.in_directory(DIR)"
+            )
+        for name, path in paths.items():
+            if not isinstance(path, str):
+                raise ConfigError(f"tls: {name} = {path!r} is not a path as text; give str(path)")
+        if not paths["ca"]:
+            raise ConfigError(f"tls = {value!r} has no ca; give the authority of the server's certificate")
+        return cls(**paths)
+
+    @classmethod
+    def in_directory(cls, directory: str | Path) -> TlsFiles:
+        """The files of a directory as `kvpool certs` makes it; `ca.crt` may be alone there, for callers with a token.
+
+        Raises ConfigError, which names the missing file.
+        """
+        directory = Path(directory)
+        ca, cert, key = (directory / name for name in (CA_NAME, CERTIFICATE_NAME, KEY_NAME))
+        if not ca.is_file():
+            below = sorted(directory.glob(f"operator/{CA_NAME}"))
+            hint = f"give {below[0].parent}" if below else "give a directory that `kvpool certs` has made"
+            raise ConfigError(f"{directory} has no {CA_NAME}; {hint}")
+        if cert.exists() != key.exists():
+            missing, there = (cert, key) if key.exists() else (key, cert)
+            raise ConfigError(
+                f"{directory} has {there.name} and no {missing.name}; give both, or only {CA_NAME} for a caller with a "
+                "token"
+            )
+        return cls(str(ca), str(cert), str(key)) if cert.exists() else cls(str(ca))
+
+
+@dataclass(frozen=True, slots=True)
+class TlsIdentity:
+    """What `TlsFiles` held when they were read.
+
+    Args:
+        ca, cert, key: PEM; None: no such file was named.
+        ends_at: the last second in which the certificate is valid, UTC.
+        ca_ends_at: the same of the authority that ends first.
+        principal: whom the certificate names, if it is a principal's.
+    """
+
+    ca: bytes | None
+    cert: bytes | None = None
+    key: bytes | None = None
+    ends_at: dt.datetime | None = None
+    ca_ends_at: dt.datetime | None = None
+    principal: Principal | None = None
+
+
+CLIENT_SETTINGS = TlsFiles("ca in tls (--tls DIR)", "cert in tls (--tls DIR)", "key in tls (--tls DIR)")
+"""What gives a client the paths, for errors."""
+
+
+def read_identity(files: TlsFiles, settings: TlsFiles = CLIENT_SETTINGS) -> TlsIdentity:
+    """Reads and checks the files. Raises ConfigError, which names the file, the setting and the fault.
+
+    Args:
+        settings: in the place of each path, the option or setting that gave it.
+    """
+    ca = read_pem(Path(files.ca), settings.ca) if files.ca else None
+    ca_ends_at = None
+    if ca is not None:
+        ca_ends_at = min(each.not_valid_after_utc for each in load_certificates(ca, files.ca, settings.ca))
+    if bool(files.cert) != bool(files.key):
+        raise ConfigError(f"TLS files have cert {files.cert!r} and key {files.key!r}; give both, or none with a token")
+    if not files.cert:
+        return TlsIdentity(ca, ca_ends_at=ca_ends_at)
+    cert = read_pem(Path(files.cert), settings.cert)
+    certificate = load_certificates(cert, files.cert, settings.cert)[0]
+    require_private(files.key, setting=settings.key)
+    key = read_pem(Path(files.key), settings.key)
+    private = load_key(key, files.key, settings.key)
+    if private.public_key() != certificate.public_key():
+        raise ConfigError(f"{files.key} is not the key of {files.cert}; give the pair that was made together")
+    return TlsIdentity(ca, cert, key, certificate.not_valid_after_utc, ca_ends_at, _principal(certificate))
+
+
+class WatchedIdentity(WatchedFiles[TlsIdentity]):
+    """The identity of files that may be replaced at any time. Raises ConfigError for files that cannot be used."""
+
+    def __init__(
+        self,
+        files: TlsFiles,
+        clock: Callable[[], float] = time.monotonic,
+        when_read: Callable[[ConfigError | None], None] = lambda _: None,
+    ):
+        self.files = files
+        super().__init__(files.paths, lambda: read_identity(files), clock, when_read)
+
+
+def _principal(certificate: x509.Certificate) -> Principal | None:
+    try:
+        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except x509.ExtensionNotFound:
+        return None
+    uris = names.get_values_for_type(x509.UniformResourceIdentifier)
+    try:
+        return Principal.parse(uris[0]) if len(uris) == 1 else None
+    except InvalidRequestError:
+        return None

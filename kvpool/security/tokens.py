@@ -1,0 +1,208 @@
+"""Bearer tokens: secrets that stand for a principal, for callers that have no certificate.
+
+A server keeps a file with a JSON object a line for each token: its SHA-256, the principal, when it was made, and when
+it ends. Who reads the file cannot make a token from it. `#` begins a line that is a comment.
+"""
+
+from __future__ import annotations
+
+import base64
+import datetime as dt
+import fcntl
+import hashlib
+import json
+import os
+import re
+import secrets
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvpool.protocol.errors import ConfigError, InvalidRequestError
+from kvpool.security.certificates import read_pem, write_whole
+from kvpool.security.file_permissions import require_owner_writes, require_private
+from kvpool.security.principal import Principal
+
+PREFIX = "kvpool_"
+"""What every token begins with, so that a scanner for leaked secrets can find it."""
+ID_DIGITS = 12
+"""Of a token's digest, with which people name it."""
+LOCK_S = 5.0
+"""How long a change waits for another change of the same file."""
+_RETRY_S = 0.02
+_TOKEN_FILE = "token_file (--token-file)"
+_SECRET_BYTES = 32
+_UNITS = {"h": 1, "d": 24, "w": 7 * 24}
+_TOKEN = re.compile(PREFIX + r"[A-Za-z0-9_-]{43}")
+_JWT = re.compile(r"[A-Za-z0-9_-]+\.[A-Za-z0-9_-]+\.[A-Za-z0-9_-]+")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRecord:
+    """What a server knows of a token.
+
+    Args:
+        digest: SHA-256 of the token, hexadecimal.
+        ends_at: UTC.
+        created_at: UTC; None: not known.
+    """
+
+    digest: str
+    principal: Principal
+    ends_at: dt.datetime
+    created_at: dt.datetime | None = None
+
+    @property
+    def id(self) -> str:
+        """The first digits of the digest."""
+        return self.digest[:ID_DIGITS]
+
+    def line(self) -> str:
+        """The record in a file of tokens."""
+        fields = {"sha256": self.digest, "principal": str(self.principal), "ends_at": self.ends_at.isoformat()}
+        if self.created_at is not None:
+            fields["created_at"] = self.created_at.isoformat()
+        return json.dumps(fields) + "\n"
+
+    @classmethod
+    def parse(cls, line: str) -> TokenRecord:
+        """The record of a line. Raises ValueError, whose text does not show the line: it may be a token."""
+        try:
+            fields = json.loads(line)
+        except (ValueError, RecursionError):
+            raise ValueError("not a JSON object") from None
+        if not isinstance(fields, dict) or sorted(fields.keys() - {"created_at"}) != ["ends_at", "principal", "sha256"]:
+            raise ValueError("not a JSON object with sha256, principal and ends_at")
+        if not re.fullmatch("[0-9a-f]{64}", str(fields["sha256"])):
+            raise ValueError("its sha256 is not 64 hexadecimal digits")
+        created_at = _time(fields, "created_at") if "created_at" in fields else None
+        try:
+            principal = Principal.parse(str(fields["principal"]))
+        except InvalidRequestError as error:
+            raise ValueError(f"its principal {error}") from None
+        return cls(str(fields["sha256"]), principal, _time(fields, "ends_at"), created_at)
+
+
+def _time(fields: dict[str, object], name: str) -> dt.datetime:
+    try:
+        found = dt.datetime.fromisoformat(str(fields[name]))
+    except ValueError:
+        raise ValueError(f"its {name} {fields[name]!r} is not a time such as 2027-01-31T12:00:00+00:00") from None
+    if found.tzinfo is None:
+        raise ValueError(f"its {name} {fields[name]!r} has no time zone; give one, such as +00:00")
+    return found
+
+
+def create_token(principal: Principal, lasts: dt.timedelta) -> tuple[str, TokenRecord]:
+    """A new token, and what its server has to know of it."""
+    token = PREFIX + base64.urlsafe_b64encode(secrets.token_bytes(_SECRET_BYTES)).rstrip(b"=").decode()
+    now = dt.datetime.now(dt.UTC)
+    return token, TokenRecord(digest_of(token), principal, now + lasts, now)
+
+
+def digest_of(token: str) -> str:
+    """SHA-256, hexadecimal. The token is as random as the digest is long, so a slow hash would add nothing."""
+    return hashlib.sha256(token.encode()).hexdigest()
+
+
+def append_record(path: Path, record: TokenRecord) -> None:
+    """Adds a token to a server's file, which is made with mode 0600. Raises ConfigError."""
+    fd = _open_locked(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+    with open(fd, "a+b") as file:
+        file.seek(max(0, os.fstat(fd).st_size - 1))
+        ends_a_line = file.read() in (b"", b"\n")
+        file.write(("" if ends_a_line else "\n").encode() + record.line().encode())
+
+
+def remove_record(path: Path, token_id: str) -> TokenRecord:
+    """Takes a token out of a server's file, which is replaced as a whole; returns what the file had.
+
+    Args:
+        token_id: the first digits of one token's digest, or all of them.
+
+    Raises ConfigError as `read_records`, and InvalidRequestError unless the id is one token's; nothing has changed.
+    """
+    path = path.resolve()  # A link to the file stays.
+    fd = _open_locked(path, os.O_RDWR)
+    with open(fd, "rb"):
+        lines = _parse_lines(path)
+        found = {each.digest: each for _, each in lines if each is not None and each.digest.startswith(token_id)}
+        if len(found) != 1 or not token_id:
+            raise InvalidRequestError(
+                f"{len(found)} tokens of {path} have ids that begin with {token_id!r}; give the id of one, which "
+                f"`kvpool token list {path}` shows"
+            )
+        (removed,) = found.values()
+        kept = (line for line, each in lines if each is None or each.digest != removed.digest)
+        write_whole(path, b"".join(kept), like=os.fstat(fd))
+    return removed
+
+
+def read_records(path: Path) -> dict[str, TokenRecord]:
+    """A server's tokens by digest, the ended ones included.
+
+    Raises ConfigError, which names the line, also for a file that its group or others can write.
+    """
+    return {record.digest: record for _, record in _parse_lines(path) if record is not None}
+
+
+def _parse_lines(path: Path) -> list[tuple[bytes, TokenRecord | None]]:
+    """Each line with its record; None: the line is empty or a comment. Raises as `read_records`."""
+    require_owner_writes(str(path), "add an operator's token", "--tokens")
+    parsed: list[tuple[bytes, TokenRecord | None]] = []
+    for number, line in enumerate(read_pem(path, "--tokens").splitlines(keepends=True), 1):
+        record = None
+        if line.strip() and not line.startswith(b"#"):
+            try:
+                record = TokenRecord.parse(line.decode(errors="replace"))
+            except ValueError as error:
+                raise ConfigError(
+                    f"{path}, line {number}: {error}; take the line out, and make another token in its place: "
+                    f"kvpool token create --file {path}"
+                ) from None
+        parsed.append((line, record))
+    return parsed
+
+
+def _open_locked(path: Path, flags: int) -> int:
+    """Opens a file for a change, of which there is one at a time: a lost one would bring a removed token back.
+
+    Raises ConfigError.
+    """
+    ends_at = time.monotonic() + LOCK_S
+    while time.monotonic() < ends_at:
+        try:
+            fd = os.open(path, flags | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.path.samestat(os.fstat(fd), os.stat(path)):  # Else it was replaced before it was locked.
+                    return fd
+            except BlockingIOError:
+                pass
+            except BaseException:
+                os.close(fd)
+                raise
+            os.close(fd)
+        except OSError as error:
+            raise ConfigError(f"cannot write {path}: {error.strerror}") from None
+        time.sleep(_RETRY_S)
+    raise ConfigError(f"another process has locked {path} for {LOCK_S:g} s; end it, or try again")
+
+
+def read_token(path: Path) -> str:
+    """A client's token. Raises ConfigError unless the file holds one token alone, and others cannot read it."""
+    require_private(str(path), "token", _TOKEN_FILE)
+    text = read_pem(path, _TOKEN_FILE).decode(errors="replace").strip()
+    if not (_TOKEN.fullmatch(text) or _JWT.fullmatch(text)):
+        raise ConfigError(
+            f"{path} holds no token; it has to hold what `kvpool token create` printed, or a JWT, and nothing else"
+        )
+    return text
+
+
+def parse_lifetime(text: str) -> dt.timedelta:
+    """A time such as 12h, 90d or 4w. Raises InvalidRequestError."""
+    match = re.fullmatch(r"(\d{1,4})([hdw])", text)
+    if match is None or not int(match[1]):
+        raise InvalidRequestError(f"{text!r} is not a lifetime; give hours, days or weeks, such as 12h, 90d or 4w")
+    return dt.timedelta(hours=int(match[1]) * _UNITS[match[2]])

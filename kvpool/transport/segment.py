@@ -1,0 +1,221 @@
+"""The memory that holds the arena: an anonymous file (memfd), which other processes map by a descriptor of it.
+
+The file has no path: a process inherits the descriptor, or receives it from the memory socket. The file is sealed:
+nobody can shrink or grow it, so no process can end another by SIGBUS. Its last page holds a nonce: a client that reads
+the nonce there that came over gRPC shares the memory of that server, and of that boot.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import mmap
+import os
+import secrets
+import stat
+import threading
+import time
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpool.protocol.errors import ConfigError, TransferError
+from kvpool.protocol.types import TOKEN_BYTES, SegmentInfo
+
+NAME = "kvpool-"
+"""With the server's process id behind it: /proc/PID/maps shows which server's memory a process maps."""
+
+TRAILER_BYTES = mmap.PAGESIZE
+NONCE_BYTES = 16
+MAP_STEP_BYTES = 4 << 20
+"""Small, because the low-priority thread that maps ahead holds the mapping's lock during a step."""
+IDLE_NICE = 19
+MAP_AHEAD = "kvpool-map-ahead"
+MAP_POLL_S = 0.1
+MAP_AHEAD_S = 600.0
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_MFD_NOEXEC_SEAL = 8
+_MADV_HUGEPAGE = 14
+_MADV_POPULATE_WRITE = 23
+_libc = ctypes.CDLL(None, use_errno=True)
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class Segment:
+    """A mapped segment. `bytes` is the arena, uint8 [nbytes], writable; `whole` is the arena with the trailer page.
+
+    Threads may read and write disjoint parts of `bytes` freely; `close` only after they have ended.
+
+    Args:
+        fd: of the file; closed with the segment.
+        nbytes: of the arena.
+
+    Attributes:
+        token: clients present it at the memory socket; in the process that made the segment alone, else empty.
+    """
+
+    def __init__(self, fd: int, nbytes: int):
+        self.nbytes = nbytes
+        self.token = b""
+        self._fd = fd
+        self._map = mmap.mmap(fd, nbytes + TRAILER_BYTES, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        whole = np.frombuffer(self._map, dtype=np.uint8)
+        self.whole: Bytes = whole
+        self.bytes: Bytes = whole[:nbytes]
+        self._address = whole.ctypes.data
+        self.nonce = whole[nbytes : nbytes + NONCE_BYTES].tobytes()
+
+    def __repr__(self) -> str:
+        return f"Segment({self.nbytes} bytes, descriptor {self._fd})"
+
+    @classmethod
+    def create(cls, nbytes: int) -> Segment:
+        """Makes a segment of `nbytes`, not yet backed by memory (see `populate`). Raises ConfigError if that fails."""
+        fd = _create_file(nbytes)
+        try:
+            segment = cls(fd, nbytes)
+        except OSError as error:
+            os.close(fd)
+            raise _too_large(nbytes, error) from error
+        segment.token = secrets.token_bytes(TOKEN_BYTES)
+        segment._advise(0, nbytes, _MADV_HUGEPAGE)
+        return segment
+
+    @classmethod
+    def attach(cls, fd: int, info: SegmentInfo) -> Segment:
+        """Maps memory whose descriptor another process has sent. `fd` is closed with the segment, or on failure.
+
+        Raises TransferError if it is not the sealed memory that the server has announced.
+        """
+        try:
+            _check(fd, info)
+            return cls(fd, info.nbytes)
+        except OSError as error:
+            os.close(fd)
+            raise TransferError(f"no shared memory: cannot map what the server sent: {error.strerror}") from error
+        except BaseException:
+            os.close(fd)
+            raise
+
+    @property
+    def fd(self) -> int:
+        """Descriptor of the file; -1 once closed."""
+        return self._fd
+
+    @property
+    def is_sealed(self) -> bool:
+        """Whether the size is fixed. If the system has no seals, no client may map the memory."""
+        return _seals(self._fd) & SEALS == SEALS
+
+    def info(self) -> SegmentInfo:
+        return SegmentInfo(self.nbytes, self.nonce, self.nbytes, self.token)
+
+    def populate(self, start: int, nbytes: int) -> None:
+        """Backs a part with memory, so that later writes neither fault nor fail in a full file system.
+
+        Raises MemoryError if the system has no free memory.
+        """
+        error = self._advise(start, nbytes, _MADV_POPULATE_WRITE)
+        if error == 0:
+            return
+        try:  # Linux before 5.14 has no MADV_POPULATE_WRITE.
+            os.posix_fallocate(self._fd, start, nbytes)
+        except OSError as fallocate_error:
+            raise MemoryError(f"no memory for the arena at {start}: {fallocate_error.strerror}") from fallocate_error
+
+    def map_ahead(self) -> None:
+        """Maps pages that the owner has backed with memory, in the background: a first touch costs ten copies.
+
+        Never touches a page before its owner: the container that touches a page first is charged for its memory.
+        """
+        threading.Thread(target=self._map_ahead, args=(self.bytes,), name=MAP_AHEAD, daemon=True).start()
+
+    def _map_ahead(self, view: Bytes) -> None:
+        # `view` keeps the mapping alive until this thread notices that the segment is closed.
+        with contextlib.suppress(OSError):
+            # At normal priority, 64 engines that start together would occupy the cores for seconds.
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), IDLE_NICE)
+        deadline = time.monotonic() + MAP_AHEAD_S
+        for start in range(0, len(view), MAP_STEP_BYTES):
+            nbytes = min(MAP_STEP_BYTES, len(view) - start)
+            while not self._is_backed(start + nbytes - TRAILER_BYTES):
+                if self._fd < 0 or time.monotonic() > deadline:
+                    return
+                time.sleep(MAP_POLL_S)
+            if self._fd < 0 or self._advise(start, nbytes, _MADV_POPULATE_WRITE):
+                return
+
+    def _is_backed(self, page_start: int) -> bool:
+        state = ctypes.c_ubyte(0)
+        address = ctypes.c_void_p(self._address + page_start)
+        return _libc.mincore(address, ctypes.c_size_t(mmap.PAGESIZE), ctypes.byref(state)) == 0 and bool(state.value)
+
+    def _advise(self, start: int, nbytes: int, advice: int) -> int:
+        # mmap.madvise holds the GIL; populating gigabytes must not.
+        address = ctypes.c_void_p(self._address + start)
+        return 0 if _libc.madvise(address, ctypes.c_size_t(nbytes), advice) == 0 else ctypes.get_errno()
+
+    def close(self) -> None:
+        """Unmaps, once the last view is gone. The memory is free when no process maps it any more. Idempotent."""
+        if self._fd < 0:
+            return
+        self.whole = self.bytes = np.empty(0, np.uint8)
+        try:
+            self._map.close()
+        except BufferError:
+            pass  # A view still exists; the mapping ends with it.
+        os.close(self._fd)
+        self._fd = -1
+
+
+def _create_file(nbytes: int) -> int:
+    """Makes the file of an arena, with memory for its last page alone. Raises ConfigError if that fails."""
+    try:
+        fd = _anonymous_file(f"{NAME}{os.getpid()}")
+    except OSError as error:
+        raise ConfigError(f"cannot make shared memory (memfd_create): {error.strerror}") from error
+    try:
+        os.ftruncate(fd, nbytes + TRAILER_BYTES)
+        os.pwrite(fd, secrets.token_bytes(NONCE_BYTES), nbytes)
+    except OSError as error:
+        os.close(fd)
+        raise _too_large(nbytes, error) from error
+    with contextlib.suppress(OSError):  # See `is_sealed`.
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+    return fd
+
+
+def _too_large(nbytes: int, error: OSError) -> ConfigError:
+    return ConfigError(f"cannot make {nbytes} bytes of shared memory: {error.strerror}; lower --memory")
+
+
+def _anonymous_file(name: str) -> int:
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    try:
+        return os.memfd_create(name, flags | _MFD_NOEXEC_SEAL)
+    except OSError:  # Linux before 6.3 has no MFD_NOEXEC_SEAL, which later systems may demand (vm.memfd_noexec).
+        return os.memfd_create(name, flags)
+
+
+def _seals(fd: int) -> int:
+    """The seals of a file; 0 if files of its kind have none."""
+    try:
+        return fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError:
+        return 0
+
+
+def _check(fd: int, info: SegmentInfo) -> None:
+    """Raises TransferError if a file is not the memory that a server has announced. Nothing is mapped before that."""
+    found = os.fstat(fd)
+    why = ""
+    if not stat.S_ISREG(found.st_mode) or _seals(fd) & SEALS != SEALS:  # Only memory can be sealed.
+        why = "no memory whose size is sealed"
+    elif found.st_size != info.nbytes + TRAILER_BYTES:
+        why = f"memory of another size than it announced ({found.st_size - TRAILER_BYTES} for {info.nbytes} bytes)"
+    elif os.pread(fd, NONCE_BYTES, info.nbytes) != info.nonce:
+        why = "another server's memory"
+    if why:
+        raise TransferError(f"no shared memory: the server's memory socket sent {why}")

@@ -1,0 +1,1 @@
+"""The server as one program: what it is made of, and its life."""

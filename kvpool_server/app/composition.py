@@ -1,0 +1,343 @@
+"""The composition root: builds the parts of a server from its settings, and opens them in the order of their use."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import socket
+import time
+from collections.abc import Awaitable, Callable, Sequence, Set
+from contextlib import AsyncExitStack
+from typing import Any
+
+import structlog
+
+from kvpool.client.tracing import SERVER_SERVICE, Tracing
+from kvpool.protocol.errors import ConfigError, InvalidRequestError, TransferError
+from kvpool.report.quotas import beyond_memory, parse_quota
+from kvpool.transport.mooncake_engine import Engine
+from kvpool_server.access.audit import AuditLog
+from kvpool_server.access.control import AccessControl
+from kvpool_server.access.reminders import HOUR_S, repeat, warn_of_plaintext
+from kvpool_server.app.monitoring import Monitoring
+from kvpool_server.cache.eviction import POLICIES
+from kvpool_server.cache.limits import Limits, default_limits
+from kvpool_server.cache.pool import Pool
+from kvpool_server.cache.transfers import NoTransfers
+from kvpool_server.data_plane.admission import MAX_SEATS
+from kvpool_server.data_plane.permits import PermitTable
+from kvpool_server.data_plane.workers import DataWorkers, default_count
+from kvpool_server.events.encoder import Encoder
+from kvpool_server.events.gate import Gate
+from kvpool_server.events.streams import EventStreams
+from kvpool_server.memory.arena_memory import ArenaMemory
+from kvpool_server.observability.http import OperatorHttp, on_loop
+from kvpool_server.observability.pairs import Pairs
+from kvpool_server.observability.usage import Usage
+from kvpool_server.page.site import Site
+from kvpool_server.process.addresses import EVERYWHERE, cannot_listen, split_address
+from kvpool_server.process.background import in_background
+from kvpool_server.process.log_events import LogEvents
+from kvpool_server.reports.engines import EngineReports
+from kvpool_server.reports.usage_ledger import open_ledger
+from kvpool_server.rpc.drain import Drain
+from kvpool_server.rpc.grpc_server import GrpcServer
+from kvpool_server.rpc.service import PoolService
+from kvpool_server.rpc.turns import Turns
+from kvpool_server.settings.config import ServerConfig
+from kvpool_server.settings.exposure import (
+    check_exposure,
+    check_unix_mode,
+    event_keys,
+    plaintext_ports,
+    tls_files,
+)
+from kvpool_server.tiering.tiered_pool import TieredPool
+from kvpool_server.tiers.registry import parse
+from kvpool_server.tiers.tier import Tier, TierContext, TierOptions
+from kvpool_server.tiers.traced import SpansOfBlocks, traced
+from kvpool_server.value.recorder import Recorder
+from kvpool_server.value.report import PoolValue, ValueCollector
+
+log = structlog.get_logger()
+
+HANDOVER_S = 5.0
+"""How long a predecessor may take to stop, beyond `drain_ms`, until it releases a tier's directory."""
+
+
+class Composition:
+    """The parts of one server. `open` makes them; nothing here waits for, drains or stops the server.
+
+    What `open` opens goes onto the exit stack in the order of use, so that a stop, or a start that fails, closes it in
+    the reverse order: first what lets clients in, last the memory.
+
+    Args:
+        stack: closes what was opened.
+        state: the server's, as /healthz tells it.
+        announce_drain: see `Drain`.
+        log_events: the last warnings and errors of the log, which the dashboard shows.
+
+    Attributes:
+        port: of gRPC.
+        http_port: of /metrics and /healthz; 0 if HTTP is off.
+        data: the data port's workers; None if it is off.
+        drain: None until there is something to drain.
+        events: publishes KV events; None if nobody may subscribe.
+        grpc: the server's port.
+        memory, pool, tiered: the arena, the blocks in it, and those in tiers.
+        turns: runs the server's work in steps.
+    """
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        stack: AsyncExitStack,
+        state: Callable[[], str],
+        announce_drain: Callable[[], Awaitable[None]],
+        log_events: LogEvents,
+    ):
+        self._config = config
+        self._stack = stack
+        self._state = state
+        self._announce_drain = announce_drain
+        self._log_events = log_events
+        self._boot_token = secrets.randbits(63) | 1
+        self.port = self.http_port = 0
+        self.data: DataWorkers | None = None
+        self._engine: Engine | None = None
+        self.drain: Drain | None = None
+        self.events: EventStreams | None = None
+        self._audit: AuditLog | None = None
+        self._tracing: Tracing | None = None
+        self._access: AccessControl | None = None
+        self.turns = Turns()
+
+    async def open(self) -> None:
+        """Returns when clients are served. Raises ConfigError if the settings cannot be met."""
+        config = self._config
+        self._check_settings()
+        if config.otel:
+            self._tracing = Tracing(SERVER_SERVICE, _own_sampling if config.tls_cert else None)
+            self._stack.push_async_callback(asyncio.to_thread, self._tracing.close)
+        self._control_access()
+        self._permits = self._make_permits() if config.data_listen else None
+        self.memory = ArenaMemory(config, has_tenants=self._access is not None)
+        self.pool = self._make_pool()
+        usage = Usage(self.pool)
+        options = [parse(text) for text in config.tier]
+        tiers = self._make_tiers(options)
+        await self.memory.create(self._stack)
+        pairs = Pairs(has_tenants=self._access is not None)
+        self._reports = EngineReports(time.monotonic, pairs)
+        by_pair = usage.by_model_and_tenant
+        self._ledger = await open_ledger(config.ledger, self._reports, pairs, by_pair, time.time, time.monotonic)
+        self._stack.push_async_callback(self._ledger.close)
+        in_background(self._stack, self._ledger.run())
+        write_back = [each.write == "back" for each in options]
+        self.tiered = TieredPool(self.pool, self.memory.segment.bytes, tiers, write_back, run=self.turns.run)
+        self.drain = drain = Drain(self.tiered, config.drain_ms, self._announce_drain)
+        self.memory.hand_out(self._stack)
+        self._monitoring = Monitoring(
+            self.tiered, self.memory, self._reports, usage, self._access, self._tcp_bytes, self._boot_token
+        )
+        in_background(self._stack, self._monitoring.lag.run())
+        self._value = self._watch_traffic()
+        if config.http_listen:
+            self.http_port = self._monitoring.http_port = self._serve_http(config.http_listen)
+        if self._permits is not None:
+            self.data = self._start_workers(self._permits)
+        await self.memory.prefault.step()
+        if config.event_streams:
+            self.events = self._publish_events()
+        self._stack.push_async_callback(self.tiered.close)
+        await self.tiered.open()
+        if config.mooncake != "off":
+            self._engine = await self._start_engine()
+        if self.data is not None and not await self.data.ready():
+            log.warning("no data worker is ready yet; clients that connect before one is ready use gRPC")
+        await self._serve_grpc(self._make_service(drain))
+
+    def _check_settings(self) -> None:
+        config = self._config
+        if config.kv_events_replay and not config.kv_events:
+            raise ConfigError(
+                f"kv_events_replay = {config.kv_events_replay} replays nothing without events; give --kv-events, too"
+            )
+        check_exposure(config)
+        check_unix_mode(config)
+
+    def _control_access(self) -> None:
+        config = self._config
+        if config.audit_log:
+            self._audit = AuditLog(config.audit_log)
+            self._stack.push_async_callback(asyncio.to_thread, self._audit.close)
+        if (files := tls_files(config)) is not None:
+            self._access = access = AccessControl(config, files, self._audit, self._expire_owned)
+            self._stack.push_async_callback(asyncio.to_thread, access.close)
+            in_background(self._stack, access.watch.run())
+            in_background(self._stack, access.warn())
+        if plaintext := plaintext_ports(config):
+            in_background(self._stack, repeat(lambda: warn_of_plaintext(plaintext), HOUR_S))
+
+    async def _expire_owned(self, principals: Set[str]) -> None:
+        await self.turns.run(self.pool.expire_owned(principals))
+
+    @property
+    def certificate_names(self) -> tuple[str, ...]:
+        """Of the server's certificate; none without TLS."""
+        return () if self._access is None else self._access.credentials.value.names
+
+    def look_at_credentials(self) -> None:
+        """Reads files of credentials that have changed, at once."""
+        if self._access is not None:
+            self._access.watch.look_at_once()
+
+    @property
+    def _limits(self) -> Limits:
+        config = self._config
+        return Limits(max_ttl_ms=config.max_ttl_ms, grace_ms=config.grace_ms, pin_share=config.pin_share)
+
+    def _make_permits(self) -> PermitTable:
+        limits, num_workers = self._limits, self._config.data_workers or default_count()
+        most, sealed = limits.max_leases + limits.max_tickets, self._access is not None
+        permits = PermitTable(secrets.token_bytes(32), most, num_workers, MAX_SEATS, sealed=sealed)
+        self._stack.callback(permits.close)
+        return permits
+
+    def _make_pool(self) -> Pool:
+        config = self._config
+        new_id, policy = lambda: secrets.randbits(63) | 1, POLICIES[config.policy]
+        limits_of = default_limits if self._access is None else self._access.limits_of
+        arena, permits = self.memory.arena, self._permits or NoTransfers()
+        pool = Pool(arena, time.monotonic, new_id, self._limits, policy, permits, limits_of)
+        try:
+            pool.set_quotas([parse_quota(text) for text in config.quota])
+        except InvalidRequestError as error:
+            raise ConfigError(f"{error}; see --quota") from None
+        if warning := beyond_memory(pool.quotas(), arena.arena_bytes):
+            log.warning(warning)
+        return pool
+
+    def _make_tiers(self, options: Sequence[TierOptions]) -> list[Tier]:
+        config = self._config
+        handover_s = config.drain_ms / 1000 + HANDOVER_S
+        context = TierContext(split_address(config.listen), POLICIES[config.policy], handover_s)
+        tiers = [each.make(context) for each in options]
+        if (tracing := self._tracing) is None:
+            return tiers
+        spans = SpansOfBlocks(tracing)
+        self.pool.observe(spans)
+        return [traced(tier, tracing, spans) for tier in tiers]
+
+    def _tcp_bytes(self) -> dict[str, int]:
+        return {} if self.data is None else self.data.nbytes()
+
+    def _serve_http(self, address: str) -> int:
+        """Returns the port."""
+        host, port = split_address(address)
+        loop, access = asyncio.get_running_loop(), self._access
+        tls = None if access is None else access.credentials.for_http
+        gate = None if access is None else access.check_scrape
+        try:
+            site = Site(loop, self._state, self._monitoring.stats, self._value.report, self._log_events)
+            health = on_loop(loop, self._state)
+            names = [split_address(each)[0].lower() for each in (address, self._config.listen)]
+            http = OperatorHttp(host, port, self._monitoring.registry, health, tls, gate, site, names)
+        except OSError as error:
+            raise cannot_listen(address, "/metrics", "--http-listen", error) from None
+        self._stack.push_async_callback(asyncio.to_thread, http.close)
+        in_background(self._stack, site.run())
+        return http.port
+
+    def _start_workers(self, permits: PermitTable) -> DataWorkers:
+        config = self._config
+        host, port = split_address(config.data_listen)
+        told = "" if host in EVERYWHERE or host == split_address(config.listen)[0] else host
+        try:
+            workers = DataWorkers(host, port, told, self.memory.segment, permits)
+        except OSError as error:
+            raise cannot_listen(config.data_listen, "the data port", "--data-listen", error) from None
+        self._stack.push_async_callback(asyncio.to_thread, workers.stop)
+        return workers
+
+    def _publish_events(self) -> EventStreams:
+        config, keys = self._config, event_keys(self._config)
+        encoder = Encoder(config.kv_events_topic, config.kv_events_medium, config.kv_events_hashes == "bytes")
+        streams = EventStreams(
+            config.event_streams,
+            None if keys is None else Gate(*keys, None if self._access is None else self._access.denied),
+            encoder,
+            self.pool.counters,
+            config.kv_events_buffer,
+            asyncio.get_running_loop().call_soon,
+        )
+        self._stack.push_async_callback(asyncio.to_thread, streams.close)
+        self.pool.observe(streams)
+        return streams
+
+    def _watch_traffic(self) -> PoolValue:
+        """Starts the observers of lookups and puts: the recorder, and the histogram of `kvpool value`."""
+        config = self._config
+        recorder = Recorder(config.record, config.record_bytes, config.record_names) if config.record else None
+        if recorder is not None:
+            self._stack.push_async_callback(asyncio.to_thread, recorder.close)
+            self.pool.observe_traffic(recorder)
+        loop = asyncio.get_running_loop()
+        value = PoolValue(self.pool, config.policy, config.value_sample, bool(config.tier), loop.call_later)
+        self._monitoring.registry.register(ValueCollector(on_loop(loop, value.report), recorder))
+        return value
+
+    async def _start_engine(self) -> Engine:
+        config = self._config
+        host = config.mooncake_host or split_address(config.listen)[0]
+        if host in EVERYWHERE:
+            host = socket.gethostname()
+        engine = await asyncio.to_thread(Engine.start, host, config.mooncake, config.mooncake_device)
+        self._stack.callback(self._drop_engine)
+        if config.mooncake == "rdma":
+            # RDMA pins the memory; a failure there would not say that memory is short.
+            await self.memory.prefault.all()
+        try:
+            await asyncio.to_thread(engine.register, self.memory.segment.whole)
+        except TransferError as error:
+            raise ConfigError(f"{error}; see --mooncake") from None
+        log.info("Transfer Engine listens", session=engine.session, protocol=engine.protocol)
+        return engine
+
+    def _drop_engine(self) -> None:
+        self._engine = None  # Its threads end with the last reference, before the memory that they write to.
+
+    def _make_service(self, drain: Drain) -> PoolService:
+        return PoolService(
+            tiered=self.tiered,
+            memory=self.memory.segment.bytes,
+            boot_token=self._boot_token,
+            drain=drain,
+            run=self.turns.run,
+            metrics=self._monitoring.rpcs,
+            offer=self.memory.offer(self._engine, self.data.info if self.data is not None else None),
+            stats=self._monitoring.stats,
+            reports=self._reports,
+            value=self._value.report,
+            ledger=self._ledger,
+            permits=self._permits,
+            who=None if self._access is None else self._access.who,
+            tracing=self._tracing,
+        )
+
+    async def _serve_grpc(self, service: PoolService) -> None:
+        config, access = self._config, self._access
+        credentials = None if access is None else access.credentials.for_grpc
+        who, running = (None, None) if access is None else (access.who, access.running)
+        unix, metrics = (config.unix_listen, config.unix_mode_bits), self._monitoring.rpcs
+        self.grpc = GrpcServer(config.listen, service, metrics, *unix, credentials, who, running, self._audit)
+        self._stack.push_async_callback(self.grpc.stop)
+        self.port = self.grpc.port
+        await self.grpc.start()
+
+
+def _own_sampling(sampler: Any) -> Any:
+    """The sampler of a server whose callers are authenticated, made from that of the environment."""
+    from kvpool_server.rpc.span_sampling import OwnSampling  # OpenTelemetry is installed where there is tracing alone.
+
+    return OwnSampling(sampler)

@@ -1,0 +1,1 @@
+"""The arena's memory, and how clients get it."""

@@ -1,0 +1,1 @@
+"""What a process of the server needs from its host: addresses, children, logs, memory."""

@@ -1,0 +1,90 @@
+"""HOST:PORT addresses, and what to tell an operator when the server cannot listen on one."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import os
+import socket
+from collections.abc import Collection, Sequence
+from ipaddress import ip_address
+from urllib.parse import urlsplit
+
+from kvpool.client.config import is_loopback
+from kvpool.protocol.errors import ConfigError
+
+EVERYWHERE = ("0.0.0.0", "::")
+_PRIVATE = (".localhost", ".svc", ".svc.cluster.local", ".internal")
+"""Ends of names that nobody can have on the Internet: of this host, of Kubernetes' services, of clouds' hosts."""
+_full_names = functools.cache(lambda: {socket.getfqdn().lower(), socket.gethostname().lower()})
+"""This host's names; called when they are needed, because DNS may be asked."""
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """HOST:PORT as a pair. Raises ValueError."""
+    host, _, port = address.rpartition(":")
+    if not host or not (port.isascii() and port.isdigit()):
+        raise ValueError(f"{address!r} is not HOST:PORT")
+    if int(port) > 65535:
+        raise ValueError(f"{port} is not a port; give one of 1 to 65535, or 0 for a free one")
+    return host.strip("[]"), int(port)
+
+
+def is_local(address: str) -> bool:
+    """Whether only this host can reach an address."""
+    return is_loopback(split_address(address)[0])
+
+
+def name_for_clients(host: str, certificate_names: Sequence[str]) -> str:
+    """What clients call a server that listens on a host: with TLS a name that its certificate has.
+
+    Args:
+        certificate_names: of the server's certificate; none without TLS.
+    """
+    if host in EVERYWHERE:
+        host = socket.gethostname()
+    if host in certificate_names:
+        return host
+    is_near = is_local(f"{host}:0")
+    named = (name for name in certificate_names if "*" not in name and is_local(f"{name}:0") == is_near)
+    return next(named, host)
+
+
+def is_own_name(host: str, names: Collection[str]) -> bool:
+    """Whether a request with this Host header is from somebody who meant this server.
+
+    A web page may have its own name lead to this server (DNS rebinding), to read what the browser's host can reach. So
+    a name with a dot must be one that no page has: private, this host's, or one of `names`.
+    """
+    try:
+        name = (urlsplit(f"//{host}").hostname or "").removesuffix(".")
+    except ValueError:
+        return False
+    if "." not in name or name.endswith(_PRIVATE) or name in names or name in _full_names():
+        return True
+    try:
+        return bool(ip_address(name))
+    except ValueError:
+        return False
+
+
+def why_not_listening(address: str) -> OSError:
+    """The error of listening on an address that gRPC could not bind: gRPC itself does not tell."""
+    host, port = split_address(address)
+    try:
+        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+    except OSError as error:
+        return error
+    return OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))  # The port has become free since.
+
+
+def cannot_listen(address: str, purpose: str, flag: str, error: OSError) -> ConfigError:
+    """The error of a start whose port for `purpose`, set by `flag`, cannot be bound."""
+    why = f"cannot listen on {address} for {purpose}: {error.strerror}"
+    if error.errno == errno.EADDRINUSE:
+        return ConfigError(
+            f"{why}. Another server may run here; give --listen, --http-listen and --data-listen free ports, or 0"
+        )
+    if error.errno == errno.EACCES:
+        return ConfigError(f"{why}; give {flag} a port of at least 1024")
+    return ConfigError(f"{why}; give {flag} an address of this host")

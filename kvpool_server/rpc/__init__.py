@@ -1,0 +1,1 @@
+"""The RPCs: from the wire to the pool and back."""

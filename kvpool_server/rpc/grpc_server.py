@@ -1,0 +1,257 @@
+"""The gRPC server: the pool's service, health checks and reflection on one port."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import inspect
+import os
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import aclosing
+from typing import Any, TypeAlias
+
+import grpc
+from grpc_reflection.v1alpha import reflection
+
+from kvpool.protocol import wire
+from kvpool.protocol.errors import KVPoolError, OutOfSpaceError, PermissionDeniedError, UnauthenticatedError
+from kvpool.protocol.wire import MAX_MESSAGE_BYTES
+from kvpool.transport.unix_socket import SCHEME, grpc_target
+from kvpool_server.access.audit import AuditLog, audited
+from kvpool_server.access.authentication import Context, Who
+from kvpool_server.access.caller import CALLER, check_call
+from kvpool_server.access.credential import RefusedCredentialError
+from kvpool_server.access.running_calls import RunningCalls
+from kvpool_server.cache.shares import Shares
+from kvpool_server.observability.metrics import RpcMetrics
+from kvpool_server.process.addresses import cannot_listen, why_not_listening
+from kvpool_server.process.socket_path import bind_path, cannot_bind
+from kvpool_server.rpc.handlers import owner_of
+from kvpool_server.rpc.inbox import MAX_DATA_BYTES, MAX_STREAM_S, REQUEST, Pace
+from kvpool_server.rpc.method_handlers import CHECK, HEALTH_NAME, SERVICE_NAME, HealthService, add_health, add_service
+from kvpool_server.rpc.service import PoolService
+
+INBOUND_BYTES = 4 << 20
+"""What a client may have sent on a call before its handler reads it, beside one message. gRPC would widen the window
+for fast senders, without a bound that could be told."""
+MAX_CALLS = 4_096
+"""Calls at once, streams of lookups included. A caller may have as many as are still left, so that one leaves half of
+them to others; gRPC itself refuses all beyond."""
+MAX_METADATA_BYTES = 16 << 10
+CONNECTION_S = 2_700.0
+"""How old a TLS connection becomes before its client has to make another, by which both sides prove anew who they are.
+gRPC adds up to a tenth. Calls that run then go on for up to `MAX_STREAM_S`, which none exceeds."""
+
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+
+
+class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # Not generic at run time.
+    """Times the calls of all services, and ends a call that raises a KVPoolError with the error's status and message.
+
+    Where callers are authenticated, a call that the caller's role may not make ends before its handler begins. Every
+    role may check the server's health.
+
+    A bidirectional stream is left to its handler from then on: it lasts as long as its client, so the handler answers,
+    times and fails each of its requests by itself.
+
+    Args:
+        who: authenticates callers; None: callers are not authenticated.
+        running: gets the calls of authenticated callers.
+        audit: gets refused calls, and those that change something for all; None: there is no audit log.
+    """
+
+    def __init__(self, metrics: RpcMetrics, who: Who | None, running: RunningCalls | None, audit: AuditLog | None):
+        self._metrics = metrics
+        self._who = who
+        self._running = running
+        self._audit = audit
+        self._wrapped: dict[str, Handler] = {}
+        self._calls = Shares()  # Under way, by the caller or, where callers are not authenticated, peer.
+
+    async def intercept_service(
+        self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]], details: grpc.HandlerCallDetails
+    ) -> Handler:
+        wrapped = self._wrapped.get(details.method)
+        if wrapped is not None:
+            return wrapped
+        handler = await continuation(details)
+        if handler is None:
+            return handler
+        return self._wrapped.setdefault(details.method, self._wrap(details.method.rpartition("/")[2], handler))
+
+    def _wrap(self, name: str, handler: Handler) -> Handler:
+        serializers = handler.request_deserializer, handler.response_serializer
+        if handler.stream_unary is not None:
+            return grpc.stream_unary_rpc_method_handler(self._one_reply(name, handler.stream_unary), *serializers)
+        assert handler.stream_stream is not None, "the inbox reads the only message of a call"
+        if inspect.isasyncgenfunction(handler.stream_stream):  # One request, which the handler reads.
+            return grpc.stream_stream_rpc_method_handler(self._replies(name, handler.stream_stream), *serializers)
+        return grpc.stream_stream_rpc_method_handler(self._stream(name, handler.stream_stream), *serializers)
+
+    @contextlib.contextmanager
+    def _admitted(self, name: str, context: Context) -> Iterator[None]:
+        """Sets the caller of a method; surrounds its handler.
+
+        Raises:
+            UnauthenticatedError, PermissionDeniedError: the caller may not make the call.
+            OutOfSpaceError: the caller has as many calls under way as are left for others.
+        """
+        running: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if self._who is not None:
+            assert self._running is not None, "calls of authenticated callers can be ended"
+            credential = self._who(context)
+            CALLER.set(credential.principal)
+            if name != CHECK:
+                check_call(credential.principal, name)
+            running = self._running.call(credential)
+        caller = owner_of(context).name
+        if not self._calls.has_room(caller, 1, MAX_CALLS):
+            raise OutOfSpaceError(f"{self._calls.of(caller)} calls of this caller are under way; wait for some to end")
+        self._calls.add(caller)
+        try:
+            with running:
+                yield
+        finally:
+            self._calls.add(caller, -1)
+
+    async def _refuse(self, name: str, context: Context, error: KVPoolError) -> None:
+        """Ends a call with an error."""
+        status = wire.status_of(error)
+        if self._audit is not None and isinstance(error, UnauthenticatedError | PermissionDeniedError):
+            caller = error.principal if isinstance(error, RefusedCredentialError) else CALLER.get()
+            self._audit.write(name, status.name, caller=caller, peer=context.peer(), why=str(error))
+        await context.abort(status, str(error), wire.metadata_of(error))
+
+    def _stream(self, name: str, behavior: Callable[..., Any]) -> Any:
+        async def call(requests: Any, context: Context) -> Any:
+            try:
+                with self._admitted(name, context):
+                    return await behavior(requests, context)
+            except KVPoolError as error:
+                await self._refuse(name, context, error)
+
+        return call
+
+    def _one_reply(self, name: str, behavior: Callable[..., Any]) -> Any:
+        async def call(request: Any, context: Context) -> Any:
+            try:
+                with self._metrics.timed(name) as timer, self._admitted(name, context):
+                    try:
+                        reply = await behavior(request, context)
+                    finally:
+                        # A lookup that waits for a tier is not to be mistaken for a slow one.
+                        timer.method = "LookupWait" if getattr(REQUEST.get(), "wait_ms", 0) else name
+            except KVPoolError as error:
+                await self._refuse(name, context, error)
+            if self._audit is not None and (details := audited(name, REQUEST.get(), reply)) is not None:
+                self._audit.write(name, "OK", caller=CALLER.get(), peer=context.peer(), **details)
+            return reply
+
+        return call
+
+    def _replies(self, name: str, behavior: Callable[..., Any]) -> Any:
+        async def call(request: Any, context: Context) -> None:
+            # A client may hang up before the handler has ended. A handler that has sent all that was asked for by then
+            # has set the code to OK.
+            context.set_code(grpc.StatusCode.CANCELLED)
+            try:
+                with self._metrics.timed(name, lambda: not context.cancelled()), self._admitted(name, context):
+                    pace = Pace()
+                    async with aclosing(behavior(request, context)) as replies:
+                        # Not yielded: a call that is ended while gRPC sends would end without a status.
+                        async for reply in replies:
+                            nbytes = len(reply) if isinstance(reply, bytes) else reply.ByteSize()  # Of reflection.
+                            try:
+                                await pace.wait(context.write(reply), nbytes)
+                            except grpc.aio.InternalError:
+                                raise asyncio.CancelledError from None  # The client has hung up.
+                context.set_code(grpc.StatusCode.OK)
+            except KVPoolError as error:
+                await self._refuse(name, context, error)
+            except Exception:
+                context.set_code(grpc.StatusCode.UNKNOWN)
+                raise
+
+        return call
+
+
+class GrpcServer:
+    """Listens on the bound `port` once made; serves from `start` to `stop`. Raises ConfigError if it cannot listen.
+
+    Args:
+        listen: HOST:PORT.
+        unix_path: of a Unix socket, where gRPC listens, too; empty: none.
+        unix_mode: permissions of that socket.
+        credentials: makes those of TLS for one port; None: plaintext.
+        who, running, audit: as of `RpcInterceptor`.
+    """
+
+    def __init__(
+        self,
+        listen: str,
+        service: PoolService,
+        metrics: RpcMetrics,
+        unix_path: str = "",
+        unix_mode: int = 0o600,
+        credentials: Callable[[], grpc.ServerCredentials] | None = None,
+        who: Who | None = None,
+        running: RunningCalls | None = None,
+        audit: AuditLog | None = None,
+    ):
+        self._service = service
+        ages = [
+            ("grpc.max_connection_age_ms", int(CONNECTION_S * 1_000)),
+            ("grpc.max_connection_age_grace_ms", int(MAX_STREAM_S * 1_000)),
+        ]
+        self._server = grpc.aio.server(
+            interceptors=[RpcInterceptor(metrics, who, running, audit)],
+            options=[
+                ("grpc.so_reuseport", 0),  # Two servers on one port are an error: clients would reach either.
+                ("grpc.http2.bdp_probe", 0),
+                ("grpc.http2.lookahead_bytes", INBOUND_BYTES),
+                ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+                ("grpc.max_receive_message_length", MAX_DATA_BYTES),
+                ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+                ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
+                *([] if credentials is None else ages),
+            ],
+            maximum_concurrent_rpcs=MAX_CALLS,
+        )
+        self._health = HealthService()
+        add_service(service, service.pool.limits.max_spec_bytes, self._server, service.tracing)
+        add_health(self._health, self._server)
+        if who is None:  # Reflection is for those who look around, on a server that hides nothing.
+            names = (SERVICE_NAME, HEALTH_NAME, reflection.SERVICE_NAME)
+            reflection.enable_server_reflection(names, self._server)
+        try:
+            self.port = self._add_port(listen, credentials)
+        except RuntimeError:
+            raise cannot_listen(listen, "gRPC", "--listen", why_not_listening(listen)) from None
+        if unix_path:
+            target = grpc_target(SCHEME + unix_path)
+            try:
+                bind_path(unix_path, unix_mode, lambda: self._add_port(target, credentials))
+            except OSError as error:
+                raise cannot_bind(unix_path, error) from None
+            except RuntimeError:
+                raise cannot_bind(unix_path, OSError(errno.EACCES, os.strerror(errno.EACCES))) from None
+
+    def _add_port(self, target: str, credentials: Callable[[], grpc.ServerCredentials] | None) -> int:
+        if credentials is None:
+            return self._server.add_insecure_port(target)
+        return self._server.add_secure_port(target, credentials())
+
+    async def start(self) -> None:
+        self._health.is_serving = True
+        await self._server.start()
+
+    async def announce_end(self) -> None:
+        """Health checks say NOT_SERVING from now on. Calls are answered as before. Idempotent."""
+        self._health.is_serving = False
+
+    async def stop(self, grace_s: float = 0.0) -> None:
+        """Takes no more calls, and cancels those that have not ended after `grace_s`. Idempotent."""
+        await self.announce_end()
+        self._service.streams.stop()
+        await self._server.stop(grace_s)

@@ -1,0 +1,122 @@
+"""The handlers of the Pool service's methods for gRPC: bytes in, the method of a service, bytes out."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+import grpc
+from google.protobuf.descriptor import MethodDescriptor
+from google.protobuf.message import DecodeError, Message
+from google.protobuf.message_factory import GetMessageClass
+from grpc_health.v1 import health_pb2
+
+from kvpool.client.tracing import Tracing
+from kvpool.protocol.errors import InvalidRequestError
+from kvpool.protocol.reports import MAX_REPORT_BYTES
+from kvpool.v1 import pool_pb2 as pb
+from kvpool_server.rpc.call_spans import LOOKUPS, traced
+from kvpool_server.rpc.inbox import MAX_CHECK_BYTES, MAX_CHECKS, MAX_CONTROL_BYTES, MAX_LOOKUP_BYTES, REQUEST, Inbox
+
+_SERVICE = pb.DESCRIPTOR.services_by_name["Pool"]
+_HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"]
+SERVICE_NAME: str = _SERVICE.full_name
+HEALTH_NAME: str = _HEALTH.full_name
+METHODS = frozenset(method.name for method in _SERVICE.methods)
+CHECK = "Check"
+assert CHECK not in METHODS, "every role may call it"
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+def add_service(service: object, max_spec_bytes: int, server: grpc.aio.Server, tracing: Tracing | None = None) -> None:
+    """Registers a handler for each method of the service in the proto.
+
+    Args:
+        service: has a method of the name of each RPC.
+        max_spec_bytes: the largest request of a method that sets what the server keeps.
+        tracing: gets a span for each call; None: calls are not traced.
+    """
+    inbox = Inbox()
+    handlers = {method.name: _handler(service, method, inbox, max_spec_bytes, tracing) for method in _SERVICE.methods}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE_NAME, handlers),))
+
+
+def add_health(service: HealthService, server: grpc.aio.Server) -> None:
+    """Registers health checks, whose messages have an inbox of their own."""
+    handlers = {CHECK: _handler(service, _HEALTH.methods_by_name[CHECK], Inbox(MAX_CHECKS), MAX_CHECK_BYTES)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(HEALTH_NAME, handlers),))
+
+
+class HealthService:
+    """Answers health checks. Watch, whose calls last as long as their clients, is not served.
+
+    Attributes:
+        is_serving: what the answers say.
+    """
+
+    is_serving = False
+
+    async def Check(self, request: health_pb2.HealthCheckRequest, context: Context) -> health_pb2.HealthCheckResponse:
+        if request.service not in ("", SERVICE_NAME):
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"no such service; the service is {SERVICE_NAME}")
+        answers = health_pb2.HealthCheckResponse
+        return answers(status=answers.SERVING if self.is_serving else answers.NOT_SERVING)
+
+
+_Message = TypeVar("_Message", bound=Message)
+
+
+def decode(message_type: type[_Message], message: bytes) -> _Message:
+    """Raises InvalidRequestError if the bytes are no such message."""
+    try:
+        return message_type.FromString(message)
+    except DecodeError:
+        name = message_type.DESCRIPTOR.name
+        raise InvalidRequestError(f"the request is no {name}; see kvpool/v1/pool.proto") from None
+
+
+def _handler(
+    service: object, method: MethodDescriptor, inbox: Inbox, max_spec_bytes: int, tracing: Tracing | None = None
+) -> grpc.RpcMethodHandler[Any, Any]:
+    """Gets messages as bytes from gRPC, whether the method has one or many: the inbox bounds and awaits them."""
+    behavior = getattr(service, method.name)
+    if tracing is not None and method.name not in LOOKUPS:
+        behavior = traced(tracing, method, behavior)
+    message_type = GetMessageClass(method.input_type)
+    encode = GetMessageClass(method.output_type).SerializeToString
+    if method.client_streaming and method.server_streaming:
+        return grpc.stream_stream_rpc_method_handler(behavior, None, encode)
+    if method.client_streaming:
+
+        async def of_stream(_: object, context: Context) -> Any:
+            async with aclosing(inbox.stream(context)) as messages:
+                return await behavior((decode(message_type, message) async for message in messages), context)
+
+        return grpc.stream_unary_rpc_method_handler(of_stream, None, encode)
+    most = {
+        "OpenNamespace": max_spec_bytes,
+        "SetQuotas": max_spec_bytes,
+        "Lookup": MAX_LOOKUP_BYTES,
+        "Exists": MAX_LOOKUP_BYTES,
+        "Explain": MAX_LOOKUP_BYTES,
+        "Hint": MAX_LOOKUP_BYTES,
+        "Report": MAX_REPORT_BYTES,
+        CHECK: MAX_CHECK_BYTES,
+    }.get(method.name, MAX_CONTROL_BYTES)
+
+    async def of_one(_: object, context: Context) -> Any:
+        request = decode(message_type, await inbox.receive(context, most))
+        REQUEST.set(request)
+        return await behavior(request, context)
+
+    async def replies(_: object, context: Context) -> AsyncIterator[bytes]:
+        request = decode(message_type, await inbox.receive(context, most))
+        async with inbox.slot(context), aclosing(behavior(request, context)) as messages:
+            async for message in messages:
+                yield message
+
+    if method.server_streaming:
+        return grpc.stream_stream_rpc_method_handler(replies, None, bytes)  # Its replies are bytes already.
+    return grpc.stream_unary_rpc_method_handler(of_one, None, encode)

@@ -1,0 +1,127 @@
+"""The RPCs of operators: Stats, ListNamespaces, Value, Ledger, Explain; ListQuotas, SetQuotas, Remove, Clear, Drain."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable
+from typing import Any
+
+import structlog
+
+from kvpool.protocol import wire
+from kvpool.protocol.errors import InvalidRequestError, UnavailableError
+from kvpool.report.quotas import beyond_memory
+from kvpool.v1 import pool_pb2 as pb
+from kvpool_server.access.caller import check_all_tenants, is_visible, may_see_quota, own_tenant
+from kvpool_server.cache.namespaces import PoolNamespace
+from kvpool_server.cache.steps import Steps
+from kvpool_server.rpc.explainer import Explainer
+from kvpool_server.rpc.handlers import Handlers, owner_of
+from kvpool_server.tiers.tier import TierError
+
+log = structlog.get_logger()
+
+
+class OperatorHandlers(Handlers):
+    """What operators read of a server, what they set at run time, and what they remove."""
+
+    async def Stats(self, request: pb.StatsRequest, context: Any) -> pb.StatsResponse:
+        return self.stats()
+
+    async def ListNamespaces(self, request: pb.ListNamespacesRequest, context: Any) -> pb.ListNamespacesResponse:
+        return await self.run(self._list_namespaces(holdings=not request.without_holdings))
+
+    def _list_namespaces(self, holdings: bool) -> Steps[pb.ListNamespacesResponse]:
+        reply = pb.ListNamespacesResponse(boot_token=self.boot_token)
+        for namespace in [each for each in self.pool.open_namespaces() if is_visible(each.spec.tenant)]:
+            reply.namespaces.append(self._info(namespace, holdings))
+            yield
+        return reply
+
+    def _info(self, namespace: PoolNamespace, holdings: bool) -> pb.NamespaceInfo:
+        """What the pool, its tiers and engines know of a namespace."""
+        fingerprint, now = namespace.fingerprint, self.pool.now()
+        info = pb.NamespaceInfo(
+            fingerprint=fingerprint,
+            spec=wire.encode_spec(namespace.spec.listed()),
+            lookup_blocks=namespace.lookup_blocks,
+            lookup_hits=namespace.lookup_hits,
+            age_seconds=now - namespace.opened_at,
+            idle_seconds=now - namespace.used_at,
+            superseded=namespace.superseded,
+            opened_by=namespace.opened_by,
+            pinned_bytes=self.pool.pins.pinned_bytes(fingerprint),
+        )
+        if holdings:
+            info.num_entries, info.nbytes = namespace.held_blocks, namespace.complete_bytes
+            info.tiers.extend(self.tiered.holdings(fingerprint))
+        if (totals := self.reports.of_namespace(fingerprint)) is not None:
+            info.computed_tokens.update(totals.computed_tokens)
+            info.saved_seconds, info.lost_seconds = totals.saved_seconds, totals.lost_seconds
+        return info
+
+    async def Value(self, request: pb.ValueRequest, context: Any) -> pb.ValueResponse:
+        reply = self.value(own_tenant())
+        reply.boot_token = self.boot_token
+        return reply
+
+    async def Ledger(self, request: pb.LedgerRequest, context: Any) -> pb.LedgerResponse:
+        reply = pb.LedgerResponse()
+        if self.ledger is not None:
+            async with self.ledger_turns.slot(owner_of(context).name):
+                reply = await self.ledger.page(request.since, request.until, own_tenant())
+        reply.boot_token = self.boot_token
+        return reply
+
+    async def Explain(self, request: pb.ExplainRequest, context: Any) -> pb.ExplainResponse:
+        fingerprint = self.fingerprint(request.namespace)
+        runs = self.runs(request.runs, self.pool.limits.max_lookup_blocks)
+        reply = await Explainer(self.tiered, self.run).explain(fingerprint, runs)
+        reply.boot_token = self.boot_token
+        return reply
+
+    async def ListQuotas(self, request: pb.ListQuotasRequest, context: Any) -> pb.ListQuotasResponse:
+        quotas = [quota for quota in self.pool.quotas() if may_see_quota(quota.subject)]
+        tenants = filter(is_visible, {namespace.spec.tenant for namespace in self.pool.open_namespaces()})
+        budgets = [wire.message_of(each, pb.PinBudget) for each in self.pool.pins.budgets(tenants)]
+        return pb.ListQuotasResponse(boot_token=self.boot_token, quotas=wire.encode_quotas(quotas), pin_budgets=budgets)
+
+    async def SetQuotas(self, request: pb.SetQuotasRequest, context: Any) -> pb.SetQuotasResponse:
+        if len(request.quotas) > (most := self.pool.limits.max_quotas):
+            raise InvalidRequestError(f"{len(request.quotas)} quotas in one message; give at most {most}")
+        await self.run(self.pool.set_quotas_in_steps(wire.decode_quotas(request.quotas)))
+        log.info("quotas set", **{quota.subject: quota.limit_bytes for quota in request.quotas})
+        quotas = self.pool.quotas()
+        if warning := beyond_memory(quotas, self.pool.arena.arena_bytes):
+            log.warning(warning)
+        return pb.SetQuotasResponse(boot_token=self.boot_token, quotas=wire.encode_quotas(quotas))
+
+    async def Remove(self, request: pb.RemoveRequest, context: Any) -> pb.RemoveResponse:
+        fingerprint, runs = self.fingerprint(request.namespace), self.runs(request.runs)
+        removed = await _removed(self.tiered.remove(fingerprint, runs))
+        return pb.RemoveResponse(boot_token=self.boot_token, num_removed=removed)
+
+    async def Clear(self, request: pb.ClearRequest, context: Any) -> pb.ClearResponse:
+        if not request.namespace:
+            check_all_tenants("Clear of all namespaces")
+        fingerprint = self.fingerprint(request.namespace) if request.namespace else b""
+        removed = await _removed(self.tiered.clear(fingerprint))
+        log.info("cleared", namespace=fingerprint.hex()[:12] or "all", blocks=removed)
+        return pb.ClearResponse(boot_token=self.boot_token, num_removed=removed)
+
+    async def Drain(self, request: pb.DrainRequest, context: Any) -> pb.DrainResponse:
+        if request.boot_token not in (0, self.boot_token):
+            raise UnavailableError("the server that was to drain has ended, and another one has taken its place")
+        reply = await self.drain.begin(request.deadline_ms)
+        reply.boot_token = self.boot_token
+        return reply
+
+
+async def _removed(removal: Awaitable[int]) -> int:
+    """How many blocks the pool has removed. Raises UnavailableError if a tier has not removed its blocks."""
+    try:
+        return await removal
+    except TierError as error:
+        raise UnavailableError(
+            f"the blocks were removed from memory, but not from every tier: {error}; repeat the call when the tier "
+            "is back"
+        ) from None
