@@ -45,6 +45,6 @@ def test_a_setting_that_the_page_lacks_gets_the_code_s_text() -> None:
 def test_each_public_name_is_in_the_reference_of_python() -> None:
     page = settings_tables.PAGE.with_name("python.md").read_text()
     errors = {name for name in kvpool.__all__ if name.endswith("Error")}
-    told = set(re.findall(r"^::: kvpool\.\w+\.(\w+)$", page, re.MULTILINE))
+    told = set(re.findall(r"^::: kvpool\.\w+\.\w+\.(\w+)$", page, re.MULTILINE))
     assert {*kvpool.__all__} - errors - {"__version__"} <= told
     assert "::: kvpool.protocol.errors\n" in page
