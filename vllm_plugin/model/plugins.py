@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import sys
 from importlib import metadata, util
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,16 +56,32 @@ def own_classes(vllm_config: VllmConfig) -> list[tuple[str, str]]:
 
 
 def code(module: str) -> str:
-    """SHA-256 of the Python files of a module's outermost package, or of its only file; empty without any."""
+    """SHA-256 of the files of a module's outermost package, or of its only file or archive; empty without any.
+
+    A namespace package has several directories. Compiled kernels count as sources do.
+    """
     outermost = module.partition(".")[0]
-    running = sys.modules.get(outermost)
-    source = getattr(running, "__file__", None) or getattr(util.find_spec(outermost), "origin", None)
-    if not source:
-        return ""
-    path = Path(source)
-    files = sorted(path.parent.rglob("*.py")) if path.name == "__init__.py" else [path]
-    digest = hashlib.sha256()
-    for file in files:
-        content = file.read_bytes()
-        digest.update(f"{file.relative_to(path.parent)}:{len(content)};".encode() + content)
-    return digest.hexdigest()
+    running, spec = sys.modules.get(outermost), _spec(outermost)
+    places = getattr(running, "__path__", None) or getattr(spec, "submodule_search_locations", None)
+    places = places or filter(None, [getattr(running, "__file__", None) or getattr(spec, "origin", None)])
+    found = [(os.path.relpath(file, root), _sha256(file)) for root in map(Path, places) for file in _files(root)]
+    return hashlib.sha256(repr(sorted(found)).encode()).hexdigest() if found else ""
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _spec(package: str) -> ModuleSpec | None:
+    try:
+        return util.find_spec(package)
+    except ValueError:  # A script's `__main__` has no specification.
+        return None
+
+
+def _files(place: Path) -> list[Path]:
+    """The files of a directory without bytecode; a file by itself; the archive that holds the place."""
+    if place.is_dir():
+        return [file for file in place.rglob("*") if file.is_file() and "__pycache__" not in file.parts]
+    return [each for each in (place, *place.parents) if each.is_file()][:1]

@@ -1,6 +1,7 @@
 import itertools
 import json
 import shutil
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from tests.support.toy.fixtures import MakeConfig
 from tests.support.vllm_objects import cache_config, full_attention, of_rank
 from vllm_plugin.config import ConnectorConfig
 from vllm_plugin.model.identity import DRAFT_WEIGHTS, namespace_spec
+from vllm_plugin.model.plugins import code
 
 Identify = Callable[..., NamespaceSpec]
 
@@ -233,6 +235,39 @@ def test_a_plugins_class_for_an_architecture_is_part_of_the_name(
         names.append(namespace_spec(config, cache_config(), ConnectorConfig()))
     for ours, theirs in itertools.pairwise(names):
         assert fields_that_differ(ours, theirs) == {f"extra['class.{architecture}']"}
+
+
+def _in_a_package(place: Path, content: str) -> Path:
+    (place / "own").mkdir(exist_ok=True)
+    (place / "own" / "__init__.py").touch()
+    (place / "own" / "kernels.so").write_text(content)
+    return place
+
+
+def _in_a_namespace_package(place: Path, content: str) -> Path:
+    (place / "own").mkdir(exist_ok=True)
+    (place / "own" / "models.py").write_text(content)
+    return place
+
+
+def _in_an_archive(place: Path, content: str) -> Path:
+    with zipfile.ZipFile(place / "own.zip", "w") as archive:
+        archive.writestr("own/__init__.py", "")
+        archive.writestr("own/models.py", content)
+    return place / "own.zip"
+
+
+@pytest.mark.parametrize("put", [_in_a_package, _in_a_namespace_package, _in_an_archive])
+def test_code_of_any_form_has_a_digest_of_its_content(
+    put: Callable[[Path, str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = []
+    for place, content in (("here", "x = 1"), ("there", "x = 1"), ("there", "x = 2")):
+        (tmp_path / place).mkdir(exist_ok=True)
+        with monkeypatch.context() as found:
+            found.syspath_prepend(put(tmp_path / place, content))
+            names.append(code("own.models"))
+    assert names[0] == names[1] != names[2] and all(names)
 
 
 def test_no_architecture_of_a_plugin_is_known_to_ignore_settings(
