@@ -38,6 +38,9 @@ for fast senders, without a bound that could be told."""
 MAX_CALLS = 4_096
 """Calls at once, streams of lookups included. A caller may have as many as are still left, so that one leaves half of
 them to others; gRPC itself refuses all beyond."""
+MAX_STREAMS = 100
+"""Calls at once on one connection. gRPC counts a call that its client resets until the event loop has seen it: without
+this bound one connection that begins and resets calls takes all of `MAX_CALLS`, before any credentials are read."""
 MAX_METADATA_BYTES = 16 << 10
 CONNECTION_S = 2_700.0
 """How old a TLS connection becomes before its client has to make another, by which both sides prove anew who they are.
@@ -212,6 +215,7 @@ class GrpcServer:
                 ("grpc.http2.lookahead_bytes", INBOUND_BYTES),
                 ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
                 ("grpc.max_receive_message_length", MAX_DATA_BYTES),
+                ("grpc.max_concurrent_streams", MAX_STREAMS),
                 ("grpc.max_metadata_size", MAX_METADATA_BYTES),
                 ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
                 *([] if credentials is None else ages),

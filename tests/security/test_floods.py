@@ -11,7 +11,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +98,27 @@ def _answers(client: Client) -> bool:
             raise
         return False
     return True
+
+
+def test_calls_that_are_reset_leave_room_for_others(pool_server: StartServer) -> None:
+    server, ended = pool_server(), threading.Event()
+    calls = HalfSentCalls(server.endpoint)
+
+    def reset() -> None:
+        with suppress(OSError):  # The server closed the connection.
+            while not ended.is_set():
+                calls.reset("Ping", 500)
+
+    thread = threading.Thread(target=reset)
+    thread.start()
+    try:
+        with Client(ClientConfig(server.endpoint, timeout_ms=int(1000 * PING_S))) as client:
+            for _ in range(50):
+                client.admin.ping()
+    finally:
+        ended.set()
+        calls.close()
+        thread.join(10)
 
 
 # Replies

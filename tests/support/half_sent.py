@@ -69,6 +69,15 @@ class HalfSentCalls:
                 sent_bytes -= size
         return stream
 
+    def reset(self, method: str, count: int) -> None:
+        """Begins calls, and resets each at once."""
+        headers, code = _headers(f"/kvpool.v1.Pool/{method}"), struct.pack(">I", 8)  # CANCEL
+        with self._lock:
+            streams = range(self._next_stream, self._next_stream + 2 * count, 2)
+            self._next_stream = streams.stop
+            frames = (_frame(_HEADERS, _END_HEADERS, each, headers) + _frame(_RST, 0, each, code) for each in streams)
+            self._send(b"".join(frames))
+
     def close(self) -> None:
         self._socket.shutdown(socket.SHUT_RDWR)
         self._reader.join(10)
