@@ -21,6 +21,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import kvpool_server
+
 
 class ChildProcess(subprocess.Popen[bytes]):
     """`python -m MODULE`, which imports from the same release as this process.
@@ -31,7 +33,7 @@ class ChildProcess(subprocess.Popen[bytes]):
     """
 
     def __init__(self, module: str, settings: Mapping[str, Any], pass_fds: Sequence[int], stdout: int | None = None):
-        path = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+        path = [str(Path(kvpool_server.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
         super().__init__(
             [sys.executable, "-P", "-m", module],
             stdin=subprocess.PIPE,

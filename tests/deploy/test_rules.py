@@ -125,5 +125,5 @@ def test_the_dashboard_is_one_that_grafana_reads() -> None:
 
 def test_the_page_says_how_many_labels_there_are() -> None:
     text = (ROOT / "docs" / "how-to" / "monitoring.md").read_text()
-    assert f"At most {MAX_PAIRS} pairs have labels" in text
+    assert f"The first {MAX_PAIRS} pairs in use have labels of their own" in text
     assert f"at most {MAX_PAIRS_OF_TENANT} of the pairs are of one tenant" in text

@@ -151,9 +151,13 @@ def test_names_that_clients_chose_neither_begin_lines_nor_move_the_cursor() -> N
 
 
 def test_the_last_words_of_a_server_that_aborts() -> None:
-    aborts = (
-        "import os\nfrom kvpool_server import logs\nwith logs.json_lines():\n os.write(2, b'F0000 broken'); os.abort()"
-    )
+    aborts = """
+import os
+from kvpool_server.process import logs
+with logs.json_lines():
+    os.write(2, b"F0000 broken")
+    os.abort()
+"""
     done = subprocess.run(
         [sys.executable, "-c", aborts], capture_output=True, text=True, timeout=30, env=clean_environment(), check=False
     )

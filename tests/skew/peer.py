@@ -17,14 +17,19 @@ import time
 import numpy as np
 
 import kvpool
-from kvpool.client.block_io import InPlace
-from kvpool.client.client import Client
-from kvpool.client.config import ClientConfig
-from kvpool.protocol.errors import KVPoolError
-from kvpool.protocol.hashing import checksum
-from kvpool.protocol.namespace import GroupSpec, NamespaceSpec
-from kvpool.protocol.types import BlockRun, Chunk, PoolKey
-from kvpool.security.tls import TlsFiles
+from kvpool import (
+    BlockRun,
+    Chunk,
+    Client,
+    ClientConfig,
+    GroupSpec,
+    InPlace,
+    KVPoolError,
+    NamespaceSpec,
+    PoolKey,
+    TlsFiles,
+    checksum,
+)
 
 CHUNK_BYTES = 4_096
 NUM_SHARDS = 2

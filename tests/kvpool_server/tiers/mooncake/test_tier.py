@@ -348,7 +348,7 @@ def test_a_segment_that_cannot_be_is_said_at_the_start(cluster: Cluster) -> None
 def test_a_package_that_is_not_there_is_a_sentence_with_the_fix(tmp_path: Path) -> None:
     (tmp_path / "mooncake").mkdir()
     (tmp_path / "mooncake" / "__init__.py").touch()
-    root = Path(__file__).parents[3]
+    root = Path(__file__).parents[4]
     said = _say("--tier", "mooncake:master=127.0.0.1:1", PYTHONPATH=f"{tmp_path}{os.pathsep}{root}")
     assert (
         "tier mooncake needs a package that is not installed" in said
