@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib.metadata
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer.main import get_command
 
 from kvpool.commands import certs, name_key, token
 from kvpool.commands.clear import clear
@@ -25,7 +27,7 @@ from kvpool.commands.stats import stats
 from kvpool.commands.top import top
 from kvpool.commands.value import value
 from kvpool.commands.whoami import whoami
-from kvpool.protocol.errors import KVPoolError
+from kvpool.protocol.errors import ConfigError, InvalidRequestError, KVPoolError
 from kvpool.security.certificates import CA_NAME, CERTIFICATE_NAME, KEY_NAME
 from kvpool.version import __version__
 
@@ -38,6 +40,7 @@ app = typer.Typer(
 
 @app.callback(invoke_without_command=True)
 def _common(
+    context: typer.Context,
     tls: Annotated[
         Path | None,
         typer.Option(
@@ -68,6 +71,8 @@ def _common(
     if version:
         typer.echo(f"kvpool {__version__}")
         raise typer.Exit
+    if context.invoked_subcommand is None:
+        context.fail("Missing command.")
     TRUST.set(Trust(tls, token_file, insecure_network))
 
 
@@ -82,12 +87,31 @@ app.add_typer(token.app, name="token")
 
 def main() -> None:
     """Entry point of the console script. Prints errors as one sentence."""
-    _add_entry_points(sys.argv[1:])
+    arguments = _common_options_first(sys.argv[1:])
+    _add_entry_points(arguments)
     try:
-        app()
+        app(arguments)
     except KVPoolError as error:
         typer.echo(f"kvpool: {error}", err=True)
-        raise SystemExit(ExitStatus.PROBLEM) from None
+        is_usage = isinstance(error, ConfigError | InvalidRequestError)
+        raise SystemExit(ExitStatus.USAGE if is_usage else ExitStatus.PROBLEM) from None
+
+
+def _common_options_first(arguments: Sequence[str]) -> list[str]:
+    """The arguments, with the options of all commands before the command, where typer looks for them."""
+    is_flag = {name: getattr(each, "is_flag", False) for each in get_command(app).params for name in each.opts}
+    first: list[str] = []
+    rest: list[str] = []
+    left = iter(arguments)
+    for each in left:
+        name, equals, _ = each.partition("=")
+        (first if name in is_flag else rest).append(each)
+        if equals or is_flag.get(name, True):
+            continue
+        if (value := next(left, None)) is None:
+            return first  # Typer says that the last option has no value.
+        first.append(value)
+    return first + rest
 
 
 def _add_entry_points(arguments: list[str]) -> None:

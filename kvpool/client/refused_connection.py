@@ -30,6 +30,8 @@ def explain(details: str, config: ClientConfig) -> str:
             f"what listens at {config.endpoint} does not speak TLS; give the port of --listen, start kvpool-server "
             "with --tls-cert, or leave out tls (--tls)"
         )
+    if "missing selected ALPN property" in details:
+        return f"what listens at {config.endpoint} speaks TLS, but not gRPC; give the port of --listen"
     if "Hostname Verification Check failed" in details:
         if socket_path(config.endpoint):
             return (

@@ -41,7 +41,7 @@ class ExitStatus(IntEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Trust:
-    """The options that stand before the command: how a client and its server know each other."""
+    """The options of all commands: how a client and its server know each other."""
 
     tls: Path | None = None
     token_file: str = ""
@@ -52,7 +52,7 @@ TRUST: ContextVar[Trust] = ContextVar("options of all commands")
 
 
 def client_of(endpoint: str, transport: str = "auto") -> Client:
-    """A client of the server at `endpoint`, with the options that stand before the command."""
+    """A client of the server at `endpoint`, with the options of all commands."""
     return Client(config_of(endpoint, transport))
 
 
@@ -62,7 +62,7 @@ def config_of(endpoint: str, transport: str = "auto", timeout_ms: int = TIMEOUT_
 
 
 def trusting(config: ClientConfig) -> ClientConfig:
-    """A configuration with the options that stand before the command."""
+    """A configuration with the options of all commands."""
     trust = TRUST.get()
     try:
         files = None if trust.tls is None else TlsFiles.in_directory(trust.tls)

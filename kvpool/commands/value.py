@@ -12,7 +12,7 @@ from kvpool.client.config import DEFAULT_ENDPOINT
 from kvpool.commands import common
 from kvpool.commands.common import AsJson, Endpoint, duration_text, size_text
 from kvpool.commands.option_bounds import within
-from kvpool.protocol.errors import ConfigError, InvalidRequestError
+from kvpool.protocol.errors import InvalidRequestError, KVPoolError
 from kvpool.protocol.messages import fields_of
 from kvpool.report.output import console, count_text, say
 from kvpool.v1 import pool_pb2 as pb
@@ -37,7 +37,7 @@ def value(
     with common.client_of(endpoint) as client:
         report = client.admin.value()
     if not report.enabled:
-        raise ConfigError(f"the server at {endpoint} estimates no hit ratios; start it with --value-sample 8192")
+        raise KVPoolError(f"the server at {endpoint} estimates no hit ratios; start it with --value-sample 8192")
     curves = [curve for curve in report.curves if tenant is None or (curve.tenant == tenant and not curve.is_total)]
     if tenant is not None and not curves:
         raise InvalidRequestError(f"the server has no curve of tenant {tenant!r}; without --tenant all are shown")

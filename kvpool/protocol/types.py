@@ -449,8 +449,9 @@ class Quota:
         """Raises InvalidRequestError unless the subject can be one."""
         kind, _, name = self.subject.partition(":")
         if kind not in ("tenant", "namespace") or not name:
+            fix = "" if ":" in self.subject else f"; give tenant:{self.subject}"
             raise InvalidRequestError(
-                f"quota subject {self.subject!r} is none; give tenant:NAME or namespace:FINGERPRINT"
+                f"quota subject {self.subject!r} is neither tenant:NAME nor namespace:FINGERPRINT{fix}"
             )
         hexadecimal = f"[0-9a-f]{{{MIN_PREFIX},{2 * HASH_BYTES}}}"
         if kind == "namespace" and not re.fullmatch(hexadecimal, name):

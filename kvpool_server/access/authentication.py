@@ -126,7 +126,9 @@ def bearer_token(authorization: Sequence[str]) -> str:
     """The token of a call's Authorization headers. Raises UnauthenticatedError."""
     scheme, _, token = authorization[0].partition(" ") if len(authorization) == 1 else ("", "", "")
     if scheme != "Bearer":
-        raise UnauthenticatedError("the call has no bearer token; give token_file with the token that you were given")
+        raise UnauthenticatedError(
+            "the call has no bearer token; give token_file (--token-file), a file with the token that you were given"
+        )
     return token
 
 

@@ -269,7 +269,8 @@ def _config_error(error: ErrorDetails, flags: Mapping[str, Any]) -> ConfigError:
     if error["type"].startswith("byte_size"):
         wrong = "not a size; give bytes, or 512MiB, 20GiB, 1.5TiB"
     elif fix := instead_of(error):
-        wrong = f"not possible; give {fix}"
+        unit = "a number of bytes, as it has no unit: " if setting == "memory" and str(given).isdigit() else ""
+        wrong = f"{unit}not possible; give {fix}"
     key = ".".join(map(str, error["loc"]))
     return ConfigError(f"setting {key} = {given!r} ({source}): {wrong}; {_SEE_HELP}")
 

@@ -107,7 +107,7 @@ def test_ping_tries_the_transport_that_it_is_told(cli: Cli) -> None:
     told = cli("ping", "--transport", "tcp").splitlines()[1]
     assert re.fullmatch(r"bytes would travel by tcp over the data port \S+, \d+ connections?: transport=tcp", told)
     done = run_command(KVPOOL, "ping", "--endpoint", cli.server.endpoint, "--transport", "pigeon")
-    assert done.returncode == 1 and "'pigeon' is not one of auto, shm, tcp, grpc, mooncake, network" in done.stderr
+    assert done.returncode == 2 and "'pigeon' is not one of auto, shm, tcp, grpc, mooncake, network" in done.stderr
 
 
 def test_ping_says_once_why_a_transport_is_slow(
@@ -171,7 +171,7 @@ def test_ping_refuses_in_one_sentence(
     client = connect(cli.server)
     for tenant in ("a", "b"):
         client.open_namespace(namespace_spec(tenant=tenant))
-    err = cli.fails("ping", *options)[1]
+    err = cli.fails("ping", *options, status=2)[1]
     assert says in err and err.startswith("kvpool: ") and err.count("\n") == 1
 
 
@@ -322,7 +322,7 @@ def test_two_namespaces_are_compared_field_by_field(
         assert all(digest in text for digest in digests)
     listing = cli("namespaces", "--json")
     assert "my salt" not in listing and digests[0] in listing
-    assert "no namespace begins with 'no such'" in cli.fails("namespaces", "--diff", a, "no such")[1]
+    assert "no namespace begins with 'no such'" in cli.fails("namespaces", "--diff", a, "no such", status=2)[1]
     assert "differ in no field" in cli("namespaces", "--diff", a, a)
 
 
@@ -392,7 +392,7 @@ def test_quotas_beyond_the_memory_are_warned_of(
     ("text", "says"),
     [
         ("tenant:acme", "quota 'tenant:acme' has no size; give SUBJECT=SIZE"),
-        ("acme=1GiB", "quota subject 'acme' is none; give tenant:NAME or namespace:FINGERPRINT"),
+        ("acme=1GiB", "quota subject 'acme' is neither tenant:NAME nor namespace:FINGERPRINT; give tenant:acme"),
         ("tenant:acme=100", "quota 'tenant:acme=100' has no unit; give tenant:acme=100GiB, or tenant:acme=100B if you"),
         ("tenant:acme=lots", "quota 'tenant:acme=lots': 'lots' is not a size"),
         ("namespace:abc=1GiB", "give the first 8 characters of a fingerprint, or more"),
@@ -400,7 +400,7 @@ def test_quotas_beyond_the_memory_are_warned_of(
     ],
 )
 def test_a_bad_quota_is_one_sentence(cli: Cli, text: str, says: str) -> None:
-    out, err = cli.fails("quota", "tenant:good=1GiB", text)
+    out, err = cli.fails("quota", "tenant:good=1GiB", text, status=2)
     assert out == "" and says in err
     assert json.loads(cli("quota", "--json")) == []
 
@@ -422,35 +422,35 @@ def test_clear_drops_one_namespace_by_the_start_of_its_fingerprint(
 
 def test_clear_of_a_name_without_its_option_says_so(cli: Cli, stored: object) -> None:
     sentence = "kvpool: '08fa' names nothing to drop; give --namespace 08fa, or --all\n"
-    assert cli.fails("clear", "08fa") == ("", sentence)
+    assert cli.fails("clear", "08fa", status=2) == ("", sentence)
     assert set(_left(cli).values()) == {2}
 
 
 def test_clear_of_an_empty_name_drops_nothing(cli: Cli, stored: object) -> None:
     """As a script with a variable that is not set would ask."""
     sentence = "kvpool: --namespace is empty; give a fingerprint, or --all for every namespace\n"
-    assert cli.fails("clear", "--namespace", "") == ("", sentence)
+    assert cli.fails("clear", "--namespace", "", status=2) == ("", sentence)
     assert set(_left(cli).values()) == {2}
 
 
 @pytest.mark.parametrize(
-    ("prefix", "sentence"),
+    ("prefix", "sentence", "status"),
     [
-        ("zzz", "no namespace begins with 'zzz'; `kvpool namespaces` lists them"),
-        ("0" * 64, f"namespace {'0' * 64} is not open on this server; open it first"),
+        ("zzz", "no namespace begins with 'zzz'; `kvpool namespaces` lists them", 2),
+        ("0" * 64, f"namespace {'0' * 64} is not open on this server; open it first", 1),
     ],
 )
 def test_clear_of_a_namespace_that_is_not_there_drops_nothing(
-    cli: Cli, stored: object, prefix: str, sentence: str
+    cli: Cli, stored: object, prefix: str, sentence: str, status: int
 ) -> None:
-    assert cli.fails("clear", "--namespace", prefix) == ("", f"kvpool: {sentence}\n")
+    assert cli.fails("clear", "--namespace", prefix, status=status) == ("", f"kvpool: {sentence}\n")
     assert set(_left(cli).values()) == {2}
 
 
 @pytest.mark.parametrize("options", [[], ["--namespace", "abc", "--all"]])
 def test_clear_wants_to_be_told_what_in_so_many_words(cli: Cli, stored: object, options: list[str]) -> None:
     sentence = "kvpool: give either --namespace, or --all to drop the blocks of every model\n"
-    assert cli.fails("clear", *options) == ("", sentence)
+    assert cli.fails("clear", *options, status=2) == ("", sentence)
     assert set(_left(cli).values()) == {2}
 
 
@@ -466,8 +466,24 @@ def test_a_server_that_is_not_there_is_one_sentence(command: list[str]) -> None:
 
 def test_a_bad_endpoint_is_one_sentence() -> None:
     done = run_command(KVPOOL, "ping", "--endpoint", "nowhere")
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert done.stderr == "kvpool: endpoint 'nowhere' is not HOST:PORT, for example '127.0.0.1:50051'\n"
+
+
+@pytest.mark.parametrize("arguments", [("--tls", "/no", "ping"), ("ping", "--tls", "/no"), ("ping", "--tls=/no")])
+def test_options_of_all_commands_may_follow_the_command(arguments: tuple[str, ...]) -> None:
+    done = run_command(KVPOOL, *arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "kvpool: --tls /no has no ca.crt; give a directory that `kvpool certs` has made\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [(("ping", "--tls"), "Option '--tls' requires an argument"), (("--tls", "ping"), "Missing command")],
+)
+def test_a_missing_value_or_command_is_said(arguments: tuple[str, ...], says: str) -> None:
+    done = run_command(KVPOOL, *arguments)
+    assert done.returncode == 2 and says in done.stderr
 
 
 def test_a_shell_completes_commands_of_all_packages() -> None:

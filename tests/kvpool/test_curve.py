@@ -115,5 +115,5 @@ def test_the_command_makes_keys_and_lists_them(tmp_path: Path) -> None:
 )
 def test_the_command_makes_nothing_where_it_cannot_tell_whose(tmp_path: Path, flags: list[str], told: str) -> None:
     done = run_command(KVPOOL, "certs", "events-key", str(tmp_path / "key"), *flags)
-    assert done.returncode == 1 and told in done.stderr
+    assert done.returncode == 2 and told in done.stderr
     assert not list(tmp_path.iterdir())

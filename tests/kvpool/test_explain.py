@@ -148,7 +148,7 @@ def test_errors_name_the_fix(
     short.write_text("1 2 3")
 
     def error(*arguments: str) -> str:
-        return " ".join(cli.fails("explain", *arguments)[1].split())
+        return " ".join(cli.fails("explain", *arguments, status=2)[1].split())
 
     assert "give --tokenizer DIR for text" in error("--prompt", str(text), "--namespace", namespace)
     assert "set --hash-seed to the PYTHONHASHSEED of its engines" in error(

@@ -167,7 +167,9 @@ def test_kvpool_expire(cli: Cli, client: Client, tmp_path: Path) -> None:
     assert cli("expire", *_prompt(namespace, tmp_path)) == (
         "4 of the prompt's 4 blocks will be evicted before others.\n"
     )
-    _, err = cli.fails("expire", "--prompt", str(tmp_path / "none"), "--namespace", namespace.fingerprint.hex()[:12])
+    _, err = cli.fails(
+        "expire", "--prompt", str(tmp_path / "none"), "--namespace", namespace.fingerprint.hex()[:12], status=2
+    )
     assert "cannot read the prompt" in err
 
 

@@ -223,7 +223,7 @@ def test_quotas_may_be_a_list(toml: Path) -> None:
 @pytest.mark.parametrize(
     ("quota", "says"),
     [
-        (["acme=1GiB"], "quota subject 'acme' is none; give tenant:NAME"),
+        (["acme=1GiB"], "quota subject 'acme' is neither tenant:NAME"),
         (["tenant:a=1GiB", "tenant:a=2GiB"], "tenant:a has two quotas"),
         (["tenant:a=0"], "tenant:a=0 gives a size of 0"),
         (["tenant:a=much"], "'much' is not a size"),

@@ -261,7 +261,7 @@ def test_the_command_follows_with_keys(deployment: Deployment) -> None:
     assert str(low_64_bits(block_hash("umbra"))) in done.stdout
     assert str(low_64_bits(block_hash("acme"))) not in done.stdout
     done = run_command(*command, "--key", str(keys / "umbra2.key_secret"))
-    assert done.returncode == 1 and "--key and --server-key belong together" in done.stderr
+    assert done.returncode == 2 and "--key and --server-key belong together" in done.stderr
 
 
 @pytest.mark.more

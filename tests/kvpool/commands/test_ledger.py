@@ -97,8 +97,8 @@ def test_csv_and_json_have_all_columns(run, server: ServerProcess) -> None:  # t
 
 
 def test_a_wrong_time_is_refused_by_its_text(run, server: ServerProcess) -> None:  # type: ignore[no-untyped-def]
-    assert "'soon' is no time; give one such as 90m" in run("--since", "soon", "--endpoint", server.endpoint, status=1)
-    both = run("--csv", "--json", "--endpoint", server.endpoint, status=1)
+    assert "'soon' is no time; give one such as 90m" in run("--since", "soon", "--endpoint", server.endpoint, status=2)
+    both = run("--csv", "--json", "--endpoint", server.endpoint, status=2)
     assert "exclude each other" in both
 
 

@@ -66,7 +66,7 @@ def test_tables_of_all_tenants_and_of_each(run: Run, server: ServerProcess) -> N
 def test_one_tenant_and_no_other(run: Run, server: ServerProcess) -> None:
     printed = run("value", "--endpoint", server.endpoint, "--tenant", "umbra")
     assert "tenant umbra" in printed and "acme" not in printed and "100.0%" in printed
-    refused = run("value", "--endpoint", server.endpoint, "--tenant", "nobody", status=1)
+    refused = run("value", "--endpoint", server.endpoint, "--tenant", "nobody", status=2)
     assert "no curve of tenant 'nobody'" in refused
 
 

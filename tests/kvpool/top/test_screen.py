@@ -39,7 +39,7 @@ def test_one_frame_has_the_rates_of_one_interval(pool_server: StartServer) -> No
 
 def test_without_a_terminal_it_says_what_to_give(pool_server: StartServer) -> None:
     done = run_command(*COMMAND, "--endpoint", pool_server().endpoint)
-    assert (done.returncode, done.stdout) == (1, "")
+    assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "kvpool: kvpool top draws on a terminal; give --once to print one frame\n"
 
 

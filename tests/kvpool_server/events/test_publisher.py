@@ -230,7 +230,7 @@ def test_the_command_prints_what_is_published(pool_server: StartServer, connect:
 
 def test_the_command_names_a_bad_endpoint() -> None:
     done = run_command(KVPOOL, "events", "localhost")
-    assert done.returncode == 1 and "cannot subscribe to 'localhost'" in done.stderr
+    assert done.returncode == 2 and "cannot subscribe to 'localhost'" in done.stderr
 
 
 class Bench:
