@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from pathlib import Path
 
 import numpy as np
 
-from kvpool import BlockRun, Client, ClientConfig, GroupSpec, NamespaceSpec, TlsFiles, block_hashes
+from kvpool import BlockRun, Client, ClientConfig, GroupSpec, KVPoolError, NamespaceSpec, TlsFiles, block_hashes
 
 BLOCK_TOKENS = 16
 CHUNK_BYTES = 64 * 1024
@@ -52,8 +53,11 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=1_000, help="length of the prompt")
     asked = parser.parse_args()
     config = ClientConfig(asked.endpoint, tls=TlsFiles.in_directory(asked.tls) if asked.tls else None)
-    with Client(config) as client:
-        print(serve(client, asked.model, asked.tenant, list(range(asked.tokens))))
+    try:
+        with Client(config) as client:
+            print(serve(client, asked.model, asked.tenant, list(range(asked.tokens))))
+    except KVPoolError as error:
+        sys.exit(str(error))
 
 
 if __name__ == "__main__":
