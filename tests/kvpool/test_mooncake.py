@@ -63,18 +63,12 @@ def test_kvpool_does_not_import_the_package_on_its_own() -> None:
 @pytest.mark.skipif(RDMA_DEVICES.is_dir(), reason="this machine has RDMA")
 def test_a_server_without_an_rdma_device_says_so_and_does_not_fall_back_to_tcp() -> None:
     pytest.importorskip("mooncake.engine", exc_type=ImportError)
-    done = run_command(
-        *server_command(
-            "--listen", "127.0.0.1:0", "--http-listen", "", "--mooncake", "rdma", "--mooncake-trusted-network"
-        )
-    )
+    nowhere = ("--listen", "127.0.0.1:0", "--http-listen", "", "--data-listen", "")
+    rdma = server_command(*nowhere, "--mooncake", "rdma", "--mooncake-trusted-network")
+    done = run_command(*rdma)
     assert done.returncode == 2
     assert f"kvpool-server: no RDMA device in {RDMA_DEVICES}" in done.stderr
-    done = run_command(
-        *server_command(
-            "--listen", "127.0.0.1:0", "--mooncake", "rdma", "--mooncake-trusted-network", "--mooncake-device", "mlx5_7"
-        )
-    )
+    done = run_command(*rdma, "--mooncake-device", "mlx5_7")
     assert "no RDMA device 'mlx5_7'" in done.stderr and "there are: none" in done.stderr
 
 

@@ -1036,7 +1036,7 @@ def test_quotas_are_set_listed_and_kept(client: Client) -> None:
         client.put_blocks(namespace, run_of(*"abcde"), [payload(name, CHUNK) for name in "abcde"])
     _store(client, namespace, "a", "b")
     assert client.admin.quotas() == [pb.Quota(subject="tenant:bounded", limit_bytes=4 * CHUNK, used_bytes=4 * CHUNK)]
-    with pytest.raises(InvalidRequestError, match="quota subject 'bounded' is none"):
+    with pytest.raises(InvalidRequestError, match="quota subject 'bounded' is neither"):
         client.admin.set_quotas([Quota("tenant:bounded", 0), Quota("bounded", 1)])
     assert len(client.admin.quotas()) == 1
     assert client.admin.set_quotas([Quota("tenant:bounded", 0)]) == []

@@ -248,8 +248,8 @@ def test_setting_is_all_or_nothing(house: House) -> None:
     before = house.pool.quotas()
     good = Quota("tenant:acme", 100)
     for bad, says in (
-        (Quota("acme", 1), "quota subject 'acme' is none; give tenant:NAME or namespace:FINGERPRINT"),
-        (Quota("tenant:", 1), "quota subject 'tenant:' is none"),
+        (Quota("acme", 1), "quota subject 'acme' is neither tenant:NAME nor namespace:FINGERPRINT"),
+        (Quota("tenant:", 1), "quota subject 'tenant:' is neither"),
         (Quota("namespace:abc", 1), "namespace:abc'.*first 8 characters"),
         (Quota("namespace:not-hexadecimal", 1), "first 8 characters"),
         (Quota("tenant:nobody", 0), "no quota tenant:nobody to delete; `kvpool quota` lists all"),
