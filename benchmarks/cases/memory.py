@@ -21,7 +21,7 @@ import typer
 from benchmarks.harness.measuring import at_most, progress, report
 from kvpool import BlockRun, GroupSpec, NamespaceSpec, ShardRange
 from kvpool_server.cache.allocator.arena import EXTENTS_PER_ARENA, Arena
-from kvpool_server.cache.pool import Pool
+from testbed.pool_at_once import PoolAtOnce
 
 CHAIN_BLOCKS = 256
 SLOT_BYTES = 2 << 20
@@ -38,7 +38,7 @@ def own_bytes() -> int:
     return int(kib) << 10
 
 
-def fill(pool: Pool, fingerprint: bytes, num_shards: int, entries: int) -> None:
+def fill(pool: PoolAtOnce, fingerprint: bytes, num_shards: int, entries: int) -> None:
     """Puts `entries` blocks, prefix by prefix."""
     shards = ShardRange(0, num_shards)
     for start in range(0, entries, CHAIN_BLOCKS):
@@ -53,7 +53,7 @@ def fill(pool: Pool, fingerprint: bytes, num_shards: int, entries: int) -> None:
 def measure(num_shards: int, entries: int) -> float:
     """Builds a pool in this process; returns its bytes for each entry."""
     slots = -(-entries // EXTENTS_PER_ARENA) * EXTENTS_PER_ARENA
-    pool = Pool(Arena(slots * SLOT_BYTES), time.monotonic, itertools.count(1 << 62).__next__)
+    pool = PoolAtOnce(Arena(slots * SLOT_BYTES), time.monotonic, itertools.count(1 << 62).__next__)
     group = GroupSpec("full_attention", 16, 8, 128, 128, num_shards, SLOT_BYTES // num_shards)
     namespace, _ = pool.open_namespace(NamespaceSpec("benchmark", (group,)))
     before = own_bytes()

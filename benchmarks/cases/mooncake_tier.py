@@ -48,11 +48,11 @@ from kvpool.protocol.types import Lookup, ShardRange
 from kvpool.transport.base import Buffers
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.eviction import DEFAULT_POLICY, POLICIES
-from kvpool_server.cache.pool import Pool
 from kvpool_server.tiering import demoter, promoter
 from kvpool_server.tiering.tiered_pool import TieredPool
 from kvpool_server.tiers.registry import parse
 from kvpool_server.tiers.tier import TierContext
+from testbed.pool_at_once import PoolAtOnce
 
 KIB, MIB = 1 << 10, 1 << 20
 BLOCK_BYTES = (256 * KIB, 2 * MIB)
@@ -92,7 +92,7 @@ class PoolAboveTier:
         self._loop = asyncio.new_event_loop()
         self._tier = parse(tier).make(TierContext(("127.0.0.1", 0), POLICIES[DEFAULT_POLICY]))
         ids = itertools.count(1)
-        self._pool = Pool(Arena(memory.nbytes), time.monotonic, lambda: next(ids))
+        self._pool = PoolAtOnce(Arena(memory.nbytes), time.monotonic, lambda: next(ids))
         self._tiered = TieredPool(self._pool, memory, [self._tier])
         self._namespace, _ = self._pool.open_namespace(spec(block_bytes))
         self._memory, self._block_bytes = memory, block_bytes

@@ -16,7 +16,7 @@ from kvpool.protocol.namespace import GroupSpec, NamespaceSpec
 from kvpool.protocol.types import HASH_BYTES, BlockRun, ShardRange
 from kvpool_server.cache.allocator.arena import MAX_SLOTS_PER_EXTENT, Arena
 from kvpool_server.cache.eviction import DEFAULT_POLICY, POLICIES
-from kvpool_server.cache.pool import Pool
+from testbed.pool_at_once import PoolAtOnce
 
 SLOT_BYTES = 2 << 20
 """Any size will do: an arena consists of offsets, and no bytes are stored."""
@@ -81,7 +81,7 @@ def run_of(request: Request) -> BlockRun:
     return BlockRun(0, [block.to_bytes(HASH_BYTES, "big") for block in request.ids], parent_hash)
 
 
-def put(pool: Pool, fingerprint: bytes, run: BlockRun) -> None:
+def put(pool: PoolAtOnce, fingerprint: bytes, run: BlockRun) -> None:
     """Stores blocks of one shard, without bytes; none if they do not fit."""
     try:
         grant = pool.put_start(fingerprint, [run], ShardRange(0, 1), TICKET_MS)
@@ -91,9 +91,9 @@ def put(pool: Pool, fingerprint: bytes, run: BlockRun) -> None:
         pool.put_end(grant.ticket_id, [0] * len(grant.offsets))
 
 
-def make_pool(capacity: int, policy: str, clock: Callable[[], float], tenant: str = "") -> tuple[Pool, bytes]:
+def make_pool(capacity: int, policy: str, clock: Callable[[], float], tenant: str = "") -> tuple[PoolAtOnce, bytes]:
     """A pool of `capacity` blocks, and a namespace of it with blocks of one shard."""
-    pool = Pool(_arena(capacity), clock, itertools.count(1).__next__, policy=POLICIES[policy])
+    pool = PoolAtOnce(_arena(capacity), clock, itertools.count(1).__next__, policy=POLICIES[policy])
     group = GroupSpec("full_attention", BLOCK_TOKENS, 8, 128, 128, 1, SLOT_BYTES)
     return pool, pool.open_namespace(NamespaceSpec("replay", (group,), tenant=tenant))[0].fingerprint
 

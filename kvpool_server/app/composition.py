@@ -23,6 +23,7 @@ from kvpool_server.app.monitoring import Monitoring
 from kvpool_server.cache.eviction import POLICIES
 from kvpool_server.cache.limits import Limits, default_limits
 from kvpool_server.cache.pool import Pool
+from kvpool_server.cache.steps import finish
 from kvpool_server.cache.transfers import NoTransfers
 from kvpool_server.data_plane.admission import MAX_SEATS
 from kvpool_server.data_plane.permits import PermitTable
@@ -211,7 +212,7 @@ class Composition:
         arena, permits = self.memory.arena, self._permits or NoTransfers()
         pool = Pool(arena, time.monotonic, new_id, self._limits, policy, permits, limits_of)
         try:
-            pool.set_quotas([parse_quota(text) for text in config.quota])
+            finish(pool.set_quotas_in_steps([parse_quota(text) for text in config.quota]))
         except InvalidRequestError as error:
             raise ConfigError(f"{error}; see --quota") from None
         if warning := beyond_memory(pool.quotas(), arena.arena_bytes):
@@ -281,7 +282,7 @@ class Composition:
         recorder = Recorder(config.record, config.record_bytes, config.record_names) if config.record else None
         if recorder is not None:
             self._stack.push_async_callback(asyncio.to_thread, recorder.close)
-            self.pool.observe_traffic(recorder)
+            self.pool.traffic.observe(recorder)
         loop = asyncio.get_running_loop()
         value = PoolValue(self.pool, config.policy, config.value_sample, bool(config.tier), loop.call_later)
         self._monitoring.registry.register(ValueCollector(on_loop(loop, value.report), recorder))

@@ -8,7 +8,7 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
-from kvpool.protocol.errors import LeaseExpiredError
+from kvpool.protocol.errors import InvalidRequestError, LeaseExpiredError
 from kvpool.protocol.types import RunHits, ShardRange
 from kvpool_server.cache.entry import Entry, Group
 from kvpool_server.cache.namespaces import PoolNamespace
@@ -92,6 +92,11 @@ class Lease(Hold):
 
     unrecorded: Found | None = field(default=None, init=False)
 
+    def check_range(self, entry: Entry | None, offset: int, nbytes: int) -> None:
+        """Raises InvalidRequestError unless the entry that lies at `offset` is leased and has `nbytes` from there."""
+        if entry is None or not self.covers(entry) or offset + nbytes > entry.offset + entry.group.spec.slot_bytes:
+            raise InvalidRequestError(f"[{offset}, {offset + nbytes}) is in no block of lease {self.id:#x}")
+
 
 @dataclass(eq=False, slots=True)
 class Ticket(Hold):
@@ -103,6 +108,15 @@ class Ticket(Hold):
 
     shards: ShardRange
     stamp: int = 0
+
+    def check_range(self, entry: Entry | None, offset: int, nbytes: int) -> None:
+        """Raises InvalidRequestError unless [offset, offset + nbytes) is within the shards of a live entry."""
+        if entry is not None and entry.live and self.covers(entry):
+            chunk_bytes = entry.group.spec.chunk_bytes
+            start = entry.offset + self.shards.start * chunk_bytes
+            if start <= offset and offset + nbytes <= start + self.shards.count * chunk_bytes:
+                return
+        raise InvalidRequestError(f"[{offset}, {offset + nbytes}) is in no region of ticket {self.id:#x}")
 
     def restart(self, deadline: float) -> None:
         """Gives a ticket that is not live yet all of its time, although the put has waited for room."""

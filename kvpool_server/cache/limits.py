@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvpool.protocol.types import MAX_BATCH_CHUNKS, MAX_RUNS
+from kvpool.protocol.errors import InvalidRequestError
+from kvpool.protocol.types import MAX_BATCH_CHUNKS, MAX_RUNS, BlockRun, ShardRange
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,3 +76,11 @@ class Limits:
     max_quotas: int = 256
     max_streams: int = 2_048
     pin_share: float = 0.1
+
+    def check_chunks(self, runs: Sequence[BlockRun], shards: ShardRange) -> None:
+        """Raises InvalidRequestError if a put or a get moves too many chunks."""
+        count, most = sum(map(len, runs)), self.max_batch_chunks
+        if count * shards.count > most:
+            raise InvalidRequestError(
+                f"{count} blocks x {shards.count} shards; give at most {most} chunks, and split larger batches"
+            )

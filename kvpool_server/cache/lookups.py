@@ -1,7 +1,7 @@
 """Lookups: which blocks of a request are complete, a lease on them, where they lie, and the record of their use.
 
-The file stands in the order of a lookup's path: find, slots, record_use. Not thread-safe: the pool's event loop owns
-it.
+The file stands in the order of a lookup's path: find, slots, get, record_use. Not thread-safe: the pool's event loop
+owns it.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ import sys
 from array import array
 from collections.abc import Callable, Sequence
 
-from kvpool.protocol.types import BlockRun, RunHits, Slots
+from kvpool.protocol.types import BlockRun, Located, RunHits, ShardRange, Slots, in_parts
 from kvpool_server.cache.allocator.placement import Placement
 from kvpool_server.cache.entry import Entry, Group
 from kvpool_server.cache.holds import Holds
 from kvpool_server.cache.leases import NOBODY, Found, Owner
+from kvpool_server.cache.limits import Limits
 from kvpool_server.cache.namespaces import Namespaces
 from kvpool_server.cache.steps import LOOKUP_STEP_BLOCKS, Steps
 
@@ -27,12 +28,14 @@ class Lookups:
         namespaces: Namespaces,
         holds: Holds,
         placement: Placement,
+        limits: Limits,
         counters: dict[str, int],
         expire: Callable[[], float],
     ):
         self._namespaces = namespaces
         self._holds = holds
         self._placement = placement
+        self._limits = limits
         self._counters = counters
         self._expire = expire
 
@@ -105,6 +108,50 @@ class Lookups:
         self._counters["located_blocks"] += len(found.entries)
         found.namespace.loaded_bytes += nbytes
         return tuple(located)
+
+    def get(
+        self,
+        lease_id: int,
+        fingerprint: bytes,
+        runs: Sequence[BlockRun],
+        shards: ShardRange,
+        owner: Owner = NOBODY,
+    ) -> Steps[Located]:
+        """Where leased blocks lie; one that was dropped, or is not leased, is not present.
+
+        Raises LeaseExpiredError unless the lease is live, also when the last step begins.
+        """
+        namespace, group = self._namespaces.one_group(fingerprint, runs)
+        shards.check(group.spec.num_shards)
+        self._limits.check_chunks(runs, shards)
+        now = self._expire()
+        lease = self._holds.leases.live(lease_id, owner, now)
+        if lease.unrecorded is not None:
+            found, lease.unrecorded = lease.unrecorded, None
+            self.record_use(found)
+        held = lease.entry_ids
+        present: list[bool] = []
+        offsets: list[int] = []
+        checksums = array("Q")
+        first, stop, full_mask = shards.start, shards.start + shards.count, group.full_mask
+        start = first * group.spec.chunk_bytes
+        for part in in_parts(runs, LOOKUP_STEP_BLOCKS):
+            if present:
+                yield
+                now = self._expire()
+                self._holds.leases.live(lease_id, owner, now)
+            for entry in group.index.get_all(block_hash for run in part for block_hash in run.block_hashes):
+                is_present = entry is not None and entry.present == full_mask and id(entry) in held
+                present.append(is_present)
+                if is_present:
+                    assert entry is not None
+                    offsets.append(entry.offset + start)
+                    checksums += entry.checksums[first:stop]
+        self._counters["get_blocks"] += len(present)
+        self._counters["get_present_blocks"] += len(offsets)
+        namespace.loaded_bytes += len(offsets) * shards.count * group.spec.chunk_bytes
+        remaining_ms = int((lease.deadline - now) * 1000)
+        return Located(remaining_ms, tuple(present), tuple(offsets), tuple(checksums))
 
     def record_use(self, found: Found) -> None:
         """Counts a lookup and, if it leased its entries, tells the eviction policies of their use."""

@@ -1,4 +1,4 @@
-"""Observers of lookups and puts: the recorder, and the histogram of `kvpool value`."""
+"""Lookups for loads, and puts, as observers are told of them: the recorder, and the histogram of `kvpool value`."""
 
 from __future__ import annotations
 
@@ -19,3 +19,21 @@ class TrafficObserver:
 
     def put(self, namespace: PoolNamespace, runs: Sequence[BlockRun]) -> None:
         """A put of blocks of one group has begun; it may name blocks that the pool has already."""
+
+
+class Traffic:
+    """Tells each observer of lookups and puts, but not of measurements."""
+
+    def __init__(self) -> None:
+        self._observers: list[TrafficObserver] = []
+
+    def observe(self, observer: TrafficObserver) -> None:
+        self._observers.append(observer)
+
+    def looked_up(self, namespace: PoolNamespace, runs: Sequence[BlockRun], hits: Sequence[RunHits]) -> None:
+        for observer in () if namespace.is_measurement else self._observers:
+            observer.looked_up(namespace, runs, hits)
+
+    def put(self, namespace: PoolNamespace, runs: Sequence[BlockRun]) -> None:
+        for observer in () if namespace.is_measurement else self._observers:
+            observer.put(namespace, runs)

@@ -116,7 +116,10 @@ class BlockHandlers(Handlers):
         permitted = []
         for run, each in zip(runs, slots, strict=True):
             if each.offsets:
-                offsets, slot_bytes = np.frombuffer(each.offsets, "<u8"), self.pool.slot_bytes(fingerprint, run)
+                offsets, slot_bytes = (
+                    np.frombuffer(each.offsets, "<u8"),
+                    self.pool.group_spec(fingerprint, run).slot_bytes,
+                )
                 permit = self._permit(Kind.READ, lease_id, deadline_ns, slot_bytes, offsets, owner)
                 each = Slots(each.offsets, each.checksums, permit)
             permitted.append(each)
@@ -145,9 +148,9 @@ class BlockHandlers(Handlers):
         fingerprint, runs = self.fingerprint(request.namespace), self.runs(request.runs)
         shards, owner = wire.decode_shards(request.shards), owner_of(context)
         now_ns = time.monotonic_ns()
-        located = await self.run(self.pool.get_in_steps(request.lease_id, fingerprint, runs, shards, owner))
+        located = await self.run(self.pool.lookups.get(request.lease_id, fingerprint, runs, shards, owner))
         if located.offsets:
-            region_bytes = shards.count * self.pool.chunk_bytes(fingerprint, runs[0])
+            region_bytes = shards.count * self.pool.group_spec(fingerprint, runs[0]).chunk_bytes
             deadline_ns = now_ns + located.lease_remaining_ms * 1_000_000
             permit = self._permit(Kind.READ, request.lease_id, deadline_ns, region_bytes, located.offsets, owner)
             located = dataclasses.replace(located, permit=permit)
@@ -165,7 +168,7 @@ class BlockHandlers(Handlers):
         steps = self.pool.put_start_in_steps(fingerprint, runs, shards, request.ticket_ttl_ms, owner)
         grant = await self.run(steps)
         if grant.offsets:
-            region_bytes = shards.count * self.pool.chunk_bytes(fingerprint, runs[0])
+            region_bytes = shards.count * self.pool.group_spec(fingerprint, runs[0]).chunk_bytes
             deadline_ns = time.monotonic_ns() + grant.ticket_ttl_ms * 1_000_000
             permit = self._permit(Kind.WRITE, grant.ticket_id, deadline_ns, region_bytes, grant.offsets, owner)
             grant = dataclasses.replace(grant, permit=permit)

@@ -44,7 +44,7 @@ async def put_chunk(pool: Pool, memory: npt.NDArray[np.uint8], chunk: Chunk, run
             f"chunk {key.block_hash.hex()} shard {key.shard}: the payload's xxh3-64 is not {chunk.checksum:#x}"
         )
     block = BlockRun(key.group_idx, [key.block_hash], chunk.parent_hash)
-    nbytes = pool.chunk_bytes(key.namespace, block)
+    nbytes = pool.group_spec(key.namespace, block).chunk_bytes
     if len(chunk.payload) != nbytes:
         raise InvalidRequestError(
             f"chunk {key.block_hash.hex()} has {len(chunk.payload)} bytes; group {key.group_idx}'s chunks have {nbytes}"
@@ -67,7 +67,7 @@ async def get_chunk(tiered: TieredPool, memory: npt.NDArray[np.uint8], key: Pool
     """
     pool = tiered.pool
     run = BlockRun(key.group_idx, [key.block_hash])
-    nbytes = pool.chunk_bytes(key.namespace, run)
+    nbytes = pool.group_spec(key.namespace, run).chunk_bytes
     if nbytes > MAX_CHUNK_BYTES:
         raise InvalidRequestError(
             f"group {key.group_idx}'s chunks have {nbytes} bytes; GetChunks sends at most {MAX_CHUNK_BYTES}: look "
@@ -77,13 +77,13 @@ async def get_chunk(tiered: TieredPool, memory: npt.NDArray[np.uint8], key: Pool
     if not lease_id:
         return None
     try:
-        located = pool.get(lease_id, key.namespace, [run], ShardRange(key.shard, 1))
+        located = finish(pool.lookups.get(lease_id, key.namespace, [run], ShardRange(key.shard, 1)))
     finally:
         pool.release([lease_id])
     # The event loop runs no other call between the release and this copy.
     payload = memory[located.offsets[0] : located.offsets[0] + nbytes].tobytes()
     if checksum(payload) != located.checksums[0]:
-        finish(pool.drop_corrupt_in_steps(finish(pool.complete_in_steps(key.namespace, [run]))))
+        finish(pool.removals.drop_corrupt(finish(pool.removals.complete(key.namespace, [run]))))
         log.error("corrupt block dropped", block=key.block_hash.hex())
         return None
     return Chunk(key, payload, located.checksums[0])

@@ -39,7 +39,7 @@ class OperatorHandlers(Handlers):
 
     def _info(self, namespace: PoolNamespace, holdings: bool) -> pb.NamespaceInfo:
         """What the pool, its tiers and engines know of a namespace."""
-        fingerprint, now = namespace.fingerprint, self.pool.now()
+        fingerprint, now = namespace.fingerprint, self.pool.clock()
         info = pb.NamespaceInfo(
             fingerprint=fingerprint,
             spec=wire.encode_spec(namespace.spec.listed()),

@@ -50,7 +50,7 @@ class Verifier:
         if self._turns.num_waiting(caller) >= MAX_WAITING:
             raise OutOfSpaceError(f"{MAX_WAITING} verifications of {caller} wait, the limit; try again when some end")
         async with self._turns.slot(caller):
-            found = await self._run(self._pool.complete_in_steps(fingerprint, runs))
+            found = await self._run(self._pool.removals.complete(fingerprint, runs))
             entries = [entry for entry in found if entry.live]  # Others may have dropped some since the last step.
             lease_id = pin(self._pool, entries)
             corrupt: list[Entry] = []
@@ -60,7 +60,7 @@ class Verifier:
                     corrupt += await asyncio.to_thread(find_corrupt, entries[start : start + count], self._memory)
             finally:
                 self._pool.release([lease_id])
-        dropped = await self._run(self._pool.drop_corrupt_in_steps(corrupt))
+        dropped = await self._run(self._pool.removals.drop_corrupt(corrupt))
         if dropped:
             log.error("corrupt blocks dropped", checked=len(entries), dropped=dropped)
         return len(entries), dropped

@@ -230,7 +230,7 @@ class TieredPool(Observer):
         else:
             lookups.record_use(found)
             if lease_ttl_ms:
-                self.pool.tell_lookup(found, runs)
+                self.pool.traffic.looked_up(found.namespace, runs, found.hits)
         if is_large:
             yield
         if not locate or not found.lease_id or retry_after_ms:
@@ -291,7 +291,7 @@ class TieredPool(Observer):
         Raises TierError if a tier has not dropped them in time; the pool has dropped them then.
         """
         namespace = self.pool.namespace(fingerprint)
-        removed = await self._run(self.pool.remove_in_steps(fingerprint, runs))
+        removed = await self._run(self.pool.removals.remove(fingerprint, runs))
         assert namespace is not None, "the pool has just removed blocks of it"
         for run in runs:
             self._promoters.forget(namespace, run)
@@ -310,7 +310,7 @@ class TieredPool(Observer):
         is_in_pool = is_open or not any(held.num_entries for held in self.holdings(fingerprint))
         self._clearing[fingerprint] += 1
         try:
-            removed = await self._run(self.pool.clear_in_steps(fingerprint)) if is_in_pool else 0
+            removed = await self._run(self.pool.removals.clear(fingerprint)) if is_in_pool else 0
             await self._on_every_tier(lambda tier: tier.clear(fingerprint))
         finally:
             self._clearing[fingerprint] -= 1

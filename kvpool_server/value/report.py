@@ -31,7 +31,7 @@ class PoolValue:
         self._feed = ValueFeed(self._histogram, later)
         self._is_enabled = sample > 0
         if self._is_enabled:
-            pool.observe_traffic(self._feed)
+            pool.traffic.observe(self._feed)
 
     def report(self, tenant: str | None = None) -> pb.ValueResponse:
         """The curve of a tenant, which is all that this tenant may see; None: of all tenants together, then of each."""

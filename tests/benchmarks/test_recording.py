@@ -16,15 +16,15 @@ from benchmarks.replay.request import MAX_BLOCKS, num_blocks
 from benchmarks.replay.trace import load
 from kvpool.protocol.errors import ConfigError
 from kvpool.protocol.types import BlockRun
-from kvpool_server.cache.pool import Pool
 from kvpool_server.value.recorder import Recorder
+from testbed.pool_at_once import PoolAtOnce
 from tests.support.clock import FakeClock
 from tests.support.values import block_hash, run_of
 
 MANY = 1 << 30
 
 
-def drive(pool: Pool, fingerprint: bytes, clock: FakeClock, rounds: int = 60) -> tuple[int, int]:
+def drive(pool: PoolAtOnce, fingerprint: bytes, clock: FakeClock, rounds: int = 60) -> tuple[int, int]:
     """Conversations whose turns add blocks that only a later put stores; returns hits and blocks looked up."""
     hits = blocks = 0
     for nth in range(rounds):
@@ -48,7 +48,7 @@ def test_a_replay_hits_as_often_as_the_recorded_pool(tmp_path: Path, policy: str
     clock, path = FakeClock(), tmp_path / "recording"
     pool, fingerprint = make_pool(64, policy, clock)
     recorder = Recorder(str(path), MANY, clock=clock)
-    pool.observe_traffic(recorder)
+    pool.traffic.observe(recorder)
     hits, blocks = drive(pool, fingerprint, clock)
     recorder.close()
     requests = load(path)
@@ -63,7 +63,7 @@ def test_a_recording_is_private_and_names_nothing(tmp_path: Path) -> None:
     clock, path = FakeClock(), tmp_path / "recording"
     pool, fingerprint = make_pool(64, "lru", clock, tenant="acme")
     recorder = Recorder(str(path), MANY, clock=clock)
-    pool.observe_traffic(recorder)
+    pool.traffic.observe(recorder)
     drive(pool, fingerprint, clock, 5)
     recorder.close()
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -79,7 +79,7 @@ def test_names_are_recorded_where_asked_for(tmp_path: Path) -> None:
     clock, path = FakeClock(), tmp_path / "recording"
     pool, fingerprint = make_pool(64, "lru", clock, tenant="acme")
     recorder = Recorder(str(path), MANY, with_names=True, clock=clock)
-    pool.observe_traffic(recorder)
+    pool.traffic.observe(recorder)
     drive(pool, fingerprint, clock, 1)
     recorder.close()
     assert b'"tenant":"acme"' in gzip.decompress(path.read_bytes())
@@ -90,7 +90,7 @@ def test_two_sections_share_no_ids(tmp_path: Path) -> None:
     for _ in range(2):
         pool, fingerprint = make_pool(64, "lru", clock)
         recorder = Recorder(str(path), MANY, clock=clock)
-        pool.observe_traffic(recorder)
+        pool.traffic.observe(recorder)
         drive(pool, fingerprint, clock, 3)
         recorder.close()
     first, second = (load(path)[half] for half in (slice(0, 9), slice(9, None)))
@@ -104,14 +104,14 @@ def test_a_full_file_stops_the_recording_and_can_be_read(tmp_path: Path) -> None
     clock, path = FakeClock(), tmp_path / "recording"
     pool, fingerprint = make_pool(512, "lru", clock)
     recorder = Recorder(str(path), 2_000, clock=clock)
-    pool.observe_traffic(recorder)
+    pool.traffic.observe(recorder)
     for _ in range(40):
         drive(pool, fingerprint, clock)
     recorder.close()
     assert path.stat().st_size == recorder.nbytes <= 2_000
     load(path)
     again = Recorder(str(path), recorder.nbytes, clock=clock)
-    pool.observe_traffic(again)
+    pool.traffic.observe(again)
     drive(pool, fingerprint, clock, 2)
     again.close()
     assert again.num_dropped > 0
@@ -121,7 +121,7 @@ def test_what_a_killed_server_leaves_can_be_read(tmp_path: Path) -> None:
     clock, path = FakeClock(), tmp_path / "recording"
     pool, fingerprint = make_pool(64, "lru", clock)
     recorder = Recorder(str(path), MANY, clock=clock)
-    pool.observe_traffic(recorder)
+    pool.traffic.observe(recorder)
     drive(pool, fingerprint, clock)
     recorder.close()
     whole = path.read_bytes()

@@ -30,11 +30,11 @@ from kvpool.protocol.types import MAX_DRAIN_MS, Chunk, PoolKey, ShardRange
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.leases import HoldTable
-from kvpool_server.cache.pool import Pool
 from kvpool_server.cache.steps import finish
 from kvpool_server.rpc.drain import Drain
 from kvpool_server.rpc.method_handlers import SERVICE_NAME
 from kvpool_server.tiering.tiered_pool import TieredPool
+from testbed.pool_at_once import PoolAtOnce
 from tests.conftest import Connect, StartServer
 from tests.support.clock import FakeClock
 from tests.support.processes import ServerProcess, wait_for
@@ -77,7 +77,7 @@ def _calls(client: Client, namespace: Namespace) -> dict[str, Callable[[], objec
 
 def test_how_far_a_drain_is_takes_no_visit_of_leases_and_tickets(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = FakeClock()
-    pool = Pool(Arena(1 << 20, 1 << 16), clock, itertools.count(1).__next__)
+    pool = PoolAtOnce(Arena(1 << 20, 1 << 16), clock, itertools.count(1).__next__)
     fingerprint = pool.open_namespace(_spec())[0].fingerprint
     put = pool.put_start(fingerprint, [run_of("a", "b")], ShardRange(0, 1))
     pool.put_end(put.ticket_id, [0, 0])

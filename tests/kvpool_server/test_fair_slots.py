@@ -163,10 +163,13 @@ def test_a_callers_verifications_wait_for_each_other_and_have_a_bound(monkeypatc
 
 
 class Anything:
-    """Has every method."""
+    """Has every method, of itself and of each of its parts."""
 
-    def __getattr__(self, _: str) -> Callable[..., None]:
-        return lambda *_: None
+    def __getattr__(self, _: str) -> Anything:
+        return self
+
+    def __call__(self, *_: object) -> None:
+        pass
 
 
 def test_callers_wait_for_nothing_but_fair_slots() -> None:

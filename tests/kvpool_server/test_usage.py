@@ -13,11 +13,11 @@ from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.limits import Limits
 from kvpool_server.cache.namespaces import PoolNamespace
-from kvpool_server.cache.pool import Pool
 from kvpool_server.cache.steps import finish
 from kvpool_server.observability.metrics import UsageCollector
 from kvpool_server.observability.pairs import MAX_LABEL_CHARS, MAX_PAIRS, MAX_PAIRS_OF_TENANT, OTHER, label_of
 from kvpool_server.observability.usage import Usage
+from testbed.pool_at_once import PoolAtOnce
 from tests.support.clock import FakeClock
 from tests.support.values import group_spec, namespace_spec, run_of
 
@@ -34,7 +34,7 @@ class Bench:
         ids = itertools.count(1)
         self.clock = FakeClock()
         arena = Arena(64 * CHUNK, CHUNK, zero=(lambda *_: None) if has_tenants else None)
-        self.pool = Pool(arena, self.clock, lambda: next(ids), Limits(**limits))
+        self.pool = PoolAtOnce(arena, self.clock, lambda: next(ids), Limits(**limits))
         self.usage = Usage(self.pool)
 
     def open(self, *groups: GroupSpec, **fields: Any) -> PoolNamespace:

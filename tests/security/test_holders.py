@@ -18,8 +18,8 @@ from kvpool.protocol.types import ShardRange
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.leases import Owner
 from kvpool_server.cache.limits import IdentityLimits, Limits
-from kvpool_server.cache.pool import Pool
 from kvpool_server.cache.steps import finish
+from testbed.pool_at_once import PoolAtOnce
 from tests.support.clock import FakeClock
 from tests.support.effort import effort
 from tests.support.values import group_spec, namespace_spec, run_of
@@ -40,7 +40,7 @@ class HoldersMachine(RuleBasedStateMachine):
         self.clock = FakeClock()
         limits = Limits(max_leases=100, max_tickets=100, grace_ms=0)
         arena = Arena(64 * 64, 16 * 64)
-        self.pool = Pool(arena, self.clock, lambda: next(ids), limits, limits_of=lambda _: OWN)
+        self.pool = PoolAtOnce(arena, self.clock, lambda: next(ids), limits, limits_of=lambda _: OWN)
         self.name = self.pool.open_namespace(namespace_spec(group_spec(chunk_bytes=64)))[0].fingerprint
         self.leases: dict[int, tuple[Owner, list[int], float]] = {}
         self.tickets: dict[int, tuple[Owner, int, float]] = {}

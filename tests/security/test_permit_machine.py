@@ -21,8 +21,8 @@ from kvpool.transport.data_port import Header, Kind, Signer, Terms, pack_offsets
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.entry import Entry
 from kvpool_server.cache.limits import Limits
-from kvpool_server.cache.pool import Pool
 from kvpool_server.data_plane.permits import PermitTable, TransferWord
+from testbed.pool_at_once import PoolAtOnce
 from tests.support.clock import FakeClock
 from tests.support.effort import effort
 from tests.support.values import group_spec, namespace_spec, run_of
@@ -75,7 +75,7 @@ class World:
         self.permits = table(KEY, LIMITS.max_leases + LIMITS.max_tickets, 1, NUM_WORDS)
         ids = itertools.count(1)
         arena = Arena(NUM_SLOTS * SLOT_BYTES, SLOT_BYTES)
-        self.pool = Pool(arena, self.clock, lambda: next(ids), LIMITS, transfers=self.permits)
+        self.pool = PoolAtOnce(arena, self.clock, lambda: next(ids), LIMITS, transfers=self.permits)
         self.spec = namespace_spec(group_spec(chunk_bytes=CHUNK_BYTES, num_shards=NUM_SHARDS), salt="permits")
         self.pool.open_namespace(self.spec)
         self.held: list[Held] = []

@@ -19,10 +19,10 @@ from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.leases import Found
 from kvpool_server.cache.limits import Limits
-from kvpool_server.cache.pool import Pool
 from kvpool_server.cache.steps import LOOKUP_STEP_BLOCKS
 from kvpool_server.data_plane import connection
 from kvpool_server.data_plane.permits import PermitTable
+from testbed.pool_at_once import PoolAtOnce
 from tests.conftest import Connect, StartServer
 from tests.support.data_client import DataClient
 from tests.support.in_process_server import InProcessServer
@@ -177,7 +177,7 @@ class PooledPort:
     def __init__(self, port: Port):
         self.port = port
         ids = itertools.count(1)
-        self.pool = Pool(
+        self.pool = PoolAtOnce(
             Arena(NUM_SLOTS * BLOCK_BYTES, BLOCK_BYTES),
             time.monotonic,
             lambda: next(ids),

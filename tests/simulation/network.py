@@ -37,10 +37,10 @@ from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.entry import Observer
 from kvpool_server.cache.leases import NOBODY, Owner
 from kvpool_server.cache.limits import Limits
-from kvpool_server.cache.pool import Pool
 from kvpool_server.rpc.chunks import PIECE_BYTES
 from kvpool_server.rpc.drain import Drain
 from kvpool_server.tiering.tiered_pool import TieredPool
+from testbed.pool_at_once import PoolAtOnce
 from tests.simulation.deterministic_runtime import DeterministicRuntime, Message
 from tests.support.pool_service import pool_service
 from tests.support.service_loop import CallContext, ServiceLoop
@@ -98,7 +98,7 @@ class Lag:
 class _LaggingPool(TieredPool):
     """A pool whose next lookups find a part of its blocks, and call the others pending."""
 
-    def __init__(self, pool: Pool, memory: npt.NDArray[np.uint8], lags: list[Lag]):
+    def __init__(self, pool: PoolAtOnce, memory: npt.NDArray[np.uint8], lags: list[Lag]):
         super().__init__(pool, memory)
         self.lags = lags
 
@@ -178,7 +178,7 @@ class SimServer:
         self.memory = np.full(extent_bytes * num_extents, POISON, np.uint8)
         self.boot_token = next(self._ids)
         arena = Arena(extent_bytes * num_extents, extent_bytes)
-        self.pool = Pool(arena, self.runtime.clock, lambda: next(self._ids), LIMITS)
+        self.pool = PoolAtOnce(arena, self.runtime.clock, lambda: next(self._ids), LIMITS)
         self.pool.observe(self._observer)
         tiered, offer = _LaggingPool(self.pool, self.memory, self.lags), Offer(PIECE_BYTES)
         self._drain = Drain(tiered, DRAIN_MS, _tell_nobody, self.runtime.clock)

@@ -15,10 +15,10 @@ from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.entry import Entry
 from kvpool_server.cache.eviction import Policy
 from kvpool_server.cache.limits import Limits
-from kvpool_server.cache.pool import Pool
 from kvpool_server.events.encoder import BlockHash, BlockStored, Encoder
 from kvpool_server.events.history import History, Message
 from kvpool_server.events.ledger import Change, ChangeBatch, Ledger
+from testbed.pool_at_once import PoolAtOnce
 from tests.simulation.test_pool_machine import ONE, PLAIN, SHARDED, PoolMachine, _store
 from tests.simulation.world import GROUPS, SPECS, World
 from tests.support.effort import effort
@@ -32,7 +32,7 @@ BATCH_BLOCKS = 3
 MAX_QUEUED_BLOCKS = 6
 
 
-class ListenedPool(Pool):
+class ListenedPool(PoolAtOnce):
     """A pool with all of publishing but the sockets."""
 
     ledger_class: type[Ledger] = Ledger
@@ -301,7 +301,7 @@ BROKEN = {
 }
 
 
-def _play(pool_class: type[Pool], scenario: Callable[[World, Network], None]) -> None:
+def _play(pool_class: type[PoolAtOnce], scenario: Callable[[World, Network], None]) -> None:
     world = World(pool_class)
     scenario(world, Network(world))
 
@@ -312,7 +312,7 @@ def test_subscribers_pass_every_scenario(scenario: Callable[[World, Network], No
 
 
 @pytest.mark.parametrize("broken", BROKEN, ids=lambda broken: broken.__name__)
-def test_the_oracle_catches_a_broken_publisher(broken: type[Pool]) -> None:
+def test_the_oracle_catches_a_broken_publisher(broken: type[PoolAtOnce]) -> None:
     with pytest.raises(AssertionError) as caught:
         _play(broken, BROKEN[broken])
     assert "kvpool_server" not in str(caught.traceback[-1].path)

@@ -19,7 +19,7 @@ from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.eviction import POLICIES
 from kvpool_server.cache.limits import Limits
 from kvpool_server.cache.namespaces import PoolNamespace
-from kvpool_server.cache.pool import Pool
+from testbed.pool_at_once import PoolAtOnce
 from tests.simulation.world import GROUPS, NAMES, SPECS, SUBJECTS, Group, HeldLease, HeldTicket, World
 from tests.support.effort import effort
 
@@ -183,11 +183,11 @@ TestPoolMachine = PoolMachine.TestCase
 TestPoolMachine.settings = settings(max_examples=effort(75), stateful_step_count=50)
 
 
-class _Unchecked(Pool):
+class _Unchecked(PoolAtOnce):
     """Broken pools must be caught by what clients see, not by the pool's own bookkeeping."""
 
     def __init_subclass__(cls) -> None:
-        unknown = [name for name in vars(cls) if not hasattr(Pool, name)]
+        unknown = [name for name in vars(cls) if not hasattr(PoolAtOnce, name)]
         assert not unknown, f"{cls.__name__} breaks nothing: a pool has no {unknown}"
 
     def check_integrity(self) -> None:
@@ -512,7 +512,7 @@ def _a_full_pool_with_an_expired_prefix(world: World) -> None:
     _store(world, 8)
 
 
-SCENARIOS: dict[type[Pool], Callable[[World], None]] = {
+SCENARIOS: dict[type[PoolAtOnce], Callable[[World], None]] = {
     GraceIgnored: _a_late_writer,
     LeaseIgnoredByEviction: _a_full_pool_with_a_reader,
     VisibleBeforeLastShard: _half_a_block,
@@ -537,7 +537,7 @@ OF_TENANTS = {_an_extent_that_changes_hands, _a_quota_and_many_sizes}
 """Scenarios of a pool whose extents belong to tenants."""
 
 
-def _play(pool_class: type[Pool], scenario: Callable[[World], None]) -> None:
+def _play(pool_class: type[PoolAtOnce], scenario: Callable[[World], None]) -> None:
     world = World(pool_class, has_tenants=scenario in OF_TENANTS)
     scenario(world)
     world.check_nothing_leaks()
@@ -545,11 +545,11 @@ def _play(pool_class: type[Pool], scenario: Callable[[World], None]) -> None:
 
 @pytest.mark.parametrize("scenario", SCENARIOS.values(), ids=lambda scenario: scenario.__name__.strip("_"))
 def test_the_pool_passes_every_scenario(scenario: Callable[[World], None]) -> None:
-    _play(Pool, scenario)
+    _play(PoolAtOnce, scenario)
 
 
 @pytest.mark.parametrize("broken", SCENARIOS, ids=lambda broken: broken.__name__)
-def test_the_oracle_catches_a_broken_pool(broken: type[Pool]) -> None:
+def test_the_oracle_catches_a_broken_pool(broken: type[PoolAtOnce]) -> None:
     with pytest.raises(AssertionError) as caught:
         _play(broken, SCENARIOS[broken])
     assert "kvpool_server" not in str(caught.traceback[-1].path), "the pool tripped over itself; the oracle saw nothing"

@@ -23,11 +23,11 @@ from kvpool.protocol.types import BlockRun, HintKind, Lookup, ShardRange
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.eviction import POLICIES
 from kvpool_server.cache.namespaces import PoolNamespace
-from kvpool_server.cache.pool import Pool
 from kvpool_server.cache.steps import finish
 from kvpool_server.tiering.tiered_pool import TieredPool
 from kvpool_server.tiers.file.extents import BlockSpot
 from kvpool_server.tiers.file.tier import FileTier
+from testbed.pool_at_once import PoolAtOnce
 from tests.simulation.power import PowerDisk
 from tests.support.clock import FakeClock
 from tests.support.effort import effort
@@ -74,7 +74,7 @@ class World:
 
     def __init__(
         self,
-        pool_class: type[Pool] = Pool,
+        pool_class: type[PoolAtOnce] = PoolAtOnce,
         tier_class: type[FileTier] = FileTier,
         policy: str = "density",
         write_back: bool = False,

@@ -21,8 +21,8 @@ from kvpool_server.cache.allocator.extent_drain import DRAIN_S
 from kvpool_server.cache.entry import Entry, Observer
 from kvpool_server.cache.eviction import DEFAULT_POLICY, POLICIES
 from kvpool_server.cache.limits import Limits
-from kvpool_server.cache.pool import Pool
 from kvpool_server.cache.steps import finish
+from testbed.pool_at_once import PoolAtOnce
 from tests.support.clock import FakeClock
 from tests.support.values import block_hash, group_spec, namespace_spec
 from tests.support.verification import verify
@@ -145,7 +145,9 @@ class World:
         has_tenants: whether extents belong to tenants.
     """
 
-    def __init__(self, pool_class: type[Pool] = Pool, policy: str = DEFAULT_POLICY, has_tenants: bool = False):
+    def __init__(
+        self, pool_class: type[PoolAtOnce] = PoolAtOnce, policy: str = DEFAULT_POLICY, has_tenants: bool = False
+    ):
         self.clock = FakeClock()
         self.has_tenants = has_tenants
         self.memory = np.full(EXTENT_BYTES * NUM_EXTENTS, POISON, np.uint8)

@@ -21,13 +21,13 @@ from kvpool_server.access.credential import Credential
 from kvpool_server.access.running_calls import RunningCalls
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.limits import Limits
-from kvpool_server.cache.pool import Pool
 from kvpool_server.cache.steps import Steps
 from kvpool_server.data_plane.permits import PermitTable
 from kvpool_server.observability.metrics import RpcMetrics
 from kvpool_server.rpc.grpc_server import GrpcServer
 from kvpool_server.rpc.turns import Turns
 from kvpool_server.tiering.tiered_pool import TieredPool
+from testbed.pool_at_once import PoolAtOnce
 from tests.support.clock import FakeClock
 from tests.support.pool_service import pool_service
 
@@ -100,7 +100,7 @@ class InProcessServer:
         self.clock = FakeClock()
         self.probe = LoopProbe()
         arena = Arena(arena_bytes, extent_bytes, zero=self._zero if has_tenants else None)
-        self.pool = Pool(arena, self.clock, lambda: next(ids), limits)
+        self.pool = PoolAtOnce(arena, self.clock, lambda: next(ids), limits)
         self.memory = np.zeros(arena_bytes, np.uint8)
         self._credentials, self._who, self._permits = credentials, who, permits
         self.port = 0

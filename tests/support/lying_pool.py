@@ -30,9 +30,9 @@ from kvpool.protocol.wire import status_of
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.limits import Limits
-from kvpool_server.cache.pool import Pool
 from kvpool_server.rpc.chunks import PIECE_BYTES
 from kvpool_server.tiering.tiered_pool import TieredPool
+from testbed.pool_at_once import PoolAtOnce
 from tests.support.clock import FakeClock
 from tests.support.memory_transport import MemoryTransport
 from tests.support.pool_service import pool_service
@@ -62,7 +62,7 @@ class LyingPool:
         size = _EXTENT_BYTES * _NUM_EXTENTS
         self.memory = np.zeros(size, np.uint8)
         limits = Limits(max_batch_blocks=256)
-        self.pool = Pool(Arena(size, _EXTENT_BYTES), self.clock, lambda: next(ids), limits)
+        self.pool = PoolAtOnce(Arena(size, _EXTENT_BYTES), self.clock, lambda: next(ids), limits)
         offer = Offer(
             PIECE_BYTES,
             SegmentInfo(size, _NONCE, size, bytes(16)),

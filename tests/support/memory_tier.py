@@ -14,9 +14,9 @@ from kvpool.protocol.hashing import checksum
 from kvpool.protocol.types import BlockRun, Lookup, RunHits, ShardRange
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.namespaces import PoolNamespace
-from kvpool_server.cache.pool import Pool
 from kvpool_server.tiering.tiered_pool import TieredPool
 from kvpool_server.tiers.tier import Block, Tier, TierError, TierHoldings, TierStats
+from testbed.pool_at_once import PoolAtOnce
 from tests.support.clock import FakeClock
 from tests.support.values import block_hash, group_spec, namespace_spec, payload
 
@@ -121,7 +121,7 @@ class Rig:
         self.clock = FakeClock()
         self.memory = np.zeros(SLOTS * SLOT, np.uint8)
         arena = Arena(SLOTS * SLOT, 4 * SLOT, zero=self._zero if has_tenants else None)
-        self.pool = Pool(arena, self.clock, lambda: next(ids))
+        self.pool = PoolAtOnce(arena, self.clock, lambda: next(ids))
         self.tiered = TieredPool(self.pool, self.memory, tiers, [write_back] * len(tiers), self.clock)
         self.namespace, _ = self.pool.open_namespace(namespace_spec(group_spec(chunk_bytes=SLOT)))
 

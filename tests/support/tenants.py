@@ -10,7 +10,7 @@ from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.eviction import Policy
 from kvpool_server.cache.eviction.lru import PrefixLRU
 from kvpool_server.cache.limits import Limits
-from kvpool_server.cache.pool import Pool
+from testbed.pool_at_once import PoolAtOnce
 from tests.support.clock import FakeClock
 from tests.support.values import group_spec, namespace_spec, run_of
 
@@ -91,7 +91,7 @@ class House:
         self.clock = FakeClock()
         self.num_zeroed = 0
         arena = Arena(num_extents * EXTENT, EXTENT, zero=self._zero if has_tenants else None)
-        self.pool = Pool(arena, self.clock, lambda: next(ids), limits, policy=policy)
+        self.pool = PoolAtOnce(arena, self.clock, lambda: next(ids), limits, policy=policy)
         self.names = itertools.count()
         self._salts = itertools.count()
 

@@ -24,12 +24,12 @@ from kvpool_server.access.credential import Credential
 from kvpool_server.access.running_calls import RunningCalls
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.limits import Limits
-from kvpool_server.cache.pool import Pool
 from kvpool_server.observability.metrics import RpcMetrics
 from kvpool_server.rpc.grpc_server import RpcInterceptor
 from kvpool_server.rpc.method_handlers import SERVICE_NAME, add_service
 from kvpool_server.rpc.service import PoolService
 from kvpool_server.tiering.tiered_pool import TieredPool
+from testbed.pool_at_once import PoolAtOnce
 from tests.support.clock import FakeClock
 from tests.support.pool_service import pool_service
 from tests.support.service_loop import CallContext, ServiceLoop
@@ -149,7 +149,7 @@ class WireHouse:
             memory[start : start + nbytes] = 0
 
         arena = Arena(arena_bytes, extent_bytes, zero=zero)
-        self.pool = Pool(arena, self.clock, lambda: next(ids), limits)
+        self.pool = PoolAtOnce(arena, self.clock, lambda: next(ids), limits)
         tiered, metrics = TieredPool(self.pool, memory), RpcMetrics(CollectorRegistry())
         service = pool_service(tiered, memory, metrics, offer=Offer(1 << 20), who=_WHO)
         self.service = WireService(service, metrics)

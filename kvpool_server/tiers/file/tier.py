@@ -33,6 +33,7 @@ from kvpool.protocol.types import BlockRun
 from kvpool_server.cache.entry import Record
 from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.cache.pool import Pool
+from kvpool_server.cache.steps import finish
 from kvpool_server.tiers.block_mac import KeyedTierOptions
 from kvpool_server.tiers.file.directory import UntrustedFileError
 from kvpool_server.tiers.file.disk import Disk, UsrbioDisk
@@ -237,7 +238,7 @@ class FileTier(Tier):
         ours = [block_hashes[nth] for nth in sources[own]]
         runs = [BlockRun(group_idx, ours)]
         # Own blocks stay where they are until the lease is released.
-        lease_id = self.pool.lookup(group[0], runs, prefix_only=False, lease_ttl_ms=TTL_MS).lease_id if ours else 0
+        lease_id = self._lease(group[0], runs) if ours else 0
         found: list[Sequence[int] | None] = [None] * len(block_hashes)
         try:
             for source, spots in sources.items():
@@ -249,7 +250,7 @@ class FileTier(Tier):
         except OSError as error:
             if error.errno == errno.EIO and ours:
                 # The disk fails, or all of these blocks lie on a bad sector, which must fail the tier only once.
-                self.pool.remove(group[0], runs)
+                finish(self.pool.removals.remove(group[0], runs))
             raise TierError(f"{self.name}: {error}") from None
         finally:
             self.pool.release([lease_id])
@@ -259,17 +260,23 @@ class FileTier(Tier):
         if corrupt := [block_hashes[nth] for nth in sources[own] if found[nth] is None]:
             self.counters["corrupt_blocks"] += len(corrupt)
             log.error("corrupt blocks in a tier were removed", tier=self.name, blocks=len(corrupt))
-            self.pool.remove(group[0], [BlockRun(group_idx, corrupt)])
+            finish(self.pool.removals.remove(group[0], [BlockRun(group_idx, corrupt)]))
         return found
+
+    def _lease(self, fingerprint: bytes, runs: Sequence[BlockRun]) -> int:
+        """A lease on own blocks, whose use this is."""
+        found = finish(self.pool.lookups.find(fingerprint, runs, False, TTL_MS))
+        self.pool.lookups.record_use(found)
+        return found.lease_id
 
     async def remove(self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes]) -> None:
         if self.pool.namespace(namespace.fingerprint) is not None:
-            self.pool.remove(namespace.fingerprint, [BlockRun(group_idx, block_hashes)])
+            finish(self.pool.removals.remove(namespace.fingerprint, [BlockRun(group_idx, block_hashes)]))
             await self._free_extents()
 
     async def clear(self, fingerprint: bytes = b"") -> None:
         if not fingerprint or self.pool.namespace(fingerprint) is not None:
-            self.pool.clear(fingerprint)
+            finish(self.pool.removals.clear(fingerprint))
             await self._free_extents()
 
     async def _free_extents(self) -> None:

@@ -62,7 +62,7 @@ def test_what_made_room(bench: Bench) -> None:
 def test_what_was_removed_or_cleared(bench: Bench, clears: bool) -> None:
     bench.store("a", "b", "c")
     if clears:
-        steps = bench.pool.clear_in_steps(bench.name)
+        steps = bench.pool.removals.clear(bench.name)
         next(steps, None)
         assert missing(bench, "a", "b", "c") == [(REMOVED, 3)], "while it is dropped in steps"
         finish(steps)

@@ -23,9 +23,9 @@ from kvpool_server.cache import holders
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.entry import Entry, Observer
 from kvpool_server.cache.limits import Limits
-from kvpool_server.cache.pool import Pool
 from kvpool_server.cache.steps import STEP_BLOCKS, finish
 from kvpool_server.cache.tier_access import pin, reserve
+from testbed.pool_at_once import PoolAtOnce
 from tests.support.bare_pool import SLOT_BYTES, make_pool, put
 from tests.support.clock import FakeClock
 from tests.support.values import block_hash, group_spec, namespace_spec, payload, run_of
@@ -53,7 +53,7 @@ class Bench:
     def __init__(self, limits: Limits = LIMITS, num_slots: int = 10):
         ids = itertools.count(1)
         self.clock = FakeClock()
-        self.pool = Pool(Arena(num_slots * 2 * CHUNK, 2 * CHUNK), self.clock, lambda: next(ids), limits)
+        self.pool = PoolAtOnce(Arena(num_slots * 2 * CHUNK, 2 * CHUNK), self.clock, lambda: next(ids), limits)
         self.memory = np.zeros(num_slots * 2 * CHUNK, np.uint8)
         self.spec = namespace_spec(group_spec(chunk_bytes=CHUNK, num_shards=2), group_spec(chunk_bytes=CHUNK))
         namespace, _ = self.pool.open_namespace(self.spec)
@@ -406,7 +406,7 @@ def test_a_batch_beyond_the_extents_of_a_tenants_quota_evicts_nothing() -> None:
     """A tenant's quota counts whole extents, so that less fits than its bytes would hold."""
     slots = 4 * STEP_BLOCKS
     arena = Arena(8 * slots * CHUNK, slots * CHUNK, zero=lambda *_: None)
-    pool = Pool(arena, FakeClock(), itertools.count(1).__next__)
+    pool = PoolAtOnce(arena, FakeClock(), itertools.count(1).__next__)
     spec = namespace_spec(group_spec(chunk_bytes=CHUNK), tenant="acme")
     name = pool.open_namespace(spec)[0].fingerprint
     pool.set_quotas([Quota("tenant:acme", 2 * slots * CHUNK - 1)])
@@ -485,7 +485,7 @@ def test_a_refusal_says_what_belongs_to_other_sizes_and_what_the_arena_has_room_
 
 
 def test_a_refusal_says_that_memory_is_not_there_yet() -> None:
-    pool = Pool(Arena(2_000, 200, backed_bytes=400), FakeClock(), itertools.count(1).__next__, LIMITS)
+    pool = PoolAtOnce(Arena(2_000, 200, backed_bytes=400), FakeClock(), itertools.count(1).__next__, LIMITS)
     name = pool.open_namespace(namespace_spec(group_spec(chunk_bytes=200)))[0].fingerprint
     with pytest.raises(OutOfSpaceError, match=r"3 blocks of 200 bytes: 1.56 KiB have no memory yet, for the server"):
         pool.put_start(name, [run_of(*"abc")], ShardRange(0, 1))

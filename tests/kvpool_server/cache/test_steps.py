@@ -13,17 +13,17 @@ import pytest
 
 from kvpool.protocol.errors import KVPoolError, LeaseExpiredError, OutOfSpaceError
 from kvpool.protocol.types import BlockRun, Quota, ShardRange
-from kvpool_server.cache import entry_table, holds, lookups, pool
+from kvpool_server.cache import entry_table, holds, lookups, pool, removals
 from kvpool_server.cache.allocator import placement
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.eviction import POLICIES
 from kvpool_server.cache.leases import NOBODY
 from kvpool_server.cache.limits import Limits
-from kvpool_server.cache.pool import Pool
 from kvpool_server.cache.steps import Steps, finish
 from kvpool_server.rpc.verifier import Verifier
 from kvpool_server.tiering import tiered_pool
 from kvpool_server.tiering.tiered_pool import TieredPool
+from testbed.pool_at_once import PoolAtOnce
 from tests.support.clock import FakeClock
 from tests.support.effort import effort
 from tests.support.values import block_hash, group_spec, namespace_spec, run_of
@@ -36,8 +36,8 @@ LIMITS = Limits(max_ttl_ms=1_000, default_ticket_ttl_ms=100, grace_ms=200)
 @pytest.fixture(autouse=True)
 def _small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     small = {
-        "STEP_BLOCKS": (pool, entry_table),
-        "LOOKUP_STEP_BLOCKS": (lookups, pool, tiered_pool),
+        "STEP_BLOCKS": (pool, removals, entry_table),
+        "LOOKUP_STEP_BLOCKS": (lookups, pool, removals, tiered_pool),
         "SETTLED_PER_CALL": (pool, holds),
     }
     for name, modules in small.items():
@@ -53,7 +53,7 @@ class Rig:
         ids = itertools.count(1)
         self.clock = FakeClock()
         arena = Arena(24 * CHUNK, 8 * CHUNK)
-        self.pool = Pool(arena, self.clock, lambda: next(ids), LIMITS, POLICIES[policy])
+        self.pool = PoolAtOnce(arena, self.clock, lambda: next(ids), LIMITS, POLICIES[policy])
         spec = namespace_spec(group_spec(chunk_bytes=CHUNK), group_spec(chunk_bytes=2 * CHUNK), tenant="acme")
         self.name = self.pool.open_namespace(spec)[0].fingerprint
 
@@ -76,7 +76,7 @@ def rig() -> Rig:
 
 def test_no_lookup_finds_a_block_from_the_first_step_of_a_clear_on(rig: Rig) -> None:
     rig.store(*range(10))
-    clearing = rig.pool.clear_in_steps(rig.name)
+    clearing = rig.pool.removals.clear(rig.name)
     next(clearing)
     assert rig.leading(0) == 0 and rig.pool.stats().num_entries == 8
     rig.pool.check_integrity()
@@ -85,7 +85,7 @@ def test_no_lookup_finds_a_block_from_the_first_step_of_a_clear_on(rig: Rig) -> 
 
 def test_blocks_that_are_put_during_a_clear_stay(rig: Rig) -> None:
     rig.store(*range(10))
-    clearing = rig.pool.clear_in_steps(rig.name)
+    clearing = rig.pool.removals.clear(rig.name)
     next(clearing)
     rig.store(*range(5))
     rig.pool.check_integrity()
@@ -96,7 +96,7 @@ def test_blocks_that_are_put_during_a_clear_stay(rig: Rig) -> None:
 def test_a_put_under_way_when_a_clear_begins_stores_nothing(rig: Rig) -> None:
     rig.store(*range(10))
     grant = rig.pool.put_start(rig.name, [run_of("a")], ONE)
-    clearing = rig.pool.clear_in_steps(rig.name)
+    clearing = rig.pool.removals.clear(rig.name)
     next(clearing)
     assert rig.pool.put_end(grant.ticket_id, [0]).num_committed == 0
     finish(clearing)
@@ -148,10 +148,10 @@ def test_a_get_in_steps_answers_as_one_in_one_step_and_ends_with_its_lease(rig: 
     lease_id = rig.pool.lookup(rig.name, [run], prefix_only=True, lease_ttl_ms=100).lease_id
     at_once = rig.pool.get(lease_id, rig.name, [run], ONE)
     assert at_once.present == (True,) * 7 + (False,) * 5
-    steps = rig.pool.get_in_steps(lease_id, rig.name, [run], ONE)
+    steps = rig.pool.lookups.get(lease_id, rig.name, [run], ONE)
     next(steps)
     assert finish(steps) == at_once
-    steps = rig.pool.get_in_steps(lease_id, rig.name, [run], ONE)
+    steps = rig.pool.lookups.get(lease_id, rig.name, [run], ONE)
     next(steps)
     rig.pool.release([lease_id])
     with pytest.raises(LeaseExpiredError):
@@ -178,9 +178,9 @@ def test_a_verification_passes_over_what_was_dropped_since_it_was_found(rig: Rig
 
 def test_a_block_that_a_clear_is_dropping_is_not_removed_again(rig: Rig) -> None:
     rig.store(*range(12))
-    removing = rig.pool.remove_in_steps(rig.name, [run_of(*range(12))])
+    removing = rig.pool.removals.remove(rig.name, [run_of(*range(12))])
     next(removing)
-    clearing = rig.pool.clear_in_steps(rig.name)
+    clearing = rig.pool.removals.clear(rig.name)
     next(clearing)
     removed = finish(removing)
     assert removed + finish(clearing) == rig.pool.counters["removed_blocks"] == 12
@@ -188,15 +188,15 @@ def test_a_block_that_a_clear_is_dropping_is_not_removed_again(rig: Rig) -> None
 
 def test_a_corrupt_block_counts_although_a_clear_is_dropping_it(rig: Rig) -> None:
     rig.store(*range(12))
-    entries = finish(rig.pool.complete_in_steps(rig.name, [run_of(*range(12))]))
-    next(rig.pool.clear_in_steps(rig.name))
+    entries = finish(rig.pool.removals.complete(rig.name, [run_of(*range(12))]))
+    next(rig.pool.removals.clear(rig.name))
     num_live = sum(entry.live for entry in entries)
-    assert finish(rig.pool.drop_corrupt_in_steps(entries)) == num_live > 0
+    assert finish(rig.pool.removals.drop_corrupt(entries)) == num_live > 0
     assert rig.pool.counters["corrupt_blocks"] == num_live and rig.pool.counters["removed_blocks"] == 12
 
 
 def test_what_is_not_there_is_looked_for_in_steps_too(rig: Rig) -> None:
-    assert len(list(rig.pool.remove_in_steps(rig.name, [run_of(*range(10))]))) == 4
+    assert len(list(rig.pool.removals.remove(rig.name, [run_of(*range(10))]))) == 4
 
 
 def test_a_lookup_whose_lease_ends_before_it_is_located_tells_no_places(rig: Rig) -> None:
@@ -253,15 +253,15 @@ def _start(rig: Rig, dice: random.Random) -> Steps[object]:
     pool, name = rig.pool, rig.name
     kind = dice.randrange(8)
     if kind == 0:
-        return pool.clear_in_steps(dice.choice([name, b""]))
+        return pool.removals.clear(dice.choice([name, b""]))
     if kind == 1:
-        return pool.remove_in_steps(name, runs)
+        return pool.removals.remove(name, runs)
     if kind == 2:
         return pool.lookups.find(name, runs, dice.random() < 0.5, lease_ttl_ms=dice.choice([0, 500]))
     if kind == 3:
         return pool.set_quotas_in_steps([Quota("tenant:acme", dice.choice([5, 15, 1_000]) * CHUNK)])
     if kind == 4:
-        return pool.complete_in_steps(name, runs)
+        return pool.removals.complete(name, runs)
     if kind == 5:
         return _get(rig, runs)
     return _put(rig, runs, dice.random() < 0.8)
@@ -271,7 +271,7 @@ def _get(rig: Rig, runs: list[BlockRun]) -> Steps[object]:
     """What is leased lies where the get says, until its last step."""
     found = yield from rig.pool.lookups.find(rig.name, runs, prefix_only=True, lease_ttl_ms=500)
     if found.lease_id:
-        located = yield from rig.pool.get_in_steps(found.lease_id, rig.name, runs, ONE)
+        located = yield from rig.pool.lookups.get(found.lease_id, rig.name, runs, ONE)
         lease = rig.pool.leases.live(found.lease_id, NOBODY, rig.pool.expire())
         owners = [rig.pool.arena.owner(offset) for offset in located.offsets]
         assert all(owner is not None and lease.covers(owner) for owner in owners)
@@ -311,7 +311,7 @@ def test_the_pool_is_consistent_between_any_two_steps(policy: str, seed: int) ->
             pass
     rig.clock.advance(10)
     rig.settle()
-    finish(rig.pool.clear_in_steps())
+    finish(rig.pool.removals.clear())
     rig.clock.advance(10)
     rig.settle()
     stats = rig.pool.stats()

@@ -9,11 +9,11 @@ import time
 from kvpool.protocol.types import BlockRun, ShardRange
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.limits import Limits
-from kvpool_server.cache.pool import Pool
 from kvpool_server.observability.pairs import Pairs
 from kvpool_server.reports.engines import EngineReports
 from kvpool_server.reports.evictions import count_evictions
 from kvpool_server.reports.usage_ledger import open_ledger
+from testbed.pool_at_once import PoolAtOnce
 from tests.support.values import block_hash, group_spec, namespace_spec
 
 CHUNK_BYTES = 64
@@ -21,7 +21,7 @@ CHUNK_BYTES = 64
 
 def test_a_repeated_lookup_blames_nobody_again() -> None:
     ids = itertools.count(1)
-    pool = Pool(Arena(64 * CHUNK_BYTES, 64 * CHUNK_BYTES), time.monotonic, lambda: next(ids), Limits())
+    pool = PoolAtOnce(Arena(64 * CHUNK_BYTES, 64 * CHUNK_BYTES), time.monotonic, lambda: next(ids), Limits())
     spec = group_spec(chunk_bytes=CHUNK_BYTES)
     run = BlockRun(0, [block_hash(nth) for nth in range(60)])
     spaces = {

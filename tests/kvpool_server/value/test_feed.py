@@ -27,7 +27,7 @@ class Bench:
         self.pool, self.fingerprint = make_pool(2_048, "lru", self.clock)
         self.histogram = DistanceHistogram(self.pool.arena.arena_bytes, 8_192)
         self.feed = ValueFeed(self.histogram, lambda _, turn: self.due.append(turn), self.clock, self._cpu_clock)
-        self.pool.observe_traffic(self.feed)
+        self.pool.traffic.observe(self.feed)
 
     def _cpu_clock(self) -> float:
         self.cpu += self.step_s

@@ -9,7 +9,7 @@ from kvpool.protocol.hashing import checksum
 from kvpool.protocol.types import ShardRange
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.eviction.lru import PrefixLRU
-from kvpool_server.cache.pool import Pool
+from testbed.pool_at_once import PoolAtOnce
 from tests.support.clock import FakeClock
 from tests.support.values import group_spec, namespace_spec, payload, run_of
 
@@ -22,7 +22,7 @@ class Tenants:
 
     def __init__(self, num_extents: int):
         ids = itertools.count(1)
-        self.pool = Pool(Arena(num_extents * EXTENT, EXTENT), FakeClock(), lambda: next(ids), policy=PrefixLRU)
+        self.pool = PoolAtOnce(Arena(num_extents * EXTENT, EXTENT), FakeClock(), lambda: next(ids), policy=PrefixLRU)
         self._names = itertools.count()
         self._fingerprints: dict[int, bytes] = {}
 

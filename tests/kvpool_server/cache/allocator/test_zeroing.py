@@ -15,8 +15,8 @@ from kvpool.protocol.errors import KVPoolError
 from kvpool.protocol.types import PutGrant, ShardRange
 from kvpool_server.cache.allocator import arena as arena_module
 from kvpool_server.cache.allocator.arena import Arena
-from kvpool_server.cache.pool import Pool
 from kvpool_server.cache.steps import Steps, finish
+from testbed.pool_at_once import PoolAtOnce
 from tests.support.clock import FakeClock
 from tests.support.effort import effort
 from tests.support.values import group_spec, namespace_spec, run_of
@@ -36,7 +36,7 @@ class Puts:
         self.memory = np.zeros(EXTENT_BYTES * NUM_EXTENTS, np.uint8)
         arena = Arena(self.memory.nbytes, EXTENT_BYTES, zero=self.zero)
         self.clock = FakeClock()
-        self.pool = Pool(arena, self.clock, lambda: next(ids))
+        self.pool = PoolAtOnce(arena, self.clock, lambda: next(ids))
         self.num_zeroed = 0
         self.names = itertools.count()
         self.under_way: list[tuple[int, int, Steps[PutGrant]]] = []
@@ -180,7 +180,7 @@ def test_a_put_that_has_waited_for_an_extent_has_all_of_its_time() -> None:
     puts.start(0, 16, 12)
     _finish(puts)
     puts.pool.clear()
-    steps = puts.pool.put_start_in_steps(puts.fingerprints[1, 16], [run_of("block")], WHOLE, ticket_ttl_ms=10_000)
+    steps = puts.pool.put_start_in_steps(puts.fingerprints[1, 16], [run_of("block")], WHOLE, ttl_ms=10_000)
     next(steps)
     puts.clock.advance(60)
     grant = finish(steps)
