@@ -53,8 +53,8 @@ class ConnectorConfig:
         window_interval_tokens: blocks of layers with a sliding window are stored where a prompt ends, where a prompt
             parts from the prompts in the pool, and at multiples of this many tokens. Smaller: more hits for the first
             prompts that part, more bytes.
-        max_pinned_fraction: share of the engine's blocks that may be pinned while they are being stored. Where the
-            engine lacks blocks, stores that alone pin some are dropped.
+        max_pinned_fraction: no store begins while requests that have ended leave so large a share of the engine's
+            blocks pinned by stores. Where the engine lacks blocks, stores that alone pin some are dropped.
         num_shards: chunks that a block is cut into; 0: one for each KV head, 16 at most. Engines share blocks only if
             the number is equal.
         weights_epoch: free text; engines share blocks only if it is equal.

@@ -23,11 +23,13 @@ class _Pinned:
     Args:
         remaining: ranks that have yet to report the job.
         edges: first and last block of each of the job's rows.
+        has_outlived: its request has ended.
     """
 
     block_ids: Sequence[int]
     remaining: int
     edges: Sequence[int]
+    has_outlived: bool = False
 
 
 class Pins:
@@ -35,7 +37,8 @@ class Pins:
 
     Args:
         num_ranks: ranks that report each job.
-        max_blocks: the most blocks that may be pinned at once.
+        max_blocks: no job begins while those whose requests have ended pin as many blocks. What a request holds itself
+            is kept from reuse anyway.
 
     Attributes:
         num_blocks: blocks that are pinned now; a block that two jobs pin counts twice.
@@ -43,6 +46,7 @@ class Pins:
 
     def __init__(self, num_ranks: int, max_blocks: int):
         self.num_blocks = 0
+        self._num_outliving = 0
         self._num_ranks = num_ranks
         self._max_blocks = max_blocks
         self._block_pool: BlockPool | None = None
@@ -54,7 +58,7 @@ class Pins:
     @property
     def room(self) -> int:
         """How many blocks may still be pinned."""
-        return self._max_blocks - self.num_blocks
+        return max(0, self._max_blocks - self._num_outliving)
 
     @property
     def num_free_blocks(self) -> int:
@@ -90,6 +94,13 @@ class Pins:
         self._jobs[job_id] = _Pinned(block_ids, self._num_ranks, edges)
         self.num_blocks += len(block_ids)
 
+    def outlive(self, job_id: int) -> None:
+        """The request of a job has ended."""
+        job = self._jobs[job_id]
+        if not job.has_outlived:
+            job.has_outlived = True
+            self._num_outliving += len(job.block_ids)
+
     def report(self, job_id: int, ranks: int) -> bool:
         """Some ranks have ended a job; True if they were the last, and `unpin` is due."""
         job = self._jobs[job_id]
@@ -105,6 +116,7 @@ class Pins:
             return 0
         block_ids = job.block_ids
         self.num_blocks -= len(block_ids)
+        self._num_outliving -= len(block_ids) if job.has_outlived else 0
         blocks = self._block_pool.blocks
         # The deepest block first: it is the one to be reused first.
         self._block_pool.free_blocks([blocks[block_id] for block_id in reversed(block_ids)])

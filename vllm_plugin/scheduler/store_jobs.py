@@ -140,6 +140,12 @@ class StoreJobs:
         storing = self._storing[job.job_id]
         storing.is_sure, storing.sure_by = is_sure, time.monotonic() + SURE_WITHIN_S
         self._unsent[job.job_id] = job
+        self.pins.outlive(job.job_id)
+
+    def outlive(self, request: Request) -> None:
+        """A request has ended; vLLM frees its blocks, and jobs alone keep theirs from reuse."""
+        for job_id in self._droppable.get(id(request), ()):
+            self.pins.outlive(job_id)
 
     def sent(self, jobs: list[StoreJob]) -> None:
         """The ranks are told of jobs with this step."""

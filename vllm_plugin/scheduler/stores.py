@@ -165,6 +165,8 @@ class Stores:
             tables: its block tables, to store the blocks that its steps have left; None: nothing more is stored.
         """
         tracked = self.tracked.pop(request_id, None)
+        if tracked is not None:
+            self._jobs.outlive(tracked.request)
         if tracked is None or tables is None or not tracked.may_store or not self._names.are_known(tracked.request):
             return
         # A short answer ends before its adapter's files have been checked.

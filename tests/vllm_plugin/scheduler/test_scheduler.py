@@ -230,20 +230,33 @@ def test_a_report_too_many_is_a_broken_invariant(ranks: int, core: MakeCore) -> 
         one.report(job.job_id, ranks=ranks)
 
 
-def test_no_more_blocks_are_pinned_than_allowed(core: MakeCore) -> None:
+def test_requests_that_hold_their_blocks_store_them_whatever_is_pinned(core: MakeCore) -> None:
     one = core(max_pinned_fraction=0.25).connected()  # 16 of 64 blocks.
     first, second = (make_request(name, tokens(192, name)) for name in "ab")
     for request in (first, second):
         one.allocate(request, 0)
     jobs = one.step((first, 192), (second, 192)).stores
-    assert [len(run_in(job)) for job in jobs] == [12, 4]
-    assert one.side.held()["pinned blocks"] == 16
-    assert one.step((first, 0), (second, 0)).stores == []
-    assert one.side.stats().data["deferred_stores"] == 2
+    assert [len(run_in(job)) for job in jobs] == [12, 12]
+    assert one.side.held()["pinned blocks"] == 24
+
+
+def test_no_store_begins_while_others_outlive_their_requests_in_too_many_blocks(core: MakeCore) -> None:
+    one = core(max_pinned_fraction=0.25).connected()  # 16 of 64 blocks.
+    first, second, third = (make_request(name, tokens(192, name)) for name in "abc")
+    for request in (first, second, third):
+        one.allocate(request, 0)
+    jobs = one.step((first, 192), (second, 192)).stores
+    one.finish(first)
+    one.finish(second)
+    assert one.step((third, 192)).stores == []
+    assert one.side.stats().data["deferred_stores"] == 1
     one.report(jobs[0].job_id)
-    (rest,) = one.step((second, 0)).stores
-    assert list(run_in(rest).block_hashes) == second.block_hashes[4:12]
-    one.report(jobs[1].job_id, rest.job_id)
+    (part,) = one.step((third, 0)).stores
+    assert list(run_in(part).block_hashes) == third.block_hashes[:4]
+    one.report(jobs[1].job_id)
+    (rest,) = one.step((third, 0)).stores
+    assert list(run_in(rest).block_hashes) == third.block_hashes[4:12]
+    one.report(part.job_id, rest.job_id)
     assert one.side.held()["pinned blocks"] == 0
 
 
