@@ -2,7 +2,8 @@
 credentials.
 
 Lines are queued and written by a thread, so that a slow disk delays no call. More lines than `LINES_A_SECOND`, or than
-the queue holds, are dropped and counted: a stranger must not fill the disk. logrotate may move the file at any time.
+the queue holds, are dropped and counted: a stranger must not fill the disk. Refusals, which anybody can cause, leave as
+many lines to all else. logrotate may move the file at any time.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import os
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -54,7 +56,8 @@ class AuditLog:
         self._handler = handler
         self._clock = clock
         self._lock = threading.Lock()
-        self._second, self._lines = 0, 0
+        self._second = 0
+        self._lines: Counter[bool] = Counter()  # In this second, by whether they tell of refusals.
         self.num_dropped = 0
         self._listener.start()
 
@@ -67,7 +70,7 @@ class AuditLog:
             peer: the address that the call came from.
             details: for example the namespace, and how many blocks. Other people choose some: JSON escapes them.
         """
-        if not self._has_room():
+        if not self._has_room(is_refusal=outcome not in ("OK", "CANCELLED")):
             return
         line = {
             "time": dt.datetime.now(dt.UTC).isoformat(timespec="milliseconds"),
@@ -86,14 +89,15 @@ class AuditLog:
         details = {"what": what, "files": ", ".join(paths), **({} if error is None else {"why": str(error)})}
         self.write(READ, "OK" if error is None else "REFUSED", caller=None, peer="", **details)
 
-    def _has_room(self) -> bool:
+    def _has_room(self, *, is_refusal: bool) -> bool:
         """Whether one more line may be written now; counts it, or that it is dropped."""
         with self._lock:
             second = int(self._clock())
             if second != self._second:
-                self._second, self._lines = second, 0
-            self._lines += 1
-            if self._lines > LINES_A_SECOND or self._queue.qsize() >= MAX_QUEUED:
+                self._second = second
+                self._lines.clear()
+            self._lines[is_refusal] += 1
+            if self._lines[is_refusal] > LINES_A_SECOND or self._queue.qsize() >= MAX_QUEUED:
                 self.num_dropped += 1
                 return False
             return True
@@ -105,17 +109,18 @@ class AuditLog:
 
 
 def audited(call: str, request: Any, reply: Any) -> dict[str, str | int] | None:
-    """What the audit log says of a call that succeeded; None: the call is not logged.
+    """What the audit log says of a call that changes something; None: the call is not logged.
 
     Args:
-        request, reply: the call's messages.
+        request, reply: the call's messages; None: the caller has hung up before the reply.
     """
-    if call == "OpenNamespace" and reply.created:
+    if call == "OpenNamespace" and reply is not None and reply.created:
         return {"namespace": reply.fingerprint.hex(), "model": request.spec.model, "tenant": request.spec.tenant}
     if call in ("Remove", "Clear"):
-        return {"namespace": request.namespace.hex() or "all", "count": reply.num_removed}
+        count = {} if reply is None else {"count": reply.num_removed}
+        return {"namespace": request.namespace.hex() or "all", **count}
     if call == "Drain":
-        return {"remaining_ms": reply.remaining_ms}
+        return {} if reply is None else {"remaining_ms": reply.remaining_ms}
     if call == "SetQuotas":
         return {"quotas": ", ".join(f"{quota.subject}={quota.limit_bytes}" for quota in request.quotas)}
     return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import functools
 import inspect
 import os
 from collections.abc import Awaitable, Callable, Iterator
@@ -31,6 +32,7 @@ from kvpool_server.rpc.handlers import owner_of
 from kvpool_server.rpc.inbox import MAX_DATA_BYTES, MAX_STREAM_S, REQUEST, Pace
 from kvpool_server.rpc.method_handlers import CHECK, HEALTH_NAME, SERVICE_NAME, HealthService, add_health, add_service
 from kvpool_server.rpc.service import PoolService
+from kvpool_server.rpc.turns import ended_with_its_work
 
 INBOUND_BYTES = 4 << 20
 """What a client may have sent on a call before its handler reads it, beside one message. gRPC would widen the window
@@ -112,11 +114,8 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # N
         if not self._calls.has_room(caller, 1, MAX_CALLS):
             raise OutOfSpaceError(f"{self._calls.of(caller)} calls of this caller are under way; wait for some to end")
         self._calls.add(caller)
-        try:
-            with running:
-                yield
-        finally:
-            self._calls.add(caller, -1)
+        with ended_with_its_work(functools.partial(self._calls.add, caller, -1)), running:
+            yield
 
     async def _refuse(self, name: str, context: Context, error: KVPoolError) -> None:
         """Ends a call with an error."""
@@ -138,6 +137,7 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # N
 
     def _one_reply(self, name: str, behavior: Callable[..., Any]) -> Any:
         async def call(request: Any, context: Context) -> Any:
+            peer = context.peer()  # Not known any more once the caller has hung up.
             try:
                 with self._metrics.timed(name) as timer, self._admitted(name, context):
                     try:
@@ -147,11 +147,20 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # N
                         timer.method = "LookupWait" if getattr(REQUEST.get(), "wait_ms", 0) else name
             except KVPoolError as error:
                 await self._refuse(name, context, error)
-            if self._audit is not None and (details := audited(name, REQUEST.get(), reply)) is not None:
-                self._audit.write(name, "OK", caller=CALLER.get(), peer=context.peer(), **details)
+            except asyncio.CancelledError:  # What has begun goes on, if it changes something for others.
+                self._log(name, "CANCELLED", peer, None)
+                raise
+            self._log(name, "OK", peer, reply)
             return reply
 
         return call
+
+    def _log(self, name: str, outcome: str, peer: str, reply: Any) -> None:
+        """Adds a line to the audit log, if the call is one that is logged and has got as far as its request."""
+        request = REQUEST.get()
+        if self._audit is None or request is None or (details := audited(name, request, reply)) is None:
+            return
+        self._audit.write(name, outcome, caller=CALLER.get(), peer=peer, **details)
 
     def _replies(self, name: str, behavior: Callable[..., Any]) -> Any:
         async def call(request: Any, context: Context) -> None:

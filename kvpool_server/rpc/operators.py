@@ -16,6 +16,7 @@ from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.cache.steps import Steps
 from kvpool_server.rpc.explainer import Explainer
 from kvpool_server.rpc.handlers import Handlers, owner_of
+from kvpool_server.rpc.turns import whole
 from kvpool_server.tiers.tier import TierError
 
 log = structlog.get_logger()
@@ -85,6 +86,7 @@ class OperatorHandlers(Handlers):
         budgets = [wire.message_of(each, pb.PinBudget) for each in self.pool.pins.budgets(tenants)]
         return pb.ListQuotasResponse(boot_token=self.boot_token, quotas=wire.encode_quotas(quotas), pin_budgets=budgets)
 
+    @whole
     async def SetQuotas(self, request: pb.SetQuotasRequest, context: Any) -> pb.SetQuotasResponse:
         if len(request.quotas) > (most := self.pool.limits.max_quotas):
             raise InvalidRequestError(f"{len(request.quotas)} quotas in one message; give at most {most}")
@@ -95,11 +97,13 @@ class OperatorHandlers(Handlers):
             log.warning(warning)
         return pb.SetQuotasResponse(boot_token=self.boot_token, quotas=wire.encode_quotas(quotas))
 
+    @whole
     async def Remove(self, request: pb.RemoveRequest, context: Any) -> pb.RemoveResponse:
         fingerprint, runs = self.fingerprint(request.namespace), self.runs(request.runs)
         removed = await _removed(self.tiered.remove(fingerprint, runs))
         return pb.RemoveResponse(boot_token=self.boot_token, num_removed=removed)
 
+    @whole
     async def Clear(self, request: pb.ClearRequest, context: Any) -> pb.ClearResponse:
         if not request.namespace:
             check_all_tenants("Clear of all namespaces")
@@ -108,6 +112,7 @@ class OperatorHandlers(Handlers):
         log.info("cleared", namespace=fingerprint.hex()[:12] or "all", blocks=removed)
         return pb.ClearResponse(boot_token=self.boot_token, num_removed=removed)
 
+    @whole
     async def Drain(self, request: pb.DrainRequest, context: Any) -> pb.DrainResponse:
         if request.boot_token not in (0, self.boot_token):
             raise UnavailableError("the server that was to drain has ended, and another one has taken its place")

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import time
+from collections.abc import Callable, Coroutine, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 from kvpool_server.access.caller import CALLER
@@ -12,6 +16,43 @@ from kvpool_server.cache.steps import Steps, Value
 
 TURN_S = 0.001
 """How long the steps of one turn may last. A turn ends with the step that exceeds it."""
+_UNFINISHED: ContextVar[set[asyncio.Task[Any]] | None] = ContextVar("work of the call that has not ended", default=None)
+
+
+@contextlib.contextmanager
+def ended_with_its_work(end: Callable[[], object]) -> Iterator[None]:
+    """Calls `end` once the body has ended, and the work in steps that it has begun."""
+    unfinished: set[asyncio.Task[Any]] = set()
+    _UNFINISHED.set(unfinished)
+    try:
+        yield
+    finally:
+        if unfinished:  # The caller has hung up.
+            asyncio.gather(*unfinished, return_exceptions=True).add_done_callback(lambda _: end())
+        else:
+            end()
+
+
+def whole(behavior: Callable[..., Coroutine[Any, Any, Value]]) -> Callable[..., Coroutine[Any, Any, Value]]:
+    """Has a handler go on to its end although its caller hangs up. It gets no context, which is gone then."""
+
+    @functools.wraps(behavior)
+    async def call(service: Any, request: Any, _: Any) -> Value:
+        task = asyncio.create_task(behavior(service, request, None))
+        _WHOLE.add(task)
+        task.add_done_callback(_end_whole)
+        return await asyncio.shield(task)
+
+    return call
+
+
+_WHOLE: set[asyncio.Task[Any]] = set()
+
+
+def _end_whole(task: asyncio.Task[Any]) -> None:
+    _WHOLE.discard(task)
+    if not task.cancelled():
+        task.exception()  # Nobody else asks for it if the caller has hung up.
 
 
 class Turns:
@@ -31,8 +72,10 @@ class Turns:
         except StopIteration as end:
             return end.value  # type: ignore[no-any-return]
         task = asyncio.create_task(self._finish(steps))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        for kept in (self._tasks, _UNFINISHED.get()):
+            if kept is not None:
+                kept.add(task)
+                task.add_done_callback(kept.discard)
         return await asyncio.shield(task)
 
     async def _finish(self, steps: Steps[Value]) -> Value:

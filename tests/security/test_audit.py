@@ -63,11 +63,14 @@ def test_a_flood_is_counted_and_not_written(tmp_path: Path) -> None:
         log.write("Ping", "UNAUTHENTICATED", caller=None, peer="ipv4:127.0.0.1:1")
     dropped = log.num_dropped
     assert dropped == 10 * MAX_QUEUED - LINES_A_SECOND
+    log.write("Clear", "OK", caller=None, peer="ipv4:127.0.0.1:2")
+    assert log.num_dropped == dropped
     now[0] = 1.0
     log.write("Ping", "UNAUTHENTICATED", caller=None, peer="ipv4:127.0.0.1:1")
     log.close()
     lines = entries(tmp_path / "audit.json")
-    assert len(lines) == LINES_A_SECOND + 1
+    assert len(lines) == LINES_A_SECOND + 2
+    assert lines[-2]["call"] == "Clear"
     assert lines[-1]["dropped_before"] == dropped
 
 

@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry
 
 from kvpool.protocol.types import Offer
 from kvpool.v1.pool_pb2_grpc import PoolStub
+from kvpool_server.access.audit import AuditLog
 from kvpool_server.access.authentication import Context
 from kvpool_server.access.credential import Credential
 from kvpool_server.access.running_calls import RunningCalls
@@ -95,6 +96,7 @@ class InProcessServer:
         *,
         has_tenants: bool = False,
         permits: PermitTable | None = None,
+        audit: AuditLog | None = None,
     ):
         ids = itertools.count(1)
         self.clock = FakeClock()
@@ -103,6 +105,7 @@ class InProcessServer:
         self.pool = PoolAtOnce(arena, self.clock, lambda: next(ids), limits)
         self.memory = np.zeros(arena_bytes, np.uint8)
         self._credentials, self._who, self._permits = credentials, who, permits
+        self._audit = audit
         self.port = 0
         self._ready = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()))
@@ -124,7 +127,15 @@ class InProcessServer:
             tiered, self.memory, metrics, offer=Offer(1 << 20), permits=self._permits, who=who, turns=turns
         )
         running = RunningCalls(lambda credential: credential, 0.0) if who is not None else None
-        server = GrpcServer("127.0.0.1:0", service, metrics, credentials=self._credentials, who=who, running=running)
+        server = GrpcServer(
+            "127.0.0.1:0",
+            service,
+            metrics,
+            credentials=self._credentials,
+            who=who,
+            running=running,
+            audit=self._audit,
+        )
         await server.start()
         self.port = server.port
         with self.probe.installed():
