@@ -26,14 +26,24 @@ def plugins(vllm_config: VllmConfig) -> dict[str, str]:
     A class may also be registered by a script without entry points.
     """
     found = {}
-    for point in (each for distribution in metadata.distributions() for each in distribution.entry_points):
-        is_loaded = envs.VLLM_PLUGINS is None or point.name in envs.VLLM_PLUGINS
-        if point.group.startswith("vllm.") and is_loaded and point.module.partition(".")[0] not in _KNOWN:
-            found[f"plugin.{point.group}.{point.name}"] = f"{point.value}:{code(point.module)}"
+    for distribution in metadata.distributions():
+        for point in distribution.entry_points:
+            is_loaded = envs.VLLM_PLUGINS is None or point.name in envs.VLLM_PLUGINS
+            if point.group.startswith("vllm.") and is_loaded and point.module.partition(".")[0] not in _KNOWN:
+                digests = [code(module) for module in sorted({point.module, *_modules(distribution)})]
+                found[f"plugin.{point.group}.{point.name}"] = ":".join([point.value, *digests])
     found |= {f"class.{name}": f"{place}:{code(place.partition(':')[0])}" for name, place in own_classes(vllm_config)}
     if extension := vllm_config.parallel_config.worker_extension_cls:
         found["worker_extension_cls"] = f"{extension}:{code(extension.rpartition('.')[0])}"
     return found
+
+
+def _modules(distribution: metadata.Distribution) -> list[str]:
+    """The outermost modules and packages that a distribution has installed."""
+    if told := distribution.read_text("top_level.txt"):
+        return told.split()
+    names = {file.parts[0].removesuffix(".py") for file in distribution.files or () if file.suffix == ".py"}
+    return [name for name in names if name.isidentifier()]
 
 
 def own_classes(vllm_config: VllmConfig) -> list[tuple[str, str]]:

@@ -290,6 +290,13 @@ def test_an_entry_point_of_vllm_is_part_of_the_name_with_its_packages_code(
     for source in ("def register(): pass", "def register(): 1"):
         (tmp_path / "own_plugin.py").write_text(source)
         names.append(identify())
+    for record in ("top_level.txt", "RECORD"):  # Of the distribution's other modules.
+        listed = tmp_path / "own-1.0.dist-info" / record
+        listed.write_text("own_plugin\nown_kernels\n" if record == "top_level.txt" else "own_kernels.py,,\n")
+        for source in (f"x = 1  # {record}", f"x = 2  # {record}"):
+            (tmp_path / "own_kernels.py").write_text(source)
+            names.append(identify())
+        listed.unlink()
     for ours, theirs in itertools.pairwise(names):
         assert fields_that_differ(ours, theirs) == {"extra['plugin.vllm.general_plugins.own']"}
     monkeypatch.setattr("vllm.envs.VLLM_PLUGINS", ["another"])
