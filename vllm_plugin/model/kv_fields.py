@@ -157,7 +157,7 @@ FIELDS: Mapping[str, Fields] = {
             "is_attention_free",
         ),
         (Effect.NAMED, "how blocks are named"): ("prefix_caching_hash_algo", "hash_block_size", "prefix_match_unit"),
-        (Effect.VALUE, "which layers see the tokens of a prompt"): ("kv_sharing_fast_prefill",),
+        (Effect.VALUE, "which layers see the tokens of a prompt"): ("kv_sharing_fast_prefill", "swa_bounded_replay"),
         (Effect.VALUE, "what a state is made of"): (
             "use_replayssm",
             "use_kda_recoverssm",
@@ -174,7 +174,6 @@ FIELDS: Mapping[str, Fields] = {
             "kv_cache_size_tokens",
             "kv_cache_max_concurrency",
             "cache_hit_alignment_tokens",
-            "swa_bounded_replay",
             "kv_cache_memory_bytes",
             "kv_offloading_size",
             "kv_offloading_backend",
@@ -318,9 +317,11 @@ FIELDS: Mapping[str, Fields] = {
         ),
         (Effect.NAMED, "the platform, and how its kernels pack a page"): ("device_config",),
         (Effect.VALUE, "what a model computes"): ("engram_config", "diffusion_config", "additional_config"),
-        (Effect.NONE, "how ranks divide the work; context parallelism is refused, and a worker_extension_cls counts"): (
-            "parallel_config",
-        ),
+        (
+            Effect.NONE,
+            "how ranks divide the work; context parallelism is refused; a worker_extension_cls counts, and how experts "
+            "of quantised models are divided",
+        ): ("parallel_config",),
         _EXECUTION: ("compilation_config", "optimization_level", "performance_mode"),
         _CAPACITY: ("scheduler_config", "offload_config"),
         _OUTPUT: (

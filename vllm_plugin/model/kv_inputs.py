@@ -68,8 +68,11 @@ def settings(vllm_config: VllmConfig) -> Iterator[tuple[str, Any]]:
         model.architecture in INDEPENDENT and not model.model_class_overrides and not own_classes(vllm_config)
     )
     counting = {Effect.VALUE}
+    parallel = vllm_config.parallel_config
     if is_quantised(vllm_config):
         counting.add(Effect.QUANTISED)
+        if parallel.enable_expert_parallel:  # What moves tokens between ranks decides which kernels experts have.
+            yield "parallel_config.experts", f"{parallel.all2all_backend}, {parallel.data_parallel_size > 1}"
     if not is_independent:
         counting.add(Effect.ARCHITECTURE)
     is_rope_by_length = ROPE_BY_LENGTH in str(model.hf_config.to_dict())

@@ -309,18 +309,32 @@ def test_where_nothing_is_quantised_kernels_do_not_count_and_else_they_do(
     def names(capability: str = "", **fields: Any) -> NamespaceSpec:
         config = vllm_config(**({"kv_cache_dtype": "fp8"} if is_quantised else {}))
         monkeypatch.setattr(config.kernel_config, "moe_backend", fields.get("moe_backend", "auto"))
+        monkeypatch.setattr(config.parallel_config, "enable_expert_parallel", "all2all_backend" in fields)
+        monkeypatch.setattr(config.parallel_config, "all2all_backend", fields.get("all2all_backend", "naive"))
         monkeypatch.setattr(type(current_platform), "get_device_capability", lambda *_: capability)
         return namespace_spec(config, cache_config(), ConnectorConfig())
 
     for is_quantised in (False, True):
-        base, *others = names(), names(capability="10.0"), names(moe_backend="marlin")
+        base, *others = names(), names(capability="10.0"), names(moe_backend="marlin"), names(all2all_backend="naive")
+        assert is_quantised == bool(differences(others[-1], names(all2all_backend="deepep_low_latency")))
         if is_quantised:
             assert [fields_that_differ(base, each) for each in others] == [
                 {"extra['device']"},
                 {"extra['kernel_config.moe_backend']"},
+                {"extra['parallel_config.experts']"},
             ]
         else:
-            assert [differences(base, each) for each in others] == [[], []]
+            assert [differences(base, each) for each in others] == [[], [], []]
+
+
+def test_what_is_rebuilt_after_a_hit_is_part_of_the_name(
+    vllm_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = vllm_config()
+    ours = namespace_spec(config, cache_config(), ConnectorConfig())
+    monkeypatch.setattr(config.cache_config, "swa_bounded_replay", False)
+    theirs = namespace_spec(config, cache_config(), ConnectorConfig())
+    assert fields_that_differ(ours, theirs) == {"extra['cache_config.swa_bounded_replay']"}
 
 
 def test_a_setting_that_names_a_file_counts_by_its_content(identify: Identify, tmp_path: Path) -> None:
