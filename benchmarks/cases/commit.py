@@ -26,6 +26,7 @@ import typer
 from benchmarks.cases import commit_side
 from benchmarks.harness.measuring import Estimate, Row, alternate, at_least, estimate, ms, process, report
 
+ROOT = Path(__file__).parents[2]
 SHARE = 0.97
 THIS, OTHER = "this commit", "the other"
 MEASURES = {
@@ -46,7 +47,7 @@ class Side:
     """
 
     def __init__(self, stack: ExitStack, root: Path):
-        command = [sys.executable, commit_side.__file__]
+        command = [sys.executable, str(root / Path(commit_side.__file__).relative_to(ROOT))]
         environ = {"PYTHONPATH": str(root), "PYTHONSAFEPATH": "1"}
         self._process = stack.enter_context(process(command, environ, stdin=subprocess.PIPE))
         self._ask("ready")
@@ -123,7 +124,7 @@ def main(
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of each measure and start.")] = 8,
 ) -> None:
     """Measures and reports."""
-    here, there = Path(__file__).parents[2], base.resolve()
+    here, there = ROOT, base.resolve()
     taken = sample({THIS: lambda stack: Side(stack, here), OTHER: lambda stack: Side(stack, there)}, 2 * pairs, rounds)
     rows: list[Row] = []
     for measure, what in MEASURES.items():
