@@ -59,11 +59,12 @@ soak-identity: $(STAMP)  ## An engine for each setting that namespaces leave out
 test-gpu:  ## The tests that need a CUDA device, with whatever Python and vLLM are there.
 	python3 -m pytest -m gpu
 
-check: $(STAMP)  ## Style, types, import contracts.
+check: $(STAMP)  ## Style, types, import contracts, the size and place of modules.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
+	$(BIN)/pytest -q tests/test_house.py
 
 bench: $(STAMP)  ## Every benchmark that needs no GPU, beside its peers; writes results, tables and plots.
 	for name in server memory lookup step_time large_state replay transport network tls tiers promotion mooncake_tier wan clients weights package "vllm --rounds 7" serving; do $(BIN)/python -m benchmarks.cases.$$name || exit 1; done

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from kvpool.client.client import PutResult as PutResult
     from kvpool.client.config import ClientConfig as ClientConfig
     from kvpool.client.events import Subscriber as Subscriber
-    from kvpool.client.rpc import Namespace as Namespace
-    from kvpool.client.rpc import PendingLookup as PendingLookup
+    from kvpool.client.open_namespace import Namespace as Namespace
+    from kvpool.client.pending_lookup import PendingLookup as PendingLookup
     from kvpool.protocol.errors import ChecksumError as ChecksumError
     from kvpool.protocol.errors import ConfigError as ConfigError
     from kvpool.protocol.errors import DrainingError as DrainingError
@@ -53,7 +53,8 @@ _HOMES = {
     "client.client": ("Client", "PutResult"),
     "client.config": ("ClientConfig",),
     "client.events": ("Subscriber",),
-    "client.rpc": ("Namespace", "PendingLookup"),
+    "client.open_namespace": ("Namespace",),
+    "client.pending_lookup": ("PendingLookup",),
     "protocol.errors": (
         "ChecksumError",
         "ConfigError",

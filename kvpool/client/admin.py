@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from kvpool.client.rpc import Namespace, PoolRpc
+from kvpool.client.open_namespace import Namespace
+from kvpool.client.rpc import PoolRpc
 from kvpool.client.transport_choice import Choice, choose
 from kvpool.protocol import replies, wire
 from kvpool.protocol.messages import checked
-from kvpool.protocol.types import BlockRun, HintKind, Quota
+from kvpool.protocol.quota import Quota
+from kvpool.protocol.types import BlockRun, HintKind
 from kvpool.v1 import pool_pb2 as pb
 
 MAX_ROWS = 100_000

@@ -88,6 +88,10 @@ def _secure(endpoint: str, identity: WatchedIdentity) -> grpc.Channel:
     return grpc.secure_channel(grpc_target(endpoint), credentials, options=[*_OPTIONS, *authority])
 
 
+CALL_ERRORS = (grpc.RpcError, grpc.FutureCancelledError, grpc.FutureTimeoutError, ValueError)
+"""What gRPC raises for a call; a ValueError if the channel is closed."""
+
+
 class RenewedChannel(grpc.Channel):
     """A channel whose place a new one takes when its certificate is replaced, because gRPC's cannot read files again.
 

@@ -7,8 +7,7 @@
         blocks = client.get_blocks(namespace, found.lease_id, run)
         client.release([found.lease_id])
 
-Every call has a deadline. A wrong checksum, an expired lease and a restarted server all end in an error or a miss,
-never in bytes.
+Every call has a deadline. A wrong checksum, an expired lease or a restarted server is an error or a miss, never bytes.
 
 Beside the client: `client.admin` has operators' calls, `client.chunks` puts and gets without regions, `client.rpc` the
 single steps of a put and get, and calls that do not wait; `client.attachment` has the transport in use.
@@ -32,7 +31,8 @@ from kvpool.client.channel import RenewedChannel
 from kvpool.client.config import ClientConfig
 from kvpool.client.hints import Hints
 from kvpool.client.inline_chunks import InlineChunks
-from kvpool.client.rpc import Namespace, PoolRpc
+from kvpool.client.open_namespace import Namespace
+from kvpool.client.rpc import PoolRpc
 from kvpool.client.transport_choice import Attachment, Choose, choose
 from kvpool.protocol import replies
 from kvpool.protocol.errors import ChecksumError, InvalidRequestError, KVPoolError, LeaseExpiredError

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvpool.client.rpc import Namespace, PoolRpc
+from kvpool.client.open_namespace import Namespace
+from kvpool.client.rpc import PoolRpc
 from kvpool.protocol.types import BlockRun, HintKind
 from kvpool.v1 import pool_pb2 as pb
 

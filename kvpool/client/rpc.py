@@ -7,126 +7,48 @@ move bytes themselves, call them. Thread-safe.
 from __future__ import annotations
 
 import contextlib
+import functools
 import socket
-from collections.abc import Callable, Generator, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any
 
 import grpc
 
 from kvpool.client import refused_connection
-from kvpool.client.channel import RenewedChannel, open_channel
+from kvpool.client.channel import CALL_ERRORS, RenewedChannel, open_channel
 from kvpool.client.config import ClientConfig
 from kvpool.client.lookup_stream import LookupStream
+from kvpool.client.open_namespace import Namespace
+from kvpool.client.pending_lookup import KeptRuns, PendingLookup
 from kvpool.client.tracing import tracing_of
 from kvpool.protocol import replies, wire
 from kvpool.protocol.errors import (
     IncompatibleReleaseError,
     InvalidReplyError,
-    InvalidRequestError,
     KVPoolError,
     LeaseExpiredError,
     PoolTimeoutError,
     UnavailableError,
 )
-from kvpool.protocol.namespace import GroupSpec, NamespaceSpec
+from kvpool.protocol.namespace import NamespaceSpec
+from kvpool.protocol.offers import Offer
 from kvpool.protocol.replies import LookupQuestion
 from kvpool.protocol.skew import OWN, check_skew
 from kvpool.protocol.types import (
     HASH_BYTES,
-    MAX_BATCH_CHUNKS,
     BlockRun,
     Existence,
     HintKind,
     Located,
     Lookup,
-    Offer,
     PutGrant,
     PutReceipt,
     ShardRange,
 )
 from kvpool.security.name_key import NameKey, check_key, named_by
-from kvpool.transport.base import Transport
 from kvpool.v1 import pool_pb2 as pb
 from kvpool.v1.pool_pb2_grpc import PoolStub
-
-CALL_ERRORS = (grpc.RpcError, grpc.FutureCancelledError, grpc.FutureTimeoutError, ValueError)
-"""What gRPC raises for a call; a ValueError if the channel is closed."""
-
-
-@dataclass(frozen=True, slots=True)
-class Namespace:
-    """An open namespace, valid for one boot of the server.
-
-    Args:
-        fingerprint: its name, `HASH_BYTES`.
-        transport: how its bytes travel.
-        max_batch_blocks: most blocks of one request; a lookup may have more, and a get is split.
-        arena_bytes: bound of every region.
-    """
-
-    spec: NamespaceSpec
-    fingerprint: bytes
-    boot_token: int
-    transport: Transport
-    max_batch_blocks: int
-    arena_bytes: int = replies.MAX_ARENA_BYTES
-
-    def max_blocks(self, shards: ShardRange) -> int:
-        """Most blocks of which one put or get can move these shards."""
-        return max(1, min(self.max_batch_blocks, MAX_BATCH_CHUNKS // max(1, shards.count)))
-
-    def group(self, group_idx: int) -> GroupSpec:
-        """Raises InvalidRequestError if there is no such group."""
-        if not 0 <= group_idx < len(self.spec.groups):
-            raise InvalidRequestError(
-                f"group_idx {group_idx}: the namespace has groups 0 to {len(self.spec.groups) - 1}"
-            )
-        return self.spec.groups[group_idx]
-
-
-class KeptRuns(tuple[BlockRun, ...]):
-    """Runs that are looked up several times: the blocks' names on the wire are computed once.
-
-    Attributes:
-        encoded: the runs as messages, by the digest of the key that names the blocks.
-    """
-
-    encoded: dict[str, list[pb.BlockRun]]
-
-    def __new__(cls, runs: Iterable[BlockRun] = ()) -> KeptRuns:
-        kept = super().__new__(cls, runs)
-        kept.encoded = {}
-        return kept
-
-
-class PendingLookup:
-    """A lookup that was sent and may have been answered."""
-
-    def __init__(self, call: Any, rpc: PoolRpc, namespace: Namespace, question: LookupQuestion):
-        self._call = call
-        self._question = question
-        self._rpc = rpc
-        self._namespace = namespace
-
-    def done(self) -> bool:
-        """Whether `result` returns or raises at once."""
-        return bool(self._call.done())
-
-    def result(self, timeout_s: float | None = None) -> Lookup | None:
-        """The answer; None if it has not arrived within `timeout_s`. Raises what `Client.lookup` raises."""
-        try:
-            reply = self._call.result(timeout=timeout_s)
-        except grpc.FutureTimeoutError:
-            return None
-        except CALL_ERRORS as error:
-            raise self._rpc.error_of(error) from None
-        return self._rpc.answer(self._namespace, self._question, reply)
-
-    def on_done(self, callback: Callable[[PendingLookup], None]) -> None:
-        """Calls back from another thread once the lookup has ended."""
-        self._call.add_done_callback(lambda _: callback(self))
 
 
 class PoolRpc:
@@ -251,7 +173,7 @@ class PoolRpc:
             call = self.send(self.stub.Lookup, question(wait_ms), self.config.timeout_ms + wait_ms)
         else:
             call = self.send(self._lookups, question)
-        return PendingLookup(call, self, namespace, question)
+        return PendingLookup(call, functools.partial(self.answer, namespace, question), self.error_of)
 
     def _question(
         self,

@@ -16,7 +16,7 @@ import grpc
 
 from kvpool.client.config import ClientConfig, is_loopback
 from kvpool.protocol.errors import KVPoolError, TransferError
-from kvpool.protocol.types import Offer
+from kvpool.protocol.offers import Offer
 from kvpool.transport.base import Transport
 from kvpool.transport.grpc import GrpcTransport
 from kvpool.transport.helpers import movers_of

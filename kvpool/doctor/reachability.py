@@ -17,9 +17,9 @@ from kvpool.client.config import ClientConfig, is_loopback
 from kvpool.doctor.server_state import SERVER_CERTIFICATE, certificate_end
 from kvpool.protocol import replies
 from kvpool.protocol.errors import KVPoolError, TransferError
+from kvpool.protocol.offers import Offer
 from kvpool.protocol.skew import OWN, Release
 from kvpool.protocol.text import duration_text, printable
-from kvpool.protocol.types import Offer
 from kvpool.report.finding import Finding, error, ok, warning
 from kvpool.security.certificates import read_pem
 from kvpool.security.tls import TlsFiles

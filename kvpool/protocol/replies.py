@@ -21,6 +21,7 @@ from kvpool.protocol import wire
 from kvpool.protocol.errors import InvalidReplyError, InvalidRequestError
 from kvpool.protocol.messages import MAX_NUMBER, MAX_TEXT_CHARS, checked
 from kvpool.protocol.namespace import GroupSpec
+from kvpool.protocol.offers import Offer
 from kvpool.protocol.text import escaped
 from kvpool.protocol.types import (
     HASH_BYTES,
@@ -37,7 +38,6 @@ from kvpool.protocol.types import (
     Located,
     Lookup,
     MissCause,
-    Offer,
     PoolKey,
     PutGrant,
     PutReceipt,

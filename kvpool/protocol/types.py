@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import enum
 import itertools
-import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -28,8 +27,6 @@ MAX_BATCH_CHUNKS = 65_536
 """Most chunks (blocks x shards) that a server takes in one put or get."""
 MAX_DRAIN_MS = 3_600_000
 """Longest deadline of a drain."""
-MIN_PREFIX = 8
-"""Fewest hexadecimal digits of a fingerprint in a quota: fewer could match another namespace by chance."""
 
 
 class PutStatus(enum.IntEnum):
@@ -350,73 +347,6 @@ def join_located(parts: Sequence[Located]) -> Located:
 
 
 @dataclass(frozen=True, slots=True)
-class SegmentInfo:
-    """The arena's shared memory.
-
-    Args:
-        nbytes: of the arena.
-        nonce: also in the memory, at `nonce_offset`.
-        token: what the memory socket demands before it hands the memory out.
-    """
-
-    nbytes: int
-    nonce: bytes
-    nonce_offset: int
-    token: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class MooncakeInfo:
-    """The server's Transfer Engine, and the nonce that a client must read through it.
-
-    Args:
-        session: HOST:PORT, the engine's name for its peers.
-        protocol: "tcp" or "rdma".
-        base_address: of the arena: a region lies at base_address + offset.
-        nbytes: of the arena.
-        nonce: also at base_address + nonce_offset.
-    """
-
-    session: str
-    protocol: str
-    base_address: int
-    nbytes: int
-    nonce: bytes
-    nonce_offset: int
-
-
-@dataclass(frozen=True, slots=True)
-class DataPortInfo:
-    """The server's data port, and the nonce that a client must be greeted with.
-
-    Args:
-        host: empty: the host of the gRPC endpoint.
-        nonce: differs with every boot.
-        sealed: whether its connections are; permits then come with their keys.
-    """
-
-    host: str
-    port: int
-    nonce: bytes
-    sealed: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Offer:
-    """The transports that a server offers.
-
-    Args:
-        piece_bytes: largest payload of one message of the gRPC transport.
-        segment, mooncake, data_port: None where the server has none.
-    """
-
-    piece_bytes: int
-    segment: SegmentInfo | None = None
-    mooncake: MooncakeInfo | None = None
-    data_port: DataPortInfo | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Existence:
     """Answer of `exists`.
 
@@ -429,36 +359,6 @@ class Existence:
     hits: tuple[RunHits, ...]
     usable_tokens: int
     load_seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class Quota:
-    """An upper bound on what a tenant's or a namespace's entries hold of the arena.
-
-    Args:
-        subject: "tenant:NAME", or "namespace:" and a fingerprint in lower-case hexadecimal, or its first characters.
-        limit_bytes: of their slots; 0 in `set_quotas` deletes the quota.
-        used_bytes: of their slots now; ignored by `set_quotas`.
-    """
-
-    subject: str
-    limit_bytes: int
-    used_bytes: int = 0
-
-    def check(self) -> None:
-        """Raises InvalidRequestError unless the subject can be one."""
-        kind, _, name = self.subject.partition(":")
-        if kind not in ("tenant", "namespace") or not name:
-            fix = "" if ":" in self.subject else f"; give tenant:{self.subject}"
-            raise InvalidRequestError(
-                f"quota subject {self.subject!r} is neither tenant:NAME nor namespace:FINGERPRINT{fix}"
-            )
-        hexadecimal = f"[0-9a-f]{{{MIN_PREFIX},{2 * HASH_BYTES}}}"
-        if kind == "namespace" and not re.fullmatch(hexadecimal, name):
-            raise InvalidRequestError(
-                f"quota subject {self.subject!r}: give the first {MIN_PREFIX} characters of a fingerprint, or more, as "
-                "`kvpool namespaces` shows them"
-            )
 
 
 class HintKind(enum.IntEnum):

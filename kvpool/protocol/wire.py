@@ -17,28 +17,25 @@ from google.protobuf.message import Message
 
 from kvpool.protocol import errors
 from kvpool.protocol.namespace import GroupSpec, NamespaceSpec
+from kvpool.protocol.offers import DataPortInfo, MooncakeInfo, Offer, SegmentInfo
+from kvpool.protocol.quota import Quota
 from kvpool.protocol.skew import MAX_RELEASE_CHARS, OWN, Release
 from kvpool.protocol.text import escaped, printable
 from kvpool.protocol.types import (
     HASH_BYTES,
     BlockRun,
     Chunk,
-    DataPortInfo,
     Existence,
     HintKind,
     Located,
     Lookup,
     Miss,
     MissCause,
-    MooncakeInfo,
-    Offer,
     PoolKey,
     PutGrant,
     PutReceipt,
     PutStatus,
-    Quota,
     RunHits,
-    SegmentInfo,
     ShardRange,
     Slots,
     check_hash,

@@ -20,7 +20,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 from kvpool.protocol.errors import PoolTimeoutError, TransferError, UnavailableError
-from kvpool.protocol.types import MooncakeInfo
+from kvpool.protocol.offers import MooncakeInfo
 from kvpool.transport.base import Bytes, Clock, Sink, Source, Transfer
 from kvpool.transport.mooncake_engine import DONE, FAILED, UNDER_WAY, Engine
 from kvpool.transport.staging import Staging

@@ -21,7 +21,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.protocol.errors import ConfigError, TransferError
-from kvpool.protocol.types import TOKEN_BYTES, SegmentInfo
+from kvpool.protocol.offers import SegmentInfo
+from kvpool.protocol.types import TOKEN_BYTES
 
 NAME = "kvpool-"
 """With the server's process id behind it: /proc/PID/maps shows which server's memory a process maps."""

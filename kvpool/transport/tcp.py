@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import weakref
 
-from kvpool.protocol.types import DataPortInfo
+from kvpool.protocol.offers import DataPortInfo
 from kvpool.transport.base import Bytes, Sink, Source, Transfer
 from kvpool.transport.helpers import Helpers
 from kvpool.transport.staging import Staging

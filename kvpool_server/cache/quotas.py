@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvpool.protocol.errors import InvalidRequestError
-from kvpool.protocol.types import Quota
+from kvpool.protocol.quota import Quota
 from kvpool.report.quotas import size_text
 from kvpool_server.cache.entry import Group
 

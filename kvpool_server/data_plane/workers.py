@@ -15,7 +15,8 @@ from dataclasses import asdict, dataclass
 import numpy as np
 import structlog
 
-from kvpool.protocol.types import NONCE_BYTES, DataPortInfo
+from kvpool.protocol.offers import DataPortInfo
+from kvpool.protocol.types import NONCE_BYTES
 from kvpool.transport.segment import Segment
 from kvpool_server.data_plane.permits import PermitTable
 from kvpool_server.data_plane.worker import TALLY_COLUMNS, WorkerSettings

@@ -13,7 +13,7 @@ from contextlib import AsyncExitStack
 
 import structlog
 
-from kvpool.protocol.types import DataPortInfo, MooncakeInfo, Offer
+from kvpool.protocol.offers import DataPortInfo, MooncakeInfo, Offer
 from kvpool.transport.memory_socket import abstract_name
 from kvpool.transport.mooncake_engine import Engine
 from kvpool.transport.segment import Segment

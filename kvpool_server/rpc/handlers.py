@@ -13,7 +13,8 @@ import numpy.typing as npt
 from kvpool.client.tracing import Tracing
 from kvpool.protocol import wire
 from kvpool.protocol.errors import InvalidRequestError
-from kvpool.protocol.types import BlockRun, Offer
+from kvpool.protocol.offers import Offer
+from kvpool.protocol.types import BlockRun
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.access.authentication import Who
 from kvpool_server.access.caller import CALLER, is_visible

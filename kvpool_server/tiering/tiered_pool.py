@@ -41,10 +41,8 @@ PART_BLOCKS, MAX_FIND_BLOCKS, FIND_S = 1_024, 8_192, 1.0
 MAX_NAMESPACES = 256
 """Namespaces that are opened at the start for a tier that holds blocks of more: the newest."""
 RESTART_S = 1.0
-MAX_WAIT_MS = 1_000
-"""The longest that one lookup waits for pending blocks; its client looks up again if it wants to wait longer."""
-MAX_WAITING = 1_024
-"""Lookups that wait at once. Further ones are answered as if they did not wait."""
+MAX_WAIT_MS, MAX_WAITING = 1_000, 1_024
+"""How long one lookup waits for pending blocks (its client may look up again), and how many wait; others do not."""
 
 
 class _Level(NamedTuple):

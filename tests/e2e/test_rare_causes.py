@@ -15,7 +15,7 @@ import pytest
 
 from kvpool.client.client import Client
 from kvpool.client.config import ClientConfig
-from kvpool.client.rpc import Namespace
+from kvpool.client.open_namespace import Namespace
 from kvpool.protocol.causes import Cause
 from kvpool.protocol.hashing import DEFAULT_SEED, block_hashes
 from kvpool.protocol.types import BlockRun, ShardRange

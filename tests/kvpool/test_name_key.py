@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 
 from kvpool.client.client import Client
 from kvpool.client.config import ClientConfig
-from kvpool.client.rpc import KeptRuns, Namespace
+from kvpool.client.open_namespace import Namespace
+from kvpool.client.pending_lookup import KeptRuns
 from kvpool.commands.name_key import app
 from kvpool.protocol.errors import ConfigError, InvalidRequestError
 from kvpool.protocol.hashing import checksum

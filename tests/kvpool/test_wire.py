@@ -7,20 +7,18 @@ from hypothesis import strategies as st
 
 from kvpool.protocol import errors, wire
 from kvpool.protocol.namespace import GroupSpec, NamespaceSpec
+from kvpool.protocol.offers import MooncakeInfo, Offer, SegmentInfo
 from kvpool.protocol.types import (
     HASH_BYTES,
     BlockRun,
     Chunk,
     Located,
     Lookup,
-    MooncakeInfo,
-    Offer,
     PoolKey,
     PutGrant,
     PutReceipt,
     PutStatus,
     RunHits,
-    SegmentInfo,
     ShardRange,
     Slots,
 )

@@ -10,7 +10,7 @@ import pytest
 from kvpool.client.client import Client
 from kvpool.client.config import ClientConfig
 from kvpool.protocol.errors import ConfigError, PermissionDeniedError, UnauthenticatedError
-from kvpool.protocol.types import Quota
+from kvpool.protocol.quota import Quota
 from kvpool.security.certificates import Authority
 from kvpool.security.principal import ALL_TENANTS, Principal, Role
 from kvpool_server.access.audit import LINES_A_SECOND, MAX_QUEUED, READ, AuditLog

@@ -23,7 +23,8 @@ from kvpool.client.config import ClientConfig
 from kvpool.client.rpc import PoolRpc
 from kvpool.client.transport_choice import Choice, choose
 from kvpool.protocol.errors import TransferError
-from kvpool.protocol.types import TOKEN_BYTES, SegmentInfo
+from kvpool.protocol.offers import SegmentInfo
+from kvpool.protocol.types import TOKEN_BYTES
 from kvpool.protocol.wire import decode_offer
 from kvpool.transport.memory_socket import MAGIC, abstract_name, receive_memory
 from kvpool.transport.segment import NONCE_BYTES, TRAILER_BYTES, Segment

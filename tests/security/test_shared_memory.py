@@ -17,7 +17,7 @@ from pydantic import ByteSize
 from kvpool.client.client import Client
 from kvpool.client.config import ClientConfig
 from kvpool.client.transport_choice import Choice
-from kvpool.protocol.types import SegmentInfo
+from kvpool.protocol.offers import SegmentInfo
 from kvpool.protocol.wire import decode_offer
 from kvpool.transport import segment
 from kvpool.transport.memory_socket import MAGIC, abstract_name, memory_address

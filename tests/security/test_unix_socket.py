@@ -14,7 +14,7 @@ import pytest
 
 from kvpool.client.client import Client
 from kvpool.client.config import ClientConfig
-from kvpool.protocol.types import Offer
+from kvpool.protocol.offers import Offer
 from kvpool.protocol.wire import decode_offer
 from kvpool.security.certificates import Authority
 from kvpool.security.principal import ALL_TENANTS, Principal, Role

@@ -28,7 +28,8 @@ from kvpool.protocol.errors import (
     TransferError,
     UnavailableError,
 )
-from kvpool.protocol.types import BlockRun, Lookup, Offer, RunHits
+from kvpool.protocol.offers import Offer
+from kvpool.protocol.types import BlockRun, Lookup, RunHits
 from kvpool.protocol.wire import metadata_of, status_of
 from kvpool.transport.base import Sink, Source, Transfer
 from kvpool.transport.segment import Bytes

@@ -14,7 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvpool.protocol.errors import OutOfSpaceError
 from kvpool.protocol.namespace import NamespaceSpec
-from kvpool.protocol.types import BlockRun, Lookup, PutGrant, PutReceipt, PutStatus, Quota, ShardRange
+from kvpool.protocol.quota import Quota
+from kvpool.protocol.types import BlockRun, Lookup, PutGrant, PutReceipt, PutStatus, ShardRange
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.eviction import POLICIES
 from kvpool_server.cache.limits import Limits

@@ -11,7 +11,8 @@ from dataclasses import replace
 import numpy as np
 
 from kvpool.client.client import Client
-from kvpool.protocol.types import TOKEN_BYTES, Offer
+from kvpool.protocol.offers import Offer
+from kvpool.protocol.types import TOKEN_BYTES
 from kvpool.protocol.wire import decode_offer
 from kvpool.transport.segment import TRAILER_BYTES
 from tests.support.memory_files import arena_file

@@ -14,7 +14,7 @@ import grpc
 import numpy as np
 from prometheus_client import CollectorRegistry
 
-from kvpool.protocol.types import Offer
+from kvpool.protocol.offers import Offer
 from kvpool.v1.pool_pb2_grpc import PoolStub
 from kvpool_server.access.audit import AuditLog
 from kvpool_server.access.authentication import Context

@@ -24,8 +24,8 @@ from kvpool.client.lookup_stream import LookupStream, StreamedError
 from kvpool.client.rpc import PoolRpc
 from kvpool.client.transport_choice import Choice
 from kvpool.protocol.errors import KVPoolError
+from kvpool.protocol.offers import DataPortInfo, MooncakeInfo, Offer, SegmentInfo
 from kvpool.protocol.replies import CONTROL_LIMIT, METHOD_LIMITS
-from kvpool.protocol.types import DataPortInfo, MooncakeInfo, Offer, SegmentInfo
 from kvpool.protocol.wire import status_of
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.cache.allocator.arena import Arena

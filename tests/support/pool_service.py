@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.protocol.types import Offer
+from kvpool.protocol.offers import Offer
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.access.authentication import Who
 from kvpool_server.data_plane.permits import PermitTable

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvpool.protocol.types import DataPortInfo
+from kvpool.protocol.offers import DataPortInfo
 from kvpool.transport.base import Sink, Source, Transfer
 from kvpool.transport.data_port import Kind, pack_offsets
 from kvpool.transport.tcp import TcpTransport, peer_of

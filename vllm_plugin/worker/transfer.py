@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 
 from vllm.logger import init_logger
 
-from kvpool.client.rpc import Namespace
+from kvpool.client.open_namespace import Namespace
 from kvpool.client.sums import Checksums
 from kvpool.client.tracing import Tracing
 from kvpool.protocol.errors import (

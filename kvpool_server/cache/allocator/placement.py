@@ -27,6 +27,7 @@ from kvpool.report.quotas import size_text
 from kvpool_server.cache.allocator.arena import Arena, Extent
 from kvpool_server.cache.allocator.donations import MAX_DONATED_SLOTS, Donations, last_use
 from kvpool_server.cache.allocator.extent_drain import ExtentDrain
+from kvpool_server.cache.allocator.no_room import NoRoomError, over_quota
 from kvpool_server.cache.allocator.superseded import Superseded
 from kvpool_server.cache.entry import Entry, Group
 from kvpool_server.cache.eviction import TICK, Evictor, Policy
@@ -45,27 +46,6 @@ MAX_COUNTED_SLOTS = 1_024
 
 REQUEUED_SLOTS = 256
 """Slots that are visited at a time to queue the entries of a group anew."""
-
-
-class NoRoomError(OutOfSpaceError):
-    """Too few slots can be freed for a put that the arena or quota has room for; the pool adds what holds the others.
-
-    Args:
-        what: was wanted.
-        elsewhere: which part of the arena cannot be used, and why; empty if none.
-        fix: what to do.
-        account: whose quota is exceeded; None: the arena is full.
-    """
-
-    def __init__(self, what: str, elsewhere: str, fix: str, account: Account | None = None):
-        super().__init__(f"{what}; {fix}")
-        self._what, self._elsewhere, self._fix = what, elsewhere, fix
-        self.account = account
-
-    def because(self, holders: str) -> OutOfSpaceError:
-        """The whole message, given a description of what holds slots."""
-        reasons = "; ".join(filter(None, (holders, self._elsewhere)))
-        return OutOfSpaceError(f"{self._what}: {reasons}; {self._fix}" if reasons else str(self))
 
 
 class Placement:
@@ -177,7 +157,7 @@ class Placement:
             if count > most:
                 self._counters["over_quota_puts"] += 1
                 arena = None if account.tenant is None else self._arena
-                raise _over_quota(account, group.spec.slot_bytes, count, arena)
+                raise over_quota(account, group.spec.slot_bytes, count, arena)
         if count > self._slots_of_arena(group):
             raise self._no_room(group, count, None)
 
@@ -190,7 +170,7 @@ class Placement:
             if account.tenant is None and self._choose_for_quota(account, victims, slot_bytes, count):
                 self._counters["over_quota_puts"] += 1
                 victims.undo(self.evictor)
-                raise _over_quota(account, slot_bytes, count)
+                raise over_quota(account, slot_bytes, count)
         for_quotas = len(victims.entries)
         bound = next((account for account in accounts if account.tenant is not None), None) if accounts else None
         if bound is not None and self._may_grow(group):
@@ -211,7 +191,7 @@ class Placement:
         slot_bytes = group.spec.slot_bytes
         if account is not None:
             self._counters["over_quota_puts"] += 1
-            return _over_quota(account, slot_bytes, count, self._arena)
+            return over_quota(account, slot_bytes, count, self._arena)
         self._counters["out_of_space_puts"] += 1
         return NoRoomError(
             f"no room for {count} blocks of {slot_bytes} bytes",
@@ -387,21 +367,3 @@ def _num_held(extent: Extent) -> int:
     """How many of some slots of an extent hold an entry that cannot be evicted now."""
     owners = extent.owners[:: max(1, len(extent.owners) // MAX_COUNTED_SLOTS)]
     return sum(owner is not None and not (owner.live and owner.movable) for owner in owners)
-
-
-def _over_quota(account: Account, slot_bytes: int, count: int, arena: Arena | None = None) -> OutOfSpaceError:
-    """The error of a put beyond a quota; with an arena, of one that counts extents."""
-    quota = f"quota {account.subject} = {account.limit_bytes} bytes"
-    raise_it = f"raise it (`kvpool quota {account.subject}=SIZE`)"
-    if slot_bytes > account.limit_bytes:
-        return OutOfSpaceError(f"{quota}: a block of {slot_bytes} bytes is larger; {raise_it}")
-    fits = account.limit_bytes // slot_bytes
-    if arena is not None:
-        fits = account.limit_bytes // arena.extent_bytes * arena.slots_per_extent(slot_bytes)
-        quota += f", {account.limit_bytes // arena.extent_bytes} extents of {size_text(arena.extent_bytes)}"
-    if count > fits:
-        return OutOfSpaceError(
-            f"{quota}: {count} blocks of {slot_bytes} bytes are more; put fewer at once, or {raise_it}"
-        )
-    what = f"{quota}: no room for {count} blocks of {slot_bytes} bytes"
-    return NoRoomError(what, "", f"try again later, or {raise_it}", account)

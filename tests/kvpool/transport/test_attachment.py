@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvpool.client.transport_choice import RETRY_S, Attachment, Choice
-from kvpool.protocol.types import Offer
+from kvpool.protocol.offers import Offer
 from kvpool.transport.base import Transport
 from tests.support.clock import FakeClock
 from tests.support.memory_transport import MemoryTransport

@@ -19,7 +19,7 @@ import pytest
 from kvpool.client.config import ClientConfig
 from kvpool.client.transport_choice import choose
 from kvpool.protocol.errors import ChecksumError, ConfigError, PoolTimeoutError, TransferError, UnavailableError
-from kvpool.protocol.types import MooncakeInfo, Offer
+from kvpool.protocol.offers import MooncakeInfo, Offer
 from kvpool.transport import mooncake
 from kvpool.transport.base import Buffers, Sink, Source, Transfer
 from kvpool.transport.mooncake import MooncakeTransport

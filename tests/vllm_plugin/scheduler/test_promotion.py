@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from vllm.v1.request import Request
 
-from kvpool.client.rpc import KeptRuns, Namespace, PendingLookup
+from kvpool.client.open_namespace import Namespace
+from kvpool.client.pending_lookup import KeptRuns, PendingLookup
 from kvpool.protocol.errors import PoolTimeoutError
 from kvpool.security.name_key import NameKey
 from tests.support.clock import FakeClock
