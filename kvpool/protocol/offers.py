@@ -7,13 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class SegmentInfo:
-    """The arena's shared memory.
-
-    Args:
-        nbytes: of the arena.
-        nonce: also in the memory, at `nonce_offset`.
-        token: what the memory socket demands before it hands the memory out.
-    """
+    """The arena's shared memory: the fields of `Segment` in pool.proto."""
 
     nbytes: int
     nonce: bytes
@@ -23,15 +17,7 @@ class SegmentInfo:
 
 @dataclass(frozen=True, slots=True)
 class MooncakeInfo:
-    """The server's Transfer Engine, and the nonce that a client must read through it.
-
-    Args:
-        session: HOST:PORT, the engine's name for its peers.
-        protocol: "tcp" or "rdma".
-        base_address: of the arena: a region lies at base_address + offset.
-        nbytes: of the arena.
-        nonce: also at base_address + nonce_offset.
-    """
+    """The server's Transfer Engine: the fields of `MooncakeEngine` in pool.proto."""
 
     session: str
     protocol: str
@@ -43,13 +29,7 @@ class MooncakeInfo:
 
 @dataclass(frozen=True, slots=True)
 class DataPortInfo:
-    """The server's data port, and the nonce that a client must be greeted with.
-
-    Args:
-        host: empty: the host of the gRPC endpoint.
-        nonce: differs with every boot.
-        sealed: whether its connections are; permits then come with their keys.
-    """
+    """The server's data port: the fields of `DataPort` in pool.proto."""
 
     host: str
     port: int

@@ -28,12 +28,6 @@ class EndedHolds:
     def add_ticket(self, ticket: Ticket, end: EndOfEntry) -> None:
         self._tickets.append((ticket, end))
 
-    def leases(self) -> list[Hold]:
-        return list(self._leases)
-
-    def tickets(self) -> list[Ticket]:
-        return [ticket for ticket, _ in self._tickets]
-
     def settle(self, count: int) -> int:
         """Lets up to `count` entries go; returns how many."""
         room = count

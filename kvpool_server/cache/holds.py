@@ -185,15 +185,6 @@ class Holds:
         counts = account.groups.__contains__ if account is not None else lambda group: group.tenant == tenant
         return describe_holders(leases, tickets, self._unfinished, quarantine, now, counts)
 
-    def all_leases(self) -> list[Hold]:
-        """All that entries are counted as leased for, live or ended; for `check_integrity`."""
-        pinning = [Lease(0, 0.0, entries) for entries in self.pinning]
-        return [*self.leases.values(), *self._unfinished, *self._ended.leases(), *pinning]
-
-    def all_tickets(self) -> list[Ticket]:
-        """All that shards are pending for, live or ended; for `check_integrity`."""
-        return [*self.tickets.values(), *self.writing, *self._ended.tickets()]
-
     def _end_lease(self, lease: Lease) -> None:
         if self._unfinished.end(lease):
             self._ended.add_lease(lease)

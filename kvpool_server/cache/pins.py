@@ -112,21 +112,6 @@ class Pins:
         tenants = used if tenants is None else tenants
         return [PinBudget(each, self._budget_bytes, used.get(each, 0)) for each in sorted(set(tenants))]
 
-    def check(self, entries: Iterable[Entry], now: float) -> None:
-        """Recomputes the invariants from scratch, once `expire` has been called; raises AssertionError."""
-        pinned = [entry for entry in entries if entry.pinned_until > now]
-        nbytes: Counter[bytes] = Counter()
-        for entry in pinned:
-            nbytes[entry.group.fingerprint] += entry.group.spec.slot_bytes
-            parent = entry.parent
-            is_kept = parent is None or not parent.live or parent.pinned_until >= entry.pinned_until
-            assert is_kept, "a pin outlives that of a block before it"
-        counted = {fingerprint: share.nbytes for fingerprint, share in self._by_namespace.items() if share.nbytes}
-        assert counted == dict(nbytes), "the bytes of pins are off"
-        assert all(sum(share.by_end.values()) == share.nbytes for share in self._by_namespace.values()), "ends are off"
-        for budget in self.budgets():
-            assert budget.used_bytes <= budget.limit_bytes, "a tenant has pinned more than its budget"
-
     def _charge(self, entry: Entry, until: int) -> None:
         group = entry.group
         if (share := self._by_namespace.get(group.fingerprint)) is None:

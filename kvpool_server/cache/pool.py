@@ -3,7 +3,7 @@
 `entry_table` keeps the entries, `placement` their slots, `holds` the leases and tickets. The file follows a put. Clock,
 ids and arena come from outside, so that a simulation can drive it. Not thread-safe: one event loop owns it.
 
-Invariants (`check_integrity`):
+Invariants (`tests.support.integrity` recomputes them):
 - free + reserved + resident + quarantined slots = capacity.
 - An entry is readable only when every shard has been covered by a put_end.
 - A slot is freed only when no lease covers its entry, no ticket, nor the grace after one, lets anybody write to it, and
@@ -33,7 +33,6 @@ from kvpool_server.cache.eviction import DEFAULT_POLICY, POLICIES, Policy
 from kvpool_server.cache.explanations import Explanations
 from kvpool_server.cache.hints import Hints
 from kvpool_server.cache.holds import Holds
-from kvpool_server.cache.integrity import check_holds, check_prefixes, check_slots
 from kvpool_server.cache.leases import NOBODY, Owner, Ticket
 from kvpool_server.cache.limits import IdentityLimits, Limits, default_limits
 from kvpool_server.cache.lookups import Lookups
@@ -378,17 +377,3 @@ class Pool:
             pinned_bytes=self.pins.pinned_bytes(),
             counters=dict(self.counters),
         )
-
-    def check_integrity(self) -> None:
-        """Recomputes the invariants from scratch; raises AssertionError. For tests: it visits every slot."""
-        namespaces = (*self._namespaces.values(), *self._namespaces.closing.values())
-        entries = [entry for namespace in namespaces for entry in namespace.entries()]
-        quarantined = self._quarantine.by_offset()
-        check_slots(self.arena, entries, quarantined)
-        check_holds(entries, list(quarantined.values()), self._holds.all_leases(), self._holds.all_tickets())
-        check_prefixes(entries)
-        now = self.clock()
-        self.pins.expire(now)
-        self.pins.check(entries, now)
-        assert len(entries) == self.entry_table.num_live, "the count of entries is off"
-        assert sum(entry.complete for entry in entries) == self.entry_table.num_complete, "the count is off"

@@ -21,9 +21,6 @@ class Quarantine:
     def __iter__(self) -> Iterator[Entry]:
         return (entry for entry, _ in self._held.values())
 
-    def by_offset(self) -> dict[int, Entry]:
-        return {offset: entry for offset, (entry, _) in self._held.items()}
-
     def add(self, entry: Entry, until: float) -> None:
         """Puts a dropped entry in quarantine until a time; never shortens its stay."""
         _, before = self._held.get(entry.offset, (entry, until))

@@ -18,11 +18,7 @@ class Removals:
     """See the module."""
 
     def __init__(
-        self,
-        namespaces: Namespaces,
-        entry_table: EntryTable,
-        counters: dict[str, int],
-        expire: Callable[[], float],
+        self, namespaces: Namespaces, entry_table: EntryTable, counters: dict[str, int], expire: Callable[[], float]
     ):
         self._namespaces = namespaces
         self._entry_table = entry_table

@@ -40,19 +40,13 @@ def whole(behavior: Callable[..., Coroutine[Any, Any, Value]]) -> Callable[..., 
     async def call(service: Any, request: Any, _: Any) -> Value:
         task = asyncio.create_task(behavior(service, request, None))
         _WHOLE.add(task)
-        task.add_done_callback(_end_whole)
+        task.add_done_callback(_WHOLE.discard)
         return await asyncio.shield(task)
 
     return call
 
 
 _WHOLE: set[asyncio.Task[Any]] = set()
-
-
-def _end_whole(task: asyncio.Task[Any]) -> None:
-    _WHOLE.discard(task)
-    if not task.cancelled():
-        task.exception()  # Nobody else asks for it if the caller has hung up.
 
 
 class Turns:

@@ -23,6 +23,7 @@ from kvpool_server.tiers.file.peer_directories import PeerDirectories
 from tests.contracts.tier_contract import SHARDS, TierContract, namespace_of, run
 from tests.support.effort import effort
 from tests.support.file_tier import file_tier
+from tests.support.integrity import check_integrity
 from tests.support.tier_directories import peers_in
 from tests.support.values import block_hash, group_spec, namespace_spec
 
@@ -59,7 +60,7 @@ def _open(root: Path) -> int:
     async def open_and_close() -> None:
         tier = file_tier(root, "own", threads=1)
         await tier.open()
-        tier.pool.check_integrity()
+        check_integrity(tier.pool)
         entries.append(tier.stats().num_entries)
         await tier.close()
 

@@ -22,6 +22,7 @@ from kvpool_server.cache.steps import finish
 from testbed.pool_at_once import PoolAtOnce
 from tests.support.clock import FakeClock
 from tests.support.effort import effort
+from tests.support.integrity import check_integrity
 from tests.support.values import group_spec, namespace_spec, run_of
 
 WHOLE = ShardRange(0, 1)
@@ -105,7 +106,7 @@ class HoldersMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_pool_is_sound(self) -> None:
-        self.pool.check_integrity()
+        check_integrity(self.pool)
 
 
 def _refusal(call: Callable[[], object]) -> str:

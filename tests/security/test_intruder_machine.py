@@ -31,6 +31,7 @@ from kvpool_server.access.permissions import may_call
 from kvpool_server.cache.limits import Limits
 from kvpool_server.rpc import handlers, operators, sessions
 from tests.support.effort import effort
+from tests.support.integrity import check_integrity
 from tests.support.values import block_hash, group_spec, namespace_spec
 from tests.support.wire_service import METHODS, Answer, WireHouse
 
@@ -435,7 +436,7 @@ class IntruderMachine(RuleBasedStateMachine):
 
     @invariant()
     def holds(self) -> None:
-        self.shared.pool.check_integrity()
+        check_integrity(self.shared.pool)
 
 
 TestIntruderMachine = IntruderMachine.TestCase

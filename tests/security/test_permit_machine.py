@@ -25,6 +25,7 @@ from kvpool_server.data_plane.permits import PermitTable, TransferWord
 from testbed.pool_at_once import PoolAtOnce
 from tests.support.clock import FakeClock
 from tests.support.effort import effort
+from tests.support.integrity import check_integrity
 from tests.support.values import group_spec, namespace_spec, run_of
 
 KEY = b"k" * 32
@@ -158,7 +159,7 @@ class World:
         del self.transfers[word]
 
     def check(self) -> None:
-        self.pool.check_integrity()
+        check_integrity(self.pool)
 
     def check_nothing_leaks(self) -> None:
         """Once all is over, every slot can be had."""

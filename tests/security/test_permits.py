@@ -26,6 +26,7 @@ from testbed.pool_at_once import PoolAtOnce
 from tests.conftest import Connect, StartServer
 from tests.support.data_client import DataClient
 from tests.support.in_process_server import InProcessServer
+from tests.support.integrity import check_integrity
 from tests.support.processes import ServerProcess, wait_for
 from tests.support.values import group_spec, namespace_spec, payload, run_of
 from tests.support.workers import Port, data_port
@@ -205,7 +206,7 @@ class PooledPort:
     def num_free(self) -> int:
         """Slots that the next put can have, besides those of blocks that it evicts."""
         self.pool.expire()
-        self.pool.check_integrity()
+        check_integrity(self.pool)
         return self.pool.arena.available(BLOCK_BYTES)
 
     def wait_for_transfer(self, use: Use) -> None:
@@ -262,7 +263,7 @@ def test_a_shard_is_not_granted_again_while_its_last_writer_writes(pooled: Poole
         pooled.wait_for_transfer(second)
         assert pool.put_revoke(second.holding_id)
         assert grant(1).offsets != second.offsets
-        pool.check_integrity()
+        check_integrity(pool)
 
 
 def test_a_read_under_way_keeps_its_slot_until_it_has_ended(pooled: PooledPort) -> None:

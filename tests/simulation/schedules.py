@@ -20,6 +20,7 @@ from kvpool_server.cache.entry import Entry
 from tests.simulation.deterministic_runtime import DeterministicRuntime
 from tests.simulation.engines import EXTENT_BYTES, SHAPES, Prefixes, Setup, SimEngine, take_over
 from tests.simulation.network import LIMITS, Lag, SimServer
+from tests.support.integrity import check_integrity
 from tests.support.toy.fixtures import BLOCK_TOKENS
 from tests.support.values import block_hash, group_spec, namespace_spec
 from tests.support.vllm_objects import tokens
@@ -258,7 +259,7 @@ class World:
             engine.check_idle()
         self.runtime.run_all(8)
         pool = self.server.pool
-        pool.check_integrity()
+        check_integrity(pool)
         self.runtime.check()
         if self.server.is_lossless:
             leases = pool.stats().num_leases
@@ -268,7 +269,7 @@ class World:
         pool.clear()
         self._advance((LIMITS.max_ttl_ms + LIMITS.grace_ms) / 1000 + 1)
         pool.expire()
-        pool.check_integrity()
+        check_integrity(pool)
         assert pool.stats().free_bytes == pool.stats().arena_bytes
         self.runtime.check()
 

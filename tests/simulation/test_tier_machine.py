@@ -32,6 +32,7 @@ from tests.simulation.power import PowerDisk
 from tests.support.clock import FakeClock
 from tests.support.effort import effort
 from tests.support.file_tier import file_tier
+from tests.support.integrity import check_integrity
 from tests.support.memory_tier import answered
 from tests.support.values import block_hash, group_spec, namespace_spec, payload
 
@@ -218,8 +219,8 @@ class World:
             _flip(file, random.randrange(size))
 
     def check(self) -> None:
-        self.pool.check_integrity()
-        self.tier.pool.check_integrity()
+        check_integrity(self.pool)
+        check_integrity(self.tier.pool)
 
     def end(self) -> None:
         try:

@@ -25,6 +25,7 @@ from kvpool_server.cache.limits import Limits
 from kvpool_server.cache.steps import finish
 from testbed.pool_at_once import PoolAtOnce
 from tests.support.clock import FakeClock
+from tests.support.integrity import check_integrity
 from tests.support.values import block_hash, group_spec, namespace_spec
 from tests.support.verification import verify
 
@@ -599,7 +600,7 @@ class World:
         """What holds after every step."""
         self.check_pins()
         self.check_quotas()
-        self.pool.check_integrity()
+        check_integrity(self.pool)
         assert {idx for idx, each in enumerate(self.pool.open_namespaces()) if each.superseded} == self.superseded
         self.check_reads()
         for lease in self.leases:

@@ -18,6 +18,7 @@ from kvpool_server.tiering.tiered_pool import TieredPool
 from kvpool_server.tiers.tier import Block, Tier, TierError, TierHoldings, TierStats
 from testbed.pool_at_once import PoolAtOnce
 from tests.support.clock import FakeClock
+from tests.support.integrity import check_integrity
 from tests.support.values import block_hash, group_spec, namespace_spec, payload
 
 SLOT = 1024
@@ -182,7 +183,7 @@ def play(
                 try:
                     async with asyncio.timeout(30):
                         await test(rig, *made)
-                    rig.pool.check_integrity()
+                    check_integrity(rig.pool)
                 finally:
                     await rig.tiered.close()
                 rig.clock.advance(1_000)

@@ -13,6 +13,7 @@ from kvpool_server.cache.eviction.lru import PrefixLRU
 from kvpool_server.cache.limits import Limits
 from testbed.pool_at_once import PoolAtOnce
 from tests.support.clock import FakeClock
+from tests.support.integrity import check_integrity
 from tests.support.values import group_spec, namespace_spec, run_of
 
 EXTENT = 1_000
@@ -38,7 +39,7 @@ class Owner:
         grant = self.pool.put_start(self.fingerprint, [run_of(*names, parent=parent)], WHOLE)
         if grant.ticket_id:
             self.pool.put_end(grant.ticket_id, [0] * len(grant.offsets))
-        self.pool.check_integrity()
+        check_integrity(self.pool)
 
     def store(self, count: int = 1) -> list[int]:
         """Stores `count` unrelated blocks; returns their names."""
@@ -105,7 +106,7 @@ class House:
 
     def quota(self, subject: str, nbytes: int) -> None:
         self.pool.set_quotas([Quota(subject, nbytes)])
-        self.pool.check_integrity()
+        check_integrity(self.pool)
 
     def used(self, subject: str) -> int:
         return next(quota.used_bytes for quota in self.pool.quotas() if quota.subject == subject)

@@ -6,7 +6,6 @@ import hashlib
 import os
 import sys
 from importlib import metadata, util
-from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -71,7 +70,8 @@ def code(module: str) -> str:
     A namespace package has several directories. Compiled kernels count as sources do.
     """
     outermost = module.partition(".")[0]
-    running, spec = sys.modules.get(outermost), _spec(outermost)
+    running = sys.modules.get(outermost)
+    spec = None if running is not None else util.find_spec(outermost)
     places = getattr(running, "__path__", None) or getattr(spec, "submodule_search_locations", None)
     places = places or filter(None, [getattr(running, "__file__", None) or getattr(spec, "origin", None)])
     found = [(os.path.relpath(file, root), _sha256(file)) for root in map(Path, places) for file in _files(root)]
@@ -81,13 +81,6 @@ def code(module: str) -> str:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _spec(package: str) -> ModuleSpec | None:
-    try:
-        return util.find_spec(package)
-    except ValueError:  # A script's `__main__` has no specification.
-        return None
 
 
 def _files(place: Path) -> list[Path]:

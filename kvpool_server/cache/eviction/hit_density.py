@@ -146,10 +146,6 @@ class DensityQueue(VictimQueue):
         self._num_unswept = 0  # Items of the bucket that is being swept, `_unswept[-1]`, which are still to be visited.
         self._ranking: list[tuple[float, BucketKey]] = []  # Ascending by negated density: the lowest density is last.
 
-    @property
-    def num_buckets(self) -> int:
-        return len(self._buckets)
-
     def push(self, entry: Entry) -> None:
         key = self._key(entry)
         bucket = self._buckets.get(key)
@@ -234,10 +230,6 @@ class HitDensity(Policy):
         self._model = HitDensityModel(NUM_KINDS)
         self.queue: DensityQueue = DensityQueue(self._model)
         self._ghosts = Ghosts()
-
-    @property
-    def num_ghosts(self) -> int:
-        return len(self._ghosts)
 
     def stored(self, entries: Sequence[Entry], stamp: int) -> None:
         now = self._advance(stamp)

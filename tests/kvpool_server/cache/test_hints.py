@@ -11,6 +11,7 @@ from kvpool_server.cache.hints import HintResult
 from kvpool_server.cache.pins import ENDS_PER_DOUBLING, MAX_PIN_S, PinBudget, pin_end
 from kvpool_server.cache.steps import finish
 from tests.kvpool_server.cache.test_pool import CHUNK, LIMITS, Bench
+from tests.support.integrity import check_integrity
 from tests.support.values import block_hash, group_spec, namespace_spec, run_of
 
 SLOT = 2 * CHUNK
@@ -24,24 +25,24 @@ class HintBench(Bench):
 
     def pin(self, *names: object, seconds: int = 60) -> HintResult:
         found = finish(self.pool.hints.pin_in_steps(self.name, [run_of(*names)], seconds))
-        self.pool.check_integrity()
+        check_integrity(self.pool)
         return found
 
     def unpin(self, *names: object) -> int:
         found = finish(self.pool.hints.unpin_in_steps(self.name, [run_of(*names)]))
-        self.pool.check_integrity()
+        check_integrity(self.pool)
         return found.num_blocks
 
     def expire(self, *names: object) -> int:
         found = finish(self.pool.hints.expire_in_steps(self.name, [run_of(*names)]))
-        self.pool.check_integrity()
+        check_integrity(self.pool)
         return found.num_blocks
 
     def fill(self, count: int = 10) -> None:
         """Puts of prefixes of one block, which nobody uses again."""
         for nth in range(count):
             self.store(f"{self.clock()}/{nth}")
-        self.pool.check_integrity()
+        check_integrity(self.pool)
 
 
 @pytest.fixture
@@ -106,7 +107,7 @@ def test_a_pin_ends_by_itself(bench: HintBench) -> None:
     assert bench.pool.stats().pinned_bytes == 0 and bench.present("a") == ["a"]
     bench.fill(20)
     assert bench.present("a") == []
-    bench.pool.check_integrity()
+    check_integrity(bench.pool)
 
 
 def test_a_shorter_pin_does_not_shorten_a_longer_one(bench: HintBench) -> None:
@@ -125,7 +126,7 @@ def test_pinned_blocks_are_given_back_when_nothing_else_is_left() -> None:
     assert bench.present(*range(10)) == [*range(8)], "a put was refused, or did not take the prefix's end"
     assert bench.pool.counters["pin_given_back_blocks"] == 2
     assert bench.pool.stats().pinned_bytes == 8 * SLOT
-    bench.pool.check_integrity()
+    check_integrity(bench.pool)
 
 
 def test_a_lease_keeps_what_a_pin_gives_back() -> None:
@@ -155,10 +156,10 @@ def test_removed_and_cleared_blocks_take_no_budget(bench: HintBench) -> None:
     bench.pin(*"abcd")
     bench.pool.remove(bench.name, [run_of("b")])
     assert bench.pool.stats().pinned_bytes == 3 * SLOT
-    bench.pool.check_integrity()
+    check_integrity(bench.pool)
     bench.pool.clear(bench.name)
     assert bench.pool.stats().pinned_bytes == 0
-    bench.pool.check_integrity()
+    check_integrity(bench.pool)
 
 
 def test_a_quota_evicts_the_subjects_pinned_blocks_last(bench: HintBench) -> None:
@@ -167,7 +168,7 @@ def test_a_quota_evicts_the_subjects_pinned_blocks_last(bench: HintBench) -> Non
     bench.fill(8)
     bench.pool.set_quotas([Quota(f"namespace:{bench.name.hex()}", 3 * SLOT)])
     assert bench.present("a", "b") == ["a", "b"] and bench.pool.stats().num_entries == 3
-    bench.pool.check_integrity()
+    check_integrity(bench.pool)
 
 
 def test_repeated_pins_of_a_block_leave_nothing_behind(bench: HintBench) -> None:
@@ -268,4 +269,4 @@ def test_extents_with_pinned_blocks_are_given_to_other_sizes_last() -> None:
         grant = bench.pool.put_start(name, [run_of(f"new{nth}")], ShardRange(0, 1))
         bench.pool.put_end(grant.ticket_id, [1])
     assert bench.present(0) == [0]
-    bench.pool.check_integrity()
+    check_integrity(bench.pool)

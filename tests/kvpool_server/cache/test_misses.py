@@ -10,6 +10,7 @@ from kvpool.protocol.types import MAX_MISSES, Miss, MissCause, PutStatus
 from kvpool_server.cache.steps import finish
 from tests.kvpool_server.cache.test_pool import CHUNK, LIMITS, Bench
 from tests.support.effort import effort
+from tests.support.integrity import check_integrity
 from tests.support.values import block_hash, group_spec, namespace_spec, run_of
 from tests.support.verification import verify
 
@@ -164,7 +165,7 @@ def test_random_histories_agree_with_a_model(seed: int) -> None:
                 cause = REMOVED
         for name in before - _present(bench, chains):
             why[block_hash(name)] = cause
-        bench.pool.check_integrity()
+        check_integrity(bench.pool)
         asked = rng.choice(chains)
         run = run_of(*asked)
         hits = bench.pool.lookup(bench.name, [run], prefix_only=True).hits

@@ -29,6 +29,7 @@ from kvpool_server.cache.tier_access import pin, reserve
 from testbed.pool_at_once import PoolAtOnce
 from tests.support.bare_pool import SLOT_BYTES, make_pool, put
 from tests.support.clock import FakeClock
+from tests.support.integrity import check_integrity
 from tests.support.values import block_hash, group_spec, namespace_spec, payload, run_of
 from tests.support.verification import verify
 
@@ -85,7 +86,7 @@ class Bench:
     def seconds(self, seconds: float) -> None:
         self.clock.advance(seconds)
         self.pool.expire()
-        self.pool.check_integrity()
+        check_integrity(self.pool)
 
 
 @pytest.fixture
@@ -142,7 +143,7 @@ def test_namespaces_are_bounded_and_the_empty_one_idle_longest_makes_way(bench: 
     _open(bench)
     assert bench.present("a") == ["a"]
     assert not _is_open(bench, older) and _is_open(bench, newer)
-    bench.pool.check_integrity()
+    check_integrity(bench.pool)
 
 
 def test_a_stranger_who_opens_namespaces_closes_none_that_is_in_use(bench: Bench) -> None:
@@ -167,7 +168,7 @@ def test_a_superseded_namespace_makes_way_with_its_blocks(bench: Bench) -> None:
     bench.pool.lookup(newer, [run_of("a")], prefix_only=True, lease_ttl_ms=1)
     _open(bench)
     assert not _is_open(bench, old.fingerprint) and old.is_empty and bench.present("b") == ["b"]
-    bench.pool.check_integrity()
+    check_integrity(bench.pool)
     with pytest.raises(UnknownNamespaceError):
         bench.pool.lookup(old.fingerprint, [run_of("a")], prefix_only=True)
 
@@ -415,7 +416,7 @@ def test_a_batch_beyond_the_extents_of_a_tenants_quota_evicts_nothing() -> None:
     with pytest.raises(OutOfSpaceError, match=f"tenant:acme.*: {slots + 1} blocks"):
         pool.put_start(name, [run_of(*range(10_000, 10_001 + slots))], ShardRange(0, 1))
     assert pool.counters["evicted_blocks"] == 0 and pool.stats().num_entries == slots
-    pool.check_integrity()
+    check_integrity(pool)
 
 
 @pytest.mark.parametrize("quota", ["", "tenant:acme"])
@@ -432,7 +433,7 @@ def test_a_batch_that_can_never_fit_evicts_nothing(quota: str) -> None:
     assert found.hits[0].num_leading == slots
     assert pool.counters["evicted_blocks"] == 0
     assert pool.counters["over_quota_puts" if quota else "out_of_space_puts"] == 1
-    pool.check_integrity()
+    check_integrity(pool)
 
 
 def _refusal(bench: Bench, count: int = 3) -> str:
@@ -706,7 +707,7 @@ def test_bad_requests_name_what_is_wrong_and_change_nothing(
     with pytest.raises(error, match=message):
         call(bench)
     assert bench.pool.stats() == before
-    bench.pool.check_integrity()
+    check_integrity(bench.pool)
 
 
 def test_stats_tell_what_the_pool_holds(bench: Bench) -> None:
@@ -724,10 +725,10 @@ def test_stats_tell_what_the_pool_holds(bench: Bench) -> None:
 
 def test_check_integrity_sees_a_lost_slot(bench: Bench) -> None:
     bench.store("a")
-    bench.pool.check_integrity()
+    check_integrity(bench.pool)
     bench.pool.arena.allocate(2 * CHUNK, 1)
     with pytest.raises(AssertionError):
-        bench.pool.check_integrity()
+        check_integrity(bench.pool)
 
 
 # What an observer is told

@@ -10,6 +10,7 @@ from kvpool.protocol.errors import InvalidRequestError, OutOfSpaceError
 from kvpool.protocol.quota import Quota
 from kvpool_server.cache.eviction import POLICIES, Policy
 from kvpool_server.cache.tier_access import pin
+from tests.support.integrity import check_integrity
 from tests.support.tenants import WHOLE, House, Owner
 from tests.support.values import run_of
 
@@ -77,7 +78,7 @@ def test_what_is_leased_is_not_evicted_for_a_quota_and_a_refusal_changes_nothing
     assert ": 8 blocks (800 B) are leased by 1 lookups, for " in str(caught.value)
     assert str(caught.value).endswith("try again later, or raise it (`kvpool quota tenant:acme=SIZE`)")
     assert acme.present(*names) == before and acme.present("fits")
-    house.pool.check_integrity()
+    check_integrity(house.pool)
     assert house.pool.counters["over_quota_puts"] == 1 and house.pool.counters["out_of_space_puts"] == 0
     house.pool.release([lease_id])
     acme.put("a", "b", "c")
@@ -189,7 +190,7 @@ def test_a_leased_surplus_goes_when_its_readers_have(house: House) -> None:
         acme.put("new")
     house.pool.release([lease_id])
     house.pool.rebalance()
-    house.pool.check_integrity()
+    check_integrity(house.pool)
     assert acme.nbytes == 300
 
 
@@ -210,7 +211,7 @@ def test_a_namespace_that_was_closed_counts_no_more(house: House) -> None:
     house.clock.advance(house.pool.limits.namespace_idle_ms / 1000)
     house.owner()
     assert house.pool.namespace(acme.fingerprint) is None
-    house.pool.check_integrity()
+    check_integrity(house.pool)
     assert house.used("tenant:acme") == 0
     acme.open()
     acme.store(5)
@@ -279,5 +280,5 @@ def test_what_moves_under_a_quota_is_still_evicted_in_order_and_can_move_back(ho
     house.pool.release([lease_id])
     house.quota("tenant:acme", 0)
     acme.store(200)
-    house.pool.check_integrity()
+    check_integrity(house.pool)
     assert acme.nbytes == house.pool.arena.arena_bytes

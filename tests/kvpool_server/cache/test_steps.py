@@ -27,6 +27,7 @@ from kvpool_server.tiering.tiered_pool import TieredPool
 from testbed.pool_at_once import PoolAtOnce
 from tests.support.clock import FakeClock
 from tests.support.effort import effort
+from tests.support.integrity import check_integrity
 from tests.support.values import block_hash, group_spec, namespace_spec, run_of
 
 CHUNK = 8
@@ -67,7 +68,7 @@ class Rig:
 
     def settle(self) -> None:
         while self.pool.settle():
-            self.pool.check_integrity()
+            check_integrity(self.pool)
 
 
 @pytest.fixture
@@ -80,7 +81,7 @@ def test_no_lookup_finds_a_block_from_the_first_step_of_a_clear_on(rig: Rig) -> 
     clearing = rig.pool.removals.clear(rig.name)
     next(clearing)
     assert rig.leading(0) == 0 and rig.pool.stats().num_entries == 8
-    rig.pool.check_integrity()
+    check_integrity(rig.pool)
     assert finish(clearing) == 10 and rig.pool.stats().num_entries == 0
 
 
@@ -89,7 +90,7 @@ def test_blocks_that_are_put_during_a_clear_stay(rig: Rig) -> None:
     clearing = rig.pool.removals.clear(rig.name)
     next(clearing)
     rig.store(*range(5))
-    rig.pool.check_integrity()
+    check_integrity(rig.pool)
     finish(clearing)
     assert rig.leading(*range(10)) == 5 and rig.pool.stats().num_entries == 5
 
@@ -113,7 +114,7 @@ def test_a_put_that_finds_no_room_reserves_nothing(rig: Rig) -> None:
     rig.settle()
     stats = rig.pool.stats()
     assert (stats.num_incomplete, stats.num_tickets) == (0, 0) and stats.free_bytes == 4 * CHUNK
-    rig.pool.check_integrity()
+    check_integrity(rig.pool)
 
 
 def test_a_lease_that_has_expired_is_not_live_though_many_others_have_expired_before_it(rig: Rig) -> None:
@@ -140,7 +141,7 @@ def test_a_lookup_in_steps_finds_what_one_in_one_step_finds(rig: Rig, monkeypatc
                 at_once = finish(rig.pool.lookups.find(rig.name, asked, prefix_only, lease_ttl_ms=100))
             assert in_steps.hits == at_once.hits and in_steps.entries == at_once.entries
             assert bool(in_steps.lease_id) == bool(at_once.lease_id)
-    rig.pool.check_integrity()
+    check_integrity(rig.pool)
 
 
 def test_a_get_in_steps_answers_as_one_in_one_step_and_ends_with_its_lease(rig: Rig) -> None:
@@ -171,7 +172,7 @@ def test_a_verification_passes_over_what_was_dropped_since_it_was_found(rig: Rig
     memory = np.zeros(24 * CHUNK, np.uint8)
     checked, _ = asyncio.run(Verifier(rig.pool, memory, run).verify(rig.name, [run_of(*range(12))], "caller"))
     assert checked == 11
-    rig.pool.check_integrity()
+    check_integrity(rig.pool)
     rig.pool.clear()
     rig.settle()
     assert rig.pool.stats().free_bytes == 24 * CHUNK
@@ -224,7 +225,7 @@ def test_a_lookup_whose_lease_ends_before_it_is_located_tells_no_places(rig: Rig
         await tiered.close()
 
     asyncio.run(look())
-    rig.pool.check_integrity()
+    check_integrity(rig.pool)
 
 
 def test_tickets_that_expire_together_let_few_entries_go_at_a_time(rig: Rig) -> None:
@@ -236,14 +237,14 @@ def test_tickets_that_expire_together_let_few_entries_go_at_a_time(rig: Rig) -> 
         settled.append(rig.pool.stats().num_incomplete)
     assert [before - after for before, after in itertools.pairwise([24, *settled])].count(0) < len(settled)
     assert max(before - after for before, after in itertools.pairwise([24, *settled])) <= 2
-    rig.pool.check_integrity()
+    check_integrity(rig.pool)
 
 
 def test_quotas_move_entries_that_are_evicted_afterwards(rig: Rig) -> None:
     rig.store(*range(20))
     setting = rig.pool.set_quotas_in_steps([Quota("tenant:acme", 10 * CHUNK)])
     for _ in setting:
-        rig.pool.check_integrity()
+        check_integrity(rig.pool)
     assert rig.pool.stats().num_entries == 10
 
 
@@ -303,11 +304,11 @@ def test_the_pool_is_consistent_between_any_two_steps(policy: str, seed: int) ->
         if dice.random() < 0.1:
             rig.clock.advance(dice.choice([0.05, 0.3]))
             rig.pool.expire()
-        rig.pool.check_integrity()
+        check_integrity(rig.pool)
     for steps in running:
         try:
             for _ in steps:
-                rig.pool.check_integrity()
+                check_integrity(rig.pool)
         except KVPoolError:
             pass
     rig.clock.advance(10)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from kvpool.protocol.types import BlockRun
 from kvpool_server.tiering import demoter
 from kvpool_server.tiers.health import ANSWER_S, AWAY_S
+from tests.support.integrity import check_integrity
 from tests.support.memory_tier import SLOT, SLOTS, MemoryTier, Rig, play, turns
 from tests.support.values import block_hash
 
@@ -82,7 +83,7 @@ async def test_a_victim_that_is_leased_while_it_is_written_stays(rig: Rig, tier:
     rig.pool.release(held)
     rig.put("new")
     await rig.wait_idle()
-    rig.pool.check_integrity()
+    check_integrity(rig.pool)
     assert rig.pool.stats().num_entries <= SLOTS
 
 
@@ -121,7 +122,7 @@ async def test_victims_go_back_to_their_evictor_each_time_the_tier_fails(rig: Ri
         rig.tiered.stored(rig.namespace.entries()[0])  # Wakes the watermark.
         await rig.wait_idle()
     assert tier.calls["write"] >= 5 and len(evictor) == before
-    rig.pool.check_integrity()
+    check_integrity(rig.pool)
 
 
 @play(MemoryTier, MemoryTier, write_back=True)

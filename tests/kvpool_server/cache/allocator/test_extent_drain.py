@@ -10,6 +10,7 @@ from kvpool.protocol.errors import OutOfSpaceError
 from kvpool.protocol.types import BlockRun
 from kvpool_server.cache.allocator.extent_drain import DRAIN_S
 from kvpool_server.cache.eviction import POLICIES, Policy
+from tests.support.integrity import check_integrity
 from tests.support.tenants import EXTENT, House, Owner
 
 NUM_EXTENTS = 8
@@ -106,7 +107,7 @@ def test_what_is_leased_stays_in_an_extent_that_is_emptied(house: House) -> None
     with pytest.raises(OutOfSpaceError):
         house.owner(200).store()
     house.pool.rebalance()
-    house.pool.check_integrity()
+    check_integrity(house.pool)
     assert sorted(old.present(*held)) == sorted(held)
     assert old.nbytes == 8_000 - 800, "nobody read these"
     with pytest.raises(OutOfSpaceError):

@@ -11,6 +11,7 @@ from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.eviction.lru import PrefixLRU
 from testbed.pool_at_once import PoolAtOnce
 from tests.support.clock import FakeClock
+from tests.support.integrity import check_integrity
 from tests.support.values import group_spec, namespace_spec, payload, run_of
 
 EXTENT = 1_000
@@ -38,7 +39,7 @@ class Tenants:
         for name in names:
             grant = self.pool.put_start(self.fingerprint(size), [run_of(name)], WHOLE)
             self.pool.put_end(grant.ticket_id, [checksum(payload(name, size))])
-        self.pool.check_integrity()
+        check_integrity(self.pool)
         return names
 
     def fill_extents(self, size: int, count: int) -> list[int]:

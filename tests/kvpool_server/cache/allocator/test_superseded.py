@@ -10,6 +10,7 @@ from kvpool_server.cache.allocator import superseded
 from kvpool_server.cache.allocator.superseded import MAX_SKIPPED
 from kvpool_server.cache.entry import Entry, Group
 from kvpool_server.cache.eviction import POLICIES, Policy
+from tests.support.integrity import check_integrity
 from tests.support.tenants import WHOLE, House, Owner
 from tests.support.values import run_of
 
@@ -123,7 +124,7 @@ def test_a_refused_put_retires_nothing_and_evicts_nothing(house: House) -> None:
     new = _epoch(house, "2")
     with pytest.raises(Exception, match="no room for 21 blocks"):
         new.put(*range(21))
-    house.pool.check_integrity()
+    check_integrity(house.pool)
     assert old.present(*range(20)) == list(range(20)) and old.superseded
     new.put(*range(20))
     assert old.nbytes == 0

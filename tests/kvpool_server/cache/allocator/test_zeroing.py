@@ -19,6 +19,7 @@ from kvpool_server.cache.steps import Steps, finish
 from testbed.pool_at_once import PoolAtOnce
 from tests.support.clock import FakeClock
 from tests.support.effort import effort
+from tests.support.integrity import check_integrity
 from tests.support.values import group_spec, namespace_spec, run_of
 
 EXTENT_BYTES, NUM_EXTENTS = 64, 3
@@ -103,7 +104,7 @@ class ZeroingMachine(RuleBasedStateMachine):
 
     @invariant()
     def holds(self) -> None:
-        self.puts.pool.check_integrity()
+        check_integrity(self.puts.pool)
 
     def teardown(self) -> None:
         for _ in range(1_000):
@@ -189,7 +190,7 @@ def test_a_put_that_has_waited_for_an_extent_has_all_of_its_time() -> None:
     (offset,) = grant.offsets
     puts.pool.writable(grant.ticket_id, offset, 16)
     assert puts.pool.put_end(grant.ticket_id, [0]).num_complete == 1
-    puts.pool.check_integrity()
+    check_integrity(puts.pool)
 
 
 def test_an_arena_of_one_tenant_is_never_zeroed() -> None:

@@ -74,7 +74,7 @@ def test_evicted_blocks_are_not_remembered_for_ever() -> None:
     traffic = Traffic()
     for nth in range(2_000):
         drop(traffic.evictor, *traffic.store(nth, 8)[::-1])
-    assert 0 < traffic.policy.num_ghosts <= MIN_GHOSTS + 1
+    assert 0 < len(traffic.policy._ghosts) <= MIN_GHOSTS + 1
 
 
 def test_what_comes_back_is_kept_and_what_never_does_goes_though_it_was_used_later() -> None:
@@ -111,7 +111,7 @@ def test_epochs_grow_so_that_buckets_stay_few() -> None:
         traffic.wait(1_000)
         traffic.store(("one more", count), 1)
         assert len(traffic.evict(count)) == count
-        assert traffic.policy.queue.num_buckets <= MAX_BUCKETS + 1
+        assert len(traffic.policy.queue._buckets) <= MAX_BUCKETS + 1
 
 
 def test_buckets_stay_few_though_nothing_is_evicted() -> None:
@@ -119,7 +119,7 @@ def test_buckets_stay_few_though_nothing_is_evicted() -> None:
     for nth in range(20_000):
         traffic.wait(7)
         traffic.store(nth, 1)
-        assert traffic.policy.queue.num_buckets <= 2 * MAX_BUCKETS + 1
+        assert len(traffic.policy.queue._buckets) <= 2 * MAX_BUCKETS + 1
     assert len(traffic.evict(20_000)) == 20_000
 
 

@@ -14,6 +14,7 @@ from kvpool_server.tiers.file.tier import FileTier
 from kvpool_server.tiers.tier import TierError
 from tests.contracts.tier_contract import SLOT, Memory, TierContract, blocks_of, namespace_of, run
 from tests.support.file_tier import SIZE, file_tier
+from tests.support.integrity import check_integrity
 from tests.support.values import block_hash
 
 
@@ -63,7 +64,7 @@ def test_a_bad_spot_costs_its_block_alone(tmp_path: Path, namespace: PoolNamespa
         assert tier.known(namespace, 0, [block_hash(name) for name in "bcd"]) == [True, False, True]
         disk.bad_slots = {0}
         assert await _read(tier, namespace, "a") == "", "one alone says nothing about the disk"
-        tier.pool.check_integrity()
+        check_integrity(tier.pool)
         await tier.close()
 
     run(test)
@@ -87,7 +88,7 @@ def test_a_disk_that_reads_nothing_is_a_failure_and_a_bad_spot_with_a_whole_batc
             await _read(tier, namespace, "cdef")
         disk.bad_slots = set()
         assert await _read(tier, namespace, "cdef") == "cdef", "forgotten, where the file system was away"
-        tier.pool.check_integrity()
+        check_integrity(tier.pool)
         await tier.close()
 
     run(test)

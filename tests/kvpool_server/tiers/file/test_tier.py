@@ -30,6 +30,7 @@ from tests.contracts.tier_contract import (
     run,
 )
 from tests.support.file_tier import SIZE, file_tier
+from tests.support.integrity import check_integrity
 from tests.support.values import block_hash
 
 
@@ -83,7 +84,7 @@ class TestFileTier(PersistentTierContract):
                 kept = [name for name, is_there in zip(names, there, strict=True) if is_there]
                 for start in range(0, len(kept), 64):
                     assert await self._read(tier, namespace, kept[start : start + 64]) == kept[start : start + 64]
-                tier.pool.check_integrity()
+                check_integrity(tier.pool)
             finally:
                 await tier.close()
             assert sum(file.stat().st_blocks for file in tmp_path.rglob("extent-*")) * 512 <= SIZE
@@ -105,7 +106,7 @@ class TestFileTier(PersistentTierContract):
             try:
                 assert await self._there(tier, namespace, names) == before
                 assert sum(before) == most
-                tier.pool.check_integrity()
+                check_integrity(tier.pool)
             finally:
                 await tier.close()
 
@@ -191,7 +192,7 @@ class TestFileTier(PersistentTierContract):
             try:
                 there = await self._there(tier, namespace, names)
                 assert sum(there) == SIZE // 2 // SLOT
-                tier.pool.check_integrity()
+                check_integrity(tier.pool)
             finally:
                 await tier.close()
 
@@ -303,7 +304,7 @@ class TestFileTier(PersistentTierContract):
                 assert await self._there(tier, namespace, ["a", "b"]) == [True, False]
                 assert await tier.write(namespace, 0, blocks_of("b")) == 1
                 assert await self._read(tier, namespace, ["a", "b"]) == ["a", "b"]
-                tier.pool.check_integrity()
+                check_integrity(tier.pool)
             finally:
                 await tier.close()
 
@@ -352,7 +353,7 @@ def test_either_policy_takes_back_what_was_there(tmp_path: Path, policy: str) ->
             for start in range(0, len(names), 128):  # All of it can be evicted.
                 await tier.write(namespace, 0, blocks_of(*(f"new {name}" for name in names[start : start + 128])))
             assert tier.stats().num_entries == len(names)
-            tier.pool.check_integrity()
+            check_integrity(tier.pool)
         finally:
             await tier.close()
 

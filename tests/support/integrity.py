@@ -1,16 +1,36 @@
-"""Recomputes a pool's invariants from scratch; for tests, and for debugging a running server."""
+"""Recomputes a pool's invariants from scratch. It looks at parts of a pool that nobody else needs."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.entry import Entry
-from kvpool_server.cache.leases import Hold, Ticket
+from kvpool_server.cache.leases import Hold, Lease, Ticket
+from kvpool_server.cache.pins import Pins
+from kvpool_server.cache.pool import Pool
 
 
-def check_slots(arena: Arena, entries: Sequence[Entry], quarantined: Mapping[int, Entry]) -> None:
+def check_integrity(pool: Pool) -> None:
+    """Raises AssertionError if an invariant does not hold. Visits every slot."""
+    namespaces = (*pool._namespaces.values(), *pool._namespaces.closing.values())
+    entries = [entry for namespace in namespaces for entry in namespace.entries()]
+    quarantined, holds = {entry.offset: entry for entry in pool._quarantine}, pool._holds
+    _check_slots(pool.arena, entries, quarantined)
+    pinning = [Lease(0, 0.0, pinned) for pinned in holds.pinning]
+    leases = [*holds.leases.values(), *holds._unfinished, *holds._ended._leases, *pinning]
+    tickets = [*holds.tickets.values(), *holds.writing, *(ticket for ticket, _ in holds._ended._tickets)]
+    _check_holds(entries, list(quarantined.values()), leases, tickets)
+    _check_prefixes(entries)
+    now = pool.clock()
+    pool.pins.expire(now)
+    _check_pins(pool.pins, entries, now)
+    assert len(entries) == pool.entry_table.num_live, "the count of entries is off"
+    assert sum(entry.complete for entry in entries) == pool.entry_table.num_complete, "the count is off"
+
+
+def _check_slots(arena: Arena, entries: Sequence[Entry], quarantined: Mapping[int, Entry]) -> None:
     """free + reserved + resident + quarantined = capacity, and the index and the arena agree on each slot's owner."""
     by_offset = {entry.offset: entry for entry in entries}
     assert len(by_offset) == len(entries), "two entries share a slot"
@@ -38,7 +58,7 @@ def check_slots(arena: Arena, entries: Sequence[Entry], quarantined: Mapping[int
     assert sum(arena.tenants().values()) + len(arena.unused_extents()) == arena.num_backed, "extents are lost"
 
 
-def check_holds(
+def _check_holds(
     entries: Sequence[Entry], quarantined: Sequence[Entry], leases: Sequence[Hold], tickets: Sequence[Ticket]
 ) -> None:
     """Leases and tickets agree with the counts and bitmaps of entries."""
@@ -54,7 +74,7 @@ def check_holds(
         assert not entry.present & entry.pending, "a shard is both present and being written"
 
 
-def check_prefixes(entries: Sequence[Entry]) -> None:
+def _check_prefixes(entries: Sequence[Entry]) -> None:
     """Children are counted right, and every idle leaf is a candidate of its policy."""
     children = Counter(id(entry.parent) for entry in entries if entry.parent is not None and entry.parent.live)
     for entry in entries:
@@ -62,3 +82,19 @@ def check_prefixes(entries: Sequence[Entry]) -> None:
         assert entry.present or entry.pending, "an entry has no shard and no writer"
         is_candidate = entry.queued is not None or entry.is_leaving
         assert is_candidate or entry.children or entry.pending, "an idle leaf can never be evicted"
+
+
+def _check_pins(pins: Pins, entries: Iterable[Entry], now: float) -> None:
+    """Pins end with those before them, their bytes are counted right, and budgets hold."""
+    pinned = [entry for entry in entries if entry.pinned_until > now]
+    nbytes: Counter[bytes] = Counter()
+    for entry in pinned:
+        nbytes[entry.group.fingerprint] += entry.group.spec.slot_bytes
+        parent = entry.parent
+        is_kept = parent is None or not parent.live or parent.pinned_until >= entry.pinned_until
+        assert is_kept, "a pin outlives that of a block before it"
+    counted = {fingerprint: share.nbytes for fingerprint, share in pins._by_namespace.items() if share.nbytes}
+    assert counted == dict(nbytes), "the bytes of pins are off"
+    assert all(sum(share.by_end.values()) == share.nbytes for share in pins._by_namespace.values()), "ends are off"
+    for budget in pins.budgets():
+        assert budget.used_bytes <= budget.limit_bytes, "a tenant has pinned more than its budget"
