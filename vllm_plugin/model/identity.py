@@ -194,7 +194,11 @@ def _short(text: str) -> str:
 
 def _canonical(value: Any) -> str:
     """A setting as JSON; files that it names stand there as digests of what they contain."""
-    return json.dumps(_by_content(value), sort_keys=True, separators=(",", ":"), default=_plain)
+
+    def plain(each: Any) -> Any:
+        return _by_content(_plain(each))
+
+    return json.dumps(_by_content(value), sort_keys=True, separators=(",", ":"), default=plain)
 
 
 def _by_content(value: Any) -> Any:
@@ -202,7 +206,7 @@ def _by_content(value: Any) -> Any:
         return {key: _by_content(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
         return [_by_content(each) for each in value]
-    is_file = isinstance(value, str) and os.path.isabs(value) and os.path.isfile(value)
+    is_file = isinstance(value, str) and os.path.isfile(value)
     return hashlib.sha256(Path(value).read_bytes()).hexdigest() if is_file else value
 
 

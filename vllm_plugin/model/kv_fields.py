@@ -17,6 +17,8 @@ class Effect(enum.Enum):
     VALUE = "if not default"
     ARCHITECTURE = "by architecture"
     """As with `VALUE`, unless the architecture is one of `INDEPENDENT`."""
+    PROCESSING = "by architecture, and with media"
+    """As with `VALUE`, unless the architecture is one of `INDEPENDENT` and sees nothing but text."""
     QUANTISED = "if numbers are quantised"
     """As with `VALUE` where weights, activations or KV are quantised, see `kv_inputs.is_quantised`."""
     NONE = "never"
@@ -60,10 +62,15 @@ FIELDS: Mapping[str, Fields] = {
             "generation_config",
             "override_generation_config",
         ),
-        (Effect.ARCHITECTURE, "whether code of the checkpoint may replace vLLM's"): ("trust_remote_code",),
+        (Effect.PROCESSING, "whether code of the checkpoint may replace vLLM's"): ("trust_remote_code",),
+        (Effect.PROCESSING, "some models compute with it; of what prepares images and sounds it may be a part"): (
+            "tokenizer",
+            "tokenizer_mode",
+            "tokenizer_revision",
+        ),
         (Effect.ARCHITECTURE, "adapters for pooling may replace layers"): ("runner", "convert"),
         (Effect.ARCHITECTURE, "random numbers in a forward pass"): ("seed",),
-        _TOKENS: ("tokenizer", "tokenizer_mode", "tokenizer_revision", "skip_tokenizer_init", "enable_prompt_embeds"),
+        _TOKENS: ("skip_tokenizer_init", "enable_prompt_embeds"),
         _OUTPUT: (
             "return_sampling_mask",
             "max_logprobs",
@@ -319,8 +326,8 @@ FIELDS: Mapping[str, Fields] = {
         (Effect.VALUE, "what a model computes"): ("engram_config", "diffusion_config", "additional_config"),
         (
             Effect.NONE,
-            "how ranks divide the work; context parallelism is refused; a worker_extension_cls counts, and how experts "
-            "of quantised models are divided",
+            "how ranks divide the work; context parallelism is refused; classes beside vLLM's own count, and how "
+            "experts of quantised models are divided",
         ): ("parallel_config",),
         _EXECUTION: ("compilation_config", "optimization_level", "performance_mode"),
         _CAPACITY: ("scheduler_config", "offload_config"),
@@ -354,7 +361,6 @@ VARIABLES: Fields = {
         "VLLM_USE_TRITON_AWQ",
         "VLLM_ALLREDUCE_USE_SYMM_MEM",
         "VLLM_ROCM_USE_SKINNY_GEMM",
-        "VLLM_USE_DEEP_GEMM_E8M0",
         "VLLM_USE_RAY_COMPILED_DAG_CHANNEL_TYPE",
     ),
     (Effect.NONE, "the layout of KV heads and the model's kind stand in the groups"): (
@@ -363,6 +369,9 @@ VARIABLES: Fields = {
         "VLLM_PP_LAYER_PARTITION",
     ),
     (Effect.NAMED, "part of the page format"): ("VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT",),
+    (Effect.NAMED, "what it is resolved to, if numbers are quantised; vLLM itself sets it, too"): (
+        "VLLM_USE_DEEP_GEMM_E8M0",
+    ),
     _CAPACITY: ("VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_NUM_OF_RESERVED_CPU", "VLLM_DP_*", "VLLM_USE_V2_MODEL_RUNNER"),
     _SERVING: (
         "CMAKE_BUILD_TYPE",

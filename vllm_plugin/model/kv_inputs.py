@@ -18,9 +18,13 @@ from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
+from vllm import envs
+from vllm.utils import deep_gemm
+
 from vllm_plugin.model.independent import INDEPENDENT
 from vllm_plugin.model.kv_fields import FIELDS, VARIABLES, Effect
-from vllm_plugin.model.plugins import own_classes
+from vllm_plugin.model.plugins import foreign_code, own_classes
+from vllm_plugin.model.weights import content_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -71,10 +75,16 @@ def settings(vllm_config: VllmConfig) -> Iterator[tuple[str, Any]]:
     parallel = vllm_config.parallel_config
     if is_quantised(vllm_config):
         counting.add(Effect.QUANTISED)
+        if deep_gemm.is_deep_gemm_supported() and envs.VLLM_USE_DEEP_GEMM_E8M0:
+            yield "scales", "powers of two"
         if parallel.enable_expert_parallel:  # What moves tokens between ranks decides which kernels experts have.
             yield "parallel_config.experts", f"{parallel.all2all_backend}, {parallel.data_parallel_size > 1}"
     if not is_independent:
         counting.add(Effect.ARCHITECTURE)
+    if not is_independent or model.multimodal_config is not None:
+        counting.add(Effect.PROCESSING)
+        if model.trust_remote_code and (repository := foreign_code(model)):
+            yield "code.in_doubt", f"{repository} may have changed: its code runs without a commit"
     is_rope_by_length = ROPE_BY_LENGTH in str(model.hf_config.to_dict())
     for section, part in sections(vllm_config):
         for field in dataclasses.fields(part):
@@ -87,6 +97,8 @@ def settings(vllm_config: VllmConfig) -> Iterator[tuple[str, Any]]:
             value = getattr(part, field.name, None)
             if (section, field.name) == ("model_config", "generation_config"):
                 value = model.try_get_generation_config()  # Its content, wherever it was read from.
+            if (section, field.name) == ("model_config", "tokenizer"):
+                value = None if value == model.model else content_of(str(value))
             if value != default_of(field):
                 yield f"{section}.{field.name}", value
 

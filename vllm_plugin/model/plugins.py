@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import sys
 from importlib import metadata, util
 from pathlib import Path
@@ -11,16 +12,22 @@ from typing import TYPE_CHECKING, Any
 
 from vllm import envs
 from vllm.model_executor.layers.quantization import get_quantization_config
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, MambaAttentionBackendEnum
+
+from vllm_plugin.model.weights import commit, directory
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
 
 _KNOWN = ("vllm", "vllm_plugin")
 """Packages whose releases count by themselves, or change no KV."""
+_FOREIGN_CODE = re.compile(r'"([\w.-]+/[\w.-]+)--[\w.]+"')
+"""A class in another repository of the hub, as in `auto_map`."""
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def plugins(vllm_config: VllmConfig) -> dict[str, str]:
-    """What identifies the code of plugins, by name: entry points of vLLM's groups, classes, and the workers' extension.
+    """What identifies the code of plugins, by name: entry points of vLLM's groups, and classes.
 
     A class may also be registered by a script without entry points.
     """
@@ -32,8 +39,6 @@ def plugins(vllm_config: VllmConfig) -> dict[str, str]:
                 digests = [code(module) for module in sorted({point.module, *_modules(distribution)})]
                 found[f"plugin.{point.group}.{point.name}"] = ":".join([point.value, *digests])
     found |= {f"class.{name}": f"{place}:{code(place.partition(':')[0])}" for name, place in own_classes(vllm_config)}
-    if extension := vllm_config.parallel_config.worker_extension_cls:
-        found["worker_extension_cls"] = f"{extension}:{code(extension.rpartition('.')[0])}"
     return found
 
 
@@ -46,7 +51,8 @@ def _modules(distribution: metadata.Distribution) -> list[str]:
 
 
 def own_classes(vllm_config: VllmConfig) -> list[tuple[str, str]]:
-    """(architecture or quantisation, MODULE:CLASS) of what is registered and not vLLM's own.
+    """(what it is, MODULE:CLASS) of architectures, quantisations, attention backends, workers and schedulers that are
+    registered or chosen, and not vLLM's own.
 
     All architectures count: a model may be built of others, and have a draft.
     """
@@ -55,13 +61,34 @@ def own_classes(vllm_config: VllmConfig) -> list[tuple[str, str]]:
     for each in (model, getattr(speculative, "draft_model_config", None)):
         if name := getattr(each, "quantization", None):
             found[f"quantization {name}"] = get_quantization_config(name)
+    for backend in (*AttentionBackendEnum, *MambaAttentionBackendEnum):
+        if backend.is_overridden():
+            found[f"attention {backend.name}"] = backend.get_path()
+    found["worker"] = vllm_config.parallel_config.worker_cls
+    found["worker extension"] = vllm_config.parallel_config.worker_extension_cls
+    found["scheduler"] = vllm_config.scheduler_config.scheduler_cls
     places = []
     for name, registered in sorted(found.items()):
         place = getattr(registered, "model_cls", registered)
-        module = str(getattr(place, "module_name", None) or getattr(place, "__module__", ""))
-        if module.partition(".")[0] != "vllm":
-            places.append((name, f"{module}:{getattr(place, 'class_name', None) or place.__qualname__}"))
+        if isinstance(place, str):
+            module, _, class_name = place.rpartition(".")
+        else:
+            module = str(getattr(place, "module_name", None) or getattr(place, "__module__", ""))
+            class_name = str(getattr(place, "class_name", None) or getattr(place, "__qualname__", ""))
+        if class_name and module and module.partition(".")[0] != "vllm":
+            places.append((name, f"{module}:{class_name}"))
     return places
+
+
+def foreign_code(model: ModelConfig) -> str:
+    """A repository beside the model's own whose newest code an engine that trusts remote code runs; empty for none."""
+    place = directory(model.model, commit(model) or None, None)
+    if place is None or not place.is_dir() or _COMMIT.fullmatch(model.code_revision or ""):
+        return ""
+    for file in sorted(place.glob("*config.json")):
+        if found := _FOREIGN_CODE.search(file.read_text(errors="replace")):
+            return found[1]
+    return ""
 
 
 def code(module: str) -> str:

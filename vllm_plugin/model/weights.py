@@ -106,7 +106,7 @@ def describe_weights(model: ModelConfig, load: LoadConfig) -> Weights:
     load_format = str(load.load_format)
     loader_options = _loader_options(load.model_loader_extra_config)
     settings: dict[str, str] = {}
-    place = _directory(model.model, _commit(model) or None, load.download_dir)
+    place = directory(model.model, commit(model) or None, load.download_dir)
     files: list[Path] = []
     if load_format == "tensorizer":
         files = _tensorized(loader_options)
@@ -116,7 +116,7 @@ def describe_weights(model: ModelConfig, load: LoadConfig) -> Weights:
         if len(set(map(_kind, files))) > 1 or load_format in _OTHER_FORMATS:
             settings["load_format"] = load_format  # It chooses among these files, or how they are read.
     # vLLM puts the weights alone into its download directory, and reads all else from the hub's own cache.
-    places = place, _directory(model.model, _commit(model) or None, None)
+    places = place, directory(model.model, commit(model) or None, None)
     by_name = {_name(file, places): file for each in places for file in _matching(each, ("*",), but=_WEIGHTS)}
     beside = [by_name[name] for name in sorted(by_name, key=Path)]
     digest = _digest([*files, *beside], *places) if files else ""
@@ -139,7 +139,7 @@ def describe_weights(model: ModelConfig, load: LoadConfig) -> Weights:
     if loader_options:
         settings["model_loader_extra_config"] = json.dumps(loader_options, sort_keys=True, default=str)
     label = os.path.basename(os.path.normpath(name)) if digest and os.path.exists(name) else name
-    return Weights(label, _commit(model), digest, tuple(settings.items()))
+    return Weights(label, commit(model), digest, tuple(settings.items()))
 
 
 def _why_in_doubt(place: Path, files: Iterable[Path], model: ModelConfig) -> str:
@@ -150,8 +150,8 @@ def _why_in_doubt(place: Path, files: Iterable[Path], model: ModelConfig) -> str
         # The hub's cache, to which the engine may just have added them: a commit's files stay, a name's commit may not.
         ref = place.parent.parent / "refs" / (str(model.revision or "") or "main")
         with suppress(OSError):
-            if (commit := ref.read_text().strip()) != place.name:
-                return f"{ref.name} was commit {place.name} and is {commit}"
+            if (current := ref.read_text().strip()) != place.name:
+                return f"{ref.name} was commit {place.name} and is {current}"
         files = [file for file in files if not file.is_relative_to(place)]
     began_at = int(os.environ.get(BEGAN_AT, time.time_ns()))
     for path, ctime_ns, _ in states(files):
@@ -190,7 +190,7 @@ def adapter_directory(path: str) -> Path:
     Raises:
         FileNotFoundError: it is not on this disk.
     """
-    place = _directory(os.path.expanduser(path), None, None)
+    place = directory(os.path.expanduser(path), None, None)
     if place is None or not place.is_dir():
         raise FileNotFoundError(f"{path} is no directory on this disk and not in the Hugging Face cache")
     return place
@@ -208,6 +208,12 @@ def content_digest(place: Path) -> str:
     return _digest(sorted(_below(place)), place)
 
 
+def content_of(name: str) -> str:
+    """The digest of a directory or of a cached snapshot of the hub; of what is not on this disk, the name."""
+    place = directory(name, None, None)
+    return content_digest(place) if place is not None and place.is_dir() else name
+
+
 def _below(place: Path) -> Iterator[Path]:
     """The files below a directory and below directories that are linked there, but for links that lead back up."""
     for folder, folders, names in os.walk(place, followlinks=True):
@@ -216,7 +222,7 @@ def _below(place: Path) -> Iterator[Path]:
         yield from (file for name in names if (file := here / name).is_file())
 
 
-def _directory(model: str, revision: str | None, download_dir: str | None) -> Path | None:
+def directory(model: str, revision: str | None, download_dir: str | None) -> Path | None:
     """Where the files of a model lie: its directory or its file; None if it is not on this disk."""
     path = Path(model)
     if path.exists():
@@ -231,7 +237,7 @@ def _directory(model: str, revision: str | None, download_dir: str | None) -> Pa
         return None  # Not a hub model, or not on this disk.
 
 
-def _commit(model: ModelConfig) -> str:
+def commit(model: ModelConfig) -> str:
     """The commit that vLLM resolved the revision to; the revision itself where it could not."""
     resolved = getattr(model.revision, "resolved", None) or getattr(model.hf_config, "_commit_hash", None)
     return str(resolved or model.revision or "")
@@ -255,21 +261,22 @@ def _matching(place: Path | None, patterns: Sequence[str], but: Sequence[str] = 
         file
         for file in _below(place)
         if any(fnmatch(file.name, pattern) for pattern in patterns)
-        and not any(fnmatch(file.name, pattern) for pattern in (*but, *_ignored(file)))
+        and not any(fnmatch(file.name, pattern) for pattern in (*but, *_ignored(file, file.parent == place)))
         and file.relative_to(place).parts[0] != "original"
         and not any(part.startswith(".") or part == "__pycache__" for part in file.relative_to(place).parts)
     )
 
 
-def _ignored(file: Path) -> Iterator[str]:
+def _ignored(file: Path, is_outermost: bool) -> Iterator[str]:
     """Patterns that a file is ignored by. vLLM loads weights by any name but those that training leaves behind."""
     if file.suffix == ".safetensors":
         return
     if any(fnmatch(file.name, pattern) for pattern in _WEIGHTS):
         yield from _NO_KV[_TRAINING]
         return
-    for patterns in _NO_KV.values():
-        yield from patterns
+    for reason, patterns in _NO_KV.items():
+        if is_outermost or reason != _BY_FIELD:  # Below, they belong to a part of the model.
+            yield from patterns
 
 
 def _parts(file: Path) -> list[Path]:
@@ -329,7 +336,9 @@ def _content(readers: Executor, file: Path) -> str:
         digest = ""
         kept = _cache() / hashlib.sha256(f"{file.resolve()}:{state}:{PIECE_BYTES}".encode()).hexdigest()
         with suppress(OSError, UnicodeError):
-            if os.fstat(opened.fileno()).st_size >= KEPT_BYTES:
+            _, _, size, _, ctime_ns = state
+            # Whole seconds are set by who builds an image, and another image may come with the same ones.
+            if size >= KEPT_BYTES and ctime_ns % 10**9:
                 kept.parent.mkdir(parents=True, exist_ok=True)
                 with kept.open("a+") as record:
                     _lock(record)
@@ -343,7 +352,7 @@ def _content(readers: Executor, file: Path) -> str:
         return digest or _digest_of(readers, opened)
 
 
-def _state(file: IO[bytes]) -> tuple[int, ...]:
+def _state(file: IO[bytes]) -> tuple[int, int, int, int, int]:
     """What changes with the content of an open file: where and when it was written."""
     state = os.fstat(file.fileno())
     return state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns

@@ -3,13 +3,16 @@ import json
 import shutil
 import zipfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from vllm.config import MultiModalConfig
 from vllm.model_executor.models.registry import ModelRegistry, _LazyRegisteredModel
 from vllm.platforms import current_platform
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from kvpool.protocol.errors import ConfigError
 from kvpool.protocol.namespace import NamespaceSpec, differences
@@ -18,7 +21,7 @@ from testbed.tiny_models import write as write_shape
 from tests.support.toy.fixtures import MakeConfig
 from tests.support.vllm_objects import cache_config, full_attention, of_rank
 from vllm_plugin.config import ConnectorConfig
-from vllm_plugin.model.identity import DRAFT_WEIGHTS, namespace_spec
+from vllm_plugin.model.identity import DRAFT_WEIGHTS, is_in_doubt, namespace_spec
 from vllm_plugin.model.plugins import code
 
 Identify = Callable[..., NamespaceSpec]
@@ -337,28 +340,105 @@ def test_what_is_rebuilt_after_a_hit_is_part_of_the_name(
     assert fields_that_differ(ours, theirs) == {"extra['cache_config.swa_bounded_replay']"}
 
 
-def test_a_setting_that_names_a_file_counts_by_its_content(identify: Identify, tmp_path: Path) -> None:
-    scales, copied = tmp_path / "scales.json", tmp_path / "copy.json"
-    scales.write_text("1")
-    copied.write_text("1")
-    ours, theirs = (identify(additional_config={"scales": str(each)}) for each in (scales, copied))
-    assert differences(ours, theirs) == []
-    copied.write_text("2")
-    assert fields_that_differ(ours, identify(additional_config={"scales": str(copied)}))
+@dataclass
+class Scales:
+    path: str
 
 
-def test_a_class_that_extends_the_workers_is_part_of_the_name(
-    vllm_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("holder", [lambda path: {"scales": str(path)}, lambda path: {"scales": Scales(str(path))}])
+@pytest.mark.parametrize("is_absolute", [True, False])
+def test_a_setting_that_names_a_file_counts_by_its_content(
+    holder: Callable[[Path], Any],
+    is_absolute: bool,
+    vllm_config: MakeConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names, place, config = [], tmp_path if is_absolute else Path(), vllm_config()
+    for file, content in (("scales.json", "1"), ("copy.json", "1"), ("copy.json", "2")):
+        (place / file).write_text(content)
+        monkeypatch.setattr(config, "additional_config", holder(place / file))
+        names.append(namespace_spec(config, cache_config(), ConnectorConfig()))
+    assert differences(names[0], names[1]) == []
+    assert fields_that_differ(*names[1:])
+
+
+def test_scales_that_are_powers_of_two_are_part_of_the_name_where_numbers_are_quantised(
+    identify: Identify, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for is_supported in (False, True):
+        monkeypatch.setattr("vllm.utils.deep_gemm.is_deep_gemm_supported", lambda: is_supported)  # noqa: B023
+        for options in ({}, {"kv_cache_dtype": "fp8"}):
+            names = []
+            for setting in "01":
+                monkeypatch.setenv("VLLM_USE_DEEP_GEMM_E8M0", setting)
+                names.append(identify(**options))
+            if is_supported and options:
+                assert fields_that_differ(*names) == {"extra['scales']"}
+            else:
+                assert differences(*names) == []
+
+
+@pytest.mark.parametrize(
+    ("section", "field", "name"),
+    [
+        ("parallel_config", "worker_extension_cls", "worker extension"),
+        ("parallel_config", "worker_cls", "worker"),
+        ("scheduler_config", "scheduler_cls", "scheduler"),
+    ],
+)
+def test_a_class_that_takes_the_place_of_vllms_is_part_of_the_name(
+    section: str, field: str, name: str, vllm_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = vllm_config()
     names = [namespace_spec(config, cache_config(), ConnectorConfig())]
     monkeypatch.syspath_prepend(tmp_path)
-    config.parallel_config.worker_extension_cls = "own_workers.Extension"
-    for source in ("class Extension: pass", "class Extension: x = 1"):
+    monkeypatch.setattr(getattr(config, section), field, "own_workers.Own")
+    for source in ("class Own: pass", "class Own: x = 1"):
         (tmp_path / "own_workers.py").write_text(source)
         names.append(namespace_spec(config, cache_config(), ConnectorConfig()))
-    for ours, theirs in itertools.pairwise(names):
-        assert fields_that_differ(ours, theirs) == {"extra['worker_extension_cls']"}
+    assert f"extra['class.{name}']" in fields_that_differ(*names[:2])
+    assert fields_that_differ(*names[1:]) == {f"extra['class.{name}']"}
+
+
+def test_an_attention_backend_that_a_script_registers_is_part_of_the_name(identify: Identify) -> None:
+    before = identify()
+    try:
+        register_backend(AttentionBackendEnum.FLASH_ATTN, "own_attention.Backend")
+        assert "extra['class.attention FLASH_ATTN']" in fields_that_differ(before, identify())
+    finally:
+        AttentionBackendEnum.FLASH_ATTN.clear_override()
+
+
+@pytest.mark.parametrize("with_media", [False, True])
+def test_what_prepares_media_is_part_of_the_name(
+    with_media: bool, copied_model: Path, vllm_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def name(**settings: Any) -> NamespaceSpec:
+        with monkeypatch.context() as changed:
+            for field, value in {"multimodal_config": MultiModalConfig() if with_media else None, **settings}.items():
+                changed.setattr(config.model_config, field, value)
+            return namespace_spec(config, cache_config(), ConnectorConfig())
+
+    config = vllm_config(model=copied_model)
+    base = name()
+    for place, content in (("a", "1"), ("b", "1"), ("c", "2")):
+        (tmp_path / place).mkdir()
+        (tmp_path / place / "tekken.json").write_text(content)
+    tokenizers = [name(tokenizer=str(tmp_path / place)) for place in "abc"]
+    trusting = name(trust_remote_code=True)
+    edit_config(copied_model, auto_map={"AutoProcessor": "own/repo--processing.Own"})
+    config = vllm_config(model=copied_model)
+    foreign, pinned = (name(trust_remote_code=True, code_revision=revision) for revision in (None, "0" * 40))
+    assert not is_in_doubt(base) and not is_in_doubt(pinned) and is_in_doubt(foreign) == with_media
+    assert differences(*tokenizers[:2]) == []
+    if with_media:
+        assert fields_that_differ(base, tokenizers[0]) == {"extra['model_config.tokenizer']"}
+        assert fields_that_differ(*tokenizers[1:]) == {"extra['model_config.tokenizer']"}
+        assert fields_that_differ(base, trusting) == {"extra['model_config.trust_remote_code']"}
+    else:
+        assert [differences(base, each) for each in (*tokenizers, trusting)] == [[], [], [], []]
 
 
 # Weights

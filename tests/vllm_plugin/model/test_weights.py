@@ -120,6 +120,29 @@ def test_a_file_that_was_written_again_with_its_old_time_is_read_again(model: Pa
     assert digest(model) != before
 
 
+@pytest.mark.parametrize(("fraction_ns", "is_kept"), [(0, False), (5, True)])
+def test_a_file_with_the_times_of_an_image_is_read_each_time(
+    fraction_ns: int, is_kept: bool, model: Path, digest: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another image may be mounted there later: the same inodes, sizes and times, and other weights."""
+    time_ns, seen = 1_700_000_000 * 10**9 + fraction_ns, weights_module._state
+    monkeypatch.setattr(weights_module, "_state", lambda file: (*seen(file)[:3], time_ns, time_ns))
+    before = digest(model)
+    with (model / "model.safetensors").open("r+b") as opened:
+        opened.write(b"other weights")
+    assert (digest(model) == before) == is_kept
+
+
+def test_a_configuration_of_a_part_of_the_model_counts(model: Path, digest: Callable[..., str]) -> None:
+    found = []
+    for content in ("{}", '{"heads": 2}'):
+        for place in (model, model / "encoder"):
+            place.mkdir(exist_ok=True)
+            (place / "config.json").write_text(content)
+            found.append(digest(model))
+    assert found[1] == found[2] and len(set(found)) == 3  # At the top its fields count, one by one.
+
+
 def test_a_broken_or_unwritable_cache_costs_time_only(
     model: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, digest: Callable[..., str]
 ) -> None:
