@@ -31,6 +31,7 @@ _KERNELS = (Effect.QUANTISED, "which kernels compute; where numbers are quantise
 _EXECUTION = (Effect.NONE, "how the same kernels are run")
 _OUTPUT = (Effect.NONE, "what happens to logits after the KV is written")
 _TOKENS = (Effect.NONE, "how text becomes tokens; block hashes name the tokens themselves")
+_TOKENIZER = (Effect.PROCESSING, "some models compute with it, and it may prepare images and sounds")
 _SERVING = (Effect.NONE, "serving, paths and access")
 
 FIELDS: Mapping[str, Fields] = {
@@ -63,11 +64,7 @@ FIELDS: Mapping[str, Fields] = {
             "override_generation_config",
         ),
         (Effect.PROCESSING, "whether code of the checkpoint may replace vLLM's"): ("trust_remote_code",),
-        (Effect.PROCESSING, "some models compute with it; of what prepares images and sounds it may be a part"): (
-            "tokenizer",
-            "tokenizer_mode",
-            "tokenizer_revision",
-        ),
+        _TOKENIZER: ("tokenizer", "tokenizer_mode", "tokenizer_revision"),
         (Effect.ARCHITECTURE, "adapters for pooling may replace layers"): ("runner", "convert"),
         (Effect.ARCHITECTURE, "random numbers in a forward pass"): ("seed",),
         _TOKENS: ("skip_tokenizer_init", "enable_prompt_embeds"),
@@ -369,15 +366,12 @@ VARIABLES: Fields = {
         "VLLM_PP_LAYER_PARTITION",
     ),
     (Effect.NAMED, "part of the page format"): ("VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT",),
-    (Effect.NAMED, "what it is resolved to, if numbers are quantised; vLLM itself sets it, too"): (
-        "VLLM_USE_DEEP_GEMM_E8M0",
-    ),
+    (Effect.NAMED, "as vLLM resolves it, if numbers are quantised"): ("VLLM_USE_DEEP_GEMM_E8M0",),
     _CAPACITY: ("VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_NUM_OF_RESERVED_CPU", "VLLM_DP_*", "VLLM_USE_V2_MODEL_RUNNER"),
     _SERVING: (
         "CMAKE_BUILD_TYPE",
         "CUDA_HOME",
         "NVCC_THREADS",
-        "MOONCAKE_*",
         "RAY_*",
         "VERBOSE",
         "VLLM_ALLOW_*",
@@ -390,7 +384,7 @@ VARIABLES: Fields = {
         "VLLM_LOG_*",
         "VLLM_LOOPBACK_IP",
         "VLLM_LORA_RESOLVER_*",
-        "VLLM_MOONCAKE_*",
+        "*MOONCAKE_*",
         "VLLM_NCCL_*",
         "VLLM_NIXL_*",
         "VLLM_P2P_*",
