@@ -156,10 +156,10 @@ def _run_tour(tour: str, server: ServerProcess) -> None:
 
 
 def test_the_table_of_connections_is_what_clients_take():
-    rows = re.findall(r"^\|" + r" (\d+) \|" * 5 + "$", _section("how-to/transports.md", "The data port"), re.MULTILINE)
+    rows = re.findall(r"^\|" + r" (\d+) \|" * 4 + "$", _section("how-to/transports.md", "The data port"), re.MULTILINE)
     assert len(rows) == 5
-    for cores, ranks, connections, sparing, sealed in (map(int, row) for row in rows):
-        assert (connections, sealed) == (movers_of(cores, ranks),) * 2
+    for cores, ranks, connections, sparing in (map(int, row) for row in rows):
+        assert connections == movers_of(cores, ranks)
         assert sparing == min(connections, SPARING_CONNECTIONS)
 
 

@@ -129,9 +129,7 @@ def _tcp(config: ClientConfig, offer: Offer, _: grpc.Channel) -> Choice:
     peer = peer_of(offer.data_port, host, stall_s, stall_s)
     peer.connect(max(stall_s, PROVE_S))[0].close()
     connections = config.stream_connections or movers_of(len(os.sched_getaffinity(0)), config.local_clients)
-    # Threads that decrypt work on the bytes: fewer of them would carry far less.
-    wants_all = config.stream_connections or offer.data_port.sealed
-    transport = TcpTransport(peer, connections, connections if wants_all else SPARING_CONNECTIONS)
+    transport = TcpTransport(peer, connections, config.stream_connections or SPARING_CONNECTIONS)
     return Choice(transport, f"tcp over {transport.route}")
 
 

@@ -23,10 +23,11 @@ from kvpool.transport.tcp_write import TcpWrite
 MAX_CONNECTIONS = 32
 """Of one client, for all of its callers."""
 
-SPARING_CONNECTIONS = 4
-"""Most connections of a transfer that spares cores, unless the configuration says how many. In an engine on 16 cores
-with four instead of eight, a prompt's first token took 1.14 times as long, and the slowest hundredth of the steps of
-those who decoded meanwhile 0.72 times (`benchmarks.cases.gpu_network`)."""
+SPARING_CONNECTIONS = 2
+"""Most connections of a transfer that spares cores, unless the configuration says how many. Each launch of a kernel
+gives Python's lock up, and then waits behind all threads that move bytes: beside a put and a get on an H200's host with
+16 cores, 1,000 launches took 7 ms alone, and 14, 27 and 351 with two, four and eight connections each, which carried
+4.1, 6.5 and 6.0 GB/s; encrypted 19, 83 and 512, and 3.4, 4.2 and 3.7 GB/s."""
 
 
 def peer_of(info: DataPortInfo, host: str, connect_timeout_s: float, stall_timeout_s: float) -> Peer:
