@@ -25,9 +25,9 @@ MAX_CONNECTIONS = 32
 
 SPARING_CONNECTIONS = 2
 """Most connections of a transfer that spares cores, unless the configuration says how many. Each launch of a kernel
-gives Python's lock up, and then waits behind all threads that move bytes: beside a put and a get on an H200's host with
-16 cores, 1,000 launches took 7 ms alone, and 14, 27 and 351 with two, four and eight connections each, which carried
-4.1, 6.5 and 6.0 GB/s; encrypted 19, 83 and 512, and 3.4, 4.2 and 3.7 GB/s."""
+gives Python's lock up, and then waits behind all threads that move bytes. Two engines on an H200 with 16 cores had a
+mean time to the first token of 2.77 s with four connections, and 2.31 s with two; encrypted of 5.8 s with eight, and
+2.83 s with two (`benchmarks.cases.serving --gpu --workloads documents --arms "kvpool tcp" --rates 17.6`)."""
 
 
 def peer_of(info: DataPortInfo, host: str, connect_timeout_s: float, stall_timeout_s: float) -> Peer:
