@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 from pathlib import Path
 
@@ -44,6 +46,11 @@ class Cluster:
         """Starts a master on the same port; it has no records of an earlier one."""
         self.master = subprocess.Popen(master_command(self._port), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         wait_for(lambda: is_listening(self._port), "mooncake_master listens")
+
+    def suspend_master(self) -> None:
+        """Stops the master, and returns when it answers nothing more."""
+        self.master.send_signal(signal.SIGSTOP)
+        os.waitpid(self.master.pid, os.WUNTRACED)
 
     def kill_master(self) -> None:
         """Sends SIGKILL, which also ends a stopped master."""

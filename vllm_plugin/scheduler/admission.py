@@ -318,7 +318,7 @@ class Admission:
         if candidate.coming_tokens and candidate.wait.lasts(
             time.monotonic(),
             lookup.num_ready,
-            self._loads.policy.compute_seconds(candidate.coming_tokens),
+            self._loads.compute_seconds(candidate.coming_tokens),
             lookup.retry_s,
             lookup.sent_at if candidate.is_waiting else None,
         ):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -69,6 +70,10 @@ class Loads:
         if not self._decline:
             return Verdict(stop - start)
         return self.policy.verdict(request_id, stop - start, self._nbytes(start, stop), self._connection)
+
+    def compute_seconds(self, num_tokens: int) -> float:
+        """What computing so many tokens takes, for those who would wait for them instead: infinite where all wait."""
+        return self.policy.compute_seconds(num_tokens) if self._decline else math.inf
 
     def has_room(self, request: Request) -> bool:
         """Whether all loads could fail, with this one, and every request still find its blocks.

@@ -1,13 +1,17 @@
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
+
+import pytest
 
 from vllm_plugin.config import ConnectorConfig
 from vllm_plugin.metrics import Recorder
 from vllm_plugin.model.geometry import Geometry
 from vllm_plugin.model.groups import PoolGroup
 from vllm_plugin.model.kinds import FullAttention
+from vllm_plugin.scheduler.load_policy import MIN_STEPS
 from vllm_plugin.scheduler.loads import Loads
 from vllm_plugin.scheduler.lookups import RequestLookup
 from vllm_plugin.scheduler.prefill_queue import PrefillQueue
@@ -16,12 +20,14 @@ BLOCK = 16
 GROUP = PoolGroup(FullAttention(block_tokens=BLOCK), (0,))
 
 
-def loads(num_blocks: int = 1000) -> Loads:
+def loads(num_blocks: int = 1000, *, declines: bool = True) -> Loads:
     names: Any = SimpleNamespace(are_known=lambda request: False)  # Which blocks are loaded does not matter here.
     geometry = Geometry([GROUP], alignment=BLOCK, names=names, num_blocks=num_blocks, step_tokens=2048)
     spec = SimpleNamespace(groups=[SimpleNamespace(slot_bytes=1)])
     stages: Any = SimpleNamespace(specs=[spec], transport="shm", boot_token=1, weights_epoch="")
-    return Loads(geometry, stages, ConnectorConfig("127.0.0.1:1"), PrefillQueue(), Recorder())
+    return Loads(
+        geometry, stages, ConnectorConfig("127.0.0.1:1", decline_slow_loads=declines), PrefillQueue(), Recorder()
+    )
 
 
 def request(name: str, num_blocks: int) -> Any:
@@ -57,3 +63,12 @@ def test_a_request_that_stops_waiting_for_room_holds_up_no_other() -> None:
     assert not ledger.has_room(request("small", 10))
     ledger.stop_waiting("large")
     assert ledger.has_room(request("small", 10))
+
+
+@pytest.mark.parametrize("declines", [True, False])
+def test_where_no_hit_is_declined_computing_is_never_sooner(declines: bool) -> None:
+    ledger = loads(declines=declines)
+    for _ in range(MIN_STEPS):
+        ledger.policy.step_began(1_000, 0)
+        ledger.policy.step_ended()
+    assert math.isinf(ledger.compute_seconds(1_000)) != declines

@@ -99,7 +99,7 @@ def test_without_a_master_the_pool_goes_on(
     if way == "killed":
         cluster.kill_master()
     else:
-        cluster.master.send_signal(signal.SIGSTOP)
+        cluster.suspend_master()
     slowest = _work_until(lambda: not _is_up(server), client, namespace, "down")
     assert slowest < SLOW_S
     assert _hits(client, namespace, NAMES) == len(NAMES)
@@ -141,7 +141,7 @@ def test_sigterm_ends_the_server_whatever_its_master_does(
     if way == "killed":
         cluster.kill_master()
     elif way == "stopped":
-        cluster.master.send_signal(signal.SIGSTOP)
+        cluster.suspend_master()
     _put(client, namespace, NAMES)  # A call is under way, or waits.
     client.lookup(namespace, [run_of("missing")], prefix_only=True)
     server.terminate()

@@ -232,7 +232,7 @@ def test_without_its_master_it_fails_and_with_it_works_again(own_cluster: MakeCl
             if way == "killed":
                 cluster.kill_master()
             else:
-                cluster.master.send_signal(signal.SIGSTOP)
+                cluster.suspend_master()
             for call in (
                 tier.find(namespace, 0, [block_hash("b")]),
                 tier.write(namespace, 0, blocks_of("c")),
@@ -302,7 +302,7 @@ def test_it_ends_within_seconds_whatever_its_master_does(own_cluster: MakeCluste
         if way == "killed":
             cluster.kill_master()
         elif way == "stopped":
-            cluster.master.send_signal(signal.SIGSTOP)
+            cluster.suspend_master()
         calls = [asyncio.create_task(tier.find(namespace, 0, [block_hash(nth)])) for nth in range(4)]
         await asyncio.sleep(0.1)
         began_at = time.monotonic()
