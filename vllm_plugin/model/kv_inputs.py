@@ -6,8 +6,8 @@ Two engines may share a block only if they would have computed the same function
 rounding alone (batch sizes, tensor parallelism, compilation, and kernels where no numbers are quantised) do not count:
 vLLM's own prefix cache mixes them.
 
-A setting or an environment variable that the table does not know, because a newer vLLM has added it, is part of the
-identity as soon as it is not at its default.
+A setting that the table does not know, because a newer vLLM has added it, is part of the identity as soon as it is not
+at its default; an environment variable as soon as it is set.
 """
 
 from __future__ import annotations
