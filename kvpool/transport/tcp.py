@@ -25,9 +25,8 @@ MAX_CONNECTIONS = 32
 
 SPARING_CONNECTIONS = 2
 """Most connections of a transfer that spares cores, unless the configuration says how many. Each launch of a kernel
-gives Python's lock up, and then waits behind all threads that move bytes. Two engines on an H200 with 16 cores had a
-mean time to the first token of 2.77 s with four connections, and 2.31 s with two; encrypted of 5.8 s with eight, and
-2.83 s with two (`benchmarks.cases.serving --gpu --workloads documents --arms "kvpool tcp" --rates 17.6`)."""
+gives Python's lock up, and then waits behind all threads that move bytes: `benchmarks.cases.serving --gpu` shows with
+the arms "kvpool tcp" and "kvpool tcp+tls" what that costs a loaded engine."""
 
 
 def peer_of(info: DataPortInfo, host: str, connect_timeout_s: float, stall_timeout_s: float) -> Peer:

@@ -194,11 +194,7 @@ def _short(text: str) -> str:
 
 def _canonical(value: Any) -> str:
     """A setting as JSON; files that it names stand there as digests of what they contain."""
-
-    def plain(each: Any) -> Any:
-        return _by_content(_plain(each))
-
-    return json.dumps(_by_content(value), sort_keys=True, separators=(",", ":"), default=plain)
+    return json.dumps(_by_content(value), sort_keys=True, separators=(",", ":"), default=_plain)
 
 
 def _by_content(value: Any) -> Any:
@@ -214,4 +210,4 @@ def _plain(value: Any) -> Any:
     """A form of any setting that is equal in every process: no addresses."""
     if callable(value):
         return f"{value.__module__}.{getattr(value, '__qualname__', type(value).__qualname__)}"
-    return vars(value) if hasattr(value, "__dict__") else str(value)
+    return _by_content(vars(value) if hasattr(value, "__dict__") else str(value))

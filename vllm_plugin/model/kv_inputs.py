@@ -24,7 +24,7 @@ from vllm.utils import deep_gemm
 from vllm_plugin.model.independent import INDEPENDENT
 from vllm_plugin.model.kv_fields import FIELDS, VARIABLES, Effect
 from vllm_plugin.model.plugins import foreign_code, own_classes
-from vllm_plugin.model.weights import content_of
+from vllm_plugin.model.weights import tokenizer_digest
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -84,7 +84,7 @@ def settings(vllm_config: VllmConfig) -> Iterator[tuple[str, Any]]:
     if not is_independent or model.multimodal_config is not None:
         counting.add(Effect.PROCESSING)
         if model.trust_remote_code and (repository := foreign_code(model)):
-            yield "code.in_doubt", f"{repository} may have changed: its code runs without a commit"
+            yield "code.in_doubt", f"{repository} may have changed: vLLM runs its newest code"
     is_rope_by_length = ROPE_BY_LENGTH in str(model.hf_config.to_dict())
     for section, part in sections(vllm_config):
         for field in dataclasses.fields(part):
@@ -98,7 +98,7 @@ def settings(vllm_config: VllmConfig) -> Iterator[tuple[str, Any]]:
             if (section, field.name) == ("model_config", "generation_config"):
                 value = model.try_get_generation_config()  # Its content, wherever it was read from.
             if (section, field.name) == ("model_config", "tokenizer"):
-                value = None if value == model.model else content_of(str(value))
+                value = None if value == model.model else tokenizer_digest(str(value), model.tokenizer_revision)
             if value != default_of(field):
                 yield f"{section}.{field.name}", value
 

@@ -14,7 +14,7 @@ from vllm import envs
 from vllm.model_executor.layers.quantization import get_quantization_config
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, MambaAttentionBackendEnum
 
-from vllm_plugin.model.weights import commit, directory
+from vllm_plugin.model.weights import model_directory
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -23,7 +23,6 @@ _KNOWN = ("vllm", "vllm_plugin")
 """Packages whose releases count by themselves, or change no KV."""
 _FOREIGN_CODE = re.compile(r'"([\w.-]+/[\w.-]+)--[\w.]+"')
 """A class in another repository of the hub, as in `auto_map`."""
-_COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def plugins(vllm_config: VllmConfig) -> dict[str, str]:
@@ -82,10 +81,8 @@ def own_classes(vllm_config: VllmConfig) -> list[tuple[str, str]]:
 
 def foreign_code(model: ModelConfig) -> str:
     """A repository beside the model's own whose newest code an engine that trusts remote code runs; empty for none."""
-    place = directory(model.model, commit(model) or None, None)
-    if place is None or not place.is_dir() or _COMMIT.fullmatch(model.code_revision or ""):
-        return ""
-    for file in sorted(place.glob("*config.json")):
+    place = model_directory(model)
+    for file in sorted(place.glob("*config.json")) if place is not None else ():
         if found := _FOREIGN_CODE.search(file.read_text(errors="replace")):
             return found[1]
     return ""

@@ -106,7 +106,7 @@ def describe_weights(model: ModelConfig, load: LoadConfig) -> Weights:
     load_format = str(load.load_format)
     loader_options = _loader_options(load.model_loader_extra_config)
     settings: dict[str, str] = {}
-    place = directory(model.model, commit(model) or None, load.download_dir)
+    place = model_directory(model, load.download_dir)
     files: list[Path] = []
     if load_format == "tensorizer":
         files = _tensorized(loader_options)
@@ -116,7 +116,7 @@ def describe_weights(model: ModelConfig, load: LoadConfig) -> Weights:
         if len(set(map(_kind, files))) > 1 or load_format in _OTHER_FORMATS:
             settings["load_format"] = load_format  # It chooses among these files, or how they are read.
     # vLLM puts the weights alone into its download directory, and reads all else from the hub's own cache.
-    places = place, directory(model.model, commit(model) or None, None)
+    places = place, model_directory(model)
     by_name = {_name(file, places): file for each in places for file in _matching(each, ("*",), but=_WEIGHTS)}
     beside = [by_name[name] for name in sorted(by_name, key=Path)]
     digest = _digest([*files, *beside], *places) if files else ""
@@ -139,7 +139,7 @@ def describe_weights(model: ModelConfig, load: LoadConfig) -> Weights:
     if loader_options:
         settings["model_loader_extra_config"] = json.dumps(loader_options, sort_keys=True, default=str)
     label = os.path.basename(os.path.normpath(name)) if digest and os.path.exists(name) else name
-    return Weights(label, commit(model), digest, tuple(settings.items()))
+    return Weights(label, _commit(model), digest, tuple(settings.items()))
 
 
 def _why_in_doubt(place: Path, files: Iterable[Path], model: ModelConfig) -> str:
@@ -190,7 +190,7 @@ def adapter_directory(path: str) -> Path:
     Raises:
         FileNotFoundError: it is not on this disk.
     """
-    place = directory(os.path.expanduser(path), None, None)
+    place = _directory(os.path.expanduser(path), None, None)
     if place is None or not place.is_dir():
         raise FileNotFoundError(f"{path} is no directory on this disk and not in the Hugging Face cache")
     return place
@@ -208,10 +208,14 @@ def content_digest(place: Path) -> str:
     return _digest(sorted(_below(place)), place)
 
 
-def content_of(name: str) -> str:
-    """The digest of a directory or of a cached snapshot of the hub; of what is not on this disk, the name."""
-    place = directory(name, None, None)
-    return content_digest(place) if place is not None and place.is_dir() else name
+def tokenizer_digest(name: str, revision: str | None) -> str:
+    """The digest of a tokenizer's directory, or of its snapshot in the hub's cache, without weights that lie there too;
+    the name itself of what is not on this disk."""
+    place = _directory(name, revision, None)
+    if place is None or not place.is_dir():
+        return name
+    beside = (file for file in _below(place) if not any(fnmatch(file.name, pattern) for pattern in _WEIGHTS))
+    return _digest(sorted(beside), place)
 
 
 def _below(place: Path) -> Iterator[Path]:
@@ -222,7 +226,12 @@ def _below(place: Path) -> Iterator[Path]:
         yield from (file for name in names if (file := here / name).is_file())
 
 
-def directory(model: str, revision: str | None, download_dir: str | None) -> Path | None:
+def model_directory(model: ModelConfig, download_dir: str | None = None) -> Path | None:
+    """Where the files of a model lie, at the commit that vLLM has loaded; None if they are not on this disk."""
+    return _directory(model.model, _commit(model) or None, download_dir)
+
+
+def _directory(model: str, revision: str | None, download_dir: str | None) -> Path | None:
     """Where the files of a model lie: its directory or its file; None if it is not on this disk."""
     path = Path(model)
     if path.exists():
@@ -237,7 +246,7 @@ def directory(model: str, revision: str | None, download_dir: str | None) -> Pat
         return None  # Not a hub model, or not on this disk.
 
 
-def commit(model: ModelConfig) -> str:
+def _commit(model: ModelConfig) -> str:
     """The commit that vLLM resolved the revision to; the revision itself where it could not."""
     resolved = getattr(model.revision, "resolved", None) or getattr(model.hf_config, "_commit_hash", None)
     return str(resolved or model.revision or "")
