@@ -84,7 +84,6 @@ class LoadJob:
         lease_ids: one for each pipeline stage.
         weights_epoch: of the namespace that the job is meant for.
         clock: of the host whose `time.monotonic` the ends of leases are by.
-        beside_compute: whether the engine computes something in the step that begins the load.
         seconds: that a rank has taken for it; 0 before its end.
         traceparent: of the load's span; empty if it has none.
     """
@@ -94,7 +93,6 @@ class LoadJob:
     groups: list[GroupBlocks]
     weights_epoch: str = ""
     clock: str = ""
-    beside_compute: bool = False
     seconds: float = 0.0
     traceparent: str = ""
 

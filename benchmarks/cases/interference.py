@@ -71,7 +71,7 @@ class Loads:
             batch_bytes=BATCH_BYTES,
             drain_sums=True,
             leased=found.leased(0, 0, len(run)),
-            spares_cores=True,
+            out_of_process=True,
         )
         self._client.rpc.release_quietly(found.lease_id)
 

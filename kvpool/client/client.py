@@ -162,7 +162,7 @@ class Client:
         *,
         shards: ShardRange | None = None,
         batch_bytes: int = BATCH_BYTES,
-        spares_cores: bool = False,
+        out_of_process: bool = False,
     ) -> PutResult:
         """Stores blocks. Blocks that are present, or that another caller is writing, cost no bytes.
 
@@ -172,7 +172,7 @@ class Client:
                 that the blocks lie in.
             shards: which shards of each block; all of them by default.
             batch_bytes: most bytes passed to one call of `fill`; at least one block.
-            spares_cores: as in `get`.
+            out_of_process: as in `get`.
 
         Raises:
             InvalidRequestError: the arrays are not the blocks of `runs`.
@@ -190,7 +190,7 @@ class Client:
         granted = [idx for idx, status in enumerate(grant.statuses) if status is PutStatus.GRANTED]
         timeout_s = min(self.config.data_timeout_ms, grant.ticket_ttl_ms) / 1000
         transfer = Transfer(
-            grant.ticket_id, grant.offsets, region_bytes, timeout_s, batch_bytes, grant.permit, spares_cores
+            grant.ticket_id, grant.offsets, region_bytes, timeout_s, batch_bytes, grant.permit, out_of_process
         )
         writer = BlockWriter(namespace.transport, fill, granted, region_bytes, group.chunk_bytes)
         try:
@@ -239,7 +239,7 @@ class Client:
         head_blocks: int = 0,
         drain_sums: bool = False,
         leased: LeasedSlots | None = None,
-        spares_cores: bool = False,
+        out_of_process: bool = False,
     ) -> Located:
         """Reads leased blocks, verified.
 
@@ -254,7 +254,8 @@ class Client:
             drain_sums: `drain` returns the checksums of what it copies; else the transport computes them.
             leased: where all blocks of `runs` lie, from the lookup's answer: then there is no call. None: the server
                 is asked.
-            spares_cores: whether others in this process need its cores meanwhile: fewer threads move the bytes.
+            out_of_process: whether others in this process need its interpreter meanwhile: with `tcp`, another process
+                moves the bytes of callbacks.
 
         Returns:
             Where the blocks lay. A block that is gone is not `present`, and `drain` was not called for it.
@@ -285,7 +286,7 @@ class Client:
             if len(leased) != (count := sum(map(len, runs))):
                 raise InvalidRequestError(f"{len(leased)} leased slots for {count} blocks; give one a block")
             parts.append(
-                self._read_leased(namespace, lease_id, leased, group, shards, batch_bytes, reader, spares_cores)
+                self._read_leased(namespace, lease_id, leased, group, shards, batch_bytes, reader, out_of_process)
             )
             split = []  # Nothing is left to ask the server for.
         with closing(self.rpc.locate_in_parts(namespace, lease_id, split, shards)) as answers:
@@ -295,7 +296,7 @@ class Client:
                 first += len(located.present)
                 timeout_s = max(0.0, min(ends_at - time.monotonic(), located.lease_remaining_ms / 1000))
                 transfer = Transfer(
-                    lease_id, located.offsets, region_bytes, timeout_s, batch_bytes, located.permit, spares_cores
+                    lease_id, located.offsets, region_bytes, timeout_s, batch_bytes, located.permit, out_of_process
                 )
                 if indices:
                     reader.read(transfer, indices)
@@ -322,7 +323,7 @@ class Client:
         shards: ShardRange,
         batch_bytes: int,
         reader: BlockReader,
-        spares_cores: bool,
+        out_of_process: bool,
     ) -> Located:
         """Reads shards of slots whose places are known.
 
@@ -346,7 +347,7 @@ class Client:
             min(self.config.data_timeout_ms, located.lease_remaining_ms) / 1000,
             batch_bytes,
             located.permit,
-            spares_cores,
+            out_of_process,
             skip_bytes=shards.start * group.chunk_bytes,
             permitted_bytes=group.slot_bytes,
             permitted_offsets=leased.permitted_offsets,

@@ -47,7 +47,8 @@ class Transfer:
         timeout_s: time for the whole transfer.
         batch_bytes: most bytes passed to one callback; a batch has at least one region.
         permit: the server's proof for the data port that these regions were granted; empty if there is none.
-        spares_cores: whether others in this process need its cores meanwhile: fewer threads move the bytes.
+        out_of_process: whether others in this process need its interpreter meanwhile: another process moves the bytes
+            of callbacks, where the transport has one.
         skip_bytes: where in each region they begin: a rank moves some shards of whole slots that were granted.
         permitted_bytes: size of each region that was granted; 0: `region_bytes`.
         permitted_offsets: of all regions that were granted, where only some of them move; None: `offsets`.
@@ -60,7 +61,7 @@ class Transfer:
     timeout_s: float
     batch_bytes: int = BATCH_BYTES
     permit: bytes = b""
-    spares_cores: bool = False
+    out_of_process: bool = False
     skip_bytes: int = 0
     permitted_bytes: int = 0
     permitted_offsets: npt.NDArray[np.uint64] | None = None

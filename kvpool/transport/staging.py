@@ -24,12 +24,15 @@ class Staging:
 
     Args:
         nbytes: bound of what all transfers have together; a buffer that is larger by itself is memory of its own.
+        memory: so much that is there already; None: memory of its own.
     """
 
-    def __init__(self, nbytes: int = STAGING_BYTES):
-        pages = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        pages.madvise(mmap.MADV_HUGEPAGE)
-        self.memory: Bytes = np.frombuffer(pages, np.uint8)
+    def __init__(self, nbytes: int = STAGING_BYTES, memory: Bytes | None = None):
+        if memory is None:
+            pages = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            pages.madvise(mmap.MADV_HUGEPAGE)
+            memory = np.frombuffer(pages, np.uint8)
+        self.memory: Bytes = memory
         self._free = [(0, nbytes // UNIT_BYTES)]  # Gaps [start, stop) of units, by start.
         self._changed = threading.Condition()
 

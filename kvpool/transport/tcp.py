@@ -1,6 +1,7 @@
 """The `tcp` transport: bytes travel over TCP connections to the server's data port, as many as pay.
 
-`TcpWrite` and `TcpRead` are the transfers, `ConnectionPool` the connections that all transfers share.
+`TcpWrite` and `TcpRead` are the transfers, `ConnectionPool` the connections that all transfers share, and `Mover` a
+process for transfers whose caller needs its own interpreter meanwhile.
 
 After a client hangs up, a worker may still write bytes that were already received. So the ticket of a failed write is
 revoked: the server frees its slots once the worker has left them, which is soon.
@@ -14,19 +15,12 @@ import weakref
 from kvpool.protocol.offers import DataPortInfo
 from kvpool.transport.base import Bytes, Sink, Source, Transfer
 from kvpool.transport.helpers import Helpers
+from kvpool.transport.mover import Mover
 from kvpool.transport.staging import Staging
 from kvpool.transport.tcp_connection import Peer
 from kvpool.transport.tcp_connections import ConnectionPool
 from kvpool.transport.tcp_read import TcpRead
 from kvpool.transport.tcp_write import TcpWrite
-
-MAX_CONNECTIONS = 32
-"""Of one client, for all of its callers."""
-
-SPARING_CONNECTIONS = 2
-"""Most connections of a transfer that spares cores, unless the configuration says how many. Each launch of a kernel
-gives Python's lock up, and then waits behind all threads that move bytes: `benchmarks.cases.serving --gpu` shows with
-the arms "kvpool tcp" and "kvpool tcp+tls" what that costs a loaded engine."""
 
 
 def peer_of(info: DataPortInfo, host: str, connect_timeout_s: float, stall_timeout_s: float) -> Peer:
@@ -39,30 +33,30 @@ class TcpTransport:
 
     Args:
         num_connections: most connections of one transfer: one for the caller's thread, and one for each helper.
-        num_sparing: the same for transfers that spare cores; 0: `num_connections`.
+        num_apart: the same for transfers out of process.
 
     Attributes:
-        memory: what bytes of callbacks pass through.
+        memory: what bytes of callbacks pass through, out of process.
     """
 
     name = "tcp"
     one_sided = False
 
-    def __init__(self, peer: Peer, num_connections: int, num_sparing: int = 0):
+    def __init__(self, peer: Peer, num_connections: int, num_apart: int = 1):
         self.peer = peer
         self._num_connections = num_connections
-        self._num_sparing = num_sparing or num_connections
-        self._connections = ConnectionPool(peer, MAX_CONNECTIONS)
+        self._connections = ConnectionPool(peer)
         self._helpers = Helpers(num_connections - 1)
         self._staging = Staging()
-        self._end = weakref.finalize(self, _close_in, os.getpid(), self._connections, self._helpers)
+        self._mover = Mover(peer, num_apart)
+        self._end = weakref.finalize(self, _close_in, os.getpid(), self._mover, self._connections, self._helpers)
 
     def __repr__(self) -> str:
         return f"TcpTransport({self.route})"
 
     @property
     def memory(self) -> Bytes:
-        return self._staging.memory
+        return self._mover.memory
 
     @property
     def route(self) -> str:
@@ -70,20 +64,20 @@ class TcpTransport:
         return f"{self.peer}, {self._num_connections} connection{'s' * (self._num_connections > 1)}"
 
     def write(self, transfer: Transfer, source: Source) -> None:
-        TcpWrite(transfer, source, self._connections, self._helpers, self._movers_of(transfer)).run(self._staging)
+        if not (transfer.out_of_process and self._mover.write(transfer, source)):
+            TcpWrite(transfer, source, self._connections, self._helpers).run(self._staging)
 
     def read(self, transfer: Transfer, sink: Sink) -> None:
-        TcpRead(transfer, sink, self._connections, self._helpers, self._movers_of(transfer)).run(self._staging)
-
-    def _movers_of(self, transfer: Transfer) -> int:
-        return self._num_sparing if transfer.spares_cores else self._num_connections
+        if not (transfer.out_of_process and self._mover.read(transfer, sink)):
+            TcpRead(transfer, sink, self._connections, self._helpers).run(self._staging)
 
     def close(self) -> None:
         self._end()
 
 
-def _close_in(process_id: int, connections: ConnectionPool, helpers: Helpers) -> None:
+def _close_in(process_id: int, mover: Mover, connections: ConnectionPool, helpers: Helpers) -> None:
     """Closes only in the process that opened the connections: a fork that hangs up would end its parent's transfers."""
     if os.getpid() == process_id:
+        mover.close()
         connections.close()
         helpers.close()

@@ -7,6 +7,9 @@ import threading
 from kvpool.protocol.errors import PoolTimeoutError, TransferError
 from kvpool.transport.tcp_connection import Connection, Peer
 
+MAX_CONNECTIONS = 32
+"""Of one client, for all of its callers."""
+
 
 class ConnectionPool:
     """Connections to one peer, each used by one thread at a time. Thread-safe.
@@ -15,7 +18,7 @@ class ConnectionPool:
         max_connections: to have at once.
     """
 
-    def __init__(self, peer: Peer, max_connections: int):
+    def __init__(self, peer: Peer, max_connections: int = MAX_CONNECTIONS):
         self.peer = peer
         self._max_connections = max_connections
         self._changed = threading.Condition()

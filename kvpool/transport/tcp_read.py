@@ -15,16 +15,10 @@ from kvpool.transport.tcp_transfer import Batch, Move, TcpTransfer
 
 
 class TcpRead(TcpTransfer):
-    """One read.
+    """One read."""
 
-    Args:
-        num_movers: most threads, the caller's among them; 0: the caller and all helpers.
-    """
-
-    def __init__(
-        self, transfer: Transfer, sink: Sink, connections: ConnectionPool, helpers: Helpers, num_movers: int = 0
-    ):
-        super().__init__(transfer, sink.rows, connections, helpers, False, num_movers)
+    def __init__(self, transfer: Transfer, sink: Sink, connections: ConnectionPool, helpers: Helpers):
+        super().__init__(transfer, sink.rows, connections, helpers, False)
         self._sink = sink
         self._num_freed = 0
         self._draining: deque[tuple[Batch, Callable[[], object] | None]] = deque()

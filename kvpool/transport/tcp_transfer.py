@@ -30,9 +30,6 @@ PART_BYTES = (2 << 20, 8 << 20)
 """Bytes of a part, unless one region has more: at least, which stay in a core's cache until they are summed, and at
 most, which cost the threads of one interpreter fewer turns. Neighbours travel together."""
 
-SPARING_PART_BYTES = 16 << 20
-"""The most of a transfer that spares cores."""
-
 PARTS_A_MOVER = 4
 """A part is at most this fraction of a thread's share of what is left, down to the least: parts become smaller towards
 the end, so that a thread with a slow connection, for instance after a lost packet, does not end long after the others.
@@ -76,7 +73,6 @@ class TcpTransfer:
 
     Args:
         rows: the caller's arrays, one entry a region; None: each batch has a buffer.
-        num_movers: most threads, the caller's among them; 0: the caller and all helpers.
     """
 
     def __init__(
@@ -86,15 +82,12 @@ class TcpTransfer:
         connections: ConnectionPool,
         helpers: Helpers,
         is_write: bool,
-        num_movers: int,
     ):
         self._transfer = transfer
         self._rows = rows
         self._connections = connections
         self._helpers = helpers
-        num_threads = 1 + helpers.num_threads
-        self._num_movers = min(num_movers or num_threads, num_threads)
-        self._most_part_bytes = SPARING_PART_BYTES if transfer.spares_cores else PART_BYTES[1]
+        self._num_movers = 1 + helpers.num_threads
         self._deadline = time.monotonic() + transfer.timeout_s
         self._changed = threading.Condition()
         # Guarded by the lock.
@@ -125,7 +118,7 @@ class TcpTransfer:
         nbytes = PART_BYTES[0]
         if self._num_movers > 1:
             share = num_left * region_bytes // (self._num_movers * PARTS_A_MOVER)
-            nbytes = max(nbytes, min(self._most_part_bytes, share))
+            nbytes = max(nbytes, min(PART_BYTES[1], share))
         return max(1, nbytes // region_bytes)
 
     @contextlib.contextmanager

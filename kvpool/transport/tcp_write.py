@@ -15,16 +15,10 @@ from kvpool.transport.tcp_transfer import Batch, Move, TcpTransfer
 
 
 class TcpWrite(TcpTransfer):
-    """One write.
+    """One write."""
 
-    Args:
-        num_movers: most threads, the caller's among them; 0: the caller and all helpers.
-    """
-
-    def __init__(
-        self, transfer: Transfer, source: Source, connections: ConnectionPool, helpers: Helpers, num_movers: int = 0
-    ):
-        super().__init__(transfer, source.rows, connections, helpers, True, num_movers)
+    def __init__(self, transfer: Transfer, source: Source, connections: ConnectionPool, helpers: Helpers):
+        super().__init__(transfer, source.rows, connections, helpers, True)
         self._source = source
         self._filled: deque[Move] = deque()
         self._filling = True

@@ -25,7 +25,7 @@ from kvpool.transport.segment import Segment
 from kvpool_server.data_plane.admission import MAX_SEATS, Admission, Seat
 from kvpool_server.data_plane.connection import Connection
 from kvpool_server.data_plane.permits import TransferWord, map_words
-from kvpool_server.process.child_process import exit_with_server, receive_settings
+from kvpool.transport.child_process import exit_with_parent, receive_settings
 
 ACCEPT_AGAIN_S = 0.1
 TALLY_COLUMNS = 2
@@ -149,7 +149,7 @@ class DataWorker:
 def main() -> None:
     """Serves until the server ends."""
     settings = WorkerSettings.from_json(receive_settings())
-    exit_with_server()
+    exit_with_parent()
     segment = Segment(settings.segment_fd, settings.nbytes)
     tallies = np.frombuffer(mmap.mmap(settings.tally_fd, 0), np.uint64).reshape(-1, TALLY_COLUMNS)
     listener = socket.socket(fileno=settings.listen_fd)

@@ -20,7 +20,7 @@ from kvpool.protocol.types import NONCE_BYTES
 from kvpool.transport.segment import Segment
 from kvpool_server.data_plane.permits import PermitTable
 from kvpool_server.data_plane.worker import TALLY_COLUMNS, WorkerSettings
-from kvpool_server.process.child_process import ChildProcess
+from kvpool.transport.child_process import ChildProcess
 
 log = structlog.get_logger()
 

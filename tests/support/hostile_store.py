@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from kvpool_server.process.child_process import exit_with_server, receive_settings
+from kvpool.transport.child_process import exit_with_parent, receive_settings
 
 Send = Callable[[bytes], object]
 
@@ -61,7 +61,7 @@ MISDEEDS: dict[str, Callable[[Send], None]] = {
 def main() -> None:
     """Misbehaves until the server ends."""
     settings = receive_settings()
-    exit_with_server()
+    exit_with_parent()
     when, _, misdeed = settings["master"].partition(":")
     try:
         os.ftruncate(settings["memory_fd"], 0)  # The server would end with a bus error.

@@ -28,6 +28,14 @@ _JSON_WELCOME = re.compile(r'"endpoint": "(\S+)", "unix_endpoint": [^,]+, "metri
 Found = TypeVar("Found")
 
 
+def is_running(pid: int) -> bool:
+    """Whether there is such a process, and it is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
 def wait_for(ask: Callable[[], Found], what: str, deadline_s: float = 30.0) -> Found:
     """Asks until the answer is truthy, and returns it; AssertionError naming `what` after the deadline."""
     ends_at = time.monotonic() + deadline_s

@@ -17,11 +17,13 @@ import numpy as np
 from kvpool.protocol.offers import DataPortInfo
 from kvpool.transport.base import Sink, Source, Transfer
 from kvpool.transport.data_port import Kind, pack_offsets
+from kvpool.transport.mover import Mover
 from kvpool.transport.tcp import TcpTransport, peer_of
+from kvpool.transport.tcp_connection import Peer
 from kvpool_server.data_plane.admission import MAX_CONNECTIONS, MAX_SEATS, MAX_UNPROVEN, Admission
 from kvpool_server.data_plane.permits import PermitTable
 from kvpool_server.data_plane.worker import TALLY_COLUMNS, DataWorker
-from tests.support.processes import ServerProcess
+from tests.support.processes import ServerProcess, wait_for
 
 KEY, NONCE = b"k" * 32, b"n" * 16
 NUM_ENTRIES = 10_000
@@ -57,8 +59,11 @@ class Port:
         self.thread = threading.Thread(target=worker.serve, daemon=True)
         self.thread.start()
 
+    def peer(self, stall_timeout_s: float = 5.0) -> Peer:
+        return peer_of(self.info, "127.0.0.1", 5.0, stall_timeout_s)
+
     def connect(self, num_connections: int, stall_timeout_s: float = 5.0) -> TcpTransport:
-        return TcpTransport(peer_of(self.info, "127.0.0.1", 5.0, stall_timeout_s), num_connections)
+        return TcpTransport(self.peer(stall_timeout_s), num_connections)
 
     def permit(
         self, kind: Kind, holding_id: int, offsets: Sequence[int], region_bytes: int, ttl_s: float = 60.0
@@ -113,6 +118,14 @@ class Permitted:
 
     def close(self) -> None:
         self.inner.close()
+
+
+def wait_for_mover(mover: Mover) -> int:
+    """Has a mover start its process, and waits until the process takes transfers; returns its id."""
+    nothing = Transfer(1, (), 64, 5.0), Source(lambda first, buffers: None)
+    wait_for(lambda: mover.write(*nothing), "the process that moves bytes")
+    assert mover._process is not None
+    return mover._process._child.pid
 
 
 def workers_of(server: ServerProcess) -> list[int]:

@@ -139,15 +139,9 @@ class Loads:
         self._new(request_id, None)
         return replaced
 
-    def take_new(self, beside_compute: bool = False) -> list[LoadJob]:
-        """The loads that this step gives to the ranks.
-
-        Args:
-            beside_compute: the step computes tokens, too.
-        """
+    def take_new(self) -> list[LoadJob]:
+        """The loads that this step gives to the ranks."""
         new, self.new = self.new, []
-        for job in new:
-            job.beside_compute = beside_compute
         return new
 
     def _new(

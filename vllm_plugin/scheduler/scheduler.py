@@ -233,7 +233,7 @@ class KVPoolScheduler:
         check = self._resets.check_due(output.total_num_scheduled_tokens)
         # Last: a load that vLLM waits for must reach the ranks, whatever fails above.
         self._delivered_step = self.jobs.step
-        loads = self.loads.take_new(beside_compute=output.total_num_scheduled_tokens > 0)
+        loads = self.loads.take_new()
         return ConnectorMetadata(loads, stores, dropped, self.stages.weights_epoch, check)
 
     def bare_metadata(self, output: SchedulerOutput) -> ConnectorMetadata:

@@ -185,7 +185,7 @@ class SendThread(TransferThread[StoreJob]):
                 self._copier.in_place(part.group_idx, mine) or fill,
                 shards=shards,
                 batch_bytes=self._copier.batch_bytes,
-                spares_cores=self._copier.sums(part.group_idx),
+                out_of_process=self._copier.sums(part.group_idx),
             )
             granted = result.statuses.count(PutStatus.GRANTED)
             self._recorder.add("stored_blocks", granted)
@@ -251,8 +251,7 @@ class ReceiveThread(TransferThread[LoadJob]):
             head_blocks=self._copier.head_blocks,
             drain_sums=self._copier.sums(part.group_idx),
             leased=part.leased[self._stage] if part.leased and job.clock == own_clock() else None,
-            # Threads that also sum the bytes are worth their cores: fewer would carry far less.
-            spares_cores=job.beside_compute and self._copier.sums(part.group_idx),
+            out_of_process=self._copier.sums(part.group_idx),
         )
         present = sum(located.present)
         self._recorder.add("loaded_bytes", present * shards.count * namespace.spec.groups[part.group_idx].chunk_bytes)

@@ -22,7 +22,7 @@ import numpy.typing as npt
 import structlog
 
 from kvpool.protocol.text import printable
-from kvpool_server.process.child_process import ChildProcess
+from kvpool.transport.child_process import ChildProcess
 from kvpool_server.tiers.mooncake.messages import CODES, TEXT, Call, MessageError, MessageSocket, Request, socket_pair
 from kvpool_server.tiers.mooncake.worker import TRANSFERS, StoreConfig
 

@@ -28,7 +28,7 @@ import numpy as np
 
 from kvpool.protocol.errors import ConfigError
 from kvpool.transport.mooncake_engine import engine_start, import_mooncake
-from kvpool_server.process.child_process import receive_settings, wait_for_server_end
+from kvpool.transport.child_process import receive_settings, wait_for_parent_end
 from kvpool_server.tiers.mooncake.messages import (
     MAX_TEXT_CHARS,
     REQUEST,
@@ -161,7 +161,7 @@ def main() -> None:
     turn = threading.Lock()
     for channel in channels:
         threading.Thread(target=serve, args=(store, channel, memory, turn), daemon=True).start()
-    wait_for_server_end()
+    wait_for_parent_end()
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(END_S)  # Ends the process even while Mooncake keeps Python's lock.
     if config.segment_bytes:

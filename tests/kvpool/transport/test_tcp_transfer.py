@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -19,7 +19,6 @@ from kvpool.transport.base import Buffers, Bytes, Pieces, Sink, Source, Transfer
 from kvpool.transport.data_port import Kind, Status
 from kvpool.transport.helpers import Helpers
 from kvpool.transport.staging import UNIT_BYTES, Staging
-from kvpool.transport.tcp import TcpTransport
 from kvpool.transport.tcp_connection import Peer
 from kvpool.transport.tcp_connections import ConnectionPool
 from kvpool.transport.tcp_read import TcpRead
@@ -245,7 +244,6 @@ def test_a_transfer_ends_well_or_with_an_error_in_time_and_leaves_nothing_behind
         port = stack.enter_context(scripted_port(*case.scripts, nbytes=max(nbytes, 64)))
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         patch.setattr(tcp_transfer, "PART_BYTES", (case.part_bytes, 4 * case.part_bytes))
-        patch.setattr(tcp_transfer, "SPARING_PART_BYTES", 8 * case.part_bytes)
         attempt = Attempt(case, port)
         stack.callback(attempt.helpers.close)
         stack.callback(attempt.connections.close)
@@ -379,20 +377,6 @@ def test_parts_become_smaller_towards_the_end_of_a_transfer(monkeypatch: pytest.
     counts = [count for _, count in sorted(parts)]
     assert counts == sorted(counts, reverse=True) and sum(counts) == 200
     assert (counts[0], counts[-1]) == (10, 1)
-
-
-def test_a_transfer_that_spares_cores_uses_its_own_number_of_connections(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tcp_transfer, "PART_BYTES", (64, 64))
-    with scripted_port() as port, closing(TcpTransport(port.peer(), 3, num_sparing=2)) as transport:
-        transfer = Transfer(1, [0] * 300, 64, AMPLE_S, 64, bytes(24), spares_cores=True)
-        transport.read(transfer, Sink(rows=[row() for _ in range(300)], sum=lambda first, regions: None))
-        assert port.num_connections <= 2
-
-        def sum_regions(first: int, regions: Sequence[Pieces]) -> None:
-            wait_for(lambda: port.num_connections == 3, "all helpers to connect")
-
-        transfer = replace(transfer, spares_cores=False)
-        transport.read(transfer, Sink(rows=[row() for _ in range(300)], sum=sum_regions))
 
 
 def test_a_connection_that_nobody_needed_is_kept_for_the_next() -> None:

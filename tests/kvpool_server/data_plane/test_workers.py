@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
+from kvpool.transport.child_process import ChildProcess
 from kvpool.transport.data_port import Kind, pack_offsets
 from kvpool.transport.segment import Segment
 from kvpool_server.data_plane import workers as module
 from kvpool_server.data_plane.admission import MAX_SEATS
 from kvpool_server.data_plane.permits import PermitTable
 from kvpool_server.data_plane.workers import DataWorkers
-from kvpool_server.process.child_process import ChildProcess
 from tests.support.data_client import DataClient
 from tests.support.processes import wait_for
 

@@ -143,19 +143,6 @@ def test_a_load_names_the_leased_blocks_and_their_places(core: MakeCore) -> None
     assert one.step().loads == [], "a load is told once"
 
 
-def test_a_load_knows_whether_its_step_computes(core: MakeCore) -> None:
-    one = core().connected()
-    other, request = make_request("other", tokens(50)), make_request("r", tokens(100))
-    fill(one, request.block_hashes)
-    for request_id, scheduled in (("idle", []), ("busy", [(other, 50)])):
-        again = make_request(request_id, tokens(100))
-        one.allocate(again, one.ask(again))
-        if scheduled:
-            one.allocate(other, one.ask(other))
-        (job,) = one.step(*scheduled).loads
-        assert job.beside_compute == bool(scheduled)
-
-
 def test_a_hit_that_another_connector_serves_is_not_loaded_and_its_lease_ends(alone: Core) -> None:
     one = alone
     request = make_request("r", tokens(100))

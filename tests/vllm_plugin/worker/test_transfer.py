@@ -22,6 +22,7 @@ from tests.conftest import StartServer
 from tests.support.faults import flip_arena, stopped
 from tests.support.processes import ServerProcess, wait_for
 from tests.support.values import group_spec, namespace_spec, run_of
+from tests.support.workers import wait_for_mover
 from vllm_plugin.metadata import GroupBlocks, LoadJob, StoreJob
 from vllm_plugin.metrics import Recorder
 from vllm_plugin.model.groups import RankShards
@@ -205,31 +206,32 @@ class Device:
 
 
 @pytest.mark.parametrize("on_device", [False, True])
-@pytest.mark.parametrize("beside_compute", [False, True])
-def test_a_device_spares_cores_for_those_who_compute(
-    on_device: bool, beside_compute: bool, start: Start, shared_server: ServerProcess, monkeypatch: pytest.MonkeyPatch
+def test_bytes_of_a_device_move_in_a_process_of_their_own(
+    on_device: bool, start: Start, shared_server: ServerProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rank = start(shared_server, transport="tcp", stream_connections=2)
     if on_device:
         rank.sender._copier = rank.receiver._copier = Device(rank.copier)
     transport = rank.session.namespace.transport
-    sparing: list[bool] = []
+    apart: list[bool] = []
+    if on_device:
+        wait_for_mover(transport._mover)
 
-    def move(act: Callable[..., None], transfer: Transfer, end: Any) -> None:
-        sparing.append(transfer.spares_cores)
-        act(transfer, end)
+    def move(act: Callable[..., bool], transfer: Transfer, end: Any) -> bool:
+        apart.append(act(transfer, end))
+        return apart[-1]
 
     for name in ("read", "write"):
-        monkeypatch.setattr(transport, name, functools.partial(move, getattr(transport, name)))
-    names = [f"sparing {on_device} {beside_compute} {nth}" for nth in range(3)]
+        monkeypatch.setattr(transport._mover, name, functools.partial(move, getattr(transport._mover, name)))
+    names = [f"apart {on_device} {nth}" for nth in range(3)]
     blocks = [3, 1, 7]
     assert rank.store(names, blocks)
     before = rank.kv[:, blocks].clone()
     rank.kv.zero_()
-    rank.receiver.submit(LoadJob("r", (rank.lease(names),), [blocks_of(names, blocks)], beside_compute=beside_compute))
+    rank.receiver.submit(LoadJob("r", (rank.lease(names),), [blocks_of(names, blocks)]))
     assert rank._outcome(rank.receiver)
     assert torch.equal(rank.kv[:, blocks], before)
-    assert sparing == [on_device, on_device and beside_compute]
+    assert apart == [True, True] * on_device
 
 
 class Behind(Device):

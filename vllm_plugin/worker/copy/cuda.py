@@ -32,7 +32,8 @@ STAGING_BYTES = 32 << 20
 NUM_BUFFERS = 2
 """Staging buffers of each direction."""
 MAX_IDLE_WORDS = 128
-"""Pinned arrays of words that a direction keeps for later copies."""
+"""Pinned arrays of words, and events, that a direction keeps for later copies: making or ending one waits for a lock of
+the driver that the engine's launches hold."""
 MAX_STAGED_SIZES = 128
 """Views of a staging buffer that are kept for later copies of the same size."""
 COPIES_BETWEEN_YIELDS = 64
@@ -190,7 +191,7 @@ class _Direction:
         self._copies_stream, self.kernels_stream = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self.copies, self.kernels = self._copies_stream.cuda_stream, self.kernels_stream.cuda_stream
         self._buffers = itertools.cycle([_StagingBuffer(device, shapes, hasher, nbytes) for _ in range(NUM_BUFFERS)])
-        self._host_words: list[torch.Tensor] = []
+        self._idle: list[tuple[torch.Tensor, driver.Event]] = []
         self._entered = threading.local()
 
     def enter(self) -> None:
@@ -203,16 +204,16 @@ class _Direction:
         self.enter()
         return next(self._buffers)
 
-    def borrow_words(self, count: int) -> torch.Tensor:
-        """Pinned int64 [at least count], used before if possible."""
-        words = self._host_words.pop() if self._host_words else None
+    def borrow(self, count: int) -> tuple[torch.Tensor, driver.Event]:
+        """Pinned int64 [at least count], and an event, used before if possible."""
+        words, event = self._idle.pop() if self._idle else (None, driver.Event())
         if words is None or words.numel() < count:
             words = torch.empty(1 << max(count - 1, 1).bit_length(), dtype=torch.int64, pin_memory=True)
-        return words
+        return words, event
 
-    def give_words_back(self, words: torch.Tensor) -> None:
-        if len(self._host_words) < MAX_IDLE_WORDS:
-            self._host_words.append(words)
+    def give_back(self, words: torch.Tensor, event: driver.Event) -> None:
+        if len(self._idle) < MAX_IDLE_WORDS:
+            self._idle.append((words, event))
 
 
 class _StagingBuffer:
@@ -315,11 +316,11 @@ class _Copy:
     def __init__(self, direction: _Direction, staged: _StagedBlocks, block_ids: BlockIds):
         self._direction = direction
         self._blocks = staged
-        self._host_words = direction.borrow_words(staged.num_ids + staged.num_sums)
+        self._host_words, self.done = direction.borrow(staged.num_ids + staged.num_sums)
         self._address = self._host_words.data_ptr()
         self._host_words.numpy()[: staged.num_ids] = np.asarray(block_ids, np.int64).reshape(-1)
         self._found: list[int] | None = None
-        self.done = driver.Event()
+        self._has_ended = False
         self.loan: Loan | None = None
 
     def send_ids(self) -> None:
@@ -334,6 +335,8 @@ class _Copy:
 
     def wait(self) -> None:
         """Returns when the blocks have arrived. Idempotent, and for any thread."""
+        if self._has_ended:
+            return
         self._direction.enter()
         self.done.synchronize()
         loan, self.loan = self.loan, None
@@ -344,7 +347,7 @@ class _Copy:
         """The checksums; None, once the blocks have arrived, if the caller must compute them."""
         if not self._blocks.num_sums:
             self.wait()
-            self._direction.give_words_back(self._host_words)
+            self._end()
             return None
         return self._finish
 
@@ -354,8 +357,13 @@ class _Copy:
             first, stop = self._blocks.num_ids, self._blocks.num_ids + self._blocks.num_sums
             accumulators = self._host_words.numpy()[first:stop].view(np.uint64).reshape(-1, 8)
             self._found = xxh3.finish(accumulators, self._blocks.chunk_bytes)
-            self._direction.give_words_back(self._host_words)  # Once: they are another copy's from now on.
+            self._end()
         return self._found
+
+    def _end(self) -> None:
+        """Once: words and event are another copy's from now on."""
+        self._has_ended = True
+        self._direction.give_back(self._host_words, self.done)
 
 
 def _even(words: int) -> int:

@@ -9,26 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from kvpool_server.process.child_process import ChildProcess
-from tests.support.processes import wait_for
+from kvpool.transport.child_process import ChildProcess
+from tests.support.processes import is_running, wait_for
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 CHILD = "tests.support.child"
 SERVER = f"""
 import subprocess, sys
-from kvpool_server.process.child_process import ChildProcess
+from kvpool.transport.child_process import ChildProcess
 child = ChildProcess("{CHILD}", {{"ends": sys.argv[1], "key": b"secret"}}, (), stdout=subprocess.PIPE)
 print(child.pid, flush=True)
 print(child.stdout.readline().decode(), end="", flush=True)
 sys.stdin.read()
 """
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 @pytest.mark.parametrize("ends", ["by its main thread", "whatever runs"])
@@ -39,10 +32,10 @@ def test_a_child_ends_with_a_server_that_is_killed(ends: str) -> None:
     assert server.stdout is not None
     pid = int(server.stdout.readline())
     assert server.stdout.readline() == f"{b'secret'.hex()}\n"
-    assert "secret" not in Path(f"/proc/{pid}/cmdline").read_text() and _is_running(pid)
+    assert "secret" not in Path(f"/proc/{pid}/cmdline").read_text() and is_running(pid)
     server.kill()
     server.communicate()
-    wait_for(lambda: not _is_running(pid), "the child's end")
+    wait_for(lambda: not is_running(pid), "the child's end")
 
 
 def test_end_asks_and_waits() -> None:

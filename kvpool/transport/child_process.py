@@ -1,11 +1,11 @@
-"""Child processes that end with the server, and get their settings from it.
+"""Child processes that end with their parent, and get their settings from it.
 
-The server keeps a pipe to each child's standard input open. The pipe's first line is the child's settings, as JSON; the
-pipe closes when the server ends, however it ends, and the child ends then. The settings may hold keys, which therefore
+The parent keeps a pipe to each child's standard input open. The pipe's first line is the child's settings, as JSON; the
+pipe closes when the parent ends, however it ends, and the child ends then. The settings may hold keys, which therefore
 appear in no command line and no environment.
 
-The server side is `ChildProcess`; the child side is `receive_settings`, then `wait_for_server_end` or
-`exit_with_server`. Standard library only: a data worker imports this module.
+The parent's side is `ChildProcess`; the child's side is `receive_settings`, then `wait_for_parent_end` or
+`exit_with_parent`. Standard library only: a data worker imports this module.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import kvpool_server
-
 
 class ChildProcess(subprocess.Popen[bytes]):
     """`python -m MODULE`, which imports from the same release as this process.
@@ -33,7 +31,7 @@ class ChildProcess(subprocess.Popen[bytes]):
     """
 
     def __init__(self, module: str, settings: Mapping[str, Any], pass_fds: Sequence[int], stdout: int | None = None):
-        path = [str(Path(kvpool_server.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+        path = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
         super().__init__(
             [sys.executable, "-P", "-m", module],
             stdin=subprocess.PIPE,
@@ -65,10 +63,10 @@ class ChildProcess(subprocess.Popen[bytes]):
 
 
 def receive_settings() -> dict[str, Any]:
-    """In the child: the server's settings. Ends the process if the server has ended.
+    """In the child: the parent's settings. Ends the process if the parent has ended.
 
-    From now on the process ignores SIGINT and SIGTERM: a terminal or a supervisor sends them to the server, too, which
-    drains and needs its children meanwhile.
+    From now on the process ignores SIGINT and SIGTERM: a terminal or a supervisor sends them to the parent, too, which
+    may need its children for a while.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
@@ -79,17 +77,17 @@ def receive_settings() -> dict[str, Any]:
     return settings
 
 
-def wait_for_server_end() -> None:
-    """In the child: returns when the server has ended, or has requested this process's end."""
+def wait_for_parent_end() -> None:
+    """In the child: returns when the parent has ended, or has requested this process's end."""
     while os.read(sys.stdin.fileno(), 4096):
         pass
 
 
-def exit_with_server() -> None:
-    """In the child: starts a thread that ends the process with the server, at once, whatever runs."""
+def exit_with_parent() -> None:
+    """In the child: starts a thread that ends the process with the parent, at once, whatever runs."""
 
     def run() -> None:
-        wait_for_server_end()
+        wait_for_parent_end()
         os._exit(0)
 
     threading.Thread(target=run, name="kvpool-end", daemon=True).start()

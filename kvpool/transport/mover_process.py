@@ -1,0 +1,61 @@
+"""The process that moves bytes: `python -m kvpool.transport.mover_process`, started by `mover.py` alone."""
+
+from __future__ import annotations
+
+import threading
+from multiprocessing.connection import Connection
+
+from kvpool.protocol.errors import KVPoolError, TransferError
+from kvpool.transport.base import Buffers, Sink, Source
+from kvpool.transport.child_process import exit_with_parent, receive_settings
+from kvpool.transport.helpers import Helpers
+from kvpool.transport.mover import Batch, CallbackError
+from kvpool.transport.segment import Segment
+from kvpool.transport.staging import Staging
+from kvpool.transport.tcp_connection import Peer
+from kvpool.transport.tcp_connections import ConnectionPool
+from kvpool.transport.tcp_read import TcpRead
+from kvpool.transport.tcp_write import TcpWrite
+
+
+def main() -> None:
+    """A thread a channel moves one transfer after the other, until the engine ends."""
+    settings = receive_settings()
+    exit_with_parent()
+    peer = Peer(**{**settings["peer"], "nonce": bytes.fromhex(settings["peer"]["nonce"])})
+    connections, helpers = ConnectionPool(peer), Helpers(settings["num_connections"] - 1)
+    staging = Staging(memory=Segment(settings["memory_fd"], settings["nbytes"]).bytes)
+    threads = [
+        threading.Thread(target=_serve, args=(Connection(fd), connections, helpers, staging))
+        for fd in settings["channel_fds"]
+    ]
+    for thread in threads:
+        thread.start()
+
+
+def _serve(channel: Connection, connections: ConnectionPool, helpers: Helpers, staging: Staging) -> None:
+    base = staging.memory.ctypes.data
+
+    def ask(first: int, buffers: Buffers) -> None:
+        channel.send(Batch(first, first + len(buffers), buffers[0].ctypes.data - base))
+        if not channel.recv():
+            raise CallbackError
+
+    channel.send("ready")
+    while True:
+        is_write, transfer = channel.recv()
+        said: Exception | None = None
+        try:
+            if is_write:
+                TcpWrite(transfer, Source(ask), connections, helpers).run(staging)
+            else:
+                TcpRead(transfer, Sink(ask), connections, helpers).run(staging)
+        except (KVPoolError, CallbackError) as error:
+            said = error
+        except Exception as error:
+            said = TransferError(f"a transfer to or from {connections.peer} failed: {error!r}")
+        channel.send(said)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,216 @@
+"""Transfers in a process of their own: the contract, and a process that is late, hangs, dies, or outlives nobody."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from kvpool.protocol.errors import LeaseExpiredError, PoolTimeoutError, TransferError, UnavailableError
+from kvpool.transport import child_process
+from kvpool.transport import mover as module
+from kvpool.transport.base import Buffers, Sink, Source, Transfer
+from kvpool.transport.data_port import Kind
+from kvpool.transport.mover import NUM_CHANNELS, Mover
+from kvpool.transport.staging import STAGING_BYTES
+from tests.contracts.transport_contract import DEADLINE_S, REGION_BYTES, Regions, Rig, TransportContract
+from tests.support.processes import is_running, wait_for
+from tests.support.workers import Permitted, Port, data_port, wait_for_mover
+
+MIB = 1 << 20
+ROOT = Path(__file__).parents[3]
+ENGINE = """
+import sys, time
+from kvpool.transport.mover import Mover
+from kvpool.transport.tcp_connection import Peer
+from tests.support.workers import wait_for_mover
+mover = Mover(Peer("127.0.0.1", 1, b"n" * 16, 1.0, 1.0), 2)
+print(wait_for_mover(mover), flush=True)
+sys.stdin.read()
+"""
+
+
+class Apart:
+    """A mover as a transport. Transfers that the process does not take are this process's, as with `TcpTransport`."""
+
+    name, one_sided = "tcp", False
+
+    def __init__(self, port: Port, num_connections: int):
+        self.mover = Mover(port.peer(), num_connections)
+        self._here = port.connect(1)
+        self.memory = self.mover.memory
+        self.num_left = 0
+        self.pid = wait_for_mover(self.mover)
+
+    def write(self, transfer: Transfer, source: Source) -> None:
+        if not self.mover.write(transfer, source):
+            self.num_left += source.fill is not None
+            self._here.write(transfer, source)
+
+    def read(self, transfer: Transfer, sink: Sink) -> None:
+        if not self.mover.read(transfer, sink):
+            self.num_left += sink.drain is not None
+            self._here.read(transfer, sink)
+
+    def close(self) -> None:
+        self.mover.close()
+        self._here.close()
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["plain", "sealed"])
+def port(request: pytest.FixtureRequest) -> Iterator[Port]:
+    with data_port(sealed=request.param) as port:
+        yield port
+
+
+@pytest.fixture(scope="module", params=[1, 3])
+def apart(request: pytest.FixtureRequest, port: Port) -> Iterator[Apart]:
+    with closing(Apart(port, request.param)) as apart:
+        yield apart
+
+
+class TestContract(TransportContract):
+    @pytest.fixture
+    def rig(self, port: Port, apart: Apart, request: pytest.FixtureRequest) -> Iterator[Rig]:
+        def regions(num_regions: int, region_bytes: int) -> Regions:
+            start = next(AT) % 8 * 4 * MIB if num_regions * region_bytes < 3 * MIB else 40 * MIB
+            offsets = tuple(start + nth * region_bytes + nth // 2 * 8 for nth in range(num_regions))
+            return Regions(next(IDS), offsets, lambda: next(IDS))
+
+        apart.num_left = 0
+        yield Rig(Permitted(apart, port), regions)
+        assert not apart.num_left or "threads" in request.node.name, "this process has moved the bytes"
+
+    def test_close_is_idempotent(self, port: Port) -> None:
+        apart = Apart(port, 1)
+        apart.close()
+        apart.close()
+        assert not is_running(apart.pid)
+
+
+AT, IDS = itertools.count(), itertools.count(1)
+
+
+@pytest.fixture
+def own(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Apart, Port]]:
+    """A mover for one test, which loses patience early."""
+    monkeypatch.setattr(module, "LATE_S", 0.3)
+    with data_port() as port, closing(Apart(port, 2)) as apart:
+        yield apart, port
+
+
+def write(apart: Apart, port: Port, fill: object, timeout_s: float = DEADLINE_S, count: int = 4) -> bool:
+    """Whether the process took a write of some regions, one a batch."""
+    offsets = [nth * REGION_BYTES for nth in range(count)]
+    permit = port.permit(Kind.WRITE, 1, offsets, REGION_BYTES)
+    return apart.mover.write(Transfer(1, offsets, REGION_BYTES, timeout_s, 1, permit), Source(fill))
+
+
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_process_that_dies_or_hangs_fails_its_transfers_and_is_started_again(
+    own: tuple[Apart, Port], sent: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    apart, port = own
+    began = time.monotonic()
+    with pytest.raises(TransferError if sent is signal.SIGKILL else PoolTimeoutError, match=r"has ended|hung"):
+        write(apart, port, lambda first, buffers: os.kill(apart.pid, sent), timeout_s=0.5)
+    assert time.monotonic() - began < 5 and not is_running(apart.pid)
+    assert not write(apart, port, lambda first, buffers: None), "the next must not wait for a new process"
+    apart.mover._start_at = 0.0  # As after START_AGAIN_S.
+    assert wait_for_mover(apart.mover) != apart.pid
+    assert write(apart, port, lambda first, buffers: None)
+
+
+def test_others_go_on_beside_a_full_process(own: tuple[Apart, Port]) -> None:
+    apart, port = own
+    busy, go_on = threading.Barrier(NUM_CHANNELS + 1), threading.Event()
+
+    def fill(first: int, buffers: Buffers) -> None:
+        if not first:
+            busy.wait(10)
+            go_on.wait(10)
+
+    threads = [threading.Thread(target=write, args=(apart, port, fill)) for _ in range(NUM_CHANNELS)]
+    for thread in threads:
+        thread.start()
+    busy.wait(10)
+    assert not write(apart, port, lambda first, buffers: None)
+    go_on.set()
+    for thread in threads:
+        thread.join(10)
+    assert write(apart, port, lambda first, buffers: None)
+
+
+def test_closing_ends_transfers_under_way(own: tuple[Apart, Port]) -> None:
+    apart, port = own
+    with pytest.raises(TransferError, match="has ended"):
+        write(apart, port, lambda first, buffers: apart.mover.close())
+    assert not is_running(apart.pid)
+    assert not write(apart, port, lambda first, buffers: None)
+
+
+def test_what_the_process_meets_reaches_the_caller(own: tuple[Apart, Port]) -> None:
+    apart, port = own
+    expired = Transfer(1, [0], 64, DEADLINE_S, 64, port.permit(Kind.READ, 1, [0], 64, ttl_s=0))
+    with pytest.raises(LeaseExpiredError, match="has expired"):
+        apart.mover.read(expired, Sink(lambda first, buffers: None))
+    with pytest.raises(KeyboardInterrupt):
+        write(apart, port, interrupt)
+    assert not is_running(apart.pid), "it may still write into the buffers"
+    gone = Mover(module.Peer("127.0.0.1", 1, b"n" * 16, 1.0, 1.0), 1)
+    with closing(gone):
+        wait_for_mover(gone)
+        with pytest.raises(UnavailableError, match="cannot reach the data port"):
+            gone.read(expired, Sink(lambda first, buffers: None))
+
+
+def interrupt(first: int, buffers: Buffers) -> None:
+    raise KeyboardInterrupt
+
+
+def test_what_does_not_fit_the_shared_memory_stays_here(apart: Apart) -> None:
+    transfer = Transfer(1, [0], STAGING_BYTES + 1, DEADLINE_S)
+    assert not apart.mover.write(transfer, Source(lambda first, buffers: None))
+
+
+def test_a_fork_has_no_mover(own: tuple[Apart, Port]) -> None:
+    apart, port = own
+    if not (pid := os.fork()):
+        os._exit(write(apart, port, lambda first, buffers: None))
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert write(apart, port, lambda first, buffers: None)
+
+
+@pytest.mark.parametrize("executable", ["/bin/false", "/no/such/file"])
+def test_a_process_that_does_not_start_is_told_once(
+    executable: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(child_process.sys, "executable", executable)
+    with data_port() as port, closing(Mover(port.peer(), 1)) as mover:
+        nothing = Transfer(1, (), 64, DEADLINE_S), Source(lambda first, buffers: None)
+        assert not mover.write(*nothing)
+        wait_for(lambda: caplog.records, "a warning")
+        for _ in range(3):
+            assert not mover.write(*nothing)
+        assert len(caplog.records) == 1 and "this process moves them" in caplog.text
+
+
+def test_the_process_ends_with_an_engine_that_is_killed() -> None:
+    engine = subprocess.Popen(
+        [sys.executable, "-c", ENGINE], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert engine.stdout is not None
+    pid = int(engine.stdout.readline())
+    assert is_running(pid)
+    engine.kill()
+    engine.communicate()
+    wait_for(lambda: not is_running(pid), "the end of the process")
