@@ -31,6 +31,8 @@ def main() -> None:
     ]
     for thread in threads:
         thread.start()
+    for thread in threads:  # Helpers start no thread once the main one has ended.
+        thread.join()
 
 
 def _serve(channel: Connection, connections: ConnectionPool, helpers: Helpers, staging: Staging) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import signal
@@ -24,6 +25,7 @@ from kvpool.transport.mover import NUM_CHANNELS, Mover
 from kvpool.transport.staging import STAGING_BYTES
 from tests.contracts.transport_contract import DEADLINE_S, REGION_BYTES, Regions, Rig, TransportContract
 from tests.support.processes import is_running, wait_for
+from tests.support.scripted_port import scripted_port
 from tests.support.workers import Permitted, Port, data_port, wait_for_mover
 
 MIB = 1 << 20
@@ -128,6 +130,14 @@ def test_a_process_that_dies_or_hangs_fails_its_transfers_and_is_started_again(
     apart.mover._start_at = 0.0  # As after START_AGAIN_S.
     assert wait_for_mover(apart.mover) != apart.pid
     assert write(apart, port, lambda first, buffers: None)
+
+
+def test_a_transfer_has_all_connections() -> None:
+    with scripted_port(nbytes=24 * MIB) as port, closing(Mover(port.peer(), 3)) as mover:
+        wait_for_mover(mover)
+        transfer = Transfer(1, range(0, 24 * MIB, MIB), MIB, DEADLINE_S, MIB, bytes(24))
+        all_connect = functools.partial(wait_for, lambda: port.num_connections == 3, "all connections")
+        assert mover.read(transfer, Sink(lambda first, buffers: all_connect()))
 
 
 def test_others_go_on_beside_a_full_process(own: tuple[Apart, Port]) -> None:
