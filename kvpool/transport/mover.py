@@ -1,12 +1,12 @@
-"""A process of its own that moves the bytes of transfers over TCP.
+"""Processes of their own that move the bytes of transfers over TCP.
 
 A thread that moves bytes gives up Python's lock and takes it again at every system call. So does an engine at every
 kernel that it launches, and then waits behind all threads that move bytes: its steps take twice as long. The threads of
 another process have a lock of their own.
 
-`Mover` is the engine's side, `mover_process.py` the other. The process lends buffers in memory that both share, and
-asks the caller of a transfer to fill or drain them: one message each way a batch. Whatever becomes of the process, the
-engine goes on: while it starts, cannot start, or has no channel free, transfers stay in the engine's process.
+`Movers` is the engine's side, `mover_process.py` the other. A process lends buffers in memory that both share, and asks
+the caller of a transfer to fill or drain them: one message each way a batch. Whatever becomes of a process, the engine
+goes on: while none is free, or can be started, transfers stay in the engine's process.
 """
 
 from __future__ import annotations
@@ -34,19 +34,22 @@ log = logging.getLogger(__name__)
 MOVER_CONNECTIONS = 4
 """Most connections of a transfer, unless the configuration says how many."""
 
-NUM_CHANNELS = 2
-"""Transfers at once: a rank stores with one thread, and loads with another."""
+MOVERS = 2
+"""Processes: a rank stores with one thread, and loads with another."""
+
+MEMORY_BYTES = STAGING_BYTES // MOVERS
+"""Of each process."""
 
 START_S = 30.0
 START_AGAIN_S = 60.0
-"""Until a process that has died, hung or not started is started again."""
+"""Until another process is started after one has died, hung or not started."""
 
 LATE_S = 2.0
 """A process hangs if it says nothing for so long after a transfer's deadline, or takes as long to be told something."""
 
 
 class Batch(NamedTuple):
-    """What the process asks for: that regions [first, stop) are copied to or from the shared memory at `offset`."""
+    """What a process asks for: that regions [first, stop) are copied to or from its memory at `offset`."""
 
     first: int
     stop: int
@@ -57,38 +60,91 @@ class CallbackError(Exception):
     """The caller's callback has raised; the caller knows what."""
 
 
-class _Process:
-    """One start of the process. `idle`: the channels that no transfer has."""
+class Mover:
+    """One process, for one transfer at a time.
 
-    def __init__(self, peer: Peer, num_connections: int, segment: Segment):
-        ends = [socket.socketpair() for _ in range(NUM_CHANNELS)]
-        fds = [theirs.fileno() for _, theirs in ends]
-        memory = {"memory_fd": segment.fd, "nbytes": segment.nbytes}
-        settings = {"peer": asdict(peer), "num_connections": num_connections, "channel_fds": fds, **memory}
-        try:
-            self._child = ChildProcess("kvpool.transport.mover_process", settings, [segment.fd, *fds])
-        finally:
-            for ours, theirs in ends:
-                time_out(ours, LATE_S)
-                theirs.close()
-        self.idle = [Connection(ours.detach()) for ours, _ in ends]
+    Args:
+        nth: which part of the segment is its memory.
+    """
+
+    def __init__(self, peer: Peer, num_connections: int, segment: Segment, nth: int):
+        self.nth = nth
+        self._peer = peer
+        self._memory = segment.bytes[nth * MEMORY_BYTES : (nth + 1) * MEMORY_BYTES]
+        ours, theirs = socket.socketpair()
+        time_out(ours, LATE_S)
+        self._channel = Connection(ours.detach())
+        with theirs:
+            fds = {"segment_fd": segment.fd, "channel_fd": theirs.fileno()}
+            settings = {"peer": asdict(peer), "num_connections": num_connections, "nth": nth, **fds}
+            self._child = ChildProcess("kvpool.transport.mover_process", settings, list(fds.values()))
+
+    @property
+    def pid(self) -> int:
+        return self._child.pid
 
     def wait_until_ready(self) -> None:
         """Raises OSError or EOFError if the process does not start."""
-        deadline = time.monotonic() + START_S
-        for channel in self.idle:
-            if not channel.poll(max(0.0, deadline - time.monotonic())):
-                raise TimeoutError(f"no answer within {START_S:g} s")
-            channel.recv()
+        if not self._channel.poll(START_S):
+            raise TimeoutError(f"no answer within {START_S:g} s")
+        self._channel.recv()
 
     def kill(self) -> None:
-        """Ends the process; transfers under way get EOFError. Idempotent."""
+        """Ends the process; the transfer under way gets TransferError. Idempotent."""
         self._child.kill()
         self._child.end(0.0)
 
+    def move(self, transfer: Transfer, act: Fill | Drain, sum: Sum, is_write: bool) -> None:
+        """As a transport's `read` and `write`. The process may have ended afterwards."""
+        ends_at = time.monotonic() + transfer.timeout_s + LATE_S
+        failure: Exception | None = None
+        try:
+            self._channel.send((is_write, transfer))
+            while isinstance(said := self._hear(ends_at), Batch):
+                failure = failure or self._act(said, transfer.region_bytes, act, sum, is_write)
+                self._channel.send(failure is None)
+        except BaseException as error:
+            self.kill()  # It may still read or write the buffers.
+            if isinstance(error, TimeoutError | BlockingIOError):
+                late = f"the process that moves bytes to or from {self._peer} hung, and was killed"
+                raise PoolTimeoutError(late) from failure
+            if isinstance(error, OSError | EOFError):
+                raise TransferError(f"the process that moves bytes to or from {self._peer} has ended") from failure
+            raise
+        if failure is not None and isinstance(said, CallbackError):
+            raise failure
+        if said is not None:
+            raise said from failure
 
-class Mover:
-    """Starts the process when a transfer wants it. Thread-safe.
+    @property
+    def has_ended(self) -> bool:
+        return self._child.poll() is not None
+
+    def _hear(self, ends_at: float) -> Batch | Exception | None:
+        """What the process says next; None: the transfer has ended well."""
+        if not self._channel.poll(max(LATE_S, ends_at - time.monotonic())):
+            raise TimeoutError
+        said: Batch | Exception | None = self._channel.recv()
+        return said
+
+    def _act(self, batch: Batch, region_bytes: int, act: Fill | Drain, sum: Sum, is_write: bool) -> Exception | None:
+        """Has the caller fill or drain a batch; returns what a callback raises."""
+        count = batch.stop - batch.first
+        rows = list(self._memory[batch.offset : batch.offset + count * region_bytes].reshape(count, region_bytes))
+        try:
+            if not is_write:
+                sum(batch.first, [[row] for row in rows])
+            if (wait := act(batch.first, rows)) is not None:
+                wait()
+            if is_write:
+                sum(batch.first, [[row] for row in rows])
+        except Exception as error:
+            return error
+        return None
+
+
+class Movers:
+    """The processes of one transport, started when transfers want them. Thread-safe.
 
     Args:
         num_connections: most of one transfer.
@@ -104,116 +160,77 @@ class Mover:
         self.memory: Bytes = self._segment.bytes
         self._process_id = os.getpid()
         self._lock = threading.Lock()
-        self._process: _Process | None = None
+        self._running: dict[int, Mover] = {}
+        self._idle: list[Mover] = []
         self._start_at = 0.0
         self._closed = False
 
     def write(self, transfer: Transfer, source: Source) -> bool:
         """As a transport's; False, and nothing is done, if no process takes the transfer."""
-        return self._move(transfer, source.fill, source.sum, is_write=True)
+        return source.fill is not None and self._move(transfer, source.fill, source.sum, is_write=True)
 
     def read(self, transfer: Transfer, sink: Sink) -> bool:
         """As a transport's; False, and nothing is done, if no process takes the transfer."""
-        return self._move(transfer, sink.drain, sink.sum, is_write=False)
+        return sink.drain is not None and self._move(transfer, sink.drain, sink.sum, is_write=False)
 
     def close(self) -> None:
-        """Ends the process, and transfers under way, which then fail. Idempotent."""
+        """Ends the processes, and transfers under way, which then fail. Idempotent."""
         with self._lock:
-            self._closed = True
-            process, self._process = self._process, None
+            self._closed, self._idle = True, []
             self._segment.close()
-        if process is not None:
-            process.kill()
+            for mover in self._running.values():
+                mover.kill()
 
-    def _move(self, transfer: Transfer, act: Fill | Drain | None, sum: Sum, is_write: bool) -> bool:
-        if act is None or max(transfer.region_bytes, transfer.batch_bytes) > len(self.memory):
+    def _move(self, transfer: Transfer, act: Fill | Drain, sum: Sum, is_write: bool) -> bool:
+        if max(transfer.region_bytes, transfer.batch_bytes) > MEMORY_BYTES or (mover := self._take()) is None:
             return False
-        if (taken := self._take()) is None:
-            return False
-        process, channel = taken
-        ends_at = time.monotonic() + transfer.timeout_s + LATE_S
-        failure: Exception | None = None
         try:
-            channel.send((is_write, transfer))
-            while isinstance(said := self._hear(channel, ends_at), Batch):
-                failure = failure or self._act(said, transfer.region_bytes, act, sum, is_write)
-                channel.send(failure is None)
-        except BaseException as error:
-            self._drop(process)
-            if isinstance(error, TimeoutError | BlockingIOError):
-                late = f"the process that moves bytes to or from {self._peer} hung, and was killed"
-                raise PoolTimeoutError(late) from failure
-            if isinstance(error, OSError | EOFError):
-                raise TransferError(f"the process that moves bytes to or from {self._peer} has ended") from failure
-            raise
-        with self._lock:
-            process.idle.append(channel)
-        if failure is not None and isinstance(said, CallbackError):
-            raise failure
-        if said is not None:
-            raise said from failure
+            mover.move(transfer, act, sum, is_write)
+        finally:
+            self._give_back(mover)
         return True
 
-    @staticmethod
-    def _hear(channel: Connection, ends_at: float) -> Batch | Exception | None:
-        """What the process says next; None: the transfer has ended well."""
-        if not channel.poll(max(LATE_S, ends_at - time.monotonic())):
-            raise TimeoutError
-        said: Batch | Exception | None = channel.recv()
-        return said
-
-    def _act(self, batch: Batch, region_bytes: int, act: Fill | Drain, sum: Sum, is_write: bool) -> Exception | None:
-        """Has the caller fill or drain a batch; returns what a callback raises."""
-        count = batch.stop - batch.first
-        rows = list(self.memory[batch.offset : batch.offset + count * region_bytes].reshape(count, region_bytes))
-        try:
-            if not is_write:
-                sum(batch.first, [[row] for row in rows])
-            if (wait := act(batch.first, rows)) is not None:
-                wait()
-            if is_write:
-                sum(batch.first, [[row] for row in rows])
-        except Exception as error:
-            return error
-        return None
-
-    def _take(self) -> tuple[_Process, Connection] | None:
-        """A channel of this caller's own."""
+    def _take(self) -> Mover | None:
+        """A mover of this caller's own."""
         if os.getpid() != self._process_id:  # A fork, which shares the channels.
             return None
         with self._lock:
-            process = self._process
-            if process is not None and process.idle:
-                return process, process.idle.pop()
-            if process is None and not self._closed and time.monotonic() >= self._start_at:
-                self._start_at = float("inf")
+            if self._idle:
+                return self._idle.pop()
+            nth = next((nth for nth in range(MOVERS) if nth not in self._running), None)
+            if nth is not None and not self._closed and time.monotonic() >= self._start_at:
+                self._start_at = time.monotonic() + START_AGAIN_S
                 with contextlib.suppress(RuntimeError):  # The interpreter ends, or has no thread left.
-                    threading.Thread(target=self._start, name="kvpool-start-mover", daemon=True).start()
+                    threading.Thread(target=self._start, args=(nth,), name="kvpool-start-mover", daemon=True).start()
         return None
 
-    def _start(self) -> None:
-        process: _Process | None = None
+    def _start(self, nth: int) -> None:
+        mover: Mover | None = None
         try:
-            process = _Process(self._peer, self._num_connections, self._segment)
-            process.wait_until_ready()
-        except (OSError, EOFError) as error:
-            if process is not None:
-                self._drop(process)
-            self._start_at = time.monotonic() + START_AGAIN_S
-            log.warning(
-                "kvpool: no process for the bytes to and from %s (%s): this process moves them, which slows its steps",
-                self._peer,
-                error or "it has ended",
-            )
+            mover = Mover(self._peer, self._num_connections, self._segment, nth)
+            mover.wait_until_ready()
+        except Exception as error:
+            if mover is not None:
+                mover.kill()
+            if not self._closed:
+                log.warning(
+                    "kvpool: no process for the bytes to and from %s (%s): this process moves them, which slows its "
+                    "steps",
+                    self._peer,
+                    error or "it has ended",
+                )
             return
         with self._lock:
+            self._start_at = 0.0
             if not self._closed:
-                self._process = process
+                self._running[nth] = mover
+                self._idle.append(mover)
                 return
-        process.kill()
+        mover.kill()
 
-    def _drop(self, process: _Process) -> None:
+    def _give_back(self, mover: Mover) -> None:
         with self._lock:
-            if self._process is process:
-                self._process, self._start_at = None, time.monotonic() + START_AGAIN_S
-        process.kill()
+            if not mover.has_ended:
+                self._idle.append(mover)
+            elif self._running.pop(mover.nth, None):
+                self._start_at = time.monotonic() + START_AGAIN_S

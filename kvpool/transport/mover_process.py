@@ -1,17 +1,16 @@
-"""The process that moves bytes: `python -m kvpool.transport.mover_process`, started by `mover.py` alone."""
+"""A process that moves bytes: `python -m kvpool.transport.mover_process`, started by `mover.py` alone."""
 
 from __future__ import annotations
 
-import threading
 from multiprocessing.connection import Connection
 
 from kvpool.protocol.errors import KVPoolError, TransferError
 from kvpool.transport.base import Buffers, Sink, Source
 from kvpool.transport.child_process import exit_with_parent, receive_settings
 from kvpool.transport.helpers import Helpers
-from kvpool.transport.mover import Batch, CallbackError
+from kvpool.transport.mover import MEMORY_BYTES, Batch, CallbackError
 from kvpool.transport.segment import Segment
-from kvpool.transport.staging import Staging
+from kvpool.transport.staging import STAGING_BYTES, Staging
 from kvpool.transport.tcp_connection import Peer
 from kvpool.transport.tcp_connections import ConnectionPool
 from kvpool.transport.tcp_read import TcpRead
@@ -19,24 +18,15 @@ from kvpool.transport.tcp_write import TcpWrite
 
 
 def main() -> None:
-    """A thread a channel moves one transfer after the other, until the engine ends."""
+    """Moves one transfer after the other, until the engine ends."""
     settings = receive_settings()
     exit_with_parent()
     peer = Peer(**{**settings["peer"], "nonce": bytes.fromhex(settings["peer"]["nonce"])})
     connections, helpers = ConnectionPool(peer), Helpers(settings["num_connections"] - 1)
-    staging = Staging(memory=Segment(settings["memory_fd"], settings["nbytes"]).bytes)
-    threads = [
-        threading.Thread(target=_serve, args=(Connection(fd), connections, helpers, staging))
-        for fd in settings["channel_fds"]
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:  # Helpers start no thread once the main one has ended.
-        thread.join()
-
-
-def _serve(channel: Connection, connections: ConnectionPool, helpers: Helpers, staging: Staging) -> None:
-    base = staging.memory.ctypes.data
+    start = settings["nth"] * MEMORY_BYTES
+    memory = Segment(settings["segment_fd"], STAGING_BYTES).bytes[start : start + MEMORY_BYTES]
+    staging, base = Staging(memory=memory), memory.ctypes.data
+    channel = Connection(settings["channel_fd"])
 
     def ask(first: int, buffers: Buffers) -> None:
         channel.send(Batch(first, first + len(buffers), buffers[0].ctypes.data - base))
@@ -55,7 +45,7 @@ def _serve(channel: Connection, connections: ConnectionPool, helpers: Helpers, s
         except (KVPoolError, CallbackError) as error:
             said = error
         except Exception as error:
-            said = TransferError(f"a transfer to or from {connections.peer} failed: {error!r}")
+            said = TransferError(f"a transfer to or from {peer} failed: {error!r}")
         channel.send(said)
 
 

@@ -1,7 +1,7 @@
 """The `tcp` transport: bytes travel over TCP connections to the server's data port, as many as pay.
 
-`TcpWrite` and `TcpRead` are the transfers, `ConnectionPool` the connections that all transfers share, and `Mover` a
-process for transfers whose caller needs its own interpreter meanwhile.
+`TcpWrite` and `TcpRead` are the transfers, `ConnectionPool` the connections that all transfers share, and `Movers`
+the processes for transfers whose caller needs its own interpreter meanwhile.
 
 After a client hangs up, a worker may still write bytes that were already received. So the ticket of a failed write is
 revoked: the server frees its slots once the worker has left them, which is soon.
@@ -15,7 +15,7 @@ import weakref
 from kvpool.protocol.offers import DataPortInfo
 from kvpool.transport.base import Bytes, Sink, Source, Transfer
 from kvpool.transport.helpers import Helpers
-from kvpool.transport.mover import Mover
+from kvpool.transport.mover import Movers
 from kvpool.transport.staging import Staging
 from kvpool.transport.tcp_connection import Peer
 from kvpool.transport.tcp_connections import ConnectionPool
@@ -48,15 +48,15 @@ class TcpTransport:
         self._connections = ConnectionPool(peer)
         self._helpers = Helpers(num_connections - 1)
         self._staging = Staging()
-        self._mover = Mover(peer, num_apart)
-        self._end = weakref.finalize(self, _close_in, os.getpid(), self._mover, self._connections, self._helpers)
+        self._movers = Movers(peer, num_apart)
+        self._end = weakref.finalize(self, _close_in, os.getpid(), self._movers, self._connections, self._helpers)
 
     def __repr__(self) -> str:
         return f"TcpTransport({self.route})"
 
     @property
     def memory(self) -> Bytes:
-        return self._mover.memory
+        return self._movers.memory
 
     @property
     def route(self) -> str:
@@ -64,20 +64,20 @@ class TcpTransport:
         return f"{self.peer}, {self._num_connections} connection{'s' * (self._num_connections > 1)}"
 
     def write(self, transfer: Transfer, source: Source) -> None:
-        if not (transfer.out_of_process and self._mover.write(transfer, source)):
+        if not (transfer.out_of_process and self._movers.write(transfer, source)):
             TcpWrite(transfer, source, self._connections, self._helpers).run(self._staging)
 
     def read(self, transfer: Transfer, sink: Sink) -> None:
-        if not (transfer.out_of_process and self._mover.read(transfer, sink)):
+        if not (transfer.out_of_process and self._movers.read(transfer, sink)):
             TcpRead(transfer, sink, self._connections, self._helpers).run(self._staging)
 
     def close(self) -> None:
         self._end()
 
 
-def _close_in(process_id: int, mover: Mover, connections: ConnectionPool, helpers: Helpers) -> None:
+def _close_in(process_id: int, movers: Movers, connections: ConnectionPool, helpers: Helpers) -> None:
     """Closes only in the process that opened the connections: a fork that hangs up would end its parent's transfers."""
     if os.getpid() == process_id:
-        mover.close()
+        movers.close()
         connections.close()
         helpers.close()

@@ -17,7 +17,7 @@ import numpy as np
 from kvpool.protocol.offers import DataPortInfo
 from kvpool.transport.base import Sink, Source, Transfer
 from kvpool.transport.data_port import Kind, pack_offsets
-from kvpool.transport.mover import Mover
+from kvpool.transport.mover import Movers
 from kvpool.transport.tcp import TcpTransport, peer_of
 from kvpool.transport.tcp_connection import Peer
 from kvpool_server.data_plane.admission import MAX_CONNECTIONS, MAX_SEATS, MAX_UNPROVEN, Admission
@@ -120,12 +120,11 @@ class Permitted:
         self.inner.close()
 
 
-def wait_for_mover(mover: Mover) -> int:
-    """Has a mover start its process, and waits until the process takes transfers; returns its id."""
+def wait_for_mover(movers: Movers) -> int:
+    """Has a process started, and waits until it takes transfers; returns its id."""
     nothing = Transfer(1, (), 64, 5.0), Source(lambda first, buffers: None)
-    wait_for(lambda: mover.write(*nothing), "the process that moves bytes")
-    assert mover._process is not None
-    return mover._process._child.pid
+    wait_for(lambda: movers.write(*nothing), "the process that moves bytes")
+    return movers._idle[-1].pid
 
 
 def workers_of(server: ServerProcess) -> list[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import os
 import signal
@@ -21,8 +20,7 @@ from kvpool.transport import child_process
 from kvpool.transport import mover as module
 from kvpool.transport.base import Buffers, Sink, Source, Transfer
 from kvpool.transport.data_port import Kind
-from kvpool.transport.mover import NUM_CHANNELS, Mover
-from kvpool.transport.staging import STAGING_BYTES
+from kvpool.transport.mover import MEMORY_BYTES, MOVERS, Movers
 from tests.contracts.transport_contract import DEADLINE_S, REGION_BYTES, Regions, Rig, TransportContract
 from tests.support.processes import is_running, wait_for
 from tests.support.scripted_port import scripted_port
@@ -32,39 +30,39 @@ MIB = 1 << 20
 ROOT = Path(__file__).parents[3]
 ENGINE = """
 import sys, time
-from kvpool.transport.mover import Mover
+from kvpool.transport.mover import Movers
 from kvpool.transport.tcp_connection import Peer
 from tests.support.workers import wait_for_mover
-mover = Mover(Peer("127.0.0.1", 1, b"n" * 16, 1.0, 1.0), 2)
-print(wait_for_mover(mover), flush=True)
+movers = Movers(Peer("127.0.0.1", 1, b"n" * 16, 1.0, 1.0), 2)
+print(wait_for_mover(movers), flush=True)
 sys.stdin.read()
 """
 
 
 class Apart:
-    """A mover as a transport. Transfers that the process does not take are this process's, as with `TcpTransport`."""
+    """Movers as a transport. Transfers that no process takes are this process's, as with `TcpTransport`."""
 
     name, one_sided = "tcp", False
 
     def __init__(self, port: Port, num_connections: int):
-        self.mover = Mover(port.peer(), num_connections)
+        self.movers = Movers(port.peer(), num_connections)
         self._here = port.connect(1)
-        self.memory = self.mover.memory
+        self.memory = self.movers.memory
         self.num_left = 0
-        self.pid = wait_for_mover(self.mover)
+        self.pid = wait_for_mover(self.movers)
 
     def write(self, transfer: Transfer, source: Source) -> None:
-        if not self.mover.write(transfer, source):
+        if not self.movers.write(transfer, source):
             self.num_left += source.fill is not None
             self._here.write(transfer, source)
 
     def read(self, transfer: Transfer, sink: Sink) -> None:
-        if not self.mover.read(transfer, sink):
+        if not self.movers.read(transfer, sink):
             self.num_left += sink.drain is not None
             self._here.read(transfer, sink)
 
     def close(self) -> None:
-        self.mover.close()
+        self.movers.close()
         self._here.close()
 
 
@@ -104,7 +102,7 @@ AT, IDS = itertools.count(), itertools.count(1)
 
 @pytest.fixture
 def own(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Apart, Port]]:
-    """A mover for one test, which loses patience early."""
+    """Movers for one test, which lose patience early."""
     monkeypatch.setattr(module, "LATE_S", 0.3)
     with data_port() as port, closing(Apart(port, 2)) as apart:
         yield apart, port
@@ -114,7 +112,7 @@ def write(apart: Apart, port: Port, fill: object, timeout_s: float = DEADLINE_S,
     """Whether the process took a write of some regions, one a batch."""
     offsets = [nth * REGION_BYTES for nth in range(count)]
     permit = port.permit(Kind.WRITE, 1, offsets, REGION_BYTES)
-    return apart.mover.write(Transfer(1, offsets, REGION_BYTES, timeout_s, 1, permit), Source(fill))
+    return apart.movers.write(Transfer(1, offsets, REGION_BYTES, timeout_s, 1, permit), Source(fill))
 
 
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
@@ -127,29 +125,35 @@ def test_a_process_that_dies_or_hangs_fails_its_transfers_and_is_started_again(
         write(apart, port, lambda first, buffers: os.kill(apart.pid, sent), timeout_s=0.5)
     assert time.monotonic() - began < 5 and not is_running(apart.pid)
     assert not write(apart, port, lambda first, buffers: None), "the next must not wait for a new process"
-    apart.mover._start_at = 0.0  # As after START_AGAIN_S.
-    assert wait_for_mover(apart.mover) != apart.pid
+    apart.movers._start_at = 0.0  # As after START_AGAIN_S.
+    assert wait_for_mover(apart.movers) != apart.pid
     assert write(apart, port, lambda first, buffers: None)
 
 
 def test_a_transfer_has_all_connections() -> None:
-    with scripted_port(nbytes=24 * MIB) as port, closing(Mover(port.peer(), 3)) as mover:
-        wait_for_mover(mover)
+    with scripted_port(nbytes=24 * MIB) as port, closing(Movers(port.peer(), 3)) as movers:
+        wait_for_mover(movers)
         transfer = Transfer(1, range(0, 24 * MIB, MIB), MIB, DEADLINE_S, MIB, bytes(24))
-        all_connect = functools.partial(wait_for, lambda: port.num_connections == 3, "all connections")
-        assert mover.read(transfer, Sink(lambda first, buffers: all_connect()))
+
+        def drain(first: int, buffers: Buffers) -> None:
+            wait_for(lambda: port.num_connections == 3, "all connections")
+
+        assert movers.read(transfer, Sink(drain))
 
 
 def test_others_go_on_beside_a_full_process(own: tuple[Apart, Port]) -> None:
     apart, port = own
-    busy, go_on = threading.Barrier(NUM_CHANNELS + 1), threading.Event()
+    busy, go_on = threading.Barrier(MOVERS + 1), threading.Event()
 
     def fill(first: int, buffers: Buffers) -> None:
         if not first:
             busy.wait(10)
             go_on.wait(10)
 
-    threads = [threading.Thread(target=write, args=(apart, port, fill)) for _ in range(NUM_CHANNELS)]
+    def take() -> None:
+        wait_for(lambda: write(apart, port, fill), "a process")
+
+    threads = [threading.Thread(target=take) for _ in range(MOVERS)]
     for thread in threads:
         thread.start()
     busy.wait(10)
@@ -163,7 +167,7 @@ def test_others_go_on_beside_a_full_process(own: tuple[Apart, Port]) -> None:
 def test_closing_ends_transfers_under_way(own: tuple[Apart, Port]) -> None:
     apart, port = own
     with pytest.raises(TransferError, match="has ended"):
-        write(apart, port, lambda first, buffers: apart.mover.close())
+        write(apart, port, lambda first, buffers: apart.movers.close())
     assert not is_running(apart.pid)
     assert not write(apart, port, lambda first, buffers: None)
 
@@ -172,11 +176,11 @@ def test_what_the_process_meets_reaches_the_caller(own: tuple[Apart, Port]) -> N
     apart, port = own
     expired = Transfer(1, [0], 64, DEADLINE_S, 64, port.permit(Kind.READ, 1, [0], 64, ttl_s=0))
     with pytest.raises(LeaseExpiredError, match="has expired"):
-        apart.mover.read(expired, Sink(lambda first, buffers: None))
+        apart.movers.read(expired, Sink(lambda first, buffers: None))
     with pytest.raises(KeyboardInterrupt):
         write(apart, port, interrupt)
     assert not is_running(apart.pid), "it may still write into the buffers"
-    gone = Mover(module.Peer("127.0.0.1", 1, b"n" * 16, 1.0, 1.0), 1)
+    gone = Movers(module.Peer("127.0.0.1", 1, b"n" * 16, 1.0, 1.0), 1)
     with closing(gone):
         wait_for_mover(gone)
         with pytest.raises(UnavailableError, match="cannot reach the data port"):
@@ -188,8 +192,8 @@ def interrupt(first: int, buffers: Buffers) -> None:
 
 
 def test_what_does_not_fit_the_shared_memory_stays_here(apart: Apart) -> None:
-    transfer = Transfer(1, [0], STAGING_BYTES + 1, DEADLINE_S)
-    assert not apart.mover.write(transfer, Source(lambda first, buffers: None))
+    transfer = Transfer(1, [0], MEMORY_BYTES + 1, DEADLINE_S)
+    assert not apart.movers.write(transfer, Source(lambda first, buffers: None))
 
 
 def test_a_fork_has_no_mover(own: tuple[Apart, Port]) -> None:
@@ -205,12 +209,12 @@ def test_a_process_that_does_not_start_is_told_once(
     executable: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(child_process.sys, "executable", executable)
-    with data_port() as port, closing(Mover(port.peer(), 1)) as mover:
+    with data_port() as port, closing(Movers(port.peer(), 1)) as movers:
         nothing = Transfer(1, (), 64, DEADLINE_S), Source(lambda first, buffers: None)
-        assert not mover.write(*nothing)
+        assert not movers.write(*nothing)
         wait_for(lambda: caplog.records, "a warning")
         for _ in range(3):
-            assert not mover.write(*nothing)
+            assert not movers.write(*nothing)
         assert len(caplog.records) == 1 and "this process moves them" in caplog.text
 
 

@@ -215,14 +215,14 @@ def test_bytes_of_a_device_move_in_a_process_of_their_own(
     transport = rank.session.namespace.transport
     apart: list[bool] = []
     if on_device:
-        wait_for_mover(transport._mover)
+        wait_for_mover(transport._movers)
 
     def move(act: Callable[..., bool], transfer: Transfer, end: Any) -> bool:
         apart.append(act(transfer, end))
         return apart[-1]
 
     for name in ("read", "write"):
-        monkeypatch.setattr(transport._mover, name, functools.partial(move, getattr(transport._mover, name)))
+        monkeypatch.setattr(transport._movers, name, functools.partial(move, getattr(transport._movers, name)))
     names = [f"apart {on_device} {nth}" for nth in range(3)]
     blocks = [3, 1, 7]
     assert rank.store(names, blocks)
