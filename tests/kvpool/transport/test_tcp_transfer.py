@@ -149,8 +149,8 @@ class Attempt:
             TcpWrite(self.transfer, Source(fill, rows, self._sum), self.connections, self.helpers).run(self.staging)
         else:
             drain = None if rows else self._drain
-            sink, most = (Sink(drain, rows, self._sum), 0) if case.is_summed else (Sink(drain, rows), 2)
-            TcpRead(self.transfer, sink, self.connections, self.helpers, most).run(self.staging)
+            sink = Sink(drain, rows, self._sum) if case.is_summed else Sink(drain, rows)
+            TcpRead(self.transfer, sink, self.connections, self.helpers).run(self.staging)
 
     def _fill(self, first: int, buffers: Buffers) -> Callable[[], object] | None:
         wait_s = self._see(first, len(buffers))
