@@ -47,7 +47,6 @@ from kvpool.protocol.types import (
     PutStatus,
     ShardRange,
     in_parts,
-    in_two,
     join_located,
 )
 from kvpool.transport.base import BATCH_BYTES, Transfer
@@ -236,7 +235,6 @@ class Client:
         *,
         shards: ShardRange | None = None,
         batch_bytes: int = BATCH_BYTES,
-        head_blocks: int = 0,
         drain_sums: bool = False,
         leased: LeasedSlots | None = None,
         out_of_process: bool = False,
@@ -249,13 +247,10 @@ class Client:
                 only after `get` has returned.
             shards: which shards of each block; all of them by default.
             batch_bytes: most bytes passed to one call of `drain`; at least one block.
-            head_blocks: so many blocks are located by a first call, so that their bytes travel while a second call
-                locates the others; for callers whose copies run on a device. 0: one call.
             drain_sums: `drain` returns the checksums of what it copies; else the transport computes them.
             leased: where all blocks of `runs` lie, from the lookup's answer: then there is no call. None: the server
                 is asked.
-            out_of_process: whether others in this process need its interpreter meanwhile: with `tcp`, another process
-                moves the bytes of callbacks.
+            out_of_process: with `tcp`, another process moves the bytes of callbacks: this one's threads are busy.
 
         Returns:
             Where the blocks lay. A block that is gone is not `present`, and `drain` was not called for it.
@@ -276,12 +271,7 @@ class Client:
         first = 0
         parts: list[Located] = []
         if leased is None:
-            most = namespace.max_blocks(shards)
-            split = [
-                part
-                for half in (in_two(runs, head_blocks) if head_blocks > 0 else [runs])
-                for part in in_parts(half, most)
-            ]
+            split = list(in_parts(runs, namespace.max_blocks(shards)))
         else:
             if len(leased) != (count := sum(map(len, runs))):
                 raise InvalidRequestError(f"{len(leased)} leased slots for {count} blocks; give one a block")

@@ -56,23 +56,6 @@ class BlockRun:
         return len(self.block_hashes)
 
 
-def in_two(runs: Sequence[BlockRun], count: int) -> list[list[BlockRun]]:
-    """The runs in two parts, the first of `count` blocks; in one part if they have no more blocks than that."""
-    if sum(map(len, runs)) <= count:
-        return [list(runs)]
-    head: list[BlockRun] = []
-    for nth, run in enumerate(runs):
-        if not count:
-            return [head, list(runs[nth:])]
-        if len(run) > count:
-            head.append(BlockRun(run.group_idx, run.block_hashes[:count], run.parent_hash))
-            rest = BlockRun(run.group_idx, run.block_hashes[count:], run.block_hashes[count - 1])
-            return [head, [rest, *runs[nth + 1 :]]]
-        head.append(run)
-        count -= len(run)
-    raise AssertionError("fewer blocks than were counted")
-
-
 def in_parts(runs: Sequence[BlockRun], max_blocks: int, max_runs: int = MAX_RUNS) -> Iterator[list[BlockRun]]:
     """The runs in parts of at most `max_blocks` blocks and `max_runs` runs."""
     part: list[BlockRun] = []

@@ -18,7 +18,7 @@ from kvpool.commands.name_key import app
 from kvpool.protocol.errors import ConfigError, InvalidRequestError
 from kvpool.protocol.hashing import checksum
 from kvpool.protocol.namespace import differences
-from kvpool.protocol.types import HASH_BYTES, BlockRun, Chunk, PoolKey, in_parts, in_two
+from kvpool.protocol.types import HASH_BYTES, BlockRun, Chunk, PoolKey, in_parts
 from kvpool.security.name_key import NAMES_PER_TURN, NameKey, check_key, named_by
 from tests.conftest import Connect
 from tests.support.processes import ServerProcess
@@ -61,9 +61,8 @@ def test_a_long_run_is_named_as_its_parts_are() -> None:
 @given(st.lists(runs, min_size=1, max_size=4), st.integers(1, 40))
 def test_a_batch_may_be_split_before_or_after_its_blocks_are_named(batch: list[BlockRun], count: int) -> None:
     named = list(map(KEY.run, batch))
-    for split in (in_two, in_parts):
-        before = [list(map(KEY.run, part)) for part in split(batch, count)]
-        assert [blocks(part) for part in before] == [blocks(part) for part in split(named, count)]
+    before = [list(map(KEY.run, part)) for part in in_parts(batch, count)]
+    assert [blocks(part) for part in before] == [blocks(part) for part in in_parts(named, count)]
 
 
 @given(st.permutations([("a", "1"), ("b", "2"), ("name_key", "ff")]), st.booleans())

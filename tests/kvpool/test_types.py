@@ -1,26 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpool.protocol.types import BlockRun, Located, in_parts, in_two, join_located
-
-HASHES = [bytes([idx]) * 32 for idx in range(256)]
-
-
-@given(lengths=st.lists(st.integers(1, 20), min_size=1, max_size=6), count=st.integers(1, 40))
-def test_runs_in_two_are_the_same_blocks(lengths: list[int], count: int) -> None:
-    starts = [sum(lengths[:nth]) for nth in range(len(lengths))]
-    runs = [
-        BlockRun(0, HASHES[start : start + length], HASHES[start - 1] if start else b"")
-        for start, length in zip(starts, lengths, strict=True)
-    ]
-    parts = in_two(runs, count)
-    sizes = [sum(map(len, part)) for part in parts]
-    assert sizes == ([sum(lengths)] if sum(lengths) <= count else [count, sum(lengths) - count])
-    blocks = [block_hash for part in parts for run in part for block_hash in run.block_hashes]
-    assert blocks == HASHES[: sum(lengths)]
-    for run in (run for part in parts for run in part):
-        before = HASHES.index(run.block_hashes[0]) - 1
-        assert len(run) and run.parent_hash == (HASHES[before] if before >= 0 else b"")
+from kvpool.protocol.types import BlockRun, Located, in_parts, join_located
 
 
 def test_parts_of_an_answer_are_one_that_ends_with_the_first() -> None:

@@ -120,7 +120,7 @@ def test_what_was_put_is_found_and_read(client: Client, namespace: Namespace) ->
     assert again.statuses == (PRESENT,) * 3 and again.nbytes == 0
 
 
-def test_many_blocks_are_located_in_two_calls_and_read_as_one(client: Client, namespace: Namespace) -> None:
+def test_blocks_are_located_in_as_many_calls_as_needed_and_read_as_one(client: Client, namespace: Namespace) -> None:
     stored = [name for name in range(12) if name not in (3, 5, 9)]
     _store(client, namespace, *stored)
     run = run_of(*range(12))
@@ -130,7 +130,7 @@ def test_many_blocks_are_located_in_two_calls_and_read_as_one(client: Client, na
     def drain(indices: Sequence[int], buffers: Buffers) -> None:
         loaded.update((idx, buffer.tobytes()) for idx, buffer in zip(indices, buffers, strict=True))
 
-    located = client.get(namespace, lease_id, [run], drain, head_blocks=5)
+    located = client.get(dataclasses.replace(namespace, max_batch_blocks=5), lease_id, [run], drain)
     assert located.present == tuple(name in stored for name in range(12))
     assert loaded == {name: payload(name, CHUNK).tobytes() for name in stored}
     assert located.checksums == tuple(checksum(loaded[name]) for name in stored)

@@ -248,7 +248,6 @@ class ReceiveThread(TransferThread[LoadJob]):
             self._copier.in_place(part.group_idx, part.block_ids) or drain,
             shards=shards,
             batch_bytes=self._copier.batch_bytes,
-            head_blocks=self._copier.head_blocks,
             drain_sums=self._copier.sums(part.group_idx),
             leased=part.leased[self._stage] if part.leased and job.clock == own_clock() else None,
             out_of_process=self._copier.sums(part.group_idx),

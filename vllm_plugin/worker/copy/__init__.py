@@ -23,9 +23,6 @@ class Copier(Protocol):
     batch_bytes: int
     """Bytes that are best moved at once."""
 
-    head_blocks: int
-    """How many blocks keep the copier busy while others are being located; 0: copies run on the caller's thread."""
-
     def adopt(self, memory: npt.NDArray[np.uint8] | None) -> None:
         """Adopts memory in which buffers will lie for long, as of a `Transport`; cheap to repeat."""
 

@@ -22,7 +22,6 @@ class CpuCopier:
     """See `Copier`. On the CPU a forward pass is over when its hooks are called, so there is nothing to wait for."""
 
     batch_bytes = BATCH_BYTES
-    head_blocks = 0
 
     def __init__(self, layouts: Sequence[Layout]):
         self._layouts = layouts

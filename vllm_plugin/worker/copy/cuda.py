@@ -44,7 +44,6 @@ class CudaCopier:
     """See `Copier`."""
 
     batch_bytes = STAGING_BYTES
-    head_blocks = 64
 
     def __init__(self, layouts: Sequence[Layout]):
         self._device = layouts[0].parts[0].view.device
