@@ -19,13 +19,13 @@ from typing import Any
 
 import numpy as np
 
+from kvpool.transport.child_process import exit_with_parent, receive_settings
 from kvpool.transport.data_port import MAGIC, NO_ROOM, Signer
 from kvpool.transport.sealed_socket import RANDOM_BYTES
 from kvpool.transport.segment import Segment
 from kvpool_server.data_plane.admission import MAX_SEATS, Admission, Seat
 from kvpool_server.data_plane.connection import Connection
 from kvpool_server.data_plane.permits import TransferWord, map_words
-from kvpool.transport.child_process import exit_with_parent, receive_settings
 
 ACCEPT_AGAIN_S = 0.1
 TALLY_COLUMNS = 2

@@ -17,10 +17,10 @@ import structlog
 
 from kvpool.protocol.offers import DataPortInfo
 from kvpool.protocol.types import NONCE_BYTES
+from kvpool.transport.child_process import ChildProcess
 from kvpool.transport.segment import Segment
 from kvpool_server.data_plane.permits import PermitTable
 from kvpool_server.data_plane.worker import TALLY_COLUMNS, WorkerSettings
-from kvpool.transport.child_process import ChildProcess
 
 log = structlog.get_logger()
 

@@ -27,8 +27,8 @@ import msgspec
 import numpy as np
 
 from kvpool.protocol.errors import ConfigError
-from kvpool.transport.mooncake_engine import engine_start, import_mooncake
 from kvpool.transport.child_process import receive_settings, wait_for_parent_end
+from kvpool.transport.mooncake_engine import engine_start, import_mooncake
 from kvpool_server.tiers.mooncake.messages import (
     MAX_TEXT_CHARS,
     REQUEST,
