@@ -58,7 +58,9 @@ engines on one GPU, requests in an open loop. All arms have the same memory besi
 parts where it is private; the files of tiered offloading have no bound unless the arm says so. Possible hits are those
 of one cache for all engines, in the requests' order: an infinite one, and one of the stores' memory. Answers can differ
 from those without connector because batches are composed in other ways, which changes how floating-point sums round.
-The time to first token counts from the arrival. Mooncake's store runs in the engines: its CPU time is theirs.""",
+The time to first token counts from the arrival. Mooncake's store runs in the engines: its CPU time is theirs.
+"Ideal" is a simulation: a device that computes as fast as the engines without connector at saturation, and stores that
+hold everything, answer at once and cost nothing.""",
     "serving": """The same in a small form, on two CPU cores that engines, stores and the benchmark share: that all of
 it runs, and no measure of a GPU's gain.""",
     "start": """How much later an engine answers its first prompt that names its weights by the content of their files:

@@ -19,6 +19,7 @@ import typer
 from benchmarks.harness import measuring as harness
 from benchmarks.serving import rows as reported
 from benchmarks.serving.arms import ARMS, BASELINE, Setup, Store
+from benchmarks.serving.ideal import Device, first_token_times
 from benchmarks.serving.oracle import HitTokens, hit_tokens
 from benchmarks.serving.runs import Plan, Run, measure, warm_up
 from benchmarks.serving.workloads import Request, fitting, routes
@@ -103,6 +104,7 @@ class Benchmark:
                 f"{len(asked[name]) - len(each)} more are longer than {form.max_model_len:,} tokens"
             )
         self._runs: list[Run] = []
+        self._ideal: dict[tuple[str, float], dict[str, Mapping[str, float]]] = {}
         self._last = harness.last_result(form.name)
 
     def add_last(self) -> None:
@@ -114,6 +116,7 @@ class Benchmark:
         self._facts |= {name: value for name, value in facts.items() if name.startswith((NOT_RUN, OF_WORKLOAD))}
         self._runs = [Run(**json.loads(run)) for run in facts.get("runs", ())]
         self._possible |= {name: HitTokens(**each) for name, each in facts.get("possible", {}).items()}
+        self._ideal = {(workload, rate): times for workload, rate, times in facts.get("ideal", ())}
 
     def run(self, rounds: int) -> None:
         """Runs all arms, each round in another order, and reports."""
@@ -160,6 +163,8 @@ class Benchmark:
         seconds = 1.2 * len(plan.requests) / slower if slower else BURST_S
         if self._has_time(seconds, f"{arm}, {plan.workload}, round {plan.round}, {plan.rate or 0:.3g} requests/s"):
             self._runs.append(measure(arm, store, engines, plan))
+            if plan.rate:
+                self._find_ideal(plan.workload, plan.rate)
             print(self._runs[-1], flush=True)
             self._write()
 
@@ -175,6 +180,29 @@ class Benchmark:
         """What the engines without connector serve, in requests per second; None: not measured."""
         found = [run.throughput for run in self._runs if run.workload == workload and run.rate is None]
         return found[0] if found else None
+
+    def _find_ideal(self, workload: str, rate: float) -> None:
+        """What the best stores could reach on this device, whose speed is that of the saturation."""
+        found = [run for run in self._runs if run.workload == workload and run.rate is None]
+        if not found or (workload, rate) in self._ideal:
+            return
+        tokens_s = (found[0].prompt_tokens - found[0].hit_tokens) / found[0].seconds
+        own, stores = self._form.kv_mib << 20, self._setup.memory_bytes // self._setup.engines
+        self._ideal[workload, rate] = {
+            f"ideal {name}": first_token_times(
+                self._requests[workload],
+                self._routes[workload],
+                rate,
+                Device(
+                    tokens_s,
+                    self._form.options["max_num_batched_tokens"],
+                    self._form.block_tokens,
+                    memory_bytes // self._form.kv_token_bytes,
+                ),
+                is_shared=is_shared,
+            )
+            for name, memory_bytes, is_shared in (("private stores", own + stores, False), ("pool", own, True))
+        }
 
     def _plan(self, workload: str, rate: float | None, load: float | None, nth: int) -> Plan:
         requests, to = self._requests[workload], self._routes[workload]
@@ -207,9 +235,10 @@ class Benchmark:
                 if run.rate is None
             },
             "possible": {name: asdict(each) for name, each in self._possible.items()},
+            "ideal": [[*key, times] for key, times in self._ideal.items()],
             "runs": [json.dumps(asdict(run)) for run in self._runs],
         }
-        rows = reported.rows(runs, self._possible, has_targets=self._setup.has_gpu)
+        rows = reported.rows(runs, self._possible, self._ideal, has_targets=self._setup.has_gpu)
         harness.write(self._form.name, rows, reported.series(runs), facts, self._last)
 
 

@@ -26,9 +26,11 @@ FIGURES: Mapping[str, tuple[str, Callable[[Run], float]]] = {
 }
 """Name -> unit and figure of a run."""
 EQUAL = "answers equal to those without connector"
+Ideal = Mapping[tuple[str, float], Mapping[str, Mapping[str, float]]]
+"""Times to first token that no arm can beat, by workload and rate: store -> name of the figure -> seconds."""
 
 
-def rows(runs: Sequence[Run], possible: Mapping[str, HitTokens], *, has_targets: bool) -> list[Row]:
+def rows(runs: Sequence[Run], possible: Mapping[str, HitTokens], ideal: Ideal, *, has_targets: bool) -> list[Row]:
     """Hits that were possible, times to first token, and what the targets are about.
 
     Args:
@@ -47,6 +49,8 @@ def rows(runs: Sequence[Run], possible: Mapping[str, HitTokens], *, has_targets:
             for name in ("TTFT mean", "TTFT p99"):
                 unit, figure = FIGURES[name]
                 found += [Row(f"{label}: {name}, {arm}", _over(each, figure), unit) for arm, each in here.items()]
+                times = ideal.get((workload, rate), {})
+                found += [Row(f"{label}: {name}, {what}", each[name], unit) for what, each in times.items()]
             if has_targets:
                 found += _targets(label, here, possible[workload])
         if used := [run.used_bytes for run in of_workload if run.used_bytes]:
@@ -122,6 +126,7 @@ def _targets(label: str, here: Mapping[str, list[Run]], hits: HitTokens) -> Iter
             compared.append((name, "kvpool shm", "offloading", figure, at_most, 0.5))
             compared.append((name, "kvpool shm", "tiered", figure, at_most, 0.8))
         compared.append(("TTFT mean", "kvpool tcp", "kvpool shm", mean, at_most, 1.3))
+        compared.append(("TTFT mean", "kvpool tcp+tls", BASELINE, mean, at_most, 1.0))
     for name, ours, theirs, figure, row, bound in compared:
         if ours in here and theirs in here:
             ratios = [figure(a) / figure(b) for a, b in zip(here[ours], here[theirs], strict=False)]

@@ -20,6 +20,7 @@ from benchmarks.harness import plots
 from benchmarks.serving import arms, benchmark, rows
 from benchmarks.serving.arms import ARMS, Setup, Store, UnavailableError
 from benchmarks.serving.benchmark import Benchmark
+from benchmarks.serving.ideal import Device, first_token_times
 from benchmarks.serving.oracle import HitTokens, block_ids, hit_tokens
 from benchmarks.serving.runs import Plan, Run
 from benchmarks.serving.workloads import WORKLOADS, Request, Segment, fitting, prompt, routes, trace
@@ -58,6 +59,26 @@ def test_oracles_agree_with_caches_of_whole_prefixes(requests: list[Request], bl
     assert hits.infinite == brute_force(requests, None)
     assert hits.lru == brute_force(requests, blocks)
     assert hits.lru <= hits.clairvoyant <= hits.infinite < hits.total
+
+
+@pytest.mark.parametrize(
+    ("gap_s", "routes", "is_shared", "mean_s"),
+    [
+        (9.0, (0, 1), True, (1.0 + 0.04) / 2),  # 96 of the second's 100 tokens hit: its last token is computed.
+        (9.0, (0, 1), False, 1.0),
+        (9.0, (0, 0), False, (1.0 + 0.04) / 2),
+        (0.0, (0, 1), True, 2.0),  # Both compute at once, each at half of the speed.
+        (0.0, (0, 0), False, (1.0 + 1.04) / 2),  # The second waits for the first one's step, and finds its blocks.
+        (0.0, (0,), True, 1.0),
+    ],
+)
+def test_an_ideal_store_spares_what_was_computed_before(
+    gap_s: float, routes: tuple[int, ...], is_shared: bool, mean_s: float
+) -> None:
+    requests = [Request(nth * gap_s, 0, (Segment(0, 100),), 4) for nth in range(len(routes))]
+    device = Device(tokens_s=100.0, step_tokens=100, block_tokens=BLOCK_TOKENS, cached_tokens=100)
+    times = first_token_times(requests, routes, 1.0, device, is_shared=is_shared)
+    assert times["TTFT mean"] == pytest.approx(mean_s)
 
 
 @settings(max_examples=effort(100), deadline=None)
@@ -157,9 +178,11 @@ def test_rows_have_each_arm_and_the_targets_and_lines_have_medians() -> None:
         for nth in (0, 1)
     ]
     possible = {"documents": HitTokens(100, 66, 60, 64)}
-    found = {row.what: row for row in rows.rows(runs, possible, has_targets=True)}
+    ideal = {("documents", 4.0): {"ideal pool": {"TTFT mean": 0.05, "TTFT p99": 0.06}}}
+    found = {row.what: row for row in rows.rows(runs, possible, ideal, has_targets=True)}
     ratio = found["documents, 1 x saturation: TTFT mean, kvpool shm over offloading"]
     assert ratio.figure.figure == pytest.approx(0.25) and ratio.met is True
+    assert found["documents, 1 x saturation: TTFT p99, ideal pool"].figure == 0.06
     assert "documents, 0.5 x saturation: TTFT mean, kvpool shm over offloading" not in found
     within = "documents: requests per second at p90 TTFT <= 1 s"
     assert found[f"{within}, none"].figure.figure == 0 and found[f"{within}, offloading"].figure.figure == 2.5
