@@ -25,7 +25,7 @@ pytestmark = pytest.mark.vllm
 
 TTL_MS = 3_000
 LENGTHS = (100, 700, 33, 1500)
-SLACK_S = 15.0
+SLACK_S = 40.0
 """How much longer than a recomputation an answer may take: deadlines of the pool, and a busy machine."""
 
 
