@@ -3,9 +3,16 @@
 A miss is a value, never an error. Messages name the thing, the value and the fix.
 """
 
+MAX_TEXT_CHARS = 4_000
+"""Of an error. Some quote what a caller chose, and every error is sent and logged."""
+
 
 class KVPoolError(Exception):
     """Base of every error that kvpool raises."""
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        return text if len(text) <= MAX_TEXT_CHARS else f"{text[:MAX_TEXT_CHARS]}..."
 
 
 class ConfigError(KVPoolError):

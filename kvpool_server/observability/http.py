@@ -23,8 +23,10 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from http.client import HTTPException
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, Protocol, TypeVar
+from io import BufferedIOBase, BufferedReader
+from typing import Any, Protocol, TypeVar, cast
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
@@ -41,6 +43,8 @@ MAX_THREADS = 2 * MAX_CONNECTIONS
 CONNECTION_S = 5.0
 """How long one connection may last."""
 CLOSE_EVERY_S = 0.25
+MAX_REQUEST_BYTES = 64 << 10
+"""Of one request's line and headers together."""
 MAX_PATH_CHARS = 60
 """Of a path that is named in errors and in the audit log."""
 STARTING, SERVING, DRAINING = "starting", "ok", "draining"
@@ -176,6 +180,22 @@ def _close(connection: socket.socket) -> None:
         socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
 
+class _Head:
+    """What a client sends before its body, of which `http.server` bounds each line, and not their sum."""
+
+    def __init__(self, file: BufferedIOBase):
+        self._file, self._left = file, MAX_REQUEST_BYTES
+        self.close = file.close
+
+    def readline(self, most: int) -> bytes:
+        """A line, or a part of one. Raises HTTPException, which becomes status 431, if there is too much."""
+        if not self._left:
+            raise HTTPException(f"more than {MAX_REQUEST_BYTES} bytes")
+        line = self._file.readline(min(most, self._left))
+        self._left -= len(line)
+        return line
+
+
 class OperatorHttp:
     """Listens and serves once it is made, on the bound `port`. Raises OSError if it cannot listen.
 
@@ -201,6 +221,10 @@ class OperatorHttp:
     ):
         class Handler(BaseHTTPRequestHandler):
             timeout = CONNECTION_S
+
+            def setup(self) -> None:
+                super().setup()
+                self.rfile = cast("BufferedReader", _Head(self.rfile))
 
             def parse_request(self) -> bool:
                 """Whether the request can be served; answers it otherwise."""

@@ -68,13 +68,51 @@ class HealthService:
 _Message = TypeVar("_Message", bound=Message)
 
 
+MAX_FIELDS = 9_216
+"""Of a message, without those of its parts: more than any request needs. Each may become an object of a hundred bytes
+that was sent as two, and none has been counted when the message is decoded."""
+
+
 def decode(message_type: type[_Message], message: bytes) -> _Message:
-    """Raises InvalidRequestError if the bytes are no such message."""
+    """Raises InvalidRequestError if the bytes are no such message, or have too many fields."""
     try:
+        if len(message) > 2 * MAX_FIELDS and _num_fields(message) > MAX_FIELDS:
+            raise InvalidRequestError(f"the request has more than {MAX_FIELDS} fields; split it")
         return message_type.FromString(message)
     except DecodeError:
         name = message_type.DESCRIPTOR.name
         raise InvalidRequestError(f"the request is no {name}; see kvpool/v1/pool.proto") from None
+
+
+def _num_fields(message: bytes) -> int:
+    """How many fields a message has, as far as `MAX_FIELDS` + 1. Raises DecodeError if it is none."""
+    at, count = 0, 0
+    while at < len(message) and count <= MAX_FIELDS:
+        tag, at = _varint(message, at)
+        count += 1
+        match tag & 7:
+            case 0:
+                at = _varint(message, at)[1]
+            case 1:
+                at += 8
+            case 2:
+                nbytes, at = _varint(message, at)
+                at += nbytes
+            case 5:
+                at += 4
+            case _:  # A group, which no message of the service has.
+                raise DecodeError
+    return count
+
+
+def _varint(message: bytes, at: int) -> tuple[int, int]:
+    """A number of up to 64 bits at a place, and the place behind it."""
+    value = 0
+    for nth, byte in enumerate(message[at : at + 10]):
+        value |= (byte & 127) << 7 * nth
+        if byte < 128:
+            return value, at + nth + 1
+    raise DecodeError
 
 
 def _handler(

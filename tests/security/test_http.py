@@ -139,6 +139,15 @@ HOSTS = {
 """Host headers, and what a request in plaintext with one gets."""
 
 
+def test_the_headers_of_a_request_are_bounded_together(pool_server: StartServer) -> None:
+    host, port = pool_server().http_url.removeprefix("http://").split(":")
+    header = b"X-Long: " + b"x" * 60_000 + b"\r\n"
+    with socket.create_connection((host, int(port)), TIMEOUT_S) as client:
+        with contextlib.suppress(ConnectionError):  # The server answers, and closes, before it has read all.
+            client.sendall(b"GET /healthz HTTP/1.0\r\n" + 20 * header + b"\r\n")
+        assert b" 431 " in client.recv(100)
+
+
 @pytest.mark.parametrize("method", ["GET", "HEAD", "POST"])
 @pytest.mark.parametrize("path", ["/metrics", "/healthz", "/"])
 def test_a_page_cannot_have_its_name_lead_to_the_server(

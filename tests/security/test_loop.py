@@ -6,11 +6,14 @@ one beyond its limit is refused. Seconds are CPU time of one callback of the loo
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import grpc
 import pytest
+from google.protobuf.descriptor import MethodDescriptor
 
 from kvpool.protocol import wire
 from kvpool.protocol.errors import InvalidRequestError
@@ -21,6 +24,9 @@ from kvpool_server.cache.explanations import MAX_ALL_RANGES
 from kvpool_server.cache.limits import Limits
 from kvpool_server.process.process_memory import keep_collections_short, no_collections
 from kvpool_server.rpc.explainer import MAX_RUNS as MAX_EXPLAINED
+from kvpool_server.rpc.inbox import MAX_CONTROL_BYTES, MAX_LOOKUP_BYTES
+from kvpool_server.rpc.method_handlers import MAX_FIELDS
+from tests.support.calls import SERVICE
 from tests.support.effort import EFFORT
 from tests.support.in_process_server import InProcessServer
 from tests.support.processes import wait_for
@@ -155,7 +161,25 @@ def test_lookups_of_the_longest_prompt(house: House) -> None:
 def test_lookups_of_many_runs(house: House) -> None:
     most = LIMITS.max_runs
     house.expect_short(lambda: house.lookup(_runs(0, BATCH, BATCH // most)))
-    house.expect_short(lambda: _is_refused(lambda: house.lookup(_runs(0, 65_536, 1)), f"give at most {most}"))
+    house.expect_short(lambda: _is_refused(lambda: house.lookup(_runs(0, 2 * most, 1)), f"give at most {most}"))
+
+
+@pytest.mark.parametrize("method", list(SERVICE.methods), ids=lambda method: str(method.name))
+def test_messages_full_of_empty_parts(house: House, method: MethodDescriptor) -> None:
+    """A part is two bytes on the wire, and a hundred once it is decoded."""
+    for field in method.input_type.fields:
+        if field.message_type is None:
+            continue
+        parts = bytes([field.number << 3 | 2, 0])
+        for nbytes in (MAX_FIELDS * len(parts), MAX_CONTROL_BYTES, MAX_LOOKUP_BYTES):
+            call = house.server.channel.stream_stream(f"/{SERVICE.full_name}/{method.name}")
+            request = parts * (nbytes // len(parts))
+
+            def send(call: Any = call, request: bytes = request) -> None:
+                with contextlib.suppress(grpc.RpcError):
+                    next(call(iter([request]), timeout=60), None)
+
+            house.expect_short(send)
 
 
 def test_gets_puts_and_removals_of_a_whole_batch(house: House) -> None:
@@ -178,7 +202,7 @@ def test_gets_puts_and_removals_of_a_whole_batch(house: House) -> None:
     house.expect_short(lambda: house.stub.Remove(remove, timeout=60))
     house.server.on_loop(lambda: house.put(_runs(0)))
     too_many = pb.RemoveRequest(namespace=house.name, runs=wire.encode_runs(_runs(0, 20_000, 1)))
-    house.expect_short(lambda: _is_refused(lambda: house.stub.Remove(too_many, timeout=60), "20000 runs"))
+    house.expect_short(lambda: _is_refused(lambda: house.stub.Remove(too_many, timeout=60), "more than 9216 fields"))
 
 
 def test_gets_of_as_many_chunks_as_fit(house: House) -> None:
