@@ -11,8 +11,8 @@ Invariants of every transport (tests/contracts asserts them):
 - An exception in a callback ends the transfer and reaches the caller unchanged. After an exception in `fill`, the
   transport first waits until no byte of the write is in flight. If that wait fails, the transport raises its own error
   from the callback's.
-- A call returns or raises within its `timeout_s`, apart from the time spent in callbacks. Then no thread of the
-  transport touches the caller's arrays, nor calls back.
+- A call returns or raises within its `timeout_s`, apart from the time spent in callbacks; out of process within two
+  seconds more, if the process hangs. Then no thread of the transport touches the caller's arrays, nor calls back.
 """
 
 from __future__ import annotations

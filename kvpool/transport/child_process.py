@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -37,6 +38,7 @@ class ChildProcess(subprocess.Popen[bytes]):
             stdin=subprocess.PIPE,
             stdout=stdout,
             pass_fds=pass_fds,
+            process_group=0,  # A terminal's Ctrl-C is for the parent, which may need the child for a while.
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))},
         )
         assert self.stdin is not None
@@ -65,8 +67,7 @@ class ChildProcess(subprocess.Popen[bytes]):
 def receive_settings() -> dict[str, Any]:
     """In the child: the parent's settings. Ends the process if the parent has ended.
 
-    From now on the process ignores SIGINT and SIGTERM: a terminal or a supervisor sends them to the parent, too, which
-    may need its children for a while.
+    From now on the process ignores SIGINT and SIGTERM, which a supervisor sends to the parent, too.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
@@ -78,8 +79,15 @@ def receive_settings() -> dict[str, Any]:
 
 
 def wait_for_parent_end() -> None:
-    """In the child: returns when the parent has ended, or has requested this process's end."""
-    while os.read(sys.stdin.fileno(), 4096):
+    """In the child: returns when the parent has ended, or has requested this process's end.
+
+    Forks of the parent keep the pipe open, so the parent itself is watched as well, where the system can do that.
+    """
+    pipe, ends = sys.stdin.fileno(), select.poll()
+    ends.register(pipe, select.POLLIN)
+    with contextlib.suppress(OSError):
+        ends.register(os.pidfd_open(os.getppid()), select.POLLIN)
+    while [fd for fd, _ in ends.poll()] == [pipe] and os.read(pipe, 4096):
         pass
 
 

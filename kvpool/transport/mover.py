@@ -11,7 +11,6 @@ goes on: while none is free, or can be started, transfers stay in the engine's p
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import socket
@@ -21,7 +20,7 @@ from dataclasses import asdict
 from multiprocessing.connection import Connection
 from typing import NamedTuple
 
-from kvpool.protocol.errors import PoolTimeoutError, TransferError
+from kvpool.protocol.errors import ConfigError, PoolTimeoutError, TransferError
 from kvpool.transport.base import Bytes, Drain, Fill, Sink, Source, Sum, Transfer
 from kvpool.transport.child_process import ChildProcess
 from kvpool.transport.data_port import time_out
@@ -150,20 +149,25 @@ class Movers:
         num_connections: most of one transfer.
 
     Attributes:
-        memory: what bytes pass through, uint8 [STAGING_BYTES].
+        memory: what bytes pass through, uint8 [STAGING_BYTES]; None: this host shares none, so nothing is started.
     """
 
     def __init__(self, peer: Peer, num_connections: int):
         self._peer = peer
         self._num_connections = num_connections
-        self._segment = Segment.create(STAGING_BYTES)
-        self.memory: Bytes = self._segment.bytes
         self._process_id = os.getpid()
         self._lock = threading.Lock()
-        self._running: dict[int, Mover] = {}
+        self._movers: dict[int, Mover | None] = {}  # None: not made yet.
         self._idle: list[Mover] = []
         self._start_at = 0.0
-        self._closed = False
+        self._is_closed = self._has_warned = False
+        self._segment: Segment | None = None
+        try:
+            self._segment = Segment.create(STAGING_BYTES)
+        except ConfigError as error:
+            self._is_closed = True
+            self._warn(error)
+        self.memory: Bytes | None = None if self._segment is None else self._segment.bytes
 
     def write(self, transfer: Transfer, source: Source) -> bool:
         """As a transport's; False, and nothing is done, if no process takes the transfer."""
@@ -176,10 +180,12 @@ class Movers:
     def close(self) -> None:
         """Ends the processes, and transfers under way, which then fail. Idempotent."""
         with self._lock:
-            self._closed, self._idle = True, []
-            self._segment.close()
-            for mover in self._running.values():
-                mover.kill()
+            self._is_closed, self._idle = True, []
+            if self._segment is not None:
+                self._segment.close()
+            for mover in self._movers.values():
+                if mover is not None:
+                    mover.kill()
 
     def _move(self, transfer: Transfer, act: Fill | Drain, sum: Sum, is_write: bool) -> bool:
         if max(transfer.region_bytes, transfer.batch_bytes) > MEMORY_BYTES or (mover := self._take()) is None:
@@ -195,42 +201,59 @@ class Movers:
         if os.getpid() != self._process_id:  # A fork, which shares the channels.
             return None
         with self._lock:
-            if self._idle:
-                return self._idle.pop()
-            nth = next((nth for nth in range(MOVERS) if nth not in self._running), None)
-            if nth is not None and not self._closed and time.monotonic() >= self._start_at:
+            while self._idle:
+                if not (mover := self._idle.pop()).has_ended:
+                    return mover
+                self._forget(mover)
+            nth = next((nth for nth in range(MOVERS) if nth not in self._movers), None)
+            if nth is not None and not self._is_closed and time.monotonic() >= self._start_at:
                 self._start_at = time.monotonic() + START_AGAIN_S
-                with contextlib.suppress(RuntimeError):  # The interpreter ends, or has no thread left.
+                self._movers[nth] = None
+                try:
                     threading.Thread(target=self._start, args=(nth,), name="kvpool-start-mover", daemon=True).start()
+                except RuntimeError:  # The interpreter ends, or has no thread left.
+                    del self._movers[nth]
         return None
 
     def _start(self, nth: int) -> None:
         mover: Mover | None = None
         try:
+            assert self._segment is not None
             mover = Mover(self._peer, self._num_connections, self._segment, nth)
+            with self._lock:
+                self._movers[nth] = mover
+                if self._is_closed:
+                    mover.kill()
             mover.wait_until_ready()
         except Exception as error:
             if mover is not None:
                 mover.kill()
-            if not self._closed:
-                log.warning(
-                    "kvpool: no process for the bytes to and from %s (%s): this process moves them, which slows its "
-                    "steps",
-                    self._peer,
-                    error or "it has ended",
-                )
+            with self._lock:
+                del self._movers[nth]
+            if not self._is_closed:
+                self._warn(error)
             return
         with self._lock:
             self._start_at = 0.0
-            if not self._closed:
-                self._running[nth] = mover
-                self._idle.append(mover)
-                return
-        mover.kill()
+            self._idle.append(mover)
+
+    def _warn(self, error: Exception) -> None:
+        """Says once why no process moves bytes."""
+        if not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "kvpool: no process for the bytes to and from %s (%s): this process moves them, which slows its steps",
+                self._peer,
+                str(error) or "it has ended",
+            )
 
     def _give_back(self, mover: Mover) -> None:
         with self._lock:
-            if not mover.has_ended:
+            if mover.has_ended:
+                self._forget(mover)
+            else:
                 self._idle.append(mover)
-            elif self._running.pop(mover.nth, None):
-                self._start_at = time.monotonic() + START_AGAIN_S
+
+    def _forget(self, mover: Mover) -> None:
+        del self._movers[mover.nth]
+        self._start_at = time.monotonic() + START_AGAIN_S

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from multiprocessing.connection import Connection
 
 from kvpool.protocol.errors import KVPoolError, TransferError
@@ -33,20 +34,21 @@ def main() -> None:
         if not channel.recv():
             raise CallbackError
 
-    channel.send("ready")
-    while True:
-        is_write, transfer = channel.recv()
-        said: Exception | None = None
-        try:
-            if is_write:
-                TcpWrite(transfer, Source(ask), connections, helpers).run(staging)
-            else:
-                TcpRead(transfer, Sink(ask), connections, helpers).run(staging)
-        except (KVPoolError, CallbackError) as error:
-            said = error
-        except Exception as error:
-            said = TransferError(f"a transfer to or from {peer} failed: {error!r}")
-        channel.send(said)
+    with contextlib.suppress(EOFError, OSError):  # The engine has ended.
+        channel.send("ready")
+        while True:
+            is_write, transfer = channel.recv()
+            said: Exception | None = None
+            try:
+                if is_write:
+                    TcpWrite(transfer, Source(ask), connections, helpers).run(staging)
+                else:
+                    TcpRead(transfer, Sink(ask), connections, helpers).run(staging)
+            except (KVPoolError, CallbackError) as error:
+                said = error
+            except Exception as error:
+                said = TransferError(f"a transfer to or from {peer} failed: {error!r}")
+            channel.send(said)
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ class TcpTransport:
 
     @property
     def memory(self) -> Bytes:
-        return self._movers.memory
+        return self._staging.memory if self._movers.memory is None else self._movers.memory
 
     @property
     def route(self) -> str:

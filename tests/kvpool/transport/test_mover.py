@@ -15,12 +15,14 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.protocol.errors import LeaseExpiredError, PoolTimeoutError, TransferError, UnavailableError
+from kvpool.protocol.errors import ConfigError, LeaseExpiredError, PoolTimeoutError, TransferError, UnavailableError
 from kvpool.transport import child_process
 from kvpool.transport import mover as module
 from kvpool.transport.base import Buffers, Sink, Source, Transfer
 from kvpool.transport.data_port import Kind
 from kvpool.transport.mover import MEMORY_BYTES, MOVERS, Movers
+from kvpool.transport.staging import STAGING_BYTES
+from kvpool.transport.tcp import TcpTransport
 from tests.contracts.transport_contract import DEADLINE_S, REGION_BYTES, Regions, Rig, TransportContract
 from tests.support.processes import is_running, wait_for
 from tests.support.scripted_port import scripted_port
@@ -29,12 +31,16 @@ from tests.support.workers import Permitted, Port, data_port, wait_for_mover
 MIB = 1 << 20
 ROOT = Path(__file__).parents[3]
 ENGINE = """
-import sys, time
+import os, sys, time
 from kvpool.transport.mover import Movers
 from kvpool.transport.tcp_connection import Peer
 from tests.support.workers import wait_for_mover
 movers = Movers(Peer("127.0.0.1", 1, b"n" * 16, 1.0, 1.0), 2)
-print(wait_for_mover(movers), flush=True)
+pid = wait_for_mover(movers)
+if sys.argv[1] == "forked" and not os.fork():
+    os.close(1)
+    time.sleep(60)
+print(pid, os.getpid(), flush=True)
 sys.stdin.read()
 """
 
@@ -204,27 +210,83 @@ def test_a_fork_has_no_mover(own: tuple[Apart, Port]) -> None:
     assert write(apart, port, lambda first, buffers: None)
 
 
-@pytest.mark.parametrize("executable", ["/bin/false", "/no/such/file"])
+def test_a_process_that_has_ended_while_idle_takes_no_transfer(own: tuple[Apart, Port]) -> None:
+    apart, port = own
+    os.kill(apart.pid, signal.SIGKILL)
+    wait_for(lambda: not is_running(apart.pid), "its end")
+    assert not write(apart, port, lambda first, buffers: None)
+
+
+def test_no_two_processes_have_the_same_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "START_AGAIN_S", 0.0)  # As if the first start took longer.
+    with data_port() as port, closing(Movers(port.peer(), 1)) as movers:
+        nothing = Transfer(1, (), 64, DEADLINE_S), Source(lambda first, buffers: None)
+        wait_for(lambda: movers.write(*nothing) and len(movers._idle) == MOVERS, "all processes")
+        assert sorted(mover.nth for mover in movers._idle) == list(range(MOVERS))
+
+
+def test_closing_ends_a_process_that_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    script, told = tmp_path / "python", tmp_path / "pid"
+    script.write_text(f"#!/bin/sh\necho $$ > {told}\nexec sleep 60\n")
+    script.chmod(0o700)
+    monkeypatch.setattr(child_process.sys, "executable", str(script))
+    with data_port() as port, closing(Movers(port.peer(), 1)) as movers:
+        assert not movers.write(Transfer(1, (), 64, DEADLINE_S), Source(lambda first, buffers: None))
+        wait_for(lambda: told.exists() and told.read_text(), "the process")
+    wait_for(lambda: not is_running(int(told.read_text())), "its end")
+
+
+def test_without_shared_memory_all_bytes_move_here(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(module.Segment, "create", refuse)
+        transport = TcpTransport(module.Peer("127.0.0.1", 1, b"n" * 16, 1.0, 1.0), 1)
+    with closing(transport):
+        assert "no memory (seccomp)" in caplog.text and transport.memory.nbytes == STAGING_BYTES
+        apart = Transfer(1, (), 64, DEADLINE_S, out_of_process=True)
+        transport.write(apart, Source(lambda first, buffers: None))
+        assert not transport._movers._movers
+
+
+def refuse(nbytes: int) -> None:
+    raise ConfigError("no memory (seccomp)")
+
+
+@pytest.mark.parametrize(
+    ("executable", "why"), [("/bin/false", "it has ended"), ("/no/such/file", "No such file or directory")]
+)
 def test_a_process_that_does_not_start_is_told_once(
-    executable: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    executable: str, why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(child_process.sys, "executable", executable)
+    monkeypatch.setattr(module, "START_AGAIN_S", 0.0)
     with data_port() as port, closing(Movers(port.peer(), 1)) as movers:
         nothing = Transfer(1, (), 64, DEADLINE_S), Source(lambda first, buffers: None)
         assert not movers.write(*nothing)
         wait_for(lambda: caplog.records, "a warning")
         for _ in range(3):
+            wait_for(lambda: not movers._movers, "the end of a start")
             assert not movers.write(*nothing)
-        assert len(caplog.records) == 1 and "this process moves them" in caplog.text
+        assert len(caplog.records) == 1 and "this process moves them" in caplog.text and why in caplog.text
 
 
-def test_the_process_ends_with_an_engine_that_is_killed() -> None:
-    engine = subprocess.Popen(
-        [sys.executable, "-c", ENGINE], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+@pytest.mark.parametrize("engine", ["alone", "forked"])
+def test_the_process_ends_with_an_engine_that_is_killed(engine: str) -> None:
+    started = subprocess.Popen(
+        [sys.executable, "-c", ENGINE, engine],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        process_group=0,
     )
-    assert engine.stdout is not None
-    pid = int(engine.stdout.readline())
-    assert is_running(pid)
-    engine.kill()
-    engine.communicate()
-    wait_for(lambda: not is_running(pid), "the end of the process")
+    assert started.stdout is not None
+    try:
+        pid = int(started.stdout.readline().split()[0])
+        assert is_running(pid)
+        started.kill()
+        wait_for(lambda: not is_running(pid), "the end of the process")
+    finally:
+        os.killpg(started.pid, signal.SIGKILL)  # Its fork, too, which still holds the pipe to the process.
+        started.communicate()
