@@ -21,7 +21,7 @@ LOCK := uv pip compile --quiet --universal --python-version 3.11 --generate-hash
 	--custom-compile-command "make lock" --override requirements/overrides.txt \
 	$(foreach name,torch torchaudio torchcodec torchvision,--no-emit-package $(name)) pyproject.toml
 
-.PHONY: demo test test-all test-fast conformance coverage fuzz soak soak-identity soak-sim test-gpu check bench bench-gpu proto docs manifests lock dist compat sbom audit clean help
+.PHONY: demo test test-all test-fast conformance coverage fuzz soak soak-adversary soak-identity soak-sim test-gpu check bench bench-gpu proto docs manifests lock dist compat sbom audit clean help
 
 help:  ## Say what there is.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -55,6 +55,9 @@ soak: $(STAMP)  ## Ten minutes at full speed, while servers are killed (SOAK_SEC
 
 soak-identity: $(STAMP)  ## An engine for each setting that namespaces leave out (hours; SHARD=1/4, SOAK_SECONDS=28800): build/identity.md.
 	SHARD=$(or $(SHARD),1/1) SOAK_SECONDS=$(or $(SOAK_SECONDS),inf) $(BIN)/python -m tests.identity
+
+soak-adversary: $(STAMP)  ## Search for calls that slow or fill a server for others (SOAK_SECONDS=3600): build/adversary.json.
+	$(BIN)/python -m tests.security.adversary search --seconds $(or $(SOAK_SECONDS),3600)
 
 test-gpu:  ## The tests that need a CUDA device, with whatever Python and vLLM are there.
 	python3 -m pytest -m gpu

@@ -25,7 +25,7 @@ from kvpool_server.cache.limits import Limits
 from kvpool_server.process.process_memory import keep_collections_short, no_collections
 from kvpool_server.rpc.explainer import MAX_RUNS as MAX_EXPLAINED
 from kvpool_server.rpc.inbox import MAX_CONTROL_BYTES, MAX_LOOKUP_BYTES
-from kvpool_server.rpc.method_handlers import MAX_FIELDS
+from kvpool_server.rpc.method_handlers import UNCOUNTED_BYTES
 from tests.support.calls import SERVICE
 from tests.support.effort import EFFORT
 from tests.support.in_process_server import InProcessServer
@@ -171,7 +171,7 @@ def test_messages_full_of_empty_parts(house: House, method: MethodDescriptor) ->
         if field.message_type is None:
             continue
         parts = bytes([field.number << 3 | 2, 0])
-        for nbytes in (MAX_FIELDS * len(parts), MAX_CONTROL_BYTES, MAX_LOOKUP_BYTES):
+        for nbytes in (UNCOUNTED_BYTES, MAX_CONTROL_BYTES, MAX_LOOKUP_BYTES):
             call = house.server.channel.stream_stream(f"/{SERVICE.full_name}/{method.name}")
             request = parts * (nbytes // len(parts))
 

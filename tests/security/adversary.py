@@ -1,0 +1,413 @@
+"""Searches for calls with which one kind of caller slows, fills or silences a pool for another.
+
+`python -m tests.security.adversary --seconds 3600` draws attacks, changes the worst ones, and makes the worst smaller.
+An attack is some moves, made again and again by 1, 8 or 64 identities that are strangers, routers, engines or denied.
+Beside it an honest engine looks up, and an operator asks for `Stats`, at a higher priority than the attackers, who
+share the cores. The score is the worst of what the honest ones saw over what docs/explanation/security.md promises:
+above 1 the promise is broken. `build/adversary.json` has the worst attacks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import datetime as dt
+import json
+import os
+import random
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import typer
+
+from kvpool.client.client import Client
+from kvpool.client.config import ClientConfig
+from kvpool.client.open_namespace import Namespace
+from kvpool.protocol import wire
+from kvpool.protocol.errors import KVPoolError
+from kvpool.protocol.types import BlockRun, ShardRange
+from kvpool.security.certificates import Authority
+from kvpool.security.principal import ALL_TENANTS, Principal, Role
+from kvpool.security.tls import TlsFiles
+from kvpool.security.tokens import append_record, create_token
+from kvpool.v1 import pool_pb2 as pb
+from tests.support.calls import METHODS, SERVICE, Target, requests
+from tests.support.certificates import files_in, server_flags
+from tests.support.processes import ServerProcess
+from tests.support.values import group_spec, namespace_spec
+
+CALLERS = ("stranger", "router", "engine", "denied")
+IDENTITIES = (1, 8, 64)
+CHUNK, STORED, VICTIM_BLOCKS = 64, 8_192, 64
+ATTACK_S, QUIET_S, REST_S = 3.0, 2.0, 0.5
+TIMES_ONE, TIMES_MANY = 5.0, 20.0
+"""The honest engine's p99 over that of a quiet server: beside one identity, and beside many."""
+OPERATOR_S = 1.0
+GROWTH_BYTES, IDENTITY_BYTES = 256 << 20, 1 << 20
+OUT = Path("build/adversary.json")
+NICE = 10
+
+
+@dataclass(frozen=True)
+class Move:
+    """One call.
+
+    Args:
+        blocks: of a request that names blocks.
+        shape: what is sent: a right request, parts without content, random bytes, or nothing.
+        cancel_s: when the caller hangs up; 0: it does not.
+        reads: whether it reads the replies.
+    """
+
+    method: str
+    blocks: int
+    shape: str
+    deadline_s: float
+    cancel_s: float
+    reads: bool
+
+
+@dataclass(frozen=True)
+class Attack:
+    """Args: at_once: calls of an identity at any time."""
+
+    caller: str
+    identities: int
+    at_once: int
+    moves: tuple[Move, ...]
+
+
+def drawn(picks: random.Random) -> Attack:
+    """Any attack."""
+    moves = tuple(_move(picks) for _ in range(picks.choice((1, 1, 2, 3))))
+    return Attack(picks.choice(CALLERS), picks.choice(IDENTITIES), picks.choice((1, 8, 64, 128)), moves)
+
+
+def changed(attack: Attack, picks: random.Random) -> Attack:
+    """An attack like another one."""
+    match picks.randrange(4):
+        case 0:
+            return dataclasses.replace(attack, identities=picks.choice(IDENTITIES))
+        case 1:
+            return dataclasses.replace(attack, at_once=picks.choice((1, 8, 64, 128)))
+        case 2:
+            return dataclasses.replace(attack, moves=(*attack.moves[:2], _move(picks)))
+        case _:
+            nth, other = picks.randrange(len(attack.moves)), _move(picks)
+            field = picks.choice([field.name for field in dataclasses.fields(Move)])
+            moves = list(attack.moves)
+            moves[nth] = dataclasses.replace(moves[nth], **{field: getattr(other, field)})
+            return dataclasses.replace(attack, moves=tuple(moves))
+
+
+def smaller(attack: Attack) -> Iterator[Attack]:
+    """Attacks with less in them."""
+    for nth in range(len(attack.moves) if len(attack.moves) > 1 else 0):
+        yield dataclasses.replace(attack, moves=attack.moves[:nth] + attack.moves[nth + 1 :])
+    if attack.identities > 1:
+        yield dataclasses.replace(attack, identities=IDENTITIES[IDENTITIES.index(attack.identities) - 1])
+    if attack.at_once > 1:
+        yield dataclasses.replace(attack, at_once=attack.at_once // 2)
+
+
+def _move(picks: random.Random) -> Move:
+    return Move(
+        picks.choice(METHODS),
+        picks.choice((1, 64, 2_048, 8_192, 65_536)),
+        picks.choice(("right", "right", "right", "empty parts", "random", "nothing")),
+        picks.choice((0.05, 0.5, 5.0, 60.0)),
+        picks.choice((0.0, 0.0, 0.002, 0.05)),
+        picks.random() < 0.7,
+    )
+
+
+# The attackers, in a process of their own
+
+
+def message(move: Move, names: list[bytes], target: Target) -> bytes:
+    """What a move sends.
+
+    Args:
+        names: of blocks.
+    """
+    if move.shape == "random":
+        return os.urandom(min(64 * move.blocks, 4 << 20))
+    descriptor = SERVICE.methods_by_name[move.method].input_type
+    if move.shape == "empty parts":
+        parts = [field.number for field in descriptor.fields if field.message_type is not None]
+        return bytes([(parts or [1])[0] << 3 | 2, 0]) * min(32 * move.blocks, 2 << 20)
+    request = requests(target)[move.method]
+    blocks = [names[nth % len(names)] for nth in range(move.blocks)]
+    if "runs" in descriptor.fields_by_name:
+        del request.runs[:]
+        request.runs.extend(wire.encode_runs([BlockRun(0, blocks)]))
+    if "lease_ttl_ms" in descriptor.fields_by_name:
+        request.lease_ttl_ms = 60_000
+    if move.method == "GetChunks":
+        request.keys.extend(pb.PoolKey(namespace=target.namespace, block_hash=each) for each in blocks[:8_192])
+    return bytes(request.SerializeToString())
+
+
+async def attack_for(attack: Attack, endpoint: str, ca: str, tokens: list[str], seconds: float) -> int:
+    """Makes an attack; returns the number of calls."""
+    root, ends_at, count = Path(ca).read_bytes(), time.monotonic() + seconds, 0
+    names = [nth.to_bytes(32, "big") for nth in range(STORED)]
+
+    async def caller(token: str) -> None:
+        nonlocal count
+        metadata = (("authorization", f"Bearer {token}"),) if token else ()
+        options = [("grpc.use_local_subchannel_pool", 1), ("grpc.http2.bdp_probe", 0)]
+        async with grpc.aio.secure_channel(endpoint, grpc.ssl_channel_credentials(root), options) as channel:
+            namespace = bytes(32)
+            if attack.caller == "engine":
+                namespace = await _stored(channel, metadata, names)
+            target = Target(namespace, spec=_spec(f"of {token}"))
+            sent = [message(move, names, target) for move in attack.moves]
+
+            async def make(nth: int) -> None:
+                nonlocal count
+                while time.monotonic() < ends_at:
+                    move, request = attack.moves[nth % len(attack.moves)], sent[nth % len(attack.moves)]
+                    count, nth = count + 1, nth + 1
+                    with contextlib.suppress(Exception, asyncio.CancelledError):  # Whatever comes of it.
+                        await _make(channel, move, request, metadata, ends_at)
+
+            await asyncio.gather(*(make(nth) for nth in range(attack.at_once)))
+
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds + 5):
+            await asyncio.gather(*(caller(token) for token in tokens[: attack.identities]), return_exceptions=True)
+    return count
+
+
+async def _make(channel: Any, move: Move, request: bytes, metadata: Any, ends_at: float) -> None:
+    left = max(0.01, ends_at - time.monotonic())
+    call = channel.stream_stream(f"/{SERVICE.full_name}/{move.method}")(
+        _sent(request if move.shape != "nothing" else None, min(left, move.deadline_s)),
+        timeout=min(move.deadline_s, left),
+        metadata=metadata,
+    )
+    try:
+        async with asyncio.timeout(move.cancel_s or left):
+            if move.reads:
+                async for _ in call:
+                    pass
+            else:
+                await asyncio.sleep(move.deadline_s)
+    finally:
+        call.cancel()
+
+
+async def _sent(request: bytes | None, wait_s: float) -> AsyncIterator[bytes]:
+    if request is None:
+        await asyncio.sleep(wait_s)
+    else:
+        yield request
+
+
+def _spec(salt: str) -> Any:
+    return namespace_spec(group_spec(chunk_bytes=CHUNK), tenant="", salt=salt)
+
+
+async def _stored(channel: Any, metadata: Any, names: list[bytes]) -> bytes:
+    """A namespace of the caller's tenant with blocks."""
+
+    async def call(method: str, request: Any) -> Any:
+        answer = getattr(pb, f"{method}Response").FromString
+        made = channel.unary_unary(f"/{SERVICE.full_name}/{method}", lambda each: each.SerializeToString(), answer)
+        return await made(request, timeout=30, metadata=metadata)
+
+    who = await call("WhoAmI", pb.WhoAmIRequest())
+    spec = dataclasses.replace(_spec("stored"), tenant=who.tenant)
+    opened = await call("OpenNamespace", pb.OpenNamespaceRequest(spec=wire.encode_spec(spec)))
+    shards = wire.encode_shards(ShardRange(0, 1))
+    runs = wire.encode_runs([BlockRun(0, names)])
+    with contextlib.suppress(grpc.RpcError):  # No room, or stored before.
+        put = await call("PutStart", pb.PutStartRequest(namespace=opened.fingerprint, runs=runs, shards=shards))
+        if put.ticket_id:
+            checksums = [0] * len(put.offsets)
+            await call("PutEnd", pb.PutEndRequest(ticket_id=put.ticket_id, checksums=checksums))
+    return bytes(opened.fingerprint)
+
+
+# The honest ones
+
+
+class Honest:
+    """An engine and an operator of a server, who note what they see."""
+
+    def __init__(self, server: ServerProcess, ca: str, engine: str, operator: str):
+        tls = TlsFiles(ca, "", "")
+        config = ClientConfig(
+            server.endpoint, transport="grpc", timeout_ms=10_000, lease_ttl_ms=2_000, tls=tls, token_file=engine
+        )
+        self._server = server
+        self._engine = Client(config)
+        self._operator = Client(dataclasses.replace(config, token_file=operator))
+        spec = namespace_spec(group_spec(chunk_bytes=CHUNK), tenant="victim")
+        self._namespace: Namespace = self._engine.open_namespace(spec)
+        self._run = BlockRun(0, [nth.to_bytes(32, "big") for nth in range(VICTIM_BLOCKS)])
+        self._engine.put_blocks(self._namespace, self._run, [bytes(CHUNK)] * VICTIM_BLOCKS)
+        self.quiet_s = 0.0
+
+    def watch(self, ended: threading.Event) -> dict[str, float]:
+        """What they see until an event: seconds of the engine's p99 and the operator's longest, refusals, memory."""
+        seen: dict[str, float] = {"refused": 0.0, "operator_s": 0.0, "bytes": 0.0}
+        times: list[float] = []
+
+        def operate() -> None:
+            while not ended.wait(0.1):
+                began = time.monotonic()
+                try:
+                    self._operator.admin.stats()
+                except KVPoolError:
+                    seen["refused"] += 1
+                seen["operator_s"] = max(seen["operator_s"], time.monotonic() - began)
+                seen["bytes"] = max(seen["bytes"], own_bytes(self._server))
+
+        thread = threading.Thread(target=operate)
+        thread.start()
+        while not ended.wait(0.005):
+            began = time.monotonic()
+            try:
+                found = self._engine.lookup(self._namespace, [self._run])
+                self._engine.release([found.lease_id])
+            except KVPoolError:
+                seen["refused"] += 1
+            times.append(time.monotonic() - began)
+        thread.join()
+        seen["p99_s"] = statistics.quantiles(times, n=100)[98] if len(times) > 1 else 10.0
+        seen["lookups"] = len(times)
+        return seen
+
+
+def own_bytes(server: ServerProcess) -> int:
+    """Memory of the server without the arena."""
+    (kib,) = re.findall(r"^RssAnon:\s+(\d+) kB", Path(f"/proc/{server.pid}/status").read_text(), re.MULTILINE)
+    return int(kib) << 10
+
+
+class Field:
+    """A server, its callers, and what an attack does to it. Close it."""
+
+    def __init__(self, directory: Path):
+        self._stack = contextlib.ExitStack()
+        authority = Authority.create(directory / "pki")
+        issued, known = authority.issue_server([], days=2), directory / "tokens"
+        self._ca = files_in(issued).ca
+        self._tokens: dict[str, list[str]] = {"stranger": [""] * max(IDENTITIES)}
+        roles = {"router": Role.ROUTER, "engine": Role.ENGINE_WRITE, "denied": Role.ENGINE_WRITE}
+        denied = directory / "denied"
+        lines = []
+        for caller, role in roles.items():
+            principals = [Principal(f"{caller}-{nth}", role) for nth in range(max(IDENTITIES))]
+            self._tokens[caller] = [self._token(known, each) for each in principals]
+            lines += [f"{each}\n" for each in principals if caller == "denied"]
+        denied.write_text("".join(lines))
+        denied.chmod(0o600)
+        files = []
+        for name, principal in (
+            ("engine", Principal("victim", Role.ENGINE_WRITE)),
+            ("operator", Principal(ALL_TENANTS, Role.OPERATOR)),
+        ):
+            files.append(directory / name)
+            files[-1].touch(0o600)
+            files[-1].write_text(self._token(known, principal))
+        flags = [*server_flags(issued)[:4], "--tokens", str(known), "--deny", str(denied), "--memory", "256MiB"]
+        tls = TlsFiles(self._ca, "", "")
+        self.server = ServerProcess(directory, *flags, tls=tls, token_file=str(files[1]), is_executed=True)
+        self._stack.callback(self.server.kill)
+        self._honest = Honest(self.server, self._ca, str(files[0]), str(files[1]))
+        self._watch(QUIET_S)
+        self._quiet = self._watch(QUIET_S)
+
+    def close(self) -> None:
+        self._stack.close()
+
+    def score(self, attack: Attack) -> tuple[float, dict[str, float]]:
+        """How far an attack gets beyond what is promised, and what was seen."""
+        given = {"attack": dataclasses.asdict(attack), "endpoint": self.server.endpoint, "ca": self._ca}
+        given |= {"tokens": self._tokens[attack.caller], "seconds": ATTACK_S}
+        before = own_bytes(self.server)
+        command = ["nice", "-n", str(NICE), sys.executable, "-m", "tests.security.adversary", "attack"]
+        attackers = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        ended = threading.Event()
+        try:
+            assert attackers.stdin is not None and attackers.stdout is not None
+            attackers.stdin.write(json.dumps(given) + "\n")
+            attackers.stdin.flush()
+            attackers.stdout.readline()  # They begin.
+            threading.Timer(ATTACK_S, ended.set).start()
+            seen = self._honest.watch(ended)
+            seen["calls"] = float(attackers.communicate(timeout=60)[0].split()[-1])
+        finally:
+            ended.set()
+            attackers.kill()
+            attackers.wait()
+        time.sleep(REST_S)
+        seen["grown"] = max(0.0, seen.pop("bytes") - before)
+        times = TIMES_ONE if attack.identities == 1 else TIMES_MANY
+        return max(
+            seen["p99_s"] / self._quiet["p99_s"] / times,
+            seen["operator_s"] / OPERATOR_S,
+            seen["grown"] / (GROWTH_BYTES + attack.identities * IDENTITY_BYTES),
+            2.0 * seen["refused"],
+        ), seen
+
+    def _watch(self, seconds: float) -> dict[str, float]:
+        ended = threading.Event()
+        threading.Timer(seconds, ended.set).start()
+        return self._honest.watch(ended)
+
+    @staticmethod
+    def _token(known: Path, principal: Principal) -> str:
+        token, record = create_token(principal, dt.timedelta(days=1))
+        append_record(known, record)
+        return token
+
+
+app = typer.Typer()
+
+
+@app.command()
+def attack() -> None:
+    """The attackers' process; its standard input says how."""
+    given = json.loads(sys.stdin.readline())
+    moves = tuple(Move(**move) for move in given["attack"].pop("moves"))
+    made = Attack(**given["attack"], moves=moves)
+    print("begin", flush=True)
+    print(asyncio.run(attack_for(made, given["endpoint"], given["ca"], given["tokens"], given["seconds"])))
+
+
+@app.command()
+def search(seconds: float = 600.0, seed: int = 0) -> None:
+    """Search, and print the worst."""
+    picks, worst = random.Random(seed), list[tuple[float, Attack, dict[str, float]]]()
+    ends_at = time.monotonic() + seconds
+    with tempfile.TemporaryDirectory() as directory, contextlib.closing(Field(Path(directory))) as field:
+        while time.monotonic() < ends_at:
+            made = changed(picks.choice(worst)[1], picks) if worst and picks.random() < 0.5 else drawn(picks)
+            score, seen = field.score(made)
+            print(f"{score:7.2f} {made} {seen}", flush=True)
+            worst = sorted([*worst, (score, made, seen)], key=lambda each: -each[0])[:8]
+        score, made, seen = worst[0]
+        while (less := next((each for each in smaller(made) if field.score(each)[0] > 0.8 * score), None)) is not None:
+            made = less
+        print(f"the worst, made smaller: {made}")
+    OUT.parent.mkdir(exist_ok=True)
+    OUT.write_text(json.dumps([[score, dataclasses.asdict(each), seen] for score, each, seen in worst], indent=1))
+
+
+if __name__ == "__main__":
+    app()
