@@ -1,10 +1,10 @@
 """Searches for calls with which one kind of caller slows, fills or silences a pool for another.
 
-`python -m tests.security.adversary --seconds 3600` draws attacks, changes the worst ones, and makes the worst smaller.
-An attack is some moves, made again and again by 1, 8 or 64 identities that are strangers, routers, engines or denied.
-Beside it an honest engine looks up, and an operator asks for `Stats`, at a higher priority than the attackers, who
-share the cores. The score is the worst of what the honest ones saw over what docs/explanation/security.md promises:
-above 1 the promise is broken. `build/adversary.json` has the worst attacks.
+`python -m tests.security.adversary search --seconds 3600` draws attacks, changes the worst ones, and makes the worst
+smaller. An attack is some moves, made again and again by 1, 8 or 64 identities that are strangers, routers, engines or
+denied. Beside it an honest engine looks up, and an operator asks for `Stats`, at a higher priority than the attackers,
+who share the cores. The score is the worst of what the honest ones saw over the bounds below: above 1 an attack has
+broken one of them. `build/adversary.json` has the worst attacks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import datetime as dt
 import json
 import os
 import random
-import re
 import statistics
 import subprocess
 import sys
@@ -274,7 +273,7 @@ class Honest:
                 except KVPoolError:
                     seen["refused"] += 1
                 seen["operator_s"] = max(seen["operator_s"], time.monotonic() - began)
-                seen["bytes"] = max(seen["bytes"], own_bytes(self._server))
+                seen["bytes"] = max(seen["bytes"], self._server.own_bytes)
 
         thread = threading.Thread(target=operate)
         thread.start()
@@ -290,12 +289,6 @@ class Honest:
         seen["p99_s"] = statistics.quantiles(times, n=100)[98] if len(times) > 1 else 10.0
         seen["lookups"] = len(times)
         return seen
-
-
-def own_bytes(server: ServerProcess) -> int:
-    """Memory of the server without the arena."""
-    (kib,) = re.findall(r"^RssAnon:\s+(\d+) kB", Path(f"/proc/{server.pid}/status").read_text(), re.MULTILINE)
-    return int(kib) << 10
 
 
 class Field:
@@ -336,10 +329,10 @@ class Field:
         self._stack.close()
 
     def score(self, attack: Attack) -> tuple[float, dict[str, float]]:
-        """How far an attack gets beyond what is promised, and what was seen."""
+        """The worst of what was seen over its bound, and all that was seen."""
         given = {"attack": dataclasses.asdict(attack), "endpoint": self.server.endpoint, "ca": self._ca}
         given |= {"tokens": self._tokens[attack.caller], "seconds": ATTACK_S}
-        before = own_bytes(self.server)
+        before = self.server.own_bytes
         command = ["nice", "-n", str(NICE), sys.executable, "-m", "tests.security.adversary", "attack"]
         attackers = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         ended = threading.Event()

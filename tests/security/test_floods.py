@@ -49,12 +49,6 @@ CLOSED_S = http.CONNECTION_S + 20.0
 """A connection of HTTP is closed within this time, on a busy machine too. Without its deadline it would stay open."""
 
 
-def _own_bytes(server: ServerProcess) -> int:
-    """Memory of the server without the arena."""
-    (kib,) = re.findall(r"^RssAnon:\s+(\d+) kB", Path(f"/proc/{server.pid}/status").read_text(), re.MULTILINE)
-    return int(kib) << 10
-
-
 @contextmanager
 def _served(server: ServerProcess, most_bytes: int) -> Iterator[None]:
     """Asserts that Ping is answered all through the body, and that the server's memory grows by less than a bound.
@@ -62,7 +56,7 @@ def _served(server: ServerProcess, most_bytes: int) -> Iterator[None]:
     While thousands of calls arrive at once, gRPC drops some by chance before the server sees them (CANCELLED): who is
     dropped asks again, and has to be answered within the same time.
     """
-    before, peak, longest, ended = _own_bytes(server), 0, 0.0, threading.Event()
+    before, peak, longest, ended = server.own_bytes, 0, 0.0, threading.Event()
     failures: list[BaseException] = []
 
     def ping() -> None:
@@ -77,7 +71,7 @@ def _served(server: ServerProcess, most_bytes: int) -> Iterator[None]:
                     failures.append(error)
                     return
                 longest = max(longest, time.monotonic() - began)
-                peak = max(peak, _own_bytes(server))
+                peak = max(peak, server.own_bytes)
 
     thread = threading.Thread(target=ping)
     thread.start()
@@ -136,10 +130,10 @@ def test_replies_that_nobody_reads_hold_what_a_few_calls_send(pool_server: Start
     with Client(ClientConfig(server.endpoint, timeout_ms=10_000)) as client:
         namespace = client.open_namespace(namespace_spec(group_spec(chunk_bytes=chunk)))
         client.put_blocks(namespace, run_of("block"), [payload("block", chunk)])
-        before = _own_bytes(server)
+        before = server.own_bytes
         calls = _unread(server.endpoint, namespace.fingerprint, 4 * inbox.MAX_DATA_STREAMS)
         time.sleep(3)
-        grown = _own_bytes(server) - before
+        grown = server.own_bytes - before
         assert len(calls) > inbox.MAX_DATA_STREAMS
     assert grown < 4 * chunk * inbox.MAX_DATA_STREAMS, f"{grown / MIB:.0f} MiB"
 

@@ -146,6 +146,12 @@ class ServerProcess:
         return self._process.pid
 
     @property
+    def own_bytes(self) -> int:
+        """Memory of the server without the arena."""
+        (kib,) = re.findall(r"^RssAnon:\s+(\d+) kB", Path(f"/proc/{self.pid}/status").read_text(), re.MULTILINE)
+        return int(kib) << 10
+
+    @property
     def stdout(self) -> str:
         return self._out.read_text()
 
