@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections import defaultdict, deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from kvpool.protocol.errors import UnavailableError
@@ -12,10 +13,14 @@ from kvpool_server.cache.shares import Shares
 
 
 class FairSlots:
-    """Slots of one event loop, bounded as in `Shares.has_room`. Each caller has a queue, and the queues take turns."""
+    """Slots of one event loop, bounded as in `Shares.has_room`. Each caller has a queue, and the queues take turns.
 
-    def __init__(self, most: int, most_own: int):
-        self._most, self._most_own = most, most_own
+    Args:
+        own: slots beside these that every caller has.
+    """
+
+    def __init__(self, most: int, most_own: int, own: int = 0):
+        self._most, self._most_own, self._own = most, most_own, own
         self._taken = Shares()
         self._waiting: defaultdict[str, deque[asyncio.Future[None]]] = defaultdict(deque)  # In the order of turns.
 
@@ -24,30 +29,44 @@ class FairSlots:
 
     @asynccontextmanager
     async def slot(self, caller: str, wait_s: float | None = None) -> AsyncIterator[None]:
-        """The caller has a slot until the body ends. Raises UnavailableError if it gets none in time."""
+        """The caller has a slot until the body ends. Raises as `take`."""
+        give_back = await self.take(caller, wait_s)
+        try:
+            yield
+        finally:
+            give_back()
+
+    async def take(self, caller: str, wait_s: float | None = None) -> Callable[[], None]:
+        """Returns what gives the slot back; call it once. Raises UnavailableError if none becomes free in time."""
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting[caller].append(turn)
         self._give()
         try:
-            try:
-                async with asyncio.timeout(wait_s):
-                    await turn
-            except TimeoutError:
-                raise UnavailableError("all that this caller may use at once is in use; try again later") from None
-            yield
-        finally:
+            async with asyncio.timeout(wait_s):
+                await turn
+        except BaseException as error:
             if turn.cancelled():
                 self._waiting[caller].remove(turn)
             else:
-                self._taken.add(caller, -1)
-            self._give()
+                self._give_back(caller)
+            if isinstance(error, TimeoutError):
+                raise UnavailableError("all that this caller may use at once is in use; try again later") from None
+            raise
+        return functools.partial(self._give_back, caller)
+
+    def _give_back(self, caller: str) -> None:
+        self._taken.add(caller, -1)
+        self._give()
 
     def _give(self) -> None:
         """Gives a slot to each waiting caller that may have one; its queue goes behind the others."""
         for caller, queue in list(self._waiting.items()):
             if not queue:
                 del self._waiting[caller]
-            elif not queue[0].cancelled() and self._taken.has_room(caller, 1, self._most, self._most_own):
+            elif not queue[0].cancelled() and self._has_room(caller):
                 self._taken.add(caller)
                 queue.popleft().set_result(None)
                 self._waiting[caller] = self._waiting.pop(caller)
+
+    def _has_room(self, caller: str) -> bool:
+        return self._taken.of(caller) < self._own or self._taken.has_room(caller, 1, self._most, self._most_own)

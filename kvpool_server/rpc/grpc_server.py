@@ -29,14 +29,11 @@ from kvpool_server.observability.metrics import RpcMetrics
 from kvpool_server.process.addresses import cannot_listen, why_not_listening
 from kvpool_server.process.socket_path import bind_path, cannot_bind
 from kvpool_server.rpc.handlers import owner_of
-from kvpool_server.rpc.inbox import MAX_DATA_BYTES, MAX_STREAM_S, REQUEST, Pace
+from kvpool_server.rpc.inbox import MAX_DATA_BYTES, MAX_STREAM_S, REQUEST, SMALL_BYTES, Pace
 from kvpool_server.rpc.method_handlers import CHECK, HEALTH_NAME, SERVICE_NAME, HealthService, add_health, add_service
 from kvpool_server.rpc.service import PoolService
-from kvpool_server.rpc.turns import ended_with_its_work
+from kvpool_server.rpc.turns import call_with_its_work
 
-INBOUND_BYTES = 4 << 20
-"""What a client may have sent on a call before its handler reads it, beside one message. gRPC would widen the window
-for fast senders, without a bound that could be told."""
 MAX_CALLS = 4_096
 """Calls at once, streams of lookups included. A caller may have as many as are still left, so that one leaves half of
 them to others; gRPC itself refuses all beyond."""
@@ -114,16 +111,21 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # N
         if not self._calls.has_room(caller, 1, MAX_CALLS):
             raise OutOfSpaceError(f"{self._calls.of(caller)} calls of this caller are under way; wait for some to end")
         self._calls.add(caller)
-        with ended_with_its_work(functools.partial(self._calls.add, caller, -1)), running:
+        with call_with_its_work(functools.partial(self._calls.add, caller, -1)), running:
             yield
 
-    async def _refuse(self, name: str, context: Context, error: KVPoolError) -> None:
-        """Ends a call with an error."""
+    def _refuse(self, name: str, context: Context, error: KVPoolError) -> None:
+        """Ends a call, whose handler returns next, with an error.
+
+        What gRPC's `abort` raises lies in a cycle with the request, until the collector runs.
+        """
         status = wire.status_of(error)
         if self._audit is not None and isinstance(error, UnauthenticatedError | PermissionDeniedError):
             caller = error.principal if isinstance(error, RefusedCredentialError) else CALLER.get()
             self._audit.write(name, status.name, caller=caller, peer=context.peer(), why=str(error))
-        await context.abort(status, str(error), wire.metadata_of(error))
+        context.set_code(status)
+        context.set_details(str(error))
+        context.set_trailing_metadata(wire.metadata_of(error))
 
     def _stream(self, name: str, behavior: Callable[..., Any]) -> Any:
         async def call(requests: Any, context: Context) -> Any:
@@ -131,7 +133,7 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # N
                 with self._admitted(name, context):
                     return await behavior(requests, context)
             except KVPoolError as error:
-                await self._refuse(name, context, error)
+                self._refuse(name, context, error)
 
         return call
 
@@ -146,7 +148,7 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # N
                         # A lookup that waits for a tier is not to be mistaken for a slow one.
                         timer.method = "LookupWait" if getattr(REQUEST.get(), "wait_ms", 0) else name
             except KVPoolError as error:
-                await self._refuse(name, context, error)
+                return self._refuse(name, context, error)
             except asyncio.CancelledError:  # What has begun goes on, if it changes something for others.
                 self._log(name, "CANCELLED", peer, None)
                 raise
@@ -180,7 +182,7 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # N
                                 raise asyncio.CancelledError from None  # The client has hung up.
                 context.set_code(grpc.StatusCode.OK)
             except KVPoolError as error:
-                await self._refuse(name, context, error)
+                self._refuse(name, context, error)
             except Exception:
                 context.set_code(grpc.StatusCode.UNKNOWN)
                 raise
@@ -221,7 +223,7 @@ class GrpcServer:
             options=[
                 ("grpc.so_reuseport", 0),  # Two servers on one port are an error: clients would reach either.
                 ("grpc.http2.bdp_probe", 0),
-                ("grpc.http2.lookahead_bytes", INBOUND_BYTES),
+                ("grpc.http2.lookahead_bytes", SMALL_BYTES),
                 ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
                 ("grpc.max_receive_message_length", MAX_DATA_BYTES),
                 ("grpc.max_concurrent_streams", MAX_STREAMS),

@@ -1,8 +1,9 @@
-"""Receives the messages of calls within a time and a size, so that callers that withhold bytes hold little memory.
+"""Receives the messages of calls within a time and a size, so that callers that withhold bytes, or send many, hold
+little memory.
 
 gRPC buffers a message until its last byte has come, and waits for that byte for ever. A handler of one request is
 called only after that; therefore the server registers handlers of streams for all methods, which are the same on the
-wire, and reads the messages itself.
+wire, and reads the messages itself. What it has not asked for does not come: gRPC lets a client send `SMALL_BYTES`.
 """
 
 from __future__ import annotations
@@ -22,13 +23,17 @@ from kvpool.protocol.errors import InvalidRequestError, PoolTimeoutError
 from kvpool.report.quotas import size_text
 from kvpool_server.access.caller import CALLER
 from kvpool_server.cache.fair_slots import FairSlots
+from kvpool_server.rpc.turns import when_ended
 
-MAX_CONTROL_BYTES = 1 << 20
-MAX_DATA_BYTES = (4 << 20) + (64 << 10)
+SMALL_BYTES = 128 << 10
+"""What a client may have sent on a call before the server asks for a message: more than engines need, which name 2,048
+blocks in one. gRPC would widen the window for fast senders, without a bound that could be told."""
+MAX_REQUEST_BYTES = 4 << 20
+MAX_DATA_BYTES = MAX_REQUEST_BYTES + (64 << 10)
 """A message with 4 MiB of payload, and with what surrounds it."""
-MAX_LOOKUP_BYTES = 4 << 20
-MAX_CHECK_BYTES = 256
-"""Of a health check: a service's name."""
+MAX_LARGE = 16
+"""Messages that the server has asked for, and larger ones than `SMALL_BYTES` whose calls are under way, beside one of
+every caller."""
 MESSAGE_S = 10.0
 """How long the one message of a call may be on its way, from when its call was accepted."""
 CROWDED = 64
@@ -63,14 +68,28 @@ class Inbox:
         self._most = most or MAX_AWAITED
         self._awaited: dict[asyncio.Timeout, str] = {}  # With the caller, oldest first.
         self._streams = FairSlots(MAX_DATA_STREAMS, MAX_OWN_DATA_STREAMS)
+        self._large = FairSlots(MAX_LARGE, MAX_LARGE, 1)
 
     async def receive(self, context: Context, max_bytes: int) -> bytes:
         """The only message of a call.
 
         Raises:
+            UnavailableError: the caller has too many large ones under way.
             PoolTimeoutError: its last byte has not come in time.
             InvalidRequestError: there is none, or it is larger than `max_bytes`.
         """
+        give_back = await self._large.take(_caller() or context.peer(), MESSAGE_S)
+        message = b""
+        try:
+            message = await self._awaited_message(context)
+            return check_size(message, max_bytes)
+        finally:
+            if SMALL_BYTES < len(message) <= max_bytes:
+                when_ended(give_back)
+            else:
+                give_back()
+
+    async def _awaited_message(self, context: Context) -> bytes:
         seconds = MESSAGE_S if len(self._awaited) < CROWDED else CROWDED_S
         if len(self._awaited) >= self._most:
             self._give_one_up()
@@ -85,7 +104,7 @@ class Inbox:
             self._awaited.pop(deadline, None)
         if message is grpc.aio.EOF:  # type: ignore[attr-defined]
             raise InvalidRequestError("the call has no request; send one message")
-        return check_size(message, max_bytes)
+        return message  # type: ignore[no-any-return]
 
     def _give_one_up(self) -> None:
         ((most, _),) = Counter(self._awaited.values()).most_common(1)

@@ -7,17 +7,16 @@ from contextlib import aclosing
 from typing import Any, TypeVar
 
 import grpc
-from google.protobuf.descriptor import MethodDescriptor
+from google.protobuf.descriptor import Descriptor, MethodDescriptor
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2
 
 from kvpool.client.tracing import Tracing
 from kvpool.protocol.errors import InvalidRequestError
-from kvpool.protocol.reports import MAX_REPORT_BYTES
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.rpc.call_spans import LOOKUPS, traced
-from kvpool_server.rpc.inbox import MAX_CHECK_BYTES, MAX_CHECKS, MAX_CONTROL_BYTES, MAX_LOOKUP_BYTES, REQUEST, Inbox
+from kvpool_server.rpc.inbox import MAX_CHECKS, MAX_REQUEST_BYTES, REQUEST, SMALL_BYTES, Inbox
 
 _SERVICE = pb.DESCRIPTOR.services_by_name["Pool"]
 _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"]
@@ -45,7 +44,7 @@ def add_service(service: object, max_spec_bytes: int, server: grpc.aio.Server, t
 
 def add_health(service: HealthService, server: grpc.aio.Server) -> None:
     """Registers health checks, whose messages have an inbox of their own."""
-    handlers = {CHECK: _handler(service, _HEALTH.methods_by_name[CHECK], Inbox(MAX_CHECKS), MAX_CHECK_BYTES)}
+    handlers = {CHECK: _handler(service, _HEALTH.methods_by_name[CHECK], Inbox(MAX_CHECKS), SMALL_BYTES)}
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(HEALTH_NAME, handlers),))
 
 
@@ -60,7 +59,8 @@ class HealthService:
 
     async def Check(self, request: health_pb2.HealthCheckRequest, context: Context) -> health_pb2.HealthCheckResponse:
         if request.service not in ("", SERVICE_NAME):
-            await context.abort(grpc.StatusCode.NOT_FOUND, f"no such service; the service is {SERVICE_NAME}")
+            context.set_code(grpc.StatusCode.NOT_FOUND)
+            context.set_details(f"no such service; the service is {SERVICE_NAME}")
         answers = health_pb2.HealthCheckResponse
         return answers(status=answers.SERVING if self.is_serving else answers.NOT_SERVING)
 
@@ -117,6 +117,11 @@ def _varint(message: bytes, at: int) -> tuple[int, int]:
     raise DecodeError
 
 
+def _max_bytes(message_type: Descriptor) -> int:
+    """Only a message with lists may be large."""
+    return MAX_REQUEST_BYTES if any(field.is_repeated for field in message_type.fields) else SMALL_BYTES
+
+
 def _handler(
     service: object, method: MethodDescriptor, inbox: Inbox, max_spec_bytes: int, tracing: Tracing | None = None
 ) -> grpc.RpcMethodHandler[Any, Any]:
@@ -135,16 +140,9 @@ def _handler(
                 return await behavior((decode(message_type, message) async for message in messages), context)
 
         return grpc.stream_unary_rpc_method_handler(of_stream, None, encode)
-    most = {
-        "OpenNamespace": max_spec_bytes,
-        "SetQuotas": max_spec_bytes,
-        "Lookup": MAX_LOOKUP_BYTES,
-        "Exists": MAX_LOOKUP_BYTES,
-        "Explain": MAX_LOOKUP_BYTES,
-        "Hint": MAX_LOOKUP_BYTES,
-        "Report": MAX_REPORT_BYTES,
-        CHECK: MAX_CHECK_BYTES,
-    }.get(method.name, MAX_CONTROL_BYTES)
+    most = _max_bytes(method.input_type)
+    if method.name in ("OpenNamespace", "SetQuotas", "Report"):  # What they send is kept.
+        most = max_spec_bytes
 
     async def of_one(_: object, context: Context) -> Any:
         request = decode(message_type, await inbox.receive(context, most))

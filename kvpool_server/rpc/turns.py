@@ -8,6 +8,7 @@ import functools
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 from kvpool_server.access.caller import CALLER
@@ -16,21 +17,44 @@ from kvpool_server.cache.steps import Steps, Value
 
 TURN_S = 0.001
 """How long the steps of one turn may last. A turn ends with the step that exceeds it."""
-_UNFINISHED: ContextVar[set[asyncio.Task[Any]] | None] = ContextVar("work of the call that has not ended", default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """Args: unfinished: work in steps that the call has begun. ends: called once the call and its work have ended."""
+
+    unfinished: set[asyncio.Task[Any]]
+    ends: list[Callable[[], object]]
+
+
+_CALL: ContextVar[_Call | None] = ContextVar("the running call", default=None)
 
 
 @contextlib.contextmanager
-def ended_with_its_work(end: Callable[[], object]) -> Iterator[None]:
-    """Calls `end` once the body has ended, and the work in steps that it has begun."""
-    unfinished: set[asyncio.Task[Any]] = set()
-    _UNFINISHED.set(unfinished)
+def call_with_its_work(end: Callable[[], object]) -> Iterator[None]:
+    """The body serves a call. Calls `end` once the body has ended, and the work in steps that it has begun."""
+    running = _Call(set(), [end])
+    _CALL.set(running)
+
+    def end_all(_: object = None) -> None:
+        for each in running.ends:
+            each()
+
     try:
         yield
     finally:
-        if unfinished:  # The caller has hung up.
-            asyncio.gather(*unfinished, return_exceptions=True).add_done_callback(lambda _: end())
+        if running.unfinished:  # The caller has hung up.
+            asyncio.gather(*running.unfinished, return_exceptions=True).add_done_callback(end_all)
         else:
-            end()
+            end_all()
+
+
+def when_ended(end: Callable[[], object]) -> None:
+    """Calls `end` once the running call and its work have ended; at once outside of calls."""
+    if (running := _CALL.get()) is not None:
+        running.ends.append(end)
+    else:
+        end()
 
 
 def whole(behavior: Callable[..., Coroutine[Any, Any, Value]]) -> Callable[..., Coroutine[Any, Any, Value]]:
@@ -66,10 +90,10 @@ class Turns:
         except StopIteration as end:
             return end.value  # type: ignore[no-any-return]
         task = asyncio.create_task(self._finish(steps))
-        for kept in (self._tasks, _UNFINISHED.get()):
-            if kept is not None:
-                kept.add(task)
-                task.add_done_callback(kept.discard)
+        running = _CALL.get()
+        for kept in (self._tasks, *([] if running is None else [running.unfinished])):
+            kept.add(task)
+            task.add_done_callback(kept.discard)
         return await asyncio.shield(task)
 
     async def _finish(self, steps: Steps[Value]) -> Value:

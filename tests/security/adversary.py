@@ -35,6 +35,7 @@ from kvpool.client.config import ClientConfig
 from kvpool.client.open_namespace import Namespace
 from kvpool.protocol import wire
 from kvpool.protocol.errors import KVPoolError
+from kvpool.protocol.namespace import NamespaceSpec
 from kvpool.protocol.types import BlockRun, ShardRange
 from kvpool.security.certificates import Authority
 from kvpool.security.principal import ALL_TENANTS, Principal, Role
@@ -159,20 +160,24 @@ def message(move: Move, names: list[bytes], target: Target) -> bytes:
 
 
 async def attack_for(attack: Attack, endpoint: str, ca: str, tokens: list[str], seconds: float) -> int:
-    """Makes an attack; returns the number of calls."""
-    root, ends_at, count = Path(ca).read_bytes(), time.monotonic() + seconds, 0
+    """Makes an attack, once all callers are ready, and says that it begins; returns the number of calls."""
+    root, count = Path(ca).read_bytes(), 0
     names = [nth.to_bytes(32, "big") for nth in range(STORED)]
+    ready = asyncio.Barrier(min(attack.identities, len(tokens)))
 
     async def caller(token: str) -> None:
         nonlocal count
         metadata = (("authorization", f"Bearer {token}"),) if token else ()
         options = [("grpc.use_local_subchannel_pool", 1), ("grpc.http2.bdp_probe", 0)]
         async with grpc.aio.secure_channel(endpoint, grpc.ssl_channel_credentials(root), options) as channel:
-            namespace = bytes(32)
+            namespace, spec = bytes(32), _spec(f"of {token}")
             if attack.caller == "engine":
-                namespace = await _stored(channel, metadata, names)
-            target = Target(namespace, spec=_spec(f"of {token}"))
+                namespace, spec = await _stored(channel, metadata, names)
+            target = Target(namespace, spec=spec)
             sent = [message(move, names, target) for move in attack.moves]
+            if not await ready.wait():
+                print("begin", flush=True)
+            ends_at = time.monotonic() + seconds
 
             async def make(nth: int) -> None:
                 nonlocal count
@@ -185,8 +190,8 @@ async def attack_for(attack: Attack, endpoint: str, ca: str, tokens: list[str], 
             await asyncio.gather(*(make(nth) for nth in range(attack.at_once)))
 
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(seconds + 5):
-            await asyncio.gather(*(caller(token) for token in tokens[: attack.identities]), return_exceptions=True)
+        async with asyncio.timeout(seconds + 60):
+            await asyncio.gather(*(caller(token) for token in tokens[: attack.identities]))
     return count
 
 
@@ -215,11 +220,11 @@ async def _sent(request: bytes | None, wait_s: float) -> AsyncIterator[bytes]:
         yield request
 
 
-def _spec(salt: str) -> Any:
+def _spec(salt: str) -> NamespaceSpec:
     return namespace_spec(group_spec(chunk_bytes=CHUNK), tenant="", salt=salt)
 
 
-async def _stored(channel: Any, metadata: Any, names: list[bytes]) -> bytes:
+async def _stored(channel: Any, metadata: Any, names: list[bytes]) -> tuple[bytes, NamespaceSpec]:
     """A namespace of the caller's tenant with blocks."""
 
     async def call(method: str, request: Any) -> Any:
@@ -228,7 +233,7 @@ async def _stored(channel: Any, metadata: Any, names: list[bytes]) -> bytes:
         return await made(request, timeout=30, metadata=metadata)
 
     who = await call("WhoAmI", pb.WhoAmIRequest())
-    spec = dataclasses.replace(_spec("stored"), tenant=who.tenant)
+    spec = dataclasses.replace(_spec("stored"), tenant=Principal.parse(who.principal).tenant)
     opened = await call("OpenNamespace", pb.OpenNamespaceRequest(spec=wire.encode_spec(spec)))
     shards = wire.encode_shards(ShardRange(0, 1))
     runs = wire.encode_runs([BlockRun(0, names)])
@@ -237,7 +242,7 @@ async def _stored(channel: Any, metadata: Any, names: list[bytes]) -> bytes:
         if put.ticket_id:
             checksums = [0] * len(put.offsets)
             await call("PutEnd", pb.PutEndRequest(ticket_id=put.ticket_id, checksums=checksums))
-    return bytes(opened.fingerprint)
+    return bytes(opened.fingerprint), spec
 
 
 # The honest ones
@@ -379,7 +384,6 @@ def attack() -> None:
     given = json.loads(sys.stdin.readline())
     moves = tuple(Move(**move) for move in given["attack"].pop("moves"))
     made = Attack(**given["attack"], moves=moves)
-    print("begin", flush=True)
     print(asyncio.run(attack_for(made, given["endpoint"], given["ca"], given["tokens"], given["seconds"])))
 
 

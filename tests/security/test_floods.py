@@ -243,7 +243,7 @@ def test_every_call_counts_among_those_of_its_caller(
     for method in SERVICE.methods:
         call = server.channel.stream_stream(f"/{SERVICE.full_name}/{method.name}")
         with pytest.raises(grpc.RpcError, match="calls of this caller are under way") as raised:
-            next(call(iter([b""]), timeout=10))
+            list(call(iter([b""]), timeout=10))
         assert raised.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED, method.name
 
 
@@ -252,11 +252,30 @@ def test_the_message_awaited_longest_makes_way_for_others(
 ) -> None:
     monkeypatch.setattr(inbox, "MAX_AWAITED", 8)
     server = small_server()
-    calls = HalfSentCalls(f"127.0.0.1:{server.port}")
-    streams = [calls.begin("Get", 100, 99) for _ in range(20)]
-    wait_for(lambda: len(calls.ended) == 12, "the end of those that are too many")
+    connections = [HalfSentCalls(f"127.0.0.1:{server.port}") for _ in range(20)]
+    for nth, calls in enumerate(connections, 1):
+        calls.begin("Get", 100, 99)
+        wait_for(lambda nth=nth: sum(bool(each.ended) for each in connections) >= nth - 8, "the end of the oldest")
     assert server.stub.Ping(pb.PingRequest(), timeout=10).version
-    assert set(streams[-7:]).isdisjoint(calls.ended)
+    assert not any(calls.ended for calls in connections[-7:])
+    for calls in connections:
+        calls.close()
+
+
+def test_what_a_server_has_not_asked_for_does_not_come(
+    small_server: Callable[..., InProcessServer],
+) -> None:
+    """Large messages of one caller, whose last byte never comes, leave place for those of another."""
+    server = small_server()
+    calls = HalfSentCalls(f"127.0.0.1:{server.port}")
+    most = 2 * inbox.MAX_LARGE
+    for _ in range(most):
+        calls.begin("Get", inbox.MAX_REQUEST_BYTES, inbox.MAX_REQUEST_BYTES - 1, timeout_s=0.2)
+    assert calls.sent_bytes < (inbox.MAX_LARGE + 1) * inbox.MAX_REQUEST_BYTES // 2 + most * 2 * inbox.SMALL_BYTES
+    request = pb.ExistsRequest(namespace=bytes(32), runs=wire.encode_runs([run_of(*range(inbox.SMALL_BYTES // 32))]))
+    with pytest.raises(grpc.RpcError) as raised:
+        _connect(server).Exists(request, timeout=5)
+    assert raised.value.code() is grpc.StatusCode.NOT_FOUND
     calls.close()
 
 

@@ -14,7 +14,7 @@ from kvpool.security.principal import ALL_TENANTS, Principal, Role
 from kvpool.security.tls import TlsFiles
 from kvpool.security.tokens import append_record, create_token
 from kvpool.security.watched_files import LOOK_EVERY_S
-from kvpool_server.rpc.inbox import MAX_CHECK_BYTES
+from kvpool_server.rpc.inbox import SMALL_BYTES
 from kvpool_server.rpc.method_handlers import SERVICE_NAME
 from tests.conftest import StartServer
 from tests.security.test_access import DAY
@@ -45,7 +45,7 @@ def test_only_checks_are_served(shared_server: ServerProcess) -> None:
         assert _outcome(lambda: next(watched)) is grpc.StatusCode.UNIMPLEMENTED
         assert _check(channel, SERVICE_NAME) == health_pb2.HealthCheckResponse.SERVING
         assert _check(channel, "other") is grpc.StatusCode.NOT_FOUND
-        assert _check(channel, "x" * MAX_CHECK_BYTES) is grpc.StatusCode.INVALID_ARGUMENT
+        assert _check(channel, "x" * SMALL_BYTES) is grpc.StatusCode.INVALID_ARGUMENT
 
 
 class Tokens:

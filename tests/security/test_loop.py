@@ -24,7 +24,7 @@ from kvpool_server.cache.explanations import MAX_ALL_RANGES
 from kvpool_server.cache.limits import Limits
 from kvpool_server.process.process_memory import keep_collections_short, no_collections
 from kvpool_server.rpc.explainer import MAX_RUNS as MAX_EXPLAINED
-from kvpool_server.rpc.inbox import MAX_CONTROL_BYTES, MAX_LOOKUP_BYTES
+from kvpool_server.rpc.inbox import MAX_REQUEST_BYTES, SMALL_BYTES
 from kvpool_server.rpc.method_handlers import UNCOUNTED_BYTES
 from tests.support.calls import SERVICE
 from tests.support.effort import EFFORT
@@ -171,7 +171,7 @@ def test_messages_full_of_empty_parts(house: House, method: MethodDescriptor) ->
         if field.message_type is None:
             continue
         parts = bytes([field.number << 3 | 2, 0])
-        for nbytes in (UNCOUNTED_BYTES, MAX_CONTROL_BYTES, MAX_LOOKUP_BYTES):
+        for nbytes in (UNCOUNTED_BYTES, MAX_REQUEST_BYTES, SMALL_BYTES):
             call = house.server.channel.stream_stream(f"/{SERVICE.full_name}/{method.name}")
             request = parts * (nbytes // len(parts))
 

@@ -32,6 +32,7 @@ class HalfSentCalls:
 
     Attributes:
         ended: streams that the server has ended.
+        sent_bytes: of messages, so far.
     """
 
     def __init__(self, endpoint: str):
@@ -42,6 +43,7 @@ class HalfSentCalls:
         self._first_window = 65_535
         self._next_stream = 1
         self.ended: set[int] = set()
+        self.sent_bytes = 0
         self._socket.sendall(_PREFACE + _frame(_SETTINGS, 0, 0))
         self._socket.settimeout(None)
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -96,6 +98,7 @@ class HalfSentCalls:
             self._windows[0] -= len(payload)
             self._windows[stream] -= len(payload)
             self._send(_frame(_DATA, 0, stream, payload))
+            self.sent_bytes += len(payload)
         return True
 
     def _read(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -46,10 +46,6 @@ class Answer:
     replies: tuple[Message, ...] = ()
 
 
-class _AbortedError(Exception):
-    """Ends a call as gRPC's `abort` does."""
-
-
 class _WireContext(CallContext):
     """What handlers ask of gRPC, for one call whose messages have all come."""
 
@@ -66,12 +62,14 @@ class _WireContext(CallContext):
     async def write(self, message: Message) -> None:
         self.written.append(message)
 
-    async def abort(self, code: grpc.StatusCode, message: str = "", trailing_metadata: object = ()) -> None:
-        self.answer = Answer(code, message)
-        raise _AbortedError
-
     def set_code(self, code: grpc.StatusCode) -> None:
-        """Only tells gRPC how a call counts that its client has left."""
+        self.answer = replace(self.answer, code=code)
+
+    def set_details(self, message: str) -> None:
+        self.answer = replace(self.answer, message=message)
+
+    def set_trailing_metadata(self, metadata: object) -> None:
+        """It says the same as the code."""
 
     def cancelled(self) -> bool:
         return False
@@ -121,14 +119,13 @@ class WireService:
         reply_type = GetMessageClass(METHODS[method].output_type)
         replies: list[bytes] = []
         CALLER.set(None)
-        try:
-            if handler.stream_unary is not None:
-                replies = [handler.response_serializer(await handler.stream_unary(None, context))]
-            else:
-                await handler.stream_stream(None, context)
-                replies = [handler.response_serializer(reply) for reply in context.written]
-        except _AbortedError:
-            pass
+        if handler.stream_unary is not None:
+            reply = await handler.stream_unary(None, context)
+            if context.answer.code is grpc.StatusCode.OK:  # gRPC sends no other.
+                replies = [handler.response_serializer(reply)]
+        else:
+            await handler.stream_stream(None, context)
+            replies = [handler.response_serializer(reply) for reply in context.written]
         answer = context.answer
         return Answer(answer.code, answer.message, tuple(reply_type.FromString(reply) for reply in replies))
 
