@@ -108,9 +108,12 @@ def prompt_of(tokens: int, name: str) -> list[int]:
 
 
 def empty_own_cache(engine: Engine) -> None:
-    """Waits until all is stored: blocks that are being stored are in use. The next prompt is not the first after it."""
+    """Waits until all is stored, because blocks that are being stored are in use.
+
+    After a reset kvpool compares the weights with the first prompt. Here that is one that nobody times.
+    """
     harness.until_true(engine.reset_prefix_cache, "the engine's blocks stay in use")
-    engine.generate([prompt_of(FIRST_TOKENS, "first")], max_tokens=1)  # kvpool looks at the weights with it.
+    engine.generate([prompt_of(FIRST_TOKENS, "first")], max_tokens=1)
 
 
 def _measure_prompts(

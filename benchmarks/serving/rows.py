@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 
 from benchmarks.harness.measuring import Estimate, Row, Series, at_least, at_most, estimate
 from benchmarks.serving.arms import BASELINE
@@ -116,23 +117,22 @@ def _targets(label: str, here: Mapping[str, list[Run]], hits: HitTokens) -> Iter
     mean, p99 = FIGURES["TTFT mean"][1], FIGURES["TTFT p99"][1]
     token_p99, throughput = FIGURES["time per output token p99"][1], FIGURES["throughput"][1]
     is_loaded = (next(iter(here.values()))[0].load or 0) >= 1
-    compared: list[tuple[str, str, str, Callable[[Run], float], Callable[..., Row], float | None]] = []
+    compared: list[tuple[str, str, str, Callable[[Run], float], Callable[..., Row]]] = []
     if not hits.infinite:
         for arm in KVPOOL:
-            compared.append(("throughput", arm, BASELINE, throughput, at_least, 0.98))
-            compared.append(("time per output token p99", arm, BASELINE, token_p99, at_most, 1.1))
+            compared.append(("throughput", arm, BASELINE, throughput, partial(at_least, bound=0.98)))
+            compared.append(("time per output token p99", arm, BASELINE, token_p99, partial(at_most, bound=1.1)))
     elif is_loaded:
         for name, figure in (("TTFT mean", mean), ("TTFT p99", p99)):
-            compared.append((name, "kvpool shm", "offloading", figure, at_most, 0.5))
-            compared.append((name, "kvpool shm", "tiered bounded", figure, at_most, 0.8))
-            compared.append((name, "kvpool shm", "tiered", figure, Row, None))  # Its files are not bounded.
-        compared.append(("TTFT mean", "kvpool tcp", "kvpool shm", mean, at_most, 1.3))
-        compared.append(("TTFT mean", "kvpool tcp+tls", BASELINE, mean, at_most, 1.0))
-    for name, ours, theirs, figure, row, bound in compared:
+            compared.append((name, "kvpool shm", "offloading", figure, partial(at_most, bound=0.5)))
+            compared.append((name, "kvpool shm", "tiered bounded", figure, partial(at_most, bound=0.8)))
+            compared.append((name, "kvpool shm", "tiered", figure, Row))  # Its files are not bounded.
+        compared.append(("TTFT mean", "kvpool tcp", "kvpool shm", mean, partial(at_most, bound=1.3)))
+        compared.append(("TTFT mean", "kvpool tcp+tls", BASELINE, mean, partial(at_most, bound=1.0)))
+    for name, ours, theirs, figure, row in compared:
         if ours in here and theirs in here:
             ratios = [figure(a) / figure(b) for a, b in zip(here[ours], here[theirs], strict=False)]
-            bounds = () if bound is None else (bound,)
-            yield row(f"{label}: {name}, {ours} over {theirs}", _figure(ratios), "ratio", *bounds)
+            yield row(f"{label}: {name}, {ours} over {theirs}", _figure(ratios), "ratio")
     for arm in (arm for arm in KVPOOL if arm in here and hits.clairvoyant):
         ratios = [run.hit_tokens / hits.clairvoyant for run in here[arm]]
         yield at_least(f"{label}: hit tokens, {arm} over a clairvoyant's", _figure(ratios), "ratio", 0.95)

@@ -13,5 +13,3 @@ MAX_CAUSES = 64
 """Causes that one report names, those of later releases included."""
 MAX_AMOUNT = 1e15
 """Largest sum of seconds, or of GiB hours, that a server tells of: sums stop there."""
-MAX_REPORT_BYTES = 64 << 10
-"""Larger messages are refused before they are decoded."""

@@ -41,21 +41,24 @@ class FairSlots:
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting[caller].append(turn)
         self._give()
+        give_back = functools.partial(self._give_back, caller, turn)
         try:
             async with asyncio.timeout(wait_s):
                 await turn
-        except BaseException as error:
-            if turn.cancelled():
-                self._waiting[caller].remove(turn)
-            else:
-                self._give_back(caller)
-            if isinstance(error, TimeoutError):
-                raise UnavailableError("all that this caller may use at once is in use; try again later") from None
+        except TimeoutError:
+            give_back()
+            raise UnavailableError("all that this caller may use at once is in use; try again later") from None
+        except asyncio.CancelledError:
+            give_back()
             raise
-        return functools.partial(self._give_back, caller)
+        return give_back
 
-    def _give_back(self, caller: str) -> None:
-        self._taken.add(caller, -1)
+    def _give_back(self, caller: str, turn: asyncio.Future[None]) -> None:
+        """Gives back a slot, or a place among those that wait."""
+        if turn.cancelled():
+            self._waiting[caller].remove(turn)
+        else:
+            self._taken.add(caller, -1)
         self._give()
 
     def _give(self) -> None:
@@ -63,10 +66,9 @@ class FairSlots:
         for caller, queue in list(self._waiting.items()):
             if not queue:
                 del self._waiting[caller]
-            elif not queue[0].cancelled() and self._has_room(caller):
+            elif not queue[0].cancelled() and (
+                self._taken.of(caller) < self._own or self._taken.has_room(caller, 1, self._most, self._most_own)
+            ):
                 self._taken.add(caller)
                 queue.popleft().set_result(None)
                 self._waiting[caller] = self._waiting.pop(caller)
-
-    def _has_room(self, caller: str) -> bool:
-        return self._taken.of(caller) < self._own or self._taken.has_room(caller, 1, self._most, self._most_own)

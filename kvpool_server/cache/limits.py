@@ -52,7 +52,8 @@ class Limits:
         max_namespaces: open at once; a further one is refused unless an unused one can be closed.
         max_tenant_namespaces: open at once of one tenant, where callers are authenticated.
         namespace_idle_ms: how long nobody has used a namespace that may be closed for another.
-        max_spec_bytes, max_specs_bytes: of one namespace's specification, and of all open ones together.
+        max_spec_bytes, max_specs_bytes: of one request that the server keeps (a namespace's specification, quotas, a
+            report), and of all open specifications together.
         max_quotas: in force at once, and in one request.
         max_streams: streams of lookups at once; beyond it the one that has been idle longest is ended.
         pin_share: of the arena, that each tenant may pin: 0 to 1.

@@ -13,7 +13,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, ExitStack
 from contextvars import ContextVar
 from typing import Any
 
@@ -78,18 +78,14 @@ class Inbox:
             PoolTimeoutError: its last byte has not come in time.
             InvalidRequestError: there is none, or it is larger than `max_bytes`.
         """
-        give_back = await self._large.take(_caller() or context.peer(), MESSAGE_S)
-        message = b""
-        try:
-            message = await self._awaited_message(context)
-            return check_size(message, max_bytes)
-        finally:
-            if SMALL_BYTES < len(message) <= max_bytes:
-                when_ended(give_back)
-            else:
-                give_back()
+        with ExitStack() as place:
+            place.callback(await self._large.take(_caller() or context.peer(), MESSAGE_S))
+            message = check_size(await self._arrival(context), max_bytes)
+            if len(message) > SMALL_BYTES:
+                when_ended(place.pop_all().close)
+            return message
 
-    async def _awaited_message(self, context: Context) -> bytes:
+    async def _arrival(self, context: Context) -> bytes:
         seconds = MESSAGE_S if len(self._awaited) < CROWDED else CROWDED_S
         if len(self._awaited) >= self._most:
             self._give_one_up()

@@ -8,7 +8,7 @@ import functools
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvpool_server.access.caller import CALLER
@@ -21,10 +21,10 @@ TURN_S = 0.001
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """Args: unfinished: work in steps that the call has begun. ends: called once the call and its work have ended."""
+    """Args: unfinished: work in steps that the call has begun. end: what is called once call and work have ended."""
 
-    unfinished: set[asyncio.Task[Any]]
-    ends: list[Callable[[], object]]
+    unfinished: set[asyncio.Task[Any]] = field(default_factory=set)
+    end: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
 
 _CALL: ContextVar[_Call | None] = ContextVar("the running call", default=None)
@@ -33,26 +33,22 @@ _CALL: ContextVar[_Call | None] = ContextVar("the running call", default=None)
 @contextlib.contextmanager
 def call_with_its_work(end: Callable[[], object]) -> Iterator[None]:
     """The body serves a call. Calls `end` once the body has ended, and the work in steps that it has begun."""
-    running = _Call(set(), [end])
+    running = _Call()
+    running.end.callback(end)
     _CALL.set(running)
-
-    def end_all(_: object = None) -> None:
-        for each in running.ends:
-            each()
-
     try:
         yield
     finally:
         if running.unfinished:  # The caller has hung up.
-            asyncio.gather(*running.unfinished, return_exceptions=True).add_done_callback(end_all)
+            asyncio.gather(*running.unfinished, return_exceptions=True).add_done_callback(lambda _: running.end.close())
         else:
-            end_all()
+            running.end.close()
 
 
 def when_ended(end: Callable[[], object]) -> None:
     """Calls `end` once the running call and its work have ended; at once outside of calls."""
     if (running := _CALL.get()) is not None:
-        running.ends.append(end)
+        running.end.callback(end)
     else:
         end()
 

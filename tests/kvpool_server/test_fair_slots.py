@@ -99,6 +99,17 @@ def test_a_call_that_is_cancelled_gives_its_slot_or_its_place_back() -> None:
     _run(1, 1, run)
 
 
+def test_a_call_goes_on_behind_one_that_was_cancelled() -> None:
+    async def run(calls: Calls) -> None:
+        await calls.begin("a1", "a2", "a3")
+        calls._tasks["a1"].cancel()
+        await calls.end("a2")  # Its turn has come, and is not taken.
+        await calls.end("a1")
+        assert calls.running == ["a3"]
+
+    _run(1, 1, run)
+
+
 def test_a_slot_that_does_not_come_in_time_is_an_error() -> None:
     async def run(calls: Calls) -> None:
         await calls.begin("a1")

@@ -262,10 +262,8 @@ def test_the_message_awaited_longest_makes_way_for_others(
         calls.close()
 
 
-def test_what_a_server_has_not_asked_for_does_not_come(
-    small_server: Callable[..., InProcessServer],
-) -> None:
-    """Large messages of one caller, whose last byte never comes, leave place for those of another."""
+def test_large_messages_of_one_caller_leave_room_for_others(small_server: Callable[..., InProcessServer]) -> None:
+    """No message of the caller is whole, and the server has asked for a few of them only."""
     server = small_server()
     calls = HalfSentCalls(f"127.0.0.1:{server.port}")
     most = 2 * inbox.MAX_LARGE

@@ -171,7 +171,7 @@ def test_messages_full_of_empty_parts(house: House, method: MethodDescriptor) ->
         if field.message_type is None:
             continue
         parts = bytes([field.number << 3 | 2, 0])
-        for nbytes in (UNCOUNTED_BYTES, MAX_REQUEST_BYTES, SMALL_BYTES):
+        for nbytes in (SMALL_BYTES, UNCOUNTED_BYTES, 1 << 20, MAX_REQUEST_BYTES):
             call = house.server.channel.stream_stream(f"/{SERVICE.full_name}/{method.name}")
             request = parts * (nbytes // len(parts))
 

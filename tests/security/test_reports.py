@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from kvpool.protocol.errors import InvalidRequestError, PermissionDeniedError, UnknownNamespaceError
-from kvpool.protocol.reports import MAX_REPORT_BYTES, ReportRequest
+from kvpool.protocol.reports import ReportRequest
 from kvpool.security.principal import Role
+from kvpool_server.cache.limits import Limits
 from tests.security.test_access import Deployment
 from tests.support.values import namespace_spec, replaced
 
@@ -63,7 +64,7 @@ def test_a_reporters_number_is_its_tenants(deployment: Deployment, fingerprints:
 
 
 def test_a_large_report_is_refused(deployment: Deployment, fingerprints: dict[str, bytes]) -> None:
-    large = replaced(report_of(fingerprints["acme"], 1 << 30), engine="x" * MAX_REPORT_BYTES)
+    large = replaced(report_of(fingerprints["acme"], 1 << 30), engine="x" * Limits().max_spec_bytes)
     with (
         deployment.client(Role.ENGINE_READ, "acme") as client,
         pytest.raises(InvalidRequestError, match="the limit is 64 KiB"),
