@@ -46,7 +46,11 @@ def main(
 
     def pooled(transport: str, options: dict[str, Any] = OPTIONS, stream_connections: int = 0) -> EngineSpec:
         config = kvpool_transfer_config(
-            endpoint, load_timeout_ms=20_000, transport=transport, stream_connections=stream_connections
+            endpoint,
+            load_timeout_ms=20_000,
+            transport=transport,
+            stream_connections=stream_connections,
+            decline_slow_loads=False,  # The first load of an engine is slow.
         )
         return EngineSpec(model, config, options)
 

@@ -137,7 +137,8 @@ class Benchmark:
         harness.show(self._form.name, self._last)
 
     def _run_arm(self, arm: str) -> None:
-        nth = 1 + max((run.round for run in self._runs if run.arm == arm and run.rate), default=-1)
+        done = (run.round for run in self._runs if run.arm == arm and run.rate and run.workload in self._requests)
+        nth = 1 + max(done, default=-1)
         with ExitStack() as stack:
             store = ARMS[arm](stack, self._setup)
             engines = self._start(stack, arm, store)

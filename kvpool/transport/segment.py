@@ -81,7 +81,7 @@ class Segment:
             os.close(fd)
             raise _too_large(nbytes, error) from error
         segment.token = secrets.token_bytes(TOKEN_BYTES)
-        segment._advise(0, nbytes, _MADV_HUGEPAGE)
+        _advise(segment._address, nbytes, _MADV_HUGEPAGE)
         return segment
 
     @classmethod
@@ -118,8 +118,7 @@ class Segment:
 
         Raises MemoryError if the system has no free memory.
         """
-        error = self._advise(start, nbytes, _MADV_POPULATE_WRITE)
-        if error == 0:
+        if map_pages(self._address + start, nbytes) == 0:
             return
         try:  # Linux before 5.14 has no MADV_POPULATE_WRITE.
             os.posix_fallocate(self._fd, start, nbytes)
@@ -145,18 +144,13 @@ class Segment:
                 if self._fd < 0 or time.monotonic() > deadline:
                     return
                 time.sleep(MAP_POLL_S)
-            if self._fd < 0 or self._advise(start, nbytes, _MADV_POPULATE_WRITE):
+            if self._fd < 0 or map_pages(self._address + start, nbytes):
                 return
 
     def _is_backed(self, page_start: int) -> bool:
         state = ctypes.c_ubyte(0)
         address = ctypes.c_void_p(self._address + page_start)
         return _libc.mincore(address, ctypes.c_size_t(mmap.PAGESIZE), ctypes.byref(state)) == 0 and bool(state.value)
-
-    def _advise(self, start: int, nbytes: int, advice: int) -> int:
-        # mmap.madvise holds the GIL; populating gigabytes must not.
-        address = ctypes.c_void_p(self._address + start)
-        return 0 if _libc.madvise(address, ctypes.c_size_t(nbytes), advice) == 0 else ctypes.get_errno()
 
     def close(self) -> None:
         """Unmaps, once the last view is gone. The memory is free when no process maps it any more. Idempotent."""
@@ -169,6 +163,16 @@ class Segment:
             pass  # A view still exists; the mapping ends with it.
         os.close(self._fd)
         self._fd = -1
+
+
+def map_pages(address: int, nbytes: int) -> int:
+    """Backs pages with memory and maps them into this process; returns 0, or the system's error number."""
+    return _advise(address, nbytes, _MADV_POPULATE_WRITE)
+
+
+def _advise(address: int, nbytes: int, advice: int) -> int:
+    # mmap.madvise holds the GIL; populating gigabytes must not.
+    return 0 if _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), advice) == 0 else ctypes.get_errno()
 
 
 def _create_file(nbytes: int) -> int:

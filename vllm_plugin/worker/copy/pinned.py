@@ -16,11 +16,14 @@ import torch
 from vllm.logger import init_logger
 
 from kvpool.transport.base import Buffers
+from kvpool.transport.segment import MAP_STEP_BYTES, map_pages
 from vllm_plugin.worker.copy import driver
 
 logger = init_logger("vllm.kvpool.copy")
 
-REGISTER_STEP_BYTES = 1 << 30
+REGISTER_STEP_BYTES = 256 << 20
+"""Of a registration, during which no thread of the engine starts work on its device: 11 ms if the pages are mapped,
+150 if they are not (H200)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +85,8 @@ class CudaHost:
         torch.cuda.set_device(self._device)
 
     def register(self, address: int, nbytes: int) -> int:
+        for start in range(address, address + nbytes, MAP_STEP_BYTES):
+            map_pages(start, min(MAP_STEP_BYTES, address + nbytes - start))  # If it fails, CUDA maps them.
         return int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))
 
     def unregister(self, address: int) -> None:
