@@ -24,7 +24,7 @@ class Staging:
 
     Args:
         nbytes: bound of what all transfers have together; a buffer that is larger by itself is memory of its own.
-        memory: so much that is there already; None: memory of its own.
+        memory: is there already, and is the bound instead; None: memory of its own.
     """
 
     def __init__(self, nbytes: int = STAGING_BYTES, memory: Bytes | None = None):
@@ -33,7 +33,7 @@ class Staging:
             pages.madvise(mmap.MADV_HUGEPAGE)
             memory = np.frombuffer(pages, np.uint8)
         self.memory: Bytes = memory
-        self._free = [(0, nbytes // UNIT_BYTES)]  # Gaps [start, stop) of units, by start.
+        self._free = [(0, len(memory) // UNIT_BYTES)]  # Gaps [start, stop) of units, by start.
         self._changed = threading.Condition()
 
     @contextmanager

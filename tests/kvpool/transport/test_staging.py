@@ -15,9 +15,13 @@ MIB = 1 << 20
 UNITS = 16
 
 
-@given(st.lists(st.tuples(st.integers(1, 5 * UNIT_BYTES), st.integers(1, 6), st.integers(0, 3)), max_size=20))
-def test_buffers_overlap_nobody_elses_and_all_come_back(steps: list[tuple[int, int, int]]) -> None:
-    staging = Staging(UNITS * UNIT_BYTES)
+@given(
+    is_given=st.booleans(),
+    steps=st.lists(st.tuples(st.integers(1, 5 * UNIT_BYTES), st.integers(1, 6), st.integers(0, 3)), max_size=20),
+)
+def test_buffers_overlap_nobody_elses_and_all_come_back(is_given: bool, steps: list[tuple[int, int, int]]) -> None:
+    all_bytes = UNITS * UNIT_BYTES
+    staging = Staging(memory=np.empty(all_bytes, np.uint8)) if is_given else Staging(all_bytes)
     held: list[tuple[ExitStack, list[np.ndarray]]] = []
     for nth, (nbytes, count, ended) in enumerate(steps):
         stack = ExitStack()
@@ -34,7 +38,7 @@ def test_buffers_overlap_nobody_elses_and_all_come_back(steps: list[tuple[int, i
             _end(held.pop(0))
     for each in held:
         _end(each)
-    with staging.borrowed(UNITS * UNIT_BYTES, 1, 0.0) as (whole,):
+    with staging.borrowed(all_bytes, 1, 0.0) as (whole,):
         assert len(whole) == len(staging.memory)
 
 
