@@ -24,7 +24,7 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.cases.gpu import write_model
+from benchmarks.cases.gpu import WITH_GRAPHS, write_model
 from benchmarks.harness.measuring import Logs
 from benchmarks.serving.arms import ARMS, Setup
 from benchmarks.serving.benchmark import Benchmark, Form
@@ -65,6 +65,7 @@ FULL = Form(
     max_model_len=32_768,
     options={
         "load_format": "dummy",
+        **WITH_GRAPHS,
         "gpu_memory_utilization": 0.1,  # Only compared with what is free; engines share the GPU.
         "max_num_batched_tokens": 8_192,
         "max_num_seqs": 64,

@@ -55,8 +55,7 @@ class ClientConfig:
             "auto" without shm.
         timeout_ms: deadline of every control call. Raise it for a distant server.
         data_timeout_ms: deadline of the bytes of one put or get.
-        stream_connections: most connections over which `tcp` spreads a transfer; 0: as many as the cores pay for, and
-            fewer for transfers that spare cores.
+        stream_connections: most connections over which `tcp` spreads a transfer; 0: as many as the cores pay for.
         local_clients: clients that share this host's cores, such as the ranks of one engine.
         stall_timeout_ms: a read over the network that receives nothing for so long fails.
         tls: the client's certificate, its key, and the authority of the server's, or a mapping with their paths by the

@@ -23,7 +23,6 @@ from kvpool.transport.helpers import movers_of
 from kvpool.transport.memory_socket import memory_address, receive_memory
 from kvpool.transport.mooncake import MooncakeTransport
 from kvpool.transport.mooncake_engine import Engine, address_towards
-from kvpool.transport.mover import MOVER_CONNECTIONS
 from kvpool.transport.segment import Segment
 from kvpool.transport.shm import ShmTransport
 from kvpool.transport.tcp import TcpTransport, peer_of
@@ -130,7 +129,7 @@ def _tcp(config: ClientConfig, offer: Offer, _: grpc.Channel) -> Choice:
     peer = peer_of(offer.data_port, host, stall_s, stall_s)
     peer.connect(max(stall_s, PROVE_S))[0].close()
     connections = config.stream_connections or movers_of(len(os.sched_getaffinity(0)), config.local_clients)
-    transport = TcpTransport(peer, connections, config.stream_connections or min(connections, MOVER_CONNECTIONS))
+    transport = TcpTransport(peer, connections)
     return Choice(transport, f"tcp over {transport.route}")
 
 

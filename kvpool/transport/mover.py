@@ -30,9 +30,6 @@ from kvpool.transport.tcp_connection import Peer
 
 log = logging.getLogger(__name__)
 
-MOVER_CONNECTIONS = 4
-"""Most connections of a transfer, unless the configuration says how many."""
-
 MOVERS = 2
 """Processes: a rank stores with one thread, and loads with another."""
 

@@ -33,7 +33,6 @@ class TcpTransport:
 
     Args:
         num_connections: most connections of one transfer: one for the caller's thread, and one for each helper.
-        num_apart: the same for transfers out of process.
 
     Attributes:
         memory: what bytes of callbacks pass through, out of process.
@@ -42,13 +41,13 @@ class TcpTransport:
     name = "tcp"
     one_sided = False
 
-    def __init__(self, peer: Peer, num_connections: int, num_apart: int = 1):
+    def __init__(self, peer: Peer, num_connections: int):
         self.peer = peer
         self._num_connections = num_connections
         self._connections = ConnectionPool(peer)
         self._helpers = Helpers(num_connections - 1)
         self._staging = Staging()
-        self._movers = Movers(peer, num_apart)
+        self._movers = Movers(peer, num_connections)
         self._end = weakref.finalize(self, _close_in, os.getpid(), self._movers, self._connections, self._helpers)
 
     def __repr__(self) -> str:

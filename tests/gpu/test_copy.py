@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import threading
 import time
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from kvpool.protocol.hashing import checksum
+from tests.support.processes import wait_for
 from vllm_plugin.worker.copy.cpu import CpuCopier
 from vllm_plugin.worker.layout import Layout, make_layout
 
@@ -159,3 +161,42 @@ def test_what_arrives_is_hashed_not_what_was_sent():
     found = copier.scatter(copier.mark(), 0, [ids], buffers)()
     copier.wait_scattered()
     assert [idx for idx, (one, other) in enumerate(zip(found, right, strict=True)) if one != other] == [3 * 4 + 1]
+
+
+def test_the_engine_captures_cuda_graphs_meanwhile():
+    """Memory is pinned and blocks are copied by other threads, of which CUDA ends a capture unless they stay apart."""
+    from vllm_plugin.worker.copy.cuda import CudaCopier
+
+    caches = _caches("LBHNC", torch.bfloat16, "cuda")
+    layout = _layout(caches, 1)
+    copier = CudaCopier([layout])
+    memory = np.zeros(4 << 30, np.uint8)
+    rows = list(memory[: 4 * layout.region_bytes].reshape(4, -1))
+    ending = threading.Event()
+    errors: list[Exception] = []
+    counter, captured = torch.zeros(1, device="cuda"), 0
+
+    def copy() -> None:
+        try:
+            while not ending.is_set():
+                _gather(copier, layout, 0, [[1, 2, 3, 4]], rows)
+                _scatter(copier, layout, 0, [[1, 2, 3, 4]], rows)
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=copy)
+    copier.adopt(memory)
+    thread.start()
+    try:
+        ends_at = time.monotonic() + 3
+        while time.monotonic() < ends_at:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                counter.add_(1)
+            graph.replay()
+            captured += 1
+    finally:
+        ending.set()
+        thread.join()
+    assert not errors and counter.item() == captured > 10
+    wait_for(lambda: copier._pinned._registered_bytes == memory.nbytes, "the memory to be pinned", 30)

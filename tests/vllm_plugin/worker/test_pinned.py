@@ -49,9 +49,6 @@ class Registrations:
         self.nbytes_at: dict[int, int] = {}
         self.most = most
 
-    def enter(self) -> None:
-        pass
-
     def register(self, address: int, nbytes: int) -> int:
         assert all(address + nbytes <= start or start + size <= address for start, size in self.nbytes_at.items())
         if len(self.nbytes_at) >= self.most:

@@ -194,9 +194,9 @@ class _Direction:
         self._entered = threading.local()
 
     def enter(self) -> None:
-        """Lets this thread call the driver: threads start on device 0, and without a context."""
+        """See `driver.enter`; once a thread."""
         if not getattr(self._entered, "done", False):
-            torch.cuda.set_device(self._device)
+            driver.enter(self._device)
             self._entered.done = True
 
     def next_buffer(self) -> _StagingBuffer:

@@ -11,11 +11,22 @@ from __future__ import annotations
 import ctypes
 import functools
 
+import torch
+
 _SUCCESS, _NOT_READY = 0, 600
 _EVENT_BLOCKING, _EVENT_NO_TIMING = 1, 2
 _UNIFIED = 4
+_CAPTURE_THREAD_LOCAL = 1
 MAX_STEP_BYTES = (1 << 31) - 1
 """Largest distance of two rows in one copy."""
+
+
+def enter(device: torch.device) -> None:
+    """Lets this thread call the driver: threads start on device 0, without a context, and may call little of it while
+    another thread captures a CUDA graph, as engines do at their start; what they call ends the capture with an error.
+    """
+    torch.cuda.set_device(device)
+    _call("cuThreadExchangeStreamCaptureMode", ctypes.byref(ctypes.c_int(_CAPTURE_THREAD_LOCAL)))
 
 
 class Event:

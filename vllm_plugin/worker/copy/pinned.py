@@ -65,9 +65,6 @@ def strided_runs(offsets: Sequence[int], nbytes: int, base: int) -> list[Strided
 class Host(Protocol):
     """Registers memory with the driver."""
 
-    def enter(self) -> None:
-        """Called by a thread before it registers."""
-
     def register(self, address: int, nbytes: int) -> int:
         """Returns 0, or an error."""
 
@@ -81,15 +78,14 @@ class CudaHost:
     def __init__(self, device: torch.device):
         self._device = device
 
-    def enter(self) -> None:
-        torch.cuda.set_device(self._device)
-
     def register(self, address: int, nbytes: int) -> int:
         for start in range(address, address + nbytes, MAP_STEP_BYTES):
             map_pages(start, min(MAP_STEP_BYTES, address + nbytes - start))  # If it fails, CUDA maps them.
+        driver.enter(self._device)
         return int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))
 
     def unregister(self, address: int) -> None:
+        driver.enter(self._device)
         torch.cuda.cudart().cudaHostUnregister(address)
 
 
@@ -147,7 +143,6 @@ class PinnedMemory:
                 self._unregister_if_unused()
 
     def _register(self) -> None:
-        self._host.enter()
         for start in self._parts(self.memory.nbytes):
             nbytes = min(REGISTER_STEP_BYTES, self.memory.nbytes - start)
             if self._closing.is_set():
