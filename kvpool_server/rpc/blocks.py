@@ -24,7 +24,7 @@ from kvpool_server.reports.evictions import count_evictions
 from kvpool_server.rpc.call_spans import describe_lookup, lookup_span
 from kvpool_server.rpc.handlers import Handlers, owner_of
 from kvpool_server.rpc.inbox import MAX_REQUEST_BYTES, check_deadline, check_size
-from kvpool_server.rpc.method_handlers import decode
+from kvpool_server.rpc.method_handlers import decoded
 
 
 class BlockHandlers(Handlers):
@@ -63,7 +63,7 @@ class BlockHandlers(Handlers):
     async def _answer(self, message: bytes, owner: Owner) -> pb.LookupReply | None:
         """The answer to one request of a stream; None to one that only releases leases."""
         try:
-            request = decode(pb.LookupRequest, check_size(message, MAX_REQUEST_BYTES))
+            request = await decoded(self.run, pb.LookupRequest, check_size(message, MAX_REQUEST_BYTES))
             with self.metrics.timed("Lookup" if request.runs else "Release"):
                 found = await self._lookup(request, owner)
         except KVPoolError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import aclosing
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import grpc
 from google.protobuf.descriptor import Descriptor, MethodDescriptor
@@ -15,6 +15,7 @@ from grpc_health.v1 import health_pb2
 from kvpool.client.tracing import Tracing
 from kvpool.protocol.errors import InvalidRequestError
 from kvpool.v1 import pool_pb2 as pb
+from kvpool_server.cache.steps import Run, Steps, at_once
 from kvpool_server.rpc.call_spans import LOOKUPS, traced
 from kvpool_server.rpc.inbox import MAX_CHECKS, MAX_REQUEST_BYTES, REQUEST, SMALL_BYTES, Inbox
 
@@ -29,11 +30,17 @@ assert CHECK not in METHODS, "every role may call it"
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
-def add_service(service: object, max_spec_bytes: int, server: grpc.aio.Server, tracing: Tracing | None = None) -> None:
+class Service(Protocol):
+    """Has a method of the name of each RPC, and does work in steps."""
+
+    @property
+    def run(self) -> Run: ...
+
+
+def add_service(service: Service, max_spec_bytes: int, server: grpc.aio.Server, tracing: Tracing | None = None) -> None:
     """Registers a handler for each method of the service in the proto.
 
     Args:
-        service: has a method of the name of each RPC.
         max_spec_bytes: the largest request of a method that sets what the server keeps.
         tracing: gets a span for each call; None: calls are not traced.
     """
@@ -56,6 +63,7 @@ class HealthService:
     """
 
     is_serving = False
+    run = staticmethod(at_once)
 
     async def Check(self, request: health_pb2.HealthCheckRequest, context: Context) -> health_pb2.HealthCheckResponse:
         if request.service not in ("", SERVICE_NAME):
@@ -84,6 +92,16 @@ def decode(message_type: type[_Message], message: bytes) -> _Message:
     except DecodeError:
         name = message_type.DESCRIPTOR.name
         raise InvalidRequestError(f"the request is no {name}; see kvpool/v1/pool.proto") from None
+
+
+async def decoded(run: Run, message_type: type[_Message], message: bytes) -> _Message:
+    """As `decode`; a large message when it is its caller's turn."""
+
+    def in_a_turn() -> Steps[_Message]:
+        yield
+        return decode(message_type, message)
+
+    return await run(in_a_turn()) if len(message) > SMALL_BYTES else decode(message_type, message)
 
 
 def _num_fields(message: bytes) -> int:
@@ -123,7 +141,7 @@ def _max_bytes(message_type: Descriptor) -> int:
 
 
 def _handler(
-    service: object, method: MethodDescriptor, inbox: Inbox, max_spec_bytes: int, tracing: Tracing | None = None
+    service: Service, method: MethodDescriptor, inbox: Inbox, max_spec_bytes: int, tracing: Tracing | None = None
 ) -> grpc.RpcMethodHandler[Any, Any]:
     """Gets messages as bytes from gRPC, whether the method has one or many: the inbox bounds and awaits them."""
     behavior = getattr(service, method.name)
@@ -144,13 +162,16 @@ def _handler(
     if method.name in ("OpenNamespace", "SetQuotas", "Report"):  # What they send is kept.
         most = max_spec_bytes
 
+    async def request_of(context: Context) -> Any:
+        return await decoded(service.run, message_type, await inbox.receive(context, most))
+
     async def of_one(_: object, context: Context) -> Any:
-        request = decode(message_type, await inbox.receive(context, most))
+        request = await request_of(context)
         REQUEST.set(request)
         return await behavior(request, context)
 
     async def replies(_: object, context: Context) -> AsyncIterator[bytes]:
-        request = decode(message_type, await inbox.receive(context, most))
+        request = await request_of(context)
         async with inbox.slot(context), aclosing(behavior(request, context)) as messages:
             async for message in messages:
                 yield message

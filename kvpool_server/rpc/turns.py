@@ -17,6 +17,9 @@ from kvpool_server.cache.steps import Steps, Value
 
 TURN_S = 0.001
 """How long the steps of one turn may last. A turn ends with the step that exceeds it."""
+ACCEPT_S, LULL_S = 0.003, 0.0002
+"""How long a turn lets gRPC hand over calls, which it does one by one, at most, and after the last of them. Else each
+would wait for a turn, and a call that takes no time for those of all calls that came before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +30,15 @@ class _Call:
     end: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
 
+_num_accepted = 0
 _CALL: ContextVar[_Call | None] = ContextVar("the running call", default=None)
 
 
 @contextlib.contextmanager
 def call_with_its_work(end: Callable[[], object]) -> Iterator[None]:
     """The body serves a call. Calls `end` once the body has ended, and the work in steps that it has begun."""
+    global _num_accepted
+    _num_accepted += 1
     running = _Call()
     running.end.callback(end)
     _CALL.set(running)
@@ -74,6 +80,7 @@ class Turns:
 
     def __init__(self) -> None:
         self._slots = FairSlots(1, 1)
+        self._num_accepted = 0  # Calls that had been accepted before the last turn.
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def run(self, steps: Steps[Value]) -> Value:
@@ -96,10 +103,22 @@ class Turns:
         caller = str(CALLER.get() or "")
         while True:
             async with self._slots.slot(caller):
-                await asyncio.sleep(0)
+                await self._calls_accepted()
                 ends_at = time.monotonic() + TURN_S
                 while time.monotonic() < ends_at:
                     try:
                         next(steps)
                     except StopIteration as end:
                         return end.value  # type: ignore[no-any-return]
+
+    async def _calls_accepted(self) -> None:
+        """Returns when the loop has run what was ready, and gRPC has no more calls to hand over."""
+        now = time.monotonic()
+        ends_at, lull_ends_at = now + ACCEPT_S, now
+        while now < ends_at:
+            await asyncio.sleep(0)
+            now = time.monotonic()
+            if self._num_accepted != _num_accepted:
+                self._num_accepted, lull_ends_at = _num_accepted, now + LULL_S
+            elif now >= lull_ends_at:
+                return

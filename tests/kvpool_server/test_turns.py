@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 
 from kvpool_server.cache.steps import Steps
 from kvpool_server.process.loop_lag import PROBE_EVERY_S, LoopLag
-from kvpool_server.rpc.turns import TURN_S, Turns
+from kvpool_server.rpc.turns import TURN_S, Turns, call_with_its_work
 
 STEP_S = TURN_S / 2
 
@@ -97,3 +97,28 @@ async def test_the_probe_sees_how_long_the_loop_was_held() -> None:
     assert (registry.get_sample_value("kvpool_loop_lag_seconds_bucket", {"le": "0.1"}) or 0) < (
         registry.get_sample_value("kvpool_loop_lag_seconds_count") or 0
     )
+
+
+async def _accepted(log: list[str], num_calls: int) -> None:
+    """Calls that take no time, handed over as gRPC does: one a pass of the loop."""
+    for _ in range(num_calls):
+        await asyncio.sleep(0)
+        with call_with_its_work(lambda: log.append("call")):
+            pass
+
+
+@_on_a_loop
+async def test_calls_that_are_handed_over_come_before_a_turn() -> None:
+    log: list[str] = []
+    await asyncio.gather(Turns().run(_work(log, "work", 8)), _accepted(log, 20))
+    first_turn = log.index("work", 1)  # The first step is done at once.
+    assert log[:first_turn].count("call") == 20
+
+
+@_on_a_loop
+async def test_endless_calls_do_not_keep_work_from_its_turn() -> None:
+    log: list[str] = []
+    calls = asyncio.create_task(_accepted(log, 1_000_000))
+    await Turns().run(_work(log, "work", 8))
+    calls.cancel()
+    assert log.count("work") == 8
