@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import secrets
 import socket
 import time
@@ -33,6 +34,7 @@ from kvpool_server.events.gate import Gate
 from kvpool_server.events.streams import EventStreams
 from kvpool_server.memory.arena_memory import ArenaMemory
 from kvpool_server.observability.http import OperatorHttp, on_loop
+from kvpool_server.observability.metrics import FamilyCollector, value_families
 from kvpool_server.observability.pairs import Pairs
 from kvpool_server.observability.usage import Usage
 from kvpool_server.page.site import Site
@@ -57,8 +59,8 @@ from kvpool_server.tiering.tiered_pool import TieredPool
 from kvpool_server.tiers.registry import parse
 from kvpool_server.tiers.tier import Tier, TierContext, TierOptions
 from kvpool_server.tiers.traced import SpansOfBlocks, traced
+from kvpool_server.value.feed import PoolValue
 from kvpool_server.value.recorder import Recorder
-from kvpool_server.value.report import PoolValue, ValueCollector
 
 log = structlog.get_logger()
 
@@ -285,7 +287,8 @@ class Composition:
             self.pool.traffic.observe(recorder)
         loop = asyncio.get_running_loop()
         value = PoolValue(self.pool, config.policy, config.value_sample, bool(config.tier), loop.call_later)
-        self._monitoring.registry.register(ValueCollector(on_loop(loop, value.report), recorder))
+        families = functools.partial(value_families, recorder=recorder)
+        self._monitoring.registry.register(FamilyCollector(families, on_loop(loop, value.report)))
         return value
 
     async def _start_engine(self) -> Engine:

@@ -14,7 +14,7 @@ from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.limits import Limits
 from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.cache.steps import finish
-from kvpool_server.observability.metrics import UsageCollector
+from kvpool_server.observability.metrics import usage_families
 from kvpool_server.observability.pairs import MAX_LABEL_CHARS, MAX_PAIRS, MAX_PAIRS_OF_TENANT, OTHER, label_of
 from kvpool_server.observability.usage import Usage
 from testbed.pool_at_once import PoolAtOnce
@@ -130,7 +130,7 @@ def test_blocks_that_are_located_count_as_loaded(bench: Bench) -> None:
     found = finish(bench.pool.lookups.find(namespace.fingerprint, [run_of("a", "b")], True, lease_ttl_ms=1_000))
     bench.pool.lookups.slots(found)
     assert bench.of("m").loaded_bytes == 2 * CHUNK
-    exported = {family.name: family.samples for family in UsageCollector(bench.usage.by_model_and_tenant).collect()}
+    exported = {family.name: family.samples for family in usage_families(bench.usage.by_model_and_tenant())}
     assert [sample.value for sample in exported["kvpool_located_bytes"]] == [2 * CHUNK]
     assert "kvpool_loaded_bytes" not in exported, "the server does not know what engines load"
 
