@@ -7,7 +7,7 @@ import functools
 import secrets
 import socket
 import time
-from collections.abc import Awaitable, Callable, Sequence, Set
+from collections.abc import Awaitable, Callable, Coroutine, Sequence, Set
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -19,7 +19,6 @@ from kvpool.report.quotas import beyond_memory, parse_quota
 from kvpool.transport.mooncake_engine import Engine
 from kvpool_server.access.audit import AuditLog
 from kvpool_server.access.control import AccessControl
-from kvpool_server.access.reminders import HOUR_S, repeat, warn_of_plaintext
 from kvpool_server.app.monitoring import Monitoring
 from kvpool_server.cache.eviction import POLICIES
 from kvpool_server.cache.limits import Limits, default_limits
@@ -39,13 +38,11 @@ from kvpool_server.observability.pairs import Pairs
 from kvpool_server.observability.usage import Usage
 from kvpool_server.page.site import Site
 from kvpool_server.process.addresses import EVERYWHERE, cannot_listen, split_address
-from kvpool_server.process.background import in_background
 from kvpool_server.process.log_events import LogEvents
 from kvpool_server.reports.engines import EngineReports
 from kvpool_server.reports.usage_ledger import open_ledger
 from kvpool_server.rpc.drain import Drain
-from kvpool_server.rpc.grpc_server import GrpcServer
-from kvpool_server.rpc.service import PoolService
+from kvpool_server.rpc.grpc_server import GrpcServer, PoolService
 from kvpool_server.rpc.turns import Turns
 from kvpool_server.settings.config import ServerConfig
 from kvpool_server.settings.exposure import (
@@ -64,6 +61,7 @@ from kvpool_server.value.recorder import Recorder
 
 log = structlog.get_logger()
 
+HOUR_S = 3_600.0
 HANDOVER_S = 5.0
 """How long a predecessor may take to stop, beyond `drain_ms`, until it releases a tier's directory."""
 
@@ -180,7 +178,7 @@ class Composition:
             in_background(self._stack, access.watch.run())
             in_background(self._stack, access.warn())
         if plaintext := plaintext_ports(config):
-            in_background(self._stack, repeat(lambda: warn_of_plaintext(plaintext), HOUR_S))
+            in_background(self._stack, _warn_of_plaintext(plaintext))
 
     async def _expire_owned(self, principals: Set[str]) -> None:
         await self.turns.run(self.pool.expire_owned(principals))
@@ -345,3 +343,26 @@ def _own_sampling(sampler: Any) -> Any:
     from kvpool_server.rpc.span_sampling import OwnSampling  # OpenTelemetry is installed where there is tracing alone.
 
     return OwnSampling(sampler)
+
+
+async def _warn_of_plaintext(ports: Sequence[str]) -> None:
+    """Logs every hour what --insecure-network means for a server's plaintext ports, until cancelled."""
+    while True:
+        log.warning(
+            "--insecure-network: any host that reaches these ports can read and change what they serve; give "
+            "--tls-cert, --tls-key and --tls-client-ca (or --tokens) instead, or close the ports to all hosts but your "
+            "engines",
+            ports=ports,
+        )
+        await asyncio.sleep(HOUR_S)
+
+
+def in_background(stack: AsyncExitStack, work: Coroutine[Any, Any, None]) -> None:
+    """Starts work, which the stack cancels and awaits."""
+    task = asyncio.create_task(work)
+
+    async def end() -> None:
+        task.cancel()
+        await asyncio.wait((task,))
+
+    stack.push_async_callback(end)

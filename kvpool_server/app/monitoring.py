@@ -15,7 +15,7 @@ from kvpool.report.quotas import fullest
 from kvpool.v1 import pool_pb2 as pb
 from kvpool.version import __version__
 from kvpool_server.access.control import AccessControl
-from kvpool_server.access.reminders import ends_of
+from kvpool_server.access.credentials import ends_of
 from kvpool_server.memory.arena_memory import ArenaMemory
 from kvpool_server.observability.http import on_loop
 from kvpool_server.observability.metrics import (

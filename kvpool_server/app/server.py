@@ -11,11 +11,10 @@ import structlog
 
 from kvpool.protocol.errors import ConfigError
 from kvpool.version import __version__
-from kvpool_server.app.composition import Composition
+from kvpool_server.app.composition import Composition, in_background
 from kvpool_server.cache.steps import Steps
 from kvpool_server.observability.http import DRAINING, SERVING, STARTING
 from kvpool_server.process.addresses import split_address
-from kvpool_server.process.background import in_background
 from kvpool_server.process.log_events import LogEvents
 from kvpool_server.rpc.drain import Drain
 from kvpool_server.settings.config import ServerConfig

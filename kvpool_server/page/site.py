@@ -1,12 +1,18 @@
-"""The page as the HTTP port serves it: the answer to each path. Threads of the HTTP port call `answer`."""
+"""The page as the HTTP port serves it: the answer to each path. Threads of the HTTP port call `answer`.
+
+The page's files are a fixed table, read once, compressed once. No request names a path of the file system.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import gzip
+import hashlib
+import importlib.resources
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import structlog
 
@@ -16,7 +22,6 @@ from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.observability.http import LOOP_TIMEOUT_S, Request, Response, on_loop
 from kvpool_server.page.documents import encoded, now_document, shown
 from kvpool_server.page.samples import INTERVAL_S, Sample, Samples
-from kvpool_server.page.static_files import StaticFile, read_static_files
 from kvpool_server.process.log_events import LogEvents
 
 log = structlog.get_logger()
@@ -40,6 +45,23 @@ HEADERS = {
 """Of each answer."""
 _STATIC = {"Cache-Control": "no-cache", "Vary": "Accept-Encoding"}  # A browser asks whether its copy is still good.
 _DATA = {"Cache-Control": "no-store", "Vary": "Accept-Encoding"}
+
+
+_TYPES = {"html": "text/html; charset=utf-8", "css": "text/css; charset=utf-8", "js": "text/javascript; charset=utf-8"}
+NAMES = (
+    "index.html",
+    "page.css",
+    "page.js",
+    "panels.js",
+    "charts.js",
+    "chart.js",
+    "samples.js",
+    "format.js",
+    "source.js",
+    "uPlot/uPlot.iife.min.js",
+    "uPlot/uPlot.min.css",
+)
+"""What is served of `kvpool_server/page/static`: index.html at /, the others under /page/."""
 
 
 class Site:
@@ -138,3 +160,25 @@ def _compressed(body: bytes, request: Request) -> Response:
     if request.accepts_gzip and len(body) >= MIN_GZIP_BYTES:
         return Response(200, gzip.compress(body, GZIP_LEVEL), JSON, headers | {"Content-Encoding": "gzip"})
     return Response(200, body, JSON, headers)
+
+
+@dataclass(frozen=True, slots=True)
+class StaticFile:
+    """A file as HTTP sends it."""
+
+    body: bytes
+    gzipped: bytes
+    content_type: str
+    etag: str
+
+
+def read_static_files() -> dict[str, StaticFile]:
+    """The files by the path of their URL."""
+    root = importlib.resources.files("kvpool_server.page") / "static"
+    files = {}
+    for name in NAMES:
+        body = root.joinpath(*name.split("/")).read_bytes()
+        etag = f'"{hashlib.sha256(body).hexdigest()[:16]}"'
+        path = "/" if name == "index.html" else f"/page/{name}"
+        files[path] = StaticFile(body, gzip.compress(body, mtime=0), _TYPES[name.rpartition(".")[2]], etag)
+    return files

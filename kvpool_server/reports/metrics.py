@@ -9,7 +9,7 @@ from prometheus_client.core import CounterMetricFamily
 
 from kvpool_server.observability.metrics import family
 from kvpool_server.observability.pairs import Pair
-from kvpool_server.reports.totals import Totals
+from kvpool_server.reports.engines import Totals
 
 SECONDS = {
     "load_seconds": "Time that requests have waited for loads, as engines report, by model and tenant.",

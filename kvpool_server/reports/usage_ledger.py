@@ -22,9 +22,8 @@ from kvpool.protocol.reports import ReportRequest
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.observability.pairs import OTHER, Pair, Pairs
 from kvpool_server.reports import ledger_file
-from kvpool_server.reports.engines import EngineReports
+from kvpool_server.reports.engines import MAX_TOTAL, EngineReports
 from kvpool_server.reports.ledger_file import LedgerFile, Reporter
-from kvpool_server.reports.totals import MAX_TOTAL
 
 log = structlog.get_logger()
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import grpc
 import numpy as np
 import numpy.typing as npt
 
@@ -16,7 +14,7 @@ from kvpool.protocol.errors import InvalidRequestError
 from kvpool.protocol.offers import Offer
 from kvpool.protocol.types import BlockRun
 from kvpool.v1 import pool_pb2 as pb
-from kvpool_server.access.authentication import Who
+from kvpool_server.access.authentication import Context, Who
 from kvpool_server.access.caller import CALLER, is_visible
 from kvpool_server.cache.fair_slots import FairSlots
 from kvpool_server.cache.leases import Owner
@@ -30,8 +28,6 @@ from kvpool_server.rpc.drain import Drain
 from kvpool_server.rpc.lookup_streams import LookupStreams
 from kvpool_server.rpc.verifier import Verifier
 from kvpool_server.tiering.tiered_pool import TieredPool
-
-Context = grpc.aio.ServicerContext[Any, Any]
 
 
 @dataclass(kw_only=True, eq=False)

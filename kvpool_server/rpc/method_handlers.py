@@ -15,6 +15,7 @@ from grpc_health.v1 import health_pb2
 from kvpool.client.tracing import Tracing
 from kvpool.protocol.errors import InvalidRequestError
 from kvpool.v1 import pool_pb2 as pb
+from kvpool_server.access.authentication import Context
 from kvpool_server.rpc.call_spans import LOOKUPS, traced
 from kvpool_server.rpc.inbox import MAX_CHECKS, MAX_REQUEST_BYTES, REQUEST, SMALL_BYTES, Inbox
 
@@ -25,8 +26,6 @@ HEALTH_NAME: str = _HEALTH.full_name
 METHODS = frozenset(method.name for method in _SERVICE.methods)
 CHECK = "Check"
 assert CHECK not in METHODS, "every role may call it"
-
-Context = grpc.aio.ServicerContext[Any, Any]
 
 
 def add_service(service: object, max_spec_bytes: int, server: grpc.aio.Server, tracing: Tracing | None = None) -> None:

@@ -39,8 +39,7 @@ from kvpool_server.access.authentication import Certificates, Context
 from kvpool_server.access.credential import Credential
 from kvpool_server.access.credentials import ServerCredentials
 from kvpool_server.access.deny_list import DenyList
-from kvpool_server.access.running_calls import RunningCalls
-from kvpool_server.access.watch import AccessWatch
+from kvpool_server.access.running_calls import AccessWatch, RunningCalls
 from kvpool_server.rpc import grpc_server
 from tests.conftest import StartServer
 from tests.security.test_access import DAY

@@ -19,9 +19,8 @@ from kvpool.protocol.reports import MAX_AMOUNT, ReportRequest
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.observability.pairs import OTHER, Pairs
 from kvpool_server.reports import ledger_file
-from kvpool_server.reports.engines import EngineReports
+from kvpool_server.reports.engines import MAX_TOTAL, EngineReports
 from kvpool_server.reports.ledger_file import LedgerFile
-from kvpool_server.reports.totals import MAX_TOTAL
 from kvpool_server.reports.usage_ledger import UsageLedger, open_ledger
 from tests.support.clock import FakeClock
 from tests.support.values import replaced
