@@ -40,7 +40,8 @@ from kvpool_server.page.site import Site
 from kvpool_server.process.addresses import EVERYWHERE, cannot_listen, split_address
 from kvpool_server.process.log_events import LogEvents
 from kvpool_server.reports.engines import EngineReports
-from kvpool_server.reports.usage_ledger import open_ledger
+from kvpool_server.reports.ledger_file import LedgerFile
+from kvpool_server.reports.usage_ledger import UsageLedger
 from kvpool_server.rpc.drain import Drain
 from kvpool_server.rpc.grpc_server import GrpcServer, PoolService
 from kvpool_server.rpc.turns import Turns
@@ -130,8 +131,9 @@ class Composition:
         await self.memory.create(self._stack)
         pairs = Pairs(has_tenants=self._access is not None)
         self._reports = EngineReports(time.monotonic, pairs)
+        file = await asyncio.to_thread(LedgerFile, config.ledger, int(time.time()))
         by_pair = usage.by_model_and_tenant
-        self._ledger = await open_ledger(config.ledger, self._reports, pairs, by_pair, time.time, time.monotonic)
+        self._ledger = UsageLedger(file, self._reports, pairs, by_pair, time.time, time.monotonic)
         self._stack.push_async_callback(self._ledger.close)
         in_background(self._stack, self._ledger.run())
         write_back = [each.write == "back" for each in options]

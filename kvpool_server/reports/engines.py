@@ -154,6 +154,10 @@ class EngineReports:
         ((most, _),) = Counter(tenant for tenant, _ in self._reporters).most_common(1)
         del self._reporters[next(key for key in self._reporters if key[0] == most)]
 
+    def remembers(self, tenant: str, reporter: bytes) -> bool:
+        """Whether a reporter's newest number is remembered."""
+        return (tenant, reporter) in self._reporters
+
     def restore(self, tenant: str, reporter: bytes, sequence: int) -> None:
         """A reporter's newest number, counted before the server's start."""
         self._reporters[tenant, reporter] = _Reporter(tenant, sequence, None, self._clock())

@@ -18,10 +18,10 @@ from kvpool.protocol.ledger import HOUR_S, LEDGER_DAYS, SUMS, added_up
 from kvpool.protocol.reports import MAX_AMOUNT, ReportRequest
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.observability.pairs import OTHER, Pairs
-from kvpool_server.reports import ledger_file
+from kvpool_server.reports import engines, ledger_file, usage_ledger
 from kvpool_server.reports.engines import MAX_TOTAL, EngineReports
 from kvpool_server.reports.ledger_file import LedgerFile
-from kvpool_server.reports.usage_ledger import UsageLedger, open_ledger
+from kvpool_server.reports.usage_ledger import UsageLedger
 from tests.support.clock import FakeClock
 from tests.support.values import replaced
 
@@ -41,7 +41,8 @@ class Bench:
 
     async def open(self) -> UsageLedger:
         self.reports = EngineReports(self.clock)
-        self.ledger = await open_ledger(self.path, self.reports, Pairs(), lambda: self.usage, self.unix, self.clock)
+        file = LedgerFile(self.path, int(self.unix()))
+        self.ledger = UsageLedger(file, self.reports, Pairs(), lambda: self.usage, self.unix, self.clock)
         return self.ledger
 
     def report(self, tenant: str = "acme", sequence: int = 1, **fields: Any) -> bool:
@@ -137,7 +138,7 @@ def test_a_tenant_sees_its_own_rows(path: str) -> None:
     async def scenario(bench: Bench) -> None:
         for tenant in ("acme", "umbra", OTHER):
             bench.report(tenant, num_requests=1)
-        bench.ledger._row(bench.ledger._pairs.of(OTHER, OTHER)).sums["num_requests"] += 1  # Of several tenants.
+        bench.ledger._row(bench.ledger._pairs.of(OTHER, OTHER)).num_requests += 1  # Of several tenants.
         assert [row.tenant for row in (await bench.page("acme")).rows] == ["acme"]
         assert [(row.tenant, row.model) for row in (await bench.page(OTHER)).rows] == [(OTHER, "model")]
         assert len((await bench.page()).rows) == 4
@@ -330,7 +331,8 @@ def test_what_any_error_keeps_from_the_file_waits(monkeypatch: pytest.MonkeyPatc
 
 
 def test_few_reporters_wait_for_a_full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ledger_file, "MAX_REPORTERS", 8)
+    for module in (engines, usage_ledger):
+        monkeypatch.setattr(module, "MAX_REPORTERS", 8)
     fingerprint = (b"n" * 32,)
 
     async def scenario(bench: Bench) -> None:
