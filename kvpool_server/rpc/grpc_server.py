@@ -26,8 +26,7 @@ from kvpool_server.access.credential import RefusedCredentialError
 from kvpool_server.access.running_calls import RunningCalls
 from kvpool_server.cache.shares import Shares
 from kvpool_server.observability.metrics import RpcMetrics
-from kvpool_server.process.addresses import cannot_listen, why_not_listening
-from kvpool_server.process.socket_path import bind_path, cannot_bind
+from kvpool_server.process.addresses import bind_path, cannot_bind, cannot_listen, why_not_listening
 from kvpool_server.rpc.blocks import BlockHandlers
 from kvpool_server.rpc.chunks import ChunkHandlers
 from kvpool_server.rpc.handlers import owner_of
