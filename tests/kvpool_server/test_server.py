@@ -146,11 +146,6 @@ def test_more_memory_than_there_is_is_refused_with_a_sentence() -> None:
     assert "lower --memory" in done.stderr
 
 
-def test_healthz(shared_server: ServerProcess) -> None:
-    assert _http(f"{shared_server.http_url}/healthz") == (200, "ok\n")
-    assert _http(f"{shared_server.http_url}/nothing") == (404, "try /, /metrics or /healthz\n")
-
-
 def test_http_can_be_switched_off(pool_server: StartServer) -> None:
     assert pool_server("--http-listen", "").http_url == "off"
 

@@ -117,13 +117,6 @@ def test_what_is_evicted_or_removed_is_held_no_more(bench: Bench) -> None:
     assert (bench.of("m").held_bytes, bench.of("m").stored_bytes) == (0, 2 * CHUNK)
 
 
-def test_a_lookup_that_finds_blocks_and_loads_none_has_loaded_no_bytes(bench: Bench) -> None:
-    namespace = bench.open(model="m")
-    bench.put(namespace, "a")
-    bench.look_up(namespace, run_of("a"))
-    assert bench.of("m").loaded_bytes == 0
-
-
 def test_blocks_that_are_located_count_as_loaded(bench: Bench) -> None:
     namespace = bench.open(model="m")
     bench.put(namespace, "a", "b")
