@@ -43,10 +43,7 @@ class AccessControl:
         expire_owned: ends the leases and tickets of some principals.
 
     Attributes:
-        credentials: the server's own.
-        who: authenticates callers.
         denied: the deny list; None: there is none.
-        running: the calls under way.
         limits_of: what an identity may have at once.
         watch: of the files, which ends the calls of callers who are refused since.
     """

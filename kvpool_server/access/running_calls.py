@@ -77,17 +77,6 @@ class RunningCalls:
         }
         return taken
 
-    def _begin(self, task: asyncio.Task[object], credential: Credential) -> None:
-        self._calls[task] = credential
-        self._remember(credential)
-
-    def _end(self, task: asyncio.Task[object]) -> UnauthenticatedError | None:
-        """Forgets a call; returns the error if `end_refused` has cancelled its task."""
-        credential = self._calls.pop(task)
-        if (error := self._ended.pop(task, None)) is None:
-            self._remember(credential)
-        return error
-
     def _remember(self, credential: Credential) -> None:
         if credential.digest not in self._callers and len(self._callers) >= MAX_CALLERS:
             del self._callers[next(iter(self._callers))]
@@ -106,11 +95,15 @@ class _Call:
         task = asyncio.current_task()
         assert task is not None
         self._task = task
-        self._calls._begin(task, self._credential)
+        self._calls._calls[task] = self._credential
+        self._calls._remember(self._credential)
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        refusal = self._calls._end(self._task)
-        if refusal is not None and isinstance(error, asyncio.CancelledError):
+        del self._calls._calls[self._task]
+        refusal = self._calls._ended.pop(self._task, None)
+        if refusal is None:
+            self._calls._remember(self._credential)
+        elif isinstance(error, asyncio.CancelledError):
             self._task.uncancel()
             raise refusal from None
 
@@ -120,7 +113,6 @@ class AccessWatch:
 
     Args:
         files: of credentials and limits; each looks at its own interval.
-        calls: those under way.
         expire_owned: ends the leases and tickets of some principals.
     """
 

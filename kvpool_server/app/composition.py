@@ -80,14 +80,11 @@ class Composition:
         log_events: the last warnings and errors of the log, which the dashboard shows.
 
     Attributes:
-        port: of gRPC.
         http_port: of /metrics and /healthz; 0 if HTTP is off.
         data: the data port's workers; None if it is off.
         drain: None until there is something to drain.
         events: publishes KV events; None if nobody may subscribe.
-        grpc: the server's port.
         memory, pool, tiered: the arena, the blocks in it, and those in tiers.
-        turns: runs the server's work in steps.
     """
 
     def __init__(
@@ -180,7 +177,7 @@ class Composition:
             in_background(self._stack, access.watch.run())
             in_background(self._stack, access.warn())
         if plaintext := plaintext_ports(config):
-            in_background(self._stack, _warn_of_plaintext(plaintext))
+            in_background(self._stack, warn_of_plaintext(plaintext))
 
     async def _expire_owned(self, principals: Set[str]) -> None:
         await self.turns.run(self.pool.expire_owned(principals))
@@ -245,7 +242,7 @@ class Composition:
             site = Site(loop, self._state, self._monitoring.stats, self._value.report, self._log_events)
             health = on_loop(loop, self._state)
             names = [split_address(each)[0].lower() for each in (address, self._config.listen)]
-            http = OperatorHttp(host, port, self._monitoring.registry, health, tls, gate, site, names)
+            http = OperatorHttp(host, port, self._monitoring.registry, health, tls, gate, site.answer, names)
         except OSError as error:
             raise cannot_listen(address, "/metrics", "--http-listen", error) from None
         self._stack.push_async_callback(asyncio.to_thread, http.close)
@@ -347,7 +344,7 @@ def _own_sampling(sampler: Any) -> Any:
     return OwnSampling(sampler)
 
 
-async def _warn_of_plaintext(ports: Sequence[str]) -> None:
+async def warn_of_plaintext(ports: Sequence[str]) -> None:
     """Logs every hour what --insecure-network means for a server's plaintext ports, until cancelled."""
     while True:
         log.warning(

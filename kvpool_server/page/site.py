@@ -16,16 +16,23 @@ from dataclasses import dataclass
 
 import structlog
 
-from kvpool.doctor.window import RECENT_S
+from kvpool.doctor.judgements import judgements
+from kvpool.doctor.pool_state import INCOMPLETE
+from kvpool.doctor.window import RECENT_S, window_of
 from kvpool.protocol.messages import fields_of
+from kvpool.protocol.text import escaped
+from kvpool.report.finding import Level, problems
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.observability.http import LOOP_TIMEOUT_S, Request, Response, on_loop
-from kvpool_server.page.documents import encoded, now_document, shown
-from kvpool_server.page.samples import INTERVAL_S, Sample, Samples
-from kvpool_server.process.log_events import LogEvents
+from kvpool_server.page.samples import INTERVAL_S, Sample, Samples, encoded
+from kvpool_server.process.log_events import LogEvent, LogEvents
 
 log = structlog.get_logger()
 
+MAX_TEXT_CHARS = 200
+"""Of a text in a message."""
+MAX_CHECK_CHARS = 60
+"""Of the name of a check, which may contain that of a tier."""
 MIN_GZIP_BYTES = 1_000
 GZIP_LEVEL = 1
 """Of answers that are made for each request."""
@@ -182,3 +189,51 @@ def read_static_files() -> dict[str, StaticFile]:
         path = "/" if name == "index.html" else f"/page/{name}"
         files[path] = StaticFile(body, gzip.compress(body, mtime=0), _TYPES[name.rpartition(".")[2]], etag)
     return files
+
+
+def shown(text: str) -> str:
+    """A text of a message as the page shows it."""
+    return escaped(text, MAX_TEXT_CHARS)
+
+
+def findings(state: str, stats: pb.StatsResponse, before: pb.StatsResponse | None) -> list[dict[str, str]]:
+    """What is wrong with a server, faults first: the problems that `kvpool stats` prints, over ten minutes.
+
+    Args:
+        state: of the server, as /healthz tells it.
+        before: the counters of ten minutes ago.
+    """
+    found = []
+    if state != "ok":
+        text = f"The server is {state}: it takes no new calls, and engines compute meanwhile."
+        found.append({"level": "fault", "text": text})
+    for problem in problems(judgements(stats, window_of(stats, before, RECENT_S))):
+        if problem.check != INCOMPLETE:  # A page asks so often that it would see blocks between the puts of two ranks.
+            sentences = f"{escaped(problem.check, MAX_CHECK_CHARS)}: {problem.text}", problem.fix
+            text = " ".join(f"{sentence[:1].upper()}{sentence[1:]}." for sentence in sentences)
+            found.append({"level": "fault" if problem.level is Level.ERROR else "warning", "text": text})
+    return sorted(found, key=lambda finding: finding["level"] != "fault")
+
+
+def now_document(
+    state: str, stats: pb.StatsResponse, sample: bytes, before: pb.StatsResponse | None, events: list[LogEvent]
+) -> bytes:
+    """How the server is now.
+
+    Args:
+        sample: what the charts draw of it.
+        before, state: see `findings`.
+        events: of the log, the newest first.
+    """
+    log = [
+        {"time": round(event.at, 3), "level": event.level, "text": event.text, "fields": dict(event.fields),
+         "count": event.count}
+        for event in events
+    ]  # fmt: skip
+    document = {
+        "state": state,
+        "findings": findings(state, stats, before),
+        "log": log,
+        "stats": fields_of(stats, shown),
+    }
+    return encoded(document)[:-1] + b',"sample":' + sample + b"}"

@@ -109,8 +109,6 @@ async def put_chunk(pool: Pool, memory: npt.NDArray[np.uint8], chunk: Chunk, run
 
     Args:
         memory: the arena: uint8 [arena_bytes].
-        run: does work in steps.
-        owner: of the ticket.
 
     Raises:
         ChecksumError: the payload differs from its checksum.

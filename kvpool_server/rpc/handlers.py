@@ -38,12 +38,8 @@ class Handlers:
         tiered: the pool above its tiers.
         memory: the arena, uint8 [arena_bytes].
         boot_token: in each reply; it names this start of the server.
-        drain: refuses new leases and tickets once it has begun.
-        run: does work in steps.
         metrics: counts bytes, and the lookups of streams.
         offer: the transports to and from the arena.
-        stats: takes a snapshot of the pool, its tiers and the server.
-        reports: what engines have reported of namespaces.
         value: what other arena sizes would hit, of a tenant or of all.
         ledger: what tenants have used and saved; None: the server keeps none.
         permits: of the data port; None: the server has no data port.
@@ -52,8 +48,6 @@ class Handlers:
 
     Attributes:
         pool: without its tiers.
-        streams: the LookupStream calls under way.
-        verifier: drops blocks of which a reader has found wrong bytes.
         ledger_turns: of the callers that read the ledger.
     """
 

@@ -49,7 +49,6 @@ class ValueFeed(TrafficObserver):
     """Counts a pool's traffic into a histogram.
 
     Args:
-        histogram: what is fed.
         later: schedules turns on the event loop.
 
     Attributes:
@@ -167,7 +166,6 @@ class PoolValue:
     Args:
         policy: name of the pool's eviction policy.
         sample: most blocks in the sample; 0: there is no histogram.
-        later: as for `ValueFeed`.
     """
 
     def __init__(self, pool: Pool, policy: str, sample: int, has_tiers: bool, later: Later):
