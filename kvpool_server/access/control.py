@@ -19,17 +19,17 @@ from kvpool_server.access.audit import AuditLog
 from kvpool_server.access.authentication import Certificates, Tokens, Who
 from kvpool_server.access.caller import check_scrape
 from kvpool_server.access.credential import RefusedCredentialError
-from kvpool_server.access.credentials import ServerCredentials
+from kvpool_server.access.credentials import ServerCredentials, warn_of_ends
 from kvpool_server.access.deny_list import DenyList
 from kvpool_server.access.identity_limits import identity_limits
 from kvpool_server.access.jwks import IssuerKeys, read_keys
 from kvpool_server.access.oidc import IssuedTokens, OidcRules, check_installed
-from kvpool_server.access.reminders import DAY_S, repeat, warn_of_ends
-from kvpool_server.access.running_calls import RunningCalls
-from kvpool_server.access.watch import AccessWatch
+from kvpool_server.access.running_calls import AccessWatch, RunningCalls
 from kvpool_server.settings.config import ServerConfig
 
 log = structlog.get_logger()
+
+DAY_S = 24 * 3_600.0
 
 
 class AccessControl:
@@ -43,10 +43,7 @@ class AccessControl:
         expire_owned: ends the leases and tickets of some principals.
 
     Attributes:
-        credentials: the server's own.
-        who: authenticates callers.
         denied: the deny list; None: there is none.
-        running: the calls under way.
         limits_of: what an identity may have at once.
         watch: of the files, which ends the calls of callers who are refused since.
     """
@@ -108,9 +105,10 @@ class AccessControl:
         return lambda error: audit.read(what, paths, error) if audit is not None else None
 
     async def warn(self) -> None:
-        """Warns once a day of certificates that end soon, until cancelled; the first time after a day."""
-        await asyncio.sleep(DAY_S)  # `credentials` has warned when it read the files.
-        await repeat(lambda: warn_of_ends(self.credentials.value.tls, dt.datetime.now(dt.UTC)), DAY_S)
+        """Warns once a day of certificates that end soon, until cancelled."""
+        while True:
+            await asyncio.sleep(DAY_S)  # `credentials` has warned when it read the files.
+            warn_of_ends(self.credentials.value.tls, dt.datetime.now(dt.UTC))
 
     def refused_files(self) -> dict[str, bool]:
         """Whether watched files cannot be used as they are now, by what they hold. Thread-safe."""

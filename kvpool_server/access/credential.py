@@ -1,7 +1,8 @@
-"""A caller's credential: a certificate or a token, whom it names, and when it ends."""
+"""A caller's credential: a certificate or a token, whom it names, and when it ends; and principals in settings."""
 
 from __future__ import annotations
 
+import dataclasses
 import datetime as dt
 import functools
 from dataclasses import dataclass
@@ -78,3 +79,20 @@ def _uris(certificate: x509.Certificate) -> list[str]:
     except x509.ExtensionNotFound:
         return []
     return names.get_values_for_type(x509.UniformResourceIdentifier)
+
+
+def listed_principal(spiffe_id: str, domain: str | None) -> Principal:
+    """The principal that an operator has named.
+
+    Args:
+        domain: the trust domain of all callers; None: callers may be of any.
+
+    Raises InvalidRequestError if no caller can be that principal: the entry would have no effect.
+    """
+    found = Principal.parse(spiffe_id)
+    if domain is not None and found.domain != domain:
+        raise InvalidRequestError(
+            f"{spiffe_id!r} can be no caller: this server's callers are of trust domain {domain}; give "
+            f"{dataclasses.replace(found, domain=domain)}"
+        )
+    return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import grpc
@@ -16,9 +16,11 @@ from kvpool.security.certificates import CertificateFacts, facts_of
 from kvpool.security.file_permissions import require_owner_writes
 from kvpool.security.tls import TlsFiles, TlsIdentity, read_identity
 from kvpool.security.watched_files import WatchedFiles
-from kvpool_server.access.reminders import warn_of_ends
 
 log = structlog.get_logger()
+
+SOON = dt.timedelta(days=30)
+"""How long before its end a certificate is warned of."""
 
 _SETTINGS = TlsFiles("--tls-client-ca", "--tls-cert", "--tls-key")
 """What gives a server the paths, for errors."""
@@ -91,6 +93,24 @@ class ServerCredentials(WatchedFiles[ServerIdentity]):
         """The context of new connections. A client's certificate is verified if there is one."""
         self.look()
         return self.value.context
+
+
+def ends_of(identity: TlsIdentity) -> Mapping[str, dt.datetime]:
+    """When a server's certificates end: its own (`server`), and its clients' first authority (`client_ca`)."""
+    ends = {"server": identity.ends_at, "client_ca": identity.ca_ends_at}
+    return {name: ends_at for name, ends_at in ends.items() if ends_at is not None}
+
+
+def warn_of_ends(identity: TlsIdentity, now: dt.datetime) -> None:
+    """Logs a warning for each certificate that ends within `SOON`."""
+    for name, ends_at in ends_of(identity).items():
+        if ends_at - now <= SOON:
+            log.warning(
+                "a certificate ends soon: replace its file, which needs no restart",
+                certificate=name,
+                ends_at=ends_at.isoformat(),
+                days_left=max(0, (ends_at - now).days),
+            )
 
 
 def _read_server(files: TlsFiles) -> ServerIdentity:

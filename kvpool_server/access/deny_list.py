@@ -18,8 +18,7 @@ from kvpool.security.certificates import read_pem
 from kvpool.security.file_permissions import require_owner_writes
 from kvpool.security.principal import Principal, Role
 from kvpool.security.watched_files import WatchedFiles
-from kvpool_server.access.credential import Credential
-from kvpool_server.access.listed_principal import listed_principal
+from kvpool_server.access.credential import Credential, listed_principal
 
 _TENANT, _SPIFFE = "tenant:", "spiffe://"
 _DIGEST = re.compile("[0-9a-f]{64}")

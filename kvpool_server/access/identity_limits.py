@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from kvpool.protocol.errors import ConfigError, InvalidRequestError
-from kvpool_server.access.listed_principal import listed_principal
+from kvpool_server.access.credential import listed_principal
 from kvpool_server.cache.limits import IdentityLimits
 
 MOST = 1 << 32

@@ -1,14 +1,22 @@
-"""The calls under way by credential, so that the calls of a revoked credential can be ended."""
+"""The calls under way by credential; those of credentials that end or are revoked are ended."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence, Set
+from typing import Any
+
+import structlog
 
 from kvpool.protocol.errors import UnauthenticatedError
+from kvpool.security.watched_files import WatchedFiles
 from kvpool_server.access.credential import Credential
 
+log = structlog.get_logger()
+
+LOOK_S = 1.0
+"""How often calls are compared with the credentials in force."""
 MAX_CALLERS = 4_096
 """Credentials that are remembered after their last call; beyond it, the one that came first is forgotten."""
 
@@ -69,17 +77,6 @@ class RunningCalls:
         }
         return taken
 
-    def _begin(self, task: asyncio.Task[object], credential: Credential) -> None:
-        self._calls[task] = credential
-        self._remember(credential)
-
-    def _end(self, task: asyncio.Task[object]) -> UnauthenticatedError | None:
-        """Forgets a call; returns the error if `end_refused` has cancelled its task."""
-        credential = self._calls.pop(task)
-        if (error := self._ended.pop(task, None)) is None:
-            self._remember(credential)
-        return error
-
     def _remember(self, credential: Credential) -> None:
         if credential.digest not in self._callers and len(self._callers) >= MAX_CALLERS:
             del self._callers[next(iter(self._callers))]
@@ -98,10 +95,62 @@ class _Call:
         task = asyncio.current_task()
         assert task is not None
         self._task = task
-        self._calls._begin(task, self._credential)
+        self._calls._calls[task] = self._credential
+        self._calls._remember(self._credential)
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        refusal = self._calls._end(self._task)
-        if refusal is not None and isinstance(error, asyncio.CancelledError):
+        del self._calls._calls[self._task]
+        refusal = self._calls._ended.pop(self._task, None)
+        if refusal is None:
+            self._calls._remember(self._credential)
+        elif isinstance(error, asyncio.CancelledError):
             self._task.uncancel()
             raise refusal from None
+
+
+class AccessWatch:
+    """Reads changed files, and ends the calls and holds of callers that they refuse.
+
+    Args:
+        files: of credentials and limits; each looks at its own interval.
+        expire_owned: ends the leases and tickets of some principals.
+    """
+
+    def __init__(
+        self,
+        files: Sequence[WatchedFiles[Any]],
+        calls: RunningCalls,
+        expire_owned: Callable[[Set[str]], Awaitable[None]],
+    ):
+        self._files = files
+        self._calls = calls
+        self._expire_owned = expire_owned
+        self._woken = asyncio.Event()
+
+    def look_at_once(self) -> None:
+        """Reads changed files now. For signal handlers."""
+        self._woken.set()
+
+    async def run(self) -> None:
+        """Watches until cancelled."""
+        while True:
+            try:
+                async with asyncio.timeout(LOOK_S):
+                    await self._woken.wait()
+            except TimeoutError:
+                pass
+            at_once = self._woken.is_set()
+            self._woken.clear()
+            try:
+                await asyncio.to_thread(self._look, at_once)
+                if taken := self._calls.end_refused():
+                    log.warning(
+                        "ended calls, leases and tickets of callers that are refused now", principals=sorted(taken)
+                    )
+                    await self._expire_owned(taken)
+            except Exception:
+                log.exception("reading credentials failed; the server tries again", next_in_s=LOOK_S)
+
+    def _look(self, at_once: bool) -> None:
+        for files in self._files:
+            files.look(at_once=at_once)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import secrets
 import socket
 import time
-from collections.abc import Awaitable, Callable, Sequence, Set
+from collections.abc import Awaitable, Callable, Coroutine, Sequence, Set
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -18,7 +19,6 @@ from kvpool.report.quotas import beyond_memory, parse_quota
 from kvpool.transport.mooncake_engine import Engine
 from kvpool_server.access.audit import AuditLog
 from kvpool_server.access.control import AccessControl
-from kvpool_server.access.reminders import HOUR_S, repeat, warn_of_plaintext
 from kvpool_server.app.monitoring import Monitoring
 from kvpool_server.cache.eviction import POLICIES
 from kvpool_server.cache.limits import Limits, default_limits
@@ -33,17 +33,17 @@ from kvpool_server.events.gate import Gate
 from kvpool_server.events.streams import EventStreams
 from kvpool_server.memory.arena_memory import ArenaMemory
 from kvpool_server.observability.http import OperatorHttp, on_loop
+from kvpool_server.observability.metrics import FamilyCollector, value_families
 from kvpool_server.observability.pairs import Pairs
 from kvpool_server.observability.usage import Usage
 from kvpool_server.page.site import Site
 from kvpool_server.process.addresses import EVERYWHERE, cannot_listen, split_address
-from kvpool_server.process.background import in_background
 from kvpool_server.process.log_events import LogEvents
 from kvpool_server.reports.engines import EngineReports
-from kvpool_server.reports.usage_ledger import open_ledger
+from kvpool_server.reports.ledger_file import LedgerFile
+from kvpool_server.reports.usage_ledger import UsageLedger
 from kvpool_server.rpc.drain import Drain
-from kvpool_server.rpc.grpc_server import GrpcServer
-from kvpool_server.rpc.service import PoolService
+from kvpool_server.rpc.grpc_server import GrpcServer, PoolService
 from kvpool_server.rpc.turns import Turns
 from kvpool_server.settings.config import ServerConfig
 from kvpool_server.settings.exposure import (
@@ -57,11 +57,12 @@ from kvpool_server.tiering.tiered_pool import TieredPool
 from kvpool_server.tiers.registry import parse
 from kvpool_server.tiers.tier import Tier, TierContext, TierOptions
 from kvpool_server.tiers.traced import SpansOfBlocks, traced
+from kvpool_server.value.feed import PoolValue
 from kvpool_server.value.recorder import Recorder
-from kvpool_server.value.report import PoolValue, ValueCollector
 
 log = structlog.get_logger()
 
+HOUR_S = 3_600.0
 HANDOVER_S = 5.0
 """How long a predecessor may take to stop, beyond `drain_ms`, until it releases a tier's directory."""
 
@@ -79,14 +80,11 @@ class Composition:
         log_events: the last warnings and errors of the log, which the dashboard shows.
 
     Attributes:
-        port: of gRPC.
         http_port: of /metrics and /healthz; 0 if HTTP is off.
         data: the data port's workers; None if it is off.
         drain: None until there is something to drain.
         events: publishes KV events; None if nobody may subscribe.
-        grpc: the server's port.
         memory, pool, tiered: the arena, the blocks in it, and those in tiers.
-        turns: runs the server's work in steps.
     """
 
     def __init__(
@@ -130,8 +128,9 @@ class Composition:
         await self.memory.create(self._stack)
         pairs = Pairs(has_tenants=self._access is not None)
         self._reports = EngineReports(time.monotonic, pairs)
+        file = await asyncio.to_thread(LedgerFile, config.ledger, int(time.time()))
         by_pair = usage.by_model_and_tenant
-        self._ledger = await open_ledger(config.ledger, self._reports, pairs, by_pair, time.time, time.monotonic)
+        self._ledger = UsageLedger(file, self._reports, pairs, by_pair, time.time, time.monotonic)
         self._stack.push_async_callback(self._ledger.close)
         in_background(self._stack, self._ledger.run())
         write_back = [each.write == "back" for each in options]
@@ -178,7 +177,7 @@ class Composition:
             in_background(self._stack, access.watch.run())
             in_background(self._stack, access.warn())
         if plaintext := plaintext_ports(config):
-            in_background(self._stack, repeat(lambda: warn_of_plaintext(plaintext), HOUR_S))
+            in_background(self._stack, warn_of_plaintext(plaintext))
 
     async def _expire_owned(self, principals: Set[str]) -> None:
         await self.turns.run(self.pool.expire_owned(principals))
@@ -243,7 +242,7 @@ class Composition:
             site = Site(loop, self._state, self._monitoring.stats, self._value.report, self._log_events)
             health = on_loop(loop, self._state)
             names = [split_address(each)[0].lower() for each in (address, self._config.listen)]
-            http = OperatorHttp(host, port, self._monitoring.registry, health, tls, gate, site, names)
+            http = OperatorHttp(host, port, self._monitoring.registry, health, tls, gate, site.answer, names)
         except OSError as error:
             raise cannot_listen(address, "/metrics", "--http-listen", error) from None
         self._stack.push_async_callback(asyncio.to_thread, http.close)
@@ -285,7 +284,8 @@ class Composition:
             self.pool.traffic.observe(recorder)
         loop = asyncio.get_running_loop()
         value = PoolValue(self.pool, config.policy, config.value_sample, bool(config.tier), loop.call_later)
-        self._monitoring.registry.register(ValueCollector(on_loop(loop, value.report), recorder))
+        families = functools.partial(value_families, recorder=recorder)
+        self._monitoring.registry.register(FamilyCollector(families, on_loop(loop, value.report)))
         return value
 
     async def _start_engine(self) -> Engine:
@@ -342,3 +342,26 @@ def _own_sampling(sampler: Any) -> Any:
     from kvpool_server.rpc.span_sampling import OwnSampling  # OpenTelemetry is installed where there is tracing alone.
 
     return OwnSampling(sampler)
+
+
+async def warn_of_plaintext(ports: Sequence[str]) -> None:
+    """Logs every hour what --insecure-network means for a server's plaintext ports, until cancelled."""
+    while True:
+        log.warning(
+            "--insecure-network: any host that reaches these ports can read and change what they serve; give "
+            "--tls-cert, --tls-key and --tls-client-ca (or --tokens) instead, or close the ports to all hosts but your "
+            "engines",
+            ports=ports,
+        )
+        await asyncio.sleep(HOUR_S)
+
+
+def in_background(stack: AsyncExitStack, work: Coroutine[Any, Any, None]) -> None:
+    """Starts work, which the stack cancels and awaits."""
+    task = asyncio.create_task(work)
+
+    async def end() -> None:
+        task.cancel()
+        await asyncio.wait((task,))
+
+    stack.push_async_callback(end)

@@ -5,32 +5,35 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
+from prometheus_client.registry import Collector
 
 from kvpool.protocol import wire
 from kvpool.report.quotas import fullest
 from kvpool.v1 import pool_pb2 as pb
 from kvpool.version import __version__
 from kvpool_server.access.control import AccessControl
-from kvpool_server.access.reminders import ends_of
+from kvpool_server.access.credentials import ends_of
 from kvpool_server.memory.arena_memory import ArenaMemory
 from kvpool_server.observability.http import on_loop
 from kvpool_server.observability.metrics import (
-    CertificateExpiry,
-    OwnMemory,
-    PinCollector,
-    PoolCollector,
-    QuotaCollector,
-    RefusedFiles,
+    FamilyCollector,
     RpcMetrics,
-    UsageCollector,
+    certificate_families,
+    memory_families,
+    pin_families,
+    pool_families,
+    quota_families,
+    refused_file_families,
+    usage_families,
 )
 from kvpool_server.observability.pairs import Pair
 from kvpool_server.observability.usage import Usage
 from kvpool_server.process.loop_lag import LoopLag
 from kvpool_server.reports.engines import EngineReports
-from kvpool_server.reports.metrics import ReportCollector
+from kvpool_server.reports.metrics import report_families
 from kvpool_server.tiering.tiered_pool import TieredPool
 
 
@@ -71,15 +74,19 @@ class Monitoring:
         for collector in (ProcessCollector, PlatformCollector, GCCollector):
             collector(registry=registry)
         loop = asyncio.get_running_loop()
-        registry.register(PoolCollector(on_loop(loop, self.stats)))
-        registry.register(UsageCollector(on_loop(loop, usage.by_model_and_tenant)))
-        registry.register(QuotaCollector(on_loop(loop, pool.quotas)))
-        registry.register(PinCollector(on_loop(loop, pool.pins.budgets)))
-        registry.register(ReportCollector(on_loop(loop, reports.snapshot)))
-        registry.register(OwnMemory())
+        collectors: list[Collector] = [
+            FamilyCollector(pool_families, on_loop(loop, self.stats)),
+            FamilyCollector(usage_families, on_loop(loop, usage.by_model_and_tenant)),
+            FamilyCollector(quota_families, on_loop(loop, pool.quotas)),
+            FamilyCollector(pin_families, on_loop(loop, pool.pins.budgets)),
+            FamilyCollector(report_families, on_loop(loop, reports.snapshot)),
+            FamilyCollector(memory_families, Path("/proc/self/status").read_text),
+        ]
         if access is not None:
-            registry.register(CertificateExpiry(lambda: ends_of(access.credentials.value.tls)))
-            registry.register(RefusedFiles(access.refused_files))
+            ends = FamilyCollector(certificate_families, lambda: ends_of(access.credentials.value.tls))
+            collectors += [ends, FamilyCollector(refused_file_families, access.refused_files)]
+        for each in collectors:
+            registry.register(each)
         self.lag = LoopLag(registry)
         self.rpcs = RpcMetrics(registry, tcp_bytes)
 

@@ -11,11 +11,10 @@ import structlog
 
 from kvpool.protocol.errors import ConfigError
 from kvpool.version import __version__
-from kvpool_server.app.composition import Composition
+from kvpool_server.app.composition import Composition, in_background
 from kvpool_server.cache.steps import Steps
 from kvpool_server.observability.http import DRAINING, SERVING, STARTING
 from kvpool_server.process.addresses import split_address
-from kvpool_server.process.background import in_background
 from kvpool_server.process.log_events import LogEvents
 from kvpool_server.rpc.drain import Drain
 from kvpool_server.settings.config import ServerConfig
@@ -53,17 +52,6 @@ class Server:
             if isinstance(error, MemoryError):
                 raise ConfigError(f"{error}; lower --memory") from None
             raise
-        self._run()
-        if self._state == STARTING:  # Else a first call has drained the server already.
-            self._state = SERVING
-        log.info(
-            "listening", version=__version__, grpc=f"{split_address(self.config.listen)[0]}:{self.parts.port}",
-            http_port=self.parts.http_port or None, data_port=self.parts.data.info.port if self.parts.data else None,
-            unix=self.config.unix_listen or None, arena_bytes=self.parts.pool.arena.arena_bytes,
-        )  # fmt: skip
-
-    def _run(self) -> None:
-        """Starts what a server does beside its clients' calls."""
         parts = self.parts
         assert parts.drain is not None
         in_background(self._open, self._expire())
@@ -71,6 +59,13 @@ class Server:
         in_background(self._open, self._prefault_rest())
         if parts.data is not None:
             in_background(self._open, parts.data.watch())
+        if self._state == STARTING:  # Else a first call has drained the server already.
+            self._state = SERVING
+        log.info(
+            "listening", version=__version__, grpc=f"{split_address(self.config.listen)[0]}:{parts.port}",
+            http_port=parts.http_port or None, data_port=parts.data.info.port if parts.data else None,
+            unix=self.config.unix_listen or None, arena_bytes=parts.pool.arena.arena_bytes,
+        )  # fmt: skip
 
     async def _expire(self) -> None:
         while True:

@@ -16,7 +16,7 @@ import itertools
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from kvpool_server.cache.entry import Entry, Group, Observer
@@ -111,10 +111,11 @@ class Ledger(Observer):
         self._append([], cleared=True)
 
     def stored(self, entry: Entry) -> None:
-        self.note(Change(True, entry.group, entry.block_hash, entry.parent_hash))
+        self._note(Change(True, entry.group, entry.block_hash, entry.parent_hash))
 
     def removed(self, entry: Entry) -> None:
-        self.note(Change(False, entry.group, entry.block_hash, b""))
+        """A block is removed only after it was stored."""
+        self._note(Change(False, entry.group, entry.block_hash, b""))
 
     def withdraw(self) -> None:
         """The server draws nobody to its blocks any more: all count as gone, and later changes are not told.
@@ -132,8 +133,7 @@ class Ledger(Observer):
             self._append([], cleared=True)
         self.wake()
 
-    def note(self, change: Change) -> None:
-        """A change of this turn. A block is removed only after it was stored."""
+    def _note(self, change: Change) -> None:
         if self._is_withdrawn:
             return
         if not self._pending:
@@ -214,41 +214,28 @@ class Ledger(Observer):
         Raises SnapshotLostError if too many changes have come since it began.
         """
         reader = object()
-        while (begun := self._begin(reader)) is None:
+        while True:
+            with self._lock:
+                if not self._unapplied:
+                    self._readers.add(reader)  # Later changes wait.
+                    held = self._held  # `withdraw` puts another object in its place.
+                    num_batches, last_seq = _num_batches(held, self.batch_blocks), self._next_seq - 1
+                    break
             yield None
-        held, num_batches, last_seq = begun
         try:
-            yield from self._batches(reader, held, num_batches, last_seq)
+            seq, now = last_seq - sum(num_batches.values()), time.time()
+            self._check(reader)
+            yield ChangeBatch(seq, now, [], cleared=True)
+            for namespace in num_batches:
+                groups = [group for group in held if group.namespace == namespace]
+                changes = (change for group in groups for change in held[group].values())
+                while part := list(itertools.islice(changes, self.batch_blocks)):
+                    seq += 1
+                    yield ChangeBatch(seq, now, part)
+                    self._check(reader)
         finally:
             with self._lock:
                 self._readers.discard(reader)
-
-    def _begin(self, reader: object) -> tuple[Held, dict[str, int], int] | None:
-        """Has later changes wait for a reader. None: changes wait already.
-
-        Returns the blocks, how many batches they fill by namespace, and the number of the snapshot's last batch.
-        """
-        with self._lock:
-            if self._unapplied:
-                return None
-            self._readers.add(reader)
-            held = self._held  # `clear` puts another object in its place.
-            return held, _num_batches(held, self.batch_blocks), self._next_seq - 1
-
-    def _batches(
-        self, reader: object, held: Held, num_batches: Mapping[str, int], last_seq: int
-    ) -> Iterator[ChangeBatch]:
-        seq = last_seq - sum(num_batches.values())
-        now = time.time()
-        self._check(reader)
-        yield ChangeBatch(seq, now, [], cleared=True)
-        for namespace in num_batches:
-            groups = [group for group in held if group.namespace == namespace]
-            changes = (change for group in groups for change in held[group].values())
-            while part := list(itertools.islice(changes, self.batch_blocks)):
-                seq += 1
-                yield ChangeBatch(seq, now, part)
-                self._check(reader)
 
     def _check(self, reader: object) -> None:
         if reader not in self._readers:

@@ -69,7 +69,6 @@ class Publisher:
 
     Attributes:
         endpoint, replay_endpoint: as bound.
-        ledger: whose changes it publishes.
 
     Raises:
         ConfigError: an address cannot be listened on; nothing is left behind then.

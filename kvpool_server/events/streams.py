@@ -58,7 +58,6 @@ class EventStreams(Observer):
         defer: Callable[[Callable[[], None]], object],
     ):
         self._ledgers: dict[str, Ledger] = {}
-        self._ledger_of_all: Ledger | None = None
         self._publishers: list[Publisher] = []
         counting = threading.Lock()
         try:
@@ -67,10 +66,7 @@ class EventStreams(Observer):
                 history = History(ledger, encoder, counters, max_batches, counting)
                 publisher = Publisher(ledger, history, each.endpoint, each.replay_endpoint, gate, each.tenant)
                 self._publishers.append(publisher)
-                if each.tenant == ALL_TENANTS:
-                    self._ledger_of_all = ledger
-                else:
-                    self._ledgers[each.tenant] = ledger
+                self._ledgers[each.tenant] = ledger
                 log.info(
                     "publishing KV events", endpoint=publisher.endpoint, replay=publisher.replay_endpoint or None,
                     tenant=None if each.tenant == ALL_TENANTS else each.tenant, curve=gate is not None,
@@ -80,14 +76,16 @@ class EventStreams(Observer):
             raise
 
     def stored(self, entry: Entry) -> None:
-        for ledger in (self._ledger_of_all, self._ledgers.get(entry.group.declared_tenant)):
-            if ledger is not None:
-                ledger.stored(entry)
+        for ledger in self._ledgers_of(entry):
+            ledger.stored(entry)
 
     def removed(self, entry: Entry) -> None:
-        for ledger in (self._ledger_of_all, self._ledgers.get(entry.group.declared_tenant)):
-            if ledger is not None:
-                ledger.removed(entry)
+        for ledger in self._ledgers_of(entry):
+            ledger.removed(entry)
+
+    def _ledgers_of(self, entry: Entry) -> list[Ledger]:
+        tenants = {ALL_TENANTS, entry.group.declared_tenant}
+        return [self._ledgers[tenant] for tenant in tenants if tenant in self._ledgers]
 
     def withdraw(self) -> None:
         """Tells every subscriber that the server holds nothing any more, and nothing from then on. Idempotent."""

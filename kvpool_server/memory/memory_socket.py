@@ -22,7 +22,7 @@ import structlog
 
 from kvpool.protocol.errors import ConfigError
 from kvpool.transport.memory_socket import MAGIC, REQUEST_BYTES, Address, peer_of
-from kvpool_server.process.socket_path import bind_path, cannot_bind
+from kvpool_server.process.addresses import bind_path, cannot_bind
 
 log = structlog.get_logger()
 

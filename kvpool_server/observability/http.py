@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from http.client import HTTPException
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import BufferedIOBase, BufferedReader
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
@@ -81,11 +81,9 @@ class Response:
     headers: Mapping[str, str] = field(default_factory=dict)
 
 
-class Pages(Protocol):
-    """Further paths of the port; the threads call it."""
-
-    def answer(self, request: Request, check: Callable[[], None]) -> Response | None:
-        """The answer; None for an unknown path. Calls `check` before it tells numbers, which raises as a Gate."""
+Pages = Callable[[Request, Callable[[], None]], Response | None]
+"""Further paths of the port, for the threads: the answer, or None for an unknown path. It calls its second argument
+before it tells numbers, which raises as a Gate."""
 
 
 def on_loop(loop: asyncio.AbstractEventLoop, function: Callable[[], Value]) -> Callable[[], Value]:
@@ -273,7 +271,7 @@ class OperatorHttp:
                 if pages is not None:
                     accepts_gzip = "gzip" in self.headers.get("Accept-Encoding", "")
                     request = Request(path, query, accepts_gzip, self.headers.get("If-None-Match", ""))
-                    if (found := pages.answer(request, self._check)) is not None:
+                    if (found := pages(request, self._check)) is not None:
                         return found
                 return Response(404, b"try /, /metrics or /healthz\n")
 

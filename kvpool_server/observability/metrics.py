@@ -12,10 +12,10 @@ import datetime as dt
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Generic, TypeVar
 
-from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client import CollectorRegistry, Histogram, Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
@@ -27,7 +27,9 @@ from kvpool_server.cache.counters import COUNTERS
 from kvpool_server.cache.pins import PinBudget
 from kvpool_server.observability.pairs import MAX_PAIRS, OTHER, label_of
 from kvpool_server.tiers.tier import COUNTERS as TIER_COUNTERS
+from kvpool_server.value.recorder import Recorder
 
+_T = TypeVar("_T")
 _BUCKETS = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 5e-2, 1e-1, 2.5e-1, 5e-1, 1.0, 5.0)
 
 GAUGES = {
@@ -68,88 +70,128 @@ USAGE_GAUGES = {
 }
 
 
-class PoolCollector(Collector):
-    """Exports the pool's own numbers, under the names that `kvpool stats` prints: kvpool_NAME, counters with _total.
+class FamilyCollector(Collector, Generic[_T]):
+    """Exports the families that a function makes of numbers; the thread of the scrape calls `read` for the numbers."""
 
-    The thread of the scrape calls `stats`.
+    def __init__(self, families: Callable[[_T], Iterable[Metric]], read: Callable[[], _T]):
+        self._families = families
+        self._read = read
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families(self._read())
+
+
+def family(
+    kind: type[CounterMetricFamily | GaugeMetricFamily],
+    name: str,
+    text: str,
+    labels: Sequence[str],
+    series: Iterable[tuple[Sequence[str], float]],
+) -> Metric:
+    """The family kvpool_NAME.
+
+    Args:
+        series: the values of the labels, and the value, of each series.
     """
-
-    def __init__(self, stats: Callable[[], pb.StatsResponse]):
-        self._stats = stats
-
-    def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
-        stats = self._stats()
-        for name, text in GAUGES.items():
-            yield GaugeMetricFamily(f"kvpool_{name.removeprefix('num_')}", text, value=getattr(stats, name))
-        for name, text in COUNTERS.items():
-            yield CounterMetricFamily(f"kvpool_{name}", text, value=stats.counters.get(name, 0))
-        for name, text in TIER_GAUGES.items():
-            gauge = GaugeMetricFamily(f"kvpool_tier_{name.removeprefix('num_')}", text, labels=["tier"])
-            for tier in stats.tiers:
-                gauge.add_metric([tier.name], getattr(tier, name))
-            yield gauge
-        for name, text in TIER_COUNTERS.items():
-            counter = CounterMetricFamily(f"kvpool_tier_{name}", text, labels=["tier"])
-            for tier in stats.tiers:
-                counter.add_metric([tier.name], tier.counters.get(name, 0))
-            yield counter
+    found = kind(f"kvpool_{name}", text, labels=labels)
+    for values, value in series:
+        found.add_metric(values, value)
+    return found
 
 
-class UsageCollector(Collector):
-    """Exports what each model and tenant have used; the thread of the scrape calls `usage`."""
-
-    def __init__(self, usage: Callable[[], Sequence[pb.UsageStats]]):
-        self._usage = usage
-
-    def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
-        usage = self._usage()
-        for families, kind in ((USAGE_COUNTERS, CounterMetricFamily), (USAGE_GAUGES, GaugeMetricFamily)):
-            for name, text in families.items():
-                family = kind(f"kvpool_{_USAGE_NAMES.get(name, name)}", text, labels=["model", "tenant"])
-                for pair in usage:
-                    family.add_metric([pair.model, pair.tenant], getattr(pair, name))
-                yield family
+def pool_families(stats: pb.StatsResponse) -> Iterator[Metric]:
+    """The pool's own numbers, under the names that `kvpool stats` prints: kvpool_NAME, counters with _total."""
+    for name, text in GAUGES.items():
+        yield GaugeMetricFamily(f"kvpool_{name.removeprefix('num_')}", text, value=getattr(stats, name))
+    for name, text in COUNTERS.items():
+        yield CounterMetricFamily(f"kvpool_{name}", text, value=stats.counters.get(name, 0))
+    for name, text in TIER_GAUGES.items():
+        series = [([tier.name], getattr(tier, name)) for tier in stats.tiers]
+        yield family(GaugeMetricFamily, f"tier_{name.removeprefix('num_')}", text, ["tier"], series)
+    for name, text in TIER_COUNTERS.items():
+        series = [([tier.name], tier.counters.get(name, 0)) for tier in stats.tiers]
+        yield family(CounterMetricFamily, f"tier_{name}", text, ["tier"], series)
 
 
-class QuotaCollector(Collector):
-    """Exports each quota and the bytes in use; the thread of the scrape calls `quotas`."""
-
-    def __init__(self, quotas: Callable[[], Sequence[Quota]]):
-        self._quotas = quotas
-
-    def collect(self) -> Iterator[GaugeMetricFamily]:
-        quotas = self._quotas()
-        of = "by subject (tenant:NAME or namespace:FINGERPRINT)."
-        limit = GaugeMetricFamily(
-            "kvpool_quota_limit_bytes", f"Most bytes that a quota allows, {of}", labels=["subject"]
-        )
-        text = f"Bytes that count towards a quota, {of} At the limit the subject's own blocks are evicted."
-        used = GaugeMetricFamily("kvpool_quota_used_bytes", text, labels=["subject"])
-        for quota in quotas:
-            limit.add_metric([label_of(quota.subject)], quota.limit_bytes)
-            used.add_metric([label_of(quota.subject)], quota.used_bytes)
-        yield from (limit, used)
+def usage_families(usage: Sequence[pb.UsageStats]) -> Iterator[Metric]:
+    """What each model and tenant have used."""
+    for families, kind in ((USAGE_COUNTERS, CounterMetricFamily), (USAGE_GAUGES, GaugeMetricFamily)):
+        for name, text in families.items():
+            series = [([pair.model, pair.tenant], getattr(pair, name)) for pair in usage]
+            yield family(kind, _USAGE_NAMES.get(name, name), text, ["model", "tenant"], series)
 
 
-class PinCollector(Collector):
-    """Exports what tenants have pinned; the thread of the scrape calls `budgets`."""
+def quota_families(quotas: Sequence[Quota]) -> Iterator[Metric]:
+    """Each quota and the bytes in use."""
+    of = "by subject (tenant:NAME or namespace:FINGERPRINT)."
+    limits = [([label_of(quota.subject)], quota.limit_bytes) for quota in quotas]
+    text = f"Most bytes that a quota allows, {of}"
+    yield family(GaugeMetricFamily, "quota_limit_bytes", text, ["subject"], limits)
+    used = [([label_of(quota.subject)], quota.used_bytes) for quota in quotas]
+    text = f"Bytes that count towards a quota, {of} At the limit the subject's own blocks are evicted."
+    yield family(GaugeMetricFamily, "quota_used_bytes", text, ["subject"], used)
 
-    def __init__(self, budgets: Callable[[], Sequence[PinBudget]]):
-        self._budgets = budgets
 
-    def collect(self) -> Iterator[GaugeMetricFamily]:
-        text = (
-            "Bytes of the arena in pinned blocks, which are evicted last, by tenant. Pins beyond --pin-budget are "
-            f"refused. {MAX_PAIRS} tenants at most have labels of their own, the rest is tenant={OTHER}."
-        )
-        family = GaugeMetricFamily("kvpool_tenant_pinned_bytes", text, labels=["tenant"])
-        by_label: Counter[str] = Counter()
-        budgets = sorted(self._budgets(), key=lambda budget: -budget.used_bytes)
-        for nth, budget in enumerate(budgets):
-            by_label[label_of(budget.tenant) if nth < MAX_PAIRS else OTHER] += budget.used_bytes
-        for label, nbytes in by_label.items():
-            family.add_metric([label], nbytes)
-        yield family
+def pin_families(budgets: Sequence[PinBudget]) -> Iterator[Metric]:
+    """What tenants have pinned."""
+    text = (
+        "Bytes of the arena in pinned blocks, which are evicted last, by tenant. Pins beyond --pin-budget are "
+        f"refused. {MAX_PAIRS} tenants at most have labels of their own, the rest is tenant={OTHER}."
+    )
+    by_label: Counter[str] = Counter()
+    for nth, budget in enumerate(sorted(budgets, key=lambda budget: -budget.used_bytes)):
+        by_label[label_of(budget.tenant) if nth < MAX_PAIRS else OTHER] += budget.used_bytes
+    series = [([label], nbytes) for label, nbytes in by_label.items()]
+    yield family(GaugeMetricFamily, "tenant_pinned_bytes", text, ["tenant"], series)
+
+
+def certificate_families(ends: Mapping[str, dt.datetime]) -> Iterator[Metric]:
+    """When the server's certificates end, by what they are for."""
+    text = (
+        "When a certificate ends, in seconds since 1970: the server's own (server), or the first authority of its "
+        "clients' to end (client_ca). Alert 14 days before."
+    )
+    series = [([certificate], ends_at.timestamp()) for certificate, ends_at in ends.items()]
+    yield family(GaugeMetricFamily, "certificate_expiry_timestamp_seconds", text, ["certificate"], series)
+
+
+def refused_file_families(refused: Mapping[str, bool]) -> Iterator[Metric]:
+    """Whether watched files cannot be used as they are."""
+    text = (
+        "1 while a watched file cannot be used as it is, so that what it held before stays in force, else 0: "
+        "certificates, deny list, tokens, issuer's keys. Alert at once: a revocation may wait."
+    )
+    series = [([file], is_refused) for file, is_refused in refused.items()]
+    yield family(GaugeMetricFamily, "refused_file", text, ["file"], series)
+
+
+def memory_families(status: str) -> Iterator[Metric]:
+    """Memory of this process beside the arena, from /proc/self/status.
+
+    RSS includes the arena. For PSS the kernel would walk all pages of the arena at each scrape.
+    """
+    (kib,) = re.findall(r"^RssAnon:\s+(\d+) kB", status, re.MULTILINE)
+    text = "Memory of the server process without the arena and program files; RSS includes them."
+    yield GaugeMetricFamily("kvpool_own_memory_bytes", text, value=int(kib) << 10)
+
+
+def value_families(report: pb.ValueResponse, recorder: Recorder | None) -> Iterator[Metric]:
+    """The curve of all tenants, for autoscalers, and what the recorder has written."""
+    estimates = report.curves[0].estimates if report.curves else ()
+    text = "Share of looked-up tokens that an arena of size times the present one would hit under LRU."
+    ratios = [([f"{each.size:g}"], each.hit_ratio) for each in estimates]
+    yield family(GaugeMetricFamily, "value_hit_ratio", text, ["size"], ratios)
+    text = "Share of looked-up tokens that an arena of size times the present one or a tier would hit."
+    ratios = [([f"{each.size:g}"], each.hit_ratio_with_tiers) for each in estimates]
+    yield family(GaugeMetricFamily, "value_with_tiers_hit_ratio", text, ["size"], ratios)
+    text = "CPU time spent on the histogram that estimates the hits of other arena sizes."
+    yield CounterMetricFamily("kvpool_value_cpu_seconds", text, value=report.cpu_seconds)
+    text = "Lookups and puts left out of the estimates of other arena sizes because too many came at once."
+    yield CounterMetricFamily("kvpool_value_left_out", text, value=report.left_out)
+    text = "Size of the file of --record; 0 without one."
+    yield GaugeMetricFamily("kvpool_recording_bytes", text, value=recorder.nbytes if recorder else 0)
+    text = "Lookups and puts not recorded because the recorder's queue or its file was full."
+    yield CounterMetricFamily("kvpool_recording_dropped", text, value=recorder.num_dropped if recorder else 0)
 
 
 class RpcMetrics(Collector):
@@ -168,12 +210,10 @@ class RpcMetrics(Collector):
         self._tcp_bytes = tcp_bytes
         registry.register(self)
 
-    def collect(self) -> Iterator[CounterMetricFamily]:
+    def collect(self) -> Iterator[Metric]:
         text = "Payload bytes that the server moved, by transport (grpc, tcp) and direction (read, write)."
-        family = CounterMetricFamily("kvpool_transferred_bytes", text, labels=["transport", "direction"])
-        for moved in self.transfers():
-            family.add_metric([moved.transport, moved.direction], moved.nbytes)
-        yield family
+        series = [([moved.transport, moved.direction], moved.nbytes) for moved in self.transfers()]
+        yield family(CounterMetricFamily, "transferred_bytes", text, ["transport", "direction"], series)
 
     def transfers(self) -> list[pb.TransferStats]:
         """Payload bytes by transport and direction."""
@@ -239,51 +279,3 @@ class _Timer:
         if isinstance(error, asyncio.CancelledError | GeneratorExit):
             return "OK" if self._was_answered() else "CANCELLED"
         return "UNKNOWN"
-
-
-class CertificateExpiry(Collector):
-    """When the server's certificates end, by what they are for; `ends` is called by the thread of the scrape."""
-
-    def __init__(self, ends: Callable[[], Mapping[str, dt.datetime]]):
-        self._ends = ends
-
-    def collect(self) -> Iterator[GaugeMetricFamily]:
-        text = (
-            "When a certificate ends, in seconds since 1970: the server's own (server), or the first authority of its "
-            "clients' to end (client_ca). Alert 14 days before."
-        )
-        name = "kvpool_certificate_expiry_timestamp_seconds"
-        family = GaugeMetricFamily(name, text, labels=["certificate"])
-        for certificate, ends_at in self._ends().items():
-            family.add_metric([certificate], ends_at.timestamp())
-        yield family
-
-
-class RefusedFiles(Collector):
-    """Whether watched files cannot be used as they are; `refused` is called by the thread of the scrape."""
-
-    def __init__(self, refused: Callable[[], Mapping[str, bool]]):
-        self._refused = refused
-
-    def collect(self) -> Iterator[GaugeMetricFamily]:
-        text = (
-            "1 while a watched file cannot be used as it is, so that what it held before stays in force, else 0: "
-            "certificates, deny list, tokens, issuer's keys. Alert at once: a revocation may wait."
-        )
-        family = GaugeMetricFamily("kvpool_refused_file", text, labels=["file"])
-        for file, is_refused in self._refused().items():
-            family.add_metric([file], is_refused)
-        yield family
-
-
-class OwnMemory(Collector):
-    """Memory of this process beside the arena.
-
-    RSS includes the arena. For PSS the kernel would walk all pages of the arena at each scrape.
-    """
-
-    def collect(self) -> Iterator[GaugeMetricFamily]:
-        status = Path("/proc/self/status").read_text()
-        (kib,) = re.findall(r"^RssAnon:\s+(\d+) kB", status, re.MULTILINE)
-        text = "Memory of the server process without the arena and program files; RSS includes them."
-        yield GaugeMetricFamily("kvpool_own_memory_bytes", text, value=int(kib) << 10)

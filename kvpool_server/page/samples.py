@@ -36,6 +36,11 @@ class Sample:
     drawn: bytes
 
 
+def encoded(document: dict[str, Any]) -> bytes:
+    """A document as JSON, which has no NaN."""
+    return json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
+
+
 def drawn(stats: pb.StatsResponse, unix_seconds: float) -> dict[str, Any]:
     """The numbers of a snapshot that the charts draw: gauges, and counters since the server's start."""
     server = stats.server
@@ -69,9 +74,8 @@ class Samples:
     def make(self, stats: pb.StatsResponse) -> Sample:
         """A sample of a snapshot that was taken now."""
         at = self._clock()
-        text = json.dumps(drawn(stats, at + self._offset), separators=(",", ":"), allow_nan=False)
         counters = pb.StatsResponse(boot_token=stats.boot_token, counters=stats.counters, tiers=stats.tiers)
-        return Sample(at, counters, text.encode())
+        return Sample(at, counters, encoded(drawn(stats, at + self._offset)))
 
     def add(self, stats: pb.StatsResponse) -> None:
         """Keeps a sample of a snapshot, in place of the oldest sample if there are too many."""

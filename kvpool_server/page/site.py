@@ -1,26 +1,38 @@
-"""The page as the HTTP port serves it: the answer to each path. Threads of the HTTP port call `answer`."""
+"""The page as the HTTP port serves it: the answer to each path. Threads of the HTTP port call `answer`.
+
+The page's files are a fixed table, read once, compressed once. No request names a path of the file system.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import gzip
+import hashlib
+import importlib.resources
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import structlog
 
-from kvpool.doctor.window import RECENT_S
+from kvpool.doctor.judgements import judgements
+from kvpool.doctor.pool_state import INCOMPLETE
+from kvpool.doctor.window import RECENT_S, window_of
 from kvpool.protocol.messages import fields_of
+from kvpool.protocol.text import escaped
+from kvpool.report.finding import Level, problems
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.observability.http import LOOP_TIMEOUT_S, Request, Response, on_loop
-from kvpool_server.page.documents import encoded, now_document, shown
-from kvpool_server.page.samples import INTERVAL_S, Sample, Samples
-from kvpool_server.page.static_files import StaticFile, read_static_files
-from kvpool_server.process.log_events import LogEvents
+from kvpool_server.page.samples import INTERVAL_S, Sample, Samples, encoded
+from kvpool_server.process.log_events import LogEvent, LogEvents
 
 log = structlog.get_logger()
 
+MAX_TEXT_CHARS = 200
+"""Of a text in a message."""
+MAX_CHECK_CHARS = 60
+"""Of the name of a check, which may contain that of a tier."""
 MIN_GZIP_BYTES = 1_000
 GZIP_LEVEL = 1
 """Of answers that are made for each request."""
@@ -40,6 +52,23 @@ HEADERS = {
 """Of each answer."""
 _STATIC = {"Cache-Control": "no-cache", "Vary": "Accept-Encoding"}  # A browser asks whether its copy is still good.
 _DATA = {"Cache-Control": "no-store", "Vary": "Accept-Encoding"}
+
+
+_TYPES = {"html": "text/html; charset=utf-8", "css": "text/css; charset=utf-8", "js": "text/javascript; charset=utf-8"}
+NAMES = (
+    "index.html",
+    "page.css",
+    "page.js",
+    "panels.js",
+    "charts.js",
+    "chart.js",
+    "samples.js",
+    "format.js",
+    "source.js",
+    "uPlot/uPlot.iife.min.js",
+    "uPlot/uPlot.min.css",
+)
+"""What is served of `kvpool_server/page/static`: index.html at /, the others under /page/."""
 
 
 class Site:
@@ -138,3 +167,73 @@ def _compressed(body: bytes, request: Request) -> Response:
     if request.accepts_gzip and len(body) >= MIN_GZIP_BYTES:
         return Response(200, gzip.compress(body, GZIP_LEVEL), JSON, headers | {"Content-Encoding": "gzip"})
     return Response(200, body, JSON, headers)
+
+
+@dataclass(frozen=True, slots=True)
+class StaticFile:
+    """A file as HTTP sends it."""
+
+    body: bytes
+    gzipped: bytes
+    content_type: str
+    etag: str
+
+
+def read_static_files() -> dict[str, StaticFile]:
+    """The files by the path of their URL."""
+    root = importlib.resources.files("kvpool_server.page") / "static"
+    files = {}
+    for name in NAMES:
+        body = root.joinpath(*name.split("/")).read_bytes()
+        etag = f'"{hashlib.sha256(body).hexdigest()[:16]}"'
+        path = "/" if name == "index.html" else f"/page/{name}"
+        files[path] = StaticFile(body, gzip.compress(body, mtime=0), _TYPES[name.rpartition(".")[2]], etag)
+    return files
+
+
+def shown(text: str) -> str:
+    """A text of a message as the page shows it."""
+    return escaped(text, MAX_TEXT_CHARS)
+
+
+def findings(state: str, stats: pb.StatsResponse, before: pb.StatsResponse | None) -> list[dict[str, str]]:
+    """What is wrong with a server, faults first: the problems that `kvpool stats` prints, over ten minutes.
+
+    Args:
+        state: of the server, as /healthz tells it.
+        before: the counters of ten minutes ago.
+    """
+    found = []
+    if state != "ok":
+        text = f"The server is {state}: it takes no new calls, and engines compute meanwhile."
+        found.append({"level": "fault", "text": text})
+    for problem in problems(judgements(stats, window_of(stats, before, RECENT_S))):
+        if problem.check != INCOMPLETE:  # A page asks so often that it would see blocks between the puts of two ranks.
+            sentences = f"{escaped(problem.check, MAX_CHECK_CHARS)}: {problem.text}", problem.fix
+            text = " ".join(f"{sentence[:1].upper()}{sentence[1:]}." for sentence in sentences)
+            found.append({"level": "fault" if problem.level is Level.ERROR else "warning", "text": text})
+    return sorted(found, key=lambda finding: finding["level"] != "fault")
+
+
+def now_document(
+    state: str, stats: pb.StatsResponse, sample: bytes, before: pb.StatsResponse | None, events: list[LogEvent]
+) -> bytes:
+    """How the server is now.
+
+    Args:
+        sample: what the charts draw of it.
+        before, state: see `findings`.
+        events: of the log, the newest first.
+    """
+    log = [
+        {"time": round(event.at, 3), "level": event.level, "text": event.text, "fields": dict(event.fields),
+         "count": event.count}
+        for event in events
+    ]  # fmt: skip
+    document = {
+        "state": state,
+        "findings": findings(state, stats, before),
+        "log": log,
+        "stats": fields_of(stats, shown),
+    }
+    return encoded(document)[:-1] + b',"sample":' + sample + b"}"

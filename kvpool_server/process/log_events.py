@@ -54,14 +54,14 @@ def without_secrets(text: str) -> str:
     return shown if len(shown) <= MAX_CHARS else f"{shown[: MAX_CHARS - 1]}…"
 
 
-class LogEvents:
-    """The last `MAX_EVENTS`. `record` is a processor of structlog, `handler` of Python's own loggers."""
+class LogEvents(logging.Handler):
+    """The last `MAX_EVENTS`, as a handler of Python's own loggers; `record` is a processor of structlog."""
 
     def __init__(self, clock: Callable[[], float] = time.time):
+        super().__init__(logging.WARNING)
         self._clock = clock
         self._lock = threading.Lock()
         self._events: deque[LogEvent] = deque(maxlen=MAX_EVENTS)
-        self.handler: logging.Handler = _Handler(self)
 
     def record(self, _: Any, name: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
         """Keeps an event of level warning or above; returns it unchanged."""
@@ -69,6 +69,10 @@ class LogEvents:
             fields = {field: value for field, value in event.items() if field != "event"}
             self.add(level, str(event.get("event", "")), fields)
         return event
+
+    def emit(self, record: logging.LogRecord) -> None:
+        level = "warning" if record.levelno < logging.ERROR else "error"
+        self.add(level, record.getMessage(), {"logger": record.name})
 
     def add(self, level: str, text: str, fields: Mapping[str, Any]) -> None:
         """Keeps an event. One that equals the last one raises its count."""
@@ -86,13 +90,3 @@ class LogEvents:
         """The newest first."""
         with self._lock:
             return list(reversed(self._events))
-
-
-class _Handler(logging.Handler):
-    def __init__(self, events: LogEvents):
-        super().__init__(logging.WARNING)
-        self._log_events = events
-
-    def emit(self, record: logging.LogRecord) -> None:
-        level = "warning" if record.levelno < logging.ERROR else "error"
-        self._log_events.add(level, record.getMessage(), {"logger": record.name})

@@ -116,6 +116,6 @@ def configure(log_format: str, level: str, events: LogEvents | None = None) -> N
         _log_to(sys.stderr, _escape, structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty()))
     if events is not None:
         structlog.configure(processors=[events.record, *structlog.get_config()["processors"]])
-        logging.getLogger().addHandler(events.handler)
+        logging.getLogger().addHandler(events)
     logging.getLogger("kvpool").setLevel(level.upper())  # The client's library, which reads credentials for the server.
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())))

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from prometheus_client import CollectorRegistry, Histogram
-from prometheus_client.core import GaugeMetricFamily
-from prometheus_client.registry import Collector
+from prometheus_client import CollectorRegistry, Gauge, Histogram
 
 PROBE_EVERY_S = 0.01
 WINDOW_S = 60.0
@@ -32,7 +29,7 @@ class Lag:
     longest: float = 0.0
 
 
-class LoopLag(Collector):
+class LoopLag:
     """Asks the loop every `PROBE_EVERY_S` to wake a task, and observes how late it does so.
 
     A pause of the loop that begins between two probes counts from the next probe on, so up to `PROBE_EVERY_S` of a
@@ -52,16 +49,12 @@ class LoopLag(Collector):
         self._probes = np.full((2, int(WINDOW_S / PROBE_EVERY_S)), -np.inf)
         """When the last probes were made, and their lags: float64 [2, probes], a ring."""
         self._count = 0
-        registry.register(self)
-
-    def collect(self) -> Iterator[GaugeMetricFamily]:
-        text = "The longest kvpool_loop_lag_seconds of the last one to two minutes."
-        yield GaugeMetricFamily("kvpool_loop_lag_max_seconds", text, value=self.longest_s)
-
-    @property
-    def longest_s(self) -> float:
-        """The longest lag of the last one to two minutes."""
-        return max(self._longest, self._longest_before)
+        longest = Gauge(
+            "kvpool_loop_lag_max_seconds",
+            "The longest kvpool_loop_lag_seconds of the last one to two minutes.",
+            registry=registry,
+        )
+        longest.set_function(lambda: max(self._longest, self._longest_before))
 
     def last_minute(self) -> Lag:
         """The lag of the last minute; takes a fraction of a millisecond."""

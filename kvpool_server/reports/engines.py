@@ -11,17 +11,26 @@ Not thread-safe: the pool's event loop owns it.
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, islice, zip_longest
 
-from kvpool.protocol.reports import ReportRequest
+from kvpool.protocol.causes import Cause
+from kvpool.protocol.errors import InvalidRequestError
+from kvpool.protocol.reports import (
+    MAX_AMOUNT,
+    MAX_CAUSES,
+    MAX_ENGINE_CHARS,
+    MAX_STAGES,
+    REPORTER_BYTES,
+    ReportRequest,
+)
 from kvpool.protocol.text import printable
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.observability.pairs import Pair, Pairs
-from kvpool_server.reports.check import checked
-from kvpool_server.reports.totals import Totals
 
 MAX_ENGINES = 256
 """Shown at once."""
@@ -32,8 +41,45 @@ MAX_REPORTERS = 4_096
 MAX_NAMESPACES = 1_024
 """With totals of their own; the one with the oldest report is forgotten for another. Totals by model stay."""
 MAX_MODEL_CHARS = 200
+MAX_COUNT = 1 << 40
+"""Tokens or requests of one report: more than an engine computes in a day."""
+MAX_SECONDS = 1e7
+"""Of one report, over all of its requests."""
+MAX_DEVICES = 4_096
+OTHER_CAUSE = "other"
+"""Of tokens whose cause this release of the server does not know."""
+CAUSES = frozenset(cause.label for cause in Cause)
+MAX_TOTAL = 1 << 56
+"""Counts stop there, so that an engine that makes up its figures breaks no message with the others'. The counts of all
+causes together are a number of 64 bits all the same."""
+TEXTS = ("engine", "version", "vllm_version", "transport")
+COUNTS = ("loaded_tokens", "num_requests")
+SECONDS = ("load_seconds", "saved_seconds", "lost_seconds")
+"""Fields of a report."""
 
 Listener = Callable[[Pair, str, ReportRequest], None]
+
+
+@dataclass(slots=True)
+class Totals:
+    """Sums over reports, of one namespace or of all engines with one model and tenant; names as in `ReportRequest`."""
+
+    computed_tokens: Counter[str] = field(default_factory=Counter)
+    loaded_tokens: int = 0
+    load_seconds: float = 0.0
+    saved_seconds: float = 0.0
+    lost_seconds: float = 0.0
+    num_requests: int = 0
+
+    def add(self, report: ReportRequest) -> None:
+        for cause, tokens in report.computed_tokens.items():
+            self.computed_tokens[cause] = min(MAX_TOTAL, self.computed_tokens[cause] + tokens)
+        for names, most in ((COUNTS, MAX_TOTAL), (SECONDS, MAX_AMOUNT)):
+            for name in names:
+                setattr(self, name, min(most, getattr(self, name) + getattr(report, name)))
+
+    def copy(self) -> Totals:
+        return dataclasses.replace(self, computed_tokens=self.computed_tokens.copy())
 
 
 @dataclass(slots=True)
@@ -108,6 +154,10 @@ class EngineReports:
         ((most, _),) = Counter(tenant for tenant, _ in self._reporters).most_common(1)
         del self._reporters[next(key for key in self._reporters if key[0] == most)]
 
+    def remembers(self, tenant: str, reporter: bytes) -> bool:
+        """Whether a reporter's newest number is remembered."""
+        return (tenant, reporter) in self._reporters
+
     def restore(self, tenant: str, reporter: bytes, sequence: int) -> None:
         """A reporter's newest number, counted before the server's start."""
         self._reporters[tenant, reporter] = _Reporter(tenant, sequence, None, self._clock())
@@ -151,3 +201,35 @@ def _state(reporter: _Reporter, now: float) -> pb.EngineState:
         tenant=reporter.tenant,
         model=reporter.model,
     )
+
+
+def checked(report: ReportRequest) -> ReportRequest:
+    """The same report, whose texts may stand in logs, with unknown causes as `OTHER_CAUSE`.
+
+    Raises InvalidRequestError for one that breaks a bound.
+    """
+    if len(report.reporter) != REPORTER_BYTES:
+        raise InvalidRequestError(f"reporter has {len(report.reporter)} bytes; give {REPORTER_BYTES}")
+    if not report.sequence:
+        raise InvalidRequestError("sequence is 0; count reports from 1")
+    _within("number of namespaces", len(report.namespaces), MAX_STAGES, low=1)
+    _within("num_devices", report.num_devices, MAX_DEVICES)
+    _within("number of causes", len(report.computed_tokens), MAX_CAUSES)
+    for name in COUNTS:
+        _within(name, getattr(report, name), MAX_COUNT)
+    for name in SECONDS:
+        _within(name, getattr(report, name), MAX_SECONDS)
+    known: Counter[str] = Counter()
+    for cause, tokens in report.computed_tokens.items():
+        known[cause if cause in CAUSES else OTHER_CAUSE] += tokens
+    _within("computed_tokens", known.total(), MAX_COUNT)
+    report.computed_tokens.clear()
+    report.computed_tokens.update(known)
+    for name in TEXTS:
+        setattr(report, name, printable(getattr(report, name)[:MAX_ENGINE_CHARS]))
+    return report
+
+
+def _within(name: str, value: float, most: float, low: float = 0) -> None:
+    if not (math.isfinite(value) and low <= value <= most):
+        raise InvalidRequestError(f"{name} of the report is {value}; give {low} to {most:g}")

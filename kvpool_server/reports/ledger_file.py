@@ -22,11 +22,10 @@ from kvpool.protocol.ledger import HOUR_S, LEDGER_DAYS, SUMS
 from kvpool.protocol.reports import MAX_AMOUNT, REPORTER_BYTES
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.observability.pairs import MAX_LABEL_CHARS, MAX_PAIRS
-from kvpool_server.reports.totals import MAX_TOTAL
+from kvpool_server.reports.engines import MAX_REPORTERS, MAX_TOTAL
 
 MAX_ROWS = LEDGER_DAYS * 24 * (MAX_PAIRS + 1)
 """The oldest hours are deleted beyond that, and beyond `LEDGER_DAYS`."""
-MAX_REPORTERS = 4_096
 MAX_UNIX_S = 10**10
 """Latest hour of a row, and latest begin of a ledger."""
 MAX_CAUSE_CHARS = 64
@@ -49,13 +48,13 @@ def _column(name: str, kind: str, most: float) -> str:
 
 
 _AMOUNTS = ("saved_gpu_seconds", "lost_gpu_seconds", "gib_hours")
-_BOUNDS = {name: MAX_AMOUNT if name in _AMOUNTS else MAX_TOTAL for name in SUMS}
+BOUNDS = {name: MAX_AMOUNT if name in _AMOUNTS else MAX_TOTAL for name in SUMS}
 _KEY = "hour, tenant, model"
 _KEY_COLUMNS = ", ".join(
     [_column("hour", "INTEGER", MAX_UNIX_S), *(_column(name, "TEXT", MAX_LABEL_CHARS) for name in ("tenant", "model"))]
 )
 _SUM_COLUMNS = ", ".join(
-    _column(name, "REAL" if name in _AMOUNTS else "INTEGER", most) for name, most in _BOUNDS.items()
+    _column(name, "REAL" if name in _AMOUNTS else "INTEGER", most) for name, most in BOUNDS.items()
 )
 _TABLES = {
     "usage": f"{_KEY_COLUMNS}, {_SUM_COLUMNS}, PRIMARY KEY ({_KEY})",
@@ -78,7 +77,7 @@ _MIGRATION = (
     "DROP TABLE IF EXISTS agreement",
 )
 _ADD_USAGE = f"INSERT INTO usage VALUES (?, ?, ?{', ?' * len(SUMS)}) ON CONFLICT ({_KEY}) DO UPDATE SET " + ", ".join(
-    f"{name} = min({most}, {name} + excluded.{name})" for name, most in _BOUNDS.items()
+    f"{name} = min({most}, {name} + excluded.{name})" for name, most in BOUNDS.items()
 )
 _ADD_COMPUTED = (
     f"INSERT INTO computed VALUES (?, ?, ?, ?, ?) ON CONFLICT ({_KEY}, cause) DO UPDATE SET "
@@ -105,12 +104,14 @@ class LedgerFile:
 
     Attributes:
         begins: Unix time, seconds, when the ledger was begun.
+        is_persistent: the file outlives the server.
 
     Raises ConfigError if the file is no ledger, damaged, in use by another server, or open to others.
     """
 
     def __init__(self, path: str, now: int):
         self._path = path
+        self.is_persistent = bool(path)
         if path:
             _make_private(path)
         try:
@@ -190,7 +191,7 @@ class LedgerFile:
         try:
             for row in rows:
                 key = row.hour, row.tenant, row.model
-                db.execute(_ADD_USAGE, (*key, *(min(most, getattr(row, name)) for name, most in _BOUNDS.items())))
+                db.execute(_ADD_USAGE, (*key, *(min(most, getattr(row, name)) for name, most in BOUNDS.items())))
                 causes = row.computed_tokens.items()
                 db.executemany(_ADD_COMPUTED, [(*key, cause, min(MAX_TOTAL, tokens)) for cause, tokens in causes])
             db.executemany(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
+from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily
-from prometheus_client.registry import Collector
 
+from kvpool_server.observability.metrics import family
 from kvpool_server.observability.pairs import Pair
-from kvpool_server.reports.totals import Totals
+from kvpool_server.reports.engines import Totals
 
 SECONDS = {
     "load_seconds": "Time that requests have waited for loads, as engines report, by model and tenant.",
@@ -21,23 +22,16 @@ COUNTS = {
 }
 
 
-class ReportCollector(Collector):
-    """Exports the totals of reports. The thread of the scrape calls `totals`."""
-
-    def __init__(self, totals: Callable[[], Mapping[Pair, Totals]]):
-        self._totals = totals
-
-    def collect(self) -> Iterator[CounterMetricFamily]:
-        totals = self._totals()
-        text = "Prompt tokens that engines computed, as they report, by model, tenant and cause."
-        computed = CounterMetricFamily("kvpool_computed_tokens", text, labels=["model", "tenant", "cause"])
-        for pair, each in totals.items():
-            for cause, tokens in sorted(each.computed_tokens.items()):
-                computed.add_metric([*pair, cause], tokens)
-        yield computed
-        for name, text in {**SECONDS, **COUNTS}.items():
-            exported = {"loaded_tokens": "loaded_tokens", "num_requests": "reported_requests"}.get(name, name)
-            family = CounterMetricFamily(f"kvpool_{exported}", text, labels=["model", "tenant"])
-            for pair, each in totals.items():
-                family.add_metric(list(pair), getattr(each, name))
-            yield family
+def report_families(totals: Mapping[Pair, Totals]) -> Iterator[Metric]:
+    """The totals of reports."""
+    text = "Prompt tokens that engines computed, as they report, by model, tenant and cause."
+    by_cause = [
+        ([*pair, cause], tokens)
+        for pair, each in totals.items()
+        for cause, tokens in sorted(each.computed_tokens.items())
+    ]
+    yield family(CounterMetricFamily, "computed_tokens", text, ["model", "tenant", "cause"], by_cause)
+    for name, text in {**SECONDS, **COUNTS}.items():
+        exported = {"num_requests": "reported_requests"}.get(name, name)
+        series = [(pair, getattr(each, name)) for pair, each in totals.items()]
+        yield family(CounterMetricFamily, exported, text, ["model", "tenant"], series)

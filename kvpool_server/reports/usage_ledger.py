@@ -9,22 +9,18 @@ Not thread-safe: the pool's event loop owns it.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import structlog
 
-from kvpool.protocol.ledger import HOUR_S, MAX_LEDGER_ROWS
+from kvpool.protocol.ledger import HOUR_S, MAX_LEDGER_ROWS, SUMS
 from kvpool.protocol.reports import ReportRequest
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.observability.pairs import OTHER, Pair, Pairs
-from kvpool_server.reports import ledger_file
-from kvpool_server.reports.engines import EngineReports
-from kvpool_server.reports.ledger_file import LedgerFile, Reporter
-from kvpool_server.reports.totals import MAX_TOTAL
+from kvpool_server.reports.engines import MAX_REPORTERS, MAX_TOTAL, EngineReports
+from kvpool_server.reports.ledger_file import BOUNDS, LedgerFile, Reporter
 
 log = structlog.get_logger()
 
@@ -37,20 +33,11 @@ _MOVED = ("stored_bytes", "loaded_bytes", "hit_tokens")
 _GIB_HOUR = float((1 << 30) * HOUR_S)
 
 
-@dataclass(slots=True)
-class _Pending:
-    """What was counted for one row, and is not in the file yet."""
-
-    sums: defaultdict[str, float] = field(default_factory=lambda: defaultdict(int))
-    computed_tokens: Counter[str] = field(default_factory=Counter)
-
-
 class UsageLedger:
     """See the module.
 
     Args:
         file: its thread is this object's.
-        is_persistent: the file outlives the server.
         usage: what models and tenants have used since the start.
         unix_clock: seconds, for the hours.
         clock: monotonic seconds.
@@ -59,7 +46,6 @@ class UsageLedger:
     def __init__(
         self,
         file: LedgerFile,
-        is_persistent: bool,
         reports: EngineReports,
         pairs: Pairs,
         usage: Callable[[], list[pb.UsageStats]],
@@ -67,14 +53,13 @@ class UsageLedger:
         clock: Callable[[], float],
     ):
         self._file = file
-        self._is_persistent = is_persistent
         self._reports = reports
         self._pairs = pairs
         self._usage = usage
         self._unix_clock = unix_clock
         self._clock = clock
         self._thread = ThreadPoolExecutor(1, "kvpool-ledger")
-        self._pending: dict[tuple[int, Pair], _Pending] = {}
+        self._pending: dict[tuple[int, Pair], pb.LedgerRow] = {}
         self._reporters: dict[Reporter, int] = {}
         self._sampled_at = clock()
         self._moved: dict[Pair, pb.UsageStats] = {}
@@ -84,27 +69,29 @@ class UsageLedger:
             reports.restore(tenant, reporter, sequence)
         reports.observe(self._reported)
 
-    def _row(self, pair: Pair) -> _Pending:
+    def _row(self, pair: Pair) -> pb.LedgerRow:
         """The row of a model and tenant in this hour."""
-        key = int(self._unix_clock()) // HOUR_S * HOUR_S, pair
-        row = self._pending.get(key)
+        hour = int(self._unix_clock()) // HOUR_S * HOUR_S
+        row = self._pending.get((hour, pair))
         if row is None:
             if len(self._pending) >= MAX_PENDING:
                 del self._pending[min(self._pending)]
-            row = self._pending[key] = _Pending()
+            row = self._pending[hour, pair] = pb.LedgerRow(hour=hour, tenant=pair.tenant, model=pair.model)
         return row
 
     def _reported(self, pair: Pair, tenant: str, report: ReportRequest) -> None:
-        row, devices = self._row(pair), max(1, report.num_devices)
-        row.sums["saved_gpu_seconds"] += report.saved_seconds * devices
-        row.sums["lost_gpu_seconds"] += report.lost_seconds * devices
-        row.sums["loaded_tokens"] += report.loaded_tokens
-        row.sums["num_requests"] += report.num_requests
-        row.computed_tokens.update(report.computed_tokens)
-        self._reporters.pop((tenant, report.reporter), None)  # The last to report is last.
+        devices = max(1, report.num_devices)
+        _add(
+            self._row(pair),
+            report.computed_tokens,
+            saved_gpu_seconds=report.saved_seconds * devices,
+            lost_gpu_seconds=report.lost_seconds * devices,
+            loaded_tokens=report.loaded_tokens,
+            num_requests=report.num_requests,
+        )
         self._reporters[tenant, report.reporter] = report.sequence
-        if len(self._reporters) > 2 * ledger_file.MAX_REPORTERS:
-            self._bound_reporters()
+        if len(self._reporters) > 2 * MAX_REPORTERS:
+            self._forget_reporters()
 
     def evicted(self, of: tuple[str, str], by: tuple[str, str], num_tokens: int) -> None:
         """A lookup has missed tokens that had made room for another tenant's.
@@ -113,8 +100,8 @@ class UsageLedger:
             of: model and tenant of the lookup.
             by: model and tenant of the blocks for which they had made room.
         """
-        self._row(self._pairs.of(*of)).sums["evicted_by_others_tokens"] += num_tokens
-        self._row(self._pairs.of(*by)).sums["evicted_of_others_tokens"] += num_tokens
+        _add(self._row(self._pairs.of(*of)), evicted_by_others_tokens=num_tokens)
+        _add(self._row(self._pairs.of(*by)), evicted_of_others_tokens=num_tokens)
 
     def sample(self) -> None:
         """Adds what the pool has moved, and held, since the last sample."""
@@ -122,11 +109,9 @@ class UsageLedger:
         seconds, self._sampled_at = now - self._sampled_at, now
         usages = {Pair(each.model, each.tenant): each for each in self._usage()}
         for pair, usage in usages.items():
-            before = self._moved.get(pair)
-            row = self._row(pair)
-            for name in _MOVED:
-                row.sums[name] += max(0, getattr(usage, name) - (getattr(before, name) if before else 0))
-            row.sums["gib_hours"] += usage.held_bytes * seconds / _GIB_HOUR
+            before = self._moved.get(pair, pb.UsageStats())
+            moved = {name: max(0, getattr(usage, name) - getattr(before, name)) for name in _MOVED}
+            _add(self._row(pair), gib_hours=usage.held_bytes * seconds / _GIB_HOUR, **moved)
         self._moved = usages
 
     async def run(self) -> None:
@@ -146,11 +131,7 @@ class UsageLedger:
             reporters, self._reporters = self._reporters, {}
             if not pending and not reporters:
                 return
-            rows = [
-                _row(hour, pair, each)
-                for (hour, pair), each in pending.items()
-                if any(each.sums.values()) or each.computed_tokens
-            ]
+            rows = [row for row in pending.values() if row.computed_tokens or any(getattr(row, each) for each in SUMS)]
             now = int(self._unix_clock())
             try:
                 await self._in_thread(lambda: self._file.add(rows, reporters, now))
@@ -164,28 +145,20 @@ class UsageLedger:
                     log.info("the ledger is written again")
                 self._is_failing = False
 
-    def _put_back(self, pending: dict[tuple[int, Pair], _Pending], reporters: dict[Reporter, int]) -> None:
-        for key, each in self._pending.items():
-            known = pending.setdefault(key, _Pending())
-            for name, value in each.sums.items():
-                known.sums[name] += value
-            known.computed_tokens.update(each.computed_tokens)
+    def _put_back(self, pending: dict[tuple[int, Pair], pb.LedgerRow], reporters: dict[Reporter, int]) -> None:
+        for key, row in self._pending.items():
+            if key in pending:
+                _add(pending[key], row.computed_tokens, **{name: getattr(row, name) for name in SUMS})
+            else:
+                pending[key] = row
         self._pending = dict(sorted(pending.items())[-MAX_PENDING:])
-        self._reporters = {
-            **{key: reporters[key] for key in reporters if key not in self._reporters},
-            **self._reporters,
-        }
-        self._bound_reporters()
+        self._reporters = reporters | self._reporters
+        self._forget_reporters()
 
-    def _bound_reporters(self) -> None:
-        """Forgets the oldest numbers of the tenant with most, which the file would delete, too."""
-        nth_of_tenant: Counter[str] = Counter()
-        ranks: dict[Reporter, int] = {}
-        for key in reversed(self._reporters):
-            nth_of_tenant[key[0]] += 1
-            ranks[key] = nth_of_tenant[key[0]]
-        for key in sorted(ranks, key=ranks.__getitem__)[ledger_file.MAX_REPORTERS :]:
-            del self._reporters[key]
+    def _forget_reporters(self) -> None:
+        """Forgets the numbers of those that `EngineReports` has forgotten, so that few wait for the file."""
+        kept = {key: sequence for key, sequence in self._reporters.items() if self._reports.remembers(*key)}
+        self._reporters = kept
 
     async def page(self, since: int, until: int, tenant: str | None) -> pb.LedgerResponse:
         """The rows of hours that end after `since` and begin before `until`.
@@ -201,7 +174,7 @@ class UsageLedger:
         rows, next_since = self._file.rows(since, until, tenant, MAX_LEDGER_ROWS)
         return pb.LedgerResponse(
             rows=[row for row in rows if _may_see(tenant, row.tenant, row.model)],
-            is_persistent=self._is_persistent,
+            is_persistent=self._file.is_persistent,
             begins=self._file.begins,
             next_since=next_since,
         )
@@ -217,26 +190,14 @@ class UsageLedger:
         await asyncio.to_thread(self._thread.shutdown)
 
 
-def _row(hour: int, pair: Pair, pending: _Pending) -> pb.LedgerRow:
-    """A row for the file, which has the same bounds."""
-    sums: dict[str, Any] = {name: min(MAX_TOTAL, value) for name, value in pending.sums.items()}
-    causes = {cause: min(MAX_TOTAL, tokens) for cause, tokens in pending.computed_tokens.items()}
-    return pb.LedgerRow(hour=hour, tenant=pair.tenant, model=pair.model, computed_tokens=causes, **sums)
+def _add(row: pb.LedgerRow, computed_tokens: Mapping[str, int] | None = None, /, **more: float) -> None:
+    """Adds figures to a row, up to the bounds of the file."""
+    for name, value in more.items():
+        setattr(row, name, min(BOUNDS[name], getattr(row, name) + value))
+    for cause, tokens in (computed_tokens or {}).items():
+        row.computed_tokens[cause] = min(MAX_TOTAL, row.computed_tokens[cause] + tokens)
 
 
 def _may_see(caller: str | None, tenant: str, model: str) -> bool:
     """Whether a tenant may see figures; None: the caller may see all. `OTHER` twice stands for several tenants."""
     return caller is None or (caller == tenant and (model, tenant) != (OTHER, OTHER))
-
-
-async def open_ledger(
-    path: str,
-    reports: EngineReports,
-    pairs: Pairs,
-    usage: Callable[[], list[pb.UsageStats]],
-    unix_clock: Callable[[], float],
-    clock: Callable[[], float],
-) -> UsageLedger:
-    """The ledger in a file, or in memory without a path. Raises ConfigError as `LedgerFile`."""
-    file = await asyncio.to_thread(LedgerFile, path, int(unix_clock()))
-    return UsageLedger(file, bool(path), reports, pairs, usage, unix_clock, clock)

@@ -105,7 +105,10 @@ class Drain:
         await self._begun.wait()
         # A tier takes longest, so that it begins before the last transfers have ended.
         flush = asyncio.create_task(self._tiered.drain(self.left_s))
-        while (self._has_holds() or not flush.done()) and self.left_s:
+        while self.left_s:
+            progress = self.progress()
+            if flush.done() and not progress.num_leases and not progress.num_tickets:
+                break
             await asyncio.sleep(min(LOOK_EVERY_S, self.left_s))
         flush.cancel()
         await asyncio.wait((flush,))
@@ -113,7 +116,3 @@ class Drain:
         left = self.progress()
         say = log.warning if left.num_leases or left.num_tickets or left.num_queued_blocks else log.info
         say("drained", leases=left.num_leases, tickets=left.num_tickets, blocks_left=left.num_queued_blocks)
-
-    def _has_holds(self) -> bool:
-        progress = self.progress()
-        return bool(progress.num_leases or progress.num_tickets)

@@ -21,46 +21,35 @@ MAX_RUNS = 64
 """As many as a model has groups."""
 
 
-class Explainer:
-    """For the callers of one server.
-
-    Args:
-        run: does work in steps.
-    """
-
-    def __init__(self, pool: TieredPool, run: Run):
-        self._tiered = pool
-        self._run = run
-
-    async def explain(self, fingerprint: bytes, runs: Sequence[BlockRun]) -> pb.ExplainResponse:
-        """Raises InvalidRequestError for too many runs, and as a lookup."""
-        if len(runs) > MAX_RUNS:
-            raise InvalidRequestError(f"{len(runs)} runs to explain; give at most {MAX_RUNS}, one a group")
-        steps = self._tiered.pool.explanations.explain_in_steps(fingerprint, runs, _told_to(own_tenant()))
-        found = await self._run(steps)
-        memory, away, most = found.memory, dict[str, None](), most_ranges(len(runs))
-        reply = pb.ExplainResponse(elsewhere=[message_of(each, pb.NamespaceMatch) for each in found.elsewhere])
-        for run, each in zip(runs, found.runs, strict=True):
-            names = [
-                name
-                for part in each.ranges
-                if part.state is BlockState.MISSING
-                for name in run.block_hashes[part.first : part.stop]
-            ]
-            tiers, silent = await self._tiered.tiers_of(found.namespace, run.group_idx, names) if names else ([], [])
-            away.update(dict.fromkeys(silent))
-            ranges: list[BlockRange] = []
-            for part in _with_tiers(each, tiers):
-                add_range(ranges, part)
-                if len(ranges) > most:
-                    break
-            reply.runs.append(message_of(each, pb.RunExplanation, ranges=map(_encoded, ranges[:most])))
-            await asyncio.sleep(0)  # Other calls get their turn between two runs.
-        if memory.num_departures:
-            reply.remembered_seconds = max(memory.oldest_seconds, 1)
-            reply.half_remembered_seconds = max(memory.half_seconds, 1)
-        reply.tiers_away.extend(away)
-        return reply
+async def explain(pool: TieredPool, run_steps: Run, fingerprint: bytes, runs: Sequence[BlockRun]) -> pb.ExplainResponse:
+    """The answer to the running call. Raises InvalidRequestError for too many runs, and as a lookup."""
+    if len(runs) > MAX_RUNS:
+        raise InvalidRequestError(f"{len(runs)} runs to explain; give at most {MAX_RUNS}, one a group")
+    steps = pool.pool.explanations.explain_in_steps(fingerprint, runs, _told_to(own_tenant()))
+    found = await run_steps(steps)
+    memory, away, most = found.memory, dict[str, None](), most_ranges(len(runs))
+    reply = pb.ExplainResponse(elsewhere=[message_of(each, pb.NamespaceMatch) for each in found.elsewhere])
+    for run, each in zip(runs, found.runs, strict=True):
+        names = [
+            name
+            for part in each.ranges
+            if part.state is BlockState.MISSING
+            for name in run.block_hashes[part.first : part.stop]
+        ]
+        tiers, silent = await pool.tiers_of(found.namespace, run.group_idx, names) if names else ([], [])
+        away.update(dict.fromkeys(silent))
+        ranges: list[BlockRange] = []
+        for part in _with_tiers(each, tiers):
+            add_range(ranges, part)
+            if len(ranges) > most:
+                break
+        reply.runs.append(message_of(each, pb.RunExplanation, ranges=map(_encoded, ranges[:most])))
+        await asyncio.sleep(0)  # Other calls get their turn between two runs.
+    if memory.num_departures:
+        reply.remembered_seconds = max(memory.oldest_seconds, 1)
+        reply.half_remembered_seconds = max(memory.half_seconds, 1)
+    reply.tiers_away.extend(away)
+    return reply
 
 
 def _encoded(part: BlockRange) -> pb.BlockRange:

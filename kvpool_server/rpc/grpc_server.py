@@ -26,12 +26,14 @@ from kvpool_server.access.credential import RefusedCredentialError
 from kvpool_server.access.running_calls import RunningCalls
 from kvpool_server.cache.shares import Shares
 from kvpool_server.observability.metrics import RpcMetrics
-from kvpool_server.process.addresses import cannot_listen, why_not_listening
-from kvpool_server.process.socket_path import bind_path, cannot_bind
+from kvpool_server.process.addresses import bind_path, cannot_bind, cannot_listen, why_not_listening
+from kvpool_server.rpc.blocks import BlockHandlers
+from kvpool_server.rpc.chunks import ChunkHandlers
 from kvpool_server.rpc.handlers import owner_of
 from kvpool_server.rpc.inbox import MAX_DATA_BYTES, MAX_STREAM_S, REQUEST, SMALL_BYTES, Pace
 from kvpool_server.rpc.method_handlers import CHECK, HEALTH_NAME, SERVICE_NAME, HealthService, add_health, add_service
-from kvpool_server.rpc.service import PoolService
+from kvpool_server.rpc.operators import OperatorHandlers
+from kvpool_server.rpc.sessions import SessionHandlers
 from kvpool_server.rpc.turns import call_with_its_work
 
 MAX_CALLS = 4_096
@@ -188,6 +190,10 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # N
                 raise
 
         return call
+
+
+class PoolService(BlockHandlers, SessionHandlers, OperatorHandlers, ChunkHandlers):
+    """Serves one pool: all RPCs of `proto/kvpool/v1/pool.proto`."""
 
 
 class GrpcServer:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import grpc
 import numpy as np
 import numpy.typing as npt
 
@@ -16,7 +14,7 @@ from kvpool.protocol.errors import InvalidRequestError
 from kvpool.protocol.offers import Offer
 from kvpool.protocol.types import BlockRun
 from kvpool.v1 import pool_pb2 as pb
-from kvpool_server.access.authentication import Who
+from kvpool_server.access.authentication import Context, Who
 from kvpool_server.access.caller import CALLER, is_visible
 from kvpool_server.cache.fair_slots import FairSlots
 from kvpool_server.cache.leases import Owner
@@ -31,8 +29,6 @@ from kvpool_server.rpc.lookup_streams import LookupStreams
 from kvpool_server.rpc.verifier import Verifier
 from kvpool_server.tiering.tiered_pool import TieredPool
 
-Context = grpc.aio.ServicerContext[Any, Any]
-
 
 @dataclass(kw_only=True, eq=False)
 class Handlers:
@@ -42,12 +38,8 @@ class Handlers:
         tiered: the pool above its tiers.
         memory: the arena, uint8 [arena_bytes].
         boot_token: in each reply; it names this start of the server.
-        drain: refuses new leases and tickets once it has begun.
-        run: does work in steps.
         metrics: counts bytes, and the lookups of streams.
         offer: the transports to and from the arena.
-        stats: takes a snapshot of the pool, its tiers and the server.
-        reports: what engines have reported of namespaces.
         value: what other arena sizes would hit, of a tenant or of all.
         ledger: what tenants have used and saved; None: the server keeps none.
         permits: of the data port; None: the server has no data port.
@@ -56,8 +48,6 @@ class Handlers:
 
     Attributes:
         pool: without its tiers.
-        streams: the LookupStream calls under way.
-        verifier: drops blocks of which a reader has found wrong bytes.
         ledger_turns: of the callers that read the ledger.
     """
 

@@ -21,6 +21,7 @@ import grpc
 
 from kvpool.protocol.errors import InvalidRequestError, PoolTimeoutError
 from kvpool.report.quotas import size_text
+from kvpool_server.access.authentication import Context
 from kvpool_server.access.caller import CALLER
 from kvpool_server.cache.fair_slots import FairSlots
 from kvpool_server.rpc.turns import when_ended
@@ -57,8 +58,6 @@ has no more than are left, either."""
 
 REQUEST: ContextVar[Any] = ContextVar("kvpool request", default=None)
 """The request of the call that the running handler serves, once it has arrived, for those around the handler."""
-
-Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class Inbox:

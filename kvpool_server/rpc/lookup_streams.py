@@ -12,11 +12,7 @@ Call = asyncio.Task[Any]
 
 
 class LookupStreams:
-    """See the module. A call is named by its task.
-
-    Args:
-        max_streams: at once.
-    """
+    """The calls of one server, `max_streams` at once. A call is named by its task."""
 
     def __init__(self, max_streams: int):
         self._max_streams = max_streams

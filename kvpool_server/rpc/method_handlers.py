@@ -7,7 +7,7 @@ from contextlib import aclosing
 from typing import Any, Protocol, TypeVar
 
 import grpc
-from google.protobuf.descriptor import Descriptor, MethodDescriptor
+from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2
@@ -15,6 +15,7 @@ from grpc_health.v1 import health_pb2
 from kvpool.client.tracing import Tracing
 from kvpool.protocol.errors import InvalidRequestError
 from kvpool.v1 import pool_pb2 as pb
+from kvpool_server.access.authentication import Context
 from kvpool_server.cache.steps import Run, Steps, at_once
 from kvpool_server.rpc.call_spans import LOOKUPS, traced
 from kvpool_server.rpc.inbox import MAX_CHECKS, MAX_REQUEST_BYTES, REQUEST, SMALL_BYTES, Inbox
@@ -26,8 +27,6 @@ HEALTH_NAME: str = _HEALTH.full_name
 METHODS = frozenset(method.name for method in _SERVICE.methods)
 CHECK = "Check"
 assert CHECK not in METHODS, "every role may call it"
-
-Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class Service(Protocol):
@@ -135,11 +134,6 @@ def _varint(message: bytes, at: int) -> tuple[int, int]:
     raise DecodeError
 
 
-def _max_bytes(message_type: Descriptor) -> int:
-    """Only a message with lists may be large."""
-    return MAX_REQUEST_BYTES if any(field.is_repeated for field in message_type.fields) else SMALL_BYTES
-
-
 def _handler(
     service: Service, method: MethodDescriptor, inbox: Inbox, max_spec_bytes: int, tracing: Tracing | None = None
 ) -> grpc.RpcMethodHandler[Any, Any]:
@@ -158,7 +152,8 @@ def _handler(
                 return await behavior((decode(message_type, message) async for message in messages), context)
 
         return grpc.stream_unary_rpc_method_handler(of_stream, None, encode)
-    most = _max_bytes(method.input_type)
+    has_lists = any(field.is_repeated for field in method.input_type.fields)
+    most = MAX_REQUEST_BYTES if has_lists else SMALL_BYTES
     if method.name in ("OpenNamespace", "SetQuotas", "Report"):  # What they send is kept.
         most = max_spec_bytes
 

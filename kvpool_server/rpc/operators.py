@@ -14,7 +14,7 @@ from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.access.caller import check_all_tenants, is_visible, may_see_quota, own_tenant
 from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.cache.steps import Steps
-from kvpool_server.rpc.explainer import Explainer
+from kvpool_server.rpc.explainer import explain
 from kvpool_server.rpc.handlers import Handlers, owner_of
 from kvpool_server.rpc.turns import whole
 from kvpool_server.tiers.tier import TierError
@@ -76,7 +76,7 @@ class OperatorHandlers(Handlers):
     async def Explain(self, request: pb.ExplainRequest, context: Any) -> pb.ExplainResponse:
         fingerprint = self.fingerprint(request.namespace)
         runs = self.runs(request.runs, self.pool.limits.max_lookup_blocks)
-        reply = await Explainer(self.tiered, self.run).explain(fingerprint, runs)
+        reply = await explain(self.tiered, self.run, fingerprint, runs)
         reply.boot_token = self.boot_token
         return reply
 

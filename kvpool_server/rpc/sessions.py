@@ -17,12 +17,12 @@ from kvpool.v1 import pool_pb2 as pb
 from kvpool.version import __version__
 from kvpool_server.access.caller import (
     CALLER,
+    CALLS,
     caller_may,
     check_measurement,
     check_tenant,
     own_tenant,
 )
-from kvpool_server.access.permissions import CALLS
 from kvpool_server.cache.namespaces import unknown_namespace
 from kvpool_server.rpc.handlers import Handlers
 from kvpool_server.rpc.method_handlers import METHODS

@@ -21,12 +21,7 @@ _ID_BYTES = 16
 
 
 class OwnSampling(Sampler):
-    """See the module.
-
-    Args:
-        sampler: the operator's.
-        key: secret.
-    """
+    """Samples as the operator's sampler does, of traces that the client samples, too. The key is secret."""
 
     def __init__(self, sampler: Sampler, key: bytes | None = None):
         self._sampler = sampler

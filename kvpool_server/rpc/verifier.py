@@ -31,7 +31,6 @@ class Verifier:
 
     Args:
         memory: the arena, uint8 [arena_bytes].
-        run: does work in steps.
     """
 
     def __init__(self, pool: Pool, memory: npt.NDArray[np.uint8], run: Run):

@@ -12,11 +12,14 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import structlog
 
 from kvpool.protocol.types import BlockRun, RunHits
+from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.cache.namespaces import PoolNamespace
+from kvpool_server.cache.pool import Pool
 from kvpool_server.cache.steps import Steps
 from kvpool_server.cache.traffic import TrafficObserver
 from kvpool_server.value.histogram import DistanceHistogram
@@ -46,7 +49,6 @@ class ValueFeed(TrafficObserver):
     """Counts a pool's traffic into a histogram.
 
     Args:
-        histogram: what is fed.
         later: schedules turns on the event loop.
 
     Attributes:
@@ -156,3 +158,43 @@ class ValueFeed(TrafficObserver):
         self._histogram.fade(keep)
         self._seconds = keep * (self._seconds + now - self._faded_at)
         self._faded_at = now
+
+
+class PoolValue:
+    """What other arena sizes would hit, of a pool: for `kvpool value`, the page, and autoscalers.
+
+    Args:
+        policy: name of the pool's eviction policy.
+        sample: most blocks in the sample; 0: there is no histogram.
+    """
+
+    def __init__(self, pool: Pool, policy: str, sample: int, has_tiers: bool, later: Later):
+        self._settings: dict[str, Any] = {
+            "enabled": sample > 0,
+            "arena_bytes": pool.arena.arena_bytes,
+            "policy": policy,
+            "has_tiers": has_tiers,
+        }
+        self._has_tiers = has_tiers
+        self._feed: ValueFeed | None = None
+        if sample:
+            self._histogram = DistanceHistogram(pool.arena.arena_bytes, sample)
+            self._feed = ValueFeed(self._histogram, later)
+            pool.traffic.observe(self._feed)
+
+    def report(self, tenant: str | None = None) -> pb.ValueResponse:
+        """The curve of a tenant, which is all that this tenant may see; None: of all tenants together, then of each."""
+        if self._feed is None:
+            return pb.ValueResponse(**self._settings)
+        if tenant is None:
+            curves = self._histogram.curves(self._has_tiers)
+        else:
+            curves = [self._histogram.curve_of(tenant, self._has_tiers)]
+        return pb.ValueResponse(
+            seconds=self._feed.seconds,
+            left_out=self._feed.num_left_out,
+            sampled_blocks=len(self._histogram.stack),
+            cpu_seconds=self._feed.cpu_s,
+            curves=curves,
+            **self._settings,
+        )

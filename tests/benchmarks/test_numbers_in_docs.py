@@ -113,7 +113,7 @@ SETTINGS = {
     "within 0.25 s, or when": "kvpool_server.data_plane.connection: LOOK_EVERY_S",
     "BLAKE2b of 16 bytes": "kvpool.transport.data_port: MAC_BYTES",
     "A report has at most 64 KiB": "kvpool_server.cache.limits: Limits().max_spec_bytes",
-    "chunks of up to 4 MiB": "kvpool_server.rpc.inline_chunks: MAX_CHUNK_BYTES",
+    "chunks of up to 4 MiB": "kvpool_server.rpc.chunks: MAX_CHUNK_BYTES",
     "Both sides derive 80 bytes": "kvpool.transport.sealed_socket: 2 * _KEY_BYTES + CHANNEL_ID_BYTES # bytes",
     "16 bytes that name the channel": "kvpool.transport.sealed_socket: CHANNEL_ID_BYTES",
     "length of the plaintext (4 bytes": "kvpool.transport.sealed_socket: _LENGTH.size # bytes",

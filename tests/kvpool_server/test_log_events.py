@@ -86,12 +86,12 @@ def test_what_an_operator_needs_stays() -> None:
 def test_loggers_of_libraries_are_heard() -> None:
     events = LogEvents()
     logger = logging.getLogger("kvpool.test_log_events")
-    logger.addHandler(events.handler)
+    logger.addHandler(events)
     try:
         logger.info("no")
         logger.warning("yes, %s", "indeed")
     finally:
-        logger.removeHandler(events.handler)
+        logger.removeHandler(events)
     assert [(event.level, event.text) for event in events.latest()] == [("warning", "yes, indeed")]
 
 

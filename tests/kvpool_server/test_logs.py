@@ -49,7 +49,6 @@ def test_from_the_first_line_to_the_last(pool_server: StartServer, tmp_path: Pat
     ("flags", "says"),
     [
         (("--memory", "lots"), "kvpool-server: setting memory = 'lots'"),
-        (("--memory", "1000TiB", *NOWHERE), "kvpool-server: memory = 1000.0TiB"),
         (("--unix-listen", "/no/such/socket", "--memory", "1MiB", *NOWHERE), "/no/such/socket.memory"),
         (("--tier", "file:/no/such,size=64MiB", "--memory", "1MiB", *NOWHERE), "/no/such does not exist"),
         (("--config", "/no/such.toml"), "config file /no/such.toml"),

@@ -7,13 +7,10 @@ import time
 import urllib.request
 from collections.abc import Callable
 
-import pytest
-
 from kvpool.client.client import Client
 from kvpool.protocol.server_stats import count, since
 from kvpool.version import __version__
 from tests.conftest import StartServer
-from tests.support.driven_pool import SAVED_S, Driver
 from tests.support.values import group_spec, namespace_spec, payload, run_of
 
 
@@ -43,35 +40,6 @@ def test_stats_say_what_the_metrics_say(pool_server: StartServer, connect: Calla
         (transport, direction) for transport in ("grpc", "tcp") for direction in ("read", "write")
     }
     assert sum(moved.nbytes for moved in before.transfers if moved.direction == "write") == 2_000
-
-
-def test_stats_say_who_uses_the_pool(pool_server: StartServer, connect: Callable[..., Client]) -> None:
-    client = connect(pool_server())
-    spec = namespace_spec(group_spec(chunk_bytes=1_000, block_tokens=16), model="m", tenant="t")
-    namespace = client.open_namespace(spec)
-    client.put_blocks(namespace, run_of("a", "b"), [payload(name, 1_000) for name in "ab"])
-    client.lookup(namespace, [run_of("a", "b", "c")])
-    server = client.admin.stats().server
-    (used,) = server.usage
-    assert (used.model, used.tenant, used.lookup_tokens, used.hit_tokens) == ("m", "t", 48, 32)
-    assert (used.stored_bytes, used.held_blocks) == (2_000, 2)
-
-
-def test_stats_say_what_engines_have_reported(pool_server: StartServer, connect: Callable[..., Client]) -> None:
-    client = connect(pool_server())
-    drivers = [Driver(client, "one", "acme"), Driver(client, "two")]
-    for driver in drivers:
-        for _ in range(20):
-            driver.turn()
-    drivers[0].report("gpu-1:1")
-    server = client.admin.stats().server
-    used = {(each.model, each.tenant): each for each in server.usage}
-    acme, silent = used["one", "acme"], used["two", ""]
-    assert acme.saved_seconds == pytest.approx(drivers[0].served.hit_tokens * SAVED_S) and acme.saved_seconds > 0
-    assert 0 < acme.lost_seconds < acme.saved_seconds
-    missed = drivers[0].served.looked_up_tokens - drivers[0].served.hit_tokens
-    assert acme.computed_tokens == {"never_stored": missed}
-    assert silent.hit_tokens > 0 and (silent.saved_seconds, silent.computed_tokens) == (0, {})
 
 
 def test_a_server_says_which_run_of_it_answers(pool_server: StartServer, connect: Callable[..., Client]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import subprocess
 import sys
@@ -198,11 +197,3 @@ def test_engines_that_seed_alike_have_spans_of_their_own() -> None:
     finally:
         random.setstate(state)
     assert contexts[0].trace_id != contexts[1].trace_id and contexts[0].span_id != contexts[1].span_id
-
-
-def test_the_environment_names_the_service(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OTEL_SERVICE_NAME", "mine")
-    tracing = Tracing("ours")
-    assert tracing._provider.resource.attributes["service.name"] == "mine"
-    tracing.close()
-    assert os.environ["OTEL_SERVICE_NAME"] == "mine"

@@ -15,7 +15,7 @@ from kvpool.client.config import ClientConfig
 from kvpool.protocol.errors import ConfigError
 from kvpool.transport.unix_socket import MAX_PATH_BYTES, memory_path
 from tests.conftest import StartServer
-from tests.support.processes import ServerProcess, run_command, run_server
+from tests.support.processes import run_command, run_server
 from tests.support.values import group_spec, namespace_spec, payload, run_of
 
 CHUNK = 100_000
@@ -148,22 +148,3 @@ def test_the_longest_path_serves(pool_server: StartServer, socket_dir: Path, mon
     longest = "x" * MAX_PATH_BYTES
     pool_server("--unix-listen", longest)
     assert _round_trip(_config(longest)) == "shm"
-
-
-@pytest.mark.parametrize("mode", ["660x", "0999", "rw", "77", "01777"])
-def test_a_mode_that_is_none_is_refused(mode: str) -> None:
-    done = run_server(*NOWHERE, "--unix-mode", mode)
-    assert (
-        done.returncode == 2
-        and "not permissions; give octal digits for owner, group and others, such as 0660" in done.stderr
-    )
-
-
-def test_two_servers_that_start_on_two_paths_are_two_pools(pool_server: StartServer, socket_dir: Path) -> None:
-    servers: list[ServerProcess] = [pool_server("--unix-listen", str(socket_dir / name)) for name in "ab"]
-    for server, name in zip(servers, "ab", strict=True):
-        with Client(_config(str(socket_dir / name))) as client:
-            client.open_namespace(namespace_spec())
-            assert client.admin.namespaces()
-        server.stop()
-    assert not list(socket_dir.iterdir())

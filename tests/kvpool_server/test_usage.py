@@ -14,7 +14,7 @@ from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.limits import Limits
 from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.cache.steps import finish
-from kvpool_server.observability.metrics import UsageCollector
+from kvpool_server.observability.metrics import usage_families
 from kvpool_server.observability.pairs import MAX_LABEL_CHARS, MAX_PAIRS, MAX_PAIRS_OF_TENANT, OTHER, label_of
 from kvpool_server.observability.usage import Usage
 from testbed.pool_at_once import PoolAtOnce
@@ -117,20 +117,13 @@ def test_what_is_evicted_or_removed_is_held_no_more(bench: Bench) -> None:
     assert (bench.of("m").held_bytes, bench.of("m").stored_bytes) == (0, 2 * CHUNK)
 
 
-def test_a_lookup_that_finds_blocks_and_loads_none_has_loaded_no_bytes(bench: Bench) -> None:
-    namespace = bench.open(model="m")
-    bench.put(namespace, "a")
-    bench.look_up(namespace, run_of("a"))
-    assert bench.of("m").loaded_bytes == 0
-
-
 def test_blocks_that_are_located_count_as_loaded(bench: Bench) -> None:
     namespace = bench.open(model="m")
     bench.put(namespace, "a", "b")
     found = finish(bench.pool.lookups.find(namespace.fingerprint, [run_of("a", "b")], True, lease_ttl_ms=1_000))
     bench.pool.lookups.slots(found)
     assert bench.of("m").loaded_bytes == 2 * CHUNK
-    exported = {family.name: family.samples for family in UsageCollector(bench.usage.by_model_and_tenant).collect()}
+    exported = {family.name: family.samples for family in usage_families(bench.usage.by_model_and_tenant())}
     assert [sample.value for sample in exported["kvpool_located_bytes"]] == [2 * CHUNK]
     assert "kvpool_loaded_bytes" not in exported, "the server does not know what engines load"
 

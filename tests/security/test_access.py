@@ -34,8 +34,7 @@ from kvpool.security.tokens import append_record, create_token, read_records
 from kvpool.security.watched_files import LOOK_EVERY_S, WatchedFiles
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.access.authentication import Tokens
-from kvpool_server.access.caller import CALLER, check_measurement
-from kvpool_server.access.permissions import CALLS
+from kvpool_server.access.caller import CALLER, CALLS, check_measurement
 from tests.support.calls import METHODS, Target, outcome
 from tests.support.certificates import USELESS, files_in, forge, server_flags
 from tests.support.processes import ServerProcess, run_server, wait_for

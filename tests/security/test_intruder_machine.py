@@ -27,7 +27,7 @@ from kvpool.protocol import wire
 from kvpool.protocol.namespace import NamespaceSpec
 from kvpool.security.principal import ALL_TENANTS, Principal, Role
 from kvpool.v1 import pool_pb2 as pb
-from kvpool_server.access.permissions import may_call
+from kvpool_server.access.caller import CALLS
 from kvpool_server.cache.limits import Limits
 from kvpool_server.rpc import handlers, operators, sessions
 from tests.support.effort import effort
@@ -404,7 +404,7 @@ class IntruderMachine(RuleBasedStateMachine):
     )
     def refused(self, method: str, role: Role | None, tenant: int, data: st.DataObject) -> None:
         """Calls that nobody answers change nothing, whatever ids they name; the next calls of the tenants show it."""
-        if role is not None and may_call(role, method):
+        if role is not None and method in CALLS[role]:
             return
         principal = role and Principal(self.tenants[tenant].name if role.has_tenant else ALL_TENANTS, role)
         answer = self.shared.service.send(principal, method, self._any_request(method, data).SerializeToString())

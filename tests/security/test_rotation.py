@@ -21,6 +21,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from hypothesis import given
 from hypothesis import strategies as st
+from structlog.testing import capture_logs
 
 from kvpool.client.client import Client
 from kvpool.client.config import ClientConfig
@@ -33,14 +34,13 @@ from kvpool.security.tls import TlsFiles
 from kvpool.security.tokens import TokenRecord, append_record, create_token
 from kvpool.security.watched_files import WatchedFiles
 from kvpool.v1 import pool_pb2 as pb
-from kvpool_server.access import reminders, watch
 from kvpool_server.access.audit import READ
 from kvpool_server.access.authentication import Certificates, Context
 from kvpool_server.access.credential import Credential
 from kvpool_server.access.credentials import ServerCredentials
 from kvpool_server.access.deny_list import DenyList
-from kvpool_server.access.running_calls import RunningCalls
-from kvpool_server.access.watch import AccessWatch
+from kvpool_server.access.running_calls import LOOK_S, AccessWatch, RunningCalls
+from kvpool_server.app import composition
 from kvpool_server.rpc import grpc_server
 from tests.conftest import StartServer
 from tests.security.test_access import DAY
@@ -259,7 +259,7 @@ def test_one_certificate_is_denied_and_its_principal_goes_on_with_another(deploy
             theirs.check_ended(since)
             assert engine.admin.whoami().principal == str(ENGINE)
             ours = Streams(engine, "acme")
-            time.sleep(2 * watch.LOOK_S)  # Longer than the server takes to compare calls with credentials once more.
+            time.sleep(2 * LOOK_S)  # Longer than the server takes to compare calls with credentials once more.
             assert ours.get().offsets
             assert not any(outcome.done() for outcome in ours.outcomes.values())
             ours.close()
@@ -379,14 +379,17 @@ def test_a_stream_that_ends_with_its_connection_is_opened_again(
         aging.close()
 
 
-def test_plaintext_to_other_hosts_is_warned_of_again_and_again(pool_server: StartServer) -> None:
-    warned: list[None] = []
+def test_plaintext_to_other_hosts_is_warned_of_again_and_again(
+    pool_server: StartServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(composition, "HOUR_S", 0.01)
 
     async def scenario() -> None:
-        task = asyncio.create_task(reminders.repeat(lambda: warned.append(None), 0.01))
-        async with asyncio.timeout(10):
-            while len(warned) < 3:
-                await asyncio.sleep(0.01)
+        task = asyncio.create_task(composition.warn_of_plaintext(["--listen 0.0.0.0:0"]))
+        with capture_logs() as warned:
+            async with asyncio.timeout(10):
+                while len(warned) < 3:
+                    await asyncio.sleep(0.01)
         task.cancel()
         await asyncio.wait((task,))
 

@@ -9,19 +9,9 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry
 
 from kvpool.v1 import pool_pb2 as pb
-from kvpool_server.observability.metrics import (
-    CertificateExpiry,
-    OwnMemory,
-    PinCollector,
-    PoolCollector,
-    QuotaCollector,
-    RefusedFiles,
-    RpcMetrics,
-    UsageCollector,
-)
+from kvpool_server.observability import metrics
 from kvpool_server.process.loop_lag import LoopLag
-from kvpool_server.reports.metrics import ReportCollector
-from kvpool_server.value.report import ValueCollector
+from kvpool_server.reports.metrics import report_families
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"
 
@@ -32,18 +22,21 @@ Row = tuple[str, str, str]
 def server_rows() -> list[Row]:
     """What a server exports, but for the metrics of Python and of the process."""
     registry = CollectorRegistry()
-    registry.register(PoolCollector(pb.StatsResponse))
-    registry.register(UsageCollector(tuple))
-    registry.register(QuotaCollector(tuple))
-    registry.register(PinCollector(tuple))
-    registry.register(ReportCollector(dict))
-    registry.register(ValueCollector(lambda: pb.ValueResponse(enabled=False, arena_bytes=0, policy=""), None))
-    registry.register(OwnMemory())
-    registry.register(CertificateExpiry(dict))
-    registry.register(RefusedFiles(dict))
+    families = [
+        *metrics.pool_families(pb.StatsResponse()),
+        *metrics.usage_families(()),
+        *metrics.quota_families(()),
+        *metrics.pin_families(()),
+        *report_families({}),
+        *metrics.value_families(pb.ValueResponse(), None),
+        *metrics.memory_families("RssAnon: 0 kB"),
+        *metrics.certificate_families({}),
+        *metrics.refused_file_families({}),
+    ]
     LoopLag(registry)
-    RpcMetrics(registry)
-    return [_row(family.name, family.type, family.documentation) for family in registry.collect()]
+    metrics.RpcMetrics(registry)
+    families += registry.collect()
+    return [_row(family.name, family.type, family.documentation) for family in families]
 
 
 def engine_rows() -> list[Row]:

@@ -15,7 +15,7 @@ from kvpool_server.access.authentication import Who
 from kvpool_server.data_plane.permits import PermitTable
 from kvpool_server.reports.engines import EngineReports
 from kvpool_server.rpc.drain import Drain
-from kvpool_server.rpc.service import PoolService
+from kvpool_server.rpc.grpc_server import PoolService
 from kvpool_server.rpc.turns import Turns
 from kvpool_server.tiering.tiered_pool import TieredPool
 

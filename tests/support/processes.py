@@ -95,7 +95,6 @@ class ServerProcess:
         endpoint: HOST:PORT of gRPC.
         unix_endpoint: unix:PATH; empty without --unix-listen.
         http_url: of /metrics and /healthz.
-        started_s: seconds from the start of the process until Ping was answered.
     """
 
     def __init__(
@@ -118,7 +117,7 @@ class ServerProcess:
         log_dir.mkdir(parents=True, exist_ok=True)
         nth = len(list(log_dir.glob("server-*.out")))
         self._out, self._err = log_dir / f"server-{nth}.out", log_dir / f"server-{nth}.err"
-        started, whole = time.monotonic(), clean_environment(**environment)
+        whole = clean_environment(**environment)
         if tree is not None:
             is_executed, whole = True, {**whole, "PYTHONPATH": str(tree)}
         with self._out.open("w") as out, self._err.open("w") as err:
@@ -136,7 +135,6 @@ class ServerProcess:
         except BaseException:
             self.kill()
             raise
-        self.started_s = time.monotonic() - started
 
     def _welcome(self) -> re.Match[str] | None:
         assert self._process.poll() is None, f"kvpool-server ended at its start: {self.stderr}"

@@ -25,9 +25,8 @@ from kvpool_server.access.running_calls import RunningCalls
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.limits import Limits
 from kvpool_server.observability.metrics import RpcMetrics
-from kvpool_server.rpc.grpc_server import RpcInterceptor
+from kvpool_server.rpc.grpc_server import PoolService, RpcInterceptor
 from kvpool_server.rpc.method_handlers import SERVICE_NAME, add_service
-from kvpool_server.rpc.service import PoolService
 from kvpool_server.tiering.tiered_pool import TieredPool
 from testbed.pool_at_once import PoolAtOnce
 from tests.support.clock import FakeClock

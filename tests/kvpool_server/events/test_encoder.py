@@ -61,25 +61,9 @@ def test_blocks_that_follow_each_other_share_an_event() -> None:
     assert events[0]["block_hashes"] == [_short("a"), _short("b")]
 
 
-def test_the_first_group_is_named_and_no_group_is_left_out() -> None:
-    first = _events([_stored(FULL, "a"), _removed(FULL, "a")])
-    assert [event["group_idx"] for event in first] == [0, 0]
-
-
-def test_a_block_of_two_groups_is_two_blocks() -> None:
-    events = _events([_removed(FULL, "a"), _removed(WINDOW, "a")])
-    assert [(event["group_idx"], event["block_hashes"]) for event in events] == [(0, [_short("a")]), (1, [_short("a")])]
-
-
 def test_a_block_that_comes_and_goes_in_one_turn_does_so_in_order() -> None:
     changes = [_stored(FULL, "a"), _removed(FULL, "a"), _stored(FULL, "a")]
     assert [event["type"] for event in _events(changes)] == ["BlockStored", "BlockRemoved", "BlockStored"]
-
-
-def test_full_hashes_are_named_by_all_their_bytes() -> None:
-    stored, removed = _events([_stored(FULL, "b", "a"), _removed(FULL, "b")], Encoder(full_hashes=True))
-    assert stored["block_hashes"] == removed["block_hashes"] == [block_hash("b")]
-    assert stored["parent_block_hash"] == block_hash("a")
 
 
 def test_topics_name_the_namespace_and_clearing_is_about_all() -> None:

@@ -454,18 +454,13 @@ def _load_afresh(page: Page, server: ServerProcess) -> tuple[float, int]:
     return paint_ms, sum(sizes.values())
 
 
-def test_the_page_is_small_and_soon_there(page: Page, driven: ServerProcess) -> None:
-    paint_ms, nbytes = _load_afresh(page, driven)
-    assert nbytes <= MAX_TRANSFER_BYTES
-    assert paint_ms < 10_000  # On a busy machine; the test below reports the time.
-
-
-def test_the_first_paint_takes_less_than_a_second(
+def test_the_page_is_small_and_the_first_paint_takes_less_than_a_second(
     page: Page, driven: ServerProcess, record_property: Callable[[str, object], None]
 ) -> None:
     times, sizes = zip(*(_load_afresh(page, driven) for _ in range(5)), strict=True)
     record_property("first_paint_ms", min(times))
     print(f"first paint: {min(times):.0f} ms; transferred: {max(sizes):,} bytes")
+    assert max(sizes) <= MAX_TRANSFER_BYTES
     assert min(times) <= 1_000 and math.isfinite(max(times))
 
 

@@ -183,7 +183,3 @@ def test_a_tier_that_fails_is_a_fault_and_in_the_log(
     assert fault.startswith("Tier file:") and "the tier failed, and the server does not call it for a while" in fault
     assert {"error"} <= {event["level"] for event in now["log"]}
     assert str(directory) not in "".join(event["text"] for event in now["log"])
-
-
-def test_http_that_is_off_serves_no_page(pool_server: StartServer) -> None:
-    assert pool_server("--http-listen", "").http_url == "off"

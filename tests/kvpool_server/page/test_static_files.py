@@ -10,7 +10,7 @@ import tomllib
 from pathlib import Path
 
 from kvpool.protocol.causes import Cause
-from kvpool_server.page.static_files import NAMES, read_static_files
+from kvpool_server.page.site import NAMES, read_static_files
 
 ROOT = Path(__file__).parents[3]
 STATIC = importlib.resources.files("kvpool_server.page") / "static"

@@ -9,7 +9,7 @@ import pytest
 from kvpool.protocol.causes import Cause
 from kvpool.protocol.errors import InvalidRequestError
 from kvpool.protocol.reports import MAX_ENGINE_CHARS, ReportRequest
-from kvpool_server.observability.pairs import MAX_PAIRS, MAX_PAIRS_OF_TENANT, OTHER, Pair, Pairs
+from kvpool_server.observability.pairs import Pair
 from kvpool_server.reports import engines as engines_module
 from kvpool_server.reports.engines import SILENT_S, EngineReports
 from tests.support.clock import FakeClock
@@ -69,14 +69,6 @@ def test_one_tenant_pushes_out_no_other(reports: EngineReports, monkeypatch: pyt
     shown = reports.engines()
     assert len(shown) == 4 and [state.tenant for state in shown].count("small") == 1
     assert not reports.report(first, "small", "model")
-
-
-def test_labels_are_few() -> None:
-    pairs, proven = Pairs(), Pairs(has_tenants=True)
-    named = [pairs.of(f"model {nth}", "acme") for nth in range(100)]
-    assert len(set(named)) == MAX_PAIRS + 1 and named[-1] == Pair(OTHER, OTHER) and named[0] == Pair("model 0", "acme")
-    assert len({proven.of(f"model {nth}", "acme") for nth in range(100)}) == MAX_PAIRS_OF_TENANT + 1
-    assert proven.of("model", "umbra") == Pair("model", "umbra")
 
 
 def test_unknown_causes_are_one(reports: EngineReports) -> None:

@@ -12,7 +12,8 @@ from kvpool_server.cache.limits import Limits
 from kvpool_server.observability.pairs import Pairs
 from kvpool_server.reports.engines import EngineReports
 from kvpool_server.reports.evictions import count_evictions
-from kvpool_server.reports.usage_ledger import open_ledger
+from kvpool_server.reports.ledger_file import LedgerFile
+from kvpool_server.reports.usage_ledger import UsageLedger
 from testbed.pool_at_once import PoolAtOnce
 from tests.support.values import block_hash, group_spec, namespace_spec
 
@@ -34,7 +35,7 @@ def test_a_repeated_lookup_blames_nobody_again() -> None:
     async def scenario() -> None:
         pairs = Pairs(True)
         reports = EngineReports(time.monotonic, pairs)
-        ledger = await open_ledger("", reports, pairs, lambda: (), time.time, time.monotonic)
+        ledger = UsageLedger(LedgerFile("", 0), reports, pairs, list, time.time, time.monotonic)
         counted = []
         for _ in range(3):
             found = pool.lookup(spaces["bob"], [run], prefix_only=True)

@@ -12,7 +12,7 @@ from kvpool.protocol.errors import UnknownNamespaceError
 from kvpool.protocol.namespace import NamespaceSpec
 from kvpool.protocol.types import BlockRun, RunHits, ShardRange
 from kvpool.v1 import pool_pb2 as pb
-from kvpool_server.observability.metrics import PoolCollector
+from kvpool_server.observability.metrics import pool_families
 from kvpool_server.tiering import promoter
 from kvpool_server.tiering import tiered_pool as tiering
 from kvpool_server.tiers.health import AWAY_S
@@ -181,9 +181,7 @@ async def test_a_tier_that_cannot_clear_raises(rig: Rig, tier: MemoryTier) -> No
 
 def test_every_counter_of_a_tier_has_a_series() -> None:
     counters = {name: nth for nth, name in enumerate(COUNTERS, 1)}
-    families = PoolCollector(
-        lambda: pb.StatsResponse(tiers=(pb.TierStats(name="memory:", counters=counters, up=True),))
-    ).collect()
+    families = pool_families(pb.StatsResponse(tiers=(pb.TierStats(name="memory:", counters=counters, up=True),)))
     values = {sample.value for family in families for sample in family.samples if sample.labels == {"tier": "memory:"}}
     assert values >= set(counters.values())
 

@@ -138,9 +138,3 @@ def test_a_server_has_curves_without_being_asked_to(pool_server: StartServer) ->
     assert report.enabled and report.arena_bytes == 16 << 20
     assert [curve.tenant for curve in report.curves] == ["", "acme"]
     assert [each.hit_ratio for each in report.curves[1].estimates] == pytest.approx([2 / 3] * 6)
-
-
-def test_a_server_without_a_sample_says_so(pool_server: StartServer) -> None:
-    server = pool_server("--value-sample", "0")
-    with Client(ClientConfig(server.endpoint)) as client:
-        assert not client.admin.value().enabled

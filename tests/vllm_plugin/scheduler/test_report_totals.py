@@ -11,8 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from kvpool.protocol.causes import Cause
 from kvpool.protocol.reports import ReportRequest
 from kvpool_server.observability.pairs import Pair
-from kvpool_server.reports.engines import SILENT_S, EngineReports
-from kvpool_server.reports.totals import Totals
+from kvpool_server.reports.engines import SILENT_S, EngineReports, Totals
 from tests.support.clock import FakeClock
 from tests.support.effort import effort
 from vllm_plugin.scheduler.reporter import ReportLog
