@@ -218,21 +218,11 @@ def pieces_behind(head: bytes | bytearray, views: Sequence[memoryview]) -> Itera
     yield from cut
 
 
-def receive_exactly(connection: Stream, nbytes: int) -> bytes:
-    """The next `nbytes`. Raises EOFError if the peer has closed the connection, OSError if it has failed."""
-    received = bytearray(nbytes)
-    receive(connection, [memoryview(received)] if nbytes else [])
-    return bytes(received)
-
-
-def receive(connection: Stream, buffers: list[memoryview]) -> None:
-    """Fills buffers in order; raises as `receive_exactly` does."""
-    while buffers:
-        buffers = receive_some(connection, buffers)
-
-
 def receive_some(connection: Stream, buffers: list[memoryview]) -> list[memoryview]:
-    """Fills buffers in order until the socket's timeout; returns what is left to fill."""
+    """Fills buffers in order until the socket's timeout; returns what is left to fill.
+
+    Raises EOFError if the peer has closed the connection, OSError if it has failed.
+    """
     if isinstance(connection, SealedSocket):
         return connection.receive_some(buffers)
     if len(buffers) == 1:
@@ -244,14 +234,8 @@ def receive_some(connection: Stream, buffers: list[memoryview]) -> list[memoryvi
     return without(buffers, received)
 
 
-def send(connection: Stream, buffers: list[memoryview]) -> None:
-    """Sends all of the buffers. Raises OSError."""
-    while buffers:
-        buffers = send_some(connection, buffers)
-
-
 def send_some(connection: Stream, buffers: list[memoryview]) -> list[memoryview]:
-    """Sends buffers in order until the socket's timeout; returns what is left to send."""
+    """Sends buffers in order until the socket's timeout; returns what is left to send. Raises OSError."""
     if isinstance(connection, SealedSocket):
         return connection.send_some(buffers)
     sent = connection.send(buffers[0]) if len(buffers) == 1 else connection.sendmsg(buffers)

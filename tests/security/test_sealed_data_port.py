@@ -32,13 +32,13 @@ from kvpool.transport.data_port import (
     Status,
     pack_offsets,
     proof_of,
-    receive_exactly,
     time_out,
 )
 from kvpool.transport.sealed_socket import RANDOM_BYTES, SealedSocket
 from kvpool.transport.tcp import TcpTransport
 from kvpool.transport.tcp_connection import Peer
 from tests.support.certificates import files_in, server_flags
+from tests.support.data_client import receive_exactly
 from tests.support.processes import ServerProcess
 from tests.support.values import group_spec, namespace_spec, payload, run_of
 from tests.support.workers import NONCE, Port, data_port
