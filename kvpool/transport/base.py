@@ -130,16 +130,7 @@ class Source:
 
     def filling(self) -> Fill:
         """`fill`, or a callback that copies `rows`."""
-        if self.fill is not None:
-            return self.fill
-        rows = self.rows
-        assert rows is not None
-
-        def copy(first: int, buffers: Buffers) -> None:
-            for buffer, pieces in zip(buffers, rows[first:], strict=False):
-                gather(pieces, buffer)
-
-        return copy
+        return self.fill or _copier(self.rows, is_write=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,31 +143,28 @@ class Sink:
 
     def draining(self) -> Drain:
         """`drain`, or a callback that copies into `rows`."""
-        if self.drain is not None:
-            return self.drain
-        rows = self.rows
-        assert rows is not None
-
-        def copy(first: int, buffers: Buffers) -> None:
-            for buffer, pieces in zip(buffers, rows[first:], strict=False):
-                scatter(buffer, pieces)
-
-        return copy
+        return self.drain or _copier(self.rows, is_write=False)
 
 
-def gather(pieces: Pieces, buffer: Bytes) -> None:
-    """Copies pieces into one buffer."""
+def _copier(rows: Sequence[Pieces] | None, *, is_write: bool) -> Callable[[int, Buffers], None]:
+    assert rows is not None
+
+    def copy(first: int, buffers: Buffers) -> None:
+        for buffer, pieces in zip(buffers, rows[first:], strict=False):
+            copy_pieces(pieces, buffer, is_write=is_write)
+
+    return copy
+
+
+def copy_pieces(pieces: Pieces, region: Bytes, *, is_write: bool) -> None:
+    """Copies pieces into a region of their size together, or the region into the pieces."""
     at = 0
     for piece in pieces:
-        buffer[at : at + len(piece)] = piece
-        at += len(piece)
-
-
-def scatter(buffer: Bytes, pieces: Pieces) -> None:
-    """Copies one buffer into pieces."""
-    at = 0
-    for piece in pieces:
-        piece[:] = buffer[at : at + len(piece)]
+        part = region[at : at + len(piece)]
+        if is_write:
+            part[:] = piece
+        else:
+            piece[:] = part
         at += len(piece)
 
 

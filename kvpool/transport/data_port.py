@@ -14,7 +14,7 @@ import hmac
 import itertools
 import socket
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -51,6 +51,8 @@ HEADER_BYTES, REPLY_BYTES = _HEADER.size, _REPLY.size
 
 Offsets = npt.NDArray[np.uint64]
 Stream = socket.socket | SealedSocket
+MoveSome = Callable[[Stream, list[memoryview]], list[memoryview]]
+"""`send_some`, or `receive_some`."""
 
 
 class Kind(enum.IntEnum):

@@ -26,9 +26,8 @@ from kvpool.transport.base import (
     Source,
     Sum,
     Transfer,
-    gather,
+    copy_pieces,
     no_sum,
-    scatter,
 )
 from kvpool.transport.helpers import Help, Helpers
 from kvpool.transport.segment import Bytes, Segment
@@ -96,10 +95,7 @@ class ShmTransport:
             self._check(deadline, transfer)
             part = rows[first : first + step]
             for pieces, region in zip(part, _regions(arena, transfer, first, first + len(part)), strict=True):
-                if is_write:
-                    gather(pieces, region)
-                else:
-                    scatter(region, pieces)
+                copy_pieces(pieces, region, is_write=is_write)
             sum_regions(first, part)
 
         self._helpers.share(range(0, len(transfer.offsets), step), move)

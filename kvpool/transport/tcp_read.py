@@ -45,26 +45,19 @@ class TcpRead(TcpTransfer):
                 self._request(connection, requested)
                 if requested and self._has_room(requested[0][1]):
                     self._receive(connection, requested.popleft())
-                elif not self._wait_for(lambda: not batch.parts_left or self._can_receive(requested)):  # noqa: B023
+                elif not self._wait(lambda: not batch.parts_left or (requested and self._has_room(requested[0][1]))):  # noqa: B023
                     return
             self._check_deadline()
             if self._rows is None:
                 self._drain(batch)
 
-    def _can_receive(self, requested: deque[Move]) -> bool:
-        return bool(requested) and self._has_room(requested[0][1])
-
     def _follow(self, connection: Connection) -> None:
         requested: deque[Move] = deque()
         while True:
             self._request(connection, requested)
-            if not requested or not self._wait_for(lambda: self._has_room(requested[0][1])):
+            if not requested or not self._wait(lambda: self._has_room(requested[0][1])):
                 return
             self._receive(connection, requested.popleft())
-
-    def _wait_for(self, condition: Callable[[], object]) -> bool:
-        with self._changed:
-            return self._wait(condition)
 
     def _has_room(self, batch: Batch) -> bool:
         """Whether a batch has a buffer, or can have one: batches before it must not lack it."""
@@ -105,9 +98,6 @@ class TcpRead(TcpTransfer):
             batch, wait = self._draining.popleft()
             if wait is not None:
                 wait()
-            self._end(batch)
-
-    def _end(self, batch: Batch) -> None:
-        with self._changed:
-            self._num_freed += 1
-            self._free(batch)
+            with self._changed:
+                self._num_freed += 1
+                self._free(batch)

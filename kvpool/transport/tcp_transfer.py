@@ -201,9 +201,10 @@ class TcpTransfer:
             self._changed.notify_all()
 
     def _wait(self, condition: Callable[[], object]) -> bool:
-        """Waits with the lock held; False if the transfer ends. Raises PoolTimeoutError at the deadline."""
-        if not self._changed.wait_for(lambda: self._is_ending or condition(), max(self._remaining_s(), 0)):
-            self._raise_late()
+        """Waits with or without the lock; False if the transfer ends. Raises PoolTimeoutError at the deadline."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._is_ending or condition(), max(self._remaining_s(), 0)):
+                self._raise_late()
         return not self._is_ending
 
     def _remaining_s(self) -> float:

@@ -6,7 +6,7 @@ import contextlib
 from collections import deque
 from collections.abc import Callable
 
-from kvpool.transport.base import Bytes, Source, Transfer
+from kvpool.transport.base import Source, Transfer
 from kvpool.transport.helpers import Helpers
 from kvpool.transport.staging import Staging
 from kvpool.transport.tcp_connection import Connection
@@ -55,14 +55,17 @@ class TcpWrite(TcpTransfer):
 
     def _fill(self, connection: Connection, batch: Batch) -> bool:
         """Fills a buffer; False if the callback has raised, or the transfer ends."""
-        while not (buffer := self._take_buffer()):
+        while batch.buffer is None:
+            with self._changed:
+                if self._buffers:
+                    batch.buffer = self._buffers.pop()
+                    break
             move = self._take(lambda: self._buffers)
             if move is not None:
                 self._send(connection, move)
             elif self._is_ending:
                 return False
         self._check_deadline()
-        batch.buffer = buffer[0]
         assert self._source.fill is not None
         try:
             batch.ready = self._source.fill(batch.start, self._in_rows(batch))
@@ -80,10 +83,6 @@ class TcpWrite(TcpTransfer):
             if batch.buffer is not None and batch.ready is not None:
                 with contextlib.suppress(Exception):
                     batch.ready()
-
-    def _take_buffer(self) -> list[Bytes]:
-        with self._changed:
-            return [self._buffers.pop()] if self._buffers else []
 
     def _follow(self, connection: Connection) -> None:
         while (move := self._take(lambda: False)) is not None:

@@ -14,7 +14,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -28,6 +28,7 @@ from kvpool.transport.data_port import (
     WRITTEN_PIECE_BYTES,
     Header,
     Kind,
+    MoveSome,
     Offsets,
     Reply,
     Signer,
@@ -63,8 +64,6 @@ REFUSAL_BYTES = 64 << 20
 
 TALLY_COLUMNS = 2
 """Payload bytes read, and written."""
-
-_MoveSome = Callable[[Stream, list[memoryview]], list[memoryview]]
 
 
 class _RefusedError(Exception):
@@ -224,7 +223,7 @@ class Connection:
             self._client.sendall(reply)
         self._port.count(is_write, nbytes)
 
-    def _move_all(self, permit: _Permit, move_some: _MoveSome, cut: Iterable[list[memoryview]]) -> None:
+    def _move_all(self, permit: _Permit, move_some: MoveSome, cut: Iterable[list[memoryview]]) -> None:
         """Moves pieces while the permit is in force, and the client is not silent for STALL_S."""
         is_begun = False
         moved_at = time.monotonic()
