@@ -11,7 +11,6 @@ from __future__ import annotations
 import enum
 import hashlib
 import hmac
-import itertools
 import socket
 import struct
 from collections.abc import Callable, Iterator, Sequence
@@ -200,10 +199,8 @@ def pieces(views: Sequence[memoryview], piece_bytes: int = PIECE_BYTES) -> Itera
     piece: list[memoryview] = []
     room = piece_bytes
     for view in views:
-        for at in itertools.count(0, piece_bytes):
+        for at in range(0, len(view), piece_bytes):
             part = view[at : at + piece_bytes]
-            if not part:
-                break
             if len(part) > room or len(piece) == MAX_BUFFERS:
                 yield piece
                 piece, room = [], piece_bytes

@@ -122,8 +122,7 @@ class ShmTransport:
         """Shows private copies of the regions to a callback, batch by batch, and sums the copies."""
         arena, deadline = self._begin(transfer)
         nbytes = transfer.region_bytes
-        largest = max((stop - start for start, stop in transfer.batches()), default=0)
-        with self._staging.borrowed(largest * nbytes, 1, transfer.timeout_s) as (staging,):
+        with self._staging.borrowed(transfer.batch_regions * nbytes, 1, transfer.timeout_s) as (staging,):
             for start, stop in transfer.batches():
                 self._check(deadline, transfer)
                 copies = [staging[at * nbytes : (at + 1) * nbytes] for at in range(stop - start)]

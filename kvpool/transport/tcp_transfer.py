@@ -166,7 +166,11 @@ class TcpTransfer:
         try:
             connection = self._connections.acquire(0.0 if is_helper else self._remaining_s())
             connection.open(self._deadline)
-            has_begun = self._begin(connection, is_helper)
+            with self._changed:
+                if not self._is_ending:
+                    self._used.append(connection)
+                    self._num_followers += is_helper
+                    has_begun = True
             if has_begun:
                 work(connection)
         except BaseException as error:
@@ -181,15 +185,6 @@ class TcpTransfer:
                 with self._changed:
                     self._num_followers -= 1
                     self._changed.notify_all()
-
-    def _begin(self, connection: Connection, is_helper: bool) -> bool:
-        """Takes part in the transfer; False if the transfer ends."""
-        with self._changed:
-            if self._is_ending:
-                return False
-            self._used.append(connection)
-            self._num_followers += is_helper
-        return True
 
     def _fail(self, error: BaseException) -> None:
         """Ends the transfer with its first error."""
