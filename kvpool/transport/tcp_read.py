@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
-from collections.abc import Callable
 
 from kvpool.transport.base import Sink, Transfer
 from kvpool.transport.helpers import Helpers
@@ -21,20 +19,14 @@ class TcpRead(TcpTransfer):
         super().__init__(transfer, sink.rows, connections, helpers, False)
         self._sink = sink
         self._num_freed = 0
-        self._draining: deque[tuple[Batch, Callable[[], object] | None]] = deque()
+        self._draining: deque[Batch] = deque()
 
     def run(self, staging: Staging) -> None:
         if not self._batches:
             return
         with self._buffered(staging):
-            try:
-                self._run(self._lead, self._follow)
-                self._finish_draining()
-            finally:
-                for _, wait in self._draining:
-                    if wait is not None:
-                        with contextlib.suppress(Exception):
-                            wait()
+            self._run(self._lead, self._follow)
+            self._finish_draining()
 
     def _lead(self, connection: Connection) -> None:
         requested: deque[Move] = deque()
@@ -88,14 +80,15 @@ class TcpRead(TcpTransfer):
 
     def _drain(self, batch: Batch) -> None:
         assert self._sink.drain is not None
-        wait = self._sink.drain(batch.start, self._in_rows(batch))
-        self._draining.append((batch, wait))
-        self._finish_draining(keep=0 if wait is None else 1)
+        batch.wait = self._sink.drain(batch.start, self._in_rows(batch))
+        self._draining.append(batch)
+        self._finish_draining(keep=0 if batch.wait is None else 1)
 
     def _finish_draining(self, keep: int = 0) -> None:
         """Waits for the drains that still read their buffers, but for the last `keep`."""
         while len(self._draining) > keep:
-            batch, wait = self._draining.popleft()
+            batch = self._draining.popleft()
+            wait, batch.wait = batch.wait, None
             if wait is not None:
                 wait()
             with self._changed:

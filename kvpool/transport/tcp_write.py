@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
 from collections.abc import Callable
 
@@ -34,8 +33,6 @@ class TcpWrite(TcpTransfer):
                 if self._fill_error is not None:
                     raise error from self._fill_error
                 raise
-            finally:
-                self._finish_filling()
         if self._fill_error is not None:
             raise self._fill_error
 
@@ -68,7 +65,7 @@ class TcpWrite(TcpTransfer):
         self._check_deadline()
         assert self._source.fill is not None
         try:
-            batch.ready = self._source.fill(batch.start, self._in_rows(batch))
+            batch.wait = self._source.fill(batch.start, self._in_rows(batch))
         except Exception as error:
             self._fill_error = error
             with self._changed:
@@ -76,13 +73,6 @@ class TcpWrite(TcpTransfer):
             return False
         self._check_deadline()
         return True
-
-    def _finish_filling(self) -> None:
-        """After a failure: waits for the bytes of batches that were not sent, before others borrow their buffers."""
-        for batch in self._batches:
-            if batch.buffer is not None and batch.ready is not None:
-                with contextlib.suppress(Exception):
-                    batch.ready()
 
     def _follow(self, connection: Connection) -> None:
         while (move := self._take(lambda: False)) is not None:
@@ -99,8 +89,8 @@ class TcpWrite(TcpTransfer):
 
     def _send(self, connection: Connection, move: Move) -> None:
         part, batch = move
-        if batch.ready is not None:
-            batch.ready()
+        if batch.wait is not None:
+            batch.wait()
         self._source.sum(part.first, self._regions(part, batch))
         connection.send(part, self._views(part, batch))
         with self._changed:
