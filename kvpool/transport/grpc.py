@@ -62,7 +62,7 @@ class GrpcTransport:
         def requests() -> Iterator[bytes]:
             # An exception here must reach the caller, not gRPC's log. A message is a copy: the staging buffer can be
             # filled again.
-            staging = _staging(transfer)
+            staging = np.empty((transfer.batch_regions, region_bytes), np.uint8)
             try:
                 for start, stop in transfer.batches():
                     rows = staging[: stop - start]
@@ -92,11 +92,11 @@ class GrpcTransport:
             raise TransferError(f"kvpool-server at {self._endpoint} wrote {reply.nbytes} of {expected} bytes")
 
     def read(self, transfer: Transfer, sink: Sink) -> None:
-        drain = sink.draining()
+        drain, region_bytes = sink.draining(), transfer.region_bytes
         request = pb.GetChunksRequest(
-            lease_id=transfer.holding_id, offsets=transfer.starts(), region_bytes=transfer.region_bytes
+            lease_id=transfer.holding_id, offsets=transfer.starts(), region_bytes=region_bytes
         )
-        staging = _staging(transfer)
+        staging = np.empty((transfer.batch_regions, region_bytes), np.uint8)
         call: Any = self._get(request, timeout=transfer.timeout_s)
         with ThreadPoolExecutor(1, "kvpool-grpc-read") as receiver:
             try:
@@ -143,8 +143,3 @@ class GrpcTransport:
 
     def close(self) -> None:
         """Nothing to end: the channel is the client's."""
-
-
-def _staging(transfer: Transfer) -> Bytes:
-    """A buffer for the largest batch: uint8 [regions of a batch, region_bytes]."""
-    return np.empty((transfer.batch_regions, transfer.region_bytes), np.uint8)
