@@ -95,9 +95,13 @@ class Seen:
             assert self.regions.setdefault(idx, seen) is seen, f"region {idx} was summed twice"
 
 
-def _fill(first: int, buffers: Buffers) -> None:
+def fill_payloads(first: int, buffers: Buffers) -> None:
     for idx, buffer in enumerate(buffers, first):
         buffer[:] = payload(idx, len(buffer))
+
+
+def never(first: int, buffers: Buffers) -> None:
+    raise AssertionError("bytes arrived, or were wanted")
 
 
 class TransportContract:
@@ -105,7 +109,7 @@ class TransportContract:
 
     def _write(self, rig: Rig, regions: Regions, region_bytes: int = REGION_BYTES, batch_bytes: int = 1 << 20) -> None:
         transfer = Transfer(regions.ticket_id, regions.offsets, region_bytes, DEADLINE_S, batch_bytes)
-        rig.transport.write(transfer, Source(_fill))
+        rig.transport.write(transfer, Source(fill_payloads))
 
     @pytest.fixture
     def stored(self, rig: Rig) -> tuple[Regions, int]:
@@ -138,7 +142,7 @@ class TransportContract:
 
         def fill(first: int, buffers: Buffers) -> None:
             note("filled", first, buffers)
-            _fill(first, buffers)
+            fill_payloads(first, buffers)
 
         def drain(first: int, buffers: Buffers) -> None:
             note("drained", first, buffers)
@@ -237,7 +241,7 @@ class TransportContract:
             if first == fails_at:
                 raise failure
             if is_write:
-                _fill(first, buffers)
+                fill_payloads(first, buffers)
 
         regions, lease_id = (rig.regions(7, REGION_BYTES), 0) if is_write else stored
         holding_id = regions.ticket_id if is_write else lease_id
@@ -252,7 +256,7 @@ class TransportContract:
         regions = rig.regions(2, REGION_BYTES)
 
         def fill(first: int, buffers: Buffers) -> None:
-            _fill(first, buffers)
+            fill_payloads(first, buffers)
             rig.pass_time(0.3)
 
         with pytest.raises(PoolTimeoutError):
@@ -270,9 +274,6 @@ class TransportContract:
 
     def test_no_regions_are_no_work(self, rig: Rig) -> None:
         regions = rig.regions(1, REGION_BYTES)
-
-        def never(first: int, buffers: Buffers) -> None:
-            raise AssertionError("called for nothing")
 
         rig.transport.write(Transfer(regions.ticket_id, (), REGION_BYTES, DEADLINE_S, 1), Source(never))
         self._write(rig, regions)

@@ -25,7 +25,16 @@ from kvpool.transport.base import Buffers, Clock, Sink, Source, Transfer, Transp
 from kvpool.transport.mooncake import MooncakeTransport
 from kvpool.transport.mooncake_engine import RDMA_DEVICES, Engine
 from tests.conftest import Connect, StartServer
-from tests.contracts.transport_contract import DEADLINE_S, REGION_BYTES, Regions, Rig, ServerRegions, TransportContract
+from tests.contracts.transport_contract import (
+    DEADLINE_S,
+    REGION_BYTES,
+    Regions,
+    Rig,
+    ServerRegions,
+    TransportContract,
+    fill_payloads,
+    never,
+)
 from tests.support.clock import FakeClock
 from tests.support.faults import flip_arena, offer_elsewhere, stopped
 from tests.support.processes import ServerProcess, run_command, wait_for
@@ -69,15 +78,6 @@ class TestContract(TransportContract):
     pass
 
 
-def _never(first: int, buffers: Buffers) -> None:
-    raise AssertionError("bytes arrived")
-
-
-def _zeros(first: int, buffers: Buffers) -> None:
-    for buffer in buffers:
-        buffer[:] = 0
-
-
 @contextmanager
 def _frozen(server: ServerProcess) -> Iterator[None]:
     """Stopped, and every thread of it has noticed."""
@@ -98,7 +98,7 @@ def _moves(transport: MooncakeTransport, held: Regions) -> bool:
     return True
 
 
-def test_a_block_is_got_by_another_client_and_a_flipped_bit_never_arrives(
+def test_a_block_is_got_by_another_client_and_a_flipped_bitnever_arrives(
     start_server: StartServer, connect: Connect
 ) -> None:
     server = start_server()
@@ -146,7 +146,7 @@ def test_more_regions_than_are_under_way_at_once(rig: Rig) -> None:
 
 def test_a_region_beyond_the_arena_is_refused_before_any_byte_moves(rig: Rig) -> None:
     with pytest.raises(TransferError, match=r"beyond the arena's 67108864 bytes"):
-        rig.transport.write(Transfer(1, (0, 64 * MIB - 9), 10, DEADLINE_S, MIB), Source(_never))
+        rig.transport.write(Transfer(1, (0, 64 * MIB - 9), 10, DEADLINE_S, MIB), Source(never))
 
 
 def test_a_writer_that_was_stopped_for_longer_than_its_deadline_writes_no_more(rig: Rig) -> None:
@@ -176,7 +176,7 @@ def _arena_bytes(transport: Transport, offsets: Sequence[int]) -> list[bytes]:
 def test_a_closed_transport_moves_nothing(rig: Rig) -> None:
     rig.transport.close()
     with pytest.raises(TransferError, match="is closed"):
-        rig.transport.read(Transfer(1, (0,), 10, DEADLINE_S, MIB), Sink(_never))
+        rig.transport.read(Transfer(1, (0,), 10, DEADLINE_S, MIB), Sink(never))
 
 
 def test_calls_that_need_more_memory_than_there_is_wait_for_each_other(
@@ -189,7 +189,7 @@ def test_calls_that_need_more_memory_than_there_is_wait_for_each_other(
         transport.read(Transfer(1, regions.offsets, MIB, DEADLINE_S, 1), Sink(lambda *_: time.sleep(0.01)))
 
     with _another(rig) as transport, ThreadPoolExecutor(12) as threads:
-        transport.write(Transfer(regions.ticket_id, regions.offsets, MIB, DEADLINE_S, 1), Source(_zeros))
+        transport.write(Transfer(regions.ticket_id, regions.offsets, MIB, DEADLINE_S, 1), Source(fill_payloads))
         list(threads.map(read, [transport] * 12))
 
 
@@ -224,7 +224,7 @@ def test_a_server_killed_in_the_middle_of_a_read_is_an_error_within_the_deadline
     assert time.monotonic() - started < DEADLINE_S
     assert 4 in seen and len(seen) < 24
     with pytest.raises((UnavailableError, TransferError)):
-        transport.read(Transfer(1, held.offsets, MIB, DEADLINE_S, MIB), Sink(_never))
+        transport.read(Transfer(1, held.offsets, MIB, DEADLINE_S, MIB), Sink(never))
 
 
 def test_a_read_that_stands_still_is_given_up_and_its_buffers_are_nobodys_until_it_ends(
@@ -237,10 +237,10 @@ def test_a_read_that_stands_still_is_given_up_and_its_buffers_are_nobodys_until_
     with _frozen(server):
         started = time.monotonic()
         with pytest.raises(PoolTimeoutError, match=r"sent nothing for 0\.200 s"):
-            transport.read(Transfer(1, held.offsets, MIB, 60.0, MIB), Sink(_never))
+            transport.read(Transfer(1, held.offsets, MIB, 60.0, MIB), Sink(never))
         assert time.monotonic() - started < 10
         with pytest.raises(PoolTimeoutError, match=r"held all 1048576 bytes"):
-            transport.read(Transfer(1, held.offsets, MIB, 0.5, MIB), Sink(_never))
+            transport.read(Transfer(1, held.offsets, MIB, 0.5, MIB), Sink(never))
     wait_for(lambda: _moves(transport, held), "what was given up to end")
 
 

@@ -34,7 +34,7 @@ from kvpool.transport.data_port import pack_offsets as pack
 from kvpool.transport.tcp import TcpTransport
 from kvpool.transport.tcp_connection import Peer
 from tests.conftest import Connect, StartServer
-from tests.contracts.transport_contract import DEADLINE_S, Regions, Rig, TransportContract
+from tests.contracts.transport_contract import DEADLINE_S, Regions, Rig, TransportContract, never
 from tests.support.processes import ServerProcess, wait_for
 from tests.support.values import group_spec, namespace_spec, payload, run_of
 from tests.support.workers import Permitted, Port, data_port, is_worker, workers_of, workers_stopped
@@ -78,10 +78,6 @@ class TestContract(TransportContract):
     pass
 
 
-def _never(first: int, buffers: Buffers) -> None:
-    raise AssertionError("bytes arrived")
-
-
 def _ignore(first: int, buffers: Buffers) -> None:
     pass
 
@@ -111,7 +107,7 @@ def test_a_forged_permit_moves_nothing(port: Port, transport: TcpTransport) -> N
         with pytest.raises(TransferError, match=match):
             transport.write(Transfer(1, offsets, region_bytes, DEADLINE_S, MIB, permit), Source(_sevens))
     with pytest.raises(TransferError, match=match):
-        transport.read(Transfer(1, [0], 64, DEADLINE_S, MIB, granted), Sink(_never))  # It is one to write.
+        transport.read(Transfer(1, [0], 64, DEADLINE_S, MIB, granted), Sink(never))  # It is one to write.
     assert np.array_equal(port.arena, before)
     transport.write(Transfer(1, [0], 64, DEADLINE_S, MIB, granted), Source(_sevens))  # The transport goes on.
     assert set(port.arena[:64]) == {7}
@@ -124,7 +120,7 @@ def test_an_expired_permit_moves_nothing(port: Port, transport: TcpTransport) ->
         transport.write(Transfer(1, [0], 64, DEADLINE_S, MIB, permit), Source(_sevens))
     permit = port.permit(Kind.READ, 1, [0], 64, ttl_s=0)
     with pytest.raises(LeaseExpiredError, match="has expired"):
-        transport.read(Transfer(1, [0], 64, DEADLINE_S, MIB, permit), Sink(_never))
+        transport.read(Transfer(1, [0], 64, DEADLINE_S, MIB, permit), Sink(never))
     assert np.array_equal(port.arena, before)
 
 
@@ -132,7 +128,7 @@ def test_regions_beyond_the_arena_are_refused_even_with_a_permit(port: Port, tra
     for offset in (len(port.arena) - 63, 1 << 63, (1 << 64) - 1):
         permit = port.permit(Kind.READ, 1, [offset], 64)
         with pytest.raises(InvalidRequestError, match="beyond the arena"):
-            transport.read(Transfer(1, [offset], 64, DEADLINE_S, MIB, permit), Sink(_never))
+            transport.read(Transfer(1, [offset], 64, DEADLINE_S, MIB, permit), Sink(never))
 
 
 def test_nothing_is_written_once_a_permit_has_expired_on_the_way(plain_port: Port) -> None:
@@ -210,7 +206,7 @@ def test_too_many_connections_are_told_that_there_is_no_room(num_connections: in
             busy.sendall(_shown(port, Kind.WRITE, [0], 64) + Header(Kind.MOVE, 0, 1, 64).encode())
             wait_for(lambda: 1 in port.permits.active(), "the other's write to begin")
             with pytest.raises(UnavailableError, match="accepts no more connections; raise --data-workers"):
-                transport.read(Transfer(1, [0], 64, DEADLINE_S, MIB, permit), Sink(_never))
+                transport.read(Transfer(1, [0], 64, DEADLINE_S, MIB, permit), Sink(never))
         wait_for(lambda: _moves(port, transport), "room, once the other has gone")
 
 
@@ -260,7 +256,7 @@ def test_nothing_is_left_of_a_closed_transport(port: Port, num_connections: int)
     transport.close()
     wait_for(lambda: left() == (0, 0), "its threads and sockets to be gone")
     with pytest.raises(TransferError, match="is closed"):
-        transport.read(Transfer(1, [0], 64, DEADLINE_S, MIB, port.permit(Kind.READ, 1, [0], 64)), Sink(_never))
+        transport.read(Transfer(1, [0], 64, DEADLINE_S, MIB, port.permit(Kind.READ, 1, [0], 64)), Sink(never))
 
 
 def _connections_to(port: int) -> int:
