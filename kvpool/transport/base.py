@@ -72,11 +72,15 @@ class Transfer:
         offsets = self.offsets[first:stop]
         return [offset + self.skip_bytes for offset in offsets] if self.skip_bytes else offsets
 
+    @property
+    def batch_regions(self) -> int:
+        """How many regions the largest batch has."""
+        return min(len(self.offsets), max(1, self.batch_bytes // max(1, self.region_bytes)))
+
     def batches(self) -> list[tuple[int, int]]:
         """The regions as batches [start, stop), in order."""
-        step = max(1, self.batch_bytes // max(1, self.region_bytes))
-        count = len(self.offsets)
-        return [(start, min(start + step, count)) for start in range(0, count, step)]
+        count, step = len(self.offsets), self.batch_regions
+        return [(start, min(start + step, count)) for start in range(0, count, step or 1)]
 
     def check_bounds(self, arena_bytes: int) -> None:
         """Raises TransferError unless every region ends within the arena."""
@@ -85,35 +89,21 @@ class Transfer:
             raise TransferError(f"a region ends at {end}, beyond the arena's {arena_bytes} bytes")
 
 
-class Fill(Protocol):
-    """The callback of a write."""
+Wait = Callable[[], object]
+Fill = Callable[[int, Buffers], Wait | None]
+"""The callback of a write: writes regions [first, first + len(buffers)) into `buffers`, each uint8 [region_bytes].
 
-    def __call__(self, first: int, buffers: Buffers, /) -> Callable[[], object] | None:
-        """Writes regions [first, first + len(buffers)) into `buffers`, each uint8 [region_bytes].
+Returns None if the bytes are there. Otherwise a function that waits until they are. The transport calls it before it
+reads the buffers, on any of its threads; with shared memory nobody reads them, and it is not called.
+"""
+Drain = Callable[[int, Buffers], Wait | None]
+"""The callback of a read: reads regions [first, first + len(buffers)) from `buffers`, each uint8 [region_bytes].
 
-        Returns:
-            None if the bytes are there. Otherwise a function that waits until they are. The transport calls it before
-            it reads the buffers, on any of its threads; with shared memory nobody reads them, and it is not called.
-        """
-
-
-class Drain(Protocol):
-    """The callback of a read."""
-
-    def __call__(self, first: int, buffers: Buffers, /) -> Callable[[], object] | None:
-        """Reads regions [first, first + len(buffers)) from `buffers`, each uint8 [region_bytes], without writing there.
-
-        Returns:
-            None if the callback no longer needs the buffers. Otherwise a function that waits until the buffers are no
-            longer needed: the transport calls it before it reuses them.
-        """
-
-
-class Sum(Protocol):
-    """Computes the checksums of regions. Thread-safe."""
-
-    def __call__(self, first: int, regions: Sequence[Pieces], /) -> None:
-        """Reads regions [first, first + len(regions))."""
+It does not write there. Returns None if the callback no longer needs the buffers. Otherwise a function that waits until
+the buffers are no longer needed: the transport calls it before it reuses them.
+"""
+Sum = Callable[[int, Sequence[Pieces]], None]
+"""Reads regions [first, first + len(regions)), and computes their checksums. Thread-safe."""
 
 
 def no_sum(first: int, regions: Sequence[Pieces]) -> None:
@@ -130,16 +120,7 @@ class Source:
 
     def filling(self) -> Fill:
         """`fill`, or a callback that copies `rows`."""
-        if self.fill is not None:
-            return self.fill
-        rows = self.rows
-        assert rows is not None
-
-        def copy(first: int, buffers: Buffers) -> None:
-            for buffer, pieces in zip(buffers, rows[first:], strict=False):
-                gather(pieces, buffer)
-
-        return copy
+        return self.fill or _copier(self.rows, is_write=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,31 +133,39 @@ class Sink:
 
     def draining(self) -> Drain:
         """`drain`, or a callback that copies into `rows`."""
-        if self.drain is not None:
-            return self.drain
-        rows = self.rows
-        assert rows is not None
-
-        def copy(first: int, buffers: Buffers) -> None:
-            for buffer, pieces in zip(buffers, rows[first:], strict=False):
-                scatter(buffer, pieces)
-
-        return copy
+        return self.drain or _copier(self.rows, is_write=False)
 
 
-def gather(pieces: Pieces, buffer: Bytes) -> None:
-    """Copies pieces into one buffer."""
+def _copier(rows: Sequence[Pieces] | None, *, is_write: bool) -> Callable[[int, Buffers], None]:
+    assert rows is not None
+
+    def copy(first: int, buffers: Buffers) -> None:
+        for buffer, pieces in zip(buffers, rows[first:], strict=False):
+            copy_pieces(pieces, buffer, is_write=is_write)
+
+    return copy
+
+
+def call_back(act: Fill | Drain, sum: Sum, first: int, buffers: Buffers, *, is_write: bool) -> None:
+    """Has a callback fill or drain buffers, waits until that is done, and sums what was filled or is to be drained."""
+    regions = [[buffer] for buffer in buffers]
+    if not is_write:
+        sum(first, regions)
+    if (wait := act(first, buffers)) is not None:
+        wait()
+    if is_write:
+        sum(first, regions)
+
+
+def copy_pieces(pieces: Pieces, region: Bytes, *, is_write: bool) -> None:
+    """Copies pieces into a region of their size together, or the region into the pieces."""
     at = 0
     for piece in pieces:
-        buffer[at : at + len(piece)] = piece
-        at += len(piece)
-
-
-def scatter(buffer: Bytes, pieces: Pieces) -> None:
-    """Copies one buffer into pieces."""
-    at = 0
-    for piece in pieces:
-        piece[:] = buffer[at : at + len(piece)]
+        part = region[at : at + len(piece)]
+        if is_write:
+            part[:] = piece
+        else:
+            piece[:] = part
         at += len(piece)
 
 

@@ -11,10 +11,9 @@ from __future__ import annotations
 import enum
 import hashlib
 import hmac
-import itertools
 import socket
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -51,6 +50,8 @@ HEADER_BYTES, REPLY_BYTES = _HEADER.size, _REPLY.size
 
 Offsets = npt.NDArray[np.uint64]
 Stream = socket.socket | SealedSocket
+MoveSome = Callable[[Stream, list[memoryview]], list[memoryview]]
+"""`send_some`, or `receive_some`."""
 
 
 class Kind(enum.IntEnum):
@@ -198,10 +199,8 @@ def pieces(views: Sequence[memoryview], piece_bytes: int = PIECE_BYTES) -> Itera
     piece: list[memoryview] = []
     room = piece_bytes
     for view in views:
-        for at in itertools.count(0, piece_bytes):
+        for at in range(0, len(view), piece_bytes):
             part = view[at : at + piece_bytes]
-            if not part:
-                break
             if len(part) > room or len(piece) == MAX_BUFFERS:
                 yield piece
                 piece, room = [], piece_bytes
@@ -218,21 +217,11 @@ def pieces_behind(head: bytes | bytearray, views: Sequence[memoryview]) -> Itera
     yield from cut
 
 
-def receive_exactly(connection: Stream, nbytes: int) -> bytes:
-    """The next `nbytes`. Raises EOFError if the peer has closed the connection, OSError if it has failed."""
-    received = bytearray(nbytes)
-    receive(connection, [memoryview(received)] if nbytes else [])
-    return bytes(received)
-
-
-def receive(connection: Stream, buffers: list[memoryview]) -> None:
-    """Fills buffers in order; raises as `receive_exactly` does."""
-    while buffers:
-        buffers = receive_some(connection, buffers)
-
-
 def receive_some(connection: Stream, buffers: list[memoryview]) -> list[memoryview]:
-    """Fills buffers in order until the socket's timeout; returns what is left to fill."""
+    """Fills buffers in order until the socket's timeout; returns what is left to fill.
+
+    Raises EOFError if the peer has closed the connection, OSError if it has failed.
+    """
     if isinstance(connection, SealedSocket):
         return connection.receive_some(buffers)
     if len(buffers) == 1:
@@ -244,14 +233,8 @@ def receive_some(connection: Stream, buffers: list[memoryview]) -> list[memoryvi
     return without(buffers, received)
 
 
-def send(connection: Stream, buffers: list[memoryview]) -> None:
-    """Sends all of the buffers. Raises OSError."""
-    while buffers:
-        buffers = send_some(connection, buffers)
-
-
 def send_some(connection: Stream, buffers: list[memoryview]) -> list[memoryview]:
-    """Sends buffers in order until the socket's timeout; returns what is left to send."""
+    """Sends buffers in order until the socket's timeout; returns what is left to send. Raises OSError."""
     if isinstance(connection, SealedSocket):
         return connection.send_some(buffers)
     sent = connection.send(buffers[0]) if len(buffers) == 1 else connection.sendmsg(buffers)

@@ -15,7 +15,7 @@ import numpy as np
 
 from kvpool.protocol import wire
 from kvpool.protocol.errors import PoolTimeoutError, TransferError
-from kvpool.transport.base import Bytes, Sink, Source, Transfer
+from kvpool.transport.base import Bytes, Sink, Source, Transfer, call_back
 from kvpool.v1 import pool_pb2 as pb
 
 _SERVICE = pb.DESCRIPTOR.services_by_name["Pool"].full_name
@@ -62,17 +62,14 @@ class GrpcTransport:
         def requests() -> Iterator[bytes]:
             # An exception here must reach the caller, not gRPC's log. A message is a copy: the staging buffer can be
             # filled again.
-            staging = _staging(transfer)
+            staging = np.empty((transfer.batch_regions, region_bytes), np.uint8)
             try:
                 for start, stop in transfer.batches():
                     rows = staging[: stop - start]
                     with filling:
                         if ended.is_set():
                             return
-                        wait = fill(start, list(rows))
-                        if wait is not None:
-                            wait()
-                        source.sum(start, [[row] for row in rows])
+                        call_back(fill, source.sum, start, list(rows), is_write=True)
                     for row, offset in zip(rows, transfer.starts(start, stop), strict=True):
                         for at in range(0, region_bytes, self._piece_bytes):
                             piece = pb.PutChunksRequest(ticket_id=transfer.holding_id, offset=offset + at)
@@ -95,21 +92,18 @@ class GrpcTransport:
             raise TransferError(f"kvpool-server at {self._endpoint} wrote {reply.nbytes} of {expected} bytes")
 
     def read(self, transfer: Transfer, sink: Sink) -> None:
-        drain = sink.draining()
+        drain, region_bytes = sink.draining(), transfer.region_bytes
         request = pb.GetChunksRequest(
-            lease_id=transfer.holding_id, offsets=transfer.starts(), region_bytes=transfer.region_bytes
+            lease_id=transfer.holding_id, offsets=transfer.starts(), region_bytes=region_bytes
         )
-        staging = _staging(transfer)
+        staging = np.empty((transfer.batch_regions, region_bytes), np.uint8)
         call: Any = self._get(request, timeout=transfer.timeout_s)
         with ThreadPoolExecutor(1, "kvpool-grpc-read") as receiver:
             try:
                 for start, stop in transfer.batches():
                     rows = zip(staging, transfer.starts(start, stop), strict=False)
                     received = [self._receive(call, receiver, row, offset) for row, offset in rows]
-                    sink.sum(start, [[row] for row in received])
-                    wait = drain(start, received)
-                    if wait is not None:
-                        wait()
+                    call_back(drain, sink.sum, start, received, is_write=False)
             except grpc.RpcError as error:
                 raise wire.error_of(error, self._endpoint) from None
             finally:
@@ -149,9 +143,3 @@ class GrpcTransport:
 
     def close(self) -> None:
         """Nothing to end: the channel is the client's."""
-
-
-def _staging(transfer: Transfer) -> Bytes:
-    """A buffer for the largest batch: uint8 [regions of a batch, region_bytes]."""
-    largest = max((stop - start for start, stop in transfer.batches()), default=0)
-    return np.empty((largest, transfer.region_bytes), np.uint8)

@@ -15,46 +15,41 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-class Help:
-    """Work that was given to the helpers."""
+class Help(Future[None]):
+    """Work that was given to the helpers. `cancel` says whether no helper has begun the work, nor will."""
 
     def __init__(self, work: Callable[[], object]):
+        super().__init__()
         self._work = work
-        self._ended: Future[None] = Future()
 
     def begin(self) -> None:
         """Does the work, on a helper's thread, unless it was cancelled."""
-        if self._ended.set_running_or_notify_cancel():
+        if self.set_running_or_notify_cancel():
             try:
                 self._work()
             except BaseException as error:
-                self._ended.set_exception(error)
+                self.set_exception(error)
             else:
-                self._ended.set_result(None)
-
-    def cancel(self) -> bool:
-        """Whether no helper has begun the work, nor will. Does not wait."""
-        return self._ended.cancel()
+                self.set_result(None)
 
     def finish(self) -> None:
         """Does the work unless a helper has begun it; then waits for its end. Raises what the work raises."""
         if self.cancel():
             self._work()
         else:
-            self._ended.result()
+            self.result()
 
     def drop(self) -> None:
         """Waits for the work's end if a helper has begun it; else nobody will. Raises nothing."""
         if not self.cancel():
-            self._ended.exception()
+            self.exception()
 
 
 class Helpers:
     """At most `num_threads` threads, started when they are needed. Thread-safe. A fork gets threads of its own."""
 
-    def __init__(self, num_threads: int, name: str = "kvpool-helper"):
+    def __init__(self, num_threads: int):
         self.num_threads = num_threads
-        self._name = name
         self._lock = threading.Lock()
         self._threads: ThreadPoolExecutor | None = None
         self._process_id = os.getpid()
@@ -65,7 +60,7 @@ class Helpers:
         with self._locked():
             if self.num_threads:
                 if self._threads is None:
-                    self._threads = ThreadPoolExecutor(self.num_threads, self._name)
+                    self._threads = ThreadPoolExecutor(self.num_threads, "kvpool-helper")
                 # The interpreter ends and accepts no more work, or it cannot start another thread: a thread that exists
                 # may then begin the work all the same.
                 with contextlib.suppress(RuntimeError):

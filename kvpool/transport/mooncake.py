@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 
 from kvpool.protocol.errors import PoolTimeoutError, TransferError, UnavailableError
 from kvpool.protocol.offers import MooncakeInfo
-from kvpool.transport.base import Bytes, Clock, Sink, Source, Transfer
+from kvpool.transport.base import Bytes, Clock, Sink, Source, Transfer, call_back
 from kvpool.transport.mooncake_engine import DONE, FAILED, UNDER_WAY, Engine
 from kvpool.transport.staging import Staging
 
@@ -84,14 +84,10 @@ class MooncakeTransport:
 
     def write(self, transfer: Transfer, source: Source) -> None:
         transfer.check_bounds(self.info.nbytes)
-        fill = source.filling()
         with self._call(transfer, math.inf) as call:
             for start, stop in transfer.batches():
                 rows = call.rows(stop - start)
-                wait = fill(start, rows)
-                if wait is not None:
-                    wait()
-                source.sum(start, [[row] for row in rows])
+                call_back(source.filling(), source.sum, start, rows, is_write=True)
                 call.move(rows, transfer.starts(start, stop), is_write=True)
 
     def read(self, transfer: Transfer, sink: Sink) -> None:
@@ -99,15 +95,11 @@ class MooncakeTransport:
         self._read(transfer, sink, self._stall_timeout_s)
 
     def _read(self, transfer: Transfer, sink: Sink, stall_timeout_s: float) -> None:
-        drain = sink.draining()
         with self._call(transfer, stall_timeout_s) as call:
             for start, stop in transfer.batches():
                 rows = call.rows(stop - start)
                 call.move(rows, transfer.starts(start, stop), is_write=False)
-                sink.sum(start, [[row] for row in rows])
-                wait = drain(start, rows)
-                if wait is not None:
-                    wait()
+                call_back(sink.draining(), sink.sum, start, rows, is_write=False)
 
     def close(self) -> None:
         """Ends transfers under way, which then raise, and the engine. Idempotent."""
@@ -120,7 +112,7 @@ class MooncakeTransport:
         deadline = self._clock() + transfer.timeout_s
         if (engine := self._engine) is None:
             raise TransferError(f"the transport to {self.info.session} is closed; open the namespace again")
-        nbytes = transfer.region_bytes * max((stop - start for start, stop in transfer.batches()), default=0)
+        nbytes = transfer.region_bytes * transfer.batch_regions
         with ExitStack() as stack:
             (buffer,) = stack.enter_context(self._staging.borrowed(nbytes, 1, transfer.timeout_s))
             if nbytes > len(self._staging.memory):

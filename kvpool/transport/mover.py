@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection
 from typing import NamedTuple
 
 from kvpool.protocol.errors import ConfigError, PoolTimeoutError, TransferError
-from kvpool.transport.base import Bytes, Drain, Fill, Sink, Source, Sum, Transfer
+from kvpool.transport.base import Bytes, Drain, Fill, Sink, Source, Sum, Transfer, call_back
 from kvpool.transport.child_process import ChildProcess
 from kvpool.transport.data_port import time_out
 from kvpool.transport.segment import Segment
@@ -128,12 +128,7 @@ class Mover:
         count = batch.stop - batch.first
         rows = list(self._memory[batch.offset : batch.offset + count * region_bytes].reshape(count, region_bytes))
         try:
-            if not is_write:
-                sum(batch.first, [[row] for row in rows])
-            if (wait := act(batch.first, rows)) is not None:
-                wait()
-            if is_write:
-                sum(batch.first, [[row] for row in rows])
+            call_back(act, sum, batch.first, rows, is_write=is_write)
         except Exception as error:
             return error
         return None
@@ -190,7 +185,11 @@ class Movers:
         try:
             mover.move(transfer, act, sum, is_write)
         finally:
-            self._give_back(mover)
+            with self._lock:
+                if mover.has_ended:
+                    self._forget(mover)
+                else:
+                    self._idle.append(mover)
         return True
 
     def _take(self) -> Mover | None:
@@ -243,13 +242,6 @@ class Movers:
                 self._peer,
                 str(error) or "it has ended",
             )
-
-    def _give_back(self, mover: Mover) -> None:
-        with self._lock:
-            if mover.has_ended:
-                self._forget(mover)
-            else:
-                self._idle.append(mover)
 
     def _forget(self, mover: Mover) -> None:
         del self._movers[mover.nth]

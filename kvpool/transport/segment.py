@@ -50,17 +50,18 @@ class Segment:
     Threads may read and write disjoint parts of `bytes` freely; `close` only after they have ended.
 
     Args:
-        fd: of the file; closed with the segment.
+        fd: descriptor of the file; closed with the segment.
         nbytes: of the arena.
 
     Attributes:
+        fd: as given; -1 once closed.
         token: clients present it at the memory socket; in the process that made the segment alone, else empty.
     """
 
     def __init__(self, fd: int, nbytes: int):
         self.nbytes = nbytes
         self.token = b""
-        self._fd = fd
+        self.fd = fd
         self._map = mmap.mmap(fd, nbytes + TRAILER_BYTES, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
         whole = np.frombuffer(self._map, dtype=np.uint8)
         self.whole: Bytes = whole
@@ -69,17 +70,26 @@ class Segment:
         self.nonce = whole[nbytes : nbytes + NONCE_BYTES].tobytes()
 
     def __repr__(self) -> str:
-        return f"Segment({self.nbytes} bytes, descriptor {self._fd})"
+        return f"Segment({self.nbytes} bytes, descriptor {self.fd})"
 
     @classmethod
     def create(cls, nbytes: int) -> Segment:
         """Makes a segment of `nbytes`, not yet backed by memory (see `populate`). Raises ConfigError if that fails."""
-        fd = _create_file(nbytes)
         try:
+            fd = _anonymous_file(f"{NAME}{os.getpid()}")
+        except OSError as error:
+            raise ConfigError(f"cannot make shared memory (memfd_create): {error.strerror}") from error
+        try:
+            os.ftruncate(fd, nbytes + TRAILER_BYTES)
+            os.pwrite(fd, secrets.token_bytes(NONCE_BYTES), nbytes)
+            with contextlib.suppress(OSError):  # See `is_sealed`.
+                fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
             segment = cls(fd, nbytes)
         except OSError as error:
             os.close(fd)
-            raise _too_large(nbytes, error) from error
+            raise ConfigError(
+                f"cannot make {nbytes} bytes of shared memory: {error.strerror}; lower --memory"
+            ) from error
         segment.token = secrets.token_bytes(TOKEN_BYTES)
         _advise(segment._address, nbytes, _MADV_HUGEPAGE)
         return segment
@@ -101,14 +111,9 @@ class Segment:
             raise
 
     @property
-    def fd(self) -> int:
-        """Descriptor of the file; -1 once closed."""
-        return self._fd
-
-    @property
     def is_sealed(self) -> bool:
         """Whether the size is fixed. If the system has no seals, no client may map the memory."""
-        return _seals(self._fd) & SEALS == SEALS
+        return _seals(self.fd) & SEALS == SEALS
 
     def info(self) -> SegmentInfo:
         return SegmentInfo(self.nbytes, self.nonce, self.nbytes, self.token)
@@ -121,7 +126,7 @@ class Segment:
         if map_pages(self._address + start, nbytes) == 0:
             return
         try:  # Linux before 5.14 has no MADV_POPULATE_WRITE.
-            os.posix_fallocate(self._fd, start, nbytes)
+            os.posix_fallocate(self.fd, start, nbytes)
         except OSError as fallocate_error:
             raise MemoryError(f"no memory for the arena at {start}: {fallocate_error.strerror}") from fallocate_error
 
@@ -141,10 +146,10 @@ class Segment:
         for start in range(0, len(view), MAP_STEP_BYTES):
             nbytes = min(MAP_STEP_BYTES, len(view) - start)
             while not self._is_backed(start + nbytes - TRAILER_BYTES):
-                if self._fd < 0 or time.monotonic() > deadline:
+                if self.fd < 0 or time.monotonic() > deadline:
                     return
                 time.sleep(MAP_POLL_S)
-            if self._fd < 0 or map_pages(self._address + start, nbytes):
+            if self.fd < 0 or map_pages(self._address + start, nbytes):
                 return
 
     def _is_backed(self, page_start: int) -> bool:
@@ -154,15 +159,15 @@ class Segment:
 
     def close(self) -> None:
         """Unmaps, once the last view is gone. The memory is free when no process maps it any more. Idempotent."""
-        if self._fd < 0:
+        if self.fd < 0:
             return
         self.whole = self.bytes = np.empty(0, np.uint8)
         try:
             self._map.close()
         except BufferError:
             pass  # A view still exists; the mapping ends with it.
-        os.close(self._fd)
-        self._fd = -1
+        os.close(self.fd)
+        self.fd = -1
 
 
 def map_pages(address: int, nbytes: int) -> int:
@@ -173,27 +178,6 @@ def map_pages(address: int, nbytes: int) -> int:
 def _advise(address: int, nbytes: int, advice: int) -> int:
     # mmap.madvise holds the GIL; populating gigabytes must not.
     return 0 if _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), advice) == 0 else ctypes.get_errno()
-
-
-def _create_file(nbytes: int) -> int:
-    """Makes the file of an arena, with memory for its last page alone. Raises ConfigError if that fails."""
-    try:
-        fd = _anonymous_file(f"{NAME}{os.getpid()}")
-    except OSError as error:
-        raise ConfigError(f"cannot make shared memory (memfd_create): {error.strerror}") from error
-    try:
-        os.ftruncate(fd, nbytes + TRAILER_BYTES)
-        os.pwrite(fd, secrets.token_bytes(NONCE_BYTES), nbytes)
-    except OSError as error:
-        os.close(fd)
-        raise _too_large(nbytes, error) from error
-    with contextlib.suppress(OSError):  # See `is_sealed`.
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
-    return fd
-
-
-def _too_large(nbytes: int, error: OSError) -> ConfigError:
-    return ConfigError(f"cannot make {nbytes} bytes of shared memory: {error.strerror}; lower --memory")
 
 
 def _anonymous_file(name: str) -> int:

@@ -26,9 +26,8 @@ from kvpool.transport.base import (
     Source,
     Sum,
     Transfer,
-    gather,
+    copy_pieces,
     no_sum,
-    scatter,
 )
 from kvpool.transport.helpers import Help, Helpers
 from kvpool.transport.segment import Bytes, Segment
@@ -96,10 +95,7 @@ class ShmTransport:
             self._check(deadline, transfer)
             part = rows[first : first + step]
             for pieces, region in zip(part, _regions(arena, transfer, first, first + len(part)), strict=True):
-                if is_write:
-                    gather(pieces, region)
-                else:
-                    scatter(region, pieces)
+                copy_pieces(pieces, region, is_write=is_write)
             sum_regions(first, part)
 
         self._helpers.share(range(0, len(transfer.offsets), step), move)
@@ -126,8 +122,7 @@ class ShmTransport:
         """Shows private copies of the regions to a callback, batch by batch, and sums the copies."""
         arena, deadline = self._begin(transfer)
         nbytes = transfer.region_bytes
-        largest = max((stop - start for start, stop in transfer.batches()), default=0)
-        with self._staging.borrowed(largest * nbytes, 1, transfer.timeout_s) as (staging,):
+        with self._staging.borrowed(transfer.batch_regions * nbytes, 1, transfer.timeout_s) as (staging,):
             for start, stop in transfer.batches():
                 self._check(deadline, transfer)
                 copies = [staging[at * nbytes : (at + 1) * nbytes] for at in range(stop - start)]

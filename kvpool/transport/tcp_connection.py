@@ -7,7 +7,6 @@ up, and before a data worker would close it for being idle. Data workers answer 
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import socket
 import threading
@@ -34,6 +33,7 @@ from kvpool.transport.data_port import (
     REPLY_BYTES,
     Header,
     Kind,
+    MoveSome,
     Offsets,
     Reply,
     Status,
@@ -191,7 +191,7 @@ class Connection:
         """Asks for the bytes of a part."""
         with self._closed_on_error(part) as connection:
             self._in_flight.append(part)
-            self._send(connection, part, [memoryview(self._headers(part))])
+            self._move(send_some, connection, part, [memoryview(self._headers(part))])
 
     def receive(self, buffers: Sequence[Bytes]) -> None:
         """Receives the part that was requested first into `buffers`, of its size together."""
@@ -201,7 +201,7 @@ class Connection:
             left = receive_some(connection, first)
             self._check_reply(connection, part, reply, first[1:], left)
             for piece in [left, *others]:
-                self._receive(connection, part, piece)
+                self._move(receive_some, connection, part, piece)
             self._end_first()
 
     def send(self, part: Part, buffers: Sequence[Bytes]) -> None:
@@ -211,7 +211,7 @@ class Connection:
             # A header that travels together with the bytes wakes the worker once.
             try:
                 for piece in pieces_behind(self._headers(part), [buffer.data for buffer in buffers]):
-                    self._send(connection, part, piece)
+                    self._move(send_some, connection, part, piece)
             except ConnectionError:
                 while self._in_flight:  # A worker tells why before it hangs up.
                     self.finish()
@@ -225,17 +225,11 @@ class Connection:
             self._check_reply(connection, part, reply, [], [memoryview(reply)])
             self._end_first()
 
-    def _send(self, connection: Stream, part: Part, buffers: list[memoryview]) -> None:
-        """Sends all of the buffers before the part's deadline."""
+    def _move(self, move_some: MoveSome, connection: Stream, part: Part, buffers: list[memoryview]) -> None:
+        """Sends all of the buffers, or fills them in order, before the part's deadline."""
         while buffers:
             self._bound_wait(connection, part)
-            buffers = send_some(connection, buffers)
-
-    def _receive(self, connection: Stream, part: Part, buffers: list[memoryview]) -> None:
-        """Fills buffers in order before the part's deadline."""
-        while buffers:
-            self._bound_wait(connection, part)
-            buffers = receive_some(connection, buffers)
+            buffers = move_some(connection, buffers)
 
     def _end_first(self) -> None:
         self._in_flight.popleft()
@@ -306,13 +300,13 @@ class Connection:
             left: what has not been received of these, behind what has not been received of the reply.
         """
         if len(left) > len(behind):
-            self._receive(connection, part, [left.pop(0)])
+            self._move(receive_some, connection, part, [left.pop(0)])
         status, message_bytes, nbytes = Reply.decode(reply)
         if status is not Status.OK:
             begun = sum(map(len, behind)) - sum(map(len, left))
             message = b"".join(bytes(view[:message_bytes]) for view in behind)[: min(begun, message_bytes)]
             rest = bytearray(message_bytes - len(message))
-            self._receive(connection, part, [memoryview(rest)] if rest else [])
+            self._move(receive_some, connection, part, [memoryview(rest)] if rest else [])
             raise _ERROR_OF[status](f"{self._peer}: {(message + rest).decode(errors='replace')}")
         if nbytes != part.nbytes or message_bytes:
             raise TransferError(f"{self._peer} moved {nbytes} of {part.nbytes} bytes")
@@ -322,7 +316,8 @@ class Connection:
         with self._changing:
             self._hung_up = True
             if self._socket is not None:
-                _shut_down(self._socket)
+                with contextlib.suppress(OSError):  # The peer has disconnected.
+                    self._socket.shutdown(socket.SHUT_RDWR)
 
     def reuse(self) -> None:
         """Makes the connection fit for another transfer; parts that nobody waits for end with their socket."""
@@ -348,14 +343,6 @@ def _has_ended(connection: Stream) -> bool:
     except OSError:
         pass
     return True
-
-
-def _shut_down(connection: Stream) -> None:
-    try:
-        connection.shutdown(socket.SHUT_RDWR)
-    except OSError as error:
-        if error.errno not in (errno.ENOTCONN, errno.EBADF):
-            raise
 
 
 def _reason(error: Exception) -> str:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
-from collections.abc import Callable
 
 from kvpool.transport.base import Sink, Transfer
 from kvpool.transport.helpers import Helpers
@@ -21,20 +19,14 @@ class TcpRead(TcpTransfer):
         super().__init__(transfer, sink.rows, connections, helpers, False)
         self._sink = sink
         self._num_freed = 0
-        self._draining: deque[tuple[Batch, Callable[[], object] | None]] = deque()
+        self._draining: deque[Batch] = deque()
 
     def run(self, staging: Staging) -> None:
         if not self._batches:
             return
         with self._buffered(staging):
-            try:
-                self._run(self._lead, self._follow)
-                self._finish_draining()
-            finally:
-                for _, wait in self._draining:
-                    if wait is not None:
-                        with contextlib.suppress(Exception):
-                            wait()
+            self._run(self._lead, self._follow)
+            self._finish_draining()
 
     def _lead(self, connection: Connection) -> None:
         requested: deque[Move] = deque()
@@ -45,26 +37,19 @@ class TcpRead(TcpTransfer):
                 self._request(connection, requested)
                 if requested and self._has_room(requested[0][1]):
                     self._receive(connection, requested.popleft())
-                elif not self._wait_for(lambda: not batch.parts_left or self._can_receive(requested)):  # noqa: B023
+                elif not self._wait(lambda: not batch.parts_left or (requested and self._has_room(requested[0][1]))):  # noqa: B023
                     return
             self._check_deadline()
             if self._rows is None:
                 self._drain(batch)
 
-    def _can_receive(self, requested: deque[Move]) -> bool:
-        return bool(requested) and self._has_room(requested[0][1])
-
     def _follow(self, connection: Connection) -> None:
         requested: deque[Move] = deque()
         while True:
             self._request(connection, requested)
-            if not requested or not self._wait_for(lambda: self._has_room(requested[0][1])):
+            if not requested or not self._wait(lambda: self._has_room(requested[0][1])):
                 return
             self._receive(connection, requested.popleft())
-
-    def _wait_for(self, condition: Callable[[], object]) -> bool:
-        with self._changed:
-            return self._wait(condition)
 
     def _has_room(self, batch: Batch) -> bool:
         """Whether a batch has a buffer, or can have one: batches before it must not lack it."""
@@ -95,19 +80,17 @@ class TcpRead(TcpTransfer):
 
     def _drain(self, batch: Batch) -> None:
         assert self._sink.drain is not None
-        wait = self._sink.drain(batch.start, self._in_rows(batch))
-        self._draining.append((batch, wait))
-        self._finish_draining(keep=0 if wait is None else 1)
+        batch.wait = self._sink.drain(batch.start, self._in_rows(batch))
+        self._draining.append(batch)
+        self._finish_draining(keep=0 if batch.wait is None else 1)
 
     def _finish_draining(self, keep: int = 0) -> None:
         """Waits for the drains that still read their buffers, but for the last `keep`."""
         while len(self._draining) > keep:
-            batch, wait = self._draining.popleft()
+            batch = self._draining.popleft()
+            wait, batch.wait = batch.wait, None
             if wait is not None:
                 wait()
-            self._end(batch)
-
-    def _end(self, batch: Batch) -> None:
-        with self._changed:
-            self._num_freed += 1
-            self._free(batch)
+            with self._changed:
+                self._num_freed += 1
+                self._free(batch)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvpool.protocol.errors import KVPoolError, PoolTimeoutError
-from kvpool.transport.base import Bytes, Pieces, Transfer
+from kvpool.transport.base import Bytes, Pieces, Transfer, Wait
 from kvpool.transport.data_port import pack_offsets
 from kvpool.transport.helpers import Helpers
 from kvpool.transport.staging import Staging
@@ -54,7 +54,7 @@ class Batch:
     Attributes:
         parts_left: parts that have not been moved.
         buffer: uint8 [bytes of the batch]; None while there is none.
-        ready: of a write: returns when the bytes are in the buffer.
+        wait: returns when the callback has filled the buffer, or no longer reads it.
     """
 
     nth: int
@@ -62,7 +62,7 @@ class Batch:
     stop: int
     parts_left: int = 0
     buffer: Bytes | None = None
-    ready: Callable[[], object] | None = None
+    wait: Wait | None = None
 
 
 Move = tuple[Part, Batch]
@@ -134,7 +134,13 @@ class TcpTransfer:
         nbytes = max(batch.stop - batch.start for batch in self._batches) * self._transfer.region_bytes
         with staging.borrowed(nbytes, min(wanted, len(self._batches)), self._transfer.timeout_s) as self._buffers:
             self._num_buffers = len(self._buffers)
-            yield
+            try:
+                yield
+            finally:
+                for batch in self._batches:  # After a failure: others may then borrow the buffers.
+                    if batch.buffer is not None and batch.wait is not None:
+                        with contextlib.suppress(Exception):
+                            batch.wait()
 
     def _run(self, lead: Callable[[Connection], None], follow: Callable[[Connection], None]) -> None:
         shares = [self._helpers.submit(lambda: self._join(follow, is_helper=True)) for _ in range(self._num_helpers)]
@@ -166,7 +172,11 @@ class TcpTransfer:
         try:
             connection = self._connections.acquire(0.0 if is_helper else self._remaining_s())
             connection.open(self._deadline)
-            has_begun = self._begin(connection, is_helper)
+            with self._changed:
+                if not self._is_ending:
+                    self._used.append(connection)
+                    self._num_followers += is_helper
+                    has_begun = True
             if has_begun:
                 work(connection)
         except BaseException as error:
@@ -182,15 +192,6 @@ class TcpTransfer:
                     self._num_followers -= 1
                     self._changed.notify_all()
 
-    def _begin(self, connection: Connection, is_helper: bool) -> bool:
-        """Takes part in the transfer; False if the transfer ends."""
-        with self._changed:
-            if self._is_ending:
-                return False
-            self._used.append(connection)
-            self._num_followers += is_helper
-        return True
-
     def _fail(self, error: BaseException) -> None:
         """Ends the transfer with its first error."""
         with self._changed:
@@ -201,9 +202,10 @@ class TcpTransfer:
             self._changed.notify_all()
 
     def _wait(self, condition: Callable[[], object]) -> bool:
-        """Waits with the lock held; False if the transfer ends. Raises PoolTimeoutError at the deadline."""
-        if not self._changed.wait_for(lambda: self._is_ending or condition(), max(self._remaining_s(), 0)):
-            self._raise_late()
+        """Waits with or without the lock; False if the transfer ends. Raises PoolTimeoutError at the deadline."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._is_ending or condition(), max(self._remaining_s(), 0)):
+                self._raise_late()
         return not self._is_ending
 
     def _remaining_s(self) -> float:

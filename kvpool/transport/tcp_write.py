@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
 from collections.abc import Callable
 
-from kvpool.transport.base import Bytes, Source, Transfer
+from kvpool.transport.base import Source, Transfer
 from kvpool.transport.helpers import Helpers
 from kvpool.transport.staging import Staging
 from kvpool.transport.tcp_connection import Connection
@@ -34,8 +33,6 @@ class TcpWrite(TcpTransfer):
                 if self._fill_error is not None:
                     raise error from self._fill_error
                 raise
-            finally:
-                self._finish_filling()
         if self._fill_error is not None:
             raise self._fill_error
 
@@ -55,17 +52,20 @@ class TcpWrite(TcpTransfer):
 
     def _fill(self, connection: Connection, batch: Batch) -> bool:
         """Fills a buffer; False if the callback has raised, or the transfer ends."""
-        while not (buffer := self._take_buffer()):
+        while batch.buffer is None:
+            with self._changed:
+                if self._buffers:
+                    batch.buffer = self._buffers.pop()
+                    break
             move = self._take(lambda: self._buffers)
             if move is not None:
                 self._send(connection, move)
             elif self._is_ending:
                 return False
         self._check_deadline()
-        batch.buffer = buffer[0]
         assert self._source.fill is not None
         try:
-            batch.ready = self._source.fill(batch.start, self._in_rows(batch))
+            batch.wait = self._source.fill(batch.start, self._in_rows(batch))
         except Exception as error:
             self._fill_error = error
             with self._changed:
@@ -73,17 +73,6 @@ class TcpWrite(TcpTransfer):
             return False
         self._check_deadline()
         return True
-
-    def _finish_filling(self) -> None:
-        """After a failure: waits for the bytes of batches that were not sent, before others borrow their buffers."""
-        for batch in self._batches:
-            if batch.buffer is not None and batch.ready is not None:
-                with contextlib.suppress(Exception):
-                    batch.ready()
-
-    def _take_buffer(self) -> list[Bytes]:
-        with self._changed:
-            return [self._buffers.pop()] if self._buffers else []
 
     def _follow(self, connection: Connection) -> None:
         while (move := self._take(lambda: False)) is not None:
@@ -100,8 +89,8 @@ class TcpWrite(TcpTransfer):
 
     def _send(self, connection: Connection, move: Move) -> None:
         part, batch = move
-        if batch.ready is not None:
-            batch.ready()
+        if batch.wait is not None:
+            batch.wait()
         self._source.sum(part.first, self._regions(part, batch))
         connection.send(part, self._views(part, batch))
         with self._changed:

@@ -12,9 +12,10 @@ import contextlib
 import hmac
 import secrets
 import socket
+import threading
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -27,6 +28,7 @@ from kvpool.transport.data_port import (
     WRITTEN_PIECE_BYTES,
     Header,
     Kind,
+    MoveSome,
     Offsets,
     Reply,
     Signer,
@@ -37,7 +39,6 @@ from kvpool.transport.data_port import (
     pieces_behind,
     proof_of,
     receive_some,
-    send,
     send_some,
     time_out,
 )
@@ -61,7 +62,8 @@ REFUSAL_S = 1.0
 REFUSAL_BYTES = 64 << 20
 """Bytes of a refused client that are read and discarded, so that the client gets to read the refusal."""
 
-_MoveSome = Callable[[Stream, list[memoryview]], list[memoryview]]
+TALLY_COLUMNS = 2
+"""Payload bytes read, and written."""
 
 
 class _RefusedError(Exception):
@@ -81,44 +83,43 @@ class _Permit:
     offsets: Offsets
 
 
-class Connection:
-    """Serves one client until it disconnects. One thread.
+@dataclass(frozen=True, slots=True)
+class DataPort:
+    """What all connections of a data worker share.
 
     Args:
-        seat: of the client, in `admission`.
-        word: announces transfers to the server.
         arena: all of the arena, writable.
-        nonce: sent in the greeting.
-        count: called after each payload with (is_write, bytes).
-        clock_ns: CLOCK_MONOTONIC.
-        follow: called before a permit is used: has `arena` be the memory that the permit means.
-        sealed: whether the connection is encrypted: the client shows a permit in clear, and proves by the first record
+        nonce: sent in greetings; names this boot of the server.
+        tally: uint64 [TALLY_COLUMNS], written by this worker alone.
+        entries: the table of live tickets and leases, see `PermitTable`.
+        words: uint64 [MAX_SEATS], written by this worker alone.
+        sealed: whether connections are encrypted: the client shows a permit in clear, and proves by the first record
             that it knows the permit's key.
     """
 
-    def __init__(
-        self,
-        seat: Seat,
-        admission: Admission,
-        word: TransferWord,
-        arena: memoryview,
-        signer: Signer,
-        nonce: bytes,
-        count: Callable[[bool, int], None],
-        clock_ns: Callable[[], int] = time.monotonic_ns,
-        *,
-        sealed: bool = False,
-    ):
+    arena: memoryview
+    signer: Signer
+    nonce: bytes
+    tally: np.ndarray[tuple[int], np.dtype[np.uint64]]
+    entries: memoryview
+    words: memoryview
+    sealed: bool = False
+    admission: Admission = field(default_factory=Admission)
+    _counting: threading.Lock = field(default_factory=threading.Lock)
+
+    def count(self, is_write: bool, nbytes: int) -> None:
+        with self._counting:
+            self.tally[int(is_write)] += np.uint64(nbytes)
+
+
+class Connection:
+    """Serves one client, which `admission` has given a seat, until it disconnects. One thread."""
+
+    def __init__(self, seat: Seat, port: DataPort):
         self._client: Stream = seat.client
-        self._sealed = sealed
         self._seat = seat
-        self._admission = admission
-        self._word = word
-        self._arena = arena
-        self._signer = signer
-        self._nonce = nonce
-        self._count = count
-        self._clock_ns = clock_ns
+        self._port = port
+        self._word = TransferWord(port.entries, port.words[seat.number : seat.number + 1])
         self._timeout_s = 0.0
 
     def serve(self) -> None:
@@ -136,10 +137,10 @@ class Connection:
         prove_by = time.monotonic() + PROVE_S
         self._client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._time_out(PROVE_S)
-        if self._sealed:
+        if self._port.sealed:
             self._client = self._seal(prove_by)
         else:
-            self._client.sendall(MAGIC + self._nonce)
+            self._client.sendall(MAGIC + self._port.nonce)
         permit: _Permit | None = None
         while True:
             now = self._seat.idle_since = time.monotonic()
@@ -155,10 +156,10 @@ class Connection:
     def _seal(self, prove_by: float) -> SealedSocket:
         """Greets the client, and derives the connection's keys from the permit that it names."""
         server_random = secrets.token_bytes(RANDOM_BYTES)
-        self._client.sendall(MAGIC + self._nonce + server_random)
+        self._client.sendall(MAGIC + self._port.nonce + server_random)
         hello = self._receive(RANDOM_BYTES + PERMIT_BYTES, prove_by)
         client_random, permit = hello[:RANDOM_BYTES], hello[RANDOM_BYTES:]
-        secret = self._signer.key_of(permit)
+        secret = self._port.signer.key_of(permit)
         return SealedSocket(self._seat.client, secret, client_random, server_random, is_client=False)
 
     def _receive(self, nbytes: int, ends_at: float) -> bytes:
@@ -176,22 +177,22 @@ class Connection:
     def _check(self, header: Header, ends_at: float) -> _Permit:
         """Receives a permit's offsets; raises unless this server signed the permit, for this arena, and it is live."""
         offsets = np.frombuffer(self._receive(8 * header.stop, ends_at), "<u8")
-        terms = self._signer.terms(header, offsets)
+        terms = self._port.signer.terms(header, offsets)
         if isinstance(self._client, SealedSocket):
             # Permits are shown in clear when connections begin: who has seen one must not be able to use it.
-            proof = proof_of(self._signer.key_of(header.permit), self._client.channel_id)
+            proof = proof_of(self._port.signer.key_of(header.permit), self._client.channel_id)
             if not hmac.compare_digest(proof, self._receive(PROOF_BYTES, ends_at)):
                 terms = None
         if terms is None:
             raise _RefusedError(Status.REFUSED, "the permit is not for these regions, or of another boot")
-        if int(offsets.max()) + header.region_bytes > len(self._arena):
+        if int(offsets.max()) + header.region_bytes > len(self._port.arena):
             raise InvalidRequestError(
-                f"regions of {header.region_bytes} bytes reach beyond the arena of {len(self._arena)} bytes"
+                f"regions of {header.region_bytes} bytes reach beyond the arena of {len(self._port.arena)} bytes"
             )
         permit = _Permit(header.kind, header.holding_id, terms, header.region_bytes, offsets)
         bound = self._word.bound(terms)
         self._remaining_s(permit)
-        if not self._admission.prove(self._seat, bound):
+        if not self._port.admission.prove(self._seat, bound):
             most = f"the caller's {bound.max_connections}" if bound.owner else "all"
             raise _RefusedError(
                 Status.BUSY, f"{most} connections of this data worker are moving bytes; try again later"
@@ -220,9 +221,9 @@ class Connection:
             self._word.end()
         if is_write:  # Not before the word is cleared: what the client does next may end the ticket.
             self._client.sendall(reply)
-        self._count(is_write, nbytes)
+        self._port.count(is_write, nbytes)
 
-    def _move_all(self, permit: _Permit, move_some: _MoveSome, cut: Iterable[list[memoryview]]) -> None:
+    def _move_all(self, permit: _Permit, move_some: MoveSome, cut: Iterable[list[memoryview]]) -> None:
         """Moves pieces while the permit is in force, and the client is not silent for STALL_S."""
         is_begun = False
         moved_at = time.monotonic()
@@ -247,7 +248,7 @@ class Connection:
                 runs[-1] = (runs[-1][0], start + header.region_bytes)
             else:
                 runs.append((start, start + header.region_bytes))
-        return [self._arena[start:stop] for start, stop in runs]
+        return [self._port.arena[start:stop] for start, stop in runs]
 
     def _remaining_s(self, permit: _Permit, is_begun: bool = False) -> float:
         """Time until the permit's deadline. Raises if that has passed, or if the ticket or lease has ended.
@@ -255,7 +256,7 @@ class Connection:
         Args:
             is_begun: of a read: whether the client has got bytes of the payload.
         """
-        remaining_s = (permit.terms.deadline_ns - self._clock_ns()) / 1e9
+        remaining_s = (permit.terms.deadline_ns - time.monotonic_ns()) / 1e9
         if remaining_s > 0 and self._word.is_live(permit.holding_id, permit.terms):
             return remaining_s
         ended = "was ended" if remaining_s > 0 else "has expired"
@@ -274,7 +275,7 @@ class Connection:
         client = self._client
         with contextlib.suppress(OSError, EOFError):
             time_out(client, REFUSAL_S)
-            send(client, [memoryview(reply.encode())])
+            client.sendall(reply.encode())
             client.shutdown(socket.SHUT_WR)
             ends_at, bytes_left = time.monotonic() + REFUSAL_S, REFUSAL_BYTES
             while bytes_left > 0 and time.monotonic() < ends_at and (received := len(client.recv(1 << 18))):

@@ -10,7 +10,7 @@ import select
 import socket
 import subprocess
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 import structlog
@@ -19,8 +19,8 @@ from kvpool.protocol.offers import DataPortInfo
 from kvpool.protocol.types import NONCE_BYTES
 from kvpool.transport.child_process import ChildProcess
 from kvpool.transport.segment import Segment
+from kvpool_server.data_plane.connection import TALLY_COLUMNS
 from kvpool_server.data_plane.permits import PermitTable
-from kvpool_server.data_plane.worker import TALLY_COLUMNS, WorkerSettings
 
 log = structlog.get_logger()
 
@@ -63,14 +63,7 @@ class DataWorkers:
         info: what clients are told.
     """
 
-    def __init__(
-        self,
-        host: str,
-        port: int,
-        told_host: str,
-        segment: Segment,
-        permits: PermitTable,
-    ):
+    def __init__(self, host: str, port: int, told_host: str, segment: Segment, permits: PermitTable):
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
         self._segment = segment
@@ -95,9 +88,20 @@ class DataWorkers:
 
     def _spawn(self, row: int) -> ChildProcess:
         permits = self._permits
-        fds = (self._segment.fd, self._listener.fileno(), self._tally_fd, permits.entries_fd, permits.words_fd)
-        settings = WorkerSettings(fds[0], self._segment.nbytes, *fds[1:], row, permits.key, self._nonce, permits.sealed)
-        return ChildProcess("kvpool_server.data_plane.worker", asdict(settings), fds, stdout=subprocess.PIPE)
+        fds = {
+            "segment_fd": self._segment.fd,
+            "listen_fd": self._listener.fileno(),
+            "tally_fd": self._tally_fd,
+            "entries_fd": permits.entries_fd,
+            "words_fd": permits.words_fd,
+        }
+        settings = {"nbytes": self._segment.nbytes, "row": row, "key": permits.key, "nonce": self._nonce}
+        return ChildProcess(
+            "kvpool_server.data_plane.worker",
+            {**fds, **settings, "sealed": permits.sealed},
+            list(fds.values()),
+            stdout=subprocess.PIPE,
+        )
 
     async def ready(self) -> bool:
         """Waits until a worker accepts connections, READY_S at most; False if none does."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy as np
@@ -55,6 +57,15 @@ def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
     asyncio.run(within())
 
 
+@asynccontextmanager
+async def opened(tier: Tier) -> AsyncIterator[Tier]:
+    await tier.open()
+    try:
+        yield tier
+    finally:
+        await tier.close()
+
+
 class TierContract:
     """Fixture `make_tier` is to be given: each call makes a tier that is not open yet, with room for 40 blocks."""
 
@@ -86,9 +97,7 @@ class TierContract:
 
     def test_what_was_written_is_read(self, make_tier: Callable[[], Tier], namespace: PoolNamespace) -> None:
         async def test() -> None:
-            tier = make_tier()
-            await tier.open()
-            try:
+            async with opened(make_tier()) as tier:
                 names = [f"w{nth}" for nth in range(40)]
                 assert await self._there(tier, namespace, names) == [False] * 40
                 assert await self._read(tier, namespace, names[:3]) == [None] * 3
@@ -96,30 +105,22 @@ class TierContract:
                 assert await self._there(tier, namespace, [*names, "other"]) == [True] * 40 + [False]
                 assert await self._read(tier, namespace, ["other", *names]) == [None, *names]
                 assert await self._read(tier, namespace, names[::-3]) == names[::-3]
-            finally:
-                await tier.close()
 
         run(test)
 
     def test_to_write_again_is_no_error(self, make_tier: Callable[[], Tier], namespace: PoolNamespace) -> None:
         async def test() -> None:
-            tier = make_tier()
-            await tier.open()
-            try:
+            async with opened(make_tier()) as tier:
                 assert await tier.write(namespace, 0, blocks_of("a", "b")) == 2
                 assert await tier.write(namespace, 0, blocks_of("a", "b", "c")) == 3
                 assert await self._read(tier, namespace, ["a", "b", "c"]) == ["a", "b", "c"]
-            finally:
-                await tier.close()
 
         run(test)
 
     def test_namespaces_and_groups_share_nothing(self, make_tier: Callable[[], Tier], namespace: PoolNamespace) -> None:
         async def test() -> None:
             other = namespace_of(namespace_spec(*self.spec.groups))
-            tier = make_tier()
-            await tier.open()
-            try:
+            async with opened(make_tier()) as tier:
                 await tier.write(namespace, 0, blocks_of("a"))
                 assert await self._there(tier, other, ["a"]) == [False]
                 assert await self._there(tier, namespace, ["a"], group_idx=1) == [False]
@@ -127,17 +128,13 @@ class TierContract:
                 await tier.write(namespace, 1, blocks_of("a", nbytes=CHUNK, shards=1))
                 assert await self._there(tier, namespace, ["a"], group_idx=1) == [True]
                 assert await self._read(tier, namespace, ["a"]) == ["a"]
-            finally:
-                await tier.close()
 
         run(test)
 
     def test_what_is_removed_or_cleared_is_gone(self, make_tier: Callable[[], Tier], namespace: PoolNamespace) -> None:
         async def test() -> None:
             other = namespace_of(namespace_spec(*self.spec.groups))
-            tier = make_tier()
-            await tier.open()
-            try:
+            async with opened(make_tier()) as tier:
                 await tier.write(namespace, 0, blocks_of("a", "b", "c"))
                 await tier.write(other, 0, blocks_of("a"))
                 await tier.remove(namespace, 0, [block_hash("b"), block_hash("never there")])
@@ -150,16 +147,12 @@ class TierContract:
                 assert await self._there(tier, other, ["a"]) == [False]
                 assert await tier.write(namespace, 0, blocks_of("a")) == 1
                 assert await self._read(tier, namespace, ["a"]) == ["a"]
-            finally:
-                await tier.close()
 
         run(test)
 
     def test_it_says_what_it_holds(self, make_tier: Callable[[], Tier], namespace: PoolNamespace) -> None:
         async def test() -> None:
-            tier = make_tier()
-            await tier.open()
-            try:
+            async with opened(make_tier()) as tier:
                 assert tier.holdings(namespace.fingerprint).num_entries == 0
                 await tier.write(namespace, 0, blocks_of("a", "b"))
                 held = tier.holdings(namespace.fingerprint)
@@ -169,21 +162,18 @@ class TierContract:
                 assert stats.counters["written_bytes"] == 2 * SLOT
                 await self._read(tier, namespace, ["a"])
                 assert tier.stats().counters["read_bytes"] == SLOT
-            finally:
-                await tier.close()
 
         run(test)
 
     def test_close_is_idempotent_and_ends_all_threads(self, make_tier: Callable[[], Tier]) -> None:
-        import threading
+        def threads() -> set[threading.Thread]:
+            return {thread for thread in threading.enumerate() if thread.name.startswith("kvpool-tier")}
 
         async def test() -> None:
-            before = {thread for thread in threading.enumerate() if thread.name.startswith("kvpool-tier")}
-            tier = make_tier()
-            await tier.open()
-            await tier.close()
-            await tier.close()
-            assert {thread for thread in threading.enumerate() if thread.name.startswith("kvpool-tier")} <= before
+            before = threads()
+            async with opened(make_tier()) as tier:
+                await tier.close()
+            assert threads() <= before
 
         run(test)
 
@@ -194,16 +184,10 @@ class PersistentTierContract(TierContract):
     def test_the_next_process_finds_it(self, make_tier: Callable[[], Tier], namespace: PoolNamespace) -> None:
         async def test() -> None:
             names = [f"n{nth}" for nth in range(10)]
-            first = make_tier()
-            await first.open()
-            await first.write(namespace, 0, blocks_of(*names))
-            await first.close()
-            second = make_tier()
-            await second.open()
-            try:
+            async with opened(make_tier()) as first:
+                await first.write(namespace, 0, blocks_of(*names))
+            async with opened(make_tier()) as second:
                 assert await self._there(second, namespace, names) == [True] * 10
                 assert await self._read(second, namespace, names) == names
-            finally:
-                await second.close()
 
         run(test)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -96,17 +95,21 @@ class Seen:
             assert self.regions.setdefault(idx, seen) is seen, f"region {idx} was summed twice"
 
 
+def fill_payloads(first: int, buffers: Buffers) -> None:
+    for idx, buffer in enumerate(buffers, first):
+        buffer[:] = payload(idx, len(buffer))
+
+
+def never(first: int, buffers: Buffers) -> None:
+    raise AssertionError("bytes arrived, or were wanted")
+
+
 class TransportContract:
     """Subclasses give a fixture `rig`."""
 
     def _write(self, rig: Rig, regions: Regions, region_bytes: int = REGION_BYTES, batch_bytes: int = 1 << 20) -> None:
-        def fill(first: int, buffers: Buffers) -> None:
-            for idx, buffer in enumerate(buffers, first):
-                buffer[:] = payload(idx, region_bytes)
-
-        rig.transport.write(
-            Transfer(regions.ticket_id, regions.offsets, region_bytes, DEADLINE_S, batch_bytes), Source(fill)
-        )
+        transfer = Transfer(regions.ticket_id, regions.offsets, region_bytes, DEADLINE_S, batch_bytes)
+        rig.transport.write(transfer, Source(fill_payloads))
 
     @pytest.fixture
     def stored(self, rig: Rig) -> tuple[Regions, int]:
@@ -115,47 +118,44 @@ class TransportContract:
         self._write(rig, regions)
         return regions, regions.seal()
 
-    @pytest.mark.parametrize("batch_bytes", [1, REGION_BYTES - 1, REGION_BYTES, 3 * REGION_BYTES + 5, 1 << 20])
-    @pytest.mark.parametrize("num_regions", [1, 7])
+    @pytest.mark.parametrize(
+        ("num_regions", "region_bytes", "batch_bytes"),
+        [
+            *((1, REGION_BYTES, batch_bytes) for batch_bytes in (1, 1 << 20)),
+            *((7, REGION_BYTES, batch_bytes) for batch_bytes in (REGION_BYTES - 1, REGION_BYTES, 3 * REGION_BYTES + 5)),
+            *((40, REGION_BYTES, batch_bytes) for batch_bytes in (1, 1 << 20)),
+            *((3, region_bytes, 2 * region_bytes) for region_bytes in (1, 4097, (1 << 20) + 3)),
+        ],
+    )
     def test_callbacks_see_every_region_once_in_order_in_batches_of_the_size_asked_for(
-        self, rig: Rig, num_regions: int, batch_bytes: int
+        self, rig: Rig, num_regions: int, region_bytes: int, batch_bytes: int
     ) -> None:
-        regions = rig.regions(num_regions, REGION_BYTES)
-        filled: list[tuple[int, int]] = []
-        drained: list[tuple[int, int]] = []
+        """What was written is read, and summed once, whoever moved it."""
+        regions = rig.regions(num_regions, region_bytes)
+        written, read = Seen(region_bytes), Seen(region_bytes)
+        batches: dict[str, list[tuple[int, int]]] = {"filled": [], "drained": []}
+        drained: dict[int, bytes] = {}
 
-        def note(seen: list[tuple[int, int]], first: int, buffers: Buffers) -> None:
-            assert all(buffer.shape == (REGION_BYTES,) and buffer.dtype == np.uint8 for buffer in buffers)
-            seen.append((first, len(buffers)))
+        def note(what: str, first: int, buffers: Buffers) -> None:
+            assert all(buffer.shape == (region_bytes,) and buffer.dtype == np.uint8 for buffer in buffers)
+            batches[what].append((first, len(buffers)))
 
         def fill(first: int, buffers: Buffers) -> None:
-            note(filled, first, buffers)
-            for idx, buffer in enumerate(buffers, first):
-                buffer[:] = payload(idx, REGION_BYTES)
-
-        rig.transport.write(
-            Transfer(regions.ticket_id, regions.offsets, REGION_BYTES, DEADLINE_S, batch_bytes), Source(fill)
-        )
-        rig.transport.read(
-            Transfer(regions.seal(), regions.offsets, REGION_BYTES, DEADLINE_S, batch_bytes),
-            Sink(lambda *seen: note(drained, *seen)),
-        )
-        step = max(1, batch_bytes // REGION_BYTES)
-        assert filled == drained == [(at, min(step, num_regions - at)) for at in range(0, num_regions, step)]
-
-    @pytest.mark.parametrize("region_bytes", [1, 4097, (1 << 20) + 3])
-    def test_what_was_written_is_read(self, rig: Rig, region_bytes: int) -> None:
-        regions = rig.regions(3, region_bytes)
-        self._write(rig, regions, region_bytes)
-        read: dict[int, bytes] = {}
+            note("filled", first, buffers)
+            fill_payloads(first, buffers)
 
         def drain(first: int, buffers: Buffers) -> None:
-            read.update((idx, buffer.tobytes()) for idx, buffer in enumerate(buffers, first))
+            note("drained", first, buffers)
+            drained.update((idx, buffer.tobytes()) for idx, buffer in enumerate(buffers, first))
 
-        rig.transport.read(
-            Transfer(regions.seal(), regions.offsets, region_bytes, DEADLINE_S, 2 * region_bytes), Sink(drain)
-        )
-        assert read == {idx: payload(idx, region_bytes).tobytes() for idx in range(3)}
+        transfer = Transfer(regions.ticket_id, regions.offsets, region_bytes, DEADLINE_S, batch_bytes)
+        rig.transport.write(transfer, Source(fill, sum=written))
+        rig.transport.read(replace(transfer, holding_id=regions.seal()), Sink(drain, sum=read))
+        step = max(1, batch_bytes // region_bytes)
+        expected = [(at, min(step, num_regions - at)) for at in range(0, num_regions, step)]
+        assert batches == {"filled": expected, "drained": expected}
+        payloads = {idx: payload(idx, region_bytes).tobytes() for idx in range(num_regions)}
+        assert drained == written.regions == read.regions == payloads
 
     @pytest.mark.parametrize("waits", [{0, 1, 2, 3, 4, 5, 6}, {1, 2, 5}])
     def test_buffers_stay_until_a_drain_no_longer_looks_at_them(
@@ -197,25 +197,6 @@ class TransportContract:
         assert {idx: np.concatenate(pieces).tobytes() for idx, pieces in enumerate(into)} == expected
         assert written.regions == read.regions == expected
 
-    @pytest.mark.parametrize("batch_bytes", [1, 3 * REGION_BYTES, 1 << 20])
-    def test_every_region_is_summed_once_whoever_moved_it(self, rig: Rig, batch_bytes: int) -> None:
-        regions, region_bytes = rig.regions(40, REGION_BYTES), REGION_BYTES
-        written, read = Seen(region_bytes), Seen(region_bytes)
-
-        def fill(first: int, buffers: Buffers) -> None:
-            for idx, buffer in enumerate(buffers, first):
-                buffer[:] = payload(idx, region_bytes)
-
-        rig.transport.write(
-            Transfer(regions.ticket_id, regions.offsets, region_bytes, DEADLINE_S, batch_bytes),
-            Source(fill, sum=written),
-        )
-        rig.transport.read(
-            Transfer(regions.seal(), regions.offsets, region_bytes, DEADLINE_S, batch_bytes),
-            Sink(lambda *_: None, sum=read),
-        )
-        assert written.regions == read.regions == {idx: payload(idx, region_bytes).tobytes() for idx in range(40)}
-
     def test_regions_may_be_read_in_any_order(self, rig: Rig, stored: tuple[Regions, int]) -> None:
         regions, lease_id = stored
         order = [5, 0, 3]
@@ -247,45 +228,27 @@ class TransportContract:
         )
         assert read == [payload(idx, REGION_BYTES)[5:12].tobytes() for idx in range(3)]
 
+    @pytest.mark.parametrize("is_write", [True, False])
     @pytest.mark.parametrize("fails_at", [0, 4])
-    def test_an_exception_in_fill_ends_the_write_and_reaches_the_caller_unchanged(
-        self, rig: Rig, fails_at: int
+    def test_an_exception_in_a_callback_ends_the_transfer_and_reaches_the_caller_unchanged(
+        self, rig: Rig, stored: tuple[Regions, int], fails_at: int, is_write: bool
     ) -> None:
-        regions = rig.regions(7, REGION_BYTES)
         failure = UnheardError("of")
         calls: list[int] = []
 
-        def fill(first: int, buffers: Buffers) -> None:
+        def call(first: int, buffers: Buffers) -> None:
             calls.append(first)
             if first == fails_at:
                 raise failure
-            for buffer in buffers:
-                buffer[:] = 0
+            if is_write:
+                fill_payloads(first, buffers)
 
+        regions, lease_id = (rig.regions(7, REGION_BYTES), 0) if is_write else stored
+        holding_id = regions.ticket_id if is_write else lease_id
+        transfer = Transfer(holding_id, regions.offsets, REGION_BYTES, DEADLINE_S, 2 * REGION_BYTES)
+        move = rig.transport.write if is_write else rig.transport.read
         with pytest.raises(UnheardError) as caught:
-            rig.transport.write(
-                Transfer(regions.ticket_id, regions.offsets, REGION_BYTES, DEADLINE_S, 2 * REGION_BYTES), Source(fill)
-            )
-        assert caught.value is failure
-        assert calls == [*range(0, fails_at + 1, 2)]
-
-    @pytest.mark.parametrize("fails_at", [0, 4])
-    def test_an_exception_in_drain_ends_the_read_and_reaches_the_caller_unchanged(
-        self, rig: Rig, stored: tuple[Regions, int], fails_at: int
-    ) -> None:
-        regions, lease_id = stored
-        failure = UnheardError("of")
-        calls: list[int] = []
-
-        def drain(first: int, buffers: Buffers) -> None:
-            calls.append(first)
-            if first == fails_at:
-                raise failure
-
-        with pytest.raises(UnheardError) as caught:
-            rig.transport.read(
-                Transfer(lease_id, regions.offsets, REGION_BYTES, DEADLINE_S, 2 * REGION_BYTES), Sink(drain)
-            )
+            move(transfer, Source(call) if is_write else Sink(call))  # type: ignore[arg-type]
         assert caught.value is failure
         assert calls == [*range(0, fails_at + 1, 2)]
 
@@ -293,8 +256,7 @@ class TransportContract:
         regions = rig.regions(2, REGION_BYTES)
 
         def fill(first: int, buffers: Buffers) -> None:
-            for buffer in buffers:
-                buffer[:] = 0
+            fill_payloads(first, buffers)
             rig.pass_time(0.3)
 
         with pytest.raises(PoolTimeoutError):
@@ -313,15 +275,11 @@ class TransportContract:
     def test_no_regions_are_no_work(self, rig: Rig) -> None:
         regions = rig.regions(1, REGION_BYTES)
 
-        def never(first: int, buffers: Buffers) -> None:
-            raise AssertionError("called for nothing")
-
         rig.transport.write(Transfer(regions.ticket_id, (), REGION_BYTES, DEADLINE_S, 1), Source(never))
         self._write(rig, regions)
         rig.transport.read(Transfer(regions.seal(), (), REGION_BYTES, DEADLINE_S, 1), Sink(never))
 
     def test_threads_share_a_transport(self, rig: Rig) -> None:
-        failures: list[BaseException] = []
         all_regions = [rig.regions(5, REGION_BYTES) for _ in range(4)]
 
         def work(regions: Regions) -> None:
@@ -329,24 +287,15 @@ class TransportContract:
                 for idx, buffer in enumerate(buffers, first):
                     np.testing.assert_array_equal(buffer, payload(idx, REGION_BYTES))
 
-            try:
-                self._write(rig, regions, batch_bytes=1)
-                rig.transport.read(Transfer(regions.seal(), regions.offsets, REGION_BYTES, DEADLINE_S, 1), Sink(drain))
-            except BaseException as error:
-                failures.append(error)
+            self._write(rig, regions, batch_bytes=1)
+            rig.transport.read(Transfer(regions.seal(), regions.offsets, REGION_BYTES, DEADLINE_S, 1), Sink(drain))
 
-        threads = [threading.Thread(target=work, args=(regions,)) for regions in all_regions]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(20)
-            assert not thread.is_alive()
-        assert failures == []
+        with ThreadPoolExecutor(len(all_regions)) as threads:
+            list(threads.map(work, all_regions))
 
     def test_close_is_idempotent(self, rig: Rig) -> None:
-        with ExitStack() as stack:
-            stack.callback(rig.transport.close)
-            rig.transport.close()
+        rig.transport.close()
+        rig.transport.close()
 
 
 def _part(holding_id: int, regions: Regions, skip_bytes: int, nbytes: int) -> Transfer:

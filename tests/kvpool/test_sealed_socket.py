@@ -15,8 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpool.protocol.errors import TransferError
-from kvpool.transport.data_port import receive, receive_exactly, send, time_out
+from kvpool.transport.data_port import receive_some, time_out
 from kvpool.transport.sealed_socket import RANDOM_BYTES, RECORD_BYTES, SealedSocket
+from tests.support.data_client import receive_exactly
 
 SECRET = bytes(range(32))
 OVERHEAD_BYTES = 20
@@ -75,16 +76,24 @@ def test_buffers_of_any_sizes_arrive_in_order(sent: list[int], received: list[in
     for size in sent:
         views.append(memoryview(data)[start : start + size])
         start += size
-    sending = _in_background(lambda: (send(sender, views), sender.shutdown(socket.SHUT_WR)))
+
+    def send() -> None:
+        left = views
+        while left:
+            left = sender.send_some(left)
+        sender.shutdown(socket.SHUT_WR)
+
+    sending = _in_background(send)
     found, left = [], len(data)
     while left:
         buffers = []
         for size in received:
             buffers.append(bytearray(min(size, left)))
             left -= len(buffers[-1])
-        buffers = [buffer for buffer in buffers if buffer]
-        receive(receiver, [memoryview(buffer) for buffer in buffers])
         found += buffers
+        to_fill = [memoryview(buffer) for buffer in buffers if buffer]
+        while to_fill:
+            to_fill = receive_some(receiver, to_fill)
     with pytest.raises(EOFError):  # Nothing is behind the last record.
         receive_exactly(receiver, 1)
     sending.join(10)

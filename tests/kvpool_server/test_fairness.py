@@ -26,11 +26,12 @@ from kvpool.client.client import Client
 from kvpool.client.open_namespace import Namespace
 from kvpool.protocol import wire
 from kvpool.protocol.types import BlockRun
-from kvpool.transport.data_port import GREETING_BYTES, REPLY_BYTES, Header, Kind, Reply, Status, receive_exactly
+from kvpool.transport.data_port import GREETING_BYTES, REPLY_BYTES, Header, Kind, Reply, Status
 from kvpool.v1 import pool_pb2 as pb
 from kvpool.v1.pool_pb2_grpc import PoolStub
 from kvpool_server.rpc.inbox import MAX_STREAM_S
 from tests.support.calls import SERVICE
+from tests.support.data_client import receive_exactly
 from tests.support.processes import ServerProcess, wait_for
 from tests.support.values import block_hash, group_spec, namespace_spec
 from tests.support.workers import workers_of

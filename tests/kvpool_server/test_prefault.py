@@ -11,8 +11,8 @@ from pydantic import ByteSize
 from kvpool.protocol.errors import ConfigError
 from kvpool.transport.segment import Segment
 from kvpool_server.cache.allocator.arena import Arena
-from kvpool_server.memory import prefault
-from kvpool_server.memory.prefault import STEP_BYTES, Prefault, check_fits, check_free, free_bytes
+from kvpool_server.memory import arena_memory
+from kvpool_server.memory.arena_memory import STEP_BYTES, Prefault, check_fits, check_free, free_bytes
 
 MIB = 1 << 20
 
@@ -26,7 +26,7 @@ def cgroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "memory.stat").write_text(
         f"anon {50 * MIB}\nfile {45 * MIB}\nshmem {5 * MIB}\ninactive_file {30 * MIB}\nactive_file {10 * MIB}\n"
     )
-    monkeypatch.setattr(prefault, "CGROUP", tmp_path)
+    monkeypatch.setattr(arena_memory, "CGROUP", tmp_path)
     return tmp_path
 
 

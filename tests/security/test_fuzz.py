@@ -35,9 +35,9 @@ from kvpool.security.tokens import create_token, parse_lifetime, read_records
 from kvpool.transport.data_port import Header, Kind, Signer, pack_offsets
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.cache.limits import Limits
-from kvpool_server.data_plane.admission import Admission
-from kvpool_server.data_plane.connection import Connection
-from kvpool_server.data_plane.permits import PermitTable, TransferWord
+from kvpool_server.data_plane.admission import MAX_SEATS
+from kvpool_server.data_plane.connection import TALLY_COLUMNS, Connection, DataPort
+from kvpool_server.data_plane.permits import PermitTable
 from kvpool_server.events.encoder import Encoder
 from kvpool_server.events.history import History
 from kvpool_server.events.ledger import Ledger
@@ -182,9 +182,10 @@ def _pair() -> Iterator[tuple[socket.socket, socket.socket]]:
 
 def test_no_bytes_bring_a_data_worker_down_or_move_what_no_permit_covers() -> None:
     key = b"k" * 32
-    permits = PermitTable(key, 16, 1, 1)
+    permits = PermitTable(key, 16, 1, MAX_SEATS)
     arena = np.full(ARENA_BYTES, HIDDEN, np.uint8)
-    word, admission = TransferWord(permits.entries, permits.words_of(0)), Admission()
+    tally = np.zeros(TALLY_COLUMNS, np.uint64)
+    port = DataPort(arena.data, Signer(key), b"n" * 16, tally, permits.entries, permits.words_of(0))
     until = time.monotonic_ns() + (1 << 50)
     packed = {Kind.READ: pack_offsets(READABLE), Kind.WRITE: pack_offsets(WRITABLE)}
     shown = []
@@ -208,10 +209,10 @@ def test_no_bytes_bring_a_data_worker_down_or_move_what_no_permit_covers() -> No
         with _pair() as (client, server):
             client.sendall(sent)
             client.shutdown(socket.SHUT_WR)
-            seat = admission.admit(server, "127.0.0.1")
+            seat = port.admission.admit(server, "127.0.0.1")
             assert seat is not None
-            Connection(seat, admission, word, arena.data, Signer(key), b"n" * 16, lambda *_: None).serve()
-            admission.leave(seat)
+            Connection(seat, port).serve()
+            port.admission.leave(seat)
             server.close()
             client.settimeout(10)
             received = bytearray()

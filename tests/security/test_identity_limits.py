@@ -31,7 +31,6 @@ from kvpool.transport.data_port import (
     Status,
     pack_offsets,
     proof_of,
-    receive_exactly,
     time_out,
 )
 from kvpool.transport.sealed_socket import RANDOM_BYTES, SealedSocket
@@ -45,6 +44,7 @@ from kvpool_server.rpc import inbox
 from kvpool_server.rpc.inbox import Inbox
 from tests.security.conftest import Deploy
 from tests.security.test_access import Deployment
+from tests.support.data_client import receive_exactly
 from tests.support.processes import run_server, wait_for
 from tests.support.values import block_hash, group_spec, namespace_spec, payload, run_of
 

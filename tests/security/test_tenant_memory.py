@@ -22,7 +22,7 @@ from kvpool_server.cache.limits import Limits
 from tests.support.certificates import files_in, server_flags
 from tests.support.in_process_server import InProcessServer
 from tests.support.processes import ServerProcess, wait_for
-from tests.support.tenants import EXTENT, WHOLE, House, Owner
+from tests.support.tenants import EXTENT, WHOLE, House
 from tests.support.values import group_spec, namespace_spec, payload, run_of
 
 MIB = 1 << 20
@@ -272,34 +272,30 @@ def test_more_tenants_than_extents_get_room_from_the_one_idle_longest() -> None:
 # Namespaces
 
 
-def _open(house: House, tenant: str) -> Owner:
-    return house.owner(tenant=tenant)
-
-
 def test_a_tenant_closes_its_own_namespaces_only() -> None:
     house = _house(max_tenant_namespaces=4, namespace_idle_ms=1_000)
-    acme = [_open(house, "acme") for _ in range(4)]
+    acme = [house.owner(tenant="acme") for _ in range(4)]
     house.clock.advance(10)
     for _ in range(4):
-        _open(house, "umbra")
+        house.owner(tenant="umbra")
     with pytest.raises(OutOfSpaceError, match=r"tenant 'umbra' has 4 of them, with .* and may have 4, "):
-        _open(house, "umbra")
+        house.owner(tenant="umbra")
     house.clock.advance(2)
-    _open(house, "umbra")
+    house.owner(tenant="umbra")
     assert all(house.pool.namespace(owner.fingerprint) for owner in acme)
-    assert house.pool.namespace(_open(house, "acme").fingerprint)
+    assert house.pool.namespace(house.owner(tenant="acme").fingerprint)
     assert sum(house.pool.namespace(owner.fingerprint) is not None for owner in acme) == 3
 
 
 def test_where_all_have_too_many_those_with_most_close_theirs() -> None:
     house = _house(max_namespaces=8, namespace_idle_ms=1_000)
     tenants = ["acme"] * 4 + ["umbra"] * 2 + ["third", "fourth"]
-    owners = [_open(house, tenant) for tenant in tenants]
+    owners = [house.owner(tenant=tenant) for tenant in tenants]
     for tenant in ("acme", "umbra", "third"):
         with pytest.raises(OutOfSpaceError, match=f"tenant '{tenant}' has . of them, .* and no more than are left"):
-            _open(house, tenant)
+            house.owner(tenant=tenant)
     house.clock.advance(2)
-    owners.append(_open(house, "fifth"))
+    owners.append(house.owner(tenant="fifth"))
     are_open = [house.pool.namespace(owner.fingerprint) is not None for owner in owners]
     assert are_open == [False] + [True] * 8, "the oldest of those of acme, which has most, is closed"
 

@@ -15,9 +15,19 @@ from kvpool.transport.data_port import (
     Kind,
     Reply,
     Status,
+    Stream,
     pack_offsets,
-    receive_exactly,
+    receive_some,
 )
+
+
+def receive_exactly(connection: Stream, nbytes: int) -> bytes:
+    """The next `nbytes`. Raises EOFError if the peer has closed the connection, OSError if it has failed."""
+    received = bytearray(nbytes)
+    left = [memoryview(received)] if nbytes else []
+    while left:
+        left = receive_some(connection, left)
+    return bytes(received)
 
 
 class DataClient:

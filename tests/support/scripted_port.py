@@ -14,8 +14,8 @@ from enum import Enum
 import numpy as np
 
 from kvpool.transport.data_port import HEADER_BYTES, MAGIC, MAX_MESSAGE_BYTES, NO_ROOM, Header, Kind, Reply, Status
-from kvpool.transport.data_port import receive_exactly as receive
 from kvpool.transport.tcp_connection import Peer
+from tests.support.data_client import receive_exactly as receive
 
 NONCE = b"n" * 16
 TRICKLED_BYTES = 40

@@ -16,13 +16,14 @@ import numpy as np
 
 from kvpool.protocol.offers import DataPortInfo
 from kvpool.transport.base import Sink, Source, Transfer
-from kvpool.transport.data_port import Kind, pack_offsets
+from kvpool.transport.data_port import Kind, Signer, pack_offsets
 from kvpool.transport.mover import Movers
 from kvpool.transport.tcp import TcpTransport, peer_of
 from kvpool.transport.tcp_connection import Peer
 from kvpool_server.data_plane.admission import MAX_CONNECTIONS, MAX_SEATS, MAX_UNPROVEN, Admission
+from kvpool_server.data_plane.connection import TALLY_COLUMNS, DataPort
 from kvpool_server.data_plane.permits import PermitTable
-from kvpool_server.data_plane.worker import TALLY_COLUMNS, DataWorker
+from kvpool_server.data_plane.worker import serve
 from tests.support.processes import ServerProcess, wait_for
 
 KEY, NONCE = b"k" * 32, b"n" * 16
@@ -44,19 +45,17 @@ class Port:
         self.permits = PermitTable(KEY, NUM_ENTRIES, 1, MAX_SEATS, sealed=sealed)
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.info = DataPortInfo("", self.listener.getsockname()[1], NONCE, sealed)
-        admission, words = Admission(max_connections, max_unproven), self.permits.words_of(0)
-        worker = DataWorker(
-            self.listener,
+        port = DataPort(
             self.arena.data,
-            KEY,
+            Signer(KEY),
             NONCE,
             self.tally,
             self.permits.entries,
-            words,
-            admission,
-            sealed=sealed,
+            self.permits.words_of(0),
+            sealed,
+            Admission(max_connections, max_unproven),
         )
-        self.thread = threading.Thread(target=worker.serve, daemon=True)
+        self.thread = threading.Thread(target=serve, args=(self.listener, port), daemon=True)
         self.thread.start()
 
     def peer(self, stall_timeout_s: float = 5.0) -> Peer:

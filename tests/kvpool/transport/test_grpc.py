@@ -11,7 +11,15 @@ from kvpool.protocol.errors import InvalidRequestError, LeaseExpiredError, PoolT
 from kvpool.transport.base import Buffers, Sink, Source, Transfer
 from kvpool.transport.grpc import GrpcTransport
 from tests.conftest import Connect, StartServer
-from tests.contracts.transport_contract import DEADLINE_S, REGION_BYTES, Rig, ServerRegions, TransportContract
+from tests.contracts.transport_contract import (
+    DEADLINE_S,
+    REGION_BYTES,
+    Rig,
+    ServerRegions,
+    TransportContract,
+    fill_payloads,
+    never,
+)
 from tests.support.faults import stopped
 from tests.support.processes import ServerProcess
 
@@ -35,28 +43,17 @@ def rig(server: ServerProcess, connect: Connect) -> Iterator[Rig]:
 
 
 class TestContract(TransportContract):
-    @pytest.fixture
-    def rig(self, rig: Rig) -> Rig:
-        return rig
-
-
-def _zeros(first: int, buffers: Buffers) -> None:
-    for buffer in buffers:
-        buffer[:] = 0
-
-
-def _never(first: int, buffers: Buffers) -> None:
-    raise AssertionError("bytes arrived")
+    pass
 
 
 def test_a_ticket_that_is_not_live_writes_nothing(rig: Rig) -> None:
     with pytest.raises(LeaseExpiredError, match=r"ticket 0x7b is not live.*put_start again"):
-        rig.transport.write(Transfer(123, (0,), REGION_BYTES, DEADLINE_S, 1), Source(_zeros))
+        rig.transport.write(Transfer(123, (0,), REGION_BYTES, DEADLINE_S, 1), Source(fill_payloads))
 
 
 def test_a_lease_that_is_not_live_reads_nothing(rig: Rig) -> None:
     with pytest.raises(LeaseExpiredError, match=r"lease 0x7b is not live.*look up again"):
-        rig.transport.read(Transfer(123, (0,), REGION_BYTES, DEADLINE_S, 1), Sink(_never))
+        rig.transport.read(Transfer(123, (0,), REGION_BYTES, DEADLINE_S, 1), Sink(never))
 
 
 @pytest.mark.parametrize("shift", [-1, 1, REGION_BYTES, 1 << 40])
@@ -65,20 +62,22 @@ def test_bytes_beside_the_tickets_regions_are_refused(rig: Rig, shift: int) -> N
     middle = regions.offsets[1]
     outside = middle + shift if shift != REGION_BYTES else max(regions.offsets) + REGION_BYTES
     with pytest.raises(InvalidRequestError, match=rf"\[{outside}, {outside + REGION_BYTES}\) is in no region"):
-        rig.transport.write(Transfer(regions.ticket_id, (outside,), REGION_BYTES, DEADLINE_S, 1), Source(_zeros))
+        rig.transport.write(Transfer(regions.ticket_id, (outside,), REGION_BYTES, DEADLINE_S, 1), Source(fill_payloads))
 
 
 def test_bytes_beside_the_leased_blocks_are_refused(rig: Rig) -> None:
     ours, theirs = rig.regions(1, REGION_BYTES), rig.regions(1, REGION_BYTES)
 
     for regions in (ours, theirs):
-        rig.transport.write(Transfer(regions.ticket_id, regions.offsets, REGION_BYTES, DEADLINE_S, 1), Source(_zeros))
+        rig.transport.write(
+            Transfer(regions.ticket_id, regions.offsets, REGION_BYTES, DEADLINE_S, 1), Source(fill_payloads)
+        )
     lease_id = ours.seal()
     theirs.seal()
     with pytest.raises(InvalidRequestError, match="is in no block of lease"):
-        rig.transport.read(Transfer(lease_id, theirs.offsets, REGION_BYTES, DEADLINE_S, 1), Sink(_never))
+        rig.transport.read(Transfer(lease_id, theirs.offsets, REGION_BYTES, DEADLINE_S, 1), Sink(never))
     with pytest.raises(InvalidRequestError, match="is in no block of lease"):
-        rig.transport.read(Transfer(lease_id, (ours.offsets[0] + 1,), REGION_BYTES, DEADLINE_S, 1), Sink(_never))
+        rig.transport.read(Transfer(lease_id, (ours.offsets[0] + 1,), REGION_BYTES, DEADLINE_S, 1), Sink(never))
 
 
 def test_nothing_is_filled_once_a_write_has_ended(rig: Rig) -> None:

@@ -14,13 +14,6 @@ from tests.support.processes import wait_for
 MAX_HELPERS = 3
 
 
-class Ended(ThreadPoolExecutor):
-    """As at the interpreter's end."""
-
-    def submit(self, *_: object, **__: object) -> Future[Any]:
-        raise RuntimeError("cannot schedule new futures after interpreter shutdown")
-
-
 class Full(ThreadPoolExecutor):
     """As where the system allows no more threads: work stays queued for those that there are."""
 
@@ -57,11 +50,6 @@ def test_an_error_leaves_out_the_rest_and_reaches_the_caller(num_threads: int) -
     count = len(seen)
     assert 8 <= count < 100_000
     assert len(seen) == count, "somebody goes on"
-
-
-def test_helpers_work_beside_the_caller() -> None:
-    together = threading.Barrier(MAX_HELPERS + 1, timeout=10)
-    Helpers(MAX_HELPERS).share(range(MAX_HELPERS + 1), lambda _: together.wait())
 
 
 def test_what_no_helper_has_begun_is_done_by_the_caller_or_by_nobody() -> None:
@@ -116,13 +104,6 @@ def test_a_fork_has_threads_of_its_own() -> None:
     child.join(10)
 
 
-def test_at_the_interpreters_end_the_caller_does_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(helpers, "ThreadPoolExecutor", Ended)
-    seen: list[int] = []
-    Helpers(2).share(range(9), seen.append)
-    assert seen == list(range(9))
-
-
 def test_what_stays_queued_where_no_thread_can_start_is_done_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(helpers, "ThreadPoolExecutor", Full)
     team, done = Helpers(1), []
@@ -149,13 +130,11 @@ def test_after_their_end_there_are_no_threads_and_the_caller_does_all() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_cores", "sharers", "count"),
-    [(1, 1, 1), (2, 1, 1), (4, 1, 2), (16, 1, 8), (16, 2, 4), (16, 64, 1), (192, 1, 8)],
+    ("num_cores", "sharers", "cores_a_mover", "count"),
+    [
+        *((1, 1, 2, 1), (2, 1, 2, 1), (4, 1, 2, 2), (16, 1, 2, 8), (16, 2, 2, 4), (16, 64, 2, 1), (192, 1, 2, 8)),
+        *((1, 1, 1, 1), (2, 1, 1, 2), (2, 2, 1, 1), (4, 1, 1, 4), (16, 4, 1, 4)),
+    ],
 )
-def test_few_cores_have_no_threads_to_spare(num_cores: int, sharers: int, count: int) -> None:
-    assert movers_of(num_cores, sharers) == count
-
-
-@pytest.mark.parametrize(("num_cores", "sharers", "count"), [(1, 1, 1), (2, 1, 2), (2, 2, 1), (4, 1, 4), (16, 4, 4)])
-def test_through_shared_memory_every_core_moves_bytes(num_cores: int, sharers: int, count: int) -> None:
-    assert movers_of(num_cores, sharers, cores_a_mover=1) == count
+def test_few_cores_have_no_threads_to_spare(num_cores: int, sharers: int, cores_a_mover: int, count: int) -> None:
+    assert movers_of(num_cores, sharers, cores_a_mover) == count

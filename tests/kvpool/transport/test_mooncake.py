@@ -6,9 +6,9 @@ import dataclasses
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
@@ -21,11 +21,20 @@ from kvpool.client.transport_choice import choose
 from kvpool.protocol.errors import ChecksumError, ConfigError, PoolTimeoutError, TransferError, UnavailableError
 from kvpool.protocol.offers import MooncakeInfo, Offer
 from kvpool.transport import mooncake
-from kvpool.transport.base import Buffers, Sink, Source, Transfer
+from kvpool.transport.base import Buffers, Clock, Sink, Source, Transfer, Transport
 from kvpool.transport.mooncake import MooncakeTransport
 from kvpool.transport.mooncake_engine import RDMA_DEVICES, Engine
 from tests.conftest import Connect, StartServer
-from tests.contracts.transport_contract import DEADLINE_S, REGION_BYTES, Regions, Rig, ServerRegions, TransportContract
+from tests.contracts.transport_contract import (
+    DEADLINE_S,
+    REGION_BYTES,
+    Regions,
+    Rig,
+    ServerRegions,
+    TransportContract,
+    fill_payloads,
+    never,
+)
 from tests.support.clock import FakeClock
 from tests.support.faults import flip_arena, offer_elsewhere, stopped
 from tests.support.processes import ServerProcess, run_command, wait_for
@@ -66,18 +75,7 @@ def rig(server: ServerProcess, connect: Connect) -> Iterator[Rig]:
 
 
 class TestContract(TransportContract):
-    @pytest.fixture
-    def rig(self, rig: Rig) -> Rig:
-        return rig
-
-
-def _never(first: int, buffers: Buffers) -> None:
-    raise AssertionError("bytes arrived")
-
-
-def _zeros(first: int, buffers: Buffers) -> None:
-    for buffer in buffers:
-        buffer[:] = 0
+    pass
 
 
 @contextmanager
@@ -100,30 +98,32 @@ def _moves(transport: MooncakeTransport, held: Regions) -> bool:
     return True
 
 
-def test_blocks_that_were_put_are_got_by_another_client(server: ServerProcess, connect: Connect) -> None:
-    spec = namespace_spec(group_spec(chunk_bytes=100_000, num_shards=2))
-    run, payloads = run_of(*range(30)), [payload(idx, 200_000) for idx in range(30)]
-    writer, reader = connect(server, transport="mooncake"), connect(server, transport="mooncake")
-    assert writer.put_blocks(writer.open_namespace(spec), run, payloads).receipt.num_complete == 30
-    namespace = reader.open_namespace(spec)
-    assert namespace.transport.name == "mooncake"
-    found = reader.lookup(namespace, [run])
-    blocks = reader.get_blocks(namespace, found.lease_id, run)
-    for block, expected in zip(blocks, payloads, strict=True):
-        assert block is not None
-        np.testing.assert_array_equal(block, expected)
-
-
-def test_a_flipped_bit_never_arrives_as_a_block(start_server: StartServer, connect: Connect) -> None:
+def test_a_block_is_got_by_another_client_and_a_flipped_bitnever_arrives(
+    start_server: StartServer, connect: Connect
+) -> None:
     server = start_server()
-    client = connect(server, transport="mooncake")
-    namespace = client.open_namespace(namespace_spec())
-    client.put_blocks(namespace, run_of("a"), [payload("a", 256)])
-    found = client.lookup(namespace, [run_of("a")])
+    writer, reader = connect(server, transport="mooncake"), connect(server, transport="mooncake")
+    spec, run, block = namespace_spec(), run_of("a"), payload("a", 256)
+    writer.put_blocks(writer.open_namespace(spec), run, [block])
+    namespace = reader.open_namespace(spec)
+    found = reader.lookup(namespace, [run])
+    (got,) = reader.get_blocks(namespace, found.lease_id, run)
+    np.testing.assert_array_equal(got, block)
     flip_arena(server)
     with pytest.raises(ChecksumError, match="1 blocks differ from their checksums"):
-        client.get_blocks(namespace, found.lease_id, run_of("a"))
-    assert client.lookup(namespace, [run_of("a")]).hits[0].num_leading == 0
+        reader.get_blocks(namespace, found.lease_id, run)
+    assert reader.lookup(namespace, [run]).hits[0].num_leading == 0
+
+
+@contextmanager
+def _another(
+    rig: Rig, stall_timeout_s: float = 5.0, clock: Clock = time.monotonic, **change: object
+) -> Iterator[MooncakeTransport]:
+    """A transport with an engine of its own to the rig's server, or to one whose `info` differs."""
+    assert isinstance(rig.transport, MooncakeTransport)
+    info: MooncakeInfo = dataclasses.replace(rig.transport.info, **change)  # type: ignore[arg-type]
+    with closing(MooncakeTransport(info, Engine.start("127.0.0.1", "tcp"), stall_timeout_s, clock)) as transport:
+        yield transport
 
 
 def test_more_regions_than_are_under_way_at_once(rig: Rig) -> None:
@@ -146,15 +146,11 @@ def test_more_regions_than_are_under_way_at_once(rig: Rig) -> None:
 
 def test_a_region_beyond_the_arena_is_refused_before_any_byte_moves(rig: Rig) -> None:
     with pytest.raises(TransferError, match=r"beyond the arena's 67108864 bytes"):
-        rig.transport.write(Transfer(1, (0, 64 * MIB - 9), 10, DEADLINE_S, MIB), Source(_never))
+        rig.transport.write(Transfer(1, (0, 64 * MIB - 9), 10, DEADLINE_S, MIB), Source(never))
 
 
 def test_a_writer_that_was_stopped_for_longer_than_its_deadline_writes_no_more(rig: Rig) -> None:
-    regions = rig.regions(2, REGION_BYTES)
-    opened = rig.transport
-    assert isinstance(opened, MooncakeTransport)
-    clock = FakeClock()
-    transport = MooncakeTransport(opened.info, Engine.start("127.0.0.1", "tcp"), 1.0, clock)
+    regions, clock = rig.regions(2, REGION_BYTES), FakeClock()
 
     def fill(first: int, buffers: Buffers) -> None:
         assert first == 0, "it went on after its deadline"
@@ -162,14 +158,13 @@ def test_a_writer_that_was_stopped_for_longer_than_its_deadline_writes_no_more(r
             buffer[:] = 77
         clock.advance(60)  # SIGSTOP, a debugger, a machine that was suspended.
 
-    before = _arena_bytes(opened, regions.offsets)
-    with pytest.raises(PoolTimeoutError, match=r"more than 5\.000 s"):
+    before = _arena_bytes(rig.transport, regions.offsets)
+    with _another(rig, 1.0, clock) as transport, pytest.raises(PoolTimeoutError, match=r"more than 5\.000 s"):
         transport.write(Transfer(1, regions.offsets, REGION_BYTES, 5.0, REGION_BYTES), Source(fill))
-    transport.close()
-    assert _arena_bytes(opened, regions.offsets) == before
+    assert _arena_bytes(rig.transport, regions.offsets) == before
 
 
-def _arena_bytes(transport: MooncakeTransport, offsets: Sequence[int]) -> list[bytes]:
+def _arena_bytes(transport: Transport, offsets: Sequence[int]) -> list[bytes]:
     read: list[bytes] = []
     transport.read(
         Transfer(1, offsets, REGION_BYTES, DEADLINE_S, MIB),
@@ -181,48 +176,33 @@ def _arena_bytes(transport: MooncakeTransport, offsets: Sequence[int]) -> list[b
 def test_a_closed_transport_moves_nothing(rig: Rig) -> None:
     rig.transport.close()
     with pytest.raises(TransferError, match="is closed"):
-        rig.transport.read(Transfer(1, (0,), 10, DEADLINE_S, MIB), Sink(_never))
+        rig.transport.read(Transfer(1, (0,), 10, DEADLINE_S, MIB), Sink(never))
 
 
 def test_calls_that_need_more_memory_than_there_is_wait_for_each_other(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opened = rig.transport
-    assert isinstance(opened, MooncakeTransport)
     monkeypatch.setattr(mooncake, "STAGING_BYTES", 3 * MIB)
-    transport = MooncakeTransport(opened.info, Engine.start("127.0.0.1", "tcp"), 5.0)
     regions = rig.regions(8, MIB)
-    transport.write(Transfer(regions.ticket_id, regions.offsets, MIB, DEADLINE_S, 1), Source(_zeros))
-    failures: list[BaseException] = []
 
-    def work() -> None:
-        try:
-            transport.read(Transfer(1, regions.offsets, MIB, DEADLINE_S, 1), Sink(lambda *_: time.sleep(0.01)))
-        except BaseException as error:
-            failures.append(error)
+    def read(transport: MooncakeTransport) -> None:
+        transport.read(Transfer(1, regions.offsets, MIB, DEADLINE_S, 1), Sink(lambda *_: time.sleep(0.01)))
 
-    threads = [threading.Thread(target=work) for _ in range(12)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(DEADLINE_S)
-    assert failures == []
-    transport.close()
+    with _another(rig) as transport, ThreadPoolExecutor(12) as threads:
+        transport.write(Transfer(regions.ticket_id, regions.offsets, MIB, DEADLINE_S, 1), Source(fill_payloads))
+        list(threads.map(read, [transport] * 12))
 
 
 def test_a_region_larger_than_the_registered_memory_is_moved(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened = rig.transport
-    assert isinstance(opened, MooncakeTransport)
     monkeypatch.setattr(mooncake, "STAGING_BYTES", MIB)
-    transport = MooncakeTransport(opened.info, Engine.start("127.0.0.1", "tcp"), 5.0)
     nbytes = 3 * MIB + 1
     regions, read = rig.regions(3, nbytes), [np.zeros(nbytes, np.uint8) for _ in range(3)]
     written = [payload(idx, nbytes) for idx in range(3)]
     transfer = Transfer(regions.ticket_id, regions.offsets, nbytes, DEADLINE_S)
-    transport.write(transfer, Source(rows=[[row] for row in written]))
-    transport.read(transfer, Sink(rows=[[row] for row in read]))
+    with _another(rig) as transport:
+        transport.write(transfer, Source(rows=[[row] for row in written]))
+        transport.read(transfer, Sink(rows=[[row] for row in read]))
     assert all((one == other).all() for one, other in zip(written, read, strict=True))
-    transport.close()
 
 
 def test_a_server_killed_in_the_middle_of_a_read_is_an_error_within_the_deadline(
@@ -244,7 +224,7 @@ def test_a_server_killed_in_the_middle_of_a_read_is_an_error_within_the_deadline
     assert time.monotonic() - started < DEADLINE_S
     assert 4 in seen and len(seen) < 24
     with pytest.raises((UnavailableError, TransferError)):
-        transport.read(Transfer(1, held.offsets, MIB, DEADLINE_S, MIB), Sink(_never))
+        transport.read(Transfer(1, held.offsets, MIB, DEADLINE_S, MIB), Sink(never))
 
 
 def test_a_read_that_stands_still_is_given_up_and_its_buffers_are_nobodys_until_it_ends(
@@ -257,10 +237,10 @@ def test_a_read_that_stands_still_is_given_up_and_its_buffers_are_nobodys_until_
     with _frozen(server):
         started = time.monotonic()
         with pytest.raises(PoolTimeoutError, match=r"sent nothing for 0\.200 s"):
-            transport.read(Transfer(1, held.offsets, MIB, 60.0, MIB), Sink(_never))
+            transport.read(Transfer(1, held.offsets, MIB, 60.0, MIB), Sink(never))
         assert time.monotonic() - started < 10
         with pytest.raises(PoolTimeoutError, match=r"held all 1048576 bytes"):
-            transport.read(Transfer(1, held.offsets, MIB, 0.5, MIB), Sink(_never))
+            transport.read(Transfer(1, held.offsets, MIB, 0.5, MIB), Sink(never))
     wait_for(lambda: _moves(transport, held), "what was given up to end")
 
 
@@ -329,12 +309,8 @@ def test_an_engine_that_does_not_answer_at_first_contact_is_an_error_within_the_
 def test_an_engine_that_does_not_reach_the_servers_memory_is_found_out(
     rig: Rig, change: dict[str, object], error: type[Exception]
 ) -> None:
-    assert isinstance(rig.transport, MooncakeTransport)
-    info: MooncakeInfo = dataclasses.replace(rig.transport.info, **change)  # type: ignore[arg-type]
-    transport = MooncakeTransport(info, Engine.start("127.0.0.1", "tcp"), 1.0)
-    with pytest.raises(error):
+    with _another(rig, 1.0, **change) as transport, pytest.raises(error):
         transport.prove(DEADLINE_S)
-    transport.close()
 
 
 def test_a_server_without_an_engine_says_how_to_get_one(shared_server: ServerProcess, connect: Connect) -> None:

@@ -12,7 +12,7 @@ from kvpool.transport import shm
 from kvpool.transport.base import Buffers, Sink, Source, Transfer
 from kvpool.transport.segment import Segment
 from kvpool.transport.shm import MIN_SHARED_BYTES, ShmTransport
-from tests.contracts.transport_contract import Rig, ServerRegions, TransportContract
+from tests.contracts.transport_contract import Rig, ServerRegions, TransportContract, never
 from tests.support.clock import FakeClock
 
 
@@ -34,14 +34,10 @@ def segment() -> Iterator[Segment]:
     made.close()
 
 
-def _never(first: int, buffers: Buffers) -> None:
-    raise AssertionError("called")
-
-
 @pytest.mark.parametrize("offset", [(1 << 16) - 9, 1 << 16, 1 << 60])
 def test_a_region_beyond_the_segment_is_refused_before_any_byte_moves(segment: Segment, offset: int) -> None:
     with pytest.raises(TransferError, match=rf"ends at {offset + 10}, beyond the arena's 65536 bytes"):
-        ShmTransport(segment).write(Transfer(1, (0, offset), 10, 1.0, 1 << 20), Source(_never))
+        ShmTransport(segment).write(Transfer(1, (0, offset), 10, 1.0, 1 << 20), Source(never))
 
 
 def test_the_last_bytes_of_the_segment_are_a_region(segment: Segment) -> None:
@@ -67,7 +63,7 @@ def test_a_closed_transport_moves_nothing(segment: Segment) -> None:
     transport = ShmTransport(segment)
     transport.close()
     with pytest.raises(TransferError):
-        transport.read(Transfer(1, (0,), 10, 1.0, 1), Sink(_never))
+        transport.read(Transfer(1, (0,), 10, 1.0, 1), Sink(never))
 
 
 @pytest.mark.parametrize("in_place", [False, True])

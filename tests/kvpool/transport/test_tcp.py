@@ -34,10 +34,10 @@ from kvpool.transport.data_port import pack_offsets as pack
 from kvpool.transport.tcp import TcpTransport
 from kvpool.transport.tcp_connection import Peer
 from tests.conftest import Connect, StartServer
-from tests.contracts.transport_contract import DEADLINE_S, Regions, Rig, TransportContract
+from tests.contracts.transport_contract import DEADLINE_S, Regions, Rig, TransportContract, never
 from tests.support.processes import ServerProcess, wait_for
 from tests.support.values import group_spec, namespace_spec, payload, run_of
-from tests.support.workers import Permitted, Port, data_port, is_worker, workers_of
+from tests.support.workers import Permitted, Port, data_port, is_worker, workers_of, workers_stopped
 
 MIB = 1 << 20
 
@@ -75,13 +75,7 @@ def rig(port: Port, num_connections: int) -> Iterator[Rig]:
 
 
 class TestContract(TransportContract):
-    @pytest.fixture
-    def rig(self, rig: Rig) -> Rig:
-        return rig
-
-
-def _never(first: int, buffers: Buffers) -> None:
-    raise AssertionError("bytes arrived")
+    pass
 
 
 def _ignore(first: int, buffers: Buffers) -> None:
@@ -99,18 +93,6 @@ def transport(port: Port, num_connections: int) -> Iterator[TcpTransport]:
         yield transport
 
 
-def test_bytes_that_lie_ready_are_sent_from_there(port: Port, transport: TcpTransport) -> None:
-    region_bytes = 300_000
-    offsets = [nth * region_bytes + nth // 2 * 8 for nth in range(7)]
-    blocks = [payload(idx, region_bytes) for idx in range(7)]
-
-    permit = port.permit(Kind.WRITE, 1, offsets, region_bytes)
-    rows = [[block[:1_000], block[1_000:]] for block in blocks]
-    transport.write(Transfer(1, offsets, region_bytes, DEADLINE_S, 2 * region_bytes, permit), Source(rows=rows))
-    for offset, block in zip(offsets, blocks, strict=True):
-        assert np.array_equal(port.arena[offset : offset + region_bytes], block)
-
-
 def test_a_forged_permit_moves_nothing(port: Port, transport: TcpTransport) -> None:
     # Of a sealed connection a forged permit gives no key: the worker cannot even say why.
     match = "not for these regions, or of another boot" + "|connection to .* ended" * port.info.sealed
@@ -125,8 +107,10 @@ def test_a_forged_permit_moves_nothing(port: Port, transport: TcpTransport) -> N
         with pytest.raises(TransferError, match=match):
             transport.write(Transfer(1, offsets, region_bytes, DEADLINE_S, MIB, permit), Source(_sevens))
     with pytest.raises(TransferError, match=match):
-        transport.read(Transfer(1, [0], 64, DEADLINE_S, MIB, granted), Sink(_never))  # It is one to write.
+        transport.read(Transfer(1, [0], 64, DEADLINE_S, MIB, granted), Sink(never))  # It is one to write.
     assert np.array_equal(port.arena, before)
+    transport.write(Transfer(1, [0], 64, DEADLINE_S, MIB, granted), Source(_sevens))  # The transport goes on.
+    assert set(port.arena[:64]) == {7}
 
 
 def test_an_expired_permit_moves_nothing(port: Port, transport: TcpTransport) -> None:
@@ -136,7 +120,7 @@ def test_an_expired_permit_moves_nothing(port: Port, transport: TcpTransport) ->
         transport.write(Transfer(1, [0], 64, DEADLINE_S, MIB, permit), Source(_sevens))
     permit = port.permit(Kind.READ, 1, [0], 64, ttl_s=0)
     with pytest.raises(LeaseExpiredError, match="has expired"):
-        transport.read(Transfer(1, [0], 64, DEADLINE_S, MIB, permit), Sink(_never))
+        transport.read(Transfer(1, [0], 64, DEADLINE_S, MIB, permit), Sink(never))
     assert np.array_equal(port.arena, before)
 
 
@@ -144,14 +128,7 @@ def test_regions_beyond_the_arena_are_refused_even_with_a_permit(port: Port, tra
     for offset in (len(port.arena) - 63, 1 << 63, (1 << 64) - 1):
         permit = port.permit(Kind.READ, 1, [offset], 64)
         with pytest.raises(InvalidRequestError, match="beyond the arena"):
-            transport.read(Transfer(1, [offset], 64, DEADLINE_S, MIB, permit), Sink(_never))
-
-
-def test_a_transport_goes_on_after_a_refusal(port: Port, transport: TcpTransport) -> None:
-    with pytest.raises(TransferError):
-        transport.write(Transfer(1, [0], 64, DEADLINE_S, MIB, bytes(24)), Source(_sevens))
-    transport.write(Transfer(1, [0], 64, DEADLINE_S, MIB, port.permit(Kind.WRITE, 1, [0], 64)), Source(_sevens))
-    assert set(port.arena[:64]) == {7}
+            transport.read(Transfer(1, [offset], 64, DEADLINE_S, MIB, permit), Sink(never))
 
 
 def test_nothing_is_written_once_a_permit_has_expired_on_the_way(plain_port: Port) -> None:
@@ -205,16 +182,19 @@ def test_who_speaks_another_language_is_told_so_and_hung_up_on(plain_port: Port,
         assert client.recv(1) == b""
 
 
-def test_regions_that_the_permit_does_not_have_are_refused(plain_port: Port) -> None:
+@pytest.mark.parametrize(
+    "move",
+    [
+        Header(Kind.MOVE, 0, 2, 64),
+        Header(Kind.MOVE, 1, 2, 64),
+        Header(Kind.MOVE, 0, 1, 64, 1),
+        Header(Kind.MOVE, 0, 1, 1, 64),
+        Header(Kind.MOVE, 0, 1, 65),
+        Header(Kind.MOVE, 0, 1, 64, (1 << 64) - 64),
+    ],
+)
+def test_regions_and_bytes_that_the_permit_does_not_have_are_refused(plain_port: Port, move: Header) -> None:
     with _greeted(plain_port) as client:
-        client.sendall(_shown(plain_port, Kind.READ, [0, 64], 64) + Header(Kind.MOVE, 1, 3, 64).encode())
-        assert _reply(client) is Status.INVALID
-
-
-@pytest.mark.parametrize(("skip_bytes", "nbytes"), [(1, 64), (64, 1), (0, 65), ((1 << 64) - 64, 64)])
-def test_bytes_beyond_the_regions_of_the_permit_are_refused(plain_port: Port, skip_bytes: int, nbytes: int) -> None:
-    with _greeted(plain_port) as client:
-        move = Header(Kind.MOVE, 0, 1, nbytes, skip_bytes)
         client.sendall(_shown(plain_port, Kind.READ, [64], 64) + move.encode())
         assert _reply(client) is Status.INVALID
 
@@ -226,7 +206,7 @@ def test_too_many_connections_are_told_that_there_is_no_room(num_connections: in
             busy.sendall(_shown(port, Kind.WRITE, [0], 64) + Header(Kind.MOVE, 0, 1, 64).encode())
             wait_for(lambda: 1 in port.permits.active(), "the other's write to begin")
             with pytest.raises(UnavailableError, match="accepts no more connections; raise --data-workers"):
-                transport.read(Transfer(1, [0], 64, DEADLINE_S, MIB, permit), Sink(_never))
+                transport.read(Transfer(1, [0], 64, DEADLINE_S, MIB, permit), Sink(never))
         wait_for(lambda: _moves(port, transport), "room, once the other has gone")
 
 
@@ -276,7 +256,7 @@ def test_nothing_is_left_of_a_closed_transport(port: Port, num_connections: int)
     transport.close()
     wait_for(lambda: left() == (0, 0), "its threads and sockets to be gone")
     with pytest.raises(TransferError, match="is closed"):
-        transport.read(Transfer(1, [0], 64, DEADLINE_S, MIB, port.permit(Kind.READ, 1, [0], 64)), Sink(_never))
+        transport.read(Transfer(1, [0], 64, DEADLINE_S, MIB, port.permit(Kind.READ, 1, [0], 64)), Sink(never))
 
 
 def _connections_to(port: int) -> int:
@@ -398,12 +378,10 @@ def test_stopped_workers_end_reads_when_they_stand_still_and_writes_at_their_dea
     server: ServerProcess, connect: Connect
 ) -> None:
     stored = Stored(connect(server, transport="tcp"))
-    client, workers = connect(server, transport="tcp", stall_timeout_ms=300, data_timeout_ms=2_000), workers_of(server)
+    client = connect(server, transport="tcp", stall_timeout_ms=300, data_timeout_ms=2_000)
     namespace = client.open_namespace(stored.namespace.spec)
     lease_id = client.lookup(namespace, [stored.run]).lease_id
-    for pid in workers:
-        os.kill(pid, signal.SIGSTOP)
-    try:
+    with workers_stopped(server):
         with pytest.raises((PoolTimeoutError, UnavailableError), match=r"sent nothing for 0\.300 s|no answer"):
             client.get(namespace, lease_id, [stored.run], lambda *_: None, batch_bytes=MIB)
         started = time.monotonic()
@@ -411,9 +389,6 @@ def test_stopped_workers_end_reads_when_they_stand_still_and_writes_at_their_dea
         with pytest.raises((PoolTimeoutError, UnavailableError)):
             client.put(namespace, [run], lambda _, buffers: None)
         assert time.monotonic() - started < DEADLINE_S
-    finally:
-        for pid in workers:
-            os.kill(pid, signal.SIGCONT)
     wait_for(stored.check, "the workers to go on")
     wait_for(lambda: client.admin.stats().counters["revoked_tickets"] == 1, "the ticket to be revoked")
     wait_for(lambda: client.admin.stats().num_quarantined == 0, "the workers to leave the slots of the failed put")
@@ -425,17 +400,11 @@ def test_nobody_writes_into_the_callers_arrays_once_a_get_has_failed(server: Ser
     arrays = [np.full(MIB, 0xEE, np.uint8) for _ in range(24)]
     namespace = client.open_namespace(stored.namespace.spec)
     lease_id = client.lookup(namespace, [stored.run]).lease_id
-    workers = workers_of(server)
-    for pid in workers:
-        os.kill(pid, signal.SIGSTOP)
-    try:
+    with workers_stopped(server):
         with pytest.raises((PoolTimeoutError, UnavailableError)):
             client.get(namespace, lease_id, [stored.run], InPlace(arrays))
         for array in arrays:
             array[:] = 0xEE  # They are the caller's own again.
-    finally:
-        for pid in workers:
-            os.kill(pid, signal.SIGCONT)
     wait_for(stored.check, "the workers to go on")
     assert all((array == 0xEE).all() for array in arrays)
 
@@ -503,13 +472,8 @@ def test_a_port_that_does_not_answer_means_grpc_and_ping_says_why(server: Server
     choice = connect(server, transport="network").admin.try_transport()
     with closing(choice.transport):
         assert choice.route.startswith("tcp over the data port 127.0.0.1:") and not choice.is_fallback
-    for pid in workers_of(server):
-        os.kill(pid, signal.SIGSTOP)
-    try:
+    with workers_stopped(server):
         choice = connect(server, transport="network", stall_timeout_ms=300).admin.try_transport()
-    finally:
-        for pid in workers_of(server):
-            os.kill(pid, signal.SIGCONT)
     assert choice.transport.name == "grpc"
     assert choice.is_fallback and "no answer in time" in choice.route
     assert choice.route.startswith("grpc (slow: cannot reach the data port 127.0.0.1:")

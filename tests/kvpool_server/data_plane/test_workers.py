@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from typing import Any
 
@@ -35,12 +35,28 @@ def permits() -> Iterator[PermitTable]:
         yield permits
 
 
+@pytest.fixture
+def workers(segment: Segment, permits: PermitTable, monkeypatch: pytest.MonkeyPatch) -> Iterator[DataWorkers]:
+    monkeypatch.setattr(module, "LOOK_EVERY_S", 0.01)
+    made = DataWorkers("127.0.0.1", 0, "", segment, permits)
+    yield made
+    made.stop()
+
+
+def _watch(workers: DataWorkers, until: Callable[[], object], what: str) -> None:
+    async def watch() -> None:
+        task = asyncio.create_task(workers.watch())
+        await asyncio.to_thread(wait_for, until, what)
+        assert not task.done()
+        task.cancel()
+
+    asyncio.run(watch())
+
+
 def test_a_worker_that_cannot_be_replaced_is_replaced_later(
-    segment: Segment, permits: PermitTable, monkeypatch: pytest.MonkeyPatch
+    workers: DataWorkers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "REPLACE_S", (0.01, 0.05))
-    monkeypatch.setattr(module, "LOOK_EVERY_S", 0.01)
-    workers = DataWorkers("127.0.0.1", 0, "", segment, permits)
     refused = []
 
     def refuse_twice(*arguments: Any, **options: Any) -> ChildProcess:
@@ -50,41 +66,18 @@ def test_a_worker_that_cannot_be_replaced_is_replaced_later(
         return ChildProcess(*arguments, **options)
 
     monkeypatch.setattr(module, "ChildProcess", refuse_twice)
-
-    async def watch() -> None:
-        (first,) = workers.pids
-        os.kill(first, signal.SIGKILL)
-        task = asyncio.create_task(workers.watch())
-        await asyncio.to_thread(wait_for, lambda: workers.pids != [first], "the next worker")
-        assert not task.done()
-        task.cancel()
-
-    try:
-        asyncio.run(watch())
-        assert len(refused) == 2
-    finally:
-        workers.stop()
+    (first,) = workers.pids
+    os.kill(first, signal.SIGKILL)
+    _watch(workers, lambda: workers.pids != [first], "the next worker")
+    assert len(refused) == 2
 
 
-def test_a_worker_that_dies_leaves_the_slots_that_it_was_moving(
-    segment: Segment, permits: PermitTable, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "LOOK_EVERY_S", 0.01)
-    workers = DataWorkers("127.0.0.1", 0, "", segment, permits)
+def test_a_worker_that_dies_leaves_the_slots_that_it_was_moving(workers: DataWorkers, permits: PermitTable) -> None:
     permit = permits.permit(Kind.WRITE, 7, 1 << 62, 1 << 20, pack_offsets([0]))
-
-    async def watch() -> None:
-        task = asyncio.create_task(workers.watch())
-        await asyncio.to_thread(wait_for, lambda: 7 not in permits.active(), "the dead worker's word to be cleared")
-        task.cancel()
-
-    try:
-        with DataClient(workers.info.port, workers.info.nonce) as client:
-            client.show(Kind.WRITE, 7, [0], 1 << 20, permit)
-            client.move(0, 1, 1 << 20, b"the first bytes")
-            wait_for(lambda: 7 in permits.active(), "the worker to begin")
-            os.kill(workers.pids[0], signal.SIGKILL)
-            assert not permits.end(7)
-            asyncio.run(watch())
-    finally:
-        workers.stop()
+    with DataClient(workers.info.port, workers.info.nonce) as client:
+        client.show(Kind.WRITE, 7, [0], 1 << 20, permit)
+        client.move(0, 1, 1 << 20, b"the first bytes")
+        wait_for(lambda: 7 in permits.active(), "the worker to begin")
+        os.kill(workers.pids[0], signal.SIGKILL)
+        assert not permits.end(7)
+        _watch(workers, lambda: 7 not in permits.active(), "the dead worker's word to be cleared")
