@@ -15,7 +15,15 @@ from pathlib import Path
 from cryptography import x509
 
 from kvpool.protocol.errors import ConfigError, InvalidRequestError
-from kvpool.security.certificates import CA_NAME, CERTIFICATE_NAME, KEY_NAME, load_certificates, load_key, read_pem
+from kvpool.security.certificates import (
+    CA_NAME,
+    CERTIFICATE_NAME,
+    KEY_NAME,
+    load_certificates,
+    load_key,
+    read_pem,
+    uris_of,
+)
 from kvpool.security.file_permissions import require_private
 from kvpool.security.principal import Principal
 from kvpool.security.watched_files import WatchedFiles
@@ -140,11 +148,7 @@ class WatchedIdentity(WatchedFiles[TlsIdentity]):
 
 
 def _principal(certificate: x509.Certificate) -> Principal | None:
-    try:
-        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    except x509.ExtensionNotFound:
-        return None
-    uris = names.get_values_for_type(x509.UniformResourceIdentifier)
+    uris = uris_of(certificate)
     try:
         return Principal.parse(uris[0]) if len(uris) == 1 else None
     except InvalidRequestError:
