@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -51,28 +50,14 @@ class InPlace:
                 raise InvalidRequestError(f"block {idx} has {found} bytes; it must have {nbytes}")
 
 
-class FillBlocks(Protocol):
-    """The callback of a put."""
+FillBlocks = Callable[[Sequence[int], Buffers], Checksums | None]
+DrainBlocks = FillBlocks
+"""The callback of a put, or of a get, with the arguments `indices` and `buffers`.
 
-    def __call__(self, indices: Sequence[int], buffers: Buffers, /) -> Checksums | None:
-        """Writes block `indices[i]`, counted over all runs, into `buffers[i]`: uint8 [shards.count * chunk_bytes].
-
-        Returns:
-            None: the bytes are there. A callable, which any thread may call: it waits for the bytes, and returns one
-            checksum a chunk; for callbacks that compute checksums while copying.
-        """
-
-
-class DrainBlocks(Protocol):
-    """The callback of a get."""
-
-    def __call__(self, indices: Sequence[int], buffers: Buffers, /) -> Checksums | None:
-        """Copies block `indices[i]`, counted over all runs, from `buffers[i]`: uint8 [shards.count * chunk_bytes].
-
-        Returns:
-            None: the bytes were copied. A callable: it waits for the copy, and returns one checksum a chunk; for
-            callbacks that compute checksums while copying (`Client.get`, `drain_sums`).
-        """
+A put's writes block `indices[i]`, counted over all runs, into `buffers[i]`, uint8 [shards.count * chunk_bytes]; a get's
+copies the block from there. Returns None: the bytes were copied. Or a callable, which any thread may call: it waits for
+the copy, and returns one checksum a chunk; for callbacks that compute checksums while copying (a get: `drain_sums`).
+"""
 
 
 class BlockWriter:

@@ -19,12 +19,13 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from queue import Empty, SimpleQueue
-from typing import Any, Protocol
+from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
 
 from kvpool.protocol.errors import InvalidReplyError, KVPoolError
+from kvpool.protocol.replies import LookupQuestion
 from kvpool.protocol.wire import NAME_KEY
 from kvpool.v1 import pool_pb2 as pb
 
@@ -45,18 +46,8 @@ MAX_RELEASED = 4096
 """Most leases that wait for a message. Further ones are left to expire."""
 
 
-class Question(Protocol):
-    """What is looked up."""
-
-    def __call__(self) -> pb.LookupRequest:
-        """Makes the request, on gRPC's thread. Must not raise."""
-
-    @property
-    def max_reply_bytes(self) -> int:
-        """A larger reply is none to this request, and is not parsed: its parts may take 60 times its size."""
-
-
 MakeRequest = Callable[[], pb.LookupRequest]
+"""Makes a request, on gRPC's thread. Must not raise."""
 
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 
@@ -88,7 +79,7 @@ class StreamedLookup(Future[pb.LookupResponse]):
     that finds out. That may be the thread that reads the answers: a callback must not wait for another lookup.
 
     Attributes:
-        max_reply_bytes: see `Question`.
+        max_reply_bytes: a larger reply is none to this lookup, and is not parsed: its parts may take 60 times its size.
     """
 
     def __init__(self, timeout_s: float, max_reply_bytes: int):
@@ -140,11 +131,11 @@ class LookupStream:
         encode = pb.LookupRequest.SerializeToString
         return cls(channel.stream_stream(f"/{service}/LookupStream", encode, response_deserializer=None), version)
 
-    def __call__(self, question: Question, timeout: float) -> pb.LookupResponse:
+    def __call__(self, question: LookupQuestion, timeout: float) -> pb.LookupResponse:
         """Sends a lookup and waits for its answer. Raises as `StreamedLookup.result`."""
         return self.future(question, timeout).result()
 
-    def future(self, question: Question, timeout: float) -> StreamedLookup:
+    def future(self, question: LookupQuestion, timeout: float) -> StreamedLookup:
         """Sends a lookup; does not wait. Raises ValueError if the channel is closed."""
         lookup = StreamedLookup(timeout, question.max_reply_bytes)
         self._send(question, lookup)

@@ -236,7 +236,10 @@ class PoolRpc:
     def revoke_quietly(self, ticket_id: int) -> None:
         """As `put_revoke`, without waiting. If the call is lost, the ticket expires."""
         if ticket_id:
-            self._send_and_forget(self.stub.PutRevoke, pb.PutRevokeRequest(ticket_id=ticket_id))
+            with contextlib.suppress(UnavailableError):
+                call = self.send(self.stub.PutRevoke, pb.PutRevokeRequest(ticket_id=ticket_id))
+                # gRPC cancels a call that nothing refers to any more; the callback keeps the reference until the end.
+                call.add_done_callback(lambda _: None)
 
     # Get
 
@@ -312,7 +315,10 @@ class PoolRpc:
         Raises UnknownNamespaceError, InvalidRequestError and PermissionDeniedError; OutOfSpaceError for a prefetch if
         too many are under way.
         """
-        reply = self.call(self.stub.Hint, wire.encode_hint(fingerprint, runs, kind, pin_seconds), timeout_ms)
+        request = pb.HintRequest(
+            namespace=fingerprint, runs=runs, kind=f"HINT_KIND_{kind.name}", pin_seconds=pin_seconds
+        )
+        reply = self.call(self.stub.Hint, request, timeout_ms)
         return replies.hint(reply, sum(len(run.block_hashes) // HASH_BYTES for run in runs))
 
     # Reports
@@ -352,11 +358,6 @@ class PoolRpc:
             return call.result(timeout=self.timeout_s())
         except CALL_ERRORS as error:
             raise self.error_of(error) from None
-
-    def _send_and_forget(self, method: Any, request: Any) -> None:
-        with contextlib.suppress(UnavailableError):
-            # gRPC cancels a call that nothing refers to any more; the callback keeps the reference until the end.
-            self.send(method, request).add_done_callback(lambda _: None)
 
     def timeout_s(self, timeout_ms: int | None = None) -> float:
         return (timeout_ms if timeout_ms is not None else self.config.timeout_ms) / 1000

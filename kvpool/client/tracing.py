@@ -165,23 +165,16 @@ class ClientInterceptor(
     def __init__(self, tracing: Tracing):
         self._tracing = tracing
 
-    def intercept_unary_unary(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
-        return self._call(continuation, client_call_details, request)
-
-    def intercept_unary_stream(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
-        return self._call(continuation, client_call_details, request)
-
-    def intercept_stream_unary(self, continuation: Any, client_call_details: Any, request_iterator: Any) -> Any:
-        return self._call(continuation, client_call_details, request_iterator)
-
     def _call(self, continuation: Any, details: Any, request: Any) -> Any:
         method = details.method.rpartition("/")[2]
         attributes = {"rpc.system": "grpc", "rpc.service": "kvpool.v1.Pool", "rpc.method": method}
         span = self._tracing.start(f"kvpool.v1.Pool/{method}", attributes=attributes, kind="CLIENT")
         metadata = [*(details.metadata or ()), (TRACEPARENT, self._tracing.traceparent(span))]
-        call = continuation(_with_metadata(details, metadata), request)
+        call = continuation(_Details(details, metadata), request)
         call.add_done_callback(lambda ended: self._ended(span, ended))
         return call
+
+    intercept_unary_unary = intercept_unary_stream = intercept_stream_unary = _call  # type: ignore[assignment]
 
     def _ended(self, span: Any, call: Any) -> None:
         code = call.code()
@@ -198,7 +191,3 @@ class _Details(grpc.ClientCallDetails):
         self.credentials = details.credentials
         self.wait_for_ready = details.wait_for_ready
         self.compression = details.compression
-
-
-def _with_metadata(details: Any, metadata: Any) -> grpc.ClientCallDetails:
-    return _Details(details, metadata)

@@ -161,11 +161,6 @@ def decode_runs(runs: Sequence[pb.BlockRun], max_blocks: int) -> list[BlockRun]:
     return decoded
 
 
-def decode_namespace(fingerprint: bytes) -> bytes:
-    check_hash(fingerprint, "namespace")
-    return fingerprint
-
-
 def encode_shards(shards: ShardRange) -> pb.ShardRange:
     return pb.ShardRange(start=shards.start, count=shards.count)
 
@@ -237,7 +232,12 @@ def encode_hits(hits: Sequence[RunHits], runs: Sequence[BlockRun]) -> list[pb.Ru
 
 def _decode_hits(messages: Iterable[pb.RunHits]) -> tuple[RunHits, ...]:
     return tuple(
-        RunHits(hit.num_leading, int.from_bytes(hit.complete, "little"), hit.num_pending, _misses(hit.missing))
+        RunHits(
+            hit.num_leading,
+            int.from_bytes(hit.complete, "little"),
+            hit.num_pending,
+            tuple(Miss(MissCause(miss.cause), miss.count) for miss in hit.missing),
+        )
         for hit in messages
     )
 
@@ -276,10 +276,6 @@ def decode_lookup(message: pb.LookupResponse, fingerprint: bytes, asked_at: floa
         message.boot_token,
         asked_at + message.lease_ttl_ms / 1000,
     )
-
-
-def _misses(messages: Iterable[pb.Miss]) -> tuple[Miss, ...]:
-    return tuple(Miss(MissCause(message.cause), message.count) for message in messages)
 
 
 def encode_grant(grant: PutGrant, boot_token: int) -> pb.PutStartResponse:
@@ -351,12 +347,6 @@ def decode_chunk(message: pb.Chunk) -> Chunk:
     if message.parent_hash:
         check_hash(message.parent_hash, "parent_hash")
     return Chunk(decode_key(message.key), message.payload, message.checksum, message.parent_hash)
-
-
-def encode_hint(
-    fingerprint: bytes, runs: Iterable[pb.BlockRun], kind: HintKind, pin_seconds: int = 0
-) -> pb.HintRequest:
-    return pb.HintRequest(namespace=fingerprint, runs=runs, kind=f"HINT_KIND_{kind.name}", pin_seconds=pin_seconds)
 
 
 def decode_hint_kind(kind: int) -> HintKind:
