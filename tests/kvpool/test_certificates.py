@@ -203,14 +203,6 @@ def test_init_makes_what_a_deployment_needs_and_show_tells_it(tmp_path: Path) ->
     assert "in 30 d" in text
 
 
-def test_issue_leaves_the_first_servers_certificate(tmp_path: Path) -> None:
-    pki = tmp_path / "pki"
-    _run("init", pki, "--host", "a.example")
-    before = (pki / "server/tls.crt").read_bytes()
-    assert _run("issue", pki, "--host", "b.example").startswith(f"made {pki}/servers/b.example/")
-    assert (pki / "server/tls.crt").read_bytes() == before
-
-
 @pytest.mark.parametrize("host", ["kv1", "kv2"])
 @pytest.mark.parametrize("server", ["server", "servers/kv1"])
 def test_a_new_certificate_keeps_the_names_of_the_old_one(tmp_path: Path, host: str, server: str) -> None:

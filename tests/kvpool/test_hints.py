@@ -106,18 +106,6 @@ def test_an_expired_prefix_goes_before_others(client: Client) -> None:
     assert _present(client, namespace, run) == 0 and _present(client, namespace, other) == 12
 
 
-def test_a_prefetched_prefix_is_in_memory_before_it_is_looked_up(client: Client, server: ServerProcess) -> None:
-    namespace = client.open_namespace(_spec())
-    run = _store(client, namespace, TOKENS)
-    _demoted(client, 4)
-    _others(client, namespace, 30, first=90_000)
-    assert _present(client, namespace, run) == 0
-    found = client.hints.prefetch(namespace, [run])
-    assert found.num_blocks + found.num_pending == 4
-    wait_for(lambda: _present(client, namespace, run) == 4, "the prefetch")
-    assert client.hints.prefetch(namespace, [run]).num_blocks == 4
-
-
 def test_hints_of_an_unknown_kind_are_refused(client: Client) -> None:
     namespace = client.open_namespace(_spec())
     for kind in (0, 9):
@@ -183,6 +171,7 @@ def test_kvpool_prefetch(cli: Cli, client: Client, tmp_path: Path) -> None:
     assert cli("prefetch", *prompt, "--wait", "30") == "4 of the prompt's 4 blocks are in memory.\n"
     assert _present(client, namespace, run) == 4
     assert json.loads(cli("prefetch", *prompt, "--json"))["num_blocks"] == 4
+    assert client.hints.prefetch(namespace, [run]).num_blocks == 4
 
 
 def test_what_is_to_be_done_for_a_prompt_of_which_nothing_is_stored(cli: Cli, client: Client, tmp_path: Path) -> None:
