@@ -116,9 +116,9 @@ class Client:
             TransferError, ConfigError: the configured transport does not work here.
         """
         spec = self.rpc.named(self._of_tenant(spec))
-        opened, offer = self.rpc.open_namespace(spec, expected_fingerprint, timeout_ms)
-        transport, boot_token = self.attachment.attach(offer, opened.boot_token), opened.boot_token
-        arena_bytes = replies.arena_bytes(offer)
+        opened = self.rpc.open_namespace(spec, expected_fingerprint, timeout_ms)
+        transport, boot_token = self.attachment.attach(opened, opened.boot_token), opened.boot_token
+        arena_bytes = replies.arena_bytes(opened)
         return Namespace(spec, opened.fingerprint, boot_token, transport, opened.max_batch_blocks, arena_bytes)
 
     def lookup(

@@ -32,7 +32,6 @@ from kvpool.protocol.errors import (
     UnavailableError,
 )
 from kvpool.protocol.namespace import NamespaceSpec
-from kvpool.protocol.offers import Offer
 from kvpool.protocol.replies import LookupQuestion
 from kvpool.protocol.skew import OWN, check_skew
 from kvpool.protocol.types import (
@@ -84,14 +83,14 @@ class PoolRpc:
         self._lookups.close()
         self.channel.close()
 
-    def ping(self) -> Any:
-        """The server's `PingResponse`."""
-        return self.call(self.stub.Ping, pb.PingRequest())
+    def ping(self) -> pb.PingResponse:
+        reply: pb.PingResponse = self.call(self.stub.Ping, pb.PingRequest())
+        return reply
 
     def open_namespace(
         self, spec: NamespaceSpec, expected_fingerprint: bytes = b"", timeout_ms: int | None = None
-    ) -> tuple[pb.OpenNamespaceResponse, Offer]:
-        """Declares a namespace; returns what the server says of it, and the transports that it offers.
+    ) -> pb.OpenNamespaceResponse:
+        """Declares a namespace; returns what the server says of it, and of the transports that it offers.
 
         Raises InvalidRequestError, IncompatibleNamespaceError, and IncompatibleReleaseError if the server is of a
         release that this client does not work with, or that computes another fingerprint.
@@ -107,13 +106,13 @@ class PoolRpc:
         reply: pb.OpenNamespaceResponse = self.call(self.stub.OpenNamespace, request, timeout_ms)
         server = wire.decode_release(reply)
         check_skew(OWN, server, self.config.endpoint)
-        offer = replies.opened(reply)
+        replies.opened(reply)
         if reply.fingerprint != spec.fingerprint():
             raise IncompatibleReleaseError(
                 f"this client, kvpool {OWN}, and kvpool-server at {self.config.endpoint}, kvpool {server}, compute "
                 "different fingerprints for a namespace; install the same release of kvpool on both sides"
             )
-        return reply, offer
+        return reply
 
     # Names of blocks: no block hash gets to a server but through these.
 
@@ -371,7 +370,7 @@ class PoolRpc:
         """
         reply = self.ping()
         self.check_boot(namespace, reply.boot_token)
-        return int(reply.namespaces_opened)
+        return reply.namespaces_opened
 
     def check_boot(self, namespace: Namespace, boot_token: int) -> None:
         """Raises UnavailableError if the server has restarted since: the namespace's memory belongs to its old boot."""

@@ -16,7 +16,6 @@ import grpc
 
 from kvpool.client.config import ClientConfig, is_loopback
 from kvpool.protocol.errors import KVPoolError, TransferError
-from kvpool.protocol.offers import Offer
 from kvpool.transport.base import Transport
 from kvpool.transport.grpc import GrpcTransport
 from kvpool.transport.helpers import movers_of
@@ -27,6 +26,7 @@ from kvpool.transport.segment import Segment
 from kvpool.transport.shm import ShmTransport
 from kvpool.transport.tcp import TcpTransport, peer_of
 from kvpool.transport.unix_socket import socket_path
+from kvpool.v1 import pool_pb2 as pb
 
 PROVE_S = 3.0
 """Least time for a data port to send its greeting: a client that gives up uses gRPC for a while."""
@@ -51,6 +51,8 @@ class Choice:
     is_fallback: bool = False
 
 
+Offer = pb.OpenNamespaceResponse | pb.PingResponse
+"""A reply that tells of the transports of a server, checked (`kvpool.protocol.replies.offer`)."""
 Choose = Callable[[ClientConfig, Offer, grpc.Channel], Choice]
 
 
@@ -80,7 +82,7 @@ def choose(config: ClientConfig, offer: Offer, channel: grpc.Channel) -> Choice:
 
 
 def _shm(config: ClientConfig, offer: Offer, _: grpc.Channel) -> Choice:
-    if offer.segment is None:
+    if not offer.HasField("segment"):
         if config.tls is not None:
             fix = "; give the endpoint HOST:PORT, for its encrypted data port" if socket_path(config.endpoint) else ""
             raise TransferError(f"kvpool-server at {config.endpoint} shares no memory because it has TLS{fix}")
@@ -88,36 +90,35 @@ def _shm(config: ClientConfig, offer: Offer, _: grpc.Channel) -> Choice:
     token = offer.segment.token
     timeout_s = max(config.stall_timeout_ms / 1000, PROVE_S)
     fd = receive_memory(memory_address(config.endpoint, token), token, timeout_s)
-    segment = Segment.attach(fd, offer.segment)
+    segment = Segment.attach(fd, offer.segment.nbytes, offer.segment.nonce)
     movers = movers_of(len(os.sched_getaffinity(0)), config.local_clients, cores_a_mover=1)
     return Choice(ShmTransport(segment, movers), "shm", "client and server share memory")
 
 
 def _mooncake_over_rdma(config: ClientConfig, offer: Offer, channel: grpc.Channel) -> Choice:
-    if offer.mooncake is None or offer.mooncake.protocol != "rdma":
+    if offer.mooncake.protocol != "rdma":
         raise TransferError("the server offers no RDMA")
     return replace(_mooncake(config, offer, channel), why="both sides have RDMA")
 
 
 def _mooncake(config: ClientConfig, offer: Offer, _: grpc.Channel) -> Choice:
-    info = offer.mooncake
-    if info is None:
+    if not offer.HasField("mooncake"):
         raise TransferError(
             f"kvpool-server at {config.endpoint} has no Transfer Engine; start it with --mooncake tcp (or rdma), "
             "or use transport=tcp"
         )
-    engine = Engine.start(address_towards(_host(config)), info.protocol)
-    transport = MooncakeTransport(info, engine, config.stall_timeout_ms / 1000)
+    engine = Engine.start(address_towards(_host(config)), offer.mooncake.protocol)
+    transport = MooncakeTransport(offer.mooncake, engine, config.stall_timeout_ms / 1000)
     try:
         transport.prove(config.data_timeout_ms / 1000)
     except BaseException:
         transport.close()
         raise
-    return Choice(transport, f"mooncake over {info.protocol}")
+    return Choice(transport, f"mooncake over {offer.mooncake.protocol}")
 
 
 def _tcp(config: ClientConfig, offer: Offer, _: grpc.Channel) -> Choice:
-    if offer.data_port is None:
+    if not offer.HasField("data_port"):
         raise TransferError("the server has no data port; see --data-listen")
     host, stall_s = _host(config), config.stall_timeout_ms / 1000
     where = offer.data_port.host or host

@@ -17,7 +17,6 @@ from google.protobuf.message import Message
 
 from kvpool.protocol import errors
 from kvpool.protocol.namespace import GroupSpec, NamespaceSpec
-from kvpool.protocol.offers import DataPortInfo, MooncakeInfo, Offer, SegmentInfo
 from kvpool.protocol.quota import Quota
 from kvpool.protocol.skew import MAX_RELEASE_CHARS, OWN, Release
 from kvpool.protocol.text import escaped, printable
@@ -193,25 +192,6 @@ def decode_spec(message: pb.NamespaceSpec) -> NamespaceSpec:
 def decode_release(message: pb.OpenNamespaceRequest | pb.OpenNamespaceResponse) -> Release:
     """Whom a namespace is opened by, or who opens it; the text can be printed."""
     return Release(escaped(message.release, MAX_RELEASE_CHARS), message.protocol)
-
-
-def encode_offer(offer: Offer) -> dict[str, Any]:
-    """The fields of an offer, in `PingResponse` and `OpenNamespaceResponse`."""
-    return {
-        "piece_bytes": offer.piece_bytes,
-        "segment": offer.segment and message_of(offer.segment, pb.Segment),
-        "mooncake": offer.mooncake and message_of(offer.mooncake, pb.MooncakeEngine),
-        "data_port": offer.data_port and message_of(offer.data_port, pb.DataPort),
-    }
-
-
-def decode_offer(message: pb.OpenNamespaceResponse | pb.PingResponse) -> Offer:
-    return Offer(
-        message.piece_bytes,
-        _decode(SegmentInfo, message.segment) if message.HasField("segment") else None,
-        _decode(MooncakeInfo, message.mooncake) if message.HasField("mooncake") else None,
-        _decode(DataPortInfo, message.data_port) if message.HasField("data_port") else None,
-    )
 
 
 def decode_existence(message: pb.ExistsResponse) -> Existence:

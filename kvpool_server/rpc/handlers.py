@@ -13,7 +13,6 @@ import numpy.typing as npt
 from kvpool.client.tracing import Tracing
 from kvpool.protocol import wire
 from kvpool.protocol.errors import InvalidRequestError
-from kvpool.protocol.offers import Offer
 from kvpool.protocol.types import BlockRun, check_hash
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.access.authentication import Who
@@ -67,7 +66,7 @@ class Handlers:
     drain: Drain
     run: Run
     metrics: RpcMetrics
-    offer: Offer
+    offer: pb.PingResponse
     stats: Callable[[], pb.StatsResponse]
     reports: EngineReports
     value: Callable[[str | None], pb.ValueResponse]

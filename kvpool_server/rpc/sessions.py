@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from typing import Any
 
@@ -90,7 +89,7 @@ class SessionHandlers(Handlers):
     def _offered(self) -> dict[str, Any]:
         """The transports for the caller: the Mooncake engine only if the caller may open namespaces."""
         may_open = caller_may("OpenNamespace")
-        return wire.encode_offer(self.offer if may_open else dataclasses.replace(self.offer, mooncake=None))
+        return {field.name: value for field, value in self.offer.ListFields() if may_open or field.name != "mooncake"}
 
     async def Ping(self, request: pb.PingRequest, context: Any) -> pb.PingResponse:
         return pb.PingResponse(

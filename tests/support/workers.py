@@ -14,7 +14,6 @@ from pathlib import Path
 
 import numpy as np
 
-from kvpool.protocol.offers import DataPortInfo
 from kvpool.transport.base import Sink, Source, Transfer
 from kvpool.transport.data_port import Kind, pack_offsets
 from kvpool.transport.mover import Movers
@@ -23,6 +22,7 @@ from kvpool.transport.tcp_connection import Peer
 from kvpool_server.data_plane.admission import MAX_CONNECTIONS, MAX_SEATS, MAX_UNPROVEN, Admission
 from kvpool_server.data_plane.permits import PermitTable
 from kvpool_server.data_plane.worker import TALLY_COLUMNS, DataWorker
+from kvpool_server.data_plane.workers import DataPortInfo
 from tests.support.processes import ServerProcess, wait_for
 
 KEY, NONCE = b"k" * 32, b"n" * 16

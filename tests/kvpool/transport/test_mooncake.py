@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import signal
 import sys
@@ -19,11 +18,11 @@ import pytest
 from kvpool.client.config import ClientConfig
 from kvpool.client.transport_choice import choose
 from kvpool.protocol.errors import ChecksumError, ConfigError, PoolTimeoutError, TransferError, UnavailableError
-from kvpool.protocol.offers import MooncakeInfo, Offer
 from kvpool.transport import mooncake
 from kvpool.transport.base import Buffers, Sink, Source, Transfer
 from kvpool.transport.mooncake import MooncakeTransport
 from kvpool.transport.mooncake_engine import RDMA_DEVICES, Engine
+from kvpool.v1 import pool_pb2 as pb
 from tests.conftest import Connect, StartServer
 from tests.contracts.transport_contract import DEADLINE_S, REGION_BYTES, Regions, Rig, ServerRegions, TransportContract
 from tests.support.clock import FakeClock
@@ -330,7 +329,9 @@ def test_an_engine_that_does_not_reach_the_servers_memory_is_found_out(
     rig: Rig, change: dict[str, object], error: type[Exception]
 ) -> None:
     assert isinstance(rig.transport, MooncakeTransport)
-    info: MooncakeInfo = dataclasses.replace(rig.transport.info, **change)  # type: ignore[arg-type]
+    info = pb.MooncakeEngine()
+    info.MergeFrom(rig.transport.info)
+    info.MergeFrom(pb.MooncakeEngine(**change))
     transport = MooncakeTransport(info, Engine.start("127.0.0.1", "tcp"), 1.0)
     with pytest.raises(error):
         transport.prove(DEADLINE_S)
@@ -357,7 +358,8 @@ def test_auto_goes_on_without_rdma_where_only_the_server_has_it(rig: Rig, server
     assert isinstance(rig.transport, MooncakeTransport)
     if RDMA_DEVICES.is_dir():
         pytest.skip("this machine has RDMA")
-    offer = Offer(1, None, dataclasses.replace(rig.transport.info, protocol="rdma"))
+    offer = pb.PingResponse(piece_bytes=1, mooncake=rig.transport.info)
+    offer.mooncake.protocol = "rdma"
     with grpc.insecure_channel(server.endpoint) as channel:
         choice = choose(ClientConfig(server.endpoint), offer, channel)
         assert choice.transport.name == "grpc" and "no mooncake: no RDMA device in" in choice.why
