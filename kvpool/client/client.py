@@ -25,11 +25,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.client.admin import Admin
+from kvpool.client.admin import Admin, Hints
 from kvpool.client.block_io import BlockReader, BlockWriter, DrainBlocks, FillBlocks, InPlace
 from kvpool.client.channel import RenewedChannel
 from kvpool.client.config import ClientConfig
-from kvpool.client.hints import Hints
 from kvpool.client.inline_chunks import InlineChunks
 from kvpool.client.open_namespace import Namespace
 from kvpool.client.rpc import PoolRpc

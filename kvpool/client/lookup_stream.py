@@ -18,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -258,7 +259,8 @@ class _Stream:
         make = self._unsent.get()
         while make is not None:
             if make is _no_lookup:
-                make = self._next_within(RELEASE_WITHIN_S)
+                with suppress(Empty):
+                    make = self._unsent.get(timeout=RELEASE_WITHIN_S)
             request = pb.LookupRequest() if make is None else make()
             with self._lock:
                 released, self._released = self._released, []
@@ -266,13 +268,6 @@ class _Stream:
             if released or make not in (None, _no_lookup):
                 yield request
             make = make and self._unsent.get()
-
-    def _next_within(self, seconds: float) -> MakeRequest | None:
-        """What is queued next; `_no_lookup` if nothing is within `seconds`."""
-        try:
-            return self._unsent.get(timeout=seconds)
-        except Empty:
-            return _no_lookup
 
     def _read(self) -> None:
         has_ended_well = False

@@ -172,7 +172,7 @@ class Attachment:
     def __init__(self, choose: Callable[[Offer], Choice], clock: Callable[[], float] = time.monotonic):
         self._choose = choose
         self._clock = clock
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self.choice: Choice | None = None
         self._offer: Offer | None = None
         self._boot_token = 0
@@ -182,11 +182,11 @@ class Attachment:
         """The transport to this boot of the server; one to an earlier boot is closed first. Raises as `choose`."""
         with self._lock:
             if self.choice is None or self._boot_token != boot_token:
-                self._close()
+                self.detach()
                 self.choice = self._choose(offer)
                 self._offer, self._boot_token = offer, boot_token
                 self._retry_after_s, self._retry_at = RETRY_S[0], self._clock() + RETRY_S[0]
-            return self._retry() or self.choice.transport
+            return self.retry() or self.choice.transport
 
     def retry(self) -> Transport | None:
         """The faster transport that replaces a fallback from now on; None if there is no fallback, or nothing faster.
@@ -194,28 +194,22 @@ class Attachment:
         Call it often: it tries after the first of `RETRY_S`, and waits twice as long after each failure.
         """
         with self._lock:
-            return self._retry()
-
-    def _retry(self) -> Transport | None:
-        if self.choice is None or not self.choice.is_fallback or self._clock() < self._retry_at:
-            return None
-        assert self._offer is not None
-        found = self._choose(self._offer)
-        if found.is_fallback:
-            found.transport.close()
-            self._retry_after_s = min(2 * self._retry_after_s, RETRY_S[1])
-            self._retry_at = self._clock() + self._retry_after_s
-            return None
-        # The fallback is not closed: transfers may be under way over the client's channel, which stays open.
-        self.choice = found
-        return found.transport
+            if self.choice is None or not self.choice.is_fallback or self._clock() < self._retry_at:
+                return None
+            assert self._offer is not None
+            found = self._choose(self._offer)
+            if found.is_fallback:
+                found.transport.close()
+                self._retry_after_s = min(2 * self._retry_after_s, RETRY_S[1])
+                self._retry_at = self._clock() + self._retry_after_s
+                return None
+            # The fallback is not closed: transfers may be under way over the client's channel, which stays open.
+            self.choice = found
+            return found.transport
 
     def detach(self) -> None:
         """Closes the transport, and with it unmaps the server's memory. Idempotent."""
         with self._lock:
-            self._close()
-
-    def _close(self) -> None:
-        if self.choice is not None:
-            self.choice.transport.close()
-            self.choice = None
+            if self.choice is not None:
+                self.choice.transport.close()
+                self.choice = None

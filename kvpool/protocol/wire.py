@@ -19,7 +19,7 @@ from kvpool.protocol import errors
 from kvpool.protocol.namespace import GroupSpec, NamespaceSpec
 from kvpool.protocol.quota import Quota
 from kvpool.protocol.skew import MAX_RELEASE_CHARS, OWN, Release
-from kvpool.protocol.text import escaped, printable
+from kvpool.protocol.text import escaped
 from kvpool.protocol.types import (
     HASH_BYTES,
     BlockRun,
@@ -166,14 +166,6 @@ def encode_shards(shards: ShardRange) -> pb.ShardRange:
 
 def decode_shards(shards: pb.ShardRange) -> ShardRange:
     return ShardRange(shards.start, shards.count)
-
-
-MAX_OPENER_CHARS = 64
-
-
-def decode_opener(opener: str) -> str:
-    """A host's name as it may stand in logs: printable, and at most `MAX_OPENER_CHARS` long."""
-    return printable(opener[:MAX_OPENER_CHARS])
 
 
 def encode_spec(spec: NamespaceSpec) -> pb.NamespaceSpec:

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime as dt
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +25,6 @@ from kvpool.security.certificates import (
 )
 from kvpool.security.file_permissions import require_private
 from kvpool.security.principal import Principal
-from kvpool.security.watched_files import WatchedFiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,19 +130,6 @@ def read_identity(files: TlsFiles, settings: TlsFiles = CLIENT_SETTINGS) -> TlsI
     if private.public_key() != certificate.public_key():
         raise ConfigError(f"{files.key} is not the key of {files.cert}; give the pair that was made together")
     return TlsIdentity(ca, cert, key, certificate.not_valid_after_utc, ca_ends_at, _principal(certificate))
-
-
-class WatchedIdentity(WatchedFiles[TlsIdentity]):
-    """The identity of files that may be replaced at any time. Raises ConfigError for files that cannot be used."""
-
-    def __init__(
-        self,
-        files: TlsFiles,
-        clock: Callable[[], float] = time.monotonic,
-        when_read: Callable[[ConfigError | None], None] = lambda _: None,
-    ):
-        self.files = files
-        super().__init__(files.paths, lambda: read_identity(files), clock, when_read)
 
 
 def _principal(certificate: x509.Certificate) -> Principal | None:
