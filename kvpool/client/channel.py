@@ -17,7 +17,7 @@ from kvpool.protocol.errors import ConfigError
 from kvpool.protocol.replies import CONTROL_LIMIT, METHOD_LIMITS
 from kvpool.protocol.wire import MAX_MESSAGE_BYTES
 from kvpool.security.principal import Principal
-from kvpool.security.tls import TlsFiles, TlsIdentity, read_identity
+from kvpool.security.tls import TlsIdentity, read_identity
 from kvpool.security.tokens import read_token
 from kvpool.security.watched_files import WatchedFiles
 from kvpool.transport.unix_socket import grpc_target, socket_path
@@ -53,8 +53,9 @@ def open_channel(config: ClientConfig) -> grpc.Channel:
 
     Raises ConfigError for files that cannot be used, and for plaintext to another host that nobody has allowed.
     """
-    if config.tls is not None:
-        identity = _watched(config.tls)
+    if (files := config.tls) is not None:
+        paths = [path for path in (files.ca, files.cert, files.key) if path]
+        identity = WatchedFiles(paths, lambda: read_identity(files))
         token = None
         if config.token_file:
             token = WatchedFiles([config.token_file], lambda: read_token(Path(config.token_file)))
@@ -78,10 +79,6 @@ def _traced(channel: grpc.Channel, config: ClientConfig) -> grpc.Channel:
     """The same channel; with `otel`, one whose calls have spans."""
     tracing = tracing_of(config)
     return channel if tracing is None else grpc.intercept_channel(channel, ClientInterceptor(tracing))
-
-
-def _watched(files: TlsFiles) -> WatchedFiles[TlsIdentity]:
-    return WatchedFiles(files.paths, lambda: read_identity(files))
 
 
 def _secure(endpoint: str, identity: WatchedFiles[TlsIdentity]) -> grpc.Channel:

@@ -287,7 +287,7 @@ def receipt(reply: pb.PutEndResponse, num_chunks: int) -> PutReceipt:
     """Of a ticket with `num_chunks` chunks."""
     _in("num_committed", reply.num_committed, 0, num_chunks)
     _in("num_complete", reply.num_complete, 0, reply.num_committed)
-    return wire.decode_receipt(reply)
+    return wire.value_of(PutReceipt, reply)
 
 
 def located(reply: pb.GetResponse, num_blocks: int, shards: ShardRange, chunk_bytes: int, arena: int) -> Located:

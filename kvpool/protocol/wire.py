@@ -32,7 +32,6 @@ from kvpool.protocol.types import (
     MissCause,
     PoolKey,
     PutGrant,
-    PutReceipt,
     PutStatus,
     RunHits,
     ShardRange,
@@ -175,10 +174,10 @@ def encode_spec(spec: NamespaceSpec) -> pb.NamespaceSpec:
 
 def decode_spec(message: pb.NamespaceSpec) -> NamespaceSpec:
     groups = tuple(
-        _decode(GroupSpec, group, layer_names=tuple(group.layer_names), layer_formats=tuple(group.layer_formats))
+        value_of(GroupSpec, group, layer_names=tuple(group.layer_names), layer_formats=tuple(group.layer_formats))
         for group in message.groups
     )
-    return _decode(NamespaceSpec, message, groups=groups, extra=tuple(message.extra.items()))
+    return value_of(NamespaceSpec, message, groups=groups, extra=tuple(message.extra.items()))
 
 
 def decode_release(message: pb.OpenNamespaceRequest | pb.OpenNamespaceResponse) -> Release:
@@ -266,14 +265,6 @@ def decode_grant(message: pb.PutStartResponse) -> PutGrant:
     return PutGrant(message.ticket_id, message.ticket_ttl_ms, statuses, offsets, message.permit)
 
 
-def encode_receipt(receipt: PutReceipt, boot_token: int) -> pb.PutEndResponse:
-    return message_of(receipt, pb.PutEndResponse, boot_token=boot_token)
-
-
-def decode_receipt(message: pb.PutEndResponse) -> PutReceipt:
-    return PutReceipt(message.num_committed, message.num_complete)
-
-
 def encode_located(located: Located, boot_token: int) -> pb.GetResponse:
     return message_of(located, pb.GetResponse, boot_token=boot_token, present=bytes(located.present))
 
@@ -301,10 +292,6 @@ def with_payload(message: Message, field_number: int, payload: memoryview) -> by
     return b"".join((message.SerializeToString(), bytes([field_number << 3 | 2]), length, payload))
 
 
-def encode_key(key: PoolKey) -> pb.PoolKey:
-    return message_of(key, pb.PoolKey)
-
-
 def decode_key(message: pb.PoolKey) -> PoolKey:
     check_hash(message.namespace, "namespace")
     check_hash(message.block_hash, "block_hash")
@@ -312,7 +299,7 @@ def decode_key(message: pb.PoolKey) -> PoolKey:
 
 
 def encode_chunk(chunk: Chunk) -> pb.Chunk:
-    return message_of(chunk, pb.Chunk, key=encode_key(chunk.key))
+    return message_of(chunk, pb.Chunk, key=message_of(chunk.key, pb.PoolKey))
 
 
 def decode_chunk(message: pb.Chunk) -> Chunk:
@@ -334,10 +321,6 @@ def encode_quotas(quotas: Iterable[Quota | pb.Quota]) -> list[pb.Quota]:
     return [pb.Quota(subject=each.subject, limit_bytes=each.limit_bytes, used_bytes=each.used_bytes) for each in quotas]
 
 
-def decode_quotas(messages: Iterable[pb.Quota]) -> list[Quota]:
-    return [_decode(Quota, message) for message in messages]
-
-
 _M = TypeVar("_M", bound=Message)
 _V = TypeVar("_V")
 
@@ -349,7 +332,7 @@ def message_of(value: Any, message_type: type[_M], **others: Any) -> _M:
     return message_type(**others)
 
 
-def _decode(value_type: Callable[..., _V], message: Message, **others: Any) -> _V:
+def value_of(value_type: Callable[..., _V], message: Message, **others: Any) -> _V:
     """The dataclass of a message: `others`, and the fields that both have by the same name."""
     for name in _shared(value_type, message.DESCRIPTOR).difference(others):
         others[name] = getattr(message, name)

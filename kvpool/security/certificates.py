@@ -92,11 +92,8 @@ class Authority:
     @classmethod
     def load(cls, directory: Path) -> Authority:
         ca = directory / "ca"
-        try:
-            certificate = x509.load_pem_x509_certificate(read_pem(ca / CA_NAME))
-            key = serialization.load_pem_private_key(read_pem(ca / "ca.key"), None)
-        except (ValueError, TypeError) as error:
-            raise ConfigError(f"{ca} holds no authority that can be read: {error}") from None
+        certificate = load_certificates(read_pem(ca / CA_NAME), ca / CA_NAME)[0]
+        key = load_key(read_pem(ca / "ca.key"), ca / "ca.key")
         if not isinstance(key, _PrivateKey) or key.public_key() != certificate.public_key():
             raise ConfigError(f"{ca}/ca.key is not the key of {ca / CA_NAME}; restore the pair from a backup")
         return cls(directory, certificate, key)

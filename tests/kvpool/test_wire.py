@@ -17,7 +17,6 @@ from kvpool.protocol.types import (
     Lookup,
     PoolKey,
     PutGrant,
-    PutReceipt,
     PutStatus,
     RunHits,
     ShardRange,
@@ -46,13 +45,12 @@ VALUES: dict[Any, tuple[st.SearchStrategy[Any], Callable[[Any], Any], Callable[[
     ShardRange: (st.builds(ShardRange, u32, u32), wire.encode_shards, wire.decode_shards),
     NamespaceSpec: (specs, wire.encode_spec, wire.decode_spec),
     PutGrant: (st.builds(PutGrant, ids, u32, statuses, many), lambda v: wire.encode_grant(v, 7), wire.decode_grant),
-    PutReceipt: (st.builds(PutReceipt, u32, u32), lambda v: wire.encode_receipt(v, 7), wire.decode_receipt),
     Located: (
         st.builds(Located, u32, st.lists(st.booleans(), max_size=5).map(tuple), many, many),
         lambda value: wire.encode_located(value, 7),
         wire.decode_located,
     ),
-    PoolKey: (keys, wire.encode_key, wire.decode_key),
+    PoolKey: (keys, lambda key: wire.message_of(key, pb.PoolKey), wire.decode_key),
     Chunk: (
         st.builds(Chunk, keys, st.binary(max_size=40), u64, st.one_of(st.just(b""), hashes)),
         wire.encode_chunk,
