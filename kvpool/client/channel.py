@@ -54,8 +54,7 @@ def open_channel(config: ClientConfig) -> grpc.Channel:
     Raises ConfigError for files that cannot be used, and for plaintext to another host that nobody has allowed.
     """
     if (files := config.tls) is not None:
-        paths = [path for path in (files.ca, files.cert, files.key) if path]
-        identity = WatchedFiles(paths, lambda: read_identity(files))
+        identity = WatchedFiles(files.paths, lambda: read_identity(files))
         token = None
         if config.token_file:
             token = WatchedFiles([config.token_file], lambda: read_token(Path(config.token_file)))
@@ -128,7 +127,6 @@ class RenewedChannel(grpc.Channel):
         return self._version
 
     def current(self) -> grpc.Channel:
-        """The channel for new calls."""
         if self._identity.look() == self._version:
             return self._current
         with self._lock:

@@ -127,7 +127,6 @@ class LookupStream:
 
     @classmethod
     def on(cls, channel: grpc.Channel, version: Callable[[], int] | None = None) -> LookupStream:
-        """Of a channel to a server."""
         service = pb.DESCRIPTOR.services_by_name["Pool"].full_name
         encode = pb.LookupRequest.SerializeToString
         return cls(channel.stream_stream(f"/{service}/LookupStream", encode, response_deserializer=None), version)

@@ -29,7 +29,6 @@ MAX_TRACEPARENT_CHARS = 55
 _TRACEPARENT = re.compile(r"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
 CLOSE_S = 2.0
 """How long the end of a process waits for the last spans to be exported."""
-INSTRUMENTATION = "kvpool"
 CLIENT_SERVICE, SERVER_SERVICE = "kvpool-client", "kvpool-server"
 """Names of services, unless OTEL_SERVICE_NAME is set."""
 
@@ -73,7 +72,7 @@ class Tracing:
             raise ConfigError(f"otel: OpenTelemetry refuses the OTEL_* variables of the environment: {error}") from None
         self._trace = trace
         self._propagator = TraceContextTextMapPropagator()
-        self._tracer = self._provider.get_tracer(INSTRUMENTATION)
+        self._tracer = self._provider.get_tracer("kvpool")
         atexit.register(self.close)
 
     def start(
@@ -106,11 +105,9 @@ class Tracing:
             span.end()
 
     def fail(self, span: Any, why: str) -> None:
-        """Marks a span as failed."""
         span.set_status(self._trace.Status(self._trace.StatusCode.ERROR, why))
 
     def traceparent(self, span: Any) -> str:
-        """A span's context."""
         carrier: dict[str, str] = {}
         self._propagator.inject(carrier, self._trace.set_span_in_context(span))
         return valid_traceparent(carrier.get(TRACEPARENT, ""))

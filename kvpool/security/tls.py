@@ -41,6 +41,11 @@ class TlsFiles:
     cert: str = ""
     key: str = ""
 
+    @property
+    def paths(self) -> list[str]:
+        """The paths that are given."""
+        return [path for path in (self.ca, self.cert, self.key) if path]
+
     @classmethod
     def of(cls, value: object) -> TlsFiles:
         """Files, or a mapping with their paths by these names. Raises ConfigError for anything else."""
