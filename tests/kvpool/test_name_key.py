@@ -23,7 +23,6 @@ from tests.support.processes import ServerProcess
 from tests.support.values import namespace_spec, run_of
 
 KEY, OTHER = NameKey(bytes(range(32))), NameKey(bytes(32))
-CHUNK_BYTES = 256
 
 hashes = st.binary(min_size=HASH_BYTES, max_size=HASH_BYTES)
 runs = st.builds(BlockRun, st.integers(0, 3), st.lists(hashes, min_size=1, max_size=12), st.just(b"") | hashes)
@@ -54,13 +53,6 @@ def test_names_keep_groups_order_and_parents(run: BlockRun) -> None:
 def test_a_long_run_is_named_as_its_parts_are() -> None:
     whole = run_of(*range(2 * NAMES_PER_TURN + 1), parent="parent")
     assert blocks([KEY.run(whole)]) == blocks([KEY.run(part) for (part,) in in_parts([whole], 100)])
-
-
-@given(st.lists(runs, min_size=1, max_size=4), st.integers(1, 40))
-def test_a_batch_may_be_split_before_or_after_its_blocks_are_named(batch: list[BlockRun], count: int) -> None:
-    named = list(map(KEY.run, batch))
-    before = [list(map(KEY.run, part)) for part in in_parts(batch, count)]
-    assert [blocks(part) for part in before] == [blocks(part) for part in in_parts(named, count)]
 
 
 @given(st.permutations([("a", "1"), ("b", "2"), ("name_key", "ff")]), st.booleans())
