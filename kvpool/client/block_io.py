@@ -6,10 +6,7 @@ caller's arrays or a callback that calls the caller's own with block indices, an
 
 from __future__ import annotations
 
-import contextlib
-import threading
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -51,28 +48,14 @@ class InPlace:
                 raise InvalidRequestError(f"block {idx} has {found} bytes; it must have {nbytes}")
 
 
-class FillBlocks(Protocol):
-    """The callback of a put."""
+FillBlocks = Callable[[Sequence[int], Buffers], Checksums | None]
+DrainBlocks = FillBlocks
+"""The callback of a put, or of a get, with the arguments `indices` and `buffers`.
 
-    def __call__(self, indices: Sequence[int], buffers: Buffers, /) -> Checksums | None:
-        """Writes block `indices[i]`, counted over all runs, into `buffers[i]`: uint8 [shards.count * chunk_bytes].
-
-        Returns:
-            None: the bytes are there. A callable, which any thread may call: it waits for the bytes, and returns one
-            checksum a chunk; for callbacks that compute checksums while copying.
-        """
-
-
-class DrainBlocks(Protocol):
-    """The callback of a get."""
-
-    def __call__(self, indices: Sequence[int], buffers: Buffers, /) -> Checksums | None:
-        """Copies block `indices[i]`, counted over all runs, from `buffers[i]`: uint8 [shards.count * chunk_bytes].
-
-        Returns:
-            None: the bytes were copied. A callable: it waits for the copy, and returns one checksum a chunk; for
-            callbacks that compute checksums while copying (`Client.get`, `drain_sums`).
-        """
+A put's writes block `indices[i]`, counted over all runs, into `buffers[i]`, uint8 [shards.count * chunk_bytes]; a get's
+copies the block from there. Returns None: the bytes were copied. Or a callable, which any thread may call: it waits for
+the copy, and returns one checksum a chunk; for callbacks that compute checksums while copying (a get: `drain_sums`).
+"""
 
 
 class BlockWriter:
@@ -99,7 +82,6 @@ class BlockWriter:
         self._fill = fill
         self._granted = granted
         self._sums = ChunkSums(len(granted), region_bytes, chunk_bytes)
-        self._callers = _CallersSums()
 
     def write(self, transfer: Transfer) -> list[int]:
         """Moves the blocks; returns one checksum a chunk, region-major. Raises as `Transport.write` and `fill`."""
@@ -107,13 +89,12 @@ class BlockWriter:
             rows = [self._fill.blocks[idx] for idx in self._granted]
             self._transport.write(transfer, Source(rows=rows, sum=self._sums.add))
         else:
-            self._transport.write(transfer, Source(self._fill_batch, sum=self._sum))
-        self._callers.collect(self._sums)
+            self._transport.write(transfer, Source(self._fill_batch, sum=self._sums.add))
         return self._sums.all()
 
     def wait(self) -> None:
         """After a failure: waits until no callback's copy is in flight, so that the regions may be revoked."""
-        self._callers.wait()
+        self._sums.wait()
 
     def _fill_batch(self, first: int, buffers: Buffers) -> Checksums | None:
         assert not isinstance(self._fill, InPlace)
@@ -122,11 +103,7 @@ class BlockWriter:
         except Exception as error:
             self.fill_error = error
             raise
-        return self._callers.add(first, len(buffers), filled)
-
-    def _sum(self, first: int, regions: Sequence[Pieces]) -> None:
-        if not self._callers.has(first):
-            self._sums.add(first, regions)
+        return self._sums.add_later(first, len(buffers), filled)
 
 
 class BlockReader:
@@ -145,13 +122,13 @@ class BlockReader:
         self._region_bytes = region_bytes
         self._chunk_bytes = chunk_bytes
         self._indices: Sequence[int] = ()
-        self._parts: list[tuple[ChunkSums, _CallersSums]] = []
+        self._parts: list[ChunkSums] = []
 
     def read(self, transfer: Transfer, indices: Sequence[int]) -> None:
         """Moves blocks `indices`, one a region of the transfer. Raises as `Transport.read` and `drain`."""
         self._indices = indices
         sums = ChunkSums(len(indices), self._region_bytes, self._chunk_bytes)
-        self._parts.append((sums, _CallersSums()))
+        self._parts.append(sums)
         if isinstance(self._drain, InPlace):
             self._transport.read(transfer, Sink(rows=[self._drain.blocks[idx] for idx in indices], sum=sums.add))
         elif self._drain_sums:
@@ -161,9 +138,7 @@ class BlockReader:
 
     def checksums(self) -> list[int]:
         """One checksum a chunk that was read, in order; waits for the callback's copies."""
-        for sums, callers in self._parts:
-            callers.collect(sums)
-        return [each for sums, _ in self._parts for each in sums.all()]
+        return [each for sums in self._parts for each in sums.all()]
 
     def _drain_batch(self, first: int, buffers: Buffers) -> Checksums | None:
         assert not isinstance(self._drain, InPlace)
@@ -172,49 +147,4 @@ class BlockReader:
             raise InvalidRequestError(
                 f"the drain callback returned {type(drained).__name__}, and drain_sums is {self._drain_sums}"
             )
-        return self._parts[-1][1].add(first, len(buffers), drained)
-
-
-class _Once:
-    """Checksums that are asked for once, and told to everyone who asks, on any thread."""
-
-    def __init__(self, sums: Checksums):
-        self._sums = sums
-        self._asking = threading.Lock()
-        self._found: Sequence[int] | None = None
-
-    def __call__(self) -> Sequence[int]:
-        with self._asking:
-            if self._found is None:
-                self._found = self._sums()
-            return self._found
-
-
-class _CallersSums:
-    """Checksums that the caller's callbacks compute while they copy."""
-
-    def __init__(self) -> None:
-        self._by_first: dict[int, Checksums] = {}
-        self._regions: set[int] = set()
-
-    def add(self, first: int, count: int, sums: Checksums | None) -> Checksums | None:
-        """Notes the sums of regions [first, first + count); returns them."""
-        if sums is None:
-            return None
-        self._by_first[first] = once = _Once(sums)
-        self._regions.update(range(first, first + count))
-        return once
-
-    def has(self, region: int) -> bool:
-        return region in self._regions
-
-    def collect(self, into: ChunkSums) -> None:
-        """Waits for the copies, and takes over their checksums."""
-        for first, sums in self._by_first.items():
-            into.put(first, sums())
-
-    def wait(self) -> None:
-        """Waits for the copies, whatever becomes of them."""
-        for sums in self._by_first.values():
-            with contextlib.suppress(Exception):
-                sums()
+        return self._parts[-1].add_later(first, len(buffers), drained)

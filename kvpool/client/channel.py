@@ -17,7 +17,7 @@ from kvpool.protocol.errors import ConfigError
 from kvpool.protocol.replies import CONTROL_LIMIT, METHOD_LIMITS
 from kvpool.protocol.wire import MAX_MESSAGE_BYTES
 from kvpool.security.principal import Principal
-from kvpool.security.tls import WatchedIdentity
+from kvpool.security.tls import TlsIdentity, read_identity
 from kvpool.security.tokens import read_token
 from kvpool.security.watched_files import WatchedFiles
 from kvpool.transport.unix_socket import grpc_target, socket_path
@@ -53,8 +53,8 @@ def open_channel(config: ClientConfig) -> grpc.Channel:
 
     Raises ConfigError for files that cannot be used, and for plaintext to another host that nobody has allowed.
     """
-    if config.tls is not None:
-        identity = WatchedIdentity(config.tls)
+    if (files := config.tls) is not None:
+        identity = WatchedFiles(files.paths, lambda: read_identity(files))
         token = None
         if config.token_file:
             token = WatchedFiles([config.token_file], lambda: read_token(Path(config.token_file)))
@@ -80,7 +80,7 @@ def _traced(channel: grpc.Channel, config: ClientConfig) -> grpc.Channel:
     return channel if tracing is None else grpc.intercept_channel(channel, ClientInterceptor(tracing))
 
 
-def _secure(endpoint: str, identity: WatchedIdentity) -> grpc.Channel:
+def _secure(endpoint: str, identity: WatchedFiles[TlsIdentity]) -> grpc.Channel:
     files = identity.value
     credentials = grpc.ssl_channel_credentials(files.ca, files.key, files.cert)
     # A Unix socket has no host name for the server's certificate to prove; every certificate of ours names this one.
@@ -105,7 +105,7 @@ class RenewedChannel(grpc.Channel):
 
     def __init__(
         self,
-        identity: WatchedIdentity,
+        identity: WatchedFiles[TlsIdentity],
         make: Callable[[], grpc.Channel],
         token: WatchedFiles[str] | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -127,7 +127,6 @@ class RenewedChannel(grpc.Channel):
         return self._version
 
     def current(self) -> grpc.Channel:
-        """The channel for new calls."""
         if self._identity.look() == self._version:
             return self._current
         with self._lock:

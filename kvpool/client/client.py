@@ -25,11 +25,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.client.admin import Admin
+from kvpool.client.admin import Admin, Hints
 from kvpool.client.block_io import BlockReader, BlockWriter, DrainBlocks, FillBlocks, InPlace
 from kvpool.client.channel import RenewedChannel
 from kvpool.client.config import ClientConfig
-from kvpool.client.hints import Hints
 from kvpool.client.inline_chunks import InlineChunks
 from kvpool.client.open_namespace import Namespace
 from kvpool.client.rpc import PoolRpc
@@ -116,9 +115,9 @@ class Client:
             TransferError, ConfigError: the configured transport does not work here.
         """
         spec = self.rpc.named(self._of_tenant(spec))
-        opened, offer = self.rpc.open_namespace(spec, expected_fingerprint, timeout_ms)
-        transport, boot_token = self.attachment.attach(offer, opened.boot_token), opened.boot_token
-        arena_bytes = replies.arena_bytes(offer)
+        opened = self.rpc.open_namespace(spec, expected_fingerprint, timeout_ms)
+        transport, boot_token = self.attachment.attach(opened, opened.boot_token), opened.boot_token
+        arena_bytes = replies.arena_bytes(opened)
         return Namespace(spec, opened.fingerprint, boot_token, transport, opened.max_batch_blocks, arena_bytes)
 
     def lookup(
@@ -270,26 +269,38 @@ class Client:
         ends_at = asked_at + self.config.data_timeout_ms / 1000
         first = 0
         parts: list[Located] = []
-        if leased is None:
-            split = list(in_parts(runs, namespace.max_blocks(shards)))
-        else:
-            if len(leased) != (count := sum(map(len, runs))):
-                raise InvalidRequestError(f"{len(leased)} leased slots for {count} blocks; give one a block")
-            parts.append(
-                self._read_leased(namespace, lease_id, leased, group, shards, batch_bytes, reader, out_of_process)
+
+        def transfer_of(located: Located, **permitted: Any) -> Transfer:
+            timeout_s = max(0.0, min(ends_at - time.monotonic(), located.lease_remaining_ms / 1000))
+            return Transfer(
+                lease_id,
+                located.offsets,
+                region_bytes,
+                timeout_s,
+                batch_bytes,
+                located.permit,
+                out_of_process,
+                **permitted,
             )
-            split = []  # Nothing is left to ask the server for.
+
+        if leased is not None:
+            parts.append(_located(namespace, lease_id, leased, sum(map(len, runs)), group, shards))
+            transfer = transfer_of(
+                parts[0],
+                skip_bytes=shards.start * group.chunk_bytes,
+                permitted_bytes=group.slot_bytes,
+                permitted_offsets=leased.permitted_offsets,
+                first_permitted=leased.start,
+            )
+            reader.read(transfer, range(len(leased)))
+        split = [] if leased is not None else list(in_parts(runs, namespace.max_blocks(shards)))
         with closing(self.rpc.locate_in_parts(namespace, lease_id, split, shards)) as answers:
             for located in answers:
                 parts.append(located)
                 indices = [first + idx for idx, present in enumerate(located.present) if present]
                 first += len(located.present)
-                timeout_s = max(0.0, min(ends_at - time.monotonic(), located.lease_remaining_ms / 1000))
-                transfer = Transfer(
-                    lease_id, located.offsets, region_bytes, timeout_s, batch_bytes, located.permit, out_of_process
-                )
                 if indices:
-                    reader.read(transfer, indices)
+                    reader.read(transfer_of(located), indices)
         checksums = reader.checksums()
         whole = join_located(parts)
         if time.monotonic() > asked_at + whole.lease_remaining_ms / 1000:
@@ -303,48 +314,6 @@ class Client:
         if spec.tenant or principal is None or not principal.role.has_tenant:
             return spec
         return replace(spec, tenant=principal.tenant)
-
-    def _read_leased(
-        self,
-        namespace: Namespace,
-        lease_id: int,
-        leased: LeasedSlots,
-        group: GroupSpec,
-        shards: ShardRange,
-        batch_bytes: int,
-        reader: BlockReader,
-        out_of_process: bool,
-    ) -> Located:
-        """Reads shards of slots whose places are known.
-
-        Raises:
-            InvalidRequestError: the slots are another namespace's.
-            LeaseExpiredError: their lease has ended, or is of another boot.
-        """
-        if leased.fingerprint != namespace.fingerprint:
-            raise InvalidRequestError(
-                f"the leased slots are of namespace {leased.fingerprint.hex()[:12]}, and are to be read as blocks of "
-                f"{namespace.fingerprint.hex()[:12]}; look them up in the namespace that you read them in"
-            )
-        shards.check(group.num_shards)
-        located = leased.located(shards)
-        if leased.boot_token != namespace.boot_token or not located.lease_remaining_ms:
-            raise LeaseExpiredError(f"lease {lease_id:#x} expired, or is of another boot, before its blocks were read")
-        transfer = Transfer(
-            lease_id,
-            located.offsets,
-            shards.count * group.chunk_bytes,
-            min(self.config.data_timeout_ms, located.lease_remaining_ms) / 1000,
-            batch_bytes,
-            located.permit,
-            out_of_process,
-            skip_bytes=shards.start * group.chunk_bytes,
-            permitted_bytes=group.slot_bytes,
-            permitted_offsets=leased.permitted_offsets,
-            first_permitted=leased.start,
-        )
-        reader.read(transfer, range(len(leased)))
-        return located
 
     def _raise_corrupt(
         self, namespace: Namespace, runs: Sequence[BlockRun], located: Located, checksums: Sequence[int]
@@ -376,6 +345,24 @@ class Client:
     def release(self, lease_ids: Sequence[int]) -> int:
         """Ends leases; returns how many of them were live."""
         return self.rpc.release(lease_ids)
+
+
+def _located(
+    namespace: Namespace, lease_id: int, leased: LeasedSlots, count: int, group: GroupSpec, shards: ShardRange
+) -> Located:
+    """Where shards of `count` leased slots lie. Raises InvalidRequestError and LeaseExpiredError as `Client.get`."""
+    if len(leased) != count:
+        raise InvalidRequestError(f"{len(leased)} leased slots for {count} blocks; give one a block")
+    if leased.fingerprint != namespace.fingerprint:
+        raise InvalidRequestError(
+            f"the leased slots are of namespace {leased.fingerprint.hex()[:12]}, and are to be read as blocks of "
+            f"{namespace.fingerprint.hex()[:12]}; look them up in the namespace that you read them in"
+        )
+    shards.check(group.num_shards)
+    located = leased.located(shards)
+    if leased.boot_token != namespace.boot_token or not located.lease_remaining_ms:
+        raise LeaseExpiredError(f"lease {lease_id:#x} expired, or is of another boot, before its blocks were read")
+    return located
 
 
 def _one_group(namespace: Namespace, runs: Sequence[BlockRun]) -> GroupSpec:

@@ -49,7 +49,7 @@ class InlineChunks:
         """
         found: list[Chunk | None] = []
         named = [self._named_key(key) for key in keys]
-        request = pb.GetChunksRequest(keys=[wire.encode_key(key) for key in named])
+        request = pb.GetChunksRequest(keys=[wire.message_of(key, pb.PoolKey) for key in named])
         call = self._rpc.call(self._rpc.stub.GetChunks, request, self._rpc.config.data_timeout_ms)
         try:
             for nth, reply in enumerate(call):

@@ -18,13 +18,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from queue import Empty, SimpleQueue
-from typing import Any, Protocol
+from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
 
 from kvpool.protocol.errors import InvalidReplyError, KVPoolError
+from kvpool.protocol.replies import LookupQuestion
 from kvpool.protocol.wire import NAME_KEY
 from kvpool.v1 import pool_pb2 as pb
 
@@ -45,18 +47,8 @@ MAX_RELEASED = 4096
 """Most leases that wait for a message. Further ones are left to expire."""
 
 
-class Question(Protocol):
-    """What is looked up."""
-
-    def __call__(self) -> pb.LookupRequest:
-        """Makes the request, on gRPC's thread. Must not raise."""
-
-    @property
-    def max_reply_bytes(self) -> int:
-        """A larger reply is none to this request, and is not parsed: its parts may take 60 times its size."""
-
-
 MakeRequest = Callable[[], pb.LookupRequest]
+"""Makes a request, on gRPC's thread. Must not raise."""
 
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 
@@ -88,7 +80,7 @@ class StreamedLookup(Future[pb.LookupResponse]):
     that finds out. That may be the thread that reads the answers: a callback must not wait for another lookup.
 
     Attributes:
-        max_reply_bytes: see `Question`.
+        max_reply_bytes: a larger reply is none to this lookup, and is not parsed: its parts may take 60 times its size.
     """
 
     def __init__(self, timeout_s: float, max_reply_bytes: int):
@@ -135,16 +127,15 @@ class LookupStream:
 
     @classmethod
     def on(cls, channel: grpc.Channel, version: Callable[[], int] | None = None) -> LookupStream:
-        """Of a channel to a server."""
         service = pb.DESCRIPTOR.services_by_name["Pool"].full_name
         encode = pb.LookupRequest.SerializeToString
         return cls(channel.stream_stream(f"/{service}/LookupStream", encode, response_deserializer=None), version)
 
-    def __call__(self, question: Question, timeout: float) -> pb.LookupResponse:
+    def __call__(self, question: LookupQuestion, timeout: float) -> pb.LookupResponse:
         """Sends a lookup and waits for its answer. Raises as `StreamedLookup.result`."""
         return self.future(question, timeout).result()
 
-    def future(self, question: Question, timeout: float) -> StreamedLookup:
+    def future(self, question: LookupQuestion, timeout: float) -> StreamedLookup:
         """Sends a lookup; does not wait. Raises ValueError if the channel is closed."""
         lookup = StreamedLookup(timeout, question.max_reply_bytes)
         self._send(question, lookup)
@@ -267,7 +258,8 @@ class _Stream:
         make = self._unsent.get()
         while make is not None:
             if make is _no_lookup:
-                make = self._next_within(RELEASE_WITHIN_S)
+                with suppress(Empty):
+                    make = self._unsent.get(timeout=RELEASE_WITHIN_S)
             request = pb.LookupRequest() if make is None else make()
             with self._lock:
                 released, self._released = self._released, []
@@ -275,13 +267,6 @@ class _Stream:
             if released or make not in (None, _no_lookup):
                 yield request
             make = make and self._unsent.get()
-
-    def _next_within(self, seconds: float) -> MakeRequest | None:
-        """What is queued next; `_no_lookup` if nothing is within `seconds`."""
-        try:
-            return self._unsent.get(timeout=seconds)
-        except Empty:
-            return _no_lookup
 
     def _read(self) -> None:
         has_ended_well = False

@@ -14,7 +14,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from kvpool.client.config import ClientConfig
 from kvpool.protocol.errors import ConfigError
-from kvpool.security.certificates import read_pem
+from kvpool.security.certificates import extension_of, read_pem
 from kvpool.security.tls import TlsFiles
 from kvpool.transport.unix_socket import socket_path
 
@@ -80,10 +80,7 @@ def _fault(tls: TlsFiles) -> str:
         return f"{tls.cert} ended on {ended:%Y-%m-%d %H:%M} UTC; {_NEW_ONE}"
     if (begins := certificate.not_valid_before_utc) > now:
         return f"{tls.cert} is not valid before {begins:%Y-%m-%d %H:%M} UTC; check the clock of this host"
-    try:
-        uses = certificate.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
-    except x509.ExtensionNotFound:
-        return unknown
-    if ExtendedKeyUsageOID.CLIENT_AUTH not in uses:
+    uses = extension_of(certificate, x509.ExtendedKeyUsage)
+    if uses is not None and ExtendedKeyUsageOID.CLIENT_AUTH not in uses:
         return f"{tls.cert} is a server's certificate; give a client's, such as that of `kvpool certs` in operator"
     return unknown

@@ -32,7 +32,6 @@ from kvpool.protocol.errors import (
     UnavailableError,
 )
 from kvpool.protocol.namespace import NamespaceSpec
-from kvpool.protocol.offers import Offer
 from kvpool.protocol.replies import LookupQuestion
 from kvpool.protocol.skew import OWN, check_skew
 from kvpool.protocol.types import (
@@ -84,14 +83,14 @@ class PoolRpc:
         self._lookups.close()
         self.channel.close()
 
-    def ping(self) -> Any:
-        """The server's `PingResponse`."""
-        return self.call(self.stub.Ping, pb.PingRequest())
+    def ping(self) -> pb.PingResponse:
+        reply: pb.PingResponse = self.call(self.stub.Ping, pb.PingRequest())
+        return reply
 
     def open_namespace(
         self, spec: NamespaceSpec, expected_fingerprint: bytes = b"", timeout_ms: int | None = None
-    ) -> tuple[pb.OpenNamespaceResponse, Offer]:
-        """Declares a namespace; returns what the server says of it, and the transports that it offers.
+    ) -> pb.OpenNamespaceResponse:
+        """Declares a namespace; returns what the server says of it, and of the transports that it offers.
 
         Raises InvalidRequestError, IncompatibleNamespaceError, and IncompatibleReleaseError if the server is of a
         release that this client does not work with, or that computes another fingerprint.
@@ -107,13 +106,13 @@ class PoolRpc:
         reply: pb.OpenNamespaceResponse = self.call(self.stub.OpenNamespace, request, timeout_ms)
         server = wire.decode_release(reply)
         check_skew(OWN, server, self.config.endpoint)
-        offer = replies.opened(reply)
+        replies.opened(reply)
         if reply.fingerprint != spec.fingerprint():
             raise IncompatibleReleaseError(
                 f"this client, kvpool {OWN}, and kvpool-server at {self.config.endpoint}, kvpool {server}, compute "
                 "different fingerprints for a namespace; install the same release of kvpool on both sides"
             )
-        return reply, offer
+        return reply
 
     # Names of blocks: no block hash gets to a server but through these.
 
@@ -236,7 +235,10 @@ class PoolRpc:
     def revoke_quietly(self, ticket_id: int) -> None:
         """As `put_revoke`, without waiting. If the call is lost, the ticket expires."""
         if ticket_id:
-            self._send_and_forget(self.stub.PutRevoke, pb.PutRevokeRequest(ticket_id=ticket_id))
+            with contextlib.suppress(UnavailableError):
+                call = self.send(self.stub.PutRevoke, pb.PutRevokeRequest(ticket_id=ticket_id))
+                # gRPC cancels a call that nothing refers to any more; the callback keeps the reference until the end.
+                call.add_done_callback(lambda _: None)
 
     # Get
 
@@ -312,7 +314,10 @@ class PoolRpc:
         Raises UnknownNamespaceError, InvalidRequestError and PermissionDeniedError; OutOfSpaceError for a prefetch if
         too many are under way.
         """
-        reply = self.call(self.stub.Hint, wire.encode_hint(fingerprint, runs, kind, pin_seconds), timeout_ms)
+        request = pb.HintRequest(
+            namespace=fingerprint, runs=runs, kind=f"HINT_KIND_{kind.name}", pin_seconds=pin_seconds
+        )
+        reply = self.call(self.stub.Hint, request, timeout_ms)
         return replies.hint(reply, sum(len(run.block_hashes) // HASH_BYTES for run in runs))
 
     # Reports
@@ -353,11 +358,6 @@ class PoolRpc:
         except CALL_ERRORS as error:
             raise self.error_of(error) from None
 
-    def _send_and_forget(self, method: Any, request: Any) -> None:
-        with contextlib.suppress(UnavailableError):
-            # gRPC cancels a call that nothing refers to any more; the callback keeps the reference until the end.
-            self.send(method, request).add_done_callback(lambda _: None)
-
     def timeout_s(self, timeout_ms: int | None = None) -> float:
         return (timeout_ms if timeout_ms is not None else self.config.timeout_ms) / 1000
 
@@ -370,7 +370,7 @@ class PoolRpc:
         """
         reply = self.ping()
         self.check_boot(namespace, reply.boot_token)
-        return int(reply.namespaces_opened)
+        return reply.namespaces_opened
 
     def check_boot(self, namespace: Namespace, boot_token: int) -> None:
         """Raises UnavailableError if the server has restarted since: the namespace's memory belongs to its old boot."""

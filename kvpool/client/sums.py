@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -17,6 +19,21 @@ MIN_UNLOCKED_BYTES = 16 << 10
 """Smaller chunks are summed with Python's lock (the GIL) held: to release and acquire it would cost more."""
 
 
+class _Once:
+    """Checksums that are asked for once, and told to everyone who asks, on any thread."""
+
+    def __init__(self, sums: Checksums):
+        self._sums = sums
+        self._asking = threading.Lock()
+        self._found: Sequence[int] | None = None
+
+    def __call__(self) -> Sequence[int]:
+        with self._asking:
+            if self._found is None:
+                self._found = self._sums()
+            return self._found
+
+
 class ChunkSums:
     """One checksum for every chunk of some regions. Threads may add different regions at once.
 
@@ -27,19 +44,35 @@ class ChunkSums:
     def __init__(self, num_regions: int, region_bytes: int, chunk_bytes: int):
         self._values = np.zeros((num_regions, region_bytes // chunk_bytes), np.uint64)
         self._chunk_bytes = chunk_bytes
+        self._later: dict[int, Checksums] = {}
+        self._regions_later: set[int] = set()
 
     def add(self, first: int, regions: Sequence[Pieces]) -> None:
-        """Sums regions [first, first + len(regions))."""
+        """Sums regions [first, first + len(regions)), unless `add_later` was given their checksums."""
+        if first in self._regions_later:
+            return
         for nth, pieces in enumerate(regions, first):
             self._values[nth] = sums_of(pieces, self._chunk_bytes)
 
-    def put(self, first: int, sums: Sequence[int]) -> None:
-        """Takes over the checksums of regions from `first` on, region-major."""
-        count = len(sums) // self._values.shape[1]
-        self._values[first : first + count] = np.array(sums, np.uint64).reshape(count, -1)
+    def add_later(self, first: int, count: int, sums: Checksums | None) -> Checksums | None:
+        """Notes what computes the checksums of regions [first, first + count), region-major, and returns it."""
+        if sums is None:
+            return None
+        self._later[first] = once = _Once(sums)
+        self._regions_later.update(range(first, first + count))
+        return once
+
+    def wait(self) -> None:
+        """Waits for the checksums that `add_later` was given, whatever becomes of them."""
+        for sums in self._later.values():
+            with contextlib.suppress(Exception):
+                sums()
 
     def all(self) -> list[int]:
-        """Every checksum, region-major."""
+        """Every checksum, region-major; waits for those that `add_later` was given."""
+        for first, sums in self._later.items():
+            rows = np.array(sums(), np.uint64).reshape(-1, self._values.shape[1])
+            self._values[first : first + len(rows)] = rows
         return self._values.reshape(-1).tolist()  # type: ignore[no-any-return]
 
 

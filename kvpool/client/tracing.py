@@ -29,7 +29,6 @@ MAX_TRACEPARENT_CHARS = 55
 _TRACEPARENT = re.compile(r"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
 CLOSE_S = 2.0
 """How long the end of a process waits for the last spans to be exported."""
-INSTRUMENTATION = "kvpool"
 CLIENT_SERVICE, SERVER_SERVICE = "kvpool-client", "kvpool-server"
 """Names of services, unless OTEL_SERVICE_NAME is set."""
 
@@ -73,7 +72,7 @@ class Tracing:
             raise ConfigError(f"otel: OpenTelemetry refuses the OTEL_* variables of the environment: {error}") from None
         self._trace = trace
         self._propagator = TraceContextTextMapPropagator()
-        self._tracer = self._provider.get_tracer(INSTRUMENTATION)
+        self._tracer = self._provider.get_tracer("kvpool")
         atexit.register(self.close)
 
     def start(
@@ -106,11 +105,9 @@ class Tracing:
             span.end()
 
     def fail(self, span: Any, why: str) -> None:
-        """Marks a span as failed."""
         span.set_status(self._trace.Status(self._trace.StatusCode.ERROR, why))
 
     def traceparent(self, span: Any) -> str:
-        """A span's context."""
         carrier: dict[str, str] = {}
         self._propagator.inject(carrier, self._trace.set_span_in_context(span))
         return valid_traceparent(carrier.get(TRACEPARENT, ""))
@@ -165,23 +162,16 @@ class ClientInterceptor(
     def __init__(self, tracing: Tracing):
         self._tracing = tracing
 
-    def intercept_unary_unary(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
-        return self._call(continuation, client_call_details, request)
-
-    def intercept_unary_stream(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
-        return self._call(continuation, client_call_details, request)
-
-    def intercept_stream_unary(self, continuation: Any, client_call_details: Any, request_iterator: Any) -> Any:
-        return self._call(continuation, client_call_details, request_iterator)
-
     def _call(self, continuation: Any, details: Any, request: Any) -> Any:
         method = details.method.rpartition("/")[2]
         attributes = {"rpc.system": "grpc", "rpc.service": "kvpool.v1.Pool", "rpc.method": method}
         span = self._tracing.start(f"kvpool.v1.Pool/{method}", attributes=attributes, kind="CLIENT")
         metadata = [*(details.metadata or ()), (TRACEPARENT, self._tracing.traceparent(span))]
-        call = continuation(_with_metadata(details, metadata), request)
+        call = continuation(_Details(details, metadata), request)
         call.add_done_callback(lambda ended: self._ended(span, ended))
         return call
+
+    intercept_unary_unary = intercept_unary_stream = intercept_stream_unary = _call  # type: ignore[assignment]
 
     def _ended(self, span: Any, call: Any) -> None:
         code = call.code()
@@ -198,7 +188,3 @@ class _Details(grpc.ClientCallDetails):
         self.credentials = details.credentials
         self.wait_for_ready = details.wait_for_ready
         self.compression = details.compression
-
-
-def _with_metadata(details: Any, metadata: Any) -> grpc.ClientCallDetails:
-    return _Details(details, metadata)

@@ -16,7 +16,6 @@ import grpc
 
 from kvpool.client.config import ClientConfig, is_loopback
 from kvpool.protocol.errors import KVPoolError, TransferError
-from kvpool.protocol.offers import Offer
 from kvpool.transport.base import Transport
 from kvpool.transport.grpc import GrpcTransport
 from kvpool.transport.helpers import movers_of
@@ -27,6 +26,7 @@ from kvpool.transport.segment import Segment
 from kvpool.transport.shm import ShmTransport
 from kvpool.transport.tcp import TcpTransport, peer_of
 from kvpool.transport.unix_socket import socket_path
+from kvpool.v1 import pool_pb2 as pb
 
 PROVE_S = 3.0
 """Least time for a data port to send its greeting: a client that gives up uses gRPC for a while."""
@@ -51,6 +51,8 @@ class Choice:
     is_fallback: bool = False
 
 
+Offer = pb.OpenNamespaceResponse | pb.PingResponse
+"""A reply that tells of the transports of a server, checked (`kvpool.protocol.replies.offer`)."""
 Choose = Callable[[ClientConfig, Offer, grpc.Channel], Choice]
 
 
@@ -80,7 +82,7 @@ def choose(config: ClientConfig, offer: Offer, channel: grpc.Channel) -> Choice:
 
 
 def _shm(config: ClientConfig, offer: Offer, _: grpc.Channel) -> Choice:
-    if offer.segment is None:
+    if not offer.HasField("segment"):
         if config.tls is not None:
             fix = "; give the endpoint HOST:PORT, for its encrypted data port" if socket_path(config.endpoint) else ""
             raise TransferError(f"kvpool-server at {config.endpoint} shares no memory because it has TLS{fix}")
@@ -88,36 +90,35 @@ def _shm(config: ClientConfig, offer: Offer, _: grpc.Channel) -> Choice:
     token = offer.segment.token
     timeout_s = max(config.stall_timeout_ms / 1000, PROVE_S)
     fd = receive_memory(memory_address(config.endpoint, token), token, timeout_s)
-    segment = Segment.attach(fd, offer.segment)
+    segment = Segment.attach(fd, offer.segment.nbytes, offer.segment.nonce)
     movers = movers_of(len(os.sched_getaffinity(0)), config.local_clients, cores_a_mover=1)
     return Choice(ShmTransport(segment, movers), "shm", "client and server share memory")
 
 
 def _mooncake_over_rdma(config: ClientConfig, offer: Offer, channel: grpc.Channel) -> Choice:
-    if offer.mooncake is None or offer.mooncake.protocol != "rdma":
+    if offer.mooncake.protocol != "rdma":
         raise TransferError("the server offers no RDMA")
     return replace(_mooncake(config, offer, channel), why="both sides have RDMA")
 
 
 def _mooncake(config: ClientConfig, offer: Offer, _: grpc.Channel) -> Choice:
-    info = offer.mooncake
-    if info is None:
+    if not offer.HasField("mooncake"):
         raise TransferError(
             f"kvpool-server at {config.endpoint} has no Transfer Engine; start it with --mooncake tcp (or rdma), "
             "or use transport=tcp"
         )
-    engine = Engine.start(address_towards(_host(config)), info.protocol)
-    transport = MooncakeTransport(info, engine, config.stall_timeout_ms / 1000)
+    engine = Engine.start(address_towards(_host(config)), offer.mooncake.protocol)
+    transport = MooncakeTransport(offer.mooncake, engine, config.stall_timeout_ms / 1000)
     try:
         transport.prove(config.data_timeout_ms / 1000)
     except BaseException:
         transport.close()
         raise
-    return Choice(transport, f"mooncake over {info.protocol}")
+    return Choice(transport, f"mooncake over {offer.mooncake.protocol}")
 
 
 def _tcp(config: ClientConfig, offer: Offer, _: grpc.Channel) -> Choice:
-    if offer.data_port is None:
+    if not offer.HasField("data_port"):
         raise TransferError("the server has no data port; see --data-listen")
     host, stall_s = _host(config), config.stall_timeout_ms / 1000
     where = offer.data_port.host or host
@@ -171,7 +172,7 @@ class Attachment:
     def __init__(self, choose: Callable[[Offer], Choice], clock: Callable[[], float] = time.monotonic):
         self._choose = choose
         self._clock = clock
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self.choice: Choice | None = None
         self._offer: Offer | None = None
         self._boot_token = 0
@@ -181,11 +182,11 @@ class Attachment:
         """The transport to this boot of the server; one to an earlier boot is closed first. Raises as `choose`."""
         with self._lock:
             if self.choice is None or self._boot_token != boot_token:
-                self._close()
+                self.detach()
                 self.choice = self._choose(offer)
                 self._offer, self._boot_token = offer, boot_token
                 self._retry_after_s, self._retry_at = RETRY_S[0], self._clock() + RETRY_S[0]
-            return self._retry() or self.choice.transport
+            return self.retry() or self.choice.transport
 
     def retry(self) -> Transport | None:
         """The faster transport that replaces a fallback from now on; None if there is no fallback, or nothing faster.
@@ -193,28 +194,22 @@ class Attachment:
         Call it often: it tries after the first of `RETRY_S`, and waits twice as long after each failure.
         """
         with self._lock:
-            return self._retry()
-
-    def _retry(self) -> Transport | None:
-        if self.choice is None or not self.choice.is_fallback or self._clock() < self._retry_at:
-            return None
-        assert self._offer is not None
-        found = self._choose(self._offer)
-        if found.is_fallback:
-            found.transport.close()
-            self._retry_after_s = min(2 * self._retry_after_s, RETRY_S[1])
-            self._retry_at = self._clock() + self._retry_after_s
-            return None
-        # The fallback is not closed: transfers may be under way over the client's channel, which stays open.
-        self.choice = found
-        return found.transport
+            if self.choice is None or not self.choice.is_fallback or self._clock() < self._retry_at:
+                return None
+            assert self._offer is not None
+            found = self._choose(self._offer)
+            if found.is_fallback:
+                found.transport.close()
+                self._retry_after_s = min(2 * self._retry_after_s, RETRY_S[1])
+                self._retry_at = self._clock() + self._retry_after_s
+                return None
+            # The fallback is not closed: transfers may be under way over the client's channel, which stays open.
+            self.choice = found
+            return found.transport
 
     def detach(self) -> None:
         """Closes the transport, and with it unmaps the server's memory. Idempotent."""
         with self._lock:
-            self._close()
-
-    def _close(self) -> None:
-        if self.choice is not None:
-            self.choice.transport.close()
-            self.choice = None
+            if self.choice is not None:
+                self.choice.transport.close()
+                self.choice = None

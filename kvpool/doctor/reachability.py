@@ -17,7 +17,6 @@ from kvpool.client.config import ClientConfig, is_loopback
 from kvpool.doctor.server_state import SERVER_CERTIFICATE, certificate_end
 from kvpool.protocol import replies
 from kvpool.protocol.errors import KVPoolError, TransferError
-from kvpool.protocol.offers import Offer
 from kvpool.protocol.skew import OWN, Release
 from kvpool.protocol.text import duration_text, printable
 from kvpool.report.finding import Finding, error, ok, warning
@@ -26,6 +25,7 @@ from kvpool.security.tls import TlsFiles
 from kvpool.transport.memory_socket import memory_address, receive_memory
 from kvpool.transport.tcp import peer_of
 from kvpool.transport.unix_socket import socket_path
+from kvpool.v1 import pool_pb2 as pb
 
 CONNECT_S = 3.0
 MAX_SKEW_S = 5.0
@@ -54,7 +54,7 @@ def grpc_port(client: Client) -> list[Finding]:
 def data_port(client: Client) -> list[Finding]:
     """Whether the data port that the server offers takes connections from here."""
     endpoint, offer = client.rpc.config.endpoint, _offer(client)
-    if offer.data_port is None:
+    if not offer.HasField("data_port"):
         text = "the server has no data port: engines on other hosts use gRPC, which is slow"
         return [warning("data port", text, "give the server --data-listen")]
     if socket_path(endpoint):
@@ -72,7 +72,7 @@ def data_port(client: Client) -> list[Finding]:
 def memory_socket(client: Client) -> list[Finding]:
     """Whether this process gets the server's memory; engines of the same user on this host do, too, then."""
     endpoint, offer = client.rpc.config.endpoint, _offer(client)
-    if offer.segment is None:
+    if not offer.HasField("segment"):
         return [ok("memory socket", "the server offers no shared memory to this caller")]
     try:
         token = offer.segment.token
@@ -97,8 +97,7 @@ def transport(client: Client) -> list[Finding]:
 
 def offers_rdma(client: Client) -> bool:
     """Whether the server's Transfer Engine offers RDMA."""
-    mooncake = _offer(client).mooncake
-    return mooncake is not None and mooncake.protocol == "rdma"
+    return _offer(client).mooncake.protocol == "rdma"
 
 
 def http_port(address: str, config: ClientConfig, *, was_given: bool) -> list[Finding]:
@@ -185,7 +184,7 @@ def _tls_context(tls: TlsFiles) -> ssl.SSLContext:
     return context
 
 
-def _offer(client: Client) -> Offer:
+def _offer(client: Client) -> pb.PingResponse:
     return replies.offer(client.rpc.ping())
 
 

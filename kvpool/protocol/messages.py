@@ -42,51 +42,46 @@ def checked(reply: _M) -> _M:
 
     Raises InvalidReplyError, which names the field, its value and its bound.
     """
-    _Walk().check(reply, reply.DESCRIPTOR.name)
-    return reply
+    left = MAX_PARTS
 
-
-class _Walk:
-    """The check of one reply."""
-
-    def __init__(self) -> None:
-        self._left = MAX_PARTS
-
-    def check(self, message: Message, path: str) -> None:
+    def check(message: Message, path: str) -> None:
+        nonlocal left
         for field, value in message.ListFields():
             where = f"{path}.{field.name}"
             if isinstance(value, Message):
-                self.check(value, where)
-            elif isinstance(value, str | bytes | int | float):
+                check(value, where)
+                continue
+            if isinstance(value, str | bytes | int | float):
                 if (shown := _checked(field, value, where)) != value:
                     setattr(message, field.name, shown)
-            else:
-                self._count(field, value, where)
-                (self._check_map if isinstance(value, Mapping) else self._check_list)(field, value, where)
+                continue
+            most = left if _is_of_spec(field) else min(MAX_ELEMENTS, left)
+            left -= len(value)
+            if len(value) > most:
+                raise InvalidReplyError(f"the server's {where} has {len(value)} elements, too many")
+            if isinstance(value, Mapping):
+                _check_map(field, value, where)
+                continue
+            for nth, each in enumerate(value):
+                if isinstance(each, Message):
+                    check(each, where)
+                elif (shown := _checked(field, each, where)) != each:
+                    value[nth] = shown
 
-    def _count(self, field: FieldDescriptor, many: Any, where: str) -> None:
-        most = self._left if _is_of_spec(field) else min(MAX_ELEMENTS, self._left)
-        self._left -= len(many)
-        if len(many) > most:
-            raise InvalidReplyError(f"the server's {where} has {len(many)} elements, too many")
+    check(reply, reply.DESCRIPTOR.name)
+    return reply
 
-    def _check_list(self, field: FieldDescriptor, elements: Any, where: str) -> None:
-        for nth, each in enumerate(elements):
-            if isinstance(each, Message):
-                self.check(each, where)
-            elif (shown := _checked(field, each, where)) != each:
-                elements[nth] = shown
 
-    def _check_map(self, field: FieldDescriptor, found: Any, where: str) -> None:
-        assert field.message_type is not None
-        of_key, of_value = (field.message_type.fields_by_name[name] for name in ("key", "value"))
-        for key, value in list(found.items()):
-            if not isinstance(value, str) and not key.isidentifier():
-                raise InvalidReplyError(f"the server's {where} has {escaped(repr(key), 64)}, which is no name")
-            shown_key, shown = _checked(of_key, key, where), _checked(of_value, value, where)
-            if (shown_key, shown) != (key, value):
-                del found[key]
-                found[shown_key] = shown
+def _check_map(field: FieldDescriptor, found: Any, where: str) -> None:
+    assert field.message_type is not None
+    of_key, of_value = (field.message_type.fields_by_name[name] for name in ("key", "value"))
+    for key, value in list(found.items()):
+        if not isinstance(value, str) and not key.isidentifier():
+            raise InvalidReplyError(f"the server's {where} has {escaped(repr(key), 64)}, which is no name")
+        shown_key, shown = _checked(of_key, key, where), _checked(of_value, value, where)
+        if (shown_key, shown) != (key, value):
+            del found[key]
+            found[shown_key] = shown
 
 
 def _checked(field: FieldDescriptor, value: Any, where: str) -> Any:

@@ -14,6 +14,7 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 
@@ -21,7 +22,6 @@ from kvpool.protocol import wire
 from kvpool.protocol.errors import InvalidReplyError, InvalidRequestError
 from kvpool.protocol.messages import MAX_NUMBER, MAX_TEXT_CHARS, checked
 from kvpool.protocol.namespace import GroupSpec
-from kvpool.protocol.offers import Offer
 from kvpool.protocol.text import escaped
 from kvpool.protocol.types import (
     HASH_BYTES,
@@ -99,15 +99,18 @@ def ping(reply: pb.PingResponse) -> pb.PingResponse:
     return reply
 
 
-def opened(reply: pb.OpenNamespaceResponse) -> Offer:
-    """The transports of an opened namespace; whether its fingerprint is the spec's is the caller's to check."""
+def opened(reply: pb.OpenNamespaceResponse) -> pb.OpenNamespaceResponse:
+    """An opened namespace and its transports; whether its fingerprint is the spec's is the caller's to check."""
     _is("fingerprint's size", len(reply.fingerprint), HASH_BYTES)
     _in("max_batch_blocks", reply.max_batch_blocks, 1, MAX_BATCH_BLOCKS)
     return offer(reply)
 
 
-def offer(reply: pb.OpenNamespaceResponse | pb.PingResponse) -> Offer:
-    """The transports that a server offers; addresses are checked for their form alone."""
+_O = TypeVar("_O", pb.OpenNamespaceResponse, pb.PingResponse)
+
+
+def offer(reply: _O) -> _O:
+    """A reply with the transports that a server offers; addresses are checked for their form alone."""
     _in("piece_bytes", reply.piece_bytes, 1, wire.MAX_MESSAGE_BYTES)
     if reply.HasField("segment"):
         _in("segment.nbytes", reply.segment.nbytes, 1, MAX_ARENA_BYTES)
@@ -132,13 +135,12 @@ def offer(reply: pb.OpenNamespaceResponse | pb.PingResponse) -> Offer:
         _text("data_port.host", reply.data_port.host, MAX_HOST_CHARS)
         if reply.data_port.host and not _HOST.fullmatch(reply.data_port.host):
             raise InvalidReplyError(f"the server's data_port.host is {reply.data_port.host!r}, not a host")
-    return wire.decode_offer(reply)
+    return reply
 
 
-def arena_bytes(offered: Offer) -> int:
+def arena_bytes(offered: pb.OpenNamespaceResponse) -> int:
     """Size of the arena that offsets must lie in; `MAX_ARENA_BYTES` where the offer does not tell."""
-    told = [each.nbytes for each in (offered.segment, offered.mooncake) if each is not None]
-    return min(told, default=MAX_ARENA_BYTES)
+    return min(offered.segment.nbytes or MAX_ARENA_BYTES, offered.mooncake.nbytes or MAX_ARENA_BYTES)
 
 
 # Lookup
@@ -285,7 +287,7 @@ def receipt(reply: pb.PutEndResponse, num_chunks: int) -> PutReceipt:
     """Of a ticket with `num_chunks` chunks."""
     _in("num_committed", reply.num_committed, 0, num_chunks)
     _in("num_complete", reply.num_complete, 0, reply.num_committed)
-    return wire.decode_receipt(reply)
+    return wire.value_of(PutReceipt, reply)
 
 
 def located(reply: pb.GetResponse, num_blocks: int, shards: ShardRange, chunk_bytes: int, arena: int) -> Located:

@@ -17,10 +17,9 @@ from google.protobuf.message import Message
 
 from kvpool.protocol import errors
 from kvpool.protocol.namespace import GroupSpec, NamespaceSpec
-from kvpool.protocol.offers import DataPortInfo, MooncakeInfo, Offer, SegmentInfo
 from kvpool.protocol.quota import Quota
 from kvpool.protocol.skew import MAX_RELEASE_CHARS, OWN, Release
-from kvpool.protocol.text import escaped, printable
+from kvpool.protocol.text import escaped
 from kvpool.protocol.types import (
     HASH_BYTES,
     BlockRun,
@@ -33,7 +32,6 @@ from kvpool.protocol.types import (
     MissCause,
     PoolKey,
     PutGrant,
-    PutReceipt,
     PutStatus,
     RunHits,
     ShardRange,
@@ -161,25 +159,12 @@ def decode_runs(runs: Sequence[pb.BlockRun], max_blocks: int) -> list[BlockRun]:
     return decoded
 
 
-def decode_namespace(fingerprint: bytes) -> bytes:
-    check_hash(fingerprint, "namespace")
-    return fingerprint
-
-
 def encode_shards(shards: ShardRange) -> pb.ShardRange:
     return pb.ShardRange(start=shards.start, count=shards.count)
 
 
 def decode_shards(shards: pb.ShardRange) -> ShardRange:
     return ShardRange(shards.start, shards.count)
-
-
-MAX_OPENER_CHARS = 64
-
-
-def decode_opener(opener: str) -> str:
-    """A host's name as it may stand in logs: printable, and at most `MAX_OPENER_CHARS` long."""
-    return printable(opener[:MAX_OPENER_CHARS])
 
 
 def encode_spec(spec: NamespaceSpec) -> pb.NamespaceSpec:
@@ -189,34 +174,15 @@ def encode_spec(spec: NamespaceSpec) -> pb.NamespaceSpec:
 
 def decode_spec(message: pb.NamespaceSpec) -> NamespaceSpec:
     groups = tuple(
-        _decode(GroupSpec, group, layer_names=tuple(group.layer_names), layer_formats=tuple(group.layer_formats))
+        value_of(GroupSpec, group, layer_names=tuple(group.layer_names), layer_formats=tuple(group.layer_formats))
         for group in message.groups
     )
-    return _decode(NamespaceSpec, message, groups=groups, extra=tuple(message.extra.items()))
+    return value_of(NamespaceSpec, message, groups=groups, extra=tuple(message.extra.items()))
 
 
 def decode_release(message: pb.OpenNamespaceRequest | pb.OpenNamespaceResponse) -> Release:
     """Whom a namespace is opened by, or who opens it; the text can be printed."""
     return Release(escaped(message.release, MAX_RELEASE_CHARS), message.protocol)
-
-
-def encode_offer(offer: Offer) -> dict[str, Any]:
-    """The fields of an offer, in `PingResponse` and `OpenNamespaceResponse`."""
-    return {
-        "piece_bytes": offer.piece_bytes,
-        "segment": offer.segment and message_of(offer.segment, pb.Segment),
-        "mooncake": offer.mooncake and message_of(offer.mooncake, pb.MooncakeEngine),
-        "data_port": offer.data_port and message_of(offer.data_port, pb.DataPort),
-    }
-
-
-def decode_offer(message: pb.OpenNamespaceResponse | pb.PingResponse) -> Offer:
-    return Offer(
-        message.piece_bytes,
-        _decode(SegmentInfo, message.segment) if message.HasField("segment") else None,
-        _decode(MooncakeInfo, message.mooncake) if message.HasField("mooncake") else None,
-        _decode(DataPortInfo, message.data_port) if message.HasField("data_port") else None,
-    )
 
 
 def decode_existence(message: pb.ExistsResponse) -> Existence:
@@ -237,7 +203,12 @@ def encode_hits(hits: Sequence[RunHits], runs: Sequence[BlockRun]) -> list[pb.Ru
 
 def _decode_hits(messages: Iterable[pb.RunHits]) -> tuple[RunHits, ...]:
     return tuple(
-        RunHits(hit.num_leading, int.from_bytes(hit.complete, "little"), hit.num_pending, _misses(hit.missing))
+        RunHits(
+            hit.num_leading,
+            int.from_bytes(hit.complete, "little"),
+            hit.num_pending,
+            tuple(Miss(MissCause(miss.cause), miss.count) for miss in hit.missing),
+        )
         for hit in messages
     )
 
@@ -278,10 +249,6 @@ def decode_lookup(message: pb.LookupResponse, fingerprint: bytes, asked_at: floa
     )
 
 
-def _misses(messages: Iterable[pb.Miss]) -> tuple[Miss, ...]:
-    return tuple(Miss(MissCause(message.cause), message.count) for message in messages)
-
-
 def encode_grant(grant: PutGrant, boot_token: int) -> pb.PutStartResponse:
     return message_of(grant, pb.PutStartResponse, boot_token=boot_token, statuses=bytes(grant.statuses))
 
@@ -296,14 +263,6 @@ def decode_statuses(packed: bytes) -> tuple[PutStatus, ...]:
 def decode_grant(message: pb.PutStartResponse) -> PutGrant:
     statuses, offsets = decode_statuses(message.statuses), tuple(message.offsets)
     return PutGrant(message.ticket_id, message.ticket_ttl_ms, statuses, offsets, message.permit)
-
-
-def encode_receipt(receipt: PutReceipt, boot_token: int) -> pb.PutEndResponse:
-    return message_of(receipt, pb.PutEndResponse, boot_token=boot_token)
-
-
-def decode_receipt(message: pb.PutEndResponse) -> PutReceipt:
-    return PutReceipt(message.num_committed, message.num_complete)
 
 
 def encode_located(located: Located, boot_token: int) -> pb.GetResponse:
@@ -333,10 +292,6 @@ def with_payload(message: Message, field_number: int, payload: memoryview) -> by
     return b"".join((message.SerializeToString(), bytes([field_number << 3 | 2]), length, payload))
 
 
-def encode_key(key: PoolKey) -> pb.PoolKey:
-    return message_of(key, pb.PoolKey)
-
-
 def decode_key(message: pb.PoolKey) -> PoolKey:
     check_hash(message.namespace, "namespace")
     check_hash(message.block_hash, "block_hash")
@@ -344,19 +299,13 @@ def decode_key(message: pb.PoolKey) -> PoolKey:
 
 
 def encode_chunk(chunk: Chunk) -> pb.Chunk:
-    return message_of(chunk, pb.Chunk, key=encode_key(chunk.key))
+    return message_of(chunk, pb.Chunk, key=message_of(chunk.key, pb.PoolKey))
 
 
 def decode_chunk(message: pb.Chunk) -> Chunk:
     if message.parent_hash:
         check_hash(message.parent_hash, "parent_hash")
     return Chunk(decode_key(message.key), message.payload, message.checksum, message.parent_hash)
-
-
-def encode_hint(
-    fingerprint: bytes, runs: Iterable[pb.BlockRun], kind: HintKind, pin_seconds: int = 0
-) -> pb.HintRequest:
-    return pb.HintRequest(namespace=fingerprint, runs=runs, kind=f"HINT_KIND_{kind.name}", pin_seconds=pin_seconds)
 
 
 def decode_hint_kind(kind: int) -> HintKind:
@@ -372,10 +321,6 @@ def encode_quotas(quotas: Iterable[Quota | pb.Quota]) -> list[pb.Quota]:
     return [pb.Quota(subject=each.subject, limit_bytes=each.limit_bytes, used_bytes=each.used_bytes) for each in quotas]
 
 
-def decode_quotas(messages: Iterable[pb.Quota]) -> list[Quota]:
-    return [_decode(Quota, message) for message in messages]
-
-
 _M = TypeVar("_M", bound=Message)
 _V = TypeVar("_V")
 
@@ -387,7 +332,7 @@ def message_of(value: Any, message_type: type[_M], **others: Any) -> _M:
     return message_type(**others)
 
 
-def _decode(value_type: Callable[..., _V], message: Message, **others: Any) -> _V:
+def value_of(value_type: Callable[..., _V], message: Message, **others: Any) -> _V:
     """The dataclass of a message: `others`, and the fields that both have by the same name."""
     for name in _shared(value_type, message.DESCRIPTOR).difference(others):
         others[name] = getattr(message, name)

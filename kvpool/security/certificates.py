@@ -20,6 +20,7 @@ import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from cryptography import x509
 from cryptography.exceptions import UnsupportedAlgorithm
@@ -91,11 +92,8 @@ class Authority:
     @classmethod
     def load(cls, directory: Path) -> Authority:
         ca = directory / "ca"
-        try:
-            certificate = x509.load_pem_x509_certificate(read_pem(ca / CA_NAME))
-            key = serialization.load_pem_private_key(read_pem(ca / "ca.key"), None)
-        except (ValueError, TypeError) as error:
-            raise ConfigError(f"{ca} holds no authority that can be read: {error}") from None
+        certificate = load_certificates(read_pem(ca / CA_NAME), ca / CA_NAME)[0]
+        key = load_key(read_pem(ca / "ca.key"), ca / "ca.key")
         if not isinstance(key, _PrivateKey) or key.public_key() != certificate.public_key():
             raise ConfigError(f"{ca}/ca.key is not the key of {ca / CA_NAME}; restore the pair from a backup")
         return cls(directory, certificate, key)
@@ -230,23 +228,32 @@ def read_pem(path: Path, setting: str = "") -> bytes:
 
 def facts_of(paths: tuple[str, ...], certificate: x509.Certificate) -> CertificateFacts:
     """What a certificate says that is in the files `paths`."""
-    extensions = certificate.extensions
-    uses = []
-    try:
-        is_authority = extensions.get_extension_for_class(x509.BasicConstraints).value.ca
-    except x509.ExtensionNotFound:
-        is_authority = False
-    try:
-        allowed = list(extensions.get_extension_for_class(x509.ExtendedKeyUsage).value)
-        uses = [word for word, use in (("server", _SERVER), ("client", _CLIENT)) if use in allowed]
-    except x509.ExtensionNotFound:
-        uses = ["server", "client"]
-    try:
-        names = tuple(str(name.value) for name in extensions.get_extension_for_class(x509.SubjectAlternativeName).value)
-    except x509.ExtensionNotFound:
-        names = (certificate.subject.rfc4514_string(),)
-    use = "authority" if is_authority else " and ".join(uses)
+    allowed = extension_of(certificate, x509.ExtendedKeyUsage)
+    use = " and ".join(
+        word for word, oid in (("server", _SERVER), ("client", _CLIENT)) if allowed is None or oid in allowed
+    )
+    if (constraints := extension_of(certificate, x509.BasicConstraints)) is not None and constraints.ca:
+        use = "authority"
+    named = extension_of(certificate, x509.SubjectAlternativeName)
+    names = (certificate.subject.rfc4514_string(),) if named is None else tuple(str(name.value) for name in named)
     return CertificateFacts(paths, use, names, certificate.not_valid_after_utc)
+
+
+_Extension = TypeVar("_Extension", bound=x509.ExtensionType)
+
+
+def extension_of(certificate: x509.Certificate, kind: type[_Extension]) -> _Extension | None:
+    """What an extension of a certificate says; None: the certificate does not have the extension."""
+    try:
+        return certificate.extensions.get_extension_for_class(kind).value
+    except x509.ExtensionNotFound:
+        return None
+
+
+def uris_of(certificate: x509.Certificate) -> list[str]:
+    """The URIs among a certificate's names."""
+    names = extension_of(certificate, x509.SubjectAlternativeName)
+    return names.get_values_for_type(x509.UniformResourceIdentifier) if names is not None else []
 
 
 def _builder(subject: x509.Name, issuer: x509.Name, key: _PrivateKey, days: int) -> x509.CertificateBuilder:

@@ -7,18 +7,24 @@ from __future__ import annotations
 
 import dataclasses
 import datetime as dt
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from cryptography import x509
 
 from kvpool.protocol.errors import ConfigError, InvalidRequestError
-from kvpool.security.certificates import CA_NAME, CERTIFICATE_NAME, KEY_NAME, load_certificates, load_key, read_pem
+from kvpool.security.certificates import (
+    CA_NAME,
+    CERTIFICATE_NAME,
+    KEY_NAME,
+    load_certificates,
+    load_key,
+    read_pem,
+    uris_of,
+)
 from kvpool.security.file_permissions import require_private
 from kvpool.security.principal import Principal
-from kvpool.security.watched_files import WatchedFiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,25 +132,8 @@ def read_identity(files: TlsFiles, settings: TlsFiles = CLIENT_SETTINGS) -> TlsI
     return TlsIdentity(ca, cert, key, certificate.not_valid_after_utc, ca_ends_at, _principal(certificate))
 
 
-class WatchedIdentity(WatchedFiles[TlsIdentity]):
-    """The identity of files that may be replaced at any time. Raises ConfigError for files that cannot be used."""
-
-    def __init__(
-        self,
-        files: TlsFiles,
-        clock: Callable[[], float] = time.monotonic,
-        when_read: Callable[[ConfigError | None], None] = lambda _: None,
-    ):
-        self.files = files
-        super().__init__(files.paths, lambda: read_identity(files), clock, when_read)
-
-
 def _principal(certificate: x509.Certificate) -> Principal | None:
-    try:
-        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    except x509.ExtensionNotFound:
-        return None
-    uris = names.get_values_for_type(x509.UniformResourceIdentifier)
+    uris = uris_of(certificate)
     try:
         return Principal.parse(uris[0]) if len(uris) == 1 else None
     except InvalidRequestError:

@@ -54,11 +54,9 @@ class TokenRecord:
 
     @property
     def id(self) -> str:
-        """The first digits of the digest."""
         return self.digest[:ID_DIGITS]
 
     def line(self) -> str:
-        """The record in a file of tokens."""
         fields = {"sha256": self.digest, "principal": str(self.principal), "ends_at": self.ends_at.isoformat()}
         if self.created_at is not None:
             fields["created_at"] = self.created_at.isoformat()

@@ -20,10 +20,10 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 from kvpool.protocol.errors import PoolTimeoutError, TransferError, UnavailableError
-from kvpool.protocol.offers import MooncakeInfo
 from kvpool.transport.base import Bytes, Clock, Sink, Source, Transfer, call_back
 from kvpool.transport.mooncake_engine import DONE, FAILED, UNDER_WAY, Engine
 from kvpool.transport.staging import Staging
+from kvpool.v1 import pool_pb2 as pb
 
 STAGING_BYTES = 64 << 20
 """Memory that is registered with the client's engine, and lent to calls."""
@@ -48,7 +48,7 @@ class MooncakeTransport:
     memory = None
     one_sided = True
 
-    def __init__(self, info: MooncakeInfo, engine: Engine, stall_timeout_s: float, clock: Clock = time.monotonic):
+    def __init__(self, info: pb.MooncakeEngine, engine: Engine, stall_timeout_s: float, clock: Clock = time.monotonic):
         self.info = info
         self._stall_timeout_s = stall_timeout_s
         self._clock = clock
@@ -135,7 +135,7 @@ class _Call:
         in_flight: ids of the engine transfers that have not ended.
     """
 
-    info: MooncakeInfo
+    info: pb.MooncakeEngine
     engine: Engine
     buffer: Bytes
     transfer: Transfer

@@ -21,7 +21,6 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.protocol.errors import ConfigError, TransferError
-from kvpool.protocol.offers import SegmentInfo
 from kvpool.protocol.types import TOKEN_BYTES
 
 NAME = "kvpool-"
@@ -95,14 +94,17 @@ class Segment:
         return segment
 
     @classmethod
-    def attach(cls, fd: int, info: SegmentInfo) -> Segment:
+    def attach(cls, fd: int, nbytes: int, nonce: bytes) -> Segment:
         """Maps memory whose descriptor another process has sent. `fd` is closed with the segment, or on failure.
+
+        Args:
+            nbytes, nonce: as the server has announced them.
 
         Raises TransferError if it is not the sealed memory that the server has announced.
         """
         try:
-            _check(fd, info)
-            return cls(fd, info.nbytes)
+            _check(fd, nbytes, nonce)
+            return cls(fd, nbytes)
         except OSError as error:
             os.close(fd)
             raise TransferError(f"no shared memory: cannot map what the server sent: {error.strerror}") from error
@@ -114,9 +116,6 @@ class Segment:
     def is_sealed(self) -> bool:
         """Whether the size is fixed. If the system has no seals, no client may map the memory."""
         return _seals(self.fd) & SEALS == SEALS
-
-    def info(self) -> SegmentInfo:
-        return SegmentInfo(self.nbytes, self.nonce, self.nbytes, self.token)
 
     def populate(self, start: int, nbytes: int) -> None:
         """Backs a part with memory, so that later writes neither fault nor fail in a full file system.
@@ -196,15 +195,15 @@ def _seals(fd: int) -> int:
         return 0
 
 
-def _check(fd: int, info: SegmentInfo) -> None:
+def _check(fd: int, nbytes: int, nonce: bytes) -> None:
     """Raises TransferError if a file is not the memory that a server has announced. Nothing is mapped before that."""
     found = os.fstat(fd)
     why = ""
     if not stat.S_ISREG(found.st_mode) or _seals(fd) & SEALS != SEALS:  # Only memory can be sealed.
         why = "no memory whose size is sealed"
-    elif found.st_size != info.nbytes + TRAILER_BYTES:
-        why = f"memory of another size than it announced ({found.st_size - TRAILER_BYTES} for {info.nbytes} bytes)"
-    elif os.pread(fd, NONCE_BYTES, info.nbytes) != info.nonce:
+    elif found.st_size != nbytes + TRAILER_BYTES:
+        why = f"memory of another size than it announced ({found.st_size - TRAILER_BYTES} for {nbytes} bytes)"
+    elif os.pread(fd, NONCE_BYTES, nbytes) != nonce:
         why = "another server's memory"
     if why:
         raise TransferError(f"no shared memory: the server's memory socket sent {why}")

@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 import weakref
 
-from kvpool.protocol.offers import DataPortInfo
 from kvpool.transport.base import Bytes, Sink, Source, Transfer
 from kvpool.transport.helpers import Helpers
 from kvpool.transport.mover import Movers
@@ -21,9 +20,10 @@ from kvpool.transport.tcp_connection import Peer
 from kvpool.transport.tcp_connections import ConnectionPool
 from kvpool.transport.tcp_read import TcpRead
 from kvpool.transport.tcp_write import TcpWrite
+from kvpool.v1 import pool_pb2 as pb
 
 
-def peer_of(info: DataPortInfo, host: str, connect_timeout_s: float, stall_timeout_s: float) -> Peer:
+def peer_of(info: pb.DataPort, host: str, connect_timeout_s: float, stall_timeout_s: float) -> Peer:
     """The data port of a server that was reached at `host`, unless `info` names another host."""
     return Peer(info.host or host, info.port, info.nonce, connect_timeout_s, stall_timeout_s, info.sealed)
 

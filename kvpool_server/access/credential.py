@@ -11,6 +11,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 
 from kvpool.protocol.errors import InvalidRequestError, UnauthenticatedError
+from kvpool.security.certificates import uris_of
 from kvpool.security.principal import Principal
 
 MAX_PARSED = 1_024
@@ -61,7 +62,7 @@ def of_certificate(certificate: bytes) -> Credential:
     try:
         load = x509.load_pem_x509_certificate if certificate.startswith(_PEM) else x509.load_der_x509_certificate
         parsed = load(certificate)
-        uris = _uris(parsed)
+        uris = uris_of(parsed)
         if len(uris) == 1:
             digest = parsed.fingerprint(hashes.SHA256()).hex()
             return Credential(Principal.parse(uris[0]), digest, parsed.not_valid_after_utc)
@@ -71,14 +72,6 @@ def of_certificate(certificate: bytes) -> Credential:
         f"the client's certificate names {len(uris)} URIs and has to name one, such as "
         "spiffe://kvpool.local/kvpool/TENANT/engine-write; `kvpool certs show` reads certificates"
     )
-
-
-def _uris(certificate: x509.Certificate) -> list[str]:
-    try:
-        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    except x509.ExtensionNotFound:
-        return []
-    return names.get_values_for_type(x509.UniformResourceIdentifier)
 
 
 def listed_principal(spiffe_id: str, domain: str | None) -> Principal:

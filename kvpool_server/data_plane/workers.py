@@ -15,7 +15,6 @@ from dataclasses import dataclass
 import numpy as np
 import structlog
 
-from kvpool.protocol.offers import DataPortInfo
 from kvpool.protocol.types import NONCE_BYTES
 from kvpool.transport.child_process import ChildProcess
 from kvpool.transport.segment import Segment
@@ -38,6 +37,16 @@ HEALTHY_S = 60.0
 def default_count() -> int:
     """Workers for this machine: one for four cores, four at most. Each worker has an interpreter lock of its own."""
     return min(4, max(1, len(os.sched_getaffinity(0)) // 4))
+
+
+@dataclass(frozen=True, slots=True)
+class DataPortInfo:
+    """What clients are told of a data port: the fields of `DataPort` in pool.proto."""
+
+    host: str
+    port: int
+    nonce: bytes
+    sealed: bool = False
 
 
 @dataclass(slots=True)

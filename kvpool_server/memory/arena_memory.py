@@ -16,17 +16,20 @@ import secrets
 import time
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 import structlog
 from pydantic import ByteSize
 
+from kvpool.protocol import wire
 from kvpool.protocol.errors import ConfigError
-from kvpool.protocol.offers import DataPortInfo, MooncakeInfo, Offer
 from kvpool.transport.memory_socket import abstract_name
 from kvpool.transport.mooncake_engine import Engine
 from kvpool.transport.segment import Segment
 from kvpool.transport.unix_socket import memory_path
+from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.cache.allocator.arena import Arena
+from kvpool_server.data_plane.workers import DataPortInfo
 from kvpool_server.memory.memory_socket import MemorySocket
 from kvpool_server.rpc.chunks import PIECE_BYTES
 from kvpool_server.settings.config import ServerConfig
@@ -180,13 +183,18 @@ class ArenaMemory:
     def _is_everybodys(self) -> bool:
         return self.segment.is_sealed and not self._has_tenants
 
-    def offer(self, engine: Engine | None, data_port: DataPortInfo | None) -> Offer:
+    def offer(self, engine: Engine | None, data_port: DataPortInfo | None) -> pb.PingResponse:
         """The transports of this server, for callers that may open namespaces."""
-        segment = self.segment.info()
-        mooncake = None
+        offer = pb.PingResponse(piece_bytes=PIECE_BYTES)
+        nbytes = self.segment.nbytes
+        whole: dict[str, Any] = {"nbytes": nbytes, "nonce": self.segment.nonce, "nonce_offset": nbytes}
+        if self._is_everybodys:
+            offer.segment.MergeFrom(pb.Segment(token=self.segment.token, **whole))
         if engine is not None:
             address = self.segment.whole.ctypes.data
-            mooncake = MooncakeInfo(
-                engine.session, engine.protocol, address, segment.nbytes, segment.nonce, segment.nonce_offset
+            offer.mooncake.MergeFrom(
+                pb.MooncakeEngine(session=engine.session, protocol=engine.protocol, base_address=address, **whole)
             )
-        return Offer(PIECE_BYTES, segment if self._is_everybodys else None, mooncake, data_port)
+        if data_port is not None:
+            offer.data_port.MergeFrom(wire.message_of(data_port, pb.DataPort))
+        return offer

@@ -176,7 +176,7 @@ class BlockHandlers(Handlers):
 
     async def PutEnd(self, request: pb.PutEndRequest, context: Any) -> pb.PutEndResponse:
         receipt = await self.run(self.pool.put_end_in_steps(request.ticket_id, request.checksums, owner_of(context)))
-        return wire.encode_receipt(receipt, self.boot_token)
+        return wire.message_of(receipt, pb.PutEndResponse, boot_token=self.boot_token)
 
     async def PutRevoke(self, request: pb.PutRevokeRequest, context: Any) -> pb.PutRevokeResponse:
         revoked = self.pool.put_revoke(request.ticket_id, owner_of(context))

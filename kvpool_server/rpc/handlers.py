@@ -11,8 +11,7 @@ import numpy.typing as npt
 from kvpool.client.tracing import Tracing
 from kvpool.protocol import wire
 from kvpool.protocol.errors import InvalidRequestError
-from kvpool.protocol.offers import Offer
-from kvpool.protocol.types import BlockRun
+from kvpool.protocol.types import BlockRun, check_hash
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.access.authentication import Context, Who
 from kvpool_server.access.caller import CALLER, is_visible
@@ -57,7 +56,7 @@ class Handlers:
     drain: Drain
     run: Run
     metrics: RpcMetrics
-    offer: Offer
+    offer: pb.PingResponse
     stats: Callable[[], pb.StatsResponse]
     reports: EngineReports
     value: Callable[[str | None], pb.ValueResponse]
@@ -74,9 +73,9 @@ class Handlers:
 
     def fingerprint(self, name: bytes) -> bytes:
         """The fingerprint of a request's namespace. Raises as `check_visible`."""
-        fingerprint = wire.decode_namespace(name)
-        self.check_visible(fingerprint)
-        return fingerprint
+        check_hash(name, "namespace")
+        self.check_visible(name)
+        return name
 
     def check_visible(self, fingerprint: bytes) -> None:
         """Raises UnknownNamespaceError for a namespace of another tenant, with the message of one that is not open."""

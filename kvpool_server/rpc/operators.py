@@ -9,6 +9,7 @@ import structlog
 
 from kvpool.protocol import wire
 from kvpool.protocol.errors import InvalidRequestError, UnavailableError
+from kvpool.protocol.quota import Quota
 from kvpool.report.quotas import beyond_memory
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.access.caller import check_all_tenants, is_visible, may_see_quota, own_tenant
@@ -90,7 +91,8 @@ class OperatorHandlers(Handlers):
     async def SetQuotas(self, request: pb.SetQuotasRequest, context: Any) -> pb.SetQuotasResponse:
         if len(request.quotas) > (most := self.pool.limits.max_quotas):
             raise InvalidRequestError(f"{len(request.quotas)} quotas in one message; give at most {most}")
-        await self.run(self.pool.set_quotas_in_steps(wire.decode_quotas(request.quotas)))
+        wanted = [wire.value_of(Quota, each) for each in request.quotas]
+        await self.run(self.pool.set_quotas_in_steps(wanted))
         log.info("quotas set", **{quota.subject: quota.limit_bytes for quota in request.quotas})
         quotas = self.pool.quotas()
         if warning := beyond_memory(quotas, self.pool.arena.arena_bytes):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from typing import Any
 
@@ -12,6 +11,7 @@ from kvpool.protocol import wire
 from kvpool.protocol.errors import IncompatibleReleaseError, InvalidRequestError, UnknownNamespaceError
 from kvpool.protocol.reports import MAX_STAGES
 from kvpool.protocol.skew import OWN, Release, check_skew
+from kvpool.protocol.text import printable
 from kvpool.security.principal import Role
 from kvpool.v1 import pool_pb2 as pb
 from kvpool.version import __version__
@@ -29,6 +29,8 @@ from kvpool_server.rpc.method_handlers import METHODS
 
 log = structlog.get_logger()
 
+MAX_OPENER_CHARS = 64
+"""Of a host's name, which stands in logs; longer ones are cut."""
 MAX_LOGGED = 64
 """Refused clients that are logged: a client that is refused asks again every few seconds."""
 
@@ -43,7 +45,7 @@ class SessionHandlers(Handlers):
 
     async def OpenNamespace(self, request: pb.OpenNamespaceRequest, context: Any) -> pb.OpenNamespaceResponse:
         self.drain.check()
-        opener = wire.decode_opener(request.opener)
+        opener = printable(request.opener[:MAX_OPENER_CHARS])
         self._check_release(wire.decode_release(request), opener)
         spec = wire.decode_spec(request.spec)
         check_tenant(spec.tenant)
@@ -90,7 +92,7 @@ class SessionHandlers(Handlers):
     def _offered(self) -> dict[str, Any]:
         """The transports for the caller: the Mooncake engine only if the caller may open namespaces."""
         may_open = caller_may("OpenNamespace")
-        return wire.encode_offer(self.offer if may_open else dataclasses.replace(self.offer, mooncake=None))
+        return {field.name: value for field, value in self.offer.ListFields() if may_open or field.name != "mooncake"}
 
     async def Ping(self, request: pb.PingRequest, context: Any) -> pb.PingResponse:
         return pb.PingResponse(

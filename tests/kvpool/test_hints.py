@@ -106,18 +106,6 @@ def test_an_expired_prefix_goes_before_others(client: Client) -> None:
     assert _present(client, namespace, run) == 0 and _present(client, namespace, other) == 12
 
 
-def test_a_prefetched_prefix_is_in_memory_before_it_is_looked_up(client: Client, server: ServerProcess) -> None:
-    namespace = client.open_namespace(_spec())
-    run = _store(client, namespace, TOKENS)
-    _demoted(client, 4)
-    _others(client, namespace, 30, first=90_000)
-    assert _present(client, namespace, run) == 0
-    found = client.hints.prefetch(namespace, [run])
-    assert found.num_blocks + found.num_pending == 4
-    wait_for(lambda: _present(client, namespace, run) == 4, "the prefetch")
-    assert client.hints.prefetch(namespace, [run]).num_blocks == 4
-
-
 def test_hints_of_an_unknown_kind_are_refused(client: Client) -> None:
     namespace = client.open_namespace(_spec())
     for kind in (0, 9):
@@ -161,18 +149,6 @@ def test_kvpool_pin(cli: Cli, client: Client, tmp_path: Path) -> None:
     assert _present(client, namespace, run) == 4
 
 
-def test_kvpool_expire(cli: Cli, client: Client, tmp_path: Path) -> None:
-    namespace = client.open_namespace(_spec())
-    _store(client, namespace, TOKENS)
-    assert cli("expire", *_prompt(namespace, tmp_path)) == (
-        "4 of the prompt's 4 blocks will be evicted before others.\n"
-    )
-    _, err = cli.fails(
-        "expire", "--prompt", str(tmp_path / "none"), "--namespace", namespace.fingerprint.hex()[:12], status=2
-    )
-    assert "cannot read the prompt" in err
-
-
 def test_kvpool_prefetch(cli: Cli, client: Client, tmp_path: Path) -> None:
     namespace = client.open_namespace(_spec())
     run = _store(client, namespace, TOKENS)
@@ -183,6 +159,7 @@ def test_kvpool_prefetch(cli: Cli, client: Client, tmp_path: Path) -> None:
     assert cli("prefetch", *prompt, "--wait", "30") == "4 of the prompt's 4 blocks are in memory.\n"
     assert _present(client, namespace, run) == 4
     assert json.loads(cli("prefetch", *prompt, "--json"))["num_blocks"] == 4
+    assert client.hints.prefetch(namespace, [run]).num_blocks == 4
 
 
 def test_what_is_to_be_done_for_a_prompt_of_which_nothing_is_stored(cli: Cli, client: Client, tmp_path: Path) -> None:
@@ -192,8 +169,10 @@ def test_what_is_to_be_done_for_a_prompt_of_which_nothing_is_stored(cli: Cli, cl
     assert cli("prefetch", *prompt) == f"None of the prompt's 4 blocks is in memory, or on its way up from a tier. {do}"
 
 
-def test_kvpool_expire_says_that_what_other_prompts_continue_stays(cli: Cli, client: Client, tmp_path: Path) -> None:
+def test_kvpool_expire(cli: Cli, client: Client, tmp_path: Path) -> None:
     namespace = client.open_namespace(_spec())
+    _store(client, namespace, TOKENS)
+    assert cli("expire", *_prompt(namespace, tmp_path)) == "4 of the prompt's 4 blocks will be evicted before others.\n"
     _store(client, namespace, [*TOKENS[:32], *range(900, 932)])
     _store(client, namespace, TOKENS)
     assert cli("expire", *_prompt(namespace, tmp_path)) == (

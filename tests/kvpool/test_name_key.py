@@ -6,26 +6,23 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from kvpool.client.client import Client
 from kvpool.client.config import ClientConfig
-from kvpool.client.open_namespace import Namespace
 from kvpool.client.pending_lookup import KeptRuns
 from kvpool.commands.name_key import app
 from kvpool.protocol.errors import ConfigError, InvalidRequestError
-from kvpool.protocol.hashing import checksum
 from kvpool.protocol.namespace import differences
-from kvpool.protocol.types import HASH_BYTES, BlockRun, Chunk, PoolKey, in_parts
+from kvpool.protocol.types import HASH_BYTES, BlockRun, in_parts
 from kvpool.security.name_key import NAMES_PER_TURN, NameKey, check_key, named_by
 from tests.conftest import Connect
 from tests.support.processes import ServerProcess
-from tests.support.values import namespace_spec, payload, run_of
+from tests.support.values import namespace_spec, run_of
 
 KEY, OTHER = NameKey(bytes(range(32))), NameKey(bytes(32))
-CHUNK_BYTES = 256
 
 hashes = st.binary(min_size=HASH_BYTES, max_size=HASH_BYTES)
 runs = st.builds(BlockRun, st.integers(0, 3), st.lists(hashes, min_size=1, max_size=12), st.just(b"") | hashes)
@@ -58,13 +55,6 @@ def test_a_long_run_is_named_as_its_parts_are() -> None:
     assert blocks([KEY.run(whole)]) == blocks([KEY.run(part) for (part,) in in_parts([whole], 100)])
 
 
-@given(st.lists(runs, min_size=1, max_size=4), st.integers(1, 40))
-def test_a_batch_may_be_split_before_or_after_its_blocks_are_named(batch: list[BlockRun], count: int) -> None:
-    named = list(map(KEY.run, batch))
-    before = [list(map(KEY.run, part)) for part in in_parts(batch, count)]
-    assert [blocks(part) for part in before] == [blocks(part) for part in in_parts(named, count)]
-
-
 @given(st.permutations([("a", "1"), ("b", "2"), ("name_key", "ff")]), st.booleans())
 def test_a_spec_names_its_key_once(extra: list[tuple[str, str]], has_key: bool) -> None:
     spec = namespace_spec(extra=tuple(extra))
@@ -88,58 +78,6 @@ def test_a_namespace_says_which_key_differs() -> None:
 
 def test_a_key_does_not_show_itself() -> None:
     assert bytes(range(32)).hex()[:8] not in repr(KEY)
-
-
-few = st.lists(st.integers(0, 9), min_size=1, max_size=6, unique=True)
-
-
-def put(client: Client, namespace: Namespace, names: list[int]) -> object:
-    stored = client.put_blocks(namespace, run_of(*names), [payload(name, CHUNK_BYTES) for name in names])
-    return stored.statuses, stored.receipt
-
-
-def look_up(client: Client, namespace: Namespace, names: list[int]) -> object:
-    found = client.lookup(namespace, [run_of(*names)], prefix_only=False)
-    present = [name for nth, name in enumerate(names) if found.hits[0].complete >> nth & 1]
-    if not present:
-        return found.hits, []
-    loaded = client.get_blocks(namespace, found.lease_id, run_of(*present))
-    client.release([found.lease_id])
-    assert [bytes(each) for each in loaded] == [payload(name, CHUNK_BYTES).tobytes() for name in present]
-    return found.hits, present
-
-
-def remove(client: Client, namespace: Namespace, names: list[int]) -> object:
-    return client.admin.remove(namespace, [run_of(*names)])
-
-
-def verify(client: Client, namespace: Namespace, names: list[int]) -> object:
-    return client.admin.verify(namespace, [run_of(*names)])
-
-
-def exchange_inline(client: Client, namespace: Namespace, names: list[int]) -> object:
-    keys = [PoolKey(namespace.fingerprint, 0, name, 0) for name in run_of(*names).block_hashes]
-    bodies = [payload(name, CHUNK_BYTES).tobytes() for name in names]
-    parents = [b"", *(key.block_hash for key in keys)]
-    chunks = [
-        Chunk(key, body, checksum(body), parent) for key, body, parent in zip(keys, bodies, parents, strict=False)
-    ]
-    statuses = client.chunks.put(chunks)
-    got = [each for each in client.chunks.get(keys) if each is not None]
-    assert [(each.key, each.payload) for each in got] == list(zip(keys, bodies, strict=True))
-    return statuses
-
-
-@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(calls=st.lists(st.tuples(st.sampled_from([put, look_up, remove, verify, exchange_inline]), few), max_size=12))
-def test_a_key_changes_no_answer(
-    calls: list[tuple[Callable[..., object], list[int]]], clients: tuple[Client, Client]
-) -> None:
-    """Every call answers a client with a key, of blocks in its namespace, as it answers a client without."""
-    spec = namespace_spec()
-    keyed, plain = ((client, client.open_namespace(spec)) for client in clients)
-    for call, names in calls:
-        assert call(*keyed, names) == call(*plain, names)
 
 
 @pytest.fixture

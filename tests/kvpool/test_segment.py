@@ -24,7 +24,7 @@ def segment() -> Iterator[Segment]:
 
 @pytest.fixture
 def attached(segment: Segment) -> Iterator[Segment]:
-    made = Segment.attach(os.dup(segment.fd), segment.info())
+    made = Segment.attach(os.dup(segment.fd), segment.nbytes, segment.nonce)
     yield made
     made.close()
 
@@ -40,11 +40,11 @@ def test_both_sides_see_the_same_bytes(segment: Segment, attached: Segment) -> N
     assert attached.bytes[123] == 7 and segment.bytes[NBYTES - 1] == 9
 
 
-def test_the_nonce_lies_where_the_info_says_and_outside_the_arena(segment: Segment) -> None:
-    info = segment.info()
-    assert os.pread(segment.fd, len(info.nonce), info.nonce_offset) == info.nonce != bytes(len(info.nonce))
+def test_the_nonce_lies_behind_the_arena(segment: Segment) -> None:
+    nonce = segment.nonce
+    assert os.pread(segment.fd, len(nonce), segment.nbytes) == nonce != bytes(len(nonce))
     segment.bytes[:] = 0xFF
-    assert os.pread(segment.fd, len(info.nonce), info.nonce_offset) == info.nonce
+    assert os.pread(segment.fd, len(nonce), segment.nbytes) == nonce
 
 
 def test_the_memory_has_no_path_and_its_descriptor_is_not_inherited(segment: Segment) -> None:
@@ -55,7 +55,7 @@ def test_the_memory_has_no_path_and_its_descriptor_is_not_inherited(segment: Seg
 def test_close_is_idempotent_and_leaves_no_file_descriptor() -> None:
     before = descriptors()
     segment = Segment.create(NBYTES)
-    attached = Segment.attach(os.dup(segment.fd), segment.info())
+    attached = Segment.attach(os.dup(segment.fd), segment.nbytes, segment.nonce)
     for each in (attached, attached, segment, segment):
         each.close()
     assert len(segment.bytes) == 0 and segment.fd == -1

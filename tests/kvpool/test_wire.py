@@ -1,3 +1,5 @@
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -7,7 +9,6 @@ from hypothesis import strategies as st
 
 from kvpool.protocol import errors, wire
 from kvpool.protocol.namespace import GroupSpec, NamespaceSpec
-from kvpool.protocol.offers import MooncakeInfo, Offer, SegmentInfo
 from kvpool.protocol.types import (
     HASH_BYTES,
     BlockRun,
@@ -16,7 +17,6 @@ from kvpool.protocol.types import (
     Lookup,
     PoolKey,
     PutGrant,
-    PutReceipt,
     PutStatus,
     RunHits,
     ShardRange,
@@ -24,6 +24,7 @@ from kvpool.protocol.types import (
 )
 from kvpool.v1 import pool_pb2 as pb
 
+SPEC_FIELDS = [field for field in dataclasses.fields(NamespaceSpec) if field.name not in ("groups", "extra")]
 u32, u64, ids = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1), st.integers(0, 2**63 - 1)
 hashes = st.binary(min_size=HASH_BYTES, max_size=HASH_BYTES)
 texts = st.text(max_size=12)
@@ -34,50 +35,47 @@ groups = st.builds(
 )
 specs = st.builds(
     NamespaceSpec,
-    texts,
-    st.lists(groups, max_size=3).map(tuple),
-    **dict.fromkeys(
-        ["revision", "weights_digest", "weights_epoch", "model_dtype", "kv_cache_dtype", "page_format"], texts
-    ),
-    hash_algorithm=texts,
-    hash_seed=texts,
-    hash_block_tokens=u32,
-    num_pipeline_stages=u32,
+    groups=st.lists(groups, max_size=3).map(tuple),
     extra=st.dictionaries(texts, texts, max_size=3).map(lambda extra: tuple(extra.items())),
-    tenant=texts,
-    salt=texts,
-    format_version=u32,
+    **{field.name: texts if field.type == "str" else u32 for field in SPEC_FIELDS},
 )
-mooncakes = st.one_of(st.none(), st.builds(MooncakeInfo, texts, texts, u64, u64, st.binary(max_size=16), u64))
-segments = st.one_of(st.none(), st.builds(SegmentInfo, u64, st.binary(max_size=16), u64, st.binary(max_size=16)))
-offers = st.builds(Offer, u64, segments, mooncakes)
+many = st.lists(u64, max_size=5).map(tuple)
+statuses = st.lists(st.sampled_from(PutStatus), max_size=5).map(tuple)
+VALUES: dict[Any, tuple[st.SearchStrategy[Any], Callable[[Any], Any], Callable[[Any], Any]]] = {
+    ShardRange: (st.builds(ShardRange, u32, u32), wire.encode_shards, wire.decode_shards),
+    NamespaceSpec: (specs, wire.encode_spec, wire.decode_spec),
+    PutGrant: (st.builds(PutGrant, ids, u32, statuses, many), lambda v: wire.encode_grant(v, 7), wire.decode_grant),
+    Located: (
+        st.builds(Located, u32, st.lists(st.booleans(), max_size=5).map(tuple), many, many),
+        lambda value: wire.encode_located(value, 7),
+        wire.decode_located,
+    ),
+    PoolKey: (keys, lambda key: wire.message_of(key, pb.PoolKey), wire.decode_key),
+    Chunk: (
+        st.builds(Chunk, keys, st.binary(max_size=40), u64, st.one_of(st.just(b""), hashes)),
+        wire.encode_chunk,
+        wire.decode_chunk,
+    ),
+}
 
 
 def _through_bytes(message: Any) -> Any:
     return type(message).FromString(message.SerializeToString())
 
 
+@pytest.mark.parametrize("kind", VALUES)
+@given(st.data())
+def test_values_cross_the_wire(kind: Any, data: st.DataObject) -> None:
+    values, encode, decode = VALUES[kind]
+    value = data.draw(values)
+    message = _through_bytes(encode(value))
+    assert decode(message) == value
+    assert getattr(message, "boot_token", 7) == 7
+
+
 @given(st.lists(runs, min_size=1, max_size=3))
 def test_runs(value: list[BlockRun]) -> None:
     assert wire.decode_runs(list(map(_through_bytes, wire.encode_runs(value))), 1_000) == value
-
-
-@given(u32, u32)
-def test_shards(start: int, count: int) -> None:
-    value = ShardRange(start, count)
-    assert wire.decode_shards(_through_bytes(wire.encode_shards(value))) == value
-
-
-@given(specs)
-def test_specs(value: NamespaceSpec) -> None:
-    received = wire.decode_spec(_through_bytes(wire.encode_spec(value)))
-    assert received == value
-    assert received.fingerprint() == value.fingerprint()
-
-
-@given(offers)
-def test_offers(value: Offer) -> None:
-    assert wire.decode_offer(_through_bytes(pb.PingResponse(**wire.encode_offer(value)))) == value
 
 
 @given(st.lists(st.tuples(runs, st.data()), max_size=3), ids, u32, ids)
@@ -97,43 +95,8 @@ def test_bit_i_of_a_lookup_is_bit_i_modulo_8_of_byte_i_div_8() -> None:
     assert message.hits[0].complete == bytes([0b10, 0b10])
 
 
-@given(st.lists(st.sampled_from(PutStatus), max_size=5), st.lists(u64, max_size=5), ids, u32, ids)
-def test_grants(statuses: list[PutStatus], offsets: list[int], ticket_id: int, ttl_ms: int, boot_token: int) -> None:
-    value = PutGrant(ticket_id, ttl_ms, tuple(statuses), tuple(offsets))
-    message = _through_bytes(wire.encode_grant(value, boot_token))
-    assert message.boot_token == boot_token
-    assert wire.decode_grant(message) == value
-
-
 def test_statuses_have_the_numbers_of_the_contract() -> None:
     assert {f"PUT_STATUS_{status.name}": status.value for status in PutStatus} == dict(pb.PutStatus.items())
-
-
-@given(st.builds(PutReceipt, u32, u32), ids)
-def test_receipts(value: PutReceipt, boot_token: int) -> None:
-    message = _through_bytes(wire.encode_receipt(value, boot_token))
-    assert message.boot_token == boot_token
-    assert wire.decode_receipt(message) == value
-
-
-@given(u32, st.lists(st.booleans(), max_size=5), st.lists(u64, max_size=5), st.lists(u64, max_size=5), ids)
-def test_located(
-    remaining_ms: int, present: list[bool], offsets: list[int], checksums: list[int], boot_token: int
-) -> None:
-    value = Located(remaining_ms, tuple(present), tuple(offsets), tuple(checksums))
-    message = _through_bytes(wire.encode_located(value, boot_token))
-    assert message.boot_token == boot_token
-    assert wire.decode_located(message) == value
-
-
-@given(keys)
-def test_keys(value: PoolKey) -> None:
-    assert wire.decode_key(_through_bytes(wire.encode_key(value))) == value
-
-
-@given(st.builds(Chunk, keys, st.binary(max_size=40), u64, st.one_of(st.just(b""), hashes)))
-def test_chunks(value: Chunk) -> None:
-    assert wire.decode_chunk(_through_bytes(wire.encode_chunk(value))) == value
 
 
 @pytest.mark.parametrize(
@@ -167,14 +130,9 @@ def test_malformed_keys_are_refused(field: str) -> None:
 class _Failed(grpc.RpcError):
     """What a failed call raises, without a call."""
 
-    def __init__(self, code: grpc.StatusCode, details: str | None):
-        self._code, self._details = code, details
-
-    def code(self) -> grpc.StatusCode:
-        return self._code
-
-    def details(self) -> str | None:
-        return self._details
+    def __init__(self, code: grpc.StatusCode, details: str | None, name: str = ""):
+        self.code, self.details = lambda: code, lambda: details
+        self.trailing_metadata = lambda: (("other", "x"), (wire.NAME_KEY, name)) if name else None
 
 
 STATUSES = {
@@ -208,20 +166,14 @@ def test_errors_cross_the_wire_and_keep_class_and_message(
     assert "the thing, the value, the fix" in str(received)
 
 
-class _FailedByName(grpc.RpcError):
-    def __init__(self, status: grpc.StatusCode, name: str):
-        self.code, self.details = lambda: status, lambda: "why"
-        self.trailing_metadata = lambda: (("other", "x"), (wire.NAME_KEY, name))
-
-
 @pytest.mark.parametrize("error", wire._NAMED.values())
 def test_errors_that_share_a_status_cross_the_wire_by_name(error: type[errors.KVPoolError]) -> None:
     status, named = wire.status_of(error("")), dict(wire.metadata_of(error("")))
-    received = wire.error_of(_FailedByName(status, named[wire.NAME_KEY]), "host:1")
+    received = wire.error_of(_Failed(status, "why", named[wire.NAME_KEY]), "host:1")
     assert (type(received), str(received)) == (error, "kvpool-server at host:1: why")
     # A name with another error's status is a server's mistake: the status counts.
-    assert type(wire.error_of(_FailedByName(grpc.StatusCode.ABORTED, error.__name__), "")) is errors.LeaseExpiredError
-    assert type(wire.error_of(_FailedByName(status, "NoError"), "")) is wire._ERROR_OF[status]
+    assert type(wire.error_of(_Failed(grpc.StatusCode.ABORTED, "why", error.__name__), "")) is errors.LeaseExpiredError
+    assert type(wire.error_of(_Failed(status, "why", "NoError"), "")) is wire._ERROR_OF[status]
     assert wire.encode_lookup_error(error("")).error.name == error.__name__
 
 

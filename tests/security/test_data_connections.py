@@ -44,9 +44,7 @@ def _put_and_get(client: Client, name: object) -> None:
 
 
 def _address(client: Client) -> tuple[str, int]:
-    _, offer = client.rpc.open_namespace(namespace_spec())
-    assert offer.data_port is not None
-    return "127.0.0.1", offer.data_port.port
+    return "127.0.0.1", client.rpc.open_namespace(namespace_spec()).data_port.port
 
 
 @contextmanager

@@ -23,9 +23,7 @@ from kvpool.client.config import ClientConfig
 from kvpool.client.rpc import PoolRpc
 from kvpool.client.transport_choice import Choice, choose
 from kvpool.protocol.errors import TransferError
-from kvpool.protocol.offers import SegmentInfo
 from kvpool.protocol.types import TOKEN_BYTES
-from kvpool.protocol.wire import decode_offer
 from kvpool.transport.memory_socket import MAGIC, abstract_name, receive_memory
 from kvpool.transport.segment import NONCE_BYTES, TRAILER_BYTES, Segment
 from kvpool.v1 import pool_pb2 as pb
@@ -157,7 +155,7 @@ def _choose(announced: pb.Segment | bytes, transport: str = "auto") -> Choice:
     with closing(_HostileServer(content)) as server:
         rpc = PoolRpc.connect(ClientConfig(f"127.0.0.1:{server.port}", transport, timeout_ms=10_000))
         with closing(rpc):
-            return choose(rpc.config, decode_offer(rpc.ping()), rpc.channel)
+            return choose(rpc.config, rpc.ping(), rpc.channel)
 
 
 @pytest.mark.parametrize("what", HOSTILE)
@@ -176,9 +174,8 @@ def test_what_is_not_the_announced_memory_is_never_mapped_and_always_closed(what
 def test_a_refused_server_costs_the_client_no_descriptor(what: str) -> None:
     make, reply, _ = HOSTILE[what]
     before = descriptors()
-    info = SegmentInfo(NBYTES, NONCE, NBYTES, TOKEN)
     with _memory_socket(make, reply), pytest.raises(TransferError, match="no shared memory: "):
-        Segment.attach(receive_memory(abstract_name(TOKEN), TOKEN, 5.0), info)
+        Segment.attach(receive_memory(abstract_name(TOKEN), TOKEN, 5.0), NBYTES, NONCE)
     assert descriptors() <= before
 
 

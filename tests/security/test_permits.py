@@ -72,9 +72,7 @@ class Tenants:
         self.intruder, self.victim = connect(server, transport="tcp"), connect(server, transport="tcp")
         self._theirs = self.intruder.open_namespace(namespace_spec(group_spec(chunk_bytes=BLOCK_BYTES), tenant="a"))
         self.victims = self.victim.open_namespace(namespace_spec(group_spec(chunk_bytes=BLOCK_BYTES), tenant="b"))
-        _, offer = self.intruder.rpc.open_namespace(self._theirs.spec)
-        assert offer.data_port is not None
-        self._port = offer.data_port
+        self._port = self.intruder.rpc.open_namespace(self._theirs.spec).data_port
 
     def data_client(self) -> DataClient:
         return DataClient(self._port.port, self._port.nonce)

@@ -17,8 +17,6 @@ from pydantic import ByteSize
 from kvpool.client.client import Client
 from kvpool.client.config import ClientConfig
 from kvpool.client.transport_choice import Choice
-from kvpool.protocol.offers import SegmentInfo
-from kvpool.protocol.wire import decode_offer
 from kvpool.transport import segment
 from kvpool.transport.memory_socket import MAGIC, abstract_name, memory_address
 from kvpool.transport.shm import ShmTransport
@@ -34,12 +32,6 @@ from tests.support.values import group_spec, namespace_spec, payload, run_of
 NBYTES = 1 << 20
 CHUNK = 1000
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-
-
-def _segment_info(client: Client) -> SegmentInfo:
-    info = decode_offer(client.rpc.ping()).segment
-    assert info is not None
-    return info
 
 
 def test_no_client_can_shrink_or_grow_the_memory_that_others_map(pool_server: StartServer, connect: Connect) -> None:
@@ -74,7 +66,7 @@ def _request(address: str | bytes, message: bytes) -> tuple[bytes, list[int]]:
 
 
 def test_a_client_without_the_token_gets_nothing(shared_server: ServerProcess, shm_client: Client) -> None:
-    token = _segment_info(shm_client).token
+    token = shm_client.rpc.ping().segment.token
     address = abstract_name(token)
     wrong = bytes([token[0] ^ 1]) + token[1:]
     for message in (MAGIC + wrong, MAGIC, token, MAGIC + token + b"!", b"kvpoolm2" + token, b"x" * 60_000):
@@ -90,7 +82,7 @@ def test_a_client_without_the_token_gets_nothing(shared_server: ServerProcess, s
 def test_clients_that_say_nothing_stop_nobody_and_are_disconnected(
     shared_server: ServerProcess, connect: Connect
 ) -> None:
-    address = abstract_name(_segment_info(connect(shared_server)).token)
+    address = abstract_name(connect(shared_server).rpc.ping().segment.token)
     with ExitStack() as stack:
         silent = []
         for _ in range(3 * MAX_WAITING):
@@ -108,7 +100,6 @@ import encodings.idna, os, socket, sys  # Nothing can be imported from the home 
 from kvpool.client.client import Client
 from kvpool.client.config import ClientConfig
 from kvpool.transport.memory_socket import MAGIC, abstract_name, memory_address, receive_memory
-from kvpool.protocol.wire import decode_offer
 from tests.support.values import group_spec, namespace_spec, run_of
 
 def become(uid):
@@ -124,7 +115,7 @@ def load_a(endpoint):
         run = run_of("a")
         (block,) = client.get_blocks(namespace, client.lookup(namespace, [run]).lease_id, run)
         print(block.tobytes().hex())
-        return decode_offer(client.rpc.ping()).segment.token
+        return client.rpc.ping().segment.token
 """
 
 

@@ -14,8 +14,7 @@ import pytest
 
 from kvpool.client.client import Client
 from kvpool.client.config import ClientConfig
-from kvpool.protocol.offers import Offer
-from kvpool.protocol.wire import decode_offer
+from kvpool.client.transport_choice import Offer
 from kvpool.security.certificates import Authority
 from kvpool.security.principal import ALL_TENANTS, Principal, Role
 from kvpool.security.tls import TlsFiles
@@ -80,10 +79,10 @@ def deploy(tmp_path: Path, socket_dir: Path, pool_server: StartServer) -> Deploy
 
 def _offers(client: Client, principal: Principal) -> list[Offer]:
     """What each call that tells of transports offers a caller."""
-    offers = [decode_offer(client.rpc.ping())]
+    offers: list[Offer] = [client.rpc.ping()]
     if principal.role not in (Role.TENANT_OPERATOR, Role.METRICS):
         tenant = "acme" if principal == OPERATOR else principal.tenant
-        offers.append(client.rpc.open_namespace(SPECS[tenant])[1])
+        offers.append(client.rpc.open_namespace(SPECS[tenant]))
     return offers
 
 
@@ -103,7 +102,7 @@ def test_blocks_travel_through_grpc_and_nobody_is_offered_memory(deploy: Deploy,
         assert block is not None and block.tobytes() == content.tobytes()
     for principal in (ENGINE, *OTHERS):
         with deployment.client(principal) as client:
-            assert not any(offer.segment for offer in _offers(client, principal))
+            assert not any(offer.HasField("segment") for offer in _offers(client, principal))
     assert deployment.path.exists() and not os.path.lexists(memory_path(str(deployment.path)))
 
 
@@ -112,7 +111,7 @@ def test_over_tcp_nobody_gets_memory(deploy: Deploy) -> None:
     for principal in (ENGINE, *OTHERS):
         config = ClientConfig(deployment.server.endpoint, timeout_ms=10_000, **deployment.identity(principal))
         with Client(config) as client:
-            assert not any(offer.segment for offer in _offers(client, principal))
+            assert not any(offer.HasField("segment") for offer in _offers(client, principal))
 
 
 def test_new_certificates_reach_each_of_the_servers_ports(deploy: Deploy) -> None:

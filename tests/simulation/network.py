@@ -28,7 +28,6 @@ from kvpool.protocol.errors import (
     TransferError,
     UnavailableError,
 )
-from kvpool.protocol.offers import Offer
 from kvpool.protocol.types import BlockRun, Lookup, RunHits
 from kvpool.protocol.wire import metadata_of, status_of
 from kvpool.transport.base import Sink, Source, Transfer
@@ -181,7 +180,7 @@ class SimServer:
         arena = Arena(extent_bytes * num_extents, extent_bytes)
         self.pool = PoolAtOnce(arena, self.runtime.clock, lambda: next(self._ids), LIMITS)
         self.pool.observe(self._observer)
-        tiered, offer = _LaggingPool(self.pool, self.memory, self.lags), Offer(PIECE_BYTES)
+        tiered, offer = _LaggingPool(self.pool, self.memory, self.lags), pb.PingResponse(piece_bytes=PIECE_BYTES)
         self._drain = Drain(tiered, DRAIN_MS, _tell_nobody, self.runtime.clock)
         self._service = pool_service(
             tiered,

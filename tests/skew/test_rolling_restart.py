@@ -93,28 +93,17 @@ def _roll(fleet: Fleet, *, drains: bool) -> list[float]:
     return took
 
 
-def _line(kind: str, tallies: list[Tally], took: list[float]) -> str:
-    requests, lost = sum(len(tally.served) for tally in tallies), sum(len(tally.lost) for tally in tallies)
-    seconds = ", ".join(f"{each:.1f}" for each in took)
-    return f"rolling {kind}: {requests} requests, 0 failed, {lost} loads and stores lost; hits back within {seconds} s"
-
-
-def test_a_rolling_restart_fails_no_request_and_loses_no_load_or_store(
-    fleet: Callable[[Tree], Fleet], record_property: Callable[..., None]
+@pytest.mark.parametrize("kind", ["restart", "upgrade"])
+def test_rolling_fails_no_request_and_a_restart_with_a_drain_loses_no_load_or_store(
+    fleet: Callable[[Tree], Fleet], tmp_path: Path, record_property: Callable[..., None], kind: str
 ) -> None:
-    rolled = fleet(CURRENT)
-    took = _roll(rolled, drains=True)
+    is_restart = kind == "restart"
+    rolled = fleet(CURRENT if is_restart else previous(tmp_path / "previous"))
+    took = _roll(rolled, drains=is_restart)
     tallies = [load.tally for load in rolled.loads]
     assert [tally.failed for tally in tallies] == [[]] * NUM_SERVERS
-    assert [tally.lost for tally in tallies] == [[]] * NUM_SERVERS
-    record_property(PRINTED, _line("restart", tallies, took))
-
-
-def test_a_rolling_upgrade_from_the_previous_release_fails_no_request(
-    fleet: Callable[[Tree], Fleet], tmp_path: Path, record_property: Callable[..., None]
-) -> None:
-    rolled = fleet(previous(tmp_path / "previous"))
-    took = _roll(rolled, drains=False)
-    tallies = [load.tally for load in rolled.loads]
-    assert [tally.failed for tally in tallies] == [[]] * NUM_SERVERS
-    record_property(PRINTED, _line("upgrade", tallies, took))
+    lost = [len(tally.lost) for tally in tallies]
+    assert not is_restart or not any(lost)
+    requests, seconds = sum(len(tally.served) for tally in tallies), ", ".join(f"{each:.1f}" for each in took)
+    told = f"{requests} requests, 0 failed, {sum(lost)} loads and stores lost; hits back within {seconds} s"
+    record_property(PRINTED, f"rolling {kind}: {told}")

@@ -17,8 +17,7 @@ from typing import Any
 
 import pytest
 
-from kvpool.protocol.errors import IncompatibleReleaseError
-from kvpool.protocol.skew import OWN, check_skew
+from kvpool.protocol.skew import OWN
 from kvpool.security.certificates import Authority
 from kvpool.security.principal import Principal, Role
 from kvpool.security.tls import TlsFiles
@@ -158,17 +157,6 @@ def test_a_file_tier_survives_an_upgrade_and_its_rollback(
         stored.append(f"{name} {len(stored)} tcp")
         server.terminate()
         assert server.wait() == 0
-
-
-@pytest.mark.parametrize("ahead", [2, 5, -2])
-def test_the_error_names_both_releases_and_the_one_to_upgrade(ahead: int) -> None:
-    other = replace(OWN, version="9.9.9", protocol=PROTOCOL + 7 + ahead)
-    own = replace(OWN, protocol=PROTOCOL + 7)
-    with pytest.raises(IncompatibleReleaseError) as refused:
-        check_skew(own, other, "host:1")
-    text = str(refused.value)
-    assert f"the client is kvpool {own}, and kvpool-server at host:1 is kvpool {other}" in text
-    assert f"upgrade the {'client' if ahead > 0 else 'server'} to protocol" in text
 
 
 def test_a_clone_without_the_previous_release_fetches_it_or_says_what_to_do(tmp_path: Path) -> None:

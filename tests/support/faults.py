@@ -6,15 +6,13 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 
 import numpy as np
 
 from kvpool.client.client import Client
-from kvpool.protocol.offers import Offer
 from kvpool.protocol.types import TOKEN_BYTES
-from kvpool.protocol.wire import decode_offer
 from kvpool.transport.segment import TRAILER_BYTES
+from kvpool.v1 import pool_pb2 as pb
 from tests.support.memory_files import arena_file
 from tests.support.processes import ServerProcess
 
@@ -29,11 +27,11 @@ def stopped(server: ServerProcess) -> Iterator[None]:
         os.kill(server.pid, signal.SIGCONT)
 
 
-def offer_elsewhere(client: Client) -> Offer:
+def offer_elsewhere(client: Client) -> pb.PingResponse:
     """What a server offers to a client that does not share its network namespace."""
-    offer = decode_offer(client.rpc.ping())
-    assert offer.segment is not None
-    return replace(offer, segment=replace(offer.segment, token=bytes(TOKEN_BYTES)))
+    offer: pb.PingResponse = client.rpc.ping()
+    offer.segment.token = bytes(TOKEN_BYTES)
+    return offer
 
 
 def flip_arena(server: ServerProcess) -> None:

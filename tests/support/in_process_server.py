@@ -14,7 +14,7 @@ import grpc
 import numpy as np
 from prometheus_client import CollectorRegistry
 
-from kvpool.protocol.offers import Offer
+from kvpool.v1 import pool_pb2 as pb
 from kvpool.v1.pool_pb2_grpc import PoolStub
 from kvpool_server.access.audit import AuditLog
 from kvpool_server.access.authentication import Context
@@ -124,7 +124,13 @@ class InProcessServer:
         metrics = RpcMetrics(CollectorRegistry())
         who: Any = self._who
         service = pool_service(
-            tiered, self.memory, metrics, offer=Offer(1 << 20), permits=self._permits, who=who, turns=turns
+            tiered,
+            self.memory,
+            metrics,
+            offer=pb.PingResponse(piece_bytes=1 << 20),
+            permits=self._permits,
+            who=who,
+            turns=turns,
         )
         running = RunningCalls(lambda credential: credential, 0.0) if who is not None else None
         server = GrpcServer(

@@ -24,7 +24,6 @@ from kvpool.client.lookup_stream import LookupStream, StreamedError
 from kvpool.client.rpc import PoolRpc
 from kvpool.client.transport_choice import Choice
 from kvpool.protocol.errors import KVPoolError
-from kvpool.protocol.offers import DataPortInfo, MooncakeInfo, Offer, SegmentInfo
 from kvpool.protocol.replies import CONTROL_LIMIT, METHOD_LIMITS
 from kvpool.protocol.wire import status_of
 from kvpool.v1 import pool_pb2 as pb
@@ -63,11 +62,12 @@ class LyingPool:
         self.memory = np.zeros(size, np.uint8)
         limits = Limits(max_batch_blocks=256)
         self.pool = PoolAtOnce(Arena(size, _EXTENT_BYTES), self.clock, lambda: next(ids), limits)
-        offer = Offer(
-            PIECE_BYTES,
-            SegmentInfo(size, _NONCE, size, bytes(16)),
-            MooncakeInfo("127.0.0.1:12345", "tcp", 1 << 40, size, _NONCE, size),
-            DataPortInfo("127.0.0.1", 50_052, _NONCE),
+        whole = {"nbytes": size, "nonce": _NONCE, "nonce_offset": size}
+        offer = pb.PingResponse(
+            piece_bytes=PIECE_BYTES,
+            segment=pb.Segment(token=bytes(16), **whole),
+            mooncake=pb.MooncakeEngine(session="127.0.0.1:12345", protocol="tcp", base_address=1 << 40, **whole),
+            data_port=pb.DataPort(host="127.0.0.1", port=50_052, nonce=_NONCE),
         )
         tiered = TieredPool(self.pool, self.memory)
         self._service = pool_service(tiered, self.memory, _NoMetrics(), offer=offer, boot_token=7)

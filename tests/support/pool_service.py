@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.protocol.offers import Offer
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.access.authentication import Who
 from kvpool_server.data_plane.permits import PermitTable
@@ -25,7 +24,7 @@ def pool_service(
     memory: npt.NDArray[np.uint8],
     metrics: Any,
     *,
-    offer: Offer,
+    offer: pb.PingResponse,
     boot_token: int = 1,
     stats: Callable[[], pb.StatsResponse] | None = None,
     permits: PermitTable | None = None,

@@ -16,7 +16,6 @@ from google.protobuf.message_factory import GetMessageClass
 from prometheus_client import CollectorRegistry
 
 from kvpool.protocol.errors import UnauthenticatedError
-from kvpool.protocol.offers import Offer
 from kvpool.security.principal import Principal
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.access.caller import CALLER
@@ -147,7 +146,7 @@ class WireHouse:
         arena = Arena(arena_bytes, extent_bytes, zero=zero)
         self.pool = PoolAtOnce(arena, self.clock, lambda: next(ids), limits)
         tiered, metrics = TieredPool(self.pool, memory), RpcMetrics(CollectorRegistry())
-        service = pool_service(tiered, memory, metrics, offer=Offer(1 << 20), who=_WHO)
+        service = pool_service(tiered, memory, metrics, offer=pb.PingResponse(piece_bytes=1 << 20), who=_WHO)
         self.service = WireService(service, metrics)
 
     def advance(self, seconds: float) -> None:

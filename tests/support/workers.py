@@ -14,7 +14,6 @@ from pathlib import Path
 
 import numpy as np
 
-from kvpool.protocol.offers import DataPortInfo
 from kvpool.transport.base import Sink, Source, Transfer
 from kvpool.transport.data_port import Kind, Signer, pack_offsets
 from kvpool.transport.mover import Movers
@@ -24,6 +23,7 @@ from kvpool_server.data_plane.admission import MAX_CONNECTIONS, MAX_SEATS, MAX_U
 from kvpool_server.data_plane.connection import TALLY_COLUMNS, DataPort
 from kvpool_server.data_plane.permits import PermitTable
 from kvpool_server.data_plane.worker import serve
+from kvpool_server.data_plane.workers import DataPortInfo
 from tests.support.processes import ServerProcess, wait_for
 
 KEY, NONCE = b"k" * 32, b"n" * 16

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from kvpool.client.transport_choice import RETRY_S, Attachment, Choice
-from kvpool.protocol.offers import Offer
+from kvpool.client.transport_choice import RETRY_S, Attachment, Choice, Offer
 from kvpool.transport.base import Transport
+from kvpool.v1 import pool_pb2 as pb
 from tests.support.clock import FakeClock
 from tests.support.memory_transport import MemoryTransport
 
-OFFER = Offer(1 << 20)
+OFFER = pb.PingResponse(piece_bytes=1 << 20)
 BOOT = 7
 
 

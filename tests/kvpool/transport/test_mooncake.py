@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import signal
 import sys
@@ -19,11 +18,11 @@ import pytest
 from kvpool.client.config import ClientConfig
 from kvpool.client.transport_choice import choose
 from kvpool.protocol.errors import ChecksumError, ConfigError, PoolTimeoutError, TransferError, UnavailableError
-from kvpool.protocol.offers import MooncakeInfo, Offer
 from kvpool.transport import mooncake
 from kvpool.transport.base import Buffers, Clock, Sink, Source, Transfer, Transport
 from kvpool.transport.mooncake import MooncakeTransport
 from kvpool.transport.mooncake_engine import RDMA_DEVICES, Engine
+from kvpool.v1 import pool_pb2 as pb
 from tests.conftest import Connect, StartServer
 from tests.contracts.transport_contract import (
     DEADLINE_S,
@@ -98,7 +97,7 @@ def _moves(transport: MooncakeTransport, held: Regions) -> bool:
     return True
 
 
-def test_a_block_is_got_by_another_client_and_a_flipped_bitnever_arrives(
+def test_a_block_is_got_by_another_client_and_a_flipped_bit_never_arrives(
     start_server: StartServer, connect: Connect
 ) -> None:
     server = start_server()
@@ -121,7 +120,9 @@ def _another(
 ) -> Iterator[MooncakeTransport]:
     """A transport with an engine of its own to the rig's server, or to one whose `info` differs."""
     assert isinstance(rig.transport, MooncakeTransport)
-    info: MooncakeInfo = dataclasses.replace(rig.transport.info, **change)  # type: ignore[arg-type]
+    info = pb.MooncakeEngine()
+    info.MergeFrom(rig.transport.info)
+    info.MergeFrom(pb.MooncakeEngine(**change))
     with closing(MooncakeTransport(info, Engine.start("127.0.0.1", "tcp"), stall_timeout_s, clock)) as transport:
         yield transport
 
@@ -333,7 +334,8 @@ def test_auto_goes_on_without_rdma_where_only_the_server_has_it(rig: Rig, server
     assert isinstance(rig.transport, MooncakeTransport)
     if RDMA_DEVICES.is_dir():
         pytest.skip("this machine has RDMA")
-    offer = Offer(1, None, dataclasses.replace(rig.transport.info, protocol="rdma"))
+    offer = pb.PingResponse(piece_bytes=1, mooncake=rig.transport.info)
+    offer.mooncake.protocol = "rdma"
     with grpc.insecure_channel(server.endpoint) as channel:
         choice = choose(ClientConfig(server.endpoint), offer, channel)
         assert choice.transport.name == "grpc" and "no mooncake: no RDMA device in" in choice.why
