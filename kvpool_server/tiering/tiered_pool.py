@@ -369,13 +369,14 @@ class TieredPool(Observer):
 
     def holdings(self, fingerprint: bytes) -> list[pb.TierHoldings]:
         """What each tier holds of a namespace, which need not be open."""
-        return [message_of(level.tier.holdings(fingerprint), pb.TierHoldings) for level in self._levels]
+        return [level.tier.holdings(fingerprint) for level in self._levels]
 
     def stats(self, prefaulted_bytes: int = 0) -> pb.StatsResponse:
         """A snapshot of the pool and of each tier that was opened; a scrape may come before `open` has ended."""
         stats = message_of(self.pool.stats(prefaulted_bytes), pb.StatsResponse)
         for level in self._levels[: self._num_open]:
-            stats.tiers.append(message_of(level.tier.stats(), pb.TierStats, up=level.health.is_working))
+            stats.tiers.append(level.tier.stats())
+            stats.tiers[-1].up = level.health.is_working
         return stats
 
 

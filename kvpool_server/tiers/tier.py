@@ -19,6 +19,7 @@ import xxhash
 from pydantic import BaseModel, ConfigDict, Field
 
 from kvpool.protocol.namespace import NamespaceSpec
+from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.cache.eviction import Policy
 from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.tiers.open_files import OpenFiles
@@ -74,26 +75,6 @@ def is_sound(payload: memoryview, checksums: Sequence[int]) -> bool:
     return all(
         xxhash.xxh3_64(payload[nth * size :][:size]).intdigest() == expected for nth, expected in enumerate(checksums)
     )
-
-
-@dataclass(frozen=True, slots=True)
-class TierHoldings:
-    """What the tier named `tier` holds of a namespace: `num_entries` blocks of `nbytes` together."""
-
-    tier: str
-    num_entries: int = 0
-    nbytes: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class TierStats:
-    """A snapshot of a tier, as `TierStats` in the proto; sizes as far as this server knows."""
-
-    name: str
-    size_bytes: int = 0
-    used_bytes: int = 0
-    num_entries: int = 0
-    counters: dict[str, int] = field(default_factory=dict)
 
 
 class Tier(ABC):
@@ -173,13 +154,13 @@ class Tier(ABC):
 
     # What operators see
 
-    def holdings(self, fingerprint: bytes) -> TierHoldings:
+    def holdings(self, fingerprint: bytes) -> pb.TierHoldings:
         """What the tier holds of a namespace, as far as this server knows."""
-        return TierHoldings(self.name)
+        return pb.TierHoldings(tier=self.name)
 
-    def stats(self) -> TierStats:
-        """A snapshot."""
-        return TierStats(self.name, counters=dict(self.counters))
+    def stats(self) -> pb.TierStats:
+        """A snapshot, but for `up`, which the server knows."""
+        return pb.TierStats(name=self.name, counters=self.counters)
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +192,9 @@ class TierOptions(BaseModel):
 
     write: Literal["through", "back"] = Field(
         "through", description="through writes a block when it is stored; back writes it before its eviction"
+    )
+    key_file: str = Field(
+        "", description="file with the key that authenticates blocks; servers that share the tier have the same"
     )
 
     @property

@@ -12,10 +12,11 @@ import numpy as np
 
 from kvpool.protocol.hashing import checksum
 from kvpool.protocol.types import BlockRun, Lookup, RunHits, ShardRange
+from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.tiering.tiered_pool import TieredPool
-from kvpool_server.tiers.tier import Block, Tier, TierError, TierHoldings, TierStats
+from kvpool_server.tiers.tier import Block, Tier, TierError
 from testbed.pool_at_once import PoolAtOnce
 from tests.support.clock import FakeClock
 from tests.support.integrity import check_integrity
@@ -58,9 +59,6 @@ class MemoryTier(Tier):
         self.failure: str = ""
         self._answers_at_once = answers_at_once
 
-    async def open(self) -> None:
-        """Nothing to do."""
-
     async def _pass(self, call: str) -> None:
         self.calls[call] += 1
         await asyncio.sleep(0)
@@ -100,14 +98,8 @@ class MemoryTier(Tier):
     async def clear(self, fingerprint: bytes = b"") -> None:
         self.kept.clear()
 
-    def holdings(self, fingerprint: bytes) -> TierHoldings:
-        return TierHoldings(self.name, len(self.kept), SLOT * len(self.kept))
-
-    def stats(self) -> TierStats:
-        return TierStats(self.name, counters=dict(self.counters))
-
-    async def close(self) -> None:
-        """Nothing to do."""
+    def holdings(self, fingerprint: bytes) -> pb.TierHoldings:
+        return pb.TierHoldings(tier=self.name, num_entries=len(self.kept), nbytes=SLOT * len(self.kept))
 
 
 class Rig:

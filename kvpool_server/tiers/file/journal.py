@@ -105,13 +105,13 @@ class Inventory:
         """Applies the frames up to the first that is torn or invalid; returns how many bytes were applied."""
         done = 0
         self.trouble = ""
-        for frame in frames.decode_frames(memoryview(text)):
+        for kind, payload, end in frames.decode_frames(memoryview(text)):
             try:
-                self._apply_frame(frame.kind, frame.payload)
+                self._apply_frame(kind, payload)
             except Exception as error:  # Another version or program wrote the frame: the journal ends before it.
                 self.trouble = f"{type(error).__name__}: {error}"
                 break
-            done = frame.end
+            done = end
         self.nbytes += done
         self.is_exact = done == len(text)
         return done

@@ -30,11 +30,12 @@ from pydantic import ByteSize, Field, field_validator
 from kvpool.protocol.errors import ConfigError, InvalidRequestError, OutOfSpaceError
 from kvpool.protocol.namespace import NamespaceSpec
 from kvpool.protocol.types import BlockRun
+from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.cache.entry import Record
 from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.cache.pool import Pool
 from kvpool_server.cache.steps import finish
-from kvpool_server.tiers.block_mac import KeyedTierOptions
+from kvpool_server.tiers.block_mac import BlockMac
 from kvpool_server.tiers.file.directory import UntrustedFileError
 from kvpool_server.tiers.file.disk import Disk, UsrbioDisk
 from kvpool_server.tiers.file.extents import BlockSpot, Extents, read_all
@@ -44,7 +45,7 @@ from kvpool_server.tiers.file.own_directory import OwnDirectory
 from kvpool_server.tiers.file.peer_directories import DEFAULT_MEMORY_BYTES, PeerBlocks, PeerDirectories
 from kvpool_server.tiers.open_files import raise_descriptor_limit
 from kvpool_server.tiers.thread_pool import DaemonThreadPool
-from kvpool_server.tiers.tier import Block, Tier, TierContext, TierError, TierHoldings, TierStats
+from kvpool_server.tiers.tier import Block, Tier, TierContext, TierError, TierOptions
 
 log = structlog.get_logger()
 
@@ -54,7 +55,7 @@ REFRESH_S = 1.0
 CLOSE_S = 2.0
 
 
-class FileOptions(KeyedTierOptions):
+class FileOptions(TierOptions):
     """A directory, on a local disk or shared."""
 
     EXAMPLE: ClassVar[str] = "file:/mnt/kv,size=200GiB"
@@ -126,7 +127,7 @@ class FileTier(Tier):
         self._options = options
         self._policy = context.policy
         self._disk = disk
-        self._mac = options.load_mac()
+        self._mac = BlockMac.of(options)
         direct = options.io == "direct"
         self._make_extents = functools.partial(Extents, disk=disk, open_files=context.open_files, direct=direct)
         name = options.name or re.sub(r"[^A-Za-z0-9._-]|^\.", "_", f"{socket.gethostname()}-{context.listen[1]}")
@@ -290,15 +291,16 @@ class FileTier(Tier):
         opened = self.pool.open_namespaces()
         return [namespace.spec for namespace in opened if any(group.index for group in namespace.groups)]
 
-    def holdings(self, fingerprint: bytes) -> TierHoldings:
+    def holdings(self, fingerprint: bytes) -> pb.TierHoldings:
         namespace = self.pool.namespace(fingerprint)
         held = [] if namespace is None else [(len(group.index), group.spec.slot_bytes) for group in namespace.groups]
-        return TierHoldings(self.name, sum(count for count, _ in held), sum(count * nbytes for count, nbytes in held))
+        nbytes = sum(count * slot_bytes for count, slot_bytes in held)
+        return pb.TierHoldings(tier=self.name, num_entries=sum(count for count, _ in held), nbytes=nbytes)
 
-    def stats(self) -> TierStats:
+    def stats(self) -> pb.TierStats:
         pool = self.pool.stats()
-        return TierStats(
-            self.name,
+        return pb.TierStats(
+            name=self.name,
             size_bytes=pool.arena_bytes,
             used_bytes=pool.arena_bytes - pool.free_bytes,
             num_entries=pool.num_entries,

@@ -86,9 +86,9 @@ def test_tiers_of_a_server_share_the_bound_on_open_files(tmp_path: Path) -> None
             await tiers[-1].open()
             assert tiers[-1].name == options.tier_name
             await tiers[-1].write(namespace, 0, blocks_of(name))
-        assert len(context.open_files) == 2
+        assert len(context.open_files.files) == 2
         for tier in tiers:
             await tier.close()
-        assert len(context.open_files) == 0
+        assert len(context.open_files.files) == 0
 
     run(test)
