@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+import contextlib
+import functools
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import pytest
@@ -14,6 +17,10 @@ from kvpool.protocol.namespace import NamespaceSpec
 from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.tiers.tier import Block, Tier
 from tests.support.values import block_hash, group_spec, namespace_spec, payload
+
+P = ParamSpec("P")
+T = TypeVar("T")
+AnyTier = TypeVar("AnyTier", bound=Tier)
 
 CHUNK = 2048
 SHARDS = 2
@@ -47,12 +54,27 @@ class Memory:
         return [block.data for block in self.blocks]
 
 
-def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    async def within() -> None:
-        async with asyncio.timeout(60):
-            await test()
+def awaited(function: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, T]:
+    """Runs a coroutine function, a test's or a helper's, on an event loop of its own, for 60 s at most."""
 
-    asyncio.run(within())
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        async def within() -> T:
+            async with asyncio.timeout(60):
+                return await function(*args, **kwargs)
+
+        return asyncio.run(within())
+
+    return run
+
+
+@contextlib.asynccontextmanager
+async def opened(tier: AnyTier) -> AsyncIterator[AnyTier]:
+    await tier.open()
+    try:
+        yield tier
+    finally:
+        await tier.close()
 
 
 class TierContract:
@@ -84,126 +106,86 @@ class TierContract:
             got.append(None if expected is None else name)
         return got
 
-    def test_what_was_written_is_read(self, make_tier: Callable[[], Tier], namespace: PoolNamespace) -> None:
-        async def test() -> None:
-            tier = make_tier()
-            await tier.open()
-            try:
-                names = [f"w{nth}" for nth in range(40)]
-                assert await self._there(tier, namespace, names) == [False] * 40
-                assert await self._read(tier, namespace, names[:3]) == [None] * 3
-                assert await tier.write(namespace, 0, blocks_of(*names)) == 40
-                assert await self._there(tier, namespace, [*names, "other"]) == [True] * 40 + [False]
-                assert await self._read(tier, namespace, ["other", *names]) == [None, *names]
-                assert await self._read(tier, namespace, names[::-3]) == names[::-3]
-            finally:
-                await tier.close()
+    @awaited
+    async def test_what_was_written_is_read(self, make_tier: Callable[[], Tier], namespace: PoolNamespace) -> None:
+        async with opened(make_tier()) as tier:
+            names = [f"w{nth}" for nth in range(40)]
+            assert await self._there(tier, namespace, names) == [False] * 40
+            assert await self._read(tier, namespace, names[:3]) == [None] * 3
+            assert await tier.write(namespace, 0, blocks_of(*names)) == 40
+            assert await self._there(tier, namespace, [*names, "other"]) == [True] * 40 + [False]
+            assert await self._read(tier, namespace, ["other", *names]) == [None, *names]
+            assert await self._read(tier, namespace, names[::-3]) == names[::-3]
 
-        run(test)
+    @awaited
+    async def test_to_write_again_is_no_error(self, make_tier: Callable[[], Tier], namespace: PoolNamespace) -> None:
+        async with opened(make_tier()) as tier:
+            assert await tier.write(namespace, 0, blocks_of("a", "b")) == 2
+            assert await tier.write(namespace, 0, blocks_of("a", "b", "c")) == 3
+            assert await self._read(tier, namespace, ["a", "b", "c"]) == ["a", "b", "c"]
 
-    def test_to_write_again_is_no_error(self, make_tier: Callable[[], Tier], namespace: PoolNamespace) -> None:
-        async def test() -> None:
-            tier = make_tier()
-            await tier.open()
-            try:
-                assert await tier.write(namespace, 0, blocks_of("a", "b")) == 2
-                assert await tier.write(namespace, 0, blocks_of("a", "b", "c")) == 3
-                assert await self._read(tier, namespace, ["a", "b", "c"]) == ["a", "b", "c"]
-            finally:
-                await tier.close()
+    @awaited
+    async def test_namespaces_and_groups_share_nothing(
+        self, make_tier: Callable[[], Tier], namespace: PoolNamespace
+    ) -> None:
+        other = namespace_of(namespace_spec(*self.spec.groups))
+        async with opened(make_tier()) as tier:
+            await tier.write(namespace, 0, blocks_of("a"))
+            assert await self._there(tier, other, ["a"]) == [False]
+            assert await self._there(tier, namespace, ["a"], group_idx=1) == [False]
+            assert await self._read(tier, other, ["a"]) == [None]
+            await tier.write(namespace, 1, blocks_of("a", nbytes=CHUNK, shards=1))
+            assert await self._there(tier, namespace, ["a"], group_idx=1) == [True]
+            assert await self._read(tier, namespace, ["a"]) == ["a"]
 
-        run(test)
+    @awaited
+    async def test_what_is_removed_or_cleared_is_gone(
+        self, make_tier: Callable[[], Tier], namespace: PoolNamespace
+    ) -> None:
+        other = namespace_of(namespace_spec(*self.spec.groups))
+        async with opened(make_tier()) as tier:
+            await tier.write(namespace, 0, blocks_of("a", "b", "c"))
+            await tier.write(other, 0, blocks_of("a"))
+            await tier.remove(namespace, 0, [block_hash("b"), block_hash("never there")])
+            assert await self._there(tier, namespace, ["a", "b", "c"]) == [True, False, True]
+            await tier.clear(namespace.fingerprint)
+            assert await self._there(tier, namespace, ["a", "b", "c"]) == [False] * 3
+            assert await self._read(tier, namespace, ["a", "b", "c"]) == [None] * 3
+            assert await self._read(tier, other, ["a"]) == ["a"]
+            await tier.clear()
+            assert await self._there(tier, other, ["a"]) == [False]
+            assert await tier.write(namespace, 0, blocks_of("a")) == 1
+            assert await self._read(tier, namespace, ["a"]) == ["a"]
 
-    def test_namespaces_and_groups_share_nothing(self, make_tier: Callable[[], Tier], namespace: PoolNamespace) -> None:
-        async def test() -> None:
-            other = namespace_of(namespace_spec(*self.spec.groups))
-            tier = make_tier()
-            await tier.open()
-            try:
-                await tier.write(namespace, 0, blocks_of("a"))
-                assert await self._there(tier, other, ["a"]) == [False]
-                assert await self._there(tier, namespace, ["a"], group_idx=1) == [False]
-                assert await self._read(tier, other, ["a"]) == [None]
-                await tier.write(namespace, 1, blocks_of("a", nbytes=CHUNK, shards=1))
-                assert await self._there(tier, namespace, ["a"], group_idx=1) == [True]
-                assert await self._read(tier, namespace, ["a"]) == ["a"]
-            finally:
-                await tier.close()
+    @awaited
+    async def test_it_says_what_it_holds(self, make_tier: Callable[[], Tier], namespace: PoolNamespace) -> None:
+        async with opened(make_tier()) as tier:
+            assert tier.holdings(namespace.fingerprint).num_entries == 0
+            await tier.write(namespace, 0, blocks_of("a", "b"))
+            held = tier.holdings(namespace.fingerprint)
+            assert (held.tier, held.num_entries, held.nbytes) == (tier.name, 2, 2 * SLOT)
+            stats = tier.stats()
+            assert stats.name == tier.name and stats.num_entries >= 2 and stats.used_bytes >= 2 * SLOT
+            assert stats.counters["written_bytes"] == 2 * SLOT
+            await self._read(tier, namespace, ["a"])
+            assert tier.stats().counters["read_bytes"] == SLOT
 
-        run(test)
-
-    def test_what_is_removed_or_cleared_is_gone(self, make_tier: Callable[[], Tier], namespace: PoolNamespace) -> None:
-        async def test() -> None:
-            other = namespace_of(namespace_spec(*self.spec.groups))
-            tier = make_tier()
-            await tier.open()
-            try:
-                await tier.write(namespace, 0, blocks_of("a", "b", "c"))
-                await tier.write(other, 0, blocks_of("a"))
-                await tier.remove(namespace, 0, [block_hash("b"), block_hash("never there")])
-                assert await self._there(tier, namespace, ["a", "b", "c"]) == [True, False, True]
-                await tier.clear(namespace.fingerprint)
-                assert await self._there(tier, namespace, ["a", "b", "c"]) == [False] * 3
-                assert await self._read(tier, namespace, ["a", "b", "c"]) == [None] * 3
-                assert await self._read(tier, other, ["a"]) == ["a"]
-                await tier.clear()
-                assert await self._there(tier, other, ["a"]) == [False]
-                assert await tier.write(namespace, 0, blocks_of("a")) == 1
-                assert await self._read(tier, namespace, ["a"]) == ["a"]
-            finally:
-                await tier.close()
-
-        run(test)
-
-    def test_it_says_what_it_holds(self, make_tier: Callable[[], Tier], namespace: PoolNamespace) -> None:
-        async def test() -> None:
-            tier = make_tier()
-            await tier.open()
-            try:
-                assert tier.holdings(namespace.fingerprint).num_entries == 0
-                await tier.write(namespace, 0, blocks_of("a", "b"))
-                held = tier.holdings(namespace.fingerprint)
-                assert (held.tier, held.num_entries, held.nbytes) == (tier.name, 2, 2 * SLOT)
-                stats = tier.stats()
-                assert stats.name == tier.name and stats.num_entries >= 2 and stats.used_bytes >= 2 * SLOT
-                assert stats.counters["written_bytes"] == 2 * SLOT
-                await self._read(tier, namespace, ["a"])
-                assert tier.stats().counters["read_bytes"] == SLOT
-            finally:
-                await tier.close()
-
-        run(test)
-
-    def test_close_is_idempotent_and_ends_all_threads(self, make_tier: Callable[[], Tier]) -> None:
-        import threading
-
-        async def test() -> None:
-            before = {thread for thread in threading.enumerate() if thread.name.startswith("kvpool-tier")}
-            tier = make_tier()
-            await tier.open()
+    @awaited
+    async def test_close_is_idempotent_and_ends_all_threads(self, make_tier: Callable[[], Tier]) -> None:
+        before = {thread for thread in threading.enumerate() if thread.name.startswith("kvpool-tier")}
+        async with opened(make_tier()) as tier:
             await tier.close()
-            await tier.close()
-            assert {thread for thread in threading.enumerate() if thread.name.startswith("kvpool-tier")} <= before
-
-        run(test)
+        assert {thread for thread in threading.enumerate() if thread.name.startswith("kvpool-tier")} <= before
 
 
 class PersistentTierContract(TierContract):
     """As `TierContract`, for tiers whose blocks survive the server; each call of `make_tier` names the same place."""
 
-    def test_the_next_process_finds_it(self, make_tier: Callable[[], Tier], namespace: PoolNamespace) -> None:
-        async def test() -> None:
-            names = [f"n{nth}" for nth in range(10)]
-            first = make_tier()
-            await first.open()
+    @awaited
+    async def test_the_next_process_finds_it(self, make_tier: Callable[[], Tier], namespace: PoolNamespace) -> None:
+        names = [f"n{nth}" for nth in range(10)]
+        async with opened(make_tier()) as first:
             await first.write(namespace, 0, blocks_of(*names))
-            await first.close()
-            second = make_tier()
-            await second.open()
-            try:
-                assert await self._there(second, namespace, names) == [True] * 10
-                assert await self._read(second, namespace, names) == names
-            finally:
-                await second.close()
-
-        run(test)
+        async with opened(make_tier()) as second:
+            assert await self._there(second, namespace, names) == [True] * 10
+            assert await self._read(second, namespace, names) == names

@@ -20,8 +20,8 @@ from kvpool_server.tiers.file.directory import Directory, UntrustedFileError
 from kvpool_server.tiers.file.peer_directories import PeerDirectories
 from kvpool_server.tiers.file.tier import FileTier
 from kvpool_server.tiers.registry import parse
-from kvpool_server.tiers.tier import TierContext
-from tests.contracts.tier_contract import Memory, TierContract, blocks_of, namespace_of, run
+from kvpool_server.tiers.tier import Tier, TierContext
+from tests.contracts.tier_contract import Memory, TierContract, awaited, blocks_of, namespace_of, opened
 from tests.support.file_tier import file_tier
 from tests.support.processes import run_server
 from tests.support.tier_directories import open_directory
@@ -57,37 +57,25 @@ def secret(tmp_path: Path) -> Path:
     return path
 
 
-def _store(root: Path, name: str, namespace: PoolNamespace) -> None:
-    async def store() -> None:
-        tier = _tier(root, name)
-        await tier.open()
+@awaited
+async def _store(root: Path, name: str, namespace: PoolNamespace) -> None:
+    async with opened(_tier(root, name)) as tier:
         assert await tier.write(namespace, 0, blocks_of("a")) == 1
-        await tier.close()
-
-    run(store)
 
 
-def _open(tier: FileTier) -> None:
-    async def open_and_close() -> None:
-        await tier.open()
-        await tier.close()
-
-    run(open_and_close)
+@awaited
+async def _open(tier: Tier) -> None:
+    async with opened(tier):
+        pass
 
 
-def _reads(root: Path, namespace: PoolNamespace, name: str = "one", owners: Sequence[int] = ()) -> bool:
+@awaited
+async def _reads(root: Path, namespace: PoolNamespace, name: str = "one", owners: Sequence[int] = ()) -> bool:
     """Whether a server gets the block "a" from what lies below the path."""
-    came: list[Sequence[int] | None] = []
-
-    async def read() -> None:
-        tier = _tier(root, name, owners)
-        await tier.open()
+    async with opened(_tier(root, name, owners)) as tier:
         await tier.refresh()
-        came.extend(await tier.read(namespace, 0, [block_hash("a")], Memory(1).views))
-        await tier.close()
-
-    run(read)
-    return came[0] is not None
+        (sums,) = await tier.read(namespace, 0, [block_hash("a")], Memory(1).views)
+    return sums is not None
 
 
 def test_what_follows_would_read_the_block_of_an_honest_peer(root: Path, namespace: PoolNamespace) -> None:
@@ -194,20 +182,15 @@ def test_a_link_instead_of_a_directory_is_not_followed(root: Path, namespace: Po
     assert sorted(elsewhere.iterdir()) == before
 
 
-def test_a_link_that_is_planted_while_the_server_runs_is_not_followed(
+@awaited
+async def test_a_link_that_is_planted_while_the_server_runs_is_not_followed(
     root: Path, namespace: PoolNamespace, secret: Path
 ) -> None:
     """The server has the journal open; only an extent is opened later."""
-
-    async def test() -> None:
-        tier = _tier(root)
-        await tier.open()
+    async with opened(_tier(root)) as tier:
         (root / "one" / "extent-00000").symlink_to(secret)
         with pytest.raises(Exception, match="extent-00000 is no plain file"):
             await tier.write(namespace, 0, blocks_of("b"))
-        await tier.close()
-
-    run(test)
     assert secret.read_bytes() == SECRET
 
 
@@ -305,13 +288,7 @@ def test_only_an_entry_of_the_directory_can_be_named(tmp_path: Path, name: str) 
 def test_a_hosts_name_is_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str) -> None:
     monkeypatch.setattr("socket.gethostname", lambda: host)
     options = parse(f"file:{tmp_path / 'tier'},size=8MiB,create=yes,io=buffered")
-
-    async def test() -> None:
-        tier = options.make(TierContext(("127.0.0.1", 50051), PrefixLRU))
-        await tier.open()
-        await tier.close()
-
-    run(test)
+    _open(options.make(TierContext(("127.0.0.1", 50051), PrefixLRU)))
     (made,) = (tmp_path / "tier").iterdir()
     assert made.name.endswith("-50051") and made.name.isascii() and made.name.replace("-", "_").isprintable()
     assert not made.name.startswith(".") and " " not in made.name
@@ -389,10 +366,9 @@ def test_a_tier_leaves_no_descriptor_open(root: Path, namespace: PoolNamespace) 
     assert not [link for link in links if link.startswith(str(root))]
 
 
-def test_a_peers_directory_that_is_replaced_is_read_anew(root: Path, namespace: PoolNamespace) -> None:
-    async def test() -> None:
-        tier = _tier(root)
-        await tier.open()
+@awaited
+async def test_a_peers_directory_that_is_replaced_is_read_anew(root: Path, namespace: PoolNamespace) -> None:
+    async with opened(_tier(root)) as tier:
         await tier.refresh()
         assert tier.known(namespace, 0, [block_hash("a")]) == [True]
         (root / "two").rename(root / ".removed-two")
@@ -401,6 +377,3 @@ def test_a_peers_directory_that_is_replaced_is_read_anew(root: Path, namespace: 
         await asyncio.to_thread((root / ".removed-two").rename, root / "two")
         await tier.refresh()
         assert tier.known(namespace, 0, [block_hash("a")]) == [True]
-        await tier.close()
-
-    run(test)

@@ -12,6 +12,7 @@ from kvpool.protocol.errors import InvalidRequestError, OutOfSpaceError, Unknown
 from kvpool.protocol.types import BlockRun, RunHits
 from kvpool_server.cache.hints import HintResult
 from kvpool_server.tiering import prefetcher, promoter
+from tests.contracts.tier_contract import awaited
 from tests.support.memory_tier import MemoryTier, Rig, asked, play, turns
 from tests.support.values import block_hash
 
@@ -134,7 +135,8 @@ async def test_two_runs_of_a_group_are_refused(rig: Rig, tier: MemoryTier) -> No
 
 
 @pytest.mark.parametrize("num_pending", [0, 1])
-def test_other_calls_come_between_any_two_looks(num_pending: int) -> None:
+@awaited
+async def test_other_calls_come_between_any_two_looks(num_pending: int) -> None:
     calls: list[str] = []
 
     def look(fingerprint: bytes, run: BlockRun, prefix_only: bool) -> RunHits:
@@ -146,20 +148,18 @@ def test_other_calls_come_between_any_two_looks(num_pending: int) -> None:
             calls.append("other")
             await asyncio.sleep(0)
 
-    async def test() -> None:
-        other = asyncio.create_task(others())
-        subject = prefetcher.Prefetcher(look)
-        found = await subject.prefetch(b"", _run("a") * 64, [True] * 64, "")
-        assert found == HintResult(0, num_pending=64 * num_pending) and calls.count("look") == 64
-        await turns()
-        other.cancel()
-        subject.close()
-
-    asyncio.run(test())
+    other = asyncio.create_task(others())
+    subject = prefetcher.Prefetcher(look)
+    found = await subject.prefetch(b"", _run("a") * 64, [True] * 64, "")
+    assert found == HintResult(0, num_pending=64 * num_pending) and calls.count("look") == 64
+    await turns()
+    other.cancel()
+    subject.close()
     assert ("look", "look") not in itertools.pairwise(calls), "two looks in one turn of the loop"
 
 
-def test_runs_behind_one_that_is_pending_are_not_looked_at_again() -> None:
+@awaited
+async def test_runs_behind_one_that_is_pending_are_not_looked_at_again() -> None:
     looks: list[int] = []
 
     def look(fingerprint: bytes, run: BlockRun, prefix_only: bool) -> RunHits:
@@ -167,12 +167,9 @@ def test_runs_behind_one_that_is_pending_are_not_looked_at_again() -> None:
         is_up = looks.count(run.group_idx) > 3
         return RunHits(1, 1) if is_up else RunHits(0, 0, num_pending=1)
 
-    async def test() -> None:
-        subject = prefetcher.Prefetcher(look)
-        runs = [BlockRun(group_idx, [block_hash("a")]) for group_idx in range(3)]
-        assert await subject.prefetch(b"", runs, [True] * 3, "") == HintResult(0, num_pending=3)
-        while subject._tasks:
-            await turns()
-
-    asyncio.run(test())
+    subject = prefetcher.Prefetcher(look)
+    runs = [BlockRun(group_idx, [block_hash("a")]) for group_idx in range(3)]
+    assert await subject.prefetch(b"", runs, [True] * 3, "") == HintResult(0, num_pending=3)
+    while subject._tasks:
+        await turns()
     assert looks == [0, 1, 2, *[0] * 3, *[1] * 3, *[2] * 3]

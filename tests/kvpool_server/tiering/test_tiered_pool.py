@@ -17,6 +17,7 @@ from kvpool_server.tiering import promoter
 from kvpool_server.tiering import tiered_pool as tiering
 from kvpool_server.tiers.health import AWAY_S
 from kvpool_server.tiers.tier import COUNTERS, TierError
+from tests.contracts.tier_contract import awaited
 from tests.support.file_tier import file_tier
 from tests.support.memory_tier import SLOT, SLOTS, MemoryTier, Rig, asked, play, turns
 from tests.support.values import block_hash, group_spec, namespace_spec, payload
@@ -188,24 +189,22 @@ def test_every_counter_of_a_tier_has_a_series() -> None:
     assert values >= set(counters.values())
 
 
-def test_without_tiers_every_call_is_the_pools_own() -> None:
-    async def within() -> None:
-        rig = Rig()
-        await rig.tiered.open()
-        rig.put("a", "b")
-        found = rig.lookup("a", "b", "c")
-        assert (found.hits[0], found.retry_after_ms) == (RunHits(2), 0) and found.lease_id
-        assert [rig.pool.counters[name] for name in ("lookups", "lookup_blocks", "lookup_hits")] == [1, 3, 2]
-        rig.pool.release([found.lease_id])
-        fingerprint = rig.namespace.fingerprint
-        assert await rig.tiered.remove(fingerprint, [BlockRun(0, [block_hash("b")])]) == 1
-        assert await rig.tiered.clear(fingerprint) == 1
-        with pytest.raises(UnknownNamespaceError):
-            await rig.tiered.clear(bytes(32))
-        assert await rig.tiered.drain(1) == 0 and not rig.tiered.stats().tiers
-        await rig.tiered.close()
-
-    asyncio.run(within())
+@awaited
+async def test_without_tiers_every_call_is_the_pools_own() -> None:
+    rig = Rig()
+    await rig.tiered.open()
+    rig.put("a", "b")
+    found = rig.lookup("a", "b", "c")
+    assert (found.hits[0], found.retry_after_ms) == (RunHits(2), 0) and found.lease_id
+    assert [rig.pool.counters[name] for name in ("lookups", "lookup_blocks", "lookup_hits")] == [1, 3, 2]
+    rig.pool.release([found.lease_id])
+    fingerprint = rig.namespace.fingerprint
+    assert await rig.tiered.remove(fingerprint, [BlockRun(0, [block_hash("b")])]) == 1
+    assert await rig.tiered.clear(fingerprint) == 1
+    with pytest.raises(UnknownNamespaceError):
+        await rig.tiered.clear(bytes(32))
+    assert await rig.tiered.drain(1) == 0 and not rig.tiered.stats().tiers
+    await rig.tiered.close()
 
 
 @play()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import time
 from pathlib import Path
@@ -13,7 +12,7 @@ from typer.testing import CliRunner, Result
 from kvpool_server.tiers import command
 from kvpool_server.tiers.command import app
 from kvpool_server.tiers.file import frames
-from tests.contracts.tier_contract import TierContract, blocks_of, namespace_of
+from tests.contracts.tier_contract import TierContract, awaited, blocks_of, namespace_of, opened
 from tests.support.file_tier import file_tier
 from tests.support.tier_directories import acquire, inspect
 
@@ -23,16 +22,11 @@ def _age(directory: Path) -> None:
     os.utime(directory / "lock", (then, then))
 
 
-def _orphan(directory: Path) -> None:
+@awaited
+async def _orphan(directory: Path) -> None:
     """A directory that a server has used and left."""
-
-    async def use() -> None:
-        tier = file_tier(directory.parent, directory.name)
-        await tier.open()
+    async with opened(file_tier(directory.parent, directory.name)) as tier:
         await tier.write(namespace_of(TierContract.spec), 0, blocks_of(directory.name))
-        await tier.close()
-
-    asyncio.run(use())
     _age(directory)
 
 
@@ -165,18 +159,14 @@ def test_gc_of_a_path_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     assert _gc(tmp_path / "nothing").exit_code == 2
 
 
-def test_a_server_deletes_nobodys_directory(root: Path) -> None:
-    async def use() -> None:
-        tier = file_tier(root)
-        await tier.open()
-        await tier.refresh()
-        namespace = namespace_of(TierContract.spec)
-        hashes = [blocks_of("dead")[0].block_hash]
-        assert tier.known(namespace, 0, hashes) == [True], "blocks of a server that has gone can be read"
-        await tier.close()
-
+@awaited
+async def test_a_server_deletes_nobodys_directory(root: Path) -> None:
     before = sorted(root.iterdir())
-    asyncio.run(use())
+    async with opened(file_tier(root)) as tier:
+        await tier.refresh()
+        hashes = [blocks_of("dead")[0].block_hash]
+        known = tier.known(namespace_of(TierContract.spec), 0, hashes)
+        assert known == [True], "blocks of a server that has gone can be read"
     assert sorted(root.iterdir()) == sorted([*before, root / "one"])
 
 

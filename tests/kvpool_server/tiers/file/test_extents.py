@@ -12,7 +12,7 @@ from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.tiers.file.disk import Disk
 from kvpool_server.tiers.file.tier import FileTier
 from kvpool_server.tiers.tier import TierError
-from tests.contracts.tier_contract import SLOT, Memory, TierContract, blocks_of, namespace_of, run
+from tests.contracts.tier_contract import SLOT, Memory, TierContract, awaited, blocks_of, namespace_of, opened
 from tests.support.file_tier import SIZE, file_tier
 from tests.support.integrity import check_integrity
 from tests.support.values import block_hash
@@ -53,11 +53,10 @@ async def _read(tier: FileTier, namespace: PoolNamespace, names: str) -> str:
     return "".join(name for name, sums in zip(names, came, strict=True) if sums is not None)
 
 
-def test_a_bad_spot_costs_its_block_alone(tmp_path: Path, namespace: PoolNamespace) -> None:
-    async def test() -> None:
-        disk = BadDisk()
-        tier = _tier(tmp_path, disk)
-        await tier.open()
+@awaited
+async def test_a_bad_spot_costs_its_block_alone(tmp_path: Path, namespace: PoolNamespace) -> None:
+    disk = BadDisk()
+    async with opened(_tier(tmp_path, disk)) as tier:
         await tier.write(namespace, 0, blocks_of(*"abcdef"))
         disk.bad_slots = {2}
         assert await _read(tier, namespace, "abcdef") == "abdef"
@@ -65,18 +64,14 @@ def test_a_bad_spot_costs_its_block_alone(tmp_path: Path, namespace: PoolNamespa
         disk.bad_slots = {0}
         assert await _read(tier, namespace, "a") == "", "one alone says nothing about the disk"
         check_integrity(tier.pool)
-        await tier.close()
-
-    run(test)
 
 
-def test_a_disk_that_reads_nothing_is_a_failure_and_a_bad_spot_with_a_whole_batch_only_once(
+@awaited
+async def test_a_disk_that_reads_nothing_is_a_failure_and_a_bad_spot_with_a_whole_batch_only_once(
     tmp_path: Path, namespace: PoolNamespace
 ) -> None:
-    async def test() -> None:
-        disk = BadDisk()
-        tier = _tier(tmp_path, disk)
-        await tier.open()
+    disk = BadDisk()
+    async with opened(_tier(tmp_path, disk)) as tier:
         await tier.write(namespace, 0, blocks_of(*"abcdef"))
         disk.bad_slots = {0, 1}
         with pytest.raises(TierError, match="Input/output error"):
@@ -89,42 +84,30 @@ def test_a_disk_that_reads_nothing_is_a_failure_and_a_bad_spot_with_a_whole_batc
         disk.bad_slots = set()
         assert await _read(tier, namespace, "cdef") == "cdef", "forgotten, where the file system was away"
         check_integrity(tier.pool)
-        await tier.close()
-
-    run(test)
 
 
-def test_a_smaller_tier_gives_back_what_it_may_not_take(tmp_path: Path, namespace: PoolNamespace) -> None:
-    async def test() -> None:
-        tier = _tier(tmp_path)
-        await tier.open()
+@awaited
+async def test_a_smaller_tier_gives_back_what_it_may_not_take(tmp_path: Path, namespace: PoolNamespace) -> None:
+    async with opened(_tier(tmp_path)) as tier:
         for start in range(0, SIZE // SLOT, 128):
             await tier.write(namespace, 0, blocks_of(*(f"s{nth}" for nth in range(start, start + 128))))
-        await tier.close()
-        one = tmp_path / "one"
-        with (one / "extent-00000").open("r+b") as file:  # Of a time when extents were longer.
-            file.truncate(SIZE)
-        (one / "extent-of-mine").touch()
-        tier = _tier(tmp_path, size=SIZE // 2)
-        await tier.open()
+    one = tmp_path / "one"
+    with (one / "extent-00000").open("r+b") as file:  # Of a time when extents were longer.
+        file.truncate(SIZE)
+    (one / "extent-of-mine").touch()
+    async with opened(_tier(tmp_path, size=SIZE // 2)) as tier:
         assert sum(path.stat().st_size for path in one.glob("extent-*")) <= SIZE // 2
         assert sorted(path.name for path in one.glob("extent-*")) == ["extent-00000", "extent-00001", "extent-of-mine"]
         assert tier.stats().num_entries == SIZE // 2 // SLOT
-        await tier.close()
-        (one / "journal").unlink()  # Nothing lies anywhere any more.
-        tier = _tier(tmp_path, size=SIZE // 2)
-        await tier.open()
+    (one / "journal").unlink()  # Nothing lies anywhere any more.
+    async with opened(_tier(tmp_path, size=SIZE // 2)) as tier:
         assert sum(path.stat().st_size for path in one.glob("extent-*")) == 0
-        await tier.close()
-
-    run(test)
 
 
-def test_an_extent_is_emptied_once(tmp_path: Path, namespace: PoolNamespace) -> None:
-    async def test() -> None:
-        disk = BadDisk()
-        tier = _tier(tmp_path, disk)
-        await tier.open()
+@awaited
+async def test_an_extent_is_emptied_once(tmp_path: Path, namespace: PoolNamespace) -> None:
+    disk = BadDisk()
+    async with opened(_tier(tmp_path, disk)) as tier:
         for _ in range(2):
             await tier.write(namespace, 0, blocks_of("a"))
             (extent,) = (path for path in tmp_path.rglob("extent-*") if path.stat().st_size)
@@ -133,13 +116,8 @@ def test_an_extent_is_emptied_once(tmp_path: Path, namespace: PoolNamespace) -> 
                 await tier.remove(namespace, 0, [block_hash("a")])
             assert disk.truncated == [extent.name]
         await tier.write(namespace, 0, blocks_of("a"))
-        await tier.close()
-        tier = _tier(tmp_path, disk)
-        await tier.open()
+    async with opened(_tier(tmp_path, disk)) as tier:
         disk.truncated.clear()
         for _ in range(3):
             await tier.clear()
         assert len(disk.truncated) == 1, "what was there at the start is known, too"
-        await tier.close()
-
-    run(test)
