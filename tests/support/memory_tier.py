@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import itertools
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -144,6 +145,12 @@ class Rig:
             await turns()
         raise AssertionError("blocks stay pending")
 
+    async def demote(self, *names: object) -> None:
+        """Stores blocks that only the tiers have afterwards."""
+        self.put(*names)
+        await self.wait_idle()
+        self.evict_all()
+
     def evict_all(self) -> None:
         self.pool.clear()
 
@@ -163,18 +170,21 @@ async def turns(count: int = 20) -> None:
 
 def play(
     *tiers: Callable[[], MemoryTier], write_back: bool = False, has_tenants: bool = False
-) -> Callable[[Callable[..., Awaitable[None]]], Callable[[], None]]:
-    """Runs a test with an open rig, of one `MemoryTier` unless others are given; closes it, and checks for leaks."""
+) -> Callable[[Callable[..., Awaitable[None]]], Callable[..., None]]:
+    """Runs a test with an open rig, of one `MemoryTier` unless others are given; closes it, and checks for leaks.
 
-    def decorate(test: Callable[..., Awaitable[None]]) -> Callable[[], None]:
-        def run() -> None:
+    What the test takes behind the rig and its tiers are fixtures and parameters of pytest.
+    """
+
+    def decorate(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+        def run(**fixtures: Any) -> None:
             async def within() -> None:
                 made = [make() for make in (tiers or (MemoryTier,))]
                 rig = Rig(*made, write_back=write_back, has_tenants=has_tenants)
                 await rig.tiered.open()
                 try:
                     async with asyncio.timeout(30):
-                        await test(rig, *made)
+                        await test(rig, *made, **fixtures)
                     check_integrity(rig.pool)
                 finally:
                     await rig.tiered.close()
@@ -185,6 +195,9 @@ def play(
             asyncio.run(within())
 
         run.__name__, run.__doc__ = test.__name__, test.__doc__
+        signature = inspect.signature(test)
+        fixtures = list(signature.parameters.values())[1 + len(tiers or (MemoryTier,)) :]
+        run.__signature__ = signature.replace(parameters=fixtures)  # type: ignore[attr-defined]
         return run
 
     return decorate

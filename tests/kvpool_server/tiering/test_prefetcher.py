@@ -43,12 +43,6 @@ def _present(rig: Rig, *names: object) -> int:
     return rig.pool.lookup(rig.namespace.fingerprint, _run(names), prefix_only=True).hits[0].num_leading
 
 
-async def _evicted(rig: Rig, *names: object) -> None:
-    rig.put(*names)
-    await rig.wait_idle()
-    rig.evict_all()
-
-
 @pytest.mark.parametrize("tier", [MemoryTier, asked])
 def test_a_long_prefix_comes_up_to_its_end(tier: type[MemoryTier], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(promoter, "MAX_PREFETCH_BLOCKS", 3)
@@ -56,7 +50,7 @@ def test_a_long_prefix_comes_up_to_its_end(tier: type[MemoryTier], monkeypatch: 
 
     @play(tier)
     async def test(rig: Rig, tier: MemoryTier) -> None:
-        await _evicted(rig, *names)
+        await rig.demote(*names)
         found = await _prefetch(rig, *names)
         assert found.num_blocks == 0 and found.num_pending >= 3
         await _ended(rig)
@@ -69,7 +63,7 @@ def test_a_long_prefix_comes_up_to_its_end(tier: type[MemoryTier], monkeypatch: 
 
 @play()
 async def test_a_prefix_that_the_tier_lacks_is_not_waited_for(rig: Rig, tier: MemoryTier) -> None:
-    await _evicted(rig, "a", "b", "c")
+    await rig.demote("a", "b", "c")
     del tier.kept[block_hash("b")]
     assert (await _prefetch(rig, "a", "b", "c")).num_pending == 1
     await _ended(rig)
@@ -80,7 +74,7 @@ async def test_a_prefix_that_the_tier_lacks_is_not_waited_for(rig: Rig, tier: Me
 
 @play()
 async def test_a_tier_that_fails_ends_a_prefetch(rig: Rig, tier: MemoryTier) -> None:
-    await _evicted(rig, "a", "b")
+    await rig.demote("a", "b")
     tier.failure = "broken"
     assert (await _prefetch(rig, "a", "b")).num_pending == 2
     await _ended(rig)
@@ -90,7 +84,7 @@ async def test_a_tier_that_fails_ends_a_prefetch(rig: Rig, tier: MemoryTier) -> 
 @play()
 async def test_prefetches_are_bounded_and_a_tenant_leaves_some_for_others(rig: Rig, tier: MemoryTier) -> None:
     names = [f"n{nth}" for nth in range(12)]
-    await _evicted(rig, *names)
+    await rig.demote(*names)
     tier.gate.clear()
     most = prefetcher.MAX_PREFETCHES // 2
     for name in (names * 2)[:most]:
@@ -103,21 +97,19 @@ async def test_prefetches_are_bounded_and_a_tenant_leaves_some_for_others(rig: R
     assert not rig.tiered._prefetcher._by_tenant
 
 
-def test_a_hint_is_followed_for_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
+@play()
+async def test_a_hint_is_followed_for_a_bounded_time(
+    rig: Rig, tier: MemoryTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(prefetcher, "MAX_FOLLOWED_S", 0.02)
-
-    @play()
-    async def test(rig: Rig, tier: MemoryTier) -> None:
-        await _evicted(rig, "a")
-        tier.gate.clear()
-        assert (await _prefetch(rig, "a")).num_pending == 1
-        await asyncio.sleep(0.05)
-        assert not rig.tiered._prefetcher._tasks
-        tier.gate.set()
-        await rig.wait_idle()
-        assert _present(rig, "a") == 1, "what was queued did not come up"
-
-    test()
+    await rig.demote("a")
+    tier.gate.clear()
+    assert (await _prefetch(rig, "a")).num_pending == 1
+    await asyncio.sleep(0.05)
+    assert not rig.tiered._prefetcher._tasks
+    tier.gate.set()
+    await rig.wait_idle()
+    assert _present(rig, "a") == 1, "what was queued did not come up"
 
 
 @play()

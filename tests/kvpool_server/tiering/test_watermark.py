@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
+import pytest
+
 from kvpool.protocol.types import BlockRun
 from kvpool_server.tiering import demoter
 from kvpool_server.tiers.health import ANSWER_S, AWAY_S
@@ -126,18 +128,17 @@ async def test_victims_go_back_to_their_evictor_each_time_the_tier_fails(rig: Ri
 
 
 @play(MemoryTier, MemoryTier, write_back=True)
-async def test_a_hanging_tier_does_not_delay_the_others(rig: Rig, first: MemoryTier, second: MemoryTier) -> None:
-    answer, demoter.ANSWER_S = demoter.ANSWER_S, 0.02
-    try:
-        first.gate.clear()
-        for nth in range(3 * SLOTS):
-            rig.put(f"p{nth}")
-            await asyncio.sleep(0.003)
-            if nth == SLOTS + 4:
-                await asyncio.sleep(0.05)
-                rig.clock.advance(ANSWER_S + 1)
-        assert len(second.kept) > SLOTS, "one tier that hangs stops the other"
-        first.gate.set()
-        await rig.wait_idle()
-    finally:
-        demoter.ANSWER_S = answer
+async def test_a_hanging_tier_does_not_delay_the_others(
+    rig: Rig, first: MemoryTier, second: MemoryTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demoter, "ANSWER_S", 0.02)
+    first.gate.clear()
+    for nth in range(3 * SLOTS):
+        rig.put(f"p{nth}")
+        await asyncio.sleep(0.003)
+        if nth == SLOTS + 4:
+            await asyncio.sleep(0.05)
+            rig.clock.advance(ANSWER_S + 1)
+    assert len(second.kept) > SLOTS, "one tier that hangs stops the other"
+    first.gate.set()
+    await rig.wait_idle()
