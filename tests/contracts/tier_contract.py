@@ -77,6 +77,26 @@ async def opened(tier: AnyTier) -> AsyncIterator[AnyTier]:
         await tier.close()
 
 
+async def there(tier: Tier, namespace: PoolNamespace, names: Sequence[object], group_idx: int = 0) -> list[bool]:
+    hashes = [block_hash(name) for name in names]
+    found = await tier.find(namespace, group_idx, hashes)
+    assert tier.known(namespace, group_idx, hashes) in (None, found)
+    return found
+
+
+async def read_back(tier: Tier, namespace: PoolNamespace, names: Sequence[object]) -> list[object]:
+    """Of each name: itself if its bytes came, None for a miss; anything else fails."""
+    memory = Memory(len(names))
+    sums = await tier.read(namespace, 0, [block_hash(name) for name in names], memory.views)
+    got: list[object] = []
+    for name, block, expected in zip(names, memory.blocks, sums, strict=True):
+        if expected is not None:
+            assert np.array_equal(block, payload(name, SLOT)), f"wrong bytes for {name}"
+            assert list(expected) == [checksum(part) for part in np.split(block, SHARDS)]
+        got.append(None if expected is None else name)
+    return got
+
+
 class TierContract:
     """Fixture `make_tier` is to be given: each call makes a tier that is not open yet, with room for 40 blocks."""
 
@@ -86,43 +106,23 @@ class TierContract:
     def namespace(self) -> PoolNamespace:
         return namespace_of(namespace_spec(*self.spec.groups))
 
-    async def _there(
-        self, tier: Tier, namespace: PoolNamespace, names: Sequence[object], group_idx: int = 0
-    ) -> list[bool]:
-        hashes = [block_hash(name) for name in names]
-        found = await tier.find(namespace, group_idx, hashes)
-        assert tier.known(namespace, group_idx, hashes) in (None, found)
-        return found
-
-    async def _read(self, tier: Tier, namespace: PoolNamespace, names: Sequence[object]) -> list[object]:
-        """Of each name: itself if its bytes came, None for a miss; anything else fails."""
-        memory = Memory(len(names))
-        sums = await tier.read(namespace, 0, [block_hash(name) for name in names], memory.views)
-        got: list[object] = []
-        for name, block, expected in zip(names, memory.blocks, sums, strict=True):
-            if expected is not None:
-                assert np.array_equal(block, payload(name, SLOT)), f"wrong bytes for {name}"
-                assert list(expected) == [checksum(part) for part in np.split(block, SHARDS)]
-            got.append(None if expected is None else name)
-        return got
-
     @awaited
     async def test_what_was_written_is_read(self, make_tier: Callable[[], Tier], namespace: PoolNamespace) -> None:
         async with opened(make_tier()) as tier:
             names = [f"w{nth}" for nth in range(40)]
-            assert await self._there(tier, namespace, names) == [False] * 40
-            assert await self._read(tier, namespace, names[:3]) == [None] * 3
+            assert await there(tier, namespace, names) == [False] * 40
+            assert await read_back(tier, namespace, names[:3]) == [None] * 3
             assert await tier.write(namespace, 0, blocks_of(*names)) == 40
-            assert await self._there(tier, namespace, [*names, "other"]) == [True] * 40 + [False]
-            assert await self._read(tier, namespace, ["other", *names]) == [None, *names]
-            assert await self._read(tier, namespace, names[::-3]) == names[::-3]
+            assert await there(tier, namespace, [*names, "other"]) == [True] * 40 + [False]
+            assert await read_back(tier, namespace, ["other", *names]) == [None, *names]
+            assert await read_back(tier, namespace, names[::-3]) == names[::-3]
 
     @awaited
     async def test_to_write_again_is_no_error(self, make_tier: Callable[[], Tier], namespace: PoolNamespace) -> None:
         async with opened(make_tier()) as tier:
             assert await tier.write(namespace, 0, blocks_of("a", "b")) == 2
             assert await tier.write(namespace, 0, blocks_of("a", "b", "c")) == 3
-            assert await self._read(tier, namespace, ["a", "b", "c"]) == ["a", "b", "c"]
+            assert await read_back(tier, namespace, ["a", "b", "c"]) == ["a", "b", "c"]
 
     @awaited
     async def test_namespaces_and_groups_share_nothing(
@@ -131,12 +131,12 @@ class TierContract:
         other = namespace_of(namespace_spec(*self.spec.groups))
         async with opened(make_tier()) as tier:
             await tier.write(namespace, 0, blocks_of("a"))
-            assert await self._there(tier, other, ["a"]) == [False]
-            assert await self._there(tier, namespace, ["a"], group_idx=1) == [False]
-            assert await self._read(tier, other, ["a"]) == [None]
+            assert await there(tier, other, ["a"]) == [False]
+            assert await there(tier, namespace, ["a"], group_idx=1) == [False]
+            assert await read_back(tier, other, ["a"]) == [None]
             await tier.write(namespace, 1, blocks_of("a", nbytes=CHUNK, shards=1))
-            assert await self._there(tier, namespace, ["a"], group_idx=1) == [True]
-            assert await self._read(tier, namespace, ["a"]) == ["a"]
+            assert await there(tier, namespace, ["a"], group_idx=1) == [True]
+            assert await read_back(tier, namespace, ["a"]) == ["a"]
 
     @awaited
     async def test_what_is_removed_or_cleared_is_gone(
@@ -147,15 +147,15 @@ class TierContract:
             await tier.write(namespace, 0, blocks_of("a", "b", "c"))
             await tier.write(other, 0, blocks_of("a"))
             await tier.remove(namespace, 0, [block_hash("b"), block_hash("never there")])
-            assert await self._there(tier, namespace, ["a", "b", "c"]) == [True, False, True]
+            assert await there(tier, namespace, ["a", "b", "c"]) == [True, False, True]
             await tier.clear(namespace.fingerprint)
-            assert await self._there(tier, namespace, ["a", "b", "c"]) == [False] * 3
-            assert await self._read(tier, namespace, ["a", "b", "c"]) == [None] * 3
-            assert await self._read(tier, other, ["a"]) == ["a"]
+            assert await there(tier, namespace, ["a", "b", "c"]) == [False] * 3
+            assert await read_back(tier, namespace, ["a", "b", "c"]) == [None] * 3
+            assert await read_back(tier, other, ["a"]) == ["a"]
             await tier.clear()
-            assert await self._there(tier, other, ["a"]) == [False]
+            assert await there(tier, other, ["a"]) == [False]
             assert await tier.write(namespace, 0, blocks_of("a")) == 1
-            assert await self._read(tier, namespace, ["a"]) == ["a"]
+            assert await read_back(tier, namespace, ["a"]) == ["a"]
 
     @awaited
     async def test_it_says_what_it_holds(self, make_tier: Callable[[], Tier], namespace: PoolNamespace) -> None:
@@ -167,7 +167,7 @@ class TierContract:
             stats = tier.stats()
             assert stats.name == tier.name and stats.num_entries >= 2 and stats.used_bytes >= 2 * SLOT
             assert stats.counters["written_bytes"] == 2 * SLOT
-            await self._read(tier, namespace, ["a"])
+            await read_back(tier, namespace, ["a"])
             assert tier.stats().counters["read_bytes"] == SLOT
 
     @awaited
@@ -187,5 +187,5 @@ class PersistentTierContract(TierContract):
         async with opened(make_tier()) as first:
             await first.write(namespace, 0, blocks_of(*names))
         async with opened(make_tier()) as second:
-            assert await self._there(second, namespace, names) == [True] * 10
-            assert await self._read(second, namespace, names) == names
+            assert await there(second, namespace, names) == [True] * 10
+            assert await read_back(second, namespace, names) == names

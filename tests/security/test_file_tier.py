@@ -85,26 +85,6 @@ def test_what_follows_would_read_the_block_of_an_honest_peer(root: Path, namespa
 # What lies at foreseeable names
 
 
-def _link(place: Path, secret: Path) -> None:
-    place.symlink_to(secret)
-
-
-def _hard_link(place: Path, secret: Path) -> None:
-    place.hardlink_to(secret)
-
-
-def _pipe(place: Path, secret: Path) -> None:
-    os.mkfifo(place)
-
-
-def _directory(place: Path, secret: Path) -> None:
-    place.mkdir()
-
-
-def _socket(place: Path, secret: Path) -> None:
-    os.mknod(place, stat.S_IFSOCK | 0o600)
-
-
 def _device(place: Path, secret: Path) -> None:
     try:
         os.mknod(place, stat.S_IFCHR | 0o600, os.makedev(1, 5))  # /dev/zero: endless.
@@ -112,25 +92,28 @@ def _device(place: Path, secret: Path) -> None:
         pytest.skip("may not make devices")
 
 
-def _writable(place: Path, secret: Path) -> None:
-    place.write_bytes(b"")
-    place.chmod(0o666)
-
-
-TRAPS = [_link, _hard_link, _pipe, _directory, _socket, _device, _writable]
+TRAPS: dict[str, Callable[[Path, Path], object]] = {
+    "link": lambda place, secret: place.symlink_to(secret),
+    "hard link": lambda place, secret: place.hardlink_to(secret),
+    "pipe": lambda place, secret: os.mkfifo(place),
+    "directory": lambda place, secret: place.mkdir(),
+    "socket": lambda place, secret: os.mknod(place, stat.S_IFSOCK | 0o600),
+    "device": _device,
+    "writable": lambda place, secret: (place.touch(), place.chmod(0o666)),
+}
 FILES = ["lock", "journal", "extent-00000"]
 
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("trap", TRAPS)
 def test_a_trap_in_the_servers_directory_is_refused_and_nothing_behind_it_changes(
-    tmp_path: Path, namespace: PoolNamespace, secret: Path, trap: Callable[[Path, Path], None], name: str
+    tmp_path: Path, namespace: PoolNamespace, secret: Path, trap: str, name: str
 ) -> None:
     _store(tmp_path / "tier", "one", namespace)
     before = secret.stat()
     place = tmp_path / "tier" / "one" / name
     place.unlink()
-    trap(place, secret)
+    TRAPS[trap](place, secret)
     with pytest.raises(ConfigError, match=f"tier/one/{name} (is no plain file|has 2 names|can be written by others)"):
         _open(_tier(tmp_path / "tier"))
     assert secret.read_bytes() == SECRET and secret.stat().st_mtime_ns == before.st_mtime_ns
@@ -139,24 +122,24 @@ def test_a_trap_in_the_servers_directory_is_refused_and_nothing_behind_it_change
 @pytest.mark.parametrize("name", ["journal", "extent-00000"])
 @pytest.mark.parametrize("trap", TRAPS)
 def test_a_trap_in_a_peers_directory_is_a_miss(
-    root: Path, namespace: PoolNamespace, secret: Path, trap: Callable[[Path, Path], None], name: str
+    root: Path, namespace: PoolNamespace, secret: Path, trap: str, name: str
 ) -> None:
     place = root / "two" / name
-    if trap in (_link, _hard_link):  # Even what the right bytes lie in.
+    if trap in ("link", "hard link"):  # Even what the right bytes lie in.
         place.replace(secret)
     else:
         place.unlink()
-    trap(place, secret)
+    TRAPS[trap](place, secret)
     assert not _reads(root, namespace)
 
 
-@pytest.mark.parametrize("trap", [_link, _hard_link, _pipe])
+@pytest.mark.parametrize("trap", ["link", "hard link", "pipe"])
 def test_what_lies_where_a_journal_is_compacted_is_removed_and_not_written(
-    tmp_path: Path, secret: Path, trap: Callable[[Path, Path], None]
+    tmp_path: Path, secret: Path, trap: str
 ) -> None:
     one = tmp_path / "tier" / "one"
     one.mkdir(mode=0o700, parents=True)
-    trap(one / "journal.new", secret)
+    TRAPS[trap](one / "journal.new", secret)
     _open(_tier(tmp_path / "tier"))
     assert secret.read_bytes() == SECRET and not (one / "journal.new").exists()
     assert (one / "journal").stat().st_nlink == 1 and not (one / "journal").is_symlink()

@@ -28,13 +28,13 @@ from kvpool_server.tiers.tier import BlockKey, Tier, TierContext
 from tests.contracts.tier_contract import (
     SHARDS,
     SLOT,
-    Memory,
     PersistentTierContract,
     TierContract,
     awaited,
     blocks_of,
     namespace_of,
     opened,
+    read_back,
 )
 from tests.support.file_tier import SIZE, file_tier
 from tests.support.mooncake import Cluster
@@ -68,18 +68,11 @@ async def _read(tier: Tier, namespace: PoolNamespace, *names: str) -> list[bool]
     async with opened(tier):
         if isinstance(tier, FileTier):
             await tier.refresh()
-        memory = Memory(len(names))
-        sums = await tier.read(namespace, 0, [block_hash(name) for name in names], memory.views)
-    for name, found, block in zip(names, sums, memory.blocks, strict=True):
-        assert found is None or np.array_equal(block, payload(name, SLOT)), f"forged bytes for {name}"
-    return [found is not None for found in sums]
+        return [name is not None for name in await read_back(tier, namespace, names)]
 
 
 def _load(directory: Path) -> Inventory:
-    opened = open_directory(directory)
-    inventory = Journal(opened, Disk(), functools.partial(Inventory, has_tags=True)).load()
-    opened.close()
-    return inventory
+    return Journal(open_directory(directory), Disk(), functools.partial(Inventory, has_tags=True)).load()
 
 
 # Tags
@@ -278,5 +271,5 @@ class TestKeyedMooncakeTier(PersistentTierContract):
             with tier.workers.start(0).transfers.borrowed() as channel:
                 channel.memory[: len(forged)] = np.frombuffer(forged, np.uint8)
                 assert channel.call("put", [key], [0], [len(forged)]) == [0]
-            assert await self._read(tier, namespace, ["a"]) == [None]
+            assert await read_back(tier, namespace, ["a"]) == [None]
             assert tier.stats().counters["corrupt_blocks"] == 1

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,28 @@ from kvpool_server.tiers.file.disk import Disk
 from kvpool_server.tiers.file.tier import FileOptions, FileTier
 from kvpool_server.tiers.open_files import OpenFiles
 from kvpool_server.tiers.tier import TierContext
+from tests.contracts.tier_contract import SLOT
 
 SIZE = 8 << 20
+
+
+class BadDisk(Disk):
+    """Cannot read some slots of any extent, or fails at all reads."""
+
+    def __init__(self) -> None:
+        self.bad_slots: set[int] = set()
+        self.errno = 5
+        self.truncated: list[str] = []
+
+    def read(self, fd: int, views: Sequence[memoryview], offset: int) -> int:
+        nbytes = sum(view.nbytes for view in views)
+        if any(offset <= slot * SLOT < offset + nbytes for slot in self.bad_slots):
+            raise OSError(self.errno, os.strerror(self.errno))
+        return super().read(fd, views, offset)
+
+    def truncate(self, fd: int, nbytes: int) -> None:
+        self.truncated.append(Path(os.readlink(f"/proc/self/fd/{fd}")).name)
+        super().truncate(fd, nbytes)
 
 
 def file_tier(

@@ -12,7 +12,7 @@ from kvpool.protocol.namespace import MEASUREMENT_MODEL
 from kvpool.protocol.types import BlockRun
 from kvpool_server.tiering import demoter
 from kvpool_server.tiers.health import ANSWER_S, AWAY_S
-from tests.support.memory_tier import SLOT, MemoryTier, Rig, play, turns
+from tests.support.memory_tier import SLOT, SLOTS, MemoryTier, Rig, play, turns
 from tests.support.values import block_hash
 
 
@@ -110,23 +110,19 @@ async def test_a_block_that_is_removed_while_it_waits_is_no_dropped_demotion(rig
     assert set(tier.kept) == {block_hash("a")} and tier.counters["dropped_demotions"] == 0
 
 
-@play()
-async def test_blocks_of_measurements_stay_out_of_tiers(rig: Rig, tier: MemoryTier) -> None:
-    spec = dataclasses.replace(rig.namespace.spec, model=MEASUREMENT_MODEL)
-    rig.namespace, _ = rig.pool.open_namespace(spec)
-    await rig.demote("a", "b")
-    assert not tier.calls["write"] and tier.counters["dropped_demotions"] == 0
+@pytest.mark.parametrize("write_back", [False, True])
+def test_blocks_of_measurements_stay_out_of_tiers(write_back: bool) -> None:
+    @play(write_back=write_back)
+    async def test(rig: Rig, tier: MemoryTier) -> None:
+        spec = dataclasses.replace(rig.namespace.spec, model=MEASUREMENT_MODEL)
+        rig.namespace, _ = rig.pool.open_namespace(spec)
+        rig.put(*range(SLOTS))
+        rig.put("more")
+        await rig.wait_idle()
+        assert await rig.tiered.drain(1) == 0
+        assert not tier.calls["write"] and tier.counters["dropped_demotions"] == 0
 
-
-@play(write_back=True)
-async def test_with_write_back_they_do_too(rig: Rig, tier: MemoryTier) -> None:
-    spec = dataclasses.replace(rig.namespace.spec, model=MEASUREMENT_MODEL)
-    rig.namespace, _ = rig.pool.open_namespace(spec)
-    rig.put(*range(16))
-    rig.put("more")
-    await rig.wait_idle()
-    assert await rig.tiered.drain(1) == 0
-    assert not tier.calls["write"] and tier.counters["dropped_demotions"] == 0
+    test()
 
 
 class ThreeWrites(MemoryTier):

@@ -51,27 +51,26 @@ async def test_a_block_that_could_not_be_read_is_not_read_again_at_once(rig: Rig
 
 
 @pytest.mark.parametrize("failure", ["", "the disk is gone"], ids=["other bytes", "an error"])
-def test_a_read_that_brings_another_tenants_bytes_leaves_none_of_them_in_the_slot(failure: str) -> None:
-    @play(has_tenants=True)
-    async def run(rig: Rig, tier: MemoryTier) -> None:
-        await rig.demote("a", "b")
-        rig.memory[:] = 0
+@play(has_tenants=True)
+async def test_a_read_that_brings_another_tenants_bytes_leaves_none_of_them_in_the_slot(
+    rig: Rig, tier: MemoryTier, failure: str
+) -> None:
+    await rig.demote("a", "b")
+    rig.memory[:] = 0
 
-        async def read(*args: Sequence[memoryview]) -> list[None]:
-            """As where a neighbour has given the slot to another block meanwhile: the checksum tells."""
-            for view in args[-1]:
-                view[:] = bytes([0xEE]) * len(view)
-            if failure:
-                raise TierError(failure)
-            return [None] * len(args[-1])
+    async def read(*args: Sequence[memoryview]) -> list[None]:
+        """As where a neighbour has given the slot to another block meanwhile: the checksum tells."""
+        for view in args[-1]:
+            view[:] = bytes([0xEE]) * len(view)
+        if failure:
+            raise TierError(failure)
+        return [None] * len(args[-1])
 
-        tier.read = read  # type: ignore[assignment, method-assign]
-        assert (await rig.hits("a", "b")).num_leading == 0
-        await rig.wait_idle()
-        assert tier.counters["missed_promotions"] == 2
-        assert not rig.memory.any()
-
-    run()
+    tier.read = read  # type: ignore[assignment, method-assign]
+    assert (await rig.hits("a", "b")).num_leading == 0
+    await rig.wait_idle()
+    assert tier.counters["missed_promotions"] == 2
+    assert not rig.memory.any()
 
 
 @play()

@@ -51,6 +51,8 @@ def test_other_names_are_taken(name: str) -> None:
         ("file:/mnt/kv,siez=1GiB", "unknown option 'siez'; choose write, key_file, size,"),
         ("file:/mnt/kv,name=a", "option 'size' is missing; add size= (bytes that this server may take there"),
         ("file:kv,size=1GiB", "path=kv is not possible; give an absolute path, as in file:/mnt/kv"),
+        ("file:~/kv,size=1GiB", "path=~/kv is not possible; give an absolute path"),
+        ("file:,size=1GiB", "path= is not possible; give an absolute path"),
         ("file:", "path is missing; write file:/mnt/kv,size=200GiB"),
         ("mooncake:", "option 'master' is missing; add master= (HOST:PORT of mooncake_master)"),
         ("mooncake:master=here", "master=here is not possible; give HOST:PORT of mooncake_master"),

@@ -14,29 +14,13 @@ from structlog.testing import capture_logs
 from kvpool_server.cache.entry import Record
 from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.tiers.file import frames
-from kvpool_server.tiers.file.disk import Disk
 from kvpool_server.tiers.file.peer_directories import PeerDirectories
 from kvpool_server.tiers.file.tier import FileTier
 from kvpool_server.tiers.tier import TierError
-from tests.contracts.tier_contract import Memory, TierContract, awaited, blocks_of, namespace_of, opened
-from tests.support.file_tier import file_tier
+from tests.contracts.tier_contract import TierContract, awaited, blocks_of, namespace_of, opened, read_back
+from tests.support.file_tier import BadDisk, file_tier
 from tests.support.tier_directories import acquire, peers_in
 from tests.support.values import block_hash
-
-
-def _tier(root: Path, owner: str = "one", disk: Disk | None = None) -> FileTier:
-    return file_tier(root, owner, disk=disk)
-
-
-class BadDisk(Disk):
-    """A disk that cannot be read while `is_bad`."""
-
-    is_bad = False
-
-    def read(self, fd: int, views: Sequence[memoryview], offset: int) -> int:
-        if self.is_bad:
-            raise OSError(5, "Input/output error")
-        return super().read(fd, views, offset)
 
 
 @pytest.fixture
@@ -45,15 +29,8 @@ def namespace() -> PoolNamespace:
 
 
 async def _store(root: Path, owner: str, namespace: PoolNamespace, names: Sequence[str]) -> None:
-    async with opened(_tier(root, owner)) as tier:
+    async with opened(file_tier(root, owner)) as tier:
         await tier.write(namespace, 0, blocks_of(*names))
-
-
-async def _read(tier: FileTier, namespace: PoolNamespace, names: Sequence[str]) -> list[bool]:
-    memory = Memory(len(names))
-    return [
-        sums is not None for sums in await tier.read(namespace, 0, [block_hash(name) for name in names], memory.views)
-    ]
 
 
 def _known(tier: FileTier, namespace: PoolNamespace, *names: str) -> list[bool]:
@@ -62,7 +39,7 @@ def _known(tier: FileTier, namespace: PoolNamespace, *names: str) -> list[bool]:
 
 @awaited
 async def test_a_server_whose_directory_has_gone_does_not_pretend(tmp_path: Path, namespace: PoolNamespace) -> None:
-    async with opened(_tier(tmp_path)) as tier:
+    async with opened(file_tier(tmp_path)) as tier:
         await tier.write(namespace, 0, blocks_of("a"))
         (tmp_path / "one").rename(tmp_path / ".gone")
         with capture_logs() as logs:
@@ -73,10 +50,10 @@ async def test_a_server_whose_directory_has_gone_does_not_pretend(tmp_path: Path
         with pytest.raises(TierError, match="was removed or replaced"):
             await tier.write(namespace, 0, blocks_of("b"))
         with pytest.raises(TierError, match="was removed or replaced"):
-            await _read(tier, namespace, "a")
+            await read_back(tier, namespace, "a")
         (tmp_path / ".gone").rename(tmp_path / "one")
         await tier.refresh()
-        assert await _read(tier, namespace, "a") == [True]
+        assert await read_back(tier, namespace, "a") == ["a"]
 
 
 # What is wrong with a peer
@@ -104,14 +81,14 @@ async def test_what_is_wrong_with_one_neighbour_is_said_once_and_harms_nobody(
     acquire(bad).close()
     HARMS[harm](bad / "journal")
     (tmp_path / "lost+found").symlink_to("lost+found")
-    one = _tier(tmp_path)
+    one = file_tier(tmp_path)
     with capture_logs() as logs:
         await one.open()
         for _ in range(4):
             await one.refresh()
     names = [f"of {name}" for name in "abcdefgh"]
     assert _known(one, namespace, *names) == [True] * 8
-    assert await _read(one, namespace, names) == [True] * 8
+    assert await read_back(one, namespace, names) == names
     said = [line for line in logs if line["log_level"] == "warning"]
     assert [line.get("directory") for line in said].count(str(bad)) == 1
     assert len(said) <= 2
@@ -123,15 +100,15 @@ async def test_a_neighbours_read_error_is_a_miss_and_the_block_is_not_there_unti
     tmp_path: Path, namespace: PoolNamespace
 ) -> None:
     disk = BadDisk()
-    two, one = _tier(tmp_path, "two"), _tier(tmp_path, disk=disk)
+    two, one = file_tier(tmp_path, "two"), file_tier(tmp_path, disk=disk)
     async with opened(two):
         await two.write(namespace, 0, blocks_of("a", "b"))
         async with opened(one):
             await one.refresh()
             assert _known(one, namespace, "a", "b") == [True, True]
-            disk.is_bad = True
-            assert await _read(one, namespace, "ab") == [False, False]
-            disk.is_bad = False
+            disk.bad_slots = {0, 1}
+            assert await read_back(one, namespace, "ab") == [None, None]
+            disk.bad_slots = set()
             assert _known(one, namespace, "a", "b") == [False, False], "still believed"
             assert await one.write(namespace, 0, blocks_of("a")) == 1
             assert one.holdings(namespace.fingerprint).num_entries == 1
@@ -139,7 +116,7 @@ async def test_a_neighbours_read_error_is_a_miss_and_the_block_is_not_there_unti
             await two.write(namespace, 0, blocks_of("b"))
             await one.refresh()
             assert _known(one, namespace, "b") == [True], "its owner has stored it anew"
-            assert await _read(one, namespace, "ab") == [True, True]
+            assert await read_back(one, namespace, "ab") == ["a", "b"]
 
 
 def test_a_journal_that_goes_no_further_is_not_read_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,7 +151,7 @@ async def test_the_tier_refreshes_again_after_any_failure(tmp_path: Path, monkey
         raise RuntimeError("unexpected")
 
     monkeypatch.setattr(PeerDirectories, "refresh", fails)
-    tier = _tier(tmp_path)
+    tier = file_tier(tmp_path)
     with capture_logs() as logs:
         async with opened(tier):
             while len(looks) < 5:
@@ -190,7 +167,7 @@ async def test_a_server_starts_before_it_has_read_what_others_have(
     monkeypatch.setattr("kvpool_server.tiers.file.tier.CLOSE_S", 0.1)
     hangs = threading.Event()
     monkeypatch.setattr(PeerDirectories, "refresh", lambda peers: hangs.wait(30))
-    tier = _tier(tmp_path)
+    tier = file_tier(tmp_path)
     async with asyncio.timeout(20):  # The refresh hangs for 30 s.
         async with opened(tier):
             assert await tier.write(namespace, 0, blocks_of("a")) == 1

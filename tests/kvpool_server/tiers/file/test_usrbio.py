@@ -20,11 +20,6 @@ from tests.support.file_tier import file_tier
 from tests.support.processes import run_server
 
 
-class _Done:
-    def __init__(self, result: int):
-        self.result = result
-
-
 class _Ring:
     """As `hf3fs_fuse.io.ioring`: one direction, registered descriptors only, results by request."""
 
@@ -40,11 +35,11 @@ class _Ring:
     def submit(self) -> _Ring:
         return self
 
-    def wait(self, min_results: int) -> list[_Done]:
+    def wait(self, min_results: int) -> list[types.SimpleNamespace]:
         prepared, self._prepared = self._prepared, []
         assert len(prepared) >= min_results
         move = os.preadv if self._for_read else os.pwritev
-        return [_Done(move(fd, [buffer], offset)) for buffer, fd, offset in prepared]
+        return [types.SimpleNamespace(result=move(fd, [buffer], offset)) for buffer, fd, offset in prepared]
 
 
 @pytest.fixture

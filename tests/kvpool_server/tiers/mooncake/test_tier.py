@@ -32,6 +32,8 @@ from tests.contracts.tier_contract import (
     blocks_of,
     namespace_of,
     opened,
+    read_back,
+    there,
 )
 from tests.support.mooncake import Cluster
 from tests.support.processes import run_command, server_command
@@ -84,13 +86,13 @@ class TestMooncakeTier(PersistentTierContract):
         async with opened(one), opened(two):
             assert await one.write(namespace, 0, blocks_of("a", "b")) == 2
             assert two.known(namespace, 0, [block_hash("a")]) is None, "nobody has told it"
-            assert await self._read(two, namespace, ["a", "c", "b"]) == ["a", None, "b"]
+            assert await read_back(two, namespace, ["a", "c", "b"]) == ["a", None, "b"]
             assert two.known(namespace, 0, [block_hash("a")]) == [True]
             assert await two.write(namespace, 0, blocks_of("a", "b", "c")) == 3
             assert two.stats().counters["written_bytes"] == SLOT, "it has sent what was there"
             assert two.holdings(namespace.fingerprint).num_entries == 1
             await two.remove(namespace, 0, [block_hash("a")])  # Read a moment ago: under a lease of Mooncake's.
-            assert await self._read(one, namespace, ["a", "b"]) == [None, "b"]
+            assert await read_back(one, namespace, ["a", "b"]) == [None, "b"]
             assert one.holdings(namespace.fingerprint).num_entries == 1
 
     @pytest.mark.parametrize("harm", ["payload", "footer", "another's", "shorter", "longer", "foreign"])
@@ -113,21 +115,21 @@ class TestMooncakeTier(PersistentTierContract):
                 channel.memory[: len(harmed)] = np.frombuffer(harmed, np.uint8)
                 assert channel.call("put", [_key(namespace, "a")], [0], [len(harmed)]) == [0]
             await tier.write(namespace, 0, [other])
-            assert await self._there(tier, namespace, ["a", "b"]) == [True, True]
-            assert await self._read(tier, namespace, ["a", "b"]) == [None, "b"]
+            assert await there(tier, namespace, ["a", "b"]) == [True, True]
+            assert await read_back(tier, namespace, ["a", "b"]) == [None, "b"]
             assert tier.stats().counters["corrupt_blocks"] == 1
-            assert await self._there(tier, namespace, ["a", "b"]) == [False, True]
+            assert await there(tier, namespace, ["a", "b"]) == [False, True]
             assert await tier.write(namespace, 0, [block]) == 1
-            assert await self._read(tier, namespace, ["a"]) == ["a"]
+            assert await read_back(tier, namespace, ["a"]) == ["a"]
 
     @awaited
     async def test_more_blocks_than_a_call_takes(self, cluster: Cluster, namespace: PoolNamespace) -> None:
         async with opened(MooncakeTier(_config(cluster.address))) as tier:
             names = [f"m{nth}" for nth in range(2500)]
             assert await tier.write(namespace, 0, blocks_of(*names)) == 2500
-            assert await self._read(tier, namespace, names) == names
+            assert await read_back(tier, namespace, names) == names
             await tier.remove(namespace, 0, [block_hash(name) for name in names])
-            assert not any(await self._there(tier, namespace, names))
+            assert not any(await there(tier, namespace, names))
 
     @awaited
     async def test_a_block_larger_than_the_staging_memory_is_refused(self, cluster: Cluster) -> None:
