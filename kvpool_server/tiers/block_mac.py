@@ -59,11 +59,7 @@ class BlockMac:
         return cls(key)
 
     def tag(self, name: BlockKey, payload: memoryview) -> bytes:
-        """The tag of a block, TAG_BYTES long; another one each time.
-
-        Args:
-            payload: uint8 [slot_bytes].
-        """
+        """The tag of a block, uint8 [slot_bytes]: TAG_BYTES long, and another one each time."""
         nonce = os.urandom(NONCE_BYTES)
         return nonce + self._cipher(name).encrypt(nonce, b"", payload)
 

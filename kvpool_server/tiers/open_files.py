@@ -1,8 +1,4 @@
-"""Files that several threads use: each is closed with its last user, and a server keeps a bounded number open.
-
-All tiers of a server share one `OpenFiles`. Files are opened and closed outside of its lock: a file system that hangs
-stops only its own users.
-"""
+"""Files that several threads use: each is closed with its last user, and a server keeps a bounded number open."""
 
 from __future__ import annotations
 
@@ -38,11 +34,12 @@ class OpenFile:
 
 
 class OpenFiles:
-    """The open files of several owners, least recently used first: `most`, and those in use beyond.
+    """The open files of all tiers of a server, least recently used first: `most`, and those in use beyond.
+
+    Files are opened and closed outside of the lock: a file system that hangs stops only its own users.
 
     Attributes:
-        lock: held for each access to `files`.
-        files: by owner and the owner's key.
+        files: by owner and the owner's key; only with `lock` held.
     """
 
     def __init__(self, most: int = MAX_OPEN_FILES):

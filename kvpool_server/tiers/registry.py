@@ -1,7 +1,4 @@
-"""The kinds of tiers, and the tiers of a server from its `--tier` settings: `file:/mnt/kv,size=200GiB`.
-
-To add a kind: write tiers/NAME/tier.py with a `Tier` and its `TierOptions`, and name the options in KINDS.
-"""
+"""The kinds of tiers, and the tiers of a server from its `--tier` settings: `file:/mnt/kv,size=200GiB`."""
 
 from __future__ import annotations
 
@@ -29,11 +26,11 @@ def parse(text: str) -> TierOptions:
     kind, _, rest = text.partition(":")
     if kind not in KINDS:
         raise ConfigError(f"tier {text!r}: unknown kind {kind!r}; choose {_either(list(KINDS))}, as in {examples()}")
-    options, first = KINDS[kind], KINDS[kind].PLACE
+    options = KINDS[kind]
     values: dict[str, Any] = {}
     parts = rest.split(",") if rest else []
-    if first and parts:
-        values[first] = parts.pop(0)
+    if options.PLACE and parts:
+        values[options.PLACE] = parts.pop(0)
     for part in parts:
         name, equals, value = part.partition("=")
         if not equals:
@@ -44,12 +41,9 @@ def parse(text: str) -> TierOptions:
     try:
         return options(**values)
     except ValidationError as error:
-        raise ConfigError(f"tier {text!r}: {_problem(options, _first(error.errors()))}") from None
-
-
-def _first(errors: list[ErrorDetails]) -> ErrorDetails:
-    """The error to tell of: an unknown option before a missing one, which it may be with a spelling mistake."""
-    return next((each for each in errors if each["type"] == "extra_forbidden"), errors[0])
+        # An unknown option may be a missing one with a spelling mistake.
+        first = min(error.errors(), key=lambda each: each["type"] != "extra_forbidden")
+        raise ConfigError(f"tier {text!r}: {_problem(options, first)}") from None
 
 
 def _problem(options: type[TierOptions], error: ErrorDetails) -> str:

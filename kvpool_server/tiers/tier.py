@@ -39,7 +39,6 @@ COUNTERS = {
     "written_bytes": "Bytes written to the tier.",
 }
 """What is counted for each tier, with the HELP text of each metric."""
-
 BlockKey = tuple[bytes, int, bytes]
 """(fingerprint, group_idx, block_hash)"""
 
@@ -65,11 +64,7 @@ class Block:
 
 
 def is_sound(payload: memoryview, checksums: Sequence[int]) -> bool:
-    """Whether the chunks of a block match their checksums.
-
-    Args:
-        payload: the chunks, one after the other: uint8 [slot_bytes].
-    """
+    """Whether the chunks of a block, uint8 [slot_bytes], match their checksums."""
     size = payload.nbytes // len(checksums)
     # Unlike `hashing.checksum`, xxh3_64 releases the GIL: a tier's threads verify beside the event loop.
     return all(
@@ -94,8 +89,6 @@ class Tier(ABC):
     def __init__(self, name: str):
         self.name = name
         self.counters = dict.fromkeys(COUNTERS, 0)
-
-    # Every tier
 
     @abstractmethod
     async def find(self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes]) -> list[bool]:
@@ -132,8 +125,6 @@ class Tier(ABC):
     async def clear(self, fingerprint: bytes = b"") -> None:
         """Removes all blocks of a namespace, or of all namespaces. Raises TierError."""
 
-    # Tiers with threads, files or connections
-
     async def open(self) -> None:
         """Gets ready. Raises ConfigError if the tier cannot work; nothing is left behind then."""
         return
@@ -142,8 +133,6 @@ class Tier(ABC):
         """Ends the tier's threads, except those that hang. Idempotent, also after an `open` that failed."""
         return
 
-    # Tiers that can answer from memory
-
     def known(self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes]) -> list[bool] | None:
         """As `find`, at once and from memory; None if only `find` can tell."""
         return None
@@ -151,8 +140,6 @@ class Tier(ABC):
     def specs(self) -> list[NamespaceSpec]:
         """The namespaces that an open tier has blocks of, oldest first, as far as it knows their specs."""
         return []
-
-    # What operators see
 
     def holdings(self, fingerprint: bytes) -> pb.TierHoldings:
         """What the tier holds of a namespace, as far as this server knows."""

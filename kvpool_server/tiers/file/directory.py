@@ -39,10 +39,7 @@ class UntrustedFileError(OSError):
 class Directory:
     """An open directory. Thread-safe: `close` waits for no call, and the last call under way closes the descriptor.
 
-    Every method raises OSError; one that opens something raises UntrustedFileError.
-
-    Attributes:
-        path: where the directory was opened; for messages.
+    Every method raises OSError; one that opens something raises UntrustedFileError. `path` is for messages.
     """
 
     def __init__(self, fd: int, path: Path, owners: Owners):

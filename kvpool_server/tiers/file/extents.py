@@ -145,7 +145,7 @@ class Extents:
 
 
 MakeExtents = Callable[[Directory, int, bool], Extents]
-"""Makes the extents of a directory, given the bytes of one, and whether they are writable."""
+"""(directory, extent_bytes, writable) -> its extents."""
 
 
 def _name(idx: int) -> str:
@@ -159,11 +159,9 @@ def _suits_direct(view: memoryview) -> bool:
 
 
 class BlockSpot(NamedTuple):
-    """Where a block lies in a tier, and in memory.
+    """Where a block lies in a tier, and in memory: uint8 [slot_bytes].
 
     Args:
-        view: uint8 [slot_bytes].
-        checksums: of its chunks.
         is_authentic: whether bytes have the block's tag, where servers share a key.
     """
 

@@ -227,7 +227,7 @@ class FileTier(Tier):
         for nth, (block_hash, view) in enumerate(zip(block_hashes, into, strict=True)):
             entry = index.get(block_hash)
             if entry is not None and entry.complete:
-                extents, record = own, self._blocks.record(entry)
+                extents, record = own, self._blocks.buffer.record(entry)
             elif (peer := self._peers.find(group, block_hash)) is not None:
                 theirs[nth] = peer
                 extents, record = peer[0].extents, peer[1]
@@ -238,8 +238,11 @@ class FileTier(Tier):
             sources.setdefault(extents, {})[nth] = spot
         ours = [block_hashes[nth] for nth in sources[own]]
         runs = [BlockRun(group_idx, ours)]
-        # Own blocks stay where they are until the lease is released.
-        lease_id = self._lease(group[0], runs) if ours else 0
+        lease_id = 0
+        if ours:  # They stay where they are until the lease is released.
+            leased = finish(self.pool.lookups.find(group[0], runs, False, TTL_MS))
+            self.pool.lookups.record_use(leased)
+            lease_id = leased.lease_id
         found: list[Sequence[int] | None] = [None] * len(block_hashes)
         try:
             for source, spots in sources.items():
@@ -263,12 +266,6 @@ class FileTier(Tier):
             log.error("corrupt blocks in a tier were removed", tier=self.name, blocks=len(corrupt))
             finish(self.pool.removals.remove(group[0], [BlockRun(group_idx, corrupt)]))
         return found
-
-    def _lease(self, fingerprint: bytes, runs: Sequence[BlockRun]) -> int:
-        """A lease on own blocks, whose use this is."""
-        found = finish(self.pool.lookups.find(fingerprint, runs, False, TTL_MS))
-        self.pool.lookups.record_use(found)
-        return found.lease_id
 
     async def remove(self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes]) -> None:
         if self.pool.namespace(namespace.fingerprint) is not None:
@@ -308,10 +305,7 @@ class FileTier(Tier):
         )
 
     async def refresh(self) -> bool:
-        """Sends a heartbeat and reads what peers have added; done every REFRESH_S. Failures are logged and retried.
-
-        Returns True if peers have more to read at once.
-        """
+        """Sends a heartbeat and reads what peers have added; True if they have more. Failures are logged."""
         assert self._refresh_thread is not None
         calls: dict[str, Callable[[], bool | None]] = {
             "a tier's directory cannot be touched": self._own.send_heartbeat,

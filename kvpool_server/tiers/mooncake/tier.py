@@ -97,9 +97,6 @@ class MooncakeTier(Tier):
         threads: reads and writes at once.
         workers: Mooncake's client processes.
         mac: makes and verifies the blocks' tags; None: servers share no key.
-
-    Attributes:
-        workers: those processes.
     """
 
     def __init__(
