@@ -38,7 +38,6 @@ from tests.contracts.tier_contract import (
 )
 from tests.support.file_tier import SIZE, file_tier
 from tests.support.mooncake import Cluster
-from tests.support.processes import run_server
 from tests.support.tier_directories import open_directory
 from tests.support.values import block_hash, payload
 
@@ -131,11 +130,9 @@ def test_what_is_no_key_is_refused_and_not_shown(tmp_path: Path, text: str) -> N
     assert not text or text not in str(caught.value)
 
 
-def test_the_server_ends_without_its_key(tmp_path: Path) -> None:
-    missing = tmp_path / "missing"
-    tier = f"file:{tmp_path / 'tier'},size=64MiB,create=yes,key_file={missing}"
-    done = run_server("--listen", "127.0.0.1:0", "--http-listen", "", "--tier", tier)
-    assert done.returncode == 2 and f"key_file={missing} cannot be read: No such file" in done.stderr
+def test_a_key_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="missing cannot be read: No such file"):
+        BlockMac.from_file(tmp_path / "missing")
 
 
 @awaited

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import shutil
 import tempfile
@@ -47,14 +48,10 @@ DEPTH = 16
 
 T = TypeVar("T")
 
-_payloads: dict[tuple[int, int, int], np.ndarray[Any, np.dtype[np.uint8]]] = {}
 
-
+@functools.cache
 def _payload(space: int, chain: int, depth: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    key = (space, chain, depth)
-    if key not in _payloads:
-        _payloads[key] = payload(f"{space} {chain} {depth}", SLOT)
-    return _payloads[key]
+    return payload(f"{space} {chain} {depth}", SLOT)
 
 
 def _run(space: int, chain: int, count: int) -> BlockRun:

@@ -15,7 +15,6 @@ from kvpool.client.client import Client, Namespace
 from kvpool.protocol.namespace import NamespaceSpec
 from kvpool.protocol.types import BlockRun, Lookup, PoolKey
 from kvpool.protocol.wire import decode_spec
-from kvpool.v1 import pool_pb2 as pb
 from tests.support.processes import ServerProcess, clean_environment, run_server, server_command, wait_for
 from tests.support.values import block_hash, group_spec, namespace_spec, payload, run_of
 
@@ -69,10 +68,6 @@ def _hits(client: Client, namespace: Namespace, names: Sequence[object]) -> int:
 
 def _demoted(client: Client) -> int:
     return sum(tier.counters.get("demoted_blocks", 0) for tier in client.admin.stats().tiers)
-
-
-def _free(client: Client) -> int:
-    return client.admin.stats().free_bytes
 
 
 def _file(path: Path, name: str = "one", **options: object) -> tuple[str, str]:
@@ -133,37 +128,6 @@ def test_an_inline_get_waits_for_what_is_on_its_way(pool_server: StartServer, co
         parts = np.split(payload(name, SLOT), SHARDS)
         for chunk, part in zip(pair, (parts[0], parts[3]), strict=True):
             assert chunk is not None and chunk.payload == part.tobytes()
-
-
-def test_namespaces_say_what_the_tiers_hold(pool_server: StartServer, connect: Connect, tmp_path: Path) -> None:
-    client = connect(
-        pool_server("--memory", "64MiB", *_file(tmp_path / "a", create="yes"), *_file(tmp_path / "b", create="yes"))
-    )
-    stored, empty = client.open_namespace(_spec()), client.open_namespace(_spec())
-    _put(client, stored, NAMES)
-    wait_for(lambda: _demoted(client) == 2 * len(NAMES), "all blocks are in both tiers")
-    told = {info.fingerprint: info.tiers for info in client.admin.namespaces()}
-    names = [f"file:{tmp_path / name}" for name in "ab"]
-    assert told[stored.fingerprint] == [
-        pb.TierHoldings(tier=name, num_entries=len(NAMES), nbytes=len(NAMES) * SLOT) for name in names
-    ]
-    assert told[empty.fingerprint] == [pb.TierHoldings(tier=name) for name in names]
-
-
-def test_a_lookup_counts_once_however_often_it_is_asked_again(
-    pool_server: StartServer, connect: Connect, tmp_path: Path
-) -> None:
-    client, spec = _restarted(pool_server, connect, tmp_path)
-    namespace = client.open_namespace(spec)
-    asked = [client.lookup(namespace, [run_of(*NAMES)]) for _ in range(3)]
-    assert asked[0].retry_after_ms, "nothing is on its way"
-    assert _hits(client, namespace, NAMES) == len(NAMES)
-    final = sum(not found.retry_after_ms for found in asked) + 1
-    counters = client.admin.stats().counters
-    assert counters["lookups"] == final
-    assert counters["lookup_blocks"] == counters["lookup_hits"] == final * len(NAMES)
-    (info,) = client.admin.namespaces()
-    assert info.lookup_hits == info.lookup_blocks
 
 
 def test_what_a_tier_holds_is_seen_and_cleared_before_an_engine_asks_for_it(

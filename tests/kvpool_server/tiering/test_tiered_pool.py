@@ -57,6 +57,8 @@ async def test_blocks_that_the_first_tier_lacks_come_from_the_second(
     assert (first.counters["promoted_blocks"], second.counters["promoted_blocks"]) == (2, 2)
     await rig.wait_idle()
     assert set(first.kept) == {block_hash(name) for name in "abcd"}, "what came up from below was not written above"
+    held = rig.tiered.holdings(rig.namespace.fingerprint)
+    assert [(each.tier, each.num_entries) for each in held] == [("memory:", 4), ("asked:", 4)]
 
 
 @play()

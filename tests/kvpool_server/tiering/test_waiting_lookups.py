@@ -54,23 +54,18 @@ async def test_without_pending_blocks_it_is_answered_at_once(rig: Rig, tier: Mem
     assert (found.hits[0].num_leading, found.retry_after_ms) == (1, 0)
 
 
+@pytest.mark.parametrize(("wait_ms", "longest_ms"), [(5, LONG_MS), (2**32 - 1, 5)])
 @play()
-async def test_after_the_wait_it_is_answered_with_what_is_up(rig: Rig, tier: MemoryTier) -> None:
+async def test_after_the_wait_or_the_longest_it_is_answered_with_what_is_up(
+    rig: Rig, tier: MemoryTier, monkeypatch: pytest.MonkeyPatch, wait_ms: int, longest_ms: int
+) -> None:
+    monkeypatch.setattr(tiered_pool, "MAX_WAIT_MS", longest_ms)
     await rig.demote("a", "b")
     rig.put("a")
     tier.gate.clear()
-    found = await ask(rig, "a", "b", wait_ms=5)
+    found = await ask(rig, "a", "b", wait_ms=wait_ms)
     assert (found.hits[0].num_leading, found.hits[0].num_pending) == (1, 1) and found.retry_after_ms
     assert rig.pool.leases.get(found.lease_id)
-    tier.gate.set()
-
-
-@play()
-async def test_no_wait_is_longer_than_the_longest(rig: Rig, tier: MemoryTier, monkeypatch: pytest.MonkeyPatch) -> None:
-    await rig.demote("a")
-    tier.gate.clear()
-    monkeypatch.setattr(tiered_pool, "MAX_WAIT_MS", 5)
-    assert (await ask(rig, "a", wait_ms=2**32 - 1)).retry_after_ms
     tier.gate.set()
 
 

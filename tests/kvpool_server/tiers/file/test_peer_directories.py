@@ -12,7 +12,6 @@ import pytest
 from structlog.testing import capture_logs
 
 from kvpool_server.cache.entry import Record
-from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.tiers.file import frames
 from kvpool_server.tiers.file.peer_directories import PeerDirectories
 from kvpool_server.tiers.file.tier import FileTier
@@ -22,38 +21,35 @@ from tests.support.file_tier import BadDisk, file_tier
 from tests.support.tier_directories import acquire, peers_in
 from tests.support.values import block_hash
 
-
-@pytest.fixture
-def namespace() -> PoolNamespace:
-    return namespace_of(TierContract.spec)
+NAMESPACE = namespace_of(TierContract.spec)
 
 
-async def _store(root: Path, owner: str, namespace: PoolNamespace, names: Sequence[str]) -> None:
+async def _store(root: Path, owner: str, names: Sequence[str]) -> None:
     async with opened(file_tier(root, owner)) as tier:
-        await tier.write(namespace, 0, blocks_of(*names))
+        await tier.write(NAMESPACE, 0, blocks_of(*names))
 
 
-def _known(tier: FileTier, namespace: PoolNamespace, *names: str) -> list[bool]:
-    return tier.known(namespace, 0, [block_hash(name) for name in names])
+def _known(tier: FileTier, *names: str) -> list[bool]:
+    return tier.known(NAMESPACE, 0, [block_hash(name) for name in names])
 
 
 @awaited
-async def test_a_server_whose_directory_has_gone_does_not_pretend(tmp_path: Path, namespace: PoolNamespace) -> None:
+async def test_a_server_whose_directory_has_gone_does_not_pretend(tmp_path: Path) -> None:
     async with opened(file_tier(tmp_path)) as tier:
-        await tier.write(namespace, 0, blocks_of("a"))
+        await tier.write(NAMESPACE, 0, blocks_of("a"))
         (tmp_path / "one").rename(tmp_path / ".gone")
         with capture_logs() as logs:
             for _ in range(3):
                 await tier.refresh()
         assert [line["event"] for line in logs] == ["a tier's directory was removed or replaced"]
-        assert _known(tier, namespace, "a") == [False]
+        assert _known(tier, "a") == [False]
         with pytest.raises(TierError, match="was removed or replaced"):
-            await tier.write(namespace, 0, blocks_of("b"))
+            await tier.write(NAMESPACE, 0, blocks_of("b"))
         with pytest.raises(TierError, match="was removed or replaced"):
-            await read_back(tier, namespace, "a")
+            await read_back(tier, NAMESPACE, "a")
         (tmp_path / ".gone").rename(tmp_path / "one")
         await tier.refresh()
-        assert await read_back(tier, namespace, "a") == ["a"]
+        assert await read_back(tier, NAMESPACE, "a") == ["a"]
 
 
 # What is wrong with a peer
@@ -72,11 +68,9 @@ HARMS = {
 
 @pytest.mark.parametrize("harm", sorted(HARMS))
 @awaited
-async def test_what_is_wrong_with_one_neighbour_is_said_once_and_harms_nobody(
-    tmp_path: Path, namespace: PoolNamespace, harm: str
-) -> None:
+async def test_what_is_wrong_with_one_neighbour_is_said_once_and_harms_nobody(tmp_path: Path, harm: str) -> None:
     for name in "abcdefgh":  # Whatever the order of the directory: some come after it.
-        await _store(tmp_path, name, namespace, [f"of {name}"])
+        await _store(tmp_path, name, [f"of {name}"])
     bad = tmp_path / "bad"
     acquire(bad).close()
     HARMS[harm](bad / "journal")
@@ -87,8 +81,8 @@ async def test_what_is_wrong_with_one_neighbour_is_said_once_and_harms_nobody(
         for _ in range(4):
             await one.refresh()
     names = [f"of {name}" for name in "abcdefgh"]
-    assert _known(one, namespace, *names) == [True] * 8
-    assert await read_back(one, namespace, names) == names
+    assert _known(one, *names) == [True] * 8
+    assert await read_back(one, NAMESPACE, names) == names
     said = [line for line in logs if line["log_level"] == "warning"]
     assert [line.get("directory") for line in said].count(str(bad)) == 1
     assert len(said) <= 2
@@ -97,26 +91,26 @@ async def test_what_is_wrong_with_one_neighbour_is_said_once_and_harms_nobody(
 
 @awaited
 async def test_a_neighbours_read_error_is_a_miss_and_the_block_is_not_there_until_its_journal_says_so(
-    tmp_path: Path, namespace: PoolNamespace
+    tmp_path: Path,
 ) -> None:
     disk = BadDisk()
     two, one = file_tier(tmp_path, "two"), file_tier(tmp_path, disk=disk)
     async with opened(two):
-        await two.write(namespace, 0, blocks_of("a", "b"))
+        await two.write(NAMESPACE, 0, blocks_of("a", "b"))
         async with opened(one):
             await one.refresh()
-            assert _known(one, namespace, "a", "b") == [True, True]
+            assert _known(one, "a", "b") == [True, True]
             disk.bad_slots = {0, 1}
-            assert await read_back(one, namespace, "ab") == [None, None]
+            assert await read_back(one, NAMESPACE, "ab") == [None, None]
             disk.bad_slots = set()
-            assert _known(one, namespace, "a", "b") == [False, False], "still believed"
-            assert await one.write(namespace, 0, blocks_of("a")) == 1
-            assert one.holdings(namespace.fingerprint).num_entries == 1
-            await two.remove(namespace, 0, [block_hash("b")])
-            await two.write(namespace, 0, blocks_of("b"))
+            assert _known(one, "a", "b") == [False, False], "still believed"
+            assert await one.write(NAMESPACE, 0, blocks_of("a")) == 1
+            assert one.holdings(NAMESPACE.fingerprint).num_entries == 1
+            await two.remove(NAMESPACE, 0, [block_hash("b")])
+            await two.write(NAMESPACE, 0, blocks_of("b"))
             await one.refresh()
-            assert _known(one, namespace, "b") == [True], "its owner has stored it anew"
-            assert await read_back(one, namespace, "ab") == ["a", "b"]
+            assert _known(one, "b") == [True], "its owner has stored it anew"
+            assert await read_back(one, NAMESPACE, "ab") == ["a", "b"]
 
 
 def test_a_journal_that_goes_no_further_is_not_read_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,7 +155,7 @@ async def test_the_tier_refreshes_again_after_any_failure(tmp_path: Path, monkey
 
 @awaited
 async def test_a_server_starts_before_it_has_read_what_others_have(
-    tmp_path: Path, namespace: PoolNamespace, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Their journals may be large, and their file system may hang."""
     monkeypatch.setattr("kvpool_server.tiers.file.tier.CLOSE_S", 0.1)
@@ -170,5 +164,5 @@ async def test_a_server_starts_before_it_has_read_what_others_have(
     tier = file_tier(tmp_path)
     async with asyncio.timeout(20):  # The refresh hangs for 30 s.
         async with opened(tier):
-            assert await tier.write(namespace, 0, blocks_of("a")) == 1
+            assert await tier.write(NAMESPACE, 0, blocks_of("a")) == 1
     hangs.set()

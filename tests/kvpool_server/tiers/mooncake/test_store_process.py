@@ -116,7 +116,7 @@ def test_a_process_that_answers_pings_is_not_killed_for_a_slow_master() -> None:
         workers = StoreWorkers(_config(cluster), 1, 1)
         try:
             pid = workers.start(0).pid
-            cluster.suspend_master()
+            cluster.harm_master("stopped")
             began_at = time.monotonic()
             assert min(workers.ask("exist", ["a"])) < 0
             assert time.monotonic() - began_at > store_process.QUIET_S + store_process.PONG_S

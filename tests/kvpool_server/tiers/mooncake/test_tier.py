@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
 import socket
@@ -165,20 +164,6 @@ class TestMooncakeTier(PersistentTierContract):
             assert (memory.blocks == 0xA5).all() and reading.found == [None] and not reading.corrupt
 
 
-@awaited
-async def test_a_client_that_dies_is_started_again(own_cluster: MakeCluster) -> None:
-    namespace = namespace_of(TierContract.spec)
-    address = own_cluster().address
-    async with opened(MooncakeTier(_config(address))) as tier:
-        assert await tier.write(namespace, 0, blocks_of("a")) == 1
-        os.kill(tier.workers.pids[0], signal.SIGKILL)
-        with contextlib.suppress(TierError):  # If its death was not seen before the call.
-            await tier.find(namespace, 0, [block_hash("a")])
-        memory = Memory(1)
-        (sums,) = await tier.read(namespace, 0, [block_hash("a")], memory.views)
-        assert sums == tuple(blocks_of("a")[0].checksums)
-
-
 @pytest.mark.parametrize("way", ["killed", "stopped"])
 @awaited
 async def test_without_its_master_it_fails_and_with_it_works_again(own_cluster: MakeCluster, way: str) -> None:
@@ -186,10 +171,7 @@ async def test_without_its_master_it_fails_and_with_it_works_again(own_cluster: 
     cluster = own_cluster()
     async with opened(MooncakeTier(_config(cluster.address, segment_bytes=16 << 20))) as tier:
         await tier.write(namespace, 0, blocks_of("a"))
-        if way == "killed":
-            cluster.kill_master()
-        else:
-            cluster.suspend_master()
+        cluster.harm_master(way)
         for call in (
             tier.find(namespace, 0, [block_hash("b")]),
             tier.write(namespace, 0, blocks_of("c")),
@@ -200,10 +182,7 @@ async def test_without_its_master_it_fails_and_with_it_works_again(own_cluster: 
             with pytest.raises(TierError, match="does not answer"):
                 await call
             assert time.monotonic() - began_at < 30  # 60 s, were Mooncake left to itself.
-        if way == "killed":
-            cluster.start_master()
-        else:
-            cluster.master.send_signal(signal.SIGCONT)
+        cluster.restore_master()
         ends_at = time.monotonic() + 60
         while True:
             try:
@@ -243,10 +222,7 @@ async def test_it_ends_within_seconds_whatever_its_master_does(own_cluster: Make
     cluster = own_cluster()
     async with opened(MooncakeTier(_config(cluster.address, segment_bytes=16 << 20))) as tier:
         (pid,) = tier.workers.pids
-        if way == "killed":
-            cluster.kill_master()
-        elif way == "stopped":
-            cluster.suspend_master()
+        cluster.harm_master(way)
         calls = [asyncio.create_task(tier.find(namespace, 0, [block_hash(nth)])) for nth in range(4)]
         await asyncio.sleep(0.1)
         began_at = time.monotonic()
