@@ -13,7 +13,6 @@ import pytest
 from kvpool.protocol.errors import ConfigError
 from kvpool.protocol.hashing import checksum
 from kvpool_server.cache.entry import Record
-from kvpool_server.cache.eviction.lru import PrefixLRU
 from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.tiers.block_mac import TAG_BYTES, BlockMac
 from kvpool_server.tiers.file import frames
@@ -23,8 +22,7 @@ from kvpool_server.tiers.file.tier import FileTier
 from kvpool_server.tiers.mooncake.objects import encode_footer
 from kvpool_server.tiers.mooncake.tier import MooncakeTier
 from kvpool_server.tiers.mooncake.worker import StoreConfig
-from kvpool_server.tiers.registry import parse
-from kvpool_server.tiers.tier import BlockKey, Tier, TierContext
+from kvpool_server.tiers.tier import BlockKey, Tier
 from tests.contracts.tier_contract import (
     SHARDS,
     SLOT,
@@ -133,14 +131,6 @@ def test_what_is_no_key_is_refused_and_not_shown(tmp_path: Path, text: str) -> N
 def test_a_key_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="missing cannot be read: No such file"):
         BlockMac.from_file(tmp_path / "missing")
-
-
-@awaited
-async def test_a_tier_gets_the_key_of_its_options(tmp_path: Path, namespace: PoolNamespace) -> None:
-    path = _key_file(tmp_path / "key")
-    options = parse(f"file:{tmp_path / 'tier'},size=8MiB,name=one,create=yes,io=buffered,key_file={path}")
-    await _write(options.make(TierContext(("127.0.0.1", 1), PrefixLRU)), namespace, "a")
-    assert await _read(_tier(tmp_path / "tier"), namespace, "a") == [True]
 
 
 # The file tier

@@ -264,17 +264,16 @@ class TierMachine(RuleBasedStateMachine):
         """What is brought up then nobody waits for."""
         self.world.pool.release([self.world.lookup(space, chain, count).lease_id])
 
-    @rule(space=spaces, chain=chains, count=counts, seconds=st.sampled_from([0, 1, 600]))
-    def pin(self, space: int, chain: int, count: int, seconds: int) -> None:
-        self.world.hint(HintKind.PIN, space, chain, count, seconds)
-
-    @rule(space=spaces, chain=chains, count=counts)
-    def expire(self, space: int, chain: int, count: int) -> None:
-        self.world.hint(HintKind.EXPIRE, space, chain, count)
-
-    @rule(space=spaces, chain=chains, count=counts, idle=st.booleans())
-    def prefetch(self, space: int, chain: int, count: int, idle: bool) -> None:
-        self.world.hint(HintKind.PREFETCH, space, chain, count)
+    @rule(
+        kind=st.sampled_from(HintKind),
+        space=spaces,
+        chain=chains,
+        count=counts,
+        seconds=st.sampled_from([0, 1, 600]),
+        idle=st.booleans(),
+    )
+    def hint(self, kind: HintKind, space: int, chain: int, count: int, seconds: int, idle: bool) -> None:
+        self.world.hint(kind, space, chain, count, seconds)
         if idle:
             self.world.wait_idle()
 

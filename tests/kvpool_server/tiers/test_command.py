@@ -30,29 +30,24 @@ async def _orphan(directory: Path) -> None:
     _age(directory)
 
 
+FOREIGN: dict[str, dict[str, bytes]] = {
+    "a program's": {"data.db": b"precious"},
+    "another journal": {"journal": b"Dear diary, today I have written a journal of my own"},
+    "with a note": {"journal": frames.encode_head(4096), "README": b"precious"},
+    "with a directory": {"extent-00000/precious": b""},
+    "a lock with a process in it": {"lock": b"4711"},
+}
+
+
 def _foreign(kind: str, directory: Path) -> None:
-    directory.mkdir()
-    (directory / "lock").touch()
-    if kind == "a program's":
-        (directory / "data.db").write_text("precious")
-    elif kind == "another journal":
-        (directory / "journal").write_text("Dear diary, today I have written a journal of my own")
-    elif kind == "with a note":
-        (directory / "journal").write_bytes(frames.encode_head(4096))
-        (directory / "README").write_text("precious")
-    elif kind == "with a directory":
-        (directory / "extent-00000").mkdir()
-        (directory / "extent-00000" / "precious").touch()
-    else:
-        (directory / "lock").write_text("4711")
+    for name, content in {"lock": b"", **FOREIGN[kind]}.items():
+        (directory / name).parent.mkdir(exist_ok=True)
+        (directory / name).write_bytes(content)
     _age(directory)
 
 
-KINDS = ["a program's", "another journal", "with a note", "with a directory", "a lock with a process in it"]
-
-
 @pytest.mark.parametrize("name", ["other", ".removed-by-hand"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", FOREIGN)
 def test_a_directory_that_is_no_servers_is_never_deleted(tmp_path: Path, kind: str, name: str) -> None:
     _foreign(kind, tmp_path / name)
     before = sorted(tmp_path.rglob("*"))
