@@ -197,12 +197,16 @@ class Demoter:
 
 
 class Watermark:
-    """The free slots of one pool, and the demoters of the tiers that are written to on eviction."""
+    """The free slots of one pool, and the demoters of the tiers that are written to on eviction.
+
+    Attributes:
+        work: set when slots were allocated, until `run` has seen that enough are free or none can be freed.
+    """
 
     def __init__(self, pool: Pool, demoters: Sequence[Demoter]):
         self._pool = pool
         self._demoters = demoters
-        self._work = asyncio.Event()
+        self.work = asyncio.Event()
         self._needs: Counter[tuple[str, int]] = Counter()
         self._freed = asyncio.Condition()
         self._late: set[asyncio.Task[bool]] = set()
@@ -213,29 +217,21 @@ class Watermark:
         For promotions, which can wait; slots that a tier is too slow to free are evicted by whoever needs them.
         """
         self._needs[group.slot_class] += count
-        self._work.set()
+        self.work.set()
         try:
             async with asyncio.timeout(ANSWER_S), self._freed:
-                while self._pool.arena.available(group.spec.slot_bytes, group.tenant) < count and self._work.is_set():
+                while self._pool.arena.available(group.spec.slot_bytes, group.tenant) < count and self.work.is_set():
                     await self._freed.wait()
         except TimeoutError:
             pass
         finally:
             self._needs[group.slot_class] -= count
 
-    def check(self) -> None:
-        """Has `run` look whether too few slots are free; called when slots were allocated."""
-        self._work.set()
-
-    @property
-    def is_idle(self) -> bool:
-        return not self._work.is_set()
-
     async def run(self) -> None:
         while True:
-            await self._work.wait()
+            await self.work.wait()
             if not await self._free_slots():
-                self._work.clear()
+                self.work.clear()
             async with self._freed:
                 self._freed.notify_all()
 

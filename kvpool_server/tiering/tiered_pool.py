@@ -272,7 +272,7 @@ class TieredPool(Observer):
         for level in self._levels:
             level.demoter.stored(entry)
         if self._watermark is not None:
-            self._watermark.check()
+            self._watermark.work.set()
 
     def evicted(self, entry: Entry) -> None:
         for level in self._levels:
@@ -336,7 +336,7 @@ class TieredPool(Observer):
     @property
     def is_idle(self) -> bool:
         """True if no block is queued for, or on its way to or from, a tier that answers."""
-        if self._watermark is not None and not self._watermark.is_idle:
+        if self._watermark is not None and self._watermark.work.is_set():
             return False
         levels = [level for level in self._levels if level.health.is_available]
         return all(level.demoter.idle.is_set() and level.promoter.is_idle for level in levels)

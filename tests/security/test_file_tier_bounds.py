@@ -295,16 +295,13 @@ def test_a_block_at_an_offset_that_no_file_has_is_a_miss(tmp_path: Path, offset:
 
 def _frame(dice: Random) -> bytes:
     kind = dice.choice([frames.HEAD, frames.NAMESPACE, frames.REMOVED, *[frames.STORED] * 3, 0, HUGE])
-    payload = bytearray()
-    match kind:
-        case frames.HEAD:
-            payload += HEAD[24:]
-        case frames.NAMESPACE:
-            payload += frames.encode_namespace(SPEC)[24:]
-        case frames.STORED:
-            payload += _stored(dice.randrange(4), dice.randrange(4))[24:]
-        case frames.REMOVED:
-            payload += frames.encode_removed(range(0, 4096 * dice.randrange(5), 4096))[24:]
+    sound = {
+        frames.HEAD: HEAD,
+        frames.NAMESPACE: frames.encode_namespace(SPEC),
+        frames.STORED: _stored(dice.randrange(4), dice.randrange(4)),
+        frames.REMOVED: frames.encode_removed(range(0, 4096 * dice.randrange(5), 4096)),
+    }
+    payload = bytearray(sound.get(kind, b"")[24:])
     for _ in range(dice.choice([0, 0, 0, 1, 3])):
         if (at := dice.randrange(201)) < len(payload):
             payload[at] = dice.choice([0, 1, 0x7F, 0x80, 0xFF])

@@ -248,6 +248,7 @@ class TierMachine(RuleBasedStateMachine):
     chains = st.integers(0, CHAINS - 1)
     counts = st.integers(1, DEPTH)
     spaces = st.sampled_from([0, 0, 0, 1])
+    seconds = st.sampled_from([0, 1, 600])
 
     @rule(space=spaces, chain=chains, count=counts, idle=st.booleans())
     def put(self, space: int, chain: int, count: int, idle: bool) -> None:
@@ -264,14 +265,7 @@ class TierMachine(RuleBasedStateMachine):
         """What is brought up then nobody waits for."""
         self.world.pool.release([self.world.lookup(space, chain, count).lease_id])
 
-    @rule(
-        kind=st.sampled_from(HintKind),
-        space=spaces,
-        chain=chains,
-        count=counts,
-        seconds=st.sampled_from([0, 1, 600]),
-        idle=st.booleans(),
-    )
+    @rule(kind=st.sampled_from(HintKind), space=spaces, chain=chains, count=counts, seconds=seconds, idle=st.booleans())
     def hint(self, kind: HintKind, space: int, chain: int, count: int, seconds: int, idle: bool) -> None:
         self.world.hint(kind, space, chain, count, seconds)
         if idle:

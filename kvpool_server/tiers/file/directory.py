@@ -164,13 +164,6 @@ class Directory:
             del file  # A traceback would keep it open.
 
 
-def make_root(path: Path) -> None:
-    """Creates a tier's path, and what is missing above it, for this user alone. Raises OSError."""
-    for directory in (*reversed(path.parents), path):
-        if not directory.exists():
-            directory.mkdir(DIRECTORY_MODE, exist_ok=True)
-
-
 def _check_file(found: os.stat_result, path: Path, owners: Owners) -> None:
     if not stat.S_ISREG(found.st_mode):
         raise UntrustedFileError(f"{_text(path)} is no plain file; remove it")

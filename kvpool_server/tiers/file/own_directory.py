@@ -18,7 +18,7 @@ from pathlib import Path
 import structlog
 
 from kvpool.protocol.errors import ConfigError
-from kvpool_server.tiers.file.directory import Directory, Owners, make_root
+from kvpool_server.tiers.file.directory import DIRECTORY_MODE, Directory, Owners
 from kvpool_server.tiers.health import ANSWER_S
 from kvpool_server.tiers.thread_pool import DaemonThreadPool
 
@@ -141,7 +141,9 @@ class OwnDirectory:
     def _acquire(self) -> tuple[Directory, Directory, DirectoryLock]:
         root_path = self.path.parent
         if self._create:
-            make_root(root_path)
+            for path in (*reversed(root_path.parents), root_path):
+                if not path.exists():
+                    path.mkdir(DIRECTORY_MODE, exist_ok=True)
         elif not root_path.exists():
             raise ConfigError(
                 f"tier {self._tier_name}: {root_path} does not exist; mount it, or add create=yes to create it"

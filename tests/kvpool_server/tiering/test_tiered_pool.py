@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ from kvpool_server.tiering import tiered_pool as tiering
 from kvpool_server.tiers.health import AWAY_S
 from kvpool_server.tiers.tier import COUNTERS, TierError
 from tests.contracts.tier_contract import awaited
-from tests.support.file_tier import file_tier
 from tests.support.memory_tier import SLOT, SLOTS, MemoryTier, Rig, asked, play, turns
 from tests.support.values import block_hash, group_spec, namespace_spec, payload
 
@@ -87,7 +85,7 @@ async def test_a_lookup_prefetches_a_bounded_part_of_a_long_prompt(
 
 @play()
 async def test_transfers_go_on_after_an_unexpected_exception(
-    rig: Rig, tier: MemoryTier, caplog: Any, monkeypatch: pytest.MonkeyPatch
+    rig: Rig, tier: MemoryTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tiering, "RESTART_S", 0.0)
     write = tier.write
@@ -201,9 +199,8 @@ async def test_a_namespace_that_only_a_tier_knows_can_be_cleared(rig: Rig, tier:
     assert not tier.kept
 
 
-def test_a_scrape_before_the_tiers_are_open_has_the_pools_numbers(tmp_path: Path) -> None:
-    tier = file_tier(tmp_path, "me", 4 << 20)
-    stats = Rig(tier).tiered.stats()
+def test_a_scrape_before_the_tiers_are_open_has_the_pools_numbers() -> None:
+    stats = Rig(MemoryTier()).tiered.stats()
     assert not stats.tiers and stats.free_bytes == SLOTS * SLOT
 
 
