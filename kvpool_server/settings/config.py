@@ -19,7 +19,7 @@ from kvpool.security.principal import ABOUT_DOMAINS, ALL_TENANTS, DEFAULT_DOMAIN
 from kvpool_server.cache.eviction import DEFAULT_POLICY, POLICIES
 from kvpool_server.events.streams import StreamEndpoints
 from kvpool_server.settings import setting_types as types
-from kvpool_server.tiers.instead import instead_of
+from kvpool_server.tiers.registry import instead_of
 
 ENV_PREFIX = "KVPOOL_"
 _SEE_HELP = "see kvpool-server --help"

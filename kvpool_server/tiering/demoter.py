@@ -47,6 +47,9 @@ class Demoter:
     Args:
         memory: the arena: uint8 [arena_bytes].
         write_back: blocks are written when they are about to be evicted, not when they are stored.
+
+    Attributes:
+        idle: set while no block is queued, or being written from the queue.
     """
 
     def __init__(
@@ -56,25 +59,16 @@ class Demoter:
         self._pool = pool
         self._memory = memory
         self._tier = tier
-        self._health = health
+        self.health = health
         self._queue: dict[Entry, None] = {}  # In insertion order.
         self._num_writing = 0
         self._work = asyncio.Event()
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self.idle = asyncio.Event()
+        self.idle.set()
 
     def __len__(self) -> int:
         """Queued blocks."""
         return len(self._queue)
-
-    @property
-    def is_idle(self) -> bool:
-        """True if no block is queued, or being written from the queue."""
-        return self._idle.is_set()
-
-    @property
-    def is_up(self) -> bool:
-        return self._health.is_available
 
     def stored(self, entry: Entry) -> None:
         """Queues a new readable block, unless blocks are written on eviction, and its ancestors that the tier lacks.
@@ -83,7 +77,7 @@ class Demoter:
         """
         if self.write_back or not self._is_wanted(entry):
             return
-        if not self._health.is_available:
+        if not self.health.is_available:
             self._tier.counters["dropped_demotions"] += 1
             return
         self._enqueue(entry, MAX_ANCESTORS)
@@ -108,7 +102,7 @@ class Demoter:
             lacking.append(parent)
         for each in reversed(lacking):
             self._queue[each] = None
-        self._idle.clear()
+        self.idle.clear()
         self._work.set()
 
     def _is_lacking(self, entry: Entry) -> bool:
@@ -134,7 +128,13 @@ class Demoter:
                 self._work.clear()
 
     async def _write_batch(self) -> None:
-        group, entries = self._next_batch()
+        group = next(iter(self._queue)).group  # The oldest entries of one group.
+        batch_bytes = PINNED_BYTES // self._tier.writes_at_once
+        most = min(MAX_BATCH_BLOCKS, max(1, batch_bytes // group.spec.slot_bytes))
+        first = itertools.islice(self._queue, most)
+        entries = list(itertools.takewhile(lambda entry: entry.group is group, first))
+        for entry in entries:
+            del self._queue[entry]
         lease_id = pin(self._pool, entries)
         self._num_writing += 1
         try:
@@ -149,7 +149,7 @@ class Demoter:
 
     def _check_idle(self) -> None:
         if not self._queue and not self._num_writing:
-            self._idle.set()
+            self.idle.set()
 
     async def write(self, entries: Sequence[Entry]) -> bool:
         """Writes the pinned entries that the tier lacks, in reverse order: parents first. False if the tier failed."""
@@ -175,7 +175,7 @@ class Demoter:
             Block(entry.block_hash, entry.parent_hash, entry.checksums, payload)
             for entry, payload in zip(entries, payloads, strict=True)
         ]
-        with self._health.call():
+        with self.health.call():
             written = await self._tier.write(namespace, group.idx, blocks)
             self._tier.counters["demoted_blocks"] += written
             # A pinned entry that is no longer live was removed or cleared while it was being written.
@@ -195,28 +195,18 @@ class Demoter:
             if entry not in self._queue:
                 self._enqueue(entry, entry.depth)
 
-    async def wait_idle(self) -> None:
-        await self._idle.wait()
-
-    def _next_batch(self) -> tuple[Group, list[Entry]]:
-        """Removes the oldest entries of one group from the queue, and returns them."""
-        group = next(iter(self._queue)).group
-        batch_bytes = PINNED_BYTES // self._tier.writes_at_once
-        most = min(MAX_BATCH_BLOCKS, max(1, batch_bytes // group.spec.slot_bytes))
-        first = itertools.islice(self._queue, most)
-        entries = list(itertools.takewhile(lambda entry: entry.group is group, first))
-        for entry in entries:
-            del self._queue[entry]
-        return group, entries
-
 
 class Watermark:
-    """The free slots of one pool, and the demoters of the tiers that are written to on eviction."""
+    """The free slots of one pool, and the demoters of the tiers that are written to on eviction.
+
+    Attributes:
+        work: set when slots were allocated, until `run` has seen that enough are free or none can be freed.
+    """
 
     def __init__(self, pool: Pool, demoters: Sequence[Demoter]):
         self._pool = pool
         self._demoters = demoters
-        self._work = asyncio.Event()
+        self.work = asyncio.Event()
         self._needs: Counter[tuple[str, int]] = Counter()
         self._freed = asyncio.Condition()
         self._late: set[asyncio.Task[bool]] = set()
@@ -227,35 +217,27 @@ class Watermark:
         For promotions, which can wait; slots that a tier is too slow to free are evicted by whoever needs them.
         """
         self._needs[group.slot_class] += count
-        self._work.set()
+        self.work.set()
         try:
             async with asyncio.timeout(ANSWER_S), self._freed:
-                while self._pool.arena.available(group.spec.slot_bytes, group.tenant) < count and self._work.is_set():
+                while self._pool.arena.available(group.spec.slot_bytes, group.tenant) < count and self.work.is_set():
                     await self._freed.wait()
         except TimeoutError:
             pass
         finally:
             self._needs[group.slot_class] -= count
 
-    def check(self) -> None:
-        """Has `run` look whether too few slots are free; called when slots were allocated."""
-        self._work.set()
-
-    @property
-    def is_idle(self) -> bool:
-        return not self._work.is_set()
-
     async def run(self) -> None:
         while True:
-            await self._work.wait()
+            await self.work.wait()
             if not await self._free_slots():
-                self._work.clear()
+                self.work.clear()
             async with self._freed:
                 self._freed.notify_all()
 
     async def _free_slots(self) -> bool:
         """Writes the next victims to the tiers and drops them; False if no slot was freed."""
-        demoters = [demoter for demoter in self._demoters if demoter.is_up]
+        demoters = [demoter for demoter in self._demoters if demoter.health.is_available]
         if not demoters:
             return False
         victims = pin_next_victims(self._pool, RESERVE, self._needs, PINNED_BYTES)

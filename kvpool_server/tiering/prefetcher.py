@@ -51,10 +51,8 @@ class Prefetcher:
     ) -> HintResult:
         """Begins to prefetch prefixes, and follows them to their ends; says how far they are.
 
-        Args:
-            needs_prefix: of each run, whether a block is of no use without those before it.
-
-        Raises OutOfSpaceError if too many are followed already, and what the look raises.
+        `needs_prefix` says of each run whether a block is of no use without those before it. Raises OutOfSpaceError if
+        too many are followed already, and what the look raises.
         """
         total = self._by_tenant.total()
         if self._by_tenant[tenant] >= MAX_PREFETCHES - total:

@@ -1,8 +1,4 @@
-"""Promotes blocks from tiers to the arena.
-
-A lookup that misses asks to prefetch the missing blocks; they are read in prefix order, in batches, and a later lookup
-finds them.
-"""
+"""Promotes blocks that lookups miss from tiers to the arena, in prefix order and in batches, for later lookups."""
 
 from __future__ import annotations
 
@@ -75,8 +71,6 @@ class Promoter:
     Args:
         memory: the arena: uint8 [arena_bytes].
         watermark: frees slots, where a tier is written to on eviction; else None.
-        clock: monotonic seconds.
-        run: does work in steps.
         on_progress: called when blocks have come up or will not come, or the tier has said which blocks it has.
     """
 
@@ -232,22 +226,17 @@ class Promoter:
                 return
             self._reading[keys[0]] = self._clock(), len(keys) * slot_bytes
             all_read = await self._read(request.namespace, BlockRun(request.group_idx, block_hashes, parent_hash))
-            if request.prefix_only and not all_read:
-                self._cancel(request)
+            if request.prefix_only and not all_read and request.block_hashes:
+                self._tier.counters["dropped_promotions"] += len(request.block_hashes)
+                for block_hash in request.block_hashes:
+                    self._pending.pop((request.namespace.fingerprint, request.group_idx, block_hash), None)
+                self._queue.remove(request)
+                request.block_hashes = []
         finally:
             self._reading.pop(keys[0], None)
             for key in keys:
                 self._pending.pop(key, None)
             self._on_progress()
-
-    def _cancel(self, request: _Prefetch) -> None:
-        """Drops the blocks of a prefetch that are still queued."""
-        if request.block_hashes:
-            self._tier.counters["dropped_promotions"] += len(request.block_hashes)
-            for block_hash in request.block_hashes:
-                self._pending.pop((request.namespace.fingerprint, request.group_idx, block_hash), None)
-            self._queue.remove(request)
-            request.block_hashes = []
 
     async def _read(self, namespace: PoolNamespace, run: BlockRun) -> bool:
         """Reads blocks into the arena; False if any is not readable afterwards."""
@@ -269,7 +258,9 @@ class Promoter:
             try:
                 with self._health.call():
                     sums = await self._tier.read(namespace, run.group_idx, granted, into)
-                self._learn_rate((self._clock() - began_at) / (len(granted) * size))
+                seconds_a_byte = (self._clock() - began_at) / (len(granted) * size)
+                known = self._seconds_a_byte or seconds_a_byte
+                self._seconds_a_byte = known + RECENT * (seconds_a_byte - known)
             except TierError:
                 pass  # `Health` has logged it.
             unread = [nth for nth, checksums in enumerate(sums) if checksums is None]
@@ -281,10 +272,6 @@ class Promoter:
         self._tier.counters["missed_promotions"] += len(granted) - promoted
         self.forget(namespace, run.group_idx, [granted[nth] for nth in unread])
         return promoted == len(granted) and len(reserved) == len(run)
-
-    def _learn_rate(self, seconds_a_byte: float) -> None:
-        known = self._seconds_a_byte or seconds_a_byte
-        self._seconds_a_byte = known + RECENT * (seconds_a_byte - known)
 
     async def _reserve(
         self, namespace: PoolNamespace, group: Group, run: BlockRun
@@ -323,54 +310,37 @@ def _zero(unread: Sequence[memoryview]) -> Steps[None]:
             yield
 
 
-class Promoters:
-    """The promoters of all tiers, in the order of the tiers: what one lookup prefetches from them."""
+def prefetch(
+    promoters: Sequence[Promoter], found: Found, runs: Sequence[BlockRun], prefix_only: bool
+) -> tuple[tuple[RunHits, ...], int]:
+    """Prefetches what a lookup misses from tiers, in their order.
 
-    def __init__(self, promoters: Sequence[Promoter]):
-        self._promoters = promoters
-
-    def prefetch(self, found: Found, runs: Sequence[BlockRun], prefix_only: bool) -> tuple[tuple[RunHits, ...], int]:
-        """Prefetches missing blocks; returns the hits with what is pending, and when to look up again, milliseconds."""
-        num_pending = pending_bytes = 0
-        hits = []
-        for run, hit in zip(runs, found.hits, strict=True):
-            slot_bytes = found.namespace.groups[run.group_idx].spec.slot_bytes
-            most = min(MAX_PREFETCH_BLOCKS - num_pending, (MAX_PREFETCH_BYTES - pending_bytes) // slot_bytes)
-            most = max(most, 0 if num_pending else 1)  # One block is prefetched, however large.
-            pending = 0
-            if hit.num_leading < len(run):
-                missing = list(itertools.islice(_missing(run, hit, prefix_only), most))
-                pending = self._prefetch_run(found.namespace, run.group_idx, missing, prefix_only)
-            num_pending += pending
-            pending_bytes += pending * slot_bytes
-            hits.append(replace(hit, num_pending=pending) if pending else hit)
-        waits = [promoter.retry_after_ms for promoter in self._promoters if not promoter.is_idle]
-        return tuple(hits), min(waits) if num_pending else 0
-
-    def _prefetch_run(
-        self, namespace: PoolNamespace, group_idx: int, missing: list[tuple[bytes, bytes]], prefix_only: bool
-    ) -> int:
-        """Prefetches blocks, given with their parents' hashes; returns how many are pending."""
-        num_pending = 0
-        for promoter in self._promoters:
+    Returns the hits with what is pending, and when to look up again, milliseconds.
+    """
+    num_pending = pending_bytes = 0
+    hits = []
+    for run, hit in zip(runs, found.hits, strict=True):
+        slot_bytes = found.namespace.groups[run.group_idx].spec.slot_bytes
+        most = min(MAX_PREFETCH_BLOCKS - num_pending, (MAX_PREFETCH_BYTES - pending_bytes) // slot_bytes)
+        most = max(most, 0 if num_pending else 1)  # One block is prefetched, however large.
+        missing: list[tuple[bytes, bytes]] = []
+        if hit.num_leading < len(run):
+            missing += itertools.islice(_missing(run, hit, prefix_only), most)
+        pending = 0
+        for promoter in promoters:
             if not missing:
                 break
-            pending = promoter.prefetch(namespace, group_idx, missing, prefix_only=prefix_only)
-            num_pending += pending
+            count = promoter.prefetch(found.namespace, run.group_idx, missing, prefix_only=prefix_only)
+            pending += count
             if prefix_only:
-                missing = missing[pending:]  # The first ones are pending; the next tier may hold those behind them.
-            elif pending:
+                missing = missing[count:]  # The first ones are pending; the next tier may hold those behind them.
+            elif count:
                 break
-        return num_pending
-
-    def is_pending(self, key: BlockKey) -> bool:
-        """Whether a block is queued or being read."""
-        return any(promoter.is_pending(key) for promoter in self._promoters)
-
-    def forget(self, namespace: PoolNamespace, run: BlockRun) -> None:
-        """Prefetches none of these blocks for a while."""
-        for promoter in self._promoters:
-            promoter.forget(namespace, run.group_idx, run.block_hashes)
+        num_pending += pending
+        pending_bytes += pending * slot_bytes
+        hits.append(replace(hit, num_pending=pending) if pending else hit)
+    waits = [promoter.retry_after_ms for promoter in promoters if not promoter.is_idle]
+    return tuple(hits), min(waits) if num_pending else 0
 
 
 def _missing(run: BlockRun, hit: RunHits, prefix_only: bool) -> Iterator[tuple[bytes, bytes]]:

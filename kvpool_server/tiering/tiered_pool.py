@@ -1,13 +1,13 @@
 """A pool above tiers: lookups prefetch what they miss, stored blocks are written down, removals reach every tier.
 
-The tiers are tried in the order in which they are given. The pool knows nothing of them: this module calls it, and
-observes it. Without tiers, every operation is the pool's own. Belongs to the pool's event loop.
+The tiers are tried in the order in which they are given. Without tiers, every operation is the pool's own.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
@@ -30,7 +30,7 @@ from kvpool_server.cache.pool import Pool
 from kvpool_server.cache.steps import LOOKUP_STEP_BLOCKS, Run, Steps, at_once, finish
 from kvpool_server.tiering.demoter import Demoter, Watermark
 from kvpool_server.tiering.prefetcher import Prefetcher
-from kvpool_server.tiering.promoter import Promoter, Promoters
+from kvpool_server.tiering.promoter import Promoter, prefetch
 from kvpool_server.tiers.health import ANSWER_S, Health
 from kvpool_server.tiers.tier import Tier, TierError
 
@@ -55,7 +55,7 @@ class _Level(NamedTuple):
 
 
 class TieredPool(Observer):
-    """A pool and the tiers below. Open it first, close it last; call `pool` for what does not concern tiers.
+    """Open it first, close it last; call `pool` for what does not concern tiers. Belongs to the pool's event loop.
 
     Args:
         memory: the arena: uint8 [arena_bytes].
@@ -82,12 +82,11 @@ class TieredPool(Observer):
         ]
         on_eviction = [demoter for demoter in demoters if demoter.write_back]
         self._watermark = Watermark(pool, on_eviction) if on_eviction else None
-        promoters = [
+        self._promoters = [
             Promoter(pool, memory, tier, each, self._watermark, clock, self._progressed, run)
             for tier, each in zip(tiers, health, strict=True)
         ]
-        self._promoters = Promoters(promoters)
-        self._levels = list(map(_Level, tiers, health, demoters, promoters))
+        self._levels = list(map(_Level, tiers, health, demoters, self._promoters))
         self._num_open = 0
         self._tasks: list[asyncio.Task[None]] = []
         self._clearing: Counter[bytes] = Counter()
@@ -136,7 +135,7 @@ class TieredPool(Observer):
         for level in self._levels:
             if level.demoter.write_back:
                 level.demoter.enqueue_all()
-        waiting = [level.demoter.wait_idle() for level in self._levels if level.health.is_available]
+        waiting = [level.demoter.idle.wait() for level in self._levels if level.health.is_available]
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(asyncio.gather(*waiting), timeout_s)
         if self._levels:
@@ -190,7 +189,7 @@ class TieredPool(Observer):
                         if hit.num_pending
                     ]
                     await self._progress.wait()
-                    while all(map(self._promoters.is_pending, first_pending)):
+                    while all(any(each.is_pending(key) for each in self._promoters) for key in first_pending):
                         await self._progress.wait()
                     earlier, found = found, await look()
                     self.pool.release([earlier.lease_id], owner)
@@ -267,13 +266,13 @@ class TieredPool(Observer):
         """The hits with what is pending, and when to look up again, milliseconds."""
         if not self._levels or self._clearing[found.namespace.fingerprint] or self._clearing[b""]:
             return found.hits, 0
-        return self._promoters.prefetch(found, runs, prefix_only)
+        return prefetch(self._promoters, found, runs, prefix_only)
 
     def stored(self, entry: Entry) -> None:
         for level in self._levels:
             level.demoter.stored(entry)
         if self._watermark is not None:
-            self._watermark.check()
+            self._watermark.work.set()
 
     def evicted(self, entry: Entry) -> None:
         for level in self._levels:
@@ -291,8 +290,8 @@ class TieredPool(Observer):
         namespace = self.pool.namespace(fingerprint)
         removed = await self._run(self.pool.removals.remove(fingerprint, runs))
         assert namespace is not None, "the pool has just removed blocks of it"
-        for run in runs:
-            self._promoters.forget(namespace, run)
+        for promoter, run in itertools.product(self._promoters, runs):
+            promoter.forget(namespace, run.group_idx, run.block_hashes)
         await self._on_every_tier(
             lambda tier: asyncio.gather(*(tier.remove(namespace, run.group_idx, run.block_hashes) for run in runs))
         )
@@ -337,10 +336,10 @@ class TieredPool(Observer):
     @property
     def is_idle(self) -> bool:
         """True if no block is queued for, or on its way to or from, a tier that answers."""
-        if self._watermark is not None and not self._watermark.is_idle:
+        if self._watermark is not None and self._watermark.work.is_set():
             return False
         levels = [level for level in self._levels if level.health.is_available]
-        return all(level.demoter.is_idle and level.promoter.is_idle for level in levels)
+        return all(level.demoter.idle.is_set() and level.promoter.is_idle for level in levels)
 
     async def tiers_of(
         self, namespace: PoolNamespace, group_idx: int, names: Sequence[bytes]
@@ -369,13 +368,14 @@ class TieredPool(Observer):
 
     def holdings(self, fingerprint: bytes) -> list[pb.TierHoldings]:
         """What each tier holds of a namespace, which need not be open."""
-        return [message_of(level.tier.holdings(fingerprint), pb.TierHoldings) for level in self._levels]
+        return [level.tier.holdings(fingerprint) for level in self._levels]
 
     def stats(self, prefaulted_bytes: int = 0) -> pb.StatsResponse:
         """A snapshot of the pool and of each tier that was opened; a scrape may come before `open` has ended."""
         stats = message_of(self.pool.stats(prefaulted_bytes), pb.StatsResponse)
         for level in self._levels[: self._num_open]:
-            stats.tiers.append(message_of(level.tier.stats(), pb.TierStats, up=level.health.is_working))
+            stats.tiers.append(level.tier.stats())
+            stats.tiers[-1].up = level.health.is_working
         return stats
 
 

@@ -18,7 +18,6 @@ from pathlib import Path
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-from pydantic import Field
 
 from kvpool.protocol.errors import ConfigError
 from kvpool_server.tiers.tier import BlockKey, TierOptions
@@ -29,23 +28,16 @@ TAG_BYTES = NONCE_BYTES + 16
 _PURPOSE = b"kvpool tier tag"
 
 
-class KeyedTierOptions(TierOptions):
-    """Base of the options of tiers that can authenticate their blocks."""
-
-    key_file: str = Field(
-        "", description="file with the key that authenticates blocks; servers that share the tier have the same"
-    )
-
-    def load_mac(self) -> BlockMac | None:
-        """None without a key. Raises ConfigError."""
-        return BlockMac.from_file(Path(self.key_file)) if self.key_file else None
-
-
 class BlockMac:
     """Makes and verifies tags. Thread-safe."""
 
     def __init__(self, key: bytes):
         self._key = key
+
+    @classmethod
+    def of(cls, options: TierOptions) -> BlockMac | None:
+        """With the key of a tier's options; None without a key. Raises ConfigError."""
+        return cls.from_file(Path(options.key_file)) if options.key_file else None
 
     @classmethod
     def from_file(cls, path: Path) -> BlockMac:
@@ -67,11 +59,7 @@ class BlockMac:
         return cls(key)
 
     def tag(self, name: BlockKey, payload: memoryview) -> bytes:
-        """The tag of a block, TAG_BYTES long; another one each time.
-
-        Args:
-            payload: uint8 [slot_bytes].
-        """
+        """The tag of a block, uint8 [slot_bytes]: TAG_BYTES long, and another one each time."""
         nonce = os.urandom(NONCE_BYTES)
         return nonce + self._cipher(name).encrypt(nonce, b"", payload)
 

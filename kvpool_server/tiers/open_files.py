@@ -1,8 +1,4 @@
-"""Files that several threads use: each is closed with its last user, and a server keeps a bounded number open.
-
-All tiers of a server share one `OpenFiles`. Files are opened and closed outside of its lock: a file system that hangs
-stops only its own users.
-"""
+"""Files that several threads use: each is closed with its last user, and a server keeps a bounded number open."""
 
 from __future__ import annotations
 
@@ -12,7 +8,7 @@ import os
 import resource
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import structlog
 
@@ -21,9 +17,6 @@ log = structlog.get_logger()
 MAX_OPEN_FILES = 256
 """Files that the tiers of a server keep open."""
 WANTED_DESCRIPTORS = 65_536
-
-Key = tuple[int, bool]
-"""(extent, whether it bypasses the page cache)"""
 
 
 class OpenFile:
@@ -41,60 +34,18 @@ class OpenFile:
 
 
 class OpenFiles:
-    """The open files of several directories, least recently used first: `most`, and those in use beyond."""
+    """The open files of all tiers of a server, least recently used first: `most`, and those in use beyond.
+
+    Files are opened and closed outside of the lock: a file system that hangs stops only its own users.
+
+    Attributes:
+        files: by owner and the owner's key; only with `lock` held.
+    """
 
     def __init__(self, most: int = MAX_OPEN_FILES):
         self.most = most
         self.lock = threading.Lock()
-        self.files: OrderedDict[tuple[DirectoryFiles, Key], OpenFile] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self.files)
-
-
-class DirectoryFiles:
-    """The open files of one directory. Thread-safe. `open_file` returns a descriptor, or raises OSError."""
-
-    def __init__(self, files: OpenFiles, open_file: Callable[[int, bool], int], close_file: Callable[[int], None]):
-        self._shared = files
-        self._open_file = open_file
-        self._close_file = close_file
-        self._is_closed = False
-
-    @contextlib.contextmanager
-    def use(self, key: Key) -> Iterator[int]:
-        """A descriptor that stays open meanwhile. Raises OSError, and FileNotFoundError once `close` was called."""
-        files, place = self._shared.files, (self, key)
-        surplus: list[OpenFile | None] = []
-        file = None
-        try:
-            with self._shared.lock:
-                self._check_open()
-                if (file := files.get(place)) is not None:
-                    files.move_to_end(place)
-            if file is None:
-                file = OpenFile(self._open_file(*key), self._close_file)
-                with self._shared.lock:
-                    self._check_open()
-                    surplus.append(files.pop(place, None))  # Another thread may have opened the file meanwhile.
-                    files[place] = file
-                    surplus += [files.popitem(last=False)[1] for _ in range(len(files) - self._shared.most)]
-                surplus.clear()
-            yield file.fd
-        finally:
-            del file  # A traceback would keep it open.
-
-    def close(self) -> None:
-        """Opens no file any more; the last user of an open file closes it. Idempotent."""
-        with self._shared.lock:
-            self._is_closed = True
-            mine = [place for place in self._shared.files if place[0] is self]
-            closing = [self._shared.files.pop(place) for place in mine]
-        closing.clear()
-
-    def _check_open(self) -> None:
-        if self._is_closed:
-            raise closed_error()
+        self.files: OrderedDict[tuple[object, object], OpenFile] = OrderedDict()
 
 
 def closed_error() -> FileNotFoundError:

@@ -1,19 +1,15 @@
-"""The kinds of tiers, and the tiers of a server from its `--tier` settings: `file:/mnt/kv,size=200GiB`.
-
-To add a kind: write tiers/NAME/tier.py with a `Tier` and its `TierOptions`, and name the options in KINDS.
-"""
+"""The kinds of tiers, and the tiers of a server from its `--tier` settings: `file:/mnt/kv,size=200GiB`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import ByteSize, ValidationError
 from pydantic_core import ErrorDetails
 
 from kvpool.protocol.errors import ConfigError
 from kvpool_server.tiers.file.tier import FileOptions
-from kvpool_server.tiers.instead import instead_of
 from kvpool_server.tiers.mooncake.tier import MooncakeOptions
 from kvpool_server.tiers.tier import TierOptions
 
@@ -30,11 +26,11 @@ def parse(text: str) -> TierOptions:
     kind, _, rest = text.partition(":")
     if kind not in KINDS:
         raise ConfigError(f"tier {text!r}: unknown kind {kind!r}; choose {_either(list(KINDS))}, as in {examples()}")
-    options, first = KINDS[kind], KINDS[kind].PLACE
+    options = KINDS[kind]
     values: dict[str, Any] = {}
     parts = rest.split(",") if rest else []
-    if first and parts:
-        values[first] = parts.pop(0)
+    if options.PLACE and parts:
+        values[options.PLACE] = parts.pop(0)
     for part in parts:
         name, equals, value = part.partition("=")
         if not equals:
@@ -45,12 +41,9 @@ def parse(text: str) -> TierOptions:
     try:
         return options(**values)
     except ValidationError as error:
-        raise ConfigError(f"tier {text!r}: {_problem(options, _first(error.errors()))}") from None
-
-
-def _first(errors: list[ErrorDetails]) -> ErrorDetails:
-    """The error to tell of: an unknown option before a missing one, which it may be with a spelling mistake."""
-    return next((each for each in errors if each["type"] == "extra_forbidden"), errors[0])
+        # An unknown option may be a missing one with a spelling mistake.
+        first = min(error.errors(), key=lambda each: each["type"] != "extra_forbidden")
+        raise ConfigError(f"tier {text!r}: {_problem(options, first)}") from None
 
 
 def _problem(options: type[TierOptions], error: ErrorDetails) -> str:
@@ -66,6 +59,34 @@ def _problem(options: type[TierOptions], error: ErrorDetails) -> str:
         case _:
             fix = instead_of(error) or error["msg"].removeprefix("Value error, ")
             return f"{name}={error['input']} is not possible; give {fix}"
+
+
+def instead_of(error: ErrorDetails) -> str:
+    """What to give instead of a value that pydantic has refused; empty for errors that have a sentence of their own."""
+    context = error.get("ctx", {})
+    match error["type"]:
+        case "greater_than_equal" if context["ge"] >= 1 << 20:
+            return f"at least {ByteSize(context['ge']).human_readable()}"
+        case "greater_than_equal":
+            return f"at least {context['ge']}"
+        case "less_than_equal":
+            return f"at most {context['le']}"
+        case "byte_size":
+            return "a number of bytes, as 200GiB"
+        case "literal_error":
+            return str(context["expected"]).replace("'", "")
+        case "int_parsing" | "int_type" | "int_from_float" | "int_parsing_size":
+            return "a whole number"
+        case "string_pattern_mismatch":
+            return f"a text that matches {context['pattern']}"
+        case "string_too_short":
+            return "a text that is not empty"
+        case "string_type":
+            return "a text"
+        case "bool_parsing" | "bool_type":
+            return "yes or no"
+        case _:
+            return ""
 
 
 def _either(names: Sequence[str]) -> str:

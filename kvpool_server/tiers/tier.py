@@ -19,6 +19,7 @@ import xxhash
 from pydantic import BaseModel, ConfigDict, Field
 
 from kvpool.protocol.namespace import NamespaceSpec
+from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.cache.eviction import Policy
 from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.tiers.open_files import OpenFiles
@@ -38,7 +39,6 @@ COUNTERS = {
     "written_bytes": "Bytes written to the tier.",
 }
 """What is counted for each tier, with the HELP text of each metric."""
-
 BlockKey = tuple[bytes, int, bytes]
 """(fingerprint, group_idx, block_hash)"""
 
@@ -64,36 +64,12 @@ class Block:
 
 
 def is_sound(payload: memoryview, checksums: Sequence[int]) -> bool:
-    """Whether the chunks of a block match their checksums.
-
-    Args:
-        payload: the chunks, one after the other: uint8 [slot_bytes].
-    """
+    """Whether the chunks of a block, uint8 [slot_bytes], match their checksums."""
     size = payload.nbytes // len(checksums)
     # Unlike `hashing.checksum`, xxh3_64 releases the GIL: a tier's threads verify beside the event loop.
     return all(
         xxhash.xxh3_64(payload[nth * size :][:size]).intdigest() == expected for nth, expected in enumerate(checksums)
     )
-
-
-@dataclass(frozen=True, slots=True)
-class TierHoldings:
-    """What the tier named `tier` holds of a namespace: `num_entries` blocks of `nbytes` together."""
-
-    tier: str
-    num_entries: int = 0
-    nbytes: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class TierStats:
-    """A snapshot of a tier, as `TierStats` in the proto; sizes as far as this server knows."""
-
-    name: str
-    size_bytes: int = 0
-    used_bytes: int = 0
-    num_entries: int = 0
-    counters: dict[str, int] = field(default_factory=dict)
 
 
 class Tier(ABC):
@@ -113,8 +89,6 @@ class Tier(ABC):
     def __init__(self, name: str):
         self.name = name
         self.counters = dict.fromkeys(COUNTERS, 0)
-
-    # Every tier
 
     @abstractmethod
     async def find(self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes]) -> list[bool]:
@@ -151,8 +125,6 @@ class Tier(ABC):
     async def clear(self, fingerprint: bytes = b"") -> None:
         """Removes all blocks of a namespace, or of all namespaces. Raises TierError."""
 
-    # Tiers with threads, files or connections
-
     async def open(self) -> None:
         """Gets ready. Raises ConfigError if the tier cannot work; nothing is left behind then."""
         return
@@ -160,8 +132,6 @@ class Tier(ABC):
     async def close(self) -> None:
         """Ends the tier's threads, except those that hang. Idempotent, also after an `open` that failed."""
         return
-
-    # Tiers that can answer from memory
 
     def known(self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes]) -> list[bool] | None:
         """As `find`, at once and from memory; None if only `find` can tell."""
@@ -171,15 +141,13 @@ class Tier(ABC):
         """The namespaces that an open tier has blocks of, oldest first, as far as it knows their specs."""
         return []
 
-    # What operators see
-
-    def holdings(self, fingerprint: bytes) -> TierHoldings:
+    def holdings(self, fingerprint: bytes) -> pb.TierHoldings:
         """What the tier holds of a namespace, as far as this server knows."""
-        return TierHoldings(self.name)
+        return pb.TierHoldings(tier=self.name)
 
-    def stats(self) -> TierStats:
-        """A snapshot."""
-        return TierStats(self.name, counters=dict(self.counters))
+    def stats(self) -> pb.TierStats:
+        """A snapshot, but for `up`, which the server knows."""
+        return pb.TierStats(name=self.name, counters=self.counters)
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +179,9 @@ class TierOptions(BaseModel):
 
     write: Literal["through", "back"] = Field(
         "through", description="through writes a block when it is stored; back writes it before its eviction"
+    )
+    key_file: str = Field(
+        "", description="file with the key that authenticates blocks; servers that share the tier have the same"
     )
 
     @property

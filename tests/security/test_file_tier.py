@@ -14,19 +14,18 @@ from structlog.testing import capture_logs
 
 from kvpool.protocol.errors import ConfigError
 from kvpool_server.cache.eviction.lru import PrefixLRU
-from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.tiers.file import own_directory
 from kvpool_server.tiers.file.directory import Directory, UntrustedFileError
 from kvpool_server.tiers.file.peer_directories import PeerDirectories
 from kvpool_server.tiers.file.tier import FileTier
 from kvpool_server.tiers.registry import parse
-from kvpool_server.tiers.tier import TierContext
-from tests.contracts.tier_contract import Memory, TierContract, blocks_of, namespace_of, run
+from kvpool_server.tiers.tier import Tier, TierContext
+from tests.contracts.tier_contract import Memory, TierContract, awaited, blocks_of, namespace_of, opened
 from tests.support.file_tier import file_tier
-from tests.support.processes import run_server
 from tests.support.tier_directories import open_directory
 from tests.support.values import block_hash
 
+NAMESPACE = namespace_of(TierContract.spec)
 FOREIGN_UID = 12_345
 SECRET = b"of another user" * 4096
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="changes the owners of files")
@@ -37,15 +36,10 @@ def _tier(root: Path, name: str = "one", owners: Sequence[int] = ()) -> FileTier
 
 
 @pytest.fixture
-def namespace() -> PoolNamespace:
-    return namespace_of(TierContract.spec)
-
-
-@pytest.fixture
-def root(tmp_path: Path, namespace: PoolNamespace) -> Path:
+def root(tmp_path: Path) -> Path:
     """A tier's path with the directory of a peer "two", which holds the block "a"."""
     path = tmp_path / "tier"
-    _store(path, "two", namespace)
+    _store(path, "two")
     return path
 
 
@@ -57,64 +51,32 @@ def secret(tmp_path: Path) -> Path:
     return path
 
 
-def _store(root: Path, name: str, namespace: PoolNamespace) -> None:
-    async def store() -> None:
-        tier = _tier(root, name)
-        await tier.open()
-        assert await tier.write(namespace, 0, blocks_of("a")) == 1
-        await tier.close()
-
-    run(store)
+@awaited
+async def _store(root: Path, name: str) -> None:
+    async with opened(_tier(root, name)) as tier:
+        assert await tier.write(NAMESPACE, 0, blocks_of("a")) == 1
 
 
-def _open(tier: FileTier) -> None:
-    async def open_and_close() -> None:
-        await tier.open()
-        await tier.close()
-
-    run(open_and_close)
+@awaited
+async def _open(tier: Tier) -> None:
+    async with opened(tier):
+        pass
 
 
-def _reads(root: Path, namespace: PoolNamespace, name: str = "one", owners: Sequence[int] = ()) -> bool:
+@awaited
+async def _reads(root: Path, name: str = "one", owners: Sequence[int] = ()) -> bool:
     """Whether a server gets the block "a" from what lies below the path."""
-    came: list[Sequence[int] | None] = []
-
-    async def read() -> None:
-        tier = _tier(root, name, owners)
-        await tier.open()
+    async with opened(_tier(root, name, owners)) as tier:
         await tier.refresh()
-        came.extend(await tier.read(namespace, 0, [block_hash("a")], Memory(1).views))
-        await tier.close()
-
-    run(read)
-    return came[0] is not None
+        (sums,) = await tier.read(NAMESPACE, 0, [block_hash("a")], Memory(1).views)
+    return sums is not None
 
 
-def test_what_follows_would_read_the_block_of_an_honest_peer(root: Path, namespace: PoolNamespace) -> None:
-    assert _reads(root, namespace)
+def test_what_follows_would_read_the_block_of_an_honest_peer(root: Path) -> None:
+    assert _reads(root)
 
 
 # What lies at foreseeable names
-
-
-def _link(place: Path, secret: Path) -> None:
-    place.symlink_to(secret)
-
-
-def _hard_link(place: Path, secret: Path) -> None:
-    place.hardlink_to(secret)
-
-
-def _pipe(place: Path, secret: Path) -> None:
-    os.mkfifo(place)
-
-
-def _directory(place: Path, secret: Path) -> None:
-    place.mkdir()
-
-
-def _socket(place: Path, secret: Path) -> None:
-    os.mknod(place, stat.S_IFSOCK | 0o600)
 
 
 def _device(place: Path, secret: Path) -> None:
@@ -124,25 +86,28 @@ def _device(place: Path, secret: Path) -> None:
         pytest.skip("may not make devices")
 
 
-def _writable(place: Path, secret: Path) -> None:
-    place.write_bytes(b"")
-    place.chmod(0o666)
-
-
-TRAPS = [_link, _hard_link, _pipe, _directory, _socket, _device, _writable]
+TRAPS: dict[str, Callable[[Path, Path], object]] = {
+    "link": lambda place, secret: place.symlink_to(secret),
+    "hard link": lambda place, secret: place.hardlink_to(secret),
+    "pipe": lambda place, secret: os.mkfifo(place),
+    "directory": lambda place, secret: place.mkdir(),
+    "socket": lambda place, secret: os.mknod(place, stat.S_IFSOCK | 0o600),
+    "device": _device,
+    "writable": lambda place, secret: (place.touch(), place.chmod(0o666)),
+}
 FILES = ["lock", "journal", "extent-00000"]
 
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("trap", TRAPS)
 def test_a_trap_in_the_servers_directory_is_refused_and_nothing_behind_it_changes(
-    tmp_path: Path, namespace: PoolNamespace, secret: Path, trap: Callable[[Path, Path], None], name: str
+    tmp_path: Path, secret: Path, trap: str, name: str
 ) -> None:
-    _store(tmp_path / "tier", "one", namespace)
+    _store(tmp_path / "tier", "one")
     before = secret.stat()
     place = tmp_path / "tier" / "one" / name
     place.unlink()
-    trap(place, secret)
+    TRAPS[trap](place, secret)
     with pytest.raises(ConfigError, match=f"tier/one/{name} (is no plain file|has 2 names|can be written by others)"):
         _open(_tier(tmp_path / "tier"))
     assert secret.read_bytes() == SECRET and secret.stat().st_mtime_ns == before.st_mtime_ns
@@ -150,25 +115,23 @@ def test_a_trap_in_the_servers_directory_is_refused_and_nothing_behind_it_change
 
 @pytest.mark.parametrize("name", ["journal", "extent-00000"])
 @pytest.mark.parametrize("trap", TRAPS)
-def test_a_trap_in_a_peers_directory_is_a_miss(
-    root: Path, namespace: PoolNamespace, secret: Path, trap: Callable[[Path, Path], None], name: str
-) -> None:
+def test_a_trap_in_a_peers_directory_is_a_miss(root: Path, secret: Path, trap: str, name: str) -> None:
     place = root / "two" / name
-    if trap in (_link, _hard_link):  # Even what the right bytes lie in.
+    if trap in ("link", "hard link"):  # Even what the right bytes lie in.
         place.replace(secret)
     else:
         place.unlink()
-    trap(place, secret)
-    assert not _reads(root, namespace)
+    TRAPS[trap](place, secret)
+    assert not _reads(root)
 
 
-@pytest.mark.parametrize("trap", [_link, _hard_link, _pipe])
+@pytest.mark.parametrize("trap", ["link", "hard link", "pipe"])
 def test_what_lies_where_a_journal_is_compacted_is_removed_and_not_written(
-    tmp_path: Path, secret: Path, trap: Callable[[Path, Path], None]
+    tmp_path: Path, secret: Path, trap: str
 ) -> None:
     one = tmp_path / "tier" / "one"
     one.mkdir(mode=0o700, parents=True)
-    trap(one / "journal.new", secret)
+    TRAPS[trap](one / "journal.new", secret)
     _open(_tier(tmp_path / "tier"))
     assert secret.read_bytes() == SECRET and not (one / "journal.new").exists()
     assert (one / "journal").stat().st_nlink == 1 and not (one / "journal").is_symlink()
@@ -183,31 +146,24 @@ def test_extents_beyond_the_tiers_size_are_removed_only_if_they_are_plain_files(
     assert (one / "extent-90000").is_symlink()
 
 
-def test_a_link_instead_of_a_directory_is_not_followed(root: Path, namespace: PoolNamespace) -> None:
+def test_a_link_instead_of_a_directory_is_not_followed(root: Path) -> None:
     elsewhere = root.parent / "elsewhere"
     (root / "two").rename(elsewhere)
     (root / "two").symlink_to(elsewhere)
-    assert not _reads(root, namespace)
+    assert not _reads(root)
     before = sorted(elsewhere.iterdir())
     with pytest.raises(ConfigError, match="two is no directory, or a symbolic link"):
         _open(_tier(root, "two"))
     assert sorted(elsewhere.iterdir()) == before
 
 
-def test_a_link_that_is_planted_while_the_server_runs_is_not_followed(
-    root: Path, namespace: PoolNamespace, secret: Path
-) -> None:
+@awaited
+async def test_a_link_that_is_planted_while_the_server_runs_is_not_followed(root: Path, secret: Path) -> None:
     """The server has the journal open; only an extent is opened later."""
-
-    async def test() -> None:
-        tier = _tier(root)
-        await tier.open()
+    async with opened(_tier(root)) as tier:
         (root / "one" / "extent-00000").symlink_to(secret)
         with pytest.raises(Exception, match="extent-00000 is no plain file"):
-            await tier.write(namespace, 0, blocks_of("b"))
-        await tier.close()
-
-    run(test)
+            await tier.write(NAMESPACE, 0, blocks_of("b"))
     assert secret.read_bytes() == SECRET
 
 
@@ -216,16 +172,14 @@ def test_a_link_that_is_planted_while_the_server_runs_is_not_followed(
 
 @needs_root
 @pytest.mark.parametrize("place", ["two", "two/journal", "two/extent-00000"])
-def test_what_belongs_to_a_foreign_user_is_read_only_where_that_user_is_trusted(
-    root: Path, namespace: PoolNamespace, place: str
-) -> None:
+def test_what_belongs_to_a_foreign_user_is_read_only_where_that_user_is_trusted(root: Path, place: str) -> None:
     os.chown(root / place, FOREIGN_UID, FOREIGN_UID)
     with capture_logs() as logs:
-        assert not _reads(root, namespace)
+        assert not _reads(root)
     if not place.endswith("extent-00000"):
         (said,) = [line for line in logs if line["event"] == "a peer's directory cannot be read"]
         assert f"belongs to uid {FOREIGN_UID}" in said["error"] and f"owners={FOREIGN_UID}" in said["error"]
-    assert _reads(root, namespace, owners=[FOREIGN_UID])
+    assert _reads(root, owners=[FOREIGN_UID])
 
 
 @needs_root
@@ -245,26 +199,16 @@ def test_a_server_does_not_start_where_others_can_write(root: Path, place: str, 
         _open(_tier(root, "two"))
 
 
-def test_a_peers_directory_that_others_can_write_is_not_read(root: Path, namespace: PoolNamespace) -> None:
+def test_a_peers_directory_that_others_can_write_is_not_read(root: Path) -> None:
     (root / "two").chmod(0o770)
-    assert not _reads(root, namespace)
-
-
-def test_the_server_ends_with_the_reason(tmp_path: Path) -> None:
-    root = tmp_path / "tier"
-    root.mkdir()
-    root.chmod(0o1777)
-    done = run_server("--listen", "127.0.0.1:0", "--http-listen", "", "--tier", f"file:{root},size=64MiB")
-    assert done.returncode == 2
-    assert f"tier file:{root}: {root} can be written by others (mode 1777)" in done.stderr
-    assert not list(root.iterdir())
+    assert not _reads(root)
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o022])
-def test_what_the_server_makes_is_its_own_alone(tmp_path: Path, namespace: PoolNamespace, umask: int) -> None:
+def test_what_the_server_makes_is_its_own_alone(tmp_path: Path, umask: int) -> None:
     before = os.umask(umask)
     try:
-        _store(tmp_path / "above" / "tier", "one", namespace)
+        _store(tmp_path / "above" / "tier", "one")
     finally:
         os.umask(before)
     made = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "above").rglob("*")}
@@ -272,12 +216,10 @@ def test_what_the_server_makes_is_its_own_alone(tmp_path: Path, namespace: PoolN
     assert stat.S_IMODE((tmp_path / "above").stat().st_mode) == 0o700
 
 
-def test_a_group_reads_the_files_where_an_operator_lets_it_read_the_directory(
-    tmp_path: Path, namespace: PoolNamespace
-) -> None:
+def test_a_group_reads_the_files_where_an_operator_lets_it_read_the_directory(tmp_path: Path) -> None:
     (tmp_path / "one").mkdir()
     (tmp_path / "one").chmod(0o2750)
-    _store(tmp_path, "one", namespace)
+    _store(tmp_path, "one")
     assert {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "one").iterdir()} == {0o640}
 
 
@@ -305,13 +247,7 @@ def test_only_an_entry_of_the_directory_can_be_named(tmp_path: Path, name: str) 
 def test_a_hosts_name_is_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str) -> None:
     monkeypatch.setattr("socket.gethostname", lambda: host)
     options = parse(f"file:{tmp_path / 'tier'},size=8MiB,create=yes,io=buffered")
-
-    async def test() -> None:
-        tier = options.make(TierContext(("127.0.0.1", 50051), PrefixLRU))
-        await tier.open()
-        await tier.close()
-
-    run(test)
+    _open(options.make(TierContext(("127.0.0.1", 50051), PrefixLRU)))
     (made,) = (tmp_path / "tier").iterdir()
     assert made.name.endswith("-50051") and made.name.isascii() and made.name.replace("-", "_").isprintable()
     assert not made.name.startswith(".") and " " not in made.name
@@ -327,9 +263,7 @@ def test_what_is_not_trusted_is_named_without_control_characters(tmp_path: Path)
 # The event loop, and descriptors
 
 
-def test_directories_are_read_on_a_thread_of_their_own(
-    root: Path, namespace: PoolNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_directories_are_read_on_a_thread_of_their_own(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     threads: set[str] = set()
     for place, name in ((PeerDirectories, "refresh"), (own_directory.DirectoryLock, "send_heartbeat"), (os, "scandir")):
         really = getattr(place, name)
@@ -339,7 +273,7 @@ def test_directories_are_read_on_a_thread_of_their_own(
             return _really(*arguments)
 
         monkeypatch.setattr(place, name, noted)
-    assert _reads(root, namespace)
+    assert _reads(root)
     assert threads and all(name.startswith("kvpool-tier") for name in threads)
 
 
@@ -383,24 +317,20 @@ def test_a_directory_is_closed_by_its_last_user(tmp_path: Path, monkeypatch: pyt
     assert str(tmp_path) not in links
 
 
-def test_a_tier_leaves_no_descriptor_open(root: Path, namespace: PoolNamespace) -> None:
-    assert _reads(root, namespace)
+def test_a_tier_leaves_no_descriptor_open(root: Path) -> None:
+    assert _reads(root)
     links = [os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
     assert not [link for link in links if link.startswith(str(root))]
 
 
-def test_a_peers_directory_that_is_replaced_is_read_anew(root: Path, namespace: PoolNamespace) -> None:
-    async def test() -> None:
-        tier = _tier(root)
-        await tier.open()
+@awaited
+async def test_a_peers_directory_that_is_replaced_is_read_anew(root: Path) -> None:
+    async with opened(_tier(root)) as tier:
         await tier.refresh()
-        assert tier.known(namespace, 0, [block_hash("a")]) == [True]
+        assert tier.known(NAMESPACE, 0, [block_hash("a")]) == [True]
         (root / "two").rename(root / ".removed-two")
         await tier.refresh()
-        assert tier.known(namespace, 0, [block_hash("a")]) == [False]
+        assert tier.known(NAMESPACE, 0, [block_hash("a")]) == [False]
         await asyncio.to_thread((root / ".removed-two").rename, root / "two")
         await tier.refresh()
-        assert tier.known(namespace, 0, [block_hash("a")]) == [True]
-        await tier.close()
-
-    run(test)
+        assert tier.known(NAMESPACE, 0, [block_hash("a")]) == [True]

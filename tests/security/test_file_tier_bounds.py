@@ -20,7 +20,7 @@ from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.tiers.file import frames, journal, peer_directories
 from kvpool_server.tiers.file.journal import Inventory, JournalBuffer
 from kvpool_server.tiers.file.peer_directories import PeerDirectories
-from tests.contracts.tier_contract import SHARDS, TierContract, namespace_of, run
+from tests.contracts.tier_contract import SHARDS, TierContract, awaited, namespace_of, opened
 from tests.support.effort import effort
 from tests.support.file_tier import file_tier
 from tests.support.integrity import check_integrity
@@ -53,19 +53,12 @@ def _num_found(peers: PeerDirectories, count: int, start: int = 0) -> int:
     return sum(peers.find(GROUP, block_hash(nth)) is not None for nth in range(start, start + count))
 
 
-def _open(root: Path) -> int:
+@awaited
+async def _open(root: Path) -> int:
     """Starts and stops a server on the directory "own"; how many blocks it has restored."""
-    entries = []
-
-    async def open_and_close() -> None:
-        tier = file_tier(root, "own", threads=1)
-        await tier.open()
+    async with opened(file_tier(root, "own", threads=1)) as tier:
         check_integrity(tier.pool)
-        entries.append(tier.stats().num_entries)
-        await tier.close()
-
-    run(open_and_close)
-    return entries[0]
+        return tier.stats().num_entries
 
 
 @contextmanager
@@ -194,7 +187,8 @@ def test_looking_for_peers_does_not_take_memory_for_what_else_lies_there(
     peers.close()
 
 
-def test_long_journals_are_read_in_turns_with_heartbeats_between(
+@awaited
+async def test_long_journals_are_read_in_turns_with_heartbeats_between(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(peer_directories, "REFRESH_BYTES", 1)
@@ -212,19 +206,14 @@ def test_long_journals_are_read_in_turns_with_heartbeats_between(
     assert counts[-1] == [1000] * 3 and len(counts) > 10
     assert all(max(each) - min(each) < 300 for each in counts[3:]), "one of them waits for the others"
     peers.close()
-
-    async def test() -> None:
-        tier = file_tier(tmp_path, "own", threads=1)
-        heartbeats: list[int] = []
-        really = tier._own.send_heartbeat
-        monkeypatch.setattr(tier._own, "send_heartbeat", lambda: (heartbeats.append(1), really())[1])
-        await tier.open()
+    tier = file_tier(tmp_path, "own", threads=1)
+    heartbeats: list[int] = []
+    really = tier._own.send_heartbeat
+    monkeypatch.setattr(tier._own, "send_heartbeat", lambda: (heartbeats.append(1), really())[1])
+    async with opened(tier):
         while not all(tier.known(namespace_of(SPEC), 0, [block_hash(nth) for nth in (999, 1999, 2999)])):
             await tier.refresh()
         assert len(heartbeats) > 10
-        await tier.close()
-
-    run(test)
 
 
 @pytest.mark.parametrize("has_room", [True, False])
@@ -306,16 +295,13 @@ def test_a_block_at_an_offset_that_no_file_has_is_a_miss(tmp_path: Path, offset:
 
 def _frame(dice: Random) -> bytes:
     kind = dice.choice([frames.HEAD, frames.NAMESPACE, frames.REMOVED, *[frames.STORED] * 3, 0, HUGE])
-    payload = bytearray()
-    match kind:
-        case frames.HEAD:
-            payload += HEAD[24:]
-        case frames.NAMESPACE:
-            payload += frames.encode_namespace(SPEC)[24:]
-        case frames.STORED:
-            payload += _stored(dice.randrange(4), dice.randrange(4))[24:]
-        case frames.REMOVED:
-            payload += frames.encode_removed(range(0, 4096 * dice.randrange(5), 4096))[24:]
+    sound = {
+        frames.HEAD: HEAD,
+        frames.NAMESPACE: frames.encode_namespace(SPEC),
+        frames.STORED: _stored(dice.randrange(4), dice.randrange(4)),
+        frames.REMOVED: frames.encode_removed(range(0, 4096 * dice.randrange(5), 4096)),
+    }
+    payload = bytearray(sound.get(kind, b"")[24:])
     for _ in range(dice.choice([0, 0, 0, 1, 3])):
         if (at := dice.randrange(201)) < len(payload):
             payload[at] = dice.choice([0, 1, 0x7F, 0x80, 0xFF])

@@ -85,7 +85,7 @@ def test_what_the_process_says_at_its_start_is_one_line(monkeypatch: pytest.Monk
     process = StoreProcess.__new__(StoreProcess)
     ours, theirs = socket_pair()
     MessageSocket(theirs).send("fails\n2026-01-01 [info] forged\x1b[2J")
-    process._channels = [store_process.StoreChannel(process, MessageSocket(ours), np.zeros(0, np.uint8), 0)]
+    process._channels = [store_process.StoreChannel(process, ours, np.zeros(0, np.uint8), 0)]
     with pytest.raises(StoreError) as caught:
         process._wait_until_ready("host:1")
     assert str(caught.value).isprintable()

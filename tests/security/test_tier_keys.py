@@ -13,7 +13,6 @@ import pytest
 from kvpool.protocol.errors import ConfigError
 from kvpool.protocol.hashing import checksum
 from kvpool_server.cache.entry import Record
-from kvpool_server.cache.eviction.lru import PrefixLRU
 from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.tiers.block_mac import TAG_BYTES, BlockMac
 from kvpool_server.tiers.file import frames
@@ -23,21 +22,20 @@ from kvpool_server.tiers.file.tier import FileTier
 from kvpool_server.tiers.mooncake.objects import encode_footer
 from kvpool_server.tiers.mooncake.tier import MooncakeTier
 from kvpool_server.tiers.mooncake.worker import StoreConfig
-from kvpool_server.tiers.registry import parse
-from kvpool_server.tiers.tier import BlockKey, Tier, TierContext
+from kvpool_server.tiers.tier import BlockKey, Tier
 from tests.contracts.tier_contract import (
     SHARDS,
     SLOT,
-    Memory,
     PersistentTierContract,
     TierContract,
+    awaited,
     blocks_of,
     namespace_of,
-    run,
+    opened,
+    read_back,
 )
 from tests.support.file_tier import SIZE, file_tier
 from tests.support.mooncake import Cluster
-from tests.support.processes import run_server
 from tests.support.tier_directories import open_directory
 from tests.support.values import block_hash, payload
 
@@ -58,29 +56,20 @@ def namespace() -> PoolNamespace:
 
 
 async def _write(tier: Tier, namespace: PoolNamespace, *names: str) -> None:
-    await tier.open()
-    assert await tier.write(namespace, 0, blocks_of(*names)) == len(names)
-    await tier.close()
+    async with opened(tier):
+        assert await tier.write(namespace, 0, blocks_of(*names)) == len(names)
 
 
 async def _read(tier: Tier, namespace: PoolNamespace, *names: str) -> list[bool]:
     """Opens the tier; for each block whether it came, right."""
-    await tier.open()
-    if isinstance(tier, FileTier):
-        await tier.refresh()
-    memory = Memory(len(names))
-    sums = await tier.read(namespace, 0, [block_hash(name) for name in names], memory.views)
-    await tier.close()
-    for name, found, block in zip(names, sums, memory.blocks, strict=True):
-        assert found is None or np.array_equal(block, payload(name, SLOT)), f"forged bytes for {name}"
-    return [found is not None for found in sums]
+    async with opened(tier):
+        if isinstance(tier, FileTier):
+            await tier.refresh()
+        return [name is not None for name in await read_back(tier, namespace, names)]
 
 
 def _load(directory: Path) -> Inventory:
-    opened = open_directory(directory)
-    inventory = Journal(opened, Disk(), functools.partial(Inventory, has_tags=True)).load()
-    opened.close()
-    return inventory
+    return Journal(open_directory(directory), Disk(), functools.partial(Inventory, has_tags=True)).load()
 
 
 # Tags
@@ -139,22 +128,9 @@ def test_what_is_no_key_is_refused_and_not_shown(tmp_path: Path, text: str) -> N
     assert not text or text not in str(caught.value)
 
 
-def test_the_server_ends_without_its_key(tmp_path: Path) -> None:
-    missing = tmp_path / "missing"
-    tier = f"file:{tmp_path / 'tier'},size=64MiB,create=yes,key_file={missing}"
-    done = run_server("--listen", "127.0.0.1:0", "--http-listen", "", "--tier", tier)
-    assert done.returncode == 2 and f"key_file={missing} cannot be read: No such file" in done.stderr
-
-
-def test_a_tier_gets_the_key_of_its_options(tmp_path: Path, namespace: PoolNamespace) -> None:
-    path = _key_file(tmp_path / "key")
-    options = parse(f"file:{tmp_path / 'tier'},size=8MiB,name=one,create=yes,io=buffered,key_file={path}")
-
-    async def test() -> None:
-        await _write(options.make(TierContext(("127.0.0.1", 1), PrefixLRU)), namespace, "a")
-        assert await _read(_tier(tmp_path / "tier"), namespace, "a") == [True]
-
-    run(test)
+def test_a_key_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="missing cannot be read: No such file"):
+        BlockMac.from_file(tmp_path / "missing")
 
 
 # The file tier
@@ -167,97 +143,82 @@ class TestKeyedFileTier(PersistentTierContract):
 
 
 @pytest.mark.parametrize("reader", ["one", "two"])
-def test_forged_bytes_with_the_right_checksums_are_a_miss(
+@awaited
+async def test_forged_bytes_with_the_right_checksums_are_a_miss(
     tmp_path: Path, namespace: PoolNamespace, reader: str
 ) -> None:
     """The journal and the bytes are the intruder's; only the tags are not."""
-
-    async def test() -> None:
-        await _write(_tier(tmp_path), namespace, "a", "b")
-        inventory = _load(tmp_path / "one")
-        records = inventory.groups[namespace.fingerprint, 0]
-        old = records[block_hash("a")]
-        records[block_hash("a")] = Record(old.block_hash, old.parent_hash, old.offset, FORGED_SUMS, old.tag)
-        (tmp_path / "one" / "journal").write_bytes(b"".join(inventory.encode()))
-        with (tmp_path / "one" / "extent-00000").open("r+b") as extent:
-            extent.seek(old.offset)
-            extent.write(FORGED.tobytes())
-        tier = _tier(tmp_path, reader)
-        assert await _read(tier, namespace, "a", "b") == [False, True]
-        assert tier.counters["corrupt_blocks"] == (1 if reader == "one" else 0)
-
-    run(test)
+    await _write(_tier(tmp_path), namespace, "a", "b")
+    inventory = _load(tmp_path / "one")
+    records = inventory.groups[namespace.fingerprint, 0]
+    old = records[block_hash("a")]
+    records[block_hash("a")] = Record(old.block_hash, old.parent_hash, old.offset, FORGED_SUMS, old.tag)
+    (tmp_path / "one" / "journal").write_bytes(b"".join(inventory.encode()))
+    with (tmp_path / "one" / "extent-00000").open("r+b") as extent:
+        extent.seek(old.offset)
+        extent.write(FORGED.tobytes())
+    tier = _tier(tmp_path, reader)
+    assert await _read(tier, namespace, "a", "b") == [False, True]
+    assert tier.counters["corrupt_blocks"] == (1 if reader == "one" else 0)
 
 
-def test_a_blocks_own_bytes_and_tag_are_a_miss_under_another_blocks_name(
+@awaited
+async def test_a_blocks_own_bytes_and_tag_are_a_miss_under_another_blocks_name(
     tmp_path: Path, namespace: PoolNamespace
 ) -> None:
-    async def test() -> None:
-        await _write(_tier(tmp_path), namespace, "a", "b")
-        inventory = _load(tmp_path / "one")
-        records = inventory.groups[namespace.fingerprint, 0]
-        a, b = records.pop(block_hash("a")), records.pop(block_hash("b"))
-        records[block_hash("a")] = Record(block_hash("a"), b"", b.offset, b.checksums, b.tag)
-        records[block_hash("b")] = Record(block_hash("b"), b"", a.offset, a.checksums, a.tag)
-        (tmp_path / "one" / "journal").write_bytes(b"".join(inventory.encode()))
-        for reader in ("two", "one"):
-            assert await _read(_tier(tmp_path, reader), namespace, "a", "b") == [False, False]
-
-    run(test)
+    await _write(_tier(tmp_path), namespace, "a", "b")
+    inventory = _load(tmp_path / "one")
+    records = inventory.groups[namespace.fingerprint, 0]
+    a, b = records.pop(block_hash("a")), records.pop(block_hash("b"))
+    records[block_hash("a")] = Record(block_hash("a"), b"", b.offset, b.checksums, b.tag)
+    records[block_hash("b")] = Record(block_hash("b"), b"", a.offset, a.checksums, a.tag)
+    (tmp_path / "one" / "journal").write_bytes(b"".join(inventory.encode()))
+    for reader in ("two", "one"):
+        assert await _read(_tier(tmp_path, reader), namespace, "a", "b") == [False, False]
 
 
-def test_one_tenants_block_is_a_miss_in_another_tenants_place(tmp_path: Path, namespace: PoolNamespace) -> None:
+@awaited
+async def test_one_tenants_block_is_a_miss_in_another_tenants_place(tmp_path: Path, namespace: PoolNamespace) -> None:
     """The fingerprint covers the tenant, and the tag the fingerprint: not even equal bytes of an equal prompt pass."""
     other = namespace_of(dataclasses.replace(namespace.spec, tenant="umbra"))
     tenants = namespace, other
-
-    async def test() -> None:
-        for each in tenants:
-            await _write(_tier(tmp_path), each, "a")
-        assert [await _read(_tier(tmp_path, "two"), each, "a") for each in tenants] == [[True], [True]]
-        inventory = _load(tmp_path / "one")
-        mine, theirs = (inventory.groups[each.fingerprint, 0] for each in tenants)
-        mine[block_hash("a")], theirs[block_hash("a")] = theirs[block_hash("a")], mine[block_hash("a")]
-        (tmp_path / "one" / "journal").write_bytes(b"".join(inventory.encode()))
-        for reader in ("two", "one"):
-            assert [await _read(_tier(tmp_path, reader), each, "a") for each in tenants] == [[False], [False]]
-
-    run(test)
+    for each in tenants:
+        await _write(_tier(tmp_path), each, "a")
+    assert [await _read(_tier(tmp_path, "two"), each, "a") for each in tenants] == [[True], [True]]
+    inventory = _load(tmp_path / "one")
+    mine, theirs = (inventory.groups[each.fingerprint, 0] for each in tenants)
+    mine[block_hash("a")], theirs[block_hash("a")] = theirs[block_hash("a")], mine[block_hash("a")]
+    (tmp_path / "one" / "journal").write_bytes(b"".join(inventory.encode()))
+    for reader in ("two", "one"):
+        assert [await _read(_tier(tmp_path, reader), each, "a") for each in tenants] == [[False], [False]]
 
 
 @pytest.mark.parametrize("writes_with", [b"", bytes(32)])
-def test_what_a_server_without_the_key_writes_is_not_read(
+@awaited
+async def test_what_a_server_without_the_key_writes_is_not_read(
     tmp_path: Path, namespace: PoolNamespace, writes_with: bytes
 ) -> None:
-    async def test() -> None:
-        await _write(_tier(tmp_path, "one", writes_with), namespace, "a")
-        for reader in ("two", "one"):
-            assert await _read(_tier(tmp_path, reader), namespace, "a") == [False]
-        await _write(_tier(tmp_path), namespace, "b")
-        assert await _read(_tier(tmp_path), namespace, "b") == [True]
-
-    run(test)
+    await _write(_tier(tmp_path, "one", writes_with), namespace, "a")
+    for reader in ("two", "one"):
+        assert await _read(_tier(tmp_path, reader), namespace, "a") == [False]
+    await _write(_tier(tmp_path), namespace, "b")
+    assert await _read(_tier(tmp_path), namespace, "b") == [True]
 
 
-def test_tags_outlive_compaction_and_evictions(
+@awaited
+async def test_tags_outlive_compaction_and_evictions(
     tmp_path: Path, namespace: PoolNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvpool_server.tiers.file.journal.COMPACT_AT_LEAST_BYTES", 4096)
     monkeypatch.setattr(frames, "RECORDS_A_FRAME", 16)
-
-    async def test() -> None:
-        tier = _tier(tmp_path)
-        await tier.open()
+    async with opened(_tier(tmp_path)) as tier:
         for start in range(0, 2 * SIZE // SLOT, 128):
             await tier.write(namespace, 0, blocks_of(*(str(nth) for nth in range(start, start + 128))))
         names = [str(nth) for nth in range(2 * SIZE // SLOT)]
         kept = [name for name in names if tier.known(namespace, 0, [block_hash(name)]) == [True]]
-        await tier.close()
-        assert len(kept) == SIZE // SLOT
-        for reader in ("two", "one"):
-            assert all(await _read(_tier(tmp_path, reader), namespace, *kept[-200:]))
-
-    run(test)
+    assert len(kept) == SIZE // SLOT
+    for reader in ("two", "one"):
+        assert all(await _read(_tier(tmp_path, reader), namespace, *kept[-200:]))
 
 
 # Mooncake
@@ -280,7 +241,8 @@ class TestKeyedMooncakeTier(PersistentTierContract):
         return lambda: _mooncake(cluster)
 
     @pytest.mark.parametrize("tag", ["none", "zeros", "another block's", "another tenant's"])
-    def test_a_forged_object_with_the_right_checksums_is_a_miss(
+    @awaited
+    async def test_a_forged_object_with_the_right_checksums_is_a_miss(
         self, cluster: Cluster, namespace: PoolNamespace, tag: str
     ) -> None:
         key = f"kvpool/{namespace.fingerprint.hex()}/0/{block_hash('a').hex()}"
@@ -292,17 +254,9 @@ class TestKeyedMooncakeTier(PersistentTierContract):
             "another tenant's": MAC.tag((other.fingerprint(), 0, block_hash("a")), FORGED.data),
         }
         forged = FORGED.tobytes() + encode_footer(key, SLOT, FORGED_SUMS, tags[tag])
-
-        async def test() -> None:
-            tier = _mooncake(cluster)
-            await tier.open()
-            try:
-                with tier.workers.start(0).transfers.borrowed() as channel:
-                    channel.memory[: len(forged)] = np.frombuffer(forged, np.uint8)
-                    assert channel.call("put", [key], [0], [len(forged)]) == [0]
-                assert await self._read(tier, namespace, ["a"]) == [None]
-                assert tier.stats().counters["corrupt_blocks"] == 1
-            finally:
-                await tier.close()
-
-        run(test)
+        async with opened(_mooncake(cluster)) as tier:
+            with tier.workers.start(0).transfers.borrowed() as channel:
+                channel.memory[: len(forged)] = np.frombuffer(forged, np.uint8)
+                assert channel.call("put", [key], [0], [len(forged)]) == [0]
+            assert await read_back(tier, namespace, ["a"]) == [None]
+            assert tier.stats().counters["corrupt_blocks"] == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import shutil
 import tempfile
@@ -47,14 +48,10 @@ DEPTH = 16
 
 T = TypeVar("T")
 
-_payloads: dict[tuple[int, int, int], np.ndarray[Any, np.dtype[np.uint8]]] = {}
 
-
+@functools.cache
 def _payload(space: int, chain: int, depth: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    key = (space, chain, depth)
-    if key not in _payloads:
-        _payloads[key] = payload(f"{space} {chain} {depth}", SLOT)
-    return _payloads[key]
+    return payload(f"{space} {chain} {depth}", SLOT)
 
 
 def _run(space: int, chain: int, count: int) -> BlockRun:
@@ -242,9 +239,7 @@ class World:
 class TierMachine(RuleBasedStateMachine):
     """Clients and calamities in any order."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.world: World | None = None
+    world: World
 
     @initialize(policy=st.sampled_from(sorted(POLICIES)), write_back=st.booleans())
     def begin(self, policy: str, write_back: bool) -> None:
@@ -253,59 +248,43 @@ class TierMachine(RuleBasedStateMachine):
     chains = st.integers(0, CHAINS - 1)
     counts = st.integers(1, DEPTH)
     spaces = st.sampled_from([0, 0, 0, 1])
+    seconds = st.sampled_from([0, 1, 600])
 
     @rule(space=spaces, chain=chains, count=counts, idle=st.booleans())
     def put(self, space: int, chain: int, count: int, idle: bool) -> None:
-        assert self.world is not None
         self.world.put(space, chain, count)
         if idle:
             self.world.wait_idle()
 
     @rule(space=spaces, chain=chains, count=counts)
     def get(self, space: int, chain: int, count: int) -> None:
-        assert self.world is not None
         self.world.get(space, chain, count)
 
     @rule(space=spaces, chain=chains, count=counts)
     def lookup_and_go(self, space: int, chain: int, count: int) -> None:
         """What is brought up then nobody waits for."""
-        assert self.world is not None
         self.world.pool.release([self.world.lookup(space, chain, count).lease_id])
 
-    @rule(space=spaces, chain=chains, count=counts, seconds=st.sampled_from([0, 1, 600]))
-    def pin(self, space: int, chain: int, count: int, seconds: int) -> None:
-        assert self.world is not None
-        self.world.hint(HintKind.PIN, space, chain, count, seconds)
-
-    @rule(space=spaces, chain=chains, count=counts)
-    def expire(self, space: int, chain: int, count: int) -> None:
-        assert self.world is not None
-        self.world.hint(HintKind.EXPIRE, space, chain, count)
-
-    @rule(space=spaces, chain=chains, count=counts, idle=st.booleans())
-    def prefetch(self, space: int, chain: int, count: int, idle: bool) -> None:
-        assert self.world is not None
-        self.world.hint(HintKind.PREFETCH, space, chain, count)
+    @rule(kind=st.sampled_from(HintKind), space=spaces, chain=chains, count=counts, seconds=seconds, idle=st.booleans())
+    def hint(self, kind: HintKind, space: int, chain: int, count: int, seconds: int, idle: bool) -> None:
+        self.world.hint(kind, space, chain, count, seconds)
         if idle:
             self.world.wait_idle()
 
     @rule(space=spaces, chain=chains, depth=st.integers(0, DEPTH - 1))
     def remove(self, space: int, chain: int, depth: int) -> None:
-        assert self.world is not None
         run = BlockRun(0, [block_hash(f"{space} {chain} {depth}")])
         self.world.do(self.world.tiered.remove(SPECS[space].fingerprint(), [run]))
         self.world.expect_gone(space, run)
 
     @rule(really=st.integers(0, 3), space=st.sampled_from([0, 1, None]))
     def clear(self, really: int, space: int | None) -> None:
-        assert self.world is not None
         if really == 0:
             fingerprint = b"" if space is None else SPECS[space].fingerprint()
             self.world.do(self.world.tiered.clear(fingerprint))
 
     @rule()
     def restart(self) -> None:
-        assert self.world is not None
         self.world.stop()
         before = self.world.there()
         self.world.start()
@@ -313,7 +292,6 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule(idle=st.booleans())
     def kill(self, idle: bool) -> None:
-        assert self.world is not None
         if idle:
             self.world.wait_idle()
         before, num_dropped = self.world.there(), self.world.tier.counters["corrupt_blocks"]
@@ -328,7 +306,6 @@ class TierMachine(RuleBasedStateMachine):
     @rule(seed=st.integers(0, 1 << 32), ops=st.integers(0, 12), chain=chains, sync=st.booleans())
     def power_cut(self, seed: int, ops: int, chain: int, sync: bool) -> None:
         """While something is being written: `ops` more changes reach the page cache."""
-        assert self.world is not None
         if sync:
             self.world.disk.sync()
         self.world.disk.ops_left = ops
@@ -339,21 +316,18 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule(seed=st.integers(0, 1 << 32))
     def corrupt(self, seed: int) -> None:
-        assert self.world is not None
         self.world.corrupt(Random(seed))
 
     @rule(seconds=st.sampled_from([0.1, 2.0, 60.0]))
     def advance(self, seconds: float) -> None:
-        assert self.world is not None
         self.world.clock.advance(seconds)
 
     @invariant()
     def holds(self) -> None:
-        if self.world is not None:
-            self.world.check()
+        self.world.check()
 
     def teardown(self) -> None:
-        if self.world is not None:
+        if hasattr(self, "world"):
             self.world.end()
 
 

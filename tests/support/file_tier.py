@@ -2,18 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from kvpool_server.cache.eviction import Policy
 from kvpool_server.cache.eviction.lru import PrefixLRU
+from kvpool_server.tiers.file.directory import Directory
 from kvpool_server.tiers.file.disk import Disk
 from kvpool_server.tiers.file.tier import FileOptions, FileTier
 from kvpool_server.tiers.open_files import OpenFiles
 from kvpool_server.tiers.tier import TierContext
+from tests.contracts.tier_contract import SLOT
 
 SIZE = 8 << 20
+
+
+class BadDisk(Disk):
+    """Cannot read some slots of any extent; nothing can be written while `is_full`."""
+
+    def __init__(self) -> None:
+        self.is_full = False
+        self.bad_slots: set[int] = set()
+        self.errno = 5
+        self.opened_with: list[int] = []
+        self.truncated: list[str] = []
+
+    def read(self, fd: int, views: Sequence[memoryview], offset: int) -> int:
+        nbytes = sum(view.nbytes for view in views)
+        if any(offset <= slot * SLOT < offset + nbytes for slot in self.bad_slots):
+            raise OSError(self.errno, os.strerror(self.errno))
+        return super().read(fd, views, offset)
+
+    def open(self, directory: Directory, name: str, flags: int) -> int:
+        self.opened_with.append(flags)
+        return super().open(directory, name, flags)
+
+    def write(self, fd: int, views: Sequence[memoryview], offset: int) -> None:
+        if self.is_full:
+            raise OSError(28, "No space left on device")
+        super().write(fd, views, offset)
+
+    def truncate(self, fd: int, nbytes: int) -> None:
+        self.truncated.append(Path(os.readlink(f"/proc/self/fd/{fd}")).name)
+        super().truncate(fd, nbytes)
 
 
 def file_tier(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import itertools
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -12,10 +13,11 @@ import numpy as np
 
 from kvpool.protocol.hashing import checksum
 from kvpool.protocol.types import BlockRun, Lookup, RunHits, ShardRange
+from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.tiering.tiered_pool import TieredPool
-from kvpool_server.tiers.tier import Block, Tier, TierError, TierHoldings, TierStats
+from kvpool_server.tiers.tier import Block, Tier, TierError
 from testbed.pool_at_once import PoolAtOnce
 from tests.support.clock import FakeClock
 from tests.support.integrity import check_integrity
@@ -58,9 +60,6 @@ class MemoryTier(Tier):
         self.failure: str = ""
         self._answers_at_once = answers_at_once
 
-    async def open(self) -> None:
-        """Nothing to do."""
-
     async def _pass(self, call: str) -> None:
         self.calls[call] += 1
         await asyncio.sleep(0)
@@ -100,14 +99,8 @@ class MemoryTier(Tier):
     async def clear(self, fingerprint: bytes = b"") -> None:
         self.kept.clear()
 
-    def holdings(self, fingerprint: bytes) -> TierHoldings:
-        return TierHoldings(self.name, len(self.kept), SLOT * len(self.kept))
-
-    def stats(self) -> TierStats:
-        return TierStats(self.name, counters=dict(self.counters))
-
-    async def close(self) -> None:
-        """Nothing to do."""
+    def holdings(self, fingerprint: bytes) -> pb.TierHoldings:
+        return pb.TierHoldings(tier=self.name, num_entries=len(self.kept), nbytes=SLOT * len(self.kept))
 
 
 class Rig:
@@ -152,6 +145,12 @@ class Rig:
             await turns()
         raise AssertionError("blocks stay pending")
 
+    async def demote(self, *names: object) -> None:
+        """Stores blocks that only the tiers have afterwards."""
+        self.put(*names)
+        await self.wait_idle()
+        self.evict_all()
+
     def evict_all(self) -> None:
         self.pool.clear()
 
@@ -171,18 +170,21 @@ async def turns(count: int = 20) -> None:
 
 def play(
     *tiers: Callable[[], MemoryTier], write_back: bool = False, has_tenants: bool = False
-) -> Callable[[Callable[..., Awaitable[None]]], Callable[[], None]]:
-    """Runs a test with an open rig, of one `MemoryTier` unless others are given; closes it, and checks for leaks."""
+) -> Callable[[Callable[..., Awaitable[None]]], Callable[..., None]]:
+    """Runs a test with an open rig, of one `MemoryTier` unless others are given; closes it, and checks for leaks.
 
-    def decorate(test: Callable[..., Awaitable[None]]) -> Callable[[], None]:
-        def run() -> None:
+    What the test takes behind the rig and its tiers are fixtures and parameters of pytest.
+    """
+
+    def decorate(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+        def run(**fixtures: Any) -> None:
             async def within() -> None:
                 made = [make() for make in (tiers or (MemoryTier,))]
                 rig = Rig(*made, write_back=write_back, has_tenants=has_tenants)
                 await rig.tiered.open()
                 try:
                     async with asyncio.timeout(30):
-                        await test(rig, *made)
+                        await test(rig, *made, **fixtures)
                     check_integrity(rig.pool)
                 finally:
                     await rig.tiered.close()
@@ -193,6 +195,9 @@ def play(
             asyncio.run(within())
 
         run.__name__, run.__doc__ = test.__name__, test.__doc__
+        signature = inspect.signature(test)
+        fixtures = list(signature.parameters.values())[1 + len(tiers or (MemoryTier,)) :]
+        run.__signature__ = signature.replace(parameters=fixtures)  # type: ignore[attr-defined]
         return run
 
     return decorate

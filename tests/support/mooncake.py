@@ -47,15 +47,21 @@ class Cluster:
         self.master = subprocess.Popen(master_command(self._port), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         wait_for(lambda: is_listening(self._port), "mooncake_master listens")
 
-    def suspend_master(self) -> None:
-        """Stops the master, and returns when it answers nothing more."""
-        self.master.send_signal(signal.SIGSTOP)
-        os.waitpid(self.master.pid, os.WUNTRACED)
+    def harm_master(self, way: str) -> None:
+        """Leaves the master "there", or has it "killed" or "stopped"; returns when it answers nothing more."""
+        if way == "killed":
+            self.master.kill()  # Also ends a stopped master.
+            self.master.wait()
+        elif way == "stopped":
+            self.master.send_signal(signal.SIGSTOP)
+            os.waitpid(self.master.pid, os.WUNTRACED)
 
-    def kill_master(self) -> None:
-        """Sends SIGKILL, which also ends a stopped master."""
-        self.master.kill()
-        self.master.wait()
+    def restore_master(self) -> None:
+        """Starts a master that was killed, or lets one go on that was stopped."""
+        if self.master.returncode is None:
+            self.master.send_signal(signal.SIGCONT)
+        else:
+            self.start_master()
 
     def stop(self) -> None:
         """Ends both processes."""
@@ -64,4 +70,4 @@ class Cluster:
             self.holder.wait()
             assert self.holder.stdout is not None
             self.holder.stdout.close()
-        self.kill_master()
+        self.harm_master("killed")

@@ -39,10 +39,7 @@ class UntrustedFileError(OSError):
 class Directory:
     """An open directory. Thread-safe: `close` waits for no call, and the last call under way closes the descriptor.
 
-    Every method raises OSError; one that opens something raises UntrustedFileError.
-
-    Attributes:
-        path: where the directory was opened; for messages.
+    Every method raises OSError; one that opens something raises UntrustedFileError. `path` is for messages.
     """
 
     def __init__(self, fd: int, path: Path, owners: Owners):
@@ -165,13 +162,6 @@ class Directory:
             yield file.fd
         finally:
             del file  # A traceback would keep it open.
-
-
-def make_root(path: Path) -> None:
-    """Creates a tier's path, and what is missing above it, for this user alone. Raises OSError."""
-    for directory in (*reversed(path.parents), path):
-        if not directory.exists():
-            directory.mkdir(DIRECTORY_MODE, exist_ok=True)
 
 
 def _check_file(found: os.stat_result, path: Path, owners: Owners) -> None:

@@ -7,17 +7,17 @@ file system can, and address, offset and length are multiples of 4 KiB, as the b
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import errno
 import os
 import re
-from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
 from kvpool_server.tiers.file.directory import Directory
 from kvpool_server.tiers.file.disk import Disk
-from kvpool_server.tiers.open_files import DirectoryFiles, OpenFiles
+from kvpool_server.tiers.open_files import OpenFile, OpenFiles, closed_error
 from kvpool_server.tiers.thread_pool import DaemonThreadPool
 from kvpool_server.tiers.tier import is_sound
 
@@ -49,7 +49,8 @@ class Extents:
         self._direct = direct
         self._with_bytes: set[int] = set()
         """This server's own extents that take disk space: `free` opens no others."""
-        self._files = DirectoryFiles(open_files, self._open_file, disk.close)
+        self._open_files = open_files
+        self._is_closed = False
 
     def tidy(self, num_extents: int, unused: Collection[int]) -> None:
         """Deletes extents beyond the tier's size, and empties unused ones. Called before anything is written.
@@ -97,14 +98,41 @@ class Extents:
 
     def close(self) -> None:
         """Reads are misses and writes fail from now on; calls under way are not disturbed. Idempotent."""
-        self._files.close()
+        files = self._open_files.files
+        with self._open_files.lock:
+            self._is_closed = True
+            closing = [files.pop(place) for place in list(files) if place[0] is self]
+        closing.clear()
 
-    def _file(self, idx: int, within: int, views: Sequence[memoryview]) -> AbstractContextManager[int]:
-        """The descriptor of an extent, which stays open meanwhile."""
+    @contextlib.contextmanager
+    def _file(self, idx: int, within: int, views: Sequence[memoryview]) -> Iterator[int]:
+        """The descriptor of an extent, which stays open meanwhile. Raises FileNotFoundError once `close` was called."""
         direct = self._direct and not within % DIRECT_BYTES and all(map(_suits_direct, views))
-        return self._files.use((idx, direct))
+        shared, files, place = self._open_files, self._open_files.files, (self, (idx, direct))
+        surplus: list[OpenFile | None] = []
+        file = None
+        try:
+            with shared.lock:
+                self._check_open()
+                if (file := files.get(place)) is not None:
+                    files.move_to_end(place)
+            if file is None:
+                file = OpenFile(self._open(idx, direct), self._disk.close)
+                with shared.lock:
+                    self._check_open()
+                    surplus.append(files.pop(place, None))  # Another thread may have opened the file meanwhile.
+                    files[place] = file
+                    surplus += [files.popitem(last=False)[1] for _ in range(len(files) - shared.most)]
+                surplus.clear()
+            yield file.fd
+        finally:
+            del file  # A traceback would keep it open.
 
-    def _open_file(self, idx: int, direct: bool) -> int:
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise closed_error()
+
+    def _open(self, idx: int, direct: bool) -> int:
         flags = os.O_RDWR | os.O_CREAT if self._writable else os.O_RDONLY
         if direct:
             try:
@@ -117,7 +145,7 @@ class Extents:
 
 
 MakeExtents = Callable[[Directory, int, bool], Extents]
-"""Makes the extents of a directory, given the bytes of one, and whether they are writable."""
+"""(directory, extent_bytes, writable) -> its extents."""
 
 
 def _name(idx: int) -> str:
@@ -131,11 +159,9 @@ def _suits_direct(view: memoryview) -> bool:
 
 
 class BlockSpot(NamedTuple):
-    """Where a block lies in a tier, and in memory.
+    """Where a block lies in a tier, and in memory: uint8 [slot_bytes].
 
     Args:
-        view: uint8 [slot_bytes].
-        checksums: of its chunks.
         is_authentic: whether bytes have the block's tag, where servers share a key.
     """
 

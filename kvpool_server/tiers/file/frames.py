@@ -12,7 +12,7 @@ from __future__ import annotations
 import struct
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, BinaryIO, NamedTuple, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import msgspec
 import numpy as np
@@ -40,14 +40,6 @@ _ROOT = bytes(HASH_BYTES)
 GroupKey = tuple[bytes, int]
 """(fingerprint, group_idx)"""
 Items = TypeVar("Items", Sequence[Record], "array[int]")
-
-
-class Frame(NamedTuple):
-    """A whole frame in a buffer, and the offset behind it."""
-
-    kind: int
-    payload: memoryview
-    end: int
 
 
 def encode_frame(kind: int, payload: bytes) -> bytes:
@@ -98,8 +90,8 @@ def _row(num_shards: int, tag_bytes: int) -> np.dtype[Any]:
     return np.dtype([("hash", name), ("parent", name), ("offset", "<u8"), ("sums", sums), ("tag", tag)])
 
 
-def decode_frames(text: memoryview) -> Iterator[Frame]:
-    """The frames up to the first that is not whole, or whose checksum is wrong."""
+def decode_frames(text: memoryview) -> Iterator[tuple[int, memoryview, int]]:
+    """The kind, the payload and the end of each frame, up to the first that is torn or has a wrong checksum."""
     at = 0
     while at + _FRAME.size <= len(text):
         magic, kind, nbytes, expected = _FRAME.unpack_from(text, at)
@@ -110,7 +102,7 @@ def decode_frames(text: memoryview) -> Iterator[Frame]:
         payload = text[start:at]
         if checksum(payload) != expected:
             return
-        yield Frame(kind, payload, at)
+        yield kind, payload, at
 
 
 def decode_head(payload: memoryview, expected: int) -> int:

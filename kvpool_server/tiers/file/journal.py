@@ -29,6 +29,7 @@ from kvpool_server.tiers.file.disk import Disk
 from kvpool_server.tiers.file.frames import GroupKey
 
 log = structlog.get_logger()
+
 FILE_NAME = "journal"
 NEW_FILE_NAME = "journal.new"
 """A journal that is being compacted."""
@@ -43,8 +44,6 @@ GROUP_BYTES, NAMESPACE_BYTES, SPEC_FACTOR = 512, 2048, 20
 """Memory of a group and of a namespace, and at most so many times the bytes of a spec's JSON."""
 COMPACT_AT_LEAST_BYTES = 16 << 20
 """A journal is compacted when it is twice as long as after the last compaction, and so much longer still."""
-
-
 MAX_HIDDEN = 65_536
 
 
@@ -105,13 +104,13 @@ class Inventory:
         """Applies the frames up to the first that is torn or invalid; returns how many bytes were applied."""
         done = 0
         self.trouble = ""
-        for frame in frames.decode_frames(memoryview(text)):
+        for kind, payload, end in frames.decode_frames(memoryview(text)):
             try:
-                self._apply_frame(frame.kind, frame.payload)
+                self._apply_frame(kind, payload)
             except Exception as error:  # Another version or program wrote the frame: the journal ends before it.
                 self.trouble = f"{type(error).__name__}: {error}"
                 break
-            done = frame.end
+            done = end
         self.nbytes += done
         self.is_exact = done == len(text)
         return done
@@ -183,8 +182,7 @@ class Inventory:
     def encode(self) -> Iterator[bytes]:
         """A journal that lists these blocks, in the order in which they were stored: parents before children.
 
-        The journal names all namespaces, also those without blocks: its writer has noted that they are named, and does
-        not name them again.
+        It names all namespaces, also those without blocks: its writer does not name them again.
         """
         yield frames.encode_head(self.extent_bytes, self._version)
         for spec in self.specs.values():

@@ -1,7 +1,4 @@
-"""The blocks in this server's own directory: a pool manages their slots, a journal lists what lies where.
-
-The next process on the directory restores the pool from the journal.
-"""
+"""The blocks in this server's own directory: a pool manages their slots, a journal lists what lies where."""
 
 from __future__ import annotations
 
@@ -52,6 +49,7 @@ class OwnBlocks:
     Attributes:
         pool: manages the slots.
         extents: hold the bytes.
+        buffer: of changes that the journal does not have yet.
     """
 
     @no_collections()
@@ -70,7 +68,7 @@ class OwnBlocks:
         self._mac = mac
         self._tags: dict[int, bytes] = {}
         """Of the blocks in the slots, by offset; also of slots that are empty again."""
-        self._buffer = JournalBuffer(self._tags)
+        self.buffer = JournalBuffer(self._tags)
         self._journal = journal
         files.callback(journal.close)
         inventory = journal.load()
@@ -92,13 +90,13 @@ class OwnBlocks:
             for group in opened.groups:
                 if records := inventory.groups.get((fingerprint, group.idx)):
                     restore(self.pool, group, list(records.values()))
-        self.pool.observe(self._buffer)
+        self.pool.observe(self.buffer)
         inventory.keep_only(self._is_restored)
         for records in inventory.groups.values():
             self._tags.update((record.offset, record.tag) for record in records.values() if record.tag)
         journal.begin(inventory)
         self.extents.tidy(arena.num_extents, set(arena.unused_extents()))
-        self._buffer.named.update(inventory.specs)
+        self.buffer.named.update(inventory.specs)
         room = directory.available_bytes() + arena.used_bytes
         if room < size_bytes:
             log.warning(
@@ -118,10 +116,6 @@ class OwnBlocks:
         namespace = self.pool.namespace(group[0])
         return BlockIndex() if namespace is None else namespace.groups[group[1]].index
 
-    def record(self, entry: Entry) -> Record:
-        """Where a complete block lies, and its checksums and tag."""
-        return self._buffer.record(entry)
-
     async def write(
         self, threads: DaemonThreadPool, namespace: PoolNamespace, group_idx: int, blocks: Sequence[Block]
     ) -> None:
@@ -130,9 +124,8 @@ class OwnBlocks:
         Raises OSError, OutOfSpaceError or InvalidRequestError; nothing is stored then.
         """
         opened = self.pool.namespace(namespace.fingerprint) or self.pool.open_namespace(namespace.spec)[0]
-        self._buffer.open_namespace(namespace)
+        self.buffer.open_namespace(namespace)
         grant = finish(reserve(self.pool, opened.groups[group_idx], _runs(group_idx, blocks)))
-        sums = [block.checksums for block in blocks]
         # This call is the only writer, and none of the blocks is there: all are granted.
         spots = [
             BlockSpot(offset, block.payload, block.checksums)
@@ -148,15 +141,15 @@ class OwnBlocks:
         except OSError:
             self.pool.put_revoke(grant.ticket_id)
             raise
-        commit(self.pool, grant.ticket_id, sums)
+        commit(self.pool, grant.ticket_id, [block.checksums for block in blocks])
 
     async def flush_journal(self, threads: DaemonThreadPool) -> None:
         """Writes changes to the journal; for one caller at a time. Raises OSError; the next call repeats the write."""
-        if frames := self._buffer.pop():
+        if frames := self.buffer.pop():
             try:
                 await threads.call(self._journal.append, frames)
             except BaseException:
-                self._buffer.push_back(frames)
+                self.buffer.push_back(frames)
                 raise
 
     async def free_extents(self, threads: DaemonThreadPool) -> None:

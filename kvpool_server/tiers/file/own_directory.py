@@ -18,7 +18,7 @@ from pathlib import Path
 import structlog
 
 from kvpool.protocol.errors import ConfigError
-from kvpool_server.tiers.file.directory import Directory, Owners, make_root
+from kvpool_server.tiers.file.directory import DIRECTORY_MODE, Directory, Owners
 from kvpool_server.tiers.health import ANSWER_S
 from kvpool_server.tiers.thread_pool import DaemonThreadPool
 
@@ -37,11 +37,8 @@ class DirectoryGoneError(FileNotFoundError):
 class DirectoryLock:
     """Held until closed, or until the process ends.
 
-    An owner creates the file if necessary, and sends a heartbeat at once; a process that only inspects or deletes a
-    directory does neither.
-
-    Raises BlockingIOError if another process holds the lock, DirectoryGoneError if the directory was deleted meanwhile,
-    and OSError.
+    An owner creates the file if necessary, and sends a heartbeat at once; an inspection does neither. Raises
+    BlockingIOError if another process holds the lock, DirectoryGoneError if the directory was deleted, and OSError.
     """
 
     def __init__(self, directory: Directory, *, is_owner: bool = True):
@@ -58,10 +55,7 @@ class DirectoryLock:
             raise
 
     def send_heartbeat(self) -> None:
-        """Touches the file: on a file system whose locks end at the host, other hosts see the time stamp only.
-
-        Raises DirectoryGoneError if the path does not lead to this directory any more, and OSError.
-        """
+        """Touches the file. Raises DirectoryGoneError if the path leads to another directory or none, and OSError."""
         try:
             os.utime(self._fd)
         except OSError as error:
@@ -95,7 +89,6 @@ class OwnDirectory:
         owners: trusted user ids.
 
     Attributes:
-        path, name: of the directory.
         root, directory: both directories, open once the directory is acquired.
         is_gone: True while another directory, or none, lies at the path.
     """
@@ -114,10 +107,7 @@ class OwnDirectory:
         self._lock: DirectoryLock | None = None
 
     async def acquire(self, threads: DaemonThreadPool) -> None:
-        """Locks the directory; waits for a server of the same name that drains and writes its journal.
-
-        Retries for a moment anyway: a process that inspects the directory holds the lock shortly, and one that deletes
-        the directory leaves none.
+        """Locks the directory; waits for a server of the same name to stop, and shortly for inspections and deletions.
 
         Raises ConfigError if the root does not exist, the directory is another server's, or the file system does not
         answer; UntrustedFileError; and OSError if the directory cannot be created or locked.
@@ -151,7 +141,9 @@ class OwnDirectory:
     def _acquire(self) -> tuple[Directory, Directory, DirectoryLock]:
         root_path = self.path.parent
         if self._create:
-            make_root(root_path)
+            for path in (*reversed(root_path.parents), root_path):
+                if not path.exists():
+                    path.mkdir(DIRECTORY_MODE, exist_ok=True)
         elif not root_path.exists():
             raise ConfigError(
                 f"tier {self._tier_name}: {root_path} does not exist; mount it, or add create=yes to create it"

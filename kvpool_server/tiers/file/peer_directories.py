@@ -1,7 +1,7 @@
 """Other servers' directories below the same path: their blocks can be read, by their journals.
 
 Servers agree on nothing: a journal may be old, and its owner may overwrite a slot while another server reads it, which
-the checksums tell. Trouble with one directory is logged once, and does not affect the others.
+the checksums tell.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class PeerDirectory:
         empty: makes the inventory of a journal.
 
     Attributes:
-        directory: the directory.
         blocks: can be read; None until the journal's first frame is known.
+        inventory: of the journal that is being read.
     """
 
     def __init__(self, directory: Directory, make_extents: MakeExtents, empty: Callable[[], Inventory]):
@@ -58,53 +58,41 @@ class PeerDirectory:
         self._make_extents = make_extents
         self._empty = empty
         self._journal = -1
-        self._inventory = empty()
+        self.inventory = empty()
         self._next_skip = self._refreshes_to_skip = 0
 
-    @property
-    def trouble(self) -> str:
-        """What is wrong with the journal; empty if nothing is, or only its end is not written yet."""
-        return self._inventory.trouble
-
-    @property
     def memory_bytes(self) -> int:
-        """Estimate of what its blocks take."""
-        return self._inventory.memory_bytes + self._replaced_memory_bytes
+        """Estimate of what its blocks take, those of a replaced journal included until the new one has been read."""
+        return self.inventory.memory_bytes + self._replaced_memory_bytes()
 
-    @property
     def _replaced_memory_bytes(self) -> int:
-        """Of the blocks of a journal that was replaced, until the new one has been read."""
         old = self.blocks
-        return 0 if old is None or old.inventory is self._inventory else old.inventory.memory_bytes
+        return 0 if old is None or old.inventory is self.inventory else old.inventory.memory_bytes
 
     def refresh(self, max_bytes: int, max_memory_bytes: int) -> int:
         """Reads what has been added to the journal, or a journal that was replaced; returns the bytes read.
 
-        Args:
-            max_bytes: stops once so much was read; the next refresh goes on.
-            max_memory_bytes: the most memory that its blocks may take.
-
-        Raises OSError.
+        Stops once `max_bytes` were read. The blocks may take `max_memory_bytes`. Raises OSError.
         """
         if self._journal < 0 or self._is_replaced():
             opened = self.directory.open(FILE_NAME, os.O_RDONLY)
             self._close_journal()
-            self._journal, self._inventory = opened, self._empty()
+            self._journal, self.inventory = opened, self._empty()
             self._next_skip = self._refreshes_to_skip = 0
         elif self._refreshes_to_skip:
             self._refreshes_to_skip -= 1
             return 0
-        self._inventory.max_memory_bytes = max_memory_bytes - self._replaced_memory_bytes
-        began_at = self._inventory.nbytes
-        num_read = self._inventory.read(self._journal, max_bytes)
-        is_vain = num_read > 0 and began_at == self._inventory.nbytes
+        self.inventory.max_memory_bytes = max_memory_bytes - self._replaced_memory_bytes()
+        began_at = self.inventory.nbytes
+        num_read = self.inventory.read(self._journal, max_bytes)
+        is_vain = num_read > 0 and began_at == self.inventory.nbytes
         if is_vain:  # The rest of the frame may come yet, or never: refreshes that read it again become rarer.
             self._refreshes_to_skip = self._next_skip
         self._next_skip = min(2 * self._next_skip + 1, MAX_SKIPPED_REFRESHES) if is_vain else 0
         old, has_all = self.blocks, num_read < max_bytes or is_vain
-        if self._inventory.extent_bytes and (old is None or (old.inventory is not self._inventory and has_all)):
-            extents = self._make_extents(self.directory, self._inventory.extent_bytes, False)
-            self.blocks = PeerBlocks(self._inventory, extents)
+        if self.inventory.extent_bytes and (old is None or (old.inventory is not self.inventory and has_all)):
+            extents = self._make_extents(self.directory, self.inventory.extent_bytes, False)
+            self.blocks = PeerBlocks(self.inventory, extents)
             if old is not None:
                 old.extents.close()
         return num_read
@@ -118,7 +106,7 @@ class PeerDirectory:
 
     def _is_replaced(self) -> bool:
         now = self.directory.stat(FILE_NAME)
-        return not os.path.samestat(now, os.fstat(self._journal)) or now.st_size < self._inventory.nbytes
+        return not os.path.samestat(now, os.fstat(self._journal)) or now.st_size < self.inventory.nbytes
 
     def _close_journal(self) -> None:
         if self._journal >= 0:
@@ -130,7 +118,6 @@ class PeerDirectories:
     """All other servers' directories below a path. `refresh` is for one thread at a time, `find` for another.
 
     Args:
-        root: the path.
         own_name: of this server's directory, which is none of them.
         max_memory_bytes: the most memory that the blocks of all of them may take.
         empty: makes the inventory of a journal.
@@ -171,12 +158,12 @@ class PeerDirectories:
         """
         names = self._candidates()
         left = REFRESH_BYTES
-        room = self._max_memory_bytes - sum(peer.memory_bytes for peer in self._peers.values())
+        room = self._max_memory_bytes - sum(peer.memory_bytes() for peer in self._peers.values())
         for name in names:
             before = self._memory_of(name)
             try:
                 left -= self._refresh_one(name, left, room + before)
-                trouble = self._peers[name].trouble
+                trouble = self._peers[name].inventory.trouble
             except FileNotFoundError:
                 continue  # Another server has just created or deleted the directory; or it is no server's.
             except Exception as error:  # Trouble with one directory must not affect the others.
@@ -215,7 +202,7 @@ class PeerDirectories:
         return sorted(names, key=lambda name: (name <= self._last_name, name))
 
     def _memory_of(self, name: str) -> int:
-        return self._peers[name].memory_bytes if name in self._peers else 0
+        return self._peers[name].memory_bytes() if name in self._peers else 0
 
     def _refresh_one(self, name: str, max_bytes: int, room: int) -> int:
         """Bytes read of a directory's journal. May raise anything."""

@@ -30,11 +30,12 @@ from pydantic import ByteSize, Field, field_validator
 from kvpool.protocol.errors import ConfigError, InvalidRequestError, OutOfSpaceError
 from kvpool.protocol.namespace import NamespaceSpec
 from kvpool.protocol.types import BlockRun
+from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.cache.entry import Record
 from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.cache.pool import Pool
 from kvpool_server.cache.steps import finish
-from kvpool_server.tiers.block_mac import KeyedTierOptions
+from kvpool_server.tiers.block_mac import BlockMac
 from kvpool_server.tiers.file.directory import UntrustedFileError
 from kvpool_server.tiers.file.disk import Disk, UsrbioDisk
 from kvpool_server.tiers.file.extents import BlockSpot, Extents, read_all
@@ -44,7 +45,7 @@ from kvpool_server.tiers.file.own_directory import OwnDirectory
 from kvpool_server.tiers.file.peer_directories import DEFAULT_MEMORY_BYTES, PeerBlocks, PeerDirectories
 from kvpool_server.tiers.open_files import raise_descriptor_limit
 from kvpool_server.tiers.thread_pool import DaemonThreadPool
-from kvpool_server.tiers.tier import Block, Tier, TierContext, TierError, TierHoldings, TierStats
+from kvpool_server.tiers.tier import Block, Tier, TierContext, TierError, TierOptions
 
 log = structlog.get_logger()
 
@@ -54,7 +55,7 @@ REFRESH_S = 1.0
 CLOSE_S = 2.0
 
 
-class FileOptions(KeyedTierOptions):
+class FileOptions(TierOptions):
     """A directory, on a local disk or shared."""
 
     EXAMPLE: ClassVar[str] = "file:/mnt/kv,size=200GiB"
@@ -126,7 +127,7 @@ class FileTier(Tier):
         self._options = options
         self._policy = context.policy
         self._disk = disk
-        self._mac = options.load_mac()
+        self._mac = BlockMac.of(options)
         direct = options.io == "direct"
         self._make_extents = functools.partial(Extents, disk=disk, open_files=context.open_files, direct=direct)
         name = options.name or re.sub(r"[^A-Za-z0-9._-]|^\.", "_", f"{socket.gethostname()}-{context.listen[1]}")
@@ -226,7 +227,7 @@ class FileTier(Tier):
         for nth, (block_hash, view) in enumerate(zip(block_hashes, into, strict=True)):
             entry = index.get(block_hash)
             if entry is not None and entry.complete:
-                extents, record = own, self._blocks.record(entry)
+                extents, record = own, self._blocks.buffer.record(entry)
             elif (peer := self._peers.find(group, block_hash)) is not None:
                 theirs[nth] = peer
                 extents, record = peer[0].extents, peer[1]
@@ -237,8 +238,11 @@ class FileTier(Tier):
             sources.setdefault(extents, {})[nth] = spot
         ours = [block_hashes[nth] for nth in sources[own]]
         runs = [BlockRun(group_idx, ours)]
-        # Own blocks stay where they are until the lease is released.
-        lease_id = self._lease(group[0], runs) if ours else 0
+        lease_id = 0
+        if ours:  # They stay where they are until the lease is released.
+            leased = finish(self.pool.lookups.find(group[0], runs, False, TTL_MS))
+            self.pool.lookups.record_use(leased)
+            lease_id = leased.lease_id
         found: list[Sequence[int] | None] = [None] * len(block_hashes)
         try:
             for source, spots in sources.items():
@@ -263,12 +267,6 @@ class FileTier(Tier):
             finish(self.pool.removals.remove(group[0], [BlockRun(group_idx, corrupt)]))
         return found
 
-    def _lease(self, fingerprint: bytes, runs: Sequence[BlockRun]) -> int:
-        """A lease on own blocks, whose use this is."""
-        found = finish(self.pool.lookups.find(fingerprint, runs, False, TTL_MS))
-        self.pool.lookups.record_use(found)
-        return found.lease_id
-
     async def remove(self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes]) -> None:
         if self.pool.namespace(namespace.fingerprint) is not None:
             finish(self.pool.removals.remove(namespace.fingerprint, [BlockRun(group_idx, block_hashes)]))
@@ -290,15 +288,16 @@ class FileTier(Tier):
         opened = self.pool.open_namespaces()
         return [namespace.spec for namespace in opened if any(group.index for group in namespace.groups)]
 
-    def holdings(self, fingerprint: bytes) -> TierHoldings:
+    def holdings(self, fingerprint: bytes) -> pb.TierHoldings:
         namespace = self.pool.namespace(fingerprint)
         held = [] if namespace is None else [(len(group.index), group.spec.slot_bytes) for group in namespace.groups]
-        return TierHoldings(self.name, sum(count for count, _ in held), sum(count * nbytes for count, nbytes in held))
+        nbytes = sum(count * slot_bytes for count, slot_bytes in held)
+        return pb.TierHoldings(tier=self.name, num_entries=sum(count for count, _ in held), nbytes=nbytes)
 
-    def stats(self) -> TierStats:
+    def stats(self) -> pb.TierStats:
         pool = self.pool.stats()
-        return TierStats(
-            self.name,
+        return pb.TierStats(
+            name=self.name,
             size_bytes=pool.arena_bytes,
             used_bytes=pool.arena_bytes - pool.free_bytes,
             num_entries=pool.num_entries,
@@ -306,10 +305,7 @@ class FileTier(Tier):
         )
 
     async def refresh(self) -> bool:
-        """Sends a heartbeat and reads what peers have added; done every REFRESH_S. Failures are logged and retried.
-
-        Returns True if peers have more to read at once.
-        """
+        """Sends a heartbeat and reads what peers have added; True if they have more. Failures are logged."""
         assert self._refresh_thread is not None
         calls: dict[str, Callable[[], bool | None]] = {
             "a tier's directory cannot be touched": self._own.send_heartbeat,

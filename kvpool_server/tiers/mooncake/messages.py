@@ -92,5 +92,4 @@ class MessageSocket:
             raise MessageError(f"an invalid message ({error})") from None
 
     def close(self) -> None:
-        """Idempotent."""
         self._socket.close()

@@ -1,7 +1,5 @@
 """Blocks as objects in the cluster: a key, their bytes and a footer; written and read through the staging memory.
 
-An object's key is `kvpool/<fingerprint>/<group_idx>/<block hash>`, in hex.
-
 Mooncake may give memory to another object while a reader reads it; the reader then gets that object's bytes, with
 checksums that match. So the footer says which object the bytes belong to.
 
@@ -29,7 +27,7 @@ _HEAD = struct.Struct("<8s32sQQ")
 
 
 def object_key(block: BlockKey) -> str:
-    """The key of a block's object."""
+    """The key of a block's object: `kvpool/<fingerprint>/<group_idx>/<block hash>`, in hex."""
     fingerprint, group_idx, block_hash = block
     return f"kvpool/{fingerprint.hex()}/{group_idx}/{block_hash.hex()}"
 
@@ -53,7 +51,7 @@ def verify(
     Args:
         payload: uint8 [slot_bytes].
         footer: `footer_bytes(num_shards, mac is not None)` bytes.
-        name, mac: of the block, and what verifies its tag; None: blocks have no tags.
+        mac: verifies the tag of the block `name`; None: blocks have no tags.
     """
     if _HEAD.unpack_from(footer) != (MAGIC, _digest(key), payload.nbytes, num_shards):
         return None
@@ -87,8 +85,7 @@ class StagedRead:
     """One read of several objects. The loop creates and cancels it; a thread of the tier copies.
 
     Args:
-        names, views: of each block its name, and where it goes: uint8 [slot_bytes].
-        num_shards: chunks of each block.
+        views: where each block of `names` goes: uint8 [slot_bytes], `num_shards` chunks.
         mac: verifies the blocks' tags; None: blocks have none.
 
     Attributes:

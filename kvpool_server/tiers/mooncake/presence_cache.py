@@ -5,19 +5,12 @@ from __future__ import annotations
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 from kvpool_server.tiers.tier import BlockKey
 
 FRESH_S = 10.0
 """How long a block is believed to be there: the cluster evicts, and other servers remove, without notice."""
 MAX_BLOCKS = 1 << 17
-
-
-@dataclass(slots=True)
-class _Presence:
-    fresh_until: float
-    own_bytes: int
 
 
 class PresenceCache:
@@ -30,24 +23,23 @@ class PresenceCache:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock
-        self._blocks: OrderedDict[BlockKey, _Presence] = OrderedDict()
+        self._blocks: OrderedDict[BlockKey, tuple[float, int]] = OrderedDict()
+        """Until when each block is believed to be there, and its own bytes."""
         self.num_own: Counter[bytes] = Counter()
         self.own_bytes: Counter[bytes] = Counter()
 
     def has(self, key: BlockKey) -> bool:
         """Whether the block was there within the last FRESH_S. False means unknown."""
-        presence = self._blocks.get(key)
-        return presence is not None and self._clock() < presence.fresh_until
+        fresh_until, _ = self._blocks.get(key, (0.0, 0))
+        return self._clock() < fresh_until
 
     def add(self, key: BlockKey, own_bytes: int = 0) -> None:
         """Notes that a block is there; `own_bytes` are those of its slot if this server has just written it, else 0."""
-        if (presence := self._blocks.get(key)) is None:
-            presence = self._blocks[key] = _Presence(0.0, 0)
-        presence.fresh_until = self._clock() + FRESH_S
-        if own_bytes and not presence.own_bytes:
-            presence.own_bytes = own_bytes
+        _, known_bytes = self._blocks.get(key, (0.0, 0))
+        if own_bytes and not known_bytes:
             self.num_own[key[0]] += 1
             self.own_bytes[key[0]] += own_bytes
+        self._blocks[key] = self._clock() + FRESH_S, known_bytes or own_bytes
         self._blocks.move_to_end(key)
         while len(self._blocks) > MAX_BLOCKS:
             self.discard([next(iter(self._blocks))])
@@ -55,10 +47,10 @@ class PresenceCache:
     def discard(self, keys: Iterable[BlockKey]) -> None:
         """Notes that blocks are gone, or about to be removed."""
         for key in keys:
-            presence = self._blocks.pop(key, None)
-            if presence is not None and presence.own_bytes:
+            _, own_bytes = self._blocks.pop(key, (0.0, 0))
+            if own_bytes:
                 self.num_own[key[0]] -= 1
-                self.own_bytes[key[0]] -= presence.own_bytes
+                self.own_bytes[key[0]] -= own_bytes
 
     def clear(self, fingerprint: bytes = b"") -> None:
         """Notes that all blocks of a namespace, or of all namespaces, are gone."""

@@ -1,8 +1,7 @@
 """The server's side of Mooncake's client: child processes (`worker.py`), and memory shared with each for staging.
 
 All calls block, and end with an answer or with StoreError: the process has died, or was killed because it hangs or
-sends what is no answer. A StoreProcess that has failed stays dead; StoreWorkers starts another. The memory is sealed:
-the process cannot make it shorter, which would end the server with a bus error.
+sends what is no answer. A StoreProcess that has failed stays dead; StoreWorkers starts another.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import fcntl
 import mmap
 import os
 import queue
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -50,12 +50,12 @@ class StoreError(Exception):
     """The process has not started, has died, or does not answer as it should; the message says which."""
 
 
-class StoreChannel:
+class StoreChannel(MessageSocket):
     """One connection to the process, for one call at a time. `memory` stages a call's blocks: uint8 [nbytes]."""
 
-    def __init__(self, store: StoreProcess, messages: MessageSocket, memory: npt.NDArray[np.uint8], offset: int):
+    def __init__(self, store: StoreProcess, end: socket.socket, memory: npt.NDArray[np.uint8], offset: int):
+        super().__init__(end)
         self.memory = memory
-        self.messages = messages
         self._store = store
         self._offset = offset
 
@@ -65,8 +65,8 @@ class StoreChannel:
         """Mooncake's code for each key. `offsets` are positions in `memory`. Raises StoreError."""
         sent_at = time.monotonic()
         try:
-            self.messages.send(Request(what, list(keys), [self._offset + offset for offset in offsets], list(sizes)))
-            while (codes := self.messages.receive(CODES, QUIET_S)) is None:
+            self.send(Request(what, list(keys), [self._offset + offset for offset in offsets], list(sizes)))
+            while (codes := self.receive(CODES, QUIET_S)) is None:
                 self._store.check_alive(sent_at)
             if len(codes) != len(keys):
                 raise MessageError(f"{len(codes)} codes for {len(keys)} keys")
@@ -111,6 +111,7 @@ class StoreProcess:
         ends = [socket_pair() for _ in range(num_transfers + NUM_QUESTION_CHANNELS + 1)]
         try:
             os.ftruncate(memory_fd, num_transfers * STAGING_BYTES)
+            # Sealed: the process cannot shorten it, which would end this server with a bus error.
             fcntl.fcntl(memory_fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
             memory = np.frombuffer(mmap.mmap(memory_fd, 0), np.uint8)
             theirs = [end.fileno() for _, end in ends]
@@ -122,7 +123,7 @@ class StoreProcess:
                 end.close()
         starts = range(0, len(ends) * STAGING_BYTES, STAGING_BYTES)
         self._channels = [
-            StoreChannel(self, MessageSocket(end), memory[start : start + STAGING_BYTES], start)
+            StoreChannel(self, end, memory[start : start + STAGING_BYTES], start)
             for start, (end, _) in zip(starts, ends, strict=True)
         ]
         self.transfers, self.questions = Channels(), Channels()
@@ -138,7 +139,7 @@ class StoreProcess:
 
     def _wait_until_ready(self, master: str) -> None:
         try:
-            problem = self._channels[0].messages.receive(TEXT, START_S)
+            problem = self._channels[0].receive(TEXT, START_S)
         except (EOFError, OSError):
             raise StoreError("Mooncake's client process died at its start; its log is on stderr") from None
         except MessageError as error:
@@ -158,18 +159,14 @@ class StoreProcess:
         return not self._is_dead and self._process.poll() is None
 
     def check_alive(self, sent_at: float) -> None:
-        """For the caller of a call that has no answer yet. Raises StoreError, and kills the process, if it hangs.
-
-        Args:
-            sent_at: when the call was sent, monotonic seconds.
-        """
+        """For a call sent at `sent_at`, without an answer yet: kills a process that hangs, and raises StoreError."""
         problem = ""
         if time.monotonic() - max(sent_at, self.answered_at) > ANSWER_S:
             problem = f"did not answer within {ANSWER_S:.0f} s"
         with self._ping_lock:
             if not problem and not self._is_dead:
-                self._ping_channel.messages.send(Request("ping"))
-                if self._ping_channel.messages.receive(CODES, PONG_S) is None:
+                self._ping_channel.send(Request("ping"))
+                if self._ping_channel.receive(CODES, PONG_S) is None:
                     problem = f"did not answer a ping within {PONG_S:.0f} s"
         if problem:
             self.kill()
@@ -190,7 +187,7 @@ class StoreProcess:
         self._is_dead = True
         self._process.end(END_S)
         for channel in self._channels:
-            channel.messages.close()
+            channel.close()
 
 
 class StoreWorkers:
@@ -235,11 +232,7 @@ class StoreWorkers:
             return process
 
     def transfer(self, move: Callable[[StoreChannel], list[int]]) -> list[int]:
-        """Has a channel with staging memory move bytes. Raises StoreError.
-
-        Args:
-            move: is called again, with another process's channel, if the process dies meanwhile.
-        """
+        """Has a channel with staging memory move bytes, or another process's if it dies. Raises StoreError."""
         return self._with_channel(lambda process: process.transfers, move)
 
     def ask(self, what: Call, keys: Sequence[str]) -> list[int]:

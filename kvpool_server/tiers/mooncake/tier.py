@@ -24,8 +24,9 @@ import structlog
 from pydantic import ByteSize, Field, field_validator
 
 from kvpool.protocol.errors import ConfigError
+from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.cache.namespaces import PoolNamespace
-from kvpool_server.tiers.block_mac import BlockMac, KeyedTierOptions
+from kvpool_server.tiers.block_mac import BlockMac
 from kvpool_server.tiers.mooncake.messages import MAX_KEYS, Call
 from kvpool_server.tiers.mooncake.objects import StagedRead, footer_bytes, object_key, put_blocks
 from kvpool_server.tiers.mooncake.presence_cache import PresenceCache
@@ -38,7 +39,7 @@ from kvpool_server.tiers.mooncake.store_process import (
 )
 from kvpool_server.tiers.mooncake.worker import StoreConfig
 from kvpool_server.tiers.thread_pool import DaemonThreadPool
-from kvpool_server.tiers.tier import Block, BlockKey, Tier, TierContext, TierError, TierHoldings, TierStats
+from kvpool_server.tiers.tier import Block, BlockKey, Tier, TierContext, TierError, TierOptions
 
 log = structlog.get_logger()
 
@@ -56,7 +57,7 @@ RPC_FAILED = -900
 """This code, and all below: the master has not answered."""
 
 
-class MooncakeOptions(KeyedTierOptions):
+class MooncakeOptions(TierOptions):
     """A Mooncake Store cluster."""
 
     EXAMPLE: ClassVar[str] = "mooncake:master=HOST:PORT"
@@ -86,7 +87,7 @@ class MooncakeOptions(KeyedTierOptions):
         if host in ("0.0.0.0", "::"):
             host = socket.gethostname()
         config = StoreConfig(self.master, self.metadata, host, int(self.segment), self.protocol, self.device)
-        return MooncakeTier(config, max(self.threads, self.workers), self.workers, self.load_mac())
+        return MooncakeTier(config, max(self.threads, self.workers), self.workers, BlockMac.of(self))
 
 
 class MooncakeTier(Tier):
@@ -96,9 +97,6 @@ class MooncakeTier(Tier):
         threads: reads and writes at once.
         workers: Mooncake's client processes.
         mac: makes and verifies the blocks' tags; None: servers share no key.
-
-    Attributes:
-        workers: those processes.
     """
 
     def __init__(
@@ -221,20 +219,21 @@ class MooncakeTier(Tier):
         prefix = f"kvpool/{fingerprint.hex()}/" if fingerprint else "kvpool/"
         self._check(await self._ask("clear", [f"^{re.escape(prefix)}"]))
 
-    def holdings(self, fingerprint: bytes) -> TierHoldings:
+    def holdings(self, fingerprint: bytes) -> pb.TierHoldings:
         """Blocks that this server has written and not found gone since, of the latest MAX_BLOCKS it has seen.
 
         Blocks that the cluster has evicted meanwhile are among them; blocks that other servers have written are not.
         """
-        return TierHoldings(self.name, self._presence.num_own[fingerprint], self._presence.own_bytes[fingerprint])
+        num_own, nbytes = self._presence.num_own[fingerprint], self._presence.own_bytes[fingerprint]
+        return pb.TierHoldings(tier=self.name, num_entries=num_own, nbytes=nbytes)
 
-    def stats(self) -> TierStats:
+    def stats(self) -> pb.TierStats:
         """As `holdings`, of all namespaces. The size is unknown: only the master knows the cluster's."""
-        return TierStats(
-            self.name,
+        return pb.TierStats(
+            name=self.name,
             used_bytes=self._presence.own_bytes.total(),
             num_entries=self._presence.num_own.total(),
-            counters=dict(self.counters),
+            counters=self.counters,
         )
 
     async def _ask(self, what: Call, keys: Sequence[str]) -> list[int]:

@@ -59,10 +59,9 @@ class StoreConfig:
 
     Args:
         master: HOST:PORT of mooncake_master.
-        metadata: metadata server of the Transfer Engine.
         host: name or address by which other hosts reach this one.
         segment_bytes: memory that this process gives to the cluster; 0 for none.
-        protocol, device: of the Transfer Engine.
+        metadata, protocol, device: of the Transfer Engine.
         memory_fd: descriptor of the staging memory of all channels for transfers.
         channel_fds: descriptors of the sockets over which calls come.
     """

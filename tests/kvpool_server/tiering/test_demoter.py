@@ -6,11 +6,13 @@ import asyncio
 import dataclasses
 from typing import Any
 
+import pytest
+
 from kvpool.protocol.namespace import MEASUREMENT_MODEL
 from kvpool.protocol.types import BlockRun
 from kvpool_server.tiering import demoter
 from kvpool_server.tiers.health import ANSWER_S, AWAY_S
-from tests.support.memory_tier import SLOT, MemoryTier, Rig, play, turns
+from tests.support.memory_tier import SLOT, SLOTS, MemoryTier, Rig, play, turns
 from tests.support.values import block_hash
 
 
@@ -37,19 +39,16 @@ async def test_a_hanging_tier_slows_no_put(rig: Rig, tier: MemoryTier) -> None:
 
 
 @play()
-async def test_the_queue_is_bounded(rig: Rig, tier: MemoryTier) -> None:
-    most, demoter.MAX_QUEUED = demoter.MAX_QUEUED, 5
-    try:
-        tier.gate.clear()
-        for nth in range(12):
-            rig.put(f"p{nth}")
-            await turns(2)
-        assert rig.tiered.num_queued == 5 and tier.counters["dropped_demotions"] == 6
-        tier.gate.set()
-        await rig.wait_idle()
-        assert len(tier.kept) == 6
-    finally:
-        demoter.MAX_QUEUED = most
+async def test_the_queue_is_bounded(rig: Rig, tier: MemoryTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demoter, "MAX_QUEUED", 5)
+    tier.gate.clear()
+    for nth in range(12):
+        rig.put(f"p{nth}")
+        await turns(2)
+    assert rig.tiered.num_queued == 5 and tier.counters["dropped_demotions"] == 6
+    tier.gate.set()
+    await rig.wait_idle()
+    assert len(tier.kept) == 6
 
 
 @play()
@@ -111,25 +110,19 @@ async def test_a_block_that_is_removed_while_it_waits_is_no_dropped_demotion(rig
     assert set(tier.kept) == {block_hash("a")} and tier.counters["dropped_demotions"] == 0
 
 
-@play()
-async def test_blocks_of_measurements_stay_out_of_tiers(rig: Rig, tier: MemoryTier) -> None:
-    spec = dataclasses.replace(rig.namespace.spec, model=MEASUREMENT_MODEL)
-    rig.namespace, _ = rig.pool.open_namespace(spec)
-    rig.put("a", "b")
-    await rig.wait_idle()
-    rig.evict_all()
-    assert not tier.calls["write"] and tier.counters["dropped_demotions"] == 0
+@pytest.mark.parametrize("write_back", [False, True])
+def test_blocks_of_measurements_stay_out_of_tiers(write_back: bool) -> None:
+    @play(write_back=write_back)
+    async def test(rig: Rig, tier: MemoryTier) -> None:
+        spec = dataclasses.replace(rig.namespace.spec, model=MEASUREMENT_MODEL)
+        rig.namespace, _ = rig.pool.open_namespace(spec)
+        rig.put(*range(SLOTS))
+        rig.put("more")
+        await rig.wait_idle()
+        assert await rig.tiered.drain(1) == 0
+        assert not tier.calls["write"] and tier.counters["dropped_demotions"] == 0
 
-
-@play(write_back=True)
-async def test_with_write_back_they_do_too(rig: Rig, tier: MemoryTier) -> None:
-    spec = dataclasses.replace(rig.namespace.spec, model=MEASUREMENT_MODEL)
-    rig.namespace, _ = rig.pool.open_namespace(spec)
-    rig.put(*range(16))
-    rig.put("more")
-    await rig.wait_idle()
-    assert await rig.tiered.drain(1) == 0
-    assert not tier.calls["write"] and tier.counters["dropped_demotions"] == 0
+    test()
 
 
 class ThreeWrites(MemoryTier):
@@ -138,22 +131,19 @@ class ThreeWrites(MemoryTier):
 
 @play(ThreeWrites)
 async def test_several_batches_are_written_at_once_within_the_bound_of_pinned_bytes(
-    rig: Rig, tier: ThreeWrites
+    rig: Rig, tier: ThreeWrites, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    most, demoter.PINNED_BYTES = demoter.PINNED_BYTES, 6 * SLOT
-    try:
-        tier.gate.clear()
-        rig.put(*(f"p{nth}" for nth in range(10)))
-        await turns()
-        assert tier.calls["write"] == 3 and rig.pool.stats().num_leases == 3
-        assert rig.tiered.num_queued == 4, "a write has more than a third of the bytes"
-        draining = asyncio.create_task(rig.tiered.drain(5))
-        tier.failure = "the disk is gone"
-        tier.gate.set()
-        assert await draining == 0
-        assert not rig.pool.stats().num_leases and tier.counters["dropped_demotions"] == 10
-    finally:
-        demoter.PINNED_BYTES = most
+    monkeypatch.setattr(demoter, "PINNED_BYTES", 6 * SLOT)
+    tier.gate.clear()
+    rig.put(*(f"p{nth}" for nth in range(10)))
+    await turns()
+    assert tier.calls["write"] == 3 and rig.pool.stats().num_leases == 3
+    assert rig.tiered.num_queued == 4, "a write has more than a third of the bytes"
+    draining = asyncio.create_task(rig.tiered.drain(5))
+    tier.failure = "the disk is gone"
+    tier.gate.set()
+    assert await draining == 0
+    assert not rig.pool.stats().num_leases and tier.counters["dropped_demotions"] == 10
 
 
 @play(ThreeWrites)

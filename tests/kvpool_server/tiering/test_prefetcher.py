@@ -12,6 +12,7 @@ from kvpool.protocol.errors import InvalidRequestError, OutOfSpaceError, Unknown
 from kvpool.protocol.types import BlockRun, RunHits
 from kvpool_server.cache.hints import HintResult
 from kvpool_server.tiering import prefetcher, promoter
+from tests.contracts.tier_contract import awaited
 from tests.support.memory_tier import MemoryTier, Rig, asked, play, turns
 from tests.support.values import block_hash
 
@@ -42,12 +43,6 @@ def _present(rig: Rig, *names: object) -> int:
     return rig.pool.lookup(rig.namespace.fingerprint, _run(names), prefix_only=True).hits[0].num_leading
 
 
-async def _evicted(rig: Rig, *names: object) -> None:
-    rig.put(*names)
-    await rig.wait_idle()
-    rig.evict_all()
-
-
 @pytest.mark.parametrize("tier", [MemoryTier, asked])
 def test_a_long_prefix_comes_up_to_its_end(tier: type[MemoryTier], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(promoter, "MAX_PREFETCH_BLOCKS", 3)
@@ -55,7 +50,7 @@ def test_a_long_prefix_comes_up_to_its_end(tier: type[MemoryTier], monkeypatch: 
 
     @play(tier)
     async def test(rig: Rig, tier: MemoryTier) -> None:
-        await _evicted(rig, *names)
+        await rig.demote(*names)
         found = await _prefetch(rig, *names)
         assert found.num_blocks == 0 and found.num_pending >= 3
         await _ended(rig)
@@ -68,7 +63,7 @@ def test_a_long_prefix_comes_up_to_its_end(tier: type[MemoryTier], monkeypatch: 
 
 @play()
 async def test_a_prefix_that_the_tier_lacks_is_not_waited_for(rig: Rig, tier: MemoryTier) -> None:
-    await _evicted(rig, "a", "b", "c")
+    await rig.demote("a", "b", "c")
     del tier.kept[block_hash("b")]
     assert (await _prefetch(rig, "a", "b", "c")).num_pending == 1
     await _ended(rig)
@@ -79,7 +74,7 @@ async def test_a_prefix_that_the_tier_lacks_is_not_waited_for(rig: Rig, tier: Me
 
 @play()
 async def test_a_tier_that_fails_ends_a_prefetch(rig: Rig, tier: MemoryTier) -> None:
-    await _evicted(rig, "a", "b")
+    await rig.demote("a", "b")
     tier.failure = "broken"
     assert (await _prefetch(rig, "a", "b")).num_pending == 2
     await _ended(rig)
@@ -89,7 +84,7 @@ async def test_a_tier_that_fails_ends_a_prefetch(rig: Rig, tier: MemoryTier) -> 
 @play()
 async def test_prefetches_are_bounded_and_a_tenant_leaves_some_for_others(rig: Rig, tier: MemoryTier) -> None:
     names = [f"n{nth}" for nth in range(12)]
-    await _evicted(rig, *names)
+    await rig.demote(*names)
     tier.gate.clear()
     most = prefetcher.MAX_PREFETCHES // 2
     for name in (names * 2)[:most]:
@@ -102,39 +97,33 @@ async def test_prefetches_are_bounded_and_a_tenant_leaves_some_for_others(rig: R
     assert not rig.tiered._prefetcher._by_tenant
 
 
-def test_a_hint_is_followed_for_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
+@play()
+async def test_a_hint_is_followed_for_a_bounded_time(
+    rig: Rig, tier: MemoryTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(prefetcher, "MAX_FOLLOWED_S", 0.02)
-
-    @play()
-    async def test(rig: Rig, tier: MemoryTier) -> None:
-        await _evicted(rig, "a")
-        tier.gate.clear()
-        assert (await _prefetch(rig, "a")).num_pending == 1
-        await asyncio.sleep(0.05)
-        assert not rig.tiered._prefetcher._tasks
-        tier.gate.set()
-        await rig.wait_idle()
-        assert _present(rig, "a") == 1, "what was queued did not come up"
-
-    test()
+    await rig.demote("a")
+    tier.gate.clear()
+    assert (await _prefetch(rig, "a")).num_pending == 1
+    while rig.tiered._prefetcher._tasks:
+        await asyncio.sleep(0.005)
+    tier.gate.set()
+    await rig.wait_idle()
+    assert _present(rig, "a") == 1, "what was queued did not come up"
 
 
 @play()
-async def test_a_prefetch_of_an_unknown_namespace_is_refused(rig: Rig, tier: MemoryTier) -> None:
+async def test_an_unknown_namespace_and_two_runs_of_a_group_are_refused(rig: Rig, tier: MemoryTier) -> None:
     with pytest.raises(UnknownNamespaceError):
         await rig.tiered.prefetch(block_hash("none"), _run(["a"]))
-    assert not rig.tiered._prefetcher._by_tenant
-
-
-@play()
-async def test_two_runs_of_a_group_are_refused(rig: Rig, tier: MemoryTier) -> None:
     with pytest.raises(InvalidRequestError, match="a prefetch of 2 runs, of which some are of the same group"):
         await rig.tiered.prefetch(rig.namespace.fingerprint, [*_run(["a"]), *_run(["b"])])
     assert not rig.tiered._prefetcher._by_tenant
 
 
 @pytest.mark.parametrize("num_pending", [0, 1])
-def test_other_calls_come_between_any_two_looks(num_pending: int) -> None:
+@awaited
+async def test_other_calls_come_between_any_two_looks(num_pending: int) -> None:
     calls: list[str] = []
 
     def look(fingerprint: bytes, run: BlockRun, prefix_only: bool) -> RunHits:
@@ -146,20 +135,18 @@ def test_other_calls_come_between_any_two_looks(num_pending: int) -> None:
             calls.append("other")
             await asyncio.sleep(0)
 
-    async def test() -> None:
-        other = asyncio.create_task(others())
-        subject = prefetcher.Prefetcher(look)
-        found = await subject.prefetch(b"", _run("a") * 64, [True] * 64, "")
-        assert found == HintResult(0, num_pending=64 * num_pending) and calls.count("look") == 64
-        await turns()
-        other.cancel()
-        subject.close()
-
-    asyncio.run(test())
+    other = asyncio.create_task(others())
+    subject = prefetcher.Prefetcher(look)
+    found = await subject.prefetch(b"", _run("a") * 64, [True] * 64, "")
+    assert found == HintResult(0, num_pending=64 * num_pending) and calls.count("look") == 64
+    await turns()
+    other.cancel()
+    subject.close()
     assert ("look", "look") not in itertools.pairwise(calls), "two looks in one turn of the loop"
 
 
-def test_runs_behind_one_that_is_pending_are_not_looked_at_again() -> None:
+@awaited
+async def test_runs_behind_one_that_is_pending_are_not_looked_at_again() -> None:
     looks: list[int] = []
 
     def look(fingerprint: bytes, run: BlockRun, prefix_only: bool) -> RunHits:
@@ -167,12 +154,9 @@ def test_runs_behind_one_that_is_pending_are_not_looked_at_again() -> None:
         is_up = looks.count(run.group_idx) > 3
         return RunHits(1, 1) if is_up else RunHits(0, 0, num_pending=1)
 
-    async def test() -> None:
-        subject = prefetcher.Prefetcher(look)
-        runs = [BlockRun(group_idx, [block_hash("a")]) for group_idx in range(3)]
-        assert await subject.prefetch(b"", runs, [True] * 3, "") == HintResult(0, num_pending=3)
-        while subject._tasks:
-            await turns()
-
-    asyncio.run(test())
+    subject = prefetcher.Prefetcher(look)
+    runs = [BlockRun(group_idx, [block_hash("a")]) for group_idx in range(3)]
+    assert await subject.prefetch(b"", runs, [True] * 3, "") == HintResult(0, num_pending=3)
+    while subject._tasks:
+        await turns()
     assert looks == [0, 1, 2, *[0] * 3, *[1] * 3, *[2] * 3]

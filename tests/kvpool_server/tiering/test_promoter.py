@@ -17,9 +17,7 @@ from tests.support.values import block_hash, payload
 
 @play(asked)
 async def test_a_tier_that_must_be_asked_is_asked_once(rig: Rig, tier: MemoryTier) -> None:
-    rig.put("a", "b")
-    await rig.wait_idle()
-    rig.evict_all()
+    await rig.demote("a", "b")
     assert rig.lookup("a", "b", "c").hits[0].num_pending == 3, "what is not known yet may come"
     assert rig.lookup("a", "b", "c").hits[0].num_pending == 3
     assert (await rig.hits("a", "b", "c")).num_leading == 2
@@ -32,9 +30,7 @@ async def test_a_tier_that_must_be_asked_is_asked_once(rig: Rig, tier: MemoryTie
 
 @play()
 async def test_a_failed_read_leaves_no_slot_reserved(rig: Rig, tier: MemoryTier) -> None:
-    rig.put("a", "b")
-    await rig.wait_idle()
-    rig.evict_all()
+    await rig.demote("a", "b")
     tier.failure = "the disk is gone"
     assert rig.lookup("a", "b").hits[0].num_pending == 2
     await rig.wait_idle()
@@ -45,48 +41,39 @@ async def test_a_failed_read_leaves_no_slot_reserved(rig: Rig, tier: MemoryTier)
 
 @play()
 async def test_a_block_that_could_not_be_read_is_not_read_again_at_once(rig: Rig, tier: MemoryTier) -> None:
-    rig.put("a", "b")
-    await rig.wait_idle()
-    rig.evict_all()
-    known = tier.known
+    await rig.demote("a", "b")
     tier.known = lambda *_: [True] * len(_[2])  # type: ignore[method-assign]  # As a neighbour's old journal has it.
     del tier.kept[block_hash("b")]
     assert (await rig.hits("a", "b")).num_leading == 1
     assert tier.counters["missed_promotions"] == 1
-    tier.known = known  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("failure", ["", "the disk is gone"], ids=["other bytes", "an error"])
-def test_a_read_that_brings_another_tenants_bytes_leaves_none_of_them_in_the_slot(failure: str) -> None:
-    @play(has_tenants=True)
-    async def run(rig: Rig, tier: MemoryTier) -> None:
-        rig.put("a", "b")
-        await rig.wait_idle()
-        rig.evict_all()
-        rig.memory[:] = 0
+@play(has_tenants=True)
+async def test_a_read_that_brings_another_tenants_bytes_leaves_none_of_them_in_the_slot(
+    rig: Rig, tier: MemoryTier, failure: str
+) -> None:
+    await rig.demote("a", "b")
+    rig.memory[:] = 0
 
-        async def read(*args: Sequence[memoryview]) -> list[None]:
-            """As where a neighbour has given the slot to another block meanwhile: the checksum tells."""
-            for view in args[-1]:
-                view[:] = bytes([0xEE]) * len(view)
-            if failure:
-                raise TierError(failure)
-            return [None] * len(args[-1])
+    async def read(*args: Sequence[memoryview]) -> list[None]:
+        """As where a neighbour has given the slot to another block meanwhile: the checksum tells."""
+        for view in args[-1]:
+            view[:] = bytes([0xEE]) * len(view)
+        if failure:
+            raise TierError(failure)
+        return [None] * len(args[-1])
 
-        tier.read = read  # type: ignore[assignment, method-assign]
-        assert (await rig.hits("a", "b")).num_leading == 0
-        await rig.wait_idle()
-        assert tier.counters["missed_promotions"] == 2
-        assert not rig.memory.any()
-
-    run()
+    tier.read = read  # type: ignore[assignment, method-assign]
+    assert (await rig.hits("a", "b")).num_leading == 0
+    await rig.wait_idle()
+    assert tier.counters["missed_promotions"] == 2
+    assert not rig.memory.any()
 
 
 @play()
 async def test_without_free_slots_nothing_is_promoted_and_nothing_is_pending(rig: Rig, tier: MemoryTier) -> None:
-    rig.put("a", "b")
-    await rig.wait_idle()
-    rig.evict_all()
+    await rig.demote("a", "b")
     rig.put(*(f"p{nth}" for nth in range(SLOTS)))
     await rig.wait_idle()
     held = rig.lookup(*(f"p{nth}" for nth in range(SLOTS)))
@@ -101,22 +88,12 @@ async def test_without_free_slots_nothing_is_promoted_and_nothing_is_pending(rig
 @play()
 async def test_a_prefetch_that_no_lookup_asks_for_any_more_is_dropped(rig: Rig, tier: MemoryTier) -> None:
     rig.put("a")
-    rig.put("b")
-    await rig.wait_idle()
-    rig.evict_all()
-    tier.gate.clear()
-    rig.lookup("a")
-    await turns()
-    rig.lookup("b")  # Two are read at once: this one as well.
-    await turns()
-    assert tier.calls["read"] == 2
-    tier.gate.set()
-    await rig.wait_idle()
-    rig.evict_all()
+    await rig.demote("b")
     tier.gate.clear()
     rig.lookup("a")
     rig.lookup("b")
     await turns()
+    assert tier.calls["read"] == 2, "both reads that there may be at once are under way"
     rig.put("c")  # Known to the tier only when it is written.
     tier.kept[block_hash("c")] = (payload("c", SLOT).tobytes(), [checksum(payload("c", SLOT))])
     rig.evict_all()
@@ -131,9 +108,7 @@ async def test_a_prefetch_that_no_lookup_asks_for_any_more_is_dropped(rig: Rig, 
 async def test_a_block_that_is_cleared_while_it_is_read_keeps_its_slot_until_the_read_ends(
     rig: Rig, tier: MemoryTier
 ) -> None:
-    rig.put("a")
-    await rig.wait_idle()
-    rig.evict_all()
+    await rig.demote("a")
     tier.gate.clear()
     rig.lookup("a")
     await turns()
@@ -147,9 +122,7 @@ async def test_a_block_that_is_cleared_while_it_is_read_keeps_its_slot_until_the
 
 @play()
 async def test_a_put_of_a_pending_block_is_busy_and_then_present(rig: Rig, tier: MemoryTier) -> None:
-    rig.put("a")
-    await rig.wait_idle()
-    rig.evict_all()
+    await rig.demote("a")
     tier.gate.clear()
     rig.lookup("a")
     await turns()
@@ -163,18 +136,15 @@ async def test_a_put_of_a_pending_block_is_busy_and_then_present(rig: Rig, tier:
 
 
 @play()
-async def test_no_block_is_promoted_behind_one_that_cannot_be_read(rig: Rig, tier: MemoryTier) -> None:
+async def test_no_block_is_promoted_behind_one_that_cannot_be_read(
+    rig: Rig, tier: MemoryTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
     names = [f"n{nth}" for nth in range(12)]
-    rig.put(*names)
-    await rig.wait_idle()
-    rig.evict_all()
+    await rig.demote(*names)
     del tier.kept[block_hash("n2")]
     tier.known = lambda *_: [True] * len(_[2])  # type: ignore[method-assign]
-    most, promoter.BATCH_BYTES = promoter.BATCH_BYTES, 2 * SLOT
-    try:
-        assert (await rig.hits(*names)).num_leading == 2
-    finally:
-        promoter.BATCH_BYTES = most
+    monkeypatch.setattr(promoter, "BATCH_BYTES", 2 * SLOT)
+    assert (await rig.hits(*names)).num_leading == 2
     assert rig.pool.stats().num_entries <= 6, "blocks came up that are of no use"
     assert rig.tiered.is_idle
 
@@ -182,9 +152,7 @@ async def test_no_block_is_promoted_behind_one_that_cannot_be_read(rig: Rig, tie
 @play()
 async def test_with_few_free_slots_a_part_is_promoted(rig: Rig, tier: MemoryTier) -> None:
     names = [f"n{nth}" for nth in range(8)]
-    rig.put(*names)
-    await rig.wait_idle()
-    rig.evict_all()
+    await rig.demote(*names)
     others = [f"p{nth}" for nth in range(SLOTS - 4)]
     rig.put(*others)
     await rig.wait_idle()
@@ -230,62 +198,51 @@ def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small_batches")
-def test_a_prefix_comes_up_in_order_with_several_batches_under_way() -> None:
-    @play(GatedReads)
-    async def test(rig: Rig, tier: GatedReads) -> None:
-        names = [f"n{nth}" for nth in range(16)]
-        rig.put(*names)
-        await rig.wait_idle()
-        rig.evict_all()
-        rig.lookup(*names)
-        await turns()
-        hashes = [block_hash(name) for name in names]
-        assert [blocks for blocks, _ in tier.reads] == [hashes[:1], hashes[1:3], hashes[3:7], hashes[7:11]]
-        tier.reads[1][1].set()
-        await turns()
-        assert rig.lookup(*names).hits[0].num_leading == 0, "the first block is not there yet"
-        assert tier.reads[4][0] == hashes[11:15], "a batch that ended made no room for the next"
-        tier.reads[0][1].set()
-        await turns()
-        found = rig.lookup(*names)
-        assert (found.hits[0].num_leading, found.hits[0].num_pending) == (3, 13), "a part is to be loaded already"
-        assert 1 <= found.retry_after_ms <= promoter.MAX_RETRY_MS
-        tier.open_all()
-        assert (await rig.hits(*names)).num_leading == 16
-
-    test()
+@play(GatedReads)
+async def test_a_prefix_comes_up_in_order_with_several_batches_under_way(rig: Rig, tier: GatedReads) -> None:
+    names = [f"n{nth}" for nth in range(16)]
+    await rig.demote(*names)
+    rig.lookup(*names)
+    await turns()
+    hashes = [block_hash(name) for name in names]
+    assert [blocks for blocks, _ in tier.reads] == [hashes[:1], hashes[1:3], hashes[3:7], hashes[7:11]]
+    tier.reads[1][1].set()
+    await turns()
+    assert rig.lookup(*names).hits[0].num_leading == 0, "the first block is not there yet"
+    assert tier.reads[4][0] == hashes[11:15], "a batch that ended made no room for the next"
+    tier.reads[0][1].set()
+    await turns()
+    found = rig.lookup(*names)
+    assert (found.hits[0].num_leading, found.hits[0].num_pending) == (3, 13), "a part is to be loaded already"
+    assert 1 <= found.retry_after_ms <= promoter.MAX_RETRY_MS
+    tier.open_all()
+    assert (await rig.hits(*names)).num_leading == 16
 
 
 @pytest.mark.usefixtures("small_batches")
-def test_a_prompt_longer_than_a_prefetch_goes_on_in_large_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+@play(GatedReads)
+async def test_a_prompt_longer_than_a_prefetch_goes_on_in_large_batches(
+    rig: Rig, tier: GatedReads, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(promoter, "MAX_PREFETCH_BLOCKS", 7)
-
-    @play(GatedReads)
-    async def test(rig: Rig, tier: GatedReads) -> None:
-        names = [f"n{nth}" for nth in range(12)]
-        rig.put(*names)
-        await rig.wait_idle()
-        rig.evict_all()
-        rig.lookup(*names)
-        await turns()
-        for _, gate in tier.reads[:2]:
-            gate.set()
-        await turns()
-        assert rig.lookup(*names).hits[0].num_pending == 7
-        await turns()
-        assert [len(blocks) for blocks, _ in tier.reads] == [1, 2, 4, 3]
-        tier.open_all()
-        assert (await rig.hits(*names)).num_leading == 12
-
-    test()
+    names = [f"n{nth}" for nth in range(12)]
+    await rig.demote(*names)
+    rig.lookup(*names)
+    await turns()
+    for _, gate in tier.reads[:2]:
+        gate.set()
+    await turns()
+    assert rig.lookup(*names).hits[0].num_pending == 7
+    await turns()
+    assert [len(blocks) for blocks, _ in tier.reads] == [1, 2, 4, 3]
+    tier.open_all()
+    assert (await rig.hits(*names)).num_leading == 12
 
 
 @play(GatedReads)
 async def test_an_answer_says_when_the_next_batch_is_likely_to_be_up(rig: Rig, tier: GatedReads) -> None:
     for nth in range(8):
-        rig.put(f"n{nth}")
-        await rig.wait_idle()
-    rig.evict_all()
+        await rig.demote(f"n{nth}")
 
     async def read_takes(name: str, seconds: float) -> None:
         rig.lookup(name)

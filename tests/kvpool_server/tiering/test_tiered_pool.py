@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from kvpool_server.tiering import promoter
 from kvpool_server.tiering import tiered_pool as tiering
 from kvpool_server.tiers.health import AWAY_S
 from kvpool_server.tiers.tier import COUNTERS, TierError
-from tests.support.file_tier import file_tier
+from tests.contracts.tier_contract import awaited
 from tests.support.memory_tier import SLOT, SLOTS, MemoryTier, Rig, asked, play, turns
 from tests.support.values import block_hash, group_spec, namespace_spec, payload
 
@@ -38,9 +37,7 @@ async def test_stored_blocks_are_demoted_and_promoted_again(rig: Rig, tier: Memo
 async def test_single_blocks_behind_a_miss_are_promoted_unless_only_the_prefix_counts(
     rig: Rig, tier: MemoryTier
 ) -> None:
-    rig.put("a", "b", "c", "d")
-    await rig.wait_idle()
-    rig.evict_all()
+    await rig.demote("a", "b", "c", "d")
     del tier.kept[block_hash("b")]
     found = rig.lookup("a", "b", "c", "d", prefix_only=False)
     assert found.hits[0].num_pending == 3
@@ -52,14 +49,14 @@ async def test_single_blocks_behind_a_miss_are_promoted_unless_only_the_prefix_c
 async def test_blocks_that_the_first_tier_lacks_come_from_the_second(
     rig: Rig, first: MemoryTier, second: MemoryTier
 ) -> None:
-    rig.put("a", "b", "c", "d")
-    await rig.wait_idle()
-    rig.evict_all()
+    await rig.demote("a", "b", "c", "d")
     del first.kept[block_hash("c")], first.kept[block_hash("d")], second.kept[block_hash("a")]
     assert (await rig.hits("a", "b", "c", "d")).num_leading == 4
     assert (first.counters["promoted_blocks"], second.counters["promoted_blocks"]) == (2, 2)
     await rig.wait_idle()
     assert set(first.kept) == {block_hash(name) for name in "abcd"}, "what came up from below was not written above"
+    held = rig.tiered.holdings(rig.namespace.fingerprint)
+    assert [(each.tier, each.num_entries) for each in held] == [("memory:", 4), ("asked:", 4)]
 
 
 @play()
@@ -74,45 +71,36 @@ async def test_drain_returns_how_many_blocks_are_not_written(rig: Rig, tier: Mem
 
 
 @pytest.mark.parametrize("blocks", [1, 100])
-def test_a_lookup_prefetches_a_bounded_part_of_a_long_prompt(blocks: int) -> None:
+@play()
+async def test_a_lookup_prefetches_a_bounded_part_of_a_long_prompt(
+    rig: Rig, tier: MemoryTier, blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What a prompt asks for beyond the bound is asked for again when the first part is there."""
-
-    @play()
-    async def test(rig: Rig, tier: MemoryTier) -> None:
-        names = [f"n{nth}" for nth in range(12)]
-        rig.put(*names)
-        await rig.wait_idle()
-        rig.evict_all()
-        most, promoter.MAX_PREFETCH_BLOCKS = promoter.MAX_PREFETCH_BLOCKS, blocks
-        try:
-            assert rig.lookup(*names).hits[0].num_pending == min(blocks, 12)
-            assert (await rig.hits(*names)).num_leading == 12
-        finally:
-            promoter.MAX_PREFETCH_BLOCKS = most
-
-    test()
+    names = [f"n{nth}" for nth in range(12)]
+    await rig.demote(*names)
+    monkeypatch.setattr(promoter, "MAX_PREFETCH_BLOCKS", blocks)
+    assert rig.lookup(*names).hits[0].num_pending == min(blocks, 12)
+    assert (await rig.hits(*names)).num_leading == 12
 
 
-def test_transfers_go_on_after_an_unexpected_exception(caplog: Any) -> None:
-    @play()
-    async def test(rig: Rig, tier: MemoryTier) -> None:
-        again, tiering.RESTART_S = tiering.RESTART_S, 0.0
-        write = tier.write
+@play()
+async def test_transfers_go_on_after_an_unexpected_exception(
+    rig: Rig, tier: MemoryTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tiering, "RESTART_S", 0.0)
+    write = tier.write
 
-        async def broken(*_: object) -> int:
-            raise ZeroDivisionError
+    async def broken(*_: object) -> int:
+        raise ZeroDivisionError
 
-        tier.write = broken  # type: ignore[method-assign]
-        rig.put("a")
-        await turns()
-        tier.write = write  # type: ignore[method-assign]
-        rig.clock.advance(AWAY_S[1])
-        rig.put("b")
-        await rig.wait_idle()
-        assert block_hash("b") in tier.kept
-        tiering.RESTART_S = again
-
-    test()
+    tier.write = broken  # type: ignore[method-assign]
+    rig.put("a")
+    await turns()
+    tier.write = write  # type: ignore[method-assign]
+    rig.clock.advance(AWAY_S[1])
+    rig.put("b")
+    await rig.wait_idle()
+    assert block_hash("b") in tier.kept
 
 
 @play(write_back=True)
@@ -125,9 +113,7 @@ async def test_drain_writes_every_block_to_a_write_back_tier(rig: Rig, tier: Mem
 
 @play()
 async def test_a_pending_lookup_counts_once_and_only_when_its_blocks_are_got(rig: Rig, tier: MemoryTier) -> None:
-    rig.put("a", "b")
-    await rig.wait_idle()
-    rig.evict_all()
+    await rig.demote("a", "b")
     rig.put("a")
     await rig.wait_idle()
     tier.gate.clear()
@@ -186,24 +172,22 @@ def test_every_counter_of_a_tier_has_a_series() -> None:
     assert values >= set(counters.values())
 
 
-def test_without_tiers_every_call_is_the_pools_own() -> None:
-    async def within() -> None:
-        rig = Rig()
-        await rig.tiered.open()
-        rig.put("a", "b")
-        found = rig.lookup("a", "b", "c")
-        assert (found.hits[0], found.retry_after_ms) == (RunHits(2), 0) and found.lease_id
-        assert [rig.pool.counters[name] for name in ("lookups", "lookup_blocks", "lookup_hits")] == [1, 3, 2]
-        rig.pool.release([found.lease_id])
-        fingerprint = rig.namespace.fingerprint
-        assert await rig.tiered.remove(fingerprint, [BlockRun(0, [block_hash("b")])]) == 1
-        assert await rig.tiered.clear(fingerprint) == 1
-        with pytest.raises(UnknownNamespaceError):
-            await rig.tiered.clear(bytes(32))
-        assert await rig.tiered.drain(1) == 0 and not rig.tiered.stats().tiers
-        await rig.tiered.close()
-
-    asyncio.run(within())
+@awaited
+async def test_without_tiers_every_call_is_the_pools_own() -> None:
+    rig = Rig()
+    await rig.tiered.open()
+    rig.put("a", "b")
+    found = rig.lookup("a", "b", "c")
+    assert (found.hits[0], found.retry_after_ms) == (RunHits(2), 0) and found.lease_id
+    assert [rig.pool.counters[name] for name in ("lookups", "lookup_blocks", "lookup_hits")] == [1, 3, 2]
+    rig.pool.release([found.lease_id])
+    fingerprint = rig.namespace.fingerprint
+    assert await rig.tiered.remove(fingerprint, [BlockRun(0, [block_hash("b")])]) == 1
+    assert await rig.tiered.clear(fingerprint) == 1
+    with pytest.raises(UnknownNamespaceError):
+        await rig.tiered.clear(bytes(32))
+    assert await rig.tiered.drain(1) == 0 and not rig.tiered.stats().tiers
+    await rig.tiered.close()
 
 
 @play()
@@ -213,9 +197,8 @@ async def test_a_namespace_that_only_a_tier_knows_can_be_cleared(rig: Rig, tier:
     assert not tier.kept
 
 
-def test_a_scrape_before_the_tiers_are_open_has_the_pools_numbers(tmp_path: Path) -> None:
-    tier = file_tier(tmp_path, "me", 4 << 20)
-    stats = Rig(tier).tiered.stats()
+def test_a_scrape_before_the_tiers_are_open_has_the_pools_numbers() -> None:
+    stats = Rig(MemoryTier()).tiered.stats()
     assert not stats.tiers and stats.free_bytes == SLOTS * SLOT
 
 

@@ -24,13 +24,6 @@ def ask(rig: Rig, *names: object, wait_ms: int = LONG_MS, prefix_only: bool = Tr
     )
 
 
-async def demoted(rig: Rig, *names: object) -> None:
-    """Blocks that only the tiers have."""
-    rig.put(*names)
-    await rig.wait_idle()
-    rig.evict_all()
-
-
 @pytest.fixture(autouse=True)
 def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiered_pool, "MAX_WAIT_MS", LONG_MS)
@@ -40,7 +33,7 @@ def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_is_answered_once_its_blocks_are_up(make: type[MemoryTier]) -> None:
     @play(make)
     async def test(rig: Rig, tier: MemoryTier) -> None:
-        await demoted(rig, "a", "b", "c")
+        await rig.demote("a", "b", "c")
         tier.gate.clear()
         task = ask(rig, "a", "b", "c", "d")
         await turns()
@@ -61,70 +54,58 @@ async def test_without_pending_blocks_it_is_answered_at_once(rig: Rig, tier: Mem
     assert (found.hits[0].num_leading, found.retry_after_ms) == (1, 0)
 
 
+@pytest.mark.parametrize(("wait_ms", "longest_ms"), [(5, LONG_MS), (2**32 - 1, 5)])
 @play()
-async def test_after_the_wait_it_is_answered_with_what_is_up(rig: Rig, tier: MemoryTier) -> None:
-    await demoted(rig, "a", "b")
+async def test_after_the_wait_or_the_longest_it_is_answered_with_what_is_up(
+    rig: Rig, tier: MemoryTier, monkeypatch: pytest.MonkeyPatch, wait_ms: int, longest_ms: int
+) -> None:
+    monkeypatch.setattr(tiered_pool, "MAX_WAIT_MS", longest_ms)
+    await rig.demote("a", "b")
     rig.put("a")
     tier.gate.clear()
-    found = await ask(rig, "a", "b", wait_ms=5)
+    found = await ask(rig, "a", "b", wait_ms=wait_ms)
     assert (found.hits[0].num_leading, found.hits[0].num_pending) == (1, 1) and found.retry_after_ms
     assert rig.pool.leases.get(found.lease_id)
     tier.gate.set()
 
 
 @play()
-async def test_no_wait_is_longer_than_the_longest(rig: Rig, tier: MemoryTier) -> None:
-    await demoted(rig, "a")
-    tier.gate.clear()
-    longest, tiered_pool.MAX_WAIT_MS = tiered_pool.MAX_WAIT_MS, 5
-    try:
-        assert (await ask(rig, "a", wait_ms=2**32 - 1)).retry_after_ms
-    finally:
-        tiered_pool.MAX_WAIT_MS = longest
-    tier.gate.set()
-
-
-@play()
-async def test_what_comes_up_meanwhile_is_leased_at_once(rig: Rig, tier: MemoryTier) -> None:
+async def test_what_comes_up_meanwhile_is_leased_at_once(
+    rig: Rig, tier: MemoryTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
     names = [f"n{nth}" for nth in range(8)]
-    await demoted(rig, *names)
-    first, promoter.FIRST_BATCH_BYTES = promoter.FIRST_BATCH_BYTES, 1
-    most, promoter.BATCH_BYTES = promoter.BATCH_BYTES, 1
+    await rig.demote(*names)
+    monkeypatch.setattr(promoter, "FIRST_BATCH_BYTES", 1)
+    monkeypatch.setattr(promoter, "BATCH_BYTES", 1)
     tier.reads_at_once = 1
-    try:
-        tier.gate.clear()
-        task = ask(rig, *names)
-        await turns()
-        tier.gate.set()
-        while not (leases := rig.pool.leases.values()) or not leases[0].entries:
-            assert not task.done(), "nothing was leased before all was up"
-            await asyncio.sleep(0)
-        assert len(leases[0].entries) < len(names)
-        assert (await task).hits[0].num_leading == len(names)
-    finally:
-        promoter.FIRST_BATCH_BYTES, promoter.BATCH_BYTES = first, most
+    tier.gate.clear()
+    task = ask(rig, *names)
+    await turns()
+    tier.gate.set()
+    while not (leases := rig.pool.leases.values()) or not leases[0].entries:
+        assert not task.done(), "nothing was leased before all was up"
+        await asyncio.sleep(0)
+    assert len(leases[0].entries) < len(names)
+    assert (await task).hits[0].num_leading == len(names)
     assert rig.pool.stats().num_leases == 1
 
 
 @pytest.mark.parametrize("prefix_only", [True, False])
-def test_blocks_that_are_lost_end_the_wait(prefix_only: bool) -> None:
-    @play()
-    async def test(rig: Rig, tier: MemoryTier) -> None:
-        await demoted(rig, "a", "b", "c")
-        tier.gate.clear()
-        task = ask(rig, "a", "b", "c", prefix_only=prefix_only)
-        await turns()
-        del tier.kept[block_hash("b")]
-        tier.gate.set()
-        found = await task
-        assert not found.retry_after_ms and found.hits[0].num_leading == 1
-
-    test()
+@play()
+async def test_blocks_that_are_lost_end_the_wait(rig: Rig, tier: MemoryTier, prefix_only: bool) -> None:
+    await rig.demote("a", "b", "c")
+    tier.gate.clear()
+    task = ask(rig, "a", "b", "c", prefix_only=prefix_only)
+    await turns()
+    del tier.kept[block_hash("b")]
+    tier.gate.set()
+    found = await task
+    assert not found.retry_after_ms and found.hits[0].num_leading == 1
 
 
 @play()
 async def test_a_tier_that_fails_ends_the_wait(rig: Rig, tier: MemoryTier) -> None:
-    await demoted(rig, "a")
+    await rig.demote("a")
     tier.gate.clear()
     task = ask(rig, "a")
     await turns()
@@ -136,7 +117,7 @@ async def test_a_tier_that_fails_ends_the_wait(rig: Rig, tier: MemoryTier) -> No
 
 @play()
 async def test_a_client_that_hangs_up_leaves_no_lease(rig: Rig, tier: MemoryTier) -> None:
-    await demoted(rig, "a", "b")
+    await rig.demote("a", "b")
     rig.put("a")
     tier.gate.clear()
     task = ask(rig, "a", "b")
@@ -151,7 +132,7 @@ async def test_a_client_that_hangs_up_leaves_no_lease(rig: Rig, tier: MemoryTier
 
 @play()
 async def test_a_namespace_that_is_closed_meanwhile_ends_the_wait(rig: Rig, tier: MemoryTier) -> None:
-    await demoted(rig, "a", "b")
+    await rig.demote("a", "b")
     rig.put("a")
     tier.gate.clear()
     task = ask(rig, "a", "b")
@@ -169,7 +150,7 @@ async def test_a_namespace_that_is_closed_meanwhile_ends_the_wait(rig: Rig, tier
 
 @play()
 async def test_what_others_wait_for_does_not_make_it_look_up_again(rig: Rig, tier: MemoryTier) -> None:
-    await demoted(rig, "a")
+    await rig.demote("a")
     tier.gate.clear()
     task = ask(rig, "a")
     await turns()
@@ -191,18 +172,17 @@ async def test_what_others_wait_for_does_not_make_it_look_up_again(rig: Rig, tie
 
 
 @play()
-async def test_beyond_the_most_that_wait_a_lookup_is_answered_at_once(rig: Rig, tier: MemoryTier) -> None:
-    await demoted(rig, "a")
+async def test_beyond_the_most_that_wait_a_lookup_is_answered_at_once(
+    rig: Rig, tier: MemoryTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await rig.demote("a")
     tier.gate.clear()
-    most, tiered_pool.MAX_WAITING = tiered_pool.MAX_WAITING, 1
-    try:
-        first = ask(rig, "a")
-        await turns()
-        began_at = time.monotonic()
-        assert (await ask(rig, "a")).retry_after_ms
-        assert time.monotonic() - began_at < LONG_MS / 1000 and not first.done()
-        tier.gate.set()
-        assert (await first).hits[0].num_leading == 1
-        assert (await ask(rig, "a")).hits[0].num_leading == 1, "the first has left its place"
-    finally:
-        tiered_pool.MAX_WAITING = most
+    monkeypatch.setattr(tiered_pool, "MAX_WAITING", 1)
+    first = ask(rig, "a")
+    await turns()
+    began_at = time.monotonic()
+    assert (await ask(rig, "a")).retry_after_ms
+    assert time.monotonic() - began_at < LONG_MS / 1000 and not first.done()
+    tier.gate.set()
+    assert (await first).hits[0].num_leading == 1
+    assert (await ask(rig, "a")).hits[0].num_leading == 1, "the first has left its place"

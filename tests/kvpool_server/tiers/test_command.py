@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import time
 from pathlib import Path
@@ -13,7 +12,7 @@ from typer.testing import CliRunner, Result
 from kvpool_server.tiers import command
 from kvpool_server.tiers.command import app
 from kvpool_server.tiers.file import frames
-from tests.contracts.tier_contract import TierContract, blocks_of, namespace_of
+from tests.contracts.tier_contract import TierContract, awaited, blocks_of, namespace_of, opened
 from tests.support.file_tier import file_tier
 from tests.support.tier_directories import acquire, inspect
 
@@ -23,42 +22,32 @@ def _age(directory: Path) -> None:
     os.utime(directory / "lock", (then, then))
 
 
-def _orphan(directory: Path) -> None:
+@awaited
+async def _orphan(directory: Path) -> None:
     """A directory that a server has used and left."""
-
-    async def use() -> None:
-        tier = file_tier(directory.parent, directory.name)
-        await tier.open()
+    async with opened(file_tier(directory.parent, directory.name)) as tier:
         await tier.write(namespace_of(TierContract.spec), 0, blocks_of(directory.name))
-        await tier.close()
-
-    asyncio.run(use())
     _age(directory)
+
+
+FOREIGN: dict[str, dict[str, bytes]] = {
+    "a program's": {"data.db": b"precious"},
+    "another journal": {"journal": b"Dear diary, today I have written a journal of my own"},
+    "with a note": {"journal": frames.encode_head(4096), "README": b"precious"},
+    "with a directory": {"extent-00000/precious": b""},
+    "a lock with a process in it": {"lock": b"4711"},
+}
 
 
 def _foreign(kind: str, directory: Path) -> None:
-    directory.mkdir()
-    (directory / "lock").touch()
-    if kind == "a program's":
-        (directory / "data.db").write_text("precious")
-    elif kind == "another journal":
-        (directory / "journal").write_text("Dear diary, today I have written a journal of my own")
-    elif kind == "with a note":
-        (directory / "journal").write_bytes(frames.encode_head(4096))
-        (directory / "README").write_text("precious")
-    elif kind == "with a directory":
-        (directory / "extent-00000").mkdir()
-        (directory / "extent-00000" / "precious").touch()
-    else:
-        (directory / "lock").write_text("4711")
+    for name, content in {"lock": b"", **FOREIGN[kind]}.items():
+        (directory / name).parent.mkdir(exist_ok=True)
+        (directory / name).write_bytes(content)
     _age(directory)
 
 
-KINDS = ["a program's", "another journal", "with a note", "with a directory", "a lock with a process in it"]
-
-
 @pytest.mark.parametrize("name", ["other", ".removed-by-hand"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", FOREIGN)
 def test_a_directory_that_is_no_servers_is_never_deleted(tmp_path: Path, kind: str, name: str) -> None:
     _foreign(kind, tmp_path / name)
     before = sorted(tmp_path.rglob("*"))
@@ -165,18 +154,14 @@ def test_gc_of_a_path_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     assert _gc(tmp_path / "nothing").exit_code == 2
 
 
-def test_a_server_deletes_nobodys_directory(root: Path) -> None:
-    async def use() -> None:
-        tier = file_tier(root)
-        await tier.open()
-        await tier.refresh()
-        namespace = namespace_of(TierContract.spec)
-        hashes = [blocks_of("dead")[0].block_hash]
-        assert tier.known(namespace, 0, hashes) == [True], "blocks of a server that has gone can be read"
-        await tier.close()
-
+@awaited
+async def test_a_server_deletes_nobodys_directory(root: Path) -> None:
     before = sorted(root.iterdir())
-    asyncio.run(use())
+    async with opened(file_tier(root)) as tier:
+        await tier.refresh()
+        hashes = [blocks_of("dead")[0].block_hash]
+        known = tier.known(namespace_of(TierContract.spec), 0, hashes)
+        assert known == [True], "blocks of a server that has gone can be read"
     assert sorted(root.iterdir()) == sorted([*before, root / "one"])
 
 

@@ -2,81 +2,94 @@
 
 from __future__ import annotations
 
-import os
 import resource
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 from structlog.testing import capture_logs
 
-from kvpool_server.tiers.open_files import DirectoryFiles, OpenFile, OpenFiles, raise_descriptor_limit
+from kvpool_server.tiers.file.directory import Directory
+from kvpool_server.tiers.file.disk import Disk
+from kvpool_server.tiers.file.extents import Extents
+from kvpool_server.tiers.open_files import OpenFile, OpenFiles, raise_descriptor_limit
+from tests.support.tier_directories import open_directory
+
+EXTENT_BYTES = 4096
 
 
-class Directory:
-    """A directory of empty files, and the descriptors that were closed."""
+class NotedDisk(Disk):
+    """Remembers which descriptors were opened and closed."""
 
-    def __init__(self, path: Path, files: OpenFiles):
-        path.mkdir(exist_ok=True)
-        self.closed: list[int] = []
+    def __init__(self) -> None:
         self.opened: list[int] = []
-        self.files = DirectoryFiles(files, self._open, self._close)
-        self.while_opening = lambda: None
-        self._path = path
+        self.closed: list[int] = []
+        self.while_opening: Callable[[], None] = lambda: None
+        self.while_writing: Callable[[], None] = lambda: None
 
-    def _open(self, idx: int, direct: bool) -> int:
-        self.opened.append(os.open(self._path / str(idx), os.O_RDWR | os.O_CREAT))
+    def open(self, directory: Directory, name: str, flags: int) -> int:
+        self.opened.append(super().open(directory, name, flags))
         self.while_opening()
         return self.opened[-1]
 
-    def _close(self, fd: int) -> None:
-        self.closed.append(fd)
-        os.close(fd)
+    def write(self, fd: int, views: Sequence[memoryview], offset: int) -> None:
+        self.while_writing()
+        super().write(fd, views, offset)
 
-    def use(self, idx: int) -> None:
-        with self.files.use((idx, False)):
-            pass
+    def close(self, fd: int) -> None:
+        self.closed.append(fd)
+        super().close(fd)
+
+
+def _extents(path: Path, disk: Disk, files: OpenFiles) -> Extents:
+    path.mkdir(exist_ok=True)
+    return Extents(open_directory(path), EXTENT_BYTES, True, disk, files, direct=False)
+
+
+def _use(extents: Extents, idx: int) -> None:
+    extents.write(idx * EXTENT_BYTES, [memoryview(b"bytes")])
 
 
 def test_a_closed_directory_opens_nothing_and_leaves_files_in_use_to_their_users(tmp_path: Path) -> None:
-    files = OpenFiles()
-    directory = Directory(tmp_path, files)
-    with directory.files.use((0, False)) as fd:
-        directory.files.close()
-        os.fstat(fd)
-        assert not directory.closed, "closed under a user"
-    assert directory.closed == [fd] and not len(files)
+    disk, files = NotedDisk(), OpenFiles()
+    extents = _extents(tmp_path, disk, files)
+    disk.while_writing = extents.close
+    _use(extents, 0)
+    assert (tmp_path / "extent-00000").read_bytes() == b"bytes", "closed under a user"
+    assert disk.closed == disk.opened and not files.files
     with pytest.raises(FileNotFoundError, match="closed"):
-        directory.use(0)
+        _use(extents, 0)
 
 
 def test_a_file_that_is_being_opened_when_its_directory_is_closed_does_not_stay_open(tmp_path: Path) -> None:
-    files = OpenFiles()
-    directory = Directory(tmp_path, files)
-    directory.while_opening = directory.files.close
+    disk, files = NotedDisk(), OpenFiles()
+    extents = _extents(tmp_path, disk, files)
+    disk.while_opening = extents.close
     with pytest.raises(FileNotFoundError):
-        directory.use(0)
-    assert directory.closed == directory.opened and len(directory.opened) == 1 and not len(files)
+        _use(extents, 0)
+    assert disk.closed == disk.opened and len(disk.opened) == 1 and not files.files
 
 
 def test_all_directories_share_one_number_of_descriptors(tmp_path: Path) -> None:
-    files = OpenFiles(3)
-    directories = [Directory(tmp_path / str(nth), files) for nth in range(4)]
-    for directory in directories:
+    disk, files = NotedDisk(), OpenFiles(3)
+    directories = [_extents(tmp_path / str(nth), disk, files) for nth in range(4)]
+    for extents in directories:
         for idx in range(2):
-            directory.use(idx)
-            assert len(files) <= 3
-    assert sum(len(directory.closed) for directory in directories) == 5
-    for directory in directories:
-        directory.files.close()
-    assert sum(len(directory.closed) for directory in directories) == 8
+            _use(extents, idx)
+            assert len(files.files) <= 3
+    assert len(disk.closed) == 5
+    for extents in directories:
+        extents.close()
+    assert len(disk.closed) == 8
 
 
 def test_the_least_recently_used_file_is_closed_first(tmp_path: Path) -> None:
-    directory = Directory(tmp_path, OpenFiles(2))
+    disk = NotedDisk()
+    extents = _extents(tmp_path, disk, OpenFiles(2))
     for idx in (0, 1, 0, 2):
-        directory.use(idx)
-    assert directory.closed == [directory.opened[1]]
-    directory.files.close()
+        _use(extents, idx)
+    assert disk.closed == [disk.opened[1]]
+    extents.close()
 
 
 def test_the_limit_of_descriptors_is_raised_as_far_as_the_host_allows(monkeypatch: pytest.MonkeyPatch) -> None:

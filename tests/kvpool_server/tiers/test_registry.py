@@ -12,7 +12,7 @@ from kvpool_server.tiers.file.tier import FileOptions
 from kvpool_server.tiers.open_files import OpenFiles
 from kvpool_server.tiers.registry import KINDS, parse
 from kvpool_server.tiers.tier import TierContext
-from tests.contracts.tier_contract import TierContract, blocks_of, namespace_of, run
+from tests.contracts.tier_contract import TierContract, awaited, blocks_of, namespace_of
 
 
 @pytest.mark.parametrize("name", [".", "..", ".hidden", ".removed-one-1"])
@@ -51,6 +51,8 @@ def test_other_names_are_taken(name: str) -> None:
         ("file:/mnt/kv,siez=1GiB", "unknown option 'siez'; choose write, key_file, size,"),
         ("file:/mnt/kv,name=a", "option 'size' is missing; add size= (bytes that this server may take there"),
         ("file:kv,size=1GiB", "path=kv is not possible; give an absolute path, as in file:/mnt/kv"),
+        ("file:~/kv,size=1GiB", "path=~/kv is not possible; give an absolute path"),
+        ("file:,size=1GiB", "path= is not possible; give an absolute path"),
         ("file:", "path is missing; write file:/mnt/kv,size=200GiB"),
         ("mooncake:", "option 'master' is missing; add master= (HOST:PORT of mooncake_master)"),
         ("mooncake:master=here", "master=here is not possible; give HOST:PORT of mooncake_master"),
@@ -73,22 +75,19 @@ def test_every_kind_has_an_example_that_works_and_is_offered() -> None:
         assert example.startswith(f"{kind}:") and type(parse(example)) is options
 
 
-def test_tiers_of_a_server_share_the_bound_on_open_files(tmp_path: Path) -> None:
+@awaited
+async def test_tiers_of_a_server_share_the_bound_on_open_files(tmp_path: Path) -> None:
     """Descriptors are the process's, however many tiers it has."""
     context = TierContext(("127.0.0.1", 0), PrefixLRU, open_files=OpenFiles(2))
     namespace = namespace_of(TierContract.spec)
-
-    async def test() -> None:
-        tiers = []
-        for name in "abc":
-            options = parse(f"file:{tmp_path / name},size=8MiB,create=yes,io=buffered")
-            tiers.append(options.make(context))
-            await tiers[-1].open()
-            assert tiers[-1].name == options.tier_name
-            await tiers[-1].write(namespace, 0, blocks_of(name))
-        assert len(context.open_files) == 2
-        for tier in tiers:
-            await tier.close()
-        assert len(context.open_files) == 0
-
-    run(test)
+    tiers = []
+    for name in "abc":
+        options = parse(f"file:{tmp_path / name},size=8MiB,create=yes,io=buffered")
+        tiers.append(options.make(context))
+        await tiers[-1].open()
+        assert tiers[-1].name == options.tier_name
+        await tiers[-1].write(namespace, 0, blocks_of(name))
+    assert len(context.open_files.files) == 2
+    for tier in tiers:
+        await tier.close()
+    assert len(context.open_files.files) == 0

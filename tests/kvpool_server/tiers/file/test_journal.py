@@ -45,12 +45,6 @@ def test_no_frame_is_larger_than_what_is_read(monkeypatch: pytest.MonkeyPatch) -
         frames.encode_frame(frames.REMOVED, bytes((1 << 16) + 8))
 
 
-def test_as_many_removals_as_there_may_be_can_be_read() -> None:
-    offsets = range(0, (frames.MAX_FRAME_BYTES // 8 + 1) * 8, 8)
-    text = frames.encode_removed(offsets)
-    assert Inventory().apply(text) == len(text)
-
-
 def _stored(fingerprint: bytes, group_idx: int, num_shards: int) -> bytes:
     """The beginning of a frame of blocks."""
     return fingerprint + struct.pack("<II", group_idx, num_shards)

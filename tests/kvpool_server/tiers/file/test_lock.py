@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import fcntl
 import os
 import time
@@ -13,6 +12,7 @@ import pytest
 
 from kvpool_server.tiers.file.own_directory import DirectoryGoneError, DirectoryLock, OwnDirectory, heartbeat_age_s
 from kvpool_server.tiers.thread_pool import DaemonThreadPool
+from tests.contracts.tier_contract import awaited
 from tests.support.tier_directories import acquire, inspect, open_directory
 
 LONG_S = 4_000.0
@@ -23,16 +23,12 @@ def _age(directory: Path) -> None:
     os.utime(directory / "lock", (then, then))
 
 
-def _own(path: Path) -> OwnDirectory:
+@awaited
+async def _own(path: Path) -> OwnDirectory:
     """The directory, acquired as a server does."""
-    own = OwnDirectory("file:", path.parent, path.name, False, 0.0, None)
-
-    async def acquire_on_a_thread() -> None:
-        threads = DaemonThreadPool(1, "test")
-        await own.acquire(threads)
-        threads.close(1.0)
-
-    asyncio.run(acquire_on_a_thread())
+    own, threads = OwnDirectory("file:", path.parent, path.name, False, 0.0, None), DaemonThreadPool(1, "test")
+    await own.acquire(threads)
+    threads.close(1.0)
     return own
 
 

@@ -12,77 +12,44 @@ import pytest
 from structlog.testing import capture_logs
 
 from kvpool_server.cache.entry import Record
-from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.tiers.file import frames
-from kvpool_server.tiers.file.disk import Disk
 from kvpool_server.tiers.file.peer_directories import PeerDirectories
 from kvpool_server.tiers.file.tier import FileTier
 from kvpool_server.tiers.tier import TierError
-from tests.contracts.tier_contract import Memory, TierContract, blocks_of, namespace_of, run
-from tests.support.file_tier import file_tier
+from tests.contracts.tier_contract import TierContract, awaited, blocks_of, namespace_of, opened, read_back
+from tests.support.file_tier import BadDisk, file_tier
 from tests.support.tier_directories import acquire, peers_in
 from tests.support.values import block_hash
 
-
-def _tier(root: Path, owner: str = "one", disk: Disk | None = None) -> FileTier:
-    return file_tier(root, owner, disk=disk)
+NAMESPACE = namespace_of(TierContract.spec)
 
 
-class BadDisk(Disk):
-    """A disk that cannot be read while `is_bad`."""
-
-    is_bad = False
-
-    def read(self, fd: int, views: Sequence[memoryview], offset: int) -> int:
-        if self.is_bad:
-            raise OSError(5, "Input/output error")
-        return super().read(fd, views, offset)
+async def _store(root: Path, owner: str, names: Sequence[str]) -> None:
+    async with opened(file_tier(root, owner)) as tier:
+        await tier.write(NAMESPACE, 0, blocks_of(*names))
 
 
-@pytest.fixture
-def namespace() -> PoolNamespace:
-    return namespace_of(TierContract.spec)
+def _known(tier: FileTier, *names: str) -> list[bool]:
+    return tier.known(NAMESPACE, 0, [block_hash(name) for name in names])
 
 
-async def _store(root: Path, owner: str, namespace: PoolNamespace, names: Sequence[str]) -> None:
-    tier = _tier(root, owner)
-    await tier.open()
-    await tier.write(namespace, 0, blocks_of(*names))
-    await tier.close()
-
-
-async def _read(tier: FileTier, namespace: PoolNamespace, names: Sequence[str]) -> list[bool]:
-    memory = Memory(len(names))
-    return [
-        sums is not None for sums in await tier.read(namespace, 0, [block_hash(name) for name in names], memory.views)
-    ]
-
-
-def _known(tier: FileTier, namespace: PoolNamespace, *names: str) -> list[bool]:
-    return tier.known(namespace, 0, [block_hash(name) for name in names])
-
-
-def test_a_server_whose_directory_has_gone_does_not_pretend(tmp_path: Path, namespace: PoolNamespace) -> None:
-    async def test() -> None:
-        tier = _tier(tmp_path)
-        await tier.open()
-        await tier.write(namespace, 0, blocks_of("a"))
+@awaited
+async def test_a_server_whose_directory_has_gone_does_not_pretend(tmp_path: Path) -> None:
+    async with opened(file_tier(tmp_path)) as tier:
+        await tier.write(NAMESPACE, 0, blocks_of("a"))
         (tmp_path / "one").rename(tmp_path / ".gone")
         with capture_logs() as logs:
             for _ in range(3):
                 await tier.refresh()
         assert [line["event"] for line in logs] == ["a tier's directory was removed or replaced"]
-        assert _known(tier, namespace, "a") == [False]
+        assert _known(tier, "a") == [False]
         with pytest.raises(TierError, match="was removed or replaced"):
-            await tier.write(namespace, 0, blocks_of("b"))
+            await tier.write(NAMESPACE, 0, blocks_of("b"))
         with pytest.raises(TierError, match="was removed or replaced"):
-            await _read(tier, namespace, "a")
+            await read_back(tier, NAMESPACE, "a")
         (tmp_path / ".gone").rename(tmp_path / "one")
         await tier.refresh()
-        assert await _read(tier, namespace, "a") == [True]
-        await tier.close()
-
-    run(test)
+        assert await read_back(tier, NAMESPACE, "a") == ["a"]
 
 
 # What is wrong with a peer
@@ -100,58 +67,50 @@ HARMS = {
 
 
 @pytest.mark.parametrize("harm", sorted(HARMS))
-def test_what_is_wrong_with_one_neighbour_is_said_once_and_harms_nobody(
-    tmp_path: Path, namespace: PoolNamespace, harm: str
-) -> None:
-    async def test() -> None:
-        for name in "abcdefgh":  # Whatever the order of the directory: some come after it.
-            await _store(tmp_path, name, namespace, [f"of {name}"])
-        bad = tmp_path / "bad"
-        acquire(bad).close()
-        HARMS[harm](bad / "journal")
-        (tmp_path / "lost+found").symlink_to("lost+found")
-        one = _tier(tmp_path)
-        with capture_logs() as logs:
-            await one.open()
-            for _ in range(4):
-                await one.refresh()
-        names = [f"of {name}" for name in "abcdefgh"]
-        assert _known(one, namespace, *names) == [True] * 8
-        assert await _read(one, namespace, names) == [True] * 8
-        said = [line for line in logs if line["log_level"] == "warning"]
-        assert [line.get("directory") for line in said].count(str(bad)) == 1
-        assert len(said) <= 2
-        await one.close()
-
-    run(test)
-
-
-def test_a_neighbours_read_error_is_a_miss_and_the_block_is_not_there_until_its_journal_says_so(
-    tmp_path: Path, namespace: PoolNamespace
-) -> None:
-    async def test() -> None:
-        disk = BadDisk()
-        two, one = _tier(tmp_path, "two"), _tier(tmp_path, disk=disk)
-        await two.open()
-        await two.write(namespace, 0, blocks_of("a", "b"))
+@awaited
+async def test_what_is_wrong_with_one_neighbour_is_said_once_and_harms_nobody(tmp_path: Path, harm: str) -> None:
+    for name in "abcdefgh":  # Whatever the order of the directory: some come after it.
+        await _store(tmp_path, name, [f"of {name}"])
+    bad = tmp_path / "bad"
+    acquire(bad).close()
+    HARMS[harm](bad / "journal")
+    (tmp_path / "lost+found").symlink_to("lost+found")
+    one = file_tier(tmp_path)
+    with capture_logs() as logs:
         await one.open()
-        await one.refresh()
-        assert _known(one, namespace, "a", "b") == [True, True]
-        disk.is_bad = True
-        assert await _read(one, namespace, "ab") == [False, False]
-        disk.is_bad = False
-        assert _known(one, namespace, "a", "b") == [False, False], "still believed"
-        assert await one.write(namespace, 0, blocks_of("a")) == 1
-        assert one.holdings(namespace.fingerprint).num_entries == 1
-        await two.remove(namespace, 0, [block_hash("b")])
-        await two.write(namespace, 0, blocks_of("b"))
-        await one.refresh()
-        assert _known(one, namespace, "b") == [True], "its owner has stored it anew"
-        assert await _read(one, namespace, "ab") == [True, True]
-        await one.close()
-        await two.close()
+        for _ in range(4):
+            await one.refresh()
+    names = [f"of {name}" for name in "abcdefgh"]
+    assert _known(one, *names) == [True] * 8
+    assert await read_back(one, NAMESPACE, names) == names
+    said = [line for line in logs if line["log_level"] == "warning"]
+    assert [line.get("directory") for line in said].count(str(bad)) == 1
+    assert len(said) <= 2
+    await one.close()
 
-    run(test)
+
+@awaited
+async def test_a_neighbours_read_error_is_a_miss_and_the_block_is_not_there_until_its_journal_says_so(
+    tmp_path: Path,
+) -> None:
+    disk = BadDisk()
+    two, one = file_tier(tmp_path, "two"), file_tier(tmp_path, disk=disk)
+    async with opened(two):
+        await two.write(NAMESPACE, 0, blocks_of("a", "b"))
+        async with opened(one):
+            await one.refresh()
+            assert _known(one, "a", "b") == [True, True]
+            disk.bad_slots = {0, 1}
+            assert await read_back(one, NAMESPACE, "ab") == [None, None]
+            disk.bad_slots = set()
+            assert _known(one, "a", "b") == [False, False], "still believed"
+            assert await one.write(NAMESPACE, 0, blocks_of("a")) == 1
+            assert one.holdings(NAMESPACE.fingerprint).num_entries == 1
+            await two.remove(NAMESPACE, 0, [block_hash("b")])
+            await two.write(NAMESPACE, 0, blocks_of("b"))
+            await one.refresh()
+            assert _known(one, "b") == [True], "its owner has stored it anew"
+            assert await read_back(one, NAMESPACE, "ab") == ["a", "b"]
 
 
 def test_a_journal_that_goes_no_further_is_not_read_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,7 +135,8 @@ def test_a_journal_that_goes_no_further_is_not_read_each_time(tmp_path: Path, mo
     peers.close()
 
 
-def test_the_tier_refreshes_again_after_any_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@awaited
+async def test_the_tier_refreshes_again_after_any_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvpool_server.tiers.file.tier.REFRESH_S", 0.001)
     looks: list[int] = []
 
@@ -185,33 +145,24 @@ def test_the_tier_refreshes_again_after_any_failure(tmp_path: Path, monkeypatch:
         raise RuntimeError("unexpected")
 
     monkeypatch.setattr(PeerDirectories, "refresh", fails)
-
-    async def test() -> None:
-        tier = _tier(tmp_path)
-        with capture_logs() as logs:
-            await tier.open()
+    tier = file_tier(tmp_path)
+    with capture_logs() as logs:
+        async with opened(tier):
             while len(looks) < 5:
                 await asyncio.sleep(0.001)
-            await tier.close()
-        assert len([line for line in logs if line["log_level"] == "warning"]) == 1
-
-    run(test)
+    assert len([line for line in logs if line["log_level"] == "warning"]) == 1
 
 
-def test_a_server_starts_before_it_has_read_what_others_have(
-    tmp_path: Path, namespace: PoolNamespace, monkeypatch: pytest.MonkeyPatch
+@awaited
+async def test_a_server_starts_before_it_has_read_what_others_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Their journals may be large, and their file system may hang."""
     monkeypatch.setattr("kvpool_server.tiers.file.tier.CLOSE_S", 0.1)
     hangs = threading.Event()
     monkeypatch.setattr(PeerDirectories, "refresh", lambda peers: hangs.wait(30))
-
-    async def test() -> None:
-        tier = _tier(tmp_path)
-        async with asyncio.timeout(20):  # The refresh hangs for 30 s.
-            await tier.open()
-            assert await tier.write(namespace, 0, blocks_of("a")) == 1
-            await tier.close()
-
-    run(test)
+    tier = file_tier(tmp_path)
+    async with asyncio.timeout(20):  # The refresh hangs for 30 s.
+        async with opened(tier):
+            assert await tier.write(NAMESPACE, 0, blocks_of("a")) == 1
     hangs.set()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +14,6 @@ import pytest
 from kvpool.protocol.errors import ConfigError
 from kvpool_server.cache.eviction import POLICIES
 from kvpool_server.cache.namespaces import PoolNamespace
-from kvpool_server.tiers.file.directory import Directory
 from kvpool_server.tiers.file.disk import Disk
 from kvpool_server.tiers.file.own_directory import OwnDirectory
 from kvpool_server.tiers.file.tier import FileTier
@@ -25,199 +24,112 @@ from tests.contracts.tier_contract import (
     Memory,
     PersistentTierContract,
     TierContract,
+    awaited,
     blocks_of,
     namespace_of,
-    run,
+    opened,
+    read_back,
+    there,
 )
-from tests.support.file_tier import SIZE, file_tier
+from tests.support.file_tier import SIZE, BadDisk, file_tier
 from tests.support.integrity import check_integrity
 from tests.support.values import block_hash
 
 
-def _tier(root: Path, owner: str = "one", size: int = SIZE, direct: bool = True, disk: Disk | None = None) -> FileTier:
-    return file_tier(root, owner, size, io="direct" if direct else "buffered", create=True, disk=disk)
-
-
-class FullDisk(Disk):
-    """A disk on which nothing can be written while `is_full`."""
-
-    is_full = False
-
-    def write(self, fd: int, views: Sequence[memoryview], offset: int) -> None:
-        if self.is_full:
-            raise OSError(28, "No space left on device")
-        super().write(fd, views, offset)
-
-
-class RecordingDisk(Disk):
-    """Remembers with which flags files were opened."""
-
-    def __init__(self) -> None:
-        self.opened_with: list[int] = []
-
-    def open(self, directory: Directory, name: str, flags: int) -> int:
-        self.opened_with.append(flags)
-        return super().open(directory, name, flags)
+def _tier(root: Path, owner: str = "one", size: int = SIZE, io: str = "direct", disk: Disk | None = None) -> FileTier:
+    return file_tier(root, owner, size, io=io, create=True, disk=disk)
 
 
 class TestFileTier(PersistentTierContract):
     @pytest.fixture(params=["direct", "buffered"])
     def make_tier(self, tmp_path: Path, request: pytest.FixtureRequest) -> Callable[[], Tier]:
-        return lambda: _tier(tmp_path / "tier", direct=request.param == "direct")
+        return lambda: _tier(tmp_path / "tier", io=request.param)
 
-    def test_it_keeps_within_its_size_and_forgets_the_ends_of_old_prefixes(
+    @awaited
+    async def test_it_keeps_within_its_size_and_forgets_the_ends_of_old_prefixes(
         self, tmp_path: Path, namespace: PoolNamespace
     ) -> None:
-        async def test() -> None:
-            tier = _tier(tmp_path)
-            await tier.open()
-            try:
-                most = SIZE // SLOT
-                names = [f"p{prefix}-{nth}" for prefix in range(3) for nth in range(most // 2)]
-                for start in range(0, len(names), most // 2):
-                    await tier.write(namespace, 0, blocks_of(*names[start : start + most // 2]))
-                there = await self._there(tier, namespace, names)
-                assert sum(there) == most
-                first = there[: most // 2]
-                assert first == sorted(first, reverse=True), "a hole in a prefix"
-                assert all(there[most // 2 :])
-                kept = [name for name, is_there in zip(names, there, strict=True) if is_there]
-                for start in range(0, len(kept), 64):
-                    assert await self._read(tier, namespace, kept[start : start + 64]) == kept[start : start + 64]
-                check_integrity(tier.pool)
-            finally:
-                await tier.close()
-            assert sum(file.stat().st_blocks for file in tmp_path.rglob("extent-*")) * 512 <= SIZE
-
-        run(test)
-
-    def test_evicted_blocks_stay_gone_after_a_restart(self, tmp_path: Path, namespace: PoolNamespace) -> None:
-        async def test() -> None:
-            tier = _tier(tmp_path)
-            await tier.open()
+        async with opened(_tier(tmp_path)) as tier:
             most = SIZE // SLOT
-            names = [f"b{nth}" for nth in range(most + 100)]
-            for name in names:
-                await tier.write(namespace, 0, blocks_of(name))
-            before = await self._there(tier, namespace, names)
-            await tier.close()
-            tier = _tier(tmp_path)
-            await tier.open()
-            try:
-                assert await self._there(tier, namespace, names) == before
-                assert sum(before) == most
-                check_integrity(tier.pool)
-            finally:
-                await tier.close()
+            names = [f"p{prefix}-{nth}" for prefix in range(3) for nth in range(most // 2)]
+            for start in range(0, len(names), most // 2):
+                await tier.write(namespace, 0, blocks_of(*names[start : start + most // 2]))
+            found = await there(tier, namespace, names)
+            assert sum(found) == most
+            first = found[: most // 2]
+            assert first == sorted(first, reverse=True), "a hole in a prefix"
+            assert all(found[most // 2 :])
+            kept = [name for name, is_there in zip(names, found, strict=True) if is_there]
+            for start in range(0, len(kept), 64):
+                assert await read_back(tier, namespace, kept[start : start + 64]) == kept[start : start + 64]
+            check_integrity(tier.pool)
+        assert sum(file.stat().st_blocks for file in tmp_path.rglob("extent-*")) * 512 <= SIZE
+        async with opened(_tier(tmp_path)) as tier:
+            assert await there(tier, namespace, names) == found, "evicted blocks do not stay gone after a restart"
+            check_integrity(tier.pool)
 
-        run(test)
+    @awaited
+    async def test_changed_bytes_are_a_miss_once_and_then_gone(self, tmp_path: Path, namespace: PoolNamespace) -> None:
+        async with opened(_tier(tmp_path)) as tier:
+            await tier.write(namespace, 0, blocks_of("a", "b", "c"))
+            (extent,) = tmp_path.rglob("extent-*")
+            with extent.open("r+b") as file:
+                file.seek(SLOT + 100)
+                file.write(b"other bytes")
+            assert await read_back(tier, namespace, ["a", "b", "c"]) == ["a", None, "c"]
+            assert await there(tier, namespace, ["a", "b", "c"]) == [True, False, True]
+            assert tier.stats().counters["corrupt_blocks"] == 1
 
-    def test_changed_bytes_are_a_miss_once_and_then_gone(self, tmp_path: Path, namespace: PoolNamespace) -> None:
-        async def test() -> None:
-            tier = _tier(tmp_path)
-            await tier.open()
-            try:
-                await tier.write(namespace, 0, blocks_of("a", "b", "c"))
-                (extent,) = tmp_path.rglob("extent-*")
-                with extent.open("r+b") as file:
-                    file.seek(SLOT + 100)
-                    byte = file.read(1)
-                    file.seek(SLOT + 100)
-                    file.write(bytes([byte[0] ^ 1]))
-                    file.flush()
-                    os.fsync(file.fileno())
-                assert await self._read(tier, namespace, ["a", "b", "c"]) == ["a", None, "c"]
-                assert await self._there(tier, namespace, ["a", "b", "c"]) == [True, False, True]
-                assert tier.stats().counters["corrupt_blocks"] == 1
-            finally:
-                await tier.close()
-
-        run(test)
-
-    def test_a_file_that_is_cut_or_lost_is_a_miss(self, tmp_path: Path, namespace: PoolNamespace) -> None:
-        async def test() -> None:
-            for harm in (lambda path: os.truncate(path, SLOT + 10), Path.unlink):
-                tier = _tier(tmp_path)
-                await tier.open()
+    @awaited
+    async def test_a_file_that_is_cut_or_lost_is_a_miss(self, tmp_path: Path, namespace: PoolNamespace) -> None:
+        for harm in (lambda path: os.truncate(path, SLOT + 10), Path.unlink):
+            async with opened(_tier(tmp_path)) as tier:
                 await tier.clear()
                 await tier.write(namespace, 0, blocks_of("a", "b", "c"))
-                await tier.close()
-                (extent,) = tmp_path.rglob("extent-*")
-                harm(extent)
-                tier = _tier(tmp_path)
-                await tier.open()
-                try:
-                    got = await self._read(tier, namespace, ["a", "b", "c"])
-                    assert got[1:] == [None, None]
-                    assert await tier.write(namespace, 0, blocks_of("b", "c")) == 2
-                    assert await self._read(tier, namespace, ["b", "c"]) == ["b", "c"]
-                finally:
-                    await tier.close()
+            (extent,) = tmp_path.rglob("extent-*")
+            harm(extent)
+            async with opened(_tier(tmp_path)) as tier:
+                got = await read_back(tier, namespace, ["a", "b", "c"])
+                assert got[1:] == [None, None]
+                assert await tier.write(namespace, 0, blocks_of("b", "c")) == 2
+                assert await read_back(tier, namespace, ["b", "c"]) == ["b", "c"]
 
-        run(test)
-
-    def test_a_torn_journal_ends_where_it_is_torn(self, tmp_path: Path, namespace: PoolNamespace) -> None:
-        async def test() -> None:
-            tier = _tier(tmp_path)
-            await tier.open()
+    @awaited
+    async def test_a_torn_journal_ends_where_it_is_torn(self, tmp_path: Path, namespace: PoolNamespace) -> None:
+        async with opened(_tier(tmp_path)) as tier:
             await tier.write(namespace, 0, blocks_of("a"))
             await tier.write(namespace, 0, blocks_of("b"))
-            await tier.close()
-            journal = tmp_path / "one" / "journal"
-            os.truncate(journal, journal.stat().st_size - 1)
-            for _ in range(2):  # The second time from what the first has made of it.
-                tier = _tier(tmp_path)
-                await tier.open()
-                assert await self._there(tier, namespace, ["a", "b"]) == [True, False]
-                assert await self._read(tier, namespace, ["a", "b"]) == ["a", None]
-                await tier.close()
+        journal = tmp_path / "one" / "journal"
+        os.truncate(journal, journal.stat().st_size - 1)
+        for _ in range(2):  # The second time from what the first has made of it.
+            async with opened(_tier(tmp_path)) as tier:
+                assert await there(tier, namespace, ["a", "b"]) == [True, False]
+                assert await read_back(tier, namespace, ["a", "b"]) == ["a", None]
 
-        run(test)
-
-    def test_a_smaller_or_larger_size_keeps_what_fits(self, tmp_path: Path, namespace: PoolNamespace) -> None:
-        async def test() -> None:
-            names = [f"s{nth}" for nth in range(SIZE // SLOT)]
-            tier = _tier(tmp_path)
-            await tier.open()
-            for name in names:
-                await tier.write(namespace, 0, blocks_of(name))
-            await tier.close()
-            tier = _tier(tmp_path, size=2 * SIZE)
-            await tier.open()
-            assert all(await self._there(tier, namespace, names))
+    @awaited
+    async def test_a_larger_size_keeps_all(self, tmp_path: Path, namespace: PoolNamespace) -> None:
+        names = [f"s{nth}" for nth in range(SIZE // SLOT)]
+        async with opened(_tier(tmp_path)) as tier:
+            await tier.write(namespace, 0, blocks_of(*names))
+        async with opened(_tier(tmp_path, size=2 * SIZE)) as tier:
+            assert all(await there(tier, namespace, names))
             assert tier.stats().size_bytes == 2 * SIZE
-            await tier.close()
-            tier = _tier(tmp_path, size=SIZE // 2)
-            await tier.open()
-            try:
-                there = await self._there(tier, namespace, names)
-                assert sum(there) == SIZE // 2 // SLOT
-                check_integrity(tier.pool)
-            finally:
-                await tier.close()
 
-        run(test)
-
-    def test_few_files_are_open_however_many_extents_there_are(self, tmp_path: Path, namespace: PoolNamespace) -> None:
-        async def test() -> None:
-            tier = file_tier(tmp_path, size=2 * SIZE, open_files=OpenFiles(2))
-            await tier.open()
-            try:
-                names = [f"x{nth}" for nth in range(2 * SIZE // SLOT)]
-                for start in range(0, len(names), 128):
-                    await tier.write(namespace, 0, blocks_of(*names[start : start + 128]))
-                assert len(list(tmp_path.rglob("extent-*"))) == 4
-                for start in range(0, len(names), 97):
-                    some = names[start::97]
-                    assert await self._read(tier, namespace, some) == some
-                links = [os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
-                assert sum("extent-" in link for link in links) <= 2 + 2, "two, and those in use by two threads"
-            finally:
-                await tier.close()
+    @awaited
+    async def test_few_files_are_open_however_many_extents_there_are(
+        self, tmp_path: Path, namespace: PoolNamespace
+    ) -> None:
+        async with opened(file_tier(tmp_path, size=2 * SIZE, open_files=OpenFiles(2))) as tier:
+            names = [f"x{nth}" for nth in range(2 * SIZE // SLOT)]
+            await tier.write(namespace, 0, blocks_of(*names))
+            assert len(list(tmp_path.rglob("extent-*"))) == 4
+            for start in range(0, len(names), 97):
+                some = names[start::97]
+                assert await read_back(tier, namespace, some) == some
             links = [os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
-            assert not any(str(tmp_path) in link for link in links), "a file stays open"
-
-        run(test)
+            assert sum("extent-" in link for link in links) <= 2 + 2, "two, and those in use by two threads"
+        links = [os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+        assert not any(str(tmp_path) in link for link in links), "a file stays open"
 
     def test_a_file_system_that_does_not_answer_is_an_error_in_time(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -230,149 +142,94 @@ class TestFileTier(PersistentTierContract):
             asyncio.run(_tier(tmp_path).open())
         mounted.set()
 
-    def test_two_servers_with_one_name_is_an_error(self, tmp_path: Path) -> None:
-        async def test() -> None:
-            tier = _tier(tmp_path)
-            await tier.open()
-            try:
-                with pytest.raises(ConfigError, match=r"belongs to another running server.*name="):
-                    await _tier(tmp_path).open()
-            finally:
-                await tier.close()
-
-        run(test)
+    @awaited
+    async def test_two_servers_with_one_name_is_an_error(self, tmp_path: Path) -> None:
+        async with opened(_tier(tmp_path)):
+            with pytest.raises(ConfigError, match=r"belongs to another running server.*name="):
+                await _tier(tmp_path).open()
 
     def test_a_path_that_cannot_be_is_an_error(self, tmp_path: Path) -> None:
         (tmp_path / "file").write_text("not a directory")
         with pytest.raises(ConfigError, match=r"file.*give a directory"):
             asyncio.run(_tier(tmp_path / "file").open())
 
-    def test_servers_on_one_path_see_each_others_blocks(self, tmp_path: Path, namespace: PoolNamespace) -> None:
-        async def test() -> None:
-            one, two = _tier(tmp_path, "one"), _tier(tmp_path, "two")
-            await one.open()
-            await two.open()
-            try:
-                await one.write(namespace, 0, blocks_of("a", "b"))
-                await two.refresh()
-                assert await self._there(two, namespace, ["a", "b", "c"]) == [True, True, False]
-                assert await self._read(two, namespace, ["a", "c", "b"]) == ["a", None, "b"]
-                assert await two.write(namespace, 0, blocks_of("a", "b", "c")) == 3
-                assert two.holdings(namespace.fingerprint).num_entries == 1, "it has stored what another has"
-                await one.remove(namespace, 0, [block_hash("a")])
-                await two.refresh()
-                assert await self._there(two, namespace, ["a", "b"]) == [False, True]
-                await one.close()
-                assert await self._read(two, namespace, ["b"]) == ["b"], "its owner has gone, and it could be read"
-            finally:
-                await one.close()
-                await two.close()
+    @awaited
+    async def test_servers_on_one_path_see_each_others_blocks(self, tmp_path: Path, namespace: PoolNamespace) -> None:
+        async with opened(_tier(tmp_path, "one")) as one, opened(_tier(tmp_path, "two")) as two:
+            await one.write(namespace, 0, blocks_of("a", "b"))
+            await two.refresh()
+            assert await there(two, namespace, ["a", "b", "c"]) == [True, True, False]
+            assert await read_back(two, namespace, ["a", "c", "b"]) == ["a", None, "b"]
+            assert await two.write(namespace, 0, blocks_of("a", "b", "c")) == 3
+            assert two.holdings(namespace.fingerprint).num_entries == 1, "it has stored what another has"
+            await one.remove(namespace, 0, [block_hash("a")])
+            await two.refresh()
+            assert await there(two, namespace, ["a", "b"]) == [False, True]
+            await one.close()
+            assert await read_back(two, namespace, ["b"]) == ["b"], "its owner has gone, and it could be read"
 
-        run(test)
+    @awaited
+    async def test_what_a_neighbour_overwrites_is_a_miss(self, tmp_path: Path, namespace: PoolNamespace) -> None:
+        async with opened(_tier(tmp_path, "one")) as one, opened(_tier(tmp_path, "two")) as two:
+            names = [f"o{nth}" for nth in range(SIZE // SLOT)]
+            await one.write(namespace, 0, blocks_of(*names))
+            await two.refresh()  # And not once all slots have other blocks:
+            await one.write(namespace, 0, blocks_of(*(f"new {name}" for name in names)))
+            got = await read_back(two, namespace, names[:200])
+            assert got == [None] * 200
 
-    def test_what_a_neighbour_overwrites_is_a_miss(self, tmp_path: Path, namespace: PoolNamespace) -> None:
-        async def test() -> None:
-            one, two = _tier(tmp_path, "one"), _tier(tmp_path, "two")
-            await one.open()
-            await two.open()
-            try:
-                names = [f"o{nth}" for nth in range(SIZE // SLOT)]
-                for start in range(0, len(names), 64):
-                    await one.write(namespace, 0, blocks_of(*names[start : start + 64]))
-                await two.refresh()
-                for start in range(0, len(names), 64):  # All of its slots, while the other has not looked again.
-                    await one.write(namespace, 0, blocks_of(*(f"new {name}" for name in names[start : start + 64])))
-                got = await self._read(two, namespace, names[:200])
-                assert got == [None] * 200
-            finally:
-                await one.close()
-                await two.close()
+    @awaited
+    async def test_a_full_disk_is_a_failure_of_the_tier_alone(self, tmp_path: Path, namespace: PoolNamespace) -> None:
+        disk = BadDisk()
+        async with opened(_tier(tmp_path, disk=disk)) as tier:
+            await tier.write(namespace, 0, blocks_of("a"))
+            disk.is_full = True
+            with pytest.raises(TierError, match="No space left"):
+                await tier.write(namespace, 0, blocks_of("b"))
+            disk.is_full = False
+            assert await there(tier, namespace, ["a", "b"]) == [True, False]
+            assert await tier.write(namespace, 0, blocks_of("b")) == 1
+            assert await read_back(tier, namespace, ["a", "b"]) == ["a", "b"]
+            check_integrity(tier.pool)
 
-        run(test)
-
-    def test_a_full_disk_is_a_failure_of_the_tier_alone(self, tmp_path: Path, namespace: PoolNamespace) -> None:
-        async def test() -> None:
-            disk = FullDisk()
-            tier = _tier(tmp_path, disk=disk)
-            await tier.open()
-            try:
-                await tier.write(namespace, 0, blocks_of("a"))
-                disk.is_full = True
-                with pytest.raises(TierError, match="No space left"):
-                    await tier.write(namespace, 0, blocks_of("b"))
-                disk.is_full = False
-                assert await self._there(tier, namespace, ["a", "b"]) == [True, False]
-                assert await tier.write(namespace, 0, blocks_of("b")) == 1
-                assert await self._read(tier, namespace, ["a", "b"]) == ["a", "b"]
-                check_integrity(tier.pool)
-            finally:
-                await tier.close()
-
-        run(test)
-
-    def test_the_journal_is_compacted(
+    @awaited
+    async def test_the_journal_is_compacted(
         self, tmp_path: Path, namespace: PoolNamespace, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("kvpool_server.tiers.file.journal.COMPACT_AT_LEAST_BYTES", 4096)
-
-        async def test() -> None:
-            tier = _tier(tmp_path)
-            await tier.open()
+        async with opened(_tier(tmp_path)) as tier:
             for nth in range(300):
                 await tier.write(namespace, 0, blocks_of(f"j{nth}"))
                 await tier.remove(namespace, 0, [block_hash(f"j{nth}")])
             await tier.write(namespace, 0, blocks_of("kept"))
-            await tier.close()
-            assert (tmp_path / "one" / "journal").stat().st_size < 20_000
-            tier = _tier(tmp_path)
-            await tier.open()
-            try:
-                assert await self._read(tier, namespace, ["kept", "j7"]) == ["kept", None]
-                assert tier.stats().num_entries == 1
-            finally:
-                await tier.close()
-
-        run(test)
+        assert (tmp_path / "one" / "journal").stat().st_size < 20_000
+        async with opened(_tier(tmp_path)) as tier:
+            assert await read_back(tier, namespace, ["kept", "j7"]) == ["kept", None]
+            assert tier.stats().num_entries == 1
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
-def test_either_policy_takes_back_what_was_there(tmp_path: Path, policy: str) -> None:
+@awaited
+async def test_either_policy_takes_back_what_was_there(tmp_path: Path, policy: str) -> None:
     namespace = namespace_of(TierContract.spec)
-
-    async def test() -> None:
-        tier = file_tier(tmp_path, policy=POLICIES[policy], io="direct")
-        await tier.open()
+    async with opened(file_tier(tmp_path, policy=POLICIES[policy])) as tier:
         names = [f"r{nth}" for nth in range(SIZE // SLOT)]
-        for start in range(0, len(names), 128):
-            await tier.write(namespace, 0, blocks_of(*names[start : start + 128]))
-        await tier.close()
-        tier = file_tier(tmp_path, policy=POLICIES[policy], io="direct")
-        await tier.open()
-        try:
-            assert tier.stats().num_entries == len(names)
-            for start in range(0, len(names), 128):  # All of it can be evicted.
-                await tier.write(namespace, 0, blocks_of(*(f"new {name}" for name in names[start : start + 128])))
-            assert tier.stats().num_entries == len(names)
-            check_integrity(tier.pool)
-        finally:
-            await tier.close()
-
-    run(test)
+        await tier.write(namespace, 0, blocks_of(*names))
+    async with opened(file_tier(tmp_path, policy=POLICIES[policy])) as tier:
+        assert tier.stats().num_entries == len(names)
+        await tier.write(namespace, 0, blocks_of(*(f"new {name}" for name in names)))  # All of it can be evicted.
+        assert tier.stats().num_entries == len(names)
+        check_integrity(tier.pool)
 
 
-def test_bytes_bypass_the_page_cache_where_possible(tmp_path: Path) -> None:
+@awaited
+async def test_bytes_bypass_the_page_cache_where_possible(tmp_path: Path) -> None:
     """Every file system of Linux accepts the attempt, or refuses it with EINVAL."""
-    disk = RecordingDisk()
-
-    async def test() -> None:
-        tier = _tier(tmp_path, disk=disk)
-        await tier.open()
+    disk = BadDisk()
+    async with opened(_tier(tmp_path, disk=disk)) as tier:
         memory = Memory(1)
         (block,) = blocks_of("a")
         memory.blocks[0] = np.frombuffer(block.payload, np.uint8)
         aligned = Block(block.block_hash, b"", block.checksums, memory.views[0])
         await tier.write(namespace_of(TierContract.spec), 0, [aligned])
-        await tier.close()
-
-    run(test)
     assert any(flags & os.O_DIRECT for flags in disk.opened_with)

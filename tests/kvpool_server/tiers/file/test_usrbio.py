@@ -17,12 +17,6 @@ from kvpool_server.tiers.file.disk import UsrbioDisk
 from kvpool_server.tiers.tier import Tier
 from tests.contracts.tier_contract import PersistentTierContract
 from tests.support.file_tier import file_tier
-from tests.support.processes import run_server
-
-
-class _Done:
-    def __init__(self, result: int):
-        self.result = result
 
 
 class _Ring:
@@ -40,11 +34,11 @@ class _Ring:
     def submit(self) -> _Ring:
         return self
 
-    def wait(self, min_results: int) -> list[_Done]:
+    def wait(self, min_results: int) -> list[types.SimpleNamespace]:
         prepared, self._prepared = self._prepared, []
         assert len(prepared) >= min_results
         move = os.preadv if self._for_read else os.pwritev
-        return [_Done(move(fd, [buffer], offset)) for buffer, fd, offset in prepared]
+        return [types.SimpleNamespace(result=move(fd, [buffer], offset)) for buffer, fd, offset in prepared]
 
 
 @pytest.fixture
@@ -82,7 +76,6 @@ def test_a_path_that_is_not_on_3fs_is_an_error(registered: set[int]) -> None:
         UsrbioDisk(Path("/elsewhere"))
 
 
-def test_without_the_package_the_server_says_what_is_missing(tmp_path: Path) -> None:
-    tier = f"file:{tmp_path},size=64MiB,io=usrbio"
-    done = run_server("--listen", "127.0.0.1:0", "--http-listen", "", "--tier", tier)
-    assert done.returncode == 2 and "io=usrbio needs the package hf3fs_fuse" in done.stderr
+def test_without_the_package_the_error_says_what_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="io=usrbio needs the package hf3fs_fuse"):
+        UsrbioDisk(tmp_path)

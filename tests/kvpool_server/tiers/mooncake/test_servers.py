@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
@@ -96,17 +95,11 @@ def test_without_a_master_the_pool_goes_on(
     _put(client, namespace, NAMES)
     _wait_demoted(client, len(NAMES))
     assert _is_up(server)
-    if way == "killed":
-        cluster.kill_master()
-    else:
-        cluster.suspend_master()
+    cluster.harm_master(way)
     slowest = _work_until(lambda: not _is_up(server), client, namespace, "down")
     assert slowest < SLOW_S
     assert _hits(client, namespace, NAMES) == len(NAMES)
-    if way == "killed":
-        cluster.start_master()
-    else:
-        cluster.master.send_signal(signal.SIGCONT)
+    cluster.restore_master()
     before = _demoted(client)
     slowest = _work_until(lambda: _demoted(client) > before and _is_up(server), client, namespace, "back")
     assert slowest < SLOW_S
@@ -138,10 +131,7 @@ def test_sigterm_ends_the_server_whatever_its_master_does(
     server = pool_server("--memory", "64MiB", "--drain-ms", "500", *_tier(cluster))
     client = connect(server)
     namespace = client.open_namespace(_spec())
-    if way == "killed":
-        cluster.kill_master()
-    elif way == "stopped":
-        cluster.suspend_master()
+    cluster.harm_master(way)
     _put(client, namespace, NAMES)  # A call is under way, or waits.
     client.lookup(namespace, [run_of("missing")], prefix_only=True)
     server.terminate()

@@ -19,7 +19,7 @@ from kvpool_server.tiers.mooncake.store_process import StoreWorkers
 from kvpool_server.tiers.mooncake.tier import MooncakeTier
 from kvpool_server.tiers.mooncake.worker import StoreConfig
 from kvpool_server.tiers.tier import Tier
-from tests.contracts.tier_contract import Memory, PersistentTierContract, blocks_of, namespace_of, run
+from tests.contracts.tier_contract import Memory, PersistentTierContract, awaited, blocks_of, namespace_of, opened
 from tests.support.mooncake import Cluster
 from tests.support.processes import wait_for
 from tests.support.values import block_hash, group_spec, namespace_spec
@@ -54,30 +54,23 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("num_workers", [1, 2])
 @pytest.mark.parametrize("harm", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_worker_that_dies_or_hangs_in_the_middle_fails_no_call_and_is_replaced(
+@awaited
+async def test_a_worker_that_dies_or_hangs_in_the_middle_fails_no_call_and_is_replaced(
     cluster: Cluster, num_workers: int, harm: signal.Signals
 ) -> None:
     namespace = namespace_of(namespace_spec(group_spec(chunk_bytes=BLOCK)))
-
-    async def test() -> None:
-        tier = MooncakeTier(_config(cluster), threads=3, workers=num_workers)
-        await tier.open()
-        try:
-            pids = tier.workers.pids
-            parts = [[f"{part}-{nth}" for nth in range(16)] for part in range(6)]
-            writing = [asyncio.create_task(_write(tier, namespace, names)) for names in parts]
-            await asyncio.wait(writing, return_when=asyncio.FIRST_COMPLETED)
-            os.kill(pids[0], harm)
-            await asyncio.gather(*writing)
-            reading = [asyncio.create_task(_read(tier, namespace, names)) for names in parts]
-            # Blocks whose put was cut off may be missing; the others come, and are right.
-            assert sum(await asyncio.gather(*reading)) >= 16 * (len(parts) - 3)
-            await asyncio.to_thread(wait_for, lambda: _are_replaced(tier.workers, pids[0]), "all workers run again")
-            assert tier.workers.pids[1:] == pids[1:], "a worker that worked was replaced"
-        finally:
-            await tier.close()
-
-    run(test)
+    async with opened(MooncakeTier(_config(cluster), threads=3, workers=num_workers)) as tier:
+        pids = tier.workers.pids
+        parts = [[f"{part}-{nth}" for nth in range(16)] for part in range(6)]
+        writing = [asyncio.create_task(_write(tier, namespace, names)) for names in parts]
+        await asyncio.wait(writing, return_when=asyncio.FIRST_COMPLETED)
+        os.kill(pids[0], harm)
+        await asyncio.gather(*writing)
+        reading = [asyncio.create_task(_read(tier, namespace, names)) for names in parts]
+        # Blocks whose put was cut off may be missing; the others come, and are right.
+        assert sum(await asyncio.gather(*reading)) >= 16 * (len(parts) - 3)
+        await asyncio.to_thread(wait_for, lambda: _are_replaced(tier.workers, pids[0]), "all workers run again")
+        assert tier.workers.pids[1:] == pids[1:], "a worker that worked was replaced"
 
 
 async def _write(tier: MooncakeTier, namespace: PoolNamespace, names: list[str]) -> None:
@@ -123,7 +116,7 @@ def test_a_process_that_answers_pings_is_not_killed_for_a_slow_master() -> None:
         workers = StoreWorkers(_config(cluster), 1, 1)
         try:
             pid = workers.start(0).pid
-            cluster.suspend_master()
+            cluster.harm_master("stopped")
             began_at = time.monotonic()
             assert min(workers.ask("exist", ["a"])) < 0
             assert time.monotonic() - began_at > store_process.QUIET_S + store_process.PONG_S

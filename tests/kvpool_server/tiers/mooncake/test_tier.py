@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
 import socket
@@ -28,9 +27,12 @@ from tests.contracts.tier_contract import (
     Memory,
     PersistentTierContract,
     TierContract,
+    awaited,
     blocks_of,
     namespace_of,
-    run,
+    opened,
+    read_back,
+    there,
 )
 from tests.support.mooncake import Cluster
 from tests.support.processes import run_command, server_command
@@ -75,30 +77,26 @@ class TestMooncakeTier(PersistentTierContract):
     def make_tier(self, cluster: Cluster) -> Callable[[], Tier]:
         return lambda: MooncakeTier(_config(cluster.address))
 
-    def test_servers_on_one_cluster_read_each_others_blocks(self, cluster: Cluster, namespace: PoolNamespace) -> None:
-        async def test() -> None:
-            one, two = (MooncakeTier(_config(cluster.address)) for _ in range(2))
-            await one.open()
-            await two.open()
-            try:
-                assert await one.write(namespace, 0, blocks_of("a", "b")) == 2
-                assert two.known(namespace, 0, [block_hash("a")]) is None, "nobody has told it"
-                assert await self._read(two, namespace, ["a", "c", "b"]) == ["a", None, "b"]
-                assert two.known(namespace, 0, [block_hash("a")]) == [True]
-                assert await two.write(namespace, 0, blocks_of("a", "b", "c")) == 3
-                assert two.stats().counters["written_bytes"] == SLOT, "it has sent what was there"
-                assert two.holdings(namespace.fingerprint).num_entries == 1
-                await two.remove(namespace, 0, [block_hash("a")])  # Read a moment ago: under a lease of Mooncake's.
-                assert await self._read(one, namespace, ["a", "b"]) == [None, "b"]
-                assert one.holdings(namespace.fingerprint).num_entries == 1
-            finally:
-                await one.close()
-                await two.close()
-
-        run(test)
+    @awaited
+    async def test_servers_on_one_cluster_read_each_others_blocks(
+        self, cluster: Cluster, namespace: PoolNamespace
+    ) -> None:
+        one, two = (MooncakeTier(_config(cluster.address)) for _ in range(2))
+        async with opened(one), opened(two):
+            assert await one.write(namespace, 0, blocks_of("a", "b")) == 2
+            assert two.known(namespace, 0, [block_hash("a")]) is None, "nobody has told it"
+            assert await read_back(two, namespace, ["a", "c", "b"]) == ["a", None, "b"]
+            assert two.known(namespace, 0, [block_hash("a")]) == [True]
+            assert await two.write(namespace, 0, blocks_of("a", "b", "c")) == 3
+            assert two.stats().counters["written_bytes"] == SLOT, "it has sent what was there"
+            assert two.holdings(namespace.fingerprint).num_entries == 1
+            await two.remove(namespace, 0, [block_hash("a")])  # Read a moment ago: under a lease of Mooncake's.
+            assert await read_back(one, namespace, ["a", "b"]) == [None, "b"]
+            assert one.holdings(namespace.fingerprint).num_entries == 1
 
     @pytest.mark.parametrize("harm", ["payload", "footer", "another's", "shorter", "longer", "foreign"])
-    def test_what_is_not_what_was_stored_is_a_miss_once_and_then_gone(
+    @awaited
+    async def test_what_is_not_what_was_stored_is_a_miss_once_and_then_gone(
         self, cluster: Cluster, namespace: PoolNamespace, harm: str
     ) -> None:
         (block, other) = blocks_of("a", "b")
@@ -111,224 +109,141 @@ class TestMooncakeTier(PersistentTierContract):
             "longer": sound + b"\0",
             "foreign": os.urandom(len(sound)),
         }[harm]
+        async with opened(MooncakeTier(_config(cluster.address))) as tier:
+            with tier.workers.start(0).transfers.borrowed() as channel:
+                channel.memory[: len(harmed)] = np.frombuffer(harmed, np.uint8)
+                assert channel.call("put", [_key(namespace, "a")], [0], [len(harmed)]) == [0]
+            await tier.write(namespace, 0, [other])
+            assert await there(tier, namespace, ["a", "b"]) == [True, True]
+            assert await read_back(tier, namespace, ["a", "b"]) == [None, "b"]
+            assert tier.stats().counters["corrupt_blocks"] == 1
+            assert await there(tier, namespace, ["a", "b"]) == [False, True]
+            assert await tier.write(namespace, 0, [block]) == 1
+            assert await read_back(tier, namespace, ["a"]) == ["a"]
 
-        async def test() -> None:
-            tier = MooncakeTier(_config(cluster.address))
-            await tier.open()
-            try:
-                with tier.workers.start(0).transfers.borrowed() as channel:
-                    channel.memory[: len(harmed)] = np.frombuffer(harmed, np.uint8)
-                    assert channel.call("put", [_key(namespace, "a")], [0], [len(harmed)]) == [0]
-                await tier.write(namespace, 0, [other])
-                assert await self._there(tier, namespace, ["a", "b"]) == [True, True]
-                assert await self._read(tier, namespace, ["a", "b"]) == [None, "b"]
-                assert tier.stats().counters["corrupt_blocks"] == 1
-                assert await self._there(tier, namespace, ["a", "b"]) == [False, True]
-                assert await tier.write(namespace, 0, [block]) == 1
-                assert await self._read(tier, namespace, ["a"]) == ["a"]
-            finally:
-                await tier.close()
+    @awaited
+    async def test_more_blocks_than_a_call_takes(self, cluster: Cluster, namespace: PoolNamespace) -> None:
+        async with opened(MooncakeTier(_config(cluster.address))) as tier:
+            names = [f"m{nth}" for nth in range(2500)]
+            assert await tier.write(namespace, 0, blocks_of(*names)) == 2500
+            assert await read_back(tier, namespace, names) == names
+            await tier.remove(namespace, 0, [block_hash(name) for name in names])
+            assert not any(await there(tier, namespace, names))
 
-        run(test)
-
-    def test_more_blocks_than_a_call_takes(self, cluster: Cluster, namespace: PoolNamespace) -> None:
-        async def test() -> None:
-            tier = MooncakeTier(_config(cluster.address))
-            await tier.open()
-            try:
-                names = [f"m{nth}" for nth in range(2500)]
-                assert await tier.write(namespace, 0, blocks_of(*names)) == 2500
-                assert await self._read(tier, namespace, names) == names
-                await tier.remove(namespace, 0, [block_hash(name) for name in names])
-                assert not any(await self._there(tier, namespace, names))
-            finally:
-                await tier.close()
-
-        run(test)
-
-    def test_a_block_larger_than_the_staging_memory_is_refused(self, cluster: Cluster) -> None:
+    @awaited
+    async def test_a_block_larger_than_the_staging_memory_is_refused(self, cluster: Cluster) -> None:
         namespace = namespace_of(namespace_spec(group_spec(chunk_bytes=STAGING_BYTES)))
+        async with opened(MooncakeTier(_config(cluster.address))) as tier:
+            assert await tier.write(namespace, 0, blocks_of("huge", nbytes=STAGING_BYTES, shards=1)) == 0
+            assert tier.stats().counters["refused_blocks"] == 1
+            into = Memory(1, STAGING_BYTES).views
+            assert await tier.read(namespace, 0, [block_hash("huge")], into) == [None]
 
-        async def test() -> None:
-            tier = MooncakeTier(_config(cluster.address))
-            await tier.open()
-            try:
-                assert await tier.write(namespace, 0, blocks_of("huge", nbytes=STAGING_BYTES, shards=1)) == 0
-                assert tier.stats().counters["refused_blocks"] == 1
-                into = Memory(1, STAGING_BYTES).views
-                assert await tier.read(namespace, 0, [block_hash("huge")], into) == [None]
-            finally:
-                await tier.close()
-
-        run(test)
-
-    def test_a_full_cluster_refuses_and_is_no_failure(self, own_cluster: MakeCluster) -> None:
+    @awaited
+    async def test_a_full_cluster_refuses_and_is_no_failure(self, own_cluster: MakeCluster) -> None:
         namespace = namespace_of(namespace_spec(group_spec(chunk_bytes=1 << 20)))
         address = own_cluster(16 << 20).address
+        async with opened(MooncakeTier(_config(address))) as tier:
+            names = [f"f{nth}" for nth in range(32)]
+            kept = await tier.write(namespace, 0, blocks_of(*names, nbytes=1 << 20, shards=1))
+            assert 0 < kept < 16 and tier.stats().counters["refused_blocks"] == 32 - kept
+            assert tier.holdings(namespace.fingerprint).nbytes == kept << 20
 
-        async def test() -> None:
-            tier = MooncakeTier(_config(address))
-            await tier.open()
-            try:
-                names = [f"f{nth}" for nth in range(32)]
-                kept = await tier.write(namespace, 0, blocks_of(*names, nbytes=1 << 20, shards=1))
-                assert 0 < kept < 16 and tier.stats().counters["refused_blocks"] == 32 - kept
-                assert tier.holdings(namespace.fingerprint).nbytes == kept << 20
-            finally:
-                await tier.close()
-
-        run(test)
-
-    def test_a_cancelled_read_does_not_write_to_its_view(self, cluster: Cluster, namespace: PoolNamespace) -> None:
-        async def test() -> None:
-            tier = MooncakeTier(_config(cluster.address))
-            await tier.open()
-            try:
-                await tier.write(namespace, 0, blocks_of("a"))
-                memory = Memory(1)
-                name = (namespace.fingerprint, 0, block_hash("a"))
-                reading = StagedRead([name], memory.views, SHARDS, None)
-                reading.cancel()
-                with tier.workers.start(0).transfers.borrowed() as channel:
-                    assert reading.run(channel) == [SLOT + footer_bytes(SHARDS)]
-                assert (memory.blocks == 0xA5).all() and reading.found == [None] and not reading.corrupt
-            finally:
-                await tier.close()
-
-        run(test)
-
-
-def test_a_client_that_dies_is_started_again(own_cluster: MakeCluster) -> None:
-    namespace = namespace_of(TierContract.spec)
-    address = own_cluster().address
-
-    async def test() -> None:
-        tier = MooncakeTier(_config(address))
-        await tier.open()
-        try:
-            assert await tier.write(namespace, 0, blocks_of("a")) == 1
-            os.kill(tier.workers.pids[0], signal.SIGKILL)
-            with contextlib.suppress(TierError):  # If its death was not seen before the call.
-                await tier.find(namespace, 0, [block_hash("a")])
+    @awaited
+    async def test_a_cancelled_read_does_not_write_to_its_view(
+        self, cluster: Cluster, namespace: PoolNamespace
+    ) -> None:
+        async with opened(MooncakeTier(_config(cluster.address))) as tier:
+            await tier.write(namespace, 0, blocks_of("a"))
             memory = Memory(1)
-            (sums,) = await tier.read(namespace, 0, [block_hash("a")], memory.views)
-            assert sums == tuple(blocks_of("a")[0].checksums)
-        finally:
-            await tier.close()
-
-    run(test)
+            name = (namespace.fingerprint, 0, block_hash("a"))
+            reading = StagedRead([name], memory.views, SHARDS, None)
+            reading.cancel()
+            with tier.workers.start(0).transfers.borrowed() as channel:
+                assert reading.run(channel) == [SLOT + footer_bytes(SHARDS)]
+            assert (memory.blocks == 0xA5).all() and reading.found == [None] and not reading.corrupt
 
 
 @pytest.mark.parametrize("way", ["killed", "stopped"])
-def test_without_its_master_it_fails_and_with_it_works_again(own_cluster: MakeCluster, way: str) -> None:
+@awaited
+async def test_without_its_master_it_fails_and_with_it_works_again(own_cluster: MakeCluster, way: str) -> None:
     namespace = namespace_of(TierContract.spec)
     cluster = own_cluster()
-
-    async def test() -> None:
-        tier = MooncakeTier(_config(cluster.address, segment_bytes=16 << 20))
-        await tier.open()
-        try:
-            await tier.write(namespace, 0, blocks_of("a"))
-            if way == "killed":
-                cluster.kill_master()
-            else:
-                cluster.suspend_master()
-            for call in (
-                tier.find(namespace, 0, [block_hash("b")]),
-                tier.write(namespace, 0, blocks_of("c")),
-                tier.read(namespace, 0, [block_hash("a")], Memory(1).views),
-                tier.remove(namespace, 0, [block_hash("a")]),
-            ):
-                began_at = time.monotonic()
-                with pytest.raises(TierError, match="does not answer"):
-                    await call
-                assert time.monotonic() - began_at < 30  # 60 s, were Mooncake left to itself.
-            if way == "killed":
-                cluster.start_master()
-            else:
-                cluster.master.send_signal(signal.SIGCONT)
-            ends_at = time.monotonic() + 60
-            while True:
-                try:
-                    if await tier.write(namespace, 0, blocks_of("new")) == 1:
-                        break
-                except TierError:
-                    pass
-                assert time.monotonic() < ends_at, "it has not found its master again"
-            (sums,) = await tier.read(namespace, 0, [block_hash("new")], Memory(1).views)
-            assert sums is not None
-        finally:
-            await tier.close()
-
-    run(test)
+    async with opened(MooncakeTier(_config(cluster.address, segment_bytes=16 << 20))) as tier:
+        await tier.write(namespace, 0, blocks_of("a"))
+        cluster.harm_master(way)
+        for call in (
+            tier.find(namespace, 0, [block_hash("b")]),
+            tier.write(namespace, 0, blocks_of("c")),
+            tier.read(namespace, 0, [block_hash("a")], Memory(1).views),
+            tier.remove(namespace, 0, [block_hash("a")]),
+        ):
+            began_at = time.monotonic()
+            with pytest.raises(TierError, match="does not answer"):
+                await call
+            assert time.monotonic() - began_at < 30  # 60 s, were Mooncake left to itself.
+        cluster.restore_master()
+        ends_at = time.monotonic() + 60
+        while True:
+            try:
+                if await tier.write(namespace, 0, blocks_of("new")) == 1:
+                    break
+            except TierError:
+                pass
+            assert time.monotonic() < ends_at, "it has not found its master again"
+        (sums,) = await tier.read(namespace, 0, [block_hash("new")], Memory(1).views)
+        assert sums is not None
 
 
-def test_a_host_that_stops_dead_is_a_miss_and_touches_nothing_later(own_cluster: MakeCluster) -> None:
+@awaited
+async def test_a_host_that_stops_dead_is_a_miss_and_touches_nothing_later(own_cluster: MakeCluster) -> None:
     namespace = namespace_of(namespace_spec(group_spec(chunk_bytes=1 << 20)))
     cluster = own_cluster(64 << 20)
     names = [f"h{nth}" for nth in range(16)]
-
-    async def test() -> None:
-        tier = MooncakeTier(_config(cluster.address))
-        await tier.open()
-        try:
-            assert await tier.write(namespace, 0, blocks_of(*names, nbytes=1 << 20, shards=1)) == 16
-            assert cluster.holder is not None
-            pids = tier.workers.pids
-            cluster.holder.send_signal(signal.SIGSTOP)
-            memory = Memory(16, 1 << 20)
-            began_at = time.monotonic()
-            assert await tier.read(namespace, 0, [block_hash(name) for name in names], memory.views) == [None] * 16
-            assert time.monotonic() - began_at < 50  # 60 s, were Mooncake left to itself.
-            assert tier.workers.pids == pids, "a client that waits for a host was taken for one that hangs"
-            cluster.holder.send_signal(signal.SIGCONT)
-            await asyncio.sleep(1)
-            assert (memory.blocks == 0xA5).all(), "what came late went to where it was to be"
-        finally:
-            await tier.close()
-
-    run(test)
+    async with opened(MooncakeTier(_config(cluster.address))) as tier:
+        assert await tier.write(namespace, 0, blocks_of(*names, nbytes=1 << 20, shards=1)) == 16
+        assert cluster.holder is not None
+        pids = tier.workers.pids
+        cluster.holder.send_signal(signal.SIGSTOP)
+        memory = Memory(16, 1 << 20)
+        began_at = time.monotonic()
+        assert await tier.read(namespace, 0, [block_hash(name) for name in names], memory.views) == [None] * 16
+        assert time.monotonic() - began_at < 50  # 60 s, were Mooncake left to itself.
+        assert tier.workers.pids == pids, "a client that waits for a host was taken for one that hangs"
+        cluster.holder.send_signal(signal.SIGCONT)
+        await asyncio.sleep(1)
+        assert (memory.blocks == 0xA5).all(), "what came late went to where it was to be"
 
 
 @pytest.mark.parametrize("way", ["there", "stopped", "killed"])
-def test_it_ends_within_seconds_whatever_its_master_does(own_cluster: MakeCluster, way: str) -> None:
+@awaited
+async def test_it_ends_within_seconds_whatever_its_master_does(own_cluster: MakeCluster, way: str) -> None:
     namespace = namespace_of(TierContract.spec)
     cluster = own_cluster()
-
-    async def test() -> None:
-        tier = MooncakeTier(_config(cluster.address, segment_bytes=16 << 20))
-        await tier.open()
+    async with opened(MooncakeTier(_config(cluster.address, segment_bytes=16 << 20))) as tier:
         (pid,) = tier.workers.pids
-        if way == "killed":
-            cluster.kill_master()
-        elif way == "stopped":
-            cluster.suspend_master()
+        cluster.harm_master(way)
         calls = [asyncio.create_task(tier.find(namespace, 0, [block_hash(nth)])) for nth in range(4)]
         await asyncio.sleep(0.1)
         began_at = time.monotonic()
-        await tier.close()
-        assert time.monotonic() - began_at < ENDS_S
-        assert not Path(f"/proc/{pid}").exists()
-        for call in calls:
-            call.cancel()
-        await asyncio.gather(*calls, return_exceptions=True)
-
-    run(test)
+    assert time.monotonic() - began_at < ENDS_S
+    assert not Path(f"/proc/{pid}").exists()
+    for call in calls:
+        call.cancel()
+    await asyncio.gather(*calls, return_exceptions=True)
 
 
 @pytest.mark.parametrize("who", ["nobody", "one who says nothing"])
-def test_a_master_that_is_not_there_is_said_at_the_start(who: str) -> None:
-    async def test() -> None:
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            port = listener.getsockname()[1]
-            if who == "nobody":
-                listener.close()
-            began_at = time.monotonic()
-            with pytest.raises(ConfigError, match=rf"127\.0\.0\.1:{port}.*start mooncake_master first"):
-                await MooncakeTier(_config(f"127.0.0.1:{port}")).open()
-            assert time.monotonic() - began_at < 40
-
-    run(test)
+@awaited
+async def test_a_master_that_is_not_there_is_said_at_the_start(who: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        if who == "nobody":
+            listener.close()
+        began_at = time.monotonic()
+        with pytest.raises(ConfigError, match=rf"127\.0\.0\.1:{port}.*start mooncake_master first"):
+            await MooncakeTier(_config(f"127.0.0.1:{port}")).open()
+        assert time.monotonic() - began_at < 40
 
 
 def _say(*flags: str, **environment: str) -> str:
