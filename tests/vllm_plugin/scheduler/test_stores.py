@@ -177,9 +177,9 @@ def test_stores_that_alone_hold_blocks_are_dropped_where_some_are_lacking(core: 
     assert one.num_used_blocks() == 7
     assert not one.side.has_pending_block_frees()
     assert one.side.stats().data["store_dropped_blocks"] == 6
-    assert not one.side.contents.recent.has(first.block_hashes[0], 0)
+    assert not one.side.contents.was_stored(first.block_hashes[0], 0)
     one.report(kept.job_id)
-    assert one.side.contents.recent.has(second.block_hashes[0], 0)
+    assert one.side.contents.was_stored(second.block_hashes[0], 0)
 
 
 def test_a_dropped_store_that_does_not_end_is_not_waited_for(core: MakeCore, clock: FakeClock) -> None:
