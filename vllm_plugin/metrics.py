@@ -108,11 +108,11 @@ class KVPoolStats(KVConnectorStats):
         return reduced
 
 
-REPORTED = frozenset({"saved_seconds", "lost_seconds"})
+CAUSE_PREFIX = "computed_tokens:"
+REPORTED = frozenset({"saved_seconds", "lost_seconds", *(f"{CAUSE_PREFIX}{cause.label}" for cause in Cause)})
 """Counters that are also reported to the server."""
 TALLIES = frozenset({"loaded_tokens", "load_seconds", "num_requests"})
 """What is reported to the server alone, by its name in `ReportRequest`."""
-CAUSE_PREFIX = "computed_tokens:"
 
 
 class Recorder:
@@ -130,19 +130,13 @@ class Recorder:
         self._totals: dict[str, float] = {}
 
     def add(self, name: str, count: float = 1) -> None:
-        assert name in COUNTERS, name
+        """Counts one of `COUNTERS`, or computed tokens of a cause."""
+        assert name in COUNTERS or name in REPORTED, name
         if count:
             with self._lock:
                 self._data[name] = self._data.get(name, 0) + count
                 if name in REPORTED:
                     self._totals[name] = self._totals.get(name, 0) + count
-
-    def add_computed(self, cause: Cause, num_tokens: int) -> None:
-        """Prompt tokens that were computed for a cause."""
-        with self._lock:
-            name = f"{CAUSE_PREFIX}{cause.label}"
-            self._data[name] = self._data.get(name, 0) + num_tokens
-            self._totals[name] = self._totals.get(name, 0) + num_tokens
 
     def tally(self, name: str, count: float = 1) -> None:
         """Counts one of `TALLIES`, which are reported to the server alone."""
@@ -151,7 +145,7 @@ class Recorder:
             self._totals[name] = self._totals.get(name, 0) + count
 
     def totals(self) -> dict[str, float]:
-        """Sums since the start of what the server is told: `REPORTED`, tallies, and computed tokens by cause."""
+        """Sums since the start of what the server is told: `REPORTED` and tallies."""
         with self._lock:
             return dict(self._totals)
 

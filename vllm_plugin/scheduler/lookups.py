@@ -161,13 +161,17 @@ class Lookups:
 
     Args:
         budget: how long the calls of one step may wait for answers.
-
-    Attributes:
-        traceparent_of: of the span of a request's lookup; None: there are no spans.
+        traceparent_of: of the span of a request's lookup, by the request's id; empty if it has none.
     """
 
     def __init__(
-        self, geometry: Geometry, stages: Stages, config: ConnectorConfig, budget: StepBudget, recorder: Recorder
+        self,
+        geometry: Geometry,
+        stages: Stages,
+        config: ConnectorConfig,
+        budget: StepBudget,
+        recorder: Recorder,
+        traceparent_of: Callable[[str], str],
     ):
         self._geometry = geometry
         self._stages = stages
@@ -175,7 +179,7 @@ class Lookups:
         self._budget = budget
         self._recorder = recorder
         self._prefix_only = all(group.kind.needs_prefix for group in geometry.groups)
-        self.traceparent_of: Callable[[str], str] | None = None
+        self._traceparent_of = traceparent_of
         self._released: list[tuple[int, ...]] = []
 
     def send(self, request: Request, local: int, limit: int) -> RequestLookup | None:
@@ -191,8 +195,7 @@ class Lookups:
             stop = min(len(request.block_hashes) * names.hash_tokens // kind.block_tokens, kind.end(limit))
             runs.append(names.run(request, idx, kind, first, max(first, stop)))
             firsts.append(first)
-        traceparent = "" if self.traceparent_of is None else self.traceparent_of(request.request_id)
-        lookup = RequestLookup(local, limit, runs, probes, firsts, traceparent)
+        lookup = RequestLookup(local, limit, runs, probes, firsts, self._traceparent_of(request.request_id))
         return lookup if self.send_again(lookup) else None
 
     def send_again(self, lookup: RequestLookup, answer_s: float = 0.0) -> bool:
