@@ -45,18 +45,11 @@ COUNTERS = {
     "connected_grpc": "Times that the scheduler or a rank connected to the pool with transport grpc, the slow one.",
     "connected_mooncake": "Times that the scheduler or a rank connected to the pool with transport mooncake.",
 }
-LABELLED = {
-    "computed_tokens": (
-        "cause",
-        "Prompt tokens that the engine computed, by what kept them from being loaded; all causes together are vLLM's "
-        "vllm:prompt_tokens_by_source with source local_compute.",
-        {cause.label: cause.gloss for cause in Cause},
-    ),
-}
-"""Counters with a label: name -> label, HELP, the label's values with what each means.
-
-`KVPoolStats` has a sum of each, as `name:value`.
-"""
+COMPUTED_TOKENS = (
+    "Prompt tokens that the engine computed, by what kept them from being loaded; all causes together are vLLM's "
+    "vllm:prompt_tokens_by_source with source local_compute."
+)
+"""HELP of the counter `computed_tokens`, whose label is the cause. `KVPoolStats` has a sum for each cause."""
 GAUGES = {
     "namespaces_disagree": "1 if ranks and scheduler name different namespaces: the engine shares nothing.",
     "sharing_off": "1 while nothing is loaded or stored because blocks from before a reset, or in doubt, are in use.",
@@ -174,7 +167,8 @@ class KVPoolPromMetrics(KVConnectorPromMetrics):
     """vLLM's Prometheus series of the connector, one an engine.
 
     Attributes:
-        metrics, labelled: by name, of all engines.
+        metrics: by name, of all engines.
+        computed_tokens: the counter with a label.
     """
 
     guard = Guard()
@@ -192,24 +186,21 @@ class KVPoolPromMetrics(KVConnectorPromMetrics):
             for cls, glosses, options in kinds
             for name, gloss in glosses.items()
         }
-        self.labelled = {
-            name: self._counter_cls(name=f"vllm:kvpool_{name}", documentation=gloss, labelnames=[*labelnames, label])
-            for name, (label, gloss, _) in LABELLED.items()
-        }
+        self.computed_tokens = self._counter_cls(
+            name="vllm:kvpool_computed_tokens", documentation=COMPUTED_TOKENS, labelnames=[*labelnames, "cause"]
+        )
         for labels in per_engine_labelvalues.values():
             for metric in self.metrics.values():
                 metric.labels(*labels)  # A series that starts at 0: a rate of what is absent is no rate.
-            for name, (_, _, values) in LABELLED.items():
-                for value in values:
-                    self.labelled[name].labels(*labels, value)
+            for cause in Cause:
+                self.computed_tokens.labels(*labels, cause.label)
 
     @hook(lambda self, transfer_stats_data, engine_idx=0: None)
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         labels = self.per_engine_labelvalues[engine_idx]
         for name, value in (transfer_stats_data or {}).items():
-            counter, _, of = name.partition(":")
-            if counter in self.labelled:
-                self.labelled[counter].labels(*labels, of).inc(value)
+            if name.startswith(CAUSE_PREFIX):
+                self.computed_tokens.labels(*labels, name.removeprefix(CAUSE_PREFIX)).inc(value)
             elif name in COUNTERS:
                 self.metrics[name].labels(*labels).inc(value)
             elif name in GAUGES:

@@ -9,7 +9,6 @@ next answer has brought its own, so that the ready blocks stay ready.
 
 from __future__ import annotations
 
-import enum
 import functools
 import math
 import time
@@ -148,14 +147,6 @@ class RequestLookup:
         return self.local > local or (not self.calls and time.monotonic() > self.good_until)
 
 
-class Reply(enum.Enum):
-    """What `Lookups.receive` has found."""
-
-    PENDING = "no answer yet"
-    ANSWERED = "every stage has answered"
-    FAILED = "a stage's call has failed"
-
-
 class Lookups:
     """Sends the lookups of an engine, and receives their answers.
 
@@ -228,14 +219,17 @@ class Lookups:
                 return False
         return True
 
-    def receive(self, lookup: RequestLookup) -> Reply:
-        """Receives the answers if they are there, or come within what this step may still wait."""
+    def receive(self, lookup: RequestLookup) -> bool | None:
+        """Receives the answers if they are there, or come within what this step may still wait.
+
+        Returns: True if every stage has answered, False if a call has failed; None: no answer yet.
+        """
         answers: list[Lookup] = []
         is_repeated = bool(lookup.answers)  # The pool may wait for a tier before it answers.
         for session, call in zip(self._stages.sessions, lookup.calls, strict=True):
             wait_s = 0.0 if is_repeated else self._budget.wait_s  # Other requests need the step's budget.
             if not wait_s and not call.done():
-                return Reply.PENDING
+                return None
             asked_at = time.monotonic()
             try:
                 answer = call.result(wait_s)
@@ -243,11 +237,11 @@ class Lookups:
                 session.report(error, "lookup")
                 self._recorder.add("lookup_failures")
                 self.abandon(lookup)
-                return Reply.FAILED
+                return False
             finally:
                 self._budget.waited(time.monotonic() - asked_at)
             if answer is None:
-                return Reply.PENDING
+                return None
             answers.append(answer)
             session.report(None, "lookup")
         lookup.calls = []
@@ -255,7 +249,7 @@ class Lookups:
         if not is_repeated:
             self._recorder.observe("lookup_seconds", min(time.monotonic(), lookup.answered_at) - lookup.sent_at)
         self._keep(lookup, answers)
-        return Reply.ANSWERED
+        return True
 
     def _keep(self, lookup: RequestLookup, answers: Sequence[Lookup]) -> None:
         """Keeps what the stages have answered, and the leases."""
