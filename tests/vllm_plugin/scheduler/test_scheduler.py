@@ -129,45 +129,6 @@ def test_an_answer_that_is_too_old_for_its_lease_is_asked_for_anew(core: MakeCor
 # Load
 
 
-def test_a_load_names_the_leased_blocks_and_their_places(core: MakeCore) -> None:
-    one = core().connected()
-    request = make_request("r", tokens(100))
-    fill(one, request.block_hashes)
-    own_hit = one.ask(request, computed=blocks(2))
-    block_ids = one.allocate(request, own_hit)
-    (job,) = one.step().loads
-    assert list(run_in(job).block_hashes) == request.block_hashes[2:6]
-    assert run_in(job).parent_hash == request.block_hashes[1]
-    assert ids_in(job) == block_ids[2:6]
-    assert all(job.lease_ids) and len(job.lease_ids) == 1
-    assert one.step().loads == [], "a load is told once"
-
-
-def test_a_hit_that_another_connector_serves_is_not_loaded_and_its_lease_ends(alone: Core) -> None:
-    one = alone
-    request = make_request("r", tokens(100))
-    fill(one, request.block_hashes)
-    assert one.ask(request) == blocks(6)
-    wait_for_leases(one, 1)
-    one.allocate(request, 0)  # The request's real blocks, and not one token for us.
-    assert one.step().loads == []
-    wait_for_leases(one, 0)
-
-
-def test_the_second_allocation_after_a_load_changes_nothing(core: MakeCore) -> None:
-    one = core().connected()
-    request = make_request("r", tokens(100))
-    fill(one, request.block_hashes)
-    one.allocate(request, one.ask(request))
-    (job,) = one.step().loads
-    one.report(finished_recving={"r"})
-    request.num_computed_tokens = blocks(6)
-    one.allocate(request, 0)
-    metadata = one.step((request, 4))
-    assert job.request_id == "r" and metadata.loads == []
-    assert metadata.stores == [], "what came from the pool is not sent back to it"
-
-
 # Store
 
 
@@ -400,18 +361,6 @@ def test_a_block_is_a_hit_only_if_every_stage_has_it(staged: Core) -> None:
     fill(staged, other.block_hashes[:2], stage=0)
     fill(staged, other.block_hashes, stage=1)
     assert staged.ask(other) == blocks(2)
-
-
-def test_each_stage_has_a_lease_and_both_end(staged: Core) -> None:
-    request = make_request("r", tokens(100))
-    for stage in range(2):
-        fill(staged, request.block_hashes, stage=stage)
-    staged.allocate(request, staged.ask(request))
-    (job,) = staged.step().loads
-    assert len(set(job.lease_ids)) == 2 and all(job.lease_ids)
-    wait_for_leases(staged, 2)
-    staged.report(finished_recving={"r"})
-    wait_for_leases(staged, 0)
 
 
 def test_the_leases_of_both_stages_end_if_the_hit_is_not_taken(staged: Core) -> None:
