@@ -31,11 +31,7 @@ class Part:
 
 
 class Guard:
-    """Of one side of the connector. Thread-safe.
-
-    Args:
-        count: called for each error.
-    """
+    """Of one side of the connector. Thread-safe. `count` is called for each error."""
 
     def __init__(self, count: Callable[[], None] = lambda: None):
         self._count = count
@@ -44,11 +40,7 @@ class Guard:
 
     @contextlib.contextmanager
     def part(self, what: str) -> Iterator[Part]:
-        """A part of a hook, whose errors end the part alone.
-
-        Args:
-            what: names the part in the log: "a lookup's end".
-        """
+        """A part of a hook, named `what` in the log, whose errors end the part alone."""
         part = Part()
         try:
             yield part

@@ -109,11 +109,7 @@ TALLIES = frozenset({"loaded_tokens", "load_seconds", "num_requests"})
 
 
 class Recorder:
-    """Collects from the connector's threads; `take` hands over what has come together, `totals` what is reported.
-
-    Attributes:
-        guard: reports errors that the connector did not foresee, and counts them here.
-    """
+    """Collects from the connector's threads; `take` hands over what has come together, `totals` what is reported."""
 
     def __init__(self) -> None:
         self.guard = Guard(lambda: self.add("unexpected_errors"))
@@ -164,12 +160,7 @@ class Recorder:
 
 
 class KVPoolPromMetrics(KVConnectorPromMetrics):
-    """vLLM's Prometheus series of the connector, one an engine.
-
-    Attributes:
-        metrics: by name, of all engines.
-        computed_tokens: the counter with a label.
-    """
+    """vLLM's Prometheus series of the connector, one an engine."""
 
     guard = Guard()
 

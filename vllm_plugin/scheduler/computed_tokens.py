@@ -25,11 +25,7 @@ _OF_SERVER = {cause: Cause[cause.name] for cause in MissCause}
 
 
 class ComputedTokens:
-    """Notes the causes of the computed tokens of each prompt, and counts them when the prompt ends.
-
-    Args:
-        spans: get the causes of prompts that end.
-    """
+    """Notes the causes of the computed tokens of each prompt; counts them, also in its span, when the prompt ends."""
 
     def __init__(self, geometry: Geometry, recorder: Recorder, spans: RequestSpans):
         self._spans = spans

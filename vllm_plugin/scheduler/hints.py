@@ -152,14 +152,12 @@ class Hints:
             self._send(hinted, HintKind.PREFETCH, self._runs(request, request.num_prompt_tokens))
 
     def admitted(self, request: Request) -> None:
-        """A request was given blocks."""
         hinted = self._hinted.get(request.request_id)
         if hinted is not None and not hinted.is_admitted:
             hinted.is_admitted = True
             self._pin(hinted)
 
     def storing(self, request: Request) -> None:
-        """A store of a request has been built."""
         if (hinted := self._hinted.get(request.request_id)) is not None and hinted.request is request:
             hinted.num_storing += 1
 

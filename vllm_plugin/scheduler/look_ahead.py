@@ -25,11 +25,7 @@ wait, and a small pool has nothing else to evict."""
 
 
 class LookAhead:
-    """Looks up waiting requests, except those with adapters: the names of their blocks may change until vLLM asks.
-
-    Args:
-        spans: of requests, begun before the lookup.
-    """
+    """Looks up waiting requests, except those with adapters: the names of their blocks may change until vLLM asks."""
 
     def __init__(
         self,

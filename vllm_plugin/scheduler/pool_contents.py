@@ -180,7 +180,6 @@ class PoolContents:
         return self._clock() - self._groups[group_idx].seen_at(block_hash) < FORGET_S
 
     def stored(self, request: Request, job: StoreJob) -> None:
-        """Every rank has stored a job of a request."""
         self.events.stored(request, job)
         now = self._clock()
         for part in job.groups:
@@ -188,7 +187,6 @@ class PoolContents:
                 self._groups[part.group_idx].add(run.block_hashes, now)
 
     def missing(self, group_idx: int, block_hashes: Sequence[bytes]) -> None:
-        """Blocks are not in the pool."""
         self.events.missing(group_idx, block_hashes)
         group = self._groups[group_idx]
         known_since = self._clock() - FORGET_S

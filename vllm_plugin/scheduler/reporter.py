@@ -74,8 +74,6 @@ class Reporter:
     """Sends the reports of an engine on a thread of its own. Thread-safe.
 
     Args:
-        stages: name the engine's namespaces, and have the connection.
-        recorder: counts.
         num_devices: that compute each step.
     """
 

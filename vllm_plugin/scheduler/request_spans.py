@@ -55,12 +55,7 @@ class RequestSpans:
         return "" if span is None or self._tracing is None else self._tracing.traceparent(span)
 
     def admitted(self, request: Request, lookup: RequestLookup | None, num_external_tokens: int) -> None:
-        """vLLM has allocated the request's blocks: ends the lookup's span, and begins the load's.
-
-        Args:
-            lookup: of the request; None if there was none.
-            num_external_tokens: that are loaded now.
-        """
+        """vLLM has allocated the request's blocks: ends the lookup's span, and begins the load's."""
         spans = self._open.get(request.request_id)
         if spans is None or self._tracing is None:
             return

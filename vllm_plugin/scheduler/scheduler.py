@@ -47,10 +47,7 @@ if TYPE_CHECKING:
 
 
 class KVPoolScheduler:
-    """Answers the hooks that vLLM calls on the scheduler's side of an engine.
-
-    Attributes: the parts that answer; `guard` reports their unexpected errors.
-    """
+    """Answers the hooks that vLLM calls on the scheduler's side of an engine."""
 
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: ConnectorConfig):
         transfer, events = vllm_config.kv_transfer_config, vllm_config.kv_events_config
@@ -369,7 +366,6 @@ class KVPoolScheduler:
             job.groups = []  # Such a load fails, and its request is computed.
 
     def take_events(self) -> list[KVCacheEvent]:
-        """KV events since the last call."""
         if self.stages.has_restarted():
             self.contents.events.all_missing()  # A pool that has restarted holds nothing.
         return self.contents.events.take()

@@ -109,7 +109,6 @@ class StoreJobs:
     # A job's life
 
     def begin_step(self) -> None:
-        """The metadata of another step is built."""
         self.step += 1
 
     def new_step(self, may_store: bool) -> tuple[list[StoreJob], int]:
@@ -156,7 +155,6 @@ class StoreJobs:
             self.pins.outlive(job_id)
 
     def sent(self, jobs: list[StoreJob]) -> None:
-        """The ranks are told of jobs with this step."""
         for job in jobs:
             self._storing[job.job_id].sent_step = self.step
 

@@ -84,7 +84,7 @@ def test_beyond_the_bound_a_request_takes_what_is_up_instead_of_waiting_for_a_ti
     alone.step()
     assert alone.side.matched_tokens(first, 0) == (None, False)
     assert alone.side.matched_tokens(second, 0) == (blocks(2), True)
-    assert alone.side.stats().data["declined_waits"] == 1
+    assert alone.counted()["declined_waits"] == 1
 
 
 def _is_waiting(core: Core, request: object) -> bool:
