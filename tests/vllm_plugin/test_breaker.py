@@ -77,6 +77,35 @@ def test_a_server_that_breaks_the_protocol_is_tried_less_and_less_often() -> Non
     assert waits == sorted(set(waits))
 
 
+def test_a_success_ends_the_row_of_its_own_kind() -> None:
+    breaker = closed(FakeClock())
+    for _ in range(FAILURES_TO_OPEN - 1):
+        breaker.failed("lookup", LATE)
+    breaker.succeeded("lookup")
+    for _ in range(FAILURES_TO_OPEN - 1):
+        assert not breaker.failed("lookup", LATE)
+        breaker.succeeded("store")
+    assert breaker.failed("lookup", LATE), "a store that went well says nothing about lookups"
+
+
+def test_a_load_that_went_well_ends_every_row() -> None:
+    breaker = closed(FakeClock())
+    for _ in range(FAILURES_TO_OPEN - 1):
+        breaker.failed("store", LATE)
+    breaker.succeeded("load")
+    assert not breaker.failed("store", LATE)
+
+
+def test_a_row_does_not_outlive_a_probe() -> None:
+    clock = FakeClock()
+    breaker = closed(clock)
+    for _ in range(FAILURES_TO_OPEN - 1):
+        breaker.failed("load", LATE)
+    breaker.failed("lookup", GONE)
+    probe(breaker, clock, True)
+    assert not breaker.failed("load", LATE)
+
+
 def test_probes_that_fail_come_ever_more_rarely_up_to_a_bound() -> None:
     clock = FakeClock()
     breaker = closed(clock)
