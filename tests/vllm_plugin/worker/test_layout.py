@@ -138,6 +138,24 @@ def test_a_shape_the_pool_does_not_know_is_refused(cache: torch.Tensor, num_shar
 # Several members, several shapes
 
 
+def test_layers_follow_each_other_member_by_member() -> None:
+    values = numbered()
+    made = layout_of(dict(zip(NAMES, values, strict=True)), 2, [NAMES[1:], NAMES[:1]])
+    assert [(part.member, part.view.shape[2]) for part in made.parts] == [(0, 2), (1, 1)]
+    assert [part.start for part in made.parts] == [0, made.parts[0].chunk_bytes]
+    first, second = (values[1:, 4], values[:1, 2])
+    expected = torch.cat([first, second]).unflatten(1, (2, -1)).transpose(0, 1).contiguous()
+    assert canonical_bytes(made, 4, 2) == expected.numpy().tobytes()
+
+
+def test_neighbours_of_other_shapes_are_parts_of_their_own() -> None:
+    caches = {"a": torch.zeros(B, 4, N, C), "b": torch.zeros(B, 8, N, C), "c": torch.zeros(B, 4, N, 2 * C)}
+    made = layout_of(caches, 4, [list(caches)])
+    assert [part.chunk_bytes for part in made.parts] == [N * C * 4, 2 * N * C * 4, 2 * N * C * 4]
+    assert [part.start for part in made.parts] == [0, N * C * 4, 3 * N * C * 4]
+    assert made.chunk_bytes == 5 * N * C * 4
+
+
 def test_groups_that_overlay_each_other_are_read_by_the_blocks_that_are_theirs() -> None:
     room = numbered()[0]
     states = room.flatten(1).view(torch.int8)[:, :30].unflatten(1, (1, 1, 30))
