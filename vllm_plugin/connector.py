@@ -127,10 +127,6 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         self.scheduler_side.miss(request)
         return 0, False
 
-    def _load_fails(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        """A load that could not be set up is reported as failed: vLLM waits for the report, and then computes."""
-        self.scheduler_side.fail_load(request, num_external_tokens)
-
     def _reset_fails(self) -> bool | None:
         """A reset that has failed leaves KV of old weights: nothing is shared any more."""
         self.scheduler_side.turn_off()
@@ -154,7 +150,9 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         return self.scheduler_side.matched_tokens(request, num_computed_tokens)
 
-    @hook(_load_fails)
+    @hook(
+        lambda self, request, blocks, num_external_tokens: self.scheduler_side.fail_load(request, num_external_tokens)
+    )
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         self.scheduler_side.after_alloc(request, blocks, num_external_tokens)
 

@@ -6,10 +6,11 @@ Every hook that vLLM calls passes through `hook`, and work inside a hook that mu
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
-from collections.abc import Callable
-from types import TracebackType
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
 from vllm.logger import init_logger
@@ -22,25 +23,30 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class Guard:
-    """Of one side of the connector. Thread-safe.
+@dataclass(slots=True)
+class Part:
+    """A part of a hook, and whether an error has ended it."""
 
-    Args:
-        count: called for each error.
-    """
+    failed: bool = False
+
+
+class Guard:
+    """Of one side of the connector. Thread-safe. `count` is called for each error."""
 
     def __init__(self, count: Callable[[], None] = lambda: None):
         self._count = count
         self._lock = threading.Lock()
         self._said: set[tuple[str, type[BaseException]]] = set()
 
-    def part(self, what: str) -> Part:
-        """A context manager around a part of a hook: its errors end the part alone.
-
-        Args:
-            what: names the part in the log: "a lookup's end".
-        """
-        return Part(self, what)
+    @contextlib.contextmanager
+    def part(self, what: str) -> Iterator[Part]:
+        """A part of a hook, named `what` in the log, whose errors end the part alone."""
+        part = Part()
+        try:
+            yield part
+        except Exception as error:
+            part.failed = True
+            self.failed(what, error)
 
     def failed(self, what: str, error: BaseException) -> None:
         """Counts an unexpected error, and logs the first of its kind."""
@@ -56,31 +62,6 @@ class Guard:
             what,
             exc_info=error,
         )
-
-
-class Part:
-    """See `Guard.part`.
-
-    Attributes:
-        failed: whether the part has ended with an error.
-    """
-
-    def __init__(self, guard: Guard, what: str):
-        self._guard = guard
-        self._what = what
-        self.failed = False
-
-    def __enter__(self) -> Part:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> bool:
-        if not isinstance(error, Exception):
-            return False  # No error; or the process is to end.
-        self.failed = True
-        self._guard.failed(self._what, error)
-        return True
 
 
 def hook(recover: Callable[..., Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:

@@ -45,18 +45,11 @@ COUNTERS = {
     "connected_grpc": "Times that the scheduler or a rank connected to the pool with transport grpc, the slow one.",
     "connected_mooncake": "Times that the scheduler or a rank connected to the pool with transport mooncake.",
 }
-LABELLED = {
-    "computed_tokens": (
-        "cause",
-        "Prompt tokens that the engine computed, by what kept them from being loaded; all causes together are vLLM's "
-        "vllm:prompt_tokens_by_source with source local_compute.",
-        {cause.label: cause.gloss for cause in Cause},
-    ),
-}
-"""Counters with a label: name -> label, HELP, the label's values with what each means.
-
-`KVPoolStats` has a sum of each, as `name:value`.
-"""
+COMPUTED_TOKENS = (
+    "Prompt tokens that the engine computed, by what kept them from being loaded; all causes together are vLLM's "
+    "vllm:prompt_tokens_by_source with source local_compute."
+)
+"""HELP of the counter `computed_tokens`, whose label is the cause. `KVPoolStats` has a sum for each cause."""
 GAUGES = {
     "namespaces_disagree": "1 if ranks and scheduler name different namespaces: the engine shares nothing.",
     "sharing_off": "1 while nothing is loaded or stored because blocks from before a reset, or in doubt, are in use.",
@@ -108,19 +101,15 @@ class KVPoolStats(KVConnectorStats):
         return reduced
 
 
-REPORTED = frozenset({"saved_seconds", "lost_seconds"})
+CAUSE_PREFIX = "computed_tokens:"
+REPORTED = frozenset({"saved_seconds", "lost_seconds", *(f"{CAUSE_PREFIX}{cause.label}" for cause in Cause)})
 """Counters that are also reported to the server."""
 TALLIES = frozenset({"loaded_tokens", "load_seconds", "num_requests"})
 """What is reported to the server alone, by its name in `ReportRequest`."""
-CAUSE_PREFIX = "computed_tokens:"
 
 
 class Recorder:
-    """Collects from the connector's threads; `take` hands over what has come together, `totals` what is reported.
-
-    Attributes:
-        guard: reports errors that the connector did not foresee, and counts them here.
-    """
+    """Collects from the connector's threads; `take` hands over what has come together, `totals` what is reported."""
 
     def __init__(self) -> None:
         self.guard = Guard(lambda: self.add("unexpected_errors"))
@@ -130,19 +119,13 @@ class Recorder:
         self._totals: dict[str, float] = {}
 
     def add(self, name: str, count: float = 1) -> None:
-        assert name in COUNTERS, name
+        """Counts one of `COUNTERS`, or computed tokens of a cause."""
+        assert name in COUNTERS or name in REPORTED, name
         if count:
             with self._lock:
                 self._data[name] = self._data.get(name, 0) + count
                 if name in REPORTED:
                     self._totals[name] = self._totals.get(name, 0) + count
-
-    def add_computed(self, cause: Cause, num_tokens: int) -> None:
-        """Prompt tokens that were computed for a cause."""
-        with self._lock:
-            name = f"{CAUSE_PREFIX}{cause.label}"
-            self._data[name] = self._data.get(name, 0) + num_tokens
-            self._totals[name] = self._totals.get(name, 0) + num_tokens
 
     def tally(self, name: str, count: float = 1) -> None:
         """Counts one of `TALLIES`, which are reported to the server alone."""
@@ -151,7 +134,7 @@ class Recorder:
             self._totals[name] = self._totals.get(name, 0) + count
 
     def totals(self) -> dict[str, float]:
-        """Sums since the start of what the server is told: `REPORTED`, tallies, and computed tokens by cause."""
+        """Sums since the start of what the server is told: `REPORTED` and tallies."""
         with self._lock:
             return dict(self._totals)
 
@@ -177,11 +160,7 @@ class Recorder:
 
 
 class KVPoolPromMetrics(KVConnectorPromMetrics):
-    """vLLM's Prometheus series of the connector, one an engine.
-
-    Attributes:
-        metrics, labelled: by name, of all engines.
-    """
+    """vLLM's Prometheus series of the connector, one an engine."""
 
     guard = Guard()
 
@@ -198,24 +177,21 @@ class KVPoolPromMetrics(KVConnectorPromMetrics):
             for cls, glosses, options in kinds
             for name, gloss in glosses.items()
         }
-        self.labelled = {
-            name: self._counter_cls(name=f"vllm:kvpool_{name}", documentation=gloss, labelnames=[*labelnames, label])
-            for name, (label, gloss, _) in LABELLED.items()
-        }
+        self.computed_tokens = self._counter_cls(
+            name="vllm:kvpool_computed_tokens", documentation=COMPUTED_TOKENS, labelnames=[*labelnames, "cause"]
+        )
         for labels in per_engine_labelvalues.values():
             for metric in self.metrics.values():
                 metric.labels(*labels)  # A series that starts at 0: a rate of what is absent is no rate.
-            for name, (_, _, values) in LABELLED.items():
-                for value in values:
-                    self.labelled[name].labels(*labels, value)
+            for cause in Cause:
+                self.computed_tokens.labels(*labels, cause.label)
 
     @hook(lambda self, transfer_stats_data, engine_idx=0: None)
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         labels = self.per_engine_labelvalues[engine_idx]
         for name, value in (transfer_stats_data or {}).items():
-            counter, _, of = name.partition(":")
-            if counter in self.labelled:
-                self.labelled[counter].labels(*labels, of).inc(value)
+            if name.startswith(CAUSE_PREFIX):
+                self.computed_tokens.labels(*labels, name.removeprefix(CAUSE_PREFIX)).inc(value)
             elif name in COUNTERS:
                 self.metrics[name].labels(*labels).inc(value)
             elif name in GAUGES:

@@ -287,11 +287,7 @@ class Session:
 
 
 def _in_words(found: Sequence[Difference], there: str) -> str:
-    """The differences as text; without the values of private fields (tenant, salt) and of long ones (layer formats).
-
-    Args:
-        there: the other namespace.
-    """
+    """The differences as text; without the values of private fields (tenant, salt) and of long ones (layer formats)."""
     said = []
     for difference in found[:MAX_DIFFERENCES]:
         values = f"{difference.ours!r} here, {difference.theirs!r} in"

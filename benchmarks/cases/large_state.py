@@ -147,7 +147,9 @@ def _parts(vllm_config: Any, geometry: Any) -> tuple[Any, Any]:
     """Store jobs, and stores, of an engine without a pool."""
     from vllm_plugin.config import ConnectorConfig
     from vllm_plugin.metrics import Recorder
+    from vllm_plugin.scheduler.hints import Hints
     from vllm_plugin.scheduler.pool_contents import Events, PoolContents
+    from vllm_plugin.scheduler.stages import Stages
     from vllm_plugin.scheduler.store_jobs import StoreJobs
     from vllm_plugin.scheduler.stores import Stores
 
@@ -155,7 +157,8 @@ def _parts(vllm_config: Any, geometry: Any) -> tuple[Any, Any]:
     recorder = Recorder()
     events = Events(geometry.groups, enabled=False)
     contents = PoolContents(events)
-    jobs = StoreJobs(geometry, config, contents, recorder)
+    hints = Hints(geometry, Stages(1, config, recorder), recorder)
+    jobs = StoreJobs(geometry, config, contents, recorder, hints, lambda request_id: "")
     return jobs, Stores(geometry, config, jobs, contents, recorder)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
+from kvpool.protocol.causes import Cause
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.observability import metrics
 from kvpool_server.process.loop_lag import LoopLag
@@ -41,14 +42,12 @@ def server_rows() -> list[Row]:
 
 def engine_rows() -> list[Row]:
     """What the connector adds to vLLM's metrics. Imports vLLM."""
-    from vllm_plugin.metrics import COUNTERS, GAUGES, HISTOGRAMS, LABELLED
+    from vllm_plugin.metrics import COMPUTED_TOKENS, COUNTERS, GAUGES, HISTOGRAMS
 
     kinds = {"counter": COUNTERS, "gauge": GAUGES, "histogram": HISTOGRAMS}
     rows = [_row(f"vllm:kvpool_{name}", kind, text) for kind, texts in kinds.items() for name, text in texts.items()]
-    for name, (label, text, values) in LABELLED.items():
-        rows.append((f"vllm:kvpool_{name}_total", "counter", text))
-        rows += [(f'… with `{label}="{value}"`', "", gloss) for value, gloss in values.items()]
-    return rows
+    rows.append(("vllm:kvpool_computed_tokens_total", "counter", COMPUTED_TOKENS))
+    return rows + [(f'… with `cause="{cause.label}"`', "", cause.gloss) for cause in Cause]
 
 
 def _row(name: str, kind: str, text: str) -> Row:

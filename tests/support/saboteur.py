@@ -20,7 +20,7 @@ from vllm_plugin.scheduler.load_policy import LoadPolicy
 from vllm_plugin.scheduler.loads import Loads
 from vllm_plugin.scheduler.lookups import Availability, Lookups, RequestLookup
 from vllm_plugin.scheduler.peer_loads import PeerLoads
-from vllm_plugin.scheduler.pool_contents import Events, PoolContents, RecentStores
+from vllm_plugin.scheduler.pool_contents import Events, PoolContents
 from vllm_plugin.scheduler.resets import Resets
 from vllm_plugin.scheduler.stages import Stages
 from vllm_plugin.scheduler.store_jobs import StoreJobs
@@ -49,11 +49,10 @@ PLACES: dict[type, tuple[str, ...]] = {
     Lookups: ("send", "send_again", "receive", "_keep", "flush"),
     PeerLoads: ("prepare", "_judge"),
     PendingLookup: ("result", "done", "on_done"),
-    PoolContents: ("missing", "stored"),
+    PoolContents: ("missing", "stored", "was_stored"),
     PoolRpc: ("lookup_async", "put_start", "put_end", "locate_in_parts", "release_quietly", "check", "revoke_quietly"),
     PromotionWait: ("lasts", "has_ended"),
     ReceiveThread: ("_transfer", "_get", "_namespace"),
-    RecentStores: ("has", "stored"),
     RequestLookup: ("leased", "must_be_sent_again"),
     Resets: ("finish",),
     Retention: ("blocks",),

@@ -114,6 +114,11 @@ class Core:
         told = frozenset((*rank, *each) for rank in ranks for each in ((0, b"1"), (check, self.weights)))
         self.side.update(KVConnectorOutput(kv_connector_worker_meta=WorkerMetadata(weights=told)))
 
+    def counted(self) -> dict[str, Any]:
+        """What was counted since the last call."""
+        stats = self.side.stats()
+        return {} if stats is None else stats.data
+
     def free(self, request: Request) -> None:
         """Preemption: the blocks go, and nobody tells the connector."""
         for table in self.tables.pop(request.request_id):

@@ -197,7 +197,7 @@ def test_the_null_block_is_never_moved(fresh_fleet: FreshFleet) -> None:
         second = fleet.start(specs=specs)
         with submitted(SendThread) as sent, submitted(ReceiveThread) as received:
             first.generate(prompt, max_tokens=60)
-            first.connector.contents.recent.forget_all()
+            first.connector.contents.forget_all()
             first.connector.stores.proven = lambda *_: None  # type: ignore[method-assign]
             first.generate([*prompt, *tokens(40, "next")])  # Its own blocks, and none before their window.
             assert 0 not in blocks_of(sent), "the null block is stored"

@@ -68,17 +68,6 @@ def open_by(breaker: Breaker, error: KVPoolError = LATE, call: str = "load") -> 
         breaker.failed(call, error)
 
 
-def test_it_begins_open_and_probes_at_once() -> None:
-    breaker = Breaker(FakeClock())
-    assert breaker.state is State.OPEN
-    assert breaker.wait_s() == 0
-    breaker.probe_began()
-    assert breaker.state is State.HALF_OPEN
-    breaker.probe_ended(True)
-    assert breaker.state is State.CLOSED
-    assert breaker.wait_s() is None
-
-
 def test_a_server_that_breaks_the_protocol_is_tried_less_and_less_often() -> None:
     clock = FakeClock()
     breaker, waits = closed(clock), []
@@ -173,6 +162,7 @@ class Machine(RuleBasedStateMachine):
         super().__init__()
         self.clock = FakeClock()
         self.breaker = Breaker(self.clock)
+        assert self.breaker.state is State.OPEN and self.breaker.wait_s() == 0
         self.rows: dict[str, int] = {}
 
     @rule(seconds=st.floats(0, 200))

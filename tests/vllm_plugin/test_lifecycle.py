@@ -28,30 +28,6 @@ WAITS_S = 15.0
 MODES = pytest.mark.parametrize("steps_ahead", [0, 1], ids=["synchronous", "asynchronous"])
 
 
-@MODES
-def test_what_one_engine_computed_another_loads(steps_ahead: int, fleet: Fleet) -> None:
-    prompts = [tokens(count, count) for count in (15, 16, 17, 64, 65, 100)]
-    first, second = fleet.start(steps_ahead=steps_ahead), fleet.start(steps_ahead=steps_ahead)
-    expected = [answer(prompt, 8) for prompt in prompts]
-    assert first.generate(*prompts) == expected
-    assert second.generate(*prompts) == expected
-    assert [second.cached_tokens[f"prompt-{idx}"] for idx in range(6)] == [0, 0, 16, 48, 64, 96]
-    assert second.counted("hit_tokens") == 16 + 48 + 64 + 96
-    for engine in (first, second):
-        assert_nothing_is_left(engine)
-
-
-@MODES
-def test_a_second_turn_hits_what_the_first_one_decoded(steps_ahead: int, fleet: Fleet) -> None:
-    first, second = fleet.start(steps_ahead=steps_ahead), fleet.start(steps_ahead=steps_ahead)
-    prompt = tokens(50)
-    reply = first.generate(prompt, max_tokens=30)[0]
-    turn = [*prompt, *reply, *tokens(5, "next")]
-    assert second.generate(turn) == [answer(turn, 8)]
-    # The last of the 80 tokens has no KV: four blocks, not five.
-    assert second.cached_tokens["prompt-0"] == 64
-
-
 @pytest.mark.parametrize(("writers", "readers"), [(1, 2), (2, 1), (2, 4), (8, 1), (1, 8), (8, 2), (8, 8)])
 def test_tensor_parallel_sizes_share_blocks(writers: int, readers: int, fleet: Fleet) -> None:
     # The toy model has 4 KV heads: eight ranks hold each of them twice.
@@ -96,14 +72,6 @@ def test_an_engine_without_a_prefix_cache_of_its_own_still_loads(fleet: Fleet) -
     assert first.num_used_blocks() == 0
 
 
-def test_a_long_prompt_is_stored_chunk_by_chunk(fleet: Fleet) -> None:
-    first = fleet.start(options={"max_num_batched_tokens": 47, "max_num_seqs": 4})
-    second = fleet.start()
-    prompt = tokens(400)
-    assert first.generate(prompt) == second.generate(prompt) == [answer(prompt, 8)]
-    assert second.cached_tokens["prompt-0"] == 384
-
-
 def test_roles_are_kept(fleet: Fleet) -> None:
     producer, consumer, both = fleet.start("kv_producer"), fleet.start("kv_consumer"), fleet.start()
     kept, new = tokens(100, "kept"), tokens(100, "new")
@@ -132,34 +100,6 @@ def test_what_vllm_withdraws_from_a_step_is_neither_read_nor_stored(fleet: Fleet
     assert engine.preempted == ["low"], "the test wants preemption"
     assert (engine.answers["low"], engine.answers["high"]) == (answer(low, 8), answer(high, 8))
     assert fleet.start().generate(low) == [answer(low, 8)]
-
-
-# Aborts
-
-
-@pytest.mark.parametrize("loads", ["succeeds", "fails"])
-def test_a_request_aborted_while_it_loads_is_reported_once_and_its_blocks_come_back(
-    loads: str, fleet_on: Callable[[str], Fleet], pool_server: StartServer
-) -> None:
-    server = pool_server()
-    fleet = fleet_on(server.endpoint)
-    prompt = tokens(100)
-    fleet.start().generate(prompt)
-    engine = fleet.start()
-    request = engine.add("r", prompt)
-    step_until_loading(engine, request)
-    if loads == "fails":
-        server.kill()
-    engine.abort("r")
-    assert engine.num_used_blocks() == 6, "a thread may still be writing to them"
-    engine.run()
-    assert_nothing_is_left(engine)
-    # The same request again, under the same name.
-    engine.add("r", prompt)
-    engine.run()
-    assert engine.answers["r"] == answer(prompt, 8)
-    assert engine.cached_tokens["r"] == (96 if loads == "succeeds" else 0)
-    assert_nothing_is_left(engine)
 
 
 # Failed loads

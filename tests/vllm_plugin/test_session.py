@@ -29,7 +29,6 @@ from kvpool.protocol.errors import (
     KVPoolError,
     PoolTimeoutError,
     UnavailableError,
-    UnknownNamespaceError,
 )
 from kvpool.protocol.types import ShardRange
 from kvpool.transport.shm import ShmTransport
@@ -79,12 +78,6 @@ def is_open(session: Session) -> bool:
 
 def wait_until_open(session: Session) -> None:
     wait_for(lambda: is_open(session), "the session to be open", HEALED_S)
-
-
-def test_a_session_opens_by_itself(open_session: Open, shared_server: ServerProcess) -> None:
-    session = open_session(shared_server.endpoint)
-    wait_until_open(session)
-    assert session.client.lookup(session.namespace, [run_of("nothing")]).hits[0].num_leading == 0
 
 
 @pytest.mark.parametrize(
@@ -166,28 +159,6 @@ def test_an_absent_server_holds_nobody_up_and_is_found_when_it_comes(
     wait_until_open(session)
 
 
-def test_a_restarted_server_is_opened_again(open_session: Open, pool_server: StartServer) -> None:
-    server = pool_server()
-    session = open_session(server.endpoint)
-    wait_until_open(session)
-    before = session.namespace
-    server.kill()
-    pool_server("--listen", server.endpoint)
-
-    def call_fails() -> bool:
-        try:
-            session.client.lookup(before, [run_of("nothing")])
-        except KVPoolError as error:
-            session.report(error)
-            return isinstance(error, UnknownNamespaceError)
-        return False
-
-    wait_for(call_fails, "the new server to refuse the old namespace", HEALED_S)
-    wait_until_open(session)
-    assert session.namespace.boot_token != before.boot_token
-    assert session.client.lookup(session.namespace, [run_of("nothing")]).hits[0].num_leading == 0
-
-
 def test_a_server_that_drains_is_left_with_one_line_of_log_and_its_successor_found(
     open_session: Open,
     pool_server: StartServer,
@@ -223,18 +194,6 @@ def test_a_server_that_drains_is_left_with_one_line_of_log_and_its_successor_fou
     wait_for(lambda: is_open(session), "the session to find the new server", HEALED_S)
     warnings = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
     assert len(warnings) <= 3, warnings  # It drains, it cannot be reached, and perhaps a call was broken off.
-
-
-@pytest.mark.parametrize("error", [UnavailableError("gone"), UnknownNamespaceError("restarted")])
-def test_an_error_that_means_the_pool_is_gone_ends_the_namespace_at_once(
-    error: KVPoolError, open_session: Open, pool_server: StartServer
-) -> None:
-    server = pool_server()
-    session = open_session(server.endpoint)
-    wait_until_open(session)
-    server.kill()
-    session.report(error)
-    assert session.namespace is None
 
 
 def test_a_stopped_server_costs_each_request_its_budget_at_most_and_soon_nothing(
@@ -376,15 +335,6 @@ def test_an_idle_session_opens_by_pings_alone(
     with stopped(server):
         wait_for(lambda: not is_open(session), "the pings to be missed", HEALED_S)
     wait_until_open(session)
-
-
-def test_closing_ends_the_thread(open_session: Open, shared_server: ServerProcess) -> None:
-    session = open_session(shared_server.endpoint)
-    wait_until_open(session)
-    session.close()
-    assert not session_threads()
-    assert session.namespace is None
-    session.close()
 
 
 @pytest.mark.parametrize("server_is", ["absent", "stopped"])

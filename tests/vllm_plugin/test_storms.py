@@ -4,7 +4,6 @@ neither the engine nor the pool keeps anything."""
 from __future__ import annotations
 
 import itertools
-import random
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -210,40 +209,6 @@ def test_64_requests_with_overlapping_prefixes(
         engine = storm(shape, num_blocks=num_blocks, **mode, options=options)
         assert engine.generate(*prompts, max_tokens=12) == expected
     assert engine.counted("loaded_blocks") > 0
-
-
-@ALL
-@pytest.mark.parametrize("seed", some(1, range(2)))
-def test_aborts_at_random_moments_of_two_engines(
-    seed: int, shape: str, mode: dict[str, Any], storm: Callable[..., ToyEngine]
-) -> None:
-    chance = random.Random(f"{seed} {shape}")
-    engines = [
-        storm(
-            shape,
-            num_blocks=2 * ROOM[shape],
-            **mode,
-            options={"max_num_batched_tokens": 79, "max_num_seqs": 16},
-        )
-        for _ in range(2)
-    ]
-    prompts = family(12, 90)
-    wanted: dict[tuple[ToyEngine, str], list[int]] = {}
-    for nth in range(120):
-        engine, name = chance.choice(engines), f"r{nth % 9}"
-        if engine.may_reuse(name):
-            prompt, max_tokens = chance.choice(prompts), chance.choice([1, 10, 40])
-            engine.add(name, prompt, max_tokens)
-            wanted[engine, name] = answer(prompt, max_tokens)
-        elif name in engine.scheduler.requests and chance.random() < 0.4:
-            wanted.pop((engine, name), None)
-            engine.abort(name)
-        for _ in range(chance.randrange(6)):
-            chance.choice(engines).step()
-    for engine in engines:
-        engine.run()
-    for (engine, name), right in wanted.items():
-        assert engine.answers[name] == right
 
 
 @ALL

@@ -95,12 +95,7 @@ class Kind(ABC):
         return boundary // self.block_tokens + self.proves
 
     def most_live_tokens(self, num_tokens: int, step_tokens: int) -> int:
-        """The most tokens of a request whose blocks are allocated at once.
-
-        Args:
-            num_tokens: of the request.
-            step_tokens: the most that one step computes.
-        """
+        """The most tokens of a request whose blocks are allocated at once, with steps of `step_tokens` at most."""
         return min(num_tokens, self.reach_tokens + step_tokens + self.block_tokens)
 
     # Retention

@@ -28,7 +28,7 @@ from vllm_plugin.model.hit_rules import Found, longest
 from vllm_plugin.scheduler.computed_tokens import ComputedTokens
 from vllm_plugin.scheduler.load_policy import Verdict
 from vllm_plugin.scheduler.loads import Loads
-from vllm_plugin.scheduler.lookups import Lookups, Reply, RequestLookup
+from vllm_plugin.scheduler.lookups import Lookups, RequestLookup
 from vllm_plugin.scheduler.pool_contents import PoolContents
 from vllm_plugin.scheduler.stages import Stages
 from vllm_plugin.scheduler.step_budget import StepBudget
@@ -223,7 +223,6 @@ class Admission:
         return max(local, candidate.boundary)
 
     def _compute(self, request: Request, local: int, cause: Cause) -> int:
-        """The request is computed from `local` on."""
         self._computed.because(request, cause)
         return local
 
@@ -280,15 +279,16 @@ class Admission:
     def _is_final(self, candidate: Candidate) -> bool:
         """Whether the newest answer is the one to act on. Sends the lookup again when that is due."""
         if candidate.lookup.calls:
-            reply = self._lookups.receive(candidate.lookup)
-            if reply is Reply.ANSWERED:
+            has_answer = self._lookups.receive(candidate.lookup)
+            if has_answer is None:
+                if not candidate.is_waiting:
+                    return False
+            elif has_answer:
                 self._weigh(candidate)
-            elif reply is Reply.FAILED and candidate.is_waiting and self._stages.are_open:
+            elif candidate.is_waiting and self._stages.are_open:
                 self._accept(candidate)  # The answer is late; the blocks that were ready before still are.
-            elif reply is Reply.FAILED:
+            else:
                 self._give_up(candidate)
-            elif not candidate.is_waiting:
-                return False
         if candidate.is_waiting:
             self._go_on_waiting(candidate)
         return not candidate.is_waiting

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from kvpool.protocol.causes import Cause
 from kvpool.protocol.types import MissCause
-from vllm_plugin.metrics import Recorder
+from vllm_plugin.metrics import CAUSE_PREFIX, Recorder
 from vllm_plugin.model.geometry import Geometry
 from vllm_plugin.scheduler.lookups import RequestLookup
 from vllm_plugin.scheduler.request_spans import RequestSpans
@@ -25,13 +25,9 @@ _OF_SERVER = {cause: Cause[cause.name] for cause in MissCause}
 
 
 class ComputedTokens:
-    """Notes the causes of the computed tokens of each prompt, and counts them when the prompt ends.
+    """Notes the causes of the computed tokens of each prompt; counts them, also in its span, when the prompt ends."""
 
-    Args:
-        spans: get the causes of prompts that end; None: the engine does not trace.
-    """
-
-    def __init__(self, geometry: Geometry, recorder: Recorder, spans: RequestSpans | None = None):
+    def __init__(self, geometry: Geometry, recorder: Recorder, spans: RequestSpans):
         self._spans = spans
         self._geometry = geometry
         self._kinds = [group.kind for group in geometry.groups]
@@ -110,9 +106,8 @@ class ComputedTokens:
                 del self._prompts[request_id]
                 self._recorder.tally("num_requests")
                 for cause, count in causes.items():
-                    self._recorder.add_computed(cause, count)
-                if self._spans is not None:
-                    self._spans.prompt_ended(request, causes)
+                    self._recorder.add(f"{CAUSE_PREFIX}{cause.label}", count)
+                self._spans.prompt_ended(request, causes)
 
     def finished(self, request_id: str) -> None:
         """A request has ended; one that gave no output is not counted, as vLLM does not count it."""

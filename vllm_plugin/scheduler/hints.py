@@ -23,7 +23,6 @@ from vllm.logger import init_logger
 from kvpool.client.open_namespace import Namespace
 from kvpool.protocol.errors import KVPoolError
 from kvpool.protocol.types import BlockRun, HintKind
-from vllm_plugin.guard import Guard
 from vllm_plugin.metadata import StoreJob
 from vllm_plugin.metrics import Recorder
 from vllm_plugin.model.geometry import Geometry
@@ -42,7 +41,7 @@ MAX_WAITING = 256
 """Hints that wait to be told; further ones are lost."""
 TIMEOUT_MS = 5_000
 END_S = 1.0
-"""How long `CallQueue.close` lets the thread make the calls that wait."""
+"""How long `Hints.close` lets the waiting hints be told."""
 MAX_LOGGED = 16
 """Different complaints that one engine logs, each once."""
 MAX_SHOWN = 64
@@ -50,8 +49,6 @@ MAX_SHOWN = 64
 MAX_UNKNOWN = 16
 """Unknown keys of one request that are refused by name; further ones are passed over."""
 KEYS = ("pin_s", "expire", "prefetch")
-
-Call = Callable[[], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,65 +107,6 @@ def _shown(value: object) -> str:
     return text[:MAX_SHOWN].encode("unicode_escape").decode()[:MAX_SHOWN]
 
 
-class CallQueue:
-    """Calls of the pool that the engine does not wait for, and that may be lost.
-
-    The scheduler's thread queues them, and a thread of their own, which the first call starts, makes them in order.
-    Nothing that a call raises reaches the engine.
-
-    Args:
-        name: of the thread.
-        what: names a call in the log: "a hint to the pool".
-        max_calls: that wait for the thread; further ones are refused.
-        guard: counts unexpected errors, which end one call alone.
-        failed: told on the thread of a call that has failed as calls do, for example while the pool is away.
-    """
-
-    def __init__(self, name: str, what: str, max_calls: int, guard: Guard, failed: Callable[[KVPoolError], None]):
-        self._name = name
-        self._what = what
-        self._guard = guard
-        self._failed = failed
-        self._waiting: queue.Queue[Call | None] = queue.Queue(max_calls)
-        self._thread: threading.Thread | None = None
-        self._is_closed = self._is_over = False
-
-    def put(self, call: Call) -> bool:
-        """Queues a call; False if it is lost, since too many wait or the queue is closed. Never waits."""
-        if self._is_closed:
-            return False
-        try:
-            self._waiting.put_nowait(call)
-        except queue.Full:
-            return False
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-            self._thread.start()
-        return True
-
-    def close(self) -> None:
-        """Makes the calls that wait, within `END_S`; the rest is lost, and at once if the queue is full. Idempotent."""
-        if self._is_closed:
-            return
-        self._is_closed = True
-        if self._thread is None:
-            return
-        try:
-            self._waiting.put_nowait(None)
-        except queue.Full:
-            self._is_over = True
-        self._thread.join(END_S)
-        self._is_over = True  # The thread is a daemon, and ends with its present call.
-
-    def _run(self) -> None:
-        while (call := self._waiting.get()) is not None and not self._is_over:
-            with self._guard.part(self._what):
-                try:
-                    call()
-                except KVPoolError as error:
-                    self._failed(error)
-
-
 @dataclass(slots=True)
 class _Hinted:
     """A request with hints, from the first question about it until its last store has ended."""
@@ -181,13 +119,18 @@ class _Hinted:
 
 
 class Hints:
-    """Tells the pool the hints of an engine's requests. Called on the scheduler's thread; returns at once."""
+    """Tells the pool the hints of an engine's requests. Called on the scheduler's thread; returns at once.
+
+    A thread, which the first hint starts, tells the hints in order.
+    """
 
     def __init__(self, geometry: Geometry, stages: Stages, recorder: Recorder):
         self._geometry = geometry
         self._stages = stages
         self._recorder = recorder
-        self._calls = CallQueue("kvpool-hints", "a hint to the pool", MAX_WAITING, recorder.guard, self._failed)
+        self._waiting: queue.Queue[Callable[[], None] | None] = queue.Queue(MAX_WAITING)
+        self._thread: threading.Thread | None = None
+        self._is_over = False
         self._said = ""
         self._hinted: dict[str, _Hinted] = {}
         self._logged: set[str] = set()
@@ -209,14 +152,12 @@ class Hints:
             self._send(hinted, HintKind.PREFETCH, self._runs(request, request.num_prompt_tokens))
 
     def admitted(self, request: Request) -> None:
-        """A request was given blocks."""
         hinted = self._hinted.get(request.request_id)
         if hinted is not None and not hinted.is_admitted:
             hinted.is_admitted = True
             self._pin(hinted)
 
     def storing(self, request: Request) -> None:
-        """A store of a request has been built."""
         if (hinted := self._hinted.get(request.request_id)) is not None and hinted.request is request:
             hinted.num_storing += 1
 
@@ -238,8 +179,15 @@ class Hints:
             self._end(hinted)
 
     def close(self) -> None:
-        """Takes no further hints, and lets the waiting ones be told for `END_S`. Idempotent."""
-        self._calls.close()
+        """Lets the waiting hints be told for `END_S`; they are lost at once if the queue is full. Idempotent."""
+        if self._thread is None:
+            return
+        if self._waiting.full():
+            self._is_over = True
+        else:
+            self._waiting.put(None)
+        self._thread.join(END_S)
+        self._is_over = True  # The thread is a daemon, and ends with its present call.
 
     def _end(self, hinted: _Hinted) -> None:
         if not hinted.has_ended or hinted.num_storing > 0:
@@ -282,25 +230,34 @@ class Hints:
         pin_s = hinted.hints.pin_s if kind is HintKind.PIN else 0
         for session in self._stages.sessions:
             namespace = session.namespace
-            if namespace is None or not self._calls.put(
-                functools.partial(self._tell, session, namespace, kind, runs, pin_s)
-            ):
+            if namespace is None or self._waiting.full():  # No other thread puts anything.
                 self._recorder.add("lost_hints")
+                continue
+            self._waiting.put(functools.partial(self._tell, session, namespace, kind, runs, pin_s))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="kvpool-hints", daemon=True)
+                self._thread.start()
+
+    def _run(self) -> None:
+        while (tell := self._waiting.get()) is not None and not self._is_over:
+            with self._recorder.guard.part("a hint to the pool"):
+                tell()
 
     def _tell(
         self, session: Session, namespace: Namespace, kind: HintKind, runs: Sequence[BlockRun], pin_s: int
     ) -> None:
         rpc = session.client.rpc
-        told = rpc.hint(namespace.fingerprint, rpc.encode_runs(runs), kind, pin_s, TIMEOUT_MS)
+        try:
+            told = rpc.hint(namespace.fingerprint, rpc.encode_runs(runs), kind, pin_s, TIMEOUT_MS)
+        except KVPoolError as error:
+            self._recorder.add("lost_hints")
+            if self._said != str(error):
+                self._said = str(error)
+                logger.warning("kvpool: the pool did not take a hint: %s", error)
+            return
         if kind is HintKind.PIN:
             self._recorder.add("pinned_hint_blocks", told.num_blocks)
             self._recorder.add("unpinned_hint_blocks", told.num_refused)
-
-    def _failed(self, error: KVPoolError) -> None:
-        self._recorder.add("lost_hints")
-        if self._said != str(error):
-            self._said = str(error)
-            logger.warning("kvpool: the pool did not take a hint: %s", error)
 
     def _refuse(self, refused: Sequence[str]) -> None:
         self._recorder.add("refused_hints", len(refused))

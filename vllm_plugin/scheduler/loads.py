@@ -42,9 +42,6 @@ class Loading(Load):
 class Loads:
     """Judges hits, and keeps account of an engine's loads from their begin to the last rank's report.
 
-    Args:
-        queue: what waits for the device.
-
     Attributes:
         loading: loads under way, by request id.
         new: loads that the ranks have yet to be given.
@@ -93,7 +90,6 @@ class Loads:
         return has_room
 
     def stop_waiting(self, request_id: str) -> None:
-        """A request does not wait for room any more."""
         if self._waiting_first == request_id:
             self._waiting_first = ""
 
@@ -113,8 +109,6 @@ class Loads:
 
         Args:
             tables: block ids of the request, one row for each of the engine's groups.
-            is_probe: see `Verdict`.
-            traceparent: of the load's span; empty if it has none.
 
         Returns: False if the pool lacks blocks that vLLM has allocated: it takes the hit in part, up to a boundary that
             cannot be resumed. Such a load has no leases, so it fails, and all is computed.
@@ -140,7 +134,6 @@ class Loads:
         return replaced
 
     def take_new(self) -> list[LoadJob]:
-        """The loads that this step gives to the ranks."""
         new, self.new = self.new, []
         return new
 

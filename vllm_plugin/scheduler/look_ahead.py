@@ -25,11 +25,7 @@ wait, and a small pool has nothing else to evict."""
 
 
 class LookAhead:
-    """Looks up waiting requests, except those with adapters: the names of their blocks may change until vLLM asks.
-
-    Args:
-        spans: of requests, begun before the lookup; None: the engine does not trace.
-    """
+    """Looks up waiting requests, except those with adapters: the names of their blocks may change until vLLM asks."""
 
     def __init__(
         self,
@@ -37,7 +33,7 @@ class LookAhead:
         admission: Admission,
         queue: PrefillQueue,
         budget: StepBudget,
-        spans: RequestSpans | None,
+        spans: RequestSpans,
     ):
         self._geometry = geometry
         self._admission = admission
@@ -62,8 +58,7 @@ class LookAhead:
             if request.lora_request is None and request.request_id not in candidates:
                 local, limit = self._own_tokens(request), self._geometry.hit_limit(request.num_tokens)
                 if local < limit and not request.skip_reading_prefix_cache:
-                    if self._spans is not None:
-                        self._spans.asked(request)
+                    self._spans.asked(request)
                     self._admission.look_up(request, local, limit)
                     ahead += limit - local
 

@@ -9,7 +9,6 @@ next answer has brought its own, so that the ready blocks stay ready.
 
 from __future__ import annotations
 
-import enum
 import functools
 import math
 import time
@@ -148,26 +147,22 @@ class RequestLookup:
         return self.local > local or (not self.calls and time.monotonic() > self.good_until)
 
 
-class Reply(enum.Enum):
-    """What `Lookups.receive` has found."""
-
-    PENDING = "no answer yet"
-    ANSWERED = "every stage has answered"
-    FAILED = "a stage's call has failed"
-
-
 class Lookups:
     """Sends the lookups of an engine, and receives their answers.
 
     Args:
         budget: how long the calls of one step may wait for answers.
-
-    Attributes:
-        traceparent_of: of the span of a request's lookup; None: there are no spans.
+        traceparent_of: of the span of a request's lookup, by the request's id; empty if it has none.
     """
 
     def __init__(
-        self, geometry: Geometry, stages: Stages, config: ConnectorConfig, budget: StepBudget, recorder: Recorder
+        self,
+        geometry: Geometry,
+        stages: Stages,
+        config: ConnectorConfig,
+        budget: StepBudget,
+        recorder: Recorder,
+        traceparent_of: Callable[[str], str],
     ):
         self._geometry = geometry
         self._stages = stages
@@ -175,7 +170,7 @@ class Lookups:
         self._budget = budget
         self._recorder = recorder
         self._prefix_only = all(group.kind.needs_prefix for group in geometry.groups)
-        self.traceparent_of: Callable[[str], str] | None = None
+        self._traceparent_of = traceparent_of
         self._released: list[tuple[int, ...]] = []
 
     def send(self, request: Request, local: int, limit: int) -> RequestLookup | None:
@@ -191,8 +186,7 @@ class Lookups:
             stop = min(len(request.block_hashes) * names.hash_tokens // kind.block_tokens, kind.end(limit))
             runs.append(names.run(request, idx, kind, first, max(first, stop)))
             firsts.append(first)
-        traceparent = "" if self.traceparent_of is None else self.traceparent_of(request.request_id)
-        lookup = RequestLookup(local, limit, runs, probes, firsts, traceparent)
+        lookup = RequestLookup(local, limit, runs, probes, firsts, self._traceparent_of(request.request_id))
         return lookup if self.send_again(lookup) else None
 
     def send_again(self, lookup: RequestLookup, answer_s: float = 0.0) -> bool:
@@ -225,14 +219,17 @@ class Lookups:
                 return False
         return True
 
-    def receive(self, lookup: RequestLookup) -> Reply:
-        """Receives the answers if they are there, or come within what this step may still wait."""
+    def receive(self, lookup: RequestLookup) -> bool | None:
+        """Receives the answers if they are there, or come within what this step may still wait.
+
+        Returns: True if every stage has answered, False if a call has failed; None: no answer yet.
+        """
         answers: list[Lookup] = []
         is_repeated = bool(lookup.answers)  # The pool may wait for a tier before it answers.
         for session, call in zip(self._stages.sessions, lookup.calls, strict=True):
             wait_s = 0.0 if is_repeated else self._budget.wait_s  # Other requests need the step's budget.
             if not wait_s and not call.done():
-                return Reply.PENDING
+                return None
             asked_at = time.monotonic()
             try:
                 answer = call.result(wait_s)
@@ -240,11 +237,11 @@ class Lookups:
                 session.report(error, "lookup")
                 self._recorder.add("lookup_failures")
                 self.abandon(lookup)
-                return Reply.FAILED
+                return False
             finally:
                 self._budget.waited(time.monotonic() - asked_at)
             if answer is None:
-                return Reply.PENDING
+                return None
             answers.append(answer)
             session.report(None, "lookup")
         lookup.calls = []
@@ -252,7 +249,7 @@ class Lookups:
         if not is_repeated:
             self._recorder.observe("lookup_seconds", min(time.monotonic(), lookup.answered_at) - lookup.sent_at)
         self._keep(lookup, answers)
-        return Reply.ANSWERED
+        return True
 
     def _keep(self, lookup: RequestLookup, answers: Sequence[Lookup]) -> None:
         """Keeps what the stages have answered, and the leases."""

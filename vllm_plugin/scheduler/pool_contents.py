@@ -1,6 +1,6 @@
 """Which blocks an engine takes the pool to hold: those that it has stored, until one is found missing.
 
-`RecentStores` keeps the engine from offering a block twice. `Events` collects KV events for the engine's own publisher.
+`PoolContents` keeps the engine from offering a block twice. `Events` collects KV events for the engine's own publisher.
 A router learns from these events which tokens a block stands for, which the server cannot know. The engine does not see
 which blocks the pool evicts, so a block that it finds missing, in a lookup or after a failed load, is announced as
 removed, and all blocks once the pool has restarted: some with each step, as `AllBlocksCleared` would clear vLLM's own
@@ -45,44 +45,6 @@ STEP_REMOVALS = 1 << 9
 _MARK = b""
 LOCALITY = "REMOTE"
 """Relative to the engine: the blocks are in another process, maybe on another host."""
-
-
-class RecentStores:
-    """Blocks that this engine has stored recently, and need not offer again with every request that shares them.
-
-    The pool may have evicted such a block since. The block is offered again as soon as a lookup or a load has found it
-    missing, and in any case after `FORGET_S`.
-
-    Args:
-        clock: monotonic seconds.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic):
-        self._clock = clock
-        self._groups: defaultdict[int, _Generations] = defaultdict(_Generations)
-
-    def has(self, block_hash: bytes, group_idx: int) -> bool:
-        """Whether a block was stored within the last `FORGET_S`."""
-        return self._clock() - self._groups[group_idx].seen_at(block_hash) < FORGET_S
-
-    def stored(self, job: StoreJob) -> None:
-        """Every rank has stored a job."""
-        now = self._clock()
-        for part in job.groups:
-            for run in part.runs:
-                self._groups[part.group_idx].add(run.block_hashes, now)
-
-    def missing(self, group_idx: int, block_hashes: Sequence[bytes]) -> None:
-        """Blocks are not in the pool."""
-        group = self._groups[group_idx]
-        known_since = self._clock() - FORGET_S
-        sample = block_hashes[:: len(block_hashes) // SAMPLE + 1]
-        if any(group.seen_at(block_hash) > known_since for block_hash in sample):
-            group.remove(block_hashes)
-
-    def forget_all(self) -> None:
-        """The engine has left the namespace."""
-        self._groups.clear()
 
 
 class _Generations:
@@ -197,23 +159,42 @@ class Events:
 
 
 class PoolContents:
-    """Blocks stored and found missing: `recent` keeps the engine from offering one twice, `events` tell routers."""
+    """Blocks stored and found missing.
 
-    def __init__(self, events: Events):
+    A block that this engine has stored recently need not be offered again with every request that shares it. The pool
+    may have evicted the block since. So the block is offered again as soon as a lookup or a load has found it missing,
+    and in any case after `FORGET_S`.
+
+    Args:
+        events: told of the same blocks, for routers.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, events: Events, clock: Callable[[], float] = time.monotonic):
         self.events = events
-        self.recent = RecentStores()
+        self._clock = clock
+        self._groups: defaultdict[int, _Generations] = defaultdict(_Generations)
+
+    def was_stored(self, block_hash: bytes, group_idx: int) -> bool:
+        """Whether a block was stored within the last `FORGET_S`, and not found missing since."""
+        return self._clock() - self._groups[group_idx].seen_at(block_hash) < FORGET_S
 
     def stored(self, request: Request, job: StoreJob) -> None:
-        """Every rank has stored a job of a request."""
         self.events.stored(request, job)
-        self.recent.stored(job)
+        now = self._clock()
+        for part in job.groups:
+            for run in part.runs:
+                self._groups[part.group_idx].add(run.block_hashes, now)
 
     def missing(self, group_idx: int, block_hashes: Sequence[bytes]) -> None:
-        """Blocks are not in the pool."""
         self.events.missing(group_idx, block_hashes)
-        self.recent.missing(group_idx, block_hashes)
+        group = self._groups[group_idx]
+        known_since = self._clock() - FORGET_S
+        sample = block_hashes[:: len(block_hashes) // SAMPLE + 1]
+        if any(group.seen_at(block_hash) > known_since for block_hash in sample):
+            group.remove(block_hashes)
 
     def forget_all(self) -> None:
         """The engine has moved to another namespace."""
         self.events.all_missing()
-        self.recent.forget_all()
+        self._groups.clear()

@@ -59,12 +59,7 @@ class PrefillQueue:
         return self._new.pop(next(iter(self._new))) if self._new else None
 
     def admitted(self, request: Request, local: int, num_loaded: int) -> None:
-        """A request was given blocks: what neither is there nor comes is computed.
-
-        Args:
-            local: tokens that the engine has itself.
-            num_loaded: tokens that are loaded.
-        """
+        """A request was given blocks: of its tokens, what is neither `local` nor loaded is computed."""
         there = request.num_computed_tokens  # None, unless a load has ended.
         if not there:
             there = local + num_loaded

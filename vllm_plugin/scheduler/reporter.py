@@ -11,7 +11,6 @@ import secrets
 import socket
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 
 import vllm
 from vllm.logger import init_logger
@@ -31,70 +30,50 @@ TIMEOUT_MS = 2_000
 LAST_S = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
-    """What one report says was counted.
-
-    Args:
-        sequence: the report's number, from 1.
-        counts: by name, as in `Recorder.totals`; without zeros.
-    """
-
-    sequence: int
-    counts: Mapping[str, float] = field(default_factory=dict)
-
-    def computed_tokens(self) -> dict[str, int]:
-        """Computed tokens by cause."""
-        return {
-            name.removeprefix(CAUSE_PREFIX): int(count)
-            for name, count in self.counts.items()
-            if name.startswith(CAUSE_PREFIX)
-        }
-
-
 class ReportLog:
     """Divides an engine's sums into reports. Not thread-safe.
 
     Invariant: the acknowledged reports, each counted once, add up to the sums when the newest of them was made. A
     report is sent again as it was until it is acknowledged, whatever has been counted since.
+
+    Attributes:
+        sequence: number of the newest report, from 1.
+        is_under_way: that report was not acknowledged.
     """
 
     def __init__(self) -> None:
+        self.sequence = 0
+        self.is_under_way = False
         self._acknowledged: dict[str, float] = {}
-        self._sequence = 0
-        self._under_way: Delta | None = None
         self._sent: dict[str, float] = {}
 
-    @property
-    def is_under_way(self) -> bool:
-        """Whether a report was made and not acknowledged."""
-        return self._under_way is not None
-
-    def next(self, totals: Mapping[str, float]) -> Delta:
-        """The report to send: the one that is under way, or a new one.
+    def next(self, totals: Mapping[str, float]) -> dict[str, float]:
+        """What the report to send says was counted, without zeros: the one that is under way, or a new one.
 
         Args:
             totals: sums since the start, by name; none ever goes back.
         """
-        if self._under_way is None:
-            self._sequence += 1
-            self._sent = dict(totals)
-            before = self._acknowledged
-            counts = {name: total - before.get(name, 0) for name, total in totals.items() if total != before.get(name)}
-            self._under_way = Delta(self._sequence, counts)
-        return self._under_way
+        if not self.is_under_way:
+            self.sequence, self.is_under_way, self._sent = self.sequence + 1, True, dict(totals)
+        before = self._acknowledged
+        return {name: total - before.get(name, 0) for name, total in self._sent.items() if total != before.get(name)}
 
     def acknowledged(self) -> None:
         """The server has counted the report that is under way, or will never take it."""
-        self._under_way, self._acknowledged = None, self._sent
+        self.is_under_way, self._acknowledged = False, self._sent
+
+
+def computed_tokens(counts: Mapping[str, float]) -> dict[str, int]:
+    """Computed tokens by cause."""
+    return {
+        name.removeprefix(CAUSE_PREFIX): int(count) for name, count in counts.items() if name.startswith(CAUSE_PREFIX)
+    }
 
 
 class Reporter:
     """Sends the reports of an engine on a thread of its own. Thread-safe.
 
     Args:
-        stages: name the engine's namespaces, and have the connection.
-        recorder: counts.
         num_devices: that compute each step.
     """
 
@@ -160,18 +139,17 @@ class Reporter:
         return bool(self._namespaces)
 
     def _report(self, is_last: bool) -> ReportRequest:
-        delta = self._log.next(self._recorder.totals())
-        counts = delta.counts
+        counts = self._log.next(self._recorder.totals())
         return ReportRequest(
             reporter=self._id,
-            sequence=delta.sequence,
+            sequence=self._log.sequence,
             engine=self._name,
             version=__version__,
             vllm_version=vllm.__version__,
             transport=self._stages.transport,
             breaker_open=not self._stages.are_open,
             namespaces=self._namespaces,
-            computed_tokens=delta.computed_tokens(),
+            computed_tokens=computed_tokens(counts),
             loaded_tokens=int(counts.get("loaded_tokens", 0)),
             load_seconds=counts.get("load_seconds", 0.0),
             saved_seconds=counts.get("saved_seconds", 0.0),

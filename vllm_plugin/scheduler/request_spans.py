@@ -30,15 +30,18 @@ class RequestSpans:
     """Begins and ends the spans of an engine's requests.
 
     Belongs to the scheduler's thread, which never waits for a collector.
+
+    Args:
+        tracing: makes the spans; None: there are none.
     """
 
-    def __init__(self, tracing: Tracing):
+    def __init__(self, tracing: Tracing | None):
         self._tracing = tracing
         self._open: dict[str, _Spans] = {}
 
     def asked(self, request: Request) -> None:
         """Begins a request's spans when it is first looked up, or when vLLM first asks for its loadable tokens."""
-        if request.request_id in self._open:
+        if self._tracing is None or request.request_id in self._open:
             return
         headers = getattr(request, "trace_headers", None) or {}
         attributes = {"kvpool.request_id": request.request_id, "kvpool.prompt_tokens": request.num_prompt_tokens}
@@ -49,17 +52,12 @@ class RequestSpans:
     def traceparent(self, request_id: str, part: str = "request") -> str:
         """Of a request's span, or of its "lookup" or its "load"; empty if there is none."""
         span = getattr(self._open.get(request_id), part, None)
-        return "" if span is None else self._tracing.traceparent(span)
+        return "" if span is None or self._tracing is None else self._tracing.traceparent(span)
 
     def admitted(self, request: Request, lookup: RequestLookup | None, num_external_tokens: int) -> None:
-        """vLLM has allocated the request's blocks: ends the lookup's span, and begins the load's.
-
-        Args:
-            lookup: of the request; None if there was none.
-            num_external_tokens: that are loaded now.
-        """
+        """vLLM has allocated the request's blocks: ends the lookup's span, and begins the load's."""
         spans = self._open.get(request.request_id)
-        if spans is None:
+        if spans is None or self._tracing is None:
             return
         if spans.lookup is not None:
             spans.lookup.set_attribute("kvpool.hit_tokens", num_external_tokens)
@@ -75,7 +73,7 @@ class RequestSpans:
     def load_ended(self, request_id: str, succeeded: bool) -> None:
         """Ends the load's span, after every rank has reported the load."""
         spans = self._open.get(request_id)
-        if spans is not None and spans.load is not None:
+        if spans is not None and spans.load is not None and self._tracing is not None:
             if not succeeded:
                 self._tracing.fail(spans.load, "load failed")
             spans.load.end()

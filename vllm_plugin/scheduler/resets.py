@@ -43,10 +43,6 @@ class Resets:
     A reset may move the engine to another namespace. No other engine's blocks are harmed: those in the old namespace
     are correct for engines with the old weights.
 
-    Args:
-        pins: tell whether blocks of the engine are in use.
-        num_ranks: of all pipeline stages.
-
     Attributes:
         is_pending: blocks of the engine are from before a reset, or in doubt; nothing is loaded or stored until they
             are free.
@@ -88,7 +84,6 @@ class Resets:
 
     @property
     def may_share(self) -> bool:
-        """Whether blocks may be loaded and stored."""
         return self.is_checked and not self.is_pending
 
     def must_wait(self) -> bool:

@@ -47,10 +47,7 @@ if TYPE_CHECKING:
 
 
 class KVPoolScheduler:
-    """Answers the hooks that vLLM calls on the scheduler's side of an engine.
-
-    Attributes: the parts that answer; `guard` reports their unexpected errors.
-    """
+    """Answers the hooks that vLLM calls on the scheduler's side of an engine."""
 
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: ConnectorConfig):
         transfer, events = vllm_config.kv_transfer_config, vllm_config.kv_events_config
@@ -66,8 +63,9 @@ class KVPoolScheduler:
         self.contents = PoolContents(events_of_engine)
         self.queue = PrefillQueue()
         self.loads = Loads(geometry, self.stages, config, self.queue, recorder)
-        self.lookups = Lookups(geometry, self.stages, config, self.budget, recorder)
-        self._spans = RequestSpans(tracing) if (tracing := tracing_of(config.client_config())) is not None else None
+        self._spans = RequestSpans(tracing_of(config.client_config()))
+        traceparent_of_lookup = functools.partial(self._spans.traceparent, part="lookup")
+        self.lookups = Lookups(geometry, self.stages, config, self.budget, recorder, traceparent_of_lookup)
         self.computed = ComputedTokens(geometry, recorder, self._spans)
         self.admission = Admission(
             geometry,
@@ -81,12 +79,9 @@ class KVPoolScheduler:
             recorder,
         )
         self._look_ahead = LookAhead(geometry, self.admission, self.queue, self.budget, self._spans)
-        self.jobs = StoreJobs(geometry, config, self.contents, recorder)
+        self.hints = Hints(geometry, self.stages, recorder)
+        self.jobs = StoreJobs(geometry, config, self.contents, recorder, self.hints, self._spans.traceparent)
         self.stores = Stores(geometry, config, self.jobs, self.contents, recorder)
-        if self._spans is not None:
-            self.lookups.traceparent_of = functools.partial(self._spans.traceparent, part="lookup")
-            self.jobs.traceparent_of = self._spans.traceparent
-        self.hints = self.jobs.hints = Hints(geometry, self.stages, recorder)
         self._peer_loads = PeerLoads(geometry.groups, self.stores)
         self._resets = Resets(
             config, self.stages, self.admission, self.stores, self.jobs.pins, recorder, geometry.num_ranks
@@ -124,8 +119,7 @@ class KVPoolScheduler:
         with self.budget:
             with self.guard.part("the hints of a request"):
                 self.hints.asked(request)
-            if self._spans is not None:
-                self._spans.asked(request)
+            self._spans.asked(request)
             why_not = self._why_not(request, num_computed_tokens)
             if why_not is not None:
                 self.computed.because(request, why_not)
@@ -172,8 +166,7 @@ class KVPoolScheduler:
                 self.hints.admitted(request)
             with self.guard.part("the count of computed tokens"):
                 self.computed.admitted(request, lookup)
-                if self._spans is not None:
-                    self._spans.admitted(request, lookup, num_external_tokens)
+                self._spans.admitted(request, lookup, num_external_tokens)
             self.stores.track(request, None if candidate is None else self.admission.divergence(candidate))
             if lookup is not None:
                 for idx in lookup.proven:
@@ -186,7 +179,7 @@ class KVPoolScheduler:
             assert candidate is not None, f"vLLM takes {num_external_tokens} tokens for {request_id}, without a lookup"
             start, stop = candidate.asked, candidate.asked + num_external_tokens
             is_probe = candidate.verdict is not None and candidate.verdict.is_probe
-            traceparent = "" if self._spans is None else self._spans.traceparent(request_id, "load")
+            traceparent = self._spans.traceparent(request_id, "load")
             lookup, tables = candidate.lookup, blocks.get_block_ids()
             if not self.loads.begin(request, lookup, tables, start, stop, is_probe, traceparent):
                 self.lookups.release(lookup.lease_ids)
@@ -332,8 +325,7 @@ class KVPoolScheduler:
     def _load_ended(self, request_id: str, succeeded: bool) -> None:
         job = self.loads.ended(request_id, succeeded)
         if job is not None:
-            if self._spans is not None:
-                self._spans.load_ended(request_id, succeeded)
+            self._spans.load_ended(request_id, succeeded)
             self.lookups.release(job.lease_ids)
             for part in () if succeeded else job.groups:
                 for run in part.runs:
@@ -352,8 +344,7 @@ class KVPoolScheduler:
             self.geometry.names.admitted(request_id)
         with part("the count of computed tokens"):
             self.computed.finished(request_id)
-            if self._spans is not None:
-                self._spans.finished(request_id)
+            self._spans.finished(request_id)
         self._failed.discard(request_id)
         with part("the last stores of a request") as stores:
             self.stores.finish(request_id, tables if self._writes and self._may_share else None)
@@ -375,7 +366,6 @@ class KVPoolScheduler:
             job.groups = []  # Such a load fails, and its request is computed.
 
     def take_events(self) -> list[KVCacheEvent]:
-        """KV events since the last call."""
         if self.stages.has_restarted():
             self.contents.events.all_missing()  # A pool that has restarted holds nothing.
         return self.contents.events.take()

@@ -71,12 +71,7 @@ class StepBudget:
         self._spent_s -= seconds  # The call that waits counts it, too.
 
     def may_wait(self, local_tokens: int, is_lookup: bool = False) -> bool:
-        """Whether one more request may be told to ask again; counts it if so.
-
-        Args:
-            local_tokens: that the engine has itself.
-            is_lookup: it waits for the answer of a lookup.
-        """
+        """Whether one more request may be told to ask again, for a lookup's answer if `is_lookup`; counts it if so."""
         walk_s = WALK_S + WALK_TOKEN_S * local_tokens
         bound_s = MAX_LOOKUP_WALKS_S if is_lookup else MAX_WALKS_S
         if self._walks_s and self._walks_s + walk_s > bound_s:

@@ -65,6 +65,8 @@ class StoreJobs:
 
     Args:
         contents: told of every job that all ranks have stored.
+        hints: told of each job's begin and end.
+        traceparent_of: of a request's span, by the request's id; empty if it has none.
 
     Attributes:
         weights_epoch: of the namespace that the engine is in.
@@ -73,7 +75,15 @@ class StoreJobs:
         step_blocks: how many blocks a step may offer.
     """
 
-    def __init__(self, geometry: Geometry, config: ConnectorConfig, contents: PoolContents, recorder: Recorder):
+    def __init__(
+        self,
+        geometry: Geometry,
+        config: ConnectorConfig,
+        contents: PoolContents,
+        recorder: Recorder,
+        hints: Hints,
+        traceparent_of: Callable[[str], str],
+    ):
         self.weights_epoch = config.weights_epoch
         self.step_blocks = step_blocks(geometry)
         self._contents = contents
@@ -88,8 +98,8 @@ class StoreJobs:
         self._to_drop: list[int] = []  # Jobs that the next step tells the ranks to drop.
         self._job_ids = itertools.count(1)
         self.step = 0
-        self.traceparent_of: Callable[[str], str] | None = None  # Of a request's span; None: there are no spans.
-        self.hints: Hints | None = None  # Told of each job's begin and end.
+        self._traceparent_of = traceparent_of
+        self._hints = hints
         self._unpin_budget = self.step_blocks
 
     def bind(self, block_pool: BlockPool) -> None:
@@ -99,7 +109,6 @@ class StoreJobs:
     # A job's life
 
     def begin_step(self) -> None:
-        """The metadata of another step is built."""
         self.step += 1
 
     def new_step(self, may_store: bool) -> tuple[list[StoreJob], int]:
@@ -122,12 +131,10 @@ class StoreJobs:
 
     def add(self, request: Request, parts: list[GroupBlocks], adapter: bytes) -> StoreJob:
         """A job to store blocks of a request, which are pinned from here on."""
-        job = StoreJob(next(self._job_ids), parts, self.weights_epoch, adapter)
-        if self.traceparent_of is not None:
-            job.traceparent = self.traceparent_of(request.request_id)
+        traceparent = self._traceparent_of(request.request_id)
+        job = StoreJob(next(self._job_ids), parts, self.weights_epoch, adapter, traceparent)
         self._storing[job.job_id] = self._droppable[id(request)][job.job_id] = Storing(request, job)
-        if self.hints is not None:
-            self.hints.storing(request)
+        self._hints.storing(request)
         self.pins.pin(job.job_id, [row for part in parts for row in part.block_ids])
         return job
 
@@ -148,7 +155,6 @@ class StoreJobs:
             self.pins.outlive(job_id)
 
     def sent(self, jobs: list[StoreJob]) -> None:
-        """The ranks are told of jobs with this step."""
         for job in jobs:
             self._storing[job.job_id].sent_step = self.step
 
@@ -187,8 +193,7 @@ class StoreJobs:
                 self._recorder.add("store_dropped_blocks", num_blocks)
         elif storing.job.weights_epoch == self.weights_epoch:  # Else it is in a namespace that the engine has left.
             self._contents.stored(storing.request, storing.job)
-        if self.hints is not None:
-            self.hints.stored(storing.request, storing.job, succeeded=not storing.has_failed)
+        self._hints.stored(storing.request, storing.job, succeeded=not storing.has_failed)
         return num_blocks
 
     # The engine lacks blocks

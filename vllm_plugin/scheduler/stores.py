@@ -318,7 +318,7 @@ class Stores:
             # The engine had these blocks itself. If the pool has the last of them, it was stored with all before it.
             own = request.num_computed_tokens // group.kind.block_tokens
             last = self._names.run(request, idx, group.kind, own - 1, own).block_hashes[0]
-            if self._contents.recent.has(last, idx):
+            if self._contents.was_stored(last, idx):
                 start = tracked.stored[idx] = own
         if stop <= start:
             return None

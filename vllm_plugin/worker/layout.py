@@ -29,7 +29,6 @@ class Part:
 
     @property
     def chunk_bytes(self) -> int:
-        """Bytes of this part in one chunk."""
         return self.view[0, 0].numel()
 
 

@@ -42,14 +42,8 @@ STOP_TIMEOUT_S = 2.0
 class KVPoolWorker:
     """One rank.
 
-    Args:
-        tp_rank, stage: of this worker.
-
     Attributes:
-        session: of that namespace.
-        sender, receiver: its threads; None until the KV cache is registered.
-        weights: of this rank.
-        guard: reports what the hooks did not foresee.
+        sender, receiver: threads; None until the KV cache is registered.
     """
 
     def __init__(

@@ -195,23 +195,22 @@ def test_a_model_without_kv_cache_is_refused(vllm_config: MakeConfig) -> None:
         check_supported(vllm_config(), replace(cache_config(), kv_cache_groups=[]))
 
 
-@pytest.mark.parametrize("name", ["decode_context_parallel_size", "prefill_context_parallel_size"])
-def test_a_parallelism_that_is_not_served_is_refused_by_name(name: str, vllm_config: MakeConfig) -> None:
+@pytest.mark.parametrize(
+    ("section", "name", "value", "message"),
+    [
+        ("parallel_config", "decode_context_parallel_size", 2, "decode_context_parallel_size = 2; set it to 1"),
+        ("parallel_config", "prefill_context_parallel_size", 2, "prefill_context_parallel_size = 2; set it to 1"),
+        ("parallel_config", "distributed_executor_backend", "external_launcher", "one for each: use 'mp' or 'ray'"),
+        ("parallel_config", "enable_fault_tolerance", True, "serve without --enable-fault-tolerance"),
+        ("cache_config", "calculate_kv_scales", True, "calculate_kv_scales"),
+    ],
+)
+def test_a_setting_that_is_not_served_is_refused_by_name(
+    section: str, name: str, value: Any, message: str, vllm_config: MakeConfig
+) -> None:
     config = vllm_config()
-    setattr(config.parallel_config, name, 2)
-    with pytest.raises(ConfigError, match=f"{name} = 2; set it to 1"):
-        check_supported(config, cache_config())
-
-
-def test_a_scheduler_for_each_rank_is_refused() -> None:
-    with pytest.raises(ConfigError, match="'external_launcher' has one for each: use 'mp' or 'ray'"):
-        check_supported(engine(distributed_executor_backend="external_launcher"), cache_config())
-
-
-def test_steps_that_are_found_faulty_later_are_refused(vllm_config: MakeConfig) -> None:
-    config = vllm_config()
-    config.parallel_config.enable_fault_tolerance = True
-    with pytest.raises(ConfigError, match="serve without --enable-fault-tolerance"):
+    setattr(getattr(config, section), name, value)
+    with pytest.raises(ConfigError, match=message):
         check_supported(config, cache_config())
 
 
@@ -240,13 +239,6 @@ def test_images_that_a_counter_names_are_refused(
                 check_supported(config, cache_config())
     finally:
         config.model_config.multimodal_config = None
-
-
-def test_scales_that_depend_on_the_first_request_are_refused(vllm_config: MakeConfig) -> None:
-    config = vllm_config()
-    config.cache_config.calculate_kv_scales = True
-    with pytest.raises(ConfigError, match="calculate_kv_scales"):
-        check_supported(config, cache_config())
 
 
 # Shards

@@ -45,12 +45,6 @@ def test_found_answers_for_every_stretch(bits: list[bool], first: int, data: st.
     assert found.has(start, stop) == all(idx < len(bits) and bits[idx] for idx in wanted)
 
 
-def test_nothing_asked_for_is_nothing_found() -> None:
-    found = Found(3, 0, 0)
-    assert found.leading == 3
-    assert found.has(3, 3) and not found.has(3, 4)
-
-
 # What each kind of attention needs
 
 

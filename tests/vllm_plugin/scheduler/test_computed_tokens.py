@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from vllm.v1.request import Request
@@ -36,8 +35,7 @@ def admit(core: Core, request: Request, local: int = 0, taken: int = 0) -> None:
 
 
 def counted(core: Core) -> dict[Cause, int]:
-    stats = core.side.stats()
-    data: dict[str, Any] = {} if stats is None else stats.data
+    data = core.counted()
     return {cause: data[name] for cause in Cause if (name := f"computed_tokens:{cause.label}") in data}
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from vllm.v1.request import Request
 
 from kvpool.client.client import Client
+from kvpool.protocol.errors import UnavailableError
 from tests.support.processes import wait_for
 from tests.support.vllm_objects import make_request, tokens
 from tests.vllm_plugin.core import Core, MakeCore, fill, lose_pool
@@ -184,8 +185,8 @@ def test_bad_hints_are_logged_by_name_and_the_request_is_served(
         _ended(one, request, *one.step((request, 64)).stores)
     assert caplog.text.count("unknown key 'pinn_s'; give pin_s, expire or prefetch") == 1, "logged once"
     assert "expire = 'yes' is neither true nor false" in caplog.text
-    counted = one.side.stats()
-    assert counted is not None and counted.data["refused_hints"] == 4 and "unexpected_errors" not in counted.data
+    counted = one.counted()
+    assert counted["refused_hints"] == 4 and "unexpected_errors" not in counted
 
 
 def test_a_pool_that_is_away_gets_no_hints(core: MakeCore) -> None:
@@ -195,16 +196,46 @@ def test_a_pool_that_is_away_gets_no_hints(core: MakeCore) -> None:
     assert one.ask(request) == 0
     one.allocate(request, 0)
     _ended(one, request, *one.step((request, 64)).stores)
-    counted = one.side.stats()
-    assert counted is not None and counted.data["lost_hints"] >= 3
+    assert one.counted()["lost_hints"] >= 3
 
 
 def test_hints_that_pile_up_are_lost(core: MakeCore, monkeypatch: pytest.MonkeyPatch) -> None:
     one = core().connected()
-    goes_on, rpc = threading.Event(), _client(one).rpc
-    monkeypatch.setattr(rpc, "hint", lambda *_: goes_on.wait(60))
+    goes_on, rpc, told = threading.Event(), _client(one).rpc, []
+    monkeypatch.setattr(rpc, "hint", lambda *hint: told.append(hint) or goes_on.wait(60))
+    monkeypatch.setattr(hints, "END_S", 0.05)
     for nth in range(hints.MAX_WAITING + 6):  # The thread has taken one of them, or is about to.
         one.ask(_request(f"pile {nth}", {"kvpool": {"prefetch": True}}, 16))
-    counted = one.side.stats()
+    counted = one.counted()
+    wait_for(lambda: told, "the first hint to be told")
+    one.ask(_request("last", {"kvpool": {"prefetch": True}}, 16))
+    one.side.hints.close()
     goes_on.set()
-    assert counted is not None and counted.data["lost_hints"] in (5, 6)
+    thread = one.side.hints._thread
+    assert thread is not None
+    thread.join(10)
+    assert not thread.is_alive() and len(told) == 1, "the end has waited for hints that pile up"
+    assert counted["lost_hints"] in (5, 6)
+
+
+def test_an_error_ends_one_hint_alone_and_what_waits_is_told_before_the_end(
+    core: MakeCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = core().connected()
+    goes_on, told, failed = threading.Event(), list[object](), list[BaseException]()
+
+    def hint(*_: object) -> None:
+        assert goes_on.wait(60)
+        told.append(None)
+        if len(told) < 3:
+            raise (UnavailableError("away"), KeyError("unexpected"))[len(told) - 1]
+
+    monkeypatch.setattr(_client(one).rpc, "hint", hint)
+    monkeypatch.setattr(one.side.guard, "failed", lambda what, error: failed.append(error))
+    for nth in range(3):
+        one.ask(_request(f"r{nth}", {"kvpool": {"prefetch": True}}, 16))
+    goes_on.set()
+    for _ in range(2):
+        one.side.hints.close()
+    assert len(told) == 3 and [type(error) for error in failed] == [KeyError]
+    assert one.counted()["lost_hints"] == 1

@@ -497,16 +497,6 @@ def test_a_slow_transport_says_nothing_of_a_new_one(slow: float, fast: float, se
 
 @settings(max_examples=EXAMPLES)
 @given(slow=SLOW, fast=FAST, seed=SEEDS)
-def test_a_new_transport_that_does_not_pay_costs_its_first_loads(slow: float, fast: float, seed: int) -> None:
-    world = over(World(seed=seed), "shm", 1, fast).warm_up()
-    assert on_merits(world.hits(50)) == 50
-    over(world, "tcp", 2, slow)
-    verdicts = world.hits(50)
-    assert on_merits(verdicts) == on_merits(verdicts[:MIN_LOADS]) == MIN_LOADS
-
-
-@settings(max_examples=EXAMPLES)
-@given(slow=SLOW, fast=FAST, seed=SEEDS)
 def test_a_transport_that_was_used_before_is_known(slow: float, fast: float, seed: int) -> None:
     world = over(World(seed=seed), "shm", 1, fast).warm_up()
     world.hits(20)
@@ -516,16 +506,6 @@ def test_a_transport_that_was_used_before_is_known(slow: float, fast: float, see
     assert on_merits(world.hits(20)) == 20
     over(world, "tcp", 4, slow)
     assert on_merits(world.hits(20)) == 0
-
-
-@settings(max_examples=EXAMPLES)
-@given(slow=SLOW, fast=FAST, count=st.integers(MIN_LOADS, 200), seed=SEEDS)
-def test_a_new_server_that_is_fast_is_used_after_a_few_probes(slow: float, fast: float, count: int, seed: int) -> None:
-    """One with more connections, or on a better network. However much the probes of the old one have cost."""
-    world = over(World(seed=seed), "tcp", 1, slow).warm_up()
-    world.hits(count)
-    over(world, "tcp", 2, fast)
-    assert pays(world.hits(50))
 
 
 @settings(max_examples=EXAMPLES)

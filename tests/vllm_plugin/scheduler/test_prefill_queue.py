@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -122,19 +121,6 @@ def test_a_request_is_counted_from_its_arrival_to_its_first_token(core: MakeCore
     one.step((request, 70 - blocks(4)))
     assert queued(one) == {}
     one.finish(request)
-
-
-@pytest.mark.parametrize("stage", Stage)
-def test_an_aborted_request_is_counted_no_more(stage: Stage, core: MakeCore) -> None:
-    one, request = core(decline_slow_loads=False).connected(), make_request("r", tokens(100))
-    if stage is Stage.LOADING:
-        fill(one, request.block_hashes[:4])
-    one.side.arrived(request)
-    if stage is not Stage.WAITING:
-        one.allocate(request, one.ask(request))
-    assert set(queued(one)) == {stage}
-    one.side.request_finished(request, [[]])
-    assert queued(one) == {} and len(one.side.queue) == 0
 
 
 def test_a_preempted_request_is_counted_once_and_as_a_whole_again(core: MakeCore) -> None:

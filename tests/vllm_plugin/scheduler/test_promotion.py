@@ -54,11 +54,6 @@ def stored(core: Core, name: str = "r") -> Request:
     return request
 
 
-def counted(core: Core) -> dict[str, Any]:
-    stats = core.side.stats()
-    return {} if stats is None else stats.data
-
-
 def test_what_is_on_its_way_is_waited_for(alone: Core, clock: FakeClock) -> None:
     request, tier = stored(alone), Tier(alone.side.stages.sessions[0], up=2, coming=4)
     assert look(alone, request) is None
@@ -73,7 +68,7 @@ def test_what_is_on_its_way_is_waited_for(alone: Core, clock: FakeClock) -> None
     assert {look(alone, request) for _ in range(5)} == {blocks(6)} and tier.num_lookups == 4
     assert tier.waits_ms == [0, 200, 200, 200], "the first answer is wanted at once"
     wait_for_leases(alone, 1)  # Of the last answer.
-    data = counted(alone)
+    data = alone.counted()
     assert (data["lookups"], data["promotion_waits"]) == (4, 1)
     assert data["promotion_wait_seconds"] == pytest.approx([2 * RETRY_S])
     assert data["lookup_seconds"] == [0], "waiting for a tier is no latency of lookups"
@@ -109,7 +104,7 @@ def test_without_anything_on_its_way_nothing_is_waited_for(alone: Core, clock: F
     request, tier = stored(alone), Tier(alone.side.stages.sessions[0], up=2, coming=0)
     assert look(alone, request) == blocks(2)
     assert tier.num_lookups == 1
-    assert not any(name.startswith("promotion") for name in counted(alone))
+    assert not any(name.startswith("promotion") for name in alone.counted())
 
 
 def test_what_never_comes_is_computed(alone: Core, clock: FakeClock) -> None:
@@ -120,7 +115,7 @@ def test_what_never_comes_is_computed(alone: Core, clock: FakeClock) -> None:
     assert found == blocks(2)
     assert STUCK_S <= clock() - began <= STUCK_S + 2 * RETRY_S
     assert tier.num_lookups > 5
-    data = counted(alone)
+    data = alone.counted()
     assert (data["promotion_waits"], data["promotion_missed_tokens"]) == (1, blocks(4))
     wait_for_leases(alone, 1)
     alone.finish(request)
@@ -177,7 +172,7 @@ def test_a_late_answer_leaves_what_was_ready(alone: Core, clock: FakeClock) -> N
     assert look(alone, request) == blocks(2)
     tier.error = None
     assert {look(alone, request) for _ in range(5)} == {blocks(2)} and tier.num_lookups == 3
-    data = counted(alone)
+    data = alone.counted()
     assert (data["lookups"], data["lookup_failures"]) == (2, 1)
     alone.finish(request)
     wait_for_leases(alone, 0)

@@ -40,10 +40,6 @@ def test_it_is_never_longer_than_computing_what_is_left() -> None:
     assert wait.has_ended(100.16)
 
 
-def test_a_tier_that_brings_nothing_ends_it() -> None:
-    assert STUCK_S <= waited_s(PromotionWait(60.0), brings=0) <= STUCK_S + 2 * RETRY_S
-
-
 def test_a_slow_tier_has_two_more_answers_to_bring_something() -> None:
     assert waited_s(PromotionWait(60.0), brings=0, retry_s=1.0) == 2.0
 
@@ -61,14 +57,6 @@ def test_an_answer_that_would_come_too_late_is_not_waited_for() -> None:
     assert PromotionWait(1.0).lasts(100.0, 0, math.inf, 0.9)
 
 
-def test_a_pool_that_answers_at_once_is_not_asked_again_at_once() -> None:
-    wait = PromotionWait(1.0)
-    assert wait.lasts(100.0, 0, math.inf, RETRY_S)
-    assert wait.is_due(100.0), "the first answer never waits"
-    assert wait.lasts(100.001, 0, math.inf, RETRY_S, asked_at=100.0)
-    assert not wait.is_due(100.019) and wait.is_due(100.021)
-
-
 def test_the_pool_answers_before_the_wait_ends() -> None:
     wait = PromotionWait(1.0)
     assert wait.lasts(100.0, 0, math.inf, RETRY_S)
@@ -77,8 +65,3 @@ def test_the_pool_answers_before_the_wait_ends() -> None:
     assert wait.answer_s(101.5) == 0
     assert wait.lasts(100.0, 0, 0.05, RETRY_S)
     assert wait.answer_s(100.0) <= 0.05
-
-
-def test_before_it_is_needed_it_has_not_ended() -> None:
-    assert not PromotionWait(0.0).has_ended(1e9)
-    assert math.isinf(PromotionWait(0.0).began_at)

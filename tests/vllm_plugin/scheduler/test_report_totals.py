@@ -14,7 +14,7 @@ from kvpool_server.observability.pairs import Pair
 from kvpool_server.reports.engines import SILENT_S, EngineReports, Totals
 from tests.support.clock import FakeClock
 from tests.support.effort import effort
-from vllm_plugin.scheduler.reporter import ReportLog
+from vllm_plugin.scheduler.reporter import ReportLog, computed_tokens
 
 SPACE = b"n" * 32
 EVICTED = Cause.EVICTED.label
@@ -29,16 +29,14 @@ class Engine:
         self.delivered = 0
 
     def next(self) -> ReportRequest:
-        delta = self.log.next(self.sums)
-        self.made.setdefault(delta.sequence, self.sums.copy())
-        tokens = delta.computed_tokens()
-        loaded = int(delta.counts.get("loaded_tokens", 0))
+        counts = self.log.next(self.sums)
+        self.made.setdefault(self.log.sequence, self.sums.copy())
         return ReportRequest(
             reporter=self.reporter,
-            sequence=delta.sequence,
+            sequence=self.log.sequence,
             namespaces=(SPACE,),
-            computed_tokens=tokens,
-            loaded_tokens=loaded,
+            computed_tokens=computed_tokens(counts),
+            loaded_tokens=int(counts.get("loaded_tokens", 0)),
         )
 
     def told(self) -> Counter[str]:

@@ -9,16 +9,9 @@ from tests.support.toy.engine import ToyEngine
 from tests.support.toy.fleet import Fleet, assert_nothing_is_left
 from tests.support.toy.model import answer
 from tests.support.vllm_objects import make_request, tokens
-from tests.vllm_plugin.core import Core, MakeCore, blocks, fill
-from vllm_plugin.metrics import KVPoolStats
+from tests.vllm_plugin.core import MakeCore, blocks, fill
 from vllm_plugin.model.weights import Weights
 from vllm_plugin.scheduler import resets
-
-
-def gauge(core: Core) -> float | None:
-    stats = core.side.stats() or KVPoolStats({})
-    value: float | None = stats.data.get("sharing_off")
-    return value
 
 
 def generate(engine: ToyEngine, prompt: list[int]) -> int:
@@ -136,12 +129,12 @@ def test_a_reset_that_finds_a_store_under_way_ends_when_the_store_does(asked: st
     assert one.pool.reset_prefix_cache() is False
     if asked == "connector":
         assert one.side.reset() is False
-    assert gauge(one) == 1
+    assert one.counted().get("sharing_off") == 1
     one.connected()
     fill(one, request.block_hashes)
     assert one.side.matched_tokens(other, 0) == (0, False), "shared while blocks of the old weights are in use"
     one.report(*(job.job_id for job in jobs))
-    assert gauge(one) == 0
+    assert one.counted().get("sharing_off") == 0
     assert one.ask(other) == blocks(6)
 
 
@@ -167,7 +160,7 @@ def test_a_reset_of_the_own_cache_that_vllm_refuses_for_running_requests_changes
     fill(one, other.block_hashes)
     one.allocate(request, 0)
     assert one.pool.reset_prefix_cache() is False
-    assert gauge(one) != 1
+    assert one.counted().get("sharing_off") != 1
     assert one.ask(other) == blocks(3)
 
 

@@ -47,8 +47,7 @@ def test_a_step_offers_a_bounded_number_of_blocks_and_the_next_steps_the_others(
     assert sorted(name for step in steps for name in offered(step)) == sorted(
         [*first.block_hashes, *second.block_hashes]
     )
-    counted = one.side.stats()
-    assert counted is None or "deferred_stores" not in counted.data
+    assert "deferred_stores" not in one.counted()
 
 
 @pytest.mark.usefixtures("four_a_step")
@@ -176,10 +175,10 @@ def test_stores_that_alone_hold_blocks_are_dropped_where_some_are_lacking(core: 
     one.side.update(_ended(gone.job_id, failed=True))
     assert one.num_used_blocks() == 7
     assert not one.side.has_pending_block_frees()
-    assert one.side.stats().data["store_dropped_blocks"] == 6
-    assert not one.side.contents.recent.has(first.block_hashes[0], 0)
+    assert one.counted()["store_dropped_blocks"] == 6
+    assert not one.side.contents.was_stored(first.block_hashes[0], 0)
     one.report(kept.job_id)
-    assert one.side.contents.recent.has(second.block_hashes[0], 0)
+    assert one.side.contents.was_stored(second.block_hashes[0], 0)
 
 
 def test_a_dropped_store_that_does_not_end_is_not_waited_for(core: MakeCore, clock: FakeClock) -> None:

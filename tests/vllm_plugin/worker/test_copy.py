@@ -51,14 +51,3 @@ def test_padding_is_neither_read_nor_written() -> None:
     copier.wait_scattered()
     assert (whole[:, :, -10:] == -1).all()
     assert (whole[:, :, :-10] == 0x0909).all()
-
-
-def test_gathering_changes_nothing() -> None:
-    values = numbered()
-    copier = copier_of(LAYOUTS["LBHNC"](values.clone()), 1)
-    copier.gather(copier.mark(), 0, [[0, 1, 2]], buffers(3))
-    fresh = buffers(3)
-    copier.gather(copier.mark(), 0, [[0, 1, 2]], fresh)
-    assert (
-        b"".join(buffer.tobytes() for buffer in fresh) == values[:, :3].transpose(0, 1).contiguous().numpy().tobytes()
-    )

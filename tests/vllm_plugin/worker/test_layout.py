@@ -116,21 +116,6 @@ def test_kernel_blocks_smaller_than_blocks_are_put_together() -> None:
         assert canonical_bytes(made, block_id) == expected.numpy().tobytes()
 
 
-@pytest.mark.parametrize("layout", ["LBHNC", "LBNHC"])
-def test_the_parts_of_two_ranks_make_the_whole(layout: str) -> None:
-    values = numbered()
-    whole = layout_of(LAYOUTS[layout](values), 4)
-    halves = [layout_of(laid_out(part.contiguous(), layout), 2) for part in values.split(H // 2, dim=2)]
-    for block_id in range(B):
-        assert canonical_bytes(whole, block_id) == b"".join(canonical_bytes(half, block_id) for half in halves)
-
-
-def test_a_model_of_one_layer_is_one_view() -> None:
-    cache = numbered()[0]
-    (part,) = layout_of({"only": cache}, 1, [["only"]]).parts
-    assert tuple(part.view.shape) == (B, 1, 1, H, 1, N, 2 * C)
-
-
 def test_a_layer_that_vllm_did_not_register_is_named() -> None:
     with pytest.raises(ValueError, match=r"layer 'layers\.2' has no KV cache"):
         layout_of({name: torch.zeros(B, H, N, C) for name in NAMES[:2]}, 1)
@@ -169,14 +154,6 @@ def test_neighbours_of_other_shapes_are_parts_of_their_own() -> None:
     assert [part.chunk_bytes for part in made.parts] == [N * C * 4, 2 * N * C * 4, 2 * N * C * 4]
     assert [part.start for part in made.parts] == [0, N * C * 4, 3 * N * C * 4]
     assert made.chunk_bytes == 5 * N * C * 4
-
-
-def test_a_states_page_is_its_content_without_the_padding() -> None:
-    room = torch.full((B, 40), -1, dtype=torch.int8)
-    room[:, :24] = torch.arange(B * 24, dtype=torch.int8).reshape(B, 24)
-    made = layout_of({"state": room[:, :24].view(B, 1, 1, 24)}, 1, [["state"]])
-    assert made.chunk_bytes == 24
-    assert canonical_bytes(made, 3) == room[3, :24].numpy().tobytes()
 
 
 def test_groups_that_overlay_each_other_are_read_by_the_blocks_that_are_theirs() -> None:

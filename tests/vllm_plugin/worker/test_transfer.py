@@ -19,7 +19,7 @@ from kvpool.protocol.namespace import NamespaceSpec
 from kvpool.protocol.types import BlockRun, ShardRange
 from kvpool.transport.base import Buffers, Transfer
 from tests.conftest import StartServer
-from tests.support.faults import flip_arena, stopped
+from tests.support.faults import stopped
 from tests.support.processes import ServerProcess, wait_for
 from tests.support.values import group_spec, namespace_spec, run_of
 from tests.support.workers import wait_for_mover
@@ -270,17 +270,6 @@ def test_a_load_takes_as_long_as_its_transfer_however_far_the_device_is_behind(
     assert jobs[1].seconds == rank.counted()["load_seconds"][0]
 
 
-def test_two_ranks_make_a_block_that_one_rank_reads(start: Start, shared_server: ServerProcess) -> None:
-    low, high = start(shared_server, ShardRange(0, 2)), start(shared_server, ShardRange(2, 2))
-    whole = start(shared_server)
-    assert low.store("ab", [0, 1])
-    assert whole.session.client.lookup(whole.session.namespace, [run_of("a", "b")]).hits[0].num_leading == 0
-    assert high.store("ab", [4, 5])
-    assert whole.load(whole.lease("ab"), "ab", [8, 9])
-    assert torch.equal(whole.kv[:, [8, 9], :2], low.kv[:, [0, 1]])
-    assert torch.equal(whole.kv[:, [8, 9], 2:], high.kv[:, [4, 5]])
-
-
 def test_blocks_that_are_there_are_not_sent_again(start: Start, shared_server: ServerProcess) -> None:
     rank = start(shared_server)
     assert rank.store("ab", [0, 1])
@@ -310,18 +299,6 @@ def test_a_lease_that_is_over_fails_the_load(start: Start, shared_server: Server
     rank.session.client.release([lease_id])
     assert not rank.load(lease_id, "a", [5])
     assert rank.counted()["load_failures"] == 1
-
-
-def test_bytes_that_changed_fail_the_load_and_leave_the_pool(start: Start, pool_server: StartServer) -> None:
-    server = pool_server("--memory", "1MiB")
-    rank = start(server)
-    assert rank.store("ab", [0, 1])
-    lease_id = rank.lease("ab")
-    flip_arena(server)
-    assert not rank.load(lease_id, "ab", [5, 6])
-    stats = rank.session.client.admin.stats()
-    assert stats.counters["corrupt_blocks"] == 2
-    assert stats.num_entries == 0
 
 
 @pytest.mark.parametrize("direction", ["store", "load"])
@@ -409,25 +386,6 @@ def test_a_store_larger_than_the_pool_leaves_what_fits_of_it(
     assert rank.load(rank.lease(names[:64]), names[:64], [nth % BLOCKS for nth in range(64)])
 
 
-def test_a_store_is_cut_into_puts_of_bounded_size_that_keep_their_order(
-    start: Start, shared_server: ServerProcess, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(transfer, "PUT_BYTES", 3 * HEADS * CHUNK_BYTES)
-    rank = start(shared_server)
-    puts: list[list[int]] = []
-    put = rank.session.client.put
-
-    def counted(namespace: Any, runs: list[BlockRun], *args: Any, **options: Any) -> Any:
-        puts.append([len(run) for run in runs])
-        return put(namespace, runs, *args, **options)
-
-    monkeypatch.setattr(rank.session.client, "put", counted)
-    assert rank.store("abcdefgh", range(8))
-    assert puts == [[3], [3], [2]]
-    assert rank.load(rank.lease("abcdefgh"), "abcdefgh", range(8, 16))
-    assert torch.equal(rank.kv[:, 8:], rank.kv[:, :8])
-
-
 # Several groups, several stages
 
 
@@ -452,16 +410,6 @@ def test_groups_with_gaps_and_block_tables_of_their_own_travel_in_one_job(
         assert torch.equal(reader.split[table, others], untouched[table, others])
     assert reader.counted()["loaded_blocks"] == 8
     assert writer.counted()["stored_bytes"] == 6 * HEADS * CHUNK_BYTES + 3 * 2 * TOKENS * COLUMNS
-
-
-def test_a_block_that_one_group_lacks_fails_the_whole_load(start: Start, shared_server: ServerProcess) -> None:
-    rank = start(shared_server)
-    other = blocks_of("b", [1], [2], group_idx=1)
-    assert rank.store_groups(blocks_of("ab", [0, 1]), other)
-    lease_id = rank.lease_runs(run_of(*"ab"), *other.runs)
-    rank.session.client.admin.remove(rank.session.namespace, other.runs)
-    assert not rank.load_groups((lease_id,), blocks_of("ab", [5, 6]), other)
-    assert rank.counted()["load_failures"] == 1
 
 
 def test_a_stage_takes_the_lease_that_is_its_own(start: Start, shared_server: ServerProcess) -> None:

@@ -20,7 +20,7 @@ from tests.support.toy.fixtures import BLOCK_TOKENS, TINY, MakeConfig
 from tests.support.values import block_hash
 from tests.support.vllm_objects import cache_config, full_attention
 from tests.vllm_plugin.bugs import submitted
-from tests.vllm_plugin.kinds import kv_cache, mla, uniform, window
+from tests.vllm_plugin.kinds import kv_cache, mla, uniform
 from vllm_plugin.config import ConnectorConfig
 from vllm_plugin.metadata import ConnectorMetadata, GroupBlocks, StoreJob, WorkerMetadata
 from vllm_plugin.worker import worker as worker_module
@@ -183,12 +183,3 @@ def test_a_store_that_failed_is_named(worker: MakeWorker) -> None:
     metadata.stores[0].groups[0] = replace(metadata.stores[0].groups[0], block_ids=[[10_000]])  # No such block.
     made.start_stores(metadata)
     assert ended(made) == WorkerMetadata({7: 1}, {7})
-
-
-def test_a_window_of_several_members_is_one_layout(worker: MakeWorker) -> None:
-    made = worker(kv_cache(window(64), window(64), num_blocks=8))
-    metadata = ConnectorMetadata(
-        stores=[StoreJob(1, [GroupBlocks(0, [BlockRun(0, [block_hash(object())])], [[3], [5]])])]
-    )
-    made.start_stores(metadata)
-    assert ended(made) == WorkerMetadata({1: 1})

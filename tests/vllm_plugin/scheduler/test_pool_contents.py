@@ -1,10 +1,10 @@
-"""What an engine announces of the pool's blocks, and how much of it one step does."""
+"""What an engine announces of the pool's blocks and how much of it one step does; which blocks it offers once."""
 
 from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import pytest
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
@@ -16,7 +16,7 @@ from tests.support.vllm_objects import make_request, tokens
 from tests.vllm_plugin.core import MakeCore
 from vllm_plugin.metadata import GroupBlocks, StoreJob
 from vllm_plugin.scheduler import pool_contents
-from vllm_plugin.scheduler.pool_contents import Events
+from vllm_plugin.scheduler.pool_contents import FORGET_S, MAX_BLOCKS, Events, PoolContents
 
 
 @pytest.fixture
@@ -129,3 +129,46 @@ def test_the_garbage_collector_does_not_visit_what_is_kept_of_announced_blocks(
     router.store(20_000)
     router.step()
     assert num_visited() < before + 10_000
+
+
+# What was stored recently
+
+
+class Known(PoolContents):
+    def __init__(self, clock: Callable[[], float] = lambda: 1000.0):
+        super().__init__(Events([], enabled=False), clock)
+
+    def store(self, *names: object) -> None:
+        parts = [GroupBlocks(0, [run_of(*names)], [[1] * len(names)])]
+        self.stored(make_request("r", [1]), StoreJob(1, parts))
+
+
+def test_what_was_stored_is_known_for_a_while() -> None:
+    now = [1000.0]
+    known = Known(lambda: now[0])
+    known.store("a", "b")
+    assert known.was_stored(block_hash("b"), 0) and not known.was_stored(block_hash("b"), 1)
+    assert not known.was_stored(block_hash("c"), 0)
+    now[0] += FORGET_S
+    assert not known.was_stored(block_hash("b"), 0)
+
+
+def test_what_is_found_missing_is_not_known_any_more() -> None:
+    known = Known()
+    known.store("a", "b", "c")
+    known.missing(0, [block_hash("b"), block_hash("another")])
+    known.missing(1, [block_hash("c")])
+    assert [known.was_stored(block_hash(name), 0) for name in "abc"] == [True, False, True]
+    known.forget_all()
+    assert not known.was_stored(block_hash("a"), 0)
+
+
+def test_of_very_many_the_oldest_are_forgotten() -> None:
+    known = Known()
+    for first in range(0, 2 * MAX_BLOCKS + 1, MAX_BLOCKS // 2):
+        known.store(*range(first, first + MAX_BLOCKS // 2))
+    assert not known.was_stored(block_hash(0), 0)
+    newest = [block_hash(MAX_BLOCKS), block_hash(2 * MAX_BLOCKS)]
+    assert all(known.was_stored(name, 0) for name in newest)
+    known.missing(0, newest)
+    assert not any(known.was_stored(name, 0) for name in newest)
