@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from contextvars import ContextVar
 from enum import IntEnum
 from pathlib import Path
@@ -16,11 +17,12 @@ import typer
 
 from kvpool.client.client import Client
 from kvpool.client.config import ClientConfig
-from kvpool.protocol.errors import ConfigError
+from kvpool.protocol.errors import ConfigError, InvalidRequestError
 from kvpool.protocol.text import duration_text as duration_text
 from kvpool.protocol.text import printable as printable
 from kvpool.report.quotas import size_text as size_text
 from kvpool.security.tls import TlsFiles
+from kvpool.v1 import pool_pb2 as pb
 
 TIMEOUT_MS = 5_000
 """Deadline of each call of a command."""
@@ -74,3 +76,18 @@ def trusting(config: ClientConfig) -> ClientConfig:
 def print_json(value: Any) -> None:
     """Prints a value as indented JSON."""
     typer.echo(json.dumps(value, indent=2))
+
+
+def find_namespace(client: Client, prefix: str) -> pb.NamespaceInfo:
+    """The one open namespace whose fingerprint begins with `prefix`. Raises InvalidRequestError."""
+    known = {info.fingerprint: info for info in client.admin.namespaces(holdings=False)}
+    return known[one_of(list(known), prefix)]
+
+
+def one_of(fingerprints: Sequence[bytes], prefix: str) -> bytes:
+    """The one fingerprint that begins with the hexadecimal `prefix`. Raises InvalidRequestError."""
+    matching = [fingerprint for fingerprint in fingerprints if fingerprint.hex().startswith(prefix.lower())]
+    if len(matching) != 1:
+        how_many = f"{len(matching)} namespaces begin" if matching else "no namespace begins"
+        raise InvalidRequestError(f"{how_many} with {prefix!r}; `kvpool namespaces` lists them")
+    return matching[0]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import typer
 from rich.console import Console
 from rich.markup import escape
@@ -13,7 +11,7 @@ from kvpool.client.client import Client
 from kvpool.client.config import DEFAULT_ENDPOINT
 from kvpool.commands import common
 from kvpool.commands.common import AsJson, Endpoint
-from kvpool.commands.named_prompt import CacheSalt, HashSeed, NamedPrompt, NameKeyFile, Tokenizer
+from kvpool.commands.prompts import CacheSalt, HashSeed, NamedPrompt, NameKeyFile, Namespace, Prompt, Tokenizer
 from kvpool.report.explanation_report import PromptReport
 from kvpool.report.output import say
 
@@ -22,17 +20,8 @@ TIMEOUT_MS = 20_000
 
 
 def explain(
-    prompt: Annotated[
-        str,
-        typer.Option(
-            metavar="FILE",
-            help="The prompt: token ids as a JSON list or with white space between them, or text with --tokenizer; - "
-            "reads the standard input.",
-        ),
-    ],
-    namespace: Annotated[
-        str, typer.Option(help="Fingerprint, or its first characters, as `kvpool namespaces` shows it.")
-    ],
+    prompt: Prompt,
+    namespace: Namespace,
     tokenizer: Tokenizer = "",
     cache_salt: CacheSalt = "",
     hash_seed: HashSeed = None,

@@ -10,16 +10,8 @@ import typer
 from kvpool.client.config import DEFAULT_ENDPOINT
 from kvpool.commands import common
 from kvpool.commands.common import AsJson, Endpoint
-from kvpool.commands.named_prompt import (
-    CacheSalt,
-    HashSeed,
-    NamedPrompt,
-    NameKeyFile,
-    Namespace,
-    Prompt,
-    Tokenizer,
-)
 from kvpool.commands.option_bounds import within
+from kvpool.commands.prompts import CacheSalt, HashSeed, NamedPrompt, NameKeyFile, Namespace, Prompt, Tokenizer
 from kvpool.protocol.types import HintKind
 from kvpool.report.output import say
 from kvpool.report.quotas import size_text

@@ -13,8 +13,7 @@ from rich.table import Column, Table
 
 from kvpool.client.config import DEFAULT_ENDPOINT
 from kvpool.commands import common
-from kvpool.commands.common import AsJson, Endpoint
-from kvpool.commands.fingerprints import one_of
+from kvpool.commands.common import AsJson, Endpoint, one_of
 from kvpool.protocol.messages import fields_of
 from kvpool.protocol.namespace import differences
 from kvpool.protocol.text import duration_text, opened_text, printable

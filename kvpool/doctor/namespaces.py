@@ -24,6 +24,8 @@ MIN_TOKENS = 8_192
 _MEANT = ("tenant", "salt")
 """Fields that are set to keep namespaces apart."""
 _DERIVED = ("chunk_bytes", "layer_formats", "hash_block_tokens")
+_OPTIONS = {"block_tokens": "--block-size", "hash_seed": "PYTHONHASHSEED", "kv_cache_dtype": "--kv-cache-dtype"}
+"""What sets a field, where its name does not say so."""
 _CAUSES = ("block_tokens", "num_shards", "model_dtype", "kv_cache_dtype", "num_kv_heads", "head_size_k", "head_size_v")
 """Fields that others follow from: a difference in one of them brings differences in `_DERIVED`."""
 
@@ -69,28 +71,17 @@ def _causes(found: Sequence[Difference]) -> list[Difference]:
 
 def _separated(one: pb.NamespaceInfo, other: pb.NamespaceInfo, difference: Difference) -> Finding:
     a, b = (info.fingerprint.hex()[:12] for info in (one, other))
-    values = "" if difference.is_private else f": {_shown(difference.ours)} and {_shown(difference.theirs)}"
+    both = (escaped(repr(value), MAX_VALUE_CHARS) for value in (difference.ours, difference.theirs))
+    values = "" if difference.is_private else f": {' and '.join(both)}"
+    ours, theirs = (opened_text(info.opened_by, info.age_seconds) for info in (one, other))
     text = (
-        f"namespaces {a} ({_opened(one)}) and {b} ({_opened(other)}) of {escaped(one.spec.model, MAX_VALUE_CHARS)} "
+        f"namespaces {a} ({ours}) and {b} ({theirs}) of {escaped(one.spec.model, MAX_VALUE_CHARS)} "
         f"share nothing, because of {escaped(difference.field, MAX_VALUE_CHARS)} alone{values}"
     )
-    fix = f"if they should share, start their engines with the same {_setting(difference.field)}"
+    name = difference.field.rpartition(".")[2]
+    setting = _OPTIONS.get(name, escaped(name, MAX_VALUE_CHARS))
+    fix = f"if they should share, start their engines with the same {setting}"
     return warning("namespaces", text, f"{fix}; `kvpool namespaces --diff {a} {b}`")
-
-
-def _opened(info: pb.NamespaceInfo) -> str:
-    return opened_text(info.opened_by, info.age_seconds)
-
-
-def _setting(field: str) -> str:
-    name = field.rpartition(".")[2]
-    return {"block_tokens": "--block-size", "hash_seed": "PYTHONHASHSEED", "kv_cache_dtype": "--kv-cache-dtype"}.get(
-        name, escaped(name, MAX_VALUE_CHARS)
-    )
-
-
-def _shown(value: object) -> str:
-    return escaped(repr(value), MAX_VALUE_CHARS)
 
 
 def hashes(infos: Sequence[pb.NamespaceInfo]) -> list[Finding]:
