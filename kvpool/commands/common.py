@@ -6,6 +6,7 @@ Commands call `common.client_of`, by this module, so that a test can give all of
 from __future__ import annotations
 
 import dataclasses
+import datetime as dt
 import json
 from collections.abc import Sequence
 from contextvars import ContextVar
@@ -18,9 +19,7 @@ import typer
 from kvpool.client.client import Client
 from kvpool.client.config import ClientConfig
 from kvpool.protocol.errors import ConfigError, InvalidRequestError
-from kvpool.protocol.text import duration_text as duration_text
-from kvpool.protocol.text import printable as printable
-from kvpool.report.quotas import size_text as size_text
+from kvpool.protocol.text import duration_text
 from kvpool.security.tls import TlsFiles
 from kvpool.v1 import pool_pb2 as pb
 
@@ -76,6 +75,19 @@ def trusting(config: ClientConfig) -> ClientConfig:
 def print_json(value: Any) -> None:
     """Prints a value as indented JSON."""
     typer.echo(json.dumps(value, indent=2))
+
+
+def minute_text(moment: dt.datetime) -> str:
+    """A time to the minute, UTC."""
+    return f"{moment.astimezone(dt.UTC):%Y-%m-%d %H:%M} UTC"
+
+
+def end_text(ends_at: dt.datetime) -> str:
+    """When a certificate or token ends, or has ended."""
+    left_s = (ends_at - dt.datetime.now(dt.UTC)).total_seconds()
+    if left_s > 0:
+        return f"ends {minute_text(ends_at)}, in {duration_text(left_s)}"
+    return f"ENDED {minute_text(ends_at)}, {duration_text(-left_s)} ago"
 
 
 def find_namespace(client: Client, prefix: str) -> pb.NamespaceInfo:

@@ -63,6 +63,13 @@ class NamedPrompt:
     num_tokens: int
     runs: list[BlockRun]
 
+    def __str__(self) -> str:
+        return f"the prompt's {self.num_blocks:,} blocks"
+
+    @property
+    def num_blocks(self) -> int:
+        return sum(map(len, self.runs))
+
     @classmethod
     def read(
         cls,
