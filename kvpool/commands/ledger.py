@@ -15,8 +15,8 @@ import typer
 
 from kvpool.client.config import DEFAULT_ENDPOINT
 from kvpool.commands import common
-from kvpool.commands.common import AsJson, Endpoint
-from kvpool.commands.ledger_table import LedgerTable
+from kvpool.commands.common import AsJson, Endpoint, minute_text
+from kvpool.commands.ledger_table import ledger_table
 from kvpool.protocol.causes import Cause
 from kvpool.protocol.errors import InvalidRequestError
 from kvpool.protocol.ledger import SUMS, added_up
@@ -96,15 +96,13 @@ def _values(row: pb.LedgerRow, fields: Sequence[str]) -> dict[str, Any]:
 def _print_csv(rows: Sequence[pb.LedgerRow], fields: Sequence[str]) -> None:
     known = [cause.label for cause in Cause]
     labels = [*known, *sorted({cause for row in rows for cause in row.computed_tokens}.difference(known))]
-    writer, has_head = csv.writer(sys.stdout, lineterminator="\n"), False
-    for row in rows or [pb.LedgerRow()]:
+    writer = csv.writer(sys.stdout, lineterminator="\n")
+    head = [name for name in _values(pb.LedgerRow(), fields) if name != "computed_tokens"]
+    writer.writerow([*head, *(f"computed_{label}_tokens" for label in labels)])
+    for row in rows:
         values = _values(row, fields)
         computed = values.pop("computed_tokens")
-        if not has_head:
-            writer.writerow([*values, *(f"computed_{label}_tokens" for label in labels)])
-            has_head = True
-        if rows:
-            writer.writerow([*map(_cell, values.values()), *(computed.get(label, 0) for label in labels)])
+        writer.writerow([*map(_cell, values.values()), *(computed.get(label, 0) for label in labels)])
 
 
 def _cell(value: object) -> object:
@@ -118,10 +116,10 @@ def _print_table(page: pb.LedgerResponse, rows: Sequence[pb.LedgerRow], fields: 
     if not rows:
         typer.echo("the ledger has no rows of that time")
     else:
-        drawn = LedgerTable(rows, fields, title, console())
-        console().print(drawn.table)
-        for sentence in drawn.sentences():
+        table, sentences = ledger_table(rows, fields, title, console())
+        console().print(table)
+        for sentence in sentences:
             say(sentence)
-    begins = dt.datetime.fromtimestamp(page.begins, dt.UTC).strftime("%Y-%m-%d %H:%M UTC")
+    begins = minute_text(dt.datetime.fromtimestamp(page.begins, dt.UTC))
     kept = f"kept since {begins}" if page.is_persistent else f"in memory since {begins}; --ledger keeps it in a file"
     say(f"The ledger is {kept}.")

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from statistics import median
 
@@ -335,21 +335,16 @@ class _Rounds:
         if (nbytes := len(run) * self.region_bytes) > len(self._target):  # Threads fill it: no two blocks may share.
             self._target = np.ones(nbytes, np.uint8)
         began = self._clock()
-        with self._leased(run) as lease_id:
-            into = self._blocks(self._target, len(run), self.region_bytes)
-            located = self._client.get(self.namespace, lease_id, [run], into, shards=self._shards)
-            seconds = self._clock() - began
-        if not all(located.present):
-            raise OutOfSpaceError(_EVICTED)
-        return seconds
-
-    @contextmanager
-    def _leased(self, run: BlockRun) -> Iterator[int]:
         found = self._client.lookup(self.namespace, [run])
         try:
             if found.hits[0].num_leading < len(run):
                 raise OutOfSpaceError(_EVICTED)
-            yield found.lease_id
+            into = self._blocks(self._target, len(run), self.region_bytes)
+            located = self._client.get(self.namespace, found.lease_id, [run], into, shards=self._shards)
+            seconds = self._clock() - began
+            if not all(located.present):
+                raise OutOfSpaceError(_EVICTED)
+            return seconds
         finally:
             with suppress(KVPoolError):  # Without the call the lease expires.
                 self._client.release([found.lease_id])

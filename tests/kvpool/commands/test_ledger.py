@@ -16,7 +16,7 @@ from kvpool.cli import main
 from kvpool.client.client import Client
 from kvpool.client.config import ClientConfig
 from kvpool.commands.ledger import moment
-from kvpool.commands.ledger_table import LedgerTable
+from kvpool.commands.ledger_table import ledger_table
 from kvpool.protocol.causes import Cause
 from kvpool.protocol.errors import InvalidRequestError
 from kvpool.protocol.namespace import NamespaceSpec
@@ -105,10 +105,10 @@ def test_a_wrong_time_is_refused_by_its_text(run, server: ServerProcess) -> None
 def drawn(rows: list[pb.LedgerRow], by: str, width: int = 80) -> tuple[str, str]:
     """The table and the sentences under it."""
     console = Console(width=width, file=io.StringIO())
-    table = LedgerTable(rows, by.split(), "ledger", console)
+    table, sentences = ledger_table(rows, by.split(), "ledger", console)
     with console.capture() as printed:
-        console.print(table.table)
-    return printed.get(), " ".join(table.sentences())
+        console.print(table)
+    return printed.get(), " ".join(sentences)
 
 
 def test_without_engines_reports_the_server_tells_what_it_counts() -> None:
