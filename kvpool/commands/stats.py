@@ -115,8 +115,9 @@ def _print_metrics(title: str, metrics: dict[str, Any], *, show_all: bool) -> No
     values = {name: value for name, value in metrics.items() if name != "counters"}
     for name, value in (*values.items(), *sorted(metrics["counters"].items())):
         if value or show_all:
-            shown = size_text(value) if name.endswith("_bytes") else f"{value:,}"
-            table.add_row(name, escape(value) if isinstance(value, str) else shown)
+            if not isinstance(value, str):
+                value = size_text(value) if name.endswith("_bytes") else f"{value:,}"
+            table.add_row(name, escape(value))
     num_left_out = len(values) + len(metrics["counters"]) - table.row_count
     if table.row_count:
         console().print(table)

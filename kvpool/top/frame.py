@@ -16,12 +16,11 @@ from rich.text import Text
 from kvpool.doctor.judgements import judgements
 from kvpool.doctor.pool_state import tokens
 from kvpool.doctor.window import Window
-from kvpool.protocol.server_stats import client_transfers, count, rpc_quantile
+from kvpool.protocol.server_stats import client_transfers, count, rpc_quantile, since
 from kvpool.protocol.text import duration_text, printable
 from kvpool.report.finding import Level, problems
 from kvpool.report.output import MARKS, bar, count_text, rate_text, seconds_text, share_text
 from kvpool.report.quotas import size_text
-from kvpool.top.interval import Interval
 from kvpool.v1 import pool_pb2 as pb
 
 BAR_CHARS = 30
@@ -30,6 +29,45 @@ MAX_ROWS = 12
 """Most rows of each table."""
 LABEL_CHARS = 11
 _STYLES = {Level.ERROR: "bold red", Level.WARNING: "yellow", Level.INFO: "", Level.OK: ""}
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """Two snapshots of one pool, `seconds` apart. No rate is negative.
+
+    After a restart of the server its counts begin anew: `of` then takes the time from the server's start instead.
+    """
+
+    before: pb.StatsResponse
+    now: pb.StatsResponse
+    seconds: float
+    restarted: bool = False
+
+    @classmethod
+    def of(cls, before: pb.StatsResponse, now: pb.StatsResponse, seconds: float) -> Interval:
+        """The interval that ends with `now`.
+
+        Args:
+            seconds: by the caller's clock.
+        """
+        restarted = before.boot_token != now.boot_token
+        if restarted:
+            before = pb.StatsResponse()
+            seconds = min(seconds, now.server.uptime_seconds) if now.HasField("server") else seconds
+        return cls(before, now, max(seconds, 1e-3), restarted)
+
+    def count(self, name: str) -> int:
+        """How much a counter of the pool grew."""
+        return max(0, self.now.counters.get(name, 0) - self.before.counters.get(name, 0))
+
+    def per_second(self, count: float) -> float:
+        """A count of the interval as a rate."""
+        return count / self.seconds
+
+    @property
+    def server(self) -> pb.ServerStats:
+        """The server's RPCs, transfers and usage within the interval; all else is as now."""
+        return since(self.now.server, self.before.server)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +112,10 @@ def frame(view: View) -> RenderableType:
 
 def heading(endpoint: str, stats: pb.StatsResponse) -> str:
     """The server's release, endpoint and age."""
-    version, since = "", ""
-    if stats.HasField("server"):
-        version, since = f" {stats.server.version}", f", up for {duration_text(stats.server.uptime_seconds)}"
-    return f"kvpool-server{version} at {endpoint}{since}"
+    if not stats.HasField("server"):
+        return f"kvpool-server at {endpoint}"
+    uptime = duration_text(stats.server.uptime_seconds)
+    return f"kvpool-server {stats.server.version} at {endpoint}, up for {uptime}"
 
 
 def lookup_latency(server: pb.ServerStats) -> str:

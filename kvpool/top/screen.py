@@ -19,8 +19,7 @@ from rich.live import Live
 from kvpool.client.client import Client
 from kvpool.doctor.window import RECENT_S, Window, window_of
 from kvpool.protocol.errors import KVPoolError
-from kvpool.top.frame import View, frame
-from kvpool.top.interval import Interval
+from kvpool.top.frame import Interval, View, frame
 from kvpool.v1 import pool_pb2 as pb
 
 EARLIER_EVERY_S = 10.0

@@ -17,7 +17,7 @@ from kvpool.protocol.hashing import block_hashes
 from kvpool.protocol.namespace import NamespaceSpec
 from kvpool.protocol.types import BlockRun
 from kvpool.security.name_key import NameKey
-from tests.kvpool.test_cli import Cli
+from tests.kvpool.conftest import Cli, CliAt
 from tests.support.processes import ServerProcess
 from tests.support.values import group_spec, namespace_spec, payload
 
@@ -35,9 +35,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 
 @pytest.fixture
-def cli(server: ServerProcess, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
+def cli(server: ServerProcess, cli_at: CliAt, monkeypatch: pytest.MonkeyPatch) -> Cli:
     monkeypatch.setenv("COLUMNS", "80")
-    return Cli(server, monkeypatch, capsys)
+    return cli_at(server)
 
 
 def spec(**fields: object) -> NamespaceSpec:
@@ -116,9 +116,8 @@ def test_a_namespace_of_another_model_is_no_hint(
     client.admin.clear()
     mine, other = client.open_namespace(spec()), client.open_namespace(spec(model="other"))
     store(client, other, TOKENS)
-    asked = question(mine, tmp_path)
-    printed = cli(*asked)
-    assert "It differs in" not in printed and "No block of this prompt" not in printed, "the namespace has no blocks"
+    printed = cli(*question(mine, tmp_path))
+    assert "differs in" not in printed and "none of this prompt" not in printed, "the namespace has no blocks"
 
 
 def test_names_that_no_block_has_are_told(
