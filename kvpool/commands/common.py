@@ -52,14 +52,14 @@ class Trust:
 TRUST: ContextVar[Trust] = ContextVar("options of all commands")
 
 
-def client_of(endpoint: str, transport: str = "auto") -> Client:
+def client_of(endpoint: str) -> Client:
     """A client of the server at `endpoint`, with the options of all commands."""
-    return Client(config_of(endpoint, transport))
+    return Client(config_of(endpoint))
 
 
-def config_of(endpoint: str, transport: str = "auto", timeout_ms: int = TIMEOUT_MS) -> ClientConfig:
+def config_of(endpoint: str, transport: str = "auto") -> ClientConfig:
     """The configuration of `client_of`."""
-    return trusting(ClientConfig(endpoint=endpoint, transport=transport, timeout_ms=timeout_ms))
+    return trusting(ClientConfig(endpoint=endpoint, transport=transport, timeout_ms=TIMEOUT_MS))
 
 
 def trusting(config: ClientConfig) -> ClientConfig:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import combinations
 
 from kvpool.protocol.hashing import ALGORITHM
@@ -107,21 +107,19 @@ def hashes(infos: Sequence[pb.NamespaceInfo]) -> list[Finding]:
 
 def block_sizes(infos: Sequence[pb.NamespaceInfo], arena_bytes: int) -> list[Finding]:
     """Whether the arena holds enough blocks of each model."""
-    found = [finding for info in infos for finding in _block_size(info, arena_bytes)]
-    if found:
+    found = []
+    for info in infos:
+        groups, name = info.spec.groups, escaped(info.spec.model, MAX_VALUE_CHARS)
+        slots = [group.num_shards * group.chunk_bytes for group in groups]
+        largest = size_text(max(slots))
+        tokens = int(arena_bytes / sum(size / group.block_tokens for size, group in zip(slots, groups, strict=True)))
+        if max(slots) > arena_bytes:
+            text = f"a block of {name} has {largest}, and the arena {size_text(arena_bytes)}"
+            fix = "give the server more --memory, or the engines a smaller --block-size"
+            found.append(error("block size", text, fix))
+        elif tokens < MIN_TOKENS:
+            text = f"the arena holds {tokens:,} tokens of {name} at most, with blocks of {largest}"
+            found.append(warning("block size", text, "give the server more --memory"))
+    if found or not infos:
         return found[:MAX_FINDINGS]
-    return [ok("block size", "the arena holds long prompts of every model")] if infos else []
-
-
-def _block_size(info: pb.NamespaceInfo, arena_bytes: int) -> Iterator[Finding]:
-    groups, name = info.spec.groups, escaped(info.spec.model, MAX_VALUE_CHARS)
-    slots = [group.num_shards * group.chunk_bytes for group in groups]
-    largest = max(slots)
-    if largest > arena_bytes:
-        text = f"a block of {name} has {size_text(largest)}, and the arena {size_text(arena_bytes)}"
-        yield error("block size", text, "give the server more --memory, or the engines a smaller --block-size")
-        return
-    a_token = sum(nbytes / group.block_tokens for nbytes, group in zip(slots, groups, strict=True))
-    if (tokens := int(arena_bytes / a_token)) < MIN_TOKENS:
-        text = f"the arena holds {tokens:,} tokens of {name} at most, with blocks of {size_text(largest)}"
-        yield warning("block size", text, "give the server more --memory")
+    return [ok("block size", "the arena holds long prompts of every model")]

@@ -125,11 +125,8 @@ def _counted(rule: _Counted, check: str, key: Key, stats: pb.StatsResponse, wind
     if window is not None and (count := window.grown(key)):
         yield Finding(check, rule.level, text(count, window.when), rule.fix)
     elif count := total(stats, key):
-        yield info(check, text(count, _over(window)), rule.fix)
-
-
-def _over(window: Window | None) -> str:
-    return SINCE_START if window is None else f"{SINCE_START} (none {window.when})"
+        over = SINCE_START if window is None else f"{SINCE_START} (none {window.when})"
+        yield info(check, text(count, over), rule.fix)
 
 
 def _room(stats: pb.StatsResponse) -> Iterator[Finding]:

@@ -128,17 +128,7 @@ def test_ping_measures_what_a_hit_costs_and_saves(
         (["--bandwidth", "--namespace", ""], "2 namespaces begin with ''"),
     ],
 )
-def test_ping_refuses_in_one_sentence(
-    pool_server: StartServer,
-    connect: Connect,
-    cli_at: CliAt,
-    options: list[str],
-    says: str,
-) -> None:
-    cli = cli_at(pool_server())
-    client = connect(cli.server)
-    for tenant in ("a", "b"):
-        client.open_namespace(namespace_spec(tenant=tenant))
+def test_ping_refuses_in_one_sentence(cli: Cli, stored: object, options: list[str], says: str) -> None:
     err = cli.fails("ping", *options, status=2)[1]
     assert says in err and err.startswith("kvpool: ") and err.count("\n") == 1
 
@@ -248,17 +238,6 @@ def test_no_output_depends_on_columns(cli: Cli, stored: object, monkeypatch: pyt
     cli("quota", "tenant:x=0")
 
 
-def test_namespaces(cli: Cli, stored: tuple[Namespace, Namespace]) -> None:
-    rows = json.loads(cli("namespaces", "--json"))
-    assert {(row["fingerprint"], row["model"], row["entries"], row["bytes"]) for row in rows} == {
-        (namespace.fingerprint.hex(), namespace.spec.model, 2, 2_000) for namespace in stored
-    }
-    table = cli("namespaces")
-    assert max(map(len, table.splitlines())) <= 80
-    for namespace in stored:
-        assert namespace.fingerprint.hex()[:12] in table and namespace.spec.model in table
-
-
 def test_two_namespaces_are_compared_field_by_field(
     pool_server: StartServer,
     connect: Connect,
@@ -291,19 +270,24 @@ def test_two_namespaces_are_compared_field_by_field(
     assert "differ in no field" in cli("namespaces", "--diff", a, a)
 
 
-def test_namespaces_say_how_they_are_used(cli: Cli, stored: tuple[Namespace, Namespace]) -> None:
-    cli("quota", f"namespace:{stored[0].fingerprint.hex()[:12]}=1.5MiB")
-    row = next(row for row in json.loads(cli("namespaces", "--json")) if row["model"] == "model-x")
-    assert row["quotas"] == [
-        {"subject": f"namespace:{stored[0].fingerprint.hex()[:12]}", "limit_bytes": 3 << 19, "used_bytes": 2_000}
-    ]
-    assert (row["bytes"], row["lookup_hits"], row["superseded"], row["tiers"]) == (2_000, 0, False, [])
-    assert row["age_seconds"] >= row["idle_seconds"] >= 0 and row["hit_ratio"] is None
+def test_namespaces_say_what_they_hold_and_how_they_are_used(cli: Cli, stored: tuple[Namespace, Namespace]) -> None:
+    subject = f"namespace:{stored[0].fingerprint.hex()[:12]}"
+    cli("quota", f"{subject}=1.5MiB")
+    rows = json.loads(cli("namespaces", "--json"))
+    assert {(row["fingerprint"], row["model"], row["entries"], row["bytes"]) for row in rows} == {
+        (namespace.fingerprint.hex(), namespace.spec.model, 2, 2_000) for namespace in stored
+    }
+    row = next(row for row in rows if row["model"] == "model-x")
+    assert row["quotas"] == [{"subject": subject, "limit_bytes": 3 << 19, "used_bytes": 2_000}]
+    assert (row["lookup_hits"], row["hit_ratio"], row["superseded"], row["tiers"]) == (0, None, False, [])
+    assert row["age_seconds"] >= row["idle_seconds"] >= 0
     lines = cli("namespaces").splitlines()
-    (nth,) = (nth for nth, line in enumerate(lines) if line.endswith("model-x"))
+    assert max(map(len, lines)) <= 80
+    assert all(f"{each.fingerprint.hex()[:12]}  {each.spec.model}" in lines for each in stored)
+    nth = lines.index(f"{stored[0].fingerprint.hex()[:12]}  model-x")
     assert lines[nth + 1].strip().startswith("2 blocks, 1.95 KiB of 1.5 MiB")
     assert lines[nth + 2].strip().startswith(f"opened by {socket.gethostname()}, ")
-    cli("quota", f"namespace:{stored[0].fingerprint.hex()[:12]}=0")
+    cli("quota", f"{subject}=0")
 
 
 def test_quotas_are_set_listed_and_taken_away(cli: Cli) -> None:
