@@ -45,8 +45,10 @@ def doctor(
     if http is not None and not http.rpartition(":")[2].isdigit():
         raise InvalidRequestError(f"--http {http!r} is not HOST:PORT, for example '127.0.0.1:50052'")
     config = common.config_of(endpoint)
-    host_checks = {"memory of the host": host.memory, "huge pages": host.huge_pages, "open files": host.open_files}
-    findings = [*_of_server(endpoint, config, http, bandwidth=bandwidth), *examine(host_checks)]
+    findings = _of_server(endpoint, config, http, bandwidth=bandwidth)
+    findings += examine(
+        {"memory of the host": host.memory, "huge pages": host.huge_pages, "open files": host.open_files}
+    )
     counts = Counter(finding.level for finding in findings)
     if as_json:
         rows = [dataclasses.asdict(finding) for finding in findings]

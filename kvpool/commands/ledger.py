@@ -25,6 +25,7 @@ from kvpool.report.output import console, say
 from kvpool.v1 import pool_pb2 as pb
 
 _UNITS = {"m": 60, "h": 3_600, "d": 86_400, "w": 604_800}
+_FIELDS = ("hour", "tenant", "model")
 _AGO = re.compile(r"(\d{1,6})([mhdw])")
 
 
@@ -36,14 +37,6 @@ class By(StrEnum):
     HOUR = "hour"
     ALL = "all"
     """Rows as the server has them: by hour, tenant and model."""
-
-
-_FIELDS = {
-    By.TENANT: ("tenant",),
-    By.MODEL: ("model",),
-    By.HOUR: ("hour",),
-    By.ALL: ("hour", "tenant", "model"),
-}
 
 
 def ledger(
@@ -63,7 +56,7 @@ def ledger(
     start, end = moment(since, now), moment(until, now) if until else 0
     with common.client_of(endpoint) as client:
         page = client.admin.ledger(start, end)
-    fields = _FIELDS[by]
+    fields = _FIELDS if by is By.ALL else (by.value,)
     rows = added_up(page.rows, fields)
     if as_json:
         told = {"begins": page.begins, "is_persistent": page.is_persistent}
@@ -88,9 +81,9 @@ def moment(text: str, now: float) -> int:
 def _values(row: pb.LedgerRow, fields: Sequence[str]) -> dict[str, Any]:
     """A row's fields, the hour as ISO 8601; without those that it is added up over."""
     known = fields_of(row)
-    values = {name: known[name] for name in (*_FIELDS[By.ALL], *SUMS, "computed_tokens")}
+    values = {name: known[name] for name in (*_FIELDS, *SUMS, "computed_tokens")}
     values["hour"] = dt.datetime.fromtimestamp(row.hour, dt.UTC).strftime("%Y-%m-%dT%H:%MZ")
-    return {name: value for name, value in values.items() if name in fields or name not in _FIELDS[By.ALL]}
+    return {name: value for name, value in values.items() if name in fields or name not in _FIELDS}
 
 
 def _print_csv(rows: Sequence[pb.LedgerRow], fields: Sequence[str]) -> None:

@@ -97,11 +97,7 @@ def test_ping_says_once_why_a_transport_is_slow(pool_server: StartServer, cli_at
     )
 
 
-def test_ping_measures_what_a_hit_costs_and_saves(
-    pool_server: StartServer,
-    connect: Connect,
-    cli_at: CliAt,
-) -> None:
+def test_ping_measures_what_a_hit_costs_and_saves(pool_server: StartServer, connect: Connect, cli_at: CliAt) -> None:
     cli = cli_at(pool_server())
     name = connect(cli.server).open_namespace(namespace_spec(group_spec(chunk_bytes=1_000))).fingerprint.hex()
     narrow = ("ping", "--bandwidth", "--mib", "1", "--namespace", name[:12])
@@ -189,11 +185,7 @@ def test_stats(cli: Cli, stored: object) -> None:
     assert not any("--all" in line for line in lines)
 
 
-def test_stats_begin_with_what_is_wrong(
-    pool_server: StartServer,
-    connect: Connect,
-    cli_at: CliAt,
-) -> None:
+def test_stats_begin_with_what_is_wrong(pool_server: StartServer, connect: Connect, cli_at: CliAt) -> None:
     cli = cli_at(pool_server("--quota", "tenant:acme=1MiB"))
     first, second, *_ = cli("stats").splitlines()
     assert first.startswith(f"kvpool-server {__version__} at {cli.server.endpoint}, up for ")
@@ -238,11 +230,7 @@ def test_no_output_depends_on_columns(cli: Cli, stored: object, monkeypatch: pyt
     cli("quota", "tenant:x=0")
 
 
-def test_two_namespaces_are_compared_field_by_field(
-    pool_server: StartServer,
-    connect: Connect,
-    cli_at: CliAt,
-) -> None:
+def test_two_namespaces_are_compared_field_by_field(pool_server: StartServer, connect: Connect, cli_at: CliAt) -> None:
     cli = cli_at(pool_server())
     client = connect(cli.server)
     specs = [
