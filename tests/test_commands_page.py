@@ -17,6 +17,7 @@ from kvpool.cli import app
 from kvpool.client.client import Client
 from kvpool.commands.common import ExitStatus
 from kvpool.commands.stats import row_of
+from kvpool.doctor.judgements import judgements
 from kvpool.security.certificates import Authority
 from kvpool.v1 import pool_pb2 as pb
 from tests.conftest import StartServer
@@ -131,7 +132,7 @@ def test_fields_that_a_small_server_does_not_tell_are_documented_too() -> None:
     stats = pb.StatsResponse(
         counters={"corrupt_blocks": 1}, tiers=(pb.TierStats(name="file:/x", up=True),), engines=(engine,)
     )
-    assert _check("stats", json.dumps(row_of(stats))) >= {"breaker_open", "fix", "used_bytes"}
+    assert _check("stats", json.dumps(row_of(stats, judgements(stats)))) >= {"breaker_open", "fix", "used_bytes"}
     assert all(f"`{field}`" in _section("namespaces") for field in pb.TierHoldings.__slots__)
 
 

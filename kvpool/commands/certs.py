@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import datetime as dt
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from kvpool.commands.common import AsJson, end_text, print_json
 from kvpool.commands.option_bounds import within
 from kvpool.protocol.errors import InvalidRequestError
-from kvpool.protocol.text import duration_text, printable
+from kvpool.protocol.text import printable
 from kvpool.security.certificates import (
     CA_DAYS,
     CERTIFICATE_NAME,
     LEAF_DAYS,
     Authority,
-    CertificateFacts,
     host_names,
     read_certificates,
 )
@@ -51,9 +49,8 @@ def init(
     if not host:
         raise InvalidRequestError("no --host; give the DNS names or addresses by which engines reach the server")
     host_names(host)  # Before anything is written.
-    principals = [*_of_no_tenant(domain), *_of_tenants(tenant or [DEFAULT_TENANT], domain)]
-    made = _issue(Authority.create(directory), host, principals, days)
-    _print_made(made)
+    principals = _principals(tenant or [DEFAULT_TENANT], domain, operator=True)
+    _issue(Authority.create(directory), host, principals, days)
     typer.echo(f"keep {directory}/ca/ca.key away from servers and engines: whoever has it can be anyone")
 
 
@@ -71,25 +68,26 @@ def issue(
     A server whose first --host is not in DIR/server gets DIR/servers/HOST. A new certificate of a server keeps the
     names of the one that it replaces.
     """
-    principals = [*(_of_no_tenant(domain) if operator else []), *_of_tenants(tenant or [], domain)]
+    principals = _principals(tenant or [], domain, operator=operator)
     if not host and not principals:
         raise InvalidRequestError("nothing to make; give --host for a server, --tenant or --operator")
-    _print_made(_issue(Authority.load(directory), host or [], principals, days))
+    _issue(Authority.load(directory), host or [], principals, days)
 
 
 @app.command()
 def show(
     paths: Annotated[list[Path], typer.Argument(metavar="PATH...", help="PEM files, or directories of them.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show certificates: for what and whom they are, and when they end."""
     found = [facts for path in paths for facts in read_certificates(path)]
     if as_json:
         rows = [{"files": f.paths, "use": f.use, "names": f.names, "ends_at": f.ends_at.isoformat()} for f in found]
-        typer.echo(json.dumps(rows, indent=2))
+        print_json(rows)
         return
     for facts in found:
-        typer.echo("\n    ".join(map(printable, _lines(facts))))
+        lines = [f"{facts.use}: {', '.join(facts.names)}", end_text(facts.ends_at), *facts.paths]
+        typer.echo("\n    ".join(map(printable, lines)))
     if not found:
         typer.echo(f"no certificates in {', '.join(map(str, paths))}")
 
@@ -118,27 +116,14 @@ def events_key(
     typer.echo(f"made {name}{{{curve.PUBLIC_SUFFIX},{curve.SECRET_SUFFIX}}}, public key {public.decode()}")
 
 
-def _lines(facts: CertificateFacts) -> list[str]:
-    left_s = (facts.ends_at - dt.datetime.now(dt.UTC)).total_seconds()
-    when = f"in {duration_text(left_s)}" if left_s > 0 else f"{duration_text(-left_s)} ago"
-    ends = f"{'ends' if left_s > 0 else 'ENDED'} {facts.ends_at:%Y-%m-%d %H:%M} UTC, {when}"
-    return [f"{facts.use}: {', '.join(facts.names)}", ends, *facts.paths]
+def _principals(tenants: list[str], domain: str, *, operator: bool) -> list[Principal]:
+    of_no_tenant = [Principal(ALL_TENANTS, role, domain) for role in GLOBAL_ROLES] if operator else []
+    return of_no_tenant + [Principal(tenant, role, domain) for tenant in tenants for role in TENANT_ROLES]
 
 
-def _of_no_tenant(domain: str) -> list[Principal]:
-    return [Principal(ALL_TENANTS, role, domain) for role in GLOBAL_ROLES]
-
-
-def _of_tenants(tenants: list[str], domain: str) -> list[Principal]:
-    return [Principal(tenant, role, domain) for tenant in tenants for role in TENANT_ROLES]
-
-
-def _issue(authority: Authority, hosts: list[str], principals: list[Principal], days: int) -> list[Path]:
+def _issue(authority: Authority, hosts: list[str], principals: list[Principal], days: int) -> None:
     made = [authority.issue_server_of(hosts, days)] if hosts else []
-    return made + [authority.issue_principal(principal, days) for principal in principals]
-
-
-def _print_made(directories: list[Path]) -> None:
-    for directory in directories:
+    made += [authority.issue_principal(principal, days) for principal in principals]
+    for directory in made:
         (facts,) = read_certificates(directory / CERTIFICATE_NAME)
         typer.echo(printable(f"made {directory}/{{ca.crt,tls.crt,tls.key}} for {', '.join(facts.names)}"))

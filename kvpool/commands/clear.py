@@ -10,8 +10,7 @@ import typer
 from kvpool.client.client import Client
 from kvpool.client.config import DEFAULT_ENDPOINT
 from kvpool.commands import common
-from kvpool.commands.common import Endpoint
-from kvpool.commands.fingerprints import one_of
+from kvpool.commands.common import Endpoint, one_of
 from kvpool.protocol.errors import InvalidRequestError
 from kvpool.protocol.types import HASH_BYTES
 

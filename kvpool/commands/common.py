@@ -6,7 +6,9 @@ Commands call `common.client_of`, by this module, so that a test can give all of
 from __future__ import annotations
 
 import dataclasses
+import datetime as dt
 import json
+from collections.abc import Sequence
 from contextvars import ContextVar
 from enum import IntEnum
 from pathlib import Path
@@ -16,11 +18,10 @@ import typer
 
 from kvpool.client.client import Client
 from kvpool.client.config import ClientConfig
-from kvpool.protocol.errors import ConfigError
-from kvpool.protocol.text import duration_text as duration_text
-from kvpool.protocol.text import printable as printable
-from kvpool.report.quotas import size_text as size_text
+from kvpool.protocol.errors import ConfigError, InvalidRequestError
+from kvpool.protocol.text import duration_text
 from kvpool.security.tls import TlsFiles
+from kvpool.v1 import pool_pb2 as pb
 
 TIMEOUT_MS = 5_000
 """Deadline of each call of a command."""
@@ -51,14 +52,14 @@ class Trust:
 TRUST: ContextVar[Trust] = ContextVar("options of all commands")
 
 
-def client_of(endpoint: str, transport: str = "auto") -> Client:
+def client_of(endpoint: str) -> Client:
     """A client of the server at `endpoint`, with the options of all commands."""
-    return Client(config_of(endpoint, transport))
+    return Client(config_of(endpoint))
 
 
-def config_of(endpoint: str, transport: str = "auto", timeout_ms: int = TIMEOUT_MS) -> ClientConfig:
+def config_of(endpoint: str, transport: str = "auto") -> ClientConfig:
     """The configuration of `client_of`."""
-    return trusting(ClientConfig(endpoint=endpoint, transport=transport, timeout_ms=timeout_ms))
+    return trusting(ClientConfig(endpoint=endpoint, transport=transport, timeout_ms=TIMEOUT_MS))
 
 
 def trusting(config: ClientConfig) -> ClientConfig:
@@ -74,3 +75,31 @@ def trusting(config: ClientConfig) -> ClientConfig:
 def print_json(value: Any) -> None:
     """Prints a value as indented JSON."""
     typer.echo(json.dumps(value, indent=2))
+
+
+def minute_text(moment: dt.datetime) -> str:
+    """A time to the minute, UTC."""
+    return f"{moment.astimezone(dt.UTC):%Y-%m-%d %H:%M} UTC"
+
+
+def end_text(ends_at: dt.datetime) -> str:
+    """When a certificate or token ends, or has ended."""
+    left_s = (ends_at - dt.datetime.now(dt.UTC)).total_seconds()
+    if left_s > 0:
+        return f"ends {minute_text(ends_at)}, in {duration_text(left_s)}"
+    return f"ENDED {minute_text(ends_at)}, {duration_text(-left_s)} ago"
+
+
+def find_namespace(client: Client, prefix: str) -> pb.NamespaceInfo:
+    """The one open namespace whose fingerprint begins with `prefix`. Raises InvalidRequestError."""
+    known = {info.fingerprint: info for info in client.admin.namespaces(holdings=False)}
+    return known[one_of(list(known), prefix)]
+
+
+def one_of(fingerprints: Sequence[bytes], prefix: str) -> bytes:
+    """The one fingerprint that begins with the hexadecimal `prefix`. Raises InvalidRequestError."""
+    matching = [fingerprint for fingerprint in fingerprints if fingerprint.hex().startswith(prefix.lower())]
+    if len(matching) != 1:
+        how_many = f"{len(matching)} namespaces begin" if matching else "no namespace begins"
+        raise InvalidRequestError(f"{how_many} with {prefix!r}; `kvpool namespaces` lists them")
+    return matching[0]

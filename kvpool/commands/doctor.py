@@ -13,26 +13,18 @@ from kvpool.client.config import DEFAULT_ENDPOINT, ClientConfig
 from kvpool.commands import common
 from kvpool.commands.common import AsJson, Endpoint, ExitStatus
 from kvpool.doctor import host, reachability
-from kvpool.doctor.bandwidth import bandwidth as measured_bandwidth
-from kvpool.doctor.examination import Check, examine, has_errors
-from kvpool.doctor.judgements import judgements
+from kvpool.doctor.examination import Check, examine
+from kvpool.doctor.judgements import judge_twice
 from kvpool.doctor.namespaces import namespaces
 from kvpool.doctor.reachability import OWN_CERTIFICATE
 from kvpool.doctor.server_state import SERVER_CERTIFICATE
-from kvpool.doctor.window import look_twice
 from kvpool.protocol.errors import InvalidRequestError, KVPoolError
 from kvpool.report.bandwidth import measurement_config
-from kvpool.report.finding import Finding, Level, error, info, notes
+from kvpool.report.finding import Finding, Level, error, info
 from kvpool.report.output import print_findings
 from kvpool.transport.unix_socket import socket_path
 
 BANDWIDTH_DEADLINE_S = 90.0
-_HOST_CHECKS = (
-    Check("memory of the host", host.memory),
-    Check("huge pages", host.huge_pages),
-    Check("open files", host.open_files),
-)
-"""Checks of this host that need no server."""
 
 
 def doctor(
@@ -53,67 +45,53 @@ def doctor(
     if http is not None and not http.rpartition(":")[2].isdigit():
         raise InvalidRequestError(f"--http {http!r} is not HOST:PORT, for example '127.0.0.1:50052'")
     config = common.config_of(endpoint)
-    findings = [*_of_server(endpoint, config, http, bandwidth=bandwidth), *examine(_HOST_CHECKS)]
+    findings = _of_server(endpoint, config, http, bandwidth=bandwidth)
+    findings += examine(
+        {"memory of the host": host.memory, "huge pages": host.huge_pages, "open files": host.open_files}
+    )
     counts = Counter(finding.level for finding in findings)
     if as_json:
-        common.print_json(
-            {
-                "endpoint": endpoint,
-                "errors": counts[Level.ERROR],
-                "warnings": counts[Level.WARNING],
-                "findings": [dataclasses.asdict(finding) for finding in findings],
-            }
-        )
+        rows = [dataclasses.asdict(finding) for finding in findings]
+        told = {"endpoint": endpoint, "errors": counts[Level.ERROR], "warnings": counts[Level.WARNING]}
+        common.print_json(told | {"findings": rows})
     else:
         print_findings(findings)
-        typer.echo(_totals(counts))
-    if has_errors(findings):
+        nouns = {Level.ERROR: "error", Level.WARNING: "warning"} | ({Level.INFO: "note"} if counts[Level.INFO] else {})
+        parts = [f"{counts[level]} {noun}{'' if counts[level] == 1 else 's'}" for level, noun in nouns.items()]
+        typer.echo(", ".join([*parts, f"{counts[Level.OK]} ok"]))
+    if counts[Level.ERROR]:
         raise typer.Exit(ExitStatus.PROBLEM)
-
-
-def _totals(counts: Counter[Level]) -> str:
-    told = [(Level.ERROR, "error"), (Level.WARNING, "warning")]
-    told += [(Level.INFO, "note")] if counts[Level.INFO] else []
-    parts = [f"{counts[level]} {noun}{'' if counts[level] == 1 else 's'}" for level, noun in told]
-    return ", ".join([*parts, f"{counts[Level.OK]} ok"])
 
 
 def _of_server(endpoint: str, config: ClientConfig, http: str | None, *, bandwidth: bool) -> list[Finding]:
     """The findings about a server; one of them says why if the server cannot be reached."""
-    checks = [
-        Check("certificates", lambda: reachability.own_certificates(config)),
-        Check(SERVER_CERTIFICATE, lambda: reachability.server_certificate(config)),
-    ]
+    checks: dict[str, Check] = {
+        "certificates": lambda: reachability.own_certificates(config),
+        SERVER_CERTIFICATE: lambda: reachability.server_certificate(config),
+    }
     with common.client_of(endpoint) as client:
         try:
             found = reachability.grpc_port(client)
         except KVPoolError as away:
-            refusal = _refusal(away)
+            text, _, fix = str(away).partition("; ")
+            refusal = error("gRPC", text, fix or "see the message")
             certificates = [each for each in examine(checks) if not _is_told(each, refusal)]
-            host_checks = [Check("memlock", host.memlock), Check("NUMA", lambda: host.numa(None))]
-            return [refusal, *certificates, *examine(host_checks)]
-        host_name = "127.0.0.1" if socket_path(endpoint) else endpoint.rpartition(":")[0]
-        checks += [
-            Check("data port", lambda: reachability.data_port(client)),
-            Check("memory socket", lambda: reachability.memory_socket(client)),
-            Check("transport", lambda: reachability.transport(client)),
-            Check("HTTP", lambda: _of_http(client, host_name, http, config)),
-            Check("pool", lambda: _of_stats(client)),
-            Check("namespaces", lambda: _of_namespaces(client)),
-            Check("NUMA", lambda: host.numa(client)),
-            Check("memlock", lambda: host.memlock(uses_rdma=reachability.offers_rdma(client))),
-        ]
+            return [refusal, *certificates, *examine({"memlock": host.memlock, "NUMA": lambda: host.numa(None)})]
+        checks |= {
+            "data port": lambda: reachability.data_port(client),
+            "memory socket": lambda: reachability.memory_socket(client),
+            "transport": lambda: reachability.transport(client),
+            "HTTP": lambda: _of_http(client, http, config),
+            "pool": lambda: _of_stats(client),
+            "namespaces": lambda: namespaces(client.admin.namespaces(holdings=False), client.admin.stats().arena_bytes),
+            "NUMA": lambda: host.numa(client),
+            "memlock": lambda: host.memlock(uses_rdma=reachability.offers_rdma(client)),
+        }
         found += examine(checks)
     if bandwidth:
         with Client(common.trusting(measurement_config(endpoint, "auto"))) as client:
-            found += examine([Check("bandwidth", lambda: measured_bandwidth(client))], BANDWIDTH_DEADLINE_S)
+            found += examine({"bandwidth": lambda: reachability.bandwidth(client)}, BANDWIDTH_DEADLINE_S)
     return found
-
-
-def _refusal(away: KVPoolError) -> Finding:
-    """Why the server cannot be reached, with the fix that the error ends with."""
-    text, _, fix = str(away).partition("; ")
-    return error("gRPC", text, fix or "see the message")
 
 
 def _is_told(finding: Finding, refusal: Finding) -> bool:
@@ -123,25 +101,21 @@ def _is_told(finding: Finding, refusal: Finding) -> bool:
     return finding.check == SERVER_CERTIFICATE or finding.check.removeprefix(OWN_CERTIFICATE) in refusal.text
 
 
-def _of_http(client: Client, host_name: str, http: str | None, config: ClientConfig) -> list[Finding]:
+def _of_http(client: Client, http: str | None, config: ClientConfig) -> list[Finding]:
     if http is not None:
         return reachability.http_port(http, config, was_given=True)
     server = client.admin.stats().server
     if not server.http_port:
         text = "the server tells no HTTP port: HTTP is off, or the server is of an older release"
         return [info("HTTP", text, "give its HOST:PORT as --http if it has one")]
+    host_name = "127.0.0.1" if socket_path(config.endpoint) else config.endpoint.rpartition(":")[0]
     return reachability.http_port(f"{host_name}:{server.http_port}", config, was_given=False)
 
 
 def _of_stats(client: Client) -> list[Finding]:
-    stats, window = look_twice(client.admin.stats, lambda stats: bool(notes(judgements(stats))))
-    clocks = reachability.clock(stats.server.unix_seconds) if stats.HasField("server") else []
+    stats, found = judge_twice(client.admin.stats)
     config = client.rpc.config
-    shakes_hands = config.tls is not None and not socket_path(config.endpoint)
-    found = judgements(stats, window)  # The handshake has shown the server's certificate already.
-    return [*(each for each in found if not (shakes_hands and each.check == SERVER_CERTIFICATE)), *clocks]
-
-
-def _of_namespaces(client: Client) -> list[Finding]:
-    infos = client.admin.namespaces(holdings=False)
-    return namespaces(infos, client.admin.stats().arena_bytes)
+    if config.tls is not None and not socket_path(config.endpoint):
+        # The handshake has shown the server's certificate already.
+        found = [each for each in found if each.check != SERVER_CERTIFICATE]
+    return [*found, *(reachability.clock(stats.server.unix_seconds) if stats.HasField("server") else [])]

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
-from kvpool.client.client import Client
 from kvpool.client.config import DEFAULT_ENDPOINT
 from kvpool.commands import common
 from kvpool.commands.common import AsJson, Endpoint
-from kvpool.commands.named_prompt import CacheSalt, HashSeed, NamedPrompt, NameKeyFile, Tokenizer
+from kvpool.commands.prompts import CacheSalt, HashSeed, NamedPrompt, NameKeyFile, Namespace, Prompt, Tokenizer
 from kvpool.report.explanation_report import PromptReport
 from kvpool.report.output import say
 
@@ -22,17 +19,8 @@ TIMEOUT_MS = 20_000
 
 
 def explain(
-    prompt: Annotated[
-        str,
-        typer.Option(
-            metavar="FILE",
-            help="The prompt: token ids as a JSON list or with white space between them, or text with --tokenizer; - "
-            "reads the standard input.",
-        ),
-    ],
-    namespace: Annotated[
-        str, typer.Option(help="Fingerprint, or its first characters, as `kvpool namespaces` shows it.")
-    ],
+    prompt: Prompt,
+    namespace: Namespace,
     tokenizer: Tokenizer = "",
     cache_salt: CacheSalt = "",
     hash_seed: HashSeed = None,
@@ -46,7 +34,12 @@ def explain(
     """
     with common.client_of(endpoint) as client:
         named = NamedPrompt.read(client, prompt, namespace, tokenizer, cache_salt, hash_seed, name_key_file)
-        report = _report(client, named)
+        found = client.admin.explain(named.info.fingerprint, named.runs, timeout_ms=TIMEOUT_MS)
+        report = PromptReport(named.spec, named.num_tokens, found)
+        if report.is_unknown:
+            listed = {each.fingerprint: each for each in client.admin.namespaces()}
+            counted = listed.get(named.info.fingerprint, named.info)
+            report.has_other_blocks = bool(counted.num_entries or any(tier.num_entries for tier in counted.tiers))
     if as_json:
         common.print_json(report.as_json())
         return
@@ -58,13 +51,3 @@ def explain(
             table.add_row(*map(escape, row))
         typer.echo("")
         Console().print(table)
-
-
-def _report(client: Client, named: NamedPrompt) -> PromptReport:
-    info = named.info
-    found = client.admin.explain(info.fingerprint, named.runs, timeout_ms=TIMEOUT_MS)
-    report = PromptReport(named.spec, named.num_tokens, found)
-    if report.is_unknown:
-        counted = {each.fingerprint: each for each in client.admin.namespaces()}.get(info.fingerprint, info)
-        report.has_other_blocks = bool(counted.num_entries or any(tier.num_entries for tier in counted.tiers))
-    return report

@@ -10,16 +10,8 @@ import typer
 from kvpool.client.config import DEFAULT_ENDPOINT
 from kvpool.commands import common
 from kvpool.commands.common import AsJson, Endpoint
-from kvpool.commands.named_prompt import (
-    CacheSalt,
-    HashSeed,
-    NamedPrompt,
-    NameKeyFile,
-    Namespace,
-    Prompt,
-    Tokenizer,
-)
 from kvpool.commands.option_bounds import within
+from kvpool.commands.prompts import CacheSalt, HashSeed, NamedPrompt, NameKeyFile, Namespace, Prompt, Tokenizer
 from kvpool.protocol.types import HintKind
 from kvpool.report.output import say
 from kvpool.report.quotas import size_text
@@ -63,16 +55,15 @@ def pin(
         _print_json(result)
         return
     if end:
-        say(f"{_of(result.num_blocks, named)} are pinned no longer.")
-        if not _is_all(result.num_blocks, named):
-            say(
-                "Blocks that other stored prompts continue stay as they are: name the longest prompt to end their pins."
-            )
+        say(f"{result.num_blocks:,} of {named} are pinned no longer.")
+        if result.num_blocks < named.num_blocks:
+            sentence = "Blocks that other stored prompts continue stay as they are"
+            say(f"{sentence}: name the longest prompt to end their pins.")
         return
     if not result.num_blocks and not result.num_refused:
-        say(f"Nothing is pinned: none of {_blocks(named)} is in memory. {SEND_IT}")
+        say(f"Nothing is pinned: none of {named} is in memory. {SEND_IT}")
         return
-    say(f"{_of(result.num_blocks, named)} are pinned for {seconds:,} s.")
+    say(f"{result.num_blocks:,} of {named} are pinned for {seconds:,} s.")
     if result.num_refused:
         say(f"{result.num_refused:,} stored blocks are not pinned: the budget has no room for them.")
     for budget in budgets:
@@ -99,8 +90,8 @@ def expire(
     if as_json:
         _print_json(result)
         return
-    say(f"{_of(result.num_blocks, named)} will be evicted before others.")
-    if not _is_all(result.num_blocks, named):
+    say(f"{result.num_blocks:,} of {named} will be evicted before others.")
+    if result.num_blocks < named.num_blocks:
         say("Pinned blocks, and those that other stored prompts continue, stay as they are: name the longest prompt.")
 
 
@@ -131,23 +122,11 @@ def prefetch(
         _print_json(result)
         return
     if not result.num_blocks and not result.num_pending:
-        say(f"None of {_blocks(named)} is in memory, or on its way up from a tier. {SEND_IT}")
+        say(f"None of {named} is in memory, or on its way up from a tier. {SEND_IT}")
         return
     pending = f", and {result.num_pending:,} or more are on their way up" if result.num_pending else ""
-    say(f"{_of(result.num_blocks, named)} are in memory{pending}.")
+    say(f"{result.num_blocks:,} of {named} are in memory{pending}.")
 
 
 def _print_json(result: pb.HintResponse) -> None:
     common.print_json({name: getattr(result, name) for name in ("num_blocks", "num_refused", "num_pending")})
-
-
-def _of(count: int, named: NamedPrompt) -> str:
-    return f"{count:,} of {_blocks(named)}"
-
-
-def _blocks(named: NamedPrompt) -> str:
-    return f"the prompt's {sum(map(len, named.runs)):,} blocks"
-
-
-def _is_all(count: int, named: NamedPrompt) -> bool:
-    return count >= sum(map(len, named.runs))

@@ -15,8 +15,8 @@ import typer
 
 from kvpool.client.config import DEFAULT_ENDPOINT
 from kvpool.commands import common
-from kvpool.commands.common import AsJson, Endpoint
-from kvpool.commands.ledger_table import LedgerTable
+from kvpool.commands.common import AsJson, Endpoint, minute_text
+from kvpool.commands.ledger_table import ledger_table
 from kvpool.protocol.causes import Cause
 from kvpool.protocol.errors import InvalidRequestError
 from kvpool.protocol.ledger import SUMS, added_up
@@ -25,6 +25,7 @@ from kvpool.report.output import console, say
 from kvpool.v1 import pool_pb2 as pb
 
 _UNITS = {"m": 60, "h": 3_600, "d": 86_400, "w": 604_800}
+_FIELDS = ("hour", "tenant", "model")
 _AGO = re.compile(r"(\d{1,6})([mhdw])")
 
 
@@ -36,14 +37,6 @@ class By(StrEnum):
     HOUR = "hour"
     ALL = "all"
     """Rows as the server has them: by hour, tenant and model."""
-
-
-_FIELDS = {
-    By.TENANT: ("tenant",),
-    By.MODEL: ("model",),
-    By.HOUR: ("hour",),
-    By.ALL: ("hour", "tenant", "model"),
-}
 
 
 def ledger(
@@ -63,7 +56,7 @@ def ledger(
     start, end = moment(since, now), moment(until, now) if until else 0
     with common.client_of(endpoint) as client:
         page = client.admin.ledger(start, end)
-    fields = _FIELDS[by]
+    fields = _FIELDS if by is By.ALL else (by.value,)
     rows = added_up(page.rows, fields)
     if as_json:
         told = {"begins": page.begins, "is_persistent": page.is_persistent}
@@ -88,23 +81,21 @@ def moment(text: str, now: float) -> int:
 def _values(row: pb.LedgerRow, fields: Sequence[str]) -> dict[str, Any]:
     """A row's fields, the hour as ISO 8601; without those that it is added up over."""
     known = fields_of(row)
-    values = {name: known[name] for name in (*_FIELDS[By.ALL], *SUMS, "computed_tokens")}
+    values = {name: known[name] for name in (*_FIELDS, *SUMS, "computed_tokens")}
     values["hour"] = dt.datetime.fromtimestamp(row.hour, dt.UTC).strftime("%Y-%m-%dT%H:%MZ")
-    return {name: value for name, value in values.items() if name in fields or name not in _FIELDS[By.ALL]}
+    return {name: value for name, value in values.items() if name in fields or name not in _FIELDS}
 
 
 def _print_csv(rows: Sequence[pb.LedgerRow], fields: Sequence[str]) -> None:
     known = [cause.label for cause in Cause]
     labels = [*known, *sorted({cause for row in rows for cause in row.computed_tokens}.difference(known))]
-    writer, has_head = csv.writer(sys.stdout, lineterminator="\n"), False
-    for row in rows or [pb.LedgerRow()]:
+    writer = csv.writer(sys.stdout, lineterminator="\n")
+    head = [name for name in _values(pb.LedgerRow(), fields) if name != "computed_tokens"]
+    writer.writerow([*head, *(f"computed_{label}_tokens" for label in labels)])
+    for row in rows:
         values = _values(row, fields)
         computed = values.pop("computed_tokens")
-        if not has_head:
-            writer.writerow([*values, *(f"computed_{label}_tokens" for label in labels)])
-            has_head = True
-        if rows:
-            writer.writerow([*map(_cell, values.values()), *(computed.get(label, 0) for label in labels)])
+        writer.writerow([*map(_cell, values.values()), *(computed.get(label, 0) for label in labels)])
 
 
 def _cell(value: object) -> object:
@@ -118,10 +109,10 @@ def _print_table(page: pb.LedgerResponse, rows: Sequence[pb.LedgerRow], fields: 
     if not rows:
         typer.echo("the ledger has no rows of that time")
     else:
-        drawn = LedgerTable(rows, fields, title, console())
-        console().print(drawn.table)
-        for sentence in drawn.sentences():
+        table, sentences = ledger_table(rows, fields, title, console())
+        console().print(table)
+        for sentence in sentences:
             say(sentence)
-    begins = dt.datetime.fromtimestamp(page.begins, dt.UTC).strftime("%Y-%m-%d %H:%M UTC")
+    begins = minute_text(dt.datetime.fromtimestamp(page.begins, dt.UTC))
     kept = f"kept since {begins}" if page.is_persistent else f"in memory since {begins}; --ledger keeps it in a file"
     say(f"The ledger is {kept}.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rich import box
@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
-from kvpool.commands.common import size_text
 from kvpool.protocol.causes import Cause
 from kvpool.report.output import count_text, share_text
+from kvpool.report.quotas import size_text
 from kvpool.v1 import pool_pb2 as pb
 
 GIB = 1 << 30
@@ -86,68 +86,62 @@ _NUMBERS = (
 )  # fmt: skip
 
 
-class LedgerTable:
-    """Rows of a ledger, as wide as a console.
+def ledger_table(
+    rows: Sequence[pb.LedgerRow], fields: Sequence[str], title: str, console: Console
+) -> tuple[Table, list[str]]:
+    """Rows of a ledger as a table that fits a console, and sentences: what columns mean, and why others are left out.
 
     Columns are left out that are 0 in each row, that engines tell where none has reported, and that do not fit.
 
     Args:
         fields: by which rows are added up.
     """
+    numbers = [each for each in _NUMBERS if any(map(each.value, rows))]
+    hidden = []
+    table = _drawn(rows, fields, title, numbers, None)
+    if not _fits(table, console):
+        table = _drawn(rows, fields, title, numbers, MAX_NAME_CHARS)
+    while not _fits(table, console) and len(numbers) > 1:
+        last = max(numbers, key=lambda each: each.rank)
+        numbers.remove(last)
+        hidden.append(last.name)
+        table = _drawn(rows, fields, title, numbers, MAX_NAME_CHARS)
+    sentences = [" ".join(f"{each.name}: {each.gloss}." for each in numbers)] if numbers else []
+    has_reports = [_has_report(row) for row in rows]
+    if not any(has_reports):
+        unknown = ", ".join(each.name for each in _NUMBERS if each.is_reported)
+        sentences.append(f"No engine reports to this server: {unknown} are unknown.")
+    elif not all(has_reports):
+        sentences.append(f"{UNKNOWN}: no engine has reported.")
+    if hidden:
+        sentences.append(f"Too wide for the terminal: {', '.join(hidden)}. --csv has all columns.")
+    return table, sentences
 
-    def __init__(self, rows: Sequence[pb.LedgerRow], fields: Sequence[str], title: str, console: Console):
-        self._rows = rows
-        self._fields = fields
-        self._title = title
-        self._numbers = [each for each in _NUMBERS if any(map(each.value, rows))]
-        self.table = self._drawn(None)
-        self._hidden: list[str] = []
-        if not self._fits(console):
-            self.table = self._drawn(MAX_NAME_CHARS)
-        while not self._fits(console) and len(self._numbers) > 1:
-            last = max(self._numbers, key=lambda each: each.rank)
-            self._numbers.remove(last)
-            self._hidden.append(last.name)
-            self.table = self._drawn(MAX_NAME_CHARS)
 
-    def sentences(self) -> Iterator[str]:
-        """What the columns mean, and why others are left out."""
-        if self._numbers:
-            yield " ".join(f"{each.name}: {each.gloss}." for each in self._numbers)
-        has_reports = [_has_report(row) for row in self._rows]
-        if not any(has_reports):
-            unknown = ", ".join(each.name for each in _NUMBERS if each.is_reported)
-            yield f"No engine reports to this server: {unknown} are unknown."
-        elif not all(has_reports):
-            yield f"{UNKNOWN}: no engine has reported."
-        if self._hidden:
-            yield f"Too wide for the terminal: {', '.join(self._hidden)}. --csv has all columns."
+def _fits(table: Table, console: Console) -> bool:
+    wide = console.options.update(width=10_000)
+    return console.measure(table, options=wide).maximum <= console.width
 
-    def _fits(self, console: Console) -> bool:
-        wide = console.options.update(width=10_000)
-        return console.measure(self.table, options=wide).maximum <= console.width
 
-    def _drawn(self, name_chars: int | None) -> Table:
-        columns = [Column(_head(name), overflow="fold", max_width=name_chars) for name in self._fields]
-        for each in self._numbers:
-            columns.append(Column(each.name.replace(" ", "\n"), justify="right", no_wrap=True))
-        table = Table(*columns, title=escape(self._title), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-        for row in self._rows:
-            names = {"hour": hour_text(row.hour), "tenant": row.tenant or "(none)", "model": row.model}
-            is_known = _has_report(row)
-            cells = (UNKNOWN if each.is_reported and not is_known else each.text(row) for each in self._numbers)
-            table.add_row(*(escape(names[name]) for name in self._fields), *cells)
-        return table
+def _drawn(
+    rows: Sequence[pb.LedgerRow],
+    fields: Sequence[str],
+    title: str,
+    numbers: Sequence[_Number],
+    name_chars: int | None,
+) -> Table:
+    heads = ("hour, UTC" if name == "hour" else name for name in fields)
+    columns = [Column(head, overflow="fold", max_width=name_chars) for head in heads]
+    columns += [Column(each.name.replace(" ", "\n"), justify="right", no_wrap=True) for each in numbers]
+    table = Table(*columns, title=escape(title), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for row in rows:
+        hour = dt.datetime.fromtimestamp(row.hour, dt.UTC).strftime("%m-%d %H:%M")
+        names = {"hour": hour, "tenant": row.tenant or "(none)", "model": row.model}
+        is_known = _has_report(row)
+        cells = (UNKNOWN if each.is_reported and not is_known else each.text(row) for each in numbers)
+        table.add_row(*(escape(names[name]) for name in fields), *cells)
+    return table
 
 
 def _has_report(row: pb.LedgerRow) -> bool:
     return bool(row.num_requests or _prompt_tokens(row) or row.saved_gpu_seconds or row.lost_gpu_seconds)
-
-
-def _head(field: str) -> str:
-    return "hour, UTC" if field == "hour" else field
-
-
-def hour_text(hour: int) -> str:
-    """An hour of the last `LEDGER_DAYS`: 11-23 07:00."""
-    return dt.datetime.fromtimestamp(hour, dt.UTC).strftime("%m-%d %H:%M")

@@ -13,8 +13,7 @@ from rich.table import Column, Table
 
 from kvpool.client.config import DEFAULT_ENDPOINT
 from kvpool.commands import common
-from kvpool.commands.common import AsJson, Endpoint
-from kvpool.commands.fingerprints import one_of
+from kvpool.commands.common import AsJson, Endpoint, one_of
 from kvpool.protocol.messages import fields_of
 from kvpool.protocol.namespace import differences
 from kvpool.protocol.text import duration_text, opened_text, printable
@@ -42,17 +41,20 @@ def namespaces(
     with common.client_of(endpoint) as client:
         found = client.admin.namespaces()
         bounds = client.admin.quotas()
+    covering = [
+        [quota for quota in bounds if covers(quota.subject, info.spec.tenant, info.fingerprint)] for info in found
+    ]
     if as_json:
-        common.print_json([_row(info, bounds) for info in found])
+        common.print_json([_row(*each) for each in zip(found, covering, strict=True)])
         return
     typer.echo(f"at {endpoint}:" if found else f"no namespaces at {endpoint}")
-    for info in found:
-        typer.echo(text_of(info, [quota for quota in bounds if _covers(quota, info)]))
+    for each in zip(found, covering, strict=True):
+        typer.echo(text_of(*each))
 
 
-def text_of(info: pb.NamespaceInfo, bounds: Sequence[pb.Quota]) -> str:
-    """A namespace as a line with its fingerprint and model, and lines of facts."""
-    limits = "".join(f" of {size_text(quota.limit_bytes)}" for quota in bounds)
+def text_of(info: pb.NamespaceInfo, quotas: Sequence[pb.Quota]) -> str:
+    """A namespace and its quotas as a line with its fingerprint and model, and lines of facts."""
+    limits = "".join(f" of {size_text(quota.limit_bytes)}" for quota in quotas)
     facts = [f"{info.num_entries:,} blocks, {size_text(info.nbytes)}{limits}"]
     if info.lookup_blocks:
         facts.append(f"hit ratio {share_text(info.lookup_hits, info.lookup_blocks)} of {info.lookup_blocks:,} blocks")
@@ -65,27 +67,19 @@ def text_of(info: pb.NamespaceInfo, bounds: Sequence[pb.Quota]) -> str:
     lines = [
         f"{info.fingerprint.hex()[:12]}  {info.spec.model}",
         "; ".join(facts),
-        f"{_opened(info)}; last used {duration_text(info.idle_seconds)} ago",
+        f"{opened_text(info.opened_by, info.age_seconds)}; last used {duration_text(info.idle_seconds)} ago",
         *(f"in {tier.tier}: {tier.num_entries:,} blocks, {size_text(tier.nbytes)}" for tier in info.tiers),
     ]
     return "\n    ".join(lines)
 
 
-def _row(info: pb.NamespaceInfo, bounds: Sequence[pb.Quota]) -> dict[str, Any]:
+def _row(info: pb.NamespaceInfo, quotas: Sequence[pb.Quota]) -> dict[str, Any]:
     row = fields_of(info)
     del row["spec"]
     shown = {"entries": row.pop("num_entries"), "bytes": row.pop("nbytes"), **row}
     hit_ratio = info.lookup_hits / info.lookup_blocks if info.lookup_blocks else None
-    quotas = [fields_of(quota) for quota in bounds if _covers(quota, info)]
-    return {**shown, "hit_ratio": hit_ratio, "quotas": quotas, **dataclasses.asdict(decode_spec(info.spec))}
-
-
-def _opened(info: pb.NamespaceInfo) -> str:
-    return opened_text(info.opened_by, info.age_seconds)
-
-
-def _covers(quota: pb.Quota, info: pb.NamespaceInfo) -> bool:
-    return covers(quota.subject, info.spec.tenant, info.fingerprint)
+    told = {"hit_ratio": hit_ratio, "quotas": [fields_of(quota) for quota in quotas]}
+    return {**shown, **told, **dataclasses.asdict(decode_spec(info.spec))}
 
 
 def _print_differences(endpoint: str, prefixes: tuple[str, str], as_json: bool) -> None:
@@ -93,20 +87,18 @@ def _print_differences(endpoint: str, prefixes: tuple[str, str], as_json: bool) 
         known = {info.fingerprint: info for info in client.admin.namespaces(holdings=False)}
         a, b = (one_of(list(known), prefix) for prefix in prefixes)
     found = differences(*(decode_spec(known[name].spec) for name in (a, b)))
-    rows = [(each.field, each.ours, each.theirs) for each in found]  # Of secrets the server sends digests.
-    if as_json:
-        common.print_json([{"field": field, "a": ours, "b": theirs} for field, ours, theirs in rows])
+    if as_json:  # Of secrets the server sends digests.
+        common.print_json([{"field": each.field, "a": each.ours, "b": each.theirs} for each in found])
         return
-    if not rows:
+    if not found:
         typer.echo(f"{a.hex()[:12]} and {b.hex()[:12]} at {endpoint} differ in no field")
         return
     # Rich would read text in brackets as markup, and engines choose the names of hosts and models.
-    for each in (a, b):
-        typer.echo(printable(f"{each.hex()[:12]}: {_opened(known[each])}"))
-    columns = [Column(each.hex()[:12], overflow="fold") for each in (a, b)]
-    table = Table(Column("field", overflow="fold"), *columns, title=escape(f"differences at {endpoint}"))
-    for field, ours, theirs in rows:
-        table.add_row(
-            escape(field), *(escape(value if isinstance(value, str) else json.dumps(value)) for value in (ours, theirs))
-        )
+    for info in (known[a], known[b]):
+        typer.echo(printable(f"{info.fingerprint.hex()[:12]}: {opened_text(info.opened_by, info.age_seconds)}"))
+    columns = [Column(name, overflow="fold") for name in ("field", a.hex()[:12], b.hex()[:12])]
+    table = Table(*columns, title=escape(f"differences at {endpoint}"))
+    for each in found:
+        values = (value if isinstance(value, str) else json.dumps(value) for value in (each.ours, each.theirs))
+        table.add_row(escape(each.field), *map(escape, values))
     console().print(table)

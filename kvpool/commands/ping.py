@@ -9,8 +9,7 @@ import typer
 from kvpool.client.client import Client
 from kvpool.client.config import DEFAULT_ENDPOINT, TRANSPORTS
 from kvpool.commands import common
-from kvpool.commands.common import AsJson, Endpoint
-from kvpool.commands.fingerprints import find_namespace
+from kvpool.commands.common import AsJson, Endpoint, find_namespace
 from kvpool.commands.option_bounds import within
 from kvpool.protocol.errors import InvalidRequestError
 from kvpool.protocol.text import duration_text

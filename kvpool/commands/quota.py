@@ -40,8 +40,8 @@ def quota(
 ) -> None:
     """Set and list quotas: how much of the arena tenants or namespaces may hold. They last until the server stops."""
     wanted = [parse_quota(text) for text in quotas or ()]
-    for text, each in zip(quotas or (), wanted, strict=True):
-        if each.limit_bytes and text.strip()[-1].isdigit():  # Most who forget the unit would evict nearly all.
+    for text, asked in zip(quotas or (), wanted, strict=True):
+        if asked.limit_bytes and text.strip()[-1].isdigit():  # Most who forget the unit would evict nearly all.
             raise InvalidRequestError(f"quota {text!r} has no unit; give {text}GiB, or {text}B if you mean bytes")
     with common.client_of(endpoint) as client:
         found = client.admin.set_quotas(wanted) if wanted else client.admin.quotas()
@@ -52,21 +52,16 @@ def quota(
     if as_json:
         common.print_json([fields_of(quota) for quota in found])
         return
-    if not found:
+    if found:
+        numbers = [Column(name, justify="right") for name in ("limit", "used", "share used")]
+        table = Table(Column("subject", overflow="fold"), *numbers, title=escape(f"quotas at {endpoint}"))
+        for known in found:
+            share = f"{known.used_bytes / max(1, known.limit_bytes):.0%}"
+            table.add_row(escape(known.subject), size_text(known.limit_bytes), size_text(known.used_bytes), share)
+        console().print(table)
+        say(_WHAT_COUNTS)
+    else:
         typer.echo(f"no quotas at {endpoint}: every tenant and namespace may fill the arena")
-        _say_pins(budgets)
-        return
-    numbers = [Column(name, justify="right") for name in ("limit", "used", "share used")]
-    table = Table(Column("subject", overflow="fold"), *numbers, title=escape(f"quotas at {endpoint}"))
-    for known in found:
-        share = f"{known.used_bytes / max(1, known.limit_bytes):.0%}"
-        table.add_row(escape(known.subject), size_text(known.limit_bytes), size_text(known.used_bytes), share)
-    console().print(table)
-    say(_WHAT_COUNTS)
-    _say_pins(budgets)
-
-
-def _say_pins(budgets: Sequence[pb.PinBudget]) -> None:
     for each in budgets:
         if each.used_bytes:
             tenant = f"tenant {each.tenant}" if each.tenant else "the tenant without a name"

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import datetime as dt
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from kvpool.commands.common import AsJson, end_text, minute_text, print_json
 from kvpool.protocol.errors import InvalidRequestError
-from kvpool.protocol.text import duration_text, printable
+from kvpool.protocol.text import printable
 from kvpool.security.certificates import write_whole
 from kvpool.security.principal import ABOUT_DOMAINS, ALL_TENANTS, DEFAULT_DOMAIN, Principal, Role
 from kvpool.security.tokens import TokenRecord, append_record, create_token, parse_lifetime, read_records, remove_record
@@ -44,18 +43,20 @@ def create(
         typer.echo(token)
     else:
         write_whole(out, f"{token}\n".encode(), secret=True)
-    typer.echo(f"kvpool: {record.principal} until {_minute(record.ends_at)}; nobody can print it again", err=True)
+    typer.echo(f"kvpool: {record.principal} until {minute_text(record.ends_at)}; nobody can print it again", err=True)
 
 
 @app.command("list")
-def list_tokens(file: TokensFile, as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+def list_tokens(file: TokensFile, as_json: AsJson = False) -> None:
     """Show the tokens of a server's file: the id, whose each is, when it was made, and when it ends; no secrets."""
     found = sorted(read_records(file).values(), key=lambda record: (str(record.principal), record.ends_at))
     if as_json:
-        typer.echo(json.dumps([_row(record) for record in found], indent=2))
+        print_json([_row(record) for record in found])
         return
     for record in found:
-        typer.echo("\n    ".join(map(printable, _lines(record))))
+        created = "" if record.created_at is None else f"created {minute_text(record.created_at)}; "
+        lines = [f"{record.id}  {record.principal}", created + end_text(record.ends_at)]
+        typer.echo("\n    ".join(map(printable, lines)))
     if not found:
         typer.echo(f"no tokens in {file}")
 
@@ -73,14 +74,6 @@ def revoke(
     )
 
 
-def _lines(record: TokenRecord) -> list[str]:
-    left_s = (record.ends_at - dt.datetime.now(dt.UTC)).total_seconds()
-    when = f"in {duration_text(left_s)}" if left_s > 0 else f"{duration_text(-left_s)} ago"
-    created = "" if record.created_at is None else f"created {_minute(record.created_at)}; "
-    ends = f"{'ends' if left_s > 0 else 'ENDED'} {_minute(record.ends_at)}, {when}"
-    return [f"{record.id}  {record.principal}", created + ends]
-
-
 def _row(record: TokenRecord) -> dict[str, str | None]:
     principal, created_at = record.principal, record.created_at
     return {
@@ -92,7 +85,3 @@ def _row(record: TokenRecord) -> dict[str, str | None]:
         "created_at": None if created_at is None else created_at.isoformat(),
         "ends_at": record.ends_at.isoformat(),
     }
-
-
-def _minute(moment: dt.datetime) -> str:
-    return f"{moment.astimezone(dt.UTC):%Y-%m-%d %H:%M} UTC"

@@ -6,15 +6,17 @@ from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
-from rich.table import Column, Table
+from rich.table import Table
 
 from kvpool.client.config import DEFAULT_ENDPOINT
 from kvpool.commands import common
-from kvpool.commands.common import AsJson, Endpoint, duration_text, size_text
+from kvpool.commands.common import AsJson, Endpoint
 from kvpool.commands.option_bounds import within
 from kvpool.protocol.errors import InvalidRequestError, KVPoolError
 from kvpool.protocol.messages import fields_of
+from kvpool.protocol.text import duration_text
 from kvpool.report.output import console, count_text, say
+from kvpool.report.quotas import size_text
 from kvpool.v1 import pool_pb2 as pb
 
 DAY_S = 86_400
@@ -64,33 +66,35 @@ def _hit_ratio(curve: pb.ValueCurve) -> float:
     return curve.hit_tokens / curve.lookup_tokens if curve.lookup_tokens else 0.0
 
 
-def _name(curve: pb.ValueCurve) -> str:
-    if curve.is_total:
-        return "all tenants"
-    return f"tenant {curve.tenant or '(none)'}"
-
-
-def _table(report: pb.ValueResponse, curve: pb.ValueCurve, prefill: float | None) -> Table:
-    of_both = " with tiers" if report.has_tiers else ""
-    names = ["memory", "size", "hits", *(["hits with tiers"] if of_both else []), f"tokens a day{of_both}"]
-    names += [f"GPU-s a day{of_both}"] if prefill is not None else []
-    table = Table(*(Column(name, justify="right") for name in names), title=escape(_name(curve)))
-    for each in curve.estimates:
-        saved = _saved_tokens_a_day(report, curve, each.hit_ratio_with_tiers)
-        cells = [size_text(int(each.size * report.arena_bytes)), f"{each.size:g}x", f"{each.hit_ratio:.1%}"]
-        cells += [f"{each.hit_ratio_with_tiers:.1%}"] if report.has_tiers else []
-        cells += [count_text(saved)]
-        cells += [count_text(saved / prefill)] if prefill is not None else []
-        table.add_row(*cells, style="bold" if each.size == 1 else None)
-    return table
-
-
 def _saved_tokens_a_day(report: pb.ValueResponse, curve: pb.ValueCurve, hit_ratio: float) -> float:
     return hit_ratio * curve.lookup_tokens / max(report.seconds, 1.0) * DAY_S
 
 
+def _table(report: pb.ValueResponse, curve: pb.ValueCurve, prefill: float | None) -> Table:
+    of_both = " with tiers" if report.has_tiers else ""
+    title = "all tenants" if curve.is_total else f"tenant {curve.tenant or '(none)'}"
+    table = Table(title=escape(title))
+    for each in curve.estimates:
+        saved = _saved_tokens_a_day(report, curve, each.hit_ratio_with_tiers)
+        cells = {
+            "memory": size_text(int(each.size * report.arena_bytes)),
+            "size": f"{each.size:g}x",
+            "hits": f"{each.hit_ratio:.1%}",
+        }
+        if report.has_tiers:
+            cells["hits with tiers"] = f"{each.hit_ratio_with_tiers:.1%}"
+        cells[f"tokens a day{of_both}"] = count_text(saved)
+        if prefill is not None:
+            cells[f"GPU-s a day{of_both}"] = count_text(saved / prefill)
+        if not table.columns:
+            for name in cells:
+                table.add_column(name, justify="right")
+        table.add_row(*cells.values(), style="bold" if each.size == 1 else None)
+    return table
+
+
 def _as_json(report: pb.ValueResponse, curves: list[pb.ValueCurve], prefill: float | None) -> dict[str, Any]:
-    listed = []
+    rows = []
     for curve in curves:
         row = fields_of(curve) | {"hit_ratio": _hit_ratio(curve)}
         for each in row["estimates"]:
@@ -98,7 +102,7 @@ def _as_json(report: pb.ValueResponse, curves: list[pb.ValueCurve], prefill: flo
             each["arena_bytes"] = int(each["size"] * report.arena_bytes)
             each["saved_tokens_per_day"] = saved
             each["saved_gpu_seconds_per_day"] = None if prefill is None else saved / prefill
-        listed.append(row)
-    whole = fields_of(report) | {"curves": listed}
+        rows.append(row)
+    whole = fields_of(report) | {"curves": rows}
     del whole["boot_token"]
     return whole

@@ -4,63 +4,53 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
 
 from kvpool.protocol.errors import KVPoolError, PermissionDeniedError
-from kvpool.report.finding import Finding, Level, error, warning
+from kvpool.report.finding import Finding, error, warning
 
 DEADLINE_S = 10.0
 """Of one check. A call of a client ends before."""
 MAX_TEXT_CHARS = 1_000
-_ABOUT_ROLES = "give an operator's certificate or token (--tls, --token-file) to check this, too"
+Check = Callable[[], Iterable[Finding]]
+"""A check returns its findings, and may raise a KVPoolError, which becomes one."""
 
 
-@dataclass(frozen=True, slots=True)
-class Check:
-    """A check by name; `run` returns its findings, and may raise a KVPoolError, which becomes one."""
+def examine(checks: Mapping[str, Check], deadline_s: float = DEADLINE_S) -> list[Finding]:
+    """Runs all checks at once, each in a thread of its own, which is left behind if the check hangs.
 
-    name: str
-    run: Callable[[], Sequence[Finding]]
+    Args:
+        checks: by their names.
 
+    Returns: the findings in the order of the checks, after `deadline_s` at most.
+    """
+    found: dict[str, list[Finding]] = {}
 
-def examine(checks: Iterable[Check], deadline_s: float = DEADLINE_S) -> list[Finding]:
-    """Runs all checks at once; returns their findings in the order of the checks, after `deadline_s` at most."""
-    running = [_Running(check) for check in checks]
+    def run(name: str, check: Check) -> None:
+        found[name] = _findings(name, check)
+
+    threads = {}
+    for name, check in checks.items():
+        threads[name] = threading.Thread(target=run, args=(name, check), name=f"kvpool-doctor {name}", daemon=True)
+        threads[name].start()
     ends_at = time.monotonic() + deadline_s
     findings: list[Finding] = []
-    for each in running:
-        each.thread.join(max(0.0, ends_at - time.monotonic()))
-        found = each.findings
-        if found is None:
-            text = f"the check did not end within {deadline_s:g} s"
-            found = [warning(each.check.name, text, "run it again; look at the load of both hosts and the network")]
-        findings += found
+    for name, thread in threads.items():
+        thread.join(max(0.0, ends_at - time.monotonic()))
+        text = f"the check did not end within {deadline_s:g} s"
+        late = warning(name, text, "run it again; look at the load of both hosts and the network")
+        findings += found.get(name, [late])
     return findings
 
 
-def has_errors(findings: Iterable[Finding]) -> bool:
-    """Whether something does not work."""
-    return any(finding.level is Level.ERROR for finding in findings)
-
-
-class _Running:
-    """A check in a thread of its own, which is left behind if it hangs."""
-
-    def __init__(self, check: Check):
-        self.check = check
-        self.findings: list[Finding] | None = None
-        self.thread = threading.Thread(target=self._run, name=f"kvpool-doctor {check.name}", daemon=True)
-        self.thread.start()
-
-    def _run(self) -> None:
-        try:
-            found = list(self.check.run())
-        except PermissionDeniedError as refused:
-            found = [warning(self.check.name, str(refused)[:MAX_TEXT_CHARS], _ABOUT_ROLES)]
-        except KVPoolError as failed:
-            found = [error(self.check.name, str(failed)[:MAX_TEXT_CHARS], "see the message")]
-        except Exception as failed:
-            text = f"the check failed: {failed!r}"[:MAX_TEXT_CHARS]
-            found = [warning(self.check.name, text, "the other checks do not depend on it")]
-        self.findings = found
+def _findings(name: str, check: Check) -> list[Finding]:
+    try:
+        return list(check())
+    except PermissionDeniedError as refused:
+        fix = "give an operator's certificate or token (--tls, --token-file) to check this, too"
+        return [warning(name, str(refused)[:MAX_TEXT_CHARS], fix)]
+    except KVPoolError as failed:
+        return [error(name, str(failed)[:MAX_TEXT_CHARS], "see the message")]
+    except Exception as failed:
+        text = f"the check failed: {failed!r}"[:MAX_TEXT_CHARS]
+        return [warning(name, text, "the other checks do not depend on it")]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import combinations
 
 from kvpool.protocol.hashing import ALGORITHM
@@ -24,6 +24,8 @@ MIN_TOKENS = 8_192
 _MEANT = ("tenant", "salt")
 """Fields that are set to keep namespaces apart."""
 _DERIVED = ("chunk_bytes", "layer_formats", "hash_block_tokens")
+_OPTIONS = {"block_tokens": "--block-size", "hash_seed": "PYTHONHASHSEED", "kv_cache_dtype": "--kv-cache-dtype"}
+"""What sets a field, where its name does not say so."""
 _CAUSES = ("block_tokens", "num_shards", "model_dtype", "kv_cache_dtype", "num_kv_heads", "head_size_k", "head_size_v")
 """Fields that others follow from: a difference in one of them brings differences in `_DERIVED`."""
 
@@ -69,28 +71,17 @@ def _causes(found: Sequence[Difference]) -> list[Difference]:
 
 def _separated(one: pb.NamespaceInfo, other: pb.NamespaceInfo, difference: Difference) -> Finding:
     a, b = (info.fingerprint.hex()[:12] for info in (one, other))
-    values = "" if difference.is_private else f": {_shown(difference.ours)} and {_shown(difference.theirs)}"
+    both = (escaped(repr(value), MAX_VALUE_CHARS) for value in (difference.ours, difference.theirs))
+    values = "" if difference.is_private else f": {' and '.join(both)}"
+    ours, theirs = (opened_text(info.opened_by, info.age_seconds) for info in (one, other))
     text = (
-        f"namespaces {a} ({_opened(one)}) and {b} ({_opened(other)}) of {escaped(one.spec.model, MAX_VALUE_CHARS)} "
+        f"namespaces {a} ({ours}) and {b} ({theirs}) of {escaped(one.spec.model, MAX_VALUE_CHARS)} "
         f"share nothing, because of {escaped(difference.field, MAX_VALUE_CHARS)} alone{values}"
     )
-    fix = f"if they should share, start their engines with the same {_setting(difference.field)}"
+    name = difference.field.rpartition(".")[2]
+    setting = _OPTIONS.get(name, escaped(name, MAX_VALUE_CHARS))
+    fix = f"if they should share, start their engines with the same {setting}"
     return warning("namespaces", text, f"{fix}; `kvpool namespaces --diff {a} {b}`")
-
-
-def _opened(info: pb.NamespaceInfo) -> str:
-    return opened_text(info.opened_by, info.age_seconds)
-
-
-def _setting(field: str) -> str:
-    name = field.rpartition(".")[2]
-    return {"block_tokens": "--block-size", "hash_seed": "PYTHONHASHSEED", "kv_cache_dtype": "--kv-cache-dtype"}.get(
-        name, escaped(name, MAX_VALUE_CHARS)
-    )
-
-
-def _shown(value: object) -> str:
-    return escaped(repr(value), MAX_VALUE_CHARS)
 
 
 def hashes(infos: Sequence[pb.NamespaceInfo]) -> list[Finding]:
@@ -116,21 +107,19 @@ def hashes(infos: Sequence[pb.NamespaceInfo]) -> list[Finding]:
 
 def block_sizes(infos: Sequence[pb.NamespaceInfo], arena_bytes: int) -> list[Finding]:
     """Whether the arena holds enough blocks of each model."""
-    found = [finding for info in infos for finding in _block_size(info, arena_bytes)]
-    if found:
+    found = []
+    for info in infos:
+        groups, name = info.spec.groups, escaped(info.spec.model, MAX_VALUE_CHARS)
+        slots = [group.num_shards * group.chunk_bytes for group in groups]
+        largest = size_text(max(slots))
+        tokens = int(arena_bytes / sum(size / group.block_tokens for size, group in zip(slots, groups, strict=True)))
+        if max(slots) > arena_bytes:
+            text = f"a block of {name} has {largest}, and the arena {size_text(arena_bytes)}"
+            fix = "give the server more --memory, or the engines a smaller --block-size"
+            found.append(error("block size", text, fix))
+        elif tokens < MIN_TOKENS:
+            text = f"the arena holds {tokens:,} tokens of {name} at most, with blocks of {largest}"
+            found.append(warning("block size", text, "give the server more --memory"))
+    if found or not infos:
         return found[:MAX_FINDINGS]
-    return [ok("block size", "the arena holds long prompts of every model")] if infos else []
-
-
-def _block_size(info: pb.NamespaceInfo, arena_bytes: int) -> Iterator[Finding]:
-    groups, name = info.spec.groups, escaped(info.spec.model, MAX_VALUE_CHARS)
-    slots = [group.num_shards * group.chunk_bytes for group in groups]
-    largest = max(slots)
-    if largest > arena_bytes:
-        text = f"a block of {name} has {size_text(largest)}, and the arena {size_text(arena_bytes)}"
-        yield error("block size", text, "give the server more --memory, or the engines a smaller --block-size")
-        return
-    a_token = sum(nbytes / group.block_tokens for nbytes, group in zip(slots, groups, strict=True))
-    if (tokens := int(arena_bytes / a_token)) < MIN_TOKENS:
-        text = f"the arena holds {tokens:,} tokens of {name} at most, with blocks of {size_text(largest)}"
-        yield warning("block size", text, "give the server more --memory")
+    return [ok("block size", "the arena holds long prompts of every model")]

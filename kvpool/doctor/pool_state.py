@@ -125,11 +125,8 @@ def _counted(rule: _Counted, check: str, key: Key, stats: pb.StatsResponse, wind
     if window is not None and (count := window.grown(key)):
         yield Finding(check, rule.level, text(count, window.when), rule.fix)
     elif count := total(stats, key):
-        yield info(check, text(count, _over(window)), rule.fix)
-
-
-def _over(window: Window | None) -> str:
-    return SINCE_START if window is None else f"{SINCE_START} (none {window.when})"
+        over = SINCE_START if window is None else f"{SINCE_START} (none {window.when})"
+        yield info(check, text(count, over), rule.fix)
 
 
 def _room(stats: pb.StatsResponse) -> Iterator[Finding]:
@@ -152,7 +149,7 @@ def _room(stats: pb.StatsResponse) -> Iterator[Finding]:
 
 
 def _hits(stats: pb.StatsResponse, window: Window | None) -> list[Finding]:
-    (asked, found), blocks = tokens(stats), stats.counters.get("lookup_blocks", 0)
+    (asked, found), blocks = tokens(stats.server), stats.counters.get("lookup_blocks", 0)
     if not blocks:
         return [ok("hits", "no engine has looked anything up yet")]
     when = SINCE_START
@@ -171,10 +168,9 @@ def _hits(stats: pb.StatsResponse, window: Window | None) -> list[Finding]:
     return [ok("hits", f"lookups found {found:,} of {asked:,} tokens")] if asked else []
 
 
-def tokens(stats: pb.StatsResponse) -> tuple[int, int]:
-    """Tokens that lookups asked for, and those that they found, since the server's start."""
-    usage = stats.server.usage
-    return sum(each.lookup_tokens for each in usage), sum(each.hit_tokens for each in usage)
+def tokens(server: pb.ServerStats) -> tuple[int, int]:
+    """Tokens that lookups asked for, and those that they found."""
+    return sum(each.lookup_tokens for each in server.usage), sum(each.hit_tokens for each in server.usage)
 
 
 def _tier(tier: pb.TierStats, stats: pb.StatsResponse, window: Window | None) -> list[Finding]:

@@ -19,6 +19,7 @@ from kvpool.protocol import replies
 from kvpool.protocol.errors import KVPoolError, TransferError
 from kvpool.protocol.skew import OWN, Release
 from kvpool.protocol.text import duration_text, printable
+from kvpool.report.bandwidth import check_permission, measure, usual_block
 from kvpool.report.finding import Finding, error, ok, warning
 from kvpool.security.certificates import read_pem
 from kvpool.security.tls import TlsFiles
@@ -30,6 +31,10 @@ from kvpool.v1 import pool_pb2 as pb
 CONNECT_S = 3.0
 MAX_SKEW_S = 5.0
 MAX_BODY_BYTES = 1_024
+ROUND_BYTES = 64 << 20
+"""Of a measurement of bandwidth."""
+SLOW_GB_PER_S = 1.0
+"""Slower loads hardly pay: with 128 KiB a token they bring 7,600 tokens a second, and a GPU computes more."""
 OWN_CERTIFICATE = "certificate "
 """What the checks of this side's certificates begin with; the file's path follows."""
 
@@ -93,6 +98,18 @@ def transport(client: Client) -> list[Finding]:
         text = f"bytes would travel by {choice.transport.name}, which is slow: {choice.why}"
         return [warning("transport", text, "make one of the faster transports work; the reasons name what is missing")]
     return [ok("transport", f"bytes would travel by {choice.route}: {choice.why}")]
+
+
+def bandwidth(client: Client) -> list[Finding]:
+    """The rates of puts and gets. Raises PermissionDeniedError unless the caller is an operator."""
+    check_permission(client)
+    found = measure(client, ROUND_BYTES, usual_block(client))
+    put, get = found.put_gb_per_s.median, found.get_gb_per_s.median
+    text = f"{found.transport}: put {put:.3g} GB/s, get {get:.3g} GB/s"
+    if get < SLOW_GB_PER_S:
+        fix = "measure a hit against computing with `kvpool ping --bandwidth --namespace`"
+        return [warning("bandwidth", text, fix)]
+    return [ok("bandwidth", text)]
 
 
 def offers_rdma(client: Client) -> bool:

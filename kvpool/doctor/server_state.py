@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from kvpool.protocol.text import duration_text, escaped
 from kvpool.report.finding import Finding, error, ok, warning
 from kvpool.v1 import pool_pb2 as pb
@@ -18,33 +20,22 @@ _CHECKS = {"server": SERVER_CERTIFICATE, "client_ca": "certificate of the client
 MAX_NAME_CHARS = 60
 
 
-def server_state(stats: pb.StatsResponse) -> list[Finding]:
-    """What a snapshot says about the server; empty if the server is too old to tell."""
+def server_state(stats: pb.StatsResponse) -> Iterator[Finding]:
+    """What a snapshot says about the server; nothing if the server is too old to tell."""
     if not stats.HasField("server"):
-        return []
-    now = stats.server.unix_seconds
-    return [
-        *(_refused(escaped(name, MAX_NAME_CHARS)) for name in stats.server.refused_files),
-        _lag(stats.server.loop_lag_p99_seconds, stats.server.loop_lag_max_seconds),
-        *(
-            certificate_end(
-                _CHECKS.get(name, f"certificate {escaped(name, MAX_NAME_CHARS)}"),
-                ends_at - now,
-                "replace its file, which needs no restart",
-            )
-            for name, ends_at in stats.server.certificate_ends.items()
-        ),
-    ]
-
-
-def _refused(name: str) -> Finding:
-    """Args: name: what the file holds."""
-    return error(
-        f"file of {name}",
-        f"the server cannot use the file of its {name} as the file is now, and what it held before stays in force: "
-        "a revocation may wait",
-        "the server's log names the file, the line or mode, and why; mend it, which needs no restart",
-    )
+        return
+    for name in stats.server.refused_files:
+        shown = escaped(name, MAX_NAME_CHARS)
+        yield error(
+            f"file of {shown}",
+            f"the server cannot use the file of its {shown} as the file is now, and what it held before stays in "
+            "force: a revocation may wait",
+            "the server's log names the file, the line or mode, and why; mend it, which needs no restart",
+        )
+    yield _lag(stats.server.loop_lag_p99_seconds, stats.server.loop_lag_max_seconds)
+    for name, ends_at in stats.server.certificate_ends.items():
+        check = _CHECKS.get(name, f"certificate {escaped(name, MAX_NAME_CHARS)}")
+        yield certificate_end(check, ends_at - stats.server.unix_seconds, "replace its file, which needs no restart")
 
 
 def _lag(p99_s: float, longest_s: float) -> Finding:

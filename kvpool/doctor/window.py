@@ -5,7 +5,6 @@ The dashboard has samples of the last `RECENT_S`. A command has one snapshot, or
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -54,16 +53,3 @@ def window_of(now: pb.StatsResponse, before: pb.StatsResponse | None = None, sec
         return None
     when = f"in the last {duration_text(max(seconds, 1.0))}"
     return Window(lambda key: max(0, total(now, key) - total(before, key)), when)
-
-
-def look_twice(
-    snapshot: Callable[[], pb.StatsResponse], is_unclear: Callable[[pb.StatsResponse], bool]
-) -> tuple[pb.StatsResponse, Window | None]:
-    """A snapshot and its window. If the snapshot alone is not clear, another one is made `LOOK_S` later."""
-    before = snapshot()
-    window = window_of(before)
-    if window is not None or not is_unclear(before):
-        return before, window
-    time.sleep(LOOK_S)
-    now = snapshot()
-    return now, window_of(now, before, LOOK_S)

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from statistics import median
 
@@ -33,6 +33,7 @@ from kvpool.protocol.wire import decode_spec
 from kvpool.security.principal import Role
 from kvpool.v1 import pool_pb2 as pb
 
+GB = 1e9
 HIT_TOKENS = 1_000
 """Of the hit whose cost is computed."""
 
@@ -72,7 +73,7 @@ def measurement_config(endpoint: str, transport: str) -> ClientConfig:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Rates of one direction in several rounds, in bytes a second."""
+    """Rates of one direction in several rounds, in GB/s."""
 
     median: float
     lowest: float
@@ -81,42 +82,42 @@ class Rates:
     @classmethod
     def of(cls, nbytes: int, seconds: Sequence[float]) -> Rates:
         """The rates of rounds that moved `nbytes` each."""
-        rates = [nbytes / max(each, 1e-9) for each in seconds]
+        rates = [nbytes / max(each, 1e-9) / GB for each in seconds]
         return cls(median(rates), min(rates), max(rates))
 
 
 @dataclass(frozen=True, slots=True)
 class Bandwidth:
-    """What a measurement found.
+    """What a measurement found; its fields are those of `kvpool ping --bandwidth --json`.
 
     Args:
         transport: name of the transport.
         route, why: as in `Choice`.
-        round_trip_s: median of pings.
-        one_block_s: median time of looking up and loading one block.
-        put, get: rates of blocks stored, and of blocks looked up and loaded.
-        num_rounds: without those that warmed up.
-        put_bytes, get_bytes: moved by each round: whole blocks up, one rank's shards of the same blocks down.
+        round_trip_ms: median of pings.
+        one_block_ms: median time of looking up and loading one block.
+        put_gb_per_s, get_gb_per_s: of blocks stored, and of blocks looked up and loaded.
+        rounds: without those that warmed up.
+        put_round_bytes, get_round_bytes: whole blocks up, one rank's shards of the same blocks down.
         region_bytes: one rank's shards of a block.
         limited_by: why a round moved less than was asked for: "room", "time", or "".
         free_bytes: of the pool's memory before the measurement.
-        num_evicted: blocks that the pool evicted meanwhile, for whomever.
+        evicted_blocks: that the pool evicted meanwhile, for whomever.
     """
 
     transport: str
     route: str
     why: str
-    round_trip_s: float
-    one_block_s: float
-    put: Rates
-    get: Rates
-    num_rounds: int
-    put_bytes: int
-    get_bytes: int
+    round_trip_ms: float
+    one_block_ms: float
+    put_gb_per_s: Rates
+    get_gb_per_s: Rates
+    rounds: int
+    put_round_bytes: int
+    get_round_bytes: int
     region_bytes: int
     limited_by: str
     free_bytes: int
-    num_evicted: int
+    evicted_blocks: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,8 +184,8 @@ def hit_cost(measured: Bandwidth, namespace: pb.NamespaceInfo, tp_size: int, num
     groups = decode_spec(namespace.spec).groups
     nbytes = sum(hit_bytes(group, num_tokens, tp_size) for group in groups)
     # Each group's blocks are a get of their own.
-    latency_s = measured.one_block_s + (len(groups) - 1) * measured.round_trip_s
-    load_s = latency_s + max(0, nbytes - measured.region_bytes) / measured.get.median
+    latency_s = (measured.one_block_ms + (len(groups) - 1) * measured.round_trip_ms) / 1e3
+    load_s = latency_s + max(0, nbytes - measured.region_bytes) / (measured.get_gb_per_s.median * GB)
     return HitCost(namespace.fingerprint, num_tokens, nbytes, load_s)
 
 
@@ -231,7 +232,7 @@ def measure(
         ends_at = clock() + ROUNDS_S
         while len(taken) < NUM_ROUNDS and (not taken or clock() < ends_at):
             taken.append(rounds.run(count))
-        round_trip_s = rounds.round_trip_s()
+        round_trip_ms = 1e3 * rounds.round_trip_s()
     finally:
         rounds.remove()
     choice = client.attachment.choice
@@ -240,17 +241,17 @@ def measure(
         transport=rounds.namespace.transport.name,
         route=choice.route if choice else rounds.namespace.transport.name,
         why=choice.why if choice else "",
-        round_trip_s=round_trip_s,
-        one_block_s=median(each.one_block for each in taken),
-        put=Rates.of(put_bytes, [each.put for each in taken]),
-        get=Rates.of(get_bytes, [each.get for each in taken]),
-        num_rounds=len(taken),
-        put_bytes=put_bytes,
-        get_bytes=get_bytes,
+        round_trip_ms=round_trip_ms,
+        one_block_ms=1e3 * median(each.one_block for each in taken),
+        put_gb_per_s=Rates.of(put_bytes, [each.put for each in taken]),
+        get_gb_per_s=Rates.of(get_bytes, [each.get for each in taken]),
+        rounds=len(taken),
+        put_round_bytes=put_bytes,
+        get_round_bytes=get_bytes,
         region_bytes=rounds.region_bytes,
         limited_by="" if count == wanted else "room" if count == most else "time",
         free_bytes=free_bytes(before),
-        num_evicted=client.admin.stats().counters["evicted_blocks"] - before.counters["evicted_blocks"],
+        evicted_blocks=client.admin.stats().counters["evicted_blocks"] - before.counters["evicted_blocks"],
     )
 
 
@@ -335,21 +336,16 @@ class _Rounds:
         if (nbytes := len(run) * self.region_bytes) > len(self._target):  # Threads fill it: no two blocks may share.
             self._target = np.ones(nbytes, np.uint8)
         began = self._clock()
-        with self._leased(run) as lease_id:
-            into = self._blocks(self._target, len(run), self.region_bytes)
-            located = self._client.get(self.namespace, lease_id, [run], into, shards=self._shards)
-            seconds = self._clock() - began
-        if not all(located.present):
-            raise OutOfSpaceError(_EVICTED)
-        return seconds
-
-    @contextmanager
-    def _leased(self, run: BlockRun) -> Iterator[int]:
         found = self._client.lookup(self.namespace, [run])
         try:
             if found.hits[0].num_leading < len(run):
                 raise OutOfSpaceError(_EVICTED)
-            yield found.lease_id
+            into = self._blocks(self._target, len(run), self.region_bytes)
+            located = self._client.get(self.namespace, found.lease_id, [run], into, shards=self._shards)
+            seconds = self._clock() - began
+            if not all(located.present):
+                raise OutOfSpaceError(_EVICTED)
+            return seconds
         finally:
             with suppress(KVPoolError):  # Without the call the lease expires.
                 self._client.release([found.lease_id])

@@ -5,13 +5,12 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from kvpool.protocol.messages import fields_of
-from kvpool.protocol.namespace import GroupSpec, NamespaceSpec
+from kvpool.protocol.namespace import NamespaceSpec
 from kvpool.protocol.text import duration_text
 from kvpool.protocol.types import MAX_RANGES
 from kvpool.v1 import pool_pb2 as pb
@@ -32,13 +31,8 @@ _WHY = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class TokenRange:
-    """Tokens [start, stop) of a prompt in one group, of which the same is known."""
-
-    start: int
-    stop: int
-    blocks: pb.BlockRange
+TokenRange = tuple[int, int, pb.BlockRange]
+"""Tokens [start, stop) of a prompt in one group, of which the same is known."""
 
 
 class PromptReport:
@@ -56,7 +50,12 @@ class PromptReport:
         self.num_tokens = num_tokens
         self.alignment = math.lcm(*(group.block_tokens for group in spec.groups))
         self.limit = max(0, (num_tokens - 1) // self.alignment * self.alignment)
-        self.stored = self._stored()
+        pairs = [(spec.groups[run.group_idx], run) for run in found.runs]
+        # Of groups that need every block from the start on; of all groups if there is none such.
+        pairs = [(group, run) for group, run in pairs if group.kind == PREFIX_KIND] or pairs
+        ends = [(_leading(run) * group.block_tokens, run) for group, run in pairs]
+        self.stored, self._shortest = min(ends, key=lambda pair: pair[0])
+        """Tokens from the start on whose blocks are stored in each of these groups, and the run that ends first."""
         self.loadable = self._loadable()
         self.has_other_blocks = False
         """The namespace has blocks, of whatever prompts. Worth finding out where `is_unknown`."""
@@ -68,20 +67,6 @@ class PromptReport:
         return not self._found.elsewhere and all(
             part.state == pb.BLOCK_STATE_MISSING and part.cause == pb.MISS_CAUSE_NEVER_STORED for part in parts
         )
-
-    def _prefix_groups(self) -> list[tuple[GroupSpec, pb.RunExplanation]]:
-        """The groups of which a hit needs every block from the start on; all groups if there is none such."""
-        pairs = [(self._spec.groups[run.group_idx], run) for run in self._found.runs]
-        return [(group, run) for group, run in pairs if group.kind == PREFIX_KIND] or pairs
-
-    def _shortest(self) -> tuple[int, pb.RunExplanation]:
-        """The run whose stored prefix ends first, and at which token."""
-        ends = [(_leading(run) * group.block_tokens, run) for group, run in self._prefix_groups()]
-        return min(ends, key=lambda pair: pair[0])
-
-    def _stored(self) -> int:
-        """Tokens from the prompt's start on whose blocks are stored in each group that needs its prefix."""
-        return self._shortest()[0]
 
     def _loadable(self) -> int:
         """Tokens that an engine would load: up to the last boundary at which each group has what it needs."""
@@ -107,7 +92,7 @@ class PromptReport:
     def ranges(self, run: pb.RunExplanation) -> list[TokenRange]:
         """The ranges of a run in tokens."""
         size = self._spec.groups[run.group_idx].block_tokens
-        return [TokenRange(part.first * size, (part.first + part.count) * size, part) for part in run.ranges]
+        return [(part.first * size, (part.first + part.count) * size, part) for part in run.ranges]
 
     def sentences(self) -> list[str]:
         """What is known, most important first. One sentence or few a line."""
@@ -123,9 +108,8 @@ class PromptReport:
     def _summary(self) -> str:
         stored, total = self.stored, self.num_tokens
         share = f" ({stored / total:.0%})" if total else ""
-        text = f"{stored:,} of {total:,} tokens are stored{share}."
-        loaded = f" An engine would load {self.loadable:,} and compute {total - self.loadable:,}."
-        return text + loaded
+        loaded = f"An engine would load {self.loadable:,} and compute {total - self.loadable:,}."
+        return f"{stored:,} of {total:,} tokens are stored{share}. {loaded}"
 
     def _about_names(self) -> Iterator[str]:
         if self.is_unknown and self.has_other_blocks:
@@ -135,28 +119,27 @@ class PromptReport:
             )
 
     def _about_missing(self) -> Iterator[str]:
-        at, run = self._shortest()
-        for part in self.ranges(run):
-            which, blocks = f"Tokens {part.start:,} to {part.stop:,}", part.blocks
+        at, run = self.stored, self._shortest
+        for start, stop, blocks in self.ranges(run):
+            which = f"Tokens {start:,} to {stop:,}"
             if blocks.state == pb.BLOCK_STATE_MISSING:
+                tense = "are" if blocks.cause == pb.MISS_CAUSE_BEING_WRITTEN else "were"
                 times, room = _times(blocks), _room(blocks)
-                yield f"{which} {_verb(blocks)}{times}{',' if room and ',' in times else ''}{room}."
+                yield f"{which} {tense} {_WHY[blocks.cause]}{times}{',' if room and ',' in times else ''}{room}."
             elif blocks.state == pb.BLOCK_STATE_IN_TIER:
                 yield (
                     f"{which} are only in tier {blocks.tier}: a request waits until the server has read "
                     "them from there, or computes them."
                 )
-            elif part.start > at:
+            elif start > at:
                 yield f"{which} are stored, but no request can use them without the tokens before them."
-        if run.other_children == 1:
-            yield f"Another stored prompt has the same tokens up to token {at:,}, and other tokens after it."
-        elif run.other_children:
-            yield (
-                f"{run.other_children:,} other stored prompts have the same tokens up to token {at:,}, and other "
-                "tokens after it."
-            )
+        if run.other_children:
+            others = "Another stored prompt has"
+            if run.other_children > 1:
+                others = f"{run.other_children:,} other stored prompts have"
+            yield f"{others} the same tokens up to token {at:,}, and other tokens after it."
         size = self._spec.groups[run.group_idx].block_tokens
-        if (explained := self.ranges(run)[-1].stop) < self.num_tokens // size * size:
+        if (explained := self.ranges(run)[-1][1]) < self.num_tokens // size * size:
             yield (
                 f"The explanation ends at token {explained:,}: it has room for {MAX_RANGES} ranges of tokens, and the "
                 "prompt has more."
@@ -186,8 +169,9 @@ class PromptReport:
     def _about_others(self) -> Iterator[str]:
         for match in self._found.elsewhere:
             fields = "; ".join(match.differences) or "fields that this caller may not see"
+            blocks = f"{match.count:,} block{'' if match.count == 1 else 's'}"
             yield (
-                f"Namespace {match.fingerprint.hex()[:12]} has {_blocks(match.count)} of this prompt, from the first "
+                f"Namespace {match.fingerprint.hex()[:12]} has {blocks} of this prompt, from the first "
                 f"missing block on. The namespace differs in: {fields}."
             )
         if self._found.tiers_away:
@@ -211,15 +195,9 @@ class PromptReport:
     def rows(self) -> list[list[str]]:
         """Tokens, group, where, why, when."""
         return [
-            [
-                f"{part.start:,} to {part.stop:,}",
-                self._spec.groups[run.group_idx].kind,
-                _where(part.blocks),
-                "" if _is_complete(part.blocks) else _why(part.blocks) + _room(part.blocks),
-                _used(part.blocks) if _is_complete(part.blocks) else _times(part.blocks).strip(),
-            ]
+            [f"{start:,} to {stop:,}", self._spec.groups[run.group_idx].kind, *_cells(blocks)]
             for run in self._found.runs
-            for part in self.ranges(run)
+            for start, stop, blocks in self.ranges(run)
         ]
 
     def as_json(self) -> dict[str, Any]:
@@ -234,7 +212,7 @@ class PromptReport:
                     "group_idx": run.group_idx,
                     "kind": self._spec.groups[run.group_idx].kind,
                     "other_children": run.other_children,
-                    "ranges": [_json_range(part) for part in self.ranges(run)],
+                    "ranges": [_json_range(*part) for part in self.ranges(run)],
                 }
                 for run in self._found.runs
             ],
@@ -249,40 +227,32 @@ class PromptReport:
         }
 
 
-def _blocks(count: int) -> str:
-    return f"{count:,} block{'' if count == 1 else 's'}"
-
-
 def _leading(run: pb.RunExplanation) -> int:
     """Stored blocks before the first that is missing."""
     stored = itertools.takewhile(lambda part: part.state != pb.BLOCK_STATE_MISSING, run.ranges)
     return sum(part.count for part in stored)
 
 
-def _json_range(part: TokenRange) -> dict[str, Any]:
-    blocks, known = part.blocks, fields_of(part.blocks)
+def _json_range(start: int, stop: int, blocks: pb.BlockRange) -> dict[str, Any]:
+    is_complete, known = blocks.state == pb.BLOCK_STATE_COMPLETE, fields_of(blocks)
     return {
-        "start": part.start,
-        "stop": part.stop,
+        "start": start,
+        "stop": stop,
         "state": pb.BlockState.Name(blocks.state).removeprefix("BLOCK_STATE_").lower(),
-        "cause": None if _is_complete(blocks) else pb.MissCause.Name(blocks.cause).removeprefix("MISS_CAUSE_").lower(),
+        "cause": None if is_complete else pb.MissCause.Name(blocks.cause).removeprefix("MISS_CAUSE_").lower(),
         "tier": blocks.tier or None,
         **{name: known[name] for name in ("newest_left_seconds", "oldest_left_seconds", "unused_seconds")},
         "evicted_for": known["evicted_for"],
     }
 
 
-def _is_complete(part: pb.BlockRange) -> bool:
-    return part.state == pb.BLOCK_STATE_COMPLETE
-
-
-def _why(part: pb.BlockRange) -> str:
-    return _WHY[part.cause]
-
-
-def _verb(part: pb.BlockRange) -> str:
-    tense = "are" if part.cause == pb.MISS_CAUSE_BEING_WRITTEN else "were"
-    return f"{tense} {_why(part)}"
+def _cells(part: pb.BlockRange) -> tuple[str, str, str]:
+    """Where blocks are, why they are not in memory, and when they left or were used."""
+    if part.state == pb.BLOCK_STATE_COMPLETE:
+        used = f"used {duration_text(part.unused_seconds)} ago" if part.HasField("unused_seconds") else ""
+        return "memory", "", used
+    where = part.tier if part.state == pb.BLOCK_STATE_IN_TIER else "missing"
+    return where, _WHY[part.cause] + _room(part), _times(part).strip()
 
 
 def _times(part: pb.BlockRange) -> str:
@@ -306,13 +276,3 @@ def _room(part: pb.BlockRange) -> str:
     if not whose.tenant:
         return f" to make room for {of_model}" if whose.model else " to make room for another put"
     return f" to make room for tenant {whose.tenant} ({of_model})"
-
-
-def _where(part: pb.BlockRange) -> str:
-    if part.state == pb.BLOCK_STATE_IN_TIER:
-        return part.tier
-    return "memory" if part.state == pb.BLOCK_STATE_COMPLETE else "missing"
-
-
-def _used(part: pb.BlockRange) -> str:
-    return "" if not part.HasField("unused_seconds") else f"used {duration_text(part.unused_seconds)} ago"

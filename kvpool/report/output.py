@@ -78,12 +78,9 @@ def say(line: str, indent: int = 0) -> None:
     Args:
         indent: spaces before what is wrapped.
     """
-    typer.echo(_wrapped(line, indent))
-
-
-def _wrapped(line: str, indent: int) -> str:
     line = printable(line)
-    if not sys.stdout.isatty():
-        return line
-    width = shutil.get_terminal_size((WIDTH, 24)).columns
-    return textwrap.fill(line, max(width, 20), subsequent_indent=" " * min(indent, width // 2), break_on_hyphens=False)
+    if sys.stdout.isatty():
+        width = shutil.get_terminal_size((WIDTH, 24)).columns
+        hanging = " " * min(indent, width // 2)
+        line = textwrap.fill(line, max(width, 20), subsequent_indent=hanging, break_on_hyphens=False)
+    typer.echo(line)

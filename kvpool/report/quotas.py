@@ -24,7 +24,13 @@ def parse_quota(text: str) -> Quota:
     if not equals:
         raise InvalidRequestError(f"quota {text!r} has no size; give SUBJECT=SIZE, such as tenant:acme=20GiB")
     kind, colon, name = subject.partition(":")
-    quota = Quota(kind + colon + (name.lower() if kind == "namespace" else name), _nbytes(text, size))
+    try:
+        exact = _exact_size(size)
+    except InvalidRequestError as error:
+        raise InvalidRequestError(f"quota {text!r}: {error}") from None
+    if exact and not 1 <= exact < 1 << 63:
+        raise InvalidRequestError(f"quota {text!r}: {size!r} is not between 1 byte and 8 EiB")
+    quota = Quota(kind + colon + (name.lower() if kind == "namespace" else name), int(exact))
     quota.check()
     return quota
 
@@ -58,22 +64,14 @@ def fullest(quotas: Iterable[Quota], most: int = MAX_TOLD) -> tuple[Quota, ...]:
 
 def parse_size(size: str) -> int:
     """Bytes of a size such as 512MiB or 1.5 TiB. Raises InvalidRequestError."""
+    return int(_exact_size(size))
+
+
+def _exact_size(size: str) -> Fraction:
     match = _SIZE.fullmatch(size.strip())
     if match is None or match[2].lower() not in _BY_LOWER:
         raise InvalidRequestError(f"{size!r} is not a size; give bytes, or 512MiB, 20GiB, 1.5TiB")
-    return int(Fraction(match[1]) * _BY_LOWER[match[2].lower()])
-
-
-def _nbytes(text: str, size: str) -> int:
-    match = _SIZE.fullmatch(size.strip())
-    try:
-        nbytes = parse_size(size)
-    except InvalidRequestError as error:
-        raise InvalidRequestError(f"quota {text!r}: {error}") from None
-    assert match is not None
-    if nbytes >= 1 << 63 or (nbytes == 0 and Fraction(match[1])):
-        raise InvalidRequestError(f"quota {text!r}: {size!r} is not between 1 byte and 8 EiB")
-    return nbytes
+    return Fraction(match[1]) * _BY_LOWER[match[2].lower()]
 
 
 def size_text(nbytes: int) -> str:

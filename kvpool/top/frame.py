@@ -16,12 +16,11 @@ from rich.text import Text
 from kvpool.doctor.judgements import judgements
 from kvpool.doctor.pool_state import tokens
 from kvpool.doctor.window import Window
-from kvpool.protocol.server_stats import client_transfers, count, rpc_quantile
+from kvpool.protocol.server_stats import client_transfers, count, rpc_quantile, since
 from kvpool.protocol.text import duration_text, printable
 from kvpool.report.finding import Level, problems
 from kvpool.report.output import MARKS, bar, count_text, rate_text, seconds_text, share_text
 from kvpool.report.quotas import size_text
-from kvpool.top.interval import Interval
 from kvpool.v1 import pool_pb2 as pb
 
 BAR_CHARS = 30
@@ -30,6 +29,45 @@ MAX_ROWS = 12
 """Most rows of each table."""
 LABEL_CHARS = 11
 _STYLES = {Level.ERROR: "bold red", Level.WARNING: "yellow", Level.INFO: "", Level.OK: ""}
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """Two snapshots of one pool, `seconds` apart. No rate is negative.
+
+    After a restart of the server its counts begin anew: `of` then takes the time from the server's start instead.
+    """
+
+    before: pb.StatsResponse
+    now: pb.StatsResponse
+    seconds: float
+    restarted: bool = False
+
+    @classmethod
+    def of(cls, before: pb.StatsResponse, now: pb.StatsResponse, seconds: float) -> Interval:
+        """The interval that ends with `now`.
+
+        Args:
+            seconds: by the caller's clock.
+        """
+        restarted = before.boot_token != now.boot_token
+        if restarted:
+            before = pb.StatsResponse()
+            seconds = min(seconds, now.server.uptime_seconds) if now.HasField("server") else seconds
+        return cls(before, now, max(seconds, 1e-3), restarted)
+
+    def count(self, name: str) -> int:
+        """How much a counter of the pool grew."""
+        return max(0, self.now.counters.get(name, 0) - self.before.counters.get(name, 0))
+
+    def per_second(self, count: float) -> float:
+        """A count of the interval as a rate."""
+        return count / self.seconds
+
+    @property
+    def server(self) -> pb.ServerStats:
+        """The server's RPCs, transfers and usage within the interval; all else is as now."""
+        return since(self.now.server, self.before.server)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +94,7 @@ def frame(view: View) -> RenderableType:
     if interval is None:
         waiting = view.trouble or f"waiting for kvpool-server at {view.endpoint}"
         return Text(printable(waiting), style=_STYLES[Level.ERROR] if view.trouble else "")
-    parts: list[RenderableType] = [_title(view, interval.now)]
+    parts: list[RenderableType] = [Text(printable(heading(view.endpoint, interval.now)), style="bold")]
     if view.trouble:
         text = f"away for {duration_text(view.silent_s)}: {view.trouble}; these are its last numbers"
         parts.append(Text(printable(text), style=_STYLES[Level.ERROR]))
@@ -72,11 +110,32 @@ def frame(view: View) -> RenderableType:
     return Group(*parts)
 
 
-def _title(view: View, now: pb.StatsResponse) -> Text:
-    version, since = "", ""
-    if now.HasField("server"):
-        version, since = f" {now.server.version}", f", up for {duration_text(now.server.uptime_seconds)}"
-    return Text(printable(f"kvpool-server{version} at {view.endpoint}{since}"), style="bold")
+def heading(endpoint: str, stats: pb.StatsResponse) -> str:
+    """The server's release, endpoint and age."""
+    if not stats.HasField("server"):
+        return f"kvpool-server at {endpoint}"
+    uptime = duration_text(stats.server.uptime_seconds)
+    return f"kvpool-server {stats.server.version} at {endpoint}, up for {uptime}"
+
+
+def lookup_latency(server: pb.ServerStats) -> str:
+    """Median and 99th percentile of the time that lookups took."""
+    p50, p99 = (seconds_text(rpc_quantile(server, "Lookup", share)) for share in (0.5, 0.99))
+    return f"p50 {p50}, p99 {p99}"
+
+
+def loop_lag(server: pb.ServerStats) -> str:
+    """How late the server's event loop was."""
+    lag = seconds_text(server.loop_lag_p50_seconds), seconds_text(server.loop_lag_max_seconds)
+    return f"p50 {lag[0]}, max {lag[1]} in the last minute"
+
+
+def moved_bytes(server: pb.ServerStats) -> dict[str, dict[str, int]]:
+    """Bytes by transport and direction, those that clients moved themselves first."""
+    moved: dict[str, dict[str, int]] = {}
+    for each in (*client_transfers(server.transfers, server.usage), *server.transfers):
+        moved.setdefault(each.transport, {})[each.direction] = each.nbytes
+    return moved
 
 
 def _lines(interval: Interval) -> Iterator[tuple[str, str]]:
@@ -99,9 +158,8 @@ def _lines(interval: Interval) -> Iterator[tuple[str, str]]:
 
 
 def _hit_ratio(interval: Interval) -> str:
-    usage = interval.server.usage
-    asked, found = sum(each.lookup_tokens for each in usage), sum(each.hit_tokens for each in usage)
-    all_asked, all_found = tokens(interval.now)
+    asked, found = tokens(interval.server)
+    all_asked, all_found = tokens(interval.now.server)
     per_s = count_text(interval.per_second(asked))
     return f"{share_text(found, asked)} of {per_s} tokens/s; {share_text(all_found, all_asked)} since the start"
 
@@ -115,22 +173,15 @@ def _server_lines(interval: Interval) -> Iterator[tuple[str, str]]:
     if not interval.now.HasField("server"):
         yield "lookups", f"{_rate(interval, 'lookups')}/s; this server is too old to tell more"
         return
-    p50, p99 = (seconds_text(rpc_quantile(server, "Lookup", share)) for share in (0.5, 0.99))
     lookups = count_text(interval.per_second(count(server.rpcs, "Lookup") + count(server.rpcs, "LookupWait")))
-    yield "lookups", f"{lookups}/s, p50 {p50}, p99 {p99}"
+    yield "lookups", f"{lookups}/s, {lookup_latency(server)}"
     failed = sum(sum(each.buckets) for each in server.rpcs if each.status != "OK")
     if failed:
         yield "failed RPCs", f"{count_text(interval.per_second(failed))}/s"
-    lag = seconds_text(server.loop_lag_p50_seconds), seconds_text(server.loop_lag_max_seconds)
-    yield "loop lag", f"p50 {lag[0]}, max {lag[1]} in the last minute"
-    transfers = (*client_transfers(server.transfers, server.usage), *server.transfers)
-    moved = {(each.transport, each.direction): each.nbytes for each in transfers}
-    for transport in dict.fromkeys(each.transport for each in transfers):
-        read, written = (moved.get((transport, direction), 0) for direction in ("read", "write"))
-        yield (
-            transport,
-            f"read {rate_text(interval.per_second(read)):>10}   write {rate_text(interval.per_second(written)):>10}",
-        )
+    yield "loop lag", loop_lag(server)
+    for transport, moved in moved_bytes(server).items():
+        read, written = (rate_text(interval.per_second(moved.get(way, 0))) for way in ("read", "write"))
+        yield transport, f"read {read:>10}   write {written:>10}"
 
 
 def _usage_table(interval: Interval) -> Table | None:
@@ -143,21 +194,17 @@ def _usage_table(interval: Interval) -> Table | None:
     table = _table(Column("model", ratio=5, overflow="fold"), Column("tenant", ratio=2, overflow="fold"), *numbers)
     for each in usage[:MAX_ROWS]:
         table.add_row(
-            _Model(each.model), _name(each.tenant or "-"), *(Text(text) for text in _usage_row(interval, each))
+            _Model(each.model),
+            _name(each.tenant or "-"),
+            share_text(each.hit_tokens, each.lookup_tokens),
+            count_text(interval.per_second(each.lookup_tokens)),
+            rate_text(interval.per_second(each.loaded_bytes)),
+            rate_text(interval.per_second(each.stored_bytes)),
+            size_text(each.held_bytes),
         )
     if len(usage) > MAX_ROWS:
         table.add_row(f"and {len(usage) - MAX_ROWS} more")
     return table
-
-
-def _usage_row(interval: Interval, each: pb.UsageStats) -> list[str]:
-    return [
-        share_text(each.hit_tokens, each.lookup_tokens),
-        count_text(interval.per_second(each.lookup_tokens)),
-        rate_text(interval.per_second(each.loaded_bytes)),
-        rate_text(interval.per_second(each.stored_bytes)),
-        size_text(each.held_bytes),
-    ]
 
 
 def _engine_table(now: pb.StatsResponse) -> Table | None:
@@ -169,9 +216,8 @@ def _engine_table(now: pb.StatsResponse) -> Table | None:
     table = _table(Column("engine", ratio=1, overflow="fold"), *known, *states)
     for each in engines[:MAX_ROWS]:
         breaker = Text("OPEN", style=_STYLES[Level.ERROR]) if each.breaker_open else Text("closed")
-        facts = [each.version, each.vllm_version, each.transport or "-"]
-        age = Text(f"{duration_text(each.age_seconds)} ago")
-        table.add_row(_name(each.engine), *map(_name, facts), breaker, age)
+        names = map(_name, (each.engine, each.version, each.vllm_version, each.transport or "-"))
+        table.add_row(*names, breaker, f"{duration_text(each.age_seconds)} ago")
     if len(engines) > MAX_ROWS:
         table.add_row(f"and {len(engines) - MAX_ROWS} more")
     return table

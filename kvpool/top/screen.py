@@ -11,7 +11,6 @@ import tty
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import IO, Any
 
 from rich.console import Console
 from rich.live import Live
@@ -19,8 +18,7 @@ from rich.live import Live
 from kvpool.client.client import Client
 from kvpool.doctor.window import RECENT_S, Window, window_of
 from kvpool.protocol.errors import KVPoolError
-from kvpool.top.frame import View, frame
-from kvpool.top.interval import Interval
+from kvpool.top.frame import Interval, View, frame
 from kvpool.v1 import pool_pb2 as pb
 
 EARLIER_EVERY_S = 10.0
@@ -81,34 +79,34 @@ class Watch:
             client.close()
 
 
-def show(watch: Watch, console: Console, interval_s: float, keys: IO[Any] = sys.stdin) -> None:
+def show(watch: Watch, console: Console, interval_s: float) -> None:
     """Draws a frame every `interval_s` until its user quits."""
-    with _single_keys(keys), Live(frame(watch.look()), console=console, screen=True, auto_refresh=False) as live:
-        while not _quits(keys, interval_s):
+    with _single_keys(), Live(frame(watch.look()), console=console, screen=True, auto_refresh=False) as live:
+        while not _quits(interval_s):
             live.update(frame(watch.look()), refresh=True)
 
 
 @contextlib.contextmanager
-def _single_keys(keys: IO[Any]) -> Iterator[None]:
-    """Has keys arrive when they are pressed, without an echo, where `keys` is a terminal."""
-    if not keys.isatty():
+def _single_keys() -> Iterator[None]:
+    """Has keys arrive when they are pressed, without an echo, where standard input is a terminal."""
+    if not sys.stdin.isatty():
         yield
         return
-    before = termios.tcgetattr(keys)
+    before = termios.tcgetattr(sys.stdin)
     try:
-        tty.setcbreak(keys)
+        tty.setcbreak(sys.stdin)
         yield
     finally:
-        termios.tcsetattr(keys, termios.TCSADRAIN, before)
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
 
 
-def _quits(keys: IO[Any], timeout_s: float) -> bool:
+def _quits(timeout_s: float) -> bool:
     """Waits for `timeout_s`; True at once if a key that ends the command is pressed, or standard input has ended."""
-    ends_at = time.monotonic() + timeout_s
-    if not keys.isatty():
+    if not sys.stdin.isatty():
         time.sleep(timeout_s)
         return False
+    ends_at = time.monotonic() + timeout_s
     while (left_s := ends_at - time.monotonic()) > 0:
-        if select.select([keys], [], [], left_s)[0] and (keys.read(1) or "q") in QUIT:
+        if select.select([sys.stdin], [], [], left_s)[0] and (sys.stdin.read(1) or "q") in QUIT:
             return True
     return False

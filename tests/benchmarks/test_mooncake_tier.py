@@ -10,17 +10,10 @@ from benchmarks.peers.mooncake_store import mooncake_store
 MIB = mooncake_tier.MIB
 
 
-@pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A few MiB of each kind."""
-    monkeypatch.setattr(mooncake_tier, "BLOCK_BYTES", (MIB,))
-    monkeypatch.setattr(mooncake_tier, "TOTAL_BYTES", 64 * MIB)
-    monkeypatch.setattr(mooncake_tier, "PROMPT_BYTES", 16 * MIB)
-
-
 @pytest.mark.more
-@pytest.mark.usefixtures("small")
-def test_both_sides_move_the_same_bytes_and_a_client_loads_all_of_them() -> None:
+def test_both_sides_move_the_same_bytes_and_a_client_loads_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("BLOCK_BYTES", (MIB,)), ("TOTAL_BYTES", 64 * MIB), ("PROMPT_BYTES", 16 * MIB)):
+        monkeypatch.setattr(mooncake_tier, name, value)
     with mooncake_store(512 * MIB) as store:
         tier = f"mooncake:master={store.address},threads=2"
         rates = {row.what: row for row in mooncake_tier.measure_tier(store, {"tier": tier}, 1)}

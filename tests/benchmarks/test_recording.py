@@ -24,7 +24,7 @@ from tests.support.values import block_hash, run_of
 MANY = 1 << 30
 
 
-def drive(pool: PoolAtOnce, fingerprint: bytes, clock: FakeClock, rounds: int = 60) -> tuple[int, int]:
+def drive(pool: PoolAtOnce, fingerprint: bytes, clock: FakeClock, rounds: int) -> tuple[int, int]:
     """Conversations whose turns add blocks that only a later put stores; returns hits and blocks looked up."""
     hits = blocks = 0
     for nth in range(rounds):
@@ -43,14 +43,24 @@ def drive(pool: PoolAtOnce, fingerprint: bytes, clock: FakeClock, rounds: int = 
     return hits, blocks
 
 
+def record(
+    path: Path, rounds: int = 60, blocks: int = 64, policy: str = "lru", times: int = 1, most: int = MANY, **names: bool
+) -> tuple[Recorder, bytes, tuple[int, int]]:
+    """Records conversations of tenant acme; returns the namespace's fingerprint and what the last ones found, too."""
+    clock = FakeClock()
+    pool, fingerprint = make_pool(blocks, policy, clock, tenant="acme")
+    recorder = Recorder(str(path), most, clock=clock, **names)
+    pool.traffic.observe(recorder)
+    for _ in range(times):
+        found = drive(pool, fingerprint, clock, rounds)
+    recorder.close()
+    return recorder, fingerprint, found
+
+
 @pytest.mark.parametrize("policy", ["density", "lru"])
 def test_a_replay_hits_as_often_as_the_recorded_pool(tmp_path: Path, policy: str) -> None:
-    clock, path = FakeClock(), tmp_path / "recording"
-    pool, fingerprint = make_pool(64, policy, clock)
-    recorder = Recorder(str(path), MANY, clock=clock)
-    pool.traffic.observe(recorder)
-    hits, blocks = drive(pool, fingerprint, clock)
-    recorder.close()
+    path = tmp_path / "recording"
+    _, _, (hits, blocks) = record(path, policy=policy)
     requests = load(path)
     assert 0 < hits < blocks == num_blocks(requests)
     assert replay(requests, 64, policy) == hits
@@ -59,13 +69,9 @@ def test_a_replay_hits_as_often_as_the_recorded_pool(tmp_path: Path, policy: str
     assert sum(each.hits for each in requests if each.hits is not None) == hits
 
 
-def test_a_recording_is_private_and_names_nothing(tmp_path: Path) -> None:
-    clock, path = FakeClock(), tmp_path / "recording"
-    pool, fingerprint = make_pool(64, "lru", clock, tenant="acme")
-    recorder = Recorder(str(path), MANY, clock=clock)
-    pool.traffic.observe(recorder)
-    drive(pool, fingerprint, clock, 5)
-    recorder.close()
+def test_a_recording_is_private_and_names_nothing_unless_asked_to(tmp_path: Path) -> None:
+    path = tmp_path / "recording"
+    _, fingerprint, _ = record(path, 5)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     text = gzip.decompress(path.read_bytes()).decode()
     assert "acme" not in text and "replay" not in text and fingerprint.hex() not in text
@@ -73,57 +79,31 @@ def test_a_recording_is_private_and_names_nothing(tmp_path: Path) -> None:
     keys = {key for line in text.splitlines() for key in json.loads(line)}
     assert keys == {"kvpool_recording", "started", "namespace", "block_tokens", "block_bytes", "ms", "group",
                     "lookup", "hits", "put", "parent"}  # fmt: skip
-
-
-def test_names_are_recorded_where_asked_for(tmp_path: Path) -> None:
-    clock, path = FakeClock(), tmp_path / "recording"
-    pool, fingerprint = make_pool(64, "lru", clock, tenant="acme")
-    recorder = Recorder(str(path), MANY, with_names=True, clock=clock)
-    pool.traffic.observe(recorder)
-    drive(pool, fingerprint, clock, 1)
-    recorder.close()
-    assert b'"tenant":"acme"' in gzip.decompress(path.read_bytes())
+    record(named := tmp_path / "named", 1, with_names=True)
+    assert b'"tenant":"acme"' in gzip.decompress(named.read_bytes())
 
 
 def test_two_sections_share_no_ids(tmp_path: Path) -> None:
-    clock, path = FakeClock(), tmp_path / "recording"
+    path = tmp_path / "recording"
     for _ in range(2):
-        pool, fingerprint = make_pool(64, "lru", clock)
-        recorder = Recorder(str(path), MANY, clock=clock)
-        pool.traffic.observe(recorder)
-        drive(pool, fingerprint, clock, 3)
-        recorder.close()
-    first, second = (load(path)[half] for half in (slice(0, 9), slice(9, None)))
-    assert len(second) == 9
-    assert not {each for request in first for each in request.ids} & {
-        each for request in second for each in request.ids
-    }
+        record(path, 3)
+    first, second = (
+        {each for request in load(path)[half] for each in request.ids} for half in (slice(9), slice(9, 18))
+    )
+    assert len(load(path)) == 18 and not first & second
 
 
 def test_a_full_file_stops_the_recording_and_can_be_read(tmp_path: Path) -> None:
-    clock, path = FakeClock(), tmp_path / "recording"
-    pool, fingerprint = make_pool(512, "lru", clock)
-    recorder = Recorder(str(path), 2_000, clock=clock)
-    pool.traffic.observe(recorder)
-    for _ in range(40):
-        drive(pool, fingerprint, clock)
-    recorder.close()
+    path = tmp_path / "recording"
+    recorder, _, _ = record(path, blocks=512, times=40, most=2_000)
     assert path.stat().st_size == recorder.nbytes <= 2_000
     load(path)
-    again = Recorder(str(path), recorder.nbytes, clock=clock)
-    pool.traffic.observe(again)
-    drive(pool, fingerprint, clock, 2)
-    again.close()
-    assert again.num_dropped > 0
+    assert record(path, 2, blocks=512, most=recorder.nbytes)[0].num_dropped > 0
 
 
 def test_what_a_killed_server_leaves_can_be_read(tmp_path: Path) -> None:
-    clock, path = FakeClock(), tmp_path / "recording"
-    pool, fingerprint = make_pool(64, "lru", clock)
-    recorder = Recorder(str(path), MANY, clock=clock)
-    pool.traffic.observe(recorder)
-    drive(pool, fingerprint, clock)
-    recorder.close()
+    path = tmp_path / "recording"
+    record(path)
     whole = path.read_bytes()
     for size in range(20, len(whole), 97):
         path.write_bytes(whole[:size])

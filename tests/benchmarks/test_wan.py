@@ -9,15 +9,10 @@ from benchmarks.harness import measuring as harness
 from testbed.link import DELAY_MS, LOSS, why_not
 
 
-@pytest.fixture
-def _permitted() -> None:
-    if reason := why_not():
-        pytest.skip(reason)
-
-
-@pytest.mark.usefixtures("_permitted")
 @pytest.mark.parametrize("how", [{}, {"loss": 20 * LOSS}, {"congestion": "reno", "delay_ms": 2 * DELAY_MS}])
 def test_what_is_put_over_a_slow_and_lossy_link_is_what_comes_back(how: dict[str, Any]) -> None:
+    if reason := why_not():
+        pytest.skip(reason)
     taken = wan.measure(mib=8, rounds=3, **how)  # Compares every byte of every get.
     assert {name: len(seconds) for name, seconds in taken.items()} == dict.fromkeys(
         ("put", "get", "bare put", "bare get"), 3

@@ -48,17 +48,8 @@ class Page(HTMLParser):
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The site, as `make docs` builds it."""
     directory = tmp_path_factory.mktemp("site")
-    command = [
-        sys.executable,
-        "-m",
-        "mkdocs",
-        "build",
-        "--strict",
-        "-f",
-        str(ROOT / "mkdocs.yml"),
-        "-d",
-        str(directory),
-    ]
+    paths = ["-f", str(ROOT / "mkdocs.yml"), "-d", str(directory)]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", *paths]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(ROOT)}
     built = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
     assert built.returncode == 0, built.stderr

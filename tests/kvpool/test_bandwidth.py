@@ -83,11 +83,11 @@ def test_a_measurement_moves_bytes_and_leaves_none(server: ServerProcess, connec
     client = connect(server, transport=transport)
     before = client.admin.stats()
     found = measure(client, 8 * MIB)
-    assert (found.transport, found.put_bytes, found.get_bytes) == (transport, 8 * MIB, 8 * MIB)
-    assert (found.num_rounds, found.limited_by, found.num_evicted) == (NUM_ROUNDS, "", 0)
-    for rates in (found.put, found.get):
+    assert (found.transport, found.put_round_bytes, found.get_round_bytes) == (transport, 8 * MIB, 8 * MIB)
+    assert (found.rounds, found.limited_by, found.evicted_blocks) == (NUM_ROUNDS, "", 0)
+    for rates in (found.put_gb_per_s, found.get_gb_per_s):
         assert 0 < rates.lowest <= rates.median <= rates.highest
-    assert found.one_block_s > 0 and found.round_trip_s > 0
+    assert found.one_block_ms > 0 and found.round_trip_ms > 0
     assert transport in found.route and found.why
     after = client.admin.stats()
     moved = {name: after.counters[name] - before.counters[name] for name in ("put_completed_blocks", "removed_blocks")}
@@ -98,7 +98,7 @@ def test_a_measurement_moves_bytes_and_leaves_none(server: ServerProcess, connec
 def test_a_rank_reads_its_shards_of_whole_blocks(shm_client: Client) -> None:
     block = group_spec(chunk_bytes=1_000, num_shards=8)
     found = measure(shm_client, 16 * block.slot_bytes, block, shards_of_rank(block, 4))
-    assert (found.region_bytes, found.put_bytes, found.get_bytes) == (2_000, 16 * 8_000, 16 * 2_000)
+    assert (found.region_bytes, found.put_round_bytes, found.get_round_bytes) == (2_000, 16 * 8_000, 16 * 2_000)
 
 
 def test_others_keep_their_blocks_where_the_pool_has_little_room(pool_server: StartServer, connect: Connect) -> None:
@@ -106,8 +106,8 @@ def test_others_keep_their_blocks_where_the_pool_has_little_room(pool_server: St
     spec = namespace_spec(group_spec(chunk_bytes=MIB))
     run = store(client, spec, 16)
     found = measure(client, 256 * MIB)
-    assert found.limited_by == "room" and found.put_bytes <= found.free_bytes // 2
-    assert found.num_evicted == 0 and num_present(client, spec, run) == 16
+    assert found.limited_by == "room" and found.put_round_bytes <= found.free_bytes // 2
+    assert found.evicted_blocks == 0 and num_present(client, spec, run) == 16
     assert set(left_over(client)) == {0}
 
 
@@ -122,9 +122,9 @@ def test_a_full_pool_gives_up_few_blocks_and_of_the_measured_size_alone(
     block = usual_block(client)
     assert block == large.groups[0]
     found = measure(client, 256 * MIB, block)
-    assert (found.limited_by, found.put_bytes) == ("room", LEAST_BYTES)
+    assert (found.limited_by, found.put_round_bytes) == ("room", LEAST_BYTES)
     assert num_present(client, small, first) == 64
-    assert found.num_evicted == 16 - num_present(client, large, last) == LEAST_BYTES // (4 * MIB)
+    assert found.evicted_blocks == 16 - num_present(client, large, last) == LEAST_BYTES // (4 * MIB)
 
 
 def test_a_pool_with_room_is_measured_with_blocks_of_a_common_size(shm_client: Client) -> None:
@@ -140,8 +140,8 @@ def test_a_slow_pool_is_measured_with_small_and_few_rounds(shm_client: Client) -
         return clock()
 
     found = measure(shm_client, 32 * MIB, clock=slow)
-    assert found.limited_by == "time" and found.put_bytes < 32 * MIB
-    assert 1 <= found.num_rounds < NUM_ROUNDS
+    assert found.limited_by == "time" and found.put_round_bytes < 32 * MIB
+    assert 1 <= found.rounds < NUM_ROUNDS
 
 
 class FailingClient(Client):
@@ -205,23 +205,11 @@ def test_a_hit_has_all_tokens_or_the_last_window_or_one_state(tokens: int, windo
     assert largest_group(namespace_spec(windowed, full, state), tp_size, tokens) in (full, windowed)
 
 
-def measurement(rate: float = 1e9, round_trip_s: float = 1e-3, region_bytes: int = 6_400, **fields: Any) -> Bandwidth:
-    rates = Rates(rate, rate / 2, 2 * rate)
-    defaults: dict[str, Any] = {
-        "transport": "shm",
-        "route": "shm",
-        "why": "told",
-        "one_block_s": 2e-3,
-        "num_rounds": 5,
-        "put_bytes": 256 * MIB,
-        "get_bytes": 256 * MIB,
-        "limited_by": "room",
-        "free_bytes": 999 * MIB,
-        "num_evicted": 1_234_567,
-    }
-    return Bandwidth(
-        round_trip_s=round_trip_s, put=rates, get=rates, region_bytes=region_bytes, **{**defaults, **fields}
-    )
+def measurement(rate: float = 1.0, **fields: Any) -> Bandwidth:
+    """A measurement that is limited by room; `rate` in GB/s."""
+    rates, room = Rates(rate, rate / 2, 2 * rate), 256 * MIB
+    found = Bandwidth("shm", "shm", "told", 1.0, 2.0, rates, rates, 5, room, room, 6_400, "room", 999 * MIB, 1_234_567)
+    return dataclasses.replace(found, **fields)
 
 
 def test_a_hit_costs_its_calls_and_its_bytes() -> None:
@@ -230,46 +218,42 @@ def test_a_hit_costs_its_calls_and_its_bytes() -> None:
     def of(*groups: GroupSpec) -> pb.NamespaceInfo:
         return pb.NamespaceInfo(spec=encode_spec(namespace_spec(*groups)), fingerprint=b"f" * 32)
 
-    one = hit_cost(measurement(rate=1e6), of(group), 1, 1_000)
+    one = hit_cost(measurement(rate=1e-3), of(group), 1, 1_000)
     assert one.fingerprint == b"f" * 32
     assert one.nbytes == 400_000 and one.load_s == pytest.approx(2e-3 + (400_000 - 6_400) / 1e6)
     assert one.break_even == pytest.approx(1_000 / one.load_s)
-    both = hit_cost(measurement(rate=1e6), of(group, group), 1, 1_000)
+    both = hit_cost(measurement(rate=1e-3), of(group, group), 1, 1_000)
     assert both.load_s == pytest.approx(one.load_s + 400_000 / 1e6 + 1e-3)
     assert hit_cost(measurement(), of(group), 1, 1).load_s == 2e-3
 
 
 SECONDS = st.floats(1e-6, 100)
-RATES = st.floats(1e3, 1e12)
 
 
 @given(
-    rate=RATES,
-    round_trip_s=SECONDS,
-    one_block_s=SECONDS,
+    rate=st.floats(1e-6, 1e3),
+    fields=st.fixed_dictionaries(
+        {
+            "round_trip_ms": SECONDS.map(lambda seconds: 1e3 * seconds),
+            "one_block_ms": SECONDS.map(lambda seconds: 1e3 * seconds),
+            "limited_by": st.sampled_from(["", "room", "time"]),
+            "region_bytes": st.integers(1, 1 << 40),
+        }
+    ),
     nbytes=st.integers(1, 1 << 45),
     load_s=SECONDS,
     prefill=st.none() | st.floats(1, 1e7),
-    limited_by=st.sampled_from(["", "room", "time"]),
-    region_bytes=st.integers(1, 1 << 40),
 )
 def test_what_was_found_is_said_in_80_columns(
-    rate: float,
-    round_trip_s: float,
-    one_block_s: float,
-    nbytes: int,
-    load_s: float,
-    prefill: float | None,
-    limited_by: str,
-    region_bytes: int,
+    rate: float, fields: dict[str, Any], nbytes: int, load_s: float, prefill: float | None
 ) -> None:
-    measured = measurement(rate, round_trip_s, region_bytes, one_block_s=one_block_s, limited_by=limited_by)
+    measured = measurement(rate, **fields)
     cost = HitCost(bytes(32), 1_000, nbytes, load_s)
     lines = text_of(measured, cost, prefill).splitlines()
     assert max(map(len, lines)) <= 80
-    assert any("free" in line for line in lines) == (limited_by == "room")
+    assert any("free" in line for line in lines) == (measured.limited_by == "room")
     row = row_of(measured, cost, prefill)
-    assert row["get_gb_per_s"]["median"] == pytest.approx(rate / 1e9)
+    assert row["get_gb_per_s"]["median"] == pytest.approx(rate)
     if prefill is None:
         assert "saved_ms" not in row["hit"]
         return

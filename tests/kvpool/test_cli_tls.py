@@ -238,12 +238,6 @@ def test_doctor_tells_each_cause_once(certificates: Pool, tmp_path: Path, fault:
     assert ("certificate of the server" in checks) is (fault == "ended")  # The server shows its own all the same.
 
 
-def test_a_server_that_is_not_there_is_no_refusal(certificates: Pool) -> None:
-    config = ClientConfig(free_endpoint(), tls=files_in(certificates.operator), timeout_ms=10_000)
-    with Client(config) as client, pytest.raises(UnavailableError, match="check that the server runs"):
-        client.admin.ping()
-
-
 def test_a_measurement_names_the_role_that_it_needs_before_it_begins(certificates: Pool) -> None:
     engine = certificates.authority.issue_principal(ENGINE)
     told = refusal(certificates.run("--tls", engine, "ping", "--bandwidth"))

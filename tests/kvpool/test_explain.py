@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,7 +17,8 @@ from kvpool.protocol.hashing import block_hashes
 from kvpool.protocol.namespace import NamespaceSpec
 from kvpool.protocol.types import BlockRun
 from kvpool.security.name_key import NameKey
-from tests.kvpool.test_cli import Cli
+from tests.conftest import Connect
+from tests.kvpool.conftest import Cli, CliAt
 from tests.support.processes import ServerProcess
 from tests.support.values import group_spec, namespace_spec, payload
 
@@ -35,9 +36,17 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 
 @pytest.fixture
-def cli(server: ServerProcess, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
+def cli(server: ServerProcess, cli_at: CliAt, monkeypatch: pytest.MonkeyPatch) -> Cli:
     monkeypatch.setenv("COLUMNS", "80")
-    return Cli(server, monkeypatch, capsys)
+    return cli_at(server)
+
+
+@pytest.fixture
+def client(server: ServerProcess, connect: Connect) -> Client:
+    """A client of the server, which is empty."""
+    client = connect(server)
+    client.admin.clear()
+    return client
 
 
 def spec(**fields: object) -> NamespaceSpec:
@@ -50,11 +59,7 @@ def store(client: Client, namespace: Namespace, tokens: list[int]) -> None:
     client.put_blocks(namespace, run, [payload(each, MIB) for each in run.block_hashes])
 
 
-def test_a_prompt_that_was_evicted_in_part_is_explained(
-    cli: Cli, server: ServerProcess, connect: Callable[..., Client], tmp_path: Path
-) -> None:
-    client = connect(server)
-    client.admin.clear()
+def test_a_prompt_that_was_evicted_in_part_is_explained(cli: Cli, client: Client, tmp_path: Path) -> None:
     mine, other = client.open_namespace(spec()), client.open_namespace(spec(tenant="b", model="big/model"))
     (tmp_path / "prompt.json").write_text(json.dumps([*TOKENS, *range(40)]))
     asked = ("explain", "--prompt", str(tmp_path / "prompt.json"), "--namespace", mine.fingerprint.hex()[:12])
@@ -93,11 +98,7 @@ def question(namespace: Namespace, tmp_path: Path) -> tuple[str, ...]:
     return ("explain", *given)
 
 
-def test_the_field_is_named_by_which_another_namespace_differs(
-    cli: Cli, server: ServerProcess, connect: Callable[..., Client], tmp_path: Path
-) -> None:
-    client = connect(server)
-    client.admin.clear()
+def test_the_field_is_named_by_which_another_namespace_differs(cli: Cli, client: Client, tmp_path: Path) -> None:
     old, new = client.open_namespace(spec(weights_epoch="1")), client.open_namespace(spec(weights_epoch="2"))
     store(client, old, TOKENS)
     printed = cli(*question(new, tmp_path))
@@ -109,23 +110,14 @@ def test_the_field_is_named_by_which_another_namespace_differs(
     assert "The namespace differs in: weights_epoch: '2' here, '1' there." in printed
 
 
-def test_a_namespace_of_another_model_is_no_hint(
-    cli: Cli, server: ServerProcess, connect: Callable[..., Client], tmp_path: Path
-) -> None:
-    client = connect(server)
-    client.admin.clear()
+def test_a_namespace_of_another_model_is_no_hint(cli: Cli, client: Client, tmp_path: Path) -> None:
     mine, other = client.open_namespace(spec()), client.open_namespace(spec(model="other"))
     store(client, other, TOKENS)
-    asked = question(mine, tmp_path)
-    printed = cli(*asked)
-    assert "It differs in" not in printed and "No block of this prompt" not in printed, "the namespace has no blocks"
+    printed = cli(*question(mine, tmp_path))
+    assert "differs in" not in printed and "none of this prompt" not in printed, "the namespace has no blocks"
 
 
-def test_names_that_no_block_has_are_told(
-    cli: Cli, server: ServerProcess, connect: Callable[..., Client], tmp_path: Path
-) -> None:
-    client = connect(server)
-    client.admin.clear()
+def test_names_that_no_block_has_are_told(cli: Cli, client: Client, tmp_path: Path) -> None:
     mine = client.open_namespace(spec())
     store(client, mine, TOKENS)
     asked = question(mine, tmp_path)
@@ -137,11 +129,9 @@ def test_names_that_no_block_has_are_told(
     assert sentence not in cli(*asked)
 
 
-def test_errors_name_the_fix(
-    cli: Cli, server: ServerProcess, connect: Callable[..., Client], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_errors_name_the_fix(cli: Cli, client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)  # Takes seconds to import.
-    namespace = connect(server).open_namespace(spec()).fingerprint.hex()
+    namespace = client.open_namespace(spec()).fingerprint.hex()
     text = tmp_path / "text"
     text.write_text("Once upon a time")
     short = tmp_path / "short"

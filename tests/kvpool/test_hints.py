@@ -14,7 +14,7 @@ from kvpool.protocol.hashing import block_hashes
 from kvpool.protocol.namespace import NamespaceSpec
 from kvpool.protocol.types import BlockRun, HintKind
 from kvpool.v1 import pool_pb2 as pb
-from tests.kvpool.test_cli import Cli
+from tests.kvpool.conftest import Cli
 from tests.support.processes import ServerProcess, wait_for
 from tests.support.values import group_spec, namespace_spec, payload
 

@@ -32,6 +32,7 @@ def test_quotas(text: str, quota: Quota) -> None:
         ("tenant:acme=9000PiB", "not between 1 byte and 8 EiB"),
         ("tenant:=1", "quota subject 'tenant:' is neither"),
         ("model:acme=1", "quota subject 'model:acme' is neither"),
+        ("acme=1GiB", "quota subject 'acme' is neither tenant:NAME nor namespace:FINGERPRINT; give tenant:acme"),
         ("namespace:0123abc=1", "give the first 8 characters"),
         (f"namespace:{'a' * 65}=1", "give the first 8 characters"),
     ],

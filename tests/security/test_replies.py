@@ -28,6 +28,7 @@ from kvpool.client.client import Client
 from kvpool.client.config import ClientConfig
 from kvpool.commands.namespaces import text_of
 from kvpool.commands.stats import row_of
+from kvpool.doctor.judgements import judgements
 from kvpool.protocol import replies, wire
 from kvpool.protocol.errors import InvalidReplyError, KVPoolError
 from kvpool.protocol.hashing import checksum
@@ -398,7 +399,7 @@ class Caller:
             self._try(lambda: self._judge(client.get_blocks(namespace, lease_id, run)))
             self._try(lambda: client.chunks.put([self.chunk]))
             self._try(self._get_chunks)
-            self._try(lambda: json.dumps(row_of(client.admin.stats())))
+            self._try(lambda: json.dumps(row_of(stats := client.admin.stats(), judgements(stats))))
             self._try(lambda: [text_of(each, []) for each in client.admin.namespaces()])
             self._try(lambda: json.dumps(fields_of(client.admin.ledger(0)), allow_nan=False))
             self._try(lambda: json.dumps(fields_of(client.admin.value()), allow_nan=False))

@@ -76,26 +76,16 @@ def test_a_server_that_says_nothing_does_not_hang_it() -> None:
     assert done.stdout.startswith("ERROR   gRPC: ") and "open files" in done.stdout
 
 
-def test_namespaces_that_differ_in_one_field_are_named(
+def test_namespaces_are_compared_with_each_other_and_with_the_arena(
     pool_server: StartServer, connect: Callable[..., Client]
 ) -> None:
     server = pool_server()
     client = connect(server)
     for dtype in ("auto", "fp8"):
-        client.open_namespace(namespace_spec(salt="", kv_cache_dtype=dtype))
+        client.open_namespace(namespace_spec(group_spec(chunk_bytes=1 << 20), salt="", kv_cache_dtype=dtype))
     done = at(server)
     assert done.exit_code == 0 and "because of kv_cache_dtype alone: '" in done.output
-
-
-def test_blocks_that_are_large_for_the_arena_are_named(
-    pool_server: StartServer, connect: Callable[..., Client]
-) -> None:
-    server = pool_server()
-    connect(server).open_namespace(namespace_spec(group_spec(chunk_bytes=1 << 20)))
-    done = at(server)
-    assert (
-        done.exit_code == 0 and "the arena holds 128 tokens of test/model at most, with blocks of 1 MiB" in done.output
-    )
+    assert "the arena holds 128 tokens of test/model at most, with blocks of 1 MiB" in done.output
 
 
 @pytest.mark.more
@@ -116,11 +106,12 @@ def test_hostile_names_reach_no_terminal(pool_server: StartServer, connect: Call
     client = connect(server)
     for dtype in ("\x1b[2J[/bold]", "b\n"):
         namespace = client.open_namespace(
-            namespace_spec(group_spec(chunk_bytes=1_000), salt="", model="[/x]\x1b[2J", kv_cache_dtype=dtype)
+            namespace_spec(group_spec(chunk_bytes=1_000), salt="", model="[/x]\x1b[2J\nforged", kv_cache_dtype=dtype)
         )
         client.put_blocks(namespace, run_of("a"), [payload("a", 1_000)])
         client.lookup(namespace, [run_of("a")])
     for command in (["doctor"], ["stats"], ["namespaces"], ["top", "--once", "--interval", "0.1"]):
         done = CliRunner().invoke(app, [*command, "--endpoint", server.endpoint])
         assert done.exit_code == 0, (command, done.output, done.exception)
-        assert "\x1b" not in done.output and ("[/x]" in done.output or command == ["stats"])
+        assert "\x1b" not in done.output and "\nforged" not in done.output
+        assert "[/x]" in done.output or command == ["stats"]

@@ -5,43 +5,28 @@ from __future__ import annotations
 import csv
 import io
 import json
-import sys
 import time
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from kvpool.cli import main
 from kvpool.client.client import Client
 from kvpool.client.config import ClientConfig
 from kvpool.commands.ledger import moment
-from kvpool.commands.ledger_table import LedgerTable
+from kvpool.commands.ledger_table import ledger_table
 from kvpool.protocol.causes import Cause
 from kvpool.protocol.errors import InvalidRequestError
 from kvpool.protocol.namespace import NamespaceSpec
 from kvpool.protocol.reports import ReportRequest
 from kvpool.v1 import pool_pb2 as pb
 from tests.conftest import StartServer
+from tests.kvpool.conftest import Cli, CliAt
 from tests.support.processes import ServerProcess
 from tests.support.values import group_spec, namespace_spec, run_of
 
 BLOCK_BYTES = 256 << 10
 EVICTED = Cause.EVICTED.label
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> object:
-    def run(*arguments: str, status: int = 0) -> str:
-        monkeypatch.setattr(sys, "argv", ["kvpool", "ledger", *arguments])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            main()
-        assert (ended.value.code or 0) == status
-        printed = capsys.readouterr()
-        return printed.err if status else printed.out
-
-    return run
 
 
 def spec_of(tenant: str, model: str = "llama") -> NamespaceSpec:
@@ -73,42 +58,46 @@ def server(pool_server: StartServer, tmp_path: Path) -> ServerProcess:
     return server
 
 
-def test_a_table_that_reads_at_80_columns(run, server: ServerProcess) -> None:  # type: ignore[no-untyped-def]
-    printed = run("--endpoint", server.endpoint)
+@pytest.fixture
+def cli(server: ServerProcess, cli_at: CliAt) -> Cli:
+    return cli_at(server)
+
+
+def test_a_table_that_reads_at_80_columns(cli: Cli) -> None:
+    printed = cli("ledger")
     assert all(len(line) <= 80 for line in printed.partition("saved: ")[0].splitlines())
     assert "No engine reports" not in printed and "by others" not in printed, "columns without a number are left out"
     assert "acme" in printed and "180 s" in printed and "75.0%" in printed and "umbra" in printed and "7 s" in printed
     assert "The ledger is kept since " in printed
 
 
-def test_csv_and_json_have_all_columns(run, server: ServerProcess) -> None:  # type: ignore[no-untyped-def]
-    first, second = csv.DictReader(io.StringIO(run("--csv", "--endpoint", server.endpoint)))
+def test_csv_and_json_have_all_columns(cli: Cli) -> None:
+    first, second = csv.DictReader(io.StringIO(cli("ledger", "--csv")))
     assert (first["tenant"], first["saved_gpu_seconds"], first["loaded_tokens"]) == ("acme", "180.0", "3000")
     assert (first["computed_evicted_tokens"], second["computed_never_stored_tokens"]) == ("1000", "10")
     assert {f"computed_{cause.label}_tokens" for cause in Cause} <= set(first)
-    told = json.loads(run("--json", "--by", "all", "--endpoint", server.endpoint))
+    told = json.loads(cli("ledger", "--json", "--by", "all"))
     assert told["is_persistent"] and abs(told["begins"] - time.time()) < 600
     assert [(row["tenant"], row["model"]) for row in told["rows"]] == [("acme", "llama"), ("umbra", "=cmd()")]
     assert told["rows"][0]["computed_tokens"] == {EVICTED: 1_000} and told["rows"][0]["hour"].endswith(":00Z")
-    by_model = run("--csv", "--by", "model", "--endpoint", server.endpoint)
+    by_model = cli("ledger", "--csv", "--by", "model")
     assert "\n'=cmd()," in by_model, "no spreadsheet takes the name for a formula"
-    assert "no rows of that time" in run("--until", "2020-01-01", "--endpoint", server.endpoint)
-    assert run("--csv", "--until", "2020-01-01", "--endpoint", server.endpoint).count("\n") == 1
+    assert "no rows of that time" in cli("ledger", "--until", "2020-01-01")
+    assert cli("ledger", "--csv", "--until", "2020-01-01").count("\n") == 1
 
 
-def test_a_wrong_time_is_refused_by_its_text(run, server: ServerProcess) -> None:  # type: ignore[no-untyped-def]
-    assert "'soon' is no time; give one such as 90m" in run("--since", "soon", "--endpoint", server.endpoint, status=2)
-    both = run("--csv", "--json", "--endpoint", server.endpoint, status=2)
-    assert "exclude each other" in both
+def test_a_wrong_time_is_refused_by_its_text(cli: Cli) -> None:
+    assert "'soon' is no time; give one such as 90m" in cli.fails("ledger", "--since", "soon", status=2)[1]
+    assert "exclude each other" in cli.fails("ledger", "--csv", "--json", status=2)[1]
 
 
 def drawn(rows: list[pb.LedgerRow], by: str, width: int = 80) -> tuple[str, str]:
     """The table and the sentences under it."""
     console = Console(width=width, file=io.StringIO())
-    table = LedgerTable(rows, by.split(), "ledger", console)
+    table, sentences = ledger_table(rows, by.split(), "ledger", console)
     with console.capture() as printed:
-        console.print(table.table)
-    return printed.get(), " ".join(table.sentences())
+        console.print(table)
+    return printed.get(), " ".join(sentences)
 
 
 def test_without_engines_reports_the_server_tells_what_it_counts() -> None:

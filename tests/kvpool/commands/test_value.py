@@ -3,37 +3,27 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
-from kvpool.cli import main
+from kvpool.cli import app
 from kvpool.client.client import Client
 from kvpool.client.config import ClientConfig
+from kvpool.commands import common
+from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.value.histogram import SIZES
 from tests.conftest import StartServer
+from tests.kvpool.conftest import CliAt
 from tests.support.processes import ServerProcess, wait_for
 from tests.support.values import namespace_spec, payload, run_of
 
 BLOCK_TOKENS, ROUNDS = 16, 4
 TENANTS = {"acme": ["a", "b", "new"], "umbra": ["c"]}
 """Tenants, and the blocks of their prompt; `new` is never stored."""
-Run = Callable[..., str]
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    def run(*arguments: str, status: int = 0) -> str:
-        monkeypatch.setattr(sys, "argv", ["kvpool", *arguments])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            main()
-        printed = capsys.readouterr()
-        assert (ended.value.code or 0) == status, printed
-        return printed.err if status else printed.out
-
-    return run
 
 
 @pytest.fixture
@@ -52,8 +42,8 @@ def server(pool_server: StartServer) -> ServerProcess:
     return server
 
 
-def test_tables_of_all_tenants_and_of_each(run: Run, server: ServerProcess) -> None:
-    printed = run("value", "--endpoint", server.endpoint, "--prefill", "1000")
+def test_tables_of_all_tenants_and_of_each(cli_at: CliAt, server: ServerProcess) -> None:
+    printed = cli_at(server)("value", "--prefill", "1000")
     assert max(map(len, printed.splitlines())) <= 80
     for title in ("all tenants", "tenant acme", "tenant umbra"):
         assert title in printed
@@ -63,15 +53,15 @@ def test_tables_of_all_tenants_and_of_each(run: Run, server: ServerProcess) -> N
     assert "policy density, hit 66.7% of them" in printed and "policy density, hit 75.0% of them" in printed
 
 
-def test_one_tenant_and_no_other(run: Run, server: ServerProcess) -> None:
-    printed = run("value", "--endpoint", server.endpoint, "--tenant", "umbra")
+def test_one_tenant_and_no_other(cli_at: CliAt, server: ServerProcess) -> None:
+    cli = cli_at(server)
+    printed = cli("value", "--tenant", "umbra")
     assert "tenant umbra" in printed and "acme" not in printed and "100.0%" in printed
-    refused = run("value", "--endpoint", server.endpoint, "--tenant", "nobody", status=2)
-    assert "no curve of tenant 'nobody'" in refused
+    assert "no curve of tenant 'nobody'" in cli.fails("value", "--tenant", "nobody", status=2)[1]
 
 
-def test_the_json_of_a_curve(run: Run, server: ServerProcess) -> None:
-    report = json.loads(run("value", "--endpoint", server.endpoint, "--json", "--prefill", "10"))
+def test_the_json_of_a_curve(cli_at: CliAt, server: ServerProcess) -> None:
+    report = json.loads(cli_at(server)("value", "--json", "--prefill", "10"))
     assert report["enabled"] and [curve["tenant"] for curve in report["curves"]] == ["", "acme", "umbra"]
     total = report["curves"][0]
     assert total["is_total"] and total["hit_ratio"] == pytest.approx(0.75)
@@ -81,16 +71,41 @@ def test_the_json_of_a_curve(run: Run, server: ServerProcess) -> None:
         assert each["saved_gpu_seconds_per_day"] == pytest.approx(each["saved_tokens_per_day"] / 10)
 
 
-def test_a_server_without_lookups_says_so(run: Run, pool_server: StartServer) -> None:
-    idle = pool_server()
-    assert "no lookups yet" in run("value", "--endpoint", idle.endpoint)
-    run("value", "--prefill", "0", status=2)
+def test_a_server_without_lookups_says_so(cli_at: CliAt, pool_server: StartServer) -> None:
+    cli = cli_at(pool_server())
+    assert "no lookups yet" in cli("value")
+    cli.fails("value", "--prefill", "0", status=2)
 
 
 @pytest.mark.parametrize("options", [[], ["--json"]])
 def test_a_server_that_estimates_nothing_is_an_error_that_says_how_it_would(
-    run: Run, pool_server: StartServer, options: list[str]
+    cli_at: CliAt, pool_server: StartServer, options: list[str]
 ) -> None:
-    off = pool_server("--value-sample", "0")
-    said = run("value", "--endpoint", off.endpoint, *options, status=1)
-    assert said == f"kvpool: the server at {off.endpoint} estimates no hit ratios; start it with --value-sample 8192\n"
+    cli = cli_at(pool_server("--value-sample", "0"))
+    assert cli.fails("value", *options)[1] == (
+        f"kvpool: the server at {cli.server.endpoint} estimates no hit ratios; start it with --value-sample 8192\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "head"),
+    [
+        ({}, "memory|size|hits|tokens a day|GPU-s a day"),
+        (
+            {"has_tiers": True, "left_out": 1_234},
+            "memory|size|hits|hits with tiers|tokens a day with tiers|GPU-s a day with tiers",
+        ),
+    ],
+)
+def test_columns_that_count_tiers_and_calls_that_were_left_out_are_told(
+    monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], head: str
+) -> None:
+    estimates = [pb.ValueEstimate(size=size, hit_ratio=0.5, hit_ratio_with_tiers=0.6) for size in SIZES]
+    curve = pb.ValueCurve(lookup_tokens=1e6, hit_tokens=5e5, estimates=estimates, is_total=True)
+    report = pb.ValueResponse(enabled=True, arena_bytes=1 << 30, seconds=7_200, curves=[curve], **fields)
+    client = SimpleNamespace(admin=SimpleNamespace(value=lambda: report))
+    monkeypatch.setattr(common, "client_of", lambda endpoint: nullcontext(client))
+    printed = CliRunner().invoke(app, ["value", "--prefill", "8000"]).stdout
+    cells = [line.strip("┃").split("┃") for line in printed.splitlines() if line.startswith("┃")]
+    assert "|".join(" ".join(" ".join(words).split()) for words in zip(*cells, strict=True)) == head
+    assert ("1,234 lookups and puts came too fast and were left out" in printed) is bool(fields)

@@ -2,12 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvpool.doctor.engines import engines
-from kvpool.doctor.judgements import judgements
-from kvpool.doctor.quotas import quotas
-from kvpool.doctor.server_state import server_state
-from kvpool.doctor.window import RECENT_S, look_twice, window_of
-from kvpool.report.finding import Level, notes, problems
+from kvpool.doctor.judgements import judge_twice, judgements
+from kvpool.doctor.window import RECENT_S, Window, window_of
+from kvpool.report.finding import Finding, Level, notes, problems
 from kvpool.v1 import pool_pb2 as pb
 from tests.support.values import replaced
 
@@ -99,19 +96,15 @@ def test_what_a_tier_dropped_long_ago_is_a_note() -> None:
 
 
 def test_a_second_look_is_taken_only_if_the_first_is_not_clear(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvpool.doctor.window.LOOK_S", 0.0)
-
-    def is_unclear(stats: pb.StatsResponse) -> bool:
-        return bool(notes(judgements(stats)))
-
-    old = replaced(WELL, server=OLD)
-    expired = replaced(_with(expired_leases=1), server=OLD)
-    more = replaced(_with(expired_leases=3), server=OLD)
+    monkeypatch.setattr("kvpool.doctor.judgements.LOOK_S", 0.0)
+    old, expired, more = (
+        replaced(_with(**counters), server=OLD) for counters in ({}, {"expired_leases": 1}, {"expired_leases": 3})
+    )
     for looks, says in (([_with(expired_leases=1)], "1 leases"), ([expired, more], "2 leases")):
         left = iter(looks)
-        now, window = look_twice(lambda left=left: next(left), is_unclear)  # type: ignore[misc]
-        assert next(left, None) is None and problems(judgements(now, window))[0].text.startswith(says)
-    assert look_twice(iter([old]).__next__, is_unclear) == (old, None)
+        _, found = judge_twice(left.__next__)
+        assert next(left, None) is None and problems(found)[0].text.startswith(says)
+    assert judge_twice(iter([old]).__next__) == (old, judgements(old))
 
 
 def test_incomplete_blocks_of_puts_under_way_are_no_problem() -> None:
@@ -121,6 +114,11 @@ def test_incomplete_blocks_of_puts_under_way_are_no_problem() -> None:
 ENGINE = pb.EngineState(
     engine="h:1", version="1", vllm_version="0.32", transport="shm", breaker_open=False, age_seconds=1.0
 )
+
+
+def of(check: str, stats: pb.StatsResponse, window: Window | None = None) -> list[Finding]:
+    """The findings of one check."""
+    return [each for each in judgements(stats, window) if each.check == check]
 
 
 @pytest.mark.parametrize(
@@ -133,10 +131,9 @@ ENGINE = pb.EngineState(
 )
 def test_engines_with_a_problem_are_named(engine: pb.EngineState, says: str) -> None:
     engine = replaced(engine, engine="h:2")
-    (found,) = engines(replaced(WELL, engines=(ENGINE, engine)))
+    (found,) = of("engines", replaced(WELL, engines=(ENGINE, engine)))
     assert found.level is Level.WARNING and found.text.endswith(says) and found.fix
-    assert [found] == problems(judgements(replaced(WELL, engines=(ENGINE, engine))))
-    (found,) = engines(replaced(WELL, engines=(engine, ENGINE, engine, engine)))
+    (found,) = of("engines", replaced(WELL, engines=(engine, ENGINE, engine, engine)))
     assert found.text.endswith(f"{says} and 2 more")
 
 
@@ -151,24 +148,24 @@ FULL = replaced(
 
 
 def test_a_full_quota_is_a_problem_while_quotas_evict() -> None:
-    assert quotas(FULL) == []
+    assert of("quotas", FULL) == []
     evicting = replaced(FULL, counters={**WELL.counters, "quota_evicted_blocks": 3})
-    (found,) = quotas(evicting)
+    (found,) = of("quotas", evicting)
     assert found.level is Level.INFO and found.text.startswith("tenant:a has reached its quota of 100 B")
-    (found,) = quotas(evicting, window_of(evicting, FULL, 1))
+    (found,) = of("quotas", evicting, window_of(evicting, FULL, 1))
     assert found.level is Level.WARNING and "in the last 1 s" in found.text
-    (found,) = quotas(evicting, window_of(evicting, evicting, 1))
+    (found,) = of("quotas", evicting, window_of(evicting, evicting, 1))
     assert found.level is Level.INFO and "since the server's start" in found.text
 
 
 @pytest.mark.parametrize(("days", "level"), [(15, Level.OK), (13, Level.WARNING), (1, Level.ERROR), (-1, Level.ERROR)])
 def test_the_end_of_a_certificate(days: float, level: Level) -> None:
     server = pb.ServerStats(version="1", unix_seconds=1e9, certificate_ends={"client_ca": 1e9 + days * 86_400})
-    (found,) = (each for each in server_state(replaced(WELL, server=server)) if each.check != "loop lag")
-    assert (found.check, found.level) == ("certificate of the clients' authority", level)
+    (found,) = of("certificate of the clients' authority", replaced(WELL, server=server))
+    assert found.level is level
 
 
 def test_engines_without_a_problem_are_counted() -> None:
-    (found,) = engines(replaced(WELL, engines=(ENGINE, ENGINE)))
+    (found,) = of("engines", replaced(WELL, engines=(ENGINE, ENGINE)))
     assert found.level is Level.OK and found.text.startswith("2 engines report")
-    assert engines(WELL) == []
+    assert of("engines", WELL) == []

@@ -6,10 +6,9 @@ import io
 import pytest
 from rich.console import Console
 
-from kvpool.top.frame import MAX_ROWS, View, frame
-from kvpool.top.interval import Interval
+from kvpool.protocol.server_stats import count
+from kvpool.top.frame import MAX_ROWS, Interval, View, frame
 from kvpool.v1 import pool_pb2 as pb
-from tests.kvpool.top.test_interval import snapshot
 from tests.support.values import replaced
 
 LLAMA = "meta-llama/Llama-3.1-8B-Instruct"
@@ -25,6 +24,28 @@ def drawn(view: View, width: int = 80) -> list[str]:
 def line(lines: list[str], label: str) -> str:
     (found,) = (each for each in lines if each.startswith(label))
     return found
+
+
+def snapshot(scale: int, boot: int = 1, uptime_s: float = 100.0) -> pb.StatsResponse:
+    server = pb.ServerStats(
+        version="1",
+        uptime_seconds=uptime_s,
+        rpc_seconds_bounds=(0.1,),
+        rpcs=(pb.RpcStats(method="Lookup", status="OK", sum_seconds=scale * 0.01, buckets=(10 * scale, 0)),),
+        transfers=(pb.TransferStats(transport="tcp", direction="read", nbytes=1_000 * scale),),
+        usage=(
+            pb.UsageStats(
+                tenant="t",
+                model="m",
+                lookup_tokens=100 * scale,
+                hit_tokens=60 * scale,
+                stored_bytes=7 * scale,
+                loaded_bytes=5 * scale,
+                held_bytes=42,
+            ),
+        ),
+    )
+    return pb.StatsResponse(counters={"evicted_blocks": 3 * scale}, server=server, boot_token=boot)
 
 
 def busy() -> Interval:
@@ -111,9 +132,25 @@ def test_a_restart_is_said() -> None:
     assert "the server has restarted: counts are those since its start" in drawn(View("h:1", interval))
 
 
+def test_after_a_restart_the_rates_are_those_since_the_start() -> None:
+    interval = Interval.of(snapshot(100), snapshot(1, boot=2, uptime_s=0.5), 10.0)
+    assert interval.restarted and interval.seconds == 0.5
+    assert interval.count("evicted_blocks") == 3
+    assert count(interval.server.rpcs, "Lookup") == 10
+    assert interval.server.transfers[0].nbytes == 1_000
+    assert interval.server.usage[0].lookup_tokens == 100
+
+
+def test_a_count_that_goes_back_is_no_negative_rate() -> None:
+    interval = Interval.of(snapshot(100), snapshot(1), 1.0)
+    assert interval.count("evicted_blocks") == 0
+    assert interval.server.transfers[0].nbytes == 0
+    assert interval.server.usage[0].lookup_tokens == 0
+
+
 def test_a_server_of_an_older_release_is_shown_too() -> None:
     old = pb.StatsResponse(arena_bytes=1 << 20, counters={"lookups": 4})
-    lines = drawn(View("h:1", Interval.of(old, old, 1.0)))
+    lines = drawn(View("h:1", Interval.of(old, old, 0.0)))
     assert "too old" in line(lines, "lookups")
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from kvpool.client.client import Client
 from kvpool.client.config import ClientConfig
-from kvpool.top.interval import Interval
+from kvpool.top.frame import Interval
 from kvpool.top.screen import Watch
 from tests.conftest import StartServer
 from tests.support.processes import ServerProcess, clean_environment, run_command, wait_for
