@@ -5,7 +5,7 @@ The pool decides which lease or ticket covers an entry, and says so by `Entry.le
 Not thread-safe: the pool's event loop owns it.
 
 A slot is freed only when no lease covers its entry and no ticket, nor the grace after one, lets anybody write to it.
-Entries stay leased while a transfer of an ended lease or ticket is under way (`transfers.py`).
+Entries stay leased while a transfer of an ended lease or ticket is under way (`Holds`).
 """
 
 from __future__ import annotations
@@ -135,8 +135,11 @@ class EntryTable:
         """
         self.abandon(entry, ticket, ticket.deadline + self._grace_s)
 
-    def abandon(self, entry: Entry, ticket: Ticket, not_before: float) -> None:
-        """Drops an entry to which a ticket's bytes may still be written; frees its slot not before a time."""
+    def abandon(self, entry: Entry, ticket: Ticket, not_before: float = 0.0) -> None:
+        """Drops an entry to which a ticket's bytes may still be written; frees its slot not before a time.
+
+        Where bytes are being written, another writer could get the shards of an entry that stays.
+        """
         entry.pending &= ~ticket.shards.mask
         if entry.live:
             self.departures.left([entry], MissCause.PUT_FAILED)

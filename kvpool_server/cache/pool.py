@@ -32,7 +32,7 @@ from kvpool_server.cache.entry_table import EntryTable
 from kvpool_server.cache.eviction import DEFAULT_POLICY, POLICIES, Policy
 from kvpool_server.cache.explanations import Explanations
 from kvpool_server.cache.hints import Hints
-from kvpool_server.cache.holds import Holds
+from kvpool_server.cache.holds import Holds, NoTransfers, Transfers
 from kvpool_server.cache.leases import NOBODY, Owner, Ticket
 from kvpool_server.cache.limits import IdentityLimits, Limits, default_limits
 from kvpool_server.cache.lookups import Lookups
@@ -44,7 +44,6 @@ from kvpool_server.cache.quotas import Quotas
 from kvpool_server.cache.removals import Removals
 from kvpool_server.cache.steps import LOOKUP_STEP_BLOCKS, SETTLED_PER_CALL, STEP_BLOCKS, Steps
 from kvpool_server.cache.traffic import Traffic
-from kvpool_server.cache.transfers import NoTransfers, Transfers
 from kvpool_server.cache.use_times import UseTimes
 
 
