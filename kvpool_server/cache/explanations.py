@@ -111,22 +111,15 @@ class Explained(NamedTuple):
     memory: Memory
 
 
+@dataclass(eq=False)
 class Explanations:
     """Those of one pool. Not thread-safe: the pool's event loop owns it."""
 
-    def __init__(
-        self,
-        namespaces: Namespaces,
-        departures: Departures,
-        misses: Misses,
-        use_times: UseTimes,
-        clock: Callable[[], float],
-    ):
-        self._namespaces = namespaces
-        self._departures = departures
-        self._misses = misses
-        self._use_times = use_times
-        self._clock = clock
+    _namespaces: Namespaces
+    _departures: Departures
+    _misses: Misses
+    _use_times: UseTimes
+    _clock: Callable[[], float]
 
     def explain_in_steps(
         self, fingerprint: bytes, runs: Sequence[BlockRun], told: Callable[[EvictedFor], EvictedFor] | None = None
@@ -217,7 +210,9 @@ class Explanations:
             for other in others if names else ():
                 if len(found) < MAX_MATCHES and other.fingerprint not in found and names[0] in other.index:
                     entries = other.index.get_all(names)
-                    found[other.fingerprint] = sum(1 for _ in itertools.takewhile(_is_complete, entries))
+                    found[other.fingerprint] = sum(
+                        1 for _ in itertools.takewhile(lambda entry: entry is not None and entry.complete, entries)
+                    )
                     yield
             yield
         matches = []
@@ -253,10 +248,6 @@ def _state_of(entry: Entry | None) -> BlockState | None:
     if entry is None:
         return BlockState.MISSING
     return BlockState.COMPLETE if entry.complete else None
-
-
-def _is_complete(entry: Entry | None) -> bool:
-    return entry is not None and entry.complete
 
 
 def _joined(one: BlockRange, other: BlockRange) -> BlockRange:

@@ -16,11 +16,10 @@ from typing import Protocol
 from kvpool.protocol.errors import OutOfSpaceError
 from kvpool_server.cache.entry import Entry
 from kvpool_server.cache.entry_table import EntryTable
+from kvpool_server.cache.eviction.partitions import Account
 from kvpool_server.cache.holders import describe_holders
 from kvpool_server.cache.leases import Hold, HoldTable, Lease, Owner, Ticket
 from kvpool_server.cache.limits import IdentityLimits, Limits
-from kvpool_server.cache.quarantine import Quarantine
-from kvpool_server.cache.quotas import Account
 from kvpool_server.cache.steps import SETTLED_PER_CALL, Steps
 
 _NO_LIMITS = IdentityLimits(1 << 62, 1 << 62)
@@ -204,12 +203,12 @@ class Holds:
             ended += 1
         return ended + self._let_go(count)
 
-    def describe(self, tenant: str, quarantine: Quarantine, now: float, account: Account | None) -> str:
+    def describe(self, tenant: str, now: float, account: Account | None) -> str:
         """What holds a tenant's slots, or those that count towards a quota of it; other tenants' are not told of."""
         leases = [lease for lease in self.leases.values() if _is_of(lease, tenant)]
         tickets = [ticket for ticket in self.tickets.values() if _is_of(ticket, tenant)]
         counts = account.groups.__contains__ if account is not None else lambda group: group.tenant == tenant
-        return describe_holders(leases, tickets, self._unfinished.values(), quarantine, now, counts)
+        return describe_holders(leases, tickets, self._unfinished.values(), self._entry_table.quarantine, now, counts)
 
     def _end_transfers(self, hold: Hold) -> bool:
         """Ends what a hold permits; False if a transfer is under way: its entries are to be pinned until that ends."""
