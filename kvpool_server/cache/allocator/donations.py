@@ -13,7 +13,6 @@ from typing import TypeVar
 from kvpool_server.cache.allocator.arena import Arena, Extent
 from kvpool_server.cache.allocator.extent_drain import ExtentDrain
 from kvpool_server.cache.allocator.superseded import Superseded
-from kvpool_server.cache.entry import Entry
 from kvpool_server.cache.eviction.partitions import Partition, Victims, oldest_stamp
 
 SAMPLED_SLOTS = 32
@@ -175,14 +174,9 @@ class Search:
 
 def last_use(extent: Extent) -> int:
     """The stamp of the last use of an extent, of some of its slots."""
-    return max((owner.used for owner in _sample(extent)), default=0)
+    return max((entry.used for entry in extent.sample(SAMPLED_SLOTS)), default=0)
 
 
 def last_pin_end(extent: Extent) -> int:
     """When the last pin of an extent ends, of some of its slots."""
-    return max((owner.pinned_until for owner in _sample(extent)), default=0)
-
-
-def _sample(extent: Extent) -> list[Entry]:
-    step = max(1, len(extent.owners) // SAMPLED_SLOTS)
-    return [owner for owner in extent.owners[::step] if owner is not None]
+    return max((entry.pinned_until for entry in extent.sample(SAMPLED_SLOTS)), default=0)

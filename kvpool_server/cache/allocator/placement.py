@@ -354,5 +354,4 @@ def _by_group(owners: Iterable[Entry | None], groups: Container[Group]) -> dict[
 
 def _num_held(extent: Extent) -> int:
     """How many of some slots of an extent hold an entry that cannot be evicted now."""
-    owners = extent.owners[:: max(1, len(extent.owners) // MAX_COUNTED_SLOTS)]
-    return sum(owner is not None and not (owner.live and owner.movable) for owner in owners)
+    return sum(not (entry.live and entry.movable) for entry in extent.sample(MAX_COUNTED_SLOTS))
