@@ -216,6 +216,23 @@ def test_too_many_leases_mean_hits_without_a_lease() -> None:
 # Put
 
 
+def test_a_shard_that_is_there_is_not_written_again_but_the_others_are(bench: Bench) -> None:
+    first = ShardRange(0, 1)
+    bench.end(bench.start("a", shards=first), "a", shards=first)
+    assert bench.start("a", shards=first).statuses == (PRESENT,)
+    both = bench.start("a")
+    assert both.statuses == (GRANTED,)
+    assert bench.end(both, "a") == PutReceipt(1, 1)
+
+
+def test_a_ticket_that_expires_takes_the_other_shards_of_its_blocks_along(bench: Bench) -> None:
+    first, second = ShardRange(0, 1), ShardRange(1, 1)
+    bench.end(bench.start("a", shards=first), "a", shards=first)
+    bench.start("a", shards=second, ttl_ms=100)
+    bench.seconds(0.1)
+    assert bench.start("a", shards=first).statuses == (GRANTED,)
+
+
 def test_a_block_named_twice_in_one_put_is_written_once(bench: Bench) -> None:
     grant = bench.start("a", "a")
     assert grant.statuses == (GRANTED, BUSY) and len(grant.offsets) == 1
@@ -281,6 +298,15 @@ def test_a_writer_that_ends_in_time_does_not_free_the_slot_of_a_late_one(bench: 
     assert bench.pool.stats().num_quarantined == 1
     bench.seconds(0.25)
     assert bench.pool.stats().num_quarantined == 0
+
+
+def test_revoking_one_shard_keeps_the_other(bench: Bench) -> None:
+    first, second = ShardRange(0, 1), ShardRange(1, 1)
+    bench.end(bench.start("a", shards=first), "a", shards=first)
+    bench.pool.put_revoke(bench.start("a", shards=second).ticket_id)
+    assert bench.start("a", shards=first).statuses == (PRESENT,)
+    bench.end(bench.start("a", shards=second), "a", shards=second)
+    assert bench.present("a") == ["a"]
 
 
 def test_a_batch_that_names_blocks_again_and_again_needs_room_for_each_of_them_once() -> None:
