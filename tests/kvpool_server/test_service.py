@@ -507,34 +507,21 @@ def test_a_server_that_computes_fingerprints_in_another_way_is_refused(
 def test_a_mismatched_spec_is_refused_by_the_name_of_the_field(
     client: Client, namespace: Namespace, spec: NamespaceSpec
 ) -> None:
-    changes: dict[str, NamespaceSpec] = {
-        "kv_cache_dtype: 'fp8' here, '' there": dataclasses.replace(spec, kv_cache_dtype="fp8"),
-        "weights_epoch: '2' here, '' there": dataclasses.replace(spec, weights_epoch="2"),
-        "groups[1].chunk_bytes: 513 here, 512 there": dataclasses.replace(
-            spec, groups=(spec.groups[0], dataclasses.replace(spec.groups[1], chunk_bytes=CHUNK + 1))
-        ),
-        "extra['rope']: 'yarn' here, None there": dataclasses.replace(spec, extra=(("rope", "yarn"),)),
-    }
-    for says, changed in changes.items():
-        with pytest.raises(IncompatibleNamespaceError, match=re.escape(says)):
-            client.open_namespace(changed, expected_fingerprint=namespace.fingerprint)
+    larger = dataclasses.replace(spec.groups[1], chunk_bytes=CHUNK + 1)
+    changed = dataclasses.replace(spec, kv_cache_dtype="fp8", groups=(spec.groups[0], larger))
+    says = "groups[1].chunk_bytes: 513 here, 512 there; kv_cache_dtype: 'fp8' here, '' there"
+    with pytest.raises(IncompatibleNamespaceError, match=re.escape(says)):
+        client.open_namespace(changed, expected_fingerprint=namespace.fingerprint)
     assert client.open_namespace(spec, expected_fingerprint=namespace.fingerprint).fingerprint == namespace.fingerprint
 
 
-@pytest.mark.parametrize(
-    ("spec", "says"),
-    [
+def test_a_spec_that_cannot_name_a_namespace_is_refused(client: Client) -> None:
+    for spec, says in (
         (namespace_spec(model=""), "model is empty"),
-        (namespace_spec(format_version=99), "format_version 99 is not 1"),
-        (NamespaceSpec("m", ()), "0 groups"),
-        (namespace_spec(group_spec(chunk_bytes=0)), r"groups\[0\]\.chunk_bytes 0"),
-        (namespace_spec(group_spec(num_shards=65)), r"groups\[0\]\.num_shards 65"),
         (namespace_spec(group_spec(chunk_bytes=1 << 50)), r"groups\[0\]: a block of \d+ bytes.*more --memory"),
-    ],
-)
-def test_a_spec_that_cannot_name_a_namespace_is_refused(client: Client, spec: NamespaceSpec, says: str) -> None:
-    with pytest.raises(InvalidRequestError, match=says):
-        client.open_namespace(spec)
+    ):
+        with pytest.raises(InvalidRequestError, match=says):
+            client.open_namespace(spec)
 
 
 def test_bytes_that_are_no_message_fail_their_call_and_nothing_else(
