@@ -21,10 +21,10 @@ from kvpool_server.access.audit import AuditLog
 from kvpool_server.access.control import AccessControl
 from kvpool_server.app.monitoring import Monitoring
 from kvpool_server.cache.eviction import POLICIES
+from kvpool_server.cache.holds import NoTransfers
 from kvpool_server.cache.limits import Limits, default_limits
 from kvpool_server.cache.pool import Pool
 from kvpool_server.cache.steps import finish
-from kvpool_server.cache.transfers import NoTransfers
 from kvpool_server.data_plane.admission import MAX_SEATS
 from kvpool_server.data_plane.permits import PermitTable
 from kvpool_server.data_plane.workers import DataWorkers, default_count

@@ -18,6 +18,7 @@ import operator
 import secrets
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -52,16 +53,19 @@ _UNUSED = (1 << _AGE_BITS) - 1
 _CODES_PER_DOUBLING = 8
 
 
-class EvictedFor(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class EvictedFor:
     """Whose put a block made room for. Clients choose both names.
 
     Args:
         tenant: as its namespace declares it.
         model: empty if the tenant has too many.
+        is_hidden: another tenant's than that of the caller that is told of it; the names are empty then.
     """
 
-    tenant: str
-    model: str
+    tenant: str = ""
+    model: str = ""
+    is_hidden: bool = False
 
 
 class Departure(NamedTuple):
@@ -160,18 +164,8 @@ class Departures:
             self._notes[slots] = note
             self._charged[slots] = False
 
-    def cause(self, group: Group, name: bytes) -> MissCause | None:
-        """Why a block has left; None if it is not known to have left."""
-        found = self._find(group, name)
-        return None if found is None else MissCause(found[1] & _CAUSES)
-
     def departure(self, group: Group, name: bytes) -> Departure | None:
         """What is known of a block's departure; None if it is not known to have left."""
-        found = self._find(group, name)
-        return None if found is None else self._departure(*found)
-
-    def _find(self, group: Group, name: bytes) -> tuple[int, int] | None:
-        """The word and the note of a block; None if its slot has another one's."""
         if self._waiting:
             self._enter()
         if not len(self._words):
@@ -179,7 +173,7 @@ class Departures:
         tag = int.from_bytes(name[:8], "little") ^ self._salt(group)
         slot = tag & NUM_SLOTS - 1
         word, note = int(self._words[slot]), int(self._notes[slot])
-        return (word, note) if note and not (word ^ tag) >> _FOR_BITS + _AGE_BITS else None
+        return self._departure(word, note) if note and not (word ^ tag) >> _FOR_BITS + _AGE_BITS else None
 
     def _departure(self, word: int, note: int) -> Departure:
         age = word >> _FOR_BITS & _UNUSED

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from kvpool.protocol.namespace import GroupSpec
@@ -21,6 +22,7 @@ _LAST_BLOCKS = ("mamba", "chunked_local_attention")
 """Kinds of groups without a window whose hits need only the last blocks: vLLM's names."""
 
 
+@dataclass(eq=False, slots=True)
 class Group:
     """One KV-cache group of an open namespace: its index of entries by block hash.
 
@@ -40,49 +42,27 @@ class Group:
         num_slots: slots of its entries, with those of dropped entries that are not free yet.
     """
 
-    __slots__ = (
-        "block_tokens",
-        "declared_tenant",
-        "fingerprint",
-        "full_mask",
-        "idx",
-        "index",
-        "is_measurement",
-        "leaving",
-        "namespace",
-        "needs_prefix",
-        "num_complete",
-        "num_slots",
-        "slot_class",
-        "spec",
-        "tenant",
-    )
+    spec: GroupSpec
+    idx: int = 0
+    namespace: str = ""
+    fingerprint: bytes = b""
+    tenant: str = ""
+    declared_tenant: str = ""
+    is_measurement: bool = False
+    block_tokens: int = field(init=False)
+    full_mask: int = field(init=False)
+    needs_prefix: bool = field(init=False)
+    index: BlockIndex[Entry] = field(default_factory=BlockIndex, init=False)
+    leaving: BlockIndex[Entry] = field(default_factory=BlockIndex, init=False)
+    num_complete: int = field(default=0, init=False)
+    num_slots: int = field(default=0, init=False)
+    slot_class: tuple[str, int] = field(init=False)
 
-    def __init__(
-        self,
-        spec: GroupSpec,
-        idx: int = 0,
-        namespace: str = "",
-        fingerprint: bytes = b"",
-        tenant: str = "",
-        declared_tenant: str = "",
-        is_measurement: bool = False,
-    ):
-        self.spec = spec
-        self.idx = idx
-        self.namespace = namespace
-        self.fingerprint = fingerprint
-        self.tenant = tenant
-        self.declared_tenant = declared_tenant
-        self.is_measurement = is_measurement
-        self.block_tokens = spec.block_tokens
-        self.full_mask = (1 << spec.num_shards) - 1
-        self.needs_prefix = not spec.window_tokens and spec.kind not in _LAST_BLOCKS
-        self.index: BlockIndex[Entry] = BlockIndex()
-        self.leaving: BlockIndex[Entry] = BlockIndex()
-        self.num_complete = 0
-        self.num_slots = 0
-        self.slot_class = (tenant, spec.slot_bytes)
+    def __post_init__(self) -> None:
+        self.block_tokens = self.spec.block_tokens
+        self.full_mask = (1 << self.spec.num_shards) - 1
+        self.needs_prefix = not self.spec.window_tokens and self.spec.kind not in _LAST_BLOCKS
+        self.slot_class = (self.tenant, self.spec.slot_bytes)
 
     @property
     def num_live(self) -> int:

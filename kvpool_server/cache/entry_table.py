@@ -5,15 +5,16 @@ The pool decides which lease or ticket covers an entry, and says so by `Entry.le
 Not thread-safe: the pool's event loop owns it.
 
 A slot is freed only when no lease covers its entry and no ticket, nor the grace after one, lets anybody write to it.
-Entries stay leased while a transfer of an ended lease or ticket is under way (`transfers.py`).
+Entries stay leased while a transfer of an ended lease or ticket is under way (`Holds`).
 """
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import math
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from kvpool.protocol.types import BlockRun, MissCause, PutStatus
 from kvpool_server.cache.allocator.arena import Arena
@@ -23,8 +24,46 @@ from kvpool_server.cache.departures import Departures
 from kvpool_server.cache.entry import Entry, Group, Observer, Record
 from kvpool_server.cache.leases import Ticket
 from kvpool_server.cache.pins import Pins
-from kvpool_server.cache.quarantine import Quarantine
 from kvpool_server.cache.steps import STEP_BLOCKS, Steps
+
+
+class Quarantine:
+    """Dropped entries that somebody may still read or write, by slot.
+
+    Each stays until its time is over and no lease or ticket covers it.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[int, tuple[Entry, float]] = {}
+        self._ends: list[tuple[float, int]] = []
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def __iter__(self) -> Iterator[Entry]:
+        return (entry for entry, _ in self._held.values())
+
+    def add(self, entry: Entry, until: float) -> None:
+        """Puts a dropped entry in quarantine until a time; never shortens its stay."""
+        _, before = self._held.get(entry.offset, (entry, until))
+        until = max(until, before)
+        self._held[entry.offset] = (entry, until)
+        heapq.heappush(self._ends, (until, entry.offset))
+
+    def remove_if_over(self, entry: Entry, now: float) -> bool:
+        """Removes an entry whose time is over and that no hold covers; True if its slot is to be freed now."""
+        _, until = self._held.get(entry.offset, (entry, now))
+        if now < until or not entry.movable:
+            return False
+        return self._held.pop(entry.offset, None) is not None
+
+    def pop_over(self, now: float) -> Entry | None:
+        """Removes and returns an entry whose time is over and that no hold covers; None if there is none."""
+        while self._ends and self._ends[0][0] <= now:
+            entry, _ = self._held.get(heapq.heappop(self._ends)[1], (None, 0.0))
+            if entry is not None and self.remove_if_over(entry, now):
+                return entry
+        return None
 
 
 class EntryTable:
@@ -38,13 +77,13 @@ class EntryTable:
 
     Attributes:
         num_live, num_complete: entries in an index, and the readable ones of them.
+        quarantine: the dropped entries whose slots are not free.
     """
 
     def __init__(
         self,
         arena: Arena,
         placement: Placement,
-        quarantine: Quarantine,
         departures: Departures,
         clock: Callable[[], float],
         grace_ms: int,
@@ -55,7 +94,7 @@ class EntryTable:
         self.num_complete = 0
         self._arena = arena
         self._placement = placement
-        self._quarantine = quarantine
+        self.quarantine = Quarantine()
         self.departures = departures
         self._clock = clock
         self._grace_s = grace_ms / 1000
@@ -135,14 +174,17 @@ class EntryTable:
         """
         self.abandon(entry, ticket, ticket.deadline + self._grace_s)
 
-    def abandon(self, entry: Entry, ticket: Ticket, not_before: float) -> None:
-        """Drops an entry to which a ticket's bytes may still be written; frees its slot not before a time."""
+    def abandon(self, entry: Entry, ticket: Ticket, not_before: float = 0.0) -> None:
+        """Drops an entry to which a ticket's bytes may still be written; frees its slot not before a time.
+
+        Where bytes are being written, another writer could get the shards of an entry that stays.
+        """
         entry.pending &= ~ticket.shards.mask
         if entry.live:
             self.departures.left([entry], MissCause.PUT_FAILED)
             self.drop(entry, not_before)
         else:
-            self._quarantine.add(entry, not_before)
+            self.quarantine.add(entry, not_before)
 
     def restore(self, group: Group, record: Record, parent: Entry | None, stamp: int) -> Entry:
         """Inserts a complete entry in its slot, which is allocated; `make_candidate` once its children are inserted."""
@@ -193,13 +235,13 @@ class EntryTable:
             not_before = max(not_before, entry.pending_until + self._grace_s)
         # Another ticket of the entry may have expired unnoticed: `expire` then frees the slot, and nothing else does.
         if not entry.movable or not_before > self._clock():
-            self._quarantine.add(entry, not_before)
+            self.quarantine.add(entry, not_before)
         else:
             self._free(entry)
 
     def free_if_unheld(self, entry: Entry) -> None:
         """Frees a dropped entry's slot if its quarantine is over and no hold covers it."""
-        if self._quarantine.remove_if_over(entry, self._clock()):
+        if self.quarantine.remove_if_over(entry, self._clock()):
             self._free(entry)
 
     def _free(self, entry: Entry) -> None:
@@ -212,10 +254,10 @@ class EntryTable:
         Returns how many slots were freed, at least.
         """
         freed = 0
-        while freed < count and (entry := self._quarantine.pop_over(now)) is not None:
+        while freed < count and (entry := self.quarantine.pop_over(now)) is not None:
             self._free(entry)
             freed += 1
-        if victims := self._placement.drain_victims(now, count):
+        if victims := self._placement.drain.victims(now, count):
             self.evict(victims)
         return freed + len(victims)
 

@@ -6,14 +6,14 @@ Unlike `misses.py`, which engines ask with each lookup, it visits every block, i
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from kvpool.protocol.namespace import differences
 from kvpool.protocol.types import MAX_RANGES, BlockRun, BlockState, MissCause
-from kvpool_server.cache.block_ranges import BlockRange, EvictedFor, NamespaceMatch, RunExplanation
-from kvpool_server.cache.departures import Departure, Departures, Memory
+from kvpool_server.cache.departures import Departures, EvictedFor, Memory
 from kvpool_server.cache.entry import Entry, Group
 from kvpool_server.cache.misses import Misses
 from kvpool_server.cache.namespaces import Namespaces, PoolNamespace
@@ -33,6 +33,67 @@ MAX_COUNTED = 4_096
 """Blocks that are counted in another namespace."""
 _PREFIX_KIND = "full_attention"
 """Of groups whose blocks nobody stores without those before them."""
+_KNOWN = operator.attrgetter("state", "cause", "tier", "evicted_for")
+"""What is known of a range but for times."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRange:
+    """Successive blocks of a run of which the same is known.
+
+    Args:
+        first: index in the run.
+        cause: why they are not in the arena; None for complete ones.
+        tier: the one that has them; empty if none has.
+        newest_left_seconds, oldest_left_seconds: since the block that left last, or first, has left the arena; None:
+            none is known to have left.
+        unused_seconds: of complete blocks, since the last use of the one used longest ago; of others, from the last use
+            of the first one until it left. None: unknown.
+        evicted_for: None: unknown, or for no single put.
+    """
+
+    first: int
+    count: int
+    state: BlockState
+    cause: MissCause | None = None
+    tier: str = ""
+    newest_left_seconds: float | None = None
+    oldest_left_seconds: float | None = None
+    unused_seconds: float | None = None
+    evicted_for: EvictedFor | None = None
+
+    @property
+    def stop(self) -> int:
+        return self.first + self.count
+
+
+@dataclass(frozen=True, slots=True)
+class RunExplanation:
+    """What is known of one run.
+
+    Args:
+        ranges: in order, without a gap; the blocks behind them are not explained.
+        other_children: stored blocks of other prompts that follow the block before the first missing one, as far as
+            the server knows.
+    """
+
+    group_idx: int
+    ranges: tuple[BlockRange, ...]
+    other_children: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceMatch:
+    """Another namespace of the tenant, with the same model and salt, that has blocks of the prompt.
+
+    Args:
+        count: blocks that it has, from the first missing one on.
+        differences: sentences, one for each field that differs.
+    """
+
+    fingerprint: bytes
+    count: int
+    differences: tuple[str, ...]
 
 
 class Explained(NamedTuple):
@@ -50,22 +111,15 @@ class Explained(NamedTuple):
     memory: Memory
 
 
+@dataclass(eq=False)
 class Explanations:
     """Those of one pool. Not thread-safe: the pool's event loop owns it."""
 
-    def __init__(
-        self,
-        namespaces: Namespaces,
-        departures: Departures,
-        misses: Misses,
-        use_times: UseTimes,
-        clock: Callable[[], float],
-    ):
-        self._namespaces = namespaces
-        self._departures = departures
-        self._misses = misses
-        self._use_times = use_times
-        self._clock = clock
+    _namespaces: Namespaces
+    _departures: Departures
+    _misses: Misses
+    _use_times: UseTimes
+    _clock: Callable[[], float]
 
     def explain_in_steps(
         self, fingerprint: bytes, runs: Sequence[BlockRun], told: Callable[[EvictedFor], EvictedFor] | None = None
@@ -135,8 +189,14 @@ class Explanations:
                     yield BlockRange(at, count, BlockState.MISSING, MissCause.NEVER_STORED)
                 at += count
             return
-        for departure, count in self._departures.departures(group, names, group.spec.kind == _PREFIX_KIND):
-            yield _range_of(departure, at, count)
+        for left, count in self._departures.departures(group, names, group.spec.kind == _PREFIX_KIND):
+            if left is None:
+                yield BlockRange(at, count, BlockState.MISSING, MissCause.NEVER_STORED)
+            else:
+                ago = float(left.seconds_ago)
+                yield BlockRange(
+                    at, count, BlockState.MISSING, left.cause, "", ago, ago, left.unused_seconds, left.evicted_for
+                )
             at += count
 
     def _elsewhere(
@@ -150,7 +210,9 @@ class Explanations:
             for other in others if names else ():
                 if len(found) < MAX_MATCHES and other.fingerprint not in found and names[0] in other.index:
                     entries = other.index.get_all(names)
-                    found[other.fingerprint] = sum(1 for _ in itertools.takewhile(_is_complete, entries))
+                    found[other.fingerprint] = sum(
+                        1 for _ in itertools.takewhile(lambda entry: entry is not None and entry.complete, entries)
+                    )
                     yield
             yield
         matches = []
@@ -174,8 +236,8 @@ def most_ranges(num_runs: int) -> int:
 
 
 def add_range(ranges: list[BlockRange], following: BlockRange) -> None:
-    """Adds the range that follows, to the last one if the same is known of both, but for times."""
-    if ranges and _is_alike(ranges[-1], following):
+    """Adds the range that follows, to the last one if the same is known of both."""
+    if ranges and _KNOWN(ranges[-1]) == _KNOWN(following):
         ranges[-1] = _joined(ranges[-1], following)
     else:
         ranges.append(following)
@@ -186,36 +248,6 @@ def _state_of(entry: Entry | None) -> BlockState | None:
     if entry is None:
         return BlockState.MISSING
     return BlockState.COMPLETE if entry.complete else None
-
-
-def _is_complete(entry: Entry | None) -> bool:
-    return entry is not None and entry.complete
-
-
-def _range_of(departure: Departure | None, first: int, count: int) -> BlockRange:
-    if departure is None:
-        return BlockRange(first, count, BlockState.MISSING, MissCause.NEVER_STORED)
-    whose, left = departure.evicted_for, float(departure.seconds_ago)
-    return BlockRange(
-        first,
-        count,
-        BlockState.MISSING,
-        departure.cause,
-        "",
-        left,
-        left,
-        departure.unused_seconds,
-        None if whose is None else EvictedFor(*whose),
-    )
-
-
-def _is_alike(one: BlockRange, other: BlockRange) -> bool:
-    return (one.state, one.cause, one.tier, one.evicted_for) == (
-        other.state,
-        other.cause,
-        other.tier,
-        other.evicted_for,
-    )
 
 
 def _joined(one: BlockRange, other: BlockRange) -> BlockRange:

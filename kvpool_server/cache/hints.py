@@ -29,6 +29,7 @@ class HintResult:
     num_pending: int = 0
 
 
+@dataclass(eq=False)
 class Hints:
     """See the module.
 
@@ -36,19 +37,11 @@ class Hints:
         clock: monotonic seconds.
     """
 
-    def __init__(
-        self,
-        namespaces: Namespaces,
-        placement: Placement,
-        pins: Pins,
-        clock: Callable[[], float],
-        counters: dict[str, int],
-    ):
-        self._namespaces = namespaces
-        self._placement = placement
-        self._pins = pins
-        self._clock = clock
-        self._counters = counters
+    _namespaces: Namespaces
+    _placement: Placement
+    _pins: Pins
+    _clock: Callable[[], float]
+    _counters: dict[str, int]
 
     def groups(self, fingerprint: bytes, runs: Sequence[BlockRun]) -> tuple[PoolNamespace, list[Group]]:
         """The namespace, and the group of each run. Raises InvalidRequestError for an empty or too large batch."""

@@ -23,7 +23,7 @@ def describe_holders(
     unfinished: Iterable[Hold],
     quarantined: Iterable[Entry],
     now: float,
-    counts: Callable[[Group], bool] = lambda group: True,
+    counts: Callable[[Group], bool],
 ) -> str:
     """How many blocks are held, and by what; empty if none is.
 
@@ -36,7 +36,17 @@ def describe_holders(
     counted: set[int] = set()
     parts: list[str] = []
     held: list[Entry] = []
-    for reason, entries in _by_reason(leases, tickets, unfinished, quarantined, now):
+    lookups = [lease for lease in leases if lease.deadline < math.inf]
+    puts = [ticket for ticket in tickets if ticket.deadline < math.inf]
+    by_reason = [
+        (f"are leased by {len(lookups)} lookups{_at_most(lookups, now)}", _entries(lookups)),
+        ("are being written to a tier", _entries(lease for lease in leases if lease.deadline == math.inf)),
+        ("are being read from a tier", _entries(ticket for ticket in tickets if ticket.deadline == math.inf)),
+        (f"are being written by {len(puts)} puts{_at_most(puts, now)}", _entries(puts)),
+        ("are being moved by data workers for clients that have given them up", _entries(unfinished)),
+        ("are in quarantine until late writers and readers of removed blocks have ended", quarantined),
+    ]
+    for reason, entries in by_reason:
         blocks = nbytes = 0
         for entry in entries:
             if len(counted) >= MAX_COUNTED:
@@ -52,24 +62,6 @@ def describe_holders(
         parts.append(f"{num_ancestors} blocks precede those in their prefixes, and are evicted only after them")
     least = "at least " if len(counted) >= MAX_COUNTED else ""
     return least + "; ".join(parts) if parts else ""
-
-
-def _by_reason(
-    leases: Sequence[Lease],
-    tickets: Sequence[Ticket],
-    unfinished: Iterable[Hold],
-    quarantined: Iterable[Entry],
-    now: float,
-) -> Iterator[tuple[str, Iterator[Entry]]]:
-    """Each reason in words, and the entries that it keeps."""
-    lookups = [lease for lease in leases if lease.deadline < math.inf]
-    puts = [ticket for ticket in tickets if ticket.deadline < math.inf]
-    yield f"are leased by {len(lookups)} lookups{_at_most(lookups, now)}", _entries(lookups)
-    yield "are being written to a tier", _entries(lease for lease in leases if lease.deadline == math.inf)
-    yield "are being read from a tier", _entries(ticket for ticket in tickets if ticket.deadline == math.inf)
-    yield f"are being written by {len(puts)} puts{_at_most(puts, now)}", _entries(puts)
-    yield "are being moved by data workers for clients that have given them up", _entries(unfinished)
-    yield "are in quarantine until late writers and readers of removed blocks have ended", iter(quarantined)
 
 
 def _at_most(holds: Sequence[Hold], now: float) -> str:

@@ -1,29 +1,51 @@
 """The leases and tickets of a pool: which may be granted, and how each ends.
 
-A lease or ticket ends when its client ends it, or at its deadline. Where many end at once, their entries are let go
-some at a time (`EndedHolds`). While a transfer under an ended one is under way, its entries stay pinned
-(`UnfinishedHolds`).
+A lease or ticket ends when its client ends it, or at its deadline. A million entries may be held by those that end at
+once: no client can use an ended one any more, but its entries count as held until they are let go, some at a time.
+While a transfer under an ended one is under way, its entries stay pinned.
 Not thread-safe: the pool's event loop owns it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Container, Sequence
+from collections import deque
+from collections.abc import Callable, Container, Sequence, Set
+from typing import Protocol
 
 from kvpool.protocol.errors import OutOfSpaceError
-from kvpool_server.cache.ended_holds import EndedHolds, EndOfEntry
 from kvpool_server.cache.entry import Entry
 from kvpool_server.cache.entry_table import EntryTable
+from kvpool_server.cache.eviction.partitions import Account
 from kvpool_server.cache.holders import describe_holders
 from kvpool_server.cache.leases import Hold, HoldTable, Lease, Owner, Ticket
 from kvpool_server.cache.limits import IdentityLimits, Limits
-from kvpool_server.cache.quarantine import Quarantine
-from kvpool_server.cache.quotas import Account
 from kvpool_server.cache.steps import SETTLED_PER_CALL, Steps
-from kvpool_server.cache.transfers import Transfers, UnfinishedHolds
 
 _NO_LIMITS = IdentityLimits(1 << 62, 1 << 62)
+
+EndOfEntry = Callable[[Entry, Ticket], None]
+"""What becomes of an entry whose ticket has ended: a method of `EntryTable`."""
+
+
+class Transfers(Protocol):
+    """What data workers do under leases and tickets: no transfer begins under one that `end` was called for."""
+
+    def end(self, hold_id: int) -> bool:
+        """Ends what a ticket or lease permits; False if a transfer under it is under way."""
+
+    def active(self) -> Set[int]:
+        """Ids of the tickets and leases under which a transfer is under way."""
+
+
+class NoTransfers:
+    """For a pool whose bytes are moved by its own process alone, or by clients that it cannot stop."""
+
+    def end(self, hold_id: int) -> bool:
+        return True
+
+    def active(self) -> Set[int]:
+        return frozenset()
 
 
 class Holds:
@@ -57,8 +79,10 @@ class Holds:
         self._limits_of = limits_of
         self._new_id = new_id
         self._counters = counters
-        self._unfinished = UnfinishedHolds(transfers)
-        self._ended = EndedHolds(entry_table)
+        self._transfers = transfers
+        self._unfinished: dict[int, Hold] = {}  # Ended ones under which a transfer is under way, by id.
+        self._ended_leases: deque[Hold] = deque()  # Also the pins of tickets whose transfers have ended.
+        self._ended_tickets: deque[tuple[Ticket, EndOfEntry]] = deque()
 
     def lease(self, entries: list[Entry], num_pinned: int, ttl_ms: int, now: float, owner: Owner) -> tuple[int, int]:
         """Makes a lease on entries, of which the first are pinned; returns its id and TTL, both 0 if there is no room.
@@ -99,7 +123,7 @@ class Holds:
         """Ends the pins of a lookup whose last step has ended, unless a lease keeps them."""
         self.pinning = [each for each in self.pinning if each is not pinned]
         if not is_leased:
-            self._ended.add_lease(Lease(0, 0.0, pinned))
+            self._ended_leases.append(Lease(0, 0.0, pinned))
 
     def release(self, lease_ids: Sequence[int], owner: Owner, now: float) -> int:
         """Ends leases that the owner may end; returns how many were live."""
@@ -109,7 +133,7 @@ class Holds:
                 self.leases.pop(lease_id)
                 self._end_lease(lease)
                 released += lease.deadline > now
-        self._ended.settle(SETTLED_PER_CALL)
+        self._let_go(SETTLED_PER_CALL)
         return released
 
     def check_tickets(self, owner: Owner) -> None:
@@ -129,16 +153,16 @@ class Holds:
 
     def undo(self, ticket: Ticket) -> None:
         """Ends a ticket that was never granted: nobody has written under it."""
-        self._ended.add_ticket(ticket, self._entry_table.revoke)
-        self._ended.settle(SETTLED_PER_CALL)
+        self._ended_tickets.append((ticket, self._entry_table.revoke))
+        self._let_go(SETTLED_PER_CALL)
 
     def finish_writing(self, ticket: Ticket) -> bool:
         """Ends a ticket to commit its entries; False, and drops them, if bytes are still being written under it."""
         self.tickets.pop(ticket.id)
-        if self._unfinished.end(ticket):
+        if self._end_transfers(ticket):
             return True
-        self._ended.add_ticket(self._pinned(ticket), self._abandon)
-        self._ended.settle(SETTLED_PER_CALL)
+        self._end_pinned(ticket, self._entry_table.abandon)
+        self._let_go(SETTLED_PER_CALL)
         return False
 
     def revoke(self, ticket_id: int, owner: Owner, now: float) -> bool:
@@ -147,13 +171,14 @@ class Holds:
         if ticket is None:
             return False
         self.tickets.pop(ticket_id)
-        if ticket.deadline <= now:
-            self._counters["expired_tickets"] += 1
-            self._end_ticket(ticket, self._entry_table.expire)
-            return False
-        self._counters["revoked_tickets"] += 1
-        self._end_ticket(ticket, self._entry_table.revoke, self._abandon)
-        return True
+        is_live = ticket.deadline > now
+        if is_live:
+            self._counters["revoked_tickets"] += 1
+            self._end_ticket(ticket, self._entry_table.revoke, self._entry_table.abandon)
+        else:
+            self._expire_ticket(ticket)
+        self._let_go(SETTLED_PER_CALL)
+        return is_live
 
     def expire_owned(self, owners: Container[str], now: float) -> Steps[None]:
         """Brings the deadlines of some owners' leases and tickets forward to now."""
@@ -170,52 +195,79 @@ class Holds:
             self._counters["expired_leases"] += 1
             self._end_lease(lease)
             ended += 1
-        for hold in self._unfinished.pop_finished():
-            self._ended.add_lease(hold)
+        if self._unfinished:
+            finished = self._unfinished.keys() - self._transfers.active()
+            self._ended_leases += [self._unfinished.pop(hold_id) for hold_id in finished]
         while ended < count and (ticket := self.tickets.pop_expired(now)) is not None:
-            self._counters["expired_tickets"] += 1
-            self._queue_end(ticket, self._entry_table.expire)
+            self._expire_ticket(ticket)
             ended += 1
-        return ended + self._ended.settle(count)
+        return ended + self._let_go(count)
 
-    def describe(self, tenant: str, quarantine: Quarantine, now: float, account: Account | None) -> str:
+    def describe(self, tenant: str, now: float, account: Account | None) -> str:
         """What holds a tenant's slots, or those that count towards a quota of it; other tenants' are not told of."""
-        leases = [lease for lease in self.leases.values() if _tenant(lease) == tenant]
-        tickets = [ticket for ticket in self.tickets.values() if _tenant(ticket) == tenant]
+        leases = [lease for lease in self.leases.values() if _is_of(lease, tenant)]
+        tickets = [ticket for ticket in self.tickets.values() if _is_of(ticket, tenant)]
         counts = account.groups.__contains__ if account is not None else lambda group: group.tenant == tenant
-        return describe_holders(leases, tickets, self._unfinished, quarantine, now, counts)
+        return describe_holders(leases, tickets, self._unfinished.values(), self._entry_table.quarantine, now, counts)
+
+    def _end_transfers(self, hold: Hold) -> bool:
+        """Ends what a hold permits; False if a transfer is under way: its entries are to be pinned until that ends."""
+        if self._transfers.end(hold.id):
+            return True
+        self._unfinished[hold.id] = hold
+        return False
 
     def _end_lease(self, lease: Lease) -> None:
-        if self._unfinished.end(lease):
-            self._ended.add_lease(lease)
+        if self._end_transfers(lease):
+            self._ended_leases.append(lease)
 
-    def _end_ticket(self, ticket: Ticket, end: EndOfEntry, end_unfinished: EndOfEntry | None = None) -> None:
-        """Ends a ticket, and lets some entries of ended holds go."""
-        self._queue_end(ticket, end, end_unfinished)
-        self._ended.settle(SETTLED_PER_CALL)
+    def _expire_ticket(self, ticket: Ticket) -> None:
+        self._counters["expired_tickets"] += 1
+        self._end_ticket(ticket, self._entry_table.expire, self._entry_table.expire)
 
-    def _queue_end(self, ticket: Ticket, end: EndOfEntry, end_unfinished: EndOfEntry | None = None) -> None:
-        """Ends a ticket, whose entries `settle` lets go.
+    def _end_ticket(self, ticket: Ticket, end: EndOfEntry, end_unfinished: EndOfEntry) -> None:
+        """Ends a ticket, whose entries `_let_go` lets go.
 
         Args:
             end: what becomes of its entries.
-            end_unfinished: instead, if bytes are being written under one of its permits. The entries also stay pinned
-                until that has ended.
+            end_unfinished: instead, if bytes are being written under one of its permits.
         """
-        if not self._unfinished.end(ticket):
-            ticket, end = self._pinned(ticket), end_unfinished or end
-        self._ended.add_ticket(ticket, end)
+        if self._end_transfers(ticket):
+            self._ended_tickets.append((ticket, end))
+        else:
+            self._end_pinned(ticket, end_unfinished)
 
-    def _pinned(self, ticket: Ticket) -> Ticket:
-        """Pins the entries of an unfinished ticket; returns a ticket on them that can be ended."""
+    def _end_pinned(self, ticket: Ticket, end: EndOfEntry) -> None:
+        """As `_end_ticket`, of an unfinished ticket: its entries also stay pinned until its transfers have ended."""
         for entry in ticket.entries:
             entry.leases += 1
-        return dataclasses.replace(ticket, entries=list(ticket.entries))
+        self._ended_tickets.append((dataclasses.replace(ticket, entries=list(ticket.entries)), end))
 
-    def _abandon(self, entry: Entry, ticket: Ticket) -> None:
-        """Drops an entry of an unfinished ticket: else another writer could get its shards while bytes arrive."""
-        self._entry_table.abandon(entry, ticket, 0.0)
+    def _let_go(self, count: int) -> int:
+        """Lets up to `count` entries of ended leases and tickets go; returns how many."""
+        room = count
+        while self._ended_leases and room:
+            entries = self._ended_leases[0].entries
+            part = entries[-room:]
+            del entries[-room:]
+            for entry in part:
+                entry.leases -= 1
+                if not entry.leases and entry.queued is not None:
+                    entry.queued.released(entry)
+                if not entry.live:
+                    self._entry_table.free_if_unheld(entry)
+            room -= len(part)
+            if not entries:
+                self._ended_leases.popleft()
+        while self._ended_tickets and room:
+            ticket, end = self._ended_tickets[0]
+            while ticket.entries and room:
+                end(ticket.entries.pop(), ticket)
+                room -= 1
+            if not ticket.entries:
+                self._ended_tickets.popleft()
+        return count - room
 
 
-def _tenant(hold: Hold) -> str | None:
-    return hold.entries[0].group.tenant if hold.entries else None
+def _is_of(hold: Hold, tenant: str) -> bool:
+    return bool(hold.entries) and hold.entries[0].group.tenant == tenant

@@ -192,11 +192,6 @@ class HoldTable(Generic[Held]):
         self._count(hold, -1, -len(hold.entries))
         return hold
 
-    def grow(self, hold: Held, entries: Sequence[Entry]) -> None:
-        """Has a live hold cover more entries."""
-        hold.entries += entries
-        self._count(hold, 0, len(entries))
-
     def _count(self, hold: Held, num_holds: int, num_blocks: int) -> None:
         if name := hold.owner.name:
             self.holds.add(name, num_holds)

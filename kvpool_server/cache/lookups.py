@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from kvpool.protocol.types import BlockRun, Located, RunHits, ShardRange, Slots, in_parts
 from kvpool_server.cache.allocator.placement import Placement
@@ -20,24 +21,16 @@ from kvpool_server.cache.namespaces import Namespaces
 from kvpool_server.cache.steps import LOOKUP_STEP_BLOCKS, Steps
 
 
+@dataclass(eq=False)
 class Lookups:
     """See the module."""
 
-    def __init__(
-        self,
-        namespaces: Namespaces,
-        holds: Holds,
-        placement: Placement,
-        limits: Limits,
-        counters: dict[str, int],
-        expire: Callable[[], float],
-    ):
-        self._namespaces = namespaces
-        self._holds = holds
-        self._placement = placement
-        self._limits = limits
-        self._counters = counters
-        self._expire = expire
+    _namespaces: Namespaces
+    _holds: Holds
+    _placement: Placement
+    _limits: Limits
+    _counters: dict[str, int]
+    _expire: Callable[[], float]
 
     def find(
         self,

@@ -72,16 +72,16 @@ class Misses:
 
     def _departed(self, group: Group, names: Sequence[bytes], others: Sequence[Group]) -> Iterator[Miss]:
         """The causes of blocks, of which the first one has no entry."""
-        first = self._departures.cause(group, names[0])
-        if first is None:
+        departure = self._departures.departure(group, names[0])
+        if departure is None:
             # Nobody stores a block without those before it. A block of this name has the same tokens, and other KV.
             elsewhere = any(names[0] in other.index for other in others)
             yield Miss(MissCause.OTHER_NAMESPACE if elsewhere else MissCause.NEVER_STORED, len(names))
             return
         causes = self._departures.causes(group, names)
-        if first in _STAY_BEHIND:
+        if departure.cause in _STAY_BEHIND:
             there = np.fromiter((entry is not None for entry in group.index.get_all(names)), bool, len(names))
-            causes[there] = first
+            causes[there] = departure.cause
         ends = np.append(np.flatnonzero(np.diff(causes)) + 1, len(names)).tolist()
         for start, stop in zip([0, *ends], ends, strict=False):
             yield Miss(MissCause(int(causes[start])), stop - start)

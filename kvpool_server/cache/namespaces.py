@@ -156,14 +156,14 @@ class Namespaces:
         namespace.used_at = now
         if namespace.superseded:
             namespace.superseded = False
-            self._placement.unmark_superseded(namespace.groups)
+            self._placement.superseded.remove(namespace.groups)
 
     def supersede_older(self, newest: PoolNamespace) -> None:
         """Marks as superseded the namespaces opened before `newest` that differ from it in their weights only."""
         for older in itertools.takewhile(lambda namespace: namespace is not newest, self._open.values()):
             if older.family == newest.family and older.spec_without_weights == newest.spec_without_weights:
                 older.superseded = True
-                self._placement.mark_superseded(older.groups)
+                self._placement.superseded.add(older.groups)
 
     def _count(self, namespace: PoolNamespace, count: int) -> None:
         self._num_open.add(namespace.tenant, count)

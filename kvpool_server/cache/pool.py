@@ -32,19 +32,17 @@ from kvpool_server.cache.entry_table import EntryTable
 from kvpool_server.cache.eviction import DEFAULT_POLICY, POLICIES, Policy
 from kvpool_server.cache.explanations import Explanations
 from kvpool_server.cache.hints import Hints
-from kvpool_server.cache.holds import Holds
+from kvpool_server.cache.holds import Holds, NoTransfers, Transfers
 from kvpool_server.cache.leases import NOBODY, Owner, Ticket
 from kvpool_server.cache.limits import IdentityLimits, Limits, default_limits
 from kvpool_server.cache.lookups import Lookups
 from kvpool_server.cache.misses import Misses
 from kvpool_server.cache.namespaces import Namespaces, PoolNamespace
 from kvpool_server.cache.pins import Pins
-from kvpool_server.cache.quarantine import Quarantine
 from kvpool_server.cache.quotas import Quotas
 from kvpool_server.cache.removals import Removals
 from kvpool_server.cache.steps import LOOKUP_STEP_BLOCKS, SETTLED_PER_CALL, STEP_BLOCKS, Steps
 from kvpool_server.cache.traffic import Traffic
-from kvpool_server.cache.transfers import NoTransfers, Transfers
 from kvpool_server.cache.use_times import UseTimes
 
 
@@ -89,12 +87,11 @@ class Pool:
         self.new_id = new_id
         longest_hold_s = (self.limits.max_ttl_ms + self.limits.grace_ms) / 1000
         self.placement = Placement(arena, policy, self.counters, longest_hold_s, clock)
-        self._quarantine = Quarantine()
         self.use_times = UseTimes(clock())
         self.pins = Pins(int(arena.arena_bytes * self.limits.pin_share))
         departures = Departures(clock, self.use_times)
         self.entry_table = EntryTable(
-            arena, self.placement, self._quarantine, departures, clock, self.limits.grace_ms, self.counters, self.pins
+            arena, self.placement, departures, clock, self.limits.grace_ms, self.counters, self.pins
         )
         self._holds = Holds(self.entry_table, transfers or NoTransfers(), self.limits, limits_of, new_id, self.counters)
         self.leases, self.tickets = self._holds.leases, self._holds.tickets
@@ -247,7 +244,7 @@ class Pool:
                 ticket.restart(self.clock() + ttl_s)
             is_reserved = True
         except NoRoomError as error:
-            holders = self._holds.describe(group.tenant, self._quarantine, now, error.account)
+            holders = self._holds.describe(group.tenant, now, error.account)
             raise error.because(holders) from None
         finally:
             self._holds.writing.remove(ticket)
@@ -371,7 +368,7 @@ class Pool:
             prefaulted_bytes=prefaulted_bytes,
             num_entries=self.entry_table.num_complete,
             num_incomplete=self.entry_table.num_live - self.entry_table.num_complete,
-            num_quarantined=len(self._quarantine),
+            num_quarantined=len(self.entry_table.quarantine),
             num_leases=len(self.leases),
             num_tickets=len(self.tickets),
             pinned_bytes=self.pins.pinned_bytes(),

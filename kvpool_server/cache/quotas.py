@@ -7,49 +7,16 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Sequence
 
 from kvpool.protocol.errors import InvalidRequestError
 from kvpool.protocol.quota import Quota
 from kvpool.report.quotas import size_text
-from kvpool_server.cache.entry import Group
+from kvpool_server.cache.allocator.arena import Arena
+from kvpool_server.cache.eviction.partitions import Account
 
 _NAMESPACE = "namespace:"
 _TENANT = "tenant:"
-
-
-class Extents(Protocol):
-    """The arena, as far as quotas see it; see `Arena`."""
-
-    has_tenants: bool
-    extent_bytes: int
-
-    def num_held(self, tenant: str) -> int:
-        """Extents that are a tenant's."""
-
-    def set_limits(self, limits: Mapping[str, int]) -> None:
-        """Says how many extents tenants may hold."""
-
-
-@dataclass(eq=False, slots=True)
-class Account:
-    """A subject with a quota, and the groups whose entries count.
-
-    Args:
-        tenant: whose extents count; None: the groups' slots count.
-    """
-
-    subject: str
-    limit_bytes: int
-    tenant: str | None = None
-    groups: set[Group] = field(default_factory=set)
-
-    @property
-    def slots_bytes(self) -> int:
-        """Of all slots of the groups."""
-        return sum(group.nbytes for group in self.groups)
 
 
 class Quotas:
@@ -59,7 +26,7 @@ class Quotas:
         arena: its extents count if they belong to tenants.
     """
 
-    def __init__(self, max_quotas: int, arena: Extents):
+    def __init__(self, max_quotas: int, arena: Arena):
         self._max_quotas = max_quotas
         self._arena = arena
         self._by_subject: dict[str, Account] = {}
@@ -90,7 +57,12 @@ class Quotas:
                 raise InvalidRequestError(f"quota {quota.subject} is given twice; give each subject once")
             named.add(quota.subject)
             if quota.limit_bytes:
-                self._check_limit(quota)
+                least = self._arena.extent_bytes
+                if self._tenant(quota.subject) is not None and quota.limit_bytes < least:
+                    raise InvalidRequestError(
+                        f"quota {quota.subject} = {quota.limit_bytes} bytes is less than an extent of the arena, the "
+                        f"least that a tenant can hold; give at least {least} ({size_text(least)})"
+                    )
                 limits[quota.subject] = quota.limit_bytes
             elif limits.pop(quota.subject, None) is None:
                 raise InvalidRequestError(f"there is no quota {quota.subject} to delete; `kvpool quota` lists all")
@@ -113,14 +85,6 @@ class Quotas:
         )
         prefixes = [subject for subject in self._by_subject if subject.startswith(_NAMESPACE)]
         self._prefix_digits = {len(subject) - len(_NAMESPACE) for subject in prefixes}
-
-    def _check_limit(self, quota: Quota) -> None:
-        least = self._arena.extent_bytes
-        if self._tenant(quota.subject) is not None and quota.limit_bytes < least:
-            raise InvalidRequestError(
-                f"quota {quota.subject} = {quota.limit_bytes} bytes is less than an extent of the arena, the least "
-                f"that a tenant can hold; give at least {least} ({size_text(least)})"
-            )
 
     def _tenant(self, subject: str) -> str | None:
         """Whose extents count towards a subject's quota; None: slots do."""

@@ -6,6 +6,7 @@ Not thread-safe: the pool's event loop owns it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from kvpool.protocol.types import BlockRun, MissCause, in_parts
 from kvpool_server.cache.entry import Entry
@@ -14,16 +15,14 @@ from kvpool_server.cache.namespaces import Namespaces
 from kvpool_server.cache.steps import LOOKUP_STEP_BLOCKS, STEP_BLOCKS, Steps
 
 
+@dataclass(eq=False)
 class Removals:
     """See the module."""
 
-    def __init__(
-        self, namespaces: Namespaces, entry_table: EntryTable, counters: dict[str, int], expire: Callable[[], float]
-    ):
-        self._namespaces = namespaces
-        self._entry_table = entry_table
-        self._counters = counters
-        self._expire = expire
+    _namespaces: Namespaces
+    _entry_table: EntryTable
+    _counters: dict[str, int]
+    _expire: Callable[[], float]
 
     def complete(self, fingerprint: bytes, runs: Sequence[BlockRun]) -> Steps[list[Entry]]:
         """The complete entries of these blocks, each once; some may have been dropped since."""

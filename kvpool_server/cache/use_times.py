@@ -6,7 +6,6 @@ A mark is a stamp and the time at which it was the latest one. Level k keeps the
 
 from __future__ import annotations
 
-import bisect
 from collections import deque
 from collections.abc import Sequence
 
@@ -31,15 +30,12 @@ class UseTimes:
     def __init__(self, now: float):
         self.next_mark = now
         self._levels: list[deque[tuple[float, int]]] = [deque(maxlen=MARKS_PER_LEVEL) for _ in range(NUM_LEVELS)]
-        self._times: list[float] | None = None
-        self._stamps: list[int] = []
-        self._times_array = np.zeros(0)  # The same for `ages`, made once for all calls between two marks.
-        self._stamps_array = np.zeros(0, np.int64)
+        self._marks: tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]] | None = None  # Made once after a mark.
 
     def mark(self, now: float, stamp: int) -> None:
         """No later stamp has been given before `now`. Call it before a call's stamp is given, from `next_mark` on."""
         self.next_mark = now + 1
-        self._times = None
+        self._marks = None
         stamp |= TICK - 1  # Whatever the kinds of its uses.
         for level, marks in enumerate(self._levels):
             if marks and marks[-1][1] == stamp:
@@ -51,26 +47,19 @@ class UseTimes:
 
     def ages(self, stamps: Sequence[int], now: float) -> npt.NDArray[np.float64]:
         """Seconds since each stamp was given; `UNKNOWN` for a stamp older than all marks."""
-        self._marks()
-        found = np.searchsorted(self._stamps_array, np.asarray(stamps, np.int64)) - 1
+        if self._marks is None:
+            self._marks = self._ascending()
+        times, marked = self._marks
+        found = np.searchsorted(marked, np.asarray(stamps, np.int64)) - 1
         ages = np.full(len(stamps), UNKNOWN)
         known = found >= 0
-        ages[known] = np.maximum(now - self._times_array[found[known]], 0.0)
+        ages[known] = np.maximum(now - times[found[known]], 0.0)
         return ages
 
-    def age(self, stamp: int, now: float) -> float:
-        """As `ages`, of one stamp."""
-        times, marked = self._marks()
-        found = bisect.bisect_left(marked, stamp) - 1
-        return max(now - times[found], 0.0) if found >= 0 else UNKNOWN
-
-    def _marks(self) -> tuple[list[float], list[int]]:
-        """All marks, ascending: those of a level which are older than the finer levels' ones."""
-        if self._times is None:
-            latest_first: list[tuple[float, int]] = []
-            for marks in self._levels:
-                latest_first += [mark for mark in reversed(marks) if not latest_first or mark[1] < latest_first[-1][1]]
-            self._times = [time for time, _ in reversed(latest_first)]
-            self._stamps = [stamp for _, stamp in reversed(latest_first)]
-            self._times_array, self._stamps_array = np.asarray(self._times), np.asarray(self._stamps, np.int64)
-        return self._times, self._stamps
+    def _ascending(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
+        """Times and stamps of all marks, ascending: those of a level that are older than the finer levels' ones."""
+        latest_first: list[tuple[float, int]] = []
+        for marks in self._levels:
+            latest_first += [mark for mark in reversed(marks) if not latest_first or mark[1] < latest_first[-1][1]]
+        times, stamps = [time for time, _ in reversed(latest_first)], [stamp for _, stamp in reversed(latest_first)]
+        return np.array(times, np.float64), np.array(stamps, np.int64)

@@ -12,8 +12,8 @@ from kvpool.protocol.types import BlockRun, BlockState
 from kvpool.protocol.wire import message_of
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.access.caller import own_tenant
-from kvpool_server.cache.block_ranges import BlockRange, EvictedFor, RunExplanation
-from kvpool_server.cache.explanations import add_range, most_ranges
+from kvpool_server.cache.departures import EvictedFor
+from kvpool_server.cache.explanations import BlockRange, RunExplanation, add_range, most_ranges
 from kvpool_server.cache.steps import Run
 from kvpool_server.tiering.tiered_pool import TieredPool
 

@@ -31,6 +31,7 @@ from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.leases import HoldTable
 from kvpool_server.cache.steps import finish
+from kvpool_server.cache.tier_access import commit
 from kvpool_server.rpc.drain import Drain
 from kvpool_server.rpc.method_handlers import SERVICE_NAME
 from kvpool_server.tiering.tiered_pool import TieredPool
@@ -82,13 +83,16 @@ def test_how_far_a_drain_is_takes_no_visit_of_leases_and_tickets(monkeypatch: py
     put = pool.put_start(fingerprint, [run_of("a", "b")], ShardRange(0, 1))
     pool.put_end(put.ticket_id, [0, 0])
     pool.put_start(fingerprint, [run_of("c")], ShardRange(0, 1))
-    finish(pool.reserve_in_steps(fingerprint, [run_of("d")], ShardRange(0, 1), math.inf))  # The server's own.
+    own, _ = finish(pool.reserve_in_steps(fingerprint, [run_of("d")], ShardRange(0, 1), math.inf))  # The server's own.
     for name in "ab":
         pool.lookup(fingerprint, [run_of(name)], prefix_only=True, lease_ttl_ms=1_000)
     tiered = TieredPool(pool, np.zeros(1 << 20, np.uint8), [], [])
     drain = Drain(tiered, 1_000, AsyncMock(), clock)
     monkeypatch.setattr(HoldTable, "values", lambda _: pytest.fail("every lease and ticket was visited"))
-    assert drain.progress() == pb.DrainResponse(num_leases=2, num_tickets=1, num_queued_blocks=0, remaining_ms=0)
+    expected = pb.DrainResponse(num_leases=2, num_tickets=1, num_queued_blocks=0, remaining_ms=0)
+    assert drain.progress() == expected
+    commit(pool, own.id, [None])
+    assert drain.progress() == expected
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp", "grpc"])

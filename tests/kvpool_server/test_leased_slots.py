@@ -49,37 +49,29 @@ class Rig:
         return self.client.lookup(self.namespace, [run_of(*names)], prefix_only=prefix_only, locate=True)
 
     def read(
-        self, lease_id: int, leased: LeasedSlots | None, *names: str, shards: ShardRange | None = None
+        self,
+        lease_id: int,
+        leased: LeasedSlots | None,
+        *names: str,
+        shards: ShardRange | None = None,
+        namespace: Namespace | None = None,
     ) -> list[bytes]:
-        """The blocks' bytes, as far as `get` vouches for them."""
-        return read(self.client, self.namespace, lease_id, leased, *names, shards=shards)
+        """The blocks' bytes, as far as `get` vouches for them; by default of the rig's namespace."""
+        blocks = [b""] * len(names)
+
+        def drain(indices: Sequence[int], buffers: Buffers) -> None:
+            for idx, buffer in zip(indices, buffers, strict=True):
+                blocks[idx] = bytes(buffer)
+
+        located = self.client.get(
+            namespace or self.namespace, lease_id, [run_of(*names)], drain, shards=shards, leased=leased
+        )
+        assert all(located.present)
+        return blocks
 
     def counted(self, name: str) -> int:
         """How much a counter has grown."""
         return self.client.admin.stats().counters[name] - self._before.get(name, 0)
-
-    def gets(self) -> int:
-        """Blocks that gets have asked for."""
-        return self.counted("get_blocks")
-
-
-def read(
-    client: Client,
-    namespace: Namespace,
-    lease_id: int,
-    leased: LeasedSlots | None,
-    *names: str,
-    shards: ShardRange | None = None,
-) -> list[bytes]:
-    blocks = [b""] * len(names)
-
-    def drain(indices: Sequence[int], buffers: Buffers) -> None:
-        for idx, buffer in zip(indices, buffers, strict=True):
-            blocks[idx] = bytes(buffer)
-
-    located = client.get(namespace, lease_id, [run_of(*names)], drain, shards=shards, leased=leased)
-    assert all(located.present)
-    return blocks
 
 
 @pytest.fixture
@@ -92,7 +84,7 @@ def test_a_load_asks_once_and_reads_what_was_stored(rig: Rig) -> None:
     assert found.hits[0].num_leading == len(NAMES)
     leased = found.leased(0, 0, len(NAMES))
     assert rig.read(found.lease_id, leased, *NAMES) == [bytes(payload(name, SHARDS * CHUNK)) for name in NAMES]
-    assert rig.gets() == 0
+    assert rig.counted("get_blocks") == 0
     assert rig.counted("located_blocks") == len(NAMES)
 
 
@@ -102,7 +94,7 @@ def test_a_rank_reads_its_shards(rig: Rig, shards: ShardRange) -> None:
     mine = slice(shards.start * CHUNK, (shards.start + shards.count) * CHUNK)
     expected = [bytes(payload(name, SHARDS * CHUNK))[mine] for name in NAMES]
     assert rig.read(found.lease_id, found.leased(0, 0, len(NAMES)), *NAMES, shards=shards) == expected
-    assert rig.gets() == 0
+    assert rig.counted("get_blocks") == 0
 
 
 def test_a_part_of_a_run_with_gaps_is_read(rig: Rig) -> None:
@@ -110,7 +102,7 @@ def test_a_part_of_a_run_with_gaps_is_read(rig: Rig) -> None:
     assert found.leased(0, 1, 4) is None, "the answer does not say where a missing block lies"
     expected = [bytes(payload(name, SHARDS * CHUNK)) for name in ("d", "e")]
     assert rig.read(found.lease_id, found.leased(0, 4, 6), "d", "e") == expected
-    assert rig.gets() == 0
+    assert rig.counted("get_blocks") == 0
 
 
 def test_slots_of_another_namespace_are_not_read(rig: Rig) -> None:
@@ -118,7 +110,7 @@ def test_slots_of_another_namespace_are_not_read(rig: Rig) -> None:
     other = rig.client.open_namespace(namespace_spec(*SPEC.groups, salt="another"))
     found = rig.lookup(*NAMES)
     with pytest.raises(InvalidRequestError, match="the leased slots are of namespace"):
-        read(rig.client, other, found.lease_id, found.leased(0, 0, len(NAMES)), *NAMES)
+        rig.read(found.lease_id, found.leased(0, 0, len(NAMES)), *NAMES, namespace=other)
 
 
 def test_slots_of_other_blocks_than_those_to_read_are_refused(rig: Rig) -> None:
@@ -199,7 +191,7 @@ def test_slots_of_another_boot_are_not_read(pool_server: StartServer, connect: C
             assert time.monotonic() < deadline
             time.sleep(0.05)
     with pytest.raises(LeaseExpiredError, match="another boot"):
-        read(rig.client, anew, found.lease_id, leased, *NAMES)
+        rig.read(found.lease_id, leased, *NAMES, namespace=anew)
     if transport != "shm":  # In shared memory nobody writes to the memory of a server that has ended.
         with pytest.raises(KVPoolError):
             rig.read(found.lease_id, leased, *NAMES)

@@ -295,7 +295,7 @@ class SupersededLikeOthers(_Unchecked):
     ) -> tuple[PoolNamespace, bool]:
         opened = super().open_namespace(spec, expected_fingerprint, opener)
         for namespace in self.open_namespaces():
-            self.placement.unmark_superseded(namespace.groups)
+            self.placement.superseded.remove(namespace.groups)
         return opened
 
 
@@ -358,7 +358,7 @@ class ExpiredLikeOthers(_Unchecked):
 class QuarantineUncharged(_Unchecked):
     def expire(self) -> float:
         now = super().expire()
-        for group in {entry.group for entry in self._quarantine}:
+        for group in {entry.group for entry in self.entry_table.quarantine}:
             group.num_slots = group.num_live
         return now
 

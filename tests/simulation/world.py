@@ -408,7 +408,7 @@ class World:
         self, group: Group, before: dict[Block, tuple[int, bool]], blocks_before: set[Block]
     ) -> None:
         """Asserts that a put evicted no block while one stayed that hints put before it."""
-        if self.quotas or self.pool.placement._drain.is_active:
+        if self.quotas or self.pool.placement.drain.is_active:
             return  # Evictions for a quota, or to drain an extent, are of those that hold too much.
         gone = {block for block in before if block not in self.stored and block[0][0] not in self.superseded}
         stayed = [rank for block, (rank, is_free) in before.items() if is_free and block in self.stored]

@@ -16,11 +16,11 @@ def check_integrity(pool: Pool) -> None:
     """Raises AssertionError if an invariant does not hold. Visits every slot."""
     namespaces = (*pool._namespaces.values(), *pool._namespaces.closing.values())
     entries = [entry for namespace in namespaces for entry in namespace.entries()]
-    quarantined, holds = {entry.offset: entry for entry in pool._quarantine}, pool._holds
+    quarantined, holds = {entry.offset: entry for entry in pool.entry_table.quarantine}, pool._holds
     _check_slots(pool.arena, entries, quarantined)
     pinning = [Lease(0, 0.0, pinned) for pinned in holds.pinning]
-    leases = [*holds.leases.values(), *holds._unfinished, *holds._ended._leases, *pinning]
-    tickets = [*holds.tickets.values(), *holds.writing, *(ticket for ticket, _ in holds._ended._tickets)]
+    leases = [*holds.leases.values(), *holds._unfinished.values(), *holds._ended_leases, *pinning]
+    tickets = [*holds.tickets.values(), *holds.writing, *(ticket for ticket, _ in holds._ended_tickets)]
     _check_holds(entries, list(quarantined.values()), leases, tickets)
     _check_prefixes(entries)
     now = pool.clock()

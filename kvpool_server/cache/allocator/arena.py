@@ -52,6 +52,10 @@ class Extent:
     def num_used(self) -> int:
         return len(self.owners) - len(self.free)
 
+    def sample(self, count: int) -> list[Entry]:
+        """The entries in every nth slot, so that at most about `count` slots are looked at."""
+        return [owner for owner in self.owners[:: max(1, len(self.owners) // count)] if owner is not None]
+
 
 @dataclass(slots=True)
 class _Incoming:

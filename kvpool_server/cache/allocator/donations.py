@@ -6,13 +6,13 @@ Chooses only: the caller evicts what is in an extent.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 from kvpool_server.cache.allocator.arena import Arena, Extent
 from kvpool_server.cache.allocator.extent_drain import ExtentDrain
 from kvpool_server.cache.allocator.superseded import Superseded
-from kvpool_server.cache.entry import Entry
 from kvpool_server.cache.eviction.partitions import Partition, Victims, oldest_stamp
 
 SAMPLED_SLOTS = 32
@@ -28,6 +28,7 @@ MAX_SEARCHED_SLOTS = 1 << 16
 Donor = TypeVar("Donor", str, int)
 
 
+@dataclass(eq=False)
 class Donations:
     """See the module.
 
@@ -36,19 +37,11 @@ class Donations:
         clock: of pins, in seconds.
     """
 
-    def __init__(
-        self,
-        arena: Arena,
-        superseded: Superseded,
-        drain: ExtentDrain,
-        last_used: Mapping[tuple[str, int], int],
-        clock: Callable[[], float],
-    ):
-        self._arena = arena
-        self._superseded = superseded
-        self._drain = drain
-        self._last_used = last_used
-        self._clock = clock
+    _arena: Arena
+    _superseded: Superseded
+    _drain: ExtentDrain
+    _last_used: Mapping[tuple[str, int], int]
+    _clock: Callable[[], float]
 
     def share(self, tenant: str) -> int:
         """How many extents each tenant has if all of them, and this one, have the same."""
@@ -62,13 +55,12 @@ class Donations:
             mine: their partitions.
             victims: what is to be evicted already.
         """
-        given: set[int] = set()
-        searched = Searched()
+        search = Search()
         if self._arena.has_tenants:
-            yield from self._of_tenants(slot_class, given, searched)
-        yield from self._of_sizes(slot_class, mine, victims, given, searched)
+            yield from self._of_tenants(slot_class, search)
+        yield from self._of_sizes(slot_class, mine, victims, search)
 
-    def _of_tenants(self, slot_class: tuple[str, int], given: set[int], searched: Searched) -> Iterator[Extent]:
+    def _of_tenants(self, slot_class: tuple[str, int], search: Search) -> Iterator[Extent]:
         """Extents of tenants with more than their share, until this one has its share, or reaches its quota."""
         arena, (tenant, slot_bytes) = self._arena, slot_class
         share = self.share(tenant)
@@ -77,30 +69,22 @@ class Donations:
         num_held = arena.tenants()
         num_held.pop(tenant, None)
         is_short = num_mine < wanted and any(count > share for count in num_held.values())
-        surplus = self._surplus(num_held, share, arena.extents_of, given, searched)
+        surplus = self._surplus(num_held, share, arena.extents_of, search)
         for extent in itertools.islice(surplus, max(0, wanted - num_mine)):
             num_mine += 1
-            given.add(extent.start)
+            search.given.add(extent.start)
             yield extent
         if is_short and num_mine < wanted and not self._drain.is_active:
             self._drain.wanted_by = slot_class  # Each of their extents holds a leased or pending entry.
         if not num_mine and share == 1:  # More tenants than extents: the tenant idle longest gives up one of its own.
-            idle = (
-                self._unheld(arena.extents_of(each), given, searched)
-                for each in sorted(num_held, key=self._last_use_of)
-            )
+            idle = (self._unheld(arena.extents_of(each), search) for each in sorted(num_held, key=self._last_use_of))
             yield from itertools.islice(itertools.chain.from_iterable(idle), 1)
 
     def _last_use_of(self, tenant: str) -> int:
         return max((stamp for (each, _), stamp in self._last_used.items() if each == tenant), default=0)
 
     def _of_sizes(
-        self,
-        slot_class: tuple[str, int],
-        mine: Sequence[Partition],
-        victims: Victims,
-        given: set[int],
-        searched: Searched,
+        self, slot_class: tuple[str, int], mine: Sequence[Partition], victims: Victims, search: Search
     ) -> Iterator[Extent]:
         """Extents that a tenant's other sizes give up to this one. Visits a size only when its turn has come."""
         arena, (tenant, slot_bytes) = self._arena, slot_class
@@ -109,7 +93,7 @@ class Donations:
             return
         num_mine = len(arena.extents(slot_bytes, tenant))
         for extent in self._superseded.extents(arena, slot_class):
-            given.add(extent.start)
+            search.given.add(extent.start)
             num_extents[extent.slot_bytes] -= 1
             num_mine += 1
             yield extent
@@ -120,12 +104,12 @@ class Donations:
         colder = [] if our_oldest is None else [size for size in num_extents if last_used[size] < our_oldest]
         for size in sorted(colder, key=last_used.__getitem__):
             del num_extents[size]
-            for extent in self._unheld(arena.extents(size, tenant), given, searched):
+            for extent in self._unheld(arena.extents(size, tenant), search):
                 if last_pin_end(extent) > now:
                     break  # As those behind it; what this size holds itself is evicted before.
                 num_mine += 1
                 yield extent
-        surplus = self._surplus(num_extents, share, lambda size: arena.extents(size, tenant), given, searched)
+        surplus = self._surplus(num_extents, share, lambda size: arena.extents(size, tenant), search)
         for extent in itertools.islice(surplus, max(0, share - num_mine)):
             num_mine += 1
             yield extent
@@ -133,15 +117,14 @@ class Donations:
             self._drain.wanted_by = slot_class  # Each of their extents holds a leased or pending entry.
         if num_mine == 0 and num_extents:  # More sizes than extents: the size idle longest gives up its extents.
             for size in sorted(num_extents, key=last_used.__getitem__):
-                yield from self._unheld(arena.extents(size, tenant), given, searched)
+                yield from self._unheld(arena.extents(size, tenant), search)
 
     def _surplus(
         self,
         num_extents: dict[Donor, int],
         share: int,
         extents_of: Callable[[Donor], Iterable[Extent]],
-        given: Container[int],
-        searched: Searched,
+        search: Search,
     ) -> Iterator[Extent]:
         """Unheld extents of the donor with most, then again of the one with most, while it has more than its share.
 
@@ -151,7 +134,7 @@ class Donations:
         unheld: dict[Donor, Iterator[Extent]] = {}
         while num_extents and num_extents[donor := max(num_extents, key=num_extents.__getitem__)] > share:
             if donor not in unheld:
-                unheld[donor] = self._unheld(extents_of(donor), given, searched)
+                unheld[donor] = self._unheld(extents_of(donor), search)
             extent = next(unheld[donor], None)
             if extent is None:
                 del num_extents[donor]
@@ -159,22 +142,27 @@ class Donations:
                 num_extents[donor] -= 1
                 yield extent
 
-    def _unheld(self, extents: Iterable[Extent], given: Container[int], searched: Searched) -> Iterator[Extent]:
+    def _unheld(self, extents: Iterable[Extent], search: Search) -> Iterator[Extent]:
         """Those of some extents without a leased or pending entry, coldest first, except those already given.
 
         Those with pinned entries come last.
         """
         now = self._clock()
-        candidates = (each for each in extents if each.start not in given)
+        candidates = (each for each in extents if each.start not in search.given)
         for extent in sorted(candidates, key=lambda each: (last_pin_end(each) > now, last_use(each))):
-            if extent.num_used > MAX_DONATED_SLOTS or searched.is_unheld(extent):
+            if extent.num_used > MAX_DONATED_SLOTS or search.is_unheld(extent):
                 yield extent
 
 
-class Searched:
-    """How many slots a put has visited in search of extents; beyond `MAX_SEARCHED_SLOTS` it takes all to be held."""
+class Search:
+    """One put's search for extents; once it has visited `MAX_SEARCHED_SLOTS`, it takes all to be held.
+
+    Attributes:
+        given: the starts of extents that must not be given up again.
+    """
 
     def __init__(self) -> None:
+        self.given: set[int] = set()
         self._num_slots = 0
 
     def is_unheld(self, extent: Extent) -> bool:
@@ -186,14 +174,9 @@ class Searched:
 
 def last_use(extent: Extent) -> int:
     """The stamp of the last use of an extent, of some of its slots."""
-    return max((owner.used for owner in _sample(extent)), default=0)
+    return max((entry.used for entry in extent.sample(SAMPLED_SLOTS)), default=0)
 
 
 def last_pin_end(extent: Extent) -> int:
     """When the last pin of an extent ends, of some of its slots."""
-    return max((owner.pinned_until for owner in _sample(extent)), default=0)
-
-
-def _sample(extent: Extent) -> list[Entry]:
-    step = max(1, len(extent.owners) // SAMPLED_SLOTS)
-    return [owner for owner in extent.owners[::step] if owner is not None]
+    return max((entry.pinned_until for entry in extent.sample(SAMPLED_SLOTS)), default=0)

@@ -50,6 +50,8 @@ class ExtentDrain:
 
     def victims(self, now: float, count: int) -> list[Entry]:
         """Those of the next `count` entries that can be evicted now; ends the drain when its time is over."""
+        if not self.is_active:
+            return []
         if now >= self._ends_at:
             self._arena.end_drain()
             self._entries, self.is_active = deque(), False

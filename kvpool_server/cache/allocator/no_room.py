@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvpool.protocol.errors import OutOfSpaceError
 from kvpool.report.quotas import size_text
 from kvpool_server.cache.allocator.arena import Arena
-from kvpool_server.cache.quotas import Account
+from kvpool_server.cache.eviction.partitions import Account
 
 
 class NoRoomError(OutOfSpaceError):

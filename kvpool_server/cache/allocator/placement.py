@@ -32,6 +32,7 @@ from kvpool_server.cache.allocator.superseded import Superseded
 from kvpool_server.cache.entry import Entry, Group
 from kvpool_server.cache.eviction import TICK, Evictor, Policy
 from kvpool_server.cache.eviction.partitions import (
+    Account,
     Partition,
     Partitions,
     Victims,
@@ -39,7 +40,6 @@ from kvpool_server.cache.eviction.partitions import (
     choose_unpinned,
     choose_victims,
 )
-from kvpool_server.cache.quotas import Account
 
 MAX_COUNTED_SLOTS = 1_024
 """Slots of an extent whose holds are counted, to find the extent with the fewest."""
@@ -54,6 +54,10 @@ class Placement:
     Args:
         longest_hold_s: how long a slot can stay held after its entry was dropped.
         clock: of pins, in seconds.
+
+    Attributes:
+        superseded: groups whose entries are evicted before all others.
+        drain: of the extent that is being drained.
     """
 
     def __init__(
@@ -65,12 +69,12 @@ class Placement:
         clock: Callable[[], float] = time.monotonic,
     ):
         self._arena = arena
-        self._superseded = Superseded()
-        self._drain = ExtentDrain(arena, longest_hold_s)
+        self.superseded = Superseded()
+        self.drain = ExtentDrain(arena, longest_hold_s)
         self._partitions = Partitions(policy, clock)
         self._counters = counters
         self._last_used: dict[tuple[str, int], int] = {}
-        self._donations = Donations(arena, self._superseded, self._drain, self._last_used, clock)
+        self._donations = Donations(arena, self.superseded, self.drain, self._last_used, clock)
         self._stamp = 0
         self._requeues: deque[Iterator[None]] = deque()
 
@@ -122,16 +126,9 @@ class Placement:
                     self.evictor(group).requeue(entries)
                 yield
 
-    def mark_superseded(self, groups: Sequence[Group]) -> None:
-        """Evicts the entries of these groups before all others, until `unmark_superseded`."""
-        self._superseded.add(groups)
-
-    def unmark_superseded(self, groups: Sequence[Group]) -> None:
-        self._superseded.remove(groups)
-
     def remove(self, groups: Sequence[Group]) -> None:
         """Forgets the groups of a namespace that is closed and empty."""
-        self._superseded.remove(groups)
+        self.superseded.remove(groups)
         for group in groups:
             self._partitions.remove(group)
 
@@ -172,19 +169,15 @@ class Placement:
                 victims.undo(self.evictor)
                 raise over_quota(account, slot_bytes, count)
         for_quotas = len(victims.entries)
+        arena, tenant = self._arena, group.tenant
         bound = next((account for account in accounts if account.tenant is not None), None) if accounts else None
-        if bound is not None and self._may_grow(group):
-            bound = None
-        if self._arena.num_surplus(group.tenant) or not self._choose_for_arena(group.slot_class, count, victims):
+        if bound is not None and arena.num_held(tenant) + arena.num_usable(slot_bytes, tenant) < arena.limit(tenant):
+            bound = None  # Its quota allows more extents than it holds and than are unused: the arena is full.
+        if arena.num_surplus(tenant) or not self._choose_for_arena(group.slot_class, count, victims):
             victims.undo(self.evictor)
             raise self._no_room(group, count, bound)
         self._counters["quota_evicted_blocks"] += for_quotas if bound is None else len(victims.entries)
         return victims.entries
-
-    def _may_grow(self, group: Group) -> bool:
-        """Whether a group's tenant could have more extents, by its quota, than it holds and than are unused."""
-        arena, tenant = self._arena, group.tenant
-        return arena.num_held(tenant) + arena.num_usable(group.spec.slot_bytes, tenant) < arena.limit(tenant)
 
     def _no_room(self, group: Group, count: int, account: Account | None) -> OutOfSpaceError:
         """The error of a put for which a tenant's quota, or if None the arena, has no room."""
@@ -233,7 +226,7 @@ class Placement:
     def next_superseded(self, reserve: float, needs: Mapping[tuple[str, int], int]) -> list[Entry]:
         """As `next_victims`, of superseded namespaces: evict these first, and do not write them to a tier."""
         victims = Victims()
-        for slot_class, short in self._shortages(reserve, needs) if self._superseded else ():
+        for slot_class, short in self._shortages(reserve, needs) if self.superseded else ():
             self._choose_superseded(self._partitions.of_class(slot_class), short, victims)
         return victims.entries
 
@@ -266,14 +259,14 @@ class Placement:
 
     def start_drain(self, now: float, count: int) -> list[Entry]:
         """Starts to drain an extent if a slot size waits for one; up to `count` entries to evict at once."""
-        if self._drain.is_active or self._drain.wanted_by is None:
+        if self.drain.is_active or self.drain.wanted_by is None:
             return []
-        extents = self._drainable(*self._drain.wanted_by)
+        extents = self._drainable(*self.drain.wanted_by)
         if len(extents) <= 1:
-            self._drain.wanted_by = None
+            self.drain.wanted_by = None
             return []
-        self._drain.start(min(extents, key=_num_held), now)
-        return self._drain.victims(now, count)
+        self.drain.start(min(extents, key=_num_held), now)
+        return self.drain.victims(now, count)
 
     def _drainable(self, tenant: str, slot_bytes: int) -> list[Extent]:
         """Those of the tenant that has most, for one with less than its share; else the tenant's of another size."""
@@ -285,10 +278,6 @@ class Placement:
         sizes = [size for size in arena.sizes(tenant) if size != slot_bytes]
         return max((arena.extents(size, tenant) for size in sizes), key=len, default=[])
 
-    def drain_victims(self, now: float, count: int) -> list[Entry]:
-        """Those of the next `count` entries of the extent that is being drained which no hold covers any more."""
-        return self._drain.victims(now, count) if self._drain.is_active else []
-
     def _choose_for_quota(
         self, account: Account, victims: Victims, slot_bytes: int = 0, count: int = 0, most: int | None = None
     ) -> int:
@@ -299,7 +288,7 @@ class Placement:
         over = account.slots_bytes + count * slot_bytes - account.limit_bytes
         if over <= 0:
             return 0
-        over -= victims.nbytes(account.groups.__contains__)
+        over -= sum(entry.group.spec.slot_bytes for entry in victims.entries if entry.group in account.groups)
         partitions = self._partitions.of_account(account)
         sizes = sorted({partition.slot_bytes for partition in partitions}, key=lambda size: (size != slot_bytes, -size))
         for choose in (self._choose_unpinned, choose_pinned):
@@ -329,8 +318,8 @@ class Placement:
         return taken + choose_unpinned(partitions, count - taken, victims, self._stamp) if taken < count else taken
 
     def _choose_superseded(self, partitions: Sequence[Partition], count: int, victims: Victims) -> int:
-        groups = {group for partition in partitions for group in partition.groups} if self._superseded else ()
-        return self._superseded.choose(groups, count, victims)
+        groups = {group for partition in partitions for group in partition.groups} if self.superseded else ()
+        return self.superseded.choose(groups, count, victims)
 
     def _choose_for_arena(self, slot_class: tuple[str, int], count: int, victims: Victims) -> bool:
         """Chooses until `count` slots of a size can be allocated; False if that many cannot."""
@@ -346,8 +335,8 @@ class Placement:
             if short <= 0:
                 return True
             if extent.num_used > MAX_DONATED_SLOTS:
-                if not self._drain.is_active:
-                    self._drain.wanted_by = slot_class
+                if not self.drain.is_active:
+                    self.drain.wanted_by = slot_class
                 break
             victims.add(owner for owner in extent.owners if owner is not None)
             short -= per_extent
@@ -365,5 +354,4 @@ def _by_group(owners: Iterable[Entry | None], groups: Container[Group]) -> dict[
 
 def _num_held(extent: Extent) -> int:
     """How many of some slots of an extent hold an entry that cannot be evicted now."""
-    owners = extent.owners[:: max(1, len(extent.owners) // MAX_COUNTED_SLOTS)]
-    return sum(owner is not None and not (owner.live and owner.movable) for owner in owners)
+    return sum(not (entry.live and entry.movable) for entry in extent.sample(MAX_COUNTED_SLOTS))

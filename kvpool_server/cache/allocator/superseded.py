@@ -61,8 +61,8 @@ class Superseded:
                 num_visited += len(extent.owners)
                 if num_visited > MAX_VISITED_SLOTS:
                     return
-                step = max(1, len(extent.owners) // SAMPLED_SLOTS)  # A few slots rule out most extents.
-                if all(map(self._is_evictable, extent.owners[::step])) and all(map(self._is_evictable, extent.owners)):
+                sampled = extent.sample(SAMPLED_SLOTS)  # A few slots rule out most extents.
+                if all(map(self._is_evictable, sampled)) and all(map(self._is_evictable, extent.owners)):
                     yield extent
 
     def _is_evictable(self, owner: Entry | None) -> bool:

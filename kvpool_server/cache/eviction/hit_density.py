@@ -135,8 +135,7 @@ class DensityQueue(VictimQueue):
         rank_at: the time of the next ranking.
     """
 
-    def __init__(self, model: HitDensityModel, max_buckets: int = MAX_BUCKETS) -> None:
-        self._max_buckets = max_buckets
+    def __init__(self, model: HitDensityModel) -> None:
         self.now = 0
         self.rank_at = 0
         self._model = model
@@ -152,7 +151,7 @@ class DensityQueue(VictimQueue):
         if bucket is None:
             bucket = self._buckets[key] = Bucket()
             bisect.insort(self._ranking, (-self._bucket_density(key), key))
-            if len(self._buckets) > 2 * self._max_buckets:
+            if len(self._buckets) > 2 * MAX_BUCKETS:
                 self._rank()  # Where nothing is evicted, no `pop` does it, and the first eviction would pay for all.
                 bucket = self._buckets[self._key(entry)]
         bucket.push(entry)
@@ -205,7 +204,7 @@ class DensityQueue(VictimQueue):
         return self._model.density(kind, min(epoch * self._epoch_calls, self.now), self.now)
 
     def _rank(self) -> None:
-        while len(self._buckets) > self._max_buckets:
+        while len(self._buckets) > MAX_BUCKETS:
             self._merge_epochs()
         self.rank_at = self.now + max(self._epoch_calls, len(self._buckets) // BUCKETS_RANKED_PER_CALL)
         self._ranking = sorted((-self._bucket_density(key), key) for key in self._buckets)
@@ -247,7 +246,9 @@ class HitDensity(Policy):
                 parent.used &= ~TAIL
         growth = min((num_before + len(entries)).bit_length() - 1, MAX_GROWTH)
         for entry in entries:
-            if entry.depth in SAMPLES and (ghost := self._pop_ghost(entry)) is not None:
+            if entry.depth not in SAMPLES:
+                continue
+            if (ghost := self._ghosts.pop(self._place(entry), _ghost(entry))) is not None:
                 self._model.hit(ghost % TICK, ghost // TICK, now, SAMPLES[entry.depth])
                 turn = max(turn, min((ghost >> _TURN_SHIFT & _TURN_MASK) + 1, MAX_TURN))
         last = entries[-1]
@@ -287,9 +288,6 @@ class HitDensity(Policy):
                 if len(self._ghosts) <= MIN_GHOSTS + GHOSTS_PER_ENTRY * num_entries:
                     break
                 self._ghosts.forget_one()
-
-    def _pop_ghost(self, entry: Entry) -> int | None:
-        return self._ghosts.pop(self._place(entry), _ghost(entry))
 
     def _place(self, entry: Entry) -> int:
         """Of an entry's ghost; the same in every run, as a replay has to be."""

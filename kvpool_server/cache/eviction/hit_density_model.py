@@ -54,14 +54,13 @@ _LEAST = 1e-12
 
 
 class HitDensityModel:
-    """Waits and hits of blocks of the kinds 0 to num_kinds - 1; with fewer checkpoints and cohorts in less memory."""
+    """Waits and hits of blocks of the kinds 0 to num_kinds - 1."""
 
-    def __init__(self, num_kinds: int, max_checkpoints: int = MAX_CHECKPOINTS, max_cohorts: int = MAX_COHORTS):
-        self._max_checkpoints, self._max_cohorts = max_checkpoints, max_cohorts
+    def __init__(self, num_kinds: int):
         self._hits = np.zeros((num_kinds, NUM_BINS))  # Blocks, by kind and by the age at the hit.
         self._started = np.zeros(num_kinds)  # Blocks, by kind.
         self._checkpoint_calls = [-1]
-        self._checkpoints = np.zeros((max_checkpoints + 1, num_kinds))  # Row n: _started at call _checkpoint_calls[n].
+        self._checkpoints = np.zeros((MAX_CHECKPOINTS + 1, num_kinds))  # Row n: _started at call _checkpoint_calls[n].
         self._inner_edges = EDGES[1:-1].tolist()
         self._learned_at = 0
         self._densities: list[array[float]] = []  # By kind and age bin.
@@ -76,7 +75,7 @@ class HitDensityModel:
         cohort = self._cohorts.get(key)
         if cohort is None:
             cohort = self._cohorts[key] = [0, 0]
-            if len(self._cohorts) > self._max_cohorts:
+            if len(self._cohorts) > MAX_COHORTS:
                 self._cohorts.popitem(last=False)
         cohort[0] += observed  # Not `count`: blocks of one prompt share its fate.
 
@@ -127,7 +126,7 @@ class HitDensityModel:
         self._checkpoints[:count] *= keep
         self._checkpoints[count] = self._started
         self._checkpoint_calls.append(now)
-        if count == self._max_checkpoints:
+        if count == MAX_CHECKPOINTS:
             del self._checkpoint_calls[1::2]
             self._checkpoints[: len(self._checkpoint_calls)] = self._checkpoints[::2]
 

@@ -10,15 +10,34 @@ from __future__ import annotations
 import heapq
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 
 from kvpool_server.cache.entry import Entry, Group
 from kvpool_server.cache.eviction.base import TICK, Policy
 from kvpool_server.cache.eviction.evictor import VICTIM, Chosen, Evictor
-from kvpool_server.cache.quotas import Account
 
 ROUNDS = 8
 """If a put needs victims of several partitions, each choice takes 1/8 of them from the partition whose next victim is
 worth least: comparing partitions for every single victim would cost more than it improves."""
+
+
+@dataclass(eq=False, slots=True)
+class Account:
+    """A subject with a quota, and the groups whose entries count.
+
+    Args:
+        tenant: whose extents count; None: the groups' slots count.
+    """
+
+    subject: str
+    limit_bytes: int
+    tenant: str | None = None
+    groups: set[Group] = field(default_factory=set)
+
+    @property
+    def slots_bytes(self) -> int:
+        """Of all slots of the groups."""
+        return sum(group.nbytes for group in self.groups)
 
 
 class Victims:
@@ -57,10 +76,6 @@ class Victims:
     def would_be_leaf(self, entry: Entry) -> bool:
         """True if an entry is no victim, and a leaf once the victims are dropped."""
         return entry.children == self.chosen.get(entry, 0)
-
-    def nbytes(self, counts: Callable[[Group], bool]) -> int:
-        """Bytes of the slots of the victims for whose group `counts` is True."""
-        return sum(entry.group.spec.slot_bytes for entry in self.entries if counts(entry.group))
 
     def undo(self, evictor_of: Callable[[Group], Evictor]) -> None:
         """Evicts none of them: all become candidates again."""

@@ -14,8 +14,8 @@ from kvpool.protocol.errors import OutOfSpaceError
 from kvpool.protocol.types import MAX_RANGES, BlockState, MissCause
 from kvpool.protocol.wire import message_of
 from kvpool.v1 import pool_pb2 as pb
-from kvpool_server.cache.block_ranges import BlockRange, EvictedFor
-from kvpool_server.cache.explanations import MAX_ALL_RANGES, PART_BLOCKS, Explained
+from kvpool_server.cache.departures import EvictedFor
+from kvpool_server.cache.explanations import MAX_ALL_RANGES, PART_BLOCKS, BlockRange, Explained
 from kvpool_server.cache.limits import Limits
 from kvpool_server.cache.steps import Steps, finish
 from kvpool_server.process.process_memory import no_collections

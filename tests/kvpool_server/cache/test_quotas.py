@@ -11,8 +11,7 @@ from kvpool.protocol.quota import Quota
 from kvpool_server.cache.eviction import POLICIES, Policy
 from kvpool_server.cache.tier_access import pin
 from tests.support.integrity import check_integrity
-from tests.support.tenants import WHOLE, House, Owner
-from tests.support.values import run_of
+from tests.support.tenants import House, Owner
 
 
 @pytest.fixture(params=sorted(POLICIES))
@@ -54,15 +53,6 @@ def test_the_deepest_block_of_its_own_goes_first(house: House) -> None:
     assert acme.present(*range(10), "other", "a", "b", "c") == [*range(6), "other", "a", "b", "c"]
 
 
-def test_a_whole_prefix_can_be_replaced_by_one_put(house: House) -> None:
-    acme = house.owner(tenant="acme")
-    house.quota("tenant:acme", 1_000)
-    acme.put(*range(10))
-    acme.put(*range(100, 110))
-    assert acme.present(*range(10)) == []
-    assert acme.present(*range(100, 110)) == list(range(100, 110))
-
-
 def test_what_is_leased_is_not_evicted_for_a_quota_and_a_refusal_changes_nothing(house: House) -> None:
     acme = house.owner(tenant="acme")
     house.quota("tenant:acme", 1_000)
@@ -96,15 +86,6 @@ def test_a_refusal_counts_only_what_the_subject_holds_and_says_that_a_tier_holds
         acme.put("a")
 
 
-def test_blocks_that_are_being_written_count(house: House) -> None:
-    acme = house.owner(tenant="acme")
-    house.quota("tenant:acme", 1_000)
-    house.pool.put_start(acme.fingerprint, [run_of(*range(10))], WHOLE)
-    with pytest.raises(OutOfSpaceError, match="quota tenant:acme"):
-        acme.put("more")
-    assert house.used("tenant:acme") == 1_000
-
-
 @pytest.mark.parametrize(
     ("limit", "count", "says"),
     [
@@ -132,14 +113,6 @@ def test_its_own_slots_of_the_same_size_go_before_those_of_others(house: House) 
     assert small.nbytes == 400
     small.put(*(f"new {idx}" for idx in range(9)))
     assert house.used("tenant:acme") == 900 + large.nbytes == 900
-
-
-def test_several_namespaces_of_a_tenant_share_its_quota(house: House) -> None:
-    first, second = house.owner(tenant="acme"), house.owner(tenant="acme")
-    house.quota("tenant:acme", 1_000)
-    first.store(10)
-    names = second.store(10)
-    assert first.nbytes + second.nbytes == 1_000 and len(names) == 10
 
 
 def test_a_namespace_is_named_by_the_start_of_its_fingerprint_and_both_bounds_hold(house: House) -> None:

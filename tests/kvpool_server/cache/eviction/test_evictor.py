@@ -158,17 +158,6 @@ def test_pinned_entries_are_chosen_last_and_only_if_asked_for(pinning: Evictor) 
     assert pinning.choose(3, {}, pinned=True) == [b, a], "the pin that ends first is given back first"
 
 
-def test_a_pin_that_has_ended_protects_nothing(pinning: Evictor, clock: _Clock) -> None:
-    a, b = make_entry("a"), make_entry("b")
-    _stored(pinning, TICK, [a], [b])
-    _pin(a, 200)
-    _pin(b, 300)
-    assert evict(pinning, 1) is None
-    clock.now = 200.0
-    assert evict(pinning, 2) is None
-    assert evict(pinning, 1) == [a]
-
-
 def test_a_pin_can_be_prolonged_and_ended_while_its_entry_is_parked(pinning: Evictor, clock: _Clock) -> None:
     a, b = make_entry("a"), make_entry("b")
     _stored(pinning, TICK, [a], [b])
@@ -181,15 +170,6 @@ def test_a_pin_can_be_prolonged_and_ended_while_its_entry_is_parked(pinning: Evi
     assert evict(pinning, 1) == [b]
     _pin(a, 0)
     assert evict(pinning, 1) == [a]
-
-
-def test_a_pinned_prefix_is_given_back_from_its_end(pinning: Evictor) -> None:
-    prefix = make_chain("p", 0, 0, 0)
-    _stored(pinning, TICK, prefix)
-    for each in prefix:
-        _pin(each, 200)
-    assert pinning.choose(3, {}) == []
-    assert pinning.choose(2, {}, pinned=True) == [prefix[2], prefix[1]]
 
 
 def test_parked_entries_that_are_leased_or_dropped_are_not_chosen(pinning: Evictor) -> None:
@@ -255,24 +235,17 @@ def test_expired_entries_are_chosen_first(pinning: Evictor) -> None:
     assert len(pinning) == pinning._num_dead, "what is left in the queue is dead"
 
 
-def test_an_expired_prefix_is_chosen_from_its_end(pinning: Evictor) -> None:
-    other, prefix = make_entry("o"), make_chain("p", 0, 0, 0)
-    _stored(pinning, TICK, [other])
-    _stored(pinning, 2 * TICK, prefix)
-    for each in prefix[1:]:
-        pinning.expire(each)
-    assert evict(pinning, 2) == [prefix[2], prefix[1]]
-
-
-def test_a_use_ends_an_expiry(pinning: Evictor) -> None:
-    a, b = make_entry("a"), make_entry("b")
-    _stored(pinning, TICK, [a])
-    _stored(pinning, 2 * TICK, [b])
-    pinning.expire(b)
-    pinning.used([b], 3 * TICK)
-    assert pinning.least_worth({}, 4 * TICK) != float("-inf")
-    victims = evict(pinning, 2)
-    assert victims is not None and set(victims) == {a, b}
+def test_no_hint_has_an_entry_chosen_before_a_child_that_it_has_got_since(pinning: Evictor) -> None:
+    pinned, expired = make_entry("p"), make_entry("e")
+    _stored(pinning, TICK, [pinned])
+    _pin(pinned, 200)
+    assert pinning.choose(1, {}) == []
+    _stored(pinning, TICK, [expired])
+    pinning.expire(expired)
+    leased, child = make_entry("l", parent=pinned), make_entry("c", parent=expired)
+    leased.leases = 1
+    _stored(pinning, 2 * TICK, [leased], [child])
+    assert pinning.choose(4, {}, pinned=True) == [child, expired]
 
 
 def test_leased_expired_entries_are_skipped_and_kept(pinning: Evictor) -> None:
