@@ -14,9 +14,8 @@ from kvpool.protocol.quota import Quota
 from kvpool.security.certificates import Authority
 from kvpool.security.principal import ALL_TENANTS, Principal, Role
 from kvpool_server.access.audit import LINES_A_SECOND, MAX_QUEUED, READ, AuditLog
-from tests.security.test_access import DAY
 from tests.support.audit_log import entries
-from tests.support.certificates import files_in, forge, server_flags
+from tests.support.certificates import DAY, files_in, forge, server_flags
 from tests.support.processes import ServerProcess, run_server, wait_for
 from tests.support.values import namespace_spec, payload, run_of
 

@@ -11,7 +11,7 @@ from kvpool.protocol.errors import OutOfSpaceError, PermissionDeniedError, Unkno
 from kvpool.protocol.types import BlockRun
 from kvpool.security.principal import Role
 from kvpool.v1 import pool_pb2 as pb
-from tests.security.test_access import Deployment
+from tests.security.conftest import Deployment
 from tests.support.processes import wait_for
 from tests.support.values import group_spec, namespace_spec, payload, run_of
 

@@ -17,9 +17,8 @@ from kvpool.security.watched_files import LOOK_EVERY_S
 from kvpool_server.rpc.inbox import SMALL_BYTES
 from kvpool_server.rpc.method_handlers import SERVICE_NAME
 from tests.conftest import StartServer
-from tests.security.test_access import DAY
 from tests.support.audit_log import entries
-from tests.support.certificates import files_in
+from tests.support.certificates import DAY, files_in
 from tests.support.processes import ServerProcess, wait_for
 
 TIMEOUT_S = 10

@@ -27,9 +27,8 @@ from kvpool_server.process import addresses
 from kvpool_server.settings.config import ServerConfig
 from kvpool_server.settings.exposure import check_exposure
 from tests.conftest import StartServer
-from tests.security.test_access import DAY
 from tests.support.audit_log import entries
-from tests.support.certificates import files_in, forge, server_flags
+from tests.support.certificates import DAY, files_in, forge, server_flags
 from tests.support.connections import is_open
 from tests.support.processes import ServerProcess, wait_for
 

@@ -43,8 +43,7 @@ from kvpool_server.cache.limits import IdentityLimits
 from kvpool_server.data_plane.admission import SPARED_S
 from kvpool_server.rpc import inbox
 from kvpool_server.rpc.inbox import Inbox
-from tests.security.conftest import Deploy
-from tests.security.test_access import Deployment
+from tests.security.conftest import Deploy, Deployment
 from tests.support.processes import run_server, wait_for
 from tests.support.values import block_hash, group_spec, namespace_spec, payload, run_of
 

@@ -8,7 +8,7 @@ from kvpool.protocol.errors import InvalidRequestError, PermissionDeniedError, U
 from kvpool.protocol.reports import ReportRequest
 from kvpool.security.principal import Role
 from kvpool_server.cache.limits import Limits
-from tests.security.test_access import Deployment
+from tests.security.conftest import Deployment
 from tests.support.values import namespace_spec, replaced
 
 

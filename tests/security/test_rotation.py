@@ -43,10 +43,9 @@ from kvpool_server.access.running_calls import RunningCalls
 from kvpool_server.access.watch import AccessWatch
 from kvpool_server.rpc import grpc_server
 from tests.conftest import StartServer
-from tests.security.test_access import DAY
 from tests.support.audit_log import entries
 from tests.support.calls import is_heard
-from tests.support.certificates import USELESS, files_in, forge, server_flags
+from tests.support.certificates import DAY, USELESS, files_in, forge, server_flags
 from tests.support.in_process_server import InProcessServer
 from tests.support.processes import ServerProcess, wait_for
 from tests.support.values import group_spec, namespace_spec, payload, run_of

@@ -22,8 +22,7 @@ from kvpool.security.tls import TlsFiles
 from kvpool.security.tokens import append_record, create_token
 from kvpool.transport.unix_socket import memory_path
 from tests.conftest import StartServer
-from tests.security.test_access import DAY
-from tests.support.certificates import files_in, server_flags
+from tests.support.certificates import DAY, files_in, server_flags
 from tests.support.processes import ServerProcess, wait_for
 from tests.support.values import namespace_spec, payload, run_of
 

@@ -8,7 +8,7 @@ from kvpool.client.client import Client
 from kvpool.protocol.errors import PermissionDeniedError
 from kvpool.security.principal import Role
 from kvpool.v1 import pool_pb2 as pb
-from tests.security.test_access import Deployment
+from tests.security.conftest import Deployment
 from tests.support.processes import wait_for
 from tests.support.values import namespace_spec, payload, run_of
 

@@ -14,11 +14,11 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from kvpool.security.certificates import CA_NAME, CERTIFICATE_NAME, KEY_NAME
 from kvpool.security.tls import TlsFiles
 
-_DAY = dt.timedelta(days=1)
+DAY = dt.timedelta(days=1)
 USELESS = (
-    (-2 * _DAY, -_DAY, "tls.crt ended at"),
-    (_DAY, 2 * _DAY, "tls.crt is not valid before"),
-    (-_DAY, _DAY, "tls.crt is for clients only; give the server's"),
+    (-2 * DAY, -DAY, "tls.crt ended at"),
+    (DAY, 2 * DAY, "tls.crt is not valid before"),
+    (-DAY, DAY, "tls.crt is for clients only; give the server's"),
 )
 """When a certificate of `forge` begins and ends, from now on, and why it is none for a server."""
 
