@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -9,6 +10,8 @@ from typing import Any
 
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheSpec
+
+from tests.conformance.reference import ReferenceConnector
 
 
 @dataclass(frozen=True)
@@ -50,3 +53,16 @@ class Subject:
         )
         config.scheduler_config.disable_hybrid_kv_cache_manager = not self.grouped
         return config
+
+
+_stores = itertools.count()
+
+
+def reference(connector: str = "ReferenceConnector", module: str = ReferenceConnector.__module__) -> Subject:
+    """The reference connector, or a broken one, with a store of its own."""
+    store = f"store {next(_stores)}"
+
+    def spoil() -> None:
+        ReferenceConnector.stores_by_name[store].loads_fail = True
+
+    return Subject(connector, module, {"store": store}, spoil=spoil)

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.conformance.reference import ReferenceConnector
 from tests.conformance.scenarios import SCENARIOS, run
-from tests.conformance.subject import Subject
+from tests.conformance.subject import Subject, reference
 from tests.support.faults import flip_arena, stopped
 from tests.support.processes import ServerProcess
 from tests.support.toy.fixtures import MakeConfig
@@ -45,15 +44,6 @@ EXAMPLE_DEVIATIONS: dict[str, set[str]] = {
 }
 # It fills blocks with invented values, to measure decoding: wherever something is loaded, the bytes are not right.
 BENCH_DEVIATION = {"loads-bring-the-right-bytes"}
-
-
-def reference() -> Subject:
-    store = f"store {next(_numbers)}"
-
-    def spoil() -> None:
-        ReferenceConnector.stores_by_name[store].loads_fail = True
-
-    return Subject("ReferenceConnector", "tests.conformance.reference", {"store": store}, spoil=spoil)
 
 
 def kvpool(server: ServerProcess, **extra: Any) -> Subject:
