@@ -185,14 +185,6 @@ def test_an_identity_has_as_many_leases_as_its_limit_over_all_connections(limite
     assert limited.lease(second, "acme")
 
 
-def test_an_identitys_leases_hold_as_many_blocks_as_its_limit(limited: Limited) -> None:
-    first, second, other = limited.client("acme"), limited.client("acme"), limited.client("umbra")
-    assert limited.lease(first, "acme", 8)
-    assert not limited.lease(second, "acme", 5)
-    assert limited.lease(second, "acme", 4)
-    assert limited.lease(other, "umbra", 8)
-
-
 def test_an_identity_has_as_many_tickets_as_its_limit(limited: Limited) -> None:
     put = limited.put
     first, second, other = limited.client("acme"), limited.client("acme"), limited.client("umbra")

@@ -48,7 +48,7 @@ ALONE_IDS = 1 << 40
 """Where the ids of a tenant's own pool begin: none is one of the shared pool."""
 HIDDEN = frozenset({"lease_id", "ticket_id", "offsets", "permit"})
 """Fields whose values differ in a pool of one's own, but not whether they are there."""
-LEFT_OUT = frozenset({"boot_token", "offset", "uptime_seconds"})
+LEFT_OUT = frozenset({"boot_token", "offset", "uptime_seconds", "remembered_seconds", "half_remembered_seconds"})
 """Fields that may differ in every way."""
 
 

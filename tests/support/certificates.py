@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import datetime as dt
+import socket
+import ssl
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -63,3 +65,13 @@ def forge(
     Path(files.key).touch(0o600)
     Path(files.key).write_bytes(pem)
     return files
+
+
+def shown_names(address: str | tuple[str, int], context: ssl.SSLContext) -> list[str]:
+    """The names in the certificate that a server shows at an address of TCP, or at the path of a Unix socket."""
+    with socket.socket(socket.AF_UNIX if isinstance(address, str) else socket.AF_INET) as plain:
+        plain.settimeout(10)
+        plain.connect(address)
+        with context.wrap_socket(plain, server_hostname="localhost") as secure:
+            found = secure.getpeercert() or {}
+    return [str(value) for _, value in found["subjectAltName"]]

@@ -52,6 +52,8 @@ class SecuredServer:
         if proof == "tokens":
             own = [*own[:4], "--tokens", str(self.known)]
             self.tokens = {role: self.token(principal_of(role))[0] for role in Role}
+            for role in filter(lambda role: role.has_tenant, Role):
+                self.token(principal_of(role, "umbra"))
         files = ("--deny", str(self.denied), "--audit-log", str(self.audit))
         self.server: ServerProcess = start(*own, *files, *flags, **self.identity(Role.OPERATOR))
 
