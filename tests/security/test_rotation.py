@@ -224,7 +224,7 @@ def test_tokens_that_end_are_removed_or_denied_end_their_streams(pool_server: St
         wait_for(lambda client=client: is_heard(client), "the new token")  # type: ignore[misc]
         streams[tenant] = Streams(client, tenant)
     since = time.monotonic()
-    secured.known.write_text("".join(record.line() for tenant, record in records.items() if tenant != "removed"))
+    secured.token_list.write_text("".join(record.line() for tenant, record in records.items() if tenant != "removed"))
     secured.denied.write_text(records["denied"].digest)
     for tenant in ("removed", "denied"):
         streams[tenant].check_ended(since)

@@ -85,15 +85,15 @@ def test_a_token_is_a_certificates_equal(pool_server: Callable[..., ServerProces
         assert ping(pb.PingRequest(), metadata=(one,), timeout=10).version
     assert token not in server.stderr and token not in server.stdout
     # A token that is taken out of the file stops working.
-    secured.known.write_text(create_token(ENGINE, DAY)[1].line())
+    secured.token_list.write_text(create_token(ENGINE, DAY)[1].line())
     mine.write_text(token)
     with secured.client(Role.ENGINE_WRITE) as client:
         wait_for(lambda: not is_heard(client), "the token to be refused", LOOK_EVERY_S + 5)
     # What the server does not take, or what has nobody's token, it says in its log.
-    secured.known.write_text("no record\n")
+    secured.token_list.write_text("no record\n")
     os.kill(server.pid, signal.SIGHUP)
     wait_for(lambda: "new files cannot be used" in server.stderr, "a file that cannot be used")
-    secured.known.write_text("# nobody's\n")
+    secured.token_list.write_text("# nobody's\n")
     os.kill(server.pid, signal.SIGHUP)
     wait_for(lambda: "has no token, so nobody can call" in server.stderr, "an empty file")
     (line,) = (line for line in server.stderr.splitlines() if "new files cannot be used" in line)

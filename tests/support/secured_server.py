@@ -31,7 +31,7 @@ class SecuredServer:
         days: until the end of the server's certificate.
 
     Attributes:
-        known: the server's list of tokens.
+        token_list: the server's list of tokens.
         tokens: of each role; of tenant acme where the role has a tenant.
     """
 
@@ -45,12 +45,12 @@ class SecuredServer:
     ):
         self.directory, self._proof = directory, proof
         self.authority = Authority.create(directory / "pki")
-        self.known, self.denied, self.audit = (directory / name for name in ("tokens", "denied", "audit.json"))
+        self.token_list, self.denied, self.audit = (directory / name for name in ("tokens", "denied", "audit.json"))
         self.denied.touch(0o600)
         own = server_flags(self.authority.issue_server([], days=days))
         self.ca = own[-1]
         if proof == "tokens":
-            own = [*own[:4], "--tokens", str(self.known)]
+            own = [*own[:4], "--tokens", str(self.token_list)]
             self.tokens = {role: self.token(principal_of(role))[0] for role in Role}
             for role in filter(lambda role: role.has_tenant, Role):
                 self.token(principal_of(role, "umbra"))
@@ -64,7 +64,7 @@ class SecuredServer:
     def token(self, principal: Principal, lasts: dt.timedelta = DAY) -> tuple[str, TokenRecord]:
         """A new token, which the server knows. It is written to the principal's file."""
         token, record = create_token(principal, lasts)
-        append_record(self.known, record)
+        append_record(self.token_list, record)
         write_token(self.token_file(principal), token)
         return token, record
 
