@@ -22,7 +22,6 @@ class Subject:
         connector: name of the class; of a registered one if `module` is "".
         module: where the class is.
         extra: `kv_connector_extra_config`.
-        grouped: whether it works with the hybrid allocator.
         hits: whether a second engine finds what a first one stored.
         stall: while entered, its storage does not answer.
         spoil: from its call on, loads of what is stored fail.
@@ -34,7 +33,6 @@ class Subject:
     connector: str
     module: str
     extra: Mapping[str, Any] = field(default_factory=dict)
-    grouped: bool = True
     hits: bool = True
     stall: Callable[[], AbstractContextManager[Any]] = nullcontext
     spoil: Callable[[], None] | None = None
@@ -51,7 +49,7 @@ class Subject:
             kv_load_failure_policy="recompute",
             kv_connector_extra_config=dict(self.extra),
         )
-        config.scheduler_config.disable_hybrid_kv_cache_manager = not self.grouped
+        config.scheduler_config.disable_hybrid_kv_cache_manager = False
         return config
 
 

@@ -19,8 +19,6 @@ BROKEN = {
 SUBJECTS = [
     Subject("KVPoolConnector", "vllm_plugin.connector", {"endpoint": "127.0.0.1:1"}),
     Subject("ReferenceConnector", "tests.conformance.reference"),
-    Subject("ExampleConnector", "", grouped=False),
-    Subject("DecodeBenchConnector", ""),
 ]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime as dt
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -34,7 +33,7 @@ from kvpool_server.access.caller import CALLER, check_measurement
 from kvpool_server.access.permissions import CALLS
 from tests.security.conftest import Deployment
 from tests.support.calls import METHODS, Target, outcome
-from tests.support.certificates import DAY, USELESS, files_in, forge, server_flags
+from tests.support.certificates import DAY, files_in, forge, server_flags
 from tests.support.processes import ServerProcess, run_server
 from tests.support.recorder import Recorder
 from tests.support.values import block_hash, namespace_spec, payload, run_of
@@ -238,17 +237,6 @@ def test_a_clients_certificate_is_replaced_while_calls_go_on(deployment: Deploym
 def test_what_a_server_refuses_to_serve(flags: list[str], told: str) -> None:
     common = [flag for flag in ("--listen", "--http-listen") if flag not in flags for flag in (flag, "127.0.0.1:0")]
     done = run_server(*common, "--memory", "1MiB", *flags)
-    assert done.returncode == 2
-    assert told in done.stderr
-
-
-@pytest.mark.parametrize(("starts_in", "ends_in", "told"), USELESS)
-def test_a_server_does_not_start_with_a_useless_certificate(
-    tmp_path: Path, starts_in: dt.timedelta, ends_in: dt.timedelta, told: str
-) -> None:
-    Authority.create(tmp_path / "pki")
-    forge(tmp_path / "pki", tmp_path / "forged", [], starts_in=starts_in, ends_in=ends_in)
-    done = run_server("--listen", "127.0.0.1:0", "--http-listen", "", *server_flags(tmp_path / "forged"))
     assert done.returncode == 2
     assert told in done.stderr
 

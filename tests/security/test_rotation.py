@@ -355,6 +355,8 @@ def test_a_useless_certificate_leaves_the_one_before_in_force(
     credentials = ServerCredentials(files, errors.append)
     before = credentials.value
     useless = forge(tmp_path / "pki", tmp_path / "forged", [], starts_in=starts_in, ends_in=ends_in)
+    with pytest.raises(ConfigError, match=told):
+        ServerCredentials(useless)
     Path(useless.key).replace(files.key)
     Path(useless.cert).replace(files.cert)
     assert credentials.look(at_once=True) == 0
