@@ -65,7 +65,8 @@ class SecuredServer:
         """A new token, which the server knows. It is written to the principal's file."""
         token, record = create_token(principal, lasts)
         append_record(self.token_list, record)
-        write_token(self.token_file(principal), token)
+        self.token_file(principal).touch(0o600)
+        self.token_file(principal).write_text(token)
         return token, record
 
     def token_file(self, principal: Principal) -> Path:
@@ -83,9 +84,3 @@ class SecuredServer:
 
     def client(self, role: Role, tenant: str = "acme", **fields: Any) -> Client:
         return Client(self.config(**self.identity(role, tenant), **fields))
-
-
-def write_token(file: Path, token: str) -> None:
-    """Writes a token to a file of its owner's alone."""
-    file.touch(0o600)
-    file.write_text(token)
