@@ -143,22 +143,17 @@ async def _generate_meanwhile(
 
 
 async def _answer(prompt: Sequence[int], max_tokens: int, begun: asyncio.Event, options: dict[str, Any]) -> Answer:
-    from tests.e2e.inside import answer_of, greedy
-
     last = None
     async for output in _engine.generate(
-        {"prompt_token_ids": list(prompt)}, greedy(max_tokens), f"request {next(_ids)}", **options
+        {"prompt_token_ids": list(prompt)}, _sampling(max_tokens), f"request {next(_ids)}", **options
     ):
         begun.set()
         last = output
-    return answer_of(last)
+    return _of(last)
 
 
 async def _session(chunks: Sequence[Sequence[int]], max_tokens: int) -> list[Answer]:
     from vllm.engine.protocol import StreamingInput
-    from vllm.sampling_params import RequestOutputKind
-
-    from tests.e2e.inside import greedy, logprobs_of
 
     answered = asyncio.Event()
 
@@ -169,16 +164,39 @@ async def _session(chunks: Sequence[Sequence[int]], max_tokens: int) -> list[Ans
                 answered.clear()
             yield StreamingInput({"prompt_token_ids": list(chunk)})
 
-    sampling = greedy(max_tokens, output_kind=RequestOutputKind.DELTA)
     answers: list[Answer] = []
     tokens: list[int] = []
     logprobs: list[float] = []
-    async for output in _engine.generate(stream(), sampling, f"session {next(_ids)}"):
+    async for output in _engine.generate(stream(), _sampling(max_tokens, delta=True), f"session {next(_ids)}"):
         (completion,) = output.outputs
         tokens += completion.token_ids
-        logprobs += logprobs_of(completion)
+        logprobs += _logprobs(completion)
         if len(tokens) == max_tokens:
             answers.append({"cached": output.num_cached_tokens, "tokens": tokens, "logprobs": logprobs})
             tokens, logprobs = [], []
             answered.set()
     return answers
+
+
+def _sampling(max_tokens: int, delta: bool = False) -> Any:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    kind = RequestOutputKind.DELTA if delta else RequestOutputKind.CUMULATIVE
+    return SamplingParams(
+        temperature=0, max_tokens=max_tokens, logprobs=0, detokenize=False, ignore_eos=True, output_kind=kind
+    )
+
+
+def _of(output: Any) -> Answer:
+    (completion,) = output.outputs
+    return {
+        "cached": output.num_cached_tokens,
+        "tokens": list(completion.token_ids),
+        "logprobs": _logprobs(completion),
+        "reason": completion.finish_reason,
+    }
+
+
+def _logprobs(completion: Any) -> list[float]:
+    return [step[token].logprob for token, step in zip(completion.token_ids, completion.logprobs, strict=True)]

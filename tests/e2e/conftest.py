@@ -12,7 +12,6 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -81,9 +80,10 @@ def pool_stats(server: ServerProcess) -> pb.StatsResponse:
         return client.admin.stats()
 
 
-def clear(server: ServerProcess) -> None:
+def clear(server: ServerProcess) -> int:
+    """Returns how many blocks the pool had."""
     with Client(ClientConfig(server.endpoint, timeout_ms=60_000)) as client:
-        assert client.admin.clear() > 0
+        return client.admin.clear()
 
 
 def wait_until_nothing_is_held(server: ServerProcess, deadline_s: float = 60.0) -> None:
@@ -96,14 +96,11 @@ def wait_until_nothing_is_held(server: ServerProcess, deadline_s: float = 60.0) 
     wait_for(lambda: not any(held()), "leases, tickets, quarantine and incomplete entries to end", deadline_s)
 
 
-def assert_same(answers: Sequence[Any], expected: Sequence[Any], tolerance: float = 1e-4) -> None:
-    """The same tokens, and logprobs within `tolerance`, of `Answer`s, or of dictionaries with the same names."""
-    ours, theirs = (
-        [each if isinstance(each, dict) else asdict(each) for each in those] for those in (answers, expected)
-    )
-    assert [answer["tokens"] for answer in ours] == [answer["tokens"] for answer in theirs]
-    for answer, other in zip(ours, theirs, strict=True):
-        assert answer["logprobs"] == pytest.approx(other["logprobs"], abs=tolerance)
+def assert_same(answers: Sequence[Answer], expected: Sequence[Answer], tolerance: float = 1e-4) -> None:
+    """The same tokens, and logprobs within `tolerance`."""
+    assert [answer.tokens for answer in answers] == [answer.tokens for answer in expected]
+    for answer, other in zip(answers, expected, strict=True):
+        assert answer.logprobs == pytest.approx(other.logprobs, abs=tolerance)
 
 
 def assert_shared(writer: Engine, reader: Engine, prompts: Sequence[list[int]]) -> list[Answer]:

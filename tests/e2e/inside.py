@@ -23,12 +23,6 @@ from vllm_plugin.scheduler.load_policy import NUM_LOADS, Connection, Load
 Answers = list[dict[str, Any]]
 
 
-def greedy(max_tokens: int, ignore_eos: bool = True, **options: Any) -> SamplingParams:
-    return SamplingParams(
-        temperature=0, max_tokens=max_tokens, logprobs=0, detokenize=False, ignore_eos=ignore_eos, **options
-    )
-
-
 def sample(llm: LLM, prompts: Sequence[list[int]], count: int, max_tokens: int) -> Answers:
     """`count` seeded samples of each prompt: {"cached": tokens, "samples": [[tokens, logprobs], ...]}."""
     sampling = SamplingParams(
@@ -38,7 +32,7 @@ def sample(llm: LLM, prompts: Sequence[list[int]], count: int, max_tokens: int) 
     return [
         {
             "cached": output.num_cached_tokens,
-            "samples": [[list(each.token_ids), logprobs_of(each)] for each in output.outputs],
+            "samples": [[list(each.token_ids), _logprobs(each)] for each in output.outputs],
         }
         for output in outputs
     ]
@@ -53,14 +47,20 @@ def beam_search(llm: LLM, prompts: Sequence[list[int]], width: int, max_tokens: 
 
 def structured(llm: LLM, prompts: Sequence[list[int]], regex: str, max_tokens: int) -> Answers:
     """Greedy answers that match `regex`: {"cached", "tokens", "logprobs"}."""
-    sampling = greedy(max_tokens, ignore_eos=False, structured_outputs=StructuredOutputsParams(regex=regex))
-    return [answer_of(each) for each in llm.generate([{"prompt_token_ids": each} for each in prompts], sampling)]
+    sampling = SamplingParams(
+        temperature=0,
+        max_tokens=max_tokens,
+        logprobs=0,
+        detokenize=False,
+        structured_outputs=StructuredOutputsParams(regex=regex),
+    )
+    return [_answer(each) for each in llm.generate([{"prompt_token_ids": each} for each in prompts], sampling)]
 
 
 def prioritised(llm: LLM, prompts: Sequence[list[int]], priorities: Sequence[int], max_tokens: int) -> Answers:
     """Greedy answers to prompts of which every third begins some steps before the next third; lower goes first."""
     engine = llm.llm_engine
-    sampling = greedy(max_tokens)
+    sampling = SamplingParams(temperature=0, max_tokens=max_tokens, logprobs=0, detokenize=False, ignore_eos=True)
     done: dict[str, Any] = {}
 
     def step() -> None:
@@ -73,7 +73,7 @@ def prioritised(llm: LLM, prompts: Sequence[list[int]], priorities: Sequence[int
                 step()
     while engine.has_unfinished_requests():
         step()
-    return [answer_of(done[f"{nth}"]) for nth in range(len(prompts))]
+    return [_answer(done[f"{nth}"]) for nth in range(len(prompts))]
 
 
 def embed(llm: LLM, prompts: Sequence[list[int]]) -> Answers:
@@ -88,8 +88,9 @@ def adapted(llm: LLM, prompt: list[int], directory: str, reload: bool) -> dict[s
     if reload:
         llm.llm_engine.add_lora(adapter)
         adapter = LoRARequest("adapter", 1, directory)
-    (output,) = llm.generate([{"prompt_token_ids": prompt}], greedy(8), lora_request=adapter, use_tqdm=False)
-    return answer_of(output)
+    sampling = SamplingParams(temperature=0, max_tokens=8, logprobs=0, detokenize=False, ignore_eos=True)
+    (output,) = llm.generate([{"prompt_token_ids": prompt}], sampling, lora_request=adapter, use_tqdm=False)
+    return _answer(output)
 
 
 def load_weights(llm: LLM, directory: str) -> None:
@@ -97,17 +98,16 @@ def load_weights(llm: LLM, directory: str) -> None:
     llm.collective_rpc("reload_weights", kwargs={"weights_path": directory})
 
 
-def answer_of(output: Any) -> dict[str, Any]:
+def _answer(output: Any) -> dict[str, Any]:
     (completion,) = output.outputs
     return {
         "cached": output.num_cached_tokens,
         "tokens": list(completion.token_ids),
-        "logprobs": logprobs_of(completion),
-        "reason": completion.finish_reason,
+        "logprobs": _logprobs(completion),
     }
 
 
-def logprobs_of(completion: Any) -> list[float]:
+def _logprobs(completion: Any) -> list[float]:
     return [step[token].logprob for token, step in zip(completion.token_ids, completion.logprobs, strict=True)]
 
 
@@ -160,7 +160,7 @@ def slow_loads(llm: LLM, nbytes: int, seconds: float) -> None:
 def reset_while_running(llm: LLM, running: list[int], later: list[int]) -> None:
     """Resets the connector while one prompt is answered; then asks another one, while the first still runs."""
     engine = llm.llm_engine
-    sampling = greedy(16)
+    sampling = SamplingParams(temperature=0, max_tokens=16, detokenize=False, ignore_eos=True)
     engine.add_request("running", {"prompt_token_ids": running}, sampling)
     while not any(output.outputs[0].token_ids for output in engine.step()):
         pass
@@ -189,5 +189,6 @@ def with_images(
         **({"multi_modal_uuids": {"image": list(uuids)}} if uuids else {}),
         **({"cache_salt": salt} if salt else {}),
     }
-    (output,) = llm.generate([request], greedy(8), use_tqdm=False)
-    return answer_of(output)
+    sampling = SamplingParams(temperature=0, max_tokens=8, logprobs=0, detokenize=False, ignore_eos=True)
+    (output,) = llm.generate([request], sampling, use_tqdm=False)
+    return _answer(output)

@@ -103,7 +103,7 @@ def test_two_pools(shape: str, servers: tuple[ServerProcess, ServerProcess], tmp
         assert not sent_bytes(second), "the pool that was not chosen has been read"
         drain(reader)
 
-        clear(first)
+        assert clear(first) > 0
         warm = one_by_one(reader, prompts)
         assert [answer.cached_tokens for answer in warm] == FULL
         assert_same(warm, cold)
@@ -134,7 +134,7 @@ def test_beside_another_connector(ours: str, pool_server: StartServer, tmp_path:
         drain(engine)
         # Without the first, the second.
         if ours == "first":
-            clear(server)
+            assert clear(server) > 0
         else:
             shutil.rmtree(files)
             files.mkdir()

@@ -15,7 +15,6 @@ from tests.e2e.conftest import (
     DIGITS,
     FLOAT32,
     PATIENT,
-    assert_same,
     hit_tokens,
     prompt,
     running,
@@ -66,6 +65,12 @@ def cold_and_warm(pair: tuple[Engine, Engine], function: str, *arguments: Any) -
         returned.append(engine.call(f"tests.e2e.inside:{function}", *arguments))
         drain(engine)
     return returned[0], returned[1]
+
+
+def assert_same(warm: list[dict[str, Any]], cold: list[dict[str, Any]]) -> None:
+    assert [each["tokens"] for each in warm] == [each["tokens"] for each in cold]
+    for each, other in zip(warm, cold, strict=True):
+        assert each["logprobs"] == pytest.approx(other["logprobs"], abs=1e-4)
 
 
 def test_several_samples_of_one_prompt(pair: tuple[Engine, Engine]) -> None:

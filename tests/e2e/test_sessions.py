@@ -11,8 +11,8 @@ import pytest
 from testbed.engine import kvpool_transfer_config
 from testbed.tiny_models import write
 from tests.conftest import StartServer
-from tests.e2e.async_engine import AsyncEngine
-from tests.e2e.conftest import FLOAT32, PATIENT, assert_same, hit_tokens, pool_stats, prompt, wait_until_nothing_is_held
+from tests.e2e.async_engine import Answer, AsyncEngine
+from tests.e2e.conftest import FLOAT32, PATIENT, hit_tokens, pool_stats, prompt, wait_until_nothing_is_held
 from tests.support.processes import ServerProcess, wait_for
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
@@ -52,6 +52,12 @@ def wait_until_pooled(engine: AsyncEngine, server: ServerProcess) -> None:
 def drain(engine: AsyncEngine) -> None:
     """Until every store has ended and the engine's own cache is empty."""
     wait_for(lambda: engine.ask("reset_prefix_cache"), "the engine's blocks to be free", 60)
+
+
+def assert_same(warm: list[Answer], cold: list[Answer]) -> None:
+    assert [each["tokens"] for each in warm] == [each["tokens"] for each in cold]
+    for each, other in zip(warm, cold, strict=True):
+        assert each["logprobs"] == pytest.approx(other["logprobs"], abs=1e-4)
 
 
 def test_a_session_whose_input_streams_in_loads_what_whole_prompts_have_stored(
