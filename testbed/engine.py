@@ -86,7 +86,6 @@ class EngineSpec:
         options: further arguments of `vllm.LLM`.
         environment: further variables.
         in_process: scheduler and worker in the driving process: starts sooner; one rank.
-        inside: a command to start the engine's process with, such as `testbed.link.End.command()`.
     """
 
     model: Path
@@ -94,7 +93,6 @@ class EngineSpec:
     options: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
     in_process: bool = False
-    inside: Sequence[str] = ()
 
 
 class EngineError(RuntimeError):
@@ -128,7 +126,7 @@ class Engine:
         environment.pop(BEGAN_AT, None)  # Of another engine, if this process has made one.
         log_path.parent.mkdir(parents=True, exist_ok=True)
         with log_path.open("ab") as log:
-            self._process = start_module(self.MODULE, [], environment, log, spec.inside)
+            self._process = start_module(self.MODULE, [], environment, log)
         self._answers: Queue[str | None] = Queue()
         threading.Thread(target=self._read, daemon=True).start()
         self.start_s = float(self._ask({"spec": {**asdict(spec), "model": str(spec.model)}}, start_timeout_s))

@@ -19,19 +19,18 @@ MESSAGE_BYTES = 1 << 17
 
 
 def start_module(
-    module: str, arguments: Sequence[str], environment: Mapping[str, str], log: IO[bytes], inside: Sequence[str] = ()
+    module: str, arguments: Sequence[str], environment: Mapping[str, str], log: IO[bytes]
 ) -> subprocess.Popen[str] | ForkedProcess:
     """Runs `python -m module`, with pipes for standard input and output.
 
     Args:
         environment: all of it.
         log: gets standard error.
-        inside: a command that runs the one behind it, in other namespaces for instance; a fork cannot go there.
     """
-    if not inside and (address := os.environ.get(FORK_SERVER)):
+    if address := os.environ.get(FORK_SERVER):
         return ForkedProcess(address, [module, *arguments], environment, log)
     return subprocess.Popen(
-        [*inside, sys.executable, "-m", module, *arguments],
+        [sys.executable, "-m", module, *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=log,

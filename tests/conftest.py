@@ -83,8 +83,8 @@ browser, Prometheus, another environment or the previous release."""
 CLAIMS = tuple(
     f"tests/e2e/test_{name}.py"
     for name in (
-        "events", "faults", "features", "images", "parallel", "preemption", "refusals", "reset", "serve", "shapes",
-        "share", "tiers",
+        "events", "faults", "features", "images", "parallel", "refusals", "reset", "serve", "shapes", "share", "storm",
+        "tiers",
     )
 )  # fmt: skip
 """The tests with real vLLM that `make test` runs, one or two for each claim of the README

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -9,6 +10,8 @@ from typing import Any
 
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheSpec
+
+from tests.conformance.reference import ReferenceConnector
 
 
 @dataclass(frozen=True)
@@ -19,7 +22,6 @@ class Subject:
         connector: name of the class; of a registered one if `module` is "".
         module: where the class is.
         extra: `kv_connector_extra_config`.
-        grouped: whether it works with the hybrid allocator.
         hits: whether a second engine finds what a first one stored.
         stall: while entered, its storage does not answer.
         spoil: from its call on, loads of what is stored fail.
@@ -31,7 +33,6 @@ class Subject:
     connector: str
     module: str
     extra: Mapping[str, Any] = field(default_factory=dict)
-    grouped: bool = True
     hits: bool = True
     stall: Callable[[], AbstractContextManager[Any]] = nullcontext
     spoil: Callable[[], None] | None = None
@@ -48,5 +49,18 @@ class Subject:
             kv_load_failure_policy="recompute",
             kv_connector_extra_config=dict(self.extra),
         )
-        config.scheduler_config.disable_hybrid_kv_cache_manager = not self.grouped
+        config.scheduler_config.disable_hybrid_kv_cache_manager = False
         return config
+
+
+_stores = itertools.count()
+
+
+def reference(connector: str = "ReferenceConnector", module: str = ReferenceConnector.__module__) -> Subject:
+    """The reference connector, or a broken one, with a store of its own."""
+    store = f"store {next(_stores)}"
+
+    def spoil() -> None:
+        ReferenceConnector.stores_by_name[store].loads_fail = True
+
+    return Subject(connector, module, {"store": store}, spoil=spoil)

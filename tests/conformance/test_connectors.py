@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.conformance.reference import ReferenceConnector
 from tests.conformance.scenarios import SCENARIOS, run
-from tests.conformance.subject import Subject
+from tests.conformance.subject import Subject, reference
 from tests.support.faults import flip_arena, stopped
 from tests.support.processes import ServerProcess
 from tests.support.toy.fixtures import MakeConfig
@@ -26,34 +24,6 @@ _PATIENT = {
     "max_pinned_fraction": 1.0,  # On a busy machine stores are slow: what may not be pinned meanwhile is not stored.
 }
 EVERY_SCENARIO = pytest.mark.parametrize("scenario", SCENARIOS)
-
-# vLLM's own example connector says of itself that it is for debugging. What it does wrong, by scenario:
-_LOADS_ANOTHER_KEY = {"no-hook-raises", "engine-survives"}
-_NEGATIVE_MATCH = {"match-is-well-formed"}
-EXAMPLE_DEVIATIONS: dict[str, set[str]] = {
-    # Its files are not named by rank: the last rank's part is what all of them load.
-    "warm-ranks": {"loads-bring-the-right-bytes"},
-    # It stores the first chunk under the name of the whole prompt, and the shape is another one when it is loaded.
-    "chunked-prefill": {"no-hook-raises", "engine-survives"},
-    "small-cache": {"no-hook-raises", "engine-survives"},
-    # A request that comes back is loaded by the tokens it has by then, which nobody has stored; and when the engine's
-    # own hit is longer than the stored prefix, the match is negative.
-    "preemption": _LOADS_ANOTHER_KEY | _NEGATIVE_MATCH,
-    "preemption-ahead": _LOADS_ANOTHER_KEY | _NEGATIVE_MATCH,
-    "stalled-storage": _LOADS_ANOTHER_KEY | _NEGATIVE_MATCH,
-    "reset-of-own-cache": _LOADS_ANOTHER_KEY,
-}
-# It fills blocks with invented values, to measure decoding: wherever something is loaded, the bytes are not right.
-BENCH_DEVIATION = {"loads-bring-the-right-bytes"}
-
-
-def reference() -> Subject:
-    store = f"store {next(_numbers)}"
-
-    def spoil() -> None:
-        ReferenceConnector.stores_by_name[store].loads_fail = True
-
-    return Subject("ReferenceConnector", "tests.conformance.reference", {"store": store}, spoil=spoil)
 
 
 def kvpool(server: ServerProcess, **extra: Any) -> Subject:
@@ -111,18 +81,3 @@ def test_kvpool_behind_another_connector(
     scenario: str, vllm_config: MakeConfig, conformance_server: ServerProcess
 ) -> None:
     assert run(scenario, multi(reference(), kvpool(conformance_server)), vllm_config) == []
-
-
-@EVERY_SCENARIO
-def test_the_example_connector_deviates_where_it_is_known_to(
-    scenario: str, vllm_config: MakeConfig, tmp_path: Path
-) -> None:
-    subject = Subject("ExampleConnector", "", {"shared_storage_path": str(tmp_path)}, grouped=False)
-    found = {violation.rule for violation in run(scenario, subject, vllm_config)}
-    assert found == EXAMPLE_DEVIATIONS.get(scenario, set())
-
-
-@pytest.mark.parametrize("scenario", ["warm", "chunked-prefill", "preemption-ahead", "abort-at-each-stage"])
-def test_the_decode_bench_connector_deviates_where_it_is_meant_to(scenario: str, vllm_config: MakeConfig) -> None:
-    found = {violation.rule for violation in run(scenario, Subject("DecodeBenchConnector", ""), vllm_config)}
-    assert found == BENCH_DEVIATION

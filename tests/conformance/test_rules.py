@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 
 import pytest
@@ -10,23 +9,12 @@ import pytest
 from tests.conformance import scenarios
 from tests.conformance.broken import BROKEN, SLOW_S
 from tests.conformance.recorder import SCHEDULER, Call, Recording
-from tests.conformance.reference import ReferenceConnector
 from tests.conformance.rules import RULES, violations
-from tests.conformance.subject import Subject
+from tests.conformance.subject import reference
 from tests.support.toy.fixtures import MakeConfig
 
-_numbers = itertools.count()
 STUCK_RULES = {"every-request-ends", "an-idle-engine-has-no-pending-push-work"}
 OF_THE_DRIVER = {"hooks-on-their-side", "worker-hooks-in-order", "kv-cache-after-constructor"}
-
-
-def subject(connector: str, module: str) -> Subject:
-    store = f"rules {next(_numbers)}"
-
-    def spoil() -> None:
-        ReferenceConnector.stores_by_name[store].loads_fail = True
-
-    return Subject(connector, module, {"store": store}, spoil=spoil)
 
 
 def test_every_rule_has_a_connector_that_breaks_it() -> None:
@@ -36,7 +24,7 @@ def test_every_rule_has_a_connector_that_breaks_it() -> None:
 @pytest.mark.parametrize("rule", BROKEN)
 def test_a_broken_connector_is_caught(rule: str, vllm_config: MakeConfig) -> None:
     broken = BROKEN[rule]
-    one = subject(broken.connector, "tests.conformance.broken")
+    one = reference(broken.connector, "tests.conformance.broken")
     if STUCK_RULES & ({rule} | broken.also):
         one = replace(one, drain_limit_s=0.5)
     if rule == "hooks-do-not-block":
@@ -50,7 +38,7 @@ def test_a_broken_connector_is_caught(rule: str, vllm_config: MakeConfig) -> Non
 @pytest.fixture
 def recording(vllm_config: MakeConfig) -> Recording:
     """Of a run in which nothing is wrong."""
-    bench = scenarios.Bench(subject("ReferenceConnector", "tests.conformance.reference"), vllm_config)
+    bench = scenarios.Bench(reference(), vllm_config)
     scenarios.SCENARIOS["cold"](bench)
     bench.engines[0].shutdown()
     (kept,) = bench.recordings

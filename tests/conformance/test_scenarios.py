@@ -8,11 +8,8 @@ import pytest
 
 from tests.conformance import scenarios
 from tests.conformance.recorder import Recording
-from tests.conformance.reference import ReferenceConnector
-from tests.conformance.subject import Subject
+from tests.conformance.subject import reference
 from tests.support.toy.fixtures import MakeConfig
-
-STORE = "what scenarios reach"
 
 
 def _notes(what: str, **wanted: object) -> Callable[[Recording], int]:
@@ -54,14 +51,7 @@ def test_every_scenario_but_the_cold_one_reaches_something() -> None:
 
 @pytest.mark.parametrize("scenario", REACHED)
 def test_a_scenario_reaches_what_its_name_says(scenario: str, vllm_config: MakeConfig) -> None:
-    store = f"{STORE} {scenario}"
-
-    def spoil() -> None:
-        ReferenceConnector.stores_by_name[store].loads_fail = True
-
-    bench = scenarios.Bench(
-        Subject("ReferenceConnector", "tests.conformance.reference", {"store": store}, spoil=spoil), vllm_config
-    )
+    bench = scenarios.Bench(reference(), vllm_config)
     scenarios.SCENARIOS[scenario](bench)
     for reached in REACHED[scenario]:
         assert sum(map(reached, bench.recordings)) > 0

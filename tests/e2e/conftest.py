@@ -80,6 +80,12 @@ def pool_stats(server: ServerProcess) -> pb.StatsResponse:
         return client.admin.stats()
 
 
+def clear(server: ServerProcess) -> int:
+    """Returns how many blocks the pool had."""
+    with Client(ClientConfig(server.endpoint, timeout_ms=60_000)) as client:
+        return client.admin.clear()
+
+
 def wait_until_nothing_is_held(server: ServerProcess, deadline_s: float = 60.0) -> None:
     """Every lease and ticket has ended, and no slot is kept for a late writer."""
 

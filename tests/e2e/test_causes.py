@@ -17,7 +17,7 @@ from testbed.engine import BLOCK_TOKENS, Engine, EngineSpec, kvpool_transfer_con
 from testbed.tiny_models import write
 from tests.conftest import StartServer
 from tests.e2e.computed import ask
-from tests.e2e.conftest import FLOAT32, PATIENT, hit_tokens, prompt, running
+from tests.e2e.conftest import FLOAT32, PATIENT, clear, hit_tokens, prompt, running
 from tests.support.processes import ServerProcess
 from tests.support.real_engines import drain
 
@@ -44,11 +44,6 @@ def engines(
     specs = [EngineSpec(write("llama", shapes_dir), each, FLOAT32, in_process=True) for each in transfers]
     with running(tmp_path_factory.mktemp("causes"), *specs) as (engine, other):
         yield engine, other
-
-
-def clear(server: ServerProcess) -> None:
-    with Client(ClientConfig(server.endpoint)) as client:
-        client.admin.clear()
 
 
 def test_what_nobody_has_stored_and_what_is_loaded(engines: tuple[Engine, Engine]) -> None:

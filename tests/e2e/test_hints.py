@@ -1,4 +1,4 @@
-"""Requests of real vLLM pin and expire their prompts, and a prompt is prefetched before its request comes."""
+"""A request of real vLLM pins its prompt. Expiry and prefetches: `tests/vllm_plugin/scheduler/test_hints.py`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,6 @@ import pytest
 
 from kvpool.client.client import Client
 from kvpool.client.config import ClientConfig
-from kvpool.commands.prompts import hash_seed, prompt_runs
-from kvpool.protocol.types import HintKind
-from kvpool.protocol.wire import decode_spec
 from testbed.engine import BLOCK_TOKENS, Answer, Engine, EngineSpec, kvpool_transfer_config
 from tests.e2e.conftest import FLOAT32, PATIENT, assert_same, hit_tokens, pool_stats, prompt, running
 from tests.support.processes import ServerProcess, wait_for
@@ -98,42 +95,3 @@ def test_a_request_pins_its_prompt(rig: Rig) -> None:
     assert_same([answer], [right])
     assert answer.cached_tokens == hit_tokens(TOKENS) and rig.num_promoted == before, "the prompt was evicted"
     assert rig.count("pin_given_back_blocks") == 0
-
-
-def test_a_request_expires_its_prompt(rig: Rig) -> None:
-    keep = prompt(TOKENS, "comes back")
-    rig.ask(keep)
-    rig.others(2, "older than what expires")
-    before = rig.count("expired_by_hint_blocks")
-    over = prompt(TOKENS, "is over")
-    rig.ask(over, expire=True)
-    wait_for(lambda: rig.count("expired_by_hint_blocks") >= before + NUM_BLOCKS, "the expiry", 60)
-    rig.written()
-    rig.others(1, "takes the room")
-    promoted = rig.num_promoted
-    assert rig.ask(keep).cached_tokens == hit_tokens(TOKENS)
-    assert rig.num_promoted == promoted, "an older prompt was evicted before the expired one"
-    assert rig.ask(over).cached_tokens == hit_tokens(TOKENS)
-    assert rig.num_promoted > promoted, "the expired prompt was not evicted"
-
-
-def test_a_prompt_is_in_memory_before_its_request_comes(rig: Rig) -> None:
-    each = prompt(TOKENS, "comes soon")
-    rig.ask(each)
-    rig.others(5, "in between")
-    (info,) = rig.client.admin.namespaces()
-    spec = decode_spec(info.spec)
-    runs = prompt_runs(spec, each, seed=hash_seed(spec))
-
-    def prefetched() -> bool:
-        found = rig.client.admin.hint(info.fingerprint, runs, HintKind.PREFETCH)
-        return bool(found.num_blocks == NUM_BLOCKS)
-
-    assert not prefetched(), "the prompt was not evicted"
-    wait_for(prefetched, "the prompt to be in memory", 60)
-    before = rig.num_promoted, rig.engine.metrics().get("vllm:kvpool_promotion_waits", 0)
-    assert rig.ask(each).cached_tokens == hit_tokens(TOKENS)
-    assert (rig.num_promoted, rig.engine.metrics().get("vllm:kvpool_promotion_waits", 0)) == before
-    hinted = rig.count("prefetch_hints")
-    rig.ask(each, prefetch=True)
-    wait_for(lambda: rig.count("prefetch_hints") == hinted + 1, "the hint of the request", 60)

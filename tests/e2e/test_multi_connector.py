@@ -15,8 +15,6 @@ from typing import NamedTuple
 
 import pytest
 
-from kvpool.client.client import Client
-from kvpool.client.config import ClientConfig
 from testbed.engine import BLOCK_TOKENS, Engine, EngineSpec, kvpool_transfer_config
 from testbed.tiny_models import write
 from tests.conftest import StartServer
@@ -24,6 +22,7 @@ from tests.e2e.conftest import (
     FLOAT32,
     PATIENT,
     assert_same,
+    clear,
     example_connector,
     hit_tokens,
     multi,
@@ -71,11 +70,6 @@ def assert_sent(nbytes: int, server: ServerProcess) -> None:
     assert sent_bytes(server) == nbytes
 
 
-def clear(server: ServerProcess) -> None:
-    with Client(ClientConfig(server.endpoint, timeout_ms=60_000)) as client:
-        assert client.admin.clear() > 0
-
-
 @pytest.fixture
 def servers(pool_server: StartServer) -> Iterator[tuple[ServerProcess, ServerProcess]]:
     """Nothing is held in them afterwards."""
@@ -109,7 +103,7 @@ def test_two_pools(shape: str, servers: tuple[ServerProcess, ServerProcess], tmp
         assert not sent_bytes(second), "the pool that was not chosen has been read"
         drain(reader)
 
-        clear(first)
+        assert clear(first) > 0
         warm = one_by_one(reader, prompts)
         assert [answer.cached_tokens for answer in warm] == FULL
         assert_same(warm, cold)
@@ -140,7 +134,7 @@ def test_beside_another_connector(ours: str, pool_server: StartServer, tmp_path:
         drain(engine)
         # Without the first, the second.
         if ours == "first":
-            clear(server)
+            assert clear(server) > 0
         else:
             shutil.rmtree(files)
             files.mkdir()
@@ -150,33 +144,3 @@ def test_beside_another_connector(ours: str, pool_server: StartServer, tmp_path:
         assert loaded(engine)[:2] == FROM_POOL
         drain(engine)
         wait_until_nothing_is_held(server)
-
-
-def test_what_a_peer_has_failed_to_load_synchronously_is_not_stored(
-    pool_server: StartServer, tmp_path: Path, shapes_dir: Path
-) -> None:
-    server = pool_server("--memory", "64MiB", "--grace-ms", "100")
-    kvpool = kvpool_transfer_config(server.endpoint, **PATIENT)
-    length = LENGTHS[1]
-    peer = {
-        "kv_connector": "FailingPeer",
-        "kv_connector_module_path": "tests.support.failing_peer",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"tokens": hit_tokens(length)},
-    }
-    model, text = write("llama", shapes_dir), prompt(length, "spoiled")
-    beside = EngineSpec(model, multi(peer, kvpool), FLOAT32, in_process=True)
-    alone = EngineSpec(model, kvpool, FLOAT32, in_process=True)
-    with running(tmp_path, beside, alone) as (engine, reader):
-        (expected,) = reader.generate([text])
-        drain(reader)
-        clear(server)
-        (given,) = engine.generate([text])
-        assert given.cached_tokens == hit_tokens(length), "the peer has promised nothing"
-        assert_same([given], [expected])
-        drain(engine)
-        assert "Recovered from KV load failure" in engine.log()
-        (read,) = reader.generate([text])
-        assert_same([read], [expected])
-        drain(reader)
-    wait_until_nothing_is_held(server)

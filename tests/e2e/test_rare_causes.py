@@ -23,7 +23,7 @@ from kvpool.protocol.wire import decode_spec
 from testbed.engine import BLOCK_TOKENS, Engine, EngineSpec, Prompt, kvpool_transfer_config
 from testbed.tiny_models import write
 from tests.e2e.computed import ask, causes_of
-from tests.e2e.conftest import FLOAT32, PATIENT, hit_tokens, prompt, running
+from tests.e2e.conftest import FLOAT32, PATIENT, clear, hit_tokens, prompt, running
 from tests.support.faults import flip_arena, stopped
 from tests.support.processes import ServerProcess, wait_for
 
@@ -205,8 +205,7 @@ def test_two_ranks_count_each_token_once(server: ServerProcess, shapes_dir: Path
     with running(tmp_path, spec) as (engine,):
         assert ask(engine, tokens) == {"never_stored": FULL, **LAST}
         assert ask(engine, tokens) == LAST
-        with Client(ClientConfig(server.endpoint)) as client:
-            client.admin.clear()
+        clear(server)
         assert ask(engine, tokens) == {"removed": FULL, **LAST}
 
 

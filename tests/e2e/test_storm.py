@@ -13,7 +13,7 @@ import pytest
 from testbed.engine import EngineSpec, kvpool_transfer_config
 from testbed.tiny_models import write
 from tests.conftest import StartServer
-from tests.e2e.conftest import FLOAT32, PATIENT, assert_same, prompt, running, wait_until_nothing_is_held
+from tests.e2e.conftest import FLOAT32, MORE, PATIENT, assert_same, prompt, running, wait_until_nothing_is_held
 from tests.support.real_engines import drain
 
 pytestmark = pytest.mark.vllm
@@ -28,7 +28,7 @@ STORMS: dict[str, dict[str, Any]] = {
 """Shape -> options; the blocks are a third of what the requests want together."""
 
 
-@pytest.mark.parametrize("shape", ["llama", "gemma3"])
+@pytest.mark.parametrize("shape", ["llama", pytest.param("gemma3", marks=MORE)])
 def test_storm(shape: str, pool_server: StartServer, tmp_path: Path, shapes_dir: Path) -> None:
     options = {**FLOAT32, "max_model_len": 512, "max_num_seqs": 32, "max_num_batched_tokens": 512}
     options |= {"enable_prefix_caching": True, **STORMS[shape]}

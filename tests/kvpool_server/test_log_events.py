@@ -12,7 +12,7 @@ import structlog
 from kvpool.security.principal import ALL_TENANTS, Principal, Role
 from kvpool.security.tokens import create_token
 from kvpool_server.process.log_events import MAX_CHARS, MAX_EVENTS, MAX_FIELDS, LogEvents
-from tests.security.test_access import DAY
+from tests.support.certificates import DAY
 
 
 def _logged(**fields: object) -> str:

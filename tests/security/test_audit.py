@@ -8,42 +8,34 @@ from pathlib import Path
 import pytest
 
 from kvpool.client.client import Client
-from kvpool.client.config import ClientConfig
 from kvpool.protocol.errors import ConfigError, PermissionDeniedError, UnauthenticatedError
 from kvpool.protocol.quota import Quota
-from kvpool.security.certificates import Authority
-from kvpool.security.principal import ALL_TENANTS, Principal, Role
+from kvpool.security.principal import Role
 from kvpool_server.access.audit import LINES_A_SECOND, MAX_QUEUED, READ, AuditLog
-from tests.security.test_access import DAY
 from tests.support.audit_log import entries
-from tests.support.certificates import files_in, forge, server_flags
+from tests.support.certificates import DAY, forge
 from tests.support.processes import ServerProcess, run_server, wait_for
+from tests.support.secured_server import SecuredServer
 from tests.support.values import namespace_spec, payload, run_of
 
 
 def test_refusals_and_changes_are_logged(pool_server: Callable[..., ServerProcess], tmp_path: Path) -> None:
-    authority = Authority.create(tmp_path / "pki")
-    operator = files_in(authority.issue_principal(Principal(ALL_TENANTS, Role.OPERATOR)))
-    engine = files_in(authority.issue_principal(Principal("acme", Role.ENGINE_WRITE)))
-    nobody = forge(authority.directory, tmp_path / "forged", [], starts_in=-DAY, ends_in=DAY)
-    log = tmp_path / "audit.json"
-    flags = server_flags(authority.issue_server([]))
-    server = pool_server("--audit-log", str(log), *flags, tls=operator)
+    secured, log = SecuredServer(tmp_path, pool_server), tmp_path / "audit.json"
+    nobody = forge(secured.authority.directory, tmp_path / "forged", [], starts_in=-DAY, ends_in=DAY)
     model = "a\nmodel \x1b[31m{}"
-    with Client(ClientConfig(server.endpoint, tls=engine, timeout_ms=10_000)) as client:
+    with secured.client(Role.ENGINE_WRITE) as client:
         namespace = client.open_namespace(namespace_spec(tenant="acme", model=model))
         client.open_namespace(namespace.spec)
         client.put_blocks(namespace, run_of("block"), [payload("block", 256)])
         with pytest.raises(PermissionDeniedError):
             client.admin.clear()
-    stranger = ClientConfig(server.endpoint, tls=nobody, timeout_ms=10_000)
-    with Client(stranger) as client, pytest.raises(UnauthenticatedError):
+    with Client(secured.config(tls=nobody)) as client, pytest.raises(UnauthenticatedError):
         client.admin.ping()
-    with Client(ClientConfig(server.endpoint, tls=operator, timeout_ms=10_000)) as client:
+    with secured.client(Role.OPERATOR) as client:
         client.admin.set_quotas([Quota("tenant:acme", 1 << 30)])
         client.admin.clear()
-    wait_for(lambda: len(entries(log)) == 6, "six lines")
-    read, opened, denied, unknown, quotas, cleared = entries(log)
+    wait_for(lambda: len(entries(log)) == 7, "seven lines")
+    read, _, opened, denied, unknown, quotas, cleared = entries(log)
     assert (read["caller"], read["call"], read["outcome"], read["what"]) == (None, READ, "OK", "certificates")
     who = "spiffe://kvpool.local/kvpool/acme/engine-write"
     assert (opened["caller"], opened["call"], opened["outcome"], opened["model"]) == (who, "OpenNamespace", "OK", model)
@@ -52,7 +44,7 @@ def test_refusals_and_changes_are_logged(pool_server: Callable[..., ServerProces
     assert (unknown["caller"], unknown["call"], unknown["outcome"]) == (None, "Ping", "UNAUTHENTICATED")
     assert quotas["quotas"] == f"tenant:acme={1 << 30}"
     assert (cleared["namespace"], cleared["count"]) == ("all", 1)
-    assert all(str(each["peer"]).startswith("ipv4:127.0.0.1:") for each in entries(log)[1:])
+    assert all(str(each["peer"]).startswith("ipv4:127.0.0.1:") for each in entries(log)[2:])
     assert "\x1b" not in log.read_text()
 
 

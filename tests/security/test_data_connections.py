@@ -1,13 +1,12 @@
-"""Connections to the data port that want nothing but its room."""
+"""Connections to the data port that want nothing but its room. `test_admission.py` has the rules."""
 
 from __future__ import annotations
 
 import resource
 import socket
-import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 
 import numpy as np
 import pytest
@@ -15,10 +14,9 @@ import pytest
 from kvpool.client.client import Client
 from kvpool.transport.data_port import Header, Kind, Status, pack_offsets
 from kvpool_server.data_plane import connection
-from kvpool_server.data_plane.admission import MAX_UNPROVEN
 from tests.conftest import Connect, StartServer
 from tests.support.data_client import DataClient
-from tests.support.processes import ServerProcess, wait_for
+from tests.support.processes import ServerProcess
 from tests.support.values import group_spec, namespace_spec, payload, run_of
 from tests.support.workers import Port, data_port
 
@@ -64,29 +62,6 @@ def test_silent_connections_keep_nobody_from_the_data_port(server: ServerProcess
     _put_and_get(connect(server, transport="network"), "after")
 
 
-def test_a_client_that_moves_bytes_goes_on_during_a_flood(server: ServerProcess, connect: Connect) -> None:
-    client = connect(server, transport="tcp")
-    _put_and_get(client, "before")
-    address, is_over, made = _address(client), threading.Event(), []
-
-    def flood() -> None:
-        while not is_over.is_set():
-            with suppress(OSError), _silent(address, 10) as sockets:
-                made.extend(sockets)
-
-    thread = threading.Thread(target=flood)
-    thread.start()
-    try:
-        ends_at = time.monotonic() + 2.0
-        count = 0
-        while time.monotonic() < ends_at or len(made) < NUM_SILENT:
-            _put_and_get(client, f"during {(count := count + 1)}")
-    finally:
-        is_over.set()
-        thread.join(30)
-    assert not thread.is_alive()
-
-
 @pytest.fixture
 def port() -> Iterator[Port]:
     with data_port(MIB) as port:
@@ -102,10 +77,6 @@ def impatient_port(monkeypatch: pytest.MonkeyPatch, port: Port) -> Port:
 
 def _client(port: Port) -> DataClient:
     return DataClient(port.info.port, port.info.nonce)
-
-
-def _show(client: DataClient, port: Port, holding_id: int) -> None:
-    client.show(Kind.READ, holding_id, [0], 64, port.permit(Kind.READ, holding_id, [0], 64))
 
 
 def _trickle(client: DataClient, sent: bytes) -> None:
@@ -146,45 +117,7 @@ def test_a_permit_that_has_ended_proves_nothing(port: Port) -> None:
 def test_a_client_with_a_permit_may_pause(port: Port, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "PROVE_S", 4 * PROVE_S)  # A busy machine may pause before the permit is shown.
     with _client(port) as client:
-        _show(client, port, 1)
+        client.show(Kind.READ, 1, [0], 64, port.permit(Kind.READ, 1, [0], 64))
         time.sleep(5 * PROVE_S)
         client.move(0, 1, 64)
         assert client.reply() is Status.OK
-
-
-def test_an_idle_client_makes_room_for_one_that_has_a_permit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvpool_server.data_plane.admission.SPARED_S", 0.0)
-    with data_port(MIB, max_connections=1) as port, _client(port) as idle:
-        assert _reads(port, idle)
-        wait_for(lambda: _reads_anew(port), "the first client to be idle")
-        assert idle.socket.recv(1) == b""
-
-
-def _reads_anew(port: Port) -> bool:
-    try:
-        with _client(port) as client:
-            return _reads(port, client)
-    except ConnectionRefusedError:
-        return False
-
-
-def _reads(port: Port, client: DataClient) -> bool:
-    """Whether there is room for a client that has a permit."""
-    _show(client, port, 1)
-    client.move(0, 1, 64)
-    if client.reply() is not Status.OK:
-        return False
-    client.receive(64)
-    return True
-
-
-def test_silent_clients_beyond_the_bound_are_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    with data_port(MIB) as port, _silent(("127.0.0.1", port.info.port), MAX_UNPROVEN + 20) as silent:
-        for client in silent[:20]:
-            client.recv(64)  # The greeting.
-            assert client.recv(1) == b""
-        for client in silent[20:]:
-            assert client.recv(64)
-            client.setblocking(False)
-            with pytest.raises(BlockingIOError):
-                client.recv(1)

@@ -6,7 +6,7 @@ import pytest
 
 from kvpool.client.client import Client
 from kvpool.security.principal import Role
-from tests.security.test_access import Deployment
+from tests.security.conftest import Deployment
 from tests.support.processes import wait_for
 from tests.support.values import namespace_spec
 from vllm_plugin.session import MAY_NOT_LIST, Session
@@ -19,7 +19,7 @@ def test_an_engine_with_a_certificate_does_not_list_namespaces(
     monkeypatch.setattr("vllm_plugin.session.EXPLAIN_EVERY_S", 0.0)
     caplog.set_level("INFO")
     spec = namespace_spec(tenant="acme", kv_cache_dtype="fp8")
-    session = Session(deployment.config(deployment.files(Role.ENGINE_WRITE)), spec, "scheduler", explains=True)
+    session = Session(deployment.config(**deployment.identity(Role.ENGINE_WRITE)), spec, "scheduler", explains=True)
     try:
         wait_for(lambda: session.namespace is not None and MAY_NOT_LIST in caplog.text, "the session to be open")
         with deployment.client(Role.OPERATOR) as operator:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import socket
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -15,13 +15,11 @@ from pathlib import Path
 import pytest
 import zmq
 
-from kvpool.client.client import Client, Namespace
-from kvpool.client.config import ClientConfig
+from kvpool.client.client import Namespace
 from kvpool.client.events import Subscriber
 from kvpool.protocol.errors import ConfigError, PoolTimeoutError
-from kvpool.security.certificates import Authority
 from kvpool.security.curve import SubscriberKeys, append_subscriber, create_pair
-from kvpool.security.principal import ALL_TENANTS, Principal, Role
+from kvpool.security.principal import ALL_TENANTS, Role
 from kvpool.security.watched_files import LOOK_EVERY_S
 from kvpool_server.cache.entry import Entry, Group
 from kvpool_server.events import publisher as publisher_module
@@ -30,10 +28,11 @@ from kvpool_server.events.gate import Gate
 from kvpool_server.events.streams import EventStreams, StreamEndpoints
 from kvpool_server.settings.config import ServerConfig
 from kvpool_server.settings.exposure import check_exposure
-from tests.support.certificates import files_in, server_flags
 from tests.support.clock import FakeClock
 from tests.support.events import Known, Listener, follow, low_64_bits
 from tests.support.processes import ServerProcess, run_command, wait_for
+from tests.support.recorder import Recorder
+from tests.support.secured_server import SecuredServer
 from tests.support.values import block_hash, group_spec, namespace_spec, payload, run_of
 
 KVPOOL = str(Path(sys.executable).with_name("kvpool"))
@@ -95,34 +94,25 @@ def _is_silent(stream: Stream, keys: SubscriberKeys | None) -> bool:
 # A server with TLS and two tenants
 
 
-class Deployment:
-    """A TLS server whose tenants each have a stream and a block, and another stream about all of them."""
+class Deployment(SecuredServer):
+    """A server whose tenants each have a stream and a block, and another stream about all of them."""
 
     def __init__(self, directory: Path):
         self.keys = Keys(directory / "events")
-        self._authority = Authority.create(directory / "pki")
-        self.denied = directory / "denied"
-        self.denied.touch(0o600)
-        tls = [*server_flags(self._authority.issue_server([])), "--deny", str(self.denied)]
         streams = [flag for name in TENANTS for flag in ("--kv-events-tenant", f"{name}={ANYWHERE},{ANYWHERE}")]
         everybodys = ["--kv-events", ANYWHERE, "--kv-events-replay", ANYWHERE]
-        flags = (*tls, *self.keys.flags, *everybodys, *streams, "--log-format", "json")
-        self.operator = files_in(self._authority.issue_principal(Principal(ALL_TENANTS, Role.OPERATOR)))
-        self.server = ServerProcess(directory / "server", *flags, tls=self.operator)
+        start = functools.partial(ServerProcess, directory / "server")
+        super().__init__(directory, start, *self.keys.flags, *everybodys, *streams, "--log-format", "json")
         lines = [json.loads(line) for line in self.server.stderr.splitlines() if line.startswith("{")]
         told = [line for line in lines if line["event"] == "publishing KV events"]
         assert all(line["curve"] for line in told)
         self.streams: dict[str, Stream] = {
             line["tenant"] or ALL_TENANTS: (line["endpoint"], line["replay"]) for line in told
         }
-        self.clients = {name: self._client(name) for name in TENANTS}
+        self.clients = {name: self.client(Role.ENGINE_WRITE, name) for name in TENANTS}
         self.namespaces = {name: self._open(name) for name in TENANTS}
         for name in TENANTS:
             self.put(name, name)
-
-    def _client(self, tenant: str) -> Client:
-        files = files_in(self._authority.issue_principal(Principal(tenant, Role.ENGINE_WRITE)))
-        return Client(ClientConfig(self.server.endpoint, timeout_ms=10_000, tls=files))
 
     def _open(self, tenant: str) -> Namespace:
         return self.clients[tenant].open_namespace(namespace_spec(group_spec(chunk_bytes=256), tenant=tenant))
@@ -208,46 +198,13 @@ def test_plain_vllm_style_sockets_connect_with_three_options(deployment: Deploym
 
 
 def test_what_passes_names_no_block_in_clear(deployment: Deployment) -> None:
-    host, _, port = deployment.streams["acme"][1].removeprefix("tcp://").rpartition(":")
-    passed = bytearray()
-    done = threading.Event()
-
-    def copy(source: socket.socket, sink: socket.socket) -> None:
-        while not done.is_set():
-            try:
-                data = source.recv(1 << 16)
-            except TimeoutError:
-                continue
-            except OSError:
-                return
-            if not data:
-                return
-            passed.extend(data)
-            sink.sendall(data)
-
-    with (
-        socket.create_server(("127.0.0.1", 0)) as server,
-        Subscriber(
-            deployment.streams["acme"][0],
-            f"tcp://127.0.0.1:{server.getsockname()[1]}",
-            keys=deployment.keys.of("acme3"),
-        ) as subscriber,
-    ):
-        answers: list[object] = []
-        asking = threading.Thread(target=lambda: answers.extend(subscriber.replay(0)))
-        asking.start()
-        server.settimeout(10)
-        with server.accept()[0] as client, socket.create_connection((host, int(port)), 10) as upstream:
-            for end in (client, upstream):
-                end.settimeout(0.1)
-            threads = [threading.Thread(target=copy, args=ends) for ends in ((client, upstream), (upstream, client))]
-            for thread in threads:
-                thread.start()
-            asking.join(30)
-            done.set()
-            for thread in threads:
-                thread.join(10)
-    assert len(answers) >= 2 and len(passed) > 1_000
+    publish, replay = deployment.streams["acme"]
+    with Recorder(replay.removeprefix("tcp://")) as recorder:
+        with Subscriber(publish, f"tcp://{recorder.endpoint}", keys=deployment.keys.of("acme3")) as subscriber:
+            assert subscriber.replay(0)
+        recorder.shutdown()
+        passed = bytes(recorder.seen)
+    assert len(passed) > 1_000
     fingerprint = deployment.namespaces["acme"].fingerprint.hex()
     for secret in (b"kv@", fingerprint.encode(), block_hash("acme")[-8:], b"BlockStored"):
         assert secret not in passed
@@ -268,7 +225,7 @@ def test_the_command_follows_with_keys(deployment: Deployment) -> None:
 def test_a_denied_tenant_is_cut_off(deployment: Deployment) -> None:
     stream, keys, number = deployment.streams["umbra"], deployment.keys, itertools.count()
     with (
-        Client(ClientConfig(deployment.server.endpoint, timeout_ms=10_000, tls=deployment.operator)) as client,
+        deployment.client(Role.OPERATOR) as client,
         Subscriber(stream[0], keys=keys.of("umbra")) as denied,
         Subscriber(stream[0], keys=keys.of("operator")) as other,
     ):

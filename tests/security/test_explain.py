@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from kvpool.client.client import Client, Namespace
-from kvpool.protocol.errors import OutOfSpaceError, PermissionDeniedError, UnknownNamespaceError
+from kvpool.protocol.errors import OutOfSpaceError, UnknownNamespaceError
 from kvpool.protocol.types import BlockRun
 from kvpool.security.principal import Role
 from kvpool.v1 import pool_pb2 as pb
-from tests.security.test_access import Deployment
+from tests.security.conftest import Deployment
 from tests.support.processes import wait_for
 from tests.support.values import group_spec, namespace_spec, payload, run_of
 
@@ -66,9 +66,3 @@ def test_the_operator_of_all_is_told_which(deployment: Deployment, evicted: byte
 def test_of_another_tenants_namespace_nothing_is_told(deployment: Deployment, evicted: bytes) -> None:
     with pytest.raises(UnknownNamespaceError):
         missing(deployment, Role.TENANT_OPERATOR, "umbra", evicted)
-
-
-@pytest.mark.parametrize("role", [Role.ENGINE_READ, Role.ENGINE_WRITE, Role.METRICS])
-def test_other_roles_may_not_ask(deployment: Deployment, evicted: bytes, role: Role) -> None:
-    with pytest.raises(PermissionDeniedError):
-        missing(deployment, role, "acme", evicted)

@@ -18,8 +18,7 @@ from kvpool_server.cli import _kv_transfer_config
 from kvpool_server.settings.config import ServerConfig
 from kvpool_server.settings.exposure import plaintext_ports, tls_files
 from tests.conftest import StartServer
-from tests.security.test_access import DAY
-from tests.support.certificates import files_in, server_flags
+from tests.support.certificates import DAY, files_in, server_flags
 from tests.support.processes import run_command, server_command
 from tests.support.values import namespace_spec
 from vllm_plugin.config import ConnectorConfig

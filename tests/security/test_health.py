@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import grpc
-import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from kvpool.security.certificates import Authority
-from kvpool.security.principal import ALL_TENANTS, Principal, Role
-from kvpool.security.tls import TlsFiles
-from kvpool.security.tokens import append_record, create_token
+from kvpool.security.principal import Role
 from kvpool.security.watched_files import LOOK_EVERY_S
 from kvpool_server.rpc.inbox import SMALL_BYTES
 from kvpool_server.rpc.method_handlers import SERVICE_NAME
 from tests.conftest import StartServer
-from tests.security.test_access import DAY
 from tests.support.audit_log import entries
-from tests.support.certificates import files_in
 from tests.support.processes import ServerProcess, wait_for
+from tests.support.secured_server import SecuredServer, principal_of
 
 TIMEOUT_S = 10
 
@@ -48,44 +43,14 @@ def test_only_checks_are_served(shared_server: ServerProcess) -> None:
         assert _check(channel, "x" * SMALL_BYTES) is grpc.StatusCode.INVALID_ARGUMENT
 
 
-class Tokens:
-    """A server whose callers have tokens, and one of each role."""
-
-    def __init__(self, directory: Path, start: StartServer):
-        files = files_in(Authority.create(directory / "pki").issue_server([]))
-        known, operator = directory / "tokens", directory / "operator"
-        self.audit, self.denied = directory / "audit.json", directory / "denied"
-        self.denied.touch(0o600)
-        self.tokens = {}
-        for role in Role:
-            self.tokens[role], record = create_token(self.principal(role), DAY)
-            append_record(known, record)
-        operator.touch(0o600)
-        operator.write_text(self.tokens[Role.OPERATOR])
-        flags = ("--tls-cert", files.cert, "--tls-key", files.key, "--tokens", str(known))
-        more = ("--deny", str(self.denied), "--audit-log", str(self.audit))
-        self.server = start(*flags, *more, tls=TlsFiles(files.ca), token_file=str(operator))
-        ca = grpc.ssl_channel_credentials(Path(files.ca).read_bytes())
-        self.channel = grpc.secure_channel(self.server.endpoint, ca)
-
-    @staticmethod
-    def principal(role: Role) -> Principal:
-        return Principal("acme" if role.has_tenant else ALL_TENANTS, role)
-
-
-@pytest.fixture
-def tokens(tmp_path: Path, pool_server: StartServer) -> Iterator[Tokens]:
-    made = Tokens(tmp_path, pool_server)
-    yield made
-    made.channel.close()
-
-
-def test_with_tls_checks_are_for_callers_who_prove_who_they_are(tokens: Tokens) -> None:
-    channel, refused = tokens.channel, grpc.StatusCode.UNAUTHENTICATED
-    assert _check(channel) is refused
-    assert {_check(channel, token=each) for each in tokens.tokens.values()} == {health_pb2.HealthCheckResponse.SERVING}
-    router = tokens.principal(Role.ROUTER)
-    tokens.denied.write_text(f"{router}\n")
-    wait_for(lambda: _check(channel, token=tokens.tokens[Role.ROUTER]) is refused, "the denial", LOOK_EVERY_S + 10)
-    wait_for(lambda: any(each["caller"] == str(router) for each in entries(tokens.audit)), "the line")
-    assert {each["call"] for each in entries(tokens.audit) if each["outcome"] == "UNAUTHENTICATED"} == {"Check"}
+def test_with_tls_checks_are_for_callers_who_prove_who_they_are(tmp_path: Path, pool_server: StartServer) -> None:
+    secured, refused = SecuredServer(tmp_path, pool_server, proof="tokens"), grpc.StatusCode.UNAUTHENTICATED
+    router, tokens = str(principal_of(Role.ROUTER)), secured.tokens
+    ca = grpc.ssl_channel_credentials(Path(secured.ca).read_bytes())
+    with grpc.secure_channel(secured.server.endpoint, ca) as channel:
+        assert _check(channel) is refused
+        assert {_check(channel, token=each) for each in tokens.values()} == {health_pb2.HealthCheckResponse.SERVING}
+        secured.denied.write_text(f"{router}\n")
+        wait_for(lambda: _check(channel, token=tokens[Role.ROUTER]) is refused, "the denial", LOOK_EVERY_S + 10)
+    wait_for(lambda: any(each["caller"] == router for each in entries(secured.audit)), "the line")
+    assert {each["call"] for each in entries(secured.audit) if each["outcome"] == "UNAUTHENTICATED"} == {"Check"}

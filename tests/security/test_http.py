@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import socket
 import ssl
@@ -18,30 +19,25 @@ from prometheus_client import CollectorRegistry
 
 from kvpool.protocol.errors import PermissionDeniedError
 from kvpool.security.certificates import Authority
-from kvpool.security.principal import ALL_TENANTS, Principal, Role
+from kvpool.security.principal import Role
 from kvpool.security.tls import TlsFiles
-from kvpool.security.tokens import append_record, create_token
+from kvpool.security.tokens import create_token
 from kvpool.security.watched_files import LOOK_EVERY_S
 from kvpool_server.observability import http
 from kvpool_server.process import addresses
 from kvpool_server.settings.config import ServerConfig
 from kvpool_server.settings.exposure import check_exposure
 from tests.conftest import StartServer
-from tests.security.test_access import DAY
 from tests.support.audit_log import entries
-from tests.support.certificates import files_in, forge, server_flags
-from tests.support.connections import is_open
+from tests.support.certificates import DAY, files_in, forge, shown_names
 from tests.support.processes import ServerProcess, wait_for
+from tests.support.secured_server import SecuredServer, principal_of
 
 TIMEOUT_S = 10.0
 CLOSED_S = http.CONNECTION_S + 20.0
 """A silent connection is closed within this time, on a busy machine too."""
 REFUSED = (urllib.error.URLError, ssl.SSLError, ConnectionError)
 EXPIRY = "kvpool_certificate_expiry_timestamp_seconds"
-
-
-def _principal(role: Role) -> Principal:
-    return Principal("acme" if role.has_tenant else ALL_TENANTS, role)
 
 
 def _get(url: str, ca: str, files: TlsFiles | None = None, **headers: str) -> tuple[int, str]:
@@ -58,48 +54,33 @@ def _get(url: str, ca: str, files: TlsFiles | None = None, **headers: str) -> tu
             return error.code, error.read().decode()
 
 
-class Secured:
-    """A server with TLS, its authority, and an audit log."""
-
-    def __init__(self, directory: Path):
-        self.authority = Authority.create(directory / "pki")
-        self.audit = directory / "audit.json"
-        flags = server_flags(self.authority.issue_server([], days=20))
-        operator = self.files(Role.OPERATOR)
-        self.ca = operator.ca
-        self.server = ServerProcess(directory, "--audit-log", str(self.audit), *flags, tls=operator)
-        self.url = self.server.http_url
-
-    def files(self, role: Role) -> TlsFiles:
-        return files_in(self.authority.issue_principal(_principal(role)))
-
-
 @pytest.fixture(scope="module")
-def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured]:
-    made = Secured(tmp_path_factory.mktemp("secured"))
+def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecuredServer]:
+    directory = tmp_path_factory.mktemp("secured")
+    made = SecuredServer(directory, functools.partial(ServerProcess, directory), days=20)
     yield made
     made.server.stop()
 
 
 @pytest.mark.parametrize("role", list(Role))
-def test_metrics_are_for_the_roles_that_may_see_all_tenants(secured: Secured, role: Role) -> None:
-    status, text = _get(f"{secured.url}/metrics", secured.ca, secured.files(role))
+def test_metrics_are_for_the_roles_that_may_see_all_tenants(secured: SecuredServer, role: Role) -> None:
+    status, text = _get(f"{secured.server.http_url}/metrics", secured.ca, secured.files(role))
     may = role in (Role.METRICS, Role.OPERATOR)
     assert (status, "kvpool_arena_bytes" in text) == ((200, True) if may else (403, False))
     if not may:
-        mine = str(_principal(role))
+        mine = str(principal_of(role))
         (refused,) = wait_for(lambda: [each for each in entries(secured.audit) if each["caller"] == mine], "the line")
         assert (refused["call"], refused["outcome"]) == ("/metrics", "PERMISSION_DENIED")
 
 
 @pytest.mark.parametrize("path", ["/metrics", "/api/v1/now", "/api/v1/history"])
-def test_the_audit_log_names_the_path_that_was_refused(secured: Secured, path: str) -> None:
+def test_the_audit_log_names_the_path_that_was_refused(secured: SecuredServer, path: str) -> None:
     def refusals() -> list[dict[str, Any]]:
         return [each for each in entries(secured.audit) if each["call"] == path and each["caller"] == mine]
 
-    mine, files = str(_principal(Role.ENGINE_WRITE)), secured.files(Role.ENGINE_WRITE)
+    mine, files = str(principal_of(Role.ENGINE_WRITE)), secured.files(Role.ENGINE_WRITE)
     before = len(refusals())
-    status, text = _get(f"{secured.url}{path}?span={'x' * 1_000}", secured.ca, files)
+    status, text = _get(f"{secured.server.http_url}{path}?span={'x' * 1_000}", secured.ca, files)
     assert status == 403 and f"may not read {path};" in text
     wait_for(lambda: len(refusals()) > before, "the line")
     assert refusals()[-1]["outcome"] == "PERMISSION_DENIED" and "xxx" not in json.dumps(refusals())
@@ -172,71 +153,63 @@ def test_a_page_cannot_have_its_name_lead_to_the_server(
     assert b"\x1b" not in told and (method == "HEAD") != (b"--http-listen" in told)
 
 
-def test_a_server_goes_by_the_names_that_it_listens_on(pool_server: StartServer, secured: Secured) -> None:
+def test_a_server_goes_by_the_names_that_it_listens_on(pool_server: StartServer, secured: SecuredServer) -> None:
     server = pool_server("--listen", "localhost:0", "--http-listen", "localhost:0")
     named = {"Host": "kvpool.example.com"}
     request = urllib.request.Request(f"{server.http_url}/healthz", headers=named)
     with pytest.raises(urllib.error.HTTPError, match="421"):
         urllib.request.urlopen(request, timeout=TIMEOUT_S)
     # With TLS the certificate has said who the server is.
-    assert _get(f"{secured.url}/healthz", secured.ca, **named) == (200, "ok\n")
+    assert _get(f"{secured.server.http_url}/healthz", secured.ca, **named) == (200, "ok\n")
 
 
-def test_a_denied_scraper_is_named_in_the_audit_log(tmp_path: Path) -> None:
-    denied, authority = tmp_path / "denied", Authority.create(tmp_path / "pki")
-    operator, metrics = (
-        files_in(authority.issue_principal(_principal(role))) for role in (Role.OPERATOR, Role.METRICS)
-    )
-    denied.write_text(f"{_principal(Role.METRICS)}\n")
-    audit = tmp_path / "audit.json"
-    flags = ("--audit-log", str(audit), "--deny", str(denied), *server_flags(authority.issue_server([])))
-    server = ServerProcess(tmp_path, *flags, tls=operator)
-    try:
-        status, text = _get(f"{server.http_url}/metrics", operator.ca, metrics)
-        assert status == 401 and "kvpool_" not in text
-        (refused,) = wait_for(lambda: [each for each in entries(audit) if each["call"] == "/metrics"], "the refusal")
-    finally:
-        server.stop()
-    assert refused["outcome"] == "UNAUTHENTICATED"
-    assert refused["caller"] == str(_principal(Role.METRICS))
+def test_a_denied_scraper_is_named_in_the_audit_log(pool_server: StartServer, tmp_path: Path) -> None:
+    secured = SecuredServer(tmp_path, pool_server)
+    url, mine = f"{secured.server.http_url}/metrics", str(principal_of(Role.METRICS))
+    metrics = secured.files(Role.METRICS)
+    secured.denied.write_text(f"{mine}\n")
+    wait_for(lambda: _get(url, secured.ca, metrics)[0] == 401, "the denial", LOOK_EVERY_S + 10)
+    assert "kvpool_" not in _get(url, secured.ca, metrics)[1]
+    refused = wait_for(lambda: [each for each in entries(secured.audit) if each["call"] == "/metrics"], "the refusal")
+    assert {(each["outcome"], each["caller"]) for each in refused} == {("UNAUTHENTICATED", mine)}
 
 
-def test_a_stranger_learns_the_servers_state_and_nothing_else(secured: Secured, tmp_path: Path) -> None:
-    assert secured.url.startswith("https://")
-    assert _get(f"{secured.url}/healthz", secured.ca) == (200, "ok\n")
+def test_a_stranger_learns_the_servers_state_and_nothing_else(secured: SecuredServer, tmp_path: Path) -> None:
+    assert secured.server.http_url.startswith("https://")
+    assert _get(f"{secured.server.http_url}/healthz", secured.ca) == (200, "ok\n")
     nobody = forge(secured.authority.directory, tmp_path / "nobody", [], starts_in=-DAY, ends_in=DAY)
-    token = {"Authorization": f"Bearer {create_token(_principal(Role.METRICS), DAY)[0]}"}
+    token = {"Authorization": f"Bearer {create_token(principal_of(Role.METRICS), DAY)[0]}"}
     for files, headers in ((None, {}), (nobody, {}), (None, token)):
-        status, text = _get(f"{secured.url}/metrics", secured.ca, files, **headers)
+        status, text = _get(f"{secured.server.http_url}/metrics", secured.ca, files, **headers)
         assert status == 401 and "kvpool_" not in text
-    plain = secured.url.replace("https", "http")
+    plain = secured.server.http_url.replace("https", "http")
     with pytest.raises(REFUSED):
         urllib.request.urlopen(f"{plain}/healthz", timeout=TIMEOUT_S).read()
 
 
 @pytest.mark.parametrize("fault", ["another authority", "a server's", "ended"])
-def test_a_certificate_that_is_not_good(secured: Secured, tmp_path: Path, fault: str) -> None:
-    uris = [str(_principal(Role.METRICS))]
+def test_a_certificate_that_is_not_good(secured: SecuredServer, tmp_path: Path, fault: str) -> None:
+    uris = [str(principal_of(Role.METRICS))]
     if fault == "another authority":
-        files = files_in(Authority.create(tmp_path / "foreign").issue_principal(_principal(Role.METRICS)))
+        files = files_in(Authority.create(tmp_path / "foreign").issue_principal(principal_of(Role.METRICS)))
     elif fault == "a server's":
         files = files_in(secured.authority.directory / "server")
     else:
         files = forge(secured.authority.directory, tmp_path / "old", uris, starts_in=-2 * DAY, ends_in=-DAY)
     with pytest.raises(REFUSED):
-        _get(f"{secured.url}/metrics", secured.ca, files)
+        _get(f"{secured.server.http_url}/metrics", secured.ca, files)
 
 
-def test_old_tls_is_not_spoken(secured: Secured) -> None:
+def test_old_tls_is_not_spoken(secured: SecuredServer) -> None:
     context = ssl.create_default_context(cafile=secured.ca)
     context.maximum_version = ssl.TLSVersion.TLSv1_2
-    host, port = secured.url.removeprefix("https://").split(":")
+    host, port = secured.server.http_url.removeprefix("https://").split(":")
     with socket.create_connection((host, int(port)), TIMEOUT_S) as plain, pytest.raises(REFUSED):
         context.wrap_socket(plain, server_hostname=host)
 
 
-def test_the_end_of_certificates_is_told(secured: Secured) -> None:
-    _, text = _get(f"{secured.url}/metrics", secured.ca, secured.files(Role.METRICS))
+def test_the_end_of_certificates_is_told(secured: SecuredServer) -> None:
+    _, text = _get(f"{secured.server.http_url}/metrics", secured.ca, secured.files(Role.METRICS))
     lines = [line.split(" ") for line in text.splitlines() if line.startswith(EXPIRY)]
     ends = {name.split('"')[1]: (float(value) - time.time()) / 86_400 for name, value in lines}
     assert 19 <= ends["server"] <= 20
@@ -246,13 +219,27 @@ def test_the_end_of_certificates_is_told(secured: Secured) -> None:
     assert "certificate=server" in warnings[0] and "days_left=19" in warnings[0]
 
 
+def _is_open(connection: socket.socket) -> bool:
+    """Whether the server has not closed it. Does not wait; the connection does not block afterwards."""
+    connection.setblocking(False)
+    try:
+        return bool(connection.recv(1))
+    except BlockingIOError:
+        return True
+    except ConnectionResetError:
+        return False
+
+
 @pytest.mark.more
-def test_silent_connections_end_and_probes_are_answered_meanwhile(secured: Secured) -> None:
-    host, port = secured.url.removeprefix("https://").split(":")
+def test_silent_connections_end_and_probes_are_answered_meanwhile(secured: SecuredServer) -> None:
+    host, port = secured.server.http_url.removeprefix("https://").split(":")
+    tasks = Path(f"/proc/{secured.server.pid}/task")
+    before = len(list(tasks.iterdir()))
     silent = [socket.create_connection((host, int(port)), TIMEOUT_S) for _ in range(2 * http.MAX_CONNECTIONS)]
     try:
-        assert _get(f"{secured.url}/healthz", secured.ca) == (200, "ok\n")
-        assert any(map(is_open, silent)), "the probe was answered only when the others had been closed"
+        assert _get(f"{secured.server.http_url}/healthz", secured.ca) == (200, "ok\n")
+        assert any(map(_is_open, silent)), "the probe was answered only when the others had been closed"
+        assert len(list(tasks.iterdir())) <= before + http.MAX_THREADS
         for each in silent:
             each.settimeout(CLOSED_S)
             with contextlib.suppress(ConnectionResetError):
@@ -263,57 +250,37 @@ def test_silent_connections_end_and_probes_are_answered_meanwhile(secured: Secur
 
 
 def test_a_token_reads_metrics(pool_server: StartServer, tmp_path: Path) -> None:
-    files = files_in(Authority.create(tmp_path / "pki").issue_server([]))
-    known, operator = tmp_path / "tokens", tmp_path / "operator"
-    tokens = {}
-    for role in Role:
-        tokens[role], record = create_token(_principal(role), DAY)
-        append_record(known, record)
-    operator.write_text(tokens[Role.OPERATOR])
-    operator.chmod(0o600)
-    flags = ("--tls-cert", files.cert, "--tls-key", files.key, "--tokens", str(known))
-    server = pool_server(*flags, tls=TlsFiles(files.ca), token_file=str(operator))
+    secured = SecuredServer(tmp_path, pool_server, proof="tokens")
+    server, tokens = secured.server, secured.tokens
 
     def status(token: str) -> int:
-        return _get(f"{server.http_url}/metrics", files.ca, Authorization=f"Bearer {token}")[0]
+        return _get(f"{server.http_url}/metrics", secured.ca, Authorization=f"Bearer {token}")[0]
 
     assert [role for role in Role if status(tokens[role]) == 200] == [Role.OPERATOR, Role.METRICS]
     assert status(tokens[Role.TENANT_OPERATOR]) == 403
-    assert status(create_token(_principal(Role.METRICS), DAY)[0]) == 401
-    assert _get(f"{server.http_url}/metrics", files.ca)[0] == 401
-    assert _get(f"{server.http_url}/healthz", files.ca) == (200, "ok\n")
+    assert status(create_token(principal_of(Role.METRICS), DAY)[0]) == 401
+    assert _get(f"{server.http_url}/metrics", secured.ca)[0] == 401
+    assert _get(f"{server.http_url}/healthz", secured.ca) == (200, "ok\n")
     assert not any(token in server.stderr + server.stdout for token in tokens.values())
 
 
 @pytest.mark.more
-def test_certificates_of_http_are_replaced_while_it_serves(tmp_path: Path) -> None:
+def test_certificates_of_http_are_replaced_while_it_serves(pool_server: StartServer, tmp_path: Path) -> None:
     """A server's certificate, and the authority of its clients: new connections use the new ones."""
-    secured = Secured(tmp_path)
-    metrics = secured.files(Role.METRICS)
-    host, port = secured.url.removeprefix("https://").split(":")
-
-    def names() -> list[str]:
-        context = ssl.create_default_context(cafile=secured.ca)
-        plain = socket.create_connection((host, int(port)), TIMEOUT_S)
-        with context.wrap_socket(plain, server_hostname=host) as secure:
-            found = secure.getpeercert() or {}
-        return [str(name[1]) for name in found["subjectAltName"]]
-
-    try:
-        other = Authority.create(tmp_path / "other")
-        theirs = files_in(other.issue_principal(_principal(Role.METRICS)))
-        url = f"{secured.url}/metrics"
-        with pytest.raises(REFUSED):
-            _get(url, secured.ca, theirs)
-        assert "renewed.example" not in names()
-        secured.authority.issue_server(["renewed.example"])
-        both = Path(metrics.ca).read_text() + Path(theirs.ca).read_text()
-        (secured.authority.directory / "server" / "ca.crt").write_text(both)
-        wait_for(lambda: "renewed.example" in names(), "the new certificate", LOOK_EVERY_S + 10)
-        wait_for(lambda: _is_let_in(url, secured.ca, theirs), "the new authority", LOOK_EVERY_S + 10)
-        assert _get(url, secured.ca, metrics)[0] == 200
-    finally:
-        secured.server.stop()
+    secured = SecuredServer(tmp_path, pool_server)
+    metrics, url = secured.files(Role.METRICS), f"{secured.server.http_url}/metrics"
+    host, port = secured.server.http_url.removeprefix("https://").split(":")
+    context = ssl.create_default_context(cafile=secured.ca)
+    theirs = files_in(Authority.create(tmp_path / "other").issue_principal(principal_of(Role.METRICS)))
+    with pytest.raises(REFUSED):
+        _get(url, secured.ca, theirs)
+    secured.authority.issue_server(["renewed.example"])
+    both = Path(metrics.ca).read_text() + Path(theirs.ca).read_text()
+    Path(secured.ca).write_text(both)
+    address = (host, int(port))
+    wait_for(lambda: "renewed.example" in shown_names(address, context), "the new certificate", LOOK_EVERY_S + 10)
+    wait_for(lambda: _is_let_in(url, secured.ca, theirs), "the new authority", LOOK_EVERY_S + 10)
+    assert _get(url, secured.ca, metrics)[0] == 200
 
 
 def _is_let_in(url: str, ca: str, files: TlsFiles) -> bool:

@@ -42,8 +42,7 @@ from kvpool_server.cache.limits import IdentityLimits
 from kvpool_server.data_plane.admission import SPARED_S
 from kvpool_server.rpc import inbox
 from kvpool_server.rpc.inbox import Inbox
-from tests.security.conftest import Deploy
-from tests.security.test_access import Deployment
+from tests.security.conftest import Deploy, Deployment
 from tests.support.data_client import receive_exactly
 from tests.support.processes import run_server, wait_for
 from tests.support.values import block_hash, group_spec, namespace_spec, payload, run_of
@@ -184,14 +183,6 @@ def test_an_identity_has_as_many_leases_as_its_limit_over_all_connections(limite
     assert limited.lease(other, "umbra")
     assert first.release([leases[1]]) == 1, "another connection's, of the same identity"
     assert limited.lease(second, "acme")
-
-
-def test_an_identitys_leases_hold_as_many_blocks_as_its_limit(limited: Limited) -> None:
-    first, second, other = limited.client("acme"), limited.client("acme"), limited.client("umbra")
-    assert limited.lease(first, "acme", 8)
-    assert not limited.lease(second, "acme", 5)
-    assert limited.lease(second, "acme", 4)
-    assert limited.lease(other, "umbra", 8)
 
 
 def test_an_identity_has_as_many_tickets_as_its_limit(limited: Limited) -> None:

@@ -42,12 +42,13 @@ TENANTS = {"acme": 0xA0, "umbra": 0xB0}
 """By tenant: the upper half of every byte that it writes."""
 EPOCHS = ("1", "2")
 NAMES = range(4)
+ABOUT_BLOCKS = ("Verify", "Remove", "Explain", "Hint", "Exists")
 SHARDS = ((0, 2), (0, 2), (0, 1), (1, 1))
 ALONE_IDS = 1 << 40
 """Where the ids of a tenant's own pool begin: none is one of the shared pool."""
 HIDDEN = frozenset({"lease_id", "ticket_id", "offsets", "permit"})
 """Fields whose values differ in a pool of one's own, but not whether they are there."""
-LEFT_OUT = frozenset({"boot_token", "offset", "uptime_seconds"})
+LEFT_OUT = frozenset({"boot_token", "offset", "uptime_seconds", "remembered_seconds", "half_remembered_seconds"})
 """Fields that may differ in every way."""
 
 
@@ -374,12 +375,16 @@ class IntruderMachine(RuleBasedStateMachine):
 
     # Operators
 
-    @rule(tenant=tenants, epoch=epochs, steals=thefts, names=blocks, method=st.sampled_from(["Verify", "Remove"]))
+    @rule(tenant=tenants, epoch=epochs, steals=thefts, names=blocks, method=st.sampled_from(ABOUT_BLOCKS))
     def about_blocks(self, tenant: int, epoch: str, steals: bool, names: list[int], method: str) -> None:
-        who, request = self.tenants[tenant], pb.VerifyRequest if method == "Verify" else pb.RemoveRequest
-        role = Role.ENGINE_READ if method == "Verify" else Role.TENANT_OPERATOR
-        namespace = self.space(who, epoch, steals).fingerprint()
-        self.ask(who, role, method, request(namespace=namespace, runs=[run_of(names)]))
+        who = self.tenants[tenant]
+        role = next(role for role in (Role.ENGINE_READ, Role.TENANT_OPERATOR) if method in CALLS[role])
+        request = GetMessageClass(METHODS[method].input_type)(
+            namespace=self.space(who, epoch, steals).fingerprint(), runs=[run_of(names)]
+        )
+        if method == "Hint":
+            request.kind, request.pin_seconds = pb.HINT_KIND_PIN, 1
+        self.ask(who, role, method, request)
 
     @rule(tenant=tenants, epoch=epochs, of=st.sampled_from(["own", "other's", "all"]))
     def clear(self, tenant: int, epoch: str, of: str) -> None:

@@ -14,7 +14,7 @@ from kvpool.commands import common
 from kvpool.protocol.errors import IncompatibleNamespaceError
 from kvpool.protocol.namespace import NamespaceSpec
 from kvpool.security.principal import Role
-from tests.security.test_access import Deployment
+from tests.security.conftest import Deployment
 from tests.support.calls import BYTES_BY_ID, METHODS, Target, outcome
 from tests.support.values import group_spec, namespace_spec, payload, run_of
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import grpc
 import pytest
 from google.protobuf.descriptor import MethodDescriptor
+from google.protobuf.message_factory import GetMessageClass
 
 from kvpool.protocol import wire
 from kvpool.protocol.errors import InvalidRequestError
@@ -110,20 +111,16 @@ class House:
         """Waits until what has ended holds nothing any more."""
         wait_for(lambda: not self.server.on_loop(self.pool.settle), "the end of all holds", 120)
 
-    def lookup(self, runs: list[BlockRun], ttl_ms: int = 60_000) -> pb.LookupResponse:
-        request = pb.LookupRequest(
-            namespace=self.name, runs=wire.encode_runs(runs), prefix_only=True, lease_ttl_ms=ttl_ms, locate=True
-        )
-        return self.stub.Lookup(request, timeout=60)
+    def call(self, method: str, runs: Sequence[BlockRun] = (), **fields: Any) -> Any:
+        """The reply to a request about blocks of the namespace, of one shard, unless `fields` says otherwise."""
+        make = GetMessageClass(SERVICE.methods_by_name[method].input_type)
+        shards = {"shards": wire.encode_shards(ONE_SHARD)} if "shards" in make.DESCRIPTOR.fields_by_name else {}
+        about = {"namespace": self.name, "runs": wire.encode_runs(runs), **shards} if runs else {}
+        return getattr(self.stub, method)(make(**{**about, **fields}), timeout=300)
 
-    def put_start(self, runs: list[BlockRun], ttl_ms: int = 60_000) -> pb.PutStartResponse:
-        request = pb.PutStartRequest(
-            namespace=self.name,
-            runs=wire.encode_runs(runs),
-            shards=wire.encode_shards(ONE_SHARD),
-            ticket_ttl_ms=ttl_ms,
-        )
-        return self.stub.PutStart(request, timeout=60)
+    def lookup(self, runs: list[BlockRun], ttl_ms: int = 60_000) -> pb.LookupResponse:
+        found: pb.LookupResponse = self.call("Lookup", runs, prefix_only=True, lease_ttl_ms=ttl_ms, locate=True)
+        return found
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +150,7 @@ def test_lookups_of_the_longest_prompt(house: House) -> None:
 
     house.expect_short(lookup)
     assert reply.hits[0].num_leading == LIMITS.max_lookup_blocks and reply.lease_id
-    house.expect_short(lambda: house.stub.Release(pb.ReleaseRequest(lease_ids=[reply.lease_id]), timeout=60))
+    house.expect_short(lambda: house.call("Release", lease_ids=[reply.lease_id]))
     house.settled()
     assert house.pool.stats().num_leases == 0
 
@@ -184,69 +181,51 @@ def test_messages_full_of_empty_parts(house: House, method: MethodDescriptor) ->
 
 def test_gets_puts_and_removals_of_a_whole_batch(house: House) -> None:
     lease_id = house.lookup(_runs(0)).lease_id
-    get = pb.GetRequest(
-        lease_id=lease_id, namespace=house.name, runs=wire.encode_runs(_runs(0)), shards=wire.encode_shards(ONE_SHARD)
-    )
-    house.expect_short(lambda: house.stub.Get(get, timeout=60))
+    house.expect_short(lambda: house.call("Get", _runs(0), lease_id=lease_id))
     grant = pb.PutStartResponse()
-    house.expect_short(lambda: grant.CopyFrom(house.put_start(_runs(NUM_ENTRIES))))
+    house.expect_short(lambda: grant.CopyFrom(house.call("PutStart", _runs(NUM_ENTRIES), ticket_ttl_ms=60_000)))
     assert len(grant.offsets) == BATCH
-    end = pb.PutEndRequest(ticket_id=grant.ticket_id, checksums=[0] * BATCH)
-    house.expect_short(lambda: house.stub.PutEnd(end, timeout=60))
-    verify = pb.VerifyRequest(namespace=house.name, runs=wire.encode_runs(_runs(NUM_ENTRIES)))
-    house.expect_short(lambda: house.stub.Verify(verify, timeout=60))
-    grant = house.put_start(_runs(NUM_ENTRIES + BATCH))
-    house.expect_short(lambda: house.stub.PutRevoke(pb.PutRevokeRequest(ticket_id=grant.ticket_id), timeout=60))
+    house.expect_short(lambda: house.call("PutEnd", ticket_id=grant.ticket_id, checksums=[0] * BATCH))
+    house.expect_short(lambda: house.call("Verify", _runs(NUM_ENTRIES)))
+    revoked = house.call("PutStart", _runs(NUM_ENTRIES + BATCH), ticket_ttl_ms=60_000).ticket_id
+    house.expect_short(lambda: house.call("PutRevoke", ticket_id=revoked))
     house.settled()
-    remove = pb.RemoveRequest(namespace=house.name, runs=wire.encode_runs(_runs(0)))
-    house.expect_short(lambda: house.stub.Remove(remove, timeout=60))
+    house.expect_short(lambda: house.call("Remove", _runs(0)))
     house.server.on_loop(lambda: house.put(_runs(0)))
-    too_many = pb.RemoveRequest(namespace=house.name, runs=wire.encode_runs(_runs(0, 20_000, 1)))
-    house.expect_short(lambda: _is_refused(lambda: house.stub.Remove(too_many, timeout=60), "more than 9216 fields"))
+    too_many = _runs(0, 20_000, 1)
+    house.expect_short(lambda: _is_refused(lambda: house.call("Remove", too_many), "more than 9216 fields"))
 
 
 def test_gets_of_as_many_chunks_as_fit(house: House) -> None:
     shards = ShardRange(0, 8)
-    count = LIMITS.max_batch_chunks // shards.count
-    runs = [BlockRun(1, _hashes(0, count))]
+    runs = [BlockRun(1, _hashes(0, LIMITS.max_batch_chunks // shards.count))]
     house.server.on_loop(lambda: house.put(runs, shards))
     lease_id = house.lookup(runs).lease_id
-    get = pb.GetRequest(
-        lease_id=lease_id, namespace=house.name, runs=wire.encode_runs(runs), shards=wire.encode_shards(shards)
-    )
-    house.expect_short(lambda: house.stub.Get(get, timeout=60))
-    house.stub.Release(pb.ReleaseRequest(lease_ids=[lease_id]), timeout=60)
+    house.expect_short(lambda: house.call("Get", runs, lease_id=lease_id, shards=wire.encode_shards(shards)))
+    house.call("Release", lease_ids=[lease_id])
 
 
 def test_explaining_many_runs_whose_blocks_alternate(house: House) -> None:
     there, gone = _hashes(0, 1)[0], _hashes(1 << 40, 1)[0]
     runs = [BlockRun(0, [there, gone] * (LIMITS.max_lookup_blocks // 2 // MAX_EXPLAINED)) for _ in range(MAX_EXPLAINED)]
-    request = pb.ExplainRequest(namespace=house.name, runs=wire.encode_runs(runs))
     reply = pb.ExplainResponse()
-    house.expect_short(lambda: reply.CopyFrom(house.stub.Explain(request, timeout=60)))
+    house.expect_short(lambda: reply.CopyFrom(house.call("Explain", runs)))
     assert sum(len(run.ranges) for run in reply.runs) == MAX_ALL_RANGES
 
 
 @pytest.mark.parametrize("hint", [(pb.HINT_KIND_PIN, 60), (pb.HINT_KIND_PIN, 0), (pb.HINT_KIND_EXPIRE, 0)])
 def test_hints_of_many_blocks(house: House, hint: tuple[pb.HintKind, int]) -> None:
     kind, pin_seconds = hint
-    request = pb.HintRequest(
-        namespace=house.name, runs=wire.encode_runs(_runs(0, 64 * CHAIN)), kind=kind, pin_seconds=pin_seconds
-    )
-    house.expect_short(lambda: house.stub.Hint(request, timeout=60))
+    runs = _runs(0, 64 * CHAIN)
+    house.expect_short(lambda: house.call("Hint", runs, kind=kind, pin_seconds=pin_seconds))
 
 
 def test_leases_that_expire_together(house: House) -> None:
     """Half a million blocks of 512 leases, and the same again of one block that is leased many times."""
-    block = pb.LookupRequest(
-        namespace=house.name,
-        runs=wire.encode_runs([BlockRun(0, _hashes(0, 1) * 4_096)]),
-        prefix_only=True,
-        lease_ttl_ms=60_000,
-    )
+    block = [BlockRun(0, _hashes(0, 1) * 4_096)]
     for nth in range(256):
         assert house.lookup(_runs(nth * CHAIN, 4 * CHAIN)).lease_id
-        assert house.stub.Lookup(block, timeout=60).lease_id
+        assert house.lookup(block).lease_id
     assert house.pool.stats().num_leases == 512
     house.server.clock.advance(61)
     house.expect_short(house.settled)
@@ -255,7 +234,7 @@ def test_leases_that_expire_together(house: House) -> None:
 
 def test_tickets_and_quarantines_that_expire_together(house: House) -> None:
     for nth in range(8):
-        house.put_start(_runs(NUM_ENTRIES + nth * BATCH), ttl_ms=60_000)
+        house.call("PutStart", _runs(NUM_ENTRIES + nth * BATCH), ticket_ttl_ms=60_000)
     house.server.clock.advance(61)
     house.expect_short(house.settled)
     assert house.pool.stats().num_tickets == 0 and house.pool.stats().num_quarantined == 8 * BATCH
@@ -268,8 +247,8 @@ def test_listing_as_many_namespaces_as_there_may_be(house: House) -> None:
     for nth in range(LIMITS.max_namespaces - len(house.pool.open_namespaces())):
         house.open(salt=f"listed-{nth}")
     try:
-        house.expect_short(lambda: house.stub.ListNamespaces(pb.ListNamespacesRequest(), timeout=60))
-        house.expect_short(lambda: house.stub.Stats(pb.StatsRequest(), timeout=60))
+        house.expect_short(lambda: house.call("ListNamespaces"))
+        house.expect_short(lambda: house.call("Stats"))
     finally:
         house.server.clock.advance(LIMITS.namespace_idle_ms / 1000)  # They may be closed for those of later tests.
     house.expect_short(lambda: house.open(salt="another"))
@@ -290,14 +269,11 @@ def test_opening_the_largest_namespace(house: House) -> None:
 def test_a_put_of_another_size_than_all_that_the_pool_holds(house: House) -> None:
     spec = namespace_spec(group_spec(chunk_bytes=4 * CHUNK))
     name = house.server.on_loop(lambda: house.pool.open_namespace(spec)[0].fingerprint)
-    request = pb.PutStartRequest(
-        namespace=name, runs=wire.encode_runs(_runs(0, 2_048)), shards=wire.encode_shards(ONE_SHARD)
-    )
 
     def put() -> None:
         for _ in range(20):
             try:
-                house.stub.PutStart(request, timeout=60)
+                house.call("PutStart", _runs(0, 2_048), namespace=name)
             except grpc.RpcError as error:
                 if error.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED:  # Until an extent has been drained.
                     raise
@@ -317,7 +293,7 @@ def test_what_a_request_may_hold_is_checked_by_the_pool_too(house: House) -> Non
 
 def test_quotas_that_move_and_evict_every_entry(house: House) -> None:
     def set_quotas(*quotas: Quota) -> None:
-        house.stub.SetQuotas(pb.SetQuotasRequest(quotas=wire.encode_quotas(quotas)), timeout=300)
+        house.call("SetQuotas", quotas=wire.encode_quotas(quotas))
 
     others = [Quota(f"tenant:{nth}", 1) for nth in range(LIMITS.max_quotas - 1)]
     house.expect_short(lambda: set_quotas(Quota("tenant:acme", NUM_ENTRIES * CHUNK // 2), *others))
@@ -330,6 +306,6 @@ def test_quotas_that_move_and_evict_every_entry(house: House) -> None:
 
 
 def test_clear_of_everything(house: House) -> None:
-    house.expect_short(lambda: house.stub.Clear(pb.ClearRequest(), timeout=300))
+    house.expect_short(lambda: house.call("Clear"))
     stats = house.pool.stats()
     assert stats.num_entries == 0 and stats.free_bytes == stats.arena_bytes

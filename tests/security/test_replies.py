@@ -20,12 +20,14 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+from google.protobuf.internal.encoder import _VarintBytes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpool.client.block_io import InPlace
 from kvpool.client.client import Client
 from kvpool.client.config import ClientConfig
+from kvpool.client.lookup_stream import StreamedError
 from kvpool.commands.namespaces import text_of
 from kvpool.commands.stats import row_of
 from kvpool.doctor.judgements import judgements
@@ -227,15 +229,9 @@ def test_text_of_a_server_is_cut_and_escaped() -> None:
     for code in grpc.StatusCode:
         if code is grpc.StatusCode.OK:
             continue
-        error = wire.error_of(_failed(code, "line\nforged\x1b[2J" + "x" * 10_000), "host:1")
+        error = wire.error_of(StreamedError(code, "line\nforged\x1b[2J" + "x" * 10_000), "host:1")
         assert str(error).isprintable()
         assert len(str(error)) < 2_500
-
-
-def _failed(code: grpc.StatusCode, details: str) -> grpc.RpcError:
-    from kvpool.client.lookup_stream import StreamedError
-
-    return StreamedError(code, details)
 
 
 # Over a real connection: what is refused before it is parsed
@@ -291,11 +287,7 @@ def test_a_reply_to_a_lookup_is_not_parsed_if_it_is_larger_than_any_answer() -> 
 
 def _wrapped(response: bytes) -> bytes:
     """A serialized LookupReply around a LookupResponse."""
-    length, size = bytearray(), len(response)
-    while size > 0x7F:
-        length.append(size & 0x7F | 0x80)
-        size >>= 7
-    return b"\x0a" + bytes([*length, size]) + response
+    return b"\x0a" + _VarintBytes(len(response)) + response
 
 
 def test_what_is_no_reply_to_a_lookup_ends_the_stream_alone() -> None:
@@ -308,15 +300,11 @@ def test_what_is_no_reply_to_a_lookup_ends_the_stream_alone() -> None:
 @pytest.mark.parametrize("method", ["Ping", "Stats", "ListNamespaces"])
 def test_a_reply_that_is_too_large_is_refused_unread(method: str) -> None:
     limit = replies.METHOD_LIMITS.get(method, replies.CONTROL_LIMIT)
-    too_large = b"\xa2\x06" + _length(limit) + bytes(limit)  # Field 100, which nobody knows.
+    too_large = b"\xa2\x06" + _VarintBytes(limit) + bytes(limit)  # Field 100, which nobody knows.
     with liar(**{method: too_large}) as client:
         call = {"Ping": client.admin.ping, "Stats": client.admin.stats, "ListNamespaces": client.admin.namespaces}
         with pytest.raises(InvalidReplyError, match="too large"):
             call[method]()
-
-
-def _length(size: int) -> bytes:
-    return _wrapped(bytes(size))[1:-size]
 
 
 # A reader of shared memory with a writer beside it

@@ -29,9 +29,8 @@ from kvpool.protocol import wire
 from kvpool.protocol.errors import ConfigError, UnauthenticatedError
 from kvpool.protocol.types import ShardRange
 from kvpool.security.certificates import Authority, load_key
-from kvpool.security.principal import ALL_TENANTS, Principal, Role
-from kvpool.security.tls import TlsFiles
-from kvpool.security.tokens import TokenRecord, append_record, create_token
+from kvpool.security.principal import Principal, Role
+from kvpool.security.tokens import TokenRecord, create_token
 from kvpool.security.watched_files import WatchedFiles
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.access.audit import READ
@@ -39,16 +38,16 @@ from kvpool_server.access.authentication import Certificates, Context
 from kvpool_server.access.credential import Credential
 from kvpool_server.access.credentials import ServerCredentials
 from kvpool_server.access.deny_list import DenyList
-from kvpool_server.access.running_calls import LOOK_S, AccessWatch, RunningCalls
+from kvpool_server.access.running_calls import AccessWatch, RunningCalls
 from kvpool_server.app import composition
 from kvpool_server.rpc import grpc_server
 from tests.conftest import StartServer
-from tests.security.test_access import DAY
 from tests.support.audit_log import entries
 from tests.support.calls import is_heard
-from tests.support.certificates import USELESS, files_in, forge, server_flags
+from tests.support.certificates import DAY, USELESS, files_in, forge
 from tests.support.in_process_server import InProcessServer
-from tests.support.processes import ServerProcess, wait_for
+from tests.support.processes import wait_for
+from tests.support.secured_server import SecuredServer, principal_of
 from tests.support.values import group_spec, namespace_spec, payload, run_of
 
 WITHIN_S = 25.0
@@ -134,33 +133,18 @@ class Streams:
         self._threads.shutdown()
 
 
-class Deployment:
-    """A TLS server with a deny list and an audit log."""
-
-    def __init__(self, directory: Path, start: StartServer):
-        self.authority = Authority.create(directory / "pki")
-        self.denied, self.audit = directory / "denied", directory / "audit.json"
-        self.denied.write_text("# nobody yet\n")
-        self.operator = files_in(self.authority.issue_principal(Principal(ALL_TENANTS, Role.OPERATOR)))
-        flags = ("--deny", str(self.denied), "--audit-log", str(self.audit), "--memory", "64MiB")
-        flags = (*flags, *server_flags(self.authority.issue_server([])))
-        self.server: ServerProcess = start(*flags, tls=self.operator)
-
-    def issued(self, tenant: str) -> TlsFiles:
-        return files_in(self.authority.issue_principal(Principal(tenant, Role.ENGINE_WRITE)))
-
-    def client(self, files: TlsFiles) -> Client:
-        return Client(ClientConfig(self.server.endpoint, "grpc", tls=files, timeout_ms=10_000, data_timeout_ms=60_000))
-
-
 @pytest.fixture
-def deployment(pool_server: StartServer, tmp_path: Path) -> Deployment:
-    return Deployment(tmp_path, pool_server)
+def deployment(pool_server: StartServer, tmp_path: Path) -> SecuredServer:
+    return SecuredServer(tmp_path, pool_server, "--memory", "64MiB")
 
 
-def _fingerprint(file: str) -> str:
+def _client(deployment: SecuredServer, tenant: str = "acme", **fields: Any) -> Client:
+    return deployment.client(Role.ENGINE_WRITE, tenant, transport="grpc", data_timeout_ms=60_000, **fields)
+
+
+def _fingerprint(file: Path) -> str:
     """As `openssl x509 -noout -fingerprint -sha256` prints it."""
-    digest = x509.load_pem_x509_certificate(Path(file).read_bytes()).fingerprint(hashes.SHA256())
+    digest = x509.load_pem_x509_certificate(file.read_bytes()).fingerprint(hashes.SHA256())
     return f"sha256 Fingerprint={digest.hex(':').upper()}\n"
 
 
@@ -169,14 +153,15 @@ def _holds(operator: Client) -> tuple[int, int]:
     return stats.num_leases, stats.num_tickets
 
 
-def test_who_is_denied_is_out_at_once_and_nobody_else_is(deployment: Deployment) -> None:
-    acme, umbra = (deployment.client(deployment.issued(tenant)) for tenant in ("acme", "umbra"))
-    with acme, umbra, deployment.client(deployment.operator) as operator:
+def test_who_is_denied_is_out_at_once_and_nobody_else_is(deployment: SecuredServer) -> None:
+    acme, umbra = _client(deployment), _client(deployment, "umbra")
+    stolen = _fingerprint(deployment.authority.directory / "tenants" / "acme" / Role.ENGINE_WRITE / "tls.crt")
+    with acme, umbra, deployment.client(Role.OPERATOR) as operator:
         theirs, others = Streams(acme, "acme"), Streams(umbra, "umbra")
         # The leases of the streams' own lookups come as soon as the server has read these.
         wait_for(lambda: _holds(operator) == (4, 2), "the leases and tickets of both")
         since = time.monotonic()
-        deployment.denied.write_text(f"{ENGINE}  # stolen\n")
+        deployment.denied.write_text(stolen)
         theirs.check_ended(since)
         with pytest.raises(UnauthenticatedError, match="deny list"):
             acme.admin.ping()
@@ -193,6 +178,8 @@ def test_who_is_denied_is_out_at_once_and_nobody_else_is(deployment: Deployment)
         wait_for(lambda: "REFUSED" in deployment.audit.read_text(), "the refusal")
         with pytest.raises(UnauthenticatedError, match="deny list"):
             acme.admin.ping()
+    with _client(deployment) as renewed:
+        assert renewed.admin.whoami().principal == str(ENGINE), "its principal goes on with another certificate"
 
     def ended() -> set[str]:
         refused = [line for line in entries(deployment.audit) if line["outcome"] == "UNAUTHENTICATED"]
@@ -204,36 +191,11 @@ def test_who_is_denied_is_out_at_once_and_nobody_else_is(deployment: Deployment)
     assert reads == expected
 
 
-@pytest.mark.more
-def test_a_tenant_is_denied_in_one_line_and_the_audit_log_names_its_callers(deployment: Deployment) -> None:
-    reader = files_in(deployment.authority.issue_principal(Principal("acme", Role.ENGINE_READ)))
-    writer, other = deployment.issued("acme"), deployment.issued("acme-2")
-    with deployment.client(reader) as reads, deployment.client(writer) as writes, deployment.client(other) as others:
-        streams = Streams(writes, "acme")
-        reads.admin.ping()
-        since = time.monotonic()
-        deployment.denied.write_text("tenant:acme  # has left\n")
-        streams.check_ended(since)
-        for client in (reads, writes):
-            with pytest.raises(UnauthenticatedError, match="deny list"):
-                client.admin.ping()
-        others.admin.ping()
-        streams.close()
-
-    def denied() -> set[str]:
-        refused = [line for line in entries(deployment.audit) if line["outcome"] == "UNAUTHENTICATED"]
-        return {line["caller"] for line in refused if line["call"] == "Ping"}
-
-    both = {str(ENGINE), str(Principal("acme", Role.ENGINE_READ))}
-    wait_for(lambda: denied() >= both, "a line about each of them")
-    assert denied() == both
-
-
-def test_a_line_that_can_deny_nobody_is_refused_while_the_server_runs(deployment: Deployment) -> None:
+def test_a_line_that_can_deny_nobody_is_refused_while_the_server_runs(deployment: SecuredServer) -> None:
     deployment.denied.write_text(f"# two\n{Principal('acme', Role.ENGINE_WRITE, 'kvpool.lcoal')}\n")
     os.kill(deployment.server.pid, signal.SIGHUP)
     told = f"{deployment.denied}, line 2: 'spiffe://kvpool.lcoal/kvpool/acme/engine-write' can be no caller"
-    with deployment.client(deployment.operator) as operator:
+    with deployment.client(Role.OPERATOR) as operator:
 
         def refused_files() -> tuple[str, ...]:
             return tuple(operator.admin.stats().server.refused_files)
@@ -248,58 +210,22 @@ def test_a_line_that_can_deny_nobody_is_refused_while_the_server_runs(deployment
 
 
 @pytest.mark.more
-def test_one_certificate_is_denied_and_its_principal_goes_on_with_another(deployment: Deployment) -> None:
-    stolen = deployment.issued("acme")
-    with deployment.client(stolen) as thief:
-        theirs = Streams(thief, "acme")
-        fingerprint = _fingerprint(stolen.cert)
-        with deployment.client(deployment.issued("acme")) as engine:
-            since = time.monotonic()
-            deployment.denied.write_text(fingerprint)
-            theirs.check_ended(since)
-            assert engine.admin.whoami().principal == str(ENGINE)
-            ours = Streams(engine, "acme")
-            time.sleep(2 * LOOK_S)  # Longer than the server takes to compare calls with credentials once more.
-            assert ours.get().offsets
-            assert not any(outcome.done() for outcome in ours.outcomes.values())
-            ours.close()
-        theirs.close()
-
-
-@pytest.mark.more
 def test_tokens_that_end_are_removed_or_denied_end_their_streams(pool_server: StartServer, tmp_path: Path) -> None:
-    files = files_in(Authority.create(tmp_path / "pki").issue_server([]))
-    known, denied = tmp_path / "tokens", tmp_path / "deny list"
-    denied.touch()
+    secured = SecuredServer(tmp_path, pool_server, "--memory", "64MiB", proof="tokens")
     records: dict[str, TokenRecord] = {}
-
-    def create(tenant: str, lasts: dt.timedelta = DAY) -> None:
-        token, records[tenant] = create_token(Principal(tenant, Role.ENGINE_WRITE), lasts)
-        append_record(known, records[tenant])
-        (tmp_path / tenant).write_text(token)
-        (tmp_path / tenant).chmod(0o600)
-
-    def client_of(tenant: str) -> Client:
-        trust: dict[str, Any] = {"tls": TlsFiles(files.ca), "token_file": str(tmp_path / tenant)}
-        return Client(ClientConfig(server.endpoint, "grpc", timeout_ms=10_000, data_timeout_ms=60_000, **trust))
-
-    for tenant in ("removed", "denied", "good"):
-        create(tenant)
-    server = pool_server(
-        "--tls-cert", files.cert, "--tls-key", files.key, "--tokens", str(known), "--deny", str(denied),
-        "--memory", "64MiB", tls=TlsFiles(files.ca), token_file=str(tmp_path / "good"),
-    )  # fmt: skip
-    clients = {tenant: client_of(tenant) for tenant in ("removed", "denied", "good")}
-    streams = {tenant: Streams(client, tenant) for tenant, client in clients.items()}
-    # The last, because its streams have to begin before its end.
-    create("ended", dt.timedelta(seconds=10))
-    os.kill(server.pid, signal.SIGHUP)
-    clients["ended"] = client_of("ended")
-    wait_for(lambda: is_heard(clients["ended"]), "the new token")
-    streams["ended"] = Streams(clients["ended"], "ended")
+    clients: dict[str, Client] = {}
+    streams: dict[str, Streams] = {}
+    # The token that ends is the last, because its streams have to begin before its end.
+    lasts = {"removed": DAY, "denied": DAY, "good": DAY, "ended": dt.timedelta(seconds=10)}
+    for tenant, lifetime in lasts.items():
+        _, records[tenant] = secured.token(principal_of(Role.ENGINE_WRITE, tenant), lifetime)
+        os.kill(secured.server.pid, signal.SIGHUP)
+        client = clients[tenant] = _client(secured, tenant)
+        wait_for(lambda client=client: is_heard(client), "the new token")  # type: ignore[misc]
+        streams[tenant] = Streams(client, tenant)
     since = time.monotonic()
-    known.write_text("".join(record.line() for tenant, record in records.items() if tenant != "removed"))
-    denied.write_text(records["denied"].digest)
+    secured.token_list.write_text("".join(record.line() for tenant, record in records.items() if tenant != "removed"))
+    secured.denied.write_text(records["denied"].digest)
     for tenant in ("removed", "denied"):
         streams[tenant].check_ended(since)
     ends_in_s = (records["ended"].ends_at - dt.datetime.now(dt.UTC)).total_seconds()
@@ -432,6 +358,8 @@ def test_a_useless_certificate_leaves_the_one_before_in_force(
     credentials = ServerCredentials(files, errors.append)
     before = credentials.value
     useless = forge(tmp_path / "pki", tmp_path / "forged", [], starts_in=starts_in, ends_in=ends_in)
+    with pytest.raises(ConfigError, match=told):
+        ServerCredentials(useless)
     Path(useless.key).replace(files.key)
     Path(useless.cert).replace(files.cert)
     assert credentials.look(at_once=True) == 0
@@ -444,15 +372,14 @@ def test_a_useless_certificate_leaves_the_one_before_in_force(
 
 
 def test_a_new_certificate_is_told_and_warned_of_as_at_start(pool_server: StartServer, tmp_path: Path) -> None:
-    authority = Authority.create(tmp_path / "pki")
-    files = authority.issue_principal(Principal(ALL_TENANTS, Role.OPERATOR))
-    server = pool_server(*server_flags(authority.issue_server([])), tls=files_in(files))
+    secured = SecuredServer(tmp_path, pool_server)
+    server = secured.server
 
     def told(text: str) -> list[str]:
         return [line for line in server.stderr.splitlines() if text in line]
 
     assert len(told("the server's certificate")) == 1 and not told("a certificate ends soon")
-    authority.issue_server(["renewed.example"], days=20)
+    secured.authority.issue_server(["renewed.example"], days=20)
     os.kill(server.pid, signal.SIGHUP)
     wait_for(lambda: told("a certificate ends soon"), "the warning")
     (warning,), (_, line) = told("a certificate ends soon"), told("the server's certificate ")
@@ -609,6 +536,13 @@ def test_the_servers_own_tokens_may_be_denied_in_any_trust_domain(tmp_path: Path
     assert found.denies(Credential(elsewhere, "digest", ends_at)) and not found.denies(
         Credential(ENGINE, "digest", ends_at)
     )
+
+
+def test_a_line_may_deny_all_callers_of_a_tenant(tmp_path: Path) -> None:
+    (tmp_path / "denied").write_text("tenant:acme  # has left\n")
+    found, ends_at = DenyList(str(tmp_path / "denied")), dt.datetime.now(dt.UTC) + DAY
+    callers = (ENGINE, Principal("acme", Role.ENGINE_READ), Principal("acme-2", Role.ENGINE_WRITE))
+    assert [found.denies(Credential(each, "digest", ends_at)) for each in callers] == [True, True, False]
 
 
 def test_a_token_in_the_deny_list_is_not_printed(tmp_path: Path) -> None:

@@ -30,9 +30,7 @@ from kvpool.protocol.errors import (
     UnauthenticatedError,
 )
 from kvpool.security import tokens
-from kvpool.security.certificates import Authority
-from kvpool.security.principal import ALL_TENANTS, Principal, Role
-from kvpool.security.tls import TlsFiles
+from kvpool.security.principal import Principal, Role
 from kvpool.security.tokens import (
     TokenRecord,
     append_record,
@@ -46,8 +44,8 @@ from kvpool.security.watched_files import LOOK_EVERY_S, WatchedFiles
 from kvpool.v1 import pool_pb2 as pb
 from kvpool.v1.pool_pb2_grpc import PoolStub
 from tests.support.calls import is_heard
-from tests.support.certificates import files_in
 from tests.support.processes import ServerProcess, wait_for
+from tests.support.secured_server import SecuredServer
 from tests.support.values import namespace_spec, payload, run_of
 
 ENGINE = Principal("acme", Role.ENGINE_WRITE)
@@ -55,29 +53,12 @@ DAY = dt.timedelta(days=1)
 
 
 def test_a_token_is_a_certificates_equal(pool_server: Callable[..., ServerProcess], tmp_path: Path) -> None:
-    authority = Authority.create(tmp_path / "pki")
-    files = files_in(authority.issue_server([]))
-    known, mine = tmp_path / "tokens", tmp_path / "token"
-    token, record = create_token(ENGINE, DAY)
-    append_record(known, record)
-    operator, operator_record = create_token(Principal(ALL_TENANTS, Role.OPERATOR), DAY)
-    append_record(known, operator_record)
     ended, ended_record = create_token(ENGINE, -DAY)
-    append_record(known, ended_record)
-    for path, text in ((mine, ""), (tmp_path / "operator", operator)):
-        path.touch(0o600)
-        path.write_text(text)
-    tls = TlsFiles(files.ca)
-
-    def config(file: Path, **fields: object) -> ClientConfig:
-        return ClientConfig(server.endpoint, tls=tls, token_file=str(file), timeout_ms=10_000, **fields)  # type: ignore[arg-type]
-
-    server = pool_server(
-        "--tls-cert", files.cert, "--tls-key", files.key, "--tokens", str(known),
-        tls=tls, token_file=str(tmp_path / "operator"),
-    )  # fmt: skip
+    append_record(tmp_path / "tokens", ended_record)
+    secured = SecuredServer(tmp_path, pool_server, proof="tokens")
+    server, token, mine = secured.server, secured.tokens[Role.ENGINE_WRITE], secured.token_file(ENGINE)
     mine.write_text(f"{token}\n")
-    with Client(config(mine)) as client:
+    with secured.client(Role.ENGINE_WRITE) as client:
         namespace = client.open_namespace(namespace_spec(tenant="acme"))
         client.put_blocks(namespace, run_of("block"), [payload("block", 256)])
         assert client.lookup(namespace, [run_of("block")]).hits[0].num_leading == 1
@@ -90,9 +71,9 @@ def test_a_token_is_a_certificates_equal(pool_server: Callable[..., ServerProces
         (create_token(ENGINE, DAY)[0], "unknown"),
     ):
         mine.write_text(wrong)
-        with Client(config(mine)) as client, pytest.raises(UnauthenticatedError, match=told):
+        with secured.client(Role.ENGINE_WRITE) as client, pytest.raises(UnauthenticatedError, match=told):
             client.admin.ping()
-    credentials = grpc.ssl_channel_credentials(Path(files.ca).read_bytes())
+    credentials = grpc.ssl_channel_credentials(Path(secured.ca).read_bytes())
     with grpc.secure_channel(server.endpoint, credentials) as channel:
         ping = PoolStub(channel).Ping  # type: ignore[no-untyped-call]
         one = ("authorization", f"Bearer {token}")
@@ -104,23 +85,15 @@ def test_a_token_is_a_certificates_equal(pool_server: Callable[..., ServerProces
         assert ping(pb.PingRequest(), metadata=(one,), timeout=10).version
     assert token not in server.stderr and token not in server.stdout
     # A token that is taken out of the file stops working.
-    known.write_text(operator_record.line())
+    secured.token_list.write_text(create_token(ENGINE, DAY)[1].line())
     mine.write_text(token)
-
-    def is_out() -> bool:
-        with Client(config(mine)) as client:
-            try:
-                client.admin.ping()
-            except UnauthenticatedError:
-                return True
-        return False
-
-    wait_for(is_out, "the token to be refused", LOOK_EVERY_S + 5)
+    with secured.client(Role.ENGINE_WRITE) as client:
+        wait_for(lambda: not is_heard(client), "the token to be refused", LOOK_EVERY_S + 5)
     # What the server does not take, or what has nobody's token, it says in its log.
-    known.write_text("no record\n")
+    secured.token_list.write_text("no record\n")
     os.kill(server.pid, signal.SIGHUP)
     wait_for(lambda: "new files cannot be used" in server.stderr, "a file that cannot be used")
-    known.write_text("# nobody's\n")
+    secured.token_list.write_text("# nobody's\n")
     os.kill(server.pid, signal.SIGHUP)
     wait_for(lambda: "has no token, so nobody can call" in server.stderr, "an empty file")
     (line,) = (line for line in server.stderr.splitlines() if "new files cannot be used" in line)
@@ -308,25 +281,6 @@ def test_a_token_is_added_behind_a_line_without_an_end(tmp_path: Path) -> None:
     file.write_text(first.line().rstrip())
     append_record(file, second)
     assert file.read_text() == first.line() + second.line()
-
-
-def test_a_server_refuses_a_token_that_was_revoked(pool_server: Callable[..., ServerProcess], tmp_path: Path) -> None:
-    files = files_in(Authority.create(tmp_path / "pki").issue_server([]))
-    known = tmp_path / "tokens"
-    for name in ("revoked", "kept"):
-        _run("create", "--role", "operator", "--file", known, "--out", tmp_path / name)
-    configs = {name: {"tls": TlsFiles(files.ca), "token_file": str(tmp_path / name)} for name in ("revoked", "kept")}
-    flags = ("--tls-cert", files.cert, "--tls-key", files.key, "--tokens", str(known))
-    server = pool_server(*flags, **configs["kept"])
-    _run("revoke", known, tokens.digest_of(read_token(tmp_path / "revoked"))[:12])
-    os.kill(server.pid, signal.SIGHUP)
-    revoked, kept = (
-        Client(ClientConfig(server.endpoint, timeout_ms=10_000, **configs[name]))  # type: ignore[arg-type]
-        for name in ("revoked", "kept")
-    )
-    with revoked, kept:
-        wait_for(lambda: not is_heard(revoked), "the token to be refused")
-        assert is_heard(kept)
 
 
 GOOD = {"sha256": "ab" * 32, "principal": str(ENGINE), "ends_at": "2027-01-31T12:00:00+00:00"}

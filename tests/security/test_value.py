@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 
 from kvpool.client.client import Client
-from kvpool.protocol.errors import PermissionDeniedError
 from kvpool.security.principal import Role
 from kvpool.v1 import pool_pb2 as pb
-from tests.security.test_access import Deployment
+from tests.security.conftest import Deployment
 from tests.support.processes import wait_for
 from tests.support.values import namespace_spec, payload, run_of
 
@@ -58,9 +57,3 @@ def test_the_operator_of_all_sees_all_tenants_together_and_each(driven: Deployme
         total, *others = client.admin.value().curves
     assert total.is_total and {curve.tenant for curve in others} >= {"acme", "umbra"}
     assert total.lookup_tokens == pytest.approx(sum(curve.lookup_tokens for curve in others), rel=0.01)
-
-
-@pytest.mark.parametrize("role", [Role.ENGINE_READ, Role.ENGINE_WRITE])
-def test_engines_may_not_ask(driven: Deployment, role: Role) -> None:
-    with pytest.raises(PermissionDeniedError), driven.client(role, "acme") as client:
-        client.admin.value()

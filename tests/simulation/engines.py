@@ -21,7 +21,7 @@ import math
 import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,11 +30,7 @@ import torch
 from vllm.config import SpeculativeConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.kv_cache_interface import (
-    ChunkedLocalAttentionSpec,
     KVCacheSpec,
-    MambaSpec,
-    MLAAttentionSpec,
-    SlidingWindowSpec,
 )
 
 from kvpool.protocol.namespace import GroupSpec
@@ -42,11 +38,12 @@ from kvpool_server.cache.entry import Entry, Observer
 from kvpool_server.rpc import operators, sessions
 from tests.simulation.deterministic_runtime import DeterministicRuntime
 from tests.simulation.network import SimClient, SimServer
+from tests.support.toy import shapes
 from tests.support.toy.device import Device, DeviceCopier
 from tests.support.toy.engine import Rank, ToyEngine
 from tests.support.toy.fixtures import BLOCK_TOKENS
 from tests.support.toy.model import Sequences, answer
-from tests.support.vllm_objects import full_attention, make_request
+from tests.support.vllm_objects import make_request
 from vllm_plugin import breaker, session
 from vllm_plugin.connector import KVPoolConnector
 from vllm_plugin.guard import Guard
@@ -63,15 +60,9 @@ from vllm_plugin.scheduler import (
 )
 from vllm_plugin.worker import transfer, worker
 
-FULL = full_attention(head_size=2)
-WINDOW = SlidingWindowSpec(block_size=16, num_kv_heads=4, head_size=2, dtype=torch.float32, sliding_window=40)
-NARROW = SlidingWindowSpec(block_size=16, num_kv_heads=4, head_size=2, dtype=torch.float32, sliding_window=17)
-WIDE = SlidingWindowSpec(block_size=32, num_kv_heads=4, head_size=2, dtype=torch.float32, sliding_window=40)
-CHUNK = ChunkedLocalAttentionSpec(
-    block_size=16, num_kv_heads=4, head_size=2, dtype=torch.float32, attention_chunk_size=48
-)
-STATE = MambaSpec(block_size=16, shapes=((24,),), dtypes=(torch.float32,), mamba_cache_mode="align")
-LATENT = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=24, dtype=torch.float32, max_tp_shards=1)
+FULL, WINDOW, CHUNK = (replace(spec, head_size=2, head_size_v=2) for spec in (shapes.FULL, shapes.WINDOW, shapes.CHUNK))
+NARROW, WIDE = replace(WINDOW, sliding_window=17), replace(WINDOW, block_size=32)
+STATE, LATENT = shapes.STATE, shapes.LATENT
 
 SHAPES: dict[str, tuple[KVCacheSpec, ...]] = {
     "full": (FULL,),

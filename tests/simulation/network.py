@@ -76,11 +76,6 @@ async def _tell_nobody() -> None:
     """The simulation has no health checks."""
 
 
-class _NoMetrics:
-    def add_bytes(self, *_: Any) -> None:
-        """Nothing."""
-
-
 @dataclass(frozen=True, slots=True)
 class Lag:
     """What one lookup is told of a tier.
@@ -185,7 +180,6 @@ class SimServer:
         self._service = pool_service(
             tiered,
             self.memory,
-            _NoMetrics(),
             offer=offer,
             boot_token=self.boot_token,
             stats=self.pool.stats,

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvpool.protocol.errors import OutOfSpaceError
-from kvpool.protocol.namespace import NamespaceSpec
 from kvpool.protocol.quota import Quota
 from kvpool.protocol.types import BlockRun, Lookup, PutGrant, PutReceipt, PutStatus, ShardRange
 from kvpool_server.cache.allocator.arena import Arena
@@ -202,14 +201,11 @@ class GraceIgnored(_Unchecked):
 
 
 class LeaseIgnoredByEviction(_Unchecked):
-    def lookup(
-        self, fingerprint: bytes, runs: Sequence[BlockRun], *, prefix_only: bool, lease_ttl_ms: int = 0
-    ) -> Lookup:
-        found = super().lookup(fingerprint, runs, prefix_only=prefix_only, lease_ttl_ms=lease_ttl_ms)
+    def lookup(self, *args: Any, **options: Any) -> Lookup:
+        found = super().lookup(*args, **options)
         for namespace in self.open_namespaces():
-            for group in namespace.groups:
-                for entry in group.index.values():
-                    entry.leases = 0
+            for entry in namespace.entries():
+                entry.leases = 0
         return found
 
 
@@ -223,10 +219,8 @@ class VisibleBeforeLastShard(_Unchecked):
 
 
 class VisibleBeforePutEnd(_Unchecked):
-    def put_start(
-        self, fingerprint: bytes, runs: Sequence[BlockRun], shards: ShardRange, ticket_ttl_ms: int = 0
-    ) -> PutGrant:
-        grant = super().put_start(fingerprint, runs, shards, ticket_ttl_ms)
+    def put_start(self, *args: Any) -> PutGrant:
+        grant = super().put_start(*args)
         ticket = self.tickets.get(grant.ticket_id)
         for entry in ticket.entries if ticket is not None else ():
             entry.present |= entry.pending
@@ -242,16 +236,13 @@ class RevokeLeaks(_Unchecked):
 
 
 class RefusalEvicts(_Unchecked):
-    def put_start(
-        self, fingerprint: bytes, runs: Sequence[BlockRun], shards: ShardRange, ticket_ttl_ms: int = 0
-    ) -> PutGrant:
+    def put_start(self, *args: Any) -> PutGrant:
         try:
-            return super().put_start(fingerprint, runs, shards, ticket_ttl_ms)
+            return super().put_start(*args)
         except OutOfSpaceError:
             for namespace in self.open_namespaces():
-                for each in namespace.groups:
-                    for entry in [entry for entry in each.index.values() if entry.movable]:
-                        self.entry_table.drop(entry)
+                for entry in [entry for entry in namespace.entries() if entry.movable]:
+                    self.entry_table.drop(entry)
             raise
 
 
@@ -266,12 +257,10 @@ class RemoveForgetsReaders(_Unchecked):
 
 
 class QuotaIgnored(_Unchecked):
-    def put_start(
-        self, fingerprint: bytes, runs: Sequence[BlockRun], shards: ShardRange, ticket_ttl_ms: int = 0
-    ) -> PutGrant:
+    def put_start(self, *args: Any) -> PutGrant:
         for namespace in self.open_namespaces():
             self.placement.assign_quotas((group, ()) for group in namespace.groups)
-        return super().put_start(fingerprint, runs, shards, ticket_ttl_ms)
+        return super().put_start(*args)
 
 
 class LoweredQuotaKeepsItsSurplus(_Unchecked):
@@ -280,31 +269,25 @@ class LoweredQuotaKeepsItsSurplus(_Unchecked):
 
 
 class QuotaBindsOthers(_Unchecked):
-    def put_start(
-        self, fingerprint: bytes, runs: Sequence[BlockRun], shards: ShardRange, ticket_ttl_ms: int = 0
-    ) -> PutGrant:
+    def put_start(self, *args: Any) -> PutGrant:
         for quota in self.quotas():
             if quota.used_bytes >= quota.limit_bytes:
                 raise OutOfSpaceError(f"quota {quota.subject} = {quota.limit_bytes} bytes: no room")
-        return super().put_start(fingerprint, runs, shards, ticket_ttl_ms)
+        return super().put_start(*args)
 
 
 class SupersededLikeOthers(_Unchecked):
-    def open_namespace(
-        self, spec: NamespaceSpec, expected_fingerprint: bytes = b"", opener: str = ""
-    ) -> tuple[PoolNamespace, bool]:
-        opened = super().open_namespace(spec, expected_fingerprint, opener)
+    def open_namespace(self, *args: Any) -> tuple[PoolNamespace, bool]:
+        opened = super().open_namespace(*args)
         for namespace in self.open_namespaces():
             self.placement.superseded.remove(namespace.groups)
         return opened
 
 
 class SupersededForEver(_Unchecked):
-    def lookup(
-        self, fingerprint: bytes, runs: Sequence[BlockRun], *, prefix_only: bool, lease_ttl_ms: int = 0
-    ) -> Lookup:
+    def lookup(self, *args: Any, **options: Any) -> Lookup:
         superseded = [namespace for namespace in self.open_namespaces() if namespace.superseded]
-        found = super().lookup(fingerprint, runs, prefix_only=prefix_only, lease_ttl_ms=lease_ttl_ms)
+        found = super().lookup(*args, **options)
         for namespace in superseded:
             namespace.superseded = True
         return found
@@ -330,13 +313,11 @@ class SlotsChargedOnly(_Unchecked):
 
 
 class PinsIgnored(_Unchecked):
-    def put_start(
-        self, fingerprint: bytes, runs: Sequence[BlockRun], shards: ShardRange, ticket_ttl_ms: int = 0
-    ) -> PutGrant:
+    def put_start(self, *args: Any) -> PutGrant:
         for namespace in self.open_namespaces():
             for entry in namespace.entries():
                 entry.pinned_until = 0
-        return super().put_start(fingerprint, runs, shards, ticket_ttl_ms)
+        return super().put_start(*args)
 
 
 class PinsWithoutBudget(_Unchecked):
@@ -346,13 +327,11 @@ class PinsWithoutBudget(_Unchecked):
 
 
 class ExpiredLikeOthers(_Unchecked):
-    def put_start(
-        self, fingerprint: bytes, runs: Sequence[BlockRun], shards: ShardRange, ticket_ttl_ms: int = 0
-    ) -> PutGrant:
+    def put_start(self, *args: Any) -> PutGrant:
         for namespace in self.open_namespaces():
             for entry in namespace.entries():
                 entry.used = max(entry.used, self.placement.stamp)
-        return super().put_start(fingerprint, runs, shards, ticket_ttl_ms)
+        return super().put_start(*args)
 
 
 class QuarantineUncharged(_Unchecked):

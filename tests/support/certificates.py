@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import datetime as dt
+import socket
+import ssl
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,11 +16,11 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from kvpool.security.certificates import CA_NAME, CERTIFICATE_NAME, KEY_NAME
 from kvpool.security.tls import TlsFiles
 
-_DAY = dt.timedelta(days=1)
+DAY = dt.timedelta(days=1)
 USELESS = (
-    (-2 * _DAY, -_DAY, "tls.crt ended at"),
-    (_DAY, 2 * _DAY, "tls.crt is not valid before"),
-    (-_DAY, _DAY, "tls.crt is for clients only; give the server's"),
+    (-2 * DAY, -DAY, "tls.crt ended at"),
+    (DAY, 2 * DAY, "tls.crt is not valid before"),
+    (-DAY, DAY, "tls.crt is for clients only; give the server's"),
 )
 """When a certificate of `forge` begins and ends, from now on, and why it is none for a server."""
 
@@ -63,3 +65,13 @@ def forge(
     Path(files.key).touch(0o600)
     Path(files.key).write_bytes(pem)
     return files
+
+
+def shown_names(address: str | tuple[str, int], context: ssl.SSLContext) -> list[str]:
+    """The names in the certificate that a server shows at an address of TCP, or at the path of a Unix socket."""
+    with socket.socket(socket.AF_UNIX if isinstance(address, str) else socket.AF_INET) as plain:
+        plain.settimeout(10)
+        plain.connect(address)
+        with context.wrap_socket(plain, server_hostname="localhost") as secure:
+            found = secure.getpeercert() or {}
+    return [str(value) for _, value in found["subjectAltName"]]

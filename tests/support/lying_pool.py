@@ -6,14 +6,12 @@ would refuse for its size is refused here.
 
 from __future__ import annotations
 
-import itertools
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import grpc
-import numpy as np
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
@@ -23,21 +21,15 @@ from kvpool.client.config import ClientConfig
 from kvpool.client.lookup_stream import LookupStream, StreamedError
 from kvpool.client.rpc import PoolRpc
 from kvpool.client.transport_choice import Choice
-from kvpool.protocol.errors import KVPoolError
 from kvpool.protocol.replies import CONTROL_LIMIT, METHOD_LIMITS
-from kvpool.protocol.wire import status_of
+from kvpool.security.principal import ALL_TENANTS, Principal, Role
 from kvpool.v1 import pool_pb2 as pb
-from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.limits import Limits
 from kvpool_server.rpc.chunks import PIECE_BYTES
-from kvpool_server.tiering.tiered_pool import TieredPool
-from testbed.pool_at_once import PoolAtOnce
-from tests.support.clock import FakeClock
 from tests.support.memory_transport import MemoryTransport
-from tests.support.pool_service import pool_service
-from tests.support.service_loop import CallContext, ServiceLoop
+from tests.support.wire_service import METHODS, WireHouse
 
-_METHODS = {method.name: method for method in pb.DESCRIPTOR.services_by_name["Pool"].methods}
+_CALLER = Principal(ALL_TENANTS, Role.OPERATOR)
 _EXTENT_BYTES, _NUM_EXTENTS = 64 << 10, 16
 _NONCE = bytes(range(16))
 Alter = Callable[[str, Message], bytes]
@@ -54,14 +46,7 @@ class LyingPool:
     """
 
     def __init__(self) -> None:
-        ids = itertools.count(1)
-        self.clock = FakeClock()
-        self.alter: Alter | None = None
-        self.num_altered = 0
         size = _EXTENT_BYTES * _NUM_EXTENTS
-        self.memory = np.zeros(size, np.uint8)
-        limits = Limits(max_batch_blocks=256)
-        self.pool = PoolAtOnce(Arena(size, _EXTENT_BYTES), self.clock, lambda: next(ids), limits)
         whole = {"nbytes": size, "nonce": _NONCE, "nonce_offset": size}
         offer = pb.PingResponse(
             piece_bytes=PIECE_BYTES,
@@ -69,28 +54,28 @@ class LyingPool:
             mooncake=pb.MooncakeEngine(session="127.0.0.1:12345", protocol="tcp", base_address=1 << 40, **whole),
             data_port=pb.DataPort(host="127.0.0.1", port=50_052, nonce=_NONCE),
         )
-        tiered = TieredPool(self.pool, self.memory)
-        self._service = pool_service(tiered, self.memory, _NoMetrics(), offer=offer, boot_token=7)
+        self._house = WireHouse(size, _EXTENT_BYTES, Limits(max_batch_blocks=256), offer=offer)
+        self.clock, self.pool, self.memory = self._house.clock, self._house.pool, self._house.memory
+        self.alter: Alter | None = None
+        self.num_altered = 0
         self._serving = threading.RLock()
-        self._loop = ServiceLoop()
-        for name in _METHODS:
+        for name in METHODS:
             setattr(self, name, _Method(self, name))
 
     def client(self, config: ClientConfig) -> Client:
         rpc = PoolRpc(config, self, LookupStream(self._lookup_stream), _NoChannel())
         return Client(config, rpc, lambda *_: Choice(_Memory(self.memory), "memory"))
 
-    def serve(self, method: str, request: Any) -> Any:
-        """The reply, or the replies, as a client parses them. Raises grpc.RpcError."""
+    def serve(self, method: str, *requests: Message) -> Sequence[Message]:
+        """The replies, as a client parses them. Raises grpc.RpcError."""
+        return [self._sent(method, reply) for reply in self._replies(method, *requests)]
+
+    def _replies(self, method: str, *requests: Message) -> Sequence[Message]:
         with self._serving:
-            try:
-                if method == "GetChunks":
-                    replies = self._loop.run(_all(self._service.GetChunks(request, CallContext())))
-                    return [self._sent(method, pb.GetChunksResponse.FromString(reply)) for reply in replies]
-                request = _stream(list(request)) if _METHODS[method].client_streaming else request
-                return self._sent(method, self._loop.run(getattr(self._service, method)(request, CallContext())))
-            except KVPoolError as error:
-                raise StreamedError(status_of(error), str(error)) from None
+            answer = self._house.service.call(_CALLER, method, *requests)
+        if answer.code is not grpc.StatusCode.OK:
+            raise StreamedError(answer.code, answer.message)
+        return answer.replies
 
     def _sent(self, method: str, reply: Message) -> Any:
         if self.alter is None:
@@ -111,33 +96,11 @@ class LyingPool:
     def _lookup_stream(self, requests: Iterator[pb.LookupRequest], timeout: float) -> _Replies:
         def replies() -> Iterator[bytes]:
             for request in requests:
-                with self._serving:
-                    context = _OneRequest(request.SerializeToString())
-                    self._loop.run(self._service.LookupStream(None, context))
-                for reply in context.replies:
+                for reply in self._replies("LookupStream", request):
                     whole = reply.SerializeToString()
                     yield whole if self.alter is None else self._altered("LookupStream", reply)
 
         return _Replies(replies())
-
-
-class _OneRequest(CallContext):
-    """What a stream of lookups asks of gRPC, for a stream of one request.
-
-    Attributes:
-        replies: to the request.
-    """
-
-    def __init__(self, request: bytes):
-        super().__init__()
-        self.replies: list[Message] = []
-        self._requests = [request]
-
-    async def read(self) -> Any:
-        return self._requests.pop() if self._requests else grpc.aio.EOF  # type: ignore[attr-defined]
-
-    async def write(self, reply: Message) -> None:
-        self.replies.append(reply)
 
 
 class _Memory(MemoryTransport):
@@ -168,8 +131,9 @@ class _Method:
         self._pool, self._name = pool, name
 
     def __call__(self, request: Any, timeout: float) -> Any:
-        reply = self._pool.serve(self._name, request)
-        return _Replies(iter(reply)) if isinstance(reply, list) else reply
+        method = METHODS[self._name]
+        replies = self._pool.serve(self._name, *(request if method.client_streaming else [request]))
+        return _Replies(iter(replies)) if method.server_streaming else replies[0]
 
     def future(self, request: Any, timeout: float) -> _Ended:
         try:
@@ -202,23 +166,6 @@ class _Ended:
 class _NoChannel:
     def close(self) -> None:
         """Nothing to close."""
-
-
-class _NoMetrics:
-    def add_bytes(self, *_: Any) -> None:
-        """Counts nothing."""
-
-    def timed(self, _: str) -> threading.RLock:
-        return threading.RLock()  # A context manager that does nothing here.
-
-
-async def _all(replies: Any) -> list[Any]:
-    return [reply async for reply in replies]
-
-
-async def _stream(requests: list[Any]) -> Any:
-    for request in requests:
-        yield request
 
 
 # What alters replies

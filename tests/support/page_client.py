@@ -9,13 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kvpool.security.certificates import Authority
-from kvpool.security.principal import ALL_TENANTS, Principal, Role
-from kvpool.security.tls import TlsFiles
-from kvpool.security.tokens import append_record, create_token
-from tests.security.test_access import DAY
-from tests.support.certificates import files_in
+from kvpool.security.principal import Role
 from tests.support.processes import ServerProcess
+from tests.support.secured_server import SecuredServer
 
 TIMEOUT_S = 10.0
 
@@ -42,23 +38,11 @@ class Answer:
         return json.loads(self.body)
 
 
-class Guarded:
+class Guarded(SecuredServer):
     """A server with tokens."""
 
     def __init__(self, directory: Path, start: Callable[..., ServerProcess]):
-        files = files_in(Authority.create(directory / "pki").issue_server([]))
-        known, operator = directory / "tokens", directory / "operator"
-        self.tokens = {}
-        for role in Role:
-            principal = Principal("acme" if role.has_tenant else ALL_TENANTS, role)
-            self.tokens[role], record = create_token(principal, DAY)
-            append_record(known, record)
-        operator.write_text(self.tokens[Role.OPERATOR])
-        operator.chmod(0o600)
-        flags = ("--tls-cert", files.cert, "--tls-key", files.key, "--tokens", str(known))
-        self.tls, self.token_file = TlsFiles(files.ca), str(operator)
-        self.server = start(*flags, tls=self.tls, token_file=self.token_file)
-        self.ca = files.ca
+        super().__init__(directory, start, proof="tokens")
 
     def get(self, path: str, role: Role | None = None, token: str = "") -> Answer:
         given = token or (self.tokens[role] if role is not None else "")

@@ -8,10 +8,12 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from prometheus_client import CollectorRegistry
 
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.access.authentication import Who
 from kvpool_server.data_plane.permits import PermitTable
+from kvpool_server.observability.metrics import RpcMetrics
 from kvpool_server.reports.engines import EngineReports
 from kvpool_server.rpc.drain import Drain
 from kvpool_server.rpc.grpc_server import PoolService
@@ -22,7 +24,7 @@ from kvpool_server.tiering.tiered_pool import TieredPool
 def pool_service(
     tiered: TieredPool,
     memory: npt.NDArray[np.uint8],
-    metrics: Any,
+    metrics: Any = None,
     *,
     offer: pb.PingResponse,
     boot_token: int = 1,
@@ -36,7 +38,7 @@ def pool_service(
 
     Args:
         memory: the arena, uint8 [arena_bytes].
-        metrics: `RpcMetrics`, or what stands in for them.
+        metrics: `RpcMetrics`; by default some that nobody reads.
         stats: default: the pool's, with its tiers.
         drain: default: one that nobody else knows of.
     """
@@ -46,7 +48,7 @@ def pool_service(
         boot_token=boot_token,
         drain=drain or Drain(tiered, 0, _tell_nobody),
         run=(turns or Turns()).run,
-        metrics=metrics,
+        metrics=metrics or RpcMetrics(CollectorRegistry()),
         offer=offer,
         stats=stats or tiered.stats,
         reports=EngineReports(time.monotonic),

@@ -83,6 +83,7 @@ class _Who:
 
 
 _WHO: Any = _Who()
+_OFFER = pb.PingResponse(piece_bytes=1 << 20)
 _NEVER = dt.datetime.max.replace(tzinfo=dt.UTC)
 
 
@@ -133,12 +134,15 @@ class WireHouse:
 
     Attributes:
         clock: leases and tickets end only when the test advances it.
+        memory: the arena, uint8 [arena_bytes].
     """
 
-    def __init__(self, arena_bytes: int, extent_bytes: int, limits: Limits, first_id: int = 1):
+    def __init__(
+        self, arena_bytes: int, extent_bytes: int, limits: Limits, first_id: int = 1, offer: pb.PingResponse = _OFFER
+    ):
         ids = itertools.count(first_id)
         self.clock = FakeClock()
-        memory = np.zeros(arena_bytes, np.uint8)
+        memory = self.memory = np.zeros(arena_bytes, np.uint8)
 
         def zero(start: int, nbytes: int) -> None:
             memory[start : start + nbytes] = 0
@@ -146,7 +150,7 @@ class WireHouse:
         arena = Arena(arena_bytes, extent_bytes, zero=zero)
         self.pool = PoolAtOnce(arena, self.clock, lambda: next(ids), limits)
         tiered, metrics = TieredPool(self.pool, memory), RpcMetrics(CollectorRegistry())
-        service = pool_service(tiered, memory, metrics, offer=pb.PingResponse(piece_bytes=1 << 20), who=_WHO)
+        service = pool_service(tiered, memory, metrics, offer=offer, who=_WHO)
         self.service = WireService(service, metrics)
 
     def advance(self, seconds: float) -> None:

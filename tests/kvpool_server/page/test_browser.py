@@ -24,8 +24,8 @@ from kvpool.security.principal import ALL_TENANTS, Principal, Role
 from kvpool.security.tokens import create_token
 from testbed.ports import free_endpoint
 from tests.conftest import StartServer
-from tests.security.test_access import DAY
 from tests.support.browser import console, set_screen, start_browser
+from tests.support.certificates import DAY
 from tests.support.driven_pool import Driver
 from tests.support.hostile_names import NAMES
 from tests.support.page_client import Guarded
@@ -241,9 +241,7 @@ def test_a_token_is_asked_for_and_works(pool_server: StartServer, page: Page, tm
     page.press(token, Keys.ENTER)
     wait_for(lambda: page.text("#about"), "numbers on the page")
     assert page.text("#token-form") == ""
-    with Client(
-        ClientConfig(guarded.server.endpoint, timeout_ms=10_000, tls=guarded.tls, token_file=guarded.token_file)
-    ) as client:
+    with guarded.client(Role.OPERATOR) as client:
         Driver(client, "model/one", "acme", salt=SALT).turn()
     page.shows("#owners", "model/one")
     assert "The server's own" in page.text("#certificates")

@@ -10,14 +10,12 @@ from typing import Any
 
 import pytest
 
-from kvpool.client.client import Client
-from kvpool.client.config import ClientConfig
 from kvpool.protocol.messages import fields_of
 from kvpool.security.principal import ALL_TENANTS, Principal, Role
 from kvpool.security.tokens import create_token
 from kvpool_server.page.samples import INTERVAL_S
 from tests.conftest import Connect, StartServer
-from tests.security.test_access import DAY
+from tests.support.certificates import DAY
 from tests.support.driven_pool import SAVED_S, Driver
 from tests.support.page_client import Answer, Guarded
 from tests.support.processes import ServerProcess, wait_for
@@ -151,8 +149,7 @@ def test_numbers_are_for_those_who_may_read_metrics(pool_server: StartServer, tm
 def test_no_secret_is_in_any_answer(pool_server: StartServer, tmp_path: Path) -> None:
     guarded = Guarded(tmp_path, pool_server)
     salt = "a-salt-that-nobody-may-read"
-    config = ClientConfig(guarded.server.endpoint, timeout_ms=10_000, tls=guarded.tls, token_file=guarded.token_file)
-    with Client(config) as client:
+    with guarded.client(Role.OPERATOR) as client:
         driver = Driver(client, "model/one", "acme", salt=salt)
         driver.turn()
     answers = [guarded.get(path, Role.METRICS).body.decode() for path in API]

@@ -1,28 +1,40 @@
-"""Writes the screenshots of docs/how-to/page.md: `python -m tests.support.page_screenshots [--minutes 14]`.
+"""Writes the pictures in docs/images: `python -m tests.support.screenshots [--minutes 14]`.
 
 A server with a tier and a quota is driven for so long; then Chromium opens its page in light, dark, and as narrow
-as a phone.
+as a phone, and commands run each on a terminal of its own, whose output rich draws.
 """
 
 from __future__ import annotations
 
 import argparse
 import io
+import os
+import pty
 import random
+import re
 import shutil
+import struct
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from fcntl import ioctl
+from io import StringIO
 from pathlib import Path
+from termios import TIOCSWINSZ
 
 from PIL import Image
+from rich._export_format import CONSOLE_SVG_FORMAT
+from rich.console import Console
+from rich.text import Text
 from selenium.webdriver.chrome.webdriver import WebDriver
 
 from kvpool.client.client import Client
 from kvpool.client.config import ClientConfig
 from tests.support.browser import set_screen, start_browser
 from tests.support.driven_pool import Driver
-from tests.support.processes import ServerProcess, wait_for
+from tests.support.processes import ServerProcess, clean_environment, wait_for
 
 IMAGES = Path(__file__).parents[2] / "docs" / "images"
 MAX_BYTES = 150 << 10
@@ -34,6 +46,12 @@ SHOTS = {"light": (1_280, False), "dark": (1_280, True), "phone": (360, False)}
 """By name: the width, and whether the system is dark."""
 MAX_HEIGHT = {"light": 2_200, "dark": 1_000, "phone": 1_500}
 REPORT_EVERY_S = 10.0
+COLUMNS = 100
+TERMINALS = {"stats": ("stats",), "top": ("top", "--once"), "doctor": ("doctor",)}
+"""Name of the picture -> arguments of `kvpool`."""
+MAX_LINES = 30
+PORTS = (":50051", ":50052", ":50053")
+"""The default ports, which the pictures show in place of the server's own."""
 
 
 def drivers_of(client: Client) -> list[Driver]:
@@ -80,8 +98,49 @@ def shoot(browser: WebDriver, url: str, name: str) -> Path | None:
     return path
 
 
+def on_a_terminal(command: list[str], environment: dict[str, str]) -> str:
+    """What a command prints on a terminal, with its escape sequences."""
+    leader, follower = pty.openpty()
+    ioctl(follower, TIOCSWINSZ, struct.pack("HHHH", 50, COLUMNS, 0, 0))
+    with subprocess.Popen(command, stdin=follower, stdout=follower, stderr=follower, env=environment) as process:
+        os.close(follower)
+        printed = b""
+        while True:
+            try:
+                chunk = os.read(leader, 65_536)
+            except OSError:  # The command has closed its terminal.
+                break
+            if not chunk:
+                break
+            printed += chunk
+        process.wait(30)
+    os.close(leader)
+    return printed.decode().replace("\r\n", "\n")
+
+
+def svg(name: str, line: str, printed: str) -> str:
+    """The picture of a terminal; it asks no other host for fonts."""
+    console = Console(record=True, width=COLUMNS, file=StringIO(), force_terminal=True)
+    shown = printed.rstrip().splitlines()[:MAX_LINES]
+    console.print(Text.from_ansi("\n".join([f"\x1b[1m$ {line}\x1b[0m", *shown])))
+    plain = re.sub(r"@font-face \{\{.*?\}\}\s*", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
+    text = console.export_svg(title="", code_format=plain, unique_id=f"terminal-{name}")
+    return "\n".join(each.rstrip() for each in text.splitlines()) + "\n"
+
+
+def draw(server: ServerProcess, name: str, arguments: tuple[str, ...]) -> Path:
+    """Writes the picture of what a command prints."""
+    environment = clean_environment(KVPOOL_ENDPOINT=server.endpoint, TERM="xterm-256color")
+    printed = on_a_terminal([sys.executable, "-m", "kvpool.cli", *arguments], environment)
+    for ours, port in zip((server.endpoint, server.http_url.partition("://")[2]), PORTS, strict=False):
+        printed = printed.replace(ours.split("/")[0], f"127.0.0.1{port}")
+    path = IMAGES / f"terminal-{name}.svg"
+    path.write_text(svg(name, " ".join(["kvpool", *arguments]), printed))
+    return path
+
+
 def main() -> None:
-    """Drives a server and writes all screenshots."""
+    """Drives a server and writes all pictures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=14.0)
     minutes = parser.parse_args().minutes
@@ -101,6 +160,8 @@ def main() -> None:
                     while (shot := shoot(browser, f"{server.http_url}/", name)) is None:
                         drive(drivers, REPORT_EVERY_S)
                     print(shot)
+                for name, arguments in TERMINALS.items():
+                    print(draw(server, name, arguments))
         finally:
             if browser is not None:
                 browser.quit()
