@@ -13,16 +13,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field
 
 from kvpool.protocol.namespace import NamespaceSpec
-from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.cache.eviction import Policy
 from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.tiers.open_files import OpenFiles
+
+if TYPE_CHECKING:
+    from kvpool.v1 import pool_pb2 as pb
 
 COUNTERS = {
     # Counted by the server
@@ -143,10 +145,14 @@ class Tier(ABC):
 
     def holdings(self, fingerprint: bytes) -> pb.TierHoldings:
         """What the tier holds of a namespace, as far as this server knows."""
+        from kvpool.v1 import pool_pb2 as pb  # Not to be loaded by those who read a tier's options.
+
         return pb.TierHoldings(tier=self.name)
 
     def stats(self) -> pb.TierStats:
         """A snapshot, but for `up`, which the server knows."""
+        from kvpool.v1 import pool_pb2 as pb
+
         return pb.TierStats(name=self.name, counters=self.counters)
 
 

@@ -22,7 +22,7 @@ import re
 import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import structlog
 from pydantic import ByteSize, Field, field_validator
@@ -30,7 +30,6 @@ from pydantic import ByteSize, Field, field_validator
 from kvpool.protocol.errors import ConfigError, InvalidRequestError, OutOfSpaceError
 from kvpool.protocol.namespace import NamespaceSpec
 from kvpool.protocol.types import BlockRun
-from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.cache.entry import Record
 from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.cache.pool import Pool
@@ -46,6 +45,9 @@ from kvpool_server.tiers.file.peer_directories import DEFAULT_MEMORY_BYTES, Peer
 from kvpool_server.tiers.open_files import raise_descriptor_limit
 from kvpool_server.tiers.thread_pool import DaemonThreadPool
 from kvpool_server.tiers.tier import Block, Tier, TierContext, TierError, TierOptions
+
+if TYPE_CHECKING:
+    from kvpool.v1 import pool_pb2 as pb
 
 log = structlog.get_logger()
 
@@ -291,18 +293,17 @@ class FileTier(Tier):
     def holdings(self, fingerprint: bytes) -> pb.TierHoldings:
         namespace = self.pool.namespace(fingerprint)
         held = [] if namespace is None else [(len(group.index), group.spec.slot_bytes) for group in namespace.groups]
-        nbytes = sum(count * slot_bytes for count, slot_bytes in held)
-        return pb.TierHoldings(tier=self.name, num_entries=sum(count for count, _ in held), nbytes=nbytes)
+        told = super().holdings(fingerprint)
+        told.num_entries = sum(count for count, _ in held)
+        told.nbytes = sum(count * slot_bytes for count, slot_bytes in held)
+        return told
 
     def stats(self) -> pb.TierStats:
-        pool = self.pool.stats()
-        return pb.TierStats(
-            name=self.name,
-            size_bytes=pool.arena_bytes,
-            used_bytes=pool.arena_bytes - pool.free_bytes,
-            num_entries=pool.num_entries,
-            counters={**self.counters, "evicted_blocks": pool.counters["evicted_blocks"]},
-        )
+        pool, told = self.pool.stats(), super().stats()
+        told.size_bytes, told.used_bytes = pool.arena_bytes, pool.arena_bytes - pool.free_bytes
+        told.num_entries = pool.num_entries
+        told.counters["evicted_blocks"] = pool.counters["evicted_blocks"]
+        return told
 
     async def refresh(self) -> bool:
         """Sends a heartbeat and reads what peers have added; True if they have more. Failures are logged."""

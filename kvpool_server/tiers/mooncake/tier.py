@@ -18,13 +18,12 @@ import re
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar
 
 import structlog
 from pydantic import ByteSize, Field, field_validator
 
 from kvpool.protocol.errors import ConfigError
-from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.tiers.block_mac import BlockMac
 from kvpool_server.tiers.mooncake.messages import MAX_KEYS, Call
@@ -40,6 +39,9 @@ from kvpool_server.tiers.mooncake.store_process import (
 from kvpool_server.tiers.mooncake.worker import StoreConfig
 from kvpool_server.tiers.thread_pool import DaemonThreadPool
 from kvpool_server.tiers.tier import Block, BlockKey, Tier, TierContext, TierError, TierOptions
+
+if TYPE_CHECKING:
+    from kvpool.v1 import pool_pb2 as pb
 
 log = structlog.get_logger()
 
@@ -224,17 +226,15 @@ class MooncakeTier(Tier):
 
         Blocks that the cluster has evicted meanwhile are among them; blocks that other servers have written are not.
         """
-        num_own, nbytes = self._presence.num_own[fingerprint], self._presence.own_bytes[fingerprint]
-        return pb.TierHoldings(tier=self.name, num_entries=num_own, nbytes=nbytes)
+        told = super().holdings(fingerprint)
+        told.num_entries, told.nbytes = self._presence.num_own[fingerprint], self._presence.own_bytes[fingerprint]
+        return told
 
     def stats(self) -> pb.TierStats:
         """As `holdings`, of all namespaces. The size is unknown: only the master knows the cluster's."""
-        return pb.TierStats(
-            name=self.name,
-            used_bytes=self._presence.own_bytes.total(),
-            num_entries=self._presence.num_own.total(),
-            counters=self.counters,
-        )
+        told = super().stats()
+        told.used_bytes, told.num_entries = self._presence.own_bytes.total(), self._presence.num_own.total()
+        return told
 
     async def _ask(self, what: Call, keys: Sequence[str]) -> list[int]:
         return await self._call(self._questions, self.workers.ask, what, keys)
