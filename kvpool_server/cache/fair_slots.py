@@ -27,6 +27,11 @@ class FairSlots:
     def num_waiting(self, caller: str) -> int:
         return len(self._waiting[caller])
 
+    @property
+    def has_waiting(self) -> bool:
+        """Whether any caller waits."""
+        return any(self._waiting.values())
+
     @asynccontextmanager
     async def slot(self, caller: str, wait_s: float | None = None) -> AsyncIterator[None]:
         """The caller has a slot until the body ends. Raises as `take`."""

@@ -17,7 +17,7 @@ from kvpool_server.cache.steps import Steps, Value
 
 TURN_S = 0.001
 """How long the steps of one turn may last. A turn ends with the step that exceeds it."""
-ACCEPT_S, LULL_S = 0.003, 0.0002
+ACCEPT_S, LULL_S = 0.002, 0.0002
 """How long a turn lets gRPC hand over calls, which it does one by one, at most, and after the last of them. Else each
 would wait for a turn, and a call that takes no time for those of all calls that came before it."""
 
@@ -97,7 +97,10 @@ class Turns:
         for kept in (self._tasks, *([] if running is None else [running.unfinished])):
             kept.add(task)
             task.add_done_callback(kept.discard)
-        return await asyncio.shield(task)
+        try:
+            return await asyncio.shield(task)
+        finally:
+            del task  # What it raises has this frame in its traceback, and the request: a cycle.
 
     async def _finish(self, steps: Steps[Value]) -> Value:
         caller = str(CALLER.get() or "")
@@ -115,10 +118,12 @@ class Turns:
         """Returns when the loop has run what was ready, and gRPC has no more calls to hand over."""
         now = time.monotonic()
         ends_at, lull_ends_at = now + ACCEPT_S, now
+        self._num_accepted += not self._slots.has_waiting  # The only call at work has been accepted itself.
         while now < ends_at:
             await asyncio.sleep(0)
             now = time.monotonic()
-            if self._num_accepted != _num_accepted:
+            if self._num_accepted < _num_accepted:
                 self._num_accepted, lull_ends_at = _num_accepted, now + LULL_S
             elif now >= lull_ends_at:
-                return
+                break
+        self._num_accepted = _num_accepted

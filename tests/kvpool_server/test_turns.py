@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
+import gc
 import time
+import weakref
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -110,8 +113,9 @@ async def _accepted(log: list[str], num_calls: int) -> None:
 @_on_a_loop
 async def test_calls_that_are_handed_over_come_before_a_turn() -> None:
     log: list[str] = []
-    await asyncio.gather(Turns().run(_work(log, "work", 8)), _accepted(log, 20))
-    first_turn = log.index("work", 1)  # The first step is done at once.
+    turns = Turns()
+    await asyncio.gather(turns.run(_work(log, "work", 8)), turns.run(_work(log, "work", 8)), _accepted(log, 20))
+    first_turn = log.index("work", 2)  # The first step of each is done at once.
     assert log[:first_turn].count("call") == 20
 
 
@@ -122,3 +126,25 @@ async def test_endless_calls_do_not_keep_work_from_its_turn() -> None:
     await Turns().run(_work(log, "work", 8))
     calls.cancel()
     assert log.count("work") == 8
+
+
+@_on_a_loop
+async def test_a_request_that_work_refuses_is_free_when_its_call_ends() -> None:
+    class Request:
+        pass
+
+    def refuses(request: Request) -> Steps[None]:
+        yield
+        raise ZeroDivisionError(str(request))
+
+    request = Request()
+    kept = weakref.ref(request)
+    gc.disable()
+    try:
+        with contextlib.suppress(ZeroDivisionError):
+            await Turns().run(refuses(request))
+        del request
+        await asyncio.sleep(0)
+        assert kept() is None, "it lies in a cycle until the collector runs"
+    finally:
+        gc.enable()

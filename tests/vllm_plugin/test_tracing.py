@@ -50,7 +50,7 @@ def test_a_request_its_lookup_and_its_load(collector: Collector, core: MakeCore)
     (lookup,) = (each for each in collector.named("kvpool.lookup") if each.service == "kvpool-client")
     (load,) = collector.named("kvpool.load")
     assert lookup.parent == load.parent == span.id and lookup.trace == load.trace == TRACE
-    assert lookup.attributes["kvpool.hit_tokens"] == hit and load.attributes["kvpool.security.tokens"] == hit
+    assert lookup.attributes["kvpool.hit_tokens"] == hit and load.attributes["kvpool.tokens"] == hit
     assert job.traceparent == f"00-{TRACE}-{load.id}-01"
     assert not one.side._spans._open
 

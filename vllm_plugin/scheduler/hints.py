@@ -130,7 +130,7 @@ class Hints:
         self._recorder = recorder
         self._waiting: queue.Queue[Callable[[], None] | None] = queue.Queue(MAX_WAITING)
         self._thread: threading.Thread | None = None
-        self._is_over = False
+        self._is_closed = self._is_over = False
         self._said = ""
         self._hinted: dict[str, _Hinted] = {}
         self._logged: set[str] = set()
@@ -180,7 +180,8 @@ class Hints:
 
     def close(self) -> None:
         """Lets the waiting hints be told for `END_S`; they are lost at once if the queue is full. Idempotent."""
-        if self._thread is None:
+        was_closed, self._is_closed = self._is_closed, True
+        if was_closed or self._thread is None:
             return
         if self._waiting.full():
             self._is_over = True
@@ -230,7 +231,7 @@ class Hints:
         pin_s = hinted.hints.pin_s if kind is HintKind.PIN else 0
         for session in self._stages.sessions:
             namespace = session.namespace
-            if namespace is None or self._waiting.full():  # No other thread puts anything.
+            if namespace is None or self._is_closed or self._waiting.full():  # No other thread puts anything.
                 self._recorder.add("lost_hints")
                 continue
             self._waiting.put(functools.partial(self._tell, session, namespace, kind, runs, pin_s))

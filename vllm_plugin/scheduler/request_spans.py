@@ -67,7 +67,7 @@ class RequestSpans:
             spans.lookup.end(time.time_ns() - int(1e9 * waited_s))
             spans.lookup = None
         if num_external_tokens and spans.load is None:
-            attributes = {"kvpool.security.tokens": num_external_tokens}
+            attributes = {"kvpool.tokens": num_external_tokens}
             spans.load = self._tracing.start("kvpool.load", self.traceparent(request.request_id), attributes)
 
     def load_ended(self, request_id: str, succeeded: bool) -> None:
