@@ -118,11 +118,11 @@ class Turns:
         """Returns when the loop has run what was ready, and gRPC has no more calls to hand over."""
         now = time.monotonic()
         ends_at, lull_ends_at = now + ACCEPT_S, now
-        self._num_accepted += not self._slots.has_waiting  # The only call at work has been accepted itself.
         while now < ends_at:
             await asyncio.sleep(0)
             now = time.monotonic()
-            if self._num_accepted < _num_accepted:
+            own = not self._slots.has_waiting  # The only call at work has been accepted itself.
+            if self._num_accepted + own < _num_accepted:
                 self._num_accepted, lull_ends_at = _num_accepted, now + LULL_S
             elif now >= lull_ends_at:
                 break
