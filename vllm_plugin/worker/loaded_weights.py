@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import xxhash
 from vllm.logger import init_logger
@@ -25,12 +26,16 @@ from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+    from vllm_plugin.worker.copy import xxh3
+
 logger = init_logger("vllm.kvpool.loaded_weights")
 
 PIECE_BYTES = 256 << 20
 """Bytes that a GPU hashes at a time; the hash needs a sixteenth of them."""
 CHUNK_BYTES = 256 << 10
 """Bytes behind one checksum on a GPU: many of them are computed at once."""
+MAX_PENDING_BYTES = 64 << 20
+"""Bytes that a GPU keeps to be fetched at once."""
 MAX_READ_BACK_FLOP = 1 << 40
 """Products of more operations than this (tens of seconds on two cores) are not worth knowing packed weights."""
 READ_BACK_ROWS = 512
@@ -56,7 +61,7 @@ class LoadedWeights:
             return b""
 
     def _digest(self) -> bytes:
-        digest = hashlib.sha256()
+        digest = _Digest()
         flop = 0
         roots = [root for ref in self._roots if (root := ref()) is not None]
         if not roots:
@@ -119,28 +124,64 @@ def _read_back(layer: Any) -> Iterator[torch.Tensor]:
         yield layer.quant_method.apply(layer, probe)
 
 
-def _add(digest: Any, name: str, tensor: torch.Tensor) -> None:
-    digest.update(f"{name}:{tuple(tensor.shape)}:{tensor.dtype};".encode())
+class _Digest:
+    """SHA-256 over bytes, of which those on a GPU are fetched many at a time: each fetch waits for what the GPU was
+    given before, and for the processes that share it.
+
+    Attributes:
+        hasher: of the GPU; None until something lies there.
+    """
+
+    def __init__(self) -> None:
+        self.hasher: xxh3.Hasher | None = None
+        self._sha = hashlib.sha256()
+        self._parts: list[tuple[bytes | torch.Tensor, bool]] = []
+        self._pending_bytes = 0
+
+    def add(self, part: bytes | torch.Tensor, *, by_checksum: bool = False) -> None:
+        """Adds bytes, or a tensor's (uint8, one dimension), or their checksum (xxh3)."""
+        self._parts.append((part, by_checksum))
+        self._pending_bytes += part.numel() if isinstance(part, torch.Tensor) else 0
+        if self._pending_bytes > MAX_PENDING_BYTES:
+            self._fetch()
+
+    def digest(self) -> bytes:
+        self._fetch()
+        return self._sha.digest()
+
+    def _fetch(self) -> None:
+        tensors = [part for part, _ in self._parts if isinstance(part, torch.Tensor)]
+        fetched = torch.cat(tensors).cpu().numpy() if tensors else np.empty(0, np.uint8)
+        at = 0
+        for part, by_checksum in self._parts:
+            if isinstance(part, torch.Tensor):
+                at, part = at + part.numel(), fetched[at : at + part.numel()].tobytes()
+            self._sha.update(xxhash.xxh3_64_digest(part) if by_checksum else part)
+        self._parts, self._pending_bytes = [], 0
+
+
+def _add(digest: _Digest, name: str, tensor: torch.Tensor) -> None:
+    digest.add(f"{name}:{tuple(tensor.shape)}:{tensor.dtype};".encode())
     # Some kernels transpose weights in place: in the order of memory they are contiguous.
     order = sorted(range(tensor.dim()), key=lambda dim: -tensor.stride(dim))
     flat = tensor.detach().permute(order).contiguous().reshape(-1).view(torch.uint8)
-    is_here = tensor.device.type == "cpu"
-    digest.update(xxhash.xxh3_64_digest(flat.numpy()) if is_here else _device_sums(flat))
+    if tensor.device.type == "cpu":
+        digest.add(xxhash.xxh3_64_digest(flat.numpy()))
+    else:
+        _add_device_sums(digest, flat)
 
 
-def _device_sums(flat: torch.Tensor) -> bytes:
+def _add_device_sums(digest: _Digest, flat: torch.Tensor) -> None:
     """Checksums of a tensor (uint8, one dimension) where it lies; what fills no chunk is hashed on the host."""
     from vllm_plugin.worker.copy import xxh3
 
-    hasher = xxh3.Hasher(flat.device)
+    hasher = digest.hasher = digest.hasher or xxh3.Hasher(flat.device)
     end = flat.numel() // CHUNK_BYTES * CHUNK_BYTES
-    found = []
     for first in range(0, end, PIECE_BYTES):
         chunks = flat[first : min(end, first + PIECE_BYTES)].view(-1, CHUNK_BYTES)
         chunks = chunks.clone() if chunks.data_ptr() % xxh3.WORD_BYTES else chunks
         room = torch.empty(hasher.room(len(chunks), CHUNK_BYTES), dtype=torch.int64, device=flat.device)
         hashing = hasher.prepare(chunks, room)
         hashing.start()
-        found.append(hashing.accumulators.clone())
-    tail = xxhash.xxh3_64_digest(flat[end:].cpu().numpy())
-    return b"".join(each.cpu().numpy().tobytes() for each in found) + tail
+        digest.add(hashing.accumulators.clone().view(-1).view(torch.uint8))
+    digest.add(flat[end:].clone(), by_checksum=True)

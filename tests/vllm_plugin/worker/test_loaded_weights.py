@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import xxhash
 from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 
+from vllm_plugin.worker import loaded_weights
 from vllm_plugin.worker.loaded_weights import LoadedWeights
 
 
@@ -45,6 +48,17 @@ def test_weights_in_parameters_are_named_by_every_byte() -> None:
     before = digest(Model(w13_weight=weight))
     weight[-1] += 1
     assert b"" != before != digest(Model(w13_weight=weight)) != b""
+
+
+@pytest.mark.parametrize("pending", [0, 30, 1 << 20])
+def test_what_is_fetched_together_is_hashed_in_its_order(monkeypatch: pytest.MonkeyPatch, pending: int) -> None:
+    monkeypatch.setattr(loaded_weights, "MAX_PENDING_BYTES", pending)
+    parts = [(bytes([nth]) * (9 * nth), nth % 3 == 0, nth % 2 == 0) for nth in range(9)]
+    ours, expected = loaded_weights._Digest(), hashlib.sha256()
+    for data, is_tensor, by_checksum in parts:
+        ours.add(torch.tensor(list(data), dtype=torch.uint8) if is_tensor else data, by_checksum=by_checksum)
+        expected.update(xxhash.xxh3_64_digest(data) if by_checksum else data)
+    assert ours.digest() == expected.digest()
 
 
 def test_a_layer_around_another_has_the_weights_of_that_one() -> None:
