@@ -314,7 +314,7 @@ class Composition:
             memory=self.memory.segment.bytes,
             boot_token=self._boot_token,
             drain=drain,
-            run=self.turns.run,
+            turns=self.turns,
             metrics=self._monitoring.rpcs,
             offer=self.memory.offer(self._engine, self.data.info if self.data is not None else None),
             stats=self._monitoring.stats,

@@ -63,7 +63,7 @@ class BlockHandlers(Handlers):
     async def _answer(self, message: bytes, owner: Owner) -> pb.LookupReply | None:
         """The answer to one request of a stream; None to one that only releases leases."""
         try:
-            request = await decoded(self.run, pb.LookupRequest, check_size(message, MAX_REQUEST_BYTES))
+            request = await decoded(self.turns, pb.LookupRequest, check_size(message, MAX_REQUEST_BYTES))
             with self.metrics.timed("Lookup" if request.runs else "Release"):
                 found = await self._lookup(request, owner)
         except KVPoolError as error:

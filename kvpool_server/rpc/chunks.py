@@ -61,7 +61,7 @@ class ChunkHandlers(Handlers):
                 if status is PutStatus.GRANTED:
                     self.metrics.add_bytes("write", len(chunk.payload))
                 if nth % INLINE_CHUNKS_PER_TURN == 0:
-                    await asyncio.sleep(0)  # Other calls do not wait for the whole message.
+                    await self.turns.wait()
         return pb.PutChunksResponse(boot_token=self.boot_token, statuses=bytes(statuses), nbytes=nbytes)
 
     def _write(self, request: pb.PutChunksRequest, owner: Owner) -> int:

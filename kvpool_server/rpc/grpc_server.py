@@ -39,7 +39,7 @@ from kvpool_server.rpc.turns import call_with_its_work
 MAX_CALLS = 4_096
 """Calls at once, streams of lookups included. A caller may have as many as are still left, so that one leaves half of
 them to others; gRPC itself refuses all beyond."""
-MAX_STREAMS = 100
+MAX_STREAMS = 32
 """Calls at once on one connection. gRPC counts a call that its client resets until the event loop has seen it: without
 this bound one connection that begins and resets calls takes all of `MAX_CALLS`, before any credentials are read."""
 MAX_METADATA_BYTES = 16 << 10

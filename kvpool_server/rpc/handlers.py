@@ -18,13 +18,13 @@ from kvpool_server.access.caller import CALLER, is_visible
 from kvpool_server.cache.fair_slots import FairSlots
 from kvpool_server.cache.leases import Owner
 from kvpool_server.cache.namespaces import unknown_namespace
-from kvpool_server.cache.steps import Run
 from kvpool_server.data_plane.permits import PermitTable
 from kvpool_server.observability.metrics import RpcMetrics
 from kvpool_server.reports.engines import EngineReports
 from kvpool_server.reports.usage_ledger import UsageLedger
 from kvpool_server.rpc.drain import Drain
 from kvpool_server.rpc.lookup_streams import LookupStreams
+from kvpool_server.rpc.turns import Turns
 from kvpool_server.rpc.verifier import Verifier
 from kvpool_server.tiering.tiered_pool import TieredPool
 
@@ -54,7 +54,7 @@ class Handlers:
     memory: npt.NDArray[np.uint8]
     boot_token: int
     drain: Drain
-    run: Run
+    turns: Turns
     metrics: RpcMetrics
     offer: pb.PingResponse
     stats: Callable[[], pb.StatsResponse]
@@ -68,6 +68,7 @@ class Handlers:
     def __post_init__(self) -> None:
         self.pool = self.tiered.pool
         self.streams = LookupStreams(self.pool.limits.max_streams)
+        self.run = self.turns.run
         self.verifier = Verifier(self.pool, self.memory, self.run)
         self.ledger_turns = FairSlots(1, 1)
 

@@ -7,6 +7,7 @@ from contextlib import aclosing
 from typing import Any, Protocol, TypeVar
 
 import grpc
+import numpy as np
 from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
@@ -16,9 +17,10 @@ from kvpool.client.tracing import Tracing
 from kvpool.protocol.errors import InvalidRequestError
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.access.authentication import Context
-from kvpool_server.cache.steps import Run, Steps, at_once
+from kvpool_server.cache.steps import Steps
 from kvpool_server.rpc.call_spans import LOOKUPS, traced
 from kvpool_server.rpc.inbox import MAX_CHECKS, MAX_REQUEST_BYTES, REQUEST, SMALL_BYTES, Inbox
+from kvpool_server.rpc.turns import Turns
 
 _SERVICE = pb.DESCRIPTOR.services_by_name["Pool"]
 _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"]
@@ -30,10 +32,9 @@ assert CHECK not in METHODS, "every role may call it"
 
 
 class Service(Protocol):
-    """Has a method of the name of each RPC, and does work in steps."""
+    """Has a method of the name of each RPC, whose callers take turns."""
 
-    @property
-    def run(self) -> Run: ...
+    turns: Turns
 
 
 def add_service(service: Service, max_spec_bytes: int, server: grpc.aio.Server, tracing: Tracing | None = None) -> None:
@@ -62,7 +63,9 @@ class HealthService:
     """
 
     is_serving = False
-    run = staticmethod(at_once)
+
+    def __init__(self) -> None:
+        self.turns = Turns()
 
     async def Check(self, request: health_pb2.HealthCheckRequest, context: Context) -> health_pb2.HealthCheckResponse:
         if request.service not in ("", SERVICE_NAME):
@@ -78,37 +81,48 @@ _Message = TypeVar("_Message", bound=Message)
 MAX_FIELDS = 9_216
 """Of a message, without those of its parts: more than any request needs. Each may become an object of a hundred bytes
 that was sent as two, and none has been counted when the message is decoded."""
-UNCOUNTED_BYTES = 256 << 10
-"""To decode a message of this size takes no longer than to count so many fields."""
+UNCOUNTED = 65_536
+"""Fields that are decoded within 4 ms. A message that cannot have more is not counted."""
+COUNTED_PER_STEP = 256
 
 
-def decode(message_type: type[_Message], message: bytes) -> _Message:
+def decode_in_steps(message_type: type[_Message], message: bytes) -> Steps[_Message]:
     """Raises InvalidRequestError if the bytes are no such message, or have too many fields."""
     try:
-        if len(message) > UNCOUNTED_BYTES and _num_fields(message) > MAX_FIELDS:
-            raise InvalidRequestError(f"the request has more than {MAX_FIELDS} fields; split it")
+        if len(message) > 2 * UNCOUNTED:
+            counting = _num_fields(message)
+            is_counted = next(counting, True)
+            may_be_many = not is_counted and _most_fields(message_type, message) > UNCOUNTED
+            if may_be_many and (yield from counting) > MAX_FIELDS:
+                raise InvalidRequestError(f"the request has more than {MAX_FIELDS} fields; split it")
         return message_type.FromString(message)
     except DecodeError:
         name = message_type.DESCRIPTOR.name
         raise InvalidRequestError(f"the request is no {name}; see kvpool/v1/pool.proto") from None
 
 
-async def decoded(run: Run, message_type: type[_Message], message: bytes) -> _Message:
-    """As `decode`; a large message when it is its caller's turn."""
-
-    def in_a_turn() -> Steps[_Message]:
-        yield
-        return decode(message_type, message)
-
-    return await run(in_a_turn()) if len(message) > SMALL_BYTES else decode(message_type, message)
+async def decoded(turns: Turns, message_type: type[_Message], message: bytes, most: int = SMALL_BYTES) -> _Message:
+    """As `decode_in_steps`; a message of more than `most` bytes when it is its caller's turn."""
+    if len(message) > most:
+        await turns.wait()
+    return await turns.run(decode_in_steps(message_type, message))
 
 
-def _num_fields(message: bytes) -> int:
+def _most_fields(message_type: type[Message], message: bytes) -> int:
+    """At least as many as the message has fields that become objects: how often their first bytes occur."""
+    tags = [field.number << 3 | 2 for field in message_type.DESCRIPTOR.fields if field.is_repeated]
+    assert max(tags, default=0) < 128, "a tag of two bytes"
+    return sum(int(np.count_nonzero(np.frombuffer(message, np.uint8) == tag)) for tag in tags)
+
+
+def _num_fields(message: bytes) -> Steps[int]:
     """How many fields a message has, as far as `MAX_FIELDS` + 1. Raises DecodeError if it is none."""
     at, count = 0, 0
     while at < len(message) and count <= MAX_FIELDS:
         tag, at = _varint(message, at)
         count += 1
+        if count % COUNTED_PER_STEP == 0:
+            yield
         match tag & 7:
             case 0:
                 at = _varint(message, at)[1]
@@ -149,7 +163,8 @@ def _handler(
 
         async def of_stream(_: object, context: Context) -> Any:
             async with aclosing(inbox.stream(context)) as messages:
-                return await behavior((decode(message_type, message) async for message in messages), context)
+                requests = (await decoded(service.turns, message_type, message, most=0) async for message in messages)
+                return await behavior(requests, context)
 
         return grpc.stream_unary_rpc_method_handler(of_stream, None, encode)
     has_lists = any(field.is_repeated for field in method.input_type.fields)
@@ -158,7 +173,7 @@ def _handler(
         most = max_spec_bytes
 
     async def request_of(context: Context) -> Any:
-        return await decoded(service.run, message_type, await inbox.receive(context, most))
+        return await decoded(service.turns, message_type, await inbox.receive(context, most))
 
     async def of_one(_: object, context: Context) -> Any:
         request = await request_of(context)
@@ -170,6 +185,7 @@ def _handler(
         async with inbox.slot(context), aclosing(behavior(request, context)) as messages:
             async for message in messages:
                 yield message
+                await service.turns.wait()
 
     if method.server_streaming:
         return grpc.stream_stream_rpc_method_handler(replies, None, bytes)  # Its replies are bytes already.

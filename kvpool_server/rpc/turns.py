@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -81,6 +81,7 @@ class Turns:
     def __init__(self) -> None:
         self._slots = FairSlots(1, 1)
         self._num_accepted = 0  # Calls that had been accepted before the last turn.
+        self._last_task = 0  # Whose turn was the last, if it waited for it.
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def run(self, steps: Steps[Value]) -> Value:
@@ -102,11 +103,23 @@ class Turns:
         finally:
             del task  # What it raises has this frame in its traceback, and the request: a cycle.
 
+    async def wait(self) -> None:
+        """Returns when it is the caller's turn: what the task does until it waits again is a turn."""
+        task = id(asyncio.current_task())
+        if self._last_task != task or self._slots.has_waiting:
+            async with self._turn():
+                self._last_task = task
+
+    @contextlib.asynccontextmanager
+    async def _turn(self) -> AsyncIterator[None]:
+        async with self._slots.slot(str(CALLER.get() or "")):
+            await self._calls_accepted()
+            self._last_task = 0
+            yield
+
     async def _finish(self, steps: Steps[Value]) -> Value:
-        caller = str(CALLER.get() or "")
         while True:
-            async with self._slots.slot(caller):
-                await self._calls_accepted()
+            async with self._turn():
                 ends_at = time.monotonic() + TURN_S
                 while time.monotonic() < ends_at:
                     try:

@@ -1,7 +1,7 @@
 """Searches for calls with which one kind of caller slows, fills or silences a pool for another.
 
-`python -m tests.security.adversary search --seconds 3600` draws attacks, changes the worst ones, and makes the worst
-smaller. An attack is some moves, made again and again by 1, 8 or 64 identities that are strangers, routers, engines or
+`python -m tests.security.adversary search --seconds 3600` begins with the attacks that were found before, draws others,
+changes the worst ones, and makes the worst smaller. An attack is some moves, made again and again by 1, 8 or 64 identities that are strangers, routers, engines or
 denied. Beside it an honest engine looks up, and an operator asks for `Stats`, at a higher priority than the attackers,
 who share the cores. The score is the worst of what the honest ones saw over the bounds below: above 1 an attack has
 broken one of them. `build/adversary.json` has the worst attacks.
@@ -22,7 +22,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,6 +86,22 @@ class Attack:
     identities: int
     at_once: int
     moves: tuple[Move, ...]
+
+
+SEEDS = {
+    "large requests": Attack("engine", 8, 64, (Move("Lookup", 65_536, "right", 5.0, 0.0, True),)),
+    "large puts": Attack("engine", 8, 64, (Move("PutStart", 8_192, "right", 5.0, 0.0, True),)),
+    "requests that are given up": Attack("router", 8, 64, (Move("Explain", 65_536, "right", 5.0, 0.05, True),)),
+    "requests of strangers": Attack("stranger", 1, 64, (Move("Exists", 65_536, "right", 5.0, 0.0, True),)),
+    "messages full of empty parts": Attack("router", 1, 8, (Move("Exists", 65_536, "empty parts", 5.0, 0.0, True),)),
+    "replies that nobody reads": Attack("engine", 64, 8, (Move("GetChunks", 8_192, "right", 60.0, 0.0, False),)),
+    "calls that send nothing": Attack("engine", 64, 64, (Move("PutChunks", 1, "nothing", 60.0, 0.0, True),)),
+    "listings": Attack(
+        "router", 8, 8, (Move("ListNamespaces", 1, "right", 5.0, 0.0, True), Move("Ledger", 1, "right", 5.0, 0.0, True))
+    ),
+    "small calls": Attack("router", 8, 64, (Move("Ping", 1, "right", 5.0, 0.0, True),)),
+}
+"""What has slowed, filled or silenced a pool before."""
 
 
 def drawn(picks: random.Random) -> Attack:
@@ -297,9 +313,13 @@ class Honest:
 
 
 class Field:
-    """A server, its callers, and what an attack does to it. Close it."""
+    """A server, its callers, and what an attack does to it. Close it.
 
-    def __init__(self, directory: Path):
+    Args:
+        module, environment: whose command starts the server.
+    """
+
+    def __init__(self, directory: Path, module: str = "kvpool_server", environment: Mapping[str, str] = {}):
         self._stack = contextlib.ExitStack()
         authority = Authority.create(directory / "pki")
         issued, known = authority.issue_server([], days=2), directory / "tokens"
@@ -324,7 +344,8 @@ class Field:
             files[-1].write_text(self._token(known, principal))
         flags = [*server_flags(issued)[:4], "--tokens", str(known), "--deny", str(denied), "--memory", "256MiB"]
         tls = TlsFiles(self._ca, "", "")
-        self.server = ServerProcess(directory, *flags, tls=tls, token_file=str(files[1]), is_executed=True)
+        started = {"is_executed": True, "module": module, "environment": environment}
+        self.server = ServerProcess(directory, *flags, tls=tls, token_file=str(files[1]), **started)
         self._stack.callback(self.server.kill)
         self._honest = Honest(self.server, self._ca, str(files[0]), str(files[1]))
         self._watch(QUIET_S)
@@ -390,11 +411,14 @@ def attack() -> None:
 @app.command()
 def search(seconds: float = 600.0, seed: int = 0) -> None:
     """Search, and print the worst."""
-    picks, worst = random.Random(seed), list[tuple[float, Attack, dict[str, float]]]()
+    picks, worst, seeds = random.Random(seed), list[tuple[float, Attack, dict[str, float]]](), list(SEEDS.values())
     ends_at = time.monotonic() + seconds
     with tempfile.TemporaryDirectory() as directory, contextlib.closing(Field(Path(directory))) as field:
         while time.monotonic() < ends_at:
-            made = changed(picks.choice(worst)[1], picks) if worst and picks.random() < 0.5 else drawn(picks)
+            if seeds:
+                made = seeds.pop()
+            else:
+                made = changed(picks.choice(worst)[1], picks) if picks.random() < 0.5 else drawn(picks)
             score, seen = field.score(made)
             print(f"{score:7.2f} {made} {seen}", flush=True)
             worst = sorted([*worst, (score, made, seen)], key=lambda each: -each[0])[:8]

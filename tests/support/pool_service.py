@@ -47,7 +47,7 @@ def pool_service(
         memory=memory,
         boot_token=boot_token,
         drain=drain or Drain(tiered, 0, _tell_nobody),
-        run=(turns or Turns()).run,
+        turns=turns or Turns(),
         metrics=metrics or RpcMetrics(CollectorRegistry()),
         offer=offer,
         stats=stats or tiered.stats,

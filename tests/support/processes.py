@@ -56,9 +56,9 @@ def _with_data_port(flags: Sequence[str]) -> list[str]:
     return [*flags, *(() if "--data-listen" in flags else ("--data-listen", "127.0.0.1:0"))]
 
 
-def server_command(*flags: str) -> list[str]:
+def server_command(*flags: str, module: str = "kvpool_server") -> list[str]:
     """A server's command; its data port is a free one unless `flags` say otherwise."""
-    return [sys.executable, "-m", "kvpool_server", *_with_data_port(flags)]
+    return [sys.executable, "-m", module, *_with_data_port(flags)]
 
 
 def run_command(*command: str, timeout_s: float = 60.0, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -90,6 +90,7 @@ class ServerProcess:
         is_executed: runs the command in an interpreter of its own, for tests of a server's start and end. Other
             servers are forked.
         tree: a directory with the packages of another release, whose server is executed.
+        module: whose command is executed.
 
     Attributes:
         endpoint: HOST:PORT of gRPC.
@@ -106,6 +107,7 @@ class ServerProcess:
         token_file: str = "",
         is_executed: bool = False,
         tree: Path | None = None,
+        module: str = "kvpool_server",
     ):
         defaults = {
             "--listen": free_endpoint(),
@@ -122,7 +124,9 @@ class ServerProcess:
             is_executed, whole = True, {**whole, "PYTHONPATH": str(tree)}
         with self._out.open("w") as out, self._err.open("w") as err:
             self._process = (
-                subprocess.Popen(server_command(*missing, *flags), stdout=out, stderr=err, env=whole, cwd=tree)
+                subprocess.Popen(
+                    server_command(*missing, *flags, module=module), stdout=out, stderr=err, env=whole, cwd=tree
+                )
                 if is_executed
                 else ForkedServer(_with_data_port([*missing, *flags]), whole, self._out, self._err)
             )

@@ -1,0 +1,54 @@
+"""The adversary finds what each mechanism keeps apart once that is taken out; with all of them it stays in bounds.
+
+Times are those of a shared machine: an attack is made again if its score is on the wrong side.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.security.adversary import SEEDS, Field
+
+pytestmark = pytest.mark.more
+TRIES = 4
+NOISY = {"small calls"}
+"""gRPC hands calls over in the order of their coming: see docs/explanation/security.md."""
+
+
+@pytest.fixture(scope="module")
+def field(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Field]:
+    with contextlib.closing(Field(tmp_path_factory.mktemp("field"))) as field:
+        yield field
+
+
+def _scores(field: Field, name: str, is_right: Callable[[float], bool]) -> list[float]:
+    """Of an attack, up to one that is right."""
+    scores: list[float] = []
+    while len(scores) < TRIES and not (scores and is_right(scores[-1])):
+        scores.append(field.score(SEEDS[name])[0])
+    return scores
+
+
+@pytest.mark.parametrize("name", SEEDS)
+def test_known_attacks_stay_in_bounds(field: Field, name: str) -> None:
+    most = 3.0 if name in NOISY else 1.0
+    assert min(scores := _scores(field, name, lambda score: score <= most)) <= most, scores
+
+
+@pytest.mark.parametrize(
+    ("mechanism", "name"),
+    [
+        ("turns", "large requests"),
+        ("turns of streams", "replies that nobody reads"),
+        ("a queue of each caller", "large puts"),
+        ("counted fields", "messages full of empty parts"),
+    ],
+)
+def test_without_a_mechanism_its_attack_is_found(tmp_path: Path, mechanism: str, name: str) -> None:
+    environment = {"UNMENDED": mechanism}
+    with contextlib.closing(Field(tmp_path, "tests.security.unmended", environment)) as field:
+        assert max(scores := _scores(field, name, lambda score: score > 1.0)) > 1.0, scores

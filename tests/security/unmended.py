@@ -1,0 +1,57 @@
+"""A server's command without one of the mechanisms that keep its callers apart: the variable UNMENDED names it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Generator, Mapping
+from typing import Any
+
+from kvpool_server import cli
+from kvpool_server.cache.fair_slots import FairSlots
+from kvpool_server.cache.steps import Steps, finish
+from kvpool_server.rpc import method_handlers
+from kvpool_server.rpc.turns import Turns
+
+
+def _without_turns() -> None:
+    async def run(_: Turns, steps: Steps[Any]) -> Any:
+        return finish(steps)
+
+    Turns.run = run  # type: ignore[method-assign]
+    _without_turns_of_streams()
+
+
+def _without_turns_of_streams() -> None:
+    async def wait(_: Turns) -> None:
+        return
+
+    Turns.wait = wait  # type: ignore[method-assign]
+
+
+def _in_one_queue() -> None:
+    take = FairSlots.take
+
+    async def in_one_queue(slots: FairSlots, _: str, wait_s: float | None = None) -> Callable[[], None]:
+        return await take(slots, "", wait_s)
+
+    FairSlots.take = in_one_queue  # type: ignore[method-assign]
+
+
+def _uncounted() -> None:
+    def count(_: bytes) -> Generator[None, None, int]:
+        return 0
+        yield
+
+    method_handlers._num_fields = count
+
+
+MECHANISMS: Mapping[str, Callable[[], None]] = {
+    "turns": _without_turns,
+    "turns of streams": _without_turns_of_streams,
+    "a queue of each caller": _in_one_queue,
+    "counted fields": _uncounted,
+}
+
+if __name__ == "__main__":
+    MECHANISMS[os.environ["UNMENDED"]]()
+    cli.main()
