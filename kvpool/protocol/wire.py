@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar, cast
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar, cast, overload
 
 import grpc
 import numpy as np
+import numpy.typing as npt
 from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import Message
 
@@ -129,6 +130,34 @@ def _named(rpc_error: grpc.RpcError) -> type[errors.KVPoolError] | None:
 
 
 _HASH = np.dtype(f"V{HASH_BYTES}")
+PACKED_FROM = 2_049
+"""Hashes of a run that stay as they came: as objects they would take twice their bytes, and each collection of Python's
+garbage would visit those of all requests under way."""
+
+
+class PackedHashes(Sequence[bytes]):
+    """Block hashes as they lie in a message; each becomes an object when it is read."""
+
+    __slots__ = ("_array",)
+
+    def __init__(self, array: npt.NDArray[np.void]):
+        self._array = array
+
+    def __len__(self) -> int:
+        return len(self._array)
+
+    @overload
+    def __getitem__(self, at: int) -> bytes: ...
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[bytes]: ...
+    def __getitem__(self, at: int | slice) -> bytes | Sequence[bytes]:
+        return PackedHashes(self._array[at]) if isinstance(at, slice) else self._array[at].tobytes()
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(self._array.tolist())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
 
 
 def encode_runs(runs: Iterable[BlockRun]) -> list[pb.BlockRun]:
@@ -152,7 +181,8 @@ def decode_runs(runs: Sequence[pb.BlockRun], max_blocks: int) -> list[BlockRun]:
             )
         if run.parent_hash:
             check_hash(run.parent_hash, "parent_hash")
-        hashes = np.frombuffer(packed, _HASH).tolist()  # bytes objects; four times as fast as slicing
+        array = np.frombuffer(packed, _HASH)
+        hashes = PackedHashes(array) if len(array) >= PACKED_FROM else array.tolist()  # Four times as fast as slicing.
         decoded.append(BlockRun(run.group_idx, hashes, run.parent_hash))
     if not decoded:
         raise errors.InvalidRequestError("the request names no blocks; give at least one run")

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections import defaultdict, deque
+import itertools
+from bisect import insort
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from operator import itemgetter
 
 from kvpool.protocol.errors import UnavailableError
 from kvpool_server.cache.shares import Shares
+
+_Turn = asyncio.Future[None]
 
 
 class FairSlots:
@@ -22,7 +27,8 @@ class FairSlots:
     def __init__(self, most: int, most_own: int, own: int = 0):
         self._most, self._most_own, self._own = most, most_own, own
         self._taken = Shares()
-        self._waiting: defaultdict[str, deque[asyncio.Future[None]]] = defaultdict(deque)  # In the order of turns.
+        self._waiting: defaultdict[str, list[tuple[int, _Turn]]] = defaultdict(list)  # In the order of turns.
+        self._numbers = itertools.count()
 
     def num_waiting(self, caller: str) -> int:
         return len(self._waiting[caller])
@@ -33,18 +39,26 @@ class FairSlots:
         return any(self._waiting.values())
 
     @asynccontextmanager
-    async def slot(self, caller: str, wait_s: float | None = None) -> AsyncIterator[None]:
+    async def slot(self, caller: str, wait_s: float | None = None, number: int | None = None) -> AsyncIterator[None]:
         """The caller has a slot until the body ends. Raises as `take`."""
-        give_back = await self.take(caller, wait_s)
+        give_back = await self.take(caller, wait_s, number)
         try:
             yield
         finally:
             give_back()
 
-    async def take(self, caller: str, wait_s: float | None = None) -> Callable[[], None]:
-        """Returns what gives the slot back; call it once. Raises UnavailableError if none becomes free in time."""
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting[caller].append(turn)
+    def number(self) -> int:
+        """A place at the end of any queue, for `take`."""
+        return next(self._numbers)
+
+    async def take(self, caller: str, wait_s: float | None = None, number: int | None = None) -> Callable[[], None]:
+        """Returns what gives the slot back; call it once. Raises UnavailableError if none becomes free in time.
+
+        Args:
+            number: the place in the caller's queue; default: its end.
+        """
+        turn: _Turn = asyncio.get_running_loop().create_future()
+        insort(self._waiting[caller], (self.number() if number is None else number, turn), key=itemgetter(0))
         self._give()
         give_back = functools.partial(self._give_back, caller, turn)
         try:
@@ -58,10 +72,10 @@ class FairSlots:
             raise
         return give_back
 
-    def _give_back(self, caller: str, turn: asyncio.Future[None]) -> None:
+    def _give_back(self, caller: str, turn: _Turn) -> None:
         """Gives back a slot, or a place among those that wait."""
         if turn.cancelled():
-            self._waiting[caller].remove(turn)
+            self._waiting[caller] = [each for each in self._waiting[caller] if each[1] is not turn]
         else:
             self._taken.add(caller, -1)
         self._give()
@@ -71,9 +85,9 @@ class FairSlots:
         for caller, queue in list(self._waiting.items()):
             if not queue:
                 del self._waiting[caller]
-            elif not queue[0].cancelled() and (
+            elif not queue[0][1].cancelled() and (
                 self._taken.of(caller) < self._own or self._taken.has_room(caller, 1, self._most, self._most_own)
             ):
                 self._taken.add(caller)
-                queue.popleft().set_result(None)
+                queue.pop(0)[1].set_result(None)
                 self._waiting[caller] = self._waiting.pop(caller)

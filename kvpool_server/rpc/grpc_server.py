@@ -113,7 +113,7 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # N
         if not self._calls.has_room(caller, 1, MAX_CALLS):
             raise OutOfSpaceError(f"{self._calls.of(caller)} calls of this caller are under way; wait for some to end")
         self._calls.add(caller)
-        with call_with_its_work(functools.partial(self._calls.add, caller, -1)), running:
+        with call_with_its_work(caller, functools.partial(self._calls.add, caller, -1)), running:
             yield
 
     def _refuse(self, name: str, context: Context, error: KVPoolError) -> None:

@@ -11,7 +11,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvpool_server.access.caller import CALLER
 from kvpool_server.cache.fair_slots import FairSlots
 from kvpool_server.cache.steps import Steps, Value
 
@@ -22,10 +21,17 @@ ACCEPT_S, LULL_S = 0.002, 0.0002
 would wait for a turn, and a call that takes no time for those of all calls that came before it."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Call:
-    """Args: unfinished: work in steps that the call has begun. end: what is called once call and work have ended."""
+    """Args:
+    caller: whose queue its work is in.
+    number: the place of its work there, once it has one.
+    unfinished: work in steps that the call has begun.
+    end: what is called once call and work have ended.
+    """
 
+    caller: str
+    number: int | None = None
     unfinished: set[asyncio.Task[Any]] = field(default_factory=set)
     end: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
@@ -35,11 +41,14 @@ _CALL: ContextVar[_Call | None] = ContextVar("the running call", default=None)
 
 
 @contextlib.contextmanager
-def call_with_its_work(end: Callable[[], object]) -> Iterator[None]:
-    """The body serves a call. Calls `end` once the body has ended, and the work in steps that it has begun."""
+def call_with_its_work(caller: str, end: Callable[[], object]) -> Iterator[None]:
+    """The body serves a call of a caller, which is an identity or a connection.
+
+    Calls `end` once the body has ended, and the work in steps that it has begun.
+    """
     global _num_accepted
     _num_accepted += 1
-    running = _Call()
+    running = _Call(caller)
     running.end.callback(end)
     _CALL.set(running)
     try:
@@ -104,15 +113,24 @@ class Turns:
             del task  # What it raises has this frame in its traceback, and the request: a cycle.
 
     async def wait(self) -> None:
-        """Returns when it is the caller's turn: what the task does until it waits again is a turn."""
-        task = id(asyncio.current_task())
+        """Returns when it is the caller's turn: what the task does until it waits again is a turn.
+
+        Work in steps that follows goes before what the caller has begun to wait for since: of a caller's large requests
+        one at a time is in memory as objects.
+        """
+        task, running = id(asyncio.current_task()), _CALL.get()
+        if running is not None:
+            running.number = None
         if self._last_task != task or self._slots.has_waiting:
             async with self._turn():
                 self._last_task = task
 
     @contextlib.asynccontextmanager
     async def _turn(self) -> AsyncIterator[None]:
-        async with self._slots.slot(str(CALLER.get() or "")):
+        running = _CALL.get() or _Call("")
+        if running.number is None:
+            running.number = self._slots.number()
+        async with self._slots.slot(running.caller, number=running.number):
             await self._calls_accepted()
             self._last_task = 0
             yield

@@ -78,6 +78,17 @@ def test_runs(value: list[BlockRun]) -> None:
     assert wire.decode_runs(list(map(_through_bytes, wire.encode_runs(value))), 1_000) == value
 
 
+@pytest.mark.parametrize("count", [wire.PACKED_FROM - 1, wire.PACKED_FROM])
+def test_long_runs_read_as_lists_of_hashes(count: int) -> None:
+    names = [nth.to_bytes(32, "big") for nth in range(count)]
+    (run,) = wire.decode_runs(wire.encode_runs([BlockRun(0, names)]), count)
+    hashes = run.block_hashes
+    assert isinstance(hashes, list) == (count < wire.PACKED_FROM)
+    assert (len(hashes), list(hashes), hashes[-1], hashes[7]) == (count, names, names[-1], names[7])
+    assert list(hashes[5:900]) == names[5:900] and hashes[2:4][1] == names[3] and names[9] in hashes
+    assert all(type(each) is bytes for each in hashes[:3])
+
+
 @given(st.lists(st.tuples(runs, st.data()), max_size=3), ids, u32, ids)
 def test_lookups(drawn: list[Any], lease_id: int, ttl_ms: int, boot_token: int) -> None:
     asked = [run for run, _ in drawn]

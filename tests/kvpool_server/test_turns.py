@@ -106,7 +106,7 @@ async def _accepted(log: list[str], num_calls: int) -> None:
     """Calls that take no time, handed over as gRPC does: one a pass of the loop."""
     for _ in range(num_calls):
         await asyncio.sleep(0)
-        with call_with_its_work(lambda: log.append("call")):
+        with call_with_its_work("", lambda: log.append("call")):
             pass
 
 
@@ -126,6 +126,42 @@ async def test_endless_calls_do_not_keep_work_from_its_turn() -> None:
     await Turns().run(_work(log, "work", 8))
     calls.cancel()
     assert log.count("work") == 8
+
+
+@_on_a_loop
+async def test_a_caller_finishes_what_it_began_first_and_callers_take_turns() -> None:
+    log: list[str] = []
+    turns = Turns()
+
+    async def call(caller: str, name: str) -> None:
+        with call_with_its_work(caller, lambda: None):
+            await turns.wait()
+            await turns.run(_work(log, name, 20))
+
+    await asyncio.gather(*(call(name[0], name) for name in ("a1", "a2", "b1", "a3", "b2")))
+    ends = {name: len(log) - log[::-1].index(name) for name in log}
+    assert ends["a1"] < ends["a2"] < ends["a3"] and ends["a1"] < log.index("a3") and ends["b1"] < ends["b2"], log
+    assert log.index("b1") < ends["a1"], log
+
+
+@_on_a_loop
+async def test_messages_of_one_call_need_no_turn_until_others_wait() -> None:
+    turns, passes = Turns(), 0
+
+    async def count() -> None:
+        nonlocal passes
+        while True:
+            await asyncio.sleep(0)
+            passes += 1
+
+    counting = asyncio.create_task(count())
+    await turns.wait()
+    before = passes
+    await turns.wait()
+    assert passes == before
+    await asyncio.gather(*(asyncio.create_task(turns.wait()) for _ in range(3)))
+    assert passes > before
+    counting.cancel()
 
 
 @_on_a_loop
