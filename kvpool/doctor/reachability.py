@@ -35,6 +35,7 @@ ROUND_BYTES = 64 << 20
 """Of a measurement of bandwidth."""
 SLOW_GB_PER_S = 1.0
 """Slower loads hardly pay: with 128 KiB a token they bring 7,600 tokens a second, and a GPU computes more."""
+CALLERS = "callers"
 OWN_CERTIFICATE = "certificate "
 """What the checks of this side's certificates begin with; the file's path follows."""
 
@@ -159,11 +160,16 @@ def own_certificates(config: ClientConfig) -> list[Finding]:
 
 
 def server_certificate(config: ClientConfig) -> list[Finding]:
-    """When the certificate ends that the server shows; no finding without TLS, and at a Unix socket."""
+    """When the certificate ends that the server shows, or who can call it without TLS; nothing at a Unix socket."""
     tls = config.tls
-    if tls is None or socket_path(config.endpoint):
+    if socket_path(config.endpoint):
         return []
     host, _, port = config.endpoint.rpartition(":")
+    if tls is None:
+        if is_loopback(_host(config.endpoint)):
+            return [ok(CALLERS, "there is no TLS: every user of the server's host can read and write the pool")]
+        text = f"there is no TLS: whoever reaches {config.endpoint} can read and write the pool"
+        return [warning(CALLERS, text, "secure the pool with `kvpool certs` and --tls-cert")]
     context = _tls_context(tls)
     context.check_hostname = False
     try:

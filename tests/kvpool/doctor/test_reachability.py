@@ -208,5 +208,18 @@ def test_old_tls_is_not_spoken(tmp_path: Path) -> None:
     assert failures == 2 * ["UNSUPPORTED_PROTOCOL"]
 
 
-def test_without_tls_there_is_no_certificate_to_check() -> None:
-    assert reachability.own_certificates(ClientConfig()) == reachability.server_certificate(ClientConfig()) == []
+@pytest.mark.parametrize(
+    ("endpoint", "level", "callers"),
+    [
+        ("127.0.0.1:50051", Level.OK, "every user of the server's host"),
+        ("localhost:50051", Level.OK, "every user of the server's host"),
+        ("10.0.0.7:50051", Level.WARNING, "whoever reaches 10.0.0.7:50051"),
+        ("unix:/run/kvpool.sock", None, ""),
+    ],
+)
+def test_without_tls_the_doctor_says_who_can_call(endpoint: str, level: Level | None, callers: str) -> None:
+    config = ClientConfig(endpoint)
+    assert reachability.own_certificates(config) == []
+    found = reachability.server_certificate(config)
+    assert [each.level for each in found] == ([] if level is None else [level])
+    assert all(f"{callers} can read and write the pool" in only([each]).text for each in found)
