@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
@@ -139,17 +140,19 @@ def _targets(label: str, here: Mapping[str, list[Run]], hits: HitTokens) -> Iter
 
 
 def _capacity(workload: str, runs: Sequence[Run], *, has_targets: bool) -> list[Row]:
-    """Requests per second within the bound, by arm, and kvpool's over those of others."""
-    rates: dict[str, list[float]] = {}
+    """Requests per second within the bound, and kvpool's over those of others; not of arms that ran beyond it alone."""
+    rates: dict[str, float] = {}
     for arm in _arms(runs):
-        for nth in sorted({run.round for run in runs if run.arm == arm}):
-            own = sorted((run for run in runs if run.arm == arm and run.round == nth), key=lambda run: run.rate or 0)
-            rates.setdefault(arm, []).append(rate_within([(run.rate or 0, run.ttft["p90"]) for run in own], BOUND_S))
+        times: dict[float, list[float]] = {}
+        for run in runs:
+            if run.arm == arm:
+                times.setdefault(run.rate or 0, []).append(run.ttft["p90"])
+        rates[arm] = rate_within([(rate, statistics.mean(each)) for rate, each in sorted(times.items())], BOUND_S)
     what = f"requests per second at p90 TTFT <= {BOUND_S:g} s"
-    found = [Row(f"{workload}: {what}, {arm}", _figure(each), "1/s") for arm, each in rates.items()]
+    found = [Row(f"{workload}: {what}, {arm}", rate, "1/s") for arm, rate in rates.items() if rate]
     for theirs, bound in (("offloading", 1.3), (BASELINE, 2.0)) if has_targets else ():
-        if "kvpool shm" in rates and all(rates.get(theirs, [0])):
-            ratio = _figure([a / b for a, b in zip(rates["kvpool shm"], rates[theirs], strict=False)])
+        if rates.get("kvpool shm") and rates.get(theirs):
+            ratio = rates["kvpool shm"] / rates[theirs]
             found.append(at_least(f"{workload}: {what}, kvpool shm over {theirs}", ratio, "ratio", bound))
     return found
 
