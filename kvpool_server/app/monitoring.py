@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
 from prometheus_client.registry import Collector
@@ -32,6 +31,7 @@ from kvpool_server.observability.metrics import (
 from kvpool_server.observability.pairs import Pair
 from kvpool_server.observability.usage import Usage
 from kvpool_server.process.loop_lag import LoopLag
+from kvpool_server.process.process_memory import own_bytes
 from kvpool_server.reports.engines import EngineReports
 from kvpool_server.reports.metrics import report_families
 from kvpool_server.tiering.tiered_pool import TieredPool
@@ -80,7 +80,7 @@ class Monitoring:
             FamilyCollector(quota_families, on_loop(loop, pool.quotas)),
             FamilyCollector(pin_families, on_loop(loop, pool.pins.budgets)),
             FamilyCollector(report_families, on_loop(loop, reports.snapshot)),
-            FamilyCollector(memory_families, Path("/proc/self/status").read_text),
+            FamilyCollector(memory_families, own_bytes),
         ]
         if access is not None:
             ends = FamilyCollector(certificate_families, lambda: ends_of(access.credentials.value.tls))

@@ -16,6 +16,7 @@ from kvpool_server.cache.steps import Steps
 from kvpool_server.observability.http import DRAINING, SERVING, STARTING
 from kvpool_server.process.addresses import split_address
 from kvpool_server.process.log_events import LogEvents
+from kvpool_server.process.process_memory import return_freed_memory
 from kvpool_server.rpc.drain import Drain
 from kvpool_server.settings.config import ServerConfig
 
@@ -55,6 +56,7 @@ class Server:
         parts = self.parts
         assert parts.drain is not None
         in_background(self._open, self._expire())
+        in_background(self._open, return_freed_memory())
         in_background(self._open, self._stop_once_drained(parts.drain))
         in_background(self._open, self._prefault_rest())
         if parts.data is not None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import datetime as dt
-import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -165,14 +164,13 @@ def refused_file_families(refused: Mapping[str, bool]) -> Iterator[Metric]:
     yield family(GaugeMetricFamily, "refused_file", text, ["file"], series)
 
 
-def memory_families(status: str) -> Iterator[Metric]:
-    """Memory of this process beside the arena, from /proc/self/status.
+def memory_families(own_bytes: int) -> Iterator[Metric]:
+    """Memory of this process beside the arena: RSS includes it.
 
-    RSS includes the arena. For PSS the kernel would walk all pages of the arena at each scrape.
+    For PSS the kernel would walk all pages of the arena at each scrape.
     """
-    (kib,) = re.findall(r"^RssAnon:\s+(\d+) kB", status, re.MULTILINE)
     text = "Memory of the server process without the arena and program files; RSS includes them."
-    yield GaugeMetricFamily("kvpool_own_memory_bytes", text, value=int(kib) << 10)
+    yield GaugeMetricFamily("kvpool_own_memory_bytes", text, value=own_bytes)
 
 
 def value_families(report: pb.ValueResponse, recorder: Recorder | None) -> Iterator[Metric]:

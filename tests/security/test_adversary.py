@@ -11,10 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from kvpool_server.process.process_memory import KEEP_BYTES
 from tests.security.adversary import SEEDS, Field
+from tests.support.processes import wait_for
 
 pytestmark = pytest.mark.more
 TRIES = 4
+BACK_S = 10.0
 NOISY = {"small calls"}
 """gRPC hands calls over in the order of their coming: see docs/explanation/security.md."""
 
@@ -37,6 +40,13 @@ def _scores(field: Field, name: str, is_right: Callable[[float], bool]) -> list[
 def test_known_attacks_stay_in_bounds(field: Field, name: str) -> None:
     most = 3.0 if name in NOISY else 1.0
     assert min(scores := _scores(field, name, lambda score: score <= most)) <= most, scores
+
+
+def test_the_memory_of_a_burst_is_returned(tmp_path: Path) -> None:
+    with contextlib.closing(Field(tmp_path)) as field:
+        before = field.server.own_bytes
+        assert field.score(SEEDS["large requests"])[1]["grown"] > 3 * KEEP_BYTES
+        wait_for(lambda: field.server.own_bytes < before + 2 * KEEP_BYTES, "most of it is back", BACK_S)
 
 
 @pytest.mark.parametrize(
