@@ -29,7 +29,6 @@ SETTINGS = {
     "multiples of 4 KiB": "kvpool_server.tiers.file.extents: DIRECT_BYTES",
     "gives to the cluster, 16 MiB at least": "kvpool_server.tiers.mooncake.tier: MIN_SEGMENT_BYTES",
     "each with 64 MiB to stage": "kvpool_server.tiers.mooncake.store_process: STAGING_BYTES",
-    "wait for at most 0.5 ms of a step": "vllm_plugin.scheduler.step_budget: MAX_WAIT_S",
     "A step waits 0.5 ms for lookups": "vllm_plugin.scheduler.step_budget: MAX_WAIT_S",
     "has worked for 1 ms": "vllm_plugin.scheduler.step_budget: MAX_BEGIN_S",
     "longer than 50 ms": "vllm_plugin.scheduler.step_budget: SHORT_STEP_S",
