@@ -156,7 +156,7 @@ SETTINGS = {
     "headers of a call | 16 KiB": "kvpool_server.rpc.grpc_server: MAX_METADATA_BYTES",
     "the call is refused | 64 MiB": "kvpool_server.rpc.grpc_server: MAX_CALLS * MAX_METADATA_BYTES",
     "with specifications of 16 MiB": "kvpool_server.cache.limits: Limits().max_specs_bytes",
-    "fields of a message above 256 KiB": "kvpool_server.rpc.method_handlers: UNCOUNTED_BYTES",
+    "fields of a message above 128 KiB": "kvpool_server.rpc.method_handlers: 2 * UNCOUNTED # bytes",
     "headers of HTTP | 64 KiB": "kvpool_server.observability.http: MAX_REQUEST_BYTES",
     "16, each for 5 s": "kvpool_server.observability.http: CONNECTION_S",
     "KV events' ports | 1 KiB": "kvpool_server.events.sockets: MAX_RECEIVED_BYTES",
