@@ -27,7 +27,7 @@ INTRODUCTION = """## How these are measured
 
 `make bench` runs all benchmarks that need no GPU, in a quarter of an hour, and `make bench-gpu` the others, with the
 python3, vLLM and kvpool that are installed. `python -m benchmarks.cases.NAME` runs one: it prints a table beside the
-previous result, and writes `benchmarks/results/NAME.json` with machine, versions, commit and command.
+previous result, and writes `benchmarks/results/NAME.json`.
 
 - Both sides of a comparison are measured in alternation in one run. A figure of several rounds is their median. A ratio
   is the median of the rounds' ratios, because changing load hits both sides of a round alike.
@@ -35,8 +35,7 @@ previous result, and writes `benchmarks/results/NAME.json` with machine, version
 - "Reach" is the target that was set before measuring. "Met" is "yes" or "no" if all of the spread lies on one side of
   the reach, and "within noise" if the reach lies inside the spread. A verdict in brackets judges the figure alone: its
   result was written before spreads were recorded.
-- Absolute times on shared machines drift, by half and more from day to day. Compare ratios, and look at the load, of
-  which a benchmark's own processes are a part.
+- Absolute times on shared machines drift, by half and more from day to day: compare ratios.
 
 `python -m benchmarks.harness.report` writes this page, its plots, a page for each result, and the figures of other
 pages that name a result.
