@@ -57,6 +57,9 @@ class FairSlots:
         Args:
             number: the place in the caller's queue; default: its end.
         """
+        if self._has_room(caller) and not self.has_waiting:
+            self._taken.add(caller)
+            return functools.partial(self._free, caller)
         turn: _Turn = asyncio.get_running_loop().create_future()
         insort(self._waiting[caller], (self.number() if number is None else number, turn), key=itemgetter(0))
         self._give()
@@ -76,18 +79,23 @@ class FairSlots:
         """Gives back a slot, or a place among those that wait."""
         if turn.cancelled():
             self._waiting[caller] = [each for each in self._waiting[caller] if each[1] is not turn]
+            self._give()
         else:
-            self._taken.add(caller, -1)
+            self._free(caller)
+
+    def _free(self, caller: str) -> None:
+        self._taken.add(caller, -1)
         self._give()
+
+    def _has_room(self, caller: str) -> bool:
+        return self._taken.of(caller) < self._own or self._taken.has_room(caller, 1, self._most, self._most_own)
 
     def _give(self) -> None:
         """Gives a slot to each waiting caller that may have one; its queue goes behind the others."""
         for caller, queue in list(self._waiting.items()):
             if not queue:
                 del self._waiting[caller]
-            elif not queue[0][1].cancelled() and (
-                self._taken.of(caller) < self._own or self._taken.has_room(caller, 1, self._most, self._most_own)
-            ):
+            elif not queue[0][1].cancelled() and self._has_room(caller):
                 self._taken.add(caller)
                 queue.pop(0)[1].set_result(None)
                 self._waiting[caller] = self._waiting.pop(caller)

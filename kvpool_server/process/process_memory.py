@@ -52,7 +52,7 @@ def own_bytes() -> int:
 
 
 async def return_freed_memory() -> None:
-    """Returns what malloc keeps to the kernel, now and then, once the process has grown by `KEEP_BYTES`; until cancelled.
+    """Returns what malloc keeps to the kernel now and then, if the process has grown by `KEEP_BYTES`; until cancelled.
 
     A thread does it, and holds malloc's locks for a two-hundredth of the time at most. Source: malloc_trim(3).
     """

@@ -13,7 +13,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable
-from contextlib import AbstractAsyncContextManager, ExitStack
+from contextlib import AbstractAsyncContextManager
 from contextvars import ContextVar
 from typing import Any
 
@@ -77,12 +77,17 @@ class Inbox:
             PoolTimeoutError: its last byte has not come in time.
             InvalidRequestError: there is none, or it is larger than `max_bytes`.
         """
-        with ExitStack() as place:
-            place.callback(await self._large.take(_caller() or context.peer(), MESSAGE_S))
+        give_back = await self._large.take(_caller() or context.peer(), MESSAGE_S)
+        is_kept = False
+        try:
             message = check_size(await self._arrival(context), max_bytes)
-            if len(message) > SMALL_BYTES:
-                when_ended(place.pop_all().close)
-            return message
+            is_kept = len(message) > SMALL_BYTES
+        finally:
+            if not is_kept:
+                give_back()
+        if is_kept:
+            when_ended(give_back)
+        return message
 
     async def _arrival(self, context: Context) -> bytes:
         seconds = MESSAGE_S if len(self._awaited) < CROWDED else CROWDED_S

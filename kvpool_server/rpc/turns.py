@@ -23,17 +23,23 @@ would wait for a turn, and a call that takes no time for those of all calls that
 
 @dataclass(slots=True)
 class _Call:
-    """Args:
-    caller: whose queue its work is in.
-    number: the place of its work there, once it has one.
-    unfinished: work in steps that the call has begun.
-    end: what is called once call and work have ended.
+    """A call under way.
+
+    Args:
+        caller: whose queue its work is in.
+        ends: what is called once call and work have ended.
+        number: the place of its work there, once it has one.
+        unfinished: work in steps that the call has begun.
     """
 
     caller: str
+    ends: list[Callable[[], object]]
     number: int | None = None
     unfinished: set[asyncio.Task[Any]] = field(default_factory=set)
-    end: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+
+    def end(self, _: object = None) -> None:
+        for end in self.ends:
+            end()
 
 
 _num_accepted = 0
@@ -48,22 +54,21 @@ def call_with_its_work(caller: str, end: Callable[[], object]) -> Iterator[None]
     """
     global _num_accepted
     _num_accepted += 1
-    running = _Call(caller)
-    running.end.callback(end)
+    running = _Call(caller, [end])
     _CALL.set(running)
     try:
         yield
     finally:
         if running.unfinished:  # The caller has hung up.
-            asyncio.gather(*running.unfinished, return_exceptions=True).add_done_callback(lambda _: running.end.close())
+            asyncio.gather(*running.unfinished, return_exceptions=True).add_done_callback(running.end)
         else:
-            running.end.close()
+            running.end()
 
 
 def when_ended(end: Callable[[], object]) -> None:
     """Calls `end` once the running call and its work have ended; at once outside of calls."""
     if (running := _CALL.get()) is not None:
-        running.end.callback(end)
+        running.ends.append(end)
     else:
         end()
 
@@ -127,7 +132,7 @@ class Turns:
 
     @contextlib.asynccontextmanager
     async def _turn(self) -> AsyncIterator[None]:
-        running = _CALL.get() or _Call("")
+        running = _CALL.get() or _Call("", [])
         if running.number is None:
             running.number = self._slots.number()
         async with self._slots.slot(running.caller, number=running.number):
