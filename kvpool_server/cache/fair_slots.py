@@ -34,6 +34,10 @@ class FairSlots:
         return len(self._waiting[caller])
 
     @property
+    def num_taken(self) -> int:
+        return self._taken.total
+
+    @property
     def has_waiting(self) -> bool:
         """Whether any caller waits."""
         return any(self._waiting.values())

@@ -52,6 +52,8 @@ PIECE_S = 30.0
 PACE_BYTES = 1 << 20
 MAX_DATA_STREAMS = 64
 """Streams of data that are received or sent at once."""
+FEW_DATA_STREAMS = 4
+"""So many need not take turns with their messages: a pass of the event loop makes one of each."""
 MAX_OWN_DATA_STREAMS = 16
 """Of them, one identity's, where callers are authenticated: more of one caller's are no faster together. An identity
 has no more than are left, either."""
@@ -88,6 +90,11 @@ class Inbox:
         if is_kept:
             when_ended(give_back)
         return message
+
+    @property
+    def has_many_streams(self) -> bool:
+        """Whether the messages of streams of data are to take turns."""
+        return self._streams.num_taken > FEW_DATA_STREAMS
 
     async def _arrival(self, context: Context) -> bytes:
         seconds = MESSAGE_S if len(self._awaited) < CROWDED else CROWDED_S

@@ -17,7 +17,7 @@ from kvpool.client.tracing import Tracing
 from kvpool.protocol.errors import InvalidRequestError
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.access.authentication import Context
-from kvpool_server.cache.steps import Steps
+from kvpool_server.cache.steps import Steps, finish
 from kvpool_server.rpc.call_spans import LOOKUPS, traced
 from kvpool_server.rpc.inbox import MAX_CHECKS, MAX_REQUEST_BYTES, REQUEST, SMALL_BYTES, Inbox
 from kvpool_server.rpc.turns import Turns
@@ -101,10 +101,11 @@ def decode_in_steps(message_type: type[_Message], message: bytes) -> Steps[_Mess
         raise InvalidRequestError(f"the request is no {name}; see kvpool/v1/pool.proto") from None
 
 
-async def decoded(turns: Turns, message_type: type[_Message], message: bytes, most: int = SMALL_BYTES) -> _Message:
-    """As `decode_in_steps`; a message of more than `most` bytes when it is its caller's turn."""
-    if len(message) > most:
-        await turns.wait()
+async def decoded(turns: Turns, message_type: type[_Message], message: bytes) -> _Message:
+    """As `decode_in_steps`; a large message when it is its caller's turn."""
+    if len(message) <= SMALL_BYTES:
+        return finish(decode_in_steps(message_type, message))
+    await turns.wait()
     return await turns.run(decode_in_steps(message_type, message))
 
 
@@ -161,10 +162,15 @@ def _handler(
         return grpc.stream_stream_rpc_method_handler(behavior, None, encode)
     if method.client_streaming:
 
+        async def requests_of(messages: AsyncIterator[bytes]) -> AsyncIterator[Any]:
+            async for message in messages:
+                if inbox.has_many_streams:
+                    await service.turns.wait()
+                yield await service.turns.run(decode_in_steps(message_type, message))
+
         async def of_stream(_: object, context: Context) -> Any:
             async with aclosing(inbox.stream(context)) as messages:
-                requests = (await decoded(service.turns, message_type, message, most=0) async for message in messages)
-                return await behavior(requests, context)
+                return await behavior(requests_of(messages), context)
 
         return grpc.stream_unary_rpc_method_handler(of_stream, None, encode)
     has_lists = any(field.is_repeated for field in method.input_type.fields)
@@ -185,7 +191,8 @@ def _handler(
         async with inbox.slot(context), aclosing(behavior(request, context)) as messages:
             async for message in messages:
                 yield message
-                await service.turns.wait()
+                if inbox.has_many_streams:
+                    await service.turns.wait()
 
     if method.server_streaming:
         return grpc.stream_stream_rpc_method_handler(replies, None, bytes)  # Its replies are bytes already.

@@ -95,7 +95,6 @@ class Turns:
     def __init__(self) -> None:
         self._slots = FairSlots(1, 1)
         self._num_accepted = 0  # Calls that had been accepted before the last turn.
-        self._last_task = 0  # Whose turn was the last, if it waited for it.
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def run(self, steps: Steps[Value]) -> Value:
@@ -118,17 +117,15 @@ class Turns:
             del task  # What it raises has this frame in its traceback, and the request: a cycle.
 
     async def wait(self) -> None:
-        """Returns when it is the caller's turn: what the task does until it waits again is a turn.
+        """Returns when it is the caller's turn: what the call does until it waits again is a turn.
 
         Work in steps that follows goes before what the caller has begun to wait for since: of a caller's large requests
         one at a time is in memory as objects.
         """
-        task, running = id(asyncio.current_task()), _CALL.get()
-        if running is not None:
+        if (running := _CALL.get()) is not None:
             running.number = None
-        if self._last_task != task or self._slots.has_waiting:
-            async with self._turn():
-                self._last_task = task
+        async with self._turn():
+            pass
 
     @contextlib.asynccontextmanager
     async def _turn(self) -> AsyncIterator[None]:
@@ -137,7 +134,6 @@ class Turns:
             running.number = self._slots.number()
         async with self._slots.slot(running.caller, number=running.number):
             await self._calls_accepted()
-            self._last_task = 0
             yield
 
     async def _finish(self, steps: Steps[Value]) -> Value:

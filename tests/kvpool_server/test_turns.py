@@ -145,26 +145,6 @@ async def test_a_caller_finishes_what_it_began_first_and_callers_take_turns() ->
 
 
 @_on_a_loop
-async def test_messages_of_one_call_need_no_turn_until_others_wait() -> None:
-    turns, passes = Turns(), 0
-
-    async def count() -> None:
-        nonlocal passes
-        while True:
-            await asyncio.sleep(0)
-            passes += 1
-
-    counting = asyncio.create_task(count())
-    await turns.wait()
-    before = passes
-    await turns.wait()
-    assert passes == before
-    await asyncio.gather(*(asyncio.create_task(turns.wait()) for _ in range(3)))
-    assert passes > before
-    counting.cancel()
-
-
-@_on_a_loop
 async def test_a_request_that_work_refuses_is_free_when_its_call_ends() -> None:
     class Request:
         pass
