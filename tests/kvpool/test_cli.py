@@ -221,7 +221,7 @@ def test_stats_tell_of_the_server_and_its_latencies(cli: Cli, stored: object) ->
 
 def test_no_output_depends_on_columns(cli: Cli, stored: object, monkeypatch: pytest.MonkeyPatch) -> None:
     def printed() -> list[str]:
-        return [re.sub(r"\d", "9", cli(*command)) for command in (["namespaces"], ["quota", "tenant:x=1MiB"])]
+        return [re.sub(r"\d+", "9", cli(*command)) for command in (["namespaces"], ["quota", "tenant:x=1MiB"])]
 
     usual = printed()
     for columns in ("20", "300"):
