@@ -137,6 +137,7 @@ def test_replies_that_nobody_reads_hold_what_a_few_calls_send(pool_server: Start
 
 def test_a_client_that_reads_no_replies_leaves_calls_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grpc_server, "MAX_CALLS", 64)
+    monkeypatch.setattr(grpc_server, "MAX_STREAMS", 100)
     monkeypatch.setattr(inbox, "PIECE_S", 1.0)
     monkeypatch.setattr(inbox, "MAX_DATA_STREAMS", 16)
     server = InProcessServer(64 * MIB, MIB)

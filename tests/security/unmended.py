@@ -31,8 +31,8 @@ def _without_turns_of_streams() -> None:
 def _in_one_queue() -> None:
     take = FairSlots.take
 
-    async def in_one_queue(slots: FairSlots, _: str, wait_s: float | None = None) -> Callable[[], None]:
-        return await take(slots, "", wait_s)
+    async def in_one_queue(slots: FairSlots, _: str, wait_s: float | None = None, number: Any = None) -> Any:
+        return await take(slots, "", wait_s, number)
 
     FairSlots.take = in_one_queue  # type: ignore[method-assign]
 
