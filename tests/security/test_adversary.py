@@ -53,7 +53,6 @@ def test_the_memory_of_a_burst_is_returned(tmp_path: Path) -> None:
     ("mechanism", "name"),
     [
         ("turns", "large requests"),
-        ("turns of streams", "replies that nobody reads"),
         ("a queue of each caller", "large puts"),
         ("counted fields", "messages full of empty parts"),
     ],

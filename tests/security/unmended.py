@@ -17,15 +17,10 @@ def _without_turns() -> None:
     async def run(_: Turns, steps: Steps[Any]) -> Any:
         return finish(steps)
 
-    Turns.run = run  # type: ignore[method-assign]
-    _without_turns_of_streams()
-
-
-def _without_turns_of_streams() -> None:
     async def wait(_: Turns) -> None:
         return
 
-    Turns.wait = wait  # type: ignore[method-assign]
+    Turns.run, Turns.wait = run, wait  # type: ignore[method-assign]
 
 
 def _in_one_queue() -> None:
@@ -47,7 +42,6 @@ def _uncounted() -> None:
 
 MECHANISMS: Mapping[str, Callable[[], None]] = {
     "turns": _without_turns,
-    "turns of streams": _without_turns_of_streams,
     "a queue of each caller": _in_one_queue,
     "counted fields": _uncounted,
 }
