@@ -347,9 +347,12 @@ class Field:
         started = {"is_executed": True, "module": module, "environment": environment}
         self.server = ServerProcess(directory, *flags, tls=tls, token_file=str(files[1]), **started)
         self._stack.callback(self.server.kill)
-        self._honest = Honest(self.server, self._ca, str(files[0]), str(files[1]))
-        self._watch(QUIET_S)
-        self._quiet = self._watch(QUIET_S)
+        with contextlib.ExitStack() as failed:
+            failed.callback(self.close)
+            self._honest = Honest(self.server, self._ca, str(files[0]), str(files[1]))
+            self._watch(QUIET_S)
+            self._quiet = self._watch(QUIET_S)
+            failed.pop_all()
 
     def close(self) -> None:
         self._stack.close()
