@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -162,15 +163,14 @@ def test_lookups_of_many_runs(house: House) -> None:
 
 
 @pytest.mark.parametrize("method", list(SERVICE.methods), ids=lambda method: str(method.name))
-def test_messages_full_of_empty_parts(house: House, method: MethodDescriptor) -> None:
-    """A part is two bytes on the wire, and a hundred once it is decoded."""
-    for field in method.input_type.fields:
-        if field.message_type is None:
-            continue
-        parts = bytes([field.number << 3 | 2, 0])
+def test_messages_full_of_short_fields(house: House, method: MethodDescriptor) -> None:
+    """A part is two bytes on the wire, and a hundred once it is decoded; numbers can come one by one."""
+    fields = [field for field in method.input_type.fields if field.is_repeated or field.message_type is not None]
+    for field, wire_type in itertools.product(fields, (0, 2)):
+        part = bytes([field.number << 3 | wire_type, 0])
         for nbytes in (2 * UNCOUNTED, 2 * UNCOUNTED + 2, 1 << 20, MAX_REQUEST_BYTES):
             call = house.server.channel.stream_stream(f"/{SERVICE.full_name}/{method.name}")
-            request = parts * (nbytes // len(parts))
+            request = part * (nbytes // len(part))
 
             def send(call: Any = call, request: bytes = request) -> None:
                 with contextlib.suppress(grpc.RpcError):
