@@ -1,9 +1,9 @@
 """The audit log: one JSON object a line for each refused call, each change, each new namespace, and each reading of
 credentials.
 
-Lines are queued and written by a thread, so that a slow disk delays no call. More lines than `LINES_A_SECOND`, or than
-the queue holds, are dropped and counted: a stranger must not fill the disk. Refusals, which anybody can cause, leave as
-many lines to all else. logrotate may move the file at any time.
+Lines are queued and written by a thread, so that a slow disk delays no call. Refusals, which anybody can cause, share
+`REFUSALS_A_SECOND`; the others are dropped and counted: a stranger must not fill the disk. No other line is dropped:
+the server makes no change while the log is behind. logrotate may move the file at any time.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ import os
 import queue
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from kvpool.protocol.errors import ConfigError
 from kvpool.security.principal import Principal
+from kvpool_server.cache.shares import Shares
 
-LINES_A_SECOND = 100
+REFUSALS_A_SECOND = 100
+"""Of a caller as many as are still left; those who have not proved who they are count as one."""
 MAX_QUEUED = 1_000
 READ = "ReadCredentials"
 """In the place of the call: the server has read files of credentials."""
@@ -42,7 +43,7 @@ class AuditLog:
     """Appends to a file. Thread-safe. Raises ConfigError if it cannot be opened. `close` writes what is queued.
 
     Attributes:
-        num_dropped: lines dropped because there were too many.
+        num_dropped: refusals that have no line because there were too many.
     """
 
     def __init__(self, path: str, clock: Callable[[], float] = time.monotonic):
@@ -57,7 +58,7 @@ class AuditLog:
         self._clock = clock
         self._lock = threading.Lock()
         self._second = 0
-        self._lines: Counter[bool] = Counter()  # In this second, by whether they tell of refusals.
+        self._refusals = Shares()  # In this second.
         self.num_dropped = 0
         self._listener.start()
 
@@ -70,7 +71,7 @@ class AuditLog:
             peer: the address that the call came from.
             details: for example the namespace, and how many blocks. Other people choose some: JSON escapes them.
         """
-        if not self._has_room(is_refusal=outcome not in ("OK", "CANCELLED")):
+        if outcome not in ("OK", "CANCELLED") and not self._has_room(str(caller or "stranger")):
             return
         line = {
             "time": dt.datetime.now(dt.UTC).isoformat(timespec="milliseconds"),
@@ -89,23 +90,33 @@ class AuditLog:
         details = {"what": what, "files": ", ".join(paths), **({} if error is None else {"why": str(error)})}
         self.write(READ, "OK" if error is None else "REFUSED", caller=None, peer="", **details)
 
-    def _has_room(self, *, is_refusal: bool) -> bool:
-        """Whether one more line may be written now; counts it, or that it is dropped."""
+    @property
+    def is_behind(self) -> bool:
+        """Whether the disk has not taken what is queued for long: no change is to be made now."""
+        return self._queue.qsize() >= MAX_QUEUED
+
+    def _has_room(self, caller: str) -> bool:
+        """Whether one more refusal may be written now; counts it, or that it is dropped."""
         with self._lock:
             second = int(self._clock())
             if second != self._second:
                 self._second = second
-                self._lines.clear()
-            self._lines[is_refusal] += 1
-            if self._lines[is_refusal] > LINES_A_SECOND or self._queue.qsize() >= MAX_QUEUED:
+                self._refusals = Shares()
+            is_room = self._refusals.has_room(caller, 1, REFUSALS_A_SECOND) and self._queue.qsize() < MAX_QUEUED // 2
+            if is_room:
+                self._refusals.add(caller)
+            else:
                 self.num_dropped += 1
-                return False
-            return True
+            return is_room
 
     def close(self) -> None:
         """Blocks until what is queued is written."""
         self._listener.stop()
         self._handler.close()
+
+
+CHANGES = frozenset({"OpenNamespace", "Remove", "Clear", "Drain", "SetQuotas"})
+"""Calls that change something for others."""
 
 
 def audited(call: str, request: Any, reply: Any) -> dict[str, str | int] | None:

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import select
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from kvpool.client.client import Client
-from kvpool.protocol.errors import ConfigError, PermissionDeniedError, UnauthenticatedError
+from kvpool.client.config import ClientConfig
+from kvpool.protocol.errors import ConfigError, PermissionDeniedError, UnauthenticatedError, UnavailableError
 from kvpool.protocol.quota import Quota
-from kvpool.security.principal import Role
-from kvpool_server.access.audit import LINES_A_SECOND, MAX_QUEUED, READ, AuditLog
+from kvpool.security.principal import Principal, Role
+from kvpool_server.access import audit
+from kvpool_server.access.audit import MAX_QUEUED, READ, REFUSALS_A_SECOND, AuditLog
 from tests.support.audit_log import entries
 from tests.support.certificates import DAY, forge
+from tests.support.in_process_server import InProcessServer
 from tests.support.processes import ServerProcess, run_server, wait_for
 from tests.support.secured_server import SecuredServer
 from tests.support.values import namespace_spec, payload, run_of
@@ -48,22 +54,45 @@ def test_refusals_and_changes_are_logged(pool_server: Callable[..., ServerProces
     assert "\x1b" not in log.read_text()
 
 
-def test_a_flood_is_counted_and_not_written(tmp_path: Path) -> None:
+def test_a_flood_of_refusals_is_counted_and_leaves_lines_to_other_callers_and_to_all_changes(tmp_path: Path) -> None:
     now = [0.0]
     log = AuditLog(str(tmp_path / "audit.json"), lambda: now[0])
     for _ in range(10 * MAX_QUEUED):
         log.write("Ping", "UNAUTHENTICATED", caller=None, peer="ipv4:127.0.0.1:1")
     dropped = log.num_dropped
-    assert dropped == 10 * MAX_QUEUED - LINES_A_SECOND
-    log.write("Clear", "OK", caller=None, peer="ipv4:127.0.0.1:2")
+    assert dropped == 10 * MAX_QUEUED - REFUSALS_A_SECOND // 2
+    log.write("Clear", "PERMISSION_DENIED", caller=Principal("acme", Role.ENGINE_READ), peer="ipv4:127.0.0.1:2")
+    for _ in range(2 * REFUSALS_A_SECOND):
+        log.write("Clear", "OK", caller=None, peer="ipv4:127.0.0.1:2")
     assert log.num_dropped == dropped
     now[0] = 1.0
     log.write("Ping", "UNAUTHENTICATED", caller=None, peer="ipv4:127.0.0.1:1")
     log.close()
     lines = entries(tmp_path / "audit.json")
-    assert len(lines) == LINES_A_SECOND + 2
-    assert lines[-2]["call"] == "Clear"
+    assert [line["call"] for line in lines].count("Clear") == 1 + 2 * REFUSALS_A_SECOND
     assert lines[-1]["dropped_before"] == dropped
+
+
+def test_no_change_is_made_that_the_log_would_lack(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its disk takes nothing: the log is a pipe that nobody reads."""
+    monkeypatch.setattr(audit, "MAX_QUEUED", 10)
+    path = tmp_path / "audit.json"
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    log = AuditLog(str(path))
+    server = InProcessServer(1 << 20, 1 << 16, audit=log)
+    with contextlib.closing(server), Client(ClientConfig(f"127.0.0.1:{server.port}", timeout_ms=2_000)) as client:
+        clears = iter(range(10_000))
+        with pytest.raises(UnavailableError, match="audit log"):
+            all(client.admin.clear() == 0 for _ in clears)
+        client.admin.ping()
+        made, text = next(clears) - 1, b""
+        while text.count(b"Clear") < made:
+            text += os.read(reader, 1 << 16) if select.select([reader], [], [], 10)[0] else pytest.fail("lines lack")
+        wait_for(lambda: not log.is_behind, "the queue to be written")
+        client.admin.clear()
+    log.close()
+    os.close(reader)
 
 
 def test_a_rotated_log_goes_on_in_its_place(tmp_path: Path) -> None:
