@@ -16,10 +16,16 @@ import grpc
 from grpc_reflection.v1alpha import reflection
 
 from kvpool.protocol import wire
-from kvpool.protocol.errors import KVPoolError, OutOfSpaceError, PermissionDeniedError, UnauthenticatedError
+from kvpool.protocol.errors import (
+    KVPoolError,
+    OutOfSpaceError,
+    PermissionDeniedError,
+    UnauthenticatedError,
+    UnavailableError,
+)
 from kvpool.protocol.wire import MAX_MESSAGE_BYTES
 from kvpool.transport.unix_socket import SCHEME, grpc_target
-from kvpool_server.access.audit import AuditLog, audited
+from kvpool_server.access.audit import CHANGES, AuditLog, audited
 from kvpool_server.access.authentication import Context, Who
 from kvpool_server.access.caller import CALLER, check_call
 from kvpool_server.access.credential import RefusedCredentialError
@@ -30,7 +36,7 @@ from kvpool_server.process.addresses import bind_path, cannot_bind, cannot_liste
 from kvpool_server.rpc.blocks import BlockHandlers
 from kvpool_server.rpc.chunks import ChunkHandlers
 from kvpool_server.rpc.handlers import owner_of
-from kvpool_server.rpc.inbox import MAX_DATA_BYTES, MAX_STREAM_S, REQUEST, SMALL_BYTES, Pace
+from kvpool_server.rpc.inbox import MAX_DATA_BYTES, MAX_STREAM_S, REQUEST, WINDOW_BYTES, Pace
 from kvpool_server.rpc.method_handlers import CHECK, HEALTH_NAME, SERVICE_NAME, HealthService, add_health, add_service
 from kvpool_server.rpc.operators import OperatorHandlers
 from kvpool_server.rpc.sessions import SessionHandlers
@@ -39,9 +45,13 @@ from kvpool_server.rpc.turns import call_with_its_work
 MAX_CALLS = 4_096
 """Calls at once, streams of lookups included. A caller may have as many as are still left, so that one leaves half of
 them to others; gRPC itself refuses all beyond."""
-MAX_STREAMS = 32
-"""Calls at once on one connection. gRPC counts a call that its client resets until the event loop has seen it: without
-this bound one connection that begins and resets calls takes all of `MAX_CALLS`, before any credentials are read."""
+MAX_CONNECTIONS = 4_096
+"""gRPC closes all beyond."""
+MAX_STREAMS = 8
+"""Calls at once on one connection. gRPC hands calls over in the order of their coming, a third of a millisecond each: a
+new call waits for as many as all connections may have. It counts a call that its client resets until the event loop has
+seen it: without this bound one connection that begins and resets calls takes all of `MAX_CALLS`, before any credentials
+are read."""
 MAX_METADATA_BYTES = 16 << 10
 CONNECTION_S = 2_700.0
 """How old a TLS connection becomes before its client has to make another, by which both sides prove anew who they are.
@@ -100,6 +110,7 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # N
         Raises:
             UnauthenticatedError, PermissionDeniedError: the caller may not make the call.
             OutOfSpaceError: the caller has as many calls under way as are left for others.
+            UnavailableError: the call changes something, and the audit log is behind.
         """
         running: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if self._who is not None:
@@ -109,6 +120,8 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # N
             if name != CHECK:
                 check_call(credential.principal, name)
             running = self._running.call(credential)
+        if name in CHANGES and self._audit is not None and self._audit.is_behind:
+            raise UnavailableError(f"{name} changes something, and the audit log's disk takes no lines; see its space")
         caller = owner_of(context).name
         if not self._calls.has_room(caller, 1, MAX_CALLS):
             raise OutOfSpaceError(f"{self._calls.of(caller)} calls of this caller are under way; wait for some to end")
@@ -229,10 +242,11 @@ class GrpcServer:
             options=[
                 ("grpc.so_reuseport", 0),  # Two servers on one port are an error: clients would reach either.
                 ("grpc.http2.bdp_probe", 0),
-                ("grpc.http2.lookahead_bytes", SMALL_BYTES),
+                ("grpc.http2.lookahead_bytes", WINDOW_BYTES),
                 ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
                 ("grpc.max_receive_message_length", MAX_DATA_BYTES),
                 ("grpc.max_concurrent_streams", MAX_STREAMS),
+                ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
                 ("grpc.max_metadata_size", MAX_METADATA_BYTES),
                 ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
                 *([] if credentials is None else ages),

@@ -3,7 +3,7 @@ little memory.
 
 gRPC buffers a message until its last byte has come, and waits for that byte for ever. A handler of one request is
 called only after that; therefore the server registers handlers of streams for all methods, which are the same on the
-wire, and reads the messages itself. What it has not asked for does not come: gRPC lets a client send `SMALL_BYTES`.
+wire, and reads the messages itself. What it has not asked for does not come: gRPC lets a client send `WINDOW_BYTES`.
 """
 
 from __future__ import annotations
@@ -26,9 +26,11 @@ from kvpool_server.access.caller import CALLER
 from kvpool_server.cache.fair_slots import FairSlots
 from kvpool_server.rpc.turns import when_ended
 
+WINDOW_BYTES = 512 << 10
+"""What a client may have sent on a call before the server asks for a message. gRPC would widen the window for fast
+senders, without a bound that could be told."""
 SMALL_BYTES = 128 << 10
-"""What a client may have sent on a call before the server asks for a message: more than engines need, which name 2,048
-blocks in one. gRPC would widen the window for fast senders, without a bound that could be told."""
+"""A message that is received and decoded at once: larger than engines need, which name 2,048 blocks in one."""
 MAX_REQUEST_BYTES = 4 << 20
 MAX_DATA_BYTES = MAX_REQUEST_BYTES + (64 << 10)
 """A message with 4 MiB of payload, and with what surrounds it."""
@@ -37,8 +39,8 @@ MAX_LARGE = 16
 every caller."""
 MESSAGE_S = 10.0
 """How long the one message of a call may be on its way, from when its call was accepted."""
-CROWDED = 64
-CROWDED_S = 1.0
+CROWDED = 32
+CROWDED_S = 0.5
 """How long, if `CROWDED` others are on their way."""
 MAX_AWAITED = 512
 """Messages on their way at once. One more, and the one that has been awaited longest is given up; where callers

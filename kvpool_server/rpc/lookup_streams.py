@@ -1,12 +1,17 @@
 """The LookupStream calls under way: an idle one makes room for another, whose client opens a new one when it needs it.
 
+If many are idle, one is for a short time only: all but the last byte of a message may have come, which holds memory.
 Belongs to the event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import Callable
 from typing import Any
+
+from kvpool_server.rpc.inbox import CROWDED, CROWDED_S
 
 Call = asyncio.Task[Any]
 
@@ -14,10 +19,11 @@ Call = asyncio.Task[Any]
 class LookupStreams:
     """The calls of one server, `max_streams` at once. A call is named by its task."""
 
-    def __init__(self, max_streams: int):
+    def __init__(self, max_streams: int, clock: Callable[[], float] = time.monotonic):
         self._max_streams = max_streams
+        self._clock = clock
         self._owner_of: dict[Call, str] = {}  # Without those in `_ended`.
-        self._idle: dict[Call, None] = {}  # The one that has been idle longest is first.
+        self._idle: dict[Call, float] = {}  # Since when. The one that has been idle longest is first.
         self._ended: set[Call] = set()
         self._is_stopping = False
 
@@ -36,7 +42,9 @@ class LookupStreams:
 
     def wait(self, call: Call) -> None:
         """The call is idle: it awaits a message."""
-        self._idle[call] = None
+        self._idle[call] = now = self._clock()
+        while len(self._idle) > CROWDED and next(iter(self._idle.values())) <= now - CROWDED_S:
+            self._end_longest_idle()
 
     def work(self, call: Call) -> None:
         """A message has come."""

@@ -8,6 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from kvpool_server.rpc.inbox import CROWDED, CROWDED_S
 from kvpool_server.rpc.lookup_streams import LookupStreams
 from tests.support.effort import effort
 
@@ -24,6 +25,23 @@ class Call:
 
     def cancel(self) -> None:
         self.is_cancelled = True
+
+
+def test_of_many_that_are_idle_those_are_ended_that_have_been_for_long() -> None:
+    now = [0.0]
+    streams = LookupStreams(10 * CROWDED, lambda: now[0])
+    calls: list[Any] = [Call("acme") for _ in range(2 * CROWDED)]
+    for call in calls:
+        assert streams.begin(call, "acme", 10 * CROWDED)
+        streams.wait(call)
+    now[0] = CROWDED_S / 2
+    streams.work(calls[0])
+    streams.wait(calls[0])
+    assert not any(call.is_cancelled for call in calls), "none has been idle for long"
+    now[0] = CROWDED_S
+    streams.work(calls[1])
+    streams.wait(calls[1])
+    assert [call.is_cancelled for call in calls] == [False, False, *CROWDED * [True], *(CROWDED - 2) * [False]]
 
 
 class LookupStreamsMachine(RuleBasedStateMachine):

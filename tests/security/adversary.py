@@ -100,6 +100,7 @@ SEEDS = {
         "router", 8, 8, (Move("ListNamespaces", 1, "right", 5.0, 0.0, True), Move("Ledger", 1, "right", 5.0, 0.0, True))
     ),
     "small calls": Attack("router", 8, 64, (Move("Ping", 1, "right", 5.0, 0.0, True),)),
+    "small calls of many": Attack("engine", 64, 64, (Move("WhoAmI", 1, "right", 5.0, 0.0, True),)),
 }
 """What has slowed, filled or silenced a pool before."""
 
@@ -302,7 +303,7 @@ class Honest:
             began = time.monotonic()
             try:
                 found = self._engine.lookup(self._namespace, [self._run])
-                self._engine.release([found.lease_id])
+                self._engine.rpc.release_quietly(found.lease_id)
             except KVPoolError:
                 seen["refused"] += 1
             times.append(time.monotonic() - began)

@@ -165,7 +165,8 @@ def test_messages_larger_than_the_limit_are_not_buffered(pool_server: StartServe
     server = pool_server()
     with _served(server, 128 * MIB):
         calls = HalfSentCalls(server.endpoint)
-        streams = [calls.begin(method, 40 * MIB, 40 * MIB - 1, timeout_s=2) for _ in range(12)]
+        most = range(grpc_server.MAX_STREAMS)
+        streams = [calls.begin(method, 40 * MIB, 40 * MIB - 1, timeout_s=2) for _ in most]
         wait_for(lambda: calls.ended >= set(streams), "the end of all calls")
         calls.close()
 
@@ -174,27 +175,42 @@ def test_messages_larger_than_the_limit_are_not_buffered(pool_server: StartServe
 def test_messages_whose_last_byte_never_comes_hold_what_was_sent(pool_server: StartServer, method: str) -> None:
     server = pool_server()
     with _served(server, (24 * 4 + 64) * MIB):
-        calls = HalfSentCalls(server.endpoint)
-        for _ in range(24):
+        connections = [HalfSentCalls(server.endpoint) for _ in range(3)]
+        for calls in grpc_server.MAX_STREAMS * connections:
             calls.begin(method, 4 * MIB, 4 * MIB - 1)
-        calls.close()
+        for calls in connections:
+            calls.close()
+
+
+@pytest.mark.more
+def test_streams_of_lookups_whose_last_byte_never_comes_hold_what_a_few_sent(pool_server: StartServer) -> None:
+    server = pool_server()
+    with _served(server, 1_024 * MIB):  # Half of all that is sent.
+        connections = [HalfSentCalls(server.endpoint) for _ in range(64)]
+        for calls in grpc_server.MAX_STREAMS * connections:
+            calls.begin("LookupStream", 4 * MIB, 4 * MIB - 1)
+        for calls in connections:
+            calls.close()
 
 
 def test_health_checks_whose_last_byte_never_comes_hold_what_a_few_sent(pool_server: StartServer) -> None:
     server = pool_server()
     with _served(server, (inbox.MAX_CHECKS * 8 + 64) * MIB):
-        calls = HalfSentCalls(server.endpoint)
-        checks = [calls.begin(CHECK, 4 * MIB, 4 * MIB - 1) for _ in range(64)]
-        wait_for(lambda: calls.ended >= set(checks[: -inbox.MAX_CHECKS]), "the end of those that are too many")
+        connections = [HalfSentCalls(server.endpoint) for _ in range(8)]
+        checks = [calls.begin(CHECK, 4 * MIB, 4 * MIB - 1) for calls in grpc_server.MAX_STREAMS * connections]
+        too_many = len(checks) - inbox.MAX_CHECKS
+        wait_for(lambda: sum(len(calls.ended) for calls in connections) >= too_many, "the end of those too many")
         with grpc.insecure_channel(server.endpoint) as channel:
             checked = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
         assert checked.status == health_pb2.HealthCheckResponse.SERVING
-        calls.close()
+        for calls in connections:
+            calls.close()
 
 
 @pytest.fixture
-def small_server() -> Iterator[Callable[..., InProcessServer]]:
-    """Starts servers in this process: `small_server(Limits(max_leases=8))`."""
+def small_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., InProcessServer]]:
+    """Starts servers in this process, with many calls a connection: `small_server(Limits(max_leases=8))`."""
+    monkeypatch.setattr(grpc_server, "MAX_STREAMS", 100)
     with ExitStack() as stack:
 
         def start(limits: Limits | None = None) -> InProcessServer:
@@ -267,7 +283,7 @@ def test_large_messages_of_one_caller_leave_room_for_others(small_server: Callab
     most = 2 * inbox.MAX_LARGE
     for _ in range(most):
         calls.begin("Get", inbox.MAX_REQUEST_BYTES, inbox.MAX_REQUEST_BYTES - 1, timeout_s=0.2)
-    assert calls.sent_bytes < (inbox.MAX_LARGE + 1) * inbox.MAX_REQUEST_BYTES // 2 + most * 2 * inbox.SMALL_BYTES
+    assert calls.sent_bytes < (inbox.MAX_LARGE + 1) * inbox.MAX_REQUEST_BYTES // 2 + most * 2 * inbox.WINDOW_BYTES
     request = pb.ExistsRequest(namespace=bytes(32), runs=wire.encode_runs([run_of(*range(inbox.SMALL_BYTES // 32))]))
     with pytest.raises(grpc.RpcError) as raised:
         _connect(server).Exists(request, timeout=5)
@@ -352,6 +368,23 @@ def test_a_client_that_puts_all_it_can_leaves_tickets_for_others(
 # Streams and connections
 
 
+def test_connections_beyond_the_bound_are_closed_and_the_others_go_on(
+    small_server: Callable[..., InProcessServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grpc_server, "MAX_CONNECTIONS", 20)
+    server = small_server()
+    address = ("127.0.0.1", server.port)
+    with ExitStack() as stack, Client(ClientConfig("{}:{}".format(*address), timeout_ms=10_000)) as client:
+        client.admin.ping()
+        connections = [stack.enter_context(socket.create_connection(address, 10)) for _ in range(40)]
+        greetings = [connection.recv(1) for connection in connections]
+        assert greetings.count(b"") > 20 - 2 and greetings[0]
+        client.admin.ping()
+        connections[0].close()
+        again = lambda: stack.enter_context(socket.create_connection(address, 10)).recv(1)  # noqa: E731
+        wait_for(again, "a connection in the place of one that has ended")
+
+
 def test_idle_streams_of_lookups_make_way(small_server: Callable[..., InProcessServer]) -> None:
     server = small_server(Limits(max_streams=8))
     name = _filled(server, 1)
@@ -370,11 +403,12 @@ def test_idle_streams_of_lookups_make_way(small_server: Callable[..., InProcessS
 def test_thousands_of_idle_streams_hold_little(pool_server: StartServer) -> None:
     server = pool_server()
     with _served(server, IDLE_STREAMS_BYTES):
-        connections = [HalfSentCalls(server.endpoint) for _ in range(4)]
-        for calls in connections:
-            for _ in range(750):
-                calls.begin("LookupStream")
-        wait_for(lambda: sum(len(calls.ended) for calls in connections) >= 3_000 - Limits().max_streams, "the end")
+        connections = [HalfSentCalls(server.endpoint) for _ in range(300)]
+        for calls in grpc_server.MAX_STREAMS * connections:
+            calls.begin("LookupStream")
+        too_many = len(connections) * grpc_server.MAX_STREAMS - Limits().max_streams
+        assert too_many > 0
+        wait_for(lambda: sum(len(calls.ended) for calls in connections) >= too_many, "the end")
         for calls in connections:
             calls.close()
 
