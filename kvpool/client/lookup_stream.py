@@ -145,7 +145,7 @@ class LookupStream:
         with self._lock:
             self._renew()
             if self._stream is None or not self._stream.send(make, lookup):
-                self._stream = _Stream(self._method, self._send_again)
+                self._stream = _Stream(self._method, self._send_again, self._release_again)
                 if not self._stream.send(make, lookup):
                     lookup.set_exception(self._stream.error)  # The server cannot be reached.
 
@@ -160,13 +160,18 @@ class LookupStream:
     def release(self, lease_ids: Sequence[int]) -> None:
         """Ends leases with the next lookup, or within RELEASE_WITHIN_S; does not wait. Raises as `future`.
 
-        If the stream ends before, the leases expire.
+        If the stream ends with an error before, the leases expire.
         """
         with self._lock:
             self._renew()
             if self._stream is None or not self._stream.release(lease_ids):
-                self._stream = _Stream(self._method, self._send_again)
+                self._stream = _Stream(self._method, self._send_again, self._release_again)
                 self._stream.release(lease_ids)
+
+    def _release_again(self, lease_ids: Sequence[int]) -> None:
+        """Ends leases whose message a stream has not sent. Called by the stream's thread."""
+        with suppress(ValueError):  # The channel is closed.
+            self.release(lease_ids)
 
     def _renew(self) -> None:
         version = self._version_of()
@@ -190,20 +195,29 @@ class _Stream:
 
     Args:
         send_again: sends a lookup that the server has not answered, over another stream.
+        release_again: ends leases over another stream.
 
     Attributes:
         has_ended: whether it sends no more requests.
         error: why the stream ended, once it has.
     """
 
-    def __init__(self, method: Any, send_again: Callable[[MakeRequest, StreamedLookup], None]):
+    def __init__(
+        self,
+        method: Any,
+        send_again: Callable[[MakeRequest, StreamedLookup], None],
+        release_again: Callable[[Sequence[int]], None],
+    ):
         self._lock = threading.Lock()
         self._send_again = send_again
+        self._release_again = release_again
         self._waiting: deque[tuple[MakeRequest, StreamedLookup]] = deque()
         self._unsent: SimpleQueue[MakeRequest | None] = SimpleQueue()
         self._released: list[int] = []
+        self._unanswered: deque[tuple[bool, list[int]]] = deque(maxlen=MAX_UNSENT)
+        """Of each message that was sent after the last one with an answer: whether it asks, and what it releases."""
         self._renew_at = time.monotonic() + RENEW_S
-        self.has_ended = False
+        self.has_ended = self._is_closed = False
         self.error: StreamedError | KVPoolError = StreamedError(
             grpc.StatusCode.UNAVAILABLE, "kvpool-server ended the stream of lookups"
         )
@@ -245,6 +259,7 @@ class _Stream:
 
     def close(self) -> None:
         is_own = threading.current_thread() is self._thread
+        self._is_closed = True
         self.finish()
         if self._released and not is_own:
             self._thread.join(FLUSH_S)
@@ -263,8 +278,10 @@ class _Stream:
             request = pb.LookupRequest() if make is None else make()
             with self._lock:
                 released, self._released = self._released, []
+                is_lookup = make not in (None, _no_lookup)
+                self._unanswered.append((is_lookup, released))
             request.release.extend(released)
-            if released or make not in (None, _no_lookup):
+            if released or is_lookup:
                 yield request
             make = make and self._unsent.get()
 
@@ -282,6 +299,7 @@ class _Stream:
         finally:
             with self._lock:
                 self.has_ended = True
+                unreleased = [*self._released, *(each for _, released in self._unanswered for each in released)]
             self._unsent.put(None)  # gRPC's thread ends.
             waiting, self._waiting = self._waiting, deque()  # Nothing is added after the end.
             for make, lookup in waiting:
@@ -289,6 +307,8 @@ class _Stream:
                     self._send_again(make, lookup)
                 else:
                     lookup.set_exception(self.error)
+            if has_ended_well and unreleased and not self._is_closed:
+                self._release_again(unreleased)
 
     def _end_next(self, reply: bytes) -> None:
         """Ends the oldest lookup with its reply. Raises InvalidReplyError, after which no lookup is answered."""
@@ -306,6 +326,8 @@ class _Stream:
             raise InvalidReplyError(f"the server's reply to a lookup cannot be parsed: {error}") from None
         with self._lock:
             self._waiting.popleft()
+            while self._unanswered and not self._unanswered.popleft()[0]:
+                pass
         if outcome.HasField("found"):
             lookup.set_result(outcome.found)
         else:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import socket
+import threading
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,10 @@ from kvpool.security.name_key import NameKey, check_key, named_by
 from kvpool.v1 import pool_pb2 as pb
 from kvpool.v1.pool_pb2_grpc import PoolStub
 
+MAX_AT_ONCE = 16
+"""Calls at once, beside the stream of lookups and those of bytes. The server takes a bounded number on a connection and
+counts each until some time after its end; it refuses what exceeds them."""
+
 
 class PoolRpc:
     """Calls of one server. Every method raises UnavailableError, PoolTimeoutError and InvalidReplyError, and what its
@@ -68,6 +73,7 @@ class PoolRpc:
         self.stub = stub
         self.channel = channel
         self._lookups = lookups
+        self._at_once = threading.BoundedSemaphore(MAX_AT_ONCE)
         self._tracing = tracing_of(config)
 
     @classmethod
@@ -144,11 +150,11 @@ class PoolRpc:
         """As `Client.lookup`, with its keywords."""
         if self._tracing is None:
             question = self._question(namespace, runs, "", **wanted)
-            return self.answer(namespace, question, self.call(self._lookups, question))
+            return self.answer(namespace, question, self._call(self._lookups, question))
         attributes = {"kvpool.blocks": sum(map(len, runs))}
         with self._tracing.span("kvpool.lookup", attributes=attributes, kind="CLIENT") as span:
             question = self._question(namespace, runs, self._tracing.traceparent(span), **wanted)
-            return self.answer(namespace, question, self.call(self._lookups, question))
+            return self.answer(namespace, question, self._call(self._lookups, question))
 
     def lookup_async(
         self,
@@ -163,15 +169,16 @@ class PoolRpc:
 
         Args:
             wait_ms: where blocks are on their way up from a tier, the server answers when they are up, or after so
-                long. Such a lookup is a call of its own: the answers to others do not wait for it.
+                long. Such a lookup is a call of its own: the answers to others do not wait for it. If there are
+                `MAX_AT_ONCE` calls, the server answers at once.
             traceparent: of the caller's span.
             wanted: the keywords of `Client.lookup`.
         """
         question = self._question(namespace, runs, traceparent, **wanted)
-        if wait_ms:
-            call = self.send(self.stub.Lookup, question(wait_ms), self.config.timeout_ms + wait_ms)
+        if wait_ms and self._at_once.acquire(blocking=False):
+            call = self._send(self.stub.Lookup, question(wait_ms), self.config.timeout_ms + wait_ms)
         else:
-            call = self.send(self._lookups, question)
+            call = self._started(self._lookups, question)
         return PendingLookup(call, functools.partial(self.answer, namespace, question), self.error_of)
 
     def _question(
@@ -233,10 +240,10 @@ class PoolRpc:
         return bool(self.call(self.stub.PutRevoke, pb.PutRevokeRequest(ticket_id=ticket_id)).revoked)
 
     def revoke_quietly(self, ticket_id: int) -> None:
-        """As `put_revoke`, without waiting. If the call is lost, the ticket expires."""
-        if ticket_id:
+        """As `put_revoke`, without waiting. If the call is lost, or cannot be made now, the ticket expires."""
+        if ticket_id and self._at_once.acquire(blocking=False):
             with contextlib.suppress(UnavailableError):
-                call = self.send(self.stub.PutRevoke, pb.PutRevokeRequest(ticket_id=ticket_id))
+                call = self._send(self.stub.PutRevoke, pb.PutRevokeRequest(ticket_id=ticket_id))
                 # gRPC cancels a call that nothing refers to any more; the callback keeps the reference until the end.
                 call.add_done_callback(lambda _: None)
 
@@ -339,13 +346,41 @@ class PoolRpc:
 
     def call(self, method: Callable[..., Any], request: Any, timeout_ms: int | None = None) -> Any:
         """Calls a method of the stub, and waits for its answer until `timeout_ms`, by default the config's."""
+        self._take(timeout_ms)
+        try:
+            return self._call(method, request, timeout_ms)
+        finally:
+            self._at_once.release()
+
+    def send(self, method: Any, request: Any, timeout_ms: int | None = None) -> Any:
+        """Starts a call; returns its `grpc.Future`. Waits only if there are `MAX_AT_ONCE` calls."""
+        self._take(timeout_ms)
+        return self._send(method, request, timeout_ms)
+
+    def _take(self, timeout_ms: int | None) -> None:
+        """The place of one call among `MAX_AT_ONCE`. Raises PoolTimeoutError."""
+        if not self._at_once.acquire(timeout=self.timeout_s(timeout_ms)):
+            raise PoolTimeoutError(
+                f"{MAX_AT_ONCE} calls to kvpool-server at {self.config.endpoint} were under way for too long"
+            )
+
+    def _call(self, method: Callable[..., Any], request: Any, timeout_ms: int | None = None) -> Any:
         try:
             return method(request, timeout=self.timeout_s(timeout_ms))
         except CALL_ERRORS as error:
             raise self.error_of(error) from None
 
-    def send(self, method: Any, request: Any, timeout_ms: int | None = None) -> Any:
-        """Starts a call without waiting; returns its `grpc.Future`."""
+    def _send(self, method: Any, request: Any, timeout_ms: int | None = None) -> Any:
+        """As `send`, for which a place has been taken."""
+        try:
+            call = self._started(method, request, timeout_ms)
+        except BaseException:
+            self._at_once.release()
+            raise
+        call.add_done_callback(lambda _: self._at_once.release())
+        return call
+
+    def _started(self, method: Any, request: Any, timeout_ms: int | None = None) -> Any:
         try:
             return method.future(request, timeout=self.timeout_s(timeout_ms))
         except CALL_ERRORS as error:

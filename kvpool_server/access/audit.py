@@ -2,41 +2,67 @@
 credentials.
 
 Lines are queued and written by a thread, so that a slow disk delays no call. Refusals, which anybody can cause, share
-`REFUSALS_A_SECOND`; the others are dropped and counted: a stranger must not fill the disk. No other line is dropped:
-the server makes no change while the log is behind. logrotate may move the file at any time.
+`REFUSALS_A_SECOND`; the others are dropped and counted: a stranger must not fill the disk. No other line is dropped: a
+line that the file does not take is written again, and meanwhile nothing is changed. logrotate may move the file.
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
-import io
 import json
-import logging
-import logging.handlers
 import os
 import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
+
+import structlog
 
 from kvpool.protocol.errors import ConfigError
 from kvpool.security.principal import Principal
 from kvpool_server.cache.shares import Shares
 
+log = structlog.get_logger()
+
 REFUSALS_A_SECOND = 100
 """Of a caller as many as are still left; those who have not proved who they are count as one."""
 MAX_QUEUED = 1_000
+"""Lines that wait for the file, of a caller as many as are still left."""
+STRANGER = "stranger"
+RETRY_S, CLOSE_S = 0.5, 5.0
 READ = "ReadCredentials"
 """In the place of the call: the server has read files of credentials."""
 
 
-class _OwnersFile(logging.handlers.WatchedFileHandler):
-    """Makes the file for its owner alone, also after each rotation; one that exists keeps its mode."""
+class _LogFile:
+    """Appends to a file, which it makes for its owner alone; one that exists keeps its mode. Raises OSError."""
 
-    def _open(self) -> io.TextIOWrapper:
-        return open(self.baseFilename, "a", encoding="ascii", opener=partial(os.open, mode=0o600))
+    def __init__(self, path: str):
+        self._path = path
+        self._fd = self._opened()
+
+    def _opened(self) -> int:
+        return os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+    def append(self, data: bytes) -> int:
+        """How many of the bytes have been written. A file that was moved away gets no more, if there can be another."""
+        with contextlib.suppress(OSError):
+            if self._is_moved():
+                fd = self._opened()
+                os.close(self._fd)
+                self._fd = fd
+        return os.write(self._fd, data)
+
+    def _is_moved(self) -> bool:
+        try:
+            return not os.path.samestat(os.stat(self._path), os.fstat(self._fd))
+        except FileNotFoundError:
+            return True
+
+    def close(self) -> None:
+        os.close(self._fd)
 
 
 class AuditLog:
@@ -48,31 +74,41 @@ class AuditLog:
 
     def __init__(self, path: str, clock: Callable[[], float] = time.monotonic):
         try:
-            handler = _OwnersFile(path)
+            self._file = _LogFile(path)
         except OSError as error:
             raise ConfigError(f"cannot write the audit log {path}: {error.strerror}; see --audit-log") from None
-        handler.setFormatter(logging.Formatter("%(message)s"))
-        self._queue: queue.SimpleQueue[logging.LogRecord] = queue.SimpleQueue()
-        self._listener = logging.handlers.QueueListener(self._queue, handler)
-        self._handler = handler
+        self._path = path
         self._clock = clock
         self._lock = threading.Lock()
         self._second = 0
         self._refusals = Shares()  # In this second.
+        self._queue: queue.SimpleQueue[tuple[str, bytes] | None] = queue.SimpleQueue()
+        self._queued = Shares()
+        self._is_failing = False
+        self._closing = threading.Event()
         self.num_dropped = 0
-        self._listener.start()
+        self._thread = threading.Thread(target=self._write_queued, name="kvpool-audit", daemon=True)
+        self._thread.start()
 
-    def write(self, call: str, outcome: str, *, caller: Principal | None, peer: str, **details: str | int) -> None:
-        """Adds a line.
+    def write(
+        self,
+        call: str,
+        outcome: str,
+        *,
+        caller: Principal | None,
+        peer: str,
+        is_change: bool = False,
+        **details: str | int,
+    ) -> None:
+        """Adds a line; one of a refusal only if there is room for it.
 
         Args:
             outcome: the call's gRPC status.
             caller: None where callers are not authenticated, or have not proved who they are.
             peer: the address that the call came from.
+            is_change: the call may have changed something, whatever its outcome.
             details: for example the namespace, and how many blocks. Other people choose some: JSON escapes them.
         """
-        if outcome not in ("OK", "CANCELLED") and not self._has_room(str(caller or "stranger")):
-            return
         line = {
             "time": dt.datetime.now(dt.UTC).isoformat(timespec="milliseconds"),
             "caller": None if caller is None else str(caller),
@@ -81,42 +117,69 @@ class AuditLog:
             "outcome": outcome,
             **details,
         }
-        if self.num_dropped:
-            line["dropped_before"] = self.num_dropped
-        self._queue.put(logging.LogRecord("kvpool.audit", logging.INFO, "", 0, json.dumps(line), None, None))
+        owner = str(caller or STRANGER)
+        with self._lock:
+            if not is_change and not self._has_room(owner):
+                self.num_dropped += 1
+                return
+            if self.num_dropped:
+                line["dropped_before"] = self.num_dropped
+            self._queued.add(owner)
+        self._queue.put((owner, json.dumps(line).encode() + b"\n"))
 
     def read(self, what: str, paths: Sequence[str], error: ConfigError | None) -> None:
         """Adds a line about files of credentials that were read, with the error of those that cannot be used."""
         details = {"what": what, "files": ", ".join(paths), **({} if error is None else {"why": str(error)})}
-        self.write(READ, "OK" if error is None else "REFUSED", caller=None, peer="", **details)
+        self.write(READ, "OK" if error is None else "REFUSED", caller=None, peer="", is_change=True, **details)
 
-    @property
-    def is_behind(self) -> bool:
-        """Whether the disk has not taken what is queued for long: no change is to be made now."""
-        return self._queue.qsize() >= MAX_QUEUED
+    def is_behind(self, caller: str) -> bool:
+        """Whether the file takes no lines now, or has taken too few of a caller's: no change of it is to be made."""
+        with self._lock:
+            return self._is_failing or not self._queued.has_room(caller or STRANGER, 1, MAX_QUEUED)
 
     def _has_room(self, caller: str) -> bool:
-        """Whether one more refusal may be written now; counts it, or that it is dropped."""
-        with self._lock:
-            second = int(self._clock())
-            if second != self._second:
-                self._second = second
-                self._refusals = Shares()
-            is_room = self._refusals.has_room(caller, 1, REFUSALS_A_SECOND) and self._queue.qsize() < MAX_QUEUED // 2
-            if is_room:
-                self._refusals.add(caller)
-            else:
-                self.num_dropped += 1
-            return is_room
+        """Whether one more refusal may be written now, which counts then."""
+        if (second := int(self._clock())) != self._second:
+            self._second, self._refusals = second, Shares()
+        if not self._refusals.has_room(caller, 1, REFUSALS_A_SECOND) or self._queued.total >= MAX_QUEUED // 2:
+            return False
+        self._refusals.add(caller)
+        return True
+
+    def _write_queued(self) -> None:
+        while (item := self._queue.get()) is not None:
+            caller, data = item
+            while data and not (self._is_failing and self._closing.is_set()):
+                data = self._write(data)
+            with self._lock:
+                self._queued.add(caller, -1)
+        self._file.close()
+
+    def _write(self, data: bytes) -> bytes:
+        """What is still to be written, after a while if the file takes nothing."""
+        try:
+            data = data[self._file.append(data) :]
+            self._is_failing = False
+        except OSError as error:
+            if not self._is_failing:
+                log.error(
+                    "the audit log cannot be written; nothing is changed until it can",
+                    path=self._path,
+                    error=str(error),
+                )
+            self._is_failing = True
+            self._closing.wait(RETRY_S)
+        return data
 
     def close(self) -> None:
-        """Blocks until what is queued is written."""
-        self._listener.stop()
-        self._handler.close()
+        """Blocks until what is queued is written, `CLOSE_S` at most; lines that the file does not take are lost."""
+        self._closing.set()
+        self._queue.put(None)
+        self._thread.join(CLOSE_S)
 
 
-CHANGES = frozenset({"OpenNamespace", "Remove", "Clear", "Drain", "SetQuotas"})
-"""Calls that change something for others."""
+CHANGES = frozenset({"Remove", "Clear", "Drain", "SetQuotas"})
+"""Calls that change something for others, and are not made while the log is behind."""
 
 
 def audited(call: str, request: Any, reply: Any) -> dict[str, str | int] | None:

@@ -21,7 +21,6 @@ from kvpool.protocol.errors import (
     OutOfSpaceError,
     PermissionDeniedError,
     UnauthenticatedError,
-    UnavailableError,
 )
 from kvpool.protocol.wire import MAX_MESSAGE_BYTES
 from kvpool.transport.unix_socket import SCHEME, grpc_target
@@ -36,7 +35,7 @@ from kvpool_server.process.addresses import bind_path, cannot_bind, cannot_liste
 from kvpool_server.rpc.blocks import BlockHandlers
 from kvpool_server.rpc.chunks import ChunkHandlers
 from kvpool_server.rpc.handlers import owner_of
-from kvpool_server.rpc.inbox import MAX_DATA_BYTES, MAX_STREAM_S, REQUEST, WINDOW_BYTES, Pace
+from kvpool_server.rpc.inbox import MAX_DATA_BYTES, MAX_STREAM_S, REQUEST, SMALL_BYTES, Pace
 from kvpool_server.rpc.method_handlers import CHECK, HEALTH_NAME, SERVICE_NAME, HealthService, add_health, add_service
 from kvpool_server.rpc.operators import OperatorHandlers
 from kvpool_server.rpc.sessions import SessionHandlers
@@ -47,11 +46,13 @@ MAX_CALLS = 4_096
 them to others; gRPC itself refuses all beyond."""
 MAX_CONNECTIONS = 4_096
 """gRPC closes all beyond."""
-MAX_STREAMS = 8
+HANDSHAKE_S = 8.0
+"""How long the handshake of a TLS connection may take, which counts among them."""
+MAX_STREAMS = 32
 """Calls at once on one connection. gRPC hands calls over in the order of their coming, a third of a millisecond each: a
-new call waits for as many as all connections may have. It counts a call that its client resets until the event loop has
-seen it: without this bound one connection that begins and resets calls takes all of `MAX_CALLS`, before any credentials
-are read."""
+new call waits for as many as all connections may have. It counts a call that has ended, or that its client resets,
+until the event loop has seen that: without this bound one connection that begins and resets calls takes all of
+`MAX_CALLS`, before any credentials are read, and a client with nearly as many calls at once sees some refused."""
 MAX_METADATA_BYTES = 16 << 10
 CONNECTION_S = 2_700.0
 """How old a TLS connection becomes before its client has to make another, by which both sides prove anew who they are.
@@ -109,8 +110,8 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # N
 
         Raises:
             UnauthenticatedError, PermissionDeniedError: the caller may not make the call.
-            OutOfSpaceError: the caller has as many calls under way as are left for others.
-            UnavailableError: the call changes something, and the audit log is behind.
+            OutOfSpaceError: the caller has as many calls under way as are left for others; the call changes something,
+                and the audit log is behind.
         """
         running: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if self._who is not None:
@@ -120,9 +121,9 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # N
             if name != CHECK:
                 check_call(credential.principal, name)
             running = self._running.call(credential)
-        if name in CHANGES and self._audit is not None and self._audit.is_behind:
-            raise UnavailableError(f"{name} changes something, and the audit log's disk takes no lines; see its space")
         caller = owner_of(context).name
+        if name in CHANGES and self._audit is not None and self._audit.is_behind(str(CALLER.get() or "")):
+            raise OutOfSpaceError(f"{name} changes something, and the audit log is behind with its lines; see its disk")
         if not self._calls.has_room(caller, 1, MAX_CALLS):
             raise OutOfSpaceError(f"{self._calls.of(caller)} calls of this caller are under way; wait for some to end")
         self._calls.add(caller)
@@ -162,10 +163,12 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # N
                     finally:
                         # A lookup that waits for a tier is not to be mistaken for a slow one.
                         timer.method = "LookupWait" if getattr(REQUEST.get(), "wait_ms", 0) else name
-            except KVPoolError as error:
+            except KVPoolError as error:  # What was to change may have changed in part.
+                self._log(name, wire.status_of(error).name, peer, None)
                 return self._refuse(name, context, error)
-            except asyncio.CancelledError:  # What has begun goes on, if it changes something for others.
-                self._log(name, "CANCELLED", peer, None)
+            except BaseException as error:  # What has begun goes on, if it changes something for others.
+                is_hang_up = isinstance(error, asyncio.CancelledError)
+                self._log(name, "CANCELLED" if is_hang_up else "UNKNOWN", peer, None)
                 raise
             self._log(name, "OK", peer, reply)
             return reply
@@ -177,7 +180,7 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # N
         request = REQUEST.get()
         if self._audit is None or request is None or (details := audited(name, request, reply)) is None:
             return
-        self._audit.write(name, outcome, caller=CALLER.get(), peer=peer, **details)
+        self._audit.write(name, outcome, caller=CALLER.get(), peer=peer, is_change=True, **details)
 
     def _replies(self, name: str, behavior: Callable[..., Any]) -> Any:
         async def call(request: Any, context: Context) -> None:
@@ -242,11 +245,12 @@ class GrpcServer:
             options=[
                 ("grpc.so_reuseport", 0),  # Two servers on one port are an error: clients would reach either.
                 ("grpc.http2.bdp_probe", 0),
-                ("grpc.http2.lookahead_bytes", WINDOW_BYTES),
+                ("grpc.http2.lookahead_bytes", SMALL_BYTES),
                 ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
                 ("grpc.max_receive_message_length", MAX_DATA_BYTES),
                 ("grpc.max_concurrent_streams", MAX_STREAMS),
                 ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
+                ("grpc.server_handshake_timeout_ms", int(HANDSHAKE_S * 1_000)),
                 ("grpc.max_metadata_size", MAX_METADATA_BYTES),
                 ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
                 *([] if credentials is None else ages),

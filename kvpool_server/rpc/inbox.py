@@ -3,7 +3,7 @@ little memory.
 
 gRPC buffers a message until its last byte has come, and waits for that byte for ever. A handler of one request is
 called only after that; therefore the server registers handlers of streams for all methods, which are the same on the
-wire, and reads the messages itself. What it has not asked for does not come: gRPC lets a client send `WINDOW_BYTES`.
+wire, and reads the messages itself. What it has not asked for does not come: gRPC lets a client send `SMALL_BYTES`.
 """
 
 from __future__ import annotations
@@ -26,11 +26,9 @@ from kvpool_server.access.caller import CALLER
 from kvpool_server.cache.fair_slots import FairSlots
 from kvpool_server.rpc.turns import when_ended
 
-WINDOW_BYTES = 512 << 10
-"""What a client may have sent on a call before the server asks for a message. gRPC would widen the window for fast
-senders, without a bound that could be told."""
 SMALL_BYTES = 128 << 10
-"""A message that is received and decoded at once: larger than engines need, which name 2,048 blocks in one."""
+"""What a client may have sent on a call before the server asks for a message: more than engines need, which name 2,048
+blocks in one. gRPC would widen the window for fast senders, without a bound that could be told."""
 MAX_REQUEST_BYTES = 4 << 20
 MAX_DATA_BYTES = MAX_REQUEST_BYTES + (64 << 10)
 """A message with 4 MiB of payload, and with what surrounds it."""

@@ -79,8 +79,10 @@ def whole(behavior: Callable[..., Coroutine[Any, Any, Value]]) -> Callable[..., 
     @functools.wraps(behavior)
     async def call(service: Any, request: Any, _: Any) -> Value:
         task = asyncio.create_task(behavior(service, request, None))
-        _WHOLE.add(task)
-        task.add_done_callback(_WHOLE.discard)
+        running = _CALL.get()
+        for kept in (_WHOLE, *([] if running is None else [running.unfinished])):
+            kept.add(task)
+            task.add_done_callback(kept.discard)
         return await asyncio.shield(task)
 
     return call

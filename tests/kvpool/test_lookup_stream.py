@@ -18,7 +18,7 @@ from kvpool.v1.pool_pb2_grpc import PoolServicer, add_PoolServicer_to_server
 from tests.support.processes import wait_for
 
 TIMEOUT_S = 30.0
-END, FAIL, SAY_MORE, WAIT, REFUSE, END_ONCE = 1, 2, 3, 4, 5, 6
+END, FAIL, SAY_MORE, WAIT, REFUSE, END_ONCE, WAIT_AND_END_ONCE = 1, 2, 3, 4, 5, 6, 7
 """What a server does when a lookup asks for a lease of so many ms; else it answers with that TTL."""
 
 
@@ -57,6 +57,9 @@ class Whim(PoolServicer):
                 return
             if wish == FAIL:
                 context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "no more")
+            if wish == WAIT_AND_END_ONCE and self.num_streams == 1:
+                self.go_on.wait(TIMEOUT_S)
+                return
             if wish == WAIT:
                 self.go_on.wait(TIMEOUT_S)
             if wish == REFUSE:
@@ -230,6 +233,17 @@ def test_leases_are_released_over_a_new_stream_where_the_last_has_ended(served: 
     served.lookups.release([1])
     wait_for(lambda: served.whim.messages[-1] == (0, [1]), "the release")
     assert served.whim.num_streams == 3
+
+
+def test_leases_whose_release_a_stream_has_not_read_are_released_over_the_next(served: Served) -> None:
+    pending = served.lookups.future(Asking(WAIT_AND_END_ONCE), TIMEOUT_S)
+    wait_for(lambda: served.whim.messages, "the lookup")
+    served.lookups.release([1])
+    wait_for(lambda: not served.lookups._stream._released, "the message with the release")  # type: ignore[union-attr]
+    served.lookups.release([2])
+    served.whim.go_on.set()
+    assert pending.result().lease_ttl_ms == WAIT_AND_END_ONCE
+    wait_for(lambda: {each for _, ids in served.whim.messages for each in ids} == {1, 2}, "the releases")
 
 
 def test_closing_releases_leases_that_wait_for_a_lookup(served: Served) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from hypothesis import settings
@@ -29,7 +30,8 @@ class Call:
 
 def test_of_many_that_are_idle_those_are_ended_that_have_been_for_long() -> None:
     now = [0.0]
-    streams = LookupStreams(10 * CROWDED, lambda: now[0])
+    later: list[tuple[float, Callable[[], None]]] = []
+    streams = LookupStreams(10 * CROWDED, lambda: now[0], lambda *call: later.append(call))
     calls: list[Any] = [Call("acme") for _ in range(2 * CROWDED)]
     for call in calls:
         assert streams.begin(call, "acme", 10 * CROWDED)
@@ -38,10 +40,12 @@ def test_of_many_that_are_idle_those_are_ended_that_have_been_for_long() -> None
     streams.work(calls[0])
     streams.wait(calls[0])
     assert not any(call.is_cancelled for call in calls), "none has been idle for long"
-    now[0] = CROWDED_S
-    streams.work(calls[1])
-    streams.wait(calls[1])
-    assert [call.is_cancelled for call in calls] == [False, False, *CROWDED * [True], *(CROWDED - 2) * [False]]
+    (due, call_again), *others = later
+    assert CROWDED_S <= due < 2 * CROWDED_S and not others
+    now[0] = due  # Although no call waits or works meanwhile.
+    call_again()
+    assert [call.is_cancelled for call in calls] == [False, *CROWDED * [True], *(CROWDED - 1) * [False]]
+    assert len(later) == 1, "not many are idle any more"
 
 
 class LookupStreamsMachine(RuleBasedStateMachine):
@@ -49,7 +53,7 @@ class LookupStreamsMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.streams = LookupStreams(MAX_STREAMS)
+        self.streams = LookupStreams(MAX_STREAMS, later=lambda *_: None)
         self.calls: list[Call] = []  # In the order in which they became idle, where they are.
 
     def _live(self, owner: str | None = None) -> list[Call]:

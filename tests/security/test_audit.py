@@ -12,11 +12,19 @@ import pytest
 
 from kvpool.client.client import Client
 from kvpool.client.config import ClientConfig
-from kvpool.protocol.errors import ConfigError, PermissionDeniedError, UnauthenticatedError, UnavailableError
+from kvpool.protocol.errors import (
+    ConfigError,
+    KVPoolError,
+    OutOfSpaceError,
+    PermissionDeniedError,
+    UnauthenticatedError,
+    UnavailableError,
+)
 from kvpool.protocol.quota import Quota
 from kvpool.security.principal import Principal, Role
 from kvpool_server.access import audit
 from kvpool_server.access.audit import MAX_QUEUED, READ, REFUSALS_A_SECOND, AuditLog
+from kvpool_server.tiering.tiered_pool import TieredPool
 from tests.support.audit_log import entries
 from tests.support.certificates import DAY, forge
 from tests.support.in_process_server import InProcessServer
@@ -63,7 +71,7 @@ def test_a_flood_of_refusals_is_counted_and_leaves_lines_to_other_callers_and_to
     assert dropped == 10 * MAX_QUEUED - REFUSALS_A_SECOND // 2
     log.write("Clear", "PERMISSION_DENIED", caller=Principal("acme", Role.ENGINE_READ), peer="ipv4:127.0.0.1:2")
     for _ in range(2 * REFUSALS_A_SECOND):
-        log.write("Clear", "OK", caller=None, peer="ipv4:127.0.0.1:2")
+        log.write("Clear", "OK", caller=None, peer="ipv4:127.0.0.1:2", is_change=True)
     assert log.num_dropped == dropped
     now[0] = 1.0
     log.write("Ping", "UNAUTHENTICATED", caller=None, peer="ipv4:127.0.0.1:1")
@@ -83,16 +91,71 @@ def test_no_change_is_made_that_the_log_would_lack(monkeypatch: pytest.MonkeyPat
     server = InProcessServer(1 << 20, 1 << 16, audit=log)
     with contextlib.closing(server), Client(ClientConfig(f"127.0.0.1:{server.port}", timeout_ms=2_000)) as client:
         clears = iter(range(10_000))
-        with pytest.raises(UnavailableError, match="audit log"):
+        with pytest.raises(OutOfSpaceError, match="audit log"):
             all(client.admin.clear() == 0 for _ in clears)
         client.admin.ping()
         made, text = next(clears) - 1, b""
         while text.count(b"Clear") < made:
             text += os.read(reader, 1 << 16) if select.select([reader], [], [], 10)[0] else pytest.fail("lines lack")
-        wait_for(lambda: not log.is_behind, "the queue to be written")
+        wait_for(lambda: not log.is_behind(""), "the queue to be written")
         client.admin.clear()
     log.close()
     os.close(reader)
+
+
+def test_nothing_is_changed_while_the_disk_is_full(tmp_path: Path) -> None:
+    log = AuditLog("/dev/full")
+    server = InProcessServer(1 << 20, 1 << 16, audit=log)
+    with contextlib.closing(server), Client(ClientConfig(f"127.0.0.1:{server.port}", timeout_ms=10_000)) as client:
+        client.admin.clear()  # Nobody knows yet.
+        wait_for(lambda: log.is_behind(""), "the failure")
+        with pytest.raises(OutOfSpaceError, match="audit log"):
+            client.admin.clear()
+        client.admin.ping()
+    log.close()
+
+
+def test_a_log_whose_directory_is_away_goes_on(tmp_path: Path) -> None:
+    """As where logrotate has moved the file, and the server may not make another."""
+    directory = tmp_path / "logs"
+    directory.mkdir()
+    log = AuditLog(str(directory / "audit.json"))
+    log.write("Clear", "OK", caller=None, peer="-", is_change=True)
+    directory.rename(tmp_path / "moved")
+    log.write("Drain", "OK", caller=None, peer="-", is_change=True)
+    wait_for(lambda: len(entries(tmp_path / "moved" / "audit.json")) == 2, "the line in the file that was moved")
+    directory.mkdir()
+    log.write("Remove", "OK", caller=None, peer="-", is_change=True)
+    log.close()
+    assert [line["call"] for line in entries(directory / "audit.json")] == ["Remove"]
+
+
+def test_a_change_that_fails_has_a_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It may have changed something before."""
+
+    async def fail(_: TieredPool, fingerprint: bytes = b"") -> int:
+        raise ZeroDivisionError if fingerprint else UnavailableError("the tier does not answer")
+
+    monkeypatch.setattr(TieredPool, "clear", fail)
+    log = AuditLog(str(tmp_path / "audit.json"))
+    server = InProcessServer(1 << 20, 1 << 16, audit=log)
+    with contextlib.closing(server), Client(ClientConfig(f"127.0.0.1:{server.port}", timeout_ms=10_000)) as client:
+        for fingerprint in (b"", bytes(32)):
+            with pytest.raises(KVPoolError):
+                client.admin.clear(fingerprint)
+    log.close()
+    assert [(line["call"], line["outcome"]) for line in entries(tmp_path / "audit.json")] == [
+        ("Clear", "UNAVAILABLE"), ("Clear", "UNKNOWN"),
+    ]  # fmt: skip
+
+
+def test_a_flood_leaves_the_line_about_credentials(tmp_path: Path) -> None:
+    log = AuditLog(str(tmp_path / "audit.json"), lambda: 0.0)
+    for _ in range(2 * REFUSALS_A_SECOND):
+        log.write("Ping", "UNAUTHENTICATED", caller=None, peer="-")
+    log.read("tokens", ["/etc/tokens"], ConfigError("no tokens"))
+    log.close()
+    assert entries(tmp_path / "audit.json")[-1]["outcome"] == "REFUSED"
 
 
 def test_a_rotated_log_goes_on_in_its_place(tmp_path: Path) -> None:

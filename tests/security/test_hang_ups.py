@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -61,6 +62,34 @@ def test_a_clear_whose_caller_hangs_up_clears_the_tiers_and_is_logged(
     assert not ended.is_set()
     go_on.set()
     assert ended.wait(10)
+
+
+def test_a_change_that_goes_on_for_a_caller_who_hung_up_counts_as_a_call(
+    server: InProcessServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grpc_server, "MAX_CALLS", 2)
+    began, go_on = threading.Event(), asyncio.Event()
+
+    async def slow(_: TieredPool, fingerprint: bytes = b"") -> int:
+        began.set()
+        await go_on.wait()
+        return 0
+
+    monkeypatch.setattr(TieredPool, "clear", slow)
+    call = server.stub.Clear.future(pb.ClearRequest())
+    assert began.wait(10)
+    call.cancel()
+    wait_for(call.done, "the end of the call")
+    with pytest.raises(grpc.RpcError, match="1 calls of this caller are under way"):
+        server.stub.Ping(pb.PingRequest(), timeout=10)
+    server.on_loop(go_on.set)
+
+    def is_served() -> bool:
+        with contextlib.suppress(grpc.RpcError):
+            return bool(server.stub.Ping(pb.PingRequest(), timeout=10).version)
+        return False
+
+    wait_for(is_served, "the end of the change")
 
 
 def test_work_that_goes_on_for_a_caller_who_hung_up_counts_as_a_call(
