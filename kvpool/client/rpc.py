@@ -9,14 +9,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import socket
-import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
 
 import grpc
 
-from kvpool.client import refused_connection
+from kvpool.client.calls import Calls
 from kvpool.client.channel import CALL_ERRORS, RenewedChannel, open_channel
 from kvpool.client.config import ClientConfig
 from kvpool.client.lookup_stream import LookupStream
@@ -27,9 +26,7 @@ from kvpool.protocol import replies, wire
 from kvpool.protocol.errors import (
     IncompatibleReleaseError,
     InvalidReplyError,
-    KVPoolError,
     LeaseExpiredError,
-    PoolTimeoutError,
     UnavailableError,
 )
 from kvpool.protocol.namespace import NamespaceSpec
@@ -50,12 +47,8 @@ from kvpool.security.name_key import NameKey, check_key, named_by
 from kvpool.v1 import pool_pb2 as pb
 from kvpool.v1.pool_pb2_grpc import PoolStub
 
-MAX_AT_ONCE = 16
-"""Calls at once, beside the stream of lookups and those of bytes. The server takes a bounded number on a connection and
-counts each until some time after its end; it refuses what exceeds them."""
 
-
-class PoolRpc:
+class PoolRpc(Calls):
     """Calls of one server. Every method raises UnavailableError, PoolTimeoutError and InvalidReplyError, and what its
     docstring names.
 
@@ -68,12 +61,11 @@ class PoolRpc:
     """
 
     def __init__(self, config: ClientConfig, stub: Any, lookups: Any, channel: Any):
-        self.config = config
+        super().__init__(config)
         self._name_key = NameKey.read(Path(config.name_key_file)) if config.name_key_file else None
         self.stub = stub
         self.channel = channel
         self._lookups = lookups
-        self._at_once = threading.BoundedSemaphore(MAX_AT_ONCE)
         self._tracing = tracing_of(config)
 
     @classmethod
@@ -150,11 +142,11 @@ class PoolRpc:
         """As `Client.lookup`, with its keywords."""
         if self._tracing is None:
             question = self._question(namespace, runs, "", **wanted)
-            return self.answer(namespace, question, self._call(self._lookups, question))
+            return self.answer(namespace, question, self.answered(self._lookups, question))
         attributes = {"kvpool.blocks": sum(map(len, runs))}
         with self._tracing.span("kvpool.lookup", attributes=attributes, kind="CLIENT") as span:
             question = self._question(namespace, runs, self._tracing.traceparent(span), **wanted)
-            return self.answer(namespace, question, self._call(self._lookups, question))
+            return self.answer(namespace, question, self.answered(self._lookups, question))
 
     def lookup_async(
         self,
@@ -175,10 +167,9 @@ class PoolRpc:
             wanted: the keywords of `Client.lookup`.
         """
         question = self._question(namespace, runs, traceparent, **wanted)
-        if wait_ms and self._at_once.acquire(blocking=False):
-            call = self._send(self.stub.Lookup, question(wait_ms), self.config.timeout_ms + wait_ms)
-        else:
-            call = self._started(self._lookups, question)
+        call = self.send_now(self.stub.Lookup, question(wait_ms), self.config.timeout_ms + wait_ms) if wait_ms else None
+        if call is None:
+            call = self.started(self._lookups, question)
         return PendingLookup(call, functools.partial(self.answer, namespace, question), self.error_of)
 
     def _question(
@@ -241,11 +232,9 @@ class PoolRpc:
 
     def revoke_quietly(self, ticket_id: int) -> None:
         """As `put_revoke`, without waiting. If the call is lost, or cannot be made now, the ticket expires."""
-        if ticket_id and self._at_once.acquire(blocking=False):
+        if ticket_id:
             with contextlib.suppress(UnavailableError):
-                call = self._send(self.stub.PutRevoke, pb.PutRevokeRequest(ticket_id=ticket_id))
-                # gRPC cancels a call that nothing refers to any more; the callback keeps the reference until the end.
-                call.add_done_callback(lambda _: None)
+                self.send_now(self.stub.PutRevoke, pb.PutRevokeRequest(ticket_id=ticket_id))
 
     # Get
 
@@ -264,7 +253,7 @@ class PoolRpc:
         calls = [self.send(self.stub.Get, self._get_request(namespace, lease_id, part, shards)) for part in parts]
         try:
             for call, part in zip(calls, parts, strict=True):
-                yield self._decode_located(namespace, self._result(call), part, shards)
+                yield self._decode_located(namespace, self.result(call), part, shards)
         finally:
             for call in calls:
                 call.cancel()
@@ -342,59 +331,7 @@ class PoolRpc:
             raise self.error_of(error) from None
         return True
 
-    # What every call is made of
-
-    def call(self, method: Callable[..., Any], request: Any, timeout_ms: int | None = None) -> Any:
-        """Calls a method of the stub, and waits for its answer until `timeout_ms`, by default the config's."""
-        self._take(timeout_ms)
-        try:
-            return self._call(method, request, timeout_ms)
-        finally:
-            self._at_once.release()
-
-    def send(self, method: Any, request: Any, timeout_ms: int | None = None) -> Any:
-        """Starts a call; returns its `grpc.Future`. Waits only if there are `MAX_AT_ONCE` calls."""
-        self._take(timeout_ms)
-        return self._send(method, request, timeout_ms)
-
-    def _take(self, timeout_ms: int | None) -> None:
-        """The place of one call among `MAX_AT_ONCE`. Raises PoolTimeoutError."""
-        if not self._at_once.acquire(timeout=self.timeout_s(timeout_ms)):
-            raise PoolTimeoutError(
-                f"{MAX_AT_ONCE} calls to kvpool-server at {self.config.endpoint} were under way for too long"
-            )
-
-    def _call(self, method: Callable[..., Any], request: Any, timeout_ms: int | None = None) -> Any:
-        try:
-            return method(request, timeout=self.timeout_s(timeout_ms))
-        except CALL_ERRORS as error:
-            raise self.error_of(error) from None
-
-    def _send(self, method: Any, request: Any, timeout_ms: int | None = None) -> Any:
-        """As `send`, for which a place has been taken."""
-        try:
-            call = self._started(method, request, timeout_ms)
-        except BaseException:
-            self._at_once.release()
-            raise
-        call.add_done_callback(lambda _: self._at_once.release())
-        return call
-
-    def _started(self, method: Any, request: Any, timeout_ms: int | None = None) -> Any:
-        try:
-            return method.future(request, timeout=self.timeout_s(timeout_ms))
-        except CALL_ERRORS as error:
-            raise self.error_of(error) from None
-
-    def _result(self, call: Any) -> Any:
-        """Waits for the answer of a call that was sent, until the call's own deadline."""
-        try:
-            return call.result(timeout=self.timeout_s())
-        except CALL_ERRORS as error:
-            raise self.error_of(error) from None
-
-    def timeout_s(self, timeout_ms: int | None = None) -> float:
-        return (timeout_ms if timeout_ms is not None else self.config.timeout_ms) / 1000
+    # Checks of a boot
 
     def check(self, namespace: Namespace) -> int:
         """Returns how many namespaces of the caller's tenant the server has opened since its start.
@@ -411,14 +348,3 @@ class PoolRpc:
         """Raises UnavailableError if the server has restarted since: the namespace's memory belongs to its old boot."""
         if boot_token != namespace.boot_token:
             raise UnavailableError(f"kvpool-server at {self.config.endpoint} has restarted; open the namespace again")
-
-    def error_of(self, error: Exception) -> KVPoolError:
-        """The kvpool error for one of `CALL_ERRORS`."""
-        if isinstance(error, grpc.RpcError):
-            is_away = error.code() is grpc.StatusCode.UNAVAILABLE
-            if is_away and (why := refused_connection.explain(error.details() or "", self.config)):
-                return UnavailableError(why)
-            return wire.error_of(error, self.config.endpoint)
-        if isinstance(error, grpc.FutureTimeoutError):
-            return PoolTimeoutError(f"kvpool-server at {self.config.endpoint} did not answer in time")
-        return UnavailableError(f"the client of kvpool-server at {self.config.endpoint} is closed; make a new one")

@@ -10,9 +10,9 @@ from contextlib import closing
 
 import pytest
 
+from kvpool.client.calls import MAX_AT_ONCE
 from kvpool.client.client import Client
 from kvpool.client.config import ClientConfig
-from kvpool.client.rpc import MAX_AT_ONCE
 from kvpool_server.rpc.grpc_server import MAX_STREAMS
 from kvpool_server.tiering.tiered_pool import TieredPool
 from tests.support.in_process_server import InProcessServer

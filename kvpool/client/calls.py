@@ -1,0 +1,97 @@
+"""What every call of a server is made of: its deadline, its place among those at once, and its errors."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+
+from kvpool.client import refused_connection
+from kvpool.client.channel import CALL_ERRORS
+from kvpool.client.config import ClientConfig
+from kvpool.protocol import wire
+from kvpool.protocol.errors import KVPoolError, PoolTimeoutError, UnavailableError
+
+MAX_AT_ONCE = 16
+"""Calls at once, beside the stream of lookups and those of bytes. The server takes a bounded number on a connection and
+counts each until some time after its end; it refuses what exceeds them."""
+
+
+class Calls:
+    """Calls of one server. Thread-safe. Every method raises UnavailableError and PoolTimeoutError."""
+
+    def __init__(self, config: ClientConfig):
+        self.config = config
+        self._at_once = threading.BoundedSemaphore(MAX_AT_ONCE)
+
+    def call(self, method: Callable[..., Any], request: Any, timeout_ms: int | None = None) -> Any:
+        """Calls a method of the stub, and waits for its answer until `timeout_ms`, by default the config's."""
+        self._take(timeout_ms)
+        try:
+            return self.answered(method, request, timeout_ms)
+        finally:
+            self._at_once.release()
+
+    def send(self, method: Any, request: Any, timeout_ms: int | None = None) -> Any:
+        """Starts a call; returns its `grpc.Future`. Waits only while there are `MAX_AT_ONCE` calls."""
+        self._take(timeout_ms)
+        return self._send(method, request, timeout_ms)
+
+    def send_now(self, method: Any, request: Any, timeout_ms: int | None = None) -> Any:
+        """As `send`; None, and no call, while there are `MAX_AT_ONCE`."""
+        return self._send(method, request, timeout_ms) if self._at_once.acquire(blocking=False) else None
+
+    def _take(self, timeout_ms: int | None) -> None:
+        """The place of one call among `MAX_AT_ONCE`. Raises PoolTimeoutError."""
+        if not self._at_once.acquire(timeout=self.timeout_s(timeout_ms)):
+            raise PoolTimeoutError(
+                f"{MAX_AT_ONCE} calls to kvpool-server at {self.config.endpoint} were under way for too long"
+            )
+
+    def answered(self, method: Callable[..., Any], request: Any, timeout_ms: int | None = None) -> Any:
+        """The answer of a call that is none of `MAX_AT_ONCE`."""
+        try:
+            return method(request, timeout=self.timeout_s(timeout_ms))
+        except CALL_ERRORS as error:
+            raise self.error_of(error) from None
+
+    def _send(self, method: Any, request: Any, timeout_ms: int | None = None) -> Any:
+        """As `send`, for which a place has been taken."""
+        try:
+            call = self.started(method, request, timeout_ms)
+        except BaseException:
+            self._at_once.release()
+            raise
+        # gRPC cancels a call that nothing refers to any more; the callback keeps the reference until the end.
+        call.add_done_callback(lambda _: self._at_once.release())
+        return call
+
+    def started(self, method: Any, request: Any, timeout_ms: int | None = None) -> Any:
+        """A call that is none of `MAX_AT_ONCE`."""
+        try:
+            return method.future(request, timeout=self.timeout_s(timeout_ms))
+        except CALL_ERRORS as error:
+            raise self.error_of(error) from None
+
+    def result(self, call: Any) -> Any:
+        """Waits for the answer of a call that was sent, until the call's own deadline."""
+        try:
+            return call.result(timeout=self.timeout_s())
+        except CALL_ERRORS as error:
+            raise self.error_of(error) from None
+
+    def timeout_s(self, timeout_ms: int | None = None) -> float:
+        return (timeout_ms if timeout_ms is not None else self.config.timeout_ms) / 1000
+
+    def error_of(self, error: Exception) -> KVPoolError:
+        """The kvpool error for one of `CALL_ERRORS`."""
+        if isinstance(error, grpc.RpcError):
+            is_away = error.code() is grpc.StatusCode.UNAVAILABLE
+            if is_away and (why := refused_connection.explain(error.details() or "", self.config)):
+                return UnavailableError(why)
+            return wire.error_of(error, self.config.endpoint)
+        if isinstance(error, grpc.FutureTimeoutError):
+            return PoolTimeoutError(f"kvpool-server at {self.config.endpoint} did not answer in time")
+        return UnavailableError(f"the client of kvpool-server at {self.config.endpoint} is closed; make a new one")
