@@ -13,6 +13,7 @@ from contextlib import aclosing
 from typing import Any, TypeAlias
 
 import grpc
+from google.protobuf.descriptor_pb2 import MethodOptions
 from grpc_reflection.v1alpha import reflection
 
 from kvpool.protocol import wire
@@ -24,6 +25,7 @@ from kvpool.protocol.errors import (
 )
 from kvpool.protocol.wire import MAX_MESSAGE_BYTES
 from kvpool.transport.unix_socket import SCHEME, grpc_target
+from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.access.audit import CHANGES, AuditLog, audited
 from kvpool_server.access.authentication import Context, Who
 from kvpool_server.access.caller import CALLER, check_call
@@ -57,6 +59,13 @@ MAX_METADATA_BYTES = 16 << 10
 CONNECTION_S = 2_700.0
 """How old a TLS connection becomes before its client has to make another, by which both sides prove anew who they are.
 gRPC adds up to a tenth. Calls that run then go on for up to `MAX_STREAM_S`, which none exceeds."""
+
+WITHOUT_EFFECTS = frozenset(
+    method.name
+    for method in pb.DESCRIPTOR.services_by_name["Pool"].methods
+    if method.GetOptions().idempotency_level == MethodOptions.NO_SIDE_EFFECTS
+)
+"""Methods whose work is of no use once their caller has hung up."""
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
@@ -127,7 +136,8 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # N
         if not self._calls.has_room(caller, 1, MAX_CALLS):
             raise OutOfSpaceError(f"{self._calls.of(caller)} calls of this caller are under way; wait for some to end")
         self._calls.add(caller)
-        with call_with_its_work(caller, functools.partial(self._calls.add, caller, -1)), running:
+        end, has_effects = functools.partial(self._calls.add, caller, -1), name not in WITHOUT_EFFECTS
+        with call_with_its_work(caller, end, has_effects=has_effects), running:
             yield
 
     def _refuse(self, name: str, context: Context, error: KVPoolError) -> None:

@@ -64,6 +64,29 @@ def test_a_clear_whose_caller_hangs_up_clears_the_tiers_and_is_logged(
     assert ended.wait(10)
 
 
+def test_work_without_effects_ends_when_its_caller_hangs_up(
+    server: InProcessServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[int] = []
+    ended = threading.Event()
+
+    def endless(*_: Any, **__: Any) -> Steps[Any]:
+        try:
+            while True:
+                begun.append(1)
+                yield
+        finally:
+            ended.set()
+
+    fingerprint = server.on_loop(lambda: server.pool.open_namespace(namespace_spec())[0].fingerprint)
+    monkeypatch.setattr(Lookups, "find", endless)
+    question = pb.ExistsRequest(namespace=fingerprint, runs=wire.encode_runs([run_of("block")]))
+    call = server.stub.Exists.future(question, timeout=30)
+    wait_for(lambda: len(begun) > 1, "the work to go on")
+    call.cancel()
+    assert ended.wait(10)
+
+
 def test_a_change_that_goes_on_for_a_caller_who_hung_up_counts_as_a_call(
     server: InProcessServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -108,20 +131,20 @@ def test_work_that_goes_on_for_a_caller_who_hung_up_counts_as_a_call(
 
     fingerprint = server.on_loop(lambda: server.pool.open_namespace(namespace_spec())[0].fingerprint)
     monkeypatch.setattr(Lookups, "find", slow)
-    question = pb.ExistsRequest(namespace=fingerprint, runs=wire.encode_runs([run_of("block")]))
+    question = pb.LookupRequest(namespace=fingerprint, runs=wire.encode_runs([run_of("block")]))
     for nth in range(1, 4):
-        call = server.stub.Exists.future(question, timeout=30)
+        call = server.stub.Lookup.future(question, timeout=30)
         wait_for(lambda nth=nth: len(began) == nth, "the lookup to begin")
         call.cancel()
     with pytest.raises(grpc.RpcError) as refused:
-        server.stub.Exists(question, timeout=10)
+        server.stub.Lookup(question, timeout=10)
     assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert "3 calls of this caller are under way" in refused.value.details()
     go_on.set()
 
     def is_served() -> bool:
         try:
-            return bool(server.stub.Exists(question, timeout=10))
+            return bool(server.stub.Lookup(question, timeout=10))
         except grpc.RpcError:
             return False
 
