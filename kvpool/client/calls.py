@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -14,9 +15,42 @@ from kvpool.client.config import ClientConfig
 from kvpool.protocol import wire
 from kvpool.protocol.errors import KVPoolError, PoolTimeoutError, UnavailableError
 
-MAX_AT_ONCE = 16
+MAX_AT_ONCE = 12
 """Calls at once, beside the stream of lookups and those of bytes. The server takes a bounded number on a connection and
 counts each until some time after its end; it refuses what exceeds them."""
+
+
+class _Places:
+    """Places for calls, which go to those who have waited longest. (A semaphore's go to whoever comes first.)"""
+
+    def __init__(self, count: int):
+        self._free = count
+        self._waiting: deque[threading.Event] = deque()
+        self._lock = threading.Lock()
+
+    def take(self, timeout_s: float) -> bool:
+        """Waits for a place; False if there is none in time."""
+        turn = threading.Event()
+        with self._lock:
+            if self._free:
+                self._free -= 1
+                return True
+            if timeout_s <= 0:
+                return False
+            self._waiting.append(turn)
+        if turn.wait(timeout_s):
+            return True
+        with self._lock:
+            if not turn.is_set():
+                self._waiting.remove(turn)
+            return turn.is_set()
+
+    def give_back(self) -> None:
+        with self._lock:
+            if self._waiting:
+                self._waiting.popleft().set()
+            else:
+                self._free += 1
 
 
 class Calls:
@@ -24,7 +58,7 @@ class Calls:
 
     def __init__(self, config: ClientConfig):
         self.config = config
-        self._at_once = threading.BoundedSemaphore(MAX_AT_ONCE)
+        self._places = _Places(MAX_AT_ONCE)
 
     def call(self, method: Callable[..., Any], request: Any, timeout_ms: int | None = None) -> Any:
         """Calls a method of the stub, and waits for its answer until `timeout_ms`, by default the config's."""
@@ -32,7 +66,7 @@ class Calls:
         try:
             return self.answered(method, request, timeout_ms)
         finally:
-            self._at_once.release()
+            self._places.give_back()
 
     def send(self, method: Any, request: Any, timeout_ms: int | None = None) -> Any:
         """Starts a call; returns its `grpc.Future`. Waits only while there are `MAX_AT_ONCE` calls."""
@@ -41,11 +75,11 @@ class Calls:
 
     def send_now(self, method: Any, request: Any, timeout_ms: int | None = None) -> Any:
         """As `send`; None, and no call, while there are `MAX_AT_ONCE`."""
-        return self._send(method, request, timeout_ms) if self._at_once.acquire(blocking=False) else None
+        return self._send(method, request, timeout_ms) if self._places.take(0.0) else None
 
     def _take(self, timeout_ms: int | None) -> None:
         """The place of one call among `MAX_AT_ONCE`. Raises PoolTimeoutError."""
-        if not self._at_once.acquire(timeout=self.timeout_s(timeout_ms)):
+        if not self._places.take(self.timeout_s(timeout_ms)):
             raise PoolTimeoutError(
                 f"{MAX_AT_ONCE} calls to kvpool-server at {self.config.endpoint} were under way for too long"
             )
@@ -62,10 +96,10 @@ class Calls:
         try:
             call = self.started(method, request, timeout_ms)
         except BaseException:
-            self._at_once.release()
+            self._places.give_back()
             raise
         # gRPC cancels a call that nothing refers to any more; the callback keeps the reference until the end.
-        call.add_done_callback(lambda _: self._at_once.release())
+        call.add_done_callback(lambda _: self._places.give_back())
         return call
 
     def started(self, method: Any, request: Any, timeout_ms: int | None = None) -> Any:

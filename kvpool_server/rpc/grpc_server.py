@@ -46,11 +46,12 @@ from kvpool_server.rpc.turns import call_with_its_work
 MAX_CALLS = 4_096
 """Calls at once, streams of lookups included. A caller may have as many as are still left, so that one leaves half of
 them to others; gRPC itself refuses all beyond."""
+MAX_PENDING = 16_384
 MAX_CONNECTIONS = 4_096
 """gRPC closes all beyond."""
 HANDSHAKE_S = 8.0
 """How long the handshake of a TLS connection may take, which counts among them."""
-MAX_STREAMS = 32
+MAX_STREAMS = 24
 """Calls at once on one connection. gRPC hands calls over in the order of their coming, a third of a millisecond each: a
 new call waits for as many as all connections may have. It counts a call that has ended, or that its client resets,
 until the event loop has seen that: without this bound one connection that begins and resets calls takes all of
@@ -260,6 +261,9 @@ class GrpcServer:
                 ("grpc.max_receive_message_length", MAX_DATA_BYTES),
                 ("grpc.max_concurrent_streams", MAX_STREAMS),
                 ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
+                # gRPC drops some calls by chance while more than these have come and have not been handed over.
+                ("grpc.server.max_pending_requests", MAX_PENDING),
+                ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING),
                 ("grpc.server_handshake_timeout_ms", int(HANDSHAKE_S * 1_000)),
                 ("grpc.max_metadata_size", MAX_METADATA_BYTES),
                 ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),

@@ -169,7 +169,7 @@ SETTINGS = {
     "120 s each": "kvpool_server.events.publisher: REPLAY_S",
     "2.25 MiB a client": "kvpool_server.events.sockets: ROUTER_HWM * (36 << 10) # bytes",
     "at most 5 times that of a quiet server | 1 s | 256 MiB more": ELSEWHERE,
-    "at most 20 times | 1 s | 256 MiB more, and 1 MiB for each": ELSEWHERE,
+    "at most 20 times | 1 s | 256 MiB more, and 5 MiB for each": ELSEWHERE,
     "more than 10 ms of CPU time": "tests.security.test_loop: PROMISED_S",
     "95 % of all resamplings": ELSEWHERE,
     "what all have at 100 %": ELSEWHERE,

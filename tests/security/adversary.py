@@ -54,7 +54,7 @@ ATTACK_S, QUIET_S, REST_S, ENDING_S = 3.0, 2.0, 0.5, 30.0
 TIMES_ONE, TIMES_MANY = 5.0, 20.0
 """The honest engine's p99 over that of a quiet server: beside one identity, and beside many."""
 OPERATOR_S = 1.0
-GROWTH_BYTES, IDENTITY_BYTES = 256 << 20, 1 << 20
+GROWTH_BYTES, IDENTITY_BYTES = 256 << 20, 5 << 20
 OUT = Path("build/adversary.json")
 NICE = 10
 
@@ -101,6 +101,10 @@ SEEDS = {
     ),
     "small calls": Attack("router", 8, 64, (Move("Ping", 1, "right", 5.0, 0.0, True),)),
     "small calls of many": Attack("engine", 64, 64, (Move("WhoAmI", 1, "right", 5.0, 0.0, True),)),
+    "small calls and puts of many": Attack(
+        "engine", 64, 64, (Move("WhoAmI", 1, "right", 5.0, 0.0, True), Move("PutChunks", 64, "right", 60.0, 0.0, True))
+    ),
+    "large requests of many": Attack("engine", 64, 64, (Move("Lookup", 65_536, "right", 5.0, 0.0, True),)),
 }
 """What has slowed, filled or silenced a pool before."""
 

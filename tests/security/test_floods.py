@@ -185,7 +185,7 @@ def test_messages_whose_last_byte_never_comes_hold_what_was_sent(pool_server: St
 def test_streams_of_lookups_whose_last_byte_never_comes_hold_what_a_few_sent(pool_server: StartServer) -> None:
     server = pool_server()
     with _served(server, 1_024 * MIB):  # Half of all that is sent.
-        connections = [HalfSentCalls(server.endpoint) for _ in range(16)]
+        connections = [HalfSentCalls(server.endpoint) for _ in range(24)]
         for calls in grpc_server.MAX_STREAMS * connections:
             calls.begin("LookupStream", 4 * MIB, 4 * MIB - 1)
         for calls in connections:
@@ -195,7 +195,7 @@ def test_streams_of_lookups_whose_last_byte_never_comes_hold_what_a_few_sent(poo
 def test_health_checks_whose_last_byte_never_comes_hold_what_a_few_sent(pool_server: StartServer) -> None:
     server = pool_server()
     with _served(server, (inbox.MAX_CHECKS * 8 + 64) * MIB):
-        connections = [HalfSentCalls(server.endpoint) for _ in range(2)]
+        connections = [HalfSentCalls(server.endpoint) for _ in range(3)]
         checks = [calls.begin(CHECK, 4 * MIB, 4 * MIB - 1) for calls in grpc_server.MAX_STREAMS * connections]
         too_many = len(checks) - inbox.MAX_CHECKS
         wait_for(lambda: sum(len(calls.ended) for calls in connections) >= too_many, "the end of those too many")
@@ -402,7 +402,7 @@ def test_idle_streams_of_lookups_make_way(small_server: Callable[..., InProcessS
 def test_thousands_of_idle_streams_hold_little(pool_server: StartServer) -> None:
     server = pool_server()
     with _served(server, IDLE_STREAMS_BYTES):
-        connections = [HalfSentCalls(server.endpoint) for _ in range(75)]
+        connections = [HalfSentCalls(server.endpoint) for _ in range(100)]
         for calls in grpc_server.MAX_STREAMS * connections:
             calls.begin("LookupStream")
         too_many = len(connections) * grpc_server.MAX_STREAMS - Limits().max_streams
