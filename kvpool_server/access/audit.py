@@ -109,6 +109,13 @@ class AuditLog:
             is_change: the call may have changed something, whatever its outcome.
             details: for example the namespace, and how many blocks. Other people choose some: JSON escapes them.
         """
+        owner = str(caller or STRANGER)
+        with self._lock:  # First: a flood of refusals is not to cost more than that.
+            if not is_change and not self._has_room(owner):
+                self.num_dropped += 1
+                return
+            num_dropped = self.num_dropped
+            self._queued.add(owner)
         line = {
             "time": dt.datetime.now(dt.UTC).isoformat(timespec="milliseconds"),
             "caller": None if caller is None else str(caller),
@@ -116,15 +123,8 @@ class AuditLog:
             "call": call,
             "outcome": outcome,
             **details,
+            **({"dropped_before": num_dropped} if num_dropped else {}),
         }
-        owner = str(caller or STRANGER)
-        with self._lock:
-            if not is_change and not self._has_room(owner):
-                self.num_dropped += 1
-                return
-            if self.num_dropped:
-                line["dropped_before"] = self.num_dropped
-            self._queued.add(owner)
         self._queue.put((owner, json.dumps(line).encode() + b"\n"))
 
     def read(self, what: str, paths: Sequence[str], error: ConfigError | None) -> None:
@@ -186,7 +186,7 @@ def audited(call: str, request: Any, reply: Any) -> dict[str, str | int] | None:
     """What the audit log says of a call that changes something; None: the call is not logged.
 
     Args:
-        request, reply: the call's messages; None: the caller has hung up before the reply.
+        request, reply: the call's messages; None: the call has failed, or its caller has hung up.
     """
     if call == "OpenNamespace" and reply is not None and reply.created:
         return {"namespace": reply.fingerprint.hex(), "model": request.spec.model, "tenant": request.spec.tenant}
