@@ -75,16 +75,22 @@ def when_ended(end: Callable[[], object]) -> None:
         end()
 
 
+def _keep(task: asyncio.Task[Any], tasks: set[asyncio.Task[Any]]) -> _Call | None:
+    """Keeps a task among others, and among the work of the running call, until it has ended; returns the call."""
+    running = _CALL.get()
+    for kept in (tasks, *([] if running is None else [running.unfinished])):
+        kept.add(task)
+        task.add_done_callback(kept.discard)
+    return running
+
+
 def whole(behavior: Callable[..., Coroutine[Any, Any, Value]]) -> Callable[..., Coroutine[Any, Any, Value]]:
     """Has a handler go on to its end although its caller hangs up. It gets no context, which is gone then."""
 
     @functools.wraps(behavior)
     async def call(service: Any, request: Any, _: Any) -> Value:
         task = asyncio.create_task(behavior(service, request, None))
-        running = _CALL.get()
-        for kept in (_WHOLE, *([] if running is None else [running.unfinished])):
-            kept.add(task)
-            task.add_done_callback(kept.discard)
+        _keep(task, _WHOLE)
         return await asyncio.shield(task)
 
     return call
@@ -115,10 +121,7 @@ class Turns:
         except StopIteration as end:
             return end.value  # type: ignore[no-any-return]
         task = asyncio.create_task(self._finish(steps))
-        running = _CALL.get()
-        for kept in (self._tasks, *([] if running is None else [running.unfinished])):
-            kept.add(task)
-            task.add_done_callback(kept.discard)
+        running = _keep(task, self._tasks)
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
