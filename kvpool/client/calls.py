@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -62,36 +63,40 @@ class Calls:
 
     def call(self, method: Callable[..., Any], request: Any, timeout_ms: int | None = None) -> Any:
         """Calls a method of the stub, and waits for its answer until `timeout_ms`, by default the config's."""
-        self._take(timeout_ms)
+        left_ms = self._take(timeout_ms)
         try:
-            return self.answered(method, request, timeout_ms)
+            return self.answered(method, request, left_ms)
         finally:
             self._places.give_back()
 
     def send(self, method: Any, request: Any, timeout_ms: int | None = None) -> Any:
         """Starts a call; returns its `grpc.Future`. Waits only while there are `MAX_AT_ONCE` calls."""
-        self._take(timeout_ms)
-        return self._send(method, request, timeout_ms)
+        return self._send(method, request, self._take(timeout_ms))
 
-    def send_now(self, method: Any, request: Any, timeout_ms: int | None = None) -> Any:
+    def send_now(self, method: Any, request: Any, timeout_ms: float | None = None) -> Any:
         """As `send`; None, and no call, while there are `MAX_AT_ONCE`."""
         return self._send(method, request, timeout_ms) if self._places.take(0.0) else None
 
-    def _take(self, timeout_ms: int | None) -> None:
-        """The place of one call among `MAX_AT_ONCE`. Raises PoolTimeoutError."""
+    def _take(self, timeout_ms: int | None) -> float:
+        """Takes the place of one call among `MAX_AT_ONCE`; returns what is left of its time, milliseconds.
+
+        Raises PoolTimeoutError.
+        """
+        ends_at = time.monotonic() + self.timeout_s(timeout_ms)
         if not self._places.take(self.timeout_s(timeout_ms)):
             raise PoolTimeoutError(
                 f"{MAX_AT_ONCE} calls to kvpool-server at {self.config.endpoint} were under way for too long"
             )
+        return 1000 * max(0.0, ends_at - time.monotonic())
 
-    def answered(self, method: Callable[..., Any], request: Any, timeout_ms: int | None = None) -> Any:
+    def answered(self, method: Callable[..., Any], request: Any, timeout_ms: float | None = None) -> Any:
         """The answer of a call that is none of `MAX_AT_ONCE`."""
         try:
             return method(request, timeout=self.timeout_s(timeout_ms))
         except CALL_ERRORS as error:
             raise self.error_of(error) from None
 
-    def _send(self, method: Any, request: Any, timeout_ms: int | None = None) -> Any:
+    def _send(self, method: Any, request: Any, timeout_ms: float | None = None) -> Any:
         """As `send`, for which a place has been taken."""
         try:
             call = self.started(method, request, timeout_ms)
@@ -102,7 +107,7 @@ class Calls:
         call.add_done_callback(lambda _: self._places.give_back())
         return call
 
-    def started(self, method: Any, request: Any, timeout_ms: int | None = None) -> Any:
+    def started(self, method: Any, request: Any, timeout_ms: float | None = None) -> Any:
         """A call that is none of `MAX_AT_ONCE`."""
         try:
             return method.future(request, timeout=self.timeout_s(timeout_ms))
@@ -116,7 +121,7 @@ class Calls:
         except CALL_ERRORS as error:
             raise self.error_of(error) from None
 
-    def timeout_s(self, timeout_ms: int | None = None) -> float:
+    def timeout_s(self, timeout_ms: float | None = None) -> float:
         return (timeout_ms if timeout_ms is not None else self.config.timeout_ms) / 1000
 
     def error_of(self, error: Exception) -> KVPoolError:

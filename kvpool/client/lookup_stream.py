@@ -169,7 +169,7 @@ class LookupStream:
                 self._stream.release(lease_ids)
 
     def _release_again(self, lease_ids: Sequence[int]) -> None:
-        """Ends leases whose message a stream has not sent. Called by the stream's thread."""
+        """Ends leases whose message the server may not have read. Called by the stream's thread."""
         with suppress(ValueError):  # The channel is closed.
             self.release(lease_ids)
 
