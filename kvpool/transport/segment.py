@@ -61,8 +61,8 @@ class Segment:
         self.nbytes = nbytes
         self.token = b""
         self.fd = fd
-        self._map = mmap.mmap(fd, nbytes + TRAILER_BYTES, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
-        whole = np.frombuffer(self._map, dtype=np.uint8)
+        pages = mmap.mmap(fd, nbytes + TRAILER_BYTES, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        whole = np.frombuffer(pages, dtype=np.uint8)
         self.whole: Bytes = whole
         self.bytes: Bytes = whole[:nbytes]
         self._address = whole.ctypes.data
@@ -161,10 +161,6 @@ class Segment:
         if self.fd < 0:
             return
         self.whole = self.bytes = np.empty(0, np.uint8)
-        try:
-            self._map.close()
-        except BufferError:
-            pass  # A view still exists; the mapping ends with it.
         os.close(self.fd)
         self.fd = -1
 

@@ -62,12 +62,16 @@ def test_close_is_idempotent_and_leaves_no_file_descriptor() -> None:
     assert descriptors() <= before
 
 
-def test_a_view_outlives_close() -> None:
+def test_a_view_outlives_close_and_the_memory_ends_with_the_view() -> None:
     segment = Segment.create(NBYTES)
+    inode = os.fstat(segment.fd).st_ino
     view = segment.bytes[10:20]
     view[:] = 3
     segment.close()
     assert view.tolist() == [3] * 10
+    assert mapped_bytes(inode)
+    del view
+    assert not mapped_bytes(inode)
 
 
 def test_more_than_can_be_addressed_is_one_sentence() -> None:
