@@ -22,6 +22,7 @@ from kvpool.transport.unix_socket import SCHEME, socket_path
 from kvpool.version import __version__
 from kvpool_server.process import logs
 from kvpool_server.process.addresses import is_local, name_for_clients, split_address
+from kvpool_server.process.event_loop import EventLoop
 from kvpool_server.process.log_events import LogEvents
 from kvpool_server.process.process_memory import keep_collections_short, keep_freed_memory
 from kvpool_server.process.service_manager import notify
@@ -73,7 +74,8 @@ def serve(
         log.info("ignored environment variables that Kubernetes sets for its Services", names=sorted(links))
     keep_freed_memory()
     keep_collections_short()
-    asyncio.run(_run(settings, events))
+    with asyncio.Runner(loop_factory=EventLoop) as runner:
+        runner.run(_run(settings, events))
 
 
 _OWN = inspect.signature(serve, eval_str=True).parameters

@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, settings
 
 from kvpool.client.client import Client
 from kvpool.client.config import ClientConfig
+from kvpool.protocol.pieces import PiecedChannel
 from kvpool.v1.pool_pb2_grpc import PoolStub
 from tests.support.effort import EFFORT
 from tests.support.processes import ServerProcess
@@ -203,4 +204,4 @@ def client(request: pytest.FixtureRequest, shared_server: ServerProcess, connect
 def stub(shared_server: ServerProcess) -> Iterator[PoolStub]:
     """The bare gRPC stub, for requests that `Client` would not send."""
     with grpc.insecure_channel(shared_server.endpoint) as channel:
-        yield PoolStub(channel)
+        yield PoolStub(PiecedChannel(channel))  # type: ignore[no-untyped-call]

@@ -27,14 +27,24 @@ RETIRE_S = 600.0
 """How long calls of a renewed channel may go on: the longest deadline of a call."""
 
 
+RETRIES = {
+    "maxAttempts": 5,
+    "initialBackoff": "0.1s",  # Where the server does not say how long to wait.
+    "maxBackoff": "0.1s",
+    "backoffMultiplier": 1,
+    "retryableStatusCodes": ["RESOURCE_EXHAUSTED"],
+}
+"""Of a call that a server refuses for now: see BusyError."""
+
+
 def _service_config() -> str:
     """How large the replies of each method may be; gRPC refuses a larger one before it is read."""
     service = pb.DESCRIPTOR.services_by_name["Pool"].full_name
     methods = [
-        {"name": [{"service": service, "method": method}], "maxResponseMessageBytes": most}
+        {"name": [{"service": service, "method": method}], "maxResponseMessageBytes": most, "retryPolicy": RETRIES}
         for method, most in METHOD_LIMITS.items()
     ]
-    others = {"name": [{"service": service}], "maxResponseMessageBytes": CONTROL_LIMIT}
+    others = {"name": [{"service": service}], "maxResponseMessageBytes": CONTROL_LIMIT, "retryPolicy": RETRIES}
     return json.dumps({"methodConfig": [*methods, others]})
 
 

@@ -26,6 +26,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from kvpool.protocol.errors import InvalidReplyError, KVPoolError
+from kvpool.protocol.pieces import MESSAGE_BYTES, pieces
 from kvpool.protocol.replies import LookupQuestion
 from kvpool.protocol.wire import NAME_KEY
 from kvpool.v1 import pool_pb2 as pb
@@ -128,8 +129,7 @@ class LookupStream:
     @classmethod
     def on(cls, channel: grpc.Channel, version: Callable[[], int] | None = None) -> LookupStream:
         service = pb.DESCRIPTOR.services_by_name["Pool"].full_name
-        encode = pb.LookupRequest.SerializeToString
-        return cls(channel.stream_stream(f"/{service}/LookupStream", encode, response_deserializer=None), version)
+        return cls(channel.stream_stream(f"/{service}/LookupStream", None, None), version)
 
     def __call__(self, question: LookupQuestion, timeout: float) -> pb.LookupResponse:
         """Sends a lookup and waits for its answer. Raises as `StreamedLookup.result`."""
@@ -216,6 +216,7 @@ class _Stream:
         self._released: list[int] = []
         self._unanswered: deque[tuple[bool, list[int]]] = deque(maxlen=MAX_UNSENT)
         """Of each message that was sent after the last one with an answer: whether it asks, and what it releases."""
+        self._cut: set[int] = set()  # Of `MakeRequest`s that wait for an answer, those in several messages.
         self._renew_at = time.monotonic() + RENEW_S
         self.has_ended = self._is_closed = False
         self.error: StreamedError | KVPoolError = StreamedError(
@@ -268,7 +269,7 @@ class _Stream:
             # A thread that is killed at the interpreter's end may hold gRPC's locks, and the exit would wait for them.
             self._thread.join(CLOSE_S)
 
-    def _requests(self) -> Iterator[pb.LookupRequest]:
+    def _requests(self) -> Iterator[bytes]:
         """The messages to send, in order. Runs on gRPC's thread."""
         make = self._unsent.get()
         while make is not None:
@@ -282,14 +283,17 @@ class _Stream:
                 self._unanswered.append((is_lookup, released))
             request.release.extend(released)
             if released or is_lookup:
-                yield request
+                encoded = request.SerializeToString()
+                if len(encoded) >= MESSAGE_BYTES:
+                    self._cut.add(id(make))
+                yield from pieces(encoded)
             make = make and self._unsent.get()
 
     def _read(self) -> None:
         has_ended_well = False
         try:
-            for reply in self._call:
-                self._end_next(reply)
+            if not all(map(self._end_next, self._call)):
+                self._call.cancel()
             has_ended_well = True
         except grpc.RpcError as error:
             self.error = StreamedError(error.code(), error.details() or "")  # type: ignore[attr-defined]
@@ -310,12 +314,18 @@ class _Stream:
             if has_ended_well and unreleased and not self._is_closed:
                 self._release_again(unreleased)
 
-    def _end_next(self, reply: bytes) -> None:
-        """Ends the oldest lookup with its reply. Raises InvalidReplyError, after which no lookup is answered."""
+    def _end_next(self, reply: bytes) -> bool:
+        """Ends the oldest lookup with its reply.
+
+        Returns: whether the next reply is the next lookup's. A server of the release before answers each piece of a
+            request, with an error.
+
+        Raises InvalidReplyError, after which no lookup is answered.
+        """
         with self._lock:
             if not self._waiting:
                 raise InvalidReplyError("the server answered a lookup that was not sent")
-            _, lookup = self._waiting[0]
+            make, lookup = self._waiting[0]
         if len(reply) > lookup.max_reply_bytes:
             raise InvalidReplyError(
                 f"the server's reply to a lookup has {len(reply)} bytes; {lookup.max_reply_bytes} are allowed"
@@ -333,6 +343,9 @@ class _Stream:
         else:
             code = _CODES.get(outcome.error.code, grpc.StatusCode.UNKNOWN)
             lookup.set_exception(StreamedError(code, outcome.error.message, outcome.error.name))
+        is_whole = id(make) not in self._cut
+        self._cut.discard(id(make))
+        return is_whole or outcome.HasField("found")
 
 
 def _no_lookup() -> pb.LookupRequest:

@@ -30,6 +30,7 @@ from kvpool.protocol.errors import (
     UnavailableError,
 )
 from kvpool.protocol.namespace import NamespaceSpec
+from kvpool.protocol.pieces import PiecedChannel
 from kvpool.protocol.replies import LookupQuestion
 from kvpool.protocol.skew import OWN, check_skew
 from kvpool.protocol.types import (
@@ -72,7 +73,7 @@ class PoolRpc(Calls):
     def connect(cls, config: ClientConfig) -> PoolRpc:
         """Makes the connection; the server is reached with the first call. Raises ConfigError as `open_channel`."""
         channel = open_channel(config)
-        stub = PoolStub(channel)  # type: ignore[no-untyped-call]
+        stub = PoolStub(PiecedChannel(channel))  # type: ignore[no-untyped-call]
         version = (lambda: channel.version) if isinstance(channel, RenewedChannel) else None
         return cls(config, stub, LookupStream.on(channel, version), channel)
 

@@ -40,6 +40,11 @@ class OutOfSpaceError(KVPoolError):
     """No room, and nothing that may be evicted; nothing changed (RESOURCE_EXHAUSTED)."""
 
 
+class BusyError(OutOfSpaceError):
+    """The caller has as much under way as it may at once: call again, as clients do by themselves, after the time that
+    gRPC's metadata names (RESOURCE_EXHAUSTED, kvpool-error, grpc-retry-pushback-ms)."""
+
+
 class LeaseExpiredError(KVPoolError):
     """A lease or a ticket is not live: expired, ended, or of another boot (ABORTED)."""
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar, cast, overload
 
@@ -63,8 +64,12 @@ _STATUS_OF: dict[type[errors.KVPoolError], grpc.StatusCode] = {
 NAME_KEY = "kvpool-error"
 """Trailing metadata of a failed call: the name of an error that its status does not tell apart."""
 _NAMED: dict[str, type[errors.KVPoolError]] = {
-    each.__name__: each for each in (errors.DrainingError, errors.IncompatibleReleaseError)
+    each.__name__: each for each in (errors.BusyError, errors.DrainingError, errors.IncompatibleReleaseError)
 }
+RETRY_KEY = "grpc-retry-pushback-ms"
+"""Of a RESOURCE_EXHAUSTED: after how long gRPC makes the call again by itself; -1: never."""
+RETRY_MS = 50, 150
+"""Any in this range, so that those who were refused together do not come back together."""
 _ERROR_OF = {
     status: error
     for error, status in _STATUS_OF.items()
@@ -84,8 +89,12 @@ def name_of(error: errors.KVPoolError) -> str:
 
 def metadata_of(error: errors.KVPoolError) -> tuple[tuple[str, str], ...]:
     """The trailing metadata of a call that ends with an error."""
-    name = name_of(error)
-    return ((NAME_KEY, name),) if name else ()
+    name, found = name_of(error), []
+    if name:
+        found.append((NAME_KEY, name))
+    if isinstance(error, errors.OutOfSpaceError):
+        found.append((RETRY_KEY, str(random.randint(*RETRY_MS) if isinstance(error, errors.BusyError) else -1)))
+    return tuple(found)
 
 
 MAX_ERROR_CHARS = 2_000

@@ -15,6 +15,7 @@ import numpy as np
 
 from kvpool.protocol import wire
 from kvpool.protocol.errors import PoolTimeoutError, TransferError
+from kvpool.protocol.pieces import PiecedChannel
 from kvpool.transport.base import Bytes, Sink, Source, Transfer, call_back
 from kvpool.v1 import pool_pb2 as pb
 
@@ -39,10 +40,10 @@ class GrpcTransport:
         self._put = channel.stream_unary(
             f"/{_SERVICE}/PutChunks", request_serializer=None, response_deserializer=pb.PutChunksResponse.FromString
         )
-        self._get = channel.unary_stream(
+        self._get = PiecedChannel(channel).unary_stream(
             f"/{_SERVICE}/GetChunks",
-            request_serializer=pb.GetChunksRequest.SerializeToString,
-            response_deserializer=pb.GetChunksResponse.FromString,
+            pb.GetChunksRequest.SerializeToString,
+            pb.GetChunksResponse.FromString,
         )
         self._endpoint = endpoint
         self._piece_bytes = piece_bytes

@@ -5,33 +5,32 @@ from __future__ import annotations
 import asyncio
 import functools
 import itertools
+import math
 from bisect import insort
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from operator import itemgetter
 
-from kvpool.protocol.errors import UnavailableError
+from kvpool.protocol.errors import BusyError
 from kvpool_server.cache.shares import Shares
 
 _Turn = asyncio.Future[None]
+TRY_AGAIN = "try again later, with fewer at once"
 
 
 class FairSlots:
     """Slots of one event loop, bounded as in `Shares.has_room`. Each caller has a queue, and the queues take turns.
 
     Args:
-        own: slots beside these that every caller has.
+        most_waiting: of one caller at once.
     """
 
-    def __init__(self, most: int, most_own: int, own: int = 0):
-        self._most, self._most_own, self._own = most, most_own, own
+    def __init__(self, most: int, most_own: int, most_waiting: float = math.inf):
+        self._most, self._most_own, self._most_waiting = most, most_own, most_waiting
         self._taken = Shares()
         self._waiting: defaultdict[str, list[tuple[int, _Turn]]] = defaultdict(list)  # In the order of turns.
         self._numbers = itertools.count()
-
-    def num_waiting(self, caller: str) -> int:
-        return len(self._waiting[caller])
 
     @property
     def num_taken(self) -> int:
@@ -56,7 +55,9 @@ class FairSlots:
         return next(self._numbers)
 
     async def take(self, caller: str, wait_s: float | None = None, number: int | None = None) -> Callable[[], None]:
-        """Returns what gives the slot back; call it once. Raises UnavailableError if none becomes free in time.
+        """Returns what gives the slot back; call it once.
+
+        Raises BusyError if none becomes free in time, or if too many of the caller wait.
 
         Args:
             number: the place in the caller's queue; default: its end.
@@ -64,6 +65,8 @@ class FairSlots:
         if self._has_room(caller) and not self.has_waiting:
             self._taken.add(caller)
             return functools.partial(self._free, caller)
+        if len(self._waiting[caller]) >= self._most_waiting:
+            raise BusyError(f"{self._most_waiting} requests of this caller wait; {TRY_AGAIN}")
         turn: _Turn = asyncio.get_running_loop().create_future()
         insort(self._waiting[caller], (self.number() if number is None else number, turn), key=itemgetter(0))
         self._give()
@@ -73,7 +76,7 @@ class FairSlots:
                 await turn
         except TimeoutError:
             give_back()
-            raise UnavailableError("all that this caller may use at once is in use; try again later") from None
+            raise BusyError(f"all that this caller may use at once is in use; {TRY_AGAIN}") from None
         except asyncio.CancelledError:
             give_back()
             raise
@@ -92,7 +95,7 @@ class FairSlots:
         self._give()
 
     def _has_room(self, caller: str) -> bool:
-        return self._taken.of(caller) < self._own or self._taken.has_room(caller, 1, self._most, self._most_own)
+        return self._taken.has_room(caller, 1, self._most, self._most_own)
 
     def _give(self) -> None:
         """Gives a slot to each waiting caller that may have one; its queue goes behind the others."""

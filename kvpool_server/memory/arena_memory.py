@@ -31,7 +31,7 @@ from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.data_plane.workers import DataPortInfo
 from kvpool_server.memory.memory_socket import MemorySocket
-from kvpool_server.rpc.chunks import PIECE_BYTES
+from kvpool_server.rpc.chunks import WRITTEN_BYTES
 from kvpool_server.settings.config import ServerConfig
 
 log = structlog.get_logger()
@@ -185,7 +185,7 @@ class ArenaMemory:
 
     def offer(self, engine: Engine | None, data_port: DataPortInfo | None) -> pb.PingResponse:
         """The transports of this server, for callers that may open namespaces."""
-        offer = pb.PingResponse(piece_bytes=PIECE_BYTES)
+        offer = pb.PingResponse(piece_bytes=WRITTEN_BYTES)
         nbytes = self.segment.nbytes
         whole: dict[str, Any] = {"nbytes": nbytes, "nonce": self.segment.nonce, "nonce_offset": nbytes}
         if self._is_everybodys:

@@ -12,10 +12,12 @@ import grpc
 import numpy as np
 
 from kvpool.protocol import wire
-from kvpool.protocol.errors import InvalidRequestError, KVPoolError, OutOfSpaceError
+from kvpool.protocol.errors import BusyError, InvalidRequestError, KVPoolError
+from kvpool.protocol.pieces import MESSAGE_BYTES
 from kvpool.protocol.types import BlockRun, HintKind, Slots
 from kvpool.transport.data_port import Kind, Offsets, pack_offsets
 from kvpool.v1 import pool_pb2 as pb
+from kvpool_server.access.authentication import Context
 from kvpool_server.cache.leases import Owner
 from kvpool_server.cache.pins import MAX_PIN_S
 from kvpool_server.cache.usable import usable_tokens
@@ -23,7 +25,7 @@ from kvpool_server.data_plane.permits import NO_BOUND, Bound
 from kvpool_server.reports.evictions import count_evictions
 from kvpool_server.rpc.call_spans import describe_lookup, lookup_span
 from kvpool_server.rpc.handlers import Handlers, owner_of
-from kvpool_server.rpc.inbox import MAX_REQUEST_BYTES, check_deadline, check_size
+from kvpool_server.rpc.inbox import MAX_REQUEST_BYTES, check_deadline
 from kvpool_server.rpc.method_handlers import decoded
 
 
@@ -41,7 +43,7 @@ class BlockHandlers(Handlers):
         most = self.pool.limits.max_streams
         own = self.pool.limits_of(owner.name).streams if owner.tenant else most
         if not streams.begin(task, owner.name, own):
-            raise OutOfSpaceError(
+            raise BusyError(
                 f"{most} streams of lookups, or {own} of this caller, are under way, and none is idle; use Lookup"
             )
         try:
@@ -52,22 +54,29 @@ class BlockHandlers(Handlers):
                 streams.work(task)
                 if message is grpc.aio.EOF:  # type: ignore[attr-defined]
                     break
-                if (reply := await self._answer(message, owner)) is not None:
+                if (reply := await self._answer(message, owner, context)) is not None:
                     await context.write(reply)
+                    if len(message) == MESSAGE_BYTES and reply.HasField("error"):
+                        break  # More pieces of the request may follow.
         except asyncio.CancelledError:
             if not streams.is_ended(task):
                 raise  # The client has hung up.
         finally:
             streams.finish(task)
 
-    async def _answer(self, message: bytes, owner: Owner) -> pb.LookupReply | None:
-        """The answer to one request of a stream; None to one that only releases leases."""
+    async def _answer(self, first: bytes, owner: Owner, context: Context) -> pb.LookupReply | None:
+        """The answer to one request of a stream, by its first message; None to one that only releases leases."""
+        give_back = None
         try:
-            request = await decoded(self.turns, pb.LookupRequest, check_size(message, MAX_REQUEST_BYTES))
+            message, give_back = await self.inbox.whole(context, first, MAX_REQUEST_BYTES)
+            request = await decoded(self.turns, pb.LookupRequest, message)
             with self.metrics.timed("Lookup" if request.runs else "Release"):
                 found = await self._lookup(request, owner)
         except KVPoolError as error:
             return wire.encode_lookup_error(error)
+        finally:
+            if give_back is not None:
+                give_back()
         return pb.LookupReply(found=found) if request.runs or not request.release else None
 
     async def _lookup(self, request: pb.LookupRequest, owner: Owner, wait_ms: int = 0) -> pb.LookupResponse:

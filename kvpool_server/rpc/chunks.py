@@ -18,6 +18,7 @@ import structlog
 from kvpool.protocol import wire
 from kvpool.protocol.errors import ChecksumError, InvalidRequestError
 from kvpool.protocol.hashing import checksum
+from kvpool.protocol.pieces import MESSAGE_BYTES
 from kvpool.protocol.types import BlockRun, Chunk, PoolKey, PutStatus, ShardRange
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.access.authentication import Context
@@ -30,8 +31,10 @@ from kvpool_server.tiering.tiered_pool import TieredPool
 log = structlog.get_logger()
 
 PIECE_BYTES = 1 << 20
-"""Largest payload of one message that carries bytes of regions. Larger messages copy no faster; smaller ones cost more
+"""Largest payload of a reply that carries bytes of regions. Larger messages copy no faster; smaller ones cost more
 messages."""
+WRITTEN_BYTES = MESSAGE_BYTES - (1 << 10)
+"""Of a request."""
 INLINE_CHUNKS_PER_TURN = 64
 """Chunks of one PutChunks message that are stored before other calls get a turn."""
 MAX_CHUNK_BYTES = 4 << 20

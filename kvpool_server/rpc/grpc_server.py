@@ -18,11 +18,13 @@ from grpc_reflection.v1alpha import reflection
 
 from kvpool.protocol import wire
 from kvpool.protocol.errors import (
+    BusyError,
     KVPoolError,
     OutOfSpaceError,
     PermissionDeniedError,
     UnauthenticatedError,
 )
+from kvpool.protocol.pieces import MESSAGE_BYTES
 from kvpool.protocol.wire import MAX_MESSAGE_BYTES
 from kvpool.transport.unix_socket import SCHEME, grpc_target
 from kvpool.v1 import pool_pb2 as pb
@@ -37,7 +39,7 @@ from kvpool_server.process.addresses import bind_path, cannot_bind, cannot_liste
 from kvpool_server.rpc.blocks import BlockHandlers
 from kvpool_server.rpc.chunks import ChunkHandlers
 from kvpool_server.rpc.handlers import owner_of
-from kvpool_server.rpc.inbox import MAX_DATA_BYTES, MAX_STREAM_S, REQUEST, SMALL_BYTES, Pace
+from kvpool_server.rpc.inbox import MAX_STREAM_S, REQUEST, Pace
 from kvpool_server.rpc.method_handlers import CHECK, HEALTH_NAME, SERVICE_NAME, HealthService, add_health, add_service
 from kvpool_server.rpc.operators import OperatorHandlers
 from kvpool_server.rpc.sessions import SessionHandlers
@@ -51,11 +53,12 @@ MAX_CONNECTIONS = 4_096
 """gRPC closes all beyond."""
 HANDSHAKE_S = 8.0
 """How long the handshake of a TLS connection may take, which counts among them."""
-MAX_STREAMS = 24
+MAX_STREAMS = 16
 """Calls at once on one connection. gRPC hands calls over in the order of their coming, a third of a millisecond each: a
-new call waits for as many as all connections may have. It counts a call that has ended, or that its client resets,
-until the event loop has seen that: without this bound one connection that begins and resets calls takes all of
-`MAX_CALLS`, before any credentials are read, and a client with nearly as many calls at once sees some refused."""
+new call waits for as many as all connections may have, each with a whole message. It counts a call that has ended, or
+that its client resets, until the event loop has seen that: without this bound one connection that begins and resets
+calls takes all of `MAX_CALLS`, before any credentials are read. A client with nearly as many calls at once sees some
+refused."""
 MAX_METADATA_BYTES = 16 << 10
 CONNECTION_S = 2_700.0
 """How old a TLS connection becomes before its client has to make another, by which both sides prove anew who they are.
@@ -120,8 +123,8 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # N
 
         Raises:
             UnauthenticatedError, PermissionDeniedError: the caller may not make the call.
-            OutOfSpaceError: the caller has as many calls under way as are left for others; the call changes something,
-                and the audit log is behind.
+            BusyError: the caller has as many calls under way as are left for others.
+            OutOfSpaceError: the call changes something, and the audit log is behind.
         """
         running: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if self._who is not None:
@@ -135,21 +138,24 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # N
         if name in CHANGES and self._audit is not None and self._audit.is_behind(str(CALLER.get() or "")):
             raise OutOfSpaceError(f"{name} changes something, and the audit log is behind with its lines; see its disk")
         if not self._calls.has_room(caller, 1, MAX_CALLS):
-            raise OutOfSpaceError(f"{self._calls.of(caller)} calls of this caller are under way; wait for some to end")
+            raise BusyError(f"{self._calls.of(caller)} calls of this caller are under way; wait for some to end")
         self._calls.add(caller)
         end, has_effects = functools.partial(self._calls.add, caller, -1), name not in WITHOUT_EFFECTS
         with call_with_its_work(caller, end, has_effects=has_effects), running:
             yield
 
-    def _refuse(self, name: str, context: Context, error: KVPoolError) -> None:
+    async def _refuse(self, name: str, context: Context, error: KVPoolError) -> None:
         """Ends a call, whose handler returns next, with an error.
 
-        What gRPC's `abort` raises lies in a cycle with the request, until the collector runs.
+        gRPC makes a call again by itself only after `abort`, which sends nothing but the status. What it raises lies in
+        a cycle with all that the error's traceback holds, until the collector runs.
         """
         status = wire.status_of(error)
         if self._audit is not None and isinstance(error, UnauthenticatedError | PermissionDeniedError):
             caller = error.principal if isinstance(error, RefusedCredentialError) else CALLER.get()
             self._audit.write(name, status.name, caller=caller, peer=context.peer(), why=str(error))
+        if isinstance(error, BusyError):
+            await context.abort(status, str(error), wire.metadata_of(error.with_traceback(None)))
         context.set_code(status)
         context.set_details(str(error))
         context.set_trailing_metadata(wire.metadata_of(error))
@@ -160,7 +166,7 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # N
                 with self._admitted(name, context):
                     return await behavior(requests, context)
             except KVPoolError as error:
-                self._refuse(name, context, error)
+                await self._refuse(name, context, error)
 
         return call
 
@@ -176,7 +182,7 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # N
                         timer.method = "LookupWait" if getattr(REQUEST.get(), "wait_ms", 0) else name
             except KVPoolError as error:  # What was to change may have changed in part.
                 self._log(name, wire.status_of(error).name, peer, None)
-                return self._refuse(name, context, error)
+                return await self._refuse(name, context, error)
             except BaseException as error:  # What has begun goes on, if it changes something for others.
                 is_hang_up = isinstance(error, asyncio.CancelledError)
                 self._log(name, "CANCELLED" if is_hang_up else "UNKNOWN", peer, None)
@@ -211,7 +217,7 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # N
                                 raise asyncio.CancelledError from None  # The client has hung up.
                 context.set_code(grpc.StatusCode.OK)
             except KVPoolError as error:
-                self._refuse(name, context, error)
+                await self._refuse(name, context, error)
             except Exception:
                 context.set_code(grpc.StatusCode.UNKNOWN)
                 raise
@@ -256,9 +262,11 @@ class GrpcServer:
             options=[
                 ("grpc.so_reuseport", 0),  # Two servers on one port are an error: clients would reach either.
                 ("grpc.http2.bdp_probe", 0),
-                ("grpc.http2.lookahead_bytes", SMALL_BYTES),
+                # A client may have sent so much on a call before the server asks for it. gRPC would widen the window
+                # for fast senders, without a bound that could be told.
+                ("grpc.http2.lookahead_bytes", MESSAGE_BYTES),
                 ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-                ("grpc.max_receive_message_length", MAX_DATA_BYTES),
+                ("grpc.max_receive_message_length", MESSAGE_BYTES),
                 ("grpc.max_concurrent_streams", MAX_STREAMS),
                 ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
                 # gRPC drops some calls by chance while more than these have come and have not been handed over.

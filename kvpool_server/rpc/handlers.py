@@ -23,6 +23,7 @@ from kvpool_server.observability.metrics import RpcMetrics
 from kvpool_server.reports.engines import EngineReports
 from kvpool_server.reports.usage_ledger import UsageLedger
 from kvpool_server.rpc.drain import Drain
+from kvpool_server.rpc.inbox import Inbox
 from kvpool_server.rpc.lookup_streams import LookupStreams
 from kvpool_server.rpc.turns import Turns
 from kvpool_server.rpc.verifier import Verifier
@@ -69,6 +70,7 @@ class Handlers:
         self.pool = self.tiered.pool
         self.streams = LookupStreams(self.pool.limits.max_streams)
         self.run = self.turns.run
+        self.inbox = Inbox(self.turns)
         self.verifier = Verifier(self.pool, self.memory, self.run)
         self.ledger_turns = FairSlots(1, 1)
 

@@ -3,7 +3,8 @@ little memory.
 
 gRPC buffers a message until its last byte has come, and waits for that byte for ever. A handler of one request is
 called only after that; therefore the server registers handlers of streams for all methods, which are the same on the
-wire, and reads the messages itself. What it has not asked for does not come: gRPC lets a client send `SMALL_BYTES`.
+wire, and reads the messages itself. A large request comes in pieces, of which a client sends one before the server
+asks for it.
 """
 
 from __future__ import annotations
@@ -11,40 +12,31 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 
 from kvpool.protocol.errors import InvalidRequestError, PoolTimeoutError
+from kvpool.protocol.pieces import MESSAGE_BYTES
 from kvpool.report.quotas import size_text
 from kvpool_server.access.authentication import Context
 from kvpool_server.access.caller import CALLER
 from kvpool_server.cache.fair_slots import FairSlots
-from kvpool_server.rpc.turns import when_ended
+from kvpool_server.rpc.turns import Turns, when_ended
 
-SMALL_BYTES = 128 << 10
-"""What a client may have sent on a call before the server asks for a message: more than engines need, which name 2,048
-blocks in one. gRPC would widen the window for fast senders, without a bound that could be told."""
 MAX_REQUEST_BYTES = 4 << 20
 MAX_DATA_BYTES = MAX_REQUEST_BYTES + (64 << 10)
-"""A message with 4 MiB of payload, and with what surrounds it."""
-MAX_LARGE = 16
-"""Messages that the server has asked for, and larger ones than `SMALL_BYTES` whose calls are under way, beside one of
-every caller."""
+"""A request with 4 MiB of payload, and with what surrounds it."""
+MAX_LARGE, MAX_OWN_LARGE_WAITING = 16, 4
+"""Requests in pieces that have not been answered, whose callers take turns, and first pieces that wait for that."""
 MESSAGE_S = 10.0
-"""How long the one message of a call may be on its way, from when its call was accepted."""
-CROWDED = 32
-CROWDED_S = 0.5
-"""How long, if `CROWDED` others are on their way."""
-MAX_AWAITED = 512
-"""Messages on their way at once. One more, and the one that has been awaited longest is given up; where callers
-are authenticated, of the caller from whom most are awaited."""
-MAX_CHECKS = 8
-"""Of health checks, which never take the place of other calls' messages, nor lose theirs to them."""
+"""How long the first message of a call may be on its way, from when its call was accepted, and the pieces that follow
+it together."""
+REST_S = 2.0
+"""How long the pieces that follow it may, if others wait to send theirs."""
 MAX_STREAM_S = 600.0
 """Longest deadline of a call that has a stream, which may otherwise last as long as its client."""
 PIECE_S = 30.0
@@ -62,34 +54,65 @@ REQUEST: ContextVar[Any] = ContextVar("kvpool request", default=None)
 """The request of the call that the running handler serves, once it has arrived, for those around the handler."""
 
 
-class Inbox:
-    """The messages that one server awaits, `most` or `MAX_AWAITED` at once."""
+_Bytes = TypeVar("_Bytes", bytes, bytearray)
 
-    def __init__(self, most: int = 0) -> None:
-        self._most = most or MAX_AWAITED
-        self._awaited: dict[asyncio.Timeout, str] = {}  # With the caller, oldest first.
+
+class Inbox:
+    """The requests that one server awaits.
+
+    Args:
+        turns: of the callers that send requests in pieces.
+    """
+
+    def __init__(self, turns: Turns) -> None:
+        self._turns = turns
         self._streams = FairSlots(MAX_DATA_STREAMS, MAX_OWN_DATA_STREAMS)
-        self._large = FairSlots(MAX_LARGE, MAX_LARGE, 1)
+        self._large = FairSlots(MAX_LARGE, MAX_LARGE, MAX_OWN_LARGE_WAITING)
 
     async def receive(self, context: Context, max_bytes: int) -> bytes:
-        """The only message of a call.
+        """The only request of a call.
 
         Raises:
-            UnavailableError: the caller has too many large ones under way.
+            BusyError: the caller has too many large ones under way.
             PoolTimeoutError: its last byte has not come in time.
             InvalidRequestError: there is none, or it is larger than `max_bytes`.
         """
-        give_back = await self._large.take(_caller() or context.peer(), MESSAGE_S)
-        is_kept = False
-        try:
-            message = check_size(await self._arrival(context), max_bytes)
-            is_kept = len(message) > SMALL_BYTES
-        finally:
-            if not is_kept:
-                give_back()
-        if is_kept:
+        request, give_back = await self.whole(context, await self._arrival(context), max_bytes)
+        if give_back is not None:
             when_ended(give_back)
-        return message
+        return request
+
+    async def whole(self, context: Context, first: bytes, max_bytes: int) -> tuple[bytes, Callable[[], object] | None]:
+        """A request by its first message, and what ends its place among the large ones, if it has one.
+
+        Raises as `receive`.
+        """
+        if len(first) < MESSAGE_BYTES:
+            return check_size(first, max_bytes), None
+        give_back = await self._large.take(_caller() or context.peer(), MESSAGE_S)
+        try:
+            return await self._joined(context, first, max_bytes), give_back
+        except BaseException:
+            give_back()
+            raise
+
+    async def _joined(self, context: Context, piece: bytes, max_bytes: int) -> bytes:
+        """The first piece of a request with those that follow, each of which comes when it is the caller's turn."""
+        request, left_s = bytearray(piece), REST_S if self._large.has_waiting else MESSAGE_S
+        while len(piece) == MESSAGE_BYTES:
+            check_size(request, max_bytes)
+            await self._turns.wait()
+            began = time.monotonic()
+            try:
+                async with asyncio.timeout(left_s):
+                    piece = await context.read()
+            except TimeoutError:
+                raise PoolTimeoutError("the rest of the request did not arrive in time; send it again") from None
+            left_s -= time.monotonic() - began
+            if piece is grpc.aio.EOF:  # type: ignore[attr-defined]
+                break
+            request += piece
+        return bytes(check_size(request, max_bytes))
 
     @property
     def has_many_streams(self) -> bool:
@@ -97,27 +120,15 @@ class Inbox:
         return self._streams.num_taken > FEW_DATA_STREAMS
 
     async def _arrival(self, context: Context) -> bytes:
-        seconds = MESSAGE_S if len(self._awaited) < CROWDED else CROWDED_S
-        if len(self._awaited) >= self._most:
-            self._give_one_up()
-        deadline = asyncio.timeout(seconds)
+        """The first message of a call."""
         try:
-            async with deadline:
-                self._awaited[deadline] = _caller()
+            async with asyncio.timeout(MESSAGE_S):
                 message = await context.read()
         except TimeoutError:
-            raise PoolTimeoutError(f"the request did not arrive within {seconds:g} s; send it again") from None
-        finally:
-            self._awaited.pop(deadline, None)
+            raise PoolTimeoutError(f"the request did not arrive within {MESSAGE_S:g} s; send it again") from None
         if message is grpc.aio.EOF:  # type: ignore[attr-defined]
             raise InvalidRequestError("the call has no request; send one message")
         return message  # type: ignore[no-any-return]
-
-    def _give_one_up(self) -> None:
-        ((most, _),) = Counter(self._awaited.values()).most_common(1)
-        oldest = next(deadline for deadline, caller in self._awaited.items() if caller == most)
-        del self._awaited[oldest]
-        oldest.reschedule(asyncio.get_running_loop().time())
 
     async def stream(self, context: Context) -> AsyncGenerator[bytes, None]:
         """The messages of a stream of data, each of which has to come in time. Raises as `receive`."""
@@ -127,10 +138,15 @@ class Inbox:
                 message = await pace.wait(context.read())
                 if message is grpc.aio.EOF:  # type: ignore[attr-defined]
                     return
-                yield check_size(message, MAX_DATA_BYTES)
+                request, give_back = await self.whole(context, message, MAX_DATA_BYTES)
+                try:
+                    yield request
+                finally:
+                    if give_back is not None:
+                        give_back()
 
     def slot(self, context: Context) -> AbstractAsyncContextManager[None]:
-        """A place among the streams of data. Raises UnavailableError if none becomes free in time."""
+        """A place among the streams of data. Raises BusyError if none becomes free in time."""
         check_deadline(context)
         return self._streams.slot(_caller(), MESSAGE_S)
 
@@ -159,7 +175,7 @@ def _caller() -> str:
     return str(CALLER.get() or "")
 
 
-def check_size(message: bytes, max_bytes: int) -> bytes:
+def check_size(message: _Bytes, max_bytes: int) -> _Bytes:
     """Raises InvalidRequestError if a message, which is not decoded yet, is too large."""
     if len(message) > max_bytes:
         raise InvalidRequestError(

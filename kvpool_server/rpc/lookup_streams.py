@@ -1,43 +1,23 @@
 """The LookupStream calls under way: an idle one makes room for another, whose client opens a new one when it needs it.
 
-If many are idle, one is for a short time only: all but the last byte of a message may have come, which holds memory.
 Belongs to the event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Callable
 from typing import Any
 
-from kvpool_server.rpc.inbox import CROWDED, CROWDED_S
-
 Call = asyncio.Task[Any]
-Later = Callable[[float, Callable[[], None]], object]
-SLACK_S = 0.01
-"""The loop may call a function somewhat early."""
-
-
-def _later(seconds: float, call: Callable[[], None]) -> object:
-    return asyncio.get_running_loop().call_later(seconds, call)
 
 
 class LookupStreams:
-    """The calls of one server, `max_streams` at once. A call is named by its task.
+    """The calls of one server, `max_streams` at once. A call is named by its task."""
 
-    Args:
-        clock: monotonic seconds.
-        later: calls a function after some seconds.
-    """
-
-    def __init__(self, max_streams: int, clock: Callable[[], float] = time.monotonic, later: Later = _later):
+    def __init__(self, max_streams: int):
         self._max_streams = max_streams
-        self._clock = clock
-        self._later = later
-        self._due_at = 0.0
         self._owner_of: dict[Call, str] = {}  # Without those in `_ended`.
-        self._idle: dict[Call, float] = {}  # Since when. The one that has been idle longest is first.
+        self._idle: dict[Call, None] = {}  # The one that has been idle longest is first.
         self._ended: set[Call] = set()
         self._is_stopping = False
 
@@ -56,18 +36,7 @@ class LookupStreams:
 
     def wait(self, call: Call) -> None:
         """The call is idle: it awaits a message."""
-        self._idle[call] = self._clock()
-        self._thin_out()
-
-    def _thin_out(self) -> None:
-        """Ends calls that have been idle for long, if many are; and again later, as long as many are."""
-        if self._due_at > (now := self._clock()):
-            return
-        while len(self._idle) > CROWDED and next(iter(self._idle.values())) + CROWDED_S <= now:
-            self._end_longest_idle()
-        if len(self._idle) > CROWDED:
-            self._due_at = next(iter(self._idle.values())) + CROWDED_S
-            self._later(self._due_at - now + SLACK_S, self._thin_out)
+        self._idle[call] = None
 
     def work(self, call: Call) -> None:
         """A message has come."""

@@ -14,11 +14,12 @@ from grpc_health.v1 import health_pb2
 
 from kvpool.client.tracing import Tracing
 from kvpool.protocol.errors import InvalidRequestError
+from kvpool.protocol.pieces import MESSAGE_BYTES
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.access.authentication import Context
 from kvpool_server.cache.steps import Steps, finish
 from kvpool_server.rpc.call_spans import LOOKUPS, traced
-from kvpool_server.rpc.inbox import MAX_CHECKS, MAX_REQUEST_BYTES, REQUEST, SMALL_BYTES, Inbox
+from kvpool_server.rpc.inbox import MAX_REQUEST_BYTES, REQUEST, Inbox
 from kvpool_server.rpc.turns import Turns
 
 _SERVICE = pb.DESCRIPTOR.services_by_name["Pool"]
@@ -31,9 +32,10 @@ assert CHECK not in METHODS, "every role may call it"
 
 
 class Service(Protocol):
-    """Has a method of the name of each RPC, whose callers take turns."""
+    """Has a method of the name of each RPC, whose callers take turns and send their requests to an inbox."""
 
     turns: Turns
+    inbox: Inbox
 
 
 def add_service(service: Service, max_spec_bytes: int, server: grpc.aio.Server, tracing: Tracing | None = None) -> None:
@@ -43,14 +45,13 @@ def add_service(service: Service, max_spec_bytes: int, server: grpc.aio.Server, 
         max_spec_bytes: the largest request of a method that sets what the server keeps.
         tracing: gets a span for each call; None: calls are not traced.
     """
-    inbox = Inbox()
-    handlers = {method.name: _handler(service, method, inbox, max_spec_bytes, tracing) for method in _SERVICE.methods}
+    handlers = {method.name: _handler(service, method, max_spec_bytes, tracing) for method in _SERVICE.methods}
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE_NAME, handlers),))
 
 
 def add_health(service: HealthService, server: grpc.aio.Server) -> None:
-    """Registers health checks, whose messages have an inbox of their own."""
-    handlers = {CHECK: _handler(service, _HEALTH.methods_by_name[CHECK], Inbox(MAX_CHECKS), SMALL_BYTES)}
+    """Registers health checks."""
+    handlers = {CHECK: _handler(service, _HEALTH.methods_by_name[CHECK], MESSAGE_BYTES)}
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(HEALTH_NAME, handlers),))
 
 
@@ -65,6 +66,7 @@ class HealthService:
 
     def __init__(self) -> None:
         self.turns = Turns()
+        self.inbox = Inbox(self.turns)
 
     async def Check(self, request: health_pb2.HealthCheckRequest, context: Context) -> health_pb2.HealthCheckResponse:
         if request.service not in ("", SERVICE_NAME):
@@ -80,15 +82,15 @@ _Message = TypeVar("_Message", bound=Message)
 MAX_FIELDS = 9_216
 """Of a message, without those of its parts: more than any request needs. Each may become an object of a hundred bytes
 that was sent as two, and none has been counted when the message is decoded."""
-UNCOUNTED = SMALL_BYTES // 2
-"""Fields that are decoded within 4 ms. A message that cannot have more is not counted."""
 COUNTED_PER_STEP = 256
+AT_ONCE_BYTES = 24 << 10
+"""A message of so many bytes is decoded, and its work begun, in half a millisecond. A larger one waits for a turn."""
 
 
 def decode_in_steps(message_type: type[_Message], message: bytes) -> Steps[_Message]:
     """Raises InvalidRequestError if the bytes are no such message, or have too many fields."""
     try:
-        if len(message) > SMALL_BYTES and (yield from _num_fields(message)) > MAX_FIELDS:
+        if len(message) >= MESSAGE_BYTES and (yield from _num_fields(message)) > MAX_FIELDS:
             raise InvalidRequestError(f"the request has more than {MAX_FIELDS} fields; split it")
         return message_type.FromString(message)
     except DecodeError:
@@ -97,8 +99,8 @@ def decode_in_steps(message_type: type[_Message], message: bytes) -> Steps[_Mess
 
 
 async def decoded(turns: Turns, message_type: type[_Message], message: bytes) -> _Message:
-    """As `decode_in_steps`; a large message when it is its caller's turn."""
-    if len(message) <= SMALL_BYTES:
+    """As `decode_in_steps`; a larger message when it is its caller's turn."""
+    if len(message) <= AT_ONCE_BYTES:
         return finish(decode_in_steps(message_type, message))
     await turns.wait()
     return await turns.run(decode_in_steps(message_type, message))
@@ -138,10 +140,10 @@ def _varint(message: bytes, at: int) -> tuple[int, int]:
 
 
 def _handler(
-    service: Service, method: MethodDescriptor, inbox: Inbox, max_spec_bytes: int, tracing: Tracing | None = None
+    service: Service, method: MethodDescriptor, max_spec_bytes: int, tracing: Tracing | None = None
 ) -> grpc.RpcMethodHandler[Any, Any]:
     """Gets messages as bytes from gRPC, whether the method has one or many: the inbox bounds and awaits them."""
-    behavior = getattr(service, method.name)
+    behavior, inbox = getattr(service, method.name), service.inbox
     if tracing is not None and method.name not in LOOKUPS:
         behavior = traced(tracing, method, behavior)
     message_type = GetMessageClass(method.input_type)
@@ -162,7 +164,7 @@ def _handler(
 
         return grpc.stream_unary_rpc_method_handler(of_stream, None, encode)
     has_lists = any(field.is_repeated for field in method.input_type.fields)
-    most = MAX_REQUEST_BYTES if has_lists else SMALL_BYTES
+    most = MAX_REQUEST_BYTES if has_lists else MESSAGE_BYTES
     if method.name in ("OpenNamespace", "SetQuotas", "Report"):  # What they send is kept.
         most = max_spec_bytes
 

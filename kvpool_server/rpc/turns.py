@@ -16,7 +16,7 @@ from kvpool_server.cache.steps import Steps, Value
 
 TURN_S = 0.001
 """How long the steps of one turn may last. A turn ends with the step that exceeds it."""
-ACCEPT_S, LULL_S = 0.002, 0.0002
+ACCEPT_S, LULL_S = 0.008, 0.0002
 """How long a turn lets gRPC hand over calls, which it does one by one, at most, and after the last of them. Else each
 would wait for a turn, and a call that takes no time for those of all calls that came before it."""
 
@@ -109,6 +109,7 @@ class Turns:
     def __init__(self) -> None:
         self._slots = FairSlots(1, 1)
         self._num_accepted = 0  # Calls that had been accepted before the last turn.
+        self._is_passing = False
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def run(self, steps: Steps[Value]) -> Value:
@@ -137,10 +138,23 @@ class Turns:
         Work in steps that follows goes before what the caller has begun to wait for since: of a caller's large requests
         one at a time is in memory as objects.
         """
+        if self._is_alone():
+            return
         if (running := _CALL.get()) is not None:
             running.number = None
         async with self._turn():
             pass
+
+    def _is_alone(self) -> bool:
+        """Whether nobody waits, and nobody else has come; once in a pass of the loop."""
+        if self._is_passing or self._slots.num_taken or self._num_accepted + 1 < _num_accepted:
+            return False
+        self._is_passing, self._num_accepted = True, _num_accepted
+        asyncio.get_running_loop().call_soon(self._passed)
+        return True
+
+    def _passed(self) -> None:
+        self._is_passing = False
 
     @contextlib.asynccontextmanager
     async def _turn(self) -> AsyncIterator[None]:

@@ -9,7 +9,6 @@ import numpy as np
 import numpy.typing as npt
 import structlog
 
-from kvpool.protocol.errors import OutOfSpaceError
 from kvpool.protocol.hashing import checksum
 from kvpool.protocol.types import BlockRun
 from kvpool_server.cache.entry import Entry
@@ -37,17 +36,15 @@ class Verifier:
         self._pool = pool
         self._memory = memory
         self._run = run
-        self._turns = FairSlots(1, 1)
+        self._turns = FairSlots(1, 1, MAX_WAITING)
 
     async def verify(self, fingerprint: bytes, runs: Sequence[BlockRun], caller: str) -> tuple[int, int]:
         """Returns how many blocks were complete and how many of them were dropped.
 
         A thread computes the checksums, under a lease that keeps the bytes in their place.
 
-        Raises OutOfSpaceError if too many calls of the caller wait.
+        Raises BusyError if too many calls of the caller wait.
         """
-        if self._turns.num_waiting(caller) >= MAX_WAITING:
-            raise OutOfSpaceError(f"{MAX_WAITING} verifications of {caller} wait, the limit; try again when some end")
         async with self._turns.slot(caller):
             found = await self._run(self._pool.removals.complete(fingerprint, runs))
             entries = [entry for entry in found if entry.live]  # Others may have dropped some since the last step.

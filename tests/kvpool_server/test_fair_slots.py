@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import kvpool_server
-from kvpool.protocol.errors import OutOfSpaceError, PoolTimeoutError, UnavailableError
+from kvpool.protocol.errors import BusyError, PoolTimeoutError
 from kvpool_server.cache.fair_slots import FairSlots
 from kvpool_server.rpc import inbox
 from kvpool_server.rpc.verifier import MAX_WAITING, Verifier
@@ -113,7 +113,7 @@ def test_a_call_goes_on_behind_one_that_was_cancelled() -> None:
 def test_a_slot_that_does_not_come_in_time_is_an_error() -> None:
     async def run(calls: Calls) -> None:
         await calls.begin("a1")
-        with pytest.raises(UnavailableError, match="try again later"):
+        with pytest.raises(BusyError, match="try again later"):
             async with calls.slots.slot("b", 0.01):
                 pass
         await calls.end("a1")
@@ -162,7 +162,7 @@ def test_a_callers_verifications_wait_for_each_other_and_have_a_bound(monkeypatc
             for _ in range(MAX_WAITING + 1):
                 tasks.create_task(verify("acme"))
             await asyncio.sleep(0)
-            with pytest.raises(OutOfSpaceError, match=f"{MAX_WAITING} verifications of acme wait"):
+            with pytest.raises(BusyError, match=f"{MAX_WAITING} requests of this caller wait"):
                 await verifier.verify(b"", [], "acme")
             tasks.create_task(verify("umbra"))
             await asyncio.sleep(0)

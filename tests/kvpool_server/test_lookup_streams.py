@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvpool_server.rpc.inbox import CROWDED, CROWDED_S
 from kvpool_server.rpc.lookup_streams import LookupStreams
 from tests.support.effort import effort
 
@@ -28,32 +26,12 @@ class Call:
         self.is_cancelled = True
 
 
-def test_of_many_that_are_idle_those_are_ended_that_have_been_for_long() -> None:
-    now = [0.0]
-    later: list[tuple[float, Callable[[], None]]] = []
-    streams = LookupStreams(10 * CROWDED, lambda: now[0], lambda *call: later.append(call))
-    calls: list[Any] = [Call("acme") for _ in range(2 * CROWDED)]
-    for call in calls:
-        assert streams.begin(call, "acme", 10 * CROWDED)
-        streams.wait(call)
-    now[0] = CROWDED_S / 2
-    streams.work(calls[0])
-    streams.wait(calls[0])
-    assert not any(call.is_cancelled for call in calls), "none has been idle for long"
-    (due, call_again), *others = later
-    assert CROWDED_S <= due < 2 * CROWDED_S and not others
-    now[0] = due  # Although no call waits or works meanwhile.
-    call_again()
-    assert [call.is_cancelled for call in calls] == [False, *CROWDED * [True], *(CROWDED - 1) * [False]]
-    assert len(later) == 1, "not many are idle any more"
-
-
 class LookupStreamsMachine(RuleBasedStateMachine):
     """Owners begin calls; each call waits and works in turns, and returns when it likes, or some time after its end."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.streams = LookupStreams(MAX_STREAMS, later=lambda *_: None)
+        self.streams = LookupStreams(MAX_STREAMS)
         self.calls: list[Call] = []  # In the order in which they became idle, where they are.
 
     def _live(self, owner: str | None = None) -> list[Call]:

@@ -36,6 +36,7 @@ from kvpool.client.open_namespace import Namespace
 from kvpool.protocol import wire
 from kvpool.protocol.errors import KVPoolError
 from kvpool.protocol.namespace import NamespaceSpec
+from kvpool.protocol.pieces import pieces
 from kvpool.protocol.types import BlockRun, ShardRange
 from kvpool.security.certificates import Authority
 from kvpool.security.principal import ALL_TENANTS, Principal, Role
@@ -54,7 +55,7 @@ ATTACK_S, QUIET_S, REST_S, ENDING_S = 3.0, 2.0, 0.5, 30.0
 TIMES_ONE, TIMES_MANY = 5.0, 20.0
 """The honest engine's p99 over that of a quiet server: beside one identity, and beside many."""
 OPERATOR_S = 1.0
-GROWTH_BYTES, IDENTITY_BYTES = 256 << 20, 5 << 20
+GROWTH_BYTES, IDENTITY_BYTES = 256 << 20, 1 << 20
 OUT = Path("build/adversary.json")
 NICE = 10
 
@@ -105,6 +106,9 @@ SEEDS = {
         "engine", 64, 64, (Move("WhoAmI", 1, "right", 5.0, 0.0, True), Move("PutChunks", 64, "right", 60.0, 0.0, True))
     ),
     "large requests of many": Attack("engine", 64, 64, (Move("Lookup", 65_536, "right", 5.0, 0.0, True),)),
+    "whole messages of many": Attack("engine", 64, 64, (Move("PutStart", 4_000, "right", 5.0, 0.0, True),)),
+    "streams of many": Attack("engine", 64, 64, (Move("LookupStream", 4_000, "right", 5.0, 0.0, True),)),
+    "empty parts of many": Attack("engine", 64, 64, (Move("LookupStream", 2_047, "empty parts", 5.0, 0.0, True),)),
 }
 """What has slowed, filled or silenced a pool before."""
 
@@ -238,7 +242,8 @@ async def _sent(request: bytes | None, wait_s: float) -> AsyncIterator[bytes]:
     if request is None:
         await asyncio.sleep(wait_s)
     else:
-        yield request
+        for piece in pieces(request):
+            yield piece
 
 
 def _spec(salt: str) -> NamespaceSpec:

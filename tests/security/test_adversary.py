@@ -42,15 +42,15 @@ def test_known_attacks_stay_in_bounds(field: Field, name: str) -> None:
 def test_the_memory_of_a_burst_is_returned(tmp_path: Path) -> None:
     with contextlib.closing(Field(tmp_path)) as field:
         before = field.server.own_bytes
-        assert field.score(SEEDS["large requests"])[1]["grown"] > 2 * KEEP_BYTES
+        assert field.score(SEEDS["whole messages of many"])[1]["grown"] > 2 * KEEP_BYTES
         wait_for(lambda: field.server.own_bytes < before + 2 * KEEP_BYTES, "most of it is back", BACK_S)
 
 
 @pytest.mark.parametrize(
     ("mechanism", "name"),
     [
-        ("turns", "large requests"),
-        ("a queue of each caller", "large puts"),
+        ("turns", "large puts"),
+        ("events handled together", "whole messages of many"),
         ("counted fields", "messages full of empty parts"),
     ],
 )

@@ -21,9 +21,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvpool.client.client import Client
 from kvpool.client.config import ClientConfig
 from kvpool.protocol import wire
-from kvpool.protocol.errors import TransferError
+from kvpool.protocol.errors import BusyError, OutOfSpaceError, TransferError
+from kvpool.protocol.pieces import MESSAGE_BYTES, PiecedChannel
 from kvpool.protocol.replies import LookupQuestion
-from kvpool.protocol.types import BlockRun, ShardRange
+from kvpool.protocol.types import HASH_BYTES, BlockRun, ShardRange
 from kvpool.v1 import pool_pb2 as pb
 from kvpool.v1.pool_pb2_grpc import PoolStub
 from kvpool_server.cache.limits import Limits
@@ -171,34 +172,17 @@ def test_messages_larger_than_the_limit_are_not_buffered(pool_server: StartServe
         calls.close()
 
 
-@pytest.mark.parametrize("method", ["PutStart", "PutChunks"])
+@pytest.mark.parametrize("method", ["PutStart", "PutChunks", "LookupStream", CHECK])
 def test_messages_whose_last_byte_never_comes_hold_what_was_sent(pool_server: StartServer, method: str) -> None:
-    server = pool_server()
-    with _served(server, (24 * 4 + 64) * MIB):
-        calls = HalfSentCalls(server.endpoint)
-        for _ in range(24):
-            calls.begin(method, 4 * MIB, 4 * MIB - 1)
-        calls.close()
-
-
-@pytest.mark.more
-def test_streams_of_lookups_whose_last_byte_never_comes_hold_what_a_few_sent(pool_server: StartServer) -> None:
-    server = pool_server()
-    with _served(server, 1_024 * MIB):  # Half of all that is sent.
-        connections = [HalfSentCalls(server.endpoint) for _ in range(24)]
+    server, num_connections = pool_server(), 8
+    with _served(server, num_connections * grpc_server.MAX_STREAMS * MESSAGE_BYTES + 32 * MIB):
+        connections = [HalfSentCalls(server.endpoint) for _ in range(num_connections)]
         for calls in grpc_server.MAX_STREAMS * connections:
-            calls.begin("LookupStream", 4 * MIB, 4 * MIB - 1)
-        for calls in connections:
-            calls.close()
-
-
-def test_health_checks_whose_last_byte_never_comes_hold_what_a_few_sent(pool_server: StartServer) -> None:
-    server = pool_server()
-    with _served(server, (inbox.MAX_CHECKS * 8 + 64) * MIB):
-        connections = [HalfSentCalls(server.endpoint) for _ in range(3)]
-        checks = [calls.begin(CHECK, 4 * MIB, 4 * MIB - 1) for calls in grpc_server.MAX_STREAMS * connections]
-        too_many = len(checks) - inbox.MAX_CHECKS
-        wait_for(lambda: sum(len(calls.ended) for calls in connections) >= too_many, "the end of those too many")
+            calls.begin(method, MESSAGE_BYTES, MESSAGE_BYTES - 100)  # What a client may send unasked.
+        assert (
+            sum(calls.sent_bytes for calls in connections)
+            > num_connections * grpc_server.MAX_STREAMS * MESSAGE_BYTES // 2
+        )
         with grpc.insecure_channel(server.endpoint) as channel:
             checked = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
         assert checked.status == health_pb2.HealthCheckResponse.SERVING
@@ -260,33 +244,33 @@ def test_every_call_counts_among_those_of_its_caller(
         assert raised.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED, method.name
 
 
-def test_the_message_awaited_longest_makes_way_for_others(
+def test_a_call_that_is_refused_for_now_is_made_again(
     small_server: Callable[..., InProcessServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(inbox, "MAX_AWAITED", 8)
     server = small_server()
-    connections = [HalfSentCalls(f"127.0.0.1:{server.port}") for _ in range(20)]
-    for nth, calls in enumerate(connections, 1):
-        calls.begin("Get", 100, 99)
-        wait_for(lambda nth=nth: sum(bool(each.ended) for each in connections) >= nth - 8, "the end of the oldest")
-    assert server.stub.Ping(pb.PingRequest(), timeout=10).version
-    assert not any(calls.ended for calls in connections[-7:])
-    for calls in connections:
-        calls.close()
+    with Client(ClientConfig(f"127.0.0.1:{server.port}", timeout_ms=10_000)) as client, monkeypatch.context() as busy:
+        busy.setattr(grpc_server, "MAX_CALLS", 0)
+        with pytest.raises(BusyError, match="calls of this caller are under way"):
+            client.admin.ping()
+        threading.Timer(0.1, busy.undo).start()
+        client.admin.ping()
+    assert dict(wire.metadata_of(OutOfSpaceError("no free slot"))) == {wire.RETRY_KEY: "-1"}, "gRPC never tries again"
 
 
-def test_large_messages_of_one_caller_leave_room_for_others(small_server: Callable[..., InProcessServer]) -> None:
-    """No message of the caller is whole, and the server has asked for a few of them only."""
+def test_requests_whose_rest_does_not_come_leave_room_for_others(
+    small_server: Callable[..., InProcessServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inbox, "MESSAGE_S", 3.0)
     server = small_server()
     calls = HalfSentCalls(f"127.0.0.1:{server.port}")
-    most = 2 * inbox.MAX_LARGE
-    for _ in range(most):
-        calls.begin("Get", inbox.MAX_REQUEST_BYTES, inbox.MAX_REQUEST_BYTES - 1, timeout_s=0.2)
-    assert calls.sent_bytes < (inbox.MAX_LARGE + 1) * inbox.MAX_REQUEST_BYTES // 2 + most * 2 * inbox.SMALL_BYTES
-    request = pb.ExistsRequest(namespace=bytes(32), runs=wire.encode_runs([run_of(*range(inbox.SMALL_BYTES // 32))]))
+    streams = {calls.begin("Get", MESSAGE_BYTES, MESSAGE_BYTES) for _ in range(grpc_server.MAX_STREAMS)}
+    most = inbox.MAX_LARGE // 2 + inbox.MAX_OWN_LARGE_WAITING
+    wait_for(lambda: len(streams & calls.ended) == grpc_server.MAX_STREAMS - most, "the refusal of the others")
+    names = run_of(*range(2 * MESSAGE_BYTES // HASH_BYTES))
     with pytest.raises(grpc.RpcError) as raised:
-        _connect(server).Exists(request, timeout=5)
+        _connect(server).Exists(pb.ExistsRequest(namespace=bytes(32), runs=wire.encode_runs([names])), timeout=5)
     assert raised.value.code() is grpc.StatusCode.NOT_FOUND
+    wait_for(lambda: calls.ended >= streams, "the end of all")
     calls.close()
 
 
@@ -296,7 +280,7 @@ def test_large_messages_of_one_caller_leave_room_for_others(small_server: Callab
 def _connect(server: InProcessServer) -> PoolStub:
     """A client with a connection of its own."""
     channel = grpc.insecure_channel(f"127.0.0.1:{server.port}", [("grpc.use_local_subchannel_pool", 1)])
-    return PoolStub(channel)  # type: ignore[no-untyped-call]
+    return PoolStub(PiecedChannel(channel))  # type: ignore[no-untyped-call]
 
 
 def _filled(server: InProcessServer, count: int) -> bytes:

@@ -8,9 +8,9 @@ from pathlib import Path
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from kvpool.protocol.pieces import MESSAGE_BYTES
 from kvpool.security.principal import Role
 from kvpool.security.watched_files import LOOK_EVERY_S
-from kvpool_server.rpc.inbox import SMALL_BYTES
 from kvpool_server.rpc.method_handlers import SERVICE_NAME
 from tests.conftest import StartServer
 from tests.support.audit_log import entries
@@ -40,7 +40,7 @@ def test_only_checks_are_served(shared_server: ServerProcess) -> None:
         assert _outcome(lambda: next(watched)) is grpc.StatusCode.UNIMPLEMENTED
         assert _check(channel, SERVICE_NAME) == health_pb2.HealthCheckResponse.SERVING
         assert _check(channel, "other") is grpc.StatusCode.NOT_FOUND
-        assert _check(channel, "x" * SMALL_BYTES) is grpc.StatusCode.INVALID_ARGUMENT
+        assert _check(channel, "x" * MESSAGE_BYTES) is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 def test_with_tls_checks_are_for_callers_who_prove_who_they_are(tmp_path: Path, pool_server: StartServer) -> None:

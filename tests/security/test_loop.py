@@ -19,6 +19,7 @@ from google.protobuf.message_factory import GetMessageClass
 
 from kvpool.protocol import wire
 from kvpool.protocol.errors import InvalidRequestError
+from kvpool.protocol.pieces import MESSAGE_BYTES, pieces
 from kvpool.protocol.quota import Quota
 from kvpool.protocol.types import BlockRun, ShardRange
 from kvpool.v1 import pool_pb2 as pb
@@ -27,7 +28,6 @@ from kvpool_server.cache.limits import Limits
 from kvpool_server.process.process_memory import keep_collections_short, no_collections
 from kvpool_server.rpc.explainer import MAX_RUNS as MAX_EXPLAINED
 from kvpool_server.rpc.inbox import MAX_REQUEST_BYTES
-from kvpool_server.rpc.method_handlers import UNCOUNTED
 from tests.support.calls import SERVICE
 from tests.support.effort import EFFORT
 from tests.support.in_process_server import InProcessServer
@@ -168,13 +168,13 @@ def test_messages_full_of_short_fields(house: House, method: MethodDescriptor) -
     fields = [field for field in method.input_type.fields if field.is_repeated or field.message_type is not None]
     for field, wire_type in itertools.product(fields, (0, 2)):
         part = bytes([field.number << 3 | wire_type, 0])
-        for nbytes in (2 * UNCOUNTED, 2 * UNCOUNTED + 2, 1 << 20, MAX_REQUEST_BYTES):
+        for nbytes in (MESSAGE_BYTES - 2, MESSAGE_BYTES, 1 << 20, MAX_REQUEST_BYTES):
             call = house.server.channel.stream_stream(f"/{SERVICE.full_name}/{method.name}")
             request = part * (nbytes // len(part))
 
             def send(call: Any = call, request: bytes = request) -> None:
                 with contextlib.suppress(grpc.RpcError):
-                    next(call(iter([request]), timeout=60), None)
+                    next(call(pieces(request), timeout=60), None)
 
             house.expect_short(send)
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
 from kvpool_server import cli
-from kvpool_server.cache.fair_slots import FairSlots
 from kvpool_server.cache.steps import Steps, finish
 from kvpool_server.rpc import method_handlers
 from kvpool_server.rpc.turns import Turns
@@ -23,13 +23,8 @@ def _without_turns() -> None:
     Turns.run, Turns.wait = run, wait  # type: ignore[method-assign]
 
 
-def _in_one_queue() -> None:
-    take = FairSlots.take
-
-    async def in_one_queue(slots: FairSlots, _: str, wait_s: float | None = None, number: Any = None) -> Any:
-        return await take(slots, "", wait_s, number)
-
-    FairSlots.take = in_one_queue  # type: ignore[method-assign]
+def _one_event_a_pass() -> None:
+    cli.EventLoop = asyncio.SelectorEventLoop  # type: ignore[misc]
 
 
 def _uncounted() -> None:
@@ -42,7 +37,7 @@ def _uncounted() -> None:
 
 MECHANISMS: Mapping[str, Callable[[], None]] = {
     "turns": _without_turns,
-    "a queue of each caller": _in_one_queue,
+    "events handled together": _one_event_a_pass,
     "counted fields": _uncounted,
 }
 

@@ -14,6 +14,7 @@ import grpc
 import numpy as np
 from prometheus_client import CollectorRegistry
 
+from kvpool.protocol.pieces import PiecedChannel
 from kvpool.v1 import pool_pb2 as pb
 from kvpool.v1.pool_pb2_grpc import PoolStub
 from kvpool_server.access.audit import AuditLog
@@ -25,6 +26,7 @@ from kvpool_server.cache.limits import Limits
 from kvpool_server.cache.steps import Steps
 from kvpool_server.data_plane.permits import PermitTable
 from kvpool_server.observability.metrics import RpcMetrics
+from kvpool_server.rpc.chunks import WRITTEN_BYTES
 from kvpool_server.rpc.grpc_server import GrpcServer
 from kvpool_server.rpc.turns import Turns
 from kvpool_server.tiering.tiered_pool import TieredPool
@@ -112,7 +114,7 @@ class InProcessServer:
         self._thread.start()
         assert self._ready.wait(30), "the server did not start"
         self.channel = grpc.insecure_channel(f"127.0.0.1:{self.port}")
-        self.stub = PoolStub(self.channel)  # type: ignore[no-untyped-call]
+        self.stub = PoolStub(PiecedChannel(self.channel))  # type: ignore[no-untyped-call]
 
     def _zero(self, start: int, nbytes: int) -> None:
         self.memory[start : start + nbytes] = 0
@@ -127,7 +129,7 @@ class InProcessServer:
             tiered,
             self.memory,
             metrics,
-            offer=pb.PingResponse(piece_bytes=1 << 20),
+            offer=pb.PingResponse(piece_bytes=WRITTEN_BYTES),
             permits=self._permits,
             who=who,
             turns=turns,

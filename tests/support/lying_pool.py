@@ -25,7 +25,7 @@ from kvpool.protocol.replies import CONTROL_LIMIT, METHOD_LIMITS
 from kvpool.security.principal import ALL_TENANTS, Principal, Role
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.cache.limits import Limits
-from kvpool_server.rpc.chunks import PIECE_BYTES
+from kvpool_server.rpc.chunks import WRITTEN_BYTES
 from tests.support.memory_transport import MemoryTransport
 from tests.support.wire_service import METHODS, WireHouse
 
@@ -49,7 +49,7 @@ class LyingPool:
         size = _EXTENT_BYTES * _NUM_EXTENTS
         whole = {"nbytes": size, "nonce": _NONCE, "nonce_offset": size}
         offer = pb.PingResponse(
-            piece_bytes=PIECE_BYTES,
+            piece_bytes=WRITTEN_BYTES,
             segment=pb.Segment(token=bytes(16), **whole),
             mooncake=pb.MooncakeEngine(session="127.0.0.1:12345", protocol="tcp", base_address=1 << 40, **whole),
             data_port=pb.DataPort(host="127.0.0.1", port=50_052, nonce=_NONCE),
@@ -93,10 +93,10 @@ class LyingPool:
         self.num_altered += 1
         return self.alter(method, reply)
 
-    def _lookup_stream(self, requests: Iterator[pb.LookupRequest], timeout: float) -> _Replies:
+    def _lookup_stream(self, requests: Iterator[bytes], timeout: float) -> _Replies:
         def replies() -> Iterator[bytes]:
             for request in requests:
-                for reply in self._replies("LookupStream", request):
+                for reply in self._replies("LookupStream", pb.LookupRequest.FromString(request)):
                     whole = reply.SerializeToString()
                     yield whole if self.alter is None else self._altered("LookupStream", reply)
 

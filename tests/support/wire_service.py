@@ -16,6 +16,7 @@ from google.protobuf.message_factory import GetMessageClass
 from prometheus_client import CollectorRegistry
 
 from kvpool.protocol.errors import UnauthenticatedError
+from kvpool.protocol.pieces import pieces
 from kvpool.security.principal import Principal
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.access.caller import CALLER
@@ -24,6 +25,7 @@ from kvpool_server.access.running_calls import RunningCalls
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.limits import Limits
 from kvpool_server.observability.metrics import RpcMetrics
+from kvpool_server.rpc.chunks import WRITTEN_BYTES
 from kvpool_server.rpc.grpc_server import PoolService, RpcInterceptor
 from kvpool_server.rpc.method_handlers import SERVICE_NAME, add_service
 from kvpool_server.tiering.tiered_pool import TieredPool
@@ -83,7 +85,7 @@ class _Who:
 
 
 _WHO: Any = _Who()
-_OFFER = pb.PingResponse(piece_bytes=1 << 20)
+_OFFER = pb.PingResponse(piece_bytes=WRITTEN_BYTES)
 _NEVER = dt.datetime.max.replace(tzinfo=dt.UTC)
 
 
@@ -101,7 +103,7 @@ class WireService:
 
     def call(self, principal: Principal | None, method: str, *requests: Message) -> Answer:
         """Makes one call, to its end."""
-        return self.send(principal, method, *(request.SerializeToString() for request in requests))
+        return self.send(principal, method, *(each for one in requests for each in pieces(one.SerializeToString())))
 
     def send(self, principal: Principal | None, method: str, *messages: bytes) -> Answer:
         """Makes one call with messages that may be anything."""
