@@ -135,6 +135,7 @@ SETTINGS = {
     "without a list 128 KiB": "kvpool.protocol.pieces: MESSAGE_BYTES",
     "the server asks for it | 128 KiB": "kvpool.protocol.pieces: MESSAGE_BYTES",
     "A message to the server has 128 KiB": "kvpool.protocol.pieces: MESSAGE_BYTES",
+    "A request of more than 24 KiB": "kvpool_server.rpc.method_handlers: AT_ONCE_BYTES",
     "first message of a call | within 10 s": "kvpool_server.rpc.inbox: MESSAGE_S",
     "behind the first within 10 s": "kvpool_server.rpc.inbox: MESSAGE_S",
     "and within 2 s if others wait": "kvpool_server.rpc.inbox: REST_S",
