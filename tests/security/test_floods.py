@@ -386,7 +386,7 @@ def test_idle_streams_of_lookups_make_way(small_server: Callable[..., InProcessS
 def test_thousands_of_idle_streams_hold_little(pool_server: StartServer) -> None:
     server = pool_server()
     with _served(server, IDLE_STREAMS_BYTES):
-        connections = [HalfSentCalls(server.endpoint) for _ in range(100)]
+        connections = [HalfSentCalls(server.endpoint) for _ in range(150)]
         for calls in grpc_server.MAX_STREAMS * connections:
             calls.begin("LookupStream")
         too_many = len(connections) * grpc_server.MAX_STREAMS - Limits().max_streams
