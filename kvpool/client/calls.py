@@ -16,7 +16,7 @@ from kvpool.client.config import ClientConfig
 from kvpool.protocol import wire
 from kvpool.protocol.errors import KVPoolError, PoolTimeoutError, UnavailableError
 
-MAX_AT_ONCE = 12
+MAX_AT_ONCE = 8
 """Calls at once, beside the stream of lookups and those of bytes. The server takes a bounded number on a connection and
 counts each until some time after its end; it refuses what exceeds them."""
 

@@ -53,7 +53,7 @@ MAX_CONNECTIONS = 4_096
 """gRPC closes all beyond."""
 HANDSHAKE_S = 8.0
 """How long the handshake of a TLS connection may take, which counts among them."""
-MAX_STREAMS = 16
+MAX_STREAMS = 18
 """Calls at once on one connection. gRPC hands calls over in the order of their coming, a third of a millisecond each: a
 new call waits for as many as all connections may have, each with a whole message. It counts a call that has ended, or
 that its client resets, until the event loop has seen that: without this bound one connection that begins and resets
