@@ -436,7 +436,13 @@ def _versions() -> dict[str, str]:
 
 @functools.cache
 def _commit() -> str:
-    """The commit, with "-dirty" where the tree differed from it before this process wrote any result."""
-    command = ["git", "--no-optional-locks", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    found = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
-    return found.stdout.strip() or "unknown"
+    """The commit, with "-dirty" where more than results and documents differed before this process wrote a result."""
+    commit = _git("rev-parse", "HEAD")
+    differs = _git("diff", "--quiet", "HEAD", "--", ":/", ":(top,exclude)benchmarks/results", ":(top,exclude)docs")
+    return "unknown" if commit.returncode else commit.stdout.strip() + "-dirty" * bool(differs.returncode)
+
+
+def _git(*command: str) -> subprocess.CompletedProcess[str]:
+    """In this repository, without its locks."""
+    command = ("git", "--no-optional-locks", *command)
+    return subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
