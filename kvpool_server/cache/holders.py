@@ -1,25 +1,45 @@
 """Describes what keeps slots from eviction, for the error of a put that finds no room.
 
-Each slot counts once: under a client's lease first, then under a transfer to or from a tier, under a put, under a
-transfer that outlived its lease or ticket, and under quarantine. At most `MAX_COUNTED` entries are counted, because
-puts may be refused at a high rate; the text says "at least" where there are more.
+Each slot counts once: under a lease first, then under a ticket, under a transfer that outlived its lease or ticket, and
+under quarantine. At most `MAX_EXAMINED` holds and entries are looked at, because puts may be refused at a high rate;
+the text says "at least" where there are more.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 from kvpool.report.quotas import size_text
 from kvpool_server.cache.entry import Entry, Group
 from kvpool_server.cache.leases import Hold, Lease, Ticket
 
-MAX_COUNTED = 1 << 14
+MAX_EXAMINED = 2_048
+"""Within about half a millisecond."""
+
+_LEASED = "are leased by {holds} lookups, for {longest_s:.1f} s at most"
+_TO_TIER = "are being written to a tier"
+_FROM_TIER = "are being read from a tier"
+_WRITTEN = "are being written by {holds} puts, for {longest_s:.1f} s at most"
+_MOVED = "are being moved by data workers for clients that have given them up"
+_QUARANTINED = "are in quarantine until late writers and readers of removed blocks have ended"
+
+
+@dataclass(slots=True)
+class _Held:
+    """What is held for one reason."""
+
+    holds: int = 0
+    longest_s: float = 0.0
+    blocks: int = 0
+    nbytes: int = 0
 
 
 def describe_holders(
-    leases: Sequence[Lease],
-    tickets: Sequence[Ticket],
+    leases: Iterable[Lease],
+    tickets: Iterable[Ticket],
     unfinished: Iterable[Hold],
     quarantined: Iterable[Entry],
     now: float,
@@ -33,43 +53,47 @@ def describe_holders(
         quarantined: dropped entries whose slots are not free.
         counts: whether the entries of a group count.
     """
+    found = {reason: _Held() for reason in (_LEASED, _TO_TIER, _FROM_TIER, _WRITTEN, _MOVED, _QUARANTINED)}
     counted: set[int] = set()
-    parts: list[str] = []
     held: list[Entry] = []
-    lookups = [lease for lease in leases if lease.deadline < math.inf]
-    puts = [ticket for ticket in tickets if ticket.deadline < math.inf]
-    by_reason = [
-        (f"are leased by {len(lookups)} lookups{_at_most(lookups, now)}", _entries(lookups)),
-        ("are being written to a tier", _entries(lease for lease in leases if lease.deadline == math.inf)),
-        ("are being read from a tier", _entries(ticket for ticket in tickets if ticket.deadline == math.inf)),
-        (f"are being written by {len(puts)} puts{_at_most(puts, now)}", _entries(puts)),
-        ("are being moved by data workers for clients that have given them up", _entries(unfinished)),
-        ("are in quarantine until late writers and readers of removed blocks have ended", quarantined),
-    ]
-    for reason, entries in by_reason:
-        blocks = nbytes = 0
-        for entry in entries:
-            if len(counted) >= MAX_COUNTED:
-                break
+    left = MAX_EXAMINED
+    for reason, deadline, entries in _by_reason(leases, tickets, unfinished, quarantined):
+        each, before = found[reason], len(held)
+        for entry in itertools.islice(entries, left):
+            left -= 1
             if counts(entry.group) and id(entry) not in counted:
                 counted.add(id(entry))
                 held.append(entry)
-                blocks += 1
-                nbytes += entry.group.spec.slot_bytes
-        if blocks:
-            parts.append(f"{blocks} blocks ({size_text(nbytes)}) {reason}")
+                each.blocks += 1
+                each.nbytes += entry.group.spec.slot_bytes
+        if len(held) > before:
+            each.holds += 1
+            each.longest_s = max(each.longest_s, deadline - now)
+        left -= 1
+        if left <= 0:
+            break
+    parts = [
+        f"{each.blocks} blocks ({size_text(each.nbytes)}) " + reason.format(holds=each.holds, longest_s=each.longest_s)
+        for reason, each in found.items()
+        if each.blocks
+    ]
     if num_ancestors := _count_ancestors(held, counted):
         parts.append(f"{num_ancestors} blocks precede those in their prefixes, and are evicted only after them")
-    least = "at least " if len(counted) >= MAX_COUNTED else ""
+    least = "at least " if left <= 0 or len(counted) >= MAX_EXAMINED else ""
     return least + "; ".join(parts) if parts else ""
 
 
-def _at_most(holds: Sequence[Hold], now: float) -> str:
-    return f", for {max(hold.deadline for hold in holds) - now:.1f} s at most" if holds else ""
-
-
-def _entries(holds: Iterable[Hold]) -> Iterator[Entry]:
-    return (entry for hold in holds for entry in hold.entries)
+def _by_reason(
+    leases: Iterable[Lease], tickets: Iterable[Ticket], unfinished: Iterable[Hold], quarantined: Iterable[Entry]
+) -> Iterator[tuple[str, float, Iterable[Entry]]]:
+    """Why entries are held, until when at most, and which."""
+    for lease in leases:
+        yield _LEASED if lease.deadline < math.inf else _TO_TIER, lease.deadline, lease.entries
+    for ticket in tickets:
+        yield _WRITTEN if ticket.deadline < math.inf else _FROM_TIER, ticket.deadline, ticket.entries
+    for hold in unfinished:
+        yield _MOVED, hold.deadline, hold.entries
+    yield _QUARANTINED, 0.0, quarantined
 
 
 def _count_ancestors(held: Sequence[Entry], counted: set[int]) -> int:
@@ -77,7 +101,7 @@ def _count_ancestors(held: Sequence[Entry], counted: set[int]) -> int:
     num_ancestors = 0
     for entry in held:
         parent = entry.parent
-        while parent is not None and id(parent) not in counted and len(counted) < MAX_COUNTED:
+        while parent is not None and id(parent) not in counted and len(counted) < MAX_EXAMINED:
             counted.add(id(parent))
             num_ancestors += 1
             parent = parent.parent

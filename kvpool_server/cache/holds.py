@@ -11,13 +11,14 @@ from __future__ import annotations
 import dataclasses
 from collections import deque
 from collections.abc import Callable, Container, Sequence, Set
+from itertools import islice
 from typing import Protocol
 
 from kvpool.protocol.errors import OutOfSpaceError
 from kvpool_server.cache.entry import Entry
 from kvpool_server.cache.entry_table import EntryTable
 from kvpool_server.cache.eviction.partitions import Account
-from kvpool_server.cache.holders import describe_holders
+from kvpool_server.cache.holders import MAX_EXAMINED, describe_holders
 from kvpool_server.cache.leases import Hold, HoldTable, Lease, Owner, Ticket
 from kvpool_server.cache.limits import IdentityLimits, Limits
 from kvpool_server.cache.steps import SETTLED_PER_CALL, Steps
@@ -205,8 +206,8 @@ class Holds:
 
     def describe(self, tenant: str, now: float, account: Account | None) -> str:
         """What holds a tenant's slots, or those that count towards a quota of it; other tenants' are not told of."""
-        leases = [lease for lease in self.leases.values() if _is_of(lease, tenant)]
-        tickets = [ticket for ticket in self.tickets.values() if _is_of(ticket, tenant)]
+        leases = (lease for lease in islice(self.leases.values(), MAX_EXAMINED) if _is_of(lease, tenant))
+        tickets = (ticket for ticket in islice(self.tickets.values(), MAX_EXAMINED) if _is_of(ticket, tenant))
         counts = account.groups.__contains__ if account is not None else lambda group: group.tenant == tenant
         return describe_holders(leases, tickets, self._unfinished.values(), self._entry_table.quarantine, now, counts)
 

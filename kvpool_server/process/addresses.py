@@ -71,14 +71,14 @@ def is_own_name(host: str, names: Collection[str]) -> bool:
         return False
 
 
-def why_not_listening(address: str) -> OSError:
-    """The error of listening on an address that gRPC could not bind: gRPC itself does not tell."""
+def why_not_listening(address: str) -> OSError | None:
+    """The error of listening on an address alone, which gRPC does not tell; None if there is none."""
     host, port = split_address(address)
     try:
         socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
     except OSError as error:
         return error
-    return OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))  # The port has become free since.
+    return None
 
 
 def cannot_listen(address: str, purpose: str, flag: str, error: OSError) -> ConfigError:

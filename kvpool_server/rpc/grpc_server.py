@@ -35,7 +35,7 @@ from kvpool_server.access.credential import RefusedCredentialError
 from kvpool_server.access.running_calls import RunningCalls
 from kvpool_server.cache.shares import Shares
 from kvpool_server.observability.metrics import RpcMetrics
-from kvpool_server.process.addresses import bind_path, cannot_bind, cannot_listen, why_not_listening
+from kvpool_server.process.addresses import bind_path, cannot_bind, cannot_listen, split_address, why_not_listening
 from kvpool_server.rpc.blocks import BlockHandlers
 from kvpool_server.rpc.chunks import ChunkHandlers
 from kvpool_server.rpc.handlers import owner_of
@@ -53,12 +53,15 @@ MAX_CONNECTIONS = 4_096
 """gRPC closes all beyond."""
 HANDSHAKE_S = 8.0
 """How long the handshake of a TLS connection may take, which counts among them."""
+QUEUES = 4
+"""In which calls wait to be handed over: those of a connection in one of them. gRPC hands over one call after the other
+from each, with two changes of threads, so that one queue alone keeps a new call waiting for as many as all connections
+may have."""
 MAX_STREAMS = 18
-"""Calls at once on one connection. gRPC hands calls over in the order of their coming, a third of a millisecond each: a
-new call waits for as many as all connections may have, each with a whole message. It counts a call that has ended, or
-that its client resets, until the event loop has seen that: without this bound one connection that begins and resets
-calls takes all of `MAX_CALLS`, before any credentials are read. A client with nearly as many calls at once sees some
-refused."""
+"""Calls at once on one connection. A new call waits for as many as all connections of its queue may have, each with a
+whole message. gRPC counts a call that has ended, or that its client resets, until the event loop has seen that: without
+this bound one connection that begins and resets calls takes all of `MAX_CALLS`, before any credentials are read. A
+client with nearly as many calls at once sees some refused."""
 MAX_METADATA_BYTES = 16 << 10
 CONNECTION_S = 2_700.0
 """How old a TLS connection becomes before its client has to make another, by which both sides prove anew who they are.
@@ -257,55 +260,64 @@ class GrpcServer:
             ("grpc.max_connection_age_ms", int(CONNECTION_S * 1_000)),
             ("grpc.max_connection_age_grace_ms", int(MAX_STREAM_S * 1_000)),
         ]
-        self._server = grpc.aio.server(
-            interceptors=[RpcInterceptor(metrics, who, running, audit)],
-            options=[
-                ("grpc.so_reuseport", 0),  # Two servers on one port are an error: clients would reach either.
-                ("grpc.http2.bdp_probe", 0),
-                # A client may have sent so much on a call before the server asks for it. gRPC would widen the window
-                # for fast senders, without a bound that could be told.
-                ("grpc.http2.lookahead_bytes", MESSAGE_BYTES),
-                ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-                ("grpc.max_receive_message_length", MESSAGE_BYTES),
-                ("grpc.max_concurrent_streams", MAX_STREAMS),
-                ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
-                # gRPC drops some calls by chance while more than these have come and have not been handed over.
-                ("grpc.server.max_pending_requests", MAX_PENDING),
-                ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING),
-                ("grpc.server_handshake_timeout_ms", int(HANDSHAKE_S * 1_000)),
-                ("grpc.max_metadata_size", MAX_METADATA_BYTES),
-                ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
-                *([] if credentials is None else ages),
-            ],
-            maximum_concurrent_rpcs=MAX_CALLS,
-        )
+        options = [
+            ("grpc.so_reuseport", 1),  # For the queues.
+            ("grpc.http2.bdp_probe", 0),
+            # A client may have sent so much on a call before the server asks for it. gRPC would widen the window for
+            # fast senders, without a bound that could be told.
+            ("grpc.http2.lookahead_bytes", MESSAGE_BYTES),
+            ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+            ("grpc.max_receive_message_length", MESSAGE_BYTES),
+            ("grpc.max_concurrent_streams", MAX_STREAMS),
+            ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS // QUEUES),
+            # gRPC drops some calls by chance while more than these have come and have not been handed over.
+            ("grpc.server.max_pending_requests", MAX_PENDING),
+            ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING),
+            ("grpc.server_handshake_timeout_ms", int(HANDSHAKE_S * 1_000)),
+            ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+            ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
+            *([] if credentials is None else ages),
+        ]
+        interceptors, most = [RpcInterceptor(metrics, who, running, audit)], -(-MAX_CALLS // QUEUES)
         self._health = HealthService()
-        add_service(service, service.pool.limits.max_spec_bytes, self._server, service.tracing)
-        add_health(self._health, self._server)
-        if who is None:  # Reflection is for those who look around, on a server that hides nothing.
-            names = (SERVICE_NAME, HEALTH_NAME, reflection.SERVICE_NAME)
-            reflection.enable_server_reflection(names, self._server)
+        self._servers = []
+        for _ in range(QUEUES):
+            server = grpc.aio.server(interceptors=interceptors, options=options, maximum_concurrent_rpcs=most)
+            add_service(service, service.pool.limits.max_spec_bytes, server, service.tracing)
+            add_health(self._health, server)
+            if who is None:  # Reflection is for those who look around, on a server that hides nothing.
+                names = (SERVICE_NAME, HEALTH_NAME, reflection.SERVICE_NAME)
+                reflection.enable_server_reflection(names, server)
+            self._servers.append(server)
         try:
-            self.port = self._add_port(listen, credentials)
-        except RuntimeError:
-            raise cannot_listen(listen, "gRPC", "--listen", why_not_listening(listen)) from None
+            self.port = self._listen(listen, credentials)
+        except OSError as error:
+            raise cannot_listen(listen, "gRPC", "--listen", error) from None
         if unix_path:
             target = grpc_target(SCHEME + unix_path)
             try:
-                bind_path(unix_path, unix_mode, lambda: self._add_port(target, credentials))
+                bind_path(unix_path, unix_mode, lambda: _add_port(self._servers[0], target, credentials))
             except OSError as error:
                 raise cannot_bind(unix_path, error) from None
             except RuntimeError:
                 raise cannot_bind(unix_path, OSError(errno.EACCES, os.strerror(errno.EACCES))) from None
 
-    def _add_port(self, target: str, credentials: Callable[[], grpc.ServerCredentials] | None) -> int:
-        if credentials is None:
-            return self._server.add_insecure_port(target)
-        return self._server.add_secure_port(target, credentials())
+    def _listen(self, address: str, credentials: Callable[[], grpc.ServerCredentials] | None) -> int:
+        """Has all queues listen on one port, which is returned. Raises OSError."""
+        if error := why_not_listening(address):  # gRPC would share the port with another server of this user.
+            raise error
+        host, port = address.rpartition(":")[0], split_address(address)[1]
+        for server in self._servers:
+            try:
+                port = _add_port(server, f"{host}:{port}", credentials)
+            except RuntimeError:
+                raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE)) from None
+        return port
 
     async def start(self) -> None:
         self._health.is_serving = True
-        await self._server.start()
+        for server in self._servers:
+            await server.start()
 
     async def announce_end(self) -> None:
         """Health checks say NOT_SERVING from now on. Calls are answered as before. Idempotent."""
@@ -315,4 +327,10 @@ class GrpcServer:
         """Takes no more calls, and cancels those that have not ended after `grace_s`. Idempotent."""
         await self.announce_end()
         self._service.streams.stop()
-        await self._server.stop(grace_s)
+        await asyncio.gather(*(server.stop(grace_s) for server in self._servers))
+
+
+def _add_port(server: grpc.aio.Server, target: str, credentials: Callable[[], grpc.ServerCredentials] | None) -> int:
+    if credentials is None:
+        return server.add_insecure_port(target)
+    return server.add_secure_port(target, credentials())

@@ -107,6 +107,17 @@ SEEDS = {
     ),
     "large requests of many": Attack("engine", 64, 64, (Move("Lookup", 65_536, "right", 5.0, 0.0, True),)),
     "whole messages of many": Attack("engine", 64, 64, (Move("PutStart", 4_000, "right", 5.0, 0.0, True),)),
+    "puts and releases of many": Attack(
+        "engine",
+        64,
+        64,
+        (
+            Move("PutStart", 4_000, "right", 5.0, 0.0, True),
+            Move("PutRevoke", 1, "right", 5.0, 0.0, True),
+            Move("Release", 8_192, "right", 5.0, 0.0, True),
+        ),
+    ),
+    "puts without room": Attack("engine", 1, 64, (Move("PutStart", 4_000, "right", 5.0, 0.0, True),)),
     "streams of many": Attack("engine", 64, 64, (Move("LookupStream", 4_000, "right", 5.0, 0.0, True),)),
     "empty parts of many": Attack("engine", 64, 64, (Move("LookupStream", 2_047, "empty parts", 5.0, 0.0, True),)),
 }

@@ -406,10 +406,12 @@ def test_a_refusal_says_that_memory_is_not_there_yet() -> None:
 
 
 def test_a_refusal_looks_at_a_bounded_number_of_blocks(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(holders, "MAX_COUNTED", 5)
+    monkeypatch.setattr(holders, "MAX_EXAMINED", 5)
     bench.store(*range(10))
     bench.look(*range(10), ttl_ms=1_000)
     assert ": at least 5 blocks (1000 B) are leased by 1 lookups" in _refusal(bench)
+    others = itertools.repeat(next(iter(bench.group.index.values())))
+    assert not holders.describe_holders([], [], [], others, 0.0, lambda _: False), "none that counts"
 
 
 def test_a_put_never_evicts_what_it_names(bench: Bench) -> None:
