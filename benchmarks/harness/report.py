@@ -60,6 +60,8 @@ from those without connector because batches are composed in other ways, which c
 The time to first token counts from the arrival. Mooncake's store runs in the engines: its CPU time is theirs.
 "Ideal" is a simulation: a device that computes as fast as the engines without connector at saturation, and stores that
 hold everything, answer at once and cost nothing.""",
+    "serving-gpu-tiered": """The same on another machine of this kind, with vLLM's tiered offloading bounded to the same
+memory, and before the server's calls came in pieces.""",
     "serving": """The same in a small form, on two CPU cores that engines, stores and the benchmark share: that all of
 it runs, and no measure of a GPU's gain.""",
     "start": """How much later an engine answers its first prompt that names its weights by the content of their files:
