@@ -437,12 +437,12 @@ def _versions() -> dict[str, str]:
 @functools.cache
 def _commit() -> str:
     """The commit, with "-dirty" where more than results and documents differed before this process wrote a result."""
-    commit = _git("rev-parse", "HEAD")
-    differs = _git("diff", "--quiet", "HEAD", "--", ":/", ":(top,exclude)benchmarks/results", ":(top,exclude)docs")
+    commit = git("rev-parse", "HEAD")
+    differs = git("diff", "--quiet", "HEAD", "--", ":/", ":(top,exclude)benchmarks/results", ":(top,exclude)docs")
     return "unknown" if commit.returncode else commit.stdout.strip() + "-dirty" * bool(differs.returncode)
 
 
-def _git(*command: str) -> subprocess.CompletedProcess[str]:
-    """In this repository, without its locks."""
+def git(*command: str) -> subprocess.CompletedProcess[str]:
+    """Runs git in this repository, without its locks."""
     command = ("git", "--no-optional-locks", *command)
     return subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)

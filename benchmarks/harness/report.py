@@ -15,12 +15,13 @@ import typer
 
 from benchmarks.cases import kv_bytes, weights
 from benchmarks.harness import figures, glance
-from benchmarks.harness.measuring import RESULTS, WITHIN_NOISE, change, spread, verdict
+from benchmarks.harness.measuring import RESULTS, WITHIN_NOISE, change, git, last_result, spread, verdict
 from benchmarks.harness.plots import draw
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "explanation" / "benchmarks.md"
 TABLES = {"memory": kv_bytes.table, "digest": weights.table}
 PLOTS = DOCUMENT.parents[1] / "plots"
+PRODUCT = ("kvpool", "kvpool_server", "vllm_plugin", "proto")
 
 TITLE = "# Benchmarks\n"
 INTRODUCTION = """## How these are measured
@@ -38,7 +39,7 @@ previous result, and writes `benchmarks/results/NAME.json`.
 - Absolute times on shared machines drift, by half and more from day to day: compare ratios.
 
 `python -m benchmarks.harness.report` writes this page, its plots, a page for each result, and the figures of other
-pages that name a result.
+pages that name a result. It names each result whose code has changed since it was measured.
 """
 ALL_RESULTS = (
     "## All results",
@@ -182,6 +183,18 @@ def main() -> None:
         if (written := figures.refresh(text, TABLES)) != text:
             path.write_text(written)
             print(path)
+    for name in QUESTIONS:
+        if age := _age(name):
+            print(f"{name} is older than today's code: {age}")
+
+
+def _age(name: str) -> str:
+    """How many commits have changed the product since a result was measured; empty if none has."""
+    commit = (last_result(name) or {}).get("commit", "HEAD").removesuffix("-dirty")
+    since = git("rev-list", "--count", f"{commit}..HEAD", "--", *(f":(top){folder}" for folder in PRODUCT))
+    if since.returncode:
+        return f"commit {commit} is not in this repository"
+    return "" if since.stdout == "0\n" else f"{since.stdout.strip()} commits of the product"
 
 
 def pages() -> dict[Path, str]:
