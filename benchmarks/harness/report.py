@@ -30,8 +30,9 @@ INTRODUCTION = """## How these are measured
 python3, vLLM and kvpool that are installed. `python -m benchmarks.cases.NAME` runs one: it prints a table beside the
 previous result, and writes `benchmarks/results/NAME.json`.
 
-- Both sides of a comparison are measured in alternation in one run. A figure of several rounds is their median. A ratio
-  is the median of the rounds' ratios, because changing load hits both sides of a round alike.
+- Both sides of a comparison are measured in alternation in one run, but for engines under load. A figure of several
+  rounds is their median. A ratio is the median of the rounds' ratios, because changing load hits both sides of a round
+  alike.
 - "Spread" is the noise: 95 % of all resamplings of the rounds give a figure between its two ends.
 - "Reach" is the target that was set before measuring. "Met" is "yes" or "no" if all of the spread lies on one side of
   the reach, and "within noise" if the reach lies inside the spread. A verdict in brackets judges the figure alone: its
@@ -60,9 +61,10 @@ of one cache for all engines, in the requests' order: an infinite one, and one o
 from those without connector because batches are composed in other ways, which changes how floating-point sums round.
 The time to first token counts from the arrival. Mooncake's store runs in the engines: its CPU time is theirs.
 "Ideal" is a simulation: a device that computes as fast as the engines without connector at saturation, and stores that
-hold everything, answer at once and cost nothing.""",
+hold everything, answer at once and cost nothing: what an ideal pool does not reach, no pool can. One round, by several
+commands (`--add`) on one machine. Beyond saturation no arm keeps up, so means grow with the number of requests.""",
     "serving-gpu-tiered": """The same on another machine of this kind, with vLLM's tiered offloading bounded to the same
-memory, and before the server's calls came in pieces.""",
+memory, a commit of some hours before.""",
     "serving": """The same in a small form, on two CPU cores that engines, stores and the benchmark share: that all of
 it runs, and no measure of a GPU's gain.""",
     "start": """How much later an engine answers its first prompt that names its weights by the content of their files:

@@ -109,7 +109,8 @@ class Benchmark:
 
     def add_last(self) -> None:
         """Takes over the runs of the last result. Raises BadParameter if they were made in another way."""
-        facts = (self._last or {}).get("facts", {})
+        last, self._last = self._last, None  # A result is not compared with a part of itself.
+        facts = (last or {}).get("facts", {})
         for name, value in self._facts.items():
             if facts.get(name, value) != value:
                 raise typer.BadParameter(f"the last result was measured with {name} {facts[name]!r}, not {value!r}")
@@ -162,7 +163,7 @@ class Benchmark:
         # Engines that are slower than the requests come need longer, and those of the baseline are the slowest.
         slower = min(plan.rate or 0, self._saturation(plan.workload) or plan.rate or 0)
         seconds = 1.2 * len(plan.requests) / slower if slower else BURST_S
-        if self._has_time(seconds, f"{arm}, {plan.workload}, round {plan.round}, {plan.rate or 0:.3g} requests/s"):
+        if self._has_time(seconds, f"{arm}, {plan.workload}, {plan.rate or 0:.3g} requests/s"):
             self._runs.append(measure(arm, store, engines, plan))
             if plan.rate:
                 self._find_ideal(plan.workload, plan.rate)
