@@ -44,6 +44,8 @@ def describe_holders(
     quarantined: Iterable[Entry],
     now: float,
     counts: Callable[[Group], bool],
+    *,
+    is_cut: bool = False,
 ) -> str:
     """How many blocks are held, and by what; empty if none is.
 
@@ -52,21 +54,25 @@ def describe_holders(
         unfinished: ended ones under which data workers move bytes.
         quarantined: dropped entries whose slots are not free.
         counts: whether the entries of a group count.
+        is_cut: there are more leases or tickets.
     """
     found = {reason: _Held() for reason in (_LEASED, _TO_TIER, _FROM_TIER, _WRITTEN, _MOVED, _QUARANTINED)}
     counted: set[int] = set()
     held: list[Entry] = []
     left = MAX_EXAMINED
     for reason, deadline, entries in _by_reason(leases, tickets, unfinished, quarantined):
-        each, before = found[reason], len(held)
+        each, is_counted = found[reason], False
         for entry in itertools.islice(entries, left):
             left -= 1
-            if counts(entry.group) and id(entry) not in counted:
+            if not counts(entry.group):
+                continue
+            is_counted = True
+            if id(entry) not in counted:
                 counted.add(id(entry))
                 held.append(entry)
                 each.blocks += 1
                 each.nbytes += entry.group.spec.slot_bytes
-        if len(held) > before:
+        if is_counted:
             each.holds += 1
             each.longest_s = max(each.longest_s, deadline - now)
         left -= 1
@@ -79,7 +85,7 @@ def describe_holders(
     ]
     if num_ancestors := _count_ancestors(held, counted):
         parts.append(f"{num_ancestors} blocks precede those in their prefixes, and are evicted only after them")
-    least = "at least " if left <= 0 or len(counted) >= MAX_EXAMINED else ""
+    least = "at least " if is_cut or left <= 0 or len(counted) >= MAX_EXAMINED else ""
     return least + "; ".join(parts) if parts else ""
 
 

@@ -209,7 +209,9 @@ class Holds:
         leases = (lease for lease in islice(self.leases.values(), MAX_EXAMINED) if _is_of(lease, tenant))
         tickets = (ticket for ticket in islice(self.tickets.values(), MAX_EXAMINED) if _is_of(ticket, tenant))
         counts = account.groups.__contains__ if account is not None else lambda group: group.tenant == tenant
-        return describe_holders(leases, tickets, self._unfinished.values(), self._entry_table.quarantine, now, counts)
+        is_cut = max(len(self.leases), len(self.tickets)) > MAX_EXAMINED
+        unfinished, quarantine = self._unfinished.values(), self._entry_table.quarantine
+        return describe_holders(leases, tickets, unfinished, quarantine, now, counts, is_cut=is_cut)
 
     def _end_transfers(self, hold: Hold) -> bool:
         """Ends what a hold permits; False if a transfer is under way: its entries are to be pinned until that ends."""

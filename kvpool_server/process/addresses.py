@@ -7,9 +7,10 @@ import functools
 import os
 import socket
 import stat
-from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from ipaddress import ip_address
+from typing import Any
 from urllib.parse import urlsplit
 
 from kvpool.client.config import is_loopback
@@ -71,14 +72,40 @@ def is_own_name(host: str, names: Collection[str]) -> bool:
         return False
 
 
-def why_not_listening(address: str) -> OSError | None:
-    """The error of listening on an address alone, which gRPC does not tell; None if there is none."""
+@contextmanager
+def held(address: str) -> Iterator[int]:
+    """Holds the port of an address for this process alone; only sockets with SO_REUSEPORT can be bound to it meanwhile.
+
+    Yields the port. Raises OSError if no address of the host can be bound, or another socket is bound to one.
+    """
     host, port = split_address(address)
-    try:
-        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
-    except OSError as error:
-        return error
-    return None
+    with ExitStack() as stack:
+        errors: list[OSError] = []
+        places = _places(host, port)
+        for family, place in places:
+            try:
+                one = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
+                one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                if family == socket.AF_INET6:
+                    one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+                one.bind((place[0], port, *place[2:]))
+                one.listen()  # Of sockets that are bound and do not listen there may be several.
+                one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+                port = one.getsockname()[1]
+            except OSError as error:
+                errors.append(error)
+                if error.errno in (errno.EADDRINUSE, errno.EACCES) or len(errors) == len(places):
+                    raise
+        yield port
+
+
+def _places(host: str, port: int) -> list[tuple[socket.AddressFamily, Any]]:
+    """Where gRPC listens for a host. Raises OSError if it has no address."""
+    if host in EVERYWHERE:
+        has_both = socket.has_dualstack_ipv6()
+        return [(socket.AF_INET6, ("::", port))] if has_both else [(socket.AF_INET, ("0.0.0.0", port))]
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    return list(dict.fromkeys((family, place) for family, _, _, _, place in found))
 
 
 def cannot_listen(address: str, purpose: str, flag: str, error: OSError) -> ConfigError:

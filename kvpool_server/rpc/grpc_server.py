@@ -35,7 +35,7 @@ from kvpool_server.access.credential import RefusedCredentialError
 from kvpool_server.access.running_calls import RunningCalls
 from kvpool_server.cache.shares import Shares
 from kvpool_server.observability.metrics import RpcMetrics
-from kvpool_server.process.addresses import bind_path, cannot_bind, cannot_listen, split_address, why_not_listening
+from kvpool_server.process.addresses import bind_path, cannot_bind, cannot_listen, held
 from kvpool_server.rpc.blocks import BlockHandlers
 from kvpool_server.rpc.chunks import ChunkHandlers
 from kvpool_server.rpc.handlers import owner_of
@@ -47,16 +47,15 @@ from kvpool_server.rpc.turns import call_with_its_work
 
 MAX_CALLS = 4_096
 """Calls at once, streams of lookups included. A caller may have as many as are still left, so that one leaves half of
-them to others; gRPC itself refuses all beyond."""
-MAX_PENDING = 16_384
-MAX_CONNECTIONS = 4_096
-"""gRPC closes all beyond."""
+them to others; gRPC itself refuses all beyond, of one queue."""
+MAX_PENDING, MAX_CONNECTIONS = 4_096, 1_024
+"""Of one queue. gRPC closes all connections beyond."""
 HANDSHAKE_S = 8.0
 """How long the handshake of a TLS connection may take, which counts among them."""
 QUEUES = 4
-"""In which calls wait to be handed over: those of a connection in one of them. gRPC hands over one call after the other
-from each, with two changes of threads, so that one queue alone keeps a new call waiting for as many as all connections
-may have."""
+"""In which calls wait to be handed over, those of a connection in one of them; the Unix socket's have one more. gRPC
+hands over one call after the other from each, with two changes of threads, so that one queue alone keeps a new call
+waiting for as many as all connections may have."""
 MAX_STREAMS = 18
 """Calls at once on one connection. A new call waits for as many as all connections of its queue may have, each with a
 whole message. gRPC counts a call that has ended, or that its client resets, until the event loop has seen that: without
@@ -269,7 +268,7 @@ class GrpcServer:
             ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
             ("grpc.max_receive_message_length", MESSAGE_BYTES),
             ("grpc.max_concurrent_streams", MAX_STREAMS),
-            ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS // QUEUES),
+            ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
             # gRPC drops some calls by chance while more than these have come and have not been handed over.
             ("grpc.server.max_pending_requests", MAX_PENDING),
             ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING),
@@ -278,11 +277,11 @@ class GrpcServer:
             ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
             *([] if credentials is None else ages),
         ]
-        interceptors, most = [RpcInterceptor(metrics, who, running, audit)], -(-MAX_CALLS // QUEUES)
+        interceptors = [RpcInterceptor(metrics, who, running, audit)]
         self._health = HealthService()
         self._servers = []
-        for _ in range(QUEUES):
-            server = grpc.aio.server(interceptors=interceptors, options=options, maximum_concurrent_rpcs=most)
+        for _ in range(QUEUES + bool(unix_path)):
+            server = grpc.aio.server(interceptors=interceptors, options=options, maximum_concurrent_rpcs=MAX_CALLS)
             add_service(service, service.pool.limits.max_spec_bytes, server, service.tracing)
             add_health(self._health, server)
             if who is None:  # Reflection is for those who look around, on a server that hides nothing.
@@ -296,22 +295,20 @@ class GrpcServer:
         if unix_path:
             target = grpc_target(SCHEME + unix_path)
             try:
-                bind_path(unix_path, unix_mode, lambda: _add_port(self._servers[0], target, credentials))
+                bind_path(unix_path, unix_mode, lambda: _add_port(self._servers[-1], target, credentials))
             except OSError as error:
                 raise cannot_bind(unix_path, error) from None
             except RuntimeError:
                 raise cannot_bind(unix_path, OSError(errno.EACCES, os.strerror(errno.EACCES))) from None
 
     def _listen(self, address: str, credentials: Callable[[], grpc.ServerCredentials] | None) -> int:
-        """Has all queues listen on one port, which is returned. Raises OSError."""
-        if error := why_not_listening(address):  # gRPC would share the port with another server of this user.
-            raise error
-        host, port = address.rpartition(":")[0], split_address(address)[1]
-        for server in self._servers:
-            try:
-                port = _add_port(server, f"{host}:{port}", credentials)
-            except RuntimeError:
-                raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE)) from None
+        """Has queues listen on one port, which is returned. Raises OSError."""
+        with held(address) as port:  # gRPC itself would share it with another server of this user.
+            for server in self._servers[:QUEUES]:
+                try:
+                    _add_port(server, f"{address.rpartition(':')[0]}:{port}", credentials)
+                except RuntimeError:
+                    raise OSError(errno.EADDRNOTAVAIL, "gRPC cannot bind it") from None
         return port
 
     async def start(self) -> None:

@@ -145,7 +145,7 @@ SETTINGS = {
     "`RESOURCE_EXHAUSTED` | 1 GiB": "kvpool_server.rpc.inbox: MAX_DATA_STREAMS * 4 * MAX_REQUEST_BYTES",
     "when it needs one | 256 MiB": "tests.security.test_floods: IDLE_STREAMS_BYTES",
     "the client waits | 512 MiB": "kvpool_server.rpc.grpc_server: MAX_CALLS * (128 << 10) # bytes",
-    "chooses; 8 s for a TLS handshake": "kvpool_server.rpc.grpc_server: HANDSHAKE_S",
+    "Unix socket; 8 s for a TLS handshake": "kvpool_server.rpc.grpc_server: HANDSHAKE_S",
     "the server waits 30 s": "kvpool_server.rpc.inbox: PIECE_S",
     "for 1 MiB, and no longer": "kvpool_server.rpc.inbox: PACE_BYTES",
     "which is within 600 s": "kvpool_server.rpc.inbox: MAX_STREAM_S",

@@ -360,8 +360,9 @@ def test_a_refusal_says_that_readers_hold_the_space(bench: Bench) -> None:
     bench.look(*range(4), ttl_ms=1_000)
     bench.clock.advance(0.5)
     bench.look(*range(2, 8), ttl_ms=1_000)
+    bench.look(0, ttl_ms=500)
     assert _refusal(bench) == (
-        "no room for 3 blocks of 200 bytes: 8 blocks (1.56 KiB) are leased by 2 lookups, for 1.0 s at most; "
+        "no room for 3 blocks of 200 bytes: 8 blocks (1.56 KiB) are leased by 3 lookups, for 1.0 s at most; "
         "put fewer at once, try again later, or start kvpool-server with more --memory"
     )
 
