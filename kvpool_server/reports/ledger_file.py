@@ -33,7 +33,7 @@ MAX_INTEGER = (1 << 63) - 1
 """The largest integer of SQLite."""
 APPLICATION_ID = 0x6B76706C
 FORMAT = 3
-"""Of the tables; another bound in a CHECK is another format. Formats 1 and 2 have no CHECKs: an open makes them 3."""
+"""Of the tables; another bound in a CHECK is another format."""
 LOCK_S = 10.0
 """How long a predecessor may take to let go of the file."""
 
@@ -66,16 +66,6 @@ _TABLES = {
     "PRIMARY KEY (tenant, reporter)",
     "begun": f"{_column('at', 'INTEGER', MAX_UNIX_S)} PRIMARY KEY",
 }
-_FORMER = ("usage", "reporters", "begun")
-_MIGRATION = (
-    f"INSERT INTO usage SELECT {_KEY}, {', '.join(SUMS)} FROM former_usage",
-    f"INSERT INTO computed SELECT {_KEY}, key, value FROM former_usage, json_each(computed_tokens)",
-    "INSERT INTO reporters SELECT tenant, reporter, sequence, seen FROM former_reporters",
-    "INSERT INTO begun SELECT at FROM former_begun",
-    *(f"DROP TABLE former_{name}" for name in _FORMER),
-    "DROP TABLE IF EXISTS first_token_times",
-    "DROP TABLE IF EXISTS agreement",
-)
 _ADD_USAGE = f"INSERT INTO usage VALUES (?, ?, ?{', ?' * len(SUMS)}) ON CONFLICT ({_KEY}) DO UPDATE SET " + ", ".join(
     f"{name} = min({most}, {name} + excluded.{name})" for name, most in BOUNDS.items()
 )
@@ -151,12 +141,6 @@ class LedgerFile:
             db.execute("INSERT INTO begun VALUES (?)", (now,))
         elif application_id != APPLICATION_ID:
             raise ConfigError(f"{self._path} is another program's database; give another --ledger")
-        elif version in (1, 2):
-            for name in _FORMER:
-                db.execute(f"ALTER TABLE {name} RENAME TO former_{name}")
-            self._create()
-            for statement in _MIGRATION:
-                db.execute(statement)
         elif version != FORMAT:
             raise ConfigError(
                 f"the ledger {self._path} has format {version}, and this release writes {FORMAT}; use the release that "

@@ -15,7 +15,7 @@ import pytest
 
 from kvpool.protocol.causes import Cause
 from kvpool.protocol.errors import ConfigError
-from kvpool.protocol.ledger import HOUR_S, LEDGER_DAYS, SUMS, added_up
+from kvpool.protocol.ledger import HOUR_S, LEDGER_DAYS, added_up
 from kvpool.protocol.reports import MAX_AMOUNT, ReportRequest
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.observability.pairs import OTHER, Pairs
@@ -173,55 +173,6 @@ def without_checks(path: Path) -> Iterator[sqlite3.Connection]:
     with closing(sqlite3.connect(path, isolation_level=None)) as db:
         db.execute("PRAGMA ignore_check_constraints = ON")
         yield db
-
-
-def of_a_former_format(path: Path, version: int, computed_tokens: str) -> None:
-    """A file of format 1 or 2, with two rows and a reporter."""
-    columns = ("hour", "tenant", "model", *SUMS, "computed_tokens")
-    with closing(sqlite3.connect(path, isolation_level=None)) as db:
-        db.execute(f"CREATE TABLE usage ({', '.join(columns)}, PRIMARY KEY (hour, tenant, model)) WITHOUT ROWID")
-        db.execute("CREATE TABLE reporters (tenant, reporter, sequence, seen, PRIMARY KEY (tenant, reporter))")
-        db.execute("CREATE TABLE begun (at)")
-        if version == 2:
-            db.execute("CREATE TABLE first_token_times (hour, tenant)")
-            db.execute("CREATE TABLE agreement (hour, tenant)")
-            db.execute(f"INSERT INTO agreement VALUES ({HOUR}, 'acme')")
-        for tenant, causes in (("acme", computed_tokens), ("umbra", "{}")):
-            values = [HOUR, tenant, "model", *(7 for _ in SUMS), causes]
-            db.execute(f"INSERT INTO usage VALUES (?{', ?' * (len(columns) - 1)})", values)
-        db.execute("INSERT INTO reporters VALUES (?, ?, ?, ?)", ("acme", b"acme".ljust(16), 3, HOUR))
-        db.execute("INSERT INTO begun VALUES (?)", (HOUR,))
-        db.execute(f"PRAGMA application_id = {ledger_file.APPLICATION_ID}")
-        db.execute(f"PRAGMA user_version = {version}")
-    path.chmod(0o600)
-
-
-@pytest.mark.parametrize("version", [1, 2])
-def test_a_file_of_a_former_format_keeps_its_rows_and_reporters(tmp_path: Path, version: int) -> None:
-    async def scenario(bench: Bench) -> None:
-        assert not bench.report(sequence=3, num_requests=1), "counted before the restart"
-        assert bench.report(sequence=4, num_requests=1, saved_seconds=0.5, computed_tokens={EVICTED: 2})
-        page = await bench.page()
-        kept = dict.fromkeys(SUMS, 7)
-        added = {"num_requests": 8, "saved_gpu_seconds": 7.5}
-        assert page.begins == HOUR and list(page.rows) == [
-            pb.LedgerRow(
-                hour=HOUR,
-                tenant="acme",
-                model="model",
-                **{**kept, **added},
-                computed_tokens={EVICTED: 7, "declined": 1},
-            ),
-            pb.LedgerRow(hour=HOUR, tenant="umbra", model="model", **kept),
-        ]
-
-    path = tmp_path / "ledger.sqlite"
-    of_a_former_format(path, version, f'{{"{EVICTED}": 5, "declined": 1}}')
-    run(str(path), scenario)
-    with closing(sqlite3.connect(path)) as db:
-        assert db.execute("PRAGMA user_version").fetchone() == (ledger_file.FORMAT,)
-        tables = {name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-    assert tables == {"usage", "computed", "reporters", "begun"}
 
 
 @pytest.mark.parametrize("error", [sqlite3.OperationalError("database or disk is full"), OverflowError("too large")])
@@ -405,14 +356,6 @@ def damaged(path: Path) -> None:
     path.write_bytes(whole)
 
 
-def of_a_former_format_with_half_a_value(path: Path) -> None:
-    of_a_former_format(path, 1, '{"evicted": 0.5}')
-
-
-def of_a_former_format_with_damaged_causes(path: Path) -> None:
-    of_a_former_format(path, 2, '{"evicted":')
-
-
 def open_to_others(path: Path) -> None:
     path.touch(mode=0o644)
 
@@ -434,8 +377,6 @@ def a_link(path: Path) -> None:
         (of_a_later_release, "has format 99, and this release writes 3"),
         (with_other_tables, "no such table: usage"),
         (damaged, "is damaged, or is no ledger"),
-        (of_a_former_format_with_half_a_value, "is damaged, or is no ledger"),
-        (of_a_former_format_with_damaged_causes, "cannot use the ledger .* malformed JSON"),
         (open_to_others, "others may use the ledger"),
         (a_directory, "cannot open the ledger"),
         (a_link, "cannot open the ledger"),
