@@ -26,6 +26,7 @@ from kvpool.protocol.errors import (
 )
 from kvpool.protocol.pieces import MESSAGE_BYTES
 from kvpool.protocol.wire import MAX_MESSAGE_BYTES
+from kvpool.security.principal import Role
 from kvpool.transport.unix_socket import SCHEME, grpc_target
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.access.audit import CHANGES, AuditLog, audited
@@ -48,6 +49,8 @@ from kvpool_server.rpc.turns import call_with_its_work
 MAX_CALLS = 4_096
 """Calls at once, streams of lookups included. A caller may have as many as are still left, so that one leaves half of
 them to others; gRPC itself refuses all beyond, of one queue."""
+RESERVED_CALLS = 64
+"""Beside them, for operators and health checks."""
 MAX_PENDING, MAX_CONNECTIONS = 4_096, 1_024
 """Of one queue. gRPC closes all connections beyond."""
 HANDSHAKE_S = 8.0
@@ -139,7 +142,9 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # N
         caller = owner_of(context).name
         if name in CHANGES and self._audit is not None and self._audit.is_behind(str(CALLER.get() or "")):
             raise OutOfSpaceError(f"{name} changes something, and the audit log is behind with its lines; see its disk")
-        if not self._calls.has_room(caller, 1, MAX_CALLS):
+        principal = CALLER.get()
+        has_reserve = name == CHECK or (principal is not None and principal.role is Role.OPERATOR)
+        if not self._calls.has_room(caller, 1, MAX_CALLS + has_reserve * RESERVED_CALLS):
             raise BusyError(f"{self._calls.of(caller)} calls of this caller are under way; wait for some to end")
         self._calls.add(caller)
         end, has_effects = functools.partial(self._calls.add, caller, -1), name not in WITHOUT_EFFECTS
@@ -278,10 +283,10 @@ class GrpcServer:
             *([] if credentials is None else ages),
         ]
         interceptors = [RpcInterceptor(metrics, who, running, audit)]
-        self._health = HealthService()
+        self._health, most = HealthService(), MAX_CALLS + RESERVED_CALLS
         self._servers = []
         for _ in range(QUEUES + bool(unix_path)):
-            server = grpc.aio.server(interceptors=interceptors, options=options, maximum_concurrent_rpcs=MAX_CALLS)
+            server = grpc.aio.server(interceptors=interceptors, options=options, maximum_concurrent_rpcs=most)
             add_service(service, service.pool.limits.max_spec_bytes, server, service.tracing)
             add_health(self._health, server)
             if who is None:  # Reflection is for those who look around, on a server that hides nothing.

@@ -355,6 +355,7 @@ def test_connections_beyond_the_bound_are_closed_and_the_others_go_on(
     small_server: Callable[..., InProcessServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grpc_server, "MAX_CONNECTIONS", 20)
+    monkeypatch.setattr(grpc_server, "QUEUES", 1)
     server = small_server()
     address = ("127.0.0.1", server.port)
     with ExitStack() as stack, Client(ClientConfig("{}:{}".format(*address), timeout_ms=10_000)) as client:

@@ -11,6 +11,7 @@ from typing import Any
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvpool.protocol import wire
 from kvpool.v1 import pool_pb2 as pb
@@ -105,6 +106,9 @@ def test_a_change_that_goes_on_for_a_caller_who_hung_up_counts_as_a_call(
     wait_for(call.done, "the end of the call")
     with pytest.raises(grpc.RpcError, match="1 calls of this caller are under way"):
         server.stub.Ping(pb.PingRequest(), timeout=10)
+    with grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+        check = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
+    assert check.status == check.SERVING, "it has a reserve"
     server.on_loop(go_on.set)
 
     def is_served() -> bool:
