@@ -106,7 +106,7 @@ QUESTIONS = (
         (
             Bar("Mooncake Store", "8192 blocks, TP 8: mooncake p50", PEER),
             Bar("kvpool", "8192 blocks, TP 8: kvpool p50, beside mooncake", OURS),
-            Bar("limit: a call that does nothing", "a call that does nothing (Ping): p50", LIMIT),
+            Bar("limit: a call that does nothing", "Ping, a call of its own: p50", LIMIT),
         ),
         "Two cores, a million entries. kvpool is asked once for all ranks, and gives a lease; Mooncake is asked for "
         "each rank's keys, without a lease.",
