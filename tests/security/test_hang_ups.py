@@ -106,9 +106,11 @@ def test_a_change_that_goes_on_for_a_caller_who_hung_up_counts_as_a_call(
     wait_for(call.done, "the end of the call")
     with pytest.raises(grpc.RpcError, match="1 calls of this caller are under way"):
         server.stub.Ping(pb.PingRequest(), timeout=10)
+    monkeypatch.setattr(grpc_server, "MAX_CALLS", 1)  # None is left for any caller.
     with grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel:
         check = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
     assert check.status == check.SERVING, "it has a reserve"
+    monkeypatch.setattr(grpc_server, "MAX_CALLS", 2)
     server.on_loop(go_on.set)
 
     def is_served() -> bool:
