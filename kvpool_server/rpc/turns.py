@@ -13,6 +13,7 @@ from typing import Any
 
 from kvpool_server.cache.fair_slots import FairSlots
 from kvpool_server.cache.steps import Steps, Value
+from kvpool_server.process.event_loop import FLOW
 
 TURN_S = 0.001
 """How long the steps of one turn may last. A turn ends with the step that exceeds it."""
@@ -58,6 +59,7 @@ def call_with_its_work(caller: str, end: Callable[[], object], *, has_effects: b
     _num_accepted += 1
     running = _Call(caller, [end], has_effects)
     _CALL.set(running)
+    FLOW.set(caller)
     try:
         yield
     finally:

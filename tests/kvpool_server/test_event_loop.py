@@ -1,9 +1,11 @@
-"""gRPC's events reach the loop together, however many have come since its last pass."""
+"""Callers take turns on the loop, and gRPC's events reach it together, however many have come since its last pass."""
 
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import socket
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +13,80 @@ import grpc
 import pytest
 
 from kvpool_server.process import event_loop
-from kvpool_server.process.event_loop import EventLoop
+from kvpool_server.process.event_loop import FLOW, MAX_DIRECT, PASS_S, EventLoop
+
+
+def _context(flow: str) -> contextvars.Context:
+    context = contextvars.copy_context()
+    context.run(FLOW.set, flow)
+    return context
+
+
+def _log_of(schedule: Callable[[asyncio.AbstractEventLoop, list[str]], None]) -> list[str]:
+    """What the callbacks have logged once there are none left."""
+    log: list[str] = []
+
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        schedule(loop, log)
+        while len(log) < 300:
+            await asyncio.sleep(0)
+
+    with asyncio.Runner(loop_factory=EventLoop) as runner:
+        runner.run(asyncio.wait_for(run(), 30))
+    return log
+
+
+def test_callers_take_turns_and_each_ones_callbacks_keep_their_order() -> None:
+    def schedule(loop: asyncio.AbstractEventLoop, log: list[str]) -> None:
+        busy = _context("busy")
+        for nth in range(299):
+            loop.call_soon(log.append, f"busy {nth}", context=busy)
+        loop.call_soon(log.append, "other", context=_context("other"))
+
+    log = _log_of(schedule)
+    assert log.index("other") <= MAX_DIRECT + 1, "the other waits for all that the busy one has"
+    log.remove("other")
+    assert log == [f"busy {nth}" for nth in range(299)]
+
+
+def test_a_pass_is_short_whatever_is_ready() -> None:
+    def schedule(loop: asyncio.AbstractEventLoop, log: list[str]) -> None:
+        busy = _context("busy")
+        for _ in range(50 + MAX_DIRECT):
+            loop.call_soon(time.sleep, 2 * PASS_S, context=busy)
+
+        def count() -> None:
+            log.append("pass")
+            loop.call_soon(count)
+
+        def end() -> None:
+            assert len(log) >= 45, "callbacks of nobody wait for those of a caller"
+            log.extend(["end"] * 300)
+
+        loop.call_soon(count)
+        loop.call_soon(end, context=busy)
+
+    assert "end" in _log_of(schedule)
+
+
+def test_a_callback_that_fails_is_told_of_and_one_that_is_cancelled_does_not_run() -> None:
+    told: list[str] = []
+
+    def fail() -> None:
+        raise ValueError("it fails")
+
+    def schedule(loop: asyncio.AbstractEventLoop, log: list[str]) -> None:
+        loop.set_exception_handler(lambda _, context: told.append(str(context["exception"])))
+        busy = _context("busy")
+        for _ in range(MAX_DIRECT):
+            loop.call_soon(log.append, "direct", context=busy)
+        loop.call_soon(fail, context=busy)
+        loop.call_soon(log.append, "cancelled", context=busy).cancel()
+        loop.call_soon(log.extend, ["after"] * 300, context=busy)
+
+    assert set(_log_of(schedule)) == {"direct", "after"}
+    assert told == ["it fails"]
 
 
 def test_the_socket_is_empty_when_the_events_have_been_handled() -> None:

@@ -105,6 +105,9 @@ SEEDS = {
     "small calls and puts of many": Attack(
         "engine", 64, 64, (Move("WhoAmI", 1, "right", 5.0, 0.0, True), Move("PutChunks", 64, "right", 60.0, 0.0, True))
     ),
+    "small calls and random bytes of many": Attack(
+        "engine", 64, 64, (Move("WhoAmI", 1, "right", 5.0, 0.0, True), Move("Get", 8_192, "random", 0.05, 0.0, True))
+    ),
     "large requests of many": Attack("engine", 64, 64, (Move("Lookup", 65_536, "right", 5.0, 0.0, True),)),
     "whole messages of many": Attack("engine", 64, 64, (Move("PutStart", 4_000, "right", 5.0, 0.0, True),)),
     "puts and releases of many": Attack(
