@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence, Set
 from contextlib import AsyncExitStack
+from contextvars import Context
 from typing import Any
 
 import structlog
@@ -269,7 +270,7 @@ class Composition:
             encoder,
             self.pool.counters,
             config.kv_events_buffer,
-            asyncio.get_running_loop().call_soon,
+            functools.partial(asyncio.get_running_loop().call_soon, context=Context()),  # Changes of all callers.
         )
         self._stack.push_async_callback(asyncio.to_thread, streams.close)
         self.pool.observe(streams)

@@ -1,9 +1,9 @@
 """The event loop of the server, in which callers take turns, and with a mend for gRPC's events.
 
 An asyncio loop runs whatever is ready in a pass, so a call waits in each of its passes for all steps of all others: a
-thousand small calls at once make passes of 50 ms. Here what is ready for a caller waits in a queue of its own. Each
-pass runs one callback of each queue in turn, for `PASS_S`, and begins with what has no caller: sockets, timers, and new
-calls, which gRPC hands over one in a pass.
+thousand small calls at once make passes of 50 ms. Here what is ready for a caller waits in a queue of its own, and each
+pass runs one callback of each queue in turn, for `PASS_S`, beside what has no caller: sockets, timers, and the first
+step of each call, which gRPC hands over one by one.
 
 gRPC's thread writes a byte to a socket for each event, and the loop's reader takes one byte, then handles all events.
 So behind a burst bytes are left, and while they fill the socket (some 300 bytes) the thread waits: the loop then gets
@@ -26,34 +26,40 @@ from typing import Any
 
 MAX_BYTES = 64 << 10
 PASS_S = 0.0005
-"""How long the callbacks of callers may run in a pass, which ends with the callback that exceeds it."""
+"""How long the callbacks of callers that have waited run in a pass; the last one may exceed it."""
 
 MAX_DIRECT = 8
-"""Callbacks that do not wait in turn where none waits, after each of gRPC's events: it is quicker."""
+"""Callbacks that go without a queue where none waits, after each batch of gRPC's events: quicker if it is quiet."""
 
 FLOW: ContextVar[str] = ContextVar("the caller whose work runs", default="")
-"""Set by the task that serves a call; tasks that it begins inherit it. Empty: nobody's, which does not wait in turn."""
+"""Set by the task that serves a call; what it begins inherits it. Empty: nobody's work, which does not wait in turn."""
 
 _Ready = tuple[asyncio.Handle, Context, Callable[..., object], tuple[Any, ...]]
 
 
 class EventLoop(asyncio.SelectorEventLoop):
-    """Runs callbacks in turn by the `FLOW` of their contexts, and empties the socket of gRPC's events beforehand."""
+    """Runs callbacks in turn by the `FLOW` of their contexts; empties the socket of gRPC's events before each batch.
+
+    Timers have no queue: one that is due comes before the callbacks that wait.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self._flows: dict[str, deque[_Ready]] = {}  # Those with something ready; the first one is next.
         self._has_turns = False
-        self._num_direct = 0  # Callbacks of flows that did not wait in turn, since gRPC's last events.
+        self._num_direct = 0  # Callbacks of flows that went without a queue, since gRPC's last batch of events.
+        self._no_flow = Context()
 
     def call_soon(  # type: ignore[override]
         self, callback: Callable[..., object], *args: Any, context: Context | None = None
     ) -> asyncio.Handle:
         """As asyncio's; callbacks of one flow keep their order."""
         flow = FLOW.get() if context is None else context.get(FLOW, "")
-        if not flow or (not self._flows and self._num_direct < MAX_DIRECT):
+        if not flow or (not self._has_turns and self._num_direct < MAX_DIRECT):
             self._num_direct += flow != ""
             return super().call_soon(callback, *args, context=context)
+        if self.is_closed():
+            raise RuntimeError("Event loop is closed")
         context = context or copy_context()
         handle = asyncio.Handle(callback, args, self, context)
         self._flows.setdefault(flow, deque()).append((handle, context, callback, args))
@@ -63,40 +69,50 @@ class EventLoop(asyncio.SelectorEventLoop):
     def _have_turns(self) -> None:
         if self._flows and not self._has_turns:
             self._has_turns = True
-            super().call_soon(self._take_turns, context=_NO_FLOW)
+            super().call_soon(self._take_turns, context=self._no_flow)
 
     def _take_turns(self) -> None:
         ends_at = time.monotonic() + PASS_S
-        while self._flows and time.monotonic() < ends_at:
-            flow, ready = next(iter(self._flows.items()))
-            del self._flows[flow]
-            handle, context, callback, args = ready.popleft()
-            if ready:
-                self._flows[flow] = ready
-            if not handle.cancelled():
-                try:
-                    context.run(callback, *args)
-                except (SystemExit, KeyboardInterrupt):
-                    raise
-                except BaseException as error:
-                    message = f"a callback failed: {callback!r}"
-                    self.call_exception_handler({"message": message, "exception": error, "handle": handle})
-        self._has_turns = False
-        self._have_turns()
+        try:
+            while self._flows:
+                self._run_next()
+                if time.monotonic() >= ends_at:
+                    break
+        finally:
+            self._has_turns = False
+            self._have_turns()
+
+    def _run_next(self) -> None:
+        flow, waiting = next(iter(self._flows.items()))
+        del self._flows[flow]
+        handle, context, callback, args = waiting.popleft()
+        if waiting:
+            self._flows[flow] = waiting
+        if handle.cancelled():
+            return
+        try:
+            context.run(callback, *args)
+        except (SystemExit, KeyboardInterrupt):
+            raise
+        except BaseException as error:
+            told = {"message": f"a callback failed: {callback!r}", "exception": error, "handle": handle}
+            self.call_exception_handler(told)
+
+    def close(self) -> None:
+        """As asyncio's."""
+        super().close()
+        self._flows.clear()
 
     def add_reader(self, fd: Any, callback: Callable[..., Any], *args: Any) -> None:  # type: ignore[override]
         """As asyncio's."""
         events = getattr(getattr(callback, "func", None), "__self__", None)
         if type(events).__module__.startswith("grpc."):
-            callback = functools.partial(self._hand_over, fd, callback)
+            callback = functools.partial(self._new_batch, fd, callback)
         super().add_reader(fd, callback, *args)
 
-    def _hand_over(self, events: socket.socket, handle: Callable[..., Any], *args: Any) -> None:
+    def _new_batch(self, events: socket.socket, handle: Callable[..., Any], *args: Any) -> None:
         self._num_direct = 0
         _handle(events, handle, *args)
-
-
-_NO_FLOW = Context()
 
 
 def _handle(events: socket.socket, handle: Callable[..., Any], *args: Any) -> None:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 from prometheus_client import CollectorRegistry, Gauge, Histogram
 
+from kvpool_server.process.event_loop import FLOW
+
 PROBE_EVERY_S = 0.01
 WINDOW_S = 60.0
 MIN_PROBES = 1_000
@@ -66,7 +68,8 @@ class LoopLag:
         return Lag(float(p50), float(p99) if len(lags) >= MIN_PROBES else 0.0, float(lags.max()))
 
     async def run(self) -> None:
-        """Probes until it is cancelled."""
+        """Probes until it is cancelled, as a caller of its own."""
+        FLOW.set("probe")
         while True:
             due = time.monotonic() + PROBE_EVERY_S
             await asyncio.sleep(PROBE_EVERY_S)

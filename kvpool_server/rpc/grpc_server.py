@@ -37,6 +37,7 @@ from kvpool_server.access.running_calls import RunningCalls
 from kvpool_server.cache.shares import Shares
 from kvpool_server.observability.metrics import RpcMetrics
 from kvpool_server.process.addresses import bind_path, cannot_bind, cannot_listen, held
+from kvpool_server.process.event_loop import FLOW
 from kvpool_server.rpc.blocks import BlockHandlers
 from kvpool_server.rpc.chunks import ChunkHandlers
 from kvpool_server.rpc.handlers import owner_of
@@ -65,6 +66,8 @@ whole message. gRPC counts a call that has ended, or that its client resets, unt
 this bound one connection that begins and resets calls takes all of `MAX_CALLS`, before any credentials are read. A
 client with nearly as many calls at once sees some refused."""
 MAX_METADATA_BYTES = 16 << 10
+REFUSED = "refused"
+"""The flow of all calls that are not admitted."""
 CONNECTION_S = 2_700.0
 """How old a TLS connection becomes before its client has to make another, by which both sides prove anew who they are.
 gRPC adds up to a tenth. Calls that run then go on for up to `MAX_STREAM_S`, which none exceeds."""
@@ -131,6 +134,7 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # N
             BusyError: the caller has as many calls under way as are left for others.
             OutOfSpaceError: the call changes something, and the audit log is behind.
         """
+        FLOW.set(REFUSED)  # Until the call is admitted.
         running: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if self._who is not None:
             assert self._running is not None, "calls of authenticated callers can be ended"

@@ -7,7 +7,7 @@ import contextlib
 import functools
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from contextvars import ContextVar
+from contextvars import Context, ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -152,7 +152,7 @@ class Turns:
         if self._is_passing or self._slots.num_taken or self._num_accepted + 1 < _num_accepted:
             return False
         self._is_passing, self._num_accepted = True, _num_accepted
-        asyncio.get_running_loop().call_soon(self._passed)
+        asyncio.get_running_loop().call_soon(self._passed, context=Context())
         return True
 
     def _passed(self) -> None:
@@ -163,9 +163,13 @@ class Turns:
         running = _CALL.get() or _Call("", [])
         if running.number is None:
             running.number = self._slots.number()
-        async with self._slots.slot(running.caller, number=running.number):
-            await self._calls_accepted()
-            yield
+        flow = FLOW.set("")  # Turns are fair by themselves: nobody waits in a queue of the loop while the others wait.
+        try:
+            async with self._slots.slot(running.caller, number=running.number):
+                await self._calls_accepted()
+                yield
+        finally:
+            FLOW.reset(flow)
 
     async def _finish(self, steps: Steps[Value]) -> Value:
         while True:

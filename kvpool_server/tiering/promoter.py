@@ -8,6 +8,7 @@ import math
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import Context
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -183,7 +184,7 @@ class Promoter:
         first = (namespace.fingerprint, group_idx, block_hashes[0])
         if first not in self._searching:
             self._searching[first] = self._clock(), 0
-            task = asyncio.create_task(self._find(namespace, group_idx, block_hashes, first))
+            task = asyncio.create_task(self._find(namespace, group_idx, block_hashes, first), context=Context())
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
         return len(block_hashes)
