@@ -163,7 +163,7 @@ class Turns:
         running = _CALL.get() or _Call("", [])
         if running.number is None:
             running.number = self._slots.number()
-        flow = FLOW.set("")  # Turns are fair by themselves: nobody waits in a queue of the loop while the others wait.
+        flow = FLOW.set("turns")  # Fair by themselves: nobody waits in its own queue of the loop while the others wait.
         try:
             async with self._slots.slot(running.caller, number=running.number):
                 await self._calls_accepted()
