@@ -61,8 +61,9 @@ of one cache for all engines, in the requests' order: an infinite one, and one o
 from those without connector because batches are composed in other ways, which changes how floating-point sums round.
 The time to first token counts from the arrival. Mooncake's store runs in the engines: its CPU time is theirs.
 "Ideal" is a simulation: a device that computes as fast as the engines without connector at saturation, and stores that
-hold everything, answer at once and cost nothing: what an ideal pool does not reach, no pool can. One round, by several
-commands (`--add`) on one machine. Beyond saturation no arm keeps up, so means grow with the number of requests.""",
+hold everything, answer at once and cost nothing: what an ideal pool does not reach, no pool can. Documents: medians of
+up to three rounds, on two machines of this kind; else one round, by several commands (`--add`). Beyond saturation no
+arm keeps up, so means grow with the number of requests.""",
     "serving-gpu-tiered": """The same on another machine of this kind, with vLLM's tiered offloading bounded to the same
 memory, a commit of some hours before.""",
     "serving": """The same in a small form, on two CPU cores that engines, stores and the benchmark share: that all of
