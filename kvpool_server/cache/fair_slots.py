@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import itertools
 import math
 from bisect import insort
 from collections import defaultdict
@@ -29,8 +28,7 @@ class FairSlots:
     def __init__(self, most: int, most_own: int, most_waiting: float = math.inf):
         self._most, self._most_own, self._most_waiting = most, most_own, most_waiting
         self._taken = Shares()
-        self._waiting: defaultdict[str, list[tuple[int, _Turn]]] = defaultdict(list)  # In the order of turns.
-        self._numbers = itertools.count()
+        self._waiting: defaultdict[str, list[tuple[float, _Turn]]] = defaultdict(list)  # In the order of turns.
 
     @property
     def num_taken(self) -> int:
@@ -42,25 +40,21 @@ class FairSlots:
         return any(self._waiting.values())
 
     @asynccontextmanager
-    async def slot(self, caller: str, wait_s: float | None = None, number: int | None = None) -> AsyncIterator[None]:
+    async def slot(self, caller: str, wait_s: float | None = None, place: float = math.inf) -> AsyncIterator[None]:
         """The caller has a slot until the body ends. Raises as `take`."""
-        give_back = await self.take(caller, wait_s, number)
+        give_back = await self.take(caller, wait_s, place)
         try:
             yield
         finally:
             give_back()
 
-    def number(self) -> int:
-        """A place at the end of any queue, for `take`."""
-        return next(self._numbers)
-
-    async def take(self, caller: str, wait_s: float | None = None, number: int | None = None) -> Callable[[], None]:
+    async def take(self, caller: str, wait_s: float | None = None, place: float = math.inf) -> Callable[[], None]:
         """Returns what gives the slot back; call it once.
 
         Raises BusyError if none becomes free in time, or if too many of the caller wait.
 
         Args:
-            number: the place in the caller's queue; default: its end.
+            place: in the caller's queue, in which the lowest is first; of two that are equal, the earlier.
         """
         if self._has_room(caller) and not self.has_waiting:
             self._taken.add(caller)
@@ -68,7 +62,7 @@ class FairSlots:
         if len(self._waiting[caller]) >= self._most_waiting:
             raise BusyError(f"{self._most_waiting} requests of this caller wait; {TRY_AGAIN}")
         turn: _Turn = asyncio.get_running_loop().create_future()
-        insort(self._waiting[caller], (self.number() if number is None else number, turn), key=itemgetter(0))
+        insort(self._waiting[caller], (place, turn), key=itemgetter(0))
         self._give()
         give_back = functools.partial(self._give_back, caller, turn)
         try:

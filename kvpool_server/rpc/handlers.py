@@ -70,7 +70,7 @@ class Handlers:
         self.pool = self.tiered.pool
         self.streams = LookupStreams(self.pool.limits.max_streams)
         self.run = self.turns.run
-        self.inbox = Inbox(self.turns)
+        self.inbox = Inbox()
         self.verifier = Verifier(self.pool, self.memory, self.run)
         self.ledger_turns = FairSlots(1, 1)
 

@@ -25,7 +25,7 @@ from kvpool.report.quotas import size_text
 from kvpool_server.access.authentication import Context
 from kvpool_server.access.caller import CALLER
 from kvpool_server.cache.fair_slots import FairSlots
-from kvpool_server.rpc.turns import Turns, when_ended
+from kvpool_server.rpc.turns import when_ended
 
 MAX_REQUEST_BYTES = 4 << 20
 MAX_DATA_BYTES = MAX_REQUEST_BYTES + (64 << 10)
@@ -58,14 +58,9 @@ _Bytes = TypeVar("_Bytes", bytes, bytearray)
 
 
 class Inbox:
-    """The requests that one server awaits.
+    """The requests that one server awaits."""
 
-    Args:
-        turns: of the callers that send requests in pieces.
-    """
-
-    def __init__(self, turns: Turns) -> None:
-        self._turns = turns
+    def __init__(self) -> None:
         self._streams = FairSlots(MAX_DATA_STREAMS, MAX_OWN_DATA_STREAMS)
         self._large = FairSlots(MAX_LARGE, MAX_LARGE, MAX_OWN_LARGE_WAITING)
 
@@ -97,21 +92,17 @@ class Inbox:
             raise
 
     async def _joined(self, context: Context, piece: bytes, max_bytes: int) -> bytes:
-        """The first piece of a request with those that follow, each of which comes when it is the caller's turn."""
-        request, left_s = bytearray(piece), REST_S if self._large.has_waiting else MESSAGE_S
-        while len(piece) == MESSAGE_BYTES:
-            check_size(request, max_bytes)
-            await self._turns.wait()
-            began = time.monotonic()
-            try:
-                async with asyncio.timeout(left_s):
-                    piece = await context.read()
-            except TimeoutError:
-                raise PoolTimeoutError("the rest of the request did not arrive in time; send it again") from None
-            left_s -= time.monotonic() - began
-            if piece is grpc.aio.EOF:  # type: ignore[attr-defined]
-                break
-            request += piece
+        """The first piece of a request with those that follow it."""
+        request = bytearray(piece)
+        try:
+            async with asyncio.timeout(REST_S if self._large.has_waiting else MESSAGE_S):
+                while len(piece) == MESSAGE_BYTES:
+                    check_size(request, max_bytes)
+                    if (piece := await context.read()) is grpc.aio.EOF:  # type: ignore[attr-defined]
+                        break
+                    request += piece
+        except TimeoutError:
+            raise PoolTimeoutError("the rest of the request did not arrive in time; send it again") from None
         return bytes(check_size(request, max_bytes))
 
     @property

@@ -66,7 +66,7 @@ class HealthService:
 
     def __init__(self) -> None:
         self.turns = Turns()
-        self.inbox = Inbox(self.turns)
+        self.inbox = Inbox()
 
     async def Check(self, request: health_pb2.HealthCheckRequest, context: Context) -> health_pb2.HealthCheckResponse:
         if request.service not in ("", SERVICE_NAME):

@@ -29,7 +29,7 @@ class _Call:
     Args:
         caller: whose queue its work is in.
         ends: what is called once call and work have ended.
-        number: the place of its work there, once it has one.
+        place: of its work there, which is when it began to wait for its turn.
         has_effects: whether its work goes on to its end although its caller has hung up; else it ends with a step.
         unfinished: work in steps that the call has begun.
     """
@@ -37,7 +37,7 @@ class _Call:
     caller: str
     ends: list[Callable[[], object]]
     has_effects: bool = True
-    number: int | None = None
+    place: float = field(default_factory=time.monotonic)
     unfinished: set[asyncio.Task[Any]] = field(default_factory=set)
 
     def end(self, _: object = None) -> None:
@@ -143,7 +143,7 @@ class Turns:
         if self._is_alone():
             return
         if (running := _CALL.get()) is not None:
-            running.number = None
+            running.place = time.monotonic()
         async with self._turn():
             pass
 
@@ -161,12 +161,12 @@ class Turns:
     @contextlib.asynccontextmanager
     async def _turn(self) -> AsyncIterator[None]:
         running = _CALL.get() or _Call("", [])
-        if running.number is None:
-            running.number = self._slots.number()
-        flow = FLOW.set("turns")  # Fair by themselves: nobody waits in its own queue of the loop while the others wait.
+        flow = FLOW.set("")  # Each step of what follows is in the next pass of the loop,
         try:
-            async with self._slots.slot(running.caller, number=running.number):
+            async with self._slots.slot(running.caller, place=running.place):
                 await self._calls_accepted()
+                FLOW.set("turns")  # and the turn itself comes in a round of all queues: a round has one turn.
+                await asyncio.sleep(0)
                 yield
         finally:
             FLOW.reset(flow)
@@ -182,7 +182,7 @@ class Turns:
                         return end.value  # type: ignore[no-any-return]
 
     async def _calls_accepted(self) -> None:
-        """Returns when the loop has run what was ready, and gRPC has no more calls to hand over."""
+        """Returns when gRPC has no more calls to hand over."""
         now = time.monotonic()
         ends_at, lull_ends_at = now + ACCEPT_S, now
         while now < ends_at:

@@ -16,6 +16,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from kvpool_server.cache.steps import Steps
+from kvpool_server.process.event_loop import EventLoop
 from kvpool_server.process.loop_lag import PROBE_EVERY_S, LoopLag
 from kvpool_server.rpc import turns as server_turns
 from kvpool_server.rpc.turns import TURN_S, Turns, call_with_its_work
@@ -24,7 +25,11 @@ STEP_S = TURN_S / 2
 
 
 def _on_a_loop(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
-    return functools.wraps(test)(lambda: asyncio.run(asyncio.wait_for(test(), 30)))
+    def run() -> None:
+        with asyncio.Runner(loop_factory=EventLoop) as runner:
+            runner.run(asyncio.wait_for(test(), 30))
+
+    return functools.wraps(test)(run)
 
 
 def _work(log: list[str], name: str, num_steps: int) -> Steps[str]:

@@ -42,7 +42,6 @@ from kvpool_server.cache.limits import IdentityLimits
 from kvpool_server.data_plane.admission import SPARED_S
 from kvpool_server.rpc import inbox
 from kvpool_server.rpc.inbox import Inbox
-from kvpool_server.rpc.turns import Turns
 from tests.security.conftest import Deploy, Deployment
 from tests.support.data_client import receive_exactly
 from tests.support.processes import run_server, wait_for
@@ -331,7 +330,7 @@ def test_an_identity_leaves_streams_of_data_to_others(monkeypatch: pytest.Monkey
     most = inbox.MAX_OWN_DATA_STREAMS
 
     async def run() -> None:
-        box = Inbox(Turns())
+        box = Inbox()
 
         async def read() -> None:
             async for _ in box.stream(SilentContext()):  # type: ignore[arg-type]
