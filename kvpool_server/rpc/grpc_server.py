@@ -143,10 +143,9 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # N
             if name != CHECK:
                 check_call(credential.principal, name)
             running = self._running.call(credential)
-        caller = owner_of(context).name
-        if name in CHANGES and self._audit is not None and self._audit.is_behind(str(CALLER.get() or "")):
+        caller, principal = owner_of(context).name, CALLER.get()
+        if name in CHANGES and self._audit is not None and self._audit.is_behind(str(principal or "")):
             raise OutOfSpaceError(f"{name} changes something, and the audit log is behind with its lines; see its disk")
-        principal = CALLER.get()
         has_reserve = name == CHECK or (principal is not None and principal.role is Role.OPERATOR)
         if not self._calls.has_room(caller, 1, MAX_CALLS + has_reserve * RESERVED_CALLS):
             raise BusyError(f"{self._calls.of(caller)} calls of this caller are under way; wait for some to end")

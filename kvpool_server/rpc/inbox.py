@@ -45,7 +45,7 @@ PACE_BYTES = 1 << 20
 MAX_DATA_STREAMS = 64
 """Streams of data that are received or sent at once."""
 FEW_DATA_STREAMS = 4
-"""So many need not take turns with their messages: a pass of the event loop makes one of each."""
+"""While no more are under way, their messages take no turns beside those of the event loop."""
 MAX_OWN_DATA_STREAMS = 16
 """Of them, one identity's, where callers are authenticated: more of one caller's are no faster together. An identity
 has no more than are left, either."""

@@ -102,7 +102,7 @@ _WHOLE: set[asyncio.Task[Any]] = set()
 
 
 class Turns:
-    """All work in steps of one server, whose callers take turns: between two turns the loop runs whatever is ready.
+    """All work in steps of one server, whose callers take turns: each round of the loop's queues has one turn.
 
     Source: M. Shreedhar, G. Varghese, Efficient Fair Queuing Using Deficit Round-Robin, 1995. The quantum is `TURN_S`;
     no deficit is kept, because no step is much longer.
@@ -161,11 +161,11 @@ class Turns:
     @contextlib.asynccontextmanager
     async def _turn(self) -> AsyncIterator[None]:
         running = _CALL.get() or _Call("", [])
-        flow = FLOW.set("")  # Each step of what follows is in the next pass of the loop,
+        flow = FLOW.set("")  # In no queue of the loop, each wait below ends with the next pass.
         try:
             async with self._slots.slot(running.caller, place=running.place):
                 await self._calls_accepted()
-                FLOW.set("turns")  # and the turn itself comes in a round of all queues: a round has one turn.
+                FLOW.set("turns")  # All turns have one queue, so that a round has one turn.
                 await asyncio.sleep(0)
                 yield
         finally:

@@ -12,10 +12,8 @@ from typing import Any
 import grpc
 import pytest
 
-from kvpool_server.cache.steps import Steps
 from kvpool_server.process import event_loop
 from kvpool_server.process.event_loop import FLOW, MAX_DIRECT, PASS_S, EventLoop
-from kvpool_server.rpc.turns import TURN_S, Turns
 
 
 def _context(flow: str) -> contextvars.Context:
@@ -85,36 +83,6 @@ def test_a_pass_is_short_whatever_is_ready() -> None:
 
     _log_of(schedule)
     assert passes[0] >= 45, "callbacks of nobody wait for those of a caller"
-
-
-def test_whoever_has_the_turn_waits_behind_no_queue() -> None:
-    async def run() -> None:
-        turns, loop, ended = Turns(), asyncio.get_running_loop(), dict[str, int]()
-
-        def work() -> Steps[None]:
-            for _ in range(20):
-                yield
-                time.sleep(TURN_S)
-
-        async def large(flow: str) -> None:
-            FLOW.set(flow)
-            await turns.run(work())
-            ended[flow] = len(log)
-
-        log: list[str] = []
-        tasks = [asyncio.create_task(large("busy"))]
-        while not turns._slots.num_taken:
-            await asyncio.sleep(0)
-        busy = _context("busy")
-        for _ in range(2_000):
-            loop.call_soon(log.append, "small", context=busy)
-            loop.call_soon(time.sleep, PASS_S / 5, context=busy)
-        tasks.append(asyncio.create_task(large("other")))
-        await asyncio.gather(*tasks)
-        assert ended["other"] < 1_000, "the turn of one waits for all its small calls, and the other for its turn"
-
-    with asyncio.Runner(loop_factory=EventLoop) as runner:
-        runner.run(asyncio.wait_for(run(), 30))
 
 
 def test_a_callback_that_fails_is_told_of_and_one_that_is_cancelled_does_not_run() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import functools
 import gc
 import time
@@ -16,7 +17,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from kvpool_server.cache.steps import Steps
-from kvpool_server.process.event_loop import EventLoop
+from kvpool_server.process.event_loop import FLOW, PASS_S, EventLoop
 from kvpool_server.process.loop_lag import PROBE_EVERY_S, LoopLag
 from kvpool_server.rpc import turns as server_turns
 from kvpool_server.rpc.turns import TURN_S, Turns, call_with_its_work
@@ -134,6 +135,29 @@ async def test_endless_calls_do_not_keep_work_from_its_turn() -> None:
     await Turns().run(_work(log, "work", 8))
     calls.cancel()
     assert log.count("work") == 8
+
+
+@_on_a_loop
+async def test_whoever_has_the_turn_waits_behind_no_queue() -> None:
+    log: list[str] = []
+    turns, loop, ended = Turns(), asyncio.get_running_loop(), dict[str, int]()
+
+    async def large(flow: str) -> None:
+        FLOW.set(flow)
+        await turns.run(_work([], flow, 20))
+        ended[flow] = len(log)
+
+    tasks = [asyncio.create_task(large("busy"))]
+    while not turns._slots.num_taken:
+        await asyncio.sleep(0)
+    busy = contextvars.copy_context()
+    busy.run(FLOW.set, "busy")
+    for _ in range(2_000):
+        loop.call_soon(log.append, "small", context=busy)
+        loop.call_soon(time.sleep, PASS_S / 5, context=busy)
+    tasks.append(asyncio.create_task(large("other")))
+    await asyncio.gather(*tasks)
+    assert ended["other"] < 1_000, "the turn of one waits for all its small calls, and the other for its turn"
 
 
 @_on_a_loop
