@@ -83,9 +83,9 @@ def main(
 
 def _is_pinned(copier: object, buffers: np.ndarray) -> bool:
     pinned = copier._pinned  # type: ignore[attr-defined]
-    if pinned.borrow(list(buffers)) is None:
+    if (loan := pinned.borrow(list(buffers))) is None:
         return False
-    pinned.give_back()
+    loan.give_back()
     return True
 
 
