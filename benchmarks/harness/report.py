@@ -125,7 +125,7 @@ tier that does not answer (Mooncake's, with a stopped master).""",
 the same blocks, in batches of as many bytes, from and to registered buffers. The tier stages its bytes, so each is
 copied once more, and verified on its way up. Then a client of a server whose arena is empty loads prompts from the
 cluster, part by part as blocks come up, or all at once when the last one is up.""",
-    "mooncake_tier-16-cores": """The same on a GPU's host, pinned to 16 of its 32 cores (`taskset -c 0-15`).""",
+    "mooncake_tier-16-cores": "The same on a GPU's host, with 16 cores.",
     "promotion": """What a request waits for whose blocks lie in a file tier, and no longer in the arena. First, when an
 engine learns that they are up, by the length of its steps: each step asks again, or a lookup waits at the server. Then
 a client that loads a prompt as its blocks come up, beside one that waits for all of them.""",
