@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import datetime as dt
 import json
-from collections.abc import Sequence
 from contextvars import ContextVar
 from enum import IntEnum
 from pathlib import Path
@@ -90,16 +89,14 @@ def end_text(ends_at: dt.datetime) -> str:
     return f"ENDED {minute_text(ends_at)}, {duration_text(-left_s)} ago"
 
 
-def find_namespace(client: Client, prefix: str) -> pb.NamespaceInfo:
-    """The one open namespace whose fingerprint begins with `prefix`. Raises InvalidRequestError."""
-    known = {info.fingerprint: info for info in client.admin.namespaces(holdings=False)}
-    return known[one_of(list(known), prefix)]
-
-
-def one_of(fingerprints: Sequence[bytes], prefix: str) -> bytes:
-    """The one fingerprint that begins with the hexadecimal `prefix`. Raises InvalidRequestError."""
-    matching = [fingerprint for fingerprint in fingerprints if fingerprint.hex().startswith(prefix.lower())]
-    if len(matching) != 1:
-        how_many = f"{len(matching)} namespaces begin" if matching else "no namespace begins"
-        raise InvalidRequestError(f"{how_many} with {prefix!r}; `kvpool namespaces` lists them")
-    return matching[0]
+def find_namespaces(client: Client, *prefixes: str) -> list[pb.NamespaceInfo]:
+    """For each prefix the one open namespace whose fingerprint begins with it. Raises InvalidRequestError."""
+    known = client.admin.namespaces(holdings=False)
+    found = []
+    for prefix in prefixes:
+        matching = [info for info in known if info.fingerprint.hex().startswith(prefix.lower())]
+        if len(matching) != 1:
+            how_many = f"{len(matching)} namespaces begin" if matching else "no namespace begins"
+            raise InvalidRequestError(f"{how_many} with {prefix!r}; `kvpool namespaces` lists them")
+        found += matching
+    return found

@@ -92,7 +92,6 @@ class Bandwidth:
 
     Args:
         transport: name of the transport.
-        route, why: as in `Choice`.
         round_trip_ms: median of pings.
         one_block_ms: median time of looking up and loading one block.
         put_gb_per_s, get_gb_per_s: of blocks stored, and of blocks looked up and loaded.
@@ -105,8 +104,6 @@ class Bandwidth:
     """
 
     transport: str
-    route: str
-    why: str
     round_trip_ms: float
     one_block_ms: float
     put_gb_per_s: Rates
@@ -122,17 +119,16 @@ class Bandwidth:
 
 @dataclass(frozen=True, slots=True)
 class HitCost:
-    """What a hit costs: `load_s` seconds for `nbytes` of one rank, which spare the engine `num_tokens` of prefill."""
+    """What a hit costs: `load_s` seconds for `nbytes` of one rank, which spare the engine `HIT_TOKENS` of prefill."""
 
     fingerprint: bytes
-    num_tokens: int
     nbytes: int
     load_s: float
 
     @property
     def break_even(self) -> float:
         """Tokens a second: the hit is worth its load where prefill is slower."""
-        return self.num_tokens / self.load_s
+        return HIT_TOKENS / self.load_s
 
 
 def check_permission(client: Client) -> None:
@@ -162,7 +158,7 @@ def shards_of_rank(group: GroupSpec, tp_size: int) -> ShardRange:
     return ShardRange(0, count)
 
 
-def hit_bytes(group: GroupSpec, num_tokens: int, tp_size: int) -> int:
+def hit_bytes(group: GroupSpec, tp_size: int) -> int:
     """Bytes of one group that one rank loads for a hit: all tokens, the last window, or one recurrent state.
 
     A spec does not tell the chunks of chunked attention: there all tokens are counted, which is an upper bound.
@@ -170,23 +166,23 @@ def hit_bytes(group: GroupSpec, num_tokens: int, tp_size: int) -> int:
     region_bytes = shards_of_rank(group, tp_size).count * group.chunk_bytes
     if group.kind == "mamba":
         return region_bytes
-    tokens = min(num_tokens, group.window_tokens or num_tokens)
+    tokens = min(HIT_TOKENS, group.window_tokens or HIT_TOKENS)
     return tokens * region_bytes // group.block_tokens
 
 
-def largest_group(spec: NamespaceSpec, tp_size: int, num_tokens: int = HIT_TOKENS) -> GroupSpec:
+def largest_group(spec: NamespaceSpec, tp_size: int) -> GroupSpec:
     """The group that most bytes of a hit are of."""
-    return max(spec.groups, key=lambda group: hit_bytes(group, num_tokens, tp_size))
+    return max(spec.groups, key=lambda group: hit_bytes(group, tp_size))
 
 
-def hit_cost(measured: Bandwidth, namespace: pb.NamespaceInfo, tp_size: int, num_tokens: int = HIT_TOKENS) -> HitCost:
-    """What loading a hit of so many tokens would cost one rank at the measured rates, its lookup included."""
+def hit_cost(measured: Bandwidth, namespace: pb.NamespaceInfo, tp_size: int) -> HitCost:
+    """What loading a hit would cost one rank at the measured rates, its lookup included."""
     groups = decode_spec(namespace.spec).groups
-    nbytes = sum(hit_bytes(group, num_tokens, tp_size) for group in groups)
+    nbytes = sum(hit_bytes(group, tp_size) for group in groups)
     # Each group's blocks are a get of their own.
     latency_s = (measured.one_block_ms + (len(groups) - 1) * measured.round_trip_ms) / 1e3
     load_s = latency_s + max(0, nbytes - measured.region_bytes) / (measured.get_gb_per_s.median * GB)
-    return HitCost(namespace.fingerprint, num_tokens, nbytes, load_s)
+    return HitCost(namespace.fingerprint, nbytes, load_s)
 
 
 def usual_block(client: Client) -> GroupSpec:
@@ -222,26 +218,19 @@ def measure(
         TransferError, UnavailableError, PoolTimeoutError: as puts and gets.
     """
     before = client.admin.stats()
-    rounds = _Rounds(client, block, shards or ShardRange(0, block.num_shards), clock)
-    try:
-        whole = ShardRange(0, block.num_shards)
-        wanted = max(1, min(wanted_bytes // block.slot_bytes, rounds.namespace.max_blocks(whole)))
-        most = max(1, min(wanted, _room(before) // block.slot_bytes))
-        count = rounds.warm_up(most)
-        taken: list[_Seconds] = []
-        ends_at = clock() + ROUNDS_S
-        while len(taken) < NUM_ROUNDS and (not taken or clock() < ends_at):
-            taken.append(rounds.run(count))
-        round_trip_ms = 1e3 * rounds.round_trip_s()
-    finally:
-        rounds.remove()
-    choice = client.attachment.choice
+    whole = ShardRange(0, block.num_shards)
+    rounds = _Rounds(client, block, shards or whole, clock)
+    wanted = max(1, min(wanted_bytes // block.slot_bytes, rounds.namespace.max_blocks(whole)))
+    most = max(1, min(wanted, _room(before) // block.slot_bytes))
+    count = rounds.warm_up(most)
+    taken: list[_Seconds] = []
+    ends_at = clock() + ROUNDS_S
+    while len(taken) < NUM_ROUNDS and (not taken or clock() < ends_at):
+        taken.append(rounds.run(count))
     put_bytes, get_bytes = count * block.slot_bytes, count * rounds.region_bytes
     return Bandwidth(
         transport=rounds.namespace.transport.name,
-        route=choice.route if choice else rounds.namespace.transport.name,
-        why=choice.why if choice else "",
-        round_trip_ms=round_trip_ms,
+        round_trip_ms=1e3 * rounds.round_trip_s(),
         one_block_ms=1e3 * median(each.one_block for each in taken),
         put_gb_per_s=Rates.of(put_bytes, [each.put for each in taken]),
         get_gb_per_s=Rates.of(get_bytes, [each.get for each in taken]),
@@ -285,7 +274,6 @@ class _Rounds:
         self.region_bytes = shards.count * block.chunk_bytes
         block = replace(block, layer_names=(), layer_formats=())  # One namespace for blocks of equal sizes.
         self.namespace = client.open_namespace(NamespaceSpec(model=MEASUREMENT_MODEL, groups=(block,)))
-        self._unremoved: list[BlockRun] = []
         size = max(block.slot_bytes, MAX_BUFFER_BYTES // block.slot_bytes * block.slot_bytes)
         self._source = np.frombuffer(np.random.default_rng().bytes(size), np.uint8)
         self._target = np.ones(0, np.uint8)
@@ -313,23 +301,20 @@ class _Rounds:
     def run(self, count: int) -> _Seconds:
         """Stores `count` new blocks, loads them, loads one of them, and removes them."""
         run = BlockRun(0, [os.urandom(HASH_BYTES) for _ in range(count)])
-        self._unremoved.append(run)
-        began = self._clock()
-        self._client.put(self.namespace, [run], self._blocks(self._source, len(run), self._block_bytes))
-        put_s = self._clock() - began
-        took = _Seconds(put_s, self._load(run), self._load(BlockRun(0, run.block_hashes[:1])))
-        self._remove(run)
-        return took
-
-    def remove(self) -> None:
-        """Removes what failed rounds have left."""
-        for run in list(self._unremoved):
+        try:
+            began = self._clock()
+            self._client.put(self.namespace, [run], self._blocks(self._source, len(run), self._block_bytes))
+            put_s = self._clock() - began
+            took = _Seconds(put_s, self._load(run), self._load(BlockRun(0, run.block_hashes[:1])))
+            self._remove(run)
+            return took
+        except BaseException:
             with suppress(KVPoolError):  # The round's own error says more.
                 self._remove(run)
+            raise
 
     def _remove(self, run: BlockRun) -> None:
         self._client.admin.remove(self.namespace, [run], timeout_ms=REMOVE_TIMEOUT_MS)
-        self._unremoved.remove(run)
 
     def _load(self, run: BlockRun) -> float:
         """Seconds from the lookup until the bytes have arrived."""

@@ -13,8 +13,7 @@ from rich.console import Console
 
 from kvpool.client.client import Client
 from kvpool.client.config import ClientConfig
-from kvpool.commands.ledger import moment
-from kvpool.commands.ledger_table import ledger_table
+from kvpool.commands.ledger import ledger_table, moment
 from kvpool.protocol.causes import Cause
 from kvpool.protocol.errors import InvalidRequestError
 from kvpool.protocol.namespace import NamespaceSpec
