@@ -14,7 +14,7 @@ from kvpool.protocol.hashing import block_hashes
 from kvpool.protocol.namespace import NamespaceSpec
 from kvpool.protocol.types import BlockRun, HintKind
 from kvpool.v1 import pool_pb2 as pb
-from tests.kvpool.conftest import Cli
+from tests.kvpool.conftest import Cli, CliAt
 from tests.support.processes import ServerProcess, wait_for
 from tests.support.values import group_spec, namespace_spec, payload
 
@@ -35,9 +35,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 
 @pytest.fixture
-def cli(server: ServerProcess, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
-    monkeypatch.setenv("COLUMNS", "80")
-    return Cli(server, monkeypatch, capsys)
+def cli(server: ServerProcess, cli_at: CliAt) -> Cli:
+    return cli_at(server)
 
 
 @pytest.fixture
