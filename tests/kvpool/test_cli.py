@@ -42,11 +42,6 @@ def _late_loops_are_usual(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def cli(server: ServerProcess, cli_at: CliAt) -> Cli:
-    return cli_at(server)
-
-
-@pytest.fixture
 def stored(server: ServerProcess, connect: Connect) -> tuple[Namespace, Namespace]:
     """Two namespaces of two blocks each, and nothing else on the server."""
     client = connect(server)

@@ -14,7 +14,7 @@ from kvpool.protocol.hashing import block_hashes
 from kvpool.protocol.namespace import NamespaceSpec
 from kvpool.protocol.types import BlockRun, HintKind
 from kvpool.v1 import pool_pb2 as pb
-from tests.kvpool.conftest import Cli, CliAt
+from tests.kvpool.conftest import Cli
 from tests.support.processes import ServerProcess, wait_for
 from tests.support.values import group_spec, namespace_spec, payload
 
@@ -32,11 +32,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     started = ServerProcess(directory, *flags)
     yield started
     started.stop()
-
-
-@pytest.fixture
-def cli(server: ServerProcess, cli_at: CliAt) -> Cli:
-    return cli_at(server)
 
 
 @pytest.fixture
