@@ -56,19 +56,16 @@ def client_of(endpoint: str) -> Client:
     return Client(config_of(endpoint))
 
 
-def config_of(endpoint: str, transport: str = "auto") -> ClientConfig:
-    """The configuration of `client_of`."""
-    return trusting(ClientConfig(endpoint=endpoint, transport=transport, timeout_ms=TIMEOUT_MS))
-
-
-def trusting(config: ClientConfig) -> ClientConfig:
-    """A configuration with the options of all commands."""
+def config_of(endpoint: str, transport: str = "auto", **fields: int) -> ClientConfig:
+    """The configuration of `client_of`; `fields` are others of a `ClientConfig`."""
+    config = ClientConfig(endpoint, transport, TIMEOUT_MS)
     trust = TRUST.get()
     try:
         files = None if trust.tls is None else TlsFiles.in_directory(trust.tls)
     except ConfigError as error:
         raise ConfigError(f"--tls {error}") from None
-    return dataclasses.replace(config, tls=files, token_file=trust.token_file, insecure_network=trust.insecure_network)
+    own: dict[str, Any] = {"token_file": trust.token_file, "insecure_network": trust.insecure_network, **fields}
+    return dataclasses.replace(config, tls=files, **own)
 
 
 def print_json(value: Any) -> None:

@@ -20,7 +20,7 @@ from kvpool.doctor.judgements import SERVER_CERTIFICATE, judge_twice
 from kvpool.doctor.namespaces import namespaces
 from kvpool.doctor.reachability import OWN_CERTIFICATE
 from kvpool.protocol.errors import InvalidRequestError, KVPoolError, PermissionDeniedError
-from kvpool.report.bandwidth import measurement_config
+from kvpool.report.bandwidth import TIMEOUTS
 from kvpool.report.finding import Finding, Level, error, info, warning
 from kvpool.report.output import print_findings
 from kvpool.transport.unix_socket import socket_path
@@ -95,7 +95,7 @@ def _of_server(endpoint: str, config: ClientConfig, http: str | None, *, bandwid
         }
         found += examine(checks)
     if bandwidth:
-        with Client(common.trusting(measurement_config(endpoint, "auto"))) as client:
+        with Client(common.config_of(endpoint, "auto", **TIMEOUTS)) as client:
             found += examine({"bandwidth": lambda: reachability.bandwidth(client)}, BANDWIDTH_DEADLINE_S)
     return found
 

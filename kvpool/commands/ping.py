@@ -19,6 +19,7 @@ from kvpool.protocol.text import duration_text
 from kvpool.protocol.wire import decode_spec
 from kvpool.report.bandwidth import (
     HIT_TOKENS,
+    TIMEOUTS,
     Bandwidth,
     HitCost,
     Rates,
@@ -26,7 +27,6 @@ from kvpool.report.bandwidth import (
     hit_cost,
     largest_group,
     measure,
-    measurement_config,
     shards_of_rank,
     usual_block,
 )
@@ -82,8 +82,7 @@ def ping(
     given = {"--namespace": namespace, "--mib": mib}
     if needy := [name for name, value in given.items() if value is not None and not bandwidth]:
         raise InvalidRequestError(f"{needy[0]} needs a measurement; give --bandwidth, too")
-    measuring = common.trusting(measurement_config(endpoint, transport)) if bandwidth else None
-    with Client(measuring or common.config_of(endpoint, transport)) as client:
+    with Client(common.config_of(endpoint, transport, **(TIMEOUTS if bandwidth else {}))) as client:
         if bandwidth:
             check_permission(client)
         pong = client.admin.ping()

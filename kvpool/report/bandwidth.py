@@ -25,7 +25,6 @@ import numpy.typing as npt
 
 from kvpool.client.block_io import InPlace
 from kvpool.client.client import Client
-from kvpool.client.config import ClientConfig
 from kvpool.protocol.errors import InvalidRequestError, KVPoolError, OutOfSpaceError, PermissionDeniedError
 from kvpool.protocol.namespace import MEASUREMENT_MODEL, GroupSpec, NamespaceSpec
 from kvpool.protocol.types import HASH_BYTES, BlockRun, ShardRange
@@ -49,7 +48,8 @@ NUM_ROUNDS = 5
 ROUND_S = 1.0
 """A round is made of as many blocks as travel one way within this time."""
 ROUNDS_S = 15.0
-DATA_TIMEOUT_MS = 15_000
+TIMEOUTS = {"data_timeout_ms": 15_000, "ticket_ttl_ms": 15_000, "lease_ttl_ms": 30_000}
+"""Of the client that measures: with these, slow networks can be measured, too."""
 REMOVE_TIMEOUT_MS = 20_000
 """Removal waits for tiers, too."""
 _CALLS = frozenset(
@@ -57,18 +57,6 @@ _CALLS = frozenset(
 )
 """What a measurement calls."""
 _EVICTED = "the pool evicted blocks of the measurement before they were read; give a smaller --mib"
-
-
-def measurement_config(endpoint: str, transport: str) -> ClientConfig:
-    """Deadlines with which slow networks can be measured, too."""
-    return ClientConfig(
-        endpoint=endpoint,
-        transport=transport,
-        timeout_ms=5_000,
-        data_timeout_ms=DATA_TIMEOUT_MS,
-        ticket_ttl_ms=DATA_TIMEOUT_MS,
-        lease_ttl_ms=2 * DATA_TIMEOUT_MS,
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,17 +211,18 @@ def measure(
     wanted = max(1, min(wanted_bytes // block.slot_bytes, rounds.namespace.max_blocks(whole)))
     most = max(1, min(wanted, _room(before) // block.slot_bytes))
     count = rounds.warm_up(most)
-    taken: list[_Seconds] = []
+    taken: list[tuple[float, float, float]] = []
     ends_at = clock() + ROUNDS_S
     while len(taken) < NUM_ROUNDS and (not taken or clock() < ends_at):
         taken.append(rounds.run(count))
+    put_s, get_s, one_block_s = zip(*taken, strict=True)
     put_bytes, get_bytes = count * block.slot_bytes, count * rounds.region_bytes
     return Bandwidth(
         transport=rounds.namespace.transport.name,
         round_trip_ms=1e3 * rounds.round_trip_s(),
-        one_block_ms=1e3 * median(each.one_block for each in taken),
-        put_gb_per_s=Rates.of(put_bytes, [each.put for each in taken]),
-        get_gb_per_s=Rates.of(get_bytes, [each.get for each in taken]),
+        one_block_ms=1e3 * median(one_block_s),
+        put_gb_per_s=Rates.of(put_bytes, put_s),
+        get_gb_per_s=Rates.of(get_bytes, get_s),
         rounds=len(taken),
         put_round_bytes=put_bytes,
         get_round_bytes=get_bytes,
@@ -252,15 +241,6 @@ def free_bytes(stats: pb.StatsResponse) -> int:
 def _room(stats: pb.StatsResponse) -> int:
     """Bytes that a round may store."""
     return max(free_bytes(stats) // 2, min(LEAST_BYTES, stats.arena_bytes // 2))
-
-
-@dataclass(frozen=True, slots=True)
-class _Seconds:
-    """What one round took."""
-
-    put: float
-    get: float
-    one_block: float
 
 
 class _Rounds:
@@ -291,23 +271,23 @@ class _Rounds:
         """Runs growing rounds; returns how many blocks of `most` take about `ROUND_S` one way."""
         count = max(1, min(most, START_BYTES // self._block_bytes))
         while True:
-            took = self.run(count)
-            in_time = int(count * ROUND_S / max(took.put, took.get))
+            put_s, get_s, _ = self.run(count)
+            in_time = int(count * ROUND_S / max(put_s, get_s))
             following = max(1, min(most, 4 * count, in_time))
             if following <= count:
                 return following
             count = following
 
-    def run(self, count: int) -> _Seconds:
-        """Stores `count` new blocks, loads them, loads one of them, and removes them."""
+    def run(self, count: int) -> tuple[float, float, float]:
+        """Stores `count` new blocks, loads them, loads one, removes them; returns the seconds of the first three."""
         run = BlockRun(0, [os.urandom(HASH_BYTES) for _ in range(count)])
         try:
             began = self._clock()
             self._client.put(self.namespace, [run], self._blocks(self._source, len(run), self._block_bytes))
             put_s = self._clock() - began
-            took = _Seconds(put_s, self._load(run), self._load(BlockRun(0, run.block_hashes[:1])))
+            get_s, one_block_s = self._load(run), self._load(BlockRun(0, run.block_hashes[:1]))
             self._remove(run)
-            return took
+            return put_s, get_s, one_block_s
         except BaseException:
             with suppress(KVPoolError):  # The round's own error says more.
                 self._remove(run)
