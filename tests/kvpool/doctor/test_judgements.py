@@ -25,8 +25,9 @@ def _tier(**fields: object) -> pb.StatsResponse:
     return replaced(WELL, tiers=(pb.TierStats(**{"name": "file:/x", "up": True, **fields}),))  # type: ignore[arg-type]
 
 
-def test_a_healthy_pool_has_no_problem() -> None:
-    found = judgements(WELL)
+@pytest.mark.parametrize("puts", [{}, {"num_incomplete": 1, "num_tickets": 1}], ids=["none", "under way"])
+def test_a_healthy_pool_has_no_problem(puts: dict[str, int]) -> None:
+    found = judgements(replaced(WELL, **puts))
     assert found and problems(found) == []
 
 
@@ -99,10 +100,6 @@ def test_a_second_look_is_taken_only_if_the_first_is_not_clear(monkeypatch: pyte
         _, found = judge_twice(left.__next__)
         assert next(left, None) is None and problems(found)[0].text.startswith(says)
     assert judge_twice(iter([old]).__next__) == (old, judgements(old))
-
-
-def test_incomplete_blocks_of_puts_under_way_are_no_problem() -> None:
-    assert problems(judgements(replaced(WELL, num_incomplete=1, num_tickets=1))) == []
 
 
 ENGINE = pb.EngineState(
