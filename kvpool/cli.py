@@ -11,22 +11,19 @@ from typing import Annotated
 import typer
 from typer.main import get_command
 
-from kvpool.commands import certs, name_key, token
-from kvpool.commands.clear import clear
 from kvpool.commands.common import TRUST, ExitStatus, Trust
+from kvpool.commands.credentials import certs, name_key, token
 from kvpool.commands.doctor import doctor
 from kvpool.commands.drain import drain
 from kvpool.commands.events import events
 from kvpool.commands.explain import explain
-from kvpool.commands.hint import expire, pin, prefetch
 from kvpool.commands.ledger import ledger
-from kvpool.commands.namespaces import namespaces
-from kvpool.commands.ping import ping
-from kvpool.commands.quota import quota
+from kvpool.commands.namespaces import clear, namespaces, quota
+from kvpool.commands.ping import ping, whoami
+from kvpool.commands.prompts import expire, pin, prefetch
 from kvpool.commands.stats import stats
 from kvpool.commands.top import top
 from kvpool.commands.value import value
-from kvpool.commands.whoami import whoami
 from kvpool.protocol.errors import ConfigError, InvalidRequestError, KVPoolError
 from kvpool.security.certificates import CA_NAME, CERTIFICATE_NAME, KEY_NAME
 from kvpool.version import __version__
@@ -80,9 +77,9 @@ _INSPECTING = (ping, whoami, stats, top, doctor, namespaces, quota, drain, event
 for _command in (*_INSPECTING, pin, expire, prefetch):
     app.command()(_command)
 app.command(context_settings={"allow_extra_args": True})(clear)  # To name the option that is missing.
-app.add_typer(certs.app, name="certs")
-app.add_typer(name_key.app, name="name-key")
-app.add_typer(token.app, name="token")
+app.add_typer(certs, name="certs")
+app.add_typer(name_key, name="name-key")
+app.add_typer(token, name="token")
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""The commands of `kvpool`, one module each.
+"""The commands of `kvpool`.
 
 gRPC reads GRPC_VERBOSITY when it is imported: its own lines about a failed handshake would stand before the sentence
 with which a command explains the failure. The variable is as it was afterwards, for processes that are started later.

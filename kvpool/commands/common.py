@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import datetime as dt
 import json
-from collections.abc import Sequence
 from contextvars import ContextVar
 from enum import IntEnum
 from pathlib import Path
@@ -57,19 +56,16 @@ def client_of(endpoint: str) -> Client:
     return Client(config_of(endpoint))
 
 
-def config_of(endpoint: str, transport: str = "auto") -> ClientConfig:
-    """The configuration of `client_of`."""
-    return trusting(ClientConfig(endpoint=endpoint, transport=transport, timeout_ms=TIMEOUT_MS))
-
-
-def trusting(config: ClientConfig) -> ClientConfig:
-    """A configuration with the options of all commands."""
+def config_of(endpoint: str, transport: str = "auto", **fields: int) -> ClientConfig:
+    """The configuration of `client_of`; `fields` are others of a `ClientConfig`."""
+    config = ClientConfig(endpoint, transport, TIMEOUT_MS)
     trust = TRUST.get()
     try:
         files = None if trust.tls is None else TlsFiles.in_directory(trust.tls)
     except ConfigError as error:
         raise ConfigError(f"--tls {error}") from None
-    return dataclasses.replace(config, tls=files, token_file=trust.token_file, insecure_network=trust.insecure_network)
+    own: dict[str, Any] = {"token_file": trust.token_file, "insecure_network": trust.insecure_network, **fields}
+    return dataclasses.replace(config, tls=files, **own)
 
 
 def print_json(value: Any) -> None:
@@ -90,16 +86,14 @@ def end_text(ends_at: dt.datetime) -> str:
     return f"ENDED {minute_text(ends_at)}, {duration_text(-left_s)} ago"
 
 
-def find_namespace(client: Client, prefix: str) -> pb.NamespaceInfo:
-    """The one open namespace whose fingerprint begins with `prefix`. Raises InvalidRequestError."""
-    known = {info.fingerprint: info for info in client.admin.namespaces(holdings=False)}
-    return known[one_of(list(known), prefix)]
-
-
-def one_of(fingerprints: Sequence[bytes], prefix: str) -> bytes:
-    """The one fingerprint that begins with the hexadecimal `prefix`. Raises InvalidRequestError."""
-    matching = [fingerprint for fingerprint in fingerprints if fingerprint.hex().startswith(prefix.lower())]
-    if len(matching) != 1:
-        how_many = f"{len(matching)} namespaces begin" if matching else "no namespace begins"
-        raise InvalidRequestError(f"{how_many} with {prefix!r}; `kvpool namespaces` lists them")
-    return matching[0]
+def find_namespaces(client: Client, *prefixes: str) -> list[pb.NamespaceInfo]:
+    """For each prefix the one open namespace whose fingerprint begins with it. Raises InvalidRequestError."""
+    known = client.admin.namespaces(holdings=False)
+    found = []
+    for prefix in prefixes:
+        matching = [info for info in known if info.fingerprint.hex().startswith(prefix.lower())]
+        if len(matching) != 1:
+            how_many = f"{len(matching)} namespaces begin" if matching else "no namespace begins"
+            raise InvalidRequestError(f"{how_many} with {prefix!r}; `kvpool namespaces` lists them")
+        found += matching
+    return found

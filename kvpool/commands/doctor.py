@@ -1,9 +1,12 @@
-"""`kvpool doctor`: finds what makes a pool slow or useless."""
+"""`kvpool doctor`: finds what makes a pool slow or useless. No check can hang the command or hide another one."""
 
 from __future__ import annotations
 
 import dataclasses
+import threading
+import time
 from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated
 
 import typer
@@ -13,18 +16,22 @@ from kvpool.client.config import DEFAULT_ENDPOINT, ClientConfig
 from kvpool.commands import common
 from kvpool.commands.common import AsJson, Endpoint, ExitStatus
 from kvpool.doctor import host, reachability
-from kvpool.doctor.examination import Check, examine
-from kvpool.doctor.judgements import judge_twice
+from kvpool.doctor.judgements import SERVER_CERTIFICATE, judge_twice
 from kvpool.doctor.namespaces import namespaces
 from kvpool.doctor.reachability import OWN_CERTIFICATE
-from kvpool.doctor.server_state import SERVER_CERTIFICATE
-from kvpool.protocol.errors import InvalidRequestError, KVPoolError
-from kvpool.report.bandwidth import measurement_config
-from kvpool.report.finding import Finding, Level, error, info
+from kvpool.protocol.errors import InvalidRequestError, KVPoolError, PermissionDeniedError
+from kvpool.report.bandwidth import TIMEOUTS
+from kvpool.report.finding import Finding, Level, error, info, warning
 from kvpool.report.output import print_findings
 from kvpool.transport.unix_socket import socket_path
 
+DEADLINE_S = 10.0
+"""Of one check. A call of a client ends before."""
 BANDWIDTH_DEADLINE_S = 90.0
+MAX_TEXT_CHARS = 1_000
+
+Check = Callable[[], Iterable[Finding]]
+"""A check returns its findings, and may raise a KVPoolError, which becomes one."""
 
 
 def doctor(
@@ -44,8 +51,7 @@ def doctor(
     """Check everything that makes a pool slow or useless, and say how to mend it. Ends with 1 if there is an error."""
     if http is not None and not http.rpartition(":")[2].isdigit():
         raise InvalidRequestError(f"--http {http!r} is not HOST:PORT, for example '127.0.0.1:50052'")
-    config = common.config_of(endpoint)
-    findings = _of_server(endpoint, config, http, bandwidth=bandwidth)
+    findings = _of_server(endpoint, common.config_of(endpoint), http, bandwidth=bandwidth)
     findings += examine(
         {"memory of the host": host.memory, "huge pages": host.huge_pages, "open files": host.open_files}
     )
@@ -82,14 +88,14 @@ def _of_server(endpoint: str, config: ClientConfig, http: str | None, *, bandwid
             "memory socket": lambda: reachability.memory_socket(client),
             "transport": lambda: reachability.transport(client),
             "HTTP": lambda: _of_http(client, http, config),
-            "pool": lambda: _of_stats(client),
+            "pool": lambda: _of_stats(client, config),
             "namespaces": lambda: namespaces(client.admin.namespaces(holdings=False), client.admin.stats().arena_bytes),
             "NUMA": lambda: host.numa(client),
             "memlock": lambda: host.memlock(uses_rdma=reachability.offers_rdma(client)),
         }
         found += examine(checks)
     if bandwidth:
-        with Client(common.trusting(measurement_config(endpoint, "auto"))) as client:
+        with Client(common.config_of(endpoint, "auto", **TIMEOUTS)) as client:
             found += examine({"bandwidth": lambda: reachability.bandwidth(client)}, BANDWIDTH_DEADLINE_S)
     return found
 
@@ -112,10 +118,46 @@ def _of_http(client: Client, http: str | None, config: ClientConfig) -> list[Fin
     return reachability.http_port(f"{host_name}:{server.http_port}", config, was_given=False)
 
 
-def _of_stats(client: Client) -> list[Finding]:
+def _of_stats(client: Client, config: ClientConfig) -> list[Finding]:
     stats, found = judge_twice(client.admin.stats)
-    config = client.rpc.config
     if config.tls is not None and not socket_path(config.endpoint):
         # The handshake has shown the server's certificate already.
         found = [each for each in found if each.check != SERVER_CERTIFICATE]
     return [*found, *(reachability.clock(stats.server.unix_seconds) if stats.HasField("server") else [])]
+
+
+def examine(checks: Mapping[str, Check], deadline_s: float = DEADLINE_S) -> list[Finding]:
+    """The findings in the order of the checks, after `deadline_s` at most.
+
+    Checks run at once, each in a thread of its own, which is left behind if the check hangs.
+    """
+    found: dict[str, list[Finding]] = {}
+
+    def run(name: str, check: Check) -> None:
+        found[name] = _findings(name, check)
+
+    threads = {}
+    for name, check in checks.items():
+        threads[name] = threading.Thread(target=run, args=(name, check), name=f"kvpool-doctor {name}", daemon=True)
+        threads[name].start()
+    ends_at = time.monotonic() + deadline_s
+    findings: list[Finding] = []
+    for name, thread in threads.items():
+        thread.join(max(0.0, ends_at - time.monotonic()))
+        text = f"the check did not end within {deadline_s:g} s"
+        late = warning(name, text, "run it again; look at the load of both hosts and the network")
+        findings += found.get(name, [late])
+    return findings
+
+
+def _findings(name: str, check: Check) -> list[Finding]:
+    try:
+        return list(check())
+    except PermissionDeniedError as refused:
+        fix = "give an operator's certificate or token (--tls, --token-file) to check this, too"
+        return [warning(name, str(refused)[:MAX_TEXT_CHARS], fix)]
+    except KVPoolError as failed:
+        return [error(name, str(failed)[:MAX_TEXT_CHARS], "see the message")]
+    except Exception as failed:
+        text = f"the check failed: {failed!r}"[:MAX_TEXT_CHARS]
+        return [warning(name, text, "the other checks do not depend on it")]

@@ -8,11 +8,7 @@ import typer
 
 
 def within(least: float, most: float | None = None, instead: str = "") -> Callable[[float | None], float | None]:
-    """A callback of `typer.Option` that refuses what is out of bounds; None (not given) is not looked at.
-
-    Args:
-        instead: what else to give, such as "or --end"; follows the bounds in the message.
-    """
+    """A callback of `typer.Option` that refuses what is out of bounds, and names `instead`, such as "or --end"."""
 
     def check(value: float | None) -> float | None:
         if value is None or (least <= value and (most is None or value <= most)):

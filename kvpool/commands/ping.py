@@ -1,30 +1,36 @@
-"""`kvpool ping`: whether a server answers, by which transport, and how fast."""
+"""`kvpool ping` and `whoami`: whether a server answers, by which transport, how fast, and as whom it knows us."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import datetime as dt
+from dataclasses import asdict
+from typing import Annotated, Any
 
 import typer
 
 from kvpool.client.client import Client
 from kvpool.client.config import DEFAULT_ENDPOINT, TRANSPORTS
 from kvpool.commands import common
-from kvpool.commands.common import AsJson, Endpoint, find_namespace
+from kvpool.commands.common import AsJson, Endpoint, find_namespaces, minute_text
 from kvpool.commands.option_bounds import within
 from kvpool.protocol.errors import InvalidRequestError
+from kvpool.protocol.messages import fields_of
 from kvpool.protocol.text import duration_text
 from kvpool.protocol.wire import decode_spec
 from kvpool.report.bandwidth import (
     HIT_TOKENS,
+    TIMEOUTS,
+    Bandwidth,
+    HitCost,
+    Rates,
     check_permission,
     hit_cost,
     largest_group,
     measure,
-    measurement_config,
     shards_of_rank,
     usual_block,
 )
-from kvpool.report.bandwidth_report import row_of, text_of
+from kvpool.report.quotas import size_text
 from kvpool.security.principal import Role
 
 ROUND_MIB = 256
@@ -76,8 +82,7 @@ def ping(
     given = {"--namespace": namespace, "--mib": mib}
     if needy := [name for name, value in given.items() if value is not None and not bandwidth]:
         raise InvalidRequestError(f"{needy[0]} needs a measurement; give --bandwidth, too")
-    measuring = common.trusting(measurement_config(endpoint, transport)) if bandwidth else None
-    with Client(measuring or common.config_of(endpoint, transport)) as client:
+    with Client(common.config_of(endpoint, transport, **(TIMEOUTS if bandwidth else {}))) as client:
         if bandwidth:
             check_permission(client)
         pong = client.admin.ping()
@@ -88,8 +93,10 @@ def ping(
             "endpoint": endpoint,
             "uptime_s": pong.uptime_seconds,
             "draining": pong.draining,
+            "transport": choice.transport.name,
+            "route": choice.route,
+            "why": choice.why,
         }
-        found |= {"transport": choice.transport.name, "route": choice.route, "why": choice.why}
         if not as_json:
             typer.echo(f"kvpool-server {pong.version} at {endpoint}, up for {duration_text(pong.uptime_seconds)}")
             if pong.draining:
@@ -99,10 +106,11 @@ def ping(
             typer.echo(f"bytes would travel by {route}: {choice.why}")
         if bandwidth:
             round_bytes = (mib or ROUND_MIB) << 20
-            chosen = None if namespace is None else find_namespace(client, namespace)
-            if chosen is None:
-                measured, cost = measure(client, round_bytes, usual_block(client)), None
+            cost = None
+            if namespace is None:
+                measured = measure(client, round_bytes, usual_block(client))
             else:
+                (chosen,) = find_namespaces(client, namespace)
                 block = largest_group(decode_spec(chosen.spec), tensor_parallel)
                 measured = measure(client, round_bytes, block, shards_of_rank(block, tensor_parallel))
                 cost = hit_cost(measured, chosen, tensor_parallel)
@@ -111,3 +119,76 @@ def ping(
                 typer.echo(text_of(measured, cost, prefill))
     if as_json:
         common.print_json(found)
+
+
+def row_of(measured: Bandwidth, cost: HitCost | None, prefill: float | None) -> dict[str, Any]:
+    """A measurement as JSON.
+
+    Args:
+        cost: of a namespace's hit, if one was asked for.
+        prefill: tokens that the engine prefills a second; None: unknown.
+    """
+    row = asdict(measured)
+    if cost is not None:
+        row["hit"] = {"namespace": cost.fingerprint.hex(), "tokens": HIT_TOKENS, "bytes": cost.nbytes}
+        row["hit"] |= {"load_ms": cost.load_s * 1e3, "pays_below_tokens_per_s": cost.break_even}
+        if prefill is not None:
+            compute_s = HIT_TOKENS / prefill
+            row["hit"] |= {"compute_ms": compute_s * 1e3, "saved_ms": (compute_s - cost.load_s) * 1e3}
+    return row
+
+
+def text_of(measured: Bandwidth, cost: HitCost | None, prefill: float | None) -> str:
+    """A measurement as lines of at most 80 characters; arguments as for `row_of`."""
+    sizes = (measured.region_bytes, measured.put_round_bytes, measured.get_round_bytes)
+    region, put, get = map(size_text, sizes)
+    lines = [
+        f"round trip  {_ms(measured.round_trip_ms)}",
+        f"one block   {_ms(measured.one_block_ms)} to look up and load {region}",
+        f"put         {_rates_text(measured.put_gb_per_s)}, {measured.rounds} rounds of {put}",
+        f"get         {_rates_text(measured.get_gb_per_s)}, {measured.rounds} rounds of {get}",
+    ]
+    if measured.transport == "shm":
+        lines.append("CPU threads copy here; an engine on a GPU lets the device copy, faster.")
+    if measured.limited_by == "time":
+        lines.append("The pool is slow from here: rounds were made small enough for about a second.")
+    if measured.limited_by == "room":
+        lines.append(f"Rounds were made small: the pool has only {size_text(measured.free_bytes)} free.")
+    if measured.evicted_blocks:
+        lines.append(f"The pool evicted {measured.evicted_blocks:,} blocks meanwhile, for this or for engines.")
+    if cost is not None:
+        hit = f"A hit of {HIT_TOKENS:,} tokens of {cost.fingerprint.hex()[:12]}"
+        lines.append(f"{hit} loads {size_text(cost.nbytes)} a rank in {_ms(cost.load_s * 1e3)}.")
+        lines.append(f"It pays where prefill is slower than {cost.break_even:,.0f} tokens/s.")
+        if prefill is not None:
+            compute_s = HIT_TOKENS / prefill
+            verb = "saves" if compute_s > cost.load_s else "loses"
+            difference = _ms(abs(compute_s - cost.load_s) * 1e3)
+            computing = f"At {prefill:,.0f} tokens/s computing takes {_ms(compute_s * 1e3)}"
+            lines.append(f"{computing}: the hit {verb} {difference}.")
+    return "\n".join(lines)
+
+
+def _rates_text(rates: Rates) -> str:
+    return f"{rates.median:.3g} GB/s ({rates.lowest:.3g} to {rates.highest:.3g})"
+
+
+def _ms(milliseconds: float) -> str:
+    return f"{milliseconds:,.3g} ms"
+
+
+def whoami(endpoint: Endpoint = DEFAULT_ENDPOINT, as_json: AsJson = False) -> None:
+    """Show who the server takes you for, what you may call, and when your certificate or token ends."""
+    with common.client_of(endpoint) as client:
+        found = client.admin.whoami()
+    if as_json:
+        row = fields_of(found)
+        del row["boot_token"]
+        common.print_json(row)
+        return
+    typer.echo(found.principal or f"{endpoint} does not authenticate callers")
+    if found.ends_at:
+        ends_at = dt.datetime.fromtimestamp(found.ends_at, dt.UTC)
+        left = duration_text((ends_at - dt.datetime.now(dt.UTC)).total_seconds())
+        typer.echo(f"    until {minute_text(ends_at)}, for {left}")
+    typer.echo(f"    may call {', '.join(found.methods)}")

@@ -1,4 +1,7 @@
-"""Prompts as the pool knows them: the options that name one, its token ids, and the names of its blocks."""
+"""`kvpool pin`, `expire` and `prefetch`, and prompts as the pool knows them: tokens, and the names of their blocks.
+
+The three commands tell the server what an operator knows of a prompt better than any policy.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import hashlib
 import json
 import os
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,21 +18,30 @@ from typing import Annotated
 import typer
 
 from kvpool.client.client import Client
-from kvpool.commands.common import find_namespace
+from kvpool.client.config import DEFAULT_ENDPOINT
+from kvpool.commands import common
+from kvpool.commands.common import AsJson, Endpoint, find_namespaces
+from kvpool.commands.option_bounds import within
 from kvpool.protocol.errors import ConfigError, InvalidRequestError
 from kvpool.protocol.hashing import ALGORITHM, DEFAULT_SEED, block_hashes
 from kvpool.protocol.namespace import DIGEST_CHARS, NamespaceSpec
 from kvpool.protocol.text import escaped
-from kvpool.protocol.types import BlockRun
+from kvpool.protocol.types import BlockRun, HintKind
 from kvpool.protocol.wire import decode_spec
+from kvpool.report.output import say
+from kvpool.report.quotas import size_text
 from kvpool.security.name_key import NameKey, check_key
 from kvpool.v1 import pool_pb2 as pb
 
+TIMEOUT_MS = 20_000
+"""A long prompt's names are computed and sent at once."""
+LOOK_EVERY_S = 0.25
+DAY_S = 86_400
+SEND_IT = "Send the prompt to an engine once and repeat the command, or ask `kvpool explain` what is missing."
 MAX_FILE_BYTES = 64 << 20
 MAX_TOKEN = 1 << 31
 MAX_ERROR_CHARS = 200
 """Of a tokenizer's name, and of why it cannot be loaded."""
-
 
 Prompt = Annotated[
     str,
@@ -50,13 +63,117 @@ HashSeed = Annotated[
 NameKeyFile = Annotated[Path | None, typer.Option(metavar="FILE", help="The engines' name_key_file, if they have one.")]
 
 
+def pin(
+    prompt: Prompt,
+    namespace: Namespace,
+    seconds: Annotated[
+        int,
+        typer.Option(
+            callback=within(1, DAY_S, "or --end, which ends pins"), help="How long; a pin that ends later stays."
+        ),
+    ] = 3_600,
+    end: Annotated[bool, typer.Option("--end", help="End the prompt's pins instead.")] = False,
+    tokenizer: Tokenizer = "",
+    cache_salt: CacheSalt = "",
+    hash_seed: HashSeed = None,
+    name_key_file: NameKeyFile = None,
+    endpoint: Endpoint = DEFAULT_ENDPOINT,
+    as_json: AsJson = False,
+) -> None:
+    """Have a prompt's stored blocks evicted last, for a while and within the tenant's budget (--pin-budget).
+
+    Nothing is pinned after a restart of the server. Other prompts' blocks are pinned when they are named.
+    """
+    with common.client_of(endpoint) as client:
+        named = NamedPrompt.read(client, prompt, namespace, tokenizer, cache_salt, hash_seed, name_key_file)
+        result = client.admin.hint(
+            named.info.fingerprint, named.runs, HintKind.PIN, pin_seconds=0 if end else seconds, timeout_ms=TIMEOUT_MS
+        )
+        budgets = [each for each in client.admin.pin_budgets() if each.tenant == named.spec.tenant]
+    if as_json:
+        _print_json(result)
+        return
+    if end:
+        say(f"{result.num_blocks:,} of {named} are pinned no longer.")
+        if result.num_blocks < named.num_blocks:
+            sentence = "Blocks that other stored prompts continue stay as they are"
+            say(f"{sentence}: name the longest prompt to end their pins.")
+        return
+    if not result.num_blocks and not result.num_refused:
+        say(f"Nothing is pinned: none of {named} is in memory. {SEND_IT}")
+        return
+    say(f"{result.num_blocks:,} of {named} are pinned for {seconds:,} s.")
+    if result.num_refused:
+        say(f"{result.num_refused:,} stored blocks are not pinned: the budget has no room for them.")
+    for budget in budgets:
+        say(f"The tenant has pinned {size_text(budget.used_bytes)} of {size_text(budget.limit_bytes)}.")
+
+
+def expire(
+    prompt: Prompt,
+    namespace: Namespace,
+    tokenizer: Tokenizer = "",
+    cache_salt: CacheSalt = "",
+    hash_seed: HashSeed = None,
+    name_key_file: NameKeyFile = None,
+    endpoint: Endpoint = DEFAULT_ENDPOINT,
+    as_json: AsJson = False,
+) -> None:
+    """Have a prompt's blocks evicted before all others, until they are used again.
+
+    Blocks that other stored prompts begin with, and pinned ones, are left alone.
+    """
+    with common.client_of(endpoint) as client:
+        named = NamedPrompt.read(client, prompt, namespace, tokenizer, cache_salt, hash_seed, name_key_file)
+        result = client.admin.hint(named.info.fingerprint, named.runs, HintKind.EXPIRE, timeout_ms=TIMEOUT_MS)
+    if as_json:
+        _print_json(result)
+        return
+    say(f"{result.num_blocks:,} of {named} will be evicted before others.")
+    if result.num_blocks < named.num_blocks:
+        say("Pinned blocks, and those that other stored prompts continue, stay as they are: name the longest prompt.")
+
+
+def prefetch(
+    prompt: Prompt,
+    namespace: Namespace,
+    wait: Annotated[
+        float,
+        typer.Option(metavar="SECONDS", callback=within(0, 600), help="How long to wait until the blocks are up."),
+    ] = 0.0,
+    tokenizer: Tokenizer = "",
+    cache_salt: CacheSalt = "",
+    hash_seed: HashSeed = None,
+    name_key_file: NameKeyFile = None,
+    endpoint: Endpoint = DEFAULT_ENDPOINT,
+    as_json: AsJson = False,
+) -> None:
+    """Bring a prompt's blocks up from the server's tiers, before a request comes."""
+    with common.client_of(endpoint) as client:
+        named = NamedPrompt.read(client, prompt, namespace, tokenizer, cache_salt, hash_seed, name_key_file)
+        ends_at = time.monotonic() + wait
+        while True:
+            result = client.admin.hint(named.info.fingerprint, named.runs, HintKind.PREFETCH, timeout_ms=TIMEOUT_MS)
+            if not result.num_pending or time.monotonic() >= ends_at:
+                break
+            time.sleep(LOOK_EVERY_S)
+    if as_json:
+        _print_json(result)
+        return
+    if not result.num_blocks and not result.num_pending:
+        say(f"None of {named} is in memory, or on its way up from a tier. {SEND_IT}")
+        return
+    pending = f", and {result.num_pending:,} or more are on their way up" if result.num_pending else ""
+    say(f"{result.num_blocks:,} of {named} are in memory{pending}.")
+
+
+def _print_json(result: pb.HintResponse) -> None:
+    common.print_json({name: getattr(result, name) for name in ("num_blocks", "num_refused", "num_pending")})
+
+
 @dataclass(frozen=True, slots=True)
 class NamedPrompt:
-    """A prompt in a namespace.
-
-    Args:
-        runs: its blocks under their names on the wire, one run a group.
-    """
+    """A prompt in a namespace; `runs` are its blocks under their names on the wire, one run a group."""
 
     info: pb.NamespaceInfo
     spec: NamespaceSpec
@@ -86,7 +203,7 @@ class NamedPrompt:
         Raises ConfigError, and InvalidRequestError if there is no such namespace or the prompt has no whole block.
         """
         tokens = read_tokens(prompt, tokenizer)
-        info = find_namespace(client, namespace)
+        (info,) = find_namespaces(client, namespace)
         spec = decode_spec(info.spec)
         key = NameKey.read(name_key_file) if name_key_file else None
         runs = prompt_runs(spec, tokens, seed=hash_seed(spec, seed), cache_salt=cache_salt, key=key)
@@ -98,13 +215,8 @@ class NamedPrompt:
         return cls(info, spec, len(tokens), runs)
 
 
-def read_tokens(path: str, tokenizer: str = "") -> list[int]:
-    """The token ids of a prompt.
-
-    Args:
-        path: of a file with token ids, as a JSON list or with white space between them, or with text; "-": the
-            standard input.
-        tokenizer: directory or name of the tokenizer that makes tokens of text; empty: the file has token ids.
+def read_tokens(path: str, tokenizer: str) -> list[int]:
+    """The token ids of a prompt; the arguments are those of the options `Prompt` and `Tokenizer`.
 
     Raises ConfigError if the file cannot be read or a package or the tokenizer's path lacks, and InvalidRequestError if
     the tokenizer cannot be loaded or there are no token ids.
@@ -193,11 +305,9 @@ def _cannot_load(tokenizer: str, error: Exception) -> InvalidRequestError:
 def hash_seed(spec: NamespaceSpec, given: str | None = None) -> str:
     """The seed of a listed namespace's hashes, of which the server tells a digest: `given`, or one that is usual here.
 
-    A namespace without a seed does not say how its blocks are named: those of `block_hashes` begin with DEFAULT_SEED.
-
     Raises InvalidRequestError if it is another one.
     """
-    if not spec.hash_seed:
+    if not spec.hash_seed:  # It does not say how its blocks are named.
         return DEFAULT_SEED if given is None else given
     candidates = [DEFAULT_SEED, os.environ.get("PYTHONHASHSEED", "")] if given is None else [given]
     for seed in candidates:
@@ -213,12 +323,6 @@ def prompt_runs(
     spec: NamespaceSpec, tokens: Sequence[int], *, seed: str, cache_salt: str = "", key: NameKey | None = None
 ) -> list[BlockRun]:
     """The blocks of a prompt under their names on the wire, one run for each group that has a whole block.
-
-    Args:
-        spec: of the namespace, as its server lists it.
-        seed: see `hash_seed`.
-        cache_salt: of the request.
-        key: that names the namespace's blocks.
 
     Raises InvalidRequestError if the names cannot be computed from tokens.
     """

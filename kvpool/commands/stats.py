@@ -13,14 +13,13 @@ from rich.table import Column, Table
 from kvpool.client.config import DEFAULT_ENDPOINT
 from kvpool.commands import common
 from kvpool.commands.common import AsJson, Endpoint
-from kvpool.doctor.judgements import judge_twice
-from kvpool.doctor.pool_state import tokens
+from kvpool.commands.top_frame import heading, lookup_latency, loop_lag, moved_bytes
+from kvpool.doctor.judgements import judge_twice, tokens
 from kvpool.protocol.messages import fields_of
 from kvpool.protocol.server_stats import count, quantile
 from kvpool.report.finding import Finding, notes, problems
 from kvpool.report.output import bar, console, count_text, print_findings, say, seconds_text, share_text
 from kvpool.report.quotas import size_text
-from kvpool.top.frame import heading, lookup_latency, loop_lag, moved_bytes
 from kvpool.v1 import pool_pb2 as pb
 
 BAR_CHARS = 30

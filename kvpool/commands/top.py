@@ -1,21 +1,36 @@
-"""`kvpool top`: what a pool does now."""
+"""`kvpool top`: draws what a pool does now until its user presses q, whatever becomes of the server."""
 
 from __future__ import annotations
 
+import contextlib
+import select
 import sys
+import termios
 import time
+import tty
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Annotated
 
 import typer
+from rich.console import Console
+from rich.live import Live
 
+from kvpool.client.client import Client
 from kvpool.client.config import DEFAULT_ENDPOINT
 from kvpool.commands import common
 from kvpool.commands.common import Endpoint
 from kvpool.commands.option_bounds import within
-from kvpool.protocol.errors import InvalidRequestError, UnavailableError
+from kvpool.commands.top_frame import Interval, View, frame
+from kvpool.doctor.judgements import RECENT_S, Window, window_of
+from kvpool.protocol.errors import InvalidRequestError, KVPoolError, UnavailableError
 from kvpool.report.output import console
-from kvpool.top.frame import frame
-from kvpool.top.screen import Watch, show
+from kvpool.v1 import pool_pb2 as pb
+
+EARLIER_EVERY_S = 10.0
+QUIT = "qQ\x03\x04"
+"""Keys that end it: q, Ctrl-C, Ctrl-D."""
 
 
 def top(
@@ -40,8 +55,89 @@ def top(
         elif not sys.stdout.isatty():
             raise InvalidRequestError("kvpool top draws on a terminal; give --once to print one frame")
         else:
-            show(watch, console(), interval)
+            _show(watch, console(), interval)
     except KeyboardInterrupt:
         pass
     finally:
         watch.close()
+
+
+class Watch:
+    """Asks one server again and again. A server that is away is asked with a new connection, which may fail."""
+
+    def __init__(self, endpoint: str, connect: Callable[[], Client]):
+        self._connect = connect
+        self._client: Client | None = None
+        self._last: tuple[pb.StatsResponse, float] | None = None
+        self._earlier: deque[tuple[pb.StatsResponse, float]] = deque()
+        """Snapshots of one run of the server, `EARLIER_EVERY_S` apart, the oldest about `RECENT_S` old."""
+        self._view = View(endpoint)
+
+    def look(self) -> View:
+        """Asks the server once. Never raises for a server that is away."""
+        try:
+            if self._client is None:
+                self._client = self._connect()
+            stats = self._client.admin.stats()
+        except KVPoolError as error:
+            self.close()
+            silent_s = time.monotonic() - self._last[1] if self._last is not None else 0.0
+            self._view = replace(self._view, trouble=str(error), silent_s=silent_s)
+            return self._view
+        now = time.monotonic()
+        before, asked_at = self._last or (stats, now)
+        self._last = stats, now
+        interval = Interval.of(before, stats, now - asked_at)
+        self._view = View(self._view.endpoint, interval, self._window(stats, now))
+        return self._view
+
+    def _window(self, stats: pb.StatsResponse, now: float) -> Window | None:
+        """The last ten minutes, as far as this object knows them."""
+        earlier = self._earlier
+        if earlier and earlier[0][0].boot_token != stats.boot_token:
+            earlier.clear()
+        if not earlier or now - earlier[-1][1] >= EARLIER_EVERY_S:
+            earlier.append((stats, now))
+        while len(earlier) > 1 and now - earlier[1][1] >= RECENT_S:
+            earlier.popleft()
+        before, at = earlier[0]
+        return window_of(stats, before, now - at)
+
+    def close(self) -> None:
+        """Closes the connection; the next look makes another one."""
+        client, self._client = self._client, None
+        if client is not None:
+            client.close()
+
+
+def _show(watch: Watch, console: Console, interval_s: float) -> None:
+    """Draws a frame every `interval_s` until its user quits."""
+    with _single_keys(), Live(frame(watch.look()), console=console, screen=True, auto_refresh=False) as live:
+        while not _quits(interval_s):
+            live.update(frame(watch.look()), refresh=True)
+
+
+@contextlib.contextmanager
+def _single_keys() -> Iterator[None]:
+    """Has keys arrive when they are pressed, without an echo, where standard input is a terminal."""
+    if not sys.stdin.isatty():
+        yield
+        return
+    before = termios.tcgetattr(sys.stdin)
+    try:
+        tty.setcbreak(sys.stdin)
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+
+
+def _quits(timeout_s: float) -> bool:
+    """Waits for `timeout_s`; True at once if a key that ends the command is pressed, or standard input has ended."""
+    if not sys.stdin.isatty():
+        time.sleep(timeout_s)
+        return False
+    ends_at = time.monotonic() + timeout_s
+    while (left_s := ends_at - time.monotonic()) > 0:
+        if select.select([sys.stdin], [], [], left_s)[0] and (sys.stdin.read(1) or "q") in QUIT:
+            return True
+    return False

@@ -14,7 +14,7 @@ from cryptography import x509
 
 from kvpool.client.client import Client
 from kvpool.client.config import ClientConfig, is_loopback
-from kvpool.doctor.server_state import SERVER_CERTIFICATE, certificate_end
+from kvpool.doctor.judgements import SERVER_CERTIFICATE, certificate_end
 from kvpool.protocol import replies
 from kvpool.protocol.errors import KVPoolError, TransferError
 from kvpool.protocol.skew import OWN, Release
@@ -65,7 +65,7 @@ def data_port(client: Client) -> list[Finding]:
         return [warning("data port", text, "give the server --data-listen")]
     if socket_path(endpoint):
         return [ok("data port", f"port {offer.data_port.port} is not used through a Unix socket")]
-    peer = peer_of(offer.data_port, _host(endpoint), CONNECT_S, CONNECT_S)
+    peer = peer_of(offer.data_port, _address(endpoint)[0], CONNECT_S, CONNECT_S)
     try:
         peer.connect(CONNECT_S)[0].close()
     except KVPoolError as failed:
@@ -84,7 +84,7 @@ def memory_socket(client: Client) -> list[Finding]:
         token = offer.segment.token
         os.close(receive_memory(memory_address(endpoint, token), token, CONNECT_S))
     except TransferError as failed:
-        if not socket_path(endpoint) and not is_loopback(_host(endpoint)):
+        if not socket_path(endpoint) and not is_loopback(_address(endpoint)[0]):
             return [ok("memory socket", "the server's memory is for processes on its host")]
         fix = "run engines as the server's user in its network namespace, or give the server --unix-listen"
         return [warning("memory socket", str(failed), fix)]
@@ -125,9 +125,8 @@ def http_port(address: str, config: ClientConfig, *, was_given: bool) -> list[Fi
         address: HOST:PORT.
         was_given: False if the host of `address` is a guess: what does not answer there may be at another one.
     """
-    host, _, port = address.rpartition(":")
     try:
-        status, body = _healthz(host.strip("[]"), int(port), config.tls)
+        status, body = _healthz(address, config.tls)
     except (OSError, http.client.HTTPException) as failed:
         level = error if was_given else warning
         text = f"http://{address}/healthz cannot be reached: {failed}"
@@ -138,12 +137,10 @@ def http_port(address: str, config: ClientConfig, *, was_given: bool) -> list[Fi
     return [error("HTTP", f"{address}/healthz says {status}: {body!r}", "see the server's log")]
 
 
-def _healthz(host: str, port: int, tls: TlsFiles | None) -> tuple[int, str]:
-    connection: http.client.HTTPConnection
-    if tls is None:
-        connection = http.client.HTTPConnection(host, port, timeout=CONNECT_S)
-    else:
-        connection = http.client.HTTPSConnection(host, port, timeout=CONNECT_S, context=_tls_context(tls))
+def _healthz(address: str, tls: TlsFiles | None) -> tuple[int, str]:
+    connection = http.client.HTTPConnection(*_address(address), timeout=CONNECT_S)
+    if tls is not None:
+        connection = http.client.HTTPSConnection(*_address(address), timeout=CONNECT_S, context=_tls_context(tls))
     try:
         connection.request("GET", "/healthz")
         answer = connection.getresponse()
@@ -164,9 +161,9 @@ def server_certificate(config: ClientConfig) -> list[Finding]:
     tls = config.tls
     if socket_path(config.endpoint):
         return []
-    host, _, port = config.endpoint.rpartition(":")
+    address = _address(config.endpoint)
     if tls is None:
-        if is_loopback(_host(config.endpoint)):
+        if is_loopback(address[0]):
             return [ok(CALLERS, "there is no TLS: every user of the server's host can read and write the pool")]
         text = f"there is no TLS: whoever reaches {config.endpoint} can read and write the pool"
         return [warning(CALLERS, text, "secure the pool with `kvpool certs` and --tls-cert")]
@@ -174,7 +171,7 @@ def server_certificate(config: ClientConfig) -> list[Finding]:
     context.check_hostname = False
     try:
         with (
-            socket.create_connection((host.strip("[]"), int(port)), CONNECT_S) as plain,
+            socket.create_connection(address, CONNECT_S) as plain,
             context.wrap_socket(plain) as wrapped,
         ):
             packed = wrapped.getpeercert(binary_form=True)
@@ -211,5 +208,6 @@ def _offer(client: Client) -> pb.PingResponse:
     return replies.offer(client.rpc.ping())
 
 
-def _host(endpoint: str) -> str:
-    return endpoint.rpartition(":")[0].strip("[]")
+def _address(endpoint: str) -> tuple[str, int]:
+    host, _, port = endpoint.rpartition(":")
+    return host.strip("[]"), int(port)

@@ -25,7 +25,6 @@ import numpy.typing as npt
 
 from kvpool.client.block_io import InPlace
 from kvpool.client.client import Client
-from kvpool.client.config import ClientConfig
 from kvpool.protocol.errors import InvalidRequestError, KVPoolError, OutOfSpaceError, PermissionDeniedError
 from kvpool.protocol.namespace import MEASUREMENT_MODEL, GroupSpec, NamespaceSpec
 from kvpool.protocol.types import HASH_BYTES, BlockRun, ShardRange
@@ -49,7 +48,8 @@ NUM_ROUNDS = 5
 ROUND_S = 1.0
 """A round is made of as many blocks as travel one way within this time."""
 ROUNDS_S = 15.0
-DATA_TIMEOUT_MS = 15_000
+TIMEOUTS = {"data_timeout_ms": 15_000, "ticket_ttl_ms": 15_000, "lease_ttl_ms": 30_000}
+"""Of the client that measures: with these, slow networks can be measured, too."""
 REMOVE_TIMEOUT_MS = 20_000
 """Removal waits for tiers, too."""
 _CALLS = frozenset(
@@ -57,18 +57,6 @@ _CALLS = frozenset(
 )
 """What a measurement calls."""
 _EVICTED = "the pool evicted blocks of the measurement before they were read; give a smaller --mib"
-
-
-def measurement_config(endpoint: str, transport: str) -> ClientConfig:
-    """Deadlines with which slow networks can be measured, too."""
-    return ClientConfig(
-        endpoint=endpoint,
-        transport=transport,
-        timeout_ms=5_000,
-        data_timeout_ms=DATA_TIMEOUT_MS,
-        ticket_ttl_ms=DATA_TIMEOUT_MS,
-        lease_ttl_ms=2 * DATA_TIMEOUT_MS,
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +80,6 @@ class Bandwidth:
 
     Args:
         transport: name of the transport.
-        route, why: as in `Choice`.
         round_trip_ms: median of pings.
         one_block_ms: median time of looking up and loading one block.
         put_gb_per_s, get_gb_per_s: of blocks stored, and of blocks looked up and loaded.
@@ -105,8 +92,6 @@ class Bandwidth:
     """
 
     transport: str
-    route: str
-    why: str
     round_trip_ms: float
     one_block_ms: float
     put_gb_per_s: Rates
@@ -122,17 +107,16 @@ class Bandwidth:
 
 @dataclass(frozen=True, slots=True)
 class HitCost:
-    """What a hit costs: `load_s` seconds for `nbytes` of one rank, which spare the engine `num_tokens` of prefill."""
+    """What a hit costs: `load_s` seconds for `nbytes` of one rank, which spare the engine `HIT_TOKENS` of prefill."""
 
     fingerprint: bytes
-    num_tokens: int
     nbytes: int
     load_s: float
 
     @property
     def break_even(self) -> float:
         """Tokens a second: the hit is worth its load where prefill is slower."""
-        return self.num_tokens / self.load_s
+        return HIT_TOKENS / self.load_s
 
 
 def check_permission(client: Client) -> None:
@@ -162,7 +146,7 @@ def shards_of_rank(group: GroupSpec, tp_size: int) -> ShardRange:
     return ShardRange(0, count)
 
 
-def hit_bytes(group: GroupSpec, num_tokens: int, tp_size: int) -> int:
+def hit_bytes(group: GroupSpec, tp_size: int) -> int:
     """Bytes of one group that one rank loads for a hit: all tokens, the last window, or one recurrent state.
 
     A spec does not tell the chunks of chunked attention: there all tokens are counted, which is an upper bound.
@@ -170,23 +154,23 @@ def hit_bytes(group: GroupSpec, num_tokens: int, tp_size: int) -> int:
     region_bytes = shards_of_rank(group, tp_size).count * group.chunk_bytes
     if group.kind == "mamba":
         return region_bytes
-    tokens = min(num_tokens, group.window_tokens or num_tokens)
+    tokens = min(HIT_TOKENS, group.window_tokens or HIT_TOKENS)
     return tokens * region_bytes // group.block_tokens
 
 
-def largest_group(spec: NamespaceSpec, tp_size: int, num_tokens: int = HIT_TOKENS) -> GroupSpec:
+def largest_group(spec: NamespaceSpec, tp_size: int) -> GroupSpec:
     """The group that most bytes of a hit are of."""
-    return max(spec.groups, key=lambda group: hit_bytes(group, num_tokens, tp_size))
+    return max(spec.groups, key=lambda group: hit_bytes(group, tp_size))
 
 
-def hit_cost(measured: Bandwidth, namespace: pb.NamespaceInfo, tp_size: int, num_tokens: int = HIT_TOKENS) -> HitCost:
-    """What loading a hit of so many tokens would cost one rank at the measured rates, its lookup included."""
+def hit_cost(measured: Bandwidth, namespace: pb.NamespaceInfo, tp_size: int) -> HitCost:
+    """What loading a hit would cost one rank at the measured rates, its lookup included."""
     groups = decode_spec(namespace.spec).groups
-    nbytes = sum(hit_bytes(group, num_tokens, tp_size) for group in groups)
+    nbytes = sum(hit_bytes(group, tp_size) for group in groups)
     # Each group's blocks are a get of their own.
     latency_s = (measured.one_block_ms + (len(groups) - 1) * measured.round_trip_ms) / 1e3
     load_s = latency_s + max(0, nbytes - measured.region_bytes) / (measured.get_gb_per_s.median * GB)
-    return HitCost(namespace.fingerprint, num_tokens, nbytes, load_s)
+    return HitCost(namespace.fingerprint, nbytes, load_s)
 
 
 def usual_block(client: Client) -> GroupSpec:
@@ -222,29 +206,23 @@ def measure(
         TransferError, UnavailableError, PoolTimeoutError: as puts and gets.
     """
     before = client.admin.stats()
-    rounds = _Rounds(client, block, shards or ShardRange(0, block.num_shards), clock)
-    try:
-        whole = ShardRange(0, block.num_shards)
-        wanted = max(1, min(wanted_bytes // block.slot_bytes, rounds.namespace.max_blocks(whole)))
-        most = max(1, min(wanted, _room(before) // block.slot_bytes))
-        count = rounds.warm_up(most)
-        taken: list[_Seconds] = []
-        ends_at = clock() + ROUNDS_S
-        while len(taken) < NUM_ROUNDS and (not taken or clock() < ends_at):
-            taken.append(rounds.run(count))
-        round_trip_ms = 1e3 * rounds.round_trip_s()
-    finally:
-        rounds.remove()
-    choice = client.attachment.choice
+    whole = ShardRange(0, block.num_shards)
+    rounds = _Rounds(client, block, shards or whole, clock)
+    wanted = max(1, min(wanted_bytes // block.slot_bytes, rounds.namespace.max_blocks(whole)))
+    most = max(1, min(wanted, _room(before) // block.slot_bytes))
+    count = rounds.warm_up(most)
+    taken: list[tuple[float, float, float]] = []
+    ends_at = clock() + ROUNDS_S
+    while len(taken) < NUM_ROUNDS and (not taken or clock() < ends_at):
+        taken.append(rounds.run(count))
+    put_s, get_s, one_block_s = zip(*taken, strict=True)
     put_bytes, get_bytes = count * block.slot_bytes, count * rounds.region_bytes
     return Bandwidth(
         transport=rounds.namespace.transport.name,
-        route=choice.route if choice else rounds.namespace.transport.name,
-        why=choice.why if choice else "",
-        round_trip_ms=round_trip_ms,
-        one_block_ms=1e3 * median(each.one_block for each in taken),
-        put_gb_per_s=Rates.of(put_bytes, [each.put for each in taken]),
-        get_gb_per_s=Rates.of(get_bytes, [each.get for each in taken]),
+        round_trip_ms=1e3 * rounds.round_trip_s(),
+        one_block_ms=1e3 * median(one_block_s),
+        put_gb_per_s=Rates.of(put_bytes, put_s),
+        get_gb_per_s=Rates.of(get_bytes, get_s),
         rounds=len(taken),
         put_round_bytes=put_bytes,
         get_round_bytes=get_bytes,
@@ -265,15 +243,6 @@ def _room(stats: pb.StatsResponse) -> int:
     return max(free_bytes(stats) // 2, min(LEAST_BYTES, stats.arena_bytes // 2))
 
 
-@dataclass(frozen=True, slots=True)
-class _Seconds:
-    """What one round took."""
-
-    put: float
-    get: float
-    one_block: float
-
-
 class _Rounds:
     """Stores, loads and removes blocks of one group."""
 
@@ -285,7 +254,6 @@ class _Rounds:
         self.region_bytes = shards.count * block.chunk_bytes
         block = replace(block, layer_names=(), layer_formats=())  # One namespace for blocks of equal sizes.
         self.namespace = client.open_namespace(NamespaceSpec(model=MEASUREMENT_MODEL, groups=(block,)))
-        self._unremoved: list[BlockRun] = []
         size = max(block.slot_bytes, MAX_BUFFER_BYTES // block.slot_bytes * block.slot_bytes)
         self._source = np.frombuffer(np.random.default_rng().bytes(size), np.uint8)
         self._target = np.ones(0, np.uint8)
@@ -303,33 +271,30 @@ class _Rounds:
         """Runs growing rounds; returns how many blocks of `most` take about `ROUND_S` one way."""
         count = max(1, min(most, START_BYTES // self._block_bytes))
         while True:
-            took = self.run(count)
-            in_time = int(count * ROUND_S / max(took.put, took.get))
+            put_s, get_s, _ = self.run(count)
+            in_time = int(count * ROUND_S / max(put_s, get_s))
             following = max(1, min(most, 4 * count, in_time))
             if following <= count:
                 return following
             count = following
 
-    def run(self, count: int) -> _Seconds:
-        """Stores `count` new blocks, loads them, loads one of them, and removes them."""
+    def run(self, count: int) -> tuple[float, float, float]:
+        """Stores `count` new blocks, loads them, loads one, removes them; returns the seconds of the first three."""
         run = BlockRun(0, [os.urandom(HASH_BYTES) for _ in range(count)])
-        self._unremoved.append(run)
-        began = self._clock()
-        self._client.put(self.namespace, [run], self._blocks(self._source, len(run), self._block_bytes))
-        put_s = self._clock() - began
-        took = _Seconds(put_s, self._load(run), self._load(BlockRun(0, run.block_hashes[:1])))
-        self._remove(run)
-        return took
-
-    def remove(self) -> None:
-        """Removes what failed rounds have left."""
-        for run in list(self._unremoved):
+        try:
+            began = self._clock()
+            self._client.put(self.namespace, [run], self._blocks(self._source, len(run), self._block_bytes))
+            put_s = self._clock() - began
+            get_s, one_block_s = self._load(run), self._load(BlockRun(0, run.block_hashes[:1]))
+            self._remove(run)
+            return put_s, get_s, one_block_s
+        except BaseException:
             with suppress(KVPoolError):  # The round's own error says more.
                 self._remove(run)
+            raise
 
     def _remove(self, run: BlockRun) -> None:
         self._client.admin.remove(self.namespace, [run], timeout_ms=REMOVE_TIMEOUT_MS)
-        self._unremoved.remove(run)
 
     def _load(self, run: BlockRun) -> float:
         """Seconds from the lookup until the bytes have arrived."""

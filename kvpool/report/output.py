@@ -73,11 +73,7 @@ def print_findings(findings: Iterable[Finding]) -> None:
 
 
 def say(line: str, indent: int = 0) -> None:
-    """Prints a line of text, wrapped to the terminal's columns where standard output is one.
-
-    Args:
-        indent: spaces before what is wrapped.
-    """
+    """Prints a line of text; on a terminal it is wrapped to the columns, behind `indent` spaces."""
     line = printable(line)
     if sys.stdout.isatty():
         width = shutil.get_terminal_size((WIDTH, 24)).columns

@@ -98,12 +98,9 @@ class Authority:
             raise ConfigError(f"{ca}/ca.key is not the key of {ca / CA_NAME}; restore the pair from a backup")
         return cls(directory, certificate, key)
 
-    def issue_server(self, hosts: Sequence[str], days: int = LEAF_DAYS) -> Path:
-        """A certificate of the first server, which clients reach by `hosts` (DNS names or addresses).
-
-        Returns its directory.
-        """
-        return self._issue_server(self.directory / "server", hosts, days)
+    def issue_server(self, hosts: Sequence[str], days: int = LEAF_DAYS, directory: Path = Path("server")) -> Path:
+        """A certificate of a server, which clients reach by `hosts` (DNS names or addresses); returns its directory."""
+        return self._issue(directory, "kvpool-server", host_names((*hosts, *LOCAL_HOSTS)), _SERVER, days)
 
     def issue_server_of(self, hosts: Sequence[str], days: int = LEAF_DAYS) -> Path:
         """A certificate of the server that the first host names; it keeps the names of the one that it replaces.
@@ -111,22 +108,24 @@ class Authority:
         The first server's is in `server`, another one's in `servers/HOST`. Returns the directory.
         """
         first = str(host_names(hosts)[0].value)
-        directory = self.directory / "server"
-        names = _names_in(directory)
+        directory = Path("server")
+        names = self._names_in(directory)
         # Every server has the local names: they name the first server only if its first name is local, too.
         if names and first not in ({*names} if names[0] in LOCAL_HOSTS else {*names} - {*LOCAL_HOSTS}):
-            directory = self.directory / "servers" / first
-            names = _names_in(directory)
-        return self._issue_server(directory, (*names, *hosts), days)
+            directory = Path("servers", first)
+            names = self._names_in(directory)
+        return self.issue_server((*names, *hosts), days, directory)
 
-    def _issue_server(self, directory: Path, hosts: Sequence[str], days: int) -> Path:
-        return self._issue(directory, "kvpool-server", host_names((*hosts, *LOCAL_HOSTS)), _SERVER, days)
+    def _names_in(self, directory: Path) -> tuple[str, ...]:
+        """The names of a directory's certificate; empty if the directory has none."""
+        certificate = self.directory / directory / CERTIFICATE_NAME
+        return read_certificates(certificate)[0].names if certificate.exists() else ()
 
     def issue_principal(self, principal: Principal, days: int = LEAF_DAYS) -> Path:
         """A client's certificate; returns its directory."""
         under = Path("tenants", principal.tenant) if principal.role.has_tenant else Path()
-        names = [x509.UniformResourceIdentifier(principal.spiffe_id)]
-        return self._issue(self.directory / under / principal.role, f"kvpool {principal.role}", names, _CLIENT, days)
+        names = [x509.UniformResourceIdentifier(str(principal))]
+        return self._issue(under / principal.role, f"kvpool {principal.role}", names, _CLIENT, days)
 
     def _issue(
         self, directory: Path, name: str, names: Sequence[x509.GeneralName], use: x509.ObjectIdentifier, days: int
@@ -137,6 +136,7 @@ class Authority:
                 f"{days} days are more than the authority has left, which ends on {ends_at:%Y-%m-%d}; give fewer, or "
                 "make a new authority in another directory"
             )
+        directory = self.directory / directory
         key = ec.generate_private_key(ec.SECP256R1())
         authority_key_id = x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key())
         usage = x509.KeyUsage(True, False, False, False, False, False, False, False, False)
@@ -155,14 +155,8 @@ class Authority:
         return directory
 
 
-def _names_in(directory: Path) -> tuple[str, ...]:
-    """The names of a directory's certificate; empty if the directory has none."""
-    certificate = directory / CERTIFICATE_NAME
-    return read_certificates(certificate)[0].names if certificate.exists() else ()
-
-
 def read_certificates(path: Path) -> list[CertificateFacts]:
-    """The certificates of a PEM file, or of every .crt and .pem file below a directory, by their ends.
+    """The certificates in a PEM file, or in the .crt and .pem files below a directory, by their ends.
 
     Raises ConfigError.
     """
@@ -183,11 +177,7 @@ def read_certificates(path: Path) -> list[CertificateFacts]:
 
 
 def load_certificates(text: bytes, path: object, setting: str = "") -> list[x509.Certificate]:
-    """The certificates in the PEM text of a file. Raises ConfigError if there is none.
-
-    Args:
-        setting: as of `file_permissions.unreadable`.
-    """
+    """The certificates in the PEM text of a file. Raises ConfigError if there is none; `setting` as of `unreadable`."""
     try:
         return x509.load_pem_x509_certificates(text)
     except ValueError:
@@ -199,7 +189,7 @@ def load_certificates(text: bytes, path: object, setting: str = "") -> list[x509
 
 
 def load_key(text: bytes, path: object, setting: str = "") -> PrivateKeyTypes:
-    """The private key in the PEM text of a file. Raises ConfigError; its arguments are as of `load_certificates`."""
+    """The private key in the PEM text of a file. Raises ConfigError; `setting` as of `unreadable`."""
     try:
         return serialization.load_pem_private_key(text, None)
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:
@@ -211,11 +201,7 @@ def load_key(text: bytes, path: object, setting: str = "") -> PrivateKeyTypes:
 
 
 def read_pem(path: Path, setting: str = "") -> bytes:
-    """A file's bytes, at most `MAX_PEM_BYTES`. Raises ConfigError.
-
-    Args:
-        setting: as of `file_permissions.unreadable`.
-    """
+    """A file's bytes, at most `MAX_PEM_BYTES`. Raises ConfigError; `setting` as of `unreadable`."""
     try:
         with path.open("rb") as file:
             text = file.read(MAX_PEM_BYTES + 1)

@@ -12,11 +12,7 @@ from kvpool.protocol.errors import ConfigError
 
 
 def unreadable(path: object, error: OSError, setting: str = "") -> ConfigError:
-    """The error for a file that cannot be read.
-
-    Args:
-        setting: the option or setting that gave the path, such as "--tokens"; empty: not known.
-    """
+    """The error for a file that cannot be read; `setting` gave the path, such as "--tokens"; empty: not known."""
     named = f" as {setting}" if setting else ""
     seen = "" if os.path.isabs(str(path)) else f" (seen from {_working_directory()})"
     return ConfigError(
@@ -25,11 +21,7 @@ def unreadable(path: object, error: OSError, setting: str = "") -> ConfigError:
 
 
 def require_private(path: str, what: str = "private key", setting: str = "") -> None:
-    """Raises ConfigError if others than a key's owner, or a group that root has chosen, can read it.
-
-    Args:
-        setting: as of `unreadable`.
-    """
+    """Raises ConfigError if others than a key's owner, or a group that root has chosen, can read it."""
     found = _stat(path, setting)
     mode = stat.S_IMODE(found.st_mode)
     if mode & 0o037 or (mode & 0o040 and found.st_uid):
@@ -44,7 +36,6 @@ def require_owner_writes(path: str, danger: str, setting: str = "") -> None:
 
     Args:
         danger: what those who can write the file could do, such as "add an operator's token".
-        setting: as of `unreadable`.
     """
     mode = stat.S_IMODE(_stat(path, setting).st_mode)
     if mode & 0o022:

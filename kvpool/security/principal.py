@@ -71,10 +71,7 @@ class Principal:
             )
 
     def __str__(self) -> str:
-        return self.spiffe_id
-
-    @property
-    def spiffe_id(self) -> str:
+        """The SPIFFE ID."""
         return f"{_SCHEME}{self.domain}/{_SERVICE}/{self.tenant}/{self.role}"
 
     @classmethod

@@ -109,11 +109,7 @@ CLIENT_SETTINGS = TlsFiles("ca in tls (--tls DIR)", "cert in tls (--tls DIR)", "
 
 
 def read_identity(files: TlsFiles, settings: TlsFiles = CLIENT_SETTINGS) -> TlsIdentity:
-    """Reads and checks the files. Raises ConfigError, which names the file, the setting and the fault.
-
-    Args:
-        settings: in the place of each path, the option or setting that gave it.
-    """
+    """Reads and checks the files. Raises ConfigError, which names the file, the fault, and of `settings` the path's."""
     ca = read_pem(Path(files.ca), settings.ca) if files.ca else None
     ca_ends_at = None
     if ca is not None:

@@ -56,11 +56,7 @@ class WatchedFiles(Generic[Value]):
         when_read(None)
 
     def look(self, *, at_once: bool = False) -> int:
-        """Reads the files again if they have changed; returns the version.
-
-        Args:
-            at_once: looks even if the last look was less than `LOOK_EVERY_S` ago.
-        """
+        """Reads the files again if they have changed, every `LOOK_EVERY_S` or `at_once`; returns the version."""
         if self._clock() < self._look_at and not at_once:
             return self.version
         with self._lock:

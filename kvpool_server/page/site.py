@@ -16,9 +16,7 @@ from dataclasses import dataclass
 
 import structlog
 
-from kvpool.doctor.judgements import judgements
-from kvpool.doctor.pool_state import INCOMPLETE
-from kvpool.doctor.window import RECENT_S, window_of
+from kvpool.doctor.judgements import INCOMPLETE, RECENT_S, judgements, window_of
 from kvpool.protocol.messages import fields_of
 from kvpool.protocol.text import escaped
 from kvpool.report.finding import Level, problems

@@ -349,7 +349,7 @@ def test_certificates_name_the_servers_and_the_callers() -> None:
     (mounted,) = [volume["secret"] for volume in spec["volumes"] if "secret" in volume]
     assert server["secretName"] == mounted["secretName"] and mounted["defaultMode"] == 0o440
     assert {"kvpool.inference.svc", "*.kvpool-nodes.inference.svc", "localhost"} <= set(server["dnsNames"])
-    assert engine["uris"] == [Principal("acme", Role.ENGINE_WRITE).spiffe_id]
+    assert engine["uris"] == [str(Principal("acme", Role.ENGINE_WRITE))]
 
 
 @pytest.mark.parametrize(

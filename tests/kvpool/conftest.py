@@ -42,3 +42,9 @@ CliAt = Callable[[ServerProcess], Cli]
 def cli_at(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CliAt:
     """Makes the command line of a server: `cli_at(pool_server())`."""
     return lambda server: Cli(server, monkeypatch, capsys)
+
+
+@pytest.fixture
+def cli(server: ServerProcess, cli_at: CliAt) -> Cli:
+    """The command line of the module's `server`."""
+    return cli_at(server)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvpool.client.client import Namespace
-from kvpool.doctor import server_state
+from kvpool.doctor import judgements
 from kvpool.protocol.errors import OutOfSpaceError
 from kvpool.protocol.namespace import NamespaceSpec
 from kvpool.report.quotas import size_text
@@ -37,13 +37,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> object:
 @pytest.fixture(autouse=True)
 def _late_loops_are_usual(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests make the machine busy, of which `kvpool stats` would warn."""
-    monkeypatch.setattr(server_state, "SLOW_LAG_S", math.inf)
-    monkeypatch.setattr(server_state, "LATE_S", (math.inf, math.inf))
-
-
-@pytest.fixture
-def cli(server: ServerProcess, cli_at: CliAt) -> Cli:
-    return cli_at(server)
+    monkeypatch.setattr(judgements, "SLOW_LAG_S", math.inf)
+    monkeypatch.setattr(judgements, "LATE_S", (math.inf, math.inf))
 
 
 @pytest.fixture

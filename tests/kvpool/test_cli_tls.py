@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -23,42 +24,27 @@ from kvpool.protocol.errors import ConfigError, KVPoolError, UnavailableError
 from kvpool.security.certificates import Authority
 from kvpool.security.principal import ALL_TENANTS, Principal, Role
 from kvpool.security.tls import TlsFiles
-from kvpool.security.tokens import append_record, create_token
 from testbed.ports import free_endpoint
-from tests.support.certificates import files_in, forge, server_flags
+from tests.support.certificates import DAY, files_in, forge
 from tests.support.processes import ServerProcess, run_command
+from tests.support.secured_server import SecuredServer
 
 KVPOOL = str(Path(sys.executable).with_name("kvpool"))
 ENGINE, OPERATOR = Principal("acme", Role.ENGINE_WRITE), Principal(ALL_TENANTS, Role.OPERATOR)
 
 
-class Pool:
-    """A server with TLS, its authority, and a directory with nothing but the authority's certificate."""
+class Pool(SecuredServer):
+    """A server with TLS, and a directory with nothing but its authority's certificate."""
 
-    def __init__(self, directory: Path, is_for_tokens: bool):
-        self.pki = directory / "pki"
-        self.authority = Authority.create(self.pki)
+    def __init__(self, directory: Path, proof: str):
+        def start(*flags: str, **identity: Any) -> ServerProcess:
+            return ServerProcess(directory, "--memory", "64MiB", *flags, **identity)
+
+        super().__init__(directory, start, proof=proof)
+        self.pki, self.trust = directory / "pki", directory / "trust"
         self.operator = self.authority.issue_principal(OPERATOR)
-        self.trust = directory / "trust"
         self.trust.mkdir()
-        shutil.copy(self.pki / "ca" / "ca.crt", self.trust)
-        self.token = self._token(directory, "operator-token", OPERATOR)
-        flags = server_flags(self.authority.issue_server([]))
-        if is_for_tokens:
-            flags = [*flags[:4], "--tokens", str(directory / "tokens")]
-            tls, token = TlsFiles(str(self.trust / "ca.crt")), self.token
-        else:
-            tls, token = files_in(self.operator), ""
-        self.server = ServerProcess(directory, "--memory", "64MiB", *flags, tls=tls, token_file=token)
-
-    @staticmethod
-    def _token(directory: Path, name: str, principal: Principal) -> str:
-        token, record = create_token(principal, dt.timedelta(days=1))
-        append_record(directory / "tokens", record)
-        file = directory / name
-        file.touch(0o600)
-        file.write_text(token)
-        return str(file)
+        shutil.copy(self.ca, self.trust)
 
     def run(self, *arguments: object) -> Result:
         """Runs `kvpool ARGUMENTS --endpoint ENDPOINT`."""
@@ -78,7 +64,7 @@ def refusal(done: Result) -> str:
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
     """A server that asks for certificates."""
-    pool = Pool(tmp_path_factory.mktemp("certificates"), is_for_tokens=False)
+    pool = Pool(tmp_path_factory.mktemp("certificates"), "certificates")
     yield pool
     pool.server.stop()
 
@@ -86,16 +72,17 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
 @pytest.fixture(scope="module")
 def tokens(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
     """A server that asks for tokens."""
-    pool = Pool(tmp_path_factory.mktemp("tokens"), is_for_tokens=True)
+    pool = Pool(tmp_path_factory.mktemp("tokens"), "tokens")
     yield pool
     pool.server.stop()
 
 
 def test_a_token_and_the_authority_alone_are_enough(tokens: Pool) -> None:
-    done = tokens.run("--tls", tokens.trust, "--token-file", tokens.token, "whoami")
+    token = str(tokens.token_file(OPERATOR))
+    done = tokens.run("--tls", tokens.trust, "--token-file", token, "whoami")
     assert done.exit_code == 0 and str(OPERATOR) in done.output, done.output
     command = (KVPOOL, "stats", "--endpoint", tokens.server.endpoint)
-    ran = run_command(*command, KVPOOL_TLS=str(tokens.trust), KVPOOL_TOKEN_FILE=tokens.token)
+    ran = run_command(*command, KVPOOL_TLS=str(tokens.trust), KVPOOL_TOKEN_FILE=token)
     assert ran.returncode == 0 and "arena_bytes" in ran.stdout, ran.stderr
 
 
@@ -155,9 +142,6 @@ def test_commands_that_call_no_server_need_no_certificate(certificates: Pool, tm
     """KVPOOL_TLS may name a directory that `kvpool certs` is about to make."""
     ran = run_command(KVPOOL, "certs", "show", str(certificates.pki), KVPOOL_TLS=str(tmp_path / "not yet"))
     assert ran.returncode == 0 and "authority" in ran.stdout, ran.stderr
-
-
-DAY = dt.timedelta(days=1)
 
 
 @pytest.mark.parametrize(

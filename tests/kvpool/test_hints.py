@@ -35,12 +35,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 
 @pytest.fixture
-def cli(server: ServerProcess, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
-    monkeypatch.setenv("COLUMNS", "80")
-    return Cli(server, monkeypatch, capsys)
-
-
-@pytest.fixture
 def client(server: ServerProcess, connect: Callable[..., Client]) -> Client:
     client = connect(server)
     client.admin.clear()

@@ -28,6 +28,7 @@ from kvpool.client.block_io import InPlace
 from kvpool.client.client import Client
 from kvpool.client.config import ClientConfig
 from kvpool.client.lookup_stream import StreamedError
+from kvpool.commands.explain import PromptReport
 from kvpool.commands.namespaces import text_of
 from kvpool.commands.stats import row_of
 from kvpool.doctor.judgements import judgements
@@ -37,7 +38,6 @@ from kvpool.protocol.hashing import checksum
 from kvpool.protocol.messages import fields_of
 from kvpool.protocol.replies import MAX_ARENA_BYTES, LookupQuestion
 from kvpool.protocol.types import PERMIT_BYTES, BlockRun, Chunk, PoolKey, PutStatus, ShardRange
-from kvpool.report.explanation_report import PromptReport
 from kvpool.transport.base import Sink, Transfer
 from kvpool.transport.shm import ShmTransport
 from kvpool.v1 import pool_pb2 as pb

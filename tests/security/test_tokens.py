@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 from kvpool.client.client import Client
 from kvpool.client.config import ClientConfig
-from kvpool.commands.token import app
+from kvpool.commands.credentials import token as app
 from kvpool.protocol.errors import (
     ConfigError,
     InvalidRequestError,

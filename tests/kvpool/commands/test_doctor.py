@@ -1,4 +1,4 @@
-"""`kvpool doctor`, whole: what it prints, and how it ends."""
+"""`kvpool doctor`: what it prints, how it ends, and what becomes of checks that hang or fail."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import re
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable
 
@@ -14,6 +15,9 @@ from typer.testing import CliRunner, Result
 
 from kvpool.cli import app
 from kvpool.client.client import Client
+from kvpool.commands.doctor import examine
+from kvpool.protocol.errors import PermissionDeniedError, UnavailableError
+from kvpool.report.finding import Finding, Level, error, ok, problems, warning
 from tests.conftest import StartServer
 from tests.support.processes import ServerProcess, run_command
 from tests.support.values import group_spec, namespace_spec, payload, run_of
@@ -50,12 +54,8 @@ def test_a_server_that_is_away_is_one_finding_and_the_host_is_still_checked() ->
     assert found["endpoint"] == NOBODY and found["errors"] == 1
     (away,) = (each for each in found["findings"] if each["level"] == "error")
     assert away["check"] == "gRPC" and "cannot reach kvpool-server" in away["text"] and away["fix"]
-    assert {each["check"] for each in found["findings"]} >= {
-        "memory of the host",
-        "huge pages",
-        "open files",
-        "memlock",
-    }
+    checks = {each["check"] for each in found["findings"]}
+    assert checks >= {"memory of the host", "huge pages", "open files", "memlock"}
 
 
 def test_the_http_port_is_the_one_that_the_server_tells(pool_server: StartServer) -> None:
@@ -115,3 +115,48 @@ def test_hostile_names_reach_no_terminal(pool_server: StartServer, connect: Call
         assert done.exit_code == 0, (command, done.output, done.exception)
         assert "\x1b" not in done.output and "\nforged" not in done.output
         assert "[/x]" in done.output or command == ["stats"]
+
+
+def test_checks_run_beside_each_other_and_findings_come_in_their_order() -> None:
+    def slow() -> list[Finding]:
+        second_began.wait(10)
+        return [ok("first", "a")]
+
+    def quick() -> list[Finding]:
+        second_began.set()
+        return [error("second", "b", "c")]
+
+    second_began = threading.Event()  # The first check ends only if the second runs beside it.
+    found = examine({"first": slow, "second": quick})
+    assert [each.check for each in found] == ["first", "second"]
+
+
+def test_a_check_that_hangs_is_one_finding_and_delays_nothing() -> None:
+    release, began = threading.Event(), time.monotonic()
+    try:
+        hanging = {f"hangs {nth}": lambda: release.wait(60) and [] for nth in range(3)}
+        found = examine(hanging | {"works": lambda: [ok("works", "yes")]}, deadline_s=0.3)  # type: ignore[dict-item]
+    finally:
+        release.set()
+    assert time.monotonic() - began < 30
+    levels = [*((f"hangs {nth}", Level.WARNING) for nth in range(3)), ("works", Level.OK)]
+    assert [(each.check, each.level) for each in found] == levels
+    assert found[0].text == "the check did not end within 0.3 s"
+
+
+def test_what_a_check_raises_is_a_finding() -> None:
+    def failing(error: Exception) -> Callable[[], list[Finding]]:
+        def check() -> list[Finding]:
+            raise error
+
+        return check
+
+    cases = [UnavailableError("away"), PermissionDeniedError("not yours"), ZeroDivisionError("oops")]
+    found = examine({str(each): failing(each) for each in cases})
+    assert [each.level for each in found] == [Level.ERROR, Level.WARNING, Level.WARNING]
+    assert found[0].text == "away" and "operator's certificate" in found[1].fix and "oops" in found[2].text
+
+
+def test_problems_are_errors_first() -> None:
+    findings = [ok("a", ""), warning("b", "", ""), error("c", "", ""), warning("d", "", "")]
+    assert [each.check for each in problems(findings)] == ["c", "b", "d"]

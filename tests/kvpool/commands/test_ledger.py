@@ -13,15 +13,14 @@ from rich.console import Console
 
 from kvpool.client.client import Client
 from kvpool.client.config import ClientConfig
-from kvpool.commands.ledger import moment
-from kvpool.commands.ledger_table import ledger_table
+from kvpool.commands.ledger import ledger_table, moment
 from kvpool.protocol.causes import Cause
 from kvpool.protocol.errors import InvalidRequestError
 from kvpool.protocol.namespace import NamespaceSpec
 from kvpool.protocol.reports import ReportRequest
 from kvpool.v1 import pool_pb2 as pb
 from tests.conftest import StartServer
-from tests.kvpool.conftest import Cli, CliAt
+from tests.kvpool.conftest import Cli
 from tests.support.processes import ServerProcess
 from tests.support.values import group_spec, namespace_spec, run_of
 
@@ -56,11 +55,6 @@ def server(pool_server: StartServer, tmp_path: Path) -> ServerProcess:
         )
         report(client, "umbra", lost_seconds=7.0, computed_tokens={"never_stored": 10})
     return server
-
-
-@pytest.fixture
-def cli(server: ServerProcess, cli_at: CliAt) -> Cli:
-    return cli_at(server)
 
 
 def test_a_table_that_reads_at_80_columns(cli: Cli) -> None:

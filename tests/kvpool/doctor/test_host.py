@@ -8,30 +8,36 @@ import pytest
 
 from kvpool.client.client import Client
 from kvpool.doctor import host
-from kvpool.report.finding import Level
+from kvpool.report.finding import Finding, Level
 from tests.conftest import StartServer
 
 RDMA_PAGES = "7f00 default file=/memfd:kvpool-12 dirty=8 N1=8 kernelpagesize_kB=4\n7e00 default heap N0=3\n"
 
 
-def _node(sys: Path, count: int) -> None:
+def _node(count: int) -> None:
     for nth in range(count):
-        (sys / f"devices/system/node/node{nth}").mkdir(parents=True)
+        (host.SYS / f"devices/system/node/node{nth}").mkdir(parents=True)
 
 
-def _gpu(sys: Path, name: str, node: int, vendor: str = "0x10de", kind: str = "0x030200") -> None:
-    device = sys / "bus/pci/devices" / name
+def _gpu(name: str, node: int, vendor: str = "0x10de", kind: str = "0x030200") -> None:
+    device = host.SYS / "bus/pci/devices" / name
     device.mkdir(parents=True)
     for file, text in (("vendor", vendor), ("class", kind), ("numa_node", str(node))):
         (device / file).write_text(f"{text}\n")
 
 
-def test_a_host_without_memory_left_is_named(tmp_path: Path) -> None:
-    meminfo = tmp_path / "meminfo"
+def only(findings: list[Finding]) -> Finding:
+    (found,) = findings
+    assert bool(found.fix) == (found.level is not Level.OK)
+    return found
+
+
+def test_a_host_without_memory_left_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "MEMINFO", meminfo := tmp_path / "meminfo")
     meminfo.write_text("MemTotal:       100000 kB\nMemFree: 1 kB\nMemAvailable:   90000 kB\n")
-    assert [each.level for each in host.memory(meminfo)] == [Level.OK]
+    assert only(host.memory()).level is Level.OK
     meminfo.write_text("MemTotal:       100000 kB\nMemFree: 1 kB\nMemAvailable:   1000 kB\n")
-    (found,) = host.memory(meminfo)
+    found = only(host.memory())
     assert found.level is Level.WARNING and found.text == "1000 KiB of this host's 97.7 MiB are available"
 
 
@@ -41,72 +47,63 @@ def test_a_host_without_memory_left_is_named(tmp_path: Path) -> None:
         ("always within_size advise [never] deny force", Level.WARNING),
         ("always within_size [advise] never deny force", Level.OK),
         ("[always] within_size advise never deny force", Level.OK),
+        (None, Level.OK),
     ],
 )
-def test_huge_pages_of_shared_memory_are_looked_up(tmp_path: Path, text: str, level: Level) -> None:
-    setting = tmp_path / "shmem_enabled"
-    setting.write_text(text)
-    (found,) = host.huge_pages(setting)
-    assert found.level is level and bool(found.fix) == (level is not Level.OK)
-    assert [each.level for each in host.huge_pages(tmp_path / "none")] == [Level.OK]
+def test_huge_pages_of_shared_memory_are_looked_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str | None, level: Level
+) -> None:
+    monkeypatch.setattr(host, "HUGE_PAGES", setting := tmp_path / "shmem_enabled")
+    if text is not None:
+        setting.write_text(text)
+    assert only(host.huge_pages()).level is level
 
 
 @pytest.mark.parametrize(
-    ("limit", "level"), [(1_024, Level.WARNING), (65_536, Level.OK), (resource.RLIM_INFINITY, Level.OK)]
-)
-def test_few_open_files_are_warned_of(limit: int, level: Level) -> None:
-    assert [each.level for each in host.open_files(limit)] == [level]
-
-
-@pytest.mark.parametrize(
-    ("limit", "uses_rdma", "level"),
+    ("check", "limit", "level"),
     [
-        (8 << 20, False, Level.OK),
-        (8 << 20, True, Level.WARNING),
-        (resource.RLIM_INFINITY, True, Level.OK),
+        (host.open_files, 1_024, Level.WARNING),
+        (host.open_files, 65_536, Level.OK),
+        (host.open_files, resource.RLIM_INFINITY, Level.OK),
+        (host.memlock, 8 << 20, Level.OK),
+        (lambda: host.memlock(uses_rdma=True), 8 << 20, Level.WARNING),
+        (lambda: host.memlock(uses_rdma=True), resource.RLIM_INFINITY, Level.OK),
     ],
 )
-def test_locked_memory_matters_for_rdma(limit: int, uses_rdma: bool, level: Level) -> None:
-    assert [each.level for each in host.memlock(limit, uses_rdma=uses_rdma)] == [level]
-
-
-def test_gpus_are_found_by_their_nodes(tmp_path: Path) -> None:
-    _gpu(tmp_path, "0000:01:00.0", 1)
-    _gpu(tmp_path, "0000:02:00.0", -1)
-    _gpu(tmp_path, "0000:03:00.0", 0, vendor="0x8086")
-    _gpu(tmp_path, "0000:04:00.0", 0, kind="0x020000")
-    assert host.gpu_nodes(tmp_path) == {1}
-
-
-def test_the_nodes_of_an_arena_are_those_of_its_pages() -> None:
-    assert host.nodes_in(RDMA_PAGES) == {1}
-    assert host.nodes_in("7e00 default heap N0=3") == set()
+def test_few_open_files_and_little_locked_memory_are_warned_of(
+    monkeypatch: pytest.MonkeyPatch, check: Callable[[], list[Finding]], limit: int, level: Level
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
+    assert only(check()).level is level
 
 
 def test_an_arena_on_another_node_than_the_gpus_is_warned_of(
-    tmp_path: Path, pool_server: StartServer, connect: Callable[..., Client]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pool_server: StartServer, connect: Callable[..., Client]
 ) -> None:
     client = connect(pool_server())
-    maps = tmp_path / "numa_maps"
+    monkeypatch.setattr(host, "SYS", tmp_path)
+    monkeypatch.setattr(host, "NUMA_MAPS", maps := tmp_path / "numa_maps")
     maps.write_text(RDMA_PAGES)
-    assert [each.text for each in host.numa(client, tmp_path, maps)] == ["this host has one node"]
-    _node(tmp_path, 2)
-    (found,) = host.numa(client, tmp_path, maps)
-    assert found.level is Level.OK and "no NVIDIA GPU is visible; the arena on node 1" in found.text
-    _gpu(tmp_path, "0000:01:00.0", 0)
-    (found,) = host.numa(client, tmp_path, maps)
+    assert only(host.numa(client)).text == "this host has one node"
+    _node(2)
+    _gpu("0000:01:00.0", 0, vendor="0x8086")
+    _gpu("0000:02:00.0", 0, kind="0x020000")
+    _gpu("0000:03:00.0", -1)
+    found = only(host.numa(client))
+    assert found.level is Level.OK and found.text == "no NVIDIA GPU is visible; the arena on node 1"
+    _gpu("0000:04:00.0", 0)
+    found = only(host.numa(client))
     assert found.level is Level.WARNING and found.text == "GPUs on node 0; the arena on node 1"
-    _gpu(tmp_path, "0000:02:00.0", 1)
-    (found,) = host.numa(client, tmp_path, maps)
+    _gpu("0000:05:00.0", 1)
+    found = only(host.numa(client))
     assert found.level is Level.OK and "nodes 0, 1" in found.text
 
 
 def test_the_kernel_tells_the_nodes_of_a_real_arena(
-    tmp_path: Path, pool_server: StartServer, connect: Callable[..., Client]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pool_server: StartServer, connect: Callable[..., Client]
 ) -> None:
-    maps = Path("/proc/self/numa_maps")
-    if not maps.exists():
+    if not host.NUMA_MAPS.exists():
         pytest.skip("this kernel has no NUMA")
-    _node(tmp_path, 2)
-    (found,) = host.numa(connect(pool_server()), tmp_path, maps)
-    assert "the arena on node" in found.text
+    monkeypatch.setattr(host, "SYS", tmp_path)
+    _node(2)
+    assert "the arena on node" in only(host.numa(connect(pool_server()))).text

@@ -21,12 +21,11 @@ from kvpool.security.principal import ALL_TENANTS, Principal, Role
 from kvpool.version import PROTOCOL, __version__
 from testbed.ports import free_endpoint
 from tests.conftest import StartServer
-from tests.support.certificates import files_in, forge, server_flags
+from tests.support.certificates import DAY, files_in, forge, server_flags
 from tests.support.lying_pool import LyingPool
 from tests.support.processes import ServerProcess
 
 OPERATOR = Principal(ALL_TENANTS, Role.OPERATOR)
-DAY = dt.timedelta(days=1)
 
 
 def only(findings: list[Finding]) -> Finding:
@@ -83,9 +82,12 @@ def test_a_data_port_that_cannot_be_reached_is_an_error() -> None:
 
 
 def test_a_server_without_a_data_port_is_named(pool_server: StartServer, connect: Callable[..., Client]) -> None:
-    client = connect(pool_server("--data-listen", ""))
+    server = pool_server("--data-listen", "")
+    client = connect(server)
     assert only(reachability.data_port(client)).level is Level.WARNING
     assert only(reachability.transport(client)).level is Level.OK  # By shared memory.
+    found = only(reachability.transport(connect(server, transport="network")))
+    assert found.level is Level.WARNING and "no tcp: the server has no data port" in found.text
 
 
 def test_a_memory_socket_that_cannot_be_reached_is_named() -> None:
@@ -94,17 +96,13 @@ def test_a_memory_socket_that_cannot_be_reached_is_named() -> None:
     assert only(reachability.memory_socket(liar(segment=None))).level is Level.OK
 
 
-def test_a_slow_transport_is_named_with_its_reasons(pool_server: StartServer, connect: Callable[..., Client]) -> None:
-    client = connect(pool_server("--data-listen", ""), transport="network")
-    found = only(reachability.transport(client))
-    assert found.level is Level.WARNING and "no tcp: the server has no data port" in found.text
-
-
 @contextlib.contextmanager
-def _http(status: int) -> Iterator[str]:
+def _draining() -> Iterator[str]:
+    """The HTTP port of a server whose answer is endless, and not all printable."""
+
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self.send_response(status)
+            self.send_response(503)
             self.end_headers()
             self.wfile.write(b"drain\x1b[2Jing" + b"x" * 100_000)
 
@@ -123,7 +121,7 @@ def _http(status: int) -> Iterator[str]:
 
 
 def test_a_server_that_drains_is_an_error() -> None:
-    with _http(503) as address:
+    with _draining() as address:
         found = only(reachability.http_port(address, ClientConfig(), was_given=True))
     assert found.level is Level.ERROR and "says 503: 'drain[2Jing" in found.text and len(found.text) < 2_000
 

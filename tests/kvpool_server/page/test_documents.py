@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvpool.doctor.judgements import judgements
-from kvpool.doctor.window import RECENT_S, window_of
+from kvpool.doctor.judgements import RECENT_S, judgements, window_of
 from kvpool.report.finding import Level, problems
 from kvpool.v1 import pool_pb2 as pb
 from kvpool.version import __version__

@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvpool.doctor.judgements import judge_twice, judgements
-from kvpool.doctor.window import RECENT_S, Window, window_of
+from kvpool.doctor.judgements import RECENT_S, Window, judge_twice, judgements, window_of
 from kvpool.report.finding import Finding, Level, notes, problems
 from kvpool.v1 import pool_pb2 as pb
 from tests.support.values import replaced
@@ -26,8 +25,9 @@ def _tier(**fields: object) -> pb.StatsResponse:
     return replaced(WELL, tiers=(pb.TierStats(**{"name": "file:/x", "up": True, **fields}),))  # type: ignore[arg-type]
 
 
-def test_a_healthy_pool_has_no_problem() -> None:
-    found = judgements(WELL)
+@pytest.mark.parametrize("puts", [{}, {"num_incomplete": 1, "num_tickets": 1}], ids=["none", "under way"])
+def test_a_healthy_pool_has_no_problem(puts: dict[str, int]) -> None:
+    found = judgements(replaced(WELL, **puts))
     assert found and problems(found) == []
 
 
@@ -43,12 +43,7 @@ def test_a_healthy_pool_has_no_problem() -> None:
         (_with(expired_tickets=5), "clients", Level.WARNING, "5 puts expired"),
         (_with(refused_leases=5), "clients", Level.WARNING, "5 lookups got no lease"),
         (_with(dropped_kv_event_batches=6), "KV events", Level.WARNING, "6 batches"),
-        (
-            _with(lookup_hits=0),
-            "hits",
-            Level.WARNING,
-            "5,000 blocks since the server's start, and found none",
-        ),
+        (_with(lookup_hits=0), "hits", Level.WARNING, "5,000 blocks since the server's start, and found none"),
         (
             replaced(WELL, server=pb.ServerStats(version="1", loop_lag_max_seconds=0.5)),
             "loop lag",
@@ -107,10 +102,6 @@ def test_a_second_look_is_taken_only_if_the_first_is_not_clear(monkeypatch: pyte
     assert judge_twice(iter([old]).__next__) == (old, judgements(old))
 
 
-def test_incomplete_blocks_of_puts_under_way_are_no_problem() -> None:
-    assert problems(judgements(replaced(WELL, num_incomplete=1, num_tickets=1))) == []
-
-
 ENGINE = pb.EngineState(
     engine="h:1", version="1", vllm_version="0.32", transport="shm", breaker_open=False, age_seconds=1.0
 )
@@ -135,6 +126,12 @@ def test_engines_with_a_problem_are_named(engine: pb.EngineState, says: str) -> 
     assert found.level is Level.WARNING and found.text.endswith(says) and found.fix
     (found,) = of("engines", replaced(WELL, engines=(engine, ENGINE, engine, engine)))
     assert found.text.endswith(f"{says} and 2 more")
+
+
+def test_engines_without_a_problem_are_counted() -> None:
+    (found,) = of("engines", replaced(WELL, engines=(ENGINE, ENGINE)))
+    assert found.level is Level.OK and found.text.startswith("2 engines report")
+    assert of("engines", WELL) == []
 
 
 FULL = replaced(
@@ -163,9 +160,3 @@ def test_the_end_of_a_certificate(days: float, level: Level) -> None:
     server = pb.ServerStats(version="1", unix_seconds=1e9, certificate_ends={"client_ca": 1e9 + days * 86_400})
     (found,) = of("certificate of the clients' authority", replaced(WELL, server=server))
     assert found.level is level
-
-
-def test_engines_without_a_problem_are_counted() -> None:
-    (found,) = of("engines", replaced(WELL, engines=(ENGINE, ENGINE)))
-    assert found.level is Level.OK and found.text.startswith("2 engines report")
-    assert of("engines", WELL) == []

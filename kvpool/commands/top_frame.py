@@ -13,9 +13,7 @@ from rich.measure import Measurement
 from rich.table import Column, Table
 from rich.text import Text
 
-from kvpool.doctor.judgements import judgements
-from kvpool.doctor.pool_state import tokens
-from kvpool.doctor.window import Window
+from kvpool.doctor.judgements import Window, judgements, tokens
 from kvpool.protocol.server_stats import client_transfers, count, rpc_quantile, since
 from kvpool.protocol.text import duration_text, printable
 from kvpool.report.finding import Level, problems
@@ -45,11 +43,7 @@ class Interval:
 
     @classmethod
     def of(cls, before: pb.StatsResponse, now: pb.StatsResponse, seconds: float) -> Interval:
-        """The interval that ends with `now`.
-
-        Args:
-            seconds: by the caller's clock.
-        """
+        """The interval that ends with `now`, of `seconds` by the caller's clock."""
         restarted = before.boot_token != now.boot_token
         if restarted:
             before = pb.StatsResponse()
@@ -75,7 +69,7 @@ class View:
     """What a frame shows.
 
     Args:
-        interval: None until two answers have come.
+        interval: None until the server has answered.
         window: the time within which a counter that grew is a problem.
         trouble: why the server's last answer is missing; empty if it is not.
         silent_s: seconds since the last answer, if there is `trouble`.

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from kvpool.client.client import Client
 from kvpool.client.config import ClientConfig
-from kvpool.top.frame import Interval
-from kvpool.top.screen import Watch
+from kvpool.commands.top import Watch
+from kvpool.commands.top_frame import Interval
 from tests.conftest import StartServer
 from tests.support.processes import ServerProcess, clean_environment, run_command, wait_for
 from tests.support.values import group_spec, namespace_spec, payload, run_of

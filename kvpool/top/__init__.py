@@ -1,1 +1,0 @@
-"""`kvpool top`: a pool's numbers as they change."""
