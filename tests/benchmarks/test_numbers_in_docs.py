@@ -97,7 +97,7 @@ SETTINGS = {
     "`MC_TCP_STATUS_TIMEOUT_SEC`, 3 s": ELSEWHERE,
     "more than 10 s. No lookup": "kvpool_server.tiers.health: ANSWER_S",
     "`-default_kv_lease_ttl` (10 s)": ELSEWHERE,
-    "believe for 10 s": "kvpool_server.tiers.mooncake.presence_cache: FRESH_S",
+    "believe for 10 s": "kvpool_server.tiers.mooncake.tier: FRESH_S",
     "need a deadline within 600 seconds": "kvpool_server.rpc.inbox: MAX_STREAM_S",
     "none follows within 20 ms": "kvpool.client.lookup_stream: RELEASE_WITHIN_S",
     "fingerprint have 32 bytes": "kvpool.protocol.types: HASH_BYTES",

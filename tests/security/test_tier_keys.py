@@ -257,6 +257,6 @@ class TestKeyedMooncakeTier(PersistentTierContract):
         async with opened(_mooncake(cluster)) as tier:
             with tier.workers.start(0).transfers.borrowed() as channel:
                 channel.memory[: len(forged)] = np.frombuffer(forged, np.uint8)
-                assert channel.call("put", [key], [0], [len(forged)]) == [0]
+                assert channel.call("put", [key], len(forged)) == [0]
             assert await read_back(tier, namespace, ["a"]) == [None]
             assert tier.stats().counters["corrupt_blocks"] == 1

@@ -23,8 +23,8 @@ import structlog
 
 from kvpool.protocol.text import printable
 from kvpool.transport.child_process import ChildProcess
-from kvpool_server.tiers.mooncake.messages import CODES, TEXT, Call, MessageError, MessageSocket, Request, socket_pair
-from kvpool_server.tiers.mooncake.worker import TRANSFERS, StoreConfig
+from kvpool_server.tiers.mooncake import worker
+from kvpool_server.tiers.mooncake.worker import Call, MessageError, MessageSocket, Request, StoreConfig
 
 log = structlog.get_logger()
 
@@ -59,14 +59,15 @@ class StoreChannel(MessageSocket):
         self._store = store
         self._offset = offset
 
-    def call(
-        self, what: Call, keys: Sequence[str], offsets: Sequence[int] = (), sizes: Sequence[int] = ()
-    ) -> list[int]:
-        """Mooncake's code for each key. `offsets` are positions in `memory`. Raises StoreError."""
+    def call(self, what: Call, keys: Sequence[str], size: int = 0) -> list[int]:
+        """Mooncake's code for each key; `size`: bytes of each object in `memory`, one after the other.
+
+        Raises StoreError.
+        """
         sent_at = time.monotonic()
         try:
-            self.send(Request(what, list(keys), [self._offset + offset for offset in offsets], list(sizes)))
-            while (codes := self.receive(CODES, QUIET_S)) is None:
+            self.send(Request(what, list(keys), self._offset, size))
+            while (codes := self.receive(worker.CODES, QUIET_S)) is None:
                 self._store.check_alive(sent_at)
             if len(codes) != len(keys):
                 raise MessageError(f"{len(codes)} codes for {len(keys)} keys")
@@ -76,7 +77,7 @@ class StoreChannel(MessageSocket):
         except MessageError as error:
             self._store.kill()
             raise StoreError(f"Mooncake's client process has sent {error}, and was killed") from None
-        if what in TRANSFERS:
+        if what in worker.TRANSFERS:
             self._store.answered_at = time.monotonic()
         return codes
 
@@ -108,7 +109,7 @@ class StoreProcess:
         self._is_dead = False
         self._ping_lock = threading.Lock()
         memory_fd = os.memfd_create("kvpool-tier-mooncake", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        ends = [socket_pair() for _ in range(num_transfers + NUM_QUESTION_CHANNELS + 1)]
+        ends = [worker.socket_pair() for _ in range(num_transfers + NUM_QUESTION_CHANNELS + 1)]
         try:
             os.ftruncate(memory_fd, num_transfers * STAGING_BYTES)
             # Sealed: the process cannot shorten it, which would end this server with a bus error.
@@ -139,7 +140,7 @@ class StoreProcess:
 
     def _wait_until_ready(self, master: str) -> None:
         try:
-            problem = self._channels[0].receive(TEXT, START_S)
+            problem = self._channels[0].receive(worker.TEXT, START_S)
         except (EOFError, OSError):
             raise StoreError("Mooncake's client process died at its start; its log is on stderr") from None
         except MessageError as error:
@@ -166,7 +167,7 @@ class StoreProcess:
         with self._ping_lock:
             if not problem and not self._is_dead:
                 self._ping_channel.send(Request("ping"))
-                if self._ping_channel.receive(CODES, PONG_S) is None:
+                if self._ping_channel.receive(worker.CODES, PONG_S) is None:
                     problem = f"did not answer a ping within {PONG_S:.0f} s"
         if problem:
             self.kill()
