@@ -82,7 +82,7 @@ SETTINGS = {
     "up to 30 s": "kvpool_server.tiers.health: AWAY_S[1]",
     "does not do it within 10 s": "kvpool_server.tiers.health: ANSWER_S",
     "does not answer within 9 s": "kvpool_server.tiers.mooncake.store_process: START_S",
-    "twice that and 16 MiB": "kvpool_server.tiers.file.journal: COMPACT_AT_LEAST_BYTES # bytes",
+    "twice that and 16 MiB": "kvpool_server.tiers.file.own_blocks: COMPACT_AT_LEAST_BYTES # bytes",
     "`peer_memory=` (4 GiB) at most": "kvpool_server.tiers.file.peer_directories: DEFAULT_MEMORY_BYTES",
     "16 GiB of a journal": "kvpool_server.tiers.file.journal: MAX_JOURNAL_BYTES",
     "32 MiB of all journals": "kvpool_server.tiers.file.peer_directories: REFRESH_BYTES",
