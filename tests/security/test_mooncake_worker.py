@@ -57,16 +57,16 @@ def _start(when: str, misdeed: str) -> StoreProcess:
 def test_an_answer_that_is_none_costs_the_process_and_nothing_else(misdeed: str, mark: Path) -> None:
     process = _start("ready", misdeed)
     try:
-        with process.transfers.borrowed() as channel:
-            channel.memory[:] = 1  # A memory that was cut would end this process here.
-            tracemalloc.start()
-            began_at = time.monotonic()
-            with pytest.raises(StoreError):
-                channel.call("get", ["key"], 10)
-            taken_s = time.monotonic() - began_at
-            _, peak = tracemalloc.get_traced_memory()
-            tracemalloc.stop()
-            assert channel.memory.min() == 1
+        channel = process.transfers.get()
+        channel.memory[:] = 1  # A memory that was cut would end this process here.
+        tracemalloc.start()
+        began_at = time.monotonic()
+        with pytest.raises(StoreError):
+            channel.call("get", ["key"], 10)
+        taken_s = time.monotonic() - began_at
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert channel.memory.min() == 1
         assert not process.is_alive and not mark.exists()
         assert peak < 4 * MIB and taken_s < DEADLINE_S + 20  # The process would take a minute.
     finally:

@@ -82,17 +82,8 @@ class StoreChannel(MessageSocket):
         return codes
 
 
-class Channels(queue.SimpleQueue[StoreChannel]):
-    """Channels that no caller has."""
-
-    @contextlib.contextmanager
-    def borrowed(self) -> Iterator[StoreChannel]:
-        """A channel for this caller alone; waits until one is free."""
-        channel = self.get()
-        try:
-            yield channel
-        finally:
-            self.put(channel)
+Channels = queue.SimpleQueue[StoreChannel]
+"""Channels that no caller has."""
 
 
 class StoreProcess:
@@ -127,7 +118,8 @@ class StoreProcess:
             StoreChannel(self, end, memory[start : start + STAGING_BYTES], start)
             for start, (end, _) in zip(starts, ends, strict=True)
         ]
-        self.transfers, self.questions = Channels(), Channels()
+        self.transfers: Channels = queue.SimpleQueue()
+        self.questions: Channels = queue.SimpleQueue()
         *others, self._ping_channel = self._channels
         for nth, channel in enumerate(others):
             (self.transfers if nth < num_transfers else self.questions).put(channel)
@@ -259,13 +251,15 @@ class StoreWorkers:
     ) -> list[int]:
         for is_last in (False, True):
             with self._chosen() as nth:
-                process = self.start(nth)
+                channels = channels_of(self.start(nth))
+                channel = channels.get()
                 try:
-                    with channels_of(process).borrowed() as channel:
-                        return work(channel)
+                    return work(channel)
                 except StoreError:
                     if is_last or self._is_closed:
                         raise
+                finally:
+                    channels.put(channel)
         raise AssertionError("the last try returns or raises")
 
     @contextlib.contextmanager

@@ -20,7 +20,7 @@ from kvpool.transport.mooncake_engine import RDMA_DEVICES
 from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.tiers.mooncake import store_process
 from kvpool_server.tiers.mooncake.objects import StagedRead, encode_footer, footer_bytes
-from kvpool_server.tiers.mooncake.store_process import STAGING_BYTES, StoreWorkers
+from kvpool_server.tiers.mooncake.store_process import STAGING_BYTES, StoreChannel, StoreWorkers
 from kvpool_server.tiers.mooncake.tier import MooncakeTier
 from kvpool_server.tiers.mooncake.worker import StoreConfig
 from kvpool_server.tiers.tier import Tier, TierError
@@ -114,9 +114,12 @@ class TestMooncakeTier(PersistentTierContract):
             "foreign": os.urandom(len(sound)),
         }[harm]
         async with opened(MooncakeTier(_config(cluster.address))) as tier:
-            with tier.workers.start(0).transfers.borrowed() as channel:
+
+            def put_harmed(channel: StoreChannel) -> list[int]:
                 channel.memory[: len(harmed)] = np.frombuffer(harmed, np.uint8)
-                assert channel.call("put", [_key(namespace, "a")], len(harmed)) == [0]
+                return channel.call("put", [_key(namespace, "a")], len(harmed))
+
+            assert tier.workers.transfer(put_harmed) == [0]
             await tier.write(namespace, 0, [other])
             assert await there(tier, namespace, ["a", "b"]) == [True, True]
             assert await read_back(tier, namespace, ["a", "b"]) == [None, "b"]
@@ -163,8 +166,7 @@ class TestMooncakeTier(PersistentTierContract):
             name = (namespace.fingerprint, 0, block_hash("a"))
             reading = StagedRead([name], memory.views, SHARDS, None)
             reading.cancel()
-            with tier.workers.start(0).transfers.borrowed() as channel:
-                assert reading.run(channel) == [SLOT + footer_bytes(SHARDS)]
+            assert tier.workers.transfer(reading.run) == [SLOT + footer_bytes(SHARDS)]
             assert (memory.blocks == 0xA5).all() and reading.found == [None] and not reading.corrupt
 
 
@@ -329,16 +331,15 @@ def _are_replaced(workers: StoreWorkers, dead: int) -> bool:
 
 def test_a_question_waits_for_no_transfer(cluster: Cluster) -> None:
     with contextlib.closing(StoreWorkers(_config(cluster.address), 2, 3)) as workers:
-        with contextlib.ExitStack() as stack:
-            for nth in range(2):
-                process = workers.start(nth)
-                for _ in range(2):
-                    channel = stack.enter_context(process.transfers.borrowed())
-                    assert channel.memory.nbytes == STAGING_BYTES
-            waiting = threading.Thread(target=workers.transfer, args=(lambda _: [],))
-            waiting.start()
-            assert workers.ask("exist", ["a", "b"]) == [0, 0]
-            assert waiting.is_alive(), "there are more transfers at once than staging memory"
+        queues = [workers.start(nth).transfers for nth in (0, 0, 1, 1)]
+        channels = [free.get() for free in queues]
+        assert {channel.memory.nbytes for channel in channels} == {STAGING_BYTES}
+        waiting = threading.Thread(target=workers.transfer, args=(lambda _: [],))
+        waiting.start()
+        assert workers.ask("exist", ["a", "b"]) == [0, 0]
+        assert waiting.is_alive(), "there are more transfers at once than staging memory"
+        for free, channel in zip(queues, channels, strict=True):
+            free.put(channel)
         waiting.join(5)
         assert not waiting.is_alive()
 
