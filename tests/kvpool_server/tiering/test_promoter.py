@@ -28,26 +28,6 @@ async def test_a_tier_that_must_be_asked_is_asked_once(rig: Rig, tier: MemoryTie
     assert (await rig.hits("nowhere")).num_leading == 0 and tier.calls["find"] == 3
 
 
-@play()
-async def test_a_failed_read_leaves_no_slot_reserved(rig: Rig, tier: MemoryTier) -> None:
-    await rig.demote("a", "b")
-    tier.failure = "the disk is gone"
-    assert rig.lookup("a", "b").hits[0].num_pending == 2
-    await rig.wait_idle()
-    stats = rig.pool.stats()
-    assert stats.num_incomplete == 0 and stats.free_bytes == stats.arena_bytes
-    assert rig.lookup("a", "b").hits[0].num_pending == 0
-
-
-@play()
-async def test_a_block_that_could_not_be_read_is_not_read_again_at_once(rig: Rig, tier: MemoryTier) -> None:
-    await rig.demote("a", "b")
-    tier.known = lambda *_: [True] * len(_[2])  # type: ignore[method-assign]  # As a neighbour's old journal has it.
-    del tier.kept[block_hash("b")]
-    assert (await rig.hits("a", "b")).num_leading == 1
-    assert tier.counters["missed_promotions"] == 1
-
-
 @pytest.mark.parametrize("failure", ["", "the disk is gone"], ids=["other bytes", "an error"])
 @play(has_tenants=True)
 async def test_a_read_that_brings_another_tenants_bytes_leaves_none_of_them_in_the_slot(
