@@ -67,7 +67,6 @@ MORE = (
     "tests/identity/test_oracle.py",
     "tests/kvpool_server/page/test_browser.py",
     "tests/kvpool_server/tiers/mooncake/test_servers.py",
-    "tests/kvpool_server/tiers/mooncake/test_store_process.py",
     "tests/kvpool_server/tiers/mooncake/test_tier.py",
     "tests/kvpool_server/test_fairness.py",
     "tests/package/",

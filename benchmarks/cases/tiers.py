@@ -57,7 +57,8 @@ from kvpool_server.cache.eviction import DEFAULT_POLICY, POLICIES
 from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.tiers.file import journal
 from kvpool_server.tiers.file.directory import Directory
-from kvpool_server.tiers.file.disk import Disk
+from kvpool_server.tiers.file.extents import Disk
+from kvpool_server.tiers.file.own_blocks import Journal
 from kvpool_server.tiers.file.tier import FileOptions, FileTier
 from kvpool_server.tiers.tier import Block, TierContext
 from testbed.mooncake import master_command
@@ -218,7 +219,7 @@ def write_journal(directory: Path, entries: int) -> int:
     size = entries * block_bytes * 2
     tier = make_tier(directory, size)
     asyncio.run(_open_and_close(tier))
-    inventory = journal.Journal(Directory.open_root(directory / "one", None), Disk()).load()
+    inventory = Journal(Directory.open_root(directory / "one", None), Disk()).load()
     fingerprint, per_extent = spec(block_bytes).fingerprint(), inventory.extent_bytes // block_bytes
     inventory.specs[fingerprint] = spec(block_bytes)
     records = inventory.groups.setdefault((fingerprint, 0), {})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import Context
@@ -22,7 +21,7 @@ from kvpool_server.cache.entry import Group
 from kvpool_server.cache.leases import Found
 from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.cache.pool import Pool
-from kvpool_server.cache.steps import Run, Steps, at_once
+from kvpool_server.cache.steps import Run, Steps
 from kvpool_server.cache.tier_access import commit, reserve
 from kvpool_server.tiering.demoter import Watermark
 from kvpool_server.tiers.health import Health
@@ -81,10 +80,10 @@ class Promoter:
         memory: npt.NDArray[np.uint8],
         tier: Tier,
         health: Health,
-        watermark: Watermark | None = None,
-        clock: Callable[[], float] = time.monotonic,
-        on_progress: Callable[[], None] = lambda: None,
-        run: Run = at_once,
+        watermark: Watermark | None,
+        clock: Callable[[], float],
+        on_progress: Callable[[], None],
+        run: Run,
     ):
         self._pool = pool
         self._memory = memory
@@ -97,6 +96,7 @@ class Promoter:
         self._queue: deque[_Prefetch] = deque()
         self._pending: dict[BlockKey, _Prefetch] = {}
         self._answers: OrderedDict[BlockKey, tuple[bool, float]] = OrderedDict()
+        """Whether the tier has a block, and how long that is believed."""
         self._searching: dict[BlockKey, tuple[float, int]] = {}
         self._reading: dict[BlockKey, tuple[float, int]] = {}
         """When each `find` and each `read` began, and its bytes, by its first block."""

@@ -26,10 +26,7 @@ from kvpool.commands.option_bounds import within
 from kvpool.protocol.text import duration_text, printable
 from kvpool.report.quotas import size_text
 from kvpool_server.tiers.file import journal
-from kvpool_server.tiers.file.directory import Directory, UntrustedFileError
-from kvpool_server.tiers.file.frames import is_start_of_journal
-from kvpool_server.tiers.file.own_directory import FILE_NAME as LOCK_NAME
-from kvpool_server.tiers.file.own_directory import DirectoryLock, heartbeat_age_s
+from kvpool_server.tiers.file.directory import LOCK_NAME, Directory, DirectoryLock, UntrustedFileError, heartbeat_age_s
 
 MIN_AGE_S = 3_600.0
 """Default age of a candidate's last heartbeat: longer than a restart takes, also one with mishaps."""
@@ -86,8 +83,8 @@ def collect_garbage(
 def _is_deleted(directory: Path, min_age_s: float) -> bool:
     name = printable(str(directory))
     try:
-        if is_deleted := delete_directory(directory, min_age_s):
-            return is_deleted
+        if delete_directory(directory, min_age_s):
+            return True
         problem = f"{name} is in use again, and was not deleted"
     except BlockingIOError:
         problem = f"a server has locked {name} meanwhile; it was not deleted"
@@ -103,7 +100,6 @@ class Survey:
 
     Args:
         age_s: seconds since its server's last heartbeat; None if there is no lock file.
-        nbytes: disk space of its files.
         is_candidate: whether `delete_directory` would delete it.
         reason: why it is a candidate, or why not.
     """
@@ -161,7 +157,7 @@ def _is_a_servers(directory: Directory) -> bool:
     except FileNotFoundError:
         return True
     with open(fd, "rb") as file:
-        return is_start_of_journal(file)
+        return journal.is_start_of_journal(file)
 
 
 def delete_directory(path: Path, min_age_s: float = MIN_AGE_S) -> bool:

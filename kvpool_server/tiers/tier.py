@@ -10,10 +10,12 @@ files or connections, or that can answer from memory.
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field
@@ -21,7 +23,6 @@ from pydantic import BaseModel, ConfigDict, Field
 from kvpool.protocol.namespace import NamespaceSpec
 from kvpool_server.cache.eviction import Policy
 from kvpool_server.cache.namespaces import PoolNamespace
-from kvpool_server.tiers.open_files import OpenFiles
 
 if TYPE_CHECKING:
     from kvpool.v1 import pool_pb2 as pb
@@ -154,6 +155,21 @@ class Tier(ABC):
         from kvpool.v1 import pool_pb2 as pb
 
         return pb.TierStats(name=self.name, counters=self.counters)
+
+
+class OpenFiles:
+    """The open files of all tiers of a server, least recently used first: `most`, and those in use beyond.
+
+    Files are opened and closed outside of the lock: a file system that hangs stops only its own users.
+
+    Attributes:
+        files: by owner and the owner's key; only with `lock` held. A file is closed with its last reference.
+    """
+
+    def __init__(self, most: int = 256):
+        self.most = most
+        self.lock = threading.Lock()
+        self.files: OrderedDict[tuple[object, object], Any] = OrderedDict()
 
 
 @dataclass(frozen=True, slots=True)

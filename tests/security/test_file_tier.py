@@ -14,8 +14,7 @@ from structlog.testing import capture_logs
 
 from kvpool.protocol.errors import ConfigError
 from kvpool_server.cache.eviction.lru import PrefixLRU
-from kvpool_server.tiers.file import own_directory
-from kvpool_server.tiers.file.directory import Directory, UntrustedFileError
+from kvpool_server.tiers.file.directory import Directory, DirectoryLock, UntrustedFileError
 from kvpool_server.tiers.file.peer_directories import PeerDirectories
 from kvpool_server.tiers.file.tier import FileTier
 from kvpool_server.tiers.registry import parse
@@ -265,7 +264,7 @@ def test_what_is_not_trusted_is_named_without_control_characters(tmp_path: Path)
 
 def test_directories_are_read_on_a_thread_of_their_own(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     threads: set[str] = set()
-    for place, name in ((PeerDirectories, "refresh"), (own_directory.DirectoryLock, "send_heartbeat"), (os, "scandir")):
+    for place, name in ((PeerDirectories, "refresh"), (DirectoryLock, "send_heartbeat"), (os, "scandir")):
         really = getattr(place, name)
 
         def noted(*arguments: object, _really: Callable[..., object] = really) -> object:

@@ -17,18 +17,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpool_server.tiers.mooncake import messages, store_process, worker
-from kvpool_server.tiers.mooncake.messages import (
+from kvpool_server.tiers.mooncake import store_process, worker
+from kvpool_server.tiers.mooncake.store_process import StoreError, StoreProcess
+from kvpool_server.tiers.mooncake.worker import (
     CODES,
     REQUEST,
     TEXT,
     MessageError,
     MessageSocket,
     Request,
+    StoreConfig,
     socket_pair,
 )
-from kvpool_server.tiers.mooncake.store_process import StoreError, StoreProcess
-from kvpool_server.tiers.mooncake.worker import StoreConfig
 from tests.support.effort import effort
 from tests.support.hostile_store import MISDEEDS
 
@@ -57,16 +57,16 @@ def _start(when: str, misdeed: str) -> StoreProcess:
 def test_an_answer_that_is_none_costs_the_process_and_nothing_else(misdeed: str, mark: Path) -> None:
     process = _start("ready", misdeed)
     try:
-        with process.transfers.borrowed() as channel:
-            channel.memory[:] = 1  # A memory that was cut would end this process here.
-            tracemalloc.start()
-            began_at = time.monotonic()
-            with pytest.raises(StoreError):
-                channel.call("get", ["key"], [0], [10])
-            taken_s = time.monotonic() - began_at
-            _, peak = tracemalloc.get_traced_memory()
-            tracemalloc.stop()
-            assert channel.memory.min() == 1
+        channel = process.transfers.get()
+        channel.memory[:] = 1  # A memory that was cut would end this process here.
+        tracemalloc.start()
+        began_at = time.monotonic()
+        with pytest.raises(StoreError):
+            channel.call("get", ["key"], 10)
+        taken_s = time.monotonic() - began_at
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert channel.memory.min() == 1
         assert not process.is_alive and not mark.exists()
         assert peak < 4 * MIB and taken_s < DEADLINE_S + 20  # The process would take a minute.
     finally:
@@ -106,14 +106,14 @@ def test_messages_arrive_whole_in_their_order() -> None:
 def test_the_longest_request_of_a_tier_fits_into_the_sockets_buffer() -> None:
     """A send that waits for its reader would hold a thread of the tier."""
     ours, theirs = socket_pair()
-    keys = [f"kvpool/{'a' * 64}/63/{nth:064x}" for nth in range(messages.MAX_KEYS)]
-    request = Request("get", keys, [(1 << 40) + nth for nth in range(len(keys))], [1 << 26] * len(keys))
+    keys = [f"kvpool/{'a' * 64}/63/{nth:064x}" for nth in range(worker.MAX_KEYS)]
+    request = Request("get", keys, 1 << 40, 1 << 26)
     MessageSocket(ours).send(request)
     assert MessageSocket(theirs).receive(REQUEST, 5) == request
 
 
 def test_a_peer_that_does_not_read_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(messages, "SEND_S", 0.05)
+    monkeypatch.setattr(worker, "SEND_S", 0.05)
     ours, theirs = socket_pair()
     sender = MessageSocket(ours)
 
@@ -172,16 +172,15 @@ def _serve(send: Callable[[socket.socket], None]) -> tuple[_Store, np.ndarray[An
 
 
 BAD_CALLS: dict[str, list[Any]] = {
-    "behind the memory": ["get", ["a"], [MEMORY_BYTES - 1], [2]],
-    "far behind the memory": ["get", ["a"], [1 << 61], [1 << 61]],
-    "before the memory": ["put", ["a"], [-1], [1]],
-    "fewer sizes than keys": ["get", ["a", "b"], [0, 0], [1]],
-    "offsets of a call that moves nothing": ["exist", ["a"], [0], [1]],
-    "another call": ["eval", ["a"], [], []],
-    "no offsets": ["get", ["a"]],
-    "a key of another type": ["get", [1], [0], [1]],
-    "too many keys": ["exist", ["a"] * (messages.MAX_KEYS + 1), [], []],
-    "a long key": ["exist", ["a" * (messages.MAX_KEY_CHARS + 1)], [], []],
+    "behind the memory": ["get", ["a"], MEMORY_BYTES - 1, 2],
+    "the last of several behind the memory": ["put", ["a", "b"], 0, MEMORY_BYTES // 2 + 1],
+    "far behind the memory": ["get", ["a"], 1 << 61, 1 << 61],
+    "before the memory": ["put", ["a"], -1, 1],
+    "of less than no bytes": ["get", ["a"], 1, -1],
+    "another call": ["eval", ["a"]],
+    "a key of another type": ["get", [1], 0, 1],
+    "too many keys": ["exist", ["a"] * (worker.MAX_KEYS + 1)],
+    "a long key": ["exist", ["a" * (worker.MAX_KEY_CHARS + 1)]],
     "a map": [{"what": "ping"}],
 }
 
@@ -197,12 +196,13 @@ def test_a_call_that_is_none_ends_the_channel_and_reaches_no_store(what: str) ->
 def test_a_call_within_the_memory_reaches_the_store() -> None:
     def send(end: socket.socket) -> None:
         channel = MessageSocket(end)
-        channel.send(Request("get", ["a"], [96], [MEMORY_BYTES - 96]))
-        assert channel.receive(CODES, 5) == [MEMORY_BYTES - 96]
+        channel.send(Request("get", ["a", "b"], 96, 2000))
+        assert channel.receive(CODES, 5) == [2000, 2000]
         end.shutdown(socket.SHUT_RDWR)
 
     store, memory, _ = _serve(send)
-    assert store.got == [(["a"], [memory.ctypes.data + 96], [MEMORY_BYTES - 96])]
+    first = memory.ctypes.data + 96
+    assert store.got == [(["a", "b"], [first, first + 2000], [2000, 2000])]
 
 
 def test_no_module_of_the_server_unpickles() -> None:

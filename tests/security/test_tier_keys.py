@@ -15,9 +15,10 @@ from kvpool.protocol.hashing import checksum
 from kvpool_server.cache.entry import Record
 from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.tiers.block_mac import TAG_BYTES, BlockMac
-from kvpool_server.tiers.file import frames
-from kvpool_server.tiers.file.disk import Disk
-from kvpool_server.tiers.file.journal import Inventory, Journal
+from kvpool_server.tiers.file import journal
+from kvpool_server.tiers.file.extents import Disk
+from kvpool_server.tiers.file.journal import Inventory
+from kvpool_server.tiers.file.own_blocks import Journal
 from kvpool_server.tiers.file.tier import FileTier
 from kvpool_server.tiers.mooncake.objects import encode_footer
 from kvpool_server.tiers.mooncake.tier import MooncakeTier
@@ -209,8 +210,8 @@ async def test_what_a_server_without_the_key_writes_is_not_read(
 async def test_tags_outlive_compaction_and_evictions(
     tmp_path: Path, namespace: PoolNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvpool_server.tiers.file.journal.COMPACT_AT_LEAST_BYTES", 4096)
-    monkeypatch.setattr(frames, "RECORDS_A_FRAME", 16)
+    monkeypatch.setattr("kvpool_server.tiers.file.own_blocks.COMPACT_AT_LEAST_BYTES", 4096)
+    monkeypatch.setattr(journal, "RECORDS_A_FRAME", 16)
     async with opened(_tier(tmp_path)) as tier:
         for start in range(0, 2 * SIZE // SLOT, 128):
             await tier.write(namespace, 0, blocks_of(*(str(nth) for nth in range(start, start + 128))))
@@ -255,8 +256,9 @@ class TestKeyedMooncakeTier(PersistentTierContract):
         }
         forged = FORGED.tobytes() + encode_footer(key, SLOT, FORGED_SUMS, tags[tag])
         async with opened(_mooncake(cluster)) as tier:
-            with tier.workers.start(0).transfers.borrowed() as channel:
-                channel.memory[: len(forged)] = np.frombuffer(forged, np.uint8)
-                assert channel.call("put", [key], [0], [len(forged)]) == [0]
+            channel = tier.workers.start(0).transfers.get()
+            channel.memory[: len(forged)] = np.frombuffer(forged, np.uint8)
+            assert channel.call("put", [key], len(forged)) == [0]
+            tier.workers.start(0).transfers.put(channel)
             assert await read_back(tier, namespace, ["a"]) == [None]
             assert tier.stats().counters["corrupt_blocks"] == 1

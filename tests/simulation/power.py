@@ -12,7 +12,7 @@ from pathlib import Path
 from random import Random
 
 from kvpool_server.tiers.file.directory import Directory
-from kvpool_server.tiers.file.disk import Disk
+from kvpool_server.tiers.file.extents import Disk
 
 SECTOR_BYTES = 512
 

@@ -10,10 +10,9 @@ from typing import Any
 from kvpool_server.cache.eviction import Policy
 from kvpool_server.cache.eviction.lru import PrefixLRU
 from kvpool_server.tiers.file.directory import Directory
-from kvpool_server.tiers.file.disk import Disk
+from kvpool_server.tiers.file.extents import Disk
 from kvpool_server.tiers.file.tier import FileOptions, FileTier
-from kvpool_server.tiers.open_files import OpenFiles
-from kvpool_server.tiers.tier import TierContext
+from kvpool_server.tiers.tier import OpenFiles, TierContext
 from tests.contracts.tier_contract import SLOT
 
 SIZE = 8 << 20

@@ -5,12 +5,11 @@ from __future__ import annotations
 import functools
 from pathlib import Path
 
-from kvpool_server.tiers.file.directory import Directory
-from kvpool_server.tiers.file.disk import Disk
-from kvpool_server.tiers.file.extents import Extents
-from kvpool_server.tiers.file.own_directory import DirectoryLock
+from kvpool_server.tiers.file.directory import Directory, DirectoryLock
+from kvpool_server.tiers.file.extents import Disk, Extents
+from kvpool_server.tiers.file.journal import Inventory
 from kvpool_server.tiers.file.peer_directories import PeerDirectories
-from kvpool_server.tiers.open_files import OpenFiles
+from kvpool_server.tiers.tier import OpenFiles
 
 
 def open_directory(path: Path) -> Directory:
@@ -30,4 +29,4 @@ def inspect(path: Path) -> DirectoryLock:
 def peers_in(path: Path, max_memory_bytes: int = 1 << 30) -> PeerDirectories:
     """All directories below a tier's path but "own"."""
     make_extents = functools.partial(Extents, disk=Disk(), open_files=OpenFiles(), direct=False)
-    return PeerDirectories(open_directory(path), "own", make_extents, max_memory_bytes)
+    return PeerDirectories(open_directory(path), "own", make_extents, max_memory_bytes, Inventory)

@@ -1,8 +1,15 @@
-"""The journal of this server's own directory: a file of frames (`frames.py`), appended by the directory's owner.
+"""The journal of a file tier: which block lies where, with its checksums; its frames, and what a reader makes of them.
 
-The owner reads the journal at its start, and other servers at any time. Nothing is flushed to the disk: the journal
-ends at a frame that is torn, or missing after a power cut, or invalid. The journal may be older or newer than the bytes
-in the slots; whoever reads a slot compares checksums, so a wrong line costs a miss.
+frame       MAGIC, kind, nbytes, xxh3-64 of the payload; the payload
+HEAD        of the journal: format version (2 if blocks have tags) and bytes of an extent, uint64 each
+NAMESPACE   its spec, as JSON
+STORED      fingerprint, group, number of shards; blocks: hash, parent's hash, offset, xxh3-64 of each shard, tag
+REMOVED     offsets of slots, uint64 each
+
+The directory's owner appends frames (`own_blocks.py`) and reads them at its start; other servers read at any time.
+Nothing is flushed to the disk: the journal ends at a frame that is torn, or missing after a power cut, or invalid. It
+may be older or newer than the bytes in the slots; every reader of a slot compares checksums, so a wrong line costs a
+miss.
 
 Whoever can write the file decides its content: a reader bounds the bytes of a frame, of the file, and of the memory
 that the blocks take, and ends the journal where a bound is reached.
@@ -10,41 +17,132 @@ that the blocks take, and ends the journal where a bound is reached.
 
 from __future__ import annotations
 
-import contextlib
 import os
+import struct
 import sys
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from types import MappingProxyType
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, BinaryIO, TypeVar
 
-import structlog
+import msgspec
+import numpy as np
 
+from kvpool.protocol.errors import InvalidRequestError
+from kvpool.protocol.hashing import checksum
 from kvpool.protocol.namespace import NamespaceSpec
-from kvpool_server.cache.entry import Entry, Observer, Record
-from kvpool_server.cache.namespaces import PoolNamespace
+from kvpool.protocol.types import HASH_BYTES
+from kvpool_server.cache.entry import Record
 from kvpool_server.tiers.block_mac import TAG_BYTES
-from kvpool_server.tiers.file import frames
-from kvpool_server.tiers.file.directory import Directory
-from kvpool_server.tiers.file.disk import Disk
-from kvpool_server.tiers.file.frames import GroupKey
-
-log = structlog.get_logger()
 
 FILE_NAME = "journal"
-NEW_FILE_NAME = "journal.new"
-"""A journal that is being compacted."""
+FORMAT_VERSION, TAGGED_VERSION = 1, 2
+"""A journal without and with the blocks' tags (`block_mac.py`)."""
+HEAD, NAMESPACE, STORED, REMOVED = range(1, 5)
+RECORDS_A_FRAME = 4096
+MAX_NAMESPACE_BYTES = 1 << 20
+MAX_FRAME_BYTES = 4 << 20
+"""No reader accepts a longer frame. RECORDS_A_FRAME blocks of MAX_SHARDS shards take 2.3 MiB."""
 MAX_JOURNAL_BYTES = 16 << 30
 """What a file has behind these is not read."""
-READ_BYTES = frames.MAX_FRAME_BYTES + 4096
+READ_BYTES = MAX_FRAME_BYTES + 4096
 """Bytes that are read at once: a piece that begins with a frame has all of it."""
-RECORD_BYTES, CHECKSUM_BYTES = 520, 8
-"""Memory of a block without its tag, and of each of its checksums."""
-TAG_OBJECT_BYTES = 64
+RECORD_BYTES, CHECKSUM_BYTES, TAG_OBJECT_BYTES = 520, 8, 64
+"""Memory of a block without its tag, of each of its checksums, and of its tag."""
 GROUP_BYTES, NAMESPACE_BYTES, SPEC_FACTOR = 512, 2048, 20
 """Memory of a group and of a namespace, and at most so many times the bytes of a spec's JSON."""
-COMPACT_AT_LEAST_BYTES = 16 << 20
-"""A journal is compacted when it is twice as long as after the last compaction, and so much longer still."""
 MAX_HIDDEN = 65_536
+
+_MAGIC = b"kvptier\n"
+_FRAME = struct.Struct("<8sIIQ")
+_HEAD = struct.Struct("<QQ")
+_STORED = struct.Struct(f"<{HASH_BYTES}sII")
+_ROOT = bytes(HASH_BYTES)
+
+GroupKey = tuple[bytes, int]
+"""(fingerprint, group_idx)"""
+Items = TypeVar("Items", Sequence[Record], "array[int]")
+
+
+def encode_frame(kind: int, payload: bytes) -> bytes:
+    """One frame."""
+    assert len(payload) <= MAX_FRAME_BYTES, "no reader accepts this frame, nor any frame behind it"
+    return _FRAME.pack(_MAGIC, kind, len(payload), checksum(payload)) + payload
+
+
+def encode_head(extent_bytes: int, version: int = FORMAT_VERSION) -> bytes:
+    """The first frame."""
+    return encode_frame(HEAD, _HEAD.pack(version, extent_bytes))
+
+
+def encode_namespace(spec: NamespaceSpec) -> bytes:
+    """A namespace, of which blocks may follow. Raises InvalidRequestError if no reader would accept the spec."""
+    payload = msgspec.json.encode(spec)
+    if len(payload) > MAX_NAMESPACE_BYTES:
+        raise InvalidRequestError(f"a namespace's spec of {len(payload)} bytes; a tier takes {MAX_NAMESPACE_BYTES}")
+    return encode_frame(NAMESPACE, payload)
+
+
+def encode_stored(group: GroupKey, records: Sequence[Record]) -> bytes:
+    """Blocks of a group that are stored; all have the same number of checksums, and a tag or none."""
+    frames = []
+    for some in _at_most(records, RECORDS_A_FRAME):
+        rows = [
+            (hash_, parent_hash or _ROOT, offset, array("Q", sums).tobytes(), tag)
+            for hash_, parent_hash, offset, sums, tag in some
+        ]
+        num_shards = len(some[0].checksums)
+        lines = np.array(rows, _row(num_shards, len(some[0].tag))).tobytes()
+        frames.append(encode_frame(STORED, _STORED.pack(*group, num_shards) + lines))
+    return b"".join(frames)
+
+
+def encode_removed(offsets: Iterable[int]) -> bytes:
+    """Slots that are empty."""
+    return b"".join(encode_frame(REMOVED, some.tobytes()) for some in _at_most(array("Q", offsets), RECORDS_A_FRAME))
+
+
+def _at_most(items: Items, count: int) -> Iterator[Items]:
+    return (items[start : start + count] for start in range(0, len(items), count))
+
+
+def _row(num_shards: int, tag_bytes: int) -> np.dtype[Any]:
+    """A block in a frame of stored blocks."""
+    name, sums, tag = f"V{HASH_BYTES}", f"V{8 * num_shards}", f"V{tag_bytes}"
+    return np.dtype([("hash", name), ("parent", name), ("offset", "<u8"), ("sums", sums), ("tag", tag)])
+
+
+def decode_frames(text: memoryview) -> Iterator[tuple[int, memoryview, int]]:
+    """The kind, the payload and the end of each frame, up to the first that is torn or has a wrong checksum."""
+    at = 0
+    while at + _FRAME.size <= len(text):
+        magic, kind, nbytes, expected = _FRAME.unpack_from(text, at)
+        start = at + _FRAME.size
+        at = start + nbytes
+        if magic != _MAGIC or nbytes > MAX_FRAME_BYTES or at > len(text):
+            return
+        payload = text[start:at]
+        if checksum(payload) != expected:
+            return
+        yield kind, payload, at
+
+
+def decode_namespace(payload: memoryview) -> NamespaceSpec:
+    """The spec. Raises msgspec.DecodeError or InvalidRequestError."""
+    if len(payload) > MAX_NAMESPACE_BYTES:
+        raise InvalidRequestError(f"a namespace's spec of {len(payload)} bytes")
+    spec = msgspec.json.decode(payload, type=NamespaceSpec)
+    spec.check()
+    encode_namespace(spec)  # Fields that the payload leaves to their defaults may make it longer.
+    return spec
+
+
+def is_start_of_journal(file: BinaryIO) -> bool:
+    """True if a file is empty, or begins as a journal of any version does. Raises OSError."""
+    start = file.read(_FRAME.size)
+    if len(start) < _FRAME.size:
+        return not start
+    magic, kind, *_ = _FRAME.unpack(start)
+    return bool(magic == _MAGIC and kind == HEAD)
 
 
 class JournalTooLargeError(Exception):
@@ -55,10 +153,10 @@ class Inventory:
     """The blocks that a journal lists. One thread applies frames; another may `get` and `hide` records meanwhile.
 
     Args:
+        max_memory_bytes: a frame whose blocks would take more memory is refused.
         has_tags: whether the blocks have tags; a journal of blocks with or without is none for the other.
 
     Attributes:
-        max_memory_bytes: a frame whose blocks would take more memory is refused.
         memory_bytes: estimate of what the blocks and namespaces take.
         extent_bytes: 0 until the first frame is known.
         specs: by fingerprint.
@@ -69,7 +167,7 @@ class Inventory:
     """
 
     def __init__(self, max_memory_bytes: int = sys.maxsize, *, has_tags: bool = False) -> None:
-        self._version = frames.TAGGED_VERSION if has_tags else frames.FORMAT_VERSION
+        self._version = TAGGED_VERSION if has_tags else FORMAT_VERSION
         self._tag_bytes = TAG_BYTES if has_tags else 0
         self.max_memory_bytes = max_memory_bytes
         self.memory_bytes = 0
@@ -104,7 +202,7 @@ class Inventory:
         """Applies the frames up to the first that is torn or invalid; returns how many bytes were applied."""
         done = 0
         self.trouble = ""
-        for kind, payload, end in frames.decode_frames(memoryview(text)):
+        for kind, payload, end in decode_frames(memoryview(text)):
             try:
                 self._apply_frame(kind, payload)
             except Exception as error:  # Another version or program wrote the frame: the journal ends before it.
@@ -117,33 +215,39 @@ class Inventory:
 
     def _apply_frame(self, kind: int, payload: memoryview) -> None:
         """May raise anything; has changed nothing then."""
-        match kind:
-            case frames.HEAD:
-                self.extent_bytes = frames.decode_head(payload, self._version)
-            case frames.NAMESPACE:
-                spec = frames.decode_namespace(payload)
-                if (fingerprint := spec.fingerprint()) not in self.specs:
-                    self._take_memory(NAMESPACE_BYTES + SPEC_FACTOR * len(payload))
-                self.specs[fingerprint] = spec
-            case frames.STORED:
-                self._store(payload)
-            case frames.REMOVED:
-                for offset in frames.decode_removed(payload):
-                    self._remove(offset)
+        if kind == HEAD:
+            version, extent_bytes = _HEAD.unpack(payload)
+            if version != self._version or not 0 < extent_bytes < 1 << 63:
+                raise ValueError(f"a journal of version {version} with extents of {extent_bytes} bytes")
+            self.extent_bytes = extent_bytes
+        elif kind == NAMESPACE:
+            spec = decode_namespace(payload)
+            if (fingerprint := spec.fingerprint()) not in self.specs:
+                self._take_memory(NAMESPACE_BYTES + SPEC_FACTOR * len(payload))
+            self.specs[fingerprint] = spec
+        elif kind == STORED:
+            self._store(payload)
+        elif kind == REMOVED:
+            for offset in array("Q", payload.tobytes()):
+                self._remove(offset)
 
     def _store(self, payload: memoryview) -> None:
-        group, num_shards, num_records, stored = frames.decode_stored(payload, self._tag_bytes)
-        if self.specs[group[0]].groups[group[1]].num_shards != num_shards:
+        fingerprint, group_idx, num_shards = _STORED.unpack_from(payload)
+        if self.specs[fingerprint].groups[group_idx].num_shards != num_shards:
             raise ValueError(f"blocks with {num_shards} checksums")
-        self._take_memory(num_records * self._record_bytes(num_shards) + GROUP_BYTES * (group not in self.groups))
+        lines = np.frombuffer(payload[_STORED.size :], _row(num_shards, self._tag_bytes))
+        group = fingerprint, group_idx
+        self._take_memory(lines.size * self._record_bytes(num_shards) + GROUP_BYTES * (group not in self.groups))
         records = self.groups.setdefault(group, {})
-        for record in stored:
-            if record.offset in self._at:
-                self._remove(record.offset)
-            if (old := records.pop(record.block_hash, None)) is not None:
+        columns = (lines[name].tolist() for name in lines.dtype.names or ())
+        for block_hash, parent_hash, offset, sums, tag in zip(*columns, strict=True):
+            if offset in self._at:
+                self._remove(offset)
+            if (old := records.pop(block_hash, None)) is not None:
                 self._forget(old)
-            records[record.block_hash] = record
-            self._at[record.offset] = (group, record.block_hash)
+            parent_hash = b"" if parent_hash == _ROOT else parent_hash
+            records[block_hash] = Record(block_hash, parent_hash, offset, array("Q", sums), tag)
+            self._at[offset] = (group, block_hash)
 
     def _remove(self, offset: int) -> None:
         if (at := self._at.get(offset)) is not None:
@@ -184,157 +288,13 @@ class Inventory:
 
         It names all namespaces, also those without blocks: its writer does not name them again.
         """
-        yield frames.encode_head(self.extent_bytes, self._version)
+        yield encode_head(self.extent_bytes, self._version)
         for spec in self.specs.values():
-            yield frames.encode_namespace(spec)
+            yield encode_namespace(spec)
         for group, records in self.groups.items():
             if records:
-                yield frames.encode_stored(group, list(records.values()))
+                yield encode_stored(group, list(records.values()))
 
 
-class Journal:
-    """The file, appended by its owner. Blocking; thread-safe. Every method raises OSError.
-
-    Args:
-        empty: makes an inventory of this journal's kind and bounds, without blocks.
-    """
-
-    def __init__(self, directory: Directory, disk: Disk, empty: Callable[[], Inventory] = Inventory):
-        self.empty = empty
-        self._directory = directory
-        self._disk = disk
-        self._lock = threading.Lock()
-        self._fd = -1
-        self._nbytes = self._compact_at_bytes = 0
-
-    def load(self) -> Inventory:
-        """The blocks at the end of the last run; empty without a journal."""
-        inventory = self.empty()
-        try:
-            fd = self._disk.open(self._directory, FILE_NAME, os.O_RDONLY)
-        except FileNotFoundError:
-            return inventory
-        try:
-            inventory.read(fd)
-        finally:
-            self._disk.close(fd)
-        return inventory
-
-    def begin(self, inventory: Inventory) -> None:
-        """Continues from this content. Called once, before `append`."""
-        with self._lock:
-            if inventory.nbytes and inventory.is_exact:
-                self._continue(self._disk.open(self._directory, FILE_NAME, os.O_RDWR), inventory.nbytes)
-            else:
-                self._rewrite(inventory)
-
-    def append(self, text: bytes) -> None:
-        """Adds frames, all or nothing as far as readers see."""
-        with self._lock:
-            self._disk.write(self._fd, [memoryview(text)], self._nbytes)
-            self._nbytes += len(text)
-            if self._nbytes < self._compact_at_bytes:
-                return
-            try:
-                inventory = self.empty()
-                inventory.read(self._fd)
-                self._rewrite(inventory)
-            except OSError as error:
-                # The frames are written. The journal grows on, and is compacted when it is worth another try.
-                self._compact_at_bytes = self._nbytes + COMPACT_AT_LEAST_BYTES
-                directory = str(self._directory.path)
-                log.warning("a tier's journal cannot be compacted", directory=directory, error=str(error))
-
-    def close(self) -> None:
-        """Idempotent."""
-        with self._lock:
-            if self._fd >= 0:
-                self._disk.close(self._fd)
-                self._fd = -1
-
-    def _rewrite(self, inventory: Inventory) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            self._disk.remove(self._directory, NEW_FILE_NAME)  # Of a process that died meanwhile.
-        fd = self._disk.open(self._directory, NEW_FILE_NAME, os.O_RDWR | os.O_CREAT | os.O_EXCL)
-        nbytes = 0
-        try:
-            for text in inventory.encode():
-                self._disk.write(fd, [memoryview(text)], nbytes)
-                nbytes += len(text)
-            self._disk.replace(self._directory, NEW_FILE_NAME, FILE_NAME)
-        except BaseException:
-            self._disk.close(fd)
-            with contextlib.suppress(OSError):
-                # The file takes space, of which there may be none left.
-                self._disk.remove(self._directory, NEW_FILE_NAME)
-            raise
-        if self._fd >= 0:
-            self._disk.close(self._fd)
-        self._continue(fd, nbytes)
-
-    def _continue(self, fd: int, nbytes: int) -> None:
-        self._fd, self._nbytes = fd, nbytes
-        self._compact_at_bytes = 2 * nbytes + COMPACT_AT_LEAST_BYTES
-
-
-class JournalBuffer(Observer):
-    """Changes that the journal does not have yet, as frames in their order; changes of one kind in a row share one.
-
-    Args:
-        tags: of the slots at these offsets, if blocks have tags.
-
-    Attributes:
-        named: namespaces that the journal or the buffer names.
-    """
-
-    def __init__(self, tags: Mapping[int, bytes] = MappingProxyType({})) -> None:
-        self._tags = tags
-        self._frames: list[bytes] = []
-        self._stored: list[Record] = []
-        self._removed: list[int] = []
-        self._group: GroupKey | None = None
-        self.named: set[bytes] = set()
-
-    def open_namespace(self, namespace: PoolNamespace) -> None:
-        """Names a namespace in the journal, once, before any block of it. Raises InvalidRequestError."""
-        if namespace.fingerprint not in self.named:
-            self._encode_changes()
-            self._frames.append(frames.encode_namespace(namespace.spec))
-            self.named.add(namespace.fingerprint)
-
-    def record(self, entry: Entry) -> Record:
-        """A complete entry as the journal lists it."""
-        tag = self._tags.get(entry.offset, b"")
-        return Record(entry.block_hash, entry.parent_hash, entry.offset, entry.checksums, tag)
-
-    def stored(self, entry: Entry) -> None:
-        group = (entry.group.fingerprint, entry.group.idx)
-        if self._removed or group != self._group:
-            self._encode_changes()
-            self._group = group
-        self._stored.append(self.record(entry))
-
-    def removed(self, entry: Entry) -> None:
-        if self._stored:
-            self._encode_changes()
-        self._removed.append(entry.offset)
-
-    def pop(self) -> bytes:
-        """Removes and returns all frames; empty if nothing has changed."""
-        self._encode_changes()
-        popped, self._frames = self._frames, []
-        return b"".join(popped)
-
-    def push_back(self, popped: bytes) -> None:
-        """Returns frames that could not be written: the next `pop` begins with them."""
-        self._frames.insert(0, popped)
-
-    def _encode_changes(self) -> None:
-        if self._removed:
-            self._frames.append(frames.encode_removed(self._removed))
-            self._removed = []
-        if self._stored:
-            assert self._group is not None
-            self._frames.append(frames.encode_stored(self._group, self._stored))
-            self._stored = []
-        self._group = None
+MakeInventory = Callable[[], Inventory]
+"""Makes an inventory of a server's kind and bounds, without blocks."""

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
+import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import structlog
 
@@ -13,7 +16,7 @@ from kvpool.protocol.errors import InvalidRequestError
 from kvpool.protocol.types import BlockRun
 from kvpool_server.cache.allocator.arena import ALIGNMENT, Arena
 from kvpool_server.cache.block_index import BlockIndex
-from kvpool_server.cache.entry import Entry, Record
+from kvpool_server.cache.entry import Entry, Observer, Record
 from kvpool_server.cache.eviction import Policy
 from kvpool_server.cache.limits import Limits
 from kvpool_server.cache.namespaces import PoolNamespace
@@ -22,10 +25,10 @@ from kvpool_server.cache.steps import finish
 from kvpool_server.cache.tier_access import commit, reserve, restore
 from kvpool_server.process.process_memory import no_collections
 from kvpool_server.tiers.block_mac import BlockMac
-from kvpool_server.tiers.file.directory import Directory
-from kvpool_server.tiers.file.extents import BlockSpot, MakeExtents, write_all
-from kvpool_server.tiers.file.frames import GroupKey
-from kvpool_server.tiers.file.journal import Journal, JournalBuffer
+from kvpool_server.tiers.file import journal
+from kvpool_server.tiers.file.directory import Directory, OpenFile
+from kvpool_server.tiers.file.extents import BlockSpot, Disk, MakeExtents, write_all
+from kvpool_server.tiers.file.journal import GroupKey, Inventory, MakeInventory
 from kvpool_server.tiers.thread_pool import DaemonThreadPool
 from kvpool_server.tiers.tier import Block
 
@@ -36,20 +39,92 @@ MIN_EXTENT_BYTES = 32 << 20
 MIN_EXTENTS = 4
 TTL_MS = 3_600_000
 """Of leases and tickets, longer than any call takes."""
+NEW_FILE_NAME = "journal.new"
+"""A journal that is being compacted."""
+COMPACT_AT_LEAST_BYTES = 16 << 20
+"""A journal is compacted when it is twice as long as after the last compaction, and so much longer still."""
 _LIMITS = Limits(max_ttl_ms=TTL_MS, grace_ms=0, max_namespaces=100_000)
 
 
-class OwnBlocks:
+class Journal:
+    """The journal's file, appended by its owner. Blocking; thread-safe. Every method raises OSError."""
+
+    def __init__(self, directory: Directory, disk: Disk, empty: MakeInventory = Inventory):
+        self._directory = directory
+        self._disk = disk
+        self._empty = empty
+        self._lock = threading.Lock()
+        self._file: OpenFile | None = None
+        self._nbytes = self._compact_at_bytes = 0
+
+    def load(self) -> Inventory:
+        """The blocks at the end of the last run; empty without a journal."""
+        inventory = self._empty()
+        with contextlib.suppress(FileNotFoundError):
+            file = self._open(journal.FILE_NAME, os.O_RDONLY)
+            inventory.read(file.fd)
+        return inventory
+
+    def begin(self, inventory: Inventory) -> None:
+        """Continues from this content. Called once, before `append`."""
+        with self._lock:
+            if inventory.nbytes and inventory.is_exact:
+                self._continue(self._open(journal.FILE_NAME, os.O_RDWR), inventory.nbytes)
+            else:
+                self._rewrite(inventory)
+
+    def append(self, text: bytes) -> None:
+        """Adds frames, all or nothing as far as readers see."""
+        with self._lock:
+            assert self._file is not None, "the journal is not open"
+            self._disk.write(self._file.fd, [memoryview(text)], self._nbytes)
+            self._nbytes += len(text)
+            if self._nbytes < self._compact_at_bytes:
+                return
+            try:
+                inventory = self._empty()
+                inventory.read(self._file.fd)
+                self._rewrite(inventory)
+            except OSError as error:
+                # The frames are written. The journal grows on, and is compacted when it is worth another try.
+                self._compact_at_bytes = self._nbytes + COMPACT_AT_LEAST_BYTES
+                directory = str(self._directory.path)
+                log.warning("a tier's journal cannot be compacted", directory=directory, error=str(error))
+
+    def close(self) -> None:
+        """Idempotent."""
+        with self._lock:
+            self._file = None
+
+    def _open(self, name: str, flags: int) -> OpenFile:
+        return OpenFile(self._disk.open(self._directory, name, flags), self._disk.close)
+
+    def _rewrite(self, inventory: Inventory) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self._disk.remove(self._directory, NEW_FILE_NAME)  # Of a process that died meanwhile.
+        file, nbytes = self._open(NEW_FILE_NAME, os.O_RDWR | os.O_CREAT | os.O_EXCL), 0
+        try:
+            for text in inventory.encode():
+                self._disk.write(file.fd, [memoryview(text)], nbytes)
+                nbytes += len(text)
+            self._disk.replace(self._directory, NEW_FILE_NAME, journal.FILE_NAME)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                # The file takes space, of which there may be none left.
+                self._disk.remove(self._directory, NEW_FILE_NAME)
+            raise
+        self._continue(file, nbytes)
+
+    def _continue(self, file: OpenFile, nbytes: int) -> None:
+        self._file, self._nbytes = file, nbytes
+        self._compact_at_bytes = 2 * nbytes + COMPACT_AT_LEAST_BYTES
+
+
+class OwnBlocks(Observer):
     """A thread calls the constructor, which restores the blocks; all else belongs to the event loop.
 
     Args:
-        mac: makes the blocks' tags; None: servers share no key.
         files: closes what the constructor opens, also if it raises OSError.
-
-    Attributes:
-        pool: manages the slots.
-        extents: hold the bytes.
-        buffer: of changes that the journal does not have yet.
     """
 
     @no_collections()
@@ -59,7 +134,8 @@ class OwnBlocks:
         directory: Directory,
         size_bytes: int,
         policy: Callable[[], Policy],
-        journal: Journal,
+        disk: Disk,
+        empty: MakeInventory,
         make_extents: MakeExtents,
         mac: BlockMac | None,
         files: contextlib.ExitStack,
@@ -68,15 +144,17 @@ class OwnBlocks:
         self._mac = mac
         self._tags: dict[int, bytes] = {}
         """Of the blocks in the slots, by offset; also of slots that are empty again."""
-        self.buffer = JournalBuffer(self._tags)
-        self._journal = journal
-        files.callback(journal.close)
-        inventory = journal.load()
+        self._changes: list[tuple[GroupKey | int | None, list[Any]]] = []
+        """What the journal does not have yet, in its order: (group, records) of stored blocks, (REMOVED, offsets) of
+        empty slots, (None, encoded frames)."""
+        self._journal = Journal(directory, disk, empty)
+        files.callback(self._journal.close)
+        inventory = self._journal.load()
         if inventory.trouble:
             log.warning("a tier's journal cannot be read to its end", tier=tier_name, error=inventory.trouble)
         extent_bytes = inventory.extent_bytes or _extent_bytes(size_bytes)
         if extent_bytes > size_bytes or extent_bytes % ALIGNMENT:
-            inventory, extent_bytes = journal.empty(), _extent_bytes(size_bytes)
+            inventory, extent_bytes = empty(), _extent_bytes(size_bytes)
         inventory.extent_bytes = extent_bytes
         arena, ids = Arena(size_bytes, extent_bytes), itertools.count(1)
         self.pool = Pool(arena, time.monotonic, lambda: next(ids), _LIMITS, policy)
@@ -90,13 +168,14 @@ class OwnBlocks:
             for group in opened.groups:
                 if records := inventory.groups.get((fingerprint, group.idx)):
                     restore(self.pool, group, list(records.values()))
-        self.pool.observe(self.buffer)
+        self.pool.observe(self)
         inventory.keep_only(self._is_restored)
         for records in inventory.groups.values():
             self._tags.update((record.offset, record.tag) for record in records.values() if record.tag)
-        journal.begin(inventory)
+        self._journal.begin(inventory)
         self.extents.tidy(arena.num_extents, set(arena.unused_extents()))
-        self.buffer.named.update(inventory.specs)
+        self._named = set(inventory.specs)
+        """Namespaces that the journal or the changes name."""
         room = directory.available_bytes() + arena.used_bytes
         if room < size_bytes:
             log.warning(
@@ -124,7 +203,9 @@ class OwnBlocks:
         Raises OSError, OutOfSpaceError or InvalidRequestError; nothing is stored then.
         """
         opened = self.pool.namespace(namespace.fingerprint) or self.pool.open_namespace(namespace.spec)[0]
-        self.buffer.open_namespace(namespace)
+        if namespace.fingerprint not in self._named:
+            self._add(None, journal.encode_namespace(namespace.spec))
+            self._named.add(namespace.fingerprint)
         grant = finish(reserve(self.pool, opened.groups[group_idx], _runs(group_idx, blocks)))
         # This call is the only writer, and none of the blocks is there: all are granted.
         spots = [
@@ -143,19 +224,43 @@ class OwnBlocks:
             raise
         commit(self.pool, grant.ticket_id, [block.checksums for block in blocks])
 
+    def record(self, entry: Entry) -> Record:
+        """A complete entry as the journal lists it."""
+        tag = self._tags.get(entry.offset, b"")
+        return Record(entry.block_hash, entry.parent_hash, entry.offset, entry.checksums, tag)
+
+    def stored(self, entry: Entry) -> None:
+        self._add((entry.group.fingerprint, entry.group.idx), self.record(entry))
+
+    def removed(self, entry: Entry) -> None:
+        self._add(journal.REMOVED, entry.offset)
+
+    def _add(self, kind: GroupKey | int | None, item: Any) -> None:
+        """Adds a change; those of one kind in a row share a frame."""
+        if not self._changes or self._changes[-1][0] != kind:
+            self._changes.append((kind, []))
+        self._changes[-1][1].append(item)
+
     async def flush_journal(self, threads: DaemonThreadPool) -> None:
         """Writes changes to the journal; for one caller at a time. Raises OSError; the next call repeats the write."""
-        if frames := self.buffer.pop():
+        changes, self._changes = self._changes, []
+        if frames := b"".join(_encode(kind, items) for kind, items in changes):
             try:
                 await threads.call(self._journal.append, frames)
             except BaseException:
-                self.buffer.push_back(frames)
+                self._changes.insert(0, (None, [frames]))
                 raise
 
     async def free_extents(self, threads: DaemonThreadPool) -> None:
         """Writes removals to the journal, then frees the disk space of empty extents. Raises OSError."""
         await self.flush_journal(threads)
         await threads.call(self.extents.free, self.pool.arena.unused_extents())
+
+
+def _encode(kind: GroupKey | int | None, items: list[Any]) -> bytes:
+    if kind is None:
+        return b"".join(items)
+    return journal.encode_removed(items) if isinstance(kind, int) else journal.encode_stored(kind, items)
 
 
 def _extent_bytes(size_bytes: int) -> int:

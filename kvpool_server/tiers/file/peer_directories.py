@@ -7,17 +7,15 @@ the checksums tell.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from typing import NamedTuple
 
 import structlog
 
 from kvpool.protocol.text import printable
 from kvpool_server.cache.entry import Record
-from kvpool_server.tiers.file.directory import Directory
+from kvpool_server.tiers.file.directory import Directory, OpenFile
 from kvpool_server.tiers.file.extents import Extents, MakeExtents
-from kvpool_server.tiers.file.frames import GroupKey
-from kvpool_server.tiers.file.journal import FILE_NAME, Inventory
+from kvpool_server.tiers.file.journal import FILE_NAME, GroupKey, Inventory, MakeInventory
 
 log = structlog.get_logger()
 
@@ -44,20 +42,17 @@ class PeerBlocks(NamedTuple):
 class PeerDirectory:
     """One other server's directory, which it closes. For one thread at a time.
 
-    Args:
-        empty: makes the inventory of a journal.
-
     Attributes:
         blocks: can be read; None until the journal's first frame is known.
         inventory: of the journal that is being read.
     """
 
-    def __init__(self, directory: Directory, make_extents: MakeExtents, empty: Callable[[], Inventory]):
+    def __init__(self, directory: Directory, make_extents: MakeExtents, empty: MakeInventory):
         self.directory = directory
         self.blocks: PeerBlocks | None = None
         self._make_extents = make_extents
         self._empty = empty
-        self._journal = -1
+        self._journal: OpenFile | None = None
         self.inventory = empty()
         self._next_skip = self._refreshes_to_skip = 0
 
@@ -74,17 +69,16 @@ class PeerDirectory:
 
         Stops once `max_bytes` were read. The blocks may take `max_memory_bytes`. Raises OSError.
         """
-        if self._journal < 0 or self._is_replaced():
-            opened = self.directory.open(FILE_NAME, os.O_RDONLY)
-            self._close_journal()
-            self._journal, self.inventory = opened, self._empty()
+        if (journal := self._journal) is None or self._is_replaced(journal.fd):
+            journal = self._journal = OpenFile(self.directory.open(FILE_NAME, os.O_RDONLY))
+            self.inventory = self._empty()
             self._next_skip = self._refreshes_to_skip = 0
         elif self._refreshes_to_skip:
             self._refreshes_to_skip -= 1
             return 0
         self.inventory.max_memory_bytes = max_memory_bytes - self._replaced_memory_bytes()
         began_at = self.inventory.nbytes
-        num_read = self.inventory.read(self._journal, max_bytes)
+        num_read = self.inventory.read(journal.fd, max_bytes)
         is_vain = num_read > 0 and began_at == self.inventory.nbytes
         if is_vain:  # The rest of the frame may come yet, or never: refreshes that read it again become rarer.
             self._refreshes_to_skip = self._next_skip
@@ -98,20 +92,15 @@ class PeerDirectory:
         return num_read
 
     def close(self) -> None:
-        self._close_journal()
+        self._journal = None
         if self.blocks is not None:
             self.blocks.extents.close()
             self.blocks = None
         self.directory.close()
 
-    def _is_replaced(self) -> bool:
+    def _is_replaced(self, fd: int) -> bool:
         now = self.directory.stat(FILE_NAME)
-        return not os.path.samestat(now, os.fstat(self._journal)) or now.st_size < self.inventory.nbytes
-
-    def _close_journal(self) -> None:
-        if self._journal >= 0:
-            os.close(self._journal)
-            self._journal = -1
+        return not os.path.samestat(now, os.fstat(fd)) or now.st_size < self.inventory.nbytes
 
 
 class PeerDirectories:
@@ -120,16 +109,10 @@ class PeerDirectories:
     Args:
         own_name: of this server's directory, which is none of them.
         max_memory_bytes: the most memory that the blocks of all of them may take.
-        empty: makes the inventory of a journal.
     """
 
     def __init__(
-        self,
-        root: Directory,
-        own_name: str,
-        make_extents: MakeExtents,
-        max_memory_bytes: int = DEFAULT_MEMORY_BYTES,
-        empty: Callable[[], Inventory] = Inventory,
+        self, root: Directory, own_name: str, make_extents: MakeExtents, max_memory_bytes: int, empty: MakeInventory
     ):
         self._root = root
         self._own_name = own_name

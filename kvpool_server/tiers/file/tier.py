@@ -35,14 +35,11 @@ from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.cache.pool import Pool
 from kvpool_server.cache.steps import finish
 from kvpool_server.tiers.block_mac import BlockMac
-from kvpool_server.tiers.file.directory import UntrustedFileError
-from kvpool_server.tiers.file.disk import Disk, UsrbioDisk
-from kvpool_server.tiers.file.extents import BlockSpot, Extents, read_all
-from kvpool_server.tiers.file.journal import Inventory, Journal
+from kvpool_server.tiers.file.directory import OwnDirectory, UntrustedFileError, raise_descriptor_limit
+from kvpool_server.tiers.file.extents import BlockSpot, Disk, Extents, UsrbioDisk, read_all
+from kvpool_server.tiers.file.journal import Inventory
 from kvpool_server.tiers.file.own_blocks import TTL_MS, OwnBlocks
-from kvpool_server.tiers.file.own_directory import OwnDirectory
 from kvpool_server.tiers.file.peer_directories import DEFAULT_MEMORY_BYTES, PeerBlocks, PeerDirectories
-from kvpool_server.tiers.open_files import raise_descriptor_limit
 from kvpool_server.tiers.thread_pool import DaemonThreadPool
 from kvpool_server.tiers.tier import Block, Tier, TierContext, TierError, TierOptions
 
@@ -114,11 +111,7 @@ class FileOptions(TierOptions):
 
 
 class FileTier(Tier):
-    """Reads and writes the blocks of this server's directory, and reads those of its peers.
-
-    Attributes:
-        pool: manages the slots; set once the tier is open.
-    """
+    """Reads and writes the blocks of this server's directory, and reads those of its peers."""
 
     pool: Pool
     _blocks: OwnBlocks
@@ -158,15 +151,14 @@ class FileTier(Tier):
         self._refreshing = asyncio.create_task(self._refresh_forever())
 
     def _restore(self) -> None:
-        own, size_bytes, has_tags = self._own, self._options.size, self._mac is not None
-        memory_bytes = max(MIN_MEMORY_BYTES, size_bytes // SIZE_PER_MEMORY)
-        empty = functools.partial(Inventory, memory_bytes, has_tags=has_tags)
-        peer_memory = self._options.peer_memory
-        self._peers = PeerDirectories(own.root, own.name, self._make_extents, peer_memory, empty)
+        own, options = self._own, self._options
+        memory_bytes = max(MIN_MEMORY_BYTES, options.size // SIZE_PER_MEMORY)
+        empty = functools.partial(Inventory, memory_bytes, has_tags=self._mac is not None)
+        self._peers = PeerDirectories(own.root, own.path.name, self._make_extents, options.peer_memory, empty)
         self._files.callback(self._peers.close)
-        journal = Journal(own.directory, self._disk, empty)
+        make, files = self._make_extents, self._files
         self._blocks = OwnBlocks(
-            self.name, own.directory, size_bytes, self._policy, journal, self._make_extents, self._mac, self._files
+            self.name, own.directory, options.size, self._policy, self._disk, empty, make, self._mac, files
         )
         self.pool = self._blocks.pool
 
@@ -229,7 +221,7 @@ class FileTier(Tier):
         for nth, (block_hash, view) in enumerate(zip(block_hashes, into, strict=True)):
             entry = index.get(block_hash)
             if entry is not None and entry.complete:
-                extents, record = own, self._blocks.buffer.record(entry)
+                extents, record = own, self._blocks.record(entry)
             elif (peer := self._peers.find(group, block_hash)) is not None:
                 theirs[nth] = peer
                 extents, record = peer[0].extents, peer[1]

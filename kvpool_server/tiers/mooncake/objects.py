@@ -51,7 +51,6 @@ def verify(
     Args:
         payload: uint8 [slot_bytes].
         footer: `footer_bytes(num_shards, mac is not None)` bytes.
-        mac: verifies the tag of the block `name`; None: blocks have no tags.
     """
     if _HEAD.unpack_from(footer) != (MAGIC, _digest(key), payload.nbytes, num_shards):
         return None
@@ -72,13 +71,12 @@ def put_blocks(
     keys = list(map(object_key, names))
     nbytes = blocks[0].payload.nbytes
     size = nbytes + footer_bytes(len(blocks[0].checksums), mac is not None)
-    offsets = [nth * size for nth in range(len(blocks))]
-    for offset, key, name, block in zip(offsets, keys, names, blocks, strict=True):
-        channel.memory[offset : offset + nbytes] = np.frombuffer(block.payload, np.uint8)
+    for nth, (key, name, block) in enumerate(zip(keys, names, blocks, strict=True)):
+        staged = channel.memory[nth * size : (nth + 1) * size]
+        staged[:nbytes] = np.frombuffer(block.payload, np.uint8)
         tag = b"" if mac is None else mac.tag(name, block.payload)
-        footer = encode_footer(key, nbytes, block.checksums, tag)
-        channel.memory[offset + nbytes : offset + size] = np.frombuffer(footer, np.uint8)
-    return channel.call("put", keys, offsets, [size] * len(keys))
+        staged[nbytes:] = np.frombuffer(encode_footer(key, nbytes, block.checksums, tag), np.uint8)
+    return channel.call("put", keys, size)
 
 
 class StagedRead:
@@ -86,7 +84,6 @@ class StagedRead:
 
     Args:
         views: where each block of `names` goes: uint8 [slot_bytes], `num_shards` chunks.
-        mac: verifies the blocks' tags; None: blocks have none.
 
     Attributes:
         found: for each block the checksums of its chunks, None until the block has been copied and verified.
@@ -107,11 +104,10 @@ class StagedRead:
     def run(self, channel: StoreChannel) -> list[int]:
         """Gets the objects, and copies and verifies each; Mooncake's codes. Raises StoreError."""
         size = self._views[0].nbytes + footer_bytes(self._num_shards, self._mac is not None)
-        offsets = [nth * size for nth in range(len(self._keys))]
-        codes = channel.call("get", self._keys, offsets, [size] * len(self._keys))
+        codes = channel.call("get", self._keys, size)
         for nth, code in enumerate(codes):
             if code == size:
-                self._copy(nth, channel.memory[offsets[nth] : offsets[nth] + size])
+                self._copy(nth, channel.memory[nth * size : (nth + 1) * size])
             elif code >= 0 or code == TOO_SMALL:
                 self.corrupt.append(self._keys[nth])
         return codes

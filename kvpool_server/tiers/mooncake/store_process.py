@@ -23,8 +23,8 @@ import structlog
 
 from kvpool.protocol.text import printable
 from kvpool.transport.child_process import ChildProcess
-from kvpool_server.tiers.mooncake.messages import CODES, TEXT, Call, MessageError, MessageSocket, Request, socket_pair
-from kvpool_server.tiers.mooncake.worker import TRANSFERS, StoreConfig
+from kvpool_server.tiers.mooncake import worker
+from kvpool_server.tiers.mooncake.worker import Call, MessageError, MessageSocket, Request, StoreConfig
 
 log = structlog.get_logger()
 
@@ -59,14 +59,15 @@ class StoreChannel(MessageSocket):
         self._store = store
         self._offset = offset
 
-    def call(
-        self, what: Call, keys: Sequence[str], offsets: Sequence[int] = (), sizes: Sequence[int] = ()
-    ) -> list[int]:
-        """Mooncake's code for each key. `offsets` are positions in `memory`. Raises StoreError."""
+    def call(self, what: Call, keys: Sequence[str], size: int = 0) -> list[int]:
+        """Mooncake's code for each key; `size`: bytes of each object in `memory`, one after the other.
+
+        Raises StoreError.
+        """
         sent_at = time.monotonic()
         try:
-            self.send(Request(what, list(keys), [self._offset + offset for offset in offsets], list(sizes)))
-            while (codes := self.receive(CODES, QUIET_S)) is None:
+            self.send(Request(what, list(keys), self._offset, size))
+            while (codes := self.receive(worker.CODES, QUIET_S)) is None:
                 self._store.check_alive(sent_at)
             if len(codes) != len(keys):
                 raise MessageError(f"{len(codes)} codes for {len(keys)} keys")
@@ -76,22 +77,13 @@ class StoreChannel(MessageSocket):
         except MessageError as error:
             self._store.kill()
             raise StoreError(f"Mooncake's client process has sent {error}, and was killed") from None
-        if what in TRANSFERS:
+        if what in worker.TRANSFERS:
             self._store.answered_at = time.monotonic()
         return codes
 
 
-class Channels(queue.SimpleQueue[StoreChannel]):
-    """Channels that no caller has."""
-
-    @contextlib.contextmanager
-    def borrowed(self) -> Iterator[StoreChannel]:
-        """A channel for this caller alone; waits until one is free."""
-        channel = self.get()
-        try:
-            yield channel
-        finally:
-            self.put(channel)
+Channels = queue.SimpleQueue[StoreChannel]
+"""Channels that no caller has."""
 
 
 class StoreProcess:
@@ -108,7 +100,7 @@ class StoreProcess:
         self._is_dead = False
         self._ping_lock = threading.Lock()
         memory_fd = os.memfd_create("kvpool-tier-mooncake", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        ends = [socket_pair() for _ in range(num_transfers + NUM_QUESTION_CHANNELS + 1)]
+        ends = [worker.socket_pair() for _ in range(num_transfers + NUM_QUESTION_CHANNELS + 1)]
         try:
             os.ftruncate(memory_fd, num_transfers * STAGING_BYTES)
             # Sealed: the process cannot shorten it, which would end this server with a bus error.
@@ -126,7 +118,8 @@ class StoreProcess:
             StoreChannel(self, end, memory[start : start + STAGING_BYTES], start)
             for start, (end, _) in zip(starts, ends, strict=True)
         ]
-        self.transfers, self.questions = Channels(), Channels()
+        self.transfers: Channels = queue.SimpleQueue()
+        self.questions: Channels = queue.SimpleQueue()
         *others, self._ping_channel = self._channels
         for nth, channel in enumerate(others):
             (self.transfers if nth < num_transfers else self.questions).put(channel)
@@ -139,7 +132,7 @@ class StoreProcess:
 
     def _wait_until_ready(self, master: str) -> None:
         try:
-            problem = self._channels[0].receive(TEXT, START_S)
+            problem = self._channels[0].receive(worker.TEXT, START_S)
         except (EOFError, OSError):
             raise StoreError("Mooncake's client process died at its start; its log is on stderr") from None
         except MessageError as error:
@@ -166,7 +159,7 @@ class StoreProcess:
         with self._ping_lock:
             if not problem and not self._is_dead:
                 self._ping_channel.send(Request("ping"))
-                if self._ping_channel.receive(CODES, PONG_S) is None:
+                if self._ping_channel.receive(worker.CODES, PONG_S) is None:
                     problem = f"did not answer a ping within {PONG_S:.0f} s"
         if problem:
             self.kill()
@@ -258,13 +251,15 @@ class StoreWorkers:
     ) -> list[int]:
         for is_last in (False, True):
             with self._chosen() as nth:
-                process = self.start(nth)
+                channels = channels_of(self.start(nth))
+                channel = channels.get()
                 try:
-                    with channels_of(process).borrowed() as channel:
-                        return work(channel)
+                    return work(channel)
                 except StoreError:
                     if is_last or self._is_closed:
                         raise
+                finally:
+                    channels.put(channel)
         raise AssertionError("the last try returns or raises")
 
     @contextlib.contextmanager

@@ -16,8 +16,9 @@ import asyncio
 import functools
 import re
 import socket
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar
 
 import structlog
@@ -26,9 +27,7 @@ from pydantic import ByteSize, Field, field_validator
 from kvpool.protocol.errors import ConfigError
 from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.tiers.block_mac import BlockMac
-from kvpool_server.tiers.mooncake.messages import MAX_KEYS, Call
 from kvpool_server.tiers.mooncake.objects import StagedRead, footer_bytes, object_key, put_blocks
-from kvpool_server.tiers.mooncake.presence_cache import PresenceCache
 from kvpool_server.tiers.mooncake.store_process import (
     NUM_QUESTION_CHANNELS,
     STAGING_BYTES,
@@ -36,7 +35,7 @@ from kvpool_server.tiers.mooncake.store_process import (
     StoreError,
     StoreWorkers,
 )
-from kvpool_server.tiers.mooncake.worker import StoreConfig
+from kvpool_server.tiers.mooncake.worker import MAX_KEYS, Call, StoreConfig
 from kvpool_server.tiers.thread_pool import DaemonThreadPool
 from kvpool_server.tiers.tier import Block, BlockKey, Tier, TierContext, TierError, TierOptions
 
@@ -52,6 +51,11 @@ MIN_SEGMENT_BYTES = 16 << 20
 CLOSE_S = 2.0
 DEFAULT_THREADS = 3
 """One transfer whose bytes Mooncake moves, and others that are copied and verified meanwhile."""
+
+FRESH_S = 10.0
+"""How long a block is believed to be there: the cluster evicts, and other servers remove, without notice."""
+MAX_BLOCKS = 1 << 17
+"""Blocks that a tier remembers."""
 
 IS_THERE = 1
 NO_SPACE = -200
@@ -92,14 +96,52 @@ class MooncakeOptions(TierOptions):
         return MooncakeTier(config, max(self.threads, self.workers), self.workers, BlockMac.of(self))
 
 
-class MooncakeTier(Tier):
-    """Writes blocks to a cluster as objects, and reads them.
+class PresenceCache:
+    """The latest MAX_BLOCKS blocks that this server has written, found or read. Belongs to the event loop.
 
-    Args:
-        threads: reads and writes at once.
-        workers: Mooncake's client processes.
-        mac: makes and verifies the blocks' tags; None: servers share no key.
+    Attributes:
+        num_own: blocks by namespace that this server has written, and has not found gone since.
+        own_bytes: bytes of their slots, by namespace.
     """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self._clock = clock
+        self._blocks: OrderedDict[BlockKey, tuple[float, int]] = OrderedDict()
+        """Until when each block is believed to be there, and its own bytes."""
+        self.num_own: Counter[bytes] = Counter()
+        self.own_bytes: Counter[bytes] = Counter()
+
+    def has(self, key: BlockKey) -> bool:
+        """Whether the block was there within the last FRESH_S. False means unknown."""
+        fresh_until, _ = self._blocks.get(key, (0.0, 0))
+        return self._clock() < fresh_until
+
+    def add(self, key: BlockKey, own_bytes: int = 0) -> None:
+        """Notes that a block is there; `own_bytes` are those of its slot if this server has just written it, else 0."""
+        _, known_bytes = self._blocks.get(key, (0.0, 0))
+        if own_bytes and not known_bytes:
+            self.num_own[key[0]] += 1
+            self.own_bytes[key[0]] += own_bytes
+        self._blocks[key] = self._clock() + FRESH_S, known_bytes or own_bytes
+        self._blocks.move_to_end(key)
+        while len(self._blocks) > MAX_BLOCKS:
+            self.discard([next(iter(self._blocks))])
+
+    def discard(self, keys: Iterable[BlockKey]) -> None:
+        """Notes that blocks are gone, or about to be removed."""
+        for key in keys:
+            _, own_bytes = self._blocks.pop(key, (0.0, 0))
+            if own_bytes:
+                self.num_own[key[0]] -= 1
+                self.own_bytes[key[0]] -= own_bytes
+
+    def clear(self, fingerprint: bytes = b"") -> None:
+        """Notes that the blocks of a namespace, or of all, are gone."""
+        self.discard([key for key in self._blocks if not fingerprint or key[0] == fingerprint])
+
+
+class MooncakeTier(Tier):
+    """Writes blocks to a cluster as objects, and reads them: `threads` at once, by `workers` client processes."""
 
     def __init__(
         self, config: StoreConfig, threads: int = DEFAULT_THREADS, workers: int = 1, mac: BlockMac | None = None
@@ -164,8 +206,8 @@ class MooncakeTier(Tier):
             self.counters["refused_blocks"] += len(new)
             return sum(there)
         written = 0
-        for part in _parts(list(new.values()), most):
-            names = _names(namespace, group_idx, [block.block_hash for block in part])
+        all_names = _names(namespace, group_idx, list(new))
+        for names, part in zip(_parts(all_names, most), _parts(list(new.values()), most), strict=True):
             codes = await self._transfer(functools.partial(put_blocks, names, part, self._mac))
             self._check(codes)
             for name, code in zip(names, codes, strict=True):
@@ -188,9 +230,8 @@ class MooncakeTier(Tier):
             return [None] * len(block_hashes)
         num_shards = namespace.groups[group_idx].spec.num_shards
         found: list[Sequence[int] | None] = []
-        for part in _parts(list(zip(block_hashes, into, strict=True)), most):
-            names = _names(namespace, group_idx, [block_hash for block_hash, _ in part])
-            views = [view for _, view in part]
+        all_names = _names(namespace, group_idx, block_hashes)
+        for names, views in zip(_parts(all_names, most), _parts(into, most), strict=True):
             reading = StagedRead(names, views, num_shards, self._mac)
             try:
                 codes = await self._transfer(reading.run)

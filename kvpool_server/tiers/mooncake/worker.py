@@ -1,13 +1,16 @@
-"""Mooncake's client: `python -m kvpool_server.tiers.mooncake.worker`, started by `store_process.py` alone.
+"""Mooncake's client in a process of its own, `python -m kvpool_server.tiers.mooncake.worker`, and how it is called.
 
-The client runs in a process of its own because nothing within a process can hold it to a deadline: its start and its
-end keep Python's lock (with a stopped master for 70 s and 8 s), its destructor waits as long for such a master, a
-process that ends during a call is aborted, and a transfer that was given up goes on writing to its buffer. A process
-can be killed.
+Nothing within a process can hold the client to a deadline: its start and its end keep Python's lock (with a stopped
+master for 70 s and 8 s), its destructor waits as long for such a master, a process that ends during a call is aborted,
+and a transfer that was given up goes on writing to its buffer. A process can be killed.
 
-The process ends with its server (`child_process.py`). Calls come over one socket a channel; each channel has a thread
-here, and each channel for transfers a part of the staging memory that is shared with the server. Transfers take turns:
-a call of Mooncake's that waits keeps a core busy, and several at once take longer than one after the other.
+The process ends with its server (`child_process.py`), and `store_process.py` alone starts it. Calls come as msgpack,
+over one socket a channel, which keeps messages whole. Each channel has a thread here, and each channel for transfers a
+part of the staging memory that is shared with the server. Transfers take turns: a call of Mooncake's that waits keeps a
+core busy, and several at once take longer than one after the other.
+
+Mooncake parses what comes from the network, so the process may have been taken over: whatever it sends is bounded in
+length and checked for its type before the server uses it, and cannot make the server wait beyond a deadline.
 """
 
 from __future__ import annotations
@@ -21,21 +24,15 @@ import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 import numpy as np
+from msgspec import Meta
 
 from kvpool.protocol.errors import ConfigError
 from kvpool.transport.child_process import receive_settings, wait_for_parent_end
 from kvpool.transport.mooncake_engine import engine_start, import_mooncake
-from kvpool_server.tiers.mooncake.messages import (
-    MAX_TEXT_CHARS,
-    REQUEST,
-    MessageError,
-    MessageSocket,
-    Request,
-)
 
 ENVIRONMENT = {
     "MC_RPC_TIMEOUT_MS": "5000",  # Of a call to the master; else 30 s.
@@ -48,9 +45,90 @@ ENVIRONMENT = {
 CONNECT_S = 3.0
 END_S = 4
 """For leaving the cluster: the master then allocates nothing more in this process's segment."""
-
 TRANSFERS = ("put", "get")
 """Calls that move bytes."""
+MAX_MESSAGE_BYTES = 256 << 10
+"""The socket's buffer holds the longest request of a tier."""
+MAX_KEYS = 1024
+"""Keys of one call: Mooncake's puts of 4,096 keys at once fail over TCP."""
+MAX_KEY_CHARS = 512
+MAX_TEXT_CHARS = 4096
+SEND_S = 10.0
+"""A peer that does not read is given up after so long."""
+
+T = TypeVar("T")
+
+Call = Literal["ping", "exist", "put", "get", "remove", "clear"]
+Key = Annotated[str, Meta(max_length=MAX_KEY_CHARS)]
+Size = Annotated[int, Meta(ge=0, lt=1 << 62)]
+
+
+class Request(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A call.
+
+    Args:
+        keys: of objects; for "clear" patterns of keys.
+        offset, size: of the first object in the staging memory, and of each; they lie one after the other. For a call
+            that moves bytes.
+    """
+
+    what: Call
+    keys: Annotated[list[Key], Meta(max_length=MAX_KEYS)] = []
+    offset: Size = 0
+    size: Size = 0
+
+
+REQUEST = msgspec.msgpack.Decoder(Request)
+CODES = msgspec.msgpack.Decoder(
+    Annotated[list[Annotated[int, Meta(ge=-(1 << 31), lt=1 << 31)]], Meta(max_length=MAX_KEYS)]
+)
+"""Mooncake's code for each key of a call."""
+TEXT = msgspec.msgpack.Decoder(Annotated[str, Meta(max_length=MAX_TEXT_CHARS)])
+"""Why the process cannot start; empty if it has."""
+
+
+class MessageError(Exception):
+    """The peer has sent something that is no message of the expected type."""
+
+
+def socket_pair() -> tuple[socket.socket, socket.socket]:
+    """Both ends of a channel."""
+    ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    for end in ends:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MAX_MESSAGE_BYTES)
+    return ends
+
+
+class MessageSocket:
+    """One end of a channel, for one thread at a time."""
+
+    def __init__(self, end: socket.socket):
+        self._socket = end
+
+    def send(self, message: Any) -> None:
+        """Raises OSError if the peer has ended, or does not read."""
+        self._socket.settimeout(SEND_S)
+        self._socket.send(msgspec.msgpack.encode(message))
+
+    def receive(self, decoder: msgspec.msgpack.Decoder[T], timeout_s: float | None) -> T | None:
+        """The next message; None if there is none in time. `timeout_s` None: no deadline.
+
+        Raises MessageError, EOFError if the peer has ended, or OSError.
+        """
+        self._socket.settimeout(timeout_s)
+        try:
+            payload = self._socket.recv(MAX_MESSAGE_BYTES)  # The rest of a longer message is dropped.
+        except TimeoutError:
+            return None
+        if not payload:
+            raise EOFError("the peer has ended")
+        try:
+            return decoder.decode(payload)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise MessageError(f"an invalid message ({error})") from None
+
+    def close(self) -> None:
+        self._socket.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,16 +194,14 @@ def serve(
 
 def _addresses(request: Request, memory: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> list[int]:
     """Where the call's bytes lie in this process. Raises MessageError if that is not the staging memory."""
-    num_moved = len(request.keys) if request.what in TRANSFERS else 0
-    if not len(request.offsets) == len(request.sizes) == num_moved:
-        raise MessageError(f"{request.what} with {len(request.offsets)} offsets for {len(request.keys)} keys")
-    if any(offset + size > memory.nbytes for offset, size in zip(request.offsets, request.sizes, strict=True)):
+    if request.what in TRANSFERS and request.offset + request.size * len(request.keys) > memory.nbytes:
         raise MessageError(f"{request.what} of bytes outside of the staging memory")
-    return [memory.ctypes.data + offset for offset in request.offsets]
+    first = memory.ctypes.data + request.offset
+    return [first + nth * request.size for nth in range(len(request.keys))]
 
 
 def _answer(store: Any, request: Request, addresses: Sequence[int]) -> list[int]:
-    keys, sizes = request.keys, request.sizes
+    keys, sizes = request.keys, [request.size] * len(request.keys)
     match request.what:
         case "ping":
             return []

@@ -28,26 +28,6 @@ async def test_a_tier_that_must_be_asked_is_asked_once(rig: Rig, tier: MemoryTie
     assert (await rig.hits("nowhere")).num_leading == 0 and tier.calls["find"] == 3
 
 
-@play()
-async def test_a_failed_read_leaves_no_slot_reserved(rig: Rig, tier: MemoryTier) -> None:
-    await rig.demote("a", "b")
-    tier.failure = "the disk is gone"
-    assert rig.lookup("a", "b").hits[0].num_pending == 2
-    await rig.wait_idle()
-    stats = rig.pool.stats()
-    assert stats.num_incomplete == 0 and stats.free_bytes == stats.arena_bytes
-    assert rig.lookup("a", "b").hits[0].num_pending == 0
-
-
-@play()
-async def test_a_block_that_could_not_be_read_is_not_read_again_at_once(rig: Rig, tier: MemoryTier) -> None:
-    await rig.demote("a", "b")
-    tier.known = lambda *_: [True] * len(_[2])  # type: ignore[method-assign]  # As a neighbour's old journal has it.
-    del tier.kept[block_hash("b")]
-    assert (await rig.hits("a", "b")).num_leading == 1
-    assert tier.counters["missed_promotions"] == 1
-
-
 @pytest.mark.parametrize("failure", ["", "the disk is gone"], ids=["other bytes", "an error"])
 @play(has_tenants=True)
 async def test_a_read_that_brings_another_tenants_bytes_leaves_none_of_them_in_the_slot(
@@ -71,18 +51,22 @@ async def test_a_read_that_brings_another_tenants_bytes_leaves_none_of_them_in_t
     assert not rig.memory.any()
 
 
+@pytest.mark.parametrize("num_free", [0, 4])
 @play()
-async def test_without_free_slots_nothing_is_promoted_and_nothing_is_pending(rig: Rig, tier: MemoryTier) -> None:
-    await rig.demote("a", "b")
-    rig.put(*(f"p{nth}" for nth in range(SLOTS)))
+async def test_no_more_is_promoted_than_there_are_free_slots_and_nothing_stays_pending(
+    rig: Rig, tier: MemoryTier, num_free: int
+) -> None:
+    names, others = [f"n{nth}" for nth in range(8)], [f"p{nth}" for nth in range(SLOTS - num_free)]
+    await rig.demote(*names)
+    rig.put(*others)
     await rig.wait_idle()
-    held = rig.lookup(*(f"p{nth}" for nth in range(SLOTS)))
-    assert held.hits[0].num_leading == SLOTS
-    assert (await rig.hits("a", "b")).num_leading == 0
-    assert tier.counters["dropped_promotions"] == 2
+    held = rig.lookup(*others)
+    assert held.hits[0].num_leading == len(others)
+    assert (await rig.hits(*names)).num_leading == num_free
+    assert tier.counters["dropped_promotions"] == 8 - num_free
     rig.pool.release([held.lease_id])
     rig.clock.advance(promoter.ANSWER_VALID_S + 1)
-    assert (await rig.hits("a", "b")).num_leading == 2
+    assert (await rig.hits(*names)).num_leading == 8
 
 
 @play()
@@ -147,18 +131,6 @@ async def test_no_block_is_promoted_behind_one_that_cannot_be_read(
     assert (await rig.hits(*names)).num_leading == 2
     assert rig.pool.stats().num_entries <= 6, "blocks came up that are of no use"
     assert rig.tiered.is_idle
-
-
-@play()
-async def test_with_few_free_slots_a_part_is_promoted(rig: Rig, tier: MemoryTier) -> None:
-    names = [f"n{nth}" for nth in range(8)]
-    await rig.demote(*names)
-    others = [f"p{nth}" for nth in range(SLOTS - 4)]
-    rig.put(*others)
-    await rig.wait_idle()
-    held = rig.lookup(*others).lease_id
-    assert (await rig.hits(*names)).num_leading == 4
-    rig.pool.release([held])
 
 
 class GatedReads(MemoryTier):

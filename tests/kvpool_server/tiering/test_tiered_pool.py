@@ -12,7 +12,6 @@ from kvpool.protocol.namespace import NamespaceSpec
 from kvpool.protocol.types import BlockRun, RunHits, ShardRange
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.observability.metrics import pool_families
-from kvpool_server.tiering import promoter
 from kvpool_server.tiering import tiered_pool as tiering
 from kvpool_server.tiers.health import AWAY_S
 from kvpool_server.tiers.tier import COUNTERS, TierError
@@ -68,19 +67,6 @@ async def test_drain_returns_how_many_blocks_are_not_written(rig: Rig, tier: Mem
     assert await rig.tiered.drain(0.05) == 2
     tier.gate.set()
     assert await rig.tiered.drain(5) == 0 and len(tier.kept) == 3
-
-
-@pytest.mark.parametrize("blocks", [1, 100])
-@play()
-async def test_a_lookup_prefetches_a_bounded_part_of_a_long_prompt(
-    rig: Rig, tier: MemoryTier, blocks: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What a prompt asks for beyond the bound is asked for again when the first part is there."""
-    names = [f"n{nth}" for nth in range(12)]
-    await rig.demote(*names)
-    monkeypatch.setattr(promoter, "MAX_PREFETCH_BLOCKS", blocks)
-    assert rig.lookup(*names).hits[0].num_pending == min(blocks, 12)
-    assert (await rig.hits(*names)).num_leading == 12
 
 
 @play()

@@ -90,29 +90,23 @@ async def test_what_comes_up_meanwhile_is_leased_at_once(
     assert rig.pool.stats().num_leases == 1
 
 
-@pytest.mark.parametrize("prefix_only", [True, False])
+@pytest.mark.parametrize(
+    ("failure", "prefix_only", "num_leading"), [("", True, 1), ("", False, 1), ("the disk is gone", True, 0)]
+)
 @play()
-async def test_blocks_that_are_lost_end_the_wait(rig: Rig, tier: MemoryTier, prefix_only: bool) -> None:
+async def test_blocks_that_are_lost_and_a_tier_that_fails_end_the_wait(
+    rig: Rig, tier: MemoryTier, failure: str, prefix_only: bool, num_leading: int
+) -> None:
     await rig.demote("a", "b", "c")
     tier.gate.clear()
     task = ask(rig, "a", "b", "c", prefix_only=prefix_only)
     await turns()
     del tier.kept[block_hash("b")]
+    tier.failure = failure
     tier.gate.set()
     found = await task
-    assert not found.retry_after_ms and found.hits[0].num_leading == 1
-
-
-@play()
-async def test_a_tier_that_fails_ends_the_wait(rig: Rig, tier: MemoryTier) -> None:
-    await rig.demote("a")
-    tier.gate.clear()
-    task = ask(rig, "a")
-    await turns()
-    tier.failure = "the disk is gone"
-    tier.gate.set()
-    found = await task
-    assert (found.hits[0].num_leading, found.lease_id, found.retry_after_ms) == (0, 0, 0)
+    assert (found.hits[0].num_leading, found.retry_after_ms) == (num_leading, 0)
+    assert not failure or not found.lease_id
 
 
 @play()

@@ -11,7 +11,7 @@ from typer.testing import CliRunner, Result
 
 from kvpool_server.tiers import command
 from kvpool_server.tiers.command import app
-from kvpool_server.tiers.file import frames
+from kvpool_server.tiers.file import journal
 from tests.contracts.tier_contract import TierContract, awaited, blocks_of, namespace_of, opened
 from tests.support.file_tier import file_tier
 from tests.support.tier_directories import acquire, inspect
@@ -33,7 +33,7 @@ async def _orphan(directory: Path) -> None:
 FOREIGN: dict[str, dict[str, bytes]] = {
     "a program's": {"data.db": b"precious"},
     "another journal": {"journal": b"Dear diary, today I have written a journal of my own"},
-    "with a note": {"journal": frames.encode_head(4096), "README": b"precious"},
+    "with a note": {"journal": journal.encode_head(4096), "README": b"precious"},
     "with a directory": {"extent-00000/precious": b""},
     "a lock with a process in it": {"lock": b"4711"},
 }
@@ -130,6 +130,9 @@ def test_gc_deletes_the_candidates_alone(root: Path) -> None:
     assert result.exit_code == 0 and "deleted 2 of 2 candidates" in result.stdout
     assert sorted(path.name for path in root.iterdir()) == ["a file", "foreign", "running", "without lock", "young"]
     assert (root / "foreign" / "README").exists() and (root / "running" / "journal").exists()
+    with pytest.raises(FileNotFoundError):
+        command.delete_directory(root / "without lock")
+    assert not list((root / "without lock").iterdir())
 
 
 def test_gc_takes_another_age(root: Path) -> None:

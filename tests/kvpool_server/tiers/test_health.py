@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from structlog.testing import capture_logs
 
-from kvpool_server.tiers.health import ANSWER_S, AWAY_S, Health
+from kvpool_server.tiers.health import AWAY_S, Health
 from kvpool_server.tiers.tier import TierError
 from tests.contracts.tier_contract import awaited
 from tests.support.clock import FakeClock
@@ -26,18 +26,6 @@ async def test_a_tier_that_fails_gets_no_calls_for_a_while() -> None:
     with health.call():
         pass
     assert health.is_working
-
-
-@awaited
-async def test_a_tier_without_an_answer_is_unavailable_until_its_call_ends() -> None:
-    clock = FakeClock()
-    health = Health("tier", clock)
-    with health.call():
-        clock.advance(ANSWER_S)
-        assert health.is_available
-        clock.advance(0.1)
-        assert not health.is_available and not health.is_working
-    assert health.is_available and health.is_working
 
 
 @awaited

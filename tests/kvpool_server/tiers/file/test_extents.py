@@ -1,18 +1,23 @@
-"""Extents of a file tier: bad spots, and room that is given back."""
+"""Extents of a file tier: bad spots, room that is given back, and files that are never closed under a user."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
-from kvpool_server.tiers.tier import TierError
+from kvpool_server.tiers.file.directory import Directory
+from kvpool_server.tiers.file.extents import Disk, Extents
+from kvpool_server.tiers.tier import OpenFiles, TierError
 from tests.contracts.tier_contract import SLOT, TierContract, awaited, blocks_of, namespace_of, opened, read_back
 from tests.support.file_tier import SIZE, BadDisk, file_tier
 from tests.support.integrity import check_integrity
+from tests.support.tier_directories import open_directory
 from tests.support.values import block_hash
 
 NAMESPACE = namespace_of(TierContract.spec)
+EXTENT_BYTES = 4096
 
 
 @awaited
@@ -82,3 +87,64 @@ async def test_an_extent_is_emptied_once(tmp_path: Path) -> None:
         for _ in range(3):
             await tier.clear()
         assert len(disk.truncated) == 1, "what was there at the start is known, too"
+
+
+class NotedDisk(Disk):
+    """Remembers which descriptors were opened and closed."""
+
+    def __init__(self) -> None:
+        self.opened: list[int] = []
+        self.closed: list[int] = []
+        self.while_opening: Callable[[], None] = lambda: None
+        self.while_writing: Callable[[], None] = lambda: None
+
+    def open(self, directory: Directory, name: str, flags: int) -> int:
+        self.opened.append(super().open(directory, name, flags))
+        self.while_opening()
+        return self.opened[-1]
+
+    def write(self, fd: int, views: Sequence[memoryview], offset: int) -> None:
+        self.while_writing()
+        super().write(fd, views, offset)
+
+    def close(self, fd: int) -> None:
+        self.closed.append(fd)
+        super().close(fd)
+
+
+def _extents(path: Path, disk: Disk, files: OpenFiles) -> Extents:
+    path.mkdir(exist_ok=True)
+    return Extents(open_directory(path), EXTENT_BYTES, True, disk, files, direct=False)
+
+
+def _use(extents: Extents, idx: int) -> None:
+    extents.write(idx * EXTENT_BYTES, [memoryview(b"bytes")])
+
+
+def test_a_closed_directory_opens_nothing_and_leaves_files_in_use_to_their_users(tmp_path: Path) -> None:
+    disk, files = NotedDisk(), OpenFiles()
+    extents = _extents(tmp_path, disk, files)
+    disk.while_writing = extents.close
+    _use(extents, 0)
+    assert (tmp_path / "extent-00000").read_bytes() == b"bytes", "closed under a user"
+    assert disk.closed == disk.opened and not files.files
+    with pytest.raises(FileNotFoundError, match="closed"):
+        _use(extents, 0)
+
+
+def test_a_file_that_is_being_opened_when_its_directory_is_closed_does_not_stay_open(tmp_path: Path) -> None:
+    disk, files = NotedDisk(), OpenFiles()
+    extents = _extents(tmp_path, disk, files)
+    disk.while_opening = extents.close
+    with pytest.raises(FileNotFoundError):
+        _use(extents, 0)
+    assert disk.closed == disk.opened and len(disk.opened) == 1 and not files.files
+
+
+def test_the_least_recently_used_file_is_closed_first(tmp_path: Path) -> None:
+    disk = NotedDisk()
+    extents = _extents(tmp_path, disk, OpenFiles(2))
+    for idx in (0, 1, 0, 2):
+        _use(extents, idx)
+    assert disk.closed == [disk.opened[1]]
+    extents.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from kvpool_server.cache.entry import Record
-from kvpool_server.tiers.file import frames
+from kvpool_server.tiers.file import journal
 from kvpool_server.tiers.file.peer_directories import PeerDirectories
 from kvpool_server.tiers.file.tier import FileTier
 from kvpool_server.tiers.tier import TierError
@@ -47,6 +48,10 @@ async def test_a_server_whose_directory_has_gone_does_not_pretend(tmp_path: Path
             await tier.write(NAMESPACE, 0, blocks_of("b"))
         with pytest.raises(TierError, match="was removed or replaced"):
             await read_back(tier, NAMESPACE, "a")
+        acquire(tmp_path / "one").close()
+        await tier.refresh()
+        assert _known(tier, "a") == [False], "the directory at the path is another one"
+        shutil.rmtree(tmp_path / "one")
         (tmp_path / ".gone").rename(tmp_path / "one")
         await tier.refresh()
         assert await read_back(tier, NAMESPACE, "a") == ["a"]
@@ -57,9 +62,9 @@ async def test_a_server_whose_directory_has_gone_does_not_pretend(tmp_path: Path
 
 HARMS = {
     "an invalid frame": lambda path: path.write_bytes(
-        frames.encode_head(4096) + frames.encode_frame(frames.NAMESPACE, b"{not json")
+        journal.encode_head(4096) + journal.encode_frame(journal.NAMESPACE, b"{not json")
     ),
-    "another version": lambda path: path.write_bytes(frames.encode_head(4096, version=99)),
+    "another version": lambda path: path.write_bytes(journal.encode_head(4096, version=99)),
     "a pipe": lambda path: os.mkfifo(path),
     "a directory": lambda path: path.mkdir(),
     "a loop": lambda path: path.symlink_to(path),
@@ -117,8 +122,8 @@ def test_a_journal_that_goes_no_further_is_not_read_each_time(tmp_path: Path, mo
     spec, block = TierContract.spec, Record(block_hash("a"), b"", 0, [1, 2])
     group = (spec.fingerprint(), 0)
     (tmp_path / "peer").mkdir()
-    journal = tmp_path / "peer" / "journal"
-    journal.write_bytes(frames.encode_head(4096) + b"no frame" * 100)
+    path = tmp_path / "peer" / "journal"
+    path.write_bytes(journal.encode_head(4096) + b"no frame" * 100)
     peers = peers_in(tmp_path)
     reads: list[int] = []
     really = os.pread
@@ -127,9 +132,9 @@ def test_a_journal_that_goes_no_further_is_not_read_each_time(tmp_path: Path, mo
         peers.refresh()
     assert len(reads) < 12
     monkeypatch.undo()
-    text = frames.encode_head(4096) + frames.encode_namespace(spec) + frames.encode_stored(group, [block])
-    journal.with_name("new").write_bytes(text)
-    journal.with_name("new").rename(journal)
+    text = journal.encode_head(4096) + journal.encode_namespace(spec) + journal.encode_stored(group, [block])
+    path.with_name("new").write_bytes(text)
+    path.with_name("new").rename(path)
     peers.refresh()
     assert peers.find(group, block.block_hash) is not None, "a journal that was replaced is read at once"
     peers.close()

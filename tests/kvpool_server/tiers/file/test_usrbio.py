@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from kvpool.protocol.errors import ConfigError
-from kvpool_server.tiers.file import disk
-from kvpool_server.tiers.file.disk import UsrbioDisk
+from kvpool_server.tiers.file import extents
+from kvpool_server.tiers.file.extents import UsrbioDisk
 from kvpool_server.tiers.tier import Tier
 from tests.contracts.tier_contract import PersistentTierContract
 from tests.support.file_tier import file_tier
@@ -58,11 +58,11 @@ def registered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> set[int]:
 
 
 class TestUsrbio(PersistentTierContract):
-    @pytest.fixture(params=[disk.RING_BUFFER_BYTES, 1000], ids=["large buffer", "small buffer"])
+    @pytest.fixture(params=[extents.RING_BUFFER_BYTES, 1000], ids=["large buffer", "small buffer"])
     def make_tier(
         self, registered: set[int], tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     ) -> Callable[[], Tier]:
-        monkeypatch.setattr(disk, "RING_BUFFER_BYTES", request.param)
+        monkeypatch.setattr(extents, "RING_BUFFER_BYTES", request.param)
         return lambda: file_tier(tmp_path, io="usrbio", disk=UsrbioDisk(tmp_path))
 
     @pytest.fixture(autouse=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvpool_server.tiers.mooncake.presence_cache import FRESH_S, PresenceCache
+from kvpool_server.tiers.mooncake.tier import FRESH_S, PresenceCache
 from tests.support.clock import FakeClock
 
 
@@ -37,7 +37,7 @@ def test_clear_drops_one_namespace_or_all() -> None:
 
 
 def test_it_keeps_the_latest_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvpool_server.tiers.mooncake.presence_cache.MAX_BLOCKS", 3)
+    monkeypatch.setattr("kvpool_server.tiers.mooncake.tier.MAX_BLOCKS", 3)
     cache = PresenceCache(FakeClock())
     for name in (b"a", b"b", b"c", b"a", b"d"):
         cache.add((b"ns", 0, name), 10)

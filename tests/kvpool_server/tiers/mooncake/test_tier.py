@@ -1,11 +1,13 @@
-"""The Mooncake tier on real clusters: the contract, and what is its own."""
+"""The Mooncake tier on real clusters: the contract, what is its own, and several client processes for one tier."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,8 +18,9 @@ import pytest
 from kvpool.protocol.errors import ConfigError
 from kvpool.transport.mooncake_engine import RDMA_DEVICES
 from kvpool_server.cache.namespaces import PoolNamespace
+from kvpool_server.tiers.mooncake import store_process
 from kvpool_server.tiers.mooncake.objects import StagedRead, encode_footer, footer_bytes
-from kvpool_server.tiers.mooncake.store_process import STAGING_BYTES
+from kvpool_server.tiers.mooncake.store_process import STAGING_BYTES, StoreChannel, StoreWorkers
 from kvpool_server.tiers.mooncake.tier import MooncakeTier
 from kvpool_server.tiers.mooncake.worker import StoreConfig
 from kvpool_server.tiers.tier import Tier, TierError
@@ -35,11 +38,12 @@ from tests.contracts.tier_contract import (
     there,
 )
 from tests.support.mooncake import Cluster
-from tests.support.processes import run_command, server_command
+from tests.support.processes import run_command, server_command, wait_for
 from tests.support.values import block_hash, group_spec, namespace_spec
 
 MakeCluster = Callable[..., Cluster]
 ENDS_S = 15.0
+BLOCK = 1 << 20
 
 
 def _config(master: str, segment_bytes: int = 0, protocol: str = "tcp") -> StoreConfig:
@@ -53,7 +57,7 @@ def _key(namespace: PoolNamespace, name: str) -> str:
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Cluster]:
     """For all who harm it in nothing."""
-    made = Cluster(64 << 20)
+    made = Cluster(1 << 30)
     yield made
     made.stop()
 
@@ -73,9 +77,9 @@ def own_cluster() -> Iterator[MakeCluster]:
 
 
 class TestMooncakeTier(PersistentTierContract):
-    @pytest.fixture
-    def make_tier(self, cluster: Cluster) -> Callable[[], Tier]:
-        return lambda: MooncakeTier(_config(cluster.address))
+    @pytest.fixture(params=[1, 2], ids=["one worker", "two workers"])
+    def make_tier(self, cluster: Cluster, request: pytest.FixtureRequest) -> Callable[[], Tier]:
+        return lambda: MooncakeTier(_config(cluster.address), threads=3, workers=request.param)
 
     @awaited
     async def test_servers_on_one_cluster_read_each_others_blocks(
@@ -110,9 +114,12 @@ class TestMooncakeTier(PersistentTierContract):
             "foreign": os.urandom(len(sound)),
         }[harm]
         async with opened(MooncakeTier(_config(cluster.address))) as tier:
-            with tier.workers.start(0).transfers.borrowed() as channel:
+
+            def put_harmed(channel: StoreChannel) -> list[int]:
                 channel.memory[: len(harmed)] = np.frombuffer(harmed, np.uint8)
-                assert channel.call("put", [_key(namespace, "a")], [0], [len(harmed)]) == [0]
+                return channel.call("put", [_key(namespace, "a")], len(harmed))
+
+            assert tier.workers.transfer(put_harmed) == [0]
             await tier.write(namespace, 0, [other])
             assert await there(tier, namespace, ["a", "b"]) == [True, True]
             assert await read_back(tier, namespace, ["a", "b"]) == [None, "b"]
@@ -141,11 +148,11 @@ class TestMooncakeTier(PersistentTierContract):
 
     @awaited
     async def test_a_full_cluster_refuses_and_is_no_failure(self, own_cluster: MakeCluster) -> None:
-        namespace = namespace_of(namespace_spec(group_spec(chunk_bytes=1 << 20)))
+        namespace = namespace_of(namespace_spec(group_spec(chunk_bytes=BLOCK)))
         address = own_cluster(16 << 20).address
         async with opened(MooncakeTier(_config(address))) as tier:
             names = [f"f{nth}" for nth in range(32)]
-            kept = await tier.write(namespace, 0, blocks_of(*names, nbytes=1 << 20, shards=1))
+            kept = await tier.write(namespace, 0, blocks_of(*names, nbytes=BLOCK, shards=1))
             assert 0 < kept < 16 and tier.stats().counters["refused_blocks"] == 32 - kept
             assert tier.holdings(namespace.fingerprint).nbytes == kept << 20
 
@@ -159,8 +166,7 @@ class TestMooncakeTier(PersistentTierContract):
             name = (namespace.fingerprint, 0, block_hash("a"))
             reading = StagedRead([name], memory.views, SHARDS, None)
             reading.cancel()
-            with tier.workers.start(0).transfers.borrowed() as channel:
-                assert reading.run(channel) == [SLOT + footer_bytes(SHARDS)]
+            assert tier.workers.transfer(reading.run) == [SLOT + footer_bytes(SHARDS)]
             assert (memory.blocks == 0xA5).all() and reading.found == [None] and not reading.corrupt
 
 
@@ -197,15 +203,15 @@ async def test_without_its_master_it_fails_and_with_it_works_again(own_cluster: 
 
 @awaited
 async def test_a_host_that_stops_dead_is_a_miss_and_touches_nothing_later(own_cluster: MakeCluster) -> None:
-    namespace = namespace_of(namespace_spec(group_spec(chunk_bytes=1 << 20)))
+    namespace = namespace_of(namespace_spec(group_spec(chunk_bytes=BLOCK)))
     cluster = own_cluster(64 << 20)
     names = [f"h{nth}" for nth in range(16)]
     async with opened(MooncakeTier(_config(cluster.address))) as tier:
-        assert await tier.write(namespace, 0, blocks_of(*names, nbytes=1 << 20, shards=1)) == 16
+        assert await tier.write(namespace, 0, blocks_of(*names, nbytes=BLOCK, shards=1)) == 16
         assert cluster.holder is not None
         pids = tier.workers.pids
         cluster.holder.send_signal(signal.SIGSTOP)
-        memory = Memory(16, 1 << 20)
+        memory = Memory(16, BLOCK)
         began_at = time.monotonic()
         assert await tier.read(namespace, 0, [block_hash(name) for name in names], memory.views) == [None] * 16
         assert time.monotonic() - began_at < 50  # 60 s, were Mooncake left to itself.
@@ -275,3 +281,85 @@ def test_a_package_that_is_not_there_is_a_sentence_with_the_fix(tmp_path: Path) 
 def test_rdma_without_a_device_is_an_error_and_not_tcp(cluster: Cluster) -> None:
     said = _say("--tier", f"mooncake:master={cluster.address},protocol=rdma")
     assert f"no RDMA device in {RDMA_DEVICES}" in said
+
+
+# Several client processes
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that hangs is found out within seconds: sooner than a call to a stopped master ends, after 4 s."""
+    monkeypatch.setattr(store_process, "QUIET_S", 0.3)
+    monkeypatch.setattr(store_process, "PONG_S", 3.0)
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("num_workers", [1, 2])
+@pytest.mark.parametrize("harm", [signal.SIGKILL, signal.SIGSTOP])
+@awaited
+async def test_a_worker_that_dies_or_hangs_in_the_middle_fails_no_call_and_is_replaced(
+    cluster: Cluster, num_workers: int, harm: signal.Signals
+) -> None:
+    namespace = namespace_of(namespace_spec(group_spec(chunk_bytes=BLOCK)))
+    async with opened(MooncakeTier(_config(cluster.address), threads=3, workers=num_workers)) as tier:
+        pids = tier.workers.pids
+        parts = [[f"{part}-{nth}" for nth in range(16)] for part in range(6)]
+        blocks = [blocks_of(*names, nbytes=BLOCK, shards=1) for names in parts]
+        writing = [asyncio.create_task(tier.write(namespace, 0, each)) for each in blocks]
+        await asyncio.wait(writing, return_when=asyncio.FIRST_COMPLETED)
+        os.kill(pids[0], harm)
+        await asyncio.gather(*writing)
+        reading = [asyncio.create_task(_read_all(tier, namespace, names)) for names in parts]
+        # Blocks whose put was cut off may be missing; the others come, and are right.
+        assert sum(await asyncio.gather(*reading)) >= 16 * (len(parts) - 3)
+        await asyncio.to_thread(wait_for, lambda: _are_replaced(tier.workers, pids[0]), "all workers run again")
+        assert tier.workers.pids[1:] == pids[1:], "a worker that worked was replaced"
+
+
+async def _read_all(tier: MooncakeTier, namespace: PoolNamespace, names: list[str]) -> int:
+    memory = Memory(len(names), BLOCK)
+    sums = await tier.read(namespace, 0, [block_hash(name) for name in names], memory.views)
+    for block, view, found in zip(blocks_of(*names, nbytes=BLOCK, shards=1), memory.blocks, sums, strict=True):
+        assert found is None or np.array_equal(view, np.frombuffer(block.payload, np.uint8))
+    return len(names) - sums.count(None)
+
+
+def _are_replaced(workers: StoreWorkers, dead: int) -> bool:
+    workers.ask("exist", ["something"])  # The next call after a death has the process started again.
+    return dead not in workers.pids and all(os.path.exists(f"/proc/{pid}") for pid in workers.pids)
+
+
+def test_a_question_waits_for_no_transfer(cluster: Cluster) -> None:
+    with contextlib.closing(StoreWorkers(_config(cluster.address), 2, 3)) as workers:
+        queues = [workers.start(nth).transfers for nth in (0, 0, 1, 1)]
+        channels = [free.get() for free in queues]
+        assert {channel.memory.nbytes for channel in channels} == {STAGING_BYTES}
+        waiting = threading.Thread(target=workers.transfer, args=(lambda _: [],))
+        waiting.start()
+        assert workers.ask("exist", ["a", "b"]) == [0, 0]
+        assert waiting.is_alive(), "there are more transfers at once than staging memory"
+        for free, channel in zip(queues, channels, strict=True):
+            free.put(channel)
+        waiting.join(5)
+        assert not waiting.is_alive()
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_process_that_answers_pings_is_not_killed_for_a_slow_master(own_cluster: MakeCluster) -> None:
+    cluster = own_cluster()
+    with contextlib.closing(StoreWorkers(_config(cluster.address), 1, 1)) as workers:
+        pid = workers.start(0).pid
+        cluster.harm_master("stopped")
+        began_at = time.monotonic()
+        assert min(workers.ask("exist", ["a"])) < 0
+        assert time.monotonic() - began_at > store_process.QUIET_S + store_process.PONG_S
+        assert workers.start(0).pid == pid
+
+
+def test_a_process_without_an_answer_for_too_long_is_killed(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_process, "ANSWER_S", 0.3)
+    with contextlib.closing(StoreWorkers(_config(cluster.address), 1, 1)) as workers:
+        process = workers.start(0)
+        with pytest.raises(store_process.StoreError, match="did not answer within 0 s, and was killed"):
+            process.check_alive(time.monotonic() - 0.31)
+        assert not process.is_alive and workers.start(0).is_alive

@@ -1,26 +1,20 @@
-"""Who owns a directory, also while it is renamed, deleted and made again."""
+"""Who owns a directory, also while it is renamed, deleted and made again; and descriptors."""
 
 from __future__ import annotations
 
 import fcntl
 import os
-import time
+import resource
 from pathlib import Path
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
-from kvpool_server.tiers.file.own_directory import DirectoryGoneError, DirectoryLock, OwnDirectory, heartbeat_age_s
+from kvpool_server.tiers.file.directory import DirectoryLock, OpenFile, OwnDirectory, raise_descriptor_limit
 from kvpool_server.tiers.thread_pool import DaemonThreadPool
 from tests.contracts.tier_contract import awaited
-from tests.support.tier_directories import acquire, inspect, open_directory
-
-LONG_S = 4_000.0
-
-
-def _age(directory: Path) -> None:
-    then = time.time() - LONG_S
-    os.utime(directory / "lock", (then, then))
+from tests.support.tier_directories import acquire, open_directory
 
 
 @awaited
@@ -67,29 +61,20 @@ def test_a_directory_that_is_deleted_while_it_is_made_is_made_again(
     assert (tmp_path / "one" / "lock").exists()
 
 
-def test_an_owner_sends_a_heartbeat_at_once_and_an_inspection_sends_none(tmp_path: Path) -> None:
-    acquire(tmp_path / "one").close()
-    _age(tmp_path / "one")
-    inspect(tmp_path / "one").close()
-    assert heartbeat_age_s(open_directory(tmp_path / "one")) > LONG_S - 1
-    DirectoryLock(open_directory(tmp_path / "one")).close()
-    assert heartbeat_age_s(open_directory(tmp_path / "one")) < LONG_S / 2
+def test_the_limit_of_descriptors_is_raised_as_far_as_the_host_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: asked.append(limits))
+    for soft, hard in [(1024, 4096), (1024, 1 << 20), (1024, resource.RLIM_INFINITY), (1 << 17, 1 << 20), (64, 64)]:
+        monkeypatch.setattr(resource, "getrlimit", lambda _, limits=(soft, hard): limits)
+        raise_descriptor_limit()
+    assert asked == [(4096, 4096), (65_536, 1 << 20), (65_536, resource.RLIM_INFINITY)]
 
 
-def test_an_inspection_makes_no_lock_file(tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(FileNotFoundError):
-        inspect(tmp_path / "empty")
-    assert not list((tmp_path / "empty").iterdir())
+def test_a_file_that_cannot_be_closed_is_logged() -> None:
+    def fails(fd: int) -> None:
+        raise OSError(5, "Input/output error")
 
-
-def test_the_lock_of_a_directory_that_has_gone_says_so(tmp_path: Path) -> None:
-    lock = acquire(tmp_path / "one")
-    lock.send_heartbeat()
-    (tmp_path / "one").rename(tmp_path / "two")
-    with pytest.raises(DirectoryGoneError):
-        lock.send_heartbeat()
-    acquire(tmp_path / "one").close()
-    with pytest.raises(DirectoryGoneError):
-        lock.send_heartbeat()
-    lock.close()
+    with capture_logs() as logs:
+        OpenFile(-1, fails)
+    (line,) = logs
+    assert line["log_level"] == "warning" and "Input/output error" in line["error"]
