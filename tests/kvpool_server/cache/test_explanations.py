@@ -163,17 +163,19 @@ def test_where_ranges_are_cut_does_not_show_that_others_took_turns() -> None:
     assert (hidden.count, hidden.evicted_for) == (count, EvictedFor(is_hidden=True))
 
 
-@pytest.mark.parametrize("seed", range(effort(10)))
+@pytest.mark.parametrize("seed", range(effort(20)))
 def test_random_histories_agree_with_a_model(seed: int) -> None:
+    """Chains of blocks are stored, evicted and removed; the model keeps the last departure of every block."""
     rng = random.Random(seed)
     bench = Bench()
-    left: dict[bytes, float] = {}
+    left: dict[bytes, tuple[float, MissCause]] = {}
     chains = [[(which, depth) for depth in range(6)] for which in range(4)]
     for _ in range(60):
         names = rng.choice(chains)[: rng.randint(1, 6)]
         before = {name for each in chains for name in bench.present(*each)}
         bench.seconds(rng.choice([0, 1, 50]))
-        if rng.random() < 0.7:
+        cause = MissCause.REMOVED if rng.random() < 0.3 else MissCause.EVICTED
+        if cause is MissCause.EVICTED:
             bench.look(*names, ttl_ms=1)
             with contextlib.suppress(OutOfSpaceError):  # Where no time passes, leases of before hold nearly all slots.
                 grant = bench.start(*names)
@@ -184,15 +186,21 @@ def test_random_histories_agree_with_a_model(seed: int) -> None:
             bench.pool.remove(bench.name, [run_of(*names)])
         present = {name for each in chains for name in bench.present(*each)}
         for name in before - present:  # type: ignore[assignment]
-            left[block_hash(name)] = bench.clock.now
+            left[block_hash(name)] = bench.clock.now, cause
         asked = rng.choice(chains)
         for part in ranges(bench, *asked):
             for name in asked[part.first : part.stop]:
                 assert (part.state is COMPLETE) == (name in present)
-                ago = bench.clock.now - left.get(block_hash(name), -1e9)
+                ago = bench.clock.now - left.get(block_hash(name), (-1e9, None))[0]
                 if part.state is MISSING and part.newest_left_seconds is not None and name in before - present:
                     assert part.oldest_left_seconds is not None
                     assert part.newest_left_seconds - 1 <= ago <= part.oldest_left_seconds + 1
+        run = run_of(*asked)
+        hits = bench.pool.lookup(bench.name, [run], prefix_only=True).hits
+        (hit,) = bench.pool.explanations.misses(bench.name, [run], hits)
+        if hit.missing:
+            _, expected = left.get(run.block_hashes[hit.num_leading], (0.0, MissCause.NEVER_STORED))
+            assert hit.missing[0].cause is expected
 
 
 def test_no_step_is_long_where_the_runs_are_many_and_their_blocks_alternate() -> None:

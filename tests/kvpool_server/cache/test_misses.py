@@ -1,28 +1,16 @@
-"""Why blocks are missing: each cause once, and random histories against a model that forgets nothing."""
+"""Why blocks are missing: each cause once. Random histories are in `test_explanations.py`."""
 
 from __future__ import annotations
 
-import random
-
 import pytest
 
-from kvpool.protocol.types import MAX_MISSES, Miss, MissCause, PutStatus
+from kvpool.protocol.types import MAX_MISSES, Miss, MissCause
 from kvpool_server.cache.steps import finish
 from tests.kvpool_server.cache.test_pool import CHUNK, LIMITS, Bench
-from tests.support.effort import effort
-from tests.support.integrity import check_integrity
-from tests.support.values import block_hash, group_spec, namespace_spec, run_of
+from tests.support.values import group_spec, namespace_spec, run_of
 from tests.support.verification import verify
 
-(
-    NEVER_STORED,
-    BEING_WRITTEN,
-    EVICTED,
-    REMOVED,
-    CORRUPT,
-    PUT_FAILED,
-    OTHER_NAMESPACE,
-) = MissCause
+NEVER_STORED, BEING_WRITTEN, EVICTED, REMOVED, CORRUPT, PUT_FAILED, OTHER_NAMESPACE = MissCause
 
 
 @pytest.fixture
@@ -35,7 +23,7 @@ def missing(bench: Bench, *names: object, fingerprint: bytes = b"") -> list[tupl
     fingerprint = fingerprint or bench.name
     runs = [run_of(*names)]
     hits = bench.pool.lookup(fingerprint, runs, prefix_only=True).hits
-    (hit,) = bench.pool.misses.explain(fingerprint, runs, hits)
+    (hit,) = bench.pool.explanations.misses(fingerprint, runs, hits)
     assert hit.num_leading + sum(miss.count for miss in hit.missing) == len(names)
     return [(miss.cause, miss.count) for miss in hit.missing]
 
@@ -105,10 +93,10 @@ def test_what_is_there_for_others_than_the_caller_is_not_told(bench: Bench, fiel
 
 
 def test_of_many_runs_some_are_explained(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvpool_server.cache.misses.MAX_RUNS", 2)
+    monkeypatch.setattr("kvpool_server.cache.explanations.MAX_RUNS", 2)
     runs = [run_of(name) for name in "abc"]
     hits = bench.pool.lookup(bench.name, runs, prefix_only=True).hits
-    explained = bench.pool.misses.explain(bench.name, runs, hits)
+    explained = bench.pool.explanations.misses(bench.name, runs, hits)
     assert [len(hit.missing) for hit in explained] == [1, 1, 0]
 
 
@@ -129,51 +117,13 @@ def test_groups_are_told_apart(bench: Bench) -> None:
     bench.pool.remove(bench.name, [run_of("a")])
     runs = [run_of("a", group_idx=0), run_of("a", group_idx=1)]
     hits = bench.pool.lookup(bench.name, runs, prefix_only=True).hits
-    first, second = bench.pool.misses.explain(bench.name, runs, hits)
+    first, second = bench.pool.explanations.misses(bench.name, runs, hits)
     assert (first.missing, second.missing) == ((Miss(REMOVED, 1),), (Miss(NEVER_STORED, 1),))
 
 
 def test_many_blocks_are_explained_in_bounded_time_with_the_last_cause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvpool_server.cache.misses.MAX_EXPLAINED", 4)
+    monkeypatch.setattr("kvpool_server.cache.explanations.MAX_EXPLAINED", 4)
     bench = Bench()
     bench.store(*range(6))
     bench.pool.remove(bench.name, [run_of(*range(6))])
     assert missing(bench, *range(10)) == [(REMOVED, 10)]
-
-
-@pytest.mark.parametrize("seed", range(effort(20)))
-def test_random_histories_agree_with_a_model(seed: int) -> None:
-    """Chains of blocks are stored, evicted and removed; the model keeps the last departure of every block."""
-    rng = random.Random(seed)
-    bench = Bench()
-    why: dict[bytes, MissCause] = {}
-    chains = [[(which, depth) for depth in range(6)] for which in range(4)]
-    for _ in range(60):
-        names = rng.choice(chains)[: rng.randint(1, 6)]
-        before = _present(bench, chains)
-        match rng.randrange(3):
-            case 0 | 1:
-                grant = bench.start(*names)
-                granted = [
-                    name for name, is_new in zip(names, grant.statuses, strict=True) if is_new is PutStatus.GRANTED
-                ]
-                if granted:
-                    bench.end(grant, *granted)
-                cause = EVICTED
-            case _:
-                bench.pool.remove(bench.name, [run_of(*names)])
-                cause = REMOVED
-        for name in before - _present(bench, chains):
-            why[block_hash(name)] = cause
-        check_integrity(bench.pool)
-        asked = rng.choice(chains)
-        run = run_of(*asked)
-        hits = bench.pool.lookup(bench.name, [run], prefix_only=True).hits
-        (hit,) = bench.pool.misses.explain(bench.name, [run], hits)
-        if hit.missing:
-            first = run.block_hashes[hit.num_leading]
-            assert hit.missing[0].cause == why.get(first, NEVER_STORED)
-
-
-def _present(bench: Bench, chains: list[list[tuple[int, int]]]) -> set[tuple[int, int]]:
-    return {name for each in chains for name in bench.present(*each)}  # type: ignore[misc]

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 from kvpool.protocol.errors import InvalidRequestError, OutOfSpaceError
 from kvpool.protocol.quota import Quota
-from kvpool_server.cache.eviction import POLICIES, Policy
+from kvpool_server.cache.eviction import Policy
 from kvpool_server.cache.tier_access import pin
 from tests.support.integrity import check_integrity
 from tests.support.tenants import House, Owner
 
 
-@pytest.fixture(params=sorted(POLICIES))
-def policy(request: pytest.FixtureRequest) -> Callable[[], Policy]:
-    return POLICIES[request.param]
-
-
 @pytest.fixture
-def house(policy: Callable[[], Policy]) -> House:
+def house(policy: type[Policy]) -> House:
     return House(8, policy)
 
 

@@ -6,7 +6,7 @@ import gc
 import random
 from collections import OrderedDict
 
-from kvpool_server.cache.eviction.ghosts import MAX_OF_PLACE, NUM_PLACES, Ghosts
+from kvpool_server.cache.eviction.hit_density_model import MAX_OF_PLACE, NUM_PLACES, Ghosts
 
 
 def test_they_are_what_was_added_and_not_popped_or_forgotten() -> None:
