@@ -160,17 +160,11 @@ def test_a_leased_surplus_goes_when_its_readers_have(house: House) -> None:
     assert acme.nbytes == 300
 
 
-def test_a_quota_set_beforehand_binds_namespaces_that_open_later(house: House) -> None:
+def test_a_quota_binds_namespaces_that_open_later_and_those_that_were_closed_count_no_more(house: House) -> None:
     house.quota("tenant:acme", 300)
     acme = house.owner(tenant="acme")
     acme.store(10)
     assert acme.nbytes == 300
-
-
-def test_a_namespace_that_was_closed_counts_no_more(house: House) -> None:
-    house.quota("tenant:acme", 300)
-    acme = house.owner(tenant="acme")
-    acme.store(3)
     house.pool.clear(acme.fingerprint)
     for _ in range(house.pool.limits.max_namespaces - 1):
         house.owner()
