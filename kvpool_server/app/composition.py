@@ -22,7 +22,6 @@ from kvpool_server.access.audit import AuditLog
 from kvpool_server.access.control import AccessControl
 from kvpool_server.app.monitoring import Monitoring
 from kvpool_server.cache.eviction import POLICIES
-from kvpool_server.cache.holds import NoTransfers
 from kvpool_server.cache.limits import Limits, default_limits
 from kvpool_server.cache.pool import Pool
 from kvpool_server.cache.steps import finish
@@ -209,8 +208,8 @@ class Composition:
         config = self._config
         new_id, policy = lambda: secrets.randbits(63) | 1, POLICIES[config.policy]
         limits_of = default_limits if self._access is None else self._access.limits_of
-        arena, permits = self.memory.arena, self._permits or NoTransfers()
-        pool = Pool(arena, time.monotonic, new_id, self._limits, policy, permits, limits_of)
+        arena = self.memory.arena
+        pool = Pool(arena, time.monotonic, new_id, self._limits, policy, self._permits, limits_of)
         try:
             finish(pool.set_quotas_in_steps([parse_quota(text) for text in config.quota]))
         except InvalidRequestError as error:

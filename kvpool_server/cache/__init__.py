@@ -1,1 +1,1 @@
-"""The pool and what it is made of. It uses no network, no clock of its own and no generated code."""
+"""Which blocks a pool holds, and who may touch them. Not thread-safe: one event loop owns a pool."""

@@ -46,7 +46,6 @@ class PoolStats:
 
     arena_bytes: int
     free_bytes: int
-    prefaulted_bytes: int
     num_entries: int
     num_incomplete: int
     num_quarantined: int

@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 import operator
 import secrets
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -27,8 +27,8 @@ import xxhash
 
 from kvpool.protocol.types import MissCause
 from kvpool_server.cache.entry import Entry, Group
+from kvpool_server.cache.eviction.base import TICK
 from kvpool_server.cache.steps import Steps
-from kvpool_server.cache.use_times import UNKNOWN, UseTimes
 
 _FOR_BITS, _AGE_BITS, _CAUSE_BITS = 12, 8, 4
 NUM_SLOTS = 1 << _FOR_BITS + _AGE_BITS
@@ -51,6 +51,58 @@ _FOR = (1 << _FOR_BITS) - 1
 _UNUSED = (1 << _AGE_BITS) - 1
 """Code of a last use that is unknown, and the largest of all codes."""
 _CODES_PER_DOUBLING = 8
+MARKS_PER_LEVEL = 64
+NUM_LEVELS = 22
+"""The last level reaches back 8 years."""
+UNKNOWN = -1.0
+
+
+class UseTimes:
+    """When a stamp was given: entries record their last use as a stamp (`eviction/base.py`), people ask for seconds.
+
+    A mark is a stamp and the time at which it was the latest one. Level k keeps the last `MARKS_PER_LEVEL` marks that
+    are 2**k seconds or more apart, so that the error is about 3 % of a use's age, and 1 s at least.
+
+    Attributes:
+        next_mark: the time from which on `mark` is worth a call.
+    """
+
+    def __init__(self, now: float):
+        self.next_mark = now
+        self._levels: list[deque[tuple[float, int]]] = [deque(maxlen=MARKS_PER_LEVEL) for _ in range(NUM_LEVELS)]
+        self._marks: tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]] | None = None  # Made once after a mark.
+
+    def mark(self, now: float, stamp: int) -> None:
+        """No later stamp has been given before `now`. Call it before a call's stamp is given, from `next_mark` on."""
+        self.next_mark = now + 1
+        self._marks = None
+        stamp |= TICK - 1  # Whatever the kinds of its uses.
+        for level, marks in enumerate(self._levels):
+            if marks and marks[-1][1] == stamp:
+                marks[-1] = now, stamp  # The pool was idle: what it uses from now on is not older than this.
+            elif not marks or now - marks[-1][0] >= 1 << level:
+                marks.append((now, stamp))
+            else:
+                break
+
+    def ages(self, stamps: Sequence[int], now: float) -> npt.NDArray[np.float64]:
+        """Seconds since each stamp was given; `UNKNOWN` for a stamp older than all marks."""
+        if self._marks is None:
+            self._marks = self._ascending()
+        times, marked = self._marks
+        found = np.searchsorted(marked, np.asarray(stamps, np.int64)) - 1
+        ages = np.full(len(stamps), UNKNOWN)
+        known = found >= 0
+        ages[known] = np.maximum(now - times[found[known]], 0.0)
+        return ages
+
+    def _ascending(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
+        """Times and stamps of all marks, ascending: those of a level that are older than the finer levels' ones."""
+        latest_first: list[tuple[float, int]] = []
+        for marks in self._levels:
+            latest_first += [mark for mark in reversed(marks) if not latest_first or mark[1] < latest_first[-1][1]]
+        times, stamps = [time for time, _ in reversed(latest_first)], [stamp for _, stamp in reversed(latest_first)]
+        return np.array(times, np.float64), np.array(stamps, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,17 +150,16 @@ class Memory(NamedTuple):
 
 
 class Departures:
-    """Those of one pool. Not thread-safe: the pool's event loop owns it.
+    """The blocks that have left one pool.
 
-    Args:
-        clock: monotonic seconds.
+    Attributes:
         use_times: when entries were used.
     """
 
-    def __init__(self, clock: Callable[[], float], use_times: UseTimes | None = None):
+    def __init__(self, clock: Callable[[], float]):
         self._clock = clock
         self._started_at = clock()
-        self._use_times = use_times or UseTimes(clock())
+        self.use_times = UseTimes(clock())
         self._secret = secrets.randbits(64)
         self._words = np.zeros(0, np.uint64)  # Of `NUM_SLOTS` from the first departure on.
         self._notes = np.zeros(0, np.uint32)
@@ -150,6 +201,8 @@ class Departures:
         return code
 
     def _enter(self) -> None:
+        if not self._waiting:
+            return
         if not len(self._words):
             self._words, self._notes = np.zeros(NUM_SLOTS, np.uint64), np.zeros(NUM_SLOTS, np.uint32)
             self._charged = np.zeros(NUM_SLOTS, np.bool_)
@@ -158,7 +211,7 @@ class Departures:
         for (group, note, code), entries in waiting.items():
             tags = self._tags_of(group, [entry.block_hash for entry in entries])
             left_at = self._started_at + (note >> _CAUSE_BITS)
-            ages = _age_codes(self._use_times.ages([entry.used for entry in entries], left_at))
+            ages = _age_codes(self.use_times.ages([entry.used for entry in entries], left_at))
             slots = tags & _MASK
             self._words[slots] = tags & ~_MASK | ages << np.uint64(_FOR_BITS) | np.uint64(code)
             self._notes[slots] = note
@@ -166,8 +219,7 @@ class Departures:
 
     def departure(self, group: Group, name: bytes) -> Departure | None:
         """What is known of a block's departure; None if it is not known to have left."""
-        if self._waiting:
-            self._enter()
+        self._enter()
         if not len(self._words):
             return None
         tag = int.from_bytes(name[:8], "little") ^ self._salt(group)
@@ -193,9 +245,7 @@ class Departures:
         causes[:last] = self._notes[slots[:last]] & _CAUSES
         return causes
 
-    def departures(
-        self, group: Group, names: Sequence[bytes], is_prefix: bool = True
-    ) -> list[tuple[Departure | None, int]]:
+    def departures(self, group: Group, names: Sequence[bytes], is_prefix: bool) -> list[tuple[Departure | None, int]]:
         """What is known of the departures of successive blocks, and of how many blocks it is known.
 
         Args:
@@ -203,10 +253,8 @@ class Departures:
                 blocks, of which none is known to have left. Else None for each block that is not known to have left.
         """
         if not is_prefix or len(names) == 1:
-            each = [(self.departure(group, name), 1) for name in names]
-            return [
-                (found, sum(count for _, count in same)) for found, same in itertools.groupby(each, lambda one: one[0])
-            ]
+            each = [self.departure(group, name) for name in names]
+            return [(found, len(list(same))) for found, same in itertools.groupby(each)]
         slots, last = self._slots(group, names)
         if not last:
             return [(None, len(names))]
@@ -245,8 +293,7 @@ class Departures:
 
     def _slots(self, group: Group, names: Sequence[bytes]) -> tuple[npt.NDArray[np.uint64], int]:
         """The slot that tells of each block, and of how many of the first blocks one does."""
-        if self._waiting:
-            self._enter()
+        self._enter()
         if not len(self._words):
             return np.zeros(0, np.uint64), 0
         tags = self._tags_of(group, names)
@@ -263,8 +310,7 @@ class Departures:
 
     def memory_in_steps(self) -> Steps[Memory]:
         """How far back the table reaches."""
-        if self._waiting:
-            self._enter()
+        self._enter()
         num, oldest = 0, _MAX_LEFT
         for start in range(0, len(self._notes), SLOTS_PER_STEP):
             notes = self._notes[start : start + SLOTS_PER_STEP]

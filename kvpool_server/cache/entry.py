@@ -10,16 +10,108 @@ A dropped entry (`live` False) is no longer in its group's index; its slot may s
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from kvpool.protocol.namespace import GroupSpec
 from kvpool.protocol.types import BlockRun, RunHits
-from kvpool_server.cache.block_index import BlockIndex
 
+Value = TypeVar("Value")
+
+SPLIT_AT = 16_384
+"""Entries of an index's dict that is split, which takes about 2 ms."""
+MAX_DEPTH = 16
 _LAST_BLOCKS = ("mamba", "chunked_local_attention")
 """Kinds of groups without a window whose hits need only the last blocks: vLLM's names."""
+
+
+class _Shard(dict[bytes, Value]):
+    """The values whose keys' hash values have the same lowest `depth` bits."""
+
+    __slots__ = ("depth", "position")
+
+    def __init__(self, depth: int, position: int):
+        super().__init__()
+        self.depth = depth
+        self.position = position
+
+
+class BlockIndex(Generic[Value]):
+    """A mapping from block hashes to entries. Up to `SPLIT_AT` of them it keeps the order of insertion.
+
+    Python copies a dict when it grows, and also when many keys have replaced others: 0.2 s for three million keys,
+    which would hold the event loop. So the entries are in many small dicts, and an index that grows splits one of them
+    at a time, by one more bit of the keys' hash values (extendible hashing).
+
+    Source: R. Fagin, J. Nievergelt, N. Pippenger, R. Strong, Extendible Hashing, 1979.
+    """
+
+    __slots__ = ("_directory", "_length", "_mask", "_shards")
+
+    def __init__(self) -> None:
+        self._shards: list[_Shard[Value]] = [_Shard(0, 0)]
+        self._directory = self._shards[:]
+        self._mask = 0
+        self._length = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __contains__(self, block_hash: bytes) -> bool:
+        return block_hash in self._directory[hash(block_hash) & self._mask]
+
+    def get(self, block_hash: bytes) -> Value | None:
+        return self._directory[hash(block_hash) & self._mask].get(block_hash)
+
+    def get_all(self, block_hashes: Iterable[bytes]) -> Iterator[Value | None]:
+        """The value of each block, found when it is asked for."""
+        if not self._mask:
+            return map(self._directory[0].get, block_hashes)
+        directory, mask = self._directory, self._mask
+        return (directory[hash(block_hash) & mask].get(block_hash) for block_hash in block_hashes)
+
+    def add(self, block_hash: bytes, value: Value) -> None:
+        """Adds the value of a block that has none."""
+        shard = self._directory[hash(block_hash) & self._mask]
+        shard[block_hash] = value
+        self._length += 1
+        if len(shard) > SPLIT_AT and shard.depth < MAX_DEPTH:
+            self._split(shard)
+
+    def _split(self, shard: _Shard[Value]) -> None:
+        if 1 << shard.depth > self._mask:
+            self._directory += self._directory
+            self._mask = len(self._directory) - 1
+        bit = 1 << shard.depth
+        halves: tuple[_Shard[Value], _Shard[Value]] = (
+            _Shard(shard.depth + 1, shard.position),
+            _Shard(shard.depth + 1, len(self._shards)),
+        )
+        for block_hash, value in shard.items():
+            halves[hash(block_hash) & bit > 0][block_hash] = value
+        self._shards[shard.position] = halves[0]
+        self._shards.append(halves[1])
+        for nth in range(hash(next(iter(shard))) & bit - 1, len(self._directory), bit):
+            self._directory[nth] = halves[nth & bit > 0]
+
+    def remove(self, block_hash: bytes) -> None:
+        """Removes the value of a block that has one."""
+        shard = self._directory[hash(block_hash) & self._mask]
+        del shard[block_hash]
+        self._length -= 1
+        if not shard:
+            shard.clear()  # A dict never frees its table by itself.
+
+    def parts(self) -> Iterator[list[Value]]:
+        """All values in lists, each made when it is asked for: the index may change meanwhile."""
+        for position in range(len(self._shards)):
+            yield list(self._shards[position].values())
+
+    def values(self) -> Iterator[Value]:
+        """All values. Valid until the index changes."""
+        for shard in self._shards:
+            yield from shard.values()
 
 
 @dataclass(eq=False, slots=True)
@@ -29,7 +121,6 @@ class Group:
     Args:
         idx: `group_idx` in its namespace.
         namespace: its namespace's name in KV events.
-        fingerprint: of its namespace.
         tenant: whose extents its slots are in; "" where the arena has one tenant.
         declared_tenant: the tenant in its namespace's specification, which selects its stream of KV events.
         is_measurement: its blocks are no engine's, and are kept out of tiers.
@@ -37,7 +128,6 @@ class Group:
     Attributes:
         leaving: live entries that have left the index, and that are being dropped some at a time.
         needs_prefix: a hit needs all blocks from its start, not only the last ones.
-        num_complete: live entries that are complete.
         slot_class: tenant and slot size, which tell its extents from others'.
         num_slots: slots of its entries, with those of dropped entries that are not free yet.
     """
@@ -70,7 +160,6 @@ class Group:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its slots."""
         return self.num_slots * self.spec.slot_bytes
 
     def hits(self, run: BlockRun, prefix_only: bool, found: list[Entry]) -> RunHits:

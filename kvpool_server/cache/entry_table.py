@@ -2,9 +2,6 @@
 
 The file stands in the order of an entry's life: reserve; commit, revoke or expire, or restore; evict, drop; free.
 The pool decides which lease or ticket covers an entry, and says so by `Entry.leases` and by the ticket that it passes.
-Not thread-safe: the pool's event loop owns it.
-
-A slot is freed only when no lease covers its entry and no ticket, nor the grace after one, lets anybody write to it.
 Entries stay leased while a transfer of an ended lease or ticket is under way (`Holds`).
 """
 
@@ -15,15 +12,15 @@ import itertools
 import math
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 from kvpool.protocol.types import BlockRun, MissCause, PutStatus
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.allocator.placement import Placement
-from kvpool_server.cache.block_index import BlockIndex
 from kvpool_server.cache.departures import Departures
-from kvpool_server.cache.entry import Entry, Group, Observer, Record
+from kvpool_server.cache.entry import BlockIndex, Entry, Group, Observer, Record
+from kvpool_server.cache.hints import Pins
 from kvpool_server.cache.leases import Ticket
-from kvpool_server.cache.pins import Pins
 from kvpool_server.cache.steps import STEP_BLOCKS, Steps
 
 
@@ -66,44 +63,29 @@ class Quarantine:
         return None
 
 
+@dataclass(eq=False)
 class EntryTable:
-    """See the module.
+    """The entries of one pool.
 
     Args:
-        departures: told of the entries that leave, and why.
-        clock: monotonic seconds.
-        grace_ms: how long the slot of an expired ticket stays in quarantine, for a late writer.
-        pins: told of the pinned entries that leave.
+        grace_s: how long the slot of an expired ticket stays in quarantine, for a late writer.
 
     Attributes:
         num_live, num_complete: entries in an index, and the readable ones of them.
         quarantine: the dropped entries whose slots are not free.
     """
 
-    def __init__(
-        self,
-        arena: Arena,
-        placement: Placement,
-        departures: Departures,
-        clock: Callable[[], float],
-        grace_ms: int,
-        counters: dict[str, int],
-        pins: Pins,
-    ):
-        self.num_live = 0
-        self.num_complete = 0
-        self._arena = arena
-        self._placement = placement
-        self.quarantine = Quarantine()
-        self.departures = departures
-        self._clock = clock
-        self._grace_s = grace_ms / 1000
-        self._counters = counters
-        self._pins = pins
-        self._observers: list[Observer] = []
-
-    def observe(self, observer: Observer) -> None:
-        self._observers.append(observer)
+    _arena: Arena
+    _placement: Placement
+    departures: Departures
+    _clock: Callable[[], float]
+    _grace_s: float
+    _counters: dict[str, int]
+    _pins: Pins
+    num_live: int = field(default=0, init=False)
+    num_complete: int = field(default=0, init=False)
+    quarantine: Quarantine = field(default_factory=Quarantine, init=False)
+    observers: list[Observer] = field(default_factory=list, init=False)
 
     def reserve(self, group: Group, runs: Sequence[BlockRun], ticket: Ticket) -> list[PutStatus] | None:
         """Has a ticket cover its shards of every block that is neither present nor being written.
@@ -151,7 +133,7 @@ class EntryTable:
         if entry.complete:
             self.num_complete += 1
             entry.group.num_complete += 1
-            for observer in self._observers:
+            for observer in self.observers:
                 observer.stored(entry)
         self.make_candidate(entry)
         return True
@@ -206,7 +188,7 @@ class EntryTable:
             if victim.pinned_until and victim.pinned_until > self._clock():
                 self._counters["pin_given_back_blocks"] += 1
             if victim.complete:
-                for observer in self._observers:
+                for observer in self.observers:
                     observer.evicted(victim)
             self.drop(victim)
         self.departures.left(victims, MissCause.EVICTED, evicted_for)
@@ -224,7 +206,7 @@ class EntryTable:
         if entry.complete:
             self.num_complete -= 1
             entry.group.num_complete -= 1
-            for observer in self._observers:
+            for observer in self.observers:
                 observer.removed(entry)
         if (parent := entry.parent) is not None:
             entry.parent = None

@@ -1,7 +1,4 @@
-"""What the pool knows of a prompt's blocks, for people: which are there, and when, why and for whom others left.
-
-Unlike `misses.py`, which engines ask with each lookup, it visits every block, in steps.
-"""
+"""Why blocks are missing: briefly for engines, and for people when, why and for whom each block of a prompt left."""
 
 from __future__ import annotations
 
@@ -11,15 +8,23 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import numpy as np
+
 from kvpool.protocol.namespace import differences
-from kvpool.protocol.types import MAX_RANGES, BlockRun, BlockState, MissCause
-from kvpool_server.cache.departures import Departures, EvictedFor, Memory
+from kvpool.protocol.types import MAX_MISSES, MAX_RANGES, BlockRun, BlockState, Miss, MissCause, RunHits
+from kvpool_server.cache.departures import Departure, Departures, EvictedFor, Memory
 from kvpool_server.cache.entry import Entry, Group
-from kvpool_server.cache.misses import Misses
 from kvpool_server.cache.namespaces import Namespaces, PoolNamespace
 from kvpool_server.cache.steps import Steps
-from kvpool_server.cache.use_times import UseTimes
 
+MAX_EXPLAINED = 16_384
+"""Missing blocks of one lookup that are looked at, equally many a run; the last cause counts for those behind them."""
+MAX_RUNS = 64
+"""Runs of one lookup that are explained: as many as a model has groups, and few enough for one turn of the loop."""
+MAX_GROUPS = 64
+"""Groups of other namespaces in which a block is searched."""
+_STAY_BEHIND = (MissCause.REMOVED, MissCause.CORRUPT)
+"""Departures that leave the blocks behind them in the pool: eviction goes from the back."""
 PART_BLOCKS = 128
 """Blocks of one step, which takes 2 ms at most: if each has a range of its own."""
 MAX_ALL_RANGES = 4_096
@@ -97,34 +102,79 @@ class NamespaceMatch:
 
 
 class Explained(NamedTuple):
-    """What the pool alone knows.
-
-    Args:
-        namespace: of the runs.
-        first_missing: of each run, the first block that is not complete; the run's length if all are.
-    """
+    """What the pool knows of some runs without its tiers."""
 
     namespace: PoolNamespace
     runs: tuple[RunExplanation, ...]
-    first_missing: tuple[int, ...]
     elsewhere: tuple[NamespaceMatch, ...]
     memory: Memory
 
 
 @dataclass(eq=False)
 class Explanations:
-    """Those of one pool. Not thread-safe: the pool's event loop owns it."""
+    """What one pool knows of missing blocks."""
 
     _namespaces: Namespaces
     _departures: Departures
-    _misses: Misses
-    _use_times: UseTimes
     _clock: Callable[[], float]
+
+    def misses(self, fingerprint: bytes, runs: Sequence[BlockRun], hits: Sequence[RunHits]) -> tuple[RunHits, ...]:
+        """The hits of some runs, with the causes of what is missing: what engines ask with each lookup."""
+        found = self._namespaces.find(fingerprint)
+        if found is None or all(hit.num_leading == len(run) for run, hit in zip(runs, hits, strict=True)):
+            return tuple(hits)
+        explained, others = list(hits), self._others(found)
+        most = MAX_EXPLAINED // max(1, min(len(runs), MAX_RUNS))
+        for nth, (run, hit) in enumerate(itertools.islice(zip(runs, hits, strict=True), MAX_RUNS)):
+            if hit.num_leading < len(run):
+                group, names = found.groups[run.group_idx], run.block_hashes[hit.num_leading :]
+                misses = self._missing(group, names[:most], others)
+                explained[nth] = replace(hit, missing=_cut_off(misses, len(names)))
+        return tuple(explained)
+
+    def _others(self, namespace: PoolNamespace) -> list[Group]:
+        """Groups of other namespaces that a caller may know of: of the same tenant, and with the same salt."""
+        ours = namespace.spec.tenant, namespace.spec.salt
+        groups = (
+            group
+            for other in self._namespaces.values()
+            if other is not namespace and (other.spec.tenant, other.spec.salt) == ours
+            for group in other.groups
+        )
+        return list(itertools.islice(groups, MAX_GROUPS))
+
+    def _missing(self, group: Group, names: Sequence[bytes], others: Sequence[Group]) -> Iterator[Miss]:
+        """The causes of blocks, of which the first one is missing.
+
+        What is behind a missing block cannot be loaded, whether it is there or not.
+        """
+        entries = itertools.takewhile(lambda entry: entry is not None, group.index.get_all(names))
+        if num_there := sum(1 for _ in entries):
+            yield Miss(MissCause.BEING_WRITTEN, num_there)
+            names = names[num_there:]
+        elif names[0] in group.leaving:
+            yield Miss(MissCause.REMOVED, len(names))
+            return
+        if not names:
+            return
+        departure = self._departures.departure(group, names[0])
+        if departure is None:
+            # Nobody stores a block without those before it. A block of this name has the same tokens, and other KV.
+            elsewhere = any(names[0] in other.index for other in others)
+            yield Miss(MissCause.OTHER_NAMESPACE if elsewhere else MissCause.NEVER_STORED, len(names))
+            return
+        causes = self._departures.causes(group, names)
+        if departure.cause in _STAY_BEHIND:
+            there = np.fromiter((entry is not None for entry in group.index.get_all(names)), bool, len(names))
+            causes[there] = departure.cause
+        ends = np.append(np.flatnonzero(np.diff(causes)) + 1, len(names)).tolist()
+        for start, stop in zip([0, *ends], ends, strict=False):
+            yield Miss(MissCause(int(causes[start])), stop - start)
 
     def explain_in_steps(
         self, fingerprint: bytes, runs: Sequence[BlockRun], told: Callable[[EvictedFor], EvictedFor] | None = None
     ) -> Steps[Explained]:
-        """Raises UnknownNamespaceError, and InvalidRequestError as a lookup does.
+        """What is known of each block of a prompt. Raises UnknownNamespaceError, and InvalidRequestError as a lookup.
 
         Args:
             told: what the caller may know of whom a block was evicted for; None: all. Ranges are joined and counted by
@@ -141,7 +191,7 @@ class Explanations:
             explained.append(RunExplanation(run.group_idx, tuple(ranges), _other_children(group, run, first)))
         elsewhere = yield from self._elsewhere(namespace, runs, first_missing)
         memory = yield from self._departures.memory_in_steps()
-        return Explained(namespace, tuple(explained), tuple(first_missing), elsewhere, memory)
+        return Explained(namespace, tuple(explained), elsewhere, memory)
 
     def _ranges(
         self, group: Group, run: BlockRun, most: int, told: Callable[[EvictedFor], EvictedFor] | None
@@ -164,7 +214,7 @@ class Explanations:
         """The ranges of some blocks, the first of which is the run's block `at`."""
         entries = list(group.index.get_all(names))
         used = [0 if entry is None else entry.used for entry in entries]
-        ages = self._use_times.ages(used, self._clock()).tolist()
+        ages = self._departures.use_times.ages(used, self._clock()).tolist()
         start = 0
         for state, members in itertools.groupby(entries, _state_of):
             found = list(members)
@@ -181,15 +231,12 @@ class Explanations:
     def _departed(self, group: Group, names: Sequence[bytes], at: int) -> Iterator[BlockRange]:
         """The ranges of blocks that have no entry."""
         if group.leaving:
-            for is_leaving, members in itertools.groupby(names, group.leaving.__contains__):
-                count = sum(1 for _ in members)
-                if is_leaving:
-                    yield BlockRange(at, count, BlockState.MISSING, MissCause.REMOVED, "", 0.0, 0.0)
-                else:
-                    yield BlockRange(at, count, BlockState.MISSING, MissCause.NEVER_STORED)
-                at += count
-            return
-        for left, count in self._departures.departures(group, names, group.spec.kind == _PREFIX_KIND):
+            runs = itertools.groupby(names, group.leaving.__contains__)
+            removed = Departure(MissCause.REMOVED, 0)
+            departed = [(removed if is_leaving else None, len(list(members))) for is_leaving, members in runs]
+        else:
+            departed = self._departures.departures(group, names, group.spec.kind == _PREFIX_KIND)
+        for left, count in departed:
             if left is None:
                 yield BlockRange(at, count, BlockState.MISSING, MissCause.NEVER_STORED)
             else:
@@ -202,9 +249,14 @@ class Explanations:
     def _elsewhere(
         self, namespace: PoolNamespace, runs: Sequence[BlockRun], first_missing: Sequence[int]
     ) -> Steps[tuple[NamespaceMatch, ...]]:
-        """Other namespaces of the same model, tenant and salt that have the first missing block of a run."""
+        """Other namespaces of the same model, tenant and salt that have the first missing block of a run.
+
+        Args:
+            first_missing: of each run, the first block that is not complete; the run's length if all are.
+        """
         found: dict[bytes, int] = {}
-        others = [each for each in self._misses.others(namespace) if self._is_of_model(each, namespace.spec.model)]
+        model = namespace.spec.model
+        others = [each for each in self._others(namespace) if each.namespace.partition("@")[2] == model]
         for run, first in zip(runs, first_missing, strict=True):
             names = run.block_hashes[first : first + MAX_COUNTED]
             for other in others if names else ():
@@ -225,9 +277,12 @@ class Explanations:
                 yield
         return tuple(matches)
 
-    def _is_of_model(self, group: Group, model: str) -> bool:
-        namespace = self._namespaces.find(group.fingerprint)
-        return namespace is not None and namespace.spec.model == model
+
+def _cut_off(misses: Iterator[Miss], count: int) -> tuple[Miss, ...]:
+    """Causes of `count` blocks, MAX_MISSES at most: the last one counts for what follows."""
+    first = list(itertools.islice(misses, MAX_MISSES))
+    told = sum(miss.count for miss in first[:-1])
+    return (*first[:-1], Miss(first[-1].cause, count - told))
 
 
 def most_ranges(num_runs: int) -> int:

@@ -1,23 +1,161 @@
 """What clients know better than any policy: which prefixes to keep, and which are needed no more.
 
 A hint names a prefix from its beginning, one run a group. It changes the order of evictions, nothing else: what is
-readable, leased or being written stays so. Not thread-safe: the pool's event loop owns it.
+readable, leased or being written stays so.
+
+A pin has an entry evicted after all that are not pinned, and keeps nothing from being evicted. An entry records when
+its pin ends, nothing else; what the pins of a namespace take is counted by their ends, so that a pin that ends costs no
+visit of its entries.
+
+Invariants of pins:
+- A pinned entry's parent, if it is live, is pinned at least as long: only leaves are evicted, so that a pin on a
+  prefix's end alone would keep the whole prefix, whatever the budget.
+- The bytes that count for a tenant are those of the slots of its pinned entries, and never more than its budget.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import heapq
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from kvpool.protocol.types import BlockRun
 from kvpool_server.cache.allocator.placement import Placement
-from kvpool_server.cache.entry import Entry, Group
-from kvpool_server.cache.namespaces import Namespaces, PoolNamespace
-from kvpool_server.cache.pins import Pins, pin_end
+from kvpool_server.cache.entry import Entry
+from kvpool_server.cache.namespaces import Namespaces
 from kvpool_server.cache.steps import Steps
 
 HINT_STEP_BLOCKS = 512
 """Blocks of one step: less than 1 ms."""
+MAX_PIN_S = 86_400
+"""A longer pin is cut to it."""
+ENDS_PER_DOUBLING = 64
+"""Pins end at one of so many times in the second half of their time, which bounds what is counted apart: a pin lasts up
+to 1/64 longer than asked for, and 1 s at least."""
+
+
+@dataclass(frozen=True, slots=True)
+class PinBudget:
+    """What a tenant may pin, and has pinned, in bytes of slots, as `PinBudget` in the proto."""
+
+    tenant: str
+    limit_bytes: int
+    used_bytes: int
+
+
+class _Share:
+    """What the pins of one namespace take: bytes by the end of the pins, each of which is in `Pins._ends` once."""
+
+    __slots__ = ("by_end", "nbytes", "tenant")
+
+    def __init__(self, tenant: str):
+        self.tenant = tenant
+        self.by_end: Counter[int] = Counter()
+        self.nbytes = 0
+
+
+class Pins:
+    """The pins of one pool; each tenant may pin `budget_bytes`.
+
+    Attributes:
+        next_end: the time from which on `expire` is worth a call.
+    """
+
+    def __init__(self, budget_bytes: int):
+        self._budget_bytes = budget_bytes
+        self._by_namespace: dict[bytes, _Share] = {}
+        self._by_tenant: Counter[str] = Counter()
+        self._ends: list[tuple[int, bytes]] = []
+        self.next_end = math.inf
+
+    def pin(self, entry: Entry, until: int, now: float) -> bool:
+        """Pins an entry, or prolongs its pin; False if its tenant's budget is exceeded or its parent is not pinned."""
+        parent, before = entry.parent, entry.pinned_until
+        if parent is not None and parent.live:
+            until = min(until, parent.pinned_until)
+        if until <= before or until <= now:
+            return before > now
+        group = entry.group
+        if before > now:
+            self._uncharge(entry)
+        elif self._by_tenant[group.declared_tenant] + group.spec.slot_bytes > self._budget_bytes:
+            return False
+        self._charge(entry, until)
+        return True
+
+    def unpin(self, entry: Entry) -> None:
+        """Ends an entry's pin; none of its children may be pinned."""
+        self._uncharge(entry)
+        self._set(entry, 0)
+
+    def dropped(self, entry: Entry) -> None:
+        """A pinned entry has left the pool; its pin may have ended before."""
+        self._uncharge(entry)
+        entry.pinned_until = 0
+
+    def expire(self, now: float) -> None:
+        """Counts the pins that have ended no longer."""
+        while self._ends and self._ends[0][0] <= now:
+            end, fingerprint = heapq.heappop(self._ends)
+            if (share := self._by_namespace.get(fingerprint)) is not None:
+                self._take(share, share.by_end.pop(end, 0))
+                if not share.by_end:
+                    del self._by_namespace[fingerprint]
+        self.next_end = self._ends[0][0] if self._ends else math.inf
+
+    def pinned_bytes(self, fingerprint: bytes | None = None) -> int:
+        """Bytes of slots of a namespace's pinned entries, or of all."""
+        if fingerprint is None:
+            return self._by_tenant.total()
+        share = self._by_namespace.get(fingerprint)
+        return 0 if share is None else share.nbytes
+
+    def budgets(self, tenants: Iterable[str] | None = None) -> list[PinBudget]:
+        """What these tenants may pin, and have pinned, by tenant; by default those that have pinned something."""
+        used = self._by_tenant
+        tenants = used if tenants is None else tenants
+        return [PinBudget(each, self._budget_bytes, used.get(each, 0)) for each in sorted(set(tenants))]
+
+    def _charge(self, entry: Entry, until: int) -> None:
+        group = entry.group
+        if (share := self._by_namespace.get(group.fingerprint)) is None:
+            share = self._by_namespace[group.fingerprint] = _Share(group.declared_tenant)
+        if until not in share.by_end:
+            heapq.heappush(self._ends, (until, group.fingerprint))
+            self.next_end = self._ends[0][0]
+        share.by_end[until] += group.spec.slot_bytes
+        share.nbytes += group.spec.slot_bytes
+        self._by_tenant[share.tenant] += group.spec.slot_bytes
+        self._set(entry, until)
+
+    def _uncharge(self, entry: Entry) -> None:
+        """An entry's pin is counted no longer, if it is; `expire` may have seen to that."""
+        nbytes = entry.group.spec.slot_bytes
+        share = self._by_namespace.get(entry.group.fingerprint)
+        if share is not None and share.by_end.get(entry.pinned_until, 0):
+            share.by_end[entry.pinned_until] -= nbytes
+            self._take(share, nbytes)
+
+    def _take(self, share: _Share, nbytes: int) -> None:
+        share.nbytes -= nbytes
+        self._by_tenant[share.tenant] -= nbytes
+        if not self._by_tenant[share.tenant]:
+            del self._by_tenant[share.tenant]
+
+    @staticmethod
+    def _set(entry: Entry, until: int) -> None:
+        before, entry.pinned_until = entry.pinned_until, until
+        if entry.queued is not None:
+            entry.queued.pin_changed(entry, before)
+
+
+def pin_end(seconds: int, now: float) -> int:
+    """When a pin of so many seconds ends: at one of few times, not before they have passed."""
+    seconds = min(seconds, MAX_PIN_S)
+    step = 1 << max(0, seconds.bit_length() - ENDS_PER_DOUBLING.bit_length())
+    return -(-math.ceil(now + seconds) // step) * step
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +169,7 @@ class HintResult:
 
 @dataclass(eq=False)
 class Hints:
-    """See the module.
-
-    Args:
-        clock: monotonic seconds.
-    """
+    """Pin prefixes, end their pins, and have prefixes evicted before others."""
 
     _namespaces: Namespaces
     _placement: Placement
@@ -43,16 +177,12 @@ class Hints:
     _clock: Callable[[], float]
     _counters: dict[str, int]
 
-    def groups(self, fingerprint: bytes, runs: Sequence[BlockRun]) -> tuple[PoolNamespace, list[Group]]:
-        """The namespace, and the group of each run. Raises InvalidRequestError for an empty or too large batch."""
-        return self._namespaces.groups(fingerprint, runs)
-
     def pin_in_steps(self, fingerprint: bytes, runs: Sequence[BlockRun], seconds: int) -> Steps[HintResult]:
         """Has complete blocks of prefixes evicted after all that are not pinned, for so many seconds.
 
         The first blocks are pinned, as many as the tenant's budget has room for. A pin that would end later stays.
         """
-        _, groups = self.groups(fingerprint, runs)
+        _, groups = self._namespaces.groups(fingerprint, runs)
         until = pin_end(seconds, self._clock())
         num_pinned = num_refused = 0
         for group, run in zip(groups, runs, strict=True):
@@ -111,7 +241,7 @@ class Hints:
         Args:
             keeps: whether an entry, with those before it, is left alone.
         """
-        _, groups = self.groups(fingerprint, runs)
+        _, groups = self._namespaces.groups(fingerprint, runs)
         num_done = 0
         for group, run in zip(groups, runs, strict=True):
             child: Entry | None = None

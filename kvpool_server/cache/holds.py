@@ -3,30 +3,49 @@
 A lease or ticket ends when its client ends it, or at its deadline. A million entries may be held by those that end at
 once: no client can use an ended one any more, but its entries count as held until they are let go, some at a time.
 While a transfer under an ended one is under way, its entries stay pinned.
-Not thread-safe: the pool's event loop owns it.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import itertools
+import math
 from collections import deque
-from collections.abc import Callable, Container, Sequence, Set
-from itertools import islice
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from kvpool.protocol.errors import OutOfSpaceError
+from kvpool.report.quotas import size_text
 from kvpool_server.cache.entry import Entry
 from kvpool_server.cache.entry_table import EntryTable
 from kvpool_server.cache.eviction.partitions import Account
-from kvpool_server.cache.holders import MAX_EXAMINED, describe_holders
 from kvpool_server.cache.leases import Hold, HoldTable, Lease, Owner, Ticket
 from kvpool_server.cache.limits import IdentityLimits, Limits
-from kvpool_server.cache.steps import SETTLED_PER_CALL, Steps
+from kvpool_server.cache.steps import SETTLED_PER_CALL
 
+MAX_EXAMINED = 2_048
+"""Holds and entries that `Holds.describe` looks at, within about half a millisecond."""
 _NO_LIMITS = IdentityLimits(1 << 62, 1 << 62)
+
+_LEASED = "are leased by {holds} lookups, for {longest_s:.1f} s at most"
+_TO_TIER = "are being written to a tier"
+_FROM_TIER = "are being read from a tier"
+_WRITTEN = "are being written by {holds} puts, for {longest_s:.1f} s at most"
+_MOVED = "are being moved by data workers for clients that have given them up"
+_QUARANTINED = "are in quarantine until late writers and readers of removed blocks have ended"
 
 EndOfEntry = Callable[[Entry, Ticket], None]
 """What becomes of an entry whose ticket has ended: a method of `EntryTable`."""
+
+
+@dataclass(slots=True)
+class _Held:
+    """What is held for one reason."""
+
+    holds: int = 0
+    longest_s: float = 0.0
+    blocks: int = 0
+    nbytes: int = 0
 
 
 class Transfers(Protocol):
@@ -49,12 +68,9 @@ class NoTransfers:
         return frozenset()
 
 
+@dataclass(eq=False)
 class Holds:
-    """See the module.
-
-    Args:
-        limits_of: of an identity.
-        new_id: as of `Pool`.
+    """Grants leases and tickets, and ends them.
 
     Attributes:
         leases, tickets: the live ones.
@@ -62,25 +78,18 @@ class Holds:
         writing: the tickets of puts whose steps are under way.
     """
 
-    def __init__(
-        self,
-        entry_table: EntryTable,
-        transfers: Transfers,
-        limits: Limits,
-        limits_of: Callable[[str], IdentityLimits],
-        new_id: Callable[[], int],
-        counters: dict[str, int],
-    ):
+    _entry_table: EntryTable
+    _transfers: Transfers
+    _limits: Limits
+    _limits_of: Callable[[str], IdentityLimits]
+    _new_id: Callable[[], int]
+    _counters: dict[str, int]
+    pinning: list[list[Entry]] = field(default_factory=list, init=False)
+    writing: list[Ticket] = field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
         self.leases: HoldTable[Lease] = HoldTable("lease", "look up again")
         self.tickets: HoldTable[Ticket] = HoldTable("ticket", "put_start again")
-        self.pinning: list[list[Entry]] = []
-        self.writing: list[Ticket] = []
-        self._entry_table = entry_table
-        self._limits = limits
-        self._limits_of = limits_of
-        self._new_id = new_id
-        self._counters = counters
-        self._transfers = transfers
         self._unfinished: dict[int, Hold] = {}  # Ended ones under which a transfer is under way, by id.
         self._ended_leases: deque[Hold] = deque()  # Also the pins of tickets whose transfers have ended.
         self._ended_tickets: deque[tuple[Ticket, EndOfEntry]] = deque()
@@ -181,11 +190,6 @@ class Holds:
         self._let_go(SETTLED_PER_CALL)
         return is_live
 
-    def expire_owned(self, owners: Container[str], now: float) -> Steps[None]:
-        """Brings the deadlines of some owners' leases and tickets forward to now."""
-        yield from self.leases.expire_owned(owners, now)
-        yield from self.tickets.expire_owned(owners, now)
-
     def settle(self, now: float, count: int) -> int:
         """Ends up to `count` of the leases and tickets whose deadline has come, and lets as many entries go.
 
@@ -205,13 +209,59 @@ class Holds:
         return ended + self._let_go(count)
 
     def describe(self, tenant: str, now: float, account: Account | None) -> str:
-        """What holds a tenant's slots, or those that count towards a quota of it; other tenants' are not told of."""
-        leases = (lease for lease in islice(self.leases.values(), MAX_EXAMINED) if _is_of(lease, tenant))
-        tickets = (ticket for ticket in islice(self.tickets.values(), MAX_EXAMINED) if _is_of(ticket, tenant))
+        """How many blocks hold a tenant's slots, or those that count towards a quota, and why; empty if none does.
+
+        Other tenants' leases and tickets are not told of. Each slot counts once: under a lease first, then under a
+        ticket, under a transfer that outlived its lease or ticket, and under quarantine. At most `MAX_EXAMINED` holds
+        and entries are looked at, because puts may be refused at a high rate; the text says "at least" where there are
+        more.
+        """
         counts = account.groups.__contains__ if account is not None else lambda group: group.tenant == tenant
+        found = {reason: _Held() for reason in (_LEASED, _TO_TIER, _FROM_TIER, _WRITTEN, _MOVED, _QUARANTINED)}
+        counted: set[int] = set()
+        held: list[Entry] = []
+        left = MAX_EXAMINED
+        for reason, deadline, entries in self._by_reason(tenant):
+            each, is_counted = found[reason], False
+            for entry in itertools.islice(entries, left):
+                left -= 1
+                if not counts(entry.group):
+                    continue
+                is_counted = True
+                if id(entry) not in counted:
+                    counted.add(id(entry))
+                    held.append(entry)
+                    each.blocks += 1
+                    each.nbytes += entry.group.spec.slot_bytes
+            if is_counted:
+                each.holds += 1
+                each.longest_s = max(each.longest_s, deadline - now)
+            left -= 1
+            if left <= 0:
+                break
+        parts = [
+            f"{each.blocks} blocks ({size_text(each.nbytes)}) "
+            + reason.format(holds=each.holds, longest_s=each.longest_s)
+            for reason, each in found.items()
+            if each.blocks
+        ]
+        if num_ancestors := _count_ancestors(held, counted):
+            parts.append(f"{num_ancestors} blocks precede those in their prefixes, and are evicted only after them")
         is_cut = max(len(self.leases), len(self.tickets)) > MAX_EXAMINED
-        unfinished, quarantine = self._unfinished.values(), self._entry_table.quarantine
-        return describe_holders(leases, tickets, unfinished, quarantine, now, counts, is_cut=is_cut)
+        least = "at least " if is_cut or left <= 0 or len(counted) >= MAX_EXAMINED else ""
+        return least + "; ".join(parts) if parts else ""
+
+    def _by_reason(self, tenant: str) -> Iterator[tuple[str, float, Iterable[Entry]]]:
+        """Why entries are held, until when at most, and which. Transfers to and from tiers have no deadline."""
+        for lease in itertools.islice(self.leases.values(), MAX_EXAMINED):
+            if _is_of(lease, tenant):
+                yield _LEASED if lease.deadline < math.inf else _TO_TIER, lease.deadline, lease.entries
+        for ticket in itertools.islice(self.tickets.values(), MAX_EXAMINED):
+            if _is_of(ticket, tenant):
+                yield _WRITTEN if ticket.deadline < math.inf else _FROM_TIER, ticket.deadline, ticket.entries
+        for hold in self._unfinished.values():
+            yield _MOVED, hold.deadline, hold.entries
+        yield _QUARANTINED, 0.0, self._entry_table.quarantine
 
     def _end_transfers(self, hold: Hold) -> bool:
         """Ends what a hold permits; False if a transfer is under way: its entries are to be pinned until that ends."""
@@ -244,7 +294,7 @@ class Holds:
         """As `_end_ticket`, of an unfinished ticket: its entries also stay pinned until its transfers have ended."""
         for entry in ticket.entries:
             entry.leases += 1
-        self._ended_tickets.append((dataclasses.replace(ticket, entries=list(ticket.entries)), end))
+        self._ended_tickets.append((replace(ticket, entries=list(ticket.entries)), end))
 
     def _let_go(self, count: int) -> int:
         """Lets up to `count` entries of ended leases and tickets go; returns how many."""
@@ -274,3 +324,15 @@ class Holds:
 
 def _is_of(hold: Hold, tenant: str) -> bool:
     return bool(hold.entries) and hold.entries[0].group.tenant == tenant
+
+
+def _count_ancestors(held: Sequence[Entry], counted: set[int]) -> int:
+    """How many entries stay because a later entry of their prefix is held."""
+    num_ancestors = 0
+    for entry in held:
+        parent = entry.parent
+        while parent is not None and id(parent) not in counted and len(counted) < MAX_EXAMINED:
+            counted.add(id(parent))
+            num_ancestors += 1
+            parent = parent.parent
+    return num_ancestors

@@ -11,8 +11,8 @@ from typing import Generic, NamedTuple, TypeVar
 from kvpool.protocol.errors import InvalidRequestError, LeaseExpiredError
 from kvpool.protocol.types import RunHits, ShardRange
 from kvpool_server.cache.entry import Entry, Group
+from kvpool_server.cache.limits import Shares
 from kvpool_server.cache.namespaces import PoolNamespace
-from kvpool_server.cache.shares import Shares
 from kvpool_server.cache.steps import STEP_BLOCKS, Steps
 
 SWEEP_AT_LEAST = 1_000
@@ -64,11 +64,11 @@ class Found(NamedTuple):
     """What a lookup found, and the lease on it.
 
     Args:
-        hits: one a run.
+        hits: one per run.
         num_blocks: blocks that were asked for.
         entries: the complete ones.
         spans: [start, stop) of each group's entries in `entries`.
-        lookup_tokens, hit_tokens: see `PoolNamespace`.
+        lookup_tokens, hit_tokens: asked for, and found; each token counts once, in however many groups it has blocks.
         lease_id: 0: no lease.
     """
 
@@ -130,11 +130,7 @@ Held = TypeVar("Held", Lease, Ticket)
 
 
 class HoldTable(Generic[Held]):
-    """Live leases or live tickets, by id and by deadline.
-
-    Args:
-        kind: "lease" or "ticket", for errors.
-        fix: what a client does about one that is not live.
+    """Live leases or live tickets, by id and by deadline. `kind` and `fix` are named in errors.
 
     Attributes:
         holds, blocks: how many each owner with a name has, by its name.

@@ -1,7 +1,9 @@
-"""Bounds on what clients can ask of a pool."""
+"""Bounds on what clients can ask of a pool, and how clients share them."""
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -36,7 +38,7 @@ def default_limits(_: str) -> IdentityLimits:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """See the module.
+    """What all clients together, or one request, can ask of a pool.
 
     Args:
         max_batch_blocks: blocks that one request names, but for lookups.
@@ -85,3 +87,32 @@ class Limits:
             raise InvalidRequestError(
                 f"{count} blocks x {shards.count} shards; give at most {most} chunks, and split larger batches"
             )
+
+
+class Shares:
+    """How much each client has, and `total`. A client may have as much as is left, so nobody can take all.
+
+    k clients that take all they get have 1/(k+1) each, and the next one finds as much. The client without a name is all
+    that are not told apart, and may have everything.
+
+    Source: A. Choudhury, E. Hahne, Dynamic Queue Length Thresholds for Shared-Memory Packet Switches, 1998.
+    """
+
+    def __init__(self) -> None:
+        self._of: Counter[str] = Counter()
+        self.total = 0
+
+    def of(self, client: str) -> int:
+        return self._of[client]
+
+    def has_room(self, client: str, count: int, most: float, most_own: float = math.inf) -> bool:
+        """Whether a client may have so much more, where all may have `most`, and one with a name `most_own`."""
+        own = self._of[client] if client else 0
+        return own + count <= min(most - self.total, most_own)
+
+    def add(self, client: str, count: int = 1) -> None:
+        """Gives a client more or, with a negative count, takes it back."""
+        self.total += count
+        self._of[client] += count
+        if not self._of[client]:
+            del self._of[client]

@@ -1,29 +1,34 @@
-"""Lookups: which blocks of a request are complete, a lease on them, where they lie, and the record of their use.
+"""What requests do with stored blocks: look them up under a lease, record their use, drop them.
 
-The file stands in the order of a lookup's path: find, slots, get, record_use. Not thread-safe: the pool's event loop
-owns it.
+`Lookups` stands in the order of a lookup's path: find, slots, get, record_use.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvpool.protocol.types import BlockRun, Located, RunHits, ShardRange, Slots, in_parts
+import numpy as np
+import numpy.typing as npt
+
+from kvpool.protocol.namespace import GroupSpec
+from kvpool.protocol.types import BlockRun, Located, MissCause, RunHits, ShardRange, Slots, in_parts
 from kvpool_server.cache.allocator.placement import Placement
 from kvpool_server.cache.entry import Entry, Group
+from kvpool_server.cache.entry_table import EntryTable
 from kvpool_server.cache.holds import Holds
 from kvpool_server.cache.leases import NOBODY, Found, Owner
 from kvpool_server.cache.limits import Limits
-from kvpool_server.cache.namespaces import Namespaces
-from kvpool_server.cache.steps import LOOKUP_STEP_BLOCKS, Steps
+from kvpool_server.cache.namespaces import Namespaces, PoolNamespace
+from kvpool_server.cache.steps import LOOKUP_STEP_BLOCKS, STEP_BLOCKS, Steps
 
 
 @dataclass(eq=False)
 class Lookups:
-    """See the module."""
+    """Find blocks, say where they lie, and record their use."""
 
     _namespaces: Namespaces
     _holds: Holds
@@ -43,9 +48,6 @@ class Lookups:
         """The complete entries of some blocks and, with a TTL, a lease on them, whose time begins with the last step.
 
         Counts nothing yet: call `record_use` or `record_use_on_get` next. Without a TTL nothing is renewed.
-
-        Args:
-            owner: of the lease.
         """
         namespace, groups = self._namespaces.groups(fingerprint, runs)
         now = 0.0
@@ -173,6 +175,94 @@ class Lookups:
             lease.unrecorded = found
 
 
+@dataclass(eq=False)
+class Removals:
+    """Drop blocks that a client or the server no longer wants, before their time."""
+
+    _namespaces: Namespaces
+    _entry_table: EntryTable
+    _counters: dict[str, int]
+    _expire: Callable[[], float]
+
+    def complete(self, fingerprint: bytes, runs: Sequence[BlockRun]) -> Steps[list[Entry]]:
+        """The complete entries of these blocks, each once; some may have been dropped since."""
+        entries = yield from self._find(fingerprint, runs)
+        return [entry for entry in entries if entry.complete]
+
+    def _find(self, fingerprint: bytes, runs: Sequence[BlockRun]) -> Steps[list[Entry]]:
+        """The entries of these blocks, each once; some may have been dropped since."""
+        _, group = self._namespaces.one_group(fingerprint, runs)
+        self._expire()
+        entries: dict[Entry, None] = {}
+        for nth, part in enumerate(in_parts(runs, LOOKUP_STEP_BLOCKS)):
+            if nth:
+                yield
+            entries |= dict.fromkeys(group.find(part)[0])
+        return list(entries)
+
+    def drop_corrupt(self, entries: Sequence[Entry]) -> Steps[int]:
+        """Drops entries whose bytes differ from their checksums; returns how many had not been dropped before."""
+        dropped = yield from self._entry_table.drop_in_steps(entries, MissCause.CORRUPT)
+        self._counters["corrupt_blocks"] += dropped
+        return dropped
+
+    def remove(self, fingerprint: bytes, runs: Sequence[BlockRun]) -> Steps[int]:
+        """Drops blocks; returns how many were present. Clients that hold a lease on them finish their loads."""
+        entries = yield from self._find(fingerprint, runs)
+        removed = yield from self._entry_table.drop_in_steps(entries, MissCause.REMOVED)
+        self._counters["removed_blocks"] += removed
+        return removed
+
+    def clear(self, fingerprint: bytes = b"") -> Steps[int]:
+        """Drops every block of a namespace, or of all namespaces; returns how many.
+
+        No lookup finds any of the blocks from the first step on, and the steps free their slots. Blocks that are put
+        meanwhile stay.
+        """
+        self._expire()
+        chosen = [self._namespaces.get(fingerprint)] if fingerprint else self._namespaces.values()
+        groups = [group for namespace in chosen for group in namespace.groups]
+        while any(group.leaving for group in groups):  # An earlier call has not ended.
+            self._entry_table.drop_leaving(groups, STEP_BLOCKS)
+            yield
+        removed = sum(group.start_leaving() for group in groups)
+        self._counters["removed_blocks"] += removed
+        while self._entry_table.drop_leaving(groups, STEP_BLOCKS) == STEP_BLOCKS:
+            yield
+        return removed
+
+
+class TrafficObserver:
+    """Called inside the call of the client: must return quickly and must not call the pool. These methods do nothing.
+
+    A lookup that waits for a tier and is repeated is told once. Lookups without a lease are no uses, and are not told.
+    """
+
+    def looked_up(self, namespace: PoolNamespace, runs: Sequence[BlockRun], hits: Sequence[RunHits]) -> None:
+        """A lookup for a load has been answered; one of `hits` for each run."""
+
+    def put(self, namespace: PoolNamespace, runs: Sequence[BlockRun]) -> None:
+        """A put of blocks of one group has begun; it may name blocks that the pool has already."""
+
+
+class Traffic:
+    """Tells each observer of lookups and puts, but not of measurements."""
+
+    def __init__(self) -> None:
+        self._observers: list[TrafficObserver] = []
+
+    def observe(self, observer: TrafficObserver) -> None:
+        self._observers.append(observer)
+
+    def looked_up(self, namespace: PoolNamespace, runs: Sequence[BlockRun], hits: Sequence[RunHits]) -> None:
+        for observer in () if namespace.is_measurement else self._observers:
+            observer.looked_up(namespace, runs, hits)
+
+    def put(self, namespace: PoolNamespace, runs: Sequence[BlockRun]) -> None:
+        for observer in () if namespace.is_measurement else self._observers:
+            observer.put(namespace, runs)
+
+
 def count_tokens(groups: Sequence[Group], runs: Sequence[BlockRun], hits: Sequence[RunHits]) -> tuple[int, int]:
     """How many tokens a lookup asked for, and how many of them it found.
 
@@ -197,3 +287,40 @@ def count_tokens(groups: Sequence[Group], runs: Sequence[BlockRun], hits: Sequen
         if (tokens := reach * group.block_tokens) < found:
             found = tokens
     return asked, found
+
+
+def usable_tokens(groups: Sequence[GroupSpec], runs: Sequence[BlockRun], hits: Sequence[RunHits]) -> int:
+    """The longest prefix that an engine could resume, in tokens; 0 if a group has no run.
+
+    A hit ends at a boundary: a number of tokens at which every group has the blocks that a hit needs. The rule of a
+    kind is `GroupSpec.hit_blocks`. A kind whose rule the server does not know needs all blocks of the prefix.
+
+    Args:
+        groups: all of a namespace.
+        runs: of one prompt, from its first token on; of several runs of a group the first counts.
+        hits: one a run, with the bitmap of all complete blocks.
+    """
+    found = {run.group_idx: (len(run), hit) for run, hit in reversed(list(zip(runs, hits, strict=True)))}
+    if len(found) < len(groups):
+        return 0
+    alignment = math.lcm(*(group.block_tokens for group in groups))
+    most = min(found[idx][0] * group.block_tokens for idx, group in enumerate(groups))
+    for idx, group in enumerate(groups):
+        if not group.hit_blocks:
+            most = min(most, found[idx][1].num_leading * group.block_tokens)
+    boundaries = np.arange(most // alignment * alignment, 0, -alignment)
+    are_usable = np.ones(len(boundaries), np.bool_)
+    for idx, group in enumerate(groups):
+        if group.hit_blocks and len(boundaries):
+            ends = boundaries // group.block_tokens
+            count, hit = found[idx]
+            are_usable &= _run_lengths(hit.complete, count)[ends - 1] >= np.minimum(group.hit_blocks, ends)
+    return int(boundaries[are_usable.argmax()]) if are_usable.any() else 0
+
+
+def _run_lengths(complete: int, count: int) -> npt.NDArray[np.int64]:
+    """How many blocks without a gap end at each of `count` blocks."""
+    packed = np.frombuffer(complete.to_bytes(-(-count // 8), "little"), np.uint8)
+    bits = np.unpackbits(packed, count=count, bitorder="little")
+    nth = np.arange(1, count + 1)
+    return nth - np.maximum.accumulate(np.where(bits, 0, nth))

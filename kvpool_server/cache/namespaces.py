@@ -18,8 +18,7 @@ from kvpool.protocol.namespace import NamespaceSpec, differences
 from kvpool.protocol.types import BlockRun
 from kvpool_server.cache.allocator.placement import Placement
 from kvpool_server.cache.entry import Entry, Group
-from kvpool_server.cache.limits import Limits
-from kvpool_server.cache.shares import Shares
+from kvpool_server.cache.limits import Limits, Shares
 
 
 class PoolNamespace:
@@ -30,15 +29,13 @@ class PoolNamespace:
         opened_at, used_at: the pool's clock, when it was opened and when an engine last used it.
         superseded: a namespace with newer weights was opened after it, and no engine has used it since.
         lookup_blocks, lookup_hits: blocks that lookups asked for, and the complete ones of them.
-        lookup_tokens, hit_tokens: tokens that lookups asked for, and the found ones of them. Each token counts once, in
-            however many groups it has blocks.
+        lookup_tokens, hit_tokens: as in `Found`.
         stored_bytes: bytes that clients wrote, of blocks that are readable or lack another rank's shard.
         loaded_bytes: bytes that lookups or gets told clients the place of.
         opened_by: host of the client that opened it; empty if unknown.
         last_use: the number of its last use, among those of all namespaces.
         tenant: whose extents its blocks are in; "" where the arena has one tenant.
         labels: its model and tenant as labels of metrics, once they have been made.
-        is_measurement: as its spec says; each lookup and put asks.
     """
 
     def __init__(
@@ -81,17 +78,16 @@ class PoolNamespace:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the arena in slots of its entries, also of those that are being written or are not free yet."""
+        """Bytes of slots of its entries, also of those that are being written or are not free yet."""
         return sum([group.num_slots * group.slot_class[1] for group in self.groups])
 
     @property
     def held_blocks(self) -> int:
-        """Its complete entries."""
+        """How many of its entries are complete."""
         return sum([group.num_complete for group in self.groups])
 
     @property
     def complete_bytes(self) -> int:
-        """Bytes of the blocks of its complete entries."""
         return sum(group.num_complete * group.spec.slot_bytes for group in self.groups)
 
 
@@ -99,14 +95,13 @@ class Namespaces:
     """Namespaces by fingerprint.
 
     Args:
-        placement: evicts superseded entries first.
         has_tenants: each namespace belongs to the tenant of its specification, not all of them to one tenant.
 
     Attributes:
         closing: those that were closed, whose entries are being dropped.
     """
 
-    def __init__(self, limits: Limits, placement: Placement, max_block_bytes: int, has_tenants: bool = False):
+    def __init__(self, limits: Limits, placement: Placement, max_block_bytes: int, has_tenants: bool):
         self._limits = limits
         self._placement = placement
         self._has_tenants = has_tenants
@@ -121,7 +116,6 @@ class Namespaces:
         return list(self._open.values())
 
     def num_opened(self, tenant: str | None = None) -> int:
-        """Namespaces opened since the start, of one tenant or of all; opening an open one does not count."""
         return self._num_opened.total() if tenant is None else self._num_opened[tenant]
 
     def open(

@@ -23,51 +23,36 @@ from kvpool.protocol.namespace import GroupSpec, NamespaceSpec
 from kvpool.protocol.quota import Quota
 from kvpool.protocol.types import BlockRun, PutGrant, PutReceipt, PutStatus, ShardRange, in_parts
 from kvpool_server.cache.allocator.arena import Arena
-from kvpool_server.cache.allocator.no_room import NoRoomError
-from kvpool_server.cache.allocator.placement import Placement
+from kvpool_server.cache.allocator.placement import NoRoomError, Placement
 from kvpool_server.cache.counters import COUNTERS, PoolStats
 from kvpool_server.cache.departures import Departures
 from kvpool_server.cache.entry import Group, Observer
 from kvpool_server.cache.entry_table import EntryTable
 from kvpool_server.cache.eviction import DEFAULT_POLICY, POLICIES, Policy
 from kvpool_server.cache.explanations import Explanations
-from kvpool_server.cache.hints import Hints
+from kvpool_server.cache.hints import Hints, Pins
 from kvpool_server.cache.holds import Holds, NoTransfers, Transfers
 from kvpool_server.cache.leases import NOBODY, Owner, Ticket
 from kvpool_server.cache.limits import IdentityLimits, Limits, default_limits
-from kvpool_server.cache.lookups import Lookups
-from kvpool_server.cache.misses import Misses
+from kvpool_server.cache.lookups import Lookups, Removals, Traffic
 from kvpool_server.cache.namespaces import Namespaces, PoolNamespace
-from kvpool_server.cache.pins import Pins
 from kvpool_server.cache.quotas import Quotas
-from kvpool_server.cache.removals import Removals
 from kvpool_server.cache.steps import LOOKUP_STEP_BLOCKS, SETTLED_PER_CALL, STEP_BLOCKS, Steps
-from kvpool_server.cache.traffic import Traffic
-from kvpool_server.cache.use_times import UseTimes
 
 
 class Pool:
-    """See the module.
+    """Entries in an arena, and the leases and tickets on them.
 
     Args:
-        clock: monotonic seconds; also an attribute.
+        clock: monotonic seconds.
         new_id: unguessable 63-bit ids, never 0, never repeated within a ticket's life, also across restarts.
         policy: makes an eviction policy, for each slot size and each set of quotas.
-        transfers: those of the data port; none by default.
+        transfers: those of the data port.
         limits_of: of an identity.
 
     Attributes:
-        placement: where entries lie, and which are evicted.
-        entry_table: the entries.
         leases, tickets: the live ones.
-        lookups: finds blocks, says where they lie, and records their use.
-        removals: drop blocks.
-        misses: says why blocks are not found.
-        explanations: say what is known of a prompt's blocks.
-        use_times: when a stamp of an entry's use was given.
-        pins: what clients have pinned.
-        hints: what clients say of prefixes.
-        traffic: tells of lookups for loads, and of puts.
+        on_closed: called with each namespace that is closed, once it holds nothing any more.
     """
 
     def __init__(
@@ -87,28 +72,25 @@ class Pool:
         self.new_id = new_id
         longest_hold_s = (self.limits.max_ttl_ms + self.limits.grace_ms) / 1000
         self.placement = Placement(arena, policy, self.counters, longest_hold_s, clock)
-        self.use_times = UseTimes(clock())
         self.pins = Pins(int(arena.arena_bytes * self.limits.pin_share))
-        departures = Departures(clock, self.use_times)
-        self.entry_table = EntryTable(
-            arena, self.placement, departures, clock, self.limits.grace_ms, self.counters, self.pins
-        )
+        self._departures = Departures(clock)
+        grace_s = self.limits.grace_ms / 1000
+        self.entry_table = EntryTable(arena, self.placement, self._departures, clock, grace_s, self.counters, self.pins)
         self._holds = Holds(self.entry_table, transfers or NoTransfers(), self.limits, limits_of, new_id, self.counters)
         self.leases, self.tickets = self._holds.leases, self._holds.tickets
         self.clock = clock
-        self._namespaces = Namespaces(self.limits, self.placement, arena.extent_bytes, arena.has_tenants)
-        self.lookups = Lookups(self._namespaces, self._holds, self.placement, self.limits, self.counters, self.expire)
-        self.removals = Removals(self._namespaces, self.entry_table, self.counters, self.expire)
-        self.hints = Hints(self._namespaces, self.placement, self.pins, clock, self.counters)
-        self.misses = Misses(self._namespaces, departures)
-        self.explanations = Explanations(self._namespaces, departures, self.misses, self.use_times, clock)
+        self.namespaces = Namespaces(self.limits, self.placement, arena.extent_bytes, arena.has_tenants)
+        self.lookups = Lookups(self.namespaces, self._holds, self.placement, self.limits, self.counters, self.expire)
+        self.removals = Removals(self.namespaces, self.entry_table, self.counters, self.expire)
+        self.hints = Hints(self.namespaces, self.placement, self.pins, clock, self.counters)
+        self.explanations = Explanations(self.namespaces, self._departures, clock)
         self._quotas = Quotas(self.limits.max_quotas, arena)
         self.traffic = Traffic()
-        self._on_closed: list[Callable[[PoolNamespace], None]] = []
+        self.on_closed: Callable[[PoolNamespace], None] = lambda namespace: None
 
     def observe(self, observer: Observer) -> None:
         """Tells an observer of every block that becomes readable, or stops being readable, from now on."""
-        self.entry_table.observe(observer)
+        self.entry_table.observers.append(observer)
 
     def open_namespace(
         self, spec: NamespaceSpec, expected_fingerprint: bytes = b"", opener: str = ""
@@ -125,35 +107,23 @@ class Pool:
             UnavailableError: the namespace is being closed.
         """
         now = self.clock()
-        namespace, created = self._namespaces.open(spec, expected_fingerprint, now, opener)
+        namespace, created = self.namespaces.open(spec, expected_fingerprint, now, opener)
         if created:
             self._assign_quotas([namespace])
             self._drop_closed(SETTLED_PER_CALL)
-        self._namespaces.use(namespace, now)
-        self._namespaces.supersede_older(namespace)
+        self.namespaces.use(namespace, now)
+        self.namespaces.supersede_older(namespace)
         return namespace, created
 
-    def num_opened(self, tenant: str | None = None) -> int:
-        """Namespaces opened since the start, of one tenant or of all."""
-        return self._namespaces.num_opened(tenant)
-
     def open_namespaces(self) -> list[PoolNamespace]:
-        return self._namespaces.values()
-
-    def all_namespaces(self) -> list[PoolNamespace]:
-        """The open ones, and those that were closed and still hold entries."""
-        return [*self._namespaces.values(), *self._namespaces.closing.values()]
-
-    def when_closed(self, listener: Callable[[PoolNamespace], None]) -> None:
-        """Has a listener called with each namespace that is closed, once it holds nothing any more."""
-        self._on_closed.append(listener)
+        return self.namespaces.values()
 
     def namespace(self, fingerprint: bytes) -> PoolNamespace | None:
-        return self._namespaces.find(fingerprint)
+        return self.namespaces.find(fingerprint)
 
     def group_spec(self, fingerprint: bytes, run: BlockRun) -> GroupSpec:
         """Raises UnknownNamespaceError."""
-        return self._namespaces.get(fingerprint).group(run.group_idx).spec
+        return self.namespaces.get(fingerprint).group(run.group_idx).spec
 
     def quotas(self) -> list[Quota]:
         """All quotas and their usage, by subject."""
@@ -166,7 +136,7 @@ class Pool:
         changed then.
         """
         self._quotas.set(quotas)
-        self._assign_quotas(self._namespaces.values())
+        self._assign_quotas(self.namespaces.values())
         while self.placement.requeue():
             yield
         while self.rebalance():
@@ -215,11 +185,11 @@ class Pool:
         Args:
             ttl_s: `math.inf`: the caller, in this process, is certain to end the ticket.
         """
-        namespace, group = self._namespaces.one_group(fingerprint, runs)
+        namespace, group = self.namespaces.one_group(fingerprint, runs)
         shards.check(group.spec.num_shards)
         self.limits.check_chunks(runs, shards)
         now = self.expire()
-        self._namespaces.use(namespace, now)
+        self.namespaces.use(namespace, now)
         self._holds.check_tickets(owner)
         if self.arena.num_surplus(namespace.tenant):
             self.rebalance()
@@ -296,7 +266,7 @@ class Pool:
             completed += entry.live and entry.complete
         self._holds.writing.remove(ticket)
         self.counters["put_completed_blocks"] += completed
-        if entries and (namespace := self._namespaces.find(entries[0].group.fingerprint)) is not None:
+        if entries and (namespace := self.namespaces.find(entries[0].group.fingerprint)) is not None:
             namespace.stored_bytes += committed * count * entries[0].group.spec.chunk_bytes
         return PutReceipt(committed, completed)
 
@@ -322,8 +292,8 @@ class Pool:
         Where they are many, it ends some of them, and later calls the others.
         """
         now = self.clock()
-        if now >= self.use_times.next_mark:
-            self.use_times.mark(now, self.placement.stamp)
+        if now >= self._departures.use_times.next_mark:
+            self._departures.use_times.mark(now, self.placement.stamp)
         if now >= self.pins.next_end:
             self.pins.expire(now)
         self._settle(now, SETTLED_PER_CALL)
@@ -331,7 +301,9 @@ class Pool:
 
     def expire_owned(self, owners: Container[str]) -> Steps[None]:
         """Ends the leases and tickets of clients that may hold nothing any more, as if their deadlines had come."""
-        yield from self._holds.expire_owned(owners, self.clock())
+        now = self.clock()
+        yield from self.leases.expire_owned(owners, now)
+        yield from self.tickets.expire_owned(owners, now)
 
     def settle(self) -> bool:
         """Does some of what is left to do since holds ended or a namespace was closed; False if nothing is."""
@@ -341,14 +313,14 @@ class Pool:
         """As `expire`, for up to about `count` entries; returns how many holds, entries or slots it has ended."""
         ended = self._holds.settle(now, count)
         ended += self.entry_table.free_expired(now, count)
-        if self._namespaces.closing:
+        if self.namespaces.closing:
             ended += self._drop_closed(count)
         return ended
 
     def _drop_closed(self, count: int) -> int:
         """Drops up to `count` entries of namespaces that were closed, and forgets those that are empty."""
         dropped = 0
-        for namespace in list(self._namespaces.closing.values()):
+        for namespace in list(self.namespaces.closing.values()):
             for group in namespace.groups:
                 if group.index and not group.leaving:
                     group.start_leaving()
@@ -356,16 +328,14 @@ class Pool:
             if not namespace.is_empty:
                 break
             self.placement.remove(namespace.groups)
-            del self._namespaces.closing[namespace.fingerprint]
-            for listener in self._on_closed:
-                listener(namespace)
+            del self.namespaces.closing[namespace.fingerprint]
+            self.on_closed(namespace)
         return dropped
 
-    def stats(self, prefaulted_bytes: int = 0) -> PoolStats:
+    def stats(self) -> PoolStats:
         return PoolStats(
             arena_bytes=self.arena.arena_bytes,
             free_bytes=self.arena.arena_bytes - self.arena.used_bytes,
-            prefaulted_bytes=prefaulted_bytes,
             num_entries=self.entry_table.num_complete,
             num_incomplete=self.entry_table.num_live - self.entry_table.num_complete,
             num_quarantined=len(self.entry_table.quarantine),

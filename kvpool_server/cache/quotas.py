@@ -20,11 +20,7 @@ _TENANT = "tenant:"
 
 
 class Quotas:
-    """The quotas in force, by subject.
-
-    Args:
-        arena: its extents count if they belong to tenants.
-    """
+    """The quotas in force, by subject."""
 
     def __init__(self, max_quotas: int, arena: Arena):
         self._max_quotas = max_quotas
@@ -33,7 +29,6 @@ class Quotas:
         self._prefix_digits: set[int] = set()
 
     def accounts(self) -> list[Account]:
-        """By subject."""
         return sorted(self._by_subject.values(), key=lambda account: account.subject)
 
     def covering(self, tenant: str, fingerprint: bytes) -> tuple[Account, ...]:
@@ -92,7 +87,6 @@ class Quotas:
         return subject.removeprefix(_TENANT) if is_tenant else None
 
     def usage(self) -> list[Quota]:
-        """Every quota with the bytes in use, by subject."""
         return [Quota(account.subject, account.limit_bytes, self._used_bytes(account)) for account in self.accounts()]
 
     def _used_bytes(self, account: Account) -> int:

@@ -32,9 +32,6 @@ class PinnedVictims(NamedTuple):
     evictors: list[Evictor]
 
 
-# The server writes
-
-
 def reserve(pool: Pool, group: Group, runs: Sequence[BlockRun]) -> Steps[PutGrant]:
     """As `Pool.put_start_in_steps`, of whole blocks, under a ticket that does not expire: end it with `commit`.
 
@@ -89,9 +86,6 @@ def restore(pool: Pool, group: Group, records: Sequence[Record]) -> int:
     for entry in group.index.values():
         entry_table.make_candidate(entry)
     return restored
-
-
-# The server reads
 
 
 def pin(pool: Pool, entries: Sequence[Entry]) -> int:

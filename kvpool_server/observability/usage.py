@@ -62,7 +62,7 @@ class Usage:
         self._pairs = Pairs(pool.arena.has_tenants)
         self._ended: dict[Pair, _Sums] = {}
         """What closed namespaces have used."""
-        pool.when_closed(self._closed)
+        pool.on_closed = self._closed
 
     def by_model_and_tenant(self) -> list[pb.UsageStats]:
         """The usage of each pair, that with most tokens asked for first, and `OTHERS` last if there is any.
@@ -71,7 +71,7 @@ class Usage:
         Contains all tenants: show a tenant the pairs with its own name as `tenant`, and never `OTHERS`.
         """
         in_use: defaultdict[Pair, _Sums] = defaultdict(_Sums)
-        for namespace in self._pool.all_namespaces():
+        for namespace in (*self._pool.namespaces.values(), *self._pool.namespaces.closing.values()):
             if not namespace.is_measurement:
                 sums = in_use[_pair(namespace)]
                 sums.add_use(namespace)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from kvpool.protocol.types import BlockRun, MissCause, RunHits
 from kvpool_server.cache.departures import EvictedFor
-from kvpool_server.cache.misses import MAX_RUNS
+from kvpool_server.cache.explanations import MAX_RUNS
 from kvpool_server.cache.pool import Pool
 from kvpool_server.reports.usage_ledger import UsageLedger
 

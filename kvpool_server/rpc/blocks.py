@@ -18,9 +18,9 @@ from kvpool.protocol.types import BlockRun, HintKind, Slots
 from kvpool.transport.data_port import Kind, Offsets, pack_offsets
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.access.authentication import Context
+from kvpool_server.cache.hints import MAX_PIN_S
 from kvpool_server.cache.leases import Owner
-from kvpool_server.cache.pins import MAX_PIN_S
-from kvpool_server.cache.usable import usable_tokens
+from kvpool_server.cache.lookups import usable_tokens
 from kvpool_server.data_plane.permits import NO_BOUND, Bound
 from kvpool_server.reports.evictions import count_evictions
 from kvpool_server.rpc.call_spans import describe_lookup, lookup_span
@@ -103,7 +103,7 @@ class BlockHandlers(Handlers):
             fingerprint, runs, request.prefix_only, request.lease_ttl_ms, request.locate, owner, wait_ms
         )
         if request.explain:
-            found = dataclasses.replace(found, hits=self.pool.misses.explain(fingerprint, runs, found.hits))
+            found = dataclasses.replace(found, hits=self.pool.explanations.misses(fingerprint, runs, found.hits))
             if self.ledger is not None and not found.retry_after_ms:  # Else the lookup is going to be repeated.
                 count_evictions(self.pool, fingerprint, runs, found.hits, self.ledger)
         if found.slots and self.permits is not None:

@@ -34,7 +34,7 @@ from kvpool_server.access.authentication import Context, Who
 from kvpool_server.access.caller import CALLER, check_call
 from kvpool_server.access.credential import RefusedCredentialError
 from kvpool_server.access.running_calls import RunningCalls
-from kvpool_server.cache.shares import Shares
+from kvpool_server.cache.limits import Shares
 from kvpool_server.observability.metrics import RpcMetrics
 from kvpool_server.process.addresses import bind_path, cannot_bind, cannot_listen, held
 from kvpool_server.process.event_loop import FLOW

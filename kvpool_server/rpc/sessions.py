@@ -99,7 +99,7 @@ class SessionHandlers(Handlers):
             boot_token=self.boot_token,
             version=__version__,
             uptime_seconds=time.monotonic() - self._started,
-            namespaces_opened=self.pool.num_opened(own_tenant()),
+            namespaces_opened=self.pool.namespaces.num_opened(own_tenant()),
             draining=self.drain.is_draining,
             protocol=OWN.protocol,
             **self._offered(),

@@ -245,7 +245,7 @@ class TieredPool(Observer):
 
         Raises OutOfSpaceError if too many such hints are under way, and InvalidRequestError for two runs of a group.
         """
-        namespace, groups = self.pool.hints.groups(fingerprint, runs)
+        namespace, groups = self.pool.namespaces.groups(fingerprint, runs)
         if len({run.group_idx for run in runs}) < len(runs):
             raise InvalidRequestError(
                 f"a prefetch of {len(runs)} runs, of which some are of the same group; give one run a group, and a "
@@ -372,7 +372,7 @@ class TieredPool(Observer):
 
     def stats(self, prefaulted_bytes: int = 0) -> pb.StatsResponse:
         """A snapshot of the pool and of each tier that was opened; a scrape may come before `open` has ended."""
-        stats = message_of(self.pool.stats(prefaulted_bytes), pb.StatsResponse)
+        stats = message_of(self.pool.stats(), pb.StatsResponse, prefaulted_bytes=prefaulted_bytes)
         for level in self._levels[: self._num_open]:
             stats.tiers.append(level.tier.stats())
             stats.tiers[-1].up = level.health.is_working

@@ -18,10 +18,10 @@ import structlog
 
 from kvpool.protocol.types import BlockRun, RunHits
 from kvpool.v1 import pool_pb2 as pb
+from kvpool_server.cache.lookups import TrafficObserver
 from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.cache.pool import Pool
 from kvpool_server.cache.steps import Steps
-from kvpool_server.cache.traffic import TrafficObserver
 from kvpool_server.value.histogram import DistanceHistogram
 
 log = structlog.get_logger()
@@ -48,11 +48,8 @@ Later = Callable[[float, Callable[[], None]], object]
 class ValueFeed(TrafficObserver):
     """Counts a pool's traffic into a histogram.
 
-    Args:
-        later: schedules turns on the event loop.
-
     Attributes:
-        num_left_out: lookups and puts that found the queue full.
+        num_left_out: lookups and puts that found the queue full, or whose counting failed.
         cpu_s: CPU time spent so far.
     """
 
@@ -63,8 +60,7 @@ class ValueFeed(TrafficObserver):
         clock: Callable[[], float] = time.monotonic,
         cpu_clock: Callable[[], float] = time.thread_time,
     ):
-        self.num_left_out = 0
-        self.cpu_s = 0.0
+        self.num_left_out, self.cpu_s = 0, 0.0
         self._histogram = histogram
         self._later = later
         self._clock = clock
@@ -175,7 +171,6 @@ class PoolValue:
             "policy": policy,
             "has_tiers": has_tiers,
         }
-        self._has_tiers = has_tiers
         self._feed: ValueFeed | None = None
         if sample:
             self._histogram = DistanceHistogram(pool.arena.arena_bytes, sample)
@@ -186,10 +181,8 @@ class PoolValue:
         """The curve of a tenant, which is all that this tenant may see; None: of all tenants together, then of each."""
         if self._feed is None:
             return pb.ValueResponse(**self._settings)
-        if tenant is None:
-            curves = self._histogram.curves(self._has_tiers)
-        else:
-            curves = [self._histogram.curve_of(tenant, self._has_tiers)]
+        has_tiers = self._settings["has_tiers"]
+        curves = self._histogram.curves(has_tiers) if tenant is None else [self._histogram.curve_of(tenant, has_tiers)]
         return pb.ValueResponse(
             seconds=self._feed.seconds,
             left_out=self._feed.num_left_out,

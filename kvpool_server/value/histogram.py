@@ -19,6 +19,7 @@ Not thread-safe.
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -45,6 +46,7 @@ class SampledStack:
 
     Attributes:
         mask: bits of a hash that are zero if the block is sampled.
+        segment_of: the segment of each block of the stack.
     """
 
     def __init__(self, limits: Sequence[float], max_blocks: int):
@@ -53,23 +55,18 @@ class SampledStack:
         self._max_blocks = max_blocks
         self._segments: list[OrderedDict[int, int]] = [OrderedDict() for _ in limits]  # Bytes by hash, oldest first.
         self._used_bytes = [0 for _ in limits]
-        self._segment_of: dict[int, int] = {}
+        self.segment_of: dict[int, int] = {}
 
     def __len__(self) -> int:
-        return len(self._segment_of)
+        return len(self.segment_of)
 
     @property
     def rate(self) -> float:
-        """Share of all blocks that is sampled."""
         return 1 / (self.mask + 1)
-
-    def segment_of(self, block: int) -> int | None:
-        """The segment of a block; None if the stack does not have it."""
-        return self._segment_of.get(block)
 
     def use(self, blocks: Iterable[int], nbytes: int) -> None:
         """Makes blocks of `nbytes` each the most recently used ones, the last one most recently of all."""
-        newest, segment_of = self._segments[0], self._segment_of
+        newest, segment_of = self._segments[0], self.segment_of
         for block in blocks:
             if block & self.mask:
                 continue  # The rate was halved after the caller had chosen its sample.
@@ -96,16 +93,16 @@ class SampledStack:
                 if nth + 1 < len(self._segments):
                     self._segments[nth + 1][block] = nbytes
                     used_bytes[nth + 1] += nbytes
-                    self._segment_of[block] = nth + 1
+                    self.segment_of[block] = nth + 1
                 else:
-                    del self._segment_of[block]
+                    del self.segment_of[block]
 
     def _halve_rate(self) -> None:
         self.mask = 2 * self.mask + 1
         for nth, segment in enumerate(self._segments):
             for block in [block for block in segment if block & self.mask]:
                 self._used_bytes[nth] -= segment.pop(block)
-                del self._segment_of[block]
+                del self.segment_of[block]
         self._settle()
 
 
@@ -134,14 +131,6 @@ class _Counts:
         self.sampled *= factor
         self.hits_of = [factor * each for each in self.hits_of]
 
-    def hit_ratios(self) -> list[float]:
-        """The share of looked-up tokens that LRU would hit at each of `SIZES`."""
-        ratios, hits = [], self.looked_up - self.sampled
-        for more in self.hits_of:
-            hits += more
-            ratios.append(min(max(hits / self.looked_up, 0.0), 1.0))
-        return ratios
-
 
 class DistanceHistogram:
     """Stack distances in one arena's traffic, by tenant.
@@ -151,9 +140,6 @@ class DistanceHistogram:
         max_blocks: bound of the sample.
         hash_of: hash of a block's name, whose bits are uniform. Clients must not be able to predict it: Python's own
             hash has a secret seed, and the pool's index has already computed it.
-
-    Attributes:
-        stack: the sampled blocks.
     """
 
     def __init__(self, arena_bytes: int, max_blocks: int, hash_of: Callable[[bytes], int] = hash):
@@ -178,7 +164,7 @@ class DistanceHistogram:
         weight, farthest, num_found = block_tokens / stack.rate, 0, 0
         lookup.sampled = weight * len(sampled)
         for _, block in sampled:
-            segment = stack.segment_of(block)
+            segment = stack.segment_of.get(block)
             if segment is None:
                 break
             farthest = max(farthest, segment)
@@ -242,10 +228,14 @@ class DistanceHistogram:
 
 
 def _curve(counts: _Counts, has_tiers: bool, **names: Any) -> pb.ValueCurve:
-    """With tiers, a block that the pool hits now is a hit at every size: the tiers keep what the arena evicts."""
+    """The share of looked-up tokens that LRU would hit at each of `SIZES`.
+
+    With tiers, a block that the pool hits now is a hit at every size: the tiers keep what the arena evicts.
+    """
     if not counts.looked_up:
         return pb.ValueCurve(**names)
-    ratios = counts.hit_ratios()
+    hits = itertools.accumulate(counts.hits_of, initial=counts.looked_up - counts.sampled)
+    ratios = [min(max(each / counts.looked_up, 0.0), 1.0) for each in hits][1:]
     below = counts.hit / counts.looked_up if has_tiers else 0.0
     return pb.ValueCurve(
         lookup_tokens=counts.looked_up,

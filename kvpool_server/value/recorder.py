@@ -24,8 +24,8 @@ import structlog
 
 from kvpool.protocol.errors import ConfigError
 from kvpool.protocol.types import BlockRun, RunHits
+from kvpool_server.cache.lookups import TrafficObserver
 from kvpool_server.cache.namespaces import PoolNamespace
-from kvpool_server.cache.traffic import TrafficObserver
 
 log = structlog.get_logger()
 

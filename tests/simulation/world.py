@@ -18,7 +18,7 @@ from kvpool.protocol.hashing import checksum
 from kvpool.protocol.quota import Quota
 from kvpool.protocol.types import BlockRun, Located, Lookup, PutReceipt, PutStatus, ShardRange
 from kvpool_server.cache.allocator.arena import Arena
-from kvpool_server.cache.allocator.extent_drain import DRAIN_S
+from kvpool_server.cache.allocator.donations import DRAIN_S
 from kvpool_server.cache.entry import Entry, Observer
 from kvpool_server.cache.eviction import DEFAULT_POLICY, POLICIES
 from kvpool_server.cache.limits import Limits

@@ -7,14 +7,14 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.entry import Entry
+from kvpool_server.cache.hints import Pins
 from kvpool_server.cache.leases import Hold, Lease, Ticket
-from kvpool_server.cache.pins import Pins
 from kvpool_server.cache.pool import Pool
 
 
 def check_integrity(pool: Pool) -> None:
     """Raises AssertionError if an invariant does not hold. Visits every slot."""
-    namespaces = (*pool._namespaces.values(), *pool._namespaces.closing.values())
+    namespaces = (*pool.namespaces.values(), *pool.namespaces.closing.values())
     entries = [entry for namespace in namespaces for entry in namespace.entries()]
     quarantined, holds = {entry.offset: entry for entry in pool.entry_table.quarantine}, pool._holds
     _check_slots(pool.arena, entries, quarantined)

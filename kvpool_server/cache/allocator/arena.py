@@ -3,7 +3,7 @@
 Several slot sizes (models, groups) share one arena: an extent belongs to a size from its first slot's allocation until
 its last slot is freed. Where callers prove who they are, it also belongs to one tenant, and an extent with another
 tenant's bytes is zeroed before the new tenant gets a slot there. Otherwise everybody is one tenant, "", and nothing is
-ever zeroed. Bookkeeping of offsets, without memory but for `zero`. Not thread-safe: the pool's event loop owns it.
+ever zeroed. Bookkeeping of offsets, without memory but for `zero`.
 
 Invariants: every offset is either free or has exactly one owner. A slot is allocated only where no byte of another
 tenant lies.
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import mmap
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -120,7 +121,6 @@ class Arena:
         # searches.
         self._by_class: dict[tuple[str, int], dict[int, Extent]] = {}
         self._with_room: dict[tuple[str, int], dict[int, Extent]] = {}
-        self._num_open: dict[str, int] = {}
         self._incoming: dict[str, _Incoming] = {}
         self._limits: dict[str, int] = {}
         self._draining: int | None = None
@@ -135,25 +135,21 @@ class Arena:
 
     @property
     def unbacked_bytes(self) -> int:
-        """Bytes that cannot be allocated yet; see `back`."""
         return (self.num_extents - self.num_backed) * self.extent_bytes
 
     def slots_per_extent(self, slot_bytes: int) -> int:
         return min(self.extent_bytes // slot_bytes, MAX_SLOTS_PER_EXTENT)
 
     def classes(self) -> list[tuple[str, int]]:
-        """Tenants and slot sizes that have extents."""
         return list(self._by_class)
 
     def sizes(self, tenant: str = "") -> list[int]:
-        """Slot sizes of which a tenant has extents."""
         return [slot_bytes for owner, slot_bytes in self._by_class if owner == tenant]
 
     def extents(self, slot_bytes: int, tenant: str = "") -> list[Extent]:
         return list(self._by_class.get((tenant, slot_bytes), {}).values())
 
     def extents_of(self, tenant: str) -> Iterator[Extent]:
-        """A tenant's extents, of all sizes."""
         return (extent for size in self.sizes(tenant) for extent in self.extents(size, tenant))
 
     def unused_extents(self) -> list[int]:
@@ -162,26 +158,27 @@ class Arena:
 
     def tenants(self) -> dict[str, int]:
         """Each tenant that holds extents, and how many."""
-        return {tenant: self.num_held(tenant) for tenant in (*self._num_open, *self._incoming)}
+        held = Counter({tenant: len(incoming) for tenant, incoming in self._incoming.items()})
+        held.update(extent.tenant for extent in self._extents if extent is not None)
+        return held
 
     def num_held(self, tenant: str) -> int:
         """Extents that are a tenant's, whatever lies in them: what nobody else can use."""
-        return self._num_open.get(tenant, 0) + len(self._incoming.get(tenant, _NOTHING))
+        return len(self._incoming.get(tenant, _NOTHING)) + sum(
+            len(extents) for (owner, _), extents in self._by_class.items() if owner == tenant
+        )
 
     def set_limits(self, limits: Mapping[str, int]) -> None:
         """Says how many extents tenants may hold; those that are not named may hold all."""
         self._limits = dict(limits)
 
     def limit(self, tenant: str) -> int:
-        """How many extents a tenant may hold."""
         return min(self._limits.get(tenant, self.num_extents), self.num_extents)
 
     def num_surplus(self, tenant: str) -> int:
-        """Extents that a tenant holds beyond its limit."""
         return max(0, self.num_held(tenant) - self.limit(tenant)) if self._limits else 0
 
     def num_free(self, slot_bytes: int, tenant: str = "") -> int:
-        """Free slots in a tenant's extents of this size."""
         return sum(len(extent.free) for extent in self._with_room.get((tenant, slot_bytes), {}).values())
 
     def num_usable(self, slot_bytes: int, tenant: str = "") -> int:
@@ -341,9 +338,6 @@ class Arena:
         self._with_room[key].pop(extent.start, None)
         if not self._by_class[key]:
             del self._by_class[key], self._with_room[key]
-        self._num_open[extent.tenant] -= 1
-        if not self._num_open[extent.tenant]:
-            del self._num_open[extent.tenant]
 
     @property
     def used_bytes(self) -> int:
@@ -372,7 +366,6 @@ class Arena:
         self._bytes_of[idx] = tenant
         self._by_class.setdefault(key, {})[extent.start] = extent
         self._with_room.setdefault(key, {})[extent.start] = extent
-        self._num_open[tenant] = self._num_open.get(tenant, 0) + 1
         return extent
 
     def _locate(self, offset: int) -> tuple[Extent, int]:

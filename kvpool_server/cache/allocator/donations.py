@@ -1,36 +1,157 @@
-"""Extents that tenants and slot sizes with more than their share give up, or that nobody has used for longest.
+"""Extents that are given up to a tenant or slot size that needs one.
 
-Chooses only: the caller evicts what is in an extent.
+They are of superseded namespaces, of tenants and slot sizes with more than their share, or unused for longest.
+`Superseded` and `Donations` choose only: the caller evicts what is in an extent. `ExtentDrain` empties one over time.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 from kvpool_server.cache.allocator.arena import Arena, Extent
-from kvpool_server.cache.allocator.extent_drain import ExtentDrain
-from kvpool_server.cache.allocator.superseded import Superseded
+from kvpool_server.cache.entry import Entry, Group
 from kvpool_server.cache.eviction.partitions import Partition, Victims, oldest_stamp
 
 SAMPLED_SLOTS = 32
 """Slots of an extent whose last uses are compared: enough to rank extents, few enough for extents of any size."""
-
 MAX_DONATED_SLOTS = 4_096
 """Slots of an extent that is given up at once, within one put. A larger one is drained, some slots at a time."""
-
 MAX_SEARCHED_SLOTS = 1 << 16
-"""Slots that one put visits in search of extents without a held entry."""
-
+"""Slots that one put visits in search of extents without a held entry, and of extents with superseded entries only."""
+MAX_SKIPPED = 256
+"""Entries of a group that are skipped, because they or their children are held, before the next group is tried."""
+DRAIN_S = 10.0
 
 Donor = TypeVar("Donor", str, int)
 
 
+class Superseded:
+    """Groups of namespaces whose weights were replaced and that no engine has used since: evicted before any other.
+
+    An engine that changes its weights in place, or restarts with new ones, opens a new namespace; the old one may never
+    be used again, which no policy can know. Superseding queues no entry anew: the index is searched for leaves, some
+    entries at a time, and from a leaf the search follows its prefix towards the beginning.
+    """
+
+    def __init__(self) -> None:
+        self._groups: dict[Group, Iterator[Entry]] = {}  # Longest superseded first.
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def add(self, groups: Sequence[Group]) -> None:
+        for group in groups:
+            self._groups.setdefault(group, _search(group))
+
+    def remove(self, groups: Sequence[Group]) -> None:
+        for group in groups:
+            self._groups.pop(group, None)
+
+    def choose(self, groups: Container[Group], count: int, victims: Victims) -> int:
+        """Adds up to `count` victims of the superseded ones of these groups; returns how many."""
+        chosen = 0
+        for group, search in self._groups.items():
+            skipped = 0
+            while group.index and group in groups and chosen < count and skipped < MAX_SKIPPED:
+                entry: Entry | None = next(search)
+                before = chosen
+                while entry is not None and chosen < count and _is_victim(entry, group, victims):
+                    victims.add([entry])
+                    chosen += 1
+                    entry = entry.parent
+                skipped += chosen == before
+        return chosen
+
+    def extents(self, arena: Arena, slot_class: tuple[str, int]) -> Iterator[Extent]:
+        """A tenant's extents of other slot sizes that hold superseded entries only, none of them leased or pending."""
+        num_visited, (tenant, slot_bytes) = 0, slot_class
+        sizes = {group.spec.slot_bytes for group in self._groups if group.index and group.tenant == tenant}
+        for size in sizes - {slot_bytes}:
+            for extent in arena.extents(size, tenant):
+                num_visited += len(extent.owners)
+                if num_visited > MAX_SEARCHED_SLOTS:
+                    return
+                sampled = extent.sample(SAMPLED_SLOTS)  # A few slots rule out most extents.
+                if all(map(self._is_evictable, sampled)) and all(map(self._is_evictable, extent.owners)):
+                    yield extent
+
+    def _is_evictable(self, owner: Entry | None) -> bool:
+        return owner is None or (owner.live and owner.movable and owner.group in self._groups)
+
+
+def _search(group: Group) -> Iterator[Entry]:
+    """Entries of a group, again and again: those of one part of its index after the other, the newest of it first."""
+    while True:
+        for entries in group.index.parts():
+            yield from reversed(entries)
+
+
+def _is_victim(entry: Entry, group: Group, victims: Victims) -> bool:
+    return entry.live and entry.group is group and entry.movable and victims.would_be_leaf(entry)
+
+
+class ExtentDrain:
+    """Drains an extent for a slot size that has less than its share.
+
+    Where every extent of a busy size holds a leased entry, no extent can be given up at once, and perhaps none ever: a
+    new size would starve. So one extent is drained: none of its slots is allocated any more; entries without a hold are
+    evicted, the others as soon as their readers and writers have ended; and the empty extent is then reserved for the
+    size that waits. One extent at a time, and for a bounded time, because an entry may always be in use.
+
+    An extent of another tenant is drained of leased entries as well: nobody can lease them again, so the extent is
+    empty when the leases have ended, whatever that tenant does.
+
+    Args:
+        longest_hold_s: how long a slot can stay held after its entry was dropped.
+
+    Attributes:
+        wanted_by: the tenant and slot size that wait for an extent.
+        is_active: whether an extent is being drained, or is reserved.
+    """
+
+    def __init__(self, arena: Arena, longest_hold_s: float):
+        self._arena = arena
+        self._longest_hold_s = longest_hold_s
+        self.wanted_by: tuple[str, int] | None = None
+        self.is_active = False
+        self._is_foreign = False
+        self._entries: deque[Entry] = deque()
+        self._ends_at = 0.0
+
+    def start(self, extent: Extent, now: float) -> None:
+        """Drains an extent for the size that waits for one."""
+        assert self.wanted_by is not None
+        tenant, slot_bytes = self.wanted_by
+        self._arena.start_drain(extent.start, slot_bytes, tenant)
+        self._entries = deque(filter(None, extent.owners))
+        self._is_foreign = extent.tenant != tenant
+        self._ends_at = now + DRAIN_S + (self._longest_hold_s if self._is_foreign else 0)
+        self.wanted_by, self.is_active = None, True
+
+    def victims(self, now: float, count: int) -> list[Entry]:
+        """Those of the next `count` entries that can be evicted now; ends the drain when its time is over."""
+        if not self.is_active:
+            return []
+        if now >= self._ends_at:
+            self._arena.end_drain()
+            self._entries, self.is_active = deque(), False
+        victims: list[Entry] = []
+        for _ in range(min(count, len(self._entries))):
+            entry = self._entries.popleft()
+            if entry.live and (entry.movable or (self._is_foreign and not entry.pending)):
+                victims.append(entry)
+            elif entry.live:
+                self._entries.append(entry)
+        return victims
+
+
 @dataclass(eq=False)
 class Donations:
-    """See the module.
+    """Extents that tenants and slot sizes give up.
 
     Args:
         last_used: the stamp of the last use of each tenant's slot size.
@@ -51,8 +172,7 @@ class Donations:
         """Extents that other tenants, then other sizes of the tenant, give up to this one, coldest first.
 
         Args:
-            slot_class: the tenant and slot size that need an extent.
-            mine: their partitions.
+            mine: the partitions of `slot_class`, which needs an extent.
             victims: what is to be evicted already.
         """
         search = Search()

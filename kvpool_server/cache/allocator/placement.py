@@ -18,17 +18,13 @@ from __future__ import annotations
 
 import itertools
 import math
-import time
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 
 from kvpool.protocol.errors import OutOfSpaceError
 from kvpool.report.quotas import size_text
 from kvpool_server.cache.allocator.arena import Arena, Extent
-from kvpool_server.cache.allocator.donations import MAX_DONATED_SLOTS, Donations, last_use
-from kvpool_server.cache.allocator.extent_drain import ExtentDrain
-from kvpool_server.cache.allocator.no_room import NoRoomError, over_quota
-from kvpool_server.cache.allocator.superseded import Superseded
+from kvpool_server.cache.allocator.donations import MAX_DONATED_SLOTS, Donations, ExtentDrain, Superseded, last_use
 from kvpool_server.cache.entry import Entry, Group
 from kvpool_server.cache.eviction import TICK, Evictor, Policy
 from kvpool_server.cache.eviction.partitions import (
@@ -48,6 +44,27 @@ REQUEUED_SLOTS = 256
 """Slots that are visited at a time to queue the entries of a group anew."""
 
 
+class NoRoomError(OutOfSpaceError):
+    """Too few slots can be freed for a put that the arena or quota has room for; the pool adds what holds the others.
+
+    Args:
+        what: was wanted.
+        elsewhere: which part of the arena cannot be used, and why; empty if none.
+        fix: what to do.
+        account: whose quota is exceeded; None: the arena is full.
+    """
+
+    def __init__(self, what: str, elsewhere: str, fix: str, account: Account | None = None):
+        super().__init__(f"{what}; {fix}")
+        self._what, self._elsewhere, self._fix = what, elsewhere, fix
+        self.account = account
+
+    def because(self, holders: str) -> OutOfSpaceError:
+        """The whole message, given a description of what holds slots."""
+        reasons = "; ".join(filter(None, (holders, self._elsewhere)))
+        return OutOfSpaceError(f"{self._what}: {reasons}; {self._fix}" if reasons else str(self))
+
+
 class Placement:
     """The arena, the eviction policies, and the stamp of each slot size's last use.
 
@@ -57,7 +74,7 @@ class Placement:
 
     Attributes:
         superseded: groups whose entries are evicted before all others.
-        drain: of the extent that is being drained.
+        stamp: of the last call that used entries.
     """
 
     def __init__(
@@ -65,8 +82,8 @@ class Placement:
         arena: Arena,
         policy: Callable[[], Policy],
         counters: dict[str, int],
-        longest_hold_s: float = 0.0,
-        clock: Callable[[], float] = time.monotonic,
+        longest_hold_s: float,
+        clock: Callable[[], float],
     ):
         self._arena = arena
         self.superseded = Superseded()
@@ -75,7 +92,7 @@ class Placement:
         self._counters = counters
         self._last_used: dict[tuple[str, int], int] = {}
         self._donations = Donations(arena, self.superseded, self.drain, self._last_used, clock)
-        self._stamp = 0
+        self.stamp = 0
         self._requeues: deque[Iterator[None]] = deque()
 
     def evictor(self, group: Group) -> Evictor:
@@ -88,21 +105,16 @@ class Placement:
         partition.evictor.expire(entry)
         partition.forget_worth()
 
-    @property
-    def stamp(self) -> int:
-        """Of the last call that used entries."""
-        return self._stamp
-
     def next_stamp(self, groups: Iterable[Group]) -> int:
         """The stamp of a call that uses entries of these groups."""
-        self._stamp += TICK
+        self.stamp += TICK
         for group in groups:
-            self._last_used[group.slot_class] = self._stamp
-        return self._stamp
+            self._last_used[group.slot_class] = self.stamp
+        return self.stamp
 
     def assign_quotas(self, assigned: Iterable[tuple[Group, tuple[Account, ...]]]) -> None:
         """Says which quotas cover groups from now on. `requeue` has to follow, as long as it returns True."""
-        if moved := self._partitions.place(assigned, self._stamp):
+        if moved := self._partitions.place(assigned, self.stamp):
             self._requeues.append(self._requeue(moved))
 
     def requeue(self) -> bool:
@@ -152,9 +164,7 @@ class Placement:
         """Raises OutOfSpaceError for more than `most_slots`."""
         for account, most in self._slots_of_quotas(group):
             if count > most:
-                self._counters["over_quota_puts"] += 1
-                arena = None if account.tenant is None else self._arena
-                raise over_quota(account, group.spec.slot_bytes, count, arena)
+                raise self._over_quota(account, group.spec.slot_bytes, count)
         if count > self._slots_of_arena(group):
             raise self._no_room(group, count, None)
 
@@ -165,9 +175,8 @@ class Placement:
         accounts = self._partitions.of(group).accounts
         for account in accounts:
             if account.tenant is None and self._choose_for_quota(account, victims, slot_bytes, count):
-                self._counters["over_quota_puts"] += 1
                 victims.undo(self.evictor)
-                raise over_quota(account, slot_bytes, count)
+                raise self._over_quota(account, slot_bytes, count)
         for_quotas = len(victims.entries)
         arena, tenant = self._arena, group.tenant
         bound = next((account for account in accounts if account.tenant is not None), None) if accounts else None
@@ -183,14 +192,33 @@ class Placement:
         """The error of a put for which a tenant's quota, or if None the arena, has no room."""
         slot_bytes = group.spec.slot_bytes
         if account is not None:
-            self._counters["over_quota_puts"] += 1
-            return over_quota(account, slot_bytes, count, self._arena)
+            return self._over_quota(account, slot_bytes, count)
         self._counters["out_of_space_puts"] += 1
         return NoRoomError(
             f"no room for {count} blocks of {slot_bytes} bytes",
             self._elsewhere(group.slot_class, count),
             "put fewer at once, try again later, or start kvpool-server with more --memory",
         )
+
+    def _over_quota(self, account: Account, slot_bytes: int, count: int) -> OutOfSpaceError:
+        """The error of a put beyond a quota."""
+        self._counters["over_quota_puts"] += 1
+        limit, arena = account.limit_bytes, self._arena
+        quota = f"quota {account.subject} = {limit} bytes"
+        raise_it = f"raise it (`kvpool quota {account.subject}=SIZE`)"
+        if slot_bytes > limit:
+            return OutOfSpaceError(f"{quota}: a block of {slot_bytes} bytes is larger; {raise_it}")
+        fits = limit // slot_bytes
+        if account.tenant is not None:
+            num_extents = limit // arena.extent_bytes
+            fits = num_extents * arena.slots_per_extent(slot_bytes)
+            quota += f", {num_extents} extents of {size_text(arena.extent_bytes)}"
+        if count > fits:
+            return OutOfSpaceError(
+                f"{quota}: {count} blocks of {slot_bytes} bytes are more; put fewer at once, or {raise_it}"
+            )
+        what = f"{quota}: no room for {count} blocks of {slot_bytes} bytes"
+        return NoRoomError(what, "", f"try again later, or {raise_it}", account)
 
     def _elsewhere(self, slot_class: tuple[str, int], count: int) -> str:
         """Which part of the arena a slot size cannot use, and why; empty if it can use all."""
@@ -220,7 +248,7 @@ class Placement:
             if max_bytes > 0:
                 size = slot_class[1]
                 count = min(short, max(1, max_bytes // size))
-                max_bytes -= size * choose_victims(self._partitions.of_class(slot_class), count, victims, self._stamp)
+                max_bytes -= size * choose_victims(self._partitions.of_class(slot_class), count, victims, self.stamp)
         return victims
 
     def next_superseded(self, reserve: float, needs: Mapping[tuple[str, int], int]) -> list[Entry]:
@@ -315,7 +343,7 @@ class Placement:
     def _choose_unpinned(self, partitions: Sequence[Partition], count: int, victims: Victims) -> int:
         """Adds up to `count` victims of partitions of one slot size, superseded entries first; returns how many."""
         taken = self._choose_superseded(partitions, count, victims)
-        return taken + choose_unpinned(partitions, count - taken, victims, self._stamp) if taken < count else taken
+        return taken + choose_unpinned(partitions, count - taken, victims, self.stamp) if taken < count else taken
 
     def _choose_superseded(self, partitions: Sequence[Partition], count: int, victims: Victims) -> int:
         groups = {group for partition in partitions for group in partition.groups} if self.superseded else ()
@@ -340,7 +368,7 @@ class Placement:
                 break
             victims.add(owner for owner in extent.owners if owner is not None)
             short -= per_extent
-        return short <= 0 or choose_victims(mine, short, victims, self._stamp) == short
+        return short <= 0 or choose_victims(mine, short, victims, self.stamp) == short
 
 
 def _by_group(owners: Iterable[Entry | None], groups: Container[Group]) -> dict[Group, list[Entry]]:

@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import heapq
 import math
-import time
 from collections.abc import Callable, Iterable, Sequence
 
 from kvpool_server.cache.entry import Entry
@@ -48,11 +47,10 @@ Chosen = dict[Entry, int]
 class Evictor:
     """The entries under one policy. Decides only: the caller drops the victims, or gives them back with `restore`.
 
-    Args:
-        clock: of pins, in seconds.
+    `clock` is that of pins, in seconds.
     """
 
-    def __init__(self, policy: Policy, clock: Callable[[], float] = time.monotonic):
+    def __init__(self, policy: Policy, clock: Callable[[], float]):
         self._policy = policy
         self._clock = clock
         self._queue = policy.queue

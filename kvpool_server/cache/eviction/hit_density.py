@@ -36,8 +36,7 @@ from collections.abc import Callable, Sequence
 
 from kvpool_server.cache.entry import Entry
 from kvpool_server.cache.eviction.base import TICK, Policy, VictimQueue
-from kvpool_server.cache.eviction.ghosts import Ghosts
-from kvpool_server.cache.eviction.hit_density_model import HitDensityModel
+from kvpool_server.cache.eviction.hit_density_model import Ghosts, HitDensityModel
 
 FIRST_EPOCH_CALLS = 4
 """Length of an epoch at first, in calls: the width of the model's first age bin. It doubles with too many buckets."""
@@ -80,30 +79,30 @@ class Bucket:
     A bucket takes over another's candidates as they are, in a deque of their own: moving millions would take long.
     """
 
-    __slots__ = ("_deques", "_length")
+    __slots__ = ("_deques",)
 
     def __init__(self) -> None:
-        self._deques: list[deque[tuple[int, Entry]]] = []  # Few: an empty deque takes more memory than ten entries.
-        self._length = 0
+        self._deques: list[deque[tuple[int, Entry]]] = []  # None is empty.
+
+    def __bool__(self) -> bool:
+        return bool(self._deques)
 
     def __len__(self) -> int:
-        return self._length
+        return sum(map(len, self._deques))
 
     def push(self, entry: Entry) -> None:
         if not self._deques:
-            self._deques.append(deque())
-        if self._length and entry.used <= self._deques[0][0][0]:
+            self._deques.append(deque([(entry.used, entry)]))
+        elif entry.used <= self._deques[0][0][0]:
             self._deques[0].appendleft((entry.used, entry))
         else:
             self._deques[-1].append((entry.used, entry))
-        self._length += 1
 
     def pop(self) -> tuple[int, Entry]:
         first = self._deques[0]
         item = first.popleft()
         if not first:
             del self._deques[0]
-        self._length -= 1
         return item
 
     def rotate(self, keep: Callable[[Entry], bool]) -> bool:
@@ -114,12 +113,10 @@ class Bucket:
         if not self._deques:
             self._deques.append(deque())
         self._deques[-1].append(item)
-        self._length += 1
         return True
 
     def extend(self, other: Bucket) -> None:
-        self._deques.extend(other._deques)
-        self._length += other._length
+        self._deques += other._deques
 
 
 class DensityQueue(VictimQueue):
@@ -309,7 +306,6 @@ class HitDensity(Policy):
 
 
 def _ghost(entry: Entry) -> int:
-    """The number of an entry's ghost."""
     return hash((entry.group, entry.block_hash))
 
 

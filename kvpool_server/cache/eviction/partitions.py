@@ -8,7 +8,6 @@ an arena that has tenants.
 from __future__ import annotations
 
 import heapq
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -36,7 +35,6 @@ class Account:
 
     @property
     def slots_bytes(self) -> int:
-        """Of all slots of the groups."""
         return sum(group.nbytes for group in self.groups)
 
 
@@ -90,10 +88,8 @@ class Victims:
 class Partition:
     """Entries of one slot size and tenant under the same quotas."""
 
-    __slots__ = ("_worth", "_worth_at", "accounts", "evictor", "groups", "slot_bytes", "tenant")
-
     def __init__(self, slot_class: tuple[str, int], accounts: tuple[Account, ...], evictor: Evictor):
-        self.tenant, self.slot_bytes = slot_class
+        self.slot_bytes = slot_class[1]
         self.accounts = accounts
         self.evictor = evictor
         self.groups: set[Group] = set()
@@ -117,13 +113,9 @@ class Partition:
 
 
 class Partitions:
-    """The partition of every group of an open namespace.
+    """The partition of every group of an open namespace. `clock` is that of pins, in seconds."""
 
-    Args:
-        clock: of pins, in seconds.
-    """
-
-    def __init__(self, policy: Callable[[], Policy], clock: Callable[[], float] = time.monotonic):
+    def __init__(self, policy: Callable[[], Policy], clock: Callable[[], float]):
         self._policy = policy
         self._clock = clock
         self._by_key: dict[tuple[tuple[str, int], tuple[Account, ...]], Partition] = {}
@@ -133,7 +125,6 @@ class Partitions:
         return self._by_group[group]
 
     def of_class(self, slot_class: tuple[str, int]) -> list[Partition]:
-        """Those of a tenant and slot size."""
         return [partition for (each, _), partition in self._by_key.items() if each == slot_class]
 
     def of_account(self, account: Account) -> list[Partition]:

@@ -15,8 +15,7 @@ import structlog
 from kvpool.protocol.errors import InvalidRequestError
 from kvpool.protocol.types import BlockRun
 from kvpool_server.cache.allocator.arena import ALIGNMENT, Arena
-from kvpool_server.cache.block_index import BlockIndex
-from kvpool_server.cache.entry import Entry, Observer, Record
+from kvpool_server.cache.entry import BlockIndex, Entry, Observer, Record
 from kvpool_server.cache.eviction import Policy
 from kvpool_server.cache.limits import Limits
 from kvpool_server.cache.namespaces import PoolNamespace

@@ -10,10 +10,9 @@ import pytest
 
 from kvpool.protocol.types import MissCause
 from kvpool_server.cache import departures as module
-from kvpool_server.cache.departures import Departure, Departures, EvictedFor
+from kvpool_server.cache.departures import UNKNOWN, Departure, Departures, EvictedFor, UseTimes
 from kvpool_server.cache.entry import Entry, Group
 from kvpool_server.cache.steps import finish
-from kvpool_server.cache.use_times import UNKNOWN, UseTimes
 from tests.kvpool_server.cache.test_pool import Bench
 from tests.support.clock import FakeClock
 from tests.support.values import block_hash, group_spec, namespace_spec
@@ -25,11 +24,6 @@ def group_of(tenant: str, model: str = "m") -> Group:
 
 def entries_of(group: Group, *names: object, used: int = 0) -> list[Entry]:
     return [Entry(group, block_hash(name), None, 0, used) for name in names]
-
-
-@pytest.fixture
-def clock() -> FakeClock:
-    return FakeClock()
 
 
 def test_for_whom_when_and_how_long_after_its_last_use_a_block_was_evicted() -> None:
@@ -52,7 +46,7 @@ def test_for_whom_when_and_how_long_after_its_last_use_a_block_was_evicted() -> 
     assert found.evicted_for == EvictedFor("b", "other/model@x")
     assert departures.departure(bench.group, block_hash("x")) is None
     names = [block_hash(nth) for nth in range(7, 12)]
-    assert departures.departures(bench.group, names) == [(found, 3), (None, 2)]
+    assert departures.departures(bench.group, names, is_prefix=True) == [(found, 3), (None, 2)]
     assert departures.charge(bench.group, names, "b") == ({}, False), "a tenant pays nothing to itself"
     assert departures.charge(bench.group, names[1:], "a") == ({EvictedFor("b", "other/model@x"): 2}, True)
     assert departures.charge(bench.group, names, "a") == ({EvictedFor("b", "other/model@x"): 1}, True)
@@ -79,9 +73,8 @@ def test_a_block_that_leaves_again_is_charged_again_and_unknown_blocks_are_charg
 
 
 def test_a_departure_that_is_entered_late_keeps_its_time(clock: FakeClock) -> None:
-    times = UseTimes(clock())
-    departures, group = Departures(clock, times), group_of("a")
-    times.mark(clock(), 0)
+    departures, group = Departures(clock), group_of("a")
+    departures.use_times.mark(clock(), 0)
     clock.now += 10
     departures.left(entries_of(group, 1, used=65), MissCause.EVICTED, group)
     clock.now += 1_000

@@ -1,4 +1,4 @@
-"""What the pool knows of a prompt's blocks: each state and cause once, and random histories against a model."""
+"""Why blocks are missing, for engines and for people: each state and cause once, and random histories."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 
 from kvpool.protocol.errors import OutOfSpaceError
-from kvpool.protocol.types import MAX_RANGES, BlockState, MissCause
+from kvpool.protocol.types import MAX_MISSES, MAX_RANGES, BlockState, Miss, MissCause
 from kvpool.protocol.wire import message_of
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.cache.departures import EvictedFor
@@ -20,11 +20,18 @@ from kvpool_server.cache.limits import Limits
 from kvpool_server.cache.steps import Steps, finish
 from kvpool_server.process.process_memory import no_collections
 from kvpool_server.rpc.explainer import MAX_RUNS, _encoded
-from tests.kvpool_server.cache.test_pool import CHUNK, Bench
+from tests.kvpool_server.cache.test_pool import CHUNK, LIMITS, Bench
 from tests.support.effort import effort
 from tests.support.values import block_hash, group_spec, namespace_spec, run_of
+from tests.support.verification import verify
 
 COMPLETE, IN_TIER, MISSING = BlockState
+NEVER_STORED, BEING_WRITTEN, EVICTED, REMOVED, CORRUPT, PUT_FAILED, OTHER_NAMESPACE = MissCause
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
 
 
 def explained(bench: Bench, *names: object, fingerprint: bytes = b"") -> Explained:
@@ -42,21 +49,121 @@ def told(bench: Bench, *names: object) -> list[tuple[int, BlockState, MissCause 
     return [(part.count, part.state, part.cause) for part in ranges(bench, *names)]
 
 
-def test_where_each_block_is_and_why_not() -> None:
+def missing(bench: Bench, *names: object, fingerprint: bytes = b"") -> list[tuple[MissCause, int]]:
+    """Causes and counts of one run's missing blocks."""
+    fingerprint = fingerprint or bench.name
+    runs = [run_of(*names)]
+    hits = bench.pool.lookup(fingerprint, runs, prefix_only=True).hits
+    (hit,) = bench.pool.explanations.misses(fingerprint, runs, hits)
+    assert hit.num_leading + sum(miss.count for miss in hit.missing) == len(names)
+    return [(miss.cause, miss.count) for miss in hit.missing]
+
+
+def test_what_nobody_has_stored(bench: Bench) -> None:
+    assert missing(bench, "a", "b") == [(NEVER_STORED, 2)]
+    bench.store("a", "b")
+    assert missing(bench, "a", "b") == []
+    assert missing(bench, "a", "b", "c") == [(NEVER_STORED, 1)]
+
+
+def test_what_a_put_is_writing(bench: Bench) -> None:
+    bench.store("a")
+    bench.start("a", "b", "c")
+    assert missing(bench, "a", "b", "c", "d", "e") == [(BEING_WRITTEN, 2), (NEVER_STORED, 2)]
+
+
+def test_what_made_room(bench: Bench) -> None:
+    bench.store(*range(10))
+    bench.store(*"xyz")
+    assert missing(bench, *range(12)) == [(EVICTED, 3), (NEVER_STORED, 2)]
+
+
+@pytest.mark.parametrize("clears", [False, True])
+def test_what_was_removed_or_cleared(bench: Bench, clears: bool) -> None:
+    bench.store("a", "b", "c")
+    if clears:
+        steps = bench.pool.removals.clear(bench.name)
+        next(steps, None)
+        assert missing(bench, "a", "b", "c") == [(REMOVED, 3)], "while it is dropped in steps"
+        finish(steps)
+        assert missing(bench, "a", "b", "c", "d") == [(REMOVED, 3), (NEVER_STORED, 1)]
+    else:
+        bench.pool.remove(bench.name, [run_of("a")])
+        assert missing(bench, "a", "b", "c", "d") == [(REMOVED, 3), (NEVER_STORED, 1)]
+
+
+def test_what_had_changed(bench: Bench) -> None:
+    bench.store("a", "b", "c")
+    bench.memory[:] ^= 0xFF
+    verify(bench.pool, bench.name, [run_of("b")], bench.memory)
+    assert missing(bench, "a", "b", "c", "d") == [(CORRUPT, 2), (NEVER_STORED, 1)]
+
+
+def test_what_its_writer_gave_up_or_was_too_slow_for(bench: Bench) -> None:
+    bench.pool.put_revoke(bench.start("a").ticket_id)
+    bench.start("b", ttl_ms=100)
+    bench.seconds(0.125)
+    assert missing(bench, "a") == missing(bench, "b") == [(PUT_FAILED, 1)]
+
+
+def test_what_another_namespace_of_the_tenant_has(bench: Bench) -> None:
+    groups = [group_spec(chunk_bytes=CHUNK, num_shards=2)]
+    bench.store("a", "b")
+    same = namespace_spec(*groups, model="other/model", salt=bench.spec.salt)
+    opened = bench.pool.open_namespace(same)[0].fingerprint
+    assert missing(bench, "a", "b", fingerprint=opened) == [(OTHER_NAMESPACE, 2)]
+
+
+def test_of_many_runs_some_are_explained(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvpool_server.cache.explanations.MAX_RUNS", 2)
+    runs = [run_of(name) for name in "abc"]
+    hits = bench.pool.lookup(bench.name, runs, prefix_only=True).hits
+    explained = bench.pool.explanations.misses(bench.name, runs, hits)
+    assert [len(hit.missing) for hit in explained] == [1, 1, 0]
+
+
+def test_causes_that_change_too_often_are_cut_short() -> None:
+    bench = Bench(num_slots=40)
+    names = list(range(LIMITS.max_lookup_blocks))
+    bench.store(*names)
+    bench.pool.remove(bench.name, [run_of(*names[::2])])
+    bench.memory[:] = 0
+    verify(bench.pool, bench.name, [run_of(*names[1::2])], bench.memory)
+    found = missing(bench, *names)
+    assert len(found) == MAX_MISSES
+    assert found[:2] == [(REMOVED, 1), (CORRUPT, 1)] and found[-1][1] == len(names) - MAX_MISSES + 1
+
+
+def test_groups_are_told_apart(bench: Bench) -> None:
+    bench.store("a")
+    bench.pool.remove(bench.name, [run_of("a")])
+    runs = [run_of("a", group_idx=0), run_of("a", group_idx=1)]
+    hits = bench.pool.lookup(bench.name, runs, prefix_only=True).hits
+    first, second = bench.pool.explanations.misses(bench.name, runs, hits)
+    assert (first.missing, second.missing) == ((Miss(REMOVED, 1),), (Miss(NEVER_STORED, 1),))
+
+
+def test_many_blocks_are_explained_in_bounded_time_with_the_last_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvpool_server.cache.explanations.MAX_EXPLAINED", 4)
     bench = Bench()
+    bench.store(*range(6))
+    bench.pool.remove(bench.name, [run_of(*range(6))])
+    assert missing(bench, *range(10)) == [(REMOVED, 10)]
+
+
+def test_where_each_block_is_and_why_not(bench: Bench) -> None:
     bench.store("a", "b", "c")
     bench.start("a", "b", "c", "d")
     assert told(bench, *"abcdef") == [
         (3, COMPLETE, None),
-        (1, MISSING, MissCause.BEING_WRITTEN),
-        (2, MISSING, MissCause.NEVER_STORED),
+        (1, MISSING, BEING_WRITTEN),
+        (2, MISSING, NEVER_STORED),
     ]
     bench.pool.remove(bench.name, [run_of("b")])
-    assert told(bench, *"abc") == [(1, COMPLETE, None), (1, MISSING, MissCause.REMOVED), (1, COMPLETE, None)]
+    assert told(bench, *"abc") == [(1, COMPLETE, None), (1, MISSING, REMOVED), (1, COMPLETE, None)]
 
 
-def test_when_and_for_whom_blocks_were_evicted() -> None:
-    bench = Bench()
+def test_when_and_for_whom_blocks_were_evicted(bench: Bench) -> None:
     bench.store(*range(10))
     bench.seconds(60)
     other, _ = bench.pool.open_namespace(namespace_spec(bench.group.spec, model="big/model", tenant="b"))
@@ -68,15 +175,14 @@ def test_when_and_for_whom_blocks_were_evicted() -> None:
     bench.seconds(92)
     stored, evicted, never = ranges(bench, *range(12))
     assert (stored.count, stored.state, stored.unused_seconds) == (7, COMPLETE, pytest.approx(182, abs=2))
-    assert (evicted.count, evicted.cause) == (3, MissCause.EVICTED)
+    assert (evicted.count, evicted.cause) == (3, EVICTED)
     assert (evicted.newest_left_seconds, evicted.oldest_left_seconds) == (92, 122)
     assert evicted.unused_seconds == pytest.approx(90, rel=0.1)
     assert evicted.evicted_for == EvictedFor("b", "big/model")
-    assert (never.count, never.cause, never.newest_left_seconds) == (2, MissCause.NEVER_STORED, None)
+    assert (never.count, never.cause, never.newest_left_seconds) == (2, NEVER_STORED, None)
 
 
-def test_a_prompt_that_leaves_the_stored_ones() -> None:
-    bench = Bench()
+def test_a_prompt_that_leaves_the_stored_ones(bench: Bench) -> None:
     bench.store("a", "b", "c")
     bench.store("other", parent="b")
     found = explained(bench, "a", "b", "new")
@@ -87,8 +193,7 @@ def test_a_prompt_that_leaves_the_stored_ones() -> None:
     assert explained(bench, "a", "b", "being written").runs[0].other_children == 2
 
 
-def test_another_namespace_of_the_tenant_is_named_with_the_fields_that_differ() -> None:
-    bench = Bench()
+def test_another_namespace_of_the_tenant_is_named_with_the_fields_that_differ(bench: Bench) -> None:
     bench.store("a", "b", "c")
     groups = [group_spec(chunk_bytes=CHUNK, num_shards=2), group_spec(chunk_bytes=CHUNK)]
     alike = namespace_spec(*groups, salt=bench.spec.salt, weights_epoch="new")
@@ -99,23 +204,23 @@ def test_another_namespace_of_the_tenant_is_named_with_the_fields_that_differ() 
 
 
 @pytest.mark.parametrize("field", ["tenant", "salt"])
-def test_a_namespace_of_another_tenant_or_salt_is_not_named(field: str) -> None:
-    bench = Bench()
+def test_what_is_there_for_others_than_the_caller_is_not_told(bench: Bench, field: str) -> None:
+    """Who does not know a salt must not learn by guesses which prompts are stored under it."""
     bench.store("a", "b")
     spec = namespace_spec(group_spec(chunk_bytes=CHUNK, num_shards=2), **{"salt": bench.spec.salt, field: "other"})
     opened = bench.pool.open_namespace(spec)[0].fingerprint
     assert explained(bench, "a", "b", fingerprint=opened).elsewhere == ()
+    assert missing(bench, "a", "b", fingerprint=opened) == [(NEVER_STORED, 2)]
 
 
-def test_groups_that_are_not_stored_as_prefixes_are_explained_block_by_block() -> None:
-    bench = Bench()
+def test_groups_that_are_not_stored_as_prefixes_are_explained_block_by_block(bench: Bench) -> None:
     window = namespace_spec(group_spec(chunk_bytes=CHUNK, num_shards=2, kind="sliding_window", window_tokens=32))
     bench.name = bench.pool.open_namespace(window)[0].fingerprint
     bench.store("c", "d")
     bench.pool.remove(bench.name, [run_of("c")])
     assert told(bench, *"abcd") == [
-        (2, MISSING, MissCause.NEVER_STORED),
-        (1, MISSING, MissCause.REMOVED),
+        (2, MISSING, NEVER_STORED),
+        (1, MISSING, REMOVED),
         (1, COMPLETE, None),
     ]
 
@@ -163,17 +268,19 @@ def test_where_ranges_are_cut_does_not_show_that_others_took_turns() -> None:
     assert (hidden.count, hidden.evicted_for) == (count, EvictedFor(is_hidden=True))
 
 
-@pytest.mark.parametrize("seed", range(effort(10)))
+@pytest.mark.parametrize("seed", range(effort(20)))
 def test_random_histories_agree_with_a_model(seed: int) -> None:
+    """Chains of blocks are stored, evicted and removed; the model keeps the last departure of every block."""
     rng = random.Random(seed)
     bench = Bench()
-    left: dict[bytes, float] = {}
+    left: dict[bytes, tuple[float, MissCause]] = {}
     chains = [[(which, depth) for depth in range(6)] for which in range(4)]
     for _ in range(60):
         names = rng.choice(chains)[: rng.randint(1, 6)]
         before = {name for each in chains for name in bench.present(*each)}
         bench.seconds(rng.choice([0, 1, 50]))
-        if rng.random() < 0.7:
+        cause = REMOVED if rng.random() < 0.3 else EVICTED
+        if cause is EVICTED:
             bench.look(*names, ttl_ms=1)
             with contextlib.suppress(OutOfSpaceError):  # Where no time passes, leases of before hold nearly all slots.
                 grant = bench.start(*names)
@@ -184,15 +291,21 @@ def test_random_histories_agree_with_a_model(seed: int) -> None:
             bench.pool.remove(bench.name, [run_of(*names)])
         present = {name for each in chains for name in bench.present(*each)}
         for name in before - present:  # type: ignore[assignment]
-            left[block_hash(name)] = bench.clock.now
+            left[block_hash(name)] = bench.clock.now, cause
         asked = rng.choice(chains)
         for part in ranges(bench, *asked):
             for name in asked[part.first : part.stop]:
                 assert (part.state is COMPLETE) == (name in present)
-                ago = bench.clock.now - left.get(block_hash(name), -1e9)
+                ago = bench.clock.now - left.get(block_hash(name), (-1e9, None))[0]
                 if part.state is MISSING and part.newest_left_seconds is not None and name in before - present:
                     assert part.oldest_left_seconds is not None
                     assert part.newest_left_seconds - 1 <= ago <= part.oldest_left_seconds + 1
+        run = run_of(*asked)
+        hits = bench.pool.lookup(bench.name, [run], prefix_only=True).hits
+        (hit,) = bench.pool.explanations.misses(bench.name, [run], hits)
+        if hit.missing:
+            _, expected = left.get(run.block_hashes[hit.num_leading], (0.0, NEVER_STORED))
+            assert hit.missing[0].cause is expected
 
 
 def test_no_step_is_long_where_the_runs_are_many_and_their_blocks_alternate() -> None:

@@ -7,8 +7,7 @@ import pytest
 from kvpool.protocol.errors import InvalidRequestError, UnknownNamespaceError
 from kvpool.protocol.quota import Quota
 from kvpool.protocol.types import ShardRange
-from kvpool_server.cache.hints import HintResult
-from kvpool_server.cache.pins import ENDS_PER_DOUBLING, MAX_PIN_S, PinBudget, pin_end
+from kvpool_server.cache.hints import ENDS_PER_DOUBLING, MAX_PIN_S, HintResult, PinBudget, pin_end
 from kvpool_server.cache.steps import finish
 from tests.kvpool_server.cache.test_pool import CHUNK, LIMITS, Bench
 from tests.support.integrity import check_integrity

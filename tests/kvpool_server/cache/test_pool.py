@@ -19,7 +19,7 @@ from kvpool.protocol.errors import (
 from kvpool.protocol.hashing import checksum
 from kvpool.protocol.quota import Quota
 from kvpool.protocol.types import BlockRun, Lookup, PutGrant, PutReceipt, PutStatus, ShardRange
-from kvpool_server.cache import holders
+from kvpool_server.cache import holds
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.entry import Entry, Observer
 from kvpool_server.cache.limits import Limits
@@ -407,12 +407,13 @@ def test_a_refusal_says_that_memory_is_not_there_yet() -> None:
 
 
 def test_a_refusal_looks_at_a_bounded_number_of_blocks(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(holders, "MAX_EXAMINED", 5)
+    monkeypatch.setattr(holds, "MAX_EXAMINED", 5)
     bench.store(*range(10))
     bench.look(*range(10), ttl_ms=1_000)
     assert ": at least 5 blocks (1000 B) are leased by 1 lookups" in _refusal(bench)
     others = itertools.repeat(next(iter(bench.group.index.values())))
-    assert not holders.describe_holders([], [], [], others, 0.0, lambda _: False), "none that counts"
+    monkeypatch.setattr(bench.pool.entry_table, "quarantine", others)
+    assert not bench.pool._holds.describe("another tenant", 0.0, None), "none that counts"
 
 
 def test_a_put_never_evicts_what_it_names(bench: Bench) -> None:
@@ -508,8 +509,8 @@ def test_stats_tell_what_the_pool_holds(bench: Bench) -> None:
     bench.start("c")
     bench.look("a", ttl_ms=1_000)
     bench.pool.remove(bench.name, [run_of("a")])
-    stats = bench.pool.stats(prefaulted_bytes=7)
-    assert (stats.arena_bytes, stats.free_bytes, stats.prefaulted_bytes) == (2_000, 2_000 - 3 * 2 * CHUNK, 7)
+    stats = bench.pool.stats()
+    assert (stats.arena_bytes, stats.free_bytes) == (2_000, 2_000 - 3 * 2 * CHUNK)
     assert (stats.num_entries, stats.num_incomplete, stats.num_quarantined) == (1, 1, 1)
     assert (stats.num_leases, stats.num_tickets) == (1, 1)
     assert stats.counters["put_granted_blocks"] == 3 and stats.counters["put_completed_blocks"] == 2
@@ -566,7 +567,7 @@ def test_an_observer_hears_of_each_way_to_go(bench: Bench, told: Told) -> None:
     bench.store(*"abc")
     bench.pool.remove(bench.name, [run_of("c")])
     assert told.names(*"abc") == ["a", "b"]
-    bench.memory[bench.group.index[block_hash("a")].offset] ^= 1
+    bench.memory[bench.group.index.get(block_hash("a")).offset] ^= 1
     verify(bench.pool, bench.name, [run_of("a")], bench.memory)
     assert told.names(*"ab") == ["b"]
     bench.store(*range(10))

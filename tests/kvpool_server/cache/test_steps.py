@@ -14,7 +14,7 @@ import pytest
 from kvpool.protocol.errors import KVPoolError, LeaseExpiredError, OutOfSpaceError
 from kvpool.protocol.quota import Quota
 from kvpool.protocol.types import BlockRun, ShardRange
-from kvpool_server.cache import entry_table, holds, lookups, pool, removals
+from kvpool_server.cache import entry_table, holds, lookups, pool
 from kvpool_server.cache.allocator import placement
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.eviction import POLICIES
@@ -38,8 +38,8 @@ LIMITS = Limits(max_ttl_ms=1_000, default_ticket_ttl_ms=100, grace_ms=200)
 @pytest.fixture(autouse=True)
 def _small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     small = {
-        "STEP_BLOCKS": (pool, removals, entry_table),
-        "LOOKUP_STEP_BLOCKS": (lookups, pool, removals, tiered_pool),
+        "STEP_BLOCKS": (pool, lookups, entry_table),
+        "LOOKUP_STEP_BLOCKS": (lookups, pool, tiered_pool),
         "SETTLED_PER_CALL": (pool, holds),
     }
     for name, modules in small.items():

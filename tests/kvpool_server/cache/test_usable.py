@@ -9,7 +9,7 @@ import pytest
 
 from kvpool.protocol.namespace import GroupSpec
 from kvpool.protocol.types import BlockRun, RunHits
-from kvpool_server.cache.usable import usable_tokens
+from kvpool_server.cache.lookups import usable_tokens
 from tests.support.values import group_spec, run_of
 
 FULL = group_spec(block_tokens=4)

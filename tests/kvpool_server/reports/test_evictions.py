@@ -39,7 +39,7 @@ def test_a_repeated_lookup_blames_nobody_again() -> None:
         counted = []
         for _ in range(3):
             found = pool.lookup(spaces["bob"], [run], prefix_only=True)
-            hits = pool.misses.explain(spaces["bob"], [run], found.hits)
+            hits = pool.explanations.misses(spaces["bob"], [run], found.hits)
             count_evictions(pool, spaces["bob"], [run], hits, ledger)
             (row,) = (await ledger.page(0, 0, "acme")).rows
             counted.append(row.evicted_of_others_tokens)

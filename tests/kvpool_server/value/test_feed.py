@@ -86,7 +86,7 @@ def test_what_finds_the_queue_full_is_left_out() -> None:
     assert bench.feed.is_idle and bench.feed._queued_blocks == 0
     bench.look("another")
     bench.run(1.0)
-    assert bench.histogram.stack._segment_of, "what comes later is counted"
+    assert bench.histogram.stack.segment_of, "what comes later is counted"
 
 
 def test_a_call_of_more_blocks_than_the_queue_holds_is_counted_alone() -> None:

@@ -121,7 +121,7 @@ def test_the_sample_is_bounded_and_has_sampled_blocks_alone(calls: Sequence[Call
         within = list(itertools.accumulate(stack._used_bytes))
         assert all(used <= size * ARENA_BYTES * stack.rate for used, size in zip(within, SIZES, strict=True))
         assert all(block & stack.mask == 0 for segment in stack._segments for block in segment)
-        assert stack._segment_of == {block: nth for nth, segment in enumerate(stack._segments) for block in segment}
+        assert stack.segment_of == {block: nth for nth, segment in enumerate(stack._segments) for block in segment}
     if any(call.num_hits is not None for call in calls):
         assert all(0 <= before <= after <= 1 for before, after in itertools.pairwise([0.0, *ratios(histogram)]))
 

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 from kvpool.protocol.errors import OutOfSpaceError
 from kvpool.protocol.types import BlockRun
-from kvpool_server.cache.allocator.extent_drain import DRAIN_S
-from kvpool_server.cache.eviction import POLICIES, Policy
+from kvpool_server.cache.allocator.donations import DRAIN_S
+from kvpool_server.cache.eviction import Policy
 from tests.support.integrity import check_integrity
 from tests.support.tenants import EXTENT, House, Owner
 
 NUM_EXTENTS = 8
 
 
-@pytest.fixture(params=sorted(POLICIES))
-def house(request: pytest.FixtureRequest) -> House:
-    policy: Callable[[], Policy] = POLICIES[request.param]
+@pytest.fixture
+def house(policy: type[Policy]) -> House:
     return House(NUM_EXTENTS, policy)
 
 

@@ -110,12 +110,3 @@ def test_extents_in_which_someone_reads_or_writes_stay() -> None:
     sizes.pool.put_start(sizes.of(100).fingerprint, [run_of("being written")], WHOLE)
     with pytest.raises(OutOfSpaceError):
         sizes.of(200).store()
-
-
-def test_a_put_larger_than_what_can_be_had_evicts_nothing() -> None:
-    sizes = Sizes(2)
-    names = sizes.of(100).fill_extents(2)
-    with pytest.raises(OutOfSpaceError, match="no room for 21 blocks"):
-        sizes.pool.put_start(sizes.of(100).fingerprint, [run_of(*(f"new{idx}" for idx in range(21)))], WHOLE)
-    assert sizes.of(100).present(*names) == names
-    assert sizes.pool.counters["out_of_space_puts"] == 1

@@ -3,14 +3,16 @@
 import pytest
 
 from kvpool_server.cache.entry import Entry
-from kvpool_server.cache.eviction import DEFAULT_POLICY, POLICIES, TICK, Evictor, check_policy
+from kvpool_server.cache.eviction import DEFAULT_POLICY, POLICIES, TICK, Evictor, Policy, check_policy
 from kvpool_server.cache.eviction.evictor import MIN_DEAD_TO_SWEEP
+from tests.support.clock import FakeClock
 from tests.support.entries import drop, evict, make_chain, make_entry, queued
 
 
-@pytest.fixture(params=POLICIES)
-def evictor(request: pytest.FixtureRequest) -> Evictor:
-    return Evictor(POLICIES[request.param]())
+@pytest.fixture
+def evictor(policy: type[Policy], clock: FakeClock) -> Evictor:
+    clock.now = 100.0
+    return Evictor(policy(), clock)
 
 
 def test_a_policy_is_checked_by_name() -> None:
@@ -118,24 +120,6 @@ def test_entries_dropped_without_being_chosen_do_not_pile_up(evictor: Evictor) -
         assert len(evictor) <= 3 * MIN_DEAD_TO_SWEEP
 
 
-class _Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock() -> _Clock:
-    return _Clock()
-
-
-@pytest.fixture(params=POLICIES)
-def pinning(request: pytest.FixtureRequest, clock: _Clock) -> Evictor:
-    """An evictor whose clock stands still."""
-    return Evictor(POLICIES[request.param](), clock)
-
-
 def _pin(entry: Entry, until: int) -> None:
     before, entry.pinned_until = entry.pinned_until, until
     if entry.queued is not None:
@@ -149,172 +133,172 @@ def _release(entry: Entry) -> None:
         entry.queued.released(entry)
 
 
-def test_pinned_entries_are_chosen_last_and_only_if_asked_for(pinning: Evictor) -> None:
+def test_pinned_entries_are_chosen_last_and_only_if_asked_for(evictor: Evictor) -> None:
     a, b, c = make_entry("a"), make_entry("b"), make_entry("c")
-    _stored(pinning, TICK, [a], [b], [c])
+    _stored(evictor, TICK, [a], [b], [c])
     _pin(a, 200)
     _pin(b, 150)
-    assert pinning.choose(3, {}) == [c]
-    assert pinning.choose(3, {}, pinned=True) == [b, a], "the pin that ends first is given back first"
+    assert evictor.choose(3, {}) == [c]
+    assert evictor.choose(3, {}, pinned=True) == [b, a], "the pin that ends first is given back first"
 
 
-def test_a_pin_can_be_prolonged_and_ended_while_its_entry_is_parked(pinning: Evictor, clock: _Clock) -> None:
+def test_a_pin_can_be_prolonged_and_ended_while_its_entry_is_parked(evictor: Evictor, clock: FakeClock) -> None:
     a, b = make_entry("a"), make_entry("b")
-    _stored(pinning, TICK, [a], [b])
+    _stored(evictor, TICK, [a], [b])
     _pin(a, 200)
     _pin(b, 200)
-    assert evict(pinning, 1) is None
+    assert evict(evictor, 1) is None
     _pin(a, 300)
     clock.now = 250.0
-    assert evict(pinning, 2) is None
-    assert evict(pinning, 1) == [b]
+    assert evict(evictor, 2) is None
+    assert evict(evictor, 1) == [b]
     _pin(a, 0)
-    assert evict(pinning, 1) == [a]
+    assert evict(evictor, 1) == [a]
 
 
-def test_parked_entries_that_are_leased_or_dropped_are_not_chosen(pinning: Evictor) -> None:
+def test_parked_entries_that_are_leased_or_dropped_are_not_chosen(evictor: Evictor) -> None:
     a, b, c = make_entry("a"), make_entry("b"), make_entry("c")
-    _stored(pinning, TICK, [a], [b], [c])
+    _stored(evictor, TICK, [a], [b], [c])
     for each in (a, b, c):
         _pin(each, 200)
-    assert pinning.choose(1, {}) == []
+    assert evictor.choose(1, {}) == []
     a.leases = 1
-    drop(pinning, b)
-    assert pinning.choose(3, {}, pinned=True) == [c]
+    drop(evictor, b)
+    assert evictor.choose(3, {}, pinned=True) == [c]
     a.leases = 0
-    assert pinning.choose(3, {}, pinned=True) == [a]
+    assert evictor.choose(3, {}, pinned=True) == [a]
 
 
-def test_choosing_visits_each_pinned_entry_once(pinning: Evictor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_choosing_visits_each_pinned_entry_once(evictor: Evictor, monkeypatch: pytest.MonkeyPatch) -> None:
     pinned = [make_entry(nth) for nth in range(5_000)]
     for each in pinned:
-        _stored(pinning, TICK, [each])
+        _stored(evictor, TICK, [each])
         _pin(each, 200)
     pops = 0
-    pop = pinning._queue.pop
+    pop = evictor._queue.pop
 
     def counted() -> object:
         nonlocal pops
         pops += 1
         return pop()
 
-    monkeypatch.setattr(pinning._queue, "pop", counted)
+    monkeypatch.setattr(evictor._queue, "pop", counted)
     for nth in range(100):
         fresh = make_entry(f"fresh{nth}")
-        _stored(pinning, (2 + nth) * TICK, [fresh])
-        assert pinning.choose(1, {}) == [fresh]
-        drop(pinning, fresh)
+        _stored(evictor, (2 + nth) * TICK, [fresh])
+        assert evictor.choose(1, {}) == [fresh]
+        drop(evictor, fresh)
     assert pops < len(pinned) + 1_000
 
 
-def test_many_pins_that_end_at_once_are_queued_some_at_a_time(pinning: Evictor, clock: _Clock) -> None:
+def test_many_pins_that_end_at_once_are_queued_some_at_a_time(evictor: Evictor, clock: FakeClock) -> None:
     pinned = [make_entry(nth) for nth in range(1_000)]
     for each in pinned:
-        _stored(pinning, TICK, [each])
+        _stored(evictor, TICK, [each])
         _pin(each, 200)
-    assert pinning.choose(1, {}) == []
+    assert evictor.choose(1, {}) == []
     clock.now = 200.0
-    victims = pinning.choose(1, {})
-    assert len(victims) == 1 and len(pinning) < 200
-    drop(pinning, *victims)
-    assert len(pinning.choose(999, {})) == 999, "the others are found when they are needed"
+    victims = evictor.choose(1, {})
+    assert len(victims) == 1 and len(evictor) < 200
+    drop(evictor, *victims)
+    assert len(evictor.choose(999, {})) == 999, "the others are found when they are needed"
 
 
-def test_expired_entries_are_chosen_first(pinning: Evictor) -> None:
+def test_expired_entries_are_chosen_first(evictor: Evictor) -> None:
     a, b, c = make_entry("a"), make_entry("b"), make_entry("c")
-    _stored(pinning, TICK, [a])
-    _stored(pinning, 2 * TICK, [b])
-    _stored(pinning, 3 * TICK, [c])
-    pinning.expire(c)
-    assert pinning.least_worth({}, 4 * TICK) == float("-inf")
-    victims = evict(pinning, 1)
+    _stored(evictor, TICK, [a])
+    _stored(evictor, 2 * TICK, [b])
+    _stored(evictor, 3 * TICK, [c])
+    evictor.expire(c)
+    assert evictor.least_worth({}, 4 * TICK) == float("-inf")
+    victims = evict(evictor, 1)
     assert victims == [c]
-    pinning.restore([c])
-    assert evict(pinning, 3) is not None
-    drop(pinning, a, b, c)
-    assert len(pinning) == pinning._num_dead, "what is left in the queue is dead"
+    evictor.restore([c])
+    assert evict(evictor, 3) is not None
+    drop(evictor, a, b, c)
+    assert len(evictor) == evictor._num_dead, "what is left in the queue is dead"
 
 
-def test_no_hint_has_an_entry_chosen_before_a_child_that_it_has_got_since(pinning: Evictor) -> None:
+def test_no_hint_has_an_entry_chosen_before_a_child_that_it_has_got_since(evictor: Evictor) -> None:
     pinned, expired = make_entry("p"), make_entry("e")
-    _stored(pinning, TICK, [pinned])
+    _stored(evictor, TICK, [pinned])
     _pin(pinned, 200)
-    assert pinning.choose(1, {}) == []
-    _stored(pinning, TICK, [expired])
-    pinning.expire(expired)
+    assert evictor.choose(1, {}) == []
+    _stored(evictor, TICK, [expired])
+    evictor.expire(expired)
     leased, child = make_entry("l", parent=pinned), make_entry("c", parent=expired)
     leased.leases = 1
-    _stored(pinning, 2 * TICK, [leased], [child])
-    assert pinning.choose(4, {}, pinned=True) == [child, expired]
+    _stored(evictor, 2 * TICK, [leased], [child])
+    assert evictor.choose(4, {}, pinned=True) == [child, expired]
 
 
-def test_leased_expired_entries_are_skipped_and_kept(pinning: Evictor) -> None:
+def test_leased_expired_entries_are_skipped_and_kept(evictor: Evictor) -> None:
     a, b = make_entry("a"), make_entry("b")
-    _stored(pinning, TICK, [a], [b])
-    pinning.expire(a)
+    _stored(evictor, TICK, [a], [b])
+    evictor.expire(a)
     a.leases = 1
-    assert evict(pinning, 1) == [b]
+    assert evict(evictor, 1) == [b]
     _release(a)
-    assert evict(pinning, 1) == [a]
+    assert evict(evictor, 1) == [a]
 
 
-def test_choosing_visits_each_leased_expired_entry_once(pinning: Evictor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_choosing_visits_each_leased_expired_entry_once(evictor: Evictor, monkeypatch: pytest.MonkeyPatch) -> None:
     leased, others = [make_entry(nth) for nth in range(500)], [make_entry(f"o{nth}") for nth in range(100)]
-    _stored(pinning, TICK, *([each] for each in [*leased, *others]))
+    _stored(evictor, TICK, *([each] for each in [*leased, *others]))
     for each in leased:
-        pinning.expire(each)
+        evictor.expire(each)
         each.leases = 1
     popped: list[object] = []
-    expired, pop = pinning._pop_expired, pinning._queue.pop
-    monkeypatch.setattr(pinning, "_pop_expired", lambda *args: popped.append(1) or expired(*args))  # type: ignore[func-returns-value]
-    monkeypatch.setattr(pinning._queue, "pop", lambda: popped.append(1) or pop())  # type: ignore[func-returns-value]
+    expired, pop = evictor._pop_expired, evictor._queue.pop
+    monkeypatch.setattr(evictor, "_pop_expired", lambda *args: popped.append(1) or expired(*args))  # type: ignore[func-returns-value]
+    monkeypatch.setattr(evictor._queue, "pop", lambda: popped.append(1) or pop())  # type: ignore[func-returns-value]
     chosen: list[Entry] = []
     for _ in range(100):
-        assert pinning.least_worth({}, 2 * TICK) is not None
-        victims = pinning.choose(1, {})
-        drop(pinning, *victims)
+        assert evictor.least_worth({}, 2 * TICK) is not None
+        victims = evictor.choose(1, {})
+        drop(evictor, *victims)
         chosen += victims
-    assert set(chosen) == set(others) and not pinning._expired
+    assert set(chosen) == set(others) and not evictor._expired
     assert len(popped) < 2 * (500 + 4 * 100), "leased entries were visited by each choice"
     for each in leased[:400]:
         _release(each)
-    assert set(pinning.choose(500, {})) == set(leased[:400])
+    assert set(evictor.choose(500, {})) == set(leased[:400])
 
 
-def test_what_was_put_aside_may_be_used_or_dropped_or_moved(pinning: Evictor) -> None:
+def test_what_was_put_aside_may_be_used_or_dropped_or_moved(evictor: Evictor, clock: FakeClock) -> None:
     used, dropped, moved, hinted = entries = [make_entry(name) for name in ("used", "dropped", "moved", "hinted")]
-    _stored(pinning, TICK, *([each] for each in entries))
+    _stored(evictor, TICK, *([each] for each in entries))
     for each in entries:
-        pinning.expire(each)
+        evictor.expire(each)
         each.leases = 1
-    assert not pinning.choose(4, {})
-    pinning.used([used], 2 * TICK)
-    drop(pinning, dropped)
-    other = Evictor(type(pinning._policy)())
-    other.move_from(pinning, 1, 2 * TICK)
+    assert not evictor.choose(4, {})
+    evictor.used([used], 2 * TICK)
+    drop(evictor, dropped)
+    other = Evictor(type(evictor._policy)(), clock)
+    other.move_from(evictor, 1, 2 * TICK)
     other.requeue([moved])
-    pinning.expire(hinted)
-    assert not pinning.choose(4, {}) and not other.choose(4, {})
+    evictor.expire(hinted)
+    assert not evictor.choose(4, {}) and not other.choose(4, {})
     for each in entries:
         _release(each)
-    assert other.choose(4, {}) == [moved] and pinning.choose(4, {}) == [hinted, used]
-    drop(pinning, hinted, used)
-    assert not pinning._aside and not other._aside and len(pinning) == pinning._num_dead
+    assert other.choose(4, {}) == [moved] and evictor.choose(4, {}) == [hinted, used]
+    drop(evictor, hinted, used)
+    assert not evictor._aside and not other._aside and len(evictor) == evictor._num_dead
 
 
-def test_hints_leave_nothing_behind(pinning: Evictor, clock: _Clock) -> None:
+def test_hints_leave_nothing_behind(evictor: Evictor, clock: FakeClock) -> None:
     for nth in range(3_000):
         one = make_entry(nth)
-        pinning.stored([one], nth * TICK + TICK)
-        pinning.add(one)
+        evictor.stored([one], nth * TICK + TICK)
+        evictor.add(one)
         if nth % 3 == 0:
             _pin(one, int(clock.now) + 1 + nth % 5)
         elif nth % 3 == 1:
-            pinning.expire(one)
+            evictor.expire(one)
         if nth % 7 == 0:
-            pinning.restore(pinning.choose(1, {}))
+            evictor.restore(evictor.choose(1, {}))
         clock.now += 0.5
-        drop(pinning, one)
-    pinning.choose(1, {}, pinned=True)
-    assert not pinning._expired and not pinning._unpopped and not any(pinning._parked.values())
-    assert len(pinning._pin_ends) == len(pinning._parked) <= 3
+        drop(evictor, one)
+    evictor.choose(1, {}, pinned=True)
+    assert not evictor._expired and not evictor._unpopped and not any(evictor._parked.values())
+    assert len(evictor._pin_ends) == len(evictor._parked) <= 3

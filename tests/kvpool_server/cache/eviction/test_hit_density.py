@@ -7,6 +7,7 @@ import pytest
 from kvpool_server.cache.entry import Entry
 from kvpool_server.cache.eviction import TICK, Evictor
 from kvpool_server.cache.eviction.hit_density import MAX_BUCKETS, MAX_TURN, MIN_GHOSTS, HitDensity, is_tail, turn_of
+from tests.support.clock import FakeClock
 from tests.support.entries import drop, evict, make_chain, make_entry
 
 
@@ -15,7 +16,7 @@ class Traffic:
 
     def __init__(self) -> None:
         self.policy = HitDensity()
-        self.evictor = Evictor(self.policy)
+        self.evictor = Evictor(self.policy, FakeClock())
         self.call = 0
 
     def store(self, name: object, num_blocks: int, parent: Entry | None = None) -> list[Entry]:
@@ -133,7 +134,7 @@ def test_a_tail_that_gets_a_child_is_none_any_more() -> None:
 
 def test_chains_keep_working_with_entries_that_have_no_beginning() -> None:
     orphan = make_chain("x", 0, 0)
-    evictor = Evictor(HitDensity())
+    evictor = Evictor(HitDensity(), FakeClock())
     evictor.stored(orphan[1:], TICK)
     evictor.used(orphan[1:], 2 * TICK)
     evictor.used([], 3 * TICK)
