@@ -26,8 +26,6 @@ from kvpool.v1 import pool_pb2 as pb
 
 TIMEOUT_MS = 20_000
 """The server may ask tiers."""
-PREFIX_KIND = "full_attention"
-"""Of groups of which a hit needs every block from the start on."""
 MAX_SENTENCES = 12
 """About ranges; the table has all of them."""
 
@@ -97,7 +95,7 @@ class PromptReport:
         self.limit = max(0, (num_tokens - 1) // self.alignment * self.alignment)
         pairs = [(spec.groups[run.group_idx], run) for run in found.runs]
         # Of groups that need every block from the start on; of all groups if there is none such.
-        pairs = [(group, run) for group, run in pairs if group.kind == PREFIX_KIND] or pairs
+        pairs = [(group, run) for group, run in pairs if not group.hit_blocks] or pairs
         ends = [(_leading(run) * group.block_tokens, run) for group, run in pairs]
         self.stored, self._shortest = min(ends, key=lambda pair: pair[0])
         """Tokens from the start on whose blocks are stored in each of these groups, and the run that ends first."""
@@ -120,10 +118,7 @@ class PromptReport:
         for run in self._found.runs:
             group = self._spec.groups[run.group_idx]
             stops = boundaries // group.block_tokens
-            if group.kind == PREFIX_KIND:
-                starts = np.zeros_like(stops)
-            else:
-                starts = np.maximum(stops - (group.hit_blocks or 1), 0)
+            starts = np.maximum(stops - (group.hit_blocks or stops), 0)
             is_there = np.zeros(int(stops.max(initial=0)) + 1, np.int64)
             for part in run.ranges:
                 if part.state != pb.BLOCK_STATE_MISSING:
@@ -202,7 +197,7 @@ class PromptReport:
             kinds = ", ".join(
                 f"{group.kind} of {group.window_tokens:,} tokens" if group.window_tokens else group.kind
                 for group in self._spec.groups
-                if group.kind != PREFIX_KIND
+                if group.hit_blocks
             )
             yield (
                 f"Tokens {self.loadable:,} to {usable:,} are stored, but cannot be loaded: the model also needs the "

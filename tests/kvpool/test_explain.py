@@ -11,12 +11,14 @@ from pathlib import Path
 import pytest
 
 from kvpool.client.client import Client, Namespace
+from kvpool.commands.explain import PromptReport
 from kvpool.commands.prompts import hash_seed, prompt_runs, read_tokens
 from kvpool.protocol.errors import ConfigError, InvalidRequestError
 from kvpool.protocol.hashing import block_hashes
 from kvpool.protocol.namespace import NamespaceSpec
 from kvpool.protocol.types import BlockRun
 from kvpool.security.name_key import NameKey
+from kvpool.v1 import pool_pb2 as pb
 from tests.conftest import Connect
 from tests.kvpool.conftest import Cli, CliAt
 from tests.support.processes import ServerProcess
@@ -96,6 +98,15 @@ def question(namespace: Namespace, tmp_path: Path) -> tuple[str, ...]:
     (tmp_path / "prompt").write_text(" ".join(map(str, TOKENS)))
     given = ("--prompt", str(tmp_path / "prompt"), "--namespace", namespace.fingerprint.hex(), "--hash-seed", SEED)
     return ("explain", *given)
+
+
+@pytest.mark.parametrize(("kind", "loadable"), [("full_attention", 32), ("mla_attention", 32), ("mamba", 80)])
+def test_only_states_are_loaded_over_a_hole(kind: str, loadable: int) -> None:
+    states = (pb.BLOCK_STATE_COMPLETE, 0, 2), (pb.BLOCK_STATE_MISSING, 2, 1), (pb.BLOCK_STATE_COMPLETE, 3, 2)
+    ranges = [pb.BlockRange(first=first, count=count, state=state) for state, first, count in states]
+    found = pb.ExplainResponse(runs=[pb.RunExplanation(group_idx=0, ranges=ranges)])
+    report = PromptReport(namespace_spec(group_spec(block_tokens=16, kind=kind)), 5 * 16 + 1, found)
+    assert report.loadable == loadable
 
 
 def test_the_field_is_named_by_which_another_namespace_differs(cli: Cli, client: Client, tmp_path: Path) -> None:
