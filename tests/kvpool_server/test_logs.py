@@ -25,7 +25,7 @@ from kvpool_server.process.logs import MAX_CHARS, MAX_EVENTS, MAX_FIELDS, LogEve
 from kvpool_server.process.stray_lines import as_json
 from tests.conftest import StartServer
 from tests.support.certificates import DAY
-from tests.support.processes import ServerProcess, clean_environment, run_command, run_server, server_command, wait_for
+from tests.support.processes import ServerProcess, run_command, run_server, server_command, wait_for
 
 JSON = ("--log-format", "json")
 NOWHERE = ("--listen", "127.0.0.1:0", "--http-listen", "")
@@ -114,20 +114,11 @@ with logs.json_lines():
 
 
 def test_every_way_to_standard_error() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", WARNS], capture_output=True, text=True, timeout=30, env=clean_environment(), check=False
-    )
+    done = run_command(sys.executable, "-c", WARNS)
     assert done.returncode == 1
     said = json.dumps(_records(done.stderr))
-    for words in (
-        "by a module",
-        "by a library",
-        "by C",
-        "by a child",
-        "ZeroDivisionError",
-        "RuntimeError: by the server",
-    ):
-        assert words in said, words
+    ways = ("by a module", "by a library", "by C", "by a child", "ZeroDivisionError", "RuntimeError: by the server")
+    assert [words for words in ways if words not in said] == []
 
 
 NAMES = """
@@ -146,9 +137,7 @@ except ValueError:
 
 
 def test_names_that_clients_chose_neither_begin_lines_nor_move_the_cursor() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", NAMES], capture_output=True, text=True, timeout=30, env=clean_environment(), check=False
-    )
+    done = run_command(sys.executable, "-c", NAMES)
     lines = done.stderr.splitlines()
     assert done.returncode == 0 and all(line.isprintable() for line in lines)
     assert sum("Traceback" in line for line in lines) == 2 and done.stderr.count("forged") >= 6
@@ -166,9 +155,7 @@ with logs.json_lines():
     os.write(2, b"F0000 broken")
     os.abort()
 """
-    done = subprocess.run(
-        [sys.executable, "-c", aborts], capture_output=True, text=True, timeout=30, env=clean_environment(), check=False
-    )
+    done = run_command(sys.executable, "-c", aborts)
     assert done.returncode == -signal.SIGABRT
     (said,) = _records(done.stderr)
     assert (said["event"], said["level"]) == ("F0000 broken", "critical")
@@ -264,11 +251,8 @@ def test_an_event_that_repeats_is_counted() -> None:
 )
 @pytest.mark.parametrize("text", ["{}", "[Errno 13] Permission denied: '{}'", "key={};", "see {}, please", "({})"])
 def test_secrets_and_paths_are_not_shown(value: str, text: str) -> None:
-    for shown in (
-        _logged(error=text.format(value)),
-        _logged(event=text.format(value)),
-        _logged(why=[text.format(value)]),
-    ):
+    told = text.format(value)
+    for shown in (_logged(error=told), _logged(event=told), _logged(why=[told])):
         assert value not in shown and value.rpartition("/")[2] not in shown
 
 

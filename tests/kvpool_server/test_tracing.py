@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,7 +29,7 @@ from kvpool.security.principal import ALL_TENANTS, Principal, Role
 from kvpool_server.rpc.call_spans import own_sampling
 from tests.support.certificates import files_in, server_flags
 from tests.support.otlp_collector import Collector, collecting
-from tests.support.processes import ServerProcess, wait_for
+from tests.support.processes import ServerProcess, run_command, wait_for
 from tests.support.values import group_spec, namespace_spec, payload, run_of
 
 SERVER, CLIENT = 2, 3
@@ -57,16 +56,8 @@ def collector() -> Iterator[Collector]:
 def traced(collector: Collector, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """With room for 8 blocks, and a tier below."""
     directory = tmp_path_factory.mktemp("traced")
-    server = ServerProcess(
-        directory,
-        "--memory",
-        "8MiB",
-        "--policy",
-        "lru",
-        "--otel",
-        "--tier",
-        f"file:{directory}/tier,size=64MiB,create=yes",
-    )
+    tier = f"file:{directory}/tier,size=64MiB,create=yes"
+    server = ServerProcess(directory, "--memory", "8MiB", "--policy", "lru", "--otel", "--tier", tier)
     yield server
     server.stop()
 
@@ -183,9 +174,7 @@ print(sorted(name for name in sys.modules if name.startswith("opentelemetry")))
 def test_off_nothing_is_imported(tmp_path: Path) -> None:
     server = ServerProcess(tmp_path)
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", SCRIPT, server.endpoint], capture_output=True, text=True, timeout=60, check=True
-        )
+        done = run_command(sys.executable, "-c", SCRIPT, server.endpoint)
     finally:
         server.stop()
     assert done.stdout.strip() == "[]"
