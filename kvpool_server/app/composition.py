@@ -38,7 +38,7 @@ from kvpool_server.observability.metrics import FamilyCollector, value_families
 from kvpool_server.observability.pairs import Pairs
 from kvpool_server.observability.usage import Usage
 from kvpool_server.page.site import Site
-from kvpool_server.process.addresses import EVERYWHERE, cannot_listen, split_address
+from kvpool_server.process.addresses import EVERYWHERE, listening, split_address
 from kvpool_server.process.logs import LogEvents
 from kvpool_server.reports.engines import EngineReports
 from kvpool_server.reports.ledger_file import LedgerFile
@@ -233,13 +233,11 @@ class Composition:
         loop, access = asyncio.get_running_loop(), self._access
         tls = None if access is None else access.credentials.for_http
         gate = None if access is None else access.check_scrape
-        try:
+        with listening(address, "/metrics", "--http-listen"):
             site = Site(loop, self._state, self._monitoring.stats, self._value.report, self._log_events)
             health = on_loop(loop, self._state)
             names = [split_address(each)[0].lower() for each in (address, self._config.listen)]
             http = OperatorHttp(host, port, self._monitoring.registry, health, tls, gate, site.answer, names)
-        except OSError as error:
-            raise cannot_listen(address, "/metrics", "--http-listen", error) from None
         self._stack.push_async_callback(asyncio.to_thread, http.close)
         in_background(self._stack, site.run())
         return http.port
@@ -248,10 +246,8 @@ class Composition:
         config = self._config
         host, port = split_address(config.data_listen)
         told = "" if host in EVERYWHERE or host == split_address(config.listen)[0] else host
-        try:
+        with listening(config.data_listen, "the data port", "--data-listen"):
             workers = DataWorkers(host, port, told, self.memory.segment, permits)
-        except OSError as error:
-            raise cannot_listen(config.data_listen, "the data port", "--data-listen", error) from None
         self._stack.push_async_callback(asyncio.to_thread, workers.stop)
         return workers
 

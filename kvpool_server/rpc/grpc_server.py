@@ -29,7 +29,7 @@ from kvpool_server.access.caller import CALLER, check_call
 from kvpool_server.access.running_calls import RunningCalls
 from kvpool_server.cache.shares import Shares
 from kvpool_server.observability.metrics import RpcMetrics
-from kvpool_server.process.addresses import bind_path, cannot_bind, cannot_listen, held
+from kvpool_server.process.addresses import bind_path, cannot_bind, held, listening
 from kvpool_server.process.event_loop import FLOW
 from kvpool_server.rpc.blocks import BlockHandlers
 from kvpool_server.rpc.chunks import ChunkHandlers
@@ -294,10 +294,8 @@ class GrpcServer:
                 names = (SERVICE_NAME, HEALTH_NAME, reflection.SERVICE_NAME)
                 reflection.enable_server_reflection(names, server)
             self._servers.append(server)
-        try:
+        with listening(listen, "gRPC", "--listen"):
             self.port = self._listen(listen, credentials)
-        except OSError as error:
-            raise cannot_listen(listen, "gRPC", "--listen", error) from None
         if unix_path:
             target = grpc_target(SCHEME + unix_path)
             try:
