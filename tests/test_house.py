@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent
 MAX_LINES = 400
 AT_THE_ROOT = {
     "kvpool": {"__init__.py", "cli.py", "py.typed", "version.py"},
-    "kvpool_server": {"__init__.py", "__main__.py", "cli.py", "py.typed"},
+    "kvpool_server": {"__init__.py", "__main__.py", "py.typed"},
     "vllm_plugin": {
         "__init__.py",
         "breaker.py",

@@ -36,48 +36,21 @@ READ = "ReadCredentials"
 """In the place of the call: the server has read files of credentials."""
 
 
-class _LogFile:
-    """Appends to a file, which it makes for its owner alone; one that exists keeps its mode. Raises OSError."""
-
-    def __init__(self, path: str):
-        self._path = path
-        self._fd = self._opened()
-
-    def _opened(self) -> int:
-        return os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
-
-    def append(self, data: bytes) -> int:
-        """How many of the bytes have been written. A file that was moved away gets no more, if there can be another."""
-        with contextlib.suppress(OSError):
-            if self._is_moved():
-                fd = self._opened()
-                os.close(self._fd)
-                self._fd = fd
-        return os.write(self._fd, data)
-
-    def _is_moved(self) -> bool:
-        try:
-            return not os.path.samestat(os.stat(self._path), os.fstat(self._fd))
-        except FileNotFoundError:
-            return True
-
-    def close(self) -> None:
-        os.close(self._fd)
-
-
 class AuditLog:
     """Appends to a file. Thread-safe. Raises ConfigError if it cannot be opened. `close` writes what is queued.
+
+    The file is made for its owner alone; one that exists keeps its mode.
 
     Attributes:
         num_dropped: refusals that have no line because there were too many.
     """
 
     def __init__(self, path: str, clock: Callable[[], float] = time.monotonic):
+        self._path = path
         try:
-            self._file = _LogFile(path)
+            self._fd = self._opened()
         except OSError as error:
             raise ConfigError(f"cannot write the audit log {path}: {error.strerror}; see --audit-log") from None
-        self._path = path
         self._clock = clock
         self._lock = threading.Lock()
         self._second = 0
@@ -153,12 +126,20 @@ class AuditLog:
                 data = self._write(data)
             with self._lock:
                 self._queued.add(caller, -1)
-        self._file.close()
+        os.close(self._fd)
+
+    def _opened(self) -> int:
+        return os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
     def _write(self, data: bytes) -> bytes:
         """What is still to be written, after a while if the file takes nothing."""
         try:
-            data = data[self._file.append(data) :]
+            with contextlib.suppress(OSError):  # A file that was moved away gets no more, if there can be another.
+                if self._is_moved():
+                    fd = self._opened()
+                    os.close(self._fd)
+                    self._fd = fd
+            data = data[os.write(self._fd, data) :]
             self._is_failing = False
         except OSError as error:
             if not self._is_failing:
@@ -170,6 +151,12 @@ class AuditLog:
             self._is_failing = True
             self._closing.wait(RETRY_S)
         return data
+
+    def _is_moved(self) -> bool:
+        try:
+            return not os.path.samestat(os.stat(self._path), os.fstat(self._fd))
+        except FileNotFoundError:
+            return True
 
     def close(self) -> None:
         """Blocks until what is queued is written, `CLOSE_S` at most; lines that the file does not take are lost."""

@@ -1,24 +1,166 @@
-"""Authenticates callers: by the certificate of their connection, or by a token of the server's own file."""
+"""Authenticates callers: by the certificate of their connection, or by a token of the server's own file.
+
+The deny list names tenants, principals and credentials that are refused although they are valid: a file with an entry a
+line, `tenant:NAME`, a SPIFFE ID, or the SHA-256 of a certificate (as `openssl x509 -fingerprint -sha256` prints it) or
+of a token (as the file of tokens has it; of an issuer's token, of all before its last dot). `#` begins a comment. A
+line that can deny nobody is an error: an operator who has misspelt it must not believe that access was taken away.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import datetime as dt
+import functools
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import grpc
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
 
-from kvpool.protocol.errors import UnauthenticatedError
-from kvpool.security.principal import DEFAULT_DOMAIN
+from kvpool.protocol.errors import ConfigError, InvalidRequestError, UnauthenticatedError
+from kvpool.security.certificates import read_pem, uris_of
+from kvpool.security.file_permissions import require_owner_writes
+from kvpool.security.principal import DEFAULT_DOMAIN, Principal, Role
 from kvpool.security.tokens import TokenRecord, digest_of
 from kvpool.security.watched_files import WatchedFiles
-from kvpool_server.access.credential import Credential, RefusedCredentialError, of_certificate
-from kvpool_server.access.deny_list import DenyList
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
-_VERSION, _PEM = "ssl_tls_version", "x509_pem_cert"
-_TLS_1_3 = b"TLSv1.3"
+MAX_PARSED = 1_024
+"""Certificates whose contents are kept, because every call on a connection shows the same one."""
+_PEM = b"-----BEGIN"
+_TENANT, _SPIFFE = "tenant:", "spiffe://"
+_DIGEST = re.compile("[0-9a-f]{64}")
+_LIKE_A_SECRET = re.compile("[A-Za-z0-9_-]{20}")
+"""What an entry contains that may be a token, or a part of one: an error does not show it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Credential:
+    """A certificate or token that a caller has shown.
+
+    Args:
+        digest: SHA-256, hexadecimal, of the certificate's DER form or of the token.
+        ends_at: UTC.
+    """
+
+    principal: Principal
+    digest: str
+    ends_at: dt.datetime
+
+    @property
+    def has_ended(self) -> bool:
+        return self.ends_at <= dt.datetime.now(dt.UTC)
+
+
+class RefusedCredentialError(UnauthenticatedError):
+    """A credential proves whose it is, and is not in force: denied, ended, or of another trust domain.
+
+    Attributes:
+        principal: whose it is, for the audit log.
+    """
+
+    def __init__(self, message: str, credential: Credential):
+        super().__init__(message)
+        self.principal = credential.principal
+
+
+@functools.lru_cache(MAX_PARSED)
+def of_certificate(certificate: bytes) -> Credential:
+    """The credential that a verified certificate is.
+
+    Args:
+        certificate: PEM or DER.
+
+    Raises UnauthenticatedError unless the certificate has one URI, a principal's.
+    """
+    try:
+        load = x509.load_pem_x509_certificate if certificate.startswith(_PEM) else x509.load_der_x509_certificate
+        parsed = load(certificate)
+        uris = uris_of(parsed)
+        if len(uris) == 1:
+            digest = parsed.fingerprint(hashes.SHA256()).hex()
+            return Credential(Principal.parse(uris[0]), digest, parsed.not_valid_after_utc)
+    except (InvalidRequestError, ValueError) as error:
+        raise UnauthenticatedError(f"the client's certificate names no principal: {error}") from None
+    raise UnauthenticatedError(
+        f"the client's certificate names {len(uris)} URIs and has to name one, such as "
+        "spiffe://kvpool.local/kvpool/TENANT/engine-write; `kvpool certs show` reads certificates"
+    )
+
+
+def listed_principal(spiffe_id: str, domain: str | None) -> Principal:
+    """The principal that an operator has named.
+
+    Args:
+        domain: the trust domain of all callers; None: callers may be of any.
+
+    Raises InvalidRequestError if no caller can be that principal: the entry would have no effect.
+    """
+    found = Principal.parse(spiffe_id)
+    if domain is not None and found.domain != domain:
+        raise InvalidRequestError(
+            f"{spiffe_id!r} can be no caller: this server's callers are of trust domain {domain}; give "
+            f"{dataclasses.replace(found, domain=domain)}"
+        )
+    return found
+
+
+class DenyList(WatchedFiles[frozenset[str]]):
+    """The entries of a file, read again when it changes. Raises ConfigError for a file that cannot be used.
+
+    Args:
+        domain: the trust domain of all callers; None: callers may be of any.
+    """
+
+    def __init__(
+        self, path: str, when_read: Callable[[ConfigError | None], None] = lambda _: None, domain: str | None = None
+    ):
+        super().__init__([path], lambda: _read(Path(path), domain), when_read=when_read)
+
+    def denies(self, credential: Credential) -> bool:
+        """Whether the list has a credential, its principal, or the principal's tenant."""
+        denied, principal = self.value, credential.principal
+        return bool(denied) and (
+            credential.digest in denied or str(principal) in denied or _TENANT + principal.tenant in denied
+        )
+
+
+def _read(path: Path, domain: str | None) -> frozenset[str]:
+    """The entries, as `_parse` returns them.
+
+    Raises ConfigError, which names the line, also for a file that its group or others can write.
+    """
+    require_owner_writes(str(path), "let denied callers in again", "--deny")
+    found = set()
+    for number, line in enumerate(read_pem(path).decode(errors="replace").splitlines(), 1):
+        if entry := line.partition("#")[0].strip():
+            try:
+                found.add(_parse(entry, domain))
+            except InvalidRequestError as error:
+                raise ConfigError(f"{path}, line {number}: {error}") from None
+    return frozenset(found)
+
+
+def _parse(entry: str, domain: str | None) -> str:
+    """`tenant:NAME`, a SPIFFE ID, or a digest of 64 lower-case digits. Raises InvalidRequestError for anything else."""
+    if entry.startswith(_SPIFFE):
+        return str(listed_principal(entry, domain))
+    if entry.startswith(_TENANT):
+        return _TENANT + Principal(entry.removeprefix(_TENANT), Role.ENGINE_READ).tenant
+    digest = entry.rpartition("=")[2].replace(":", "").lower()
+    if not _DIGEST.fullmatch(digest):
+        shown = f"an entry of {len(entry)} characters" if _LIKE_A_SECRET.search(entry) else repr(entry)
+        raise InvalidRequestError(
+            f"{shown} is neither a tenant nor a SPIFFE ID nor the SHA-256 of a certificate or token; give tenant:NAME, "
+            "spiffe://DOMAIN/kvpool/TENANT/ROLE, or 64 hexadecimal digits"
+        )
+    return digest
 
 
 class Who(ABC):
@@ -34,12 +176,12 @@ class Who(ABC):
     def __call__(self, context: Context) -> Credential:
         """The credential of the caller of an RPC. The connection has to be TLS 1.3: gRPC itself takes 1.2, too."""
         found = context.auth_context()
-        version = b" ".join(found.get(_VERSION, ()))
-        if version != _TLS_1_3:
+        version = b" ".join(found.get("ssl_tls_version", ()))
+        if version != b"TLSv1.3":
             raise UnauthenticatedError(f"the connection is {version.decode() or 'not TLS'}; use TLS 1.3")
         metadata = context.invocation_metadata() or ()
         authorization = [str(value) for name, value in metadata if name == "authorization"]
-        return self.of_request(next(iter(found.get(_PEM, ())), None), authorization)
+        return self.of_request(next(iter(found.get("x509_pem_cert", ())), None), authorization)
 
     @abstractmethod
     def of_request(self, certificate: bytes | None, authorization: Sequence[str]) -> Credential:

@@ -7,7 +7,7 @@ import functools
 import secrets
 import socket
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence, Set
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from contextvars import Context
 from typing import Any
@@ -20,6 +20,7 @@ from kvpool.report.quotas import beyond_memory, parse_quota
 from kvpool.transport.mooncake_engine import Engine
 from kvpool_server.access.audit import AuditLog
 from kvpool_server.access.control import AccessControl
+from kvpool_server.app.arena_memory import ArenaMemory
 from kvpool_server.app.monitoring import Monitoring
 from kvpool_server.cache.eviction import POLICIES
 from kvpool_server.cache.limits import Limits, default_limits
@@ -31,28 +32,22 @@ from kvpool_server.data_plane.workers import DataWorkers, default_count
 from kvpool_server.events.encoder import Encoder
 from kvpool_server.events.gate import Gate
 from kvpool_server.events.streams import EventStreams
-from kvpool_server.memory.arena_memory import ArenaMemory
 from kvpool_server.observability.http import OperatorHttp, on_loop
 from kvpool_server.observability.metrics import FamilyCollector, value_families
 from kvpool_server.observability.pairs import Pairs
 from kvpool_server.observability.usage import Usage
 from kvpool_server.page.site import Site
-from kvpool_server.process.addresses import EVERYWHERE, cannot_listen, split_address
-from kvpool_server.process.log_events import LogEvents
+from kvpool_server.process.addresses import EVERYWHERE, listening, split_address
+from kvpool_server.process.logs import LogEvents
 from kvpool_server.reports.engines import EngineReports
 from kvpool_server.reports.ledger_file import LedgerFile
 from kvpool_server.reports.usage_ledger import UsageLedger
+from kvpool_server.rpc.call_spans import own_sampling
 from kvpool_server.rpc.drain import Drain
 from kvpool_server.rpc.grpc_server import GrpcServer, PoolService
 from kvpool_server.rpc.turns import Turns
 from kvpool_server.settings.config import ServerConfig
-from kvpool_server.settings.exposure import (
-    check_exposure,
-    check_unix_mode,
-    event_keys,
-    plaintext_ports,
-    tls_files,
-)
+from kvpool_server.settings.exposure import check_exposure, event_keys, plaintext_ports, tls_files
 from kvpool_server.tiering.tiered_pool import TieredPool
 from kvpool_server.tiers.registry import parse
 from kvpool_server.tiers.tier import Tier, TierContext, TierOptions
@@ -109,6 +104,7 @@ class Composition:
         self._audit: AuditLog | None = None
         self._tracing: Tracing | None = None
         self._access: AccessControl | None = None
+        self._limits = Limits(max_ttl_ms=config.max_ttl_ms, grace_ms=config.grace_ms, pin_share=config.pin_share)
         self.turns = Turns()
 
     async def open(self) -> None:
@@ -116,7 +112,7 @@ class Composition:
         config = self._config
         self._check_settings()
         if config.otel:
-            self._tracing = Tracing(SERVER_SERVICE, _own_sampling if config.tls_cert else None)
+            self._tracing = Tracing(SERVER_SERVICE, own_sampling if config.tls_cert else None)
             self._stack.push_async_callback(asyncio.to_thread, self._tracing.close)
         self._control_access()
         self._permits = self._make_permits() if config.data_listen else None
@@ -146,7 +142,7 @@ class Composition:
             self.http_port = self._monitoring.http_port = self._serve_http(config.http_listen)
         if self._permits is not None:
             self.data = self._start_workers(self._permits)
-        await self.memory.prefault.step()
+        await self.memory.back_step()
         if config.event_streams:
             self.events = self._publish_events()
         self._stack.push_async_callback(self.tiered.close)
@@ -164,7 +160,11 @@ class Composition:
                 f"kv_events_replay = {config.kv_events_replay} replays nothing without events; give --kv-events, too"
             )
         check_exposure(config)
-        check_unix_mode(config)
+        if "unix_mode" in config.model_fields_set and not config.unix_listen:
+            raise ConfigError(
+                f"--unix-mode {config.unix_mode} has no effect without a Unix socket; give --unix-listen PATH, too, or "
+                "leave it out"
+            )
 
     def _control_access(self) -> None:
         config = self._config
@@ -172,15 +172,14 @@ class Composition:
             self._audit = AuditLog(config.audit_log)
             self._stack.push_async_callback(asyncio.to_thread, self._audit.close)
         if (files := tls_files(config)) is not None:
-            self._access = access = AccessControl(config, files, self._audit, self._expire_owned)
+            self._access = access = AccessControl(
+                config, files, self._audit, lambda principals: self.turns.run(self.pool.expire_owned(principals))
+            )
             self._stack.push_async_callback(asyncio.to_thread, access.close)
             in_background(self._stack, access.watch.run())
             in_background(self._stack, access.warn())
         if plaintext := plaintext_ports(config):
             in_background(self._stack, warn_of_plaintext(plaintext))
-
-    async def _expire_owned(self, principals: Set[str]) -> None:
-        await self.turns.run(self.pool.expire_owned(principals))
 
     @property
     def certificate_names(self) -> tuple[str, ...]:
@@ -191,11 +190,6 @@ class Composition:
         """Reads files of credentials that have changed, at once."""
         if self._access is not None:
             self._access.watch.look_at_once()
-
-    @property
-    def _limits(self) -> Limits:
-        config = self._config
-        return Limits(max_ttl_ms=config.max_ttl_ms, grace_ms=config.grace_ms, pin_share=config.pin_share)
 
     def _make_permits(self) -> PermitTable:
         limits, num_workers = self._limits, self._config.data_workers or default_count()
@@ -238,13 +232,11 @@ class Composition:
         loop, access = asyncio.get_running_loop(), self._access
         tls = None if access is None else access.credentials.for_http
         gate = None if access is None else access.check_scrape
-        try:
+        with listening(address, "/metrics", "--http-listen"):
             site = Site(loop, self._state, self._monitoring.stats, self._value.report, self._log_events)
             health = on_loop(loop, self._state)
             names = [split_address(each)[0].lower() for each in (address, self._config.listen)]
             http = OperatorHttp(host, port, self._monitoring.registry, health, tls, gate, site.answer, names)
-        except OSError as error:
-            raise cannot_listen(address, "/metrics", "--http-listen", error) from None
         self._stack.push_async_callback(asyncio.to_thread, http.close)
         in_background(self._stack, site.run())
         return http.port
@@ -253,10 +245,8 @@ class Composition:
         config = self._config
         host, port = split_address(config.data_listen)
         told = "" if host in EVERYWHERE or host == split_address(config.listen)[0] else host
-        try:
+        with listening(config.data_listen, "the data port", "--data-listen"):
             workers = DataWorkers(host, port, told, self.memory.segment, permits)
-        except OSError as error:
-            raise cannot_listen(config.data_listen, "the data port", "--data-listen", error) from None
         self._stack.push_async_callback(asyncio.to_thread, workers.stop)
         return workers
 
@@ -297,7 +287,7 @@ class Composition:
         self._stack.callback(self._drop_engine)
         if config.mooncake == "rdma":
             # RDMA pins the memory; a failure there would not say that memory is short.
-            await self.memory.prefault.all()
+            await self.memory.back_all()
         try:
             await asyncio.to_thread(engine.register, self.memory.segment.whole)
         except TransferError as error:
@@ -316,7 +306,7 @@ class Composition:
             drain=drain,
             turns=self.turns,
             metrics=self._monitoring.rpcs,
-            offer=self.memory.offer(self._engine, self.data.info if self.data is not None else None),
+            offer=self.memory.offer(self._engine, self.data),
             stats=self._monitoring.stats,
             reports=self._reports,
             value=self._value.report,
@@ -329,19 +319,11 @@ class Composition:
     async def _serve_grpc(self, service: PoolService) -> None:
         config, access = self._config, self._access
         credentials = None if access is None else access.credentials.for_grpc
-        who, running = (None, None) if access is None else (access.who, access.running)
-        unix, metrics = (config.unix_listen, config.unix_mode_bits), self._monitoring.rpcs
-        self.grpc = GrpcServer(config.listen, service, metrics, *unix, credentials, who, running, self._audit)
+        running, unix = None if access is None else access.running, (config.unix_listen, config.unix_mode_bits)
+        self.grpc = GrpcServer(config.listen, service, *unix, credentials, running, self._audit)
         self._stack.push_async_callback(self.grpc.stop)
         self.port = self.grpc.port
         await self.grpc.start()
-
-
-def _own_sampling(sampler: Any) -> Any:
-    """The sampler of a server whose callers are authenticated, made from that of the environment."""
-    from kvpool_server.rpc.span_sampling import OwnSampling  # OpenTelemetry is installed where there is tracing alone.
-
-    return OwnSampling(sampler)
 
 
 async def warn_of_plaintext(ports: Sequence[str]) -> None:

@@ -1,4 +1,7 @@
-"""What a server shows of itself: the series of /metrics, and the snapshot that `Stats` and the page show."""
+"""What a server shows of itself: the series of /metrics, and the snapshot that `Stats` and the page show.
+
+The lag of the event loop is how long a request may wait because the loop does something else.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,16 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable, Mapping
 
-from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
+import numpy as np
+from prometheus_client import CollectorRegistry, Gauge, GCCollector, Histogram, PlatformCollector, ProcessCollector
 from prometheus_client.registry import Collector
 
 from kvpool.protocol import wire
 from kvpool.report.quotas import fullest
 from kvpool.v1 import pool_pb2 as pb
 from kvpool.version import __version__
-from kvpool_server.access.control import AccessControl
-from kvpool_server.access.credentials import ends_of
-from kvpool_server.memory.arena_memory import ArenaMemory
+from kvpool_server.access.control import AccessControl, ends_of
+from kvpool_server.app.arena_memory import ArenaMemory
 from kvpool_server.observability.http import on_loop
 from kvpool_server.observability.metrics import (
     FamilyCollector,
@@ -30,20 +33,25 @@ from kvpool_server.observability.metrics import (
 )
 from kvpool_server.observability.pairs import Pair
 from kvpool_server.observability.usage import Usage
-from kvpool_server.process.loop_lag import LoopLag
+from kvpool_server.process.event_loop import FLOW
 from kvpool_server.process.process_memory import own_bytes
 from kvpool_server.reports.engines import EngineReports
 from kvpool_server.reports.metrics import report_families
 from kvpool_server.tiering.tiered_pool import TieredPool
 
+PROBE_EVERY_S = 0.01
+WINDOW_S = 60.0
+MIN_PROBES = 1_000
+"""Probes before their 99th percentile says something: those of 10 s."""
+_BUCKETS = (1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 5e-2, 1e-1, 2.5e-1, 1.0, 5.0)
+
 
 class Monitoring:
-    """One server's. Make it on the event loop.
+    """What one server shows. Make it on the event loop.
 
     Args:
         access: None if callers are not authenticated.
         tcp_bytes: that the data workers have moved, by direction.
-        boot_token: of this start of the server.
 
     Attributes:
         http_port: of /metrics and the page; 0 if HTTP is off.
@@ -92,7 +100,7 @@ class Monitoring:
 
     def stats(self) -> pb.StatsResponse:
         """A snapshot of the server: the answer to `Stats`. Call it on the event loop."""
-        stats = self._tiered.stats(self._memory.prefault.backed_bytes)
+        stats = self._tiered.stats(self._memory.backed_bytes)
         stats.boot_token = self._boot_token
         stats.engines.extend(self._reports.engines())
         stats.quotas.extend(wire.encode_quotas(fullest(self._pool.quotas())))
@@ -100,7 +108,7 @@ class Monitoring:
         return stats
 
     def _server_stats(self) -> pb.ServerStats:
-        late = self.lag.last_minute()
+        p50, p99, longest = self.lag.last_minute()
         bounds, rpcs = self.rpcs.rpcs()
         access = self._access
         ends = {} if access is None else ends_of(access.credentials.value.tls)
@@ -109,9 +117,9 @@ class Monitoring:
             version=__version__,
             uptime_seconds=time.monotonic() - self._started,
             unix_seconds=time.time(),
-            loop_lag_p50_seconds=late.p50,
-            loop_lag_p99_seconds=late.p99,
-            loop_lag_max_seconds=late.longest,
+            loop_lag_p50_seconds=p50,
+            loop_lag_p99_seconds=p99,
+            loop_lag_max_seconds=longest,
             rpc_seconds_bounds=bounds,
             rpcs=rpcs,
             transfers=self.rpcs.transfers(),
@@ -129,3 +137,56 @@ class Monitoring:
             used.saved_seconds, used.lost_seconds = totals.saved_seconds, totals.lost_seconds
             used.computed_tokens.update(totals.computed_tokens)
         return usage.values()
+
+
+class LoopLag:
+    """Asks the loop every `PROBE_EVERY_S` to wake a task, and observes how late it does so.
+
+    A pause of the loop that begins between two probes counts from the next probe on, so up to `PROBE_EVERY_S` of a
+    pause may go unseen.
+    """
+
+    def __init__(self, registry: CollectorRegistry):
+        self._seconds = Histogram(
+            "kvpool_loop_lag_seconds",
+            "How late the event loop woke a task that was due, probed every 10 ms: what a request waits before it is "
+            "looked at. Alert if it is often above 0.01.",
+            buckets=_BUCKETS,
+            registry=registry,
+        )
+        self._probes = np.full((2, int(2 * WINDOW_S / PROBE_EVERY_S)), -np.inf)
+        """When the probes of two minutes were made, and their lags: float64 [2, probes], a ring."""
+        self._count = 0
+        longest = Gauge(
+            "kvpool_loop_lag_max_seconds",
+            "The longest kvpool_loop_lag_seconds of the last one to two minutes.",
+            registry=registry,
+        )
+        longest.set_function(lambda: self._lags(2 * WINDOW_S).max(initial=0.0))
+
+    def _lags(self, seconds: float) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+        probed_at, lags = self._probes
+        return lags[probed_at >= time.monotonic() - seconds]
+
+    def last_minute(self) -> tuple[float, float, float]:
+        """The lag of the last minute, seconds: the median, the 99th percentile (0 until there are `MIN_PROBES`), and
+        the longest. Takes a fraction of a millisecond."""
+        lags = self._lags(WINDOW_S)
+        if not len(lags):
+            return 0.0, 0.0, 0.0
+        p50, p99 = np.quantile(lags, (0.5, 0.99))
+        return float(p50), float(p99) if len(lags) >= MIN_PROBES else 0.0, float(lags.max())
+
+    async def run(self) -> None:
+        """Probes until it is cancelled, as a caller of its own."""
+        FLOW.set("probe")
+        while True:
+            due = time.monotonic() + PROBE_EVERY_S
+            await asyncio.sleep(PROBE_EVERY_S)
+            now = time.monotonic()
+            self._observe(max(0.0, now - due), now)
+
+    def _observe(self, seconds: float, now: float) -> None:
+        self._seconds.observe(seconds)
+        self._probes[:, self._count % self._probes.shape[1]] = now, seconds
+        self._count += 1

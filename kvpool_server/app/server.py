@@ -15,7 +15,7 @@ from kvpool_server.app.composition import Composition, in_background
 from kvpool_server.cache.steps import Steps
 from kvpool_server.observability.http import DRAINING, SERVING, STARTING
 from kvpool_server.process.addresses import split_address
-from kvpool_server.process.log_events import LogEvents
+from kvpool_server.process.logs import LogEvents
 from kvpool_server.process.process_memory import return_freed_memory
 from kvpool_server.rpc.drain import Drain
 from kvpool_server.settings.config import ServerConfig
@@ -65,7 +65,7 @@ class Server:
             self._state = SERVING
         log.info(
             "listening", version=__version__, grpc=f"{split_address(self.config.listen)[0]}:{parts.port}",
-            http_port=parts.http_port or None, data_port=parts.data.info.port if parts.data else None,
+            http_port=parts.http_port or None, data_port=parts.data.port if parts.data else None,
             unix=self.config.unix_listen or None, arena_bytes=parts.pool.arena.arena_bytes,
         )  # fmt: skip
 
@@ -82,14 +82,14 @@ class Server:
             yield
 
     async def _prefault_rest(self) -> None:
-        started, prefault = time.monotonic(), self.parts.memory.prefault
+        started, memory = time.monotonic(), self.parts.memory
         try:
-            await prefault.all()
+            await memory.back_all()
         except MemoryError as error:
             self._failure = f"{error}; lower --memory"
             self._stopping.set()
             return
-        log.info("arena prefaulted", nbytes=prefault.backed_bytes, seconds=round(time.monotonic() - started, 2))
+        log.info("arena prefaulted", nbytes=memory.backed_bytes, seconds=round(time.monotonic() - started, 2))
 
     def request_stop(self) -> None:
         """Ends `wait`; for signal handlers. A drain under way goes on, for `drain_ms` at most."""

@@ -18,8 +18,8 @@ import structlog
 from kvpool.protocol.types import NONCE_BYTES
 from kvpool.transport.child_process import ChildProcess
 from kvpool.transport.segment import Segment
-from kvpool_server.data_plane.connection import TALLY_COLUMNS
 from kvpool_server.data_plane.permits import PermitTable
+from kvpool_server.data_plane.worker import TALLY_COLUMNS
 
 log = structlog.get_logger()
 
@@ -39,16 +39,6 @@ def default_count() -> int:
     return min(4, max(1, len(os.sched_getaffinity(0)) // 4))
 
 
-@dataclass(frozen=True, slots=True)
-class DataPortInfo:
-    """What clients are told of a data port: the fields of `DataPort` in pool.proto."""
-
-    host: str
-    port: int
-    nonce: bytes
-    sealed: bool = False
-
-
 @dataclass(slots=True)
 class _WorkerState:
     """One worker. `replace_at` is when the next process starts; 0 while this one runs."""
@@ -64,12 +54,12 @@ class DataWorkers:
 
     Args:
         host, port: where to listen; port 0 takes a free one.
-        told_host: the host that clients are told to connect to; empty: the host of the server's endpoint.
         segment: the arena's; open as long as the workers.
         permits: which permits the workers accept. It says how many workers there are.
 
     Attributes:
-        info: what clients are told.
+        told_host, port, nonce, sealed: what clients are told: where to connect (an empty host is that of the server's
+            endpoint), the name of this boot, and whether connections are encrypted.
     """
 
     def __init__(self, host: str, port: int, told_host: str, segment: Segment, permits: PermitTable):
@@ -77,12 +67,12 @@ class DataWorkers:
         self._listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
         self._segment = segment
         self._permits, count = permits, permits.num_workers
-        self._nonce = secrets.token_bytes(NONCE_BYTES)
+        self.told_host, self.port = told_host, self._listener.getsockname()[1]
+        self.nonce, self.sealed = secrets.token_bytes(NONCE_BYTES), permits.sealed
         self._tally_fd = os.memfd_create("kvpool-data-tally")
         os.ftruncate(self._tally_fd, count * TALLY_COLUMNS * 8)
         self._tallies = np.frombuffer(mmap.mmap(self._tally_fd, 0), np.uint64).reshape(count, TALLY_COLUMNS)
         self._is_stopping = False
-        self.info = DataPortInfo(told_host, self._listener.getsockname()[1], self._nonce, permits.sealed)
         self._workers = [_WorkerState(self._spawn(row), time.monotonic()) for row in range(count)]
 
     @property
@@ -104,10 +94,10 @@ class DataWorkers:
             "entries_fd": permits.entries_fd,
             "words_fd": permits.words_fd,
         }
-        settings = {"nbytes": self._segment.nbytes, "row": row, "key": permits.key, "nonce": self._nonce}
+        settings = {"nbytes": self._segment.nbytes, "row": row, "key": permits.key, "nonce": self.nonce}
         return ChildProcess(
             "kvpool_server.data_plane.worker",
-            {**fds, **settings, "sealed": permits.sealed},
+            {**fds, **settings, "sealed": self.sealed},
             list(fds.values()),
             stdout=subprocess.PIPE,
         )

@@ -23,7 +23,7 @@ from kvpool.report.finding import Level, problems
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.observability.http import LOOP_TIMEOUT_S, Request, Response, on_loop
 from kvpool_server.page.samples import INTERVAL_S, Sample, Samples, encoded
-from kvpool_server.process.log_events import LogEvent, LogEvents
+from kvpool_server.process.logs import LogEvent, LogEvents
 
 log = structlog.get_logger()
 

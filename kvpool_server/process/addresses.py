@@ -108,16 +108,18 @@ def _places(host: str, port: int) -> list[tuple[socket.AddressFamily, Any]]:
     return list(dict.fromkeys((family, place) for family, _, _, _, place in found))
 
 
-def cannot_listen(address: str, purpose: str, flag: str, error: OSError) -> ConfigError:
-    """The error of a start whose port for `purpose`, set by `flag`, cannot be bound."""
-    why = f"cannot listen on {address} for {purpose}: {error.strerror}"
-    if error.errno == errno.EADDRINUSE:
-        return ConfigError(
-            f"{why}. Another server may run here; give --listen, --http-listen and --data-listen free ports, or 0"
-        )
-    if error.errno == errno.EACCES:
-        return ConfigError(f"{why}; give {flag} a port of at least 1024")
-    return ConfigError(f"{why}; give {flag} an address of this host")
+@contextmanager
+def listening(address: str, purpose: str, flag: str) -> Iterator[None]:
+    """The body binds a port for `purpose`, set by `flag`. Raises ConfigError for its OSError."""
+    try:
+        yield
+    except OSError as error:
+        fix = f"; give {flag} an address of this host"
+        if error.errno == errno.EADDRINUSE:
+            fix = ". Another server may run here; give --listen, --http-listen and --data-listen free ports, or 0"
+        elif error.errno == errno.EACCES:
+            fix = f"; give {flag} a port of at least 1024"
+        raise ConfigError(f"cannot listen on {address} for {purpose}: {error.strerror}{fix}") from None
 
 
 def bind_path(path: str, mode: int, bind: Callable[[], object]) -> None:

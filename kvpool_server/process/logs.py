@@ -1,6 +1,10 @@
 """The server's log: lines for people, or JSON from the first line to the last.
 
 The format is read before the settings are resolved, so that errors in the settings have the right format, too.
+
+The dashboard shows the last warnings and errors: few, short, and without secrets. What a log line says goes to people
+who may read the server's files; the dashboard goes to callers over the network. So an event is shown without file
+paths, and without anything that looks like a token, a key or a digest.
 """
 
 from __future__ import annotations
@@ -9,11 +13,15 @@ import argparse
 import contextlib
 import logging
 import os
+import re
 import subprocess
 import sys
 import threading
+import time
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -21,7 +29,8 @@ import structlog
 
 from kvpool.protocol.text import escaped
 from kvpool_server.process import stray_lines
-from kvpool_server.process.log_events import LogEvents
+
+log = structlog.get_logger()
 
 END_S = 2.0
 _SHARED: list[Any] = [
@@ -29,8 +38,18 @@ _SHARED: list[Any] = [
     structlog.processors.TimeStamper(fmt="iso"),
     structlog.processors.format_exc_info,
 ]
-
-log = structlog.get_logger()
+MAX_EVENTS = 100
+MAX_FIELDS = 8
+"""Of one event; further ones are left out."""
+MAX_CHARS = 300
+"""Of an event's text, and of each field."""
+LEVELS = {"warning": "warning", "error": "error", "exception": "error", "critical": "error"}
+"""The levels that are kept, by structlog's and logging's names of them."""
+_SKIPPED = {"exc_info", "stack_info", "exception", "timestamp", "level", "_record", "_from_structlog"}
+_SECRETS = re.compile(r"key|token|secret|salt|password|path|file|director|seed", re.IGNORECASE)
+"""Names of fields that are not shown."""
+_TOKEN = re.compile(r"kvpool_[\w-]+|[A-Za-z0-9_+/=-]{24,}(?:\.[\w-]+)*")
+_PATH = re.compile(r"(?<![\w.:/])~?(?:/[^\s/'\",;()\[\]]+)+/?")
 
 
 def wants_json(arguments: Sequence[str], environ: Mapping[str, str]) -> bool:
@@ -119,3 +138,64 @@ def configure(log_format: str, level: str, events: LogEvents | None = None) -> N
         logging.getLogger().addHandler(events)
     logging.getLogger("kvpool").setLevel(level.upper())  # The client's library, which reads credentials for the server.
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())))
+
+
+@dataclass(frozen=True, slots=True)
+class LogEvent:
+    """One event.
+
+    Args:
+        at: seconds since 1970.
+        level: "warning" or "error".
+        count: how often the event came in a row, the same but for its time.
+    """
+
+    at: float
+    level: str
+    text: str
+    fields: tuple[tuple[str, str], ...]
+    count: int = 1
+
+
+def without_secrets(text: str) -> str:
+    """The text, shortened to `MAX_CHARS`, with file paths and whatever may be a secret replaced."""
+    shown = _TOKEN.sub("[secret]", _PATH.sub("[path]", text[: 4 * MAX_CHARS]))
+    return shown if len(shown) <= MAX_CHARS else f"{shown[: MAX_CHARS - 1]}…"
+
+
+class LogEvents(logging.Handler):
+    """The last `MAX_EVENTS`, as a handler of Python's loggers; `record` is a processor of structlog. Thread-safe."""
+
+    def __init__(self, clock: Callable[[], float] = time.time):
+        super().__init__(logging.WARNING)
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._events: deque[LogEvent] = deque(maxlen=MAX_EVENTS)
+
+    def record(self, _: Any, name: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+        """Keeps an event of level warning or above; returns it unchanged."""
+        if (level := LEVELS.get(name)) is not None:
+            fields = {field: value for field, value in event.items() if field != "event"}
+            self.add(level, str(event.get("event", "")), fields)
+        return event
+
+    def emit(self, record: logging.LogRecord) -> None:
+        level = "warning" if record.levelno < logging.ERROR else "error"
+        self.add(level, record.getMessage(), {"logger": record.name})
+
+    def add(self, level: str, text: str, fields: Mapping[str, Any]) -> None:
+        """Keeps an event. One that equals the last one raises its count."""
+        shown = [(name, value) for name, value in fields.items() if not (name in _SKIPPED or _SECRETS.search(name))]
+        kept = tuple((name[:40], without_secrets(str(value))) for name, value in shown[:MAX_FIELDS])
+        new = LogEvent(self._clock(), level, without_secrets(text), kept)
+        with self._lock:
+            last = self._events[-1] if self._events else None
+            if last is not None and (last.level, last.text, last.fields) == (level, new.text, kept):
+                self._events[-1] = LogEvent(new.at, level, new.text, kept, last.count + 1)
+            else:
+                self._events.append(new)
+
+    def latest(self) -> list[LogEvent]:
+        """The newest first."""
+        with self._lock:
+            return list(reversed(self._events))

@@ -26,23 +26,16 @@ KEEP_BYTES = 64 << 20
 TRIM_EVERY_S = 4.0
 MMAP_FROM_BYTES = 32 << 20
 """Larger allocations are still mapped and unmapped one by one; glibc allows no higher threshold."""
-
-_M_TRIM_THRESHOLD = -1
-_M_MMAP_THRESHOLD = -3
-
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 THRESHOLDS = (700, 10, 3)
 """Python's defaults are 700, 10, 10, with which more new entries wait for each full collection."""
 
 
-def keep_freed_memory() -> bool:
-    """Sets malloc's thresholds for this process; False if its C library has none, which costs only speed.
-
-    Source: mallopt(3).
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:
-        return False
-    return bool(mallopt(_M_MMAP_THRESHOLD, MMAP_FROM_BYTES) and mallopt(_M_TRIM_THRESHOLD, KEEP_BYTES))
+def keep_freed_memory() -> None:
+    """Sets malloc's thresholds for this process; a C library without them costs only speed. Source: mallopt(3)."""
+    if (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
+        mallopt(_M_MMAP_THRESHOLD, MMAP_FROM_BYTES)
+        mallopt(_M_TRIM_THRESHOLD, KEEP_BYTES)
 
 
 def own_bytes() -> int:

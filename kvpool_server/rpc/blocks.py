@@ -10,27 +10,50 @@ from typing import Any
 
 import grpc
 import numpy as np
+import numpy.typing as npt
+import structlog
 
 from kvpool.protocol import wire
 from kvpool.protocol.errors import BusyError, InvalidRequestError, KVPoolError
+from kvpool.protocol.hashing import checksum
 from kvpool.protocol.pieces import MESSAGE_BYTES
-from kvpool.protocol.types import BlockRun, HintKind, Slots
+from kvpool.protocol.types import HintKind, Slots
 from kvpool.transport.data_port import Kind, Offsets, pack_offsets
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.access.authentication import Context
+from kvpool_server.cache.entry import Entry
+from kvpool_server.cache.fair_slots import FairSlots
 from kvpool_server.cache.hints import MAX_PIN_S
 from kvpool_server.cache.leases import Owner
 from kvpool_server.cache.lookups import usable_tokens
+from kvpool_server.cache.tier_access import pin
 from kvpool_server.data_plane.permits import NO_BOUND, Bound
 from kvpool_server.reports.evictions import count_evictions
 from kvpool_server.rpc.call_spans import describe_lookup, lookup_span
-from kvpool_server.rpc.handlers import Handlers, owner_of
+from kvpool_server.rpc.handlers import Handlers, decoded, owner_of
 from kvpool_server.rpc.inbox import MAX_REQUEST_BYTES, check_deadline
-from kvpool_server.rpc.method_handlers import decoded
+
+Call = asyncio.Task[Any]
+
+log = structlog.get_logger()
+
+VERIFIED_BYTES = 64 << 20
+"""Bytes that a thread verifies before it looks whether the call was cancelled."""
+MAX_WAITING = 64
+"""Calls of `Verify` of one caller that wait for their turn: one call at a time verifies blocks."""
 
 
 class BlockHandlers(Handlers):
-    """Lookups with their leases, puts with their tickets, and what clients say of blocks."""
+    """Lookups with their leases, puts with their tickets, and what clients say of blocks.
+
+    Attributes:
+        streams: the LookupStream calls under way.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.streams = LookupStreams(self.pool.limits.max_streams)
+        self._verifications = FairSlots(1, 1, MAX_WAITING)
 
     async def Lookup(self, request: pb.LookupRequest, context: Any) -> pb.LookupResponse:
         return await self._lookup(request, owner_of(context), request.wait_ms)
@@ -108,31 +131,16 @@ class BlockHandlers(Handlers):
                 count_evictions(self.pool, fingerprint, runs, found.hits, self.ledger)
         if found.slots and self.permits is not None:
             deadline_ns = now_ns + found.lease_ttl_ms * 1_000_000
-            slots = self._with_permits(found.slots, found.lease_id, fingerprint, runs, deadline_ns, owner)
-            found = dataclasses.replace(found, slots=slots)
+            slots = []
+            for run, each in zip(runs, found.slots, strict=True):
+                if each.offsets:
+                    offsets = np.frombuffer(each.offsets, "<u8")
+                    slot_bytes = self.pool.group_spec(fingerprint, run).slot_bytes
+                    permit = self._permit(Kind.READ, found.lease_id, deadline_ns, slot_bytes, offsets, owner)
+                    each = Slots(each.offsets, each.checksums, permit)
+                slots.append(each)
+            found = dataclasses.replace(found, slots=tuple(slots))
         return wire.encode_lookup(found, runs, self.boot_token)
-
-    def _with_permits(
-        self,
-        slots: Sequence[Slots],
-        lease_id: int,
-        fingerprint: bytes,
-        runs: Sequence[BlockRun],
-        deadline_ns: int,
-        owner: Owner,
-    ) -> tuple[Slots, ...]:
-        """The same slots, with permits to read each run's."""
-        permitted = []
-        for run, each in zip(runs, slots, strict=True):
-            if each.offsets:
-                offsets, slot_bytes = (
-                    np.frombuffer(each.offsets, "<u8"),
-                    self.pool.group_spec(fingerprint, run).slot_bytes,
-                )
-                permit = self._permit(Kind.READ, lease_id, deadline_ns, slot_bytes, offsets, owner)
-                each = Slots(each.offsets, each.checksums, permit)
-            permitted.append(each)
-        return tuple(permitted)
 
     def _permit(
         self,
@@ -222,5 +230,94 @@ class BlockHandlers(Handlers):
 
     async def Verify(self, request: pb.VerifyRequest, context: Any) -> pb.VerifyResponse:
         fingerprint, runs = self.fingerprint(request.namespace), self.runs(request.runs)
-        checked, dropped = await self.verifier.verify(fingerprint, runs, owner_of(context).name)
-        return pb.VerifyResponse(boot_token=self.boot_token, num_checked=checked, num_dropped=dropped)
+        async with self._verifications.slot(owner_of(context).name):
+            found = await self.run(self.pool.removals.complete(fingerprint, runs))
+            entries = [entry for entry in found if entry.live]  # Others may have dropped some since the last step.
+            lease_id = pin(self.pool, entries)  # Keeps the bytes in their place, while a thread reads them.
+            corrupt: list[Entry] = []
+            try:
+                count = max(1, VERIFIED_BYTES // entries[0].group.spec.slot_bytes) if entries else 1
+                for start in range(0, len(entries), count):
+                    corrupt += await asyncio.to_thread(find_corrupt, entries[start : start + count], self.memory)
+            finally:
+                self.pool.release([lease_id])
+        dropped = await self.run(self.pool.removals.drop_corrupt(corrupt))
+        if dropped:
+            log.error("corrupt blocks dropped", checked=len(entries), dropped=dropped)
+        return pb.VerifyResponse(boot_token=self.boot_token, num_checked=len(entries), num_dropped=dropped)
+
+
+class LookupStreams:
+    """The LookupStream calls of one server, `max_streams` at once. A call is named by its task.
+
+    An idle call makes room for another one: its client opens a new one when it needs it.
+    """
+
+    def __init__(self, max_streams: int):
+        self._max_streams = max_streams
+        self._owner_of: dict[Call, str] = {}  # Without those in `_ended`.
+        self._idle: dict[Call, None] = {}  # The one that has been idle longest is first.
+        self._ended: set[Call] = set()
+        self._is_stopping = False
+
+    def begin(self, call: Call, owner: str, most: int) -> bool:
+        """Counts a call among those of its owner, who may have `most`; ends idle ones if there are too many.
+
+        False, and the call does not count, if too many are not idle.
+        """
+        while list(self._owner_of.values()).count(owner) >= most:
+            if not self._end_longest_idle(owner):
+                return False
+        if len(self._owner_of) >= self._max_streams and not self._end_longest_idle():
+            return False
+        self._owner_of[call] = owner
+        return True
+
+    def wait(self, call: Call) -> None:
+        """The call is idle: it awaits a message."""
+        self._idle[call] = None
+
+    def work(self, call: Call) -> None:
+        """A message has come."""
+        self._idle.pop(call, None)
+
+    def is_ended(self, call: Call) -> bool:
+        """Whether the call was cancelled to make room, or because the server stops."""
+        return self._is_stopping or call in self._ended
+
+    def finish(self, call: Call) -> None:
+        """The call returns. Call it once for each call that has begun."""
+        self._forget(call)
+        self._ended.discard(call)
+
+    def stop(self) -> None:
+        """Ends all calls, which would otherwise last as long as their clients."""
+        self._is_stopping = True
+        # Only idle calls are cancelled: gRPC does not end a call that is cancelled while a reply is being sent. The
+        # other calls end after their reply.
+        for call in list(self._idle):
+            call.cancel()
+
+    def _end_longest_idle(self, owner: str | None = None) -> bool:
+        """Ends the call that has been idle longest, of an owner or of all. False if none is idle."""
+        call = next((call for call in self._idle if owner is None or self._owner_of[call] == owner), None)
+        if call is None:
+            return False
+        self._forget(call)
+        self._ended.add(call)
+        call.cancel()
+        return True
+
+    def _forget(self, call: Call) -> None:
+        self._idle.pop(call, None)
+        self._owner_of.pop(call, None)
+
+
+def find_corrupt(entries: Sequence[Entry], memory: npt.NDArray[np.uint8]) -> list[Entry]:
+    """Those of some complete entries whose bytes in the arena differ from their checksums."""
+    return [
+        entry
+        for entry in entries
+        for size in [entry.group.spec.chunk_bytes]
+        if any(checksum(memory[entry.offset + nth * size :][:size]) != told for nth, told in enumerate(entry.checksums))
+    ]

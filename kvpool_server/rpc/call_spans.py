@@ -1,10 +1,17 @@
 """A span for each call of the gRPC service, as children of the clients' spans. Used with `--otel` alone.
 
 A lookup's span has what the lookup has found; the other spans have the method. None has names of blocks or tokens.
+
+Where callers are authenticated, clients may ask for fewer spans, never for more: the operator's sampler
+(OTEL_TRACES_SAMPLER) decides about each trace as if the trace began here, and a span is exported if the client has
+sampled its trace, too. Clients choose trace ids, by which samplers of a ratio decide; so the server's decision is that
+of a keyed digest of the id, which is the same for all spans of the trace and which no client foresees.
 """
 
 from __future__ import annotations
 
+import hashlib
+import secrets
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -17,6 +24,8 @@ from kvpool_server.access.caller import CALLER
 
 LOOKUPS = frozenset({"Lookup", "LookupStream"})
 """Methods whose handler makes a span for each lookup: `lookup_span`."""
+_ID_BYTES = 16
+"""Of a trace."""
 
 
 def lookup_span(tracing: Tracing, request: pb.LookupRequest) -> AbstractContextManager[Any]:
@@ -66,3 +75,31 @@ def _caller() -> dict[str, str]:
 def _parent(context: Any) -> str:
     """The traceparent of a call's metadata; empty without one."""
     return next((str(value) for name, value in context.invocation_metadata() or () if name == TRACEPARENT), "")
+
+
+def own_sampling(sampler: Any, key: bytes = b"") -> Any:
+    """A sampler that samples as the operator's `sampler` does, of traces that the client samples, too.
+
+    Args:
+        key: secret; by default a random one.
+    """
+    from opentelemetry.context import Context  # OpenTelemetry is installed where there is tracing alone.
+    from opentelemetry.sdk.trace.sampling import Decision, Sampler, SamplingResult
+
+    key = key or secrets.token_bytes(_ID_BYTES)
+
+    class OwnSampling(Sampler):
+        def should_sample(
+            self, parent_context: Context | None, trace_id: int, name: str, *rest: Any, **others: Any
+        ) -> SamplingResult:
+            packed = trace_id.to_bytes(_ID_BYTES, "big")
+            drawn = int.from_bytes(hashlib.blake2b(packed, digest_size=_ID_BYTES, key=key).digest(), "big")
+            own: SamplingResult = sampler.should_sample(Context(), drawn, name, *rest, **others)
+            if own.decision is Decision.DROP:
+                return own
+            return sampler.should_sample(parent_context, drawn, name, *rest, **others)  # type: ignore[no-any-return]
+
+        def get_description(self) -> str:
+            return f"OwnSampling{{{sampler.get_description()}}}"
+
+    return OwnSampling()

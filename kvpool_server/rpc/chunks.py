@@ -12,7 +12,6 @@ from typing import Any
 
 import grpc
 import numpy as np
-import numpy.typing as npt
 import structlog
 
 from kvpool.protocol import wire
@@ -23,10 +22,8 @@ from kvpool.protocol.types import BlockRun, Chunk, PoolKey, PutStatus, ShardRang
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.access.authentication import Context
 from kvpool_server.cache.leases import Owner
-from kvpool_server.cache.pool import Pool
-from kvpool_server.cache.steps import Run, finish
+from kvpool_server.cache.steps import finish
 from kvpool_server.rpc.handlers import Handlers, owner_of
-from kvpool_server.tiering.tiered_pool import TieredPool
 
 log = structlog.get_logger()
 
@@ -59,7 +56,7 @@ class ChunkHandlers(Handlers):
             for nth, message in enumerate(request.chunks, 1):
                 self.check_visible(wire.decode_key(message.key).namespace)
                 chunk = wire.decode_chunk(message)
-                status = await put_chunk(self.pool, self.memory, chunk, self.run, owner)
+                status = await self._put(chunk, owner)
                 statuses.append(status)
                 if status is PutStatus.GRANTED:
                     self.metrics.add_bytes("write", len(chunk.payload))
@@ -93,7 +90,7 @@ class ChunkHandlers(Handlers):
         for index, key in enumerate(request.keys):
             address = wire.decode_key(key)
             self.check_visible(address.namespace)
-            yield self._encoded(index, await get_chunk(self.tiered, self.memory, address))
+            yield self._encoded(index, await self._get(address))
         owner, last = owner_of(context), len(request.offsets) - 1
         for nth, region in enumerate(request.offsets):
             end = region + request.region_bytes
@@ -106,74 +103,66 @@ class ChunkHandlers(Handlers):
                 piece = pb.GetChunksResponse(boot_token=self.boot_token, offset=offset)
                 yield wire.with_payload(piece, _PAYLOAD, self.memory[offset : offset + size].data)
 
+    async def _put(self, chunk: Chunk, owner: Owner) -> PutStatus:
+        """Stores a chunk in the arena. GRANTED: the chunk has been stored.
 
-async def put_chunk(pool: Pool, memory: npt.NDArray[np.uint8], chunk: Chunk, run: Run, owner: Owner) -> PutStatus:
-    """Stores a chunk in the arena. GRANTED: the chunk has been stored.
+        Raises:
+            ChecksumError: the payload differs from its checksum.
+            InvalidRequestError: the payload is not as long as the group's chunks are.
+            OutOfSpaceError: the pool has no room.
+        """
+        key = chunk.key
+        if checksum(chunk.payload) != chunk.checksum:
+            raise ChecksumError(
+                f"chunk {key.block_hash.hex()} shard {key.shard}: the payload's xxh3-64 is not {chunk.checksum:#x}"
+            )
+        block = BlockRun(key.group_idx, [key.block_hash], chunk.parent_hash)
+        nbytes = self.pool.group_spec(key.namespace, block).chunk_bytes
+        if len(chunk.payload) != nbytes:
+            raise InvalidRequestError(
+                f"chunk {key.block_hash.hex()} has {len(chunk.payload)} bytes; group {key.group_idx}'s chunks have "
+                f"{nbytes}"
+            )
+        steps = self.pool.put_start_in_steps(key.namespace, [block], ShardRange(key.shard, 1), TTL_MS, owner)
+        grant = await self.run(steps)
+        for offset in grant.offsets:
+            self.pool.writable(grant.ticket_id, offset, nbytes, owner)
+            self.memory[offset : offset + nbytes] = np.frombuffer(chunk.payload, np.uint8)
+            finish(self.pool.put_end_in_steps(grant.ticket_id, [chunk.checksum], owner))
+        return grant.statuses[0]
 
-    Args:
-        memory: the arena: uint8 [arena_bytes].
+    async def _get(self, key: PoolKey) -> Chunk | None:
+        """The chunk at an address; None if the block is missing, or if its bytes have changed, which drops it.
 
-    Raises:
-        ChecksumError: the payload differs from its checksum.
-        InvalidRequestError: the payload is not as long as the group's chunks are.
-        OutOfSpaceError: the pool has no room.
-    """
-    key = chunk.key
-    if checksum(chunk.payload) != chunk.checksum:
-        raise ChecksumError(
-            f"chunk {key.block_hash.hex()} shard {key.shard}: the payload's xxh3-64 is not {chunk.checksum:#x}"
-        )
-    block = BlockRun(key.group_idx, [key.block_hash], chunk.parent_hash)
-    nbytes = pool.group_spec(key.namespace, block).chunk_bytes
-    if len(chunk.payload) != nbytes:
-        raise InvalidRequestError(
-            f"chunk {key.block_hash.hex()} has {len(chunk.payload)} bytes; group {key.group_idx}'s chunks have {nbytes}"
-        )
-    grant = await run(pool.put_start_in_steps(key.namespace, [block], ShardRange(key.shard, 1), TTL_MS, owner))
-    for offset in grant.offsets:
-        pool.writable(grant.ticket_id, offset, nbytes, owner)
-        memory[offset : offset + nbytes] = np.frombuffer(chunk.payload, np.uint8)
-        finish(pool.put_end_in_steps(grant.ticket_id, [chunk.checksum], owner))
-    return grant.statuses[0]
+        Raises InvalidRequestError if the group's chunks are larger than a message may be.
+        """
+        pool, run = self.pool, BlockRun(key.group_idx, [key.block_hash])
+        nbytes = pool.group_spec(key.namespace, run).chunk_bytes
+        if nbytes > MAX_CHUNK_BYTES:
+            raise InvalidRequestError(
+                f"group {key.group_idx}'s chunks have {nbytes} bytes; GetChunks sends at most {MAX_CHUNK_BYTES}: look "
+                "up and read instead"
+            )
+        lease_id = await self._lease(key.namespace, run)
+        if not lease_id:
+            return None
+        try:
+            located = finish(pool.lookups.get(lease_id, key.namespace, [run], ShardRange(key.shard, 1)))
+        finally:
+            pool.release([lease_id])
+        # The event loop runs no other call between the release and this copy.
+        payload = self.memory[located.offsets[0] : located.offsets[0] + nbytes].tobytes()
+        if checksum(payload) != located.checksums[0]:
+            finish(pool.removals.drop_corrupt(finish(pool.removals.complete(key.namespace, [run]))))
+            log.error("corrupt block dropped", block=key.block_hash.hex())
+            return None
+        return Chunk(key, payload, located.checksums[0])
 
-
-async def get_chunk(tiered: TieredPool, memory: npt.NDArray[np.uint8], key: PoolKey) -> Chunk | None:
-    """The chunk at an address; None if the block is missing, or if its bytes have changed, which drops it.
-
-    Args:
-        memory: the arena: uint8 [arena_bytes].
-
-    Raises InvalidRequestError if the group's chunks are larger than a message may be.
-    """
-    pool = tiered.pool
-    run = BlockRun(key.group_idx, [key.block_hash])
-    nbytes = pool.group_spec(key.namespace, run).chunk_bytes
-    if nbytes > MAX_CHUNK_BYTES:
-        raise InvalidRequestError(
-            f"group {key.group_idx}'s chunks have {nbytes} bytes; GetChunks sends at most {MAX_CHUNK_BYTES}: look "
-            "up and read instead"
-        )
-    lease_id = await _lease(tiered, key.namespace, run)
-    if not lease_id:
-        return None
-    try:
-        located = finish(pool.lookups.get(lease_id, key.namespace, [run], ShardRange(key.shard, 1)))
-    finally:
-        pool.release([lease_id])
-    # The event loop runs no other call between the release and this copy.
-    payload = memory[located.offsets[0] : located.offsets[0] + nbytes].tobytes()
-    if checksum(payload) != located.checksums[0]:
-        finish(pool.removals.drop_corrupt(finish(pool.removals.complete(key.namespace, [run]))))
-        log.error("corrupt block dropped", block=key.block_hash.hex())
-        return None
-    return Chunk(key, payload, located.checksums[0])
-
-
-async def _lease(tiered: TieredPool, fingerprint: bytes, run: BlockRun) -> int:
-    """A lease on a block, which may first have to be promoted from a tier; 0 for a miss."""
-    ends_at = time.monotonic() + PROMOTION_TIMEOUT_S
-    while True:
-        found = await tiered.lookup(fingerprint, [run], prefix_only=True, lease_ttl_ms=TTL_MS)
-        if found.lease_id or not found.retry_after_ms or time.monotonic() > ends_at:
-            return found.lease_id
-        await asyncio.sleep(found.retry_after_ms / 1000)
+    async def _lease(self, fingerprint: bytes, run: BlockRun) -> int:
+        """A lease on a block, which may first have to be promoted from a tier; 0 for a miss."""
+        ends_at = time.monotonic() + PROMOTION_TIMEOUT_S
+        while True:
+            found = await self.tiered.lookup(fingerprint, [run], prefix_only=True, lease_ttl_ms=TTL_MS)
+            if found.lease_id or not found.retry_after_ms or time.monotonic() > ends_at:
+                return found.lease_id
+            await asyncio.sleep(found.retry_after_ms / 1000)

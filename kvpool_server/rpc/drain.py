@@ -33,7 +33,6 @@ class Drain:
     Args:
         default_ms: the time of a drain that is given none.
         announce: tells everybody who asks for the server's health; awaited by the first `begin`.
-        clock: monotonic seconds.
     """
 
     def __init__(
@@ -57,7 +56,7 @@ class Drain:
 
     def check(self) -> None:
         """Raises DrainingError if the server grants no leases and tickets any more."""
-        if self._begun.is_set():
+        if self.is_draining:
             raise DrainingError(
                 "the server is draining: it takes no new lookups and puts, and stops soon; go on without the pool, or "
                 "use another server"
@@ -73,7 +72,7 @@ class Drain:
         """
         if deadline_ms > MAX_DRAIN_MS:
             raise InvalidRequestError(f"deadline_ms is {deadline_ms}; give at most {MAX_DRAIN_MS}")
-        is_first = not self._begun.is_set()
+        is_first = not self.is_draining
         if deadline_ms or is_first:
             self.ends_at = min(self.ends_at, self._clock() + (deadline_ms or self._default_ms) / 1000)
         if is_first:
@@ -98,7 +97,7 @@ class Drain:
     @property
     def left_s(self) -> float:
         """Seconds until the deadline; 0 before the drain has begun."""
-        return max(0.0, self.ends_at - self._clock()) if self._begun.is_set() else 0.0
+        return max(0.0, self.ends_at - self._clock()) if self.is_draining else 0.0
 
     async def run(self) -> None:
         """Returns once the server has nothing left to do, or at the deadline of the drain."""

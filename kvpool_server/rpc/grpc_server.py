@@ -17,32 +17,32 @@ from google.protobuf.descriptor_pb2 import MethodOptions
 from grpc_reflection.v1alpha import reflection
 
 from kvpool.protocol import wire
-from kvpool.protocol.errors import (
-    BusyError,
-    KVPoolError,
-    OutOfSpaceError,
-    PermissionDeniedError,
-    UnauthenticatedError,
-)
+from kvpool.protocol.errors import BusyError, KVPoolError, OutOfSpaceError, PermissionDeniedError, UnauthenticatedError
 from kvpool.protocol.pieces import MESSAGE_BYTES
 from kvpool.protocol.wire import MAX_MESSAGE_BYTES
 from kvpool.security.principal import Role
 from kvpool.transport.unix_socket import SCHEME, grpc_target
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.access.audit import CHANGES, AuditLog, audited
-from kvpool_server.access.authentication import Context, Who
+from kvpool_server.access.authentication import Context, RefusedCredentialError, Who
 from kvpool_server.access.caller import CALLER, check_call
-from kvpool_server.access.credential import RefusedCredentialError
 from kvpool_server.access.running_calls import RunningCalls
 from kvpool_server.cache.limits import Shares
 from kvpool_server.observability.metrics import RpcMetrics
-from kvpool_server.process.addresses import bind_path, cannot_bind, cannot_listen, held
+from kvpool_server.process.addresses import bind_path, cannot_bind, held, listening
 from kvpool_server.process.event_loop import FLOW
 from kvpool_server.rpc.blocks import BlockHandlers
 from kvpool_server.rpc.chunks import ChunkHandlers
-from kvpool_server.rpc.handlers import owner_of
+from kvpool_server.rpc.handlers import (
+    CHECK,
+    HEALTH_NAME,
+    SERVICE_NAME,
+    HealthService,
+    add_health,
+    add_service,
+    owner_of,
+)
 from kvpool_server.rpc.inbox import MAX_STREAM_S, REQUEST, Pace
-from kvpool_server.rpc.method_handlers import CHECK, HEALTH_NAME, SERVICE_NAME, HealthService, add_health, add_service
 from kvpool_server.rpc.operators import OperatorHandlers
 from kvpool_server.rpc.sessions import SessionHandlers
 from kvpool_server.rpc.turns import call_with_its_work
@@ -247,18 +247,16 @@ class GrpcServer:
         unix_path: of a Unix socket, where gRPC listens, too; empty: none.
         unix_mode: permissions of that socket.
         credentials: makes those of TLS for one port; None: plaintext.
-        who, running, audit: as of `RpcInterceptor`.
+        running, audit: as of `RpcInterceptor`.
     """
 
     def __init__(
         self,
         listen: str,
         service: PoolService,
-        metrics: RpcMetrics,
         unix_path: str = "",
         unix_mode: int = 0o600,
         credentials: Callable[[], grpc.ServerCredentials] | None = None,
-        who: Who | None = None,
         running: RunningCalls | None = None,
         audit: AuditLog | None = None,
     ):
@@ -285,21 +283,19 @@ class GrpcServer:
             ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
             *([] if credentials is None else ages),
         ]
-        interceptors = [RpcInterceptor(metrics, who, running, audit)]
+        interceptors = [RpcInterceptor(service.metrics, service.who, running, audit)]
         self._health, most = HealthService(), MAX_CALLS + RESERVED_CALLS
         self._servers = []
         for _ in range(QUEUES + bool(unix_path)):
             server = grpc.aio.server(interceptors=interceptors, options=options, maximum_concurrent_rpcs=most)
-            add_service(service, service.pool.limits.max_spec_bytes, server, service.tracing)
+            add_service(service, server)
             add_health(self._health, server)
-            if who is None:  # Reflection is for those who look around, on a server that hides nothing.
+            if service.who is None:  # Reflection is for those who look around, on a server that hides nothing.
                 names = (SERVICE_NAME, HEALTH_NAME, reflection.SERVICE_NAME)
                 reflection.enable_server_reflection(names, server)
             self._servers.append(server)
-        try:
+        with listening(listen, "gRPC", "--listen"):
             self.port = self._listen(listen, credentials)
-        except OSError as error:
-            raise cannot_listen(listen, "gRPC", "--listen", error) from None
         if unix_path:
             target = grpc_target(SCHEME + unix_path)
             try:

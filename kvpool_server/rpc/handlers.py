@@ -1,16 +1,27 @@
-"""What the handlers of all RPCs share: the parts of the server, the caller, and the reading of requests."""
+"""What the handlers of all RPCs share: the parts of the server, the caller, and the reading of requests.
+
+gRPC's handlers of the methods are made here: bytes in, the method of a service, bytes out.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
+import grpc
 import numpy as np
 import numpy.typing as npt
+from google.protobuf.descriptor import MethodDescriptor
+from google.protobuf.message import DecodeError, Message
+from google.protobuf.message_factory import GetMessageClass
+from grpc_health.v1 import health_pb2
 
 from kvpool.client.tracing import Tracing
 from kvpool.protocol import wire
 from kvpool.protocol.errors import InvalidRequestError
+from kvpool.protocol.pieces import MESSAGE_BYTES
 from kvpool.protocol.types import BlockRun, check_hash
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.access.authentication import Context, Who
@@ -18,16 +29,32 @@ from kvpool_server.access.caller import CALLER, is_visible
 from kvpool_server.cache.fair_slots import FairSlots
 from kvpool_server.cache.leases import Owner
 from kvpool_server.cache.namespaces import unknown_namespace
+from kvpool_server.cache.steps import Steps, finish
 from kvpool_server.data_plane.permits import PermitTable
 from kvpool_server.observability.metrics import RpcMetrics
 from kvpool_server.reports.engines import EngineReports
 from kvpool_server.reports.usage_ledger import UsageLedger
+from kvpool_server.rpc.call_spans import LOOKUPS, traced
 from kvpool_server.rpc.drain import Drain
-from kvpool_server.rpc.inbox import Inbox
-from kvpool_server.rpc.lookup_streams import LookupStreams
+from kvpool_server.rpc.inbox import MAX_REQUEST_BYTES, REQUEST, Inbox
 from kvpool_server.rpc.turns import Turns
-from kvpool_server.rpc.verifier import Verifier
 from kvpool_server.tiering.tiered_pool import TieredPool
+
+_SERVICE = pb.DESCRIPTOR.services_by_name["Pool"]
+_HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"]
+SERVICE_NAME: str = _SERVICE.full_name
+HEALTH_NAME: str = _HEALTH.full_name
+METHODS = frozenset(method.name for method in _SERVICE.methods)
+CHECK = "Check"
+assert CHECK not in METHODS, "every role may call it"
+MAX_FIELDS = 9_216
+"""Of a message, without those of its parts: more than any request needs. Each may become an object of a hundred bytes
+that was sent as two, and none has been counted when the message is decoded."""
+COUNTED_PER_STEP = 256
+AT_ONCE_BYTES = 24 << 10
+"""A message of so many bytes is decoded, and its work begun, in half a millisecond. A larger one waits for a turn."""
+
+_Message = TypeVar("_Message", bound=Message)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -68,10 +95,8 @@ class Handlers:
 
     def __post_init__(self) -> None:
         self.pool = self.tiered.pool
-        self.streams = LookupStreams(self.pool.limits.max_streams)
         self.run = self.turns.run
         self.inbox = Inbox()
-        self.verifier = Verifier(self.pool, self.memory, self.run)
         self.ledger_turns = FairSlots(1, 1)
 
     def fingerprint(self, name: bytes) -> bytes:
@@ -88,14 +113,12 @@ class Handlers:
 
     def runs(self, runs: Sequence[pb.BlockRun], max_blocks: int = 0) -> list[BlockRun]:
         """The runs of a request, of `max_batch_blocks` blocks at most by default. Raises InvalidRequestError."""
-        most = self.pool.limits.max_runs
-        if len(runs) > most:
-            raise InvalidRequestError(f"{len(runs)} runs in one message; give at most {most}, and split larger ones")
+        self.check_count(len(runs), "runs", self.pool.limits.max_runs)
         return wire.decode_runs(runs, max_blocks or self.pool.limits.max_batch_blocks)
 
-    def check_count(self, count: int, what: str) -> None:
-        """Raises InvalidRequestError if a request names more things than `max_batch_blocks`."""
-        most = self.pool.limits.max_batch_blocks
+    def check_count(self, count: int, what: str, most: int = 0) -> None:
+        """Raises InvalidRequestError if a request names more things than `most`, by default `max_batch_blocks`."""
+        most = most or self.pool.limits.max_batch_blocks
         if count > most:
             raise InvalidRequestError(f"{count} {what} in one message; give at most {most}, and split larger ones")
 
@@ -104,3 +127,138 @@ def owner_of(context: Context) -> Owner:
     """The owner of a call's leases and tickets: its caller or, where callers are not authenticated, its connection."""
     caller = CALLER.get()
     return Owner(context.peer()) if caller is None else Owner(str(caller), caller.tenant)
+
+
+def add_service(service: Handlers, server: grpc.aio.Server) -> None:
+    """Registers a handler for each method of the service in the proto."""
+    most = service.pool.limits.max_spec_bytes
+    handlers = {method.name: _handler(service, method, most, service.tracing) for method in _SERVICE.methods}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE_NAME, handlers),))
+
+
+def add_health(service: HealthService, server: grpc.aio.Server) -> None:
+    """Registers health checks."""
+    handlers = {CHECK: _handler(service, _HEALTH.methods_by_name[CHECK], MESSAGE_BYTES)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(HEALTH_NAME, handlers),))
+
+
+class HealthService:
+    """Answers health checks. Watch, whose calls last as long as their clients, is not served."""
+
+    def __init__(self) -> None:
+        self.is_serving = False
+        self.turns = Turns()
+        self.inbox = Inbox()
+
+    async def Check(self, request: health_pb2.HealthCheckRequest, context: Context) -> health_pb2.HealthCheckResponse:
+        if request.service not in ("", SERVICE_NAME):
+            context.set_code(grpc.StatusCode.NOT_FOUND)
+            context.set_details(f"no such service; the service is {SERVICE_NAME}")
+        answers = health_pb2.HealthCheckResponse
+        return answers(status=answers.SERVING if self.is_serving else answers.NOT_SERVING)
+
+
+def decode_in_steps(message_type: type[_Message], message: bytes) -> Steps[_Message]:
+    """Raises InvalidRequestError if the bytes are no such message, or have too many fields."""
+    try:
+        if len(message) >= MESSAGE_BYTES and (yield from _num_fields(message)) > MAX_FIELDS:
+            raise InvalidRequestError(f"the request has more than {MAX_FIELDS} fields; split it")
+        return message_type.FromString(message)
+    except DecodeError:
+        name = message_type.DESCRIPTOR.name
+        raise InvalidRequestError(f"the request is no {name}; see kvpool/v1/pool.proto") from None
+
+
+async def decoded(turns: Turns, message_type: type[_Message], message: bytes) -> _Message:
+    """As `decode_in_steps`; a larger message when it is its caller's turn."""
+    if len(message) <= AT_ONCE_BYTES:
+        return finish(decode_in_steps(message_type, message))
+    await turns.wait()
+    return await turns.run(decode_in_steps(message_type, message))
+
+
+def _num_fields(message: bytes) -> Steps[int]:
+    """How many fields a message has, as far as `MAX_FIELDS` + 1. Raises DecodeError if it is none."""
+    at, count = 0, 0
+    while at < len(message) and count <= MAX_FIELDS:
+        count += 1
+        if count % COUNTED_PER_STEP == 0:
+            yield
+        tag, at = _varint(message, at)
+        match tag & 7:
+            case 0:
+                at = _varint(message, at)[1]
+            case 1:
+                at += 8
+            case 2:
+                nbytes, at = _varint(message, at)
+                at += nbytes
+            case 5:
+                at += 4
+            case _:  # A group, which no message of the service has.
+                raise DecodeError
+    return count
+
+
+def _varint(message: bytes, at: int) -> tuple[int, int]:
+    """A number of up to 64 bits at a place, and the place behind it."""
+    value = 0
+    for nth, byte in enumerate(message[at : at + 10]):
+        value |= (byte & 127) << 7 * nth
+        if byte < 128:
+            return value, at + nth + 1
+    raise DecodeError
+
+
+def _handler(
+    service: Handlers | HealthService, method: MethodDescriptor, max_spec_bytes: int, tracing: Tracing | None = None
+) -> grpc.RpcMethodHandler[Any, Any]:
+    """Gets messages as bytes from gRPC, whether the method has one or many: the inbox bounds and awaits them.
+
+    Args:
+        max_spec_bytes: the largest request of a method that sets what the server keeps.
+    """
+    behavior, inbox = getattr(service, method.name), service.inbox
+    if tracing is not None and method.name not in LOOKUPS:
+        behavior = traced(tracing, method, behavior)
+    message_type = GetMessageClass(method.input_type)
+    encode = GetMessageClass(method.output_type).SerializeToString
+    if method.client_streaming and method.server_streaming:
+        return grpc.stream_stream_rpc_method_handler(behavior, None, encode)
+    if method.client_streaming:
+
+        async def requests_of(messages: AsyncIterator[bytes]) -> AsyncIterator[Any]:
+            async for message in messages:
+                if inbox.has_many_streams:
+                    await service.turns.wait()
+                yield await service.turns.run(decode_in_steps(message_type, message))
+
+        async def of_stream(_: object, context: Context) -> Any:
+            async with aclosing(inbox.stream(context)) as messages:
+                return await behavior(requests_of(messages), context)
+
+        return grpc.stream_unary_rpc_method_handler(of_stream, None, encode)
+    has_lists = any(field.is_repeated for field in method.input_type.fields)
+    most = MAX_REQUEST_BYTES if has_lists else MESSAGE_BYTES
+    if method.name in ("OpenNamespace", "SetQuotas", "Report"):  # What they send is kept.
+        most = max_spec_bytes
+
+    async def request_of(context: Context) -> Any:
+        return await decoded(service.turns, message_type, await inbox.receive(context, most))
+
+    async def of_one(_: object, context: Context) -> Any:
+        request = await request_of(context)
+        REQUEST.set(request)
+        return await behavior(request, context)
+
+    async def replies(_: object, context: Context) -> AsyncIterator[bytes]:
+        request = await request_of(context)
+        async with inbox.slot(context), aclosing(behavior(request, context)) as messages:
+            async for message in messages:
+                yield message
+                if inbox.has_many_streams:
+                    await service.turns.wait()
+
+    if method.server_streaming:
+        return grpc.stream_stream_rpc_method_handler(replies, None, bytes)  # Its replies are bytes already.
+    return grpc.stream_unary_rpc_method_handler(of_one, None, encode)

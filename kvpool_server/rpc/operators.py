@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
+import asyncio
+import itertools
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import structlog
@@ -10,17 +13,22 @@ import structlog
 from kvpool.protocol import wire
 from kvpool.protocol.errors import InvalidRequestError, UnavailableError
 from kvpool.protocol.quota import Quota
+from kvpool.protocol.types import BlockState
 from kvpool.report.quotas import beyond_memory
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.access.caller import check_all_tenants, is_visible, may_see_quota, own_tenant
+from kvpool_server.cache.departures import EvictedFor
+from kvpool_server.cache.explanations import BlockRange, RunExplanation, add_range, most_ranges
 from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.cache.steps import Steps
-from kvpool_server.rpc.explainer import explain
 from kvpool_server.rpc.handlers import Handlers, owner_of
 from kvpool_server.rpc.turns import whole
 from kvpool_server.tiers.tier import TierError
 
 log = structlog.get_logger()
+
+MAX_RUNS = 64
+"""Of `Explain`: as many as a model has groups."""
 
 
 class OperatorHandlers(Handlers):
@@ -77,8 +85,29 @@ class OperatorHandlers(Handlers):
     async def Explain(self, request: pb.ExplainRequest, context: Any) -> pb.ExplainResponse:
         fingerprint = self.fingerprint(request.namespace)
         runs = self.runs(request.runs, self.pool.limits.max_lookup_blocks)
-        reply = await explain(self.tiered, self.run, fingerprint, runs)
-        reply.boot_token = self.boot_token
+        if len(runs) > MAX_RUNS:
+            raise InvalidRequestError(f"{len(runs)} runs to explain; give at most {MAX_RUNS}, one a group")
+        steps = self.pool.explanations.explain_in_steps(fingerprint, runs, _told_to(own_tenant()))
+        found = await self.run(steps)
+        reply = pb.ExplainResponse(boot_token=self.boot_token)
+        reply.elsewhere.extend(wire.message_of(each, pb.NamespaceMatch) for each in found.elsewhere)
+        away, most = dict[str, None](), most_ranges(len(runs))
+        for run, each in zip(runs, found.runs, strict=True):
+            missing = [part for part in each.ranges if part.state is BlockState.MISSING]
+            names = [name for part in missing for name in run.block_hashes[part.first : part.stop]]
+            tiers, silent = await self.tiered.tiers_of(found.namespace, run.group_idx, names) if names else ([], [])
+            away.update(dict.fromkeys(silent))
+            ranges: list[BlockRange] = []
+            for part in _with_tiers(each, tiers):
+                add_range(ranges, part)
+                if len(ranges) > most:
+                    break
+            reply.runs.append(wire.message_of(each, pb.RunExplanation, ranges=map(_encoded, ranges[:most])))
+            await asyncio.sleep(0)  # Other calls get their turn between two runs.
+        if found.memory.num_departures:
+            reply.remembered_seconds = max(found.memory.oldest_seconds, 1)
+            reply.half_remembered_seconds = max(found.memory.half_seconds, 1)
+        reply.tiers_away.extend(away)
         return reply
 
     async def ListQuotas(self, request: pb.ListQuotasRequest, context: Any) -> pb.ListQuotasResponse:
@@ -132,3 +161,37 @@ async def _removed(removal: Awaitable[int]) -> int:
             f"the blocks were removed from memory, but not from every tier: {error}; repeat the call when the tier "
             "is back"
         ) from None
+
+
+def _encoded(part: BlockRange) -> pb.BlockRange:
+    whose = part.evicted_for
+    return wire.message_of(part, pb.BlockRange, evicted_for=whose and wire.message_of(whose, pb.EvictedFor))
+
+
+def _with_tiers(run: RunExplanation, tiers: Sequence[str]) -> Iterator[BlockRange]:
+    """The ranges of a run, given the tier of each of its missing blocks, in order."""
+    if not any(tiers):
+        yield from run.ranges
+        return
+    left = iter(tiers)
+    for part in run.ranges:
+        if part.state is not BlockState.MISSING:
+            yield part
+            continue
+        first = part.first
+        for tier, members in itertools.groupby(itertools.islice(left, part.count)):
+            count = sum(1 for _ in members)
+            state = BlockState.IN_TIER if tier else BlockState.MISSING
+            yield replace(part, first=first, count=count, state=state, tier=tier)
+            first += count
+
+
+def _told_to(tenant: str | None) -> Callable[[EvictedFor], EvictedFor] | None:
+    """What callers of a tenant may know of whom a block was evicted for: no other tenant's name. None: all."""
+    if tenant is None:
+        return None
+
+    def told(whose: EvictedFor) -> EvictedFor:
+        return whose if whose.tenant == tenant else EvictedFor(is_hidden=True)
+
+    return told

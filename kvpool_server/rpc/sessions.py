@@ -15,17 +15,9 @@ from kvpool.protocol.text import printable
 from kvpool.security.principal import Role
 from kvpool.v1 import pool_pb2 as pb
 from kvpool.version import __version__
-from kvpool_server.access.caller import (
-    CALLER,
-    CALLS,
-    caller_may,
-    check_measurement,
-    check_tenant,
-    own_tenant,
-)
+from kvpool_server.access.caller import CALLER, CALLS, caller_may, check_measurement, check_tenant, own_tenant
 from kvpool_server.cache.namespaces import unknown_namespace
-from kvpool_server.rpc.handlers import Handlers
-from kvpool_server.rpc.method_handlers import METHODS
+from kvpool_server.rpc.handlers import METHODS, Handlers
 
 log = structlog.get_logger()
 
@@ -76,11 +68,7 @@ class SessionHandlers(Handlers):
         )
 
     def _check_release(self, client: Release, opener: str) -> None:
-        """Raises IncompatibleReleaseError for a client of an incompatible release, and logs the first of each host.
-
-        Args:
-            opener: the client's host, as it says.
-        """
+        """Raises IncompatibleReleaseError for a client of an incompatible release, and logs the first of each host."""
         try:
             check_skew(client, OWN)
         except IncompatibleReleaseError as error:

@@ -47,15 +47,6 @@ def tls_files(config: ServerConfig) -> TlsFiles | None:
     return TlsFiles(config.tls_client_ca, config.tls_cert, config.tls_key)
 
 
-def check_unix_mode(config: ServerConfig) -> None:
-    """Raises ConfigError if permissions are given for sockets that the server does not open."""
-    if "unix_mode" in config.model_fields_set and not config.unix_listen:
-        raise ConfigError(
-            f"--unix-mode {config.unix_mode} has no effect without a Unix socket; give --unix-listen PATH, too, or "
-            "leave it out"
-        )
-
-
 def event_keys(config: ServerConfig) -> tuple[str, str] | None:
     """The files of KV events' keys: the server's pair, and the list of subscribers; None: no keys.
 

@@ -15,7 +15,7 @@ def _loaded_after(statement: str) -> set[str]:
     return {name.partition(".")[0] for name in json.loads(done.stdout)}
 
 
-@pytest.mark.parametrize("package", ["kvpool", "kvpool.cli", "kvpool_server.cli", "kvpool_server.app.server"])
+@pytest.mark.parametrize("package", ["kvpool", "kvpool.cli", "kvpool_server.__main__", "kvpool_server.app.server"])
 def test_neither_torch_nor_vllm_is_imported(package: str) -> None:
     loaded = _loaded_after(f"import {package}")
     assert package.partition(".")[0] in loaded
@@ -37,7 +37,7 @@ def test_import_kvpool_is_quick() -> None:
 
 
 def test_the_servers_help_loads_neither_grpc_nor_the_pool() -> None:
-    loaded = _loaded_after("import kvpool_server.cli")
+    loaded = _loaded_after("import kvpool_server.__main__")
     assert "pydantic_settings" in loaded and not loaded & {"grpc", "google"}
 
 

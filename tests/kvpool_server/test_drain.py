@@ -8,8 +8,6 @@ import math
 import signal
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import AsyncMock
@@ -33,11 +31,12 @@ from kvpool_server.cache.leases import HoldTable
 from kvpool_server.cache.steps import finish
 from kvpool_server.cache.tier_access import commit
 from kvpool_server.rpc.drain import Drain
-from kvpool_server.rpc.method_handlers import SERVICE_NAME
+from kvpool_server.rpc.handlers import SERVICE_NAME
 from kvpool_server.tiering.tiered_pool import TieredPool
 from testbed.pool_at_once import PoolAtOnce
 from tests.conftest import Connect, StartServer
 from tests.support.clock import FakeClock
+from tests.support.page_client import status_and_text
 from tests.support.processes import ServerProcess, wait_for
 from tests.support.values import block_hash, group_spec, namespace_spec, payload, run_of
 
@@ -50,16 +49,15 @@ def _spec() -> NamespaceSpec:
     return namespace_spec(group_spec(chunk_bytes=CHUNK_BYTES))
 
 
-def _healthz(server: ServerProcess) -> tuple[int, str]:
-    try:
-        with urllib.request.urlopen(f"{server.http_url}/healthz", timeout=10) as reply:
-            return reply.status, reply.read().decode()
-    except urllib.error.HTTPError as error:
-        return error.code, error.read().decode()
-
-
 def _store(client: Client, namespace: Namespace, *names: str) -> None:
     client.put_blocks(namespace, run_of(*names), [payload(name, CHUNK_BYTES) for name in names])
+
+
+def _leased(client: Client) -> int:
+    """A lease, which keeps a drain from ending."""
+    namespace = client.open_namespace(_spec())
+    _store(client, namespace, "stored")
+    return client.lookup(namespace, [run_of("stored")]).lease_id
 
 
 def _calls(client: Client, namespace: Namespace) -> dict[str, Callable[[], object]]:
@@ -137,17 +135,15 @@ def test_transfers_under_way_finish_and_nothing_new_begins(
 def test_health_says_at_once_that_the_server_does_not_serve(pool_server: StartServer, connect: Connect) -> None:
     server = pool_server("--drain-ms", LONG_MS)
     client = connect(server)
-    namespace = client.open_namespace(_spec())
-    _store(client, namespace, "stored")
-    lease_id = client.lookup(namespace, [run_of("stored")]).lease_id
-    assert _healthz(server) == (200, "ok\n") and not client.admin.ping().draining
+    lease_id = _leased(client)
+    assert status_and_text(server.http_url, "/healthz") == (200, "ok\n") and not client.admin.ping().draining
     with grpc.insecure_channel(server.endpoint) as channel:
         health = health_pb2_grpc.HealthStub(channel)
         request = health_pb2.HealthCheckRequest(service=SERVICE_NAME)
         assert health.Check(request, timeout=10).status == health_pb2.HealthCheckResponse.SERVING
         client.admin.drain()
         assert health.Check(request, timeout=10).status == health_pb2.HealthCheckResponse.NOT_SERVING
-    assert _healthz(server) == (503, "draining\n") and client.admin.ping().draining
+    assert status_and_text(server.http_url, "/healthz") == (503, "draining\n") and client.admin.ping().draining
     client.release([lease_id])
     assert server.wait(30) == 0
 
@@ -158,9 +154,7 @@ def test_a_drain_ends_at_its_deadline_whatever_is_unfinished(
 ) -> None:
     server = pool_server("--drain-ms", "500" if is_signal else LONG_MS)
     client = connect(server)
-    namespace = client.open_namespace(_spec())
-    _store(client, namespace, "stored")
-    assert client.lookup(namespace, [run_of("stored")]).lease_id
+    assert _leased(client)
     if is_signal:
         server.send_signal(signal.SIGUSR2)
     else:
@@ -172,9 +166,7 @@ def test_a_drain_ends_at_its_deadline_whatever_is_unfinished(
 def test_the_earliest_deadline_counts_and_sigterm_leaves_drain_ms(pool_server: StartServer, connect: Connect) -> None:
     server = pool_server("--drain-ms", "700")
     client = connect(server)
-    namespace = client.open_namespace(_spec())
-    _store(client, namespace, "stored")
-    assert client.lookup(namespace, [run_of("stored")]).lease_id
+    assert _leased(client)
     assert 50_000 < client.admin.drain(60_000).remaining_ms <= 60_000
     assert 20_000 < client.admin.drain(30_000).remaining_ms <= 30_000
     assert 20_000 < client.admin.drain(50_000).remaining_ms <= 30_000, "a later drain has put the deadline off"
@@ -225,9 +217,7 @@ def test_an_idle_server_that_drains_stops_at_once(pool_server: StartServer) -> N
 def test_the_command_waits_until_the_server_has_stopped(pool_server: StartServer, connect: Connect) -> None:
     server = pool_server("--drain-ms", LONG_MS)
     client = connect(server)
-    namespace = client.open_namespace(_spec())
-    _store(client, namespace, "stored")
-    lease_id = client.lookup(namespace, [run_of("stored")]).lease_id
+    lease_id = _leased(client)
     done = CliRunner().invoke(app, ["drain", "--endpoint", server.endpoint, "--deadline", "50"])
     assert done.exit_code == 0 and "drains: 1 leases and 0 tickets of clients" in done.output, done.output
     assert "drains" in CliRunner().invoke(app, ["ping", "--endpoint", server.endpoint]).output

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 from kvpool.client.client import Client
@@ -12,10 +10,10 @@ from kvpool.protocol.replies import existence
 from kvpool.protocol.reports import REPORTER_BYTES, ReportRequest
 from kvpool.protocol.types import BlockRun
 from kvpool.v1 import pool_pb2 as pb
+from tests.conftest import Connect, StartServer
 from tests.support.processes import ServerProcess
 from tests.support.values import block_hash, group_spec, namespace_spec, payload, run_of
 
-Connect = Callable[..., Client]
 WINDOW = group_spec(kind="sliding_window", window_tokens=18)
 
 
@@ -55,7 +53,7 @@ def test_a_question_is_no_lookup_and_no_use(shared_server: ServerProcess, connec
     assert counts() != before
 
 
-def test_the_eviction_policy_is_not_told(pool_server: Callable[..., ServerProcess], connect: Connect) -> None:
+def test_the_eviction_policy_is_not_told(pool_server: StartServer, connect: Connect) -> None:
     client = connect(pool_server("--memory", "1MiB", "--policy", "lru"))
     namespace = client.open_namespace(namespace_spec(group_spec(chunk_bytes=256 << 10)))
 

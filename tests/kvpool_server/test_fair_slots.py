@@ -7,13 +7,24 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import kvpool_server
 from kvpool.protocol.errors import BusyError, PoolTimeoutError
+from kvpool.protocol.wire import encode_runs
+from kvpool.v1 import pool_pb2 as pb
+from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.fair_slots import FairSlots
 from kvpool_server.rpc import inbox
-from kvpool_server.rpc.verifier import MAX_WAITING, Verifier
+from kvpool_server.rpc.blocks import MAX_WAITING
+from kvpool_server.rpc.turns import Turns
+from kvpool_server.tiering.tiered_pool import TieredPool
+from testbed.pool_at_once import PoolAtOnce
+from tests.support.clock import FakeClock
+from tests.support.pool_service import pool_service
+from tests.support.service_loop import CallContext
+from tests.support.values import run_of
 
 OWN_WAITS = {"reports/usage_ledger.py", "tiering/demoter.py", "tiers/file/tier.py"}
 """Modules that wait for the server's own work, or of a caller that has its turn."""
@@ -136,26 +147,22 @@ def test_a_stream_waits_for_its_client_as_long_as_bytes_move(monkeypatch: pytest
         asyncio.run(wait(1))
 
 
-class SlowVerifier(Verifier):
-    """Verifies nothing, one call each time that the test says so."""
-
-    def __init__(self) -> None:
-        super().__init__(None, None, self._wait)  # type: ignore[arg-type]
-        self.go_on = asyncio.Semaphore(0)
-
-    async def _wait(self, _: object) -> list[object]:
-        await self.go_on.acquire()
-        raise LookupError
-
-
-def test_a_callers_verifications_wait_for_each_other_and_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_callers_verifications_wait_for_each_other_and_have_a_bound() -> None:
     async def run() -> None:
-        verifier, ended = SlowVerifier(), []
-        monkeypatch.setattr(verifier, "_pool", Anything())
+        go_on, ended, turns = asyncio.Semaphore(0), list[str](), Turns()
+
+        async def wait(_: object) -> None:
+            await go_on.acquire()
+            raise LookupError
+
+        turns.run = wait  # type: ignore[method-assign]
+        pool, memory = PoolAtOnce(Arena(1 << 20), FakeClock(), int), np.zeros(1 << 20, np.uint8)
+        service = pool_service(TieredPool(pool, memory), memory, offer=pb.PingResponse(), turns=turns)
+        request = pb.VerifyRequest(namespace=bytes(32), runs=encode_runs([run_of("a")]))
 
         async def verify(caller: str) -> None:
             with pytest.raises(LookupError):
-                await verifier.verify(b"", [], caller)
+                await service.Verify(request, CallContext(caller))
             ended.append(caller)
 
         async with asyncio.TaskGroup() as tasks:
@@ -163,24 +170,14 @@ def test_a_callers_verifications_wait_for_each_other_and_have_a_bound(monkeypatc
                 tasks.create_task(verify("acme"))
             await asyncio.sleep(0)
             with pytest.raises(BusyError, match=f"{MAX_WAITING} requests of this caller wait"):
-                await verifier.verify(b"", [], "acme")
+                await service.Verify(request, CallContext("acme"))
             tasks.create_task(verify("umbra"))
             await asyncio.sleep(0)
             for _ in range(MAX_WAITING + 2):
-                verifier.go_on.release()
+                go_on.release()
         assert "umbra" in ended[:3]
 
     asyncio.run(run())
-
-
-class Anything:
-    """Has every method, of itself and of each of its parts."""
-
-    def __getattr__(self, _: str) -> Anything:
-        return self
-
-    def __call__(self, *_: object) -> None:
-        pass
 
 
 def test_callers_wait_for_nothing_but_fair_slots() -> None:

@@ -6,7 +6,6 @@ The clients of the data port are raw sockets, on threads: the kernel fills their
 from __future__ import annotations
 
 import os
-import re
 import socket
 import threading
 import time
@@ -30,14 +29,12 @@ from kvpool.transport.data_port import GREETING_BYTES, REPLY_BYTES, Header, Kind
 from kvpool.v1 import pool_pb2 as pb
 from kvpool.v1.pool_pb2_grpc import PoolStub
 from kvpool_server.rpc.inbox import MAX_STREAM_S
+from tests.conftest import Connect, StartServer
 from tests.support.calls import SERVICE
 from tests.support.data_client import receive_exactly
-from tests.support.processes import ServerProcess, wait_for
+from tests.support.processes import ServerProcess, own_bytes, wait_for
 from tests.support.values import block_hash, group_spec, namespace_spec
 from tests.support.workers import workers_of
-
-StartServer = Callable[..., ServerProcess]
-Connect = Callable[..., Client]
 
 MIB = 1 << 20
 SLOT_BYTES = 128 << 10
@@ -150,12 +147,6 @@ def _stored(
     return Prefix(server, client, namespace, run)
 
 
-def own_bytes(pid: int) -> int:
-    """Memory of a process without the arena."""
-    (kib,) = re.findall(r"^RssAnon:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
-    return int(kib) << 10
-
-
 @pytest.fixture
 def opened() -> Iterator[ExitStack]:
     with ExitStack() as stack:
@@ -240,7 +231,7 @@ def test_clients_that_read_no_answers_to_lookups_are_read_no_further(
     client = connect(server)
     # Many shards have long answers to lookups of few blocks: the leases of all clients together have a bound.
     long = _stored(server, client, [block_hash(nth) for nth in range(512)], 16, num_shards=64)
-    before = own_bytes(server.pid)
+    before = server.own_bytes
     request = long.lookup_request()
     sent = [0] * num_clients
     done = threading.Event()
@@ -260,7 +251,7 @@ def test_clients_that_read_no_answers_to_lookups_are_read_no_further(
     assert max(sent) < MAX_SENT, "the server reads on while its answers wait"
     for _ in range(50):
         assert client.lookup(long.namespace, [long.run], lease=False).hits[0].num_leading == len(long.run)
-    used = own_bytes(server.pid) - before
+    used = server.own_bytes - before
     print(f"{num_clients} clients that read no answers: {used / MIB / num_clients:.1f} MiB each, {max(sent)} sent")
     assert used < num_clients * CALL_BYTES
 
@@ -270,7 +261,7 @@ def test_clients_that_do_not_read_what_they_asked_for_cost_a_few_pieces(
     prefix: Prefix, connect: Connect, opened: ExitStack, num_clients: int
 ) -> None:
     server = prefix.server
-    before = own_bytes(server.pid)
+    before = server.own_bytes
     found = prefix.client.lookup(prefix.namespace, [prefix.run], locate=True)
     offsets = np.frombuffer(found.slots[0].offsets, "<u8").tolist()
     request = pb.GetChunksRequest(lease_id=found.lease_id, offsets=offsets, region_bytes=SLOT_BYTES)
@@ -283,7 +274,7 @@ def test_clients_that_do_not_read_what_they_asked_for_cost_a_few_pieces(
     read: list[int] = []
     reader.get(namespace, lookup.lease_id, [prefix.run], lambda indices, buffers: read.extend(indices))
     assert len(read) == PREFIX_BLOCKS
-    used = own_bytes(server.pid) - before
+    used = server.own_bytes - before
     print(f"{num_clients} clients that do not read: {used / MIB / num_clients:.1f} MiB each")
     assert used < num_clients * CALL_BYTES
 

@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvpool_server.rpc.lookup_streams import LookupStreams
+from kvpool_server.rpc.blocks import LookupStreams
 from tests.support.effort import effort
 
 MAX_STREAMS, OWN = 5, 3

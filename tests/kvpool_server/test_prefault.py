@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
 from pydantic import ByteSize
 
 from kvpool.protocol.errors import ConfigError
-from kvpool.transport.segment import Segment
-from kvpool_server.cache.allocator.arena import Arena
-from kvpool_server.memory import arena_memory
-from kvpool_server.memory.arena_memory import STEP_BYTES, Prefault, check_fits, check_free, free_bytes
+from kvpool_server.app import arena_memory
+from kvpool_server.app.arena_memory import STEP_BYTES, ArenaMemory, check_fits, check_free, free_bytes
+from kvpool_server.settings.config import ServerConfig
 
 MIB = 1 << 20
 
@@ -48,17 +48,16 @@ def test_an_arena_larger_than_the_container_or_than_what_is_free_is_refused(cgro
 
 
 def test_memory_that_others_have_taken_since_is_an_error_before_the_kernel_ends_a_process(cgroup: Path) -> None:
-    async def back() -> Prefault:
-        prefaulting = Prefault(segment, Arena(2 * STEP_BYTES, backed_bytes=0))
-        await prefaulting.step()
-        (cgroup / "memory.current").write_text(str(180 * MIB))
-        (cgroup / "memory.stat").write_text("inactive_file 0\nactive_file 0\n")
-        with pytest.raises(MemoryError, match=rf"no memory for the arena at {STEP_BYTES}: {20 * MIB} bytes are free"):
-            await prefaulting.all()
-        return prefaulting
+    async def back() -> None:
+        memory = ArenaMemory(ServerConfig(memory=ByteSize(2 * STEP_BYTES)), has_tenants=False)
+        async with AsyncExitStack() as stack:
+            await memory.create(stack)
+            await memory.back_step()
+            (cgroup / "memory.current").write_text(str(180 * MIB))
+            (cgroup / "memory.stat").write_text("inactive_file 0\nactive_file 0\n")
+            says = rf"no memory for the arena at {STEP_BYTES}: {20 * MIB} bytes are free"
+            with pytest.raises(MemoryError, match=says):
+                await memory.back_all()
+            assert memory.backed_bytes == STEP_BYTES
 
-    segment = Segment.create(2 * STEP_BYTES)
-    try:
-        assert asyncio.run(back()).backed_bytes == STEP_BYTES
-    finally:
-        segment.close()
+    asyncio.run(back())

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
+import re
 import socket
 import threading
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -17,19 +19,21 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvpool.client.client import Client
-from kvpool.client.open_namespace import Namespace
 from kvpool.protocol import wire
-from kvpool.protocol.types import PutGrant, ShardRange
+from kvpool.protocol.server_stats import count, since
+from kvpool.protocol.types import ShardRange
 from kvpool.v1 import pool_pb2 as pb
 from kvpool.v1.pool_pb2_grpc import PoolStub
+from kvpool.version import __version__
+from kvpool_server.__main__ import notify
 from kvpool_server.cache.counters import COUNTERS
 from kvpool_server.observability.metrics import GAUGES
+from kvpool_server.process.addresses import held
+from tests.conftest import Connect, StartServer
+from tests.support.page_client import status_and_text
 from tests.support.processes import ServerProcess, run_command, server_command, wait_for
 from tests.support.values import group_spec, namespace_spec, payload, run_of
 
-StartServer = Callable[..., ServerProcess]
-Connect = Callable[..., Client]
 SERVICE = pb.DESCRIPTOR.services_by_name["Pool"].full_name
 
 
@@ -39,16 +43,8 @@ def pool_server(pool_server: StartServer) -> StartServer:
     return functools.partial(pool_server, is_executed=True)
 
 
-def _http(url: str) -> tuple[int, str]:
-    try:
-        with urllib.request.urlopen(url, timeout=10) as reply:
-            return reply.status, reply.read().decode()
-    except urllib.error.HTTPError as error:
-        return error.code, error.read().decode()
-
-
 def _metrics(server: ServerProcess) -> dict[str, float]:
-    status, text = _http(f"{server.http_url}/metrics")
+    status, text = status_and_text(server.http_url, "/metrics")
     assert status == 200
     return {sample.name: sample.value for family in text_string_to_metric_families(text) for sample in family.samples}
 
@@ -68,24 +64,34 @@ def test_sigterm_ends_the_server_and_leaves_nothing(pool_server: StartServer, so
     assert "Traceback" not in server.stderr
 
 
-def test_sigterm_lets_calls_under_way_finish(pool_server: StartServer, connect: Connect) -> None:
-    server = pool_server("--drain-ms", "60000")
+@contextlib.contextmanager
+def _put_under_way(server: ServerProcess, connect: Connect, go_on: threading.Event) -> Iterator[Any]:
+    """A call of two pieces: the first is in the arena, and the second follows when the event is set."""
     client = connect(server, transport="shm")
     namespace = client.open_namespace(namespace_spec(group_spec(chunk_bytes=64)))
     grant = client.rpc.put_start(namespace, [run_of("a")], ShardRange(0, 1))
-    go_on = threading.Event()
+    memory = namespace.transport.memory
+    assert memory is not None
 
     def pieces() -> Iterator[pb.PutChunksRequest]:
         for at in (0, 32):
             yield pb.PutChunksRequest(ticket_id=grant.ticket_id, offset=grant.offsets[0] + at, payload=b"x" * 32)
-            assert go_on.wait(60)
+            go_on.wait(60)
 
     with grpc.insecure_channel(server.endpoint) as channel:
         call = PoolStub(channel).PutChunks.future(pieces(), timeout=120)
-        _wait_for_the_first_piece(namespace, grant)
+        wait_for(lambda: memory[grant.offsets[0]] == ord("x"), "the first piece")
+        yield call
+
+
+def test_sigterm_lets_calls_under_way_finish(pool_server: StartServer, connect: Connect) -> None:
+    server, go_on = pool_server("--drain-ms", "60000"), threading.Event()
+    with _put_under_way(server, connect, go_on) as call:
         server.terminate()
-        wait_for(lambda: _http(f"{server.http_url}/healthz")[0] == 503, "/healthz says that the server drains")
-        assert _http(f"{server.http_url}/healthz") == (503, "draining\n")
+        draining = (503, "draining\n")
+        wait_for(
+            lambda: status_and_text(server.http_url, "/healthz") == draining, "/healthz says that the server drains"
+        )
         assert not call.done()
         go_on.set()
         assert call.result(timeout=60).nbytes == 64
@@ -93,30 +99,12 @@ def test_sigterm_lets_calls_under_way_finish(pool_server: StartServer, connect: 
 
 
 def test_a_drain_has_an_end(pool_server: StartServer, connect: Connect) -> None:
-    server = pool_server("--drain-ms", "100")
-    client = connect(server, transport="shm")
-    namespace = client.open_namespace(namespace_spec(group_spec(chunk_bytes=64)))
-    grant = client.rpc.put_start(namespace, [run_of("a")], ShardRange(0, 1))
-    go_on = threading.Event()
-
-    def pieces() -> Iterator[pb.PutChunksRequest]:
-        yield pb.PutChunksRequest(ticket_id=grant.ticket_id, offset=grant.offsets[0], payload=b"x" * 32)
-        go_on.wait(120)
-
-    with grpc.insecure_channel(server.endpoint) as channel:
-        call = PoolStub(channel).PutChunks.future(pieces(), timeout=120)
-        _wait_for_the_first_piece(namespace, grant)
+    server, go_on = pool_server("--drain-ms", "100"), threading.Event()
+    with _put_under_way(server, connect, go_on) as call:
         server.terminate()
         assert server.wait() == 0
         go_on.set()
         assert isinstance(call.exception(timeout=60), grpc.RpcError)
-
-
-def _wait_for_the_first_piece(namespace: Namespace, grant: PutGrant) -> None:
-    """Until the server has written it into the arena, that is until the call is under way there."""
-    memory = namespace.transport.memory
-    assert memory is not None
-    wait_for(lambda: memory[grant.offsets[0]] == ord("x"), "the first piece")
 
 
 def test_two_servers_on_one_port_are_an_error_that_names_it(shared_server: ServerProcess) -> None:
@@ -174,7 +162,7 @@ def test_metrics_tell_what_happened(pool_server: StartServer, connect: Connect, 
     for method in ("OpenNamespace", "Lookup", "PutStart", "PutEnd", "Get", *through_grpc):
         lines.append(f'kvpool_rpc_seconds_count{{method="{method}",status="OK"}} 1.0')
     for line in lines:
-        wait_for(lambda line=line: line in _http(f"{server.http_url}/metrics")[1], line)
+        wait_for(lambda line=line: line in status_and_text(server.http_url, "/metrics")[1], line)
 
 
 def test_failed_calls_are_counted_by_their_status(pool_server: StartServer, connect: Connect) -> None:
@@ -187,8 +175,8 @@ def test_failed_calls_are_counted_by_their_status(pool_server: StartServer, conn
             list(stub.GetChunks(pb.GetChunksRequest(lease_id=1, offsets=[0], region_bytes=1), timeout=10))
     for method in ("PutEnd", "GetChunks"):  # A call is counted a moment after its client has heard of its end.
         line = f'kvpool_rpc_seconds_count{{method="{method}",status="ABORTED"}} 1.0'
-        wait_for(lambda line=line: line in _http(f"{server.http_url}/metrics")[1], line)
-    assert 'method="GetChunks",status="OK"' not in _http(f"{server.http_url}/metrics")[1]
+        wait_for(lambda line=line: line in status_and_text(server.http_url, "/metrics")[1], line)
+    assert 'method="GetChunks",status="OK"' not in status_and_text(server.http_url, "/metrics")[1]
 
 
 def test_readers_that_hang_up_are_counted_as_such(pool_server: StartServer, connect: Connect) -> None:
@@ -207,7 +195,7 @@ def test_readers_that_hang_up_are_counted_as_such(pool_server: StartServer, conn
         next(call)
         call.cancel()
     line = 'kvpool_rpc_seconds_count{method="GetChunks",status="CANCELLED"} 20.0'
-    wait_for(lambda: line in _http(f"{server.http_url}/metrics")[1], line)
+    wait_for(lambda: line in status_and_text(server.http_url, "/metrics")[1], line)
 
 
 def test_every_metric_is_exported(shared_server: ServerProcess) -> None:
@@ -249,3 +237,93 @@ def test_a_server_listens_only_where_it_was_told(shared_server: ServerProcess) -
     port = int(shared_server.endpoint.rpartition(":")[2])
     with pytest.raises(ConnectionRefusedError), socket.create_connection(("127.0.0.2", port), timeout=2):
         pass
+
+
+@contextlib.contextmanager
+def _server(host: str, port: int = 0) -> Iterator[int]:
+    """A socket like those of a server that runs, and its port."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as one:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        one.bind((host, port))
+        one.listen()
+        yield one.getsockname()[1]
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "0.0.0.0", "[::]"])
+def test_a_port_on_which_a_server_listens_is_not_held(host: str) -> None:
+    with _server("127.0.0.1") as port, pytest.raises(OSError, match="in use"), held(f"{host}:{port}"):
+        pass
+
+
+def test_of_two_that_start_at_once_one_holds_the_port() -> None:
+    with held("127.0.0.1:0") as port:
+        with pytest.raises(OSError, match="in use"), held(f"127.0.0.1:{port}"):
+            pass
+        with _server("127.0.0.1", port), _server("127.0.0.1", port):
+            pass
+    with held(f"127.0.0.1:{port}") as again:
+        assert again == port
+
+
+def test_an_address_that_is_not_this_hosts_is_an_error() -> None:
+    with pytest.raises(OSError, match="assign requested address"), held("192.0.2.1:0"):
+        pass
+
+
+@pytest.mark.parametrize("is_abstract", [False, True])
+def test_the_manager_is_told(is_abstract: bool, socket_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = f"kvpool-test-{os.getpid()}" if is_abstract else str(socket_dir / "notify")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind("\0" + name if is_abstract else name)
+        manager.settimeout(10)
+        monkeypatch.setenv("NOTIFY_SOCKET", "@" + name if is_abstract else name)
+        notify("READY=1", "STATUS=serving")
+        assert manager.recv(100) == b"READY=1\nSTATUS=serving"
+
+
+def test_a_manager_that_is_gone_is_logged(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("NOTIFY_SOCKET", "/nowhere/notify")
+    notify("READY=1")
+    assert "the service manager could not be told" in capsys.readouterr().out
+
+
+def test_stats_say_what_the_metrics_say(pool_server: StartServer, connect: Connect) -> None:
+    server = pool_server()
+    client = connect(server, transport="tcp")
+    namespace = client.open_namespace(namespace_spec(group_spec(chunk_bytes=1_000)))
+    client.put_blocks(namespace, run_of("a", "b"), [payload(name, 1_000) for name in "ab"])
+    for _ in range(5):
+        client.lookup(namespace, [run_of("a", "b", "c")])
+    before = client.admin.stats().server
+    _, page = status_and_text(server.http_url, "/metrics")
+    lookups = sum(
+        int(counted)
+        for counted in re.findall(r'kvpool_rpc_seconds_bucket\{.*?"\+Inf",method="Lookup".*?\} (\d+)', page)
+    )
+    assert count(before.rpcs, "Lookup") == lookups >= 5
+    bounds = re.findall(r'kvpool_rpc_seconds_bucket\{le="([^"]+)",method="PutStart"', page)
+    assert list(map(float, bounds[:-1])) == before.rpc_seconds_bounds
+    for moved in before.transfers:
+        pattern = (
+            rf'kvpool_transferred_bytes_total\{{direction="{moved.direction}",transport="{moved.transport}"\}} (\S+)'
+        )
+        (value,) = re.findall(pattern, page)
+        assert float(value) == moved.nbytes
+    assert {(moved.transport, moved.direction) for moved in before.transfers} == {
+        (transport, direction) for transport in ("grpc", "tcp") for direction in ("read", "write")
+    }
+    assert sum(moved.nbytes for moved in before.transfers if moved.direction == "write") == 2_000
+
+
+def test_a_server_says_which_run_of_it_answers(pool_server: StartServer, connect: Connect) -> None:
+    server = pool_server()
+    with connect(server) as client:
+        first = client.admin.stats()
+        second = client.admin.stats()
+    assert first.server.http_port == int(server.http_url.rpartition(":")[2])
+    assert first.server.version == __version__ and abs(first.server.unix_seconds - time.time()) < 60
+    assert 0 < first.server.uptime_seconds < second.server.uptime_seconds < 600
+    assert first.boot_token == second.boot_token != 0
+    assert count(since(second.server, first.server).rpcs, "Stats") == 1
+    assert 0 <= second.server.loop_lag_p50_seconds <= second.server.loop_lag_max_seconds < 60

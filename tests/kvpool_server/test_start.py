@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import http.client
 import os
 import queue
 import re
@@ -19,9 +18,9 @@ from pydantic import ByteSize
 
 from kvpool.protocol.errors import ConfigError
 from kvpool_server.app.server import Server
-from kvpool_server.observability.http import LOOP_TIMEOUT_S
 from kvpool_server.settings.config import ServerConfig
 from testbed.ports import free_endpoint
+from tests.support.page_client import status_and_text
 from tests.support.processes import wait_for
 
 MEMORY_SOCKET = re.compile("@kvpool-[0-9a-f]{32}")
@@ -80,14 +79,6 @@ def test_a_start_that_fails_leaves_nothing_behind(refused: str, tmp_path: Path, 
     del server
 
 
-def _get(port: int, path: str) -> tuple[int, str]:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10 * LOOP_TIMEOUT_S)
-    with contextlib.closing(connection):
-        connection.request("GET", path)
-        reply = connection.getresponse()
-        return reply.status, reply.read().decode()
-
-
 def test_a_loop_that_has_stopped_is_told_and_hangs_no_scrape() -> None:
     config = ServerConfig(
         listen="127.0.0.1:0",
@@ -113,17 +104,17 @@ def test_a_loop_that_has_stopped_is_told_and_hangs_no_scrape() -> None:
     thread = threading.Thread(target=lambda: asyncio.run(serve_and_stand_still()))
     thread.start()
     try:
-        port = ports.get(timeout=30)
-        assert _get(port, "/healthz") == (200, "ok\n")
-        assert "kvpool_arena_bytes" in _get(port, "/metrics")[1]
+        url = f"http://127.0.0.1:{ports.get(timeout=30)}"
+        assert status_and_text(url, "/healthz") == (200, "ok\n")
+        assert "kvpool_arena_bytes" in status_and_text(url, "/metrics")[1]
         asked.set()
-        wait_for(lambda: _get(port, "/healthz")[0] == 503, "a loop that stands still")
+        wait_for(lambda: status_and_text(url, "/healthz")[0] == 503, "a loop that stands still")
         for path in ("/healthz", "/metrics"):
-            status, text = _get(port, path)
+            status, text = status_and_text(url, path)
             assert status == 503 and "event loop did not answer within" in text
         go_on.set()
-        wait_for(lambda: _get(port, "/healthz")[0] == 200, "the loop to go on")
-        assert _get(port, "/metrics")[0] == 200
+        wait_for(lambda: status_and_text(url, "/healthz")[0] == 200, "the loop to go on")
+        assert status_and_text(url, "/metrics")[0] == 200
     finally:
         for event in (asked, go_on, asked_again):
             event.set()

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import random
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from opentelemetry import trace
+from opentelemetry.context import Context
+from opentelemetry.sdk.trace.sampling import (
+    ALWAYS_ON,
+    DEFAULT_ON,
+    Decision,
+    ParentBasedTraceIdRatio,
+    Sampler,
+    TraceIdRatioBased,
+)
 
 from kvpool.client import tracing as module
 from kvpool.client.client import Client
@@ -17,14 +26,19 @@ from kvpool.client.tracing import Tracing, shared_tracing, valid_traceparent
 from kvpool.protocol.errors import ConfigError, KVPoolError
 from kvpool.security.certificates import Authority
 from kvpool.security.principal import ALL_TENANTS, Principal, Role
+from kvpool_server.rpc.call_spans import own_sampling
 from tests.support.certificates import files_in, server_flags
 from tests.support.otlp_collector import Collector, collecting
-from tests.support.processes import ServerProcess, wait_for
+from tests.support.processes import ServerProcess, run_command, wait_for
 from tests.support.values import group_spec, namespace_spec, payload, run_of
 
 SERVER, CLIENT = 2, 3
 """Kinds of spans."""
 BLOCK_BYTES = 1 << 20
+
+IDS = range(1, 1_001)
+"""Of traces: samplers of a ratio sample the lowest ids, so a hostile client chooses such."""
+RATIO = 0.25
 
 
 @pytest.fixture(scope="module")
@@ -42,16 +56,8 @@ def collector() -> Iterator[Collector]:
 def traced(collector: Collector, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """With room for 8 blocks, and a tier below."""
     directory = tmp_path_factory.mktemp("traced")
-    server = ServerProcess(
-        directory,
-        "--memory",
-        "8MiB",
-        "--policy",
-        "lru",
-        "--otel",
-        "--tier",
-        f"file:{directory}/tier,size=64MiB,create=yes",
-    )
+    tier = f"file:{directory}/tier,size=64MiB,create=yes"
+    server = ServerProcess(directory, "--memory", "8MiB", "--policy", "lru", "--otel", "--tier", tier)
     yield server
     server.stop()
 
@@ -168,9 +174,7 @@ print(sorted(name for name in sys.modules if name.startswith("opentelemetry")))
 def test_off_nothing_is_imported(tmp_path: Path) -> None:
     server = ServerProcess(tmp_path)
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", SCRIPT, server.endpoint], capture_output=True, text=True, timeout=60, check=True
-        )
+        done = run_command(sys.executable, "-c", SCRIPT, server.endpoint)
     finally:
         server.stop()
     assert done.stdout.strip() == "[]"
@@ -197,3 +201,37 @@ def test_engines_that_seed_alike_have_spans_of_their_own() -> None:
     finally:
         random.setstate(state)
     assert contexts[0].trace_id != contexts[1].trace_id and contexts[0].span_id != contexts[1].span_id
+
+
+def parent(trace_id: int, *, is_sampled: bool) -> Context:
+    flags = trace.TraceFlags(trace.TraceFlags.SAMPLED if is_sampled else trace.TraceFlags.DEFAULT)
+    span = trace.NonRecordingSpan(trace.SpanContext(trace_id, 7, is_remote=True, trace_flags=flags))
+    return trace.set_span_in_context(span)
+
+
+def is_exported(sampler: Sampler, trace_id: int, *, is_sampled: bool = True) -> bool:
+    found = sampler.should_sample(parent(trace_id, is_sampled=is_sampled), trace_id, "name")
+    return found.decision is Decision.RECORD_AND_SAMPLE
+
+
+@pytest.mark.parametrize("operators", [ParentBasedTraceIdRatio(RATIO), TraceIdRatioBased(RATIO)])
+def test_sampled_parents_do_not_raise_the_ratio(operators: Sampler) -> None:
+    assert all(is_exported(operators, each) for each in IDS), "without a sampling of its own a server exports all"
+    sampling = own_sampling(operators, b"k" * 16)
+    exported = {each for each in IDS if is_exported(sampling, each)}
+    assert 0.2 < len(exported) / len(IDS) < 0.3
+    assert exported == {each for each in IDS if is_exported(sampling, each)}, "a trace is exported whole"
+    assert exported != {each for each in IDS if is_exported(own_sampling(operators), each)}, "nobody foresees which"
+
+
+def test_a_client_may_ask_for_fewer_spans() -> None:
+    sampling = own_sampling(ParentBasedTraceIdRatio(RATIO))
+    assert not any(is_exported(sampling, each, is_sampled=False) for each in IDS)
+    assert not is_exported(own_sampling(DEFAULT_ON), 1, is_sampled=False)
+    assert is_exported(own_sampling(DEFAULT_ON), 1) and is_exported(own_sampling(ALWAYS_ON), 1)
+
+
+def test_traces_that_begin_here_have_the_operators_ratio() -> None:
+    sampling, rng = own_sampling(ParentBasedTraceIdRatio(RATIO)), random.Random(0)
+    found = [sampling.should_sample(Context(), rng.getrandbits(128), "name").decision for _ in IDS]
+    assert 0.2 < found.count(Decision.RECORD_AND_SAMPLE) / len(IDS) < 0.3

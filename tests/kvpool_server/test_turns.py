@@ -16,9 +16,10 @@ from unittest.mock import patch
 import pytest
 from prometheus_client import CollectorRegistry
 
+from kvpool_server.app import monitoring
+from kvpool_server.app.monitoring import MIN_PROBES, PROBE_EVERY_S, WINDOW_S, LoopLag
 from kvpool_server.cache.steps import Steps
 from kvpool_server.process.event_loop import FLOW, PASS_S, EventLoop
-from kvpool_server.process.loop_lag import PROBE_EVERY_S, LoopLag
 from kvpool_server.rpc import turns as server_turns
 from kvpool_server.rpc.turns import TURN_S, Turns, call_with_its_work
 
@@ -103,8 +104,8 @@ async def test_the_probe_sees_how_long_the_loop_was_held() -> None:
     probe.cancel()
     longest = registry.get_sample_value("kvpool_loop_lag_max_seconds")
     assert longest is not None and 0.2 - 2 * PROBE_EVERY_S < longest < 5
-    seen = lag.last_minute()
-    assert seen.longest == longest and 0 <= seen.p50 < longest / 2
+    p50, _, last_longest = lag.last_minute()
+    assert last_longest == longest and 0 <= p50 < longest / 2
     assert (registry.get_sample_value("kvpool_loop_lag_seconds_bucket", {"le": "0.1"}) or 0) < (
         registry.get_sample_value("kvpool_loop_lag_seconds_count") or 0
     )
@@ -196,3 +197,21 @@ async def test_a_request_that_work_refuses_is_free_when_its_call_ends() -> None:
         assert kept() is None, "it lies in a cycle until the collector runs"
     finally:
         gc.enable()
+
+
+def test_quantiles_of_the_last_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1_000.0
+    monkeypatch.setattr(monitoring.time, "monotonic", lambda: now)
+    lag = LoopLag(CollectorRegistry())
+    assert lag.last_minute() == (0.0, 0.0, 0.0)
+    for nth in range(MIN_PROBES - 1):
+        lag._observe(0.5 if nth < 20 else 0.001, now)
+    assert lag.last_minute() == (0.001, 0.0, 0.5), "too few probes for a 99th percentile"
+    lag._observe(0.001, now)
+    assert lag.last_minute() == (0.001, 0.5, 0.5)
+    now += WINDOW_S + 1
+    lag._observe(0.002, now)
+    assert lag.last_minute() == (0.002, 0.0, 0.002)
+    for _ in range(10_000):
+        lag._observe(0.003, now)
+    assert lag.last_minute() == (0.003, 0.003, 0.003)

@@ -13,7 +13,7 @@ import pytest
 
 from kvpool.client.client import Client
 from kvpool.transport.data_port import Header, Kind, Status, pack_offsets
-from kvpool_server.data_plane import connection
+from kvpool_server.data_plane import worker
 from tests.conftest import Connect, StartServer
 from tests.support.data_client import DataClient
 from tests.support.processes import ServerProcess
@@ -71,7 +71,7 @@ def port() -> Iterator[Port]:
 @pytest.fixture
 def impatient_port(monkeypatch: pytest.MonkeyPatch, port: Port) -> Port:
     """A port that soon hangs up on a client that has shown no permit."""
-    monkeypatch.setattr(connection, "PROVE_S", PROVE_S)
+    monkeypatch.setattr(worker, "PROVE_S", PROVE_S)
     return port
 
 
@@ -115,7 +115,7 @@ def test_a_permit_that_has_ended_proves_nothing(port: Port) -> None:
 
 
 def test_a_client_with_a_permit_may_pause(port: Port, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "PROVE_S", 4 * PROVE_S)  # A busy machine may pause before the permit is shown.
+    monkeypatch.setattr(worker, "PROVE_S", 4 * PROVE_S)  # A busy machine may pause before the permit is shown.
     with _client(port) as client:
         client.show(Kind.READ, 1, [0], 64, port.permit(Kind.READ, 1, [0], 64))
         time.sleep(5 * PROVE_S)

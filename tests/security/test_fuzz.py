@@ -36,8 +36,8 @@ from kvpool.transport.data_port import Header, Kind, Signer, pack_offsets
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.cache.limits import Limits
 from kvpool_server.data_plane.admission import MAX_SEATS
-from kvpool_server.data_plane.connection import TALLY_COLUMNS, Connection, DataPort
 from kvpool_server.data_plane.permits import PermitTable
+from kvpool_server.data_plane.worker import TALLY_COLUMNS, Connection, DataPort
 from kvpool_server.events.encoder import Encoder
 from kvpool_server.events.history import History
 from kvpool_server.events.ledger import Ledger

@@ -11,7 +11,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvpool.protocol.pieces import MESSAGE_BYTES
 from kvpool.security.principal import Role
 from kvpool.security.watched_files import LOOK_EVERY_S
-from kvpool_server.rpc.method_handlers import SERVICE_NAME
+from kvpool_server.rpc.handlers import SERVICE_NAME
 from tests.conftest import StartServer
 from tests.support.audit_log import entries
 from tests.support.processes import ServerProcess, wait_for

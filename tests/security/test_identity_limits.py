@@ -37,7 +37,7 @@ from kvpool.transport.sealed_socket import RANDOM_BYTES, SealedSocket
 from kvpool.transport.tcp_connection import Peer
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.access.caller import CALLER
-from kvpool_server.access.identity_limits import identity_limits
+from kvpool_server.access.control import identity_limits
 from kvpool_server.cache.limits import IdentityLimits
 from kvpool_server.data_plane.admission import SPARED_S
 from kvpool_server.rpc import inbox

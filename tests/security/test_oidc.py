@@ -29,10 +29,18 @@ from kvpool.protocol.errors import ConfigError, PermissionDeniedError, Unauthent
 from kvpool.security.certificates import Authority
 from kvpool.security.principal import Principal, Role
 from kvpool.security.tls import TlsFiles
-from kvpool_server.access import jwks, oidc
-from kvpool_server.access.deny_list import DenyList
-from kvpool_server.access.jwks import IssuerKeys, Keys, parse_keys
-from kvpool_server.access.oidc import MAX_TOKEN_BYTES, SKEW_S, IssuedTokens, OidcRules, check_installed
+from kvpool_server.access import oidc
+from kvpool_server.access.authentication import DenyList
+from kvpool_server.access.oidc import (
+    MAX_TOKEN_BYTES,
+    SKEW_S,
+    IssuedTokens,
+    IssuerKeys,
+    Keys,
+    check_installed,
+    parse_keys,
+)
+from kvpool_server.settings.config import ServerConfig
 from tests.conftest import StartServer
 from tests.support.calls import is_heard
 from tests.support.certificates import files_in
@@ -131,8 +139,12 @@ class Held:
 URL = "https://issuer.example"
 
 
+def _settings(issuer: str) -> ServerConfig:
+    return ServerConfig(oidc_issuer=issuer, oidc_audience=AUDIENCE)
+
+
 def _callers(held: Held, refetch: Callable[[], None] = lambda: None) -> IssuedTokens:
-    return IssuedTokens(OidcRules(URL, AUDIENCE, "kvpool_tenant", "kvpool_role"), lambda: held.value, refetch)
+    return IssuedTokens(_settings(URL), lambda: held.value, refetch)
 
 
 def _all_keys(*algorithms: str) -> Held:
@@ -158,8 +170,8 @@ def _respelt(token: str) -> Iterator[str]:
 def test_a_denied_token_is_denied_however_its_signature_is_written(tmp_path: Path, algorithm: str) -> None:
     token, free = _token(URL, algorithm), _callers(_all_keys())
     (tmp_path / "deny").write_text(hashlib.sha256(token.rpartition(".")[0].encode()).hexdigest() + "\n")
-    rules, held = OidcRules(URL, AUDIENCE, "kvpool_tenant", "kvpool_role"), _all_keys()
-    callers = IssuedTokens(rules, lambda: held.value, denied=DenyList(str(tmp_path / "deny")))
+    held = _all_keys()
+    callers = IssuedTokens(_settings(URL), lambda: held.value, denied=DenyList(str(tmp_path / "deny")))
     for spelling in (token, *_respelt(token)):
         assert algorithm == "EdDSA" or _call(free, spelling)
         with pytest.raises(UnauthenticatedError):
@@ -299,7 +311,7 @@ def test_a_call_ends_with_its_key_although_its_token_is_forgotten(monkeypatch: p
 
 def test_an_issuer_may_withdraw_its_last_key(issuer: Issuer, fetched: Fetched) -> None:
     wait_for(lambda: fetched.keys.value, "the first keys")
-    callers = IssuedTokens(OidcRules(issuer.url, AUDIENCE, "kvpool_tenant", "kvpool_role"), lambda: fetched.keys.value)
+    callers = IssuedTokens(_settings(issuer.url), lambda: fetched.keys.value)
     credential = callers.of_request(None, [f"Bearer {_token(issuer.url)}"])
     with capture_logs() as logs:
         issuer.keys = {"keys": []}
@@ -361,7 +373,7 @@ class Fetched:
 def fetched(issuer: Issuer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fetched]:
     monkeypatch.setenv("SSL_CERT_FILE", issuer.files.ca)
     for name, seconds in (("RETRY_S", 0.05), ("REFETCH_S", 0.05), ("FETCH_S", 0.5)):
-        monkeypatch.setattr(jwks, name, seconds)
+        monkeypatch.setattr(oidc, name, seconds)
     made = Fetched(issuer.url)
     yield made
     made.keys.close()
@@ -373,7 +385,7 @@ def test_keys_are_fetched_again_and_faults_leave_them_in_force(issuer: Issuer, f
     document = issuer.keys
     issuer.keys = {"keys": "none"}
     fetched.fails("not a JSON Web Key Set")
-    issuer.keys = {"keys": ["x" * jwks.MAX_BYTES]}
+    issuer.keys = {"keys": ["x" * oidc.MAX_BYTES]}
     fetched.fails("more than")
 
     def redirect(handler: http.server.BaseHTTPRequestHandler) -> None:
@@ -402,7 +414,7 @@ def test_keys_are_fetched_again_and_faults_leave_them_in_force(issuer: Issuer, f
     plain = issuer.url.replace("https", "http")
     issuer.answers[discovery] = lambda to: issuer.reply(to, {"issuer": issuer.url, "jwks_uri": plain})
     fetched.fails("not https")
-    assert set(keys.value) == set(KEYS) and keys.version == 1
+    assert set(keys.value) == set(KEYS)
     issuer.answers.clear()
     issuer.keys = {"keys": document["keys"][:1]}
     wait_for(lambda: set(keys.value) == {"RS256"}, "the keys that are left")
@@ -426,11 +438,11 @@ def test_an_issuer_that_answers_again_is_told_once(issuer: Issuer, fetched: Fetc
         wait_for(lambda: len(asked) >= 3, "further fetches", 15)
     told = [(line["log_level"], line["event"]) for line in logs]
     assert told[-1] == ("info", "the keys of the OIDC issuer can be fetched again")
-    assert [level for level, _ in told].count("info") == 1 and fetched.num_good == 2 and fetched.keys.version == 1
+    assert [level for level, _ in told].count("info") == 1 and fetched.num_good == 2
 
 
 def test_an_issuer_with_another_certificate_is_not_believed(issuer: Issuer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jwks, "RETRY_S", 0.05)
+    monkeypatch.setattr(oidc, "RETRY_S", 0.05)
     made = Fetched(issuer.url)
     try:
         made.fails("CERTIFICATE_VERIFY_FAILED")

@@ -20,7 +20,7 @@ from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.leases import Found
 from kvpool_server.cache.limits import Limits
 from kvpool_server.cache.steps import LOOKUP_STEP_BLOCKS
-from kvpool_server.data_plane import connection
+from kvpool_server.data_plane import worker
 from kvpool_server.data_plane.permits import PermitTable
 from testbed.pool_at_once import PoolAtOnce
 from tests.conftest import Connect, StartServer
@@ -220,7 +220,7 @@ def pooled() -> Iterator[PooledPort]:
 @pytest.mark.parametrize("end", ["put_end", "put_revoke"])
 def test_a_write_under_way_ends_with_its_ticket(pooled: PooledPort, end: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its block never becomes readable, and its slot is nobody's until the worker has left it."""
-    monkeypatch.setattr(connection, "LOOK_EVERY_S", 3.0)  # The worker leaves after this test has looked.
+    monkeypatch.setattr(worker, "LOOK_EVERY_S", 3.0)  # The worker leaves after this test has looked.
     pool = pooled.pool
     use = pooled.put_start("mine")
     with pooled.client() as client:

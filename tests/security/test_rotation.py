@@ -34,10 +34,8 @@ from kvpool.security.tokens import TokenRecord, create_token
 from kvpool.security.watched_files import WatchedFiles
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.access.audit import READ
-from kvpool_server.access.authentication import Certificates, Context
-from kvpool_server.access.credential import Credential
-from kvpool_server.access.credentials import ServerCredentials
-from kvpool_server.access.deny_list import DenyList
+from kvpool_server.access.authentication import Certificates, Context, Credential, DenyList
+from kvpool_server.access.control import ServerCredentials
 from kvpool_server.access.running_calls import AccessWatch, RunningCalls
 from kvpool_server.app import composition
 from kvpool_server.rpc import grpc_server

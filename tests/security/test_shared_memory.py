@@ -21,8 +21,8 @@ from kvpool.transport import segment
 from kvpool.transport.memory_socket import MAGIC, abstract_name, memory_address
 from kvpool.transport.shm import ShmTransport
 from kvpool.transport.unix_socket import memory_path
+from kvpool_server.app.arena_memory import MAX_WAITING, PATIENCE_S
 from kvpool_server.app.server import Server
-from kvpool_server.memory.memory_socket import MAX_WAITING, PATIENCE_S
 from kvpool_server.settings.config import ServerConfig
 from tests.conftest import Connect, StartServer
 from tests.support.memory_files import arena_file

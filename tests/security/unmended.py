@@ -7,9 +7,9 @@ import os
 from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
-from kvpool_server import cli
+from kvpool_server import __main__ as cli
 from kvpool_server.cache.steps import Steps, finish
-from kvpool_server.rpc import method_handlers
+from kvpool_server.rpc import handlers
 from kvpool_server.rpc.turns import Turns
 
 
@@ -32,7 +32,7 @@ def _uncounted() -> None:
         return 0
         yield
 
-    method_handlers._num_fields = count
+    handlers._num_fields = count
 
 
 MECHANISMS: Mapping[str, Callable[[], None]] = {

@@ -1,6 +1,6 @@
 """Servers forked from a process that has imported the server's modules: a start takes a tenth of the CPU time.
 
-A forked server runs `kvpool_server.cli` with flags, environment and output files of its own, as an executed one does.
+A forked server has flags, environment and output files of its own, as an executed one does.
 The fork server of `multiprocessing` imports modules and starts no gRPC. It ends with the tests' process, and so do its
 servers, also if the tests' process is killed.
 """
@@ -15,7 +15,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-_PRELOADED = [__name__, "kvpool_server.cli", "kvpool_server.app.server"]
+_PRELOADED = [__name__, "kvpool_server.__main__", "kvpool_server.app.server"]
 
 
 class ForkedServer:
@@ -67,7 +67,7 @@ def _serve(flags: list[str], environment: dict[str, str], out: str, err: str) ->
     os.environ.update(environment)
     sys.argv = ["kvpool-server", *flags]
     threading.Thread(target=_exit_with_tests, name="exit-with-tests", daemon=True).start()
-    from kvpool_server.cli import main
+    from kvpool_server.__main__ import main
 
     main()
 

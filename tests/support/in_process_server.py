@@ -12,20 +12,17 @@ from typing import Any, TypeVar
 
 import grpc
 import numpy as np
-from prometheus_client import CollectorRegistry
 
 from kvpool.protocol.pieces import PiecedChannel
 from kvpool.v1 import pool_pb2 as pb
 from kvpool.v1.pool_pb2_grpc import PoolStub
 from kvpool_server.access.audit import AuditLog
-from kvpool_server.access.authentication import Context
-from kvpool_server.access.credential import Credential
+from kvpool_server.access.authentication import Context, Credential
 from kvpool_server.access.running_calls import RunningCalls
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.limits import Limits
 from kvpool_server.cache.steps import Steps
 from kvpool_server.data_plane.permits import PermitTable
-from kvpool_server.observability.metrics import RpcMetrics
 from kvpool_server.rpc.chunks import WRITTEN_BYTES
 from kvpool_server.rpc.grpc_server import GrpcServer
 from kvpool_server.rpc.turns import Turns
@@ -123,12 +120,10 @@ class InProcessServer:
         self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
         turns = Turns()
         tiered = TieredPool(self.pool, self.memory, run=turns.run)
-        metrics = RpcMetrics(CollectorRegistry())
         who: Any = self._who
         service = pool_service(
             tiered,
             self.memory,
-            metrics,
             offer=pb.PingResponse(piece_bytes=WRITTEN_BYTES),
             permits=self._permits,
             who=who,
@@ -138,9 +133,7 @@ class InProcessServer:
         server = GrpcServer(
             "127.0.0.1:0",
             service,
-            metrics,
             credentials=self._credentials,
-            who=who,
             running=running,
             audit=self._audit,
         )

@@ -38,6 +38,12 @@ class Answer:
         return json.loads(self.body)
 
 
+def status_and_text(url: str, path: str) -> tuple[int, str]:
+    """What a server's HTTP port answers to a GET."""
+    answer = Answer(url, path)
+    return answer.status, answer.body.decode()
+
+
 class Guarded(SecuredServer):
     """A server with tokens."""
 

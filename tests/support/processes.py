@@ -151,8 +151,7 @@ class ServerProcess:
     @property
     def own_bytes(self) -> int:
         """Memory of the server without the arena."""
-        (kib,) = re.findall(r"^RssAnon:\s+(\d+) kB", Path(f"/proc/{self.pid}/status").read_text(), re.MULTILINE)
-        return int(kib) << 10
+        return own_bytes(self.pid)
 
     @property
     def stdout(self) -> str:
@@ -189,6 +188,12 @@ class ServerProcess:
             self.wait()
         except subprocess.TimeoutExpired:
             self.kill()
+
+
+def own_bytes(pid: int) -> int:
+    """Memory of a process without the arena."""
+    (kib,) = re.findall(r"^RssAnon:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    return int(kib) << 10
 
 
 def _answers(client: Client) -> bool:

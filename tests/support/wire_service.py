@@ -19,15 +19,15 @@ from kvpool.protocol.errors import UnauthenticatedError
 from kvpool.protocol.pieces import pieces
 from kvpool.security.principal import Principal
 from kvpool.v1 import pool_pb2 as pb
+from kvpool_server.access.authentication import Credential
 from kvpool_server.access.caller import CALLER
-from kvpool_server.access.credential import Credential
 from kvpool_server.access.running_calls import RunningCalls
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.limits import Limits
 from kvpool_server.observability.metrics import RpcMetrics
 from kvpool_server.rpc.chunks import WRITTEN_BYTES
 from kvpool_server.rpc.grpc_server import PoolService, RpcInterceptor
-from kvpool_server.rpc.method_handlers import SERVICE_NAME, add_service
+from kvpool_server.rpc.handlers import SERVICE_NAME, add_service
 from kvpool_server.tiering.tiered_pool import TieredPool
 from testbed.pool_at_once import PoolAtOnce
 from tests.support.clock import FakeClock
@@ -95,7 +95,7 @@ class WireService:
     def __init__(self, service: PoolService, metrics: RpcMetrics):
         self._loop = ServiceLoop()
         self._interceptor = RpcInterceptor(metrics, _WHO, RunningCalls(lambda credential: credential, 0.0), None)
-        add_service(service, service.pool.limits.max_spec_bytes, self)  # type: ignore[arg-type]
+        add_service(service, self)  # type: ignore[arg-type]
 
     def add_generic_rpc_handlers(self, handlers: Sequence[grpc.GenericRpcHandler]) -> None:
         """What `add_service` calls of a gRPC server."""

@@ -19,11 +19,10 @@ from kvpool.transport.data_port import Kind, Signer, pack_offsets
 from kvpool.transport.mover import Movers
 from kvpool.transport.tcp import TcpTransport, peer_of
 from kvpool.transport.tcp_connection import Peer
+from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.data_plane.admission import MAX_CONNECTIONS, MAX_SEATS, MAX_UNPROVEN, Admission
-from kvpool_server.data_plane.connection import TALLY_COLUMNS, DataPort
 from kvpool_server.data_plane.permits import PermitTable
-from kvpool_server.data_plane.worker import serve
-from kvpool_server.data_plane.workers import DataPortInfo
+from kvpool_server.data_plane.worker import TALLY_COLUMNS, DataPort, serve
 from tests.support.processes import ServerProcess, wait_for
 
 KEY, NONCE = b"k" * 32, b"n" * 16
@@ -44,7 +43,7 @@ class Port:
         self.tally = np.zeros(TALLY_COLUMNS, np.uint64)
         self.permits = PermitTable(KEY, NUM_ENTRIES, 1, MAX_SEATS, sealed=sealed)
         self.listener = socket.create_server(("127.0.0.1", 0))
-        self.info = DataPortInfo("", self.listener.getsockname()[1], NONCE, sealed)
+        self.info = pb.DataPort(port=self.listener.getsockname()[1], nonce=NONCE, sealed=sealed)
         port = DataPort(
             self.arena.data,
             Signer(KEY),

@@ -19,7 +19,7 @@ from kvpool_server.cache.explanations import MAX_ALL_RANGES, PART_BLOCKS, BlockR
 from kvpool_server.cache.limits import Limits
 from kvpool_server.cache.steps import Steps, finish
 from kvpool_server.process.process_memory import no_collections
-from kvpool_server.rpc.explainer import MAX_RUNS, _encoded
+from kvpool_server.rpc.operators import MAX_RUNS, _encoded
 from tests.kvpool_server.cache.test_pool import CHUNK, LIMITS, Bench
 from tests.support.effort import effort
 from tests.support.values import block_hash, group_spec, namespace_spec, run_of

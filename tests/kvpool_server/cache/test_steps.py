@@ -14,6 +14,8 @@ import pytest
 from kvpool.protocol.errors import KVPoolError, LeaseExpiredError, OutOfSpaceError
 from kvpool.protocol.quota import Quota
 from kvpool.protocol.types import BlockRun, ShardRange
+from kvpool.protocol.wire import encode_runs
+from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.cache import entry_table, holds, lookups, pool
 from kvpool_server.cache.allocator import placement
 from kvpool_server.cache.allocator.arena import Arena
@@ -21,13 +23,15 @@ from kvpool_server.cache.eviction import POLICIES
 from kvpool_server.cache.leases import NOBODY
 from kvpool_server.cache.limits import Limits
 from kvpool_server.cache.steps import Steps, finish
-from kvpool_server.rpc.verifier import Verifier
+from kvpool_server.rpc.turns import Turns
 from kvpool_server.tiering import tiered_pool
 from kvpool_server.tiering.tiered_pool import TieredPool
 from testbed.pool_at_once import PoolAtOnce
 from tests.support.clock import FakeClock
 from tests.support.effort import effort
 from tests.support.integrity import check_integrity
+from tests.support.pool_service import pool_service
+from tests.support.service_loop import CallContext
 from tests.support.values import block_hash, group_spec, namespace_spec, run_of
 
 CHUNK = 8
@@ -169,9 +173,11 @@ def test_a_verification_passes_over_what_was_dropped_since_it_was_found(rig: Rig
         rig.pool.remove(rig.name, [run_of(11)])
         return result
 
-    memory = np.zeros(24 * CHUNK, np.uint8)
-    checked, _ = asyncio.run(Verifier(rig.pool, memory, run).verify(rig.name, [run_of(*range(12))], "caller"))
-    assert checked == 11
+    memory, turns = np.zeros(24 * CHUNK, np.uint8), Turns()
+    turns.run = run  # type: ignore[method-assign]
+    service = pool_service(TieredPool(rig.pool, memory), memory, offer=pb.PingResponse(), turns=turns)
+    request = pb.VerifyRequest(namespace=rig.name, runs=encode_runs([run_of(*range(12))]))
+    assert asyncio.run(service.Verify(request, CallContext())).num_checked == 11
     check_integrity(rig.pool)
     rig.pool.clear()
     rig.settle()

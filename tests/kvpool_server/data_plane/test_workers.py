@@ -74,7 +74,7 @@ def test_a_worker_that_cannot_be_replaced_is_replaced_later(
 
 def test_a_worker_that_dies_leaves_the_slots_that_it_was_moving(workers: DataWorkers, permits: PermitTable) -> None:
     permit = permits.permit(Kind.WRITE, 7, 1 << 62, 1 << 20, pack_offsets([0]))
-    with DataClient(workers.info.port, workers.info.nonce) as client:
+    with DataClient(workers.port, workers.nonce) as client:
         client.show(Kind.WRITE, 7, [0], 1 << 20, permit)
         client.move(0, 1, 1 << 20, b"the first bytes")
         wait_for(lambda: 7 in permits.active(), "the worker to begin")

@@ -19,7 +19,7 @@ from kvpool_server.cache.counters import COUNTERS
 from kvpool_server.observability.http import Request
 from kvpool_server.page import site
 from kvpool_server.page.site import MAX_TEXT_CHARS, findings, now_document
-from kvpool_server.process.log_events import LogEvents
+from kvpool_server.process.logs import LogEvents
 from tests.support.values import replaced
 
 HOSTILE = "\n\x1b\u202e" + "x" * 500

@@ -1,0 +1,297 @@
+"""The arena's memory: made and backed at the start, handed out to clients on this host, and zeroed between tenants.
+
+The arena is one file (memfd). Where callers are not authenticated, every client that may connect maps the file. Where
+callers are authenticated, no client maps it, and an extent is zeroed before another tenant gets it.
+
+The pool gives out backed memory only: a write to memory that the system cannot provide would end in SIGBUS, in an
+engine. A server of 100 GiB answers before all of its arena is backed, and stops without waiting for the rest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import re
+import secrets
+import socket
+import time
+from contextlib import AsyncExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+import structlog
+from pydantic import ByteSize
+
+from kvpool.protocol.errors import ConfigError
+from kvpool.transport.memory_socket import MAGIC, REQUEST_BYTES, Address, abstract_name, peer_of
+from kvpool.transport.mooncake_engine import Engine
+from kvpool.transport.segment import Segment
+from kvpool.transport.unix_socket import memory_path
+from kvpool.v1 import pool_pb2 as pb
+from kvpool_server.cache.allocator.arena import Arena
+from kvpool_server.data_plane.workers import DataWorkers
+from kvpool_server.process.addresses import bind_path, cannot_bind
+from kvpool_server.rpc.chunks import WRITTEN_BYTES
+from kvpool_server.settings.config import ServerConfig
+
+log = structlog.get_logger()
+
+PREDECESSOR_S = 15.0
+"""How long a start waits for engines to unmap the memory of a server that ran here before."""
+LOOK_EVERY_S = 0.5
+STEP_BYTES = 32 << 20
+CGROUP = Path("/sys/fs/cgroup")
+"""Of this process, as a container sees it."""
+BACKLOG = 128
+MAX_WAITING, PATIENCE_S = 64, 1.0
+"""Clients of a memory socket that have sent nothing yet, and how long each may wait; one more disconnects the first."""
+ACCEPT_AGAIN_S = 0.1
+LOG_EVERY_S = 10.0
+
+
+def check_fits(memory: ByteSize) -> None:
+    """Raises ConfigError if the host, or the cgroup that the server runs in, can never hold an arena of this size."""
+    bounds = {"the host's memory": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")}
+    if (limit := _cgroup_bytes("memory.max")) is not None:
+        bounds["the container's memory limit"] = limit
+    for what, limit in bounds.items():
+        if memory > limit:
+            raise _too_large(memory, what, limit)
+
+
+def check_free(memory: ByteSize) -> None:
+    """Raises ConfigError if less memory is free now: backing the arena would end in the kernel's OOM killer."""
+    if memory > (free := free_bytes()):
+        raise _too_large(memory, "the free memory", free)
+
+
+def free_bytes() -> int:
+    """Memory that the host, and the cgroup that the server runs in, can give at the moment."""
+    available = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
+    free = int(available[1]) << 10 if available else 1 << 62
+    limit, used = _cgroup_bytes("memory.max"), _cgroup_bytes("memory.current")
+    if limit is not None and used is not None:
+        # The page cache of files counts as used, and gives way.
+        cached = re.findall(r"^(?:in)?active_file (\d+)", (CGROUP / "memory.stat").read_text(), re.MULTILINE)
+        free = min(free, limit - used + sum(map(int, cached)))
+    return free
+
+
+def _cgroup_bytes(name: str) -> int | None:
+    """A figure of the cgroup; None if there is none, or no limit."""
+    try:
+        text = (CGROUP / name).read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
+
+
+def _too_large(memory: ByteSize, what: str, limit: int) -> ConfigError:
+    size, most = memory.human_readable(), ByteSize(max(0, limit)).human_readable()
+    return ConfigError(f"memory = {size} is more than {what}, {most}; lower --memory")
+
+
+class ArenaMemory:
+    """The arena of one server and its memory, which `create` makes. The event loop owns it.
+
+    Raises ConfigError if the host can never hold the arena.
+
+    Args:
+        has_tenants: whether callers are authenticated, so that extents belong to tenants.
+
+    Attributes:
+        arena: slots by offset, of which none can be allocated before it is backed.
+        backed_bytes: of the arena so far.
+        segment: once created.
+    """
+
+    def __init__(self, config: ServerConfig, *, has_tenants: bool):
+        check_fits(config.memory)
+        self._config = config
+        self._has_tenants = has_tenants
+        self.arena = Arena(config.memory, None, 0, self._zero if has_tenants else None)
+        self.backed_bytes = 0
+        self.segment: Segment
+        self._step: asyncio.Future[None] | None = None
+
+    async def create(self, stack: AsyncExitStack) -> None:
+        """Waits a little where engines still map the memory of a predecessor. The stack closes what is created."""
+        deadline = time.monotonic() + PREDECESSOR_S
+        if free_bytes() < self._config.memory:
+            log.info("waits for memory that engines of a predecessor may still map", longest_s=PREDECESSOR_S)
+        while free_bytes() < self._config.memory and time.monotonic() < deadline:
+            await asyncio.sleep(LOOK_EVERY_S)
+        check_free(self._config.memory)
+        self.segment = Segment.create(self.arena.arena_bytes)
+        stack.callback(self.segment.close)
+        if not self.segment.is_sealed:
+            log.warning("this system cannot seal memory (memfd), so clients on this host get it over the network")
+        stack.push_async_callback(self._wait_for_step)
+
+    async def back_step(self) -> None:
+        """Backs the next `STEP_BYTES` on a thread. Raises MemoryError if the system has no more memory to give."""
+        start, total = self.backed_bytes, self.segment.nbytes
+        nbytes = min(STEP_BYTES, total - start)
+        self._step = asyncio.ensure_future(asyncio.to_thread(self._back, start, nbytes))
+        try:
+            await asyncio.shield(self._step)
+        except MemoryError as error:
+            raise MemoryError(f"{error} ({start} of {total} bytes are backed)") from None
+        self.backed_bytes = start + nbytes
+        self.arena.back(self.backed_bytes)
+
+    def _back(self, start: int, nbytes: int) -> None:
+        if (free := free_bytes()) < nbytes:  # The kernel would not refuse: it would end a process.
+            raise MemoryError(f"no memory for the arena at {start}: {max(0, free)} bytes are free")
+        self.segment.populate(start, nbytes)
+
+    async def back_all(self) -> None:
+        """Backs what is left. Raises as `back_step`."""
+        while self.backed_bytes < self.segment.nbytes:
+            await self.back_step()
+
+    async def _wait_for_step(self) -> None:
+        """The caller of a step may have been cancelled, and the segment is closed next."""
+        if self._step is not None:
+            await asyncio.wait((self._step,))
+
+    def _zero(self, start: int, nbytes: int) -> None:
+        self.segment.bytes[start : start + nbytes] = 0
+
+    def hand_out(self, stack: AsyncExitStack) -> None:
+        """Opens the sockets by which clients get memory; they need no gRPC to answer."""
+        path, mode = self._config.unix_listen, self._config.unix_mode_bits
+        if self._is_everybodys:
+            stack.callback(MemorySocket(abstract_name(self.segment.token), self.segment).close)
+            if path:
+                stack.callback(MemorySocket(memory_path(path), self.segment, mode).close)
+
+    @property
+    def _is_everybodys(self) -> bool:
+        return self.segment.is_sealed and not self._has_tenants
+
+    def offer(self, engine: Engine | None, data: DataWorkers | None) -> pb.PingResponse:
+        """The transports of this server, for callers that may open namespaces."""
+        offer = pb.PingResponse(piece_bytes=WRITTEN_BYTES)
+        nbytes = self.segment.nbytes
+        whole: dict[str, Any] = {"nbytes": nbytes, "nonce": self.segment.nonce, "nonce_offset": nbytes}
+        if self._is_everybodys:
+            offer.segment.MergeFrom(pb.Segment(token=self.segment.token, **whole))
+        if engine is not None:
+            address = self.segment.whole.ctypes.data
+            offer.mooncake.MergeFrom(
+                pb.MooncakeEngine(session=engine.session, protocol=engine.protocol, base_address=address, **whole)
+            )
+        if data is not None:
+            port = pb.DataPort(host=data.told_host, port=data.port, nonce=data.nonce, sealed=data.sealed)
+            offer.data_port.MergeFrom(port)
+        return offer
+
+
+class MemorySocket:
+    """Hands out the descriptor of the arena's memory to clients on this host that present its token.
+
+    Clients that reach gRPC by TCP connect to a name in the abstract namespace. Any process in this network namespace
+    can do so, so a client's user must be the server's, or root. Clients that reach gRPC by a Unix socket connect to a
+    path beside it, and the path's mode says who may.
+
+    Made and used on the event loop. Raises ConfigError if it cannot listen.
+
+    Args:
+        address: a path, or a name in the abstract namespace.
+        mode: permissions of a path.
+    """
+
+    def __init__(self, address: Address, segment: Segment, mode: int = 0o600):
+        self._address = address
+        self._segment = segment
+        self._loop = asyncio.get_running_loop()
+        self._waiting: dict[socket.socket, asyncio.TimerHandle] = {}
+        self._refused, self._logged_at = 0, -LOG_EVERY_S
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+        try:
+            if isinstance(address, str):
+                bind_path(address, mode, lambda: self._listener.bind(address))
+            else:
+                self._listener.bind(address)
+            self._listener.listen(BACKLOG)
+        except OSError as error:
+            self._listener.close()
+            raise cannot_bind(address, error) from None
+        except ConfigError:
+            self._listener.close()
+            raise
+        self._listen()
+
+    def _listen(self) -> None:
+        if self._listener.fileno() >= 0:
+            self._loop.add_reader(self._listener, self._accept)
+
+    def _accept(self) -> None:
+        for _ in range(MAX_WAITING):  # Then the loop's other work comes first.
+            try:
+                client, _ = self._listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                if error.errno == errno.ECONNABORTED:
+                    continue
+                self._loop.remove_reader(self._listener)  # Too many open files: the loop would spin.
+                self._loop.call_later(ACCEPT_AGAIN_S, self._listen)
+                return
+            client.setblocking(False)
+            _, uid = peer_of(client)
+            if isinstance(self._address, bytes) and uid not in (os.geteuid(), 0):
+                self._refuse(client, "another user's process; see --unix-listen")
+            elif not self._answer(client):
+                self._wait(client)
+
+    def _wait(self, client: socket.socket) -> None:
+        if len(self._waiting) >= MAX_WAITING:
+            self._hang_up(next(iter(self._waiting)))
+        self._waiting[client] = self._loop.call_later(PATIENCE_S, self._hang_up, client)
+        self._loop.add_reader(client, self._answer, client)
+
+    def _answer(self, client: socket.socket) -> bool:
+        """Answers a client's request, and hangs up; False if no request has arrived yet."""
+        try:
+            request = client.recv(REQUEST_BYTES + 1)
+            if secrets.compare_digest(request, MAGIC + self._segment.token):
+                socket.send_fds(client, [MAGIC], [self._segment.fd])
+                pid, uid = peer_of(client)
+                log.debug("handed out shared memory", pid=pid, uid=uid)
+            elif request:
+                self._refuse(client, "not the token of this server's memory")
+        except BlockingIOError:
+            return False
+        except OSError:
+            pass  # The client has disconnected.
+        self._hang_up(client)
+        return True
+
+    def _refuse(self, client: socket.socket, why: str) -> None:
+        pid, uid = peer_of(client)
+        self._hang_up(client)
+        self._refused += 1
+        if time.monotonic() - self._logged_at >= LOG_EVERY_S:
+            self._logged_at = time.monotonic()
+            log.warning("refused shared memory", why=why, pid=pid, uid=uid, refused_so_far=self._refused)
+
+    def _hang_up(self, client: socket.socket) -> None:
+        if timer := self._waiting.pop(client, None):
+            timer.cancel()
+            self._loop.remove_reader(client)
+        client.close()
+
+    def close(self) -> None:
+        """Hands out nothing more. Memory that clients have mapped stays theirs. Idempotent."""
+        if self._listener.fileno() < 0:
+            return
+        if isinstance(self._address, str):
+            with suppress(OSError):
+                os.unlink(self._address)  # First: a socket that nobody listens on may be replaced by a successor's.
+        self._loop.remove_reader(self._listener)
+        self._listener.close()
+        for client in list(self._waiting):
+            self._hang_up(client)

@@ -1,1 +1,0 @@
-"""The arena's memory, and how clients get it."""
