@@ -16,7 +16,7 @@ from typing import Any
 import grpc
 
 from kvpool.client.calls import Calls
-from kvpool.client.channel import CALL_ERRORS, RenewedChannel, open_channel
+from kvpool.client.channel import CALL_ERRORS, open_channel
 from kvpool.client.config import ClientConfig
 from kvpool.client.lookup_stream import LookupStream
 from kvpool.client.open_namespace import Namespace
@@ -74,8 +74,7 @@ class PoolRpc(Calls):
         """Makes the connection; the server is reached with the first call. Raises ConfigError as `open_channel`."""
         channel = open_channel(config)
         stub = PoolStub(PiecedChannel(channel))  # type: ignore[no-untyped-call]
-        version = (lambda: channel.version) if isinstance(channel, RenewedChannel) else None
-        return cls(config, stub, LookupStream.on(channel, version), channel)
+        return cls(config, stub, LookupStream(channel), channel)
 
     def close(self) -> None:
         """Ends the connection; calls in flight fail. Idempotent."""
