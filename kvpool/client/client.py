@@ -294,7 +294,7 @@ class Client:
             )
             reader.read(transfer, range(len(leased)))
         split = [] if leased is not None else list(in_parts(runs, namespace.max_blocks(shards)))
-        with closing(self.rpc.locate_in_parts(namespace, lease_id, split, shards)) as answers:
+        with closing(self.rpc.locate(namespace, lease_id, split, shards)) as answers:
             for located in answers:
                 parts.append(located)
                 indices = [first + idx for idx, present in enumerate(located.present) if present]

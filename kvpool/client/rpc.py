@@ -238,19 +238,18 @@ class PoolRpc(Calls):
 
     # Get
 
-    def locate(self, namespace: Namespace, lease_id: int, runs: Sequence[BlockRun], shards: ShardRange) -> Located:
-        """Regions and checksums of leased blocks. Raises LeaseExpiredError."""
-        request = self._get_request(namespace, lease_id, runs, shards)
-        return self._decode_located(namespace, self.call(self.stub.Get, request), runs, shards)
-
-    def locate_in_parts(
+    def locate(
         self, namespace: Namespace, lease_id: int, parts: Sequence[Sequence[BlockRun]], shards: ShardRange
     ) -> Generator[Located, None, None]:
-        """As `locate` for each part, in order. All parts are requested at once; close the iterator after use."""
-        if len(parts) == 1:  # A call that is waited for needs fewer threads than one that is sent.
-            yield self.locate(namespace, lease_id, parts[0], shards)
+        """Regions and checksums of leased blocks, for each part in order. All parts are requested at once.
+
+        Close the iterator after use. Raises LeaseExpiredError.
+        """
+        requests = [self._get_request(namespace, lease_id, part, shards) for part in parts]
+        if len(requests) == 1:  # A call that is waited for needs fewer threads than one that is sent.
+            yield self._decode_located(namespace, self.call(self.stub.Get, requests[0]), parts[0], shards)
             return
-        calls = [self.send(self.stub.Get, self._get_request(namespace, lease_id, part, shards)) for part in parts]
+        calls = [self.send(self.stub.Get, request) for request in requests]
         try:
             for call, part in zip(calls, parts, strict=True):
                 yield self._decode_located(namespace, self.result(call), part, shards)

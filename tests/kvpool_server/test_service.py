@@ -102,9 +102,9 @@ def _status(call: Callable[[], object]) -> tuple[grpc.StatusCode, str]:
     return caught.value.code(), caught.value.details()
 
 
-def _has_expired(call: Callable[[], object]) -> bool:
+def _has_expired(client: Client, namespace: Namespace, lease_id: int, run: BlockRun) -> bool:
     try:
-        call()
+        next(client.rpc.locate(namespace, lease_id, [[run]], WHOLE))
     except LeaseExpiredError:
         return True
     return False
@@ -587,7 +587,7 @@ def test_get_after_the_lease_is_an_error(shared_server: ServerProcess, connect: 
     namespace = client.open_namespace(spec)
     run = _store(client, namespace, "a")
     lease_id = client.lookup(namespace, [run]).lease_id
-    wait_for(lambda: _has_expired(lambda: client.rpc.locate(namespace, lease_id, [run], WHOLE)), "the lease's end")
+    wait_for(lambda: _has_expired(client, namespace, lease_id, run), "the lease's end")
     with pytest.raises(LeaseExpiredError, match=f"lease {lease_id:#x} is not live.*look up again"):
         client.get_blocks(namespace, lease_id, run)
     with pytest.raises(LeaseExpiredError):
@@ -606,7 +606,7 @@ def test_a_lease_that_runs_out_during_the_read_is_an_error(
 
     def drain(indices: Sequence[int], buffers: Buffers) -> None:
         drained.extend(indices)
-        wait_for(lambda: _has_expired(lambda: client.rpc.locate(namespace, lease_id, [run], WHOLE)), "the lease's end")
+        wait_for(lambda: _has_expired(client, namespace, lease_id, run), "the lease's end")
 
     with pytest.raises((LeaseExpiredError, PoolTimeoutError)):
         client.get(namespace, lease_id, [run], drain)
@@ -706,7 +706,7 @@ def test_a_writer_that_is_killed_leaks_nothing_and_blocks_nobody(pool_server: St
 def _flip_a_byte(client: Client, server: ServerProcess, namespace: Namespace, run: BlockRun) -> None:
     """As a stray writer, or a broken DIMM, would."""
     lease_id = client.lookup(namespace, [run]).lease_id
-    offset = client.rpc.locate(namespace, lease_id, [run], WHOLE).offsets[0]
+    offset = next(client.rpc.locate(namespace, lease_id, [[run]], WHOLE)).offsets[0]
     client.release([lease_id])
     np.memmap(arena_file(server.pid), np.uint8, "r+")[offset + CHUNK // 2] ^= 0x01
 

@@ -50,7 +50,7 @@ PLACES: dict[type, tuple[str, ...]] = {
     PeerLoads: ("prepare", "_judge"),
     PendingLookup: ("result", "done", "on_done"),
     PoolContents: ("missing", "stored", "was_stored"),
-    PoolRpc: ("lookup_async", "put_start", "put_end", "locate_in_parts", "release_quietly", "check", "revoke_quietly"),
+    PoolRpc: ("lookup_async", "put_start", "put_end", "locate", "release_quietly", "check", "revoke_quietly"),
     PromotionWait: ("lasts", "has_ended"),
     ReceiveThread: ("_transfer", "_get", "_namespace"),
     RequestLookup: ("leased", "must_be_sent_again"),
