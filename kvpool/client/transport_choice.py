@@ -127,7 +127,7 @@ def _tcp(config: ClientConfig, offer: Offer, _: grpc.Channel) -> Choice:
             f"the data port at {where} is not encrypted; start kvpool-server with TLS, or allow it with "
             "insecure_network"
         )
-    peer = peer_of(offer.data_port, host, stall_s, stall_s)
+    peer = peer_of(offer.data_port, host, stall_s)
     peer.connect(max(stall_s, PROVE_S))[0].close()
     connections = config.stream_connections or movers_of(len(os.sched_getaffinity(0)), config.local_clients)
     transport = TcpTransport(peer, connections)

@@ -65,7 +65,7 @@ def data_port(client: Client) -> list[Finding]:
         return [warning("data port", text, "give the server --data-listen")]
     if socket_path(endpoint):
         return [ok("data port", f"port {offer.data_port.port} is not used through a Unix socket")]
-    peer = peer_of(offer.data_port, _host(endpoint), CONNECT_S, CONNECT_S)
+    peer = peer_of(offer.data_port, _host(endpoint), CONNECT_S)
     try:
         peer.connect(CONNECT_S)[0].close()
     except KVPoolError as failed:

@@ -23,9 +23,9 @@ from kvpool.transport.tcp_write import TcpWrite
 from kvpool.v1 import pool_pb2 as pb
 
 
-def peer_of(info: pb.DataPort, host: str, connect_timeout_s: float, stall_timeout_s: float) -> Peer:
+def peer_of(info: pb.DataPort, host: str, timeout_s: float) -> Peer:
     """The data port of a server that was reached at `host`, unless `info` names another host."""
-    return Peer(info.host or host, info.port, info.nonce, connect_timeout_s, stall_timeout_s, info.sealed)
+    return Peer(info.host or host, info.port, info.nonce, timeout_s, info.sealed)
 
 
 class TcpTransport:

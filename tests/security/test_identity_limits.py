@@ -250,9 +250,9 @@ class SealedClient:
         self._permit, self._offsets = located.permit[:PERMIT_BYTES], list(located.offsets)
         key = located.permit[PERMIT_BYTES:]
         port = client.rpc.ping().data_port
-        self._plain, server_random = Peer(
-            "127.0.0.1", port.port, port.nonce, TIMEOUT_S, TIMEOUT_S, sealed=True
-        ).connect(TIMEOUT_S)
+        self._plain, server_random = Peer("127.0.0.1", port.port, port.nonce, TIMEOUT_S, sealed=True).connect(
+            TIMEOUT_S
+        )
         client_random = os.urandom(RANDOM_BYTES)
         self._plain.sendall(client_random + self._permit)
         self._sealed = SealedSocket(self._plain, key, client_random, server_random, is_client=True)

@@ -121,7 +121,7 @@ class Attempt:
         self.port = port
         self.staging = Staging(case.staging_units * UNIT_BYTES)
         deadline_s = AMPLE_S if case.is_honest else DEADLINE_S
-        self.peer = port.peer(AMPLE_S, AMPLE_S) if case.is_honest else port.peer(STALL_S, STALL_S)
+        self.peer = port.peer(AMPLE_S) if case.is_honest else port.peer(STALL_S)
         self.connections = ConnectionPool(self.peer, case.num_connections + 1)
         self.helpers = Helpers(case.num_connections - 1)
         offsets = [nth * case.region_bytes + nth // 2 * 8 for nth in range(case.num_regions)]
@@ -288,7 +288,7 @@ class Moves:
 
 @contextmanager
 def moves(*scripts: Sequence[Act], num_helpers: int = 0) -> Iterator[tuple[Moves, ScriptedPort]]:
-    with scripted_port(*scripts) as port, closing(Moves(port.peer(AMPLE_S, AMPLE_S), num_helpers)) as moves:
+    with scripted_port(*scripts) as port, closing(Moves(port.peer(AMPLE_S), num_helpers)) as moves:
         yield moves, port
 
 
