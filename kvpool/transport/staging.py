@@ -33,7 +33,7 @@ class Staging:
             pages.madvise(mmap.MADV_HUGEPAGE)
             memory = np.frombuffer(pages, np.uint8)
         self.memory: Bytes = memory
-        self._free = [(0, len(memory) // UNIT_BYTES)]  # Gaps [start, stop) of units, by start.
+        self._lent = bytearray(len(memory) // UNIT_BYTES)  # 1 for each unit that is lent, else 0.
         self._changed = threading.Condition()
 
     @contextmanager
@@ -47,36 +47,21 @@ class Staging:
         if units * UNIT_BYTES > len(self.memory):
             yield [np.empty(nbytes, np.uint8)]
             return
+        free = bytes(units)
+        starts: list[int] = []
         with self._changed:
-            if not self._changed.wait_for(lambda: self._fits(units), max(timeout_s, 0)):
+            if not self._changed.wait_for(lambda: free in self._lent, max(timeout_s, 0)):
                 raise PoolTimeoutError(
                     f"transfers under way held all {len(self.memory)} bytes of a client's staging memory until the "
                     "deadline; let fewer threads put and get at once"
                 )
-            starts = [self._take(units) for _ in range(count) if self._fits(units)]
+            while len(starts) < count and free in self._lent:
+                starts.append(self._lent.index(free))
+                self._lent[starts[-1] : starts[-1] + units] = b"\1" * units
         try:
             yield [self.memory[start * UNIT_BYTES :][:nbytes] for start in starts]
         finally:
             with self._changed:
                 for start in starts:
-                    self._give_back(start, start + units)
+                    self._lent[start : start + units] = free
                 self._changed.notify_all()
-
-    def _fits(self, units: int) -> bool:
-        return any(stop - start >= units for start, stop in self._free)
-
-    def _take(self, units: int) -> int:
-        """The start of the first gap that fits."""
-        nth = next(nth for nth, (start, stop) in enumerate(self._free) if stop - start >= units)
-        start, stop = self._free[nth]
-        self._free[nth : nth + 1] = [(start + units, stop)] if stop - start > units else []
-        return start
-
-    def _give_back(self, start: int, stop: int) -> None:
-        gaps: list[tuple[int, int]] = []
-        for gap in sorted([*self._free, (start, stop)]):
-            if gaps and gaps[-1][1] == gap[0]:
-                gaps[-1] = gaps[-1][0], gap[1]
-            else:
-                gaps.append(gap)
-        self._free = gaps
