@@ -159,11 +159,7 @@ class Terms(NamedTuple):
 
 
 class Signer:
-    """Makes permits and checks them.
-
-    Args:
-        key: 16 to 64 random bytes, the same in the server and in its workers; new with every boot.
-    """
+    """Makes permits and checks them, by 16 to 64 random bytes that server and workers share; new with every boot."""
 
     def __init__(self, key: bytes):
         self._key = key
