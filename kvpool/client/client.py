@@ -25,12 +25,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.client.admin import Admin, Hints
+from kvpool.client.admin import Admin, Hints, InlineChunks
 from kvpool.client.block_io import BlockReader, BlockWriter, DrainBlocks, FillBlocks, InPlace
 from kvpool.client.channel import RenewedChannel
 from kvpool.client.config import ClientConfig
-from kvpool.client.inline_chunks import InlineChunks
-from kvpool.client.open_namespace import Namespace
+from kvpool.client.handles import Namespace
 from kvpool.client.rpc import PoolRpc
 from kvpool.client.transport_choice import Attachment, Choose, choose
 from kvpool.protocol import replies

@@ -18,9 +18,8 @@ import grpc
 from kvpool.client.calls import Calls
 from kvpool.client.channel import CALL_ERRORS, open_channel
 from kvpool.client.config import ClientConfig
+from kvpool.client.handles import KeptRuns, Namespace, PendingLookup
 from kvpool.client.lookup_stream import LookupStream
-from kvpool.client.open_namespace import Namespace
-from kvpool.client.pending_lookup import KeptRuns, PendingLookup
 from kvpool.client.tracing import tracing_of
 from kvpool.protocol import replies, wire
 from kvpool.protocol.errors import (

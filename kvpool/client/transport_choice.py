@@ -19,13 +19,12 @@ from kvpool.protocol.errors import KVPoolError, TransferError
 from kvpool.transport.base import Transport
 from kvpool.transport.grpc import GrpcTransport
 from kvpool.transport.helpers import movers_of
-from kvpool.transport.memory_socket import memory_address, receive_memory
 from kvpool.transport.mooncake import MooncakeTransport
 from kvpool.transport.mooncake_engine import Engine, address_towards
 from kvpool.transport.segment import Segment
 from kvpool.transport.shm import ShmTransport
 from kvpool.transport.tcp import TcpTransport, peer_of
-from kvpool.transport.unix_socket import socket_path
+from kvpool.transport.unix_socket import memory_address, receive_memory, socket_path
 from kvpool.v1 import pool_pb2 as pb
 
 PROVE_S = 3.0

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
-from kvpool.protocol.causes import Cause
+from kvpool.protocol.reports import Cause
 from kvpool.report.output import count_text, share_text
 from kvpool.report.quotas import size_text
 from kvpool.v1 import pool_pb2 as pb

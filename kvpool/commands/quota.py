@@ -15,7 +15,7 @@ from kvpool.commands import common
 from kvpool.commands.common import AsJson, Endpoint
 from kvpool.protocol.errors import InvalidRequestError, PermissionDeniedError
 from kvpool.protocol.messages import fields_of
-from kvpool.protocol.quota import Quota
+from kvpool.protocol.types import Quota
 from kvpool.report.output import console, say
 from kvpool.report.quotas import beyond_memory, parse_quota, size_text
 from kvpool.v1 import pool_pb2 as pb

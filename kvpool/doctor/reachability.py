@@ -23,9 +23,8 @@ from kvpool.report.bandwidth import check_permission, measure, usual_block
 from kvpool.report.finding import Finding, error, ok, warning
 from kvpool.security.certificates import read_pem
 from kvpool.security.tls import TlsFiles
-from kvpool.transport.memory_socket import memory_address, receive_memory
 from kvpool.transport.tcp import peer_of
-from kvpool.transport.unix_socket import socket_path
+from kvpool.transport.unix_socket import memory_address, receive_memory, socket_path
 from kvpool.v1 import pool_pb2 as pb
 
 CONNECT_S = 3.0

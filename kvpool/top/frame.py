@@ -16,7 +16,7 @@ from rich.text import Text
 from kvpool.doctor.judgements import judgements
 from kvpool.doctor.pool_state import tokens
 from kvpool.doctor.window import Window
-from kvpool.protocol.server_stats import client_transfers, count, rpc_quantile, since
+from kvpool.protocol.reports import client_transfers, count, rpc_quantile, since
 from kvpool.protocol.text import duration_text, printable
 from kvpool.report.finding import Level, problems
 from kvpool.report.output import MARKS, bar, count_text, rate_text, seconds_text, share_text

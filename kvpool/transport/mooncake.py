@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 
 from kvpool.protocol.errors import PoolTimeoutError, TransferError, UnavailableError
 from kvpool.transport.base import Bytes, Clock, Sink, Source, Transfer, call_back
+from kvpool.transport.helpers import Staging
 from kvpool.transport.mooncake_engine import DONE, FAILED, UNDER_WAY, Engine
-from kvpool.transport.staging import Staging
 from kvpool.v1 import pool_pb2 as pb
 
 STAGING_BYTES = 64 << 20

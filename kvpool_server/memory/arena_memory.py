@@ -23,10 +23,9 @@ from pydantic import ByteSize
 
 from kvpool.protocol import wire
 from kvpool.protocol.errors import ConfigError
-from kvpool.transport.memory_socket import abstract_name
 from kvpool.transport.mooncake_engine import Engine
 from kvpool.transport.segment import Segment
-from kvpool.transport.unix_socket import memory_path
+from kvpool.transport.unix_socket import abstract_name, memory_path
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.data_plane.workers import DataPortInfo

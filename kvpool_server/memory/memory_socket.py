@@ -21,7 +21,7 @@ from contextlib import suppress
 import structlog
 
 from kvpool.protocol.errors import ConfigError
-from kvpool.transport.memory_socket import MAGIC, REQUEST_BYTES, Address, peer_of
+from kvpool.transport.unix_socket import MAGIC, REQUEST_BYTES, Address, peer_of
 from kvpool_server.process.addresses import bind_path, cannot_bind
 
 log = structlog.get_logger()

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvpool.client.admin import InlineChunks
 from kvpool.client.client import Client
-from kvpool.client.inline_chunks import InlineChunks
+from kvpool.client.handles import Namespace
 from kvpool.client.lookup_stream import LookupStream, StreamedError
-from kvpool.client.open_namespace import Namespace
 from kvpool.protocol.errors import InvalidRequestError
 from kvpool.protocol.hashing import checksum
 from kvpool.protocol.pieces import MESSAGE_BYTES, pieces

@@ -18,7 +18,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvpool.client.client import Client
-from kvpool.client.open_namespace import Namespace
+from kvpool.client.handles import Namespace
 from kvpool.protocol import wire
 from kvpool.protocol.types import PutGrant, ShardRange
 from kvpool.v1 import pool_pb2 as pb

@@ -8,7 +8,7 @@ import urllib.request
 from collections.abc import Callable
 
 from kvpool.client.client import Client
-from kvpool.protocol.server_stats import count, since
+from kvpool.protocol.reports import count, since
 from kvpool.version import __version__
 from tests.conftest import StartServer
 from tests.support.values import group_spec, namespace_spec, payload, run_of

@@ -20,12 +20,10 @@ import grpc
 import numpy as np
 import pytest
 
-from kvpool.client.block_io import DrainBlocks, InPlace
+from kvpool.client.block_io import Checksums, DrainBlocks, InPlace
 from kvpool.client.client import Client
 from kvpool.client.config import ClientConfig
-from kvpool.client.open_namespace import Namespace
-from kvpool.client.pending_lookup import PendingLookup
-from kvpool.client.sums import Checksums
+from kvpool.client.handles import Namespace, PendingLookup
 from kvpool.client.transport_choice import choose
 from kvpool.protocol import wire
 from kvpool.protocol.errors import (
@@ -43,9 +41,8 @@ from kvpool.protocol.errors import (
 )
 from kvpool.protocol.hashing import checksum
 from kvpool.protocol.namespace import NamespaceSpec
-from kvpool.protocol.quota import Quota
 from kvpool.protocol.text import opened_text
-from kvpool.protocol.types import BlockRun, Chunk, PoolKey, PutReceipt, PutStatus, ShardRange
+from kvpool.protocol.types import BlockRun, Chunk, PoolKey, PutReceipt, PutStatus, Quota, ShardRange
 from kvpool.protocol.wire import encode_runs, encode_spec
 from kvpool.transport.base import Buffers
 from kvpool.transport.segment import NAME

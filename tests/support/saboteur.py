@@ -12,7 +12,7 @@ import pytest
 
 from kvpool.client.block_io import BlockReader, BlockWriter
 from kvpool.client.client import Client
-from kvpool.client.pending_lookup import PendingLookup
+from kvpool.client.handles import PendingLookup
 from kvpool.client.rpc import PoolRpc
 from vllm_plugin.model.geometry import Geometry
 from vllm_plugin.scheduler.admission import Admission, PromotionWait

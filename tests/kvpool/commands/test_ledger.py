@@ -15,10 +15,9 @@ from kvpool.client.client import Client
 from kvpool.client.config import ClientConfig
 from kvpool.commands.ledger import moment
 from kvpool.commands.ledger_table import ledger_table
-from kvpool.protocol.causes import Cause
 from kvpool.protocol.errors import InvalidRequestError
 from kvpool.protocol.namespace import NamespaceSpec
-from kvpool.protocol.reports import ReportRequest
+from kvpool.protocol.reports import Cause, ReportRequest
 from kvpool.v1 import pool_pb2 as pb
 from tests.conftest import StartServer
 from tests.kvpool.conftest import Cli, CliAt

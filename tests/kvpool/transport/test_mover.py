@@ -20,8 +20,8 @@ from kvpool.transport import child_process
 from kvpool.transport import mover as module
 from kvpool.transport.base import Buffers, Sink, Source, Transfer
 from kvpool.transport.data_port import Kind
+from kvpool.transport.helpers import STAGING_BYTES
 from kvpool.transport.mover import MEMORY_BYTES, MOVERS, Movers
-from kvpool.transport.staging import STAGING_BYTES
 from kvpool.transport.tcp import TcpTransport
 from tests.contracts.transport_contract import DEADLINE_S, REGION_BYTES, Regions, Rig, TransportContract
 from tests.support.processes import is_running, wait_for

@@ -17,12 +17,10 @@ from kvpool.protocol.errors import KVPoolError, LeaseExpiredError, PoolTimeoutEr
 from kvpool.transport import tcp_transfer
 from kvpool.transport.base import Buffers, Bytes, Pieces, Sink, Source, Transfer
 from kvpool.transport.data_port import Kind, Status
-from kvpool.transport.helpers import Helpers
-from kvpool.transport.staging import UNIT_BYTES, Staging
+from kvpool.transport.helpers import UNIT_BYTES, Helpers, Staging
+from kvpool.transport.tcp import TcpRead, TcpWrite
 from kvpool.transport.tcp_connection import Peer
-from kvpool.transport.tcp_connections import ConnectionPool
-from kvpool.transport.tcp_read import TcpRead
-from kvpool.transport.tcp_write import TcpWrite
+from kvpool.transport.tcp_transfer import ConnectionPool
 from tests.support.effort import effort
 from tests.support.processes import wait_for
 from tests.support.scripted_port import GREETINGS, HONEST, Act, Does, ScriptedPort, scripted_port

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from kvpool.protocol.errors import InvalidRequestError, OutOfSpaceError
-from kvpool.protocol.quota import Quota
+from kvpool.protocol.types import Quota
 from kvpool_server.cache.eviction import POLICIES, Policy
 from kvpool_server.cache.tier_access import pin
 from tests.support.integrity import check_integrity
