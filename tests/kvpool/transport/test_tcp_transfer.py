@@ -142,50 +142,36 @@ class Attempt:
 
     def run(self) -> None:
         case, rows = self.case, self.arrays if self.case.in_place else None
+        act = None if rows else self._call_back
         if case.is_write:
-            fill = None if rows else self._fill
-            TcpWrite(self.transfer, Source(fill, rows, self._sum), self.connections, self.helpers).run(self.staging)
+            TcpWrite(self.transfer, Source(act, rows, self._sum), self.connections, self.helpers).run(self.staging)
         else:
-            drain = None if rows else self._drain
-            sink = Sink(drain, rows, self._sum) if case.is_summed else Sink(drain, rows)
+            sink = Sink(act, rows, self._sum) if case.is_summed else Sink(act, rows)
             TcpRead(self.transfer, sink, self.connections, self.helpers).run(self.staging)
 
-    def _fill(self, first: int, buffers: Buffers) -> Callable[[], object] | None:
-        wait_s = self._see(first, len(buffers))
+    def _call_back(self, first: int, buffers: Buffers) -> Callable[[], object] | None:
+        """Fills buffers or looks at them, at once or as a GPU does."""
+        regions = range(first, first + len(buffers))
+        wait_s = self.case.waits.get(self.num_calls)
+        self.num_calls += 1
+        self.seen += regions
+        if self.case.fails_at in regions:
+            raise UnheardError
 
         def copy() -> None:
             time.sleep(wait_s or 0.0)
-            for idx, buffer in enumerate(buffers, first):
-                buffer[:] = self.expected[idx]
+            for idx, buffer in zip(regions, buffers, strict=True):
+                if self.case.is_write:
+                    buffer[:] = self.expected[idx]
+                else:
+                    self.drained[idx] = buffer.tobytes()
 
-        if wait_s is not None:
-            return self._start(copy)
-        copy()
-        return None
-
-    def _drain(self, first: int, buffers: Buffers) -> Callable[[], object] | None:
-        wait_s = self._see(first, len(buffers))
-
-        def look() -> None:
-            time.sleep(wait_s or 0.0)
-            self.drained.update((idx, buffer.tobytes()) for idx, buffer in enumerate(buffers, first))
-
-        if wait_s is not None:
-            return self._start(look)
-        look()
-        return None
-
-    def _start(self, copy: Callable[[], None]) -> Callable[[], object]:
+        if wait_s is None:
+            copy()
+            return None
         self.copies.append(threading.Thread(target=copy))
         self.copies[-1].start()
         return self.copies[-1].join
-
-    def _see(self, first: int, count: int) -> float | None:
-        self.num_calls += 1
-        self.seen += range(first, first + count)
-        if self.case.fails_at in range(first, first + count):
-            raise UnheardError
-        return self.case.waits.get(self.num_calls - 1)
 
     def _sum(self, first: int, regions: Sequence[Pieces]) -> None:
         for idx, pieces in enumerate(regions, first):
