@@ -115,9 +115,8 @@ class Client:
         """
         spec = self.rpc.named(self._of_tenant(spec))
         opened = self.rpc.open_namespace(spec, expected_fingerprint, timeout_ms)
-        transport, boot_token = self.attachment.attach(opened, opened.boot_token), opened.boot_token
-        arena_bytes = replies.arena_bytes(opened)
-        return Namespace(spec, opened.fingerprint, boot_token, transport, opened.max_batch_blocks, arena_bytes)
+        transport, arena_bytes = self.attachment.attach(opened), replies.arena_bytes(opened)
+        return Namespace(spec, opened.fingerprint, opened.boot_token, transport, opened.max_batch_blocks, arena_bytes)
 
     def lookup(
         self,

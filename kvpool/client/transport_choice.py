@@ -173,17 +173,15 @@ class Attachment:
         self._clock = clock
         self._lock = threading.RLock()
         self.choice: Choice | None = None
-        self._offer: Offer | None = None
-        self._boot_token = 0
+        self._offer: Offer = pb.OpenNamespaceResponse()
         self._retry_after_s, self._retry_at = RETRY_S[0], 0.0
 
-    def attach(self, offer: Offer, boot_token: int) -> Transport:
+    def attach(self, offer: Offer) -> Transport:
         """The transport to this boot of the server; one to an earlier boot is closed first. Raises as `choose`."""
         with self._lock:
-            if self.choice is None or self._boot_token != boot_token:
+            if self.choice is None or self._offer.boot_token != offer.boot_token:
                 self.detach()
-                self.choice = self._choose(offer)
-                self._offer, self._boot_token = offer, boot_token
+                self.choice, self._offer = self._choose(offer), offer
                 self._retry_after_s, self._retry_at = RETRY_S[0], self._clock() + RETRY_S[0]
             return self.retry() or self.choice.transport
 
@@ -195,7 +193,6 @@ class Attachment:
         with self._lock:
             if self.choice is None or not self.choice.is_fallback or self._clock() < self._retry_at:
                 return None
-            assert self._offer is not None
             found = self._choose(self._offer)
             if found.is_fallback:
                 found.transport.close()
