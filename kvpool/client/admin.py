@@ -111,10 +111,7 @@ class Admin:
     def explain(
         self, fingerprint: bytes, runs: Sequence[BlockRun], *, timeout_ms: int | None = None
     ) -> pb.ExplainResponse:
-        """What the server knows of a prompt's blocks, given under their names on the wire: see `PoolRpc.name_of`.
-
-        Args:
-            runs: of a namespace, one a group.
+        """What the server knows of a prompt's blocks, one run a group, named as on the wire (`PoolRpc.name_of`).
 
         Raises UnknownNamespaceError, InvalidRequestError.
         """
@@ -205,10 +202,8 @@ class Hints:
     def prefetch(self, namespace: Namespace, runs: Sequence[BlockRun]) -> pb.HintResponse:
         """Has the server bring the blocks of a prefix up from its tiers; does not wait until they are up.
 
-        Args:
-            runs: one a group; the server refuses more.
-
-        Repeat it to learn how far the server has come. Raises OutOfSpaceError if too many prefetches are under way.
+        The server refuses more than one run a group. Repeat the call to learn how far the server has come. Raises
+        OutOfSpaceError if too many prefetches are under way.
         """
         return self._hint(namespace, runs, HintKind.PREFETCH)
 

@@ -116,16 +116,11 @@ class RenewedChannel:
     """
 
     def __init__(
-        self,
-        identity: WatchedFiles[TlsIdentity],
-        make: Callable[[], grpc.Channel],
-        token: WatchedFiles[str] | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        self, identity: WatchedFiles[TlsIdentity], make: Callable[[], grpc.Channel], token: WatchedFiles[str] | None
     ):
         self._identity = identity
         self._make = make
         self._token = token
-        self._clock = clock
         self._lock = threading.Lock()
         self._is_closed = False
         self._retired: list[tuple[float, grpc.Channel]] = []
@@ -143,7 +138,7 @@ class RenewedChannel:
             return self._current
         with self._lock:
             if self._identity.version != self._version and not self._is_closed:
-                now = self._clock()
+                now = time.monotonic()
                 for _, channel in (each for each in self._retired if each[0] <= now):
                     channel.close()
                 self._retired = [each for each in self._retired if each[0] > now]

@@ -9,7 +9,6 @@ from typing import Any
 import grpc
 
 from kvpool.client.channel import CALL_ERRORS
-from kvpool.protocol import replies
 from kvpool.protocol.errors import InvalidRequestError, KVPoolError
 from kvpool.protocol.namespace import GroupSpec, NamespaceSpec
 from kvpool.protocol.types import MAX_BATCH_CHUNKS, BlockRun, Lookup, ShardRange
@@ -33,7 +32,7 @@ class Namespace:
     boot_token: int
     transport: Transport
     max_batch_blocks: int
-    arena_bytes: int = replies.MAX_ARENA_BYTES
+    arena_bytes: int
 
     def max_blocks(self, shards: ShardRange) -> int:
         """Most blocks of which one put or get can move these shards."""

@@ -58,8 +58,7 @@ Choose = Callable[[ClientConfig, Offer, grpc.Channel], Choice]
 def choose(config: ClientConfig, offer: Offer, channel: grpc.Channel) -> Choice:
     """Attaches to a server's arena by the first of the setting's candidates that works.
 
-    Raises:
-        TransferError, UnavailableError, PoolTimeoutError, ConfigError: the last candidate does not work.
+    Raises TransferError, UnavailableError, PoolTimeoutError or ConfigError as the last candidate does.
     """
     has_host = not socket_path(config.endpoint)
     candidates = CANDIDATES[config.transport].items()

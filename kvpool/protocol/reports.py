@@ -96,9 +96,6 @@ def client_transfers(transfers: Iterable[pb.TransferStats], usage: Iterable[pb.U
 
     The server learns of whole blocks: a read is counted when an engine is told the block's place.
 
-    Args:
-        transfers, usage: of the same time.
-
     Returns: one for reads and one for writes, with `CLIENT_TRANSPORTS` as their transport.
     """
     left: Counter[str] = Counter()

@@ -57,14 +57,14 @@ class BlockRun:
         return len(self.block_hashes)
 
 
-def in_parts(runs: Sequence[BlockRun], max_blocks: int, max_runs: int = MAX_RUNS) -> Iterator[list[BlockRun]]:
-    """The runs in parts of at most `max_blocks` blocks and `max_runs` runs."""
+def in_parts(runs: Sequence[BlockRun], max_blocks: int) -> Iterator[list[BlockRun]]:
+    """The runs in parts of at most `max_blocks` blocks and `MAX_RUNS` runs."""
     part: list[BlockRun] = []
     room = max_blocks
     for run in runs:
         at = 0
         while at < len(run):
-            if not room or len(part) == max_runs:
+            if not room or len(part) == MAX_RUNS:
                 yield part
                 part, room = [], max_blocks
             piece = run

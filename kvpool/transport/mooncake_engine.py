@@ -138,7 +138,7 @@ def import_mooncake(module: str, needed_by: str) -> Any:
 
 
 @contextmanager
-def engine_start(protocol: str, device: str = "") -> Iterator[None]:
+def engine_start(protocol: str, device: str) -> Iterator[None]:
     """Around the start of an engine, one at a time. `protocol` and `device` as of `Engine.start`.
 
     The engine reads some settings from variables alone; variables that are set already keep their values.

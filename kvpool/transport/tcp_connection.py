@@ -130,11 +130,10 @@ class Part:
     def nbytes(self) -> int:
         return (self.stop - self.first) * self.transfer.region_bytes
 
-    def headers(self, with_permit: bool, channel_id: bytes = b"") -> bytes:
+    def headers(self, with_permit: bool, channel_id: bytes) -> bytes:
         """What precedes the part: the permit, unless the connection has shown it already, and which regions move.
 
-        Args:
-            channel_id: of a sealed connection, to which the permit's key has to be proved.
+        On a sealed connection, which has a `channel_id`, the permit's key has to be proved.
         """
         transfer = self.transfer
         first, stop = transfer.first_permitted + self.first, transfer.first_permitted + self.stop

@@ -59,9 +59,7 @@ class ConnectionPool:
     def acquire(self, timeout_s: float) -> Connection:
         """A connection of the caller's own until `release`.
 
-        Raises:
-            TransferError: the pool is closed.
-            PoolTimeoutError: all stay busy for `timeout_s`.
+        Raises TransferError if the pool is closed, PoolTimeoutError if all stay busy for `timeout_s`.
         """
         with self._changed:
             self._changed.wait_for(self._can_acquire, max(timeout_s, 0))
@@ -126,11 +124,7 @@ Move = tuple[Part, Batch]
 
 
 class TcpTransfer:
-    """What the caller of a transfer shares with its helpers.
-
-    Args:
-        rows: the caller's arrays, one entry a region; None: each batch has a buffer.
-    """
+    """What the caller of a transfer shares with its helpers. Without `rows` of the caller's, batches have buffers."""
 
     def __init__(
         self,

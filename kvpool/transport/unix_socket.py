@@ -84,10 +84,8 @@ def peer_of(connection: socket.socket) -> tuple[int, int]:
 def receive_memory(address: Address, token: bytes, timeout_s: float) -> int:
     """Requests the descriptor of the memory that a token stands for. The caller closes the descriptor.
 
-    Args:
-        timeout_s: longest wait for each step: to connect, to send, to receive.
-
-    Raises TransferError if there is no such socket here, or the other side sends anything else.
+    Each step, to connect, to send and to receive, waits for `timeout_s` at most. Raises TransferError if there is no
+    such socket here, or the other side sends anything else.
     """
     where = f"the server's memory socket {address!r}" if isinstance(address, str) else "the server's memory socket"
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC) as connection:
