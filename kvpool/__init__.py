@@ -1,12 +1,30 @@
 """kvpool: the client library of a distributed KV-cache pool. Imports neither torch nor vLLM.
 
-What it exports is imported on first use: a data worker of the server needs one module, and no gRPC.
+What it exports beside errors is imported on first use: a data worker of the server needs one module, and no gRPC.
 """
 
 from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING, Any
+
+from kvpool.protocol.errors import ChecksumError as ChecksumError
+from kvpool.protocol.errors import ConfigError as ConfigError
+from kvpool.protocol.errors import DrainingError as DrainingError
+from kvpool.protocol.errors import IncompatibleNamespaceError as IncompatibleNamespaceError
+from kvpool.protocol.errors import IncompatibleReleaseError as IncompatibleReleaseError
+from kvpool.protocol.errors import InvalidReplyError as InvalidReplyError
+from kvpool.protocol.errors import InvalidRequestError as InvalidRequestError
+from kvpool.protocol.errors import KVPoolError as KVPoolError
+from kvpool.protocol.errors import LeaseExpiredError as LeaseExpiredError
+from kvpool.protocol.errors import OutOfSpaceError as OutOfSpaceError
+from kvpool.protocol.errors import PermissionDeniedError as PermissionDeniedError
+from kvpool.protocol.errors import PoolTimeoutError as PoolTimeoutError
+from kvpool.protocol.errors import TransferError as TransferError
+from kvpool.protocol.errors import UnauthenticatedError as UnauthenticatedError
+from kvpool.protocol.errors import UnavailableError as UnavailableError
+from kvpool.protocol.errors import UnknownNamespaceError as UnknownNamespaceError
+from kvpool.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from kvpool.client.admin import Admin as Admin
@@ -15,24 +33,8 @@ if TYPE_CHECKING:
     from kvpool.client.client import PutResult as PutResult
     from kvpool.client.config import ClientConfig as ClientConfig
     from kvpool.client.events import Subscriber as Subscriber
-    from kvpool.client.open_namespace import Namespace as Namespace
-    from kvpool.client.pending_lookup import PendingLookup as PendingLookup
-    from kvpool.protocol.errors import ChecksumError as ChecksumError
-    from kvpool.protocol.errors import ConfigError as ConfigError
-    from kvpool.protocol.errors import DrainingError as DrainingError
-    from kvpool.protocol.errors import IncompatibleNamespaceError as IncompatibleNamespaceError
-    from kvpool.protocol.errors import IncompatibleReleaseError as IncompatibleReleaseError
-    from kvpool.protocol.errors import InvalidReplyError as InvalidReplyError
-    from kvpool.protocol.errors import InvalidRequestError as InvalidRequestError
-    from kvpool.protocol.errors import KVPoolError as KVPoolError
-    from kvpool.protocol.errors import LeaseExpiredError as LeaseExpiredError
-    from kvpool.protocol.errors import OutOfSpaceError as OutOfSpaceError
-    from kvpool.protocol.errors import PermissionDeniedError as PermissionDeniedError
-    from kvpool.protocol.errors import PoolTimeoutError as PoolTimeoutError
-    from kvpool.protocol.errors import TransferError as TransferError
-    from kvpool.protocol.errors import UnauthenticatedError as UnauthenticatedError
-    from kvpool.protocol.errors import UnavailableError as UnavailableError
-    from kvpool.protocol.errors import UnknownNamespaceError as UnknownNamespaceError
+    from kvpool.client.handles import Namespace as Namespace
+    from kvpool.client.handles import PendingLookup as PendingLookup
     from kvpool.protocol.hashing import block_hashes as block_hashes
     from kvpool.protocol.hashing import checksum as checksum
     from kvpool.protocol.namespace import GroupSpec as GroupSpec
@@ -45,7 +47,6 @@ if TYPE_CHECKING:
     from kvpool.security.curve import SubscriberKeys as SubscriberKeys
     from kvpool.security.name_key import NameKey as NameKey
     from kvpool.security.tls import TlsFiles as TlsFiles
-    from kvpool.version import __version__ as __version__
 
 _HOMES = {
     "client.admin": ("Admin",),
@@ -53,35 +54,16 @@ _HOMES = {
     "client.client": ("Client", "PutResult"),
     "client.config": ("ClientConfig",),
     "client.events": ("Subscriber",),
-    "client.open_namespace": ("Namespace",),
-    "client.pending_lookup": ("PendingLookup",),
-    "protocol.errors": (
-        "ChecksumError",
-        "ConfigError",
-        "DrainingError",
-        "IncompatibleNamespaceError",
-        "IncompatibleReleaseError",
-        "InvalidReplyError",
-        "InvalidRequestError",
-        "KVPoolError",
-        "LeaseExpiredError",
-        "OutOfSpaceError",
-        "PermissionDeniedError",
-        "PoolTimeoutError",
-        "TransferError",
-        "UnauthenticatedError",
-        "UnavailableError",
-        "UnknownNamespaceError",
-    ),
+    "client.handles": ("Namespace", "PendingLookup"),
     "protocol.hashing": ("block_hashes", "checksum"),
     "protocol.namespace": ("GroupSpec", "NamespaceSpec"),
     "protocol.types": ("BlockRun", "Chunk", "PoolKey", "PutStatus", "ShardRange"),
     "security.curve": ("SubscriberKeys",),
     "security.name_key": ("NameKey",),
     "security.tls": ("TlsFiles",),
-    "version": ("__version__",),
 }
-__all__ = [name for names in _HOMES.values() for name in names]
+__all__ = ["__version__", *(name for name in globals() if name.endswith("Error"))]
+__all__ += [name for names in _HOMES.values() for name in names]
 
 
 def __getattr__(name: str) -> Any:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvpool.protocol.quota import Quota
-from kvpool.protocol.types import BlockRun, Located, Lookup, PutGrant, PutReceipt, ShardRange
+from kvpool.protocol.types import BlockRun, Located, Lookup, PutGrant, PutReceipt, Quota, ShardRange
 from kvpool_server.cache.leases import NOBODY, Owner
 from kvpool_server.cache.pool import Pool
 from kvpool_server.cache.steps import finish

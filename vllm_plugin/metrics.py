@@ -12,7 +12,7 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from kvpool.protocol.causes import Cause
+from kvpool.protocol.reports import Cause
 from vllm_plugin.guard import Guard, hook
 
 COUNTERS = {

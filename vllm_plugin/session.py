@@ -22,7 +22,7 @@ from vllm.logger import init_logger
 
 from kvpool.client.client import Client
 from kvpool.client.config import ClientConfig
-from kvpool.client.open_namespace import Namespace
+from kvpool.client.handles import Namespace
 from kvpool.protocol.errors import KVPoolError
 from kvpool.protocol.namespace import Difference, NamespaceSpec, differences
 from kvpool.protocol.text import opened_text

@@ -25,7 +25,7 @@ import typer
 from benchmarks.cases.tls import files_in
 from benchmarks.harness.measuring import Row, at_most, ms, percentile, progress, report, server_process, timed
 from kvpool import BlockRun, Client, ClientConfig, GroupSpec, NamespaceSpec, checksum
-from kvpool.client.sums import Checksums
+from kvpool.client.block_io import Checksums
 from kvpool.security.certificates import Authority
 from kvpool.security.principal import ALL_TENANTS, Principal, Role
 from kvpool.security.tls import TlsFiles

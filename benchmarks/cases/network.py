@@ -38,7 +38,7 @@ from benchmarks.harness.measuring import (
 from benchmarks.harness.traffic import Bytes, Traffic, pair
 from benchmarks.peers.bare_threads import bare_threads
 from kvpool import checksum
-from kvpool.client.sums import Checksums
+from kvpool.client.block_io import Checksums
 from kvpool.transport.base import Buffers
 from kvpool.transport.helpers import Helpers, movers_of
 from kvpool.transport.shm import ShmTransport

@@ -1,20 +1,30 @@
-"""Operators' calls, of which `kvpool` (the command) is made, and hints for the blocks of a namespace."""
+"""Calls beside those of engines: operators' calls, of which `kvpool` (the command) is made, hints for the blocks of a
+namespace, and puts and gets whose bytes travel inside the call.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
-from kvpool.client.open_namespace import Namespace
+import grpc
+
+from kvpool.client.handles import Namespace
 from kvpool.client.rpc import PoolRpc
 from kvpool.client.transport_choice import Choice, choose
 from kvpool.protocol import replies, wire
+from kvpool.protocol.errors import ChecksumError, InvalidReplyError
+from kvpool.protocol.hashing import checksum
 from kvpool.protocol.messages import checked
-from kvpool.protocol.quota import Quota
-from kvpool.protocol.types import BlockRun, HintKind
+from kvpool.protocol.types import BlockRun, Chunk, HintKind, PoolKey, PutStatus, Quota
 from kvpool.v1 import pool_pb2 as pb
 
 MAX_ROWS = 100_000
 """Of a ledger, over all of its parts: more than a server keeps."""
+MAX_CHUNKS_BYTES, MAX_CHUNKS = 4 << 20, 4_096
+"""Most bytes, a server's limit but for a single chunk, and most chunks of one message of `InlineChunks`."""
+_FRAME_BYTES = 8
+"""Most bytes that a message has for each chunk, beside the chunk's own."""
 
 
 class Admin:
@@ -101,10 +111,7 @@ class Admin:
     def explain(
         self, fingerprint: bytes, runs: Sequence[BlockRun], *, timeout_ms: int | None = None
     ) -> pb.ExplainResponse:
-        """What the server knows of a prompt's blocks, given under their names on the wire: see `PoolRpc.name_of`.
-
-        Args:
-            runs: of a namespace, one a group.
+        """What the server knows of a prompt's blocks, one run a group, named as on the wire (`PoolRpc.name_of`).
 
         Raises UnknownNamespaceError, InvalidRequestError.
         """
@@ -195,10 +202,8 @@ class Hints:
     def prefetch(self, namespace: Namespace, runs: Sequence[BlockRun]) -> pb.HintResponse:
         """Has the server bring the blocks of a prefix up from its tiers; does not wait until they are up.
 
-        Args:
-            runs: one a group; the server refuses more.
-
-        Repeat it to learn how far the server has come. Raises OutOfSpaceError if too many prefetches are under way.
+        The server refuses more than one run a group. Repeat the call to learn how far the server has come. Raises
+        OutOfSpaceError if too many prefetches are under way.
         """
         return self._hint(namespace, runs, HintKind.PREFETCH)
 
@@ -206,3 +211,71 @@ class Hints:
         self, namespace: Namespace, runs: Sequence[BlockRun], kind: HintKind, pin_seconds: int = 0
     ) -> pb.HintResponse:
         return self._rpc.hint(namespace.fingerprint, self._rpc.encode_runs(runs), kind, pin_seconds)
+
+
+class InlineChunks:
+    """Chunks by their keys, without regions and tickets: clients in any language can make these calls. Thread-safe."""
+
+    def __init__(self, rpc: PoolRpc):
+        self._rpc = rpc
+
+    def put(self, chunks: Sequence[Chunk]) -> tuple[PutStatus, ...]:
+        """Stores chunks; returns one status a chunk.
+
+        Raises:
+            InvalidRequestError, ChecksumError: a chunk is malformed, or differs from its checksum.
+            InvalidReplyError: the answer is not of these chunks.
+            OutOfSpaceError: no room.
+        """
+        reply = self._rpc.call(
+            self._rpc.stub.PutChunks, _messages(map(self._named, chunks)), self._rpc.config.data_timeout_ms
+        )
+        return replies.put_statuses(reply, len(chunks))
+
+    def get(self, keys: Sequence[PoolKey]) -> list[Chunk | None]:
+        """The chunks of `keys`, verified; None for each miss.
+
+        Raises ChecksumError for wrong bytes, InvalidReplyError for an answer that is not of these keys.
+        """
+        found: list[Chunk | None] = []
+        named = [self._named_key(key) for key in keys]
+        request = pb.GetChunksRequest(keys=[wire.message_of(key, pb.PoolKey) for key in named])
+        call = self._rpc.call(self._rpc.stub.GetChunks, request, self._rpc.config.data_timeout_ms)
+        try:
+            for nth, reply in enumerate(call):
+                chunk = replies.chunk(reply, nth, named)
+                if chunk is not None and checksum(chunk.payload) != chunk.checksum:
+                    raise ChecksumError(
+                        f"chunk {chunk.key.block_hash.hex()} shard {chunk.key.shard} differs from its checksum; "
+                        "treat it as a miss"
+                    )
+                found.append(chunk and replace(chunk, key=keys[nth]))
+        except grpc.RpcError as error:
+            raise wire.error_of(error, self._rpc.config.endpoint) from None
+        finally:
+            call.cancel()  # Nothing more is read after an error.
+        if len(found) != len(keys):
+            raise InvalidReplyError(f"the server answered {len(found)} of {len(keys)} keys")
+        return found
+
+    def _named(self, chunk: Chunk) -> Chunk:
+        """The chunk under its block's name on the wire."""
+        parent = chunk.parent_hash and self._rpc.name_of(chunk.parent_hash)
+        return replace(chunk, key=self._named_key(chunk.key), parent_hash=parent)
+
+    def _named_key(self, key: PoolKey) -> PoolKey:
+        return replace(key, block_hash=self._rpc.name_of(key.block_hash))
+
+
+def _messages(chunks: Iterable[Chunk]) -> Iterator[pb.PutChunksRequest]:
+    message, nbytes = pb.PutChunksRequest(), 0
+    for chunk in chunks:
+        encoded = wire.encode_chunk(chunk)
+        size = encoded.ByteSize() + _FRAME_BYTES
+        if message.chunks and (nbytes + size > MAX_CHUNKS_BYTES or len(message.chunks) == MAX_CHUNKS):
+            yield message
+            message, nbytes = pb.PutChunksRequest(), 0
+        message.chunks.append(encoded)
+        nbytes += size
+    if message.chunks:
+        yield message

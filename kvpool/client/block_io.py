@@ -1,18 +1,28 @@
 """The bytes of a put or get between the caller and the transport, with their checksums.
 
 `Client.put` makes a `BlockWriter`, `Client.get` a `BlockReader`. Each hands a transfer to the transport, with the
-caller's arrays or a callback that calls the caller's own with block indices, and has the checksums of all chunks.
+caller's arrays or a callback that calls the caller's own with block indices. The thread that has moved bytes computes
+their checksums.
 """
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Callable, Sequence
 
 import numpy as np
+import xxhash
 
-from kvpool.client.sums import Checksums, ChunkSums
 from kvpool.protocol.errors import InvalidRequestError
-from kvpool.transport.base import Buffers, Bytes, Pieces, Sink, Source, Transfer, Transport
+from kvpool.protocol.hashing import checksum
+from kvpool.transport.base import Buffers, Bytes, Pieces, Sink, Source, Transfer, Transport, no_sum
+
+Checksums = Callable[[], Sequence[int]]
+"""Returns one checksum a chunk of some buffers, in order. May wait until the bytes of all of them have been moved."""
+
+MIN_UNLOCKED_BYTES = 16 << 10
+"""Smaller chunks are summed with Python's lock (the GIL) held: to release and acquire it would cost more."""
 
 
 class InPlace:
@@ -107,11 +117,7 @@ class BlockWriter:
 
 
 class BlockReader:
-    """The bytes of one get, which may take several transfers.
-
-    Args:
-        drain_sums: `drain` returns the checksums.
-    """
+    """The bytes of one get, which may take several transfers. With `drain_sums`, `drain` returns the checksums."""
 
     def __init__(
         self, transport: Transport, drain: DrainBlocks | InPlace, drain_sums: bool, region_bytes: int, chunk_bytes: int
@@ -130,11 +136,10 @@ class BlockReader:
         sums = ChunkSums(len(indices), self._region_bytes, self._chunk_bytes)
         self._parts.append(sums)
         if isinstance(self._drain, InPlace):
-            self._transport.read(transfer, Sink(rows=[self._drain.blocks[idx] for idx in indices], sum=sums.add))
-        elif self._drain_sums:
-            self._transport.read(transfer, Sink(self._drain_batch))
+            sink = Sink(rows=[self._drain.blocks[idx] for idx in indices], sum=sums.add)
         else:
-            self._transport.read(transfer, Sink(self._drain_batch, sum=sums.add))
+            sink = Sink(self._drain_batch, sum=no_sum if self._drain_sums else sums.add)
+        self._transport.read(transfer, sink)
 
     def checksums(self) -> list[int]:
         """One checksum a chunk that was read, in order; waits for the callback's copies."""
@@ -148,3 +153,77 @@ class BlockReader:
                 f"the drain callback returned {type(drained).__name__}, and drain_sums is {self._drain_sums}"
             )
         return self._parts[-1].add_later(first, len(buffers), drained)
+
+
+class _Once:
+    """Checksums that are asked for once, and told to everyone who asks, on any thread."""
+
+    def __init__(self, sums: Checksums):
+        self._sums = sums
+        self._asking = threading.Lock()
+        self._found: Sequence[int] | None = None
+
+    def __call__(self) -> Sequence[int]:
+        with self._asking:
+            if self._found is None:
+                self._found = self._sums()
+            return self._found
+
+
+class ChunkSums:
+    """One checksum for every chunk of some regions of whole chunks. Threads may add different regions at once."""
+
+    def __init__(self, num_regions: int, region_bytes: int, chunk_bytes: int):
+        self._values = np.zeros((num_regions, region_bytes // chunk_bytes), np.uint64)
+        self._chunk_bytes = chunk_bytes
+        self._later: dict[int, Checksums] = {}
+        self._regions_later: set[int] = set()
+
+    def add(self, first: int, regions: Sequence[Pieces]) -> None:
+        """Sums regions [first, first + len(regions)), unless `add_later` was given their checksums."""
+        if first in self._regions_later:
+            return
+        for nth, pieces in enumerate(regions, first):
+            self._values[nth] = sums_of(pieces, self._chunk_bytes)
+
+    def add_later(self, first: int, count: int, sums: Checksums | None) -> Checksums | None:
+        """Notes what computes the checksums of regions [first, first + count), region-major, and returns it."""
+        if sums is None:
+            return None
+        self._later[first] = once = _Once(sums)
+        self._regions_later.update(range(first, first + count))
+        return once
+
+    def wait(self) -> None:
+        """Waits for the checksums that `add_later` was given, whatever becomes of them."""
+        for sums in self._later.values():
+            with contextlib.suppress(Exception):
+                sums()
+
+    def all(self) -> list[int]:
+        """Every checksum, region-major; waits for those that `add_later` was given."""
+        for first, sums in self._later.items():
+            rows = np.array(sums(), np.uint64).reshape(-1, self._values.shape[1])
+            self._values[first : first + len(rows)] = rows
+        return self._values.reshape(-1).tolist()  # type: ignore[no-any-return]
+
+
+def sums_of(pieces: Pieces, chunk_bytes: int) -> list[int]:
+    """xxh3-64 of every `chunk_bytes` of some pieces, which together are whole chunks."""
+    if len(pieces) == 1:
+        chunks = [pieces[0][at : at + chunk_bytes] for at in range(0, len(pieces[0]), chunk_bytes)]
+        if chunk_bytes < MIN_UNLOCKED_BYTES:
+            return [checksum(chunk) for chunk in chunks]
+        return [xxhash.xxh3_64(chunk.data).intdigest() for chunk in chunks]  # Releases the GIL.
+    sums: list[int] = []
+    hashed, room = xxhash.xxh3_64(), chunk_bytes
+    for piece in pieces:
+        at = 0
+        while at < len(piece):
+            part = piece[at : at + room]
+            hashed.update(part.data)
+            at, room = at + len(part), room - len(part)
+            if not room:
+                sums.append(hashed.intdigest())
+                hashed, room = xxhash.xxh3_64(), chunk_bytes
+    return sums

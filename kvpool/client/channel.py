@@ -59,7 +59,7 @@ _OPTIONS = [
 ]
 
 
-def open_channel(config: ClientConfig) -> grpc.Channel:
+def open_channel(config: ClientConfig) -> grpc.Channel | RenewedChannel:
     """The channel that the settings ask for; the server is reached with the first call.
 
     Raises ConfigError for files that cannot be used, and for plaintext to another host that nobody has allowed.
@@ -103,8 +103,9 @@ CALL_ERRORS = (grpc.RpcError, grpc.FutureCancelledError, grpc.FutureTimeoutError
 """What gRPC raises for a call; a ValueError if the channel is closed."""
 
 
-class RenewedChannel(grpc.Channel):
-    """A channel whose place a new one takes when its certificate is replaced, because gRPC's cannot read files again.
+class RenewedChannel:
+    """As much of a `grpc.Channel` as clients use. A new one takes its place when its certificate is replaced, because
+    gRPC's cannot read files again.
 
     New calls go over the new channel. Those that run go on over the old one, which is closed `RETIRE_S` later.
 
@@ -115,16 +116,11 @@ class RenewedChannel(grpc.Channel):
     """
 
     def __init__(
-        self,
-        identity: WatchedFiles[TlsIdentity],
-        make: Callable[[], grpc.Channel],
-        token: WatchedFiles[str] | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        self, identity: WatchedFiles[TlsIdentity], make: Callable[[], grpc.Channel], token: WatchedFiles[str] | None
     ):
         self._identity = identity
         self._make = make
         self._token = token
-        self._clock = clock
         self._lock = threading.Lock()
         self._is_closed = False
         self._retired: list[tuple[float, grpc.Channel]] = []
@@ -142,7 +138,7 @@ class RenewedChannel(grpc.Channel):
             return self._current
         with self._lock:
             if self._identity.version != self._version and not self._is_closed:
-                now = self._clock()
+                now = time.monotonic()
                 for _, channel in (each for each in self._retired if each[0] <= now):
                     channel.close()
                 self._retired = [each for each in self._retired if each[0] > now]
@@ -174,12 +170,6 @@ class RenewedChannel(grpc.Channel):
     def stream_stream(self, *args: Any, **options: Any) -> Any:
         return _Method(self, lambda channel: channel.stream_stream(*args, **options))
 
-    def subscribe(self, *args: Any, **options: Any) -> None:
-        self.current().subscribe(*args, **options)
-
-    def unsubscribe(self, *args: Any) -> None:
-        self.current().unsubscribe(*args)
-
     def close(self) -> None:
         with self._lock:
             self._is_closed = True
@@ -187,12 +177,6 @@ class RenewedChannel(grpc.Channel):
                 channel.close()
             self._retired = []
             self._current.close()
-
-    def __enter__(self) -> RenewedChannel:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 class _Method:

@@ -25,12 +25,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.client.admin import Admin, Hints
+from kvpool.client.admin import Admin, Hints, InlineChunks
 from kvpool.client.block_io import BlockReader, BlockWriter, DrainBlocks, FillBlocks, InPlace
 from kvpool.client.channel import RenewedChannel
 from kvpool.client.config import ClientConfig
-from kvpool.client.inline_chunks import InlineChunks
-from kvpool.client.open_namespace import Namespace
+from kvpool.client.handles import Namespace
 from kvpool.client.rpc import PoolRpc
 from kvpool.client.transport_choice import Attachment, Choose, choose
 from kvpool.protocol import replies
@@ -116,9 +115,8 @@ class Client:
         """
         spec = self.rpc.named(self._of_tenant(spec))
         opened = self.rpc.open_namespace(spec, expected_fingerprint, timeout_ms)
-        transport, boot_token = self.attachment.attach(opened, opened.boot_token), opened.boot_token
-        arena_bytes = replies.arena_bytes(opened)
-        return Namespace(spec, opened.fingerprint, boot_token, transport, opened.max_batch_blocks, arena_bytes)
+        transport, arena_bytes = self.attachment.attach(opened), replies.arena_bytes(opened)
+        return Namespace(spec, opened.fingerprint, opened.boot_token, transport, opened.max_batch_blocks, arena_bytes)
 
     def lookup(
         self,
@@ -294,7 +292,7 @@ class Client:
             )
             reader.read(transfer, range(len(leased)))
         split = [] if leased is not None else list(in_parts(runs, namespace.max_blocks(shards)))
-        with closing(self.rpc.locate_in_parts(namespace, lease_id, split, shards)) as answers:
+        with closing(self.rpc.locate(namespace, lease_id, split, shards)) as answers:
             for located in answers:
                 parts.append(located)
                 indices = [first + idx for idx, present in enumerate(located.present) if present]

@@ -16,8 +16,8 @@ DEFAULT_ENDPOINT = "127.0.0.1:50051"
 MAX_CONNECTIONS = 16
 
 
-def check_endpoint(endpoint: str) -> str:
-    """Returns `endpoint`; raises ConfigError unless it has the form HOST:PORT or unix:PATH."""
+def check_endpoint(endpoint: str) -> None:
+    """Raises ConfigError unless the endpoint has the form HOST:PORT or unix:PATH."""
     if endpoint.startswith("unix://"):
         path = endpoint.removeprefix("unix://")
         raise ConfigError(f"endpoint {endpoint!r} is not unix:PATH; leave out //, and give {'unix:' + path!r}")
@@ -26,14 +26,13 @@ def check_endpoint(endpoint: str) -> str:
             check_path(socket_path(endpoint))
         except ValueError as error:
             raise ConfigError(f"endpoint {endpoint!r}: {error}") from None
-        return endpoint
+        return
     if "://" in endpoint:
         scheme, _, rest = endpoint.partition("://")
         raise ConfigError(f"endpoint {endpoint!r} is not HOST:PORT; leave out {scheme}://, and give {rest!r}")
     host, _, port = endpoint.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise ConfigError(f"endpoint {endpoint!r} is not HOST:PORT, for example {DEFAULT_ENDPOINT!r}")
-    return endpoint
 
 
 def is_loopback(host: str) -> bool:

@@ -16,11 +16,11 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, Literal
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -48,18 +48,11 @@ MAX_RELEASED = 4096
 """Most leases that wait for a message. Further ones are left to expire."""
 
 
-MakeRequest = Callable[[], pb.LookupRequest]
-"""Makes a request, on gRPC's thread. Must not raise."""
-
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 
 class StreamedError(grpc.RpcError):
-    """The error of a lookup, as of a call of its own.
-
-    Args:
-        name: of an error that its code does not tell apart; empty: there is none.
-    """
+    """The error of a lookup, as of a call of its own. `name` is of an error that its code does not tell apart."""
 
     def __init__(self, code: grpc.StatusCode, details: str, name: str = ""):
         super().__init__(code, details, name)
@@ -80,15 +73,17 @@ class StreamedLookup(Future[pb.LookupResponse]):
     Callbacks run once the server has answered, even after the deadline, or once the stream has ended, on the thread
     that finds out. That may be the thread that reads the answers: a callback must not wait for another lookup.
 
-    Attributes:
-        max_reply_bytes: a larger reply is none to this lookup, and is not parsed: its parts may take 60 times its size.
+    Args:
+        question: called on gRPC's thread, and must not raise. A reply of more than its `max_reply_bytes` is none to
+            this lookup, and is not parsed: its parts may take 60 times its size.
     """
 
-    def __init__(self, timeout_s: float, max_reply_bytes: int):
+    def __init__(self, question: LookupQuestion, timeout_s: float):
         super().__init__()
-        self.max_reply_bytes = max_reply_bytes
+        self.question = question
         self._ends_at = time.monotonic() + timeout_s
         self.was_sent_again = False
+        self.is_in_pieces = False  # Sent in several messages.
 
     def done(self) -> bool:
         return super().done() or time.monotonic() >= self._ends_at
@@ -114,22 +109,21 @@ class LookupStream:
     """The lookups of one client. Thread-safe.
 
     Args:
-        method: the service's `LookupStream`, whose replies are bytes.
-        version: of the channel below. When it changes, lookups go over a new stream, and the old one ends once it has
-            been answered.
+        channel: when its `version` changes, lookups go over a new stream, and the old one ends once it has been
+            answered. A channel without versions is never renewed.
     """
 
-    def __init__(self, method: Any, version: Callable[[], int] | None = None):
-        self._method = method
-        self._version_of = version or (lambda: 0)
-        self._version = self._version_of()
+    def __init__(self, channel: Any):
+        service = pb.DESCRIPTOR.services_by_name["Pool"].full_name
+        self._method = channel.stream_stream(f"/{service}/LookupStream", None, None)
+        self._channel = channel
+        self._version = self._channel_version
         self._lock = threading.Lock()
         self._stream: _Stream | None = None
 
-    @classmethod
-    def on(cls, channel: grpc.Channel, version: Callable[[], int] | None = None) -> LookupStream:
-        service = pb.DESCRIPTOR.services_by_name["Pool"].full_name
-        return cls(channel.stream_stream(f"/{service}/LookupStream", None, None), version)
+    @property
+    def _channel_version(self) -> int:
+        return getattr(self._channel, "version", 0)
 
     def __call__(self, question: LookupQuestion, timeout: float) -> pb.LookupResponse:
         """Sends a lookup and waits for its answer. Raises as `StreamedLookup.result`."""
@@ -137,44 +131,42 @@ class LookupStream:
 
     def future(self, question: LookupQuestion, timeout: float) -> StreamedLookup:
         """Sends a lookup; does not wait. Raises ValueError if the channel is closed."""
-        lookup = StreamedLookup(timeout, question.max_reply_bytes)
-        self._send(question, lookup)
+        lookup = StreamedLookup(question, timeout)
+        self._send(lookup)
         return lookup
 
-    def _send(self, make: MakeRequest, lookup: StreamedLookup) -> None:
+    def _send(self, lookup: StreamedLookup) -> None:
         with self._lock:
             self._renew()
-            if self._stream is None or not self._stream.send(make, lookup):
-                self._stream = _Stream(self._method, self._send_again, self._release_again)
-                if not self._stream.send(make, lookup):
+            if self._stream is None or not self._stream.send(lookup):
+                self._stream = _Stream(self._method, self)
+                if not self._stream.send(lookup):
                     lookup.set_exception(self._stream.error)  # The server cannot be reached.
 
-    def _send_again(self, make: MakeRequest, lookup: StreamedLookup) -> None:
+    def send_again(self, lookup: StreamedLookup) -> None:
         """Sends a lookup that a stream has left unanswered. Called by the stream's thread."""
         lookup.was_sent_again = True
         try:
-            self._send(make, lookup)
+            self._send(lookup)
         except ValueError:  # The channel is closed.
             lookup.set_exception(StreamedError(grpc.StatusCode.CANCELLED, "the client is closed"))
 
     def release(self, lease_ids: Sequence[int]) -> None:
         """Ends leases with the next lookup, or within RELEASE_WITHIN_S; does not wait. Raises as `future`.
-
-        If the stream ends with an error before, the leases expire.
-        """
+        If the stream ends with an error before, the leases expire."""
         with self._lock:
             self._renew()
             if self._stream is None or not self._stream.release(lease_ids):
-                self._stream = _Stream(self._method, self._send_again, self._release_again)
+                self._stream = _Stream(self._method, self)
                 self._stream.release(lease_ids)
 
-    def _release_again(self, lease_ids: Sequence[int]) -> None:
+    def release_again(self, lease_ids: Sequence[int]) -> None:
         """Ends leases whose message the server may not have read. Called by the stream's thread."""
         with suppress(ValueError):  # The channel is closed.
             self.release(lease_ids)
 
     def _renew(self) -> None:
-        version = self._version_of()
+        version = self._channel_version
         if version != self._version or (self._stream is not None and self._stream.is_old):
             self._version = version
             if self._stream is not None:
@@ -189,34 +181,30 @@ class LookupStream:
             stream.close()
 
 
+_Queued = StreamedLookup | Literal["release", "end"]
+"""To be sent: a lookup; leases, in a message of their own, which the server does not answer; nothing more."""
+
+
 class _Stream:
     """One call. A caller only queues its request: gRPC's thread makes and sends the messages, which takes milliseconds
     for thousands of blocks, and a thread of the stream reads the replies.
 
     Args:
-        send_again: sends a lookup that the server has not answered, over another stream.
-        release_again: ends leases over another stream.
+        lookups: sends again, over another stream, what the server has not answered.
 
     Attributes:
         has_ended: whether it sends no more requests.
         error: why the stream ended, once it has.
     """
 
-    def __init__(
-        self,
-        method: Any,
-        send_again: Callable[[MakeRequest, StreamedLookup], None],
-        release_again: Callable[[Sequence[int]], None],
-    ):
+    def __init__(self, method: Any, lookups: LookupStream):
         self._lock = threading.Lock()
-        self._send_again = send_again
-        self._release_again = release_again
-        self._waiting: deque[tuple[MakeRequest, StreamedLookup]] = deque()
-        self._unsent: SimpleQueue[MakeRequest | None] = SimpleQueue()
+        self._lookups = lookups
+        self._waiting: deque[StreamedLookup] = deque()
+        self._unsent: SimpleQueue[_Queued] = SimpleQueue()
         self._released: list[int] = []
         self._unanswered: deque[tuple[bool, list[int]]] = deque(maxlen=MAX_UNSENT)
         """Of each message that was sent after the last one with an answer: whether it asks, and what it releases."""
-        self._cut: set[int] = set()  # Of `MakeRequest`s that wait for an answer, those in several messages.
         self._renew_at = time.monotonic() + RENEW_S
         self.has_ended = self._is_closed = False
         self.error: StreamedError | KVPoolError = StreamedError(
@@ -226,7 +214,7 @@ class _Stream:
         self._thread = threading.Thread(target=self._read, name="kvpool-lookups", daemon=True)
         self._thread.start()
 
-    def send(self, make: MakeRequest, lookup: StreamedLookup) -> bool:
+    def send(self, lookup: StreamedLookup) -> bool:
         """Queues a request; False if the stream has ended."""
         with self._lock:  # Requests and lookups must have the same order.
             if self.has_ended:
@@ -235,8 +223,8 @@ class _Stream:
                 too_many = f"{MAX_UNSENT} lookups wait to be sent: kvpool-server has stopped reading"
                 lookup.set_exception(StreamedError(grpc.StatusCode.UNAVAILABLE, too_many))
                 return True
-            self._waiting.append((make, lookup))
-            self._unsent.put(make)
+            self._waiting.append(lookup)
+            self._unsent.put(lookup)
             return True
 
     def release(self, lease_ids: Sequence[int]) -> bool:
@@ -247,7 +235,7 @@ class _Stream:
             is_first = not self._released
             self._released += lease_ids[: MAX_RELEASED - len(self._released)]
         if is_first:
-            self._unsent.put(_no_lookup)
+            self._unsent.put("release")
         return True
 
     @property
@@ -256,7 +244,7 @@ class _Stream:
 
     def finish(self) -> None:
         """Sends no more than what is queued; does not wait. The stream ends with the last answer."""
-        self._unsent.put(None)
+        self._unsent.put("end")
 
     def close(self) -> None:
         is_own = threading.current_thread() is self._thread
@@ -271,23 +259,23 @@ class _Stream:
 
     def _requests(self) -> Iterator[bytes]:
         """The messages to send, in order. Runs on gRPC's thread."""
-        make = self._unsent.get()
-        while make is not None:
-            if make is _no_lookup:
+        queued = self._unsent.get()
+        while queued != "end":
+            if queued == "release":
                 with suppress(Empty):
-                    make = self._unsent.get(timeout=RELEASE_WITHIN_S)
-            request = pb.LookupRequest() if make is None else make()
+                    queued = self._unsent.get(timeout=RELEASE_WITHIN_S)
+            lookup = queued if isinstance(queued, StreamedLookup) else None
+            request = pb.LookupRequest() if lookup is None else lookup.question()
             with self._lock:
                 released, self._released = self._released, []
-                is_lookup = make not in (None, _no_lookup)
-                self._unanswered.append((is_lookup, released))
+                self._unanswered.append((lookup is not None, released))
             request.release.extend(released)
-            if released or is_lookup:
+            if released or lookup is not None:
                 encoded = request.SerializeToString()
-                if len(encoded) >= MESSAGE_BYTES:
-                    self._cut.add(id(make))
+                if lookup is not None:
+                    lookup.is_in_pieces = len(encoded) >= MESSAGE_BYTES
                 yield from pieces(encoded)
-            make = make and self._unsent.get()
+            queued = queued if queued == "end" else self._unsent.get()
 
     def _read(self) -> None:
         has_ended_well = False
@@ -304,15 +292,15 @@ class _Stream:
             with self._lock:
                 self.has_ended = True
                 unreleased = [*self._released, *(each for _, released in self._unanswered for each in released)]
-            self._unsent.put(None)  # gRPC's thread ends.
+            self.finish()  # gRPC's thread ends.
             waiting, self._waiting = self._waiting, deque()  # Nothing is added after the end.
-            for make, lookup in waiting:
+            for lookup in waiting:
                 if has_ended_well and not lookup.was_sent_again:
-                    self._send_again(make, lookup)
+                    self._lookups.send_again(lookup)
                 else:
                     lookup.set_exception(self.error)
             if has_ended_well and unreleased and not self._is_closed:
-                self._release_again(unreleased)
+                self._lookups.release_again(unreleased)
 
     def _end_next(self, reply: bytes) -> bool:
         """Ends the oldest lookup with its reply.
@@ -325,11 +313,9 @@ class _Stream:
         with self._lock:
             if not self._waiting:
                 raise InvalidReplyError("the server answered a lookup that was not sent")
-            make, lookup = self._waiting[0]
-        if len(reply) > lookup.max_reply_bytes:
-            raise InvalidReplyError(
-                f"the server's reply to a lookup has {len(reply)} bytes; {lookup.max_reply_bytes} are allowed"
-            )
+            lookup = self._waiting[0]
+        if len(reply) > (most := lookup.question.max_reply_bytes):
+            raise InvalidReplyError(f"the server's reply to a lookup has {len(reply)} bytes; {most} are allowed")
         try:
             outcome = pb.LookupReply.FromString(reply)
         except DecodeError as error:
@@ -343,11 +329,4 @@ class _Stream:
         else:
             code = _CODES.get(outcome.error.code, grpc.StatusCode.UNKNOWN)
             lookup.set_exception(StreamedError(code, outcome.error.message, outcome.error.name))
-        is_whole = id(make) not in self._cut
-        self._cut.discard(id(make))
-        return is_whole or outcome.HasField("found")
-
-
-def _no_lookup() -> pb.LookupRequest:
-    """Queued once leases wait to be released: makes a message for them alone. The server does not answer it."""
-    return pb.LookupRequest()
+        return not lookup.is_in_pieces or outcome.HasField("found")

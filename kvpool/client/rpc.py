@@ -16,11 +16,10 @@ from typing import Any
 import grpc
 
 from kvpool.client.calls import Calls
-from kvpool.client.channel import CALL_ERRORS, RenewedChannel, open_channel
+from kvpool.client.channel import CALL_ERRORS, open_channel
 from kvpool.client.config import ClientConfig
+from kvpool.client.handles import KeptRuns, Namespace, PendingLookup
 from kvpool.client.lookup_stream import LookupStream
-from kvpool.client.open_namespace import Namespace
-from kvpool.client.pending_lookup import KeptRuns, PendingLookup
 from kvpool.client.tracing import tracing_of
 from kvpool.protocol import replies, wire
 from kvpool.protocol.errors import (
@@ -74,8 +73,7 @@ class PoolRpc(Calls):
         """Makes the connection; the server is reached with the first call. Raises ConfigError as `open_channel`."""
         channel = open_channel(config)
         stub = PoolStub(PiecedChannel(channel))  # type: ignore[no-untyped-call]
-        version = (lambda: channel.version) if isinstance(channel, RenewedChannel) else None
-        return cls(config, stub, LookupStream.on(channel, version), channel)
+        return cls(config, stub, LookupStream(channel), channel)
 
     def close(self) -> None:
         """Ends the connection; calls in flight fail. Idempotent."""
@@ -239,19 +237,18 @@ class PoolRpc(Calls):
 
     # Get
 
-    def locate(self, namespace: Namespace, lease_id: int, runs: Sequence[BlockRun], shards: ShardRange) -> Located:
-        """Regions and checksums of leased blocks. Raises LeaseExpiredError."""
-        request = self._get_request(namespace, lease_id, runs, shards)
-        return self._decode_located(namespace, self.call(self.stub.Get, request), runs, shards)
-
-    def locate_in_parts(
+    def locate(
         self, namespace: Namespace, lease_id: int, parts: Sequence[Sequence[BlockRun]], shards: ShardRange
     ) -> Generator[Located, None, None]:
-        """As `locate` for each part, in order. All parts are requested at once; close the iterator after use."""
-        if len(parts) == 1:  # A call that is waited for needs fewer threads than one that is sent.
-            yield self.locate(namespace, lease_id, parts[0], shards)
+        """Regions and checksums of leased blocks, for each part in order. All parts are requested at once.
+
+        Close the iterator after use. Raises LeaseExpiredError.
+        """
+        requests = [self._get_request(namespace, lease_id, part, shards) for part in parts]
+        if len(requests) == 1:  # A call that is waited for needs fewer threads than one that is sent.
+            yield self._decode_located(namespace, self.call(self.stub.Get, requests[0]), parts[0], shards)
             return
-        calls = [self.send(self.stub.Get, self._get_request(namespace, lease_id, part, shards)) for part in parts]
+        calls = [self.send(self.stub.Get, request) for request in requests]
         try:
             for call, part in zip(calls, parts, strict=True):
                 yield self._decode_located(namespace, self.result(call), part, shards)

@@ -19,13 +19,12 @@ from kvpool.protocol.errors import KVPoolError, TransferError
 from kvpool.transport.base import Transport
 from kvpool.transport.grpc import GrpcTransport
 from kvpool.transport.helpers import movers_of
-from kvpool.transport.memory_socket import memory_address, receive_memory
 from kvpool.transport.mooncake import MooncakeTransport
 from kvpool.transport.mooncake_engine import Engine, address_towards
 from kvpool.transport.segment import Segment
 from kvpool.transport.shm import ShmTransport
 from kvpool.transport.tcp import TcpTransport, peer_of
-from kvpool.transport.unix_socket import socket_path
+from kvpool.transport.unix_socket import memory_address, receive_memory, socket_path
 from kvpool.v1 import pool_pb2 as pb
 
 PROVE_S = 3.0
@@ -59,8 +58,7 @@ Choose = Callable[[ClientConfig, Offer, grpc.Channel], Choice]
 def choose(config: ClientConfig, offer: Offer, channel: grpc.Channel) -> Choice:
     """Attaches to a server's arena by the first of the setting's candidates that works.
 
-    Raises:
-        TransferError, UnavailableError, PoolTimeoutError, ConfigError: the last candidate does not work.
+    Raises TransferError, UnavailableError, PoolTimeoutError or ConfigError as the last candidate does.
     """
     has_host = not socket_path(config.endpoint)
     candidates = CANDIDATES[config.transport].items()
@@ -127,7 +125,7 @@ def _tcp(config: ClientConfig, offer: Offer, _: grpc.Channel) -> Choice:
             f"the data port at {where} is not encrypted; start kvpool-server with TLS, or allow it with "
             "insecure_network"
         )
-    peer = peer_of(offer.data_port, host, stall_s, stall_s)
+    peer = peer_of(offer.data_port, host, stall_s)
     peer.connect(max(stall_s, PROVE_S))[0].close()
     connections = config.stream_connections or movers_of(len(os.sched_getaffinity(0)), config.local_clients)
     transport = TcpTransport(peer, connections)
@@ -174,17 +172,15 @@ class Attachment:
         self._clock = clock
         self._lock = threading.RLock()
         self.choice: Choice | None = None
-        self._offer: Offer | None = None
-        self._boot_token = 0
+        self._offer: Offer = pb.OpenNamespaceResponse()
         self._retry_after_s, self._retry_at = RETRY_S[0], 0.0
 
-    def attach(self, offer: Offer, boot_token: int) -> Transport:
+    def attach(self, offer: Offer) -> Transport:
         """The transport to this boot of the server; one to an earlier boot is closed first. Raises as `choose`."""
         with self._lock:
-            if self.choice is None or self._boot_token != boot_token:
+            if self.choice is None or self._offer.boot_token != offer.boot_token:
                 self.detach()
-                self.choice = self._choose(offer)
-                self._offer, self._boot_token = offer, boot_token
+                self.choice, self._offer = self._choose(offer), offer
                 self._retry_after_s, self._retry_at = RETRY_S[0], self._clock() + RETRY_S[0]
             return self.retry() or self.choice.transport
 
@@ -196,7 +192,6 @@ class Attachment:
         with self._lock:
             if self.choice is None or not self.choice.is_fallback or self._clock() < self._retry_at:
                 return None
-            assert self._offer is not None
             found = self._choose(self._offer)
             if found.is_fallback:
                 found.transport.close()

@@ -21,10 +21,9 @@ from rich.table import Column, Table
 from kvpool.client.config import DEFAULT_ENDPOINT
 from kvpool.commands import common
 from kvpool.commands.common import AsJson, Endpoint, minute_text
-from kvpool.protocol.causes import Cause
 from kvpool.protocol.errors import InvalidRequestError
-from kvpool.protocol.ledger import SUMS, added_up
 from kvpool.protocol.messages import fields_of
+from kvpool.protocol.reports import SUMS, Cause, added_up
 from kvpool.report.output import console, count_text, say, share_text
 from kvpool.report.quotas import size_text
 from kvpool.v1 import pool_pb2 as pb

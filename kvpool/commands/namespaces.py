@@ -19,9 +19,8 @@ from kvpool.commands.common import AsJson, Endpoint, find_namespaces
 from kvpool.protocol.errors import InvalidRequestError, PermissionDeniedError
 from kvpool.protocol.messages import fields_of
 from kvpool.protocol.namespace import differences
-from kvpool.protocol.quota import Quota
 from kvpool.protocol.text import duration_text, opened_text, printable
-from kvpool.protocol.types import HASH_BYTES
+from kvpool.protocol.types import HASH_BYTES, Quota
 from kvpool.protocol.wire import decode_spec
 from kvpool.report.output import console, say, share_text
 from kvpool.report.quotas import beyond_memory, covers, parse_quota, size_text

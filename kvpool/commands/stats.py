@@ -16,7 +16,7 @@ from kvpool.commands.common import AsJson, Endpoint
 from kvpool.commands.top_frame import heading, lookup_latency, loop_lag, moved_bytes
 from kvpool.doctor.judgements import judge_twice, tokens
 from kvpool.protocol.messages import fields_of
-from kvpool.protocol.server_stats import count, quantile
+from kvpool.protocol.reports import count, quantile
 from kvpool.report.finding import Finding, notes, problems
 from kvpool.report.output import bar, console, count_text, print_findings, say, seconds_text, share_text
 from kvpool.report.quotas import size_text

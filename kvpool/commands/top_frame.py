@@ -14,7 +14,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from kvpool.doctor.judgements import Window, judgements, tokens
-from kvpool.protocol.server_stats import client_transfers, count, rpc_quantile, since
+from kvpool.protocol.reports import client_transfers, count, rpc_quantile, since
 from kvpool.protocol.text import duration_text, printable
 from kvpool.report.finding import Level, problems
 from kvpool.report.output import MARKS, bar, count_text, rate_text, seconds_text, share_text

@@ -23,9 +23,8 @@ from kvpool.report.bandwidth import check_permission, measure, usual_block
 from kvpool.report.finding import Finding, error, ok, warning
 from kvpool.security.certificates import read_pem
 from kvpool.security.tls import TlsFiles
-from kvpool.transport.memory_socket import memory_address, receive_memory
 from kvpool.transport.tcp import peer_of
-from kvpool.transport.unix_socket import socket_path
+from kvpool.transport.unix_socket import memory_address, receive_memory, socket_path
 from kvpool.v1 import pool_pb2 as pb
 
 CONNECT_S = 3.0
@@ -65,7 +64,7 @@ def data_port(client: Client) -> list[Finding]:
         return [warning("data port", text, "give the server --data-listen")]
     if socket_path(endpoint):
         return [ok("data port", f"port {offer.data_port.port} is not used through a Unix socket")]
-    peer = peer_of(offer.data_port, _address(endpoint)[0], CONNECT_S, CONNECT_S)
+    peer = peer_of(offer.data_port, _address(endpoint)[0], CONNECT_S)
     try:
         peer.connect(CONNECT_S)[0].close()
     except KVPoolError as failed:

@@ -117,10 +117,7 @@ def _most(field: FieldDescriptor) -> float:
 def fields_of(message: Message, text: Callable[[str], str] = str) -> dict[str, Any]:
     """The fields of a message by name, those with default values too, for JSON. Messages that are not set are None.
 
-    `MessageToDict` would make texts of 64-bit numbers.
-
-    Args:
-        text: shows a text; by default as it is, as in a reply that is `checked`.
+    `MessageToDict` would make texts of 64-bit numbers. `text` shows a text that is of no `checked` reply.
     """
     time.sleep(0)  # In a server: lets the event loop have the interpreter, which a thread may keep for 5 ms otherwise.
 

@@ -259,7 +259,7 @@ def existence(reply: pb.ExistsResponse, runs: Sequence[BlockRun]) -> Existence:
     num_complete = question.check_hits(reply.hits)
     _in("usable_tokens", reply.usable_tokens, 0, MAX_NUMBER if all(num_complete) else 0)
     _in("load_seconds", reply.load_seconds, 0, MAX_AGE_S)
-    return wire.decode_existence(reply)
+    return Existence(wire.decode_hits(reply.hits), reply.usable_tokens, reply.load_seconds)
 
 
 # Put and get

@@ -1,7 +1,18 @@
-"""What engines report to the server."""
+"""What engines report to the server, what a server keeps of it by the hour, and how the server itself is doing.
+
+All counts of a `ServerStats` message grow from the server's start. The rates and quantiles of an interval are those of
+the difference of two snapshots of one run: `since`.
+"""
 
 from __future__ import annotations
 
+import enum
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from typing import Any
+
+from kvpool.v1 import pool_pb2 as pb
 from kvpool.v1.pool_pb2 import ReportRequest as ReportRequest
 
 REPORTER_BYTES = 16
@@ -13,3 +24,138 @@ MAX_CAUSES = 64
 """Causes that one report names, those of later releases included."""
 MAX_AMOUNT = 1e15
 """Largest sum of seconds, or of GiB hours, that a server tells of: sums stop there."""
+
+HOUR_S = 3_600
+LEDGER_DAYS = 40
+"""A server keeps the rows of so many days."""
+MAX_LEDGER_ROWS = 2_048
+"""Of one answer; a client asks for the rest. Rows of one hour are in one answer."""
+SUMS = (
+    "saved_gpu_seconds", "lost_gpu_seconds", "gib_hours", "stored_bytes", "loaded_bytes", "loaded_tokens", "hit_tokens",
+    "num_requests", "evicted_by_others_tokens", "evicted_of_others_tokens",
+)  # fmt: skip
+"""Fields of a row that are added up, in the order of the ledger's columns."""
+MAX_SUM = (1 << 64) - 1
+"""Sums stop there."""
+CLIENT_TRANSPORTS = "shm, rdma"
+"""Transports of which clients move the bytes."""
+_USED = ("lookup_tokens", "hit_tokens", "stored_bytes", "loaded_bytes")
+"""Counts of a tenant and model that grow."""
+
+
+class Cause(enum.Enum):
+    """What keeps prompt tokens from being loaded: the label `cause` of `vllm:kvpool_computed_tokens_total`, and of what
+    engines report; with a sentence for the docs.
+    """
+
+    LAST_BLOCK = (
+        "last_block",
+        "The last token, whose logits the request waits for, is always computed, with its block.",
+    )
+    NEVER_STORED = ("never_stored", "Nobody has stored them, or they left the pool longer ago than it remembers.")
+    BEING_WRITTEN = ("being_written", "An engine was storing them.")
+    EVICTED = ("evicted", "They had made room for others.")
+    REMOVED = ("removed", "They had been removed or cleared by request.")
+    CORRUPT = ("corrupt", "Their bytes had changed.")
+    PUT_FAILED = ("put_failed", "An engine that was storing them gave up, or was too slow.")
+    OTHER_NAMESPACE = (
+        "other_namespace",
+        "Only another namespace has them: `kvpool namespaces --diff` shows the field.",
+    )
+    IN_TIER = ("in_tier", "A tier of the pool has them, and did not bring them up in time.")
+    WINDOW_OR_STATE = ("window_or_state", "The pool has them, and not the window or the state to go on from.")
+    DECLINED = ("declined", "Loading them would have taken longer than computing them.")
+    LOAD_FAILED = ("load_failed", "Their load failed.")
+    LOOKUP_FAILED = ("lookup_failed", "Their lookup failed, or its answer was late.")
+    WAITING = ("too_many_waiting", "Too many other requests waited for lookups, room or a tier.")
+    POOL_AWAY = ("pool_away", "There was no connection to the pool, or its breaker was open.")
+    ADAPTER = ("adapter", "They belong to a LoRA adapter that is not shared.")
+    NOT_ASKED = ("not_asked", "The request wants its prompt's log-probabilities, or its engine only stores.")
+    SHARING_OFF = ("sharing_off", "A reset was under way, or the engine's ranks disagreed.")
+
+    def __init__(self, label: str, gloss: str):
+        self.label = label
+        self.gloss = gloss
+
+
+def added_up(rows: Iterable[pb.LedgerRow], by: tuple[str, ...]) -> list[pb.LedgerRow]:
+    """One row for each value of the fields `by`, of "hour", "tenant" and "model", in their order; others are empty."""
+    sums: dict[tuple[Any, ...], pb.LedgerRow] = {}
+    for row in rows:
+        key = tuple(getattr(row, name) for name in by)
+        total = sums.setdefault(key, pb.LedgerRow(**dict(zip(by, key, strict=True))))
+        for name in SUMS:
+            setattr(total, name, min(MAX_SUM, getattr(total, name) + getattr(row, name)))
+        for cause, tokens in row.computed_tokens.items():
+            total.computed_tokens[cause] = min(MAX_SUM, total.computed_tokens[cause] + tokens)
+    return [sums[key] for key in sorted(sums, key=lambda key: tuple(map(str, key)))]
+
+
+def client_transfers(transfers: Iterable[pb.TransferStats], usage: Iterable[pb.UsageStats]) -> list[pb.TransferStats]:
+    """Bytes that clients moved themselves, over shared memory or RDMA: what engines used beyond what the server moved.
+
+    The server learns of whole blocks: a read is counted when an engine is told the block's place.
+
+    Returns: one for reads and one for writes, with `CLIENT_TRANSPORTS` as their transport.
+    """
+    left: Counter[str] = Counter()
+    for each in usage:
+        left.update(read=each.loaded_bytes, write=each.stored_bytes)
+    for moved in transfers:
+        left[moved.direction] -= moved.nbytes
+    return [
+        pb.TransferStats(transport=CLIENT_TRANSPORTS, direction=way, nbytes=max(0, left[way]))
+        for way in ("read", "write")
+    ]
+
+
+def quantile(bounds: Sequence[float], histograms: Iterable[Sequence[int]], share: float) -> float | None:
+    """A quantile of the sum of histograms, as Prometheus estimates it: linear within a bucket.
+
+    Args:
+        bounds: upper bounds of the buckets, ascending; the last bucket has none, and counts as its lower bound.
+        histograms: counts by bucket, not cumulative: one more than `bounds`.
+        share: 0 to 1.
+
+    Returns: None if nothing was counted.
+    """
+    counts: list[int] = [sum(column) for column in zip(*histograms, strict=True)]
+    if not sum(counts) or not bounds:
+        return None
+    wanted, below, low = share * sum(counts), 0, 0.0
+    for count, reached, high in zip(counts, accumulate(counts), bounds, strict=False):
+        if count and reached >= wanted:
+            return low + (high - low) * (wanted - below) / count
+        below, low = reached, high
+    return low
+
+
+def count(rpcs: Iterable[pb.RpcStats], method: str) -> int:
+    """Answers to `method`, of every status."""
+    return sum(sum(each.buckets) for each in rpcs if each.method == method)
+
+
+def rpc_quantile(server: pb.ServerStats, method: str, share: float) -> float | None:
+    """The time within which the server gave `share` of the answers to `method`, seconds; None without answers."""
+    return quantile(server.rpc_seconds_bounds, (each.buckets for each in server.rpcs if each.method == method), share)
+
+
+def since(now: pb.ServerStats, before: pb.ServerStats) -> pb.ServerStats:
+    """The answers, bytes and usage after `before`, a snapshot of the same run of the server; all else is as now."""
+    grown = pb.ServerStats()
+    grown.CopyFrom(now)
+    rpcs = {(each.method, each.status): each for each in before.rpcs}
+    for rpc in grown.rpcs:
+        old = rpcs.get((rpc.method, rpc.status))
+        if old is not None and len(old.buckets) == len(rpc.buckets):
+            rpc.buckets[:] = [max(0, new - was) for new, was in zip(rpc.buckets, old.buckets, strict=True)]
+            rpc.sum_seconds = max(0.0, rpc.sum_seconds - old.sum_seconds)
+    moved = {(each.transport, each.direction): each.nbytes for each in before.transfers}
+    for transfer in grown.transfers:
+        transfer.nbytes = max(0, transfer.nbytes - moved.get((transfer.transport, transfer.direction), 0))
+    usage = {(each.tenant, each.model): each for each in before.usage}
+    for used in grown.usage:
+        if (earlier := usage.get((used.tenant, used.model))) is not None:
+            for name in _USED:
+                setattr(used, name, max(0, getattr(used, name) - getattr(earlier, name)))
+    return grown

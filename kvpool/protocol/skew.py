@@ -39,11 +39,7 @@ OWN = Release(__version__, PROTOCOL)
 
 
 def check_skew(client: Release, server: Release, endpoint: str = "") -> None:
-    """Raises IncompatibleReleaseError unless client and server work together.
-
-    Args:
-        endpoint: of the server, for the message.
-    """
+    """Raises IncompatibleReleaseError, which names the server's `endpoint`, unless client and server work together."""
     if client.works_with(server):
         return
     older, least = ("client", server.protocol) if client.protocol < server.protocol else ("server", client.protocol)

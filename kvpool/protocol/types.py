@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 import itertools
+import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -56,14 +57,14 @@ class BlockRun:
         return len(self.block_hashes)
 
 
-def in_parts(runs: Sequence[BlockRun], max_blocks: int, max_runs: int = MAX_RUNS) -> Iterator[list[BlockRun]]:
-    """The runs in parts of at most `max_blocks` blocks and `max_runs` runs."""
+def in_parts(runs: Sequence[BlockRun], max_blocks: int) -> Iterator[list[BlockRun]]:
+    """The runs in parts of at most `max_blocks` blocks and `MAX_RUNS` runs."""
     part: list[BlockRun] = []
     room = max_blocks
     for run in runs:
         at = 0
         while at < len(run):
-            if not room or len(part) == max_runs:
+            if not room or len(part) == MAX_RUNS:
                 yield part
                 part, room = [], max_blocks
             piece = run
@@ -350,6 +351,40 @@ class HintKind(enum.IntEnum):
     PIN = 1
     EXPIRE = 2
     PREFETCH = 3
+
+
+MIN_PREFIX = 8
+"""Fewest hexadecimal digits of a fingerprint in a quota: fewer could match another namespace by chance."""
+
+
+@dataclass(frozen=True, slots=True)
+class Quota:
+    """An upper bound on what a tenant's or a namespace's entries hold of the arena.
+
+    Args:
+        subject: "tenant:NAME", or "namespace:" and a fingerprint in lower-case hexadecimal, or its first characters.
+        limit_bytes: of their slots; 0 in `set_quotas` deletes the quota.
+        used_bytes: of their slots now; ignored by `set_quotas`.
+    """
+
+    subject: str
+    limit_bytes: int
+    used_bytes: int = 0
+
+    def check(self) -> None:
+        """Raises InvalidRequestError unless the subject can be one."""
+        kind, _, name = self.subject.partition(":")
+        if kind not in ("tenant", "namespace") or not name:
+            fix = "" if ":" in self.subject else f"; give tenant:{self.subject}"
+            raise InvalidRequestError(
+                f"quota subject {self.subject!r} is neither tenant:NAME nor namespace:FINGERPRINT{fix}"
+            )
+        hexadecimal = f"[0-9a-f]{{{MIN_PREFIX},{2 * HASH_BYTES}}}"
+        if kind == "namespace" and not re.fullmatch(hexadecimal, name):
+            raise InvalidRequestError(
+                f"quota subject {self.subject!r}: give the first {MIN_PREFIX} characters of a fingerprint, or more, as "
+                "`kvpool namespaces` shows them"
+            )
 
 
 def check_hash(value: bytes, what: str) -> None:

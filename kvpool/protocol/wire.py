@@ -19,14 +19,12 @@ from google.protobuf.message import Message
 
 from kvpool.protocol import errors
 from kvpool.protocol.namespace import GroupSpec, NamespaceSpec
-from kvpool.protocol.quota import Quota
 from kvpool.protocol.skew import MAX_RELEASE_CHARS, OWN, Release
 from kvpool.protocol.text import escaped
 from kvpool.protocol.types import (
     HASH_BYTES,
     BlockRun,
     Chunk,
-    Existence,
     HintKind,
     Located,
     Lookup,
@@ -35,6 +33,7 @@ from kvpool.protocol.types import (
     PoolKey,
     PutGrant,
     PutStatus,
+    Quota,
     RunHits,
     ShardRange,
     Slots,
@@ -224,10 +223,6 @@ def decode_release(message: pb.OpenNamespaceRequest | pb.OpenNamespaceResponse) 
     return Release(escaped(message.release, MAX_RELEASE_CHARS), message.protocol)
 
 
-def decode_existence(message: pb.ExistsResponse) -> Existence:
-    return Existence(_decode_hits(message.hits), message.usable_tokens, message.load_seconds)
-
-
 def encode_hits(hits: Sequence[RunHits], runs: Sequence[BlockRun]) -> list[pb.RunHits]:
     return [
         pb.RunHits(
@@ -240,7 +235,7 @@ def encode_hits(hits: Sequence[RunHits], runs: Sequence[BlockRun]) -> list[pb.Ru
     ]
 
 
-def _decode_hits(messages: Iterable[pb.RunHits]) -> tuple[RunHits, ...]:
+def decode_hits(messages: Iterable[pb.RunHits]) -> tuple[RunHits, ...]:
     return tuple(
         RunHits(
             hit.num_leading,
@@ -272,7 +267,7 @@ def encode_lookup_error(error: errors.KVPoolError) -> pb.LookupReply:
 
 def decode_lookup(message: pb.LookupResponse, fingerprint: bytes, asked_at: float) -> Lookup:
     """The answer of a lookup in a namespace that was asked at `asked_at`, monotonic seconds."""
-    hits = _decode_hits(message.hits)
+    hits = decode_hits(message.hits)
     slots: tuple[Slots, ...] = ()
     if any(hit.offsets for hit in message.hits):
         slots = tuple(Slots(hit.offsets, hit.checksums, hit.permit) for hit in message.hits)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from fractions import Fraction
 
 from kvpool.protocol.errors import InvalidRequestError
-from kvpool.protocol.quota import Quota
+from kvpool.protocol.types import Quota
 
 MAX_TOLD = 256
 """Quotas in an answer to `Stats`."""

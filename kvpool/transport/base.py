@@ -184,11 +184,7 @@ class Transport(Protocol):
         pool's own, or what bytes pass through. None if buffers come and go."""
 
     def write(self, transfer: Transfer, source: Source) -> None:
-        """Writes the regions of a ticket.
-
-        Raises:
-            TransferError, PoolTimeoutError, UnavailableError, LeaseExpiredError.
-        """
+        """Writes a ticket's regions. Raises TransferError, PoolTimeoutError, UnavailableError and LeaseExpiredError."""
 
     def read(self, transfer: Transfer, sink: Sink) -> None:
         """Reads leased regions. Raises as `write` does."""

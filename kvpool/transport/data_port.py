@@ -76,9 +76,8 @@ class Status(enum.IntEnum):
     BUSY = 4
 
 
-@dataclass(frozen=True, slots=True)
-class Header:
-    """A request's header. `Kind` says what `first` and `stop` mean.
+class Header(NamedTuple):
+    """A request's header, in the order of its bytes. `Kind` says what `first` and `stop` mean.
 
     Args:
         region_bytes: of every region; of a MOVE: how many of them move.
@@ -96,21 +95,20 @@ class Header:
     permit: bytes = bytes(PERMIT_BYTES)
 
     def encode(self) -> bytes:
-        return _HEADER.pack(
-            self.kind, self.first, self.stop, self.region_bytes, self.skip_bytes, self.holding_id, self.permit
-        )
+        return _HEADER.pack(*self)
 
     @classmethod
     def decode(cls, packed: bytes) -> Header:
         """Raises InvalidRequestError for a header that no client of this release sends."""
-        kind, first, stop, region_bytes, skip_bytes, holding_id, permit = _HEADER.unpack(packed)
+        header = cls._make(_HEADER.unpack(packed))
+        kind, first, stop = header[:3]
         if kind not in Kind.__members__.values():
             raise InvalidRequestError(f"unknown header kind {kind}; install the same release of kvpool on both sides")
         if not first < stop <= MAX_REGIONS or (kind != Kind.MOVE and first):
             raise InvalidRequestError(f"invalid regions [{first}, {stop}); give 1 to {MAX_REGIONS} of them")
-        if not region_bytes:
+        if not header.region_bytes:
             raise InvalidRequestError("regions of 0 bytes; give the bytes of each region")
-        return cls(Kind(kind), first, stop, region_bytes, skip_bytes, holding_id, permit)
+        return header._replace(kind=Kind(kind))
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,11 +157,7 @@ class Terms(NamedTuple):
 
 
 class Signer:
-    """Makes permits and checks them.
-
-    Args:
-        key: 16 to 64 random bytes, the same in the server and in its workers; new with every boot.
-    """
+    """Makes permits and checks them, by 16 to 64 random bytes that server and workers share; new with every boot."""
 
     def __init__(self, key: bytes):
         self._key = key

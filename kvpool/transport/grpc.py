@@ -111,14 +111,10 @@ class GrpcTransport:
                 call.cancel()
 
     def _receive(self, call: Any, receiver: ThreadPoolExecutor, row: Bytes, offset: int) -> Bytes:
-        """One region: in `row`, or in the message itself if the region arrived in one piece.
-
-        Args:
-            receiver: waits for the next message, since gRPC's own wait ends at the call's deadline alone.
-        """
+        """One region: in `row`, or in the message itself if the region arrived in one piece."""
         filled = 0
         while filled < len(row):
-            next_piece = receiver.submit(next, call, None)
+            next_piece = receiver.submit(next, call, None)  # gRPC's own wait ends at the call's deadline alone.
             try:
                 piece = next_piece.result(self._stall_timeout_s)
             except TimeoutError:

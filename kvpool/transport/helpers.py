@@ -1,4 +1,5 @@
-"""Threads that help callers move and sum the bytes of their transfers.
+"""What the transfers of a transport share: threads that help callers move and sum bytes, and memory that the bytes of
+callbacks pass through.
 
 A caller never waits for a thread to become free: what no helper has begun, the caller does itself or drops.
 """
@@ -6,11 +7,23 @@ A caller never waits for a thread to become free: what no helper has begun, the 
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
+
+import numpy as np
+
+from kvpool.protocol.errors import PoolTimeoutError
+from kvpool.transport.base import Bytes
+
+STAGING_BYTES = 256 << 20
+UNIT_BYTES = 1 << 20
+MAX_MOVERS = 8
+CORES_A_MOVER = 2
+"""Over a network: the server has as many threads that move the same bytes, perhaps on the same host."""
 
 T = TypeVar("T")
 
@@ -107,11 +120,6 @@ class Helpers:
         return self._lock
 
 
-MAX_MOVERS = 8
-CORES_A_MOVER = 2
-"""Over a network: the server has as many threads that move the same bytes, perhaps on the same host."""
-
-
 def movers_of(num_cores: int, sharers: int = 1, cores_a_mover: int = CORES_A_MOVER) -> int:
     """How many threads move the bytes of one transfer, the caller's among them, and over how many connections.
 
@@ -121,3 +129,49 @@ def movers_of(num_cores: int, sharers: int = 1, cores_a_mover: int = CORES_A_MOV
         cores_a_mover: 1 through shared memory, where no other process moves bytes.
     """
     return max(1, min(MAX_MOVERS, num_cores // cores_a_mover // sharers))
+
+
+class Staging:
+    """One array, `memory`, uint8 [nbytes], which a GPU's driver pins once, and which all transfers share. Thread-safe.
+
+    Pages that were never used cost nothing. What was given back last is lent first: it may still be in a core's cache.
+
+    Args:
+        nbytes: bound of what all transfers have together; a buffer that is larger by itself is memory of its own.
+        memory: is there already, and is the bound instead; None: memory of its own.
+    """
+
+    def __init__(self, nbytes: int = STAGING_BYTES, memory: Bytes | None = None):
+        if memory is None:
+            pages = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            pages.madvise(mmap.MADV_HUGEPAGE)
+            memory = np.frombuffer(pages, np.uint8)
+        self.memory: Bytes = memory
+        self._lent = bytearray(len(memory) // UNIT_BYTES)  # 1 for each unit that is lent, else 0.
+        self._changed = threading.Condition()
+
+    @contextlib.contextmanager
+    def borrowed(self, nbytes: int, count: int, timeout_s: float) -> Iterator[list[Bytes]]:
+        """Up to `count` buffers of `nbytes`, at least one. Raises PoolTimeoutError if there is none in `timeout_s`."""
+        units = -(-max(nbytes, 1) // UNIT_BYTES)
+        if units * UNIT_BYTES > len(self.memory):
+            yield [np.empty(nbytes, np.uint8)]
+            return
+        free = bytes(units)
+        starts: list[int] = []
+        with self._changed:
+            if not self._changed.wait_for(lambda: free in self._lent, max(timeout_s, 0)):
+                raise PoolTimeoutError(
+                    f"transfers under way held all {len(self.memory)} bytes of a client's staging memory until the "
+                    "deadline; let fewer threads put and get at once"
+                )
+            while len(starts) < count and free in self._lent:
+                starts.append(self._lent.index(free))
+                self._lent[starts[-1] : starts[-1] + units] = b"\1" * units
+        try:
+            yield [self.memory[start * UNIT_BYTES :][:nbytes] for start in starts]
+        finally:
+            with self._changed:
+                for start in starts:
+                    self._lent[start : start + units] = free
+                self._changed.notify_all()

@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 
 from kvpool.protocol.errors import PoolTimeoutError, TransferError, UnavailableError
 from kvpool.transport.base import Bytes, Clock, Sink, Source, Transfer, call_back
+from kvpool.transport.helpers import Staging
 from kvpool.transport.mooncake_engine import DONE, FAILED, UNDER_WAY, Engine
-from kvpool.transport.staging import Staging
 from kvpool.v1 import pool_pb2 as pb
 
 STAGING_BYTES = 64 << 20
@@ -129,11 +129,7 @@ class MooncakeTransport:
 
 @dataclass(eq=False)
 class _Call:
-    """One write or read, batch by batch, through one buffer.
-
-    Attributes:
-        in_flight: ids of the engine transfers that have not ended.
-    """
+    """One write or read, batch by batch, through one buffer."""
 
     info: pb.MooncakeEngine
     engine: Engine
@@ -143,7 +139,7 @@ class _Call:
     clock: Clock
     deadline: float
     closed: threading.Event
-    in_flight: list[int] = field(default_factory=list)
+    in_flight: list[int] = field(default_factory=list)  # Ids of the engine transfers that have not ended.
 
     def rows(self, count: int) -> list[Bytes]:
         """Where the regions of a batch lie: uint8 [region_bytes] each."""

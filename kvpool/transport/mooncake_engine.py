@@ -97,10 +97,7 @@ class Engine:
         self._memory = [kept for kept in self._memory if kept is not memory]
 
     def submit(self, is_write: bool, session: str, memory: Bytes, there: int) -> int:
-        """Begins to move registered memory to or from a peer's address.
-
-        Returns: the transfer's id; 0 if the transfer cannot begin.
-        """
+        """Begins to move registered memory to or from a peer's address; returns the transfer's id, or 0 on failure."""
         native = self._native
         start = native.batch_transfer_async_write if is_write else native.batch_transfer_async_read
         return int(start(session, [memory.ctypes.data], [there], [memory.nbytes]))
@@ -141,7 +138,7 @@ def import_mooncake(module: str, needed_by: str) -> Any:
 
 
 @contextmanager
-def engine_start(protocol: str, device: str = "") -> Iterator[None]:
+def engine_start(protocol: str, device: str) -> Iterator[None]:
     """Around the start of an engine, one at a time. `protocol` and `device` as of `Engine.start`.
 
     The engine reads some settings from variables alone; variables that are set already keep their values.

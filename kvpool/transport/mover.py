@@ -24,8 +24,8 @@ from kvpool.protocol.errors import ConfigError, PoolTimeoutError, TransferError
 from kvpool.transport.base import Bytes, Drain, Fill, Sink, Source, Sum, Transfer, call_back
 from kvpool.transport.child_process import ChildProcess
 from kvpool.transport.data_port import time_out
+from kvpool.transport.helpers import STAGING_BYTES
 from kvpool.transport.segment import Segment
-from kvpool.transport.staging import STAGING_BYTES
 from kvpool.transport.tcp_connection import Peer
 
 log = logging.getLogger(__name__)
@@ -57,11 +57,7 @@ class CallbackError(Exception):
 
 
 class Mover:
-    """One process, for one transfer at a time.
-
-    Args:
-        nth: which part of the segment is its memory.
-    """
+    """One process, for one transfer at a time; its memory is the `nth` part of the segment."""
 
     def __init__(self, peer: Peer, num_connections: int, segment: Segment, nth: int):
         self.nth = nth

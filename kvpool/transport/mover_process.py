@@ -8,14 +8,12 @@ from multiprocessing.connection import Connection
 from kvpool.protocol.errors import KVPoolError, TransferError
 from kvpool.transport.base import Buffers, Sink, Source
 from kvpool.transport.child_process import exit_with_parent, receive_settings
-from kvpool.transport.helpers import Helpers
+from kvpool.transport.helpers import STAGING_BYTES, Helpers, Staging
 from kvpool.transport.mover import MEMORY_BYTES, Batch, CallbackError
 from kvpool.transport.segment import Segment
-from kvpool.transport.staging import STAGING_BYTES, Staging
+from kvpool.transport.tcp import TcpRead, TcpWrite
 from kvpool.transport.tcp_connection import Peer
-from kvpool.transport.tcp_connections import ConnectionPool
-from kvpool.transport.tcp_read import TcpRead
-from kvpool.transport.tcp_write import TcpWrite
+from kvpool.transport.tcp_transfer import ConnectionPool
 
 
 def main() -> None:

@@ -97,10 +97,7 @@ class Segment:
     def attach(cls, fd: int, nbytes: int, nonce: bytes) -> Segment:
         """Maps memory whose descriptor another process has sent. `fd` is closed with the segment, or on failure.
 
-        Args:
-            nbytes, nonce: as the server has announced them.
-
-        Raises TransferError if it is not the sealed memory that the server has announced.
+        Raises TransferError if it is not sealed memory of the size and with the nonce that the server has announced.
         """
         try:
             _check(fd, nbytes, nonce)
@@ -118,10 +115,7 @@ class Segment:
         return _seals(self.fd) & SEALS == SEALS
 
     def populate(self, start: int, nbytes: int) -> None:
-        """Backs a part with memory, so that later writes neither fault nor fail in a full file system.
-
-        Raises MemoryError if the system has no free memory.
-        """
+        """Backs a part with memory, so that later writes do not fault. Raises MemoryError if the system has none."""
         if map_pages(self._address + start, nbytes) == 0:
             return
         try:  # Linux before 5.14 has no MADV_POPULATE_WRITE.

@@ -29,9 +29,8 @@ from kvpool.transport.base import (
     copy_pieces,
     no_sum,
 )
-from kvpool.transport.helpers import Help, Helpers
+from kvpool.transport.helpers import Help, Helpers, Staging
 from kvpool.transport.segment import Bytes, Segment
-from kvpool.transport.staging import Staging
 
 PART_BYTES = 1 << 20
 """What a thread copies and sums at once: about what stays in its core's cache."""

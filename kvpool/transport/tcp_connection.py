@@ -63,16 +63,14 @@ class Peer:
 
     Args:
         nonce: of its greeting.
-        connect_timeout_s: for a connection and its greeting.
-        stall_timeout_s: a read that receives nothing for so long fails.
+        timeout_s: for a connection and its greeting; a read that receives nothing for so long fails.
         sealed: whether its connections are.
     """
 
     host: str
     port: int
     nonce: bytes
-    connect_timeout_s: float
-    stall_timeout_s: float
+    timeout_s: float
     sealed: bool = False
 
     def __str__(self) -> str:
@@ -132,11 +130,10 @@ class Part:
     def nbytes(self) -> int:
         return (self.stop - self.first) * self.transfer.region_bytes
 
-    def headers(self, with_permit: bool, channel_id: bytes = b"") -> bytes:
+    def headers(self, with_permit: bool, channel_id: bytes) -> bytes:
         """What precedes the part: the permit, unless the connection has shown it already, and which regions move.
 
-        Args:
-            channel_id: of a sealed connection, to which the permit's key has to be proved.
+        On a sealed connection, which has a `channel_id`, the permit's key has to be proved.
         """
         transfer = self.transfer
         first, stop = transfer.first_permitted + self.first, transfer.first_permitted + self.stop
@@ -174,7 +171,7 @@ class Connection:
         remaining_s = deadline - time.monotonic()
         if remaining_s <= 0:
             self._raise_late()
-        fresh, self._server_random = self._peer.connect(min(self._peer.connect_timeout_s, remaining_s))
+        fresh, self._server_random = self._peer.connect(min(self._peer.timeout_s, remaining_s))
         with self._changing:
             if not self._hung_up:
                 self._socket, self._wait_s, self._used_at = fresh, 0.0, time.monotonic()
@@ -269,7 +266,7 @@ class Connection:
         remaining_s = part.deadline - time.monotonic()
         if remaining_s <= 0:
             self._raise_late()
-        wait_s = remaining_s if part.is_write else min(remaining_s, self._peer.stall_timeout_s)
+        wait_s = remaining_s if part.is_write else min(remaining_s, self._peer.timeout_s)
         # Two system calls, which most pieces need not make.
         if not wait_s <= self._wait_s <= wait_s * 1.02:
             time_out(connection, wait_s)
@@ -277,7 +274,7 @@ class Connection:
 
     def _raise_late(self, has_stalled: bool = False) -> NoReturn:
         if has_stalled:
-            raise PoolTimeoutError(f"{self._peer} sent nothing for {self._peer.stall_timeout_s:.3f} s")
+            raise PoolTimeoutError(f"{self._peer} sent nothing for {self._peer.timeout_s:.3f} s")
         raise PoolTimeoutError(f"a transfer to or from {self._peer} did not end before its deadline")
 
     def _headers(self, part: Part) -> bytes:

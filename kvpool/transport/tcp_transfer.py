@@ -18,13 +18,14 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from kvpool.protocol.errors import KVPoolError, PoolTimeoutError
+from kvpool.protocol.errors import KVPoolError, PoolTimeoutError, TransferError
 from kvpool.transport.base import Bytes, Pieces, Transfer, Wait
 from kvpool.transport.data_port import pack_offsets
-from kvpool.transport.helpers import Helpers
-from kvpool.transport.staging import Staging
-from kvpool.transport.tcp_connection import Connection, Part
-from kvpool.transport.tcp_connections import ConnectionPool
+from kvpool.transport.helpers import Helpers, Staging
+from kvpool.transport.tcp_connection import Connection, Part, Peer
+
+MAX_CONNECTIONS = 32
+"""Of one client, for all of its callers."""
 
 PART_BYTES = (2 << 20, 8 << 20)
 """Bytes of a part, unless one region has more: at least, which stay in a core's cache until they are summed, and at
@@ -42,6 +43,60 @@ AHEAD, AHEAD_ALONE = 2, 8
 
 SPARE_BUFFERS = 2
 """Buffers beyond those of the batches in flight: for a batch that is drained, and for one whose drain is not over."""
+
+
+class ConnectionPool:
+    """Connections to one peer, each used by one thread at a time. Thread-safe."""
+
+    def __init__(self, peer: Peer, max_connections: int = MAX_CONNECTIONS):
+        self.peer = peer
+        self._max_connections = max_connections
+        self._changed = threading.Condition()
+        self._used: set[Connection] = set()
+        self._idle: list[Connection] = []
+        self._closed = False
+
+    def acquire(self, timeout_s: float) -> Connection:
+        """A connection of the caller's own until `release`.
+
+        Raises TransferError if the pool is closed, PoolTimeoutError if all stay busy for `timeout_s`.
+        """
+        with self._changed:
+            self._changed.wait_for(self._can_acquire, max(timeout_s, 0))
+            if self._closed:
+                raise TransferError(f"the transport to {self.peer} is closed; open the namespace again")
+            if not self._can_acquire():
+                raise PoolTimeoutError(
+                    f"all {self._max_connections} connections to {self.peer} stayed busy for {timeout_s:.3f} s"
+                )
+            connection = self._idle.pop() if self._idle else Connection(self.peer)
+            self._used.add(connection)
+            return connection
+
+    def release(self, connection: Connection) -> None:
+        """Returns a connection."""
+        with self._changed:
+            self._used.discard(connection)
+            connection.reuse()
+            if self._closed:
+                connection.close()
+            else:
+                self._idle.append(connection)
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Ends transfers under way, which then fail, and closes the connections. Idempotent."""
+        with self._changed:
+            self._closed = True
+            for connection in self._used:
+                connection.hang_up()
+            for connection in self._idle:
+                connection.close()
+            self._idle = []
+            self._changed.notify_all()
+
+    def _can_acquire(self) -> bool:
+        return self._closed or bool(self._idle) or len(self._used) < self._max_connections
 
 
 @dataclass(eq=False, slots=True)
@@ -69,11 +124,7 @@ Move = tuple[Part, Batch]
 
 
 class TcpTransfer:
-    """What the caller of a transfer shares with its helpers.
-
-    Args:
-        rows: the caller's arrays, one entry a region; None: each batch has a buffer.
-    """
+    """What the caller of a transfer shares with its helpers. Without `rows` of the caller's, batches have buffers."""
 
     def __init__(
         self,

@@ -24,10 +24,9 @@ import structlog
 from pydantic import ByteSize
 
 from kvpool.protocol.errors import ConfigError
-from kvpool.transport.memory_socket import MAGIC, REQUEST_BYTES, Address, abstract_name, peer_of
 from kvpool.transport.mooncake_engine import Engine
 from kvpool.transport.segment import Segment
-from kvpool.transport.unix_socket import memory_path
+from kvpool.transport.unix_socket import MAGIC, REQUEST_BYTES, Address, abstract_name, memory_path, peer_of
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.data_plane.workers import DataWorkers

@@ -20,8 +20,7 @@ from collections.abc import Callable, Container, Sequence
 
 from kvpool.protocol.errors import InvalidRequestError
 from kvpool.protocol.namespace import GroupSpec, NamespaceSpec
-from kvpool.protocol.quota import Quota
-from kvpool.protocol.types import BlockRun, PutGrant, PutReceipt, PutStatus, ShardRange, in_parts
+from kvpool.protocol.types import BlockRun, PutGrant, PutReceipt, PutStatus, Quota, ShardRange, in_parts
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.allocator.placement import NoRoomError, Placement
 from kvpool_server.cache.counters import COUNTERS, PoolStats

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvpool.protocol.errors import InvalidRequestError
-from kvpool.protocol.quota import Quota
+from kvpool.protocol.types import Quota
 from kvpool.report.quotas import size_text
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.eviction.partitions import Account

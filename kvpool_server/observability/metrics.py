@@ -19,7 +19,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from kvpool.protocol.errors import KVPoolError
-from kvpool.protocol.quota import Quota
+from kvpool.protocol.types import Quota
 from kvpool.protocol.wire import status_of
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.cache.counters import COUNTERS

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from kvpool.client.config import is_loopback
 from kvpool.protocol.errors import ConfigError
-from kvpool.transport.memory_socket import Address
+from kvpool.transport.unix_socket import Address
 
 EVERYWHERE = ("0.0.0.0", "::")
 _PRIVATE = (".localhost", ".svc", ".svc.cluster.local", ".internal")

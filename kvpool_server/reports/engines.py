@@ -18,7 +18,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import chain, islice, zip_longest
 
-from kvpool.protocol.causes import Cause
 from kvpool.protocol.errors import InvalidRequestError
 from kvpool.protocol.reports import (
     MAX_AMOUNT,
@@ -26,6 +25,7 @@ from kvpool.protocol.reports import (
     MAX_ENGINE_CHARS,
     MAX_STAGES,
     REPORTER_BYTES,
+    Cause,
     ReportRequest,
 )
 from kvpool.protocol.text import printable

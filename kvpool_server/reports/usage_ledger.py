@@ -15,8 +15,7 @@ from typing import TypeVar
 
 import structlog
 
-from kvpool.protocol.ledger import HOUR_S, MAX_LEDGER_ROWS, SUMS
-from kvpool.protocol.reports import ReportRequest
+from kvpool.protocol.reports import HOUR_S, MAX_LEDGER_ROWS, SUMS, ReportRequest
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.observability.pairs import OTHER, Pair, Pairs
 from kvpool_server.reports.engines import MAX_REPORTERS, MAX_TOTAL, EngineReports

@@ -104,6 +104,13 @@ def never(first: int, buffers: Buffers) -> None:
     raise AssertionError("bytes arrived, or were wanted")
 
 
+def read_bytes(transport: Transport, transfer: Transfer) -> list[bytes]:
+    """What the regions of a transfer hold, in order."""
+    read: list[bytes] = []
+    transport.read(transfer, Sink(lambda _, buffers: read.extend(buffer.tobytes() for buffer in buffers)))
+    return read
+
+
 class TransportContract:
     """Subclasses give a fixture `rig`."""
 
@@ -200,14 +207,8 @@ class TransportContract:
     def test_regions_may_be_read_in_any_order(self, rig: Rig, stored: tuple[Regions, int]) -> None:
         regions, lease_id = stored
         order = [5, 0, 3]
-        read: list[bytes] = []
-
-        def drain(first: int, buffers: Buffers) -> None:
-            assert first == len(read)
-            read.extend(buffer.tobytes() for buffer in buffers)
-
         offsets = [regions.offsets[idx] for idx in order]
-        rig.transport.read(Transfer(lease_id, offsets, REGION_BYTES, DEADLINE_S, 2 * REGION_BYTES), Sink(drain))
+        read = read_bytes(rig.transport, Transfer(lease_id, offsets, REGION_BYTES, DEADLINE_S, 2 * REGION_BYTES))
         assert read == [payload(idx, REGION_BYTES).tobytes() for idx in order]
 
     def test_a_part_of_each_region_may_be_moved(self, rig: Rig) -> None:
@@ -221,11 +222,7 @@ class TransportContract:
                     buffer[:] = payload(idx, REGION_BYTES)[skip_bytes : skip_bytes + half]
 
             rig.transport.write(_part(regions.ticket_id, regions, skip_bytes, half), Source(fill))
-        read: list[bytes] = []
-        lease_id = regions.seal()
-        rig.transport.read(
-            _part(lease_id, regions, 5, 7), Sink(lambda _, rows: read.extend(row.tobytes() for row in rows))
-        )
+        read = read_bytes(rig.transport, _part(regions.seal(), regions, 5, 7))
         assert read == [payload(idx, REGION_BYTES)[5:12].tobytes() for idx in range(3)]
 
     @pytest.mark.parametrize("is_write", [True, False])
@@ -267,14 +264,12 @@ class TransportContract:
         regions = rig.regions(num_regions, region_bytes)
         self._write(rig, regions, region_bytes)
         lease_id = regions.seal()
+        transfer = Transfer(lease_id, regions.offsets, region_bytes, 0.2, 1)
         with pytest.raises(PoolTimeoutError):
-            rig.transport.read(
-                Transfer(lease_id, regions.offsets, region_bytes, 0.2, 1), Sink(lambda *_: rig.pass_time(0.3))
-            )
+            rig.transport.read(transfer, Sink(lambda *_: rig.pass_time(0.3)))
 
     def test_no_regions_are_no_work(self, rig: Rig) -> None:
         regions = rig.regions(1, REGION_BYTES)
-
         rig.transport.write(Transfer(regions.ticket_id, (), REGION_BYTES, DEADLINE_S, 1), Source(never))
         self._write(rig, regions)
         rig.transport.read(Transfer(regions.seal(), (), REGION_BYTES, DEADLINE_S, 1), Sink(never))
@@ -283,12 +278,9 @@ class TransportContract:
         all_regions = [rig.regions(5, REGION_BYTES) for _ in range(4)]
 
         def work(regions: Regions) -> None:
-            def drain(first: int, buffers: Buffers) -> None:
-                for idx, buffer in enumerate(buffers, first):
-                    np.testing.assert_array_equal(buffer, payload(idx, REGION_BYTES))
-
             self._write(rig, regions, batch_bytes=1)
-            rig.transport.read(Transfer(regions.seal(), regions.offsets, REGION_BYTES, DEADLINE_S, 1), Sink(drain))
+            transfer = Transfer(regions.seal(), regions.offsets, REGION_BYTES, DEADLINE_S, 1)
+            assert read_bytes(rig.transport, transfer) == [payload(idx, REGION_BYTES).tobytes() for idx in range(5)]
 
         with ThreadPoolExecutor(len(all_regions)) as threads:
             list(threads.map(work, all_regions))

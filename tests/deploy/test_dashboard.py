@@ -19,7 +19,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, star
 from kvpool.client.client import Client, Namespace
 from kvpool.client.config import ClientConfig
 from kvpool.protocol.errors import KVPoolError
-from kvpool.protocol.quota import Quota
+from kvpool.protocol.types import Quota
 from kvpool.security.certificates import Authority
 from kvpool.security.principal import ALL_TENANTS, Principal, Role
 from tests.support.certificates import files_in, server_flags

@@ -15,9 +15,9 @@ import pytest
 
 from kvpool.client.client import Client
 from kvpool.client.config import ClientConfig
-from kvpool.client.open_namespace import Namespace
-from kvpool.protocol.causes import Cause
+from kvpool.client.handles import Namespace
 from kvpool.protocol.hashing import DEFAULT_SEED, block_hashes
+from kvpool.protocol.reports import Cause
 from kvpool.protocol.types import BlockRun, ShardRange
 from kvpool.protocol.wire import decode_spec
 from testbed.engine import BLOCK_TOKENS, Engine, EngineSpec, Prompt, kvpool_transfer_config

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from kvpool.client.config import TRANSPORTS, ClientConfig, check_endpoint
+from kvpool.client.config import TRANSPORTS, ClientConfig
 from kvpool.client.transport_choice import CANDIDATES
 from kvpool.protocol.errors import ConfigError
 from kvpool.security.tls import TlsFiles
@@ -17,7 +17,7 @@ TIMES = [field.name for field in dataclasses.fields(ClientConfig) if field.name.
     "endpoint", ["localhost:1", "10.0.0.7:65535", "[::1]:50051", "unix:/run/pool", "unix:a b.sock"]
 )
 def test_endpoints(endpoint: str) -> None:
-    assert check_endpoint(endpoint) == endpoint
+    assert ClientConfig(endpoint=endpoint).endpoint == endpoint
 
 
 @pytest.mark.parametrize("endpoint", ["", "host", "host:", ":50051", "host:port", "host:0", "host:65536", "host:-1"])

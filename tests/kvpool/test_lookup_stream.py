@@ -81,7 +81,7 @@ class Served:
         port = self.server.add_insecure_port("127.0.0.1:0")
         self.server.start()
         self.channel = grpc.insecure_channel(f"127.0.0.1:{port}")
-        self.lookups = LookupStream.on(self.channel)
+        self.lookups = LookupStream(self.channel)
 
     def ask(self, wish: int, timeout: float = TIMEOUT_S) -> int:
         return int(self.lookups(Asking(wish), timeout).lease_ttl_ms)
@@ -266,7 +266,7 @@ def test_closing_fails_what_waits_and_a_closed_channel_is_said(served: Served) -
 
 def test_a_server_that_is_not_there_is_unavailable() -> None:
     with grpc.insecure_channel("127.0.0.1:1") as channel:
-        lookups = LookupStream.on(channel)
+        lookups = LookupStream(channel)
         with pytest.raises(grpc.RpcError) as raised:
             lookups(Asking(100), TIMEOUT_S)
         assert raised.value.code() is grpc.StatusCode.UNAVAILABLE

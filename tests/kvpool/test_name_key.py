@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from kvpool.client.client import Client
 from kvpool.client.config import ClientConfig
-from kvpool.client.pending_lookup import KeptRuns
+from kvpool.client.handles import KeptRuns
 from kvpool.commands.credentials import name_key as app
 from kvpool.protocol.errors import ConfigError, InvalidRequestError
 from kvpool.protocol.namespace import differences

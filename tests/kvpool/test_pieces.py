@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvpool.client.admin import InlineChunks
 from kvpool.client.client import Client
-from kvpool.client.inline_chunks import InlineChunks
+from kvpool.client.handles import Namespace
 from kvpool.client.lookup_stream import LookupStream, StreamedError
-from kvpool.client.open_namespace import Namespace
 from kvpool.protocol.errors import InvalidRequestError
 from kvpool.protocol.hashing import checksum
 from kvpool.protocol.pieces import MESSAGE_BYTES, pieces
@@ -24,6 +24,7 @@ from kvpool.protocol.types import BlockRun, Chunk, PoolKey, PutStatus
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.rpc.inbox import MAX_REQUEST_BYTES
 from tests.conftest import Connect
+from tests.kvpool.test_lookup_stream import Asking
 from tests.support.processes import ServerProcess
 from tests.support.values import group_spec, namespace_spec
 
@@ -97,32 +98,20 @@ class OlderServer(grpc.GenericRpcHandler):  # type: ignore[misc]
                 yield pb.LookupReply(error=pb.CallError(code=3, message="no LookupRequest")).SerializeToString()
 
 
-class Asking:
-    """A lookup that asks for a lease of so many ms."""
-
-    max_reply_bytes = 1_000
-
-    def __init__(self, ttl_ms: int, padding_bytes: int = 0):
-        self.request = pb.LookupRequest(lease_ttl_ms=ttl_ms, namespace=bytes(padding_bytes))
-
-    def __call__(self) -> pb.LookupRequest:
-        return self.request
-
-
 @contextmanager
 def older_server() -> Iterator[LookupStream]:
     server = grpc.server(ThreadPoolExecutor(8))
     server.add_generic_rpc_handlers((OlderServer(),))
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
-    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel, closing(LookupStream.on(channel)) as lookups:
+    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel, closing(LookupStream(channel)) as lookups:
         yield lookups
     server.stop(None).wait()
 
 
 def test_no_answer_of_an_older_server_is_taken_for_another_lookups() -> None:
     with older_server() as lookups:
-        asked: list[Any] = [Asking(1), Asking(2, 3 * MESSAGE_BYTES), *map(Asking, range(3, 40))]
+        asked: list[Any] = [Asking(1), Asking(2, padding_bytes=3 * MESSAGE_BYTES), *map(Asking, range(3, 40))]
         pending = [lookups.future(each, TIMEOUT_S) for each in asked]
         with pytest.raises(StreamedError, match="no LookupRequest"):
             pending[1].result()

@@ -3,7 +3,7 @@
 import pytest
 
 from kvpool.protocol.errors import InvalidRequestError
-from kvpool.protocol.quota import Quota
+from kvpool.protocol.types import Quota
 from kvpool.report.quotas import covers, fullest, parse_quota, size_text
 
 

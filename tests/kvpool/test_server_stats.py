@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpool.protocol.server_stats import count, quantile, rpc_quantile, since
+from kvpool.protocol.reports import count, quantile, rpc_quantile, since
 from kvpool.v1 import pool_pb2 as pb
 
 BOUNDS = (0.001, 0.01, 0.1)

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpool.client.sums import MIN_UNLOCKED_BYTES, ChunkSums, sums_of
+from kvpool.client.block_io import MIN_UNLOCKED_BYTES, ChunkSums, sums_of
 from kvpool.protocol.hashing import checksum
 
 

@@ -1,6 +1,8 @@
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvpool.protocol import types
 from kvpool.protocol.types import BlockRun, Located, in_parts, join_located
 
 
@@ -15,7 +17,9 @@ def test_parts_of_runs_are_the_same_blocks_and_keep_to_the_bounds(
 ) -> None:
     hashes = iter(range(100))
     runs = [BlockRun(0, [bytes([next(hashes)]) for _ in range(length)], b"p") for length in lengths]
-    parts = list(in_parts(runs, max_blocks, max_runs))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(types, "MAX_RUNS", max_runs)
+        parts = list(in_parts(runs, max_blocks))
     assert all(1 <= sum(map(len, part)) <= max_blocks and len(part) <= max_runs for part in parts)
     before: dict[bytes, bytes] = {}
     for run in runs:

@@ -22,7 +22,7 @@ import pytest
 from google.protobuf.message_factory import GetMessageClass
 
 from kvpool.client.client import Client
-from kvpool.client.open_namespace import Namespace
+from kvpool.client.handles import Namespace
 from kvpool.protocol import wire
 from kvpool.protocol.types import BlockRun
 from kvpool.transport.data_port import GREETING_BYTES, REPLY_BYTES, Header, Kind, Reply, Status

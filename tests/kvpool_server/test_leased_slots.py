@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvpool.client.client import Client
-from kvpool.client.open_namespace import Namespace
+from kvpool.client.handles import Namespace
 from kvpool.protocol.errors import ChecksumError, InvalidRequestError, KVPoolError, LeaseExpiredError
 from kvpool.protocol.types import LeasedSlots, Lookup, ShardRange
 from kvpool.transport.base import Buffers

@@ -20,7 +20,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvpool.protocol import wire
-from kvpool.protocol.server_stats import count, since
+from kvpool.protocol.reports import count, since
 from kvpool.protocol.types import ShardRange
 from kvpool.v1 import pool_pb2 as pb
 from kvpool.v1.pool_pb2_grpc import PoolStub

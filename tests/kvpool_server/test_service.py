@@ -20,12 +20,10 @@ import grpc
 import numpy as np
 import pytest
 
-from kvpool.client.block_io import DrainBlocks, InPlace
+from kvpool.client.block_io import Checksums, DrainBlocks, InPlace
 from kvpool.client.client import Client
 from kvpool.client.config import ClientConfig
-from kvpool.client.open_namespace import Namespace
-from kvpool.client.pending_lookup import PendingLookup
-from kvpool.client.sums import Checksums
+from kvpool.client.handles import Namespace, PendingLookup
 from kvpool.client.transport_choice import choose
 from kvpool.protocol import wire
 from kvpool.protocol.errors import (
@@ -43,9 +41,8 @@ from kvpool.protocol.errors import (
 )
 from kvpool.protocol.hashing import checksum
 from kvpool.protocol.namespace import NamespaceSpec
-from kvpool.protocol.quota import Quota
 from kvpool.protocol.text import opened_text
-from kvpool.protocol.types import BlockRun, Chunk, PoolKey, PutReceipt, PutStatus, ShardRange
+from kvpool.protocol.types import BlockRun, Chunk, PoolKey, PutReceipt, PutStatus, Quota, ShardRange
 from kvpool.protocol.wire import encode_runs, encode_spec
 from kvpool.transport.base import Buffers
 from kvpool.transport.segment import NAME
@@ -101,9 +98,9 @@ def _status(call: Callable[[], object]) -> tuple[grpc.StatusCode, str]:
     return caught.value.code(), caught.value.details()
 
 
-def _has_expired(call: Callable[[], object]) -> bool:
+def _has_expired(client: Client, namespace: Namespace, lease_id: int, run: BlockRun) -> bool:
     try:
-        call()
+        next(client.rpc.locate(namespace, lease_id, [[run]], WHOLE))
     except LeaseExpiredError:
         return True
     return False
@@ -568,7 +565,7 @@ def test_get_after_the_lease_is_an_error(shared_server: ServerProcess, connect: 
     namespace = client.open_namespace(spec)
     run = _store(client, namespace, "a")
     lease_id = client.lookup(namespace, [run]).lease_id
-    wait_for(lambda: _has_expired(lambda: client.rpc.locate(namespace, lease_id, [run], WHOLE)), "the lease's end")
+    wait_for(lambda: _has_expired(client, namespace, lease_id, run), "the lease's end")
     with pytest.raises(LeaseExpiredError, match=f"lease {lease_id:#x} is not live.*look up again"):
         client.get_blocks(namespace, lease_id, run)
     with pytest.raises(LeaseExpiredError):
@@ -587,7 +584,7 @@ def test_a_lease_that_runs_out_during_the_read_is_an_error(
 
     def drain(indices: Sequence[int], buffers: Buffers) -> None:
         drained.extend(indices)
-        wait_for(lambda: _has_expired(lambda: client.rpc.locate(namespace, lease_id, [run], WHOLE)), "the lease's end")
+        wait_for(lambda: _has_expired(client, namespace, lease_id, run), "the lease's end")
 
     with pytest.raises((LeaseExpiredError, PoolTimeoutError)):
         client.get(namespace, lease_id, [run], drain)
@@ -680,7 +677,7 @@ def test_a_writer_that_is_killed_leaks_nothing_and_blocks_nobody(pool_server: St
 def _flip_a_byte(client: Client, server: ServerProcess, namespace: Namespace, run: BlockRun) -> None:
     """As a stray writer, or a broken DIMM, would."""
     lease_id = client.lookup(namespace, [run]).lease_id
-    offset = client.rpc.locate(namespace, lease_id, [run], WHOLE).offsets[0]
+    offset = next(client.rpc.locate(namespace, lease_id, [[run]], WHOLE)).offsets[0]
     client.release([lease_id])
     np.memmap(arena_file(server.pid), np.uint8, "r+")[offset + CHUNK // 2] ^= 0x01
 

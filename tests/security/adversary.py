@@ -32,7 +32,7 @@ import typer
 
 from kvpool.client.client import Client
 from kvpool.client.config import ClientConfig
-from kvpool.client.open_namespace import Namespace
+from kvpool.client.handles import Namespace
 from kvpool.protocol import wire
 from kvpool.protocol.errors import KVPoolError
 from kvpool.protocol.namespace import NamespaceSpec

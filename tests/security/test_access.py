@@ -22,7 +22,7 @@ from kvpool.protocol.errors import (
     UnknownNamespaceError,
 )
 from kvpool.protocol.namespace import MEASUREMENT_MODEL
-from kvpool.protocol.quota import Quota
+from kvpool.protocol.types import Quota
 from kvpool.security.certificates import Authority
 from kvpool.security.principal import ALL_TENANTS, Principal, Role
 from kvpool.security.tls import TlsFiles

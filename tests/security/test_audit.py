@@ -20,7 +20,7 @@ from kvpool.protocol.errors import (
     UnauthenticatedError,
     UnavailableError,
 )
-from kvpool.protocol.quota import Quota
+from kvpool.protocol.types import Quota
 from kvpool.security.principal import Principal, Role
 from kvpool_server.access import audit
 from kvpool_server.access.audit import MAX_QUEUED, READ, REFUSALS_A_SECOND, AuditLog

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
+from kvpool.client.admin import InlineChunks
 from kvpool.client.client import Client, Namespace
-from kvpool.client.inline_chunks import InlineChunks
 from kvpool.protocol import wire
 from kvpool.protocol.errors import BusyError, ConfigError, KVPoolError
 from kvpool.protocol.hashing import checksum
@@ -250,9 +250,7 @@ class SealedClient:
         self._permit, self._offsets = located.permit[:PERMIT_BYTES], list(located.offsets)
         key = located.permit[PERMIT_BYTES:]
         port = client.rpc.ping().data_port
-        self._plain, server_random = Peer(
-            "127.0.0.1", port.port, port.nonce, TIMEOUT_S, TIMEOUT_S, sealed=True
-        ).connect(TIMEOUT_S)
+        self._plain, server_random = Peer("127.0.0.1", port.port, port.nonce, TIMEOUT_S, sealed=True).connect(TIMEOUT_S)
         client_random = os.urandom(RANDOM_BYTES)
         self._plain.sendall(client_random + self._permit)
         self._sealed = SealedSocket(self._plain, key, client_random, server_random, is_client=True)

@@ -15,7 +15,7 @@ import pytest
 from kvpool.client.client import Client
 from kvpool.client.config import ClientConfig
 from kvpool.client.events import Subscriber
-from kvpool.client.open_namespace import Namespace
+from kvpool.client.handles import Namespace
 from kvpool.protocol import wire
 from kvpool.protocol.errors import InvalidRequestError
 from kvpool.protocol.hashing import checksum

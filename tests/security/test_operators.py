@@ -15,7 +15,7 @@ from kvpool.client import events
 from kvpool.client.config import ClientConfig
 from kvpool.commands import common
 from kvpool.protocol.errors import InvalidReplyError
-from kvpool.protocol.quota import Quota
+from kvpool.protocol.types import Quota
 from tests.support.lying_pool import LyingPool
 from tests.support.processes import wait_for
 from tests.support.values import namespace_spec

@@ -93,7 +93,7 @@ class Tenants:
             (slots,) = found.slots
             offsets = tuple(np.frombuffer(slots.offsets, "<u8").tolist())
             return Use(Kind.READ, found.lease_id, offsets, slots.permit)
-        located = self.intruder.rpc.locate(self._theirs, found.lease_id, [run], WHOLE)
+        located = next(self.intruder.rpc.locate(self._theirs, found.lease_id, [[run]], WHOLE))
         return Use(Kind.READ, found.lease_id, tuple(located.offsets), located.permit)
 
     def fill(self) -> None:

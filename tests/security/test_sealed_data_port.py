@@ -167,7 +167,7 @@ class _Between:
 def _changed(port: Port, is_client: bool, at: int) -> Iterator[TcpTransport]:
     """A transport of whose bytes, from the client or from the server, one is changed on the way."""
     with closing(_Between(port.info.port, (is_client, at))) as between:
-        peer = Peer("127.0.0.1", between.port, NONCE, 5.0, 2.0, sealed=True)
+        peer = Peer("127.0.0.1", between.port, NONCE, 2.0, sealed=True)
         with closing(TcpTransport(peer, 1)) as transport:
             yield transport
 

@@ -18,9 +18,8 @@ from kvpool.client.client import Client
 from kvpool.client.config import ClientConfig
 from kvpool.client.transport_choice import Choice
 from kvpool.transport import segment
-from kvpool.transport.memory_socket import MAGIC, abstract_name, memory_address
 from kvpool.transport.shm import ShmTransport
-from kvpool.transport.unix_socket import memory_path
+from kvpool.transport.unix_socket import MAGIC, abstract_name, memory_address, memory_path
 from kvpool_server.app.arena_memory import MAX_WAITING, PATIENCE_S
 from kvpool_server.app.server import Server
 from kvpool_server.settings.config import ServerConfig
@@ -99,7 +98,7 @@ PROLOGUE = """
 import encodings.idna, os, socket, sys  # Nothing can be imported from the home of root later.
 from kvpool.client.client import Client
 from kvpool.client.config import ClientConfig
-from kvpool.transport.memory_socket import MAGIC, abstract_name, memory_address, receive_memory
+from kvpool.transport.unix_socket import MAGIC, abstract_name, memory_address, receive_memory
 from tests.support.values import group_spec, namespace_spec, run_of
 
 def become(uid):

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from kvpool.client.block_io import ChunkSums
 from kvpool.client.rpc import PoolRpc
-from kvpool.client.sums import ChunkSums
 from kvpool.protocol.types import BlockRun, ShardRange
 from tests.support.toy.fixtures import BLOCK_TOKENS
 from vllm_plugin.metadata import GroupBlocks, LoadJob, StoreJob

@@ -15,8 +15,7 @@ import numpy as np
 
 from kvpool.protocol.errors import KVPoolError, OutOfSpaceError
 from kvpool.protocol.hashing import checksum
-from kvpool.protocol.quota import Quota
-from kvpool.protocol.types import BlockRun, Located, Lookup, PutReceipt, PutStatus, ShardRange
+from kvpool.protocol.types import BlockRun, Located, Lookup, PutReceipt, PutStatus, Quota, ShardRange
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.allocator.donations import DRAIN_S
 from kvpool_server.cache.entry import Entry, Observer

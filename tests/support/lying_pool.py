@@ -63,8 +63,15 @@ class LyingPool:
             setattr(self, name, _Method(self, name))
 
     def client(self, config: ClientConfig) -> Client:
-        rpc = PoolRpc(config, self, LookupStream(self._lookup_stream), _NoChannel())
+        rpc = PoolRpc(config, self, LookupStream(self), self)
         return Client(config, rpc, lambda *_: Choice(_Memory(self.memory), "memory"))
+
+    def stream_stream(self, *_: object) -> Callable[..., _Replies]:
+        """As of a channel: the stream of lookups."""
+        return self._lookup_stream
+
+    def close(self) -> None:
+        """As of a channel: nothing to close."""
 
     def serve(self, method: str, *requests: Message) -> Sequence[Message]:
         """The replies, as a client parses them. Raises grpc.RpcError."""
@@ -161,11 +168,6 @@ class _Ended:
 
     def cancel(self) -> None:
         """Nothing to end."""
-
-
-class _NoChannel:
-    def close(self) -> None:
-        """Nothing to close."""
 
 
 # What alters replies

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
-from kvpool.protocol.causes import Cause
+from kvpool.protocol.reports import Cause
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.app.monitoring import LoopLag
 from kvpool_server.observability import metrics

@@ -12,7 +12,7 @@ import pytest
 
 from kvpool.client.block_io import BlockReader, BlockWriter
 from kvpool.client.client import Client
-from kvpool.client.pending_lookup import PendingLookup
+from kvpool.client.handles import PendingLookup
 from kvpool.client.rpc import PoolRpc
 from vllm_plugin.model.geometry import Geometry
 from vllm_plugin.scheduler.admission import Admission, PromotionWait
@@ -50,7 +50,7 @@ PLACES: dict[type, tuple[str, ...]] = {
     PeerLoads: ("prepare", "_judge"),
     PendingLookup: ("result", "done", "on_done"),
     PoolContents: ("missing", "stored", "was_stored"),
-    PoolRpc: ("lookup_async", "put_start", "put_end", "locate_in_parts", "release_quietly", "check", "revoke_quietly"),
+    PoolRpc: ("lookup_async", "put_start", "put_end", "locate", "release_quietly", "check", "revoke_quietly"),
     PromotionWait: ("lasts", "has_ended"),
     ReceiveThread: ("_transfer", "_get", "_namespace"),
     RequestLookup: ("leased", "must_be_sent_again"),

@@ -86,9 +86,9 @@ class ScriptedPort:
         """How many it has accepted."""
         return len(self._clients)
 
-    def peer(self, connect_timeout_s: float = 5.0, stall_timeout_s: float = 5.0) -> Peer:
+    def peer(self, timeout_s: float = 5.0) -> Peer:
         host, port = self._listener.getsockname()
-        return Peer(host, port, NONCE, connect_timeout_s, stall_timeout_s)
+        return Peer(host, port, NONCE, timeout_s)
 
     def close(self) -> None:
         self.resume.set()

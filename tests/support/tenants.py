@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 
-from kvpool.protocol.quota import Quota
-from kvpool.protocol.types import ShardRange
+from kvpool.protocol.types import Quota, ShardRange
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.eviction import Policy
 from kvpool_server.cache.eviction.lru import PrefixLRU

@@ -57,11 +57,11 @@ class Port:
         self.thread = threading.Thread(target=serve, args=(self.listener, port), daemon=True)
         self.thread.start()
 
-    def peer(self, stall_timeout_s: float = 5.0) -> Peer:
-        return peer_of(self.info, "127.0.0.1", 5.0, stall_timeout_s)
+    def peer(self, timeout_s: float = 5.0) -> Peer:
+        return peer_of(self.info, "127.0.0.1", timeout_s)
 
-    def connect(self, num_connections: int, stall_timeout_s: float = 5.0) -> TcpTransport:
-        return TcpTransport(self.peer(stall_timeout_s), num_connections)
+    def connect(self, num_connections: int, timeout_s: float = 5.0) -> TcpTransport:
+        return TcpTransport(self.peer(timeout_s), num_connections)
 
     def permit(
         self, kind: Kind, holding_id: int, offsets: Sequence[int], region_bytes: int, ttl_s: float = 60.0

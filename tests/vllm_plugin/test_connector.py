@@ -20,8 +20,8 @@ from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
 from kvpool.client.client import Client
 from kvpool.client.config import ClientConfig
 from kvpool.client.transport_choice import CANDIDATES
-from kvpool.protocol.causes import Cause
 from kvpool.protocol.errors import ConfigError
+from kvpool.protocol.reports import Cause
 from kvpool.protocol.types import BlockRun
 from testbed.engine import kvpool_transfer_config
 from testbed.ports import free_endpoint

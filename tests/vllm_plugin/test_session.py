@@ -22,7 +22,7 @@ from kvpool.client import transport_choice as choice
 from kvpool.client.admin import Admin
 from kvpool.client.client import Client
 from kvpool.client.config import ClientConfig
-from kvpool.client.open_namespace import Namespace
+from kvpool.client.handles import Namespace
 from kvpool.client.rpc import PoolRpc
 from kvpool.protocol.errors import (
     DrainingError,

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from kvpool.protocol.causes import Cause
+from kvpool.protocol.reports import Cause
 from kvpool.protocol.types import MissCause
 from vllm_plugin.metrics import CAUSE_PREFIX, Recorder
 from vllm_plugin.model.geometry import Geometry

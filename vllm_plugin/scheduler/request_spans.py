@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvpool.client.tracing import TRACEPARENT, Tracing
-from kvpool.protocol.causes import Cause
+from kvpool.protocol.reports import Cause
 from vllm_plugin.scheduler.lookups import RequestLookup
 
 if TYPE_CHECKING:

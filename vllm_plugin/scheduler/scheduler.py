@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvpool.client.tracing import tracing_of
-from kvpool.protocol.causes import Cause
+from kvpool.protocol.reports import Cause
 from vllm_plugin.config import ConnectorConfig
 from vllm_plugin.metadata import ConnectorMetadata, WorkerMetadata
 from vllm_plugin.metrics import KVPoolStats, Recorder

@@ -14,10 +14,9 @@ from rich.console import Console
 from kvpool.client.client import Client
 from kvpool.client.config import ClientConfig
 from kvpool.commands.ledger import ledger_table, moment
-from kvpool.protocol.causes import Cause
 from kvpool.protocol.errors import InvalidRequestError
 from kvpool.protocol.namespace import NamespaceSpec
-from kvpool.protocol.reports import ReportRequest
+from kvpool.protocol.reports import Cause, ReportRequest
 from kvpool.v1 import pool_pb2 as pb
 from tests.conftest import StartServer
 from tests.kvpool.conftest import Cli

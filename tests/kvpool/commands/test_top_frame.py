@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from kvpool.commands.top_frame import MAX_ROWS, Interval, View, frame
-from kvpool.protocol.server_stats import count
+from kvpool.protocol.reports import count
 from kvpool.v1 import pool_pb2 as pb
 from tests.support.values import replaced
 

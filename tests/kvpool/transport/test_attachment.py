@@ -14,8 +14,8 @@ from kvpool.v1 import pool_pb2 as pb
 from tests.support.clock import FakeClock
 from tests.support.memory_transport import MemoryTransport
 
-OFFER = pb.PingResponse(piece_bytes=1 << 20)
-BOOT = 7
+OFFER = pb.PingResponse(piece_bytes=1 << 20, boot_token=7)
+OF_ANOTHER_BOOT = pb.PingResponse(piece_bytes=1 << 20, boot_token=8)
 
 
 @dataclass
@@ -30,7 +30,7 @@ class Server:
         return Attachment(self._choose, self.clock)
 
     def _choose(self, offer: Offer) -> Choice:
-        assert offer is OFFER
+        assert offer in (OFFER, OF_ANOTHER_BOOT)
         self.asked_at.append(self.clock())
         transport = MemoryTransport(np.zeros(1, np.uint8))
         return Choice(transport, "tcp" if self.port_works else "grpc", is_fallback=not self.port_works)
@@ -47,39 +47,39 @@ def server() -> Server:
 
 
 @pytest.mark.parametrize(
-    "look", [Attachment.retry, lambda attachment: attachment.attach(OFFER, BOOT)], ids=["retry", "another namespace"]
+    "look", [Attachment.retry, lambda attachment: attachment.attach(OFFER)], ids=["retry", "another namespace"]
 )
 def test_a_fallback_is_left_once_something_faster_works(
     server: Server, look: Callable[[Attachment], Transport | None]
 ) -> None:
     attachment = server.attachment()
-    slow = attachment.attach(OFFER, BOOT)
+    slow = attachment.attach(OFFER)
     server.port_works = True
     assert look(attachment) in (None, slow) and _route(attachment) == "grpc"
     server.clock.advance(RETRY_S[0])
     fast = look(attachment)
     assert fast is not None and fast is not slow and _route(attachment) == "tcp"
     server.clock.advance(RETRY_S[1])
-    assert attachment.retry() is None and attachment.attach(OFFER, BOOT) is fast
+    assert attachment.retry() is None and attachment.attach(OFFER) is fast
 
 
 def test_a_port_that_stays_away_is_tried_less_and_less_often(server: Server) -> None:
     attachment = server.attachment()
-    slow = attachment.attach(OFFER, BOOT)
+    slow = attachment.attach(OFFER)
     for _ in range(2_000):
         server.clock.advance(1.0)
         assert attachment.retry() is None
     gaps = [later - before for before, later in zip(server.asked_at, server.asked_at[1:], strict=False)]
     assert gaps[:7] == [10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 320.0]
-    assert attachment.attach(OFFER, BOOT) is slow
+    assert attachment.attach(OFFER) is slow
     server.port_works = True
-    assert attachment.attach(OFFER, BOOT + 1) is not slow, "another boot is asked at once"
+    assert attachment.attach(OF_ANOTHER_BOOT) is not slow, "another boot is asked at once"
 
 
 def test_a_transport_that_is_no_fallback_is_kept(server: Server) -> None:
     server.port_works = True
     attachment = server.attachment()
     assert attachment.retry() is None
-    attachment.attach(OFFER, BOOT)
+    attachment.attach(OFFER)
     server.clock.advance(RETRY_S[1])
     assert attachment.retry() is None and len(server.asked_at) == 1

@@ -23,20 +23,6 @@ class Full(ThreadPoolExecutor):
 
 
 @pytest.mark.parametrize("num_threads", [0, MAX_HELPERS])
-def test_every_item_is_acted_on_once(num_threads: int) -> None:
-    seen: list[int] = []
-    threads: set[int] = set()
-
-    def act(item: int) -> None:
-        seen.append(item)
-        threads.add(threading.get_ident())
-
-    Helpers(num_threads).share(range(500), act)
-    assert sorted(seen) == list(range(500))
-    assert threading.get_ident() in threads or num_threads
-
-
-@pytest.mark.parametrize("num_threads", [0, MAX_HELPERS])
 def test_an_error_leaves_out_the_rest_and_reaches_the_caller(num_threads: int) -> None:
     seen: list[int] = []
 

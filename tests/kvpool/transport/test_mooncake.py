@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -19,7 +20,7 @@ from kvpool.client.config import ClientConfig
 from kvpool.client.transport_choice import choose
 from kvpool.protocol.errors import ChecksumError, ConfigError, PoolTimeoutError, TransferError, UnavailableError
 from kvpool.transport import mooncake
-from kvpool.transport.base import Buffers, Clock, Sink, Source, Transfer, Transport
+from kvpool.transport.base import Buffers, Clock, Sink, Source, Transfer
 from kvpool.transport.mooncake import MooncakeTransport
 from kvpool.transport.mooncake_engine import RDMA_DEVICES, Engine
 from kvpool.v1 import pool_pb2 as pb
@@ -33,6 +34,7 @@ from tests.contracts.transport_contract import (
     TransportContract,
     fill_payloads,
     never,
+    read_bytes,
 )
 from tests.support.clock import FakeClock
 from tests.support.faults import flip_arena, offer_elsewhere, stopped
@@ -130,18 +132,9 @@ def _another(
 def test_more_regions_than_are_under_way_at_once(rig: Rig) -> None:
     regions = rig.regions(301, REGION_BYTES)
     order = list(range(0, 301, 2))  # No two of them are neighbours.
-
-    def fill(first: int, buffers: Buffers) -> None:
-        for idx, buffer in enumerate(buffers, first):
-            buffer[:] = payload(idx, REGION_BYTES)
-
-    rig.transport.write(Transfer(regions.ticket_id, regions.offsets, REGION_BYTES, DEADLINE_S, MIB), Source(fill))
-    read: list[bytes] = []
-    offsets = [regions.offsets[idx] for idx in order]
-    rig.transport.read(
-        Transfer(regions.seal(), offsets, REGION_BYTES, DEADLINE_S, MIB),
-        Sink(lambda _, rows: read.extend(row.tobytes() for row in rows)),
-    )
+    transfer = Transfer(regions.ticket_id, regions.offsets, REGION_BYTES, DEADLINE_S, MIB)
+    rig.transport.write(transfer, Source(fill_payloads))
+    read = read_bytes(rig.transport, replace(transfer, offsets=[regions.offsets[idx] for idx in order]))
     assert read == [payload(idx, REGION_BYTES).tobytes() for idx in order]
 
 
@@ -159,19 +152,11 @@ def test_a_writer_that_was_stopped_for_longer_than_its_deadline_writes_no_more(r
             buffer[:] = 77
         clock.advance(60)  # SIGSTOP, a debugger, a machine that was suspended.
 
-    before = _arena_bytes(rig.transport, regions.offsets)
+    held = Transfer(1, regions.offsets, REGION_BYTES, DEADLINE_S, MIB)
+    before = read_bytes(rig.transport, held)
     with _another(rig, 1.0, clock) as transport, pytest.raises(PoolTimeoutError, match=r"more than 5\.000 s"):
         transport.write(Transfer(1, regions.offsets, REGION_BYTES, 5.0, REGION_BYTES), Source(fill))
-    assert _arena_bytes(rig.transport, regions.offsets) == before
-
-
-def _arena_bytes(transport: Transport, offsets: Sequence[int]) -> list[bytes]:
-    read: list[bytes] = []
-    transport.read(
-        Transfer(1, offsets, REGION_BYTES, DEADLINE_S, MIB),
-        Sink(lambda _, rows: read.extend(row.tobytes() for row in rows)),
-    )
-    return read
+    assert read_bytes(rig.transport, held) == before
 
 
 def test_a_closed_transport_moves_nothing(rig: Rig) -> None:

@@ -20,8 +20,8 @@ from kvpool.transport import child_process
 from kvpool.transport import mover as module
 from kvpool.transport.base import Buffers, Sink, Source, Transfer
 from kvpool.transport.data_port import Kind
+from kvpool.transport.helpers import STAGING_BYTES
 from kvpool.transport.mover import MEMORY_BYTES, MOVERS, Movers
-from kvpool.transport.staging import STAGING_BYTES
 from kvpool.transport.tcp import TcpTransport
 from tests.contracts.transport_contract import DEADLINE_S, REGION_BYTES, Regions, Rig, TransportContract
 from tests.support.processes import is_running, wait_for
@@ -35,7 +35,7 @@ import os, sys, time
 from kvpool.transport.mover import Movers
 from kvpool.transport.tcp_connection import Peer
 from tests.support.workers import wait_for_mover
-movers = Movers(Peer("127.0.0.1", 1, b"n" * 16, 1.0, 1.0), 2)
+movers = Movers(Peer("127.0.0.1", 1, b"n" * 16, 1.0), 2)
 pid = wait_for_mover(movers)
 if not os.fork():
     os.close(1)
@@ -186,7 +186,7 @@ def test_what_the_process_meets_reaches_the_caller(own: tuple[Apart, Port]) -> N
     with pytest.raises(KeyboardInterrupt):
         write(apart, port, interrupt)
     assert not is_running(apart.pid), "it may still write into the buffers"
-    gone = Movers(module.Peer("127.0.0.1", 1, b"n" * 16, 1.0, 1.0), 1)
+    gone = Movers(module.Peer("127.0.0.1", 1, b"n" * 16, 1.0), 1)
     with closing(gone):
         wait_for_mover(gone)
         with pytest.raises(UnavailableError, match="cannot reach the data port"):
@@ -241,7 +241,7 @@ def test_without_shared_memory_all_bytes_move_here(
 ) -> None:
     with monkeypatch.context() as patched:
         patched.setattr(module.Segment, "create", refuse)
-        transport = TcpTransport(module.Peer("127.0.0.1", 1, b"n" * 16, 1.0, 1.0), 1)
+        transport = TcpTransport(module.Peer("127.0.0.1", 1, b"n" * 16, 1.0), 1)
     with closing(transport):
         assert "no memory (seccomp)" in caplog.text and transport.memory.nbytes == STAGING_BYTES
         apart = Transfer(1, (), 64, DEADLINE_S, out_of_process=True)

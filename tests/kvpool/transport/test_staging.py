@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpool.protocol.errors import PoolTimeoutError
-from kvpool.transport.staging import UNIT_BYTES, Staging
+from kvpool.transport.helpers import UNIT_BYTES, Staging
 
 MIB = 1 << 20
 UNITS = 16

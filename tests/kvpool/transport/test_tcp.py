@@ -436,7 +436,7 @@ def test_a_connection_that_is_cut_in_the_middle_of_a_part_is_an_error(
                     connection.shutdown(socket.SHUT_RDWR)
 
     # A thread that waits for what will not come waits until the deadline.
-    with closing(port.connect(num_connections, stall_timeout_s=DEADLINE_S)) as transport:
+    with closing(port.connect(num_connections, timeout_s=DEADLINE_S)) as transport:
         rows = [[np.zeros(MIB, np.uint8)] for _ in offsets]
         started = time.monotonic()
         try:
@@ -495,11 +495,11 @@ def test_a_server_without_a_data_port_means_grpc(pool_server: StartServer, conne
 
 def test_a_port_that_is_another_servers_is_found_out(port: Port) -> None:
     with pytest.raises(TransferError, match="belongs to another server"):
-        Peer("127.0.0.1", port.info.port, bytes(range(16)), 5.0, 5.0).connect(5.0)
+        Peer("127.0.0.1", port.info.port, bytes(range(16)), 5.0).connect(5.0)
     with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(UnavailableError, match="no answer in time"):
-        Peer(*silent.getsockname(), port.info.nonce, 5.0, 5.0).connect(0.1)
+        Peer(*silent.getsockname(), port.info.nonce, 5.0).connect(0.1)
     with pytest.raises(UnavailableError, match="Connection refused"):
-        Peer("127.0.0.1", 1, port.info.nonce, 5.0, 5.0).connect(5.0)
+        Peer("127.0.0.1", 1, port.info.nonce, 5.0).connect(5.0)
 
 
 def test_a_data_port_elsewhere_is_told_with_its_host(pool_server: StartServer) -> None:

@@ -17,12 +17,10 @@ from kvpool.protocol.errors import KVPoolError, LeaseExpiredError, PoolTimeoutEr
 from kvpool.transport import tcp_transfer
 from kvpool.transport.base import Buffers, Bytes, Pieces, Sink, Source, Transfer
 from kvpool.transport.data_port import Kind, Status
-from kvpool.transport.helpers import Helpers
-from kvpool.transport.staging import UNIT_BYTES, Staging
+from kvpool.transport.helpers import UNIT_BYTES, Helpers, Staging
+from kvpool.transport.tcp import TcpRead, TcpWrite
 from kvpool.transport.tcp_connection import Peer
-from kvpool.transport.tcp_connections import ConnectionPool
-from kvpool.transport.tcp_read import TcpRead
-from kvpool.transport.tcp_write import TcpWrite
+from kvpool.transport.tcp_transfer import ConnectionPool
 from tests.support.effort import effort
 from tests.support.processes import wait_for
 from tests.support.scripted_port import GREETINGS, HONEST, Act, Does, ScriptedPort, scripted_port
@@ -121,7 +119,7 @@ class Attempt:
         self.port = port
         self.staging = Staging(case.staging_units * UNIT_BYTES)
         deadline_s = AMPLE_S if case.is_honest else DEADLINE_S
-        self.peer = port.peer(AMPLE_S, AMPLE_S) if case.is_honest else port.peer(STALL_S, STALL_S)
+        self.peer = port.peer(AMPLE_S) if case.is_honest else port.peer(STALL_S)
         self.connections = ConnectionPool(self.peer, case.num_connections + 1)
         self.helpers = Helpers(case.num_connections - 1)
         offsets = [nth * case.region_bytes + nth // 2 * 8 for nth in range(case.num_regions)]
@@ -144,50 +142,36 @@ class Attempt:
 
     def run(self) -> None:
         case, rows = self.case, self.arrays if self.case.in_place else None
+        act = None if rows else self._call_back
         if case.is_write:
-            fill = None if rows else self._fill
-            TcpWrite(self.transfer, Source(fill, rows, self._sum), self.connections, self.helpers).run(self.staging)
+            TcpWrite(self.transfer, Source(act, rows, self._sum), self.connections, self.helpers).run(self.staging)
         else:
-            drain = None if rows else self._drain
-            sink = Sink(drain, rows, self._sum) if case.is_summed else Sink(drain, rows)
+            sink = Sink(act, rows, self._sum) if case.is_summed else Sink(act, rows)
             TcpRead(self.transfer, sink, self.connections, self.helpers).run(self.staging)
 
-    def _fill(self, first: int, buffers: Buffers) -> Callable[[], object] | None:
-        wait_s = self._see(first, len(buffers))
+    def _call_back(self, first: int, buffers: Buffers) -> Callable[[], object] | None:
+        """Fills buffers or looks at them, at once or as a GPU does."""
+        regions = range(first, first + len(buffers))
+        wait_s = self.case.waits.get(self.num_calls)
+        self.num_calls += 1
+        self.seen += regions
+        if self.case.fails_at in regions:
+            raise UnheardError
 
         def copy() -> None:
             time.sleep(wait_s or 0.0)
-            for idx, buffer in enumerate(buffers, first):
-                buffer[:] = self.expected[idx]
+            for idx, buffer in zip(regions, buffers, strict=True):
+                if self.case.is_write:
+                    buffer[:] = self.expected[idx]
+                else:
+                    self.drained[idx] = buffer.tobytes()
 
-        if wait_s is not None:
-            return self._start(copy)
-        copy()
-        return None
-
-    def _drain(self, first: int, buffers: Buffers) -> Callable[[], object] | None:
-        wait_s = self._see(first, len(buffers))
-
-        def look() -> None:
-            time.sleep(wait_s or 0.0)
-            self.drained.update((idx, buffer.tobytes()) for idx, buffer in enumerate(buffers, first))
-
-        if wait_s is not None:
-            return self._start(look)
-        look()
-        return None
-
-    def _start(self, copy: Callable[[], None]) -> Callable[[], object]:
+        if wait_s is None:
+            copy()
+            return None
         self.copies.append(threading.Thread(target=copy))
         self.copies[-1].start()
         return self.copies[-1].join
-
-    def _see(self, first: int, count: int) -> float | None:
-        self.num_calls += 1
-        self.seen += range(first, first + count)
-        if self.case.fails_at in range(first, first + count):
-            raise UnheardError
-        return self.case.waits.get(self.num_calls - 1)
 
     def _sum(self, first: int, regions: Sequence[Pieces]) -> None:
         for idx, pieces in enumerate(regions, first):
@@ -288,7 +272,7 @@ class Moves:
 
 @contextmanager
 def moves(*scripts: Sequence[Act], num_helpers: int = 0) -> Iterator[tuple[Moves, ScriptedPort]]:
-    with scripted_port(*scripts) as port, closing(Moves(port.peer(AMPLE_S, AMPLE_S), num_helpers)) as moves:
+    with scripted_port(*scripts) as port, closing(Moves(port.peer(AMPLE_S), num_helpers)) as moves:
         yield moves, port
 
 

@@ -5,8 +5,7 @@ import dataclasses
 import pytest
 
 from kvpool.protocol.errors import InvalidRequestError, UnknownNamespaceError
-from kvpool.protocol.quota import Quota
-from kvpool.protocol.types import ShardRange
+from kvpool.protocol.types import Quota, ShardRange
 from kvpool_server.cache.hints import ENDS_PER_DOUBLING, MAX_PIN_S, HintResult, PinBudget, pin_end
 from kvpool_server.cache.steps import finish
 from tests.kvpool_server.cache.test_pool import CHUNK, LIMITS, Bench

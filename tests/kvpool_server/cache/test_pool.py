@@ -17,8 +17,7 @@ from kvpool.protocol.errors import (
     UnknownNamespaceError,
 )
 from kvpool.protocol.hashing import checksum
-from kvpool.protocol.quota import Quota
-from kvpool.protocol.types import BlockRun, Lookup, PutGrant, PutReceipt, PutStatus, ShardRange
+from kvpool.protocol.types import BlockRun, Lookup, PutGrant, PutReceipt, PutStatus, Quota, ShardRange
 from kvpool_server.cache import holds
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.entry import Entry, Observer

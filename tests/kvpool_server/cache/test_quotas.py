@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvpool.protocol.errors import InvalidRequestError, OutOfSpaceError
-from kvpool.protocol.quota import Quota
+from kvpool.protocol.types import Quota
 from kvpool_server.cache.eviction import Policy
 from kvpool_server.cache.tier_access import pin
 from tests.support.integrity import check_integrity

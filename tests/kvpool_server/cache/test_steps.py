@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from kvpool.protocol.errors import KVPoolError, LeaseExpiredError, OutOfSpaceError
-from kvpool.protocol.quota import Quota
-from kvpool.protocol.types import BlockRun, ShardRange
+from kvpool.protocol.types import BlockRun, Quota, ShardRange
 from kvpool.protocol.wire import encode_runs
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.cache import entry_table, holds, lookups, pool

@@ -9,7 +9,7 @@ import re
 import tomllib
 from pathlib import Path
 
-from kvpool.protocol.causes import Cause
+from kvpool.protocol.reports import Cause
 from kvpool_server.page.site import NAMES, read_static_files
 
 ROOT = Path(__file__).parents[3]

@@ -6,9 +6,8 @@ import math
 
 import pytest
 
-from kvpool.protocol.causes import Cause
 from kvpool.protocol.errors import InvalidRequestError
-from kvpool.protocol.reports import MAX_ENGINE_CHARS, ReportRequest
+from kvpool.protocol.reports import MAX_ENGINE_CHARS, Cause, ReportRequest
 from kvpool_server.observability.pairs import Pair
 from kvpool_server.reports import engines as engines_module
 from kvpool_server.reports.engines import SILENT_S, EngineReports

@@ -13,10 +13,8 @@ from unittest.mock import Mock
 
 import pytest
 
-from kvpool.protocol.causes import Cause
 from kvpool.protocol.errors import ConfigError
-from kvpool.protocol.ledger import HOUR_S, LEDGER_DAYS, added_up
-from kvpool.protocol.reports import MAX_AMOUNT, ReportRequest
+from kvpool.protocol.reports import HOUR_S, LEDGER_DAYS, MAX_AMOUNT, Cause, ReportRequest, added_up
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.observability.pairs import OTHER, Pairs
 from kvpool_server.reports import engines, ledger_file, usage_ledger

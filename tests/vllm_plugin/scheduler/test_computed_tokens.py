@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 from vllm.v1.request import Request
 
-from kvpool.protocol.causes import Cause
 from kvpool.protocol.errors import PoolTimeoutError
+from kvpool.protocol.reports import Cause
 from kvpool.protocol.types import BlockRun, MissCause
 from tests.support.toy.fixtures import BLOCK_TOKENS
 from tests.support.vllm_objects import full_attention, make_request, tokens

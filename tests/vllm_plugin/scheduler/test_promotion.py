@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from vllm.v1.request import Request
 
-from kvpool.client.open_namespace import Namespace
-from kvpool.client.pending_lookup import KeptRuns, PendingLookup
+from kvpool.client.handles import KeptRuns, Namespace, PendingLookup
 from kvpool.protocol.errors import PoolTimeoutError
 from kvpool.security.name_key import NameKey
 from tests.support.clock import FakeClock

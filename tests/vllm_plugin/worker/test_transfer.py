@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from kvpool import checksum
+from kvpool.client.block_io import Checksums
 from kvpool.client.config import ClientConfig
-from kvpool.client.sums import Checksums
 from kvpool.protocol.namespace import NamespaceSpec
 from kvpool.protocol.types import BlockRun, ShardRange
 from kvpool.transport.base import Buffers, Transfer

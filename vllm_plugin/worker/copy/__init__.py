@@ -8,8 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.client.block_io import InPlace
-from kvpool.client.sums import Checksums
+from kvpool.client.block_io import Checksums, InPlace
 from kvpool.transport.base import Buffers
 from vllm_plugin.worker.layout import Layout
 

@@ -17,8 +17,7 @@ import numpy.typing as npt
 import torch
 from vllm.logger import init_logger
 
-from kvpool.client.block_io import InPlace
-from kvpool.client.sums import Checksums
+from kvpool.client.block_io import Checksums, InPlace
 from kvpool.transport.base import Buffers
 from vllm_plugin.worker.copy import BlockIds, driver, xxh3
 from vllm_plugin.worker.copy.paged import PagedBlocks
