@@ -21,7 +21,7 @@ from kvpool.protocol.errors import ConfigError
 from kvpool.protocol.ledger import HOUR_S, LEDGER_DAYS, SUMS
 from kvpool.protocol.reports import MAX_AMOUNT, REPORTER_BYTES
 from kvpool.v1 import pool_pb2 as pb
-from kvpool_server.observability.pairs import MAX_LABEL_CHARS, MAX_PAIRS
+from kvpool_server.observability.usage import MAX_LABEL_CHARS, MAX_PAIRS
 from kvpool_server.reports.engines import MAX_REPORTERS, MAX_TOTAL
 
 MAX_ROWS = LEDGER_DAYS * 24 * (MAX_PAIRS + 1)

@@ -22,7 +22,7 @@ from kvpool_server.cache.leases import Owner
 from kvpool_server.cache.pins import MAX_PIN_S
 from kvpool_server.cache.usable import usable_tokens
 from kvpool_server.data_plane.permits import NO_BOUND, Bound
-from kvpool_server.reports.evictions import count_evictions
+from kvpool_server.reports.usage_ledger import count_evictions
 from kvpool_server.rpc.call_spans import describe_lookup, lookup_span
 from kvpool_server.rpc.handlers import Handlers, owner_of
 from kvpool_server.rpc.inbox import MAX_REQUEST_BYTES, check_deadline

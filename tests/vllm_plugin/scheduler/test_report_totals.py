@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvpool.protocol.causes import Cause
 from kvpool.protocol.reports import ReportRequest
-from kvpool_server.observability.pairs import Pair
+from kvpool_server.observability.usage import Pair
 from kvpool_server.reports.engines import SILENT_S, EngineReports, Totals
 from tests.support.clock import FakeClock
 from tests.support.effort import effort
