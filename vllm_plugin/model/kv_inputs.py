@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Any
 from vllm import envs
 from vllm.utils import deep_gemm
 
-from vllm_plugin.model.independent import INDEPENDENT
-from vllm_plugin.model.kv_fields import FIELDS, VARIABLES, Effect
+from vllm_plugin.model.kv_fields import FIELDS, INDEPENDENT, VARIABLES, Effect
 from vllm_plugin.model.plugins import foreign_code, own_classes
 from vllm_plugin.model.weights import tokenizer_digest
 

@@ -12,8 +12,7 @@ import vllm.config
 from vllm.model_executor.models.registry import ModelRegistry
 
 from tests.support.vllm_objects import CONFIG_CLASSES
-from vllm_plugin.model.independent import INDEPENDENT
-from vllm_plugin.model.kv_fields import FIELDS, Effect
+from vllm_plugin.model.kv_fields import FIELDS, INDEPENDENT, Effect
 from vllm_plugin.model.kv_inputs import effect, table
 
 ADDED_IN_0_33: dict[str, set[str]] = {
