@@ -83,9 +83,9 @@ def main(
 
 def _is_pinned(copier: object, buffers: np.ndarray) -> bool:
     pinned = copier._pinned  # type: ignore[attr-defined]
-    if (loan := pinned.borrow(list(buffers))) is None:
+    if not pinned.borrow(list(buffers)):
         return False
-    loan.give_back()
+    pinned.give_back()
     return True
 
 

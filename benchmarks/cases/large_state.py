@@ -206,7 +206,7 @@ def main() -> None:
     from vllm import envs
 
     from vllm_plugin.model.adapters import Adapters
-    from vllm_plugin.model.geometry import Geometry
+    from vllm_plugin.model.groups import Geometry
 
     envs.enable_envs_cache()  # As vLLM's core does when it has started.
     geometry = Geometry.of(config, cache, Adapters(config, "never"))

@@ -17,7 +17,7 @@ import msgspec
 import zmq
 
 from kvpool import PoolTimeoutError, Subscriber, SubscriberKeys
-from kvpool_server.events.encoder import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
+from kvpool_server.events.messages import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
 
 MAX_IDLE = 1 << 20  # Blocks that the server does not hold and whose tokens are remembered.
 MESSAGE_EVENTS = 1_024

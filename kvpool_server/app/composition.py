@@ -29,13 +29,12 @@ from kvpool_server.cache.steps import finish
 from kvpool_server.data_plane.admission import MAX_SEATS
 from kvpool_server.data_plane.permits import PermitTable
 from kvpool_server.data_plane.workers import DataWorkers, default_count
-from kvpool_server.events.encoder import Encoder
-from kvpool_server.events.gate import Gate
-from kvpool_server.events.streams import EventStreams
+from kvpool_server.events.messages import Encoder
+from kvpool_server.events.publisher import EventStreams
+from kvpool_server.events.sockets import Gate
 from kvpool_server.observability.http import OperatorHttp, on_loop
 from kvpool_server.observability.metrics import FamilyCollector, value_families
-from kvpool_server.observability.pairs import Pairs
-from kvpool_server.observability.usage import Usage
+from kvpool_server.observability.usage import Pairs, Usage
 from kvpool_server.page.site import Site
 from kvpool_server.process.addresses import EVERYWHERE, listening, split_address
 from kvpool_server.process.logs import LogEvents

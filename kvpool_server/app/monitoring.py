@@ -31,12 +31,10 @@ from kvpool_server.observability.metrics import (
     refused_file_families,
     usage_families,
 )
-from kvpool_server.observability.pairs import Pair
-from kvpool_server.observability.usage import Usage
+from kvpool_server.observability.usage import Pair, Usage
 from kvpool_server.process.event_loop import FLOW
 from kvpool_server.process.process_memory import own_bytes
-from kvpool_server.reports.engines import EngineReports
-from kvpool_server.reports.metrics import report_families
+from kvpool_server.reports.engines import EngineReports, report_families
 from kvpool_server.tiering.tiered_pool import TieredPool
 
 PROBE_EVERY_S = 0.01

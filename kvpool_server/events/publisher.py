@@ -1,7 +1,11 @@
-"""Puts messages on a PUB socket and answers replay requests on a ROUTER socket, both as vLLM's publisher does.
+"""The streams of KV events: one about all tenants' blocks, and one for each tenant that is to have its own.
 
+Each stream puts messages on a PUB socket and answers replay requests on a ROUTER socket, both as vLLM's publisher does.
 A thread owns the sockets and waits for no subscriber: a PUB socket drops messages that a slow subscriber does not
 receive, and a replay continues whenever its client has received some of it, until it is done or stalls for too long.
+
+Each stream has its own endpoints, numbers, snapshots and thread. A tenant's subscribers can therefore neither see nor
+delay what other tenants' subscribers get, nor conclude from gaps how much others store.
 """
 
 from __future__ import annotations
@@ -10,17 +14,17 @@ import math
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import structlog
 import zmq
 
 from kvpool.security.principal import ALL_TENANTS
-from kvpool_server.events.gate import Gate
-from kvpool_server.events.history import History, Message
+from kvpool_server.cache.entry import Entry, Observer
 from kvpool_server.events.ledger import Ledger, SnapshotLostError
-from kvpool_server.events.sockets import Sockets
+from kvpool_server.events.messages import Encoder, History, Message
+from kvpool_server.events.sockets import Gate, Sockets
 
 log = structlog.get_logger()
 
@@ -62,16 +66,13 @@ class _Replay:
 
 
 class Publisher:
-    """See the module.
+    """Publishes one stream. Raises ConfigError if an address cannot be listened on; nothing is left behind then.
 
     Args:
         endpoint, replay_endpoint, gate, tenant: as `Sockets` takes them.
 
     Attributes:
         endpoint, replay_endpoint: as bound.
-
-    Raises:
-        ConfigError: an address cannot be listened on; nothing is left behind then.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class Publisher:
         gate: Gate | None = None,
         tenant: str = ALL_TENANTS,
     ):
-        self.ledger = ledger
+        self._ledger = ledger
         self._history = history
         self._gate = gate
         self._tenant = tenant
@@ -107,7 +108,7 @@ class Publisher:
         self._is_stopping = True
         self._wake()
         self._thread.join()
-        self.ledger.wake = lambda: None
+        self._ledger.wake = lambda: None
         self._sockets.close(LINGER_MS)
         os.close(self._wake_fd)
 
@@ -145,7 +146,7 @@ class Publisher:
         poller.register(self._wake_fd, zmq.POLLIN)
         if router is not None and len(self._replays) < MAX_REPLAYS:
             poller.register(router, zmq.POLLIN)
-        wait_ms = POLL_REPLAYS_MS if self._replays or self.ledger.catch_up() else POLL_MS
+        wait_ms = POLL_REPLAYS_MS if self._replays or self._ledger.catch_up() else POLL_MS
         poller.poll(wait_ms)
 
     def _turn(self, router: zmq.Socket[bytes] | None) -> None:
@@ -234,3 +235,77 @@ class Publisher:
             if frames[3] == _END_SEQ:
                 replay.is_done = True
                 return
+
+
+@dataclass(frozen=True, slots=True)
+class StreamEndpoints:
+    """The endpoints of one stream.
+
+    Args:
+        tenant: whose blocks; `ALL_TENANTS` for everybody's.
+        endpoint: where subscribers connect: tcp://HOST:PORT or ipc://PATH.
+        replay_endpoint: where they ask for messages that they missed; empty: nowhere.
+    """
+
+    tenant: str
+    endpoint: str
+    replay_endpoint: str = ""
+
+
+class EventStreams(Observer):
+    """All streams of a server. Raises ConfigError if an address cannot be listened on; nothing is left behind then.
+
+    Args:
+        endpoints: of each stream, each tenant once.
+        gate: admits subscribers; None: whoever connects is admitted.
+        max_batches: messages that each stream keeps for replays.
+        defer: as `Ledger` takes it.
+    """
+
+    def __init__(
+        self,
+        endpoints: Sequence[StreamEndpoints],
+        gate: Gate | None,
+        encoder: Encoder,
+        counters: dict[str, int],
+        max_batches: int,
+        defer: Callable[[Callable[[], None]], object],
+    ):
+        self._ledgers: dict[str, Ledger] = {}
+        self._publishers: list[Publisher] = []
+        try:
+            for each in endpoints:
+                ledger = Ledger(defer, counters)
+                history = History(ledger, encoder, counters, max_batches)
+                publisher = Publisher(ledger, history, each.endpoint, each.replay_endpoint, gate, each.tenant)
+                self._publishers.append(publisher)
+                self._ledgers[each.tenant] = ledger
+                log.info(
+                    "publishing KV events", endpoint=publisher.endpoint, replay=publisher.replay_endpoint or None,
+                    tenant=None if each.tenant == ALL_TENANTS else each.tenant, curve=gate is not None,
+                )  # fmt: skip
+        except BaseException:
+            self.close()
+            raise
+
+    def stored(self, entry: Entry) -> None:
+        for ledger in self._ledgers_of(entry):
+            ledger.stored(entry)
+
+    def removed(self, entry: Entry) -> None:
+        for ledger in self._ledgers_of(entry):
+            ledger.removed(entry)
+
+    def _ledgers_of(self, entry: Entry) -> list[Ledger]:
+        tenants = {ALL_TENANTS, entry.group.declared_tenant}
+        return [self._ledgers[tenant] for tenant in tenants if tenant in self._ledgers]
+
+    def withdraw(self) -> None:
+        """Tells every subscriber that the server holds nothing any more, and nothing from then on. Idempotent."""
+        for ledger in self._ledgers.values():
+            ledger.withdraw()
+
+    def close(self) -> None:
+        """Publishes the remaining changes, and ends the threads. Idempotent."""
+        for publisher in self._publishers:
+            publisher.close()

@@ -62,11 +62,10 @@ class Request:
     """A GET or HEAD for a page.
 
     Args:
-        path, query: of the URL, before and behind the first "?", as they were sent.
+        path: of the URL, before the first "?", as it was sent.
     """
 
     path: str
-    query: str = ""
     accepts_gzip: bool = False
     if_none_match: str = ""
 
@@ -235,9 +234,8 @@ class OperatorHttp:
                 return not foreign
 
             def do_GET(self) -> None:
-                path, _, query = self.path.partition("?")
                 try:
-                    response = self._route(path, query)
+                    response = self._route(self.path.partition("?")[0])
                 except TimeoutError:
                     response = Response(
                         503, f"the server's event loop did not answer within {LOOP_TIMEOUT_S} s\n".encode()
@@ -261,7 +259,7 @@ class OperatorHttp:
             def _refuse(self) -> None:
                 self._answer(Response(405, f"use {METHODS}\n".encode(), headers={"Allow": METHODS}))
 
-            def _route(self, path: str, query: str) -> Response:
+            def _route(self, path: str) -> Response:
                 if path == "/metrics":
                     self._check()
                     return Response(200, generate_latest(registry), CONTENT_TYPE_LATEST)
@@ -270,7 +268,7 @@ class OperatorHttp:
                     return Response(200 if state == SERVING else 503, f"{state}\n".encode())
                 if pages is not None:
                     accepts_gzip = "gzip" in self.headers.get("Accept-Encoding", "")
-                    request = Request(path, query, accepts_gzip, self.headers.get("If-None-Match", ""))
+                    request = Request(path, accepts_gzip, self.headers.get("If-None-Match", ""))
                     if (found := pages(request, self._check)) is not None:
                         return found
                 return Response(404, b"try /, /metrics or /healthz\n")

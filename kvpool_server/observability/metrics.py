@@ -24,7 +24,7 @@ from kvpool.protocol.wire import status_of
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.cache.counters import COUNTERS
 from kvpool_server.cache.hints import PinBudget
-from kvpool_server.observability.pairs import MAX_PAIRS, OTHER, label_of
+from kvpool_server.observability.usage import MAX_PAIRS, OTHER, label_of
 from kvpool_server.tiers.tier import COUNTERS as TIER_COUNTERS
 from kvpool_server.value.recorder import Recorder
 

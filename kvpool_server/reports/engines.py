@@ -1,4 +1,4 @@
-"""The engines that report, and the sums of what they have counted.
+"""The engines that report, the sums of what they have counted, and the metrics of these sums.
 
 Invariants:
 - A report counts once, however often it is sent: of each reporter the newest counted number is remembered, far longer
@@ -11,12 +11,15 @@ Not thread-safe: the pool's event loop owns it.
 
 from __future__ import annotations
 
-import dataclasses
+import copy
 import math
-from collections import Counter, OrderedDict
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import chain, islice, zip_longest
+
+from prometheus_client import Metric
+from prometheus_client.core import CounterMetricFamily
 
 from kvpool.protocol.errors import InvalidRequestError
 from kvpool.protocol.reports import (
@@ -30,7 +33,8 @@ from kvpool.protocol.reports import (
 )
 from kvpool.protocol.text import printable
 from kvpool.v1 import pool_pb2 as pb
-from kvpool_server.observability.pairs import Pair, Pairs
+from kvpool_server.observability.metrics import family
+from kvpool_server.observability.usage import Pair, Pairs
 
 MAX_ENGINES = 256
 """Shown at once."""
@@ -53,33 +57,19 @@ MAX_TOTAL = 1 << 56
 """Counts stop there, so that an engine that makes up its figures breaks no message with the others'. The counts of all
 causes together are a number of 64 bits all the same."""
 TEXTS = ("engine", "version", "vllm_version", "transport")
-COUNTS = ("loaded_tokens", "num_requests")
-SECONDS = ("load_seconds", "saved_seconds", "lost_seconds")
-"""Fields of a report."""
+SECONDS = {
+    "load_seconds": "Time that requests have waited for loads, as engines report, by model and tenant.",
+    "saved_seconds": "Estimated time that loads were faster than computing, as engines report, by model and tenant.",
+    "lost_seconds": "Estimated time that loads were slower than computing, as engines report, by model and tenant.",
+}
+COUNTS = {
+    "loaded_tokens": "Prompt tokens that engines loaded from the pool, as they report, by model and tenant.",
+    "num_requests": "Requests whose prompts engines have loaded or computed, as they report, by model and tenant.",
+}
+"""Fields of a report; those that are summed with the HELP of their metric."""
 
-Listener = Callable[[Pair, str, ReportRequest], None]
-
-
-@dataclass(slots=True)
-class Totals:
-    """Sums over reports, of one namespace or of all engines with one model and tenant; names as in `ReportRequest`."""
-
-    computed_tokens: Counter[str] = field(default_factory=Counter)
-    loaded_tokens: int = 0
-    load_seconds: float = 0.0
-    saved_seconds: float = 0.0
-    lost_seconds: float = 0.0
-    num_requests: int = 0
-
-    def add(self, report: ReportRequest) -> None:
-        for cause, tokens in report.computed_tokens.items():
-            self.computed_tokens[cause] = min(MAX_TOTAL, self.computed_tokens[cause] + tokens)
-        for names, most in ((COUNTS, MAX_TOTAL), (SECONDS, MAX_AMOUNT)):
-            for name in names:
-                setattr(self, name, min(most, getattr(self, name) + getattr(report, name)))
-
-    def copy(self) -> Totals:
-        return dataclasses.replace(self, computed_tokens=self.computed_tokens.copy())
+Totals = ReportRequest
+"""Sums over reports, of one namespace or of all engines with one model and tenant; no other field is set."""
 
 
 @dataclass(slots=True)
@@ -92,7 +82,7 @@ class _Reporter:
 
 
 class EngineReports:
-    """See the module.
+    """The reporters of one server, and what they have counted.
 
     Args:
         clock: monotonic seconds.
@@ -100,6 +90,7 @@ class EngineReports:
 
     Attributes:
         totals: by model and tenant.
+        listener: called with the model and tenant that a report counts for, its tenant, and the report, checked.
     """
 
     def __init__(self, clock: Callable[[], float], pairs: Pairs | None = None):
@@ -107,12 +98,8 @@ class EngineReports:
         self._pairs = pairs or Pairs()
         self._reporters: OrderedDict[tuple[str, bytes], _Reporter] = OrderedDict()  # The oldest report first.
         self._by_namespace: OrderedDict[bytes, Totals] = OrderedDict()
-        self.totals: dict[Pair, Totals] = {}
-        self._listeners: list[Listener] = []
-
-    def observe(self, listener: Listener) -> None:
-        """Calls a listener with the model and tenant that a report counts for, its tenant, and the report, checked."""
-        self._listeners.append(listener)
+        self.totals: defaultdict[Pair, Totals] = defaultdict(Totals)
+        self.listener: Callable[[Pair, str, ReportRequest], None] | None = None
 
     def report(self, report: ReportRequest, tenant: str, model: str) -> bool:
         """Counts a report; False if it was counted before.
@@ -144,10 +131,10 @@ class EngineReports:
         self._by_namespace[fingerprint] = of_namespace
         if len(self._by_namespace) > MAX_NAMESPACES:
             self._by_namespace.popitem(last=False)
-        for totals in (of_namespace, self.totals.setdefault(pair, Totals())):
-            totals.add(report)
-        for listener in self._listeners:
-            listener(pair, tenant, report)
+        for totals in (of_namespace, self.totals[pair]):
+            _add(totals, report)
+        if self.listener is not None:
+            self.listener(pair, tenant, report)
 
     def _forget_one(self) -> None:
         """Forgets the reporter that has been silent longest of the tenant with most reporters."""
@@ -168,7 +155,7 @@ class EngineReports:
 
     def snapshot(self) -> dict[Pair, Totals]:
         """Copies of the totals, for other threads."""
-        return {pair: totals.copy() for pair, totals in self.totals.items()}
+        return copy.deepcopy(self.totals)
 
     def engines(self) -> list[pb.EngineState]:
         """The engines that have reported lately, by name: at most `MAX_ENGINES`, the newest of each tenant in turn."""
@@ -185,6 +172,14 @@ class EngineReports:
             in_turn = chain.from_iterable(zip_longest(*by_tenant.values()))
             lately = list(islice(filter(None, in_turn), MAX_ENGINES))
         return sorted((_state(each, now) for each in lately), key=lambda state: (state.engine, state.tenant))
+
+
+def _add(totals: Totals, report: ReportRequest) -> None:
+    for cause, tokens in report.computed_tokens.items():
+        totals.computed_tokens[cause] = min(MAX_TOTAL, totals.computed_tokens[cause] + tokens)
+    for names, most in ((COUNTS, MAX_TOTAL), (SECONDS, MAX_AMOUNT)):
+        for name in names:
+            setattr(totals, name, min(most, getattr(totals, name) + getattr(report, name)))
 
 
 def _state(reporter: _Reporter, now: float) -> pb.EngineState:
@@ -233,3 +228,18 @@ def checked(report: ReportRequest) -> ReportRequest:
 def _within(name: str, value: float, most: float, low: float = 0) -> None:
     if not (math.isfinite(value) and low <= value <= most):
         raise InvalidRequestError(f"{name} of the report is {value}; give {low} to {most:g}")
+
+
+def report_families(totals: Mapping[Pair, Totals]) -> Iterator[Metric]:
+    """The totals of reports, by model and tenant."""
+    text = "Prompt tokens that engines computed, as they report, by model, tenant and cause."
+    by_cause = [
+        ([*pair, cause], tokens)
+        for pair, each in totals.items()
+        for cause, tokens in sorted(each.computed_tokens.items())
+    ]
+    yield family(CounterMetricFamily, "computed_tokens", text, ["model", "tenant", "cause"], by_cause)
+    for name, text in {**SECONDS, **COUNTS}.items():
+        exported = {"num_requests": "reported_requests"}.get(name, name)
+        series = [(pair, getattr(each, name)) for pair, each in totals.items()]
+        yield family(CounterMetricFamily, exported, text, ["model", "tenant"], series)

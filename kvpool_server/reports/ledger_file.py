@@ -20,7 +20,7 @@ from typing import Any
 from kvpool.protocol.errors import ConfigError
 from kvpool.protocol.reports import HOUR_S, LEDGER_DAYS, MAX_AMOUNT, REPORTER_BYTES, SUMS
 from kvpool.v1 import pool_pb2 as pb
-from kvpool_server.observability.pairs import MAX_LABEL_CHARS, MAX_PAIRS
+from kvpool_server.observability.usage import MAX_LABEL_CHARS, MAX_PAIRS
 from kvpool_server.reports.engines import MAX_REPORTERS, MAX_TOTAL
 
 MAX_ROWS = LEDGER_DAYS * 24 * (MAX_PAIRS + 1)

@@ -9,15 +9,20 @@ Not thread-safe: the pool's event loop owns it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import structlog
 
 from kvpool.protocol.reports import HOUR_S, MAX_LEDGER_ROWS, SUMS, ReportRequest
+from kvpool.protocol.types import BlockRun, MissCause, RunHits
 from kvpool.v1 import pool_pb2 as pb
-from kvpool_server.observability.pairs import OTHER, Pair, Pairs
+from kvpool_server.cache.departures import EvictedFor
+from kvpool_server.cache.explanations import MAX_RUNS
+from kvpool_server.cache.pool import Pool
+from kvpool_server.observability.usage import OTHER, Pair, Pairs
 from kvpool_server.reports.engines import MAX_REPORTERS, MAX_TOTAL, EngineReports
 from kvpool_server.reports.ledger_file import BOUNDS, LedgerFile, Reporter
 
@@ -27,13 +32,15 @@ _T = TypeVar("_T")
 SAMPLE_S = 10.0
 MAX_PENDING = 1_024
 """Rows that wait for a file that cannot be written; the oldest are dropped beyond that."""
+MAX_COUNTED = 4_096
+"""Blocks of one run that `count_evictions` looks at."""
 _MOVED = ("stored_bytes", "loaded_bytes", "hit_tokens")
 """What a sample takes from the pool's usage."""
 _GIB_HOUR = float((1 << 30) * HOUR_S)
 
 
 class UsageLedger:
-    """See the module.
+    """The ledger of one server.
 
     Args:
         file: its thread is this object's.
@@ -66,7 +73,7 @@ class UsageLedger:
         self._is_flushing = asyncio.Lock()
         for (tenant, reporter), sequence in file.reporters().items():
             reports.restore(tenant, reporter, sequence)
-        reports.observe(self._reported)
+        reports.listener = self._reported
 
     def _row(self, pair: Pair) -> pb.LedgerRow:
         """The row of a model and tenant in this hour."""
@@ -172,7 +179,8 @@ class UsageLedger:
     def _page(self, since: int, until: int, tenant: str | None) -> pb.LedgerResponse:
         rows, next_since = self._file.rows(since, until, tenant, MAX_LEDGER_ROWS)
         return pb.LedgerResponse(
-            rows=[row for row in rows if _may_see(tenant, row.tenant, row.model)],
+            # Of a tenant's own, as the file has found them: `OTHER` twice stands for several tenants.
+            rows=[row for row in rows if tenant is None or (row.tenant, row.model) != (OTHER, OTHER)],
             is_persistent=self._file.is_persistent,
             begins=self._file.begins,
             next_since=next_since,
@@ -197,6 +205,40 @@ def _add(row: pb.LedgerRow, computed_tokens: Mapping[str, int] | None = None, /,
         row.computed_tokens[cause] = min(MAX_TOTAL, row.computed_tokens[cause] + tokens)
 
 
-def _may_see(caller: str | None, tenant: str, model: str) -> bool:
-    """Whether a tenant may see figures; None: the caller may see all. `OTHER` twice stands for several tenants."""
-    return caller is None or (caller == tenant and (model, tenant) != (OTHER, OTHER))
+def count_evictions(
+    pool: Pool, fingerprint: bytes, runs: Sequence[BlockRun], hits: Sequence[RunHits], ledger: UsageLedger
+) -> None:
+    """Counts the missing tokens of one lookup, by whose blocks had needed the room.
+
+    Each departure counts once, however often the block is looked up in vain: else a tenant could repeat a lookup to
+    blame another tenant. The groups of a model have the same tokens: the first one with such blocks counts.
+
+    Args:
+        hits: with the causes of what is missing.
+    """
+    evicted: Counter[EvictedFor] = Counter()
+    has_evicted = False
+    seen: set[int] = set()
+    namespace = pool.namespace(fingerprint)
+    if namespace is None:
+        return
+    for run, hit in zip(runs[:MAX_RUNS], hits, strict=False):
+        if run.group_idx in seen:
+            continue  # The probe of a block that the engine has itself.
+        seen.add(run.group_idx)
+        if all(miss.cause is not MissCause.EVICTED for miss in hit.missing):
+            continue
+        group = namespace.groups[run.group_idx]
+        start = hit.num_leading
+        for miss in hit.missing:
+            names = run.block_hashes[start : start + min(miss.count, MAX_COUNTED)]
+            start += miss.count
+            if miss.cause is MissCause.EVICTED:
+                charged, has_any = pool.entry_table.departures.charge(group, names, namespace.spec.tenant)
+                has_evicted |= has_any
+                for whose, count in charged.items():
+                    evicted[whose] += count * group.spec.block_tokens
+        if has_evicted:
+            break
+    for whose, num_tokens in evicted.items():
+        ledger.evicted((namespace.spec.model, namespace.spec.tenant), (whose.model, whose.tenant), num_tokens)

@@ -28,7 +28,7 @@ from kvpool_server.cache.leases import Owner
 from kvpool_server.cache.lookups import usable_tokens
 from kvpool_server.cache.tier_access import pin
 from kvpool_server.data_plane.permits import NO_BOUND, Bound
-from kvpool_server.reports.evictions import count_evictions
+from kvpool_server.reports.usage_ledger import count_evictions
 from kvpool_server.rpc.call_spans import describe_lookup, lookup_span
 from kvpool_server.rpc.handlers import Handlers, decoded, owner_of
 from kvpool_server.rpc.inbox import MAX_REQUEST_BYTES, check_deadline

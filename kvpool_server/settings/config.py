@@ -17,7 +17,7 @@ from kvpool.protocol.errors import ConfigError
 from kvpool.report.quotas import size_text
 from kvpool.security.principal import ABOUT_DOMAINS, ALL_TENANTS, DEFAULT_DOMAIN
 from kvpool_server.cache.eviction import DEFAULT_POLICY, POLICIES
-from kvpool_server.events.streams import StreamEndpoints
+from kvpool_server.events.publisher import StreamEndpoints
 from kvpool_server.settings import setting_types as types
 from kvpool_server.tiers.registry import instead_of
 

@@ -15,7 +15,7 @@ from kvpool.report.quotas import parse_quota, parse_size
 from kvpool.security.principal import ALL_TENANTS, Principal, Role
 from kvpool.transport.unix_socket import check_path
 from kvpool_server.cache.eviction import POLICIES
-from kvpool_server.events.streams import StreamEndpoints
+from kvpool_server.events.publisher import StreamEndpoints
 from kvpool_server.process.addresses import split_address
 from kvpool_server.tiers.registry import parse
 

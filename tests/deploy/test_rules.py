@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from kvpool_server.observability.pairs import MAX_PAIRS, MAX_PAIRS_OF_TENANT
+from kvpool_server.observability.usage import MAX_PAIRS, MAX_PAIRS_OF_TENANT
 from tests.support.metrics_page import PAGE
 from tests.support.prometheus import MONITORING, ROOT, Query, dashboard, promtool, queries, rules, series_in
 

@@ -129,10 +129,10 @@ def test_adopted_memory_is_copied_to_and_from_directly_and_given_back():
         copier.adopt(arena)
         deadline = time.monotonic() + 10
         buffers = [arena[at * nbytes : (at + 1) * nbytes] for at in range(len(ids))]
-        while (loan := copier._pinned.borrow(buffers)) is None:
+        while not copier._pinned.borrow(buffers):
             assert time.monotonic() < deadline, "the memory was never pinned"
             time.sleep(0.01)
-        loan.give_back()
+        copier._pinned.give_back()
         _gather(copier, layout, 0, [ids], buffers)
         assert all(np.array_equal(a, b) for a, b in zip(buffers, expected, strict=True))
         targets = [block + 10 for block in ids]

@@ -15,8 +15,7 @@ from kvpool_server.cache.limits import Limits
 from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.cache.steps import finish
 from kvpool_server.observability.metrics import usage_families
-from kvpool_server.observability.pairs import MAX_LABEL_CHARS, MAX_PAIRS, MAX_PAIRS_OF_TENANT, OTHER, label_of
-from kvpool_server.observability.usage import Usage
+from kvpool_server.observability.usage import MAX_LABEL_CHARS, MAX_PAIRS, MAX_PAIRS_OF_TENANT, OTHER, Usage, label_of
 from testbed.pool_at_once import PoolAtOnce
 from tests.support.clock import FakeClock
 from tests.support.values import group_spec, namespace_spec, run_of

@@ -23,9 +23,9 @@ from kvpool.security.principal import ALL_TENANTS, Role
 from kvpool.security.watched_files import LOOK_EVERY_S
 from kvpool_server.cache.entry import Entry, Group
 from kvpool_server.events import publisher as publisher_module
-from kvpool_server.events.encoder import Encoder
-from kvpool_server.events.gate import Gate
-from kvpool_server.events.streams import EventStreams, StreamEndpoints
+from kvpool_server.events.messages import Encoder
+from kvpool_server.events.publisher import EventStreams, StreamEndpoints
+from kvpool_server.events.sockets import Gate
 from kvpool_server.settings.config import ServerConfig
 from kvpool_server.settings.exposure import check_exposure
 from tests.support.clock import FakeClock

@@ -38,9 +38,8 @@ from kvpool_server.cache.limits import Limits
 from kvpool_server.data_plane.admission import MAX_SEATS
 from kvpool_server.data_plane.permits import PermitTable
 from kvpool_server.data_plane.worker import TALLY_COLUMNS, Connection, DataPort
-from kvpool_server.events.encoder import Encoder
-from kvpool_server.events.history import History
 from kvpool_server.events.ledger import Ledger
+from kvpool_server.events.messages import Encoder, History
 from kvpool_server.events.publisher import Publisher
 from kvpool_server.settings import config
 from tests.support.effort import effort

@@ -15,9 +15,8 @@ from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.entry import Entry
 from kvpool_server.cache.eviction import Policy
 from kvpool_server.cache.limits import Limits
-from kvpool_server.events.encoder import BlockHash, BlockStored, Encoder
-from kvpool_server.events.history import History, Message
 from kvpool_server.events.ledger import Change, ChangeBatch, Ledger
+from kvpool_server.events.messages import BlockHash, BlockStored, Encoder, History, Message
 from testbed.pool_at_once import PoolAtOnce
 from tests.simulation.test_pool_machine import ONE, PLAIN, SHARDED, PoolMachine, _store
 from tests.simulation.world import GROUPS, SPECS, World

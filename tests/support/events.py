@@ -11,7 +11,7 @@ import msgspec
 
 from kvpool.client.events import EventMessage, Subscriber
 from kvpool.security.curve import SubscriberKeys
-from kvpool_server.events.history import Message
+from kvpool_server.events.messages import Message
 from tests.support.processes import run_command
 
 Known = tuple[str, int | None, int | bytes]

@@ -12,7 +12,7 @@ from kvpool.protocol.reports import Cause
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.app.monitoring import LoopLag
 from kvpool_server.observability import metrics
-from kvpool_server.reports.metrics import report_families
+from kvpool_server.reports.engines import report_families
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"
 

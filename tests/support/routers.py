@@ -21,7 +21,7 @@ from kvpool.protocol.errors import OutOfSpaceError
 from kvpool.protocol.hashing import block_hashes
 from kvpool.protocol.namespace import NamespaceSpec
 from kvpool.protocol.types import BlockRun
-from kvpool_server.events.encoder import BlockStored, EventBatch
+from kvpool_server.events.messages import BlockStored, EventBatch
 from testbed.ports import free_endpoint
 from tests.support.events import low_64_bits
 from tests.support.processes import ServerProcess

@@ -14,7 +14,7 @@ from kvpool.client.block_io import BlockReader, BlockWriter
 from kvpool.client.client import Client
 from kvpool.client.handles import PendingLookup
 from kvpool.client.rpc import PoolRpc
-from vllm_plugin.model.geometry import Geometry
+from vllm_plugin.model.groups import Geometry
 from vllm_plugin.scheduler.admission import Admission, PromotionWait
 from vllm_plugin.scheduler.load_policy import LoadPolicy
 from vllm_plugin.scheduler.loads import Loads

@@ -23,9 +23,8 @@ from tests.support.vllm_objects import tokens
 from tests.vllm_plugin.bugs import WRONG_KV, FreshFleet, assert_caught, replaced
 from vllm_plugin.connector import KVPoolConnector
 from vllm_plugin.metadata import GroupBlocks
-from vllm_plugin.model.geometry import Geometry
-from vllm_plugin.model.hit_rules import Found
-from vllm_plugin.model.kinds import Kind, SlidingWindow
+from vllm_plugin.model.groups import Geometry
+from vllm_plugin.model.kinds import Found, Kind, SlidingWindow
 from vllm_plugin.scheduler import admission
 from vllm_plugin.scheduler.loads import Loads
 from vllm_plugin.scheduler.scheduler import KVPoolScheduler

@@ -18,6 +18,7 @@ from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 from kvpool.protocol.errors import ConfigError
 from kvpool.protocol.namespace import GroupSpec
 from kvpool.protocol.types import ShardRange
+from vllm_plugin.model.adapters import Adapters, BlockNames
 from vllm_plugin.model.kinds import Cut, Kind, kind_of
 from vllm_plugin.releases import hash_block_tokens, layer_specs
 
@@ -112,6 +113,57 @@ def group_spec(group: PoolGroup, vllm_config: VllmConfig, kv_cache_config: KVCac
         layer_formats=tuple(group.kind.format(spec, each) for (_, spec), each in zip(layers, cuts, strict=True)),
         window_tokens=group.kind.window_tokens,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """Sizes of an engine's KV cache, and the names of its blocks.
+
+    Args:
+        groups: of the pool.
+        alignment: hits end at multiples of this many tokens: a whole block of every group.
+        names: of blocks in the pool.
+        num_blocks: of the engine's KV cache.
+        step_tokens: the most tokens that one step computes.
+        tp_size: tensor-parallel ranks of a pipeline stage.
+        num_stages: pipeline stages.
+        num_ranks: of all stages; each of them reports every store job.
+    """
+
+    groups: Sequence[PoolGroup]
+    alignment: int
+    names: BlockNames
+    num_blocks: int
+    step_tokens: int
+    tp_size: int = 1
+    num_stages: int = 1
+    num_ranks: int = 1
+
+    @classmethod
+    def of(cls, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, adapters: Adapters) -> Geometry:
+        parallel = vllm_config.parallel_config
+        return cls(
+            make_groups(vllm_config, kv_cache_config),
+            alignment_tokens(kv_cache_config),
+            BlockNames(hash_tokens(vllm_config, kv_cache_config), adapters),
+            kv_cache_config.num_blocks,
+            vllm_config.scheduler_config.max_num_batched_tokens,
+            parallel.tensor_parallel_size,
+            parallel.pipeline_parallel_size,
+            parallel.world_size,
+        )
+
+    def hit_limit(self, num_tokens: int) -> int:
+        """The longest hit of a prompt: its last token is always computed, for the logits that the request waits for."""
+        return (num_tokens - 1) // self.alignment * self.alignment
+
+    def blocks_to_compute(self, num_tokens: int) -> int:
+        """The most blocks that a request of so many tokens needs at once if all of it is computed, step by step."""
+        return sum(
+            -(-group.kind.most_live_tokens(num_tokens, self.step_tokens) // group.kind.block_tokens)
+            * len(group.members)
+            for group in self.groups
+        )
 
 
 def packs_its_own(kv_cache_config: KVCacheConfig) -> bool:

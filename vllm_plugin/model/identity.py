@@ -24,8 +24,7 @@ from kvpool.protocol.namespace import NamespaceSpec
 from kvpool.security.name_key import named_by
 from vllm_plugin.config import ConnectorConfig
 from vllm_plugin.model.groups import group_spec, hash_tokens, make_groups, packs_its_own
-from vllm_plugin.model.kv_inputs import environment, is_quantised, settings
-from vllm_plugin.model.plugins import plugins
+from vllm_plugin.model.kv_inputs import environment, is_quantised, plugins, settings
 from vllm_plugin.model.weights import Weights, describe_weights
 
 if TYPE_CHECKING:

@@ -1,21 +1,25 @@
-"""The kinds of KV-cache groups that can be shared: one class for each, and `KINDS`, which lists them.
+"""The kinds of KV-cache groups that can be shared, and the longest hit: what every group needs of it is in the pool.
+
+There is one class for each kind, and `KINDS` lists them.
 
 A kind knows four things of its layers: the rule (which blocks a hit needs), retention (which blocks are worth storing),
 the cut (how a layer's page is divided over tensor-parallel ranks), and the format (what the bytes are). To serve
 another kind of layer, write its class here and add it to `KINDS`.
 
-A boundary is a number of tokens: a hit at boundary L means that the engine computes from token L on.
+A boundary is a number of tokens: a hit at boundary L means that the engine computes from token L on. Each boundary is
+judged by itself, and each group by itself: it needs a run of blocks that ends at L.
 
 Source: vLLM, v1/core/single_type_kv_cache_manager.py, `find_longest_cache_hit` and `get_num_skipped_tokens`.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -255,3 +259,71 @@ def most_kv_heads(vllm_config: VllmConfig) -> int:
     # DeciLM's blocks name quotients of heads.
     is_named = 0 < totals[0] <= tp_size and '"block_configs"' not in text
     return common if is_named and tp_size % common == 0 else tp_size
+
+
+class Found:
+    """Which blocks of one group are there.
+
+    Args:
+        first: index of the first block that was asked for.
+        complete: bitmap from `first` on.
+        length: how many were asked for.
+
+    Attributes:
+        leading: index after the first blocks without a gap.
+    """
+
+    def __init__(self, first: int, complete: int, length: int):
+        self.first = first
+        self.leading = first + (~complete & (complete + 1)).bit_length() - 1
+        self._complete = complete
+        self._length = max(length, complete.bit_length())
+
+    def has(self, start: int, stop: int) -> bool:
+        """Whether blocks [start, stop) are all there; `start` is not before the first that was asked for."""
+        if stop <= max(start, self.leading):
+            return True
+        last = stop - 1 - self.first
+        return last < self._length and int(self._runs[last]) >= stop - start
+
+    def have(self, start: Ints, stop: Ints) -> npt.NDArray[np.bool_]:
+        """The same for each pair of two arrays."""
+        if not self._length:
+            return stop <= start
+        last = stop - 1 - self.first
+        runs = self._runs[np.clip(last, 0, self._length - 1)]
+        return (stop <= start) | ((last < self._length) & (runs >= stop - start))
+
+    @functools.cached_property
+    def _runs(self) -> Ints:
+        """How many blocks without a gap end at each one."""
+        packed = np.frombuffer(self._complete.to_bytes(-(-self._length // 8), "little"), np.uint8)
+        bits = np.unpackbits(packed, count=self._length, bitorder="little")
+        nth = np.arange(1, self._length + 1)
+        return nth - np.maximum.accumulate(np.where(bits, 0, nth))
+
+
+def longest(kinds: Sequence[Kind], found: Sequence[Found], local: int, limit: int, alignment: int) -> int:
+    """The longest boundary at which every group has what a hit needs.
+
+    Args:
+        local: tokens that the engine has itself; the answer is not less.
+        limit: tokens that the answer may not exceed.
+        alignment: of boundaries, in tokens; `local` is one.
+    """
+    for kind, blocks in zip(kinds, found, strict=True):
+        if kind.needs_prefix:
+            limit = min(limit, (blocks.leading - kind.proves) * kind.block_tokens)
+    limit = limit // alignment * alignment
+    if limit <= local or all(
+        blocks.has(max(kind.first(limit), local // kind.block_tokens), kind.end(limit))
+        for kind, blocks in zip(kinds, found, strict=True)
+    ):
+        return max(limit, local)
+    boundaries = np.arange(limit, local, -alignment)
+    are_usable = np.ones(len(boundaries), np.bool_)
+    for kind, blocks in zip(kinds, found, strict=True):
+        start = np.maximum(kind.first(boundaries), local // kind.block_tokens)
+        are_usable &= blocks.have(start, kind.end(boundaries))
+    nth = int(are_usable.argmax())
+    return int(boundaries[nth]) if are_usable[nth] else local

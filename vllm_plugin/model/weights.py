@@ -68,18 +68,9 @@ _SAFETENSORS_FIRST = ("auto", "hf", "safetensors", "fastsafetensors", "instantte
 _OTHER_FORMATS = ("pt", "npcache", "gguf", "bitsandbytes", "sharded_state", "runai_streamer_sharded", "dummy")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _HOW_ONLY = (
-    "enable_multithread_load",
-    "num_threads",
-    "enable_weights_track",
-    "concurrency",
-    "memory_limit",
-    "num_readers",
-    "stream_kwargs",
-    "verify_hash",
-    "encryption_keyfile",
-    "s3_access_key_id",
-    "s3_secret_access_key",
-)
+    "enable_multithread_load", "num_threads", "enable_weights_track", "concurrency", "memory_limit", "num_readers",
+    "stream_kwargs", "verify_hash", "encryption_keyfile", "s3_access_key_id", "s3_secret_access_key",
+)  # fmt: skip
 """Keys of `model_loader_extra_config` that say how weights are read, not which weights."""
 
 

@@ -4,7 +4,7 @@ A question takes these steps in order, each once:
 
   1. `Lookups`: what does the pool have?                     not answered yet -> ask again
   2. `PromotionWait`: wait for blocks on their way up?       worth it -> ask again
-  3. `hit_rules`: which is the longest hit?
+  3. `longest`: which is the longest hit?
   4. `LoadPolicy`: how much of it is worth its load?         slower than computing -> less, or no hit
   5. `Loads`: is there room, should every load fail?         not now -> ask again
 
@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING
 from kvpool.protocol.reports import Cause
 from vllm_plugin.config import ConnectorConfig
 from vllm_plugin.metrics import Recorder
-from vllm_plugin.model.geometry import Geometry
-from vllm_plugin.model.hit_rules import Found, longest
+from vllm_plugin.model.groups import Geometry
+from vllm_plugin.model.kinds import Found, longest
 from vllm_plugin.scheduler.computed_tokens import ComputedTokens
 from vllm_plugin.scheduler.load_policy import Verdict
 from vllm_plugin.scheduler.loads import Loads

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from kvpool.protocol.reports import Cause
 from kvpool.protocol.types import MissCause
 from vllm_plugin.metrics import CAUSE_PREFIX, Recorder
-from vllm_plugin.model.geometry import Geometry
+from vllm_plugin.model.groups import Geometry
 from vllm_plugin.scheduler.lookups import RequestLookup
 from vllm_plugin.scheduler.request_spans import RequestSpans
 

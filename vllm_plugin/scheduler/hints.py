@@ -25,7 +25,7 @@ from kvpool.protocol.errors import KVPoolError
 from kvpool.protocol.types import BlockRun, HintKind
 from vllm_plugin.metadata import StoreJob
 from vllm_plugin.metrics import Recorder
-from vllm_plugin.model.geometry import Geometry
+from vllm_plugin.model.groups import Geometry
 from vllm_plugin.scheduler.stages import Stages
 from vllm_plugin.session import Session
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from vllm_plugin.config import ConnectorConfig
 from vllm_plugin.metadata import GroupBlocks, LoadJob, own_clock
 from vllm_plugin.metrics import Recorder
-from vllm_plugin.model.geometry import Geometry
+from vllm_plugin.model.groups import Geometry
 from vllm_plugin.scheduler.load_policy import Connection, Load, LoadPolicy, Verdict
 from vllm_plugin.scheduler.lookups import RequestLookup
 from vllm_plugin.scheduler.prefill_queue import PrefillQueue

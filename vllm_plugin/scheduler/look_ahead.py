@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 from typing import TYPE_CHECKING
 
-from vllm_plugin.model.geometry import Geometry
+from vllm_plugin.model.groups import Geometry
 from vllm_plugin.scheduler.admission import Admission
 from vllm_plugin.scheduler.prefill_queue import PrefillQueue
 from vllm_plugin.scheduler.request_spans import RequestSpans

@@ -22,9 +22,8 @@ from kvpool.protocol.errors import KVPoolError, UnavailableError
 from kvpool.protocol.types import BlockRun, LeasedSlots, Lookup, RunHits
 from vllm_plugin.config import ConnectorConfig
 from vllm_plugin.metrics import Recorder
-from vllm_plugin.model.geometry import Geometry
-from vllm_plugin.model.hit_rules import Found
-from vllm_plugin.model.kinds import Kind
+from vllm_plugin.model.groups import Geometry
+from vllm_plugin.model.kinds import Found, Kind
 from vllm_plugin.scheduler.stages import Stages
 from vllm_plugin.scheduler.step_budget import StepBudget
 from vllm_plugin.session import Session

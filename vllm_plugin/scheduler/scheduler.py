@@ -16,7 +16,7 @@ from vllm_plugin.config import ConnectorConfig
 from vllm_plugin.metadata import ConnectorMetadata, WorkerMetadata
 from vllm_plugin.metrics import KVPoolStats, Recorder
 from vllm_plugin.model.adapters import Adapters
-from vllm_plugin.model.geometry import Geometry
+from vllm_plugin.model.groups import Geometry
 from vllm_plugin.model.identity import namespace_spec
 from vllm_plugin.scheduler.admission import Admission
 from vllm_plugin.scheduler.computed_tokens import ComputedTokens

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from vllm_plugin.config import ConnectorConfig
 from vllm_plugin.metadata import GroupBlocks, StoreJob
 from vllm_plugin.metrics import Recorder
-from vllm_plugin.model.geometry import Geometry
+from vllm_plugin.model.groups import Geometry
 from vllm_plugin.scheduler.hints import Hints
 from vllm_plugin.scheduler.pins import Pins, let_resets_pass
 from vllm_plugin.scheduler.pool_contents import PoolContents

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from vllm_plugin.config import ConnectorConfig
 from vllm_plugin.metadata import GroupBlocks, StoreJob
 from vllm_plugin.metrics import Recorder
-from vllm_plugin.model.geometry import Geometry
+from vllm_plugin.model.groups import Geometry
 from vllm_plugin.model.kinds import Kind
 from vllm_plugin.scheduler.pool_contents import PoolContents
 from vllm_plugin.scheduler.store_jobs import StoreJobs

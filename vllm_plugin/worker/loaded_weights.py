@@ -26,8 +26,6 @@ from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from vllm_plugin.worker.copy import xxh3
-
 logger = init_logger("vllm.kvpool.loaded_weights")
 
 PIECE_BYTES = 256 << 20
@@ -69,7 +67,7 @@ class LoadedWeights:
         for root in roots:
             for name, tensor in sorted(root.state_dict().items()):
                 if isinstance(tensor, torch.Tensor):
-                    _add(digest, f"{type(root).__name__}.{name}", tensor)
+                    digest.add_tensor(f"{type(root).__name__}.{name}", tensor)
             for name, layer in root.named_modules():
                 weight = getattr(layer, "weight", None)
                 if not isinstance(weight, torch.Tensor) or weight.numel() or weight.device.type != "cpu":
@@ -80,7 +78,7 @@ class LoadedWeights:
                 if flop > MAX_READ_BACK_FLOP:
                     raise ValueError("the CPU's kernels have packed more of them than can be read back in short time")
                 for nth, rows in enumerate(_read_back(layer)):
-                    _add(digest, f"{name}.{nth}", rows)
+                    digest.add_tensor(f"{name}.{nth}", rows)
         return digest.digest()
 
 
@@ -127,13 +125,10 @@ def _read_back(layer: Any) -> Iterator[torch.Tensor]:
 class _Digest:
     """SHA-256 over bytes, of which those on a GPU are fetched many at a time: each fetch waits for what the GPU was
     given before, and for the processes that share it.
-
-    Attributes:
-        hasher: of the GPU; None until something lies there.
     """
 
     def __init__(self) -> None:
-        self.hasher: xxh3.Hasher | None = None
+        self._table: torch.Tensor | None = None  # Of the GPU, once something lies there; see `xxh3.secret_table`.
         self._sha = hashlib.sha256()
         self._parts: list[tuple[bytes | torch.Tensor, bool]] = []
         self._pending_bytes = 0
@@ -144,6 +139,32 @@ class _Digest:
         self._pending_bytes += part.numel() if isinstance(part, torch.Tensor) else 0
         if self._pending_bytes > MAX_PENDING_BYTES:
             self._fetch()
+
+    def add_tensor(self, name: str, tensor: torch.Tensor) -> None:
+        """Adds a tensor's name, shape, type and checksums."""
+        self.add(f"{name}:{tuple(tensor.shape)}:{tensor.dtype};".encode())
+        # Some kernels transpose weights in place: in the order of memory they are contiguous.
+        order = sorted(range(tensor.dim()), key=lambda dim: -tensor.stride(dim))
+        flat = tensor.detach().permute(order).contiguous().reshape(-1).view(torch.uint8)
+        if tensor.device.type == "cpu":
+            self.add(xxhash.xxh3_64_digest(flat.numpy()))
+        else:
+            self._add_device_sums(flat)
+
+    def _add_device_sums(self, flat: torch.Tensor) -> None:
+        """Checksums of a tensor (uint8, one dimension) where it lies; what fills no chunk is hashed on the host."""
+        from vllm_plugin.worker.copy import xxh3
+
+        table = self._table = xxh3.secret_table(flat.device) if self._table is None else self._table
+        end = flat.numel() // CHUNK_BYTES * CHUNK_BYTES
+        for first in range(0, end, PIECE_BYTES):
+            chunks = flat[first : min(end, first + PIECE_BYTES)].view(-1, CHUNK_BYTES)
+            chunks = chunks.clone() if chunks.data_ptr() % xxh3.WORD_BYTES else chunks
+            room = torch.empty(xxh3.room_words(len(chunks), CHUNK_BYTES), dtype=torch.int64, device=flat.device)
+            hashing = xxh3.Hashing(table, chunks, room)
+            hashing.start()
+            self.add(hashing.accumulators.clone().view(-1).view(torch.uint8))
+        self.add(flat[end:].clone(), by_checksum=True)
 
     def digest(self) -> bytes:
         self._fetch()
@@ -158,30 +179,3 @@ class _Digest:
                 at, part = at + part.numel(), fetched[at : at + part.numel()].tobytes()
             self._sha.update(xxhash.xxh3_64_digest(part) if by_checksum else part)
         self._parts, self._pending_bytes = [], 0
-
-
-def _add(digest: _Digest, name: str, tensor: torch.Tensor) -> None:
-    digest.add(f"{name}:{tuple(tensor.shape)}:{tensor.dtype};".encode())
-    # Some kernels transpose weights in place: in the order of memory they are contiguous.
-    order = sorted(range(tensor.dim()), key=lambda dim: -tensor.stride(dim))
-    flat = tensor.detach().permute(order).contiguous().reshape(-1).view(torch.uint8)
-    if tensor.device.type == "cpu":
-        digest.add(xxhash.xxh3_64_digest(flat.numpy()))
-    else:
-        _add_device_sums(digest, flat)
-
-
-def _add_device_sums(digest: _Digest, flat: torch.Tensor) -> None:
-    """Checksums of a tensor (uint8, one dimension) where it lies; what fills no chunk is hashed on the host."""
-    from vllm_plugin.worker.copy import xxh3
-
-    hasher = digest.hasher = digest.hasher or xxh3.Hasher(flat.device)
-    end = flat.numel() // CHUNK_BYTES * CHUNK_BYTES
-    for first in range(0, end, PIECE_BYTES):
-        chunks = flat[first : min(end, first + PIECE_BYTES)].view(-1, CHUNK_BYTES)
-        chunks = chunks.clone() if chunks.data_ptr() % xxh3.WORD_BYTES else chunks
-        room = torch.empty(hasher.room(len(chunks), CHUNK_BYTES), dtype=torch.int64, device=flat.device)
-        hashing = hasher.prepare(chunks, room)
-        hashing.start()
-        digest.add(hashing.accumulators.clone().view(-1).view(torch.uint8))
-    digest.add(flat[end:].clone(), by_checksum=True)

@@ -6,12 +6,7 @@ const AWAY_MS = [2_000, 15_000];
 const TIMEOUT_MS = 5_000;
 const TOKEN = "kvpool-token";
 
-export class RefusedError extends Error {
-  constructor(status, message) {
-    super(message);
-    this.status = status;
-  }
-}
+class RefusedError extends Error {}
 
 export class Source {
   #timer = 0;
@@ -74,7 +69,7 @@ export class Source {
     const options = { headers, cache: "no-store", credentials: "same-origin", signal: AbortSignal.timeout(TIMEOUT_MS) };
     const response = await fetch(path, options);
     if (response.status === 401 || response.status === 403) {
-      throw new RefusedError(response.status, (await response.text()).trim().slice(0, 500));
+      throw new RefusedError((await response.text()).trim().slice(0, 500));
     }
     if (!response.ok) throw new Error(`the server answered with status ${response.status}`);
     return response.json();

@@ -18,9 +18,8 @@ from kvpool.client.client import Client, Namespace
 from kvpool.client.events import Subscriber
 from kvpool.protocol.types import ShardRange
 from kvpool_server.cache.entry import Entry, Group
-from kvpool_server.events.encoder import Encoder
-from kvpool_server.events.history import History
 from kvpool_server.events.ledger import Ledger
+from kvpool_server.events.messages import Encoder, History
 from kvpool_server.events.publisher import MAX_REPLAYS, Publisher
 from tests.support.events import Known, Listener, follow, low_64_bits
 from tests.support.processes import ServerProcess, run_command, run_server, wait_for

@@ -13,7 +13,7 @@ import pytest
 from kvpool.protocol.messages import fields_of
 from kvpool.security.principal import ALL_TENANTS, Principal, Role
 from kvpool.security.tokens import create_token
-from kvpool_server.page.samples import INTERVAL_S
+from kvpool_server.page.site import INTERVAL_S
 from tests.conftest import Connect, StartServer
 from tests.support.certificates import DAY
 from tests.support.driven_pool import SAVED_S, Driver

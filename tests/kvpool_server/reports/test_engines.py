@@ -8,7 +8,7 @@ import pytest
 
 from kvpool.protocol.errors import InvalidRequestError
 from kvpool.protocol.reports import MAX_ENGINE_CHARS, Cause, ReportRequest
-from kvpool_server.observability.pairs import Pair
+from kvpool_server.observability.usage import Pair
 from kvpool_server.reports import engines as engines_module
 from kvpool_server.reports.engines import SILENT_S, EngineReports
 from tests.support.clock import FakeClock

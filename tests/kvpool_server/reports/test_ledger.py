@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import sqlite3
 import stat
 from collections.abc import Callable, Coroutine, Iterator
@@ -15,14 +16,18 @@ import pytest
 
 from kvpool.protocol.errors import ConfigError
 from kvpool.protocol.reports import HOUR_S, LEDGER_DAYS, MAX_AMOUNT, Cause, ReportRequest, added_up
+from kvpool.protocol.types import BlockRun, ShardRange
 from kvpool.v1 import pool_pb2 as pb
-from kvpool_server.observability.pairs import OTHER, Pairs
+from kvpool_server.cache.allocator.arena import Arena
+from kvpool_server.cache.limits import Limits
+from kvpool_server.observability.usage import OTHER, Pairs
 from kvpool_server.reports import engines, ledger_file, usage_ledger
 from kvpool_server.reports.engines import MAX_TOTAL, EngineReports
 from kvpool_server.reports.ledger_file import LedgerFile
-from kvpool_server.reports.usage_ledger import UsageLedger
+from kvpool_server.reports.usage_ledger import UsageLedger, count_evictions
+from testbed.pool_at_once import PoolAtOnce
 from tests.support.clock import FakeClock
-from tests.support.values import replaced
+from tests.support.values import block_hash, group_spec, namespace_spec, replaced
 
 HOUR = 500_000 * HOUR_S
 EVICTED = Cause.EVICTED.label
@@ -163,6 +168,33 @@ def test_the_ledger_survives_a_restart_and_counts_no_report_again(tmp_path: Path
 
     run(path, scenario)
     assert stat.S_IMODE(Path(path).stat().st_mode) == 0o600
+
+
+def test_a_repeated_lookup_blames_nobody_again() -> None:
+    """Each eviction for another tenant's blocks counts once, however often the blocks are looked up."""
+    ids, chunk_bytes = itertools.count(1), 64
+    pool = PoolAtOnce(Arena(64 * chunk_bytes, 64 * chunk_bytes), FakeClock(), lambda: next(ids), Limits())
+    spec = group_spec(chunk_bytes=chunk_bytes)
+    blocks = BlockRun(0, [block_hash(nth) for nth in range(60)])
+    spaces = {
+        tenant: pool.open_namespace(namespace_spec(spec, tenant=tenant))[0].fingerprint for tenant in ("bob", "acme")
+    }
+    for fingerprint in spaces.values():
+        grant = pool.put_start(fingerprint, [blocks], ShardRange(0, 1), 60_000)
+        pool.put_end(grant.ticket_id, [0] * len(grant.offsets))
+
+    async def scenario(bench: Bench) -> None:
+        counted = []
+        for _ in range(3):
+            found = pool.lookup(spaces["bob"], [blocks], prefix_only=True)
+            hits = pool.explanations.misses(spaces["bob"], [blocks], found.hits)
+            count_evictions(pool, spaces["bob"], [blocks], hits, bench.ledger)
+            (row,) = (await bench.page("acme")).rows
+            counted.append(row.evicted_of_others_tokens)
+        num_evicted = len(blocks) - found.hits[0].num_leading
+        assert num_evicted > 1 and counted == [num_evicted * spec.block_tokens] * 3
+
+    run("", scenario)
 
 
 @contextmanager

@@ -89,10 +89,6 @@ def written(group: GroupSpec, tp_size: int) -> Counter[int]:
 # What is served
 
 
-def test_one_full_attention_group_is_served(vllm_config: MakeConfig) -> None:
-    check_supported(vllm_config(), cache_config())
-
-
 @pytest.mark.parametrize(
     ("spec", "name", "kind", "window_tokens"),
     [
@@ -242,22 +238,6 @@ def test_images_that_a_counter_names_are_refused(
 
 
 # Shards
-
-
-@pytest.mark.parametrize("total_kv_heads", SIZES)
-@pytest.mark.parametrize("tp_size", SIZES)
-def test_writers_cover_every_shard_once_and_every_rank_reads_its_heads(tp_size: int, total_kv_heads: int) -> None:
-    group = group_of(total_kv_heads, tp_size)
-    mine = [rank_shards(group, rank, tp_size) for rank in range(tp_size)]
-    assert written(group, tp_size) == Counter(range(group.num_shards))
-    heads_per_shard = total_kv_heads // group.num_shards
-    for rank, one in enumerate(mine):
-        one.shards.check(group.num_shards)
-        # As vLLM deals them out: rank r of more ranks than heads holds head r // replicas.
-        first_head = rank * total_kv_heads // tp_size
-        assert one.shards.start * heads_per_shard == first_head
-        assert one.shards.count * heads_per_shard == max(1, total_kv_heads // tp_size)
-    assert sum(one.writes for one in mine) == min(tp_size, total_kv_heads)
 
 
 @pytest.mark.parametrize("total_kv_heads", SIZES)
@@ -445,26 +425,24 @@ def test_ranks_share_a_head_where_the_configuration_names_no_other_count(tp_size
     assert (group.num_kv_heads, group.num_shards) == (4, 4)
 
 
-def test_counts_that_fit_no_common_part_of_the_ranks_leave_each_rank_its_own() -> None:
-    (group,) = specs_of(engine(2, 4, settings={"swa_num_key_value_heads": 3}), cache_config(full_attention(1)))
-    assert (group.num_kv_heads, written(group, 4)) == (4, Counter(range(4)))
-
-
-def test_ranks_with_one_query_head_each_share_no_head() -> None:
-    """MiniCPM 3 has as many KV heads as query heads, whatever its configuration names."""
-    (group,) = specs_of(engine(4, 8, settings={"num_attention_heads": 8}), cache_config(full_attention(1)))
-    assert (group.num_kv_heads, written(group, 8)) == (8, Counter(range(8)))
-
-
-def test_layers_whose_heads_are_quotients_leave_each_rank_its_own() -> None:
-    """DeciLM names query heads per KV head, layer by layer."""
-    (group,) = specs_of(engine(2, 8, settings={"block_configs": [object()]}), cache_config(full_attention(1)))
-    assert (group.num_kv_heads, written(group, 8)) == (8, Counter(range(8)))
-
-
-def test_fewer_heads_than_any_count_leave_each_rank_its_own() -> None:
-    (group,) = specs_of(engine(8, 4), kv_cache(window(64, num_kv_heads=1)))
-    assert (group.num_kv_heads, written(group, 4)) == (4, Counter(range(4)))
+@pytest.mark.parametrize(
+    ("total", "tp_size", "settings", "spec", "heads"),
+    [
+        # Counts that fit no common part of the ranks.
+        (2, 4, {"swa_num_key_value_heads": 3}, full_attention(1), 4),
+        # MiniCPM 3 has as many KV heads as query heads, whatever its configuration names: ranks of one share none.
+        (4, 8, {"num_attention_heads": 8}, full_attention(1), 8),
+        # DeciLM names query heads per KV head, layer by layer: a layer's heads are quotients.
+        (2, 8, {"block_configs": [object()]}, full_attention(1), 8),
+        # Fewer heads than any count.
+        (8, 4, {}, window(64, num_kv_heads=1), 4),
+    ],
+)
+def test_counts_that_tell_no_layers_heads_leave_each_rank_its_own(
+    total: int, tp_size: int, settings: dict[str, Any], spec: KVCacheSpec, heads: int
+) -> None:
+    (group,) = specs_of(engine(total, tp_size, settings=settings), kv_cache(spec))
+    assert (group.num_kv_heads, written(group, tp_size)) == (heads, Counter(range(heads)))
 
 
 # What each side knows

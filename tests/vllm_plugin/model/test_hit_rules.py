@@ -21,8 +21,7 @@ from tests.support.toy.fixtures import MakeConfig
 from tests.support.vllm_objects import full_attention
 from tests.vllm_plugin.kinds import chunked, kv_cache, state, window
 from vllm_plugin.model.groups import PoolGroup, alignment_tokens, make_groups
-from vllm_plugin.model.hit_rules import Found, longest, usable
-from vllm_plugin.model.kinds import ChunkedLocal, FullAttention, Kind, MambaState, SlidingWindow
+from vllm_plugin.model.kinds import ChunkedLocal, Found, FullAttention, Kind, MambaState, SlidingWindow, longest
 
 HASH_TOKENS = 16
 MAX_TOKENS = 420
@@ -211,7 +210,7 @@ def test_the_longest_is_the_longest_of_all_that_can_be_resumed(groups_of: Any, l
     alignment = alignment_tokens(cache)
     boundaries = range(local + alignment, num_tokens, alignment)
     valid = [boundary for boundary in boundaries if is_valid(cache, drafting, present, local, boundary)]
-    assert [boundary for boundary in boundaries if usable(kinds, found, local, boundary)] == valid
+    assert [each for each in boundaries if longest(kinds, found, local, each, alignment) == each] == valid
     assert longest(kinds, found, local, num_tokens - 1, alignment) == max(valid, default=local)
 
 

@@ -22,7 +22,7 @@ from tests.support.toy.fixtures import MakeConfig
 from tests.support.vllm_objects import cache_config, full_attention, of_rank
 from vllm_plugin.config import ConnectorConfig
 from vllm_plugin.model.identity import DRAFT_WEIGHTS, is_in_doubt, namespace_spec
-from vllm_plugin.model.plugins import code
+from vllm_plugin.model.kv_inputs import code
 
 Identify = Callable[..., NamespaceSpec]
 

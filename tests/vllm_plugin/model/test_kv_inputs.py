@@ -12,9 +12,8 @@ import vllm.config
 from vllm.model_executor.models.registry import ModelRegistry
 
 from tests.support.vllm_objects import CONFIG_CLASSES
-from vllm_plugin.model.independent import INDEPENDENT
-from vllm_plugin.model.kv_fields import FIELDS, Effect
-from vllm_plugin.model.kv_inputs import effect, table
+from vllm_plugin.model.kv_fields import FIELDS, INDEPENDENT, VARIABLES, Effect
+from vllm_plugin.model.kv_inputs import effect
 
 ADDED_IN_0_33: dict[str, set[str]] = {
     "cache_config": {"simple_cpu_offload_num_blocks"},
@@ -79,8 +78,24 @@ def test_the_check_of_the_list_finds_what_it_looks_for() -> None:
     assert any("try_get_generation_config" in line for module in modules for line in _lines(module))
 
 
+def table() -> str:
+    """The fields as a table in Markdown."""
+    rows = [
+        f"| `{section}` | {', '.join(f'`{name}`' for name in fields)} | {kind.value} | {reason} |"
+        for section, parts in FIELDS.items()
+        for (kind, reason), fields in parts.items()
+    ]
+    rows += [
+        f"| environment | {', '.join(f'`{name}`' for name in patterns)} | {kind.value} | {reason} |"
+        for (kind, reason), patterns in VARIABLES.items()
+    ]
+    return "\n".join(["| section | fields | part of the identity | because |", "|---|---|---|---|", *rows])
+
+
 def test_the_docs_show_the_table() -> None:
-    assert table() in (DOCS / "identity.md").read_text(), "print it by `python -m vllm_plugin.model.kv_inputs`"
+    assert table() in (DOCS / "identity.md").read_text(), (
+        "print it by `python -m tests.vllm_plugin.model.test_kv_inputs`"
+    )
 
 
 @cache
@@ -130,3 +145,7 @@ def _lines(module: str, words: re.Pattern[str] = SETTINGS) -> frozenset[str]:
     assert source is not None
     lines = (line.strip() for line in source.read_text().splitlines())
     return frozenset(line for line in lines if words.search(line) and not line.startswith("#"))
+
+
+if __name__ == "__main__":
+    print(table())

@@ -8,8 +8,7 @@ import pytest
 
 from vllm_plugin.config import ConnectorConfig
 from vllm_plugin.metrics import Recorder
-from vllm_plugin.model.geometry import Geometry
-from vllm_plugin.model.groups import PoolGroup
+from vllm_plugin.model.groups import Geometry, PoolGroup
 from vllm_plugin.model.kinds import FullAttention
 from vllm_plugin.scheduler.load_policy import MIN_STEPS
 from vllm_plugin.scheduler.loads import Loads

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvpool.protocol.reports import Cause, ReportRequest
-from kvpool_server.observability.pairs import Pair
+from kvpool_server.observability.usage import Pair
 from kvpool_server.reports.engines import SILENT_S, EngineReports, Totals
 from tests.support.clock import FakeClock
 from tests.support.effort import effort

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.effort import effort
-from vllm_plugin.model.hit_rules import Found, longest
-from vllm_plugin.model.kinds import ChunkedLocal, FullAttention, Kind, SlidingWindow
+from vllm_plugin.model.kinds import ChunkedLocal, Found, FullAttention, Kind, SlidingWindow, longest
 from vllm_plugin.scheduler.stores import Retention
 
 MAX_TOKENS = 640

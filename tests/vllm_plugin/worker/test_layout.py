@@ -1,10 +1,16 @@
-"""Whatever way vLLM lays its KV cache out, the pool sees shard, layer, head, token, K and V."""
+"""Whatever way vLLM lays its KV cache out, the pool sees shard, layer, head, token, K and V.
+
+`tests/vllm_plugin/test_ranks.py` copies blocks between layouts.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
 import pytest
 import torch
 
+from vllm_plugin.worker.copy import make_copier
+from vllm_plugin.worker.copy.cpu import CpuCopier
 from vllm_plugin.worker.layout import Layout, make_layout
 
 L, B, H, N, C = 3, 5, 4, 8, 6
@@ -92,6 +98,21 @@ def test_views_are_the_kv_cache_itself(layout: str) -> None:
     for cache in caches.values():
         assert (cache[3] == 0x0707).all()
         assert (cache[[0, 1, 2, 4]] != 0x0707).any()
+
+
+def test_padding_is_neither_read_nor_written() -> None:
+    caches, block_bytes = LAYOUTS["padding between blocks"](numbered()), L * H * N * C * 2
+    first = caches[NAMES[0]]
+    whole = first.as_strided((L, B, H * N * C + 10), (B * (H * N * C + 10), H * N * C + 10, 1))
+    copier = make_copier([layout_of(caches, 2)])
+    assert isinstance(copier, CpuCopier)
+    gathered = [np.zeros(block_bytes, np.uint8) for _ in range(B)]
+    copier.gather(copier.mark(), 0, [range(B)], gathered)
+    assert not any((buffer.view(np.int16) == -1).any() for buffer in gathered)
+    copier.scatter(copier.mark(), 0, [range(B)], [np.full(block_bytes, 9, np.uint8)] * B)
+    copier.wait_scattered()
+    assert (whole[:, :, -10:] == -1).all()
+    assert (whole[:, :, :-10] == 0x0909).all()
 
 
 @pytest.mark.parametrize("layout", ["LBHNC", "LBNHC", "BLHNC", "padding between blocks"])

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.support.processes import wait_for
 from vllm_plugin.worker.copy import pinned
-from vllm_plugin.worker.copy.pinned import REGISTER_STEP_BYTES, Loan, PinnedMemory, StridedRun, strided_runs
+from vllm_plugin.worker.copy.pinned import REGISTER_STEP_BYTES, PinnedMemory, StridedRun, strided_runs
 
 NBYTES, BASE = 512, 7 << 20
 NUM_PARTS, PART_BYTES = 4, 8 * NBYTES
@@ -72,16 +72,8 @@ class Parts:
     def slot(self, part: int) -> np.ndarray:
         return self.memory[part * PART_BYTES :][:NBYTES]
 
-    def borrowed(self, *parts: int) -> Loan:
-        loans: list[Loan] = []
-
-        def borrow() -> bool:
-            loan = self.pinned.borrow([self.slot(each) for each in parts])
-            loans.extend(() if loan is None else [loan])
-            return loan is not None
-
-        wait_for(borrow, f"parts {parts} to be lent")
-        return loans[0]
+    def borrowed(self, *parts: int) -> list[StridedRun]:
+        return wait_for(lambda: self.pinned.borrow([self.slot(each) for each in parts]), f"parts {parts} to be lent")
 
 
 @pytest.fixture
@@ -106,32 +98,32 @@ def test_all_of_the_memory_is_registered_until_it_is_closed(parts: Callable[...,
     wait_for(lambda: not whole.host.nbytes_at, "the memory to be unregistered")
 
 
-def test_a_loan_names_the_runs_and_needs_buffers_within_one_part(parts: Callable[..., Parts]) -> None:
+def test_lending_names_the_runs_and_needs_buffers_within_one_part(parts: Callable[..., Parts]) -> None:
     whole = parts()
-    loan = whole.borrowed(0, 1)
-    assert [(run.start, run.count) for run in loan.runs] == [(0, 1), (1, 1)], "one copy, two registrations"
-    loan.give_back()
-    assert whole.pinned.borrow([np.zeros(NBYTES, np.uint8)]) is None
+    runs = whole.borrowed(0, 1)
+    assert [(run.start, run.count) for run in runs] == [(0, 1), (1, 1)], "one copy, two registrations"
+    whole.pinned.give_back()
+    assert whole.pinned.borrow([np.zeros(NBYTES, np.uint8)]) == []
     straddling = whole.memory[PART_BYTES - NBYTES // 2 :][:NBYTES]
-    assert whole.pinned.borrow([straddling]) is None
+    assert whole.pinned.borrow([straddling]) == []
 
 
-def test_memory_is_unregistered_with_its_last_loan(parts: Callable[..., Parts]) -> None:
+def test_memory_is_unregistered_with_its_last_use(parts: Callable[..., Parts]) -> None:
     whole = parts()
-    loans = [whole.borrowed(0), whole.borrowed(1)]
+    for part in (0, 1):
+        whole.borrowed(part)
     whole.pinned.close()
-    assert whole.pinned.borrow([whole.slot(0)]) is None
-    for loan in loans:
+    assert whole.pinned.borrow([whole.slot(0)]) == []
+    for _ in range(2):
         assert len(whole.host.nbytes_at) == NUM_PARTS
-        loan.give_back()
+        whole.pinned.give_back()
     wait_for(lambda: not whole.host.nbytes_at, "the memory to be unregistered")
 
 
 def test_what_the_driver_refuses_is_not_lent(parts: Callable[..., Parts]) -> None:
     whole = parts(most=1)
-    loan = whole.borrowed(0)
-    assert whole.pinned.borrow([whole.slot(1)]) is None
-    assert whole.pinned.borrow([whole.slot(0), whole.slot(1)]) is None
-    loan.give_back()
+    whole.borrowed(0)
+    assert whole.pinned.borrow([whole.slot(1)]) == whole.pinned.borrow([whole.slot(0), whole.slot(1)]) == []
+    whole.pinned.give_back()
     whole.pinned.close()
     wait_for(lambda: not whole.host.nbytes_at, "the memory to be unregistered")

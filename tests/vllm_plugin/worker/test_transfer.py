@@ -129,15 +129,20 @@ def start(spec: NamespaceSpec) -> Iterator[Start]:
         yield make
 
 
-class Broken:
-    """A copier whose next copy fails; all later ones work."""
+class Wrapped:
+    """A copier around another one."""
 
     def __init__(self, copier: Copier):
         self._copier = copier
-        self._failures = 1
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._copier, name)
+
+
+class Broken(Wrapped):
+    """A copier whose next copy fails; all later ones work."""
+
+    _failures = 1
 
     def gather(self, mark: Any, group_idx: int, block_ids: BlockIds, buffers: Buffers) -> None:
         self._fail()
@@ -153,37 +158,8 @@ class Broken:
             raise RuntimeError("the device is on fire")
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_what_one_rank_stores_another_loads(transport: str, start: Start, shared_server: ServerProcess) -> None:
-    writer, reader = start(shared_server, transport=transport), start(shared_server, transport=transport)
-    untouched = reader.kv.clone()
-    assert writer.store("abc", [3, 1, 7])
-    assert reader.load(reader.lease("abc"), "abc", [10, 11, 2])
-    assert torch.equal(reader.kv[:, [10, 11, 2]], writer.kv[:, [3, 1, 7]])
-    others = [block for block in range(BLOCKS) if block not in (10, 11, 2)]
-    assert torch.equal(reader.kv[:, others], untouched[:, others])
-    stored, loaded = writer.counted(), reader.counted()
-    assert (stored["stored_blocks"], stored["stored_bytes"]) == (3, 3 * HEADS * CHUNK_BYTES)
-    assert (loaded["loaded_blocks"], loaded["loaded_bytes"]) == (3, 3 * HEADS * CHUNK_BYTES)
-
-
-def test_ranks_share_blocks_over_mooncake(start: Start, pool_server: StartServer) -> None:
-    pytest.importorskip("mooncake.engine", reason="mooncake-transfer-engine is not installed", exc_type=ImportError)
-    server = pool_server("--memory", "64MiB", "--mooncake", "tcp", "--mooncake-trusted-network")
-    writer, reader = start(server, transport="mooncake"), start(server, transport="mooncake")
-    assert writer.store("abc", [3, 1, 7])
-    assert reader.load(reader.lease("abc"), "abc", [10, 11, 2])
-    assert torch.equal(reader.kv[:, [10, 11, 2]], writer.kv[:, [3, 1, 7]])
-
-
-class Device:
+class Device(Wrapped):
     """A copier that answers for a device's: it returns the checksums of what it copies."""
-
-    def __init__(self, copier: Copier):
-        self._copier = copier
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._copier, name)
 
     def sums(self, group_idx: int) -> bool:
         return True
@@ -223,13 +199,11 @@ def test_bytes_of_a_device_move_in_a_process_of_their_own(
 
     for name in ("read", "write"):
         monkeypatch.setattr(transport._movers, name, functools.partial(move, getattr(transport._movers, name)))
-    names = [f"apart {on_device} {nth}" for nth in range(3)]
-    blocks = [3, 1, 7]
+    names, blocks = [f"apart {on_device} {nth}" for nth in range(3)], [3, 1, 7]
     assert rank.store(names, blocks)
     before = rank.kv[:, blocks].clone()
     rank.kv.zero_()
-    rank.receiver.submit(LoadJob("r", (rank.lease(names),), [blocks_of(names, blocks)]))
-    assert rank._outcome(rank.receiver)
+    assert rank.load(rank.lease(names), names, blocks)
     assert torch.equal(rank.kv[:, blocks], before)
     assert apart == [True, True] * on_device
 
@@ -282,23 +256,18 @@ def test_blocks_that_are_there_are_not_sent_again(start: Start, shared_server: S
 # Failures are reported, each of them
 
 
-def test_a_block_that_is_gone_fails_the_load(start: Start, shared_server: ServerProcess) -> None:
+@pytest.mark.parametrize("what", ["block", "lease"])
+def test_a_block_or_lease_that_is_gone_fails_the_load(what: str, start: Start, shared_server: ServerProcess) -> None:
     rank = start(shared_server)
     assert rank.store("abc", [0, 1, 2])
     lease_id = rank.lease("abc")
-    rank.session.client.admin.remove(rank.session.namespace, [run_of("b")])
+    if what == "block":
+        rank.session.client.admin.remove(rank.session.namespace, [run_of("b")])
+    else:
+        rank.session.client.release([lease_id])
     assert not rank.load(lease_id, "abc", [5, 6, 7])
     assert rank.counted()["load_failures"] == 1
     assert rank.session.namespace is not None, "a missing block is no reason to give the pool up"
-
-
-def test_a_lease_that_is_over_fails_the_load(start: Start, shared_server: ServerProcess) -> None:
-    rank = start(shared_server)
-    assert rank.store("a", [0])
-    lease_id = rank.lease("a")
-    rank.session.client.release([lease_id])
-    assert not rank.load(lease_id, "a", [5])
-    assert rank.counted()["load_failures"] == 1
 
 
 @pytest.mark.parametrize("direction", ["store", "load"])
@@ -389,27 +358,34 @@ def test_a_store_larger_than_the_pool_leaves_what_fits_of_it(
 # Several groups, several stages
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", ["shm", "tcp", "mooncake"])
 def test_groups_with_gaps_and_block_tables_of_their_own_travel_in_one_job(
-    transport: str, start: Start, shared_server: ServerProcess, monkeypatch: pytest.MonkeyPatch
+    transport: str, start: Start, pool_server: StartServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    flags: tuple[str, ...] = ()
+    if transport == "mooncake":
+        pytest.importorskip("mooncake.engine", reason="mooncake-transfer-engine is not installed", exc_type=ImportError)
+        flags = ("--memory", "64MiB", "--mooncake", "tcp", "--mooncake-trusted-network")
+    server = pool_server(*flags)
     monkeypatch.setattr(transfer, "PUT_BYTES", 2 * HEADS * CHUNK_BYTES)
-    writer, reader = start(shared_server, transport=transport), start(shared_server, transport=transport)
+    writer, reader = start(server, transport=transport), start(server, transport=transport)
     # The second group lacks what is between "b" and "e".
     runs = [run_of("b", group_idx=1, parent="a"), run_of("e", "f", group_idx=1, parent="d")]
     assert writer.store_groups(blocks_of("abcdef", range(6)), GroupBlocks(1, runs, [[3, 9, 1], [8, 2, 7]]))
     lease_id = reader.lease_runs(run_of(*"abcdef"), *runs)
-    untouched = reader.split.clone()
+    untouched, untouched_kv = reader.split.clone(), reader.kv.clone()
     loaded = GroupBlocks(1, runs[1:], [[12, 4], [0, 13]])
     assert reader.load_groups((lease_id,), blocks_of("abcdef", range(10, 16)), loaded)
-    assert torch.equal(reader.kv[:, 10:], writer.kv[:, :6])
+    assert torch.equal(reader.kv[:, 10:], writer.kv[:, :6]) and torch.equal(reader.kv[:, :10], untouched_kv[:, :10])
     assert torch.equal(reader.split[0, [12, 4]], writer.split[0, [9, 1]])
     assert torch.equal(reader.split[1, [0, 13]], writer.split[1, [2, 7]])
     for table, taken in enumerate([[12, 4], [0, 13]]):
         others = [block for block in range(BLOCKS) if block not in taken]
         assert torch.equal(reader.split[table, others], untouched[table, others])
-    assert reader.counted()["loaded_blocks"] == 8
-    assert writer.counted()["stored_bytes"] == 6 * HEADS * CHUNK_BYTES + 3 * 2 * TOKENS * COLUMNS
+    stored, loaded_stats = writer.counted(), reader.counted()
+    of_first, of_second = 6 * HEADS * CHUNK_BYTES, 2 * TOKENS * COLUMNS
+    assert (loaded_stats["loaded_blocks"], loaded_stats["loaded_bytes"]) == (8, of_first + 2 * of_second)
+    assert (stored["stored_blocks"], stored["stored_bytes"]) == (9, of_first + 3 * of_second)
 
 
 def test_a_stage_takes_the_lease_that_is_its_own(start: Start, shared_server: ServerProcess) -> None:

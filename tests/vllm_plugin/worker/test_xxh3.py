@@ -18,9 +18,9 @@ Checksums = Callable[[np.ndarray], list[int]]
 def _checksums(chunks: np.ndarray) -> list[int]:
     from vllm_plugin.worker.copy import xxh3
 
-    assert xxh3.Hasher.suits(chunks.shape[1])
-    room = torch.empty(xxh3.Hasher.room(*chunks.shape), dtype=torch.int64)
-    hashing = xxh3.Hasher(torch.device("cpu")).prepare(torch.from_numpy(chunks), room)
+    assert xxh3.suits(chunks.shape[1])
+    room = torch.empty(xxh3.room_words(*chunks.shape), dtype=torch.int64)
+    hashing = xxh3.Hashing(xxh3.secret_table(torch.device("cpu")), torch.from_numpy(chunks), room)
     hashing.start()
     return list(xxh3.finish(hashing.accumulators.numpy().view(np.uint64), chunks.shape[1]))
 
@@ -53,4 +53,4 @@ def test_extreme_words_carry(checksums: Checksums) -> None:
 def test_sizes_that_are_left_to_the_library(num_bytes: int) -> None:
     from vllm_plugin.worker.copy import xxh3
 
-    assert not xxh3.Hasher.suits(num_bytes)
+    assert not xxh3.suits(num_bytes)

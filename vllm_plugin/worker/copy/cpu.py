@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from kvpool.client.block_io import InPlace
 from kvpool.transport.base import BATCH_BYTES, Buffers
-from vllm_plugin.worker.copy import BlockIds
+from vllm_plugin.worker.copy import BlockIds, Copier
 from vllm_plugin.worker.layout import Layout, Part
 
 Bytes = npt.NDArray[np.uint8]
@@ -18,8 +18,8 @@ MIN_PIECE_BYTES = 16 << 10
 """Blocks in smaller pieces are copied by numpy: a copy or receive for each would cost more."""
 
 
-class CpuCopier:
-    """See `Copier`. On the CPU a forward pass is over when its hooks are called, so there is nothing to wait for."""
+class CpuCopier(Copier):
+    """Copies in the thread that asks. A forward pass is over when its hooks are called, so nothing is waited for."""
 
     batch_bytes = BATCH_BYTES
 
@@ -27,21 +27,6 @@ class CpuCopier:
         self._layouts = layouts
         self._views = [[part.view.numpy() for part in layout.parts] for layout in layouts]
         self._in_pieces = [all(map(_lies_in_pieces, layout.parts)) for layout in layouts]
-
-    def adopt(self, memory: Bytes | None) -> None:
-        """Nothing to do: all memory is copied alike."""
-
-    def mark(self) -> None:
-        return None
-
-    def now(self) -> None:
-        return None
-
-    def seconds_between(self, earlier: None, mark: None) -> float:
-        return 0.0
-
-    def sums(self, group_idx: int) -> bool:
-        return False
 
     def in_place(self, group_idx: int, block_ids: BlockIds) -> InPlace | None:
         if not self._in_pieces[group_idx]:
@@ -66,9 +51,6 @@ class CpuCopier:
     def scatter(self, mark: None, group_idx: int, block_ids: BlockIds, buffers: Buffers) -> None:
         for block, part in self._parts(group_idx, block_ids, buffers):
             block[...] = part
-
-    def wait_scattered(self) -> None:
-        """Nothing to do: `scatter` returns when its copy is done."""
 
     def _parts(self, group_idx: int, block_ids: BlockIds, buffers: Buffers) -> Iterator[tuple[Bytes, Bytes]]:
         """Pairs of equal shape [S, L, H / S, r, N / r, C]: of the engine's block, of the pool's buffer."""

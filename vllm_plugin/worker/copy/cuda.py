@@ -17,11 +17,11 @@ import numpy.typing as npt
 import torch
 from vllm.logger import init_logger
 
-from kvpool.client.block_io import Checksums, InPlace
+from kvpool.client.block_io import Checksums
 from kvpool.transport.base import Buffers
-from vllm_plugin.worker.copy import BlockIds, driver, xxh3
+from vllm_plugin.worker.copy import BlockIds, Copier, driver, xxh3
 from vllm_plugin.worker.copy.paged import PagedBlocks
-from vllm_plugin.worker.copy.pinned import CudaHost, Loan, PinnedMemory, StridedRun
+from vllm_plugin.worker.copy.pinned import CudaHost, PinnedMemory, StridedRun
 from vllm_plugin.worker.layout import Layout
 
 logger = init_logger("vllm.kvpool.copy")
@@ -39,8 +39,8 @@ COPIES_BETWEEN_YIELDS = 64
 """Calls of the driver, which keep Python's lock, after which other threads may run."""
 
 
-class CudaCopier:
-    """See `Copier`."""
+class CudaCopier(Copier):
+    """Copies on streams of a GPU, and hashes there what is moved."""
 
     batch_bytes = STAGING_BYTES
 
@@ -48,10 +48,10 @@ class CudaCopier:
         self._device = layouts[0].parts[0].view.device
         self._shapes = [_GroupShape(layout) for layout in layouts]
         staging_bytes = max(STAGING_BYTES, *(layout.region_bytes for layout in layouts))
-        hasher = xxh3.Hasher(self._device)
-        self._out = _Direction(self._device, self._shapes, hasher, staging_bytes)
-        self._in = _Direction(self._device, self._shapes, hasher, staging_bytes)
-        self._sums = [hasher.suits(layout.chunk_bytes) for layout in layouts]
+        table = xxh3.secret_table(self._device)
+        self._out = _Direction(self._device, self._shapes, table, staging_bytes)
+        self._in = _Direction(self._device, self._shapes, table, staging_bytes)
+        self._sums = [xxh3.suits(layout.chunk_bytes) for layout in layouts]
         self._scatters: list[_Copy] = []
         # Compiled now: the first request should not wait for that.
         for group_idx, shape in enumerate(self._shapes):
@@ -88,9 +88,6 @@ class CudaCopier:
     def sums(self, group_idx: int) -> bool:
         return self._sums[group_idx]
 
-    def in_place(self, group_idx: int, block_ids: BlockIds) -> InPlace | None:
-        return None
-
     def gather(self, mark: torch.cuda.Event, group_idx: int, block_ids: BlockIds, buffers: Buffers) -> Checksums | None:
         direction, staging = self._out, self._out.next_buffer()
         staged = staging.staged(group_idx, len(buffers))
@@ -106,9 +103,7 @@ class CudaCopier:
         driver.wait(direction.copies, staging.handover.handle)
         runs = self._borrow(copy, buffers)
         for at, run in staged.places(runs):
-            driver.copy_rows(
-                direction.copies, run.address, run.step, at, staged.nbytes, staged.nbytes, run.count
-            )  # fmt: skip
+            driver.copy_rows(direction.copies, run.address, run.step, at, staged.nbytes, staged.nbytes, run.count)
         if not runs:
             host = staging.host_rows(*staged.rows.shape)
             driver.copy(direction.copies, host.data_ptr(), staged.address, host.numel())
@@ -129,9 +124,7 @@ class CudaCopier:
         driver.wait(direction.copies, staging.free.handle)
         runs = self._borrow(copy, buffers)
         for at, run in staged.places(runs):
-            driver.copy_rows(
-                direction.copies, at, staged.nbytes, run.address, run.step, staged.nbytes, run.count
-            )  # fmt: skip
+            driver.copy_rows(direction.copies, at, staged.nbytes, run.address, run.step, staged.nbytes, run.count)
         if not runs:
             staging.free.synchronize()
             host = staging.host_rows(*staged.rows.shape)
@@ -158,8 +151,9 @@ class CudaCopier:
     def _borrow(self, copy: _Copy, buffers: Buffers) -> list[StridedRun]:
         """Where the buffers lie in pinned memory, which the copy gives back; nothing if they do not."""
         pinned = self._pinned
-        copy.loan = pinned.borrow(buffers) if pinned is not None else None
-        return copy.loan.runs if copy.loan is not None else []
+        runs = pinned.borrow(buffers) if pinned is not None else []
+        copy.borrowed = pinned if runs else None
+        return runs
 
 
 class _GroupShape:
@@ -174,7 +168,7 @@ class _GroupShape:
         """Words that a copy of `nbytes` needs on the device besides itself."""
         count = nbytes // self.layout.region_bytes
         chunks = count * self.layout.num_shards
-        return _even(count * self.num_tables) + xxh3.Hasher.room(chunks, self.layout.chunk_bytes)
+        return _even(count * self.num_tables) + xxh3.room_words(chunks, self.layout.chunk_bytes)
 
 
 class _Direction:
@@ -184,11 +178,11 @@ class _Direction:
         copies, kernels: the streams' handles.
     """
 
-    def __init__(self, device: torch.device, shapes: Sequence[_GroupShape], hasher: xxh3.Hasher, nbytes: int):
+    def __init__(self, device: torch.device, shapes: Sequence[_GroupShape], table: torch.Tensor, nbytes: int):
         self._device = device
         self._copies_stream, self.kernels_stream = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self.copies, self.kernels = self._copies_stream.cuda_stream, self.kernels_stream.cuda_stream
-        self._buffers = itertools.cycle([_StagingBuffer(device, shapes, hasher, nbytes) for _ in range(NUM_BUFFERS)])
+        self._buffers = itertools.cycle([_StagingBuffer(device, shapes, table, nbytes) for _ in range(NUM_BUFFERS)])
         self._idle: list[tuple[torch.Tensor, driver.Event]] = []
         self._entered = threading.local()
 
@@ -222,10 +216,10 @@ class _StagingBuffer:
         handover: event when the copy goes from one stream to the other.
     """
 
-    def __init__(self, device: torch.device, shapes: Sequence[_GroupShape], hasher: xxh3.Hasher, nbytes: int):
+    def __init__(self, device: torch.device, shapes: Sequence[_GroupShape], table: torch.Tensor, nbytes: int):
         self._staged = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self._shapes = shapes
-        self._hasher = hasher
+        self._table = table
         self._scratch = torch.empty(
             max(shape.scratch_words(nbytes) for shape in shapes), dtype=torch.int64, device=device
         )
@@ -243,7 +237,7 @@ class _StagingBuffer:
             shape = self._shapes[group_idx]
             nbytes = count * shape.layout.region_bytes
             assert nbytes <= self._staged.numel(), f"a copy of {count} blocks with {nbytes} bytes is too large"
-            staged = _StagedBlocks(self._staged[:nbytes].view(count, -1), shape, self._hasher, self._scratch)
+            staged = _StagedBlocks(self._staged[:nbytes].view(count, -1), shape, self._table, self._scratch)
             self._by_size[group_idx, count] = staged
         return staged
 
@@ -265,7 +259,7 @@ class _StagedBlocks:
         ids_address, sums_address: of these words on the device.
     """
 
-    def __init__(self, rows: torch.Tensor, shape: _GroupShape, hasher: xxh3.Hasher, scratch: torch.Tensor):
+    def __init__(self, rows: torch.Tensor, shape: _GroupShape, table: torch.Tensor, scratch: torch.Tensor):
         count = len(rows)
         self.rows = rows
         self.address = rows.data_ptr()
@@ -278,8 +272,9 @@ class _StagedBlocks:
         self.ids_address = self._ids.data_ptr()
         self._hashing = None
         self.num_sums = self.sums_address = 0
-        if hasher.suits(self.chunk_bytes):
-            self._hashing = hasher.prepare(rows.view(-1, self.chunk_bytes), scratch[_even(self.num_ids) :])
+        if xxh3.suits(self.chunk_bytes):
+            chunks = rows.view(-1, self.chunk_bytes)
+            self._hashing = xxh3.Hashing(table, chunks, scratch[_even(self.num_ids) :])
             self.num_sums = self._hashing.accumulators.numel()
             self.sums_address = self._hashing.accumulators.data_ptr()
 
@@ -308,7 +303,7 @@ class _Copy:
 
     Attributes:
         done: event when the blocks have arrived.
-        loan: of the memory that was borrowed for the copy.
+        borrowed: memory that the copy gives back once the blocks have arrived.
     """
 
     def __init__(self, direction: _Direction, staged: _StagedBlocks, block_ids: BlockIds):
@@ -319,7 +314,7 @@ class _Copy:
         self._host_words.numpy()[: staged.num_ids] = np.asarray(block_ids, np.int64).reshape(-1)
         self._found: list[int] | None = None
         self._has_ended = False
-        self.loan: Loan | None = None
+        self.borrowed: PinnedMemory | None = None
 
     def send_ids(self) -> None:
         """Starts sending the block ids to the device."""
@@ -337,9 +332,9 @@ class _Copy:
             return
         self._direction.enter()
         self.done.synchronize()
-        loan, self.loan = self.loan, None
-        if loan is not None:
-            loan.give_back()
+        borrowed, self.borrowed = self.borrowed, None
+        if borrowed is not None:
+            borrowed.give_back()
 
     def checksums(self) -> Checksums | None:
         """The checksums; None, once the blocks have arrived, if the caller must compute them."""

@@ -9,7 +9,6 @@ import contextlib
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -63,23 +62,14 @@ def strided_runs(offsets: Sequence[int], nbytes: int, base: int) -> list[Strided
     return runs
 
 
-class Host(Protocol):
-    """Registers memory with the driver."""
-
-    def register(self, address: int, nbytes: int) -> int:
-        """Returns 0, or an error."""
-
-    def unregister(self, address: int) -> None:
-        """Undoes `register`."""
-
-
 class CudaHost:
-    """The CUDA runtime, for one device."""
+    """The CUDA runtime, for one device: registers memory with its driver."""
 
     def __init__(self, device: torch.device):
         self._device = device
 
     def register(self, address: int, nbytes: int) -> int:
+        """Returns 0, or an error."""
         for start in range(address, address + nbytes, MAP_STEP_BYTES):
             map_pages(start, min(MAP_STEP_BYTES, address + nbytes - start))  # If it fails, CUDA maps them.
         driver.enter(self._device)
@@ -91,21 +81,6 @@ class CudaHost:
             torch.cuda.cudart().cudaHostUnregister(address)
 
 
-class Loan:
-    """Buffers in registered memory, which stays registered until `give_back`.
-
-    Attributes:
-        runs: where they are.
-    """
-
-    def __init__(self, memory: PinnedMemory, runs: list[StridedRun]):
-        self.runs = runs
-        self._memory = memory
-
-    def give_back(self) -> None:
-        self._memory._end_use()
-
-
 class PinnedMemory:
     """Memory that is registered with CUDA from its start on, and unregistered once it is closed and no copy uses it.
 
@@ -113,32 +88,41 @@ class PinnedMemory:
         memory: uint8, contiguous.
     """
 
-    def __init__(self, memory: npt.NDArray[np.uint8], host: Host):
+    def __init__(self, memory: npt.NDArray[np.uint8], host: CudaHost):
         self.memory = memory
         self._host = host
         self._start = memory.ctypes.data
         self._lock = threading.Lock()  # Guards what follows.
         self._registered_bytes = 0  # From the start; whole parts.
-        self._num_users = 1  # Loans, and the thread until it ends.
+        self._num_users = 1  # Borrowers, and the thread until it ends.
         self._closing = threading.Event()
         threading.Thread(target=self._register, name="kvpool-pin", daemon=True).start()
 
-    def borrow(self, buffers: Buffers) -> Loan | None:
-        """Buffers of one size that can be copied to and from directly; None if they cannot."""
+    def borrow(self, buffers: Buffers) -> list[StridedRun]:
+        """Where buffers of one size lie, to be copied to and from directly; empty if they cannot be.
+
+        The memory stays registered until the borrower calls `give_back`, once for each answer that is not empty.
+        """
         nbytes = len(buffers[0])
         offsets = [buffer.__array_interface__["data"][0] - self._start for buffer in buffers]
         if min(offsets) < 0 or max(offsets) + nbytes > self._registered_bytes:
-            return None
+            return []
         if any(first % REGISTER_STEP_BYTES + nbytes > REGISTER_STEP_BYTES for first in offsets):
-            return None  # It lies in two parts.
+            return []  # It lies in two parts.
         with self._lock:
             if self._closing.is_set():
-                return None
+                return []
             self._num_users += 1
-        return Loan(self, strided_runs(offsets, nbytes, self._start))
+        return strided_runs(offsets, nbytes, self._start)
+
+    def give_back(self) -> None:
+        """Ends one use of the memory."""
+        with self._lock:
+            self._num_users -= 1
+            self._unregister_if_unused()
 
     def close(self) -> None:
-        """Ends registering and borrowing. The memory is unregistered with the last loan. Idempotent."""
+        """Ends registering and borrowing. The memory is unregistered with its last use. Idempotent."""
         with self._lock:
             if not self._closing.is_set():
                 self._closing.set()
@@ -146,37 +130,26 @@ class PinnedMemory:
 
     def _register(self) -> None:
         try:
-            self._register_parts()
+            for start in range(0, self.memory.nbytes, REGISTER_STEP_BYTES):
+                nbytes = min(REGISTER_STEP_BYTES, self.memory.nbytes - start)
+                if self._closing.is_set():
+                    break
+                if error := self._host.register(self._start + start, nbytes):
+                    logger.warning(
+                        "kvpool: CUDA does not pin the memory that KV blocks pass through (error %d): copies take one "
+                        "step more, and are slower",
+                        error,
+                    )
+                    break
+                self._registered_bytes = start + nbytes
+            else:
+                text = "kvpool: all %d bytes of the memory that KV blocks pass through are pinned"
+                logger.info(text, self.memory.nbytes)
         finally:
-            self._end_use()
-
-    def _register_parts(self) -> None:
-        for start in self._parts(self.memory.nbytes):
-            nbytes = min(REGISTER_STEP_BYTES, self.memory.nbytes - start)
-            if self._closing.is_set():
-                break
-            if error := self._host.register(self._start + start, nbytes):
-                logger.warning(
-                    "kvpool: CUDA does not pin the memory that KV blocks pass through (error %d): copies take one step "
-                    "more, and are slower",
-                    error,
-                )
-                break
-            self._registered_bytes = start + nbytes
-        else:
-            logger.info("kvpool: all %d bytes of the memory that KV blocks pass through are pinned", self.memory.nbytes)
-
-    def _parts(self, nbytes: int) -> range:
-        """Where the parts of the first bytes begin."""
-        return range(0, nbytes, REGISTER_STEP_BYTES)
-
-    def _end_use(self) -> None:
-        with self._lock:
-            self._num_users -= 1
-            self._unregister_if_unused()
+            self.give_back()
 
     def _unregister_if_unused(self) -> None:
         if self._closing.is_set() and self._num_users == 0:
-            for start in self._parts(self._registered_bytes):
+            for start in range(0, self._registered_bytes, REGISTER_STEP_BYTES):
                 self._host.unregister(self._start + start)
             self._registered_bytes = 0

@@ -43,38 +43,34 @@ def _secret_words(first_byte: int, count: int) -> npt.NDArray[np.uint64]:
     return np.frombuffer(_SECRET, np.uint64, count, first_byte)
 
 
-class Hasher:
-    """Hashes chunks that lie on one device."""
+def secret_table(device: torch.device) -> torch.Tensor:
+    """What `Hashing` on a device reads, int64.
 
-    def __init__(self, device: torch.device):
-        # Words of the secret, the ones it is scrambled with, those of the last stripe, and the first accumulators.
-        stripes = _secret_words(0, _STRIPES - 1 + _LANES)
-        scramble, last = _secret_words(len(_SECRET) - 64, _LANES), _secret_words(len(_SECRET) - 64 - 7, _LANES)
-        table = np.concatenate([stripes, np.zeros(1, np.uint64), scramble, last, np.array(_INITIAL, np.uint64)])
-        self._table = torch.from_numpy(table.view(np.int64)).to(device)
+    Words of the secret, the ones it is scrambled with, those of the last stripe, and the first accumulators.
+    """
+    stripes = _secret_words(0, _STRIPES - 1 + _LANES)
+    scramble, last = _secret_words(len(_SECRET) - 64, _LANES), _secret_words(len(_SECRET) - 64 - 7, _LANES)
+    table = np.concatenate([stripes, np.zeros(1, np.uint64), scramble, last, np.array(_INITIAL, np.uint64)])
+    return torch.from_numpy(table.view(np.int64)).to(device)
 
-    @staticmethod
-    def suits(chunk_bytes: int) -> bool:
-        """Whether chunks of this size can be hashed here."""
-        return chunk_bytes >= MIN_BYTES and chunk_bytes % WORD_BYTES == 0
 
-    @classmethod
-    def room(cls, count: int, chunk_bytes: int) -> int:
-        """Words that `prepare` needs for so many chunks of this size; 0 if they cannot be hashed here."""
-        return count * (_num_blocks(chunk_bytes) + 2) * _LANES if cls.suits(chunk_bytes) else 0
+def suits(chunk_bytes: int) -> bool:
+    """Whether chunks of this size can be hashed here."""
+    return chunk_bytes >= MIN_BYTES and chunk_bytes % WORD_BYTES == 0
 
-    def prepare(self, chunks: torch.Tensor, room: torch.Tensor) -> Hashing:
-        """What hashes the chunks that lie in some memory, again and again.
 
-        Args:
-            chunks: uint8 [count, chunk bytes], contiguous, aligned to words.
-            room: int64, on the same device.
-        """
-        return Hashing(self._table, chunks, room)
+def room_words(count: int, chunk_bytes: int) -> int:
+    """Words that `Hashing` needs for so many chunks of this size; 0 if they cannot be hashed here."""
+    return count * (_num_blocks(chunk_bytes) + 2) * _LANES if suits(chunk_bytes) else 0
 
 
 class Hashing:
-    """See `Hasher.prepare`.
+    """Hashes the chunks that lie in some memory of a device, again and again.
+
+    Args:
+        table: the device's `secret_table`.
+        chunks: uint8 [count, chunk bytes], contiguous, aligned to words.
+        room: int64 [at least `room_words`], on the same device.
 
     Attributes:
         accumulators: int64 [count, 8], for `finish`.

@@ -1,16 +1,21 @@
-"""What goes over the wire, and that vLLM's own decoder reads it."""
+"""What goes over the wire, and that vLLM's own decoder reads it; what is kept for replay, and what is left out.
+
+`tests/simulation/test_events_machine.py` proves what a subscriber gets that joins late, or misses some of it.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import msgspec
 import pytest
 
-from kvpool_server.cache.entry import Group
-from kvpool_server.events.encoder import Encoder
-from kvpool_server.events.ledger import Change, ChangeBatch, split
-from tests.support.events import low_64_bits
+from kvpool_server.cache.entry import Entry, Group
+from kvpool_server.events import messages as messages_module
+from kvpool_server.events.ledger import Change, ChangeBatch, Ledger, SnapshotLostError, split
+from kvpool_server.events.messages import Encoder, History
+from tests.support.events import decoded, low_64_bits
 from tests.support.values import block_hash, group_spec
 
 FULL = Group(group_spec(), 0, "ab12@some/model")
@@ -42,8 +47,8 @@ CHANGES = [
 
 
 def _events(changes: list[Change], encoder: Encoder | None = None, *, cleared: bool = False) -> list[dict[str, Any]]:
-    _, payload, num_events = (encoder or Encoder())(ChangeBatch(7, 1.5, changes, cleared))
-    ts, events, rank = msgspec.msgpack.decode(payload)
+    message, num_events = (encoder or Encoder())(ChangeBatch(7, 1.5, changes, cleared))
+    ts, events, rank = msgspec.msgpack.decode(message.payload)
     assert (ts, rank, num_events) == (1.5, 0, len(events))
     return events
 
@@ -68,8 +73,8 @@ def test_a_block_that_comes_and_goes_in_one_turn_does_so_in_order() -> None:
 
 def test_topics_name_the_namespace_and_clearing_is_about_all() -> None:
     encoder = Encoder(topic="pool")
-    assert encoder(ChangeBatch(1, 0.0, [_stored(OTHER, "a")]))[0] == b"pool@cd34@other@model"
-    assert encoder(ChangeBatch(1, 0.0, [], cleared=True))[0] == b"pool@@"
+    assert encoder(ChangeBatch(1, 0.0, [_stored(OTHER, "a")]))[0].topic == b"pool@cd34@other@model"
+    assert encoder(ChangeBatch(1, 0.0, [], cleared=True))[0].topic == b"pool@@"
     assert _events([], cleared=True) == [{"type": "AllBlocksCleared"}]
     assert _events([]) == []
 
@@ -122,8 +127,67 @@ def test_vllm_decodes_what_it_would_have_encoded(full_hashes: bool, monkeypatch:
         ],
         data_parallel_rank=0,
     )
-    _, payload, _ = Encoder(full_hashes=full_hashes)(ChangeBatch(7, 1.5, CHANGES, cleared=True))
+    payload = Encoder(full_hashes=full_hashes)(ChangeBatch(7, 1.5, CHANGES, cleared=True))[0].payload
     found = msgspec.msgpack.Decoder(kv_events.KVEventBatch).decode(payload)
     assert found == expected
     assert payload == msgspec.msgpack.encode(expected)
     assert hash(found.events[1]) != hash(stored(["a", "b"], None, **{**full, "group_idx": None}))
+
+
+# What is kept
+
+
+class Bench:
+    def __init__(self) -> None:
+        counters = Counter[str]()
+        self.ledger = Ledger(lambda flush: None, counters, first_seq=100)
+        self.history = History(self.ledger, Encoder(), counters, max_batches=100)
+
+    def turn(self, *stored: object) -> None:
+        for name in stored:
+            self.ledger.stored(Entry(FULL, block_hash(name), None, 0, 0))
+        self.ledger.flush()
+
+    def published(self) -> list[int]:
+        return [message.seq for message in self.history.publish()]
+
+
+def test_a_server_begins_with_nothing() -> None:
+    (message,) = Bench().history.publish()
+    assert decoded(message).events == [{"type": "AllBlocksCleared"}] and decoded(message).topic == "kv@@"
+
+
+def test_numbers_begin_beyond_those_of_any_server_before() -> None:
+    first, second = (Ledger(lambda flush: None, Counter()) for _ in range(2))
+    assert 1_700_000_000 * 10**6 < first.last_seq() < second.last_seq() < 1 << 53
+
+
+def test_what_is_kept_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(messages_module, "MAX_BYTES", 1_000)
+    bench = Bench()
+    for name in range(20):
+        bench.turn(name)
+        bench.published()
+    kept = bench.history._kept
+    assert 1 < len(kept) < 20 and kept[-1].seq == 120
+    assert bench.history._kept_bytes == sum(len(message.payload) for message in kept) <= 1_000
+
+
+def test_a_server_that_drains_holds_nothing_for_its_subscribers() -> None:
+    bench = Bench()
+    bench.turn("a")
+    snapshot = bench.ledger.snapshot()
+    assert next(snapshot) is not None
+    bench.turn("b")  # Waits for the snapshot's reader.
+    bench.ledger.stored(Entry(FULL, block_hash("c"), None, 0, 0))
+    bench.ledger.withdraw()
+    bench.turn("d")
+    bench.ledger.removed(Entry(FULL, block_hash("a"), None, 0, 0))
+    bench.ledger.flush()
+    *told, last = [decoded(message) for message in bench.history.publish()]
+    assert len(told) == 4 and last.events == [{"type": "AllBlocksCleared"}]
+    with pytest.raises(SnapshotLostError, match="the server drains"):
+        list(snapshot)
+    assert [batch for batch in bench.ledger.snapshot() if batch is None or batch.changes] == []
+    bench.ledger.withdraw()
+    assert bench.published() == []
