@@ -17,8 +17,7 @@ from tests.vllm_plugin.bugs import held
 from tests.vllm_plugin.core import Core, MakeCore, blocks, fill, lose_pool
 from vllm_plugin.metadata import ConnectorMetadata
 from vllm_plugin.scheduler import store_jobs
-from vllm_plugin.scheduler.pins import Pins
-from vllm_plugin.scheduler.store_jobs import RELIEF_S, RELIEF_STEPS
+from vllm_plugin.scheduler.store_jobs import RELIEF_S, RELIEF_STEPS, Storing
 from vllm_plugin.worker.transfer import SendThread
 
 FreshFleet = Callable[[], Fleet]
@@ -222,8 +221,8 @@ def test_relief_looks_at_few_jobs_of_each_request_and_drops_what_stands_between(
     of_first = [job.job_id for job in jobs if job.groups[0].block_ids[0][0] in one.ids(requests[0])]
     assert len(jobs) == 10 and len(of_first) == 5
     asked: list[int] = []
-    holds_alone = Pins.holds_alone
-    monkeypatch.setattr(Pins, "holds_alone", lambda pins, job: (asked.append(job), holds_alone(pins, job))[1])
+    holds_alone = Storing.holds_alone
+    monkeypatch.setattr(Storing, "holds_alone", lambda job: (asked.append(job.job.job_id), holds_alone(job))[1])
     assert not one.side.has_pending_block_frees()
     assert len(asked) <= 2 * len(requests), "the oldest and the newest of each request"
     asked.clear()
