@@ -19,21 +19,18 @@ from vllm_plugin.model.adapters import Adapters
 from vllm_plugin.model.geometry import Geometry
 from vllm_plugin.model.identity import namespace_spec
 from vllm_plugin.scheduler.admission import Admission
-from vllm_plugin.scheduler.computed_tokens import ComputedTokens
 from vllm_plugin.scheduler.hints import Hints
+from vllm_plugin.scheduler.load_policy import PrefillQueue, Stage
 from vllm_plugin.scheduler.loads import Loads
-from vllm_plugin.scheduler.look_ahead import LookAhead
 from vllm_plugin.scheduler.lookups import Lookups
 from vllm_plugin.scheduler.peer_loads import PeerLoads
 from vllm_plugin.scheduler.pool_contents import Events, PoolContents
-from vllm_plugin.scheduler.prefill_queue import PrefillQueue, Stage
-from vllm_plugin.scheduler.reporter import Reporter
-from vllm_plugin.scheduler.request_spans import RequestSpans
 from vllm_plugin.scheduler.resets import Resets
 from vllm_plugin.scheduler.stages import Stages
 from vllm_plugin.scheduler.step_budget import StepBudget
 from vllm_plugin.scheduler.store_jobs import StoreJobs
 from vllm_plugin.scheduler.stores import Stores
+from vllm_plugin.scheduler.telemetry import ComputedTokens, Reporter, RequestSpans
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -73,12 +70,13 @@ class KVPoolScheduler:
             config,
             self.lookups,
             self.loads,
+            self.queue,
             self.contents,
             self.budget,
             self.computed,
+            self._spans,
             recorder,
         )
-        self._look_ahead = LookAhead(geometry, self.admission, self.queue, self.budget, self._spans)
         self.hints = Hints(geometry, self.stages, recorder)
         self.jobs = StoreJobs(geometry, config, self.contents, recorder, self.hints, self._spans.traceparent)
         self.stores = Stores(geometry, config, self.jobs, self.contents, recorder)
@@ -97,7 +95,7 @@ class KVPoolScheduler:
         self._block_pool = block_pool
         self.jobs.bind(block_pool)
         self._resets.bind(block_pool)
-        self._look_ahead.bind(block_pool)
+        self.admission.bind(block_pool)
 
     # Lookup
 
@@ -109,7 +107,7 @@ class KVPoolScheduler:
 
     def _ask_ahead(self) -> None:
         if self._reads and self._may_share:
-            self._look_ahead.go_on()
+            self.admission.look_ahead()
 
     def matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens beyond the engine's own can be loaded; None: ask again."""

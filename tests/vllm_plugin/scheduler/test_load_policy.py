@@ -29,9 +29,10 @@ from vllm_plugin.scheduler.load_policy import (
     Connection,
     Load,
     LoadPolicy,
+    PrefillQueue,
+    Stage,
     Verdict,
 )
-from vllm_plugin.scheduler.prefill_queue import PrefillQueue, Stage
 
 TOKEN_BYTES = 1_000
 STEP_S = 0.005

@@ -11,10 +11,9 @@ from vllm_plugin.metrics import Recorder
 from vllm_plugin.model.geometry import Geometry
 from vllm_plugin.model.groups import PoolGroup
 from vllm_plugin.model.kinds import FullAttention
-from vllm_plugin.scheduler.load_policy import MIN_STEPS
+from vllm_plugin.scheduler.load_policy import MIN_STEPS, PrefillQueue
 from vllm_plugin.scheduler.loads import Loads
 from vllm_plugin.scheduler.lookups import RequestLookup
-from vllm_plugin.scheduler.prefill_queue import PrefillQueue
 
 BLOCK = 16
 GROUP = PoolGroup(FullAttention(block_tokens=BLOCK), (0,))

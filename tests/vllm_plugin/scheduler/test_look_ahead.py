@@ -11,7 +11,7 @@ from tests.support.processes import wait_for
 from tests.support.toy.fixtures import BLOCK_TOKENS
 from tests.support.vllm_objects import make_request, tokens
 from tests.vllm_plugin.core import Core, blocks, fill
-from vllm_plugin.scheduler import look_ahead
+from vllm_plugin.scheduler import admission
 
 
 @pytest.fixture
@@ -75,10 +75,10 @@ def test_a_request_is_looked_up_again_if_the_engine_has_less_than_was_thought(
 def test_few_hold_leases_while_many_wait(
     alone: Core, asked_for: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(look_ahead, "MAX_STEPS", 2 * blocks(6) / alone.side.geometry.step_tokens)
+    monkeypatch.setattr(admission, "MAX_STEPS_AHEAD", 2 * blocks(6) / alone.side.geometry.step_tokens)
     traced: list[str] = []
     spans = SimpleNamespace(asked=lambda request: traced.append(request.request_id))
-    monkeypatch.setattr(alone.side._look_ahead, "_spans", spans)
+    monkeypatch.setattr(alone.side.admission, "_spans", spans)
     requests = [make_request(name, tokens(100, ord(name))) for name in "abcd"]
     for request in requests:
         alone.side.arrived(request)

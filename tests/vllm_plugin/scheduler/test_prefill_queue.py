@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from tests.support.effort import effort
 from tests.support.vllm_objects import make_request, tokens
 from tests.vllm_plugin.core import Core, MakeCore, blocks, fill
-from vllm_plugin.scheduler.prefill_queue import PrefillQueue, Stage
+from vllm_plugin.scheduler.load_policy import PrefillQueue, Stage
 
 NAMES = st.sampled_from("abcdef")
 NUM_TOKENS = 50

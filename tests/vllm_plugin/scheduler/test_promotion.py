@@ -20,7 +20,7 @@ from tests.vllm_plugin.core import NUM_BLOCKS, Core, MakeCore, blocks, fill, wai
 from tests.vllm_plugin.kinds import kv_cache, window
 from tests.vllm_plugin.tier import Tier
 from vllm_plugin.scheduler import admission, lookups, step_budget
-from vllm_plugin.scheduler.admission import STUCK_S
+from vllm_plugin.scheduler.lookups import STUCK_S
 
 RETRY_S = 0.02
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from vllm_plugin.scheduler.admission import MAX_ANSWER_S, STUCK_S, PromotionWait
+from vllm_plugin.scheduler.lookups import MAX_ANSWER_S, STUCK_S, PromotionWait
 
 RETRY_S = 0.02
 

@@ -14,7 +14,7 @@ from kvpool_server.observability.pairs import Pair
 from kvpool_server.reports.engines import SILENT_S, EngineReports, Totals
 from tests.support.clock import FakeClock
 from tests.support.effort import effort
-from vllm_plugin.scheduler.reporter import ReportLog, computed_tokens
+from vllm_plugin.scheduler.telemetry import ReportLog, computed_tokens
 
 SPACE = b"n" * 32
 EVICTED = Cause.EVICTED.label

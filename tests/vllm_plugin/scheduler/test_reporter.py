@@ -19,15 +19,15 @@ from tests.support.faults import stopped
 from tests.support.processes import wait_for
 from tests.support.vllm_objects import make_request, tokens
 from tests.vllm_plugin.core import Core, MakeCore, lose_pool
-from vllm_plugin.scheduler import reporter as reporter_module
+from vllm_plugin.scheduler import telemetry
 
 LENGTH = 100
 
 
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reporter_module, "EVERY_S", 0.05)
-    monkeypatch.setattr(reporter_module, "FIRST_EVERY_S", 0.05)
+    monkeypatch.setattr(telemetry, "REPORT_EVERY_S", 0.05)
+    monkeypatch.setattr(telemetry, "FIRST_REPORT_EVERY_S", 0.05)
 
 
 def compute(core: Core, name: str) -> None:
@@ -123,4 +123,4 @@ def test_a_server_that_hangs_holds_up_the_end_for_a_moment(core: MakeCore, pool_
     with stopped(server):
         began = time.monotonic()
         one.side._reporter.close()
-        assert time.monotonic() - began < 2 * reporter_module.LAST_S
+        assert time.monotonic() - began < 2 * telemetry.LAST_REPORT_S

@@ -11,8 +11,16 @@ from tests.support.vllm_objects import make_request, tokens
 from tests.vllm_plugin.core import Core, MakeCore, blocks, fill, lose_pool
 from vllm_plugin.metadata import WorkerMetadata
 from vllm_plugin.metrics import Recorder
-from vllm_plugin.scheduler.load_policy import MIN_LOADS, MIN_STEPS, Connection, Load, LoadPolicy, Verdict
-from vllm_plugin.scheduler.prefill_queue import PrefillQueue, Stage
+from vllm_plugin.scheduler.load_policy import (
+    MIN_LOADS,
+    MIN_STEPS,
+    Connection,
+    Load,
+    LoadPolicy,
+    PrefillQueue,
+    Stage,
+    Verdict,
+)
 
 
 def taught(connection: Connection) -> LoadPolicy:
