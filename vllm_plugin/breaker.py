@@ -53,7 +53,7 @@ _USELESS = (PoolTimeoutError, ChecksumError, LeaseExpiredError, TransferError, I
 
 
 class State(enum.Enum):
-    """See the module."""
+    """Whether calls go through, and whether a probe is under way."""
 
     CLOSED = "closed"
     OPEN = "open"

@@ -30,9 +30,7 @@ _WANTED: Mapping[type, str] = {
     float: "a number",
     str: "a text in quotes",
 }
-CHOICES: Mapping[str, tuple[str, ...]] = {
-    "share_adapters": ("unchanged", "always", "never"),
-}
+SHARE_ADAPTERS = ("unchanged", "always", "never")
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,9 +124,10 @@ class ConnectorConfig:
                 raise ConfigError(f"kv_connector_extra_config: {name} = {value} is not in {low} to {high}")
         config.client_config()
         config.name_key()
-        for name, choices in CHOICES.items():
-            if (value := getattr(config, name)) not in choices:
-                raise ConfigError(f"kv_connector_extra_config: {name} = {value!r} is not one of {', '.join(choices)}")
+        if (value := config.share_adapters) not in SHARE_ADAPTERS:
+            raise ConfigError(
+                f"kv_connector_extra_config: share_adapters = {value!r} is not one of {', '.join(SHARE_ADAPTERS)}"
+            )
         if config.window_interval_tokens < 1:
             raise ConfigError(
                 f"kv_connector_extra_config: window_interval_tokens = {config.window_interval_tokens} is less than 1; "

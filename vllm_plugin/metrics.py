@@ -102,10 +102,10 @@ class KVPoolStats(KVConnectorStats):
 
 
 CAUSE_PREFIX = "computed_tokens:"
-REPORTED = frozenset({"saved_seconds", "lost_seconds", *(f"{CAUSE_PREFIX}{cause.label}" for cause in Cause)})
-"""Counters that are also reported to the server."""
 TALLIES = frozenset({"loaded_tokens", "load_seconds", "num_requests"})
-"""What is reported to the server alone, by its name in `ReportRequest`."""
+"""Counters that are reported to the server alone, by their names in `ReportRequest`."""
+REPORTED = TALLIES | {"saved_seconds", "lost_seconds", *(f"{CAUSE_PREFIX}{cause.label}" for cause in Cause)}
+"""Counters that are reported to the server."""
 
 
 class Recorder:
@@ -119,22 +119,17 @@ class Recorder:
         self._totals: dict[str, float] = {}
 
     def add(self, name: str, count: float = 1) -> None:
-        """Counts one of `COUNTERS`, or computed tokens of a cause."""
+        """Counts one of `COUNTERS` or `REPORTED`."""
         assert name in COUNTERS or name in REPORTED, name
         if count:
             with self._lock:
-                self._data[name] = self._data.get(name, 0) + count
+                if name not in TALLIES:
+                    self._data[name] = self._data.get(name, 0) + count
                 if name in REPORTED:
                     self._totals[name] = self._totals.get(name, 0) + count
 
-    def tally(self, name: str, count: float = 1) -> None:
-        """Counts one of `TALLIES`, which are reported to the server alone."""
-        assert name in TALLIES, name
-        with self._lock:
-            self._totals[name] = self._totals.get(name, 0) + count
-
     def totals(self) -> dict[str, float]:
-        """Sums since the start of what the server is told: `REPORTED` and tallies."""
+        """Sums of `REPORTED` since the start."""
         with self._lock:
             return dict(self._totals)
 

@@ -116,7 +116,7 @@ def _stored(vllm_config: Any, geometry: Any) -> list[Row]:
 
     jobs, _ = _parts(vllm_config, geometry)
     pool = BlockPool(NUM_JOBS + 2, enable_caching=True, hash_block_size=BLOCK_TOKENS)
-    jobs.pins.bind(pool)
+    jobs.bind(pool)
     requests = _requests(NUM_REQUESTS, 1)
     blocks = pool.get_new_blocks(NUM_JOBS)
     added = [

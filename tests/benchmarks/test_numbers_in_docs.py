@@ -61,7 +61,7 @@ SETTINGS = {
     "less than 300 KiB": "tests.kvpool_server.page.test_browser: MAX_TRANSFER_BYTES",
     "written every 10 s": "kvpool_server.reports.usage_ledger: SAMPLE_S",
     "sampled every 10 s": "kvpool_server.reports.usage_ledger: SAMPLE_S",
-    "Engines report every 10 s": "vllm_plugin.scheduler.reporter: EVERY_S",
+    "Engines report every 10 s": "vllm_plugin.scheduler.telemetry: REPORT_EVERY_S",
     "within 1 % of one core": "kvpool_server.value.feed: CPU_SHARE",
     "takes about 9 minutes on two cores": ELSEWHERE,
     "still answers 10 s after the deadline": "kvpool.commands.drain: LATE_S",

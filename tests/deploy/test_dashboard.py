@@ -30,7 +30,7 @@ from tests.support.toy.fixtures import MakeConfig
 from tests.support.values import block_hash, group_spec, namespace_spec, payload, run_of
 from tests.support.vllm_objects import tokens
 from vllm_plugin.connector import KVPoolConnector
-from vllm_plugin.scheduler import reporter
+from vllm_plugin.scheduler import telemetry
 
 SCRAPE = "200ms"
 REPORT_S = 0.1
@@ -163,8 +163,8 @@ def _config(urls: dict[str, str], further_job: dict[str, Any]) -> dict[str, Any]
 def scene(tmp_path_factory: pytest.TempPathFactory, vllm_config: MakeConfig) -> Iterator[Scene]:
     with ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
-        for name in ("EVERY_S", "FIRST_EVERY_S"):
-            patch.setattr(reporter, name, REPORT_S)
+        for name in ("REPORT_EVERY_S", "FIRST_REPORT_EVERY_S"):
+            patch.setattr(telemetry, name, REPORT_S)
         made = Scene(tmp_path_factory.mktemp("scene"), vllm_config, stack)
         prometheus = made.prometheus
         wait_for(lambda: prometheus.value("sum(up)") == 3, "three targets that answer")

@@ -20,7 +20,6 @@ from vllm_plugin.scheduler import resets
 from vllm_plugin.scheduler.admission import Admission
 from vllm_plugin.scheduler.loads import Loads
 from vllm_plugin.scheduler.lookups import Lookups
-from vllm_plugin.scheduler.pins import Pins
 from vllm_plugin.scheduler.scheduler import KVPoolScheduler
 from vllm_plugin.scheduler.store_jobs import StoreJobs
 from vllm_plugin.scheduler.stores import Stores, TrackedRequest
@@ -57,8 +56,7 @@ class _Forgetful(set[str]):
 
 @variant
 def stores_do_not_pin(patch: pytest.MonkeyPatch) -> None:
-    original = Pins.pin
-    patch.setattr(Pins, "pin", lambda self, job_id, rows: original(self, job_id, [row[:0] for row in rows]))
+    patch.setattr(StoreJobs, "_pin", lambda self, parts: [])
 
 
 @variant
@@ -67,7 +65,7 @@ def blocks_are_free_once_the_first_rank_has_stored(patch: pytest.MonkeyPatch) ->
 
     def reported(self: StoreJobs, job_id: int, ranks: int, has_failed: bool) -> None:
         if job_id in self._storing:
-            original(self, job_id, self.pins._num_ranks, has_failed)
+            original(self, job_id, self._num_ranks, has_failed)
 
     patch.setattr(StoreJobs, "reported", reported)
 
@@ -161,10 +159,9 @@ def dropped_stores_are_free_before_every_rank_has_ended_them(patch: pytest.Monke
     def drop(self: StoreJobs, storing: Any) -> None:
         original(self, storing)
         if storing.sent_step:
-            pinned, pool = self.pins._jobs[storing.job.job_id], self.pins._block_pool
-            assert pool is not None
-            pool.free_blocks([pool.blocks[block_id] for block_id in pinned.block_ids])
-            pinned.block_ids = []
+            assert self._block_pool is not None
+            self._block_pool.free_blocks([block for row in storing.rows for block in row])
+            storing.rows = []
 
     patch.setattr(StoreJobs, "_drop", drop)
 

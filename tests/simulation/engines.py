@@ -447,7 +447,7 @@ def take_over(patch: pytest.MonkeyPatch, runtime: DeterministicRuntime, server: 
         patch.setattr(module, "log", logging.getLogger("vllm.simulation"))
     patch.setattr(session, "threading", threading)
     patch.setattr(worker, "threading", SimpleNamespace(Thread=_AtOnce))
-    # Reports only read counters; tests/vllm_plugin/scheduler/test_report_totals.py plays their losses and repetitions.
+    # Reports only read counters; tests/vllm_plugin/scheduler/test_telemetry.py plays their losses and repetitions.
     patch.setattr(scheduler, "Reporter", lambda *_: SimpleNamespace(close=lambda: None))
     patch.setattr(session, "Client", functools.partial(SimClient, server))
     patch.setattr(session, "Breaker", functools.partial(breaker.Breaker, runtime.clock))

@@ -16,8 +16,7 @@ from typing import Any
 
 from tests.support.clock import FakeClock
 from vllm_plugin.metrics import Recorder
-from vllm_plugin.scheduler.load_policy import Connection, Load, LoadPolicy
-from vllm_plugin.scheduler.prefill_queue import PrefillQueue, Stage
+from vllm_plugin.scheduler.load_policy import Connection, Load, LoadPolicy, PrefillQueue, Stage
 
 TOKEN_S = 1 / 25_000
 """Of a Llama-3.1-8B on an H200, about."""

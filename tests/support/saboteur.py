@@ -15,10 +15,10 @@ from kvpool.client.client import Client
 from kvpool.client.handles import PendingLookup
 from kvpool.client.rpc import PoolRpc
 from vllm_plugin.model.groups import Geometry
-from vllm_plugin.scheduler.admission import Admission, PromotionWait
+from vllm_plugin.scheduler.admission import Admission
 from vllm_plugin.scheduler.load_policy import LoadPolicy
 from vllm_plugin.scheduler.loads import Loads
-from vllm_plugin.scheduler.lookups import Availability, Lookups, RequestLookup
+from vllm_plugin.scheduler.lookups import Availability, Lookups, PromotionWait, RequestLookup
 from vllm_plugin.scheduler.peer_loads import PeerLoads
 from vllm_plugin.scheduler.pool_contents import Events, PoolContents
 from vllm_plugin.scheduler.resets import Resets

@@ -104,6 +104,12 @@ def core(vllm_config: MakeConfig, shared_server: ServerProcess) -> Iterator[Call
 
 
 @pytest.fixture
+def one(core: Callable[..., Any]) -> Any:
+    """A core on the shared server."""
+    return core().connected()
+
+
+@pytest.fixture
 def alone(core: Callable[..., Any], pool_server: StartServer) -> Any:
     """A core on a server of its own: every lease there is this core's."""
     # Leases that outlive the test: none ends by itself.

@@ -19,9 +19,10 @@ from kvpool.protocol.namespace import NamespaceSpec
 from kvpool.protocol.types import BlockRun
 from tests.support.processes import wait_for
 from tests.support.toy.fixtures import BLOCK_TOKENS
+from tests.support.vllm_objects import make_request, tokens
 from vllm_plugin import breaker
 from vllm_plugin.config import ConnectorConfig
-from vllm_plugin.metadata import ConnectorMetadata, Handshake, WorkerMetadata
+from vllm_plugin.metadata import ConnectorMetadata, Handshake, StoreJob, WorkerMetadata
 from vllm_plugin.model.identity import namespace_spec
 from vllm_plugin.scheduler.scheduler import KVPoolScheduler
 
@@ -82,6 +83,11 @@ class Core:
         self.side.after_alloc(request, KVCacheBlocks(tuple(tables)), external_tokens)
         return self.ids(request)
 
+    def compute(self, request: Request) -> list[StoreJob]:
+        """Gives a request blocks, none of them loaded, and computes its prompt in one step; returns its stores."""
+        self.allocate(request, 0)
+        return self.step((request, request.num_tokens)).stores
+
     def ids(self, request: Request, group: int = 0) -> list[int]:
         """A request's block table of one group."""
         return [block.block_id for block in self.tables[request.request_id][group]]
@@ -103,8 +109,8 @@ class Core:
             request.num_computed_tokens += count
         return metadata
 
-    def report(self, *jobs: int, ranks: int = 1, **loads: Any) -> None:
-        stores = WorkerMetadata(dict.fromkeys(jobs, ranks)) if jobs else None
+    def report(self, *jobs: int, failed: bool = False, **loads: Any) -> None:
+        stores = WorkerMetadata(dict.fromkeys(jobs, 1), set(jobs) if failed else set()) if jobs else None
         self.side.update(KVConnectorOutput(kv_connector_worker_meta=stores, **loads))
 
     def tell_weights(self, check: int) -> None:
@@ -144,6 +150,14 @@ def fill(core: Core, hashes: Sequence[bytes], group: int = 0, stage: int = 0) ->
     assert namespace is not None
     values = [bytes(namespace.spec.groups[group].slot_bytes)] * len(hashes)
     client.put_blocks(namespace, BlockRun(group, hashes), values)
+
+
+def stored(core: Core, name: str = "r") -> Request:
+    """A request whose six blocks are all in the pool."""
+    request = make_request(name, tokens(100, name))
+    for stage in range(len(core.side.stages.sessions)):
+        fill(core, request.block_hashes, stage=stage)
+    return request
 
 
 def lose_pool(core: Core) -> None:

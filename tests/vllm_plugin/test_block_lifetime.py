@@ -34,7 +34,6 @@ from vllm_plugin.connector import KVPoolConnector
 from vllm_plugin.metadata import ConnectorMetadata, GroupBlocks, StoreJob
 from vllm_plugin.scheduler import stores
 from vllm_plugin.scheduler.loads import Loads
-from vllm_plugin.scheduler.pins import Pins
 from vllm_plugin.scheduler.scheduler import KVPoolScheduler
 from vllm_plugin.scheduler.store_jobs import StoreJobs
 from vllm_plugin.scheduler.stores import Stores
@@ -63,8 +62,7 @@ def test_preemption_frees_no_block_under_a_running_send(fresh_fleet: FreshFleet)
         assert second.generate(*prompts) == [answer(prompt, 8) for prompt in prompts]
         assert second.cached_tokens == {"prompt-0": 96, "prompt-1": 96}
 
-    pin = Pins.pin
-    assert_caught(scenario, replaced(Pins, "pin", lambda self, job_id, block_ids: pin(self, job_id, [])), WRONG_KV)
+    assert_caught(scenario, replaced(StoreJobs, "_pin", lambda self, parts: []), WRONG_KV)
 
 
 def test_an_aborted_request_is_reported_once(fresh_fleet: FreshFleet) -> None:

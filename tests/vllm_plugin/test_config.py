@@ -74,14 +74,12 @@ def test_tls_that_is_no_paths_is_refused(tls: object) -> None:
         ConnectorConfig.parse({"tls": tls})
 
 
-def test_tls_files_that_are_not_there_are_named() -> None:
-    with pytest.raises(ConfigError, match=r"cannot read /nowhere/ca\.crt"):
-        ConnectorConfig.parse({"tls": {"ca": "/nowhere/ca.crt", "cert": "b", "key": "c"}})
-
-
-def test_a_name_key_that_is_not_there_is_named_at_the_start() -> None:
-    with pytest.raises(ConfigError, match=r"cannot read /nowhere/name\.key"):
-        ConnectorConfig.parse({"name_key_file": "/nowhere/name.key"})
+@pytest.mark.parametrize(
+    "given", [{"tls": {"ca": "/nowhere/file", "cert": "b", "key": "c"}}, {"name_key_file": "/nowhere/file"}]
+)
+def test_a_file_that_is_not_there_is_named_at_the_start(given: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="cannot read /nowhere/file"):
+        ConnectorConfig.parse(given)
 
 
 @pytest.mark.parametrize(
@@ -153,11 +151,9 @@ def test_bounds_themselves_are_allowed() -> None:
     ConnectorConfig.parse({"max_pinned_fraction": 0.001, "num_shards": 0, "load_timeout_ms": 1})
 
 
-def test_a_lease_outlives_the_slowest_load() -> None:
-    config = ConnectorConfig.parse({"load_timeout_ms": 7_000, "store_timeout_ms": 9_000}).client_config()
+def test_the_client_has_leases_that_outlive_the_slowest_load_and_the_given_connections() -> None:
+    given = {"load_timeout_ms": 7_000, "store_timeout_ms": 9_000, "stream_connections": 3}
+    config = ConnectorConfig.parse(given).client_config()
     assert config.lease_ttl_ms > 7_000
     assert config.data_timeout_ms >= 9_000
-
-
-def test_the_number_of_connections_reaches_the_client() -> None:
-    assert ConnectorConfig.parse({"stream_connections": 3}).client_config().stream_connections == 3
+    assert config.stream_connections == 3

@@ -10,25 +10,16 @@ from typing import Any
 
 import pytest
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
-from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, supports_hma
-from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
 
-from kvpool.client.client import Client
-from kvpool.client.config import ClientConfig
 from kvpool.client.transport_choice import CANDIDATES
 from kvpool.protocol.errors import ConfigError
 from kvpool.protocol.reports import Cause
-from kvpool.protocol.types import BlockRun
-from testbed.engine import kvpool_transfer_config
 from testbed.ports import free_endpoint
-from tests.conftest import StartServer
-from tests.support.processes import run_command, wait_for
-from tests.support.toy.fixtures import BLOCK_TOKENS, MakeConfig
-from tests.support.vllm_objects import cache_config, make_request, tokens
+from tests.support.processes import run_command
+from tests.support.toy.fixtures import MakeConfig
+from tests.support.vllm_objects import cache_config
 from vllm_plugin import NAME, register
 from vllm_plugin.connector import KVPoolConnector
 from vllm_plugin.metrics import COUNTERS, GAUGES, HISTOGRAMS, KVPoolPromMetrics, KVPoolStats, Recorder
@@ -127,59 +118,6 @@ def test_a_refused_start_leaves_no_thread(connector: MakeConnector, vllm_config:
     with pytest.raises(ConfigError):
         connector(vllm_config(free_endpoint(), prefix_caching_hash_algo="sha256"))
     assert not set(threading.enumerate()) - before
-
-
-# Under MultiConnector
-
-
-@pytest.fixture
-def two_pools(connector: MakeConnector, vllm_config: MakeConfig, pool_server: StartServer) -> Any:
-    """vLLM's MultiConnector over two namespaces of one server, bound to a block pool."""
-    endpoint = pool_server().endpoint
-    config = vllm_config(endpoint)
-    children = [kvpool_transfer_config(endpoint, salt=name, lookup_timeout_ms=5_000) for name in ("first", "second")]
-    config.kv_transfer_config = KVTransferConfig(
-        kv_connector="MultiConnector", kv_role="kv_both", kv_connector_extra_config={"connectors": children}
-    )
-    multi = connector(config)
-    multi.bind_gpu_block_pool(BlockPool(64, enable_caching=True, hash_block_size=BLOCK_TOKENS))
-    for child in multi.sub_connectors:
-        wait_for(lambda child=child: child.scheduler_side.stages.sessions[0].namespace, "the session to be open")
-    return multi
-
-
-def empty_step() -> SchedulerOutput:
-    """A step in which nothing is computed."""
-    output = SchedulerOutput.make_empty()
-    output.kv_connector_block_state = KVConnectorBlockState(set(), lambda name: (), {})
-    return output
-
-
-@pytest.mark.parametrize("holding", [[0], [1], [0, 1]])
-def test_of_two_pools_the_first_with_a_hit_is_loaded_and_the_others_lease_ends(
-    holding: list[int], two_pools: Any
-) -> None:
-    request = make_request("r", tokens(100))
-    sides = [child.scheduler_side for child in two_pools.sub_connectors]
-    for idx in holding:
-        client, namespace = sides[idx].stages.sessions[0].client, sides[idx].stages.sessions[0].namespace
-        run = BlockRun(0, request.block_hashes)
-        client.put_blocks(namespace, run, [bytes(namespace.spec.groups[0].slot_bytes)] * len(run))
-
-    def answer() -> int | None:
-        matched = two_pools.get_num_new_matched_tokens(request, 0)[0]
-        for side in sides:
-            side.build_metadata(empty_step())
-        return matched
-
-    assert wait_for(answer, "an answer") == 96
-    pool = BlockPool(64, enable_caching=True, hash_block_size=BLOCK_TOKENS)
-    two_pools.update_state_after_alloc(request, KVCacheBlocks((pool.get_new_blocks(7),)), 96)
-    metadata = two_pools.build_connector_meta(empty_step()).metadata
-    assert [len(one.loads) for one in metadata] == [1, 0] if holding[0] == 0 else [0, 1]
-    endpoint = sides[0].stages.sessions[0].client.config.endpoint
-    with Client(ClientConfig(endpoint, timeout_ms=10_000)) as client:
-        wait_for(lambda: client.admin.stats().num_leases == 1, "the lease that nobody wants to end")
 
 
 # Numbers

@@ -13,15 +13,17 @@ from vllm.v1.request import Request
 from testbed.ports import free_endpoint
 from tests.conftest import StartServer
 from tests.support.faults import flip_arena, stopped
-from tests.support.processes import wait_for
+from tests.support.processes import ServerProcess, wait_for
 from tests.support.toy.engine import ToyEngine
 from tests.support.toy.fleet import Fleet, assert_nothing_is_left, stats_of
 from tests.support.toy.model import answer
+from tests.support.toy.shapes import SHAPES
 from tests.support.vllm_objects import tokens
 from tests.support.workers import workers_stopped
 from tests.vllm_plugin.bugs import step_until_loading
+from vllm_plugin import metadata
 from vllm_plugin.model.identity import namespace_spec
-from vllm_plugin.worker import worker
+from vllm_plugin.worker import transfer, worker
 
 WAITS_S = 15.0
 """Far more than the deadlines of requests to a server that is stopped; without those they would wait for ever."""
@@ -230,3 +232,37 @@ def test_an_engine_outlives_its_pool_and_finds_the_next_one(
     engine.wait_until_connected()
     round_of_requests()
     assert round_of_requests() == 4 * 96
+
+
+# A load makes one call before its bytes move: the lookup, whose answer says where the blocks lie.
+
+LOCATED = tokens(200)
+
+
+def _counted_while_loading(fleet: Fleet, server: ServerProcess, shape: str, **options: int) -> dict[str, int]:
+    """What the server counted while one engine loaded what another had stored."""
+    writer, reader = (fleet.start(specs=SHAPES[shape], num_blocks=128, **options) for _ in range(2))
+    writer.generate(LOCATED)
+    before = stats_of(server).counters
+    assert reader.generate(LOCATED) == [answer(LOCATED, 8)]
+    assert reader.cached_tokens["prompt-0"] == 192
+    after = stats_of(server).counters
+    return {name: after[name] - before[name] for name in ("lookups", "located_blocks", "get_blocks")}
+
+
+@pytest.mark.parametrize(
+    ("shape", "ranks", "stages"), [("deepseek", 1, 1), ("gemma3", 2, 1), ("llama4", 1, 2), ("qwen3-next", 2, 2)]
+)
+def test_a_load_is_one_call_a_stage(
+    fleet: Fleet, shared_server: ServerProcess, shape: str, ranks: int, stages: int
+) -> None:
+    counted = _counted_while_loading(fleet, shared_server, shape, tp_size=ranks, num_stages=stages)
+    assert counted["lookups"] == stages and counted["located_blocks"] and not counted["get_blocks"]
+
+
+def test_a_rank_on_another_host_asks_where_the_blocks_lie(
+    fleet: Fleet, shared_server: ServerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer, "own_clock", lambda: "another host's")
+    assert metadata.own_clock() != transfer.own_clock()
+    assert _counted_while_loading(fleet, shared_server, "deepseek")["get_blocks"] == 12

@@ -47,14 +47,6 @@ def test_pieces_follow_each_other_without_gap_or_overlap(lengths: list[int], max
     assert all(run.parent_hash == parents[run.block_hashes[0]] for run in cut)
 
 
-def test_a_piece_of_several_runs_keeps_them_apart() -> None:
-    part = blocks_of(2, 3)
-    (_, first), (at, second) = part.pieces(4)
-    assert [len(run) for run in first] == [2, 2] and [len(run) for run in second] == [1] and at == 4
-    assert first[1].parent_hash == part.runs[1].parent_hash
-    assert second[0].parent_hash == part.runs[1].block_hashes[1]
-
-
 def test_metadata_survives_the_way_between_processes() -> None:
     part = blocks_of(2, 1, tables=2)
     leased = LeasedSlots(Slots(bytes(24), bytes(48), b"permit"), b"f" * 32, 3, 4.5, 1, 3)

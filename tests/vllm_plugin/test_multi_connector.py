@@ -1,4 +1,4 @@
-"""Under a MultiConnector only the chosen connector loads.
+"""Under a MultiConnector only the chosen connector loads, and the other's lease ends.
 
 Each scenario passes, and fails where a bug that KV connectors are known for is put back in.
 """
@@ -10,9 +10,11 @@ from typing import Any
 from vllm.config import KVTransferConfig
 
 from testbed.engine import kvpool_transfer_config
-from tests.support.processes import ServerProcess, wait_for
+from tests.conftest import StartServer
+from tests.support.processes import wait_for
 from tests.support.toy.engine import ToyEngine
 from tests.support.toy.fixtures import MakeConfig
+from tests.support.toy.fleet import stats_of
 from tests.support.toy.model import answer
 from tests.support.vllm_objects import tokens
 from tests.vllm_plugin.bugs import assert_caught, held, replaced, submitted
@@ -37,14 +39,16 @@ class MultiToy(ToyEngine):
             super().count_stats(each.get("data", each))
 
 
-def test_a_connector_that_is_not_chosen_loads_nothing(vllm_config: MakeConfig, shared_server: ServerProcess) -> None:
+def test_a_connector_that_is_not_chosen_loads_nothing(vllm_config: MakeConfig, pool_server: StartServer) -> None:
+    server = pool_server()
     prompts = [tokens(100, nth) for nth in range(3)]
     rounds = iter(range(2))
 
     def start(salt: str) -> MultiToy:
-        endpoint = shared_server.endpoint
+        endpoint = server.endpoint
         config = vllm_config(endpoint)
         patient = {"lookup_timeout_ms": 5_000, "decline_slow_loads": False, "max_pinned_fraction": 1.0}
+        patient["load_timeout_ms"] = 30_000  # No lease ends by itself.
         config.kv_transfer_config = KVTransferConfig(
             kv_connector="MultiConnector",
             kv_role="kv_both",
@@ -66,6 +70,9 @@ def test_a_connector_that_is_not_chosen_loads_nothing(vllm_config: MakeConfig, s
                     engines[1].add(f"r{nth}", prompt)
                 engines[1].step_until(lambda: len({job.request_id for job in jobs}) == 3, "three loads")
                 assert len(jobs) == 3, f"{len(jobs)} loads of 3 requests"
+                for _ in range(3):
+                    engines[1].step()
+                wait_for(lambda: stats_of(server).num_leases == 3, "the other connector's leases to end")
                 go.set()
                 engines[1].run(deadline_s)
             assert [engines[1].answers[f"r{nth}"] for nth in range(3)] == expected

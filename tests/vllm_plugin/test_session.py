@@ -58,9 +58,10 @@ def open_session() -> Iterator[Open]:
     with ExitStack() as stack:
 
         def make(endpoint: str, **config: Any) -> Session:
-            recorder = config.pop("recorder", None)
+            recorder, explains = config.pop("recorder", None), config.pop("explains", False)
             config = {"timeout_ms": 5_000, **config}  # A busy machine may be slow to answer.
-            session = Session(ClientConfig(endpoint, **config), namespace_spec(), f"test {random.random()}", recorder)
+            name = f"test {random.random()}"
+            session = Session(ClientConfig(endpoint, **config), namespace_spec(), name, recorder, explains=explains)
             stack.callback(session.close)
             return session
 
@@ -284,57 +285,31 @@ def test_one_ping_of_many_that_is_late_is_enough_to_stay_open(
     assert probes == [State.HALF_OPEN] * 2 * PROBE_PINGS
 
 
-def test_it_says_when_it_opens_and_while_it_is_open(open_session: Open, pool_server: StartServer) -> None:
-    server, recorder = pool_server(), Recorder()
-    session = open_session(server.endpoint, recorder=recorder)
-    wait_until_open(session)
-    first = recorder.take()
-    assert first is not None and first.data == {"breaker_open": 0, "connected_shm": 1}
-    assert recorder.take() is None
+def test_each_opening_is_counted_and_calls_the_listener(open_session: Open, pool_server: StartServer) -> None:
+    endpoint, recorder = free_endpoint(), Recorder()
+    session = open_session(endpoint, recorder=recorder)
+    told: list[Namespace] = []
+    session.when_open(told.append)
+
+    def counted() -> dict[str, int]:
+        taken = recorder.take()
+        return {} if taken is None else taken.data
+
+    assert told == [] and counted() == {"breaker_open": 1}
+    server = pool_server("--listen", endpoint)
+    wait_for(lambda: told, "the first opening")
+    assert counted() == {"breaker_open": 0, "connected_shm": 1} and counted() == {}
     server.kill()
     session.report(UnavailableError("gone"), "store")
     session.report(UnavailableError("gone"), "load")
-    taken = recorder.take()
-    assert taken is not None and taken.data == {"breaker_open": 1, "breaker_openings": 1}
-    still = recorder.take()
-    assert still is not None and still.data == {"breaker_open": 1}
-    pool_server("--listen", server.endpoint)
-    wait_until_open(session)
-    last = recorder.take()
-    assert last is not None and last.data == {"breaker_open": 0, "connected_shm": 1}
-
-
-def test_every_opening_calls_the_listener(
-    open_session: Open, pool_server: StartServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(session_module, "PING_EVERY_S", 0.1)
-    endpoint = free_endpoint()
-    session = open_session(endpoint)
-    told: list[Namespace] = []
-    session.when_open(told.append)
-    assert told == []
-    server = pool_server("--listen", endpoint)
-    wait_for(lambda: told, "the first opening")
-    server.kill()
+    assert counted() == {"breaker_open": 1, "breaker_openings": 1} and counted() == {"breaker_open": 1}
     pool_server("--listen", endpoint)
     wait_for(lambda: len(told) == 2, "the second opening")
     assert told[0].boot_token != told[1].boot_token
-    wait_for(lambda: is_open(session), "the session to be open")
+    assert counted() == {"breaker_open": 0, "connected_shm": 1}
     late: list[Namespace] = []
     session.when_open(late.append)
     assert late == [told[1]]
-
-
-def test_an_idle_session_opens_by_pings_alone(
-    open_session: Open, pool_server: StartServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(session_module, "PING_EVERY_S", 0.1)
-    server = pool_server()
-    session = open_session(server.endpoint, timeout_ms=TIMEOUT_MS)
-    wait_until_open(session)
-    with stopped(server):
-        wait_for(lambda: not is_open(session), "the pings to be missed", HEALED_S)
-    wait_until_open(session)
 
 
 @pytest.mark.parametrize("server_is", ["absent", "stopped"])
@@ -493,7 +468,7 @@ def test_the_engine_that_was_there_first_learns_of_a_later_one_and_is_warned_whi
 
 
 def test_a_busy_pool_is_seldom_asked_for_the_list_of_its_namespaces(
-    pool_server: StartServer, connect: Callable[..., Client], monkeypatch: pytest.MonkeyPatch
+    open_session: Open, pool_server: StartServer, connect: Callable[..., Client], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("vllm_plugin.session.PING_EVERY_S", 0.01)
     server = pool_server()
@@ -512,16 +487,11 @@ def test_a_busy_pool_is_seldom_asked_for_the_list_of_its_namespaces(
 
     monkeypatch.setattr(Admin, "namespaces", namespaces)
     monkeypatch.setattr(PoolRpc, "check", check)
-    config = ClientConfig(server.endpoint, timeout_ms=5_000)
-    session = Session(config, namespace_spec(), "scheduler", explains=True)
-    try:
-        wait_until_open(session)
-        client = connect(server)
-        for _ in range(5):
-            client.open_namespace(namespace_spec())
-            count = len(pinged)
-            wait_for(lambda count=count: len(pinged) > count + 1, "pings after it")
-        assert pinged[-1] == 6
-        assert len(asked) == 1, "the list is asked for again within EXPLAIN_EVERY_S"
-    finally:
-        session.close()
+    wait_until_open(open_session(server.endpoint, explains=True))
+    client = connect(server)
+    for _ in range(5):
+        client.open_namespace(namespace_spec())
+        count = len(pinged)
+        wait_for(lambda count=count: len(pinged) > count + 1, "pings after it")
+    assert pinged[-1] == 6
+    assert len(asked) == 1, "the list is asked for again within EXPLAIN_EVERY_S"

@@ -12,7 +12,6 @@ import pytest
 from vllm.v1.request import RequestStatus
 
 from tests.conftest import StartServer
-from tests.support.effort import some
 from tests.support.faults import flip_arena, stopped
 from tests.support.processes import ServerProcess, wait_for
 from tests.support.toy.engine import ToyEngine
@@ -162,18 +161,6 @@ def test_abort_at_every_stage_and_the_same_name_again(
     assert engine.answers["r"] == answer(prompt, 20)
 
 
-@pytest.mark.parametrize("shape", some(2, ROOM))
-@pytest.mark.parametrize("budget", some(2, [17, 47, 33, 101]))
-def test_chunks_of_odd_budgets(budget: int, shape: str, storm: Callable[..., ToyEngine]) -> None:
-    prompts = [tokens(count, count) for count in (15, 64, 100, 231)]
-    expected = [answer(prompt, 20) for prompt in prompts]
-    for _ in range(2):
-        options = {"max_num_batched_tokens": budget, "max_num_seqs": 8}
-        engine = storm(shape, num_blocks=128, options=options)
-        assert engine.generate(*prompts, max_tokens=20) == expected
-    assert engine.counted("loaded_blocks") > 0
-
-
 @ALL
 def test_requests_share_blocks_that_are_being_sent(
     shape: str, mode: dict[str, Any], storm: Callable[..., ToyEngine]
@@ -196,19 +183,6 @@ def test_requests_share_blocks_that_are_being_sent(
     second = storm(shape, num_blocks=128, **mode)
     assert second.generate(*prompts) == [answer(prompt, 8) for prompt in prompts]
     assert second.counted("loaded_blocks") > 0
-
-
-@ALL
-def test_64_requests_with_overlapping_prefixes(
-    shape: str, mode: dict[str, Any], storm: Callable[..., ToyEngine]
-) -> None:
-    prompts = family(64)
-    expected = [answer(prompt, 12) for prompt in prompts]
-    options = {"max_num_batched_tokens": 250, "max_num_seqs": 64}
-    for num_blocks in (256, 64):
-        engine = storm(shape, num_blocks=num_blocks, **mode, options=options)
-        assert engine.generate(*prompts, max_tokens=12) == expected
-    assert engine.counted("loaded_blocks") > 0
 
 
 @ALL

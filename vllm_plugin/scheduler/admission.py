@@ -14,6 +14,7 @@ Each "ask again" needs the step's budget (`step_budget.py`); without it the requ
 
 from __future__ import annotations
 
+import bisect
 import math
 import time
 from collections.abc import Sequence
@@ -25,74 +26,21 @@ from vllm_plugin.config import ConnectorConfig
 from vllm_plugin.metrics import Recorder
 from vllm_plugin.model.groups import Geometry
 from vllm_plugin.model.kinds import Found, longest
-from vllm_plugin.scheduler.computed_tokens import ComputedTokens
-from vllm_plugin.scheduler.load_policy import Verdict
+from vllm_plugin.scheduler.load_policy import PrefillQueue, Verdict
 from vllm_plugin.scheduler.loads import Loads
-from vllm_plugin.scheduler.lookups import Lookups, RequestLookup
+from vllm_plugin.scheduler.lookups import Lookups, PromotionWait, RequestLookup
 from vllm_plugin.scheduler.pool_contents import PoolContents
 from vllm_plugin.scheduler.stages import Stages
 from vllm_plugin.scheduler.step_budget import StepBudget
+from vllm_plugin.scheduler.telemetry import ComputedTokens, RequestSpans
 
 if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.request import Request
 
-STUCK_S = 0.25
-"""A tier that has brought no block for so long, and over two more answers, may have lost them: the wait ends."""
-MAX_ANSWER_S = 0.2
-"""The longest that the pool may wait for a tier before it answers: from the answers the wait learns of progress."""
-
-
-class PromotionWait:
-    """The wait of one request, over all its lookups, for blocks on their way up from a tier.
-
-    A request waits no longer than computing the blocks would take, and not for a tier that brings nothing. `now` is
-    monotonic seconds.
-
-    Args:
-        wait_s: the longest wait; 0: the request takes the blocks that are ready at once.
-
-    Attributes:
-        began_at: when an answer first said that blocks are on their way; infinite until then.
-    """
-
-    def __init__(self, wait_s: float):
-        self.began_at = math.inf
-        self._ends_at = math.inf
-        self._due_at = math.inf
-        self._num_ready = -1
-        self._progress_at = -math.inf
-        self._wait_s = wait_s
-
-    def lasts(
-        self, now: float, num_ready: int, compute_s: float, retry_s: float, asked_at: float | None = None
-    ) -> bool:
-        """Whether to ask again, after an answer with blocks on their way.
-
-        Args:
-            num_ready: blocks that are ready, in any measure that grows with them.
-            compute_s: seconds of computing the blocks on their way; infinite while unknown.
-            retry_s: when more blocks are likely to be up. If that is too late, the wait ends at once.
-            asked_at: when the pool was asked that could wait with its answer; None for the first answer. A pool that
-                answers at once all the same is not asked again before `retry_s` have passed since.
-        """
-        if math.isinf(self.began_at):
-            self.began_at, self._ends_at = now, now + self._wait_s
-        if num_ready > self._num_ready:
-            self._num_ready, self._progress_at = num_ready, now
-        self._ends_at = min(self._ends_at, now + compute_s)
-        self._due_at = now if asked_at is None else asked_at + retry_s
-        return now + retry_s < self._ends_at and now - self._progress_at < max(STUCK_S, 2 * retry_s)
-
-    def is_due(self, now: float) -> bool:
-        """Whether it is time to ask again."""
-        return now >= self._due_at
-
-    def answer_s(self, now: float) -> float:
-        """How long the pool may wait for the tier before it answers, so that its answer comes before the end."""
-        return min(MAX_ANSWER_S, max(0.0, self._ends_at - now) / 2)
-
-    def has_ended(self, now: float) -> bool:
-        return now >= self._ends_at
+MAX_STEPS_AHEAD = 4
+"""Requests are looked up ahead until they ask for what so many full steps compute. What they find is leased while they
+wait, and a small pool has nothing else to evict."""
 
 
 @dataclass(slots=True)
@@ -128,6 +76,7 @@ class Admission:
     """Answers vLLM's questions how many tokens of a request are loaded.
 
     Args:
+        queue: requests that vLLM has not asked about yet are looked up ahead.
         contents: told of the blocks that a lookup has found missing.
         computed: told why a request is computed.
 
@@ -142,9 +91,11 @@ class Admission:
         config: ConnectorConfig,
         lookups: Lookups,
         loads: Loads,
+        queue: PrefillQueue,
         contents: PoolContents,
         budget: StepBudget,
         computed: ComputedTokens,
+        spans: RequestSpans,
         recorder: Recorder,
     ):
         self._geometry = geometry
@@ -153,11 +104,48 @@ class Admission:
         self._wait_s = config.promotion_wait_ms / 1000
         self._lookups = lookups
         self._loads = loads
+        self._queue = queue
         self._contents = contents
         self._budget = budget
         self._computed = computed
+        self._spans = spans
         self._recorder = recorder
+        self._block_pool: BlockPool | None = None
         self.candidates: dict[str, Candidate] = {}
+
+    def bind(self, block_pool: BlockPool) -> None:
+        self._block_pool = block_pool
+
+    # Ahead of vLLM's question
+
+    def look_ahead(self) -> None:
+        """Looks up the oldest requests that wait, as far as the step's budget reaches.
+
+        vLLM does not wait for an answer, and asks again with the next step: 0.3 s later where prefill is busy. Requests
+        with adapters are left out: the names of their blocks may change until vLLM asks.
+        """
+        most = MAX_STEPS_AHEAD * self._geometry.step_tokens
+        ahead = sum(each.lookup.limit - each.lookup.local for each in self.candidates.values())
+        while ahead < most and self._budget.may_begin and (request := self._queue.next_waiting()) is not None:
+            if request.lora_request is None and request.request_id not in self.candidates:
+                local, limit = self._own_tokens(request), self._geometry.hit_limit(request.num_tokens)
+                if local < limit and not request.skip_reading_prefix_cache:
+                    self._spans.asked(request)
+                    self.look_up(request, local, limit)
+                    ahead += limit - local
+
+    def _own_tokens(self, request: Request) -> int:
+        """About how many tokens the engine has itself: where vLLM finds fewer, the request is looked up again."""
+        pool, first, unit = self._block_pool, self._geometry.groups[0], self._geometry.names.hash_tokens
+        is_cached_by_hash = first.kind.block_tokens == unit and all(kind.needs_prefix for kind in self._kinds)
+        if pool is None or not is_cached_by_hash:
+            return 0
+        members = list(first.members)
+        # vLLM evicts the end of a prefix first: what is cached is a prefix, almost always.
+        num_cached = bisect.bisect(
+            request.block_hashes, False, key=lambda each: pool.get_cached_block(each, members) is None
+        )
+        return num_cached * unit // self._geometry.alignment * self._geometry.alignment
 
     # A question
 
@@ -173,8 +161,7 @@ class Admission:
         if boundary > local and not ((is_admitted or self._budget.may_begin) and self._loads.has_room(request)):
             if self._budget.may_wait(local):
                 return None
-            boundary = local
-            self._computed.because(request, Cause.WAITING)
+            boundary = self._compute(request, local, Cause.WAITING)
         if boundary == local:
             self._loads.stop_waiting(request.request_id)
         return boundary - local
@@ -210,7 +197,6 @@ class Admission:
                 return self._ask_again(request, local)
             if self._budget.may_wait(local):
                 return None
-            self._lookups.abandon(candidate.lookup)
             self._accept(candidate)
         found = candidate.lookup.found
         if found and candidate.searched != (local, limit):
@@ -297,7 +283,6 @@ class Admission:
         """Ends the wait for blocks on their way up, or sends the lookup again, when that is due."""
         now, wait, lookup = time.monotonic(), candidate.wait, candidate.lookup
         if wait.has_ended(now):
-            self._lookups.abandon(lookup)
             self._accept(candidate)
             return
         is_due = not lookup.calls and wait.is_due(now) and self._budget.may_begin
@@ -327,7 +312,8 @@ class Admission:
             self._accept(candidate)
 
     def _accept(self, candidate: Candidate) -> None:
-        """The newest answer is final."""
+        """The newest answer is final: a later one is not waited for."""
+        self._lookups.abandon(candidate.lookup)
         if candidate.is_waiting:
             candidate.is_waiting = False
             self._recorder.add("promotion_waits")

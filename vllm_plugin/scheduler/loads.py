@@ -12,9 +12,8 @@ from vllm_plugin.config import ConnectorConfig
 from vllm_plugin.metadata import GroupBlocks, LoadJob, own_clock
 from vllm_plugin.metrics import Recorder
 from vllm_plugin.model.groups import Geometry
-from vllm_plugin.scheduler.load_policy import Connection, Load, LoadPolicy, Verdict
+from vllm_plugin.scheduler.load_policy import Connection, Load, LoadPolicy, PrefillQueue, Verdict
 from vllm_plugin.scheduler.lookups import RequestLookup
-from vllm_plugin.scheduler.prefill_queue import PrefillQueue
 from vllm_plugin.scheduler.stages import Stages
 
 if TYPE_CHECKING:
@@ -186,8 +185,8 @@ class Loads:
         if load is None:
             return None
         seconds = time.monotonic() - load.began_at
-        self._recorder.tally("load_seconds", seconds)
-        self._recorder.tally("loaded_tokens", load.num_tokens if succeeded else 0)
+        self._recorder.add("load_seconds", seconds)
+        self._recorder.add("loaded_tokens", load.num_tokens if succeeded else 0)
         self.policy.load_ended(load, load.transfer_s or seconds, succeeded)
         return load.job
 

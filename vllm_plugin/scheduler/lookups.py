@@ -31,6 +31,11 @@ from vllm_plugin.session import Session
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
+STUCK_S = 0.25
+"""A tier that has brought no block for so long, and over two more answers, may have lost them: the wait ends."""
+MAX_ANSWER_S = 0.2
+"""The longest that the pool may wait for a tier before it answers: from the answers the wait learns of progress."""
+
 
 @dataclass(frozen=True, slots=True)
 class Availability:
@@ -144,6 +149,59 @@ class RequestLookup:
     def must_be_sent_again(self, local: int) -> bool:
         """Whether the engine has fewer tokens than the lookup assumes, or the leases of its answer may expire."""
         return self.local > local or (not self.calls and time.monotonic() > self.good_until)
+
+
+class PromotionWait:
+    """The wait of one request, over all its lookups, for blocks on their way up from a tier.
+
+    A request waits no longer than computing the blocks would take, and not for a tier that brings nothing. `now` is
+    monotonic seconds.
+
+    Args:
+        wait_s: the longest wait; 0: the request takes the blocks that are ready at once.
+
+    Attributes:
+        began_at: when an answer first said that blocks are on their way; infinite until then.
+    """
+
+    def __init__(self, wait_s: float):
+        self.began_at = math.inf
+        self._ends_at = math.inf
+        self._due_at = math.inf
+        self._num_ready = -1
+        self._progress_at = -math.inf
+        self._wait_s = wait_s
+
+    def lasts(
+        self, now: float, num_ready: int, compute_s: float, retry_s: float, asked_at: float | None = None
+    ) -> bool:
+        """Whether to ask again, after an answer with blocks on their way.
+
+        Args:
+            num_ready: blocks that are ready, in any measure that grows with them.
+            compute_s: of computing the blocks on their way; infinite while unknown.
+            retry_s: when more blocks are likely to be up. If that is too late, the wait ends at once.
+            asked_at: when the pool was asked that could wait with its answer, and is asked again `retry_s` later at the
+                earliest; None for the first answer.
+        """
+        if math.isinf(self.began_at):
+            self.began_at, self._ends_at = now, now + self._wait_s
+        if num_ready > self._num_ready:
+            self._num_ready, self._progress_at = num_ready, now
+        self._ends_at = min(self._ends_at, now + compute_s)
+        self._due_at = now if asked_at is None else asked_at + retry_s
+        return now + retry_s < self._ends_at and now - self._progress_at < max(STUCK_S, 2 * retry_s)
+
+    def is_due(self, now: float) -> bool:
+        """Whether it is time to ask again."""
+        return now >= self._due_at
+
+    def answer_s(self, now: float) -> float:
+        """How long the pool may wait for the tier before it answers, so that its answer comes before the end."""
+        return min(MAX_ANSWER_S, max(0.0, self._ends_at - now) / 2)
+
+    def has_ended(self, now: float) -> bool:
+        return now >= self._ends_at
 
 
 class Lookups:

@@ -24,8 +24,8 @@ from vllm.logger import init_logger
 from vllm_plugin.config import ConnectorConfig
 from vllm_plugin.metrics import Recorder
 from vllm_plugin.scheduler.admission import Admission
-from vllm_plugin.scheduler.pins import Pins
 from vllm_plugin.scheduler.stages import Stages
+from vllm_plugin.scheduler.store_jobs import StoreJobs, num_orphans
 from vllm_plugin.scheduler.stores import Stores
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class Resets:
         stages: Stages,
         admission: Admission,
         stores: Stores,
-        pins: Pins,
+        jobs: StoreJobs,
         recorder: Recorder,
         num_ranks: int,
     ):
@@ -64,7 +64,7 @@ class Resets:
         self._stages = stages
         self._admission = admission
         self._stores = stores
-        self._pins = pins
+        self._jobs = jobs
         self._recorder = recorder
         self._num_ranks = num_ranks
         self._check = 0  # Number of the newest check of the weights; 0 is that of the start.
@@ -75,6 +75,7 @@ class Resets:
         self._is_own_cache_empty = True  # As vLLM's last reset of it has ended.
 
     def bind(self, block_pool: BlockPool) -> None:
+        let_resets_pass(block_pool, self._jobs)
         self._empty_own_cache = observe_resets(block_pool, self._own_cache_reset)
 
     @property
@@ -110,7 +111,7 @@ class Resets:
         self._digests = {0: self._digests[0], self._check: {}}
         self._admission.discard_all()
         # vLLM resets its own cache first, and comes here even where it could not: blocks in use are from before.
-        self.is_pending = self._is_broken or not (self._is_own_cache_empty and self._pins.nothing_in_use())
+        self.is_pending = self._is_broken or not (self._is_own_cache_empty and self._jobs.nothing_in_use())
         self._recorder.set("sharing_off", int(self.is_pending))
         if self.is_pending:
             logger.warning(
@@ -159,7 +160,7 @@ class Resets:
 
     def finish(self) -> None:
         """Ends a reset that found blocks in use, once none is: those that are still cached are from before it."""
-        if not self.is_pending or self._is_broken or len(self._pins) or not self._pins.nothing_in_use():
+        if not self.is_pending or self._is_broken or len(self._jobs) or not self._jobs.nothing_in_use():
             return
         if self._empty_own_cache is not None and not self._empty_own_cache():
             return
@@ -175,7 +176,7 @@ class Resets:
         """
         with self._recorder.guard.part("a reset of the engine's own cache") as part:
             self._is_own_cache_empty = succeeded
-            if succeeded or self._pins.nothing_in_use():
+            if succeeded or self._jobs.nothing_in_use():
                 self.reset()
         if part.failed:
             self.fail("a reset has failed")
@@ -199,3 +200,39 @@ def observe_resets(block_pool: BlockPool, tell: Callable[[bool], None]) -> Calla
 
     block_pool.reset_prefix_cache = reset_and_tell  # type: ignore[method-assign]
     return reset
+
+
+def let_resets_pass(block_pool: BlockPool, jobs: StoreJobs) -> None:
+    """Lets resets of a block pool count blocks that store jobs alone hold as free.
+
+    `Scheduler.reset_prefix_cache(reset_running_requests=True)` preempts every request, and raises if a block is in use
+    even so, before it tells the connector of the reset. A block that only a pin holds need not stop it: a reset forgets
+    which prefix each block has and frees none, so the block stays pinned until its store has been reported, and no
+    request hits it any more.
+
+    A pin must stop a reset that is followed by a release of the KV cache's memory, which a store may still be reading.
+    vLLM resets so in two places (`sleep`, `release_kv_cache_memory`), after a pause. With vLLM's core in a process of
+    its own a pause lasts until the connector has no pinned blocks. In a core inside the caller's process it does not,
+    so that there resets are left unchanged.
+
+    Several kvpools under a MultiConnector have one block pool, and share one wrapper of its method.
+    """
+    from vllm import envs
+
+    if not envs.VLLM_ENABLE_V1_MULTIPROCESSING:
+        return
+    sharing: list[StoreJobs] = vars(block_pool).setdefault("_kvpool_jobs", [])
+    sharing.append(jobs)
+    if len(sharing) > 1:
+        return
+    reset = block_pool.reset_prefix_cache
+
+    def reset_despite_pins() -> bool:
+        num_free = block_pool.get_num_free_blocks() + num_orphans(block_pool, sharing)
+        block_pool.get_num_free_blocks = lambda: num_free  # type: ignore[method-assign]
+        try:
+            return reset()
+        finally:
+            del block_pool.get_num_free_blocks  # The method of the class is back.
+
+    block_pool.reset_prefix_cache = reset_despite_pins  # type: ignore[method-assign]

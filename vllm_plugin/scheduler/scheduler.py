@@ -19,21 +19,18 @@ from vllm_plugin.model.adapters import Adapters
 from vllm_plugin.model.groups import Geometry
 from vllm_plugin.model.identity import namespace_spec
 from vllm_plugin.scheduler.admission import Admission
-from vllm_plugin.scheduler.computed_tokens import ComputedTokens
 from vllm_plugin.scheduler.hints import Hints
+from vllm_plugin.scheduler.load_policy import PrefillQueue, Stage
 from vllm_plugin.scheduler.loads import Loads
-from vllm_plugin.scheduler.look_ahead import LookAhead
 from vllm_plugin.scheduler.lookups import Lookups
 from vllm_plugin.scheduler.peer_loads import PeerLoads
 from vllm_plugin.scheduler.pool_contents import Events, PoolContents
-from vllm_plugin.scheduler.prefill_queue import PrefillQueue, Stage
-from vllm_plugin.scheduler.reporter import Reporter
-from vllm_plugin.scheduler.request_spans import RequestSpans
 from vllm_plugin.scheduler.resets import Resets
 from vllm_plugin.scheduler.stages import Stages
 from vllm_plugin.scheduler.step_budget import StepBudget
 from vllm_plugin.scheduler.store_jobs import StoreJobs
 from vllm_plugin.scheduler.stores import Stores
+from vllm_plugin.scheduler.telemetry import ComputedTokens, Reporter, RequestSpans
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -73,19 +70,18 @@ class KVPoolScheduler:
             config,
             self.lookups,
             self.loads,
+            self.queue,
             self.contents,
             self.budget,
             self.computed,
+            self._spans,
             recorder,
         )
-        self._look_ahead = LookAhead(geometry, self.admission, self.queue, self.budget, self._spans)
         self.hints = Hints(geometry, self.stages, recorder)
         self.jobs = StoreJobs(geometry, config, self.contents, recorder, self.hints, self._spans.traceparent)
         self.stores = Stores(geometry, config, self.jobs, self.contents, recorder)
         self._peer_loads = PeerLoads(geometry.groups, self.stores)
-        self._resets = Resets(
-            config, self.stages, self.admission, self.stores, self.jobs.pins, recorder, geometry.num_ranks
-        )
+        self._resets = Resets(config, self.stages, self.admission, self.stores, self.jobs, recorder, geometry.num_ranks)
         self._failed: set[str] = set()
         self._unallocated: Request | None = None  # Has been answered, and has no blocks yet.
         self._asked: tuple[Request | None, int] = None, 0  # The newest question: tokens that the engine had itself.
@@ -96,9 +92,10 @@ class KVPoolScheduler:
         self._reporter = Reporter(self.stages, recorder, vllm_config.parallel_config.world_size)
 
     def bind_block_pool(self, block_pool: BlockPool) -> None:
+        self._block_pool = block_pool
         self.jobs.bind(block_pool)
         self._resets.bind(block_pool)
-        self._look_ahead.bind(block_pool)
+        self.admission.bind(block_pool)
 
     # Lookup
 
@@ -110,7 +107,7 @@ class KVPoolScheduler:
 
     def _ask_ahead(self) -> None:
         if self._reads and self._may_share:
-            self._look_ahead.go_on()
+            self.admission.look_ahead()
 
     def matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens beyond the engine's own can be loaded; None: ask again."""
@@ -206,7 +203,8 @@ class KVPoolScheduler:
             # vLLM may have withdrawn a request's chunk from this step (vllm-project/vllm#57580), and still knows the
             # chunk's blocks, which nobody computes, by their hashes. They are free now, as few others are: requests
             # are preempted for lack of free blocks.
-            self.jobs.pins.forget_free_blocks()
+            free = self._block_pool.free_block_queue.get_all_free_blocks()
+            self._block_pool.evict_blocks({block.block_id for block in free})
         self.jobs.begin_step()
         with self.guard.part("the release of leases"):
             self.lookups.flush()
@@ -263,7 +261,7 @@ class KVPoolScheduler:
 
     def has_pinned_blocks(self) -> bool:
         """While blocks are pinned the engine must go on stepping: reports come with steps."""
-        return len(self.jobs.pins) > 0
+        return len(self.jobs) > 0
 
     def has_pending_block_frees(self) -> bool:
         """A running request lacks blocks; True if some will be free within a few steps, without preempting another."""
@@ -272,8 +270,8 @@ class KVPoolScheduler:
     def held(self) -> dict[str, int]:
         """What is kept for requests, by name; nothing is left once all have ended."""
         return {
-            "jobs": len(self.jobs.pins),
-            "pinned blocks": self.jobs.pins.num_blocks,
+            "jobs": len(self.jobs),
+            "pinned blocks": self.jobs.num_blocks,
             "requests": len(self.stores.tracked),
             "requests with KV of other connectors": len(self._peer_loads),
             "lookups": len(self.admission.candidates),

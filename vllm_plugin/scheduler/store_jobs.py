@@ -1,6 +1,8 @@
 """Store jobs that have not ended: their blocks are pinned until every rank has reported the job.
 
-A step unpins reported jobs of `step_blocks` blocks, so that a long prompt costs many steps a little.
+vLLM frees the blocks of a preempted or finished request without a call. A step unpins reported jobs of `step_blocks`
+blocks, so that a long prompt costs many steps a little. Calls of every step cost in proportion to the blocks of one
+job, however many others are pinned; only `num_orphans`, which resets call, looks at all pinned blocks.
 
 Invariant: every job that was added is pinned until it has ended: all ranks have reported it, or no rank was ever told
 of it.
@@ -14,8 +16,8 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -24,11 +26,11 @@ from vllm_plugin.metadata import GroupBlocks, StoreJob
 from vllm_plugin.metrics import Recorder
 from vllm_plugin.model.groups import Geometry
 from vllm_plugin.scheduler.hints import Hints
-from vllm_plugin.scheduler.pins import Pins, let_resets_pass
 from vllm_plugin.scheduler.pool_contents import PoolContents
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.request import Request
 
 MIN_STEP_BLOCKS = 512
@@ -46,7 +48,10 @@ class Storing:
     """A job that has not ended.
 
     Args:
+        rows: its blocks, which are pinned, by block table.
+        remaining: ranks that have yet to report it.
         sent_step: step whose metadata tells the ranks of it; 0: no rank has been told.
+        has_outlived: its request has ended.
         has_failed: a rank has reported that it did not store it.
         is_sure: whether its blocks surely hold what their names say; no rank is told of it before. None: they do.
         sure_by: monotonic seconds; a job that is not sure by then is dropped.
@@ -54,10 +59,20 @@ class Storing:
 
     request: Request
     job: StoreJob
+    rows: list[list[KVCacheBlock]]
+    remaining: int
     sent_step: int = 0
+    has_outlived: bool = False
     has_failed: bool = False
     is_sure: Callable[[], bool] | None = None
     sure_by: float = 0.0
+
+    def holds_alone(self) -> bool:
+        """Whether the job alone keeps some blocks from reuse: its request has freed them, or those before a window.
+
+        Requests free blocks from either end of their tables, so the ends of the rows stand for all.
+        """
+        return any(block.ref_cnt == 1 for row in self.rows for block in (row[0], row[-1]))
 
 
 class StoreJobs:
@@ -70,7 +85,7 @@ class StoreJobs:
 
     Attributes:
         weights_epoch: of the namespace that the engine is in.
-        pins: of the jobs.
+        num_blocks: blocks that are pinned now; a block that two jobs pin counts twice.
         step: number of the newest step, from 1 on.
         step_blocks: how many blocks a step may offer.
     """
@@ -88,7 +103,11 @@ class StoreJobs:
         self.step_blocks = step_blocks(geometry)
         self._contents = contents
         self._recorder = recorder
-        self.pins = Pins(geometry.num_ranks, int(geometry.num_blocks * config.max_pinned_fraction))
+        self.num_blocks = 0
+        self._num_outliving = 0  # Blocks of jobs whose requests have ended.
+        self._max_outliving = int(geometry.num_blocks * config.max_pinned_fraction)
+        self._num_ranks = geometry.num_ranks
+        self._block_pool: BlockPool | None = None
         self._storing: dict[int, Storing] = {}
         self._unsent: dict[int, StoreJob] = {}  # Of requests that have finished.
         self._droppable: defaultdict[int, OrderedDict[int, Storing]] = defaultdict(OrderedDict)  # By id(request).
@@ -103,8 +122,24 @@ class StoreJobs:
         self._unpin_budget = self.step_blocks
 
     def bind(self, block_pool: BlockPool) -> None:
-        self.pins.bind(block_pool)
-        let_resets_pass(block_pool, self.pins)
+        self._block_pool = block_pool
+
+    def __len__(self) -> int:
+        return len(self._storing)
+
+    @property
+    def room(self) -> int:
+        """How many blocks new jobs may pin. What a request holds itself is kept from reuse anyway, and not counted."""
+        return max(0, self._max_outliving - self._num_outliving)
+
+    def nothing_in_use(self) -> bool:
+        """Whether no block of the engine has a reference besides those of jobs."""
+        pool = self._block_pool
+        return pool is None or pool.get_num_free_blocks() + num_orphans(pool, [self]) == pool.num_gpu_blocks - 1
+
+    def pinned_ids(self) -> Iterator[int]:
+        """Ids of all pinned blocks; once for each job that pins the block."""
+        return (block.block_id for storing in self._storing.values() for row in storing.rows for block in row)
 
     # A job's life
 
@@ -133,10 +168,18 @@ class StoreJobs:
         """A job to store blocks of a request, which are pinned from here on."""
         traceparent = self._traceparent_of(request.request_id)
         job = StoreJob(next(self._job_ids), parts, self.weights_epoch, adapter, traceparent)
-        self._storing[job.job_id] = self._droppable[id(request)][job.job_id] = Storing(request, job)
+        storing = Storing(request, job, self._pin(parts), self._num_ranks)
+        self._storing[job.job_id] = self._droppable[id(request)][job.job_id] = storing
+        self.num_blocks += job.num_blocks
         self._hints.storing(request)
-        self.pins.pin(job.job_id, [row for part in parts for row in part.block_ids])
         return job
+
+    def _pin(self, parts: list[GroupBlocks]) -> list[list[KVCacheBlock]]:
+        assert self._block_pool is not None
+        blocks = self._block_pool.blocks
+        rows = [[blocks[block_id] for block_id in row] for part in parts for row in part.block_ids]
+        self._block_pool.touch(list(itertools.chain.from_iterable(rows)))
+        return rows
 
     def queue(self, job: StoreJob, is_sure: Callable[[], bool] | None = None) -> None:
         """Leaves a job of a request that has finished to a later step.
@@ -147,12 +190,17 @@ class StoreJobs:
         storing = self._storing[job.job_id]
         storing.is_sure, storing.sure_by = is_sure, time.monotonic() + SURE_WITHIN_S
         self._unsent[job.job_id] = job
-        self.pins.outlive(job.job_id)
+        self._outlive(storing)
 
     def outlive(self, request: Request) -> None:
         """A request has ended; vLLM frees its blocks, and jobs alone keep theirs from reuse."""
-        for job_id in self._droppable.get(id(request), ()):
-            self.pins.outlive(job_id)
+        for storing in self._droppable.get(id(request), {}).values():
+            self._outlive(storing)
+
+    def _outlive(self, storing: Storing) -> None:
+        if not storing.has_outlived:
+            storing.has_outlived = True
+            self._num_outliving += storing.job.num_blocks
 
     def sent(self, jobs: list[StoreJob]) -> None:
         for job in jobs:
@@ -172,8 +220,11 @@ class StoreJobs:
 
     def reported(self, job_id: int, ranks: int, has_failed: bool) -> None:
         """Some ranks have ended a job. `unpin_reported` is due once all reports of a step are in."""
-        self._storing[job_id].has_failed |= has_failed
-        if self.pins.report(job_id, ranks):
+        storing = self._storing[job_id]
+        storing.has_failed |= has_failed
+        storing.remaining -= ranks
+        assert storing.remaining >= 0, f"store job {job_id} was reported by too many ranks"
+        if not storing.remaining:
             self._reported.append(job_id)
 
     def unpin_reported(self) -> None:
@@ -187,7 +238,12 @@ class StoreJobs:
         self._keep(storing)
         was_dropped = job_id in self._dropped
         self._dropped.discard(job_id)
-        num_blocks = self.pins.unpin(job_id)
+        num_blocks = storing.job.num_blocks
+        self.num_blocks -= num_blocks
+        self._num_outliving -= num_blocks if storing.has_outlived else 0
+        assert self._block_pool is not None
+        # The deepest block first: it is the one to be reused first.
+        self._block_pool.free_blocks([block for row in reversed(storing.rows) for block in reversed(row)])
         if storing.has_failed:
             if was_dropped:
                 self._recorder.add("store_dropped_blocks", num_blocks)
@@ -200,13 +256,11 @@ class StoreJobs:
 
     def make_room(self, num_blocks: int) -> None:
         """Drops jobs that alone hold blocks, if a request that is to be admitted needs more blocks than are free."""
-        if len(self.pins) and self.pins.num_free_blocks < num_blocks:
+        if self._block_pool is not None and self._block_pool.get_num_free_blocks() < num_blocks:
             self._drop_orphans()
 
     def relieve(self) -> bool:
         """A running request lacks blocks; True if it should wait for dropped stores rather than preempt another."""
-        if not len(self.pins):
-            return False
         freed = bool(self._reported)
         while self._reported:
             self._unpin(self._reported.popleft())
@@ -234,8 +288,8 @@ class StoreJobs:
         has_dropped = False
         for jobs in list(self._droppable.values()):
             for end in (iter, reversed):
-                while jobs and self.pins.holds_alone(job_id := next(end(jobs))):
-                    self._drop(jobs[job_id])
+                while jobs and (storing := jobs[next(end(jobs))]).holds_alone():
+                    self._drop(storing)
                     has_dropped = True
         return has_dropped
 
@@ -264,3 +318,9 @@ def step_blocks(geometry: Geometry) -> int:
     """How many blocks a step may offer: no fewer than it completes, or an engine that only prefills would lose some."""
     completed = (geometry.step_tokens // group.kind.block_tokens * len(group.members) for group in geometry.groups)
     return max(MIN_STEP_BLOCKS, sum(completed))
+
+
+def num_orphans(block_pool: BlockPool, sharing: Iterable[StoreJobs]) -> int:
+    """How many blocks are held by store jobs alone. Looks at all pinned blocks."""
+    pinned = Counter(itertools.chain.from_iterable(jobs.pinned_ids() for jobs in sharing))
+    return sum(block_pool.blocks[block_id].ref_cnt == count for block_id, count in pinned.items())

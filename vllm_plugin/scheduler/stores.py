@@ -111,7 +111,6 @@ class Stores:
         self._alignment = geometry.alignment
         self._names = geometry.names
         self._jobs = jobs
-        self._pins = jobs.pins
         self._contents = contents
         self._recorder = recorder
         self._store_decoded = config.store_decoded
@@ -250,8 +249,8 @@ class Stores:
         if not offers and written < (due := self._due(tracked)):
             tracked.due = due
             return None
-        if min(budget, self._pins.room) <= 0:
-            if self._pins.room <= 0:
+        if min(budget, self._jobs.room) <= 0:
+            if self._jobs.room <= 0:
                 self._recorder.add("deferred_stores")
             return None
         tables = state.get_block_ids(request_id)
@@ -279,7 +278,7 @@ class Stores:
         budget: int,
     ) -> StoreJob | None:
         """A job of at most `budget` blocks, which are pinned; None if there is nothing to store, or no room."""
-        room = min(budget, self._pins.room)
+        room = min(budget, self._jobs.room)
         parts: list[GroupBlocks] = []
         for idx, group in enumerate(self._groups):
             if not group.kind.is_positional:
@@ -289,7 +288,7 @@ class Stores:
             if part is not None:
                 parts.append(part)
                 room -= part.num_blocks
-        if self._pins.room < budget and tracked.written >= self._due(tracked):
+        if self._jobs.room < budget and tracked.written >= self._due(tracked):
             self._recorder.add("deferred_stores")
         if not parts:
             return None

@@ -15,7 +15,7 @@ from kvpool.client.client import Client
 from kvpool.protocol.errors import UnavailableError
 from tests.support.processes import wait_for
 from tests.support.vllm_objects import make_request, tokens
-from tests.vllm_plugin.core import Core, MakeCore, fill, lose_pool
+from tests.vllm_plugin.core import Core, fill, lose_pool
 from vllm_plugin.scheduler import hints
 from vllm_plugin.scheduler.hints import MAX_PIN_S, MAX_UNKNOWN, RequestHints, parse
 
@@ -119,8 +119,7 @@ def _ended(core: Core, request: Request, *jobs: Any) -> None:
     assert not any(core.side.held().values()), core.side.held()
 
 
-def test_a_prompt_that_the_pool_has_is_pinned_when_it_gets_its_blocks(core: MakeCore) -> None:
-    one = core().connected()
+def test_a_prompt_that_the_pool_has_is_pinned_when_it_gets_its_blocks(one: Core) -> None:
     request = _request("pin", {"kvpool": {"pin_s": 60}})
     fill(one, request.block_hashes[:4])
     external = one.ask(request)
@@ -130,8 +129,7 @@ def test_a_prompt_that_the_pool_has_is_pinned_when_it_gets_its_blocks(core: Make
     _ended(one, request, *one.step((request, 64 - external)).stores)
 
 
-def test_a_prompt_is_pinned_as_it_is_stored_and_the_answer_is_not(core: MakeCore) -> None:
-    one = core().connected()
+def test_a_prompt_is_pinned_as_it_is_stored_and_the_answer_is_not(one: Core) -> None:
     request = _request("store", {"kvpool": {"pin_s": 60}})
     assert one.ask(request) == 0
     one.allocate(request, 0)
@@ -145,8 +143,7 @@ def test_a_prompt_is_pinned_as_it_is_stored_and_the_answer_is_not(core: MakeCore
     wait_for(lambda: _pinned_bytes(one) == 4 * _slot_bytes(one), "the pin")
 
 
-def test_a_prompt_expires_once_its_last_store_has_ended(core: MakeCore) -> None:
-    one = core().connected()
+def test_a_prompt_expires_once_its_last_store_has_ended(one: Core) -> None:
     request = _request("over", {"kvpool": {"expire": True}})
     assert one.ask(request) == 0
     one.allocate(request, 0)
@@ -163,8 +160,7 @@ def test_a_prompt_expires_once_its_last_store_has_ended(core: MakeCore) -> None:
     assert not any(one.side.held().values())
 
 
-def test_a_prefetch_is_told_with_the_first_question(core: MakeCore) -> None:
-    one = core().connected()
+def test_a_prefetch_is_told_with_the_first_question(one: Core) -> None:
     request = _request("soon", {"kvpool": {"prefetch": True}})
     before = _client(one).admin.stats().counters["prefetch_hints"]
     one.ask(request)
@@ -174,10 +170,7 @@ def test_a_prefetch_is_told_with_the_first_question(core: MakeCore) -> None:
     assert _client(one).admin.stats().counters["prefetch_hints"] == before + 1, "it was told twice"
 
 
-def test_bad_hints_are_logged_by_name_and_the_request_is_served(
-    core: MakeCore, caplog: pytest.LogCaptureFixture
-) -> None:
-    one = core().connected()
+def test_bad_hints_are_logged_by_name_and_the_request_is_served(one: Core, caplog: pytest.LogCaptureFixture) -> None:
     for nth in range(2):
         request = _request(f"bad{nth}", {"kvpool": {"pinn_s": 60, "expire": "yes"}})
         assert one.ask(request) == 0
@@ -189,8 +182,7 @@ def test_bad_hints_are_logged_by_name_and_the_request_is_served(
     assert counted["refused_hints"] == 4 and "unexpected_errors" not in counted
 
 
-def test_a_pool_that_is_away_gets_no_hints(core: MakeCore) -> None:
-    one = core().connected()
+def test_a_pool_that_is_away_gets_no_hints(one: Core) -> None:
     lose_pool(one)
     request = _request("away", {"kvpool": {"pin_s": 60, "prefetch": True, "expire": True}})
     assert one.ask(request) == 0
@@ -199,8 +191,7 @@ def test_a_pool_that_is_away_gets_no_hints(core: MakeCore) -> None:
     assert one.counted()["lost_hints"] >= 3
 
 
-def test_hints_that_pile_up_are_lost(core: MakeCore, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = core().connected()
+def test_hints_that_pile_up_are_lost(one: Core, monkeypatch: pytest.MonkeyPatch) -> None:
     goes_on, rpc, told = threading.Event(), _client(one).rpc, []
     monkeypatch.setattr(rpc, "hint", lambda *hint: told.append(hint) or goes_on.wait(60))
     monkeypatch.setattr(hints, "END_S", 0.05)
@@ -219,9 +210,8 @@ def test_hints_that_pile_up_are_lost(core: MakeCore, monkeypatch: pytest.MonkeyP
 
 
 def test_an_error_ends_one_hint_alone_and_what_waits_is_told_before_the_end(
-    core: MakeCore, monkeypatch: pytest.MonkeyPatch
+    one: Core, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one = core().connected()
     goes_on, told, failed = threading.Event(), list[object](), list[BaseException]()
 
     def hint(*_: object) -> None:

@@ -9,7 +9,7 @@ from tests.support.toy.engine import ToyEngine
 from tests.support.toy.fleet import Fleet, assert_nothing_is_left
 from tests.support.toy.model import answer
 from tests.support.vllm_objects import make_request, tokens
-from tests.vllm_plugin.core import MakeCore, blocks, fill
+from tests.vllm_plugin.core import Core, MakeCore, blocks, fill, stored
 from vllm_plugin.model.weights import Weights
 from vllm_plugin.scheduler import resets
 
@@ -82,8 +82,7 @@ def test_weights_that_no_file_names_are_named_by_what_is_in_memory(
 
 def test_weights_that_cannot_be_read_are_nobody_elses(core: MakeCore) -> None:
     one, other = (core(salt="unreadable").connected() for _ in range(2))
-    request = make_request("r", tokens(100))
-    fill(one, request.block_hashes)
+    request = stored(one)
     for each in (one, other):
         each.weights = b""
         assert each.side.reset() and each.side.matched_tokens(request, 0) == (None, False)
@@ -93,19 +92,16 @@ def test_weights_that_cannot_be_read_are_nobody_elses(core: MakeCore) -> None:
 
 
 def test_a_request_does_not_wait_for_ever_for_ranks_that_tell_nothing(
-    core: MakeCore, monkeypatch: pytest.MonkeyPatch
+    one: Core, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(resets, "CHECK_WITHIN_S", 0.1)
-    one = core().connected()
-    request = make_request("r", tokens(100))
-    fill(one, request.block_hashes)
+    request = stored(one)
     assert one.side.reset()
     wait_for(lambda: one.side.matched_tokens(request, 0) == (0, False), "the request to be computed")
 
 
-def test_an_engine_that_computes_nothing_is_not_asked_for_its_weights(core: MakeCore) -> None:
+def test_an_engine_that_computes_nothing_is_not_asked_for_its_weights(one: Core) -> None:
     """While it sleeps its weights are not there: reading them would end the process."""
-    one = core().connected()
     assert one.side.reset()
     assert one.step().weights_check == 0
     assert one.side.matched_tokens(make_request("r", tokens(100)), 0) == (None, False)
@@ -114,17 +110,15 @@ def test_an_engine_that_computes_nothing_is_not_asked_for_its_weights(core: Make
 
 @pytest.fixture
 def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's core runs in the caller's process: there, stores under way stop a reset (`block_pool.py`)."""
+    """vLLM's core runs in the caller's process: there, stores under way stop a reset (`let_resets_pass`)."""
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
 
 @pytest.mark.usefixtures("in_process")
 @pytest.mark.parametrize("asked", ["connector", "own cache"])
-def test_a_reset_that_finds_a_store_under_way_ends_when_the_store_does(asked: str, core: MakeCore) -> None:
-    one = core().connected()
+def test_a_reset_that_finds_a_store_under_way_ends_when_the_store_does(asked: str, one: Core) -> None:
     request, other = make_request("r", tokens(100)), make_request("s", tokens(100))
-    one.allocate(request, 0)
-    jobs = one.step((request, 100)).stores
+    jobs = one.compute(request)
     one.finish(request)
     assert one.pool.reset_prefix_cache() is False
     if asked == "connector":
@@ -139,8 +133,7 @@ def test_a_reset_that_finds_a_store_under_way_ends_when_the_store_does(asked: st
 
 
 @pytest.mark.usefixtures("in_process")
-def test_what_the_own_cache_holds_from_before_a_reset_goes_when_the_reset_ends(core: MakeCore) -> None:
-    one = core().connected()
+def test_what_the_own_cache_holds_from_before_a_reset_goes_when_the_reset_ends(one: Core) -> None:
     request = make_request("r", tokens(100))
     one.allocate(request, 0)
     (table,) = ([one.pool.blocks[block_id] for block_id in one.ids(request)],)
@@ -154,8 +147,7 @@ def test_what_the_own_cache_holds_from_before_a_reset_goes_when_the_reset_ends(c
     assert len(one.pool.cached_block_hash_to_block) == 0
 
 
-def test_a_reset_of_the_own_cache_that_vllm_refuses_for_running_requests_changes_nothing(core: MakeCore) -> None:
-    one = core().connected()
+def test_a_reset_of_the_own_cache_that_vllm_refuses_for_running_requests_changes_nothing(one: Core) -> None:
     request, other = make_request("r", tokens(100)), make_request("s", tokens(50, "s"))
     fill(one, other.block_hashes)
     one.allocate(request, 0)

@@ -21,15 +21,7 @@ from tests.support.faults import stopped
 from tests.support.processes import wait_for
 from tests.support.toy.fixtures import BLOCK_TOKENS, MakeConfig
 from tests.support.vllm_objects import cache_config, full_attention, make_request, tokens
-from tests.vllm_plugin.core import (
-    NUM_BLOCKS,
-    Core,
-    MakeCore,
-    blocks,
-    fill,
-    num_leases,
-    wait_for_leases,
-)
+from tests.vllm_plugin.core import NUM_BLOCKS, Core, MakeCore, blocks, fill, num_leases, stored, wait_for_leases
 from tests.vllm_plugin.kinds import kv_cache, state, window
 from vllm_plugin.config import ConnectorConfig
 from vllm_plugin.metadata import GroupBlocks, Handshake, LoadJob, StoreJob
@@ -56,20 +48,10 @@ def names_in(part: GroupBlocks) -> list[bytes]:
 
 
 def test_asking_again_costs_no_lookup_and_no_second_lease(alone: Core) -> None:
-    request = make_request("r", tokens(100))
-    fill(alone, request.block_hashes)
+    request = stored(alone)
     assert {alone.ask(request) for _ in range(20)} == {blocks(6)}
     assert num_leases(alone) == 1
     assert alone.counted()["lookups"] == 1
-
-
-def test_the_engines_own_hit_is_not_counted_again(core: MakeCore) -> None:
-    one = core().connected()
-    request = make_request("r", tokens(100))
-    fill(one, request.block_hashes[:5])
-    assert one.ask(request, computed=blocks(2)) == blocks(3)
-    assert one.ask(request, computed=blocks(4)) == blocks(1)
-    assert one.ask(request, computed=blocks(5)) == 0
 
 
 def test_an_own_hit_that_shrinks_is_looked_up_anew(alone: Core) -> None:
@@ -83,8 +65,7 @@ def test_an_own_hit_that_shrinks_is_looked_up_anew(alone: Core) -> None:
     assert alone.ask(other, computed=blocks(1)) == 0, "nobody has seen blocks 1 and 2 of it"
 
 
-def test_a_request_that_wants_no_cached_prefix_gets_none(core: MakeCore) -> None:
-    one = core().connected()
+def test_a_request_that_wants_no_cached_prefix_gets_none(one: Core) -> None:
     request = make_request("r", tokens(100), prompt_logprobs=1)
     assert request.skip_reading_prefix_cache
     fill(one, request.block_hashes)
@@ -94,17 +75,15 @@ def test_a_request_that_wants_no_cached_prefix_gets_none(core: MakeCore) -> None
 def test_a_lookup_that_failed_is_not_repeated_for_the_same_request(core: MakeCore, pool_server: StartServer) -> None:
     server = pool_server()
     one = core(endpoint=server.endpoint, lookup_timeout_ms=100).connected()
-    request = make_request("r", tokens(100))
-    fill(one, request.block_hashes)
+    request = stored(one)
     with stopped(server):
         assert one.ask(request) == 0
     assert {one.ask(request) for _ in range(10)} == {0}
     names = (f"another {nth}" for nth in itertools.count())  # A busy machine may be too slow for the first of them.
-    wait_for(lambda: one.ask(make_request(next(names), tokens(100))) == blocks(6), "another request's hit")
+    wait_for(lambda: one.ask(make_request(next(names), tokens(100, "r"))) == blocks(6), "another request's hit")
 
 
-def test_an_answer_whose_lease_was_refused_is_a_miss(core: MakeCore) -> None:
-    one = core().connected()
+def test_an_answer_whose_lease_was_refused_is_a_miss(one: Core) -> None:
     client, request = one.side.stages.sessions[0].client, make_request("r", tokens(100))
     fill(one, request.block_hashes)
     sent = client.rpc.lookup_async
@@ -114,8 +93,7 @@ def test_an_answer_whose_lease_was_refused_is_a_miss(core: MakeCore) -> None:
 
 def test_an_answer_that_is_too_old_for_its_lease_is_asked_for_anew(core: MakeCore) -> None:
     one = core(load_timeout_ms=1_000).connected()  # Leases of 2 s, good to begin a load for 1 s.
-    request = make_request("r", tokens(100))
-    fill(one, request.block_hashes)
+    request = stored(one)
     assert one.ask(request) == blocks(6)
     time.sleep(1.1)
     assert one.ask(request) == blocks(6)
@@ -154,11 +132,9 @@ def test_a_store_that_found_no_pool_is_made_up_for(core: MakeCore, pool_server: 
 # Pins
 
 
-def test_the_deepest_block_is_reused_first(core: MakeCore) -> None:
-    one = core().connected()
+def test_the_deepest_block_is_reused_first(one: Core) -> None:
     request = make_request("r", tokens(96))
-    one.allocate(request, 0)
-    (job,) = one.step((request, 96)).stores
+    (job,) = one.compute(request)
     one.finish(request)
     one.report(job.job_id)
     assert [block.block_id for block in one.pool.get_new_blocks(6)] == list(reversed(ids_in(job)))
@@ -350,9 +326,7 @@ def test_a_block_is_a_hit_only_if_every_stage_has_it(staged: Core) -> None:
 
 
 def test_the_leases_of_both_stages_end_if_the_hit_is_not_taken(staged: Core) -> None:
-    request = make_request("r", tokens(100))
-    for stage in range(2):
-        fill(staged, request.block_hashes, stage=stage)
+    request = stored(staged)
     assert staged.ask(request) == blocks(6)
     wait_for_leases(staged, 2)
     staged.finish(request)
@@ -366,6 +340,12 @@ def test_a_lease_of_one_stage_alone_is_no_hit_and_ends(staged: Core) -> None:
     staged.allocate(request, 0)
     staged.step()
     wait_for_leases(staged, 0)
+
+
+def assert_shares_nothing(one: Core) -> None:
+    request = make_request("r", tokens(100))
+    assert one.side.matched_tokens(request, 0) == (0, False)
+    assert one.compute(request) == []
 
 
 @pytest.mark.parametrize(
@@ -392,10 +372,7 @@ def test_where_ranks_disagree_at_the_start_nothing_is_shared(
     )
     (record,) = [record for record in caplog.records if record.levelname == "ERROR"]
     assert message in record.getMessage() and "the same model files" in record.getMessage()
-    request = make_request("r", tokens(100))
-    assert one.side.matched_tokens(request, 0) == (0, False)
-    one.allocate(request, 0)
-    assert one.step((request, 100)).stores == []
+    assert_shares_nothing(one)
     assert one.counted()["namespaces_disagree"] == 1
 
 
@@ -403,20 +380,15 @@ def test_another_connectors_handshake_leaves_the_pool_alone(core: MakeCore, capl
     one = core(stages=2)
     one.side.stages.handshake({(0, 0): object(), (1, 0): object()})
     assert "the handshake of another connector" in caplog.text
-    request = make_request("r", tokens(100))
-    assert one.side.matched_tokens(request, 0) == (0, False)
-    one.allocate(request, 0)
-    assert one.step((request, 100)).stores == []
+    assert_shares_nothing(one)
 
 
-def test_with_one_stage_a_foreign_handshake_changes_nothing(core: MakeCore) -> None:
-    one = core().connected()
+def test_with_one_stage_a_foreign_handshake_changes_nothing(one: Core) -> None:
     one.side.stages.handshake({(0, 0): object()})
     assert one.side.stages.sessions[0].namespace is not None
 
 
-def test_what_workers_tell_takes_the_place_of_what_was_worked_out(core: MakeCore, vllm_config: MakeConfig) -> None:
-    one = core().connected()
+def test_what_workers_tell_takes_the_place_of_what_was_worked_out(one: Core, vllm_config: MakeConfig) -> None:
     before = one.side.stages.sessions[0]
     spec = replace(before.namespace.spec, revision="as the workers have it") if before.namespace else None
     assert spec is not None
@@ -443,9 +415,8 @@ def test_beside_another_kvpool_a_handshake_may_be_of_the_others_workers(
     assert second.side.stages.specs == wanted != first.side.stages.specs
 
 
-def test_a_lookup_that_finds_nothing_takes_back_what_was_announced(core: MakeCore) -> None:
+def test_a_lookup_that_finds_nothing_takes_back_what_was_announced(one: Core) -> None:
     """It has no lease, and an answer all the same."""
-    one = core().connected()
     taken_back: list[tuple[int, list[bytes]]] = []
     one.side.contents.missing = lambda group_idx, names: taken_back.append((group_idx, list(names)))
     request = make_request("gone", tokens(3 * BLOCK_TOKENS + 1, "gone"))

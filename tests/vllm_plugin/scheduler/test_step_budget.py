@@ -9,17 +9,11 @@ import pytest
 from tests.support.clock import FakeClock
 from tests.support.processes import wait_for
 from tests.support.vllm_objects import make_request, tokens
-from tests.vllm_plugin.core import Core, blocks, fill
+from tests.vllm_plugin.core import Core, blocks, fill, stored
 from tests.vllm_plugin.tier import Tier
 from vllm_plugin.metrics import Recorder
 from vllm_plugin.scheduler import step_budget
-from vllm_plugin.scheduler.step_budget import (
-    MAX_LOOKUP_WALKS_S,
-    MAX_WAIT_S,
-    MAX_WALKS_S,
-    WALK_S,
-    StepBudget,
-)
+from vllm_plugin.scheduler.step_budget import MAX_LOOKUP_WALKS_S, MAX_WAIT_S, MAX_WALKS_S, WALK_S, StepBudget
 
 
 @pytest.fixture
@@ -117,8 +111,7 @@ def test_beyond_the_bound_a_request_is_computed_instead_of_waiting_for_room(alon
 
 
 def test_what_comes_late_in_a_long_step_begins_with_the_next(alone: Core, clock: FakeClock) -> None:
-    request = make_request("r", tokens(100))
-    fill(alone, request.block_hashes)
+    request = stored(alone)
     with alone.side.budget:
         clock.advance(2 * step_budget.MAX_BEGIN_S)
     assert alone.side.matched_tokens(request, 0) == (None, False)

@@ -17,8 +17,7 @@ from tests.vllm_plugin.bugs import held
 from tests.vllm_plugin.core import Core, MakeCore, blocks, fill, lose_pool
 from vllm_plugin.metadata import ConnectorMetadata
 from vllm_plugin.scheduler import store_jobs
-from vllm_plugin.scheduler.pins import Pins
-from vllm_plugin.scheduler.store_jobs import RELIEF_S, RELIEF_STEPS
+from vllm_plugin.scheduler.store_jobs import RELIEF_S, RELIEF_STEPS, Storing
 from vllm_plugin.worker.transfer import SendThread
 
 FreshFleet = Callable[[], Fleet]
@@ -51,8 +50,7 @@ def test_a_step_offers_a_bounded_number_of_blocks_and_the_next_steps_the_others(
 
 
 @pytest.mark.usefixtures("four_a_step")
-def test_what_a_finished_request_has_left_is_offered_by_later_steps(core: MakeCore) -> None:
-    one = core().connected()
+def test_what_a_finished_request_has_left_is_offered_by_later_steps(one: Core) -> None:
     request = make_request("r", tokens(160))
     one.allocate(request, 0)
     ids = one.ids(request)
@@ -69,12 +67,10 @@ def test_what_a_finished_request_has_left_is_offered_by_later_steps(core: MakeCo
 
 
 @pytest.mark.usefixtures("four_a_step")
-def test_blocks_that_nobody_has_written_are_not_offered_when_a_request_ends(core: MakeCore) -> None:
+def test_blocks_that_nobody_has_written_are_not_offered_when_a_request_ends(one: Core) -> None:
     """It was preempted, came back with other blocks, and is aborted before it is computed."""
-    one = core().connected()
     request = make_request("r", tokens(160))
-    one.allocate(request, 0)
-    (job,) = one.step((request, 160)).stores
+    (job,) = one.compute(request)
     one.free(request)
     one.allocate(request, 0)
     one.finish(request)
@@ -85,11 +81,9 @@ def test_blocks_that_nobody_has_written_are_not_offered_when_a_request_ends(core
 
 @pytest.mark.usefixtures("four_a_step")
 @pytest.mark.parametrize("why", ["the pool is away", "the engine was reset"])
-def test_what_was_not_offered_yet_is_dropped_where_it_is_of_no_use(why: str, core: MakeCore) -> None:
-    one = core().connected()
+def test_what_was_not_offered_yet_is_dropped_where_it_is_of_no_use(why: str, one: Core) -> None:
     request = make_request("r", tokens(160))
-    one.allocate(request, 0)
-    (job,) = one.step((request, 160)).stores
+    (job,) = one.compute(request)
     one.finish(request)
     if why == "the pool is away":
         lose_pool(one)
@@ -113,32 +107,21 @@ def taken(core: Core, request: Request, local: int) -> list[bytes]:
     return offered(core.step((request, request.num_tokens - request.num_computed_tokens)))
 
 
-def test_a_local_hit_whose_last_block_the_pool_has_is_not_offered_again(core: MakeCore) -> None:
-    one = core().connected()
+@pytest.mark.parametrize(
+    ("num_there", "num_own", "first"),
+    [(6, 6, 6), (5, 6, 0), (8, 3, 8)],
+    ids=["the pool has the last own block", "the pool has lost it", "a hit beyond the own blocks"],
+)
+def test_what_the_pool_has_is_not_offered_again(num_there: int, num_own: int, first: int, one: Core) -> None:
     request = make_request("r", tokens(160))
-    fill(one, request.block_hashes[:6])
-    assert taken(one, request, blocks(6)) == request.block_hashes[6:]
+    fill(one, request.block_hashes[:num_there])
+    assert taken(one, request, blocks(num_own)) == request.block_hashes[first:]
 
 
-def test_a_local_hit_that_the_pool_has_lost_is_offered_again(core: MakeCore) -> None:
-    one = core().connected()
-    request = make_request("r", tokens(160))
-    fill(one, request.block_hashes[:5])
-    assert taken(one, request, blocks(6)) == request.block_hashes
-
-
-def test_a_gap_at_the_end_of_the_local_hit_hides_nothing_behind_it(core: MakeCore) -> None:
-    one = core().connected()
+def test_a_gap_at_the_end_of_the_local_hit_hides_nothing_behind_it(one: Core) -> None:
     request = make_request("r", tokens(160))
     fill(one, request.block_hashes[6:8])
     assert one.ask(request, blocks(6)) == blocks(2)
-
-
-def test_what_was_loaded_is_not_offered_again_and_nothing_before_it(core: MakeCore) -> None:
-    one = core().connected()
-    request = make_request("r", tokens(160))
-    fill(one, request.block_hashes[:8])
-    assert taken(one, request, blocks(3)) == request.block_hashes[8:]
 
 
 # Blocks that the engine lacks
@@ -151,8 +134,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
     return clock
 
 
-def test_what_a_request_still_has_is_not_dropped(core: MakeCore) -> None:
-    one = core().connected()
+def test_what_a_request_still_has_is_not_dropped(one: Core) -> None:
     request = make_request("r", tokens(100))
     one.allocate(request, 0)
     one.step((request, 100))
@@ -160,8 +142,7 @@ def test_what_a_request_still_has_is_not_dropped(core: MakeCore) -> None:
     assert one.step().dropped_stores == []
 
 
-def test_stores_that_alone_hold_blocks_are_dropped_where_some_are_lacking(core: MakeCore, clock: FakeClock) -> None:
-    one = core().connected()
+def test_stores_that_alone_hold_blocks_are_dropped_where_some_are_lacking(one: Core, clock: FakeClock) -> None:
     first, second = (make_request(name, tokens(100, name)) for name in "ab")
     for request in (first, second):
         one.allocate(request, 0)
@@ -172,7 +153,7 @@ def test_stores_that_alone_hold_blocks_are_dropped_where_some_are_lacking(core: 
     assert one.step().dropped_stores == [gone.job_id]
     assert one.side.has_pending_block_frees()
     assert one.step().dropped_stores == [], "once"
-    one.side.update(_ended(gone.job_id, failed=True))
+    one.report(gone.job_id, failed=True)
     assert one.num_used_blocks() == 7
     assert not one.side.has_pending_block_frees()
     assert one.counted()["store_dropped_blocks"] == 6
@@ -181,11 +162,9 @@ def test_stores_that_alone_hold_blocks_are_dropped_where_some_are_lacking(core: 
     assert one.side.contents.was_stored(second.block_hashes[0], 0)
 
 
-def test_a_dropped_store_that_does_not_end_is_not_waited_for(core: MakeCore, clock: FakeClock) -> None:
-    one = core().connected()
+def test_a_dropped_store_that_does_not_end_is_not_waited_for(one: Core, clock: FakeClock) -> None:
     request = make_request("r", tokens(100))
-    one.allocate(request, 0)
-    (job,) = one.step((request, 100)).stores
+    (job,) = one.compute(request)
     one.free(request)
     for _ in range(RELIEF_STEPS):
         assert one.side.has_pending_block_frees()
@@ -198,11 +177,9 @@ def test_a_dropped_store_that_does_not_end_is_not_waited_for(core: MakeCore, clo
 
 
 @pytest.mark.usefixtures("four_a_step")
-def test_what_no_rank_was_told_of_is_free_at_once(core: MakeCore) -> None:
-    one = core().connected()
+def test_what_no_rank_was_told_of_is_free_at_once(one: Core) -> None:
     request = make_request("r", tokens(160))
-    one.allocate(request, 0)
-    (job,) = one.step((request, 160)).stores
+    (job,) = one.compute(request)
     one.finish(request)
     assert one.side.has_pending_block_frees()
     assert one.num_used_blocks() == 4
@@ -222,8 +199,8 @@ def test_relief_looks_at_few_jobs_of_each_request_and_drops_what_stands_between(
     of_first = [job.job_id for job in jobs if job.groups[0].block_ids[0][0] in one.ids(requests[0])]
     assert len(jobs) == 10 and len(of_first) == 5
     asked: list[int] = []
-    holds_alone = Pins.holds_alone
-    monkeypatch.setattr(Pins, "holds_alone", lambda pins, job: (asked.append(job), holds_alone(pins, job))[1])
+    holds_alone = Storing.holds_alone
+    monkeypatch.setattr(Storing, "holds_alone", lambda job: (asked.append(job.job.job_id), holds_alone(job))[1])
     assert not one.side.has_pending_block_frees()
     assert len(asked) <= 2 * len(requests), "the oldest and the newest of each request"
     asked.clear()
@@ -246,15 +223,6 @@ def test_a_request_that_waits_for_admission_gets_the_blocks_of_queued_stores(cor
     wait_for(lambda: one.side.matched_tokens(second, 0) == (0, False), "an answer")
     # vLLM has no blocks for it: the step ends without `after_alloc`.
     assert one.step().dropped_stores == [job.job_id]
-
-
-def _ended(job_id: int, failed: bool) -> SimpleNamespace:
-    from vllm_plugin.metadata import WorkerMetadata
-
-    report = WorkerMetadata({job_id: 1}, {job_id} if failed else set())
-    return SimpleNamespace(
-        kv_connector_worker_meta=report, failed_recving=set(), finished_recving=set(), invalid_block_ids=set()
-    )
 
 
 def test_a_worker_drops_what_it_has_not_begun(fresh_fleet: FreshFleet) -> None:

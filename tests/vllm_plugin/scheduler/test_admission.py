@@ -1,4 +1,4 @@
-"""Lookups of blocks on their way up from a tier: real leases on a real server, and time that the test moves."""
+"""Lookups of blocks on their way up from a tier, and ahead of vLLM's question: real leases, and time that tests set."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from kvpool.protocol.errors import PoolTimeoutError
 from kvpool.security.name_key import NameKey
 from tests.support.clock import FakeClock
 from tests.support.processes import wait_for
+from tests.support.toy.fixtures import BLOCK_TOKENS
 from tests.support.vllm_objects import full_attention, make_request, tokens
-from tests.vllm_plugin.core import NUM_BLOCKS, Core, MakeCore, blocks, fill, wait_for_leases
+from tests.vllm_plugin.core import NUM_BLOCKS, Core, MakeCore, blocks, fill, stored, wait_for_leases
 from tests.vllm_plugin.kinds import kv_cache, window
 from tests.vllm_plugin.tier import Tier
 from vllm_plugin.scheduler import admission, lookups, step_budget
-from vllm_plugin.scheduler.admission import STUCK_S
+from vllm_plugin.scheduler.lookups import STUCK_S
 
 RETRY_S = 0.02
 
@@ -43,14 +44,6 @@ def look(core: Core, request: Request, computed: int = 0) -> int | None:
         return None if candidate is not None and candidate.lookup.calls else (matched,)
 
     return wait_for(settled, "an answer")[0]
-
-
-def stored(core: Core, name: str = "r") -> Request:
-    """A request whose six blocks are all in the pool."""
-    request = make_request(name, tokens(100, name))
-    for stage in range(len(core.side.stages.sessions)):
-        fill(core, request.block_hashes, stage=stage)
-    return request
 
 
 def test_what_is_on_its_way_is_waited_for(alone: Core, clock: FakeClock) -> None:
@@ -119,6 +112,35 @@ def test_what_never_comes_is_computed(alone: Core, clock: FakeClock) -> None:
     wait_for_leases(alone, 1)
     alone.finish(request)
     wait_for_leases(alone, 0)
+
+
+@pytest.mark.parametrize("compute_s", [0.0, 0.05])
+def test_a_wait_is_no_longer_than_computing_what_is_on_its_way(
+    compute_s: float, alone: Core, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request, _ = stored(alone), Tier(alone.side.stages.sessions[0], up=2, coming=4)
+    monkeypatch.setattr(alone.side.loads, "compute_seconds", lambda num_tokens: compute_s)
+    began = clock()
+    while look(alone, request) is None:
+        clock.advance(RETRY_S)
+    assert clock() - began <= compute_s
+
+
+def test_a_slow_tier_has_two_more_answers_to_bring_something(core: MakeCore, clock: FakeClock) -> None:
+    one = core(promotion_wait_ms=60_000).connected()
+    request, _ = stored(one), Tier(one.side.stages.sessions[0], up=2, coming=4, retry_ms=1_000)
+    began = clock()
+    while look(one, request) is None:
+        clock.advance(1.0)
+    assert clock() - began == 2.0
+
+
+def test_a_tier_that_goes_on_after_a_pause_is_waited_for(alone: Core, clock: FakeClock) -> None:
+    request, tier = stored(alone), Tier(alone.side.stages.sessions[0], up=2, coming=4)
+    for _ in range(3):
+        assert look(alone, request) is None
+        clock.advance(0.9 * STUCK_S)
+        tier.brought(1)
 
 
 def test_patience_ends_while_an_answer_is_under_way(alone: Core, clock: FakeClock) -> None:
@@ -195,8 +217,7 @@ def test_an_own_hit_that_grows_meanwhile_is_not_waited_for_again(alone: Core, cl
     assert look(alone, request, computed=blocks(4)) == 0 and tier.num_lookups == 3
 
 
-def test_what_is_on_its_way_is_not_missing(core: MakeCore, clock: FakeClock) -> None:
-    one = core().connected()
+def test_what_is_on_its_way_is_not_missing(one: Core, clock: FakeClock) -> None:
     request, tier = stored(one), Tier(one.side.stages.sessions[0], up=2, coming=3)
     taken_back: list[bytes] = []
     one.side.contents.missing = lambda _, names: taken_back.extend(names)
@@ -235,8 +256,7 @@ def test_what_another_stage_lacks_is_not_waited_for(staged: Core, clock: FakeClo
 
 def test_a_window_on_its_way_is_waited_for(core: MakeCore, clock: FakeClock) -> None:
     one = core(cache=kv_cache(full_attention(), window(40), num_blocks=NUM_BLOCKS)).connected()
-    request = make_request("r", tokens(100))
-    fill(one, request.block_hashes)
+    request = stored(one)
     fill(one, request.block_hashes[3:6], group=1)
     tier = Tier(one.side.stages.sessions[0], up=4, coming=2)
     assert look(one, request) is None
@@ -244,3 +264,94 @@ def test_a_window_on_its_way_is_waited_for(core: MakeCore, clock: FakeClock) -> 
     clock.advance(RETRY_S)
     assert look(one, request) == blocks(6)
     assert tier.waits_ms == [0, 20, 20], "the pool waits for the next batch alone: the hit may need no more"
+
+
+# Ahead of vLLM's question
+
+
+@pytest.fixture
+def asked_for(alone: Core, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """(request, tokens that the engine has) of each lookup that is sent."""
+    sent = []
+    send = alone.side.lookups.send
+
+    def note_and_send(request: Any, local: int, limit: int) -> Any:
+        sent.append((request.request_id, local))
+        return send(request, local, limit)
+
+    monkeypatch.setattr(alone.side.lookups, "send", note_and_send)
+    return sent
+
+
+def cache(core: Core, request: Any, count: int) -> None:
+    """The engine has computed the first blocks of a prompt before."""
+    computed = core.pool.get_new_blocks(count)
+    core.pool.cache_full_blocks(request, computed, 0, count, BLOCK_TOKENS, 0)
+    core.pool.free_blocks(computed)
+
+
+def test_the_answer_is_there_when_vllm_asks_first(alone: Core, asked_for: list[tuple[str, int]]) -> None:
+    request = make_request("r", tokens(100))
+    fill(alone, request.block_hashes[:3])
+    alone.side.arrived(request)
+    wait_for(lambda: alone.side.admission.candidates["r"].lookup.calls[0].done(), "the answer")
+    assert alone.side.matched_tokens(request, 0) == (blocks(3), True)
+    assert asked_for == [("r", 0)]
+    alone.finish(request)
+    assert not any(alone.side.held().values())
+
+
+def test_what_the_engine_has_itself_is_not_looked_up(alone: Core, asked_for: list[tuple[str, int]]) -> None:
+    part, whole = make_request("part", tokens(100)), make_request("whole", tokens(100, 1))
+    cache(alone, part, 4)
+    cache(alone, whole, 6)  # All but the last token's block, which is not full.
+    for request in (part, whole):
+        alone.side.arrived(request)
+    alone.step()
+    assert asked_for == [("part", blocks(4))]
+    for request in (part, whole):
+        alone.finish(request)
+
+
+def test_a_request_is_looked_up_again_if_the_engine_has_less_than_was_thought(
+    alone: Core, asked_for: list[tuple[str, int]]
+) -> None:
+    request = stored(alone)
+    cache(alone, request, 4)
+    alone.side.arrived(request)
+    assert alone.pool.reset_prefix_cache()
+    assert alone.ask(request, blocks(1)) == blocks(5)
+    assert asked_for == [("r", blocks(4)), ("r", blocks(1))]
+    alone.finish(request)
+
+
+@pytest.mark.usefixtures("answered_at_once")
+def test_few_hold_leases_while_many_wait(
+    alone: Core, asked_for: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(admission, "MAX_STEPS_AHEAD", 2 * blocks(6) / alone.side.geometry.step_tokens)
+    traced: list[str] = []
+    spans = SimpleNamespace(asked=lambda request: traced.append(request.request_id))
+    monkeypatch.setattr(alone.side.admission, "_spans", spans)
+    requests = [make_request(name, tokens(100, ord(name))) for name in "abcd"]
+    for request in requests:
+        alone.side.arrived(request)
+    alone.step()
+    assert [name for name, _ in asked_for] == traced == ["a", "b"]
+    alone.finish(requests[2])
+    assert alone.side.matched_tokens(requests[0], 0) == (0, False)
+    alone.allocate(requests[0], 0)
+    alone.step((requests[0], 100))
+    assert [name for name, _ in asked_for] == ["a", "b", "d"], "c has ended"
+    for request in (requests[0], requests[1], requests[3]):
+        alone.finish(request)
+    assert not alone.side.admission.candidates
+
+
+def test_one_that_must_not_read_is_not_looked_up(alone: Core, asked_for: list[tuple[str, int]]) -> None:
+    request = make_request("r", tokens(100))
+    request.skip_reading_prefix_cache = True
+    alone.side.arrived(request)
+    alone.step()
+    assert asked_for == []
+    alone.finish(request)
