@@ -9,14 +9,16 @@ with the answers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
 
 from tests.conformance.recorder import SCHEDULER, WORKER, Call, Note, Recording
 
 Check = Callable[[Recording], Iterable[str]]
+Wrong = Callable[[Call], object]
 RULES: dict[str, Check] = {}
 
 
@@ -40,16 +42,32 @@ def rule(name: str) -> Callable[[Check], Check]:
     return add
 
 
-def from_notes(name: str, what: str, describe: str) -> None:
-    """A rule that the engine's memory or its scheduler judges: each note is a violation."""
+def of_notes(name: str, what: str, describe: str, when: Callable[[Mapping[str, Any]], object] = lambda _: True) -> None:
+    """A rule that the engine's memory or its scheduler judges: each note whose facts `when` takes is a violation."""
 
     @rule(name)
     def check(recording: Recording) -> Iterator[str]:
-        return (f"step {note.step}: {describe.format(**note.facts)}" for note in recording.notes(what))
+        notes = (note for note in recording.notes(what) if when(note.facts))
+        return (f"step {note.step}: {describe.format(**note.facts)}" for note in notes)
 
 
-def matches(recording: Recording) -> Iterator[Call]:
-    return answered(recording, "get_num_new_matched_tokens")
+def of_calls(name: str, *hooks: str) -> Callable[[Wrong], Wrong]:
+    """A rule of each answered call of some hooks: the function says what is wrong with one, or something false."""
+
+    def add(wrong: Wrong) -> Wrong:
+        @rule(name)
+        def check(recording: Recording) -> Iterator[str]:
+            found = ((call, wrong(call)) for call in answered(recording, *hooks))
+            return (f"step {call.step}, {call.side} {call.rank}: {detail}" for call, detail in found if detail)
+
+        return wrong
+
+    return add
+
+
+def of_extras(name: str, hook: str, extra: str) -> None:
+    """A rule that the recorder judges: what it found out beside an answer is wrong."""
+    of_calls(name, hook)(lambda call: call.extras.get(extra))
 
 
 def answered(recording: Recording, *hooks: str) -> Iterator[Call]:
@@ -75,52 +93,49 @@ def hooks_do_not_block(recording: Recording) -> Iterator[str]:
             yield f"step {call.step}: {call.hook} took {call.seconds:.3f} s"
 
 
-from_notes("engine-survives", "crashed", "{error}")
-from_notes("every-request-is-answered", "wrong-answer", "{request_id} has not the answer of the model")
+of_notes("engine-survives", "crashed", "{error}")
+of_notes("every-request-is-answered", "wrong-answer", "{request_id} has not the answer of the model")
 
 
 # `get_num_new_matched_tokens`, and what follows from its answer
 
 
-@rule("match-is-well-formed")
-def match_is_well_formed(recording: Recording) -> Iterator[str]:
-    for call in matches(recording):
-        count, is_async = call.answer
-        if not (count is None or (type(count) is int and count >= 0)) or type(is_async) is not bool:
-            yield f"step {call.step}: {call.request_id}: {call.answer}"
+MATCH = "get_num_new_matched_tokens"
 
 
-@rule("match-of-nothing-is-not-asynchronous")
-def match_of_nothing_is_not_asynchronous(recording: Recording) -> Iterator[str]:
-    for call in matches(recording):
-        if call.answer == (0, True):
-            yield f"step {call.step}: {call.request_id}: (0, True)"
+@of_calls("match-is-well-formed", MATCH)
+def match_is_well_formed(call: Call) -> object:
+    count, is_async = call.answer
+    is_right = (count is None or (type(count) is int and count >= 0)) and type(is_async) is bool
+    return None if is_right else f"{call.request_id}: {call.answer}"
 
 
-@rule("match-is-idempotent")
-def match_is_idempotent(recording: Recording) -> Iterator[str]:
-    for call in matches(recording):
-        first = call.extras.get("first", call.answer)
-        if first[0] is not None and first != call.answer:
-            yield f"step {call.step}: {call.request_id}: {first}, asked again {call.answer}"
+@of_calls("match-of-nothing-is-not-asynchronous", MATCH)
+def match_of_nothing_is_not_asynchronous(call: Call) -> object:
+    return call.answer == (0, True) and f"{call.request_id}: (0, True)"
+
+
+@of_calls("match-is-idempotent", MATCH)
+def match_is_idempotent(call: Call) -> object:
+    first = call.extras.get("first", call.answer)
+    is_other = first[0] is not None and first != call.answer
+    return is_other and f"{call.request_id}: {first}, asked again {call.answer}"
 
 
 @rule("match-takes-no-reference")
 def match_takes_no_reference(recording: Recording) -> Iterator[str]:
-    for call in recording.calls("get_num_new_matched_tokens"):
+    for call in recording.calls(MATCH):
         if call.pinned:
             yield f"step {call.step}: {call.request_id}: references {dict(call.pinned)}"
 
 
-@rule("match-stays-within-the-request")
-def match_stays_within_the_request(recording: Recording) -> Iterator[str]:
-    for call in matches(recording):
-        count, is_async = call.answer
-        local, tokens = call.facts["num_computed_tokens"], call.facts["request"].num_tokens
-        # A load of all tokens is cut by one later, a synchronous one has no later.
-        limit = tokens if is_async else tokens - 1
-        if count and local + count > limit:
-            yield f"step {call.step}: {call.request_id}: {count} tokens at {local} of {tokens}"
+@of_calls("match-stays-within-the-request", MATCH)
+def match_stays_within_the_request(call: Call) -> object:
+    count, is_async = call.answer
+    local, tokens = call.facts["num_computed_tokens"], call.facts["request"].num_tokens
+    # A load of all tokens is cut by one later, a synchronous one has no later.
+    limit = tokens if is_async else tokens - 1
+    return count and local + count > limit and f"{call.request_id}: {count} tokens at {local} of {tokens}"
 
 
 @rule("no-match-after-a-failed-load")
@@ -132,30 +147,19 @@ def no_match_after_a_failed_load(recording: Recording) -> Iterator[str]:
                 failed.discard(event.facts["request_id"])
         elif event.hook == "get_transfer_results" and event.answer:
             failed |= event.answer["failed_recving"]
-        elif event.hook == "get_num_new_matched_tokens" and event.request_id in failed and (event.answer or [0])[0]:
+        elif event.hook == MATCH and event.request_id in failed and (event.answer or [0])[0]:
             yield f"step {event.step}: {event.request_id}: {event.answer[0]} tokens again"
 
 
-@rule("a-reset-forgets")
-def a_reset_forgets(recording: Recording) -> Iterator[str]:
-    """The engine notes when it asks for what was there before a reset that was answered with True."""
-    for note in recording.notes("after-reset"):
-        if note.facts["hit_tokens"]:
-            yield f"step {note.step}: {note.facts['hit_tokens']} tokens of before"
+# The engine notes when it asks for what was there before a reset that was answered with True.
+of_notes("a-reset-forgets", "after-reset", "{hit_tokens} tokens of before", lambda facts: facts["hit_tokens"])
+of_notes("a-warm-run-hits", "warm", "no token was loaded", lambda facts: not facts["hit_tokens"])
 
 
-@rule("a-warm-run-hits")
-def a_warm_run_hits(recording: Recording) -> Iterator[str]:
-    for note in recording.notes("warm"):
-        if not note.facts["hit_tokens"]:
-            yield f"step {note.step}: no token was loaded"
-
-
-@rule("hit-sources-add-up")
-def hit_sources_add_up(recording: Recording) -> Iterator[str]:
-    for call in recording.calls("get_external_cache_hit_sources"):
-        if call.error is None and sum(call.answer.values()) != call.facts["num_external_tokens"]:
-            yield f"step {call.step}: {call.answer} for {call.facts['num_external_tokens']} tokens"
+@of_calls("hit-sources-add-up", "get_external_cache_hit_sources")
+def hit_sources_add_up(call: Call) -> object:
+    count = call.facts["num_external_tokens"]
+    return sum(call.answer.values()) != count and f"{call.answer} for {count} tokens"
 
 
 @rule("loaded-groups-exist")
@@ -198,25 +202,27 @@ class Loads:
                 self.newest[request_id].reported.add(event.rank)
 
 
-@rule("no-unknown-load-is-reported")
-def no_unknown_load_is_reported(recording: Recording) -> Iterator[str]:
+def reports(recording: Recording, kind: str) -> Iterator[tuple[Call, str, Load | None]]:
+    """Each id in a field of each transfer's results, and its newest load so far."""
     loads = Loads()
     for event in recording.events:
         if isinstance(event, Call) and event.hook == "get_transfer_results" and event.answer:
-            for request_id in event.answer["finished_recving"] - loads.newest.keys():
-                yield f"step {event.step}, rank {event.rank}: {request_id}"
+            yield from ((event, request_id, loads.newest.get(request_id)) for request_id in event.answer[kind])
         loads.follow(event)
+
+
+@rule("no-unknown-load-is-reported")
+def no_unknown_load_is_reported(recording: Recording) -> Iterator[str]:
+    for call, request_id, load in reports(recording, "finished_recving"):
+        if load is None:
+            yield f"step {call.step}, rank {call.rank}: {request_id}"
 
 
 @rule("a-load-is-reported-once")
 def a_load_is_reported_once(recording: Recording) -> Iterator[str]:
-    loads = Loads()
-    for event in recording.events:
-        if isinstance(event, Call) and event.hook == "get_transfer_results" and event.answer:
-            for request_id in event.answer["finished_recving"] & loads.newest.keys():
-                if event.rank in loads.newest[request_id].reported:
-                    yield f"step {event.step}, rank {event.rank}: {request_id} again"
-        loads.follow(event)
+    for call, request_id, load in reports(recording, "finished_recving"):
+        if load is not None and call.rank in load.reported:
+            yield f"step {call.step}, rank {call.rank}: {request_id} again"
 
 
 @rule("every-load-is-reported")
@@ -230,11 +236,9 @@ def every_load_is_reported(recording: Recording) -> Iterator[str]:
                     yield f"step {event.step}: {load.request_id}: not by ranks {sorted(missing)}"
 
 
-@rule("a-failed-load-is-a-finished-one")
-def a_failed_load_is_a_finished_one(recording: Recording) -> Iterator[str]:
-    for call in answered(recording, "get_transfer_results"):
-        if lost := call.answer["failed_recving"] - call.answer["finished_recving"]:
-            yield f"step {call.step}, rank {call.rank}: {sorted(lost)}"
+@of_calls("a-failed-load-is-a-finished-one", "get_transfer_results")
+def a_failed_load_is_a_finished_one(call: Call) -> object:
+    return sorted(call.answer["failed_recving"] - call.answer["finished_recving"])
 
 
 @rule("load-errors-are-of-loads")
@@ -293,56 +297,45 @@ def every_promise_is_kept(recording: Recording) -> Iterator[str]:
 @rule("an-aborted-load-is-not-sent")
 def an_aborted_load_is_not_sent(recording: Recording) -> Iterator[str]:
     """Each of the two reports frees the blocks."""
-    loads = Loads()
-    for event in recording.events:
-        if isinstance(event, Call) and event.hook == "get_transfer_results" and event.answer:
-            for request_id in event.answer["finished_sending"]:
-                load = loads.newest.get(request_id)
-                if load is not None and load.aborted:
-                    yield f"step {event.step}, rank {event.rank}: {request_id}"
-        loads.follow(event)
+    for call, request_id, load in reports(recording, "finished_sending"):
+        if load is not None and load.aborted:
+            yield f"step {call.step}, rank {call.rank}: {request_id}"
 
 
-@rule("request-finished-is-well-formed")
-def request_finished_is_well_formed(recording: Recording) -> Iterator[str]:
-    for call in answered(recording, *FINISHED):
-        answer = call.answer
-        right = isinstance(answer, tuple) and len(answer) == 2 and type(answer[0]) is bool
-        if not right or not (answer[1] is None or isinstance(answer[1], dict)):
-            yield f"step {call.step}: {call.request_id}: {answer}"
-        elif call.extras.get("wire"):
-            yield f"step {call.step}: {call.request_id}: {call.extras['wire']}"
+@of_calls("request-finished-is-well-formed", *FINISHED)
+def request_finished_is_well_formed(call: Call) -> object:
+    answer = call.answer
+    right = isinstance(answer, tuple) and len(answer) == 2 and type(answer[0]) is bool
+    if not right or not (answer[1] is None or isinstance(answer[1], dict)):
+        return f"{call.request_id}: {answer}"
+    return call.extras.get("wire")
 
 
-@rule("pending-push-work-is-said")
-def pending_push_work_is_said(recording: Recording) -> Iterator[str]:
-    """While the connector holds references, the engine has to go on stepping: reports come with steps."""
-    for note in recording.notes("holds"):
-        if not note.facts["pending"]:
-            yield f"step {note.step}: {note.facts['pins']} references and no pending work"
-
-
-@rule("an-idle-engine-has-no-pending-push-work")
-def an_idle_engine_has_no_pending_push_work(recording: Recording) -> Iterator[str]:
-    for note in recording.notes("stuck"):
-        if not note.facts["unfinished"] and not note.facts["held"]:
-            yield f"step {note.step}: no request is left, and the connector has work"
-
-
-@rule("every-request-ends")
-def every_request_ends(recording: Recording) -> Iterator[str]:
-    for note in recording.notes("stuck"):
-        if left := note.facts["unfinished"] + note.facts["held"]:
-            yield f"step {note.step}: {', '.join(left)}"
+# While the connector holds references, the engine has to go on stepping: reports come with steps.
+of_notes(
+    "pending-push-work-is-said", "holds", "{pins} references and no pending work", lambda facts: not facts["pending"]
+)
+of_notes(
+    "an-idle-engine-has-no-pending-push-work",
+    "stuck",
+    "no request is left, and the connector has work",
+    lambda facts: not facts["unfinished"] and not facts["held"],
+)
+of_notes(
+    "every-request-ends",
+    "stuck",
+    "{unfinished} have not ended, {held} are held",
+    lambda facts: facts["unfinished"] or facts["held"],
+)
 
 
 # KV blocks: which side writes, reads and holds them
 
-from_notes("only-loads-write", "foreign-write", "block {block} of rank {rank} has changed, seen at {hook}")
-from_notes("loads-are-whole-when-reported", "read-unwritten", "{request_id} read a block that its load left out")
-from_notes("stores-read-no-reused-block", "read-reused", "{request_id} loaded what a later owner's block held")
-from_notes("loads-bring-the-right-bytes", "read-wrong", "{request_id} read KV that is not of its prefix")
-from_notes("references-are-ones-own", "foreign-reference", "{hook} gave back a reference on block {block} of others")
+of_notes("only-loads-write", "foreign-write", "block {block} of rank {rank} has changed, seen at {hook}")
+of_notes("loads-are-whole-when-reported", "read-unwritten", "{request_id} read a block that its load left out")
+of_notes("stores-read-no-reused-block", "read-reused", "{request_id} loaded what a later owner's block held")
+of_notes("loads-bring-the-right-bytes", "read-wrong", "{request_id} read KV that is not of its prefix")
+of_notes("references-are-ones-own", "foreign-reference", "{hook} gave back a reference on block {block} of others")
 
 
 @rule("the-null-block-is-left-alone")
@@ -362,18 +355,18 @@ def references_change_on_the_scheduler_side(recording: Recording) -> Iterator[st
             yield f"step {call.step}: {call.hook}: references {dict(call.pinned)}"
 
 
-@rule("a-drained-engine-has-no-block-in-use")
-def a_drained_engine_has_no_block_in_use(recording: Recording) -> Iterator[str]:
-    for note in recording.notes("drained"):
-        if note.facts["used"] or note.facts["pins"]:
-            yield f"step {note.step}: {note.facts['used']} blocks, references {note.facts['pins']}"
-
-
-@rule("a-drained-engine-can-reset-its-cache")
-def a_drained_engine_can_reset_its_cache(recording: Recording) -> Iterator[str]:
-    for note in recording.notes("drained"):
-        if not note.facts["cleared"]:
-            yield f"step {note.step}: reset_prefix_cache() failed"
+of_notes(
+    "a-drained-engine-has-no-block-in-use",
+    "drained",
+    "{used} blocks, references {pins}",
+    lambda facts: facts["used"] or facts["pins"],
+)
+of_notes(
+    "a-drained-engine-can-reset-its-cache",
+    "drained",
+    "reset_prefix_cache() failed",
+    lambda facts: not facts["cleared"],
+)
 
 
 # What crosses processes
@@ -381,13 +374,18 @@ def a_drained_engine_can_reset_its_cache(recording: Recording) -> Iterator[str]:
 IDLE_METADATA_SLACK_BYTES = 64
 
 
-@rule("metadata-travels")
-def metadata_travels(recording: Recording) -> Iterator[str]:
-    for call in recording.calls("build_connector_meta"):
-        if not call.extras.get("is_metadata", True):
-            yield f"step {call.step}: {call.answer} is no KVConnectorMetadata"
-        elif call.extras.get("pickle"):
-            yield f"step {call.step}: {call.extras['pickle']}"
+@of_calls("metadata-travels", "build_connector_meta")
+@of_calls("worker-metadata-travels", "build_connector_worker_meta")
+def metadata_travels(call: Call) -> object:
+    if not call.extras.get("is_metadata", True):
+        return f"{call.answer} is no metadata of a connector"
+    return call.extras.get("pickle")
+
+
+of_extras("worker-metadata-adds-up", "build_connector_worker_meta", "aggregate")
+of_extras("stats-travel", "get_kv_connector_stats", "wire")
+of_extras("scheduler-output-is-left-alone", "build_connector_meta", "changed")
+of_extras("events-are-taken-once", "take_events", "again")
 
 
 @rule("jobs-are-handed-over-once")
@@ -406,36 +404,6 @@ def jobs_are_handed_over_once(recording: Recording) -> Iterator[str]:
                 sizes.append((event.step, event.extras["num_bytes"]))
     limit = (sizes[0][1] if sizes else 0) + IDLE_METADATA_SLACK_BYTES
     return (f"step {step}: {size} bytes in an idle step, and {limit} allowed" for step, size in sizes if size > limit)
-
-
-@rule("scheduler-output-is-left-alone")
-def scheduler_output_is_left_alone(recording: Recording) -> Iterator[str]:
-    for call in recording.calls("build_connector_meta"):
-        if call.extras.get("changed"):
-            yield f"step {call.step}: {', '.join(call.extras['changed'])}"
-
-
-@rule("worker-metadata-travels")
-def worker_metadata_travels(recording: Recording) -> Iterator[str]:
-    for call in recording.calls("build_connector_worker_meta"):
-        if not call.extras.get("is_metadata", True):
-            yield f"step {call.step}: {call.answer} is no KVConnectorWorkerMetadata"
-        elif call.extras.get("pickle"):
-            yield f"step {call.step}: {call.extras['pickle']}"
-
-
-@rule("worker-metadata-adds-up")
-def worker_metadata_adds_up(recording: Recording) -> Iterator[str]:
-    for call in recording.calls("build_connector_worker_meta"):
-        if call.extras.get("aggregate"):
-            yield f"step {call.step}: {call.extras['aggregate']}"
-
-
-@rule("stats-travel")
-def stats_travel(recording: Recording) -> Iterator[str]:
-    for call in recording.calls("get_kv_connector_stats"):
-        if call.extras.get("wire"):
-            yield f"step {call.step}, {call.side}: {call.extras['wire']}"
 
 
 @rule("events-are-well-formed")
@@ -465,13 +433,6 @@ def events_follow_from_each_other(recording: Recording) -> Iterator[str]:
                 stored.difference_update(event.block_hashes)
             elif isinstance(event, AllBlocksCleared):
                 stored.clear()
-
-
-@rule("events-are-taken-once")
-def events_are_taken_once(recording: Recording) -> Iterator[str]:
-    for call in answered(recording, "take_events"):
-        if call.extras["again"]:
-            yield f"step {call.step}: {len(call.extras['again'])} events again"
 
 
 @rule("shutdown-is-idempotent")
