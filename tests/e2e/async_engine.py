@@ -149,7 +149,7 @@ async def _answer(prompt: Sequence[int], max_tokens: int, begun: asyncio.Event, 
     ):
         begun.set()
         last = output
-    return _of(last)
+    return answer_of(last)
 
 
 async def _session(chunks: Sequence[Sequence[int]], max_tokens: int) -> list[Answer]:
@@ -170,7 +170,7 @@ async def _session(chunks: Sequence[Sequence[int]], max_tokens: int) -> list[Ans
     async for output in _engine.generate(stream(), _sampling(max_tokens, delta=True), f"session {next(_ids)}"):
         (completion,) = output.outputs
         tokens += completion.token_ids
-        logprobs += _logprobs(completion)
+        logprobs += logprobs_of(completion)
         if len(tokens) == max_tokens:
             answers.append({"cached": output.num_cached_tokens, "tokens": tokens, "logprobs": logprobs})
             tokens, logprobs = [], []
@@ -188,15 +188,15 @@ def _sampling(max_tokens: int, delta: bool = False) -> Any:
     )
 
 
-def _of(output: Any) -> Answer:
+def answer_of(output: Any) -> Answer:
     (completion,) = output.outputs
     return {
         "cached": output.num_cached_tokens,
         "tokens": list(completion.token_ids),
-        "logprobs": _logprobs(completion),
+        "logprobs": logprobs_of(completion),
         "reason": completion.finish_reason,
     }
 
 
-def _logprobs(completion: Any) -> list[float]:
+def logprobs_of(completion: Any) -> list[float]:
     return [step[token].logprob for token, step in zip(completion.token_ids, completion.logprobs, strict=True)]

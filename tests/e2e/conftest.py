@@ -103,6 +103,13 @@ def assert_same(answers: Sequence[Answer], expected: Sequence[Answer], tolerance
         assert answer.logprobs == pytest.approx(other.logprobs, abs=tolerance)
 
 
+def assert_same_facts(answers: Sequence[dict[str, Any]], expected: Sequence[dict[str, Any]]) -> None:
+    """The same of what `tests.e2e.inside` and `tests.e2e.async_engine` tell of answers."""
+    assert [answer["tokens"] for answer in answers] == [answer["tokens"] for answer in expected]
+    for answer, other in zip(answers, expected, strict=True):
+        assert answer["logprobs"] == pytest.approx(other["logprobs"], abs=1e-4)
+
+
 def assert_shared(writer: Engine, reader: Engine, prompts: Sequence[list[int]]) -> list[Answer]:
     """One engine loads all that another stores, and answers bit for bit as that one does from its own prefix cache.
 

@@ -6,7 +6,6 @@ Every function gets the engine's `LLM` first, and takes and returns what JSON ca
 from __future__ import annotations
 
 import builtins
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from vllm.lora.request import LoRARequest
 from vllm.multimodal.media import ImageMediaIO
 from vllm.sampling_params import BeamSearchParams, StructuredOutputsParams
 
-from vllm_plugin.scheduler.load_policy import NUM_LOADS, Connection, Load
+from tests.e2e.async_engine import answer_of, logprobs_of
 
 Answers = list[dict[str, Any]]
 
@@ -32,7 +31,7 @@ def sample(llm: LLM, prompts: Sequence[list[int]], count: int, max_tokens: int) 
     return [
         {
             "cached": output.num_cached_tokens,
-            "samples": [[list(each.token_ids), _logprobs(each)] for each in output.outputs],
+            "samples": [[list(each.token_ids), logprobs_of(each)] for each in output.outputs],
         }
         for output in outputs
     ]
@@ -54,7 +53,7 @@ def structured(llm: LLM, prompts: Sequence[list[int]], regex: str, max_tokens: i
         detokenize=False,
         structured_outputs=StructuredOutputsParams(regex=regex),
     )
-    return [_answer(each) for each in llm.generate([{"prompt_token_ids": each} for each in prompts], sampling)]
+    return [answer_of(each) for each in llm.generate([{"prompt_token_ids": each} for each in prompts], sampling)]
 
 
 def prioritised(llm: LLM, prompts: Sequence[list[int]], priorities: Sequence[int], max_tokens: int) -> Answers:
@@ -73,7 +72,7 @@ def prioritised(llm: LLM, prompts: Sequence[list[int]], priorities: Sequence[int
                 step()
     while engine.has_unfinished_requests():
         step()
-    return [_answer(done[f"{nth}"]) for nth in range(len(prompts))]
+    return [answer_of(done[f"{nth}"]) for nth in range(len(prompts))]
 
 
 def embed(llm: LLM, prompts: Sequence[list[int]]) -> Answers:
@@ -90,25 +89,12 @@ def adapted(llm: LLM, prompt: list[int], directory: str, reload: bool) -> dict[s
         adapter = LoRARequest("adapter", 1, directory)
     sampling = SamplingParams(temperature=0, max_tokens=8, logprobs=0, detokenize=False, ignore_eos=True)
     (output,) = llm.generate([{"prompt_token_ids": prompt}], sampling, lora_request=adapter, use_tqdm=False)
-    return _answer(output)
+    return answer_of(output)
 
 
 def load_weights(llm: LLM, directory: str) -> None:
     """Puts the weights in `directory` in the place of those that the engine has."""
     llm.collective_rpc("reload_weights", kwargs={"weights_path": directory})
-
-
-def _answer(output: Any) -> dict[str, Any]:
-    (completion,) = output.outputs
-    return {
-        "cached": output.num_cached_tokens,
-        "tokens": list(completion.token_ids),
-        "logprobs": _logprobs(completion),
-    }
-
-
-def _logprobs(completion: Any) -> list[float]:
-    return [step[token].logprob for token, step in zip(completion.token_ids, completion.logprobs, strict=True)]
 
 
 _broken: list[tuple[Any, pytest.MonkeyPatch]] = []
@@ -149,27 +135,6 @@ def mend_places(llm: LLM) -> None:
     patch.undo()
 
 
-def slow_loads(llm: LLM, nbytes: int, seconds: float) -> None:
-    """Tells the load policy of an engine in this process what loads through shared memory took, all of them probes."""
-    policy = llm.llm_engine.engine_core.engine_core.scheduler.connector.scheduler_side.loads.policy
-    for _ in range(NUM_LOADS):
-        load = Load(time.monotonic(), 1, nbytes, is_probe=True, connection=Connection("shm", 0))
-        policy.load_ended(load, seconds, succeeded=True)
-
-
-def reset_while_running(llm: LLM, running: list[int], later: list[int]) -> None:
-    """Resets the connector while one prompt is answered; then asks another one, while the first still runs."""
-    engine = llm.llm_engine
-    sampling = SamplingParams(temperature=0, max_tokens=16, detokenize=False, ignore_eos=True)
-    engine.add_request("running", {"prompt_token_ids": running}, sampling)
-    while not any(output.outputs[0].token_ids for output in engine.step()):
-        pass
-    engine.reset_prefix_cache(reset_connector=True)
-    engine.add_request("later", {"prompt_token_ids": later}, sampling)
-    while engine.has_unfinished_requests():
-        engine.step()
-
-
 def with_images(
     llm: LLM, prompt: list[int], images: Sequence[str], is_upload: bool, uuids: Sequence[str], salt: str
 ) -> dict[str, Any]:
@@ -191,4 +156,4 @@ def with_images(
     }
     sampling = SamplingParams(temperature=0, max_tokens=8, logprobs=0, detokenize=False, ignore_eos=True)
     (output,) = llm.generate([request], sampling, use_tqdm=False)
-    return _answer(output)
+    return answer_of(output)

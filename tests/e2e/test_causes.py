@@ -1,9 +1,14 @@
-"""Every prompt token that an engine computes has one cause, and the causes add up to vLLM's own count."""
+"""Every prompt token that an engine computes has one cause, and the causes add up to vLLM's own count.
+
+Causes that a fault or a busy engine brings about: `tests/vllm_plugin/scheduler/test_computed_tokens.py`. What the
+server says of blocks that it lacks: `tests/kvpool_server/cache/test_misses.py`.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +18,12 @@ from typer.testing import CliRunner
 from kvpool.cli import app
 from kvpool.client.client import Client
 from kvpool.client.config import ClientConfig
-from testbed.engine import BLOCK_TOKENS, Engine, EngineSpec, kvpool_transfer_config
+from kvpool.protocol.reports import Cause
+from testbed.engine import BLOCK_TOKENS, Engine, EngineSpec, Prompt, kvpool_transfer_config
 from testbed.tiny_models import write
 from tests.conftest import StartServer
-from tests.e2e.computed import ask
 from tests.e2e.conftest import FLOAT32, PATIENT, clear, hit_tokens, prompt, running
-from tests.support.processes import ServerProcess
+from tests.support.processes import ServerProcess, wait_for
 from tests.support.real_engines import drain
 
 pytestmark = pytest.mark.vllm
@@ -26,6 +31,35 @@ pytestmark = pytest.mark.vllm
 LENGTH = 400
 FULL = hit_tokens(LENGTH)
 LAST = LENGTH - FULL
+COMPUTED = "vllm:kvpool_computed_tokens"
+TESTS = ("e2e/test_causes.py", "vllm_plugin/scheduler/test_computed_tokens.py", "kvpool_server/cache/test_misses.py")
+"""Files that name each cause, by its label or by its name."""
+
+Causes = dict[str, float]
+
+
+def causes_of(engine: Engine, act: Callable[[], object]) -> Causes:
+    """Tokens that the engine computes while `act` runs, by cause; vLLM has counted as many."""
+    before = engine.metrics()
+    act()
+    after = engine.metrics()
+    drain(engine)
+    assert after[COMPUTED] == after["vllm:prompt_tokens_by_source:local_compute"], "since the engine's start"
+    counted = {
+        name.removeprefix(f"{COMPUTED}:"): value - before.get(name, 0)
+        for name, value in after.items()
+        if name.startswith(f"{COMPUTED}:")
+    }
+    return {cause: tokens for cause, tokens in counted.items() if tokens}
+
+
+def ask(engine: Engine, tokens: list[int] | Prompt, **options: object) -> Causes:
+    return causes_of(engine, lambda: engine.generate([tokens], max_tokens=1, **options))
+
+
+def test_each_cause_has_a_test() -> None:
+    texts = "".join((Path(__file__).parents[1] / name).read_text() for name in TESTS)
+    assert [cause for cause in Cause if not re.search(rf'"{cause.label}"|\b{cause.name}\b', texts)] == []
 
 
 @pytest.fixture(scope="module")
@@ -144,3 +178,36 @@ def test_what_was_asked_of_a_pool_that_is_away(tmp_path: Path, shapes_dir: Path,
         first, second = ask(engine, tokens), ask(engine, prompt(LENGTH, "away, too"))
     assert set(first) <= {"lookup_failed", "pool_away", "last_block"} and sum(first.values()) == LENGTH
     assert second == {"pool_away": FULL, "last_block": LAST}
+
+
+@pytest.fixture(scope="module")
+def tiered(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """One that keeps in a tier what its memory has no room for."""
+    tier = tmp_path_factory.mktemp("tier") / "files"
+    flags = ("--memory", "8MiB", "--grace-ms", "100", "--tier", f"file:{tier},size=256MiB,name=files,create=yes")
+    started = ServerProcess(tmp_path_factory.mktemp("tiered"), *flags)
+    yield started
+    started.stop()
+
+
+def test_what_a_tier_has_and_what_belongs_to_an_adapter_that_is_not_shared(
+    tmp_path: Path, shapes_dir: Path, tiered: ServerProcess
+) -> None:
+    hasty = {**PATIENT, "lookup_timeout_ms": 1_000, "promotion_wait_ms": 0, "decline_slow_loads": True}
+    options = {**FLOAT32, "enable_lora": True, "max_lora_rank": 8}
+    transfer = kvpool_transfer_config(tiered.endpoint, **hasty)
+    tokens = prompt(LENGTH, "in the tier")
+    with running(tmp_path, EngineSpec(write("llama", shapes_dir), transfer, options, in_process=True)) as (engine,):
+        ask(engine, tokens)
+        with Client(ClientConfig(tiered.endpoint)) as client:
+            pushes = iter(range(1_000))
+
+            def are_evicted() -> bool:
+                ask(engine, prompt(LENGTH, f"pushes {next(pushes)}"))
+                return client.admin.stats().counters["evicted_blocks"] > 100
+
+            wait_for(are_evicted, "memory to evict the prompt", 60)
+        assert ask(engine, tokens) == {"in_tier": FULL, "last_block": LAST}
+        newer_than_the_engine = str(write("lora_a", tmp_path))
+        found = ask(engine, Prompt(prompt(LENGTH, "adapter"), lora=newer_than_the_engine))
+        assert found == {"adapter": FULL, "last_block": LAST}

@@ -11,8 +11,16 @@ import pytest
 from testbed.engine import kvpool_transfer_config
 from testbed.tiny_models import write
 from tests.conftest import StartServer
-from tests.e2e.async_engine import Answer, AsyncEngine
-from tests.e2e.conftest import FLOAT32, PATIENT, hit_tokens, pool_stats, prompt, wait_until_nothing_is_held
+from tests.e2e.async_engine import AsyncEngine
+from tests.e2e.conftest import (
+    FLOAT32,
+    PATIENT,
+    assert_same_facts,
+    hit_tokens,
+    pool_stats,
+    prompt,
+    wait_until_nothing_is_held,
+)
 from tests.support.processes import ServerProcess, wait_for
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
@@ -54,12 +62,6 @@ def drain(engine: AsyncEngine) -> None:
     wait_for(lambda: engine.ask("reset_prefix_cache"), "the engine's blocks to be free", 60)
 
 
-def assert_same(warm: list[Answer], cold: list[Answer]) -> None:
-    assert [each["tokens"] for each in warm] == [each["tokens"] for each in cold]
-    for each, other in zip(warm, cold, strict=True):
-        assert each["logprobs"] == pytest.approx(other["logprobs"], abs=1e-4)
-
-
 def test_a_session_whose_input_streams_in_loads_what_whole_prompts_have_stored(
     engines: tuple[AsyncEngine, AsyncEngine], server: ServerProcess
 ) -> None:
@@ -75,12 +77,12 @@ def test_a_session_whose_input_streams_in_loads_what_whole_prompts_have_stored(
     text: list[int] = []
     for chunk, expected in zip(chunks, streamed, strict=True):
         text += chunk
-        assert_same(writer.generate([text], max_tokens), [expected])
+        assert_same_facts(writer.generate([text], max_tokens), [expected])
         text += expected["tokens"][:-1]
     drain(writer)
     again = reader.session(chunks, max_tokens)
     assert again[0]["cached"] == hit_tokens(len(chunks[0]))
-    assert_same(again, streamed)
+    assert_same_facts(again, streamed)
     drain(reader)
 
 
@@ -103,7 +105,7 @@ def test_requests_of_a_paused_engine(mode: str, clear_cache: bool, engines: tupl
     drain(reader)
     warm = reader.generate(prompts, 60)
     assert [each["cached"] for each in warm] == [FULL] * 3
-    assert_same(warm, expected)
+    assert_same_facts(warm, expected)
     drain(reader)
 
 
@@ -114,9 +116,9 @@ def test_running_requests_that_a_reset_sends_back(engines: tuple[AsyncEngine, As
     drain(writer)
     drain(reader)
     reset = ("reset_prefix_cache", {"reset_running_requests": True, "reset_connector": True})
-    assert_same(reader.generate_meanwhile(prompts, 60, [reset]), expected)
+    assert_same_facts(reader.generate_meanwhile(prompts, 60, [reset]), expected)
     drain(reader)
-    assert_same(reader.generate(prompts, 60), expected)
+    assert_same_facts(reader.generate(prompts, 60), expected)
     drain(reader)
 
 
@@ -137,5 +139,5 @@ def test_ranks_of_a_data_parallel_engine_share_what_each_computes(
             wait_for(lambda count=num_stored: pool_stats(server).num_entries >= count, "the blocks to be stored")  # type: ignore[misc]
             warm = engine.generate([text], data_parallel_rank=1 - of_rank)
             assert warm[0]["cached"] == FULL
-            assert_same(warm, cold)
+            assert_same_facts(warm, cold)
     wait_until_nothing_is_held(server)

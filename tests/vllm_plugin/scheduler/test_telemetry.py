@@ -1,4 +1,4 @@
-"""Why tokens are computed, and what the server is told; real engines: tests/e2e/test_causes.py, test_rare_causes.py."""
+"""Why tokens are computed, and what the server is told; real engines: tests/e2e/test_causes.py."""
 
 from __future__ import annotations
 
