@@ -138,7 +138,7 @@ def offer(reply: _O) -> _O:
     return reply
 
 
-def arena_bytes(offered: pb.OpenNamespaceResponse) -> int:
+def arena_bytes(offered: pb.OpenNamespaceResponse | pb.PingResponse) -> int:
     """Size of the arena that offsets must lie in; `MAX_ARENA_BYTES` where the offer does not tell."""
     return min(offered.segment.nbytes or MAX_ARENA_BYTES, offered.mooncake.nbytes or MAX_ARENA_BYTES)
 
@@ -157,6 +157,7 @@ class LookupQuestion:
         prefix_only, locate, explain: see `Client.lookup`.
         encode_runs: makes messages of runs, with the blocks' names on the wire.
         traceparent: of the client's span; empty if it makes none.
+        here: nothing is to come up from a tier.
         asked_at: monotonic seconds.
     """
 
@@ -170,6 +171,7 @@ class LookupQuestion:
     explain: bool = False
     encode_runs: Callable[[Sequence[BlockRun]], list[pb.BlockRun]] = wire.encode_runs
     traceparent: str = ""
+    here: bool = False
     asked_at: float = field(default_factory=time.monotonic)
 
     def __call__(self, wait_ms: int = 0) -> pb.LookupRequest:
@@ -182,6 +184,7 @@ class LookupQuestion:
             explain=self.explain,
             wait_ms=wait_ms,
             traceparent=self.traceparent,
+            here=self.here,
         )
 
     @property

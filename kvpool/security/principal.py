@@ -33,10 +33,11 @@ class Role(enum.StrEnum):
     ROUTER = "router"
     OPERATOR = "operator"
     METRICS = "metrics"
+    PEER = "peer"
 
     @property
     def has_tenant(self) -> bool:
-        return self not in (Role.OPERATOR, Role.METRICS)
+        return self not in (Role.OPERATOR, Role.METRICS, Role.PEER)
 
 
 TENANT_ROLES = tuple(role for role in Role if role.has_tenant)

@@ -214,7 +214,9 @@ class Composition:
     def _make_tiers(self, options: Sequence[TierOptions]) -> list[Tier]:
         config = self._config
         handover_s = config.drain_ms / 1000 + HANDOVER_S
-        context = TierContext(split_address(config.listen), POLICIES[config.policy], handover_s)
+        context = TierContext(
+            split_address(config.listen), POLICIES[config.policy], handover_s, insecure_network=config.insecure_network
+        )
         tiers = [each.make(context) for each in options]
         if (tracing := self._tracing) is None:
             return tiers

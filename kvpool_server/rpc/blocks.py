@@ -123,7 +123,7 @@ class BlockHandlers(Handlers):
         runs = self.runs(request.runs, self.pool.limits.max_lookup_blocks)
         now_ns = time.monotonic_ns()
         found = await self.tiered.lookup(
-            fingerprint, runs, request.prefix_only, request.lease_ttl_ms, request.locate, owner, wait_ms
+            fingerprint, runs, request.prefix_only, request.lease_ttl_ms, request.locate, owner, wait_ms, request.here
         )
         if request.explain:
             found = dataclasses.replace(found, hits=self.pool.explanations.misses(fingerprint, runs, found.hits))

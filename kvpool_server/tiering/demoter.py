@@ -110,7 +110,7 @@ class Demoter:
 
     def _is_wanted(self, entry: Entry) -> bool:
         """Whether the tier is to have a block and, as far as is known, has not."""
-        return not entry.group.is_measurement and self._is_in_tier(entry) is not True
+        return self._tier.keeps and not entry.group.is_measurement and self._is_in_tier(entry) is not True
 
     def _is_in_tier(self, entry: Entry) -> bool | None:
         """Whether the tier has a block; None if the tier cannot tell without a call."""

@@ -161,6 +161,7 @@ class TieredPool(Observer):
         locate: bool = False,
         owner: Owner = NOBODY,
         wait_ms: int = 0,
+        here: bool = False,
     ) -> Lookup:
         """Which blocks are complete. With a TTL, leases them, and prefetches missing blocks from the tiers.
 
@@ -171,10 +172,11 @@ class TieredPool(Observer):
             wait_ms: where blocks are pending, answer once none is, or after this time, MAX_WAIT_MS at most. Meanwhile
                 the lookup is repeated whenever blocks have come up, so that they are leased. One of more than
                 LOOKUP_STEP_BLOCKS blocks does not wait: each repetition would cost turns of the loop.
+            here: prefetch nothing, and count nothing as looked up: another server asks, whose clients count.
         """
 
         async def look() -> Lookup:
-            return await self._run(self._lookup(fingerprint, runs, prefix_only, lease_ttl_ms, locate, owner))
+            return await self._run(self._lookup(fingerprint, runs, prefix_only, lease_ttl_ms, locate, owner, here))
 
         found = await look()
         if not wait_ms or self._num_waiting >= MAX_WAITING or sum(map(len, runs)) > LOOKUP_STEP_BLOCKS:
@@ -210,6 +212,7 @@ class TieredPool(Observer):
         lease_ttl_ms: int,
         locate: bool,
         owner: Owner,
+        here: bool,
     ) -> Steps[Lookup]:
         """One lookup, which does not wait."""
         is_large = sum(map(len, runs)) > LOOKUP_STEP_BLOCKS  # Other calls get turns between its parts.
@@ -220,13 +223,13 @@ class TieredPool(Observer):
         if is_large:
             yield
         hits, retry_after_ms = found.hits, 0
-        if lease_ttl_ms:
+        if lease_ttl_ms and not here:
             hits, retry_after_ms = self._prefetch_missing(found, runs, prefix_only)
         if retry_after_ms:
             lookups.record_use_on_get(found)
         else:
             lookups.record_use(found)
-            if lease_ttl_ms:
+            if lease_ttl_ms and not here:
                 self.pool.traffic.looked_up(found.namespace, runs, found.hits)
         if is_large:
             yield
@@ -270,6 +273,7 @@ class TieredPool(Observer):
 
     def stored(self, entry: Entry) -> None:
         for level in self._levels:
+            level.tier.stored(entry)
             level.demoter.stored(entry)
         if self._watermark is not None:
             self._watermark.work.set()
@@ -280,6 +284,7 @@ class TieredPool(Observer):
 
     def removed(self, entry: Entry) -> None:
         for level in self._levels:
+            level.tier.left(entry)
             level.demoter.removed(entry)
 
     async def remove(self, fingerprint: bytes, runs: Sequence[BlockRun]) -> int:

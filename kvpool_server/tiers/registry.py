@@ -11,9 +11,10 @@ from pydantic_core import ErrorDetails
 from kvpool.protocol.errors import ConfigError
 from kvpool_server.tiers.file.tier import FileOptions
 from kvpool_server.tiers.mooncake.tier import MooncakeOptions
+from kvpool_server.tiers.peers.tier import PeersOptions
 from kvpool_server.tiers.tier import TierOptions
 
-KINDS: dict[str, type[TierOptions]] = {"file": FileOptions, "mooncake": MooncakeOptions}
+KINDS: dict[str, type[TierOptions]] = {"file": FileOptions, "mooncake": MooncakeOptions, "peers": PeersOptions}
 
 
 def examples() -> str:

@@ -21,6 +21,7 @@ import xxhash
 from pydantic import BaseModel, ConfigDict, Field
 
 from kvpool.protocol.namespace import NamespaceSpec
+from kvpool_server.cache.entry import Entry
 from kvpool_server.cache.eviction import Policy
 from kvpool_server.cache.namespaces import PoolNamespace
 
@@ -84,8 +85,10 @@ class Tier(ABC):
     Attributes:
         counters: COUNTERS, since the start; the server counts what it moves, the tier the rest.
         writes_at_once, reads_at_once: calls of `write` and of `read` that the server has under way at most.
+        keeps: whether blocks are written to it; else it has those of other servers.
     """
 
+    keeps = True
     writes_at_once = 1
     reads_at_once = 2
 
@@ -140,6 +143,14 @@ class Tier(ABC):
         """As `find`, at once and from memory; None if only `find` can tell."""
         return None
 
+    def stored(self, entry: Entry) -> None:
+        """The arena has a block now."""
+        return
+
+    def left(self, entry: Entry) -> None:
+        """The arena has a block no longer."""
+        return
+
     def specs(self) -> list[NamespaceSpec]:
         """The namespaces that an open tier has blocks of, oldest first, as far as it knows their specs."""
         return []
@@ -181,12 +192,14 @@ class TierContext:
         policy: makes the eviction policy of a tier that evicts by itself.
         handover_s: how long a server of the same name, which this one replaces, may take to stop.
         open_files: bounds the files that all tiers of the server keep open.
+        insecure_network: other hosts may be reached without encryption.
     """
 
     listen: tuple[str, int]
     policy: Callable[[], Policy]
     handover_s: float = 0.0
     open_files: OpenFiles = field(default_factory=OpenFiles)
+    insecure_network: bool = False
 
 
 class TierOptions(BaseModel):

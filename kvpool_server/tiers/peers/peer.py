@@ -1,0 +1,107 @@
+"""One other server: which blocks it has, and their bytes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from kvpool.client.block_io import InPlace
+from kvpool.client.client import Client
+from kvpool.client.config import ClientConfig
+from kvpool.client.open_namespace import Namespace
+from kvpool.protocol import replies
+from kvpool.protocol.errors import KVPoolError, UnknownNamespaceError
+from kvpool.protocol.types import BlockRun, LeasedSlots, Lookup
+from kvpool.transport.base import Transport
+from kvpool_server.cache.namespaces import PoolNamespace
+
+BATCH_BLOCKS = 1_024
+"""Of a complaint about blocks whose bytes are wrong."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeasedRun:
+    """Blocks of one group that a peer has leased to this server.
+
+    Args:
+        namespace: as the peer has it.
+        indices: of each block among those that were asked for, its place among those that are leased.
+    """
+
+    namespace: Namespace
+    group_idx: int
+    lease_id: int
+    slots: LeasedSlots
+    indices: dict[bytes, int]
+
+
+class Peer:
+    """Its methods block for as long as the deadlines of `config` allow; threads may call them at once.
+
+    Raises (every method): KVPoolError.
+    """
+
+    def __init__(self, config: ClientConfig):
+        self._client = Client(config)
+        self._lock = threading.Lock()
+        self._reached: tuple[Transport, int, int] | None = None  # Its boot token, and the size of its arena.
+
+    def close(self) -> None:
+        """Calls in flight fail. Idempotent."""
+        self._client.close()
+
+    def lease(self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes]) -> LeasedRun | None:
+        """Those of some blocks that lie in the peer's memory, leased; None: none does."""
+        try:
+            there = self._namespace(namespace)
+            run = BlockRun(group_idx, block_hashes)
+            found = self._client.rpc.lookup(there, [run], prefix_only=False, locate=True, here=True)
+        except UnknownNamespaceError:
+            return None
+        except KVPoolError:
+            with self._lock:
+                self._reached = None  # It may have been restarted.
+            raise
+        return self._leased(there, run, found)
+
+    def read(self, leased: LeasedRun, block_hashes: Sequence[bytes], into: Sequence[memoryview]) -> list[Sequence[int]]:
+        """Reads neighbours among leased blocks, verified; returns the checksums of each one's chunks.
+
+        Args:
+            into: a destination for each: uint8 [slot_bytes], contiguous.
+        """
+        start = leased.slots.start + leased.indices[block_hashes[0]]
+        slots = replace(leased.slots, start=start, stop=start + len(block_hashes))
+        run = BlockRun(leased.group_idx, block_hashes)
+        arrays = InPlace([np.frombuffer(view, np.uint8) for view in into])
+        located = self._client.get(leased.namespace, leased.lease_id, [run], arrays, leased=slots)
+        count = leased.namespace.group(leased.group_idx).num_shards
+        return [located.checksums[nth * count :][:count] for nth in range(len(block_hashes))]
+
+    def release(self, lease_id: int) -> None:
+        """Does not wait: a lease that the message does not reach expires."""
+        self._client.rpc.release_quietly(lease_id)
+
+    def _leased(self, namespace: Namespace, run: BlockRun, found: Lookup) -> LeasedRun | None:
+        (hits,) = found.hits
+        there = [
+            name for nth, name in enumerate(run.block_hashes) if nth < hits.num_leading or hits.complete >> nth & 1
+        ]
+        if not there or not found.slots:
+            self.release(found.lease_id)
+            return None
+        slots = LeasedSlots(found.slots[0], found.fingerprint, found.boot_token, found.ends_at, 0, len(there))
+        return LeasedRun(namespace, run.group_idx, found.lease_id, slots, {name: nth for nth, name in enumerate(there)})
+
+    def _namespace(self, namespace: PoolNamespace) -> Namespace:
+        """The namespace on the peer, which is not opened there for it."""
+        with self._lock:
+            if self._reached is None:
+                pong = replies.offer(self._client.rpc.ping())
+                transport = self._client.attachment.attach(pong, pong.boot_token)
+                self._reached = transport, pong.boot_token, replies.arena_bytes(pong)
+            transport, boot_token, arena_bytes = self._reached
+        return Namespace(namespace.spec, namespace.fingerprint, boot_token, transport, BATCH_BLOCKS, arena_bytes)

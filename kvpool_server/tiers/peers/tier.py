@@ -1,0 +1,220 @@
+"""Other kvpool servers as a tier: a block that lies in any one's memory comes up from there.
+
+Truth and bytes stay with the owner: a block is there if its owner's lookup leases it, and its bytes are verified. Each
+peer has a health of its own: one that is dead, slow or lying costs misses, and is not asked again for a while. Nothing
+is written to peers: each keeps what its own engines store, and what its own lookups have read from others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal, TypeVar
+
+from pydantic import Field, field_validator
+
+from kvpool.client.config import ClientConfig
+from kvpool.protocol.errors import KVPoolError
+from kvpool.security.tls import TlsFiles
+from kvpool_server.cache.namespaces import PoolNamespace
+from kvpool_server.tiers.health import Health
+from kvpool_server.tiers.peers.peer import LeasedRun, Peer
+from kvpool_server.tiers.thread_pool import DaemonThreadPool
+from kvpool_server.tiers.tier import Block, BlockKey, Tier, TierContext, TierOptions
+
+T = TypeVar("T")
+
+LEASE_MS = 5_000
+"""How long a peer keeps the blocks that it has found, until they are read."""
+CONTROL_MS, STALL_MS, DATA_MS = 500, 1_000, 5_000
+"""Deadlines of a question to a peer, of a silence while it sends, and of a read."""
+MAX_LEASED = 1 << 16
+"""Blocks that are leased and not read. Beyond it the oldest are forgotten, and their leases expire."""
+QUESTIONS, READS = 4, 4
+"""Threads for each."""
+CLOSE_S = 2.0
+_PEERS = r"[^,+]+:\d+(\+[^,+]+:\d+)*"
+
+
+class PeersOptions(TierOptions):
+    """Other kvpool servers, whose memory this one reads."""
+
+    EXAMPLE: ClassVar[str] = "peers:peer=HOST:PORT"
+
+    peer: str = Field(description="HOST:PORT of another server; + stands between several")
+    transport: Literal["auto", "tcp", "network", "grpc"] = Field(
+        "auto", description="how bytes travel; auto: the first that works of shm, mooncake over RDMA, tcp, grpc"
+    )
+    ca: str = Field("", description="authority of the peers' certificates; none: they have no TLS")
+    cert: str = Field("", description="certificate of this server as a client, of role peer")
+    key: str = Field("", description="its key")
+    token_file: str = Field("", description="instead of cert: file with a token of role peer")
+
+    @field_validator("peer")
+    @classmethod
+    def _check_peer(cls, value: str) -> str:
+        if not re.fullmatch(_PEERS, value):
+            raise ValueError("HOST:PORT of another server, or several with + between them")
+        return value
+
+    @property
+    def tier_name(self) -> str:
+        return f"peers:{self.peer}"
+
+    def make(self, context: TierContext) -> PeersTier:
+        """Raises ConfigError for files that cannot be used, and for plaintext to other hosts."""
+        tls = TlsFiles(self.ca, self.cert, self.key) if self.ca else None
+        return PeersTier(
+            self.tier_name,
+            {
+                endpoint: ClientConfig(
+                    endpoint, self.transport, CONTROL_MS, DATA_MS, STALL_MS, lease_ttl_ms=LEASE_MS, tls=tls,
+                    token_file=self.token_file, insecure_network=context.insecure_network,
+                )
+                for endpoint in self.peer.split("+")
+            },
+        )  # fmt: skip
+
+
+@dataclass(slots=True)
+class _Level:
+    """A peer, and whether it is asked."""
+
+    peer: Peer
+    health: Health
+
+
+@dataclass(slots=True, eq=False)
+class _Lease:
+    """What a peer has leased.
+
+    Args:
+        unread: blocks.
+    """
+
+    level: _Level
+    run: LeasedRun
+    ends_at: float
+    unread: set[bytes] = field(default_factory=set)
+
+
+class PeersTier(Tier):
+    """Reads from peers.
+
+    Args:
+        peers: how to reach each, by its endpoint.
+        clock: monotonic seconds.
+    """
+
+    keeps = False
+    reads_at_once = READS
+
+    def __init__(self, name: str, peers: dict[str, ClientConfig], clock: Callable[[], float] = time.monotonic):
+        super().__init__(name)
+        self._configs = peers
+        self._clock = clock
+        self._levels: dict[str, _Level] = {}
+        self._leased: OrderedDict[BlockKey, _Lease] = OrderedDict()
+        self._questions: DaemonThreadPool | None = None
+        self._reads: DaemonThreadPool | None = None
+
+    async def open(self) -> None:
+        self._questions = DaemonThreadPool(QUESTIONS, "kvpool-peers-ask")
+        self._reads = DaemonThreadPool(READS, "kvpool-peers-read")
+        for endpoint, config in self._configs.items():
+            self._levels[endpoint] = _Level(Peer(config), Health(f"peer {endpoint}", self._clock))
+
+    async def close(self) -> None:
+        levels, self._levels = self._levels, {}
+        for level in levels.values():
+            await asyncio.to_thread(level.peer.close)
+        for threads in (self._questions, self._reads):
+            if threads is not None:
+                await asyncio.to_thread(threads.close, CLOSE_S)
+        self._questions = self._reads = None
+
+    async def find(self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes]) -> list[bool]:
+        found: set[bytes] = set()
+        for level in list(self._levels.values()):
+            missing = [block_hash for block_hash in block_hashes if block_hash not in found]
+            if not missing:
+                break
+            run = await self._call(level, self._questions, level.peer.lease, namespace, group_idx, missing)
+            if run is not None:
+                found |= run.indices.keys()
+                self._remember(namespace, level, run)
+        return [block_hash in found for block_hash in block_hashes]
+
+    def _remember(self, namespace: PoolNamespace, level: _Level, run: LeasedRun) -> None:
+        lease = _Lease(level, run, self._clock() + LEASE_MS / 1000, set(run.indices))
+        for block_hash in run.indices:
+            key = (namespace.fingerprint, run.group_idx, block_hash)
+            self._leased[key] = lease
+            self._leased.move_to_end(key)
+        while len(self._leased) > MAX_LEASED:
+            self._leased.popitem(last=False)
+
+    async def read(
+        self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes], into: Sequence[memoryview]
+    ) -> list[Sequence[int] | None]:
+        leases = [self._leased.pop((namespace.fingerprint, group_idx, each), None) for each in block_hashes]
+        sums: list[Sequence[int] | None] = [None] * len(block_hashes)
+
+        async def read(lease: _Lease, nths: list[int]) -> None:
+            names = [block_hashes[nth] for nth in nths]
+            destinations = [into[nth] for nth in nths]
+            read = await self._call(lease.level, self._reads, lease.level.peer.read, lease.run, names, destinations)
+            for nth, checksums in zip(nths, read or (), strict=False):
+                sums[nth] = checksums
+                self.counters["read_bytes"] += into[nth].nbytes
+            lease.unread.difference_update(names)
+            if not lease.unread:
+                lease.level.peer.release(lease.run.lease_id)
+
+        now = self._clock()
+        live = [lease if lease is not None and now < lease.ends_at else None for lease in leases]
+        await asyncio.gather(*(read(*part) for part in _neighbours(live, block_hashes)))
+        return sums
+
+    async def _call(
+        self, level: _Level, threads: DaemonThreadPool | None, call: Callable[..., T], *args: object
+    ) -> T | None:
+        """What a peer answers; None if it does not, or is not to be asked now."""
+        if threads is None or not level.health.is_available:
+            return None
+        try:
+            with level.health.call():
+                return await threads.call(call, *args)
+        except KVPoolError:  # `Health` has logged it.
+            return None
+
+    async def write(self, namespace: PoolNamespace, group_idx: int, blocks: Sequence[Block]) -> int:
+        return 0
+
+    async def remove(self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes]) -> None:
+        """Peers keep theirs."""
+
+    async def clear(self, fingerprint: bytes = b"") -> None:
+        """Peers keep theirs."""
+
+
+def _neighbours(leases: Sequence[_Lease | None], block_hashes: Sequence[bytes]) -> Iterator[tuple[_Lease, list[int]]]:
+    """Parts of one lease's neighbours, each as indices of blocks."""
+    part: list[int] = []
+    for nth, lease in enumerate(leases):
+        if lease is None:
+            continue
+        previous = leases[part[-1]] if part else None
+        indices = lease.run.indices
+        if lease is previous and indices[block_hashes[nth]] == indices[block_hashes[part[-1]]] + 1:
+            part.append(nth)
+            continue
+        if previous is not None:
+            yield previous, part
+        part = [nth]
+    if part and (last := leases[part[-1]]) is not None:
+        yield last, part
