@@ -215,7 +215,11 @@ class Composition:
         config = self._config
         handover_s = config.drain_ms / 1000 + HANDOVER_S
         context = TierContext(
-            split_address(config.listen), POLICIES[config.policy], handover_s, insecure_network=config.insecure_network
+            split_address(config.listen),
+            POLICIES[config.policy],
+            handover_s,
+            insecure_network=config.insecure_network,
+            port=lambda: self.port,
         )
         tiers = [each.make(context) for each in options]
         if (tracing := self._tracing) is None:

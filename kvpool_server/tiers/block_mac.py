@@ -28,6 +28,25 @@ TAG_BYTES = NONCE_BYTES + 16
 _PURPOSE = b"kvpool tier tag"
 
 
+def read_key(path: Path) -> bytes:
+    """The key in a file: 64 hexadecimal digits. Raises ConfigError, which does not show the content."""
+    try:
+        with path.open("rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            text = file.read(2 * KEY_BYTES + 2)
+    except OSError as error:
+        raise ConfigError(f"key_file={path} cannot be read: {error.strerror}") from None
+    if mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise ConfigError(f"key_file={path} is accessible by others (mode {stat.S_IMODE(mode):04o}); chmod 600 it")
+    try:
+        key = bytes.fromhex(text.decode().strip())
+    except ValueError:
+        key = b""
+    if len(key) != KEY_BYTES:
+        raise ConfigError(f"key_file={path} is no key; write one with: openssl rand -hex {KEY_BYTES}")
+    return key
+
+
 class BlockMac:
     """Makes and verifies tags. Thread-safe."""
 
@@ -41,22 +60,8 @@ class BlockMac:
 
     @classmethod
     def from_file(cls, path: Path) -> BlockMac:
-        """With the key in a file: 64 hexadecimal digits. Raises ConfigError, which does not show the content."""
-        try:
-            with path.open("rb") as file:
-                mode = os.fstat(file.fileno()).st_mode
-                text = file.read(2 * KEY_BYTES + 2)
-        except OSError as error:
-            raise ConfigError(f"key_file={path} cannot be read: {error.strerror}") from None
-        if mode & (stat.S_IRWXG | stat.S_IRWXO):
-            raise ConfigError(f"key_file={path} is accessible by others (mode {stat.S_IMODE(mode):04o}); chmod 600 it")
-        try:
-            key = bytes.fromhex(text.decode().strip())
-        except ValueError:
-            key = b""
-        if len(key) != KEY_BYTES:
-            raise ConfigError(f"key_file={path} is no key; write one with: openssl rand -hex {KEY_BYTES}")
-        return cls(key)
+        """With the key in a file, as of `read_key`."""
+        return cls(read_key(path))
 
     def tag(self, name: BlockKey, payload: memoryview) -> bytes:
         """The tag of a block, uint8 [slot_bytes]: TAG_BYTES long, and another one each time."""

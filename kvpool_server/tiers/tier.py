@@ -193,6 +193,7 @@ class TierContext:
         handover_s: how long a server of the same name, which this one replaces, may take to stop.
         open_files: bounds the files that all tiers of the server keep open.
         insecure_network: other hosts may be reached without encryption.
+        port: of the server; 0 as long as it does not listen.
     """
 
     listen: tuple[str, int]
@@ -200,6 +201,7 @@ class TierContext:
     handover_s: float = 0.0
     open_files: OpenFiles = field(default_factory=OpenFiles)
     insecure_network: bool = False
+    port: Callable[[], int] = lambda: 0
 
 
 class TierOptions(BaseModel):

@@ -8,20 +8,26 @@ is written to peers: each keeps what its own engines store, and what its own loo
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import re
+import socket
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import ClassVar, Literal, TypeVar
 
 from pydantic import Field, field_validator
 
 from kvpool.client.config import ClientConfig
-from kvpool.protocol.errors import KVPoolError
+from kvpool.protocol.errors import ConfigError, KVPoolError
 from kvpool.security.tls import TlsFiles
+from kvpool_server.cache.entry import Entry
 from kvpool_server.cache.namespaces import PoolNamespace
+from kvpool_server.tiers.block_mac import read_key
 from kvpool_server.tiers.health import Health
+from kvpool_server.tiers.peers.directory import Directory, is_announced
 from kvpool_server.tiers.peers.peer import LeasedRun, Peer
 from kvpool_server.tiers.thread_pool import DaemonThreadPool
 from kvpool_server.tiers.tier import Block, BlockKey, Tier, TierContext, TierOptions
@@ -37,6 +43,10 @@ MAX_LEASED = 1 << 16
 QUESTIONS, READS = 4, 4
 """Threads for each."""
 CLOSE_S = 2.0
+MAX_OWNERS = 3
+"""Servers of which one question's blocks are sought, beside those that are always asked."""
+MAX_PEERS = 256
+"""Servers that are reached; the one that was not asked for longest gives way."""
 _PEERS = r"[^,+]+:\d+(\+[^,+]+:\d+)*"
 
 
@@ -45,7 +55,11 @@ class PeersOptions(TierOptions):
 
     EXAMPLE: ClassVar[str] = "peers:peer=HOST:PORT"
 
-    peer: str = Field(description="HOST:PORT of another server; + stands between several")
+    peer: str = Field("", description="HOST:PORT of another server; + stands between several")
+    directory: str = Field(
+        "", description="redis://HOST:PORT/DB of a Redis or Valkey in which servers say what they have; needs key_file"
+    )
+    advertise: str = Field("", description="HOST:PORT by which other servers reach this one; default: as in --listen")
     transport: Literal["auto", "tcp", "network", "grpc"] = Field(
         "auto", description="how bytes travel; auto: the first that works of shm, mooncake over RDMA, tcp, grpc"
     )
@@ -57,27 +71,35 @@ class PeersOptions(TierOptions):
     @field_validator("peer")
     @classmethod
     def _check_peer(cls, value: str) -> str:
-        if not re.fullmatch(_PEERS, value):
+        if value and not re.fullmatch(_PEERS, value):
             raise ValueError("HOST:PORT of another server, or several with + between them")
         return value
 
     @property
     def tier_name(self) -> str:
-        return f"peers:{self.peer}"
+        return f"peers:{self.peer or self.directory.rpartition('@')[2].rpartition('//')[2]}"
 
     def make(self, context: TierContext) -> PeersTier:
         """Raises ConfigError for files that cannot be used, and for plaintext to other hosts."""
+        if not (self.peer or self.directory):
+            raise ConfigError("tier peers: names no servers; give peer=HOST:PORT or directory=redis://HOST:PORT/0")
         tls = TlsFiles(self.ca, self.cert, self.key) if self.ca else None
-        return PeersTier(
-            self.tier_name,
-            {
-                endpoint: ClientConfig(
-                    endpoint, self.transport, CONTROL_MS, DATA_MS, STALL_MS, lease_ttl_ms=LEASE_MS, tls=tls,
-                    token_file=self.token_file, insecure_network=context.insecure_network,
-                )
-                for endpoint in self.peer.split("+")
-            },
+        config = ClientConfig(
+            "127.0.0.1:1", self.transport, CONTROL_MS, DATA_MS, STALL_MS, lease_ttl_ms=LEASE_MS, tls=tls,
+            token_file=self.token_file, insecure_network=context.insecure_network,
         )  # fmt: skip
+        peers = list(filter(None, self.peer.split("+")))
+        return PeersTier(self.tier_name, config, peers, self._directory(context) if self.directory else None)
+
+    def _directory(self, context: TierContext) -> Directory:
+        if not self.key_file:
+            raise ConfigError(f"tier {self.tier_name}: a directory needs key_file, the same for all of its servers")
+        host = context.listen[0] if context.listen[0] not in ("0.0.0.0", "::") else socket.gethostname()
+
+        def endpoint() -> str:
+            return self.advertise or (f"{host}:{port}" if (port := context.port()) else "")
+
+        return Directory(self.directory, read_key(Path(self.key_file)), endpoint)
 
 
 @dataclass(slots=True)
@@ -106,16 +128,26 @@ class PeersTier(Tier):
     """Reads from peers.
 
     Args:
-        peers: how to reach each, by its endpoint.
+        config: how to reach any, but for its endpoint.
+        peers: endpoints of those that are always asked, after those of the directory.
         clock: monotonic seconds.
     """
 
     keeps = False
     reads_at_once = READS
 
-    def __init__(self, name: str, peers: dict[str, ClientConfig], clock: Callable[[], float] = time.monotonic):
+    def __init__(
+        self,
+        name: str,
+        config: ClientConfig,
+        peers: Sequence[str],
+        directory: Directory | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
         super().__init__(name)
-        self._configs = peers
+        self._config = config
+        self._peers = peers
+        self._directory = directory
         self._clock = clock
         self._levels: dict[str, _Level] = {}
         self._leased: OrderedDict[BlockKey, _Lease] = OrderedDict()
@@ -125,10 +157,12 @@ class PeersTier(Tier):
     async def open(self) -> None:
         self._questions = DaemonThreadPool(QUESTIONS, "kvpool-peers-ask")
         self._reads = DaemonThreadPool(READS, "kvpool-peers-read")
-        for endpoint, config in self._configs.items():
-            self._levels[endpoint] = _Level(Peer(config), Health(f"peer {endpoint}", self._clock))
+        if self._directory is not None:
+            self._directory.open()
 
     async def close(self) -> None:
+        if self._directory is not None:
+            await self._directory.close()
         levels, self._levels = self._levels, {}
         for level in levels.values():
             await asyncio.to_thread(level.peer.close)
@@ -139,7 +173,8 @@ class PeersTier(Tier):
 
     async def find(self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes]) -> list[bool]:
         found: set[bytes] = set()
-        for level in list(self._levels.values()):
+        for endpoint in await self._likely(namespace, group_idx, block_hashes):
+            level = self._level(endpoint)
             missing = [block_hash for block_hash in block_hashes if block_hash not in found]
             if not missing:
                 break
@@ -148,6 +183,25 @@ class PeersTier(Tier):
                 found |= run.indices.keys()
                 self._remember(namespace, level, run)
         return [block_hash in found for block_hash in block_hashes]
+
+    async def _likely(self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes]) -> list[str]:
+        """Endpoints of peers that may have some of these blocks, the likeliest first."""
+        owners: list[str] = []
+        if self._directory is not None:
+            tokens = namespace.groups[group_idx].spec.block_tokens
+            owners = await self._directory.owners(namespace.fingerprint, group_idx, block_hashes, tokens)
+        return [*owners[:MAX_OWNERS], *(peer for peer in self._peers if peer not in owners)]
+
+    def _level(self, endpoint: str) -> _Level:
+        level = self._levels.pop(endpoint, None)
+        if level is None:
+            peer = Peer(dataclasses.replace(self._config, endpoint=endpoint))
+            level = _Level(peer, Health(f"peer {endpoint}", self._clock))
+        self._levels[endpoint] = level  # The last used is last.
+        if len(self._levels) > MAX_PEERS:
+            oldest = self._levels.pop(next(iter(self._levels)))
+            asyncio.get_running_loop().run_in_executor(None, oldest.peer.close)
+        return level
 
     def _remember(self, namespace: PoolNamespace, level: _Level, run: LeasedRun) -> None:
         lease = _Lease(level, run, self._clock() + LEASE_MS / 1000, set(run.indices))
@@ -191,6 +245,17 @@ class PeersTier(Tier):
                 return await threads.call(call, *args)
         except KVPoolError:  # `Health` has logged it.
             return None
+
+    def stored(self, entry: Entry) -> None:
+        self._hold(entry, is_there=True)
+
+    def left(self, entry: Entry) -> None:
+        self._hold(entry, is_there=False)
+
+    def _hold(self, entry: Entry, *, is_there: bool) -> None:
+        group = entry.group
+        if self._directory is not None and is_announced(entry.block_hash, group.spec.block_tokens):
+            self._directory.hold(group.fingerprint, group.idx, entry.block_hash, is_there=is_there)
 
     async def write(self, namespace: PoolNamespace, group_idx: int, blocks: Sequence[Block]) -> int:
         return 0

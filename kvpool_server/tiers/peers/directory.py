@@ -1,0 +1,234 @@
+"""Which servers say that they have which blocks: soft state in Redis or Valkey, which no answer relies on.
+
+A block is announced if its hash says so, about one in `EVERY_TOKENS` tokens of a prefix: both sides need only the hash.
+Its name in the directory is a keyed hash, so that readers of the directory learn no prompts; the value is the set of
+servers, each a random number of its boot. What a number stands for is an entry of its own, with the endpoint and its
+tag under the servers' key: a stranger who writes to the directory names no server. Each server renews its entry; those
+of a server that has ended expire. Announcements are pipelined, and dropped when there are too many.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import hashlib
+import hmac
+import itertools
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import structlog
+
+from kvpool.client.config import check_endpoint
+from kvpool.protocol.errors import ConfigError
+from kvpool_server.tiers.health import Health
+
+if TYPE_CHECKING:
+    from redis.asyncio import Redis
+
+log = structlog.get_logger()
+
+EVERY_TOKENS = 512
+ANSWER_S = 0.25
+"""Deadline of a command."""
+BEAT_S, SERVER_S = 5.0, 20
+"""How often a server renews its entry, and how long the entry lasts."""
+RENEW_S, BLOCK_S = 300.0, 900
+"""How often a server announces its blocks again, and how long an announcement lasts."""
+PART = 500
+"""Announcements of one round trip."""
+MAX_QUEUED = 1 << 16
+MAX_ASKED = 32
+"""Blocks of one question, the first of its prefix."""
+KNOWN_S = 5.0
+"""How long the endpoint of a server is remembered."""
+TAG_BYTES, MAX_SERVERS, MAX_OWNERS = 16, 4_096, 16
+_BLOCK, _SERVER = b"kvpool:block:", b"kvpool:server:"
+
+
+def is_announced(block_hash: bytes, block_tokens: int) -> bool:
+    """Whether servers that have a block say so."""
+    return int.from_bytes(block_hash[-8:]) % max(1, EVERY_TOKENS // block_tokens) == 0
+
+
+class Directory:
+    """The part of one server. Belongs to the event loop; no call raises, and none lasts longer than `ANSWER_S`.
+
+    Args:
+        url: redis://[USER:PASSWORD@]HOST:PORT/DB; with TLS rediss://…?ssl_ca_certs=FILE.
+        key: the servers'.
+        endpoint: HOST:PORT by which others reach this server; empty as long as it is not known.
+
+    Attributes:
+        num_dropped: announcements dropped because there were too many, or the directory was away.
+
+    Raises ConfigError if the client library is not installed, or refuses the URL.
+    """
+
+    def __init__(self, url: str, key: bytes, endpoint: Callable[[], str], clock: Callable[[], float] = time.monotonic):
+        try:
+            import redis
+            from redis.asyncio import Redis
+        except ImportError:
+            raise ConfigError("a directory of peers needs Redis' client: pip install 'kvpool[directory]'") from None
+        try:
+            self._redis: Redis = Redis.from_url(url, socket_timeout=ANSWER_S, socket_connect_timeout=ANSWER_S)
+        except ValueError as error:
+            raise ConfigError(f"directory: {error}") from None
+        self._failures = (redis.RedisError, OSError, TimeoutError)
+        self._key = key
+        self._endpoint = endpoint
+        self._clock = clock
+        self._id = secrets.token_bytes(8)
+        self._health = Health("directory of peers", clock)
+        self._held: dict[bytes, None] = {}  # Announced blocks that this server has.
+        self._queue: dict[bytes, bool] = {}  # Whether each is there, or has left.
+        self._work = asyncio.Event()
+        self._servers: dict[bytes, tuple[str, float]] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+        self._lacks_some = False
+        self.num_dropped = 0
+
+    def open(self) -> None:
+        self._tasks = [asyncio.create_task(run()) for run in (self._beat, self._renew, self._announce)]
+
+    async def close(self) -> None:
+        """Tells others that this server has ended, if the directory answers. Idempotent."""
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if tasks:
+            await self._call(lambda: self._redis.delete(_SERVER + self._id))
+        with contextlib.suppress(*self._failures):
+            await self._redis.aclose()
+
+    def hold(self, fingerprint: bytes, group_idx: int, block_hash: bytes, *, is_there: bool) -> None:
+        """A block that is announced lies in this server's memory, or does no longer."""
+        name = self._name(fingerprint, group_idx, block_hash)
+        if is_there:
+            self._held[name] = None
+        elif self._held.pop(name, self) is not None:
+            return
+        self._enqueue(name, is_there)
+
+    def _enqueue(self, name: bytes, is_there: bool) -> None:
+        if len(self._queue) >= MAX_QUEUED:
+            self.num_dropped += 1
+            self._lacks_some = True
+            return
+        self._queue[name] = is_there
+        self._work.set()
+
+    async def owners(
+        self, fingerprint: bytes, group_idx: int, block_hashes: Sequence[bytes], block_tokens: int
+    ) -> list[str]:
+        """Endpoints of other servers that may have blocks of a run, those that say so of most first."""
+        named = (name for name in block_hashes if is_announced(name, block_tokens))
+        names = [self._name(fingerprint, group_idx, each) for each in itertools.islice(named, MAX_ASKED)]
+        if not names:
+            return []
+
+        async def ask() -> list[Any]:
+            pipeline = self._redis.pipeline(transaction=False)
+            for name in names:
+                pipeline.srandmember(name, MAX_OWNERS)
+            return await pipeline.execute()
+
+        counts = Counter(owner for owners in await self._call(ask) or () for owner in owners or ())
+        counts.pop(self._id, None)
+        found = [owner for owner, _ in counts.most_common(MAX_OWNERS)]
+        endpoints = await self._endpoints(found)
+        return [endpoint for endpoint in endpoints if endpoint and endpoint != self._endpoint()]
+
+    async def _endpoints(self, servers: Sequence[bytes]) -> list[str]:
+        """Of each server; empty where it has ended, or a stranger names it."""
+        now = self._clock()
+        unknown = [each for each in servers if self._servers.get(each, ("", 0.0))[1] <= now]
+        if unknown:
+            values = await self._call(lambda: self._redis.mget([_SERVER + each for each in unknown]))
+            for server, value in zip(unknown, values or [None] * len(unknown), strict=True):
+                self._servers[server] = self._opened(server, value), now + KNOWN_S
+            while len(self._servers) > MAX_SERVERS:
+                del self._servers[next(iter(self._servers))]
+        return [self._servers.get(each, ("", 0.0))[0] for each in servers]
+
+    async def _beat(self) -> None:
+        while True:
+            if endpoint := self._endpoint():
+                was_there = await self._call(functools.partial(self._renew_server, self._sealed(endpoint.encode())))
+                if was_there is False or (was_there and self._lacks_some):  # It is new, or has lost what it had.
+                    self._lacks_some = False
+                    self._announce_all()
+            await asyncio.sleep(BEAT_S if endpoint else 0.1)
+
+    async def _renew_server(self, value: bytes) -> bool:
+        """Whether the directory still had the entry of this server."""
+        return await self._redis.set(_SERVER + self._id, value, ex=SERVER_S, get=True) is not None
+
+    async def _renew(self) -> None:
+        while True:
+            await asyncio.sleep(RENEW_S)
+            self._announce_all()
+
+    def _announce_all(self) -> None:
+        for name in self._held:
+            self._enqueue(name, True)
+
+    async def _announce(self) -> None:
+        while True:
+            await self._work.wait()
+            if not self._queue:
+                self._work.clear()
+                continue
+            part = dict(itertools.islice(self._queue.items(), PART))
+            for name in part:
+                del self._queue[name]
+            if await self._call(functools.partial(self._send, part)) is None:
+                self.num_dropped += len(part)
+                self._lacks_some = True
+
+    async def _send(self, part: dict[bytes, bool]) -> bool:
+        pipeline = self._redis.pipeline(transaction=False)
+        for name, is_there in part.items():
+            if is_there:
+                pipeline.sadd(name, self._id)
+                pipeline.expire(name, BLOCK_S)
+            else:
+                pipeline.srem(name, self._id)
+        await pipeline.execute()
+        return True
+
+    async def _call(self, call: Callable[[], Any]) -> Any:
+        """What the directory answers; None if it does not, or is not to be asked now."""
+        if not self._health.is_available:
+            return None
+        try:
+            with self._health.call():
+                async with asyncio.timeout(ANSWER_S):
+                    return await call()
+        except self._failures:
+            return None
+
+    def _name(self, fingerprint: bytes, group_idx: int, block_hash: bytes) -> bytes:
+        text = fingerprint + group_idx.to_bytes(4) + block_hash
+        return _BLOCK + hashlib.blake2b(text, key=self._key, digest_size=TAG_BYTES).digest()
+
+    def _sealed(self, endpoint: bytes) -> bytes:
+        return hashlib.blake2b(self._id + endpoint, key=self._key, digest_size=TAG_BYTES).digest() + endpoint
+
+    def _opened(self, server: bytes, value: bytes | None) -> str:
+        if value is None:
+            return ""
+        endpoint = value[TAG_BYTES:]
+        tag = hashlib.blake2b(server + endpoint, key=self._key, digest_size=TAG_BYTES).digest()
+        if not hmac.compare_digest(tag, value[:TAG_BYTES]):
+            log.warning("the directory of peers names a server without the servers' key")
+            return ""
+        with contextlib.suppress(ConfigError, UnicodeDecodeError):
+            return check_endpoint(endpoint.decode())
+        return ""
