@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Literal, TypeVar
 
+import structlog
 from pydantic import Field, field_validator
 
 from kvpool.client.config import ClientConfig
@@ -31,6 +32,8 @@ from kvpool_server.tiers.peers.directory import Directory, is_announced
 from kvpool_server.tiers.peers.peer import LeasedRun, Peer
 from kvpool_server.tiers.thread_pool import DaemonThreadPool
 from kvpool_server.tiers.tier import Block, BlockKey, Tier, TierContext, TierOptions
+
+log = structlog.get_logger()
 
 T = TypeVar("T")
 
@@ -80,7 +83,7 @@ class PeersOptions(TierOptions):
         return f"peers:{self.peer or self.directory.rpartition('@')[2].rpartition('//')[2]}"
 
     def make(self, context: TierContext) -> PeersTier:
-        """Raises ConfigError for files that cannot be used, and for plaintext to other hosts."""
+        """Raises ConfigError for options that cannot be together."""
         if not (self.peer or self.directory):
             raise ConfigError("tier peers: names no servers; give peer=HOST:PORT or directory=redis://HOST:PORT/0")
         tls = TlsFiles(self.ca, self.cert, self.key) if self.ca else None
@@ -157,6 +160,8 @@ class PeersTier(Tier):
     async def open(self) -> None:
         self._questions = DaemonThreadPool(QUESTIONS, "kvpool-peers-ask")
         self._reads = DaemonThreadPool(READS, "kvpool-peers-read")
+        for endpoint in self._peers:
+            self._level(endpoint)
         if self._directory is not None:
             self._directory.open()
 
@@ -174,10 +179,14 @@ class PeersTier(Tier):
     async def find(self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes]) -> list[bool]:
         found: set[bytes] = set()
         for endpoint in await self._likely(namespace, group_idx, block_hashes):
-            level = self._level(endpoint)
             missing = [block_hash for block_hash in block_hashes if block_hash not in found]
             if not missing:
                 break
+            try:
+                level = self._level(endpoint)
+            except ConfigError as error:  # The directory names it, and the settings do not allow it.
+                log.warning("a peer cannot be reached", endpoint=endpoint, error=str(error))
+                continue
             run = await self._call(level, self._questions, level.peer.lease, namespace, group_idx, missing)
             if run is not None:
                 found |= run.indices.keys()
@@ -193,6 +202,7 @@ class PeersTier(Tier):
         return [*owners[:MAX_OWNERS], *(peer for peer in self._peers if peer not in owners)]
 
     def _level(self, endpoint: str) -> _Level:
+        """Raises ConfigError for files that cannot be used, and for plaintext to another host."""
         level = self._levels.pop(endpoint, None)
         if level is None:
             peer = Peer(dataclasses.replace(self._config, endpoint=endpoint))

@@ -1,0 +1,288 @@
+"""Servers that read from one another: real ones, and a real directory."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvpool.client.client import Client
+from kvpool.client.config import ClientConfig
+from kvpool.protocol.errors import ConfigError
+from kvpool.protocol.types import BlockRun
+from kvpool.security.principal import Role
+from kvpool_server.cache.eviction.lru import PrefixLRU
+from kvpool_server.tiers.peers import directory as peers_directory
+from kvpool_server.tiers.registry import parse
+from kvpool_server.tiers.tier import TierContext
+from tests.support.directory import DirectoryProcess
+from tests.support.processes import ServerProcess, wait_for
+from tests.support.secured_server import SecuredServer
+from tests.support.values import block_hash, group_spec, namespace_spec, payload
+
+StartServer = Callable[..., ServerProcess]
+CHUNK = 4_096
+SPEC = namespace_spec(group_spec(chunk_bytes=CHUNK), tenant="acme")
+LONG = 256
+"""Blocks of a prefix of which some are announced."""
+DEADLINE_S = 20.0
+
+
+class Host:
+    """A server and an engine of its host."""
+
+    def __init__(self, server: ServerProcess, **identity: Any):
+        self.server = server
+        self.client = Client(ClientConfig(server.endpoint, timeout_ms=10_000, **identity))
+        self.namespace = self.client.open_namespace(SPEC)
+
+    def put(self, *names: object) -> None:
+        blocks = [payload(name, CHUNK) for name in names]
+        self.client.put_blocks(self.namespace, BlockRun(0, [block_hash(name) for name in names]), blocks)
+
+    def load(self, *names: object) -> list[bool]:
+        """Looks up until nothing is on its way; which blocks came, whose bytes are checked."""
+        run = BlockRun(0, [block_hash(name) for name in names])
+        ends_at = time.monotonic() + DEADLINE_S
+        while (found := self.client.lookup(self.namespace, [run], prefix_only=False)).retry_after_ms:
+            assert time.monotonic() < ends_at, "blocks are on their way for ever"
+            self.client.rpc.release_quietly(found.lease_id)
+            time.sleep(found.retry_after_ms / 1000)
+        if not found.lease_id:
+            return [False] * len(names)
+        blocks = self.client.get_blocks(self.namespace, found.lease_id, run)
+        for name, block in zip(names, blocks, strict=True):
+            assert block is None or np.array_equal(block, payload(name, CHUNK)), f"wrong bytes of {name}"
+        self.client.release([found.lease_id])
+        return [block is not None for block in blocks]
+
+    def seconds_of_a_miss(self, name: str) -> float:
+        began = time.monotonic()
+        assert not any(self.load(*(f"{name}-{nth}" for nth in range(LONG))))
+        return time.monotonic() - began
+
+    @property
+    def read_bytes(self) -> int:
+        (tier,) = self.client.admin.stats().tiers
+        return int(tier.counters["read_bytes"])
+
+    @property
+    def looked_up(self) -> int:
+        return int(self.client.admin.stats().counters["lookup_blocks"])
+
+    def close(self) -> None:
+        self.client.close()
+
+
+@pytest.fixture
+def host(pool_server: StartServer) -> Iterator[Callable[..., Host]]:
+    hosts: list[Host] = []
+
+    def start(*flags: str) -> Host:
+        hosts.append(Host(pool_server("--memory", "64MiB", *flags)))
+        return hosts[-1]
+
+    yield start
+    for each in hosts:
+        each.close()
+
+
+def _naming(*others: Host) -> tuple[str, str]:
+    return "--tier", f"peers:transport=tcp,peer={'+'.join(other.server.endpoint for other in others)}"
+
+
+def test_blocks_of_a_named_server_come_up_with_their_bytes(host: Callable[..., Host]) -> None:
+    names = [f"block {nth}" for nth in range(50)]
+    owner = host()
+    owner.put(*names)
+    other = host(*_naming(owner))
+    assert other.load(*names[:25], "unknown", *names[25:]) == [True] * 25 + [False] + [True] * 25
+    assert other.read_bytes == len(names) * CHUNK
+    owner.server.kill()
+    assert all(other.load(*names)), "they are this server's now"
+
+
+def test_blocks_come_from_all_named_servers(host: Callable[..., Host]) -> None:
+    first, second = host(), host()
+    first.put("a", "b")
+    second.put("c")
+    assert all(host(*_naming(first, second)).load("a", "b", "c"))
+
+
+def test_servers_that_name_one_another_do_not_ask_in_circles(
+    pool_server: StartServer, host: Callable[..., Host]
+) -> None:
+    first = host()
+    second = host(*_naming(first))
+    endpoint = first.server.endpoint
+    first.server.kill()
+    first.close()
+    tier = f"peers:transport=tcp,peer={second.server.endpoint}"
+    third = Host(pool_server("--listen", endpoint, "--memory", "64MiB", "--tier", tier))
+    third.seconds_of_a_miss("nobody's")
+    looked_up = third.looked_up, second.looked_up
+    time.sleep(0.5)
+    assert (third.looked_up, second.looked_up) == looked_up
+    third.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_server_that_does_not_answer_costs_one_wait(host: Callable[..., Host], number: int) -> None:
+    owner = host()
+    owner.put("a")
+    other = host(*_naming(owner))
+    other.load("a")
+    owner.server.send_signal(number)
+    try:
+        assert other.seconds_of_a_miss("first") < DEADLINE_S / 2
+        assert other.seconds_of_a_miss("second") < 0.5, "the server is asked again at once"
+    finally:
+        owner.server.send_signal(signal.SIGCONT)
+
+
+def test_a_server_that_was_restarted_is_read_again(pool_server: StartServer, host: Callable[..., Host]) -> None:
+    owner = host()
+    owner.put("a", "old")
+    other = host(*_naming(owner))
+    assert all(other.load("a"))
+    owner.server.kill()
+    again = Host(pool_server("--listen", owner.server.endpoint, "--memory", "64MiB"))
+    again.put("new")
+    wait_for(lambda: all(other.load("new")), "a block of the new server")
+    assert other.load("old") == [False]
+    again.close()
+
+
+# With a directory
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Iterator[DirectoryProcess]:
+    process = DirectoryProcess(tmp_path)
+    yield process
+    process.kill()
+
+
+@pytest.fixture
+def by_directory(directory: DirectoryProcess, tmp_path: Path) -> tuple[str, str]:
+    key = tmp_path / "key"
+    key.touch(0o600)
+    key.write_text(os.urandom(32).hex())
+    return "--tier", f"peers:transport=tcp,directory={directory.url},key_file={key}"
+
+
+def _announced(names: list[str]) -> int:
+    tokens = SPEC.groups[0].block_tokens
+    return sum(peers_directory.is_announced(block_hash(name), tokens) for name in names)
+
+
+def _keys(directory: DirectoryProcess, what: str) -> int:
+    return directory.command("KEYS", f"kvpool:{what}:*").count("kvpool:")
+
+
+LONG_NAMES = [f"long {nth}" for nth in range(LONG)]
+
+
+def test_the_directory_tells_who_has_a_prefix(
+    host: Callable[..., Host], directory: DirectoryProcess, by_directory: tuple[str, str]
+) -> None:
+    owner, other, reader = (host(*by_directory) for _ in range(3))
+    owner.put(*LONG_NAMES[: LONG // 2])
+    other.put(*LONG_NAMES[LONG // 2 :])
+    assert _announced(LONG_NAMES) > 3
+    wait_for(lambda: _keys(directory, "block") == _announced(LONG_NAMES), "the announcements")
+    assert all(reader.load(*LONG_NAMES))
+    assert reader.seconds_of_a_miss("nobody's") < 1.0
+    text = directory.command("KEYS", "*")
+    assert not any(block_hash(name).hex()[:16] in text for name in LONG_NAMES)
+    owner.client.admin.clear()
+    other.client.admin.clear()
+    reader.client.admin.clear()
+    wait_for(lambda: not _keys(directory, "block"), "the end of the announcements")
+
+
+def test_a_directory_that_was_emptied_is_filled_again(
+    host: Callable[..., Host], directory: DirectoryProcess, by_directory: tuple[str, str]
+) -> None:
+    owner, reader = host(*by_directory), host(*by_directory)
+    owner.put(*LONG_NAMES)
+    wait_for(lambda: _keys(directory, "block"), "the announcements")
+    directory.kill()
+    assert reader.seconds_of_a_miss("first") < DEADLINE_S / 2
+    assert reader.seconds_of_a_miss("second") < 0.5, "a dead directory is asked again at once"
+    directory.start()
+    wait_for(lambda: _keys(directory, "block") == _announced(LONG_NAMES), "the announcements again", 60)
+    assert all(reader.load(*LONG_NAMES))
+
+
+def test_a_directory_that_does_not_answer_costs_one_wait(
+    host: Callable[..., Host], directory: DirectoryProcess, by_directory: tuple[str, str]
+) -> None:
+    reader = host(*by_directory)
+    directory.send_signal(signal.SIGSTOP)
+    try:
+        assert reader.seconds_of_a_miss("first") < DEADLINE_S / 2
+        assert reader.seconds_of_a_miss("second") < 0.5
+    finally:
+        directory.send_signal(signal.SIGCONT)
+
+
+def test_a_directory_cannot_send_a_server_to_strangers(
+    host: Callable[..., Host], directory: DirectoryProcess, by_directory: tuple[str, str]
+) -> None:
+    """Who writes to the directory has no key; the owner's entry is replaced by one that names a stranger."""
+    owner, stranger, reader = host(*by_directory), host(), host(*by_directory)
+    stranger.put(*LONG_NAMES)
+    owner.put(*LONG_NAMES)
+    wait_for(lambda: _keys(directory, "server") == 2 and _keys(directory, "block"), "the announcements")
+    script = (
+        "for _,k in ipairs(redis.call('KEYS','kvpool:server:*'))do_"
+        f"redis.call('SET',k,string.rep('x',16)..'{stranger.server.endpoint}')_end"
+    )
+    directory.command("EVAL", f'"{script}"'.replace("_", " ").replace(" ,k", "_,k"), "0")
+    looked_up = stranger.looked_up
+    reader.load(*LONG_NAMES)
+    assert stranger.looked_up == looked_up
+    wait_for(lambda: "without the servers' key" in reader.server.stderr, "the warning")
+
+
+# With TLS
+
+
+@pytest.mark.parametrize(("role", "may"), [(Role.PEER, True), (Role.ROUTER, False)])
+def test_a_peer_needs_the_role(
+    pool_server: StartServer, host: Callable[..., Host], tmp_path: Path, role: Role, may: bool
+) -> None:
+    secured = SecuredServer(tmp_path, pool_server, "--memory", "64MiB")
+    owner = Host(secured.server, tls=secured.files(Role.ENGINE_WRITE))
+    owner.put("a", "b")
+    files = secured.files(role)
+    tier = f"peers:peer={secured.server.endpoint},transport=tcp,ca={files.ca},cert={files.cert},key={files.key}"
+    reader = host("--tier", tier)
+    assert reader.load("a", "b") == [may, may]
+    owner.close()
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("peers:", "names no servers"),
+        ("peers:peer=there", "HOST:PORT of another server"),
+        ("peers:directory=redis://127.0.0.1:1/0", "needs key_file"),
+        ("peers:directory=http://127.0.0.1:1,key_file={key}", "directory: "),
+        ("peers:peer=10.0.0.1:50051,token_file=x", "token_file x without tls"),
+    ],
+)
+def test_a_tier_that_cannot_work_is_refused(text: str, why: str, tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.touch(0o600)
+    key.write_text(bytes(32).hex())
+    with pytest.raises(ConfigError, match=why):
+        asyncio.run(parse(text.format(key=key)).make(TierContext(("127.0.0.1", 1), PrefixLRU)).open())
