@@ -76,7 +76,12 @@ def issue(
     directory: Directory,
     host: Hosts = None,
     tenant: Tenants = None,
-    operator: Annotated[bool, typer.Option("--operator", help="Make those of the operator and of metrics.")] = False,
+    operator: Annotated[
+        bool,
+        typer.Option(
+            "--operator", help="Make those of the operator, of metrics and of servers that read from one another."
+        ),
+    ] = False,
     domain: Domain = DEFAULT_DOMAIN,
     days: Days = LEAF_DAYS,
 ) -> None:

@@ -23,7 +23,7 @@ CALLS: dict[Role, frozenset[str]] = {
     Role.OPERATOR: frozenset(_ANYBODY | _READ | _WRITE | _TENANT | _POOL),
     Role.ROUTER: frozenset(_ANYBODY | {"Exists", "ListNamespaces"}),
     Role.METRICS: frozenset(_ANYBODY | {"Stats", "Value"}),
-    Role.PEER: frozenset(_ANYBODY | {"Lookup", "LookupStream", "Get", "Release", "Verify"}),
+    Role.PEER: frozenset(_ANYBODY | {"Lookup", "LookupStream", "Get", "GetChunks", "Release", "Verify"}),
 }
 """By role: the methods of the Pool service."""
 

@@ -149,7 +149,7 @@ class Lookups:
         return Located(remaining_ms, tuple(present), tuple(offsets), tuple(checksums))
 
     def record_use(self, found: Found) -> None:
-        """Counts a lookup and, if it leased its entries, tells the eviction policies of their use."""
+        """As `touch`, and counts the lookup."""
         num_hits = len(found.entries)
         namespace = found.namespace
         namespace.lookup_blocks += found.num_blocks
@@ -160,6 +160,10 @@ class Lookups:
         if not namespace.is_measurement:
             self._counters["lookup_blocks"] += found.num_blocks
             self._counters["lookup_hits"] += num_hits
+        self.touch(found)
+
+    def touch(self, found: Found) -> None:
+        """If a lookup leased its entries, tells the eviction policies of their use."""
         if found.lease_id:
             stamp = self._placement.next_stamp([group for group, _, _ in found.spans])
             for group, start, stop in found.spans:

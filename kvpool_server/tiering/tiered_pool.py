@@ -227,9 +227,11 @@ class TieredPool(Observer):
             hits, retry_after_ms = self._prefetch_missing(found, runs, prefix_only)
         if retry_after_ms:
             lookups.record_use_on_get(found)
+        elif here:
+            lookups.touch(found)
         else:
             lookups.record_use(found)
-            if lease_ttl_ms and not here:
+            if lease_ttl_ms:
                 self.pool.traffic.looked_up(found.namespace, runs, found.hits)
         if is_large:
             yield

@@ -2,9 +2,10 @@
 
 A block is announced if its hash says so, about one in `EVERY_TOKENS` tokens of a prefix: both sides need only the hash.
 Its name in the directory is a keyed hash, so that readers of the directory learn no prompts; the value is the set of
-servers, each a random number of its boot. What a number stands for is an entry of its own, with the endpoint and its
-tag under the servers' key: a stranger who writes to the directory names no server. Each server renews its entry; those
-of a server that has ended expire. Announcements are pipelined, and dropped when there are too many.
+servers with the time of their word, each a random number of its boot. What a number stands for is an entry of its own,
+with the endpoint and its tag under the servers' key: a stranger who writes to the directory names no server. Each
+server renews its entry; those of a server that has ended expire. Announcements are pipelined, and dropped when there
+are too many.
 """
 
 from __future__ import annotations
@@ -39,8 +40,10 @@ BEAT_S, SERVER_S = 5.0, 20
 """How often a server renews its entry, and how long the entry lasts."""
 RENEW_S, BLOCK_S = 300.0, 900
 """How often a server announces its blocks again, and how long an announcement lasts."""
-PART = 500
-"""Announcements of one round trip."""
+PART = 50
+"""Announcements of one round trip: redis-py makes them on the event loop."""
+AT_ONCE = 16
+"""Commands, and so connections."""
 MAX_QUEUED = 1 << 16
 MAX_ASKED = 32
 """Blocks of one question, the first of its prefix."""
@@ -71,7 +74,6 @@ class Directory:
 
     def __init__(self, url: str, key: bytes, endpoint: Callable[[], str], clock: Callable[[], float] = time.monotonic):
         try:
-            import redis
             from redis.asyncio import Redis
         except ImportError:
             raise ConfigError("a directory of peers needs Redis' client: pip install 'kvpool[directory]'") from None
@@ -79,7 +81,7 @@ class Directory:
             self._redis: Redis = Redis.from_url(url, socket_timeout=ANSWER_S, socket_connect_timeout=ANSWER_S)
         except ValueError as error:
             raise ConfigError(f"directory: {error}") from None
-        self._failures = (redis.RedisError, OSError, TimeoutError)
+        self._turns = asyncio.Semaphore(AT_ONCE)
         self._key = key
         self._endpoint = endpoint
         self._clock = clock
@@ -90,7 +92,7 @@ class Directory:
         self._work = asyncio.Event()
         self._servers: dict[bytes, tuple[str, float]] = {}
         self._tasks: list[asyncio.Task[None]] = []
-        self._lacks_some = False
+        self._lacks_some = self._has_warned = False
         self.num_dropped = 0
 
     def open(self) -> None:
@@ -104,7 +106,7 @@ class Directory:
         await asyncio.gather(*tasks, return_exceptions=True)
         if tasks:
             await self._call(lambda: self._redis.delete(_SERVER + self._id))
-        with contextlib.suppress(*self._failures):
+        with contextlib.suppress(Exception):
             await self._redis.aclose()
 
     def hold(self, fingerprint: bytes, group_idx: int, block_hash: bytes, *, is_there: bool) -> None:
@@ -117,7 +119,7 @@ class Directory:
         self._enqueue(name, is_there)
 
     def _enqueue(self, name: bytes, is_there: bool) -> None:
-        if len(self._queue) >= MAX_QUEUED:
+        if name not in self._queue and len(self._queue) >= MAX_QUEUED:
             self.num_dropped += 1
             self._lacks_some = True
             return
@@ -136,7 +138,7 @@ class Directory:
         async def ask() -> list[Any]:
             pipeline = self._redis.pipeline(transaction=False)
             for name in names:
-                pipeline.srandmember(name, MAX_OWNERS)
+                pipeline.zrevrange(name, 0, MAX_OWNERS - 1)
             return await pipeline.execute()
 
         counts = Counter(owner for owners in await self._call(ask) or () for owner in owners or ())
@@ -163,7 +165,7 @@ class Directory:
                 was_there = await self._call(functools.partial(self._renew_server, self._sealed(endpoint.encode())))
                 if was_there is False or (was_there and self._lacks_some):  # It is new, or has lost what it had.
                     self._lacks_some = False
-                    self._announce_all()
+                    await self._announce_all()
             await asyncio.sleep(BEAT_S if endpoint else 0.1)
 
     async def _renew_server(self, value: bytes) -> bool:
@@ -173,11 +175,17 @@ class Directory:
     async def _renew(self) -> None:
         while True:
             await asyncio.sleep(RENEW_S)
-            self._announce_all()
+            await self._announce_all()
 
-    def _announce_all(self) -> None:
-        for name in self._held:
-            self._enqueue(name, True)
+    async def _announce_all(self) -> None:
+        names = list(self._held)
+        for at in range(0, len(names), PART):
+            while len(self._queue) > MAX_QUEUED // 2:
+                await asyncio.sleep(BEAT_S / 100)
+            for name in names[at : at + PART]:
+                if name in self._held:
+                    self._enqueue(name, True)
+            await asyncio.sleep(0)
 
     async def _announce(self) -> None:
         while True:
@@ -194,12 +202,14 @@ class Directory:
 
     async def _send(self, part: dict[bytes, bool]) -> bool:
         pipeline = self._redis.pipeline(transaction=False)
+        now = time.time()
         for name, is_there in part.items():
             if is_there:
-                pipeline.sadd(name, self._id)
+                pipeline.zadd(name, {self._id: now})
+                pipeline.zremrangebyscore(name, "-inf", now - 2 * BLOCK_S)  # Of servers that have ended; clocks differ.
                 pipeline.expire(name, BLOCK_S)
             else:
-                pipeline.srem(name, self._id)
+                pipeline.zrem(name, self._id)
         await pipeline.execute()
         return True
 
@@ -209,9 +219,9 @@ class Directory:
             return None
         try:
             with self._health.call():
-                async with asyncio.timeout(ANSWER_S):
+                async with asyncio.timeout(ANSWER_S), self._turns:
                     return await call()
-        except self._failures:
+        except Exception:  # `Health` has logged it.
             return None
 
     def _name(self, fingerprint: bytes, group_idx: int, block_hash: bytes) -> bytes:
@@ -227,7 +237,9 @@ class Directory:
         endpoint = value[TAG_BYTES:]
         tag = hashlib.blake2b(server + endpoint, key=self._key, digest_size=TAG_BYTES).digest()
         if not hmac.compare_digest(tag, value[:TAG_BYTES]):
-            log.warning("the directory of peers names a server without the servers' key")
+            if not self._has_warned:
+                log.warning("the directory of peers names a server without the servers' key")
+            self._has_warned = True
             return ""
         with contextlib.suppress(ConfigError, UnicodeDecodeError):
             return check_endpoint(endpoint.decode())

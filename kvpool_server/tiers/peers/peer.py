@@ -99,6 +99,8 @@ class Peer:
     def _namespace(self, namespace: PoolNamespace) -> Namespace:
         """The namespace on the peer, which is not opened there for it."""
         with self._lock:
+            if (faster := self._client.attachment.retry()) is not None and self._reached is not None:
+                self._reached = faster, *self._reached[1:]
             if self._reached is None:
                 pong = replies.offer(self._client.rpc.ping())
                 transport = self._client.attachment.attach(pong, pong.boot_token)

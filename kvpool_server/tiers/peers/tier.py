@@ -17,12 +17,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Literal, TypeVar
+from urllib.parse import urlsplit
 
 import structlog
 from pydantic import Field, field_validator
 
-from kvpool.client.config import ClientConfig
-from kvpool.protocol.errors import ConfigError, KVPoolError
+from kvpool.client.config import ClientConfig, check_endpoint, is_loopback
+from kvpool.protocol.errors import ConfigError
 from kvpool.security.tls import TlsFiles
 from kvpool_server.cache.entry import Entry
 from kvpool_server.cache.namespaces import PoolNamespace
@@ -45,10 +46,12 @@ MAX_LEASED = 1 << 16
 """Blocks that are leased and not read. Beyond it the oldest are forgotten, and their leases expire."""
 QUESTIONS, READS = 4, 4
 """Threads for each."""
+ASKED_AT_ONCE = 1
+"""Questions to one peer."""
 CLOSE_S = 2.0
 MAX_OWNERS = 3
 """Servers of which one question's blocks are sought, beside those that are always asked."""
-MAX_PEERS = 256
+MAX_PEERS = 64
 """Servers that are reached; the one that was not asked for longest gives way."""
 _PEERS = r"[^,+]+:\d+(\+[^,+]+:\d+)*"
 
@@ -80,7 +83,7 @@ class PeersOptions(TierOptions):
 
     @property
     def tier_name(self) -> str:
-        return f"peers:{self.peer or self.directory.rpartition('@')[2].rpartition('//')[2]}"
+        return f"peers:{self.peer or urlsplit(self.directory).hostname}"
 
     def make(self, context: TierContext) -> PeersTier:
         """Raises ConfigError for options that cannot be together."""
@@ -90,6 +93,10 @@ class PeersOptions(TierOptions):
             raise ConfigError(f"tier {self.tier_name}: write={self.write} is not possible: nothing is written to peers")
         if self.key_file and not self.directory:
             raise ConfigError(f"tier {self.tier_name}: key_file is the key of a directory; give directory=, too")
+        if (self.cert or self.key) and not self.ca:
+            raise ConfigError(f"tier {self.tier_name}: cert and key have no effect without ca; give it, too")
+        if self.advertise and not self.directory:
+            raise ConfigError(f"tier {self.tier_name}: advertise={self.advertise} is for a directory; give directory=")
         tls = TlsFiles(self.ca, self.cert, self.key) if self.ca else None
         config = ClientConfig(
             "127.0.0.1:1", self.transport, CONTROL_MS, DATA_MS, STALL_MS, lease_ttl_ms=LEASE_MS, tls=tls,
@@ -102,19 +109,26 @@ class PeersOptions(TierOptions):
         if not self.key_file:
             raise ConfigError(f"tier {self.tier_name}: a directory needs key_file, the same for all of its servers")
         host = context.listen[0] if context.listen[0] not in ("0.0.0.0", "::") else socket.gethostname()
+        if self.advertise:
+            check_endpoint(self.advertise)
+        elif is_loopback(host) and not is_loopback(urlsplit(self.directory).hostname or ""):
+            raise ConfigError(f"tier {self.tier_name}: other servers do not reach {host}; give advertise=HOST:PORT")
 
         def endpoint() -> str:
-            return self.advertise or (f"{host}:{port}" if (port := context.port()) else "")
+            name = f"[{host}]" if ":" in host else host
+            return self.advertise or (f"{name}:{port}" if (port := context.port()) else "")
 
         return Directory(self.directory, read_key(Path(self.key_file)), endpoint)
 
 
-@dataclass(slots=True)
 class _Level:
-    """A peer, and whether it is asked."""
+    """A peer, and whether it is asked and read."""
 
-    peer: Peer
-    health: Health
+    def __init__(self, endpoint: str, peer: Peer, clock: Callable[[], float]):
+        self.peer = peer
+        self.questions = Health(f"peer {endpoint}", clock)
+        self.reads = Health(f"bytes of peer {endpoint}", clock)
+        self.turn = asyncio.Semaphore(ASKED_AT_ONCE)
 
 
 @dataclass(slots=True, eq=False)
@@ -123,12 +137,14 @@ class _Lease:
 
     Args:
         unread: blocks.
+        num_reads: under way.
     """
 
     level: _Level
     run: LeasedRun
     ends_at: float
     unread: set[bytes] = field(default_factory=set)
+    num_reads: int = 0
 
 
 class PeersTier(Tier):
@@ -165,7 +181,7 @@ class PeersTier(Tier):
         self._questions = DaemonThreadPool(QUESTIONS, "kvpool-peers-ask")
         self._reads = DaemonThreadPool(READS, "kvpool-peers-read")
         for endpoint in self._peers:
-            self._level(endpoint)
+            await self._level(endpoint)
         if self._directory is not None:
             self._directory.open()
 
@@ -173,25 +189,24 @@ class PeersTier(Tier):
         if self._directory is not None:
             await self._directory.close()
         levels, self._levels = self._levels, {}
-        for level in levels.values():
-            await asyncio.to_thread(level.peer.close)
-        for threads in (self._questions, self._reads):
-            if threads is not None:
-                await asyncio.to_thread(threads.close, CLOSE_S)
-        self._questions = self._reads = None
+        pools, self._questions, self._reads = (self._questions, self._reads), None, None
+        await asyncio.gather(*(asyncio.to_thread(level.peer.close) for level in levels.values()))
+        await asyncio.gather(*(asyncio.to_thread(threads.close, CLOSE_S) for threads in pools if threads is not None))
 
     async def find(self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes]) -> list[bool]:
         found: set[bytes] = set()
+        if namespace.is_measurement:
+            return [False] * len(block_hashes)
         for endpoint in await self._likely(namespace, group_idx, block_hashes):
             missing = [block_hash for block_hash in block_hashes if block_hash not in found]
             if not missing:
                 break
-            try:
-                level = self._level(endpoint)
-            except ConfigError as error:  # The directory names it, and the settings do not allow it.
-                log.warning("a peer cannot be reached", endpoint=endpoint, error=str(error))
+            level = await self._level(endpoint)
+            if level is None or not level.reads.is_available:
                 continue
-            run = await self._call(level, self._questions, level.peer.lease, namespace, group_idx, missing)
+            async with level.turn:  # One that does not answer keeps no thread from the others.
+                ask = level.peer.lease
+                run = await self._call(level.questions, self._questions, ask, namespace, group_idx, missing)
             if run is not None:
                 found |= run.indices.keys()
                 self._remember(namespace, level, run)
@@ -205,12 +220,23 @@ class PeersTier(Tier):
             owners = await self._directory.owners(namespace.fingerprint, group_idx, block_hashes, tokens)
         return [*owners[:MAX_OWNERS], *(peer for peer in self._peers if peer not in owners)]
 
-    def _level(self, endpoint: str) -> _Level:
-        """Raises ConfigError for files that cannot be used, and for plaintext to another host."""
+    async def _level(self, endpoint: str) -> _Level | None:
+        """None for one that the directory names, and the settings do not allow; raises ConfigError for a named one.
+
+        That is for files that cannot be used, and for plaintext to another host.
+        """
         level = self._levels.pop(endpoint, None)
         if level is None:
-            peer = Peer(dataclasses.replace(self._config, endpoint=endpoint))
-            level = _Level(peer, Health(f"peer {endpoint}", self._clock))
+            if self._questions is None:
+                return None
+            try:
+                peer = await self._questions.call(Peer, dataclasses.replace(self._config, endpoint=endpoint))
+            except ConfigError as error:
+                if endpoint in self._peers:
+                    raise
+                log.debug("a peer cannot be reached", endpoint=endpoint, error=str(error))
+                return None
+            level = _Level(endpoint, peer, self._clock)
         self._levels[endpoint] = level  # The last used is last.
         if len(self._levels) > MAX_PEERS:
             oldest = self._levels.pop(next(iter(self._levels)))
@@ -218,46 +244,66 @@ class PeersTier(Tier):
         return level
 
     def _remember(self, namespace: PoolNamespace, level: _Level, run: LeasedRun) -> None:
-        lease = _Lease(level, run, self._clock() + LEASE_MS / 1000, set(run.indices))
+        lease = _Lease(level, run, min(run.slots.ends_at, time.monotonic() + LEASE_MS / 1000), set(run.indices))
         for block_hash in run.indices:
             key = (namespace.fingerprint, run.group_idx, block_hash)
+            if (older := self._leased.get(key)) is not None:
+                self._forget(key, older)
             self._leased[key] = lease
-            self._leased.move_to_end(key)
-        while len(self._leased) > MAX_LEASED:
-            self._leased.popitem(last=False)
+        while self._leased:
+            key, oldest = next(iter(self._leased.items()))
+            if len(self._leased) <= MAX_LEASED and time.monotonic() < oldest.ends_at:
+                break
+            self._forget(key, oldest)
+
+    def _forget(self, key: BlockKey, lease: _Lease) -> None:
+        """A lease on a block is of no use any more; it ends with the last of its blocks."""
+        if self._leased.get(key) is lease:
+            del self._leased[key]
+        lease.unread.discard(key[2])
+        if not lease.unread and not lease.num_reads:
+            lease.level.peer.release(lease.run.lease_id)
 
     async def read(
         self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes], into: Sequence[memoryview]
     ) -> list[Sequence[int] | None]:
-        leases = [self._leased.pop((namespace.fingerprint, group_idx, each), None) for each in block_hashes]
         sums: list[Sequence[int] | None] = [None] * len(block_hashes)
 
         async def read(lease: _Lease, nths: list[int]) -> None:
-            names = [block_hashes[nth] for nth in nths]
-            destinations = [into[nth] for nth in nths]
-            read = await self._call(lease.level, self._reads, lease.level.peer.read, lease.run, names, destinations)
+            names, destinations = [block_hashes[nth] for nth in nths], [into[nth] for nth in nths]
+            level = lease.level
+            read = await self._call(level.reads, self._reads, level.peer.read, lease.run, names, destinations)
             for nth, checksums in zip(nths, read or (), strict=False):
                 sums[nth] = checksums
                 self.counters["read_bytes"] += into[nth].nbytes
-            lease.unread.difference_update(names)
-            if not lease.unread:
-                lease.level.peer.release(lease.run.lease_id)
+            lease.num_reads -= 1
+            for name in names:
+                self._forget((namespace.fingerprint, group_idx, name), lease)
 
-        now = self._clock()
+        now = time.monotonic()
+        leases = [self._leased.get((namespace.fingerprint, group_idx, each)) for each in block_hashes]
         live = [lease if lease is not None and now < lease.ends_at else None for lease in leases]
-        await asyncio.gather(*(read(*part) for part in _neighbours(live, block_hashes)))
+        parts = list(_neighbours(live, block_hashes))
+        for lease, _ in parts:
+            lease.num_reads += 1
+        reading = asyncio.gather(*(read(*part) for part in parts), return_exceptions=True)
+        try:
+            await asyncio.shield(reading)
+        except asyncio.CancelledError:  # The threads still write.
+            await asyncio.wait([reading])
+            raise
         return sums
 
     async def _call(
-        self, level: _Level, threads: DaemonThreadPool | None, call: Callable[..., T], *args: object
+        self, health: Health, threads: DaemonThreadPool | None, call: Callable[..., T], *args: object
     ) -> T | None:
         """What a peer answers; None if it does not, or is not to be asked now."""
-        if threads is None or not level.health.is_available:
+        if threads is None or not health.is_available:
             return None
         try:
-            with level.health.call():
+            with health.call():
                 return await threads.call(call, *args)
-        except KVPoolError:  # `Health` has logged it.
+        except Exception:  # `Health` has logged it.
             return None
 
     def stored(self, entry: Entry) -> None:
@@ -268,7 +314,11 @@ class PeersTier(Tier):
 
     def _hold(self, entry: Entry, *, is_there: bool) -> None:
         group = entry.group
-        if self._directory is not None and is_announced(entry.block_hash, group.spec.block_tokens):
+        if (
+            self._directory is not None
+            and not group.is_measurement
+            and is_announced(entry.block_hash, group.spec.block_tokens)
+        ):
             self._directory.hold(group.fingerprint, group.idx, entry.block_hash, is_there=is_there)
 
     async def write(self, namespace: PoolNamespace, group_idx: int, blocks: Sequence[Block]) -> int:
