@@ -118,6 +118,10 @@ its prompt do. Where 1 block in 50 or in 20 fits, MQ has more hits on the Moonca
 remembers four evicted blocks for each that fits, `density` half of one. At larger capacities `density` has most. On
 made-up traces the best published policy, another one from trace to trace, is ahead of `density` about as often as
 behind it. Without the trace (`--trace PATH`) this is skipped. Any trace: `examples/notebook`.""",
+    "peers": """Which share of one large pool's hits many servers have that read from one another: real pools, a
+directory without a delay, and a production trace that repeats a third of its blocks. All servers together hold three
+tenths of its distinct blocks. An aware router takes the server with the longest prefix if that is half of the prompt,
+else the one with the fewest requests.""",
     "tiers": """The file tier beside its disk (a virtual machine's, whose own cache flatters writes); a restart with a
 million blocks; a prompt of 64 MiB that a server brings up right after its start; and what a tier costs puts, also a
 tier that does not answer (Mooncake's, with a stopped master).""",

@@ -74,6 +74,17 @@ class ReplayedPool:
             self.pool.release([lease_id])
         return leading
 
+    def look(self, run: BlockRun, ttl_ms: int) -> int:
+        """Leading blocks that hit; with a TTL, which is a use of them."""
+        found = self.pool.lookup(self._fingerprint, [run], prefix_only=True, lease_ttl_ms=ttl_ms)
+        if found.lease_id:
+            self.pool.release([found.lease_id])
+        return found.hits[0].num_leading
+
+    def put(self, run: BlockRun) -> None:
+        """Stores blocks, if they fit."""
+        put(self.pool, self._fingerprint, run)
+
 
 def run_of(request: Request) -> BlockRun:
     """The blocks of a request."""

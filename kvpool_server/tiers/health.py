@@ -50,8 +50,9 @@ class Health:
         try:
             yield
         except Exception as error:
-            self._away_s = min(max(2 * self._away_s, AWAY_S[0]), AWAY_S[1])
-            self._back_at = self._clock() + self._away_s
+            if self._calls[call] >= self._back_at:  # Else it failed with another one.
+                self._away_s = min(max(2 * self._away_s, AWAY_S[0]), AWAY_S[1])
+                self._back_at = self._clock() + self._away_s
             problem = "a tier has failed and gets no calls for a while"
             log.error(problem, tier=self._name, error=str(error), seconds=self._away_s)
             raise

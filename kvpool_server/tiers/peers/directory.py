@@ -16,6 +16,7 @@ import functools
 import hashlib
 import hmac
 import itertools
+import random
 import secrets
 import time
 from collections import Counter
@@ -95,6 +96,11 @@ class Directory:
         self._lacks_some = self._has_warned = False
         self.num_dropped = 0
 
+    @property
+    def is_available(self) -> bool:
+        """Whether it is asked now."""
+        return self._health.is_available
+
     def open(self) -> None:
         self._tasks = [asyncio.create_task(run()) for run in (self._beat, self._renew, self._announce)]
 
@@ -143,7 +149,7 @@ class Directory:
 
         counts = Counter(owner for owners in await self._call(ask) or () for owner in owners or ())
         counts.pop(self._id, None)
-        found = [owner for owner, _ in counts.most_common(MAX_OWNERS)]
+        found = sorted(counts, key=lambda owner: (-counts[owner], random.random()))[:MAX_OWNERS]  # Equals take turns.
         endpoints = await self._endpoints(found)
         return [endpoint for endpoint in endpoints if endpoint and endpoint != self._endpoint()]
 

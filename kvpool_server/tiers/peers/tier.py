@@ -32,7 +32,7 @@ from kvpool_server.tiers.health import Health
 from kvpool_server.tiers.peers.directory import Directory, is_announced
 from kvpool_server.tiers.peers.peer import LeasedRun, Peer
 from kvpool_server.tiers.thread_pool import DaemonThreadPool
-from kvpool_server.tiers.tier import Block, BlockKey, Tier, TierContext, TierOptions
+from kvpool_server.tiers.tier import Block, BlockKey, Tier, TierContext, TierError, TierOptions
 
 log = structlog.get_logger()
 
@@ -210,6 +210,10 @@ class PeersTier(Tier):
             if run is not None:
                 found |= run.indices.keys()
                 self._remember(namespace, level, run)
+        if not (self._directory is not None and self._directory.is_available) and not any(
+            level.questions.is_available for level in self._levels.values()
+        ):
+            raise TierError(f"{self.name}: no other server answers")
         return [block_hash in found for block_hash in block_hashes]
 
     async def _likely(self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes]) -> list[str]:

@@ -1,0 +1,121 @@
+"""Replays a trace against many servers that read from one another: real `Pool`s, and a directory without a delay.
+
+What a server holds, evicts and keeps of what it has read is the server's own code. The directory is asked, and answers,
+as `kvpool_server.tiers.peers` does it: which servers say that they have most of the announced blocks.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from benchmarks.replay.pool import LEASE_MS, ReplayedPool, run_of
+from benchmarks.replay.request import Request
+from kvpool.protocol.types import BlockRun
+from kvpool_server.cache.entry import Entry, Observer
+from kvpool_server.tiering.promoter import MAX_PREFETCH_BLOCKS
+from kvpool_server.tiers.peers.directory import MAX_ASKED
+from kvpool_server.tiers.peers.tier import MAX_OWNERS
+
+
+class _Holder(Observer):
+    """Tells a fleet which blocks a server holds."""
+
+    def __init__(self, owners: dict[bytes, set[int]], server: int):
+        self._owners, self._server = owners, server
+
+    def stored(self, entry: Entry) -> None:
+        self._owners.setdefault(entry.block_hash, set()).add(self._server)
+
+    def removed(self, entry: Entry) -> None:
+        self._owners[entry.block_hash].discard(self._server)
+
+
+class Fleet:
+    """Servers of `capacity` blocks each.
+
+    Args:
+        every: one block in so many is announced; 0: servers do not read from one another.
+
+    Attributes:
+        owners: for each block the servers that hold it.
+        requests, sent: of each server: requests that came to it, and blocks that it has sent to others.
+        questions: to the directory.
+    """
+
+    def __init__(self, num_servers: int, capacity: int, policy: str, every: int = 1):
+        self.owners: dict[bytes, set[int]] = {}
+        self.requests, self.sent = [0] * num_servers, [0] * num_servers
+        self.questions = 0
+        self._every = every
+        self._picks = random.Random(0)
+        self._servers = [ReplayedPool(capacity, policy) for _ in range(num_servers)]
+        for nth, server in enumerate(self._servers):
+            server.pool.observe(_Holder(self.owners, nth))
+
+    def play(self, requests: Sequence[Request], route: Callable[[Fleet, BlockRun], int]) -> int:
+        """Leading blocks that hit, of all requests."""
+        hits = 0
+        for request in requests:
+            if request.ids:
+                run = run_of(request)
+                nth = route(self, run)
+                self.requests[nth] += 1
+                for server in self._servers:
+                    server.now_s = max(server.now_s, request.at_s)
+                hits += self._serve(nth, run)
+        return hits
+
+    def _serve(self, nth: int, run: BlockRun) -> int:
+        server = self._servers[nth]
+        leading = server.look(run, 0)
+        if self._every and leading < len(run):
+            self._read(nth, run, leading)
+        leading = server.look(run, LEASE_MS)
+        if leading < len(run):
+            server.put(BlockRun(0, run.block_hashes[leading:], run.block_hashes[leading - 1] if leading else b""))
+        return leading
+
+    def _read(self, nth: int, run: BlockRun, leading: int) -> None:
+        """Reads what follows the leading blocks from other servers, as far as the likeliest have it."""
+        missing = run.block_hashes[leading:][:MAX_PREFETCH_BLOCKS]
+        found: dict[bytes, int] = {}
+        for owner in self._likely(nth, missing):
+            there = [name for name in missing if name not in found and owner in self.owners.get(name, ())]
+            found |= dict.fromkeys(there, owner)
+            if there:
+                self._servers[owner].look(BlockRun(0, there), LEASE_MS)
+        count = next((at for at, name in enumerate(missing) if name not in found), len(missing))
+        if count:
+            read = missing[:count]
+            self._servers[nth].put(BlockRun(0, read, run.block_hashes[leading - 1] if leading else b""))
+            for owner, blocks in Counter(found[name] for name in read).items():
+                self.sent[owner] += blocks
+
+    def _likely(self, nth: int, missing: Sequence[bytes]) -> list[int]:
+        announced = [name for name in missing if zlib.crc32(name) % self._every == 0][:MAX_ASKED]
+        self.questions += bool(announced)
+        counts = Counter(owner for name in announced for owner in self.owners.get(name, ()) if owner != nth)
+        return sorted(counts, key=lambda owner: (-counts[owner], self._picks.random()))[:MAX_OWNERS]
+
+
+def plain(fleet: Fleet, _: BlockRun) -> int:
+    """A load balancer that knows nothing of prefixes."""
+    return sum(fleet.requests) % len(fleet.requests)
+
+
+def aware(fleet: Fleet, run: BlockRun) -> int:
+    """A router that knows who has the longest prefix, and takes it if it has half of the prompt.
+
+    Otherwise, and of several, the server with the fewest requests so far. Source: the cache-aware routing of SGLang's
+    router, with its threshold.
+    """
+    everyone = set(range(len(fleet.requests)))
+    best, length = everyone, 0
+    for name in run.block_hashes:
+        if not (having := best & fleet.owners.get(name, set())):
+            break
+        best, length = having, length + 1
+    return min(best if 2 * length > len(run) else everyone, key=fleet.requests.__getitem__)
