@@ -70,6 +70,15 @@ def write_tokenizer(model: Path) -> None:
     )
 
 
+def hits(engine: Engine, each: list[int], right: Answer, tokens: int) -> bool:
+    """Whether all of a prompt is loaded. It is computed, and answers the same, until the engine has noticed a restart,
+    and where bringing its blocks up took longer than computing them would: they are there the next time."""
+    (answer,) = one_by_one(engine, [each])
+    assert_same([answer], [right])
+    drain(engine)
+    return answer.cached_tokens == tokens
+
+
 def hit_tokens(num_tokens: int) -> int:
     """Tokens of a prompt that a full hit covers: whole blocks, and never the last token."""
     return (num_tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from testbed.engine import BLOCK_TOKENS, Answer, Engine, EngineSpec, kvpool_transfer_config
+from testbed.engine import BLOCK_TOKENS, Engine, EngineSpec, kvpool_transfer_config
 from tests.e2e.conftest import (
     FLOAT32,
     PATIENT,
     assert_same,
     hit_tokens,
+    hits,
     pool_stats,
     prompt,
     running,
@@ -61,15 +62,6 @@ def tiered(rig: Fixture, tmp_path: Path) -> Iterator[Engine]:
         yield engine
 
 
-def _hits(engine: Engine, each: list[int], right: Answer, tokens: int) -> bool:
-    """Whether all of a prompt is loaded. It is computed, and answers the same, until the engine has noticed a restart,
-    and where bringing its blocks up took longer than computing them would: they are there the next time."""
-    (answer,) = one_by_one(engine, [each])
-    assert_same([answer], [right])
-    drain(engine)
-    return answer.cached_tokens == tokens
-
-
 def test_beyond_memory_and_over_a_restart(rig: Fixture, tiered: Engine, plain_engine: Engine) -> None:
     prompts = [prompt(length, f"tier {nth} {length}") for nth in range(3) for length in LENGTHS]
     expected = one_by_one(plain_engine, prompts)
@@ -83,7 +75,7 @@ def test_beyond_memory_and_over_a_restart(rig: Fixture, tiered: Engine, plain_en
         rig.wait_until_written(num_blocks)
     full = [hit_tokens(len(each)) for each in prompts]
     for each, right, tokens in zip(prompts, expected, full, strict=True):
-        wait_for(lambda: _hits(tiered, each, right, tokens), f"{tokens} tokens to hit", 60)  # noqa: B023
+        wait_for(lambda: hits(tiered, each, right, tokens), f"{tokens} tokens to hit", 60)  # noqa: B023
     assert pool_stats(rig.server).tiers[0].counters["promoted_blocks"] > 0
     drain(tiered)
     rig.restart()
@@ -91,7 +83,7 @@ def test_beyond_memory_and_over_a_restart(rig: Fixture, tiered: Engine, plain_en
     assert pool_stats(rig.server).num_entries == 0
 
     for each, right, tokens in zip(prompts, expected, full, strict=True):
-        wait_for(lambda: _hits(tiered, each, right, tokens), f"{tokens} tokens to hit", 60)  # noqa: B023
+        wait_for(lambda: hits(tiered, each, right, tokens), f"{tokens} tokens to hit", 60)  # noqa: B023
     counters = pool_stats(rig.server).tiers[0].counters
     assert counters["promoted_blocks"] >= num_blocks - 9 and not counters.get("corrupt_blocks")
     wait_until_nothing_is_held(rig.server)
@@ -107,7 +99,7 @@ def test_a_request_waits_at_the_server_for_its_blocks(rig: Fixture, tiered: Engi
     rig.restart()
     found = re.compile(rf"(?:scheduler|worker)[^:\n]*: kvpool at {re.escape(rig.endpoint)},")
     wait_for(lambda: len(found.findall(tiered.log())) == 4, "the engine to find the pool again", 60)
-    assert _hits(tiered, each, right, hit_tokens(len(each)))
+    assert hits(tiered, each, right, hit_tokens(len(each)))
     page = urllib.request.urlopen(f"{rig.server.http_url}/metrics", timeout=10).read().decode()
     (waits,) = re.findall(r'kvpool_rpc_seconds_count{method="LookupWait",status="OK"} (\d+)', page)
     counted = tiered.metrics()
