@@ -25,8 +25,8 @@ from kvpool_server.cache.eviction import DEFAULT_POLICY
 SERVERS = (8, 64)
 ROUTERS = {"plain balancer": (plain, 0.90), "aware router": (aware, 0.95)}
 FITS = 0.3
-SPARSE = 4
-"""One block of the trace in so many is announced, instead of each: one in 2,048 tokens."""
+SPARSE = 1 - (1 - 1 / 128) ** 32
+"""Of the trace's blocks, if one in 2,048 tokens is announced."""
 
 
 def main(
@@ -44,8 +44,8 @@ def main(
         for num_servers in SERVERS:
             for router, (route, bound) in ROUTERS.items():
                 what = f"{num_servers} servers, {router}"
-                for label, every in (("islands", 0), ("one block in 2,048 tokens announced", SPARSE)):
-                    hits = Fleet(num_servers, capacity // num_servers, DEFAULT_POLICY, every).play(requests, route)
+                for label, announced in (("islands", 0.0), ("one block in 2,048 tokens announced", SPARSE)):
+                    hits = Fleet(num_servers, capacity // num_servers, DEFAULT_POLICY, announced).play(requests, route)
                     rows.append(Row(f"{what}, {label}: hits over one pool's", hits / whole, "ratio"))
                     advance()
                 fleet = Fleet(num_servers, capacity // num_servers, DEFAULT_POLICY)

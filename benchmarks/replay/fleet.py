@@ -1,7 +1,11 @@
 """Replays a trace against many servers that read from one another: real `Pool`s, and a directory without a delay.
 
-What a server holds, evicts and keeps of what it has read is the server's own code. The directory is asked, and answers,
-as `kvpool_server.tiers.peers` does it: which servers say that they have most of the announced blocks.
+What a server holds, evicts and keeps of what it has read is the server's own code. The directory says which servers
+have most of a prompt's announced blocks, as `kvpool_server.tiers.peers` asks it. A block of the trace has 512 tokens,
+of which a server with blocks of 16 announces one block in 32, each by its hash: any with a probability of 0.64.
+
+Left out: the time that anything takes, answers that are remembered for seconds, and that a lookup prefetches a part of
+a long prompt, and the next one the rest.
 """
 
 from __future__ import annotations
@@ -15,9 +19,10 @@ from benchmarks.replay.pool import LEASE_MS, ReplayedPool, run_of
 from benchmarks.replay.request import Request
 from kvpool.protocol.types import BlockRun
 from kvpool_server.cache.entry import Entry, Observer
-from kvpool_server.tiering.promoter import MAX_PREFETCH_BLOCKS
 from kvpool_server.tiers.peers.directory import MAX_ASKED
 from kvpool_server.tiers.peers.tier import MAX_OWNERS
+
+ANNOUNCED = 1 - (1 - 1 / 32) ** 32
 
 
 class _Holder(Observer):
@@ -37,7 +42,7 @@ class Fleet:
     """Servers of `capacity` blocks each.
 
     Args:
-        every: one block in so many is announced; 0: servers do not read from one another.
+        announced: the share of the trace's blocks that are; 0: servers do not read from one another.
 
     Attributes:
         owners: for each block the servers that hold it.
@@ -45,11 +50,11 @@ class Fleet:
         questions: to the directory.
     """
 
-    def __init__(self, num_servers: int, capacity: int, policy: str, every: int = 1):
+    def __init__(self, num_servers: int, capacity: int, policy: str, announced: float = ANNOUNCED):
         self.owners: dict[bytes, set[int]] = {}
         self.requests, self.sent = [0] * num_servers, [0] * num_servers
         self.questions = 0
-        self._every = every
+        self._announced = announced
         self._picks = random.Random(0)
         self._servers = [ReplayedPool(capacity, policy) for _ in range(num_servers)]
         for nth, server in enumerate(self._servers):
@@ -71,7 +76,7 @@ class Fleet:
     def _serve(self, nth: int, run: BlockRun) -> int:
         server = self._servers[nth]
         leading = server.look(run, 0)
-        if self._every and leading < len(run):
+        if self._announced and leading < len(run):
             self._read(nth, run, leading)
         leading = server.look(run, LEASE_MS)
         if leading < len(run):
@@ -80,7 +85,7 @@ class Fleet:
 
     def _read(self, nth: int, run: BlockRun, leading: int) -> None:
         """Reads what follows the leading blocks from other servers, as far as the likeliest have it."""
-        missing = run.block_hashes[leading:][:MAX_PREFETCH_BLOCKS]
+        missing = run.block_hashes[leading:]
         found: dict[bytes, int] = {}
         for owner in self._likely(nth, missing):
             there = [name for name in missing if name not in found and owner in self.owners.get(name, ())]
@@ -95,7 +100,7 @@ class Fleet:
                 self.sent[owner] += blocks
 
     def _likely(self, nth: int, missing: Sequence[bytes]) -> list[int]:
-        announced = [name for name in missing if zlib.crc32(name) % self._every == 0][:MAX_ASKED]
+        announced = [name for name in missing if zlib.crc32(name) < self._announced * 2**32][:MAX_ASKED]
         self.questions += bool(announced)
         counts = Counter(owner for name in announced for owner in self.owners.get(name, ()) if owner != nth)
         return sorted(counts, key=lambda owner: (-counts[owner], self._picks.random()))[:MAX_OWNERS]

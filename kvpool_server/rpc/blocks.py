@@ -18,9 +18,11 @@ from kvpool.protocol.errors import BusyError, InvalidRequestError, KVPoolError
 from kvpool.protocol.hashing import checksum
 from kvpool.protocol.pieces import MESSAGE_BYTES
 from kvpool.protocol.types import HintKind, Slots
+from kvpool.security.principal import Role
 from kvpool.transport.data_port import Kind, Offsets, pack_offsets
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.access.authentication import Context
+from kvpool_server.access.caller import CALLER
 from kvpool_server.cache.entry import Entry
 from kvpool_server.cache.fair_slots import FairSlots
 from kvpool_server.cache.hints import MAX_PIN_S
@@ -122,8 +124,10 @@ class BlockHandlers(Handlers):
         fingerprint = self.fingerprint(request.namespace)
         runs = self.runs(request.runs, self.pool.limits.max_lookup_blocks)
         now_ns = time.monotonic_ns()
+        principal = CALLER.get()
+        here = request.here and (principal is None or principal.role in (Role.PEER, Role.OPERATOR))
         found = await self.tiered.lookup(
-            fingerprint, runs, request.prefix_only, request.lease_ttl_ms, request.locate, owner, wait_ms, request.here
+            fingerprint, runs, request.prefix_only, request.lease_ttl_ms, request.locate, owner, wait_ms, here
         )
         if request.explain:
             found = dataclasses.replace(found, hits=self.pool.explanations.misses(fingerprint, runs, found.hits))

@@ -75,6 +75,7 @@ class Demoter:
 
         No lookup could use the block without its ancestors.
         """
+        self._tier.stored(entry)
         if self.write_back or not self._is_wanted(entry):
             return
         if not self.health.is_available:
@@ -92,6 +93,7 @@ class Demoter:
 
     def removed(self, entry: Entry) -> None:
         """A block has left the pool: it is no longer to be written."""
+        self._tier.left(entry)
         if self._queue.pop(entry, self) is None:
             self._check_idle()
 

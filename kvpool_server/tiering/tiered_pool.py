@@ -87,11 +87,10 @@ class TieredPool(Observer):
             for tier, each in zip(tiers, health, strict=True)
         ]
         self._levels = list(map(_Level, tiers, health, demoters, self._promoters))
-        self._num_open = 0
+        self._num_open = self._num_waiting = 0
         self._tasks: list[asyncio.Task[None]] = []
         self._clearing: Counter[bytes] = Counter()
         self._progress = asyncio.Event()  # Replaced once it is set.
-        self._num_waiting = 0
         self._prefetcher = Prefetcher(self._look)
         if self._levels:
             pool.observe(self)
@@ -215,13 +214,11 @@ class TieredPool(Observer):
         here: bool,
     ) -> Steps[Lookup]:
         """One lookup, which does not wait."""
-        is_large = sum(map(len, runs)) > LOOKUP_STEP_BLOCKS  # Other calls get turns between its parts.
-        if is_large:
-            yield
+        pause = (None,) * (sum(map(len, runs)) > LOOKUP_STEP_BLOCKS)  # Other calls get turns between its parts.
+        yield from pause
         lookups = self.pool.lookups
         found = yield from lookups.find(fingerprint, runs, prefix_only, lease_ttl_ms, owner)
-        if is_large:
-            yield
+        yield from pause
         hits, retry_after_ms = found.hits, 0
         if lease_ttl_ms and not here:
             hits, retry_after_ms = self._prefetch_missing(found, runs, prefix_only)
@@ -233,8 +230,7 @@ class TieredPool(Observer):
             lookups.record_use(found)
             if lease_ttl_ms:
                 self.pool.traffic.looked_up(found.namespace, runs, found.hits)
-        if is_large:
-            yield
+        yield from pause
         if not locate or not found.lease_id or retry_after_ms:
             return Lookup(hits, found.lease_id, found.lease_ttl_ms, retry_after_ms)
         if found.lease_id not in self.pool.leases:  # It has ended since the last step, and its slots may be others'.
@@ -253,8 +249,7 @@ class TieredPool(Observer):
         namespace, groups = self.pool.namespaces.groups(fingerprint, runs)
         if len({run.group_idx for run in runs}) < len(runs):
             raise InvalidRequestError(
-                f"a prefetch of {len(runs)} runs, of which some are of the same group; give one run a group, and a "
-                "request for each prefix"
+                f"a prefetch of {len(runs)} runs, some of the same group; give one run a group, a request each prefix"
             )
         self.pool.counters["prefetch_hints"] += 1
         needs_prefix = [group.needs_prefix for group in groups]
@@ -275,7 +270,6 @@ class TieredPool(Observer):
 
     def stored(self, entry: Entry) -> None:
         for level in self._levels:
-            level.tier.stored(entry)
             level.demoter.stored(entry)
         if self._watermark is not None:
             self._watermark.work.set()
@@ -286,7 +280,6 @@ class TieredPool(Observer):
 
     def removed(self, entry: Entry) -> None:
         for level in self._levels:
-            level.tier.left(entry)
             level.demoter.removed(entry)
 
     async def remove(self, fingerprint: bytes, runs: Sequence[BlockRun]) -> int:
@@ -332,7 +325,8 @@ class TieredPool(Observer):
                 return str(error)
             return ""
 
-        if failures := list(filter(None, await asyncio.gather(*map(remove_from, self._levels)))):
+        removals = [remove_from(level) for level in self._levels if level.tier.keeps]
+        if failures := list(filter(None, await asyncio.gather(*removals))):
             raise TierError("; ".join(failures))
 
     @property
@@ -367,9 +361,8 @@ class TieredPool(Observer):
                 if known is None:
                     away.append(level.tier.name)
                     break
-                for nth, is_there in zip(part, known, strict=True):
-                    if is_there:
-                        found[nth] = level.tier.name
+                for nth in itertools.compress(part, known):
+                    found[nth] = level.tier.name
                 await asyncio.sleep(0)
         return found, away
 

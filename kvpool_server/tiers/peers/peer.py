@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from kvpool.client.open_namespace import Namespace
 
 from kvpool.client.block_io import InPlace
 from kvpool.client.client import Client
 from kvpool.client.config import ClientConfig
-from kvpool.client.open_namespace import Namespace
 from kvpool.protocol import replies
 from kvpool.protocol.errors import KVPoolError, UnknownNamespaceError
 from kvpool.protocol.types import BlockRun, LeasedSlots, Lookup

@@ -23,7 +23,7 @@ import structlog
 from pydantic import Field, field_validator
 
 from kvpool.client.config import ClientConfig, check_endpoint, is_loopback
-from kvpool.protocol.errors import ConfigError
+from kvpool.protocol.errors import BusyError, ConfigError, LeaseExpiredError
 from kvpool.security.tls import TlsFiles
 from kvpool_server.cache.entry import Entry
 from kvpool_server.cache.namespaces import PoolNamespace
@@ -50,7 +50,7 @@ ASKED_AT_ONCE = 1
 """Questions to one peer."""
 CLOSE_S = 2.0
 MAX_OWNERS = 3
-"""Servers of which one question's blocks are sought, beside those that are always asked."""
+"""Servers that answer, of which one question's blocks are sought, beside those that are always asked."""
 MAX_PEERS = 64
 """Servers that are reached; the one that was not asked for longest gives way."""
 _PEERS = r"[^,+]+:\d+(\+[^,+]+:\d+)*"
@@ -173,6 +173,7 @@ class PeersTier(Tier):
         self._directory = directory
         self._clock = clock
         self._levels: dict[str, _Level] = {}
+        self._has_warned = False
         self._leased: OrderedDict[BlockKey, _Lease] = OrderedDict()
         self._questions: DaemonThreadPool | None = None
         self._reads: DaemonThreadPool | None = None
@@ -197,22 +198,25 @@ class PeersTier(Tier):
         found: set[bytes] = set()
         if namespace.is_measurement:
             return [False] * len(block_hashes)
+        num_asked = 0
         for endpoint in await self._likely(namespace, group_idx, block_hashes):
             missing = [block_hash for block_hash in block_hashes if block_hash not in found]
             if not missing:
                 break
-            level = await self._level(endpoint)
-            if level is None or not level.reads.is_available:
+            if num_asked == MAX_OWNERS and endpoint not in self._peers:
                 continue
+            level = await self._level(endpoint)
+            if level is None or not (level.reads.is_available and level.questions.is_available):
+                continue
+            num_asked += endpoint not in self._peers
             async with level.turn:  # One that does not answer keeps no thread from the others.
                 ask = level.peer.lease
                 run = await self._call(level.questions, self._questions, ask, namespace, group_idx, missing)
             if run is not None:
                 found |= run.indices.keys()
                 self._remember(namespace, level, run)
-        if not (self._directory is not None and self._directory.is_available) and not any(
-            level.questions.is_available for level in self._levels.values()
-        ):
+        has_directory = self._directory is not None and self._directory.is_available
+        if not (found or has_directory or any(level.questions.is_available for level in self._levels.values())):
             raise TierError(f"{self.name}: no other server answers")
         return [block_hash in found for block_hash in block_hashes]
 
@@ -222,7 +226,7 @@ class PeersTier(Tier):
         if self._directory is not None:
             tokens = namespace.groups[group_idx].spec.block_tokens
             owners = await self._directory.owners(namespace.fingerprint, group_idx, block_hashes, tokens)
-        return [*owners[:MAX_OWNERS], *(peer for peer in self._peers if peer not in owners)]
+        return [*owners, *(peer for peer in self._peers if peer not in owners)]
 
     async def _level(self, endpoint: str) -> _Level | None:
         """None for one that the directory names, and the settings do not allow; raises ConfigError for a named one.
@@ -237,10 +241,16 @@ class PeersTier(Tier):
                 peer = await self._questions.call(Peer, dataclasses.replace(self._config, endpoint=endpoint))
             except ConfigError as error:
                 if endpoint in self._peers:
-                    raise
-                log.debug("a peer cannot be reached", endpoint=endpoint, error=str(error))
+                    raise ConfigError(f"tier {self.name}: {error}") from None
+                if not self._has_warned:
+                    problem = "the tier's options do not fit a server that the directory names"
+                    log.error(problem, tier=self.name, endpoint=endpoint, error=str(error))
+                self._has_warned = True
                 return None
             level = _Level(endpoint, peer, self._clock)
+            if (other := self._levels.pop(endpoint, None)) is not None:  # Another question has reached it meanwhile.
+                peer.close()
+                level = other
         self._levels[endpoint] = level  # The last used is last.
         if len(self._levels) > MAX_PEERS:
             oldest = self._levels.pop(next(iter(self._levels)))
@@ -306,7 +316,10 @@ class PeersTier(Tier):
             return None
         try:
             with health.call():
-                return await threads.call(call, *args)
+                try:
+                    return await threads.call(call, *args)
+                except (LeaseExpiredError, BusyError):  # The peer works; its blocks are misses.
+                    return None
         except Exception:  # `Health` has logged it.
             return None
 
