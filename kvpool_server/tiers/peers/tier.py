@@ -46,8 +46,8 @@ MAX_LEASED = 1 << 16
 """Blocks that are leased and not read. Beyond it the oldest are forgotten, and their leases expire."""
 QUESTIONS, READS = 4, 4
 """Threads for each."""
-ASKED_AT_ONCE = 1
-"""Questions to one peer."""
+ASKED_AT_ONCE, MAX_ASKING = 1, 16
+"""Questions to one peer, and those with which a slow one is behind: to further ones all its blocks are misses."""
 CLOSE_S = 2.0
 MAX_OWNERS = 3
 """Servers that answer, of which one question's blocks are sought, beside those that are always asked."""
@@ -129,6 +129,7 @@ class _Level:
         self.questions = Health(f"peer {endpoint}", clock)
         self.reads = Health(f"bytes of peer {endpoint}", clock)
         self.turn = asyncio.Semaphore(ASKED_AT_ONCE)
+        self.num_asking = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -208,10 +209,16 @@ class PeersTier(Tier):
             level = await self._level(endpoint)
             if level is None or not (level.reads.is_available and level.questions.is_available):
                 continue
+            if level.num_asking == MAX_ASKING:
+                continue
             num_asked += endpoint not in self._peers
-            async with level.turn:  # One that does not answer keeps no thread from the others.
-                ask = level.peer.lease
-                run = await self._call(level.questions, self._questions, ask, namespace, group_idx, missing)
+            level.num_asking += 1
+            try:
+                async with level.turn:  # One that does not answer keeps no thread from the others.
+                    ask = level.peer.lease
+                    run = await self._call(level.questions, self._questions, ask, namespace, group_idx, missing)
+            finally:
+                level.num_asking -= 1
             if run is not None:
                 found |= run.indices.keys()
                 self._remember(namespace, level, run)
