@@ -249,7 +249,7 @@ class TieredPool(Observer):
         namespace, groups = self.pool.namespaces.groups(fingerprint, runs)
         if len({run.group_idx for run in runs}) < len(runs):
             raise InvalidRequestError(
-                f"a prefetch of {len(runs)} runs, some of the same group; give one run a group, a request each prefix"
+                f"a prefetch of {len(runs)} runs, some of one group; give one run a group, a request for each prefix"
             )
         self.pool.counters["prefetch_hints"] += 1
         needs_prefix = [group.needs_prefix for group in groups]

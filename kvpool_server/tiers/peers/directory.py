@@ -248,5 +248,6 @@ class Directory:
             self._has_warned = True
             return ""
         with contextlib.suppress(ConfigError, UnicodeDecodeError):
-            return check_endpoint(endpoint.decode())
+            check_endpoint(text := endpoint.decode())
+            return text
         return ""

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from kvpool.client.open_namespace import Namespace
 
 from kvpool.client.block_io import InPlace
 from kvpool.client.client import Client
 from kvpool.client.config import ClientConfig
+from kvpool.client.handles import Namespace
 from kvpool.protocol import replies
 from kvpool.protocol.errors import KVPoolError, UnknownNamespaceError
 from kvpool.protocol.types import BlockRun, LeasedSlots, Lookup
@@ -103,7 +103,7 @@ class Peer:
                 self._reached = faster, *self._reached[1:]
             if self._reached is None:
                 pong = replies.offer(self._client.rpc.ping())
-                transport = self._client.attachment.attach(pong, pong.boot_token)
+                transport = self._client.attachment.attach(pong)
                 self._reached = transport, pong.boot_token, replies.arena_bytes(pong)
             transport, boot_token, arena_bytes = self._reached
         return Namespace(namespace.spec, namespace.fingerprint, boot_token, transport, BATCH_BLOCKS, arena_bytes)
