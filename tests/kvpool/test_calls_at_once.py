@@ -35,7 +35,7 @@ def test_lookups_that_wait_leave_calls_to_others(monkeypatch: pytest.MonkeyPatch
     lookup = TieredPool.lookup
 
     async def slow(tiered: TieredPool, *arguments: object) -> object:
-        *_, wait_ms = arguments
+        *_, wait_ms, _ = arguments
         if wait_ms:
             waiting.release()
             while not go_on.is_set():

@@ -18,7 +18,7 @@ from kvpool.version import __version__
 from tests.package.conftest import PACKAGES, ROOT, Distributions, tracked_files
 from tests.support.processes import run_command
 
-EXTRAS = {"vllm", "mooncake", "oidc", "otel", "dev"}
+EXTRAS = {"vllm", "mooncake", "oidc", "otel", "directory", "dev"}
 BELONGS_TO_THE_SDIST = {"LICENSE", "README.md", "CHANGELOG.md", "SECURITY.md", "pyproject.toml", "setup.py"}
 
 

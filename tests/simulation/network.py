@@ -106,10 +106,11 @@ class _LaggingPool(TieredPool):
         locate: bool = False,
         owner: Owner = NOBODY,
         wait_ms: int = 0,
+        here: bool = False,
     ) -> Lookup:
         """Waits for nothing: the network decides how late an answer is."""
         if not self.lags or not lease_ttl_ms:
-            return await super().lookup(fingerprint, runs, prefix_only, lease_ttl_ms, locate, owner)
+            return await super().lookup(fingerprint, runs, prefix_only, lease_ttl_ms, locate, owner, here=here)
         lag = self.lags.pop(0)
         whole = await super().lookup(fingerprint, runs, prefix_only)
         seen = [replace(run, block_hashes=_hidden(run.block_hashes, lag.num_up)) for run in runs]
