@@ -32,7 +32,7 @@ LENGTH = 400
 FULL = hit_tokens(LENGTH)
 LAST = LENGTH - FULL
 COMPUTED = "vllm:kvpool_computed_tokens"
-TESTS = ("e2e/test_causes.py", "vllm_plugin/scheduler/test_computed_tokens.py", "kvpool_server/cache/test_misses.py")
+TESTS = ("e2e/test_causes.py", "vllm_plugin/scheduler/test_telemetry.py", "kvpool_server/cache/test_explanations.py")
 """Files that name each cause, by its label or by its name."""
 
 Causes = dict[str, float]
