@@ -83,7 +83,6 @@ class StreamedLookup(Future[pb.LookupResponse]):
         self.question = question
         self._ends_at = time.monotonic() + timeout_s
         self.was_sent_again = False
-        self.is_in_pieces = False  # Sent in several messages.
 
     def done(self) -> bool:
         return super().done() or time.monotonic() >= self._ends_at
@@ -153,7 +152,9 @@ class LookupStream:
 
     def release(self, lease_ids: Sequence[int]) -> None:
         """Ends leases with the next lookup, or within RELEASE_WITHIN_S; does not wait. Raises as `future`.
-        If the stream ends with an error before, the leases expire."""
+
+        If the stream ends with an error before, the leases expire.
+        """
         with self._lock:
             self._renew()
             if self._stream is None or not self._stream.release(lease_ids):
@@ -205,6 +206,7 @@ class _Stream:
         self._released: list[int] = []
         self._unanswered: deque[tuple[bool, list[int]]] = deque(maxlen=MAX_UNSENT)
         """Of each message that was sent after the last one with an answer: whether it asks, and what it releases."""
+        self._in_pieces: set[StreamedLookup] = set()  # Those that wait for an answer, and were several messages here.
         self._renew_at = time.monotonic() + RENEW_S
         self.has_ended = self._is_closed = False
         self.error: StreamedError | KVPoolError = StreamedError(
@@ -272,8 +274,8 @@ class _Stream:
             request.release.extend(released)
             if released or lookup is not None:
                 encoded = request.SerializeToString()
-                if lookup is not None:
-                    lookup.is_in_pieces = len(encoded) >= MESSAGE_BYTES
+                if lookup is not None and len(encoded) >= MESSAGE_BYTES:
+                    self._in_pieces.add(lookup)
                 yield from pieces(encoded)
             queued = queued if queued == "end" else self._unsent.get()
 
@@ -329,4 +331,6 @@ class _Stream:
         else:
             code = _CODES.get(outcome.error.code, grpc.StatusCode.UNKNOWN)
             lookup.set_exception(StreamedError(code, outcome.error.message, outcome.error.name))
-        return not lookup.is_in_pieces or outcome.HasField("found")
+        is_whole = lookup not in self._in_pieces
+        self._in_pieces.discard(lookup)
+        return is_whole or outcome.HasField("found")

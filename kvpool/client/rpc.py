@@ -244,11 +244,11 @@ class PoolRpc(Calls):
 
         Close the iterator after use. Raises LeaseExpiredError.
         """
-        requests = [self._get_request(namespace, lease_id, part, shards) for part in parts]
-        if len(requests) == 1:  # A call that is waited for needs fewer threads than one that is sent.
-            yield self._decode_located(namespace, self.call(self.stub.Get, requests[0]), parts[0], shards)
+        requests = (self._get_request(namespace, lease_id, part, shards) for part in parts)
+        if len(parts) == 1:  # A call that is waited for needs fewer threads than one that is sent.
+            yield self._decode_located(namespace, self.call(self.stub.Get, next(requests)), parts[0], shards)
             return
-        calls = [self.send(self.stub.Get, request) for request in requests]
+        calls = [self.send(self.stub.Get, request) for request in requests]  # The server works meanwhile.
         try:
             for call, part in zip(calls, parts, strict=True):
                 yield self._decode_located(namespace, self.result(call), part, shards)

@@ -114,7 +114,8 @@ def ping(
                 block = largest_group(decode_spec(chosen.spec), tensor_parallel)
                 measured = measure(client, round_bytes, block, shards_of_rank(block, tensor_parallel))
                 cost = hit_cost(measured, chosen, tensor_parallel)
-            found |= row_of(measured, cost, prefill)
+            used = client.attachment.choice or choice
+            found |= {"route": used.route, "why": used.why, **row_of(measured, cost, prefill)}
             if not as_json:
                 typer.echo(text_of(measured, cost, prefill))
     if as_json:

@@ -134,7 +134,7 @@ def movers_of(num_cores: int, sharers: int = 1, cores_a_mover: int = CORES_A_MOV
 class Staging:
     """One array, `memory`, uint8 [nbytes], which a GPU's driver pins once, and which all transfers share. Thread-safe.
 
-    Pages that were never used cost nothing. What was given back last is lent first: it may still be in a core's cache.
+    Pages that were never used cost nothing. The lowest free address is lent first.
 
     Args:
         nbytes: bound of what all transfers have together; a buffer that is larger by itself is memory of its own.

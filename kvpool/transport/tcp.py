@@ -13,13 +13,16 @@ import os
 import weakref
 from collections import deque
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from kvpool.transport.base import Bytes, Sink, Source, Transfer
 from kvpool.transport.helpers import Helpers, Staging
 from kvpool.transport.mover import Movers
 from kvpool.transport.tcp_connection import Connection, Peer
 from kvpool.transport.tcp_transfer import Batch, ConnectionPool, Move, TcpTransfer
-from kvpool.v1 import pool_pb2 as pb
+
+if TYPE_CHECKING:  # The processes that move bytes need no protobuf.
+    from kvpool.v1 import pool_pb2 as pb
 
 
 def peer_of(info: pb.DataPort, host: str, timeout_s: float) -> Peer:

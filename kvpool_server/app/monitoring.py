@@ -157,7 +157,7 @@ class LoopLag:
         self._count = 0
         longest = Gauge(
             "kvpool_loop_lag_max_seconds",
-            "The longest kvpool_loop_lag_seconds of the last one to two minutes.",
+            "The longest kvpool_loop_lag_seconds of the last two minutes.",
             registry=registry,
         )
         longest.set_function(lambda: self._lags(2 * WINDOW_S).max(initial=0.0))

@@ -51,6 +51,7 @@ class Pool:
 
     Attributes:
         leases, tickets: the live ones.
+        namespaces: the open ones, and those that were closed and still hold entries.
         on_closed: called with each namespace that is closed, once it holds nothing any more.
     """
 

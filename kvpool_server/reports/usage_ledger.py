@@ -178,9 +178,10 @@ class UsageLedger:
 
     def _page(self, since: int, until: int, tenant: str | None) -> pb.LedgerResponse:
         rows, next_since = self._file.rows(since, until, tenant, MAX_LEDGER_ROWS)
+        if tenant is not None:  # The file has looked for the tenant's own. `OTHER` twice stands for several tenants.
+            rows = [row for row in rows if row.tenant == tenant and (row.tenant, row.model) != (OTHER, OTHER)]
         return pb.LedgerResponse(
-            # Of a tenant's own, as the file has found them: `OTHER` twice stands for several tenants.
-            rows=[row for row in rows if tenant is None or (row.tenant, row.model) != (OTHER, OTHER)],
+            rows=rows,
             is_persistent=self._file.is_persistent,
             begins=self._file.begins,
             next_since=next_since,

@@ -252,7 +252,7 @@ class BlockHandlers(Handlers):
 
 
 class LookupStreams:
-    """The LookupStream calls of one server, `max_streams` at once. A call is named by its task.
+    """The LookupStream calls of one server, `max_streams` at once. A call is named by its task. The event loop owns it.
 
     An idle call makes room for another one: its client opens a new one when it needs it.
     """

@@ -50,7 +50,7 @@ class Health:
         try:
             yield
         except Exception as error:
-            if self._calls[call] >= self._back_at:  # Else it failed with another one.
+            if self._clock() >= self._back_at:  # Else it failed with another one.
                 self._away_s = min(max(2 * self._away_s, AWAY_S[0]), AWAY_S[1])
                 self._back_at = self._clock() + self._away_s
             problem = "a tier has failed and gets no calls for a while"

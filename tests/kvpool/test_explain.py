@@ -100,8 +100,11 @@ def question(namespace: Namespace, tmp_path: Path) -> tuple[str, ...]:
     return ("explain", *given)
 
 
-@pytest.mark.parametrize(("kind", "loadable"), [("full_attention", 32), ("mla_attention", 32), ("mamba", 80)])
-def test_only_states_are_loaded_over_a_hole(kind: str, loadable: int) -> None:
+@pytest.mark.parametrize(
+    ("kind", "loadable"),
+    [("full_attention", 32), ("mla_attention", 32), ("mamba", 80), ("chunked_local_attention", 80)],
+)
+def test_only_states_and_chunks_are_loaded_over_a_hole(kind: str, loadable: int) -> None:
     states = (pb.BLOCK_STATE_COMPLETE, 0, 2), (pb.BLOCK_STATE_MISSING, 2, 1), (pb.BLOCK_STATE_COMPLETE, 3, 2)
     ranges = [pb.BlockRange(first=first, count=count, state=state) for state, first, count in states]
     found = pb.ExplainResponse(runs=[pb.RunExplanation(group_idx=0, ranges=ranges)])

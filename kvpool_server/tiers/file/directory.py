@@ -67,7 +67,7 @@ class OpenFile:
         try:
             self._close_file(self.fd)
         except OSError as error:  # NFS reports here that it lost bytes: their checksums will not match.
-            log.warning("a tier's file cannot be closed; blocks written to it may be lost", error=str(error))
+            log.warning("a tier's file cannot be closed; what was written to it may be lost", error=str(error))
 
 
 def closed_error() -> FileNotFoundError:

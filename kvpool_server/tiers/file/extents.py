@@ -1,10 +1,10 @@
 """The bytes of a file tier: one file for each extent, slots in it, and reads and writes of many blocks at once.
 
-Bytes move between the file and the caller's memory without another copy. They bypass the page cache (O_DIRECT) if the
-file system can, and address, offset and length are multiples of 4 KiB, as the blocks of real models are. Every byte
-that reaches a disk goes through `Disk`: by the file calls of the operating system, or, on a mount of 3FS with
-`io=usrbio`, by 3FS's rings in user space (USRBIO). 3FS's FUSE mount moves bytes through the kernel; its rings move them
-between a buffer that both sides map and the storage nodes, over RDMA.
+Bytes move between the file and the caller's memory without another copy, but for USRBIO's. They bypass the page cache
+(O_DIRECT) if the file system can, and address, offset and length are multiples of 4 KiB, as the blocks of real models
+are. Every byte that reaches a disk goes through `Disk`: by the file calls of the operating system, or, on a mount of
+3FS with `io=usrbio`, by 3FS's rings in user space (USRBIO). 3FS's FUSE mount moves bytes through the kernel; its rings
+move them between a buffer that both sides map and the storage nodes, over RDMA.
 
 Source of USRBIO: 3FS, src/lib/api/UsrbIo.md, and hf3fs_fuse/io.py.
 """

@@ -46,7 +46,7 @@ _LIMITS = Limits(max_ttl_ms=TTL_MS, grace_ms=0, max_namespaces=100_000)
 
 
 class Journal:
-    """The journal's file, appended by its owner. Blocking; thread-safe. Every method raises OSError."""
+    """The journal's file, appended by its owner. Blocking; thread-safe. Every method but `close` raises OSError."""
 
     def __init__(self, directory: Directory, disk: Disk, empty: MakeInventory = Inventory):
         self._directory = directory
@@ -108,6 +108,7 @@ class Journal:
                 nbytes += len(text)
             self._disk.replace(self._directory, NEW_FILE_NAME, journal.FILE_NAME)
         except BaseException:
+            del file  # Closed first: its space is free once it is removed.
             with contextlib.suppress(OSError):
                 # The file takes space, of which there may be none left.
                 self._disk.remove(self._directory, NEW_FILE_NAME)

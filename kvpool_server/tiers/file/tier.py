@@ -111,7 +111,7 @@ class FileOptions(TierOptions):
 
 
 class FileTier(Tier):
-    """Reads and writes the blocks of this server's directory, and reads those of its peers."""
+    """Reads and writes the blocks of this server's directory, and reads those of its peers. `open` sets `pool`."""
 
     pool: Pool
     _blocks: OwnBlocks
