@@ -195,7 +195,7 @@ def test_init_makes_what_a_deployment_needs_and_show_tells_it(tmp_path: Path) ->
     _run("init", pki, "--host", "pool.example", "--tenant", "acme", "--tenant", "umbra", "--days", "30")
     leaves = {str(each.parent.relative_to(pki)) for each in pki.rglob("tls.key")}
     roles = [f"tenants/{tenant}/{role}" for tenant in ("acme", "umbra") for role in Role if role.has_tenant]
-    assert leaves == {"server", "operator", "metrics", *roles}
+    assert leaves == {"server", "operator", "metrics", "peer", *roles}
     shown = json.loads(_run("show", pki, "--json"))
     assert {each["use"] for each in shown} == {"authority", "server", "client"}
     assert len(shown) == len(leaves) + 1

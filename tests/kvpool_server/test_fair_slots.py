@@ -26,7 +26,13 @@ from tests.support.pool_service import pool_service
 from tests.support.service_loop import CallContext
 from tests.support.values import run_of
 
-OWN_WAITS = {"reports/usage_ledger.py", "tiering/demoter.py", "tiers/file/tier.py"}
+OWN_WAITS = {
+    "reports/usage_ledger.py",
+    "tiering/demoter.py",
+    "tiers/file/tier.py",
+    "tiers/peers/directory.py",
+    "tiers/peers/tier.py",
+}
 """Modules that wait for the server's own work, or of a caller that has its turn."""
 
 

@@ -77,7 +77,7 @@ class Directory:
         try:
             from redis.asyncio import Redis
         except ImportError:
-            raise ConfigError("a directory of peers needs Redis' client: pip install 'kvpool[directory]'") from None
+            raise ConfigError("a directory of peers needs Redis' client: pip install 'redis>=5.0'") from None
         try:
             self._redis: Redis = Redis.from_url(url, socket_timeout=ANSWER_S, socket_connect_timeout=ANSWER_S)
         except ValueError as error:

@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar
 from urllib.parse import urlsplit
 
 import structlog
@@ -30,9 +30,11 @@ from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.tiers.block_mac import read_key
 from kvpool_server.tiers.health import Health
 from kvpool_server.tiers.peers.directory import Directory, is_announced
-from kvpool_server.tiers.peers.peer import LeasedRun, Peer
 from kvpool_server.tiers.thread_pool import DaemonThreadPool
 from kvpool_server.tiers.tier import Block, BlockKey, Tier, TierContext, TierError, TierOptions
+
+if TYPE_CHECKING:
+    from kvpool_server.tiers.peers.peer import LeasedRun, Peer
 
 log = structlog.get_logger()
 
@@ -244,6 +246,8 @@ class PeersTier(Tier):
         if level is None:
             if self._questions is None:
                 return None
+            from kvpool_server.tiers.peers.peer import Peer  # `--help` loads no gRPC.
+
             try:
                 peer = await self._questions.call(Peer, dataclasses.replace(self._config, endpoint=endpoint))
             except ConfigError as error:
