@@ -18,7 +18,7 @@ from kvpool.commands import common
 from kvpool.commands.common import AsJson, Endpoint
 from kvpool.commands.prompts import CacheSalt, HashSeed, NamedPrompt, NameKeyFile, Namespace, Prompt, Tokenizer
 from kvpool.protocol.messages import fields_of
-from kvpool.protocol.namespace import GroupSpec, NamespaceSpec
+from kvpool.protocol.namespace import NamespaceSpec
 from kvpool.protocol.text import duration_text
 from kvpool.protocol.types import MAX_RANGES
 from kvpool.report.output import say
@@ -95,7 +95,7 @@ class PromptReport:
         self.limit = max(0, (num_tokens - 1) // self.alignment * self.alignment)
         pairs = [(spec.groups[run.group_idx], run) for run in found.runs]
         # Of groups that need every block from the start on; of all groups if there is none such.
-        pairs = [(group, run) for group, run in pairs if not _hit_blocks(group)] or pairs
+        pairs = [(group, run) for group, run in pairs if group.needs_prefix] or pairs
         ends = [(_leading(run) * group.block_tokens, run) for group, run in pairs]
         self.stored, self._shortest = min(ends, key=lambda pair: pair[0])
         """Tokens from the start on whose blocks are stored in each of these groups, and the run that ends first."""
@@ -118,7 +118,8 @@ class PromptReport:
         for run in self._found.runs:
             group = self._spec.groups[run.group_idx]
             stops = boundaries // group.block_tokens
-            starts = np.maximum(stops - (_hit_blocks(group) or stops), 0)
+            # Of chunked attention, whose chunks a spec does not tell, the last block at least.
+            starts = np.maximum(stops - (stops if group.needs_prefix else group.hit_blocks or 1), 0)
             is_there = np.zeros(int(stops.max(initial=0)) + 1, np.int64)
             for part in run.ranges:
                 if part.state != pb.BLOCK_STATE_MISSING:
@@ -197,7 +198,7 @@ class PromptReport:
             kinds = ", ".join(
                 f"{group.kind} of {group.window_tokens:,} tokens" if group.window_tokens else group.kind
                 for group in self._spec.groups
-                if _hit_blocks(group)
+                if not group.needs_prefix
             )
             yield (
                 f"Tokens {self.loadable:,} to {usable:,} are stored, but cannot be loaded: the model also needs the "
@@ -263,11 +264,6 @@ class PromptReport:
             "tiers_away": list(self._found.tiers_away),
             "sentences": self.sentences(),
         }
-
-
-def _hit_blocks(group: GroupSpec) -> int:
-    """As `GroupSpec.hit_blocks`; of chunked attention, whose chunks a spec does not tell, the one block at least."""
-    return 1 if group.kind == "chunked_local_attention" else group.hit_blocks
 
 
 def _leading(run: pb.RunExplanation) -> int:

@@ -32,6 +32,8 @@ MAX_SHARDS = 64
 MAX_GROUPS = 64
 _KIND = re.compile(r"[a-z0-9_]{1,64}")
 """Names that vLLM gives its kinds of layers; they are printed as they are."""
+_LAST_BLOCKS = ("mamba", "chunked_local_attention")
+"""Kinds of groups without a window whose hits need only the last blocks: vLLM's names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,11 @@ class GroupSpec:
     @property
     def slot_bytes(self) -> int:
         return self.num_shards * self.chunk_bytes
+
+    @property
+    def needs_prefix(self) -> bool:
+        """Whether a hit needs all blocks of its prefix, not only the last ones."""
+        return not self.window_tokens and self.kind not in _LAST_BLOCKS
 
     @property
     def hit_blocks(self) -> int:

@@ -22,8 +22,6 @@ Value = TypeVar("Value")
 SPLIT_AT = 16_384
 """Entries of an index's dict that is split, which takes about 2 ms."""
 MAX_DEPTH = 16
-_LAST_BLOCKS = ("mamba", "chunked_local_attention")
-"""Kinds of groups without a window whose hits need only the last blocks: vLLM's names."""
 
 
 class _Shard(dict[bytes, Value]):
@@ -151,7 +149,7 @@ class Group:
     def __post_init__(self) -> None:
         self.block_tokens = self.spec.block_tokens
         self.full_mask = (1 << self.spec.num_shards) - 1
-        self.needs_prefix = not self.spec.window_tokens and self.spec.kind not in _LAST_BLOCKS
+        self.needs_prefix = self.spec.needs_prefix
         self.slot_class = (self.tenant, self.spec.slot_bytes)
 
     @property
