@@ -460,7 +460,7 @@ def test_no_answer_to_a_lookup_brings_a_scheduler_down(
     pool = LyingPool()
     monkeypatch.setattr(session, "Client", pool.client)
     monkeypatch.setattr(step_budget, "MAX_BEGIN_S", 1e9)
-    monkeypatch.setattr(step_budget, "MAX_WAIT_S", 1e9)
+    monkeypatch.setattr(step_budget, "MAX_WAIT_SHARE", 1e6)
     extra = {"endpoint": "127.0.0.1:1", "lookup_timeout_ms": 5_000, "decline_slow_loads": False}
     extra["promotion_wait_ms"] = PROMOTION_WAIT_MS
     core = Core(vllm_config(), extra, cache_config(num_blocks=NUM_BLOCKS)).connected()

@@ -284,7 +284,7 @@ class Lookups:
         answers: list[Lookup] = []
         is_repeated = bool(lookup.answers)  # The pool may wait for a tier before it answers.
         for session, call in zip(self._stages.sessions, lookup.calls, strict=True):
-            wait_s = 0.0 if is_repeated else self._budget.wait_s  # Other requests need the step's budget.
+            wait_s = 0.0 if is_repeated else self._budget.wait_s(lookup.sent_at)  # Other requests need the budget.
             if not wait_s and not call.done():
                 return None
             asked_at = time.monotonic()
@@ -304,7 +304,9 @@ class Lookups:
         lookup.calls = []
         self._recorder.add("lookups")
         if not is_repeated:
-            self._recorder.observe("lookup_seconds", min(time.monotonic(), lookup.answered_at) - lookup.sent_at)
+            took_s = min(time.monotonic(), lookup.answered_at) - lookup.sent_at
+            self._recorder.observe("lookup_seconds", took_s)
+            self._budget.answered(took_s)
         self._keep(lookup, answers)
         return True
 

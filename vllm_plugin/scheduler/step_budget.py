@@ -11,14 +11,15 @@ import time
 
 from vllm_plugin.metrics import Recorder
 
-MAX_WAIT_S = 0.5e-3
-"""All lookups of one step together wait this long for their answers."""
+MAX_WAIT_SHARE = 0.1
+"""All lookups of one step together wait this part of a step for their answers. A request whose answer comes later waits
+for a whole step, and with asynchronous scheduling the device works meanwhile."""
 MAX_BEGIN_S = 1e-3
 """Once the connector has worked so long in one step, waiting left out, the step begins no more lookups and loads, and
 receives no more answers. What has begun costs as much again later: in the metadata, and when it ends."""
 SHORT_STEP_S, LONG_STEP_S = 0.05, 0.25
-"""The two bounds above are those of short steps, where they are 3 % at most. A longer step has more in proportion, as
-its requests wait longer for the next one; up to that of a long step, since the engine may have been idle."""
+"""`MAX_BEGIN_S` is 2 % of a short step. A longer step has more in proportion, as its requests wait longer for the next
+one; up to that of a long step, since the engine may have been idle."""
 WALK_S = 15e-6
 WALK_TOKEN_S = 55e-9
 """Measured: 1.75 ms for 32,768 tokens."""
@@ -38,14 +39,21 @@ class StepBudget:
         self._walks_s = 0.0
         self._began_at: float | None = None
         self._step_began_at = time.monotonic()
-        self._scale = 1.0
+        self._lasted_s = self._answer_s = 0.0
 
     def new_step(self) -> None:
-        """The step that is being scheduled is over; the next one is taken to be as long as this one was."""
+        """The step that is being scheduled is over."""
         now = time.monotonic()
-        self._scale = max(SHORT_STEP_S, min(now - self._step_began_at, LONG_STEP_S)) / SHORT_STEP_S
-        self._step_began_at = now
+        self._lasted_s, self._step_began_at = now - self._step_began_at, now
         self._spent_s = self._waited_s = self._walks_s = 0.0
+
+    @property
+    def _step_s(self) -> float:
+        """How long the step is taken to be: as the last one, or as the time since that was scheduled, if it is longer.
+
+        Behind an idle time vLLM schedules two steps at once.
+        """
+        return min(max(self._lasted_s, time.monotonic() - self._step_began_at), LONG_STEP_S)
 
     def __enter__(self) -> None:
         """A call of the connector begins; calls do not nest."""
@@ -59,12 +67,16 @@ class StepBudget:
     @property
     def may_begin(self) -> bool:
         """Whether a lookup or a load may begin in this step."""
-        return self._spent_s < self._scale * MAX_BEGIN_S
+        return self._spent_s < max(1, self._step_s / SHORT_STEP_S) * MAX_BEGIN_S
 
-    @property
-    def wait_s(self) -> float:
-        """How long a lookup may wait for its answer now."""
-        return max(0.0, self._scale * MAX_WAIT_S - self._waited_s)
+    def wait_s(self, sent_at: float) -> float:
+        """How long a lookup may wait for its answer now; 0 where the pool usually takes longer."""
+        wait_s = max(0.0, MAX_WAIT_SHARE * self._step_s - self._waited_s)
+        return wait_s if sent_at + self._answer_s < time.monotonic() + wait_s else 0.0
+
+    def answered(self, seconds: float) -> None:
+        """So long after it was sent a lookup was answered."""
+        self._answer_s += (seconds - self._answer_s) / 8
 
     def waited(self, seconds: float) -> None:
         self._waited_s += seconds

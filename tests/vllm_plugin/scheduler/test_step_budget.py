@@ -13,7 +13,14 @@ from tests.vllm_plugin.core import Core, blocks, fill, stored
 from tests.vllm_plugin.tier import Tier
 from vllm_plugin.metrics import Recorder
 from vllm_plugin.scheduler import step_budget
-from vllm_plugin.scheduler.step_budget import MAX_LOOKUP_WALKS_S, MAX_WAIT_S, MAX_WALKS_S, WALK_S, StepBudget
+from vllm_plugin.scheduler.step_budget import (
+    LONG_STEP_S,
+    MAX_LOOKUP_WALKS_S,
+    MAX_WAIT_SHARE,
+    MAX_WALKS_S,
+    WALK_S,
+    StepBudget,
+)
 
 
 @pytest.fixture
@@ -36,7 +43,10 @@ def test_few_may_wait_whose_prefix_is_long_and_many_whose_is_not() -> None:
 
 
 @pytest.mark.parametrize(("step_s", "times"), [(0.001, 1), (0.05, 1), (0.1, 2), (0.25, 5), (60.0, 5)])
-def test_a_longer_step_has_more_in_proportion(clock: FakeClock, step_s: float, times: int) -> None:
+def test_a_longer_step_has_more_in_proportion(
+    clock: FakeClock, monkeypatch: pytest.MonkeyPatch, step_s: float, times: int
+) -> None:
+    monkeypatch.setattr(step_budget, "MAX_BEGIN_S", 1e-3)
     budget = StepBudget(Recorder())
     with budget:
         clock.advance(step_s)
@@ -44,13 +54,36 @@ def test_a_longer_step_has_more_in_proportion(clock: FakeClock, step_s: float, t
     budget.waited(1.0)
     budget.new_step()
     assert budget.may_wait(32_768), "each step has a budget of its own"
-    assert budget.wait_s == pytest.approx(times * MAX_WAIT_S)
+    assert budget.wait_s(clock()) == pytest.approx(MAX_WAIT_SHARE * min(step_s, LONG_STEP_S))
     with budget:
         clock.advance(0.9 * times * step_budget.MAX_BEGIN_S)
     assert budget.may_begin
     with budget:
         clock.advance(0.2 * times * step_budget.MAX_BEGIN_S)
     assert not budget.may_begin
+
+
+def test_the_longer_of_the_last_two_steps_counts(clock: FakeClock) -> None:
+    budget = StepBudget(Recorder())
+    for lasted_s, wait_s in ((0.1, 0.01), (0.02, 0.002), (0.01, 0.001)):
+        clock.advance(lasted_s)
+        budget.new_step()
+        assert budget.wait_s(clock()) == pytest.approx(wait_s)
+    clock.advance(0.2)
+    assert budget.wait_s(clock()) == pytest.approx(0.02), "the step that is being scheduled was behind an idle time"
+
+
+def test_a_step_waits_only_where_the_pool_usually_answers_in_time(clock: FakeClock) -> None:
+    budget, sent_at = StepBudget(Recorder()), clock()
+    clock.advance(0.1)
+    budget.new_step()
+    assert budget.wait_s(clock()) == pytest.approx(0.01), "nothing is known"
+    for _ in range(100):
+        budget.answered(0.015)
+    assert budget.wait_s(clock()) == 0
+    assert budget.wait_s(sent_at) == pytest.approx(0.01), "the answer is due"
+    clock.advance(0.2)
+    assert budget.wait_s(clock()) == pytest.approx(0.02), "a longer step"
 
 
 def test_waiting_for_an_answer_is_no_work(clock: FakeClock) -> None:
