@@ -1,11 +1,13 @@
 """Copies see what the device had been given by their mark, though it is far behind the host."""
 
+import threading
 import time
 
 import numpy as np
 import pytest
 import torch
 
+from tests.support.processes import wait_for
 from vllm_plugin.worker.layout import make_layout
 
 pytestmark = pytest.mark.gpu
@@ -86,3 +88,34 @@ def test_how_long_a_load_has_waited_for_the_device_is_known(cache: dict[str, tor
     waited_s = time.perf_counter() - began_at
     assert 0.9 * waited_s <= copier.seconds_between(now, mark) <= waited_s
     assert copier.seconds_between(now, reached) == 0, "it was reached before"
+
+
+def test_a_load_far_ahead_of_the_device_leaves_the_engine_its_lock(cache: dict[str, torch.Tensor]) -> None:
+    """The driver takes about a thousand calls ahead; in the next one a thread waits, with Python's lock."""
+    from vllm_plugin.worker.copy.cuda import CudaCopier
+
+    layout = make_layout(cache, [NAMES], BLOCKS, 2)
+    copier = CudaCopier([layout])
+    memory = np.full(BLOCKS * layout.region_bytes, 9, np.uint8)
+    rows = list(memory.reshape(BLOCKS, -1))
+    copier.adopt(memory)
+    wait_for(lambda: copier._pinned._registered_bytes == memory.nbytes, "the memory to be pinned", 30)
+    copier.scatter(copier.mark(), 0, [IDS], [rows[block] for block in IDS])
+    copier.wait_scattered()
+    _behind(cache, 0)
+    mark, longest_s = copier.mark(), 0.0
+
+    def load() -> None:
+        for _ in range(200):
+            copier.scatter(mark, 0, [IDS], [rows[block] for block in IDS])
+        copier.wait_scattered()
+
+    thread = threading.Thread(target=load)
+    thread.start()
+    while thread.is_alive():
+        began_at = time.perf_counter()
+        time.sleep(0.001)
+        longest_s = max(longest_s, time.perf_counter() - began_at)
+    torch.cuda.synchronize()
+    assert longest_s < 0.1, "a part of the time in which the device was busy"
+    assert all((kv[IDS] == 9).all() for kv in cache.values())

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -37,6 +38,11 @@ MAX_STAGED_SIZES = 128
 """Views of a staging buffer that are kept for later copies of the same size."""
 COPIES_BETWEEN_YIELDS = 64
 """Calls of the driver, which keep Python's lock, after which other threads may run."""
+MAX_CALLS_AHEAD = 256
+"""The driver takes about a thousand calls ahead of the device; then a call waits, and all threads of the engine with it,
+since it keeps Python's lock. So a load gives the device this many, and waits for it with the lock released."""
+CALLS_PER_COPY = 12
+"""Of the driver, besides one for each run of neighbouring blocks."""
 
 
 class CudaCopier(Copier):
@@ -52,7 +58,7 @@ class CudaCopier(Copier):
         self._out = _Direction(self._device, self._shapes, table, staging_bytes)
         self._in = _Direction(self._device, self._shapes, table, staging_bytes)
         self._sums = [xxh3.suits(layout.chunk_bytes) for layout in layouts]
-        self._scatters: list[_Copy] = []
+        self._scatters: deque[_Copy] = deque()
         # Compiled now: the first request should not wait for that.
         for group_idx, shape in enumerate(self._shapes):
             shape.blocks.compile()
@@ -142,17 +148,20 @@ class CudaCopier(Copier):
         staging.free.record(direction.kernels)
         copy.done.record(direction.kernels)
         self._scatters.append(copy)
+        while len(self._scatters) > NUM_BUFFERS and sum(each.num_calls for each in self._scatters) > MAX_CALLS_AHEAD:
+            self._scatters.popleft().wait()
         return copy.checksums()
 
     def wait_scattered(self) -> None:
         while self._scatters:
-            self._scatters.pop().wait()
+            self._scatters.popleft().wait()
 
     def _borrow(self, copy: _Copy, buffers: Buffers) -> list[StridedRun]:
         """Where the buffers lie in pinned memory, which the copy gives back; nothing if they do not."""
         pinned = self._pinned
         runs = pinned.borrow(buffers) if pinned is not None else []
         copy.borrowed = pinned if runs else None
+        copy.num_calls += len(runs)
         return runs
 
 
@@ -304,6 +313,7 @@ class _Copy:
     Attributes:
         done: event when the blocks have arrived.
         borrowed: memory that the copy gives back once the blocks have arrived.
+        num_calls: of the driver, about.
     """
 
     def __init__(self, direction: _Direction, staged: _StagedBlocks, block_ids: BlockIds):
@@ -315,6 +325,7 @@ class _Copy:
         self._found: list[int] | None = None
         self._has_ended = False
         self.borrowed: PinnedMemory | None = None
+        self.num_calls = CALLS_PER_COPY
 
     def send_ids(self) -> None:
         """Starts sending the block ids to the device."""
