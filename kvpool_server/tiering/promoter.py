@@ -271,6 +271,8 @@ class Promoter:
             promoted = commit(self._pool, grant.ticket_id, sums)
         self._tier.counters["promoted_blocks"] += promoted
         self._tier.counters["missed_promotions"] += len(granted) - promoted
+        for block_hash in granted:  # It may leave the arena soon, and the tier as well: then it is asked for again.
+            self._answers.pop((namespace.fingerprint, run.group_idx, block_hash), None)
         self.forget(namespace, run.group_idx, [granted[nth] for nth in unread])
         return promoted == len(granted) and len(reserved) == len(run)
 

@@ -293,6 +293,7 @@ class Lookups:
             except KVPoolError as error:
                 session.report(error, "lookup")
                 self._recorder.add("lookup_failures")
+                self._budget.answered(time.monotonic() - lookup.sent_at)
                 self.abandon(lookup)
                 return False
             finally:

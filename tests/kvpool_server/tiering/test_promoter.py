@@ -28,6 +28,16 @@ async def test_a_tier_that_must_be_asked_is_asked_once(rig: Rig, tier: MemoryTie
     assert (await rig.hits("nowhere")).num_leading == 0 and tier.calls["find"] == 3
 
 
+@play(asked)
+async def test_a_tier_is_asked_again_for_a_block_that_has_come_up_and_was_evicted(rig: Rig, tier: MemoryTier) -> None:
+    await rig.demote("a", "b")
+    assert (await rig.hits("a", "b")).num_leading == 2
+    rig.evict_all()
+    await tier.clear()
+    assert (await rig.hits("a", "b")).num_leading == 0
+    assert tier.calls["find"] == 2 and tier.counters["missed_promotions"] == 0, "what it had is no promise"
+
+
 @pytest.mark.parametrize("failure", ["", "the disk is gone"], ids=["other bytes", "an error"])
 @play(has_tenants=True)
 async def test_a_read_that_brings_another_tenants_bytes_leaves_none_of_them_in_the_slot(
