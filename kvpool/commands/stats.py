@@ -53,6 +53,8 @@ def stats(
         _print_rpcs(snapshot.server)
     for tier in snapshot.tiers:
         metrics = _metrics(fields_of(tier))
+        for server in metrics.pop("servers"):
+            metrics[f"{server['name']} read_bytes"] = server["read_bytes"]
         metrics["up"] = "yes" if tier.up else "no: the tier failed, and is not called for a while"
         _print_metrics(f"tier {metrics.pop('name')}", metrics, show_all=show_all)
 

@@ -208,6 +208,10 @@ def _tier(tier: pb.TierStats, stats: pb.StatsResponse, window: Window | None) ->
     else:  # It drops all.
         fix = "look for the cause in the server's log: a full or unmounted disk, or a store that cannot be reached"
         findings = [error(check, "the tier failed, and the server does not call it for a while", fix)]
+    for server in tier.servers:
+        if not server.up:
+            fix = f"look whether {server.name} runs, and can be reached from the server's host"
+            findings.append(warning(check, f"{server.name} does not answer, and is left alone for a while", fix))
     for counter, template in _COUNTED_OF_TIERS.items():
         findings += _counted(replace(template, check=check), ("tier", tier.name, counter), stats, window)
     size = f" of {size_text(tier.size_bytes)}" if tier.size_bytes else ""

@@ -837,7 +837,7 @@ class UsageStats(_message.Message):
     def __init__(self, tenant: _Optional[str] = ..., model: _Optional[str] = ..., lookup_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., stored_bytes: _Optional[int] = ..., loaded_bytes: _Optional[int] = ..., held_bytes: _Optional[int] = ..., held_blocks: _Optional[int] = ..., saved_seconds: _Optional[float] = ..., lost_seconds: _Optional[float] = ..., computed_tokens: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class TierStats(_message.Message):
-    __slots__ = ("name", "up", "size_bytes", "used_bytes", "num_entries", "counters")
+    __slots__ = ("name", "up", "size_bytes", "used_bytes", "num_entries", "counters", "servers")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -851,13 +851,25 @@ class TierStats(_message.Message):
     USED_BYTES_FIELD_NUMBER: _ClassVar[int]
     NUM_ENTRIES_FIELD_NUMBER: _ClassVar[int]
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
+    SERVERS_FIELD_NUMBER: _ClassVar[int]
     name: str
     up: bool
     size_bytes: int
     used_bytes: int
     num_entries: int
     counters: _containers.ScalarMap[str, int]
-    def __init__(self, name: _Optional[str] = ..., up: bool = ..., size_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., num_entries: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ...) -> None: ...
+    servers: _containers.RepeatedCompositeFieldContainer[TierServer]
+    def __init__(self, name: _Optional[str] = ..., up: bool = ..., size_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., num_entries: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., servers: _Optional[_Iterable[_Union[TierServer, _Mapping]]] = ...) -> None: ...
+
+class TierServer(_message.Message):
+    __slots__ = ("name", "up", "read_bytes")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    UP_FIELD_NUMBER: _ClassVar[int]
+    READ_BYTES_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    up: bool
+    read_bytes: int
+    def __init__(self, name: _Optional[str] = ..., up: bool = ..., read_bytes: _Optional[int] = ...) -> None: ...
 
 class ListNamespacesRequest(_message.Message):
     __slots__ = ("without_holdings",)

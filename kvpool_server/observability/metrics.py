@@ -49,6 +49,14 @@ TIER_GAUGES = {
     "used_bytes": "Bytes that this server has written to the tier and not removed since.",
     "num_entries": "Blocks that this server has written to the tier and not removed since.",
 }
+TIER_SERVERS = (
+    (
+        GaugeMetricFamily,
+        "up",
+        "0 while a server that a tier reads from, or their directory, is not asked: it has failed.",
+    ),
+    (CounterMetricFamily, "read_bytes", "Bytes read from another server whose checksums matched."),
+)
 
 
 _OF_PAIRS = f"The first {MAX_PAIRS} pairs in use have labels of their own, the rest is model={OTHER}, tenant={OTHER}."
@@ -110,6 +118,10 @@ def pool_families(stats: pb.StatsResponse) -> Iterator[Metric]:
     for name, text in TIER_COUNTERS.items():
         series = [([tier.name], tier.counters.get(name, 0)) for tier in stats.tiers]
         yield family(CounterMetricFamily, f"tier_{name}", text, ["tier"], series)
+    servers = [([tier.name, server.name], server) for tier in stats.tiers for server in tier.servers]
+    for kind, name, text in TIER_SERVERS:
+        series = [(labels, getattr(server, name)) for labels, server in servers]
+        yield family(kind, f"tier_server_{name}", text, ["tier", "server"], series)
 
 
 def usage_families(usage: Sequence[pb.UsageStats]) -> Iterator[Metric]:

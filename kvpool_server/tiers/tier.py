@@ -39,6 +39,7 @@ COUNTERS = {
     "refused_blocks": "Blocks for which the tier had no room.",
     "corrupt_blocks": "Blocks dropped because their bytes in the tier had changed, as after a power cut.",
     "evicted_blocks": "Blocks evicted from the tier to make room.",
+    "unannounced_blocks": "Blocks that the directory of servers was not told of at once: it was slow or away.",
     "read_bytes": "Bytes read from the tier whose checksums matched.",
     "written_bytes": "Bytes written to the tier.",
 }

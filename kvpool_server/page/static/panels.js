@@ -186,7 +186,11 @@ export function show(now, minute) {
   showUsage(stats);
   list("tiers", "Tiers; promoted, missed and written are blocks since the start", stats.tiers, "The server has no tier: blocks live in memory only.", [
     ["Tier", ({ name }) => name],
-    ["State", ({ up }) => (up ? label("ok", "up") : label("fault", "down"))],
+    ["State", ({ up, servers }) => {
+      const away = servers.filter((server) => !server.up).map(({ name }) => name);
+      if (up && away.length) return label("warning", `no answer: ${away.join(", ")}`);
+      return up ? label("ok", "up") : label("fault", "down");
+    }],
     ["In use", (tier) => (tier.size_bytes ? share(tier.used_bytes, tier.size_bytes) : format.bytes(tier.used_bytes))],
     ["Blocks", (tier) => format.count(tier.num_entries), true],
     ...Object.entries({ Promoted: "promoted_blocks", Missed: "missed_promotions", Written: "demoted_blocks", "Not written": "dropped_demotions" }).map(([title, name]) => [title, ({ counters }) => format.count(counters[name] ?? 0), true]),

@@ -34,6 +34,7 @@ from kvpool_server.tiers.thread_pool import DaemonThreadPool
 from kvpool_server.tiers.tier import Block, BlockKey, Tier, TierContext, TierError, TierOptions
 
 if TYPE_CHECKING:
+    from kvpool.v1 import pool_pb2 as pb
     from kvpool_server.tiers.peers.peer import LeasedRun, Peer
 
 log = structlog.get_logger()
@@ -132,6 +133,7 @@ class _Level:
         self.reads = Health(f"bytes of peer {endpoint}", clock)
         self.turn = asyncio.Semaphore(ASKED_AT_ONCE)
         self.num_asking = 0
+        self.read_bytes = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -301,6 +303,7 @@ class PeersTier(Tier):
             for nth, checksums in zip(nths, read or (), strict=False):
                 sums[nth] = checksums
                 self.counters["read_bytes"] += into[nth].nbytes
+                level.read_bytes += into[nth].nbytes
             lease.num_reads -= 1
             for name in names:
                 self._forget((namespace.fingerprint, group_idx, name), lease)
@@ -333,6 +336,16 @@ class PeersTier(Tier):
                     return None
         except Exception:  # `Health` has logged it.
             return None
+
+    def stats(self) -> pb.TierStats:
+        stats = super().stats()
+        for endpoint, level in list(self._levels.items()):
+            is_up = level.questions.is_working and level.reads.is_working
+            stats.servers.add(name=endpoint, up=is_up, read_bytes=level.read_bytes)
+        if self._directory is not None:
+            stats.servers.add(name=self._directory.name, up=self._directory.is_available)
+            stats.counters["unannounced_blocks"] = self._directory.num_dropped
+        return stats
 
     def stored(self, entry: Entry) -> None:
         self._hold(entry, is_there=True)

@@ -60,6 +60,9 @@ def busy() -> Interval:
         tiers=(
             pb.TierStats(name="file:/x", size_bytes=1 << 40, used_bytes=1 << 39, up=True),
             pb.TierStats(name="mooncake:m", up=False),
+            pb.TierStats(
+                name="peers:d", up=True, servers=[pb.TierServer(name="h:2", up=True), pb.TierServer(name="h:3")]
+            ),
         ),
     )
     return Interval.of(before, now, 2.0)
@@ -75,6 +78,7 @@ def test_a_frame_says_what_the_pool_does_now() -> None:
     assert "read     1 kB/s" in line(lines, "tcp")
     tiers = [each for each in lines if each.startswith("tier")]
     assert "512 GiB of 1 TiB: file:/x" in tiers[0] and "DOWN: mooncake:m" in tiers[1]
+    assert "1 of 2 servers answer: peers:d" in tiers[2]
     assert any(each.startswith("ERROR   tier mooncake:m: the tier failed") for each in lines)
     assert max(map(len, lines)) <= 80
 
