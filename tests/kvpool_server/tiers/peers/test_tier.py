@@ -15,10 +15,11 @@ import pytest
 
 from kvpool.client.client import Client
 from kvpool.client.config import ClientConfig
-from kvpool.protocol.errors import ConfigError
+from kvpool.protocol.errors import BusyError, ConfigError
 from kvpool.protocol.types import BlockRun
 from kvpool.security.principal import Role
 from kvpool_server.cache.eviction.lru import PrefixLRU
+from kvpool_server.rpc.blocks import MAX_READ_BY_SERVERS
 from kvpool_server.tiers.peers import directory as peers_directory
 from kvpool_server.tiers.registry import parse
 from kvpool_server.tiers.tier import TierContext
@@ -141,6 +142,22 @@ def test_servers_that_name_one_another_do_not_ask_in_circles(
     time.sleep(0.5)
     assert (third.looked_up, second.looked_up) == looked_up
     third.close()
+
+
+def test_a_server_is_read_by_few_others_at_once(host: Callable[..., Host]) -> None:
+    owner = host()
+    owner.put("a")
+    run = BlockRun(0, [block_hash("a")])
+
+    def lease() -> int:
+        return owner.client.rpc.lookup(owner.namespace, [run], locate=True, here=True).lease_id
+
+    leases = [lease() for _ in range(MAX_READ_BY_SERVERS)]
+    with pytest.raises(BusyError, match="leases of other servers are not released yet"):
+        lease()
+    assert owner.load("a") == [True], "engines are answered"
+    owner.client.release(leases[:1])
+    assert lease()
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
