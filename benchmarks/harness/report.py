@@ -122,6 +122,9 @@ behind it. Without the trace (`--trace PATH`) this is skipped. Any trace: `examp
 directory without a delay, and a production trace that repeats a third of its blocks. All servers together hold three
 tenths of its distinct blocks. An aware router takes the server with the longest prefix if that is half of the prompt,
 else the one with the fewest requests.""",
+    "peer_reads": """What a prompt costs that only another server holds, and a lookup that no server can answer: three
+real servers on this host, and a directory. The directory's round trip is that of its own client, idle; beside it the
+server's event loop packs and parses.""",
     "tiers": """The file tier beside its disk (a virtual machine's, whose own cache flatters writes); a restart with a
 million blocks; a prompt of 64 MiB that a server brings up right after its start; and what a tier costs puts, also a
 tier that does not answer (Mooncake's, with a stopped master).""",
