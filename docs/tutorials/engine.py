@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +25,9 @@ def serve(client: Client, model: str, tenant: str, tokens: list[int]) -> str:
     group = GroupSpec("full_attention", BLOCK_TOKENS, 4, 64, 64, num_shards=1, chunk_bytes=CHUNK_BYTES)
     namespace = client.open_namespace(NamespaceSpec(model, (group,), tenant=tenant))
     run = BlockRun(0, block_hashes(tokens, block_tokens=BLOCK_TOKENS))
-    found = client.lookup(namespace, [run])
+    while (found := client.lookup(namespace, [run])).retry_after_ms:  # Blocks are on their way up from a tier.
+        client.release([found.lease_id])
+        time.sleep(found.retry_after_ms / 1000)
     num_hit = found.hits[0].num_leading
     if num_hit:
         hit = BlockRun(0, run.block_hashes[:num_hit])

@@ -14,7 +14,7 @@ LETTERS_A_MINUTE = 200
 """Of somebody who types commands, without copying them."""
 
 
-@pytest.mark.parametrize(("page", "minutes"), [("quickstart.md", 5), ("two-hosts.md", 10)])
+@pytest.mark.parametrize(("page", "minutes"), [("quickstart.md", 5), ("two-hosts.md", 10), ("several-hosts.md", 10)])
 def test_a_tutorial_takes_as_long_as_it_says(page: str, minutes: int) -> None:
     text = re.sub(r"<!--.*?-->", "", (TUTORIALS / page).read_text(), flags=re.DOTALL).split("\n## 5. With your vLLM\n")[
         0

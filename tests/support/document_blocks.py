@@ -39,7 +39,10 @@ from testbed.ports import free_port
 ROOT = Path(__file__).parents[2]
 SHELL = ("bash", "sh")
 PYTHON = ("python",)
-PORTS = ("50051", "50052", "50053", "5557", "5558", "5567", "5568")
+PORTS = (
+    *("50051", "50052", "50053", "50061", "50062", "50063", "50071", "50072", "50073"),
+    *("5557", "5558", "5567", "5568", "6379"),
+)
 """Ports that pages name: each is a free one in a test."""
 HOSTS = {r"\b(kvpool|pool)\.example\.com\b": "localhost", r"\bHOST(?=:\d)": "127.0.0.1"}
 PLACES = ("/mnt/", "/run/kvpool", "/var/lib/kvpool", "/etc/kvpool", "/tmp/")
@@ -161,7 +164,7 @@ class Session:
                 self._programs.clear()
             self._programs.append(block.text)
         for port, ours in self._ports.items():
-            text = re.sub(rf"(?<=:){port}\b", ours, text)
+            text = re.sub(rf"(?<=[: ]){port}\b", ours, text)
         for host, ours in HOSTS.items():
             text = re.sub(host, ours, text)
         for place in PLACES:
