@@ -32,6 +32,7 @@ from kvpool_server.tiers.health import Health
 
 if TYPE_CHECKING:
     from redis.asyncio import Redis
+    from redis.asyncio.client import Pipeline
 
 log = structlog.get_logger()
 
@@ -149,7 +150,7 @@ class Directory:
             pipeline = self._redis.pipeline(transaction=False)
             for name in names:
                 pipeline.zrevrange(name, 0, MAX_OWNERS - 1)
-            return await pipeline.execute()
+            return await _executed(pipeline)
 
         counts = Counter(owner for owners in await self._call(ask) or () for owner in owners or ())
         counts.pop(self._id, None)
@@ -220,7 +221,7 @@ class Directory:
                 pipeline.expire(name, BLOCK_S)
             else:
                 pipeline.zrem(name, self._id)
-        await pipeline.execute()
+        await _executed(pipeline)
         return True
 
     async def _call(self, call: Callable[[], Any]) -> Any:
@@ -255,3 +256,11 @@ class Directory:
             check_endpoint(text := endpoint.decode())
             return text
         return ""
+
+
+async def _executed(pipeline: Pipeline) -> list[Any]:
+    """The answers; None for a key that a stranger has written. Raises what all commands have failed with."""
+    answers = await pipeline.execute(raise_on_error=False)
+    if answers and all(isinstance(answer, Exception) for answer in answers):
+        raise answers[0]
+    return [None if isinstance(answer, Exception) else answer for answer in answers]

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import redis
 
 from kvpool.client.client import Client
 from kvpool.client.config import ClientConfig
@@ -248,6 +249,20 @@ def test_a_directory_that_was_emptied_is_filled_again(
     directory.start()
     wait_for(lambda: _keys(directory, "block") == _announced(LONG_NAMES), "the announcements again", 60)
     assert all(reader.load(*LONG_NAMES))
+
+
+def test_what_strangers_write_to_the_directory_costs_no_other_block(
+    host: Callable[..., Host], directory: DirectoryProcess, by_directory: tuple[str, str]
+) -> None:
+    owner, reader = host(*by_directory), host(*by_directory)
+    owner.put(*LONG_NAMES)
+    wait_for(lambda: _keys(directory, "block") == _announced(LONG_NAMES), "the announcements")
+    with redis.Redis(port=int(directory.endpoint.rpartition(":")[2])) as stranger:
+        first, second, *_ = sorted(stranger.keys("kvpool:block:*"))
+        stranger.set(first, b"no set")
+        stranger.zadd(second, {os.urandom(8): time.time() for _ in range(1_000)})
+    wait_for(lambda: all(reader.load(*LONG_NAMES)), "the blocks of which the directory knows")
+    assert reader.servers[f"directory {directory.endpoint}"][0], "the directory is not asked any more"
 
 
 def test_a_directory_that_does_not_answer_costs_one_wait(
