@@ -32,6 +32,7 @@ BURST_S = 60.0
 """About how long all requests of a workload take that come at once."""
 CAUSE = re.compile(r"\b\w*(?:Error|Exception): (?!Engine core initialization failed).+")
 NOT_RUN, OF_WORKLOAD = "not run: ", "requests of "
+EARLIER = "added to runs of the commits"
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +116,8 @@ class Benchmark:
             if facts.get(name, value) != value:
                 raise typer.BadParameter(f"the last result was measured with {name} {facts[name]!r}, not {value!r}")
         self._facts |= {name: value for name, value in facts.items() if name.startswith((NOT_RUN, OF_WORKLOAD))}
+        commits = facts.get(EARLIER, "").split(", ")
+        self._facts[EARLIER] = ", ".join(dict.fromkeys([*filter(None, commits), (last or {}).get("commit", "")[:12]]))
         self._runs = [Run(**json.loads(run)) for run in facts.get("runs", ())]
         self._possible |= {name: HitTokens(**each) for name, each in facts.get("possible", {}).items()}
         self._ideal = {(workload, rate): times for workload, rate, times in facts.get("ideal", ())}
