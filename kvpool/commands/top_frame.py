@@ -141,8 +141,8 @@ def _lines(interval: Interval) -> Iterator[tuple[str, str]]:
         state = "" if tier.up else ", DOWN"
         size = f" of {size_text(tier.size_bytes)}" if tier.size_bytes else ""
         filled = bar(tier.used_bytes / tier.size_bytes if tier.size_bytes else 0.0, BAR_CHARS)
-        if tier.servers:
-            state += f", {sum(server.up for server in tier.servers)} of {len(tier.servers)} servers answer"
+        if away := [server.name for server in tier.servers if not server.up]:
+            state += f", no answer: {', '.join(away)}"
         yield "tier", f"{filled} {size_text(tier.used_bytes)}{size}{state}: {tier.name}"
     yield (
         "blocks",

@@ -206,12 +206,14 @@ def _tier(tier: pb.TierStats, stats: pb.StatsResponse, window: Window | None) ->
     if tier.up:
         findings = [*_dropped(check, tier.name, stats, window)]
     else:  # It drops all.
-        fix = "look for the cause in the server's log: a full or unmounted disk, or a store that cannot be reached"
+        fix = (
+            "look for the cause in the server's log: a full or unmounted disk, or a store or server that is not reached"
+        )
         findings = [error(check, "the tier failed, and the server does not call it for a while", fix)]
     for server in tier.servers:
         if not server.up:
-            fix = f"look whether {server.name} runs, and can be reached from the server's host"
-            findings.append(warning(check, f"{server.name} does not answer, and is left alone for a while", fix))
+            fix = f"look whether {server.name} runs and can be reached from the server's host, and in the server's log"
+            findings.append(warning(check, f"questions to {server.name}, or reads from it, fail", fix))
     for counter, template in _COUNTED_OF_TIERS.items():
         findings += _counted(replace(template, check=check), ("tier", tier.name, counter), stats, window)
     size = f" of {size_text(tier.size_bytes)}" if tier.size_bytes else ""

@@ -53,7 +53,7 @@ TIER_SERVERS = (
     (
         GaugeMetricFamily,
         "up",
-        "0 while a server that a tier reads from, or their directory, is not asked: it has failed.",
+        "1 if a server that a tier reads from, or their directory, has answered last, or was never asked; else 0.",
     ),
     (CounterMetricFamily, "read_bytes", "Bytes read from another server whose checksums matched."),
 )

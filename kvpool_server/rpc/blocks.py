@@ -41,9 +41,9 @@ log = structlog.get_logger()
 
 VERIFIED_BYTES = 64 << 20
 """Bytes that a thread verifies before it looks whether the call was cancelled."""
-MAX_READ_BY_SERVERS, SERVER_LEASE_MS = 16, 5_000
-"""Leases of other servers at once, each of a prefetch at most, and their longest time. The wire is first of all for the
-engines of this server, and a server that is refused asks the next one that has the blocks."""
+MAX_LEASES_OF_SERVERS, MAX_OWN_LEASES, SERVER_LEASE_MS = 16, 8, 5_000
+"""Leases of other servers at once, and of one of them, and their longest time. The wire is first of all for the engines
+of this server, and a server that is refused asks the next one that has the blocks."""
 MAX_WAITING = 64
 """Calls of `Verify` of one caller that wait for their turn: one call at a time verifies blocks."""
 
@@ -59,7 +59,7 @@ class BlockHandlers(Handlers):
         super().__post_init__()
         self.streams = LookupStreams(self.pool.limits.max_streams)
         self._verifications = FairSlots(1, 1, MAX_WAITING)
-        self._read_by_servers: set[int] = set()
+        self._leases_of_servers: dict[int, str] = {}  # By id, whose each is.
 
     async def Lookup(self, request: pb.LookupRequest, context: Any) -> pb.LookupResponse:
         return await self._lookup(request, owner_of(context), request.wait_ms)
@@ -132,17 +132,16 @@ class BlockHandlers(Handlers):
         here = request.here and (principal is None or principal.role in (Role.PEER, Role.OPERATOR))
         ttl_ms = request.lease_ttl_ms
         if here:
-            self._read_by_servers = {each for each in self._read_by_servers if each in self.pool.leases}
-            if len(self._read_by_servers) >= MAX_READ_BY_SERVERS:
-                raise BusyError(
-                    f"{MAX_READ_BY_SERVERS} leases of other servers are not released yet; ask another server"
-                )
+            leases = {each: name for each, name in self._leases_of_servers.items() if each in self.pool.leases}
+            self._leases_of_servers = leases
+            if len(leases) >= MAX_LEASES_OF_SERVERS or list(leases.values()).count(owner.name) >= MAX_OWN_LEASES:
+                raise BusyError(f"{len(leases)} leases of other servers are not released yet; ask another server")
             ttl_ms = min(ttl_ms, SERVER_LEASE_MS)
         found = await self.tiered.lookup(
             fingerprint, runs, request.prefix_only, ttl_ms, request.locate, owner, wait_ms, here
         )
         if here and found.lease_id:
-            self._read_by_servers.add(found.lease_id)
+            self._leases_of_servers[found.lease_id] = owner.name
         if request.explain:
             found = dataclasses.replace(found, hits=self.pool.explanations.misses(fingerprint, runs, found.hits))
             if self.ledger is not None and not found.retry_after_ms:  # Else the lookup is going to be repeated.

@@ -272,7 +272,9 @@ class Promoter:
         self._tier.counters["promoted_blocks"] += promoted
         self._tier.counters["missed_promotions"] += len(granted) - promoted
         for block_hash in granted:  # It may leave the arena soon, and the tier as well: then it is asked for again.
-            self._answers.pop((namespace.fingerprint, run.group_idx, block_hash), None)
+            key = (namespace.fingerprint, run.group_idx, block_hash)
+            if self._answers.get(key, (False, 0.0))[0]:  # Else it was removed meanwhile.
+                del self._answers[key]
         self.forget(namespace, run.group_idx, [granted[nth] for nth in unread])
         return promoted == len(granted) and len(reserved) == len(run)
 

@@ -36,11 +36,10 @@ from kvpool_server.tiers.tier import Tier, TierError
 
 log = structlog.get_logger()
 
-PART_BLOCKS, MAX_FIND_BLOCKS, FIND_S = 1_024, 8_192, 1.0
-"""Of questions which blocks a tier has: blocks at a time, blocks of tiers that do not know at once, and their time."""
+PART_BLOCKS, MAX_FIND_BLOCKS, FIND_S, RESTART_S = 1_024, 8_192, 1.0, 1.0
+"""Of questions which blocks a tier has: blocks at a time, in all, and their time; the rest after a failed transfer."""
 MAX_NAMESPACES = 256
 """Namespaces that are opened at the start for a tier that holds blocks of more: the newest."""
-RESTART_S = 1.0
 MAX_WAIT_MS, MAX_WAITING = 1_000, 1_024
 """How long one lookup waits for pending blocks (its client may look up again), and how many wait; others do not."""
 
@@ -339,8 +338,8 @@ class TieredPool(Observer):
         """True if no block is queued for, or on its way to or from, a tier that answers."""
         if self._watermark is not None and self._watermark.work.is_set():
             return False
-        levels = [level for level in self._levels if level.health.is_available]
-        return all(level.demoter.idle.is_set() and level.promoter.is_idle for level in levels)
+        available = (level for level in self._levels if level.health.is_available)
+        return all(level.demoter.idle.is_set() and level.promoter.is_idle for level in available)
 
     async def tiers_of(
         self, namespace: PoolNamespace, group_idx: int, names: Sequence[bytes]
@@ -375,7 +374,8 @@ class TieredPool(Observer):
         stats = message_of(self.pool.stats(), pb.StatsResponse, prefaulted_bytes=prefaulted_bytes)
         for level in self._levels[: self._num_open]:
             stats.tiers.append(level.tier.stats())
-            stats.tiers[-1].up = level.health.is_working
+            servers = stats.tiers[-1].servers
+            stats.tiers[-1].up = any(each.up for each in servers) if servers else level.health.is_working
         return stats
 
 

@@ -11,7 +11,7 @@ from pydantic_core import ErrorDetails
 from kvpool.protocol.errors import ConfigError
 from kvpool_server.tiers.file.tier import FileOptions
 from kvpool_server.tiers.mooncake.tier import MooncakeOptions
-from kvpool_server.tiers.peers.tier import PeersOptions
+from kvpool_server.tiers.peers.options import PeersOptions
 from kvpool_server.tiers.tier import TierOptions
 
 KINDS: dict[str, type[TierOptions]] = {"file": FileOptions, "mooncake": MooncakeOptions, "peers": PeersOptions}

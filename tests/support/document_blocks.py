@@ -41,7 +41,7 @@ SHELL = ("bash", "sh")
 PYTHON = ("python",)
 PORTS = (
     *("50051", "50052", "50053", "50061", "50062", "50063", "50071", "50072", "50073"),
-    *("5557", "5558", "5567", "5568", "6379"),
+    *("5557", "5558", "5567", "5568", "6390"),
 )
 """Ports that pages name: each is a free one in a test."""
 HOSTS = {r"\b(kvpool|pool)\.example\.com\b": "localhost", r"\bHOST(?=:\d)": "127.0.0.1"}

@@ -293,7 +293,9 @@ class Lookups:
             except KVPoolError as error:
                 session.report(error, "lookup")
                 self._recorder.add("lookup_failures")
-                self._budget.answered(time.monotonic() - lookup.sent_at)
+                if not is_repeated:  # vLLM may have asked long after the call has failed.
+                    late_s = min(time.monotonic(), lookup.answered_at) - lookup.sent_at
+                    self._budget.answered(min(late_s, self._config.lookup_timeout_ms / 1000))
                 self.abandon(lookup)
                 return False
             finally:

@@ -106,6 +106,11 @@ class Directory:
         """Whether it is asked now."""
         return self._health.is_available
 
+    @property
+    def is_working(self) -> bool:
+        """Whether it has answered last."""
+        return self._health.is_working
+
     def open(self) -> None:
         self._tasks = [asyncio.create_task(run()) for run in (self._beat, self._renew, self._announce)]
 
@@ -259,8 +264,9 @@ class Directory:
 
 
 async def _executed(pipeline: Pipeline) -> list[Any]:
-    """The answers; None for a key that a stranger has written. Raises what all commands have failed with."""
+    """The answers; None for a key that a stranger has written. Raises what a command has failed with otherwise."""
     answers = await pipeline.execute(raise_on_error=False)
-    if answers and all(isinstance(answer, Exception) for answer in answers):
-        raise answers[0]
+    for answer in answers:
+        if isinstance(answer, Exception) and not str(answer).startswith("WRONGTYPE"):
+            raise answer
     return [None if isinstance(answer, Exception) else answer for answer in answers]

@@ -13,7 +13,7 @@ from kvpool.client.client import Client
 from kvpool.client.config import ClientConfig
 from kvpool.client.handles import Namespace
 from kvpool.protocol import replies
-from kvpool.protocol.errors import KVPoolError, UnknownNamespaceError
+from kvpool.protocol.errors import BusyError, KVPoolError, UnknownNamespaceError
 from kvpool.protocol.types import BlockRun, LeasedSlots, Lookup
 from kvpool.transport.base import Transport
 from kvpool_server.cache.namespaces import PoolNamespace
@@ -53,6 +53,10 @@ class Peer:
         """Calls in flight fail. Idempotent."""
         self._client.close()
 
+    def ping(self) -> None:
+        """Whether the peer answers."""
+        self._client.rpc.ping()
+
     def lease(self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes]) -> LeasedRun | None:
         """Those of some blocks that lie in the peer's memory, leased; None: none does."""
         try:
@@ -61,6 +65,8 @@ class Peer:
             found = self._client.rpc.lookup(there, [run], prefix_only=False, locate=True, here=True)
         except UnknownNamespaceError:
             return None
+        except BusyError:
+            raise
         except KVPoolError:
             with self._lock:
                 self._reached = None  # It may have been restarted.

@@ -9,29 +9,22 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import re
-import socket
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar
-from urllib.parse import urlsplit
+from typing import TYPE_CHECKING, TypeVar
 
 import structlog
-from pydantic import Field, field_validator
 
-from kvpool.client.config import ClientConfig, check_endpoint, is_loopback
+from kvpool.client.config import ClientConfig
 from kvpool.protocol.errors import BusyError, ConfigError, LeaseExpiredError
-from kvpool.security.tls import TlsFiles
 from kvpool_server.cache.entry import Entry
 from kvpool_server.cache.namespaces import PoolNamespace
-from kvpool_server.tiers.block_mac import read_key
 from kvpool_server.tiers.health import Health
 from kvpool_server.tiers.peers.directory import Directory, is_announced
 from kvpool_server.tiers.thread_pool import DaemonThreadPool
-from kvpool_server.tiers.tier import Block, BlockKey, Tier, TierContext, TierError, TierOptions
+from kvpool_server.tiers.tier import Block, BlockKey, Tier, TierError
 
 if TYPE_CHECKING:
     from kvpool.v1 import pool_pb2 as pb
@@ -52,76 +45,13 @@ QUESTIONS, READS = 4, 4
 ASKED_AT_ONCE, MAX_ASKING = 1, 16
 """Questions to one peer, and those with which a slow one is behind: to further ones all its blocks are misses."""
 CLOSE_S = 2.0
+WATCH_S, FORGET_S = 5.0, 60.0
+"""How often servers are asked whether they answer, and after how long without an answer one that only the directory has
+named is forgotten."""
 MAX_OWNERS = 3
 """Servers that answer, of which one question's blocks are sought, beside those that are always asked."""
 MAX_PEERS = 64
 """Servers that are reached; the one that was not asked for longest gives way."""
-_PEERS = r"[^,+]+:\d+(\+[^,+]+:\d+)*"
-
-
-class PeersOptions(TierOptions):
-    """Other kvpool servers, whose memory this one reads."""
-
-    EXAMPLE: ClassVar[str] = "peers:peer=HOST:PORT"
-
-    peer: str = Field("", description="HOST:PORT of another server; + stands between several")
-    directory: str = Field(
-        "", description="redis://HOST:PORT/DB of a Redis or Valkey in which servers say what they have; needs key_file"
-    )
-    advertise: str = Field("", description="HOST:PORT by which other servers reach this one; default: as in --listen")
-    transport: Literal["auto", "tcp", "network", "grpc"] = Field(
-        "auto", description="how bytes travel; auto: the first that works of shm, mooncake over RDMA, tcp, grpc"
-    )
-    ca: str = Field("", description="authority of the peers' certificates; none: they have no TLS")
-    cert: str = Field("", description="certificate of this server as a client, of role peer")
-    key: str = Field("", description="its key")
-    token_file: str = Field("", description="instead of cert: file with a token of role peer")
-
-    @field_validator("peer")
-    @classmethod
-    def _check_peer(cls, value: str) -> str:
-        if value and not re.fullmatch(_PEERS, value):
-            raise ValueError("HOST:PORT of another server, or several with + between them")
-        return value
-
-    @property
-    def tier_name(self) -> str:
-        return f"peers:{self.peer or urlsplit(self.directory).hostname}"
-
-    def make(self, context: TierContext) -> PeersTier:
-        """Raises ConfigError for options that cannot be together."""
-        if not (self.peer or self.directory):
-            raise ConfigError("tier peers: names no servers; give peer=HOST:PORT or directory=redis://HOST:PORT/0")
-        if self.write != "through":
-            raise ConfigError(f"tier {self.tier_name}: write={self.write} is not possible: nothing is written to peers")
-        if self.key_file and not self.directory:
-            raise ConfigError(f"tier {self.tier_name}: key_file is the key of a directory; give directory=, too")
-        if (self.cert or self.key) and not self.ca:
-            raise ConfigError(f"tier {self.tier_name}: cert and key have no effect without ca; give it, too")
-        if self.advertise and not self.directory:
-            raise ConfigError(f"tier {self.tier_name}: advertise={self.advertise} is for a directory; give directory=")
-        tls = TlsFiles(self.ca, self.cert, self.key) if self.ca else None
-        config = ClientConfig(
-            "127.0.0.1:1", self.transport, CONTROL_MS, DATA_MS, STALL_MS, lease_ttl_ms=LEASE_MS, tls=tls,
-            token_file=self.token_file, insecure_network=context.insecure_network,
-        )  # fmt: skip
-        peers = list(filter(None, self.peer.split("+")))
-        return PeersTier(self.tier_name, config, peers, self._directory(context) if self.directory else None)
-
-    def _directory(self, context: TierContext) -> Directory:
-        if not self.key_file:
-            raise ConfigError(f"tier {self.tier_name}: a directory needs key_file, the same for all of its servers")
-        host = context.listen[0] if context.listen[0] not in ("0.0.0.0", "::") else socket.gethostname()
-        if self.advertise:
-            check_endpoint(self.advertise)
-        elif is_loopback(host) and not is_loopback(urlsplit(self.directory).hostname or ""):
-            raise ConfigError(f"tier {self.tier_name}: other servers do not reach {host}; give advertise=HOST:PORT")
-
-        def endpoint() -> str:
-            name = f"[{host}]" if ":" in host else host
-            return self.advertise or (f"{name}:{port}" if (port := context.port()) else "")
-
-        return Directory(self.directory, read_key(Path(self.key_file)), endpoint)
 
 
 class _Level:
@@ -134,6 +64,7 @@ class _Level:
         self.turn = asyncio.Semaphore(ASKED_AT_ONCE)
         self.num_asking = 0
         self.read_bytes = 0
+        self.worked_at = clock()
 
 
 @dataclass(slots=True, eq=False)
@@ -182,6 +113,7 @@ class PeersTier(Tier):
         self._leased: OrderedDict[BlockKey, _Lease] = OrderedDict()
         self._questions: DaemonThreadPool | None = None
         self._reads: DaemonThreadPool | None = None
+        self._watching: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
         self._questions = DaemonThreadPool(QUESTIONS, "kvpool-peers-ask")
@@ -190,8 +122,28 @@ class PeersTier(Tier):
             await self._level(endpoint)
         if self._directory is not None:
             self._directory.open()
+        self._watching = asyncio.create_task(self._watch())
+
+    async def _watch(self) -> None:
+        """Asks servers whether they answer, and forgets those of the directory that have ended."""
+        while True:
+            await asyncio.sleep(WATCH_S)
+            for endpoint, level in list(self._levels.items()):
+                await self._call(level.questions, self._questions, level.peer.ping)
+                if level.questions.is_working:
+                    level.worked_at = self._clock()
+                elif endpoint not in self._peers and self._clock() - level.worked_at > FORGET_S:
+                    self._drop(endpoint)
+
+    def _drop(self, endpoint: str) -> None:
+        if (level := self._levels.pop(endpoint, None)) is not None:
+            asyncio.get_running_loop().run_in_executor(None, level.peer.close)
 
     async def close(self) -> None:
+        watching, self._watching = self._watching, None
+        if watching is not None:
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
         if self._directory is not None:
             await self._directory.close()
         levels, self._levels = self._levels, {}
@@ -266,8 +218,7 @@ class PeersTier(Tier):
                 level = other
         self._levels[endpoint] = level  # The last used is last.
         if len(self._levels) > MAX_PEERS:
-            oldest = self._levels.pop(next(iter(self._levels)))
-            asyncio.get_running_loop().run_in_executor(None, oldest.peer.close)
+            self._drop(next(iter(self._levels)))
         return level
 
     def _remember(self, namespace: PoolNamespace, level: _Level, run: LeasedRun) -> None:
@@ -340,10 +291,10 @@ class PeersTier(Tier):
     def stats(self) -> pb.TierStats:
         stats = super().stats()
         for endpoint, level in list(self._levels.items()):
-            is_up = level.questions.is_working and level.reads.is_working
+            is_up = level.questions.is_working and level.reads.is_available
             stats.servers.add(name=endpoint, up=is_up, read_bytes=level.read_bytes)
         if self._directory is not None:
-            stats.servers.add(name=self._directory.name, up=self._directory.is_available)
+            stats.servers.add(name=self._directory.name, up=self._directory.is_working)
             stats.counters["unannounced_blocks"] = self._directory.num_dropped
         return stats
 

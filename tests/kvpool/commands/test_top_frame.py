@@ -78,7 +78,7 @@ def test_a_frame_says_what_the_pool_does_now() -> None:
     assert "read     1 kB/s" in line(lines, "tcp")
     tiers = [each for each in lines if each.startswith("tier")]
     assert "512 GiB of 1 TiB: file:/x" in tiers[0] and "DOWN: mooncake:m" in tiers[1]
-    assert "1 of 2 servers answer: peers:d" in tiers[2]
+    assert "no answer: h:3: peers:d" in tiers[2]
     assert any(each.startswith("ERROR   tier mooncake:m: the tier failed") for each in lines)
     assert max(map(len, lines)) <= 80
 

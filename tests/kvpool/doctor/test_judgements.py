@@ -52,7 +52,12 @@ def test_a_healthy_pool_has_no_problem(puts: dict[str, int]) -> None:
         ),
         (_tier(up=False), "tier file:/x", Level.ERROR, "the tier failed"),
         (_tier(counters={"demoted_blocks": 9, "dropped_demotions": 1}), "tier file:/x", Level.WARNING, "1 block of 10"),
-        (_tier(servers=[pb.TierServer(name="h:1")]), "tier file:/x", Level.WARNING, "h:1 does not answer"),
+        (
+            _tier(servers=[pb.TierServer(name="h:1")]),
+            "tier file:/x",
+            Level.WARNING,
+            "questions to h:1, or reads from it, fail",
+        ),
         (_tier(counters={"refused_blocks": 7}), "tier file:/x", Level.WARNING, "no room for 7 blocks"),
         (_tier(counters={"corrupt_blocks": 8}), "tier file:/x", Level.ERROR, "8 blocks in the tier"),
     ],

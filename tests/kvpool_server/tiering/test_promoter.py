@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,7 @@ from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.tiering import promoter
 from kvpool_server.tiers.tier import TierError
 from tests.support.memory_tier import SLOT, SLOTS, MemoryTier, Rig, asked, play, turns
-from tests.support.values import block_hash, payload
+from tests.support.values import block_hash, payload, run_of
 
 
 @play(asked)
@@ -36,6 +37,34 @@ async def test_a_tier_is_asked_again_for_a_block_that_has_come_up_and_was_evicte
     await tier.clear()
     assert (await rig.hits("a", "b")).num_leading == 0
     assert tier.calls["find"] == 2 and tier.counters["missed_promotions"] == 0, "what it had is no promise"
+
+
+@play(asked)
+async def test_a_block_that_is_removed_while_it_is_read_does_not_come_back(rig: Rig, tier: MemoryTier) -> None:
+    await rig.demote("a")
+    rig.lookup("a")
+    await turns()
+    tier.gate.clear()
+    rig.lookup("a")
+    await turns()
+    assert tier.calls["read"] == 1
+    remove, removing = tier.remove, asyncio.Event()
+
+    async def slowly(*what: Any) -> None:
+        await removing.wait()
+        await remove(*what)
+
+    tier.remove = slowly  # type: ignore[method-assign]
+    removal = asyncio.create_task(rig.tiered.remove(rig.namespace.fingerprint, [run_of("a")]))
+    await turns()
+    tier.gate.set()
+    await turns()
+    for _ in range(3):
+        assert rig.lookup("a").hits[0].num_leading == 0
+        await turns()
+    removing.set()
+    await removal
+    assert rig.lookup("a").hits[0].num_leading == 0
 
 
 @pytest.mark.parametrize("failure", ["", "the disk is gone"], ids=["other bytes", "an error"])

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from kvpool.protocol.errors import UnavailableError
 from tests.support.clock import FakeClock
 from tests.support.processes import wait_for
 from tests.support.vllm_objects import make_request, tokens
@@ -84,6 +85,21 @@ def test_a_step_waits_only_where_the_pool_usually_answers_in_time(clock: FakeClo
     assert budget.wait_s(sent_at) == pytest.approx(0.01), "the answer is due"
     clock.advance(0.2)
     assert budget.wait_s(clock()) == pytest.approx(0.02), "a longer step"
+
+
+def test_a_call_that_fails_counts_as_long_as_it_may_take(alone: Core, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM asks about a request that was looked up ahead when it comes to it, which may be much later."""
+    tier, request = Tier(alone.side.stages.sessions[0], up=6, coming=0), make_request("a", tokens(100, "a"))
+    tier.is_slow = True
+    assert alone.side.matched_tokens(request, 0) == (None, False)
+    told: list[float] = []
+    monkeypatch.setattr(alone.side.budget, "answered", told.append)
+    alone.side.admission.candidates["a"].lookup.sent_at -= 60.0
+    tier.error = UnavailableError("away")
+    alone.step()
+    assert alone.side.matched_tokens(request, 0) == (0, False)
+    (told_s,) = told
+    assert told_s == pytest.approx(alone.side.lookups._config.lookup_timeout_ms / 1000)
 
 
 def test_waiting_for_an_answer_is_no_work(clock: FakeClock) -> None:

@@ -38,7 +38,7 @@ MAX_STAGED_SIZES = 128
 """Views of a staging buffer that are kept for later copies of the same size."""
 COPIES_BETWEEN_YIELDS = 64
 """Calls of the driver, which keep Python's lock, after which other threads may run."""
-MAX_CALLS_AHEAD = 256
+MAX_CALLS_AHEAD = 512
 """The driver takes about a thousand calls ahead of the device; then a call waits, and all of the engine with it,
 since it keeps Python's lock. So a load gives the device this many, and waits for it with the lock released."""
 CALLS_PER_COPY = 12
@@ -108,7 +108,7 @@ class CudaCopier(Copier):
         staging.handover.record(direction.kernels)
         driver.wait(direction.copies, staging.handover.handle)
         runs = self._borrow(copy, buffers)
-        for at, run in staged.places(runs):
+        for at, run in copy.places(runs):
             driver.copy_rows(direction.copies, run.address, run.step, at, staged.nbytes, staged.nbytes, run.count)
         if not runs:
             host = staging.host_rows(*staged.rows.shape)
@@ -129,7 +129,10 @@ class CudaCopier(Copier):
         copy = _Copy(direction, staged, block_ids)
         driver.wait(direction.copies, staging.free.handle)
         runs = self._borrow(copy, buffers)
-        for at, run in staged.places(runs):
+        copy.num_calls += len(runs)
+        while self._scatters and copy.num_calls + sum(each.num_calls for each in self._scatters) > MAX_CALLS_AHEAD:
+            self._scatters.popleft().wait()
+        for at, run in copy.places(runs):
             driver.copy_rows(direction.copies, at, staged.nbytes, run.address, run.step, staged.nbytes, run.count)
         if not runs:
             staging.free.synchronize()
@@ -148,8 +151,6 @@ class CudaCopier(Copier):
         staging.free.record(direction.kernels)
         copy.done.record(direction.kernels)
         self._scatters.append(copy)
-        while len(self._scatters) > NUM_BUFFERS and sum(each.num_calls for each in self._scatters) > MAX_CALLS_AHEAD:
-            self._scatters.popleft().wait()
         return copy.checksums()
 
     def wait_scattered(self) -> None:
@@ -161,7 +162,6 @@ class CudaCopier(Copier):
         pinned = self._pinned
         runs = pinned.borrow(buffers) if pinned is not None else []
         copy.borrowed = pinned if runs else None
-        copy.num_calls += len(runs)
         return runs
 
 
@@ -287,13 +287,6 @@ class _StagedBlocks:
             self.num_sums = self._hashing.accumulators.numel()
             self.sums_address = self._hashing.accumulators.data_ptr()
 
-    def places(self, runs: Sequence[StridedRun]) -> Iterator[tuple[int, StridedRun]]:
-        """Each run, and the address of its first row; now and then other threads may run."""
-        for nth, run in enumerate(runs):
-            if nth % COPIES_BETWEEN_YIELDS == COPIES_BETWEEN_YIELDS - 1:
-                time.sleep(0)  # The driver's calls keep Python's lock.
-            yield self.address + run.start * self.nbytes, run
-
     def gather(self) -> None:
         """Starts copying blocks into the rows, on the current stream."""
         self._paged.gather(self._ids, self._words)
@@ -326,6 +319,16 @@ class _Copy:
         self._has_ended = False
         self.borrowed: PinnedMemory | None = None
         self.num_calls = CALLS_PER_COPY
+
+    def places(self, runs: Sequence[StridedRun]) -> Iterator[tuple[int, StridedRun]]:
+        """Each run, and the address of its first row, for a call that copies it; now and then other threads may run."""
+        for nth, run in enumerate(runs):
+            yield self._blocks.address + run.start * self._blocks.nbytes, run
+            if nth % (MAX_CALLS_AHEAD // 2) == MAX_CALLS_AHEAD // 2 - 1:
+                self.done.record(self._direction.copies)
+                self.done.synchronize()
+            elif nth % COPIES_BETWEEN_YIELDS == COPIES_BETWEEN_YIELDS - 1:
+                time.sleep(0)  # The driver's calls keep Python's lock.
 
     def send_ids(self) -> None:
         """Starts sending the block ids to the device."""

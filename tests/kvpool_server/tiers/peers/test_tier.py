@@ -20,7 +20,7 @@ from kvpool.protocol.errors import BusyError, ConfigError
 from kvpool.protocol.types import BlockRun
 from kvpool.security.principal import Role
 from kvpool_server.cache.eviction.lru import PrefixLRU
-from kvpool_server.rpc.blocks import MAX_READ_BY_SERVERS
+from kvpool_server.rpc.blocks import MAX_LEASES_OF_SERVERS, MAX_OWN_LEASES, SERVER_LEASE_MS
 from kvpool_server.tiers.peers import directory as peers_directory
 from kvpool_server.tiers.registry import parse
 from kvpool_server.tiers.tier import TierContext
@@ -76,6 +76,11 @@ class Host:
         return int(tier.counters["read_bytes"])
 
     @property
+    def unannounced(self) -> int:
+        (tier,) = self.client.admin.stats().tiers
+        return int(tier.counters["unannounced_blocks"])
+
+    @property
     def servers(self) -> dict[str, tuple[bool, int]]:
         """Of the tier: whether each answers, and what was read from it."""
         (tier,) = self.client.admin.stats().tiers
@@ -117,8 +122,8 @@ def test_blocks_of_a_named_server_come_up_with_their_bytes(host: Callable[..., H
     assert other.servers == {owner.server.endpoint: (True, len(names) * CHUNK)}
     owner.server.kill()
     assert all(other.load(*names)), "they are this server's now"
-    assert not any(other.load("gone"))
-    assert other.servers == {owner.server.endpoint: (False, len(names) * CHUNK)}
+    away = {owner.server.endpoint: (False, len(names) * CHUNK)}
+    wait_for(lambda: other.servers == away, "the server to notice, though nobody asks it")
 
 
 def test_blocks_come_from_all_named_servers(host: Callable[..., Host]) -> None:
@@ -148,17 +153,24 @@ def test_servers_that_name_one_another_do_not_ask_in_circles(
 def test_a_server_is_read_by_few_others_at_once(host: Callable[..., Host]) -> None:
     owner = host()
     owner.put("a")
-    run = BlockRun(0, [block_hash("a")])
+    run, busy = BlockRun(0, [block_hash("a")]), "leases of other servers are not released yet"
 
-    def lease() -> int:
-        return owner.client.rpc.lookup(owner.namespace, [run], locate=True, here=True).lease_id
+    def lease(client: Client) -> int:
+        found = client.rpc.lookup(owner.namespace, [run], locate=True, here=True)
+        assert found.ends_at - time.monotonic() <= SERVER_LEASE_MS / 1000
+        return found.lease_id
 
-    leases = [lease() for _ in range(MAX_READ_BY_SERVERS)]
-    with pytest.raises(BusyError, match="leases of other servers are not released yet"):
-        lease()
-    assert owner.load("a") == [True], "engines are answered"
-    owner.client.release(leases[:1])
-    assert lease()
+    config = ClientConfig(owner.server.endpoint, timeout_ms=10_000, lease_ttl_ms=60_000)
+    with Client(config) as first, Client(config) as second, Client(config) as third:
+        leases = [lease(client) for client in (first, second) for _ in range(MAX_OWN_LEASES)]
+        assert len(leases) == MAX_LEASES_OF_SERVERS
+        with pytest.raises(BusyError, match=busy):
+            lease(third)
+        assert owner.load("a") == [True], "engines are answered"
+        first.release(leases[:1])
+        with pytest.raises(BusyError, match=busy):
+            lease(second)
+        assert lease(third)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
@@ -262,7 +274,25 @@ def test_what_strangers_write_to_the_directory_costs_no_other_block(
         stranger.set(first, b"no set")
         stranger.zadd(second, {os.urandom(8): time.time() for _ in range(1_000)})
     wait_for(lambda: all(reader.load(*LONG_NAMES)), "the blocks of which the directory knows")
+    with redis.Redis(port=int(directory.endpoint.rpartition(":")[2])) as stranger:
+        for key in stranger.keys("kvpool:block:*"):
+            stranger.delete(key)
+            stranger.set(key, b"no set")
+    assert not any(reader.load(*(f"later {nth}" for nth in range(LONG))))
     assert reader.servers[f"directory {directory.endpoint}"][0], "the directory is not asked any more"
+
+
+def test_what_the_directory_has_no_room_for_is_announced_later(
+    host: Callable[..., Host], directory: DirectoryProcess, by_directory: tuple[str, str]
+) -> None:
+    owner = host(*by_directory)
+    wait_for(lambda: _keys(directory, "server"), "the server's entry")
+    directory.command("CONFIG", "SET", "maxmemory", "1")
+    owner.put(*LONG_NAMES)
+    wait_for(lambda: owner.unannounced, "the count of what was not announced")
+    assert not _keys(directory, "block")
+    directory.command("CONFIG", "SET", "maxmemory", "0")
+    wait_for(lambda: _keys(directory, "block") == _announced(LONG_NAMES), "the announcements", 60)
 
 
 def test_a_directory_that_does_not_answer_costs_one_wait(
@@ -319,7 +349,7 @@ def test_a_peer_needs_the_role(
         ("peers:", "names no servers"),
         ("peers:peer=there", "HOST:PORT of another server"),
         ("peers:directory=redis://127.0.0.1:1/0", "needs key_file"),
-        ("peers:directory=http://127.0.0.1:1,key_file={key}", "directory: "),
+        ("peers:directory=http://127.0.0.1:1,key_file={key}", "give redis://HOST:PORT/DB"),
         ("peers:peer=10.0.0.1:50051,token_file=x", "token_file x without tls"),
         ("peers:peer=10.0.0.1:50051", "is on another host"),
         ("peers:peer=127.0.0.1:1,write=back", "write=back is not possible"),

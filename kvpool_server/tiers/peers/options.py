@@ -1,0 +1,93 @@
+"""How a server is told of the other servers that it reads from: the options of `--tier peers:…`."""
+
+from __future__ import annotations
+
+import re
+import socket
+from pathlib import Path
+from typing import ClassVar, Literal
+from urllib.parse import urlsplit
+
+from pydantic import Field, field_validator
+
+from kvpool.client.config import ClientConfig, check_endpoint, is_loopback
+from kvpool.protocol.errors import ConfigError
+from kvpool.security.tls import TlsFiles
+from kvpool_server.tiers.block_mac import read_key
+from kvpool_server.tiers.peers.directory import Directory
+from kvpool_server.tiers.peers.tier import CONTROL_MS, DATA_MS, LEASE_MS, STALL_MS, PeersTier
+from kvpool_server.tiers.tier import TierContext, TierOptions
+
+_PEERS = r"[^,+]+:\d+(\+[^,+]+:\d+)*"
+
+
+class PeersOptions(TierOptions):
+    """Other kvpool servers, whose memory this one reads."""
+
+    EXAMPLE: ClassVar[str] = "peers:peer=HOST:PORT"
+
+    peer: str = Field("", description="HOST:PORT of another server; + stands between several")
+    directory: str = Field(
+        "", description="redis://HOST:PORT/DB of a Redis or Valkey in which servers say what they have; needs key_file"
+    )
+    advertise: str = Field("", description="HOST:PORT by which other servers reach this one; default: as in --listen")
+    transport: Literal["auto", "tcp", "network", "grpc"] = Field(
+        "auto", description="how bytes travel; auto: the first that works of shm, mooncake over RDMA, tcp, grpc"
+    )
+    ca: str = Field("", description="authority of the peers' certificates; none: they have no TLS")
+    cert: str = Field("", description="certificate of this server as a client, of role peer")
+    key: str = Field("", description="its key")
+    token_file: str = Field("", description="instead of cert: file with a token of role peer")
+
+    @field_validator("directory")
+    @classmethod
+    def _check_directory(cls, value: str) -> str:
+        if value and not value.startswith(("redis://", "rediss://")):
+            raise ValueError("redis://HOST:PORT/DB, or rediss:// with TLS")
+        return value
+
+    @field_validator("peer")
+    @classmethod
+    def _check_peer(cls, value: str) -> str:
+        if value and not re.fullmatch(_PEERS, value):
+            raise ValueError("HOST:PORT of another server, or several with + between them")
+        return value
+
+    @property
+    def tier_name(self) -> str:
+        return f"peers:{self.peer or urlsplit(self.directory).hostname}"
+
+    def make(self, context: TierContext) -> PeersTier:
+        """Raises ConfigError for options that cannot be together."""
+        if not (self.peer or self.directory):
+            raise ConfigError("tier peers: names no servers; give peer=HOST:PORT or directory=redis://HOST:PORT/0")
+        if self.write != "through":
+            raise ConfigError(f"tier {self.tier_name}: write={self.write} is not possible: nothing is written to peers")
+        if self.key_file and not self.directory:
+            raise ConfigError(f"tier {self.tier_name}: key_file is the key of a directory; give directory=, too")
+        if (self.cert or self.key) and not self.ca:
+            raise ConfigError(f"tier {self.tier_name}: cert and key have no effect without ca; give it, too")
+        if self.advertise and not self.directory:
+            raise ConfigError(f"tier {self.tier_name}: advertise={self.advertise} is for a directory; give directory=")
+        tls = TlsFiles(self.ca, self.cert, self.key) if self.ca else None
+        config = ClientConfig(
+            "127.0.0.1:1", self.transport, CONTROL_MS, DATA_MS, STALL_MS, lease_ttl_ms=LEASE_MS, tls=tls,
+            token_file=self.token_file, insecure_network=context.insecure_network,
+        )  # fmt: skip
+        peers = list(filter(None, self.peer.split("+")))
+        return PeersTier(self.tier_name, config, peers, self._directory(context) if self.directory else None)
+
+    def _directory(self, context: TierContext) -> Directory:
+        if not self.key_file:
+            raise ConfigError(f"tier {self.tier_name}: a directory needs key_file, the same for all of its servers")
+        host = context.listen[0] if context.listen[0] not in ("0.0.0.0", "::") else socket.gethostname()
+        if self.advertise:
+            check_endpoint(self.advertise)
+        elif is_loopback(host) and not is_loopback(urlsplit(self.directory).hostname or ""):
+            raise ConfigError(f"tier {self.tier_name}: other servers do not reach {host}; give advertise=HOST:PORT")
+
+        def endpoint() -> str:
+            name = f"[{host}]" if ":" in host else host
+            return self.advertise or (f"{name}:{port}" if (port := context.port()) else "")
+
+        return Directory(self.directory, read_key(Path(self.key_file)), endpoint)
