@@ -103,7 +103,7 @@ class Session:
         self._directory = directory
         self._bin = directory / ".bin"
         self._bin.mkdir(parents=True)
-        self._ports = {port: str(free_port()) for port in PORTS}
+        self._ports: dict[str, str] = {}
         self._num_run = 0
         self._programs: list[str] = []
         for name, script in (("kvpool-server", SERVER), ("kvpool", COMMAND)):
@@ -112,7 +112,7 @@ class Session:
         ours = {"KVPOOL_ENDPOINT": "50051", "KVPOOL_LISTEN": "50051", "KVPOOL_HTTP_LISTEN": "50052"}
         ours["KVPOOL_DATA_LISTEN"] = "50053"
         environment = {name: value for name, value in os.environ.items() if not name.startswith("KVPOOL_")} | {
-            **{name: f"127.0.0.1:{self._ports[port]}" for name, port in ours.items()},
+            **{name: f"127.0.0.1:{self._port(port)}" for name, port in ours.items()},
             "PATH": f"{self._bin}:{Path(sys.executable).parent}:{os.environ['PATH']}",
             "PYTHONPATH": str(ROOT),
             "COLUMNS": "160",
@@ -149,6 +149,12 @@ class Session:
         os.killpg(self._shell.pid, signal.SIGKILL)
         self._shell.communicate()
 
+    def _port(self, named: str) -> str:
+        """The port of this test in place of one that the page names."""
+        if named not in self._ports:
+            self._ports[named] = str(free_port())
+        return self._ports[named]
+
     def _tell(self, text: str) -> None:
         assert self._shell.stdin is not None
         self._shell.stdin.write(text)
@@ -163,8 +169,8 @@ class Session:
             else:
                 self._programs.clear()
             self._programs.append(block.text)
-        for port, ours in self._ports.items():
-            text = re.sub(rf"(?<=[: ]){port}\b", ours, text)
+        for port in PORTS:
+            text = re.sub(rf"(?<=[: ]){port}\b", lambda found: self._port(found[0]), text)
         for host, ours in HOSTS.items():
             text = re.sub(host, ours, text)
         for place in PLACES:
