@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 
-from benchmarks.harness.measuring import process
 from testbed.link import End, link, why_not
 from tests.support.processes import clean_environment
 
@@ -28,7 +28,7 @@ def test_a_prompt_comes_over_a_bad_network(tmp_path: Path, delay_ms: float, loss
         subprocess.run(command, cwd=tmp_path, check=True, stdout=subprocess.DEVNULL, env=clean_environment())
         peer = "ca=pki/peer/ca.crt,cert=pki/peer/tls.crt,key=pki/peer/tls.key"
         for end, tier in ((owner, ()), (reader, ("--tier", f"peers:peer={owner.address}:50051,{peer}"))):
-            stack.enter_context(process(["env", "-C", str(tmp_path), *end.command(*_server(end), *tier)]))
+            stack.enter_context(_running(end.command(*_server(end), *tier), tmp_path))
         seen = []
         for nth in range(TRIES):
             assert _load(tmp_path, owner, f"prompt {nth}") == "0"
@@ -36,6 +36,16 @@ def test_a_prompt_comes_over_a_bad_network(tmp_path: Path, delay_ms: float, loss
             if seen[-1] == "62":
                 break
         assert seen[-1] == "62", seen
+
+
+@contextmanager
+def _running(command: list[str], directory: Path) -> Iterator[None]:
+    running = subprocess.Popen(command, cwd=directory, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        yield
+    finally:
+        running.terminate()
+        running.wait(20)
 
 
 def _server(end: End) -> list[str]:
