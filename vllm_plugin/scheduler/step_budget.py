@@ -11,9 +11,9 @@ import time
 
 from vllm_plugin.metrics import Recorder
 
-MAX_WAIT_SHARE = 0.1
-"""All lookups of one step together wait this part of a step for their answers. A request whose answer comes later waits
-for a whole step, and with asynchronous scheduling the device works meanwhile."""
+MIN_WAIT_S, MAX_WAIT_SHARE = 0.5e-3, 0.1
+"""All lookups of one step together wait so long for their answers, and this part of a step for answers that are due. A
+request whose answer comes later waits for a whole step, and with asynchronous scheduling the device works meanwhile."""
 MAX_BEGIN_S = 1e-3
 """Once the connector has worked so long in one step, waiting left out, the step begins no more lookups and loads, and
 receives no more answers. What has begun costs as much again later: in the metadata, and when it ends."""
@@ -70,9 +70,10 @@ class StepBudget:
         return self._spent_s < max(1, self._step_s / SHORT_STEP_S) * MAX_BEGIN_S
 
     def wait_s(self, sent_at: float) -> float:
-        """How long a lookup may wait for its answer now; 0 where the pool usually takes longer."""
-        wait_s = max(0.0, MAX_WAIT_SHARE * self._step_s - self._waited_s)
-        return wait_s if sent_at + self._answer_s < time.monotonic() + wait_s else 0.0
+        """How long a lookup may wait for its answer now."""
+        least_s, most_s = (most - self._waited_s for most in (MIN_WAIT_S, MAX_WAIT_SHARE * self._step_s))
+        is_due = sent_at + self._answer_s < time.monotonic() + most_s
+        return max(0.0, least_s, most_s if is_due else 0.0)
 
     def answered(self, seconds: float) -> None:
         """So long after it was sent a lookup was answered."""

@@ -19,6 +19,7 @@ from vllm_plugin.scheduler.step_budget import (
     MAX_LOOKUP_WALKS_S,
     MAX_WAIT_SHARE,
     MAX_WALKS_S,
+    MIN_WAIT_S,
     WALK_S,
     StepBudget,
 )
@@ -55,7 +56,7 @@ def test_a_longer_step_has_more_in_proportion(
     budget.waited(1.0)
     budget.new_step()
     assert budget.may_wait(32_768), "each step has a budget of its own"
-    assert budget.wait_s(clock()) == pytest.approx(MAX_WAIT_SHARE * min(step_s, LONG_STEP_S))
+    assert budget.wait_s(clock()) == pytest.approx(max(MIN_WAIT_S, MAX_WAIT_SHARE * min(step_s, LONG_STEP_S)))
     with budget:
         clock.advance(0.9 * times * step_budget.MAX_BEGIN_S)
     assert budget.may_begin
@@ -81,7 +82,7 @@ def test_a_step_waits_only_where_the_pool_usually_answers_in_time(clock: FakeClo
     assert budget.wait_s(clock()) == pytest.approx(0.01), "nothing is known"
     for _ in range(100):
         budget.answered(0.015)
-    assert budget.wait_s(clock()) == 0
+    assert budget.wait_s(clock()) == MIN_WAIT_S
     assert budget.wait_s(sent_at) == pytest.approx(0.01), "the answer is due"
     clock.advance(0.2)
     assert budget.wait_s(clock()) == pytest.approx(0.02), "a longer step"
