@@ -60,6 +60,7 @@ WAIT_MS = 200
 NEW_BLOCKS = 64
 BARE_SHARE, TCP_REACH, DEAD_REACH = 0.7, 1.3, 1.1
 DEAD_S = 3.0
+DEADLINE_S = 60.0
 
 
 class Reader:
@@ -89,6 +90,7 @@ class Reader:
         run, lease_id = next(self._following), 0
         began_at = time.perf_counter()
         while (found := self._lookup(run)).retry_after_ms:
+            assert time.perf_counter() < began_at + DEADLINE_S, "a block is on its way for ever"
             self._client.rpc.release_quietly(lease_id)
             lease_id = found.lease_id
         self.found_s = time.perf_counter() - began_at

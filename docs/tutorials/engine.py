@@ -19,13 +19,17 @@ BLOCK_TOKENS = 16
 CHUNK_BYTES = 64 * 1024
 """Of one block: layers x tokens x heads x (key and value) x bytes of an element, for a model of four small layers."""
 
+PATIENCE_S = 10.0
+"""How long to wait for blocks on their way up from a tier."""
+
 
 def serve(client: Client, model: str, tenant: str, tokens: list[int]) -> str:
     """Loads the blocks of a prompt that the pool has, stores the others, and says how many of each there were."""
     group = GroupSpec("full_attention", BLOCK_TOKENS, 4, 64, 64, num_shards=1, chunk_bytes=CHUNK_BYTES)
     namespace = client.open_namespace(NamespaceSpec(model, (group,), tenant=tenant))
     run = BlockRun(0, block_hashes(tokens, block_tokens=BLOCK_TOKENS))
-    while (found := client.lookup(namespace, [run])).retry_after_ms:  # Blocks are on their way up from a tier.
+    ends_at = time.monotonic() + PATIENCE_S
+    while (found := client.lookup(namespace, [run])).retry_after_ms and time.monotonic() < ends_at:
         client.release([found.lease_id])
         time.sleep(found.retry_after_ms / 1000)
     num_hit = found.hits[0].num_leading

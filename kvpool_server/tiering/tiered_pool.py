@@ -338,8 +338,8 @@ class TieredPool(Observer):
         """True if no block is queued for, or on its way to or from, a tier that answers."""
         if self._watermark is not None and self._watermark.work.is_set():
             return False
-        available = (level for level in self._levels if level.health.is_available)
-        return all(level.demoter.idle.is_set() and level.promoter.is_idle for level in available)
+        levels = [level for level in self._levels if level.health.is_available]
+        return all(level.demoter.idle.is_set() and level.promoter.is_idle for level in levels)
 
     async def tiers_of(
         self, namespace: PoolNamespace, group_idx: int, names: Sequence[bytes]

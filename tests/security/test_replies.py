@@ -9,6 +9,7 @@ import functools
 import importlib.util
 import json
 import random
+import resource
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
@@ -42,7 +43,6 @@ from kvpool.transport.shm import ShmTransport
 from kvpool.v1 import pool_pb2 as pb
 from tests.support.effort import effort
 from tests.support.lying_pool import LyingPool, altered
-from tests.support.processes import peak_mib
 from tests.support.toy.fixtures import tiny_model, vllm_config
 from tests.support.values import block_hash, group_spec, namespace_spec, payload, run_of
 
@@ -265,6 +265,11 @@ def liar(**replies_of: bytes) -> Iterator[Client]:
             yield client
     finally:
         server.stop(None).wait()
+
+
+def peak_mib() -> float:
+    """The most memory that this process has had."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def ask(client: Client) -> Any:

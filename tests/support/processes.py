@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import resource
 import signal
 import subprocess
 import sys
@@ -203,8 +202,3 @@ def _answers(client: Client) -> bool:
     except (UnavailableError, PoolTimeoutError):
         return False
     return True
-
-
-def peak_mib() -> float:
-    """The most memory that this process has had."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

@@ -141,6 +141,11 @@ class RequestLookup:
         """A call has ended. Runs on another thread."""
         self.answered_at = time.monotonic()
 
+    @property
+    def took_s(self) -> float:
+        """Seconds from the last sending to its answer, or until now."""
+        return min(time.monotonic(), self.answered_at) - self.sent_at
+
     def leased(self, idx: int, start: int, stop: int) -> tuple[LeasedSlots | None, ...]:
         """Where blocks [start, stop) of a group lie, one a stage, as far as the answers say it."""
         first = self.firsts[idx]
@@ -294,8 +299,7 @@ class Lookups:
                 session.report(error, "lookup")
                 self._recorder.add("lookup_failures")
                 if not is_repeated:  # vLLM may have asked long after the call has failed.
-                    late_s = min(time.monotonic(), lookup.answered_at) - lookup.sent_at
-                    self._budget.answered(min(late_s, self._config.lookup_timeout_ms / 1000))
+                    self._budget.answered(min(lookup.took_s, self._config.lookup_timeout_ms / 1000))
                 self.abandon(lookup)
                 return False
             finally:
@@ -307,8 +311,7 @@ class Lookups:
         lookup.calls = []
         self._recorder.add("lookups")
         if not is_repeated:
-            took_s = min(time.monotonic(), lookup.answered_at) - lookup.sent_at
-            self._recorder.observe("lookup_seconds", took_s)
+            self._recorder.observe("lookup_seconds", took_s := lookup.took_s)
             self._budget.answered(took_s)
         self._keep(lookup, answers)
         return True

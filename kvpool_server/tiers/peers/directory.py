@@ -52,7 +52,6 @@ MAX_ASKED = 32
 """Blocks of one question, the first of its prefix."""
 KNOWN_S = 5.0
 """How long the endpoint of a server is remembered."""
-PORT = 6379
 TAG_BYTES, MAX_SERVERS, MAX_OWNERS = 16, 4_096, 16
 _BLOCK, _SERVER = b"kvpool:block:", b"kvpool:server:"
 
@@ -71,7 +70,7 @@ class Directory:
         endpoint: HOST:PORT by which others reach this server; empty as long as it is not known.
 
     Attributes:
-        name: "directory HOST:PORT".
+        name: "directory HOST:PORT", as in the URL.
         num_dropped: announcements dropped because there were too many, or the directory was away.
 
     Raises ConfigError if the client library is not installed, or refuses the URL.
@@ -87,7 +86,7 @@ class Directory:
         except ValueError as error:
             raise ConfigError(f"directory: {error}") from None
         self._turns = asyncio.Semaphore(AT_ONCE)
-        self.name = f"directory {urlsplit(url).hostname}:{urlsplit(url).port or PORT}"
+        self.name = f"directory {urlsplit(url).netloc.rpartition('@')[2]}"
         self._key = key
         self._endpoint = endpoint
         self._clock = clock

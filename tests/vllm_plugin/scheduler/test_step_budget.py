@@ -65,7 +65,7 @@ def test_a_longer_step_has_more_in_proportion(
     assert not budget.may_begin
 
 
-def test_the_longer_of_the_last_two_steps_counts(clock: FakeClock) -> None:
+def test_the_last_step_counts_or_the_time_since_if_it_is_longer(clock: FakeClock) -> None:
     budget = StepBudget(Recorder())
     for lasted_s, wait_s in ((0.1, 0.01), (0.02, 0.002), (0.01, 0.001)):
         clock.advance(lasted_s)
@@ -88,7 +88,7 @@ def test_a_step_waits_only_where_the_pool_usually_answers_in_time(clock: FakeClo
     assert budget.wait_s(clock()) == pytest.approx(0.02), "a longer step"
 
 
-def test_a_call_that_fails_counts_as_long_as_it_may_take(alone: Core, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_that_fails_counts_for_its_deadline_at_most(alone: Core, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM asks about a request that was looked up ahead when it comes to it, which may be much later."""
     tier, request = Tier(alone.side.stages.sessions[0], up=6, coming=0), make_request("a", tokens(100, "a"))
     tier.is_slow = True
