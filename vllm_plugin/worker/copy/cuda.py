@@ -38,7 +38,7 @@ MAX_STAGED_SIZES = 128
 """Views of a staging buffer that are kept for later copies of the same size."""
 COPIES_BETWEEN_YIELDS = 64
 """Calls of the driver, which keep Python's lock, after which other threads may run."""
-MAX_CALLS_AHEAD = 512
+MAX_CALLS_AHEAD = 256
 """The driver takes about a thousand calls ahead of the device; then a call waits, and all of the engine with it,
 since it keeps Python's lock. So a load gives the device this many, and waits for it with the lock released."""
 CALLS_PER_COPY = 12
