@@ -32,6 +32,8 @@ log = structlog.get_logger()
 MAX_PREFETCH_BLOCKS = 1024
 MAX_PREFETCH_BYTES = 256 << 20
 """How much one lookup prefetches; the client's next lookup prefetches what follows."""
+MAX_SEARCHED_BLOCKS = 2_048
+"""Of one `find`, where the tier is known to have the block before. Else it is asked for what is to be prefetched."""
 BATCH_BYTES = 16 << 20
 """Read in one call to the tier. Smaller batches are readable sooner, larger ones read faster."""
 FIRST_BATCH_BYTES = 4 << 20
@@ -105,12 +107,19 @@ class Promoter:
         self._seconds_a_byte = 0.0
 
     def prefetch(
-        self, namespace: PoolNamespace, group_idx: int, run: Sequence[tuple[bytes, bytes]], *, prefix_only: bool
+        self,
+        namespace: PoolNamespace,
+        group_idx: int,
+        run: Sequence[tuple[bytes, bytes]],
+        behind: Sequence[bytes] = (),
+        *,
+        prefix_only: bool,
     ) -> int:
         """Queues the blocks that the tier has; returns how many are pending, those included that the tier may have.
 
         Args:
             run: (block hash, parent's hash) of each, in prefix order.
+            behind: hashes of what follows the run, which later calls will name.
             prefix_only: stop at the first block that the tier lacks.
         """
         if not self._health.is_available:
@@ -133,7 +142,9 @@ class Promoter:
                 continue
             in_tier = self._is_in_tier(key, known[nth], now)
             if in_tier is None:
-                return num_pending + self._search(namespace, group_idx, hashes[nth:])
+                has_parent = self._is_in_tier((namespace.fingerprint, group_idx, parent_hash), None, now)
+                self._search(namespace, group_idx, [*hashes[nth:], *(behind if has_parent else ())])
+                return num_pending + len(hashes) - nth
             if not in_tier:
                 if prefix_only:
                     return num_pending
@@ -180,14 +191,13 @@ class Promoter:
         if len(self._answers) > MAX_ANSWERS:
             self._answers.popitem(last=False)
 
-    def _search(self, namespace: PoolNamespace, group_idx: int, block_hashes: list[bytes]) -> int:
+    def _search(self, namespace: PoolNamespace, group_idx: int, block_hashes: list[bytes]) -> None:
         first = (namespace.fingerprint, group_idx, block_hashes[0])
         if first not in self._searching:
             self._searching[first] = self._clock(), 0
             task = asyncio.create_task(self._find(namespace, group_idx, block_hashes, first), context=Context())
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
-        return len(block_hashes)
 
     async def _find(self, namespace: PoolNamespace, group_idx: int, block_hashes: list[bytes], first: BlockKey) -> None:
         try:
@@ -271,10 +281,6 @@ class Promoter:
             promoted = commit(self._pool, grant.ticket_id, sums)
         self._tier.counters["promoted_blocks"] += promoted
         self._tier.counters["missed_promotions"] += len(granted) - promoted
-        for block_hash in granted:  # It may leave the arena soon, and the tier as well: then it is asked for again.
-            key = (namespace.fingerprint, run.group_idx, block_hash)
-            if self._answers.get(key, (False, 0.0))[0]:  # Else it was removed meanwhile.
-                del self._answers[key]
         self.forget(namespace, run.group_idx, [granted[nth] for nth in unread])
         return promoted == len(granted) and len(reserved) == len(run)
 
@@ -329,13 +335,16 @@ def prefetch(
         most = min(MAX_PREFETCH_BLOCKS - num_pending, (MAX_PREFETCH_BYTES - pending_bytes) // slot_bytes)
         most = max(most, 0 if num_pending else 1)  # One block is prefetched, however large.
         missing: list[tuple[bytes, bytes]] = []
+        behind: Sequence[bytes] = ()
         if hit.num_leading < len(run):
             missing += itertools.islice(_missing(run, hit, prefix_only), most)
+        if prefix_only:
+            behind = run.block_hashes[hit.num_leading + most : hit.num_leading + MAX_SEARCHED_BLOCKS]
         pending = 0
         for promoter in promoters:
             if not missing:
                 break
-            count = promoter.prefetch(found.namespace, run.group_idx, missing, prefix_only=prefix_only)
+            count = promoter.prefetch(found.namespace, run.group_idx, missing, behind, prefix_only=prefix_only)
             pending += count
             if prefix_only:
                 missing = missing[count:]  # The first ones are pending; the next tier may hold those behind them.

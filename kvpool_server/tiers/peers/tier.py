@@ -259,9 +259,14 @@ class PeersTier(Tier):
             for name in names:
                 self._forget((namespace.fingerprint, group_idx, name), lease)
 
-        now = time.monotonic()
-        leases = [self._leased.get((namespace.fingerprint, group_idx, each)) for each in block_hashes]
-        live = [lease if lease is not None and now < lease.ends_at else None for lease in leases]
+        def leases() -> list[_Lease | None]:
+            named = (self._leased.get((namespace.fingerprint, group_idx, each)) for each in block_hashes)
+            return [lease if lease is not None and time.monotonic() < lease.ends_at else None for lease in named]
+
+        live = leases()
+        if ended := [each for each, lease in zip(block_hashes, live, strict=True) if lease is None]:
+            await self.find(namespace, group_idx, ended)
+            live = leases()
         parts = list(_neighbours(live, block_hashes))
         for lease, _ in parts:
             lease.num_reads += 1

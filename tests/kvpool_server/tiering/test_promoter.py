@@ -30,16 +30,6 @@ async def test_a_tier_that_must_be_asked_is_asked_once(rig: Rig, tier: MemoryTie
 
 
 @play(asked)
-async def test_a_tier_is_asked_again_for_a_block_that_has_come_up_and_was_evicted(rig: Rig, tier: MemoryTier) -> None:
-    await rig.demote("a", "b")
-    assert (await rig.hits("a", "b")).num_leading == 2
-    rig.evict_all()
-    await tier.clear()
-    assert (await rig.hits("a", "b")).num_leading == 0
-    assert tier.calls["find"] == 2 and tier.counters["missed_promotions"] == 0, "what it had is no promise"
-
-
-@play(asked)
 async def test_a_block_that_is_removed_while_it_is_read_does_not_come_back(rig: Rig, tier: MemoryTier) -> None:
     await rig.demote("a")
     rig.lookup("a")
@@ -181,8 +171,8 @@ class GatedReads(MemoryTier):
 
     reads_at_once = 4
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, answers_at_once: bool = True) -> None:
+        super().__init__(answers_at_once=answers_at_once)
         self.reads: list[tuple[list[bytes], asyncio.Event]] = []
         self._is_open = False
 
@@ -248,6 +238,23 @@ async def test_a_prompt_longer_than_a_prefetch_goes_on_in_large_batches(
     assert [len(blocks) for blocks, _ in tier.reads] == [1, 2, 4, 3]
     tier.open_all()
     assert (await rig.hits(*names)).num_leading == 12
+
+
+@pytest.mark.usefixtures("small_batches")
+@play(lambda: GatedReads(answers_at_once=False))
+async def test_a_tier_that_must_be_asked_is_asked_twice_for_a_long_prompt(
+    rig: Rig, tier: GatedReads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(promoter, "MAX_PREFETCH_BLOCKS", 5)
+    names = [f"n{nth}" for nth in range(15)]
+    await rig.demote(*names)
+    while (found := rig.lookup(*names)).retry_after_ms:
+        rig.pool.release([found.lease_id])
+        await turns()
+        for _, gate in [read for read in tier.reads if not read[1].is_set()][-1:]:
+            gate.set()  # The last of those under way ends first.
+    assert found.hits[0].num_leading == 15
+    assert tier.calls["find"] == 2, "of the first blocks, and of all behind them"
 
 
 @play(GatedReads)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import signal
 import time
@@ -131,6 +132,39 @@ def test_blocks_come_from_all_named_servers(host: Callable[..., Host]) -> None:
     first.put("a", "b")
     second.put("c")
     assert all(host(*_naming(first, second)).load("a", "b", "c"))
+
+
+def test_a_prompt_comes_up_whole_that_is_longer_than_one_prefetch(pool_server: StartServer) -> None:
+    chunk, count = 256 << 10, 1_200
+    spec = namespace_spec(group_spec(chunk_bytes=chunk), tenant="acme")
+    run = BlockRun(0, [block_hash(nth) for nth in range(count)])
+    owner = pool_server("--memory", "512MiB")
+    other = pool_server("--memory", "512MiB", "--tier", f"peers:transport=tcp,peer={owner.endpoint}")
+    config = ClientConfig(owner.endpoint, timeout_ms=20_000)
+    with Client(config) as writer, Client(dataclasses.replace(config, endpoint=other.endpoint)) as reader:
+        for client in (writer, reader):
+            wait_for(lambda ask=client.admin.stats: ask().prefaulted_bytes == ask().arena_bytes, "memory", 20)
+        writer.put_blocks(writer.open_namespace(spec), run, list(np.zeros((count, chunk), np.uint8)))
+        namespace, leases, ends_at = reader.open_namespace(spec), [0], time.monotonic() + DEADLINE_S
+        while (found := reader.rpc.lookup_async(namespace, [run], wait_ms=200).result()).retry_after_ms:
+            assert time.monotonic() < ends_at
+            reader.release([leases.pop()])
+            leases.append(found.lease_id)
+        assert found.hits[0].num_leading == count
+        reader.release([*leases, found.lease_id])
+
+
+def test_a_block_that_has_left_again_is_read_again(host: Callable[..., Host]) -> None:
+    """Its lease has ended, though what the server was told of it is still believed."""
+    owner = host()
+    owner.put("a")
+    other = host(*_naming(owner), "--policy", "lru")
+    assert other.load("a") == [True]
+    others = [f"other {nth}" for nth in range((64 << 20) // CHUNK)]
+    for at in range(0, len(others), 1_024):
+        other.put(*others[at : at + 1_024])
+    assert other.client.admin.stats().counters["evicted_blocks"] > 0
+    assert other.load("a") == [True] and other.read_bytes == 2 * CHUNK
 
 
 def test_servers_that_name_one_another_do_not_ask_in_circles(
