@@ -173,15 +173,22 @@ def _measure_decoding(engines: Mapping[str, Engine], prompts: Sequence[Sequence[
                 arrivals = [] if name == "alone" else [*prompts[-3:], *prompts[-3:]]
             empty_own_cache(engine)
             background = [prompt_of(200, f"background {what} {nth} {idx}") for idx in range(8)]
+            before = engine.metrics()
             label = f"{name}, {'undisturbed' if not arrivals else 'beside ' + what}"
             taken = engine.decode(background, arrivals, max_tokens=200)
             between.setdefault(label, []).extend(taken)
-            print(f"{label}: {statistics.median(taken):.4f} s", flush=True)
+            print(f"{label}: {statistics.median(taken):.4f} s; {_computed(before, engine.metrics())}", flush=True)
     return [
         Row(f"between tokens, {label}, p{percent}", harness.ms(taken, percent), "ms")
         for label, taken in sorted(between.items())
         for percent in (50, 99)
     ]
+
+
+def _computed(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
+    """Tokens that kvpool's connector had computed since, by cause."""
+    marked = (name for name in after if "kvpool_computed_tokens:" in name)
+    return {name.rpartition(":")[2]: after[name] - before.get(name, 0.0) for name in marked}
 
 
 if __name__ == "__main__":

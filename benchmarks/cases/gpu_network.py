@@ -1,12 +1,13 @@
 """What does a prompt cost an engine on a GPU whose KV lies in a pool across the network? Over loopback, on one host.
 
 Llama-3.1-8B's shape with random weights; the engines share one GPU and take turns. One engine computes and stores over
-TCP. Of two that load, one has TCP connections, and the other shares the pool's memory. One engine has no pool.
+TCP. Of three that load, one has TCP connections, one shares the pool's memory, and one shares the memory of another
+server beside it, which reads what it lacks from the pool over TCP (`--tier peers:…`). One engine has no pool.
 
 `--connections 8,4,2` also loads over so many connections (`stream_connections`), with an engine for each number, one
 after the other: which number disturbs those who decode least, and what does it cost a load?
 
-Needs CUDA, 96 GiB of its memory, and 40 GiB of the host's.
+Needs CUDA, 110 GiB of its memory, and 50 GiB of the host's.
 """
 
 from __future__ import annotations
@@ -28,8 +29,12 @@ WRITER = {**OPTIONS, "kv_cache_memory_bytes": 12 << 30}
 """A prompt of `max_model_len` is stored as a whole: a quarter of the blocks may be pinned at once, see
 `max_pinned_fraction`."""
 BLOCK_TOKENS = int(OPTIONS["block_size"])
-LOADERS = ("tcp", "shm")
+BESIDE_GIB = 6
+"""Of the other server: two prompts."""
+PEER = "peer"
+LOADERS = ("tcp", "shm", PEER)
 WARM_REACH_MS, COLD_REACH, DECODING_REACH = 250, 1.02, 1.2
+PEER_REACH_MS, PEER_REACH = 350, 1.3
 PERCENT = 99
 
 
@@ -46,15 +51,15 @@ def main(
 
     def pooled(transport: str, options: dict[str, Any] = OPTIONS, stream_connections: int = 0) -> EngineSpec:
         config = kvpool_transfer_config(
-            endpoint,
+            beside if transport == PEER else endpoint,
             load_timeout_ms=20_000,
-            transport=transport,
+            transport="shm" if transport == PEER else transport,
             stream_connections=stream_connections,
             decline_slow_loads=False,  # The first load of an engine is slow.
         )
         return EngineSpec(model, config, options)
 
-    with harness.kvpool_server(f"{POOL_GIB}GiB") as endpoint:
+    with harness.kvpool_server(f"{POOL_GIB}GiB") as endpoint, _beside(endpoint) as beside:
         specs = {"alone": EngineSpec(model, None, OPTIONS), "writer": pooled("tcp", WRITER)}
         with contextlib.ExitStack() as stack:
             engines = start_all(stack, specs | {transport: pooled(transport) for transport in LOADERS}, logs)
@@ -69,6 +74,11 @@ def main(
                 taken = [each for nth in range(decoding_rounds) for each in _decode(engines[name], name, nth, prompts)]
                 rows += _between_rows(name, taken)
     harness.report("gpu_network", rows, rounds=rounds, tokens=tokens)
+
+
+def _beside(owner: str) -> contextlib.AbstractContextManager[str]:
+    """A server that reads from the owner over TCP, and keeps what was used last."""
+    return harness.kvpool_server(f"{BESIDE_GIB}GiB", "--tier", f"peers:peer={owner},transport=tcp", "--policy", "lru")
 
 
 def _prompts(engines: dict[str, Engine], rounds: int, tokens: int) -> tuple[list[Row], list[list[int]]]:
@@ -90,6 +100,8 @@ def _prompts(engines: dict[str, Engine], rounds: int, tokens: int) -> tuple[list
         Row("warm TTFT, shared memory", harness.ms(warm["shm"]), "ms"),
         at_most("warm TTFT, TCP", harness.ms(warm["tcp"]), "ms", WARM_REACH_MS),
         Row("warm, TCP over shared memory", time_ratio(warm["tcp"], warm["shm"]), "ratio"),
+        at_most("warm TTFT, held by another server", harness.ms(warm[PEER]), "ms", PEER_REACH_MS),
+        at_most("warm, held by another server over TCP", time_ratio(warm[PEER], warm["tcp"]), "ratio", PEER_REACH),
         at_most("cold, kvpool over TCP / alone", time_ratio(cold["writer"], cold["alone"]), "ratio", COLD_REACH),
         Row("cold alone over warm TCP", harness.speed_ratio(warm["tcp"], cold["alone"]), "ratio"),
     ], prompts
