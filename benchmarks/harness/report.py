@@ -61,9 +61,9 @@ of one cache for all engines, in the requests' order: an infinite one, and one o
 from those without connector because batches are composed in other ways, which changes how floating-point sums round.
 The time to first token counts from the arrival. Mooncake's store runs in the engines: its CPU time is theirs.
 "Ideal" is a simulation: a device that computes as fast as the engines without connector at saturation, and stores that
-hold everything, answer at once and cost nothing: what an ideal pool does not reach, no pool can. Documents: medians of
-up to three rounds, on two machines of this kind; else one round, by several commands (`--add`). Beyond saturation no
-arm keeps up, so means grow with the number of requests.""",
+hold everything, answer at once and cost nothing: what an ideal pool does not reach, no pool can. One round, system
+prompt two, by several commands (`--add`), on machines of one kind. Beyond saturation no arm keeps up, so means grow
+with the number of requests.""",
     "serving-gpu-tiered": """The same on another machine of this kind, with vLLM's tiered offloading bounded to the same
 memory, a commit of some hours before.""",
     "serving": """The same in a small form, on two CPU cores that engines, stores and the benchmark share: that all of
@@ -166,7 +166,9 @@ connector over TCP. Warm: another process loads what one process stored, checksu
 and calls that give up its lock, beside loads into staging that nobody sums, as an engine with a GPU makes them.""",
     "gpu_network": """Loads over TCP (loopback, one host) into an engine on a GPU, beside loads from shared memory.
 Rows that name a number of connections come from `--connections`, from engines one after the other. A load takes eight
-connections where its engine computes nothing meanwhile, and four beside requests that decode.""",
+connections where its engine computes nothing meanwhile, and four beside requests that decode. Held by another server:
+the engine shares the memory of a server that has none of the prompt, and reads all of it from the server that has;
+only then the engine loads.""",
     "gpu_questions": """Two engines on one GPU answer questions about 8 documents of 20,000 tokens, in any order, 8 in
 flight, 64 tokens each; neither engine can keep more than two documents. Pairs of engines take turns; Mooncake's pair
 gets a quarter of the questions, and the pair without a pool a tenth. In this run Mooncake's pair had not answered its
