@@ -159,6 +159,24 @@ def test_a_file_tier_survives_an_upgrade_and_its_rollback(
         assert server.wait() == 0
 
 
+@pytest.mark.parametrize(
+    ("owning", "reading"), [("previous", "current"), ("next", "current"), ("current", "next"), ("unknown", "current")]
+)
+def test_a_server_reads_from_those_of_neighbouring_releases(
+    trees: dict[str, Tree], serve: Callable[..., ServerProcess], owning: str, reading: str
+) -> None:
+    owner = serve(trees[owning])
+    assert _peer(trees[owning], owner.endpoint, ("tcp",), [])["error"] == ""
+    server = serve(trees[reading], "--tier", f"peers:peer={owner.endpoint},transport=tcp")
+    said = _peer(trees[reading], server.endpoint, ("tcp",), [f"{owning} tcp"])
+    assert said["error"] == ""
+    if trees[reading].works_with(trees[owning]):
+        assert said["wrong"] == []
+    else:
+        assert said["wrong"] == [f"tcp: 0 of 3 blocks of '{owning} tcp' were found"]
+        assert f"(protocol {PROTOCOL + 2})" in server.stdout + server.stderr
+
+
 def test_a_clone_without_the_previous_release_fetches_it_or_says_what_to_do(tmp_path: Path) -> None:
     shallow = tmp_path / "shallow"
     done = subprocess.run(

@@ -14,6 +14,7 @@ from kvpool.client.config import ClientConfig
 from kvpool.client.handles import Namespace
 from kvpool.protocol import replies
 from kvpool.protocol.errors import BusyError, KVPoolError, UnknownNamespaceError
+from kvpool.protocol.skew import OWN, Release, check_skew
 from kvpool.protocol.types import BlockRun, LeasedSlots, Lookup
 from kvpool.transport.base import Transport
 from kvpool_server.cache.namespaces import PoolNamespace
@@ -109,6 +110,7 @@ class Peer:
                 self._reached = faster, *self._reached[1:]
             if self._reached is None:
                 pong = replies.offer(self._client.rpc.ping())
+                check_skew(OWN, Release(pong.version, pong.protocol), self._client.config.endpoint)
                 transport = self._client.attachment.attach(pong)
                 self._reached = transport, pong.boot_token, replies.arena_bytes(pong)
             transport, boot_token, arena_bytes = self._reached
