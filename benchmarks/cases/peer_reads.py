@@ -7,10 +7,15 @@ loads them from the owner over TCP.
 
 A lookup ends with the answer that nothing is on its way. A directory knows no block of such a prompt; its own round
 trip stands beside it. "Ended": the directory was killed some seconds before.
+
+What one directory carries is told by its own CPU time, since it computes in one thread: of announcements, and of
+questions for a prompt that another server has. A server of the last row has a million blocks of 16 tokens, and gets ten
+prompts of 8,000 new tokens a second.
 """
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import itertools
 import os
@@ -49,6 +54,7 @@ from kvpool.client.client import Client
 from kvpool.client.config import ClientConfig
 from kvpool.protocol.types import Lookup
 from kvpool.transport.helpers import movers_of
+from kvpool_server.tiers.peers.directory import EVERY_TOKENS, MAX_ASKED, RENEW_S, Directory
 from testbed.ports import free_port
 
 MIB = 1 << 20
@@ -61,6 +67,9 @@ NEW_BLOCKS = 64
 BARE_SHARE, TCP_REACH, DEAD_REACH = 0.7, 1.3, 1.1
 DEAD_S = 3.0
 DEADLINE_S = 60.0
+PROMPTS_ASKED = 200
+SERVER_BLOCKS, BLOCK_TOKENS, SERVER_PROMPTS, SERVER_TOKENS = 1_000_000, 16, 10, 8_000
+"""Of the server that one directory carries many of; the last two a second."""
 
 
 class Reader:
@@ -203,6 +212,56 @@ def measure_misses(rounds: int) -> list[Row]:
     return rows
 
 
+def measure_directory(rounds: int) -> list[Row]:
+    """Its CPU time."""
+    with tempfile.TemporaryDirectory(prefix="kvpool-peers-") as folder, directory(folder) as port:
+        announcements, questions = asyncio.run(_cpu_of_directory(port, rounds))
+    each, question = ms(announcements), ms(questions)
+    new = SERVER_TOKENS / EVERY_TOKENS
+    a_second = SERVER_PROMPTS * (new * each.figure + question.figure)
+    a_second += SERVER_BLOCKS * BLOCK_TOKENS / EVERY_TOKENS / RENEW_S * each.figure
+    return [
+        Row("directory's CPU time, an announcement", 1_000 * each.figure, "us"),
+        Row("directory's CPU time, a question", 1_000 * question.figure, "us"),
+        Row("servers that fill one directory", 1_000 / a_second, ""),
+    ]
+
+
+async def _cpu_of_directory(port: int, rounds: int) -> tuple[list[float], list[float]]:
+    """Seconds of an announcement, and of a question, each round."""
+    key, asked = bytes(32), redis.Redis(port=port)
+
+    def cpu_s() -> float:
+        told = asked.info("cpu")
+        return float(told["used_cpu_user"] + told["used_cpu_sys"])
+
+    def named(nth: int) -> list[bytes]:  # Blocks of 512 tokens, which are all announced.
+        return [name_of("directory", nth, idx) for idx in range(MAX_ASKED)]
+
+    one, other = (Directory(f"redis://127.0.0.1:{port}/0", key, lambda name=name: f"{name}:1") for name in ("a", "b"))
+    one.open()
+    other.open()
+    while asked.dbsize() < 2:  # Each has told its endpoint.
+        await asyncio.sleep(0.01)
+    announcements, questions = [], []
+    for nth in range(rounds):
+        before, size = cpu_s(), int(asked.dbsize())
+        runs = [named(PROMPTS_ASKED * nth + idx) for idx in range(PROMPTS_ASKED)]
+        for name in itertools.chain(*runs):
+            one.hold(b"", 0, name, is_there=True)
+        while asked.dbsize() < size + PROMPTS_ASKED * MAX_ASKED:
+            await asyncio.sleep(0.01)
+        announcements.append((cpu_s() - before) / (PROMPTS_ASKED * MAX_ASKED))
+        before = cpu_s()
+        for run in runs:
+            assert await other.owners(b"", 0, run, EVERY_TOKENS) == ["a:1"]
+        questions.append((cpu_s() - before) / PROMPTS_ASKED)
+    await one.close()
+    await other.close()
+    asked.close()
+    return announcements, questions
+
+
 @contextmanager
 def directory(folder: str) -> Iterator[int]:
     """The port of a Redis or Valkey, which keeps nothing on disk."""
@@ -225,10 +284,10 @@ def _answers(asked: redis.Redis) -> bool:
 
 def main(
     rounds: Annotated[int, typer.Option(help="Of each measure.")] = 9,
-    prompt_mib: Annotated[int, typer.Option(help="Of the prompt that is read.")] = 256,
+    prompt_mib: Annotated[int, typer.Option(help="Of the prompt that is read.")] = 1_024,
 ) -> None:
     """Measures, and reports."""
-    rows = measure_prompts(rounds, prompt_mib * MIB) + measure_misses(20 * rounds)
+    rows = measure_prompts(rounds, prompt_mib * MIB) + measure_misses(20 * rounds) + measure_directory(rounds)
     report("peer_reads", rows, rounds=rounds, prompt_bytes=prompt_mib * MIB, block_bytes=BLOCK_BYTES)
 
 

@@ -10,6 +10,9 @@ a long prompt, and the next one the rest.
 
 from __future__ import annotations
 
+import bisect
+import functools
+import itertools
 import random
 import zlib
 from collections import Counter
@@ -22,6 +25,8 @@ from kvpool_server.cache.entry import Entry, Observer
 from kvpool_server.tiers.peers.directory import MAX_ASKED
 from kvpool_server.tiers.peers.tier import MAX_OWNERS
 
+FIRST_BLOCKS, DOCUMENTS_A_SERVER, DOCUMENT_BLOCKS, QUESTION_BLOCKS, ZIPF = 2, 20, 12, 2, 0.8
+"""Of `documents`."""
 ANNOUNCED = 1 - (1 - 1 / 32) ** 32
 
 
@@ -30,12 +35,20 @@ class _Holder(Observer):
 
     def __init__(self, owners: dict[bytes, set[int]], server: int):
         self._owners, self._server = owners, server
+        self._held: set[bytes] = set()
 
     def stored(self, entry: Entry) -> None:
+        self._held.add(entry.block_hash)
         self._owners.setdefault(entry.block_hash, set()).add(self._server)
 
     def removed(self, entry: Entry) -> None:
+        self._held.discard(entry.block_hash)
         self._owners[entry.block_hash].discard(self._server)
+
+    def ended(self) -> None:
+        """The server has ended: the directory names it no more."""
+        for name in self._held:
+            self._owners[name].discard(self._server)
 
 
 class Fleet:
@@ -43,27 +56,45 @@ class Fleet:
 
     Args:
         announced: the share of the trace's blocks that are; 0: servers do not read from one another.
+        lost: the share of questions, to the directory or to a server, that nobody answers.
 
     Attributes:
         owners: for each block the servers that hold it.
         requests, sent: of each server: requests that came to it, and blocks that it has sent to others.
-        questions: to the directory.
+        questions, asked: to the directory, and to servers.
+        num_parts: into how many the network is cut; the directory reaches all of them.
     """
 
-    def __init__(self, num_servers: int, capacity: int, policy: str, announced: float = ANNOUNCED):
+    def __init__(self, num_servers: int, capacity: int, policy: str, announced: float = ANNOUNCED, lost: float = 0.0):
         self.owners: dict[bytes, set[int]] = {}
         self.requests, self.sent = [0] * num_servers, [0] * num_servers
-        self.questions = 0
-        self._announced = announced
+        self.questions = self.asked = 0
+        self.num_parts = 1
+        self._announced, self._lost = announced, lost
         self._picks = random.Random(0)
-        self._servers = [ReplayedPool(capacity, policy) for _ in range(num_servers)]
-        for nth, server in enumerate(self._servers):
-            server.pool.observe(_Holder(self.owners, nth))
+        self._new = functools.partial(ReplayedPool, capacity, policy)
+        self._servers: list[ReplayedPool] = [self._new() for _ in range(num_servers)]
+        self._holders = [_Holder(self.owners, nth) for nth in range(num_servers)]
+        for server, holder in zip(self._servers, self._holders, strict=True):
+            server.pool.observe(holder)
 
-    def play(self, requests: Sequence[Request], route: Callable[[Fleet, BlockRun], int]) -> int:
-        """Leading blocks that hit, of all requests."""
+    def restart(self, nth: int) -> None:
+        """A server begins again with nothing in its memory."""
+        self._holders[nth].ended()
+        now_s, self._servers[nth], self._holders[nth] = self._servers[nth].now_s, self._new(), _Holder(self.owners, nth)
+        self._servers[nth].now_s = now_s
+        self._servers[nth].pool.observe(self._holders[nth])
+
+    def play(
+        self,
+        requests: Sequence[Request],
+        route: Callable[[Fleet, BlockRun], int],
+        before: Callable[[Fleet, int], None] = lambda fleet, nth: None,
+    ) -> int:
+        """Leading blocks that hit, of all requests; `before` each one something may befall the fleet."""
         hits = 0
-        for request in requests:
+        for position, request in enumerate(requests):
+            before(self, position)
             if request.ids:
                 run = run_of(request)
                 nth = route(self, run)
@@ -88,6 +119,9 @@ class Fleet:
         missing = run.block_hashes[leading:]
         found: dict[bytes, int] = {}
         for owner in self._likely(nth, missing):
+            self.asked += 1
+            if self._is_lost() or (owner - nth) % self.num_parts:
+                continue
             there = [name for name in missing if name not in found and owner in self.owners.get(name, ())]
             found |= dict.fromkeys(there, owner)
             if there:
@@ -102,8 +136,25 @@ class Fleet:
     def _likely(self, nth: int, missing: Sequence[bytes]) -> list[int]:
         announced = [name for name in missing if zlib.crc32(name) < self._announced * 2**32][:MAX_ASKED]
         self.questions += bool(announced)
+        if self._is_lost():
+            return []
         counts = Counter(owner for name in announced for owner in self.owners.get(name, ()) if owner != nth)
         return sorted(counts, key=lambda owner: (-counts[owner], self._picks.random()))[:MAX_OWNERS]
+
+    def _is_lost(self) -> bool:
+        return self._picks.random() < self._lost
+
+
+def documents(num_servers: int, num_requests: int) -> list[Request]:
+    """Questions about documents, of which some are asked for often (Zipf), behind one prompt that all begin with."""
+    picks, count = random.Random(0), DOCUMENTS_A_SERVER * num_servers
+    weights = list(itertools.accumulate(1 / (nth + 1) ** ZIPF for nth in range(count)))
+    requests, new = [], itertools.count(FIRST_BLOCKS + count * DOCUMENT_BLOCKS)
+    for nth in range(num_requests):
+        first = FIRST_BLOCKS + bisect.bisect(weights, picks.random() * weights[-1]) * DOCUMENT_BLOCKS
+        ids = [*range(FIRST_BLOCKS), *range(first, first + DOCUMENT_BLOCKS), *itertools.islice(new, QUESTION_BLOCKS)]
+        requests.append(Request(nth / num_servers, ids))
+    return requests
 
 
 def plain(fleet: Fleet, _: BlockRun) -> int:
