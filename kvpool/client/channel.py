@@ -69,7 +69,7 @@ def open_channel(config: ClientConfig) -> grpc.Channel | RenewedChannel:
         token = None
         if config.token_file:
             token = WatchedFiles([config.token_file], lambda: read_token(Path(config.token_file)))
-        return RenewedChannel(identity, lambda: _traced(_secure(config.endpoint, identity), config), token)
+        return RenewedChannel(identity, lambda: _traced(_secure(config, identity), config), token)
     if config.token_file:
         raise ConfigError(
             f"token_file {config.token_file} without tls: whoever is on the network could read the token; give tls "
@@ -91,12 +91,13 @@ def _traced(channel: grpc.Channel, config: ClientConfig) -> grpc.Channel:
     return channel if tracing is None else grpc.intercept_channel(channel, ClientInterceptor(tracing))
 
 
-def _secure(endpoint: str, identity: WatchedFiles[TlsIdentity]) -> grpc.Channel:
+def _secure(config: ClientConfig, identity: WatchedFiles[TlsIdentity]) -> grpc.Channel:
     files = identity.value
     credentials = grpc.ssl_channel_credentials(files.ca, files.key, files.cert)
     # A Unix socket has no host name for the server's certificate to prove; every certificate of ours names this one.
-    authority = [("grpc.default_authority", "localhost")] if socket_path(endpoint) else []
-    return grpc.secure_channel(grpc_target(endpoint), credentials, options=[*_OPTIONS, *authority])
+    name = config.server_name or ("localhost" if socket_path(config.endpoint) else "")
+    authority = [("grpc.default_authority", name)] if name else []
+    return grpc.secure_channel(grpc_target(config.endpoint), credentials, options=[*_OPTIONS, *authority])
 
 
 CALL_ERRORS = (grpc.RpcError, grpc.FutureCancelledError, grpc.FutureTimeoutError, ValueError)

@@ -59,6 +59,7 @@ class ClientConfig:
         stall_timeout_ms: a read over the network that receives nothing for so long fails.
         tls: the client's certificate, its key, and the authority of the server's, or a mapping with their paths by the
             names of `TlsFiles`; None: plaintext, only to this host.
+        server_name: name that the server's certificate must have; empty: the host of `endpoint`. Only with `tls`.
         token_file: a file with a bearer token, for servers that know clients by tokens; only with `tls`.
         insecure_network: allow plaintext to other hosts, on a network where nobody reads or changes what you compute.
         otel: make spans of calls for OpenTelemetry, as the OTEL_* variables of the environment say; needs the extra
@@ -79,19 +80,22 @@ class ClientConfig:
     lease_ttl_ms: int = 10_000
     ticket_ttl_ms: int = 10_000
     tls: TlsFiles | None = None
+    server_name: str = ""
     token_file: str = ""
     name_key_file: str = ""
     otel: bool = False
     insecure_network: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("endpoint", "token_file"):
+        for name in ("endpoint", "token_file", "server_name"):
             if not isinstance(value := getattr(self, name), str):
                 raise ConfigError(f"{name} is {value!r}; give text")
         if not isinstance(self.insecure_network, bool):
             raise ConfigError(f"insecure_network is {self.insecure_network!r}; give True or False")
         if self.tls is not None:
             object.__setattr__(self, "tls", TlsFiles.of(self.tls))
+        elif self.server_name:
+            raise ConfigError(f"server_name {self.server_name} without tls proves nothing; give tls with ca, too")
         check_endpoint(self.endpoint)
         if self.transport not in TRANSPORTS:
             raise ConfigError(f"transport {self.transport!r} is not one of {', '.join(TRANSPORTS)}")

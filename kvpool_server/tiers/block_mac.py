@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import hashlib
 import os
-import stat
 from pathlib import Path
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from kvpool.protocol.errors import ConfigError
+from kvpool.security.certificates import read_pem
+from kvpool.security.file_permissions import require_private
 from kvpool_server.tiers.tier import BlockKey, TierOptions
 
 KEY_BYTES = 32
@@ -30,16 +31,9 @@ _PURPOSE = b"kvpool tier tag"
 
 def read_key(path: Path) -> bytes:
     """The key in a file: 64 hexadecimal digits. Raises ConfigError, which does not show the content."""
+    require_private(str(path), "key", "key_file")
     try:
-        with path.open("rb") as file:
-            mode = os.fstat(file.fileno()).st_mode
-            text = file.read(2 * KEY_BYTES + 2)
-    except OSError as error:
-        raise ConfigError(f"key_file={path} cannot be read: {error.strerror}") from None
-    if mode & (stat.S_IRWXG | stat.S_IRWXO):
-        raise ConfigError(f"key_file={path} is accessible by others (mode {stat.S_IMODE(mode):04o}); chmod 600 it")
-    try:
-        key = bytes.fromhex(text.decode().strip())
+        key = bytes.fromhex(read_pem(path, "key_file").decode().strip())
     except ValueError:
         key = b""
     if len(key) != KEY_BYTES:

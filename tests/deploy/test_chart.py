@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import ssl
 import subprocess
@@ -25,6 +26,8 @@ from kvpool.security.tls import TlsFiles
 from kvpool_server.app.composition import HANDOVER_S
 from kvpool_server.settings.config import ServerConfig, load
 from kvpool_server.settings.exposure import check_exposure
+from kvpool_server.tiers.peers.options import PeersOptions
+from kvpool_server.tiers.registry import parse
 from testbed.engine import kvpool_transfer_config
 from tests.support.certificates import files_in
 from tests.support.chart import (
@@ -50,6 +53,7 @@ from vllm_plugin.config import ConnectorConfig
 VERSIONS = ("1.35", "1.36", "1.37")
 SMALL = "memory=64MiB"
 ISSUER = ["network=tls", "tls.issuer.name=ca", 'tls.clients=[{"tenant": "acme", "role": "engine-write"}]']
+PEERS = "peers.secretName=kvpool-peers"
 MONITORED = ["serviceMonitor.enabled=true", "prometheusRule.enabled=true", "dashboard.enabled=true"]
 CASES: dict[str, list[str]] = {
     "node": [*MODES["node"], SMALL],
@@ -58,8 +62,13 @@ CASES: dict[str, list[str]] = {
     "node, tier": [*MODES["node"], SMALL, "tier.size=64MiB", "tier.hostPath=/mnt/nvme/kv"],
     "sidecar": [*MODES["sidecar"], SMALL, 'settings={"value_sample": 64, "quota": ["tenant:acme=32MiB"]}'],
     "memory, TLS": [*MODES["memory"], SMALL],
+    "node, plaintext, tier, peers": [
+        *MODES["node"], SMALL, "network=insecure", "tier.size=64MiB", "tier.hostPath=/mnt/nvme/kv", PEERS
+    ],
+    "sidecar, TLS, peers": [*MODES["sidecar"], SMALL, *ISSUER, PEERS],
+    "memory, TLS, peers": [*MODES["memory"], SMALL, PEERS, "peers.tlsSecretName=kvpool-peer"],
     "memory, plaintext, tier": ["mode=memory", SMALL, "network=insecure", "tier.size=64MiB", *MONITORED],
-}
+}  # fmt: skip
 CRDS = ("ServiceMonitor", "PrometheusRule", "Certificate")
 
 
@@ -114,8 +123,15 @@ class Started:
         authority = Authority.create(directory / "pki")
         files_of = files_in(authority.issue_server([]))
         operator = files_in(authority.issue_principal(Principal(ALL_TENANTS, Role.OPERATOR)))
+        peer = files_in(authority.issue_principal(Principal(ALL_TENANTS, Role.PEER)))
+        key = directory / "peers.key"
+        key.touch(0o600)
+        key.write_text(os.urandom(32).hex())
         places = {
             "/etc/kvpool/server.toml": str(config),
+            "/etc/kvpool/peers/key": str(key),
+            "/etc/kvpool/peers": str(Path(peer.cert).parent),
+            "$(PEERS_DIRECTORY)": "redis://127.0.0.1:1/0",
             "/etc/kvpool/tls": str(Path(files_of.cert).parent),
             "/run/kvpool": str(sockets),
             "/var/lib/kvpool/tier": str(directory / "tier"),
@@ -160,10 +176,10 @@ def _settings(flags: list[str]) -> ServerConfig:
     for flag in flags:
         if flag.startswith("--"):
             pending = flag.removeprefix("--").replace("-", "_")
-            given[pending] = True
+            given.setdefault(pending, True)
         else:
             assert pending is not None
-            given[pending] = flag
+            given[pending] = flag if given[pending] is True else f"{given[pending]};{flag}"
     return load(given)
 
 
@@ -352,6 +368,64 @@ def test_certificates_name_the_servers_and_the_callers() -> None:
     assert engine["uris"] == [str(Principal("acme", Role.ENGINE_WRITE))]
 
 
+def _peers_of(rendered: list[dict[str, Any]]) -> PeersOptions:
+    """The tier of other servers, as the server reads it once Kubernetes has put its variables' values in."""
+    (spec,) = pod_specs(rendered)
+    *_, flag = [arg for arg in containers(spec)["kvpool-server"]["args"] if arg.startswith("--tier=")]
+    values = {"PEERS_DIRECTORY": "redis://kvpool:secret@10.0.0.9:6379/0", "POD_IP": "10.0.0.2"}
+    options = parse(re.sub(r"\$\((\w+)\)", lambda found: values[found[1]], flag.removeprefix("--tier=")))
+    assert isinstance(options, PeersOptions)
+    assert (options.directory, options.advertise) == (values["PEERS_DIRECTORY"], "10.0.0.2:50051")
+    return options
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.endswith("peers")])
+def test_servers_find_one_another_by_what_secrets_hold(case: str) -> None:
+    found = objects(CASES[case])
+    options = _peers_of(found)
+    (spec,) = pod_specs(found)
+    others = containers(spec)
+    server = others.pop("kvpool-server")
+    variable = next(each for each in server["env"] if each["name"] == "PEERS_DIRECTORY")
+    assert variable["valueFrom"] == {"secretKeyRef": {"name": "kvpool-peers", "key": "directory"}}
+    (mount,) = [each for each in server["volumeMounts"] if each["name"] == "peers"]
+    (volume,) = [each["projected"] for each in spec["volumes"] if each["name"] == "peers"]
+    assert mount["readOnly"] and volume["defaultMode"] == 0o440
+    of_key, *of_certificate = [each["secret"] for each in volume["sources"]]
+    assert of_key == {"name": "kvpool-peers", "items": [{"key": "key", "path": "key"}]}
+    files = ["key"] if not of_certificate else ["key", "ca.crt", "tls.crt", "tls.key"]
+    given = [options.key_file, options.ca, options.cert, options.key]
+    assert [path for path in given if path] == [f"{mount['mountPath']}/{name}" for name in files]
+    assert bool(of_certificate) == ("--tls-client-ca=/etc/kvpool/tls/ca.crt" in server["args"])
+    assert "peers" not in {mount["name"] for each in others.values() for mount in each["volumeMounts"]}
+    rule = _one(found, "NetworkPolicy")["spec"]["ingress"][0]
+    labels = _one(found, "Service")["spec"]["selector"]
+    assert rule["ports"] == [{"port": 50051}, {"port": 50053}]
+    assert {"podSelector": {"matchLabels": labels}} in rule["from"]
+
+
+def test_servers_without_peers_do_not_reach_one_another() -> None:
+    rule = _one(objects(CASES["memory, TLS"]), "NetworkPolicy")["spec"]["ingress"][0]
+    assert rule["from"] == [{"podSelector": {"matchLabels": {"kvpool.engine": "true"}}}]
+
+
+def test_an_issuer_makes_the_certificate_by_which_servers_read_from_one_another() -> None:
+    listed = 'tls.clients=[{"tenant": "_", "role": "peer"}]'
+    found = objects(["mode=memory", "network=tls", "tls.issuer.name=ca", "tls.trustDomain=example.org", PEERS, listed])
+    server, peer = [each["spec"] for each in found if each["kind"] == "Certificate"]
+    assert peer["uris"] == [str(Principal(ALL_TENANTS, Role.PEER, "example.org"))]
+    (spec,) = pod_specs(found)
+    (volume,) = [each["projected"] for each in spec["volumes"] if each["name"] == "peers"]
+    assert volume["sources"][1]["secret"]["name"] == peer["secretName"]
+    assert _peers_of(found).name in server["dnsNames"]
+
+
+def test_a_peers_certificate_may_come_from_a_secret() -> None:
+    (spec,) = pod_specs(objects(CASES["memory, TLS, peers"]))
+    (volume,) = [each["projected"] for each in spec["volumes"] if each["name"] == "peers"]
+    assert volume["sources"][1]["secret"] == {"name": "kvpool-peer"}
+
+
 @pytest.mark.parametrize(
     ("values", "told"),
     [
@@ -371,6 +445,11 @@ def test_certificates_name_the_servers_and_the_callers() -> None:
         (["mode=memory"], "mode: memory with network: none reaches no engine"),
         (["serviceMonitor.enabled=true"], "serviceMonitor.enabled with network: none"),
         (["network=tls", "tls.secretName=a", "serviceMonitor.enabled=true"], "serviceMonitor.tlsSecretName is empty"),
+        ([PEERS], "peers.secretName with network: none"),
+        ([*MODES["memory"], PEERS], "peers.tlsSecretName is empty"),
+        (["network=tls", "tls.issuer.name=b", PEERS, "settings.tokens=/t"], "servers that ask for certificates"),
+        (["network=tls", "tls.issuer.name=b", PEERS, "settings.oidc_issuer=https://a"], "that ask for certificates"),
+        (["peers.secretName=Bad_Name"], "/peers/secretName"),
         (["mode=sidecar"], "engine.model is empty"),
         ([*MODES["sidecar"], "tier.size=1TiB"], "tier.size is for the modes node and memory"),
         (["tier.size=1TiB"], "tier.hostPath is empty"),

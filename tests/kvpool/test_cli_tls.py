@@ -177,15 +177,22 @@ def test_a_refused_handshake_says_what_is_wrong(certificates: Pool, tmp_path: Pa
         client.admin.ping()
 
 
-def test_a_server_with_a_certificate_for_another_host_says_which(certificates: Pool) -> None:
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("", r"does not name '127\.0\.0\.2'; give a name that it has as endpoint, .*--host"),
+        ("kvpool.svc", r"does not name 'kvpool\.svc'; give a name that it has as server_name, .*--host"),
+    ],
+)
+def test_a_server_with_a_certificate_for_another_host_says_which(certificates: Pool, name: str, told: str) -> None:
     files = files_in(certificates.pki / "server")  # It names 127.0.0.1.
     pair = Path(files.key).read_bytes(), Path(files.cert).read_bytes()
     server = grpc.server(ThreadPoolExecutor(1))
     port = server.add_secure_port("127.0.0.2:0", grpc.ssl_server_credentials([pair]))
     server.start()
-    config = ClientConfig(f"127.0.0.2:{port}", tls=TlsFiles(files.ca), timeout_ms=10_000)
+    config = ClientConfig(f"127.0.0.2:{port}", tls=TlsFiles(files.ca), server_name=name, timeout_ms=10_000)
     try:
-        with Client(config) as client, pytest.raises(UnavailableError, match=r"does not name '127\.0\.0\.2'; .*--host"):
+        with Client(config) as client, pytest.raises(UnavailableError, match=told):
             client.admin.ping()
     finally:
         server.stop(None)

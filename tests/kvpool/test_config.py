@@ -74,6 +74,8 @@ def test_the_bounds_themselves_are_good(name: str, value: int) -> None:
         ("insecure_network", "false", "insecure_network is 'false'; give True or False"),
         ("endpoint", 5, "endpoint is 5; give text"),
         ("token_file", 5, "token_file is 5; give text"),
+        ("server_name", 5, "server_name is 5; give text"),
+        ("server_name", "kvpool.svc", "server_name kvpool.svc without tls proves nothing; give tls with ca, too"),
         ("stream_connections", True, "stream_connections is True; give 0 to 16"),
         ("local_clients", True, "local_clients is True; give 1 or more"),
         ("timeout_ms", True, "timeout_ms is True; give whole milliseconds"),

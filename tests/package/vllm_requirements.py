@@ -61,7 +61,7 @@ class RemoteFile(io.RawIOBase):
 
 
 def shared_packages() -> set[str]:
-    """What kvpool requires, directly or not, without extras."""
+    """What kvpool requires, directly or not, with the extra `directory` alone."""
     lines = (ROOT / "requirements" / "runtime.txt").read_text().splitlines()
     return {canonicalize_name(line.partition("==")[0]) for line in lines if re.match(r"\w", line)}
 

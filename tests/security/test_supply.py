@@ -31,7 +31,7 @@ def test_every_locked_package_has_a_hash(name: str) -> None:
 def test_what_the_project_needs_is_locked() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     everything = _locked("lock.txt")
-    for requirement in map(Requirement, project["dependencies"]):
+    for requirement in map(Requirement, project["dependencies"] + project["optional-dependencies"]["directory"]):
         line = _locked("runtime.txt")[canonicalize_name(requirement.name)]
         assert line == everything[canonicalize_name(requirement.name)], "run `make lock`"
     for requirement in map(Requirement, project["optional-dependencies"]["dev"]):

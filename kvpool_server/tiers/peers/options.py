@@ -37,6 +37,7 @@ class PeersOptions(TierOptions):
     ca: str = Field("", description="authority of the peers' certificates; none: they have no TLS")
     cert: str = Field("", description="certificate of this server as a client, of role peer")
     key: str = Field("", description="its key")
+    name: str = Field("", description="name in the peers' certificates; default: the host of each")
     token_file: str = Field("", description="instead of cert: file with a token of role peer")
 
     @field_validator("directory")
@@ -65,14 +66,14 @@ class PeersOptions(TierOptions):
             raise ConfigError(f"tier {self.tier_name}: write={self.write} is not possible: nothing is written to peers")
         if self.key_file and not self.directory:
             raise ConfigError(f"tier {self.tier_name}: key_file is the key of a directory; give directory=, too")
-        if (self.cert or self.key) and not self.ca:
-            raise ConfigError(f"tier {self.tier_name}: cert and key have no effect without ca; give it, too")
+        if (self.cert or self.key or self.name) and not self.ca:
+            raise ConfigError(f"tier {self.tier_name}: cert, key and name have no effect without ca; give it, too")
         if self.advertise and not self.directory:
             raise ConfigError(f"tier {self.tier_name}: advertise={self.advertise} is for a directory; give directory=")
         tls = TlsFiles(self.ca, self.cert, self.key) if self.ca else None
         config = ClientConfig(
             "127.0.0.1:1", self.transport, CONTROL_MS, DATA_MS, STALL_MS, lease_ttl_ms=LEASE_MS, tls=tls,
-            token_file=self.token_file, insecure_network=context.insecure_network,
+            server_name=self.name, token_file=self.token_file, insecure_network=context.insecure_network,
         )  # fmt: skip
         peers = list(filter(None, self.peer.split("+")))
         return PeersTier(self.tier_name, config, peers, self._directory(context) if self.directory else None)

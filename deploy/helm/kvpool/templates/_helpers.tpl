@@ -42,6 +42,10 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{ .Values.serviceMonitor.tlsSecretName | default (printf "%s-metrics-tls" (include "kvpool.name" .)) }}
 {{- end }}
 
+{{- define "kvpool.peersTlsSecret" -}}
+{{ .Values.peers.tlsSecretName | default (printf "%s-peer-tls" (include "kvpool.name" .)) }}
+{{- end }}
+
 {{- define "kvpool.tierPath" -}}
 {{- if and .Values.tier.size (ne .Values.mode "sidecar") }}/var/lib/kvpool/tier{{ end }}
 {{- end }}
@@ -78,6 +82,15 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- end }}
 {{- if and .serviceMonitor.enabled (eq .network "tls") .tls.secretName (not .serviceMonitor.tlsSecretName) }}
 {{- fail "serviceMonitor.tlsSecretName is empty: with tls.secretName, name a Secret with the certificate of role metrics" }}
+{{- end }}
+{{- if and .peers.secretName (eq .network "none") }}
+{{- fail "peers.secretName with network: none: servers cannot reach one another; set network: tls, or insecure" }}
+{{- end }}
+{{- if and .peers.secretName .tls.secretName (not .peers.tlsSecretName) }}
+{{- fail "peers.tlsSecretName is empty: with tls.secretName, name a Secret with the certificate of role peer" }}
+{{- end }}
+{{- if and .peers.secretName (eq .network "tls") (or .settings.tokens .settings.oidc_issuer) }}
+{{- fail "peers.secretName needs servers that ask for certificates; leave settings.tokens and settings.oidc_issuer out" }}
 {{- end }}
 {{- if and (eq .mode "sidecar") (not .engine.model) }}
 {{- fail "engine.model is empty: mode: sidecar starts an engine, which needs a model" }}
@@ -161,6 +174,11 @@ args:
 {{- with include "kvpool.tierPath" . }}
   - --tier=file:{{ . }},size={{ $.Values.tier.size }},name=$({{ if eq $.Values.mode "node" }}NODE_NAME{{ else }}POD_NAME{{ end }}){{ if eq $.Values.mode "memory" }},create=yes{{ end }}
 {{- end }}
+{{- if .Values.peers.secretName }}
+  # By the pod's address, which no certificate names: all servers' certificates have the Service's name.
+  - --tier=peers:directory=$(PEERS_DIRECTORY),key_file=/etc/kvpool/peers/key,advertise=$(POD_IP):50051
+    {{- if eq .Values.network "tls" }},ca=/etc/kvpool/peers/ca.crt,cert=/etc/kvpool/peers/tls.crt,key=/etc/kvpool/peers/tls.key,name={{ include "kvpool.name" . }}.{{ .Release.Namespace }}.svc{{ end }}
+{{- end }}
 env:
   - name: POD_IP
     valueFrom: {fieldRef: {fieldPath: status.podIP}}
@@ -168,6 +186,10 @@ env:
     valueFrom: {fieldRef: {fieldPath: metadata.name}}
   - name: NODE_NAME
     valueFrom: {fieldRef: {fieldPath: spec.nodeName}}
+{{- with .Values.peers.secretName }}
+  - name: PEERS_DIRECTORY
+    valueFrom: {secretKeyRef: {name: {{ . }}, key: directory}}
+{{- end }}
 {{- with .Values.env }}
 {{ toYaml . | indent 2 }}
 {{- end }}
@@ -208,6 +230,9 @@ volumeMounts:
 {{- if eq .Values.network "tls" }}
   - {name: tls, mountPath: /etc/kvpool/tls, readOnly: true}
 {{- end }}
+{{- if .Values.peers.secretName }}
+  - {name: peers, mountPath: /etc/kvpool/peers, readOnly: true}
+{{- end }}
 {{- if ne .Values.mode "memory" }}
   - {name: socket, mountPath: /run/kvpool}
 {{- end }}
@@ -227,6 +252,16 @@ volumeMounts:
 {{- if eq .Values.network "tls" }}
 - name: tls
   secret: {secretName: {{ include "kvpool.tlsSecret" . }}, defaultMode: 0440}
+{{- end }}
+{{- if .Values.peers.secretName }}
+- name: peers
+  projected:
+    defaultMode: 0440
+    sources:
+      - secret: {name: {{ .Values.peers.secretName }}, items: [{key: key, path: key}]}
+      {{- if eq .Values.network "tls" }}
+      - secret: {name: {{ include "kvpool.peersTlsSecret" . }}}
+      {{- end }}
 {{- end }}
 {{- with .Values.extraVolumes }}
 {{ toYaml . }}

@@ -377,6 +377,22 @@ def test_a_peer_needs_the_role(
     owner.close()
 
 
+@pytest.mark.parametrize(("name", "is_reached"), [("", False), (",name=localhost", True), (",name=kvpool.svc", False)])
+def test_a_peers_certificate_has_the_given_name(
+    pool_server: StartServer, host: Callable[..., Host], tmp_path: Path, name: str, is_reached: bool
+) -> None:
+    """The certificate names localhost and 127.0.0.1, but not this address, by which the peer is reached."""
+    secured = SecuredServer(tmp_path, pool_server, "--memory", "64MiB")
+    owner = Host(secured.server, tls=secured.files(Role.ENGINE_WRITE))
+    owner.put("a")
+    files, endpoint = secured.files(Role.PEER), f"[::ffff:127.0.0.1]:{secured.server.endpoint.rpartition(':')[2]}"
+    tier = f"peers:peer={endpoint},transport=tcp,ca={files.ca},cert={files.cert},key={files.key}{name}"
+    reader = host("--tier", tier)
+    assert reader.load("a") == [is_reached]
+    assert reader.servers == {endpoint: (is_reached, CHUNK if is_reached else 0)}
+    owner.close()
+
+
 @pytest.mark.parametrize(
     ("text", "why"),
     [
@@ -388,6 +404,7 @@ def test_a_peer_needs_the_role(
         ("peers:peer=10.0.0.1:50051", "is on another host"),
         ("peers:peer=127.0.0.1:1,write=back", "write=back is not possible"),
         ("peers:peer=127.0.0.1:1,key_file={key}", "give directory="),
+        ("peers:peer=127.0.0.1:1,name=kvpool.svc", "name have no effect without ca"),
     ],
 )
 def test_a_tier_that_cannot_work_is_refused(text: str, why: str, tmp_path: Path) -> None:
