@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from kvpool_server.tiers.mooncake.tier import MooncakeOptions
 from kvpool_server.tiers.peers.options import PeersOptions
 from kvpool_server.tiers.tier import TierOptions
 
+_USER = re.compile(r"(?<=://)[^\s'\"]*@|(?<=')[^\s'\":/]*@")
 KINDS: dict[str, type[TierOptions]] = {"file": FileOptions, "mooncake": MooncakeOptions, "peers": PeersOptions}
 
 
@@ -23,7 +25,17 @@ def examples() -> str:
 
 
 def parse(text: str) -> TierOptions:
-    """The options of one `--tier`. Raises ConfigError with the tier, the option, its value and the fix."""
+    """The options of one `--tier`. Raises ConfigError with the tier, the option, its value and the fix.
+
+    What stands before the @ of a URL, which may be a password, does not appear there.
+    """
+    try:
+        return _parse(text)
+    except ConfigError as error:
+        raise ConfigError(_USER.sub("...@", str(error))) from None
+
+
+def _parse(text: str) -> TierOptions:
     kind, _, rest = text.partition(":")
     if kind not in KINDS:
         raise ConfigError(f"tier {text!r}: unknown kind {kind!r}; choose {_either(list(KINDS))}, as in {examples()}")

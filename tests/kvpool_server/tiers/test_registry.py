@@ -86,3 +86,12 @@ async def test_tiers_of_a_server_share_the_bound_on_open_files(tmp_path: Path) -
     for tier in tiers:
         await tier.close()
     assert len(context.open_files.files) == 0
+
+
+@pytest.mark.parametrize(
+    "directory", ["http://user:secret@h:1/0", "redis://user:secret,secret@h:1/0", "redis://:secret@h:1/0,other=1"]
+)
+def test_no_error_shows_the_password_of_a_directory(directory: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(f"peers:key_file=k,directory={directory}")
+    assert "secret" not in str(caught.value)
