@@ -195,6 +195,7 @@ class TierContext:
         open_files: bounds the files that all tiers of the server keep open.
         insecure_network: other hosts may be reached without encryption.
         port: of the server; 0 as long as it does not listen.
+        boot_token: by which the server's answers name its start.
     """
 
     listen: tuple[str, int]
@@ -203,6 +204,7 @@ class TierContext:
     open_files: OpenFiles = field(default_factory=OpenFiles)
     insecure_network: bool = False
     port: Callable[[], int] = lambda: 0
+    boot_token: int = 0
 
 
 class TierOptions(BaseModel):

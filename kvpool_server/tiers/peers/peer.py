@@ -53,12 +53,14 @@ class Peer:
         """Calls in flight fail. Idempotent."""
         self._client.close()
 
-    def ping(self) -> None:
-        """Whether the peer answers."""
-        self._client.rpc.ping()
+    def ping(self) -> int:
+        """The peer's boot token."""
+        return replies.offer(self._client.rpc.ping()).boot_token
 
-    def lease(self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes]) -> LeasedRun | None:
-        """Those of some blocks that lie in the peer's memory, leased; None: none does."""
+    def find(
+        self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes], lease: bool
+    ) -> LeasedRun | None:
+        """Those of some blocks that lie in the peer's memory, leased if so wanted; None: none does."""
         try:
             there = self._namespace(namespace)
             run = BlockRun(group_idx, block_hashes)

@@ -90,6 +90,7 @@ class PeersTier(Tier):
         config: how to reach any, but for its endpoint.
         peers: endpoints of those that are always asked, after those of the directory.
         clock: monotonic seconds.
+        own_boot_token: of this server; 0: not known.
     """
 
     keeps = False
@@ -102,8 +103,10 @@ class PeersTier(Tier):
         peers: Sequence[str],
         directory: Directory | None = None,
         clock: Callable[[], float] = time.monotonic,
+        own_boot_token: int = 0,
     ):
         super().__init__(name)
+        self._own_boot_token = own_boot_token
         self._config = config
         self._peers = peers
         self._directory = directory
@@ -126,10 +129,14 @@ class PeersTier(Tier):
 
     async def _watch(self) -> None:
         """Asks servers whether they answer, and forgets those of the directory that have ended."""
+        own: set[str] = set()
         while True:
             await asyncio.sleep(WATCH_S)
             for endpoint, level in list(self._levels.items()):
-                await self._call(level.questions, self._questions, level.peer.ping)
+                boot_token = await self._call(level.questions, self._questions, level.peer.ping)
+                if boot_token == self._own_boot_token != 0 and endpoint not in own:
+                    own.add(endpoint)
+                    log.error("a tier names this server as another one; take it out", tier=self.name, peer=endpoint)
                 if level.questions.is_working:
                     level.worked_at = self._clock()
                 elif endpoint not in self._peers and self._clock() - level.worked_at > FORGET_S:
