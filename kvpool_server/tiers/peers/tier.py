@@ -306,7 +306,8 @@ class PeersTier(Tier):
             is_up = level.questions.is_working and level.reads.is_available
             stats.servers.add(name=endpoint, up=is_up, read_bytes=level.read_bytes)
         if self._directory is not None:
-            stats.servers.add(name=self._directory.name, up=self._directory.is_working)
+            directory = self._directory
+            stats.servers.add(name=directory.name, up=directory.is_working, key=directory.key_fingerprint)
             stats.counters["unannounced_blocks"] = self._directory.num_dropped
         return stats
 
