@@ -56,7 +56,7 @@ class PeersOptions(TierOptions):
 
     @property
     def tier_name(self) -> str:
-        return f"peers:{self.peer or urlsplit(self.directory).hostname}"
+        return f"peers:{self.peer}" if self.peer else "peers"
 
     def make(self, context: TierContext) -> PeersTier:
         """Raises ConfigError for options that cannot be together."""
