@@ -140,6 +140,16 @@ class Tier(ABC):
         """Ends the tier's threads, except those that hang. Idempotent, also after an `open` that failed."""
         return
 
+    async def holders(
+        self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes], away: dict[str, str]
+    ) -> Sequence[bool | str]:
+        """As `find`, for operators: in the place of True, a tier of other servers names the server that has a block.
+
+        Args:
+            away: takes each server that has not said which blocks it has, and why.
+        """
+        return await self.find(namespace, group_idx, block_hashes)
+
     def known(self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes]) -> list[bool] | None:
         """As `find`, at once and from memory; None if only `find` can tell."""
         return None
