@@ -166,8 +166,9 @@ class PromptReport:
                 times, room = _times(blocks), _room(blocks)
                 yield f"{which} {tense} {_WHY[blocks.cause]}{times}{',' if room and ',' in times else ''}{room}."
             elif blocks.state == pb.BLOCK_STATE_IN_TIER:
+                holder = f", held by {blocks.server}" if blocks.server else ""
                 yield (
-                    f"{which} are only in tier {blocks.tier}: a request waits until the server has read "
+                    f"{which} are only in tier {blocks.tier}{holder}: a request waits until the server has read "
                     "them from there, or computes them."
                 )
             elif start > at:
@@ -215,7 +216,9 @@ class PromptReport:
             )
         if self._found.tiers_away:
             names = ", ".join(self._found.tiers_away)
-            yield f"These tiers did not say which blocks they have, which may include missing ones: {names}."
+            yield f"These tiers did not say of all blocks whether they have them: {names}. They may have missing ones."
+        for server, why in sorted(self._found.servers_away.items()):
+            yield f"{server} gave no answer about these blocks: {why}."
 
     def _about_memory(self) -> Iterator[str]:
         if not self._found.remembered_seconds:
@@ -262,6 +265,7 @@ class PromptReport:
             "remembered_seconds": self._found.remembered_seconds,
             "half_remembered_seconds": self._found.half_remembered_seconds,
             "tiers_away": list(self._found.tiers_away),
+            "servers_away": dict(self._found.servers_away),
             "sentences": self.sentences(),
         }
 
@@ -280,6 +284,7 @@ def _json_range(start: int, stop: int, blocks: pb.BlockRange) -> dict[str, Any]:
         "state": pb.BlockState.Name(blocks.state).removeprefix("BLOCK_STATE_").lower(),
         "cause": None if is_complete else pb.MissCause.Name(blocks.cause).removeprefix("MISS_CAUSE_").lower(),
         "tier": blocks.tier or None,
+        "server": blocks.server or None,
         **{name: known[name] for name in _PASSED_ON},
     }
 
@@ -289,7 +294,7 @@ def _cells(part: pb.BlockRange) -> tuple[str, str, str]:
     if part.state == pb.BLOCK_STATE_COMPLETE:
         used = f"used {duration_text(part.unused_seconds)} ago" if part.HasField("unused_seconds") else ""
         return "memory", "", used
-    where = part.tier if part.state == pb.BLOCK_STATE_IN_TIER else "missing"
+    where = " ".join(filter(None, (part.tier, part.server))) if part.state == pb.BLOCK_STATE_IN_TIER else "missing"
     return where, _WHY[part.cause] + _room(part), _times(part).strip()
 
 

@@ -54,7 +54,7 @@ def stats(
     for tier in snapshot.tiers:
         metrics = _metrics(fields_of(tier))
         for server in metrics.pop("servers"):
-            metrics[f"{server['name']} read_bytes"] = server["read_bytes"]
+            metrics |= {f"{server['name']} {name}": server[name] for name in ("read_bytes", "key") if server[name]}
         metrics["up"] = "yes" if tier.up else "no: the tier failed, and is not called for a while"
         _print_metrics(f"tier {metrics.pop('name')}", metrics, show_all=show_all)
 

@@ -217,7 +217,8 @@ def _tier(tier: pb.TierStats, stats: pb.StatsResponse, window: Window | None) ->
     for counter, template in _COUNTED_OF_TIERS.items():
         findings += _counted(replace(template, check=check), ("tier", tier.name, counter), stats, window)
     size = f" of {size_text(tier.size_bytes)}" if tier.size_bytes else ""
-    return findings or [ok(check, f"the tier works; {size_text(tier.used_bytes)}{size} are used")]
+    keys = "".join(f"; fingerprint of its key: {server.key}" for server in tier.servers if server.key)
+    return findings or [ok(check, f"the tier works; {size_text(tier.used_bytes)}{size} are used{keys}")]
 
 
 def _dropped(check: str, name: str, stats: pb.StatsResponse, window: Window | None) -> Iterator[Finding]:

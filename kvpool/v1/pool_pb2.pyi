@@ -340,20 +340,29 @@ class ExplainRequest(_message.Message):
     def __init__(self, namespace: _Optional[bytes] = ..., runs: _Optional[_Iterable[_Union[BlockRun, _Mapping]]] = ...) -> None: ...
 
 class ExplainResponse(_message.Message):
-    __slots__ = ("boot_token", "runs", "elsewhere", "remembered_seconds", "half_remembered_seconds", "tiers_away")
+    __slots__ = ("boot_token", "runs", "elsewhere", "remembered_seconds", "half_remembered_seconds", "tiers_away", "servers_away")
+    class ServersAwayEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     BOOT_TOKEN_FIELD_NUMBER: _ClassVar[int]
     RUNS_FIELD_NUMBER: _ClassVar[int]
     ELSEWHERE_FIELD_NUMBER: _ClassVar[int]
     REMEMBERED_SECONDS_FIELD_NUMBER: _ClassVar[int]
     HALF_REMEMBERED_SECONDS_FIELD_NUMBER: _ClassVar[int]
     TIERS_AWAY_FIELD_NUMBER: _ClassVar[int]
+    SERVERS_AWAY_FIELD_NUMBER: _ClassVar[int]
     boot_token: int
     runs: _containers.RepeatedCompositeFieldContainer[RunExplanation]
     elsewhere: _containers.RepeatedCompositeFieldContainer[NamespaceMatch]
     remembered_seconds: float
     half_remembered_seconds: float
     tiers_away: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, boot_token: _Optional[int] = ..., runs: _Optional[_Iterable[_Union[RunExplanation, _Mapping]]] = ..., elsewhere: _Optional[_Iterable[_Union[NamespaceMatch, _Mapping]]] = ..., remembered_seconds: _Optional[float] = ..., half_remembered_seconds: _Optional[float] = ..., tiers_away: _Optional[_Iterable[str]] = ...) -> None: ...
+    servers_away: _containers.ScalarMap[str, str]
+    def __init__(self, boot_token: _Optional[int] = ..., runs: _Optional[_Iterable[_Union[RunExplanation, _Mapping]]] = ..., elsewhere: _Optional[_Iterable[_Union[NamespaceMatch, _Mapping]]] = ..., remembered_seconds: _Optional[float] = ..., half_remembered_seconds: _Optional[float] = ..., tiers_away: _Optional[_Iterable[str]] = ..., servers_away: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class RunExplanation(_message.Message):
     __slots__ = ("group_idx", "ranges", "other_children")
@@ -366,7 +375,7 @@ class RunExplanation(_message.Message):
     def __init__(self, group_idx: _Optional[int] = ..., ranges: _Optional[_Iterable[_Union[BlockRange, _Mapping]]] = ..., other_children: _Optional[int] = ...) -> None: ...
 
 class BlockRange(_message.Message):
-    __slots__ = ("first", "count", "state", "cause", "tier", "newest_left_seconds", "oldest_left_seconds", "unused_seconds", "evicted_for")
+    __slots__ = ("first", "count", "state", "cause", "tier", "newest_left_seconds", "oldest_left_seconds", "unused_seconds", "evicted_for", "server")
     FIRST_FIELD_NUMBER: _ClassVar[int]
     COUNT_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -376,6 +385,7 @@ class BlockRange(_message.Message):
     OLDEST_LEFT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     UNUSED_SECONDS_FIELD_NUMBER: _ClassVar[int]
     EVICTED_FOR_FIELD_NUMBER: _ClassVar[int]
+    SERVER_FIELD_NUMBER: _ClassVar[int]
     first: int
     count: int
     state: BlockState
@@ -385,7 +395,8 @@ class BlockRange(_message.Message):
     oldest_left_seconds: float
     unused_seconds: float
     evicted_for: EvictedFor
-    def __init__(self, first: _Optional[int] = ..., count: _Optional[int] = ..., state: _Optional[_Union[BlockState, str]] = ..., cause: _Optional[_Union[MissCause, str]] = ..., tier: _Optional[str] = ..., newest_left_seconds: _Optional[float] = ..., oldest_left_seconds: _Optional[float] = ..., unused_seconds: _Optional[float] = ..., evicted_for: _Optional[_Union[EvictedFor, _Mapping]] = ...) -> None: ...
+    server: str
+    def __init__(self, first: _Optional[int] = ..., count: _Optional[int] = ..., state: _Optional[_Union[BlockState, str]] = ..., cause: _Optional[_Union[MissCause, str]] = ..., tier: _Optional[str] = ..., newest_left_seconds: _Optional[float] = ..., oldest_left_seconds: _Optional[float] = ..., unused_seconds: _Optional[float] = ..., evicted_for: _Optional[_Union[EvictedFor, _Mapping]] = ..., server: _Optional[str] = ...) -> None: ...
 
 class EvictedFor(_message.Message):
     __slots__ = ("is_hidden", "tenant", "model")
@@ -862,14 +873,16 @@ class TierStats(_message.Message):
     def __init__(self, name: _Optional[str] = ..., up: bool = ..., size_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., num_entries: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., servers: _Optional[_Iterable[_Union[TierServer, _Mapping]]] = ...) -> None: ...
 
 class TierServer(_message.Message):
-    __slots__ = ("name", "up", "read_bytes")
+    __slots__ = ("name", "up", "read_bytes", "key")
     NAME_FIELD_NUMBER: _ClassVar[int]
     UP_FIELD_NUMBER: _ClassVar[int]
     READ_BYTES_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
     name: str
     up: bool
     read_bytes: int
-    def __init__(self, name: _Optional[str] = ..., up: bool = ..., read_bytes: _Optional[int] = ...) -> None: ...
+    key: str
+    def __init__(self, name: _Optional[str] = ..., up: bool = ..., read_bytes: _Optional[int] = ..., key: _Optional[str] = ...) -> None: ...
 
 class ListNamespacesRequest(_message.Message):
     __slots__ = ("without_holdings",)

@@ -220,6 +220,7 @@ class Composition:
             handover_s,
             insecure_network=config.insecure_network,
             port=lambda: self.port,
+            boot_token=self._boot_token,
         )
         tiers = [each.make(context) for each in options]
         if (tracing := self._tracing) is None:

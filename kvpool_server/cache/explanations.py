@@ -38,7 +38,7 @@ MAX_COUNTED = 4_096
 """Blocks that are counted in another namespace."""
 _PREFIX_KIND = "full_attention"
 """Of groups whose blocks nobody stores without those before them."""
-_KNOWN = operator.attrgetter("state", "cause", "tier", "evicted_for")
+_KNOWN = operator.attrgetter("state", "cause", "tier", "server", "evicted_for")
 """What is known of a range but for times."""
 
 
@@ -50,6 +50,7 @@ class BlockRange:
         first: index in the run.
         cause: why they are not in the arena; None for complete ones.
         tier: the one that has them; empty if none has.
+        server: of a tier of other servers, the one that has them.
         newest_left_seconds, oldest_left_seconds: since the block that left last, or first, has left the arena; None:
             none is known to have left.
         unused_seconds: of complete blocks, since the last use of the one used longest ago; of others, from the last use
@@ -66,6 +67,7 @@ class BlockRange:
     oldest_left_seconds: float | None = None
     unused_seconds: float | None = None
     evicted_for: EvictedFor | None = None
+    server: str = ""
 
     @property
     def stop(self) -> int:

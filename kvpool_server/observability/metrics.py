@@ -19,6 +19,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from kvpool.protocol.errors import KVPoolError
+from kvpool.protocol.messages import fields_of
 from kvpool.protocol.types import Quota
 from kvpool.protocol.wire import status_of
 from kvpool.v1 import pool_pb2 as pb
@@ -118,9 +119,9 @@ def pool_families(stats: pb.StatsResponse) -> Iterator[Metric]:
     for name, text in TIER_COUNTERS.items():
         series = [([tier.name], tier.counters.get(name, 0)) for tier in stats.tiers]
         yield family(CounterMetricFamily, f"tier_{name}", text, ["tier"], series)
-    servers = [([tier.name, server.name], server) for tier in stats.tiers for server in tier.servers]
+    servers = [([tier.name, server.name], fields_of(server)) for tier in stats.tiers for server in tier.servers]
     for kind, name, text in TIER_SERVERS:
-        series = [(labels, getattr(server, name)) for labels, server in servers]
+        series = [(labels, server[name]) for labels, server in servers if server[name] is not None]
         yield family(kind, f"tier_server_{name}", text, ["tier", "server"], series)
 
 

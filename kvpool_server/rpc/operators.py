@@ -91,13 +91,18 @@ class OperatorHandlers(Handlers):
         reply = pb.ExplainResponse(boot_token=self.boot_token)
         reply.elsewhere.extend(wire.message_of(each, pb.NamespaceMatch) for each in found.elsewhere)
         away, most = dict[str, None](), most_ranges(len(runs))
+        sees_servers = own_tenant() is None
         for run, each in zip(runs, found.runs, strict=True):
             missing = [part for part in each.ranges if part.state is BlockState.MISSING]
             names = [name for part in missing for name in run.block_hashes[part.first : part.stop]]
-            tiers, silent = await self.tiered.tiers_of(found.namespace, run.group_idx, names) if names else ([], [])
+            places, silent = await self.tiered.tiers_of(found.namespace, run.group_idx, names) if names else ([], {})
             away.update(dict.fromkeys(silent))
+            if sees_servers:
+                reply.servers_away.update(item for servers in silent.values() for item in servers.items())
+            else:
+                places = [(tier, "") for tier, _ in places]
             ranges: list[BlockRange] = []
-            for part in _with_tiers(each, tiers):
+            for part in _with_tiers(each, places):
                 add_range(ranges, part)
                 if len(ranges) > most:
                     break
@@ -167,21 +172,21 @@ def _encoded(part: BlockRange) -> pb.BlockRange:
     return wire.message_of(part, pb.BlockRange, evicted_for=whose and wire.message_of(whose, pb.EvictedFor))
 
 
-def _with_tiers(run: RunExplanation, tiers: Sequence[str]) -> Iterator[BlockRange]:
-    """The ranges of a run, given the tier of each of its missing blocks, in order."""
-    if not any(tiers):
+def _with_tiers(run: RunExplanation, places: Sequence[tuple[str, str]]) -> Iterator[BlockRange]:
+    """The ranges of a run, given the tier and server of each of its missing blocks, in order."""
+    if not any(tier for tier, _ in places):
         yield from run.ranges
         return
-    left = iter(tiers)
+    left = iter(places)
     for part in run.ranges:
         if part.state is not BlockState.MISSING:
             yield part
             continue
         first = part.first
-        for tier, members in itertools.groupby(itertools.islice(left, part.count)):
+        for (tier, server), members in itertools.groupby(itertools.islice(left, part.count)):
             count = sum(1 for _ in members)
             state = BlockState.IN_TIER if tier else BlockState.MISSING
-            yield replace(part, first=first, count=count, state=state, tier=tier)
+            yield replace(part, first=first, count=count, state=state, tier=tier, server=server)
             first += count
 
 

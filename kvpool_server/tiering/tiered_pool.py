@@ -11,7 +11,7 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -75,10 +75,9 @@ class TieredPool(Observer):
         self.pool = pool
         self._run = run
         health = [Health(tier.name, clock) for tier in tiers]
-        demoters = [
-            Demoter(pool, memory, tier, each, write_back=back)
-            for tier, each, back in zip(tiers, health, write_back or [False] * len(tiers), strict=True)
-        ]
+        backs = write_back or [False] * len(tiers)
+        each_of = zip(tiers, health, backs, strict=True)
+        demoters = [Demoter(pool, memory, tier, each, write_back=back) for tier, each, back in each_of]
         on_eviction = [demoter for demoter in demoters if demoter.write_back]
         self._watermark = Watermark(pool, on_eviction) if on_eviction else None
         self._promoters = [
@@ -343,25 +342,26 @@ class TieredPool(Observer):
 
     async def tiers_of(
         self, namespace: PoolNamespace, group_idx: int, names: Sequence[bytes]
-    ) -> tuple[list[str], list[str]]:
-        """The first tier that has each block, by its name, empty if none has; and the tiers that have not told.
+    ) -> tuple[list[tuple[str, str]], dict[str, dict[str, str]]]:
+        """The first tier that has each block, with the server; empty: none. And which tiers and servers did not tell.
 
         A tier that does not know from memory is asked for `MAX_FIND_BLOCKS` blocks, which may take `FIND_S`.
         """
-        found, away = [""] * len(names), []
+        found, away = [("", "")] * len(names), dict[str, dict[str, str]]()
         for level in self._levels:
-            left, num_asked = [nth for nth, tier in enumerate(found) if not tier], 0
+            left, num_asked, servers = [nth for nth, (tier, _) in enumerate(found) if not tier], 0, dict[str, str]()
             for at in range(0, len(left), PART_BLOCKS):
                 part = left[at : at + PART_BLOCKS]
                 asked = [names[nth] for nth in part]
-                known = level.tier.known(namespace, group_idx, asked)
+                known: Sequence[bool | str] | None = level.tier.known(namespace, group_idx, asked)
                 if known is None and (num_asked := num_asked + len(part)) <= MAX_FIND_BLOCKS:
-                    known = await _find(level, namespace, group_idx, asked)
+                    known = await _holders(level, namespace, group_idx, asked, servers)
+                if known is None or servers:
+                    away[level.tier.name] = servers
                 if known is None:
-                    away.append(level.tier.name)
                     break
-                for nth in itertools.compress(part, known):
-                    found[nth] = level.tier.name
+                for nth, has in itertools.compress(zip(part, known, strict=True), known):
+                    found[nth] = level.tier.name, has if isinstance(has, str) else ""
                 await asyncio.sleep(0)
         return found, away
 
@@ -379,14 +379,14 @@ class TieredPool(Observer):
         return stats
 
 
-async def _find(level: _Level, namespace: PoolNamespace, group_idx: int, names: Sequence[bytes]) -> list[bool] | None:
-    """Whether a tier has each block; None if the tier does not answer in time."""
+async def _holders(level: _Level, *asked: Any) -> Sequence[bool | str] | None:
+    """As `Tier.holders`; None if the tier does not answer in time."""
     if not level.health.is_available:
         return None
     try:
         async with asyncio.timeout(FIND_S):
             with level.health.call():
-                return await level.tier.find(namespace, group_idx, names)
+                return await level.tier.holders(*asked)
     except (TierError, TimeoutError):
         return None
 

@@ -50,11 +50,12 @@ class Health:
         try:
             yield
         except Exception as error:
+            tell = log.debug if self._away_s else log.error  # Of failures in a row, the first is news.
             if self._clock() >= self._back_at:  # Else it failed with another one.
                 self._away_s = min(max(2 * self._away_s, AWAY_S[0]), AWAY_S[1])
                 self._back_at = self._clock() + self._away_s
             problem = "a tier has failed and gets no calls for a while"
-            log.error(problem, tier=self._name, error=str(error), seconds=self._away_s)
+            tell(problem, tier=self._name, error=str(error), seconds=self._away_s)
             raise
         else:
             if self._away_s:

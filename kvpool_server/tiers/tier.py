@@ -140,6 +140,16 @@ class Tier(ABC):
         """Ends the tier's threads, except those that hang. Idempotent, also after an `open` that failed."""
         return
 
+    async def holders(
+        self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes], away: dict[str, str]
+    ) -> Sequence[bool | str]:
+        """As `find`, for operators: in the place of True, a tier of other servers names the server that has a block.
+
+        Args:
+            away: takes each server that has not said which blocks it has, and why.
+        """
+        return await self.find(namespace, group_idx, block_hashes)
+
     def known(self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes]) -> list[bool] | None:
         """As `find`, at once and from memory; None if only `find` can tell."""
         return None
@@ -195,6 +205,7 @@ class TierContext:
         open_files: bounds the files that all tiers of the server keep open.
         insecure_network: other hosts may be reached without encryption.
         port: of the server; 0 as long as it does not listen.
+        boot_token: by which the server's answers name its start.
     """
 
     listen: tuple[str, int]
@@ -203,6 +214,7 @@ class TierContext:
     open_files: OpenFiles = field(default_factory=OpenFiles)
     insecure_network: bool = False
     port: Callable[[], int] = lambda: 0
+    boot_token: int = 0
 
 
 class TierOptions(BaseModel):

@@ -112,6 +112,20 @@ def test_only_states_and_chunks_are_loaded_over_a_hole(kind: str, loadable: int)
     assert report.loadable == loadable
 
 
+def test_servers_that_hold_blocks_or_give_no_answer_are_named() -> None:
+    held = pb.BlockRange(count=2, state=pb.BLOCK_STATE_IN_TIER, tier="peers", server="h:1")
+    run = pb.RunExplanation(group_idx=0, ranges=[held, pb.BlockRange(first=2, count=3, state=pb.BLOCK_STATE_MISSING)])
+    found = pb.ExplainResponse(runs=[run], tiers_away=["peers"], servers_away={"h:2": "refused: busy"})
+    report = PromptReport(namespace_spec(group_spec(block_tokens=16)), 5 * 16 + 1, found)
+    told = "\n".join(report.sentences())
+    assert "Tokens 0 to 32 are only in tier peers, held by h:1: a request waits" in told
+    assert "h:2 gave no answer about these blocks: refused: busy." in told
+    assert [row[2] for row in report.rows()] == ["peers h:1", "missing"]
+    row = report.as_json()
+    assert row["servers_away"] == {"h:2": "refused: busy"}
+    assert [part["server"] for part in row["groups"][0]["ranges"]] == ["h:1", None]
+
+
 def test_the_field_is_named_by_which_another_namespace_differs(cli: Cli, client: Client, tmp_path: Path) -> None:
     old, new = client.open_namespace(spec(weights_epoch="1")), client.open_namespace(spec(weights_epoch="2"))
     store(client, old, TOKENS)

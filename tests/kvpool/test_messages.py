@@ -101,7 +101,9 @@ def test_no_list_is_endless(descriptor: Descriptor, path: Path) -> None:
     field, count = path[-1], MAX_ELEMENTS + 1
     many: Any = [_element(field)] * count
     if _is_map(field):
-        many = {f"a{nth}": 1 for nth in range(count)}
+        assert field.message_type is not None
+        is_text = field.message_type.fields_by_name["value"].type == FieldDescriptor.TYPE_STRING
+        many = {f"a{nth}": "1" if is_text else 1 for nth in range(count)}
     with pytest.raises(InvalidReplyError, match=rf"\.{field.name} has {count} elements"):
         checked(having(descriptor, path, many))
 

@@ -53,7 +53,7 @@ MAX_ASKED = 32
 KNOWN_S = 5.0
 """How long the endpoint of a server is remembered."""
 TAG_BYTES, MAX_SERVERS, MAX_OWNERS = 16, 4_096, 16
-_BLOCK, _SERVER = b"kvpool:block:", b"kvpool:server:"
+_BLOCK, _SERVER, _PRINT = b"kvpool:block:", b"kvpool:server:", b"kvpool key print"
 
 
 def is_announced(block_hash: bytes, block_tokens: int) -> bool:
@@ -71,6 +71,7 @@ class Directory:
 
     Attributes:
         name: "directory HOST:PORT", as in the URL.
+        key_fingerprint: tells apart servers with different keys; says nothing of the key.
         num_dropped: announcements dropped because there were too many, or the directory was away.
 
     Raises ConfigError if the client library is not installed, or refuses the URL.
@@ -88,6 +89,7 @@ class Directory:
         self._turns = asyncio.Semaphore(AT_ONCE)
         self.name = f"directory {urlsplit(url).netloc.rpartition('@')[2]}"
         self._key = key
+        self.key_fingerprint = hashlib.blake2b(key=key, person=_PRINT, digest_size=4).hexdigest()
         self._endpoint = endpoint
         self._clock = clock
         self._id = secrets.token_bytes(8)

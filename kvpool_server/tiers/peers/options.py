@@ -13,6 +13,7 @@ from pydantic import Field, field_validator
 from kvpool.client.config import ClientConfig, check_endpoint, is_loopback
 from kvpool.protocol.errors import ConfigError
 from kvpool.security.tls import TlsFiles
+from kvpool_server.process.addresses import EVERYWHERE
 from kvpool_server.tiers.block_mac import read_key
 from kvpool_server.tiers.peers.directory import Directory
 from kvpool_server.tiers.peers.tier import CONTROL_MS, DATA_MS, LEASE_MS, STALL_MS, PeersTier
@@ -56,7 +57,7 @@ class PeersOptions(TierOptions):
 
     @property
     def tier_name(self) -> str:
-        return f"peers:{self.peer or urlsplit(self.directory).hostname}"
+        return f"peers:{self.peer}" if self.peer else "peers"
 
     def make(self, context: TierContext) -> PeersTier:
         """Raises ConfigError for options that cannot be together."""
@@ -76,12 +77,18 @@ class PeersOptions(TierOptions):
             server_name=self.name, token_file=self.token_file, insecure_network=context.insecure_network,
         )  # fmt: skip
         peers = list(filter(None, self.peer.split("+")))
-        return PeersTier(self.tier_name, config, peers, self._directory(context) if self.directory else None)
+        for peer in peers:
+            host, _, port = peer.rpartition(":")
+            is_here = host.strip("[]") == context.listen[0] or (is_loopback(host) and context.listen[0] in EVERYWHERE)
+            if peer == self.advertise or (is_here and int(port) == context.listen[1]):
+                raise ConfigError(f"tier {self.tier_name}: peer={peer} is this server; give other servers alone")
+        directory = self._directory(context) if self.directory else None
+        return PeersTier(self.tier_name, config, peers, directory, own_boot_token=context.boot_token)
 
     def _directory(self, context: TierContext) -> Directory:
         if not self.key_file:
             raise ConfigError(f"tier {self.tier_name}: a directory needs key_file, the same for all of its servers")
-        host = context.listen[0] if context.listen[0] not in ("0.0.0.0", "::") else socket.gethostname()
+        host = context.listen[0] if context.listen[0] not in EVERYWHERE else socket.gethostname()
         if self.advertise:
             check_endpoint(self.advertise)
         elif is_loopback(host) and not is_loopback(urlsplit(self.directory).hostname or ""):

@@ -15,7 +15,7 @@ from kvpool.client.handles import Namespace
 from kvpool.protocol import replies
 from kvpool.protocol.errors import BusyError, KVPoolError, UnknownNamespaceError
 from kvpool.protocol.skew import OWN, Release, check_skew
-from kvpool.protocol.types import BlockRun, LeasedSlots, Lookup
+from kvpool.protocol.types import BlockRun, LeasedSlots, Lookup, Slots
 from kvpool.transport.base import Transport
 from kvpool_server.cache.namespaces import PoolNamespace
 
@@ -29,6 +29,7 @@ class LeasedRun:
 
     Args:
         namespace: as the peer has it.
+        lease_id: 0 if they are not leased; `slots` are empty then.
         indices: of each block among those that were asked for, its place among those that are leased.
     """
 
@@ -54,16 +55,18 @@ class Peer:
         """Calls in flight fail. Idempotent."""
         self._client.close()
 
-    def ping(self) -> None:
-        """Whether the peer answers."""
-        self._client.rpc.ping()
+    def ping(self) -> int:
+        """The peer's boot token."""
+        return replies.offer(self._client.rpc.ping()).boot_token
 
-    def lease(self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes]) -> LeasedRun | None:
-        """Those of some blocks that lie in the peer's memory, leased; None: none does."""
+    def find(
+        self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes], lease: bool
+    ) -> LeasedRun | None:
+        """Those of some blocks that lie in the peer's memory, leased if so wanted; None: none does."""
         try:
             there = self._namespace(namespace)
             run = BlockRun(group_idx, block_hashes)
-            found = self._client.rpc.lookup(there, [run], prefix_only=False, locate=True, here=True)
+            found = self._client.rpc.lookup(there, [run], prefix_only=False, lease=lease, locate=lease, here=True)
         except UnknownNamespaceError:
             return None
         except BusyError:
@@ -72,7 +75,7 @@ class Peer:
             with self._lock:
                 self._reached = None  # It may have been restarted.
             raise
-        return self._leased(there, run, found)
+        return self._run(there, run, found, lease)
 
     def read(self, leased: LeasedRun, block_hashes: Sequence[bytes], into: Sequence[memoryview]) -> list[Sequence[int]]:
         """Reads neighbours among leased blocks, verified; returns the checksums of each one's chunks.
@@ -92,15 +95,16 @@ class Peer:
         """Does not wait: a lease that the message does not reach expires."""
         self._client.rpc.release_quietly(lease_id)
 
-    def _leased(self, namespace: Namespace, run: BlockRun, found: Lookup) -> LeasedRun | None:
+    def _run(self, namespace: Namespace, run: BlockRun, found: Lookup, lease: bool) -> LeasedRun | None:
         (hits,) = found.hits
         there = [
             name for nth, name in enumerate(run.block_hashes) if nth < hits.num_leading or hits.complete >> nth & 1
         ]
-        if not there or not found.slots:
+        if not there or (lease and not found.slots):
             self.release(found.lease_id)
             return None
-        slots = LeasedSlots(found.slots[0], found.fingerprint, found.boot_token, found.ends_at, 0, len(there))
+        places = found.slots[0] if lease else Slots(b"", b"")
+        slots = LeasedSlots(places, found.fingerprint, found.boot_token, found.ends_at, 0, len(there))
         return LeasedRun(namespace, run.group_idx, found.lease_id, slots, {name: nth for nth, name in enumerate(there)})
 
     def _namespace(self, namespace: PoolNamespace) -> Namespace:

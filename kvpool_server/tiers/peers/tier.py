@@ -19,9 +19,10 @@ import structlog
 
 from kvpool.client.config import ClientConfig
 from kvpool.protocol.errors import BusyError, ConfigError, LeaseExpiredError
+from kvpool.protocol.text import escaped
 from kvpool_server.cache.entry import Entry
 from kvpool_server.cache.namespaces import PoolNamespace
-from kvpool_server.tiers.health import Health
+from kvpool_server.tiers.health import AWAY_S, Health
 from kvpool_server.tiers.peers.directory import Directory, is_announced
 from kvpool_server.tiers.thread_pool import DaemonThreadPool
 from kvpool_server.tiers.tier import Block, BlockKey, Tier, TierError
@@ -50,6 +51,9 @@ WATCH_S, FORGET_S = 5.0, 60.0
 named is forgotten."""
 MAX_OWNERS = 3
 """Servers that answer, of which one question's blocks are sought, beside those that are always asked."""
+MAX_WHY_CHARS = 200
+"""Of what a peer's answer says."""
+AWAY = f"not asked for up to {AWAY_S[1]:.0f} s, because a call has failed"
 MAX_PEERS = 64
 """Servers that are reached; the one that was not asked for longest gives way."""
 
@@ -90,6 +94,7 @@ class PeersTier(Tier):
         config: how to reach any, but for its endpoint.
         peers: endpoints of those that are always asked, after those of the directory.
         clock: monotonic seconds.
+        own_boot_token: of this server; 0: not known.
     """
 
     keeps = False
@@ -102,8 +107,10 @@ class PeersTier(Tier):
         peers: Sequence[str],
         directory: Directory | None = None,
         clock: Callable[[], float] = time.monotonic,
+        own_boot_token: int = 0,
     ):
         super().__init__(name)
+        self._own_boot_token = own_boot_token
         self._config = config
         self._peers = peers
         self._directory = directory
@@ -126,10 +133,14 @@ class PeersTier(Tier):
 
     async def _watch(self) -> None:
         """Asks servers whether they answer, and forgets those of the directory that have ended."""
+        own: set[str] = set()
         while True:
             await asyncio.sleep(WATCH_S)
             for endpoint, level in list(self._levels.items()):
-                await self._call(level.questions, self._questions, level.peer.ping)
+                boot_token = await self._call(level.questions, self._questions, level.peer.ping)
+                if boot_token == self._own_boot_token != 0 and endpoint not in own:
+                    own.add(endpoint)
+                    log.error("a tier names this server as another one; take it out", tier=self.name, peer=endpoint)
                 if level.questions.is_working:
                     level.worked_at = self._clock()
                 elif endpoint not in self._peers and self._clock() - level.worked_at > FORGET_S:
@@ -152,40 +163,66 @@ class PeersTier(Tier):
         await asyncio.gather(*(asyncio.to_thread(threads.close, CLOSE_S) for threads in pools if threads is not None))
 
     async def find(self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes]) -> list[bool]:
-        found: set[bytes] = set()
-        if namespace.is_measurement:
-            return [False] * len(block_hashes)
-        num_asked = 0
-        for endpoint in await self._likely(namespace, group_idx, block_hashes):
-            missing = [block_hash for block_hash in block_hashes if block_hash not in found]
-            if not missing:
-                break
-            if num_asked == MAX_OWNERS and endpoint not in self._peers:
-                continue
-            level = await self._level(endpoint)
-            if level is None or not (level.reads.is_available and level.questions.is_available):
-                continue
-            if level.num_asking == MAX_ASKING:
-                continue
-            num_asked += endpoint not in self._peers
-            level.num_asking += 1
-            try:
-                async with level.turn:  # One that does not answer keeps no thread from the others.
-                    ask = level.peer.lease
-                    run = await self._call(level.questions, self._questions, ask, namespace, group_idx, missing)
-            finally:
-                level.num_asking -= 1
-            if run is not None:
-                found |= run.indices.keys()
-                self._remember(namespace, level, run)
+        found = await self._search(namespace, group_idx, block_hashes, {})
         has_directory = self._directory is not None and self._directory.is_available
         if not (found or has_directory or any(level.questions.is_available for level in self._levels.values())):
             raise TierError(f"{self.name}: no other server answers")
         return [block_hash in found for block_hash in block_hashes]
 
+    async def holders(
+        self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes], away: dict[str, str]
+    ) -> Sequence[bool | str]:
+        found = await self._search(namespace, group_idx, block_hashes, away, lease=False)
+        if self._directory is not None and not self._directory.is_available:
+            away[self._directory.name] = AWAY
+        return [found.get(block_hash, False) for block_hash in block_hashes]
+
+    async def _search(
+        self,
+        namespace: PoolNamespace,
+        group_idx: int,
+        block_hashes: Sequence[bytes],
+        away: dict[str, str],
+        lease: bool = True,
+    ) -> dict[bytes, str]:
+        """The peer that has each block, and with `lease` keeps it for a read; `away` takes the others, and why."""
+        found: dict[bytes, str] = {}
+        num_asked = 0
+        for endpoint in await self._likely(namespace, group_idx, block_hashes):
+            missing = [block_hash for block_hash in block_hashes if block_hash not in found]
+            if not missing:
+                break
+            is_named = endpoint in self._peers
+            if num_asked == MAX_OWNERS and not is_named:
+                run: LeasedRun | str | None = f"not asked, after {MAX_OWNERS} others"
+            elif (level := await self._level(endpoint)) is None:
+                run = "the tier's options do not fit it"
+            elif not (level.reads.is_available and level.questions.is_available):
+                run = AWAY
+            elif level.num_asking == MAX_ASKING:
+                run = f"not asked, while {MAX_ASKING} questions wait for its answer"
+            else:
+                num_asked += not is_named
+                level.num_asking += 1
+                try:
+                    async with level.turn:  # One that does not answer keeps no thread from the others.
+                        ask, question = level.peer.find, (namespace, group_idx, missing, lease)
+                        run = await self._call(level.questions, self._questions, ask, *question)
+                finally:
+                    level.num_asking -= 1
+                if run is not None and not isinstance(run, str):
+                    found |= dict.fromkeys(run.indices, endpoint)
+                    if lease:
+                        self._remember(namespace, level, run)
+            if isinstance(run, str):
+                away[endpoint] = escaped(run, MAX_WHY_CHARS) + ("" if is_named else "; the directory names it")
+        return found
+
     async def _likely(self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes]) -> list[str]:
         """Endpoints of peers that may have some of these blocks, the likeliest first."""
         owners: list[str] = []
+        if namespace.is_measurement:
+            return owners
         if self._directory is not None:
             tokens = namespace.groups[group_idx].spec.block_tokens
             owners = await self._directory.owners(namespace.fingerprint, group_idx, block_hashes, tokens)
@@ -251,7 +288,7 @@ class PeersTier(Tier):
             names, destinations = [block_hashes[nth] for nth in nths], [into[nth] for nth in nths]
             level = lease.level
             read = await self._call(level.reads, self._reads, level.peer.read, lease.run, names, destinations)
-            for nth, checksums in zip(nths, read or (), strict=False):
+            for nth, checksums in zip(nths, () if isinstance(read, str) else read, strict=False):
                 sums[nth] = checksums
                 self.counters["read_bytes"] += into[nth].nbytes
                 level.read_bytes += into[nth].nbytes
@@ -280,18 +317,18 @@ class PeersTier(Tier):
 
     async def _call(
         self, health: Health, threads: DaemonThreadPool | None, call: Callable[..., T], *args: object
-    ) -> T | None:
-        """What a peer answers; None if it does not, or is not to be asked now."""
+    ) -> T | str:
+        """What a peer answers, or why it does not."""
         if threads is None or not health.is_available:
-            return None
+            return AWAY
         try:
             with health.call():
                 try:
                     return await threads.call(call, *args)
-                except (LeaseExpiredError, BusyError):  # The peer works; its blocks are misses.
-                    return None
-        except Exception:  # `Health` has logged it.
-            return None
+                except (LeaseExpiredError, BusyError) as error:  # The peer works; its blocks are misses.
+                    return f"refused: {error}"
+        except Exception as error:  # `Health` has logged it.
+            return f"no answer: {error}"
 
     def stats(self) -> pb.TierStats:
         stats = super().stats()
@@ -299,7 +336,8 @@ class PeersTier(Tier):
             is_up = level.questions.is_working and level.reads.is_available
             stats.servers.add(name=endpoint, up=is_up, read_bytes=level.read_bytes)
         if self._directory is not None:
-            stats.servers.add(name=self._directory.name, up=self._directory.is_working)
+            directory = self._directory
+            stats.servers.add(name=directory.name, up=directory.is_working, key=directory.key_fingerprint)
             stats.counters["unannounced_blocks"] = self._directory.num_dropped
         return stats
 

@@ -166,3 +166,8 @@ def test_the_end_of_a_certificate(days: float, level: Level) -> None:
     server = pb.ServerStats(version="1", unix_seconds=1e9, certificate_ends={"client_ca": 1e9 + days * 86_400})
     (found,) = of("certificate of the clients' authority", replaced(WELL, server=server))
     assert found.level is level
+
+
+def test_the_fingerprint_of_a_directorys_key_is_shown() -> None:
+    (found,) = of("tier file:/x", _tier(servers=[pb.TierServer(name="directory h:1", up=True, key="1a2b3c4d")]))
+    assert found.level is Level.OK and "fingerprint of its key: 1a2b3c4d" in found.text

@@ -158,6 +158,17 @@ def test_every_counter_of_a_tier_has_a_series() -> None:
     assert values >= set(counters.values())
 
 
+def test_a_directory_has_no_series_of_bytes() -> None:
+    servers = [pb.TierServer(name="h:1", up=True, read_bytes=0), pb.TierServer(name="directory h:2", up=True)]
+    families = pool_families(pb.StatsResponse(tiers=(pb.TierStats(name="peers", servers=servers),)))
+    samples = {(each.name, each.labels.get("server")): each.value for family in families for each in family.samples}
+    assert {key: value for key, value in samples.items() if key[1]} == {
+        ("kvpool_tier_server_up", "h:1"): 1,
+        ("kvpool_tier_server_up", "directory h:2"): 1,
+        ("kvpool_tier_server_read_bytes_total", "h:1"): 0,
+    }
+
+
 @awaited
 async def test_without_tiers_every_call_is_the_pools_own() -> None:
     rig = Rig()

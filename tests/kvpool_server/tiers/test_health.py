@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import pytest
 from structlog.testing import capture_logs
@@ -38,3 +39,18 @@ async def test_questions_log_nothing_and_a_missing_answer_is_logged_once(monkeyp
         assert not health.is_available and not health.is_working
         assert len(logs) == before
     assert [line["event"] for line in logs] == ["a tier does not answer and gets no calls until it does"]
+
+
+@awaited
+async def test_failures_in_a_row_are_one_error_and_the_end_is_told() -> None:
+    clock = FakeClock()
+    health = Health("tier", clock)
+    with capture_logs() as logs:
+        for nth in range(6):
+            clock.advance(AWAY_S[1] + 1)
+            with contextlib.suppress(TierError), health.call():
+                if nth in (0, 1, 2, 5):
+                    raise TierError("gone")
+    failed = "a tier has failed and gets no calls for a while"
+    told = [(line["log_level"], line["event"]) for line in logs if line["log_level"] != "debug"]
+    assert told == [("error", failed), ("info", "a tier works again"), ("error", failed)]

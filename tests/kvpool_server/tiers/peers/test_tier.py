@@ -7,9 +7,8 @@ import dataclasses
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -25,87 +24,11 @@ from kvpool_server.rpc.blocks import MAX_LEASES_OF_SERVERS, MAX_OWN_LEASES, SERV
 from kvpool_server.tiers.peers import directory as peers_directory
 from kvpool_server.tiers.registry import parse
 from kvpool_server.tiers.tier import TierContext
+from tests.kvpool_server.tiers.peers.conftest import CHUNK, DEADLINE_S, LONG, SPEC, Host, StartServer
 from tests.support.directory import DirectoryProcess
-from tests.support.processes import ServerProcess, wait_for
+from tests.support.processes import wait_for
 from tests.support.secured_server import SecuredServer
-from tests.support.values import block_hash, group_spec, namespace_spec, payload
-
-StartServer = Callable[..., ServerProcess]
-CHUNK = 4_096
-SPEC = namespace_spec(group_spec(chunk_bytes=CHUNK), tenant="acme")
-LONG = 256
-"""Blocks of a prefix of which some are announced."""
-DEADLINE_S = 20.0
-
-
-class Host:
-    """A server and an engine of its host."""
-
-    def __init__(self, server: ServerProcess, **identity: Any):
-        self.server = server
-        self.client = Client(ClientConfig(server.endpoint, timeout_ms=10_000, **identity))
-        self.namespace = self.client.open_namespace(SPEC)
-
-    def put(self, *names: object) -> None:
-        blocks = [payload(name, CHUNK) for name in names]
-        self.client.put_blocks(self.namespace, BlockRun(0, [block_hash(name) for name in names]), blocks)
-
-    def load(self, *names: object) -> list[bool]:
-        """Looks up until nothing is on its way; which blocks came, whose bytes are checked."""
-        run = BlockRun(0, [block_hash(name) for name in names])
-        ends_at = time.monotonic() + DEADLINE_S
-        while (found := self.client.lookup(self.namespace, [run], prefix_only=False)).retry_after_ms:
-            assert time.monotonic() < ends_at, "blocks are on their way for ever"
-            self.client.rpc.release_quietly(found.lease_id)
-            time.sleep(found.retry_after_ms / 1000)
-        if not found.lease_id:
-            return [False] * len(names)
-        blocks = self.client.get_blocks(self.namespace, found.lease_id, run)
-        for name, block in zip(names, blocks, strict=True):
-            assert block is None or np.array_equal(block, payload(name, CHUNK)), f"wrong bytes of {name}"
-        self.client.release([found.lease_id])
-        return [block is not None for block in blocks]
-
-    def seconds_of_a_miss(self, name: str) -> float:
-        began = time.monotonic()
-        assert not any(self.load(*(f"{name}-{nth}" for nth in range(LONG))))
-        return time.monotonic() - began
-
-    @property
-    def read_bytes(self) -> int:
-        (tier,) = self.client.admin.stats().tiers
-        return int(tier.counters["read_bytes"])
-
-    @property
-    def unannounced(self) -> int:
-        (tier,) = self.client.admin.stats().tiers
-        return int(tier.counters["unannounced_blocks"])
-
-    @property
-    def servers(self) -> dict[str, tuple[bool, int]]:
-        """Of the tier: whether each answers, and what was read from it."""
-        (tier,) = self.client.admin.stats().tiers
-        return {each.name: (each.up, each.read_bytes) for each in tier.servers}
-
-    @property
-    def looked_up(self) -> int:
-        return int(self.client.admin.stats().counters["lookup_blocks"])
-
-    def close(self) -> None:
-        self.client.close()
-
-
-@pytest.fixture
-def host(pool_server: StartServer) -> Iterator[Callable[..., Host]]:
-    hosts: list[Host] = []
-
-    def start(*flags: str) -> Host:
-        hosts.append(Host(pool_server("--memory", "64MiB", *flags)))
-        return hosts[-1]
-
-    yield start
-    for each in hosts:
-        each.close()
+from tests.support.values import block_hash, group_spec, namespace_spec
 
 
 def _naming(*others: Host) -> tuple[str, str]:
@@ -235,21 +158,6 @@ def test_a_server_that_was_restarted_is_read_again(pool_server: StartServer, hos
 
 
 # With a directory
-
-
-@pytest.fixture
-def directory(tmp_path: Path) -> Iterator[DirectoryProcess]:
-    process = DirectoryProcess(tmp_path)
-    yield process
-    process.kill()
-
-
-@pytest.fixture
-def by_directory(directory: DirectoryProcess, tmp_path: Path) -> tuple[str, str]:
-    key = tmp_path / "key"
-    key.touch(0o600)
-    key.write_text(os.urandom(32).hex())
-    return "--tier", f"peers:transport=tcp,directory={directory.url},key_file={key}"
 
 
 def _announced(names: list[str]) -> int:
@@ -405,6 +313,11 @@ def test_a_peers_certificate_has_the_given_name(
         ("peers:peer=127.0.0.1:1,write=back", "write=back is not possible"),
         ("peers:peer=127.0.0.1:1,key_file={key}", "give directory="),
         ("peers:peer=127.0.0.1:1,name=kvpool.svc", "name have no effect without ca"),
+        ("peers:peer=127.0.0.1:2+127.0.0.1:9", "peer=127.0.0.1:9 is this server"),
+        (
+            "peers:peer=h:7,directory=redis://127.0.0.1:1/0,key_file={key},advertise=h:7",
+            "peer=h:7 is this server",
+        ),
     ],
 )
 def test_a_tier_that_cannot_work_is_refused(text: str, why: str, tmp_path: Path) -> None:
@@ -412,4 +325,4 @@ def test_a_tier_that_cannot_work_is_refused(text: str, why: str, tmp_path: Path)
     key.touch(0o600)
     key.write_text(bytes(32).hex())
     with pytest.raises(ConfigError, match=why):
-        asyncio.run(parse(text.format(key=key)).make(TierContext(("127.0.0.1", 1), PrefixLRU)).open())
+        asyncio.run(parse(text.format(key=key)).make(TierContext(("127.0.0.1", 9), PrefixLRU)).open())
