@@ -34,8 +34,6 @@ MAX_PREFETCH_BYTES = 256 << 20
 """How much one lookup prefetches; the client's next lookup prefetches what follows."""
 MAX_SEARCHED_BLOCKS = 2_048
 """Of one `find`, where the tier is known to have the block before. Else it is asked for what is to be prefetched."""
-BATCH_BYTES = 16 << 20
-"""Read in one call to the tier. Smaller batches are readable sooner, larger ones read faster."""
 FIRST_BATCH_BYTES = 4 << 20
 """Read in a prefetch's first call: its blocks can be loaded while the next come up. Each batch is twice the last."""
 MIN_RETRY_MS, MAX_RETRY_MS = 1, 50
@@ -55,7 +53,7 @@ class _Prefetch:
     Args:
         asked_at: when a lookup last asked for one of them.
         prefix_only: blocks behind one that cannot be read are of no use.
-        batch_bytes: of the next read, if they are no more than BATCH_BYTES.
+        batch_bytes: of the next read, if the tier takes as many.
     """
 
     namespace: PoolNamespace
@@ -223,7 +221,7 @@ class Promoter:
     async def _read_next(self) -> None:
         request = self._queue[0]
         slot_bytes = request.namespace.groups[request.group_idx].spec.slot_bytes
-        batch_bytes = min(request.batch_bytes, BATCH_BYTES)
+        batch_bytes = min(request.batch_bytes, self._tier.read_bytes)
         request.batch_bytes = 2 * batch_bytes
         most = max(1, batch_bytes // slot_bytes)
         block_hashes, request.block_hashes = request.block_hashes[:most], request.block_hashes[most:]

@@ -86,12 +86,14 @@ class Tier(ABC):
     Attributes:
         counters: COUNTERS, since the start; the server counts what it moves, the tier the rest.
         writes_at_once, reads_at_once: calls of `write` and of `read` that the server has under way at most.
+        read_bytes: of one call of `read`: smaller ones are readable sooner, larger ones read faster.
         keeps: whether blocks are written to it; else it has those of other servers.
     """
 
     keeps = True
     writes_at_once = 1
     reads_at_once = 2
+    read_bytes = 16 << 20
 
     def __init__(self, name: str):
         self.name = name

@@ -99,6 +99,7 @@ class PeersTier(Tier):
 
     keeps = False
     reads_at_once = READS
+    read_bytes = 64 << 20  # Of which each connection carries several parts, one while it is asked for the next.
 
     def __init__(
         self,

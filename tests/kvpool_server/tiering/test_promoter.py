@@ -156,7 +156,7 @@ async def test_no_block_is_promoted_behind_one_that_cannot_be_read(
     await rig.demote(*names)
     del tier.kept[block_hash("n2")]
     tier.known = lambda *_: [True] * len(_[2])  # type: ignore[method-assign]
-    monkeypatch.setattr(promoter, "BATCH_BYTES", 2 * SLOT)
+    monkeypatch.setattr(MemoryTier, "read_bytes", 2 * SLOT)
     assert (await rig.hits(*names)).num_leading == 2
     assert rig.pool.stats().num_entries <= 6, "blocks came up that are of no use"
     assert rig.tiered.is_idle
@@ -195,7 +195,7 @@ class GatedReads(MemoryTier):
 def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches of one block at first, and of four at most."""
     monkeypatch.setattr(promoter, "FIRST_BATCH_BYTES", SLOT)
-    monkeypatch.setattr(promoter, "BATCH_BYTES", 4 * SLOT)
+    monkeypatch.setattr(MemoryTier, "read_bytes", 4 * SLOT)
 
 
 @pytest.mark.usefixtures("small_batches")

@@ -76,7 +76,7 @@ async def test_what_comes_up_meanwhile_is_leased_at_once(
     names = [f"n{nth}" for nth in range(8)]
     await rig.demote(*names)
     monkeypatch.setattr(promoter, "FIRST_BATCH_BYTES", 1)
-    monkeypatch.setattr(promoter, "BATCH_BYTES", 1)
+    monkeypatch.setattr(MemoryTier, "read_bytes", 1)
     tier.reads_at_once = 1
     tier.gate.clear()
     task = ask(rig, *names)
