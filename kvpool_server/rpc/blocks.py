@@ -124,14 +124,14 @@ class BlockHandlers(Handlers):
             self.pool.release(request.release, owner)
             if not request.runs:
                 return pb.LookupResponse(boot_token=self.boot_token)
-        self.drain.check()
+        principal = CALLER.get()
+        here = request.here and (principal is None or principal.role in (Role.PEER, Role.OPERATOR))
+        self.drain.check(of_server=here and request.lease_ttl_ms > 0)
         fingerprint = self.fingerprint(request.namespace)
         runs = self.runs(request.runs, self.pool.limits.max_lookup_blocks)
         now_ns = time.monotonic_ns()
-        principal = CALLER.get()
-        here = request.here and (principal is None or principal.role in (Role.PEER, Role.OPERATOR))
         ttl_ms = request.lease_ttl_ms
-        if here:
+        if here and ttl_ms:
             leases = {each: name for each, name in self._leases_of_servers.items() if each in self.pool.leases}
             self._leases_of_servers = leases
             if len(leases) >= MAX_LEASES_OF_SERVERS or list(leases.values()).count(owner.name) >= MAX_OWN_LEASES:

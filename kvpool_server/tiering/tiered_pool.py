@@ -170,7 +170,7 @@ class TieredPool(Observer):
             wait_ms: where blocks are pending, answer once none is, or after this time, MAX_WAIT_MS at most. Meanwhile
                 the lookup is repeated whenever blocks have come up, so that they are leased. One of more than
                 LOOKUP_STEP_BLOCKS blocks does not wait: each repetition would cost turns of the loop.
-            here: prefetch nothing, and count nothing as looked up: another server asks, whose clients count.
+            here: another server asks: count nothing as looked up, and prefetch without a TTL alone (a hand-over).
         """
 
         async def look() -> Lookup:
@@ -219,7 +219,7 @@ class TieredPool(Observer):
         found = yield from lookups.find(fingerprint, runs, prefix_only, lease_ttl_ms, owner)
         yield from pause
         hits, retry_after_ms = found.hits, 0
-        if lease_ttl_ms and not here:
+        if bool(lease_ttl_ms) != here:
             hits, retry_after_ms = self._prefetch_missing(found, runs, prefix_only)
         if retry_after_ms:
             lookups.record_use_on_get(found)
