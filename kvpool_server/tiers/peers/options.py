@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field, field_validator
+from pydantic import ByteSize, Field, field_validator
 
 from kvpool.client.config import ClientConfig, check_endpoint, is_loopback
 from kvpool.protocol.errors import ConfigError
@@ -38,6 +38,10 @@ class PeersOptions(TierOptions):
     cert: str = Field("", description="certificate of this server as a client, of role peer")
     key: str = Field("", description="its key")
     token_file: str = Field("", description="instead of cert: file with a token of role peer")
+
+    handover: ByteSize = Field(
+        ByteSize(0), ge=0, description="SIZE that other servers are asked to read when this server drains; 0: none"
+    )
 
     @field_validator("directory")
     @classmethod
@@ -75,7 +79,8 @@ class PeersOptions(TierOptions):
             token_file=self.token_file, insecure_network=context.insecure_network,
         )  # fmt: skip
         peers = list(filter(None, self.peer.split("+")))
-        return PeersTier(self.tier_name, config, peers, self._directory(context) if self.directory else None)
+        directory = self._directory(context) if self.directory else None
+        return PeersTier(self.tier_name, config, peers, directory, self.handover)
 
     def _directory(self, context: TierContext) -> Directory:
         if not self.key_file:

@@ -23,8 +23,9 @@ from kvpool_server.cache.entry import Entry
 from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.tiers.health import Health
 from kvpool_server.tiers.peers.directory import Directory, is_announced
+from kvpool_server.tiers.peers.handover import HandOver
 from kvpool_server.tiers.thread_pool import DaemonThreadPool
-from kvpool_server.tiers.tier import Block, BlockKey, Tier, TierError
+from kvpool_server.tiers.tier import Block, BlockKey, Prompt, Tier, TierError
 
 if TYPE_CHECKING:
     from kvpool.v1 import pool_pb2 as pb
@@ -89,6 +90,7 @@ class PeersTier(Tier):
     Args:
         config: how to reach any, but for its endpoint.
         peers: endpoints of those that are always asked, after those of the directory.
+        handover_bytes: that peers are asked to read at most when this server leaves; 0: none.
         clock: monotonic seconds.
     """
 
@@ -101,12 +103,15 @@ class PeersTier(Tier):
         config: ClientConfig,
         peers: Sequence[str],
         directory: Directory | None = None,
+        handover_bytes: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ):
         super().__init__(name)
         self._config = config
         self._peers = peers
         self._directory = directory
+        self._handover_bytes = handover_bytes
+        self.hands_over = handover_bytes > 0
         self._clock = clock
         self._levels: dict[str, _Level] = {}
         self._has_warned = False
@@ -168,13 +173,7 @@ class PeersTier(Tier):
             if level.num_asking == MAX_ASKING:
                 continue
             num_asked += endpoint not in self._peers
-            level.num_asking += 1
-            try:
-                async with level.turn:  # One that does not answer keeps no thread from the others.
-                    ask = level.peer.lease
-                    run = await self._call(level.questions, self._questions, ask, namespace, group_idx, missing)
-            finally:
-                level.num_asking -= 1
+            run = await self._ask(level, level.peer.lease, namespace, group_idx, missing)
             if run is not None:
                 found |= run.indices.keys()
                 self._remember(namespace, level, run)
@@ -182,6 +181,15 @@ class PeersTier(Tier):
         if not (found or has_directory or any(level.questions.is_available for level in self._levels.values())):
             raise TierError(f"{self.name}: no other server answers")
         return [block_hash in found for block_hash in block_hashes]
+
+    async def _ask(self, level: _Level, question: Callable[..., T], *args: object) -> T | None:
+        """As `_call`, one question at a time: a peer that does not answer keeps no thread from the others."""
+        level.num_asking += 1
+        try:
+            async with level.turn:
+                return await self._call(level.questions, self._questions, question, *args)
+        finally:
+            level.num_asking -= 1
 
     async def _likely(self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes]) -> list[str]:
         """Endpoints of peers that may have some of these blocks, the likeliest first."""
@@ -292,6 +300,20 @@ class PeersTier(Tier):
                     return None
         except Exception:  # `Health` has logged it.
             return None
+
+    async def hand_over(self, prompts: Iterator[Prompt]) -> None:
+        async def ask(endpoint: str, question: Callable[[Peer], T]) -> T | None:
+            level = await self._level(endpoint)
+            return None if level is None else await self._ask(level, question, level.peer)
+
+        others = await self._directory.servers() if self._directory is not None else []
+        receivers = [*self._peers, *(other for other in others if other not in self._peers)]
+        handed = HandOver(receivers, self._handover_bytes, self._likely, ask)
+        try:
+            await handed.run(prompts)
+        finally:
+            read_by = len(+handed.bytes_of)
+            log.info("blocks handed over", tier=self.name, blocks=handed.num_blocks, servers=read_by, of=len(receivers))
 
     def stats(self) -> pb.TierStats:
         stats = super().stats()
