@@ -157,7 +157,7 @@ class LookupQuestion:
         prefix_only, locate, explain: see `Client.lookup`.
         encode_runs: makes messages of runs, with the blocks' names on the wire.
         traceparent: of the client's span; empty if it makes none.
-        here: nothing is to come up from a tier.
+        here: nothing is to come up from a tier; with `bring_up` it is, for another server.
         asked_at: monotonic seconds.
     """
 
@@ -172,6 +172,7 @@ class LookupQuestion:
     encode_runs: Callable[[Sequence[BlockRun]], list[pb.BlockRun]] = wire.encode_runs
     traceparent: str = ""
     here: bool = False
+    bring_up: bool = False
     asked_at: float = field(default_factory=time.monotonic)
 
     def __call__(self, wait_ms: int = 0) -> pb.LookupRequest:
@@ -185,6 +186,7 @@ class LookupQuestion:
             wait_ms=wait_ms,
             traceparent=self.traceparent,
             here=self.here,
+            bring_up=self.bring_up,
         )
 
     @property

@@ -230,7 +230,7 @@ class OpenNamespaceResponse(_message.Message):
     def __init__(self, boot_token: _Optional[int] = ..., fingerprint: _Optional[bytes] = ..., segment: _Optional[_Union[Segment, _Mapping]] = ..., created: bool = ..., piece_bytes: _Optional[int] = ..., max_batch_blocks: _Optional[int] = ..., mooncake: _Optional[_Union[MooncakeEngine, _Mapping]] = ..., data_port: _Optional[_Union[DataPort, _Mapping]] = ..., protocol: _Optional[int] = ..., release: _Optional[str] = ...) -> None: ...
 
 class LookupRequest(_message.Message):
-    __slots__ = ("namespace", "runs", "prefix_only", "lease_ttl_ms", "release", "locate", "wait_ms", "explain", "traceparent", "here")
+    __slots__ = ("namespace", "runs", "prefix_only", "lease_ttl_ms", "release", "locate", "wait_ms", "explain", "traceparent", "here", "bring_up")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     RUNS_FIELD_NUMBER: _ClassVar[int]
     PREFIX_ONLY_FIELD_NUMBER: _ClassVar[int]
@@ -241,6 +241,7 @@ class LookupRequest(_message.Message):
     EXPLAIN_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     HERE_FIELD_NUMBER: _ClassVar[int]
+    BRING_UP_FIELD_NUMBER: _ClassVar[int]
     namespace: bytes
     runs: _containers.RepeatedCompositeFieldContainer[BlockRun]
     prefix_only: bool
@@ -251,7 +252,8 @@ class LookupRequest(_message.Message):
     explain: bool
     traceparent: str
     here: bool
-    def __init__(self, namespace: _Optional[bytes] = ..., runs: _Optional[_Iterable[_Union[BlockRun, _Mapping]]] = ..., prefix_only: bool = ..., lease_ttl_ms: _Optional[int] = ..., release: _Optional[_Iterable[int]] = ..., locate: bool = ..., wait_ms: _Optional[int] = ..., explain: bool = ..., traceparent: _Optional[str] = ..., here: bool = ...) -> None: ...
+    bring_up: bool
+    def __init__(self, namespace: _Optional[bytes] = ..., runs: _Optional[_Iterable[_Union[BlockRun, _Mapping]]] = ..., prefix_only: bool = ..., lease_ttl_ms: _Optional[int] = ..., release: _Optional[_Iterable[int]] = ..., locate: bool = ..., wait_ms: _Optional[int] = ..., explain: bool = ..., traceparent: _Optional[str] = ..., here: bool = ..., bring_up: bool = ...) -> None: ...
 
 class LookupResponse(_message.Message):
     __slots__ = ("boot_token", "hits", "lease_id", "lease_ttl_ms", "retry_after_ms")

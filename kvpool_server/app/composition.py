@@ -47,6 +47,7 @@ from kvpool_server.rpc.grpc_server import GrpcServer, PoolService
 from kvpool_server.rpc.turns import Turns
 from kvpool_server.settings.config import ServerConfig
 from kvpool_server.settings.exposure import check_exposure, event_keys, plaintext_ports, tls_files
+from kvpool_server.tiering.handover import hand_over
 from kvpool_server.tiering.tiered_pool import TieredPool
 from kvpool_server.tiers.registry import parse
 from kvpool_server.tiers.tier import Tier, TierContext, TierOptions
@@ -130,7 +131,8 @@ class Composition:
         in_background(self._stack, self._ledger.run())
         write_back = [each.write == "back" for each in options]
         self.tiered = TieredPool(self.pool, self.memory.segment.bytes, tiers, write_back, run=self.turns.run)
-        self.drain = drain = Drain(self.tiered, config.drain_ms, self._announce_drain)
+        handing = functools.partial(hand_over, self.pool, tiers) if any(tier.hands_over for tier in tiers) else None
+        self.drain = drain = Drain(self.tiered, config.drain_ms, self._announce_drain, hand_over=handing)
         self.memory.hand_out(self._stack)
         self._monitoring = Monitoring(
             self.tiered, self.memory, self._reports, usage, self._access, self._tcp_bytes, self._boot_token

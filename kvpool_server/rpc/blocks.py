@@ -124,12 +124,16 @@ class BlockHandlers(Handlers):
             self.pool.release(request.release, owner)
             if not request.runs:
                 return pb.LookupResponse(boot_token=self.boot_token)
-        self.drain.check()
+        principal = CALLER.get()
+        here = request.here and (principal is None or principal.role in (Role.PEER, Role.OPERATOR))
+        bring_up = here and request.bring_up
+        self.drain.check(of_server=here and not bring_up)
         fingerprint = self.fingerprint(request.namespace)
         runs = self.runs(request.runs, self.pool.limits.max_lookup_blocks)
         now_ns = time.monotonic_ns()
-        principal = CALLER.get()
-        here = request.here and (principal is None or principal.role in (Role.PEER, Role.OPERATOR))
+        if bring_up:
+            found = await self.run(self.tiered.bring_up(fingerprint, runs, request.prefix_only))
+            return wire.encode_lookup(found, runs, self.boot_token)
         ttl_ms = request.lease_ttl_ms
         if here:
             leases = {each: name for each, name in self._leases_of_servers.items() if each in self.pool.leases}

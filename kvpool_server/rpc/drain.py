@@ -1,8 +1,9 @@
 """Takes a server out of service: no new work, then the end of the work under way, then the tiers.
 
-States: serving -> draining -> drained. From the first moment of a drain on no lease and no ticket is granted. The calls
-of those that are live are answered: their transfers finish. What the tiers lack is written meanwhile, and what the last
-puts have stored is written at the end. A drain ends at its deadline, whatever is unfinished.
+States: serving -> draining -> drained. From the first moment of a drain on no lease and no ticket is granted, but for
+leases of other servers while blocks are handed over to them. The calls of those that are live are answered: their
+transfers finish. What the tiers lack is written meanwhile, and what the last puts have stored is written at the end. A
+drain ends at its deadline, whatever is unfinished.
 
 Belongs to the server's event loop.
 """
@@ -33,6 +34,7 @@ class Drain:
     Args:
         default_ms: the time of a drain that is given none.
         announce: tells everybody who asks for the server's health; awaited by the first `begin`.
+        hand_over: has other servers read blocks of this one; None: no blocks are handed over.
     """
 
     def __init__(
@@ -41,10 +43,12 @@ class Drain:
         default_ms: int,
         announce: Callable[[], Awaitable[None]],
         clock: Callable[[], float] = time.monotonic,
+        hand_over: Callable[[], Awaitable[None]] | None = None,
     ):
         self._tiered = tiered
         self._default_ms = default_ms
         self._announce = announce
+        self._hand_over = hand_over
         self._clock = clock
         self._begun = asyncio.Event()
         self.ends_at = math.inf
@@ -54,9 +58,13 @@ class Drain:
         """Whether `begin` was called."""
         return self._begun.is_set()
 
-    def check(self) -> None:
-        """Raises DrainingError if the server grants no leases and tickets any more."""
-        if self.is_draining:
+    def check(self, *, of_server: bool = False) -> None:
+        """Raises DrainingError if the server grants no leases and tickets any more.
+
+        Args:
+            of_server: another server asks for a lease, which it gets until the hand-over has ended.
+        """
+        if self.is_draining and not (of_server and self._hand_over is not None):
             raise DrainingError(
                 "the server is draining: it takes no new lookups and puts, and stops soon; go on without the pool, or "
                 "use another server"
@@ -104,14 +112,25 @@ class Drain:
         await self._begun.wait()
         # A tier takes longest, so that it begins before the last transfers have ended.
         flush = asyncio.create_task(self._tiered.drain(self.left_s))
+        hand_over = asyncio.create_task(self._hand_over_blocks())
         while self.left_s:
             progress = self.progress()
-            if flush.done() and not progress.num_leases and not progress.num_tickets:
+            if flush.done() and hand_over.done() and not progress.num_leases and not progress.num_tickets:
                 break
             await asyncio.sleep(min(LOOK_EVERY_S, self.left_s))
-        flush.cancel()
-        await asyncio.wait((flush,))
+        for task in (flush, hand_over):
+            task.cancel()
+        await asyncio.wait((flush, hand_over))
         await self._tiered.drain(self.left_s)  # What the last puts have stored.
         left = self.progress()
         say = log.warning if left.num_leases or left.num_tickets or left.num_queued_blocks else log.info
         say("drained", leases=left.num_leases, tickets=left.num_tickets, blocks_left=left.num_queued_blocks)
+
+    async def _hand_over_blocks(self) -> None:
+        try:
+            if self._hand_over is not None:
+                await self._hand_over()
+        except Exception:
+            log.exception("handing blocks over to other servers failed")
+        finally:
+            self._hand_over = None

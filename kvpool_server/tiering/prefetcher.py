@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvpool.protocol.errors import KVPoolError, OutOfSpaceError
-from kvpool.protocol.types import BlockRun, RunHits
+from kvpool.protocol.types import BlockRun, Lookup
 from kvpool_server.cache.hints import HintResult
 from kvpool_server.cache.steps import LOOKUP_STEP_BLOCKS
 
@@ -24,7 +24,7 @@ LOOK_EVERY_S = 0.2
 """From one look to the next of one hint, of which each may take the event loop 2 ms. What is behind a run that is
 on its way is not looked at again before that run is up."""
 
-Look = Callable[[bytes, BlockRun, bool], RunHits]
+Look = Callable[[bytes, Sequence[BlockRun], bool], Lookup]
 """Finds blocks of a run and queues those that lack: (fingerprint, run, prefix_only) -> what is there and pending."""
 
 
@@ -99,7 +99,7 @@ class Prefetcher:
         while prefix.at < len(run):
             hashes = run.block_hashes[prefix.at : prefix.at + LOOKUP_STEP_BLOCKS]
             parent = run.block_hashes[prefix.at - 1] if prefix.at else run.parent_hash
-            hit = self._look(fingerprint, BlockRun(run.group_idx, hashes, parent), prefix.prefix_only)
+            (hit,) = self._look(fingerprint, [BlockRun(run.group_idx, hashes, parent)], prefix.prefix_only).hits
             await asyncio.sleep(0)  # Here, so that other calls come between any two looks, whatever they find.
             prefix.at += hit.num_leading
             prefix.num_present += hit.num_leading

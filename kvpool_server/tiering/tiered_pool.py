@@ -38,8 +38,7 @@ log = structlog.get_logger()
 
 PART_BLOCKS, MAX_FIND_BLOCKS, FIND_S, RESTART_S = 1_024, 8_192, 1.0, 1.0
 """Of questions which blocks a tier has: blocks at a time, in all, and their time; the rest after a failed transfer."""
-MAX_NAMESPACES = 256
-"""Namespaces that are opened at the start for a tier that holds blocks of more: the newest."""
+MAX_NAMESPACES = 256  # That are opened at the start for a tier that holds blocks of more: the newest.
 MAX_WAIT_MS, MAX_WAITING = 1_000, 1_024
 """How long one lookup waits for pending blocks (its client may look up again), and how many wait; others do not."""
 
@@ -89,7 +88,7 @@ class TieredPool(Observer):
         self._tasks: list[asyncio.Task[None]] = []
         self._clearing: Counter[bytes] = Counter()
         self._progress = asyncio.Event()  # Replaced once it is set.
-        self._prefetcher = Prefetcher(self._look)
+        self._prefetcher = Prefetcher(lambda *look: finish(self.bring_up(*look)))
         if self._levels:
             pool.observe(self)
 
@@ -253,10 +252,11 @@ class TieredPool(Observer):
         needs_prefix = [group.needs_prefix for group in groups]
         return await self._prefetcher.prefetch(fingerprint, runs, needs_prefix, namespace.spec.tenant)
 
-    def _look(self, fingerprint: bytes, run: BlockRun, prefix_only: bool) -> RunHits:
-        """Looks up a run for a prefetch hint without updating recency, and queues its missing blocks for promotion."""
-        found = finish(self.pool.lookups.find(fingerprint, [run], prefix_only))
-        return self._prefetch_missing(found, [run], prefix_only)[0][0]
+    def bring_up(self, fingerprint: bytes, runs: Sequence[BlockRun], prefix_only: bool) -> Steps[Lookup]:
+        """Looks blocks up without updating recency, and queues those that are missing for promotion."""
+        found = yield from self.pool.lookups.find(fingerprint, runs, prefix_only)
+        hits, retry_after_ms = self._prefetch_missing(found, runs, prefix_only)
+        return Lookup(hits, retry_after_ms=retry_after_ms)
 
     def _prefetch_missing(
         self, found: Found, runs: Sequence[BlockRun], prefix_only: bool

@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -21,6 +21,7 @@ import xxhash
 from pydantic import BaseModel, ConfigDict, Field
 
 from kvpool.protocol.namespace import NamespaceSpec
+from kvpool.protocol.types import BlockRun
 from kvpool_server.cache.entry import Entry
 from kvpool_server.cache.eviction import Policy
 from kvpool_server.cache.namespaces import PoolNamespace
@@ -88,9 +89,11 @@ class Tier(ABC):
         writes_at_once, reads_at_once: calls of `write` and of `read` that the server has under way at most.
         read_bytes: of one call of `read`: smaller ones are readable sooner, larger ones read faster.
         keeps: whether blocks are written to it; else it has those of other servers.
+        hands_over: whether `hand_over` is to be called when the server drains.
     """
 
     keeps = True
+    hands_over = False
     writes_at_once = 1
     reads_at_once = 2
     read_bytes = 16 << 20
@@ -152,6 +155,10 @@ class Tier(ABC):
         """
         return await self.find(namespace, group_idx, block_hashes)
 
+    async def hand_over(self, prompts: Iterator[Prompt]) -> None:
+        """Has other servers get prompts of this one, the first first; cancelled at the deadline of the drain."""
+        return
+
     def known(self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes]) -> list[bool] | None:
         """As `find`, at once and from memory; None if only `find` can tell."""
         return None
@@ -179,6 +186,14 @@ class Tier(ABC):
         from kvpool.v1 import pool_pb2 as pb
 
         return pb.TierStats(name=self.name, counters=self.counters)
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """The blocks of a prompt: the run of each group by its `group_idx`."""
+
+    namespace: PoolNamespace
+    runs: dict[int, BlockRun]
 
 
 class OpenFiles:

@@ -53,7 +53,7 @@ MAX_ASKED = 32
 KNOWN_S = 5.0
 """How long the endpoint of a server is remembered."""
 TAG_BYTES, MAX_SERVERS, MAX_OWNERS = 16, 4_096, 16
-_BLOCK, _SERVER, _PRINT = b"kvpool:block:", b"kvpool:server:", b"kvpool key print"
+_BLOCK, _SERVER, _SERVERS, _PRINT = b"kvpool:block:", b"kvpool:server:", b"kvpool:servers", b"kvpool key print"
 
 
 def is_announced(block_hash: bytes, block_tokens: int) -> bool:
@@ -159,9 +159,15 @@ class Directory:
             return await _executed(pipeline)
 
         counts = Counter(owner for owners in await self._call(ask) or () for owner in owners or ())
-        counts.pop(self._id, None)
-        found = sorted(counts, key=lambda owner: (-counts[owner], random.random()))[:MAX_OWNERS]  # Equals take turns.
-        endpoints = await self._endpoints(found)
+        found = sorted(counts, key=lambda owner: (-counts[owner], random.random()))  # Equals take turns.
+        return await self._others(found)
+
+    async def servers(self) -> list[str]:
+        """Endpoints of other servers, MAX_OWNERS at most, those that have renewed their entry last first."""
+        return await self._others(await self._call(lambda: self._redis.zrevrange(_SERVERS, 0, MAX_OWNERS)) or [])
+
+    async def _others(self, servers: Sequence[bytes]) -> list[str]:
+        endpoints = await self._endpoints([each for each in servers if each != self._id][:MAX_OWNERS])
         return [endpoint for endpoint in endpoints if endpoint and endpoint != self._endpoint()]
 
     async def _endpoints(self, servers: Sequence[bytes]) -> list[str]:
@@ -187,7 +193,13 @@ class Directory:
 
     async def _renew_server(self, value: bytes) -> bool:
         """Whether the directory still had the entry of this server."""
-        return await self._redis.set(_SERVER + self._id, value, ex=SERVER_S, get=True) is not None
+        was_there = await self._redis.set(_SERVER + self._id, value, ex=SERVER_S, get=True) is not None
+        pipeline, now = self._redis.pipeline(transaction=False), time.time()
+        pipeline.zadd(_SERVERS, {self._id: now})
+        pipeline.zremrangebyscore(_SERVERS, "-inf", now - BLOCK_S)
+        pipeline.expire(_SERVERS, BLOCK_S)
+        await _executed(pipeline)
+        return was_there
 
     async def _renew(self) -> None:
         while True:

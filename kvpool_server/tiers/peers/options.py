@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field, field_validator
+from pydantic import ByteSize, Field, field_validator
 
 from kvpool.client.config import ClientConfig, check_endpoint, is_loopback
 from kvpool.protocol.errors import ConfigError
@@ -16,7 +16,8 @@ from kvpool.security.tls import TlsFiles
 from kvpool_server.process.addresses import EVERYWHERE
 from kvpool_server.tiers.block_mac import read_key
 from kvpool_server.tiers.peers.directory import Directory
-from kvpool_server.tiers.peers.tier import CONTROL_MS, DATA_MS, LEASE_MS, STALL_MS, PeersTier
+from kvpool_server.tiers.peers.leases import LEASE_MS
+from kvpool_server.tiers.peers.tier import CONTROL_MS, DATA_MS, STALL_MS, PeersTier
 from kvpool_server.tiers.tier import TierContext, TierOptions
 
 _PEERS = r"[^,+]+:\d+(\+[^,+]+:\d+)*"
@@ -40,6 +41,10 @@ class PeersOptions(TierOptions):
     key: str = Field("", description="its key")
     name: str = Field("", description="name in the peers' certificates; default: the host of each")
     token_file: str = Field("", description="instead of cert: file with a token of role peer")
+
+    handover: ByteSize = Field(
+        ByteSize(0), ge=0, description="SIZE that other servers are asked to read when this server drains; 0: none"
+    )
 
     @field_validator("directory")
     @classmethod
@@ -83,7 +88,7 @@ class PeersOptions(TierOptions):
             if peer == self.advertise or (is_here and int(port) == context.listen[1]):
                 raise ConfigError(f"tier {self.tier_name}: peer={peer} is this server; give other servers alone")
         directory = self._directory(context) if self.directory else None
-        return PeersTier(self.tier_name, config, peers, directory, own_boot_token=context.boot_token)
+        return PeersTier(self.tier_name, config, peers, directory, self.handover, own_boot_token=context.boot_token)
 
     def _directory(self, context: TierContext) -> Directory:
         if not self.key_file:

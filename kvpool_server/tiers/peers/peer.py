@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,9 +15,10 @@ from kvpool.client.handles import Namespace
 from kvpool.protocol import replies
 from kvpool.protocol.errors import BusyError, KVPoolError, UnknownNamespaceError
 from kvpool.protocol.skew import OWN, Release, check_skew
-from kvpool.protocol.types import BlockRun, LeasedSlots, Lookup, Slots
+from kvpool.protocol.types import BlockRun, LeasedSlots, Lookup, RunHits, Slots
 from kvpool.transport.base import Transport
 from kvpool_server.cache.namespaces import PoolNamespace
+from kvpool_server.tiers.tier import BlockKey
 
 BATCH_BLOCKS = 1_024
 """Of a complaint about blocks whose bytes are wrong."""
@@ -91,15 +92,36 @@ class Peer:
         count = leased.namespace.group(leased.group_idx).num_shards
         return [located.checksums[nth * count :][:count] for nth in range(len(block_hashes))]
 
+    def holds(self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes]) -> int:
+        """How many of some blocks lie in the peer's memory."""
+        found = self.find(namespace, group_idx, block_hashes, lease=False)
+        return 0 if found is None else len(found.indices)
+
+    def bring_up(self, namespace: PoolNamespace, runs: Iterable[BlockRun]) -> tuple[set[BlockKey], int]:
+        """Has the peer bring blocks up from its own tiers, which takes longer than this call.
+
+        Returns those that lie in its memory and, if others are on their way, when to ask again, milliseconds; else 0.
+        """
+        asked = list(runs)
+        try:
+            there = self._namespace(namespace)
+            found = self._client.rpc.lookup(there, asked, prefix_only=False, lease=False, here=True, bring_up=True)
+        except UnknownNamespaceError:
+            return set(), 0
+        present = {
+            (namespace.fingerprint, run.group_idx, name)
+            for run, hit in zip(asked, found.hits, strict=True)
+            for name in _complete(run, hit)
+        }
+        return present, found.retry_after_ms
+
     def release(self, lease_id: int) -> None:
         """Does not wait: a lease that the message does not reach expires."""
         self._client.rpc.release_quietly(lease_id)
 
     def _run(self, namespace: Namespace, run: BlockRun, found: Lookup, lease: bool) -> LeasedRun | None:
         (hits,) = found.hits
-        there = [
-            name for nth, name in enumerate(run.block_hashes) if nth < hits.num_leading or hits.complete >> nth & 1
-        ]
+        there = _complete(run, hits)
         if not there or (lease and not found.slots):
             self.release(found.lease_id)
             return None
@@ -119,3 +141,7 @@ class Peer:
                 self._reached = transport, pong.boot_token, replies.arena_bytes(pong)
             transport, boot_token, arena_bytes = self._reached
         return Namespace(namespace.spec, namespace.fingerprint, boot_token, transport, BATCH_BLOCKS, arena_bytes)
+
+
+def _complete(run: BlockRun, hits: RunHits) -> list[bytes]:
+    return [name for nth, name in enumerate(run.block_hashes) if nth < hits.num_leading or hits.complete >> nth & 1]

@@ -10,9 +10,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
 import structlog
@@ -24,8 +22,10 @@ from kvpool_server.cache.entry import Entry
 from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.tiers.health import AWAY_S, Health
 from kvpool_server.tiers.peers.directory import Directory, is_announced
+from kvpool_server.tiers.peers.handover import HandOver
+from kvpool_server.tiers.peers.leases import Lease, Leases, neighbours
 from kvpool_server.tiers.thread_pool import DaemonThreadPool
-from kvpool_server.tiers.tier import Block, BlockKey, Tier, TierError
+from kvpool_server.tiers.tier import Block, Prompt, Tier, TierError
 
 if TYPE_CHECKING:
     from kvpool.v1 import pool_pb2 as pb
@@ -35,12 +35,8 @@ log = structlog.get_logger()
 
 T = TypeVar("T")
 
-LEASE_MS = 5_000
-"""How long a peer keeps the blocks that it has found, until they are read."""
 CONTROL_MS, STALL_MS, DATA_MS = 500, 1_000, 5_000
 """Deadlines of a question to a peer, of a silence while it sends, and of a read."""
-MAX_LEASED = 1 << 16
-"""Blocks that are leased and not read. Beyond it the oldest are forgotten, and their leases expire."""
 QUESTIONS, READS = 4, 4
 """Threads for each."""
 ASKED_AT_ONCE, MAX_ASKING = 1, 16
@@ -58,7 +54,7 @@ MAX_PEERS = 64
 """Servers that are reached; the one that was not asked for longest gives way."""
 
 
-class _Level:
+class Level:
     """A peer, and whether it is asked and read."""
 
     def __init__(self, endpoint: str, peer: Peer, clock: Callable[[], float]):
@@ -71,28 +67,13 @@ class _Level:
         self.worked_at = clock()
 
 
-@dataclass(slots=True, eq=False)
-class _Lease:
-    """What a peer has leased.
-
-    Args:
-        unread: blocks.
-        num_reads: under way.
-    """
-
-    level: _Level
-    run: LeasedRun
-    ends_at: float
-    unread: set[bytes] = field(default_factory=set)
-    num_reads: int = 0
-
-
 class PeersTier(Tier):
     """Reads from peers.
 
     Args:
         config: how to reach any, but for its endpoint.
         peers: endpoints of those that are always asked, after those of the directory.
+        handover_bytes: that peers are asked to read at most when this server leaves; 0: none.
         clock: monotonic seconds.
         own_boot_token: of this server; 0: not known.
     """
@@ -107,6 +88,7 @@ class PeersTier(Tier):
         config: ClientConfig,
         peers: Sequence[str],
         directory: Directory | None = None,
+        handover_bytes: int = 0,
         clock: Callable[[], float] = time.monotonic,
         own_boot_token: int = 0,
     ):
@@ -115,10 +97,12 @@ class PeersTier(Tier):
         self._config = config
         self._peers = peers
         self._directory = directory
+        self._handover_bytes = handover_bytes
+        self.hands_over = handover_bytes > 0
         self._clock = clock
-        self._levels: dict[str, _Level] = {}
+        self._levels: dict[str, Level] = {}
         self._has_warned = False
-        self._leased: OrderedDict[BlockKey, _Lease] = OrderedDict()
+        self._leases = Leases()
         self._questions: DaemonThreadPool | None = None
         self._reads: DaemonThreadPool | None = None
         self._watching: asyncio.Task[None] | None = None
@@ -204,20 +188,23 @@ class PeersTier(Tier):
                 run = f"not asked, while {MAX_ASKING} questions wait for its answer"
             else:
                 num_asked += not is_named
-                level.num_asking += 1
-                try:
-                    async with level.turn:  # One that does not answer keeps no thread from the others.
-                        ask, question = level.peer.find, (namespace, group_idx, missing, lease)
-                        run = await self._call(level.questions, self._questions, ask, *question)
-                finally:
-                    level.num_asking -= 1
+                run = await self._ask(level, level.peer.find, namespace, group_idx, missing, lease)
                 if run is not None and not isinstance(run, str):
                     found |= dict.fromkeys(run.indices, endpoint)
                     if lease:
-                        self._remember(namespace, level, run)
+                        self._leases.add(namespace, level, run)
             if isinstance(run, str):
                 away[endpoint] = escaped(run, MAX_WHY_CHARS) + ("" if is_named else "; the directory names it")
         return found
+
+    async def _ask(self, level: Level, question: Callable[..., T], *args: object) -> T | str:
+        """As `_call`, one question at a time: a peer that does not answer keeps no thread from the others."""
+        level.num_asking += 1
+        try:
+            async with level.turn:
+                return await self._call(level.questions, self._questions, question, *args)
+        finally:
+            level.num_asking -= 1
 
     async def _likely(self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes]) -> list[str]:
         """Endpoints of peers that may have some of these blocks, the likeliest first."""
@@ -229,7 +216,7 @@ class PeersTier(Tier):
             owners = await self._directory.owners(namespace.fingerprint, group_idx, block_hashes, tokens)
         return [*owners, *(peer for peer in self._peers if peer not in owners)]
 
-    async def _level(self, endpoint: str) -> _Level | None:
+    async def _level(self, endpoint: str) -> Level | None:
         """None for one that the directory names, and the settings do not allow; raises ConfigError for a named one.
 
         That is for files that cannot be used, and for plaintext to another host.
@@ -250,7 +237,7 @@ class PeersTier(Tier):
                     log.error(problem, tier=self.name, endpoint=endpoint, error=str(error))
                 self._has_warned = True
                 return None
-            level = _Level(endpoint, peer, self._clock)
+            level = Level(endpoint, peer, self._clock)
             if (other := self._levels.pop(endpoint, None)) is not None:  # Another question has reached it meanwhile.
                 peer.close()
                 level = other
@@ -259,33 +246,12 @@ class PeersTier(Tier):
             self._drop(next(iter(self._levels)))
         return level
 
-    def _remember(self, namespace: PoolNamespace, level: _Level, run: LeasedRun) -> None:
-        lease = _Lease(level, run, min(run.slots.ends_at, time.monotonic() + LEASE_MS / 1000), set(run.indices))
-        for block_hash in run.indices:
-            key = (namespace.fingerprint, run.group_idx, block_hash)
-            if (older := self._leased.get(key)) is not None:
-                self._forget(key, older)
-            self._leased[key] = lease
-        while self._leased:
-            key, oldest = next(iter(self._leased.items()))
-            if len(self._leased) <= MAX_LEASED and time.monotonic() < oldest.ends_at:
-                break
-            self._forget(key, oldest)
-
-    def _forget(self, key: BlockKey, lease: _Lease) -> None:
-        """A lease on a block is of no use any more; it ends with the last of its blocks."""
-        if self._leased.get(key) is lease:
-            del self._leased[key]
-        lease.unread.discard(key[2])
-        if not lease.unread and not lease.num_reads:
-            lease.level.peer.release(lease.run.lease_id)
-
     async def read(
         self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes], into: Sequence[memoryview]
     ) -> list[Sequence[int] | None]:
         sums: list[Sequence[int] | None] = [None] * len(block_hashes)
 
-        async def read(lease: _Lease, nths: list[int]) -> None:
+        async def read(lease: Lease, nths: list[int]) -> None:
             names, destinations = [block_hashes[nth] for nth in nths], [into[nth] for nth in nths]
             level = lease.level
             read = await self._call(level.reads, self._reads, level.peer.read, lease.run, names, destinations)
@@ -295,17 +261,13 @@ class PeersTier(Tier):
                 level.read_bytes += into[nth].nbytes
             lease.num_reads -= 1
             for name in names:
-                self._forget((namespace.fingerprint, group_idx, name), lease)
+                self._leases.forget((namespace.fingerprint, group_idx, name), lease)
 
-        def leases() -> list[_Lease | None]:
-            named = (self._leased.get((namespace.fingerprint, group_idx, each)) for each in block_hashes)
-            return [lease if lease is not None and time.monotonic() < lease.ends_at else None for lease in named]
-
-        live = leases()
-        if ended := [each for each, lease in zip(block_hashes, live, strict=True) if lease is None]:
+        leases = self._leases.of(namespace, group_idx, block_hashes)
+        if ended := [each for each, lease in zip(block_hashes, leases, strict=True) if lease is None]:
             await self.find(namespace, group_idx, ended)
-            live = leases()
-        parts = list(_neighbours(live, block_hashes))
+            leases = self._leases.of(namespace, group_idx, block_hashes)
+        parts = list(neighbours(leases, block_hashes))
         for lease, _ in parts:
             lease.num_reads += 1
         reading = asyncio.gather(*(read(*part) for part in parts), return_exceptions=True)
@@ -330,6 +292,22 @@ class PeersTier(Tier):
                     return f"refused: {error}"
         except Exception as error:  # `Health` has logged it.
             return f"no answer: {error}"
+
+    async def hand_over(self, prompts: Iterator[Prompt]) -> None:
+        async def ask(endpoint: str, question: Callable[[Peer], T]) -> T | None:
+            answer = (
+                AWAY if (level := await self._level(endpoint)) is None else await self._ask(level, question, level.peer)
+            )
+            return None if isinstance(answer, str) else answer
+
+        others = await self._directory.servers() if self._directory is not None else []
+        receivers = [*self._peers, *(other for other in others if other not in self._peers)]
+        handed = HandOver(receivers, self._handover_bytes, self._likely, ask)
+        try:
+            await handed.run(prompts)
+        finally:
+            read_by = len(+handed.bytes_of)
+            log.info("blocks handed over", tier=self.name, blocks=handed.num_blocks, servers=read_by, of=len(receivers))
 
     def stats(self) -> pb.TierStats:
         stats = super().stats()
@@ -365,21 +343,3 @@ class PeersTier(Tier):
 
     async def clear(self, fingerprint: bytes = b"") -> None:
         """Peers keep theirs."""
-
-
-def _neighbours(leases: Sequence[_Lease | None], block_hashes: Sequence[bytes]) -> Iterator[tuple[_Lease, list[int]]]:
-    """Parts of one lease's neighbours, each as indices of blocks."""
-    part: list[int] = []
-    for nth, lease in enumerate(leases):
-        if lease is None:
-            continue
-        previous = leases[part[-1]] if part else None
-        indices = lease.run.indices
-        if lease is previous and indices[block_hashes[nth]] == indices[block_hashes[part[-1]]] + 1:
-            part.append(nth)
-            continue
-        if previous is not None:
-            yield previous, part
-        part = [nth]
-    if part and (last := leases[part[-1]]) is not None:
-        yield last, part

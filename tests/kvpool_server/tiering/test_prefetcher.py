@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 from kvpool.protocol.errors import InvalidRequestError, OutOfSpaceError, UnknownNamespaceError
-from kvpool.protocol.types import BlockRun, RunHits
+from kvpool.protocol.types import BlockRun, Lookup, RunHits
 from kvpool_server.cache.hints import HintResult
 from kvpool_server.tiering import prefetcher, promoter
 from tests.contracts.tier_contract import awaited
@@ -126,9 +126,9 @@ async def test_an_unknown_namespace_and_two_runs_of_a_group_are_refused(rig: Rig
 async def test_other_calls_come_between_any_two_looks(num_pending: int) -> None:
     calls: list[str] = []
 
-    def look(fingerprint: bytes, run: BlockRun, prefix_only: bool) -> RunHits:
+    def look(fingerprint: bytes, runs: Sequence[BlockRun], prefix_only: bool) -> Lookup:
         calls.append("look")
-        return RunHits(0, 0, num_pending=num_pending)
+        return Lookup((RunHits(0, 0, num_pending=num_pending),))
 
     async def others() -> None:
         while True:
@@ -149,10 +149,10 @@ async def test_other_calls_come_between_any_two_looks(num_pending: int) -> None:
 async def test_runs_behind_one_that_is_pending_are_not_looked_at_again() -> None:
     looks: list[int] = []
 
-    def look(fingerprint: bytes, run: BlockRun, prefix_only: bool) -> RunHits:
-        looks.append(run.group_idx)
-        is_up = looks.count(run.group_idx) > 3
-        return RunHits(1, 1) if is_up else RunHits(0, 0, num_pending=1)
+    def look(fingerprint: bytes, runs: Sequence[BlockRun], prefix_only: bool) -> Lookup:
+        looks.append(runs[0].group_idx)
+        is_up = looks.count(runs[0].group_idx) > 3
+        return Lookup((RunHits(1, 1) if is_up else RunHits(0, 0, num_pending=1),))
 
     subject = prefetcher.Prefetcher(look)
     runs = [BlockRun(group_idx, [block_hash("a")]) for group_idx in range(3)]

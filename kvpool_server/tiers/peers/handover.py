@@ -1,0 +1,150 @@
+"""Hands blocks of a server that leaves over to its peers: each peer is asked to read some prompts.
+
+Nothing is sent. A receiver finds the blocks here through its own tier of peers, and verifies what it reads. A prompt
+that another server has as a whole is not handed over. The others go to the receiver that has been given the least,
+counted with what the prompt adds: a receiver that has a part of a prompt is preferred, and none gets everything. A
+receiver that does not answer is given no more; a prompt that a receiver does not read is offered to another one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+from kvpool_server.cache.namespaces import PoolNamespace
+from kvpool_server.tiers.tier import BlockKey, Prompt
+
+if TYPE_CHECKING:
+    from kvpool_server.tiers.peers.peer import Peer
+
+T = TypeVar("T")
+
+AT_ONCE = 4
+"""Prompts on their way. For each of its groups, a receiver has a lease here."""
+LOOK_EVERY_S, STALLED_S, PAUSE_S = 0.01, 1.5, 1.0
+"""How often a receiver is asked how far it is, at most; how long one may read nothing; and how long a prompt waits that
+was offered to one that does not answer: `Health` lets it be asked again then."""
+MAX_RECEIVERS, MAX_HOLDERS, MAX_TRIES, MAX_FAILURES = 16, 8, 4, 2 * AT_ONCE
+"""Servers that are given blocks; of one prompt, servers that are asked whether they have it, and offers of it; and
+offers in a row without an answer after which a server is given no more: all prompts on their way may fail together."""
+
+
+class Ask(Protocol):
+    """Asks one server; None if it does not answer, or is not to be asked now."""
+
+    async def __call__(self, endpoint: str, question: Callable[[Peer], T], /) -> T | None: ...
+
+
+class HandOver:
+    """One hand-over, which may be cancelled at any time.
+
+    Args:
+        receivers: endpoints of other servers.
+        max_bytes: bound on `num_bytes`.
+        holders: endpoints of other servers that may have blocks of a group, the likeliest first.
+
+    Attributes:
+        num_blocks: blocks that receivers have got.
+        num_bytes: bytes that receivers have read, or are reading.
+        bytes_of: `num_bytes` by receiver.
+    """
+
+    def __init__(
+        self,
+        receivers: Sequence[str],
+        max_bytes: int,
+        holders: Callable[[PoolNamespace, int, Sequence[bytes]], Awaitable[list[str]]],
+        ask: Ask,
+    ):
+        self._failures = dict.fromkeys(receivers[:MAX_RECEIVERS], 0)  # Offers in a row without an answer.
+        self._max_bytes = max_bytes
+        self._holders = holders
+        self._ask = ask
+        self._given: defaultdict[str, set[BlockKey]] = defaultdict(set)
+        self.num_blocks = self.num_bytes = 0
+        self.bytes_of: Counter[str] = Counter()
+
+    async def run(self, prompts: Iterator[Prompt]) -> None:
+        """Returns when no prompt is left, or no receiver."""
+        await asyncio.gather(*(self._give_all(prompts) for _ in range(AT_ONCE)))
+
+    async def _give_all(self, prompts: Iterator[Prompt]) -> None:
+        for prompt in prompts:
+            tried: list[str] = []
+            while len(tried) < MAX_TRIES and (endpoint := await self._receiver(prompt, tried)):
+                has_read = await self._give(endpoint, prompt)
+                self._failures[endpoint] = self._failures[endpoint] + 1 if has_read is None else 0
+                if has_read:
+                    break
+                tried.append(endpoint)
+                if has_read is None:
+                    await asyncio.sleep(PAUSE_S)
+            if not self._receivers:
+                return
+
+    @property
+    def _receivers(self) -> list[str]:
+        return [endpoint for endpoint, failures in self._failures.items() if failures < MAX_FAILURES]
+
+    async def _receiver(self, prompt: Prompt, tried: Sequence[str]) -> str:
+        """The receiver that is to read a prompt, if possible one not tried; empty if another server has it all."""
+        group_idx, run = min(prompt.runs.items())
+        held_bytes: Counter[str] = Counter()
+        for endpoint in (await self._holders(prompt.namespace, group_idx, run.block_hashes))[:MAX_HOLDERS]:
+            held = await self._ask(endpoint, lambda peer: peer.holds(prompt.namespace, group_idx, run.block_hashes))
+            if held == len(run):
+                return ""
+            held_bytes[endpoint] = (held or 0) * prompt.namespace.groups[group_idx].spec.slot_bytes
+        load = {
+            each: self.bytes_of[each] + max(0, sum(self._new(each, prompt).values()) - held_bytes[each])
+            for each in self._receivers
+        }
+        return min(load, key=lambda each: (each in tried, load[each]), default="")
+
+    def _new(self, endpoint: str, prompt: Prompt) -> dict[BlockKey, int]:
+        """The blocks of a prompt that a receiver was not given yet, with their sizes."""
+        return {
+            key: prompt.namespace.groups[group_idx].spec.slot_bytes
+            for group_idx, run in prompt.runs.items()
+            for block_hash in run.block_hashes
+            if (key := (prompt.namespace.fingerprint, group_idx, block_hash)) not in self._given[endpoint]
+        }
+
+    async def _give(self, endpoint: str, prompt: Prompt) -> bool | None:
+        """Has a receiver read a prompt, unless that is too large.
+
+        Returns False if the receiver reads nothing, and None if it does not answer.
+        """
+        new = self._new(endpoint, prompt)
+        if not new or self.num_bytes + sum(new.values()) > self._max_bytes:
+            return True
+        given = self._given[endpoint]
+        given |= new.keys()
+        self._count(endpoint, sum(new.values()))
+        there: set[BlockKey] | None = None
+        num_read, read_at = 0, time.monotonic()
+        while time.monotonic() - read_at < STALLED_S:
+            answer = await self._ask(endpoint, lambda peer: peer.bring_up(prompt.namespace, prompt.runs.values()))
+            if answer is None:
+                break
+            now_there = answer[0] & new.keys()
+            if there is None:  # These were there before.
+                self._count(endpoint, -sum(new[key] for key in now_there))
+            elif arrived := len(now_there - there):
+                num_read, read_at = num_read + arrived, time.monotonic()
+                self.num_blocks += arrived
+            there = now_there
+            if not answer[1]:
+                break
+            await asyncio.sleep(max(LOOK_EVERY_S, answer[1] / 1000))
+        unread = new.keys() - (there or set())
+        given -= unread
+        self._count(endpoint, -sum(new[key] for key in unread))
+        return None if there is None else num_read > 0 or not unread
+
+    def _count(self, endpoint: str, nbytes: int) -> None:
+        self.num_bytes += nbytes
+        self.bytes_of[endpoint] += nbytes

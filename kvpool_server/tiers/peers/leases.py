@@ -1,0 +1,89 @@
+"""Blocks that other servers keep for this one until it has read them."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvpool_server.cache.namespaces import PoolNamespace
+from kvpool_server.tiers.tier import BlockKey
+
+if TYPE_CHECKING:
+    from kvpool_server.tiers.peers.peer import LeasedRun
+    from kvpool_server.tiers.peers.tier import Level
+
+LEASE_MS = 5_000
+"""How long a peer keeps the blocks that it has found, until they are read."""
+MAX_LEASED = 1 << 16
+"""Blocks that are leased and not read. Beyond it the oldest are forgotten, and their leases expire."""
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """What a peer has leased.
+
+    Args:
+        unread: blocks.
+        num_reads: under way.
+    """
+
+    level: Level
+    run: LeasedRun
+    ends_at: float
+    unread: set[bytes] = field(default_factory=set)
+    num_reads: int = 0
+
+
+class Leases:
+    """The newest lease on each block. Belongs to the event loop."""
+
+    def __init__(self) -> None:
+        self._by_block: OrderedDict[BlockKey, Lease] = OrderedDict()
+
+    def add(self, namespace: PoolNamespace, level: Level, run: LeasedRun) -> None:
+        """Remembers a lease, and forgets those that have ended."""
+        lease = Lease(level, run, min(run.slots.ends_at, time.monotonic() + LEASE_MS / 1000), set(run.indices))
+        for block_hash in run.indices:
+            key = (namespace.fingerprint, run.group_idx, block_hash)
+            if (older := self._by_block.get(key)) is not None:
+                self.forget(key, older)
+            self._by_block[key] = lease
+        while self._by_block:
+            key, oldest = next(iter(self._by_block.items()))
+            if len(self._by_block) <= MAX_LEASED and time.monotonic() < oldest.ends_at:
+                break
+            self.forget(key, oldest)
+
+    def of(self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes]) -> list[Lease | None]:
+        """The lease on each block; None where it has ended, or there was none."""
+        leases = (self._by_block.get((namespace.fingerprint, group_idx, each)) for each in block_hashes)
+        return [lease if lease is not None and time.monotonic() < lease.ends_at else None for lease in leases]
+
+    def forget(self, key: BlockKey, lease: Lease) -> None:
+        """A lease on a block is of no use any more; it ends with the last of its blocks."""
+        if self._by_block.get(key) is lease:
+            del self._by_block[key]
+        lease.unread.discard(key[2])
+        if not lease.unread and not lease.num_reads:
+            lease.level.peer.release(lease.run.lease_id)
+
+
+def neighbours(leases: Sequence[Lease | None], block_hashes: Sequence[bytes]) -> Iterator[tuple[Lease, list[int]]]:
+    """Parts of one lease's neighbours, each as indices of blocks."""
+    part: list[int] = []
+    for nth, lease in enumerate(leases):
+        if lease is None:
+            continue
+        previous = leases[part[-1]] if part else None
+        indices = lease.run.indices
+        if lease is previous and indices[block_hashes[nth]] == indices[block_hashes[part[-1]]] + 1:
+            part.append(nth)
+            continue
+        if previous is not None:
+            yield previous, part
+        part = [nth]
+    if part and (last := leases[part[-1]]) is not None:
+        yield last, part
