@@ -294,7 +294,11 @@ def _cells(part: pb.BlockRange) -> tuple[str, str, str]:
     if part.state == pb.BLOCK_STATE_COMPLETE:
         used = f"used {duration_text(part.unused_seconds)} ago" if part.HasField("unused_seconds") else ""
         return "memory", "", used
-    where = " ".join(filter(None, (part.tier, part.server))) if part.state == pb.BLOCK_STATE_IN_TIER else "missing"
+    where = "missing"
+    if part.state == pb.BLOCK_STATE_IN_TIER:
+        where = " ".join(filter(None, (part.tier, part.server)))
+        if part.cause == pb.MISS_CAUSE_NEVER_STORED:  # Here; another server's engines have.
+            return where, "", ""
     return where, _WHY[part.cause] + _room(part), _times(part).strip()
 
 

@@ -212,13 +212,17 @@ def _tier(tier: pb.TierStats, stats: pb.StatsResponse, window: Window | None) ->
         findings = [error(check, "the tier failed, and the server does not call it for a while", fix)]
     for server in tier.servers:
         if not server.up:
-            fix = f"look whether {server.name} runs and can be reached from the server's host, and in the server's log"
+            fix = (
+                f"look whether {server.name} runs, can be reached from the server's host, and takes its password or "
+                "certificate; the server's log has the error"
+            )
             findings.append(warning(check, f"questions to {server.name}, or reads from it, fail", fix))
     for counter, template in _COUNTED_OF_TIERS.items():
         findings += _counted(replace(template, check=check), ("tier", tier.name, counter), stats, window)
     size = f" of {size_text(tier.size_bytes)}" if tier.size_bytes else ""
-    keys = "".join(f"; fingerprint of its key: {server.key}" for server in tier.servers if server.key)
-    return findings or [ok(check, f"the tier works; {size_text(tier.used_bytes)}{size} are used{keys}")]
+    kept = f"; {size_text(tier.used_bytes)}{size} are used" if size or not tier.servers else ""
+    keys = [ok(check, f"the fingerprint of its key is {server.key}") for server in tier.servers if server.key]
+    return [*(findings or [ok(check, f"the tier works{kept}")]), *keys]
 
 
 def _dropped(check: str, name: str, stats: pb.StatsResponse, window: Window | None) -> Iterator[Finding]:

@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
+
+def without_passwords(text: str) -> str:
+    """A text about settings, without what stands before the @ of a URL."""
+    return re.sub(r"(:/+)[^\s'\"]*@", r"\1...@", text)
+
 
 def printable(text: str) -> str:
     """Text from outside, made safe for logs and terminals: without control characters and line ends."""

@@ -28,6 +28,7 @@ from kvpool_server.cache.fair_slots import FairSlots
 from kvpool_server.cache.hints import MAX_PIN_S
 from kvpool_server.cache.leases import Owner
 from kvpool_server.cache.lookups import usable_tokens
+from kvpool_server.cache.steps import LOOKUP_STEP_BLOCKS
 from kvpool_server.cache.tier_access import pin
 from kvpool_server.data_plane.permits import NO_BOUND, Bound
 from kvpool_server.reports.usage_ledger import count_evictions
@@ -41,6 +42,8 @@ log = structlog.get_logger()
 
 VERIFIED_BYTES = 64 << 20
 """Bytes that a thread verifies before it looks whether the call was cancelled."""
+MAX_BROUGHT_UP = 4 * LOOKUP_STEP_BLOCKS
+"""Blocks that one call brings up for a server that hands its own over."""
 MAX_LEASES_OF_SERVERS, MAX_OWN_LEASES, SERVER_LEASE_MS = 16, 8, 5_000
 """Leases of other servers at once, and of one of them, and their longest time. The wire is first of all for the engines
 of this server, and a server that is refused asks the next one that has the blocks."""
@@ -127,9 +130,10 @@ class BlockHandlers(Handlers):
         principal = CALLER.get()
         here = request.here and (principal is None or principal.role in (Role.PEER, Role.OPERATOR))
         bring_up = here and request.bring_up
-        self.drain.check(of_server=here and not bring_up)
+        self.drain.check(of_server=here and request.lease_ttl_ms > 0)
         fingerprint = self.fingerprint(request.namespace)
-        runs = self.runs(request.runs, self.pool.limits.max_lookup_blocks)
+        most = self.pool.limits.max_lookup_blocks
+        runs = self.runs(request.runs, min(most, MAX_BROUGHT_UP) if bring_up else most)
         now_ns = time.monotonic_ns()
         if bring_up:
             found = await self.run(self.tiered.bring_up(fingerprint, runs, request.prefix_only))

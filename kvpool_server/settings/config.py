@@ -14,6 +14,7 @@ from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
 from kvpool.protocol.errors import ConfigError
+from kvpool.protocol.text import without_passwords
 from kvpool.report.quotas import size_text
 from kvpool.security.principal import ABOUT_DOMAINS, ALL_TENANTS, DEFAULT_DOMAIN
 from kvpool_server.cache.eviction import DEFAULT_POLICY, POLICIES
@@ -272,7 +273,7 @@ def _config_error(error: ErrorDetails, flags: Mapping[str, Any]) -> ConfigError:
         unit = "a number of bytes, as it has no unit: " if setting == "memory" and str(given).isdigit() else ""
         wrong = f"{unit}not possible; give {fix}"
     key = ".".join(map(str, error["loc"]))
-    return ConfigError(f"setting {key} = {given!r} ({source}): {wrong}; {_SEE_HELP}")
+    return ConfigError(without_passwords(f"setting {key} = {given!r} ({source}): {wrong}; {_SEE_HELP}"))
 
 
 def _unknown_key(source: str, key: str, shown: Callable[[str], str] = str) -> ConfigError:

@@ -30,12 +30,20 @@ async def hand_over(pool: Pool, tiers: Sequence[Tier]) -> None:
         if namespace.is_measurement or namespace.superseded:
             continue
         for part in itertools.chain.from_iterable(group.index.parts() for group in namespace.groups):
-            some = (entry for entry in part if entry.complete and not entry.children and entry.used >= 0)
+            some = (leaf for entry in part if not entry.children and (leaf := _readable(entry)) is not None)
             leaves = heapq.nlargest(MAX_PREFIXES, itertools.chain(leaves, some), key=_last_use)
             await asyncio.sleep(0)
     for tier in tiers:
         if tier.hands_over:
             await tier.hand_over(_prompts(pool, leaves))
+
+
+def _readable(entry: Entry) -> Entry | None:
+    """The last readable block of a prefix, behind which others may just be put; None if clients need it no more."""
+    leaf: Entry | None = entry
+    while leaf is not None and not leaf.complete:
+        leaf = leaf.parent
+    return leaf if leaf is not None and leaf.used >= 0 else None
 
 
 def _last_use(entry: Entry) -> int:

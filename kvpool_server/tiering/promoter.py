@@ -32,11 +32,14 @@ log = structlog.get_logger()
 MAX_PREFETCH_BLOCKS = 1024
 MAX_PREFETCH_BYTES = 256 << 20
 """How much one lookup prefetches; the client's next lookup prefetches what follows."""
-MAX_SEARCHED_BLOCKS = 2_048
-"""Of one `find`, where the tier is known to have the block before. Else it is asked for what is to be prefetched."""
+MAX_SEARCHED_BLOCKS, MAX_SEARCHED_BYTES = 2_048, 2 * MAX_PREFETCH_BYTES
+"""Of one `find`, where the tier is known to have the block before: another server keeps what it has until it is read.
+Else the tier is asked for what is to be prefetched."""
 FIRST_BATCH_BYTES = 4 << 20
 """Read in a prefetch's first call: its blocks can be loaded while the next come up. Each batch is twice the last."""
 MIN_RETRY_MS, MAX_RETRY_MS = 1, 50
+READ_S = 1.0
+"""What one read of a slow tier may take."""
 RECENT = 1 / 4
 """Weight of the last read in the tier's rate."""
 STALE_S = 10.0
@@ -221,7 +224,8 @@ class Promoter:
     async def _read_next(self) -> None:
         request = self._queue[0]
         slot_bytes = request.namespace.groups[request.group_idx].spec.slot_bytes
-        batch_bytes = min(request.batch_bytes, self._tier.read_bytes)
+        in_time = READ_S / self._seconds_a_byte if self._seconds_a_byte else math.inf
+        batch_bytes = round(min(request.batch_bytes, self._tier.read_bytes, max(FIRST_BATCH_BYTES, in_time)))
         request.batch_bytes = 2 * batch_bytes
         most = max(1, batch_bytes // slot_bytes)
         block_hashes, request.block_hashes = request.block_hashes[:most], request.block_hashes[most:]
@@ -337,7 +341,8 @@ def prefetch(
         if hit.num_leading < len(run):
             missing += itertools.islice(_missing(run, hit, prefix_only), most)
         if prefix_only:
-            behind = run.block_hashes[hit.num_leading + most : hit.num_leading + MAX_SEARCHED_BLOCKS]
+            searched = min(MAX_SEARCHED_BLOCKS, MAX_SEARCHED_BYTES // slot_bytes)
+            behind = run.block_hashes[hit.num_leading + most : hit.num_leading + searched]
         pending = 0
         for promoter in promoters:
             if not missing:

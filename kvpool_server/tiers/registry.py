@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,12 +9,12 @@ from pydantic import ByteSize, ValidationError
 from pydantic_core import ErrorDetails
 
 from kvpool.protocol.errors import ConfigError
+from kvpool.protocol.text import without_passwords
 from kvpool_server.tiers.file.tier import FileOptions
 from kvpool_server.tiers.mooncake.tier import MooncakeOptions
 from kvpool_server.tiers.peers.options import PeersOptions
 from kvpool_server.tiers.tier import TierOptions
 
-_USER = re.compile(r"(?<=://)[^\s'\"]*@|(?<=')[^\s'\":/]*@")
 KINDS: dict[str, type[TierOptions]] = {"file": FileOptions, "mooncake": MooncakeOptions, "peers": PeersOptions}
 
 
@@ -32,7 +31,7 @@ def parse(text: str) -> TierOptions:
     try:
         return _parse(text)
     except ConfigError as error:
-        raise ConfigError(_USER.sub("...@", str(error))) from None
+        raise ConfigError(without_passwords(str(error))) from None
 
 
 def _parse(text: str) -> TierOptions:
@@ -47,7 +46,8 @@ def _parse(text: str) -> TierOptions:
     for part in parts:
         name, equals, value = part.partition("=")
         if not equals:
-            raise ConfigError(f"tier {text!r}: {part!r} is no option; write NAME=VALUE, as in {options.EXAMPLE}")
+            shown = part.rpartition("@")[2]  # Of a URL's password with a comma nothing is shown.
+            raise ConfigError(f"tier {text!r}: {shown!r} is no option; write NAME=VALUE, as in {options.EXAMPLE}")
         if name in values:
             raise ConfigError(f"tier {text!r}: option {name!r} is given twice; give it once")
         values[name] = value

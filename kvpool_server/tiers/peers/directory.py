@@ -84,8 +84,8 @@ class Directory:
             raise ConfigError("a directory of peers needs Redis' client: pip install 'redis>=5.0'") from None
         try:
             self._redis: Redis = Redis.from_url(url, socket_timeout=ANSWER_S, socket_connect_timeout=ANSWER_S)
-        except ValueError as error:
-            raise ConfigError(f"directory: {error}") from None
+        except ValueError:
+            raise ConfigError("directory: no URL of a Redis; give redis://[USER:PASSWORD@]HOST:PORT/DB") from None
         self._turns = asyncio.Semaphore(AT_ONCE)
         self.name = f"directory {urlsplit(url).netloc.rpartition('@')[2]}"
         self._key = key
@@ -123,6 +123,7 @@ class Directory:
         await asyncio.gather(*tasks, return_exceptions=True)
         if tasks:
             await self._call(lambda: self._redis.delete(_SERVER + self._id))
+            await self._call(lambda: self._redis.zrem(_SERVERS, self._id))
         with contextlib.suppress(Exception):
             await self._redis.aclose()
 
@@ -164,11 +165,18 @@ class Directory:
 
     async def servers(self) -> list[str]:
         """Endpoints of other servers, MAX_OWNERS at most, those that have renewed their entry last first."""
-        return await self._others(await self._call(lambda: self._redis.zrevrange(_SERVERS, 0, MAX_OWNERS)) or [])
+
+        async def ask() -> list[Any]:
+            pipeline = self._redis.pipeline(transaction=False)
+            pipeline.zrevrangebyscore(_SERVERS, time.time() + 2 * BLOCK_S, "-inf", 0, 2 * MAX_OWNERS)  # Clocks differ.
+            return await _executed(pipeline)
+
+        (found,) = await self._call(ask) or (None,)
+        return await self._others(found or [])
 
     async def _others(self, servers: Sequence[bytes]) -> list[str]:
-        endpoints = await self._endpoints([each for each in servers if each != self._id][:MAX_OWNERS])
-        return [endpoint for endpoint in endpoints if endpoint and endpoint != self._endpoint()]
+        endpoints = await self._endpoints([each for each in servers if each != self._id])
+        return [endpoint for endpoint in endpoints if endpoint and endpoint != self._endpoint()][:MAX_OWNERS]
 
     async def _endpoints(self, servers: Sequence[bytes]) -> list[str]:
         """Of each server; empty where it has ended, or a stranger names it."""
@@ -196,7 +204,8 @@ class Directory:
         was_there = await self._redis.set(_SERVER + self._id, value, ex=SERVER_S, get=True) is not None
         pipeline, now = self._redis.pipeline(transaction=False), time.time()
         pipeline.zadd(_SERVERS, {self._id: now})
-        pipeline.zremrangebyscore(_SERVERS, "-inf", now - BLOCK_S)
+        pipeline.zremrangebyscore(_SERVERS, "-inf", now - 2 * BLOCK_S)
+        pipeline.zremrangebyscore(_SERVERS, now + 2 * BLOCK_S, "inf")
         pipeline.expire(_SERVERS, BLOCK_S)
         await _executed(pipeline)
         return was_there

@@ -9,6 +9,7 @@ receiver that does not answer is given no more; a prompt that a receiver does no
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-AT_ONCE = 4
-"""Prompts on their way. For each of its groups, a receiver has a lease here."""
+AT_ONCE, LEASES = 4, 8
+"""Prompts on their way, and their groups, if it is more than one prompt: a receiver has a lease here for each."""
 LOOK_EVERY_S, STALLED_S, PAUSE_S = 0.01, 1.5, 1.0
 """How often a receiver is asked how far it is, at most; how long one may read nothing; and how long a prompt waits that
 was offered to one that does not answer: `Health` lets it be asked again then."""
@@ -47,6 +48,7 @@ class HandOver:
         holders: endpoints of other servers that may have blocks of a group, the likeliest first.
 
     Attributes:
+        num_prompts: that were to be handed over.
         num_blocks: blocks that receivers have got.
         num_bytes: bytes that receivers have read, or are reading.
         bytes_of: `num_bytes` by receiver.
@@ -63,27 +65,43 @@ class HandOver:
         self._max_bytes = max_bytes
         self._holders = holders
         self._ask = ask
+        self._room, self._num_runs = asyncio.Condition(), 0  # Runs that receivers are reading.
         self._given: defaultdict[str, set[BlockKey]] = defaultdict(set)
-        self.num_blocks = self.num_bytes = 0
+        self.num_prompts = self.num_blocks = self.num_bytes = 0
         self.bytes_of: Counter[str] = Counter()
 
     async def run(self, prompts: Iterator[Prompt]) -> None:
         """Returns when no prompt is left, or no receiver."""
-        await asyncio.gather(*(self._give_all(prompts) for _ in range(AT_ONCE)))
+        async with asyncio.TaskGroup() as group:
+            for _ in range(AT_ONCE):
+                group.create_task(self._give_all(prompts))
 
     async def _give_all(self, prompts: Iterator[Prompt]) -> None:
         for prompt in prompts:
+            self.num_prompts += 1
             tried: list[str] = []
             while len(tried) < MAX_TRIES and (endpoint := await self._receiver(prompt, tried)):
-                has_read = await self._give(endpoint, prompt)
+                async with self._room:  # A receiver reads each group under a lease, of which the server grants few.
+                    await self._room.wait_for(functools.partial(self._has_room, len(prompt.runs)))
+                    self._num_runs += len(prompt.runs)
+                try:
+                    has_read = await self._give(endpoint, prompt)
+                finally:
+                    self._num_runs -= len(prompt.runs)
+                    async with self._room:
+                        self._room.notify_all()
                 self._failures[endpoint] = self._failures[endpoint] + 1 if has_read is None else 0
                 if has_read:
                     break
-                tried.append(endpoint)
                 if has_read is None:
                     await asyncio.sleep(PAUSE_S)
+                else:
+                    tried.append(endpoint)
             if not self._receivers:
                 return
+
+    def _has_room(self, num_runs: int) -> bool:
+        return not self._num_runs or self._num_runs + num_runs <= LEASES
 
     @property
     def _receivers(self) -> list[str]:
@@ -94,15 +112,18 @@ class HandOver:
         group_idx, run = min(prompt.runs.items())
         held_bytes: Counter[str] = Counter()
         for endpoint in (await self._holders(prompt.namespace, group_idx, run.block_hashes))[:MAX_HOLDERS]:
-            held = await self._ask(endpoint, lambda peer: peer.holds(prompt.namespace, group_idx, run.block_hashes))
-            if held == len(run):
+            has_all = True
+            for idx, each in prompt.runs.items():
+                held = await self._ask(endpoint, functools.partial(_held, prompt.namespace, idx, each.block_hashes))
+                held_bytes[endpoint] += (held or 0) * prompt.namespace.groups[idx].spec.slot_bytes
+                has_all &= held == len(each)
+            if has_all:
                 return ""
-            held_bytes[endpoint] = (held or 0) * prompt.namespace.groups[group_idx].spec.slot_bytes
         load = {
             each: self.bytes_of[each] + max(0, sum(self._new(each, prompt).values()) - held_bytes[each])
             for each in self._receivers
         }
-        return min(load, key=lambda each: (each in tried, load[each]), default="")
+        return min(load, key=lambda each: (each in tried, self._failures[each] > 0, load[each]), default="")
 
     def _new(self, endpoint: str, prompt: Prompt) -> dict[BlockKey, int]:
         """The blocks of a prompt that a receiver was not given yet, with their sizes."""
@@ -125,7 +146,8 @@ class HandOver:
         given |= new.keys()
         self._count(endpoint, sum(new.values()))
         there: set[BlockKey] | None = None
-        num_read, read_at = 0, time.monotonic()
+        seen: set[BlockKey] = set()
+        read_at = time.monotonic()
         while time.monotonic() - read_at < STALLED_S:
             answer = await self._ask(endpoint, lambda peer: peer.bring_up(prompt.namespace, prompt.runs.values()))
             if answer is None:
@@ -133,18 +155,23 @@ class HandOver:
             now_there = answer[0] & new.keys()
             if there is None:  # These were there before.
                 self._count(endpoint, -sum(new[key] for key in now_there))
-            elif arrived := len(now_there - there):
-                num_read, read_at = num_read + arrived, time.monotonic()
+            elif arrived := len(now_there - seen):
+                read_at = time.monotonic()
                 self.num_blocks += arrived
             there = now_there
-            if not answer[1]:
+            seen |= now_there
+            if not answer[1] or seen - now_there:  # It evicts what it has read: it has no room for the prompt.
                 break
-            await asyncio.sleep(max(LOOK_EVERY_S, answer[1] / 1000))
+            await asyncio.sleep(min(STALLED_S, max(LOOK_EVERY_S, answer[1] / 1000)))
         unread = new.keys() - (there or set())
         given -= unread
         self._count(endpoint, -sum(new[key] for key in unread))
-        return None if there is None else num_read > 0 or not unread
+        return None if there is None else not unread
 
     def _count(self, endpoint: str, nbytes: int) -> None:
         self.num_bytes += nbytes
         self.bytes_of[endpoint] += nbytes
+
+
+def _held(namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes], peer: Peer) -> int:
+    return peer.holds(namespace, group_idx, block_hashes)

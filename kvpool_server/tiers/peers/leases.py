@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from kvpool_server.tiers.peers.peer import LeasedRun
     from kvpool_server.tiers.peers.tier import Level
 
-LEASE_MS = 5_000
-"""How long a peer keeps the blocks that it has found, until they are read."""
+LEASE_MS, READ_MS = 5_000, 2_000
+"""How long a peer keeps the blocks that it has found, until they are read; and how much of that a read may take."""
 MAX_LEASED = 1 << 16
 """Blocks that are leased and not read. Beyond it the oldest are forgotten, and their leases expire."""
 
@@ -58,17 +58,18 @@ class Leases:
             self.forget(key, oldest)
 
     def of(self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes]) -> list[Lease | None]:
-        """The lease on each block; None where it has ended, or there was none."""
+        """The lease on each block; None where there is none that lasts long enough for a read."""
+        now = time.monotonic()
         leases = (self._by_block.get((namespace.fingerprint, group_idx, each)) for each in block_hashes)
-        return [lease if lease is not None and time.monotonic() < lease.ends_at else None for lease in leases]
+        return [lease if lease is not None and now + READ_MS / 1000 < lease.ends_at else None for lease in leases]
 
     def forget(self, key: BlockKey, lease: Lease) -> None:
         """A lease on a block is of no use any more; it ends with the last of its blocks."""
-        if self._by_block.get(key) is lease:
-            del self._by_block[key]
-        lease.unread.discard(key[2])
-        if not lease.unread and not lease.num_reads:
-            lease.level.peer.release(lease.run.lease_id)
+        newest = self._by_block.pop(key, lease)
+        for each in {lease, newest}:
+            each.unread.discard(key[2])
+            if not each.unread and not each.num_reads:
+                each.level.peer.release(each.run.lease_id)
 
 
 def neighbours(leases: Sequence[Lease | None], block_hashes: Sequence[bytes]) -> Iterator[tuple[Lease, list[int]]]:

@@ -32,7 +32,10 @@ class PeersOptions(TierOptions):
     directory: str = Field(
         "", description="redis://HOST:PORT/DB of a Redis or Valkey in which servers say what they have; needs key_file"
     )
-    advertise: str = Field("", description="HOST:PORT by which other servers reach this one; default: as in --listen")
+    advertise: str = Field(
+        "",
+        description="HOST:PORT by which other servers reach this one; default: as in --listen, or the host's name",
+    )
     transport: Literal["auto", "tcp", "network", "grpc"] = Field(
         "auto", description="how bytes travel; auto: the first that works of shm, mooncake over RDMA, tcp, grpc"
     )

@@ -13,7 +13,13 @@ from kvpool.client.client import Client
 from kvpool.client.config import ClientConfig
 from kvpool.client.handles import Namespace
 from kvpool.protocol import replies
-from kvpool.protocol.errors import BusyError, KVPoolError, UnknownNamespaceError
+from kvpool.protocol.errors import (
+    BusyError,
+    DrainingError,
+    KVPoolError,
+    UnavailableError,
+    UnknownNamespaceError,
+)
 from kvpool.protocol.skew import OWN, Release, check_skew
 from kvpool.protocol.types import BlockRun, LeasedSlots, Lookup, RunHits, Slots
 from kvpool.transport.base import Transport
@@ -64,19 +70,25 @@ class Peer:
         self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes], lease: bool
     ) -> LeasedRun | None:
         """Those of some blocks that lie in the peer's memory, leased if so wanted; None: none does."""
+        run = BlockRun(group_idx, block_hashes)
+        found = self._look(namespace, [run], lease=lease, locate=lease)
+        return None if found is None else self._run(self._namespace(namespace), run, found, lease)
+
+    def _look(self, namespace: PoolNamespace, runs: Sequence[BlockRun], **wanted: bool) -> Lookup | None:
+        """None if the peer has no such namespace. One that was restarted is reached anew, once."""
+        was_reached = self._reached is not None
         try:
-            there = self._namespace(namespace)
-            run = BlockRun(group_idx, block_hashes)
-            found = self._client.rpc.lookup(there, [run], prefix_only=False, lease=lease, locate=lease, here=True)
+            return self._client.rpc.lookup(self._namespace(namespace), runs, prefix_only=False, here=True, **wanted)
         except UnknownNamespaceError:
             return None
-        except BusyError:
+        except (BusyError, DrainingError):
             raise
-        except KVPoolError:
+        except KVPoolError as error:
             with self._lock:
                 self._reached = None  # It may have been restarted.
-            raise
-        return self._run(there, run, found, lease)
+            if not was_reached or not isinstance(error, UnavailableError):
+                raise
+        return self._look(namespace, runs, **wanted)
 
     def read(self, leased: LeasedRun, block_hashes: Sequence[bytes], into: Sequence[memoryview]) -> list[Sequence[int]]:
         """Reads neighbours among leased blocks, verified; returns the checksums of each one's chunks.
@@ -103,10 +115,7 @@ class Peer:
         Returns those that lie in its memory and, if others are on their way, when to ask again, milliseconds; else 0.
         """
         asked = list(runs)
-        try:
-            there = self._namespace(namespace)
-            found = self._client.rpc.lookup(there, asked, prefix_only=False, lease=False, here=True, bring_up=True)
-        except UnknownNamespaceError:
+        if (found := self._look(namespace, asked, lease=False, bring_up=True)) is None:
             return set(), 0
         present = {
             (namespace.fingerprint, run.group_idx, name)

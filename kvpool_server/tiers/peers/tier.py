@@ -94,6 +94,7 @@ class PeersTier(Tier):
     ):
         super().__init__(name)
         self._own_boot_token = own_boot_token
+        self._own: set[str] = set()  # Endpoints that have turned out to be this server's.
         self._config = config
         self._peers = peers
         self._directory = directory
@@ -118,13 +119,12 @@ class PeersTier(Tier):
 
     async def _watch(self) -> None:
         """Asks servers whether they answer, and forgets those of the directory that have ended."""
-        own: set[str] = set()
         while True:
             await asyncio.sleep(WATCH_S)
             for endpoint, level in list(self._levels.items()):
                 boot_token = await self._call(level.questions, self._questions, level.peer.ping)
-                if boot_token == self._own_boot_token != 0 and endpoint not in own:
-                    own.add(endpoint)
+                if boot_token == self._own_boot_token != 0 and endpoint not in self._own:
+                    self._own.add(endpoint)
                     log.error("a tier names this server as another one; take it out", tier=self.name, peer=endpoint)
                 if level.questions.is_working:
                     level.worked_at = self._clock()
@@ -214,7 +214,8 @@ class PeersTier(Tier):
         if self._directory is not None:
             tokens = namespace.groups[group_idx].spec.block_tokens
             owners = await self._directory.owners(namespace.fingerprint, group_idx, block_hashes, tokens)
-        return [*owners, *(peer for peer in self._peers if peer not in owners)]
+        likely = [*owners, *(peer for peer in self._peers if peer not in owners)]
+        return [endpoint for endpoint in likely if endpoint not in self._own]
 
     async def _level(self, endpoint: str) -> Level | None:
         """None for one that the directory names, and the settings do not allow; raises ConfigError for a named one.
@@ -265,7 +266,7 @@ class PeersTier(Tier):
 
         leases = self._leases.of(namespace, group_idx, block_hashes)
         if ended := [each for each, lease in zip(block_hashes, leases, strict=True) if lease is None]:
-            await self.find(namespace, group_idx, ended)
+            await self._search(namespace, group_idx, ended, {})
             leases = self._leases.of(namespace, group_idx, block_hashes)
         parts = list(neighbours(leases, block_hashes))
         for lease, _ in parts:
@@ -301,13 +302,23 @@ class PeersTier(Tier):
             return None if isinstance(answer, str) else answer
 
         others = await self._directory.servers() if self._directory is not None else []
-        receivers = [*self._peers, *(other for other in others if other not in self._peers)]
+        receivers = [each for each in dict.fromkeys([*self._peers, *others]) if each not in self._own]
+        for endpoint in receivers:  # One that was away may have come back: it is asked at once.
+            if (level := self._levels.get(endpoint)) is not None and not level.questions.is_available:
+                self._drop(endpoint)
         handed = HandOver(receivers, self._handover_bytes, self._likely, ask)
         try:
             await handed.run(prompts)
         finally:
-            read_by = len(+handed.bytes_of)
-            log.info("blocks handed over", tier=self.name, blocks=handed.num_blocks, servers=read_by, of=len(receivers))
+            asked, read_by = len(receivers), len(+handed.bytes_of)
+            say = log.info if handed.num_blocks or not handed.num_prompts else log.warning
+            say(
+                "blocks handed over",
+                tier=self.name,
+                blocks=handed.num_blocks,
+                servers_asked=asked,
+                servers_read=read_by,
+            )
 
     def stats(self) -> pb.TierStats:
         stats = super().stats()

@@ -176,7 +176,7 @@ args:
 {{- end }}
 {{- if .Values.peers.secretName }}
   # By the pod's address, which no certificate names: all servers' certificates have the Service's name.
-  - --tier=peers:directory=$(PEERS_DIRECTORY),key_file=/etc/kvpool/peers/key,advertise=$(POD_IP):50051
+  - --tier=peers:directory=$(PEERS_DIRECTORY),key_file=/etc/kvpool/peers/key,advertise=$(POD_IP):50051{{ with .Values.peers.handover }},handover={{ . }}{{ end }}
     {{- if eq .Values.network "tls" }},ca=/etc/kvpool/peers/ca.crt,cert=/etc/kvpool/peers/tls.crt,key=/etc/kvpool/peers/tls.key,name={{ include "kvpool.name" . }}.{{ .Release.Namespace }}.svc{{ end }}
 {{- end }}
 env:

@@ -12,7 +12,7 @@ import pytest
 
 from kvpool.protocol.errors import DrainingError
 from kvpool.protocol.namespace import NamespaceSpec
-from kvpool.protocol.types import BlockRun
+from kvpool.protocol.types import BlockRun, ShardRange
 from kvpool.security.principal import Role
 from tests.kvpool_server.tiers.peers.conftest import CHUNK, LONG, SPEC, Host, StartServer
 from tests.kvpool_server.tiers.peers.test_tier import LONG_NAMES, _announced, _keys
@@ -45,14 +45,14 @@ def prompt(name: str, count: int = 8) -> list[str]:
 
 @pytest.fixture
 def neighbours(host: Callable[..., Host]) -> Callable[..., list[Host]]:
-    """Starts servers that name one another. The first one has the tier's options that are given."""
+    """Starts servers that name one another. The first one, or all, have the tier's options that are given."""
 
-    def start(options: str, count: int = 2) -> list[Host]:
+    def start(options: str, count: int = 2, all_have_them: bool = False) -> list[Host]:
         endpoints = [free_endpoint() for _ in range(count)]
         hosts = []
         for nth, endpoint in enumerate(endpoints):
             others = "+".join(each for each in endpoints if each != endpoint)
-            tier = f"peers:transport=tcp,peer={others}{options if nth == 0 else ''}"
+            tier = f"peers:transport=tcp,peer={others}{options if nth == 0 or all_have_them else ''}"
             hosts.append(host("--listen", endpoint, "--tier", tier, "--log-format", "json"))
         # A server that has just started may answer others later than they wait.
         for each in hosts:
@@ -74,6 +74,8 @@ def test_a_leaving_server_hands_its_blocks_over_if_it_is_told_to(
     leaving.put(*LONG_NAMES)
     announced = _announced(first) + _announced(LONG_NAMES)
     wait_for(lambda: _keys(directory, "block") == announced, "the announcements")
+    for nth in range(20):  # A stranger's.
+        directory.command("ZADD", "kvpool:servers", "inf", f"stranger-{nth}")
     assert drained(leaving) < LONG_S
     assert other.load(*LONG_NAMES) == [bool(options)] * LONG
     if options:
@@ -108,6 +110,53 @@ def test_what_another_server_has_is_not_handed_over(neighbours: Callable[..., li
     assert handed_over(leaving) == 32
     # The rest of a prompt goes to the server that has its beginning, which then has been given more than the other one.
     assert (first.read_bytes, second.read_bytes) == (48 * CHUNK, 0)
+
+
+def test_servers_that_leave_together_leave_a_shared_prompt_to_the_one_that_stays(
+    neighbours: Callable[..., list[Host]],
+) -> None:
+    leaving, second, third = neighbours(",handover=1GiB", 3, all_have_them=True)
+    names = prompt("shared", 64)
+    leaving.put(*names)
+    wait_for(lambda: all(second.load(*names)), "blocks that another server has read", 20)
+    for each in (leaving, second):
+        each.client.admin.drain(LONG_S * 1000)
+    for each in (leaving, second):
+        assert each.server.wait(LONG_S + 20) == 0
+    assert all(third.load(*names))
+
+
+def test_a_prompt_that_is_being_continued_is_handed_over(neighbours: Callable[..., list[Host]]) -> None:
+    leaving, other = neighbours(",handover=1GiB")
+    names = prompt("open")
+    leaving.put(*names)
+    shards = ShardRange(0, leaving.namespace.group(0).num_shards)
+    leaving.client.rpc.put_start(leaving.namespace, [run_of("next", parent=names[-1])], shards)
+    drained(leaving, 3)
+    assert handed_over(leaving) == len(names) and other.read_bytes == len(names) * CHUNK
+
+
+def test_a_receiver_without_room_reads_no_block_twice(pool_server: StartServer) -> None:
+    chunk, names = 64 << 10, prompt("large", 1_000)
+    spec = namespace_spec(group_spec(chunk_bytes=chunk), tenant="acme")
+    endpoints = [free_endpoint(), free_endpoint()]
+    hosts = []
+    for endpoint, other, memory, options in (
+        (*endpoints, "96MiB", ",handover=1GiB"), (*endpoints[::-1], "32MiB", "")
+    ):  # fmt: skip
+        tier = f"peers:transport=tcp,peer={other}{options}"
+        flags = ("--memory", memory, "--listen", endpoint, "--log-format", "json")
+        hosts.append(Host(pool_server(*flags, "--tier", tier)))
+    leaving, receiver = hosts
+    for each in hosts:
+        wait_for(lambda each=each: all(up for up, _ in each.servers.values()), "all to answer", 60)
+        each.client.open_namespace(spec)
+    blocks = [payload(name, chunk) for name in names]
+    leaving.client.put_blocks(leaving.client.open_namespace(spec), run_of(*names), blocks)
+    assert drained(leaving) < LONG_S
+    assert receiver.read_bytes <= len(names) * chunk
+    for each in hosts:
+        each.close()
 
 
 def test_the_prompts_used_last_are_handed_over_within_the_size(neighbours: Callable[..., list[Host]]) -> None:
