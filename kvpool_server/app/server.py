@@ -23,6 +23,8 @@ from kvpool_server.settings.config import ServerConfig
 log = structlog.get_logger()
 
 EXPIRE_EVERY_S = 0.5
+DRAINED_S = 2.0
+"""How long calls may go on once all leases and tickets have ended: a stream of a client would last to the deadline."""
 
 
 class Server:
@@ -133,7 +135,7 @@ class Server:
         parts, drain_s = self.parts, self.config.drain_ms / 1000
         ends_at = time.monotonic() + drain_s
         if parts.drain is not None and parts.drain.is_draining:
-            await parts.grpc.stop(min(parts.drain.left_s, drain_s))
+            await parts.grpc.stop(min(parts.drain.left_s, DRAINED_S))
         else:
             log.info("draining", tickets=self.parts.pool.stats().num_tickets, leases=self.parts.pool.stats().num_leases)
             await parts.grpc.stop(drain_s)
