@@ -31,6 +31,7 @@ OWN_WAITS = {
     "tiering/demoter.py",
     "tiers/file/tier.py",
     "tiers/peers/directory.py",
+    "tiers/peers/handover.py",
     "tiers/peers/tier.py",
 }
 """Modules that wait for the server's own work, or of a caller that has its turn."""
