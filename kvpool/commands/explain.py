@@ -137,6 +137,7 @@ class PromptReport:
         """What is known, most important first. One sentence or few a line."""
         return [
             self._summary(),
+            *self._about_tiers(),
             *self._about_names(),
             *itertools.islice(self._about_missing(), MAX_SENTENCES),
             *self._about_rules(),
@@ -150,8 +151,15 @@ class PromptReport:
         loaded = f"An engine would load {self.loadable:,} and compute {total - self.loadable:,}."
         return f"{stored:,} of {total:,} tokens are stored{share}. {loaded}"
 
+    def _about_tiers(self) -> Iterator[str]:
+        if self._found.tiers_away:
+            names = ", ".join(self._found.tiers_away)
+            yield f"{names} did not answer for all blocks: missing ones may be there."
+        for server, why in sorted(self._found.servers_away.items()):
+            yield f"{server} gave no answer about these blocks: {why}."
+
     def _about_names(self) -> Iterator[str]:
-        if self.is_unknown and self.has_other_blocks:
+        if self.is_unknown and self.has_other_blocks and not self._found.tiers_away:
             yield (
                 "The namespace has blocks, but none of this prompt. If an engine has stored this prompt, its blocks "
                 "have other names: check the tokenizer, hash seed, cache salt and LoRA adapter."
@@ -214,11 +222,6 @@ class PromptReport:
                 f"Namespace {match.fingerprint.hex()[:12]} has {blocks} of this prompt, from the first "
                 f"missing block on. The namespace differs in: {fields}."
             )
-        if self._found.tiers_away:
-            names = ", ".join(self._found.tiers_away)
-            yield f"These tiers did not say of all blocks whether they have them: {names}. They may have missing ones."
-        for server, why in sorted(self._found.servers_away.items()):
-            yield f"{server} gave no answer about these blocks: {why}."
 
     def _about_memory(self) -> Iterator[str]:
         if not self._found.remembered_seconds:
