@@ -215,7 +215,7 @@ def measure_misses(rounds: int) -> list[Row]:
 def measure_directory(rounds: int) -> list[Row]:
     """Its CPU time."""
     with tempfile.TemporaryDirectory(prefix="kvpool-peers-") as folder, directory(folder) as port:
-        announcements, questions = asyncio.run(_cpu_of_directory(port, rounds))
+        announcements, questions = asyncio.run(asyncio.wait_for(_cpu_of_directory(port, rounds), DEADLINE_S))
     each, question = ms(announcements), ms(questions)
     new = SERVER_TOKENS / EVERY_TOKENS
     a_second = SERVER_PROMPTS * (new * each.figure + question.figure)

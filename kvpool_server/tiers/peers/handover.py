@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import operator
 import time
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -114,7 +115,8 @@ class HandOver:
         for endpoint in (await self._holders(prompt.namespace, group_idx, run.block_hashes))[:MAX_HOLDERS]:
             has_all = True
             for idx, each in prompt.runs.items():
-                held = await self._ask(endpoint, functools.partial(_held, prompt.namespace, idx, each.block_hashes))
+                holds = operator.methodcaller("holds", prompt.namespace, idx, each.block_hashes)
+                held = await self._ask(endpoint, holds)
                 held_bytes[endpoint] += (held or 0) * prompt.namespace.groups[idx].spec.slot_bytes
                 has_all &= held == len(each)
             if has_all:
@@ -171,7 +173,3 @@ class HandOver:
     def _count(self, endpoint: str, nbytes: int) -> None:
         self.num_bytes += nbytes
         self.bytes_of[endpoint] += nbytes
-
-
-def _held(namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes], peer: Peer) -> int:
-    return peer.holds(namespace, group_idx, block_hashes)

@@ -71,14 +71,17 @@ class Peer:
     ) -> LeasedRun | None:
         """Those of some blocks that lie in the peer's memory, leased if so wanted; None: none does."""
         run = BlockRun(group_idx, block_hashes)
-        found = self._look(namespace, [run], lease=lease, locate=lease)
-        return None if found is None else self._run(self._namespace(namespace), run, found, lease)
+        looked = self._look(namespace, [run], lease=lease, locate=lease)
+        return None if looked is None else self._run(looked[0], run, looked[1], lease)
 
-    def _look(self, namespace: PoolNamespace, runs: Sequence[BlockRun], **wanted: bool) -> Lookup | None:
-        """None if the peer has no such namespace. One that was restarted is reached anew, once."""
+    def _look(
+        self, namespace: PoolNamespace, runs: Sequence[BlockRun], **wanted: bool
+    ) -> tuple[Namespace, Lookup] | None:
+        """The namespace as the peer has it, and the answer; None if it has none. A restarted peer is reached anew."""
         was_reached = self._reached is not None
         try:
-            return self._client.rpc.lookup(self._namespace(namespace), runs, prefix_only=False, here=True, **wanted)
+            there = self._namespace(namespace)
+            return there, self._client.rpc.lookup(there, runs, prefix_only=False, here=True, **wanted)
         except UnknownNamespaceError:
             return None
         except (BusyError, DrainingError):
@@ -115,8 +118,9 @@ class Peer:
         Returns those that lie in its memory and, if others are on their way, when to ask again, milliseconds; else 0.
         """
         asked = list(runs)
-        if (found := self._look(namespace, asked, lease=False, bring_up=True)) is None:
+        if (looked := self._look(namespace, asked, lease=False, bring_up=True)) is None:
             return set(), 0
+        found = looked[1]
         present = {
             (namespace.fingerprint, run.group_idx, name)
             for run, hit in zip(asked, found.hits, strict=True)

@@ -296,9 +296,9 @@ class PeersTier(Tier):
 
     async def hand_over(self, prompts: Iterator[Prompt]) -> None:
         async def ask(endpoint: str, question: Callable[[Peer], T]) -> T | None:
-            answer = (
-                AWAY if (level := await self._level(endpoint)) is None else await self._ask(level, question, level.peer)
-            )
+            if (level := await self._level(endpoint)) is None:
+                return None
+            answer = await self._ask(level, question, level.peer)
             return None if isinstance(answer, str) else answer
 
         others = await self._directory.servers() if self._directory is not None else []
@@ -310,15 +310,9 @@ class PeersTier(Tier):
         try:
             await handed.run(prompts)
         finally:
-            asked, read_by = len(receivers), len(+handed.bytes_of)
             say = log.info if handed.num_blocks or not handed.num_prompts else log.warning
-            say(
-                "blocks handed over",
-                tier=self.name,
-                blocks=handed.num_blocks,
-                servers_asked=asked,
-                servers_read=read_by,
-            )
+            servers = {"servers_asked": len(receivers), "servers_read": len(+handed.bytes_of)}
+            say("blocks handed over", tier=self.name, blocks=handed.num_blocks, **servers)
 
     def stats(self) -> pb.TierStats:
         stats = super().stats()
