@@ -7,6 +7,7 @@ servers, also if the tests' process is killed.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import subprocess
@@ -48,9 +49,10 @@ class ForkedServer:
         return status
 
     def send_signal(self, number: int) -> None:
-        """Does nothing once the server has ended."""
+        """Does nothing once the server has ended, also before the fork server has sent its exit status."""
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
 
     def kill(self) -> None:
         """SIGKILL."""
