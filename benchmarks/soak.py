@@ -110,7 +110,7 @@ class World:
         self.servers = [self._server(nth, endpoint, master_port) for nth, endpoint in enumerate(self.endpoints)]
 
     def _server(self, nth: int, endpoint: str, master_port: int) -> Process:
-        command = [sys.executable, "-m", "kvpool_server", "--listen", endpoint, "--http-listen", ""]
+        command = [sys.executable, "-m", "kvpool_server", "--listen", endpoint, "--http-listen", "", "--keep", "no"]
         command += ["--data-listen", "127.0.0.1:0", "--memory", MEMORY, "--grace-ms", "200", "--max-ttl-ms", "5000"]
         command += ["--log-level", "error"]
         write = "back" if nth == SERVERS - 1 else "through"

@@ -8,8 +8,8 @@ import inspect
 import json
 import os
 import signal
-import socket
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any, get_origin
 
 import structlog
@@ -21,6 +21,7 @@ from kvpool.protocol.errors import ConfigError
 from kvpool.report.quotas import size_text
 from kvpool.transport.unix_socket import SCHEME, socket_path
 from kvpool.version import __version__
+from kvpool_server.keeping import keeper, store
 from kvpool_server.process import logs
 from kvpool_server.process.addresses import is_local, name_for_clients, split_address
 from kvpool_server.process.event_loop import EventLoop
@@ -63,11 +64,13 @@ def serve(
 
     Each setting comes from its flag, else from KVPOOL_<NAME> in the environment, else from the TOML file, else from its
     default. Unknown keys are errors. SIGTERM and SIGINT finish calls under way, then stop; SIGUSR2 drains as `kvpool
-    drain` does, then stops.
+    drain` does, then stops; SIGUSR1 restarts the server with its blocks (see --keep).
 
     Example: kvpool-server --listen 127.0.0.1:50051 --memory 64GiB
     """
     settings = load({name: value for name, value in given.items() if value is not None})
+    if settings.keep == "yes" and not store.exists():
+        keeper.become(sys.argv[1:])
     events = LogEvents()
     logs.configure(settings.log_format, settings.log_level, events)
     if links := service_links(os.environ):
@@ -93,6 +96,8 @@ async def _run(settings: ServerConfig, events: LogEvents) -> None:
         loop.add_signal_handler(number, server.request_stop)
     loop.add_signal_handler(signal.SIGUSR2, server.request_drain)
     loop.add_signal_handler(signal.SIGHUP, server.parts.look_at_credentials)
+    if (keeper_pid := store.keeper_pid()) is not None:
+        end_with(keeper_pid, loop, server.request_stop)
     stopping = asyncio.create_task(server.wait())
     starting = asyncio.create_task(server.start())
     await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
@@ -176,20 +181,26 @@ Point vLLM at it{places}:
 """
 
 
-def notify(*states: str) -> None:
-    """Sends states such as READY=1 to the manager that started this process, if there is one. A failure is only logged.
+def end_with(keeper_pid: int, loop: asyncio.AbstractEventLoop, stop: Callable[[], None]) -> None:
+    """Stops the server when its keeper has ended: a successor would find its ports taken."""
 
-    Source: sd_notify, https://www.freedesktop.org/software/systemd/man/sd_notify.html, without its library.
-    """
-    if not (address := os.environ.get("NOTIFY_SOCKET", "")):
-        return
-    name = "\0" + address[1:] if address.startswith("@") else address  # @ is systemd's way to write an abstract socket.
+    def ended() -> None:
+        loop.remove_reader(watched)
+        log.error("the keeper of the memory was killed; the server stops")
+        stop()
+
+    watched = os.pidfd_open(keeper_pid)
+    loop.add_reader(watched, ended)
+    if os.getppid() != keeper_pid:
+        ended()
+
+
+def notify(*states: str) -> None:
+    """Sends states such as READY=1 to the manager that started this process. A failure is only logged."""
     try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as manager:
-            manager.connect(name)
-            manager.sendall("\n".join(states).encode())
+        store.notify(*states)
     except OSError as error:
-        log.warning("the service manager could not be told", notify_socket=address, states=states, error=str(error))
+        log.warning("the service manager could not be told", states=states, error=str(error))
 
 
 def main() -> None:

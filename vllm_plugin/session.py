@@ -165,8 +165,7 @@ class Session:
             if not self._wanted.wait(PING_EVERY_S):
                 self._ping()
             return
-        # The system frees a dead server's shared memory once no process maps it, and the next server may need it.
-        self.client.attachment.detach()
+        self.client.attachment.away()
         if not self._closed.wait(wait_s):
             self._probe()
 

@@ -61,7 +61,7 @@ BARE_SHARE = 0.9
 
 def server_command(address: str, memory: str) -> list[str]:
     """A kvpool-server that can be reached at `address` only."""
-    command = [sys.executable, "-m", "kvpool_server", "--listen", f"{address}:{CONTROL_PORT}"]
+    command = [sys.executable, "-m", "kvpool_server", "--listen", f"{address}:{CONTROL_PORT}", "--keep", "no"]
     command += ["--insecure-network", "--http-listen", "", "--memory", memory]
     if "data_listen" in ServerConfig.model_fields:  # Where bytes have a port of their own.
         command += ["--data-listen", f"{address}:{DATA_PORT}"]

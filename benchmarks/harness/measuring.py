@@ -307,8 +307,8 @@ def server_process(
     Ready, and its arena backed by memory: first touch costs seconds a GiB.
     """
     endpoint = free_endpoint()
-    command = [sys.executable, "-m", "kvpool_server", "--listen", endpoint, "--http-listen", "", "--memory", memory]
-    command += ["--data-listen", "127.0.0.1:0"]
+    command = [sys.executable, "-m", "kvpool_server", "--listen", endpoint, "--http-listen", "", "--keep", "no"]
+    command += ["--memory", memory, "--data-listen", "127.0.0.1:0"]
     command += flags
     with process(command) as running, Client(ClientConfig(endpoint, tls=tls)) as client:
 

@@ -6,6 +6,7 @@ A new transport needs a function here that attaches to it, a line in `CANDIDATES
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -29,6 +30,9 @@ from kvpool.v1 import pool_pb2 as pb
 
 PROVE_S = 3.0
 """Least time for a data port to send its greeting: a client that gives up uses gRPC for a while."""
+
+KEPT_S = 15.0
+"""How long memory that outlives its server stays mapped without a server: the next one may be there in a second."""
 
 RETRY_S = (10.0, 320.0)
 """Time until a client that fell back to gRPC tries the faster transports again: at first, and at most."""
@@ -173,16 +177,34 @@ class Attachment:
         self._lock = threading.RLock()
         self.choice: Choice | None = None
         self._offer: Offer = pb.OpenNamespaceResponse()
+        self._away_since = math.inf
         self._retry_after_s, self._retry_at = RETRY_S[0], 0.0
 
     def attach(self, offer: Offer) -> Transport:
-        """The transport to this boot of the server; one to an earlier boot is closed first. Raises as `choose`."""
+        """The transport to this boot of the server. Raises as `choose`.
+
+        One to an earlier boot is closed first, unless its memory is that of this boot.
+        """
         with self._lock:
-            if self.choice is None or self._offer.boot_token != offer.boot_token:
-                self.detach()
+            self._away_since = math.inf
+            if self.choice is not None and self._offer.boot_token != offer.boot_token:
+                if not _shares_memory(self.choice.transport, offer):
+                    self.detach()
+                self._offer = offer
+            if self.choice is None:
                 self.choice, self._offer = self._choose(offer), offer
                 self._retry_after_s, self._retry_at = RETRY_S[0], self._clock() + RETRY_S[0]
             return self.retry() or self.choice.transport
+
+    def away(self) -> None:
+        """The server does not answer: unmaps its memory, which the system frees once nobody maps it.
+
+        Memory that the next server adopts stays mapped for `KEPT_S`. Call it again while the server is away.
+        """
+        with self._lock:
+            self._away_since = min(self._away_since, self._clock())
+            if not self._offer.segment.kept or self._clock() > self._away_since + KEPT_S:
+                self.detach()
 
     def retry(self) -> Transport | None:
         """The faster transport that replaces a fallback from now on; None if there is no fallback, or nothing faster.
@@ -208,3 +230,7 @@ class Attachment:
             if self.choice is not None:
                 self.choice.transport.close()
                 self.choice = None
+
+
+def _shares_memory(transport: Transport, offer: Offer) -> bool:
+    return isinstance(transport, ShmTransport) and offer.segment.nonce == transport.segment.nonce

@@ -35,6 +35,9 @@ MAP_AHEAD = "kvpool-map-ahead"
 MAP_POLL_S = 0.1
 MAP_AHEAD_S = 600.0
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_OWNER, _OTHERS = 0, 1
+"""Bytes of the file whose locks say that the owner, or another process of its server, lives. The kernel ends a
+process's locks once none of its threads can touch the memory any more."""
 _MFD_NOEXEC_SEAL = 8
 _MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23
@@ -75,21 +78,26 @@ class Segment:
     def create(cls, nbytes: int) -> Segment:
         """Makes a segment of `nbytes`, not yet backed by memory (see `populate`). Raises ConfigError if that fails."""
         try:
-            fd = _anonymous_file(f"{NAME}{os.getpid()}")
-        except OSError as error:
-            raise ConfigError(f"cannot make shared memory (memfd_create): {error.strerror}") from error
-        try:
-            os.ftruncate(fd, nbytes + TRAILER_BYTES)
+            fd = sealed_file(f"{NAME}{os.getpid()}", nbytes + TRAILER_BYTES)
             os.pwrite(fd, secrets.token_bytes(NONCE_BYTES), nbytes)
-            with contextlib.suppress(OSError):  # See `is_sealed`.
-                fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
-            segment = cls(fd, nbytes)
+            return cls.adopt(fd, nbytes, secrets.token_bytes(TOKEN_BYTES))
         except OSError as error:
-            os.close(fd)
             raise ConfigError(
-                f"cannot make {nbytes} bytes of shared memory: {error.strerror}; lower --memory"
+                f"cannot make {nbytes} bytes of shared memory (memfd_create): {error.strerror}; lower --memory"
             ) from error
-        segment.token = secrets.token_bytes(TOKEN_BYTES)
+
+    @classmethod
+    def adopt(cls, fd: int, nbytes: int, token: bytes) -> Segment:
+        """The owner's mapping of a segment that this process, or one before it, has made. Raises OSError.
+
+        `fd` is closed with the segment, or on failure.
+        """
+        try:
+            segment = cls(fd, nbytes)
+        except BaseException:
+            os.close(fd)
+            raise
+        segment.token = token
         _advise(segment._address, nbytes, _MADV_HUGEPAGE)
         return segment
 
@@ -100,7 +108,8 @@ class Segment:
         Raises TransferError if it is not sealed memory of the size and with the nonce that the server has announced.
         """
         try:
-            _check(fd, nbytes, nonce)
+            if why := why_other(fd, nbytes, nonce):
+                raise TransferError(f"no shared memory: the server's memory socket sent {why}")
             return cls(fd, nbytes)
         except OSError as error:
             os.close(fd)
@@ -113,6 +122,10 @@ class Segment:
     def is_sealed(self) -> bool:
         """Whether the size is fixed. If the system has no seals, no client may map the memory."""
         return _seals(self.fd) & SEALS == SEALS
+
+    def hold(self) -> None:
+        """Has later owners wait until this process, which is not the owner, has ended."""
+        fcntl.lockf(self.fd, fcntl.LOCK_SH, 1, _OTHERS)
 
     def populate(self, start: int, nbytes: int) -> None:
         """Backs a part with memory, so that later writes do not fault. Raises MemoryError if the system has none."""
@@ -169,6 +182,33 @@ def _advise(address: int, nbytes: int, advice: int) -> int:
     return 0 if _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), advice) == 0 else ctypes.get_errno()
 
 
+def is_abandoned(fd: int) -> bool:
+    """Makes this process the owner of a segment; False if a process of another server may still touch the memory.
+
+    No descriptor of the file may be closed in this process before it ends, or owns the segment no longer.
+    """
+    try:
+        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, _OWNER)
+        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, _OTHERS)
+    except OSError:
+        return False
+    fcntl.lockf(fd, fcntl.LOCK_UN, 1, _OTHERS)
+    return True
+
+
+def sealed_file(name: str, nbytes: int) -> int:
+    """The descriptor of a new anonymous file of a size that is fixed, if the system has seals. Raises OSError."""
+    fd = _anonymous_file(name)
+    try:
+        os.ftruncate(fd, nbytes)
+        with contextlib.suppress(OSError):  # See `is_sealed`.
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
 def _anonymous_file(name: str) -> int:
     flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
     try:
@@ -185,15 +225,11 @@ def _seals(fd: int) -> int:
         return 0
 
 
-def _check(fd: int, nbytes: int, nonce: bytes) -> None:
-    """Raises TransferError if a file is not the memory that a server has announced. Nothing is mapped before that."""
+def why_other(fd: int, nbytes: int, nonce: bytes) -> str:
+    """Why a file is not the segment of this size and nonce; empty if it is. Nothing is mapped before that."""
     found = os.fstat(fd)
-    why = ""
     if not stat.S_ISREG(found.st_mode) or _seals(fd) & SEALS != SEALS:  # Only memory can be sealed.
-        why = "no memory whose size is sealed"
-    elif found.st_size != nbytes + TRAILER_BYTES:
-        why = f"memory of another size than it announced ({found.st_size - TRAILER_BYTES} for {nbytes} bytes)"
-    elif os.pread(fd, NONCE_BYTES, nbytes) != nonce:
-        why = "another server's memory"
-    if why:
-        raise TransferError(f"no shared memory: the server's memory socket sent {why}")
+        return "no memory whose size is sealed"
+    if found.st_size != nbytes + TRAILER_BYTES:
+        return f"memory of another size than it announced ({found.st_size - TRAILER_BYTES} for {nbytes} bytes)"
+    return "another server's memory" if os.pread(fd, NONCE_BYTES, nbytes) != nonce else ""

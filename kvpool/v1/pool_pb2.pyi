@@ -166,16 +166,18 @@ class OpenNamespaceRequest(_message.Message):
     def __init__(self, spec: _Optional[_Union[NamespaceSpec, _Mapping]] = ..., expected_fingerprint: _Optional[bytes] = ..., opener: _Optional[str] = ..., protocol: _Optional[int] = ..., release: _Optional[str] = ...) -> None: ...
 
 class Segment(_message.Message):
-    __slots__ = ("nbytes", "nonce", "nonce_offset", "token")
+    __slots__ = ("nbytes", "nonce", "nonce_offset", "token", "kept")
     NBYTES_FIELD_NUMBER: _ClassVar[int]
     NONCE_FIELD_NUMBER: _ClassVar[int]
     NONCE_OFFSET_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
+    KEPT_FIELD_NUMBER: _ClassVar[int]
     nbytes: int
     nonce: bytes
     nonce_offset: int
     token: bytes
-    def __init__(self, nbytes: _Optional[int] = ..., nonce: _Optional[bytes] = ..., nonce_offset: _Optional[int] = ..., token: _Optional[bytes] = ...) -> None: ...
+    kept: bool
+    def __init__(self, nbytes: _Optional[int] = ..., nonce: _Optional[bytes] = ..., nonce_offset: _Optional[int] = ..., token: _Optional[bytes] = ..., kept: bool = ...) -> None: ...
 
 class MooncakeEngine(_message.Message):
     __slots__ = ("session", "protocol", "base_address", "nbytes", "nonce", "nonce_offset")

@@ -25,11 +25,14 @@ from pydantic import ByteSize
 
 from kvpool.protocol.errors import ConfigError
 from kvpool.transport.mooncake_engine import Engine
-from kvpool.transport.segment import Segment
+from kvpool.transport.segment import Segment, is_abandoned
 from kvpool.transport.unix_socket import MAGIC, REQUEST_BYTES, Address, abstract_name, memory_path, peer_of
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.data_plane.workers import DataWorkers
+from kvpool_server.keeping import store
+from kvpool_server.keeping.adoption import make_table, take_memory
+from kvpool_server.keeping.table import SlotTable
 from kvpool_server.process.addresses import bind_path, cannot_bind
 from kvpool_server.rpc.chunks import WRITTEN_BYTES
 from kvpool_server.settings.config import ServerConfig
@@ -103,6 +106,8 @@ class ArenaMemory:
         arena: slots by offset, of which none can be allocated before it is backed.
         backed_bytes: of the arena so far.
         segment: once created.
+        table: of what lies in the arena, for the next server; None: nobody keeps the memory.
+        is_adopted: whether both are those of the server before.
     """
 
     def __init__(self, config: ServerConfig, *, has_tenants: bool):
@@ -112,35 +117,58 @@ class ArenaMemory:
         self.arena = Arena(config.memory, None, 0, self._zero if has_tenants else None)
         self.backed_bytes = 0
         self.segment: Segment
+        self.table: SlotTable | None = None
+        self.is_adopted = False
         self._step: asyncio.Future[None] | None = None
 
     async def create(self, stack: AsyncExitStack) -> None:
-        """Waits a little where engines still map the memory of a predecessor. The stack closes what is created."""
+        """Adopts the memory of the server before, or makes new memory. The stack closes it when the server ends."""
+        arena, is_kept = self.arena, self._config.keep == "yes" and store.exists()
+        taken = await take_memory(arena.arena_bytes, arena.extent_bytes, has_tenants=self._has_tenants)
+        if taken is not None and is_kept:
+            self.segment, self.table = taken
+            self.is_adopted = True
+            self._back(self.table.backed_bytes)
+        else:
+            await self._make(is_kept)
+        stack.callback(self.segment.close)
+        if self.table is not None:
+            stack.callback(self.table.close)
+        if not self.segment.is_sealed:
+            log.warning("this system cannot seal memory (memfd), so clients on this host get it over the network")
+        stack.push_async_callback(self._wait_for_step)
+
+    async def _make(self, is_kept: bool) -> None:
+        """Waits a little where engines still map the memory of a predecessor."""
         deadline = time.monotonic() + PREDECESSOR_S
         if free_bytes() < self._config.memory:
             log.info("waits for memory that engines of a predecessor may still map", longest_s=PREDECESSOR_S)
         while free_bytes() < self._config.memory and time.monotonic() < deadline:
             await asyncio.sleep(LOOK_EVERY_S)
         check_free(self._config.memory)
-        self.segment = Segment.create(self.arena.arena_bytes)
-        stack.callback(self.segment.close)
-        if not self.segment.is_sealed:
-            log.warning("this system cannot seal memory (memfd), so clients on this host get it over the network")
-        stack.push_async_callback(self._wait_for_step)
+        segment = self.segment = Segment.create(self.arena.arena_bytes)
+        if is_kept and segment.is_sealed and is_abandoned(segment.fd):
+            self.table = make_table(self.arena, segment)
 
     async def back_step(self) -> None:
         """Backs the next `STEP_BYTES` on a thread. Raises MemoryError if the system has no more memory to give."""
         start, total = self.backed_bytes, self.segment.nbytes
         nbytes = min(STEP_BYTES, total - start)
-        self._step = asyncio.ensure_future(asyncio.to_thread(self._back, start, nbytes))
+        self._step = asyncio.ensure_future(asyncio.to_thread(self._populate, start, nbytes))
         try:
             await asyncio.shield(self._step)
         except MemoryError as error:
             raise MemoryError(f"{error} ({start} of {total} bytes are backed)") from None
-        self.backed_bytes = start + nbytes
-        self.arena.back(self.backed_bytes)
+        self._back(start + nbytes)
 
-    def _back(self, start: int, nbytes: int) -> None:
+    def _back(self, nbytes: int) -> None:
+        """The first `nbytes` have memory. The table says so first: what it calls new has never had a block."""
+        if self.table is not None:
+            self.table.backed_bytes = nbytes
+        self.backed_bytes = nbytes
+        self.arena.back(nbytes)
+
+    def _populate(self, start: int, nbytes: int) -> None:
         if (free := free_bytes()) < nbytes:  # The kernel would not refuse: it would end a process.
             raise MemoryError(f"no memory for the arena at {start}: {max(0, free)} bytes are free")
         self.segment.populate(start, nbytes)
@@ -176,7 +204,8 @@ class ArenaMemory:
         nbytes = self.segment.nbytes
         whole: dict[str, Any] = {"nbytes": nbytes, "nonce": self.segment.nonce, "nonce_offset": nbytes}
         if self._is_everybodys:
-            offer.segment.MergeFrom(pb.Segment(token=self.segment.token, **whole))
+            kept = self.table is not None
+            offer.segment.MergeFrom(pb.Segment(token=self.segment.token, kept=kept, **whole))
         if engine is not None:
             address = self.segment.whole.ctypes.data
             offer.mooncake.MergeFrom(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import os
 import secrets
 import socket
 import time
@@ -22,16 +23,20 @@ from kvpool_server.access.audit import AuditLog
 from kvpool_server.access.control import AccessControl
 from kvpool_server.app.arena_memory import ArenaMemory
 from kvpool_server.app.monitoring import Monitoring
+from kvpool_server.cache.entry import Entry, Observer
 from kvpool_server.cache.eviction import POLICIES
 from kvpool_server.cache.limits import Limits, default_limits
 from kvpool_server.cache.pool import Pool
-from kvpool_server.cache.steps import finish
+from kvpool_server.cache.steps import STEP_BLOCKS, Steps, finish
 from kvpool_server.data_plane.admission import MAX_SEATS
 from kvpool_server.data_plane.permits import PermitTable
 from kvpool_server.data_plane.workers import DataWorkers, default_count
 from kvpool_server.events.messages import Encoder
 from kvpool_server.events.publisher import EventStreams
 from kvpool_server.events.sockets import Gate
+from kvpool_server.keeping.adoption import restore
+from kvpool_server.keeping.follower import TableFollower
+from kvpool_server.keeping.store import ENDED
 from kvpool_server.observability.http import OperatorHttp, on_loop
 from kvpool_server.observability.metrics import FamilyCollector, value_families
 from kvpool_server.observability.usage import Pairs, Usage
@@ -122,6 +127,7 @@ class Composition:
         options = [parse(text) for text in config.tier]
         tiers = self._make_tiers(options)
         await self.memory.create(self._stack)
+        adopted = self._keep_memory()
         pairs = Pairs(has_tenants=self._access is not None)
         self._reports = EngineReports(time.monotonic, pairs)
         file = await asyncio.to_thread(LedgerFile, config.ledger, int(time.time()))
@@ -146,6 +152,7 @@ class Composition:
         await self.memory.back_step()
         if config.event_streams:
             self.events = self._publish_events()
+            in_background(self._stack, self.turns.run(_announce(adopted, self.events)))
         self._stack.push_async_callback(self.tiered.close)
         await self.tiered.open()
         if config.mooncake != "off":
@@ -212,6 +219,26 @@ class Composition:
         if warning := beyond_memory(pool.quotas(), arena.arena_bytes):
             log.warning(warning)
         return pool
+
+    def _keep_memory(self) -> list[Entry]:
+        """Has the table of the memory follow the pool. Returns the entries that the server before has left."""
+        if (table := self.memory.table) is None:
+            return []
+        began, entries = time.monotonic(), list[Entry]()
+        if self.memory.is_adopted:
+            named = {parse_quota(text).subject for text in self._config.quota}
+            adoption, follower = restore(self.pool, table, named)
+            entries = adoption.entries
+            log.info(
+                "adopted the memory of the server before", ended_by=os.environ.pop(ENDED, "") or None,
+                entries=len(entries), nbytes=sum(entry.group.spec.slot_bytes for entry in entries),
+                seconds=round(time.monotonic() - began, 2),
+            )  # fmt: skip
+        else:
+            follower = TableFollower(self.pool, table)
+        self._stack.callback(lambda: finish(follower.mark()))
+        in_background(self._stack, follower.run(self.turns.run))
+        return entries
 
     def _make_tiers(self, options: Sequence[TierOptions]) -> list[Tier]:
         config = self._config
@@ -332,6 +359,15 @@ class Composition:
         self._stack.push_async_callback(self.grpc.stop)
         self.port = self.grpc.port
         await self.grpc.start()
+
+
+def _announce(entries: Sequence[Entry], observer: Observer) -> Steps[None]:
+    """Tells an observer of entries that were there before it."""
+    for nth, entry in enumerate(entries):
+        if nth % STEP_BLOCKS == 0:
+            yield
+        if entry.live:
+            observer.stored(entry)
 
 
 async def warn_of_plaintext(ports: Sequence[str]) -> None:

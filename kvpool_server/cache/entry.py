@@ -47,10 +47,12 @@ class BlockIndex(Generic[Value]):
 
     __slots__ = ("_directory", "_length", "_mask", "_shards")
 
-    def __init__(self) -> None:
-        self._shards: list[_Shard[Value]] = [_Shard(0, 0)]
+    def __init__(self, expected: int = 0) -> None:
+        """Args: expected: how many values come at once, about: their index is not split for each part of them."""
+        depth = min(MAX_DEPTH, (expected // SPLIT_AT).bit_length())
+        self._shards: list[_Shard[Value]] = [_Shard(depth, position) for position in range(1 << depth)]
         self._directory = self._shards[:]
-        self._mask = 0
+        self._mask = len(self._shards) - 1
         self._length = 0
 
     def __len__(self) -> int:
@@ -69,13 +71,15 @@ class BlockIndex(Generic[Value]):
         directory, mask = self._directory, self._mask
         return (directory[hash(block_hash) & mask].get(block_hash) for block_hash in block_hashes)
 
-    def add(self, block_hash: bytes, value: Value) -> None:
-        """Adds the value of a block that has none."""
+    def add(self, block_hash: bytes, value: Value) -> bool:
+        """Adds the value of a block; False, and nothing has changed, if it has one."""
         shard = self._directory[hash(block_hash) & self._mask]
-        shard[block_hash] = value
+        if shard.setdefault(block_hash, value) is not value:
+            return False
         self._length += 1
         if len(shard) > SPLIT_AT and shard.depth < MAX_DEPTH:
             self._split(shard)
+        return True
 
     def _split(self, shard: _Shard[Value]) -> None:
         if 1 << shard.depth > self._mask:
@@ -236,7 +240,14 @@ class Entry:
     )
 
     def __init__(
-        self, group: Group, block_hash: bytes, parent: Entry | None, offset: int, used: int, parent_hash: bytes = b""
+        self,
+        group: Group,
+        block_hash: bytes,
+        parent: Entry | None,
+        offset: int,
+        used: int,
+        parent_hash: bytes = b"",
+        checksums: array[int] | None = None,
     ):
         self.group = group
         self.block_hash = block_hash
@@ -249,7 +260,7 @@ class Entry:
         self.pending = 0
         self.pending_until = 0.0
         self.pinned_until = 0
-        self.checksums = array("Q", bytes(8 * group.spec.num_shards))
+        self.checksums = array("Q", bytes(8 * group.spec.num_shards)) if checksums is None else checksums
         self.leases = 0
         self.used = used
         self.queued: Any = None  # An `Evictor`, which is a module above this one.

@@ -73,6 +73,7 @@ class EntryTable:
     Attributes:
         num_live, num_complete: entries in an index, and the readable ones of them.
         quarantine: the dropped entries whose slots are not free.
+        rests_until: when extents that rest are to be used.
     """
 
     _arena: Arena
@@ -85,6 +86,7 @@ class EntryTable:
     num_live: int = field(default=0, init=False)
     num_complete: int = field(default=0, init=False)
     quarantine: Quarantine = field(default_factory=Quarantine, init=False)
+    rests_until: float = field(default=math.inf, init=False)
     observers: list[Observer] = field(default_factory=list, init=False)
 
     def reserve(self, group: Group, runs: Sequence[BlockRun], ticket: Ticket) -> list[PutStatus] | None:
@@ -235,6 +237,9 @@ class EntryTable:
 
         Returns how many slots were freed, at least.
         """
+        if now >= self.rests_until:
+            self._arena.end_rests()
+            self.rests_until = math.inf
         freed = 0
         while freed < count and (entry := self.quarantine.pop_over(now)) is not None:
             self._free(entry)

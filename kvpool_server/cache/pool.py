@@ -52,7 +52,8 @@ class Pool:
     Attributes:
         leases, tickets: the live ones.
         namespaces: the open ones, and those that were closed and still hold entries.
-        on_closed: called with each namespace that is closed, once it holds nothing any more.
+        on_closed: each is called with each namespace that is closed, once it holds nothing any more.
+        on_quotas: called when quotas have been set.
     """
 
     def __init__(
@@ -86,7 +87,8 @@ class Pool:
         self.explanations = Explanations(self.namespaces, self._departures, clock)
         self._quotas = Quotas(self.limits.max_quotas, arena)
         self.traffic = Traffic()
-        self.on_closed: Callable[[PoolNamespace], None] = lambda namespace: None
+        self.on_closed: list[Callable[[PoolNamespace], None]] = []
+        self.on_quotas: Callable[[], None] = lambda: None
 
     def observe(self, observer: Observer) -> None:
         """Tells an observer of every block that becomes readable, or stops being readable, from now on."""
@@ -137,6 +139,7 @@ class Pool:
         """
         self._quotas.set(quotas)
         self._assign_quotas(self.namespaces.values())
+        self.on_quotas()
         while self.placement.requeue():
             yield
         while self.rebalance():
@@ -329,7 +332,8 @@ class Pool:
                 break
             self.placement.remove(namespace.groups)
             del self.namespaces.closing[namespace.fingerprint]
-            self.on_closed(namespace)
+            for told in self.on_closed:
+                told(namespace)
         return dropped
 
     def stats(self) -> PoolStats:

@@ -1,7 +1,7 @@
-"""What the server itself does with whole blocks of a pool: write them, read them, restore them.
+"""What the server itself does with whole blocks of a pool: write them, and read them.
 
 The server's own tickets and leases have no deadline: whoever makes one ends it, in this process. The file stands in the
-order of its paths: reserve, commit; restore; pin, pin_next_victims, unpin_victims.
+order of its paths: reserve, commit; pin, pin_next_victims, unpin_victims.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from kvpool.protocol.types import BlockRun, MissCause, PutGrant, ShardRange
-from kvpool_server.cache.entry import Entry, Group, Record
+from kvpool_server.cache.entry import Entry, Group
 from kvpool_server.cache.eviction import Evictor
 from kvpool_server.cache.leases import Lease
 from kvpool_server.cache.pool import Pool
@@ -58,34 +58,6 @@ def commit(pool: Pool, ticket_id: int, checksums: Sequence[Sequence[int] | None]
         else:
             committed += pool.entry_table.commit(entry, ticket, sums)
     return committed
-
-
-def restore(pool: Pool, group: Group, records: Sequence[Record]) -> int:
-    """Inserts complete blocks whose bytes outlived the last process; returns how many: those whose slot is free.
-
-    Give parents before their children, the most recently used last, and before the pool has an observer: none is told.
-    """
-    entry_table, arena = pool.entry_table, pool.arena
-    placed = arena.restore(group.spec.slot_bytes, [record.offset for record in records])
-    evictor = pool.placement.evictor(group)
-    stamp = pool.placement.next_stamp([group])
-    restored = 0
-    chain: list[Entry] = []
-    for record, is_placed in zip(records, placed, strict=True):
-        if is_placed and record.block_hash in group.index:
-            arena.free(record.offset)
-        elif is_placed:
-            parent = group.index.get(record.parent_hash)
-            if chain and parent is not chain[-1]:
-                evictor.stored(chain, stamp)
-                chain = []
-            chain.append(entry_table.restore(group, record, parent, stamp))
-            restored += 1
-    if chain:
-        evictor.stored(chain, stamp)
-    for entry in group.index.values():
-        entry_table.make_candidate(entry)
-    return restored
 
 
 def pin(pool: Pool, entries: Sequence[Entry]) -> int:

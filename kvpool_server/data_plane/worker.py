@@ -322,6 +322,7 @@ def main() -> None:
     settings = receive_settings()
     exit_with_parent()
     segment = Segment(settings["segment_fd"], settings["nbytes"])
+    segment.hold()
     row = settings["row"]
     port = DataPort(
         segment.bytes.data,

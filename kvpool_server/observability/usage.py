@@ -104,7 +104,7 @@ class Usage:
         self._pairs = Pairs(pool.arena.has_tenants)
         self._ended: dict[Pair, _Sums] = {}
         """What closed namespaces have used."""
-        pool.on_closed = self._closed
+        pool.on_closed.append(self._closed)
 
     def by_model_and_tenant(self) -> list[pb.UsageStats]:
         """The usage of each pair, that with most tokens asked for first, and `OTHERS` last if there is any.

@@ -100,6 +100,10 @@ class ServerConfig(BaseSettings):
     where all are trusted."""
     memory: ByteSize = Field(ByteSize(1 << 30), ge=1 << 20)
     """Size of the arena, e.g. 64GiB. Give it what the host can spare."""
+    keep: Literal["yes", "no"] = "yes"
+    """Whether memory outlives the server's process, so that after a kill, a crash or an upgrade the next one has its
+    blocks: yes or no. systemd keeps it where the unit has FileDescriptorStoreMax=, else a parent process, which starts
+    the server again; see docs/how-to/operations.md."""
     policy: types.PolicyName = Field(
         DEFAULT_POLICY,
         description="Which blocks to evict: "

@@ -52,13 +52,19 @@ def clean_environment(**extra: str) -> dict[str, str]:
     return {**kept, **extra}
 
 
-def _with_data_port(flags: Sequence[str]) -> list[str]:
-    return [*flags, *(() if "--data-listen" in flags else ("--data-listen", "127.0.0.1:0"))]
+def _with_defaults(flags: Sequence[str], *, keeps: bool = False) -> list[str]:
+    """With a free data port and without a keeper, which would have a process of its own, unless flags say otherwise."""
+    defaults = {"--data-listen": "127.0.0.1:0"} | ({} if keeps else {"--keep": "no"})
+    return [*flags, *(part for flag in defaults.keys() - flags for part in (flag, defaults[flag]))]
 
 
-def server_command(*flags: str, module: str = "kvpool_server") -> list[str]:
-    """A server's command; its data port is a free one unless `flags` say otherwise."""
-    return [sys.executable, "-m", module, *_with_data_port(flags)]
+def server_command(*flags: str, module: str = "kvpool_server", keeps: bool = False) -> list[str]:
+    """A server's command; its data port is a free one, and it has no keeper, unless `flags` say otherwise.
+
+    Args:
+        keeps: leaves --keep to its default, which earlier releases do not know.
+    """
+    return [sys.executable, "-m", module, *_with_defaults(flags, keeps=keeps)]
 
 
 def run_command(*command: str, timeout_s: float = 60.0, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -74,7 +80,7 @@ def run_server(*flags: str, timeout_s: float = STOP_DEADLINE_S, **environment: s
         out, err = Path(directory, "out"), Path(directory, "err")
         for path in (out, err):
             path.touch()
-        server = ForkedServer(_with_data_port(flags), clean_environment(**environment), out, err)
+        server = ForkedServer(_with_defaults(flags), clean_environment(**environment), out, err)
         try:
             status = server.wait(timeout_s)
         finally:
@@ -119,16 +125,21 @@ class ServerProcess:
         log_dir.mkdir(parents=True, exist_ok=True)
         nth = len(list(log_dir.glob("server-*.out")))
         self._out, self._err = log_dir / f"server-{nth}.out", log_dir / f"server-{nth}.err"
-        whole = clean_environment(**environment)
+        whole, keeps = clean_environment(**environment), False
         if tree is not None:
             is_executed, whole = True, {**whole, "PYTHONPATH": str(tree)}
+            keeps = not (tree / "kvpool_server/keeping").is_dir()
         with self._out.open("w") as out, self._err.open("w") as err:
             self._process = (
                 subprocess.Popen(
-                    server_command(*missing, *flags, module=module), stdout=out, stderr=err, env=whole, cwd=tree
+                    server_command(*missing, *flags, module=module, keeps=keeps),
+                    stdout=out,
+                    stderr=err,
+                    env=whole,
+                    cwd=tree,
                 )
                 if is_executed
-                else ForkedServer(_with_data_port([*missing, *flags]), whole, self._out, self._err)
+                else ForkedServer(_with_defaults([*missing, *flags]), whole, self._out, self._err)
             )
         try:
             welcome = wait_for(self._welcome, "the server's welcome", START_DEADLINE_S)

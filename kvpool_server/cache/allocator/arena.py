@@ -17,8 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
+from kvpool_server.cache.allocator.extent import Extent
 from kvpool_server.cache.entry import Entry
 
 ALIGNMENT = 2 << 20
@@ -32,30 +31,6 @@ ZEROED_AT_ONCE = 2 << 20
 
 Zero = Callable[[int, int], None]
 """(start, nbytes): fills these bytes of the arena with zeros."""
-
-
-class Extent:
-    """Slots of one size, of one tenant. `owners[i]` is the entry in slot i, or None."""
-
-    __slots__ = ("free", "owners", "slot_bytes", "slot_class", "start", "tenant")
-
-    def __init__(self, start: int, slot_bytes: int, num_slots: int, tenant: str = ""):
-        self.start = start
-        self.slot_bytes = slot_bytes
-        self.tenant = tenant
-        self.slot_class = (tenant, slot_bytes)
-        self.owners: list[Entry | None] = [None] * num_slots
-        # Allocated from the end: in ascending order, so that the blocks of one put lie side by side. An array, because
-        # a list of a quarter of a million numbers takes milliseconds to make, and to free.
-        self.free = array("i", np.arange(num_slots - 1, -1, -1, np.int32).tobytes())
-
-    @property
-    def num_used(self) -> int:
-        return len(self.owners) - len(self.free)
-
-    def sample(self, count: int) -> list[Entry]:
-        """The entries in every nth slot, so that at most about `count` slots are looked at."""
-        return [owner for owner in self.owners[:: max(1, len(self.owners) // count)] if owner is not None]
 
 
 @dataclass(slots=True)
@@ -78,6 +53,8 @@ class _Incoming:
 
 
 _NOTHING = _Incoming()
+_UNKNOWN_TENANT = "\0"
+"""No tenant has this name."""
 
 
 class Arena:
@@ -91,6 +68,8 @@ class Arena:
 
     Attributes:
         num_backed: extents that can be allocated.
+        on_extent: called with an extent's index and the bytes of its slots, before it has its first one, and with 0
+            after its last one.
     """
 
     def __init__(
@@ -126,6 +105,8 @@ class Arena:
         self._draining: int | None = None
         self._drained_for = ("", 0)
         self._num_reserved = 0  # 1: the drained extent is empty, and waits for its size.
+        self._resting: list[int] = []
+        self.on_extent: Callable[[int, int], None] = lambda idx, slot_bytes: None
 
     def back(self, nbytes: int) -> None:
         """Says that the first `nbytes` are backed by memory: only those are allocated."""
@@ -290,8 +271,39 @@ class Arena:
             assert extent is not None
             extent.free = array("i", (slot for slot in extent.free if slot in slots))
             if not extent.free:
-                self._with_room["", slot_bytes].pop(extent.start, None)
+                self._with_room[extent.slot_class].pop(extent.start, None)
         return placed
+
+    def reopen(self, idx: int, slot_class: tuple[str, int]) -> Extent | None:
+        """An extent with slots of a class, which may have had none before; None if it is another's."""
+        if idx in self._unused:
+            self._unused.remove(idx)
+            tenant, slot_bytes = slot_class
+            return self._open(slot_bytes, idx, tenant)
+        extent = self._extents[idx]
+        return extent if extent is not None and extent.slot_class == slot_class else None
+
+    def occupy(self, extent: Extent, owners: Sequence[Entry]) -> None:
+        """Gives entries their slots in an extent, which are free."""
+        extent.occupy(owners)
+        if not extent.free:
+            self._with_room[extent.slot_class].pop(extent.start, None)
+
+    def rest(self, idx: int) -> None:
+        """Gives out nothing of an unused extent until `end_rests`."""
+        if idx in self._unused:
+            self._unused.remove(idx)
+            self._resting.append(idx)
+
+    def end_rests(self) -> None:
+        self._unused += self._resting
+        self._resting.clear()
+
+    def distrust_unused(self) -> None:
+        """Extents without slots may have bytes of any tenant, whatever was known before."""
+        for idx, extent in enumerate(self._extents):
+            if extent is None:
+                self._bytes_of[idx] = _UNKNOWN_TENANT
 
     def start_drain(self, start: int, slot_bytes: int, tenant: str = "") -> None:
         """Allocates no slot of an extent any more; once it is empty, reserves it for a size. One extent at a time."""
@@ -334,6 +346,7 @@ class Arena:
             self._draining, self._num_reserved = None, 1
         self._extents[extent.start // self.extent_bytes] = None
         self._unused.append(extent.start // self.extent_bytes)
+        self.on_extent(extent.start // self.extent_bytes, 0)
         del self._by_class[key][extent.start]
         self._with_room[key].pop(extent.start, None)
         if not self._by_class[key]:
@@ -362,6 +375,7 @@ class Arena:
         if key == self._drained_for:
             self._num_reserved = 0
         extent = Extent(idx * self.extent_bytes, slot_bytes, self.slots_per_extent(slot_bytes), tenant)
+        self.on_extent(idx, slot_bytes)
         self._extents[idx] = extent
         self._bytes_of[idx] = tenant
         self._by_class.setdefault(key, {})[extent.start] = extent

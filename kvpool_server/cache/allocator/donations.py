@@ -12,7 +12,8 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from dataclasses import dataclass
 from typing import TypeVar
 
-from kvpool_server.cache.allocator.arena import Arena, Extent
+from kvpool_server.cache.allocator.arena import Arena
+from kvpool_server.cache.allocator.extent import Extent
 from kvpool_server.cache.entry import Entry, Group
 from kvpool_server.cache.eviction.partitions import Partition, Victims, oldest_stamp
 

@@ -23,8 +23,9 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 
 from kvpool.protocol.errors import OutOfSpaceError
 from kvpool.report.quotas import size_text
-from kvpool_server.cache.allocator.arena import Arena, Extent
+from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.allocator.donations import MAX_DONATED_SLOTS, Donations, ExtentDrain, Superseded, last_use
+from kvpool_server.cache.allocator.extent import Extent
 from kvpool_server.cache.entry import Entry, Group
 from kvpool_server.cache.eviction import TICK, Evictor, Policy
 from kvpool_server.cache.eviction.partitions import (
@@ -111,6 +112,15 @@ class Placement:
         for group in groups:
             self._last_used[group.slot_class] = self.stamp
         return self.stamp
+
+    def adopt(self, group: Group, entries: Sequence[Entry]) -> None:
+        """Queues entries that have the stamps of a pool before this one."""
+        last = max(entry.used for entry in entries) // TICK * TICK
+        self.stamp = max(self.stamp, last)
+        self._last_used[group.slot_class] = max(self._last_used.get(group.slot_class, 0), last)
+        evictor = self.evictor(group)
+        evictor.move_from(None, len(entries), self.stamp)
+        evictor.requeue(entries)
 
     def assign_quotas(self, assigned: Iterable[tuple[Group, tuple[Account, ...]]]) -> None:
         """Says which quotas cover groups from now on. `requeue` has to follow, as long as it returns True."""

@@ -149,9 +149,9 @@ class Evictor:
 
     def requeue(self, entries: Iterable[Entry]) -> None:
         """Queues those of these entries that are candidates."""
-        for entry in sorted(entries, key=lambda entry: entry.used):
-            if not entry.children and not entry.pending:
-                self.add(entry)
+        leaves = [entry for entry in entries if not entry.children and not entry.pending]
+        for entry in sorted(leaves, key=lambda entry: entry.used):
+            self.add(entry)
 
     def choose(self, count: int, chosen: Chosen, pinned: bool = False) -> list[Entry]:
         """Chooses up to `count` victims, children before their parents, and adds them to `chosen`, the victims so far.

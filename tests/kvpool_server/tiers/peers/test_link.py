@@ -52,7 +52,7 @@ def _server(end: End) -> list[str]:
     names = {"cert": "pki/server/tls.crt", "key": "pki/server/tls.key", "client-ca": "pki/server/ca.crt"}
     flags = [f"--tls-{name}={path}" for name, path in names.items()]
     flags += [f"--listen={end.address}:50051", f"--data-listen={end.address}:50053", "--http-listen=", "--memory=64MiB"]
-    return [sys.executable, "-m", "kvpool_server", *flags]
+    return [sys.executable, "-m", "kvpool_server", "--keep", "no", *flags]
 
 
 def _load(directory: Path, end: End, model: str) -> str:

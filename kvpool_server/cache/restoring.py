@@ -1,0 +1,144 @@
+"""Blocks whose bytes have outlived the process of a pool, in their slots: a new pool gets them back."""
+
+from __future__ import annotations
+
+import itertools
+from array import array
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from kvpool_server.cache.entry import BlockIndex, Entry, Group, Record
+from kvpool_server.cache.pool import Pool
+
+
+def restore(pool: Pool, group: Group, records: Sequence[Record]) -> int:
+    """Inserts complete blocks whose bytes outlived the last process; returns how many: those whose slot is free.
+
+    Give parents before their children, the most recently used last, and before the pool has an observer: none is told.
+    """
+    entry_table, arena = pool.entry_table, pool.arena
+    placed = arena.restore(group.spec.slot_bytes, [record.offset for record in records])
+    evictor = pool.placement.evictor(group)
+    stamp = pool.placement.next_stamp([group])
+    restored = 0
+    chain: list[Entry] = []
+    for record, is_placed in zip(records, placed, strict=True):
+        if is_placed and record.block_hash in group.index:
+            arena.free(record.offset)
+        elif is_placed:
+            parent = group.index.get(record.parent_hash)
+            if chain and parent is not chain[-1]:
+                evictor.stored(chain, stamp)
+                chain = []
+            chain.append(entry_table.restore(group, record, parent, stamp))
+            restored += 1
+    if chain:
+        evictor.stored(chain, stamp)
+    for entry in group.index.values():
+        entry_table.make_candidate(entry)
+    return restored
+
+
+class Columns(NamedTuple):
+    """Complete blocks of one group and one extent.
+
+    Args:
+        uses: stamps of their last uses.
+        pins: the ends of their pins, on the pool's clock.
+    """
+
+    offsets: Sequence[int]
+    block_hashes: Sequence[bytes]
+    parent_hashes: Sequence[bytes]
+    checksums: Sequence[array[int]]
+    uses: Sequence[int]
+    pins: Sequence[int]
+
+
+class Adoption:
+    """Makes the blocks of a pool's predecessor readable in the pool, which is empty: `add` all, then `finish`.
+
+    No observer is told.
+
+    Attributes:
+        entries: so far.
+    """
+
+    def __init__(self, pool: Pool):
+        self._pool = pool
+        self.entries: list[Entry] = []
+        self._members: dict[Group, list[Entry]] = {}
+        self._orphans: list[Entry] = []
+        self._pinned: list[tuple[Entry, int]] = []
+
+    def add(self, group: Group, columns: Columns) -> list[int]:
+        """Inserts the blocks whose names are new, if their extent is not another class's; returns their offsets."""
+        arena = self._pool.arena
+        if (extent := arena.reopen(columns.offsets[0] // arena.extent_bytes, group.slot_class)) is None:
+            return []
+        if not group.index:
+            group.index = BlockIndex(len(columns.offsets) * arena.num_extents)
+        members, index, full = self._members.setdefault(group, []), group.index, group.full_mask
+        added: list[Entry] = []
+        now, last = self._pool.clock(), None
+        for offset, name, parent_hash, sums, used, pin in zip(*columns, strict=True):
+            # A put gives the blocks of a prefix slots side by side.
+            is_next = last is not None and last.block_hash == parent_hash
+            parent = last if is_next else index.get(parent_hash) if parent_hash else None
+            entry = Entry(group, name, parent, offset, used, parent_hash, sums)
+            if not index.add(name, entry):
+                continue
+            entry.present = full
+            added.append(entry)
+            last = entry
+            if parent is not None:
+                parent.children += 1
+            elif parent_hash:
+                self._orphans.append(entry)
+            if pin > now:
+                self._pinned.append((entry, pin))
+        arena.occupy(extent, added)
+        members += added
+        self.entries += added
+        group.num_slots += len(added)
+        group.num_complete += len(added)
+        return [entry.offset for entry in added]
+
+    def finish(self, extents: Sequence[int], quarantine_until: float) -> None:
+        """Queues the blocks for eviction, in the order of their last uses.
+
+        Args:
+            extents: that the predecessor used.
+            quarantine_until: until when somebody may still write to the slots there that are free.
+        """
+        pool = self._pool
+        for entry in self._orphans:  # Their parents may have been added after them.
+            if (parent := entry.group.index.get(entry.parent_hash)) is not None:
+                entry.parent = parent
+                entry.depth = parent.depth + 1
+                parent.children += 1
+        table = pool.entry_table
+        table.num_live += len(self.entries)
+        table.num_complete += len(self.entries)
+        for group, members in self._members.items():
+            if members:
+                pool.placement.adopt(group, members)
+        for entry, until in sorted(self._pinned, key=lambda each: each[0].depth):  # A pin needs its parent's.
+            pool.pins.pin(entry, until, pool.clock())
+        if quarantine_until > pool.clock():
+            for (tenant, slot_bytes), groups in itertools.groupby(self._members, lambda group: group.slot_class):
+                self._quarantine(next(groups), pool.arena.num_free(slot_bytes, tenant), quarantine_until)
+            for idx in extents:
+                pool.arena.rest(idx)
+            pool.entry_table.rests_until = quarantine_until
+        pool.arena.distrust_unused()
+
+    def _quarantine(self, group: Group, count: int, until: float) -> None:
+        """Keeps free slots of a group's extents from being used."""
+        arena = self._pool.arena
+        for offset in arena.allocate(group.spec.slot_bytes, count, group.tenant) or []:
+            entry = Entry(group, b"", None, offset, 0)
+            entry.live = False
+            arena.assign(offset, entry)
+            group.num_slots += 1
+            self._pool.entry_table.quarantine.add(entry, until)

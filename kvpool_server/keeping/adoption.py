@@ -1,0 +1,126 @@
+"""A server's start with the memory of the one before: whether it may have it, and what of it becomes readable again.
+
+Nothing in the arena is read. A block is readable again if its record is whole and its namespace is open; whoever loads
+it compares checksums. What clients of the last server may still write lies in slots without a record, which stay in
+quarantine for as long as their tickets may last.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+from collections.abc import Container
+
+import structlog
+
+from kvpool.protocol.errors import KVPoolError
+from kvpool.transport.segment import Segment, is_abandoned, why_other
+from kvpool_server.cache.allocator.arena import Arena
+from kvpool_server.cache.entry import Group
+from kvpool_server.cache.pool import Pool
+from kvpool_server.cache.restoring import Adoption
+from kvpool_server.cache.steps import finish
+from kvpool_server.keeping import store
+from kvpool_server.keeping.follower import TableFollower
+from kvpool_server.keeping.table import Geometry, SlotTable, file_bytes, geometry_of, same_arena
+from kvpool_server.process.process_memory import no_collections
+
+log = structlog.get_logger()
+
+ARENA, TABLE = "kvpool-arena", "kvpool-table"
+ABANDONED_S = 5.0
+"""How long a start waits for the end of processes that may still write to the memory."""
+LOOK_EVERY_S = 0.02
+
+
+async def take_memory(arena_bytes: int, extent_bytes: int, *, has_tenants: bool) -> tuple[Segment, SlotTable] | None:
+    """The memory of the server before, and its table; None if there is none, or it cannot be adopted: the log says why.
+
+    The manager has forgotten it then.
+    """
+    found = store.take()
+    if not found:
+        return None
+    fds = [fd for each in found.values() for fd in each]
+    why = "it is not one arena and one table"
+    if {name: len(each) for name, each in found.items()} == {ARENA: 1, TABLE: 1}:
+        segment_fd, table_fd = found[ARENA][0], found[TABLE][0]
+        wanted = Geometry(arena_bytes, extent_bytes, has_tenants, b"", b"")
+        why = await _why_not(segment_fd, table_fd, wanted)
+        if not why and (geometry := geometry_of(table_fd)) is not None:
+            table = SlotTable(table_fd, extent_bytes, arena_bytes // extent_bytes)
+            return Segment.adopt(segment_fd, arena_bytes, geometry.token), table
+    log.warning("the memory of the server before is given up, and the pool begins empty", reason=why)
+    for fd in fds:
+        os.close(fd)
+    for name in found:
+        store.remove(name)
+    return None
+
+
+async def _why_not(segment_fd: int, table_fd: int, wanted: Geometry) -> str:
+    """Why memory cannot be adopted; empty: it can, and this process owns it now."""
+    geometry = geometry_of(table_fd)
+    if geometry is None:
+        return "its table is of another release"
+    if why := same_arena(geometry, wanted):
+        return why
+    if os.fstat(table_fd).st_size != file_bytes(wanted.arena_bytes // wanted.extent_bytes):
+        return "its table has another size"
+    if why := why_other(segment_fd, wanted.arena_bytes, geometry.nonce):
+        return f"it is {why}"
+    ends_at = time.monotonic() + ABANDONED_S
+    while not is_abandoned(segment_fd):
+        if time.monotonic() > ends_at:
+            return f"a process of that server still runs after {ABANDONED_S:g} s"
+        await asyncio.sleep(LOOK_EVERY_S)
+    return ""
+
+
+def make_table(arena: Arena, segment: Segment) -> SlotTable | None:
+    """The table of new memory, both of which the manager keeps from now on; None, and a warning, if it cannot."""
+    nonce, token = segment.nonce, segment.token
+    try:
+        table = SlotTable.create(Geometry(arena.arena_bytes, arena.extent_bytes, arena.has_tenants, nonce, token))
+        for name, fd in ((ARENA, segment.fd), (TABLE, table.fd)):
+            store.give(name, fd)
+    except OSError as error:
+        log.warning("nobody keeps the memory: it ends with this process", reason=str(error))
+        return None
+    return table
+
+
+@no_collections()
+def restore(pool: Pool, table: SlotTable, named_quotas: Container[str] = ()) -> tuple[Adoption, TableFollower]:
+    """Makes the table's blocks readable in a pool that is empty, and has the table follow the pool from now on.
+
+    Args:
+        named_quotas: subjects whose quotas the settings give; those of others come from the table.
+    """
+    adoption, places, groups = Adoption(pool), dict[bytes, int](), dict[tuple[int, int], Group]()
+    with contextlib.suppress(KVPoolError):  # The arena has become too small for one of them.
+        finish(pool.set_quotas_in_steps([each for each in table.quotas() if each.subject not in named_quotas]))
+    for place, spec in table.namespaces():
+        try:
+            namespace, _ = pool.open_namespace(spec)
+        except KVPoolError as error:
+            log.warning("blocks of the server before are given up", model=spec.model, reason=str(error))
+            table.clear_namespace(place)
+        else:
+            places[namespace.fingerprint] = place
+            groups |= {(place, group.idx): group for group in namespace.groups}
+    for idx in range(pool.arena.num_extents):
+        kept: list[int] = []
+        for key, num_shards, columns in table.records(idx):
+            group = groups.get(key)
+            found = table.slot_bytes(idx), num_shards
+            if group is not None and found == (group.spec.slot_bytes, group.spec.num_shards):
+                kept += adoption.add(group, columns)
+        table.keep_only(idx, kept)
+    limits = pool.limits
+    late_s = 0.0 if pool.arena.has_tenants else (limits.max_ttl_ms + limits.grace_ms) / 1000
+    used = [idx for idx in range(pool.arena.num_extents) if table.slot_bytes(idx)]
+    adoption.finish(used, pool.clock() + late_s)
+    return adoption, TableFollower(pool, table, places)

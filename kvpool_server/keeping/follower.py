@@ -1,0 +1,90 @@
+"""Writes the table beside the arena: what becomes readable, and what stops being readable, inside the pool's calls."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+
+from kvpool_server.cache.entry import Entry, Group, Observer
+from kvpool_server.cache.namespaces import PoolNamespace
+from kvpool_server.cache.pool import Pool
+from kvpool_server.cache.steps import Run, Steps
+from kvpool_server.keeping.table import NAMESPACES, SlotTable
+
+MARK_EVERY_S = 30.0
+"""How often last uses and pins are written: a later server has those of so long ago at most."""
+MARKED_SLOTS = 2_048
+"""Of one step, within half a millisecond."""
+
+
+class TableFollower(Observer):
+    """Keeps a table equal to a pool. Make it when the pool has what the table has, and nothing else.
+
+    Args:
+        places: of the namespaces that the table has, by fingerprint.
+        order: of the namespace opened last of these.
+    """
+
+    def __init__(self, pool: Pool, table: SlotTable, places: Mapping[bytes, int] = {}, order: int = 0):
+        self._pool = pool
+        self._table = table
+        self._places = dict(places)
+        self._free = [place for place in range(NAMESPACES - 1, -1, -1) if place not in self._places.values()]
+        self._order = order
+        self._keys: dict[Group, int | None] = {}  # Their namespace's place; None: they are not kept.
+        pool.observe(self)
+        pool.on_closed.append(self._closed)
+        pool.on_quotas = self._put_quotas
+        pool.arena.on_extent = table.put_extent
+        self._put_quotas()
+
+    def stored(self, entry: Entry) -> None:
+        group = entry.group
+        if (place := self._keys.get(group, -1)) == -1:
+            place = self._keys[group] = self._place(group)
+        if place is not None:
+            self._table.put(place, entry)
+
+    def removed(self, entry: Entry) -> None:
+        spec = entry.group.spec
+        self._table.clear(entry.offset, spec.slot_bytes, spec.num_shards)
+
+    def _place(self, group: Group) -> int | None:
+        """Where a group's namespace is in the table; None if it is closed or measured only, or has no room there."""
+        namespace = None if group.is_measurement else self._pool.namespaces.find(group.fingerprint)
+        if namespace is None:
+            return None
+        place = self._places.get(group.fingerprint)
+        if place is None and self._free:
+            self._order += 1
+            if self._table.put_namespace(self._free[-1], self._order, namespace.spec):
+                place = self._places[group.fingerprint] = self._free.pop()
+        return place
+
+    def _closed(self, namespace: PoolNamespace) -> None:
+        for group in namespace.groups:
+            self._keys.pop(group, None)
+        if (place := self._places.pop(namespace.fingerprint, None)) is not None:
+            self._table.clear_namespace(place)
+            self._free.append(place)
+
+    def _put_quotas(self) -> None:
+        self._table.put_quotas(self._pool.quotas())
+
+    async def run(self, run: Run) -> None:
+        """Writes last uses and pins now and then, until cancelled."""
+        while True:
+            await asyncio.sleep(MARK_EVERY_S)
+            await run(self.mark())
+
+    def mark(self) -> Steps[None]:
+        """Writes the last uses of all entries, and the ends of their pins."""
+        arena = self._pool.arena
+        for tenant, slot_bytes in arena.classes():
+            for extent in arena.extents(slot_bytes, tenant):
+                for start in range(0, len(extent.owners), MARKED_SLOTS):
+                    owners = extent.owners[start : start + MARKED_SLOTS]
+                    uses = [0 if owner is None else owner.used for owner in owners]
+                    pins = [0 if owner is None else owner.pinned_until for owner in owners]
+                    self._table.mark(extent.start + start * slot_bytes, slot_bytes, uses, pins)
+                    yield

@@ -1,0 +1,194 @@
+"""Keeps a server's memory while the server dies, is upgraded, and starts again. `kvpool-server` becomes it.
+
+The keeper is the server's parent, and its service manager (`store.py`): it holds the descriptors that the server gives
+it, hands them to the next one, passes signals on, and ends with the server that stops by itself. SIGUSR1 has the server
+stop and start again, from the files that are installed then. No thread and no gRPC; standard library only.
+
+A server that dies before it is ready, or soon after its start several times in a row, starts the next time without the
+memory: what lies there may be why it dies.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import os
+import secrets
+import select
+import signal
+import socket
+import struct
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from kvpool_server.keeping import store
+
+DELAY_S = (0.1, 10.0)
+"""From a server's death to the next start: at first, and at most. Each death in a row doubles it."""
+HEALTHY_S = 60.0
+"""A server that lived longer did not die of its start: what counts deaths in a row begins anew."""
+MAX_DEATHS = 3
+"""In a row; with one more the memory is given up."""
+FAILED = 1
+"""Exit status of a server that an error has ended; one that cannot use its settings has another."""
+MAX_DESCRIPTORS, MAX_MESSAGE_BYTES = 8, 4_096
+PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2)
+STOPS = (signal.SIGTERM, signal.SIGINT)
+_CREDENTIALS = struct.Struct("iII")
+
+
+def become(arguments: Sequence[str]) -> None:
+    """Replaces this process by the keeper of a server with these arguments. Raises OSError."""
+    path = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", ""))))
+    command = [sys.executable, "-P", "-m", __spec__.name, *arguments]
+    os.execve(sys.executable, command, {**os.environ, "PYTHONPATH": path})
+
+
+class Keeper:
+    """Args: command: starts the server."""
+
+    def __init__(self, command: Sequence[str]):
+        self._command = command
+        self._kept: dict[str, list[int]] = {}
+        self._pid = 0
+        self._is_ready = self._is_stopping = self._is_restarting = False
+        self._address = f"{store.KEEPER}{os.getpid()}-{secrets.token_hex(8)}"
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+        self._socket.bind("\0" + self._address[1:])
+        self._signals, wakes = socket.socketpair()
+        for end in (self._signals, wakes):
+            end.setblocking(False)
+        signal.set_wakeup_fd(wakes.detach())
+        for number in (*PASSED_ON, signal.SIGUSR1, signal.SIGCHLD):
+            signal.signal(number, lambda *_: None)  # The number comes as a byte.
+
+    def run(self) -> int:
+        """Starts servers until one stops by itself; returns its exit status."""
+        deaths, why = 0, ""
+        while True:
+            began = time.monotonic()
+            status = self._serve(why)
+            has_died = status < 0 or status == FAILED
+            if self._is_stopping or not (has_died or self._is_restarting):
+                return _exit_status(status)
+            why, deaths = "", deaths + 1
+            if self._is_restarting or time.monotonic() - began > HEALTHY_S:
+                deaths = 0
+            if has_died:
+                why = f"signal {-status}" if status < 0 else "a failure"
+                if not (self._is_ready or self._kept):
+                    return _exit_status(status)
+                if not self._is_ready or deaths > MAX_DEATHS:
+                    self._forget(*list(self._kept))
+                if not self._rest(min(DELAY_S[0] * 2**deaths, DELAY_S[1])):
+                    return 0
+
+    def _serve(self, why: str) -> int:
+        """Starts a server and waits for its end; returns its exit status, or minus the number of a signal."""
+        self._is_ready = self._is_restarting = False
+        self._pid = os.fork()
+        if not self._pid:
+            self._exec(why)
+        while True:
+            self._wait(None)
+            with contextlib.suppress(ChildProcessError):
+                while (ended := os.waitpid(-1, os.WNOHANG))[0]:  # As the first process of a container it has others.
+                    if ended[0] == self._pid:
+                        self._receive()
+                        self._pid = 0
+                        return os.waitstatus_to_exitcode(ended[1])
+
+    def _exec(self, why: str) -> None:
+        """In the new process: becomes the server, with the kept descriptors."""
+        try:
+            named = [(name, fd) for name, fds in self._kept.items() for fd in fds]
+            high = [os.dup2(fd, 64 + nth, inheritable=False) for nth, (_, fd) in enumerate(named)]
+            for nth, fd in enumerate(high):
+                os.dup2(fd, store.FIRST_FD + nth, inheritable=True)
+            offered = {
+                "NOTIFY_SOCKET": self._address,
+                store.ROOM: str(MAX_DESCRIPTORS),
+                store.OFFERED: str(len(named)),
+                store.OFFERED_NAMES: ":".join(name for name, _ in named),
+                store.OFFERED_TO: str(os.getpid()),
+                store.ENDED: why,
+            }
+            signal.set_wakeup_fd(-1)
+            os.execve(self._command[0], list(self._command), {**os.environ, **offered})
+        except OSError as error:
+            print(f"kvpool-server: cannot start {self._command[0]}: {error.strerror}", file=sys.stderr)
+        finally:
+            os._exit(127)
+
+    def _rest(self, seconds: float) -> bool:
+        """Waits; False if the keeper is to end."""
+        ends_at = time.monotonic() + seconds
+        while not self._is_stopping and (left_s := ends_at - time.monotonic()) > 0:
+            self._wait(left_s)
+        return not self._is_stopping
+
+    def _wait(self, seconds: float | None) -> None:
+        """Handles signals and messages until some have come, or the time is over."""
+        ready, _, _ = select.select([self._signals, self._socket], [], [], seconds)
+        if self._socket in ready:
+            self._receive()
+        if self._signals in ready:
+            for number in self._signals.recv(64):
+                self._handle(signal.Signals(number))
+
+    def _handle(self, number: signal.Signals) -> None:
+        self._is_stopping |= number in STOPS
+        if number is signal.SIGUSR1:
+            self._is_restarting, number = True, signal.SIGTERM
+        if self._pid and number is not signal.SIGCHLD:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._pid, number)
+
+    def _receive(self) -> None:
+        """Takes what the server has sent; other processes' messages are ignored, and their descriptors closed."""
+        space = socket.CMSG_SPACE(_CREDENTIALS.size) + socket.CMSG_SPACE(4 * MAX_DESCRIPTORS)
+        while True:
+            try:
+                data, ancillary, *_ = self._socket.recvmsg(MAX_MESSAGE_BYTES, space, socket.MSG_CMSG_CLOEXEC)
+            except BlockingIOError:
+                return
+            fds, sender = array.array("i"), 0
+            for _, kind, content in ancillary:
+                if kind == socket.SCM_RIGHTS:
+                    fds.frombytes(content[: len(content) - len(content) % fds.itemsize])
+                elif kind == socket.SCM_CREDENTIALS:
+                    sender = _CREDENTIALS.unpack(content)[0]
+            states = data.decode(errors="replace").split("\n") if sender == self._pid else []
+            self._take(dict(state.partition("=")[::2] for state in states), fds.tolist())
+
+    def _take(self, states: Mapping[str, str], fds: list[int]) -> None:
+        name = states.get("FDNAME", "")
+        if "FDSTORE" in states and sum(map(len, self._kept.values())) + len(fds) <= MAX_DESCRIPTORS:
+            self._kept.setdefault(name, []).extend(fds)
+        else:
+            for fd in fds:
+                os.close(fd)
+        if "FDSTOREREMOVE" in states:
+            self._forget(name)
+        self._is_ready |= "READY" in states
+        told = [f"{key}={value}" for key, value in states.items() if not key.startswith("FD")]
+        if told and ("STOPPING" not in states or self._is_stopping):
+            with contextlib.suppress(OSError):
+                store.notify(*told)
+
+    def _forget(self, *names: str) -> None:
+        for name in names:
+            for fd in self._kept.pop(name, []):
+                os.close(fd)
+
+
+def _exit_status(status: int) -> int:
+    """As a shell tells of a process that a signal has ended."""
+    return status if status >= 0 else 128 - status
+
+
+if __name__ == "__main__":
+    raise SystemExit(Keeper([sys.executable, "-P", "-m", "kvpool_server", *sys.argv[1:]]).run())

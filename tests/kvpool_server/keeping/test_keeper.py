@@ -1,0 +1,180 @@
+"""The keeper, as people run it: a parent of the server, which survives what the server does not."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from kvpool.client.client import Client
+from kvpool.protocol.errors import LeaseExpiredError
+from kvpool.protocol.types import BlockRun, Quota, ShardRange
+from kvpool_server.keeping import store
+from kvpool_server.keeping.keeper import MAX_DEATHS
+from tests.support.kept_server import KeptServer, send_as_stranger
+from tests.support.processes import wait_for
+from tests.support.values import block_hash, group_spec, namespace_spec
+
+CHUNK, BLOCKS = 4_096, 64
+SPEC = namespace_spec(group_spec(chunk_bytes=CHUNK), tenant="acme")
+RUN = BlockRun(0, [block_hash(nth) for nth in range(BLOCKS)])
+BYTES = [bytes([nth]) * CHUNK for nth in range(BLOCKS)]
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[KeptServer]:
+    server = KeptServer(tmp_path)
+    yield server
+    server.close()
+
+
+def _put(server: KeptServer) -> None:
+    with server.connect() as client:
+        client.put_blocks(client.open_namespace(SPEC), RUN, BYTES)
+
+
+def _hits(client: Client, run: BlockRun = RUN) -> int:
+    return client.lookup(client.open_namespace(SPEC), [run], lease=False).hits[0].num_leading
+
+
+def _check_all(server: KeptServer) -> None:
+    """All blocks are hits, with their bytes."""
+    with server.connect() as client:
+        namespace = client.open_namespace(SPEC)
+        found = client.lookup(namespace, [RUN])
+        assert found.hits[0].num_leading == BLOCKS
+        got = client.get_blocks(namespace, found.lease_id, RUN)
+        assert [bytes(each) for each in got] == BYTES
+
+
+def test_a_server_that_is_killed_is_followed_by_one_with_its_blocks(server: KeptServer) -> None:
+    _put(server)
+    for _ in range(3):
+        server.kill_server()
+        _check_all(server)
+    assert server.says("ended_by='signal 9'")
+    server.signal(signal.SIGTERM)
+    assert server.wait() == 0
+
+
+def test_a_client_goes_on_over_the_same_mapping(server: KeptServer) -> None:
+    with server.connect() as client:
+        namespace = client.open_namespace(SPEC)
+        client.put_blocks(namespace, RUN, BYTES)
+        found = client.lookup(namespace, [RUN])
+        server.kill_server()
+        server.connect().close()
+        client.attachment.away()
+        again = client.open_namespace(SPEC)
+        assert again.boot_token != namespace.boot_token
+        assert again.transport is namespace.transport
+        with pytest.raises(LeaseExpiredError):
+            client.get_blocks(again, found.lease_id, RUN)
+        assert client.lookup(again, [RUN]).hits[0].num_leading == BLOCKS
+
+
+def test_sigusr1_restarts_the_server_with_its_blocks_pins_and_quotas(server: KeptServer) -> None:
+    _put(server)
+    with server.connect() as client:
+        client.admin.set_quotas([Quota("tenant:acme", 4 << 20)])
+        assert client.hints.pin(client.open_namespace(SPEC), [RUN], 600).num_blocks == BLOCKS
+    before = server.server_pid
+    server.signal(signal.SIGUSR1)
+    wait_for(lambda: server.server_pid not in (0, before), "another server")
+    _check_all(server)
+    with server.connect() as client:
+        assert [(each.subject, each.limit_bytes) for each in client.admin.quotas()] == [("tenant:acme", 4 << 20)]
+        assert client.admin.stats().pinned_bytes == BLOCKS * CHUNK
+
+
+@pytest.mark.more
+def test_what_was_removed_does_not_come_back(server: KeptServer) -> None:
+    _put(server)
+    with server.connect() as client:
+        client.admin.remove(client.open_namespace(SPEC), [BlockRun(0, RUN.block_hashes[32:])])
+    server.kill_server()
+    with server.connect() as client:
+        assert _hits(client) == 32
+        client.admin.clear()
+    server.kill_server()
+    with server.connect() as client:
+        assert _hits(client) == 0
+
+
+@pytest.mark.more
+def test_a_block_that_is_being_written_is_gone_and_its_slot_waits_for_the_writer(server: KeptServer) -> None:
+    with server.connect() as client:
+        namespace = client.open_namespace(SPEC)
+        client.put_blocks(namespace, BlockRun(0, RUN.block_hashes[:1]), BYTES[:1])
+        grant = client.rpc.put_start(namespace, [BlockRun(0, RUN.block_hashes[1:])], ShardRange(0, 1))
+        server.kill_server()
+        server.connect().close()
+    with server.connect() as client:
+        assert _hits(client) == 1
+        assert client.admin.stats().num_quarantined >= len(grant.offsets)
+
+
+@pytest.mark.more
+def test_the_server_ends_with_its_keeper(server: KeptServer) -> None:
+    server.connect().close()
+    below = server.server_pid
+    os.kill(server.pid, signal.SIGKILL)
+    wait_for(lambda: not Path(f"/proc/{below}/cmdline").exists() or not _is_running(below), "the server's end")
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.more
+def test_a_server_that_dies_again_and_again_starts_without_the_memory(server: KeptServer) -> None:
+    _put(server)
+    for _ in range(MAX_DEATHS + 1):
+        server.connect().close()
+        server.kill_server()
+    with server.connect() as client:
+        assert _hits(client) == 0
+
+
+def test_a_server_that_cannot_use_its_settings_ends_its_keeper(tmp_path: Path) -> None:
+    with closing(KeptServer(tmp_path, "--memory", "900TiB")) as server:
+        assert server.wait() == 2
+        assert server.says("memory = 900")
+
+
+@pytest.mark.more
+def test_no_stranger_gives_or_takes_what_is_kept(server: KeptServer) -> None:
+    _put(server)
+    environment = Path(f"/proc/{server.server_pid}/environ").read_bytes().split(b"\0")
+    address = next(each for each in environment if each.startswith(b"NOTIFY_SOCKET="))
+    assert address.startswith(b"NOTIFY_SOCKET=" + store.KEEPER.encode())
+    send_as_stranger(address.partition(b"=")[2].decode(), "kvpool-arena")
+    server.kill_server()
+    _check_all(server)
+
+
+@pytest.mark.more
+def test_without_keeping_there_is_no_keeper_and_a_restart_is_empty(tmp_path: Path) -> None:
+    with closing(KeptServer(tmp_path, "--keep", "no")) as server:
+        _put(server)
+        assert b"kvpool_server\0--listen" in Path(f"/proc/{server.pid}/cmdline").read_bytes()
+        server.signal(signal.SIGKILL)
+        assert server.wait() == -signal.SIGKILL
+
+
+@pytest.mark.more
+def test_a_signal_to_stop_is_passed_on_while_a_server_is_under_way(tmp_path: Path) -> None:
+    with closing(KeptServer(tmp_path)) as server:
+        wait_for(lambda: server.server_pid, "a server")
+        server.signal(signal.SIGTERM)
+        assert server.wait() in (0, 128 + signal.SIGTERM)
+        with socket.create_server(("127.0.0.1", int(server.endpoint.rpartition(":")[2]))):
+            pass

@@ -1,0 +1,139 @@
+"""What a table says after its calls; `tests/simulation/test_adoption_machine.py` has the deaths between them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import closing
+
+import pytest
+
+from kvpool.protocol.types import BlockRun, Quota, ShardRange
+from kvpool_server.cache.allocator.arena import Arena
+from kvpool_server.cache.eviction import POLICIES
+from kvpool_server.cache.pool import Pool
+from kvpool_server.cache.steps import finish
+from kvpool_server.keeping.adoption import restore
+from kvpool_server.keeping.follower import TableFollower
+from kvpool_server.keeping.table import Geometry, SlotTable, geometry_of
+from testbed.pool_at_once import PoolAtOnce
+from tests.support.clock import FakeClock
+from tests.support.values import block_hash, group_spec, namespace_spec
+
+EXTENT_BYTES, NUM_EXTENTS = 1 << 20, 4
+GEOMETRY = Geometry(EXTENT_BYTES * NUM_EXTENTS, EXTENT_BYTES, False, b"n" * 16, b"t" * 16)
+CHUNK = 64
+SPECS = {count: namespace_spec(group_spec(chunk_bytes=CHUNK, num_shards=count)) for count in (1, 4, 5, 8)}
+
+
+@pytest.fixture
+def table() -> Iterator[SlotTable]:
+    with closing(SlotTable.create(GEOMETRY)) as table:
+        yield table
+
+
+def _pool(clock: FakeClock | None = None) -> PoolAtOnce:
+    ids = iter(range(1, 1 << 30))
+    arena = Arena(EXTENT_BYTES * NUM_EXTENTS, EXTENT_BYTES)
+    return PoolAtOnce(arena, clock or FakeClock(), lambda: next(ids), policy=POLICIES["lru"])
+
+
+def _put(pool: PoolAtOnce, names: range, num_shards: int = 1, parent: int | None = None) -> None:
+    namespace, _ = pool.open_namespace(SPECS[num_shards])
+    run = BlockRun(0, [block_hash(nth) for nth in names], b"" if parent is None else block_hash(parent))
+    grant = pool.put_start(namespace.fingerprint, [run], ShardRange(0, num_shards))
+    pool.put_end(grant.ticket_id, list(range(len(names) * num_shards)))
+
+
+def _adopted(table: SlotTable, clock: FakeClock | None = None) -> Pool:
+    pool = _pool(clock)
+    restore(pool, table)
+    return pool
+
+
+def test_a_head_says_what_the_table_was_made_for(table: SlotTable) -> None:
+    assert geometry_of(table.fd) == GEOMETRY
+    os.pwrite(table.fd, b"x", 20)
+    assert geometry_of(table.fd) is None
+
+
+@pytest.mark.parametrize(("num_shards", "nbytes"), [(1, 96), (4, 120), (5, 128), (8, 152)])
+def test_a_slot_takes_this_much_memory(table: SlotTable, num_shards: int, nbytes: int) -> None:
+    """12 bytes of it are marks, whose pages are others'."""
+    pool, count = _pool(), 1_500
+    before = os.fstat(table.fd).st_blocks * 512
+    TableFollower(pool, table)
+    _put(pool, range(count), num_shards)
+    taken = os.fstat(table.fd).st_blocks * 512 - before
+    assert taken / count < nbytes + 12 + 4 * 4_096 / count
+    assert len(list(_adopted(table).open_namespaces()[0].entries())) == count
+    assert os.fstat(table.fd).st_blocks * 512 - before < taken + 8 * 4_096, "an adoption fills holes"
+
+
+def test_blocks_come_back_in_the_order_of_their_last_uses(table: SlotTable) -> None:
+    pool = _pool()
+    follower = TableFollower(pool, table)
+    for first in (0, 10, 20):
+        _put(pool, range(first, first + 10))
+    fingerprint = pool.open_namespaces()[0].fingerprint
+    pool.lookup(fingerprint, [BlockRun(0, [block_hash(nth) for nth in range(10)])], prefix_only=True, lease_ttl_ms=1)
+    finish(follower.mark())
+    after = _adopted(table)
+    group = after.open_namespaces()[0].groups[0]
+    used = {nth: entry.used for nth in (0, 10, 20) if (entry := group.index.get(block_hash(nth))) is not None}
+    assert used[10] < used[20] < used[0]
+    assert after.placement.next_stamp([group]) > used[0]
+    (victim, *_) = after.placement.evictor(group).choose(1, {})
+    assert victim.block_hash == block_hash(19)
+
+
+def test_children_find_their_parents_wherever_they_lie(table: SlotTable) -> None:
+    pool = _pool()
+    TableFollower(pool, table)
+    _put(pool, range(4))
+    pool.remove(pool.open_namespaces()[0].fingerprint, [BlockRun(0, [block_hash(2)])])
+    _put(pool, range(10, 11), parent=3)
+    _put(pool, range(2, 3), parent=1)  # In the slot that is free again: behind its child, or before it.
+    (namespace,) = _adopted(table).open_namespaces()
+    entries = {entry.block_hash: entry for entry in namespace.entries()}
+    assert entries[block_hash(10)].parent is entries[block_hash(3)]
+    assert entries[block_hash(3)].parent is entries[block_hash(2)]
+    assert entries[block_hash(2)].parent is entries[block_hash(1)]
+    assert [entries[block_hash(nth)].children for nth in (0, 1, 2, 3, 10)] == [1, 1, 1, 1, 0]
+
+
+def test_quotas_come_back_but_for_those_of_the_settings(table: SlotTable) -> None:
+    pool = _pool()
+    TableFollower(pool, table)
+    pool.set_quotas([Quota("tenant:acme", 1 << 20), Quota("tenant:initech", 2 << 20)])
+    after = _pool()
+    after.set_quotas([Quota("tenant:acme", 3 << 20)])
+    restore(after, table, {"tenant:acme"})
+    assert {each.subject: each.limit_bytes for each in after.quotas()} == {
+        "tenant:acme": 3 << 20,
+        "tenant:initech": 2 << 20,
+    }
+
+
+def test_a_namespace_that_is_closed_gives_its_place_to_another(table: SlotTable) -> None:
+    pool = _pool()
+    follower = TableFollower(pool, table)
+    _put(pool, range(4))
+    namespace = pool.open_namespaces()[0]
+    assert [spec for _, spec in table.namespaces()] == [namespace.spec]
+    pool.clear()
+    follower._closed(namespace)
+    assert table.namespaces() == []
+
+
+def test_pins_come_back_with_their_ends(table: SlotTable) -> None:
+    clock = FakeClock()
+    pool = _pool(clock)
+    follower = TableFollower(pool, table)
+    _put(pool, range(4))
+    run = BlockRun(0, [block_hash(0), block_hash(1)])
+    finish(pool.hints.pin_in_steps(pool.open_namespaces()[0].fingerprint, [run], 600))
+    finish(follower.mark())
+    after = _adopted(table, clock)
+    assert after.pins.pinned_bytes() == 2 * CHUNK
+    assert after.pins.pinned_bytes() == pool.pins.pinned_bytes()
