@@ -83,7 +83,7 @@ class Segment:
             return cls.adopt(fd, nbytes, secrets.token_bytes(TOKEN_BYTES))
         except OSError as error:
             raise ConfigError(
-                f"cannot make {nbytes} bytes of shared memory (memfd_create): {error.strerror}; lower --memory"
+                f"cannot make {nbytes} bytes of shared memory: {error.strerror}; lower --memory"
             ) from error
 
     @classmethod

@@ -124,8 +124,8 @@ class ArenaMemory:
     async def create(self, stack: AsyncExitStack) -> None:
         """Adopts the memory of the server before, or makes new memory. The stack closes it when the server ends."""
         arena, is_kept = self.arena, self._config.keep == "yes" and store.exists()
-        taken = await take_memory(arena.arena_bytes, arena.extent_bytes, has_tenants=self._has_tenants)
-        if taken is not None and is_kept:
+        sizes = arena.arena_bytes, arena.extent_bytes
+        if taken := await take_memory(*sizes, is_kept=is_kept, has_tenants=self._has_tenants):
             self.segment, self.table = taken
             self.is_adopted = True
             self._back(self.table.backed_bytes)

@@ -160,6 +160,8 @@ class Composition:
         if self.data is not None and not await self.data.ready():
             log.warning("no data worker is ready yet; clients that connect before one is ready use gRPC")
         await self._serve_grpc(self._make_service(drain))
+        if self.memory.table is not None:
+            self.memory.table.has_begun()
 
     def _check_settings(self) -> None:
         config = self._config

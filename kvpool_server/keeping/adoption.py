@@ -24,7 +24,7 @@ from kvpool_server.cache.restoring import Adoption
 from kvpool_server.cache.steps import finish
 from kvpool_server.keeping import store
 from kvpool_server.keeping.follower import TableFollower
-from kvpool_server.keeping.table import Geometry, SlotTable, file_bytes, geometry_of, same_arena
+from kvpool_server.keeping.table import Geometry, SlotTable, file_bytes, geometry_of, num_begun, same_arena
 from kvpool_server.process.process_memory import no_collections
 
 log = structlog.get_logger()
@@ -33,9 +33,13 @@ ARENA, TABLE = "kvpool-arena", "kvpool-table"
 ABANDONED_S = 5.0
 """How long a start waits for the end of processes that may still write to the memory."""
 LOOK_EVERY_S = 0.02
+MAX_BEGUN = 2
+"""Adoptions that may begin and not end: what lies in the memory may be why."""
 
 
-async def take_memory(arena_bytes: int, extent_bytes: int, *, has_tenants: bool) -> tuple[Segment, SlotTable] | None:
+async def take_memory(
+    arena_bytes: int, extent_bytes: int, *, is_kept: bool, has_tenants: bool
+) -> tuple[Segment, SlotTable] | None:
     """The memory of the server before, and its table; None if there is none, or it cannot be adopted: the log says why.
 
     The manager has forgotten it then.
@@ -44,13 +48,14 @@ async def take_memory(arena_bytes: int, extent_bytes: int, *, has_tenants: bool)
     if not found:
         return None
     fds = [fd for each in found.values() for fd in each]
-    why = "it is not one arena and one table"
-    if {name: len(each) for name, each in found.items()} == {ARENA: 1, TABLE: 1}:
+    why = "it is not one arena and one table" if is_kept else "--keep no"
+    if is_kept and {name: len(each) for name, each in found.items()} == {ARENA: 1, TABLE: 1}:
         segment_fd, table_fd = found[ARENA][0], found[TABLE][0]
         wanted = Geometry(arena_bytes, extent_bytes, has_tenants, b"", b"")
         why = await _why_not(segment_fd, table_fd, wanted)
         if not why and (geometry := geometry_of(table_fd)) is not None:
             table = SlotTable(table_fd, extent_bytes, arena_bytes // extent_bytes)
+            table.begin()
             return Segment.adopt(segment_fd, arena_bytes, geometry.token), table
     log.warning("the memory of the server before is given up, and the pool begins empty", reason=why)
     for fd in fds:
@@ -76,6 +81,8 @@ async def _why_not(segment_fd: int, table_fd: int, wanted: Geometry) -> str:
         if time.monotonic() > ends_at:
             return f"a process of that server still runs after {ABANDONED_S:g} s"
         await asyncio.sleep(LOOK_EVERY_S)
+    if num_begun(table_fd) >= MAX_BEGUN:
+        return f"{MAX_BEGUN} servers have not got over its adoption"
     return ""
 
 
@@ -102,7 +109,9 @@ def restore(pool: Pool, table: SlotTable, named_quotas: Container[str] = ()) -> 
     adoption, places, groups = Adoption(pool), dict[bytes, int](), dict[tuple[int, int], Group]()
     with contextlib.suppress(KVPoolError):  # The arena has become too small for one of them.
         finish(pool.set_quotas_in_steps([each for each in table.quotas() if each.subject not in named_quotas]))
-    for place, spec in table.namespaces():
+    last = 0
+    for order, place, spec in table.namespaces():
+        last = order
         try:
             namespace, _ = pool.open_namespace(spec)
         except KVPoolError as error:
@@ -123,4 +132,4 @@ def restore(pool: Pool, table: SlotTable, named_quotas: Container[str] = ()) -> 
     late_s = 0.0 if pool.arena.has_tenants else (limits.max_ttl_ms + limits.grace_ms) / 1000
     used = [idx for idx in range(pool.arena.num_extents) if table.slot_bytes(idx)]
     adoption.finish(used, pool.clock() + late_s)
-    return adoption, TableFollower(pool, table, places)
+    return adoption, TableFollower(pool, table, places, last)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import fcntl
 import os
 import secrets
 import select
@@ -105,7 +106,8 @@ class Keeper:
         """In the new process: becomes the server, with the kept descriptors."""
         try:
             named = [(name, fd) for name, fds in self._kept.items() for fd in fds]
-            high = [os.dup2(fd, 64 + nth, inheritable=False) for nth, (_, fd) in enumerate(named)]
+            above = store.FIRST_FD + MAX_DESCRIPTORS
+            high = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, above) for _, fd in named]
             for nth, fd in enumerate(high):
                 os.dup2(fd, store.FIRST_FD + nth, inheritable=True)
             offered = {

@@ -4,7 +4,8 @@ It is anonymous memory that the server alone maps, and that outlives it as the a
 nothing replayed: each fact has one place, and is there whole or not at all, because a checksum of it and of its place
 stands before it. What has no checksum, zero, is not there.
 
-    head        4 KiB: format, geometry, the segment's nonce and token; then bytes of the arena that are backed
+    head        4 KiB: format, geometry, the segment's nonce and token; then bytes of the arena that are backed, and
+                adoptions that have begun since one has ended
     quotas      64 KiB: JSON
     namespaces  NAMESPACES places of 68 KiB: the order of opening, the spec as JSON
     extents     one after the other; each has
@@ -18,12 +19,13 @@ The file is sparse, and takes memory only where slots have had blocks: 100 bytes
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import struct
 from array import array
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -42,6 +44,7 @@ FORMAT = int.from_bytes(b"kvkeep\0\1", "little")
 """Changes with the layout: a table of another format is not read."""
 NAMESPACES = 1_024
 PLACE_BYTES, QUOTAS_BYTES, HEAD_BYTES = 68 << 10, 64 << 10, 4 << 10
+Value = TypeVar("Value")
 _CHECK = struct.Struct("<Q")
 _HEAD = struct.Struct(f"<QQQI{NONCE_BYTES}s{TOKEN_BYTES}s")
 _LENGTH = struct.Struct("<QI")
@@ -58,7 +61,7 @@ _CLASS_AT, _MARKS_AT = 0, 4 << 10
 _RECORDS_AT = _MARKS_AT + _MARK.size * MAX_SLOTS_PER_EXTENT
 RECORDS_BYTES = 128 * MAX_SLOTS_PER_EXTENT
 _EXTENT_BYTES = _RECORDS_AT + RECORDS_BYTES
-_BACKED_AT = 1 << 10
+_BACKED_AT, _BEGUN_AT = 1 << 10, 2 << 10
 _QUOTAS_AT = HEAD_BYTES
 _NAMESPACES_AT = _QUOTAS_AT + QUOTAS_BYTES
 _EXTENTS_AT = _NAMESPACES_AT + NAMESPACES * PLACE_BYTES
@@ -124,6 +127,14 @@ class SlotTable:
     def backed_bytes(self, nbytes: int) -> None:
         self._put(_BACKED_AT, _CHECK.pack(nbytes))
 
+    def begin(self) -> None:
+        """An adoption begins."""
+        self._put(_BEGUN_AT, _CHECK.pack(num_begun(self.fd) + 1))
+
+    def has_begun(self) -> None:
+        """The server with this memory serves clients."""
+        self._put(_BEGUN_AT, _CHECK.pack(0))
+
     def put_quotas(self, quotas: Sequence[Quota]) -> None:
         """Replaces all quotas."""
         limits = {quota.subject: quota.limit_bytes for quota in quotas}
@@ -131,8 +142,7 @@ class SlotTable:
 
     def quotas(self) -> list[Quota]:
         """Those of the last `put_quotas` that is there whole."""
-        found = self._json(_QUOTAS_AT, QUOTAS_BYTES)
-        limits = {} if found is None else msgspec.json.decode(found[1], type=dict[str, int])
+        _, limits = self._json(_QUOTAS_AT, QUOTAS_BYTES, dict[str, int]) or (0, {})
         return [Quota(subject, limit_bytes) for subject, limit_bytes in limits.items()]
 
     def put_namespace(self, place: int, order: int, spec: NamespaceSpec) -> bool:
@@ -147,14 +157,14 @@ class SlotTable:
         """Empties the place of a namespace that has no record any more."""
         self._put(_NAMESPACES_AT + place * PLACE_BYTES, _ABSENT)
 
-    def namespaces(self) -> list[tuple[int, NamespaceSpec]]:
-        """The places that are in use, and their namespaces, in the order of opening."""
+    def namespaces(self) -> list[tuple[int, int, NamespaceSpec]]:
+        """The order of opening, the place and the spec of each namespace, in that order."""
         found = []
         for place in range(NAMESPACES):
-            content = self._json(_NAMESPACES_AT + place * PLACE_BYTES, PLACE_BYTES)
+            content = self._json(_NAMESPACES_AT + place * PLACE_BYTES, PLACE_BYTES, NamespaceSpec)
             if content is not None:
-                found.append((content[0], place, msgspec.json.decode(content[1], type=NamespaceSpec)))
-        return [(place, spec) for _, place, spec in sorted(found, key=lambda each: each[0])]
+                found.append((content[0], place, content[1]))
+        return sorted(found, key=lambda each: each[0])
 
     # Extents and records
 
@@ -286,12 +296,16 @@ class SlotTable:
         self._put_checked(at, content)
         return True
 
-    def _json(self, at: int, most: int) -> tuple[int, bytes] | None:
-        """The order and the text that `_put_json` has put there; None if they are not there whole."""
+    def _json(self, at: int, most: int, kind: type[Value]) -> tuple[int, Value] | None:
+        """The order and the value that `_put_json` has put there; None if they are not there whole, or of this kind."""
         head, start = self._read(at, _CHECK.size + _LENGTH.size), at + _CHECK.size
         (check,), (order, length) = _CHECK.unpack_from(head), _LENGTH.unpack_from(head, _CHECK.size)
         content = self._read(start, _LENGTH.size + length) if check and length <= most else b""
-        return (order, content[_LENGTH.size :]) if check and check == _check_of(at, content) else None
+        if not check or check != _check_of(start - _CHECK.size, content):
+            return None
+        with contextlib.suppress(msgspec.MsgspecError):  # Another release has written it.
+            return order, msgspec.json.decode(content[_LENGTH.size :], type=kind)
+        return None
 
     def _read(self, at: int, nbytes: int) -> bytes:
         """Reads the file, and not its pages: a hole that is touched there takes memory."""
@@ -319,6 +333,11 @@ def geometry_of(fd: int) -> Geometry | None:
     if found != FORMAT or check != _check_of(0, content):
         return None
     return Geometry(arena_bytes, extent_bytes, bool(has_tenants), nonce, token)
+
+
+def num_begun(fd: int) -> int:
+    """How many adoptions of a table have begun since a server with it has served clients."""
+    return int(_CHECK.unpack(os.pread(fd, _CHECK.size, _BEGUN_AT))[0])
 
 
 def _check_of(at: int, content: bytes | memoryview) -> int:

@@ -202,6 +202,8 @@ def _num_fields(message: bytes) -> Steps[int]:
 
 def _varint(message: bytes, at: int) -> tuple[int, int]:
     """A number of up to 64 bits at a place, and the place behind it."""
+    if at < len(message) and (byte := message[at]) < 128:  # Nearly all.
+        return byte, at + 1
     value = 0
     for nth, byte in enumerate(message[at : at + 10]):
         value |= (byte & 127) << 7 * nth

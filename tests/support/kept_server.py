@@ -111,9 +111,9 @@ class KeptServer:
 
 
 _INHERIT = """
-import os, sys
+import fcntl, os, sys
 names, end = sys.argv[1], sys.argv.index("--")
-fds = [os.dup2(int(fd), 64 + nth, inheritable=False) for nth, fd in enumerate(sys.argv[2:end])]
+fds = [fcntl.fcntl(int(fd), fcntl.F_DUPFD_CLOEXEC, 64) for fd in sys.argv[2:end]]
 for nth, fd in enumerate(fds):
     os.dup2(fd, 3 + nth)
 os.environ |= {"LISTEN_FDS": str(len(fds)), "LISTEN_FDNAMES": names, "LISTEN_PID": str(os.getpid())}

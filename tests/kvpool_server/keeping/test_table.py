@@ -120,7 +120,7 @@ def test_a_namespace_that_is_closed_gives_its_place_to_another(table: SlotTable)
     follower = TableFollower(pool, table)
     _put(pool, range(4))
     namespace = pool.open_namespaces()[0]
-    assert [spec for _, spec in table.namespaces()] == [namespace.spec]
+    assert [spec for *_, spec in table.namespaces()] == [namespace.spec]
     pool.clear()
     follower._closed(namespace)
     assert table.namespaces() == []

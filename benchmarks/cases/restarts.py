@@ -1,0 +1,271 @@
+"""What does the end of a server cost? A kill under load, with a million blocks; the table's price; a trace with kills.
+
+kvpool: the server below its keeper gets SIGKILL while clients look up and put. Timed is until a client has the first
+hit; then every block that had been stored before the load is looked up. Mooncake Store: the process with the segment
+gets SIGKILL, and another one joins the cluster.
+
+The price: puts of new blocks and lookups, of a server whose memory is kept and of one with `--keep no`, in turns.
+
+The trace: the Mooncake trace replayed against the pool (`benchmarks.replay`), which dies after each thousandth request
+and is adopted by a new one, beside the same without deaths.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import typer
+
+from benchmarks.cases.lookup import CHUNK_BYTES, ROOM_MIB
+from benchmarks.cases.lookup import Pool as FullPool
+from benchmarks.cases.replay import TRACE
+from benchmarks.harness.measuring import (
+    Row,
+    alternate,
+    at_least,
+    at_most,
+    estimate,
+    process,
+    report,
+    server_process,
+    speed_ratio,
+    timed,
+    until_true,
+)
+from benchmarks.peers.mooncake_store import Store, master
+from benchmarks.replay.pool import ReplayedPool, make_pool
+from benchmarks.replay.request import Request, num_blocks, num_distinct
+from benchmarks.replay.trace import load
+from kvpool import BlockRun, Client, ClientConfig, GroupSpec, NamespaceSpec
+from kvpool.protocol.errors import KVPoolError
+from kvpool.protocol.types import NONCE_BYTES, TOKEN_BYTES
+from kvpool_server.cache.eviction import DEFAULT_POLICY
+from kvpool_server.cache.steps import finish
+from kvpool_server.keeping.adoption import restore
+from kvpool_server.keeping.follower import MARK_EVERY_S, TableFollower
+from kvpool_server.keeping.table import Geometry, SlotTable
+from testbed.mooncake import segment_command
+
+KEPT = ("--keep", "yes")
+PROBED, LOADED, LOOKED_UP = 64, 256, 8_192
+ENDED_S = 60.0
+REACH_S, REACH_HITS, REACH_PRICE, REACH_TRACE = 3.0, 0.99, 0.98, 0.97
+BLOCK_BYTES, BLOCKS_A_PUT = (16 << 10, 256 << 10), 64
+KILL_EVERY = 1_000
+SHARE = 10
+MOONCAKE_KEYS = 1_000
+
+
+def main(
+    entries: Annotated[int, typer.Option(help="Blocks in the pool.", min=LOOKED_UP)] = 1_000_000,
+    kills: Annotated[int, typer.Option(min=1)] = 5,
+    rounds: Annotated[int, typer.Option(help="Of puts and lookups.", min=3)] = 40,
+) -> None:
+    """Kill and measure."""
+    seconds, share = _killed(entries, kills)
+    rows = [
+        at_most("SIGKILL under load to the first hit", estimate(seconds), "s", REACH_S),
+        at_least("complete blocks that are hits again", min(share), "", REACH_HITS),
+        Row("objects of Mooncake Store that are there again", _mooncake(), ""),
+        *_price(rounds),
+    ]
+    if TRACE.exists():
+        rows.append(_trace(load(TRACE)))
+    report("restarts", rows, entries=entries, kills=kills, rounds=rounds)
+
+
+def _killed(entries: int, kills: int) -> tuple[list[float], list[float]]:
+    """Seconds from each kill to the first hit, and the share of the blocks that are hits again."""
+    hashes = [nth.to_bytes(32, "big") for nth in range(entries)]
+    memory = f"{entries * CHUNK_BYTES * 5 // 4 // (1 << 20) + ROOM_MIB}MiB"
+    seconds, shares = [], []
+    with server_process(memory, *KEPT, start_timeout_s=ENDED_S) as (endpoint, keeper):
+        pool = FullPool(endpoint, hashes, 1)
+        pool.close()
+        spec = NamespaceSpec("benchmark-1", (GroupSpec("full_attention", 16, 8, 128, 128, 1, CHUNK_BYTES),))
+        for nth in range(kills):
+            probed = hashes[nth * PROBED : (nth + 1) * PROBED]
+            with _load(endpoint, spec):
+                os.kill(_server_of(keeper), signal.SIGKILL)
+                began = time.monotonic()
+                until_true(lambda: _hits(endpoint, spec, probed) > 0, "no hit after a kill", ENDED_S)  # noqa: B023
+                seconds.append(time.monotonic() - began)
+            shares.append(sum(_all_hits(endpoint, spec, hashes)) / entries)
+            print(f"kill {nth}: first hit after {seconds[-1]:.2f} s, hits {shares[-1]:.5f}", flush=True)
+    return seconds, shares
+
+
+def _server_of(keeper: int) -> int:
+    """The process id of the server below a keeper."""
+    children = Path(f"/proc/{keeper}/task/{keeper}/children").read_text().split()
+    return next(int(each) for each in children if b"--listen" in Path(f"/proc/{each}/cmdline").read_bytes())
+
+
+@contextlib.contextmanager
+def _load(endpoint: str, spec: NamespaceSpec) -> Iterator[None]:
+    """A client looks up and puts new blocks meanwhile."""
+    ended = threading.Event()
+    names = (os.urandom(32) for _ in itertools.count())
+
+    def run() -> None:
+        while not ended.is_set():
+            with contextlib.suppress(KVPoolError), Client(ClientConfig(endpoint, timeout_ms=2_000)) as client:
+                namespace = client.open_namespace(spec)
+                while not ended.is_set():
+                    run = BlockRun(0, list(itertools.islice(names, LOADED)))
+                    client.lookup(namespace, [run])
+                    client.put_blocks(namespace, run, [bytes(CHUNK_BYTES)] * LOADED)
+            ended.wait(0.05)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    time.sleep(0.5)
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _hits(endpoint: str, spec: NamespaceSpec, hashes: Sequence[bytes]) -> int:
+    try:
+        with Client(ClientConfig(endpoint, timeout_ms=1_000)) as client:
+            return client.lookup(client.open_namespace(spec), [BlockRun(0, hashes)]).hits[0].num_leading
+    except KVPoolError:
+        return 0
+
+
+def _all_hits(endpoint: str, spec: NamespaceSpec, hashes: Sequence[bytes]) -> Iterator[int]:
+    with Client(ClientConfig(endpoint, timeout_ms=60_000)) as client:
+        namespace = client.open_namespace(spec)
+        for first in range(0, len(hashes), LOOKED_UP):
+            run = BlockRun(0, hashes[first : first + LOOKED_UP])
+            yield client.lookup(namespace, [run], lease=False, prefix_only=False).hits[0].complete.bit_count()
+
+
+def _mooncake() -> float:
+    """The share of a store's objects that are there again, once the process with its segment was killed and started."""
+    value = np.zeros(1 << 20, np.uint8)
+    keys = [f"restart@{nth}" for nth in range(MOONCAKE_KEYS)]
+    with master() as address, contextlib.ExitStack() as stack:
+        segment = segment_command(address, 256 << 20)
+        holder = stack.enter_context(process(segment))
+        _until_ready(holder.stdout)
+        store = Store(address)
+        stack.callback(store.close)
+        store.register(value)
+        store.put(keys, [value.ctypes.data] * len(keys), CHUNK_BYTES)
+        holder.kill()
+        holder.wait()
+        _until_ready(stack.enter_context(process(segment)).stdout)
+        sink = np.zeros((len(keys), CHUNK_BYTES), np.uint8)
+        store.register(sink)
+        there = 0
+        for key, row in zip(keys, sink, strict=True):
+            with contextlib.suppress(AssertionError):
+                store.get([key], [row.ctypes.data], CHUNK_BYTES)
+                there += 1
+            if not there:
+                break  # Each miss waits for the dead process.
+    return there / len(keys)
+
+
+def _until_ready(lines: object) -> None:
+    for line in lines:  # type: ignore[attr-defined]
+        if line == "ready\n":
+            return
+
+
+def _price(rounds: int) -> list[Row]:
+    """What keeping costs puts and lookups of one client."""
+    rows = []
+    for nbytes in BLOCK_BYTES:
+        with contextlib.ExitStack() as stack:
+            sides = {
+                name: stack.enter_context(contextlib.closing(_Side(stack, flags, nbytes)))
+                for name, flags in (("kept", KEPT), ("not", ("--keep", "no")))
+            }
+            for what in ("put", "lookup"):
+                measures = {name: getattr(side, what) for name, side in sides.items()}
+                taken = alternate(measures, rounds, what=f"{what}s of {nbytes} bytes")
+                ratio = speed_ratio(taken["kept"], taken["not"])
+                rows.append(at_least(f"{what}, blocks of {nbytes >> 10} KiB, over --keep no", ratio, "x", REACH_PRICE))
+    return rows
+
+
+class _Side:
+    """A server, and a client that puts and looks up."""
+
+    def __init__(self, stack: contextlib.ExitStack, flags: Sequence[str], nbytes: int):
+        endpoint, _ = stack.enter_context(server_process("512MiB", *flags))
+        self._client = Client(ClientConfig(endpoint))
+        group = GroupSpec("full_attention", 16, 8, 128, 128, 1, nbytes)
+        self._namespace = self._client.open_namespace(NamespaceSpec("price", (group,)))
+        self._payloads = [np.zeros(nbytes, np.uint8)] * BLOCKS_A_PUT
+        self._last = BlockRun(0, [bytes(32)])
+
+    def put(self) -> float:
+        self._last = BlockRun(0, [os.urandom(32) for _ in range(BLOCKS_A_PUT)])
+        return timed(lambda: self._client.put_blocks(self._namespace, self._last, self._payloads))
+
+    def lookup(self) -> float:
+        found = []
+        seconds = timed(lambda: found.append(self._client.lookup(self._namespace, [self._last])))
+        self._client.release([found[0].lease_id])
+        return seconds
+
+    def close(self) -> None:
+        self._client.close()
+
+
+class _MortalPool(ReplayedPool):
+    """A pool that dies after every `KILL_EVERY` requests, and is adopted by another one."""
+
+    def __init__(self, capacity: int, policy: str):
+        super().__init__(capacity, policy)
+        self._capacity, self._policy, self._num_requests, self._marked_at = capacity, policy, 0, 0.0
+        arena = self.pool.arena
+        geometry = Geometry(arena.arena_bytes, arena.extent_bytes, False, bytes(NONCE_BYTES), bytes(TOKEN_BYTES))
+        self._table = SlotTable.create(geometry)
+        self._follower = TableFollower(self.pool, self._table)
+
+    def play(self, request: Request) -> int:
+        self._num_requests += 1
+        if self._num_requests % KILL_EVERY == 0:
+            self._die()
+        hits = super().play(request)
+        if self.now_s - self._marked_at >= MARK_EVERY_S:
+            self._marked_at = self.now_s
+            finish(self._follower.mark())
+        return hits
+
+    def _die(self) -> None:
+        arena, before = self.pool.arena, self._table
+        self._table = SlotTable(os.dup(before.fd), arena.extent_bytes, arena.num_extents)
+        before.close()
+        self.pool, self._fingerprint = make_pool(self._capacity, self._policy, lambda: self.now_s)
+        _, self._follower = restore(self.pool, self._table)
+
+
+def _trace(requests: Sequence[Request]) -> Row:
+    capacity = num_distinct(requests) * SHARE // 100
+    hits = [
+        sum(pool.play(request) for request in requests)
+        for pool in (_MortalPool(capacity, DEFAULT_POLICY), ReplayedPool(capacity, DEFAULT_POLICY))
+    ]
+    print(f"hits with kills {hits[0] / num_blocks(requests):.4f}, without {hits[1] / num_blocks(requests):.4f}")
+    name = f"hits of the trace, a kill every {KILL_EVERY} requests, over none"
+    return at_least(name, hits[0] / hits[1], "", REACH_TRACE)
+
+
+if __name__ == "__main__":
+    typer.run(main)
