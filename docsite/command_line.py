@@ -8,7 +8,7 @@ from typing import Any
 import typer
 
 from kvpool.cli import app
-from kvpool_server.__main__ import serve
+from kvpool_server.app.command import serve
 
 
 def kvpool_command() -> Any:

@@ -249,8 +249,8 @@ class _MortalPool(ReplayedPool):
         return hits
 
     def _die(self) -> None:
-        arena, before = self.pool.arena, self._table
-        self._table = SlotTable(os.dup(before.fd), arena.extent_bytes, arena.num_extents)
+        before = self._table
+        self._table = SlotTable.reopen(os.dup(before.fd))
         before.close()
         self.pool, self._fingerprint = make_pool(self._capacity, self._policy, lambda: self.now_s)
         _, self._follower = restore(self.pool, self._table)

@@ -31,8 +31,9 @@ from kvpool.v1 import pool_pb2 as pb
 PROVE_S = 3.0
 """Least time for a data port to send its greeting: a client that gives up uses gRPC for a while."""
 
-KEPT_S = 15.0
-"""How long memory that outlives its server stays mapped without a server: the next one may be there in a second."""
+KEPT_S = 4.0
+"""How long memory that outlives its server stays mapped without a server. A server that makes new memory waits longer
+than this for the memory of the last one."""
 
 RETRY_S = (10.0, 320.0)
 """Time until a client that fell back to gRPC tries the faster transports again: at first, and at most."""

@@ -34,8 +34,7 @@ from kvpool_server.data_plane.workers import DataWorkers, default_count
 from kvpool_server.events.messages import Encoder
 from kvpool_server.events.publisher import EventStreams
 from kvpool_server.events.sockets import Gate
-from kvpool_server.keeping.adoption import restore
-from kvpool_server.keeping.follower import TableFollower
+from kvpool_server.keeping.adoption import begin, restore
 from kvpool_server.keeping.store import ENDED
 from kvpool_server.observability.http import OperatorHttp, on_loop
 from kvpool_server.observability.metrics import FamilyCollector, value_families
@@ -152,9 +151,11 @@ class Composition:
         await self.memory.back_step()
         if config.event_streams:
             self.events = self._publish_events()
-            in_background(self._stack, self.turns.run(_announce(adopted, self.events)))
+            await self.turns.run(_announce(adopted, self.events))  # Before anything can remove them.
         self._stack.push_async_callback(self.tiered.close)
         await self.tiered.open()
+        if tiers:
+            await self.turns.run(_announce(adopted, self.tiered))
         if config.mooncake != "off":
             self._engine = await self._start_engine()
         if self.data is not None and not await self.data.ready():
@@ -227,8 +228,8 @@ class Composition:
         if (table := self.memory.table) is None:
             return []
         began, entries = time.monotonic(), list[Entry]()
+        named = {parse_quota(text).subject for text in self._config.quota}
         if self.memory.is_adopted:
-            named = {parse_quota(text).subject for text in self._config.quota}
             adoption, follower = restore(self.pool, table, named)
             entries = adoption.entries
             log.info(
@@ -237,7 +238,8 @@ class Composition:
                 seconds=round(time.monotonic() - began, 2),
             )  # fmt: skip
         else:
-            follower = TableFollower(self.pool, table)
+            follower = begin(self.pool, table, named)
+        self._stack.callback(table.has_begun)  # A start that fails, or is ended, says nothing of the memory.
         self._stack.callback(lambda: finish(follower.mark()))
         in_background(self._stack, follower.run(self.turns.run))
         return entries

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -39,7 +40,7 @@ class Server:
 
     def __init__(self, config: ServerConfig, events: LogEvents | None = None):
         self.config = config
-        self._signals: set[asyncio.Task[Any]] = set()  # asyncio keeps no reference to its tasks.
+        self._tasks: set[asyncio.Task[Any]] = set()  # asyncio keeps no reference to them.
         self._state = STARTING
         self._stopping = asyncio.Event()
         self._failure = ""
@@ -108,9 +109,13 @@ class Server:
             self.request_stop()
 
     def _begin_drain(self, drain: Drain, deadline_ms: int) -> None:
-        task = asyncio.create_task(drain.begin(deadline_ms))
-        self._signals.add(task)
-        task.add_done_callback(self._signals.discard)
+        self.in_background(drain.begin(deadline_ms))
+
+    def in_background(self, work: Coroutine[Any, Any, Any]) -> None:
+        """Work that ends by itself, or with the process."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _announce_drain(self) -> None:
         """Has load balancers, probes and routers send nothing more to this server."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -37,6 +36,10 @@ def restore(pool: Pool, group: Group, records: Sequence[Record]) -> int:
     for entry in group.index.values():
         entry_table.make_candidate(entry)
     return restored
+
+
+_UNKNOWN_DEPTH = -(1 << 40)
+"""Of a block without its parent; those that follow it are below 0, too."""
 
 
 class Columns(NamedTuple):
@@ -95,6 +98,7 @@ class Adoption:
                 parent.children += 1
             elif parent_hash:
                 self._orphans.append(entry)
+                entry.depth = _UNKNOWN_DEPTH
             if pin > now:
                 self._pinned.append((entry, pin))
         arena.occupy(extent, added)
@@ -112,11 +116,7 @@ class Adoption:
             quarantine_until: until when somebody may still write to the slots there that are free.
         """
         pool = self._pool
-        for entry in self._orphans:  # Their parents may have been added after them.
-            if (parent := entry.group.index.get(entry.parent_hash)) is not None:
-                entry.parent = parent
-                entry.depth = parent.depth + 1
-                parent.children += 1
+        self._link_orphans()
         table = pool.entry_table
         table.num_live += len(self.entries)
         table.num_complete += len(self.entries)
@@ -126,19 +126,41 @@ class Adoption:
         for entry, until in sorted(self._pinned, key=lambda each: each[0].depth):  # A pin needs its parent's.
             pool.pins.pin(entry, until, pool.clock())
         if quarantine_until > pool.clock():
-            for (tenant, slot_bytes), groups in itertools.groupby(self._members, lambda group: group.slot_class):
-                self._quarantine(next(groups), pool.arena.num_free(slot_bytes, tenant), quarantine_until)
+            for group in {group.slot_class: group for group in self._members}.values():
+                self._quarantine(group, quarantine_until)
             for idx in extents:
                 pool.arena.rest(idx)
             pool.entry_table.rests_until = quarantine_until
         pool.arena.distrust_unused()
 
-    def _quarantine(self, group: Group, count: int, until: float) -> None:
-        """Keeps free slots of a group's extents from being used."""
-        arena = self._pool.arena
-        for offset in arena.allocate(group.spec.slot_bytes, count, group.tenant) or []:
-            entry = Entry(group, b"", None, offset, 0)
+    def _link_orphans(self) -> None:
+        """Gives blocks that were added before their parents these, and all that follow them their depths."""
+        for entry in self._orphans:
+            if (parent := entry.group.index.get(entry.parent_hash)) is not None:
+                entry.parent = parent
+                parent.children += 1
+        for entry in [each for each in self.entries if each.depth < 0]:
+            path: dict[Entry, None] = {}
+            above: Entry | None = entry
+            while above is not None and above.depth < 0:
+                if above in path:  # A client that makes up hashes can have two blocks follow each other.
+                    last = next(reversed(path))
+                    last.parent = None
+                    above.children -= 1
+                    break
+                path[above] = None
+                above = above.parent
+            first = 0 if above is None or above.depth < 0 else above.depth + 1
+            for depth, each in enumerate(reversed(path), first):
+                each.depth = depth
+
+    def _quarantine(self, group: Group, until: float) -> None:
+        """Keeps the free slots of a class from being used, at nobody's charge."""
+        pool, (tenant, slot_bytes) = self._pool, group.slot_class
+        nobodys = Group(group.spec, tenant=tenant)
+        for offset in pool.arena.allocate(slot_bytes, pool.arena.num_free(slot_bytes, tenant), tenant) or []:
+            entry = Entry(nobodys, b"", None, offset, 0)
             entry.live = False
-            arena.assign(offset, entry)
-            group.num_slots += 1
-            self._pool.entry_table.quarantine.add(entry, until)
+            pool.arena.assign(offset, entry)
+            nobodys.num_slots += 1
+            pool.entry_table.quarantine.add(entry, until)

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Container
+from collections.abc import Container, Mapping, Sequence
 
 import structlog
 
@@ -31,7 +31,9 @@ log = structlog.get_logger()
 
 ARENA, TABLE = "kvpool-arena", "kvpool-table"
 ABANDONED_S = 5.0
-"""How long a start waits for the end of processes that may still write to the memory."""
+UNMAPPED_BYTES_PER_S = 8 << 30
+"""How long a start waits for the end of processes that may still write to the memory: the kernel takes a part of a
+second to unmap each of their gibibytes."""
 LOOK_EVERY_S = 0.02
 MAX_BEGUN = 2
 """Adoptions that may begin and not end: what lies in the memory may be why."""
@@ -44,46 +46,54 @@ async def take_memory(
 
     The manager has forgotten it then.
     """
-    found = store.take()
-    if not found:
+    if not (found := store.take()):
         return None
-    fds = [fd for each in found.values() for fd in each]
-    why = "it is not one arena and one table" if is_kept else "--keep no"
-    if is_kept and {name: len(each) for name, each in found.items()} == {ARENA: 1, TABLE: 1}:
-        segment_fd, table_fd = found[ARENA][0], found[TABLE][0]
-        wanted = Geometry(arena_bytes, extent_bytes, has_tenants, b"", b"")
-        why = await _why_not(segment_fd, table_fd, wanted)
-        if not why and (geometry := geometry_of(table_fd)) is not None:
-            table = SlotTable(table_fd, extent_bytes, arena_bytes // extent_bytes)
-            table.begin()
-            return Segment.adopt(segment_fd, arena_bytes, geometry.token), table
+    why = "--keep no"
+    if is_kept:
+        try:
+            return await _adopted(found, Geometry(arena_bytes, extent_bytes, has_tenants, b"", b""))
+        except OSError as error:
+            why = error.strerror or str(error)
+        except _RefusedError as error:
+            why = str(error)
     log.warning("the memory of the server before is given up, and the pool begins empty", reason=why)
-    for fd in fds:
-        os.close(fd)
-    for name in found:
-        store.remove(name)
+    for name, fds in found.items():
+        for fd in fds:
+            with contextlib.suppress(OSError):  # What maps the file may have closed it.
+                os.close(fd)
+        with contextlib.suppress(OSError):
+            store.remove(name)
     return None
 
 
-async def _why_not(segment_fd: int, table_fd: int, wanted: Geometry) -> str:
-    """Why memory cannot be adopted; empty: it can, and this process owns it now."""
-    geometry = geometry_of(table_fd)
-    if geometry is None:
-        return "its table is of another release"
-    if why := same_arena(geometry, wanted):
-        return why
+class _RefusedError(Exception):
+    """Why memory cannot be adopted."""
+
+
+async def _adopted(found: Mapping[str, Sequence[int]], wanted: Geometry) -> tuple[Segment, SlotTable]:
+    """The memory of these descriptors, which this process owns from now on. Raises _RefusedError and OSError."""
+    if {name: len(each) for name, each in found.items()} != {ARENA: 1, TABLE: 1}:
+        raise _RefusedError("it is not one arena and one table")
+    (segment_fd,), (table_fd,) = found[ARENA], found[TABLE]
+    if (geometry := geometry_of(table_fd)) is None:
+        raise _RefusedError("its table is of another release")
+    if why := same_arena(geometry, wanted) or why_other(segment_fd, wanted.arena_bytes, geometry.nonce):
+        raise _RefusedError(why)
     if os.fstat(table_fd).st_size != file_bytes(wanted.arena_bytes // wanted.extent_bytes):
-        return "its table has another size"
-    if why := why_other(segment_fd, wanted.arena_bytes, geometry.nonce):
-        return f"it is {why}"
-    ends_at = time.monotonic() + ABANDONED_S
+        raise _RefusedError("its table has another size")
+    if num_begun(table_fd) >= MAX_BEGUN:
+        raise _RefusedError(f"{MAX_BEGUN} servers have not got over its adoption")
+    patience_s = ABANDONED_S + wanted.arena_bytes / UNMAPPED_BYTES_PER_S
+    ends_at = time.monotonic() + patience_s
     while not is_abandoned(segment_fd):
         if time.monotonic() > ends_at:
-            return f"a process of that server still runs after {ABANDONED_S:g} s"
+            raise _RefusedError(f"a process of that server still runs after {patience_s:.0f} s")
         await asyncio.sleep(LOOK_EVERY_S)
-    if num_begun(table_fd) >= MAX_BEGUN:
-        return f"{MAX_BEGUN} servers have not got over its adoption"
-    return ""
+    table = SlotTable.reopen(os.dup(table_fd))
+    table.begin()
+    segment = Segment.adopt(segment_fd, wanted.arena_bytes, geometry.token)
+    os.close(table_fd)
+    return segment, table
 
 
 def make_table(arena: Arena, segment: Segment) -> SlotTable | None:
@@ -128,8 +138,25 @@ def restore(pool: Pool, table: SlotTable, named_quotas: Container[str] = ()) -> 
             if group is not None and found == (group.spec.slot_bytes, group.spec.num_shards):
                 kept += adoption.add(group, columns)
         table.keep_only(idx, kept)
-    limits = pool.limits
-    late_s = 0.0 if pool.arena.has_tenants else (limits.max_ttl_ms + limits.grace_ms) / 1000
     used = [idx for idx in range(pool.arena.num_extents) if table.slot_bytes(idx)]
-    adoption.finish(used, pool.clock() + late_s)
-    return adoption, TableFollower(pool, table, places, last)
+    now = pool.clock()
+    until = table.late_until(now) if shares_memory(pool) else now
+    adoption.finish(used, until)
+    table.put_holds(longest_hold_s(pool), until)
+    return adoption, TableFollower(pool, table, places, last, named_quotas)
+
+
+def begin(pool: Pool, table: SlotTable, named_quotas: Container[str] = ()) -> TableFollower:
+    """Has a new table follow a pool."""
+    table.put_holds(longest_hold_s(pool), 0.0)
+    return TableFollower(pool, table, named_quotas=named_quotas)
+
+
+def longest_hold_s(pool: Pool) -> float:
+    """How long a client may write to a slot, from when it was granted."""
+    return (pool.limits.max_ttl_ms + pool.limits.grace_ms) / 1000
+
+
+def shares_memory(pool: Pool) -> bool:
+    """Whether clients map the arena, and so may write to it after their server has ended."""
+    return not pool.arena.has_tenants

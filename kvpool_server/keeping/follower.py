@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 
 from kvpool_server.cache.entry import Entry, Group, Observer
 from kvpool_server.cache.namespaces import PoolNamespace
@@ -23,10 +23,19 @@ class TableFollower(Observer):
     Args:
         places: of the namespaces that the table has, by fingerprint.
         order: of the namespace opened last of these.
+        named_quotas: subjects whose quotas the settings give, and the table need not.
     """
 
-    def __init__(self, pool: Pool, table: SlotTable, places: Mapping[bytes, int] = {}, order: int = 0):
+    def __init__(
+        self,
+        pool: Pool,
+        table: SlotTable,
+        places: Mapping[bytes, int] = {},
+        order: int = 0,
+        named_quotas: Container[str] = (),
+    ):
         self._pool = pool
+        self._named_quotas = named_quotas
         self._table = table
         self._places = dict(places)
         self._free = [place for place in range(NAMESPACES - 1, -1, -1) if place not in self._places.values()]
@@ -69,7 +78,7 @@ class TableFollower(Observer):
             self._free.append(place)
 
     def _put_quotas(self) -> None:
-        self._table.put_quotas(self._pool.quotas())
+        self._table.put_quotas([each for each in self._pool.quotas() if each.subject not in self._named_quotas])
 
     async def run(self, run: Run) -> None:
         """Writes last uses and pins now and then, until cancelled."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import array
 import contextlib
 import fcntl
+import itertools
 import os
 import secrets
 import select
@@ -36,15 +37,32 @@ FAILED = 1
 """Exit status of a server that an error has ended; one that cannot use its settings has another."""
 MAX_DESCRIPTORS, MAX_MESSAGE_BYTES = 8, 4_096
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2)
+HANDLED = {*PASSED_ON, signal.SIGUSR1}
+"""A server gets them blocked, and lets them through once it can handle them."""
 STOPS = (signal.SIGTERM, signal.SIGINT)
+MESSAGES_A_TURN = 64
 _CREDENTIALS = struct.Struct("iII")
+
+
+def is_wanted(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether a server with these arguments needs a keeper: it has no manager, and neither a flag nor the environment
+    says no. One whose configuration file says no tells its keeper."""
+    given = [value for name, _, value in (each.partition("=") for each in arguments) if name == "--keep"]
+    given += [value for name, value in itertools.pairwise(arguments) if name == "--keep"]
+    says_no = "no" in (given or [environ.get("KVPOOL_KEEP", "")])
+    return not says_no and not store.exists(environ) and not {"--help", "--version"} & set(arguments)
 
 
 def become(arguments: Sequence[str]) -> None:
     """Replaces this process by the keeper of a server with these arguments. Raises OSError."""
-    path = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", ""))))
-    command = [sys.executable, "-P", "-m", __spec__.name, *arguments]
-    os.execve(sys.executable, command, {**os.environ, "PYTHONPATH": path})
+    root, path = Path(__file__).parents[2], os.environ.get("PYTHONPATH", "")
+    if not root.name.endswith("-packages"):  # Not installed.
+        path = os.pathsep.join(filter(None, (path, str(root))))
+    os.execve(sys.executable, _command(__spec__.name, arguments), {**os.environ, "PYTHONPATH": path})
+
+
+def _command(module: str, arguments: Sequence[str]) -> list[str]:
+    return [sys.executable, "-P", "-m", module, *arguments]
 
 
 class Keeper:
@@ -55,6 +73,7 @@ class Keeper:
         self._kept: dict[str, list[int]] = {}
         self._pid = 0
         self._is_ready = self._is_stopping = self._is_restarting = False
+        self._keeps = True
         self._address = f"{store.KEEPER}{os.getpid()}-{secrets.token_hex(8)}"
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
@@ -73,7 +92,7 @@ class Keeper:
             began = time.monotonic()
             status = self._serve(why)
             has_died = status < 0 or status == FAILED
-            if self._is_stopping or not (has_died or self._is_restarting):
+            if self._is_stopping or not self._keeps or not (has_died or self._is_restarting):
                 return _exit_status(status)
             why, deaths = "", deaths + 1
             if self._is_restarting or time.monotonic() - began > HEALTHY_S:
@@ -90,9 +109,11 @@ class Keeper:
     def _serve(self, why: str) -> int:
         """Starts a server and waits for its end; returns its exit status, or minus the number of a signal."""
         self._is_ready = self._is_restarting = False
+        signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)
         self._pid = os.fork()
         if not self._pid:
             self._exec(why)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)
         while True:
             self._wait(None)
             with contextlib.suppress(ChildProcessError):
@@ -142,7 +163,7 @@ class Keeper:
                 self._handle(signal.Signals(number))
 
     def _handle(self, number: signal.Signals) -> None:
-        self._is_stopping |= number in STOPS
+        self._is_stopping |= number in STOPS or (number is signal.SIGUSR2 and not self._pid)
         if number is signal.SIGUSR1:
             self._is_restarting, number = True, signal.SIGTERM
         if self._pid and number is not signal.SIGCHLD:
@@ -152,7 +173,7 @@ class Keeper:
     def _receive(self) -> None:
         """Takes what the server has sent; other processes' messages are ignored, and their descriptors closed."""
         space = socket.CMSG_SPACE(_CREDENTIALS.size) + socket.CMSG_SPACE(4 * MAX_DESCRIPTORS)
-        while True:
+        for _ in range(MESSAGES_A_TURN):  # A stranger who sends many delays no signal.
             try:
                 data, ancillary, *_ = self._socket.recvmsg(MAX_MESSAGE_BYTES, space, socket.MSG_CMSG_CLOEXEC)
             except BlockingIOError:
@@ -163,7 +184,7 @@ class Keeper:
                     fds.frombytes(content[: len(content) - len(content) % fds.itemsize])
                 elif kind == socket.SCM_CREDENTIALS:
                     sender = _CREDENTIALS.unpack(content)[0]
-            states = data.decode(errors="replace").split("\n") if sender == self._pid else []
+            states = data.decode(errors="replace").split("\n") if sender and sender == self._pid else []
             self._take(dict(state.partition("=")[::2] for state in states), fds.tolist())
 
     def _take(self, states: Mapping[str, str], fds: list[int]) -> None:
@@ -173,11 +194,12 @@ class Keeper:
         else:
             for fd in fds:
                 os.close(fd)
+        self._keeps &= states.get("KEEP") != "no"
         if "FDSTOREREMOVE" in states:
             self._forget(name)
         self._is_ready |= "READY" in states
-        told = [f"{key}={value}" for key, value in states.items() if not key.startswith("FD")]
-        if told and ("STOPPING" not in states or self._is_stopping):
+        told = [f"{key}={value}" for key, value in states.items() if not key.startswith(("FD", "KEEP"))]
+        if told and not ("STOPPING" in states and self._is_restarting):
             with contextlib.suppress(OSError):
                 store.notify(*told)
 
@@ -193,4 +215,4 @@ def _exit_status(status: int) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(Keeper([sys.executable, "-P", "-m", "kvpool_server", *sys.argv[1:]]).run())
+    raise SystemExit(Keeper(_command("kvpool_server", sys.argv[1:])).run())

@@ -4,8 +4,8 @@ It is anonymous memory that the server alone maps, and that outlives it as the a
 nothing replayed: each fact has one place, and is there whole or not at all, because a checksum of it and of its place
 stands before it. What has no checksum, zero, is not there.
 
-    head        4 KiB: format, geometry, the segment's nonce and token; then bytes of the arena that are backed, and
-                adoptions that have begun since one has ended
+    head        64 KiB: format, geometry, the segment's nonce and token, a secret of the checksums; then bytes of the
+                arena that are backed, adoptions that have begun since one has ended, how long holds may last
     quotas      64 KiB: JSON
     namespaces  NAMESPACES places of 68 KiB: the order of opening, the spec as JSON
     extents     one after the other; each has
@@ -14,7 +14,9 @@ stands before it. What has no checksum, zero, is not there.
                 seconds of the system's monotonic clock, both as they were now and then
       records   a slot each: checksum, namespace, group, shards, hash, parent's hash, xxh3-64 of each shard
 
-The file is sparse, and takes memory only where slots have had blocks: 100 bytes a slot, and 8 for each further shard.
+Clients choose hashes and sums, so an extent's records are erased before it has others: their bytes could be read as
+another layout's. The file is sparse: it takes memory only where slots have had blocks, 100 bytes a slot, and 8 for each
+further shard.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import secrets
 import struct
 from array import array
 from collections.abc import Iterator, Sequence
@@ -43,10 +46,11 @@ NAME = "kvpool-table"
 FORMAT = int.from_bytes(b"kvkeep\0\1", "little")
 """Changes with the layout: a table of another format is not read."""
 NAMESPACES = 1_024
-PLACE_BYTES, QUOTAS_BYTES, HEAD_BYTES = 68 << 10, 64 << 10, 4 << 10
+PLACE_BYTES, QUOTAS_BYTES, HEAD_BYTES = 68 << 10, 64 << 10, 64 << 10
 Value = TypeVar("Value")
 _CHECK = struct.Struct("<Q")
-_HEAD = struct.Struct(f"<QQQI{NONCE_BYTES}s{TOKEN_BYTES}s")
+_HEAD = struct.Struct(f"<QQQI{NONCE_BYTES}s{TOKEN_BYTES}sQ")
+_LATE = struct.Struct("<dd")
 _LENGTH = struct.Struct("<QI")
 _KEY = struct.Struct("<HH")
 _RECORD = struct.Struct(f"<HH{HASH_BYTES}s{HASH_BYTES}s")
@@ -57,11 +61,11 @@ _ROOT = bytes(HASH_BYTES)
 _MARK = struct.Struct("<qI")
 _MARKS = np.dtype([("used", "<i8"), ("pinned_until", "<u4")])
 assert _MARKS.itemsize == _MARK.size
-_CLASS_AT, _MARKS_AT = 0, 4 << 10
+_CLASS_AT, _MARKS_AT = 0, 64 << 10  # What is erased begins at a page, whatever its size.
 _RECORDS_AT = _MARKS_AT + _MARK.size * MAX_SLOTS_PER_EXTENT
 RECORDS_BYTES = 128 * MAX_SLOTS_PER_EXTENT
 _EXTENT_BYTES = _RECORDS_AT + RECORDS_BYTES
-_BACKED_AT, _BEGUN_AT = 1 << 10, 2 << 10
+_BACKED_AT, _BEGUN_AT, _LATE_AT = 1 << 10, 2 << 10, 3 << 10
 _QUOTAS_AT = HEAD_BYTES
 _NAMESPACES_AT = _QUOTAS_AT + QUOTAS_BYTES
 _EXTENTS_AT = _NAMESPACES_AT + NAMESPACES * PLACE_BYTES
@@ -73,6 +77,7 @@ class Geometry(NamedTuple):
     Args:
         has_tenants: an extent belongs to one tenant.
         nonce, token: of the arena's segment.
+        secret: of the checksums of records.
     """
 
     arena_bytes: int
@@ -80,6 +85,7 @@ class Geometry(NamedTuple):
     has_tenants: bool
     nonce: bytes
     token: bytes
+    secret: int = 0
 
 
 class SlotTable:
@@ -90,10 +96,12 @@ class SlotTable:
     Args:
         fd: of the file; closed with the table.
         extent_bytes, num_extents: of the arena.
+        secret: as in the head.
     """
 
-    def __init__(self, fd: int, extent_bytes: int, num_extents: int):
+    def __init__(self, fd: int, extent_bytes: int, num_extents: int, secret: int = 0):
         self.fd = fd
+        self._secret = secret
         self._extent_bytes = extent_bytes
         self._pages = mmap.mmap(fd, file_bytes(num_extents))
         self._view = memoryview(self._pages)
@@ -104,10 +112,17 @@ class SlotTable:
     def create(cls, geometry: Geometry) -> SlotTable:
         """An empty table. Raises OSError."""
         num_extents = geometry.arena_bytes // geometry.extent_bytes
-        table = cls(sealed_file(NAME, file_bytes(num_extents)), geometry.extent_bytes, num_extents)
-        arena_bytes, extent_bytes, has_tenants, nonce, token = geometry
-        table._put_checked(0, _HEAD.pack(FORMAT, arena_bytes, extent_bytes, has_tenants, nonce, token))
+        secret = geometry.secret or secrets.randbits(64)
+        table = cls(sealed_file(NAME, file_bytes(num_extents)), geometry.extent_bytes, num_extents, secret)
+        table._put_checked(0, _HEAD.pack(FORMAT, *geometry[:-1], secret))
         return table
+
+    @classmethod
+    def reopen(cls, fd: int) -> SlotTable:
+        """The table that another object, or another process, has made; `fd` is closed with it. Raises OSError."""
+        geometry = geometry_of(fd)
+        assert geometry is not None, "whoever reopens a table has looked at its head"
+        return cls(fd, geometry.extent_bytes, geometry.arena_bytes // geometry.extent_bytes, geometry.secret)
 
     def close(self) -> None:
         """Idempotent."""
@@ -134,6 +149,15 @@ class SlotTable:
     def has_begun(self) -> None:
         """The server with this memory serves clients."""
         self._put(_BEGUN_AT, _CHECK.pack(0))
+
+    def put_holds(self, hold_s: float, until: float) -> None:
+        """Says how long a client may write from now on, and until when those of servers before may, by the clock."""
+        self._put(_LATE_AT, _LATE.pack(hold_s, until))
+
+    def late_until(self, now: float) -> float:
+        """Until when clients of the servers before may write, if all of them have ended."""
+        hold_s, until = _LATE.unpack(self._read(_LATE_AT, _LATE.size))
+        return max(now + hold_s, until)
 
     def put_quotas(self, quotas: Sequence[Quota]) -> None:
         """Replaces all quotas."""
@@ -184,7 +208,7 @@ class SlotTable:
         _MARK.pack_into(self._view, start + _MARKS_AT + _MARK.size * slot, entry.used, 0)
         at = start + _RECORDS_AT + slot * nbytes
         content = _RECORD.pack(place, group.idx, entry.block_hash, entry.parent_hash or _ROOT) + sums.tobytes()
-        self._put(at, _CHECK.pack(_check_of(at, content)) + content)
+        self._put(at, _CHECK.pack(_check_of(at ^ self._secret, content)) + content)
         self._counts[idx] += 1
 
     def clear(self, offset: int, slot_bytes: int, num_shards: int) -> None:
@@ -215,7 +239,7 @@ class SlotTable:
         there = np.flatnonzero(checks)
         for slot, check in zip(there.tolist(), checks[there].tolist(), strict=True):
             at = slot * record_bytes
-            if check == _check_of(first + at, content[at + _CHECK.size : at + record_bytes]):
+            if check == _check_of(first + at ^ self._secret, content[at + _CHECK.size : at + record_bytes]):
                 found.setdefault(raw[at + _CHECK.size : at + _HASH_AT], []).append(slot)
         for key, slots in found.items():
             starts = [slot * record_bytes for slot in slots]
@@ -273,6 +297,7 @@ class SlotTable:
         return True
 
     def _put_class(self, idx: int, slot_bytes: int, record_bytes: int) -> None:
+        self._erase(self._record_at(idx, 0), self._num_slots(idx) * self._classes[idx][1])
         self._put(self._start(idx) + _CLASS_AT, _CHECK.pack(slot_bytes << 16 | record_bytes))
         self._classes[idx] = (slot_bytes, record_bytes)
 
@@ -314,6 +339,11 @@ class SlotTable:
     def _put_checked(self, at: int, content: bytes) -> None:
         self._put(at, _CHECK.pack(_check_of(at, content)) + content)
 
+    def _erase(self, at: int, nbytes: int) -> None:
+        """Zeroes bytes from the beginning of a page, and gives their memory back."""
+        if nbytes:
+            self._pages.madvise(mmap.MADV_REMOVE, at, -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE)
+
     def _put(self, at: int, data: bytes) -> None:
         self._view[at : at + len(data)] = data
 
@@ -329,10 +359,10 @@ def geometry_of(fd: int) -> Geometry | None:
     if len(head) < _CHECK.size + _HEAD.size:
         return None
     (check,), content = _CHECK.unpack_from(head), head[_CHECK.size :]
-    found, arena_bytes, extent_bytes, has_tenants, nonce, token = _HEAD.unpack(content)
+    found, arena_bytes, extent_bytes, has_tenants, *rest = _HEAD.unpack(content)
     if found != FORMAT or check != _check_of(0, content):
         return None
-    return Geometry(arena_bytes, extent_bytes, bool(has_tenants), nonce, token)
+    return Geometry(arena_bytes, extent_bytes, bool(has_tenants), *rest)
 
 
 def num_begun(fd: int) -> int:

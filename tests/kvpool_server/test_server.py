@@ -25,7 +25,7 @@ from kvpool.protocol.types import ShardRange
 from kvpool.v1 import pool_pb2 as pb
 from kvpool.v1.pool_pb2_grpc import PoolStub
 from kvpool.version import __version__
-from kvpool_server.__main__ import notify
+from kvpool_server.app.command import notify
 from kvpool_server.cache.counters import COUNTERS
 from kvpool_server.observability.metrics import GAUGES
 from kvpool_server.process.addresses import held

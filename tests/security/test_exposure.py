@@ -14,7 +14,7 @@ from kvpool.protocol.errors import ConfigError
 from kvpool.security.certificates import Authority
 from kvpool.security.principal import Principal, Role
 from kvpool.security.tokens import append_record, create_token
-from kvpool_server.__main__ import _kv_transfer_config
+from kvpool_server.app.command import _kv_transfer_config
 from kvpool_server.settings.config import ServerConfig
 from kvpool_server.settings.exposure import plaintext_ports, tls_files
 from tests.conftest import StartServer

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
-from kvpool_server import __main__ as cli
+from kvpool_server.app import command as cli
 from kvpool_server.cache.steps import Steps, finish
 from kvpool_server.rpc import handlers
 from kvpool_server.rpc.turns import Turns

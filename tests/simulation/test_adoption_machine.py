@@ -6,6 +6,7 @@ goes on as if nothing had happened, so that each history has as many deaths as i
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,8 +17,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant
 
+from kvpool.protocol.errors import OutOfSpaceError
 from kvpool.protocol.hashing import checksum
-from kvpool.protocol.types import NONCE_BYTES, TOKEN_BYTES, ShardRange
+from kvpool.protocol.types import NONCE_BYTES, TOKEN_BYTES, BlockRun, ShardRange
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.entry import Entry
 from kvpool_server.cache.eviction import POLICIES
@@ -27,9 +29,11 @@ from kvpool_server.keeping.follower import TableFollower
 from kvpool_server.keeping.table import Geometry, SlotTable
 from testbed.pool_at_once import PoolAtOnce
 from tests.simulation.test_pool_machine import ONE, OTHERS, PLAIN, SHARDED, PoolMachine
-from tests.simulation.world import EXTENT_BYTES, GRACE_S, LIMITS, NUM_EXTENTS, World
+from tests.simulation.world import EXTENT_BYTES, GRACE_S, LIMITS, NUM_EXTENTS, SPECS, World
+from tests.support.clock import FakeClock
 from tests.support.effort import effort
 from tests.support.integrity import check_integrity
+from tests.support.values import block_hash
 
 Name = tuple[bytes, int, bytes]
 """Of a block: its namespace, its group and its hash."""
@@ -48,6 +52,9 @@ class Logged(SlotTable):
         self.log.append((at, bytes(self._view[at : at + len(data)]), bytes(data)))
         super()._put(at, data)
 
+    def _erase(self, at: int, nbytes: int) -> None:
+        self._put(at, bytes(nbytes))
+
     def write(self, at: int, data: bytes) -> None:
         """Without a trace."""
         self._view[at : at + len(data)] = data
@@ -63,6 +70,7 @@ class Deaths:
         )
         self.table = Logged.create(geometry)
         assert isinstance(self.table, Logged)
+        self.table.put_holds(adoption.longest_hold_s(world.pool), 0.0)
         follow(world.pool, self.table)
         self.table.log.clear()
         self._remember()
@@ -91,7 +99,8 @@ class Deaths:
 
     def _die(self, before: dict[Name, Place], after: dict[Name, Place]) -> None:
         """A new pool adopts what is there: what was complete before and after a step, and nothing that never was."""
-        left = Logged(os.dup(self.table.fd), EXTENT_BYTES, NUM_EXTENTS)
+        left = Logged.reopen(os.dup(self.table.fd))
+        assert isinstance(left, Logged)
         try:
             pool = self._adopt(left)
             found = _complete(pool)
@@ -102,18 +111,39 @@ class Deaths:
             assert both.items() <= found.items(), "a block that was complete is not there"
             check_integrity(pool)
             self._check_writers(pool.arena)
-            assert _complete(self._adopt(left)) == found, "the next death loses blocks, or brings some back"
+            again = self._adopt(left)
+            assert _complete(again) == found, "the next death loses blocks, or brings some back"
+            self._use(again)
         finally:
             for at, old, _ in reversed(left.log):
                 left.write(at, old)
             left.close()
 
-    def _adopt(self, left: SlotTable) -> Pool:
+    def _adopt(self, left: SlotTable) -> PoolAtOnce:
         zero = (lambda start, nbytes: None) if self.world.has_tenants else None
         arena = Arena(EXTENT_BYTES * NUM_EXTENTS, EXTENT_BYTES, zero=zero)
-        pool = Pool(arena, self.world.clock, lambda: 1, LIMITS, POLICIES["lru"])
+        ids = itertools.count(1)
+        pool = PoolAtOnce(arena, FakeClock(self.world.clock()), lambda: next(ids), LIMITS, POLICIES["lru"])
         adoption.restore(pool, left)
         return pool
+
+    def _use(self, pool: PoolAtOnce) -> None:
+        """An adopted pool stores what any other of its size does, at once or when nobody can be late any more."""
+        for seconds in (0.0, 2 * adoption.longest_hold_s(pool)):
+            assert isinstance(pool.clock, FakeClock)
+            pool.clock.advance(seconds)
+            while pool.settle() or pool.rebalance():
+                pass
+            for space, spec in enumerate(SPECS):
+                namespace, _ = pool.open_namespace(spec)
+                for idx, group in enumerate(spec.groups):
+                    run = BlockRun(idx, [block_hash(f"{space} {idx} {seconds}")])
+                    try:
+                        grant = pool.put_start(namespace.fingerprint, [run], ShardRange(0, group.num_shards))
+                        pool.put_end(grant.ticket_id, [0] * group.num_shards)
+                    except OutOfSpaceError:
+                        assert not seconds or self.world.quotas, "there is no room in a pool that nobody uses"
+            check_integrity(pool)
 
     @staticmethod
     def _check_bytes(pool: Pool, name: Name, memory: np.ndarray[Any, Any]) -> None:

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-_PRELOADED = [__name__, "kvpool_server.__main__", "kvpool_server.app.server"]
+_PRELOADED = [__name__, "kvpool_server.app.command", "kvpool_server.app.server"]
 
 
 class ForkedServer:

@@ -301,7 +301,7 @@ class Arena:
 
     def distrust_unused(self) -> None:
         """Extents without slots may have bytes of any tenant, whatever was known before."""
-        for idx, extent in enumerate(self._extents):
+        for idx, extent in enumerate(self._extents if self.has_tenants else ()):
             if extent is None:
                 self._bytes_of[idx] = _UNKNOWN_TENANT
 

