@@ -52,14 +52,16 @@ from kvpool_server.cache.eviction import DEFAULT_POLICY
 from kvpool_server.cache.steps import finish
 from kvpool_server.keeping.adoption import restore
 from kvpool_server.keeping.follower import MARK_EVERY_S, TableFollower
-from kvpool_server.keeping.table import Geometry, SlotTable
+from kvpool_server.keeping.head import Geometry
+from kvpool_server.keeping.table import SlotTable
 from testbed.mooncake import segment_command
 
 KEPT = ("--keep", "yes")
 PROBED, LOADED, LOOKED_UP = 64, 256, 8_192
 ENDED_S = 60.0
 REACH_S, REACH_HITS, REACH_PRICE, REACH_TRACE = 3.0, 0.99, 0.98, 0.97
-BLOCK_BYTES, BLOCKS_A_PUT = (16 << 10, 256 << 10), 64
+BLOCKS_A_PUT = {16 << 10: 64, 2 << 20: 16}
+"""By the bytes of a block: a small one, and one of 16 tokens of Llama-3.1-8B."""
 KILL_EVERY = 1_000
 SHARE = 10
 MOONCAKE_KEYS = 1_000
@@ -188,10 +190,10 @@ def _until_ready(lines: object) -> None:
 def _price(rounds: int) -> list[Row]:
     """What keeping costs puts and lookups of one client."""
     rows = []
-    for nbytes in BLOCK_BYTES:
+    for nbytes, count in BLOCKS_A_PUT.items():
         with contextlib.ExitStack() as stack:
             sides = {
-                name: stack.enter_context(contextlib.closing(_Side(stack, flags, nbytes)))
+                name: stack.enter_context(contextlib.closing(_Side(stack, flags, nbytes, count)))
                 for name, flags in (("kept", KEPT), ("not", ("--keep", "no")))
             }
             for what in ("put", "lookup"):
@@ -205,16 +207,16 @@ def _price(rounds: int) -> list[Row]:
 class _Side:
     """A server, and a client that puts and looks up."""
 
-    def __init__(self, stack: contextlib.ExitStack, flags: Sequence[str], nbytes: int):
+    def __init__(self, stack: contextlib.ExitStack, flags: Sequence[str], nbytes: int, count: int):
         endpoint, _ = stack.enter_context(server_process("512MiB", *flags))
         self._client = Client(ClientConfig(endpoint))
         group = GroupSpec("full_attention", 16, 8, 128, 128, 1, nbytes)
         self._namespace = self._client.open_namespace(NamespaceSpec("price", (group,)))
-        self._payloads = [np.zeros(nbytes, np.uint8)] * BLOCKS_A_PUT
+        self._payloads = [np.zeros(nbytes, np.uint8)] * count
         self._last = BlockRun(0, [bytes(32)])
 
     def put(self) -> float:
-        self._last = BlockRun(0, [os.urandom(32) for _ in range(BLOCKS_A_PUT)])
+        self._last = BlockRun(0, [os.urandom(32) for _ in self._payloads])
         return timed(lambda: self._client.put_blocks(self._namespace, self._last, self._payloads))
 
     def lookup(self) -> float:

@@ -24,7 +24,8 @@ from kvpool_server.cache.restoring import Adoption
 from kvpool_server.cache.steps import finish
 from kvpool_server.keeping import store
 from kvpool_server.keeping.follower import TableFollower
-from kvpool_server.keeping.table import Geometry, SlotTable, file_bytes, geometry_of, num_begun, same_arena
+from kvpool_server.keeping.head import Geometry, geometry_of, num_begun, same_arena
+from kvpool_server.keeping.table import SlotTable, file_bytes
 from kvpool_server.process.process_memory import no_collections
 
 log = structlog.get_logger()
@@ -141,6 +142,10 @@ def restore(pool: Pool, table: SlotTable, named_quotas: Container[str] = ()) -> 
     used = [idx for idx in range(pool.arena.num_extents) if table.slot_bytes(idx)]
     now = pool.clock()
     until = table.late_until(now) if shares_memory(pool) else now
+    learned = table.learned()
+    for slot_class, policy in pool.placement.policies():
+        with contextlib.suppress(ValueError):  # Another policy has learned it.
+            policy.relearn(learned.get(slot_class, b""))
     adoption.finish(used, until)
     table.put_holds(longest_hold_s(pool), until)
     return adoption, TableFollower(pool, table, places, last, named_quotas)

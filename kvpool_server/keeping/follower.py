@@ -87,8 +87,12 @@ class TableFollower(Observer):
             await run(self.mark())
 
     def mark(self) -> Steps[None]:
-        """Writes the last uses of all entries, and the ends of their pins."""
+        """Writes the last uses of all entries, the ends of their pins, and what the policies have learned."""
         arena = self._pool.arena
+        learned: dict[tuple[str, int], bytes] = {}
+        for slot_class, policy in self._pool.placement.policies():
+            learned.setdefault(slot_class, policy.learned())
+        self._table.put_learned(learned)
         for tenant, slot_bytes in arena.classes():
             for extent in arena.extents(slot_bytes, tenant):
                 for start in range(0, len(extent.owners), MARKED_SLOTS):

@@ -27,7 +27,7 @@ from pathlib import Path
 
 from kvpool_server.keeping import store
 
-DELAY_S = (0.1, 10.0)
+DELAY_S = (0.05, 10.0)
 """From a server's death to the next start: at first, and at most. Each death in a row doubles it."""
 HEALTHY_S = 60.0
 """A server that lived longer did not die of its start: what counts deaths in a row begins anew."""
@@ -47,10 +47,12 @@ _CREDENTIALS = struct.Struct("iII")
 def is_wanted(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> bool:
     """Whether a server with these arguments needs a keeper: it has no manager, and neither a flag nor the environment
     says no. One whose configuration file says no tells its keeper."""
-    given = [value for name, _, value in (each.partition("=") for each in arguments) if name == "--keep"]
-    given += [value for name, value in itertools.pairwise(arguments) if name == "--keep"]
-    says_no = "no" in (given or [environ.get("KVPOOL_KEEP", "")])
-    return not says_no and not store.exists(environ) and not {"--help", "--version"} & set(arguments)
+    says = environ.get("KVPOOL_KEEP", "")
+    for each, following in itertools.pairwise([*arguments, ""]):
+        name, _, value = each.partition("=")
+        if name == "--keep":
+            says = value or following
+    return says != "no" and not store.exists(environ) and not {"--help", "--version"} & set(arguments)
 
 
 def become(arguments: Sequence[str]) -> None:
@@ -103,7 +105,7 @@ class Keeper:
                     return _exit_status(status)
                 if not self._is_ready or deaths > MAX_DEATHS:
                     self._forget(*list(self._kept))
-                if not self._rest(min(DELAY_S[0] * 2**deaths, DELAY_S[1])):
+                if not self._rest(min(DELAY_S[0] * 2 ** max(0, deaths - 1), DELAY_S[1])):
                     return 0
 
     def _serve(self, why: str) -> int:

@@ -7,6 +7,7 @@ stands before it. What has no checksum, zero, is not there.
     head        64 KiB: format, geometry, the segment's nonce and token, a secret of the checksums; then bytes of the
                 arena that are backed, adoptions that have begun since one has ended, how long holds may last
     quotas      64 KiB: JSON
+    policies    POLICIES places of 512 KiB: tenant, bytes of a slot, and what its policy has learned, as msgpack
     namespaces  NAMESPACES places of 68 KiB: the order of opening, the spec as JSON
     extents     one after the other; each has
       class     8 bytes: bytes of a slot, 0 where no slot is used, and of a record
@@ -22,13 +23,14 @@ further shard.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import mmap
 import os
 import secrets
 import struct
 from array import array
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -36,27 +38,34 @@ import numpy.typing as npt
 import xxhash
 
 from kvpool.protocol.namespace import NamespaceSpec
-from kvpool.protocol.types import HASH_BYTES, NONCE_BYTES, TOKEN_BYTES, Quota
+from kvpool.protocol.types import HASH_BYTES, Quota
 from kvpool.transport.segment import sealed_file
 from kvpool_server.cache.allocator.arena import MAX_SLOTS_PER_EXTENT
 from kvpool_server.cache.entry import Entry
 from kvpool_server.cache.restoring import Columns
+from kvpool_server.keeping.head import (
+    BACKED_AT,
+    BEGUN_AT,
+    CHECK,
+    LATE,
+    LATE_AT,
+    Geometry,
+    check_of,
+    geometry_of,
+    head_of,
+    num_begun,
+)
 
 NAME = "kvpool-table"
-FORMAT = int.from_bytes(b"kvkeep\0\1", "little")
-"""Changes with the layout: a table of another format is not read."""
-NAMESPACES = 1_024
-PLACE_BYTES, QUOTAS_BYTES, HEAD_BYTES = 68 << 10, 64 << 10, 64 << 10
+NAMESPACES, POLICIES = 1_024, 16
+PLACE_BYTES, POLICY_BYTES, QUOTAS_BYTES, HEAD_BYTES = 68 << 10, 512 << 10, 64 << 10, 64 << 10
 Value = TypeVar("Value")
-_CHECK = struct.Struct("<Q")
-_HEAD = struct.Struct(f"<QQQI{NONCE_BYTES}s{TOKEN_BYTES}sQ")
-_LATE = struct.Struct("<dd")
 _LENGTH = struct.Struct("<QI")
 _KEY = struct.Struct("<HH")
 _RECORD = struct.Struct(f"<HH{HASH_BYTES}s{HASH_BYTES}s")
-_HASH_AT = _CHECK.size + _KEY.size
+_HASH_AT = CHECK.size + _KEY.size
 _PARENT_AT, _SUMS_AT = _HASH_AT + HASH_BYTES, _HASH_AT + 2 * HASH_BYTES
-_ABSENT = bytes(_CHECK.size)
+_ABSENT = bytes(CHECK.size)
 _ROOT = bytes(HASH_BYTES)
 _MARK = struct.Struct("<qI")
 _MARKS = np.dtype([("used", "<i8"), ("pinned_until", "<u4")])
@@ -65,27 +74,10 @@ _CLASS_AT, _MARKS_AT = 0, 64 << 10  # What is erased begins at a page, whatever 
 _RECORDS_AT = _MARKS_AT + _MARK.size * MAX_SLOTS_PER_EXTENT
 RECORDS_BYTES = 128 * MAX_SLOTS_PER_EXTENT
 _EXTENT_BYTES = _RECORDS_AT + RECORDS_BYTES
-_BACKED_AT, _BEGUN_AT, _LATE_AT = 1 << 10, 2 << 10, 3 << 10
 _QUOTAS_AT = HEAD_BYTES
-_NAMESPACES_AT = _QUOTAS_AT + QUOTAS_BYTES
+_POLICIES_AT = _QUOTAS_AT + QUOTAS_BYTES
+_NAMESPACES_AT = _POLICIES_AT + POLICIES * POLICY_BYTES
 _EXTENTS_AT = _NAMESPACES_AT + NAMESPACES * PLACE_BYTES
-
-
-class Geometry(NamedTuple):
-    """What a table and its arena agree on.
-
-    Args:
-        has_tenants: an extent belongs to one tenant.
-        nonce, token: of the arena's segment.
-        secret: of the checksums of records.
-    """
-
-    arena_bytes: int
-    extent_bytes: int
-    has_tenants: bool
-    nonce: bytes
-    token: bytes
-    secret: int = 0
 
 
 class SlotTable:
@@ -114,7 +106,7 @@ class SlotTable:
         num_extents = geometry.arena_bytes // geometry.extent_bytes
         secret = geometry.secret or secrets.randbits(64)
         table = cls(sealed_file(NAME, file_bytes(num_extents)), geometry.extent_bytes, num_extents, secret)
-        table._put_checked(0, _HEAD.pack(FORMAT, *geometry[:-1], secret))
+        table._put_checked(0, head_of(geometry._replace(secret=secret)))
         return table
 
     @classmethod
@@ -136,38 +128,55 @@ class SlotTable:
 
     @property
     def backed_bytes(self) -> int:
-        return int(_CHECK.unpack_from(self._view, _BACKED_AT)[0])
+        return int(CHECK.unpack_from(self._view, BACKED_AT)[0])
 
     @backed_bytes.setter
     def backed_bytes(self, nbytes: int) -> None:
-        self._put(_BACKED_AT, _CHECK.pack(nbytes))
+        self._put(BACKED_AT, CHECK.pack(nbytes))
 
     def begin(self) -> None:
         """An adoption begins."""
-        self._put(_BEGUN_AT, _CHECK.pack(num_begun(self.fd) + 1))
+        self._put(BEGUN_AT, CHECK.pack(num_begun(self.fd) + 1))
 
     def has_begun(self) -> None:
         """The server with this memory serves clients."""
-        self._put(_BEGUN_AT, _CHECK.pack(0))
+        self._put(BEGUN_AT, CHECK.pack(0))
 
     def put_holds(self, hold_s: float, until: float) -> None:
         """Says how long a client may write from now on, and until when those of servers before may, by the clock."""
-        self._put(_LATE_AT, _LATE.pack(hold_s, until))
+        self._put(LATE_AT, LATE.pack(hold_s, until))
 
     def late_until(self, now: float) -> float:
         """Until when clients of the servers before may write, if all of them have ended."""
-        hold_s, until = _LATE.unpack(self._read(_LATE_AT, _LATE.size))
+        hold_s, until = LATE.unpack(self._read(LATE_AT, LATE.size))
         return max(now + hold_s, until)
 
     def put_quotas(self, quotas: Sequence[Quota]) -> None:
         """Replaces all quotas."""
         limits = {quota.subject: quota.limit_bytes for quota in quotas}
-        self._put_json(_QUOTAS_AT, QUOTAS_BYTES, 0, msgspec.json.encode(limits))
+        self._put_text(_QUOTAS_AT, QUOTAS_BYTES, 0, msgspec.json.encode(limits))
 
     def quotas(self) -> list[Quota]:
         """Those of the last `put_quotas` that is there whole."""
         _, limits = self._json(_QUOTAS_AT, QUOTAS_BYTES, dict[str, int]) or (0, {})
         return [Quota(subject, limit_bytes) for subject, limit_bytes in limits.items()]
+
+    def put_learned(self, learned: Mapping[tuple[str, int], bytes]) -> None:
+        """Replaces what the policies of slot classes have learned, as far as there are places."""
+        for place, (slot_class, text) in enumerate(itertools.islice(learned.items(), POLICIES)):
+            at = _POLICIES_AT + place * POLICY_BYTES
+            self._put_text(at, POLICY_BYTES, 0, msgspec.msgpack.encode((*slot_class, text)))
+
+    def learned(self) -> dict[tuple[str, int], bytes]:
+        """What the policies of slot classes have learned."""
+        learned = {}
+        for place in range(POLICIES):
+            found = self._text(_POLICIES_AT + place * POLICY_BYTES, POLICY_BYTES)
+            with contextlib.suppress(msgspec.MsgspecError):  # Another release has written it.
+                if found is not None:
+                    tenant, slot_bytes, text = msgspec.msgpack.decode(found[1], type=tuple[str, int, bytes])
+                    learned[tenant, slot_bytes] = text
+        return learned
 
     def put_namespace(self, place: int, order: int, spec: NamespaceSpec) -> bool:
         """Puts a namespace in an empty place; False if it is too long.
@@ -175,7 +184,7 @@ class SlotTable:
         Args:
             order: a higher one was opened later.
         """
-        return self._put_json(_NAMESPACES_AT + place * PLACE_BYTES, PLACE_BYTES, order, msgspec.json.encode(spec))
+        return self._put_text(_NAMESPACES_AT + place * PLACE_BYTES, PLACE_BYTES, order, msgspec.json.encode(spec))
 
     def clear_namespace(self, place: int) -> None:
         """Empties the place of a namespace that has no record any more."""
@@ -208,15 +217,18 @@ class SlotTable:
         _MARK.pack_into(self._view, start + _MARKS_AT + _MARK.size * slot, entry.used, 0)
         at = start + _RECORDS_AT + slot * nbytes
         content = _RECORD.pack(place, group.idx, entry.block_hash, entry.parent_hash or _ROOT) + sums.tobytes()
-        self._put(at, _CHECK.pack(_check_of(at ^ self._secret, content)) + content)
+        check = xxhash.xxh3_64_intdigest(content, at ^ self._secret) or 1
+        self._put(at, CHECK.pack(check) + content)
         self._counts[idx] += 1
 
     def clear(self, offset: int, slot_bytes: int, num_shards: int) -> None:
         """Removes the record of a slot, if it has one."""
-        idx, slot = self._slot(offset, slot_bytes)
-        at = self._record_at(idx, slot)
-        has_such = self._classes[idx] == (slot_bytes, _SUMS_AT + 8 * num_shards)
-        if has_such and self._view[at : at + _CHECK.size] != _ABSENT:
+        idx, within = divmod(offset, self._extent_bytes)
+        record_bytes = _SUMS_AT + 8 * num_shards
+        if self._classes[idx] != (slot_bytes, record_bytes):
+            return
+        at = _EXTENTS_AT + idx * _EXTENT_BYTES + _RECORDS_AT + within // slot_bytes * record_bytes
+        if self._view[at : at + CHECK.size] != _ABSENT:
             self._put(at, _ABSENT)
             self._counts[idx] -= 1
 
@@ -233,26 +245,33 @@ class SlotTable:
         slot_bytes, record_bytes = self._classes[idx]
         first = self._record_at(idx, 0)
         raw, checks = self._checks(idx)
+        if not (there := np.flatnonzero(checks)).size:
+            return
+        content, secret = memoryview(raw), self._secret
+        starts = (there * record_bytes).tolist()
+        is_whole = [
+            check == check_of(first + at ^ secret, content[at + CHECK.size : at + record_bytes])
+            for at, check in zip(starts, checks[there].tolist(), strict=True)
+        ]
+        whole = there[is_whole]
         marks = np.frombuffer(self._read(self._start(idx) + _MARKS_AT, _MARK.size * len(checks)), _MARKS)
-        found: dict[bytes, list[int]] = {}
-        content = memoryview(raw)
-        there = np.flatnonzero(checks)
-        for slot, check in zip(there.tolist(), checks[there].tolist(), strict=True):
-            at = slot * record_bytes
-            if check == _check_of(first + at ^ self._secret, content[at + _CHECK.size : at + record_bytes]):
-                found.setdefault(raw[at + _CHECK.size : at + _HASH_AT], []).append(slot)
-        for key, slots in found.items():
-            starts = [slot * record_bytes for slot in slots]
+        table = np.frombuffer(raw, np.uint8).reshape(-1, record_bytes)
+        keys = np.ascontiguousarray(table[whole, CHECK.size : _HASH_AT]).view(np.uint32).reshape(-1)
+        num_shards = (record_bytes - _SUMS_AT) // 8
+        for key in np.unique(keys).tolist():
+            slots = whole[keys == key]
+            starts = (slots * record_bytes).tolist()
+            sums = array("Q", table[slots, _SUMS_AT:].tobytes())
             parents = [raw[at + _PARENT_AT : at + _SUMS_AT] for at in starts]
             columns = Columns(
-                [idx * self._extent_bytes + slot * slot_bytes for slot in slots],
+                (idx * self._extent_bytes + slots * slot_bytes).tolist(),
                 [raw[at + _HASH_AT : at + _PARENT_AT] for at in starts],
                 [b"" if parent == _ROOT else parent for parent in parents],
-                [array("Q", raw[at + _SUMS_AT : at + record_bytes]) for at in starts],
+                [sums[at : at + num_shards] for at in range(0, len(sums), num_shards)],
                 marks["used"][slots].tolist(),
                 marks["pinned_until"][slots].tolist(),
             )
-            yield _KEY.unpack(key), (record_bytes - _SUMS_AT) // 8, columns
+            yield (key & 0xFFFF, key >> 16), num_shards, columns
 
     def keep_only(self, idx: int, offsets: Sequence[int]) -> None:
         """Removes all records of an extent but those of these slots; what is left of a record in part goes, too."""
@@ -267,7 +286,7 @@ class SlotTable:
         """The bytes of an extent's records, and the checksum of each."""
         count, record_bytes = self._num_slots(idx), self._classes[idx][1]
         raw = self._read(self._record_at(idx, 0), count * record_bytes)
-        columns = np.frombuffer(raw, np.uint8).reshape(count, record_bytes)[:, : _CHECK.size]
+        columns = np.frombuffer(raw, np.uint8).reshape(count, record_bytes)[:, : CHECK.size]
         return raw, np.array(columns, order="C").view(np.uint64).reshape(-1) if count else np.zeros(0, np.uint64)
 
     def slot_bytes(self, idx: int) -> int:
@@ -282,7 +301,7 @@ class SlotTable:
         return min(self._extent_bytes // slot_bytes, MAX_SLOTS_PER_EXTENT, RECORDS_BYTES // record_bytes)
 
     def _class_of(self, idx: int) -> tuple[int, int]:
-        (word,) = _CHECK.unpack(self._read(self._start(idx) + _CLASS_AT, _CHECK.size))
+        (word,) = CHECK.unpack(self._read(self._start(idx) + _CLASS_AT, CHECK.size))
         slot_bytes, record_bytes = word >> 16, word & 0xFFFF
         if not 0 < slot_bytes <= self._extent_bytes:
             return (0, 0)
@@ -298,7 +317,7 @@ class SlotTable:
 
     def _put_class(self, idx: int, slot_bytes: int, record_bytes: int) -> None:
         self._erase(self._record_at(idx, 0), self._num_slots(idx) * self._classes[idx][1])
-        self._put(self._start(idx) + _CLASS_AT, _CHECK.pack(slot_bytes << 16 | record_bytes))
+        self._put(self._start(idx) + _CLASS_AT, CHECK.pack(slot_bytes << 16 | record_bytes))
         self._classes[idx] = (slot_bytes, record_bytes)
 
     def _slot(self, offset: int, slot_bytes: int) -> tuple[int, int]:
@@ -314,30 +333,33 @@ class SlotTable:
 
     # Bytes
 
-    def _put_json(self, at: int, most: int, order: int, text: bytes) -> bool:
+    def _put_text(self, at: int, most: int, order: int, text: bytes) -> bool:
         content = _LENGTH.pack(order, len(text)) + text
-        if _CHECK.size + len(content) > most:
+        if CHECK.size + len(content) > most:
             return False
         self._put_checked(at, content)
         return True
 
     def _json(self, at: int, most: int, kind: type[Value]) -> tuple[int, Value] | None:
-        """The order and the value that `_put_json` has put there; None if they are not there whole, or of this kind."""
-        head, start = self._read(at, _CHECK.size + _LENGTH.size), at + _CHECK.size
-        (check,), (order, length) = _CHECK.unpack_from(head), _LENGTH.unpack_from(head, _CHECK.size)
-        content = self._read(start, _LENGTH.size + length) if check and length <= most else b""
-        if not check or check != _check_of(start - _CHECK.size, content):
-            return None
-        with contextlib.suppress(msgspec.MsgspecError):  # Another release has written it.
-            return order, msgspec.json.decode(content[_LENGTH.size :], type=kind)
+        """The order and the value that are there whole, in JSON; None if none of this kind is."""
+        if (found := self._text(at, most)) is not None:
+            with contextlib.suppress(msgspec.MsgspecError):  # Another release has written it.
+                return found[0], msgspec.json.decode(found[1], type=kind)
         return None
+
+    def _text(self, at: int, most: int) -> tuple[int, bytes] | None:
+        """The order and the text that `_put_text` has put there; None if they are not there whole."""
+        head, start = self._read(at, CHECK.size + _LENGTH.size), at + CHECK.size
+        (check,), (order, length) = CHECK.unpack_from(head), _LENGTH.unpack_from(head, CHECK.size)
+        content = self._read(start, _LENGTH.size + length) if check and length <= most else b""
+        return (order, content[_LENGTH.size :]) if check and check == check_of(at, content) else None
 
     def _read(self, at: int, nbytes: int) -> bytes:
         """Reads the file, and not its pages: a hole that is touched there takes memory."""
         return os.pread(self.fd, nbytes, at)
 
     def _put_checked(self, at: int, content: bytes) -> None:
-        self._put(at, _CHECK.pack(_check_of(at, content)) + content)
+        self._put(at, CHECK.pack(check_of(at, content)) + content)
 
     def _erase(self, at: int, nbytes: int) -> None:
         """Zeroes bytes from the beginning of a page, and gives their memory back."""
@@ -351,32 +373,3 @@ class SlotTable:
 def file_bytes(num_extents: int) -> int:
     """Of a table, most of which has no memory."""
     return _EXTENTS_AT + num_extents * _EXTENT_BYTES
-
-
-def geometry_of(fd: int) -> Geometry | None:
-    """What the head of a table says; None if it is no table of this format."""
-    head = os.pread(fd, _CHECK.size + _HEAD.size, 0)
-    if len(head) < _CHECK.size + _HEAD.size:
-        return None
-    (check,), content = _CHECK.unpack_from(head), head[_CHECK.size :]
-    found, arena_bytes, extent_bytes, has_tenants, *rest = _HEAD.unpack(content)
-    if found != FORMAT or check != _check_of(0, content):
-        return None
-    return Geometry(arena_bytes, extent_bytes, bool(has_tenants), *rest)
-
-
-def num_begun(fd: int) -> int:
-    """How many adoptions of a table have begun since a server with it has served clients."""
-    return int(_CHECK.unpack(os.pread(fd, _CHECK.size, _BEGUN_AT))[0])
-
-
-def _check_of(at: int, content: bytes | memoryview) -> int:
-    """Of content at a place; never 0."""
-    return xxhash.xxh3_64_intdigest(content, at) or 1
-
-
-def same_arena(one: Geometry, other: Geometry) -> str:
-    """What differs between two arenas beside their nonces and tokens, in words; empty: nothing does."""
-    names = ("arena_bytes", "extent_bytes", "has_tenants")
-    differing = [(name, getattr(one, name), getattr(other, name)) for name in names]
-    return "; ".join(f"{name} was {before}, and is {after}" for name, before, after in differing if before != after)

@@ -73,12 +73,13 @@ def keep_collections_short() -> None:
 
 @contextlib.contextmanager
 def no_collections() -> Iterator[None]:
-    """Turns the collector off while the body makes millions of lasting objects, which it would examine repeatedly."""
+    """Turns the collector off while the body makes millions of lasting objects, and exempts these from it."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
+        gc.freeze()
         if was_enabled:
             gc.enable()
 

@@ -26,7 +26,8 @@ from kvpool_server.cache.eviction import POLICIES
 from kvpool_server.cache.pool import Pool
 from kvpool_server.keeping import adoption, follower, table
 from kvpool_server.keeping.follower import TableFollower
-from kvpool_server.keeping.table import Geometry, SlotTable
+from kvpool_server.keeping.head import Geometry
+from kvpool_server.keeping.table import SlotTable
 from testbed.pool_at_once import PoolAtOnce
 from tests.simulation.test_pool_machine import ONE, OTHERS, PLAIN, SHARDED, PoolMachine
 from tests.simulation.world import EXTENT_BYTES, GRACE_S, LIMITS, NUM_EXTENTS, SPECS, World
@@ -294,7 +295,7 @@ def test_a_table_that_is_written_in_another_order_is_caught(broken: type[TableFo
 
 
 def test_records_without_checksums_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table, "_check_of", lambda at, content: 1)
+    monkeypatch.setattr(table, "check_of", lambda at, content: 1)
     monkeypatch.setattr(table.xxhash, "xxh3_64_intdigest", lambda *_: 1)
     with pytest.raises((AssertionError, ValueError, UnicodeDecodeError)):
         _play(TableFollower)

@@ -113,13 +113,18 @@ class Placement:
             self._last_used[group.slot_class] = self.stamp
         return self.stamp
 
+    def policies(self) -> Iterator[tuple[tuple[str, int], Policy]]:
+        """The slot class of each policy; of a class's several by quotas, that of most entries first."""
+        for slot_class in self._arena.classes():
+            for partition in sorted(self._partitions.of_class(slot_class), key=lambda each: -len(each.evictor)):
+                yield slot_class, partition.evictor.policy
+
     def adopt(self, group: Group, entries: Sequence[Entry]) -> None:
-        """Queues entries that have the stamps of a pool before this one."""
+        """Queues entries with the stamps of a pool before this one."""
         last = max(entry.used for entry in entries) // TICK * TICK
         self.stamp = max(self.stamp, last)
         self._last_used[group.slot_class] = max(self._last_used.get(group.slot_class, 0), last)
-        evictor = self.evictor(group)
-        evictor.move_from(None, len(entries), self.stamp)
+        (evictor := self.evictor(group)).move_from(None, len(entries), self.stamp)
         evictor.requeue(entries)
 
     def assign_quotas(self, assigned: Iterable[tuple[Group, tuple[Account, ...]]]) -> None:

@@ -67,6 +67,13 @@ class Policy(ABC):
     def dropped(self, entry: Entry, num_entries: int) -> None:  # noqa: B027 (most policies ignore it)
         """An entry was evicted or removed; `num_entries` remain."""
 
+    def learned(self) -> bytes:
+        """What it has learned, for `relearn` of another process's policy; empty: nothing that outlives it."""
+        return b""
+
+    def relearn(self, learned: bytes) -> None:  # noqa: B027 (most policies learn nothing)
+        """Goes on from what another one had learned. Raises ValueError if that is nothing of this kind."""
+
     @abstractmethod
     def worth(self, entry: Entry, stamp: int) -> float:
         """What keeping a candidate is worth at a stamp; comparable between instances of the policy."""

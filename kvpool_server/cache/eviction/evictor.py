@@ -67,6 +67,10 @@ class Evictor:
         """Queued entries, with those that were dropped since."""
         return self._num_queued
 
+    @property
+    def policy(self) -> Policy:
+        return self._policy
+
     def stored(self, entries: Sequence[Entry], stamp: int) -> None:
         self._num_entries += len(entries)
         self._policy.stored(entries, stamp)

@@ -286,6 +286,12 @@ class HitDensity(Policy):
                     break
                 self._ghosts.forget_one()
 
+    def learned(self) -> bytes:
+        return self._model.learned()
+
+    def relearn(self, learned: bytes) -> None:
+        self._model.relearn(learned)
+
     def _place(self, entry: Entry) -> int:
         """Of an entry's ghost; the same in every run, as a replay has to be."""
         return entry.block_hash[-1]

@@ -135,6 +135,29 @@ class HitDensityModel:
             del self._checkpoint_calls[1::2]
             self._checkpoints[: len(self._checkpoint_calls)] = self._checkpoints[::2]
 
+    def learned(self) -> bytes:
+        """The observations, for `relearn`; cohorts are left out, as they are over soon."""
+        count = len(self._checkpoint_calls)
+        calls = np.array([self._learned_at, *self._checkpoint_calls], np.float64)
+        return np.concatenate([calls, self._hits.ravel(), self._started, self._checkpoints[:count].ravel()]).tobytes()
+
+    def relearn(self, learned: bytes) -> None:
+        """Goes on from the observations of another model of as many kinds. Raises ValueError for anything else."""
+        num_kinds = len(self._started)
+        values = np.frombuffer(learned, np.float64)
+        count, rest = divmod(len(values) - 1 - num_kinds * (NUM_BINS + 1), 1 + num_kinds)
+        if rest or not 0 < count <= MAX_CHECKPOINTS or not (np.isfinite(values).all() and abs(values).max() < 1 << 53):
+            raise ValueError(f"{len(learned)} bytes are not what a model of {num_kinds} kinds has learned")
+        at = np.cumsum([1, count, num_kinds * NUM_BINS, num_kinds])
+        calls = values[1 : at[1]].astype(np.int64)
+        if (np.diff(calls) < 0).any():
+            raise ValueError("calls do not ascend")
+        self._learned_at, self._checkpoint_calls = int(values[0]), calls.tolist()
+        self._hits[:] = values[at[1] : at[2]].reshape(num_kinds, NUM_BINS)
+        self._started[:] = values[at[2] : at[3]]
+        self._checkpoints[:count] = values[at[3] :].reshape(count, num_kinds)
+        self.learn(self._learned_at)
+
     def _started_before(self, times: np.ndarray, now: int) -> np.ndarray:
         """Waits of each kind that started before each time, interpolated between checkpoints: [times, kinds]."""
         count = len(self._checkpoint_calls)

@@ -16,7 +16,7 @@ import pytest
 
 from kvpool.protocol.types import BlockRun
 from kvpool.transport.segment import sealed_file
-from kvpool_server.keeping import store, table
+from kvpool_server.keeping import head, store, table
 from kvpool_server.keeping.adoption import ARENA, TABLE
 from tests.support.kept_server import KeptServer, Manager
 from tests.support.processes import wait_for
@@ -188,9 +188,9 @@ def test_what_is_not_the_memory_of_a_server_is_given_up(rig: Rig, forge: Callabl
 def test_a_table_of_another_release_is_given_up(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     rig.left()
     fd = rig.manager.kept[TABLE]
-    geometry = table.geometry_of(fd)
+    geometry = head.geometry_of(fd)
     assert geometry is not None
-    monkeypatch.setattr(table, "FORMAT", table.FORMAT + 1)
+    monkeypatch.setattr(head, "FORMAT", head.FORMAT + 1)
     later = table.SlotTable.create(geometry)
     os.pwrite(fd, os.pread(later.fd, table.HEAD_BYTES, 0), 0)
     later.close()

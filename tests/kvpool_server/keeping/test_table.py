@@ -15,7 +15,8 @@ from kvpool_server.cache.pool import Pool
 from kvpool_server.cache.steps import finish
 from kvpool_server.keeping.adoption import restore
 from kvpool_server.keeping.follower import TableFollower
-from kvpool_server.keeping.table import Geometry, SlotTable, geometry_of
+from kvpool_server.keeping.head import Geometry, geometry_of
+from kvpool_server.keeping.table import SlotTable
 from testbed.pool_at_once import PoolAtOnce
 from tests.support.clock import FakeClock
 from tests.support.values import block_hash, group_spec, namespace_spec
