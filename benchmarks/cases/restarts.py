@@ -57,7 +57,7 @@ from kvpool_server.keeping.table import SlotTable
 from testbed.mooncake import segment_command
 
 KEPT = ("--keep", "yes")
-PROBED, LOADED, LOOKED_UP = 64, 256, 8_192
+PROBED, LOADED, LOADED_BLOCKS, LOOKED_UP = 64, 256, 65_536, 8_192
 ENDED_S = 60.0
 REACH_S, REACH_HITS, REACH_PRICE, REACH_TRACE = 3.0, 0.99, 0.98, 0.97
 BLOCKS_A_PUT = {16 << 10: 64, 2 << 20: 16}
@@ -116,7 +116,7 @@ def _server_of(keeper: int) -> int:
 def _load(endpoint: str, spec: NamespaceSpec) -> Iterator[None]:
     """A client looks up and puts new blocks meanwhile."""
     ended = threading.Event()
-    names = (os.urandom(32) for _ in itertools.count())
+    names = itertools.cycle([b"load" + bytes(24) + nth.to_bytes(4, "big") for nth in range(LOADED_BLOCKS)])
 
     def run() -> None:
         while not ended.is_set():

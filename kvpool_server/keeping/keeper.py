@@ -28,11 +28,11 @@ from pathlib import Path
 from kvpool_server.keeping import store
 
 DELAY_S = (0.05, 10.0)
-"""From a server's death to the next start: at first, and at most. Each death in a row doubles it."""
-HEALTHY_S = 60.0
-"""A server that lived longer did not die of its start: what counts deaths in a row begins anew."""
-MAX_DEATHS = 3
-"""In a row; with one more the memory is given up."""
+"""From a server's death to the next start: at first, and at most. Each crash in a row doubles it."""
+HEALTHY_S = 10.0
+"""A server that lived longer did not die of its start: what counts crashes in a row begins anew."""
+MAX_CRASHES = 3
+"""In a row; with one more the memory is given up. SIGKILL comes from outside, and is no crash."""
 FAILED = 1
 """Exit status of a server that an error has ended; one that cannot use its settings has another."""
 MAX_DESCRIPTORS, MAX_MESSAGE_BYTES = 8, 4_096
@@ -89,23 +89,23 @@ class Keeper:
 
     def run(self) -> int:
         """Starts servers until one stops by itself; returns its exit status."""
-        deaths, why = 0, ""
+        crashes, why = 0, ""
         while True:
             began = time.monotonic()
             status = self._serve(why)
             has_died = status < 0 or status == FAILED
             if self._is_stopping or not self._keeps or not (has_died or self._is_restarting):
                 return _exit_status(status)
-            why, deaths = "", deaths + 1
+            why, crashes = "", crashes + (status != -signal.SIGKILL)
             if self._is_restarting or time.monotonic() - began > HEALTHY_S:
-                deaths = 0
+                crashes = 0
             if has_died:
                 why = f"signal {-status}" if status < 0 else "a failure"
                 if not (self._is_ready or self._kept):
                     return _exit_status(status)
-                if not self._is_ready or deaths > MAX_DEATHS:
+                if not self._is_ready or crashes > MAX_CRASHES:
                     self._forget(*list(self._kept))
-                if not self._rest(min(DELAY_S[0] * 2 ** max(0, deaths - 1), DELAY_S[1])):
+                if not self._rest(min(DELAY_S[0] * 2**crashes, DELAY_S[1])):
                     return 0
 
     def _serve(self, why: str) -> int:

@@ -84,10 +84,10 @@ class KeptServer:
 
         return wait_for(answers, "an answer", START_S)
 
-    def kill_server(self) -> None:
-        """SIGKILL of the server below the keeper; returns when the keeper has started another."""
+    def kill_server(self, number: int = signal.SIGKILL) -> None:
+        """Ends the server below the keeper by a signal; returns when the keeper has started another."""
         before = wait_for(lambda: self.server_pid, "a server", START_S)
-        os.kill(before, signal.SIGKILL)
+        os.kill(before, number)
         wait_for(lambda: self.server_pid not in (0, before), "another server", START_S)
 
     def signal(self, number: int) -> None:

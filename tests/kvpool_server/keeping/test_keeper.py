@@ -15,7 +15,7 @@ from kvpool.client.client import Client
 from kvpool.protocol.errors import LeaseExpiredError
 from kvpool.protocol.types import BlockRun, Quota, ShardRange
 from kvpool_server.keeping import store
-from kvpool_server.keeping.keeper import MAX_DEATHS
+from kvpool_server.keeping.keeper import MAX_CRASHES
 from tests.support.kept_server import KeptServer, send_as_stranger
 from tests.support.processes import wait_for
 from tests.support.values import block_hash, group_spec, namespace_spec
@@ -137,9 +137,10 @@ def _is_running(pid: int) -> bool:
 @pytest.mark.more
 def test_a_server_that_dies_again_and_again_starts_without_the_memory(server: KeptServer) -> None:
     _put(server)
-    for _ in range(MAX_DEATHS + 1):
-        server.connect().close()
-        server.kill_server()
+    for _ in range(MAX_CRASHES + 1):
+        with server.connect() as client:
+            assert _hits(client) == BLOCKS
+        server.kill_server(signal.SIGABRT)
     with server.connect() as client:
         assert _hits(client) == 0
 
