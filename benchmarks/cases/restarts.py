@@ -55,6 +55,7 @@ from kvpool_server.keeping.follower import MARK_EVERY_S, TableFollower
 from kvpool_server.keeping.head import Geometry
 from kvpool_server.keeping.table import SlotTable
 from testbed.mooncake import segment_command
+from testbed.ports import is_listening
 
 KEPT = ("--keep", "yes")
 PROBED, LOADED, LOADED_BLOCKS, LOOKED_UP = 64, 256, 65_536, 8_192
@@ -120,13 +121,15 @@ def _load(endpoint: str, spec: NamespaceSpec) -> Iterator[None]:
 
     def run() -> None:
         while not ended.is_set():
+            ended.wait(0.05)
+            if not is_listening(int(endpoint.rpartition(":")[2])):
+                continue
             with contextlib.suppress(KVPoolError), Client(ClientConfig(endpoint, timeout_ms=2_000)) as client:
                 namespace = client.open_namespace(spec)
                 while not ended.is_set():
                     run = BlockRun(0, list(itertools.islice(names, LOADED)))
                     client.lookup(namespace, [run])
                     client.put_blocks(namespace, run, [bytes(CHUNK_BYTES)] * LOADED)
-            ended.wait(0.05)
 
     thread = threading.Thread(target=run)
     thread.start()
@@ -139,6 +142,8 @@ def _load(endpoint: str, spec: NamespaceSpec) -> Iterator[None]:
 
 
 def _hits(endpoint: str, spec: NamespaceSpec, hashes: Sequence[bytes]) -> int:
+    if not is_listening(int(endpoint.rpartition(":")[2])):
+        return 0  # gRPC would wait before it connects again, longer each time.
     try:
         with Client(ClientConfig(endpoint, timeout_ms=1_000)) as client:
             return client.lookup(client.open_namespace(spec), [BlockRun(0, hashes)]).hits[0].num_leading

@@ -4,8 +4,8 @@ The keeper is the server's parent, and its service manager (`store.py`): it hold
 it, hands them to the next one, passes signals on, and ends with the server that stops by itself. SIGUSR1 has the server
 stop and start again, from the files that are installed then. No thread and no gRPC; standard library only.
 
-A server that dies before it is ready, or soon after its start several times in a row, starts the next time without the
-memory: what lies there may be why it dies.
+A server that dies soon after its start several times in a row starts the next time without the memory: what lies there
+may be why it dies.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ DELAY_S = (0.05, 10.0)
 HEALTHY_S = 10.0
 """A server that lived longer did not die of its start: what counts crashes in a row begins anew."""
 MAX_CRASHES = 3
-"""In a row; with one more the memory is given up. SIGKILL comes from outside, and is no crash."""
+"""In a row; with one more the memory is given up. SIGKILL of a server that serves comes from outside, and is none."""
 FAILED = 1
 """Exit status of a server that an error has ended; one that cannot use its settings has another."""
 MAX_DESCRIPTORS, MAX_MESSAGE_BYTES = 8, 4_096
@@ -96,15 +96,17 @@ class Keeper:
             has_died = status < 0 or status == FAILED
             if self._is_stopping or not self._keeps or not (has_died or self._is_restarting):
                 return _exit_status(status)
-            why, crashes = "", crashes + (status != -signal.SIGKILL)
+            is_crash = status != -signal.SIGKILL or not self._is_ready
+            why, crashes = "", crashes + is_crash
             if self._is_restarting or time.monotonic() - began > HEALTHY_S:
                 crashes = 0
             if has_died:
                 why = f"signal {-status}" if status < 0 else "a failure"
-                if not (self._is_ready or self._kept):
+                if not self._kept and (crashes > MAX_CRASHES or not self._is_ready):
                     return _exit_status(status)
-                if not self._is_ready or crashes > MAX_CRASHES:
+                if crashes > MAX_CRASHES:
                     self._forget(*list(self._kept))
+                    crashes = 0
                 if not self._rest(min(DELAY_S[0] * 2**crashes, DELAY_S[1])):
                     return 0
 

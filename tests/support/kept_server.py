@@ -85,10 +85,11 @@ class KeptServer:
         return wait_for(answers, "an answer", START_S)
 
     def kill_server(self, number: int = signal.SIGKILL) -> None:
-        """Ends the server below the keeper by a signal; returns when the keeper has started another."""
+        """Ends the server below the keeper by a signal; returns when another one serves."""
         before = wait_for(lambda: self.server_pid, "a server", START_S)
         os.kill(before, number)
         wait_for(lambda: self.server_pid not in (0, before), "another server", START_S)
+        self.connect().close()
 
     def signal(self, number: int) -> None:
         self._process.send_signal(number)
