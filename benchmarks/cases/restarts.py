@@ -25,8 +25,6 @@ from typing import Annotated
 import numpy as np
 import typer
 
-from benchmarks.cases.lookup import CHUNK_BYTES, ROOM_MIB
-from benchmarks.cases.lookup import Pool as FullPool
 from benchmarks.cases.replay import TRACE
 from benchmarks.harness.measuring import (
     Row,
@@ -58,6 +56,7 @@ from testbed.mooncake import segment_command
 from testbed.ports import is_listening
 
 KEPT = ("--keep", "yes")
+CHUNK_BYTES, ROOM_MIB = 1 << 10, 256
 PROBED, LOADED, LOADED_BLOCKS, LOOKED_UP = 64, 256, 65_536, 8_192
 ENDED_S = 60.0
 REACH_S, REACH_HITS, REACH_PRICE, REACH_TRACE = 3.0, 0.99, 0.98, 0.97
@@ -92,9 +91,8 @@ def _killed(entries: int, kills: int) -> tuple[list[float], list[float]]:
     memory = f"{entries * CHUNK_BYTES * 5 // 4 // (1 << 20) + ROOM_MIB}MiB"
     seconds, shares = [], []
     with server_process(memory, *KEPT, start_timeout_s=ENDED_S) as (endpoint, keeper):
-        pool = FullPool(endpoint, hashes, 1)
-        pool.close()
-        spec = NamespaceSpec("benchmark-1", (GroupSpec("full_attention", 16, 8, 128, 128, 1, CHUNK_BYTES),))
+        spec = NamespaceSpec("restarts", (GroupSpec("full_attention", 16, 8, 128, 128, 1, CHUNK_BYTES),))
+        _fill(endpoint, spec, hashes)
         for nth in range(kills):
             probed = hashes[nth * PROBED : (nth + 1) * PROBED]
             with _load(endpoint, spec):
@@ -105,6 +103,15 @@ def _killed(entries: int, kills: int) -> tuple[list[float], list[float]]:
             shares.append(sum(_all_hits(endpoint, spec, hashes)) / entries)
             print(f"kill {nth}: first hit after {seconds[-1]:.2f} s, hits {shares[-1]:.5f}", flush=True)
     return seconds, shares
+
+
+def _fill(endpoint: str, spec: NamespaceSpec, hashes: Sequence[bytes]) -> None:
+    payloads = [np.zeros(CHUNK_BYTES, np.uint8)] * LOOKED_UP
+    with Client(ClientConfig(endpoint, timeout_ms=60_000)) as client:
+        namespace = client.open_namespace(spec)
+        for first in range(0, len(hashes), LOOKED_UP):
+            run = BlockRun(0, hashes[first : first + LOOKED_UP])
+            client.put_blocks(namespace, run, payloads[: len(run)])
 
 
 def _server_of(keeper: int) -> int:

@@ -34,7 +34,8 @@ from kvpool_server.data_plane.workers import DataWorkers, default_count
 from kvpool_server.events.messages import Encoder
 from kvpool_server.events.publisher import EventStreams
 from kvpool_server.events.sockets import Gate
-from kvpool_server.keeping.adoption import begin, restore
+from kvpool_server.keeping.adoption import restore
+from kvpool_server.keeping.follower import TableFollower
 from kvpool_server.keeping.store import ENDED
 from kvpool_server.observability.http import OperatorHttp, on_loop
 from kvpool_server.observability.metrics import FamilyCollector, value_families
@@ -238,7 +239,7 @@ class Composition:
                 seconds=round(time.monotonic() - began, 2),
             )  # fmt: skip
         else:
-            follower = begin(self.pool, table, named)
+            follower = TableFollower(self.pool, table, named_quotas=named)
         self._stack.callback(table.has_begun)  # A start that fails, or is ended, says nothing of the memory.
         self._stack.callback(lambda: finish(follower.mark()))
         in_background(self._stack, follower.run(self.turns.run))

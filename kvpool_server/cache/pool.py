@@ -54,6 +54,7 @@ class Pool:
         namespaces: the open ones, and those that were closed and still hold entries.
         on_closed: each is called with each namespace that is closed, once it holds nothing any more.
         on_quotas: called when quotas have been set.
+        on_ticket: called with the deadline of each ticket, before anybody can write under it.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class Pool:
         self.traffic = Traffic()
         self.on_closed: list[Callable[[PoolNamespace], None]] = []
         self.on_quotas: Callable[[], None] = lambda: None
+        self.on_ticket: Callable[[float], None] = lambda deadline: None
 
     def observe(self, observer: Observer) -> None:
         """Tells an observer of every block that becomes readable, or stops being readable, from now on."""
@@ -227,6 +229,7 @@ class Pool:
                 self._holds.undo(ticket)
         if ticket.entries:
             self.tickets.add(ticket)
+            self.on_ticket(ticket.deadline)
         return ticket, statuses
 
     def _check_fits(self, group: Group, runs: Sequence[BlockRun]) -> Steps[None]:

@@ -140,28 +140,10 @@ def restore(pool: Pool, table: SlotTable, named_quotas: Container[str] = ()) -> 
                 kept += adoption.add(group, columns)
         table.keep_only(idx, kept)
     used = [idx for idx in range(pool.arena.num_extents) if table.slot_bytes(idx)]
-    now = pool.clock()
-    until = table.late_until(now) if shares_memory(pool) else now
     learned = table.learned()
     for slot_class, policy in pool.placement.policies():
         with contextlib.suppress(ValueError):  # Another policy has learned it.
             policy.relearn(learned.get(slot_class, b""))
-    adoption.finish(used, until)
-    table.put_holds(longest_hold_s(pool), until)
+    # Where callers are authenticated, no client maps the arena.
+    adoption.finish(used, 0.0 if pool.arena.has_tenants else table.late_until)
     return adoption, TableFollower(pool, table, places, last, named_quotas)
-
-
-def begin(pool: Pool, table: SlotTable, named_quotas: Container[str] = ()) -> TableFollower:
-    """Has a new table follow a pool."""
-    table.put_holds(longest_hold_s(pool), 0.0)
-    return TableFollower(pool, table, named_quotas=named_quotas)
-
-
-def longest_hold_s(pool: Pool) -> float:
-    """How long a client may write to a slot, from when it was granted."""
-    return (pool.limits.max_ttl_ms + pool.limits.grace_ms) / 1000
-
-
-def shares_memory(pool: Pool) -> bool:
-    """Whether clients map the arena, and so may write to it after their server has ended."""
-    return not pool.arena.has_tenants

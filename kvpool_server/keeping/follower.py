@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Container, Mapping
 
 from kvpool_server.cache.entry import Entry, Group, Observer
@@ -45,6 +46,7 @@ class TableFollower(Observer):
         pool.on_closed.append(self._closed)
         pool.on_quotas = self._put_quotas
         pool.arena.on_extent = table.put_extent
+        pool.on_ticket = self._granted
         self._put_quotas()
 
     def stored(self, entry: Entry) -> None:
@@ -76,6 +78,10 @@ class TableFollower(Observer):
         if (place := self._places.pop(namespace.fingerprint, None)) is not None:
             self._table.clear_namespace(place)
             self._free.append(place)
+
+    def _granted(self, deadline: float) -> None:
+        if deadline < math.inf:  # Those without one are the server's own.
+            self._table.put_late(deadline + self._pool.limits.grace_ms / 1000)
 
     def _put_quotas(self) -> None:
         self._table.put_quotas([each for each in self._pool.quotas() if each.subject not in self._named_quotas])

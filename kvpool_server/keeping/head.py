@@ -13,7 +13,7 @@ from kvpool.protocol.types import NONCE_BYTES, TOKEN_BYTES
 FORMAT = int.from_bytes(b"kvkeep\0\1", "little")
 """Changes with the layout: a table of another format is not read."""
 CHECK = struct.Struct("<Q")
-LATE = struct.Struct("<dd")
+LATE = struct.Struct("<d")
 BACKED_AT, BEGUN_AT, LATE_AT = 1 << 10, 2 << 10, 3 << 10
 _HEAD = struct.Struct(f"<QQQI{NONCE_BYTES}s{TOKEN_BYTES}sQ")
 

@@ -5,7 +5,7 @@ nothing replayed: each fact has one place, and is there whole or not at all, bec
 stands before it. What has no checksum, zero, is not there.
 
     head        64 KiB: format, geometry, the segment's nonce and token, a secret of the checksums; then bytes of the
-                arena that are backed, adoptions that have begun since one has ended, how long holds may last
+                arena that are backed, adoptions that have begun since one has ended, until when clients may write
     quotas      64 KiB: JSON
     policies    POLICIES places of 512 KiB: tenant, bytes of a slot, and what its policy has learned, as msgpack
     namespaces  NAMESPACES places of 68 KiB: the order of opening, the spec as JSON
@@ -89,6 +89,9 @@ class SlotTable:
         fd: of the file; closed with the table.
         extent_bytes, num_extents: of the arena.
         secret: as in the head.
+
+    Attributes:
+        late_until: until when clients may write, also those of servers that have ended.
     """
 
     def __init__(self, fd: int, extent_bytes: int, num_extents: int, secret: int = 0):
@@ -99,6 +102,7 @@ class SlotTable:
         self._view = memoryview(self._pages)
         self._classes = [self._class_of(idx) for idx in range(num_extents)]
         self._counts = [0] * num_extents  # Of records, since this object was made.
+        (self.late_until,) = LATE.unpack(self._read(LATE_AT, LATE.size))
 
     @classmethod
     def create(cls, geometry: Geometry) -> SlotTable:
@@ -142,14 +146,11 @@ class SlotTable:
         """The server with this memory serves clients."""
         self._put(BEGUN_AT, CHECK.pack(0))
 
-    def put_holds(self, hold_s: float, until: float) -> None:
-        """Says how long a client may write from now on, and until when those of servers before may, by the clock."""
-        self._put(LATE_AT, LATE.pack(hold_s, until))
-
-    def late_until(self, now: float) -> float:
-        """Until when clients of the servers before may write, if all of them have ended."""
-        hold_s, until = LATE.unpack(self._read(LATE_AT, LATE.size))
-        return max(now + hold_s, until)
+    def put_late(self, until: float) -> None:
+        """Clients may write until then, by the system's monotonic clock."""
+        if until > self.late_until:
+            self.late_until = until
+            self._put(LATE_AT, LATE.pack(until))
 
     def put_quotas(self, quotas: Sequence[Quota]) -> None:
         """Replaces all quotas."""

@@ -30,7 +30,7 @@ CHUNK, BLOCKS = 16_384, 8
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KeptServer]:
-    flags = ("--memory", "128MiB", "--max-ttl-ms", "3000", "--grace-ms", "500")
+    flags = ("--memory", "128MiB", "--max-ttl-ms", "1000", "--grace-ms", "200")
     with closing(KeptServer(tmp_path_factory.mktemp("kept"), *flags)) as server:
         server.connect().close()
         yield server

@@ -71,7 +71,6 @@ class Deaths:
         )
         self.table = Logged.create(geometry)
         assert isinstance(self.table, Logged)
-        self.table.put_holds(adoption.longest_hold_s(world.pool), 0.0)
         follow(world.pool, self.table)
         self.table.log.clear()
         self._remember()
@@ -130,7 +129,7 @@ class Deaths:
 
     def _use(self, pool: PoolAtOnce) -> None:
         """An adopted pool stores what any other of its size does, at once or when nobody can be late any more."""
-        for seconds in (0.0, 2 * adoption.longest_hold_s(pool)):
+        for seconds in (0.0, (LIMITS.max_ttl_ms + LIMITS.grace_ms) / 1000):
             assert isinstance(pool.clock, FakeClock)
             pool.clock.advance(seconds)
             while pool.settle() or pool.rebalance():
