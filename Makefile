@@ -70,7 +70,7 @@ check: $(STAMP)  ## Style, types, import contracts, the size and place of module
 	$(BIN)/pytest -q tests/test_house.py
 
 bench: $(STAMP)  ## Every benchmark that needs no GPU, beside its peers; writes results, tables and plots.
-	for name in server memory lookup step_time large_state replay peers peer_reads transport network tls tiers promotion mooncake_tier wan clients weights package "vllm --rounds 7" serving; do $(BIN)/python -m benchmarks.cases.$$name || exit 1; done
+	for name in server memory lookup step_time large_state replay peers peer_reads transport network tls tiers promotion mooncake_tier wan clients weights package restarts "vllm --rounds 7" serving; do $(BIN)/python -m benchmarks.cases.$$name || exit 1; done
 	$(BIN)/python -m benchmarks.harness.report
 
 bench-gpu:  ## The benchmarks that need a CUDA device, with whatever Python and vLLM are there.
