@@ -32,6 +32,7 @@ from benchmarks.harness.measuring import (
     at_least,
     at_most,
     estimate,
+    percentile,
     process,
     report,
     server_process,
@@ -62,6 +63,7 @@ ENDED_S = 60.0
 REACH_S, REACH_HITS, REACH_PRICE, REACH_TRACE = 3.0, 0.99, 0.98, 0.97
 BLOCKS_A_PUT = {16 << 10: 64, 2 << 20: 16}
 """By the bytes of a block: a small one, and one of 16 tokens of Llama-3.1-8B."""
+PAIRS = 6
 KILL_EVERY = 1_000
 SHARE = 10
 MOONCAKE_KEYS = 1_000
@@ -200,19 +202,24 @@ def _until_ready(lines: object) -> None:
 
 
 def _price(rounds: int) -> list[Row]:
-    """What keeping costs puts and lookups of one client."""
+    """What keeping costs puts and lookups of one client. Two processes differ by chance, so there are several pairs."""
     rows = []
     for nbytes, count in BLOCKS_A_PUT.items():
-        with contextlib.ExitStack() as stack:
-            sides = {
-                name: stack.enter_context(contextlib.closing(_Side(stack, flags, nbytes, count)))
-                for name, flags in (("kept", KEPT), ("not", ("--keep", "no")))
-            }
-            for what in ("put", "lookup"):
-                measures = {name: getattr(side, what) for name, side in sides.items()}
-                taken = alternate(measures, rounds, what=f"{what}s of {nbytes} bytes")
-                ratio = speed_ratio(taken["kept"], taken["not"])
-                rows.append(at_least(f"{what}, blocks of {nbytes >> 10} KiB, over --keep no", ratio, "x", REACH_PRICE))
+        seconds: dict[tuple[str, str], list[float]] = {}
+        for pair in range(PAIRS):
+            with contextlib.ExitStack() as stack:
+                sides = {
+                    name: stack.enter_context(contextlib.closing(_Side(stack, flags, nbytes, count)))
+                    for name, flags in (("kept", KEPT), ("not", ("--keep", "no")))
+                }
+                for what in ("put", "lookup"):
+                    measures = {name: getattr(side, what) for name, side in sides.items()}
+                    taken = alternate(measures, rounds, what=f"{what}s of {nbytes} bytes, pair {pair}")
+                    for name, each in taken.items():
+                        seconds.setdefault((what, name), []).append(percentile(each, 50))
+        for what in ("put", "lookup"):
+            ratio = speed_ratio(seconds[what, "kept"], seconds[what, "not"])
+            rows.append(at_least(f"{what}, blocks of {nbytes >> 10} KiB, over --keep no", ratio, "x", REACH_PRICE))
     return rows
 
 
