@@ -110,7 +110,7 @@ handles one message a lookup and one a load.""",
     "clients-16-cores": """The same on a GPU's host, with 16 cores: the event loop has a core of its own, which is full
 from 16 clients on.""",
     "restarts": """What the end of a server costs. The server below its keeper gets SIGKILL while a client looks up and
-puts; the pool holds a million blocks of 1 KiB. Then what keeping costs: puts and lookups of one client, of a server
+puts; the pool holds a million small blocks. Then what keeping costs: puts and lookups of one client, of a server
 whose memory is kept and of one with `--keep no`, in turns. Last the Mooncake trace against the pool, which dies after
 each thousandth request. Mooncake Store's objects end with the process that holds their segment.""",
     "replay": """Which share of the blocks of a chat service's prompts hits in a pool of a given size: 12,031 requests

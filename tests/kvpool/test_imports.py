@@ -15,7 +15,7 @@ def _loaded_after(statement: str) -> set[str]:
     return {name.partition(".")[0] for name in json.loads(done.stdout)}
 
 
-@pytest.mark.parametrize("package", ["kvpool", "kvpool.cli", "kvpool_server.__main__", "kvpool_server.app.server"])
+@pytest.mark.parametrize("package", ["kvpool", "kvpool.cli", "kvpool_server.app.command", "kvpool_server.app.server"])
 def test_neither_torch_nor_vllm_is_imported(package: str) -> None:
     loaded = _loaded_after(f"import {package}")
     assert package.partition(".")[0] in loaded
@@ -37,8 +37,14 @@ def test_import_kvpool_is_quick() -> None:
 
 
 def test_the_servers_help_loads_neither_grpc_nor_the_pool() -> None:
-    loaded = _loaded_after("import kvpool_server.__main__")
+    loaded = _loaded_after("import kvpool_server.app.command")
     assert "pydantic_settings" in loaded and not loaded & {"grpc", "google"}
+
+
+def test_a_keeper_loads_the_standard_library_alone() -> None:
+    loaded = _loaded_after("import kvpool_server.__main__")
+    assert "kvpool_server" in loaded
+    assert not loaded & {"grpc", "google", "numpy", "pydantic", "structlog", "typer", "asyncio"}
 
 
 def test_a_data_worker_starts_without_what_it_does_not_need() -> None:
