@@ -158,7 +158,7 @@ def quota(
     endpoint: Endpoint = DEFAULT_ENDPOINT,
     as_json: AsJson = False,
 ) -> None:
-    """Set and list quotas: how much of the arena tenants or namespaces may hold. They last until the server stops."""
+    """Set and list quotas: how much of the arena tenants or namespaces may hold. They last as long as its memory."""
     wanted = [parse_quota(text) for text in quotas or ()]
     for text, asked in zip(quotas or (), wanted, strict=True):
         if asked.limit_bytes and text.strip()[-1].isdigit():  # Most who forget the unit would evict nearly all.

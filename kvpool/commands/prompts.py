@@ -82,7 +82,7 @@ def pin(
 ) -> None:
     """Have a prompt's stored blocks evicted last, for a while and within the tenant's budget (--pin-budget).
 
-    Nothing is pinned after a restart of the server. Other prompts' blocks are pinned when they are named.
+    Pins last as long as the server's memory. Other prompts' blocks are pinned when they are named.
     """
     with common.client_of(endpoint) as client:
         named = NamedPrompt.read(client, prompt, namespace, tokenizer, cache_salt, hash_seed, name_key_file)

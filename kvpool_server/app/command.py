@@ -66,7 +66,7 @@ def serve(
 
     Each setting comes from its flag, else from KVPOOL_<NAME> in the environment, else from the TOML file, else from its
     default. Unknown keys are errors. SIGTERM and SIGINT finish calls under way, then stop; SIGUSR2 drains as `kvpool
-    drain` does, then stops; SIGUSR1 restarts the server with its blocks (see --keep).
+    drain` does, then stops; SIGUSR1 to its keeper restarts the server with its blocks (see --keep).
 
     Example: kvpool-server --listen 127.0.0.1:50051 --memory 64GiB
     """
@@ -97,6 +97,7 @@ async def _run(settings: ServerConfig, events: LogEvents) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, server.request_stop)
     loop.add_signal_handler(signal.SIGUSR2, server.request_drain)
+    loop.add_signal_handler(signal.SIGUSR1, log.warning, "SIGUSR1 restarts a server if its keeper gets it (see --keep)")
     loop.add_signal_handler(signal.SIGHUP, server.parts.look_at_credentials)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, keeper.HANDLED)
     if (keeper_pid := store.keeper_pid()) is not None:

@@ -234,7 +234,7 @@ class Composition:
             adoption, follower = restore(self.pool, table, named)
             entries = adoption.entries
             log.info(
-                "adopted the memory of the server before", ended_by=os.environ.pop(ENDED, "") or None,
+                "adopted the memory of the server before", ended_by=os.environ.pop(ENDED, "") or "restart",
                 entries=len(entries), nbytes=sum(entry.group.spec.slot_bytes for entry in entries),
                 seconds=round(time.monotonic() - began, 2),
             )  # fmt: skip

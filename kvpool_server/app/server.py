@@ -14,6 +14,7 @@ from kvpool.protocol.errors import ConfigError
 from kvpool.version import __version__
 from kvpool_server.app.composition import Composition, in_background
 from kvpool_server.cache.steps import Steps
+from kvpool_server.keeping.store import keeper_pid
 from kvpool_server.observability.http import DRAINING, SERVING, STARTING
 from kvpool_server.process.addresses import split_address
 from kvpool_server.process.logs import LogEvents
@@ -69,7 +70,7 @@ class Server:
         log.info(
             "listening", version=__version__, grpc=f"{split_address(self.config.listen)[0]}:{parts.port}",
             http_port=parts.http_port or None, data_port=parts.data.port if parts.data else None,
-            unix=self.config.unix_listen or None, arena_bytes=parts.pool.arena.arena_bytes,
+            unix=self.config.unix_listen or None, arena_bytes=parts.pool.arena.arena_bytes, keeper_pid=keeper_pid(),
         )  # fmt: skip
 
     async def _expire(self) -> None:

@@ -14,6 +14,8 @@ import array
 import contextlib
 import fcntl
 import itertools
+import json
+import math
 import os
 import secrets
 import select
@@ -35,6 +37,8 @@ MAX_CRASHES = 3
 """In a row; with one more the memory is given up. SIGKILL of a server that serves comes from outside, and is none."""
 FAILED = 1
 """Exit status of a server that an error has ended; one that cannot use its settings has another."""
+PATIENCE_S = 300.0
+"""How long servers may refuse their settings, or find their ports taken, until the memory is given up."""
 MAX_DESCRIPTORS, MAX_MESSAGE_BYTES = 8, 4_096
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2)
 HANDLED = {*PASSED_ON, signal.SIGUSR1}
@@ -88,27 +92,31 @@ class Keeper:
             signal.signal(number, lambda *_: None)  # The number comes as a byte.
 
     def run(self) -> int:
-        """Starts servers until one stops by itself; returns its exit status."""
-        crashes, why = 0, ""
+        """Starts servers until one stops by itself, or none can start; returns the last one's exit status."""
+        tries, why, refused_at = 0, "", math.inf
         while True:
             began = time.monotonic()
             status = self._serve(why)
+            now = time.monotonic()
             has_died = status < 0 or status == FAILED
-            if self._is_stopping or not self._keeps or not (has_died or self._is_restarting):
+            is_refused = status > FAILED and bool(self._kept) and not self._is_ready
+            if self._is_stopping or not self._keeps or not (has_died or is_refused or self._is_restarting):
                 return _exit_status(status)
+            refused_at = min(refused_at, now) if is_refused else math.inf
             is_crash = status != -signal.SIGKILL or not self._is_ready
-            why, crashes = "", crashes + is_crash
-            if self._is_restarting or time.monotonic() - began > HEALTHY_S:
-                crashes = 0
-            if has_died:
-                why = f"signal {-status}" if status < 0 else "a failure"
-                if not self._kept and (crashes > MAX_CRASHES or not self._is_ready):
-                    return _exit_status(status)
-                if crashes > MAX_CRASHES:
-                    self._forget(*list(self._kept))
-                    crashes = 0
-                if not self._rest(min(DELAY_S[0] * 2**crashes, DELAY_S[1])):
-                    return 0
+            tries = 0 if self._is_restarting or now - began > HEALTHY_S else tries + is_crash
+            why = f"signal {-status}" if status < 0 else f"status {status}"
+            is_new = not self._kept and (tries > MAX_CRASHES or not self._is_ready)
+            if is_new or now > refused_at + PATIENCE_S:
+                _say(f"the server has ended ({why}), and so does its keeper")
+                return _exit_status(status)
+            if has_died and tries > MAX_CRASHES:
+                _say("the memory is given up: what lies there may be why the server crashes")
+                self._forget(*list(self._kept))
+                tries = 0
+            _say(f"the server has ended ({why}); another one starts with its memory")
+            if not self._rest(min(DELAY_S[0] * 2**tries, DELAY_S[1])):
+                return 0
 
     def _serve(self, why: str) -> int:
         """Starts a server and waits for its end; returns its exit status, or minus the number of a signal."""
@@ -211,6 +219,13 @@ class Keeper:
         for name in names:
             for fd in self._kept.pop(name, []):
                 os.close(fd)
+
+
+def _say(event: str) -> None:
+    """A line for people, or of JSON where the server's are."""
+    is_json = "json" in {os.environ.get("KVPOOL_LOG_FORMAT"), *(each.rpartition("=")[2] for each in sys.argv)}
+    text = json.dumps({"event": event, "level": "warning"}) if is_json else f"kvpool-server: {event}"
+    print(text, file=sys.stderr, flush=True)
 
 
 def _exit_status(status: int) -> int:

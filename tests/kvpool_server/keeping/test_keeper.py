@@ -179,3 +179,18 @@ def test_a_signal_to_stop_is_passed_on_while_a_server_is_under_way(tmp_path: Pat
         assert server.wait() in (0, 128 + signal.SIGTERM)
         with socket.create_server(("127.0.0.1", int(server.endpoint.rpartition(":")[2]))):
             pass
+
+
+@pytest.mark.more
+def test_a_wrong_setting_at_a_restart_is_told_and_can_be_mended(tmp_path: Path) -> None:
+    settings = tmp_path / "server.toml"
+    settings.write_text("")
+    with closing(KeptServer(tmp_path, "--config", str(settings))) as server:
+        _put(server)
+        settings.write_text("foo = 1")
+        server.signal(signal.SIGUSR1)
+        wait_for(lambda: server.says("unknown key foo"), "the refusal")
+        wait_for(lambda: server.says("the server has ended (status 2); another one starts with its memory"), "the keeper")
+        settings.write_text("")
+        wait_for(lambda: server.says("ended_by='status 2'"), "another server")
+        _check_all(server)
