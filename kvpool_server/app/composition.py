@@ -232,10 +232,10 @@ class Composition:
         named = {parse_quota(text).subject for text in self._config.quota}
         if self.memory.is_adopted:
             adoption, follower = restore(self.pool, table, named)
-            entries = adoption.entries
+            entries = list(adoption.parents_first()) if self._config.event_streams or self._config.tier else []
             log.info(
                 "adopted the memory of the server before", ended_by=os.environ.pop(ENDED, "") or "restart",
-                entries=len(entries), nbytes=sum(entry.group.spec.slot_bytes for entry in entries),
+                entries=len(adoption.entries), nbytes=sum(each.complete_bytes for each in self.pool.open_namespaces()),
                 seconds=round(time.monotonic() - began, 2),
             )  # fmt: skip
         else:

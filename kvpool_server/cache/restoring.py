@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from kvpool_server.cache.entry import BlockIndex, Entry, Group, Record
@@ -132,6 +132,18 @@ class Adoption:
                 pool.arena.rest(idx)
             pool.entry_table.rests_until = quarantine_until
         pool.arena.distrust_unused()
+
+    def parents_first(self) -> Iterator[Entry]:
+        """All entries, each behind its parent."""
+        told: set[Entry] = set()
+        for entry in self.entries:
+            path: list[Entry] = []
+            above: Entry | None = entry
+            while above is not None and above not in told:
+                told.add(above)
+                path.append(above)
+                above = above.parent
+            yield from reversed(path)
 
     def _link_orphans(self) -> None:
         """Gives blocks that were added before their parents these, and all that follow them their depths."""

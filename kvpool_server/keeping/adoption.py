@@ -91,8 +91,12 @@ async def _adopted(found: Mapping[str, Sequence[int]], wanted: Geometry) -> tupl
             raise _RefusedError(f"a process of that server still runs after {patience_s:.0f} s")
         await asyncio.sleep(LOOK_EVERY_S)
     table = SlotTable.reopen(os.dup(table_fd))
+    try:
+        segment = Segment.adopt(segment_fd, wanted.arena_bytes, geometry.token)
+    except OSError:
+        table.close()
+        raise
     table.begin()
-    segment = Segment.adopt(segment_fd, wanted.arena_bytes, geometry.token)
     os.close(table_fd)
     return segment, table
 
@@ -100,12 +104,17 @@ async def _adopted(found: Mapping[str, Sequence[int]], wanted: Geometry) -> tupl
 def make_table(arena: Arena, segment: Segment) -> SlotTable | None:
     """The table of new memory, both of which the manager keeps from now on; None, and a warning, if it cannot."""
     nonce, token = segment.nonce, segment.token
+    table = None
     try:
         table = SlotTable.create(Geometry(arena.arena_bytes, arena.extent_bytes, arena.has_tenants, nonce, token))
         for name, fd in ((ARENA, segment.fd), (TABLE, table.fd)):
             store.give(name, fd)
     except OSError as error:
         log.warning("nobody keeps the memory: it ends with this process", reason=str(error))
+        if table is not None:
+            table.close()
+        with contextlib.suppress(OSError):
+            store.remove(ARENA)
         return None
     return table
 
@@ -118,8 +127,11 @@ def restore(pool: Pool, table: SlotTable, named_quotas: Container[str] = ()) -> 
         named_quotas: subjects whose quotas the settings give; those of others come from the table.
     """
     adoption, places, groups = Adoption(pool), dict[bytes, int](), dict[tuple[int, int], Group]()
-    with contextlib.suppress(KVPoolError):  # The arena has become too small for one of them.
-        finish(pool.set_quotas_in_steps([each for each in table.quotas() if each.subject not in named_quotas]))
+    for quota in [each for each in table.quotas() if each.subject not in named_quotas]:
+        try:
+            finish(pool.set_quotas_in_steps([quota]))
+        except KVPoolError as error:  # The arena may have become too small for it.
+            log.warning("a quota of the server before is given up", reason=str(error))
     last = 0
     for order, place, spec in table.namespaces():
         last = order
@@ -140,7 +152,8 @@ def restore(pool: Pool, table: SlotTable, named_quotas: Container[str] = ()) -> 
                 kept += adoption.add(group, columns)
         table.keep_only(idx, kept)
     used = [idx for idx in range(pool.arena.num_extents) if table.slot_bytes(idx)]
-    learned = table.learned()
+    stamp, learned = table.learned()
+    pool.placement.stamp = max(pool.placement.stamp, stamp)  # What was learned is of no later time.
     for slot_class, policy in pool.placement.policies():
         with contextlib.suppress(ValueError):  # Another policy has learned it.
             policy.relearn(learned.get(slot_class, b""))

@@ -7,10 +7,11 @@ import math
 from collections.abc import Container, Mapping
 
 from kvpool_server.cache.entry import Entry, Group, Observer
+from kvpool_server.cache.eviction import Policy
 from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.cache.pool import Pool
 from kvpool_server.cache.steps import Run, Steps
-from kvpool_server.keeping.table import NAMESPACES, SlotTable
+from kvpool_server.keeping.table import NAMESPACES, POLICIES, SlotTable
 
 MARK_EVERY_S = 30.0
 """How often last uses and pins are written: a later server has those of so long ago at most."""
@@ -95,13 +96,20 @@ class TableFollower(Observer):
     def mark(self) -> Steps[None]:
         """Writes the last uses of all entries, the ends of their pins, and what the policies have learned."""
         arena = self._pool.arena
-        learned: dict[tuple[str, int], bytes] = {}
+        policies: dict[tuple[str, int], Policy] = {}
         for slot_class, policy in self._pool.placement.policies():
-            learned.setdefault(slot_class, policy.learned())
-        self._table.put_learned(learned)
+            policies.setdefault(slot_class, policy)
+        chosen = list(policies.items())[:POLICIES]
+        for place, (slot_class, policy) in enumerate(chosen):
+            self._table.put_learned(place, self._pool.placement.stamp, slot_class, policy.learned())
+            yield
+        for place in range(len(chosen), POLICIES):
+            self._table.put_learned(place, 0)
         for tenant, slot_bytes in arena.classes():
             for extent in arena.extents(slot_bytes, tenant):
                 for start in range(0, len(extent.owners), MARKED_SLOTS):
+                    if not extent.num_used:  # It may be another's by now.
+                        break
                     owners = extent.owners[start : start + MARKED_SLOTS]
                     uses = [0 if owner is None else owner.used for owner in owners]
                     pins = [0 if owner is None else owner.pinned_until for owner in owners]

@@ -30,7 +30,9 @@ from pathlib import Path
 from kvpool_server.keeping import store
 
 DELAY_S = (0.05, 10.0)
-"""From a server's death to the next start: at first, and at most. Each crash in a row doubles it."""
+"""From a server's end to the next start: at first, and at most. Each early end in a row doubles it."""
+KILLED_DELAY_S = 0.5
+"""At most, after SIGKILL of a server that served."""
 HEALTHY_S = 10.0
 """A server that lived longer did not die of its start: what counts crashes in a row begins anew."""
 MAX_CRASHES = 3
@@ -43,7 +45,7 @@ MAX_DESCRIPTORS, MAX_MESSAGE_BYTES = 8, 4_096
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2)
 HANDLED = {*PASSED_ON, signal.SIGUSR1}
 """A server gets them blocked, and lets them through once it can handle them."""
-STOPS = (signal.SIGTERM, signal.SIGINT)
+STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
 MESSAGES_A_TURN = 64
 _CREDENTIALS = struct.Struct("iII")
 
@@ -93,7 +95,7 @@ class Keeper:
 
     def run(self) -> int:
         """Starts servers until one stops by itself, or none can start; returns the last one's exit status."""
-        tries, why, refused_at = 0, "", math.inf
+        tries, num_ended, has_given_up, why, refused_at = 0, 0, False, "", math.inf
         while True:
             began = time.monotonic()
             status = self._serve(why)
@@ -104,18 +106,21 @@ class Keeper:
                 return _exit_status(status)
             refused_at = min(refused_at, now) if is_refused else math.inf
             is_crash = status != -signal.SIGKILL or not self._is_ready
-            tries = 0 if self._is_restarting or now - began > HEALTHY_S else tries + is_crash
+            tries, num_ended = tries + is_crash, num_ended + 1
+            if self._is_ready and (self._is_restarting or now - began > HEALTHY_S):
+                tries, num_ended, has_given_up = 0, 0, False
             why = f"signal {-status}" if status < 0 else f"status {status}"
             is_new = not self._kept and (tries > MAX_CRASHES or not self._is_ready)
-            if is_new or now > refused_at + PATIENCE_S:
+            if is_new or now > refused_at + PATIENCE_S or (tries > MAX_CRASHES and has_given_up):
                 _say(f"the server has ended ({why}), and so does its keeper")
                 return _exit_status(status)
             if has_died and tries > MAX_CRASHES:
                 _say("the memory is given up: what lies there may be why the server crashes")
                 self._forget(*list(self._kept))
-                tries = 0
+                tries, has_given_up = MAX_CRASHES, True  # One more crash is the last.
             _say(f"the server has ended ({why}); another one starts with its memory")
-            if not self._rest(min(DELAY_S[0] * 2**tries, DELAY_S[1])):
+            most_s = DELAY_S[1] if is_crash else KILLED_DELAY_S
+            if not self._rest(min(DELAY_S[0] * 2 ** max(0, num_ended - 1), most_s)):
                 return 0
 
     def _serve(self, why: str) -> int:
@@ -175,7 +180,7 @@ class Keeper:
                 self._handle(signal.Signals(number))
 
     def _handle(self, number: signal.Signals) -> None:
-        self._is_stopping |= number in STOPS or (number is signal.SIGUSR2 and not self._pid)
+        self._is_stopping |= number in STOPS
         if number is signal.SIGUSR1:
             self._is_restarting, number = True, signal.SIGTERM
         if self._pid and number is not signal.SIGCHLD:

@@ -23,13 +23,12 @@ further shard.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import mmap
 import os
 import secrets
 import struct
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -162,22 +161,27 @@ class SlotTable:
         _, limits = self._json(_QUOTAS_AT, QUOTAS_BYTES, dict[str, int]) or (0, {})
         return [Quota(subject, limit_bytes) for subject, limit_bytes in limits.items()]
 
-    def put_learned(self, learned: Mapping[tuple[str, int], bytes]) -> None:
-        """Replaces what the policies of slot classes have learned, as far as there are places."""
-        for place, (slot_class, text) in enumerate(itertools.islice(learned.items(), POLICIES)):
-            at = _POLICIES_AT + place * POLICY_BYTES
-            self._put_text(at, POLICY_BYTES, 0, msgspec.msgpack.encode((*slot_class, text)))
+    def put_learned(self, place: int, stamp: int, slot_class: tuple[str, int] = ("", 0), learned: bytes = b"") -> None:
+        """Puts what the policy of a slot class has learned in one of `POLICIES` places.
 
-    def learned(self) -> dict[tuple[str, int], bytes]:
-        """What the policies of slot classes have learned."""
-        learned = {}
+        Args:
+            stamp: of the pool's last call.
+        """
+        at = _POLICIES_AT + place * POLICY_BYTES
+        if not learned or not self._put_text(at, POLICY_BYTES, stamp, msgspec.msgpack.encode((*slot_class, learned))):
+            self._put(at, _ABSENT)
+
+    def learned(self) -> tuple[int, dict[tuple[str, int], bytes]]:
+        """The last stamp of `put_learned`, and what the policies of slot classes have learned."""
+        learned, stamp = {}, 0
         for place in range(POLICIES):
             found = self._text(_POLICIES_AT + place * POLICY_BYTES, POLICY_BYTES)
             with contextlib.suppress(msgspec.MsgspecError):  # Another release has written it.
                 if found is not None:
                     tenant, slot_bytes, text = msgspec.msgpack.decode(found[1], type=tuple[str, int, bytes])
                     learned[tenant, slot_bytes] = text
-        return learned
+                    stamp = max(stamp, found[0])
+        return stamp, learned
 
     def put_namespace(self, place: int, order: int, spec: NamespaceSpec) -> bool:
         """Puts a namespace in an empty place; False if it is too long.
@@ -363,9 +367,12 @@ class SlotTable:
         self._put(at, CHECK.pack(check_of(at, content)) + content)
 
     def _erase(self, at: int, nbytes: int) -> None:
-        """Zeroes bytes from the beginning of a page, and gives their memory back."""
+        """Zeroes bytes from the beginning of a page, and gives their memory back where the system can."""
         if nbytes:
-            self._pages.madvise(mmap.MADV_REMOVE, at, -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE)
+            try:
+                self._pages.madvise(mmap.MADV_REMOVE, at, -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE)
+            except OSError:
+                self._put(at, bytes(nbytes))
 
     def _put(self, at: int, data: bytes) -> None:
         self._view[at : at + len(data)] = data

@@ -346,11 +346,11 @@ class Arena:
             self._draining, self._num_reserved = None, 1
         self._extents[extent.start // self.extent_bytes] = None
         self._unused.append(extent.start // self.extent_bytes)
-        self.on_extent(extent.start // self.extent_bytes, 0)
         del self._by_class[key][extent.start]
         self._with_room[key].pop(extent.start, None)
         if not self._by_class[key]:
             del self._by_class[key], self._with_room[key]
+        self.on_extent(extent.start // self.extent_bytes, 0)
 
     @property
     def used_bytes(self) -> int:

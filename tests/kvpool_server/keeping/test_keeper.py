@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import sys
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -17,7 +18,7 @@ from kvpool.protocol.types import BlockRun, Quota, ShardRange
 from kvpool_server.keeping import store
 from kvpool_server.keeping.keeper import MAX_CRASHES
 from tests.support.kept_server import KeptServer, send_as_stranger
-from tests.support.processes import wait_for
+from tests.support.processes import run_command, wait_for
 from tests.support.values import block_hash, group_spec, namespace_spec
 
 CHUNK, BLOCKS = 4_096, 64
@@ -190,7 +191,26 @@ def test_a_wrong_setting_at_a_restart_is_told_and_can_be_mended(tmp_path: Path) 
         settings.write_text("foo = 1")
         server.signal(signal.SIGUSR1)
         wait_for(lambda: server.says("unknown key foo"), "the refusal")
-        wait_for(lambda: server.says("the server has ended (status 2); another one starts with its memory"), "the keeper")
+        wait_for(
+            lambda: server.says("the server has ended (status 2); another one starts with its memory"), "the keeper"
+        )
         settings.write_text("")
         wait_for(lambda: server.says("ended_by='status 2'"), "another server")
         _check_all(server)
+
+
+FAILING = """
+import os, sys
+from kvpool_server.keeping import store
+store.give("kvpool-arena", os.memfd_create("arena"))
+print("started", flush=True)
+raise SystemExit(1)
+"""
+
+
+def test_a_keeper_ends_whose_servers_fail_whatever_they_have_given() -> None:
+    code = "import sys; from kvpool_server.keeping.keeper import Keeper; raise SystemExit(Keeper(sys.argv[1:]).run())"
+    done = run_command(sys.executable, "-c", code, sys.executable, "-c", FAILING)
+    assert done.returncode == 1
+    assert MAX_CRASHES < done.stdout.count("started") <= 2 * MAX_CRASHES
+    assert "the memory is given up" in done.stderr and "and so does its keeper" in done.stderr

@@ -139,3 +139,27 @@ def test_pins_come_back_with_their_ends(table: SlotTable) -> None:
     after = _adopted(table, clock)
     assert after.pins.pinned_bytes() == 2 * CHUNK
     assert after.pins.pinned_bytes() == pool.pins.pinned_bytes()
+
+
+def test_what_policies_have_learned_is_that_of_the_last_time(table: SlotTable) -> None:
+    table.put_learned(0, 64, ("", 1), b"A")
+    table.put_learned(1, 64, ("", 2), b"B")
+    table.put_learned(0, 128, ("", 2), b"later")
+    table.put_learned(1, 0)
+    assert table.learned() == (128, {("", 2): b"later"})
+
+
+def test_a_system_that_cannot_punch_holes_erases_all_the_same(table: SlotTable) -> None:
+    pool = _pool()
+    TableFollower(pool, table)
+    _put(pool, range(4))
+    assert len(list(table.records(0))) == 1
+
+    class Pages:
+        def madvise(self, *_: int) -> None:
+            raise OSError("not here")
+
+    pages, table._pages = table._pages, Pages()  # type: ignore[assignment]
+    table.put_extent(0, CHUNK)
+    table._pages = pages
+    assert not list(table.records(0))
