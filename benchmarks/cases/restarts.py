@@ -19,7 +19,6 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Annotated
 
 import numpy as np
@@ -33,14 +32,13 @@ from benchmarks.harness.measuring import (
     at_most,
     estimate,
     percentile,
-    process,
     report,
     server_process,
     speed_ratio,
     timed,
     until_true,
 )
-from benchmarks.peers.mooncake_store import Store, master
+from benchmarks.peers.mooncake_store import Store, master, segment
 from benchmarks.replay.pool import ReplayedPool, make_pool
 from benchmarks.replay.request import Request, num_blocks, num_distinct
 from benchmarks.replay.trace import load
@@ -53,7 +51,7 @@ from kvpool_server.keeping.adoption import restore
 from kvpool_server.keeping.follower import MARK_EVERY_S, TableFollower
 from kvpool_server.keeping.head import Geometry
 from kvpool_server.keeping.table import SlotTable
-from testbed.mooncake import segment_command
+from testbed.kept import server_below
 from testbed.ports import is_listening
 
 KEPT = ("--keep", "yes")
@@ -66,7 +64,7 @@ BLOCKS_A_PUT = {16 << 10: 64, 2 << 20: 16}
 PAIRS = 6
 KILL_EVERY = 1_000
 SHARE = 10
-MOONCAKE_KEYS = 1_000
+MOONCAKE_KEYS, MOONCAKE_BYTES = 1_000, 256 << 20
 
 
 def main(
@@ -98,7 +96,7 @@ def _killed(entries: int, kills: int) -> tuple[list[float], list[float]]:
         for nth in range(kills):
             probed = hashes[nth * PROBED : (nth + 1) * PROBED]
             with _load(endpoint, spec):
-                os.kill(_server_of(keeper), signal.SIGKILL)
+                os.kill(server_below(keeper), signal.SIGKILL)
                 began = time.monotonic()
                 until_true(lambda: _hits(endpoint, spec, probed) > 0, "no hit after a kill", ENDED_S)  # noqa: B023
                 seconds.append(time.monotonic() - began)
@@ -114,12 +112,6 @@ def _fill(endpoint: str, spec: NamespaceSpec, hashes: Sequence[bytes]) -> None:
         for first in range(0, len(hashes), LOOKED_UP):
             run = BlockRun(0, hashes[first : first + LOOKED_UP])
             client.put_blocks(namespace, run, payloads[: len(run)])
-
-
-def _server_of(keeper: int) -> int:
-    """The process id of the server below a keeper."""
-    children = Path(f"/proc/{keeper}/task/{keeper}/children").read_text().split()
-    return next(int(each) for each in children if b"--listen" in Path(f"/proc/{each}/cmdline").read_bytes())
 
 
 @contextlib.contextmanager
@@ -173,16 +165,14 @@ def _mooncake() -> float:
     value = np.zeros(1 << 20, np.uint8)
     keys = [f"restart@{nth}" for nth in range(MOONCAKE_KEYS)]
     with master() as address, contextlib.ExitStack() as stack:
-        segment = segment_command(address, 256 << 20)
-        holder = stack.enter_context(process(segment))
-        _until_ready(holder.stdout)
+        holder = stack.enter_context(segment(address, MOONCAKE_BYTES))
         store = Store(address)
         stack.callback(store.close)
         store.register(value)
         store.put(keys, [value.ctypes.data] * len(keys), CHUNK_BYTES)
         holder.kill()
         holder.wait()
-        _until_ready(stack.enter_context(process(segment)).stdout)
+        stack.enter_context(segment(address, MOONCAKE_BYTES))
         sink = np.zeros((len(keys), CHUNK_BYTES), np.uint8)
         store.register(sink)
         there = 0
@@ -193,12 +183,6 @@ def _mooncake() -> float:
             if not there:
                 break  # Each miss waits for the dead process.
     return there / len(keys)
-
-
-def _until_ready(lines: object) -> None:
-    for line in lines:  # type: ignore[attr-defined]
-        if line == "ready\n":
-            return
 
 
 def _price(rounds: int) -> list[Row]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -78,12 +79,19 @@ def master() -> Iterator[str]:
 
 
 @contextlib.contextmanager
+def segment(address: str, nbytes: int) -> Iterator[subprocess.Popen[str]]:
+    """A process that has joined a cluster with a segment."""
+    with process(segment_command(address, nbytes)) as holder:
+        assert holder.stdout is not None
+        while (line := holder.stdout.readline()) and line != "ready\n":
+            pass
+        yield holder
+
+
+@contextlib.contextmanager
 def mooncake_store(segment_bytes: int) -> Iterator[Store]:
     """A store with one segment in another process, and a client of it here."""
-    with master() as address, process(segment_command(address, segment_bytes)) as holder_process:
-        assert holder_process.stdout is not None
-        while (line := holder_process.stdout.readline()) and line != "ready\n":
-            pass
+    with master() as address, segment(address, segment_bytes):
         store = Store(address)
         try:
             yield store

@@ -110,15 +110,15 @@ class Keeper:
             if self._is_ready and (self._is_restarting or now - began > HEALTHY_S):
                 tries, num_ended, has_given_up = 0, 0, False
             why = f"signal {-status}" if status < 0 else f"status {status}"
-            is_new = not self._kept and (tries > MAX_CRASHES or not self._is_ready)
-            if is_new or now > refused_at + PATIENCE_S or (tries > MAX_CRASHES and has_given_up):
+            is_hopeless = not self._kept and (tries > MAX_CRASHES or not self._is_ready)
+            if is_hopeless or now > refused_at + PATIENCE_S or (tries > MAX_CRASHES and has_given_up):
                 _say(f"the server has ended ({why}), and so does its keeper")
                 return _exit_status(status)
             if has_died and tries > MAX_CRASHES:
                 _say("the memory is given up: what lies there may be why the server crashes")
                 self._forget(*list(self._kept))
                 tries, has_given_up = MAX_CRASHES, True  # One more crash is the last.
-            _say(f"the server has ended ({why}); another one starts with its memory")
+            _say(f"the server has ended ({why}); another one starts {'with' if self._kept else 'without'} its memory")
             most_s = DELAY_S[1] if is_crash else KILLED_DELAY_S
             if not self._rest(min(DELAY_S[0] * 2 ** max(0, num_ended - 1), most_s)):
                 return 0

@@ -13,7 +13,7 @@ stands before it. What has no checksum, zero, is not there.
       class     8 bytes: bytes of a slot, 0 where no slot is used, and of a record
       marks     (int64, uint32) [slots]: the stamp of the last use of the entry in a slot, and the end of its pin in
                 seconds of the system's monotonic clock, both as they were now and then
-      records   a slot each: checksum, namespace, group, shards, hash, parent's hash, xxh3-64 of each shard
+      records   a slot each: checksum, place of the namespace, group, hash, parent's hash, xxh3-64 of each shard
 
 Clients choose hashes and sums, so an extent's records are erased before it has others: their bytes could be read as
 another layout's. The file is sparse: it takes memory only where slots have had blocks, 100 bytes a slot, and 8 for each
@@ -34,7 +34,6 @@ from typing import TypeVar
 import msgspec
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from kvpool.protocol.namespace import NamespaceSpec
 from kvpool.protocol.types import HASH_BYTES, Quota
@@ -214,25 +213,21 @@ class SlotTable:
         """Puts the record of a complete entry into its slot, which has none; nothing if its extent has others' size."""
         group, offset, sums = entry.group, entry.offset, entry.checksums
         slot_bytes, nbytes = group.slot_class[1], _SUMS_AT + 8 * len(sums)
-        idx, within = divmod(offset, self._extent_bytes)
+        idx, slot = self._slot(offset, slot_bytes)
         if self._classes[idx] != (slot_bytes, nbytes) and not self._has_records(idx, slot_bytes, nbytes):
             return
-        slot = within // slot_bytes
-        start = _EXTENTS_AT + idx * _EXTENT_BYTES
-        _MARK.pack_into(self._view, start + _MARKS_AT + _MARK.size * slot, entry.used, 0)
-        at = start + _RECORDS_AT + slot * nbytes
+        _MARK.pack_into(self._view, self._start(idx) + _MARKS_AT + _MARK.size * slot, entry.used, 0)
+        at = self._record_at(idx, slot)
         content = _RECORD.pack(place, group.idx, entry.block_hash, entry.parent_hash or _ROOT) + sums.tobytes()
-        check = xxhash.xxh3_64_intdigest(content, at ^ self._secret) or 1
-        self._put(at, CHECK.pack(check) + content)
+        self._put(at, CHECK.pack(check_of(at ^ self._secret, content)) + content)
         self._counts[idx] += 1
 
     def clear(self, offset: int, slot_bytes: int, num_shards: int) -> None:
         """Removes the record of a slot, if it has one."""
-        idx, within = divmod(offset, self._extent_bytes)
-        record_bytes = _SUMS_AT + 8 * num_shards
-        if self._classes[idx] != (slot_bytes, record_bytes):
+        idx, slot = self._slot(offset, slot_bytes)
+        if self._classes[idx] != (slot_bytes, _SUMS_AT + 8 * num_shards):
             return
-        at = _EXTENTS_AT + idx * _EXTENT_BYTES + _RECORDS_AT + within // slot_bytes * record_bytes
+        at = self._record_at(idx, slot)
         if self._view[at : at + CHECK.size] != _ABSENT:
             self._put(at, _ABSENT)
             self._counts[idx] -= 1
@@ -334,7 +329,7 @@ class SlotTable:
         return _EXTENTS_AT + idx * _EXTENT_BYTES
 
     def _record_at(self, idx: int, slot: int) -> int:
-        return _EXTENTS_AT + idx * _EXTENT_BYTES + _RECORDS_AT + slot * self._classes[idx][1]
+        return self._start(idx) + _RECORDS_AT + slot * self._classes[idx][1]
 
     # Bytes
 

@@ -24,7 +24,7 @@ from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.entry import Entry
 from kvpool_server.cache.eviction import POLICIES
 from kvpool_server.cache.pool import Pool
-from kvpool_server.keeping import adoption, follower, table
+from kvpool_server.keeping import adoption, follower, head, table
 from kvpool_server.keeping.follower import TableFollower
 from kvpool_server.keeping.head import Geometry
 from kvpool_server.keeping.table import SlotTable
@@ -294,7 +294,7 @@ def test_a_table_that_is_written_in_another_order_is_caught(broken: type[TableFo
 
 
 def test_records_without_checksums_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table, "check_of", lambda at, content: 1)
-    monkeypatch.setattr(table.xxhash, "xxh3_64_intdigest", lambda *_: 1)
+    for module in (head, table):
+        monkeypatch.setattr(module, "check_of", lambda at, content: 1)
     with pytest.raises((AssertionError, ValueError, UnicodeDecodeError)):
         _play(TableFollower)

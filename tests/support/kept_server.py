@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import array
-import contextlib
 import os
 import signal
 import socket
@@ -16,6 +15,7 @@ from pathlib import Path
 from kvpool.client.client import Client
 from kvpool.client.config import ClientConfig
 from kvpool.protocol.errors import KVPoolError
+from testbed.kept import server_below
 from testbed.ports import free_endpoint
 from tests.support.processes import clean_environment, wait_for
 
@@ -63,11 +63,7 @@ class KeptServer:
     @property
     def server_pid(self) -> int:
         """Of the server below the keeper; 0 while there is none."""
-        with contextlib.suppress(OSError):
-            for each in Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split():
-                if b"kvpool_server\0--listen" in Path(f"/proc/{each}/cmdline").read_bytes():
-                    return int(each)
-        return 0
+        return server_below(self.pid)
 
     def connect(self, **options: object) -> Client:
         """A client, once the server answers."""
