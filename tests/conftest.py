@@ -136,24 +136,44 @@ def socket_dir() -> Iterator[Path]:
         yield Path(path)
 
 
+class _SharedServer:
+    """One server for many tests, each of which finds it empty."""
+
+    def __init__(self, log_dir: Path):
+        self._log_dir = log_dir
+        self._start()
+
+    def _start(self) -> None:
+        self._server = ServerProcess(self._log_dir, "--memory", "64MiB", "--grace-ms", "100")
+        self._client = Client(ClientConfig(endpoint=self._server.endpoint, timeout_ms=60_000))
+
+    def stop(self) -> None:
+        self._client.close()
+        self._server.stop()
+
+    def emptied(self) -> ServerProcess:
+        """The server, or a new one where a test has left leases: its arena has four extents, and blocks of one size
+        take one at least, so that a few leased blocks leave none for another size.
+        """
+        self._client.admin.clear()
+        stats = self._client.admin.stats()
+        if stats.free_bytes < stats.arena_bytes:
+            self.stop()
+            self._start()
+        return self._server
+
+
 @pytest.fixture(scope="session")
-def _shared_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ServerProcess, Client]]:
-    server = ServerProcess(tmp_path_factory.mktemp("shared"), "--memory", "64MiB", "--grace-ms", "100")
-    with Client(ClientConfig(endpoint=server.endpoint, timeout_ms=60_000)) as client:
-        yield server, client
-    server.stop()
+def _shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[_SharedServer]:
+    shared = _SharedServer(tmp_path_factory.mktemp("shared"))
+    yield shared
+    shared.stop()
 
 
 @pytest.fixture
-def shared_server(_shared_process: tuple[ServerProcess, Client]) -> ServerProcess:
-    """One server for all tests that neither kill it nor fill it, which each finds empty.
-
-    Its arena has four extents, and blocks of one size take one at least: what other tests left would soon have a test
-    find its own blocks evicted.
-    """
-    server, client = _shared_process
-    client.admin.clear()
-    return server
+def shared_server(_shared_server: _SharedServer) -> ServerProcess:
+    """One server for all tests that neither kill it nor fill it, which each finds empty."""
+    return _shared_server.emptied()
 
 
 @pytest.fixture

@@ -88,6 +88,16 @@ def test_roles_are_kept(fleet: Fleet) -> None:
     assert both.cached_tokens["prompt-0"] == 0
 
 
+def test_an_engine_that_ends_gives_back_what_it_has_looked_up(fleet: Fleet, shared_server: ServerProcess) -> None:
+    prompt = tokens(100)
+    fleet.start().generate(prompt)
+    engine = fleet.start()
+    engine.scheduler.connector.on_new_request(engine.add("asks", prompt))
+    wait_for(lambda: stats_of(shared_server).num_leases, "the lease of a request that waits")
+    engine.shutdown()
+    wait_for(lambda: not stats_of(shared_server).num_leases, "no lease", 2.0)
+
+
 @pytest.mark.usefixtures("answered_at_once")
 def test_what_vllm_withdraws_from_a_step_is_neither_read_nor_stored(fleet: Fleet) -> None:
     """By priority, vLLM preempts a request whose chunk it has just scheduled, and has named the blocks of the chunk."""

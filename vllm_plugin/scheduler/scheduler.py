@@ -375,7 +375,9 @@ class KVPoolScheduler:
         return self._recorder.take()
 
     def shutdown(self) -> None:
-        """Ends the connections; the pool's leases expire by themselves. Idempotent."""
+        """Ends the lookups and the connections. Idempotent."""
+        with self.guard.part("the end of lookups"):
+            self.admission.discard_all()
         with self.guard.part("the end of the adapters' thread"):
             self._adapters.close()
         with self.guard.part("the end of hints"):
