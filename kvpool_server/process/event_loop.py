@@ -20,7 +20,7 @@ import functools
 import socket
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextvars import Context, ContextVar, copy_context
 from typing import Any
 
@@ -42,12 +42,15 @@ class EventLoop(asyncio.SelectorEventLoop):
     """Runs callbacks in turn by the `FLOW` of their contexts; empties the socket of gRPC's events before each batch.
 
     Timers have no queue: one that is due comes before the callbacks that wait.
+
+    Attributes:
+        has_turns: whether callbacks wait for their turns.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._flows: dict[str, deque[_Ready]] = {}  # Those with something ready; the first one is next.
-        self._has_turns = False
+        self.has_turns = False
         self._num_direct = 0  # Callbacks of flows that went without a queue, since gRPC's last batch of events.
         self._no_flow = Context()
 
@@ -56,7 +59,7 @@ class EventLoop(asyncio.SelectorEventLoop):
     ) -> asyncio.Handle:
         """As asyncio's; callbacks of one flow keep their order."""
         flow = FLOW.get() if context is None else context.get(FLOW, "")
-        if not flow or (not self._has_turns and self._num_direct < MAX_DIRECT):
+        if not flow or (not self.has_turns and self._num_direct < MAX_DIRECT):
             self._num_direct += flow != ""
             return super().call_soon(callback, *args, context=context)
         if self.is_closed():
@@ -68,8 +71,8 @@ class EventLoop(asyncio.SelectorEventLoop):
         return handle
 
     def _have_turns(self) -> None:
-        if self._flows and not self._has_turns:
-            self._has_turns = True
+        if self._flows and not self.has_turns:
+            self.has_turns = True
             super().call_soon(self._take_turns, context=self._no_flow)
 
     def _take_turns(self) -> None:
@@ -80,7 +83,7 @@ class EventLoop(asyncio.SelectorEventLoop):
                 if time.monotonic() >= ends_at:
                     break
         finally:
-            self._has_turns = False
+            self.has_turns = False
             self._have_turns()
 
     def _run_next(self) -> None:
@@ -112,14 +115,22 @@ class EventLoop(asyncio.SelectorEventLoop):
         super().add_reader(fd, callback, *args)
 
     def _new_batch(self, events: socket.socket, handle: Callable[..., Any], *args: Any) -> None:
+        """Leaves one byte, which `handle` takes. An event that comes later has a byte of its own."""
         self._num_direct = 0
-        _handle(events, handle, *args)
+        with contextlib.suppress(BlockingIOError):
+            count = len(events.recv(MAX_BYTES, socket.MSG_PEEK))
+            if count > 1:
+                events.recv(count - 1)
+        handle(*args)
 
 
-def _handle(events: socket.socket, handle: Callable[..., Any], *args: Any) -> None:
-    """Leaves one byte, which `handle` takes. An event that comes later has a byte of its own."""
-    with contextlib.suppress(BlockingIOError):
-        count = len(events.recv(MAX_BYTES, socket.MSG_PEEK))
-        if count > 1:
-            events.recv(count - 1)
-    handle(*args)
+async def begun(work: Coroutine[Any, Any, None]) -> asyncio.Task[None] | None:
+    """Does work of gRPC. Where callers wait for their turns, begins it, for its end shall take none; returns its task.
+
+    So a stream that has sent a reply reads on at once, where it would wait a round of all callers to learn of the end.
+    """
+    loop = asyncio.get_running_loop()
+    if isinstance(loop, EventLoop) and loop.has_turns:
+        return asyncio.create_task(work, context=Context())
+    await work
+    return None

@@ -15,7 +15,6 @@ import structlog
 
 from kvpool.protocol import wire
 from kvpool.protocol.errors import BusyError, InvalidRequestError, KVPoolError
-from kvpool.protocol.hashing import checksum
 from kvpool.protocol.pieces import MESSAGE_BYTES
 from kvpool.protocol.types import HintKind, Slots
 from kvpool.security.principal import Role
@@ -31,10 +30,12 @@ from kvpool_server.cache.lookups import usable_tokens
 from kvpool_server.cache.steps import LOOKUP_STEP_BLOCKS
 from kvpool_server.cache.tier_access import pin
 from kvpool_server.data_plane.permits import NO_BOUND, Bound
+from kvpool_server.process.event_loop import begun
 from kvpool_server.reports.usage_ledger import count_evictions
 from kvpool_server.rpc.call_spans import describe_lookup, lookup_span
 from kvpool_server.rpc.handlers import Handlers, decoded, owner_of
 from kvpool_server.rpc.inbox import MAX_REQUEST_BYTES, check_deadline
+from kvpool_server.tiers.tier import is_sound
 
 Call = asyncio.Task[Any]
 
@@ -78,6 +79,7 @@ class BlockHandlers(Handlers):
             raise BusyError(
                 f"{most} streams of lookups, or {own} of this caller, are under way, and none is idle; use Lookup"
             )
+        sending: asyncio.Task[None] | None = None
         try:
             while not streams.is_ended(task):
                 streams.wait(task)
@@ -87,7 +89,9 @@ class BlockHandlers(Handlers):
                 if message is grpc.aio.EOF:  # type: ignore[attr-defined]
                     break
                 if (reply := await self._answer(message, owner, context)) is not None:
-                    await context.write(reply)
+                    if sending is not None:
+                        await sending
+                    sending = await begun(context.write(reply))
                     if len(message) == MESSAGE_BYTES and reply.HasField("error"):
                         break  # More pieces of the request may follow.
         except asyncio.CancelledError:
@@ -95,6 +99,8 @@ class BlockHandlers(Handlers):
                 raise  # The client has hung up.
         finally:
             streams.finish(task)
+            if sending is not None:
+                await asyncio.gather(sending, return_exceptions=True)
 
     async def _answer(self, first: bytes, owner: Owner, context: Context) -> pb.LookupReply | None:
         """The answer to one request of a stream, by its first message; None to one that only releases leases."""
@@ -340,9 +346,5 @@ class LookupStreams:
 
 def find_corrupt(entries: Sequence[Entry], memory: npt.NDArray[np.uint8]) -> list[Entry]:
     """Those of some complete entries whose bytes in the arena differ from their checksums."""
-    return [
-        entry
-        for entry in entries
-        for size in [entry.group.spec.chunk_bytes]
-        if any(checksum(memory[entry.offset + nth * size :][:size]) != told for nth, told in enumerate(entry.checksums))
-    ]
+    views = [memory[entry.offset :][: entry.group.spec.slot_bytes].data for entry in entries]
+    return [entry for entry, view in zip(entries, views, strict=True) if not is_sound(view, entry.checksums)]

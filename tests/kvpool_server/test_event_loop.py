@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import socket
 import time
@@ -12,8 +13,7 @@ from typing import Any
 import grpc
 import pytest
 
-from kvpool_server.process import event_loop
-from kvpool_server.process.event_loop import FLOW, MAX_DIRECT, PASS_S, EventLoop
+from kvpool_server.process.event_loop import FLOW, MAX_DIRECT, PASS_S, EventLoop, begun
 
 
 def _context(flow: str) -> contextvars.Context:
@@ -85,6 +85,30 @@ def test_a_pass_is_short_whatever_is_ready() -> None:
     assert passes[0] >= 45, "callbacks of nobody wait for those of a caller"
 
 
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_work_that_is_begun_takes_no_turn_where_others_wait_for_theirs(is_busy: bool) -> None:
+    def schedule(loop: asyncio.AbstractEventLoop, log: list[str]) -> None:
+        async def work() -> None:
+            log.append("works")
+            await asyncio.sleep(0)
+            log.append("worked")
+
+        async def stream() -> None:
+            sending = await begun(work())
+            log.append("reads on")
+            if sending is not None:
+                await sending
+
+        for nth in range(300 if is_busy else 0):
+            loop.call_soon(log.append, f"busy {nth}", context=_context("busy"))
+        tasks.append(loop.create_task(stream(), context=_context("stream")))
+        loop.call_later(0.05, log.extend, ["end"] * 300)
+
+    tasks: list[asyncio.Task[None]] = []
+    log = [each for each in _log_of(schedule) if each in ("works", "worked", "reads on")]
+    assert log == (["reads on", "works", "worked"] if is_busy else ["works", "worked", "reads on"])
+
+
 def test_a_callback_that_fails_is_told_of_and_one_that_is_cancelled_does_not_run() -> None:
     told: list[str] = []
 
@@ -115,19 +139,19 @@ def test_the_socket_is_empty_when_the_events_have_been_handled() -> None:
         if len(handled) == 1:
             writer.send(b"1")  # Of an event that comes meanwhile.
 
-    with reader, writer:
+    with reader, writer, contextlib.closing(EventLoop()) as loop:
         writer.send(bytes(500))
-        event_loop._handle(reader, handle)
+        loop._new_batch(reader, handle)
         assert reader.recv(10, socket.MSG_PEEK) == b"1", "the loop is woken for the late event"
-        event_loop._handle(reader, handle)
+        loop._new_batch(reader, handle)
         with pytest.raises(BlockingIOError):
             reader.recv(1)
 
 
 def test_grpc_is_recognized_and_others_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Callable[..., Any]] = []
-    mend = event_loop._handle
-    monkeypatch.setattr(event_loop, "_handle", lambda *args: (calls.append(args[1]), mend(*args)))
+    mend = EventLoop._new_batch
+    monkeypatch.setattr(EventLoop, "_new_batch", lambda *args: (calls.append(args[2]), mend(*args)))
 
     async def run() -> None:
         server = grpc.aio.server()

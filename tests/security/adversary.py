@@ -113,6 +113,7 @@ SEEDS = {
         "engine", 64, 64, (Move("WhoAmI", 1, "right", 5.0, 0.0, True), Move("Get", 8_192, "random", 0.05, 0.0, True))
     ),
     "large requests of many": Attack("engine", 64, 64, (Move("Lookup", 65_536, "right", 5.0, 0.0, True),)),
+    "small puts of many": Attack("engine", 64, 64, (Move("PutStart", 1, "right", 5.0, 0.0, True),)),
     "whole messages of many": Attack("engine", 64, 64, (Move("PutStart", 4_000, "right", 5.0, 0.0, True),)),
     "puts and releases of many": Attack(
         "engine",
