@@ -15,6 +15,7 @@ from typing import Any
 
 import structlog
 
+from kvpool.client.config import split_address
 from kvpool.client.tracing import SERVER_SERVICE, Tracing
 from kvpool.protocol.errors import ConfigError, InvalidRequestError, TransferError
 from kvpool.report.quotas import beyond_memory, parse_quota
@@ -41,7 +42,7 @@ from kvpool_server.observability.http import OperatorHttp, on_loop
 from kvpool_server.observability.metrics import FamilyCollector, value_families
 from kvpool_server.observability.usage import Pairs, Usage
 from kvpool_server.page.site import Site
-from kvpool_server.process.addresses import EVERYWHERE, listening, split_address
+from kvpool_server.process.addresses import EVERYWHERE, listening
 from kvpool_server.process.logs import LogEvents
 from kvpool_server.reports.engines import EngineReports
 from kvpool_server.reports.ledger_file import LedgerFile
@@ -57,7 +58,7 @@ from kvpool_server.tiering.tiered_pool import TieredPool
 from kvpool_server.tiers.registry import parse
 from kvpool_server.tiers.tier import Tier, TierContext, TierOptions
 from kvpool_server.tiers.traced import SpansOfBlocks, traced
-from kvpool_server.value.feed import PoolValue
+from kvpool_server.value.feed import ValueFeed
 from kvpool_server.value.recorder import Recorder
 
 log = structlog.get_logger()
@@ -127,6 +128,8 @@ class Composition:
         options = [parse(text) for text in config.tier]
         tiers = self._make_tiers(options)
         await self.memory.create(self._stack)
+        if self._permits is not None:
+            self.data = self._start_workers(self._permits)  # They get ready meanwhile.
         adopted = self._keep_memory()
         pairs = Pairs(has_tenants=self._access is not None)
         self._reports = EngineReports(time.monotonic, pairs)
@@ -147,8 +150,6 @@ class Composition:
         self._value = self._watch_traffic()
         if config.http_listen:
             self.http_port = self._monitoring.http_port = self._serve_http(config.http_listen)
-        if self._permits is not None:
-            self.data = self._start_workers(self._permits)
         await self.memory.back_step()
         if config.event_streams:
             self.events = self._publish_events()
@@ -188,7 +189,7 @@ class Composition:
                 config, files, self._audit, lambda principals: self.turns.run(self.pool.expire_owned(principals))
             )
             self._stack.push_async_callback(asyncio.to_thread, access.close)
-            in_background(self._stack, access.watch.run())
+            in_background(self._stack, access.watch())
             in_background(self._stack, access.warn())
         if plaintext := plaintext_ports(config):
             in_background(self._stack, warn_of_plaintext(plaintext))
@@ -201,7 +202,7 @@ class Composition:
     def look_at_credentials(self) -> None:
         """Reads files of credentials that have changed, at once."""
         if self._access is not None:
-            self._access.watch.look_at_once()
+            self._access.woken.set()
 
     def _make_permits(self) -> PermitTable:
         limits, num_workers = self._limits, self._config.data_workers or default_count()
@@ -305,7 +306,7 @@ class Composition:
         self.pool.observe(streams)
         return streams
 
-    def _watch_traffic(self) -> PoolValue:
+    def _watch_traffic(self) -> ValueFeed:
         """Starts the observers of lookups and puts: the recorder, and the histogram of `kvpool value`."""
         config = self._config
         recorder = Recorder(config.record, config.record_bytes, config.record_names) if config.record else None
@@ -313,7 +314,7 @@ class Composition:
             self._stack.push_async_callback(asyncio.to_thread, recorder.close)
             self.pool.traffic.observe(recorder)
         loop = asyncio.get_running_loop()
-        value = PoolValue(self.pool, config.policy, config.value_sample, bool(config.tier), loop.call_later)
+        value = ValueFeed(self.pool, config.policy, config.value_sample, bool(config.tier), loop.call_later)
         families = functools.partial(value_families, recorder=recorder)
         self._monitoring.registry.register(FamilyCollector(families, on_loop(loop, value.report)))
         return value

@@ -23,6 +23,7 @@ COUNTERS = {
     "pin_given_back_blocks": "Pinned blocks evicted because nothing else could be. Lower pins or raise --memory.",
     "expired_by_hint_blocks": "Blocks of expire hints, which are evicted before others.",
     "prefetch_hints": "Prefetch hints that were taken.",
+    "adopted_blocks": "Blocks of the server before that a start with its memory has made readable again.",
     "removed_blocks": "Blocks removed or cleared by request.",
     "corrupt_blocks": "Blocks dropped because their bytes had changed. Alert on any.",
     "out_of_space_puts": "Puts refused because nothing in the arena could be evicted.",

@@ -10,7 +10,6 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -18,7 +17,7 @@ from kvpool.protocol.types import BlockRun, MissCause, PutStatus
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.allocator.placement import Placement
 from kvpool_server.cache.departures import Departures
-from kvpool_server.cache.entry import BlockIndex, Entry, Group, Observer, Record
+from kvpool_server.cache.entry import BlockIndex, Entry, Group, Observer
 from kvpool_server.cache.hints import Pins
 from kvpool_server.cache.leases import Ticket
 from kvpool_server.cache.steps import STEP_BLOCKS, Steps
@@ -169,15 +168,6 @@ class EntryTable:
             self.drop(entry, not_before)
         else:
             self.quarantine.add(entry, not_before)
-
-    def restore(self, group: Group, record: Record, parent: Entry | None, stamp: int) -> Entry:
-        """Inserts a complete entry in its slot, which is allocated; `make_candidate` once its children are inserted."""
-        entry = self._insert(group, record.block_hash, parent, record.parent_hash, record.offset, stamp)
-        entry.checksums = array("Q", record.checksums)
-        entry.present = group.full_mask
-        self.num_complete += 1
-        group.num_complete += 1
-        return entry
 
     def make_candidate(self, entry: Entry) -> None:
         """Queues an entry as a candidate for eviction, if it is a live leaf that is not being written."""

@@ -2,40 +2,46 @@
 
 from __future__ import annotations
 
+import itertools
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from kvpool_server.cache.entry import BlockIndex, Entry, Group, Record
 from kvpool_server.cache.pool import Pool
 
 
-def restore(pool: Pool, group: Group, records: Sequence[Record]) -> int:
-    """Inserts complete blocks whose bytes outlived the last process; returns how many: those whose slot is free.
+def restore(pool: Pool, found: Mapping[Group, Sequence[Record]]) -> None:
+    """Makes the blocks of a journal readable in a pool that is empty, where their offsets are slots of their size.
 
-    Give parents before their children, the most recently used last, and before the pool has an observer: none is told.
+    Args:
+        found: the blocks of each group, parents before their children; no two have one offset.
     """
-    entry_table, arena = pool.entry_table, pool.arena
-    placed = arena.restore(group.spec.slot_bytes, [record.offset for record in records])
-    evictor = pool.placement.evictor(group)
-    stamp = pool.placement.next_stamp([group])
-    restored = 0
-    chain: list[Entry] = []
-    for record, is_placed in zip(records, placed, strict=True):
-        if is_placed and record.block_hash in group.index:
-            arena.free(record.offset)
-        elif is_placed:
-            parent = group.index.get(record.parent_hash)
-            if chain and parent is not chain[-1]:
-                evictor.stored(chain, stamp)
-                chain = []
-            chain.append(entry_table.restore(group, record, parent, stamp))
-            restored += 1
-    if chain:
-        evictor.stored(chain, stamp)
-    for entry in group.index.values():
-        entry_table.make_candidate(entry)
-    return restored
+    adoption, arena = Adoption(pool), pool.arena
+    for group, records in found.items():
+        slot_bytes = group.spec.slot_bytes
+        slots = range(0, arena.slots_per_extent(slot_bytes) * slot_bytes, slot_bytes)
+        fitting = [
+            record
+            for record in records
+            if record.offset < arena.arena_bytes and record.offset % arena.extent_bytes in slots
+        ]
+        stamp, count = pool.placement.next_stamp([group]), len(fitting)
+        names, parents, offsets, sums, _ = zip(*fitting, strict=True) if fitting else [()] * len(Record._fields)
+        added = adoption.add(group, Columns(offsets, names, parents, sums, [stamp] * count, [0] * count))
+        policy = pool.placement.evictor(group).policy
+        for start, stop in itertools.pairwise([*_chain_starts(added), len(added)]):
+            policy.stored(added[start:stop], stamp)
+    adoption.finish((), 0.0)
+
+
+def _chain_starts(entries: Sequence[Entry]) -> Iterator[int]:
+    """Where entries begin that each follow the one before."""
+    before = None
+    for nth, entry in enumerate(entries):
+        if entry.parent is not before or not nth:
+            yield nth
+        before = entry
 
 
 _UNKNOWN_DEPTH = -(1 << 40)
@@ -74,17 +80,26 @@ class Adoption:
         self._orphans: list[Entry] = []
         self._pinned: list[tuple[Entry, int]] = []
 
-    def add(self, group: Group, columns: Columns) -> list[int]:
-        """Inserts the blocks whose names are new, if their extent is not another class's; returns their offsets."""
+    def add(self, group: Group, columns: Columns) -> list[Entry]:
+        """Inserts the blocks whose names are new, in extents that are no other class's; returns their entries."""
         arena = self._pool.arena
-        if (extent := arena.reopen(columns.offsets[0] // arena.extent_bytes, group.slot_class)) is None:
-            return []
         if not group.index:
-            group.index = BlockIndex(len(columns.offsets) * arena.num_extents)
+            most = arena.num_extents * arena.slots_per_extent(group.spec.slot_bytes)
+            group.index = BlockIndex(min(len(columns.offsets) * arena.num_extents, most))
         members, index, full = self._members.setdefault(group, []), group.index, group.full_mask
+        in_extents: dict[int, list[Entry] | None] = {}  # None: the extent is another class's.
+        extent_bytes, extent_end, here = arena.extent_bytes, 0, None
         added: list[Entry] = []
         now, last = self._pool.clock(), None
         for offset, name, parent_hash, sums, used, pin in zip(*columns, strict=True):
+            if not extent_end - extent_bytes <= offset < extent_end:
+                idx = offset // extent_bytes
+                extent_end = (idx + 1) * extent_bytes
+                if idx not in in_extents:
+                    in_extents[idx] = [] if arena.reopen(idx, group.slot_class) else None
+                here = in_extents[idx]
+            if here is None:
+                continue
             # A put gives the blocks of a prefix slots side by side.
             is_next = last is not None and last.block_hash == parent_hash
             parent = last if is_next else index.get(parent_hash) if parent_hash else None
@@ -92,6 +107,7 @@ class Adoption:
             if not index.add(name, entry):
                 continue
             entry.present = full
+            here.append(entry)
             added.append(entry)
             last = entry
             if parent is not None:
@@ -101,12 +117,13 @@ class Adoption:
                 entry.depth = _UNKNOWN_DEPTH
             if pin > now:
                 self._pinned.append((entry, pin))
-        arena.occupy(extent, added)
+        for idx, entries in in_extents.items():
+            arena.occupy(idx, entries or ())
         members += added
         self.entries += added
         group.num_slots += len(added)
         group.num_complete += len(added)
-        return [entry.offset for entry in added]
+        return added
 
     def finish(self, extents: Sequence[int], quarantine_until: float) -> None:
         """Queues the blocks for eviction, in the order of their last uses.

@@ -20,12 +20,12 @@ from kvpool.transport.segment import Segment, is_abandoned, why_other
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.entry import Group
 from kvpool_server.cache.pool import Pool
-from kvpool_server.cache.restoring import Adoption
+from kvpool_server.cache.restoring import Adoption, Columns
 from kvpool_server.cache.steps import finish
 from kvpool_server.keeping import store
 from kvpool_server.keeping.follower import TableFollower
 from kvpool_server.keeping.head import Geometry, geometry_of, num_begun, same_arena
-from kvpool_server.keeping.table import SlotTable, file_bytes
+from kvpool_server.keeping.table import Kind, SlotTable, file_bytes
 from kvpool_server.process.process_memory import no_collections
 
 log = structlog.get_logger()
@@ -126,7 +126,7 @@ def restore(pool: Pool, table: SlotTable, named_quotas: Container[str] = ()) -> 
     Args:
         named_quotas: subjects whose quotas the settings give; those of others come from the table.
     """
-    adoption, places, groups = Adoption(pool), dict[bytes, int](), dict[tuple[int, int], Group]()
+    adoption, places, groups = Adoption(pool), dict[bytes, int](), dict[Kind, Group]()
     for quota in [each for each in table.quotas() if each.subject not in named_quotas]:
         try:
             finish(pool.set_quotas_in_steps([quota]))
@@ -142,15 +142,15 @@ def restore(pool: Pool, table: SlotTable, named_quotas: Container[str] = ()) -> 
             table.clear_namespace(place)
         else:
             places[namespace.fingerprint] = place
-            groups |= {(place, group.idx): group for group in namespace.groups}
+            specs = ((group, group.spec) for group in namespace.groups)
+            groups |= {Kind(place, group.idx, spec.slot_bytes, spec.num_shards): group for group, spec in specs}
+
+    def keep(kind: Kind, columns: Columns) -> list[int]:
+        group = groups.get(kind)
+        return [] if group is None else [entry.offset for entry in adoption.add(group, columns)]
+
     for idx in range(pool.arena.num_extents):
-        kept: list[int] = []
-        for key, num_shards, columns in table.records(idx):
-            group = groups.get(key)
-            found = table.slot_bytes(idx), num_shards
-            if group is not None and found == (group.spec.slot_bytes, group.spec.num_shards):
-                kept += adoption.add(group, columns)
-        table.keep_only(idx, kept)
+        table.sift(idx, keep)
     used = [idx for idx in range(pool.arena.num_extents) if table.slot_bytes(idx)]
     stamp, learned = table.learned()
     pool.placement.stamp = max(pool.placement.stamp, stamp)  # What was learned is of no later time.
@@ -159,4 +159,5 @@ def restore(pool: Pool, table: SlotTable, named_quotas: Container[str] = ()) -> 
             policy.relearn(learned.get(slot_class, b""))
     # Where callers are authenticated, no client maps the arena.
     adoption.finish(used, 0.0 if pool.arena.has_tenants else table.late_until)
+    pool.counters["adopted_blocks"] = len(adoption.entries)
     return adoption, TableFollower(pool, table, places, last, named_quotas)

@@ -30,9 +30,7 @@ from pathlib import Path
 from kvpool_server.keeping import store
 
 DELAY_S = (0.05, 10.0)
-"""From a server's end to the next start: at first, and at most. Each early end in a row doubles it."""
-KILLED_DELAY_S = 0.5
-"""At most, after SIGKILL of a server that served."""
+"""From a server's end to the next start: at first, and at most. Each crash in a row doubles it."""
 HEALTHY_S = 10.0
 """A server that lived longer did not die of its start: what counts crashes in a row begins anew."""
 MAX_CRASHES = 3
@@ -95,7 +93,7 @@ class Keeper:
 
     def run(self) -> int:
         """Starts servers until one stops by itself, or none can start; returns the last one's exit status."""
-        tries, num_ended, has_given_up, why, refused_at = 0, 0, False, "", math.inf
+        tries, has_given_up, why, refused_at = 0, False, "", math.inf
         while True:
             began = time.monotonic()
             status = self._serve(why)
@@ -105,10 +103,9 @@ class Keeper:
             if self._is_stopping or not self._keeps or not (has_died or is_refused or self._is_restarting):
                 return _exit_status(status)
             refused_at = min(refused_at, now) if is_refused else math.inf
-            is_crash = status != -signal.SIGKILL or not self._is_ready
-            tries, num_ended = tries + is_crash, num_ended + 1
+            tries += status != -signal.SIGKILL or not self._is_ready
             if self._is_ready and (self._is_restarting or now - began > HEALTHY_S):
-                tries, num_ended, has_given_up = 0, 0, False
+                tries, has_given_up = 0, False
             why = f"signal {-status}" if status < 0 else f"status {status}"
             is_hopeless = not self._kept and (tries > MAX_CRASHES or not self._is_ready)
             if is_hopeless or now > refused_at + PATIENCE_S or (tries > MAX_CRASHES and has_given_up):
@@ -119,8 +116,7 @@ class Keeper:
                 self._forget(*list(self._kept))
                 tries, has_given_up = MAX_CRASHES, True  # One more crash is the last.
             _say(f"the server has ended ({why}); another one starts {'with' if self._kept else 'without'} its memory")
-            most_s = DELAY_S[1] if is_crash else KILLED_DELAY_S
-            if not self._rest(min(DELAY_S[0] * 2 ** max(0, num_ended - 1), most_s)):
+            if not self._rest(min(DELAY_S[0] * 2 ** max(0, tries - 1), DELAY_S[1])):
                 return 0
 
     def _serve(self, why: str) -> int:

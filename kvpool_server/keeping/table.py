@@ -28,12 +28,11 @@ import os
 import secrets
 import struct
 from array import array
-from collections.abc import Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from kvpool.protocol.namespace import NamespaceSpec
 from kvpool.protocol.types import HASH_BYTES, Quota
@@ -76,6 +75,15 @@ _QUOTAS_AT = HEAD_BYTES
 _POLICIES_AT = _QUOTAS_AT + QUOTAS_BYTES
 _NAMESPACES_AT = _POLICIES_AT + POLICIES * POLICY_BYTES
 _EXTENTS_AT = _NAMESPACES_AT + NAMESPACES * PLACE_BYTES
+
+
+class Kind(NamedTuple):
+    """Which blocks are alike: those of one group, whose namespace has a place."""
+
+    place: int
+    group_idx: int
+    slot_bytes: int
+    num_shards: int
 
 
 class SlotTable:
@@ -240,54 +248,45 @@ class SlotTable:
             marks["used"], marks["pinned_until"] = uses, pins
             self._put(self._start(idx) + _MARKS_AT + _MARK.size * slot, marks.tobytes())
 
-    def records(self, idx: int) -> Iterator[tuple[tuple[int, int], int, Columns]]:
-        """The blocks of an extent that are there whole: place and index of a group, its shards, its blocks."""
+    def sift(self, idx: int, keep: Callable[[Kind, Columns], Sequence[int]]) -> None:
+        """Removes the records of an extent but for those that are there whole, and whose offsets `keep` returns."""
         slot_bytes, record_bytes = self._classes[idx]
-        first = self._record_at(idx, 0)
-        raw, checks = self._checks(idx)
-        if not (there := np.flatnonzero(checks)).size:
+        count, first = self._num_slots(idx), self._record_at(idx, 0)
+        content, start, secret = self._read(first, count * record_bytes), idx * self._extent_bytes, self._secret
+        if not count:
             return
-        content, secret = memoryview(raw), self._secret
-        starts = (there * record_bytes).tolist()
-        is_whole = [
-            check == check_of(first + at ^ secret, content[at + CHECK.size : at + record_bytes])
-            for at, check in zip(starts, checks[there].tolist(), strict=True)
+        table = np.frombuffer(content, np.uint8).reshape(count, record_bytes)
+        checks = np.array(table[:, : CHECK.size], order="C").view(np.uint64).reshape(-1)
+        view, there = memoryview(content), np.flatnonzero(checks)
+        found = [
+            check_of(first + at ^ secret, view[at + CHECK.size : at + record_bytes])
+            for at in (there * record_bytes).tolist()
         ]
-        whole = there[is_whole]
-        marks = np.frombuffer(self._read(self._start(idx) + _MARKS_AT, _MARK.size * len(checks)), _MARKS)
-        table = np.frombuffer(raw, np.uint8).reshape(-1, record_bytes)
+        whole = there[checks[there] == np.array(found, np.uint64)]
+        marks = np.frombuffer(self._read(self._start(idx) + _MARKS_AT, _MARK.size * count), _MARKS)
         keys = np.ascontiguousarray(table[whole, CHECK.size : _HASH_AT]).view(np.uint32).reshape(-1)
         num_shards = (record_bytes - _SUMS_AT) // 8
+        self._counts[idx] = 0
         for key in np.unique(keys).tolist():
             slots = whole[keys == key]
-            starts = (slots * record_bytes).tolist()
             sums = array("Q", table[slots, _SUMS_AT:].tobytes())
-            parents = [raw[at + _PARENT_AT : at + _SUMS_AT] for at in starts]
+            names, parents = (
+                np.ascontiguousarray(table[slots, at : at + HASH_BYTES]).view(f"V{HASH_BYTES}").reshape(-1).tolist()
+                for at in (_HASH_AT, _PARENT_AT)
+            )
             columns = Columns(
-                (idx * self._extent_bytes + slots * slot_bytes).tolist(),
-                [raw[at + _HASH_AT : at + _PARENT_AT] for at in starts],
+                (start + slots * slot_bytes).tolist(),
+                names,
                 [b"" if parent == _ROOT else parent for parent in parents],
                 [sums[at : at + num_shards] for at in range(0, len(sums), num_shards)],
                 marks["used"][slots].tolist(),
                 marks["pinned_until"][slots].tolist(),
             )
-            yield (key & 0xFFFF, key >> 16), num_shards, columns
-
-    def keep_only(self, idx: int, offsets: Sequence[int]) -> None:
-        """Removes all records of an extent but those of these slots; what is left of a record in part goes, too."""
-        _, checks = self._checks(idx)
-        if offsets:
-            checks[(np.array(offsets) - idx * self._extent_bytes) // self._classes[idx][0]] = 0
+            kept = keep(Kind(key & 0xFFFF, key >> 16, slot_bytes, num_shards), columns)
+            checks[(np.array(kept, np.int64) - start) // slot_bytes] = 0
+            self._counts[idx] += len(kept)
         for slot in np.flatnonzero(checks).tolist():
             self._put(self._record_at(idx, slot), _ABSENT)
-        self._counts[idx] = len(offsets)
-
-    def _checks(self, idx: int) -> tuple[bytes, npt.NDArray[np.uint64]]:
-        """The bytes of an extent's records, and the checksum of each."""
-        count, record_bytes = self._num_slots(idx), self._classes[idx][1]
-        raw = self._read(self._record_at(idx, 0), count * record_bytes)
-        columns = np.frombuffer(raw, np.uint8).reshape(count, record_bytes)[:, : CHECK.size]
-        return raw, np.array(columns, order="C").view(np.uint64).reshape(-1) if count else np.zeros(0, np.uint64)
 
     def slot_bytes(self, idx: int) -> int:
         """Of an extent's slots; 0: none is used."""

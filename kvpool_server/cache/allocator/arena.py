@@ -12,7 +12,6 @@ tenant lies.
 from __future__ import annotations
 
 import mmap
-from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -243,51 +242,21 @@ class Arena:
                 del with_room[extent.start]
         return offsets
 
-    def restore(self, slot_bytes: int, offsets: Sequence[int]) -> list[bool]:
-        """Allocates the slots at these offsets. Of each, whether it was one: a free slot of this size.
-
-        For an arena of one tenant.
-        """
-        num_slots = self.slots_per_extent(slot_bytes)
-        free: dict[int, set[int]] = {}  # By extent.
-        placed = []
-        for offset in offsets:
-            idx, within = divmod(offset, self.extent_bytes)
-            slot, rest = divmod(within, slot_bytes)
-            if idx not in free:
-                extent = self._extents[idx] if 0 <= idx < self.num_extents else None
-                if extent is None and idx in self._unused and not rest and slot < num_slots:
-                    self._unused.remove(idx)
-                    extent = self._open(slot_bytes, idx, "")
-                if extent is None or extent.slot_bytes != slot_bytes:
-                    placed.append(False)
-                    continue
-                free[idx] = set(extent.free)
-            placed.append(not rest and slot in free[idx])
-            if placed[-1]:
-                free[idx].remove(slot)
-        for idx, slots in free.items():
-            extent = self._extents[idx]
-            assert extent is not None
-            extent.free = array("i", (slot for slot in extent.free if slot in slots))
-            if not extent.free:
-                self._with_room[extent.slot_class].pop(extent.start, None)
-        return placed
-
-    def reopen(self, idx: int, slot_class: tuple[str, int]) -> Extent | None:
-        """An extent with slots of a class, which may have had none before; None if it is another's."""
+    def reopen(self, idx: int, slot_class: tuple[str, int]) -> bool:
+        """Has an unused extent have slots of a class; False if it is another class's."""
         if idx in self._unused:
             self._unused.remove(idx)
             tenant, slot_bytes = slot_class
-            return self._open(slot_bytes, idx, tenant)
+            self._open(slot_bytes, idx, tenant)
         extent = self._extents[idx]
-        return extent if extent is not None and extent.slot_class == slot_class else None
+        return extent is not None and extent.slot_class == slot_class
 
-    def occupy(self, extent: Extent, owners: Sequence[Entry]) -> None:
+    def occupy(self, idx: int, owners: Sequence[Entry]) -> None:
         """Gives entries their slots in an extent, which are free."""
-        extent.occupy(owners)
-        if not extent.free:
-            self._with_room[extent.slot_class].pop(extent.start, None)
+        if owners and (extent := self._extents[idx]) is not None:
+            extent.occupy(owners)
+            if not extent.free:
+                self._with_room[extent.slot_class].pop(extent.start, None)
 
     def rest(self, idx: int) -> None:
         """Gives out nothing of an unused extent until `end_rests`."""

@@ -15,7 +15,7 @@ import structlog
 from kvpool.protocol.errors import InvalidRequestError
 from kvpool.protocol.types import BlockRun
 from kvpool_server.cache.allocator.arena import ALIGNMENT, Arena
-from kvpool_server.cache.entry import BlockIndex, Entry, Observer, Record
+from kvpool_server.cache.entry import BlockIndex, Entry, Group, Observer, Record
 from kvpool_server.cache.eviction import Policy
 from kvpool_server.cache.limits import Limits
 from kvpool_server.cache.namespaces import PoolNamespace
@@ -161,14 +161,15 @@ class OwnBlocks(Observer):
         self.pool = Pool(arena, time.monotonic, lambda: next(ids), _LIMITS, policy)
         self.extents = make_extents(directory, extent_bytes, True)
         files.callback(self.extents.close)
+        listed: dict[Group, Sequence[Record]] = {}
         for fingerprint, spec in inventory.specs.items():
             try:
                 opened, _ = self.pool.open_namespace(spec)
             except InvalidRequestError:
                 continue  # Its blocks are too large for a tier that has become smaller.
-            for group in opened.groups:
-                if records := inventory.groups.get((fingerprint, group.idx)):
-                    restore(self.pool, group, list(records.values()))
+            keys = ((group, inventory.groups.get((fingerprint, group.idx))) for group in opened.groups)
+            listed |= {group: list(records.values()) for group, records in keys if records}
+        restore(self.pool, listed)
         self.pool.observe(self)
         inventory.keep_only(self._is_restored)
         for records in inventory.groups.values():
