@@ -10,9 +10,9 @@ def without_passwords(text: str) -> str:
     return re.sub(r"(:/+)[^\s'\"]*@", r"\1...@", text)
 
 
-def printable(text: str) -> str:
-    """Text from outside, made safe for logs and terminals: without control characters and line ends."""
-    return "".join(char for char in text if char.isprintable())
+def printable(text: object) -> str:
+    """Text from outside, or a path, made safe for logs and terminals: without control characters and line ends."""
+    return "".join(char for char in str(text) if char.isprintable())
 
 
 def escaped(text: str, most: int) -> str:

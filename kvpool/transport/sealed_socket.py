@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import socket
 import struct
+from collections.abc import Sequence
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives import hashes
@@ -179,7 +180,7 @@ class SealedSocket:
         self._plain.close()
 
 
-def without(buffers: list[memoryview], nbytes: int) -> list[memoryview]:
+def without(buffers: Sequence[memoryview], nbytes: int) -> list[memoryview]:
     """The buffers without their first `nbytes`."""
     for nth, buffer in enumerate(buffers):
         if nbytes < len(buffer):

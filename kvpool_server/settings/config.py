@@ -273,7 +273,7 @@ def _config_error(error: ErrorDetails, flags: Mapping[str, Any]) -> ConfigError:
     wrong = error["msg"].removeprefix("Value error, ")
     if error["type"].startswith("byte_size"):
         wrong = "not a size; give bytes, or 512MiB, 20GiB, 1.5TiB"
-    elif fix := instead_of(error):
+    elif fix := instead_of(error, ServerConfig):
         unit = "a number of bytes, as it has no unit: " if setting == "memory" and str(given).isdigit() else ""
         wrong = f"{unit}not possible; give {fix}"
     key = ".".join(map(str, error["loc"]))

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BeforeValidator
+from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
+from kvpool.client.config import split_address
 from kvpool.protocol.errors import InvalidRequestError, KVPoolError
 from kvpool.report.quotas import parse_quota, parse_size
 from kvpool.security.principal import ALL_TENANTS, Principal, Role
 from kvpool.transport.unix_socket import check_path
 from kvpool_server.cache.eviction import POLICIES
 from kvpool_server.events.publisher import StreamEndpoints
-from kvpool_server.process.addresses import split_address
 from kvpool_server.tiers.registry import parse
 
 
@@ -30,7 +29,7 @@ def _check_endpoint(text: str) -> str:
 
 
 def parse_stream(text: str) -> StreamEndpoints:
-    """From TENANT=ENDPOINT or TENANT=ENDPOINT,REPLAY_ENDPOINT. Raises ValueError or InvalidRequestError."""
+    """From TENANT=ENDPOINT or TENANT=ENDPOINT,REPLAY_ENDPOINT. Raises ValueError or KVPoolError."""
     tenant, equals, rest = text.partition("=")
     endpoints = rest.split(",")
     if not equals or len(endpoints) > 2:
@@ -60,19 +59,9 @@ def pin_share(text: str, memory: int) -> float:
     return min(1.0, nbytes / memory)
 
 
-def _check_mode(text: str) -> None:
-    if not re.fullmatch("0?[0-7]{3}", text):
-        raise ValueError("not permissions; give octal digits for owner, group and others, such as 0660")
-
-
 def _check_policy(text: str) -> None:
     if text not in POLICIES:
         raise PydanticCustomError("literal_error", "unknown policy", {"expected": " or ".join(POLICIES)})
-
-
-def _check_topic(text: str) -> None:
-    if "@" in text:
-        raise ValueError("contains @, which separates the parts of a topic; leave it out")
 
 
 def _check_tiers(texts: tuple[str, ...]) -> None:
@@ -121,11 +110,13 @@ def _separated_by(separator: str) -> BeforeValidator:
 Address = Annotated[str, _checked(split_address)]
 AddressOrEmpty = Annotated[str, _checked(split_address, or_empty=True)]
 SocketPath = Annotated[str, _checked(check_path, or_empty=True)]
-SocketMode = Annotated[str, _checked(_check_mode)]
+SocketMode = Annotated[
+    str, Field(pattern="^0?[0-7]{3}$", title="octal digits for owner, group and others, such as 0660")
+]
 TrustDomain = Annotated[str, _checked(lambda text: Principal(ALL_TENANTS, Role.OPERATOR, text))]
 PolicyName = Annotated[str, _checked(_check_policy)]
 PinBudget = Annotated[str, _checked(lambda text: pin_share(text, 1))]
-Topic = Annotated[str, _checked(_check_topic)]
+Topic = Annotated[str, Field(pattern="^[^@]*$", title="a text without @, which separates the parts of a topic")]
 EventEndpoint = Annotated[str, _checked(_check_endpoint, or_empty=True)]
 Texts = Annotated[tuple[str, ...], _separated_by(";")]
 Tiers = Annotated[Texts, _checked(_check_tiers)]

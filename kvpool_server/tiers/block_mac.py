@@ -50,12 +50,7 @@ class BlockMac:
     @classmethod
     def of(cls, options: TierOptions) -> BlockMac | None:
         """With the key of a tier's options; None without a key. Raises ConfigError."""
-        return cls.from_file(Path(options.key_file)) if options.key_file else None
-
-    @classmethod
-    def from_file(cls, path: Path) -> BlockMac:
-        """With the key in a file, as of `read_key`."""
-        return cls(read_key(path))
+        return cls(read_key(Path(options.key_file))) if options.key_file else None
 
     def tag(self, name: BlockKey, payload: memoryview) -> bytes:
         """The tag of a block, uint8 [slot_bytes]: TAG_BYTES long, and another one each time."""

@@ -81,7 +81,7 @@ def collect_garbage(
 
 
 def _is_deleted(directory: Path, min_age_s: float) -> bool:
-    name = printable(str(directory))
+    name = printable(directory)
     try:
         if delete_directory(directory, min_age_s):
             return True

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pydantic import ByteSize, ValidationError
+from pydantic import BaseModel, ByteSize, ValidationError
 from pydantic_core import ErrorDetails
 
 from kvpool.protocol.errors import ConfigError
@@ -16,11 +16,6 @@ from kvpool_server.tiers.peers.options import PeersOptions
 from kvpool_server.tiers.tier import TierOptions
 
 KINDS: dict[str, type[TierOptions]] = {"file": FileOptions, "mooncake": MooncakeOptions, "peers": PeersOptions}
-
-
-def examples() -> str:
-    """One minimal `--tier` of each kind."""
-    return _either([kind.EXAMPLE for kind in KINDS.values()])
 
 
 def parse(text: str) -> TierOptions:
@@ -37,7 +32,8 @@ def parse(text: str) -> TierOptions:
 def _parse(text: str) -> TierOptions:
     kind, _, rest = text.partition(":")
     if kind not in KINDS:
-        raise ConfigError(f"tier {text!r}: unknown kind {kind!r}; choose {_either(list(KINDS))}, as in {examples()}")
+        examples = _either([each.EXAMPLE for each in KINDS.values()])
+        raise ConfigError(f"tier {text!r}: unknown kind {kind!r}; choose {_either(list(KINDS))}, as in {examples}")
     options = KINDS[kind]
     values: dict[str, Any] = {}
     parts = rest.split(",") if rest else []
@@ -70,12 +66,15 @@ def _problem(options: type[TierOptions], error: ErrorDetails) -> str:
             known = [field for field in options.model_fields if field != options.PLACE]
             return f"unknown option {name!r}; choose {_either(known)}"
         case _:
-            fix = instead_of(error) or error["msg"].removeprefix("Value error, ")
+            fix = instead_of(error, options) or error["msg"].removeprefix("Value error, ")
             return f"{name}={error['input']} is not possible; give {fix}"
 
 
-def instead_of(error: ErrorDetails) -> str:
-    """What to give instead of a value that pydantic has refused; empty for errors that have a sentence of their own."""
+def instead_of(error: ErrorDetails, model: type[BaseModel]) -> str:
+    """What to give instead of a value that pydantic has refused; empty for errors that have a sentence of their own.
+
+    A field of `model` with a pattern has a title, which says what matches.
+    """
     context = error.get("ctx", {})
     match error["type"]:
         case "greater_than_equal" if context["ge"] >= 1 << 20:
@@ -91,7 +90,7 @@ def instead_of(error: ErrorDetails) -> str:
         case "int_parsing" | "int_type" | "int_from_float" | "int_parsing_size":
             return "a whole number"
         case "string_pattern_mismatch":
-            return f"a text that matches {context['pattern']}"
+            return model.model_fields[str(error["loc"][0])].title or ""
         case "string_too_short":
             return "a text that is not empty"
         case "string_type":

@@ -5,9 +5,10 @@ from unittest.mock import patch
 
 import pytest
 
+from kvpool.client.config import split_address
 from kvpool.protocol.errors import ConfigError
 from kvpool_server.cache.eviction import POLICIES
-from kvpool_server.process.addresses import name_for_clients, split_address
+from kvpool_server.process.addresses import name_for_clients
 from kvpool_server.settings import config
 from kvpool_server.settings.config import ServerConfig, service_links
 from tests.conftest import StartServer
@@ -222,7 +223,8 @@ def test_values_out_of_bounds_are_named(name: str, value: Any) -> None:
         ("kv_events_medium", "", "not possible; give a text that is not empty"),
         ("insecure_network", "perhaps", "not possible; give yes or no"),
         ("listen", 7, "not possible; give a text"),
-        ("unix_mode", "01777", "not permissions; give octal digits for owner, group and others, such as 0660"),
+        ("unix_mode", "01777", "not possible; give octal digits for owner, group and others, such as 0660"),
+        ("kv_events_topic", "kv@pool", "not possible; give a text without @, which separates the parts of a topic"),
         ("trust_domain", "Corp", "trust domain 'Corp' is not a lower-case DNS name"),
         *(
             (name, address, f"{address!r} is not HOST:PORT")

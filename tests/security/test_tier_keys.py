@@ -16,7 +16,7 @@ from kvpool.protocol.errors import ConfigError
 from kvpool.protocol.hashing import checksum
 from kvpool_server.cache.entry import Record
 from kvpool_server.cache.namespaces import PoolNamespace
-from kvpool_server.tiers.block_mac import TAG_BYTES, BlockMac
+from kvpool_server.tiers.block_mac import TAG_BYTES, BlockMac, read_key
 from kvpool_server.tiers.file import journal
 from kvpool_server.tiers.file.extents import Disk
 from kvpool_server.tiers.file.journal import Inventory
@@ -111,7 +111,7 @@ def _key_file(path: Path, text: str = KEY.hex(), mode: int = 0o600) -> Path:
 
 @pytest.mark.parametrize("end", ["", "\n"])
 def test_a_key_is_read_from_a_file_of_its_owner(tmp_path: Path, end: str) -> None:
-    mac = BlockMac.from_file(_key_file(tmp_path / "key", KEY.hex() + end))
+    mac = BlockMac(read_key(_key_file(tmp_path / "key", KEY.hex() + end)))
     name: BlockKey = (bytes(32), 0, bytes(32))
     assert mac.is_valid(name, memoryview(b"a"), MAC.tag(name, memoryview(b"a")))
 
@@ -122,7 +122,7 @@ def test_a_key_that_others_can_reach_is_refused(tmp_path: Path, mode: int) -> No
     if os.geteuid() == 0:
         os.chown(path, 10_001, -1)
     with pytest.raises(ConfigError, match=rf"others can read the key .*/key \(mode {mode:04o}\); give it mode 0600"):
-        BlockMac.from_file(path)
+        read_key(path)
 
 
 @pytest.mark.parametrize(("mode", "may"), [(0o440, True), (0o640, True), (0o444, False), (0o460, False)])
@@ -132,20 +132,20 @@ def test_a_key_of_root_may_be_readable_for_a_group(tmp_path: Path, mode: int, ma
     if os.geteuid() != 0:
         pytest.skip("only root can make a file of root's")
     with nullcontext() if may else pytest.raises(ConfigError, match="others can read the key"):
-        BlockMac.from_file(path)
+        read_key(path)
 
 
 @pytest.mark.parametrize("text", ["", KEY.hex()[:-2], KEY.hex() + "00", "secret" * 10, "\xff" * 64, "0" * 1000])
 def test_what_is_no_key_is_refused_and_not_shown(tmp_path: Path, text: str) -> None:
     path = _key_file(tmp_path / "key", text)
     with pytest.raises(ConfigError, match="is no key; write one with: openssl rand -hex 32") as caught:
-        BlockMac.from_file(path)
+        read_key(path)
     assert not text or text not in str(caught.value)
 
 
 def test_a_key_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot read .*missing: No such file or directory; give a file as key_file"):
-        BlockMac.from_file(tmp_path / "missing")
+        read_key(tmp_path / "missing")
 
 
 # The file tier

@@ -113,7 +113,7 @@ class Directory:
             try:
                 opened = os.open(name, _OPEN_DIRECTORY | os.O_NOFOLLOW, dir_fd=fd)
             except NotADirectoryError:
-                raise UntrustedFileError(f"{_text(path)} is no directory, or a symbolic link; remove it") from None
+                raise UntrustedFileError(f"{printable(path)} is no directory, or a symbolic link; remove it") from None
         return self._checked(opened, path, self._owners, self._owners)
 
     @classmethod
@@ -134,7 +134,7 @@ class Directory:
                 fd = os.open(name, flags | _OPEN, self._file_mode, dir_fd=directory)
             except OSError as error:
                 if error.errno in _NO_PLAIN_FILE:
-                    raise UntrustedFileError(f"{_text(path)} is no plain file; remove it") from None
+                    raise UntrustedFileError(f"{printable(path)} is no plain file; remove it") from None
                 raise
         try:
             _check_file(os.fstat(fd), path, self._owners)
@@ -201,7 +201,7 @@ class Directory:
         """The descriptor, for entries of these names."""
         for name in names:
             if name in ("", ".", "..") or "/" in name:
-                raise UntrustedFileError(f"{printable(name)!r} is no entry of {_text(self.path)}")
+                raise UntrustedFileError(f"{printable(name)!r} is no entry of {printable(self.path)}")
         if (file := self._file) is None:
             raise closed_error()
         try:
@@ -355,25 +355,20 @@ class OwnDirectory:
 
 def _check_file(found: os.stat_result, path: Path, owners: Owners) -> None:
     if not stat.S_ISREG(found.st_mode):
-        raise UntrustedFileError(f"{_text(path)} is no plain file; remove it")
+        raise UntrustedFileError(f"{printable(path)} is no plain file; remove it")
     if found.st_nlink > 1:
-        raise UntrustedFileError(f"{_text(path)} has {found.st_nlink} names (hard links); remove it, or the others")
+        raise UntrustedFileError(f"{printable(path)} has {found.st_nlink} names (hard links); remove it, or the others")
     _check(found, path, owners)
 
 
 def _check(found: os.stat_result, path: Path, owners: Owners) -> None:
     if owners is not None and found.st_uid not in owners:
         raise UntrustedFileError(
-            f"{_text(path)} belongs to uid {found.st_uid}, which this tier does not trust (it trusts "
+            f"{printable(path)} belongs to uid {found.st_uid}, which this tier does not trust (it trusts "
             f"{', '.join(map(str, sorted(owners)))}); change its owner, or add owners={found.st_uid}"
         )
     if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise UntrustedFileError(
-            f"{_text(path)} can be written by others (mode {stat.S_IMODE(found.st_mode):04o}); chmod go-w it, or give "
-            "a directory of this server's own"
+            f"{printable(path)} can be written by others (mode {stat.S_IMODE(found.st_mode):04o}); chmod go-w it, or "
+            "give a directory of this server's own"
         )
-
-
-def _text(path: Path) -> str:
-    """For messages: other users may have chosen the name."""
-    return printable(str(path))

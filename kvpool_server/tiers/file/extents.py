@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from kvpool.protocol.errors import ConfigError
+from kvpool.transport.sealed_socket import without
 from kvpool_server.tiers.file.directory import Directory, OpenFile, closed_error
 from kvpool_server.tiers.thread_pool import DaemonThreadPool
 from kvpool_server.tiers.tier import OpenFiles, is_sound
@@ -55,7 +56,7 @@ class Disk:
         rest, done = views, 0
         while rest and (got := os.preadv(fd, rest[:MAX_VIEWS], offset + done)):
             done += got
-            rest = _after(rest, got)
+            rest = without(rest, got)
         return done
 
     def write(self, fd: int, views: Sequence[memoryview], offset: int) -> None:
@@ -64,7 +65,7 @@ class Disk:
         while rest:
             put = os.pwritev(fd, rest[:MAX_VIEWS], offset)
             offset += put
-            rest = _after(rest, put)
+            rest = without(rest, put)
 
     def truncate(self, fd: int, nbytes: int) -> None:
         os.ftruncate(fd, nbytes)
@@ -74,15 +75,6 @@ class Disk:
 
     def remove(self, directory: Directory, name: str) -> None:
         directory.unlink(name)
-
-
-def _after(views: Sequence[memoryview], nbytes: int) -> Sequence[memoryview]:
-    """The views without their first `nbytes`."""
-    for nth, view in enumerate(views):
-        if nbytes < view.nbytes:
-            return [view[nbytes:], *views[nth + 1 :]]
-        nbytes -= view.nbytes
-    return []
 
 
 class UsrbioDisk(Disk):

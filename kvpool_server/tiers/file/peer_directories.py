@@ -205,5 +205,5 @@ class PeerDirectories:
         if trouble != self._troubles.get(name, ""):
             self._troubles[name] = trouble
             if trouble:
-                directory = printable(str(self._root.path / name))
+                directory = printable(self._root.path / name)
                 log.warning("a peer's directory cannot be read", directory=directory, error=printable(trouble))

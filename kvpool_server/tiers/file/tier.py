@@ -62,8 +62,12 @@ class FileOptions(TierOptions):
 
     path: Path = Field(description="directory, on a local disk or shared")
     size: ByteSize = Field(ge=4 << 20, description="bytes that this server may take there, as 200GiB")
+    # `.` and `..` are other directories, and a directory that is being deleted begins with a dot.
     name: str = Field(
-        "", pattern=r"^[A-Za-z0-9._-]*$", description="this server's directory below; default: host and port"
+        "",
+        pattern=r"^([A-Za-z0-9_-][A-Za-z0-9._-]*)?$",
+        title="a name of letters, digits, dots, _ and - that does not begin with a dot",
+        description="this server's directory below; default: host and port",
     )
     threads: int = Field(4, ge=1, le=64, description="reads and writes at once")
     io: Literal["direct", "buffered", "usrbio"] = Field(
@@ -84,14 +88,6 @@ class FileOptions(TierOptions):
         if not path.is_absolute():
             raise ValueError("an absolute path, as in file:/mnt/kv")
         return path
-
-    @field_validator("name")
-    @classmethod
-    def _check_name(cls, name: str) -> str:
-        """`.` and `..` are other directories, and a directory that is being deleted begins with a dot."""
-        if name.startswith("."):
-            raise ValueError("a name that does not begin with a dot")
-        return name
 
     @field_validator("owners", mode="before")
     @classmethod

@@ -7,7 +7,6 @@ sends what is no answer. A StoreProcess that has failed stays dead; StoreWorkers
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import mmap
 import os
 import queue
@@ -23,6 +22,7 @@ import structlog
 
 from kvpool.protocol.text import printable
 from kvpool.transport.child_process import ChildProcess
+from kvpool.transport.segment import sealed_file
 from kvpool_server.tiers.mooncake import worker
 from kvpool_server.tiers.mooncake.worker import Call, MessageError, MessageSocket, Request, StoreConfig
 
@@ -99,12 +99,10 @@ class StoreProcess:
         self.answered_at = 0.0
         self._is_dead = False
         self._ping_lock = threading.Lock()
-        memory_fd = os.memfd_create("kvpool-tier-mooncake", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        # Sealed: the process cannot shorten it, which would end this server with a bus error.
+        memory_fd = sealed_file("kvpool-tier-mooncake", num_transfers * STAGING_BYTES)
         ends = [worker.socket_pair() for _ in range(num_transfers + NUM_QUESTION_CHANNELS + 1)]
         try:
-            os.ftruncate(memory_fd, num_transfers * STAGING_BYTES)
-            # Sealed: the process cannot shorten it, which would end this server with a bus error.
-            fcntl.fcntl(memory_fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
             memory = np.frombuffer(mmap.mmap(memory_fd, 0), np.uint8)
             theirs = [end.fileno() for _, end in ends]
             settings = asdict(replace(config, memory_fd=memory_fd, channel_fds=theirs))
@@ -148,7 +146,6 @@ class StoreProcess:
 
     @property
     def is_alive(self) -> bool:
-        """Whether calls may succeed."""
         return not self._is_dead and self._process.poll() is None
 
     def check_alive(self, sent_at: float) -> None:
@@ -234,7 +231,6 @@ class StoreWorkers:
 
     @property
     def pids(self) -> list[int]:
-        """Of the processes that were started."""
         return [process.pid for process in self._processes if process is not None]
 
     def close(self) -> None:

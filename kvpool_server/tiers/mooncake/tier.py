@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar
 
 import structlog
-from pydantic import ByteSize, Field, field_validator
+from pydantic import ByteSize, Field
 
 from kvpool.protocol.errors import ConfigError
 from kvpool_server.cache.namespaces import PoolNamespace
@@ -68,7 +68,11 @@ class MooncakeOptions(TierOptions):
 
     EXAMPLE: ClassVar[str] = "mooncake:master=HOST:PORT"
 
-    master: str = Field(description="HOST:PORT of mooncake_master")
+    master: str = Field(
+        pattern=r"^.+:\d+$",
+        title="HOST:PORT of mooncake_master, as 10.0.0.1:50051",
+        description="HOST:PORT of mooncake_master",
+    )
     metadata: str = Field("P2PHANDSHAKE", description="metadata server of the Transfer Engine")
     segment: ByteSize = Field(ByteSize(0), description="memory that this server gives to the cluster, as 16GiB")
     protocol: Literal["tcp", "rdma"] = Field("tcp", description="protocol of the Transfer Engine")
@@ -76,13 +80,6 @@ class MooncakeOptions(TierOptions):
     host: str = Field("", description="name or address by which other hosts reach this one; default: as in --listen")
     threads: int = Field(DEFAULT_THREADS, ge=1, le=64, description="reads and writes at once")
     workers: int = Field(1, ge=1, le=16, description="processes with a client of Mooncake's, over which these spread")
-
-    @field_validator("master")
-    @classmethod
-    def _check_master(cls, value: str) -> str:
-        if not re.fullmatch(r".+:\d+", value):
-            raise ValueError("HOST:PORT of mooncake_master, as 10.0.0.1:50051")
-        return value
 
     @property
     def tier_name(self) -> str:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import re
 import socket
 from pathlib import Path
 from typing import ClassVar, Literal
 from urllib.parse import urlsplit
 
-from pydantic import ByteSize, Field, field_validator
+from pydantic import ByteSize, Field
 
-from kvpool.client.config import ClientConfig, check_endpoint, is_loopback
+from kvpool.client.config import ClientConfig, check_endpoint, is_loopback, split_address
 from kvpool.protocol.errors import ConfigError
 from kvpool.security.tls import TlsFiles
 from kvpool_server.process.addresses import EVERYWHERE
@@ -20,17 +19,23 @@ from kvpool_server.tiers.peers.leases import LEASE_MS
 from kvpool_server.tiers.peers.tier import CONTROL_MS, DATA_MS, STALL_MS, PeersTier
 from kvpool_server.tiers.tier import TierContext, TierOptions
 
-_PEERS = r"[^,+]+:\d+(\+[^,+]+:\d+)*"
-
 
 class PeersOptions(TierOptions):
     """Other kvpool servers, whose memory this one reads."""
 
     EXAMPLE: ClassVar[str] = "peers:peer=HOST:PORT"
 
-    peer: str = Field("", description="HOST:PORT of another server; + stands between several")
+    peer: str = Field(
+        "",
+        pattern=r"^([^,+]+:\d+(\+[^,+]+:\d+)*)?$",
+        title="HOST:PORT of another server, or several with + between them",
+        description="HOST:PORT of another server; + stands between several",
+    )
     directory: str = Field(
-        "", description="redis://HOST:PORT/DB of a Redis or Valkey in which servers say what they have; needs key_file"
+        "",
+        pattern="^(rediss?://|$)",
+        title="redis://HOST:PORT/DB, or rediss:// with TLS",
+        description="redis://HOST:PORT/DB of a Redis or Valkey in which servers say what they have; needs key_file",
     )
     advertise: str = Field(
         "",
@@ -48,20 +53,6 @@ class PeersOptions(TierOptions):
     handover: ByteSize = Field(
         ByteSize(0), ge=0, description="SIZE that other servers are asked to read when this server drains; 0: none"
     )
-
-    @field_validator("directory")
-    @classmethod
-    def _check_directory(cls, value: str) -> str:
-        if value and not value.startswith(("redis://", "rediss://")):
-            raise ValueError("redis://HOST:PORT/DB, or rediss:// with TLS")
-        return value
-
-    @field_validator("peer")
-    @classmethod
-    def _check_peer(cls, value: str) -> str:
-        if value and not re.fullmatch(_PEERS, value):
-            raise ValueError("HOST:PORT of another server, or several with + between them")
-        return value
 
     @property
     def tier_name(self) -> str:
@@ -86,9 +77,9 @@ class PeersOptions(TierOptions):
         )  # fmt: skip
         peers = list(filter(None, self.peer.split("+")))
         for peer in peers:
-            host, _, port = peer.rpartition(":")
-            is_here = host.strip("[]") == context.listen[0] or (is_loopback(host) and context.listen[0] in EVERYWHERE)
-            if peer == self.advertise or (is_here and int(port) == context.listen[1]):
+            host, port = split_address(peer)
+            is_here = host == context.listen[0] or (is_loopback(host) and context.listen[0] in EVERYWHERE)
+            if peer == self.advertise or (is_here and port == context.listen[1]):
                 raise ConfigError(f"tier {self.tier_name}: peer={peer} is this server; give other servers alone")
         directory = self._directory(context) if self.directory else None
         return PeersTier(self.tier_name, config, peers, directory, self.handover, own_boot_token=context.boot_token)
