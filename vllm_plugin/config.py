@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic.dataclasses import dataclass
+from pydantic_core import ErrorDetails
 
 from kvpool.client.config import DEFAULT_ENDPOINT, ClientConfig
 from kvpool.protocol.errors import ConfigError
@@ -15,25 +18,12 @@ from kvpool.security.name_key import NameKey
 from kvpool.security.principal import Role
 from kvpool.security.tls import TlsFiles, read_identity
 
-MAX_TIMEOUT_MS = 300_000
-BOUNDS: Mapping[str, tuple[int, int]] = {
-    "lookup_timeout_ms": (1, MAX_TIMEOUT_MS),
-    "load_timeout_ms": (1, MAX_TIMEOUT_MS),
-    "store_timeout_ms": (1, MAX_TIMEOUT_MS),
-    "promotion_wait_ms": (0, MAX_TIMEOUT_MS),
-    "num_shards": (0, 64),
-}
 ENGINE_ROLES = (Role.ENGINE_WRITE, Role.ENGINE_READ)
-_WANTED: Mapping[type, str] = {
-    bool: "true or false",
-    int: "a whole number",
-    float: "a number",
-    str: "a text in quotes",
-}
-SHARE_ADAPTERS = ("unchanged", "always", "never")
+MAX_TIMEOUT_MS = 300_000
+_Timeout = Annotated[int, Field(ge=1, le=MAX_TIMEOUT_MS)]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, config=ConfigDict(extra="forbid", strict=True))
 class ConnectorConfig:
     """The keys of `kv_connector_extra_config`.
 
@@ -75,21 +65,21 @@ class ConnectorConfig:
 
     endpoint: str = DEFAULT_ENDPOINT
     transport: str = "auto"
-    lookup_timeout_ms: int = 200
-    promotion_wait_ms: int = 1_000
-    load_timeout_ms: int = 5_000
-    store_timeout_ms: int = 5_000
+    lookup_timeout_ms: _Timeout = 200
+    promotion_wait_ms: Annotated[int, Field(ge=0, le=MAX_TIMEOUT_MS)] = 1_000
+    load_timeout_ms: _Timeout = 5_000
+    store_timeout_ms: _Timeout = 5_000
     stream_connections: int = 0
     store_decoded: bool = True
-    window_interval_tokens: int = 4096
-    max_pinned_fraction: float = 0.25
-    num_shards: int = 0
+    window_interval_tokens: Annotated[int, Field(ge=1)] = 4096
+    max_pinned_fraction: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = 0.25
+    num_shards: Annotated[int, Field(ge=0, le=64)] = 0
     weights_epoch: str = ""
     decline_slow_loads: bool = True
-    share_adapters: str = "unchanged"
+    share_adapters: Literal["unchanged", "always", "never"] = "unchanged"
     tenant: str = ""
     salt: str = ""
-    tls: TlsFiles | None = None
+    tls: Annotated[TlsFiles | None, BeforeValidator(lambda value: None if value is None else TlsFiles.of(value))] = None
     token_file: str = ""
     name_key_file: str = ""
     otel: bool = False
@@ -102,41 +92,16 @@ class ConnectorConfig:
         Raises:
             ConfigError: an unknown key, a value of a wrong type, or one out of bounds.
         """
-        fields = {field.name: field for field in dataclasses.fields(cls)}
-        given = dict(extra)
-        tls = None if given.get("tls") is None else _tls(given["tls"])
-        given.pop("tls", None)
-        for key, value in given.items():
-            if key not in fields:
-                close = difflib.get_close_matches(key, fields, n=1)
-                hint = f"did you mean {close[0]!r}?" if close else f"the keys are {', '.join(fields)}"
-                raise ConfigError(f"kv_connector_extra_config: unknown key {key!r}; {hint}")
-            wanted = type(fields[key].default)
-            if not (isinstance(value, wanted) or (wanted is float and isinstance(value, int))) or (
-                isinstance(value, bool) and wanted is not bool
-            ):
-                raise ConfigError(f"kv_connector_extra_config: {key} = {value!r} is not {_WANTED[wanted]}")
-        if tls is not None:
-            given["tenant"] = _tenant(tls, given.get("tenant", ""), given.get("token_file", ""))
-        config = cls(**given, tls=tls)
-        for name, (low, high) in BOUNDS.items():
-            if not low <= (value := getattr(config, name)) <= high:
-                raise ConfigError(f"kv_connector_extra_config: {name} = {value} is not in {low} to {high}")
+        try:
+            config = cls(**extra)
+        except ValidationError as error:
+            raise ConfigError(f"kv_connector_extra_config: {_why(error.errors()[0])}") from None
+        except ConfigError as error:
+            raise ConfigError(f"kv_connector_extra_config: {error}") from None
+        if config.tls is not None:
+            config = replace(config, tenant=_tenant(config.tls, config.tenant, config.token_file))
         config.client_config()
         config.name_key()
-        if (value := config.share_adapters) not in SHARE_ADAPTERS:
-            raise ConfigError(
-                f"kv_connector_extra_config: share_adapters = {value!r} is not one of {', '.join(SHARE_ADAPTERS)}"
-            )
-        if config.window_interval_tokens < 1:
-            raise ConfigError(
-                f"kv_connector_extra_config: window_interval_tokens = {config.window_interval_tokens} is less than 1; "
-                "1 stores every window"
-            )
-        if not 0 < config.max_pinned_fraction <= 1:
-            raise ConfigError(
-                f"kv_connector_extra_config: max_pinned_fraction = {config.max_pinned_fraction} is not in (0, 1]"
-            )
         return config
 
     def name_key(self) -> NameKey | None:
@@ -196,8 +161,12 @@ def _tenant(tls: TlsFiles, tenant: str, token_file: str) -> str:
     return principal.tenant
 
 
-def _tls(value: object) -> TlsFiles:
-    try:
-        return TlsFiles.of(value)
-    except ConfigError as error:
-        raise ConfigError(f"kv_connector_extra_config: {error}") from None
+def _why(error: ErrorDetails) -> str:
+    """What pydantic refuses, in a sentence that names the key, its value and what to give."""
+    name = str(error["loc"][0])
+    if error["type"] != "unexpected_keyword_argument":
+        return f"{name} = {error['input']!r}: {error['msg']}"
+    keys = [field.name for field in fields(ConnectorConfig)]
+    close = difflib.get_close_matches(name, keys, n=1)
+    hint = f"did you mean {close[0]!r}?" if close else f"the keys are {', '.join(keys)}"
+    return f"unknown key {name!r}; {hint}"

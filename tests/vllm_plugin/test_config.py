@@ -99,21 +99,21 @@ def test_a_key_like_no_other_is_answered_with_all_keys() -> None:
 @pytest.mark.parametrize(
     ("key", "value", "wanted"),
     [
-        ("endpoint", 50051, "a text in quotes"),
-        ("lookup_timeout_ms", "200", "a whole number"),
-        ("lookup_timeout_ms", 0.5, "a whole number"),
-        ("lookup_timeout_ms", True, "a whole number"),
-        ("lookup_timeout_ms", None, "a whole number"),
-        ("store_decoded", "false", "true or false"),
-        ("store_decoded", 0, "true or false"),
-        ("max_pinned_fraction", "0.5", "a number"),
-        ("max_pinned_fraction", True, "a number"),
-        ("window_interval_tokens", 4096.0, "a whole number"),
-        ("tenant", 1, "a text in quotes"),
+        ("endpoint", 50051, "valid string"),
+        ("lookup_timeout_ms", "200", "valid integer"),
+        ("lookup_timeout_ms", 0.5, "valid integer"),
+        ("lookup_timeout_ms", True, "valid integer"),
+        ("lookup_timeout_ms", None, "valid integer"),
+        ("store_decoded", "false", "valid boolean"),
+        ("store_decoded", 0, "valid boolean"),
+        ("max_pinned_fraction", "0.5", "valid number"),
+        ("max_pinned_fraction", True, "valid number"),
+        ("window_interval_tokens", 4096.0, "valid integer"),
+        ("tenant", 1, "valid string"),
     ],
 )
 def test_a_value_of_another_type_is_refused(key: str, value: Any, wanted: str) -> None:
-    with pytest.raises(ConfigError, match=f"kv_connector_extra_config: {key} = .* is not {wanted}"):
+    with pytest.raises(ConfigError, match=f"kv_connector_extra_config: {key} = .*: Input should be a {wanted}"):
         ConnectorConfig.parse({key: value})
 
 

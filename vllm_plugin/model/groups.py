@@ -182,11 +182,6 @@ def scheduler_knows(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
     )
 
 
-def member_layers(group: PoolGroup, kv_cache_config: KVCacheConfig) -> list[list[str]]:
-    """This stage's layers of each member of a group."""
-    return [list(kv_cache_config.kv_cache_groups[member].layer_names) for member in group.members]
-
-
 def stage_layers(group: PoolGroup, kv_cache_config: KVCacheConfig) -> list[tuple[str, KVCacheSpec]]:
     """This stage's layers of a group with their specs, in the order that their bytes have in a chunk."""
     layers = []

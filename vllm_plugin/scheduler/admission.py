@@ -18,7 +18,7 @@ import bisect
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvpool.protocol.reports import Cause
@@ -72,6 +72,7 @@ class Candidate:
     searched: tuple[int, int] | None = None
 
 
+@dataclass(eq=False)
 class Admission:
     """Answers vLLM's questions how many tokens of a request are loaded.
 
@@ -84,34 +85,22 @@ class Admission:
         candidates: requests that were looked up and have no blocks yet, by id. Only this class changes one.
     """
 
-    def __init__(
-        self,
-        geometry: Geometry,
-        stages: Stages,
-        config: ConnectorConfig,
-        lookups: Lookups,
-        loads: Loads,
-        queue: PrefillQueue,
-        contents: PoolContents,
-        budget: StepBudget,
-        computed: ComputedTokens,
-        spans: RequestSpans,
-        recorder: Recorder,
-    ):
-        self._geometry = geometry
-        self._kinds = [group.kind for group in geometry.groups]
-        self._stages = stages
-        self._wait_s = config.promotion_wait_ms / 1000
-        self._lookups = lookups
-        self._loads = loads
-        self._queue = queue
-        self._contents = contents
-        self._budget = budget
-        self._computed = computed
-        self._spans = spans
-        self._recorder = recorder
-        self._block_pool: BlockPool | None = None
-        self.candidates: dict[str, Candidate] = {}
+    _geometry: Geometry
+    _stages: Stages
+    _config: ConnectorConfig
+    _lookups: Lookups
+    _loads: Loads
+    _queue: PrefillQueue
+    _contents: PoolContents
+    _budget: StepBudget
+    _computed: ComputedTokens
+    _spans: RequestSpans
+    _recorder: Recorder
+    _block_pool: BlockPool | None = field(default=None, init=False)
+    candidates: dict[str, Candidate] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        self._kinds = [group.kind for group in self._geometry.groups]
 
     def bind(self, block_pool: BlockPool) -> None:
         self._block_pool = block_pool
@@ -231,7 +220,7 @@ class Admission:
         lookup = self._lookups.send(request, local, limit)
         if lookup is None:
             return None
-        candidate = Candidate(lookup, PromotionWait(self._wait_s), asked=local, boundary=local)
+        candidate = Candidate(lookup, PromotionWait(self._config.promotion_wait_ms / 1000), asked=local, boundary=local)
         if before is not None:
             candidate.verdict, candidate.most, candidate.wait = before.verdict, before.most, before.wait
             candidate.is_declined = before.is_declined

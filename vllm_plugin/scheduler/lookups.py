@@ -209,6 +209,7 @@ class PromotionWait:
         return now >= self._ends_at
 
 
+@dataclass(eq=False)
 class Lookups:
     """Sends the lookups of an engine, and receives their answers.
 
@@ -217,23 +218,16 @@ class Lookups:
         traceparent_of: of the span of a request's lookup, by the request's id; empty if it has none.
     """
 
-    def __init__(
-        self,
-        geometry: Geometry,
-        stages: Stages,
-        config: ConnectorConfig,
-        budget: StepBudget,
-        recorder: Recorder,
-        traceparent_of: Callable[[str], str],
-    ):
-        self._geometry = geometry
-        self._stages = stages
-        self._config = config
-        self._budget = budget
-        self._recorder = recorder
-        self._prefix_only = all(group.kind.needs_prefix for group in geometry.groups)
-        self._traceparent_of = traceparent_of
-        self._released: list[tuple[int, ...]] = []
+    _geometry: Geometry
+    _stages: Stages
+    _config: ConnectorConfig
+    _budget: StepBudget
+    _recorder: Recorder
+    _traceparent_of: Callable[[str], str]
+    _released: list[tuple[int, ...]] = field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
+        self._prefix_only = all(group.kind.needs_prefix for group in self._geometry.groups)
 
     def send(self, request: Request, local: int, limit: int) -> RequestLookup | None:
         """Looks up what a request may need beyond its `local` tokens; None if the pool is away."""

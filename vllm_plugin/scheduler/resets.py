@@ -17,6 +17,7 @@ import math
 import time
 import uuid
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
@@ -37,6 +38,7 @@ CHECK_WITHIN_S = 30.0
 """Requests wait so long for the ranks' digests; later ones are computed."""
 
 
+@dataclass(eq=False)
 class Resets:
     """Ends sharing at a reset of an engine, and resumes it in the namespace of the weights in memory.
 
@@ -48,25 +50,17 @@ class Resets:
             are free.
     """
 
-    def __init__(
-        self,
-        config: ConnectorConfig,
-        stages: Stages,
-        admission: Admission,
-        stores: Stores,
-        jobs: StoreJobs,
-        recorder: Recorder,
-        num_ranks: int,
-    ):
+    _config: ConnectorConfig
+    _stages: Stages
+    _admission: Admission
+    _stores: Stores
+    _jobs: StoreJobs
+    _recorder: Recorder
+    _num_ranks: int
+
+    def __post_init__(self) -> None:
         self.is_pending = False
         self._is_broken = False
-        self._config = config
-        self._stages = stages
-        self._admission = admission
-        self._stores = stores
-        self._jobs = jobs
-        self._recorder = recorder
-        self._num_ranks = num_ranks
         self._check = 0  # Number of the newest check of the weights; 0 is that of the start.
         self._named_check = -1  # Number of the newest check whose outcome named the namespace.
         self._asked_at: float | None = None  # When a request first waited for the check.

@@ -20,7 +20,7 @@ from kvpool.protocol.namespace import NamespaceSpec
 from vllm_plugin.config import ConnectorConfig
 from vllm_plugin.metadata import ConnectorMetadata, Handshake, LoadJob, StoreJob, WorkerMetadata
 from vllm_plugin.metrics import KVPoolStats, Recorder
-from vllm_plugin.model.groups import group_spec, make_groups, member_layers, rank_shards, scheduler_knows
+from vllm_plugin.model.groups import group_spec, make_groups, rank_shards, scheduler_knows
 from vllm_plugin.model.identity import namespace_spec
 from vllm_plugin.releases import transfer_results
 from vllm_plugin.session import Session
@@ -105,7 +105,7 @@ class KVPoolWorker:
         """Learns where the KV cache lies, and starts the send and receive threads."""
         layouts = []
         for group, spec, mine in zip(self._groups, self._group_specs, self._mine, strict=True):
-            layers = member_layers(group, self._kv_cache_config)
+            layers = [list(self._kv_cache_config.kv_cache_groups[member].layer_names) for member in group.members]
             layout = make_layout(kv_caches, layers, self._kv_cache_config.num_blocks, mine.shards.count)
             if layout.chunk_bytes != spec.chunk_bytes:
                 raise ValueError(

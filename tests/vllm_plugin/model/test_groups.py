@@ -27,7 +27,6 @@ from vllm_plugin.model.groups import (
     group_spec,
     hash_tokens,
     make_groups,
-    member_layers,
     rank_shards,
     scheduler_knows,
 )
@@ -119,7 +118,6 @@ def test_groups_that_follow_one_rule_are_one() -> None:
         ("sliding_window", (3,)),
         ("mamba", (4, 6)),
     ]
-    assert member_layers(groups[0], cache) == [["0.0", "0.1"], ["2.0", "2.1"], ["5.0", "5.1"]]
     spec = specs_of(engine(), cache)[0]
     assert spec.layer_names == ("0.0", "0.1", "2.0", "2.1", "5.0", "5.1")
     assert spec.slot_bytes == sum(2 * cache.kv_cache_groups[idx].kv_cache_spec.page_size_bytes for idx in (0, 2, 5))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from typing import Any
 
 import torch
 
@@ -89,24 +90,17 @@ def copy_rows(
     _call("cuMemcpy2DAsync_v2", ctypes.byref(rows), ctypes.c_void_p(stream))
 
 
+_SIDE: dict[str, Any] = {
+    "x": ctypes.c_size_t, "y": ctypes.c_size_t, "type": ctypes.c_int, "host": ctypes.c_void_p,
+    "device": ctypes.c_uint64, "array": ctypes.c_void_p, "pitch": ctypes.c_size_t,
+}  # fmt: skip
+
+
 class _Memcpy2D(ctypes.Structure):
     """CUDA_MEMCPY2D of cuda.h."""
 
     _fields_ = (
-        ("src_x", ctypes.c_size_t),
-        ("src_y", ctypes.c_size_t),
-        ("src_type", ctypes.c_int),
-        ("src_host", ctypes.c_void_p),
-        ("src_device", ctypes.c_uint64),
-        ("src_array", ctypes.c_void_p),
-        ("src_pitch", ctypes.c_size_t),
-        ("dst_x", ctypes.c_size_t),
-        ("dst_y", ctypes.c_size_t),
-        ("dst_type", ctypes.c_int),
-        ("dst_host", ctypes.c_void_p),
-        ("dst_device", ctypes.c_uint64),
-        ("dst_array", ctypes.c_void_p),
-        ("dst_pitch", ctypes.c_size_t),
+        *((f"{side}_{name}", kind) for side in ("src", "dst") for name, kind in _SIDE.items()),
         ("width", ctypes.c_size_t),
         ("height", ctypes.c_size_t),
     )
