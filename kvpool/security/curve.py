@@ -19,7 +19,7 @@ from zmq.utils import z85
 
 from kvpool.protocol.errors import ConfigError, InvalidRequestError
 from kvpool.security.certificates import read_pem
-from kvpool.security.file_permissions import require_owner_writes, require_private
+from kvpool.security.file_permissions import require_owner_writes, require_private, write_new
 from kvpool.security.principal import ALL_TENANTS, Principal, Role
 
 PUBLIC_SUFFIX, SECRET_SUFFIX = ".key", ".key_secret"
@@ -61,8 +61,8 @@ def create_pair(name: Path) -> KeyPair:
     public, secret = zmq.curve_keypair()
     text = _KEY_FILE.format(public=public.decode())
     # The secret first: a public key without its secret would be listed in vain.
-    _write_new(Path(f"{name}{SECRET_SUFFIX}"), text + _SECRET_LINE.format(secret=secret.decode()), 0o600)
-    _write_new(Path(f"{name}{PUBLIC_SUFFIX}"), text, 0o644)
+    write_new(Path(f"{name}{SECRET_SUFFIX}"), text + _SECRET_LINE.format(secret=secret.decode()))
+    write_new(Path(f"{name}{PUBLIC_SUFFIX}"), text, 0o644)
     return KeyPair(public, secret)
 
 
@@ -142,15 +142,3 @@ def _load(path: Path) -> tuple[bytes, bytes | None]:
         raise ConfigError(f"cannot read {path}: {error.strerror or 'no such file'}") from None
     except ValueError:
         raise ConfigError(f"{path} holds no CURVE key; {_MAKE_ONE}") from None
-
-
-def _write_new(path: Path, text: str, mode: int) -> None:
-    try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
-        with open(fd, "w") as file:
-            file.write(text)
-    except FileExistsError:
-        raise ConfigError(f"{path} exists; give another name, or remove the pair that is not used any more") from None
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}") from None

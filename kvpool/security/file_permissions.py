@@ -1,4 +1,4 @@
-"""Refuses files that the wrong users can read or write.
+"""Refuses files that the wrong users can read or write, and makes files for their owner.
 
 The permissions are those of the file that a symbolic link leads to: a Kubernetes Secret's volume has links.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import stat
+from pathlib import Path
 
 from kvpool.protocol.errors import ConfigError
 
@@ -42,6 +43,40 @@ def require_owner_writes(path: str, danger: str, setting: str = "") -> None:
         raise ConfigError(
             f"{path} can be written by its group or others (mode {mode:04o}), who could {danger}; chmod go-w {path}"
         )
+
+
+def open_private(path: str, flags: int, what: str, setting: str) -> int:
+    """A descriptor of a regular file that its owner alone can use; the file is made if it does not exist.
+
+    Args:
+        flags: of `os.open`, such as `os.O_RDWR`.
+        what, setting: what the file is, and the option that gave the path, for errors.
+
+    Raises ConfigError.
+    """
+    try:
+        fd = os.open(path, flags | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"cannot open the {what} {path}: {why}; give a {setting} that the server may write") from None
+    mode = os.fstat(fd).st_mode
+    if stat.S_ISREG(mode) and not mode & 0o077:
+        return fd
+    os.close(fd)
+    if not stat.S_ISREG(mode):
+        raise ConfigError(f"the {what} {path} is no regular file; give another {setting}")
+    raise ConfigError(f"others may use the {what} {path} (mode {stat.S_IMODE(mode):04o}); chmod 600 {path}")
+
+
+def write_new(path: Path, text: str, mode: int = 0o600) -> None:
+    """Writes a new file, and makes its directory. Raises ConfigError, also if there is such a file."""
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+        with open(fd, "w") as file:
+            file.write(text)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}; give the path of a new file") from None
 
 
 def _stat(path: str, setting: str) -> os.stat_result:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
-import os
 import re
 import secrets
 import time
@@ -23,7 +22,7 @@ from kvpool.protocol.errors import ConfigError, InvalidRequestError
 from kvpool.protocol.namespace import NamespaceSpec
 from kvpool.protocol.types import HASH_BYTES, BlockRun
 from kvpool.security.certificates import read_pem
-from kvpool.security.file_permissions import require_private
+from kvpool.security.file_permissions import require_private, write_new
 
 KEY_BYTES = 32
 FIELD = "name_key"
@@ -70,12 +69,7 @@ class NameKey:
     @classmethod
     def create(cls, path: Path) -> NameKey:
         """A new key, in a new file that only its owner can read. Raises ConfigError if there is such a file."""
-        try:
-            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            with open(fd, "w") as file:
-                file.write(secrets.token_hex(KEY_BYTES) + "\n")
-        except OSError as error:
-            raise ConfigError(f"cannot write {path}: {error.strerror}; give the path of a new file") from None
+        write_new(path, secrets.token_hex(KEY_BYTES) + "\n")
         return cls.read(path)
 
     def name(self, block_hash: bytes) -> bytes:

@@ -43,7 +43,6 @@ class TlsFiles:
 
     @property
     def paths(self) -> list[str]:
-        """The paths that are given."""
         return [path for path in (self.ca, self.cert, self.key) if path]
 
     @classmethod

@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import os
 import sqlite3
-import stat
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 from kvpool.protocol.errors import ConfigError
 from kvpool.protocol.reports import HOUR_S, LEDGER_DAYS, MAX_AMOUNT, REPORTER_BYTES, SUMS
+from kvpool.security.file_permissions import open_private
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.observability.usage import MAX_LABEL_CHARS, MAX_PAIRS
 from kvpool_server.reports.engines import MAX_REPORTERS, MAX_TOTAL
@@ -102,7 +101,7 @@ class LedgerFile:
         self._path = path
         self.is_persistent = bool(path)
         if path:
-            _make_private(path)
+            os.close(open_private(path, os.O_RDWR, "ledger", "--ledger"))
         try:
             self._db = sqlite3.connect(
                 path or ":memory:", timeout=LOCK_S, isolation_level=None, check_same_thread=False
@@ -236,19 +235,3 @@ def _row(found: tuple[Any, ...], causes: dict[str, int]) -> pb.LedgerRow:
     return pb.LedgerRow(
         hour=hour, tenant=tenant, model=model, computed_tokens=causes, **dict(zip(SUMS, sums, strict=True))
     )
-
-
-def _make_private(path: str) -> None:
-    """Makes the file, for its owner alone; refuses one that others may write or read. Raises ConfigError."""
-    try:
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
-        found = Path(path).lstat()
-    except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"cannot open the ledger {path}: {why}; give a --ledger that the server may write") from None
-    if not stat.S_ISREG(found.st_mode):
-        raise ConfigError(f"the ledger {path} is no regular file; give another --ledger")
-    if mode := stat.S_IMODE(found.st_mode) & 0o077:
-        raise ConfigError(
-            f"others may use the ledger {path} (mode {mode | 0o600:04o}), which names tenants; chmod 600 {path}"
-        )

@@ -12,6 +12,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TypeVar
 
 import structlog
@@ -39,6 +40,7 @@ _MOVED = ("stored_bytes", "loaded_bytes", "hit_tokens")
 _GIB_HOUR = float((1 << 30) * HOUR_S)
 
 
+@dataclass(eq=False)
 class UsageLedger:
     """The ledger of one server.
 
@@ -49,34 +51,26 @@ class UsageLedger:
         clock: monotonic seconds.
     """
 
-    def __init__(
-        self,
-        file: LedgerFile,
-        reports: EngineReports,
-        pairs: Pairs,
-        usage: Callable[[], list[pb.UsageStats]],
-        unix_clock: Callable[[], float],
-        clock: Callable[[], float],
-    ):
-        self._file = file
-        self._reports = reports
-        self._pairs = pairs
-        self._usage = usage
-        self._unix_clock = unix_clock
-        self._clock = clock
+    _file: LedgerFile
+    _reports: EngineReports
+    _pairs: Pairs
+    _usage: Callable[[], list[pb.UsageStats]]
+    _unix_clock: Callable[[], float]
+    _clock: Callable[[], float]
+
+    def __post_init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "kvpool-ledger")
         self._pending: dict[tuple[int, Pair], pb.LedgerRow] = {}
         self._reporters: dict[Reporter, int] = {}
-        self._sampled_at = clock()
+        self._sampled_at = self._clock()
         self._moved: dict[Pair, pb.UsageStats] = {}
         self._is_failing = False
         self._is_flushing = asyncio.Lock()
-        for (tenant, reporter), sequence in file.reporters().items():
-            reports.restore(tenant, reporter, sequence)
-        reports.listener = self._reported
+        for (tenant, reporter), sequence in self._file.reporters().items():
+            self._reports.restore(tenant, reporter, sequence)
+        self._reports.listener = self._reported
 
     def _row(self, pair: Pair) -> pb.LedgerRow:
-        """The row of a model and tenant in this hour."""
         hour = int(self._unix_clock()) // HOUR_S * HOUR_S
         row = self._pending.get((hour, pair))
         if row is None:
@@ -191,7 +185,6 @@ class UsageLedger:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     async def close(self) -> None:
-        """Writes what is left, and closes the file."""
         self.sample()
         await self.flush()
         await self._in_thread(self._file.close)

@@ -13,7 +13,6 @@ import hashlib
 import json
 import os
 import secrets
-import stat
 import time
 import zlib
 from collections.abc import Callable, Sequence
@@ -22,8 +21,8 @@ from typing import Any
 
 import structlog
 
-from kvpool.protocol.errors import ConfigError
 from kvpool.protocol.types import BlockRun, RunHits
+from kvpool.security.file_permissions import open_private
 from kvpool_server.cache.lookups import TrafficObserver
 from kvpool_server.cache.namespaces import PoolNamespace
 
@@ -51,7 +50,7 @@ class Recorder(TrafficObserver):
     ):
         self._path, self._max_bytes, self._with_names, self._clock = path, max_bytes, with_names, clock
         self._key, self._started, self._flush_at = secrets.token_bytes(32), clock(), 0.0
-        self._file = _open(path)
+        self._file = open_private(path, os.O_WRONLY | os.O_APPEND, "recording", "--record")
         self.nbytes, self.num_dropped = os.fstat(self._file).st_size, 0
         self._num_queued = self._num_written = 0  # Blocks; the event loop counts the first, the thread the second.
         self._has_stopped = False
@@ -76,7 +75,6 @@ class Recorder(TrafficObserver):
         self._thread.submit(self._record, int(1000 * (self._clock() - self._started)), namespace, run, num_hits)
 
     def close(self) -> None:
-        """Writes what is queued, and closes the file."""
         self._thread.shutdown()
         self._append(self._compressor.flush())
         os.close(self._file)
@@ -118,17 +116,3 @@ class Recorder(TrafficObserver):
         except OSError as error:
             self._has_stopped = True
             log.warning("recording has stopped", path=self._path, why=error.strerror)
-
-
-def _open(path: str) -> int:
-    """A descriptor that appends to a private regular file, which is made if it does not exist."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-    try:
-        file = os.open(path, flags, 0o600)
-    except OSError as error:
-        raise ConfigError(f"cannot write the recording {path}: {error.strerror}; see --record") from None
-    mode = os.fstat(file).st_mode
-    if not stat.S_ISREG(mode) or stat.S_IMODE(mode) & 0o077:
-        os.close(file)
-        raise ConfigError(f"the recording {path} is not a file of its owner alone; chmod 600 it, or name another file")
-    return file

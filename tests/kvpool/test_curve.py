@@ -29,7 +29,7 @@ def test_a_pair_is_what_pyzmq_reads(tmp_path: Path) -> None:
 
 def test_a_pair_is_not_overwritten(tmp_path: Path) -> None:
     pair = create_pair(tmp_path / "a")
-    with pytest.raises(ConfigError, match=r"a\.key_secret exists"):
+    with pytest.raises(ConfigError, match=r"a\.key_secret: File exists"):
         create_pair(tmp_path / "a")
     assert read_pair(tmp_path / "a.key_secret") == pair
 

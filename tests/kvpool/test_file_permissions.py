@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
+import stat
 from pathlib import Path
 
 import pytest
 
 from kvpool.protocol.errors import ConfigError
-from kvpool.security.file_permissions import require_owner_writes, require_private
+from kvpool.security.file_permissions import open_private, require_owner_writes, require_private
 
 
 @pytest.mark.parametrize("mode", [0o620, 0o602, 0o664, 0o666])
@@ -62,3 +64,23 @@ def test_a_relative_path_is_named_with_the_directory_that_it_is_seen_from(
     gone.rmdir()
     with pytest.raises(ConfigError, match=r"cannot read no/ca.crt \(seen from a directory that is gone\): "):
         require_owner_writes("no/ca.crt", "do harm")
+
+
+def test_a_private_file_is_made_and_what_is_none_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    for _ in range(2):
+        os.close(open_private(str(path), os.O_RDWR, "ledger", "--ledger"))
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    path.chmod(0o640)
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("nothing")
+    before = len(os.listdir("/proc/self/fd"))
+    for name, told in (
+        ("file", f"others may use the ledger {path} (mode 0640); chmod 600 {path}"),
+        ("pipe", "is no regular file; give another --ledger"),
+        ("link", "cannot open the ledger"),
+        ("a\0b", "give a --ledger that the server may write"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(told)):
+            open_private(str(tmp_path / name), os.O_RDWR, "ledger", "--ledger")
+    assert len(os.listdir("/proc/self/fd")) == before
