@@ -16,7 +16,7 @@ from cryptography import x509
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from kvpool.client.channel import CALL_ERRORS
-from kvpool.client.config import ClientConfig
+from kvpool.client.config import ClientConfig, split_address
 from kvpool.protocol import wire
 from kvpool.protocol.errors import ConfigError, KVPoolError, PoolTimeoutError, UnavailableError
 from kvpool.security.certificates import extension_of, read_pem
@@ -164,7 +164,7 @@ def _refusal(details: str, config: ClientConfig) -> str:
                 f"the certificate of {where} does not name 'localhost', which it needs on a Unix socket; make one with "
                 "`kvpool certs issue DIR --host localhost`"
             )
-        host = config.server_name or config.endpoint.rpartition(":")[0].strip("[]")
+        host = config.server_name or split_address(config.endpoint)[0]
         given = "server_name" if config.server_name else "endpoint"
         return (
             f"the certificate of {where} does not name {host!r}; give a name that it has as {given}, or make one with "

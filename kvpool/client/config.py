@@ -35,6 +35,16 @@ def check_endpoint(endpoint: str) -> None:
         raise ConfigError(f"endpoint {endpoint!r} is not HOST:PORT, for example {DEFAULT_ENDPOINT!r}")
 
 
+def split_address(address: str) -> tuple[str, int]:
+    """HOST:PORT as a pair. Raises ConfigError."""
+    host, _, port = address.rpartition(":")
+    if not host or not (port.isascii() and port.isdigit()):
+        raise ConfigError(f"{address!r} is not HOST:PORT")
+    if int(port) > 65535:
+        raise ConfigError(f"{port} is not a port; give one of 1 to 65535, or 0 for a free one")
+    return host.strip("[]"), int(port)
+
+
 def is_loopback(host: str) -> bool:
     """Whether a host is this one, whatever a name server says."""
     try:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import grpc
 
-from kvpool.client.config import ClientConfig, is_loopback
+from kvpool.client.config import ClientConfig, is_loopback, split_address
 from kvpool.protocol.errors import KVPoolError, TransferError
 from kvpool.transport.base import Transport
 from kvpool.transport.grpc import GrpcTransport
@@ -110,7 +110,7 @@ def _mooncake(config: ClientConfig, offer: Offer, _: grpc.Channel) -> Choice:
             f"kvpool-server at {config.endpoint} has no Transfer Engine; start it with --mooncake tcp (or rdma), "
             "or use transport=tcp"
         )
-    engine = Engine.start(address_towards(_host(config)), offer.mooncake.protocol)
+    engine = Engine.start(address_towards(split_address(config.endpoint)[0]), offer.mooncake.protocol)
     transport = MooncakeTransport(offer.mooncake, engine, config.stall_timeout_ms / 1000)
     try:
         transport.prove(config.data_timeout_ms / 1000)
@@ -123,7 +123,7 @@ def _mooncake(config: ClientConfig, offer: Offer, _: grpc.Channel) -> Choice:
 def _tcp(config: ClientConfig, offer: Offer, _: grpc.Channel) -> Choice:
     if not offer.HasField("data_port"):
         raise TransferError("the server has no data port; see --data-listen")
-    host, stall_s = _host(config), config.stall_timeout_ms / 1000
+    host, stall_s = split_address(config.endpoint)[0], config.stall_timeout_ms / 1000
     where = offer.data_port.host or host
     if not (offer.data_port.sealed or config.insecure_network or is_loopback(where)):
         raise TransferError(
@@ -140,10 +140,6 @@ def _tcp(config: ClientConfig, offer: Offer, _: grpc.Channel) -> Choice:
 def _grpc(config: ClientConfig, offer: Offer, channel: grpc.Channel) -> Choice:
     transport = GrpcTransport(channel, config.endpoint, offer.piece_bytes, config.stall_timeout_ms / 1000)
     return Choice(transport, "grpc")
-
-
-def _host(config: ClientConfig) -> str:
-    return config.endpoint.rpartition(":")[0].strip("[]")
 
 
 _WITHOUT_SHM: dict[str, Choose] = {"mooncake": _mooncake_over_rdma, "tcp": _tcp, "grpc": _grpc}

@@ -112,8 +112,8 @@ def _of_http(client: Client, http: str | None, config: ClientConfig) -> list[Fin
         return reachability.http_port(http, config, was_given=True)
     server = client.admin.stats().server
     if not server.http_port:
-        text = "the server tells no HTTP port: HTTP is off, or the server is of an older release"
-        return [info("HTTP", text, "give its HOST:PORT as --http if it has one")]
+        fix = "start it with --http-listen for /metrics, /healthz and the dashboard"
+        return [info("HTTP", "the server tells no HTTP port: its HTTP is off", fix)]
     host_name = "127.0.0.1" if socket_path(config.endpoint) else config.endpoint.rpartition(":")[0]
     return reachability.http_port(f"{host_name}:{server.http_port}", config, was_given=False)
 
@@ -123,7 +123,7 @@ def _of_stats(client: Client, config: ClientConfig) -> list[Finding]:
     if config.tls is not None and not socket_path(config.endpoint):
         # The handshake has shown the server's certificate already.
         found = [each for each in found if each.check != SERVER_CERTIFICATE]
-    return [*found, *(reachability.clock(stats.server.unix_seconds) if stats.HasField("server") else [])]
+    return [*found, *reachability.clock(stats.server.unix_seconds)]
 
 
 def examine(checks: Mapping[str, Check], deadline_s: float = DEADLINE_S) -> list[Finding]:

@@ -107,7 +107,7 @@ class Window:
 
 def window_of(now: pb.StatsResponse, before: pb.StatsResponse | None = None, seconds: float = 0.0) -> Window | None:
     """The time since the server's start, if it is recent, or else the `seconds` since `before`; None without one."""
-    if now.HasField("server") and now.server.uptime_seconds <= RECENT_S:
+    if now.server.uptime_seconds <= RECENT_S:
         return Window(lambda key: _total(now, key), SINCE_START)
     if before is None or before.boot_token != now.boot_token:
         return None
@@ -245,9 +245,7 @@ def _blocks(count: int) -> str:
 
 
 def _server(stats: pb.StatsResponse) -> Iterator[Finding]:
-    """The server's files, event loop and certificates; nothing if the server is too old to tell."""
-    if not stats.HasField("server"):
-        return
+    """The server's files, event loop and certificates."""
     for name in stats.server.refused_files:
         shown = escaped(name, MAX_NAME_CHARS)
         yield error(
@@ -313,12 +311,11 @@ def _engines(stats: pb.StatsResponse) -> list[Finding]:
     if slow := [each for each in stats.engines if each.transport.startswith("grpc")]:
         text = f"engines move bytes through gRPC, which is slow: {_names(slow)}"
         found.append(warning("engines", text, "their logs say why the faster transports do not work"))
-    if stats.HasField("server"):
-        version = stats.server.version
-        if others := [each for each in stats.engines if each.version != version]:
-            theirs = escaped(others[0].version, MAX_NAME_CHARS)
-            text = f"engines have kvpool {theirs}, and the server {escaped(version, MAX_NAME_CHARS)}: {_names(others)}"
-            found.append(warning("engines", text, "install the same release on both sides"))
+    version = stats.server.version
+    if others := [each for each in stats.engines if each.version != version]:
+        theirs = escaped(others[0].version, MAX_NAME_CHARS)
+        text = f"engines have kvpool {theirs}, and the server {escaped(version, MAX_NAME_CHARS)}: {_names(others)}"
+        found.append(warning("engines", text, "install the same release on both sides"))
     if found or not stats.engines:
         return found
     return [ok("engines", f"{len(stats.engines)} engines report, and none has a problem")]

@@ -13,7 +13,7 @@ from pathlib import Path
 from cryptography import x509
 
 from kvpool.client.client import Client
-from kvpool.client.config import ClientConfig, is_loopback
+from kvpool.client.config import ClientConfig, is_loopback, split_address
 from kvpool.doctor.judgements import SERVER_CERTIFICATE, certificate_end
 from kvpool.protocol import replies
 from kvpool.protocol.errors import KVPoolError, TransferError
@@ -64,7 +64,7 @@ def data_port(client: Client) -> list[Finding]:
         return [warning("data port", text, "give the server --data-listen")]
     if socket_path(endpoint):
         return [ok("data port", f"port {offer.data_port.port} is not used through a Unix socket")]
-    peer = peer_of(offer.data_port, _address(endpoint)[0], CONNECT_S)
+    peer = peer_of(offer.data_port, split_address(endpoint)[0], CONNECT_S)
     try:
         peer.connect(CONNECT_S)[0].close()
     except KVPoolError as failed:
@@ -83,7 +83,7 @@ def memory_socket(client: Client) -> list[Finding]:
         token = offer.segment.token
         os.close(receive_memory(memory_address(endpoint, token), token, CONNECT_S))
     except TransferError as failed:
-        if not socket_path(endpoint) and not is_loopback(_address(endpoint)[0]):
+        if not socket_path(endpoint) and not is_loopback(split_address(endpoint)[0]):
             return [ok("memory socket", "the server's memory is for processes on its host")]
         fix = "run engines as the server's user in its network namespace, or give the server --unix-listen"
         return [warning("memory socket", str(failed), fix)]
@@ -137,9 +137,9 @@ def http_port(address: str, config: ClientConfig, *, was_given: bool) -> list[Fi
 
 
 def _healthz(address: str, tls: TlsFiles | None) -> tuple[int, str]:
-    connection = http.client.HTTPConnection(*_address(address), timeout=CONNECT_S)
+    connection = http.client.HTTPConnection(*split_address(address), timeout=CONNECT_S)
     if tls is not None:
-        connection = http.client.HTTPSConnection(*_address(address), timeout=CONNECT_S, context=_tls_context(tls))
+        connection = http.client.HTTPSConnection(*split_address(address), timeout=CONNECT_S, context=_tls_context(tls))
     try:
         connection.request("GET", "/healthz")
         answer = connection.getresponse()
@@ -160,7 +160,7 @@ def server_certificate(config: ClientConfig) -> list[Finding]:
     tls = config.tls
     if socket_path(config.endpoint):
         return []
-    address = _address(config.endpoint)
+    address = split_address(config.endpoint)
     if tls is None:
         if is_loopback(address[0]):
             return [ok(CALLERS, "there is no TLS: every user of the server's host can read and write the pool")]
@@ -205,8 +205,3 @@ def _tls_context(tls: TlsFiles) -> ssl.SSLContext:
 
 def _offer(client: Client) -> pb.PingResponse:
     return replies.offer(client.rpc.ping())
-
-
-def _address(endpoint: str) -> tuple[str, int]:
-    host, _, port = endpoint.rpartition(":")
-    return host.strip("[]"), int(port)

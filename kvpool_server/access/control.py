@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import datetime as dt
+import functools
 import ssl
 from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -33,7 +34,7 @@ from kvpool_server.access.authentication import (
 )
 from kvpool_server.access.caller import check_scrape
 from kvpool_server.access.oidc import IssuedTokens, IssuerKeys, check_installed, read_keys
-from kvpool_server.access.running_calls import AccessWatch, RunningCalls
+from kvpool_server.access.running_calls import RunningCalls, watch_access
 from kvpool_server.cache.limits import IdentityLimits
 from kvpool_server.settings.config import ServerConfig
 
@@ -49,7 +50,7 @@ _SETTINGS = TlsFiles("--tls-client-ca", "--tls-cert", "--tls-key")
 
 
 class AccessControl:
-    """The credentials of a server with TLS. Let `watch.run` and `warn` run in the background; `close` last.
+    """The credentials of a server with TLS. Let `watch` and `warn` run in the background; `close` last.
 
     Raises ConfigError for a file that cannot be used.
 
@@ -61,7 +62,8 @@ class AccessControl:
     Attributes:
         denied: the deny list; None: there is none.
         limits_of: what an identity may have at once.
-        watch: of the files, which ends the calls of callers who are refused since.
+        watch: watches the files, and ends the calls of callers that they refuse, until cancelled.
+        woken: has `watch` read changed files at once.
     """
 
     def __init__(
@@ -81,7 +83,9 @@ class AccessControl:
         self.limits_of = identity_limits(config.limit, self._domain)
         self.who = self._ask_who()
         self.running = RunningCalls(self.who.checked, config.max_ttl_ms / 1_000)
-        self.watch = AccessWatch(tuple(self._watched.values()), self.running, expire_owned)
+        self.woken = asyncio.Event()
+        files_of_all = tuple(self._watched.values())
+        self.watch = functools.partial(watch_access, files_of_all, self.running, expire_owned, self.woken)
 
     @property
     def _domain(self) -> str | None:

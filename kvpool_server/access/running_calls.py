@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence, Set
+from contextlib import suppress
 from typing import Any
 
 import structlog
@@ -108,49 +109,34 @@ class _Call:
             raise refusal from None
 
 
-class AccessWatch:
-    """Reads changed files, and ends the calls and holds of callers that they refuse.
+async def watch_access(
+    files: Sequence[WatchedFiles[Any]],
+    calls: RunningCalls,
+    expire_owned: Callable[[Set[str]], Awaitable[None]],
+    woken: asyncio.Event,
+) -> None:
+    """Reads changed files, and ends the calls and holds of callers that they refuse, until cancelled.
 
     Args:
         files: of credentials and limits; each looks at its own interval.
         expire_owned: ends the leases and tickets of some principals.
+        woken: set to have changed files read at once.
     """
 
-    def __init__(
-        self,
-        files: Sequence[WatchedFiles[Any]],
-        calls: RunningCalls,
-        expire_owned: Callable[[Set[str]], Awaitable[None]],
-    ):
-        self._files = files
-        self._calls = calls
-        self._expire_owned = expire_owned
-        self._woken = asyncio.Event()
+    def look(at_once: bool) -> None:
+        for each in files:
+            each.look(at_once=at_once)
 
-    def look_at_once(self) -> None:
-        """Reads changed files now. For signal handlers."""
-        self._woken.set()
-
-    async def run(self) -> None:
-        """Watches until cancelled."""
-        while True:
-            try:
-                async with asyncio.timeout(LOOK_S):
-                    await self._woken.wait()
-            except TimeoutError:
-                pass
-            at_once = self._woken.is_set()
-            self._woken.clear()
-            try:
-                await asyncio.to_thread(self._look, at_once)
-                if taken := self._calls.end_refused():
-                    log.warning(
-                        "ended calls, leases and tickets of callers that are refused now", principals=sorted(taken)
-                    )
-                    await self._expire_owned(taken)
-            except Exception:
-                log.exception("reading credentials failed; the server tries again", next_in_s=LOOK_S)
-
-    def _look(self, at_once: bool) -> None:
-        for files in self._files:
-            files.look(at_once=at_once)
+    while True:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LOOK_S):
+                await woken.wait()
+        at_once = woken.is_set()
+        woken.clear()
+        try:
+            await asyncio.to_thread(look, at_once)
+            if taken := calls.end_refused():
+                log.warning("ended calls, leases and tickets of callers that are refused now", principals=sorted(taken))
+                await expire_owned(taken)
+        except Exception:
+            log.exception("reading credentials failed; the server tries again", next_in_s=LOOK_S)

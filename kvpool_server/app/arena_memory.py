@@ -16,6 +16,7 @@ import re
 import secrets
 import socket
 import time
+from collections import OrderedDict
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -235,7 +236,7 @@ class MemorySocket:
         self._address = address
         self._segment = segment
         self._loop = asyncio.get_running_loop()
-        self._waiting: dict[socket.socket, asyncio.TimerHandle] = {}
+        self._waiting: OrderedDict[asyncio.Task[None], None] = OrderedDict()
         self._refused, self._logged_at = 0, -LOG_EVERY_S
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         try:
@@ -272,45 +273,32 @@ class MemorySocket:
             _, uid = peer_of(client)
             if isinstance(self._address, bytes) and uid not in (os.geteuid(), 0):
                 self._refuse(client, "another user's process; see --unix-listen")
-            elif not self._answer(client):
-                self._wait(client)
+                continue
+            if len(self._waiting) >= MAX_WAITING:
+                self._waiting.popitem(last=False)[0].cancel()
+            task = self._loop.create_task(self._answer(client))
+            self._waiting[task] = None
+            task.add_done_callback(lambda ended: self._waiting.pop(ended, None))
 
-    def _wait(self, client: socket.socket) -> None:
-        if len(self._waiting) >= MAX_WAITING:
-            self._hang_up(next(iter(self._waiting)))
-        self._waiting[client] = self._loop.call_later(PATIENCE_S, self._hang_up, client)
-        self._loop.add_reader(client, self._answer, client)
-
-    def _answer(self, client: socket.socket) -> bool:
-        """Answers a client's request, and hangs up; False if no request has arrived yet."""
-        try:
-            request = client.recv(REQUEST_BYTES + 1)
+    async def _answer(self, client: socket.socket) -> None:
+        """Answers a client's request, and hangs up."""
+        with client, suppress(OSError):  # The client has disconnected, or sent nothing in time.
+            async with asyncio.timeout(PATIENCE_S):
+                request = await self._loop.sock_recv(client, REQUEST_BYTES + 1)
             if secrets.compare_digest(request, MAGIC + self._segment.token):
                 socket.send_fds(client, [MAGIC], [self._segment.fd])
                 pid, uid = peer_of(client)
                 log.debug("handed out shared memory", pid=pid, uid=uid)
             elif request:
                 self._refuse(client, "not the token of this server's memory")
-        except BlockingIOError:
-            return False
-        except OSError:
-            pass  # The client has disconnected.
-        self._hang_up(client)
-        return True
 
     def _refuse(self, client: socket.socket, why: str) -> None:
         pid, uid = peer_of(client)
-        self._hang_up(client)
+        client.close()
         self._refused += 1
         if time.monotonic() - self._logged_at >= LOG_EVERY_S:
             self._logged_at = time.monotonic()
             log.warning("refused shared memory", why=why, pid=pid, uid=uid, refused_so_far=self._refused)
-
-    def _hang_up(self, client: socket.socket) -> None:
-        if timer := self._waiting.pop(client, None):
-            timer.cancel()
-            self._loop.remove_reader(client)
-        client.close()
 
     def close(self) -> None:
         """Hands out nothing more. Memory that clients have mapped stays theirs. Idempotent."""
@@ -321,5 +309,5 @@ class MemorySocket:
                 os.unlink(self._address)  # First: a socket that nobody listens on may be replaced by a successor's.
         self._loop.remove_reader(self._listener)
         self._listener.close()
-        for client in list(self._waiting):
-            self._hang_up(client)
+        for task in self._waiting:
+            task.cancel()

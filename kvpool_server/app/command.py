@@ -16,14 +16,14 @@ import structlog
 import typer
 from rich.markup import escape
 
-from kvpool.client.config import is_loopback
+from kvpool.client.config import is_loopback, split_address
 from kvpool.protocol.errors import ConfigError
 from kvpool.report.quotas import size_text
 from kvpool.transport.unix_socket import SCHEME, socket_path
 from kvpool.version import __version__
 from kvpool_server.keeping import keeper, store
 from kvpool_server.process import logs
-from kvpool_server.process.addresses import is_local, name_for_clients, split_address
+from kvpool_server.process.addresses import is_local, name_for_clients
 from kvpool_server.process.event_loop import EventLoop
 from kvpool_server.process.logs import LogEvents
 from kvpool_server.process.process_memory import keep_collections_short, keep_freed_memory

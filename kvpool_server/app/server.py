@@ -10,13 +10,13 @@ from typing import Any
 
 import structlog
 
+from kvpool.client.config import split_address
 from kvpool.protocol.errors import ConfigError
 from kvpool.version import __version__
 from kvpool_server.app.composition import Composition, in_background
 from kvpool_server.cache.steps import Steps
 from kvpool_server.keeping.store import keeper_pid
 from kvpool_server.observability.http import DRAINING, SERVING, STARTING
-from kvpool_server.process.addresses import split_address
 from kvpool_server.process.logs import LogEvents
 from kvpool_server.process.process_memory import return_freed_memory
 from kvpool_server.rpc.drain import Drain

@@ -24,6 +24,7 @@ import threading
 from typing import NamedTuple
 
 from kvpool.transport.data_port import Kind, Offsets, Signer, Terms
+from kvpool.transport.segment import sealed_file
 
 _WORD_BYTES = 8
 _ENTRY_WORDS = 3
@@ -147,7 +148,6 @@ class TransferWord:
         self._fence = Fence()
 
     def is_live(self, hold_id: int, terms: Terms) -> bool:
-        """Whether a hold has not ended."""
         return bool(self._entries[terms.entry * _ENTRY_WORDS] == hold_id)
 
     def bound(self, terms: Terms) -> Bound:
@@ -188,6 +188,5 @@ def map_words(fd: int, *, writable: bool) -> memoryview:
 
 
 def _share(name: str, num_words: int) -> tuple[int, memoryview]:
-    fd = os.memfd_create(name)
-    os.ftruncate(fd, num_words * _WORD_BYTES)
+    fd = sealed_file(name, num_words * _WORD_BYTES)
     return fd, map_words(fd, writable=True)

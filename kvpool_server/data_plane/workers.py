@@ -17,7 +17,7 @@ import structlog
 
 from kvpool.protocol.types import NONCE_BYTES
 from kvpool.transport.child_process import ChildProcess
-from kvpool.transport.segment import Segment
+from kvpool.transport.segment import Segment, sealed_file
 from kvpool_server.data_plane.permits import PermitTable
 from kvpool_server.data_plane.worker import TALLY_COLUMNS
 
@@ -69,8 +69,7 @@ class DataWorkers:
         self._permits, count = permits, permits.num_workers
         self.told_host, self.port = told_host, self._listener.getsockname()[1]
         self.nonce, self.sealed = secrets.token_bytes(NONCE_BYTES), permits.sealed
-        self._tally_fd = os.memfd_create("kvpool-data-tally")
-        os.ftruncate(self._tally_fd, count * TALLY_COLUMNS * 8)
+        self._tally_fd = sealed_file("kvpool-data-tally", count * TALLY_COLUMNS * 8)
         self._tallies = np.frombuffer(mmap.mmap(self._tally_fd, 0), np.uint64).reshape(count, TALLY_COLUMNS)
         self._is_stopping = False
         self._workers = [_WorkerState(self._spawn(row), time.monotonic()) for row in range(count)]

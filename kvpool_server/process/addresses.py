@@ -13,7 +13,7 @@ from ipaddress import ip_address
 from typing import Any
 from urllib.parse import urlsplit
 
-from kvpool.client.config import is_loopback
+from kvpool.client.config import is_loopback, split_address
 from kvpool.protocol.errors import ConfigError
 from kvpool.transport.unix_socket import Address
 
@@ -22,16 +22,6 @@ _PRIVATE = (".localhost", ".svc", ".svc.cluster.local", ".internal")
 """Ends of names that nobody can have on the Internet: of this host, of Kubernetes' services, of clouds' hosts."""
 _full_names = functools.cache(lambda: {socket.getfqdn().lower(), socket.gethostname().lower()})
 """This host's names; called when they are needed, because DNS may be asked."""
-
-
-def split_address(address: str) -> tuple[str, int]:
-    """HOST:PORT as a pair. Raises ValueError."""
-    host, _, port = address.rpartition(":")
-    if not host or not (port.isascii() and port.isdigit()):
-        raise ValueError(f"{address!r} is not HOST:PORT")
-    if int(port) > 65535:
-        raise ValueError(f"{port} is not a port; give one of 1 to 65535, or 0 for a free one")
-    return host.strip("[]"), int(port)
 
 
 def is_local(address: str) -> bool:

@@ -36,7 +36,7 @@ from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.access.audit import READ
 from kvpool_server.access.authentication import Certificates, Context, Credential, DenyList
 from kvpool_server.access.control import ServerCredentials
-from kvpool_server.access.running_calls import AccessWatch, RunningCalls
+from kvpool_server.access.running_calls import RunningCalls, watch_access
 from kvpool_server.app import composition
 from kvpool_server.rpc import grpc_server
 from tests.conftest import StartServer
@@ -334,10 +334,10 @@ def test_a_signal_has_files_read_at_once(tmp_path: Path) -> None:
         raise AssertionError("nobody was refused")
 
     async def scenario() -> None:
-        watch = AccessWatch([watched], calls, expire_owned)
-        task = asyncio.create_task(watch.run())
+        woken = asyncio.Event()
+        task = asyncio.create_task(watch_access([watched], calls, expire_owned, woken))
         file.write_text("new")
-        watch.look_at_once()
+        woken.set()
         async with asyncio.timeout(10):
             while watched.value != "new":
                 await asyncio.sleep(0.01)
