@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from typing import Any
 
 import typer
 
 from kvpool.cli import app
 from kvpool_server.app.command import serve
+from kvpool_server.tiers.command import app as tier
 
 
 def kvpool_command() -> Any:
-    """`kvpool`, a group of click's, with the commands that other packages register."""
+    """`kvpool`, a group of click's, with the commands that `kvpool.cli.main` adds where they are asked for."""
     common = app.registered_callback.callback if app.registered_callback else None
     whole = typer.Typer(callback=common, help=app.info.help)
     whole.registered_commands = [*app.registered_commands]
     whole.registered_groups = [*app.registered_groups]
-    for point in importlib.metadata.entry_points(group="kvpool.commands"):
-        loaded = point.load()
-        if isinstance(loaded, typer.Typer):
-            whole.add_typer(loaded, name=point.name)
-        else:
-            whole.command(point.name)(loaded)
+    whole.add_typer(tier, name="tier")
     return typer.main.get_command(whole)
 
 

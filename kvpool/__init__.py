@@ -8,22 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from kvpool.protocol.errors import ChecksumError as ChecksumError
-from kvpool.protocol.errors import ConfigError as ConfigError
-from kvpool.protocol.errors import DrainingError as DrainingError
-from kvpool.protocol.errors import IncompatibleNamespaceError as IncompatibleNamespaceError
-from kvpool.protocol.errors import IncompatibleReleaseError as IncompatibleReleaseError
-from kvpool.protocol.errors import InvalidReplyError as InvalidReplyError
-from kvpool.protocol.errors import InvalidRequestError as InvalidRequestError
-from kvpool.protocol.errors import KVPoolError as KVPoolError
-from kvpool.protocol.errors import LeaseExpiredError as LeaseExpiredError
-from kvpool.protocol.errors import OutOfSpaceError as OutOfSpaceError
-from kvpool.protocol.errors import PermissionDeniedError as PermissionDeniedError
-from kvpool.protocol.errors import PoolTimeoutError as PoolTimeoutError
-from kvpool.protocol.errors import TransferError as TransferError
-from kvpool.protocol.errors import UnauthenticatedError as UnauthenticatedError
-from kvpool.protocol.errors import UnavailableError as UnavailableError
-from kvpool.protocol.errors import UnknownNamespaceError as UnknownNamespaceError
+from kvpool.protocol.errors import *  # noqa: F403
 from kvpool.version import __version__ as __version__
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.metadata
+import importlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -85,7 +85,8 @@ app.add_typer(token, name="token")
 def main() -> None:
     """Entry point of the console script. Prints errors as one sentence."""
     arguments = _common_options_first(sys.argv[1:])
-    _add_entry_points(arguments)
+    if arguments in ([], ["--help"]) or "tier" in arguments:  # By name: it imports the server, which few users need.
+        app.add_typer(importlib.import_module("kvpool_server.tiers.command").app, name="tier")
     try:
         app(arguments)
     except KVPoolError as error:
@@ -109,20 +110,6 @@ def _common_options_first(arguments: Sequence[str]) -> list[str]:
             return first  # Typer says that the last option has no value.
         first.append(value)
     return first + rest
-
-
-def _add_entry_points(arguments: list[str]) -> None:
-    """Registers other packages' commands that `arguments` may name: they import more than most users need."""
-    own = {group.name for group in app.registered_groups}
-    own |= {command.name or command.callback.__name__ for command in app.registered_commands if command.callback}
-    for point in importlib.metadata.entry_points(group="kvpool.commands"):
-        if point.name in own or not (arguments in ([], ["--help"]) or point.name in arguments):
-            continue
-        loaded = point.load()
-        if isinstance(loaded, typer.Typer):
-            app.add_typer(loaded, name=point.name)
-        else:
-            app.command(point.name)(loaded)
 
 
 if __name__ == "__main__":

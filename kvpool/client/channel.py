@@ -6,6 +6,8 @@ import json
 import threading
 import time
 from collections.abc import Callable
+from functools import partialmethod
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -159,17 +161,13 @@ class RenewedChannel:
         self._token.look()
         return {"metadata": (("authorization", f"Bearer {self._token.value}"),)}
 
-    def unary_unary(self, *args: Any, **options: Any) -> Any:
-        return _Method(self, lambda channel: channel.unary_unary(*args, **options))
+    def _bind(self, kind: str, *args: Any, **options: Any) -> Any:
+        return _Method(self, methodcaller(kind, *args, **options))
 
-    def unary_stream(self, *args: Any, **options: Any) -> Any:
-        return _Method(self, lambda channel: channel.unary_stream(*args, **options))
-
-    def stream_unary(self, *args: Any, **options: Any) -> Any:
-        return _Method(self, lambda channel: channel.stream_unary(*args, **options))
-
-    def stream_stream(self, *args: Any, **options: Any) -> Any:
-        return _Method(self, lambda channel: channel.stream_stream(*args, **options))
+    unary_unary = partialmethod(_bind, "unary_unary")
+    unary_stream = partialmethod(_bind, "unary_stream")
+    stream_unary = partialmethod(_bind, "stream_unary")
+    stream_stream = partialmethod(_bind, "stream_stream")
 
     def close(self) -> None:
         with self._lock:

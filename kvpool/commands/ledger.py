@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from operator import attrgetter
 from typing import Annotated, Any
 
 import typer
@@ -131,7 +132,8 @@ class _Number:
     """A column of numbers.
 
     Args:
-        value: 0 where there is nothing to print.
+        value: of a row; falsy where there is nothing to print.
+        text: of a value.
         is_reported: engines tell it; else the server counts it.
         rank: columns of a higher rank are left out first where the table is wider than the terminal.
     """
@@ -139,8 +141,8 @@ class _Number:
     name: str
     gloss: str
     rank: int
-    value: Callable[[pb.LedgerRow], float]
-    text: Callable[[pb.LedgerRow], str]
+    value: Callable[[pb.LedgerRow], Any]
+    text: Callable[[Any], str]
     is_reported: bool = False
 
 
@@ -148,44 +150,36 @@ def _gpu_time(seconds: float) -> str:
     return f"{seconds / 3_600:,.1f} h" if seconds >= 3_600 else f"{seconds:,.0f} s"
 
 
-def _evicted(row: pb.LedgerRow) -> int:
-    return row.computed_tokens.get(Cause.EVICTED.label, 0)
-
-
 def _prompt_tokens(row: pb.LedgerRow) -> int:
     return row.loaded_tokens + sum(row.computed_tokens.values())
 
 
+def _hit_ratio(row: pb.LedgerRow) -> str:
+    total = _prompt_tokens(row)
+    return share_text(row.loaded_tokens, total) if total else ""
+
+
 _NUMBERS = (
+    _Number("saved", "GPU time, as engines estimate", 0, attrgetter("saved_gpu_seconds"), _gpu_time, True),
     _Number(
-        "saved", "GPU time, as engines estimate", 0,
-        lambda row: row.saved_gpu_seconds, lambda row: _gpu_time(row.saved_gpu_seconds), True,
+        "lost", "GPU time by which loads were slower, likewise", 8, attrgetter("lost_gpu_seconds"), _gpu_time, True
     ),
     _Number(
-        "lost", "GPU time by which loads were slower, likewise", 8,
-        lambda row: row.lost_gpu_seconds, lambda row: _gpu_time(row.lost_gpu_seconds), True,
+        "held", "memory, times hours", 2, attrgetter("gib_hours"), lambda hours: f"{size_text(round(hours * GIB))}-h"
     ),
+    _Number("stored", "bytes", 7, attrgetter("stored_bytes"), size_text),
+    _Number("loaded", "bytes", 4, attrgetter("loaded_bytes"), size_text),
+    _Number("hit tokens", "prompt tokens that lookups found", 3, attrgetter("hit_tokens"), count_text),
     _Number(
-        "held", "memory, times hours", 2,
-        lambda row: row.gib_hours, lambda row: f"{size_text(round(row.gib_hours * GIB))}-h",
-    ),
-    _Number("stored", "bytes", 7, lambda row: row.stored_bytes, lambda row: size_text(row.stored_bytes)),
-    _Number("loaded", "bytes", 4, lambda row: row.loaded_bytes, lambda row: size_text(row.loaded_bytes)),
-    _Number(
-        "hit tokens", "prompt tokens that lookups found", 3,
-        lambda row: row.hit_tokens, lambda row: count_text(row.hit_tokens),
-    ),
-    _Number(
-        "hit ratio", "share of prompt tokens that were loaded", 1,
-        _prompt_tokens, lambda row: share_text(row.loaded_tokens, _prompt_tokens(row)), True,
+        "hit ratio", "share of prompt tokens that were loaded", 1, _hit_ratio, lambda ratio: ratio or UNKNOWN, True
     ),
     _Number(
         "evicted", "tokens computed because they had made room", 6,
-        _evicted, lambda row: count_text(_evicted(row)), True,
+        lambda row: row.computed_tokens.get(Cause.EVICTED.label, 0), count_text, True,
     ),
     _Number(
         "by others", "tokens looked up in vain because they had made room for other tenants", 5,
-        lambda row: row.evicted_by_others_tokens, lambda row: count_text(row.evicted_by_others_tokens),
+        attrgetter("evicted_by_others_tokens"), count_text,
     ),
 )  # fmt: skip
 
@@ -239,7 +233,7 @@ def _drawn(
         hour = dt.datetime.fromtimestamp(row.hour, dt.UTC).strftime("%m-%d %H:%M")
         names = {"hour": hour, "tenant": row.tenant or "(none)", "model": row.model}
         is_known = _has_report(row)
-        cells = (UNKNOWN if each.is_reported and not is_known else each.text(row) for each in numbers)
+        cells = (UNKNOWN if each.is_reported and not is_known else each.text(each.value(row)) for each in numbers)
         table.add_row(*(escape(names[name]) for name in fields), *cells)
     return table
 

@@ -49,8 +49,7 @@ def stats(
     others = ("tiers", "server", "boot_token", "engines", "quotas")
     numbers = {name: each for name, each in _metrics(fields_of(snapshot)).items() if name not in others}
     _print_metrics("pool", numbers, show_all=show_all)
-    if snapshot.HasField("server"):
-        _print_rpcs(snapshot.server)
+    _print_rpcs(snapshot.server)
     for tier in snapshot.tiers:
         metrics = _metrics(fields_of(tier))
         for server in metrics.pop("servers"):
@@ -64,10 +63,9 @@ def row_of(stats: pb.StatsResponse, found: Sequence[Finding]) -> dict[str, Any]:
     asked, hit = tokens(stats.server)
     row = _metrics(fields_of(stats))
     boot_token = row.pop("boot_token")
-    if row["server"] is not None:
-        for each, rpc in zip(row["server"]["rpcs"], stats.server.rpcs, strict=True):
-            p50, p99 = _quantiles(stats.server, rpc)
-            each |= {"count": sum(rpc.buckets), "p50_seconds": p50, "p99_seconds": p99}
+    for each, rpc in zip(row["server"]["rpcs"], stats.server.rpcs, strict=True):
+        p50, p99 = _quantiles(stats.server, rpc)
+        each |= {"count": sum(rpc.buckets), "p50_seconds": p50, "p99_seconds": p99}
     return {
         **row,
         "tiers": [_metrics(tier) for tier in row["tiers"]],
@@ -100,14 +98,13 @@ def _summary(stats: pb.StatsResponse) -> Iterator[str]:
         yield f"hit ratio   {share_text(found, asked)} of {count_text(asked)} tokens"
     elif blocks := counters.get("lookup_blocks", 0):
         yield f"hit ratio   {share_text(counters.get('lookup_hits', 0), blocks)} of {count_text(blocks)} blocks"
-    if stats.HasField("server"):
-        server = stats.server
-        if lookups := count(server.rpcs, "Lookup"):
-            yield f"lookups     {count_text(lookups)}: {lookup_latency(server)}"
-        yield f"loop lag    {loop_lag(server)}"
-        for transport, moved in moved_bytes(server).items():
-            sizes = ", ".join(f"{direction} {size_text(nbytes)}" for direction, nbytes in moved.items())
-            yield f"{transport:<12}{sizes}"
+    server = stats.server
+    if lookups := count(server.rpcs, "Lookup"):
+        yield f"lookups     {count_text(lookups)}: {lookup_latency(server)}"
+    yield f"loop lag    {loop_lag(server)}"
+    for transport, moved in moved_bytes(server).items():
+        sizes = ", ".join(f"{direction} {size_text(nbytes)}" for direction, nbytes in moved.items())
+        yield f"{transport:<12}{sizes}"
 
 
 def _print_metrics(title: str, metrics: dict[str, Any], *, show_all: bool) -> None:

@@ -47,7 +47,7 @@ class Interval:
         restarted = before.boot_token != now.boot_token
         if restarted:
             before = pb.StatsResponse()
-            seconds = min(seconds, now.server.uptime_seconds) if now.HasField("server") else seconds
+            seconds = min(seconds, now.server.uptime_seconds)
         return cls(before, now, max(seconds, 1e-3), restarted)
 
     def count(self, name: str) -> int:
@@ -55,7 +55,6 @@ class Interval:
         return max(0, self.now.counters.get(name, 0) - self.before.counters.get(name, 0))
 
     def per_second(self, count: float) -> float:
-        """A count of the interval as a rate."""
         return count / self.seconds
 
     @property
@@ -106,8 +105,6 @@ def frame(view: View) -> RenderableType:
 
 def heading(endpoint: str, stats: pb.StatsResponse) -> str:
     """The server's release, endpoint and age."""
-    if not stats.HasField("server"):
-        return f"kvpool-server at {endpoint}"
     uptime = duration_text(stats.server.uptime_seconds)
     return f"kvpool-server {stats.server.version} at {endpoint}, up for {uptime}"
 
@@ -144,10 +141,11 @@ def _lines(interval: Interval) -> Iterator[tuple[str, str]]:
         if away := [server.name for server in tier.servers if not server.up]:
             state += f", no answer: {', '.join(away)}"
         yield "tier", f"{filled} {size_text(tier.used_bytes)}{size}{state}: {tier.name}"
+    evicted_per_s = count_text(interval.per_second(interval.count("evicted_blocks")))
     yield (
         "blocks",
         f"{count_text(now.num_entries)} entries, {count_text(now.num_leases)} leases, "
-        f"{count_text(now.num_tickets)} tickets, {_rate(interval, 'evicted_blocks')} evicted/s",
+        f"{count_text(now.num_tickets)} tickets, {evicted_per_s} evicted/s",
     )
     yield "hit ratio", _hit_ratio(interval)
     yield from _server_lines(interval)
@@ -160,15 +158,8 @@ def _hit_ratio(interval: Interval) -> str:
     return f"{share_text(found, asked)} of {per_s} tokens/s; {share_text(all_found, all_asked)} since the start"
 
 
-def _rate(interval: Interval, name: str) -> str:
-    return count_text(interval.per_second(interval.count(name)))
-
-
 def _server_lines(interval: Interval) -> Iterator[tuple[str, str]]:
     server = interval.server
-    if not interval.now.HasField("server"):
-        yield "lookups", f"{_rate(interval, 'lookups')}/s; this server is too old to tell more"
-        return
     lookups = count_text(interval.per_second(count(server.rpcs, "Lookup") + count(server.rpcs, "LookupWait")))
     yield "lookups", f"{lookups}/s, {lookup_latency(server)}"
     failed = sum(sum(each.buckets) for each in server.rpcs if each.status != "OK")

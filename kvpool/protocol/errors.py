@@ -3,6 +3,14 @@
 A miss is a value, never an error. Messages name the thing, the value and the fix.
 """
 
+__all__ = [
+    "ChecksumError", "ConfigError", "DrainingError", "IncompatibleNamespaceError", "IncompatibleReleaseError",
+    "InvalidReplyError", "InvalidRequestError", "KVPoolError", "LeaseExpiredError", "OutOfSpaceError",
+    "PermissionDeniedError", "PoolTimeoutError", "TransferError", "UnauthenticatedError", "UnavailableError",
+    "UnknownNamespaceError",
+]  # fmt: skip
+"""What kvpool exports: `BusyError` is none of it, because clients call again by themselves."""
+
 MAX_TEXT_CHARS = 4_000
 """Of an error. Some quote what a caller chose, and every error is sent and logged."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 MESSAGE_BYTES = 128 << 10
@@ -24,26 +25,18 @@ class PiecedChannel:
     """
 
     def __init__(self, channel: Any):
-        self._channel = channel
+        self.unary_unary = partial(_bind, channel.unary_unary, channel.stream_unary)
+        self.unary_stream = partial(_bind, channel.unary_stream, channel.stream_stream)
+        self.stream_unary = partial(_bind, None, channel.stream_unary)
         self.stream_stream = channel.stream_stream
 
-    def unary_unary(
-        self, path: str, request_serializer: _Encode, response_deserializer: Any, **options: Any
-    ) -> _Method:
-        methods = (self._channel.unary_unary, self._channel.stream_unary)
-        return _Method(request_serializer, *(each(path, None, response_deserializer, **options) for each in methods))
 
-    def unary_stream(
-        self, path: str, request_serializer: _Encode, response_deserializer: Any, **options: Any
-    ) -> _Method:
-        methods = (self._channel.unary_stream, self._channel.stream_stream)
-        return _Method(request_serializer, *(each(path, None, response_deserializer, **options) for each in methods))
-
-    def stream_unary(
-        self, path: str, request_serializer: _Encode, response_deserializer: Any, **options: Any
-    ) -> _Method:
-        many = self._channel.stream_unary(path, None, response_deserializer, **options)
-        return _Method(request_serializer, None, many)
+def _bind(
+    one: Any, many: Any, path: str, request_serializer: _Encode, response_deserializer: Any, **options: Any
+) -> _Method:
+    """The method at `path`, by a channel's way to send one message (None: not needed) and its way to send many."""
+    ways = (each and each(path, None, response_deserializer, **options) for each in (one, many))
+    return _Method(request_serializer, *ways)
 
 
 class _Method:

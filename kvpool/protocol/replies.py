@@ -197,7 +197,6 @@ class LookupQuestion:
         return _REPLY_SLACK_BYTES + sum(_RUN_SLACK_BYTES + len(run) * a_block for run in self.runs)
 
     def answer(self, reply: pb.LookupResponse) -> Lookup:
-        """The answer, once it is checked."""
         hits = reply.hits
         num_complete = self.check_hits(hits)
         offsets = [hit.offsets for hit in hits]  # Each look at a field of bytes copies them.
@@ -352,8 +351,10 @@ def namespaces(reply: pb.ListNamespacesResponse) -> list[pb.NamespaceInfo]:
 
 
 def stats(reply: pb.StatsResponse) -> pb.StatsResponse:
-    """A snapshot whose histograms have one bucket more than ascending bounds."""
+    """A snapshot with the server's own part, whose histograms have one bucket more than ascending bounds."""
     bounds = checked(reply).server.rpc_seconds_bounds
+    if not reply.HasField("server"):
+        raise InvalidReplyError("the server's statistics have no part `server`")
     if list(bounds) != sorted(bounds):
         raise InvalidReplyError("the server's rpc_seconds_bounds do not ascend")
     for rpc in reply.server.rpcs:

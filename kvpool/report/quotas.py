@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import heapq
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 
 from kvpool.protocol.errors import InvalidRequestError
 from kvpool.protocol.types import Quota
 
-MAX_TOLD = 256
-"""Quotas in an answer to `Stats`."""
 _UNITS = {"": 1, "B": 1, **{f"{p}iB": 1 << 10 * n for n, p in enumerate("KMGTP", 1)}}
 _UNITS |= {f"{p}B": 1_000**n for n, p in enumerate("KMGTP", 1)}
 _BY_LOWER = {unit.lower(): nbytes for unit, nbytes in _UNITS.items()}
@@ -55,11 +52,6 @@ def beyond_memory(quotas: Sequence[Quota], arena_bytes: int) -> str:
                 "give the server more --memory"
             )
     return ""
-
-
-def fullest(quotas: Iterable[Quota], most: int = MAX_TOLD) -> tuple[Quota, ...]:
-    """The quotas whose subjects hold most of what they may hold, those first."""
-    return tuple(heapq.nlargest(most, quotas, key=lambda quota: quota.used_bytes / max(1, quota.limit_bytes)))
 
 
 def parse_size(size: str) -> int:

@@ -74,7 +74,6 @@ class Transfer:
 
     @property
     def batch_regions(self) -> int:
-        """How many regions the largest batch has."""
         return min(len(self.offsets), max(1, self.batch_bytes // max(1, self.region_bytes)))
 
     def batches(self) -> list[tuple[int, int]]:

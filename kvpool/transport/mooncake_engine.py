@@ -23,12 +23,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from kvpool.protocol.errors import ConfigError, TransferError
-
-Bytes = npt.NDArray[np.uint8]
+from kvpool.transport.segment import Bytes
 
 RDMA_DEVICES = Path("/sys/class/infiniband")
 LISTEN_WAIT_US = 50_000

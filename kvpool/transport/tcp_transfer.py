@@ -74,7 +74,6 @@ class ConnectionPool:
             return connection
 
     def release(self, connection: Connection) -> None:
-        """Returns a connection."""
         with self._changed:
             self._used.discard(connection)
             connection.reuse()

@@ -14,7 +14,6 @@ from prometheus_client import CollectorRegistry, Gauge, GCCollector, Histogram, 
 from prometheus_client.registry import Collector
 
 from kvpool.protocol import wire
-from kvpool.report.quotas import fullest
 from kvpool.v1 import pool_pb2 as pb
 from kvpool.version import __version__
 from kvpool_server.access.control import AccessControl, ends_of
@@ -101,7 +100,8 @@ class Monitoring:
         stats = self._tiered.stats(self._memory.backed_bytes)
         stats.boot_token = self._boot_token
         stats.engines.extend(self._reports.engines())
-        stats.quotas.extend(wire.encode_quotas(fullest(self._pool.quotas())))
+        fullest = sorted(self._pool.quotas(), key=lambda each: each.used_bytes / max(1, each.limit_bytes), reverse=True)
+        stats.quotas.extend(wire.encode_quotas(fullest))
         stats.server.CopyFrom(self._server_stats())
         return stats
 

@@ -36,7 +36,6 @@ class FairSlots:
 
     @property
     def has_waiting(self) -> bool:
-        """Whether any caller waits."""
         return any(self._waiting.values())
 
     @asynccontextmanager

@@ -260,7 +260,6 @@ class RpcMetrics(Collector):
         return _Timer(self, method, was_answered)
 
     def observe(self, method: str, status: str, seconds: float) -> None:
-        """Counts one RPC."""
         key = method, status
         series = self._by_status.get(key)
         if series is None:

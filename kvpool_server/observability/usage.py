@@ -64,7 +64,6 @@ class Pairs:
 
     @property
     def is_full(self) -> bool:
-        """Whether no further pair is told apart."""
         return len(self._named) >= MAX_PAIRS
 
     def admit(self, pair: Pair) -> Pair:

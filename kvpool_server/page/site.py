@@ -23,6 +23,7 @@ import structlog
 
 from kvpool.doctor.judgements import INCOMPLETE, RECENT_S, judgements, window_of
 from kvpool.protocol.messages import fields_of
+from kvpool.protocol.reports import Cause
 from kvpool.protocol.text import escaped
 from kvpool.report.finding import Level, problems
 from kvpool.v1 import pool_pb2 as pb
@@ -304,6 +305,7 @@ def now_document(
         "state": state,
         "findings": findings(state, stats, before),
         "log": log,
+        "causes": {cause.label: cause.gloss for cause in Cause},
         "stats": fields_of(stats, shown),
     }
     return encoded(document)[:-1] + b',"sample":' + sample + b"}"

@@ -5,8 +5,6 @@ Regions are for engines that reach the arena in no other way.
 
 from __future__ import annotations
 
-import asyncio
-import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -24,6 +22,7 @@ from kvpool_server.access.authentication import Context
 from kvpool_server.cache.leases import Owner
 from kvpool_server.cache.steps import finish
 from kvpool_server.rpc.handlers import Handlers, owner_of
+from kvpool_server.tiering.tiered_pool import MAX_WAIT_MS
 
 log = structlog.get_logger()
 
@@ -36,9 +35,6 @@ INLINE_CHUNKS_PER_TURN = 64
 """Chunks of one PutChunks message that are stored before other calls get a turn."""
 MAX_CHUNK_BYTES = 4 << 20
 TTL_MS = 60_000
-PROMOTION_TIMEOUT_S = 2.0
-"""How long a get of a chunk waits for a block to be promoted from a tier. The client has no lease, so it cannot look up
-again."""
 _PAYLOAD = pb.GetChunksResponse.PAYLOAD_FIELD_NUMBER
 
 
@@ -143,13 +139,14 @@ class ChunkHandlers(Handlers):
                 f"group {key.group_idx}'s chunks have {nbytes} bytes; GetChunks sends at most {MAX_CHUNK_BYTES}: look "
                 "up and read instead"
             )
-        lease_id = await self._lease(key.namespace, run)
-        if not lease_id:
+        # The client gets no lease, so it cannot look up again: the lookup waits for a tier.
+        found = await self.tiered.lookup(key.namespace, [run], True, lease_ttl_ms=TTL_MS, wait_ms=MAX_WAIT_MS)
+        if not found.lease_id:
             return None
         try:
-            located = finish(pool.lookups.get(lease_id, key.namespace, [run], ShardRange(key.shard, 1)))
+            located = finish(pool.lookups.get(found.lease_id, key.namespace, [run], ShardRange(key.shard, 1)))
         finally:
-            pool.release([lease_id])
+            pool.release([found.lease_id])
         # The event loop runs no other call between the release and this copy.
         payload = self.memory[located.offsets[0] : located.offsets[0] + nbytes].tobytes()
         if checksum(payload) != located.checksums[0]:
@@ -157,12 +154,3 @@ class ChunkHandlers(Handlers):
             log.error("corrupt block dropped", block=key.block_hash.hex())
             return None
         return Chunk(key, payload, located.checksums[0])
-
-    async def _lease(self, fingerprint: bytes, run: BlockRun) -> int:
-        """A lease on a block, which may first have to be promoted from a tier; 0 for a miss."""
-        ends_at = time.monotonic() + PROMOTION_TIMEOUT_S
-        while True:
-            found = await self.tiered.lookup(fingerprint, [run], prefix_only=True, lease_ttl_ms=TTL_MS)
-            if found.lease_id or not found.retry_after_ms or time.monotonic() > ends_at:
-                return found.lease_id
-            await asyncio.sleep(found.retry_after_ms / 1000)

@@ -55,7 +55,6 @@ class Drain:
 
     @property
     def is_draining(self) -> bool:
-        """Whether `begin` was called."""
         return self._begun.is_set()
 
     def check(self, *, of_server: bool = False) -> None:

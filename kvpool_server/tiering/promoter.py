@@ -68,6 +68,7 @@ class _Prefetch:
     batch_bytes: int
 
 
+@dataclass(eq=False)
 class Promoter:
     """Reads from one tier.
 
@@ -77,25 +78,16 @@ class Promoter:
         on_progress: called when blocks have come up or will not come, or the tier has said which blocks it has.
     """
 
-    def __init__(
-        self,
-        pool: Pool,
-        memory: npt.NDArray[np.uint8],
-        tier: Tier,
-        health: Health,
-        watermark: Watermark | None,
-        clock: Callable[[], float],
-        on_progress: Callable[[], None],
-        run: Run,
-    ):
-        self._pool = pool
-        self._memory = memory
-        self._tier = tier
-        self._health = health
-        self._watermark = watermark
-        self._clock = clock
-        self._on_progress = on_progress
-        self._run = run
+    _pool: Pool
+    _memory: npt.NDArray[np.uint8]
+    _tier: Tier
+    _health: Health
+    _watermark: Watermark | None
+    _clock: Callable[[], float]
+    _on_progress: Callable[[], None]
+    _run: Run
+
+    def __post_init__(self) -> None:
         self._queue: deque[_Prefetch] = deque()
         self._pending: dict[BlockKey, _Prefetch] = {}
         self._answers: OrderedDict[BlockKey, tuple[bool, float]] = OrderedDict()
@@ -161,12 +153,10 @@ class Promoter:
         return num_pending
 
     def is_pending(self, key: BlockKey) -> bool:
-        """Whether a block is queued or being read."""
         return key in self._pending
 
     @property
     def is_idle(self) -> bool:
-        """True if no block is pending."""
         return not self._pending and not self._searching
 
     @property

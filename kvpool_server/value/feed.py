@@ -1,4 +1,4 @@
-"""Feeds the histogram with the pool's traffic, within a share of one core.
+"""Feeds the histogram of `kvpool value` with the pool's traffic, within a share of one core.
 
 Calls of clients only append to a bounded queue. The event loop counts what is queued, in steps of about a millisecond,
 when a bucket of CPU seconds that fills at `CPU_SHARE` allows it. Lookups and puts that find the queue full are left out
@@ -46,7 +46,11 @@ Later = Callable[[float, Callable[[], None]], object]
 
 
 class ValueFeed(TrafficObserver):
-    """Counts a pool's traffic into a histogram.
+    """Counts a pool's traffic into a histogram, and reports what other arena sizes would hit.
+
+    Args:
+        policy: name of the pool's eviction policy.
+        sample: most blocks in the sample; 0: nothing is counted, and reports say so.
 
     Attributes:
         num_left_out: lookups and puts that found the queue full, or whose counting failed.
@@ -55,13 +59,22 @@ class ValueFeed(TrafficObserver):
 
     def __init__(
         self,
-        histogram: DistanceHistogram,
+        pool: Pool,
+        policy: str,
+        sample: int,
+        has_tiers: bool,
         later: Later,
         clock: Callable[[], float] = time.monotonic,
         cpu_clock: Callable[[], float] = time.thread_time,
     ):
         self.num_left_out, self.cpu_s = 0, 0.0
-        self._histogram = histogram
+        self.histogram = DistanceHistogram(pool.arena.arena_bytes, sample)
+        self._settings: dict[str, Any] = {
+            "enabled": sample > 0,
+            "arena_bytes": pool.arena.arena_bytes,
+            "policy": policy,
+            "has_tiers": has_tiers,
+        }
         self._later = later
         self._clock = clock
         self._cpu_clock = cpu_clock
@@ -72,6 +85,8 @@ class ValueFeed(TrafficObserver):
         self._filled_at = self._faded_at = clock()
         self._saved_s = MAX_SAVED_S
         self._seconds = 0.0  # Of the traffic that was counted until `_faded_at`, faded as the counts are.
+        if sample:
+            pool.traffic.observe(self)
 
     @property
     def seconds(self) -> float:
@@ -142,52 +157,30 @@ class ValueFeed(TrafficObserver):
             group = namespace.spec.groups[run.group_idx]
             salt = namespace.fingerprint + run.group_idx.to_bytes(4, "little")
             if hits is None:
-                yield from self._histogram.put(salt, run.block_hashes, group.slot_bytes)
+                yield from self.histogram.put(salt, run.block_hashes, group.slot_bytes)
             else:
                 tokens = group.block_tokens if nth == 0 else 0
-                yield from self._histogram.lookup(
+                yield from self.histogram.lookup(
                     namespace.spec.tenant, salt, run.block_hashes, hits[nth].num_leading, group.slot_bytes, tokens
                 )
 
     def _fade(self, now: float) -> None:
         keep = 0.5 ** ((now - self._faded_at) / HALF_LIFE_S)
-        self._histogram.fade(keep)
+        self.histogram.fade(keep)
         self._seconds = keep * (self._seconds + now - self._faded_at)
         self._faded_at = now
 
-
-class PoolValue:
-    """What other arena sizes would hit, of a pool: for `kvpool value`, the page, and autoscalers.
-
-    Args:
-        policy: name of the pool's eviction policy.
-        sample: most blocks in the sample; 0: there is no histogram.
-    """
-
-    def __init__(self, pool: Pool, policy: str, sample: int, has_tiers: bool, later: Later):
-        self._settings: dict[str, Any] = {
-            "enabled": sample > 0,
-            "arena_bytes": pool.arena.arena_bytes,
-            "policy": policy,
-            "has_tiers": has_tiers,
-        }
-        self._feed: ValueFeed | None = None
-        if sample:
-            self._histogram = DistanceHistogram(pool.arena.arena_bytes, sample)
-            self._feed = ValueFeed(self._histogram, later)
-            pool.traffic.observe(self._feed)
-
     def report(self, tenant: str | None = None) -> pb.ValueResponse:
         """The curve of a tenant, which is all that this tenant may see; None: of all tenants together, then of each."""
-        if self._feed is None:
+        if not self._settings["enabled"]:
             return pb.ValueResponse(**self._settings)
         has_tiers = self._settings["has_tiers"]
-        curves = self._histogram.curves(has_tiers) if tenant is None else [self._histogram.curve_of(tenant, has_tiers)]
+        curves = self.histogram.curves(has_tiers) if tenant is None else [self.histogram.curve_of(tenant, has_tiers)]
         return pb.ValueResponse(
-            seconds=self._feed.seconds,
-            left_out=self._feed.num_left_out,
-            sampled_blocks=len(self._histogram.stack),
-            cpu_seconds=self._feed.cpu_s,
+            seconds=self.seconds,
+            left_out=self.num_left_out,
+            sampled_blocks=len(self.histogram.stack),
+            cpu_seconds=self.cpu_s,
             curves=curves,
             **self._settings,
         )

@@ -24,6 +24,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.cache.steps import LOOKUP_STEP_BLOCKS, Steps
 
@@ -35,6 +38,15 @@ MAX_TENANTS = 32
 """Tenants with a curve of their own, those seen first; the rest share one."""
 REST = "other"
 """Name of the curve of all tenants beyond `MAX_TENANTS`. Operators alone see it: a tenant may have that name, too."""
+
+
+Counts = npt.NDArray[np.float64]
+"""References of one tenant, in tokens: all, those that the pool has hit, those that the sampled ones stand for, and of
+the sampled ones those with a distance in each segment: float64 [3 + sizes]."""
+
+
+def _no_counts() -> Counts:
+    return np.zeros(3 + len(SIZES))
 
 
 class SampledStack:
@@ -106,32 +118,6 @@ class SampledStack:
         self._settle()
 
 
-class _Counts:
-    """References of one tenant, in tokens.
-
-    Attributes:
-        looked_up, hit: tokens of all references, and of those that the pool has hit.
-        sampled: tokens that the sampled references stand for.
-        hits_of: of the sampled references, those with a distance in each segment.
-    """
-
-    def __init__(self) -> None:
-        self.looked_up = self.hit = self.sampled = 0.0
-        self.hits_of = [0.0 for _ in SIZES]
-
-    def add(self, other: _Counts) -> None:
-        self.looked_up += other.looked_up
-        self.hit += other.hit
-        self.sampled += other.sampled
-        self.hits_of = [mine + more for mine, more in zip(self.hits_of, other.hits_of, strict=True)]
-
-    def scale(self, factor: float) -> None:
-        self.looked_up *= factor
-        self.hit *= factor
-        self.sampled *= factor
-        self.hits_of = [factor * each for each in self.hits_of]
-
-
 class DistanceHistogram:
     """Stack distances in one arena's traffic, by tenant.
 
@@ -145,8 +131,8 @@ class DistanceHistogram:
     def __init__(self, arena_bytes: int, max_blocks: int, hash_of: Callable[[bytes], int] = hash):
         self.stack = SampledStack([size * arena_bytes for size in SIZES], max_blocks)
         self._hash_of = hash_of
-        self._counts: dict[str, _Counts] = {}
-        self._rest = _Counts()
+        self._counts: dict[str, Counts] = {}
+        self._rest = _no_counts()
 
     def lookup(
         self, tenant: str, salt: bytes, hashes: Sequence[bytes], num_hits: int, block_bytes: int, block_tokens: int
@@ -159,21 +145,20 @@ class DistanceHistogram:
         """
         stack = self.stack
         sampled = yield from self._sample(salt, hashes)
-        lookup = _Counts()
-        lookup.looked_up, lookup.hit = block_tokens * len(hashes), block_tokens * num_hits
         weight, farthest, num_found = block_tokens / stack.rate, 0, 0
-        lookup.sampled = weight * len(sampled)
+        hits_of = [0.0 for _ in SIZES]
         for _, block in sampled:
             segment = stack.segment_of.get(block)
             if segment is None:
                 break
             farthest = max(farthest, segment)
-            lookup.hits_of[farthest] += weight
+            hits_of[farthest] += weight
             num_found += 1
             if num_found % STEP_SAMPLED_BLOCKS == 0:
                 yield
         if block_tokens:
-            self._counts_of(tenant).add(lookup)
+            counts = self._counts_of(tenant)
+            counts += [block_tokens * len(hashes), block_tokens * num_hits, weight * len(sampled), *hits_of]
         num_used = num_found + sum(position < num_hits for position, _ in sampled[num_found:])
         yield from self._use(sampled[:num_used], block_bytes)
 
@@ -203,43 +188,42 @@ class DistanceHistogram:
                 yield
             self.stack.use(blocks[start : start + STEP_SAMPLED_BLOCKS], block_bytes)
 
-    def _counts_of(self, tenant: str) -> _Counts:
+    def _counts_of(self, tenant: str) -> Counts:
         if tenant not in self._counts and len(self._counts) >= MAX_TENANTS:
             return self._rest
-        return self._counts.setdefault(tenant, _Counts())
+        return self._counts.setdefault(tenant, _no_counts())
 
     def fade(self, keep: float) -> None:
         """Multiplies every counter by `keep` (exponential decay)."""
         for counts in (*self._counts.values(), self._rest):
-            counts.scale(keep)
+            counts *= keep
 
     def curves(self, has_tiers: bool) -> list[pb.ValueCurve]:
         """The curve of all tenants together, then that of each tenant by name, then `REST` if there is any."""
-        named = sorted(self._counts.items()) + ([(REST, self._rest)] if self._rest.looked_up else [])
-        total = _Counts()
-        for _, counts in named:
-            total.add(counts)
+        named = sorted(self._counts.items()) + ([(REST, self._rest)] if self._rest[0] else [])
+        total = sum((counts for _, counts in named), _no_counts())
         curves = [_curve(counts, has_tiers, tenant=tenant) for tenant, counts in named]
         return [_curve(total, has_tiers, tenant="", is_total=True), *curves]
 
     def curve_of(self, tenant: str, has_tiers: bool) -> pb.ValueCurve:
         """The curve of one tenant; without estimates if the tenant has none of its own."""
-        return _curve(self._counts.get(tenant) or _Counts(), has_tiers, tenant=tenant)
+        return _curve(self._counts.get(tenant, _no_counts()), has_tiers, tenant=tenant)
 
 
-def _curve(counts: _Counts, has_tiers: bool, **names: Any) -> pb.ValueCurve:
+def _curve(counts: Counts, has_tiers: bool, **names: Any) -> pb.ValueCurve:
     """The share of looked-up tokens that LRU would hit at each of `SIZES`.
 
     With tiers, a block that the pool hits now is a hit at every size: the tiers keep what the arena evicts.
     """
-    if not counts.looked_up:
+    looked_up, hit, sampled, *hits_of = counts.tolist()
+    if not looked_up:
         return pb.ValueCurve(**names)
-    hits = itertools.accumulate(counts.hits_of, initial=counts.looked_up - counts.sampled)
-    ratios = [min(max(each / counts.looked_up, 0.0), 1.0) for each in hits][1:]
-    below = counts.hit / counts.looked_up if has_tiers else 0.0
+    hits = itertools.accumulate(hits_of, initial=looked_up - sampled)
+    ratios = [min(max(each / looked_up, 0.0), 1.0) for each in hits][1:]
+    below = hit / looked_up if has_tiers else 0.0
     return pb.ValueCurve(
-        lookup_tokens=counts.looked_up,
-        hit_tokens=counts.hit,
+        lookup_tokens=looked_up,
+        hit_tokens=hit,
         estimates=[
             pb.ValueEstimate(size=size, hit_ratio=ratio, hit_ratio_with_tiers=max(ratio, below))
             for size, ratio in zip(SIZES, ratios, strict=True)

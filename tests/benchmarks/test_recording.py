@@ -163,7 +163,7 @@ def test_a_recording_that_would_take_all_memory_or_stack_is_refused(
 def test_a_file_that_others_may_read_or_that_is_none_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "recording"
     path.touch(0o644)
-    with pytest.raises(ConfigError, match="is not a file of its owner alone"):
+    with pytest.raises(ConfigError, match="others may use the recording"):
         Recorder(str(path), MANY)
     os.mkfifo(tmp_path / "pipe")
     for place in (tmp_path / "pipe", tmp_path, tmp_path / "none" / "recording"):

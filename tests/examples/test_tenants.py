@@ -52,7 +52,8 @@ def test_a_tenant_evicts_its_own_blocks_alone(
     held = {}
     for tenant, model in (("umbra", "small"), ("acme", "large")):
         config = json.loads((EXAMPLE / f"{tenant}.json").read_text())["kv_connector_extra_config"]
-        files = TlsFiles(**(ConnectorConfig(**config).tls or {}))
+        files = ConnectorConfig(**config).tls
+        assert files is not None
         assert all(os.path.exists(path) for path in (files.ca, files.cert, files.key))
         client_config = ClientConfig(server.endpoint, timeout_ms=10_000, data_timeout_ms=10_000, tls=files)
         with Client(client_config) as client:

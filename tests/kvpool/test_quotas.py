@@ -4,7 +4,7 @@ import pytest
 
 from kvpool.protocol.errors import InvalidRequestError
 from kvpool.protocol.types import Quota
-from kvpool.report.quotas import covers, fullest, parse_quota, size_text
+from kvpool.report.quotas import covers, parse_quota, size_text
 
 
 @pytest.mark.parametrize(
@@ -63,8 +63,3 @@ def test_which_namespaces_a_quota_covers() -> None:
 )
 def test_sizes_as_people_read_them(nbytes: int, text: str) -> None:
     assert size_text(nbytes) == text
-
-
-def test_the_fullest_quotas_come_first() -> None:
-    quotas = [Quota("tenant:a", 100, 50), Quota("tenant:b", 10, 9), Quota("tenant:c", 1_000, 10)]
-    assert [quota.subject for quota in fullest(quotas, 2)] == ["tenant:b", "tenant:a"]

@@ -950,6 +950,10 @@ def test_quotas_are_set_listed_and_kept(client: Client) -> None:
         client.put_blocks(namespace, run_of(*"abcde"), [payload(name, CHUNK) for name in "abcde"])
     _store(client, namespace, "a", "b")
     assert client.admin.quotas() == [pb.Quota(subject="tenant:bounded", limit_bytes=4 * CHUNK, used_bytes=4 * CHUNK)]
+    client.admin.set_quotas([Quota("tenant:a", CHUNK), Quota("tenant:z", CHUNK)])
+    told = [quota.subject for quota in client.admin.stats().quotas]
+    assert told == ["tenant:bounded", "tenant:a", "tenant:z"], "the fullest come first"
+    client.admin.set_quotas([Quota("tenant:a", 0), Quota("tenant:z", 0)])
     with pytest.raises(InvalidRequestError, match="quota subject 'bounded' is neither"):
         client.admin.set_quotas([Quota("tenant:bounded", 0), Quota("bounded", 1)])
     assert len(client.admin.quotas()) == 1

@@ -179,6 +179,7 @@ BROKEN: dict[str, tuple[Callable[[Any], Any], Any, str]] = {
     "version": (replies.ping, pb.PingResponse(version="v" * 65), "version has 65 characters"),
     "uptime": (replies.ping, pb.PingResponse(uptime_seconds=float("nan")), "uptime_seconds is nan"),
     "buckets": (replies.stats, server(rpc_seconds_bounds=[1, 2], rpcs=[pb.RpcStats(buckets=[1])]), "number of buckets is 1"),
+    "no server": (replies.stats, pb.StatsResponse(), "the server's statistics have no part `server`"),
     "bounds": (replies.stats, server(rpc_seconds_bounds=[2, 1]), "rpc_seconds_bounds do not ascend"),
     "a field of stats": (replies.stats, server(uptime_seconds=float("nan")), "StatsResponse.server.uptime_seconds is nan"),
     "namespace": (replies.namespaces, info(fingerprint=b""), "fingerprint's size is 0"),

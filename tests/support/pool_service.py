@@ -39,7 +39,7 @@ def pool_service(
     Args:
         memory: the arena, uint8 [arena_bytes].
         metrics: `RpcMetrics`; by default some that nobody reads.
-        stats: default: the pool's, with its tiers.
+        stats: default: the pool's, with its tiers, and nothing of the server.
         drain: default: one that nobody else knows of.
     """
     return PoolService(
@@ -50,12 +50,18 @@ def pool_service(
         turns=turns or Turns(),
         metrics=metrics or RpcMetrics(CollectorRegistry()),
         offer=offer,
-        stats=stats or tiered.stats,
+        stats=stats or (lambda: _stats(tiered)),
         reports=EngineReports(time.monotonic),
         value=lambda _: pb.ValueResponse(enabled=False, arena_bytes=tiered.pool.arena.arena_bytes, policy=""),
         permits=permits,
         who=who,
     )
+
+
+def _stats(tiered: TieredPool) -> pb.StatsResponse:
+    stats = tiered.stats()
+    stats.server.SetInParent()
+    return stats
 
 
 async def _tell_nobody() -> None:

@@ -3,26 +3,6 @@
 import * as format from "./format.js";
 import { lookupQuantile, rate, ratio } from "./samples.js";
 
-export const CAUSES = {
-  last_block: "the last token, which is always computed",
-  never_stored: "never stored, or gone longer than remembered",
-  being_written: "an engine was storing them",
-  evicted: "evicted to make room",
-  removed: "removed or cleared by request",
-  corrupt: "their bytes had changed",
-  put_failed: "the engine that stored them gave up",
-  other_namespace: "only in another namespace: kvpool namespaces --diff",
-  in_tier: "in a tier that was too slow",
-  window_or_state: "the window or state before them is missing",
-  declined: "loading would have taken longer",
-  load_failed: "their load failed",
-  lookup_failed: "their lookup failed or was late",
-  too_many_waiting: "too many other requests waited",
-  pool_away: "no connection to the pool",
-  adapter: "of a LoRA adapter that is not shared",
-  not_asked: "the request does not allow loading",
-  sharing_off: "sharing was off",
-};
 const LEVELS = { ok: "OK", warning: "Warning", fault: "Fault", away: "Away" };
 const CERTIFICATES = { server: "The server's own", client_ca: "Authority of clients" };
 
@@ -128,7 +108,7 @@ function showTiles({ stats }, minute) {
   );
 }
 
-function showUsage({ arena_bytes: arena, server: { usage } }) {
+function showUsage({ arena_bytes: arena, server: { usage } }, glosses) {
   const ofReports = (title, name) => [title, (used) => (hasReported(used) ? format.seconds(used[name]) : format.NONE), true];
   list("owners", "Models and tenants: what they saved, looked up, found and hold, since the start", usage, "No engine has opened a namespace yet.", [
     ["Model", ({ model }) => model || format.NONE],
@@ -146,8 +126,9 @@ function showUsage({ arena_bytes: arena, server: { usage } }) {
   const shown = Object.entries(causes).filter(([, tokens]) => tokens).sort(([, one], [, other]) => other - one);
   list("causes", "Prompt tokens that engines computed since the start, by cause", shown, "No engine has reported yet. Engines count causes in vllm:kvpool_computed_tokens_total.", [
     ["Cause", ([cause]) => {
-      const name = element("span");
-      name.append(element("code", cause), element("span", ` ${CAUSES[cause] ?? ""}`, { class: "note" }));
+      const [name, gloss] = [element("span"), element("span", " ", { class: "note" })];
+      gloss.append(...format.withCode(glosses[cause] ?? ""));
+      name.append(element("code", cause), gloss);
       return name;
     }],
     ["Tokens", ([, tokens]) => format.count(tokens), true],
@@ -183,7 +164,7 @@ export function show(now, minute) {
   showFindings(now);
   document.getElementById("about").textContent = `${location.host} · version ${server.version} · up ${format.duration(server.uptime_seconds)}, since ${format.clock(server.unix_seconds - server.uptime_seconds)}`;
   showTiles(now, minute);
-  showUsage(stats);
+  showUsage(stats, now.causes);
   list("tiers", "Tiers; promoted, missed and written are blocks since the start", stats.tiers, "The server has no tier: blocks live in memory only.", [
     ["Tier", ({ name }) => name],
     ["State", ({ up, servers }) => {

@@ -148,12 +148,6 @@ def test_a_count_that_goes_back_is_no_negative_rate() -> None:
     assert interval.server.usage[0].lookup_tokens == 0
 
 
-def test_a_server_of_an_older_release_is_shown_too() -> None:
-    old = pb.StatsResponse(arena_bytes=1 << 20, counters={"lookups": 4})
-    lines = drawn(View("h:1", Interval.of(old, old, 0.0)))
-    assert "too old" in line(lines, "lookups")
-
-
 @pytest.mark.parametrize("width", [80, 200])
 def test_names_of_others_change_nothing_but_themselves(width: int) -> None:
     interval = busy()

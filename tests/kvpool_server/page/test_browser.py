@@ -20,6 +20,7 @@ from selenium.webdriver.support.ui import Select
 
 from kvpool.client.client import Client
 from kvpool.client.config import ClientConfig
+from kvpool.protocol.reports import Cause
 from kvpool.security.principal import ALL_TENANTS, Principal, Role
 from kvpool.security.tokens import create_token
 from testbed.ports import free_endpoint
@@ -195,6 +196,9 @@ def test_the_page_shows_what_stats_print(page: Page, driven: ServerProcess) -> N
         assert f"{each.hit_tokens / each.lookup_tokens:.1%}".replace("%", " %") in owners
     assert "file:" in page.text("#tiers") and "up" in page.text("#tiers")
     assert "tenant:acme" in page.text("#quotas")
+    told = {cause for each in usage for cause in each.computed_tokens}
+    glosses = [cause.gloss.replace("`", "") for cause in Cause if cause.label in told]
+    assert glosses and all(gloss in page.text("#causes") for gloss in glosses)
 
 
 def run_command_of_stats(server: ServerProcess) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from kvpool.protocol.messages import fields_of
+from kvpool.protocol.reports import Cause
 from kvpool.security.principal import ALL_TENANTS, Principal, Role
 from kvpool.security.tokens import create_token
 from kvpool_server.page.site import INTERVAL_S
@@ -105,6 +106,7 @@ def test_now_is_what_stats_say(pool_server: StartServer, connect: Connect) -> No
     assert shown["counters"] == stats.counters and sample["boot"] == f"{stats.boot_token:016x}"
     assert shown["num_entries"] == stats.num_entries == sum(driver.served.stored_blocks for driver in drivers)
     assert (shown["arena_bytes"], shown["free_bytes"]) == (stats.arena_bytes, stats.free_bytes)
+    assert now["causes"] == {cause.label: cause.gloss for cause in Cause}
     assert shown["quotas"] == [fields_of(quota) for quota in client.admin.quotas()]
     assert stats.server is not None
     assert shown["server"]["usage"] == [fields_of(used) for used in stats.server.usage]

@@ -9,7 +9,6 @@ import re
 import tomllib
 from pathlib import Path
 
-from kvpool.protocol.reports import Cause
 from kvpool_server.page.site import NAMES, read_static_files
 
 ROOT = Path(__file__).parents[3]
@@ -65,11 +64,6 @@ def test_no_file_writes_markup_or_asks_other_hosts() -> None:
         assert found <= {"http://www.w3.org", "https://github.com"}, name
     assert re.findall(r"<[^>]*https://github.com", _text("index.html")) == ['<a href="https://github.com']
     assert not re.search(r"<script(?![^>]* src=)|\son\w+=|\sstyle=|<style", _text("index.html"))
-
-
-def test_the_page_has_words_for_each_cause() -> None:
-    words = _text("panels.js").split("CAUSES = {", 1)[1].split("};", 1)[0]
-    assert set(re.findall(r"^  (\w+):", words, re.MULTILINE)) == {cause.label for cause in Cause}
 
 
 def test_each_colour_stands_once_with_its_light_and_its_dark_value() -> None:

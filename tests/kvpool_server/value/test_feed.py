@@ -8,7 +8,6 @@ from kvpool.client.client import Client
 from kvpool.client.config import ClientConfig
 from kvpool_server.cache.steps import Steps
 from kvpool_server.value.feed import CPU_SHARE, FADE_EVERY_S, HALF_LIFE_S, MAX_QUEUED_BLOCKS, MAX_SAVED_S, ValueFeed
-from kvpool_server.value.histogram import DistanceHistogram
 from tests.conftest import StartServer
 from tests.support.bare_pool import make_pool, put
 from tests.support.clock import FakeClock
@@ -25,9 +24,9 @@ class Bench:
         self.clock, self.cpu, self.step_s = FakeClock(), 0.0, step_s
         self.due: list[object] = []
         self.pool, self.fingerprint = make_pool(2_048, "lru", self.clock)
-        self.histogram = DistanceHistogram(self.pool.arena.arena_bytes, 8_192)
-        self.feed = ValueFeed(self.histogram, lambda _, turn: self.due.append(turn), self.clock, self._cpu_clock)
-        self.pool.traffic.observe(self.feed)
+        clocks = self.clock, self._cpu_clock
+        self.feed = ValueFeed(self.pool, "lru", 8_192, False, lambda _, turn: self.due.append(turn), *clocks)
+        self.histogram = self.feed.histogram
 
     def _cpu_clock(self) -> float:
         self.cpu += self.step_s
