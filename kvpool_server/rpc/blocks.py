@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import dataclasses
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -92,15 +94,20 @@ class BlockHandlers(Handlers):
                     if sending is not None:
                         await sending
                     sending = await begun(context.write(reply))
+                    if sending is not None:
+                        streams.work(task)
+                        sending.add_done_callback(lambda _: streams.wait(task), context=contextvars.Context())
                     if len(message) == MESSAGE_BYTES and reply.HasField("error"):
                         break  # More pieces of the request may follow.
         except asyncio.CancelledError:
             if not streams.is_ended(task):
                 raise  # The client has hung up.
         finally:
-            streams.finish(task)
-            if sending is not None:
-                await asyncio.gather(sending, return_exceptions=True)
+            try:
+                if sending is not None:
+                    await asyncio.gather(sending, return_exceptions=True)
+            finally:
+                streams.finish(task)
 
     async def _answer(self, first: bytes, owner: Owner, context: Context) -> pb.LookupReply | None:
         """The answer to one request of a stream, by its first message; None to one that only releases leases."""
@@ -287,6 +294,7 @@ class LookupStreams:
     def __init__(self, max_streams: int):
         self._max_streams = max_streams
         self._owner_of: dict[Call, str] = {}  # Without those in `_ended`.
+        self._num_busy: Counter[Call] = Counter()  # What each has to do, of those in `_owner_of`.
         self._idle: dict[Call, None] = {}  # The one that has been idle longest is first.
         self._ended: set[Call] = set()
         self._is_stopping = False
@@ -302,14 +310,20 @@ class LookupStreams:
         if len(self._owner_of) >= self._max_streams and not self._end_longest_idle():
             return False
         self._owner_of[call] = owner
+        self._num_busy[call] = 1
         return True
 
     def wait(self, call: Call) -> None:
-        """The call is idle: it awaits a message."""
-        self._idle[call] = None
+        """The call awaits a message, or has sent a reply: it is idle once it has done both."""
+        self._num_busy[call] -= 1
+        if not self._num_busy[call]:
+            self._idle[call] = None
+            if self._is_stopping:
+                call.cancel()
 
     def work(self, call: Call) -> None:
-        """A message has come."""
+        """A message has come, or a reply is being sent."""
+        self._num_busy[call] += 1
         self._idle.pop(call, None)
 
     def is_ended(self, call: Call) -> bool:
@@ -342,6 +356,7 @@ class LookupStreams:
     def _forget(self, call: Call) -> None:
         self._idle.pop(call, None)
         self._owner_of.pop(call, None)
+        self._num_busy.pop(call, None)
 
 
 def find_corrupt(entries: Sequence[Entry], memory: npt.NDArray[np.uint8]) -> list[Entry]:

@@ -20,14 +20,22 @@ class Call:
 
     def __init__(self, owner: str):
         self.owner = owner
-        self.is_idle = self.is_cancelled = False
+        self.is_waiting = self.is_cancelled = False
+        self.num_sending = 0
+
+    @property
+    def is_idle(self) -> bool:
+        return self.is_waiting and not self.num_sending
 
     def cancel(self) -> None:
         self.is_cancelled = True
 
 
 class LookupStreamsMachine(RuleBasedStateMachine):
-    """Owners begin calls; each call waits and works in turns, and returns when it likes, or some time after its end."""
+    """Owners begin calls; each waits and works in turns, and may wait while its reply is sent.
+
+    It returns when it likes, or some time after its end.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,13 +61,29 @@ class LookupStreamsMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def turn(self, data: st.DataObject) -> None:
         call: Any = data.draw(st.sampled_from(self._live()))
-        if call.is_idle:
+        if call.is_waiting:
             self.streams.work(call)
         else:
             self.streams.wait(call)
             self.calls.remove(call)
             self.calls.append(call)
-        call.is_idle = not call.is_idle
+        call.is_waiting = not call.is_waiting
+
+    @precondition(lambda self: any(not call.is_waiting and not call.num_sending for call in self._live()))
+    @rule(data=st.data())
+    def send(self, data: st.DataObject) -> None:
+        call: Any = data.draw(st.sampled_from([c for c in self._live() if not c.is_waiting and not c.num_sending]))
+        self.streams.work(call)
+        call.num_sending = 1
+
+    @precondition(lambda self: any(call.num_sending for call in self._live()))
+    @rule(data=st.data())
+    def sent(self, data: st.DataObject) -> None:
+        call: Any = data.draw(st.sampled_from([call for call in self._live() if call.num_sending]))
+        self.streams.wait(call)
+        call.num_sending = 0
+        self.calls.remove(call)
+        self.calls.append(call)
 
     @precondition(lambda self: self.calls)
     @rule(data=st.data())
@@ -81,6 +105,10 @@ class LookupStreamsMachine(RuleBasedStateMachine):
         for call in self.calls:
             checked: Any = call
             assert self.streams.is_ended(checked)
+            if call.is_waiting and call.num_sending:
+                assert not call.is_cancelled
+                self.streams.wait(checked)
+                assert call.is_cancelled, "a call whose reply has gone waits for its client for ever"
 
 
 TestLookupStreams = LookupStreamsMachine.TestCase
