@@ -9,7 +9,7 @@ Rates are learned: of the device from its steps, of a transport from the transfe
 unknown rate counts in the pool's favour: over a new transport hits are taken a few at a time, and while the device's
 rate is unknown all that come in time. A hit that is declined teaches nothing, so each one adds `PROBE_SHARE` of its
 compute time to a credit, and a credit as large as what loading a hit would lose pays for loading it as a probe. One
-after a reconnection is free, and one after a probe that has won.
+after a reconnection is free, one after a probe that has won, and a part of a hit far larger than any load so far.
 """
 
 from __future__ import annotations
@@ -37,6 +37,9 @@ MIN_PREFILL_TOKENS = 128
 """A step that prefills fewer tokens measures the launch of kernels rather than the tokens."""
 MIN_STEPS, NUM_STEPS = 5, 24
 MIN_LOADS, NUM_LOADS = 3, 10
+GROWTH = 8
+"""Loads of one size do not tell how much of their time is waiting, and by the rate of small ones every large hit would
+be declined: of a larger hit, so many times the largest load is a probe, which tells."""
 LEARN_EVERY = 16
 """While no prefill was seen, because every prompt hits in full, one hit in this many is computed to measure one."""
 MAX_STEPS_UNDER_WAY = 64
@@ -229,10 +232,9 @@ class LoadPolicy:
             share = 0
         else:
             share = self._share(request_id, num_tokens, nbytes, compute_s / num_tokens, link, loads)
-            # Loads under way teach what a probe would.
-            if not share and self._prefill.is_known and link.may_probe(compute_s, nbytes) and not loads:
+            if not share and self._prefill.is_known and (probed := link.probe_bytes(compute_s, nbytes, loads)):
                 link.has_free_probe = False
-                return Verdict(num_tokens, is_probe=True)
+                return Verdict(num_tokens * probed // nbytes, is_probe=True)
         if not share:
             self._recorder.add("declined_loads")
         return Verdict(share)
@@ -304,10 +306,15 @@ class _Link:
                 late_s = max(0.0, reported_at - free_at)
         return free_at + 2 * late_s  # As late as it is, it may be again: else all hits would queue for a dead link.
 
-    def may_probe(self, compute_s: float, nbytes: int) -> bool:
-        """Whether there is a credit for loading a hit that is too slow. Counts the hit."""
+    def probe_bytes(self, compute_s: float, nbytes: int, loads: Sequence[Load]) -> int:
+        """How much of a hit that looks too slow is loaded nevertheless. Counts the hit."""
         self.credit_s += PROBE_SHARE * compute_s
-        return self.has_free_probe or self.credit_s >= self.rate.seconds(nbytes) - compute_s
+        most = 2 * self.rate.largest[0]
+        if nbytes > most and not self.rate.tells_sizes_apart and all(load.nbytes <= most for load in loads):
+            return min(nbytes, GROWTH * self.rate.largest[0])
+        if loads:  # They teach what a probe would.
+            return 0
+        return nbytes if self.has_free_probe or self.credit_s >= self.rate.seconds(nbytes) - compute_s else 0
 
 
 class _Rate:
@@ -317,12 +324,16 @@ class _Rate:
     Attributes:
         fixed_s, unit_s: of any work, and of each unit of its size; all is by size where sizes are too alike to tell.
         mean_s: of each unit, `fixed_s` included.
+        tells_sizes_apart: whether sizes were not too alike.
+        largest: size and seconds of the newest work that is not much smaller than any before. It always counts.
     """
 
     def __init__(self, at_least: int, at_most: int):
         self._at_least = at_least
         self._measured: deque[tuple[int, float]] = deque(maxlen=at_most)
         self.fixed_s = self.unit_s = self.mean_s = 0.0
+        self.tells_sizes_apart = False
+        self.largest = 0, 0.0
 
     @property
     def is_known(self) -> bool:
@@ -333,8 +344,11 @@ class _Rate:
 
     def add(self, size: int, seconds: float) -> None:
         self._measured.append((size, seconds))
-        self._fit(self._measured)
-        by_excess = sorted(self._measured, key=lambda work: work[1] - self.seconds(work[0]))
+        if 2 * size >= self.largest[0]:
+            self.largest = size, seconds
+        measured = [*self._measured, *([] if self.largest in self._measured else [self.largest])]
+        self._fit(measured)
+        by_excess = sorted(measured, key=lambda work: work[1] - self.seconds(work[0]))
         num_kept = len(by_excess) - (len(by_excess) + 1) // 4
         slowest = [work for work in by_excess[num_kept:] if work[1] <= 2 * self.seconds(work[0])]
         self._fit(by_excess[:num_kept] + slowest)
@@ -343,7 +357,9 @@ class _Rate:
         sizes, seconds = zip(*measured, strict=True)
         self.fixed_s, self.unit_s = 0.0, sum(seconds) / max(1, sum(sizes))
         self.mean_s = self.unit_s
+        self.tells_sizes_apart = False
         if max(sizes) >= 2 * min(sizes) > 0:
             unit_s, fixed_s = linear_regression(sizes, seconds)
+            self.tells_sizes_apart = unit_s > 0
             if unit_s > 0 < fixed_s:
                 self.fixed_s, self.unit_s = fixed_s, unit_s

@@ -20,6 +20,7 @@ from tests.support.vllm_objects import make_request, tokens
 from tests.vllm_plugin.core import Core, MakeCore, blocks, fill
 from vllm_plugin.metrics import Recorder
 from vllm_plugin.scheduler.load_policy import (
+    GROWTH,
     LEARN_EVERY,
     MARGIN,
     MIN_LOADS,
@@ -122,16 +123,15 @@ class World:
         self.asked_s += true_compute_s
         if not is_taken(verdict):
             self.declinable_s += true_compute_s
-        if verdict.num_tokens:
-            seconds = self.load_s(num_tokens) * (self.load_noise or self.noise)(self.picks)
-            self.load(num_tokens, seconds, succeeds, verdict.is_probe)
-            lost_s = seconds - (true_compute_s if succeeds else 0.0)
+        if loaded := verdict.num_tokens:
+            seconds = self.load_s(loaded) * (self.load_noise or self.noise)(self.picks)
+            self.load(loaded, seconds, succeeds, verdict.is_probe)
+            lost_s = seconds - (loaded * self.token_s if succeeds else 0.0)
             self.lost_s += max(0.0, lost_s)
             self.gain_s += max(0.0, -lost_s)
             if verdict.is_probe:
                 self.probes_lost_s += max(0.0, lost_s)
-        if not verdict.num_tokens or not succeeds:
-            self.compute(num_tokens)
+        self.compute(num_tokens - loaded if succeeds else num_tokens)
         return verdict
 
     def load(self, num_tokens: int, seconds: float, succeeds: bool = True, is_probe: bool = False) -> None:
@@ -251,6 +251,30 @@ def test_a_pool_with_a_long_way_to_it_is_used_for_long_prompts_only(latency_s: f
     short, long = int(even / 3), int(even * 3)
     asked = [(world.load_policy.verdict("r", num, num * TOKEN_BYTES), num) for num in (short, long)]
     assert [is_taken(verdict) for verdict, _ in asked] == [False, True]
+
+
+def test_small_loads_do_not_tell_that_a_large_one_is_slow() -> None:
+    """Most of their time is latency. By their rate alone, the first dozen of documents would be computed."""
+    world = World(token_s=3e-5, latency_s=0.005, byte_s=3e-9).warm_up()
+    assert not is_taken([world.hit(48) for _ in range(20)][-1])
+    first, *others = [world.hit(20_000) for _ in range(10)]
+    assert first == Verdict(48 * GROWTH, is_probe=True)
+    assert others == 9 * [Verdict(20_000)]
+    for _ in range(2 * NUM_LOADS):
+        world.load(48, world.load_s(48))
+    assert world.hit(20_000) == Verdict(20_000), "and it is not forgotten"
+
+
+@pytest.mark.parametrize("latency_s", [0.0, 0.005])
+def test_a_slow_link_stays_slow_for_large_loads_too(latency_s: float) -> None:
+    """What a larger load than any before may lose is some of what a small one takes."""
+    world = World(token_s=3e-5, latency_s=latency_s, byte_s=1e-7).warm_up()
+    for _ in range(20):
+        world.hit(48)
+    world.lost_s = 0.0
+    verdicts = [world.hit(20_000) for _ in range(10)]
+    assert max(verdict.num_tokens for verdict in verdicts) == 48 * GROWTH
+    assert world.lost_s <= 2 * GROWTH * world.load_s(48)
 
 
 def test_a_third_of_the_loads_being_very_slow_counts() -> None:
