@@ -62,8 +62,8 @@ from those without connector because batches are composed in other ways, which c
 The time to first token counts from the arrival. Mooncake's store runs in the engines: its CPU time is theirs.
 "Ideal" is a simulation: a device that computes as fast as the engines without connector at saturation, and stores that
 hold everything, answer at once and cost nothing: what an ideal pool does not reach, no pool can. One round, system
-prompt two, by several commands (`--add`), on machines of one kind. Beyond saturation no arm keeps up, so means grow
-with the number of requests.""",
+prompt two, documents three at saturation and beyond it, by several commands (`--add`), on machines of one kind.
+Beyond saturation no arm keeps up, so means grow with the number of requests.""",
     "serving-gpu-tiered": """The same on another machine of this kind, with vLLM's tiered offloading bounded to the same
 memory, a commit of some hours before.""",
     "serving": """The same in a small form, on two CPU cores that engines, stores and the benchmark share: that all of
@@ -131,6 +131,8 @@ while nothing happens and while something does.""",
 real servers on this host, and a directory. The directory's round trip is that of its own client, idle; beside it the
 server's event loop packs and parses. A server of the last row has a million blocks of 16 tokens, and gets ten prompts
 of 8,000 new tokens a second.""",
+    "peer_reads-16-cores": """The same on a GPU's host, with 16 cores. A server reads from another one at the same rate
+as on two cores, although the wire carries three times as much there.""",
     "tiers": """The file tier beside its disk (a virtual machine's, whose own cache flatters writes); a restart with a
 million blocks; a prompt of 64 MiB that a server brings up right after its start; and what a tier costs puts, also a
 tier that does not answer (Mooncake's, with a stopped master).""",
