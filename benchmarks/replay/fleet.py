@@ -22,7 +22,7 @@ from benchmarks.replay.pool import LEASE_MS, ReplayedPool, run_of
 from benchmarks.replay.request import Request
 from kvpool.protocol.types import BlockRun
 from kvpool_server.cache.entry import Entry, Observer
-from kvpool_server.tiers.peers.directory import MAX_ASKED
+from kvpool_server.tiers.peers.directory import questioned
 from kvpool_server.tiers.peers.tier import MAX_OWNERS
 
 FIRST_BLOCKS, DOCUMENTS_A_SERVER, DOCUMENT_BLOCKS, QUESTION_BLOCKS, ZIPF = 2, 20, 12, 2, 0.8
@@ -134,12 +134,13 @@ class Fleet:
                 self.sent[owner] += blocks
 
     def _likely(self, nth: int, missing: Sequence[bytes]) -> list[int]:
-        announced = [name for name in missing if zlib.crc32(name) < self._announced * 2**32][:MAX_ASKED]
-        self.questions += bool(announced)
+        announced = (name for name in missing if zlib.crc32(name) < self._announced * 2**32)
+        asked = questioned(announced, needs_prefix=True)
+        self.questions += bool(asked)
         if self._is_lost():
             return []
-        counts = Counter(owner for name in announced for owner in self.owners.get(name, ()) if owner != nth)
-        return sorted(counts, key=lambda owner: (-counts[owner], self._picks.random()))[:MAX_OWNERS]
+        last = {owner: at for at, name in enumerate(asked) for owner in self.owners.get(name, ()) if owner != nth}
+        return sorted(last, key=lambda owner: (-last[owner], self._picks.random()))[:MAX_OWNERS]
 
     def _is_lost(self) -> bool:
         return self._picks.random() < self._lost

@@ -19,8 +19,7 @@ import itertools
 import random
 import secrets
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -28,6 +27,7 @@ import structlog
 
 from kvpool.client.config import check_endpoint
 from kvpool.protocol.errors import ConfigError
+from kvpool.protocol.namespace import GroupSpec
 from kvpool_server.tiers.health import Health
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ AT_ONCE = 16
 """Commands, and so connections."""
 MAX_QUEUED = 1 << 16
 MAX_ASKED = 32
-"""Blocks of one question, the first of its prefix."""
+"""Announced blocks of a run that a question spans."""
 KNOWN_S = 5.0
 """How long the endpoint of a server is remembered."""
 TAG_BYTES, MAX_SERVERS, MAX_OWNERS = 16, 4_096, 16
@@ -59,6 +59,18 @@ _BLOCK, _SERVER, _SERVERS, _PRINT = b"kvpool:block:", b"kvpool:server:", b"kvpoo
 def is_announced(block_hash: bytes, block_tokens: int) -> bool:
     """Whether servers that have a block say so."""
     return int.from_bytes(block_hash[-8:]) % max(1, EVERY_TOKENS // block_tokens) == 0
+
+
+def questioned(announced: Iterable[bytes], *, needs_prefix: bool) -> list[bytes]:
+    """Those of a run's announced blocks that the directory is asked for, in their order.
+
+    Of a group whose hits need the whole prefix the first, second, fourth, eighth, …, and the last: a server has such a
+    prefix from its beginning, so these tell how far. Of others, servers have any blocks.
+    """
+    names = list(itertools.islice(announced, MAX_ASKED))
+    if not needs_prefix:
+        return names
+    return [name for nth, name in enumerate(names, 1) if not nth & (nth - 1) or nth == len(names)]
 
 
 class Directory:
@@ -145,11 +157,12 @@ class Directory:
         self._work.set()
 
     async def owners(
-        self, fingerprint: bytes, group_idx: int, block_hashes: Sequence[bytes], block_tokens: int
+        self, fingerprint: bytes, group_idx: int, block_hashes: Sequence[bytes], spec: GroupSpec
     ) -> list[str]:
-        """Endpoints of other servers that may have blocks of a run, those that say so of most first."""
-        named = (name for name in block_hashes if is_announced(name, block_tokens))
-        names = [self._name(fingerprint, group_idx, each) for each in itertools.islice(named, MAX_ASKED)]
+        """Endpoints of other servers that may have blocks of a run, those first that say so of the last ones."""
+        announced = (name for name in block_hashes if is_announced(name, spec.block_tokens))
+        asked = questioned(announced, needs_prefix=spec.needs_prefix)
+        names = [self._name(fingerprint, group_idx, each) for each in asked]
         if not names:
             return []
 
@@ -159,8 +172,8 @@ class Directory:
                 pipeline.zrevrange(name, 0, MAX_OWNERS - 1)
             return await _executed(pipeline)
 
-        counts = Counter(owner for owners in await self._call(ask) or () for owner in owners or ())
-        found = sorted(counts, key=lambda owner: (-counts[owner], random.random()))  # Equals take turns.
+        last = {owner: nth for nth, owners in enumerate(await self._call(ask) or ()) for owner in owners or ()}
+        found = sorted(last, key=lambda owner: (-last[owner], random.random()))  # Equals take turns.
         return await self._others(found)
 
     async def servers(self) -> list[str]:

@@ -212,8 +212,8 @@ class PeersTier(Tier):
         if namespace.is_measurement:
             return owners
         if self._directory is not None:
-            tokens = namespace.groups[group_idx].spec.block_tokens
-            owners = await self._directory.owners(namespace.fingerprint, group_idx, block_hashes, tokens)
+            spec = namespace.groups[group_idx].spec
+            owners = await self._directory.owners(namespace.fingerprint, group_idx, block_hashes, spec)
         likely = [*owners, *(peer for peer in self._peers if peer not in owners)]
         return [endpoint for endpoint in likely if endpoint not in self._own]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import os
 import signal
@@ -190,6 +191,39 @@ def test_the_directory_tells_who_has_a_prefix(
     wait_for(lambda: not _keys(directory, "block"), "the end of the announcements")
 
 
+@pytest.mark.parametrize(("kind", "held"), [("full_attention", range(12)), ("mamba", range(9, 10))])
+def test_who_has_the_end_of_a_prefix_is_asked_first(directory: DirectoryProcess, kind: str, held: range) -> None:
+    """Also where more servers than a question names have its beginning, and have it since later."""
+    group = group_spec(kind=kind, block_tokens=peers_directory.EVERY_TOKENS)  # All its blocks are announced.
+    names = [block_hash(f"{kind} {nth}") for nth in range(12)]
+
+    async def asked_first() -> str:
+        async with contextlib.AsyncExitStack() as stack:
+
+            def server(name: str, blocks: range) -> peers_directory.Directory:
+                made = peers_directory.Directory(directory.url, bytes(32), lambda: f"{name}:1")
+                made.open()
+                stack.push_async_callback(made.close)
+                for nth in blocks:
+                    made.hold(b"", 0, names[nth], is_there=True)
+                return made
+
+            async def announced(nth: int, count: int) -> None:
+                async with asyncio.timeout(DEADLINE_S):
+                    while len(await asker.owners(b"", 0, [names[nth]], group)) < count:
+                        await asyncio.sleep(0.01)
+
+            asker = server("asker", range(0))
+            server("owner", held)
+            await announced(held[-1], 1)
+            for nth in range(peers_directory.MAX_OWNERS + 1):
+                server(f"other-{nth}", range(2))
+            await announced(1, peers_directory.MAX_OWNERS)
+            return (await asker.owners(b"", 0, names, group))[0]
+
+    assert asyncio.run(asked_first()) == "owner:1"
+
+
 def test_a_directory_that_was_emptied_is_filled_again(
     host: Callable[..., Host], directory: DirectoryProcess, by_directory: tuple[str, str]
 ) -> None:
@@ -282,6 +316,19 @@ def test_a_peer_needs_the_role(
     tier = f"peers:peer={secured.server.endpoint},transport=tcp,ca={files.ca},cert={files.cert},key={files.key}"
     reader = host("--tier", tier)
     assert reader.load("a", "b") == [may, may]
+    owner.close()
+
+
+def test_servers_that_share_a_certificates_name_share_the_leases(pool_server: StartServer, tmp_path: Path) -> None:
+    secured = SecuredServer(tmp_path, pool_server, "--memory", "64MiB")
+    owner = Host(secured.server, tls=secured.files(Role.ENGINE_WRITE))
+    owner.put("a")
+    config = ClientConfig(secured.server.endpoint, timeout_ms=10_000, lease_ttl_ms=60_000, tls=secured.files(Role.PEER))
+    with Client(config) as first, Client(config) as second:
+        for client, count in ((first, MAX_OWN_LEASES), (second, 1)):
+            for _ in range(count):
+                found = client.rpc.lookup(owner.namespace, [BlockRun(0, [block_hash("a")])], locate=True, here=True)
+                assert found.lease_id
     owner.close()
 
 
