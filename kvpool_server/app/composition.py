@@ -256,6 +256,7 @@ class Composition:
             insecure_network=config.insecure_network,
             port=lambda: self.port,
             boot_token=self._boot_token,
+            run=self.turns.run,
         )
         tiers = [each.make(context) for each in options]
         if (tracing := self._tracing) is None:

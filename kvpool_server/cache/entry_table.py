@@ -192,7 +192,7 @@ class EntryTable:
         entry.live = False
         self._placement.evictor(entry.group).dropped(entry)
         if entry.pinned_until:
-            self._pins.dropped(entry)
+            self._pins.unpin(entry)
         entry.group.forget(entry)
         self.num_live -= 1
         if entry.complete:

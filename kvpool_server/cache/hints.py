@@ -86,14 +86,9 @@ class Pins:
         return True
 
     def unpin(self, entry: Entry) -> None:
-        """Ends an entry's pin; none of its children may be pinned."""
+        """Ends an entry's pin, also one whose time is over. No child of a live entry may be pinned longer than it."""
         self._uncharge(entry)
         self._set(entry, 0)
-
-    def dropped(self, entry: Entry) -> None:
-        """A pinned entry has left the pool; its pin may have ended before."""
-        self._uncharge(entry)
-        entry.pinned_until = 0
 
     def expire(self, now: float) -> None:
         """Counts the pins that have ended no longer."""

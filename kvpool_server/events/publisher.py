@@ -146,7 +146,7 @@ class Publisher:
         poller.register(self._wake_fd, zmq.POLLIN)
         if router is not None and len(self._replays) < MAX_REPLAYS:
             poller.register(router, zmq.POLLIN)
-        wait_ms = POLL_REPLAYS_MS if self._replays or self._ledger.catch_up() else POLL_MS
+        wait_ms = POLL_REPLAYS_MS if self._ledger.catch_up() or self._replays else POLL_MS
         poller.poll(wait_ms)
 
     def _turn(self, router: zmq.Socket[bytes] | None) -> None:

@@ -166,7 +166,7 @@ class UsageLedger:
         Args:
             tenant: whose figures the caller may see; None: all.
         """
-        await self.flush()
+        await asyncio.shield(self.flush())  # Else a caller that goes away would take everybody's figures with it.
         until = until or int(self._unix_clock()) + 1
         return await self._in_thread(lambda: self._page(since, until, tenant))
 

@@ -25,6 +25,7 @@ from kvpool.protocol.types import BlockRun
 from kvpool_server.cache.entry import Entry
 from kvpool_server.cache.eviction import Policy
 from kvpool_server.cache.namespaces import PoolNamespace
+from kvpool_server.cache.steps import Run, at_once
 
 if TYPE_CHECKING:
     from kvpool.v1 import pool_pb2 as pb
@@ -223,6 +224,7 @@ class TierContext:
         insecure_network: other hosts may be reached without encryption.
         port: of the server; 0 as long as it does not listen.
         boot_token: by which the server's answers name its start.
+        run: does work on many blocks in steps, between which the server serves other calls.
     """
 
     listen: tuple[str, int]
@@ -232,6 +234,7 @@ class TierContext:
     insecure_network: bool = False
     port: Callable[[], int] = lambda: 0
     boot_token: int = 0
+    run: Run = at_once
 
 
 class TierOptions(BaseModel):

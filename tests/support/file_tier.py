@@ -9,6 +9,7 @@ from typing import Any
 
 from kvpool_server.cache.eviction import Policy
 from kvpool_server.cache.eviction.lru import PrefixLRU
+from kvpool_server.cache.steps import Run, at_once
 from kvpool_server.tiers.file.directory import Directory
 from kvpool_server.tiers.file.extents import Disk
 from kvpool_server.tiers.file.tier import FileOptions, FileTier
@@ -57,9 +58,11 @@ def file_tier(
     disk: Disk | None = None,
     open_files: OpenFiles | None = None,
     kind: type[FileTier] = FileTier,
+    run: Run = at_once,
     **options: Any,
 ) -> FileTier:
     """A tier that is not open yet; `options` are those of `--tier`."""
     given = {"threads": 2, "io": "buffered", **options}
-    context = TierContext(("127.0.0.1", 0), policy, open_files=OpenFiles() if open_files is None else open_files)
+    files = OpenFiles() if open_files is None else open_files
+    context = TierContext(("127.0.0.1", 0), policy, open_files=files, run=run)
     return kind(FileOptions(path=root, size=size, name=name, **given), context, disk or Disk())

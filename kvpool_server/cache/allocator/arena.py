@@ -281,6 +281,17 @@ class Arena:
         self._draining, self._drained_for = start, (tenant, slot_bytes)
         self._with_room[extent.slot_class].pop(start, None)
 
+    def withheld(self, slot_class: tuple[str, int]) -> set[int]:
+        """The start of the extent that is being drained, unless it is drained for this class."""
+        return set() if self._draining is None or slot_class == self._drained_for else {self._draining}
+
+    def num_freed_by(self, entries: Sequence[Entry], slot_class: tuple[str, int]) -> int:
+        """How many slots a class can be given once these entries are dropped: none in an extent that is drained."""
+        freed = [entry.offset for entry in entries if entry.group.slot_class == slot_class]
+        if (start := self._draining) is None:
+            return len(freed)
+        return sum(not start <= offset < start + self.extent_bytes for offset in freed)
+
     def end_drain(self) -> None:
         """Allocates from the extent as from any other again."""
         extent = None if self._draining is None else self._extents[self._draining // self.extent_bytes]

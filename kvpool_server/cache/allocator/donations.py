@@ -176,7 +176,7 @@ class Donations:
             mine: the partitions of `slot_class`, which needs an extent.
             victims: what is to be evicted already.
         """
-        search = Search()
+        search = Search(self._arena.withheld(slot_class))
         if self._arena.has_tenants:
             yield from self._of_tenants(slot_class, search)
         yield from self._of_sizes(slot_class, mine, victims, search)
@@ -214,6 +214,8 @@ class Donations:
             return
         num_mine = len(arena.extents(slot_bytes, tenant))
         for extent in self._superseded.extents(arena, slot_class):
+            if extent.start in search.given:
+                continue
             search.given.add(extent.start)
             num_extents[extent.slot_bytes] -= 1
             num_mine += 1
@@ -282,8 +284,8 @@ class Search:
         given: the starts of extents that must not be given up again.
     """
 
-    def __init__(self) -> None:
-        self.given: set[int] = set()
+    def __init__(self, given: set[int]):
+        self.given = given
         self._num_slots = 0
 
     def is_unheld(self, extent: Extent) -> bool:

@@ -9,6 +9,9 @@ import numpy as np
 
 from kvpool_server.cache.entry import Entry
 
+MAX_COUNTED_SLOTS = 1_024
+"""Slots of an extent whose holds are counted, to find the extent with the fewest."""
+
 
 class Extent:
     """Slots of one size, of one tenant. `owners[i]` is the entry in slot i, or None."""
@@ -28,6 +31,11 @@ class Extent:
     @property
     def num_used(self) -> int:
         return len(self.owners) - len(self.free)
+
+    @property
+    def num_held(self) -> int:
+        """How many of some slots hold an entry that cannot be evicted now."""
+        return sum(not (entry.live and entry.movable) for entry in self.sample(MAX_COUNTED_SLOTS))
 
     def sample(self, count: int) -> list[Entry]:
         """The entries in every nth slot, so that at most about `count` slots are looked at."""

@@ -25,7 +25,7 @@ from kvpool.protocol.errors import OutOfSpaceError
 from kvpool.report.quotas import size_text
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.allocator.donations import MAX_DONATED_SLOTS, Donations, ExtentDrain, Superseded, last_use
-from kvpool_server.cache.allocator.extent import Extent
+from kvpool_server.cache.allocator.extent import MAX_COUNTED_SLOTS, Extent
 from kvpool_server.cache.entry import Entry, Group
 from kvpool_server.cache.eviction import TICK, Evictor, Policy
 from kvpool_server.cache.eviction.partitions import (
@@ -37,9 +37,6 @@ from kvpool_server.cache.eviction.partitions import (
     choose_unpinned,
     choose_victims,
 )
-
-MAX_COUNTED_SLOTS = 1_024
-"""Slots of an extent whose holds are counted, to find the extent with the fewest."""
 
 REQUEUED_SLOTS = 256
 """Slots that are visited at a time to queue the entries of a group anew."""
@@ -308,7 +305,7 @@ class Placement:
         if len(extents) <= 1:
             self.drain.wanted_by = None
             return []
-        self.drain.start(min(extents, key=_num_held), now)
+        self.drain.start(min(extents, key=lambda extent: extent.num_held), now)
         return self.drain.victims(now, count)
 
     def _drainable(self, tenant: str, slot_bytes: int) -> list[Extent]:
@@ -366,14 +363,14 @@ class Placement:
 
     def _choose_for_arena(self, slot_class: tuple[str, int], count: int, victims: Victims) -> bool:
         """Chooses until `count` slots of a size can be allocated; False if that many cannot."""
-        tenant, slot_bytes = slot_class
-        freed = sum(entry.group.slot_class == slot_class for entry in victims.entries)
-        short = count - freed - self._arena.available(slot_bytes, tenant)
+        arena, (tenant, slot_bytes) = self._arena, slot_class
+        short = count - arena.num_freed_by(victims.entries, slot_class) - arena.available(slot_bytes, tenant)
         if short <= 0:
             return True
-        mine = self._partitions.of_class(slot_class)
-        short -= self._choose_superseded(mine, short, victims)
-        per_extent = self._arena.slots_per_extent(slot_bytes)
+        mine, before = self._partitions.of_class(slot_class), len(victims.entries)
+        self._choose_superseded(mine, short, victims)
+        short -= arena.num_freed_by(victims.entries[before:], slot_class)
+        per_extent = arena.slots_per_extent(slot_bytes)
         for extent in self._donations.extents(slot_class, mine, victims):
             if short <= 0:
                 return True
@@ -383,7 +380,11 @@ class Placement:
                 break
             victims.add(owner for owner in extent.owners if owner is not None)
             short -= per_extent
-        return short <= 0 or choose_victims(mine, short, victims, self.stamp) == short
+        while short > 0:
+            if (num_chosen := choose_victims(mine, short, victims, self.stamp)) < short:
+                return False
+            short -= arena.num_freed_by(victims.entries[-num_chosen:], slot_class)
+        return True
 
 
 def _by_group(owners: Iterable[Entry | None], groups: Container[Group]) -> dict[Group, list[Entry]]:
@@ -393,8 +394,3 @@ def _by_group(owners: Iterable[Entry | None], groups: Container[Group]) -> dict[
         if owner is not None and owner.live and owner.group in groups:
             found.setdefault(owner.group, []).append(owner)
     return found
-
-
-def _num_held(extent: Extent) -> int:
-    """How many of some slots of an extent hold an entry that cannot be evicted now."""
-    return sum(not (entry.live and entry.movable) for entry in extent.sample(MAX_COUNTED_SLOTS))

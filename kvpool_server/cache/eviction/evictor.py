@@ -51,7 +51,7 @@ class Evictor:
     """
 
     def __init__(self, policy: Policy, clock: Callable[[], float]):
-        self._policy = policy
+        self.policy = policy
         self._clock = clock
         self._queue = policy.queue
         self._num_entries = 0
@@ -67,13 +67,9 @@ class Evictor:
         """Queued entries, with those that were dropped since."""
         return self._num_queued
 
-    @property
-    def policy(self) -> Policy:
-        return self._policy
-
     def stored(self, entries: Sequence[Entry], stamp: int) -> None:
         self._num_entries += len(entries)
-        self._policy.stored(entries, stamp)
+        self.policy.stored(entries, stamp)
 
     def renewed(self, entries: Sequence[Entry], stamp: int) -> None:
         """A put named entries that the pool had already: the call of their last use changes, its kind does not."""
@@ -81,7 +77,7 @@ class Evictor:
             entry.used = stamp | entry.used % TICK
 
     def used(self, entries: Sequence[Entry], stamp: int) -> None:
-        self._policy.used(entries, stamp)
+        self.policy.used(entries, stamp)
 
     def dropped(self, entry: Entry) -> None:
         if (queue := entry.queued) is not None:
@@ -94,7 +90,7 @@ class Evictor:
             self._num_queued -= removed
             self._num_dead -= removed
         self._num_entries -= 1
-        self._policy.dropped(entry, self._num_entries)
+        self.policy.dropped(entry, self._num_entries)
 
     def add(self, entry: Entry) -> None:
         """Queues an entry that may have become a candidate."""
@@ -148,7 +144,7 @@ class Evictor:
         """Takes over the entries of a group, but for the candidates: give them to `requeue`."""
         if other is not None:
             other._num_entries -= num_entries
-        self._policy.stored([], stamp)
+        self.policy.stored([], stamp)
         self._num_entries += num_entries
 
     def requeue(self, entries: Iterable[Entry]) -> None:
@@ -205,7 +201,7 @@ class Evictor:
         victim = self._next_victim(chosen)
         if victim is None:
             return None
-        return -math.inf if victim.used < 0 else self._policy.worth(victim, stamp)
+        return -math.inf if victim.used < 0 else self.policy.worth(victim, stamp)
 
     @property
     def first_pin_end(self) -> float:
@@ -214,7 +210,7 @@ class Evictor:
 
     def oldest_stamp(self, chosen: Chosen) -> int | None:
         """A stamp before which no candidate was used; None if there is no candidate."""
-        return self._policy.oldest_stamp(lambda: self._next_victim(chosen))
+        return self.policy.oldest_stamp(lambda: self._next_victim(chosen))
 
     def _next_victim(self, chosen: Chosen) -> Entry | None:
         leased: list[Entry] = []

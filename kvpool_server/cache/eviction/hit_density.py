@@ -245,7 +245,7 @@ class HitDensity(Policy):
         for entry in entries:
             if entry.depth not in SAMPLES:
                 continue
-            if (ghost := self._ghosts.pop(self._place(entry), _ghost(entry))) is not None:
+            if (ghost := self._ghosts.pop(entry.block_hash[-1], _ghost(entry))) is not None:
                 self._model.hit(ghost % TICK, ghost // TICK, now, SAMPLES[entry.depth])
                 turn = max(turn, min((ghost >> _TURN_SHIFT & _TURN_MASK) + 1, MAX_TURN))
         last = entries[-1]
@@ -280,7 +280,7 @@ class HitDensity(Policy):
 
     def dropped(self, entry: Entry, num_entries: int) -> None:
         if entry.depth in SAMPLES and entry.used >= 0:
-            self._ghosts.add(self._place(entry), _ghost(entry), entry.used)
+            self._ghosts.add(entry.block_hash[-1], _ghost(entry), entry.used)
             for _ in range(MAX_FORGOTTEN):
                 if len(self._ghosts) <= MIN_GHOSTS + GHOSTS_PER_ENTRY * num_entries:
                     break
@@ -291,10 +291,6 @@ class HitDensity(Policy):
 
     def relearn(self, learned: bytes) -> None:
         self._model.relearn(learned)
-
-    def _place(self, entry: Entry) -> int:
-        """Of an entry's ghost; the same in every run, as a replay has to be."""
-        return entry.block_hash[-1]
 
     def worth(self, entry: Entry, stamp: int) -> float:
         self._advance(stamp)  # The policy may not have been called for long.

@@ -174,7 +174,8 @@ class Ghosts:
 
     Python copies a dict when it grows, and again and again while keys come and go: in one dict, the ghosts of ten
     million entries would hold the event loop for tens of milliseconds. So blocks are kept by their place, one of
-    `NUM_PLACES`, and the oldest of each place are forgotten in turn.
+    `NUM_PLACES`, and the oldest of each place are forgotten in turn. A block has the same place in every run, so that
+    replays repeat each other.
 
     Whatever empties the pool makes ghosts by the hundred thousand, and Python's garbage collector examines new objects:
     0.15 s for the ghosts of five million entries, were they tuples in an `OrderedDict`. So blocks and stamps are ints,

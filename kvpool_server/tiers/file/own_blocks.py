@@ -12,7 +12,7 @@ from typing import Any
 
 import structlog
 
-from kvpool.protocol.errors import InvalidRequestError
+from kvpool.protocol.errors import InvalidRequestError, OutOfSpaceError
 from kvpool.protocol.types import BlockRun
 from kvpool_server.cache.allocator.arena import ALIGNMENT, Arena
 from kvpool_server.cache.entry import BlockIndex, Entry, Group, Observer, Record
@@ -162,11 +162,13 @@ class OwnBlocks(Observer):
         self.extents = make_extents(directory, extent_bytes, True)
         files.callback(self.extents.close)
         listed: dict[Group, Sequence[Record]] = {}
+        with_blocks = {fingerprint for (fingerprint, _), records in inventory.groups.items() if records}
+        inventory.specs = {name: spec for name, spec in inventory.specs.items() if name in with_blocks}
         for fingerprint, spec in inventory.specs.items():
             try:
                 opened, _ = self.pool.open_namespace(spec)
-            except InvalidRequestError:
-                continue  # Its blocks are too large for a tier that has become smaller.
+            except (InvalidRequestError, OutOfSpaceError):
+                continue  # Its blocks are too large for a tier that has become smaller, or too many specs are open.
             keys = ((group, inventory.groups.get((fingerprint, group.idx))) for group in opened.groups)
             listed |= {group: list(records.values()) for group, records in keys if records}
         restore(self.pool, listed)

@@ -116,7 +116,7 @@ class FileTier(Tier):
     def __init__(self, options: FileOptions, context: TierContext, disk: Disk):
         super().__init__(options.tier_name)
         self._options = options
-        self._policy = context.policy
+        self._policy, self._run = context.policy, context.run
         self._disk = disk
         self._mac = BlockMac.of(options)
         direct = options.io == "direct"
@@ -259,15 +259,16 @@ class FileTier(Tier):
 
     async def remove(self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes]) -> None:
         if self.pool.namespace(namespace.fingerprint) is not None:
-            finish(self.pool.removals.remove(namespace.fingerprint, [BlockRun(group_idx, block_hashes)]))
-            await self._free_extents()
+            await self._run(self.pool.removals.remove(namespace.fingerprint, [BlockRun(group_idx, block_hashes)]))
+            await asyncio.shield(self._free_extents())
 
     async def clear(self, fingerprint: bytes = b"") -> None:
         if not fingerprint or self.pool.namespace(fingerprint) is not None:
-            finish(self.pool.removals.clear(fingerprint))
-            await self._free_extents()
+            await self._run(self.pool.removals.clear(fingerprint))
+            await asyncio.shield(self._free_extents())
 
     async def _free_extents(self) -> None:
+        """Callers shield it from cancellation: a thread truncates extents, and none may be written to meanwhile."""
         async with self._writing:
             try:
                 await self._blocks.free_extents(self._running_threads())

@@ -337,6 +337,21 @@ def test_a_client_that_does_not_read_holds_up_nobody(bench: Bench) -> None:
         assert any(replay.unsent for replay in bench.publisher._replays)
 
 
+def test_a_snapshot_begins_while_another_replay_waits_for_it(bench: Bench) -> None:
+    bench.store("a")
+    first = bench.ledger.snapshot()
+    next(first)
+    bench.store("b")  # Waits to be applied, for the first snapshot is being read.
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.setsockopt(zmq.LINGER, 0)
+        dealer.connect(bench.publisher.replay_endpoint)
+        dealer.send_multipart((b"", bytes(8)))
+        wait_for(lambda: bool(bench.publisher._replays), "the request")
+        first.close()
+        assert dealer.poll(10_000), "the second snapshot never begins"
+    assert not bench.ledger._unapplied
+
+
 def test_closing_publishes_what_is_left_and_ends_the_thread() -> None:
     bench = Bench()
     with Subscriber(bench.publisher.endpoint, bench.publisher.replay_endpoint) as subscriber:

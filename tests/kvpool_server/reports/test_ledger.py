@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import sqlite3
 import stat
+import threading
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -79,6 +81,28 @@ def run(path: str, scenario: Scenario) -> None:
 @pytest.fixture(params=["memory", "file"])
 def path(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return "" if request.param == "memory" else str(tmp_path / "ledger.sqlite")
+
+
+def test_a_call_that_is_cancelled_loses_no_figures(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    is_readable, read_rows = threading.Event(), LedgerFile.rows
+
+    def rows(file: LedgerFile, *args: Any) -> Any:
+        assert is_readable.wait(60)
+        return read_rows(file, *args)
+
+    monkeypatch.setattr(LedgerFile, "rows", rows)
+
+    async def scenario(bench: Bench) -> None:
+        for has_news in (False, True):  # The second call waits for the thread, which is still at work for the first.
+            if has_news:
+                bench.report(num_requests=3)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(bench.page(), 0.1)
+        is_readable.set()
+        await bench.ledger.flush()
+        assert [row.num_requests for row in (await bench.page()).rows] == [3]
+
+    run(path, scenario)
 
 
 def test_a_row_is_what_was_told_in_its_hour(path: str) -> None:

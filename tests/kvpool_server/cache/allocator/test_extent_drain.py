@@ -8,8 +8,10 @@ from kvpool.protocol.errors import OutOfSpaceError
 from kvpool.protocol.types import BlockRun
 from kvpool_server.cache.allocator.donations import DRAIN_S
 from kvpool_server.cache.eviction import Policy
+from kvpool_server.cache.steps import SETTLED_PER_CALL
 from tests.support.integrity import check_integrity
-from tests.support.tenants import EXTENT, House, Owner
+from tests.support.tenants import EXTENT, WHOLE, House, Owner
+from tests.support.values import run_of
 
 NUM_EXTENTS = 8
 
@@ -113,6 +115,56 @@ def test_what_is_leased_stays_in_an_extent_that_is_emptied(house: House) -> None
     house.pool.release(leases)
     house.pool.expire()
     assert len(house.pool.arena.extents(100)) == 7, "the readers' blocks went with them"
+
+
+def _draining(house: House, num_leased: int = 1) -> tuple[Owner, int]:
+    """An old namespace that has all of the arena, of which one extent is being drained; the lease on its blocks.
+
+    The drain has not come to most of the extent's slots yet. One of them is leased, and `num_leased` of each other
+    extent.
+    """
+    old = house.owner(1)
+    for first in range(0, NUM_EXTENTS * EXTENT, 100):
+        runs = [run_of(("old", name)) for name in range(first, first + 100)]
+        grant = house.pool.put_start(old.fingerprint, runs, WHOLE)
+        house.pool.put_end(grant.ticket_id, [0] * len(grant.offsets))
+    extents = house.pool.arena.extents(1)
+    owners = [owner for extent in extents for owner in extent.owners[: 1 if extent is extents[0] else num_leased]]
+    run = BlockRun(0, [owner.block_hash for owner in owners if owner is not None])
+    lease_id = house.pool.lookup(old.fingerprint, [run], prefix_only=False, lease_ttl_ms=60_000).lease_id
+    with pytest.raises(OutOfSpaceError):
+        house.owner(2).store()
+    house.pool.rebalance()
+    assert house.pool.arena.withheld(("", 1)) == {extents[0].start}
+    return old, lease_id
+
+
+@pytest.mark.parametrize("count", [1, 1_000])
+def test_blocks_in_an_extent_that_is_being_drained_make_no_room(house: House, count: int) -> None:
+    old, _ = _draining(house)
+    new = range(count)
+    old.put(*new)
+    assert old.present(*new) == list(new)
+
+
+def test_a_put_that_finds_room_only_in_an_extent_that_is_being_drained_evicts_nothing(house: House) -> None:
+    old, _ = _draining(house, num_leased=EXTENT)
+    before = house.pool.counters["evicted_blocks"]
+    with pytest.raises(OutOfSpaceError):
+        old.put("new")
+    assert house.pool.counters["evicted_blocks"] - before <= SETTLED_PER_CALL, "the drain goes on, and nothing else"
+    assert old.nbytes > (NUM_EXTENTS - 1) * EXTENT + 1, "the drain has come to its end"
+
+
+@pytest.mark.parametrize("is_superseded", [False, True])
+def test_an_extent_that_is_being_drained_is_not_given_to_a_third_size(house: House, is_superseded: bool) -> None:
+    old, lease_id = _draining(house)
+    house.pool.release([lease_id])
+    if is_superseded:
+        house.owner(1, epoch="newer", salt=old.spec.salt)
+    third = house.owner(500)
+    names = third.store(4)
+    assert third.present(*names) == names
 
 
 def test_an_extent_that_is_not_fetched_or_never_free_is_as_any_other_after_a_while(house: House) -> None:

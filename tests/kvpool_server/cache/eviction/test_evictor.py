@@ -274,7 +274,7 @@ def test_what_was_put_aside_may_be_used_or_dropped_or_moved(evictor: Evictor, cl
     assert not evictor.choose(4, {})
     evictor.used([used], 2 * TICK)
     drop(evictor, dropped)
-    other = Evictor(type(evictor._policy)(), clock)
+    other = Evictor(type(evictor.policy)(), clock)
     other.move_from(evictor, 1, 2 * TICK)
     other.requeue([moved])
     evictor.expire(hinted)

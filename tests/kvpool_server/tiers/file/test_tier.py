@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,13 +13,18 @@ import numpy as np
 import pytest
 
 from kvpool.protocol.errors import ConfigError
+from kvpool_server.cache.entry import Record
 from kvpool_server.cache.eviction import POLICIES
+from kvpool_server.cache.limits import Limits
 from kvpool_server.cache.namespaces import PoolNamespace
+from kvpool_server.rpc.turns import Turns
+from kvpool_server.tiers.file import journal
 from kvpool_server.tiers.file.directory import OwnDirectory
 from kvpool_server.tiers.file.extents import Disk
 from kvpool_server.tiers.file.tier import FileTier
 from kvpool_server.tiers.tier import Block, OpenFiles, Tier, TierError
 from tests.contracts.tier_contract import (
+    SHARDS,
     SLOT,
     Memory,
     PersistentTierContract,
@@ -32,7 +38,9 @@ from tests.contracts.tier_contract import (
 )
 from tests.support.file_tier import SIZE, BadDisk, file_tier
 from tests.support.integrity import check_integrity
-from tests.support.values import block_hash
+from tests.support.values import block_hash, group_spec, namespace_spec
+
+GROUP = TierContract.spec.groups[0]
 
 
 def _tier(root: Path, owner: str = "one", size: int = SIZE, io: str = "direct", disk: Disk | None = None) -> FileTier:
@@ -182,6 +190,97 @@ class TestFileTier(PersistentTierContract):
         async with opened(_tier(tmp_path)) as tier:
             assert await read_back(tier, namespace, ["kept", "j7"]) == ["kept", None]
             assert tier.stats().num_entries == 1
+
+
+def _journal_of(root: Path, num_namespaces: int, num_with_blocks: int) -> list[PoolNamespace]:
+    """Writes a journal of namespaces whose specs exceed what a pool keeps open; the last ones have a block each."""
+    (root / "one").mkdir(parents=True)
+    made = [namespace_of(namespace_spec(GROUP, salt=f"{nth:060000}")) for nth in range(num_namespaces)]
+    assert sum(each.spec.nbytes for each in made) > Limits().max_specs_bytes
+    frames = [journal.encode_head(2 << 20), *(journal.encode_namespace(each.spec) for each in made)]
+    for nth, each in enumerate(made[num_namespaces - num_with_blocks :]):
+        record = Record(block_hash(nth), b"", nth * SLOT, array("Q", [0] * SHARDS), b"")
+        frames.append(journal.encode_stored((each.fingerprint, 0), [record]))
+    (root / "one" / journal.FILE_NAME).write_bytes(b"".join(frames))
+    return made
+
+
+@awaited
+async def test_namespaces_without_blocks_take_no_room_of_others_after_a_restart(tmp_path: Path) -> None:
+    *_, last = _journal_of(tmp_path, 300, num_with_blocks=1)
+    for _ in range(2):
+        async with opened(file_tier(tmp_path)) as tier:
+            assert await there(tier, last, [0]) == [True]
+            assert len(tier.specs()) == 1
+
+
+@awaited
+async def test_a_tier_with_more_namespaces_than_a_pool_keeps_open_starts_with_those_that_fit(tmp_path: Path) -> None:
+    made = _journal_of(tmp_path, 300, num_with_blocks=300)
+    async with opened(file_tier(tmp_path)) as tier:
+        num_kept = tier.stats().num_entries
+        assert 200 < num_kept < 300
+        assert await there(tier, made[-1], [299]) == [False]
+        new, names = made[0], list(range(1_000, 1_000 + SIZE // SLOT - num_kept))
+        assert await tier.write(new, 0, blocks_of(*names)) == len(names)
+        assert tier.stats().num_entries == SIZE // SLOT, "the slots of the other namespaces' blocks are not free"
+        check_integrity(tier.pool)
+    async with opened(file_tier(tmp_path)) as tier:
+        assert tier.stats().num_entries == SIZE // SLOT
+        assert await read_back(tier, new, names[:3]) == names[:3]
+
+
+@awaited
+async def test_other_tasks_run_while_many_blocks_are_dropped(tmp_path: Path) -> None:
+    (root := tmp_path / "tier").mkdir()
+    tiny = namespace_of(namespace_spec(group_spec(chunk_bytes=8)))
+    num_passes = 0
+
+    async def count() -> None:
+        nonlocal num_passes
+        while True:
+            await asyncio.sleep(0)
+            num_passes += tier.stats().num_entries > 0
+
+    async with opened(file_tier(root, run=Turns().run)) as tier:
+        for drop in (lambda: tier.clear(), lambda: tier.remove(tiny, 0, [block_hash(name) for name in range(2_000)])):
+            await tier.write(tiny, 0, blocks_of(*range(2_000), nbytes=8, shards=1))
+            counting = asyncio.create_task(count())
+            await asyncio.sleep(0)
+            num_passes = 0
+            await drop()
+            counting.cancel()
+            assert tier.stats().num_entries == 0
+            assert num_passes >= 3
+
+
+class _SlowDisk(Disk):
+    """Truncates no file before `may_truncate` is set."""
+
+    def __init__(self) -> None:
+        self.may_truncate = threading.Event()
+        self.num_truncated = 0
+
+    def truncate(self, fd: int, nbytes: int) -> None:
+        assert self.may_truncate.wait(60)
+        super().truncate(fd, nbytes)
+        self.num_truncated += 1
+
+
+@awaited
+async def test_blocks_written_after_a_removal_that_was_cancelled_are_not_truncated(tmp_path: Path) -> None:
+    namespace, disk = namespace_of(TierContract.spec), _SlowDisk()
+    async with opened(file_tier(tmp_path, disk=disk)) as tier:
+        await tier.write(namespace, 0, blocks_of("a"))
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(tier.remove(namespace, 0, [block_hash("a")]), 0.2)
+        writing = asyncio.create_task(tier.write(namespace, 0, blocks_of("b")))
+        await asyncio.wait([writing], timeout=0.2)
+        disk.may_truncate.set()
+        await writing
+        while not disk.num_truncated:
+            await asyncio.sleep(0.01)
+        assert await read_back(tier, namespace, ["b"]) == ["b"]
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
