@@ -13,8 +13,10 @@ before is not, for nobody wants it in the tier. Blocks of measurements are not w
 from __future__ import annotations
 
 import asyncio
+import heapq
 import itertools
-from collections import Counter
+import operator
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 
 import numpy as np
@@ -23,6 +25,7 @@ import structlog
 
 from kvpool_server.cache.entry import Entry, Group
 from kvpool_server.cache.pool import Pool
+from kvpool_server.cache.steps import STEP_BLOCKS, Steps, finish
 from kvpool_server.cache.tier_access import pin, pin_next_victims, unpin_victims
 from kvpool_server.tiers.health import ANSWER_S, Health
 from kvpool_server.tiers.tier import Block, Tier, TierError
@@ -39,6 +42,9 @@ MAX_QUEUED = 1 << 17
 """Beyond it the oldest queued blocks are dropped."""
 RESERVE = 1 / 16
 """The share of each slot size's slots that is kept free where a tier is written to on eviction."""
+LOOK_EVERY_S = 0.01
+"""How often a drain looks whether a full queue has room."""
+_last_use = operator.attrgetter("used")
 
 
 class Demoter:
@@ -60,7 +66,8 @@ class Demoter:
         self._memory = memory
         self._tier = tier
         self.health = health
-        self._queue: dict[Entry, None] = {}  # In insertion order.
+        # A plain dict takes long to find its first key once many keys before that have left.
+        self._queue: OrderedDict[Entry, None] = OrderedDict()
         self._num_writing = 0
         self._work = asyncio.Event()
         self.idle = asyncio.Event()
@@ -81,9 +88,9 @@ class Demoter:
         if not self.health.is_available:
             self._tier.counters["dropped_demotions"] += 1
             return
-        self._enqueue(entry, MAX_ANCESTORS)
+        finish(self._enqueue(entry, MAX_ANCESTORS))
         while len(self._queue) > MAX_QUEUED:
-            del self._queue[next(iter(self._queue))]
+            self._queue.popitem(last=False)
             self._tier.counters["dropped_demotions"] += 1
 
     def evicted(self, entry: Entry) -> None:
@@ -97,15 +104,19 @@ class Demoter:
         if self._queue.pop(entry, self) is None:
             self._check_idle()
 
-    def _enqueue(self, entry: Entry, max_ancestors: int) -> None:
-        """Queues an entry behind those of its nearest ancestors that the tier lacks."""
+    def _enqueue(self, entry: Entry, max_ancestors: int) -> Steps[int]:
+        """Queues an entry behind those of its nearest ancestors that the tier lacks; returns how many were visited."""
         lacking = [entry]
         while len(lacking) <= max_ancestors and (parent := lacking[-1].parent) is not None and self._is_lacking(parent):
             lacking.append(parent)
+            if len(lacking) % STEP_BLOCKS == 0:
+                yield
         for each in reversed(lacking):
-            self._queue[each] = None
-        self.idle.clear()
-        self._work.set()
+            if each.live:  # Else it was removed between two steps.
+                self._queue[each] = None
+                self.idle.clear()
+                self._work.set()
+        return len(lacking)
 
     def _is_lacking(self, entry: Entry) -> bool:
         return entry.live and entry.complete and entry not in self._queue and self._is_in_tier(entry) is False
@@ -185,17 +196,39 @@ class Demoter:
             if removed:
                 await self._tier.remove(namespace, group.idx, removed)
 
-    def enqueue_all(self) -> None:
-        """Queues all blocks of the pool that the tier lacks, the most recently used first; before the server stops."""
-        entries = [
-            entry
-            for namespace in self._pool.open_namespaces()
-            for entry in namespace.entries()
-            if entry.complete and self._is_wanted(entry)
-        ]
-        for entry in sorted(entries, key=lambda entry: entry.used, reverse=True):
-            if entry not in self._queue:
-                self._enqueue(entry, entry.depth)
+    async def drain(self) -> None:
+        """Returns when no block is queued or being written, or the tier is unavailable.
+
+        With write-back, queues all blocks of the pool first. The queue stays short, because Python copies it when it
+        grows, which would hold the loop.
+        """
+        for _ in self._enqueue_all() if self.write_back else ():
+            await asyncio.sleep(0)
+            while len(self._queue) > MAX_QUEUED and self.health.is_available:
+                await asyncio.sleep(LOOK_EVERY_S)
+        if self.health.is_available:
+            await self.idle.wait()
+
+    def _enqueue_all(self) -> Steps[None]:
+        """Queues all blocks of the pool that the tier lacks, the most recently used first. While the tier is
+        unavailable, blocks are dropped.
+        """
+        groups = (group for namespace in self._pool.open_namespaces() for group in namespace.groups)
+        parts: list[list[Entry]] = []
+        for part in itertools.chain.from_iterable(group.index.parts() for group in groups):
+            parts.append(sorted(part, key=_last_use, reverse=True))
+            yield
+        num_visited = 0
+        for entry in heapq.merge(*parts, key=_last_use, reverse=True):
+            num_visited += 1
+            if entry.live and entry.complete and entry not in self._queue and self._is_wanted(entry):
+                if self.health.is_available:
+                    num_visited += yield from self._enqueue(entry, entry.depth)
+                else:
+                    self._tier.counters["dropped_demotions"] += 1
+            if num_visited >= STEP_BLOCKS:
+                num_visited = 0
+                yield
 
 
 class Watermark:

@@ -31,7 +31,7 @@ async def hand_over(pool: Pool, tiers: Sequence[Tier]) -> None:
             continue
         for part in itertools.chain.from_iterable(group.index.parts() for group in namespace.groups):
             some = (leaf for entry in part if not entry.children and (leaf := _readable(entry)) is not None)
-            leaves = heapq.nlargest(MAX_PREFIXES, itertools.chain(leaves, some), key=_last_use)
+            leaves = heapq.nlargest(MAX_PREFIXES, itertools.chain(leaves, some), key=lambda leaf: leaf.used)
             await asyncio.sleep(0)
     for tier in tiers:
         if tier.hands_over:
@@ -44,10 +44,6 @@ def _readable(entry: Entry) -> Entry | None:
     while leaf is not None and not leaf.complete:
         leaf = leaf.parent
     return leaf if leaf is not None and leaf.used >= 0 else None
-
-
-def _last_use(entry: Entry) -> int:
-    return entry.used
 
 
 def _prompts(pool: Pool, leaves: Sequence[Entry]) -> Iterator[Prompt]:

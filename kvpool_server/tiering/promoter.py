@@ -1,4 +1,8 @@
-"""Promotes blocks that lookups miss from tiers to the arena, in prefix order and in batches, for later lookups."""
+"""Promotes blocks that lookups miss from tiers to the arena, in prefix order and in batches, for later lookups.
+
+Namespaces take turns, and so do the prompts of each: a turn is one batch. Blocks behind a pending block wait in its
+queue, so that no block is read before its ancestors; prompts that begin alike share turns until that part is read.
+"""
 
 from __future__ import annotations
 
@@ -55,6 +59,7 @@ class _Prefetch:
 
     Args:
         asked_at: when a lookup last asked for one of them.
+        queue: holds it until it has been read, behind what must be read before.
         prefix_only: blocks behind one that cannot be read are of no use.
         batch_bytes: of the next read, if the tier takes as many.
     """
@@ -64,6 +69,7 @@ class _Prefetch:
     parent_hash: bytes
     block_hashes: list[bytes]
     asked_at: float
+    queue: deque[_Prefetch]
     prefix_only: bool
     batch_bytes: int
 
@@ -88,7 +94,8 @@ class Promoter:
     _run: Run
 
     def __post_init__(self) -> None:
-        self._queue: deque[_Prefetch] = deque()
+        self._queues: OrderedDict[bytes, deque[deque[_Prefetch]]] = OrderedDict()
+        """By fingerprint, one queue for each prompt. None is empty; at each level, the first one is next."""
         self._pending: dict[BlockKey, _Prefetch] = {}
         self._answers: OrderedDict[BlockKey, tuple[bool, float]] = OrderedDict()
         """Whether the tier has a block, and how long that is believed."""
@@ -123,13 +130,14 @@ class Promoter:
             return 0  # Checked first, because it is cheap and the case of most misses.
         known: Sequence[bool | None] = self._tier.known(namespace, group_idx, hashes) or [None] * len(hashes)
         request: _Prefetch | None = None
+        queue: deque[_Prefetch] = deque()
         batch_bytes = FIRST_BATCH_BYTES
         num_pending = 0
         for nth, (block_hash, parent_hash) in enumerate(run):
             key = (namespace.fingerprint, group_idx, block_hash)
             if (pending := self._pending.get(key)) is not None:
                 pending.asked_at = now
-                batch_bytes = pending.batch_bytes  # What follows continues its prefix.
+                queue, batch_bytes = pending.queue, pending.batch_bytes  # What follows continues its prefix.
                 num_pending += 1
                 request = None
                 continue
@@ -144,8 +152,10 @@ class Promoter:
                 request = None
                 continue
             if request is None:
-                request = _Prefetch(namespace, group_idx, parent_hash, [], now, prefix_only, batch_bytes)
-                self._queue.append(request)
+                request = _Prefetch(namespace, group_idx, parent_hash, [], now, queue, prefix_only, batch_bytes)
+                if not queue:
+                    self._queues.setdefault(namespace.fingerprint, deque()).append(queue)
+                queue.append(request)
                 self._work.set()
             request.block_hashes.append(block_hash)
             self._pending[key] = request
@@ -206,22 +216,30 @@ class Promoter:
         """Reads queued blocks until it is cancelled; as many of these run as the tier takes reads at once."""
         while True:
             await self._work.wait()
-            if self._queue:
+            if self._queues:
                 await self._read_next()
             else:
                 self._work.clear()
 
     async def _read_next(self) -> None:
-        request = self._queue[0]
+        fingerprint, queues = self._queues.popitem(last=False)
+        queue = queues.popleft()
+        request = queue[0]
         slot_bytes = request.namespace.groups[request.group_idx].spec.slot_bytes
         in_time = READ_S / self._seconds_a_byte if self._seconds_a_byte else math.inf
         batch_bytes = round(min(request.batch_bytes, self._tier.read_bytes, max(FIRST_BATCH_BYTES, in_time)))
         request.batch_bytes = 2 * batch_bytes
         most = max(1, batch_bytes // slot_bytes)
         block_hashes, request.block_hashes = request.block_hashes[:most], request.block_hashes[most:]
-        parent_hash, request.parent_hash = request.parent_hash, block_hashes[-1]
         if not request.block_hashes:
-            self._queue.popleft()
+            queue.popleft()
+        if queue:
+            queues.append(queue)
+        if queues:
+            self._queues[fingerprint] = queues
+        if not block_hashes:  # They were dropped when a read failed.
+            return
+        parent_hash, request.parent_hash = request.parent_hash, block_hashes[-1]
         keys = [(request.namespace.fingerprint, request.group_idx, block_hash) for block_hash in block_hashes]
         try:
             if self._clock() - request.asked_at > STALE_S or not self._health.is_available:
@@ -233,7 +251,6 @@ class Promoter:
                 self._tier.counters["dropped_promotions"] += len(request.block_hashes)
                 for block_hash in request.block_hashes:
                     self._pending.pop((request.namespace.fingerprint, request.group_idx, block_hash), None)
-                self._queue.remove(request)
                 request.block_hashes = []
         finally:
             self._reading.pop(keys[0], None)

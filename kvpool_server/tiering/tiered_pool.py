@@ -38,6 +38,9 @@ log = structlog.get_logger()
 
 PART_BLOCKS, MAX_FIND_BLOCKS, FIND_S, RESTART_S = 1_024, 8_192, 1.0, 1.0
 """Of questions which blocks a tier has: blocks at a time, in all, and their time; the rest after a failed transfer."""
+MAX_LOCATED_CHUNKS = 1 << 19
+"""Of one lookup that says where its blocks lie, which it does in one step: 128k tokens of five groups of 8 shards have
+fewer. The client of a larger one, as after any lookup without places, asks `Get`, batch by batch."""
 MAX_NAMESPACES = 256  # That are opened at the start for a tier that holds blocks of more: the newest.
 MAX_WAIT_MS, MAX_WAITING = 1_000, 1_024
 """How long one lookup waits for pending blocks (its client may look up again), and how many wait; others do not."""
@@ -127,13 +130,9 @@ class TieredPool(Observer):
                 self.pool.open_namespace(spec)
 
     async def drain(self, timeout_s: float) -> int:
-        """Writes all blocks that the tiers lack, as far as there is time; returns how many were not written."""
-        for level in self._levels:
-            if level.demoter.write_back:
-                level.demoter.enqueue_all()
-        waiting = [level.demoter.idle.wait() for level in self._levels if level.health.is_available]
+        """Writes all blocks that the tiers lack, as far as there is time; returns how many are still queued."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.gather(*waiting), timeout_s)
+            await asyncio.wait_for(asyncio.gather(*(level.demoter.drain() for level in self._levels)), timeout_s)
         if self._levels:
             log.info("tiers drained", blocks_left=self.num_queued)
         return self.num_queued
@@ -162,8 +161,8 @@ class TieredPool(Observer):
         """Which blocks are complete. With a TTL, leases them, and prefetches missing blocks from the tiers.
 
         Args:
-            locate: also say where the leased blocks lie, unless the lookup is to be repeated: the get under its lease
-                records its use.
+            locate: also say where the leased blocks lie, unless they have more than MAX_LOCATED_CHUNKS, or the lookup
+                is to be repeated: the get under its lease records its use.
             owner: of the lease.
             wait_ms: where blocks are pending, answer once none is, or after this time, MAX_WAIT_MS at most. Meanwhile
                 the lookup is repeated whenever blocks have come up, so that they are leased. One of more than
@@ -228,7 +227,8 @@ class TieredPool(Observer):
             if lease_ttl_ms:
                 self.pool.traffic.looked_up(found.namespace, runs, found.hits)
         yield from pause
-        if not locate or not found.lease_id or retry_after_ms:
+        num_chunks = sum((stop - start) * group.spec.num_shards for group, start, stop in found.spans)
+        if not locate or not found.lease_id or retry_after_ms or num_chunks > MAX_LOCATED_CHUNKS:
             return Lookup(hits, found.lease_id, found.lease_ttl_ms, retry_after_ms)
         if found.lease_id not in self.pool.leases:  # It has ended since the last step, and its slots may be others'.
             return Lookup(hits)

@@ -12,10 +12,10 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar, TypeVarTuple
 
-P = ParamSpec("P")
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 
 class DaemonThreadPool:
@@ -30,10 +30,10 @@ class DaemonThreadPool:
         for thread in self._threads:
             thread.start()
 
-    async def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    async def call(self, function: Callable[[*Ts], T], *args: *Ts) -> T:
         """Returns or raises what the function does. The function runs to its end even if the caller is cancelled."""
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        self._queue.put((lambda: function(*args, **kwargs), future))
+        self._queue.put((lambda: function(*args), future))
         return await future
 
     def close(self, timeout_s: float) -> bool:

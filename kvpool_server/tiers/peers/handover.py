@@ -45,14 +45,13 @@ class HandOver:
 
     Args:
         receivers: endpoints of other servers.
-        max_bytes: bound on `num_bytes`.
+        max_bytes: bound on what all receivers read.
         holders: endpoints of other servers that may have blocks of a group, the likeliest first.
 
     Attributes:
         num_prompts: that were to be handed over.
         num_blocks: blocks that receivers have got.
-        num_bytes: bytes that receivers have read, or are reading.
-        bytes_of: `num_bytes` by receiver.
+        bytes_of: bytes that each receiver has read, or is reading.
     """
 
     def __init__(
@@ -68,7 +67,7 @@ class HandOver:
         self._ask = ask
         self._room, self._num_runs = asyncio.Condition(), 0  # Runs that receivers are reading.
         self._given: defaultdict[str, set[BlockKey]] = defaultdict(set)
-        self.num_prompts = self.num_blocks = self.num_bytes = 0
+        self.num_prompts = self.num_blocks = 0
         self.bytes_of: Counter[str] = Counter()
 
     async def run(self, prompts: Iterator[Prompt]) -> None:
@@ -142,11 +141,11 @@ class HandOver:
         Returns False if the receiver reads nothing, and None if it does not answer.
         """
         new = self._new(endpoint, prompt)
-        if not new or self.num_bytes + sum(new.values()) > self._max_bytes:
+        if not new or self.bytes_of.total() + sum(new.values()) > self._max_bytes:
             return True
         given = self._given[endpoint]
         given |= new.keys()
-        self._count(endpoint, sum(new.values()))
+        self.bytes_of[endpoint] += sum(new.values())
         there: set[BlockKey] | None = None
         seen: set[BlockKey] = set()
         read_at = time.monotonic()
@@ -156,7 +155,7 @@ class HandOver:
                 break
             now_there = answer[0] & new.keys()
             if there is None:  # These were there before.
-                self._count(endpoint, -sum(new[key] for key in now_there))
+                self.bytes_of[endpoint] -= sum(new[key] for key in now_there)
             elif arrived := len(now_there - seen):
                 read_at = time.monotonic()
                 self.num_blocks += arrived
@@ -167,9 +166,5 @@ class HandOver:
             await asyncio.sleep(min(STALLED_S, max(LOOK_EVERY_S, answer[1] / 1000)))
         unread = new.keys() - (there or set())
         given -= unread
-        self._count(endpoint, -sum(new[key] for key in unread))
+        self.bytes_of[endpoint] -= sum(new[key] for key in unread)
         return None if there is None else not unread
-
-    def _count(self, endpoint: str, nbytes: int) -> None:
-        self.num_bytes += nbytes
-        self.bytes_of[endpoint] += nbytes

@@ -4,16 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
+import time
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvpool.protocol.namespace import MEASUREMENT_MODEL
-from kvpool.protocol.types import BlockRun
+from kvpool.protocol.types import BlockRun, ShardRange
+from kvpool_server.cache.allocator.arena import Arena
+from kvpool_server.cache.namespaces import PoolNamespace
+from kvpool_server.process.process_memory import no_collections
 from kvpool_server.tiering import demoter
-from kvpool_server.tiers.health import ANSWER_S, AWAY_S
+from kvpool_server.tiering.demoter import Demoter
+from kvpool_server.tiering.tiered_pool import TieredPool
+from kvpool_server.tiers.health import ANSWER_S, AWAY_S, Health
+from kvpool_server.tiers.tier import Block
+from testbed.pool_at_once import PoolAtOnce
+from tests.support.clock import FakeClock
+from tests.support.entries import make_entry
 from tests.support.memory_tier import SLOT, SLOTS, MemoryTier, Rig, play, turns
-from tests.support.values import block_hash
+from tests.support.values import block_hash, group_spec, namespace_spec
 
 
 @play()
@@ -153,3 +166,113 @@ async def test_a_tier_is_idle_when_the_last_of_several_writes_has_ended(rig: Rig
     gates[0].set()
     await rig.wait_idle()
     assert set(tier.kept) == {block_hash("a"), block_hash("b")}
+
+
+CHUNK = 64
+
+
+class WriteBack:
+    """A pool of many small slots above a tier that is written to on eviction, and that notes the order of writes."""
+
+    def __init__(self, num_slots: int):
+        ids = itertools.count(1)
+        nbytes = num_slots * CHUNK
+        self.pool = PoolAtOnce(Arena(nbytes, nbytes), FakeClock(), lambda: next(ids))
+        self.written: list[bytes] = []
+        self.tier = MemoryTier()
+        self.tier.write = self._write  # type: ignore[method-assign]
+        self.tiered = TieredPool(self.pool, np.zeros(nbytes, np.uint8), [self.tier], [True])
+        self.namespace, _ = self.pool.open_namespace(namespace_spec(group_spec(chunk_bytes=CHUNK)))
+
+    async def _write(self, namespace: PoolNamespace, group_idx: int, blocks: Sequence[Block]) -> int:
+        self.written += [block.block_hash for block in blocks]
+        self.tier.kept |= {block.block_hash: (b"", []) for block in blocks}
+        await asyncio.sleep(0)
+        return len(blocks)
+
+    def put(self, first: int, count: int, parent: bytes = b"") -> list[bytes]:
+        """Stores blocks of one prefix."""
+        hashes = [number.to_bytes(32, "big") for number in range(first, first + count)]
+        grant = self.pool.put_start(self.namespace.fingerprint, [BlockRun(0, hashes, parent)], ShardRange(0, 1))
+        self.pool.put_end(grant.ticket_id, [0] * count)
+        return hashes
+
+    async def drain(self) -> None:
+        await self.tiered.open()
+        try:
+            assert await self.tiered.drain(120) == 0
+        finally:
+            await self.tiered.close()
+
+
+def test_a_drain_of_a_large_pool_leaves_the_loop_its_turns() -> None:
+    num_blocks, chain = 200_000, 2_000
+
+    async def longest_turn_s() -> float:
+        longest_s, draining = 0.0, asyncio.create_task(rig.drain())
+        while not draining.done():
+            began_at = time.thread_time()
+            await asyncio.sleep(0)
+            longest_s = max(longest_s, time.thread_time() - began_at)
+            assert rig.tiered.num_queued <= demoter.MAX_QUEUED + chain
+        await draining
+        return longest_s
+
+    with no_collections():
+        rig = WriteBack(num_blocks + num_blocks // 8)  # More than the reserve, below which blocks are written earlier.
+        for first in range(0, num_blocks, chain):
+            rig.put(first, chain)
+        longest_s = asyncio.run(longest_turn_s())
+    assert len(rig.written) == num_blocks
+    assert longest_s < 0.05, "several times what a step takes, and a tenth of what all of them take"
+
+
+def test_a_drain_writes_the_last_used_prefixes_first_and_each_in_its_order() -> None:
+    rig = WriteBack(3_000)
+    continued, older, newer = (rig.put(nth * 1_000, 700) for nth in range(3))
+    continued += rig.put(700, 1, parent=continued[-1])
+    asyncio.run(rig.drain())
+    assert rig.written == continued + newer + older
+
+
+@pytest.mark.parametrize("num_steps", range(1, 8))
+def test_blocks_that_are_removed_while_a_drain_queues_all_are_not_written(num_steps: int) -> None:
+    rig = WriteBack(1_000)
+    rig.put(500, 1, parent=rig.put(0, 500)[-1])  # The last block is visited first, and all others as its ancestors.
+    (level,) = rig.tiered._levels
+    steps = level.demoter._enqueue_all()
+    for _ in itertools.islice(steps, num_steps):
+        pass
+    rig.pool.clear()
+    for _ in steps:
+        pass
+    assert rig.tiered.num_queued == 0 and level.demoter.idle.is_set()
+
+
+@play(write_back=True)
+async def test_a_drain_sends_a_failed_tier_no_calls(rig: Rig, tier: MemoryTier) -> None:
+    rig.put("a", "b")
+    level = rig.tiered._levels[0]
+    with pytest.raises(ZeroDivisionError), level.health.call():
+        raise ZeroDivisionError
+    assert await rig.tiered.drain(5) == 0
+    await turns()
+    assert not tier.calls["write"] and tier.counters["dropped_demotions"] == 2
+
+
+def test_a_full_queue_takes_a_block_as_quickly_as_an_empty_one() -> None:
+    pool = PoolAtOnce(Arena(CHUNK, CHUNK), FakeClock(), lambda: 1)
+    tier = MemoryTier()
+    demoter_ = Demoter(pool, np.zeros(CHUNK, np.uint8), tier, Health("memory:"))
+    entries = itertools.cycle([make_entry(nth) for nth in range(demoter.MAX_QUEUED * 2)])
+
+    def seconds_a_block(count: int) -> float:
+        began_at = time.thread_time()
+        for entry in itertools.islice(entries, count):
+            demoter_.stored(entry)
+        return (time.thread_time() - began_at) / count
+
+    while_empty = seconds_a_block(demoter.MAX_QUEUED)
+    while_full = seconds_a_block(2 * demoter.MAX_QUEUED)  # Of a dict it takes as many until the first keys are far.
+    assert tier.counters["dropped_demotions"] == 2 * demoter.MAX_QUEUED == 2 * len(demoter_)
+    assert while_full < 10 * while_empty

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from random import Random
 from typing import Any
 
 import pytest
@@ -12,8 +13,8 @@ from kvpool.protocol.hashing import checksum
 from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.tiering import promoter
 from kvpool_server.tiers.tier import TierError
-from tests.support.memory_tier import SLOT, SLOTS, MemoryTier, Rig, asked, play, turns
-from tests.support.values import block_hash, payload, run_of
+from tests.support.memory_tier import SLOT, SLOTS, MemoryTier, Rig, answered, asked, play, turns
+from tests.support.values import block_hash, group_spec, namespace_spec, payload, run_of
 
 
 @play(asked)
@@ -255,6 +256,73 @@ async def test_a_tier_that_must_be_asked_is_asked_twice_for_a_long_prompt(
             gate.set()  # The last of those under way ends first.
     assert found.hits[0].num_leading == 15
     assert tier.calls["find"] == 2, "of the first blocks, and of all behind them"
+
+
+@pytest.mark.usefixtures("small_batches")
+@play(GatedReads)
+async def test_a_prefix_waits_behind_no_more_than_the_reads_under_way_of_another_namespace(
+    rig: Rig, tier: GatedReads
+) -> None:
+    prefixes = [[f"a{nth}", f"b{nth}"] for nth in range(8)]
+    other = rig.pool.open_namespace(namespace_spec(group_spec(chunk_bytes=SLOT)))[0].fingerprint
+    for prefix in prefixes:
+        await rig.demote(*prefix)
+    await rig.demote("other")
+    for prefix in prefixes:
+        rig.lookup(*prefix)
+    answered(rig.tiered.lookup(other, [run_of("other")], prefix_only=True, lease_ttl_ms=1_000))
+    await turns()
+    for _, gate in list(tier.reads):
+        gate.set()
+    await turns()
+    assert [block_hash("other")] in [blocks for blocks, _ in tier.reads[: GatedReads.reads_at_once + 1]]
+    tier.open_all()
+    await rig.wait_idle()
+
+
+@pytest.mark.usefixtures("small_batches")
+@play(GatedReads)
+async def test_a_prefix_waits_behind_one_batch_of_each_longer_prefix(rig: Rig, tier: GatedReads) -> None:
+    names = [f"n{nth}" for nth in range(13)]
+    await rig.demote(*names)
+    await rig.demote("other", "behind")
+    rig.lookup(*names[:12])
+    await turns()
+    rig.lookup("other", "behind")
+    rig.lookup(*names)  # Its last block has its turns with the blocks before it.
+    for _, gate in tier.reads:
+        gate.set()
+    await turns()
+    rest = [names[11:12], ["other"], names[12:], ["behind"]]
+    assert [blocks for blocks, _ in tier.reads[4:]] == [[block_hash(name) for name in part] for part in rest]
+    tier.open_all()
+    await rig.wait_idle()
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.usefixtures("small_batches")
+@play(GatedReads)
+async def test_no_block_is_read_before_its_ancestors(rig: Rig, tier: GatedReads, seed: int) -> None:
+    """Prompts that begin alike, of which lookups name more and less, while reads end in any order."""
+    random = Random(seed)
+    prompts = [["s", "t", "u", *(f"{prompt}{nth}" for nth in range(4))] for prompt in "abc"]
+    for prompt in prompts:
+        await rig.demote(*prompt)
+    asked: set[bytes] = set()
+    for _ in range(40):
+        some = random.choice(prompts)[: random.randrange(1, 8)]
+        asked |= set(map(block_hash, some))
+        rig.pool.release([rig.lookup(*some).lease_id])
+        await turns(random.randrange(4))
+        if under_way := [gate for _, gate in tier.reads if not gate.is_set()]:
+            random.choice(under_way).set()
+    tier.open_all()
+    await rig.wait_idle()
+    order = {block: nth for nth, block in enumerate(block for blocks, _ in tier.reads for block in blocks)}
+    assert order.keys() == asked
+    for prompt in prompts:
+        places = [order[block] for block in map(block_hash, prompt) if block in order]
+        assert places == sorted(places)
 
 
 @play(GatedReads)
