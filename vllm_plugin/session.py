@@ -23,6 +23,7 @@ from vllm.logger import init_logger
 from kvpool.client.client import Client
 from kvpool.client.config import ClientConfig
 from kvpool.client.handles import Namespace
+from kvpool.client.transport_choice import KEPT_S
 from kvpool.protocol.errors import KVPoolError
 from kvpool.protocol.namespace import Difference, NamespaceSpec, differences
 from kvpool.protocol.text import opened_text
@@ -80,7 +81,7 @@ class Session:
         self._recorder = recorder or Recorder()
         self._breaker = Breaker()
         self.namespace: Namespace | None = None
-        self._tell: Callable[[Namespace], None] = lambda namespace: None  # Until `when_open` sets a listener.
+        self._tell: Callable[[Namespace | None], None] = lambda opened: None  # Until `when_open` sets a listener.
         self._said = ""  # The last logged error: a repeated error is logged once.
         self._explains = explains
         self._explained: set[tuple[str, ...]] = set()  # Of each difference, its fields.
@@ -99,8 +100,12 @@ class Session:
         """The breaker's."""
         return self._breaker.state
 
-    def when_open(self, tell: Callable[[Namespace], None]) -> None:
-        """Calls `tell` each time that the namespace is opened, on the session's thread; at once if it is open now."""
+    def when_open(self, tell: Callable[[Namespace | None], None]) -> None:
+        """Calls `tell` each time that the namespace is opened, on the session's thread; at once if it is open now.
+
+        Calls it with None, again and again, while the pool is away and its transport is closed: the memory of a dead
+        server is free once the listener has let go of it, too.
+        """
         with self._lock:
             self._tell = tell
             namespace = self.namespace
@@ -165,9 +170,14 @@ class Session:
             if not self._wanted.wait(PING_EVERY_S):
                 self._ping()
             return
-        self.client.attachment.away()
-        if not self._closed.wait(wait_s):
+        if wait_s == 0:
             self._probe()
+            return
+        attachment = self.client.attachment
+        attachment.away()
+        if attachment.choice is None:
+            self._tell(None)
+        self._closed.wait(min(wait_s, KEPT_S))  # The next turn calls `away` again, which then unmaps kept memory.
 
     def _ping(self) -> None:
         """Notices, before a request does, that the server is gone or has restarted."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -73,7 +74,7 @@ def choose(config: ClientConfig, offer: Offer, channel: grpc.Channel) -> Choice:
     for name, attach in others:
         try:
             choice = attach(config, offer, channel)
-        except KVPoolError as error:
+        except (KVPoolError, OSError) as error:  # The system may have no memory for the transport's buffers.
             trouble = str(error)
             reasons.append(f"no {name}: {error}")
         else:
@@ -95,7 +96,12 @@ def _shm(config: ClientConfig, offer: Offer, _: grpc.Channel) -> Choice:
     fd = receive_memory(memory_address(config.endpoint, token), token, timeout_s)
     segment = Segment.attach(fd, offer.segment.nbytes, offer.segment.nonce)
     movers = movers_of(len(os.sched_getaffinity(0)), config.local_clients, cores_a_mover=1)
-    return Choice(ShmTransport(segment, movers), "shm", "client and server share memory")
+    try:
+        transport = ShmTransport(segment, movers)
+    except BaseException:
+        segment.close()
+        raise
+    return Choice(transport, "shm", "client and server share memory")
 
 
 def _mooncake_over_rdma(config: ClientConfig, offer: Offer, channel: grpc.Channel) -> Choice:
@@ -131,7 +137,10 @@ def _tcp(config: ClientConfig, offer: Offer, _: grpc.Channel) -> Choice:
             "insecure_network"
         )
     peer = peer_of(offer.data_port, host, stall_s)
-    peer.connect(max(stall_s, PROVE_S))[0].close()
+    with peer.connect(max(stall_s, PROVE_S))[0] as proved:
+        # Transfers reach the address that was proved: the resolution of a name has no deadline.
+        address = socket.getnameinfo(proved.getpeername(), socket.NI_NUMERICHOST | socket.NI_NUMERICSERV)
+    peer = replace(peer, host=address[0])
     connections = config.stream_connections or movers_of(len(os.sched_getaffinity(0)), config.local_clients)
     transport = TcpTransport(peer, connections)
     return Choice(transport, f"tcp over {transport.route}")
@@ -185,7 +194,7 @@ class Attachment:
         with self._lock:
             self._away_since = math.inf
             if self.choice is not None and self._offer.boot_token != offer.boot_token:
-                if not _shares_memory(self.choice.transport, offer):
+                if not _shares_memory(self.choice, offer):
                     self.detach()
                 self._offer = offer
             if self.choice is None:
@@ -194,13 +203,14 @@ class Attachment:
             return self.retry() or self.choice.transport
 
     def away(self) -> None:
-        """The server does not answer: unmaps its memory, which the system frees once nobody maps it.
+        """The server does not answer: closes the transport, and with it unmaps the server's memory.
 
         Memory that the next server adopts stays mapped for `KEPT_S`. Call it again while the server is away.
         """
         with self._lock:
             self._away_since = min(self._away_since, self._clock())
-            if not self._offer.segment.kept or self._clock() > self._away_since + KEPT_S:
+            is_kept = self.choice is not None and self._offer.segment.kept and _shares_memory(self.choice, self._offer)
+            if not is_kept or self._clock() > self._away_since + KEPT_S:
                 self.detach()
 
     def retry(self) -> Transport | None:
@@ -229,5 +239,6 @@ class Attachment:
                 self.choice = None
 
 
-def _shares_memory(transport: Transport, offer: Offer) -> bool:
+def _shares_memory(choice: Choice, offer: Offer) -> bool:
+    transport = choice.transport
     return isinstance(transport, ShmTransport) and offer.segment.nonce == transport.segment.nonce

@@ -114,7 +114,6 @@ class ArenaMemory:
     def __init__(self, config: ServerConfig, *, has_tenants: bool):
         check_fits(config.memory)
         self._config = config
-        self._has_tenants = has_tenants
         self.arena = Arena(config.memory, None, 0, self._zero if has_tenants else None)
         self.backed_bytes = 0
         self.segment: Segment
@@ -124,9 +123,8 @@ class ArenaMemory:
 
     async def create(self, stack: AsyncExitStack) -> None:
         """Adopts the memory of the server before, or makes new memory. The stack closes it when the server ends."""
-        arena, is_kept = self.arena, self._config.keep == "yes" and store.exists()
-        sizes = arena.arena_bytes, arena.extent_bytes
-        if taken := await take_memory(*sizes, is_kept=is_kept, has_tenants=self._has_tenants):
+        is_kept = self._config.keep == "yes" and store.exists()
+        if taken := await take_memory(self.arena, is_kept=is_kept):
             self.segment, self.table = taken
             self.is_adopted = True
             self._back(self.table.backed_bytes)
@@ -197,7 +195,7 @@ class ArenaMemory:
 
     @property
     def _is_everybodys(self) -> bool:
-        return self.segment.is_sealed and not self._has_tenants
+        return self.segment.is_sealed and not self.arena.has_tenants
 
     def offer(self, engine: Engine | None, data: DataWorkers | None) -> pb.PingResponse:
         """The transports of this server, for callers that may open namespaces."""

@@ -25,12 +25,12 @@ from kvpool_server.cache.steps import finish
 from kvpool_server.keeping import store
 from kvpool_server.keeping.follower import TableFollower
 from kvpool_server.keeping.head import Geometry, geometry_of, num_begun, same_arena
-from kvpool_server.keeping.table import Kind, SlotTable, file_bytes
+from kvpool_server.keeping.table import TABLE, Kind, SlotTable, file_bytes
 from kvpool_server.process.process_memory import no_collections
 
 log = structlog.get_logger()
 
-ARENA, TABLE = "kvpool-arena", "kvpool-table"
+ARENA = "kvpool-arena"
 ABANDONED_S = 5.0
 UNMAPPED_BYTES_PER_S = 8 << 30
 """How long a start waits for the end of processes that may still write to the memory: the kernel takes a part of a
@@ -40,9 +40,7 @@ MAX_BEGUN = 2
 """Adoptions that may begin and not end: what lies in the memory may be why."""
 
 
-async def take_memory(
-    arena_bytes: int, extent_bytes: int, *, is_kept: bool, has_tenants: bool
-) -> tuple[Segment, SlotTable] | None:
+async def take_memory(arena: Arena, *, is_kept: bool) -> tuple[Segment, SlotTable] | None:
     """The memory of the server before, and its table; None if there is none, or it cannot be adopted: the log says why.
 
     The manager has forgotten it then.
@@ -52,7 +50,7 @@ async def take_memory(
     why = "--keep no"
     if is_kept:
         try:
-            return await _adopted(found, Geometry(arena_bytes, extent_bytes, has_tenants, b"", b""))
+            return await _adopted(found, Geometry(arena.arena_bytes, arena.extent_bytes, arena.has_tenants, b"", b""))
         except OSError as error:
             why = error.strerror or str(error)
         except _RefusedError as error:
@@ -90,14 +88,12 @@ async def _adopted(found: Mapping[str, Sequence[int]], wanted: Geometry) -> tupl
         if time.monotonic() > ends_at:
             raise _RefusedError(f"a process of that server still runs after {patience_s:.0f} s")
         await asyncio.sleep(LOOK_EVERY_S)
-    table = SlotTable.reopen(os.dup(table_fd))
+    table = SlotTable.reopen(table_fd)
     try:
         segment = Segment.adopt(segment_fd, wanted.arena_bytes, geometry.token)
     except OSError:
         table.close()
         raise
-    table.begin()
-    os.close(table_fd)
     return segment, table
 
 
@@ -126,6 +122,7 @@ def restore(pool: Pool, table: SlotTable, named_quotas: Container[str] = ()) -> 
     Args:
         named_quotas: subjects whose quotas the settings give; those of others come from the table.
     """
+    table.begin()
     adoption, places, groups = Adoption(pool), dict[bytes, int](), dict[Kind, Group]()
     for quota in [each for each in table.quotas() if each.subject not in named_quotas]:
         try:

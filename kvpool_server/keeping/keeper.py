@@ -48,15 +48,15 @@ MESSAGES_A_TURN = 64
 _CREDENTIALS = struct.Struct("iII")
 
 
-def is_wanted(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> bool:
+def is_wanted(arguments: Sequence[str]) -> bool:
     """Whether a server with these arguments needs a keeper: it has no manager, and neither a flag nor the environment
     says no. One whose configuration file says no tells its keeper."""
-    says = environ.get("KVPOOL_KEEP", "")
+    says = os.environ.get("KVPOOL_KEEP", "")
     for each, following in itertools.pairwise([*arguments, ""]):
         name, _, value = each.partition("=")
         if name == "--keep":
             says = value or following
-    return says != "no" and not store.exists(environ) and not {"--help", "--version"} & set(arguments)
+    return says != "no" and not store.exists() and not {"--help", "--version"} & set(arguments)
 
 
 def become(arguments: Sequence[str]) -> None:

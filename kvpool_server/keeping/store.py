@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import socket
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 FIRST_FD = 3
 OFFERED, OFFERED_NAMES, OFFERED_TO = "LISTEN_FDS", "LISTEN_FDNAMES", "LISTEN_PID"
@@ -24,10 +24,10 @@ KEEPER = "@kvpool-keeper-"
 """With the keeper's process id behind it, the address of its socket."""
 
 
-def exists(environ: Mapping[str, str] = os.environ) -> bool:
+def exists() -> bool:
     """Whether a manager stores what a server gives away."""
-    room = environ.get(ROOM, "")
-    return bool(environ.get("NOTIFY_SOCKET")) and room.isdecimal() and int(room) >= DESCRIPTORS
+    room = os.environ.get(ROOM, "")
+    return bool(os.environ.get("NOTIFY_SOCKET")) and room.isdecimal() and int(room) >= DESCRIPTORS
 
 
 def take() -> dict[str, list[int]]:
@@ -51,9 +51,9 @@ def remove(name: str) -> None:
     notify("FDSTOREREMOVE=1", f"FDNAME={name}")
 
 
-def notify(*states: str, fds: Sequence[int] = (), environ: Mapping[str, str] = os.environ) -> None:
+def notify(*states: str, fds: Sequence[int] = ()) -> None:
     """Sends states such as READY=1 to the manager that started this process, if there is one. Raises OSError."""
-    if not (address := environ.get("NOTIFY_SOCKET", "")):
+    if not (address := os.environ.get("NOTIFY_SOCKET", "")):
         return
     name = "\0" + address[1:] if address.startswith("@") else address  # @ is systemd's way to write an abstract socket.
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as manager:
@@ -64,7 +64,7 @@ def notify(*states: str, fds: Sequence[int] = (), environ: Mapping[str, str] = o
             manager.sendall("\n".join(states).encode())
 
 
-def keeper_pid(environ: Mapping[str, str] = os.environ) -> int | None:
+def keeper_pid() -> int | None:
     """Of kvpool's keeper, if it is this process's manager."""
-    address = environ.get("NOTIFY_SOCKET", "")
+    address = os.environ.get("NOTIFY_SOCKET", "")
     return int(address.removeprefix(KEEPER).partition("-")[0]) if address.startswith(KEEPER) else None

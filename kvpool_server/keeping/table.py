@@ -53,7 +53,8 @@ from kvpool_server.keeping.head import (
     num_begun,
 )
 
-NAME = "kvpool-table"
+TABLE = "kvpool-table"
+"""Name of the file, and of its descriptor where it is kept."""
 NAMESPACES, POLICIES = 1_024, 16
 PLACE_BYTES, POLICY_BYTES, QUOTAS_BYTES, HEAD_BYTES = 68 << 10, 512 << 10, 64 << 10, 64 << 10
 Value = TypeVar("Value")
@@ -115,7 +116,7 @@ class SlotTable:
         """An empty table. Raises OSError."""
         num_extents = geometry.arena_bytes // geometry.extent_bytes
         secret = geometry.secret or secrets.randbits(64)
-        table = cls(sealed_file(NAME, file_bytes(num_extents)), geometry.extent_bytes, num_extents, secret)
+        table = cls(sealed_file(TABLE, file_bytes(num_extents)), geometry.extent_bytes, num_extents, secret)
         table._put_checked(0, head_of(geometry._replace(secret=secret)))
         return table
 

@@ -12,8 +12,9 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,6 +36,7 @@ from kvpool.transport.shm import ShmTransport
 from testbed.ports import free_endpoint
 from tests.conftest import StartServer
 from tests.support.faults import stopped
+from tests.support.kept_server import KeptServer
 from tests.support.memory_files import mapped_bytes
 from tests.support.processes import ServerProcess, wait_for
 from tests.support.values import namespace_spec, payload, run_of
@@ -77,6 +79,13 @@ def is_open(session: Session) -> bool:
     return session.namespace is not None
 
 
+def arena_inode(session: Session) -> int:
+    """Of the memory that an open session shares with its server."""
+    choice = session.client.attachment.choice
+    assert choice is not None and isinstance(choice.transport, ShmTransport)
+    return os.fstat(choice.transport.segment.fd).st_ino
+
+
 def wait_until_open(session: Session) -> None:
     wait_for(lambda: is_open(session), "the session to be open", HEALED_S)
 
@@ -117,7 +126,7 @@ def test_a_session_leaves_grpc_once_the_data_port_answers(
     with workers_stopped(server):
         session = open_session(server.endpoint, transport="network", stall_timeout_ms=5_000, recorder=recorder)
         wait_until_open(session)
-        session.when_open(lambda namespace: told.append(namespace.transport.name))
+        session.when_open(lambda opened: told.extend([] if opened is None else [opened.transport.name]))
         slow = session.namespace
         assert slow is not None and slow.transport.name == "grpc"
     wait_for(lambda: told == ["grpc", "tcp"], "the data port to be used")
@@ -289,7 +298,7 @@ def test_each_opening_is_counted_and_calls_the_listener(open_session: Open, pool
     endpoint, recorder = free_endpoint(), Recorder()
     session = open_session(endpoint, recorder=recorder)
     told: list[Namespace] = []
-    session.when_open(told.append)
+    session.when_open(lambda opened: told.extend([] if opened is None else [opened]))
 
     def counted() -> dict[str, int]:
         taken = recorder.take()
@@ -307,7 +316,7 @@ def test_each_opening_is_counted_and_calls_the_listener(open_session: Open, pool
     wait_for(lambda: len(told) == 2, "the second opening")
     assert told[0].boot_token != told[1].boot_token
     assert counted() == {"breaker_open": 0, "connected_shm": 1}
-    late: list[Namespace] = []
+    late: list[Namespace | None] = []
     session.when_open(late.append)
     assert late == [told[1]]
 
@@ -366,20 +375,41 @@ def test_closing_while_the_answer_arrives_leaves_no_thread_waiting(
 def test_an_idle_session_notices_a_restart_and_lets_go_of_the_old_memory(
     open_session: Open, pool_server: StartServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody calls: a successor may be waiting for the memory that the dead server's engines still map."""
+    """No job comes: a successor may be waiting for the memory, which the listener (as a copier does) maps, too."""
     monkeypatch.setattr(session_module, "PING_EVERY_S", 0.1)
+    held: list[object] = []
+
+    def hold(opened: Namespace | None) -> None:
+        held[:] = [] if opened is None else [opened.transport.memory]
+
     server = pool_server()
     session = open_session(server.endpoint, transport="shm", timeout_ms=TIMEOUT_MS)
+    session.when_open(hold)
     wait_until_open(session)
-    before = session.namespace
-    choice = session.client.attachment.choice
-    assert choice is not None and isinstance(choice.transport, ShmTransport)
-    inode = os.fstat(choice.transport.segment.fd).st_ino
-    assert mapped_bytes(inode)
+    before, inode = session.namespace, arena_inode(session)
+    wait_for(lambda: held and mapped_bytes(inode), "the listener to hold the memory")
     server.kill()
     wait_for(lambda: session.namespace is None and not mapped_bytes(inode), "the old memory to be let go", HEALED_S)
     pool_server("--listen", server.endpoint)
     wait_for(lambda: is_open(session) and session.namespace is not before, "the new server to be found", HEALED_S)
+
+
+def test_kept_memory_is_let_go_however_long_the_breaker_waits(
+    open_session: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(breaker, "FIRST_WAIT_S", breaker.MAX_FLAP_WAIT_S)
+    for module in (choice, session_module):
+        monkeypatch.setattr(module, "KEPT_S", 0.2)
+    with closing(KeptServer(tmp_path)) as server:
+        server.connect().close()
+        session = open_session(server.endpoint, transport="shm")
+        wait_until_open(session)
+        inode = arena_inode(session)
+        assert mapped_bytes(inode)
+        for _ in range(FAILURES_TO_OPEN):
+            session.report(PoolTimeoutError("too slow"), "load")
+        wait_for(lambda: not mapped_bytes(inode), "the kept memory to be let go", breaker.MAX_FLAP_WAIT_S / 4)
+        assert session.state is State.OPEN
 
 
 def test_whatever_goes_wrong_the_session_goes_on_trying(

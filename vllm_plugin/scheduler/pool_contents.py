@@ -2,9 +2,10 @@
 
 `PoolContents` keeps the engine from offering a block twice. `Events` collects KV events for the engine's own publisher.
 A router learns from these events which tokens a block stands for, which the server cannot know. The engine does not see
-which blocks the pool evicts, so a block that it finds missing, in a lookup or after a failed load, is announced as
-removed, and all blocks once the pool has restarted: some with each step, as `AllBlocksCleared` would clear vLLM's own
-blocks, too, which are in the same stream. The server's own events tell the contents of the pool.
+which blocks the pool evicts, nor which a restarted pool still has, so a block that it finds missing, in a lookup or
+after a failed load, is announced as removed. All blocks are once the engine has moved to another namespace: some with
+each step, as `AllBlocksCleared` would clear vLLM's own blocks, too, which are in the same stream. The server's own
+events tell the contents of the pool.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ All are bytes, so that Python's garbage collector does not visit them."""
 NUM_SHARDS, SHARD_BLOCKS = 1 << 11, 1 << 9
 """Most announced blocks. To find the oldest of one large mapping, or to let it grow, delays a step."""
 STEP_REMOVALS = 1 << 9
-"""Of a restarted pool's blocks, those that one step announces as removed."""
+"""Of the blocks of a namespace that the engine has left, those that one step announces as removed."""
 _MARK = b""
 LOCALITY = "REMOTE"
 """Relative to the engine: the blocks are in another process, maybe on another host."""

@@ -46,7 +46,6 @@ class Stages:
         self._config = config
         self._recorder = recorder
         self._fingerprints: list[bytes] = []
-        self._boot_token = 0
 
     @property
     def are_open(self) -> bool:
@@ -121,11 +120,6 @@ class Stages:
         self.specs = [replace(spec, weights_epoch=weights_epoch) for spec in self.specs]
         for session, spec in zip(self.sessions, self.specs, strict=True):
             session.move(spec)
-
-    def has_restarted(self) -> bool:
-        """Whether the pool has started, or started again, since the last call."""
-        before, self._boot_token = self._boot_token, self.boot_token or self._boot_token
-        return self._boot_token != before
 
     def close(self) -> None:
         """Ends the connections; the pool's leases expire by themselves. Idempotent."""

@@ -63,8 +63,14 @@ class Peer:
         self._client.close()
 
     def ping(self) -> int:
-        """The peer's boot token."""
-        return replies.offer(self._client.rpc.ping()).boot_token
+        """The peer's boot token. The memory of a peer of this host that is gone is unmapped: its successor needs it."""
+        try:
+            return replies.offer(self._client.rpc.ping()).boot_token
+        except UnavailableError:
+            with self._lock:
+                self._reached = None
+                self._client.attachment.detach()
+            raise
 
     def find(
         self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes], lease: bool

@@ -6,6 +6,7 @@ import fcntl
 import os
 import re
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +18,8 @@ import pytest
 from kvpool.protocol.types import BlockRun
 from kvpool.transport.segment import sealed_file
 from kvpool_server.keeping import head, store, table
-from kvpool_server.keeping.adoption import ARENA, TABLE
+from kvpool_server.keeping.adoption import ARENA, MAX_BEGUN
+from kvpool_server.keeping.table import TABLE
 from tests.support.kept_server import KeptServer, Manager
 from tests.support.processes import wait_for
 from tests.support.values import block_hash, group_spec, namespace_spec
@@ -85,6 +87,16 @@ def test_a_server_that_stops_leaves_its_blocks_to_the_next(rig: Rig) -> None:
     assert server.wait() == 0
     assert all(rig.hits(rig.start()))
     assert any("READY=1" in states for states in rig.manager.states)
+
+
+def test_a_data_port_that_is_taken_costs_no_memory_however_often_servers_start(rig: Rig) -> None:
+    rig.left()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        flags = ("--data-listen", f"127.0.0.1:{taken.getsockname()[1]}")
+        for _ in range(MAX_BEGUN):
+            refused = rig.start(*flags)
+            assert refused.wait() and refused.says("--data-listen")
+    assert all(rig.hits(rig.start(*flags)))
 
 
 @pytest.mark.more

@@ -57,7 +57,7 @@ def announced(names: Iterable[object]) -> set[object]:
     return {maybe_convert_block_hash(BlockHash(block_hash(name))) for name in names}
 
 
-def test_a_pool_that_has_restarted_is_announced_as_empty_a_bounded_part_a_step(
+def test_a_namespace_that_is_left_is_announced_as_empty_a_bounded_part_a_step(
     router: Router, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pool_contents, "STEP_REMOVALS", 64)
@@ -85,7 +85,7 @@ def test_what_is_stored_again_meanwhile_stays_and_what_is_missing_is_removed_onc
     assert max(router.num_removals.values()) <= 2
 
 
-def test_a_second_restart_removes_what_was_stored_since_the_first(router: Router) -> None:
+def test_a_second_move_removes_what_was_stored_since_the_first(router: Router) -> None:
     router.store(*range(50))
     router.told.all_missing()
     router.step()

@@ -26,7 +26,10 @@ class Copier:
     """Bytes that are best moved at once."""
 
     def adopt(self, memory: npt.NDArray[np.uint8] | None) -> None:
-        """Adopts memory in which buffers will lie for long, as of a `Transport`; cheap to repeat."""
+        """Adopts memory in which buffers will lie for long, as of a `Transport`, in place of what it adopted before.
+
+        None: adopts none. Any thread may call it, also while others copy; cheap to repeat.
+        """
 
     def mark(self) -> Any:
         """A mark of the work that the device has been given so far, for `gather` and `scatter` to wait for."""

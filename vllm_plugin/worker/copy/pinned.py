@@ -124,9 +124,8 @@ class PinnedMemory:
     def close(self) -> None:
         """Ends registering and borrowing. The memory is unregistered with its last use. Idempotent."""
         with self._lock:
-            if not self._closing.is_set():
-                self._closing.set()
-                self._unregister_if_unused()
+            self._closing.set()
+            self._unregister_if_unused()
 
     def _register(self) -> None:
         try:

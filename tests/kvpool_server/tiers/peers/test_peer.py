@@ -1,0 +1,51 @@
+"""One other server: what this server keeps of it, and for how long."""
+
+from __future__ import annotations
+
+import os
+from contextlib import closing
+
+from kvpool.client.config import ClientConfig
+from kvpool.protocol.errors import UnavailableError
+from kvpool.transport.shm import ShmTransport
+from kvpool_server.cache.namespaces import PoolNamespace
+from kvpool_server.tiers.peers.peer import Peer
+from tests.kvpool_server.tiers.peers.conftest import CHUNK, SPEC, Host, StartServer
+from tests.support.memory_files import mapped_bytes
+from tests.support.processes import wait_for
+from tests.support.values import block_hash, payload
+
+
+def test_the_memory_of_a_dead_server_of_this_host_is_let_go_and_that_of_the_next_is_read(
+    pool_server: StartServer,
+) -> None:
+    """The next server may be waiting for the memory, and nobody asks for a block meanwhile."""
+    server, namespace, names = pool_server(), PoolNamespace(SPEC, SPEC.fingerprint()), [block_hash("a")]
+
+    def read() -> int:
+        """Stores a block and reads it; returns the file of the memory that it lies in."""
+        with closing(Host(server)) as host:
+            host.put("a")
+            leased, found = peer.find(namespace, 0, names, lease=True), bytearray(CHUNK)
+            assert leased is not None and isinstance(leased.namespace.transport, ShmTransport)
+            peer.read(leased, names, [memoryview(found)])
+            peer.release(leased.lease_id)
+            assert found == payload("a", CHUNK).tobytes()
+            return os.fstat(leased.namespace.transport.segment.fd).st_ino
+
+    with closing(Peer(ClientConfig(server.endpoint, timeout_ms=5_000))) as peer:
+        inode = read()
+        assert mapped_bytes(inode)
+        server.kill()
+        assert not _answers(peer)
+        assert not mapped_bytes(inode)
+        server = pool_server("--listen", server.endpoint)
+        wait_for(lambda: _answers(peer), "the next server")
+        assert read() != inode
+
+
+def _answers(peer: Peer) -> bool:
+    try:
+        return bool(peer.ping())
+    except UnavailableError:
+        return False
