@@ -88,8 +88,13 @@ class Link:
         run = BlockRun(0, [next(self._names).to_bytes(32, "big") for _ in range(STORE_BLOCKS)])
         bus = self._bus()
         self._client.put(
-            self._namespace, [run], bus, batch_bytes=BATCH_BYTES, out_of_process=self._out_of_process
-        )  # fmt: skip
+            self._namespace,
+            [run],
+            bus,
+            batch_bytes=BATCH_BYTES,
+            fill_sums=True,
+            out_of_process=self._out_of_process,
+        )
 
     def _bus(self) -> Callable[[Sequence[int], Buffers], Checksums]:
         """What copies buffers, one after the other. It copies none, so that what is stored is never loaded."""

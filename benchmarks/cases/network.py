@@ -82,7 +82,9 @@ class Blocks(Traffic):
         """As `put`, where something else has computed the checksums."""
         self._client.admin.remove(self._namespace, [self._run])
         return timed(
-            lambda: self._client.put(self._namespace, [self._run], self._known, batch_bytes=DEVICE_BATCH_BYTES)
+            lambda: self._client.put(
+                self._namespace, [self._run], self._known, batch_bytes=DEVICE_BATCH_BYTES, fill_sums=True
+            )
         )
 
     def get_unsummed(self) -> float:

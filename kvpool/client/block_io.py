@@ -63,13 +63,14 @@ DrainBlocks = FillBlocks
 """The callback of a put, or of a get, with the arguments `indices` and `buffers`.
 
 A put's writes block `indices[i]`, counted over all runs, into `buffers[i]`, uint8 [shards.count * chunk_bytes]; a get's
-copies the block from there. Returns None: the bytes were copied. Or a callable, which any thread may call: it waits for
-the copy, and returns one checksum a chunk; for callbacks that compute checksums while copying (a get: `drain_sums`).
+copies the block from there. Returns None: the bytes were copied. With `fill_sums` or `drain_sums`, returns a callable
+that any thread may call: it waits for the copy, and returns one checksum a chunk. A put's checksums are of the caller's
+own bytes, and not of the buffers: with shared memory, another process that is late may write there.
 """
 
 
 class BlockWriter:
-    """The bytes of one put.
+    """The bytes of one put. With `fill_sums`, `fill` returns the checksums.
 
     Args:
         granted: indices of the blocks to write, one a region of the transfer.
@@ -83,6 +84,7 @@ class BlockWriter:
         self,
         transport: Transport,
         fill: FillBlocks | InPlace,
+        fill_sums: bool,
         granted: Sequence[int],
         region_bytes: int,
         chunk_bytes: int,
@@ -90,6 +92,7 @@ class BlockWriter:
         self.fill_error: Exception | None = None
         self._transport = transport
         self._fill = fill
+        self._fill_sums = fill_sums
         self._granted = granted
         self._sums = ChunkSums(len(granted), region_bytes, chunk_bytes)
 
@@ -99,7 +102,7 @@ class BlockWriter:
             rows = [self._fill.blocks[idx] for idx in self._granted]
             self._transport.write(transfer, Source(rows=rows, sum=self._sums.add))
         else:
-            self._transport.write(transfer, Source(self._fill_batch, sum=self._sums.add))
+            self._transport.write(transfer, Source(self._fill_batch, sum=no_sum if self._fill_sums else self._sums.add))
         return self._sums.all()
 
     def wait(self) -> None:
@@ -109,11 +112,12 @@ class BlockWriter:
     def _fill_batch(self, first: int, buffers: Buffers) -> Checksums | None:
         assert not isinstance(self._fill, InPlace)
         try:
-            filled = self._fill(self._granted[first : first + len(buffers)], buffers)
+            filled = self._sums.add_later(first, self._fill(self._granted[first : first + len(buffers)], buffers))
+            _check_sums("fill", filled, self._fill_sums)
         except Exception as error:
             self.fill_error = error
             raise
-        return self._sums.add_later(first, len(buffers), filled)
+        return filled
 
 
 class BlockReader:
@@ -148,11 +152,14 @@ class BlockReader:
     def _drain_batch(self, first: int, buffers: Buffers) -> Checksums | None:
         assert not isinstance(self._drain, InPlace)
         drained = self._drain(self._indices[first : first + len(buffers)], buffers)
-        if (drained is not None) != self._drain_sums:
-            raise InvalidRequestError(
-                f"the drain callback returned {type(drained).__name__}, and drain_sums is {self._drain_sums}"
-            )
-        return self._parts[-1].add_later(first, len(buffers), drained)
+        _check_sums("drain", drained, self._drain_sums)
+        return self._parts[-1].add_later(first, drained)
+
+
+def _check_sums(callback: str, sums: Checksums | None, are_wanted: bool) -> None:
+    if (sums is not None) != are_wanted:
+        found = "None" if sums is None else "checksums"
+        raise InvalidRequestError(f"the {callback} callback returned {found}, and {callback}_sums is {are_wanted}")
 
 
 class _Once:
@@ -177,21 +184,17 @@ class ChunkSums:
         self._values = np.zeros((num_regions, region_bytes // chunk_bytes), np.uint64)
         self._chunk_bytes = chunk_bytes
         self._later: dict[int, Checksums] = {}
-        self._regions_later: set[int] = set()
 
     def add(self, first: int, regions: Sequence[Pieces]) -> None:
-        """Sums regions [first, first + len(regions)), unless `add_later` was given their checksums."""
-        if first in self._regions_later:
-            return
+        """Sums regions [first, first + len(regions))."""
         for nth, pieces in enumerate(regions, first):
             self._values[nth] = sums_of(pieces, self._chunk_bytes)
 
-    def add_later(self, first: int, count: int, sums: Checksums | None) -> Checksums | None:
-        """Notes what computes the checksums of regions [first, first + count), region-major, and returns it."""
+    def add_later(self, first: int, sums: Checksums | None) -> Checksums | None:
+        """Notes what computes the checksums of regions from `first` on, region-major, and returns it."""
         if sums is None:
             return None
         self._later[first] = once = _Once(sums)
-        self._regions_later.update(range(first, first + count))
         return once
 
     def wait(self) -> None:

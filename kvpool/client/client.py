@@ -16,6 +16,7 @@ single steps of a put and get, and calls that do not wait; `client.attachment` h
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Sequence
 from contextlib import closing, suppress
@@ -158,6 +159,7 @@ class Client:
         *,
         shards: ShardRange | None = None,
         batch_bytes: int = BATCH_BYTES,
+        fill_sums: bool = False,
         out_of_process: bool = False,
     ) -> PutResult:
         """Stores blocks. Blocks that are present, or that another caller is writing, cost no bytes.
@@ -168,6 +170,7 @@ class Client:
                 that the blocks lie in.
             shards: which shards of each block; all of them by default.
             batch_bytes: most bytes passed to one call of `fill`; at least one block.
+            fill_sums: `fill` returns the checksums of what it writes; else the transport computes them.
             out_of_process: as in `get`.
 
         Raises:
@@ -180,15 +183,17 @@ class Client:
         region_bytes = shards.count * group.chunk_bytes
         if isinstance(fill, InPlace):
             fill.check(sum(map(len, runs)), region_bytes)
+        asked_at = time.monotonic()
         grant = self.rpc.put_start(namespace, runs, shards)
         if not grant.ticket_id:
             return PutResult(grant.statuses, PutReceipt(0, 0), 0)
         granted = [idx for idx, status in enumerate(grant.statuses) if status is PutStatus.GRANTED]
-        timeout_s = min(self.config.data_timeout_ms, grant.ticket_ttl_ms) / 1000
+        ticket_s = grant.ticket_ttl_ms / 1000 - (time.monotonic() - asked_at)  # The answer may be seen long after.
+        timeout_s = max(0.0, min(self.config.data_timeout_ms / 1000, ticket_s))
         transfer = Transfer(
             grant.ticket_id, grant.offsets, region_bytes, timeout_s, batch_bytes, grant.permit, out_of_process
         )
-        writer = BlockWriter(namespace.transport, fill, granted, region_bytes, group.chunk_bytes)
+        writer = BlockWriter(namespace.transport, fill, fill_sums, granted, region_bytes, group.chunk_bytes)
         try:
             receipt = self.rpc.put_end(grant.ticket_id, writer.write(transfer))
         except BaseException as error:
@@ -231,6 +236,7 @@ class Client:
         drain: DrainBlocks | InPlace,
         *,
         shards: ShardRange | None = None,
+        ends_at: float = math.inf,
         batch_bytes: int = BATCH_BYTES,
         drain_sums: bool = False,
         leased: LeasedSlots | None = None,
@@ -243,6 +249,7 @@ class Client:
             drain: copies blocks from the transport's buffers; or arrays that receive the blocks. Use what is there
                 only after `get` has returned.
             shards: which shards of each block; all of them by default.
+            ends_at: monotonic seconds; an earlier deadline of the bytes than `data_timeout_ms`.
             batch_bytes: most bytes passed to one call of `drain`; at least one block.
             drain_sums: `drain` returns the checksums of what it copies; else the transport computes them.
             leased: where all blocks of `runs` lie, from the lookup's answer: then there is no call. None: the server
@@ -264,7 +271,7 @@ class Client:
             drain.check(sum(map(len, runs)), region_bytes, is_get=True)
         reader = BlockReader(namespace.transport, drain, drain_sums, region_bytes, group.chunk_bytes)
         asked_at = time.monotonic()
-        ends_at = asked_at + self.config.data_timeout_ms / 1000
+        ends_at = min(ends_at, asked_at + self.config.data_timeout_ms / 1000)
         first = 0
         parts: list[Located] = []
 

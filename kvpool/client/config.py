@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import math
 from dataclasses import dataclass
@@ -30,9 +31,10 @@ def check_endpoint(endpoint: str) -> None:
     if "://" in endpoint:
         scheme, _, rest = endpoint.partition("://")
         raise ConfigError(f"endpoint {endpoint!r} is not HOST:PORT; leave out {scheme}://, and give {rest!r}")
-    host, _, port = endpoint.rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise ConfigError(f"endpoint {endpoint!r} is not HOST:PORT, for example {DEFAULT_ENDPOINT!r}")
+    with contextlib.suppress(ConfigError):
+        if split_address(endpoint)[1]:
+            return
+    raise ConfigError(f"endpoint {endpoint!r} is not HOST:PORT, for example {DEFAULT_ENDPOINT!r}")
 
 
 def split_address(address: str) -> tuple[str, int]:

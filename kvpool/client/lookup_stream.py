@@ -13,6 +13,7 @@ would cost the server as much as a lookup.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections import deque
@@ -162,7 +163,7 @@ class LookupStream:
                 self._stream.release(lease_ids)
 
     def release_again(self, lease_ids: Sequence[int]) -> None:
-        """Ends leases whose message the server may not have read. Called by the stream's thread."""
+        """Ends leases that a stream has left unsent, or behind an unanswered lookup. Called by the stream's thread."""
         with suppress(ValueError):  # The channel is closed.
             self.release(lease_ids)
 
@@ -293,7 +294,10 @@ class _Stream:
         finally:
             with self._lock:
                 self.has_ended = True
-                unreleased = [*self._released, *(each for _, released in self._unanswered for each in released)]
+                # A release behind no unanswered lookup counts as read. To send it again, over a stream that the server
+                # may end for being idle as it did this one, would open stream after stream; a lost one's lease expires.
+                unread = itertools.dropwhile(lambda sent: not sent[0], self._unanswered)
+                unreleased = [*self._released, *(each for _, released in unread for each in released)]
             self.finish()  # gRPC's thread ends.
             waiting, self._waiting = self._waiting, deque()  # Nothing is added after the end.
             for lookup in waiting:

@@ -93,7 +93,8 @@ Fill = Callable[[int, Buffers], Wait | None]
 """The callback of a write: writes regions [first, first + len(buffers)) into `buffers`, each uint8 [region_bytes].
 
 Returns None if the bytes are there. Otherwise a function that waits until they are. The transport calls it before it
-reads the buffers, on any of its threads; with shared memory nobody reads them, and it is not called.
+reads the buffers, on any of its threads; of shared memory that need not be summed nobody reads them, and it is not
+called.
 """
 Drain = Callable[[int, Buffers], Wait | None]
 """The callback of a read: reads regions [first, first + len(buffers)) from `buffers`, each uint8 [region_bytes].

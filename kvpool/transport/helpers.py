@@ -144,7 +144,8 @@ class Staging:
     def __init__(self, nbytes: int = STAGING_BYTES, memory: Bytes | None = None):
         if memory is None:
             pages = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            pages.madvise(mmap.MADV_HUGEPAGE)
+            with contextlib.suppress(OSError):  # The kernel may have no huge pages.
+                pages.madvise(mmap.MADV_HUGEPAGE)
             memory = np.frombuffer(pages, np.uint8)
         self.memory: Bytes = memory
         self._lent = bytearray(len(memory) // UNIT_BYTES)  # 1 for each unit that is lent, else 0.

@@ -21,13 +21,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.protocol.errors import ConfigError, TransferError
-from kvpool.protocol.types import TOKEN_BYTES
+from kvpool.protocol.types import NONCE_BYTES, TOKEN_BYTES
 
 NAME = "kvpool-"
 """With the server's process id behind it: /proc/PID/maps shows which server's memory a process maps."""
 
 TRAILER_BYTES = mmap.PAGESIZE
-NONCE_BYTES = 16
 MAP_STEP_BYTES = 4 << 20
 """Small, because the low-priority thread that maps ahead holds the mapping's lock during a step."""
 IDLE_NICE = 19

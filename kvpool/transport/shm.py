@@ -1,9 +1,9 @@
 """The `shm` transport: the caller writes and reads the arena itself; bytes never pass through the server.
 
-Helpers copy and sum the caller's arrays beside it, and sum what its callbacks have copied.
+Helpers copy and sum the caller's arrays beside it, and sum what its callbacks copy.
 
-Other processes write to the arena as well, so a read sums the caller's own copy of the bytes and never the arena: a
-callback drains a private copy, of which the checksum is, unless the callback sums what it copies.
+Other processes write to the arena as well, so no checksum is of bytes in the arena: a callback fills or drains private
+copies, of which the checksums are, unless the callback sums what it copies.
 
 The transport checks the deadline before each batch: a process that was stopped for longer than its ticket lives must
 not write when it continues, because its slots may belong to another ticket. A process that is stopped inside a batch
@@ -13,7 +13,8 @@ can still write late; the server's quarantine of expired tickets covers that rac
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from functools import partial
 
 from kvpool.protocol.errors import PoolTimeoutError
 from kvpool.transport.base import (
@@ -69,21 +70,22 @@ class ShmTransport:
         return self.segment.bytes
 
     def write(self, transfer: Transfer, source: Source) -> None:
-        if source.rows is None:
-            assert source.fill is not None
-            self._visit(transfer, source.fill, source.sum)
-        else:
+        if source.rows is not None:
             self._copy(transfer, source.rows, source.sum, is_write=True)
+        else:
+            self._call_back(transfer, source.filling(), source.sum, is_write=True)
 
     def read(self, transfer: Transfer, sink: Sink) -> None:
-        if sink.rows is None:
-            assert sink.drain is not None
-            if sink.sum is no_sum:  # The callback sums what it has copied.
-                self._visit(transfer, sink.drain, sink.sum)
-            else:
-                self._drain_copies(transfer, sink.drain, sink.sum)
-        else:
+        if sink.rows is not None:
             self._copy(transfer, sink.rows, sink.sum, is_write=False)
+        else:
+            self._call_back(transfer, sink.draining(), sink.sum, is_write=False)
+
+    def _call_back(self, transfer: Transfer, visit: Fill | Drain, sum_regions: Sum, is_write: bool) -> None:
+        if sum_regions is no_sum:  # The callback sums what it copies.
+            self._visit(transfer, visit)
+        else:
+            self._visit_copies(transfer, visit, sum_regions, is_write)
 
     def _copy(self, transfer: Transfer, rows: Sequence[Pieces], sum_regions: Sum, is_write: bool) -> None:
         """Copies between the caller's arrays and the arena."""
@@ -99,52 +101,43 @@ class ShmTransport:
 
         self._helpers.share(range(0, len(transfer.offsets), step), move)
 
-    def _visit(self, transfer: Transfer, visit: Fill | Drain, sum_regions: Sum) -> None:
-        """Shows the regions themselves to a callback, batch by batch, and sums them behind it."""
+    def _visit(self, transfer: Transfer, visit: Fill | Drain) -> None:
+        """Shows the regions themselves to a callback, batch by batch."""
         arena, deadline = self._begin(transfer)
-        summing: list[Help] = []
-        try:
-            for start, stop in transfer.batches():
-                self._check(deadline, transfer)
-                regions = _regions(arena, transfer, start, stop)
-                wait = visit(start, regions)
-                if wait is None:
-                    summing += self._sum(sum_regions, start, regions)
-            for each in summing:
-                each.finish()
-        except BaseException:
-            for each in summing:
-                each.drop()
-            raise
+        for start, stop in transfer.batches():
+            self._check(deadline, transfer)
+            visit(start, _regions(arena, transfer, start, stop))
 
-    def _drain_copies(self, transfer: Transfer, drain: Drain, sum_regions: Sum) -> None:
+    def _visit_copies(self, transfer: Transfer, visit: Fill | Drain, sum_regions: Sum, is_write: bool) -> None:
         """Shows private copies of the regions to a callback, batch by batch, and sums the copies."""
         arena, deadline = self._begin(transfer)
         nbytes = transfer.region_bytes
         with self._staging.borrowed(transfer.batch_regions * nbytes, 1, transfer.timeout_s) as (staging,):
             for start, stop in transfer.batches():
-                self._check(deadline, transfer)
                 copies = [staging[at * nbytes : (at + 1) * nbytes] for at in range(stop - start)]
-                for copy, region in zip(copies, _regions(arena, transfer, start, stop), strict=True):
-                    copy[:] = region
-                summing = list(self._sum(sum_regions, start, copies))
+                pairs = list(zip(copies, _regions(arena, transfer, start, stop), strict=True))
+                self._check(deadline, transfer)
+                if is_write:
+                    _call(visit, start, copies)
+                    self._check(deadline, transfer)
+                else:
+                    for copy, region in pairs:
+                        copy[:] = region
+                summing = self._sum(sum_regions, start, copies)
                 try:
-                    wait = drain(start, copies)
-                    if wait is not None:
-                        wait()
-                    for each in summing:
-                        each.finish()
+                    if is_write:
+                        for copy, region in pairs:
+                            region[:] = copy
+                    else:
+                        _call(visit, start, copies)
+                    summing.finish()
                 finally:
-                    for each in summing:
-                        each.drop()
+                    summing.drop()
 
-    def _sum(self, sum_regions: Sum, first: int, regions: Buffers) -> Iterator[Help]:
-        """Sums regions, or lets a helper do it."""
-        rows = [[region] for region in regions]
-        if len(regions) * len(regions[0]) >= MIN_SHARED_BYTES and self._helpers.num_threads:
-            yield self._helpers.submit(lambda: sum_regions(first, rows))
-        else:
-            sum_regions(first, rows)
+    def _sum(self, sum_regions: Sum, first: int, regions: Buffers) -> Help:
+        """Sums regions before the returned `Help` has finished, on a helper's thread if that pays."""
+        work = partial(sum_regions, first, [[region] for region in regions])
+        return self._helpers.submit(work) if len(regions) * len(regions[0]) >= MIN_SHARED_BYTES else Help(work)
 
     def _begin(self, transfer: Transfer) -> tuple[Bytes, float]:
         """The arena and the deadline. The arena stays mapped for the transfer even if the transport is closed."""
@@ -153,12 +146,17 @@ class ShmTransport:
         return arena, self._clock() + transfer.timeout_s
 
     def _check(self, deadline: float, transfer: Transfer) -> None:
-        if self._clock() > deadline:
+        if self._clock() >= deadline:
             raise PoolTimeoutError(f"a shared-memory transfer took more than {transfer.timeout_s:.3f} s")
 
     def close(self) -> None:
         self._helpers.close()
         self.segment.close()
+
+
+def _call(visit: Fill | Drain, first: int, buffers: Buffers) -> None:
+    if (wait := visit(first, buffers)) is not None:
+        wait()
 
 
 def _regions(arena: Bytes, transfer: Transfer, start: int, stop: int) -> Buffers:

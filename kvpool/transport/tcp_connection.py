@@ -24,11 +24,13 @@ from kvpool.protocol.errors import (
     TransferError,
     UnavailableError,
 )
+from kvpool.protocol.text import escaped
 from kvpool.protocol.types import PERMIT_BYTES, PERMIT_KEY_BYTES
 from kvpool.transport.base import Bytes, Transfer
 from kvpool.transport.data_port import (
     GREETING_BYTES,
     MAGIC,
+    MAX_MESSAGE_BYTES,
     NO_ROOM,
     REPLY_BYTES,
     Header,
@@ -304,7 +306,8 @@ class Connection:
             message = b"".join(bytes(view[:message_bytes]) for view in behind)[: min(begun, message_bytes)]
             rest = bytearray(message_bytes - len(message))
             self._move(receive_some, connection, part, [memoryview(rest)] if rest else [])
-            raise _ERROR_OF[status](f"{self._peer}: {(message + rest).decode(errors='replace')}")
+            said = escaped((message + rest).decode(errors="replace"), MAX_MESSAGE_BYTES)
+            raise _ERROR_OF[status](f"{self._peer}: {said}")
         if nbytes != part.nbytes or message_bytes:
             raise TransferError(f"{self._peer} moved {nbytes} of {part.nbytes} bytes")
 

@@ -20,7 +20,9 @@ def test_endpoints(endpoint: str) -> None:
     assert ClientConfig(endpoint=endpoint).endpoint == endpoint
 
 
-@pytest.mark.parametrize("endpoint", ["", "host", "host:", ":50051", "host:port", "host:0", "host:65536", "host:-1"])
+@pytest.mark.parametrize(
+    "endpoint", ["", "host", "host:", ":50051", "host:port", "host:0", "host:65536", "host:-1", "host:²"]
+)
 def test_what_is_no_endpoint_is_refused_with_an_example(endpoint: str) -> None:
     with pytest.raises(ConfigError, match=r"is not HOST:PORT, for example '127\.0\.0\.1:50051'") as caught:
         ClientConfig(endpoint=endpoint)

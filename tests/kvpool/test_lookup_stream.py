@@ -39,6 +39,7 @@ class Whim(PoolServicer):
 
     def __init__(self) -> None:
         self.go_on = threading.Event()
+        self.ends_after_release = False
         self.num_streams = 0
         self.messages: list[tuple[int, list[int]]] = []
         """Of each message the TTL that it asks for, and the leases that it releases."""
@@ -51,8 +52,10 @@ class Whim(PoolServicer):
         for request in requests:
             wish = request.lease_ttl_ms
             self.messages.append((wish, list(request.release)))
-            if not wish:
-                continue  # It only releases.
+            if not wish:  # It only releases.
+                if self.ends_after_release:
+                    return
+                continue
             if wish == END or (wish == END_ONCE and self.num_streams == 1):
                 return
             if wish == FAIL:
@@ -244,6 +247,17 @@ def test_leases_whose_release_a_stream_has_not_read_are_released_over_the_next(s
     served.whim.go_on.set()
     assert pending.result().lease_ttl_ms == WAIT_AND_END_ONCE
     wait_for(lambda: {each for _, ids in served.whim.messages for each in ids} == {1, 2}, "the releases")
+
+
+def test_a_stream_that_ends_after_a_release_of_its_own_is_not_opened_again_by_itself(served: Served) -> None:
+    """A server ends idle streams to make room: streams that replaced each other would never end."""
+    served.whim.ends_after_release = True
+    assert served.ask(100) == 100
+    served.lookups.release([1])
+    wait_for(lambda: served.whim.messages[-1] == (0, [1]), "the release")
+    wait_for_readers()
+    assert served.whim.num_streams == 1
+    assert served.ask(101) == 101
 
 
 def test_closing_releases_leases_that_wait_for_a_lookup(served: Served) -> None:

@@ -32,8 +32,7 @@ def test_sums_are_in_the_order_of_the_regions(order: list[int], theirs: set[int]
     for idx in order:
         if idx in theirs:
             expected[2 * idx : 2 * idx + 2] = [first_sum + idx, first_sum + idx + 6]
-            sums.add_later(idx, 1, partial(list, expected[2 * idx : 2 * idx + 2]))
-            sums.add(idx, [[rows[idx]]])
+            sums.add_later(idx, partial(list, expected[2 * idx : 2 * idx + 2]))
         else:
             sums.add(idx, [[rows[idx]]])
     assert sums.all() == expected

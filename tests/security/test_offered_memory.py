@@ -23,8 +23,8 @@ from kvpool.client.config import ClientConfig
 from kvpool.client.rpc import PoolRpc
 from kvpool.client.transport_choice import Choice, choose
 from kvpool.protocol.errors import TransferError
-from kvpool.protocol.types import TOKEN_BYTES
-from kvpool.transport.segment import NONCE_BYTES, TRAILER_BYTES, Segment
+from kvpool.protocol.types import NONCE_BYTES, TOKEN_BYTES
+from kvpool.transport.segment import TRAILER_BYTES, Segment
 from kvpool.transport.unix_socket import MAGIC, abstract_name, receive_memory
 from kvpool.v1 import pool_pb2 as pb
 from tests.support.memory_files import descriptors

@@ -19,6 +19,8 @@ from tests.support.data_client import receive_exactly as receive
 
 NONCE = b"n" * 16
 TRICKLED_BYTES = 40
+FORGED = "m\n\x1b[31m"
+"""The message of a refusal, over and over: it would forge lines of logs, and colours of terminals."""
 
 
 class Does(Enum):
@@ -149,7 +151,7 @@ class ScriptedPort:
 
     def _reply(self, act: Act, nbytes: int) -> bytes:
         if act.does is Does.REFUSE:
-            return Reply(act.status, 0, "m" * int(act.at * MAX_MESSAGE_BYTES)).encode()
+            return Reply(act.status, 0, (FORGED * MAX_MESSAGE_BYTES)[: int(act.at * MAX_MESSAGE_BYTES)]).encode()
         if act.does is Does.CHAT:
             return Reply(Status.OK, nbytes, "by the way").encode()
         if act.does is Does.GARBLE:

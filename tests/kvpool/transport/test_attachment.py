@@ -16,6 +16,7 @@ from tests.support.memory_transport import MemoryTransport
 
 OFFER = pb.PingResponse(piece_bytes=1 << 20, boot_token=7)
 OF_ANOTHER_BOOT = pb.PingResponse(piece_bytes=1 << 20, boot_token=8)
+OF_KEPT_MEMORY = pb.PingResponse(piece_bytes=1 << 20, boot_token=7, segment=pb.Segment(nonce=bytes(16), kept=True))
 
 
 @dataclass
@@ -30,7 +31,7 @@ class Server:
         return Attachment(self._choose, self.clock)
 
     def _choose(self, offer: Offer) -> Choice:
-        assert offer in (OFFER, OF_ANOTHER_BOOT)
+        assert offer in (OFFER, OF_ANOTHER_BOOT, OF_KEPT_MEMORY)
         self.asked_at.append(self.clock())
         transport = MemoryTransport(np.zeros(1, np.uint8))
         return Choice(transport, "tcp" if self.port_works else "grpc", is_fallback=not self.port_works)
@@ -83,3 +84,12 @@ def test_a_transport_that_is_no_fallback_is_kept(server: Server) -> None:
     attachment.attach(OFFER)
     server.clock.advance(RETRY_S[1])
     assert attachment.retry() is None and len(server.asked_at) == 1
+
+
+def test_connections_do_not_outlive_a_server_that_is_away_although_its_memory_does(server: Server) -> None:
+    """The address of the server may be another when it is back."""
+    server.port_works = True
+    attachment = server.attachment()
+    gone = attachment.attach(OF_KEPT_MEMORY)
+    attachment.away()
+    assert attachment.attach(OF_KEPT_MEMORY) is not gone

@@ -1,19 +1,25 @@
+import errno
+import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from kvpool.client.client import Client
 from kvpool.protocol.errors import PoolTimeoutError, TransferError
-from kvpool.transport import shm
-from kvpool.transport.base import Buffers, Sink, Source, Transfer
+from kvpool.transport import shm, tcp
+from kvpool.transport.base import Buffers, Pieces, Sink, Source, Transfer
 from kvpool.transport.segment import Segment
 from kvpool.transport.shm import MIN_SHARED_BYTES, ShmTransport
-from tests.contracts.transport_contract import Rig, ServerRegions, TransportContract, never
+from tests.conftest import Connect
+from tests.contracts.transport_contract import Rig, Seen, ServerRegions, TransportContract, fill_payloads, never
 from tests.support.clock import FakeClock
+from tests.support.processes import ServerProcess
+from tests.support.values import payload
 
 
 class TestContract(TransportContract):
@@ -59,6 +65,22 @@ def test_a_writer_that_was_stopped_for_longer_than_its_deadline_writes_no_more(s
         ShmTransport(segment, clock=clock).write(Transfer(1, (0, 100), 100, 5.0, 100), Source(fill))
 
 
+@pytest.mark.parametrize("num_movers", [1, 2])
+def test_what_another_process_writes_late_is_not_signed(num_movers: int) -> None:
+    """The writer of a ticket that has expired continues: readers must see that the bytes are not those of the put."""
+    signed = Seen(MIN_SHARED_BYTES)
+
+    def sum_late(first: int, regions: Sequence[Pieces]) -> None:
+        segment.bytes[:] = 9
+        signed(first, regions)
+
+    segment = Segment.create(2 * MIN_SHARED_BYTES)
+    offsets = (0, MIN_SHARED_BYTES)
+    with closing(ShmTransport(segment, num_movers)) as transport:
+        transport.write(Transfer(1, offsets, MIN_SHARED_BYTES, 30.0, 1), Source(fill_payloads, sum=sum_late))
+    assert signed.regions == {idx: payload(idx, MIN_SHARED_BYTES).tobytes() for idx in range(2)}
+
+
 def test_a_closed_transport_moves_nothing(segment: Segment) -> None:
     transport = ShmTransport(segment)
     transport.close()
@@ -86,23 +108,36 @@ def test_a_transfer_ends_well_although_the_transport_is_closed_meanwhile(
 
 
 def test_no_thread_sums_any_more_once_a_transfer_has_failed() -> None:
-    begun, ended = threading.Semaphore(0), []
+    begun, ended = threading.Event(), []
 
     def sum_regions(first: int, regions: object) -> None:
-        begun.release()
-        if first == 0:
-            raise KeyError(first)
+        begun.set()
         time.sleep(0.1)
         ended.append(first)
 
-    def fill(first: int, buffers: Buffers) -> None:
-        if first == 3:  # Both helpers have begun.
-            assert begun.acquire(timeout=10) and begun.acquire(timeout=10)
+    def drain(first: int, buffers: Buffers) -> None:
+        assert begun.wait(30)  # On a helper.
+        raise KeyError(first)
 
-    segment = Segment.create(4 * MIN_SHARED_BYTES)
-    offsets = range(0, 4 * MIN_SHARED_BYTES, MIN_SHARED_BYTES)
-    with closing(ShmTransport(segment, 3)) as transport, pytest.raises(KeyError):
-        transport.write(Transfer(1, offsets, MIN_SHARED_BYTES, 5.0, 1), Source(fill, sum=sum_regions))
-    count = len(ended)
-    time.sleep(0.3)
-    assert len(ended) == count > 0
+    segment = Segment.create(MIN_SHARED_BYTES)
+    with closing(ShmTransport(segment, 2)) as transport, pytest.raises(KeyError):
+        transport.read(Transfer(1, (0,), MIN_SHARED_BYTES, 30.0, 1), Sink(drain, sum=sum_regions))
+    assert ended == [0]
+
+
+def test_a_process_without_memory_for_a_transport_uses_grpc_and_leaves_no_descriptor(
+    shared_server: ServerProcess, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_memory() -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    def arenas() -> int:
+        return sum("memfd:kvpool" in os.path.realpath(each) for each in Path("/proc/self/fd").iterdir())
+
+    client, before = connect(shared_server), arenas()
+    for module in (shm, tcp):
+        monkeypatch.setattr(module, "Staging", no_memory)
+    choice = client.admin.try_transport()
+    assert choice.transport.name == "grpc"
+    assert "no shm: [Errno 12] Cannot allocate memory" in choice.why
+    assert arenas() == before

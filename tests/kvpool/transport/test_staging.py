@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import errno
+import mmap
 import threading
 from contextlib import ExitStack
 
@@ -9,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpool.protocol.errors import PoolTimeoutError
+from kvpool.transport import helpers
 from kvpool.transport.helpers import UNIT_BYTES, Staging
 
 MIB = 1 << 20
@@ -71,3 +74,15 @@ def test_a_buffer_larger_than_the_memory_is_one_of_its_own() -> None:
     with staging.borrowed(3 * MIB, 4, 0.0) as buffers:
         assert [len(buffer) for buffer in buffers] == [3 * MIB]
         assert not np.shares_memory(buffers[0], staging.memory)
+
+
+def test_memory_needs_no_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels without them refuse the advice: those that are configured for real time."""
+
+    class Pages(mmap.mmap):
+        def madvise(self, *_: object) -> None:
+            raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(helpers.mmap, "mmap", Pages)
+    with Staging(UNIT_BYTES).borrowed(UNIT_BYTES, 1, 0.0) as (buffer,):
+        assert len(buffer) == UNIT_BYTES

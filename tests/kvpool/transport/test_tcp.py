@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import itertools
 import os
 import signal
@@ -11,6 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -500,6 +502,22 @@ def test_a_port_that_is_another_servers_is_found_out(port: Port) -> None:
         Peer(*silent.getsockname(), port.info.nonce, 5.0).connect(0.1)
     with pytest.raises(UnavailableError, match="Connection refused"):
         Peer("127.0.0.1", 1, port.info.nonce, 5.0).connect(5.0)
+
+
+def test_no_transfer_waits_for_a_name_server(server: ServerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The resolution of a name has no deadline; the client resolves the endpoint's when it attaches."""
+    resolve = socket.getaddrinfo
+
+    def only_addresses(host: str, *options: Any, **named: Any) -> Any:
+        assert ipaddress.ip_address(host)
+        return resolve(host, *options, **named)
+
+    endpoint = server.endpoint.replace("127.0.0.1", "localhost")
+    with Client(ClientConfig(endpoint, transport="tcp", timeout_ms=10_000)) as client:
+        stored = Stored(client)
+        monkeypatch.setattr(socket, "getaddrinfo", only_addresses)
+        monkeypatch.setattr(tcp_connection, "IDLE_S", 0.0)  # Each transfer connects anew.
+        assert stored.check()
 
 
 def test_a_data_port_elsewhere_is_told_with_its_host(pool_server: StartServer) -> None:

@@ -306,6 +306,15 @@ def test_a_peer_that_sends_a_byte_now_and_then_does_not_outlast_the_deadline(
         assert time.monotonic() - started < SLACK_S
 
 
+def test_what_a_data_port_says_can_be_printed() -> None:
+    with (
+        moves([HONEST, Act(Does.REFUSE, 1.0)]) as (transport, _),
+        pytest.raises(LeaseExpiredError, match=r"\[31m") as raised,
+    ):
+        transport.read(Sink(rows=[row()]))
+    assert str(raised.value).isprintable()
+
+
 def test_bytes_that_are_still_being_filled_when_a_write_fails_are_waited_for() -> None:
     """Their buffers are another transfer's next."""
     done: list[int] = []
