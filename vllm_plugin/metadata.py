@@ -86,6 +86,7 @@ class LoadJob:
         clock: of the host whose `time.monotonic` the ends of leases are by.
         seconds: that a rank has taken for it; 0 before its end.
         traceparent: of the load's span; empty if it has none.
+        is_unserved: see `WorkerMetadata.unserved_loads`.
     """
 
     request_id: str
@@ -95,6 +96,7 @@ class LoadJob:
     clock: str = ""
     seconds: float = 0.0
     traceparent: str = ""
+    is_unserved: bool = False
 
 
 @dataclass(slots=True)
@@ -145,6 +147,8 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
         failed_stores: ids of jobs that some rank did not store.
         namespaces: pipeline stage and fingerprint of the namespace that a rank is in; each rank reports it once.
         load_seconds: how long the load of each request took that has ended, without its wait for others.
+        unserved_loads: requests whose load has failed because a rank found the pool away, late or wrong; a lease that
+            the engine has let expire is not such a failure.
         weights: (pipeline stage, tensor-parallel rank, number of the check, digest of the weights in its memory);
             check 0 is that of the start.
     """
@@ -154,6 +158,7 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
     namespaces: frozenset[tuple[int, bytes]] = frozenset()
     weights: frozenset[tuple[int, int, int, bytes]] = frozenset()
     load_seconds: dict[str, float] = field(default_factory=dict)
+    unserved_loads: set[str] = field(default_factory=set)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerMetadata:
         assert isinstance(other, WorkerMetadata)
@@ -166,6 +171,7 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
                 request_id: max(self.load_seconds.get(request_id, 0.0), other.load_seconds.get(request_id, 0.0))
                 for request_id in self.load_seconds | other.load_seconds
             },
+            self.unserved_loads | other.unserved_loads,
         )
 
 

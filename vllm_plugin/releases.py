@@ -11,7 +11,6 @@ Source: vLLM's `distributed/kv_transfer/kv_connector/v1/base.py` and `v1/core/sc
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import vllm
@@ -33,11 +32,8 @@ ExtraKeys = Sequence[tuple[Any, ...] | None]
 
 
 def transfer_results() -> KVConnectorTransferResults:
-    """Empty results of a worker's transfers; of a vLLM that has none, what its hook returns until it is refused."""
-    names = ("finished_sending", "finished_recving", "failed_recving")
-    made: Any = getattr(base, "KVConnectorTransferResults", SimpleNamespace)
-    results: KVConnectorTransferResults = made(**{name: set() for name in names})
-    return results
+    """Empty results of a worker's transfers."""
+    return base.KVConnectorTransferResults()
 
 
 def layer_specs(spec: Any) -> Iterable[Any]:

@@ -13,11 +13,14 @@ from unittest.mock import patch
 import pytest
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from kvpool.protocol.errors import UnavailableError
 from tests.support.toy.fleet import assert_nothing_is_left
 from tests.support.toy.model import answer
 from tests.support.toy.shapes import SHAPES
 from tests.support.vllm_objects import tokens
 from tests.vllm_plugin.bugs import HANGS, FreshFleet, assert_caught, failing, held, replaced
+from vllm_plugin import breaker
+from vllm_plugin.breaker import FAILURES_TO_OPEN
 from vllm_plugin.connector import KVPoolConnector
 from vllm_plugin.scheduler.loads import Loads
 from vllm_plugin.scheduler.scheduler import KVPoolScheduler
@@ -123,6 +126,20 @@ def test_a_request_whose_load_failed_does_not_look_up_again(fresh_fleet: FreshFl
         self._failed.clear()
 
     assert_caught(scenario, replaced(KVPoolScheduler, "update", update_and_forget_failures), HANGS)
+
+
+def test_hits_that_one_rank_cannot_load_are_soon_computed_at_once(fresh_fleet: FreshFleet) -> None:
+    prompts = [tokens(100, nth) for nth in range(FAILURES_TO_OPEN + 3)]
+    fleet = fresh_fleet()
+    fleet.start(tp_size=2).generate(*prompts)
+    engine = fleet.start(tp_size=2)
+    with patch.object(breaker, "FIRST_WAIT_S", 600.0):
+        engine.ranks[1].worker.session.report(UnavailableError("the test took the pool away"), "load")
+        for prompt in prompts:
+            assert engine.generate(prompt) == [answer(prompt, 8)]
+            engine.scheduler.reset_prefix_cache()
+            engine.step_until(lambda: not engine.connector.held()["pinned blocks"], "no pins")
+    assert engine.counted("load_failures") == FAILURES_TO_OPEN
 
 
 @pytest.mark.usefixtures("answered_at_once")  # The loads are to be under way at once.

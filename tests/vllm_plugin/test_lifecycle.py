@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 from vllm.v1.request import Request
@@ -20,10 +21,11 @@ from tests.support.toy.model import answer
 from tests.support.toy.shapes import SHAPES
 from tests.support.vllm_objects import tokens
 from tests.support.workers import workers_stopped
-from tests.vllm_plugin.bugs import step_until_loading
-from vllm_plugin import metadata
+from tests.vllm_plugin.bugs import at_once, step_until_loading
 from vllm_plugin.model.identity import namespace_spec
+from vllm_plugin.scheduler import loads
 from vllm_plugin.worker import transfer, worker
+from vllm_plugin.worker.transfer import SendThread
 
 WAITS_S = 15.0
 """Far more than the deadlines of requests to a server that is stopped; without those they would wait for ever."""
@@ -105,11 +107,15 @@ def test_what_vllm_withdraws_from_a_step_is_neither_read_nor_stored(fleet: Fleet
     low, high = tokens(400, "low"), tokens(46, "high")
     fleet.start().generate(low[:330])
     engine = fleet.start("kv_producer", options=options, num_blocks=28)
-    engine.add("low", low, priority=1)
-    engine.step()
-    engine.add("high", high)
-    engine.run()
+    with at_once(SendThread):  # Free blocks alone are forgotten: none of low's is to be pinned.
+        engine.add("low", low, priority=1)
+        engine.step()
+        engine.add("high", high)
+        engine.step_until(lambda: engine.preempted, "low to be preempted")
+        with patch.object(engine.connector, "matched_tokens", wraps=engine.connector.matched_tokens) as asked:
+            engine.run()
     assert engine.preempted == ["low"], "the test wants preemption"
+    assert asked.call_args.args[1] == 320, "the KV of chunks that were computed"
     assert (engine.answers["low"], engine.answers["high"]) == (answer(low, 8), answer(high, 8))
     assert fleet.start().generate(low) == [answer(low, 8)]
 
@@ -270,9 +276,11 @@ def test_a_load_is_one_call_a_stage(
     assert counted["lookups"] == stages and counted["located_blocks"] and not counted["get_blocks"]
 
 
-def test_a_rank_on_another_host_asks_where_the_blocks_lie(
-    fleet: Fleet, shared_server: ServerProcess, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("schedulers", "ranks"), [("one host's", "another host's"), ("", "")])
+def test_a_rank_asks_where_the_blocks_lie_unless_the_schedulers_host_is_its_own(
+    fleet: Fleet, shared_server: ServerProcess, monkeypatch: pytest.MonkeyPatch, schedulers: str, ranks: str
 ) -> None:
-    monkeypatch.setattr(transfer, "own_clock", lambda: "another host's")
-    assert metadata.own_clock() != transfer.own_clock()
+    """A host that tells no boot id may be any."""
+    monkeypatch.setattr(loads, "own_clock", lambda: schedulers)
+    monkeypatch.setattr(transfer, "own_clock", lambda: ranks)
     assert _counted_while_loading(fleet, shared_server, "deepseek")["get_blocks"] == 12

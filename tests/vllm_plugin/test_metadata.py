@@ -62,4 +62,6 @@ def test_metadata_survives_the_way_between_processes() -> None:
 def test_reports_of_ranks_add_up() -> None:
     first, second = WorkerMetadata({1: 1, 2: 1}, {2}), WorkerMetadata({2: 1, 3: 1}, {3})
     assert first.aggregate(second) == WorkerMetadata({1: 1, 2: 2, 3: 1}, {2, 3})
+    one, other = WorkerMetadata(unserved_loads={"a"}), WorkerMetadata(unserved_loads={"b"})
+    assert one.aggregate(other).unserved_loads == {"a", "b"}
     assert first == WorkerMetadata({1: 1, 2: 1}, {2}), "its own report is left as it was"

@@ -33,7 +33,6 @@ def test_a_contract_without_failed_requests_is_refused_by_name(monkeypatch: pyte
         ConfigError, match=r"needs vLLM 0\.30 or later: vLLM .* \(KVConnectorTransferResults\); upgrade"
     ):
         releases.check_contract()
-    assert releases.transfer_results().failed_recving == set()
 
 
 def test_a_contract_without_block_tables_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

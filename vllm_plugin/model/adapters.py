@@ -247,9 +247,7 @@ class BlockNames:
         hashes, adapter = request.block_hashes, self.adapter(request)
         units = hashes[first:stop] if ratio == 1 else [hashes[(idx + 1) * ratio - 1] for idx in range(first, stop)]
         parent = [hashes[first * ratio - 1]] if first else []
-        if adapter == NO_ADAPTER:
-            return BlockRun(group_idx, units, parent[0] if parent else b"")
-        return BlockRun(group_idx, named(units, adapter), named(parent, adapter)[0] if parent else b"")
+        return BlockRun(group_idx, named(units, adapter), *named(parent, adapter))
 
 
 def named(block_hashes: Sequence[bytes], digest: bytes) -> Sequence[bytes]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -173,11 +173,12 @@ class Loads:
                 parts.append(GroupBlocks(idx, [run], rows, [start + first], leased))
         return parts
 
-    def transferred(self, seconds: Mapping[str, float]) -> None:
-        """How long ranks have taken for the loads of requests."""
+    def transferred(self, seconds: Mapping[str, float], unserved: Collection[str] = ()) -> None:
+        """How long ranks have taken for the loads of requests, and which of them the pool has not served."""
         for request_id, transfer_s in seconds.items():
             if (load := self.loading.get(request_id)) is not None:
                 load.transfer_s = max(load.transfer_s, transfer_s)
+                load.job.is_unserved |= request_id in unserved
 
     def ended(self, request_id: str, succeeded: bool) -> LoadJob | None:
         """Every rank has reported a request's load; None if there is none."""

@@ -65,7 +65,6 @@ class Resets:
         self._named_check = -1  # Number of the newest check whose outcome named the namespace.
         self._asked_at: float | None = None  # When a request first waited for the check.
         self._digests: dict[int, dict[tuple[int, int], bytes]] = {0: {}}  # By check, then stage and rank.
-        self._empty_own_cache: Callable[[], bool] | None = None
         self._is_own_cache_empty = True  # As vLLM's last reset of it has ended.
 
     def bind(self, block_pool: BlockPool) -> None:
@@ -156,7 +155,7 @@ class Resets:
         """Ends a reset that found blocks in use, once none is: those that are still cached are from before it."""
         if not self.is_pending or self._is_broken or len(self._jobs) or not self._jobs.nothing_in_use():
             return
-        if self._empty_own_cache is not None and not self._empty_own_cache():
+        if not self._empty_own_cache():
             return
         self.is_pending, self._is_own_cache_empty = False, True
         self._recorder.set("sharing_off", 0)

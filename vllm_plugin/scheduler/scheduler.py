@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvpool.client.tracing import tracing_of
+from kvpool.protocol.errors import TransferError
 from kvpool.protocol.reports import Cause
 from vllm_plugin.config import ConnectorConfig
 from vllm_plugin.metadata import ConnectorMetadata, WorkerMetadata
@@ -123,7 +124,7 @@ class KVPoolScheduler:
             elif self._resets.must_wait():
                 matched = None
             else:
-                matched = self.admission.matched_tokens(request, num_computed_tokens, self._unallocated is request)
+                matched = self.admission.matched_tokens(request, num_computed_tokens)
         self._unallocated = None if matched is None else request
         return matched, bool(matched)
 
@@ -201,10 +202,9 @@ class KVPoolScheduler:
         """This step's jobs. The blocks of its stores are pinned from here on."""
         if self._preempts_by_priority and output.preempted_req_ids:
             # vLLM may have withdrawn a request's chunk from this step (vllm-project/vllm#57580), and still knows the
-            # chunk's blocks, which nobody computes, by their hashes. They are free now, as few others are: requests
-            # are preempted for lack of free blocks.
+            # chunk's blocks, which nobody computes, by their hashes. They are free now.
             free = self._block_pool.free_block_queue.get_all_free_blocks()
-            self._block_pool.evict_blocks({block.block_id for block in free})
+            self._block_pool.evict_blocks(self.stores.unwritten(output.preempted_req_ids, free))
         self.jobs.begin_step()
         with self.guard.part("the release of leases"):
             self.lookups.flush()
@@ -296,7 +296,7 @@ class KVPoolScheduler:
             if comparison.failed:
                 self._resets.fail("the namespaces of its ranks could not be compared")
             with part("the load policy"):
-                self.loads.transferred(metadata.load_seconds)
+                self.loads.transferred(metadata.load_seconds, metadata.unserved_loads)
             for job_id, ranks in metadata.ended_stores.items():
                 with part("the report of a store"):
                     self.jobs.reported(job_id, ranks, job_id in metadata.failed_stores)
@@ -324,6 +324,10 @@ class KVPoolScheduler:
         job = self.loads.ended(request_id, succeeded)
         if job is not None:
             self._spans.load_ended(request_id, succeeded)
+            if succeeded or job.is_unserved:  # Lookups and pings may succeed while a rank can load nothing.
+                error = None if succeeded else TransferError("a rank could not load a hit")
+                for session in self.stages.sessions:
+                    session.report(error, "load")
             self.lookups.release(job.lease_ids)
             for part in () if succeeded else job.groups:
                 for run in part.runs:
@@ -364,8 +368,6 @@ class KVPoolScheduler:
             job.groups = []  # Such a load fails, and its request is computed.
 
     def take_events(self) -> list[KVCacheEvent]:
-        if self.stages.has_restarted():
-            self.contents.events.all_missing()  # A pool that has restarted holds nothing.
         return self.contents.events.take()
 
     def stats(self) -> KVPoolStats | None:

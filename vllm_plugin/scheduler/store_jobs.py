@@ -107,7 +107,6 @@ class StoreJobs:
         self._num_outliving = 0  # Blocks of jobs whose requests have ended.
         self._max_outliving = int(geometry.num_blocks * config.max_pinned_fraction)
         self._num_ranks = geometry.num_ranks
-        self._block_pool: BlockPool | None = None
         self._storing: dict[int, Storing] = {}
         self._unsent: dict[int, StoreJob] = {}  # Of requests that have finished.
         self._droppable: defaultdict[int, OrderedDict[int, Storing]] = defaultdict(OrderedDict)  # By id(request).
@@ -135,7 +134,7 @@ class StoreJobs:
     def nothing_in_use(self) -> bool:
         """Whether no block of the engine has a reference besides those of jobs."""
         pool = self._block_pool
-        return pool is None or pool.get_num_free_blocks() + num_orphans(pool, [self]) == pool.num_gpu_blocks - 1
+        return pool.get_num_free_blocks() + num_orphans(pool, [self]) == pool.num_gpu_blocks - 1
 
     def pinned_ids(self) -> Iterator[int]:
         """Ids of all pinned blocks; once for each job that pins the block."""
@@ -175,7 +174,6 @@ class StoreJobs:
         return job
 
     def _pin(self, parts: list[GroupBlocks]) -> list[list[KVCacheBlock]]:
-        assert self._block_pool is not None
         blocks = self._block_pool.blocks
         rows = [[blocks[block_id] for block_id in row] for part in parts for row in part.block_ids]
         self._block_pool.touch(list(itertools.chain.from_iterable(rows)))
@@ -241,7 +239,6 @@ class StoreJobs:
         num_blocks = storing.job.num_blocks
         self.num_blocks -= num_blocks
         self._num_outliving -= num_blocks if storing.has_outlived else 0
-        assert self._block_pool is not None
         # The deepest block first: it is the one to be reused first.
         self._block_pool.free_blocks([block for row in reversed(storing.rows) for block in reversed(row)])
         if storing.has_failed:
@@ -256,7 +253,7 @@ class StoreJobs:
 
     def make_room(self, num_blocks: int) -> None:
         """Drops jobs that alone hold blocks, if a request that is to be admitted needs more blocks than are free."""
-        if self._block_pool is not None and self._block_pool.get_num_free_blocks() < num_blocks:
+        if self._block_pool.get_num_free_blocks() < num_blocks:
             self._drop_orphans()
 
     def relieve(self) -> bool:

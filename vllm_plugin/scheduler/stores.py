@@ -15,6 +15,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from vllm.v1.core.kv_cache_utils import get_block_hash
+
 from vllm_plugin.config import ConnectorConfig
 from vllm_plugin.metadata import GroupBlocks, StoreJob
 from vllm_plugin.metrics import Recorder
@@ -24,6 +26,7 @@ from vllm_plugin.scheduler.pool_contents import PoolContents
 from vllm_plugin.scheduler.store_jobs import StoreJobs
 
 if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
     from vllm.v1.request import Request
 
@@ -196,6 +199,19 @@ class Stores:
         self._jobs.drop_unsent()
 
     # A step
+
+    def unwritten(self, request_ids: Iterable[str], free: Sequence[KVCacheBlock]) -> set[int]:
+        """Ids of the free blocks with hashes of these requests' tokens that no step may have been given to write.
+
+        Of a request that is not tracked no hash is known: then these are all free blocks.
+        """
+        names: set[bytes] = set()
+        for request_id in request_ids:
+            tracked = self.tracked.get(request_id)
+            if tracked is None:
+                return {block.block_id for block in free}
+            names.update(tracked.request.block_hashes[tracked.written // self._names.hash_tokens :])
+        return {block.block_id for block in free if block.block_hash and get_block_hash(block.block_hash) in names}
 
     def build(self, output: SchedulerOutput, may_store: bool) -> list[StoreJob]:
         """This step's jobs, whose blocks are pinned from here on."""

@@ -21,6 +21,7 @@ from kvpool.protocol.errors import (
     KVPoolError,
     LeaseExpiredError,
     OutOfSpaceError,
+    PoolTimeoutError,
     TransferError,
     UnavailableError,
 )
@@ -46,6 +47,7 @@ class TransferThread(threading.Thread, Generic[Job]):
     """One direction of one rank.
 
     Args:
+        timeout_s: a job that takes longer fails.
         mine: what this rank holds of each group.
         tracing: makes a span of each job; None: nothing does.
     """
@@ -56,6 +58,7 @@ class TransferThread(threading.Thread, Generic[Job]):
     def __init__(
         self,
         name: str,
+        timeout_s: float,
         session: Session,
         copier: Copier,
         mine: Sequence[RankShards],
@@ -65,6 +68,7 @@ class TransferThread(threading.Thread, Generic[Job]):
     ):
         super().__init__(name=name, daemon=True)
         self._tracing = tracing
+        self._timeout_s = timeout_s
         self._session = session
         self._copier = copier
         self._mine = mine
@@ -129,11 +133,9 @@ class TransferThread(threading.Thread, Generic[Job]):
     def _namespace(self, weights_epoch: str) -> Namespace:
         namespace = self._session.namespace
         if namespace is None:
-            self._copier.adopt(None)
             raise UnavailableError("kvpool is away")
         if namespace.spec.weights_epoch != weights_epoch:
             raise InvalidRequestError("the engine has moved to another namespace since this transfer was scheduled")
-        self._copier.adopt(namespace.transport.memory)
         return namespace
 
 
@@ -151,10 +153,10 @@ class SendThread(TransferThread[StoreJob]):
                     self._ended.append((job, False))
 
     def _transfer(self, job: StoreJob, mark: Any) -> bool:
-        started = time.perf_counter()
+        started, ends_at = time.perf_counter(), time.monotonic() + self._timeout_s
         try:
             namespace = self._namespace(job.weights_epoch)
-            num_busy = sum(self._put(namespace, part, mark) for part in job.groups)
+            num_busy = sum(self._put(namespace, part, mark, ends_at) for part in job.groups)
         except KVPoolError as error:
             self._session.report(error, "store")
             self._recorder.add("store_failures")
@@ -165,7 +167,7 @@ class SendThread(TransferThread[StoreJob]):
         self._recorder.observe("store_seconds", time.perf_counter() - started)
         return not num_busy
 
-    def _put(self, namespace: Namespace, part: GroupBlocks, mark: Any) -> int:
+    def _put(self, namespace: Namespace, part: GroupBlocks, mark: Any, ends_at: float) -> int:
         """Stores one group's blocks; returns how many other writers are still storing, which may fail."""
         num_busy = 0
         shards = self._mine[part.group_idx].shards
@@ -177,6 +179,8 @@ class SendThread(TransferThread[StoreJob]):
                 rows = [[row[start + idx] for idx in indices] for row in part.block_ids]
                 return self._copier.gather(mark, part.group_idx, rows, buffers)
 
+            if time.monotonic() >= ends_at:
+                raise PoolTimeoutError(f"a store took longer than {self._timeout_s:g} s")
             count = sum(map(len, runs))
             mine = [row[start : start + count] for row in part.block_ids]
             result = self._session.client.put(
@@ -185,6 +189,7 @@ class SendThread(TransferThread[StoreJob]):
                 self._copier.in_place(part.group_idx, mine) or fill,
                 shards=shards,
                 batch_bytes=self._copier.batch_bytes,
+                fill_sums=self._copier.sums(part.group_idx),
                 out_of_process=self._copier.sums(part.group_idx),
             )
             granted = result.statuses.count(PutStatus.GRANTED)
@@ -201,13 +206,14 @@ class ReceiveThread(TransferThread[LoadJob]):
     _call = "load"
 
     def _transfer(self, job: LoadJob, mark: Any) -> bool:
-        started, began = time.perf_counter(), self._copier.now()
+        started, began, ends_at = time.perf_counter(), self._copier.now(), time.monotonic() + self._timeout_s
         try:
             namespace = self._namespace(job.weights_epoch)
-            gone = sum(self._get(namespace, job, part, mark) for part in job.groups)
+            gone = sum(self._get(namespace, job, part, mark, ends_at) for part in job.groups)
             if not job.groups:
                 raise LeaseExpiredError("vLLM allocated blocks for a part of the hit that cannot be resumed")
         except KVPoolError as error:
+            job.is_unserved = not isinstance(error, LeaseExpiredError | InvalidRequestError)
             self._session.report(error, "load")
             logger.warning(
                 "kvpool: a load of %d KV blocks failed, so their request will be computed: %s", _count(job), error
@@ -233,7 +239,7 @@ class ReceiveThread(TransferThread[LoadJob]):
         self._recorder.observe("load_seconds", seconds)
         return True
 
-    def _get(self, namespace: Namespace, job: LoadJob, part: GroupBlocks, mark: Any) -> int:
+    def _get(self, namespace: Namespace, job: LoadJob, part: GroupBlocks, mark: Any, ends_at: float) -> int:
         """Loads one group's blocks; returns how many are no longer in the pool."""
         shards = self._mine[part.group_idx].shards
 
@@ -247,9 +253,10 @@ class ReceiveThread(TransferThread[LoadJob]):
             part.runs,
             self._copier.in_place(part.group_idx, part.block_ids) or drain,
             shards=shards,
+            ends_at=ends_at,
             batch_bytes=self._copier.batch_bytes,
             drain_sums=self._copier.sums(part.group_idx),
-            leased=part.leased[self._stage] if part.leased and job.clock == own_clock() else None,
+            leased=part.leased[self._stage] if part.leased and job.clock and job.clock == own_clock() else None,
             out_of_process=self._copier.sums(part.group_idx),
         )
         present = sum(located.present)

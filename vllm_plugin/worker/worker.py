@@ -55,6 +55,7 @@ class KVPoolWorker:
         stage: int = 0,
     ):
         parallel = vllm_config.parallel_config
+        self._config = config
         self._kv_cache_config = kv_cache_config
         self._groups = make_groups(vllm_config, kv_cache_config)
         self._group_specs = [
@@ -117,17 +118,18 @@ class KVPoolWorker:
         self._check_weights()
         copier = make_copier(layouts)
         # Pinning tens of gigabytes of the pool's memory takes a second, which the first request should not wait for.
-        self.session.when_open(lambda opened: copier.adopt(opened.transport.memory))
+        self.session.when_open(lambda opened: copier.adopt(None if opened is None else opened.transport.memory))
         threads = (self.session, copier, self._mine, self._stage, self._recorder, self._tracing)
-        self.sender = SendThread(f"kvpool-send-{self._name}", *threads)
-        self.receiver = ReceiveThread(f"kvpool-receive-{self._name}", *threads)
+        self.sender = SendThread(f"kvpool-send-{self._name}", self._config.store_timeout_ms / 1000, *threads)
+        self.receiver = ReceiveThread(f"kvpool-receive-{self._name}", self._config.load_timeout_ms / 1000, *threads)
 
     def start_loads(self, metadata: ConnectorMetadata) -> None:
         if metadata.weights_check > self._weights_check:
             self._weights_check = metadata.weights_check
             self._check_weights()
         with self.guard.part("the move to another namespace"):
-            if metadata.weights_epoch != self._weights_epoch:
+            # Until the files of the weights are read, no namespace is open: jobs fail, and a later step moves.
+            if metadata.weights_epoch != self._weights_epoch and self._spec.done():
                 self._weights_epoch = metadata.weights_epoch
                 self.session.move(self.spec)
         with self.guard.part("dropping stores"):
@@ -178,6 +180,8 @@ class KVPoolWorker:
             self._report.load_seconds[job.request_id] = job.seconds
             if not succeeded:
                 results.failed_recving.add(job.request_id)
+            if job.is_unserved:
+                self._report.unserved_loads.add(job.request_id)
         self._ended_loads = []  # Last: vLLM waits for every load to be reported.
         return results
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.distributed.kv_events import BlockStored
 from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from kvpool.protocol.types import BlockRun
@@ -18,14 +21,17 @@ from kvpool.security.name_key import NameKey
 from testbed.ports import free_endpoint
 from tests.conftest import StartServer
 from tests.support.faults import stopped
+from tests.support.kept_server import KeptServer
 from tests.support.processes import wait_for
 from tests.support.toy.fixtures import BLOCK_TOKENS, MakeConfig
 from tests.support.vllm_objects import cache_config, full_attention, make_request, tokens
 from tests.vllm_plugin.core import NUM_BLOCKS, Core, MakeCore, blocks, fill, num_leases, stored, wait_for_leases
 from tests.vllm_plugin.kinds import kv_cache, state, window
+from vllm_plugin.breaker import FAILURES_TO_OPEN
 from vllm_plugin.config import ConnectorConfig
-from vllm_plugin.metadata import GroupBlocks, Handshake, LoadJob, StoreJob
+from vllm_plugin.metadata import GroupBlocks, Handshake, LoadJob, StoreJob, WorkerMetadata
 from vllm_plugin.model.identity import namespace_spec
+from vllm_plugin.scheduler.pool_contents import Events
 
 
 def run_in(job: LoadJob | StoreJob) -> BlockRun:
@@ -101,6 +107,37 @@ def test_an_answer_that_is_too_old_for_its_lease_is_asked_for_anew(core: MakeCor
 
 
 # Load
+
+
+@pytest.mark.parametrize(("is_unserved", "expected"), [(True, False), (False, True)])
+def test_loads_that_the_pool_does_not_serve_open_the_breaker(is_unserved: bool, expected: bool, one: Core) -> None:
+    for nth in range(FAILURES_TO_OPEN):
+        assert one.side.stages.are_open
+        request = stored(one, f"r{nth}")
+        one.allocate(request, one.ask(request))
+        one.step()
+        name = request.request_id
+        # Of two ranks one has loaded the hit: vLLM reports the load when both have ended.
+        served = WorkerMetadata(load_seconds={name: 0.1})
+        told = WorkerMetadata(load_seconds={name: 0.2}, unserved_loads={name} if is_unserved else set())
+        one.side.update(KVConnectorOutput(kv_connector_worker_meta=told.aggregate(served)))
+        one.report(finished_recving={name}, failed_recving={name})
+    assert one.side.stages.are_open is expected
+
+
+def test_a_load_that_succeeds_ends_the_row_of_failures(one: Core) -> None:
+    for nth in range(2 * FAILURES_TO_OPEN - 1):
+        request = stored(one, f"r{nth}")
+        one.allocate(request, one.ask(request))
+        one.step()
+        failed = {request.request_id} if nth != FAILURES_TO_OPEN - 1 else set()
+        told = WorkerMetadata(load_seconds={request.request_id: 0.1}, unserved_loads=failed)
+        one.side.update(
+            KVConnectorOutput(
+                kv_connector_worker_meta=told, finished_recving={request.request_id}, failed_recving=failed
+            )
+        )
+    assert one.side.stages.are_open
 
 
 # Store
@@ -422,3 +459,21 @@ def test_a_lookup_that_finds_nothing_takes_back_what_was_announced(one: Core) ->
     request = make_request("gone", tokens(3 * BLOCK_TOKENS + 1, "gone"))
     assert one.ask(request) == 0
     assert taken_back == [(0, request.block_hashes[:3])]
+
+
+def test_a_restart_that_keeps_the_blocks_takes_back_none_that_was_announced(core: MakeCore, tmp_path: Path) -> None:
+    """A hit announces nothing: a router would not hear of the blocks again."""
+    with closing(KeptServer(tmp_path)) as server:
+        server.connect().close()
+        one = core(endpoint=server.endpoint).connected()
+        one.side.contents.events = Events(one.side.geometry.groups, enabled=True)
+        request = stored(one)
+        (job,) = one.compute(request)
+        one.report(job.job_id)
+        (event,) = one.side.take_events()
+        assert isinstance(event, BlockStored) and len(event.block_hashes) == 6
+        before = one.side.stages.boot_token
+        server.kill_server()
+        wait_for(lambda: one.side.stages.boot_token not in (0, before), "the next server")
+        assert one.ask(make_request("again", tokens(100, "r"))) == blocks(6)
+        assert one.side.take_events() == []

@@ -27,6 +27,11 @@ def offered(metadata: ConnectorMetadata) -> list[bytes]:
     return [name for job in metadata.stores for part in job.groups for run in part.runs for name in run.block_hashes]
 
 
+def test_of_a_request_that_is_not_tracked_every_free_block_may_be_unwritten(one: Core) -> None:
+    free = one.pool.free_block_queue.get_all_free_blocks()
+    assert one.side.stores.unwritten({"nobody's"}, free) == {block.block_id for block in free}
+
+
 # How much a step offers
 
 

@@ -7,6 +7,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -48,7 +49,15 @@ class Rank:
     """A KV cache of random bytes, and both threads on it."""
 
     def __init__(
-        self, endpoint: str, spec: NamespaceSpec, shards: ShardRange, seed: int, stage: int = 0, **config: Any
+        self,
+        endpoint: str,
+        spec: NamespaceSpec,
+        shards: ShardRange,
+        seed: int,
+        stage: int = 0,
+        load_timeout_s: float = 10.0,
+        store_timeout_s: float = 10.0,
+        **config: Any,
     ):
         generator = torch.Generator().manual_seed(seed)
         shape = (len(LAYERS), BLOCKS, shards.count, TOKENS, COLUMNS)
@@ -62,8 +71,9 @@ class Rank:
         self.recorder = Recorder()
         timeouts = dict.fromkeys(("timeout_ms", "data_timeout_ms", "lease_ttl_ms", "ticket_ttl_ms"), 10_000)
         self.session = Session(ClientConfig(endpoint, **{**timeouts, **config}), spec, "test")
-        self.sender = SendThread("send", self.session, self.copier, mine, stage, self.recorder)
-        self.receiver = ReceiveThread("receive", self.session, self.copier, mine, stage, self.recorder)
+        threads = (self.session, self.copier, mine, stage, self.recorder)
+        self.sender = SendThread("send", store_timeout_s, *threads)
+        self.receiver = ReceiveThread("receive", load_timeout_s, *threads)
         self._job_ids = itertools.count(1)
         wait_for(lambda: self.session.namespace, "the session to be open")
 
@@ -86,7 +96,8 @@ class Rank:
         return self.load_groups((lease_id,), blocks_of(names, block_ids))
 
     def load_groups(self, lease_ids: tuple[int, ...], *groups: GroupBlocks) -> bool:
-        self.receiver.submit(LoadJob("request", lease_ids, list(groups)))
+        self.last_load = LoadJob("request", lease_ids, list(groups))
+        self.receiver.submit(self.last_load)
         return self._outcome(self.receiver)
 
     def counted(self) -> dict[str, Any]:
@@ -266,6 +277,7 @@ def test_a_block_or_lease_that_is_gone_fails_the_load(what: str, start: Start, s
     else:
         rank.session.client.release([lease_id])
     assert not rank.load(lease_id, "abc", [5, 6, 7])
+    assert not rank.last_load.is_unserved, "the engine came too late"
     assert rank.counted()["load_failures"] == 1
     assert rank.session.namespace is not None, "a missing block is no reason to give the pool up"
 
@@ -307,6 +319,7 @@ def test_jobs_after_the_pool_is_gone_are_reported_at_once(start: Start, pool_ser
     assert rank.session.namespace is None
     for _ in range(3):
         assert not rank.load(lease_id, "a", [5])
+        assert rank.last_load.is_unserved
         assert not rank.store("b", [1])
     counted = rank.counted()
     assert (counted["load_failures"], counted["store_failures"]) == (4, 3)
@@ -325,6 +338,62 @@ def test_a_server_that_does_not_answer_costs_no_more_than_the_deadlines(
         assert not rank.load(lease_id, "a", [5])
         assert not rank.store("b", [1])
     wait_for(lambda: rank.store("b", [1]), "a store by the session that is open again")
+
+
+class Slow:
+    """A transport that takes 0.8 of the time that each transfer may take.
+
+    Attributes:
+        granted_s: how long each transfer was allowed to take.
+    """
+
+    def __init__(self, transport: Any):
+        self._transport = transport
+        self.granted_s: list[float] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def read(self, transfer: Transfer, *arguments: Any) -> Any:
+        self._wait(transfer)
+        return self._transport.read(transfer, *arguments)
+
+    def write(self, transfer: Transfer, *arguments: Any) -> Any:
+        self._wait(transfer)
+        return self._transport.write(transfer, *arguments)
+
+    def _wait(self, transfer: Transfer) -> None:
+        self.granted_s.append(transfer.timeout_s)
+        time.sleep(0.8 * transfer.timeout_s)
+
+
+def slow_down(rank: Rank) -> Slow:
+    namespace = rank.session.namespace
+    assert namespace is not None
+    slow = Slow(namespace.transport)
+    rank.session.namespace = replace(namespace, transport=slow)  # type: ignore[arg-type]
+    return slow
+
+
+def test_the_deadline_of_a_load_is_that_of_all_its_groups(start: Start, shared_server: ServerProcess) -> None:
+    rank = start(shared_server, load_timeout_s=0.5, store_timeout_s=10.0)
+    of_second = GroupBlocks(1, [run_of("slow", group_idx=1)], [[3], [4]])
+    assert rank.store_groups(blocks_of(["slow"], [3]), of_second)
+    lease_ids = (rank.lease_runs(run_of("slow"), *of_second.runs),)
+    slow = slow_down(rank)
+    assert rank.load_groups(lease_ids, blocks_of(["slow"], [5]), of_second)
+    assert len(slow.granted_s) == 2
+    assert 0.8 * sum(slow.granted_s) <= 0.5
+
+
+def test_a_store_begins_no_put_after_its_deadline(
+    start: Start, shared_server: ServerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer, "PUT_BYTES", HEADS * CHUNK_BYTES)
+    rank = start(shared_server, store_timeout_s=0.5, ticket_ttl_ms=500)
+    slow = slow_down(rank)
+    assert not rank.store([f"slow {nth}" for nth in range(4)], [0, 1, 2, 3])
+    assert len(slow.granted_s) == 2
 
 
 def test_a_stopped_thread_ends_the_job_under_way_and_drops_the_rest(start: Start, shared_server: ServerProcess) -> None:

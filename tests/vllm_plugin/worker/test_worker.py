@@ -12,6 +12,7 @@ import pytest
 import torch
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
+from kvpool.protocol.errors import UnavailableError
 from kvpool.protocol.namespace import NamespaceSpec
 from kvpool.protocol.types import BlockRun
 from testbed.ports import free_endpoint
@@ -24,6 +25,7 @@ from tests.vllm_plugin.kinds import kv_cache, mla, uniform
 from vllm_plugin.config import ConnectorConfig
 from vllm_plugin.metadata import ConnectorMetadata, GroupBlocks, StoreJob, WorkerMetadata
 from vllm_plugin.worker import worker as worker_module
+from vllm_plugin.worker.copy.cpu import CpuCopier
 from vllm_plugin.worker.transfer import SendThread
 from vllm_plugin.worker.worker import KVPoolWorker
 
@@ -109,10 +111,33 @@ def test_an_engine_starts_while_the_files_of_its_weights_are_read(
     made.register_kv_caches(tensors(cache_config()))
     told = made.worker_metadata()
     assert told is not None and not told.namespaces
-    made.start_loads(ConnectorMetadata())
+    step = threading.Thread(target=made.start_loads, args=(ConnectorMetadata(weights_epoch="new"),), daemon=True)
+    step.start()
+    step.join(5)
+    assert not step.is_alive(), "a step of the engine, which has been reset meanwhile, waits for the files"
+    made.start_stores(store_of(7, 0))
+    assert ended(made) == WorkerMetadata({7: 1}, {7}), "a job fails, as it does while the pool is away"
     are_read.set()
     again = wait_for(made.worker_metadata, "the namespace to be reported")
     assert again.namespaces == {(0, made.spec.fingerprint())}
+    made.start_loads(ConnectorMetadata(weights_epoch="new"))
+    assert made.spec.weights_epoch == "new"
+
+
+def test_an_idle_rank_lets_go_of_the_pools_memory_once_the_pool_is_away(
+    worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adopted: list[object] = []
+    monkeypatch.setattr(CpuCopier, "adopt", lambda self, memory: adopted.append(memory))
+    made = worker(cache_config())
+    before = made.session.namespace
+    assert before is not None
+    memory = before.transport.memory
+    wait_for(lambda: adopted and adopted[-1] is memory, "the memory to be adopted")
+    adopted.clear()
+    made.session.report(UnavailableError("gone"), "ping")
+    wait_for(lambda: adopted and adopted[-1] is not None, "the memory of the next opening to be adopted")
+    assert adopted[0] is None
 
 
 def test_a_rank_that_cannot_name_its_namespace_agrees_with_no_scheduler(
