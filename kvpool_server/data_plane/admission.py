@@ -3,7 +3,8 @@
 A connection is unproven until it has shown a permit in force. There is room for `MAX_UNPROVEN` of them, apart from that
 for others: a new one replaces the oldest of the address that has most. A proven connection replaces, where there is no
 room, one that is idle; else it is refused. So whoever has no permit can only displace whoever has none. An owner of
-permits who has as many proven connections as allowed gets another in the place of an idle one of its own.
+permits who has as many proven connections as allowed gets another in the place of an idle one of its own. An owner may
+have as many busy connections as are left for others, so that nobody takes all by moving a byte now and then.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ MAX_LEAVING = 64
 MAX_SEATS = MAX_CONNECTIONS + MAX_UNPROVEN + MAX_LEAVING
 
 SPARED_S = 1.0
-"""A connection that moved bytes in the last second is not replaced."""
+"""A connection that moved bytes in the last second is busy, and not replaced."""
 
 
 @dataclass(eq=False, slots=True)
@@ -40,7 +41,7 @@ class Seat:
         number: 0 to `MAX_SEATS` - 1, unique among the connections that exist.
 
     Attributes:
-        idle_since: when it last began to wait for a request, by `time.monotonic`; None while it handles one.
+        idle_since: when it last moved bytes or received a header, by `time.monotonic`; None while it moves bytes.
         owner: as of `Bound`, of the first permit that it has shown.
     """
 
@@ -91,7 +92,7 @@ class Admission:
             if seat in self._proven:
                 self._trim(bound, 0)
                 return True
-            if seat not in self._unproven or not self._has_room() or not self._trim(bound, 1):
+            if seat not in self._unproven or not self._has_room(bound.owner) or not self._trim(bound, 1):
                 return False
             if len(self._proven) >= self._max_proven:
                 self._hang_up_on(_of_most(self._proven, self._replaceable()))
@@ -119,9 +120,11 @@ class Admission:
             self._hang_up_on(seat)
         return len(idle) == excess
 
-    def _has_room(self) -> bool:
-        """Whether one more connection could be proven."""
-        return len(self._proven) < self._max_proven or bool(self._replaceable())
+    def _has_room(self, owner: int = 0) -> bool:
+        """Whether one more connection of an owner could be proven; 0: of a client whose owner is not known."""
+        busy = self._proven.keys() - self._replaceable()
+        own = sum(seat.owner == owner for seat in busy) if owner else 0
+        return own < self._max_proven - len(busy)
 
     def _replaceable(self) -> list[Seat]:
         """Proven connections that are idle, the longest first."""

@@ -149,7 +149,7 @@ class Connection:
         while True:
             now = self._seat.idle_since = time.monotonic()
             header = Header.decode(self._receive(HEADER_BYTES, now + IDLE_S if permit else prove_by))
-            self._seat.idle_since = None
+            self._seat.idle_since = time.monotonic()  # The client may withhold the offsets.
             if header.kind is not Kind.MOVE:
                 permit = self._check(header, now + IDLE_S + STALL_S if permit else prove_by)
             elif permit is None:
@@ -214,6 +214,7 @@ class Connection:
         nbytes = (header.stop - header.first) * header.region_bytes
         is_write = permit.header.kind is Kind.WRITE
         reply = Reply(Status.OK, nbytes).encode()
+        self._seat.idle_since = None
         self._word.begin(permit.header.holding_id)
         try:
             self._remaining_s(permit)
@@ -237,10 +238,11 @@ class Connection:
                 try:
                     piece = move_some(self._client, piece)
                 except BlockingIOError:
+                    self._seat.idle_since = moved_at
                     if time.monotonic() - moved_at > STALL_S:
                         raise
                 else:
-                    moved_at = time.monotonic()
+                    moved_at, self._seat.idle_since = time.monotonic(), None
                     is_begun = permit.header.kind is Kind.READ
 
     def _views(self, permit: _Permit, header: Header) -> list[memoryview]:

@@ -6,9 +6,9 @@ import asyncio
 import contextvars
 import dataclasses
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 import numpy as np
@@ -37,6 +37,7 @@ from kvpool_server.reports.usage_ledger import count_evictions
 from kvpool_server.rpc.call_spans import describe_lookup, lookup_span
 from kvpool_server.rpc.handlers import Handlers, decoded, owner_of
 from kvpool_server.rpc.inbox import MAX_REQUEST_BYTES, check_deadline
+from kvpool_server.rpc.outbox import Unsent
 from kvpool_server.tiers.tier import is_sound
 
 Call = asyncio.Task[Any]
@@ -48,10 +49,23 @@ VERIFIED_BYTES = 64 << 20
 MAX_BROUGHT_UP = 4 * LOOKUP_STEP_BLOCKS
 """Blocks that one call brings up for a server that hands its own over."""
 MAX_LEASES_OF_SERVERS, MAX_OWN_LEASES, SERVER_LEASE_MS = 16, 8, 5_000
-"""Leases of other servers at once, and of one of them, and their longest time. The wire is first of all for the engines
-of this server, and a server that is refused asks the next one that has the blocks."""
+"""Leases of other servers at once, and of one of their connections, and their longest time. Servers share a name, and
+each has one connection to another. The wire is first of all for the engines of this server, and a server that is
+refused asks the next one that has the blocks."""
 MAX_WAITING = 64
 """Calls of `Verify` of one caller that wait for their turn: one call at a time verifies blocks."""
+
+
+class _Answer(NamedTuple):
+    """A reply of a stream of lookups."""
+
+    reply: bytes
+    unsent: Unsent
+    is_error: bool = False
+
+    async def send(self, context: Context) -> None:
+        await context.write(self.reply)
+        self.unsent.end()
 
 
 class BlockHandlers(Handlers):
@@ -65,10 +79,10 @@ class BlockHandlers(Handlers):
         super().__post_init__()
         self.streams = LookupStreams(self.pool.limits.max_streams)
         self._verifications = FairSlots(1, 1, MAX_WAITING)
-        self._leases_of_servers: dict[int, str] = {}  # By id, whose each is.
+        self._leases_of_servers: dict[int, str] = {}  # By id, each one's connection.
 
     async def Lookup(self, request: pb.LookupRequest, context: Any) -> pb.LookupResponse:
-        return await self._lookup(request, owner_of(context), request.wait_ms)
+        return await self._lookup(request, owner_of(context), context, request.wait_ms)
 
     async def LookupStream(self, _: AsyncIterator[pb.LookupRequest], context: Any) -> None:
         task = asyncio.current_task()
@@ -82,6 +96,7 @@ class BlockHandlers(Handlers):
                 f"{most} streams of lookups, or {own} of this caller, are under way, and none is idle; use Lookup"
             )
         sending: asyncio.Task[None] | None = None
+        unsent = deque[Unsent](maxlen=2)  # Of the reply that is being sent, and the one that waits for that.
         try:
             while not streams.is_ended(task):
                 streams.wait(task)
@@ -90,15 +105,17 @@ class BlockHandlers(Handlers):
                 streams.work(task)
                 if message is grpc.aio.EOF:  # type: ignore[attr-defined]
                     break
-                if (reply := await self._answer(message, owner, context)) is not None:
+                if (answer := await self._answer(message, owner, context)) is not None:
+                    unsent.append(answer.unsent)
                     if sending is not None:
                         await sending
-                    sending = await begun(context.write(reply))
+                    sending = await begun(answer.send(context) if answer.unsent.nbytes else context.write(answer.reply))
                     if sending is not None:
                         streams.work(task)
                         sending.add_done_callback(lambda _: streams.wait(task), context=contextvars.Context())
-                    if len(message) == MESSAGE_BYTES and reply.HasField("error"):
+                    if len(message) == MESSAGE_BYTES and answer.is_error:
                         break  # More pieces of the request may follow.
+                    del answer  # The stream may be idle for long.
         except asyncio.CancelledError:
             if not streams.is_ended(task):
                 raise  # The client has hung up.
@@ -108,32 +125,42 @@ class BlockHandlers(Handlers):
                     await asyncio.gather(sending, return_exceptions=True)
             finally:
                 streams.finish(task)
+                for each in unsent:
+                    each.end()
 
-    async def _answer(self, first: bytes, owner: Owner, context: Context) -> pb.LookupReply | None:
+    async def _answer(self, first: bytes, owner: Owner, context: Context) -> _Answer | None:
         """The answer to one request of a stream, by its first message; None to one that only releases leases."""
         give_back = None
         try:
             message, give_back = await self.inbox.whole(context, first, MAX_REQUEST_BYTES)
             request = await decoded(self.turns, pb.LookupRequest, message)
             with self.metrics.timed("Lookup" if request.runs else "Release"):
-                found = await self._lookup(request, owner)
+                found = await self._lookup(request, owner, context)
+            if request.release and not request.runs:
+                return None
+            reply = pb.LookupReply(found=found).SerializeToString()
+            return _Answer(reply, self.outbox.hold(owner.name, reply))
         except KVPoolError as error:
-            return wire.encode_lookup_error(error)
+            reply = wire.encode_lookup_error(error).SerializeToString()
+            return _Answer(reply, self.outbox.hold("", reply), is_error=True)
         finally:
             if give_back is not None:
                 give_back()
-        return pb.LookupReply(found=found) if request.runs or not request.release else None
 
-    async def _lookup(self, request: pb.LookupRequest, owner: Owner, wait_ms: int = 0) -> pb.LookupResponse:
+    async def _lookup(
+        self, request: pb.LookupRequest, owner: Owner, context: Context, wait_ms: int = 0
+    ) -> pb.LookupResponse:
         """As `_found`, with a span where calls are traced."""
         if self.tracing is None or not request.runs:
-            return await self._found(request, owner, wait_ms)
+            return await self._found(request, owner, context, wait_ms)
         with lookup_span(self.tracing, request) as span:
-            reply = await self._found(request, owner, wait_ms)
+            reply = await self._found(request, owner, context, wait_ms)
             describe_lookup(span, reply)
             return reply
 
-    async def _found(self, request: pb.LookupRequest, owner: Owner, wait_ms: int) -> pb.LookupResponse:
+    async def _found(
+        self, request: pb.LookupRequest, owner: Owner, context: Context, wait_ms: int
+    ) -> pb.LookupResponse:
         """Releases the leases that a request names, then looks up its runs."""
         if request.release:
             self.check_count(len(request.release), "leases")
@@ -151,18 +178,19 @@ class BlockHandlers(Handlers):
         if bring_up:
             found = await self.run(self.tiered.bring_up(fingerprint, runs, request.prefix_only))
             return wire.encode_lookup(found, runs, self.boot_token)
-        ttl_ms = request.lease_ttl_ms
+        ttl_ms, peer = request.lease_ttl_ms, ""
         if here:
-            leases = {each: name for each, name in self._leases_of_servers.items() if each in self.pool.leases}
+            peer = context.peer()  # Not known any more once the caller has hung up.
+            leases = {each: theirs for each, theirs in self._leases_of_servers.items() if each in self.pool.leases}
             self._leases_of_servers = leases
-            if len(leases) >= MAX_LEASES_OF_SERVERS or list(leases.values()).count(owner.name) >= MAX_OWN_LEASES:
+            if len(leases) >= MAX_LEASES_OF_SERVERS or list(leases.values()).count(peer) >= MAX_OWN_LEASES:
                 raise BusyError(f"{len(leases)} leases of other servers are not released yet; ask another server")
             ttl_ms = min(ttl_ms, SERVER_LEASE_MS)
         found = await self.tiered.lookup(
             fingerprint, runs, request.prefix_only, ttl_ms, request.locate, owner, wait_ms, here
         )
         if here and found.lease_id:
-            self._leases_of_servers[found.lease_id] = owner.name
+            self._leases_of_servers[found.lease_id] = peer
         if request.explain:
             found = dataclasses.replace(found, hits=self.pool.explanations.misses(fingerprint, runs, found.hits))
             if self.ledger is not None and not found.retry_after_ms:  # Else the lookup is going to be repeated.

@@ -44,6 +44,7 @@ from kvpool_server.rpc.handlers import (
 )
 from kvpool_server.rpc.inbox import MAX_STREAM_S, REQUEST, Pace
 from kvpool_server.rpc.operators import OperatorHandlers
+from kvpool_server.rpc.outbox import Outbox
 from kvpool_server.rpc.sessions import SessionHandlers
 from kvpool_server.rpc.turns import call_with_its_work
 
@@ -69,8 +70,9 @@ MAX_METADATA_BYTES = 16 << 10
 REFUSED = "refused"
 """The flow of all calls that are not admitted."""
 CONNECTION_S = 2_700.0
-"""How old a TLS connection becomes before its client has to make another, by which both sides prove anew who they are.
-gRPC adds up to a tenth. Calls that run then go on for up to `MAX_STREAM_S`, which none exceeds."""
+"""How old a connection becomes before its client has to make another, by which both sides of TLS prove anew who they
+are. gRPC adds up to a tenth. Calls that run then go on for up to `MAX_STREAM_S`, which no stream exceeds; so those end
+whose clients gave no deadline and do not read the reply."""
 
 WITHOUT_EFFECTS = frozenset(
     method.name
@@ -97,13 +99,22 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # N
         audit: gets refused calls, and those that change something for all; None: there is no audit log.
     """
 
-    def __init__(self, metrics: RpcMetrics, who: Who | None, running: RunningCalls | None, audit: AuditLog | None):
+    def __init__(
+        self,
+        metrics: RpcMetrics,
+        outbox: Outbox,
+        who: Who | None,
+        running: RunningCalls | None,
+        audit: AuditLog | None,
+    ):
         self._metrics = metrics
+        self._outbox = outbox
         self._who = who
         self._running = running
         self._audit = audit
         self._wrapped: dict[str, Handler] = {}
-        self._calls = Shares()  # Under way, by the caller or, where callers are not authenticated, peer.
+        # Whose work or reply is under way, by the caller or, where callers are not authenticated, peer.
+        self._calls = Shares()
 
     async def intercept_service(
         self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]], details: grpc.HandlerCallDetails
@@ -117,17 +128,17 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # N
         return self._wrapped.setdefault(details.method, self._wrap(details.method.rpartition("/")[2], handler))
 
     def _wrap(self, name: str, handler: Handler) -> Handler:
-        serializers = handler.request_deserializer, handler.response_serializer
+        serializers: Any = handler.request_deserializer, handler.response_serializer
         if handler.stream_unary is not None:
-            return grpc.stream_unary_rpc_method_handler(self._one_reply(name, handler.stream_unary), *serializers)
+            return grpc.stream_unary_rpc_method_handler(self._one_reply(name, handler.stream_unary, serializers[1]))
         assert handler.stream_stream is not None, "the inbox reads the only message of a call"
         if inspect.isasyncgenfunction(handler.stream_stream):  # One request, which the handler reads.
             return grpc.stream_stream_rpc_method_handler(self._replies(name, handler.stream_stream), *serializers)
         return grpc.stream_stream_rpc_method_handler(self._stream(name, handler.stream_stream), *serializers)
 
     @contextlib.contextmanager
-    def _admitted(self, name: str, context: Context) -> Iterator[None]:
-        """Sets the caller of a method; surrounds its handler.
+    def _admitted(self, name: str, context: Context) -> Iterator[str]:
+        """Sets the caller of a method, and names it; surrounds its handler. The call counts until its reply is sent.
 
         Raises:
             UnauthenticatedError, PermissionDeniedError: the caller may not make the call.
@@ -150,9 +161,10 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # N
         if not self._calls.has_room(caller, 1, MAX_CALLS + has_reserve * RESERVED_CALLS):
             raise BusyError(f"{self._calls.of(caller)} calls of this caller are under way; wait for some to end")
         self._calls.add(caller)
-        end, has_effects = functools.partial(self._calls.add, caller, -1), name not in WITHOUT_EFFECTS
-        with call_with_its_work(caller, end, has_effects=has_effects), running:
-            yield
+        with call_with_its_work(caller, has_effects=name not in WITHOUT_EFFECTS) as call, running:
+            end = functools.partial(self._calls.add, caller, -1)
+            context.add_done_callback(lambda _: call.after_work(end))  # type: ignore[arg-type]  # Any callable will do.
+            yield caller
 
     async def _refuse(self, name: str, context: Context, error: KVPoolError) -> None:
         """Ends a call, whose handler returns next, with an error.
@@ -180,16 +192,19 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # N
 
         return call
 
-    def _one_reply(self, name: str, behavior: Callable[..., Any]) -> Any:
+    def _one_reply(self, name: str, behavior: Callable[..., Any], encode: Callable[[Any], bytes]) -> Any:
         async def call(request: Any, context: Context) -> Any:
             peer = context.peer()  # Not known any more once the caller has hung up.
             try:
-                with self._metrics.timed(name) as timer, self._admitted(name, context):
+                with self._metrics.timed(name) as timer, self._admitted(name, context) as caller:
                     try:
                         reply = await behavior(request, context)
                     finally:
                         # A lookup that waits for a tier is not to be mistaken for a slow one.
                         timer.method = "LookupWait" if getattr(REQUEST.get(), "wait_ms", 0) else name
+                    message = encode(reply)
+                    if (unsent := self._outbox.hold(caller, message)).nbytes:
+                        context.add_done_callback(lambda _: unsent.end())  # type: ignore[arg-type]
             except KVPoolError as error:  # What was to change may have changed in part.
                 self._log(name, wire.status_of(error).name, peer, None)
                 return await self._refuse(name, context, error)
@@ -198,7 +213,7 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # N
                 self._log(name, "CANCELLED" if is_hang_up else "UNKNOWN", peer, None)
                 raise
             self._log(name, "OK", peer, reply)
-            return reply
+            return message
 
         return call
 
@@ -261,10 +276,6 @@ class GrpcServer:
         audit: AuditLog | None = None,
     ):
         self._service = service
-        ages = [
-            ("grpc.max_connection_age_ms", int(CONNECTION_S * 1_000)),
-            ("grpc.max_connection_age_grace_ms", int(MAX_STREAM_S * 1_000)),
-        ]
         options = [
             ("grpc.so_reuseport", 1),  # For the queues.
             ("grpc.http2.bdp_probe", 0),
@@ -281,9 +292,10 @@ class GrpcServer:
             ("grpc.server_handshake_timeout_ms", int(HANDSHAKE_S * 1_000)),
             ("grpc.max_metadata_size", MAX_METADATA_BYTES),
             ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
-            *([] if credentials is None else ages),
+            ("grpc.max_connection_age_ms", int(CONNECTION_S * 1_000)),
+            ("grpc.max_connection_age_grace_ms", int(MAX_STREAM_S * 1_000)),
         ]
-        interceptors = [RpcInterceptor(service.metrics, service.who, running, audit)]
+        interceptors = [RpcInterceptor(service.metrics, service.outbox, service.who, running, audit)]
         self._health, most = HealthService(), MAX_CALLS + RESERVED_CALLS
         self._servers = []
         for _ in range(QUEUES + bool(unix_path)):

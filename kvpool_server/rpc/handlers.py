@@ -37,6 +37,7 @@ from kvpool_server.reports.usage_ledger import UsageLedger
 from kvpool_server.rpc.call_spans import LOOKUPS, traced
 from kvpool_server.rpc.drain import Drain
 from kvpool_server.rpc.inbox import MAX_REQUEST_BYTES, REQUEST, Inbox
+from kvpool_server.rpc.outbox import Outbox
 from kvpool_server.rpc.turns import Turns
 from kvpool_server.tiering.tiered_pool import TieredPool
 
@@ -96,7 +97,7 @@ class Handlers:
     def __post_init__(self) -> None:
         self.pool = self.tiered.pool
         self.run = self.turns.run
-        self.inbox = Inbox()
+        self.inbox, self.outbox = Inbox(), Outbox()
         self.ledger_turns = FairSlots(1, 1)
 
     def fingerprint(self, name: bytes) -> bytes:
@@ -217,6 +218,8 @@ def _handler(
 ) -> grpc.RpcMethodHandler[Any, Any]:
     """Gets messages as bytes from gRPC, whether the method has one or many: the inbox bounds and awaits them.
 
+    The replies of a method that may send many are bytes already.
+
     Args:
         max_spec_bytes: the largest request of a method that sets what the server keeps.
     """
@@ -226,7 +229,7 @@ def _handler(
     message_type = GetMessageClass(method.input_type)
     encode = GetMessageClass(method.output_type).SerializeToString
     if method.client_streaming and method.server_streaming:
-        return grpc.stream_stream_rpc_method_handler(behavior, None, encode)
+        return grpc.stream_stream_rpc_method_handler(behavior, None, bytes)
     if method.client_streaming:
 
         async def requests_of(messages: AsyncIterator[bytes]) -> AsyncIterator[Any]:
@@ -262,5 +265,5 @@ def _handler(
                     await service.turns.wait()
 
     if method.server_streaming:
-        return grpc.stream_stream_rpc_method_handler(replies, None, bytes)  # Its replies are bytes already.
+        return grpc.stream_stream_rpc_method_handler(replies, None, bytes)
     return grpc.stream_unary_rpc_method_handler(of_one, None, encode)

@@ -28,17 +28,24 @@ class _Call:
 
     Args:
         caller: whose queue its work is in.
-        ends: what is called once call and work have ended.
+        ends: what is called once the handler and its work have ended.
         place: of its work there, which is when it began to wait for its turn.
         has_effects: whether its work goes on to its end although its caller has hung up; else it ends with a step.
         unfinished: work in steps that the call has begun.
     """
 
     caller: str
-    ends: list[Callable[[], object]]
+    ends: list[Callable[[], object]] = field(default_factory=list)
     has_effects: bool = True
     place: float = field(default_factory=time.monotonic)
     unfinished: set[asyncio.Task[Any]] = field(default_factory=set)
+
+    def after_work(self, end: Callable[[], object]) -> None:
+        """Calls `end`, now that gRPC is done with the call, once its work has ended, too."""
+        if self.unfinished:
+            self.ends.append(end)
+        else:
+            end()
 
     def end(self, _: object = None) -> None:
         for end in self.ends:
@@ -46,22 +53,20 @@ class _Call:
 
 
 _num_accepted = 0
+_TASKS: set[asyncio.Task[Any]] = set()  # asyncio keeps no reference to them.
 _CALL: ContextVar[_Call | None] = ContextVar("the running call", default=None)
 
 
 @contextlib.contextmanager
-def call_with_its_work(caller: str, end: Callable[[], object], *, has_effects: bool = True) -> Iterator[None]:
-    """The body serves a call of a caller, which is an identity or a connection.
-
-    Calls `end` once the body has ended, and the work in steps that it has begun.
-    """
+def call_with_its_work(caller: str, *, has_effects: bool = True) -> Iterator[_Call]:
+    """The body serves a call of a caller, which is an identity or a connection."""
     global _num_accepted
     _num_accepted += 1
-    running = _Call(caller, [end], has_effects)
+    running = _Call(caller, has_effects=has_effects)
     _CALL.set(running)
     FLOW.set(caller)
     try:
-        yield
+        yield running
     finally:
         if running.unfinished:  # The caller has hung up.
             asyncio.gather(*running.unfinished, return_exceptions=True).add_done_callback(running.end)
@@ -77,10 +82,10 @@ def when_ended(end: Callable[[], object]) -> None:
         end()
 
 
-def _keep(task: asyncio.Task[Any], tasks: set[asyncio.Task[Any]]) -> _Call | None:
-    """Keeps a task among others, and among the work of the running call, until it has ended; returns the call."""
+def _keep(task: asyncio.Task[Any]) -> _Call | None:
+    """Keeps a task, among the work of the running call, too, until it has ended; returns the call."""
     running = _CALL.get()
-    for kept in (tasks, *([] if running is None else [running.unfinished])):
+    for kept in (_TASKS, *([] if running is None else [running.unfinished])):
         kept.add(task)
         task.add_done_callback(kept.discard)
     return running
@@ -92,13 +97,10 @@ def whole(behavior: Callable[..., Coroutine[Any, Any, Value]]) -> Callable[..., 
     @functools.wraps(behavior)
     async def call(service: Any, request: Any, _: Any) -> Value:
         task = asyncio.create_task(behavior(service, request, None))
-        _keep(task, _WHOLE)
+        _keep(task)
         return await asyncio.shield(task)
 
     return call
-
-
-_WHOLE: set[asyncio.Task[Any]] = set()
 
 
 class Turns:
@@ -112,7 +114,6 @@ class Turns:
         self._slots = FairSlots(1, 1)
         self._num_accepted = 0  # Calls that had been accepted before the last turn.
         self._is_passing = False
-        self._tasks: set[asyncio.Task[Any]] = set()
 
     async def run(self, steps: Steps[Value]) -> Value:
         """The result of the work; raises what it raises. The first step is done at once.
@@ -124,7 +125,7 @@ class Turns:
         except StopIteration as end:
             return end.value  # type: ignore[no-any-return]
         task = asyncio.create_task(self._finish(steps))
-        running = _keep(task, self._tasks)
+        running = _keep(task)
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
@@ -160,7 +161,7 @@ class Turns:
 
     @contextlib.asynccontextmanager
     async def _turn(self) -> AsyncIterator[None]:
-        running = _CALL.get() or _Call("", [])
+        running = _CALL.get() or _Call("")
         flow = FLOW.set("")  # In no queue of the loop, each wait below ends with the next pass.
         try:
             async with self._slots.slot(running.caller, place=running.place):

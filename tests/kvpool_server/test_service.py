@@ -42,7 +42,7 @@ from kvpool.protocol.errors import (
 from kvpool.protocol.hashing import checksum
 from kvpool.protocol.namespace import NamespaceSpec
 from kvpool.protocol.text import opened_text
-from kvpool.protocol.types import BlockRun, Chunk, PoolKey, PutReceipt, PutStatus, Quota, ShardRange
+from kvpool.protocol.types import BlockRun, Chunk, PoolKey, PutGrant, PutReceipt, PutStatus, Quota, ShardRange
 from kvpool.protocol.wire import encode_runs, encode_spec
 from kvpool.transport.base import Buffers
 from kvpool.transport.segment import NAME
@@ -297,8 +297,11 @@ def test_bytes_may_be_on_their_way_until_their_checksums_are_asked_for(
 
         return later
 
-    client.put(namespace, [run], fill, batch_bytes=2 * CHUNK)
+    client.put(namespace, [run], fill, batch_bytes=2 * CHUNK, fill_sums=True)
     assert _load(client, namespace, run) == [block.tobytes() for block in blocks]
+    for unlike in (fill, lambda *_: None):
+        with pytest.raises(InvalidRequestError, match=f"fill_sums is {unlike is not fill}"):
+            client.put(namespace, [run_of("other")], unlike, fill_sums=unlike is not fill)
 
     asked: list[int] = []
 
@@ -343,7 +346,7 @@ def test_no_byte_is_on_its_way_when_a_failed_put_gives_its_regions_back(
         return later
 
     with pytest.raises(ZeroDivisionError, match="no more bytes"):
-        client.put(namespace, [run_of("d", "e", "f")], fill, batch_bytes=CHUNK)
+        client.put(namespace, [run_of("d", "e", "f")], fill, batch_bytes=CHUNK, fill_sums=True)
     assert waited == [0, 1]
     wait_for(lambda: client.rpc.put_start(namespace, [run_of("d")], WHOLE).statuses == (GRANTED,), "the space")
 
@@ -558,6 +561,25 @@ def test_a_fill_that_outlives_its_ticket_is_an_error_and_stores_nothing(
     with pytest.raises((LeaseExpiredError, PoolTimeoutError)):
         client.put(namespace, [run], slow)
     assert _leading(client, namespace, run) == 0
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_grant_that_is_seen_after_its_ticket_has_ended_is_not_filled(
+    shared_server: ServerProcess, connect: Connect, spec: NamespaceSpec, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process was stopped while the server's answer waited for it."""
+    client = connect(shared_server, transport=transport, ticket_ttl_ms=200)
+    namespace, start, filled = client.open_namespace(spec), client.rpc.put_start, []
+
+    def seen_late(*args: Any) -> PutGrant:
+        grant = start(*args)
+        time.sleep(0.3)
+        return grant
+
+    monkeypatch.setattr(client.rpc, "put_start", seen_late)
+    with pytest.raises((LeaseExpiredError, PoolTimeoutError)):
+        client.put(namespace, [run_of(transport)], lambda indices, _: filled.append(indices))
+    assert not filled
 
 
 def test_get_after_the_lease_is_an_error(shared_server: ServerProcess, connect: Connect, spec: NamespaceSpec) -> None:

@@ -21,7 +21,7 @@ from kvpool_server.app.monitoring import MIN_PROBES, PROBE_EVERY_S, WINDOW_S, Lo
 from kvpool_server.cache.steps import Steps
 from kvpool_server.process.event_loop import FLOW, PASS_S, EventLoop
 from kvpool_server.rpc import turns as server_turns
-from kvpool_server.rpc.turns import TURN_S, Turns, call_with_its_work
+from kvpool_server.rpc.turns import TURN_S, Turns, call_with_its_work, when_ended
 
 STEP_S = TURN_S / 2
 
@@ -115,8 +115,8 @@ async def _accepted(log: list[str], num_calls: int) -> None:
     """Calls that take no time, handed over as gRPC does: one a pass of the loop."""
     for _ in range(num_calls):
         await asyncio.sleep(0)
-        with call_with_its_work("", lambda: log.append("call")):
-            pass
+        with call_with_its_work(""):
+            when_ended(lambda: log.append("call"))
 
 
 @_on_a_loop
@@ -167,7 +167,7 @@ async def test_a_caller_finishes_what_it_began_first_and_callers_take_turns() ->
     turns = Turns()
 
     async def call(caller: str, name: str) -> None:
-        with call_with_its_work(caller, lambda: None):
+        with call_with_its_work(caller):
             await turns.wait()
             await turns.run(_work(log, name, 20))
 

@@ -121,3 +121,31 @@ def test_a_client_with_a_permit_may_pause(port: Port, monkeypatch: pytest.Monkey
         time.sleep(5 * PROVE_S)
         client.move(0, 1, 64)
         assert client.reply() is Status.OK
+
+
+@pytest.mark.parametrize("stalls", ["before the offsets", "in a write", "in a read"])
+def test_a_client_that_stalls_makes_room_for_another(stalls: str) -> None:
+    nbytes = 64 * MIB  # More than the sockets' buffers hold.
+    kind = Kind.READ if stalls == "in a read" else Kind.WRITE
+    with data_port(nbytes, max_connections=1) as port, _client(port) as stalled:
+        stalled.show(kind, 1, [0], nbytes, port.permit(kind, 1, [0], nbytes))
+        if stalls == "before the offsets":
+            permit = port.permit(kind, 2, [0], nbytes)
+            stalled.socket.sendall(Header(kind, 0, 1, nbytes, holding_id=2, permit=permit).encode())
+        else:
+            stalled.move(0, 1, nbytes)
+        ends_at = time.monotonic() + worker.STALL_S / 2
+        while not _is_served(port):
+            assert time.monotonic() < ends_at
+            time.sleep(0.1)
+
+
+def _is_served(port: Port) -> bool:
+    """Whether a new client gets bytes."""
+    try:
+        with _client(port) as client:
+            client.show(Kind.READ, 3, [0], 64, port.permit(Kind.READ, 3, [0], 64))
+            client.move(0, 1, 64)
+            return client.reply() is Status.OK
+    except ConnectionRefusedError:
+        return False

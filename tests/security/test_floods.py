@@ -29,7 +29,7 @@ from kvpool.v1 import pool_pb2 as pb
 from kvpool.v1.pool_pb2_grpc import PoolStub
 from kvpool_server.cache.limits import Limits
 from kvpool_server.observability import http
-from kvpool_server.rpc import grpc_server, inbox
+from kvpool_server.rpc import grpc_server, inbox, outbox
 from tests.support.calls import METHODS, SERVICE
 from tests.support.half_sent import HalfSentCalls
 from tests.support.in_process_server import InProcessServer
@@ -113,14 +113,33 @@ def test_calls_that_are_reset_leave_room_for_others(pool_server: StartServer) ->
         thread.join(10)
 
 
+@pytest.fixture
+def small_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., InProcessServer]]:
+    """Starts servers in this process, with many calls a connection: `small_server(Limits(max_leases=8))`."""
+    monkeypatch.setattr(grpc_server, "MAX_STREAMS", 100)
+    with ExitStack() as stack:
+
+        def start(limits: Limits | None = None) -> InProcessServer:
+            server = InProcessServer(4_096 * CHUNK, 1_024 * CHUNK, limits)
+            stack.callback(server.close)
+            return server
+
+        yield start
+
+
 # Replies
+
+
+def _slow_channel(endpoint: str) -> grpc.Channel:
+    """A connection whose client takes 64 KiB before it begins to read."""
+    return grpc.insecure_channel(endpoint, [("grpc.use_local_subchannel_pool", 1), ("grpc.http2.bdp_probe", 0)])
 
 
 def _unread(endpoint: str, name: bytes, count: int) -> list[Any]:
     """Calls of one client that reads nothing of a chunk of `name`."""
-    channel = grpc.insecure_channel(endpoint, [("grpc.use_local_subchannel_pool", 1), ("grpc.http2.bdp_probe", 0)])
     request = pb.GetChunksRequest(keys=[pb.PoolKey(namespace=name, block_hash=block_hash("block"))])
-    return [PoolStub(channel).GetChunks(request, timeout=590) for _ in range(count)]
+    stub = PoolStub(_slow_channel(endpoint))
+    return [stub.GetChunks(request, timeout=590) for _ in range(count)]
 
 
 def test_replies_that_nobody_reads_hold_what_a_few_calls_send(pool_server: StartServer) -> None:
@@ -129,10 +148,11 @@ def test_replies_that_nobody_reads_hold_what_a_few_calls_send(pool_server: Start
         namespace = client.open_namespace(namespace_spec(group_spec(chunk_bytes=chunk)))
         client.put_blocks(namespace, run_of("block"), [payload("block", chunk)])
         before = server.own_bytes
-        calls = _unread(server.endpoint, namespace.fingerprint, 4 * inbox.MAX_DATA_STREAMS)
+        most = grpc_server.MAX_STREAMS
+        channels = [_unread(server.endpoint, namespace.fingerprint, most) for _ in range(16)]
+        assert len(channels) * most > 4 * inbox.MAX_DATA_STREAMS
         time.sleep(3)
         grown = server.own_bytes - before
-        assert len(calls) > inbox.MAX_DATA_STREAMS
     assert grown < 4 * chunk * inbox.MAX_DATA_STREAMS, f"{grown / MIB:.0f} MiB"
 
 
@@ -156,6 +176,96 @@ def test_a_client_that_reads_no_replies_leaves_calls_to_others(monkeypatch: pyte
             assert reply.found
     finally:
         server.close()
+
+
+def _listings(endpoint: str, count: int) -> list[Any]:
+    """Calls of one client that reads no listing of namespaces, and gives no deadline."""
+    listing = _slow_channel(endpoint).stream_stream(f"/{SERVICE.full_name}/ListNamespaces")
+    return [listing(iter([b""])) for _ in range(count)]
+
+
+def _is_refused(call: Any) -> bool:
+    return bool(call.done() and call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED)
+
+
+def _fill_listing(server: InProcessServer) -> int:
+    """Opens namespaces, with which a listing has more bytes than fit a client's window; returns how many it has."""
+    for nth in range(2):
+        names = tuple(f"layer {number}" for number in range(4_800))
+        spec = namespace_spec(group_spec(chunk_bytes=CHUNK, layer_names=names), salt=str(nth))
+        server.on_loop(lambda spec=spec: server.pool.open_namespace(spec))
+    listing: pb.ListNamespacesResponse = server.stub.ListNamespaces(pb.ListNamespacesRequest(), timeout=10)
+    return listing.ByteSize()
+
+
+@pytest.mark.parametrize("bound", ["calls", "bytes"])
+def test_a_single_reply_counts_until_it_is_sent(
+    small_server: Callable[..., InProcessServer], monkeypatch: pytest.MonkeyPatch, bound: str
+) -> None:
+    server = small_server()
+    endpoint, nbytes, share = f"127.0.0.1:{server.port}", _fill_listing(server), 32
+    if bound == "calls":
+        monkeypatch.setattr(grpc_server, "MAX_CALLS", 2 * share)
+    else:
+        monkeypatch.setattr(outbox, "MAX_UNSENT_BYTES", 2 * share * nbytes)
+
+    def has_its_share() -> bool:
+        calls = _listings(endpoint, share)
+        time.sleep(1)  # Calls that are refused later are taken for admitted.
+        for call in calls:
+            call.cancel()
+        return not any(map(_is_refused, calls))
+
+    calls = _listings(endpoint, 80)
+    wait_for(lambda: sum(map(_is_refused, calls)) == 80 - share, "the refusal of all beyond a client's share")
+    assert len(_connect(server).ListNamespaces(pb.ListNamespacesRequest(), timeout=10).namespaces) == 2
+    for call in calls:
+        call.cancel()
+    wait_for(has_its_share, "the end of all calls")
+
+
+def test_streams_of_lookups_hold_a_clients_share_of_unread_replies(
+    small_server: Callable[..., InProcessServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, runs = small_server(), wire.encode_runs([BlockRun(0, [block_hash(0)] * 1_000)])
+    name = _filled(server, 1, num_shards=16)
+    request = pb.LookupRequest(namespace=name, runs=runs, lease_ttl_ms=60_000, locate=True)
+    nbytes = pb.LookupReply(found=server.stub.Lookup(request, timeout=10)).ByteSize()
+    assert nbytes > 2 * (64 << 10), "more than fits a client's window"
+    monkeypatch.setattr(outbox, "MAX_UNSENT_BYTES", 4 * nbytes)
+
+    def num_answered() -> int:
+        """How many of four streams with two requests each are answered in whole, once their client begins to read."""
+        channel = _slow_channel(f"127.0.0.1:{server.port}")
+        streams = [PoolStub(channel).LookupStream(iter([request] * 2), timeout=60) for _ in range(4)]
+        time.sleep(1)  # Replies that are made later are taken for answers.
+        return sum(not any(reply.HasField("error") for reply in replies) for replies in streams)
+
+    assert num_answered() == 2
+    assert num_answered() == 2, "what was sent counts no more"
+
+
+def test_a_reply_that_nobody_reads_ends_with_its_connection(
+    small_server: Callable[..., InProcessServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grpc_server, "CONNECTION_S", 5.0)
+    monkeypatch.setattr(grpc_server, "MAX_STREAM_S", 1.0)
+    server = small_server()
+    _fill_listing(server)
+    monkeypatch.setattr(grpc_server, "MAX_CALLS", 1)
+
+    def is_answered() -> bool:
+        try:
+            return bool(_connect(server).Ping(pb.PingRequest(), timeout=10).version)
+        except grpc.RpcError as error:
+            if error.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED:  # type: ignore[attr-defined]
+                raise
+            return False
+
+    (call,) = _listings(f"127.0.0.1:{server.port}", 1)
+    call.initial_metadata()  # Which comes before the reply.
+    assert not is_answered()
+    wait_for(is_answered, "the end of the call")
 
 
 # Messages
@@ -188,20 +298,6 @@ def test_messages_whose_last_byte_never_comes_hold_what_was_sent(pool_server: St
         assert checked.status == health_pb2.HealthCheckResponse.SERVING
         for calls in connections:
             calls.close()
-
-
-@pytest.fixture
-def small_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., InProcessServer]]:
-    """Starts servers in this process, with many calls a connection: `small_server(Limits(max_leases=8))`."""
-    monkeypatch.setattr(grpc_server, "MAX_STREAMS", 100)
-    with ExitStack() as stack:
-
-        def start(limits: Limits | None = None) -> InProcessServer:
-            server = InProcessServer(4_096 * CHUNK, 1_024 * CHUNK, limits)
-            stack.callback(server.close)
-            return server
-
-        yield start
 
 
 def test_a_message_has_to_arrive_in_time(
@@ -283,14 +379,14 @@ def _connect(server: InProcessServer) -> PoolStub:
     return PoolStub(PiecedChannel(channel))  # type: ignore[no-untyped-call]
 
 
-def _filled(server: InProcessServer, count: int) -> bytes:
+def _filled(server: InProcessServer, count: int, num_shards: int = 1) -> bytes:
     """The fingerprint of a namespace with blocks 0, 1, ..."""
-    spec = namespace_spec(group_spec(chunk_bytes=CHUNK))
+    spec = namespace_spec(group_spec(chunk_bytes=CHUNK, num_shards=num_shards))
 
     def fill() -> bytes:
         name = server.pool.open_namespace(spec)[0].fingerprint
-        grant = server.pool.put_start(name, [run_of(*range(count))], ShardRange(0, 1))
-        server.pool.put_end(grant.ticket_id, [0] * count)
+        grant = server.pool.put_start(name, [run_of(*range(count))], ShardRange(0, num_shards))
+        server.pool.put_end(grant.ticket_id, [0] * count * num_shards)
         return name
 
     return server.on_loop(fill)

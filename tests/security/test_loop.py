@@ -92,9 +92,9 @@ class House:
         while self.pool.settle():
             pass
 
-    def put(self, runs: list[BlockRun], shards: ShardRange = ONE_SHARD) -> None:
+    def put(self, runs: list[BlockRun], shards: ShardRange = ONE_SHARD, name: bytes = b"") -> None:
         with no_collections():
-            grant = self.pool.put_start(self.name, runs, shards)
+            grant = self.pool.put_start(name or self.name, runs, shards)
             self.pool.put_end(grant.ticket_id, [0] * (len(grant.offsets) * shards.count))
 
     def longest_s(self, call: Callable[[], object]) -> float:
@@ -118,8 +118,9 @@ class House:
         about = {"namespace": self.name, "runs": wire.encode_runs(runs), **shards} if runs else {}
         return getattr(self.stub, method)(make(**{**about, **fields}), timeout=300)
 
-    def lookup(self, runs: list[BlockRun], ttl_ms: int = 60_000) -> pb.LookupResponse:
-        found: pb.LookupResponse = self.call("Lookup", runs, prefix_only=True, lease_ttl_ms=ttl_ms, locate=True)
+    def lookup(self, runs: list[BlockRun], ttl_ms: int = 60_000, **fields: Any) -> pb.LookupResponse:
+        wanted = {"prefix_only": True, "lease_ttl_ms": ttl_ms, "locate": True, **fields}
+        found: pb.LookupResponse = self.call("Lookup", runs, **wanted)
         return found
 
 
@@ -202,6 +203,20 @@ def test_gets_of_as_many_chunks_as_fit(house: House) -> None:
     lease_id = house.lookup(runs).lease_id
     house.expect_short(lambda: house.call("Get", runs, lease_id=lease_id, shards=wire.encode_shards(shards)))
     house.call("Release", lease_ids=[lease_id])
+
+
+@pytest.mark.parametrize("num_shards", [8, 64])
+def test_located_lookups_of_many_chunks(house: House, num_shards: int) -> None:
+    """As many as are located, and more: then `Get` says where the blocks lie."""
+    spec = namespace_spec(group_spec(chunk_bytes=1, num_shards=num_shards), salt=str(num_shards))
+    name = house.server.on_loop(lambda: house.pool.open_namespace(spec)[0].fingerprint)
+    (block,) = _hashes(0, 1)
+    house.server.on_loop(lambda: house.put([BlockRun(0, [block])], ShardRange(0, num_shards), name))
+    runs, reply = [BlockRun(0, [block] * LIMITS.max_lookup_blocks)], pb.LookupResponse()
+    house.expect_short(lambda: reply.CopyFrom(house.lookup(runs, namespace=name)))
+    assert reply.hits[0].num_leading == LIMITS.max_lookup_blocks and reply.lease_id
+    assert len(reply.hits[0].checksums) == 8 * (LIMITS.max_lookup_blocks * num_shards if num_shards == 8 else 0)
+    house.call("Release", lease_ids=[reply.lease_id])
 
 
 def test_explaining_many_runs_whose_blocks_alternate(house: House) -> None:

@@ -14,6 +14,7 @@ import grpc
 import numpy as np
 
 from kvpool.protocol.pieces import PiecedChannel
+from kvpool.protocol.wire import MAX_MESSAGE_BYTES
 from kvpool.v1 import pool_pb2 as pb
 from kvpool.v1.pool_pb2_grpc import PoolStub
 from kvpool_server.access.audit import AuditLog
@@ -110,7 +111,8 @@ class InProcessServer:
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()))
         self._thread.start()
         assert self._ready.wait(30), "the server did not start"
-        self.channel = grpc.insecure_channel(f"127.0.0.1:{self.port}")
+        options = [("grpc.max_receive_message_length", MAX_MESSAGE_BYTES)]
+        self.channel = grpc.insecure_channel(f"127.0.0.1:{self.port}", options)
         self.stub = PoolStub(PiecedChannel(self.channel))  # type: ignore[no-untyped-call]
 
     def _zero(self, start: int, nbytes: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -52,15 +52,19 @@ class _WireContext(CallContext):
     def __init__(self, principal: Principal | None, messages: Sequence[bytes]):
         super().__init__()
         self.principal = principal
-        self.written: list[Message] = []
+        self.written: list[bytes] = []
+        self.on_end: list[Callable[[Any], object]] = []
         self.answer = Answer(grpc.StatusCode.OK)
         self._messages = list(messages)
 
     async def read(self) -> Any:
         return self._messages.pop(0) if self._messages else grpc.aio.EOF  # type: ignore[attr-defined]
 
-    async def write(self, message: Message) -> None:
+    async def write(self, message: bytes) -> None:
         self.written.append(message)
+
+    def add_done_callback(self, callback: Callable[[Any], object]) -> None:
+        self.on_end.append(callback)
 
     def set_code(self, code: grpc.StatusCode) -> None:
         self.answer = replace(self.answer, code=code)
@@ -94,7 +98,8 @@ class WireService:
 
     def __init__(self, service: PoolService, metrics: RpcMetrics):
         self._loop = ServiceLoop()
-        self._interceptor = RpcInterceptor(metrics, _WHO, RunningCalls(lambda credential: credential, 0.0), None)
+        running = RunningCalls(lambda credential: credential, 0.0)
+        self._interceptor = RpcInterceptor(metrics, service.outbox, _WHO, running, None)
         add_service(service, self)  # type: ignore[arg-type]
 
     def add_generic_rpc_handlers(self, handlers: Sequence[grpc.GenericRpcHandler]) -> None:
@@ -123,10 +128,12 @@ class WireService:
         if handler.stream_unary is not None:
             reply = await handler.stream_unary(None, context)
             if context.answer.code is grpc.StatusCode.OK:  # gRPC sends no other.
-                replies = [handler.response_serializer(reply)]
+                replies = [reply]
         else:
             await handler.stream_stream(None, context)
-            replies = [handler.response_serializer(reply) for reply in context.written]
+            replies = context.written
+        for end in context.on_end:
+            end(context)
         answer = context.answer
         return Answer(answer.code, answer.message, tuple(reply_type.FromString(reply) for reply in replies))
 

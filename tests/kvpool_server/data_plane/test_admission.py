@@ -143,6 +143,21 @@ def test_an_owner_whose_connections_all_move_bytes_gets_no_other(door: Door) -> 
     assert door.admission.prove(waiting, ACME)
 
 
+def test_owners_whose_connections_all_move_bytes_leave_room_for_others(door: Door) -> None:
+    acme, umbra = Bound.of("acme", MAX_PROVEN), Bound.of("umbra", MAX_PROVEN)
+    seats = [door.proven("a", acme, is_idle=False) for _ in range(2)]
+    assert not door.admission.prove(door.admitted("a"), acme), "half of all, as Shares gives"
+    seats.append(door.proven("a", umbra, is_idle=False))
+    assert not any(map(door.is_hung_up_on, seats))
+
+
+def test_idle_connections_of_others_are_no_reason_to_refuse_an_owner(door: Door) -> None:
+    idle = [door.proven("a", Bound.of(f"tenant {nth}", 1)) for nth in range(MAX_PROVEN)]
+    door.clock.advance(SPARED_S)
+    door.proven("b", ACME)
+    assert [door.is_hung_up_on(seat) for seat in idle] == [True, False, False]
+
+
 def test_a_lower_bound_ends_connections_that_exist(door: Door) -> None:
     idle, busy = door.proven("a", ACME), door.proven("a", ACME, is_idle=False)
     door.clock.advance(SPARED_S)
