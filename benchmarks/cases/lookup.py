@@ -64,7 +64,8 @@ class Pool:
         most = self._namespace.max_batch_blocks
         with progress("entries", len(hashes) // most + 1) as advance:
             for first in range(0, len(hashes), most):
-                self._client.put(self._namespace, [BlockRun(0, hashes[first : first + most])], self._fill)
+                run = BlockRun(0, hashes[first : first + most])
+                self._client.put(self._namespace, [run], self._fill, fill_sums=True)
                 advance()
 
     def lookup(self, hashes: Sequence[bytes]) -> float:

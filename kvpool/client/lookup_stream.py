@@ -13,7 +13,6 @@ would cost the server as much as a lookup.
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
 from collections import deque
@@ -294,9 +293,9 @@ class _Stream:
         finally:
             with self._lock:
                 self.has_ended = True
-                # A release behind no unanswered lookup counts as read. To send it again, over a stream that the server
+                # Releases without an unanswered lookup count as read. To send them again, over a stream that the server
                 # may end for being idle as it did this one, would open stream after stream; a lost one's lease expires.
-                unread = itertools.dropwhile(lambda sent: not sent[0], self._unanswered)
+                unread = self._unanswered if any(asks for asks, _ in self._unanswered) else ()
                 unreleased = [*self._released, *(each for _, released in unread for each in released)]
             self.finish()  # gRPC's thread ends.
             waiting, self._waiting = self._waiting, deque()  # Nothing is added after the end.

@@ -2,8 +2,8 @@
 
 A caller gives its bytes in one of two ways. Where they lie in arrays (`rows`), the transport sends from there and
 receives into them, on as many threads as pay. Else it calls back with buffers to fill or to drain, one batch of regions
-at a time on the caller's thread: with shared memory these are the regions themselves, and the network carries some
-batches while the caller fills or drains others.
+at a time on the caller's thread: with shared memory these are the regions themselves if the caller sums, and the
+network carries some batches while the caller fills or drains others.
 
 Invariants of every transport (tests/contracts asserts them):
 - `fill` and `drain` see every region once, in order, with buffers of exactly `region_bytes`.

@@ -183,7 +183,7 @@ class LoadPolicy:
         self._steps: deque[tuple[float, int, int]] = deque(maxlen=MAX_STEPS_UNDER_WAY)
         self._last_step_ended_at = -math.inf
         self._ended_steps = deque([-math.inf] * STEPS_TO_REPORT, STEPS_TO_REPORT)  # When the last ones began.
-        self._prefill = _Rate(MIN_STEPS, NUM_STEPS)
+        self._prefill = _Rate(MIN_STEPS, NUM_STEPS, keeps_largest=False)
         self._num_unmeasured = 0
         self._connection = NO_CONNECTION
         self._links: defaultdict[str, _Link] = defaultdict(_Link)
@@ -292,10 +292,11 @@ class _Link:
     """
 
     def __init__(self) -> None:
-        self.rate = _Rate(MIN_LOADS, NUM_LOADS)
+        self.rate = _Rate(MIN_LOADS, NUM_LOADS, keeps_largest=True)
         self.ended_at = -math.inf
         self.has_free_probe = False
         self.credit_s = 0.0
+        self._grown_from = (0, 0.0)
 
     def free_at(self, loads: Sequence[Load], reported_at: float) -> float:
         """When these loads will have ended, of which each that had ended by `reported_at` would be known."""
@@ -309,9 +310,11 @@ class _Link:
     def probe_bytes(self, compute_s: float, nbytes: int, loads: Sequence[Load]) -> int:
         """How much of a hit that looks too slow is loaded nevertheless. Counts the hit."""
         self.credit_s += PROBE_SHARE * compute_s
-        most = 2 * self.rate.largest[0]
-        if nbytes > most and not self.rate.tells_sizes_apart and all(load.nbytes <= most for load in loads):
-            return min(nbytes, GROWTH * self.rate.largest[0])
+        largest, most = self.rate.largest, 2 * self.rate.largest[0]
+        is_new = nbytes > most and not self.rate.tells_sizes_apart and largest != self._grown_from
+        if is_new and all(load.nbytes <= most for load in loads):
+            self._grown_from = largest  # Once: the hit may have no boundary there.
+            return min(nbytes, GROWTH * largest[0])
         if loads:  # They teach what a probe would.
             return 0
         return nbytes if self.has_free_probe or self.credit_s >= self.rate.seconds(nbytes) - compute_s else 0
@@ -325,11 +328,12 @@ class _Rate:
         fixed_s, unit_s: of any work, and of each unit of its size; all is by size where sizes are too alike to tell.
         mean_s: of each unit, `fixed_s` included.
         tells_sizes_apart: whether sizes were not too alike.
-        largest: size and seconds of the newest work that is not much smaller than any before. It always counts.
+        largest: size and seconds of the newest work that is at least half as large as the one before.
     """
 
-    def __init__(self, at_least: int, at_most: int):
+    def __init__(self, at_least: int, at_most: int, *, keeps_largest: bool):
         self._at_least = at_least
+        self._keeps_largest = keeps_largest
         self._measured: deque[tuple[int, float]] = deque(maxlen=at_most)
         self.fixed_s = self.unit_s = self.mean_s = 0.0
         self.tells_sizes_apart = False
@@ -346,7 +350,9 @@ class _Rate:
         self._measured.append((size, seconds))
         if 2 * size >= self.largest[0]:
             self.largest = size, seconds
-        measured = [*self._measured, *([] if self.largest in self._measured else [self.largest])]
+        measured = list(self._measured)
+        if self._keeps_largest and self.largest not in measured:
+            measured.append(self.largest)
         self._fit(measured)
         by_excess = sorted(measured, key=lambda work: work[1] - self.seconds(work[0]))
         num_kept = len(by_excess) - (len(by_excess) + 1) // 4

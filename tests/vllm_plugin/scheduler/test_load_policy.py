@@ -265,6 +265,16 @@ def test_small_loads_do_not_tell_that_a_large_one_is_slow() -> None:
     assert world.hit(20_000) == Verdict(20_000), "and it is not forgotten"
 
 
+def test_a_part_that_no_hit_can_end_with_is_tried_once() -> None:
+    """Of models whose hits end at few boundaries; then the credit pays for a whole one."""
+    world = World(token_s=3e-5, latency_s=0.005, byte_s=1e-8).warm_up()
+    for _ in range(20):
+        world.hit(48)
+    asked = [world.load_policy.verdict("r", 20_000, 20_000 * TOKEN_BYTES) for _ in range(100)]
+    assert asked[0] == Verdict(48 * GROWTH, is_probe=True)
+    assert {verdict.num_tokens for verdict in asked[1:]} == {0, 20_000}
+
+
 @pytest.mark.parametrize("latency_s", [0.0, 0.005])
 def test_a_slow_link_stays_slow_for_large_loads_too(latency_s: float) -> None:
     """What a larger load than any before may lose is some of what a small one takes."""

@@ -364,7 +364,7 @@ class Slow:
 
     def _wait(self, transfer: Transfer) -> None:
         self.granted_s.append(transfer.timeout_s)
-        time.sleep(0.8 * transfer.timeout_s)
+        time.sleep(0.6 * transfer.timeout_s)
 
 
 def slow_down(rank: Rank) -> Slow:
@@ -376,21 +376,21 @@ def slow_down(rank: Rank) -> Slow:
 
 
 def test_the_deadline_of_a_load_is_that_of_all_its_groups(start: Start, shared_server: ServerProcess) -> None:
-    rank = start(shared_server, load_timeout_s=0.5, store_timeout_s=10.0)
+    rank = start(shared_server, load_timeout_s=2.0, store_timeout_s=10.0)
     of_second = GroupBlocks(1, [run_of("slow", group_idx=1)], [[3], [4]])
     assert rank.store_groups(blocks_of(["slow"], [3]), of_second)
     lease_ids = (rank.lease_runs(run_of("slow"), *of_second.runs),)
     slow = slow_down(rank)
     assert rank.load_groups(lease_ids, blocks_of(["slow"], [5]), of_second)
     assert len(slow.granted_s) == 2
-    assert 0.8 * sum(slow.granted_s) <= 0.5
+    assert slow.granted_s[1] <= 0.4 * 2.0
 
 
 def test_a_store_begins_no_put_after_its_deadline(
     start: Start, shared_server: ServerProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transfer, "PUT_BYTES", HEADS * CHUNK_BYTES)
-    rank = start(shared_server, store_timeout_s=0.5, ticket_ttl_ms=500)
+    rank = start(shared_server, store_timeout_s=2.0, ticket_ttl_ms=2_000)
     slow = slow_down(rank)
     assert not rank.store([f"slow {nth}" for nth in range(4)], [0, 1, 2, 3])
     assert len(slow.granted_s) == 2
