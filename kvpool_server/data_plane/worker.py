@@ -197,9 +197,8 @@ class Connection:
         bound = self._word.bound(terms)
         self._remaining_s(permit)
         if not self._port.admission.prove(self._seat, bound):
-            most = f"the caller's {bound.max_connections}" if bound.owner else "all"
             raise _RefusedError(
-                Status.BUSY, f"{most} connections of this data worker are moving bytes; try again later"
+                Status.BUSY, "this caller's share of the data worker's connections is moving bytes; try again later"
             )
         return permit
 

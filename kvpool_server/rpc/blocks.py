@@ -14,6 +14,7 @@ import grpc
 import numpy as np
 import numpy.typing as npt
 import structlog
+from google.protobuf.message import Message
 
 from kvpool.protocol import wire
 from kvpool.protocol.errors import BusyError, InvalidRequestError, KVPoolError
@@ -84,6 +85,11 @@ class BlockHandlers(Handlers):
     async def Lookup(self, request: pb.LookupRequest, context: Any) -> pb.LookupResponse:
         return await self._lookup(request, owner_of(context), context, request.wait_ms)
 
+    def forget(self, reply: Message, owner: Owner) -> None:
+        """Ends the lease or ticket of a reply that nobody will hear of."""
+        self.pool.release([getattr(reply, "lease_id", 0)], owner)
+        self.pool.put_revoke(getattr(reply, "ticket_id", 0), owner)
+
     async def LookupStream(self, _: AsyncIterator[pb.LookupRequest], context: Any) -> None:
         task = asyncio.current_task()
         assert task is not None
@@ -109,7 +115,7 @@ class BlockHandlers(Handlers):
                     unsent.append(answer.unsent)
                     if sending is not None:
                         await sending
-                    sending = await begun(answer.send(context) if answer.unsent.nbytes else context.write(answer.reply))
+                    sending = await begun(answer.send(context))
                     if sending is not None:
                         streams.work(task)
                         sending.add_done_callback(lambda _: streams.wait(task), context=contextvars.Context())
@@ -139,7 +145,11 @@ class BlockHandlers(Handlers):
             if request.release and not request.runs:
                 return None
             reply = pb.LookupReply(found=found).SerializeToString()
-            return _Answer(reply, self.outbox.hold(owner.name, reply))
+            try:
+                return _Answer(reply, self.outbox.hold(owner.name, reply))
+            except BusyError:
+                self.forget(found, owner)
+                raise
         except KVPoolError as error:
             reply = wire.encode_lookup_error(error).SerializeToString()
             return _Answer(reply, self.outbox.hold("", reply), is_error=True)

@@ -122,7 +122,8 @@ class Drain:
         await asyncio.wait((flush, hand_over))
         await self._tiered.drain(self.left_s)  # What the last puts have stored.
         left = self.progress()
-        say = log.warning if left.num_leases or left.num_tickets or left.num_queued_blocks else log.info
+        is_late = left.num_leases or left.num_tickets or left.num_queued_blocks or not self.left_s
+        say = log.warning if is_late else log.info
         say("drained", leases=left.num_leases, tickets=left.num_tickets, blocks_left=left.num_queued_blocks)
 
     async def _hand_over_blocks(self) -> None:

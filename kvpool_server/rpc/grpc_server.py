@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import errno
 import functools
 import inspect
@@ -28,7 +29,6 @@ from kvpool_server.access.authentication import Context, RefusedCredentialError,
 from kvpool_server.access.caller import CALLER, check_call
 from kvpool_server.access.running_calls import RunningCalls
 from kvpool_server.cache.limits import Shares
-from kvpool_server.observability.metrics import RpcMetrics
 from kvpool_server.process.addresses import bind_path, cannot_bind, held, listening
 from kvpool_server.process.event_loop import FLOW
 from kvpool_server.rpc.blocks import BlockHandlers
@@ -44,7 +44,6 @@ from kvpool_server.rpc.handlers import (
 )
 from kvpool_server.rpc.inbox import MAX_STREAM_S, REQUEST, Pace
 from kvpool_server.rpc.operators import OperatorHandlers
-from kvpool_server.rpc.outbox import Outbox
 from kvpool_server.rpc.sessions import SessionHandlers
 from kvpool_server.rpc.turns import call_with_its_work
 
@@ -94,21 +93,15 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # N
     times and fails each of its requests by itself.
 
     Args:
+        service: of the calls' pool.
         who: authenticates callers; None: callers are not authenticated.
         running: gets the calls of authenticated callers.
         audit: gets refused calls, and those that change something for all; None: there is no audit log.
     """
 
-    def __init__(
-        self,
-        metrics: RpcMetrics,
-        outbox: Outbox,
-        who: Who | None,
-        running: RunningCalls | None,
-        audit: AuditLog | None,
-    ):
-        self._metrics = metrics
-        self._outbox = outbox
+    def __init__(self, service: BlockHandlers, who: Who | None, running: RunningCalls | None, audit: AuditLog | None):
+        self._service = service
+        self._metrics = service.metrics
         self._who = who
         self._running = running
         self._audit = audit
@@ -163,7 +156,7 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # N
         self._calls.add(caller)
         with call_with_its_work(caller, has_effects=name not in WITHOUT_EFFECTS) as call, running:
             end = functools.partial(self._calls.add, caller, -1)
-            context.add_done_callback(lambda _: call.after_work(end))  # type: ignore[arg-type]  # Any callable will do.
+            _when_done(lambda: call.after_work(end))
             yield caller
 
     async def _refuse(self, name: str, context: Context, error: KVPoolError) -> None:
@@ -203,8 +196,13 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # N
                         # A lookup that waits for a tier is not to be mistaken for a slow one.
                         timer.method = "LookupWait" if getattr(REQUEST.get(), "wait_ms", 0) else name
                     message = encode(reply)
-                    if (unsent := self._outbox.hold(caller, message)).nbytes:
-                        context.add_done_callback(lambda _: unsent.end())  # type: ignore[arg-type]
+                    try:
+                        unsent = self._service.outbox.hold(caller, message)
+                    except BusyError:
+                        self._service.forget(reply, owner_of(context))
+                        raise
+                    if unsent.nbytes:
+                        _when_done(unsent.end)
             except KVPoolError as error:  # What was to change may have changed in part.
                 self._log(name, wire.status_of(error).name, peer, None)
                 return await self._refuse(name, context, error)
@@ -248,6 +246,16 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # N
                 raise
 
         return call
+
+
+def _when_done(end: Callable[[], object]) -> None:
+    """Calls `end` once gRPC is done with the running call, whose reply is sent then.
+
+    That is when its task ends: a callback of gRPC's own would make a cycle of each call.
+    """
+    task = asyncio.current_task()
+    assert task is not None, "gRPC runs each handler in a task"
+    task.add_done_callback(lambda _: end(), context=contextvars.Context())
 
 
 class PoolService(BlockHandlers, SessionHandlers, OperatorHandlers, ChunkHandlers):
@@ -295,7 +303,7 @@ class GrpcServer:
             ("grpc.max_connection_age_ms", int(CONNECTION_S * 1_000)),
             ("grpc.max_connection_age_grace_ms", int(MAX_STREAM_S * 1_000)),
         ]
-        interceptors = [RpcInterceptor(service.metrics, service.outbox, service.who, running, audit)]
+        interceptors = [RpcInterceptor(service, service.who, running, audit)]
         self._health, most = HealthService(), MAX_CALLS + RESERVED_CALLS
         self._servers = []
         for _ in range(QUEUES + bool(unix_path)):

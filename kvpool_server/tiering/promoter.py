@@ -1,7 +1,7 @@
 """Promotes blocks that lookups miss from tiers to the arena, in prefix order and in batches, for later lookups.
 
 Namespaces take turns, and so do the prompts of each: a turn is one batch. Blocks behind a pending block wait in its
-queue, so that no block is read before its ancestors; prompts that begin alike share turns until that part is read.
+queue, so that no block is read before its ancestors: a prompt that begins like a pending one waits for all of that.
 """
 
 from __future__ import annotations

@@ -5,10 +5,14 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 
+from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.process.process_memory import THRESHOLDS, freeze_survivors, keep_collections_short
+from tests.support.in_process_server import InProcessServer
+from tests.support.processes import wait_for
 
 
 class Node:
@@ -52,3 +56,22 @@ def test_new_cycles_are_found() -> None:
     assert node() is not None
     gc.collect()
     assert node() is None
+
+
+def test_calls_leave_no_cycles() -> None:
+    """A call that is in one, and under way during a full collection, would stay for ever."""
+    keep_collections_short()
+
+    def num_calls() -> int:
+        return sum(type(each).__name__ == "_ServicerContext" for each in gc.get_objects())
+
+    with closing(InProcessServer(1 << 20, 1 << 18)) as server:
+        server.stub.Ping(pb.PingRequest(), timeout=10)
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(50):
+                server.stub.Ping(pb.PingRequest(), timeout=10)
+            wait_for(lambda: server.on_loop(num_calls) <= 1, "the end of all calls", 10)
+        finally:
+            gc.enable()

@@ -5,11 +5,13 @@ The bounds are those of docs/explanation/security.md.
 
 from __future__ import annotations
 
+import asyncio
+import contextvars
 import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
@@ -29,7 +31,8 @@ from kvpool.v1 import pool_pb2 as pb
 from kvpool.v1.pool_pb2_grpc import PoolStub
 from kvpool_server.cache.limits import Limits
 from kvpool_server.observability import http
-from kvpool_server.rpc import grpc_server, inbox, outbox
+from kvpool_server.process import event_loop
+from kvpool_server.rpc import blocks, grpc_server, inbox, outbox
 from tests.support.calls import METHODS, SERVICE
 from tests.support.half_sent import HalfSentCalls
 from tests.support.in_process_server import InProcessServer
@@ -224,9 +227,16 @@ def test_a_single_reply_counts_until_it_is_sent(
     wait_for(has_its_share, "the end of all calls")
 
 
+async def _begun_at_once(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    """`begun` where callers wait for their turns."""
+    return asyncio.create_task(work, context=contextvars.Context())
+
+
+@pytest.mark.parametrize("begun", [event_loop.begun, _begun_at_once])
 def test_streams_of_lookups_hold_a_clients_share_of_unread_replies(
-    small_server: Callable[..., InProcessServer], monkeypatch: pytest.MonkeyPatch
+    begun: Any, small_server: Callable[..., InProcessServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(blocks, "begun", begun)
     server, runs = small_server(), wire.encode_runs([BlockRun(0, [block_hash(0)] * 1_000)])
     name = _filled(server, 1, num_shards=16)
     request = pb.LookupRequest(namespace=name, runs=runs, lease_ttl_ms=60_000, locate=True)
@@ -234,15 +244,41 @@ def test_streams_of_lookups_hold_a_clients_share_of_unread_replies(
     assert nbytes > 2 * (64 << 10), "more than fits a client's window"
     monkeypatch.setattr(outbox, "MAX_UNSENT_BYTES", 4 * nbytes)
 
-    def num_answered() -> int:
-        """How many of four streams with two requests each are answered in whole, once their client begins to read."""
+    def num_answered(*, reads: bool = True) -> int:
+        """Of four streams with two requests each, how many get an answer to the first; their client then hangs up."""
         channel = _slow_channel(f"127.0.0.1:{server.port}")
         streams = [PoolStub(channel).LookupStream(iter([request] * 2), timeout=60) for _ in range(4)]
         time.sleep(1)  # Replies that are made later are taken for answers.
-        return sum(not any(reply.HasField("error") for reply in replies) for replies in streams)
+        count = sum(not next(stream).HasField("error") for stream in streams if reads)
+        channel.close()
+        return count
 
-    assert num_answered() == 2
-    assert num_answered() == 2, "what was sent counts no more"
+    assert 1 <= num_answered() <= 2
+    for _ in range(4):
+        num_answered(reads=False)
+    wait_for(num_answered, "room for another client's replies")
+
+
+@pytest.mark.parametrize("method", ["Lookup", "LookupStream", "PutStart"])
+def test_a_reply_that_is_refused_leaves_no_lease_or_ticket(
+    method: str, small_server: Callable[..., InProcessServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = small_server()
+    name, runs = _filled(server, 1, num_shards=16), wire.encode_runs([BlockRun(0, [block_hash(0)] * 1_000)])
+    request = pb.LookupRequest(namespace=name, runs=runs, lease_ttl_ms=60_000, locate=True)
+    monkeypatch.setattr(outbox, "MAX_UNSENT_BYTES", 8)
+    if method == "PutStart":
+        monkeypatch.setattr(outbox, "SMALL_BYTES", 8)
+    if method == "LookupStream":
+        (reply,) = server.stub.LookupStream(iter([request]), timeout=10)
+        assert reply.error.code == grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
+    else:
+        put = pb.PutStartRequest(namespace=name, runs=wire.encode_runs([run_of("new")]))
+        put.shards.CopyFrom(wire.encode_shards(ShardRange(0, 16)))
+        with pytest.raises(grpc.RpcError) as refused:
+            getattr(server.stub, method)(request if method == "Lookup" else put, timeout=10)
+        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert server.on_loop(lambda: (len(server.pool.leases), len(server.pool.tickets))) == (0, 0)
 
 
 def test_a_reply_that_nobody_reads_ends_with_its_connection(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -53,7 +53,6 @@ class _WireContext(CallContext):
         super().__init__()
         self.principal = principal
         self.written: list[bytes] = []
-        self.on_end: list[Callable[[Any], object]] = []
         self.answer = Answer(grpc.StatusCode.OK)
         self._messages = list(messages)
 
@@ -62,9 +61,6 @@ class _WireContext(CallContext):
 
     async def write(self, message: bytes) -> None:
         self.written.append(message)
-
-    def add_done_callback(self, callback: Callable[[Any], object]) -> None:
-        self.on_end.append(callback)
 
     def set_code(self, code: grpc.StatusCode) -> None:
         self.answer = replace(self.answer, code=code)
@@ -96,10 +92,10 @@ _NEVER = dt.datetime.max.replace(tzinfo=dt.UTC)
 class WireService:
     """A service behind the real interceptor and the real handlers."""
 
-    def __init__(self, service: PoolService, metrics: RpcMetrics):
+    def __init__(self, service: PoolService):
         self._loop = ServiceLoop()
         running = RunningCalls(lambda credential: credential, 0.0)
-        self._interceptor = RpcInterceptor(metrics, service.outbox, _WHO, running, None)
+        self._interceptor = RpcInterceptor(service, _WHO, running, None)
         add_service(service, self)  # type: ignore[arg-type]
 
     def add_generic_rpc_handlers(self, handlers: Sequence[grpc.GenericRpcHandler]) -> None:
@@ -132,8 +128,6 @@ class WireService:
         else:
             await handler.stream_stream(None, context)
             replies = context.written
-        for end in context.on_end:
-            end(context)
         answer = context.answer
         return Answer(answer.code, answer.message, tuple(reply_type.FromString(reply) for reply in replies))
 
@@ -160,7 +154,7 @@ class WireHouse:
         self.pool = PoolAtOnce(arena, self.clock, lambda: next(ids), limits)
         tiered, metrics = TieredPool(self.pool, memory), RpcMetrics(CollectorRegistry())
         service = pool_service(tiered, memory, metrics, offer=offer, who=_WHO)
-        self.service = WireService(service, metrics)
+        self.service = WireService(service)
 
     def advance(self, seconds: float) -> None:
         self.clock.advance(seconds)

@@ -33,7 +33,7 @@ from kvpool.protocol.types import BlockRun
 from kvpool_server.cache.entry import Record
 from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.cache.pool import Pool
-from kvpool_server.cache.steps import finish
+from kvpool_server.cache.steps import Steps, finish
 from kvpool_server.tiers.block_mac import BlockMac
 from kvpool_server.tiers.file.directory import OwnDirectory, UntrustedFileError, raise_descriptor_limit
 from kvpool_server.tiers.file.extents import BlockSpot, Disk, Extents, UsrbioDisk, read_all
@@ -259,16 +259,18 @@ class FileTier(Tier):
 
     async def remove(self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes]) -> None:
         if self.pool.namespace(namespace.fingerprint) is not None:
-            await self._run(self.pool.removals.remove(namespace.fingerprint, [BlockRun(group_idx, block_hashes)]))
-            await asyncio.shield(self._free_extents())
+            await self._drop(self.pool.removals.remove(namespace.fingerprint, [BlockRun(group_idx, block_hashes)]))
 
     async def clear(self, fingerprint: bytes = b"") -> None:
         if not fingerprint or self.pool.namespace(fingerprint) is not None:
-            await self._run(self.pool.removals.clear(fingerprint))
-            await asyncio.shield(self._free_extents())
+            await self._drop(self.pool.removals.clear(fingerprint))
 
-    async def _free_extents(self) -> None:
-        """Callers shield it from cancellation: a thread truncates extents, and none may be written to meanwhile."""
+    async def _drop(self, removal: Steps[int]) -> None:
+        """Ends what it begins, also for a caller that is cancelled: no extent may be written to that is truncated."""
+        await asyncio.shield(self._dropped(removal))
+
+    async def _dropped(self, removal: Steps[int]) -> None:
+        await self._run(removal)
         async with self._writing:
             try:
                 await self._blocks.free_extents(self._running_threads())
