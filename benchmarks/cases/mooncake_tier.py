@@ -48,10 +48,10 @@ from kvpool.protocol.types import Lookup, ShardRange
 from kvpool.transport.base import Buffers
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.eviction import DEFAULT_POLICY, POLICIES
-from kvpool_server.tiering import demoter, promoter
+from kvpool_server.tiering import demoter
 from kvpool_server.tiering.tiered_pool import TieredPool
 from kvpool_server.tiers.registry import parse
-from kvpool_server.tiers.tier import TierContext
+from kvpool_server.tiers.tier import Tier, TierContext
 from testbed.pool_at_once import PoolAtOnce
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -167,7 +167,7 @@ class Batches:
 
     def get(self) -> float:
         """Seconds of a get of what was put last."""
-        return timed(lambda: self._each(self._store.get, promoter.BATCH_BYTES))
+        return timed(lambda: self._each(self._store.get, Tier.read_bytes))
 
     def _each(self, move: Callable[[list[str], list[int], int], None], batch_bytes: int) -> None:
         most = batch_bytes // self._block_bytes

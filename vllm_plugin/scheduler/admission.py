@@ -138,12 +138,16 @@ class Admission:
 
     # A question
 
-    def matched_tokens(self, request: Request, local: int) -> int | None:
-        """How many tokens are loaded beyond the `local` ones that the engine has itself; None: ask again."""
+    def matched_tokens(self, request: Request, local: int, is_admitted: bool) -> int | None:
+        """How many tokens are loaded beyond the `local` ones that the engine has itself; None: ask again.
+
+        Args:
+            is_admitted: the request was answered before in this step, and vLLM asks again before it allocates blocks.
+        """
         boundary = self.boundary(request, local)
         if boundary is None:
             return None
-        if boundary > local and not (self._budget.may_begin and self._loads.has_room(request)):
+        if boundary > local and not ((is_admitted or self._budget.may_begin) and self._loads.has_room(request)):
             if self._budget.may_wait(local):
                 return None
             boundary = self._compute(request, local, Cause.WAITING)

@@ -124,7 +124,7 @@ class KVPoolScheduler:
             elif self._resets.must_wait():
                 matched = None
             else:
-                matched = self.admission.matched_tokens(request, num_computed_tokens)
+                matched = self.admission.matched_tokens(request, num_computed_tokens, self._unallocated is request)
         self._unallocated = None if matched is None else request
         return matched, bool(matched)
 
