@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar
 import structlog
 from pydantic import ByteSize, Field
 
+from kvpool.client.config import is_loopback
 from kvpool.protocol.errors import ConfigError
 from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.tiers.block_mac import BlockMac
@@ -59,8 +60,8 @@ MAX_BLOCKS = 1 << 17
 
 IS_THERE = 1
 NO_SPACE = -200
-RPC_FAILED = -900
-"""This code, and all below: the master has not answered."""
+NO_MASTER = range(-1_099, -899)
+"""These codes: the master has not answered, or cannot. Lower ones are of files, and of quotas."""
 
 
 class MooncakeOptions(TierOptions):
@@ -89,6 +90,8 @@ class MooncakeOptions(TierOptions):
         host = self.host or context.listen[0]
         if host in ("0.0.0.0", "::"):
             host = socket.gethostname()
+        elif self.segment and is_loopback(host) and not is_loopback(self.master.rpartition(":")[0]):
+            raise ConfigError(f"tier {self.tier_name}: other hosts do not reach a segment at {host}; give host=")
         config = StoreConfig(self.master, self.metadata, host, int(self.segment), self.protocol, self.device)
         return MooncakeTier(config, max(self.threads, self.workers), self.workers, BlockMac.of(self))
 
@@ -290,8 +293,8 @@ class MooncakeTier(Tier):
 
     def _check(self, codes: Sequence[int]) -> None:
         """Raises TierError if the master has not answered."""
-        if (worst := min(codes, default=0)) <= RPC_FAILED:
-            raise TierError(f"{self.name}: the master does not answer (code {worst})")
+        if code := next((code for code in codes if code in NO_MASTER), 0):
+            raise TierError(f"{self.name}: the master does not answer (code {code})")
 
 
 def _max_blocks(namespace: PoolNamespace, group_idx: int) -> int:

@@ -17,13 +17,15 @@ import pytest
 
 from kvpool.protocol.errors import ConfigError
 from kvpool.transport.mooncake_engine import RDMA_DEVICES
+from kvpool_server.cache.eviction.lru import PrefixLRU
 from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.tiers.mooncake import store_process
 from kvpool_server.tiers.mooncake.objects import StagedRead, encode_footer, footer_bytes
 from kvpool_server.tiers.mooncake.store_process import STAGING_BYTES, StoreChannel, StoreWorkers
 from kvpool_server.tiers.mooncake.tier import MooncakeTier
 from kvpool_server.tiers.mooncake.worker import StoreConfig
-from kvpool_server.tiers.tier import Tier, TierError
+from kvpool_server.tiers.registry import parse
+from kvpool_server.tiers.tier import Tier, TierContext, TierError
 from tests.contracts.tier_contract import (
     SHARDS,
     SLOT,
@@ -264,6 +266,35 @@ def test_a_segment_that_cannot_be_is_said_at_the_start(cluster: Cluster) -> None
         "--tier", f"mooncake:master={cluster.address},segment=1MiB"
     )
     assert "segment=109951162777600" in _say("--tier", f"mooncake:master={cluster.address},segment=100TiB")
+
+
+def test_a_segment_that_other_hosts_cannot_reach_is_said_at_the_start() -> None:
+    here = TierContext(("127.0.0.1", 0), PrefixLRU)
+    with pytest.raises(ConfigError, match="give host="):
+        parse("mooncake:master=10.0.0.1:1,segment=16MiB").make(here)
+    for reached in (
+        "master=10.0.0.1:1,segment=16MiB,host=10.0.0.2",
+        "master=10.0.0.1:1",
+        "master=127.0.0.1:1,segment=16MiB",
+    ):
+        parse(f"mooncake:{reached}").make(here)
+
+
+@awaited
+async def test_a_file_or_quota_of_the_clusters_takes_no_tier_away(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def answers(codes: list[int]) -> list[int]:
+        return codes
+
+    namespace = namespace_of(namespace_spec(group_spec(chunk_bytes=SLOT // SHARDS, num_shards=SHARDS)))
+    async with opened(MooncakeTier(_config(cluster.address))) as tier:
+        monkeypatch.setattr(tier, "_ask", lambda *_: answers([0]))
+        for code, is_there in ((-1_700, True), (-900, False)):
+            monkeypatch.setattr(tier, "_transfer", lambda *_, code=code: answers([code]))
+            with contextlib.nullcontext() if is_there else pytest.raises(TierError, match="the master does not answer"):
+                assert await tier.write(namespace, 0, blocks_of("a")) == 0
+        assert tier.counters["refused_blocks"] == 1
 
 
 def test_a_package_that_is_not_there_is_a_sentence_with_the_fix(tmp_path: Path) -> None:
