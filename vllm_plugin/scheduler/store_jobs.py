@@ -173,6 +173,10 @@ class StoreJobs:
         self._hints.storing(request)
         return job
 
+    def hash_of(self, block_id: int) -> bytes | None:
+        """By which the engine's own cache knows a block now; None: by none."""
+        return self._block_pool.blocks[block_id].block_hash
+
     def _pin(self, parts: list[GroupBlocks]) -> list[list[KVCacheBlock]]:
         blocks = self._block_pool.blocks
         rows = [[blocks[block_id] for block_id in row] for part in parts for row in part.block_ids]

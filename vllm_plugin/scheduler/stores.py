@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vllm.v1.core.kv_cache_utils import get_block_hash
+from vllm.v1.core.kv_cache_utils import get_block_hash, make_block_hash_with_group_id
 
 from vllm_plugin.config import ConnectorConfig
 from vllm_plugin.metadata import GroupBlocks, StoreJob
@@ -251,7 +251,8 @@ class Stores:
         request, request_id = tracked.request, tracked.request.request_id
         # Of a streaming session vLLM counts tokens as computed that are not, where an answer has ended among accepted
         # drafts or while the request was preempted. Blocks stored then would have wrong KV under right names.
-        if request.resumable or not tracked.may_store:
+        # Of a prompt of tokens and embeddings the hashes do not tell token 0 from a row of zeros.
+        if request.resumable or not tracked.may_store or getattr(request, "prompt_is_token_ids", None):
             return None
         # Hashes name known tokens only, and known tokens below this bound are written when this step is over: neither
         # a rejected draft token nor the last sampled token is ever stored.
@@ -355,12 +356,18 @@ class Stores:
     def _states(
         self, tracked: TrackedRequest, idx: int, offers: Sequence[tuple[int, int, int]], room: int
     ) -> GroupBlocks | None:
-        """States to store: vLLM hands them over with their boundaries, which the block table does not tell."""
-        group = self._groups[idx]
+        """States to store: vLLM hands them over with their boundaries, which the block table does not tell.
+
+        A state is handed over when its tokens are known, which may be before this step, and this step may have given
+        its block to another request since. Then the block has lost its hash.
+        """
+        group, hashes = self._groups[idx], tracked.request.block_hashes
         at: dict[int, dict[int, int]] = {}
         for member, block_id, boundary in offers:
             if member in group.members and boundary <= tracked.written and boundary % group.kind.block_tokens == 0:
-                at.setdefault(boundary, {})[member] = block_id
+                name = make_block_hash_with_group_id(hashes[boundary // self._names.hash_tokens - 1], member)
+                if self._jobs.hash_of(block_id) == name:
+                    at.setdefault(boundary, {})[member] = block_id
         whole = sorted(boundary for boundary, blocks in at.items() if len(blocks) == len(group.members))
         whole = whole[: room // len(group.members)]
         if not whole:

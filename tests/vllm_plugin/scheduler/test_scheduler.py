@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from vllm.distributed.kv_events import BlockStored
+from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
@@ -336,10 +337,16 @@ def test_of_states_only_what_the_engine_hands_over_is_stored(core: MakeCore) -> 
     one = core(cache=cache).connected()
     request = make_request("r", tokens(100))
     one.allocate(request, 0)
-    block_ids = [block.block_id for block in one.pool.get_new_blocks(5)]
-    # Group 2 lacks the state at 80; at 90 there is no boundary, and 112 is not computed yet.
+    handed_over = one.pool.get_new_blocks(7)
+    block_ids = [block.block_id for block in handed_over]
+    # Group 2 lacks the state at 80; at 90 there is no boundary, and 112 is not computed yet. The step has given the
+    # block of group 2's state at 64 to another request.
     one.offers = {"r": [(1, block_ids[0], 48), (2, block_ids[1], 48), (1, block_ids[2], 80), (1, block_ids[3], 90),
-                        (2, block_ids[3], 90), (1, block_ids[4], 112), (2, block_ids[4], 112)]}  # fmt: skip
+                        (2, block_ids[3], 90), (1, block_ids[4], 112), (2, block_ids[4], 112),
+                        (1, block_ids[5], 64), (2, block_ids[6], 64)]}  # fmt: skip
+    for nth, member, boundary in ((0, 1, 48), (1, 2, 48), (2, 1, 80), (5, 1, 64)):
+        name = make_block_hash_with_group_id(request.block_hashes[boundary // BLOCK_TOKENS - 1], member)
+        handed_over[nth].set_block_hash(name, num_tokens=boundary)
     (job,) = one.step((request, 100)).stores
     full, states = job.groups
     assert names_in(full) == request.block_hashes[:6]
