@@ -27,6 +27,7 @@ from kvpool.transport.base import (
     Source,
     Sum,
     Transfer,
+    call_back,
     copy_pieces,
     no_sum,
 )
@@ -118,7 +119,7 @@ class ShmTransport:
                 pairs = list(zip(copies, _regions(arena, transfer, start, stop), strict=True))
                 self._check(deadline, transfer)
                 if is_write:
-                    _call(visit, start, copies)
+                    call_back(visit, no_sum, start, copies, is_write=is_write)
                     self._check(deadline, transfer)
                 else:
                     for copy, region in pairs:
@@ -129,7 +130,7 @@ class ShmTransport:
                         for copy, region in pairs:
                             region[:] = copy
                     else:
-                        _call(visit, start, copies)
+                        call_back(visit, no_sum, start, copies, is_write=is_write)
                     summing.finish()
                 finally:
                     summing.drop()
@@ -152,11 +153,6 @@ class ShmTransport:
     def close(self) -> None:
         self._helpers.close()
         self.segment.close()
-
-
-def _call(visit: Fill | Drain, first: int, buffers: Buffers) -> None:
-    if (wait := visit(first, buffers)) is not None:
-        wait()
 
 
 def _regions(arena: Bytes, transfer: Transfer, start: int, stop: int) -> Buffers:

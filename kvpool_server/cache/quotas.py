@@ -38,7 +38,8 @@ class Quotas:
         return tuple(self._by_subject[subject] for subject in sorted(subjects & self._by_subject.keys()))
 
     def set(self, quotas: Sequence[Quota]) -> None:
-        """Sets quotas, and deletes those whose limit is 0 bytes.
+        """Sets quotas, and deletes those whose limit is 0 bytes. Where a tenant's whole extents count, the limit in
+        force is a whole number of them: a limit that nobody can reach would look like room that is left.
 
         Raises:
             InvalidRequestError: a subject is malformed, is named twice, or has no quota to delete, or there are too
@@ -52,13 +53,13 @@ class Quotas:
                 raise InvalidRequestError(f"quota {quota.subject} is given twice; give each subject once")
             named.add(quota.subject)
             if quota.limit_bytes:
-                least = self._arena.extent_bytes
-                if self._tenant(quota.subject) is not None and quota.limit_bytes < least:
+                least = self._arena.extent_bytes if self._tenant(quota.subject) is not None else 1
+                if quota.limit_bytes < least:
                     raise InvalidRequestError(
                         f"quota {quota.subject} = {quota.limit_bytes} bytes is less than an extent of the arena, the "
                         f"least that a tenant can hold; give at least {least} ({size_text(least)})"
                     )
-                limits[quota.subject] = quota.limit_bytes
+                limits[quota.subject] = quota.limit_bytes // least * least
             elif limits.pop(quota.subject, None) is None:
                 raise InvalidRequestError(f"there is no quota {quota.subject} to delete; `kvpool quota` lists all")
         if len(limits) > self._max_quotas:

@@ -83,10 +83,15 @@ def pin_next_victims(pool: Pool, reserve: float, needs: Mapping[tuple[str, int],
 
 def unpin_victims(pool: Pool, victims: PinnedVictims, *, drop: bool) -> int:
     """Unpins victims; with `drop`, drops those that are still unused leaves. Returns how many were dropped."""
-    pool.release([victims.lease_id])
+    pool.leases.pop(victims.lease_id)  # A lease that is released lets many entries go over several calls.
     left: list[Entry] = []
+    for entry in victims.entries:
+        entry.leases -= 1
+        if not entry.leases and entry.queued is not None:
+            entry.queued.released(entry)
     for entry, evictor in zip(victims.entries, victims.evictors, strict=True):
         if not entry.live:
+            pool.entry_table.free_if_unheld(entry)
             continue
         if drop and entry.movable and not entry.children:
             left.append(entry)

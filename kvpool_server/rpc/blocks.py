@@ -57,9 +57,7 @@ MAX_WAITING = 64
 """Calls of `Verify` of one caller that wait for their turn: one call at a time verifies blocks."""
 
 
-class _Answer(NamedTuple):
-    """A reply of a stream of lookups."""
-
+class _Answer(NamedTuple):  # One reply of a stream of lookups.
     reply: bytes
     unsent: Unsent
     is_error: bool = False
@@ -145,11 +143,7 @@ class BlockHandlers(Handlers):
             if request.release and not request.runs:
                 return None
             reply = pb.LookupReply(found=found).SerializeToString()
-            try:
-                return _Answer(reply, self.outbox.hold(owner.name, reply))
-            except BusyError:
-                self.forget(found, owner)
-                raise
+            return _Answer(reply, self.outbox.hold(owner.name, reply, lambda: self.forget(found, owner)))
         except KVPoolError as error:
             reply = wire.encode_lookup_error(error).SerializeToString()
             return _Answer(reply, self.outbox.hold("", reply), is_error=True)

@@ -147,6 +147,8 @@ class ChunkHandlers(Handlers):
             located = finish(pool.lookups.get(found.lease_id, key.namespace, [run], ShardRange(key.shard, 1)))
         finally:
             pool.release([found.lease_id])
+        if not located.offsets:  # It has been evicted since, with an extent of its tenant's.
+            return None
         # The event loop runs no other call between the release and this copy.
         payload = self.memory[located.offsets[0] : located.offsets[0] + nbytes].tobytes()
         if checksum(payload) != located.checksums[0]:

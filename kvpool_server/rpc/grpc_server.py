@@ -196,12 +196,8 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # N
                         # A lookup that waits for a tier is not to be mistaken for a slow one.
                         timer.method = "LookupWait" if getattr(REQUEST.get(), "wait_ms", 0) else name
                     message = encode(reply)
-                    try:
-                        unsent = self._service.outbox.hold(caller, message)
-                    except BusyError:
-                        self._service.forget(reply, owner_of(context))
-                        raise
-                    if unsent.nbytes:
+                    undo = functools.partial(self._service.forget, reply, owner_of(context))
+                    if (unsent := self._service.outbox.hold(caller, message, undo)).nbytes:
                         _when_done(unsent.end)
             except KVPoolError as error:  # What was to change may have changed in part.
                 self._log(name, wire.status_of(error).name, peer, None)

@@ -6,6 +6,8 @@ number of calls; the bytes of all others together, and those of one caller, are 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from kvpool.protocol.errors import BusyError
 from kvpool_server.cache.limits import Shares
 
@@ -42,11 +44,15 @@ class Outbox:
         self._shares = Shares()
         self._small = Unsent(self._shares, "", 0)
 
-    def hold(self, caller: str, reply: bytes) -> Unsent:
-        """Counts a reply for an identity or a connection. Raises BusyError if the caller reads too little."""
+    def hold(self, caller: str, reply: bytes, undo: Callable[[], object] = lambda: None) -> Unsent:
+        """Counts a reply for an identity or a connection.
+
+        Raises BusyError if the caller reads too little, after `undo` of what the caller will not hear of.
+        """
         if len(reply) <= SMALL_BYTES:
             return self._small
         if not self._shares.has_room(caller, len(reply), MAX_UNSENT_BYTES):
+            undo()
             raise BusyError(
                 f"this caller has not read {self._shares.of(caller)} bytes of replies, and this one has {len(reply)}; "
                 "read them first"

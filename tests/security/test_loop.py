@@ -217,6 +217,7 @@ def test_located_lookups_of_many_chunks(house: House, num_shards: int) -> None:
     assert reply.hits[0].num_leading == LIMITS.max_lookup_blocks and reply.lease_id
     assert len(reply.hits[0].checksums) == 8 * (LIMITS.max_lookup_blocks * num_shards if num_shards == 8 else 0)
     house.call("Release", lease_ids=[reply.lease_id])
+    house.call("Clear", namespace=name)
 
 
 def test_explaining_many_runs_whose_blocks_alternate(house: House) -> None:

@@ -234,6 +234,8 @@ class World:
             self._refused(lambda: self.pool.set_quotas([Quota(subject, limit_bytes)]))
             return
         self.pool.set_quotas([Quota(subject, limit_bytes)])
+        if self.has_tenants and subject.startswith("tenant:"):
+            limit_bytes -= limit_bytes % EXTENT_BYTES  # Whole extents count.
         self.quotas[subject] = limit_bytes
         self.allowed[subject] = max(limit_bytes, self.held(subject))
         if not limit_bytes:

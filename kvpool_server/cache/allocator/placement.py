@@ -38,6 +38,9 @@ from kvpool_server.cache.eviction.partitions import (
     choose_victims,
 )
 
+MAX_VICTIMS = MAX_DONATED_SLOTS
+"""Entries that are chosen at once for a quota, beside a drain or for a tier, at most: they are dropped in one step."""
+
 REQUEUED_SLOTS = 256
 """Slots that are visited at a time to queue the entries of a group anew."""
 
@@ -186,7 +189,7 @@ class Placement:
         victims = Victims()
         accounts = self._partitions.of(group).accounts
         for account in accounts:
-            if account.tenant is None and self._choose_for_quota(account, victims, slot_bytes, count):
+            if account.tenant is None and self._choose_for_quota(account, victims, MAX_VICTIMS, slot_bytes, count):
                 victims.undo(self.evictor)
                 raise self._over_quota(account, slot_bytes, count)
         for_quotas = len(victims.entries)
@@ -259,7 +262,7 @@ class Placement:
         for slot_class, short in self._shortages(reserve, needs):
             if max_bytes > 0:
                 size = slot_class[1]
-                count = min(short, max(1, max_bytes // size))
+                count = min(short, max(1, max_bytes // size), MAX_VICTIMS)
                 max_bytes -= size * choose_victims(self._partitions.of_class(slot_class), count, victims, self.stamp)
         return victims
 
@@ -291,7 +294,7 @@ class Placement:
             if len(victims.entries) >= most:
                 break
             if account.tenant is None:
-                self._choose_for_quota(account, victims, most=most)
+                self._choose_for_quota(account, victims, most)
             else:
                 self._choose_surplus(account.tenant, victims, most)
         self._counters["quota_evicted_blocks"] += len(victims.entries)
@@ -319,11 +322,11 @@ class Placement:
         return max((arena.extents(size, tenant) for size in sizes), key=len, default=[])
 
     def _choose_for_quota(
-        self, account: Account, victims: Victims, slot_bytes: int = 0, count: int = 0, most: int | None = None
+        self, account: Account, victims: Victims, most: int, slot_bytes: int = 0, count: int = 0
     ) -> int:
-        """Chooses a subject's own entries until `count` more slots fit its quota; returns the bytes still too much.
+        """Chooses up to about `most` of a subject's own entries until `count` more slots fit its quota.
 
-        With `most`, chooses until there are so many victims.
+        Returns the bytes still too much.
         """
         over = account.slots_bytes + count * slot_bytes - account.limit_bytes
         if over <= 0:
@@ -336,8 +339,7 @@ class Placement:
                 if over <= 0:
                     break
                 alike = [partition for partition in partitions if partition.slot_bytes == size]
-                wanted = -(-over // size)
-                over -= size * choose(alike, wanted if most is None else min(wanted, most), victims)
+                over -= size * choose(alike, min(-(-over // size), most), victims)
         return max(over, 0)
 
     def _choose_surplus(self, tenant: str, victims: Victims, most: int) -> None:
@@ -380,11 +382,12 @@ class Placement:
                 break
             victims.add(owner for owner in extent.owners if owner is not None)
             short -= per_extent
-        while short > 0:
+        most = len(victims.entries) + MAX_VICTIMS
+        while short > 0 and len(victims.entries) < most:
             if (num_chosen := choose_victims(mine, short, victims, self.stamp)) < short:
                 return False
             short -= arena.num_freed_by(victims.entries[-num_chosen:], slot_class)
-        return True
+        return short <= 0  # Else the drain comes first.
 
 
 def _by_group(owners: Iterable[Entry | None], groups: Container[Group]) -> dict[Group, list[Entry]]:

@@ -161,9 +161,9 @@ def test_a_superseded_namespace_makes_way_with_its_blocks(bench: Bench) -> None:
 
 
 def test_specifications_are_bounded_in_all() -> None:
-    bench = Bench(Limits(max_specs_bytes=1_000))
-    with pytest.raises(OutOfSpaceError, match=r"specifications have \d+ bytes; the limits are 1024 and 1000"):
-        _open(bench, salt="x" * 1_000)
+    bench = Bench(Limits(max_specs_bytes=4_000))
+    with pytest.raises(OutOfSpaceError, match=r"specifications have \d+ bytes; the limits are 1024 and 4000"):
+        _open(bench, salt="x" * 4_000)
 
 
 def test_namespaces_are_listed_with_what_they_hold(bench: Bench) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import pytest
 
 from kvpool.protocol.errors import InvalidRequestError, OutOfSpaceError
 from kvpool.protocol.types import Quota
+from kvpool_server.cache.allocator import placement
 from kvpool_server.cache.eviction import Policy
-from kvpool_server.cache.tier_access import pin
+from kvpool_server.cache.steps import SETTLED_PER_CALL, STEP_BLOCKS, finish
+from kvpool_server.cache.tier_access import pin, pin_next_victims, unpin_victims
 from tests.support.integrity import check_integrity
 from tests.support.tenants import House, Owner
 
@@ -25,6 +29,38 @@ def test_a_subject_beyond_its_quota_evicts_its_own_while_the_arena_is_empty() ->
     assert acme.present(*names) == names[4:]
     assert house.used("tenant:acme") == acme.nbytes == 1_000
     assert house.pool.counters["quota_evicted_blocks"] == house.pool.counters["evicted_blocks"] == 4
+
+
+def test_a_put_beyond_a_quota_that_was_lowered_evicts_no_more_than_a_step_may(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(placement, "MAX_VICTIMS", 300)
+    acme = house.owner(1, tenant="acme")
+    house.quota("tenant:acme", 2_000)
+    for first in range(0, 2_000, 100):
+        acme.put(*range(first, first + 100))
+    steps = house.pool.set_quotas_in_steps([Quota("tenant:acme", 100)])
+    next(steps)
+    before = house.pool.counters["evicted_blocks"]
+    with suppress(OutOfSpaceError):
+        acme.put("new")
+    assert house.pool.counters["evicted_blocks"] - before <= 300 + STEP_BLOCKS + SETTLED_PER_CALL
+    finish(steps)
+    assert acme.store() and acme.nbytes == 100
+
+
+def test_all_victims_that_were_pinned_are_dropped_at_once(house: House) -> None:
+    """Beside a released lease that lets its entries go over several calls; the last blocks of a prefix first."""
+    acme = house.owner(1)
+    acme.put(*(f"leased {nth}" for nth in range(600)))
+    lease_id = acme.lease(*(f"leased {nth}" for nth in range(600)))
+    for first in range(0, 7_400, 200):
+        acme.put(*range(first, first + 200))
+    house.pool.release([lease_id])
+    victims = pin_next_victims(house.pool, 0.05, {}, 1 << 30)
+    assert len(victims.entries) > SETTLED_PER_CALL
+    assert unpin_victims(house.pool, victims, drop=True) == len(victims.entries)
+    check_integrity(house.pool)
 
 
 def test_nobody_else_is_evicted_for_it(house: House) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import pytest
 
 from kvpool.protocol.errors import OutOfSpaceError
 from kvpool.protocol.types import BlockRun
+from kvpool_server.cache.allocator import placement
 from kvpool_server.cache.allocator.donations import DRAIN_S
 from kvpool_server.cache.eviction import Policy
-from kvpool_server.cache.steps import SETTLED_PER_CALL
+from kvpool_server.cache.steps import SETTLED_PER_CALL, STEP_BLOCKS
 from tests.support.integrity import check_integrity
 from tests.support.tenants import EXTENT, WHOLE, House, Owner
 from tests.support.values import run_of
@@ -154,6 +157,18 @@ def test_a_put_that_finds_room_only_in_an_extent_that_is_being_drained_evicts_no
         old.put("new")
     assert house.pool.counters["evicted_blocks"] - before <= SETTLED_PER_CALL, "the drain goes on, and nothing else"
     assert old.nbytes > (NUM_EXTENTS - 1) * EXTENT + 1, "the drain has come to its end"
+
+
+def test_one_put_beside_a_drain_evicts_no_more_than_a_step_may(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement, "MAX_VICTIMS", 300)
+    old, _ = _draining(house)
+    before, evicted = house.pool.counters["evicted_blocks"], []
+    while not old.present("new"):
+        with suppress(OutOfSpaceError):
+            old.put("new")
+        evicted.append(house.pool.counters["evicted_blocks"] - before - sum(evicted))
+        assert len(evicted) < 10
+    assert max(evicted) <= 300 + STEP_BLOCKS + SETTLED_PER_CALL
 
 
 @pytest.mark.parametrize("is_superseded", [False, True])
