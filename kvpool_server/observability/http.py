@@ -4,7 +4,7 @@ Threads serve the requests, and the event loop owns the pool. So the threads ask
 deadline: a loop that has stopped is reported, and holds up no scrape.
 
 Whoever reaches the port may connect and say nothing. So each connection has a deadline; when there are too many, the
-oldest is closed, and a probe that comes meanwhile is answered.
+oldest of the host with most is closed, and scrapes and probes of other hosts are answered.
 
 With TLS, /metrics and the dashboard's numbers are for authenticated clients that may read them. /healthz answers every
 client: a kubelet has no certificate, and learns one word. So do the dashboard's own files, which tell nothing. Without
@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import socket
 import ssl
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from http.client import HTTPException
@@ -37,7 +37,7 @@ from kvpool_server.process.addresses import is_own_name
 
 LOOP_TIMEOUT_S = 2.0
 MAX_CONNECTIONS = 16
-"""Connections at once; a further one closes the oldest."""
+"""Connections at once; a further one closes the oldest of the host that has most."""
 MAX_THREADS = 2 * MAX_CONNECTIONS
 """Connections with those whose threads are about to end; a further one is closed unanswered."""
 CONNECTION_S = 5.0
@@ -121,7 +121,8 @@ class _BoundedServer(ThreadingHTTPServer):
         self.address_family = family
         self._tls = tls
         self._lock = threading.Lock()
-        self._open: dict[socket.socket, float] = {}  # The oldest first -> its deadline; until its thread ends.
+        # The oldest first -> its host and its deadline; until its thread ends.
+        self._open: dict[socket.socket, tuple[str, float]] = {}
         super().__init__(address, handler)
 
     def get_request(self) -> tuple[socket.socket, Any]:
@@ -139,10 +140,12 @@ class _BoundedServer(ThreadingHTTPServer):
     def process_request(self, request: Any, client_address: Any) -> None:
         with self._lock:
             is_refused = len(self._open) >= MAX_THREADS
-            for connection in itertools.islice(self._open, max(0, len(self._open) - MAX_CONNECTIONS + 1)):
+            hosts = Counter(host for host, _ in self._open.values())
+            busiest = sorted(self._open, key=lambda connection: -hosts[self._open[connection][0]])
+            for connection in busiest[: max(0, len(self._open) - MAX_CONNECTIONS + 1)]:
                 _close(connection)
             if not is_refused:
-                self._open[request] = time.monotonic() + CONNECTION_S
+                self._open[request] = (client_address[0], time.monotonic() + CONNECTION_S)
         if is_refused:
             self.shutdown_request(request)
         else:
@@ -159,7 +162,7 @@ class _BoundedServer(ThreadingHTTPServer):
         """Closes connections whose time is over; called every `CLOSE_EVERY_S`, and after each connection."""
         now = time.monotonic()
         with self._lock:
-            for connection, deadline in self._open.items():
+            for connection, (_, deadline) in self._open.items():
                 if deadline > now:
                     break
                 _close(connection)

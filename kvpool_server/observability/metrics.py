@@ -171,7 +171,7 @@ def refused_file_families(refused: Mapping[str, bool]) -> Iterator[Metric]:
     """Whether watched files cannot be used as they are."""
     text = (
         "1 while a watched file cannot be used as it is, so that what it held before stays in force, else 0: "
-        "certificates, deny list, tokens, issuer's keys. Alert at once: a revocation may wait."
+        "certificates, deny list, tokens, issuer's keys, subscribers. Alert at once: a revocation may wait."
     )
     series = [([file], is_refused) for file, is_refused in refused.items()]
     yield family(GaugeMetricFamily, "refused_file", text, ["file"], series)

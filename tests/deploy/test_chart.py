@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import ssl
 import subprocess
 import sys
@@ -204,11 +205,15 @@ def test_the_rendered_command_serves_answers_its_probes_and_drains(
     limit = TypeAdapter(ByteSize).validate_python(started.container["resources"]["limits"]["memory"] + "B")
     assert started.settings.memory + _own_memory(started) < limit
     assert spec["terminationGracePeriodSeconds"] > 2 * started.settings.drain_ms / 1000 + HANDOVER_S
-    shell, option, script = started.container["lifecycle"]["preStop"]["exec"]["command"]
-    script = script.replace("sleep 2;", "").replace("kill -USR2 1;", f"kill -USR2 {started.server.pid};")
-    subprocess.run([shell, option, script.replace("kill -0 1;", "false;")], check=True, timeout=60)
+    drains = "lifecycle" in started.container
+    if drains:
+        shell, option, script = started.container["lifecycle"]["preStop"]["exec"]["command"]
+        script = script.replace("sleep 2;", "").replace("kill -USR2 1;", f"kill -USR2 {started.server.pid};")
+        subprocess.run([shell, option, script.replace("kill -0 1;", "false;")], check=True, timeout=60)
+    else:
+        os.kill(started.server.pid, signal.SIGTERM)
     assert started.server.wait() == 0
-    assert '"drained"' in started.server.stderr
+    assert ('"drained"' in started.server.stderr) == drains
 
 
 def _own_memory(started: Started) -> int:
@@ -303,6 +308,17 @@ def test_the_engine_of_the_sidecar_is_pointed_at_its_server() -> None:
         name: {mount["name"]: mount["mountPath"] for mount in each["volumeMounts"]} for name, each in both.items()
     }
     assert mounted["engine"]["socket"] == mounted["kvpool-server"]["socket"] == str(Path(path).parent)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_only_a_sidecar_has_no_hook_for_kubernetes_runs_it_before_the_engine_has_stopped(case: str) -> None:
+    (spec,) = pod_specs(objects(CASES[case]))
+    assert ("lifecycle" in containers(spec)["kvpool-server"]) == (not case.startswith("sidecar"))
+
+
+def test_a_sidecar_that_hands_its_blocks_over_has_the_hook() -> None:
+    (spec,) = pod_specs(objects([*CASES["sidecar, TLS, peers"], "peers.handover=8GiB"]))
+    assert "USR2" in str(containers(spec)["kvpool-server"]["lifecycle"]["preStop"])
 
 
 def test_each_volume_that_is_mounted_exists(rendered: list[dict[str, Any]]) -> None:
@@ -407,6 +423,19 @@ def test_servers_find_one_another_by_what_secrets_hold(case: str) -> None:
 def test_servers_without_peers_do_not_reach_one_another() -> None:
     rule = _one(objects(CASES["memory, TLS"]), "NetworkPolicy")["spec"]["ingress"][0]
     assert rule["from"] == [{"podSelector": {"matchLabels": {"kvpool.engine": "true"}}}]
+
+
+@pytest.mark.parametrize("empty", [["engines"], ["prometheus"], ["engines", "prometheus"]])
+def test_a_port_that_nobody_may_reach_is_not_open_to_everybody(empty: list[str]) -> None:
+    """Kubernetes takes an empty `from` as all sources."""
+    values = [*MODES["node"], "network=insecure", *(f"networkPolicy.{callers}=[]" for callers in empty)]
+    policy = _one(objects(values), "NetworkPolicy")
+    check_object(policy, VERSIONS[-1])
+    ports_of = {"engines": {50051, 50053}, "prometheus": {50052}}
+    rules = policy["spec"]["ingress"]
+    assert all(rule["from"] for rule in rules)
+    opened = {port["port"] for rule in rules for port in rule["ports"]}
+    assert opened == {50051, 50052, 50053}.difference(*(ports_of[callers] for callers in empty))
 
 
 def test_an_issuer_makes_the_certificate_by_which_servers_read_from_one_another() -> None:

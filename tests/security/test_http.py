@@ -7,6 +7,7 @@ import functools
 import json
 import socket
 import ssl
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -16,6 +17,8 @@ from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from kvpool.protocol.errors import PermissionDeniedError
 from kvpool.security.certificates import Authority
@@ -247,6 +250,36 @@ def test_silent_connections_end_and_probes_are_answered_meanwhile(secured: Secur
     finally:
         for each in silent:
             each.close()
+
+
+class _Slow(Collector):
+    """A scrape of it lasts until `end` is set."""
+
+    def __init__(self) -> None:
+        self.began, self.end = threading.Event(), threading.Event()
+
+    def collect(self) -> Iterator[Metric]:
+        self.began.set()
+        self.end.wait(TIMEOUT_S)
+        yield GaugeMetricFamily("scraped", "1 after a scrape.", 1)
+
+
+def test_a_host_with_many_connections_ends_its_own_and_no_other_hosts() -> None:
+    slow, registry = _Slow(), CollectorRegistry()
+    served = http.OperatorHttp("127.0.0.1", 0, registry, lambda: "ok")
+    registry.register(slow)
+    address = ("127.0.0.1", served.port)
+    with contextlib.ExitStack() as opened:
+        opened.callback(served.close)
+        scrape = opened.enter_context(socket.create_connection(address, TIMEOUT_S, ("127.0.0.2", 0)))
+        scrape.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+        assert slow.began.wait(TIMEOUT_S)
+        count = 3 * http.MAX_CONNECTIONS
+        silent = [opened.enter_context(socket.create_connection(address, TIMEOUT_S)) for _ in range(count)]
+        wait_for(lambda: not all(map(_is_open, silent)), "the end of a silent connection", 4)
+        slow.end.set()
+        answer = b"".join(iter(lambda: scrape.recv(4_096), b""))
+    assert b" 200 " in answer and b"scraped 1.0" in answer
 
 
 def test_a_token_reads_metrics(pool_server: StartServer, tmp_path: Path) -> None:

@@ -171,6 +171,16 @@ def test_a_quota_below_an_extent_is_refused_for_it_could_not_hold() -> None:
         _house().quota("tenant:umbra", EXTENT - 1)
 
 
+def test_a_quota_is_what_its_tenant_can_hold() -> None:
+    house = _house()
+    house.quota("tenant:umbra", 2 * EXTENT + EXTENT // 2)
+    house.quota("namespace:0123456789ab", EXTENT + 1)
+    house.owner(tenant="umbra").fill_extents(4)
+    by_bytes, by_extents = house.pool.quotas()
+    assert by_extents.used_bytes == by_extents.limit_bytes == 2 * EXTENT
+    assert by_bytes.limit_bytes == EXTENT + 1
+
+
 def test_blocks_of_many_sizes_take_no_more_extents_than_the_quota() -> None:
     house = _house()
     house.quota("tenant:umbra", 2 * EXTENT)

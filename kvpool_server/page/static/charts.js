@@ -78,10 +78,6 @@ export class HourCharts {
     const xs = samples.map(({ time }) => time);
     for (const chart of this.charts) chart.update({ xs, range: [from, to], row: xs.length - 1, marks, lines: named(chart.spec.lines(samples, stats)) });
   }
-
-  restyle() {
-    for (const chart of this.charts) chart.restyle();
-  }
 }
 
 const nameOf = (curve) => (curve.is_total ? "all tenants" : curve.tenant || "(no tenant)");
@@ -123,9 +119,5 @@ export class ValueCurve {
     const lines = named([...tiers, ["in memory", "main", estimates.map((each) => each.hit_ratio)]]);
     const row = estimates.findIndex(({ size }) => size === PRESENT);
     this.chart.update({ xs, range: [xs[0], xs.at(-1)], row, marks: [[report.arena_bytes, "now"]], lines });
-  }
-
-  restyle() {
-    this.chart.restyle();
   }
 }

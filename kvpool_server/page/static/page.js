@@ -30,7 +30,7 @@ async function poll(get) {
   byId("numbers").hidden = false;
   const { boot, time } = now.sample;
   const ofBoot = samples.kept.filter((sample) => sample.boot === boot);
-  const before = ofBoot.findLast((sample) => sample.time <= time - MINUTE_S) ?? ofBoot[0];
+  const before = ofBoot.findLast((sample) => sample.time <= time - MINUTE_S) ?? ofBoot[0] ?? now.sample;
   panels.show(now, before.time < time ? [before, now.sample] : [now.sample]);
   charts.update(samples.kept, samples.restarts(), now);
   if (time - valueAt < VALUE_EVERY_S) return;
@@ -75,8 +75,7 @@ function setTheme(theme) {
 }
 
 function restyle() {
-  charts.restyle();
-  valueCurve.restyle();
+  for (const chart of [...charts.charts, valueCurve.chart]) chart.restyle();
 }
 
 byId("theme").addEventListener("click", () => {

@@ -283,6 +283,34 @@ def test_a_restart_of_the_server_is_a_gap_and_marked(pool_server: StartServer, p
     assert len(re.findall(r"restart: \d\d:\d\d:\d\d", label)) == 1
 
 
+AS_IF_RESTARTED = """
+const before = window.fetch;
+window.numPolls = 0;
+window.fetch = async (path, options) => {
+  const found = await (await before(path, options)).json();
+  for (const sample of found.samples ?? [found.sample ?? {}]) {
+    sample.boot = "0123456789abcdef";
+    sample.time -= 60;
+  }
+  window.numPolls += path.endsWith("now");
+  return Response.json(found);
+};
+"""
+"""Another start of the server, on a host whose clock is a minute behind."""
+
+
+def test_a_server_that_restarts_with_an_earlier_clock_is_not_away(page: Page, driven: ServerProcess) -> None:
+    page.open_and_wait(driven)
+    page.run(AS_IF_RESTARTED)
+
+    def polled_twice() -> bool:
+        page.poll()
+        return bool(page.run("return window.numPolls >= 2"))
+
+    wait_for(polled_twice, "two polls")
+    assert page.run("return document.querySelector('#state').dataset.level") != "away"
+
+
 def test_the_axis_of_time_begins_with_a_young_server(pool_server: StartServer, page: Page) -> None:
     page.open_and_wait(pool_server())
     seconds = int(re.fullmatch(r"Last (\d+) (s|min)", page.text("#charts-title"))[1])  # type: ignore[index]

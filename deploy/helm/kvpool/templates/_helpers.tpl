@@ -126,15 +126,6 @@ readOnlyRootFilesystem: true
 capabilities: {drop: [ALL]}
 {{- end }}
 
-{{- define "kvpool.podSecurity" -}}
-runAsNonRoot: true
-runAsUser: {{ .Values.user }}
-runAsGroup: {{ .Values.user }}
-fsGroup: {{ .Values.user }}
-fsGroupChangePolicy: OnRootMismatch
-seccompProfile: {type: RuntimeDefault}
-{{- end }}
-
 {{- /* The server's container: its command, probes, sizes and mounts. */ -}}
 {{- define "kvpool.server" -}}
 name: kvpool-server
@@ -211,11 +202,15 @@ livenessProbe:
   {{- include "kvpool.probe" . | nindent 2 }}
   periodSeconds: 20
   failureThreshold: 3
+{{- /* Kubernetes runs a sidecar's hook when the pod begins to stop, and sends SIGTERM once the engine has stopped: a
+sidecar has the hook only to hand its blocks over, which SIGTERM does not. */}}
+{{- if or (ne .Values.mode "sidecar") .Values.peers.handover }}
 lifecycle:
   preStop:
     exec:
       # SIGUSR2 drains: loads and stores under way finish, then the server ends, and with it the container and this hook.
       command: [sh, -c, "sleep 2; kill -USR2 1; while kill -0 1; do sleep 0.1; done"]
+{{- end }}
 resources:
   requests:
     cpu: {{ .Values.cpu | quote }}
@@ -280,6 +275,22 @@ priorityClassName: {{ . }}
 imagePullSecrets:
 {{ toYaml . | indent 2 }}
 {{- end }}
+{{- $isNode := eq .Values.mode "node" }}
+{{- with .Values.nodeSelector | default (ternary (dict "nvidia.com/gpu.present" "true") dict $isNode) }}
+nodeSelector:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .Values.tolerations | default (ternary (list (dict "key" "nvidia.com/gpu" "operator" "Exists")) list $isNode) }}
+tolerations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+securityContext:
+  runAsNonRoot: true
+  runAsUser: {{ .Values.user }}
+  runAsGroup: {{ .Values.user }}
+  fsGroup: {{ .Values.user }}
+  fsGroupChangePolicy: OnRootMismatch
+  seccompProfile: {type: RuntimeDefault}
 {{- end }}
 
 {{- define "kvpool.podMetadata" -}}
