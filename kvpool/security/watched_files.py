@@ -22,18 +22,17 @@ class WatchedFiles(Generic[Value]):
     """What some files say, which may be replaced at any time. Thread-safe.
 
     While what they hold cannot be used (half of a pair is replaced, say), the last good value stays in force, and one
-    warning says why.
+    warning says why. Such files are read at each look: the reason may have been the process, not the files.
 
     Args:
         read: reads the files. Raises ConfigError if they cannot be used; so does the constructor.
         when_read: called with None after the first reading, after each that changes the value, and after the first that
-            succeeds again; called with the error after each that fails.
+            succeeds again; called with the error after each that fails, once per change and reason.
 
     Attributes:
         paths: of the files.
         value: what is in force.
         version: how often it has changed.
-        is_refused: whether the files as they are now cannot be used, so that `value` is what they held before.
     """
 
     def __init__(
@@ -48,39 +47,45 @@ class WatchedFiles(Generic[Value]):
         self._clock = clock
         self._when_read = when_read
         self._lock = threading.Lock()
-        self._seen: tuple[tuple[int, ...] | None, ...] | None = self._stamps()
+        self._seen = self._stamps()
         self.value = read()
         self.version = 0
-        self.is_refused = False
+        self._reason = ""  # Why the files as they are now cannot be used; empty: they can.
         self._look_at = clock() + LOOK_EVERY_S
         when_read(None)
 
+    @property
+    def is_refused(self) -> bool:
+        """Whether the files as they are now cannot be used, so that `value` is what they held before."""
+        return bool(self._reason)
+
     def look(self, *, at_once: bool = False) -> int:
-        """Reads the files again if they have changed, every `LOOK_EVERY_S` or `at_once`; returns the version."""
+        """Reads files that have changed or are refused, every `LOOK_EVERY_S` or `at_once`; returns the version."""
         if self._clock() < self._look_at and not at_once:
             return self.version
         with self._lock:
             self._look_at = self._clock() + LOOK_EVERY_S
-            if (seen := self._stamps()) == self._seen:
+            seen, reason = self._stamps(), self._reason
+            is_changed, self._seen = seen != self._seen, seen
+            if not (is_changed or reason):
                 return self.version
-            self._seen = seen
             try:
                 value = self._read()
             except ConfigError as error:
-                log.warning("new files cannot be used, and what they held before stays in force: %s", error)
-                self.is_refused = True
-                self._when_read(error)
+                self._reason = str(error)
+                if is_changed or self._reason != reason:
+                    log.warning("new files cannot be used, and what they held before stays in force: %s", error)
+                    self._when_read(error)
                 return self.version
-            except Exception:
-                self.is_refused = True
-                self._seen = None  # The next look reads again.
+            except Exception as error:
+                self._reason = repr(error)
                 raise
-            was_refused, self.is_refused = self.is_refused, False
+            self._reason = ""
             is_new = value != self.value
             if is_new:
                 self.value = value
                 self.version += 1
-            if is_new or was_refused:
+            if is_new or reason:
                 log.info("read again: %s", ", ".join(self.paths))
                 self._when_read(None)
             return self.version

@@ -19,6 +19,7 @@ from cryptography import x509
 from kvpool.protocol.errors import ConfigError, InvalidRequestError, KVPoolError
 from kvpool.protocol.wire import status_of
 from kvpool.security.certificates import CertificateFacts, facts_of
+from kvpool.security.curve import read_subscribers
 from kvpool.security.file_permissions import require_owner_writes
 from kvpool.security.tls import TlsFiles, TlsIdentity, read_identity
 from kvpool.security.tokens import TokenRecord, read_records
@@ -60,7 +61,7 @@ class AccessControl:
         expire_owned: ends the leases and tickets of some principals.
 
     Attributes:
-        denied: the deny list; None: there is none.
+        event_lists: the list of subscribers to KV events and the deny list; each None if there is none.
         limits_of: what an identity may have at once.
         watch: watches the files, and ends the calls of callers that they refuse, until cancelled.
         woken: has `watch` read changed files at once.
@@ -77,11 +78,15 @@ class AccessControl:
         self._audit = audit
         self._issuer_keys: IssuerKeys | None = None
         self._watched: dict[str, WatchedFiles[Any]] = {}
-        self.denied: DenyList | None = None
+        self._denied: DenyList | None = None
         self.credentials = ServerCredentials(files, self._when_read("certificates", *files.paths))
         self._watched["certificates"] = self.credentials
         self.limits_of = identity_limits(config.limit, self._domain)
         self.who = self._ask_who()
+        subscribers = None
+        if path := config.kv_events_subscribers:
+            subscribers = self._watch("subscribers", path, lambda: read_subscribers(Path(path)))
+        self.event_lists = subscribers, self._denied
         self.running = RunningCalls(self.who.checked, config.max_ttl_ms / 1_000)
         self.woken = asyncio.Event()
         files_of_all = tuple(self._watched.values())
@@ -96,7 +101,7 @@ class AccessControl:
         """Callers with certificates, with tokens of the server's file, or with tokens of an issuer."""
         config, denied = self._config, None
         if path := config.deny:
-            self.denied = denied = DenyList(path, self._when_read("deny list", path), self._domain)
+            self._denied = denied = DenyList(path, self._when_read("deny list", path), self._domain)
             self._watched["deny list"] = denied
         if path := config.tokens:
             return Tokens(self._watch("tokens", path, lambda: _read_tokens(path)), denied)
@@ -274,8 +279,10 @@ class ServerCredentials(WatchedFiles[ServerIdentity]):
         )
 
     def for_http(self) -> ssl.SSLContext:
-        """The context of new connections. A client's certificate is verified if there is one."""
-        self.look()
+        """The context of new connections, of the files as `look` has read them: the thread that accepts reads none.
+
+        A client's certificate is verified if there is one.
+        """
         return self.value.context
 
 
@@ -330,15 +337,15 @@ def _configuration(tls: TlsIdentity) -> grpc.ServerCertificateConfiguration:
 
 
 def _context(files: TlsFiles, authorities: bytes | None) -> ssl.SSLContext:
-    """Raises ConfigError for a pair that is none, because it is being replaced."""
+    """Raises ConfigError for files that OpenSSL refuses, such as a pair that is none, because it is being replaced."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.num_tickets = 0  # A resumed session would show a certificate that was verified long ago.
     try:
         context.load_cert_chain(files.cert, files.key)
+        if authorities is not None:
+            context.load_verify_locations(cadata=authorities.decode("ascii", "ignore"))  # Comments may have any bytes.
+            context.verify_mode = ssl.CERT_OPTIONAL
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{files.cert} and {files.key} cannot be used: {error}") from None
-    if authorities is not None:
-        context.load_verify_locations(cadata=authorities.decode("ascii", "replace"))
-        context.verify_mode = ssl.CERT_OPTIONAL
+        raise ConfigError(f"{' and '.join(files.paths)} cannot be used: {error}") from None
     return context

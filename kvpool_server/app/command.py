@@ -216,7 +216,3 @@ def main() -> None:
             else:
                 typer.echo(f"kvpool-server: {error}", err=True)
             raise SystemExit(2) from None
-
-
-if __name__ == "__main__":
-    main()

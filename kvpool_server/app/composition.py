@@ -293,11 +293,11 @@ class Composition:
         return workers
 
     def _publish_events(self) -> EventStreams:
-        config, keys = self._config, event_keys(self._config)
+        config, keys, access = self._config, event_keys(self._config), self._access
         encoder = Encoder(config.kv_events_topic, config.kv_events_medium, config.kv_events_hashes == "bytes")
         streams = EventStreams(
             config.event_streams,
-            None if keys is None else Gate(*keys, None if self._access is None else self._access.denied),
+            None if keys is None else Gate(*keys, *(access.event_lists if access else (None, None))),
             encoder,
             self.pool.counters,
             config.kv_events_buffer,

@@ -98,19 +98,16 @@ class Server:
     def request_stop(self) -> None:
         """Ends `wait`; for signal handlers. A drain under way goes on, for `drain_ms` at most."""
         if (drain := self.parts.drain) is not None and drain.is_draining:
-            self._begin_drain(drain, self.config.drain_ms)
+            self.in_background(drain.begin(self.config.drain_ms or 1))  # 0 would leave the deadline as it is.
         else:
             self._stopping.set()
 
     def request_drain(self) -> None:
         """Begins a drain, which ends `wait`; for signal handlers. A server that does not serve yet stops at once."""
         if (drain := self.parts.drain) is not None and self._state == SERVING:
-            self._begin_drain(drain, 0)
+            self.in_background(drain.begin())
         else:
             self.request_stop()
-
-    def _begin_drain(self, drain: Drain, deadline_ms: int) -> None:
-        self.in_background(drain.begin(deadline_ms))
 
     def in_background(self, work: Coroutine[Any, Any, Any]) -> None:
         """Work that ends by itself, or with the process."""

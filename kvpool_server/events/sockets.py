@@ -46,6 +46,7 @@ class Gate:
     Args:
         key_file: the server's key pair.
         subscribers: the list of public keys and their tenants, read again when it changes.
+        tenants: that list, where it is watched already; None: the gate watches it.
         denied: a deny list, whose entries `tenant:NAME` refuse keys although they are listed; None: there is none.
     """
 
@@ -53,11 +54,12 @@ class Gate:
         self,
         key_file: str,
         subscribers: str,
+        tenants: WatchedFiles[dict[bytes, str]] | None = None,
         denied: WatchedFiles[frozenset[str]] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self._pair = read_pair(Path(key_file))
-        self._tenants = WatchedFiles([subscribers], lambda: read_subscribers(Path(subscribers)), clock)
+        self._tenants = tenants or WatchedFiles([subscribers], lambda: read_subscribers(Path(subscribers)), clock)
         self._denied = denied
         self._clock = clock
         self._log_at = clock()

@@ -163,9 +163,12 @@ def test_a_drain_ends_at_its_deadline_whatever_is_unfinished(
     assert "drained" in server.stderr and "leases=1" in server.stderr
 
 
-def test_the_earliest_deadline_counts_and_sigterm_leaves_drain_ms(pool_server: StartServer, connect: Connect) -> None:
-    server = pool_server("--drain-ms", "700")
-    client = connect(server)
+@pytest.mark.parametrize("drain_ms", ["0", "700"])
+def test_the_earliest_deadline_counts_and_sigterm_leaves_drain_ms(
+    pool_server: StartServer, connect: Connect, drain_ms: str
+) -> None:
+    server = pool_server("--drain-ms", drain_ms)
+    client = connect(server, lease_ttl_ms=60_000)  # No drain here ends with its lease.
     assert _leased(client)
     assert 50_000 < client.admin.drain(60_000).remaining_ms <= 60_000
     assert 20_000 < client.admin.drain(30_000).remaining_ms <= 30_000

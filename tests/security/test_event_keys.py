@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import os
+import signal
 import socket
 import sys
 import time
@@ -219,6 +221,22 @@ def test_the_command_follows_with_keys(deployment: Deployment) -> None:
     assert str(low_64_bits(block_hash("acme"))) not in done.stdout
     done = run_command(*command, "--key", str(keys / "umbra2.key_secret"))
     assert done.returncode == 2 and "--key and --server-key belong together" in done.stderr
+
+
+def test_a_refused_list_of_subscribers_is_reported_until_it_can_be_used(deployment: Deployment) -> None:
+    keys, server = deployment.keys, deployment.server
+    with deployment.client(Role.OPERATOR) as client:
+
+        def is_reported() -> bool:
+            os.kill(server.pid, signal.SIGHUP)
+            return tuple(client.admin.stats().server.refused_files) == ("subscribers",)
+
+        keys.list.chmod(0o664)
+        try:
+            wait_for(is_reported, "the refusal in Stats")
+        finally:
+            keys.list.chmod(0o644)
+        wait_for(lambda: not is_reported(), "the end of the refusal in Stats")
 
 
 @pytest.mark.more

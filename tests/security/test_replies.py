@@ -33,7 +33,7 @@ from kvpool.commands.namespaces import text_of
 from kvpool.commands.stats import row_of
 from kvpool.doctor.judgements import judgements
 from kvpool.protocol import replies, wire
-from kvpool.protocol.errors import InvalidReplyError, KVPoolError
+from kvpool.protocol.errors import InvalidReplyError, KVPoolError, OutOfSpaceError
 from kvpool.protocol.hashing import checksum
 from kvpool.protocol.messages import fields_of
 from kvpool.protocol.replies import MAX_ARENA_BYTES, LookupQuestion
@@ -306,6 +306,37 @@ def test_a_reply_that_is_too_large_is_refused_unread(method: str) -> None:
         call = {"Ping": client.admin.ping, "Stats": client.admin.stats, "ListNamespaces": client.admin.namespaces}
         with pytest.raises(InvalidReplyError, match="too large"):
             call[method]()
+
+
+@pytest.mark.parametrize(
+    ("num_specs", "group_fields", "fields"),
+    [(20, {"layer_names": ("",) * 32_000}, {}), (300, {}, {"page_format": "\u20ac" * 20_000})],
+    ids=["many texts", "long texts"],
+)
+def test_whatever_specs_a_server_admits_operators_can_list_them(
+    num_specs: int, group_fields: dict[str, Any], fields: dict[str, Any]
+) -> None:
+    pool = LyingPool()
+    pool.alter = lambda _, reply: reply.SerializeToString()  # Honest, but a client parses it, up to its limits.
+    client = pool.client(ClientConfig())
+    for nth in range(num_specs):
+        with suppress(OutOfSpaceError):
+            client.open_namespace(namespace_spec(group_spec(**group_fields), tenant=f"{nth % 5}", **fields))
+    assert sum(each.spec.nbytes for each in pool.pool.open_namespaces()) > 12 << 20, "the server is far from full"
+    assert len(client.admin.namespaces()) == len(list(pool.pool.open_namespaces()))
+
+
+def test_a_ledger_whose_parts_never_end_is_refused() -> None:
+    pool, asked = LyingPool(), []
+
+    def next_part(method: str, reply: Any) -> bytes:
+        asked.append(method)
+        return pb.LedgerResponse(next_since=len(asked)).SerializeToString()
+
+    pool.alter = next_part
+    with pytest.raises(InvalidReplyError, match="ledger has more than 64 parts"):
+        pool.client(ClientConfig()).admin.ledger(0)
+    assert asked == ["Ledger"] * 64
 
 
 # A reader of shared memory with a writer beside it

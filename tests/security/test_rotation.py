@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import datetime as dt
+import math
 import os
 import signal
 import threading
@@ -30,9 +31,11 @@ from kvpool.protocol.errors import ConfigError, UnauthenticatedError
 from kvpool.protocol.types import ShardRange
 from kvpool.security.certificates import Authority, load_key
 from kvpool.security.principal import Principal, Role
+from kvpool.security.tls import TlsIdentity
 from kvpool.security.tokens import TokenRecord, create_token
 from kvpool.security.watched_files import WatchedFiles
 from kvpool.v1 import pool_pb2 as pb
+from kvpool_server.access import control
 from kvpool_server.access.audit import READ
 from kvpool_server.access.authentication import Certificates, Context, Credential, DenyList
 from kvpool_server.access.control import ServerCredentials
@@ -369,6 +372,34 @@ def test_a_useless_certificate_leaves_the_one_before_in_force(
     assert errors[-1] is None
 
 
+@pytest.mark.parametrize("encoding", ["utf-8", "latin-1"])
+def test_an_authority_may_have_a_comment_in_any_language(tmp_path: Path, encoding: str) -> None:
+    files = files_in(Authority.create(tmp_path / "pki").issue_server([]))
+    authority = Path(files.ca)
+    authority.write_bytes("# Autorité\n".encode(encoding) + authority.read_bytes())
+    assert len(ServerCredentials(files).for_http().get_ca_certs()) == 1
+
+
+def test_files_that_openssl_cannot_use_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = files_in(Authority.create(tmp_path / "pki").issue_server([]))
+    monkeypatch.setattr(control, "read_identity", lambda *_: TlsIdentity(b"", Path(files.cert).read_bytes()))
+    with pytest.raises(ConfigError, match=f"{files.ca}.* cannot be used"):
+        ServerCredentials(files)
+
+
+def test_a_connection_to_http_reads_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error there would end the thread that accepts HTTP's connections."""
+    files = files_in(Authority.create(tmp_path / "pki").issue_server([]))
+    credentials = ServerCredentials(files)
+    before = credentials.for_http()
+    monkeypatch.setattr(control, "_read_server", lambda _: 1 // 0)
+    monkeypatch.setattr(credentials, "_clock", lambda: math.inf)  # It is time to look.
+    os.utime(files.cert, (0, 0))
+    assert credentials.for_http() is before
+    with pytest.raises(ZeroDivisionError):
+        credentials.look()
+
+
 def test_a_new_certificate_is_told_and_warned_of_as_at_start(pool_server: StartServer, tmp_path: Path) -> None:
     secured = SecuredServer(tmp_path, pool_server)
     server = secured.server
@@ -590,3 +621,24 @@ def test_what_nobody_expected_counts_as_refused_until_it_can_be_read(tmp_path: P
     file.write_text("1 ")
     watched.look(at_once=True)
     assert not watched.is_refused
+
+
+def test_refused_files_are_read_again_though_they_have_not_changed(tmp_path: Path) -> None:
+    """A server that is out of descriptors for a moment must not miss a new line of its deny list for ever."""
+    file, faults, told = tmp_path / "file", list[str](), list[str]()
+    file.write_text("old")
+
+    def read() -> str:
+        if faults:
+            raise ConfigError(faults.pop(0))
+        return file.read_text()
+
+    watched = WatchedFiles([str(file)], read, when_read=lambda error: told.append(str(error)))
+    file.write_text("new")
+    faults += ["too many open files", "too many open files", "line 1"]
+    for _ in range(3):
+        assert watched.look(at_once=True) == 0
+        assert watched.is_refused and watched.value == "old"
+    assert watched.look(at_once=True) == 1
+    assert watched.value == "new" and not watched.is_refused
+    assert told == ["None", "too many open files", "line 1", "None"], "each reason is told once"
