@@ -19,8 +19,8 @@ from kvpool.protocol.messages import checked
 from kvpool.protocol.types import BlockRun, Chunk, HintKind, PoolKey, PutStatus, Quota
 from kvpool.v1 import pool_pb2 as pb
 
-MAX_ROWS = 100_000
-"""Of a ledger, over all of its parts: more than a server keeps."""
+MAX_PARTS = 64
+"""Of a ledger: four times as many as a server has if all its parts are full."""
 MAX_CHUNKS_BYTES, MAX_CHUNKS = 4 << 20, 4_096
 """Most bytes, a server's limit but for a single chunk, and most chunks of one message of `InlineChunks`."""
 _FRAME_BYTES = 8
@@ -99,14 +99,15 @@ class Admin:
         The server answers in parts; the returned message has the rows of all parts.
         """
         whole = pb.LedgerResponse()
-        while True:
+        for _ in range(MAX_PARTS):
             request = pb.LedgerRequest(since=since, until=until)
             part = checked(self._rpc.call(self._rpc.stub.Ledger, request))
             whole.MergeFrom(part)
-            if part.next_since <= since or len(whole.rows) > MAX_ROWS:
+            if part.next_since <= since:
                 whole.next_since = 0
                 return whole
             since = part.next_since
+        raise InvalidReplyError(f"the server's ledger has more than {MAX_PARTS} parts")
 
     def explain(
         self, fingerprint: bytes, runs: Sequence[BlockRun], *, timeout_ms: int | None = None

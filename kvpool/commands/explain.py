@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
@@ -21,7 +20,7 @@ from kvpool.protocol.messages import fields_of
 from kvpool.protocol.namespace import NamespaceSpec
 from kvpool.protocol.text import duration_text
 from kvpool.protocol.types import MAX_RANGES
-from kvpool.report.output import say
+from kvpool.report.output import console, say
 from kvpool.v1 import pool_pb2 as pb
 
 TIMEOUT_MS = 20_000
@@ -77,7 +76,7 @@ def explain(
         for row in rows:
             table.add_row(*map(escape, row))
         typer.echo("")
-        Console().print(table)
+        console().print(table)
 
 
 class PromptReport:

@@ -11,7 +11,7 @@ import typer
 from kvpool.client.client import Client
 from kvpool.client.config import DEFAULT_ENDPOINT, TRANSPORTS
 from kvpool.commands import common
-from kvpool.commands.common import AsJson, Endpoint, find_namespaces, minute_text
+from kvpool.commands.common import AsJson, Endpoint, find_namespaces
 from kvpool.commands.option_bounds import within
 from kvpool.protocol.errors import InvalidRequestError
 from kvpool.protocol.messages import fields_of
@@ -189,7 +189,5 @@ def whoami(endpoint: Endpoint = DEFAULT_ENDPOINT, as_json: AsJson = False) -> No
         return
     typer.echo(found.principal or f"{endpoint} does not authenticate callers")
     if found.ends_at:
-        ends_at = dt.datetime.fromtimestamp(found.ends_at, dt.UTC)
-        left = duration_text((ends_at - dt.datetime.now(dt.UTC)).total_seconds())
-        typer.echo(f"    until {minute_text(ends_at)}, for {left}")
+        typer.echo(f"    {common.end_text(dt.datetime.fromtimestamp(found.ends_at, dt.UTC))}")
     typer.echo(f"    may call {', '.join(found.methods)}")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import re
 import select
 import sys
 import termios
@@ -29,8 +31,10 @@ from kvpool.report.output import console
 from kvpool.v1 import pool_pb2 as pb
 
 EARLIER_EVERY_S = 10.0
-QUIT = "qQ\x03\x04"
+QUIT = b"qQ\x03\x04"
 """Keys that end it: q, Ctrl-C, Ctrl-D."""
+_SEQUENCES = re.compile(rb"\x1b(O|\[[0-?]*)?.")
+"""What a terminal sends for other keys, such as arrows; F2 has a Q."""
 
 
 def top(
@@ -138,6 +142,9 @@ def _quits(timeout_s: float) -> bool:
         return False
     ends_at = time.monotonic() + timeout_s
     while (left_s := ends_at - time.monotonic()) > 0:
-        if select.select([sys.stdin], [], [], left_s)[0] and (sys.stdin.read(1) or "q") in QUIT:
-            return True
+        if select.select([sys.stdin], [], [], left_s)[0]:
+            # `sys.stdin` would read ahead, and `select` does not see what its buffer holds.
+            typed = os.read(sys.stdin.fileno(), 1024) or b"q"
+            if any(key in QUIT for key in _SEQUENCES.sub(b"", typed)):
+                return True
     return False

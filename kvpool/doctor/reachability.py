@@ -47,6 +47,9 @@ def grpc_port(client: Client) -> list[Finding]:
     took_ms = (time.monotonic() - started) * 1e3
     where = f"kvpool-server at {client.rpc.config.endpoint}"
     found = [ok("gRPC", f"{where} answers within {took_ms:.1f} ms, and is up for {duration_text(pong.uptime_seconds)}")]
+    if pong.draining:
+        text = f"{where} drains: it takes no new lookups and puts, and stops soon"
+        found.append(error("drain", text, "start its successor"))
     if server == OWN:
         return [*found, ok("versions", f"kvpool {OWN.version} on both sides")]
     text = f"the server is kvpool {server}, and this is kvpool {OWN}"

@@ -27,6 +27,8 @@ _LABELS = ("model", "revision")
 _SECRETS = ("salt", "hash_seed")
 """Who knows them, and the rest of a spec, can compute the hashes of guessed prompts."""
 DIGEST_CHARS = 12
+_TEXT_BYTES = 64
+"""What an empty text takes in a list."""
 
 MAX_SHARDS = 64
 MAX_GROUPS = 64
@@ -127,11 +129,12 @@ class NamespaceSpec:
 
     @property
     def nbytes(self) -> int:
-        """About how many bytes its texts have."""
-        texts = [self.model, self.revision, self.weights_digest, self.weights_epoch, self.tenant, self.salt]
+        """About how many bytes its texts take in memory; a bound of it also bounds how many texts there are."""
+        fields = [*_fields_of(self).values(), *(each for group in self.groups for each in _fields_of(group).values())]
+        texts = [value for value in fields if isinstance(value, str)]
         texts += [text for pair in self.extra for text in pair]
         texts += [text for group in self.groups for text in (*group.layer_names, *group.layer_formats)]
-        return sum(map(len, texts))
+        return sum(_TEXT_BYTES + len(text.encode()) for text in texts)
 
     def fingerprint(self) -> bytes:
         """SHA-256 of the canonical JSON encoding, 32 bytes."""

@@ -55,7 +55,7 @@ MAX_BATCH_BLOCKS = 1 << 20
 MAX_AGE_S = 1e10
 MAX_HOST_CHARS = 253
 
-METHOD_LIMITS = {"Get": 40 << 20, "Exists": 4 << 20, "Lookup": 40 << 20, "ListNamespaces": 8 << 20, "Ledger": 8 << 20,
+METHOD_LIMITS = {"Get": 40 << 20, "Exists": 4 << 20, "Lookup": 40 << 20, "ListNamespaces": 24 << 20, "Ledger": 8 << 20,
                  "GetChunks": wire.MAX_MESSAGE_BYTES,
                  "LookupStream": wire.MAX_MESSAGE_BYTES}  # fmt: skip
 """Largest reply by method, bytes; `CONTROL_LIMIT` for all others. A message of small parts takes up to 60 times as much

@@ -75,6 +75,19 @@ def test_a_fingerprint_is_a_hash_that_does_not_depend_on_the_process() -> None:
     assert spec.fingerprint().hex() == GOLDEN_FINGERPRINT
 
 
+@pytest.mark.parametrize("name", [name for name in SPEC_FIELDS if isinstance(getattr(SPEC, name), str)])
+def test_every_text_counts_with_its_bytes(name: str) -> None:
+    longer = dataclasses.replace(SPEC, **{name: getattr(SPEC, name) + "\u20ac"})
+    assert longer.nbytes == SPEC.nbytes + len("\u20ac".encode())
+
+
+def test_every_text_of_a_list_counts_even_if_it_is_empty() -> None:
+    one = _with_group(0, layer_names=("",)).nbytes - _with_group(0, layer_names=()).nbytes
+    assert one == _with_group(0, layer_formats=("",)).nbytes - _with_group(0, layer_formats=()).nbytes > 0
+    assert dataclasses.replace(SPEC, extra=(*SPEC.extra, ("a", ""))).nbytes == SPEC.nbytes + 2 * one + 1
+    assert _with_group(0, kind="mamba2").nbytes == _with_group(0, kind="mamba").nbytes + 1
+
+
 def test_a_sound_spec_passes() -> None:
     SPEC.check()
     namespace_spec(*[group_spec(num_shards=MAX_SHARDS)] * MAX_GROUPS).check()

@@ -65,6 +65,20 @@ def test_the_http_port_is_the_one_that_the_server_tells(pool_server: StartServer
         assert says in found["text"] and found["level"] == ("info" if flags else "ok")
 
 
+def test_a_server_that_drains_is_an_error_without_http_too(
+    pool_server: StartServer, connect: Callable[..., Client]
+) -> None:
+    server = pool_server("--http-listen", "", "--drain-ms", "60000")
+    client = connect(server)
+    namespace = client.open_namespace(namespace_spec(group_spec(chunk_bytes=1_000)))
+    client.put_blocks(namespace, run_of("a"), [payload("a", 1_000)])
+    assert client.lookup(namespace, [run_of("a")]).lease_id  # Keeps the server from stopping.
+    client.admin.drain()
+    done = doctor("--endpoint", server.endpoint, "--json")
+    (found,) = (each for each in json.loads(done.output)["findings"] if each["level"] == "error")
+    assert done.exit_code == 1 and found["check"] == "drain" and "drains: it takes no new lookups" in found["text"]
+
+
 @pytest.mark.more
 def test_a_server_that_says_nothing_does_not_hang_it() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:

@@ -16,8 +16,9 @@ from unittest.mock import Mock
 
 import pytest
 
+from kvpool.client.admin import MAX_PARTS
 from kvpool.protocol.errors import ConfigError
-from kvpool.protocol.reports import HOUR_S, LEDGER_DAYS, MAX_AMOUNT, Cause, ReportRequest, added_up
+from kvpool.protocol.reports import HOUR_S, LEDGER_DAYS, MAX_AMOUNT, MAX_LEDGER_ROWS, Cause, ReportRequest, added_up
 from kvpool.protocol.types import BlockRun, ShardRange
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.cache.allocator.arena import Arena
@@ -264,6 +265,10 @@ def test_a_long_answer_comes_in_parts_of_whole_hours(path: str) -> None:
             since = next_since
         assert found == rows and parts == 3
         assert file.rows(0, 1 << 40, "t1", 100)[0] == [row for row in rows if row.tenant == "t1"]
+
+
+def test_a_client_reads_the_longest_ledger_even_if_its_parts_are_half_full() -> None:
+    assert 2 * ledger_file.MAX_ROWS / MAX_LEDGER_ROWS < MAX_PARTS
 
 
 def test_old_rows_and_reporters_are_deleted(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
