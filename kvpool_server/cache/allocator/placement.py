@@ -324,9 +324,9 @@ class Placement:
     def _choose_for_quota(
         self, account: Account, victims: Victims, most: int, slot_bytes: int = 0, count: int = 0
     ) -> int:
-        """Chooses up to about `most` of a subject's own entries until `count` more slots fit its quota.
+        """Chooses a subject's own entries until `count` more slots fit its quota; returns the bytes still too much.
 
-        Returns the bytes still too much.
+        Chooses up to about `most`, or as many as these slots take: the rest is `over_quota`'s, in steps.
         """
         over = account.slots_bytes + count * slot_bytes - account.limit_bytes
         if over <= 0:
@@ -339,7 +339,7 @@ class Placement:
                 if over <= 0:
                     break
                 alike = [partition for partition in partitions if partition.slot_bytes == size]
-                over -= size * choose(alike, min(-(-over // size), most), victims)
+                over -= size * choose(alike, -(-min(over, max(most * size, count * slot_bytes)) // size), victims)
         return max(over, 0)
 
     def _choose_surplus(self, tenant: str, victims: Victims, most: int) -> None:

@@ -49,6 +49,18 @@ def test_a_put_beyond_a_quota_that_was_lowered_evicts_no_more_than_a_step_may(
     assert acme.store() and acme.nbytes == 100
 
 
+def test_a_put_of_large_blocks_finds_room_among_many_small_ones_of_its_subject(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(placement, "MAX_VICTIMS", 300)
+    small, large = house.owner(1, tenant="acme"), house.owner(1_000, tenant="acme")
+    house.quota("tenant:acme", 2_000)
+    for first in range(0, 2_000, 100):
+        small.put(*range(first, first + 100))
+    assert large.present(*large.store())
+    assert house.used("tenant:acme") <= 2_000
+
+
 def test_all_victims_that_were_pinned_are_dropped_at_once(house: House) -> None:
     """Beside a released lease that lets its entries go over several calls; the last blocks of a prefix first."""
     acme = house.owner(1)
