@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 
@@ -185,6 +186,7 @@ def states_are_named_by_position(patch: pytest.MonkeyPatch) -> None:
         return original(self, tracked, idx, moved, room)
 
     patch.setattr(Stores, "_states", states)
+    patch.setattr(StoreJobs, "hash_of", lambda *_: ANY)
 
 
 # Loads
