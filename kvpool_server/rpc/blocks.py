@@ -57,7 +57,9 @@ MAX_WAITING = 64
 """Calls of `Verify` of one caller that wait for their turn: one call at a time verifies blocks."""
 
 
-class _Answer(NamedTuple):  # One reply of a stream of lookups.
+class _Answer(NamedTuple):
+    """One reply of a stream of lookups."""
+
     reply: bytes
     unsent: Unsent
     is_error: bool = False

@@ -25,7 +25,7 @@ from kvpool.security.principal import Role
 from kvpool.transport.unix_socket import SCHEME, grpc_target
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.access.audit import CHANGES, AuditLog, audited
-from kvpool_server.access.authentication import Context, RefusedCredentialError, Who
+from kvpool_server.access.authentication import Context, RefusedCredentialError
 from kvpool_server.access.caller import CALLER, check_call
 from kvpool_server.access.running_calls import RunningCalls
 from kvpool_server.cache.limits import Shares
@@ -93,16 +93,15 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # N
     times and fails each of its requests by itself.
 
     Args:
-        service: of the calls' pool.
-        who: authenticates callers; None: callers are not authenticated.
+        service: of the calls' pool; its `who` authenticates callers.
         running: gets the calls of authenticated callers.
         audit: gets refused calls, and those that change something for all; None: there is no audit log.
     """
 
-    def __init__(self, service: BlockHandlers, who: Who | None, running: RunningCalls | None, audit: AuditLog | None):
+    def __init__(self, service: BlockHandlers, running: RunningCalls | None, audit: AuditLog | None):
         self._service = service
         self._metrics = service.metrics
-        self._who = who
+        self._who = service.who
         self._running = running
         self._audit = audit
         self._wrapped: dict[str, Handler] = {}
@@ -196,8 +195,10 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # N
                         # A lookup that waits for a tier is not to be mistaken for a slow one.
                         timer.method = "LookupWait" if getattr(REQUEST.get(), "wait_ms", 0) else name
                     message = encode(reply)
-                    undo = functools.partial(self._service.forget, reply, owner_of(context))
-                    if (unsent := self._service.outbox.hold(caller, message, undo)).nbytes:
+                    unsent = self._service.outbox.hold(
+                        caller, message, lambda: self._service.forget(reply, owner_of(context))
+                    )
+                    if unsent.nbytes:
                         _when_done(unsent.end)
             except KVPoolError as error:  # What was to change may have changed in part.
                 self._log(name, wire.status_of(error).name, peer, None)
@@ -299,7 +300,7 @@ class GrpcServer:
             ("grpc.max_connection_age_ms", int(CONNECTION_S * 1_000)),
             ("grpc.max_connection_age_grace_ms", int(MAX_STREAM_S * 1_000)),
         ]
-        interceptors = [RpcInterceptor(service, service.who, running, audit)]
+        interceptors = [RpcInterceptor(service, running, audit)]
         self._health, most = HealthService(), MAX_CALLS + RESERVED_CALLS
         self._servers = []
         for _ in range(QUEUES + bool(unix_path)):

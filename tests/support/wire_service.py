@@ -95,7 +95,7 @@ class WireService:
     def __init__(self, service: PoolService):
         self._loop = ServiceLoop()
         running = RunningCalls(lambda credential: credential, 0.0)
-        self._interceptor = RpcInterceptor(service, _WHO, running, None)
+        self._interceptor = RpcInterceptor(service, running, None)
         add_service(service, self)  # type: ignore[arg-type]
 
     def add_generic_rpc_handlers(self, handlers: Sequence[grpc.GenericRpcHandler]) -> None:

@@ -259,17 +259,15 @@ class FileTier(Tier):
 
     async def remove(self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes]) -> None:
         if self.pool.namespace(namespace.fingerprint) is not None:
-            await self._drop(self.pool.removals.remove(namespace.fingerprint, [BlockRun(group_idx, block_hashes)]))
+            removal = self.pool.removals.remove(namespace.fingerprint, [BlockRun(group_idx, block_hashes)])
+            await asyncio.shield(self._drop(removal))
 
     async def clear(self, fingerprint: bytes = b"") -> None:
         if not fingerprint or self.pool.namespace(fingerprint) is not None:
-            await self._drop(self.pool.removals.clear(fingerprint))
+            await asyncio.shield(self._drop(self.pool.removals.clear(fingerprint)))
 
     async def _drop(self, removal: Steps[int]) -> None:
-        """Ends what it begins, also for a caller that is cancelled: no extent may be written to that is truncated."""
-        await asyncio.shield(self._dropped(removal))
-
-    async def _dropped(self, removal: Steps[int]) -> None:
+        """Callers shield it from cancellation: a thread truncates extents, and none may be written to meanwhile."""
         await self._run(removal)
         async with self._writing:
             try:

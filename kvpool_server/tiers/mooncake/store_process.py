@@ -99,8 +99,8 @@ class StoreProcess:
         self.answered_at = 0.0
         self._is_dead = False
         self._ping_lock = threading.Lock()
-        # Sealed: the process cannot shorten it, which would end this server with a bus error.
         ends = [worker.socket_pair() for _ in range(num_transfers + NUM_QUESTION_CHANNELS + 1)]
+        # Sealed: the process cannot shorten it, which would end this server with a bus error.
         memory_fd = sealed_file("kvpool-tier-mooncake", num_transfers * STAGING_BYTES)
         try:
             memory = np.frombuffer(mmap.mmap(memory_fd, 0), np.uint8)
