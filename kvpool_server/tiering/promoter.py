@@ -33,17 +33,19 @@ from kvpool_server.tiers.tier import BlockKey, Tier, TierError
 
 log = structlog.get_logger()
 
-MAX_PREFETCH_BLOCKS = 1024
-MAX_PREFETCH_BYTES = 256 << 20
+MAX_PREFETCH_BLOCKS, MAX_PREFETCH_BYTES = 1_024, 2 << 30
 """How much one lookup prefetches; the client's next lookup prefetches what follows."""
 MAX_SEARCHED_BLOCKS, MAX_SEARCHED_BYTES = 2_048, 2 * MAX_PREFETCH_BYTES
 """Of one `find`, where the tier is known to have the block before: another server keeps what it has until it is read.
 Else the tier is asked for what is to be prefetched."""
-FIRST_BATCH_BYTES = 4 << 20
-"""Read in a prefetch's first call: its blocks can be loaded while the next come up. Each batch is twice the last."""
+FIRST_BATCH_BYTES, BATCH_GROWTH = 4 << 20, 4
+"""Read in a prefetch's first call: its blocks can be loaded while the next come up. Each batch is so many times the
+last."""
+MAX_ARENA_SHARE = 1 / 16
+"""Of the arena, what one read takes at most."""
 MIN_RETRY_MS, MAX_RETRY_MS = 1, 50
-READ_S = 1.0
-"""What one read of a slow tier may take."""
+READ_S = 0.1
+"""What one read may take, by the tier's rate: another prompt's first blocks wait behind it."""
 RECENT = 1 / 4
 """Weight of the last read in the tier's rate."""
 STALE_S = 10.0
@@ -227,8 +229,9 @@ class Promoter:
         request = queue[0]
         slot_bytes = request.namespace.groups[request.group_idx].spec.slot_bytes
         in_time = READ_S / self._seconds_a_byte if self._seconds_a_byte else math.inf
-        batch_bytes = round(min(request.batch_bytes, self._tier.read_bytes, max(FIRST_BATCH_BYTES, in_time)))
-        request.batch_bytes = 2 * batch_bytes
+        most_bytes = min(self._tier.read_bytes, MAX_ARENA_SHARE * len(self._memory))
+        batch_bytes = round(min(request.batch_bytes, most_bytes, max(FIRST_BATCH_BYTES, in_time)))
+        request.batch_bytes = BATCH_GROWTH * batch_bytes
         most = max(1, batch_bytes // slot_bytes)
         block_hashes, request.block_hashes = request.block_hashes[:most], request.block_hashes[most:]
         if not request.block_hashes:

@@ -61,8 +61,9 @@ async def test_a_block_that_is_removed_while_it_is_read_does_not_come_back(rig: 
 @pytest.mark.parametrize("failure", ["", "the disk is gone"], ids=["other bytes", "an error"])
 @play(has_tenants=True)
 async def test_a_read_that_brings_another_tenants_bytes_leaves_none_of_them_in_the_slot(
-    rig: Rig, tier: MemoryTier, failure: str
+    rig: Rig, tier: MemoryTier, failure: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(promoter, "MAX_ARENA_SHARE", 1 / 4)
     await rig.demote("a", "b")
     rig.memory[:] = 0
 
@@ -194,9 +195,22 @@ class GatedReads(MemoryTier):
 
 @pytest.fixture
 def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Batches of one block at first, and of four at most."""
+    """Batches of one block at first, then of twice as many, and of four at most."""
     monkeypatch.setattr(promoter, "FIRST_BATCH_BYTES", SLOT)
+    monkeypatch.setattr(promoter, "BATCH_GROWTH", 2)
+    monkeypatch.setattr(promoter, "MAX_ARENA_SHARE", 1 / 4)
     monkeypatch.setattr(MemoryTier, "read_bytes", 4 * SLOT)
+
+
+@play(GatedReads)
+async def test_the_reads_under_way_take_a_share_of_the_arena(rig: Rig, tier: GatedReads) -> None:
+    names = [f"n{nth}" for nth in range(SLOTS)]
+    await rig.demote(*names)
+    rig.lookup(*names)
+    await turns()
+    assert [len(blocks) for blocks, _ in tier.reads] == [1] * tier.reads_at_once, "a read takes more than a 16th"
+    tier.open_all()
+    assert (await rig.hits(*names)).num_leading == SLOTS
 
 
 @pytest.mark.usefixtures("small_batches")
