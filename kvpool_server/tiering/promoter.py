@@ -25,7 +25,7 @@ from kvpool_server.cache.entry import Group
 from kvpool_server.cache.leases import Found
 from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.cache.pool import Pool
-from kvpool_server.cache.steps import Run, Steps
+from kvpool_server.cache.steps import LOOKUP_STEP_BLOCKS, Run, Steps
 from kvpool_server.cache.tier_access import commit, reserve
 from kvpool_server.tiering.demoter import Watermark
 from kvpool_server.tiers.health import Health
@@ -41,8 +41,10 @@ Else the tier is asked for what is to be prefetched."""
 FIRST_BATCH_BYTES, BATCH_GROWTH = 4 << 20, 4
 """Read in a prefetch's first call: its blocks can be loaded while the next come up. Each batch is so many times the
 last."""
-MAX_ARENA_SHARE = 1 / 16
-"""Of the arena, what one read takes at most."""
+MAX_READ_BLOCKS, MAX_ARENA_SHARE = 256, 1 / 8
+"""Of one read, at most: blocks, which become readable in one step, and a share of the arena, which it evicts."""
+MAX_PENDING, MAX_SEARCHING = 1 << 16, 256
+"""Blocks of one tier that are queued, and questions which blocks it has that are under way. More are misses."""
 MIN_RETRY_MS, MAX_RETRY_MS = 1, 50
 READ_S = 0.1
 """What one read may take, by the tier's rate: another prompt's first blocks wait behind it."""
@@ -84,6 +86,7 @@ class Promoter:
         memory: the arena: uint8 [arena_bytes].
         watermark: frees slots, where a tier is written to on eviction; else None.
         on_progress: called when blocks have come up or will not come, or the tier has said which blocks it has.
+        is_clearing: whether the blocks of a namespace, by its fingerprint, are being dropped.
     """
 
     _pool: Pool
@@ -94,6 +97,7 @@ class Promoter:
     _clock: Callable[[], float]
     _on_progress: Callable[[], None]
     _run: Run
+    _is_clearing: Callable[[bytes], bool]
 
     def __post_init__(self) -> None:
         self._queues: OrderedDict[bytes, deque[deque[_Prefetch]]] = OrderedDict()
@@ -130,42 +134,48 @@ class Promoter:
         hashes = [block_hash for block_hash, _ in run]
         if prefix_only and self._tier.known(namespace, group_idx, hashes[:1]) == [False]:
             return 0  # Checked first, because it is cheap and the case of most misses.
-        known: Sequence[bool | None] = self._tier.known(namespace, group_idx, hashes) or [None] * len(hashes)
+        pending_of = [self._pending.get((namespace.fingerprint, group_idx, each)) for each in hashes]
+        new = [each for each, pending in zip(hashes, pending_of, strict=True) if pending is None]
+        known_of_new = iter(self._tier.known(namespace, group_idx, new) or itertools.repeat(None))
         request: _Prefetch | None = None
+        before = b""
         queue: deque[_Prefetch] = deque()
         batch_bytes = FIRST_BATCH_BYTES
         num_pending = 0
         for nth, (block_hash, parent_hash) in enumerate(run):
             key = (namespace.fingerprint, group_idx, block_hash)
-            if (pending := self._pending.get(key)) is not None:
+            if (pending := pending_of[nth]) is not None:
                 pending.asked_at = now
                 queue, batch_bytes = pending.queue, pending.batch_bytes  # What follows continues its prefix.
                 num_pending += 1
                 request = None
                 continue
-            in_tier = self._is_in_tier(key, known[nth], now)
+            in_tier = self._is_in_tier(key, next(known_of_new), now)
             if in_tier is None:
+                if len(self._searching) >= MAX_SEARCHING:
+                    return num_pending
                 has_parent = self._is_in_tier((namespace.fingerprint, group_idx, parent_hash), None, now)
                 self._search(namespace, group_idx, [*hashes[nth:], *(behind if has_parent else ())])
                 return num_pending + len(hashes) - nth
-            if not in_tier:
+            if not in_tier or len(self._pending) >= MAX_PENDING:
                 if prefix_only:
                     return num_pending
                 request = None
                 continue
-            if request is None:
+            if request is None or parent_hash != before:
                 request = _Prefetch(namespace, group_idx, parent_hash, [], now, queue, prefix_only, batch_bytes)
                 if not queue:
                     self._queues.setdefault(namespace.fingerprint, deque()).append(queue)
                 queue.append(request)
                 self._work.set()
             request.block_hashes.append(block_hash)
-            self._pending[key] = request
+            self._pending[key], before = request, block_hash
             num_pending += 1
         return num_pending
 
     def is_pending(self, key: BlockKey) -> bool:
-        return key in self._pending
+        """Whether a block is to be read, or a question which blocks the tier has begins with it."""
+        return key in self._pending or key in self._searching
 
     @property
     def is_idle(self) -> bool:
@@ -232,7 +242,7 @@ class Promoter:
         most_bytes = min(self._tier.read_bytes, MAX_ARENA_SHARE * len(self._memory))
         batch_bytes = round(min(request.batch_bytes, most_bytes, max(FIRST_BATCH_BYTES, in_time)))
         request.batch_bytes = BATCH_GROWTH * batch_bytes
-        most = max(1, batch_bytes // slot_bytes)
+        most = max(1, min(MAX_READ_BLOCKS, batch_bytes // slot_bytes))
         block_hashes, request.block_hashes = request.block_hashes[:most], request.block_hashes[most:]
         if not request.block_hashes:
             queue.popleft()
@@ -245,7 +255,8 @@ class Promoter:
         parent_hash, request.parent_hash = request.parent_hash, block_hashes[-1]
         keys = [(request.namespace.fingerprint, request.group_idx, block_hash) for block_hash in block_hashes]
         try:
-            if self._clock() - request.asked_at > STALE_S or not self._health.is_available:
+            is_stale = self._clock() - request.asked_at > STALE_S
+            if is_stale or not self._health.is_available or self._is_clearing(fingerprint):
                 self._tier.counters["dropped_promotions"] += len(keys)
                 return
             self._reading[keys[0]] = self._clock(), len(keys) * slot_bytes
@@ -267,7 +278,7 @@ class Promoter:
         size = group.spec.slot_bytes
         if self._watermark is not None:
             await self._watermark.wait_for_free(group, len(run))
-        reserved, grant = await self._reserve(namespace, group, run)
+        reserved, grant = await self._reserve(namespace, group, self._wanted(namespace, run))
         if grant is None:
             return False
         statuses = zip(reserved, grant.statuses, strict=True)
@@ -279,6 +290,8 @@ class Promoter:
         began_at = self._clock()
         try:
             try:
+                if self._is_clearing(namespace.fingerprint):  # Since the slots were reserved or, in part, before.
+                    raise TierError("the blocks are being dropped")
                 with self._health.call():
                     sums = await self._tier.read(namespace, run.group_idx, granted, into)
                 seconds_a_byte = (self._clock() - began_at) / (len(granted) * size)
@@ -295,6 +308,14 @@ class Promoter:
         self._tier.counters["missed_promotions"] += len(granted) - promoted
         self.forget(namespace, run.group_idx, [granted[nth] for nth in unread])
         return promoted == len(granted) and len(reserved) == len(run)
+
+    def _wanted(self, namespace: PoolNamespace, run: BlockRun) -> BlockRun:
+        """A run up to its first block that was removed, or could not be read, while it was queued."""
+        now = self._clock()
+        keys = ((namespace.fingerprint, run.group_idx, block_hash) for block_hash in run.block_hashes)
+        wanted = [key[2] for key in itertools.takewhile(lambda key: self._is_in_tier(key, True, now), keys)]
+        self._tier.counters["dropped_promotions"] += len(run) - len(wanted)
+        return BlockRun(run.group_idx, wanted, run.parent_hash)
 
     async def _reserve(
         self, namespace: PoolNamespace, group: Group, run: BlockRun
@@ -335,21 +356,22 @@ def _zero(unread: Sequence[memoryview]) -> Steps[None]:
 
 def prefetch(
     promoters: Sequence[Promoter], found: Found, runs: Sequence[BlockRun], prefix_only: bool
-) -> tuple[tuple[RunHits, ...], int]:
+) -> Steps[tuple[tuple[RunHits, ...], int]]:
     """Prefetches what a lookup misses from tiers, in their order.
 
     Returns the hits with what is pending, and when to look up again, milliseconds.
     """
-    num_pending = pending_bytes = 0
+    num_pending = pending_bytes = num_examined = 0
     hits = []
     for run, hit in zip(runs, found.hits, strict=True):
         slot_bytes = found.namespace.groups[run.group_idx].spec.slot_bytes
         most = min(MAX_PREFETCH_BLOCKS - num_pending, (MAX_PREFETCH_BYTES - pending_bytes) // slot_bytes)
         most = max(most, 0 if num_pending else 1)  # One block is prefetched, however large.
-        missing: list[tuple[bytes, bytes]] = []
+        missing = list(itertools.islice(_missing(run, hit, prefix_only), most))
+        if (num_examined := num_examined + len(missing)) > LOOKUP_STEP_BLOCKS:
+            num_examined = len(missing)
+            yield
         behind: Sequence[bytes] = ()
-        if hit.num_leading < len(run):
-            missing += itertools.islice(_missing(run, hit, prefix_only), most)
         if prefix_only:
             searched = min(MAX_SEARCHED_BLOCKS, MAX_SEARCHED_BYTES // slot_bytes)
             behind = run.block_hashes[hit.num_leading + most : hit.num_leading + searched]

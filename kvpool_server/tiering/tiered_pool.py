@@ -11,7 +11,7 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -29,15 +29,16 @@ from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.cache.pool import Pool
 from kvpool_server.cache.steps import LOOKUP_STEP_BLOCKS, Run, Steps, at_once, finish
 from kvpool_server.tiering.demoter import Demoter, Watermark
+from kvpool_server.tiering.holders import Holders, holders_of
 from kvpool_server.tiering.prefetcher import Prefetcher
 from kvpool_server.tiering.promoter import Promoter, prefetch
 from kvpool_server.tiers.health import ANSWER_S, Health
-from kvpool_server.tiers.tier import Tier, TierError
+from kvpool_server.tiers.tier import BlockKey, Tier, TierError
 
 log = structlog.get_logger()
 
-PART_BLOCKS, MAX_FIND_BLOCKS, FIND_S, RESTART_S = 1_024, 8_192, 1.0, 1.0
-"""Of questions which blocks a tier has: blocks at a time, in all, and their time; the rest after a failed transfer."""
+RESTART_S = 1.0
+"""Of what transfers blocks, after it has failed."""
 MAX_LOCATED_CHUNKS = 1 << 19
 """Of one lookup that says where its blocks lie, which it does in one step: 128k tokens of five groups of 8 shards have
 fewer. The client of a larger one, as after any lookup without places, asks `Get`, batch by batch."""
@@ -83,7 +84,7 @@ class TieredPool(Observer):
         on_eviction = [demoter for demoter in demoters if demoter.write_back]
         self._watermark = Watermark(pool, on_eviction) if on_eviction else None
         self._promoters = [
-            Promoter(pool, memory, tier, each, self._watermark, clock, self._progressed, run)
+            Promoter(pool, memory, tier, each, self._watermark, clock, self._progressed, run, self._is_clearing)
             for tier, each in zip(tiers, health, strict=True)
         ]
         self._levels = list(map(_Level, tiers, health, demoters, self._promoters))
@@ -165,7 +166,7 @@ class TieredPool(Observer):
                 is to be repeated: the get under its lease records its use.
             owner: of the lease.
             wait_ms: where blocks are pending, answer once none is, or after this time, MAX_WAIT_MS at most. Meanwhile
-                the lookup is repeated whenever blocks have come up, so that they are leased. One of more than
+                the lookup is repeated whenever half of the rest has come up, so that it is leased. One of more than
                 LOOKUP_STEP_BLOCKS blocks does not wait: each repetition would cost turns of the loop.
             here: prefetch nothing, and count nothing as looked up: another server asks, whose clients count.
         """
@@ -177,27 +178,35 @@ class TieredPool(Observer):
         if not wait_ms or self._num_waiting >= MAX_WAITING or sum(map(len, runs)) > LOOKUP_STEP_BLOCKS:
             return found
         self._num_waiting += 1
+        loop = asyncio.get_running_loop()
+        ends_at = loop.time() + min(wait_ms, MAX_WAIT_MS) / 1000
         try:
-            async with asyncio.timeout(min(wait_ms, MAX_WAIT_MS) / 1000):
-                while found.retry_after_ms:
-                    first_pending = [
-                        (fingerprint, run.group_idx, run.block_hashes[hit.num_leading])
-                        for run, hit in zip(runs, found.hits, strict=True)
-                        if hit.num_pending
-                    ]
-                    await self._progress.wait()
-                    while all(any(each.is_pending(key) for each in self._promoters) for key in first_pending):
-                        await self._progress.wait()
-                    earlier, found = found, await look()
-                    self.pool.release([earlier.lease_id], owner)
-        except TimeoutError:
-            pass
+            while found.retry_after_ms and loop.time() < ends_at:
+                awaited = self._awaited(fingerprint, runs, found)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout_at(ends_at):
+                        while awaited and all(map(self._is_pending, awaited)):
+                            await self._progress.wait()
+                earlier, found = found, await look()
+                self.pool.release([earlier.lease_id], owner)
         except BaseException:  # Nobody will hear of the lease.
             self.pool.release([found.lease_id], owner)
             raise
         finally:
             self._num_waiting -= 1
         return found
+
+    def _awaited(self, fingerprint: bytes, runs: Sequence[BlockRun], found: Lookup) -> list[BlockKey]:
+        """Of each run, the pending block behind the first half of them: they come up in this order."""
+        awaited: list[BlockKey] = []
+        for run, hit in zip(runs, found.hits, strict=True):
+            keys = ((fingerprint, run.group_idx, each) for each in run.block_hashes[hit.num_leading :])
+            pending = list(filter(self._is_pending, keys)) if hit.num_pending else []
+            awaited += pending[len(pending) // 2 :][:1]
+        return awaited
+
+    def _is_pending(self, key: BlockKey) -> bool:
+        return any(promoter.is_pending(key) for promoter in self._promoters)
 
     def _lookup(
         self,
@@ -217,7 +226,7 @@ class TieredPool(Observer):
         yield from pause
         hits, retry_after_ms = found.hits, 0
         if lease_ttl_ms and not here:
-            hits, retry_after_ms = self._prefetch_missing(found, runs, prefix_only)
+            hits, retry_after_ms = yield from self._prefetch_missing(found, runs, prefix_only)
         if retry_after_ms:
             lookups.record_use_on_get(found)
         elif here:
@@ -255,16 +264,19 @@ class TieredPool(Observer):
     def bring_up(self, fingerprint: bytes, runs: Sequence[BlockRun], prefix_only: bool) -> Steps[Lookup]:
         """Looks blocks up without updating recency, and queues those that are missing for promotion."""
         found = yield from self.pool.lookups.find(fingerprint, runs, prefix_only)
-        hits, retry_after_ms = self._prefetch_missing(found, runs, prefix_only)
+        hits, retry_after_ms = yield from self._prefetch_missing(found, runs, prefix_only)
         return Lookup(hits, retry_after_ms=retry_after_ms)
 
     def _prefetch_missing(
         self, found: Found, runs: Sequence[BlockRun], prefix_only: bool
-    ) -> tuple[tuple[RunHits, ...], int]:
+    ) -> Steps[tuple[tuple[RunHits, ...], int]]:
         """The hits with what is pending, and when to look up again, milliseconds."""
-        if not self._levels or self._clearing[found.namespace.fingerprint] or self._clearing[b""]:
+        if not self._levels or self._is_clearing(found.namespace.fingerprint):
             return found.hits, 0
-        return prefetch(self._promoters, found, runs, prefix_only)
+        return (yield from prefetch(self._promoters, found, runs, prefix_only))
+
+    def _is_clearing(self, fingerprint: bytes) -> bool:
+        return bool(self._clearing[fingerprint] or self._clearing[b""])
 
     def stored(self, entry: Entry) -> None:
         for level in self._levels:
@@ -340,30 +352,9 @@ class TieredPool(Observer):
         levels = [level for level in self._levels if level.health.is_available]
         return all(level.demoter.idle.is_set() and level.promoter.is_idle for level in levels)
 
-    async def tiers_of(
-        self, namespace: PoolNamespace, group_idx: int, names: Sequence[bytes]
-    ) -> tuple[list[tuple[str, str]], dict[str, dict[str, str]]]:
-        """The first tier that has each block, with the server; empty: none. And which tiers and servers did not tell.
-
-        A tier that does not know from memory is asked for `MAX_FIND_BLOCKS` blocks, which may take `FIND_S`.
-        """
-        found, away = [("", "")] * len(names), dict[str, dict[str, str]]()
-        for level in self._levels:
-            left, num_asked, servers = [nth for nth, (tier, _) in enumerate(found) if not tier], 0, dict[str, str]()
-            for at in range(0, len(left), PART_BLOCKS):
-                part = left[at : at + PART_BLOCKS]
-                asked = [names[nth] for nth in part]
-                known: Sequence[bool | str] | None = level.tier.known(namespace, group_idx, asked)
-                if known is None and (num_asked := num_asked + len(part)) <= MAX_FIND_BLOCKS:
-                    known = await _holders(level, namespace, group_idx, asked, servers)
-                if known is None or servers:
-                    away[level.tier.name] = servers
-                if known is None:
-                    break
-                for nth, has in itertools.compress(zip(part, known, strict=True), known):
-                    found[nth] = level.tier.name, has if isinstance(has, str) else ""
-                await asyncio.sleep(0)
-        return found, away
+    async def tiers_of(self, namespace: PoolNamespace, group_idx: int, names: Sequence[bytes]) -> Holders:
+        """The first tier that has each block."""
+        return await holders_of([(level.tier, level.health) for level in self._levels], namespace, group_idx, names)
 
     def holdings(self, fingerprint: bytes) -> list[pb.TierHoldings]:
         """What each tier holds of a namespace, which need not be open."""
@@ -377,18 +368,6 @@ class TieredPool(Observer):
             servers = stats.tiers[-1].servers
             stats.tiers[-1].up = any(each.up for each in servers) if servers else level.health.is_working
         return stats
-
-
-async def _holders(level: _Level, *asked: Any) -> Sequence[bool | str] | None:
-    """As `Tier.holders`; None if the tier does not answer in time."""
-    if not level.health.is_available:
-        return None
-    try:
-        async with asyncio.timeout(FIND_S):
-            with level.health.call():
-                return await level.tier.holders(*asked)
-    except (TierError, TimeoutError):
-        return None
 
 
 async def _run_forever(run: Callable[[], Awaitable[None]]) -> None:

@@ -37,8 +37,8 @@ T = TypeVar("T")
 
 CONTROL_MS, STALL_MS, DATA_MS = 500, 1_000, 5_000
 """Deadlines of a question to a peer, of a silence while it sends, and of a read."""
-QUESTIONS, READS = 4, 4
-"""Threads for each."""
+QUESTIONS, READS = 4, 2
+"""Threads for each. Two large reads fill the wire: one goes on while the next one's room is made."""
 ASKED_AT_ONCE, MAX_ASKING = 1, 16
 """Questions to one peer, and those with which a slow one is behind: to further ones all its blocks are misses."""
 CLOSE_S = 2.0

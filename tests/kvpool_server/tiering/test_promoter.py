@@ -58,12 +58,88 @@ async def test_a_block_that_is_removed_while_it_is_read_does_not_come_back(rig: 
     assert rig.lookup("a").hits[0].num_leading == 0
 
 
+@pytest.mark.parametrize("what", ["clear", "remove"])
+@pytest.mark.usefixtures("small_batches")
+@play()
+async def test_a_block_that_is_dropped_while_it_is_queued_does_not_come_back(
+    rig: Rig, tier: MemoryTier, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    names = [f"n{nth}" for nth in range(8)]
+    await rig.demote(*names)
+    monkeypatch.setattr(MemoryTier, "read_bytes", SLOT)
+    dropping, drop = asyncio.Event(), getattr(tier, what)
+
+    async def slowly(*arguments: Any) -> None:
+        await dropping.wait()
+        await drop(*arguments)
+
+    monkeypatch.setattr(tier, what, slowly)
+    tier.gate.clear()
+    rig.lookup(*names, prefix_only=False)  # One prefix that was being read loses all behind it anyway.
+    await turns()
+    fingerprint = rig.namespace.fingerprint
+    run = run_of(*names)
+    call = rig.tiered.clear(fingerprint) if what == "clear" else rig.tiered.remove(fingerprint, [run])
+    task = asyncio.create_task(call)
+    await turns()
+    tier.gate.set()
+    await turns(100)
+    assert rig.pool.stats().num_entries == 0, "the tier still had what was to be dropped"
+    dropping.set()
+    await task
+    await rig.wait_idle()
+    assert rig.lookup(*names).hits[0].num_leading == 0
+
+
+@play(asked)
+async def test_questions_under_way_and_queued_blocks_are_bounded(
+    rig: Rig, tier: MemoryTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(promoter, "MAX_SEARCHING", 3)
+    monkeypatch.setattr(promoter, "MAX_PENDING", 4)
+    names = [f"n{nth}" for nth in range(8)]
+    await rig.demote(*names)
+    tier.gate.clear()
+    pending = [rig.lookup(name).hits[0].num_pending for name in names]
+    assert pending == [1] * 3 + [0] * 5, "what is not asked for is a miss"
+    await turns()
+    assert tier.calls["find"] == 3
+    tier.gate.set()
+    await turns()
+    rig.lookup(*names)
+    await turns()
+    tier.gate.clear()
+    assert rig.lookup(*names).hits[0].num_pending == 4
+    tier.gate.set()
+    assert (await rig.hits(*names)).num_leading == 8
+
+
+@play()
+async def test_blocks_around_one_that_is_there_keep_their_parents(rig: Rig, tier: MemoryTier) -> None:
+    await rig.demote("a", "b", "c", "d")
+    rig.put("b", parent="a")
+    await rig.hits("a", "b", "c", "d", prefix_only=False)
+    await rig.wait_idle()
+    parents = {entry.block_hash: entry.parent_hash for entry in rig.namespace.entries()}
+    chain = {block_hash(name): block_hash(parent) for name, parent in ("ba", "cb", "dc")}
+    assert parents == chain | {block_hash("a"): b""}
+
+
+@play()
+async def test_a_lookup_of_many_runs_examines_some_at_a_time(
+    rig: Rig, tier: MemoryTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(promoter, "LOOKUP_STEP_BLOCKS", 4)
+    runs = [run_of(*(f"{idx} {nth}" for nth in range(3))) for idx in range(6)]
+    steps = rig.tiered.bring_up(rig.namespace.fingerprint, runs, False)
+    assert sum(1 for _ in steps) >= 5, "what no tier has was examined at once"
+
+
 @pytest.mark.parametrize("failure", ["", "the disk is gone"], ids=["other bytes", "an error"])
 @play(has_tenants=True)
 async def test_a_read_that_brings_another_tenants_bytes_leaves_none_of_them_in_the_slot(
-    rig: Rig, tier: MemoryTier, failure: str, monkeypatch: pytest.MonkeyPatch
+    rig: Rig, tier: MemoryTier, failure: str
 ) -> None:
-    monkeypatch.setattr(promoter, "MAX_ARENA_SHARE", 1 / 4)
     await rig.demote("a", "b")
     rig.memory[:] = 0
 
@@ -202,13 +278,17 @@ def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MemoryTier, "read_bytes", 4 * SLOT)
 
 
+@pytest.mark.parametrize(("max_read_blocks", "each"), [(256, SLOTS // 8), (1, 1)])
 @play(GatedReads)
-async def test_the_reads_under_way_take_a_share_of_the_arena(rig: Rig, tier: GatedReads) -> None:
+async def test_a_read_takes_some_blocks_and_a_share_of_the_arena(
+    rig: Rig, tier: GatedReads, monkeypatch: pytest.MonkeyPatch, max_read_blocks: int, each: int
+) -> None:
+    monkeypatch.setattr(promoter, "MAX_READ_BLOCKS", max_read_blocks)
     names = [f"n{nth}" for nth in range(SLOTS)]
     await rig.demote(*names)
     rig.lookup(*names)
     await turns()
-    assert [len(blocks) for blocks, _ in tier.reads] == [1] * tier.reads_at_once, "a read takes more than a 16th"
+    assert [len(blocks) for blocks, _ in tier.reads] == [each] * tier.reads_at_once
     tier.open_all()
     assert (await rig.hits(*names)).num_leading == SLOTS
 

@@ -90,6 +90,26 @@ async def test_what_comes_up_meanwhile_is_leased_at_once(
     assert rig.pool.stats().num_leases == 1
 
 
+@play()
+async def test_it_looks_again_once_half_of_the_rest_is_up(
+    rig: Rig, tier: MemoryTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [f"n{nth}" for nth in range(16)]
+    await rig.demote(*names)
+    monkeypatch.setattr(MemoryTier, "read_bytes", SLOT)
+    tier.reads_at_once = 1
+    find, calls = rig.pool.lookups.find, 0
+
+    def counted(*arguments: object, **options: object) -> object:
+        nonlocal calls
+        calls += 1
+        return find(*arguments, **options)  # type: ignore[arg-type]
+
+    rig.pool.lookups.find = counted  # type: ignore[method-assign,assignment]
+    assert (await ask(rig, *names)).hits[0].num_leading == 16
+    assert tier.calls["read"] == 16 and calls <= 6, "it looked after each read"
+
+
 @pytest.mark.parametrize(
     ("failure", "prefix_only", "num_leading"), [("", True, 1), ("", False, 1), ("the disk is gone", True, 0)]
 )
