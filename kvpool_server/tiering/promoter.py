@@ -46,10 +46,10 @@ MAX_READ_BLOCKS, MAX_ARENA_SHARE = 256, 1 / 8
 MAX_PENDING, MAX_SEARCHING = 1 << 16, 256
 """Blocks of one tier that are queued, and questions which blocks it has that are under way. More are misses."""
 MIN_RETRY_MS, MAX_RETRY_MS = 1, 50
-READ_S = 0.1
+READ_S = 0.25
 """What one read may take, by the tier's rate: another prompt's first blocks wait behind it."""
-RECENT = 1 / 4
-"""Weight of the last read in the tier's rate."""
+KEPT = 3 / 4
+"""Weight of the reads before each one in the tier's rate; small ones, which take long for their bytes, count little."""
 STALE_S = 10.0
 """A prefetch that no lookup has asked for in so long is dropped: its client is gone."""
 ANSWER_VALID_S = 5.0
@@ -110,15 +110,14 @@ class Promoter:
         """When each `find` and each `read` began, and its bytes, by its first block."""
         self._work = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._seconds_a_byte = 0.0
+        self._read_s = self._read_bytes = 0.0
 
     def prefetch(
         self,
         namespace: PoolNamespace,
         group_idx: int,
         run: Sequence[tuple[bytes, bytes]],
-        behind: Sequence[bytes] = (),
-        *,
+        behind: Sequence[bytes],
         prefix_only: bool,
     ) -> int:
         """Queues the blocks that the tier has; returns how many are pending, those included that the tier may have.
@@ -186,9 +185,13 @@ class Promoter:
         """When the next answer or batch is likely to be there, by the tier's rate; the later it is, the less often."""
         now = self._clock()
         calls = [*self._reading.values(), *self._searching.values()]
-        due_s = [began_at + nbytes * self._seconds_a_byte - now for began_at, nbytes in calls]
+        due_s = [began_at + nbytes / self._bytes_per_s - now for began_at, nbytes in calls]
         wait_s = min((due if due > 0 else -due / 2 for due in due_s), default=0.0)
         return min(MAX_RETRY_MS, max(MIN_RETRY_MS, math.ceil(1000 * wait_s)))
+
+    @property
+    def _bytes_per_s(self) -> float:
+        return self._read_bytes / self._read_s if self._read_s else math.inf
 
     def _is_in_tier(self, key: BlockKey, known: bool | None, now: float) -> bool | None:
         """Whether the tier has a block, by what it knows and what it last answered; None: it has to be asked."""
@@ -238,9 +241,8 @@ class Promoter:
         queue = queues.popleft()
         request = queue[0]
         slot_bytes = request.namespace.groups[request.group_idx].spec.slot_bytes
-        in_time = READ_S / self._seconds_a_byte if self._seconds_a_byte else math.inf
         most_bytes = min(self._tier.read_bytes, MAX_ARENA_SHARE * len(self._memory))
-        batch_bytes = round(min(request.batch_bytes, most_bytes, max(FIRST_BATCH_BYTES, in_time)))
+        batch_bytes = round(min(request.batch_bytes, most_bytes, max(FIRST_BATCH_BYTES, READ_S * self._bytes_per_s)))
         request.batch_bytes = BATCH_GROWTH * batch_bytes
         most = max(1, min(MAX_READ_BLOCKS, batch_bytes // slot_bytes))
         block_hashes, request.block_hashes = request.block_hashes[:most], request.block_hashes[most:]
@@ -278,7 +280,7 @@ class Promoter:
         size = group.spec.slot_bytes
         if self._watermark is not None:
             await self._watermark.wait_for_free(group, len(run))
-        reserved, grant = await self._reserve(namespace, group, self._wanted(namespace, run))
+        reserved, grant = await self._reserve(namespace, group, run)
         if grant is None:
             return False
         statuses = zip(reserved, grant.statuses, strict=True)
@@ -290,13 +292,16 @@ class Promoter:
         began_at = self._clock()
         try:
             try:
-                if self._is_clearing(namespace.fingerprint):  # Since the slots were reserved or, in part, before.
-                    raise TierError("the blocks are being dropped")
+                keys = ((namespace.fingerprint, run.group_idx, block_hash) for block_hash in granted)
+                # Since they were queued: their removal has not reached the tier yet, which would bring them back.
+                if self._is_clearing(namespace.fingerprint) or not all(
+                    self._is_in_tier(key, True, began_at) for key in keys
+                ):
+                    raise TierError("a block is being dropped")
                 with self._health.call():
                     sums = await self._tier.read(namespace, run.group_idx, granted, into)
-                seconds_a_byte = (self._clock() - began_at) / (len(granted) * size)
-                known = self._seconds_a_byte or seconds_a_byte
-                self._seconds_a_byte = known + RECENT * (seconds_a_byte - known)
+                self._read_s = KEPT * self._read_s + self._clock() - began_at
+                self._read_bytes = KEPT * self._read_bytes + len(granted) * size
             except TierError:
                 pass  # `Health` has logged it.
             unread = [nth for nth, checksums in enumerate(sums) if checksums is None]
@@ -308,14 +313,6 @@ class Promoter:
         self._tier.counters["missed_promotions"] += len(granted) - promoted
         self.forget(namespace, run.group_idx, [granted[nth] for nth in unread])
         return promoted == len(granted) and len(reserved) == len(run)
-
-    def _wanted(self, namespace: PoolNamespace, run: BlockRun) -> BlockRun:
-        """A run up to its first block that was removed, or could not be read, while it was queued."""
-        now = self._clock()
-        keys = ((namespace.fingerprint, run.group_idx, block_hash) for block_hash in run.block_hashes)
-        wanted = [key[2] for key in itertools.takewhile(lambda key: self._is_in_tier(key, True, now), keys)]
-        self._tier.counters["dropped_promotions"] += len(run) - len(wanted)
-        return BlockRun(run.group_idx, wanted, run.parent_hash)
 
     async def _reserve(
         self, namespace: PoolNamespace, group: Group, run: BlockRun
@@ -379,7 +376,7 @@ def prefetch(
         for promoter in promoters:
             if not missing:
                 break
-            count = promoter.prefetch(found.namespace, run.group_idx, missing, behind, prefix_only=prefix_only)
+            count = promoter.prefetch(found.namespace, run.group_idx, missing, behind, prefix_only)
             pending += count
             if prefix_only:
                 missing = missing[count:]  # The first ones are pending; the next tier may hold those behind them.
