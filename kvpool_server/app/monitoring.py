@@ -38,8 +38,8 @@ from kvpool_server.tiering.tiered_pool import TieredPool
 
 PROBE_EVERY_S = 0.01
 WINDOW_S = 60.0
-MIN_PROBES = 1_000
-"""Probes before their 99th percentile says something: those of 10 s."""
+PROBED_S = 10.0
+"""Time that probes must cover before their 99th percentile says something."""
 _BUCKETS = (1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 5e-2, 1e-1, 2.5e-1, 1.0, 5.0)
 
 
@@ -167,13 +167,14 @@ class LoopLag:
         return lags[probed_at >= time.monotonic() - seconds]
 
     def last_minute(self) -> tuple[float, float, float]:
-        """The lag of the last minute, seconds: the median, the 99th percentile (0 until there are `MIN_PROBES`), and
-        the longest. Takes a fraction of a millisecond."""
+        """The lag of the last minute, seconds: the median, the 99th percentile (0 until the probes cover `PROBED_S`),
+        and the longest. Takes a fraction of a millisecond."""
         lags = self._lags(WINDOW_S)
         if not len(lags):
             return 0.0, 0.0, 0.0
         p50, p99 = np.quantile(lags, (0.5, 0.99))
-        return float(p50), float(p99) if len(lags) >= MIN_PROBES else 0.0, float(lags.max())
+        is_known = lags.sum() + len(lags) * PROBE_EVERY_S >= PROBED_S  # A late loop makes few probes.
+        return float(p50), float(p99) if is_known else 0.0, float(lags.max())
 
     async def run(self) -> None:
         """Probes until it is cancelled, as a caller of its own."""

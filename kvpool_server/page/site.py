@@ -255,10 +255,10 @@ def drawn(stats: pb.StatsResponse, unix_seconds: float) -> dict[str, Any]:
         **{name: getattr(stats, name) for name in OF_POOL},
         **{name: stats.counters.get(name, 0) for name in COUNTERS},
         **{name: sum(getattr(used, name) for used in server.usage) for name in OF_USAGE},
-        "promoted_blocks": [tier.counters.get("promoted_blocks", 0) for tier in stats.tiers],
+        "promoted_blocks": {shown(tier.name): tier.counters.get("promoted_blocks", 0) for tier in stats.tiers},
         "lookup_buckets": list(next(lookups, ())),
         "loop_lag_p50_seconds": server.loop_lag_p50_seconds,
-        "loop_lag_p99_seconds": server.loop_lag_p99_seconds,
+        "loop_lag_p99_seconds": server.loop_lag_p99_seconds or None,  # Not known yet.
     }
 
 

@@ -17,7 +17,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from kvpool_server.app import monitoring
-from kvpool_server.app.monitoring import MIN_PROBES, PROBE_EVERY_S, WINDOW_S, LoopLag
+from kvpool_server.app.monitoring import PROBE_EVERY_S, WINDOW_S, LoopLag
 from kvpool_server.cache.steps import Steps
 from kvpool_server.process.event_loop import FLOW, PASS_S, EventLoop
 from kvpool_server.rpc import turns as server_turns
@@ -204,14 +204,26 @@ def test_quantiles_of_the_last_minute(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(monitoring.time, "monotonic", lambda: now)
     lag = LoopLag(CollectorRegistry())
     assert lag.last_minute() == (0.0, 0.0, 0.0)
-    for nth in range(MIN_PROBES - 1):
-        lag._observe(0.5 if nth < 20 else 0.001, now)
-    assert lag.last_minute() == (0.001, 0.0, 0.5), "too few probes for a 99th percentile"
-    lag._observe(0.001, now)
-    assert lag.last_minute() == (0.001, 0.5, 0.5)
+    for nth in range(990):
+        lag._observe(0.001 if nth < 20 else 0.0, now)
+    assert lag.last_minute() == (0.0, 0.0, 0.001), "too few probes for a 99th percentile"
+    for _ in range(10):
+        lag._observe(0.0, now)
+    assert lag.last_minute() == (0.0, 0.001, 0.001)
     now += WINDOW_S + 1
     lag._observe(0.002, now)
     assert lag.last_minute() == (0.002, 0.0, 0.002)
     for _ in range(10_000):
         lag._observe(0.003, now)
     assert lag.last_minute() == (0.003, 0.003, 0.003)
+
+
+def test_a_loop_that_is_always_late_has_a_99th_percentile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A late loop makes fewer probes per minute than one that is not."""
+    now = 1_000.0
+    monkeypatch.setattr(monitoring.time, "monotonic", lambda: now)
+    lag = LoopLag(CollectorRegistry())
+    for _ in range(200):
+        now += 0.2 + PROBE_EVERY_S
+        lag._observe(0.2, now)
+    assert lag.last_minute() == pytest.approx((0.2, 0.2, 0.2))

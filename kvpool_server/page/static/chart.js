@@ -1,6 +1,6 @@
 // A chart: uPlot draws; a legend, a text for screen readers and a table say the same.
 
-import { element, table } from "./panels.js";
+import { element, fill, table } from "./panels.js";
 
 /* global uPlot */
 
@@ -51,10 +51,11 @@ export class Chart {
   }
 
   // data: xs; range: the ends of the horizontal axis; row: that the legend shows; marks: [x, text] of vertical lines;
-  // lines: [{label, kind, values}], of kind "main", "second", "area", or "stack": areas on top of each other.
+  // lines: [label, kind, values] each, of kind "main", "second", "area", or "stack": areas on top of each other.
   update(data) {
-    const isSame = this.#plot && this.#data.lines.map(({ label }) => label).join("\n") === data.lines.map(({ label }) => label).join("\n");
-    this.#data = data;
+    const lines = data.lines.map(([label, kind, values]) => ({ label, kind, values }));
+    const isSame = this.#plot && this.#data.lines.map(({ label }) => label).join("\n") === lines.map(({ label }) => label).join("\n");
+    this.#data = { ...data, lines };
     if (isSame) this.#plot.setData(this.#columns());
     else this.#make();
     this.#showLegend(data.row);
@@ -133,7 +134,7 @@ export class Chart {
     // The main line is drawn last, on top; the legend names it first.
     if (this.#data.lines[0].kind !== "stack") parts.reverse();
     if (isPointed || this.spec.isLog) parts.push(element("span", this.spec.x(this.#data.xs[row]), { class: "at" }));
-    this.legend.replaceChildren(...parts);
+    fill(this.legend, ...parts);
   }
 
   #describe() {
@@ -153,7 +154,7 @@ export class Chart {
     const rows = [];
     for (let row = xs.length - 1; row >= 0; row -= stride) rows.push([this.spec.x(xs[row]), ...lines.map(({ values }) => this.spec.format(values[row]))]);
     const columns = [[this.spec.isLog ? "Memory" : "Time"], ...lines.map(({ label }) => [label])];
-    this.table.replaceChildren(table(this.spec.title, columns, rows, ""));
+    fill(this.table, table(this.spec.title, columns, rows, ""));
   }
 }
 

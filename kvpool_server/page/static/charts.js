@@ -2,7 +2,7 @@
 
 import { Chart } from "./chart.js";
 import * as format from "./format.js";
-import { element, note } from "./panels.js";
+import { element, fill, note } from "./panels.js";
 import { gauge, lookupQuantile, rate, ratio } from "./samples.js";
 
 const MIN_SPAN_S = 60;
@@ -45,23 +45,22 @@ const CHARTS = [
   },
   {
     id: "sources", title: "Where hits come from", note: "blocks per second", format: format.perSecond,
-    lines: (samples, { tiers }) => {
-      const promoted = tiers.map((_, nth) => rate(samples, (sample) => sample.promoted_blocks[nth] ?? 0));
+    lines: (samples) => {
+      const tiers = [...new Set(samples.flatMap((sample) => Object.keys(sample.promoted_blocks ?? {})))]; // Earlier starts' too.
+      const promoted = tiers.map((tier) => rate(samples, (sample) => sample.promoted_blocks[tier] ?? 0));
       const memory = rateOf(samples, "lookup_hits").map((hits, row) => (hits === null ? null : Math.max(0, hits - promoted.reduce((sum, column) => sum + column[row], 0))));
-      return [["memory", "stack", memory], ...tiers.map((tier, nth) => [tier.name, "stack", promoted[nth]])];
+      return [["memory", "stack", memory], ...tiers.map((tier, nth) => [tier, "stack", promoted[nth]])];
     },
   },
   {
     id: "evictions", title: "Evictions", note: "blocks per second", format: format.perSecond,
-    lines: (samples) => [["for a quota", "second", rateOf(samples, "quota_evicted_blocks")], ["to make room", "main", rateOf(samples, "evicted_blocks")]],
+    lines: (samples) => [["for a quota", "second", rateOf(samples, "quota_evicted_blocks")], ["all", "main", rateOf(samples, "evicted_blocks")]],
   },
   {
     id: "loop-lag", title: "Event loop lag", note: "the wait of a request before the server reads it", format: format.seconds,
     lines: (samples) => [["p99", "second", gauge(samples, "loop_lag_p99_seconds")], ["p50", "main", gauge(samples, "loop_lag_p50_seconds")]],
   },
 ];
-
-const named = (lines) => lines.map(([label, kind, values]) => ({ label, kind, values }));
 
 // The charts of the last hour; of the time since the first sample, while the server is younger.
 export class HourCharts {
@@ -76,7 +75,7 @@ export class HourCharts {
     this.title.textContent = `Last ${format.duration(to - from)}`;
     const marks = restarts.map((at) => [at, "restart"]);
     const xs = samples.map(({ time }) => time);
-    for (const chart of this.charts) chart.update({ xs, range: [from, to], row: xs.length - 1, marks, lines: named(chart.spec.lines(samples, stats)) });
+    for (const chart of this.charts) chart.update({ xs, range: [from, to], row: xs.length - 1, marks, lines: chart.spec.lines(samples, stats) });
   }
 }
 
@@ -109,14 +108,14 @@ export class ValueCurve {
     this.chart.figure.hidden = !isDrawn;
     this.choices.hidden = report.curves.length < 3; // Without a choice between two tenants.
     this.why.hidden = isDrawn;
-    this.why.replaceChildren(...format.withCode(report.enabled ? EMPTY : OFF));
-    this.choice.replaceChildren(...report.curves.map((each) => element("option", nameOf(each))));
+    fill(this.why, ...format.withCode(report.enabled ? EMPTY : OFF));
+    fill(this.choice, ...report.curves.map((each) => element("option", nameOf(each))));
     if (!isDrawn) return;
     this.choice.value = nameOf(curve);
     const { estimates } = curve;
     const xs = estimates.map(({ size }) => size * report.arena_bytes);
     const tiers = report.has_tiers ? [["with tiers", "second", estimates.map((each) => each.hit_ratio_with_tiers)]] : [];
-    const lines = named([...tiers, ["in memory", "main", estimates.map((each) => each.hit_ratio)]]);
+    const lines = [...tiers, ["in memory", "main", estimates.map((each) => each.hit_ratio)]];
     const row = estimates.findIndex(({ size }) => size === PRESENT);
     this.chart.update({ xs, range: [xs[0], xs.at(-1)], row, marks: [[report.arena_bytes, "now"]], lines });
   }

@@ -46,9 +46,9 @@ export function seconds(value) {
 export function duration(value) {
   if (!isNumber(value)) return NONE;
   for (const [unit, length] of [["d", 86400], ["h", 3600], ["min", 60]]) {
-    if (value >= 2 * length) return `${Math.floor(value / length)} ${unit}`;
+    if (value >= 2 * length) return `${Math.round(value / length)} ${unit}`;
   }
-  return `${Math.floor(value)} s`;
+  return `${Math.round(value)} s`;
 }
 
 const two = (value) => String(value).padStart(2, "0");

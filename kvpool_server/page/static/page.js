@@ -4,14 +4,16 @@ import { HourCharts, ValueCurve } from "./charts.js";
 import * as format from "./format.js";
 import * as panels from "./panels.js";
 import { Samples } from "./samples.js";
-import { Source } from "./source.js";
+import { Source, storage } from "./source.js";
 
 const MINUTE_S = 60;
 const VALUE_EVERY_S = 12; // The curve is that of about the last hours.
 const THEME = "kvpool-theme";
 const THEMES = ["system", "light", "dark"];
+const UNREACHED = { TimeoutError: "it does not answer in time", TypeError: "no connection" };
 
 const byId = (id) => document.getElementById(id);
+const local = storage("localStorage");
 const samples = new Samples();
 const charts = new HourCharts(byId("charts-title"), byId("charts"));
 const valueCurve = new ValueCurve(byId("value"));
@@ -33,16 +35,16 @@ async function poll(get) {
   const before = ofBoot.findLast((sample) => sample.time <= time - MINUTE_S) ?? ofBoot[0] ?? now.sample;
   panels.show(now, before.time < time ? [before, now.sample] : [now.sample]);
   charts.update(samples.kept, samples.restarts(), now);
-  if (time - valueAt < VALUE_EVERY_S) return;
+  if (Math.abs(time - valueAt) < VALUE_EVERY_S) return; // The clock of another start may be behind.
   valueCurve.update(await get("api/v1/value"));
   valueAt = time;
 }
 
 function showAway(error) {
   awaySince ||= Date.now() / 1000;
-  if (!(error instanceof TypeError) && error.name !== "TimeoutError" && error.name !== "AbortError") console.warn(error);
-  const why = error.name === "TimeoutError" ? "it does not answer in time" : error instanceof TypeError ? "no connection" : error.message;
-  panels.showState("away", [`The server is away since ${format.clock(awaySince)} (${why}). Engines compute meanwhile. This page asks again every few seconds.`]);
+  const why = UNREACHED[error.name];
+  if (!why) console.warn(error);
+  panels.showState("away", [`The server is away since ${format.clock(awaySince)} (${why ?? error.message}). Engines compute meanwhile. This page asks again every few seconds.`]);
 }
 
 function askForToken(error) {
@@ -54,8 +56,6 @@ function askForToken(error) {
   const wrong = source.token ? "The server refused the token" : "The server shows its numbers to callers with a token";
   byId("token-why").textContent = `${wrong}: ${error.message}.${hint}`.replace("..", ".");
   panels.showState("warning", [isCertificate ? "The server wants a client certificate." : source.token ? "The token was refused." : "The server wants a token."]);
-  source.token = "";
-  source.isRefused = true;
   if (!isCertificate) byId("token").focus();
 }
 
@@ -80,11 +80,10 @@ function restyle() {
 
 byId("theme").addEventListener("click", () => {
   const next = THEMES[(THEMES.indexOf(document.documentElement.dataset.theme) + 1) % THEMES.length];
-  localStorage.setItem(THEME, next);
+  local[THEME] = next;
   setTheme(next);
 });
 
-const kept = localStorage.getItem(THEME);
-setTheme(THEMES.includes(kept) ? kept : "system");
+setTheme(THEMES.includes(local[THEME]) ? local[THEME] : "system");
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", restyle);
 source.poll();

@@ -13,6 +13,14 @@ export function element(name, text, attributes = {}) {
   return made;
 }
 
+// Gives an element these children, unless it has equal ones: to replace children ends selections, closes an open select,
+// and takes screen readers out of them.
+export function fill(at, ...children) {
+  const made = at.cloneNode();
+  made.append(...children);
+  if (!at.isEqualNode(made)) at.replaceChildren(...made.childNodes);
+}
+
 export const note = (text) => element("p", text, { class: "note" });
 
 // columns: [title, isNumber]; rows: of texts or elements. On a phone each row of "cards" is a card, so cells name their
@@ -39,7 +47,7 @@ export function table(caption, columns, rows, name = "cards") {
 // A table of items, or what is said without any. columns: [title, cell of an item, isNumber].
 function list(id, caption, items, empty, columns) {
   const rows = items.map((item) => columns.map(([, cell]) => cell(item)));
-  document.getElementById(id).replaceChildren(items.length ? table(caption, columns.map(([title, , isNumber]) => [title, isNumber]), rows) : note(empty));
+  fill(document.getElementById(id), items.length ? table(caption, columns.map(([title, , isNumber]) => [title, isNumber]), rows) : note(empty));
 }
 
 const label = (level, text) => element("span", text, { class: `label ${level}` });
@@ -54,12 +62,10 @@ function bar(share, text) {
 
 const share = (used, size) => bar(used / size, `${format.bytes(used)} of ${format.bytes(size)}`);
 
-// Changes the state line only if it says something new: screen readers read each change.
+// Screen readers read each change of the state line.
 export function showState(level, [first, ...others]) {
   const state = document.getElementById("state");
-  const said = JSON.stringify([level, first, others]);
-  if (state.dataset.said === said) return;
-  Object.assign(state.dataset, { said, level });
+  state.dataset.level = level;
   const [top, rest] = [element("p"), element("ul")];
   top.append(element("strong", LEVELS[level]), " ", ...format.withCode(first));
   for (const text of others) {
@@ -67,7 +73,7 @@ export function showState(level, [first, ...others]) {
     item.append(...format.withCode(text));
     rest.append(item);
   }
-  state.replaceChildren(top, ...(others.length ? [rest] : []));
+  fill(state, top, ...(others.length ? [rest] : []));
 }
 
 function showFindings({ findings, stats }) {
@@ -75,7 +81,7 @@ function showFindings({ findings, stats }) {
   const count = stats.tiers.length;
   const tiers = count ? ` ${count === 1 ? "Its tier works." : `Its ${count} tiers work.`}` : "";
   const idle = stats.counters.lookups ? "" : " No engine has looked anything up since the start.";
-  return showState("ok", [`The server serves, and has refused or lost nothing in the last 10 minutes.${tiers}${idle}`]);
+  return showState("ok", [`The server serves, and nothing is known to be wrong.${tiers}${idle}`]);
 }
 
 const sum = (items, name) => items.reduce((all, item) => all + item[name], 0);
@@ -99,7 +105,8 @@ function showTiles({ stats }, minute) {
     ["leases", "Leases", format.whole(stats.num_leases), `${format.whole(stats.num_tickets)} put tickets`],
     ["lag", "Longest loop lag", format.seconds(stats.server.loop_lag_max_seconds), "in the last minute"],
   ];
-  document.getElementById("tiles").replaceChildren(
+  fill(
+    document.getElementById("tiles"),
     ...tiles.map(([id, title, value, more]) => {
       const tile = element("div", undefined, { id: `tile-${id}` });
       tile.append(element("dt", title), element("dd", value), element("dd", more, { class: "note" }));
@@ -110,7 +117,7 @@ function showTiles({ stats }, minute) {
 
 function showUsage({ arena_bytes: arena, server: { usage } }, glosses) {
   const ofReports = (title, name) => [title, (used) => (hasReported(used) ? format.seconds(used[name]) : format.NONE), true];
-  list("owners", "Models and tenants: what they saved, looked up, found and hold, since the start", usage, "No engine has opened a namespace yet.", [
+  list("owners", "Models and tenants: what they saved, looked up, found and hold, since the start", usage, "No engine has looked up or stored anything yet.", [
     ["Model", ({ model }) => model || format.NONE],
     ...(usage.some(({ tenant }) => tenant) ? [["Tenant", ({ tenant }) => tenant || format.NONE]] : []),
     ...(usage.some(hasReported) ? [ofReports("Time saved", "saved_seconds"), ofReports("Time lost", "lost_seconds")] : []),
@@ -154,8 +161,9 @@ export function showCounters(stats) {
   if (!details.open) return;
   const gauges = Object.entries(stats).filter(([name, value]) => typeof value === "number" && name !== "boot_token");
   const ofTiers = stats.tiers.flatMap(({ name, counters }) => Object.entries(counters).map(([counter, value]) => [`${name} ${counter}`, value]));
-  const rows = [...gauges, ...Object.entries(stats.counters).sort(), ...ofTiers.sort()].map(([name, value]) => [element("code", name), format.whole(value)]);
-  details.lastElementChild.replaceChildren(table("All counters since the start", [["Name"], ["Value", true]], rows));
+  const ofRpcs = stats.server.rpcs.map(({ method, status, buckets }) => [`${method} ${status}`, buckets.reduce((all, count) => all + count, 0)]);
+  const rows = [...gauges, ...Object.entries(stats.counters).sort(), ...ofTiers.sort(), ...ofRpcs].map(([name, value]) => [element("code", name), format.whole(value)]);
+  fill(details.lastElementChild, table("All counters since the start", [["Name"], ["Value", true]], rows));
 }
 
 export function show(now, minute) {

@@ -17,6 +17,8 @@ export class Samples {
 
   add(samples) {
     for (const sample of samples) {
+      // The clock of another start may be behind: its samples replace those with later times.
+      if (this.kept.at(-1)?.boot !== sample.boot) this.kept = this.kept.filter(({ time }) => time < sample.time);
       const newest = this.kept.at(-1);
       if (newest && sample.time < newest.time + INTERVAL_S / 2) continue;
       if (newest && (newest.boot !== sample.boot || sample.time - newest.time > GAP_S)) this.kept.push({ time: (newest.time + sample.time) / 2 });

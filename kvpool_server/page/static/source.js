@@ -8,33 +8,44 @@ const TOKEN = "kvpool-token";
 
 class RefusedError extends Error {}
 
+// The browser's storage of this name; where site data are blocked, an object that lives as long as the page.
+export function storage(name) {
+  try {
+    return window[name];
+  } catch {
+    return {};
+  }
+}
+
+const session = storage("sessionStorage");
+
 export class Source {
   #timer = 0;
   #failures = 0;
   #isPolling = false;
   #isWanted = false; // Another poll was asked for during this one.
+  #isRefused = false; // Until there is another token: each refusal is a line in the server's audit log.
 
   // onPoll: asked for each poll, with `get`; onAway: the server does not answer; onRefused: a RefusedError.
   constructor({ onPoll, onAway, onRefused }) {
     this.onPoll = onPoll;
     this.onAway = onAway;
     this.onRefused = onRefused;
-    this.isRefused = false;
     document.addEventListener("visibilitychange", () => document.hidden || this.poll());
   }
 
   get token() {
-    return sessionStorage.getItem(TOKEN) ?? "";
+    return session[TOKEN] ?? "";
   }
 
   set token(token) {
-    if (token) sessionStorage.setItem(TOKEN, token);
-    else sessionStorage.removeItem(TOKEN);
-    this.isRefused = false;
+    if (token) session[TOKEN] = token;
+    else delete session[TOKEN];
+    this.#isRefused = false;
   }
 
   async poll() {
-    if (this.isRefused) return;
+    if (this.#isRefused) return;
     this.#isWanted = this.#isPolling;
     if (this.#isPolling) return;
     this.#isPolling = true;
@@ -48,8 +59,9 @@ export class Source {
     }
     this.#isPolling = false;
     if (failure instanceof RefusedError) {
-      this.isRefused = true; // Until there is another token: each refusal is a line in the server's audit log.
       this.onRefused(failure);
+      this.token = "";
+      this.#isRefused = true;
       return;
     }
     if (failure) {

@@ -20,8 +20,11 @@ from selenium.webdriver.support.ui import Select
 
 from kvpool.client.client import Client
 from kvpool.client.config import ClientConfig
+from kvpool.protocol.errors import UnauthenticatedError
 from kvpool.protocol.reports import Cause
+from kvpool.protocol.text import duration_text
 from kvpool.security.principal import ALL_TENANTS, Principal, Role
+from kvpool.security.tls import TlsFiles
 from kvpool.security.tokens import create_token
 from testbed.ports import free_endpoint
 from tests.conftest import StartServer
@@ -31,6 +34,7 @@ from tests.support.driven_pool import Driver
 from tests.support.hostile_names import NAMES
 from tests.support.page_client import Guarded
 from tests.support.processes import ServerProcess, run_command, wait_for
+from tests.support.values import namespace_spec
 
 MAX_TRANSFER_BYTES = 300 << 10
 WIDE, PHONE = (1_280, 900), (320, 640)
@@ -121,6 +125,26 @@ class Page:
         wait_for(lambda: self.all("#counters td"), "the table of counters")
         cells = self.all("#counters td")
         return {name: int(value.replace(",", "")) for name, value in zip(cells[::2], cells[1::2], strict=True)}
+
+    @property
+    def num_polls(self) -> int:
+        """How often the server has answered."""
+        return self.run(
+            "return performance.getEntriesByType('resource').filter(({ name }) => name.endsWith('/now')).length"
+        )
+
+    def poll_twice(self) -> None:
+        """Polls until the numbers of two more answers are shown."""
+        wanted = self.num_polls + 4  # The first may be under way, and the last may not be shown yet.
+        wait_for(lambda: self.poll() or self.num_polls >= wanted, "polls")
+
+    def watch(self, *ids: str) -> None:
+        """Notes from now on in `window.changes` which of these elements change, or what is in them."""
+        self.run(
+            "window.changes = []; for (const id of arguments) new MutationObserver(() => window.changes.push(id))"
+            ".observe(document.getElementById(id), {subtree: true, childList: true, characterData: true})",
+            *ids,
+        )
 
     def press(self, *keys: str) -> None:
         ActionChains(self.browser).send_keys(*keys).perform()
@@ -253,6 +277,14 @@ def test_a_token_is_asked_for_and_works(pool_server: StartServer, page: Page, tm
     for secret in (token, SALT, str(tmp_path), "tls.key"):
         assert secret not in shown
     assert page.run("return localStorage.length") == 0 and page.browser.get_cookies() == []
+    (tmp_path / "unknown").touch(0o600)
+    (tmp_path / "unknown").write_text(stranger)
+    config = guarded.config(tls=TlsFiles(guarded.ca), token_file=str(tmp_path / "unknown"))
+    with Client(config) as client, pytest.raises(UnauthenticatedError):
+        client.open_namespace(namespace_spec())
+    page.counters()
+    page.shows("#counters", "OpenNamespace UNAUTHENTICATED")
+    assert "refused" not in page.text("#state"), "the state says nothing of RPCs"
     page.browser.refresh()  # The tab keeps the token.
     wait_for(lambda: page.text("#about"), "numbers on the page")
 
@@ -285,30 +317,85 @@ def test_a_restart_of_the_server_is_a_gap_and_marked(pool_server: StartServer, p
 
 AS_IF_RESTARTED = """
 const before = window.fetch;
-window.numPolls = 0;
+window.numCurves = 0;
 window.fetch = async (path, options) => {
   const found = await (await before(path, options)).json();
   for (const sample of found.samples ?? [found.sample ?? {}]) {
     sample.boot = "0123456789abcdef";
-    sample.time -= 60;
+    sample.time += arguments[0];
+    sample.promoted_blocks = {"another tier": 1};
   }
-  window.numPolls += path.endsWith("now");
+  window.numCurves += path.endsWith("value");
   return Response.json(found);
 };
 """
-"""Another start of the server, on a host whose clock is a minute behind."""
+"""Another start of the server with another tier, some seconds later by the clock of its host."""
 
 
 def test_a_server_that_restarts_with_an_earlier_clock_is_not_away(page: Page, driven: ServerProcess) -> None:
     page.open_and_wait(driven)
-    page.run(AS_IF_RESTARTED)
-
-    def polled_twice() -> bool:
-        page.poll()
-        return bool(page.run("return window.numPolls >= 2"))
-
-    wait_for(polled_twice, "two polls")
+    wait_for(lambda: page.poll() or page.text("#value"), "the curve")
+    page.run(AS_IF_RESTARTED, -60)
+    page.poll_twice()
     assert page.run("return document.querySelector('#state').dataset.level") != "away"
+    assert page.run("return window.numCurves") > 0, "the curve stays that of the server before"
+
+
+def test_the_samples_of_a_server_with_an_earlier_clock_replace_later_ones(page: Page, driven: ServerProcess) -> None:
+    page.open_and_wait(driven)
+    kept = page.run(
+        "return import('/page/samples.js').then(({ Samples }) => { const samples = new Samples();"
+        "for (const [boot, ...times] of arguments) samples.add(times.map((time) => ({ boot, time })));"
+        "return samples.kept.map(({ boot, time }) => [boot ?? 'gap', time]) })",
+        ["one", 100, 110, 120, 130],
+        ["two", 112, 122],
+    )
+    assert kept == [["one", 100], ["one", 110], ["gap", 116], ["two", 122]]
+
+
+def test_each_start_of_the_server_has_its_own_tiers_in_the_chart(page: Page, driven: ServerProcess) -> None:
+    page.open_and_wait(driven)
+    with Client(ClientConfig(driven.endpoint)) as client:
+        (tier,) = client.admin.stats().tiers
+    legend = page.shows("#chart-sources .legend", tier.name)
+    assert "another tier" not in legend
+    page.run(AS_IF_RESTARTED, 60)
+    assert tier.name in page.shows("#chart-sources .legend", "another tier")
+
+
+def test_durations_are_those_of_the_commands(page: Page, driven: ServerProcess) -> None:
+    page.open_and_wait(driven)
+    lengths = [0.2, 1.7, 119.6, 179, 3_599, 2.6 * 3_600, 47.9 * 3_600, 2.8 * 86_400]
+    shown = page.run("return import('/page/format.js').then((format) => arguments[0].map(format.duration))", lengths)
+    assert shown == [duration_text(length) for length in lengths]
+
+
+WITHOUT_SITE_DATA = """
+for (const name of ["localStorage", "sessionStorage"]) {
+  Object.defineProperty(window, name, {get() { throw new DOMException("site data are blocked", "SecurityError"); }});
+}
+"""
+
+
+def test_the_page_works_where_the_browser_blocks_site_data(page: Page, driven: ServerProcess) -> None:
+    add, remove = ("Page.addScriptToEvaluateOnNewDocument", "Page.removeScriptToEvaluateOnNewDocument")
+    script = page.browser.execute_cdp_cmd(add, {"source": WITHOUT_SITE_DATA})
+    try:
+        page.open_and_wait(driven)
+        page.browser.find_element(By.ID, "theme").click()
+        assert page.text("#theme") == "Theme: light"
+    finally:
+        page.browser.execute_cdp_cmd(remove, script)
+        page.browser.refresh()
+
+
+def test_a_table_whose_numbers_stay_is_not_made_again(page: Page, driven: ServerProcess) -> None:
+    ids = ("log", "quotas", "owners", "causes")
+    page.open_and_wait(driven)
+    page.watch(*ids)
+    before = {name: page.text(f"#{name}") for name in ids}
+    page.poll_twice()
+    assert [name for name in page.run("return window.changes") if page.text(f"#{name}") == before[name]] == []
 
 
 def test_the_axis_of_time_begins_with_a_young_server(pool_server: StartServer, page: Page) -> None:
@@ -410,19 +497,16 @@ def test_a_screen_reader_finds_its_way(page: Page, driven: ServerProcess) -> Non
     assert page.run(f"return {tables}.length") == 0
     state = page.run("const state = document.querySelector('#state'); return [state.role, state.ariaLive]")
     assert state == ["status", "polite"]
-    page.run(
-        "window.changes = 0; new MutationObserver(() => { window.changes += 1 })"
-        ".observe(document.querySelector('#state'), {subtree: true, childList: true, characterData: true})"
-    )
+    page.watch("state")
     for _ in range(10):  # A loop that lags in truth (a busy machine) may change what the state says.
-        said, before = page.text("#state"), page.text("#about")
-        page.run("window.changes = 0")
-        wait_for(lambda before=before: page.poll() or page.text("#about") != before, "another poll")
+        said = page.text("#state")
+        page.run("window.changes = []")
+        page.poll_twice()
         changes = page.run("return window.changes")
         if page.text("#state") == said:
             break
     assert page.text("#state") == said, "the state changed with every poll"
-    assert changes == 0, f"what has not changed is read out again: {said}"
+    assert changes == [], f"what has not changed is read out again: {said}"
 
 
 def test_charts_are_drawn(page: Page, driven: ServerProcess) -> None:
@@ -453,11 +537,13 @@ def test_the_curve_shows_what_value_prints(page: Page, driven: ServerProcess) ->
     assert page.run(DRAWN, "value") > 10
     chooser = Select(page.browser.find_element(By.ID, "value-tenant"))
     assert [each.text for each in chooser.options] == ["all tenants", "acme", "umbrella"]
+    page.watch("value-tenant")
     for name in ("acme", "umbrella"):
         chooser.select_by_visible_text(name)
         wait_for(lambda name=name: agrees(name), f"the curve of {name}")  # type: ignore[misc]
     page.poll()
     assert page.run("return document.querySelector('#value-tenant').value") == "umbrella"
+    assert page.run("return window.changes") == [], "an open list of tenants would close"
 
 
 def test_without_estimates_the_page_says_why(pool_server: StartServer, page: Page) -> None:
@@ -496,14 +582,13 @@ def test_the_page_is_small_and_the_first_paint_takes_less_than_a_second(
 
 def test_a_hidden_page_asks_seldom(page: Page, driven: ServerProcess) -> None:
     page.open_and_wait(driven)
-    count = "return performance.getEntriesByType('resource').filter((each) => each.name.endsWith('/now')).length"
-    before = page.run(count)
-    wait_for(lambda: page.run(count) >= before + 2, "two more polls", 20)
+    before = page.num_polls
+    wait_for(lambda: page.num_polls >= before + 2, "two more polls", 20)
     page.run("Object.defineProperty(document, 'hidden', {value: true, configurable: true})")
     time.sleep(5)  # A poll whose time was set before may come.
-    before = page.run(count)
+    before = page.num_polls
     time.sleep(10)
-    assert page.run(count) <= before + 1
+    assert page.num_polls <= before + 1
     page.run("Object.defineProperty(document, 'hidden', {value: false, configurable: true})")
     page.poll()
-    wait_for(lambda: page.run(count) > before, "a poll when it is shown again", 5)
+    wait_for(lambda: page.num_polls > before, "a poll when it is shown again", 5)

@@ -236,8 +236,18 @@ def test_a_sample_has_what_the_charts_draw() -> None:
     assert (drawn["arena_bytes"], drawn["lookups"], drawn["evicted_blocks"]) == (1 << 30, 9, 0)
     assert (drawn["lookup_tokens"], drawn["hit_tokens"]) == (11, 4)
     assert (drawn["saved_seconds"], drawn["lost_seconds"]) == (1.5, 0.25)
-    assert (drawn["promoted_blocks"], drawn["lookup_buckets"]) == ([5, 0], [9, 0])
+    assert (drawn["promoted_blocks"], drawn["lookup_buckets"]) == ({"disk": 5, "far": 0}, [9, 0])
     assert drawn["loop_lag_p99_seconds"] == 0.5
+
+
+def test_a_sample_has_no_p99_of_lag_while_the_server_does_not_know_it() -> None:
+    assert json.loads(Samples().make(HEALTHY).drawn)["loop_lag_p99_seconds"] is None
+
+
+def test_samples_name_tiers_as_the_snapshot_does() -> None:
+    hostile = replaced(HEALTHY, tiers=(pb.TierStats(name=HOSTILE, up=True),))
+    document = json.loads(now_document("ok", hostile, Samples().make(hostile).drawn, None, []))
+    assert document["sample"]["promoted_blocks"].keys() == {tier["name"] for tier in document["stats"]["tiers"]}
 
 
 def test_samples_are_kept_for_an_hour_and_are_small() -> None:
