@@ -16,7 +16,7 @@ from kvpool.commands.common import AsJson, Endpoint
 from kvpool.commands.top_frame import heading, lookup_latency, loop_lag, moved_bytes
 from kvpool.doctor.judgements import judge_twice, tokens
 from kvpool.protocol.messages import fields_of
-from kvpool.protocol.reports import count, quantile
+from kvpool.protocol.reports import quantile
 from kvpool.report.finding import Finding, notes, problems
 from kvpool.report.output import bar, console, count_text, print_findings, say, seconds_text, share_text
 from kvpool.report.quotas import size_text
@@ -46,7 +46,7 @@ def stats(
     for line in _summary(snapshot):
         typer.echo(line)
     # What the snapshot has beside numbers has been printed.
-    others = ("tiers", "server", "boot_token", "engines", "quotas")
+    others = ("tiers", "server", "engines", "quotas")
     numbers = {name: each for name, each in _metrics(fields_of(snapshot)).items() if name not in others}
     _print_metrics("pool", numbers, show_all=show_all)
     _print_rpcs(snapshot.server)
@@ -62,14 +62,13 @@ def row_of(stats: pb.StatsResponse, found: Sequence[Finding]) -> dict[str, Any]:
     """A snapshot and its judgements as JSON; see docs/reference/commands.md."""
     asked, hit = tokens(stats.server)
     row = _metrics(fields_of(stats))
-    boot_token = row.pop("boot_token")
     for each, rpc in zip(row["server"]["rpcs"], stats.server.rpcs, strict=True):
         p50, p99 = _quantiles(stats.server, rpc)
         each |= {"count": sum(rpc.buckets), "p50_seconds": p50, "p99_seconds": p99}
     return {
         **row,
         "tiers": [_metrics(tier) for tier in row["tiers"]],
-        "boot": f"{boot_token:016x}",
+        "boot": f"{stats.boot_token:016x}",
         "lookup_tokens": asked,
         "hit_tokens": hit,
         "hit_ratio": hit / asked if asked else None,
@@ -99,7 +98,7 @@ def _summary(stats: pb.StatsResponse) -> Iterator[str]:
     elif blocks := counters.get("lookup_blocks", 0):
         yield f"hit ratio   {share_text(counters.get('lookup_hits', 0), blocks)} of {count_text(blocks)} blocks"
     server = stats.server
-    if lookups := count(server.rpcs, "Lookup"):
+    if lookups := counters.get("lookups", 0):
         yield f"lookups     {count_text(lookups)}: {lookup_latency(server)}"
     yield f"loop lag    {loop_lag(server)}"
     for transport, moved in moved_bytes(server).items():
@@ -109,13 +108,14 @@ def _summary(stats: pb.StatsResponse) -> Iterator[str]:
 
 def _print_metrics(title: str, metrics: dict[str, Any], *, show_all: bool) -> None:
     """A table of metrics; without `show_all` of those that are not 0, and a line that counts the others."""
-    table = Table("metric", Column("value", justify="right"), title=escape(title), title_justify="left")
+    columns = Column("metric", overflow="fold"), Column("value", justify="right")
+    table = Table(*columns, title=escape(title), title_justify="left")
     values = {name: value for name, value in metrics.items() if name != "counters"}
     for name, value in (*values.items(), *sorted(metrics["counters"].items())):
         if value or show_all:
             if not isinstance(value, str):
                 value = size_text(value) if name.endswith("_bytes") else f"{value:,}"
-            table.add_row(name, escape(value))
+            table.add_row(escape(name), escape(value))
     num_left_out = len(values) + len(metrics["counters"]) - table.row_count
     if table.row_count:
         console().print(table)

@@ -14,7 +14,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from kvpool.doctor.judgements import Window, judgements, tokens
-from kvpool.protocol.reports import client_transfers, count, rpc_quantile, since
+from kvpool.protocol.reports import rpc_quantile, since
 from kvpool.protocol.text import duration_text, printable
 from kvpool.report.finding import Level, problems
 from kvpool.report.output import MARKS, bar, count_text, rate_text, seconds_text, share_text
@@ -110,7 +110,7 @@ def heading(endpoint: str, stats: pb.StatsResponse) -> str:
 
 
 def lookup_latency(server: pb.ServerStats) -> str:
-    """Median and 99th percentile of the time that lookups took."""
+    """Median and 99th percentile of the time that lookups took, without those that waited for a tier."""
     p50, p99 = (seconds_text(rpc_quantile(server, "Lookup", share)) for share in (0.5, 0.99))
     return f"p50 {p50}, p99 {p99}"
 
@@ -122,9 +122,11 @@ def loop_lag(server: pb.ServerStats) -> str:
 
 
 def moved_bytes(server: pb.ServerStats) -> dict[str, dict[str, int]]:
-    """Bytes by transport and direction, those that clients moved themselves first."""
-    moved: dict[str, dict[str, int]] = {}
-    for each in (*client_transfers(server.transfers, server.usage), *server.transfers):
+    """Bytes that engines could load and have stored, by any transport; then those that passed through the server."""
+    usage = server.usage
+    could_load, stored = sum(each.loaded_bytes for each in usage), sum(each.stored_bytes for each in usage)
+    moved = {"engines": {"could load": could_load, "stored": stored}}
+    for each in server.transfers:
         moved.setdefault(each.transport, {})[each.direction] = each.nbytes
     return moved
 
@@ -160,15 +162,15 @@ def _hit_ratio(interval: Interval) -> str:
 
 def _server_lines(interval: Interval) -> Iterator[tuple[str, str]]:
     server = interval.server
-    lookups = count_text(interval.per_second(count(server.rpcs, "Lookup") + count(server.rpcs, "LookupWait")))
+    lookups = count_text(interval.per_second(interval.count("lookups")))
     yield "lookups", f"{lookups}/s, {lookup_latency(server)}"
     failed = sum(sum(each.buckets) for each in server.rpcs if each.status != "OK")
     if failed:
         yield "failed RPCs", f"{count_text(interval.per_second(failed))}/s"
     yield "loop lag", loop_lag(server)
     for transport, moved in moved_bytes(server).items():
-        read, written = (rate_text(interval.per_second(moved.get(way, 0))) for way in ("read", "write"))
-        yield transport, f"read {read:>10}   write {written:>10}"
+        rates = (f"{way} {rate_text(interval.per_second(nbytes)):>10}" for way, nbytes in moved.items())
+        yield transport, "   ".join(rates)
 
 
 def _usage_table(interval: Interval) -> Table | None:

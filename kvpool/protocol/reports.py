@@ -7,7 +7,6 @@ the difference of two snapshots of one run: `since`.
 from __future__ import annotations
 
 import enum
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Any
@@ -37,8 +36,6 @@ SUMS = (
 """Fields of a row that are added up, in the order of the ledger's columns."""
 MAX_SUM = (1 << 64) - 1
 """Sums stop there."""
-CLIENT_TRANSPORTS = "shm, rdma"
-"""Transports of which clients move the bytes."""
 _USED = ("lookup_tokens", "hit_tokens", "stored_bytes", "loaded_bytes")
 """Counts of a tenant and model that grow."""
 
@@ -91,24 +88,6 @@ def added_up(rows: Iterable[pb.LedgerRow], by: tuple[str, ...]) -> list[pb.Ledge
     return [sums[key] for key in sorted(sums, key=lambda key: tuple(map(str, key)))]
 
 
-def client_transfers(transfers: Iterable[pb.TransferStats], usage: Iterable[pb.UsageStats]) -> list[pb.TransferStats]:
-    """Bytes that clients moved themselves, over shared memory or RDMA: what engines used beyond what the server moved.
-
-    The server learns of whole blocks: a read is counted when an engine is told the block's place.
-
-    Returns: one for reads and one for writes, with `CLIENT_TRANSPORTS` as their transport.
-    """
-    left: Counter[str] = Counter()
-    for each in usage:
-        left.update(read=each.loaded_bytes, write=each.stored_bytes)
-    for moved in transfers:
-        left[moved.direction] -= moved.nbytes
-    return [
-        pb.TransferStats(transport=CLIENT_TRANSPORTS, direction=way, nbytes=max(0, left[way]))
-        for way in ("read", "write")
-    ]
-
-
 def quantile(bounds: Sequence[float], histograms: Iterable[Sequence[int]], share: float) -> float | None:
     """A quantile of the sum of histograms, as Prometheus estimates it: linear within a bucket.
 
@@ -130,14 +109,10 @@ def quantile(bounds: Sequence[float], histograms: Iterable[Sequence[int]], share
     return low
 
 
-def count(rpcs: Iterable[pb.RpcStats], method: str) -> int:
-    """Answers to `method`, of every status."""
-    return sum(sum(each.buckets) for each in rpcs if each.method == method)
-
-
 def rpc_quantile(server: pb.ServerStats, method: str, share: float) -> float | None:
-    """The time within which the server gave `share` of the answers to `method`, seconds; None without answers."""
-    return quantile(server.rpc_seconds_bounds, (each.buckets for each in server.rpcs if each.method == method), share)
+    """The time within which the server gave `share` of its good answers to `method`, seconds; None without any."""
+    answered = (each.buckets for each in server.rpcs if (each.method, each.status) == (method, "OK"))
+    return quantile(server.rpc_seconds_bounds, answered, share)
 
 
 def since(now: pb.ServerStats, before: pb.ServerStats) -> pb.ServerStats:

@@ -124,14 +124,14 @@ class Composition:
         self._permits = self._make_permits() if config.data_listen else None
         self.memory = ArenaMemory(config, has_tenants=self._access is not None)
         self.pool = self._make_pool()
-        usage = Usage(self.pool)
+        pairs = Pairs(has_tenants=self._access is not None)
+        usage = Usage(self.pool, pairs)
         options = [parse(text) for text in config.tier]
         tiers = self._make_tiers(options)
         await self.memory.create(self._stack)
         if self._permits is not None:
             self.data = self._start_workers(self._permits)  # They get ready meanwhile.
         adopted = self._keep_memory()
-        pairs = Pairs(has_tenants=self._access is not None)
         self._reports = EngineReports(time.monotonic, pairs)
         file = await asyncio.to_thread(LedgerFile, config.ledger, int(time.time()))
         by_pair = usage.by_model_and_tenant

@@ -6,7 +6,7 @@ To add a counter, name it here and count it in `pool.counters`; a name that is n
 from dataclasses import dataclass, field
 
 COUNTERS = {
-    "lookups": "Lookups. A lookup that is repeated while blocks are promoted from a tier counts once.",
+    "lookups": "Lookups. While a tier promotes blocks, a repeated lookup counts once, one given up not at all.",
     "lookup_blocks": "Blocks that lookups asked for.",
     "lookup_hits": "Blocks that lookups found complete. Divided by kvpool_lookup_blocks_total: the hit ratio.",
     "put_granted_blocks": "Blocks for which a put got a region to write.",
@@ -16,7 +16,7 @@ COUNTERS = {
     "located_blocks": "Blocks of which a lookup's answer told the place, so that they are read without a get.",
     "get_blocks": "Blocks that gets asked for.",
     "get_present_blocks": "Blocks that gets found present.",
-    "evicted_blocks": "Blocks evicted to make room.",
+    "evicted_blocks": "Blocks evicted, including for quotas.",
     "quota_evicted_blocks": "Blocks evicted because their tenant or namespace would have exceeded its quota.",
     "pin_granted_blocks": "Blocks of pin hints that are pinned, each time that a hint names them.",
     "pin_refused_blocks": "Blocks that a pin hint left unpinned: beyond the tenant's budget, or behind such a block.",

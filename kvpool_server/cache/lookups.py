@@ -85,7 +85,7 @@ class Lookups:
         finally:
             if pinned:
                 self._holds.unpin(pinned, is_leased=lease_id != 0)
-        asked, hit_tokens = count_tokens(groups, runs, hits)
+        asked, hit_tokens = count_tokens(namespace, runs, hits)
         # A lease that ends meanwhile lets its own list of entries go.
         return Found(
             namespace, tuple(hits), sum(map(len, runs)), entries[:], spans, asked, hit_tokens, lease_id, granted_ms
@@ -267,23 +267,28 @@ class Traffic:
             observer.put(namespace, runs)
 
 
-def count_tokens(groups: Sequence[Group], runs: Sequence[BlockRun], hits: Sequence[RunHits]) -> tuple[int, int]:
+def count_tokens(namespace: PoolNamespace, runs: Sequence[BlockRun], hits: Sequence[RunHits]) -> tuple[int, int]:
     """How many tokens a lookup asked for, and how many of them it found.
 
     The groups of a model hold the same tokens, so their runs count once: as many tokens as the longest run has, and as
     many found as every group has. Of several runs of one group the first counts: engines append single blocks to the
-    runs, to learn whether the pool has what they hold themselves.
+    runs, to learn whether the pool has what they hold themselves. All pipeline stages are asked for the same tokens:
+    the first stage counts them.
     """
+    if namespace.spec.pipeline_stage:
+        return 0, 0
     if len(runs) == 1:
-        (run,), (group,), (hit,) = runs, groups, hits
+        (run,), (hit,) = runs, hits
+        group = namespace.groups[run.group_idx]
         reach = hit.num_leading if group.needs_prefix else max(hit.num_leading, hit.complete.bit_length())
         return len(run.block_hashes) * group.block_tokens, reach * group.block_tokens
     asked, found, counted = 0, sys.maxsize, 0
-    for run, group, hit in zip(runs, groups, hits, strict=True):
-        bit = 1 << group.idx
+    for run, hit in zip(runs, hits, strict=True):
+        bit = 1 << run.group_idx
         if counted & bit:
             continue
         counted |= bit
+        group = namespace.groups[run.group_idx]
         # The blocks of a run up to the last one that a hit can end with.
         reach = hit.num_leading if group.needs_prefix else max(hit.num_leading, hit.complete.bit_length())
         if (tokens := len(run.block_hashes) * group.block_tokens) > asked:

@@ -62,8 +62,8 @@ TIER_SERVERS = (
 
 _OF_PAIRS = f"The first {MAX_PAIRS} pairs in use have labels of their own, the rest is model={OTHER}, tenant={OTHER}."
 USAGE_COUNTERS = {
-    "lookup_tokens": "Prompt tokens that lookups asked for, beyond what engines had themselves, by model and tenant. "
-    + _OF_PAIRS,
+    "lookup_tokens": "Prompt tokens that lookups asked for, beyond what engines had themselves, by model and tenant; "
+    f"without lookups given up because a tier was slow. {_OF_PAIRS}",
     "hit_tokens": "Prompt tokens that lookups found in the pool, by model and tenant. Divided by "
     "kvpool_lookup_tokens_total: the hit ratio.",
     "stored_bytes": "Bytes that engines stored in the pool, by model and tenant.",

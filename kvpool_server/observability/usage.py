@@ -13,7 +13,8 @@ Not thread-safe: the pool's event loop owns it.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from operator import attrgetter
 from typing import Any, NamedTuple, cast
 
 from kvpool.v1 import pool_pb2 as pb
@@ -56,9 +57,6 @@ class Pairs:
         self._named: dict[Pair, None] = {}
         self._num_of_tenant: Counter[str] = Counter()
 
-    def __contains__(self, pair: Pair) -> bool:
-        return pair in self._named
-
     def __iter__(self) -> Iterator[Pair]:
         return iter(self._named)
 
@@ -96,11 +94,14 @@ def label_of(text: str) -> str:
 
 
 class Usage:
-    """The usage of one pool, by model and tenant. Make it before the pool's first namespace is closed."""
+    """The usage of one pool, by model and tenant. Make it before the pool's first namespace is closed.
 
-    def __init__(self, pool: Pool):
-        self._pool = pool
-        self._pairs = Pairs(pool.arena.has_tenants)
+    Args:
+        pairs: those of all numbers of the server, so that each of them names the same pairs.
+    """
+
+    def __init__(self, pool: Pool, pairs: Pairs):
+        self._pool, self._pairs = pool, pairs
         self._ended: dict[Pair, _Sums] = {}
         """What closed namespaces have used."""
         pool.on_closed.append(self._closed)
@@ -144,11 +145,8 @@ class Usage:
         self._ended[kept] = _total([self._ended.get(kept, _NOTHING), sums])
 
 
-def _used(namespace: PoolNamespace) -> _Sums:
-    """What a namespace has used, and what it holds."""
-    is_first = namespace.spec.pipeline_stage == 0  # Each stage is asked for the same tokens.
-    tokens = (namespace.lookup_tokens, namespace.hit_tokens) if is_first else (0, 0)
-    return *tokens, namespace.stored_bytes, namespace.loaded_bytes, namespace.held_bytes, namespace.held_blocks
+_used: Callable[[PoolNamespace], _Sums] = attrgetter(*_NAMES)
+"""What a namespace has used, and what it holds."""
 
 
 def _total(found: list[_Sums]) -> _Sums:

@@ -18,7 +18,7 @@ import structlog
 
 from kvpool.protocol.types import BlockRun, RunHits
 from kvpool.v1 import pool_pb2 as pb
-from kvpool_server.cache.lookups import TrafficObserver
+from kvpool_server.cache.lookups import TrafficObserver, count_tokens
 from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.cache.pool import Pool
 from kvpool_server.cache.steps import Steps
@@ -68,7 +68,7 @@ class ValueFeed(TrafficObserver):
         cpu_clock: Callable[[], float] = time.thread_time,
     ):
         self.num_left_out, self.cpu_s = 0, 0.0
-        self.histogram = DistanceHistogram(pool.arena.arena_bytes, sample)
+        self.histogram = DistanceHistogram(pool.arena.arena_bytes, sample, has_tiers)
         self._settings: dict[str, Any] = {
             "enabled": sample > 0,
             "arena_bytes": pool.arena.arena_bytes,
@@ -153,13 +153,16 @@ class ValueFeed(TrafficObserver):
         return True
 
     def _count(self, namespace: PoolNamespace, runs: Sequence[BlockRun], hits: Sequence[RunHits] | None) -> Steps[None]:
+        groups = namespace.spec.groups
+        # Groups with windows or states store few blocks of a prompt: a miss in their runs does not end the hit.
+        counted = next((nth for nth, run in enumerate(runs) if groups[run.group_idx].needs_prefix), 0)
         for nth, run in enumerate(runs):
-            group = namespace.spec.groups[run.group_idx]
+            group = groups[run.group_idx]
             salt = namespace.fingerprint + run.group_idx.to_bytes(4, "little")
             if hits is None:
                 yield from self.histogram.put(salt, run.block_hashes, group.slot_bytes)
             else:
-                tokens = group.block_tokens if nth == 0 else 0
+                tokens = count_tokens(namespace, runs, hits) if nth == counted else (0, 0)
                 yield from self.histogram.lookup(
                     namespace.spec.tenant, salt, run.block_hashes, hits[nth].num_leading, group.slot_bytes, tokens
                 )
@@ -174,8 +177,7 @@ class ValueFeed(TrafficObserver):
         """The curve of a tenant, which is all that this tenant may see; None: of all tenants together, then of each."""
         if not self._settings["enabled"]:
             return pb.ValueResponse(**self._settings)
-        has_tiers = self._settings["has_tiers"]
-        curves = self.histogram.curves(has_tiers) if tenant is None else [self.histogram.curve_of(tenant, has_tiers)]
+        curves = self.histogram.curves() if tenant is None else [self.histogram.curve_of(tenant)]
         return pb.ValueResponse(
             seconds=self.seconds,
             left_out=self.num_left_out,

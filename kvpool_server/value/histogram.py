@@ -124,28 +124,31 @@ class DistanceHistogram:
     Args:
         arena_bytes: the present size, of which the sizes are multiples.
         max_blocks: bound of the sample.
+        has_tiers: tiers keep what the arena evicts.
         hash_of: hash of a block's name, whose bits are uniform. Clients must not be able to predict it: Python's own
             hash has a secret seed, and the pool's index has already computed it.
     """
 
-    def __init__(self, arena_bytes: int, max_blocks: int, hash_of: Callable[[bytes], int] = hash):
+    def __init__(self, arena_bytes: int, max_blocks: int, has_tiers: bool, hash_of: Callable[[bytes], int] = hash):
         self.stack = SampledStack([size * arena_bytes for size in SIZES], max_blocks)
+        self._has_tiers = has_tiers
         self._hash_of = hash_of
         self._counts: dict[str, Counts] = {}
         self._rest = _no_counts()
 
     def lookup(
-        self, tenant: str, salt: bytes, hashes: Sequence[bytes], num_hits: int, block_bytes: int, block_tokens: int
+        self, tenant: str, salt: bytes, hashes: Sequence[bytes], leading: int, block_bytes: int, tokens: tuple[int, int]
     ) -> Steps[None]:
-        """Counts a lookup of a run, of which the pool has hit the first `num_hits` blocks.
+        """Counts a lookup of a run, of which the pool has hit the first `leading` blocks.
 
         Args:
             salt: names the namespace and group of the blocks.
-            block_tokens: of each block; 0 for further groups of a lookup, which occupy memory but are the same tokens.
+            tokens: that the lookup asked for, and found; 0 for its further runs, whose blocks hold the same tokens.
         """
         stack = self.stack
         sampled = yield from self._sample(salt, hashes)
-        weight, farthest, num_found = block_tokens / stack.rate, 0, 0
+        (asked, found), farthest, num_found = tokens, 0, 0
+        weight = asked / len(hashes) / stack.rate
         hits_of = [0.0 for _ in SIZES]
         for _, block in sampled:
             segment = stack.segment_of.get(block)
@@ -156,10 +159,10 @@ class DistanceHistogram:
             num_found += 1
             if num_found % STEP_SAMPLED_BLOCKS == 0:
                 yield
-        if block_tokens:
+        if asked:
             counts = self._counts_of(tenant)
-            counts += [block_tokens * len(hashes), block_tokens * num_hits, weight * len(sampled), *hits_of]
-        num_used = num_found + sum(position < num_hits for position, _ in sampled[num_found:])
+            counts += [asked, found, weight * len(sampled), *hits_of]
+        num_used = num_found + sum(position < leading for position, _ in sampled[num_found:])
         yield from self._use(sampled[:num_used], block_bytes)
 
     def put(self, salt: bytes, hashes: Sequence[bytes], block_bytes: int) -> Steps[None]:
@@ -198,35 +201,34 @@ class DistanceHistogram:
         for counts in (*self._counts.values(), self._rest):
             counts *= keep
 
-    def curves(self, has_tiers: bool) -> list[pb.ValueCurve]:
+    def curves(self) -> list[pb.ValueCurve]:
         """The curve of all tenants together, then that of each tenant by name, then `REST` if there is any."""
         named = sorted(self._counts.items()) + ([(REST, self._rest)] if self._rest[0] else [])
         total = sum((counts for _, counts in named), _no_counts())
-        curves = [_curve(counts, has_tiers, tenant=tenant) for tenant, counts in named]
-        return [_curve(total, has_tiers, tenant="", is_total=True), *curves]
+        curves = [self._curve(counts, tenant=tenant) for tenant, counts in named]
+        return [self._curve(total, tenant="", is_total=True), *curves]
 
-    def curve_of(self, tenant: str, has_tiers: bool) -> pb.ValueCurve:
+    def curve_of(self, tenant: str) -> pb.ValueCurve:
         """The curve of one tenant; without estimates if the tenant has none of its own."""
-        return _curve(self._counts.get(tenant, _no_counts()), has_tiers, tenant=tenant)
+        return self._curve(self._counts.get(tenant, _no_counts()), tenant=tenant)
 
+    def _curve(self, counts: Counts, **names: Any) -> pb.ValueCurve:
+        """The share of looked-up tokens that LRU would hit at each of `SIZES`.
 
-def _curve(counts: Counts, has_tiers: bool, **names: Any) -> pb.ValueCurve:
-    """The share of looked-up tokens that LRU would hit at each of `SIZES`.
-
-    With tiers, a block that the pool hits now is a hit at every size: the tiers keep what the arena evicts.
-    """
-    looked_up, hit, sampled, *hits_of = counts.tolist()
-    if not looked_up:
-        return pb.ValueCurve(**names)
-    hits = itertools.accumulate(hits_of, initial=looked_up - sampled)
-    ratios = [min(max(each / looked_up, 0.0), 1.0) for each in hits][1:]
-    below = hit / looked_up if has_tiers else 0.0
-    return pb.ValueCurve(
-        lookup_tokens=looked_up,
-        hit_tokens=hit,
-        estimates=[
-            pb.ValueEstimate(size=size, hit_ratio=ratio, hit_ratio_with_tiers=max(ratio, below))
-            for size, ratio in zip(SIZES, ratios, strict=True)
-        ],
-        **names,
-    )
+        With tiers, a block that the pool hits now is a hit at every size: the tiers keep what the arena evicts.
+        """
+        looked_up, hit, sampled, *hits_of = counts.tolist()
+        if not looked_up:
+            return pb.ValueCurve(**names)
+        hits = itertools.accumulate(hits_of, initial=looked_up - sampled)
+        ratios = [min(max(each / looked_up, 0.0), 1.0) for each in hits][1:]
+        below = hit / looked_up if self._has_tiers else 0.0
+        return pb.ValueCurve(
+            lookup_tokens=looked_up,
+            hit_tokens=hit,
+            estimates=[
+                pb.ValueEstimate(size=size, hit_ratio=ratio, hit_ratio_with_tiers=max(ratio, below))
+                for size, ratio in zip(SIZES, ratios, strict=True)
+            ],
+            **names,
+        )

@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 
+from kvpool.client.client import Client
+from kvpool.client.config import ClientConfig
 from kvpool.protocol.namespace import MEASUREMENT_MODEL, GroupSpec, NamespaceSpec
+from kvpool.protocol.reports import ReportRequest
 from kvpool.protocol.types import BlockRun, ShardRange
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.cache.allocator.arena import Arena
@@ -15,8 +18,17 @@ from kvpool_server.cache.limits import Limits
 from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.cache.steps import finish
 from kvpool_server.observability.metrics import usage_families
-from kvpool_server.observability.usage import MAX_LABEL_CHARS, MAX_PAIRS, MAX_PAIRS_OF_TENANT, OTHER, Usage, label_of
+from kvpool_server.observability.usage import (
+    MAX_LABEL_CHARS,
+    MAX_PAIRS,
+    MAX_PAIRS_OF_TENANT,
+    OTHER,
+    Pairs,
+    Usage,
+    label_of,
+)
 from testbed.pool_at_once import PoolAtOnce
+from tests.conftest import StartServer
 from tests.support.clock import FakeClock
 from tests.support.values import group_spec, namespace_spec, run_of
 
@@ -34,7 +46,7 @@ class Bench:
         self.clock = FakeClock()
         arena = Arena(64 * CHUNK, CHUNK, zero=(lambda *_: None) if has_tenants else None)
         self.pool = PoolAtOnce(arena, self.clock, lambda: next(ids), Limits(**limits))
-        self.usage = Usage(self.pool)
+        self.usage = Usage(self.pool, Pairs(has_tenants))
 
     def open(self, *groups: GroupSpec, **fields: Any) -> PoolNamespace:
         return self.pool.open_namespace(namespace_spec(*(groups or (FULL,)), **fields))[0]
@@ -134,6 +146,23 @@ def test_pairs_with_most_use_are_told_apart_and_the_rest_is_other(bench: Bench) 
     usage = bench.usage.by_model_and_tenant()
     assert [each.model for each in usage] == [*(f"m{nth}" for nth in range(MAX_PAIRS + 4, 4, -1)), OTHER]
     assert usage[-1] == pb.UsageStats(tenant=OTHER, model=OTHER, lookup_tokens=sum(range(1, 6)) * TOKENS)
+
+
+def test_a_server_names_the_same_pairs_in_what_it_counts_and_in_what_engines_report(pool_server: StartServer) -> None:
+    """Models are in use in one order, and report in the other."""
+    with Client(ClientConfig(pool_server("--memory", "16MiB").endpoint)) as client:
+        namespaces = [client.open_namespace(namespace_spec(model=f"m{nth}")) for nth in range(MAX_PAIRS + 8)]
+        for namespace in namespaces:
+            client.lookup(namespace, [run_of("a")])
+        client.admin.stats()
+        for nth, namespace in reversed([*enumerate(namespaces)]):
+            report = ReportRequest(
+                reporter=bytes([nth]) * 16, sequence=1, namespaces=[namespace.fingerprint], saved_seconds=1.0
+            )
+            assert client.rpc.report(report, 5_000)
+        usage = client.admin.stats().server.usage
+    assert len(usage) == MAX_PAIRS + 1
+    assert all(each.lookup_tokens and each.saved_seconds for each in usage)
 
 
 def test_no_tenant_can_use_up_the_labels_of_others() -> None:

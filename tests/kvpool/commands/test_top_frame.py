@@ -7,7 +7,6 @@ import pytest
 from rich.console import Console
 
 from kvpool.commands.top_frame import MAX_ROWS, Interval, View, frame
-from kvpool.protocol.reports import count
 from kvpool.v1 import pool_pb2 as pb
 from tests.support.values import replaced
 
@@ -31,7 +30,10 @@ def snapshot(scale: int, boot: int = 1, uptime_s: float = 100.0) -> pb.StatsResp
         version="1",
         uptime_seconds=uptime_s,
         rpc_seconds_bounds=(0.1,),
-        rpcs=(pb.RpcStats(method="Lookup", status="OK", sum_seconds=scale * 0.01, buckets=(10 * scale, 0)),),
+        rpcs=(
+            pb.RpcStats(method="Lookup", status="OK", sum_seconds=scale * 0.01, buckets=(10 * scale, 0)),
+            pb.RpcStats(method="Lookup", status="UNAVAILABLE", sum_seconds=scale, buckets=(0, 90 * scale)),
+        ),
         transfers=(pb.TransferStats(transport="tcp", direction="read", nbytes=1_000 * scale),),
         usage=(
             pb.UsageStats(
@@ -45,7 +47,8 @@ def snapshot(scale: int, boot: int = 1, uptime_s: float = 100.0) -> pb.StatsResp
             ),
         ),
     )
-    return pb.StatsResponse(counters={"evicted_blocks": 3 * scale}, server=server, boot_token=boot)
+    counters = {"evicted_blocks": 3 * scale, "lookups": 10 * scale}
+    return pb.StatsResponse(counters=counters, server=server, boot_token=boot)
 
 
 def busy() -> Interval:
@@ -111,13 +114,15 @@ def test_models_are_broken_between_the_parts_of_their_names(width: int, shown: l
     assert "default" in lines[first] and max(map(len, lines)) <= width
 
 
-def test_what_a_server_moves_itself_is_not_shared_memory() -> None:
+def test_bytes_that_engines_could_load_are_no_difference_to_what_a_server_moves() -> None:
+    """A rank may read bytes that another rank reads, and an engine may decline what it was told the place of."""
     before, now = snapshot(1), snapshot(1)
-    usage = pb.UsageStats(tenant="t", model="m", loaded_bytes=5_000_005)
-    moved = replaced(before.server, usage=(usage,))
+    usage = pb.UsageStats(tenant="t", model="m", loaded_bytes=1_000_005, stored_bytes=7)
+    read = pb.TransferStats(transport="tcp", direction="read", nbytes=8_001_000)
+    moved = replaced(now.server, usage=(usage,), transfers=(read,))
     lines = drawn(View("h:1", Interval.of(before, replaced(now, server=moved), 1.0)))
-    assert "read     5 MB/s" in line(lines, "shm, rdma")
-    assert "read      0 B/s" in line(lines, "tcp")
+    assert line(lines, "engines").split() == ["engines", "could", "load", "1", "MB/s", "stored", "0", "B/s"]
+    assert "read     8 MB/s" in line(lines, "tcp")
 
 
 def test_a_server_that_is_away_keeps_its_last_numbers() -> None:
@@ -136,7 +141,7 @@ def test_after_a_restart_which_is_said_the_rates_are_those_since_the_start() -> 
     assert interval.restarted and interval.seconds == 0.5
     assert "the server has restarted: counts are those since its start" in drawn(View("h:1", interval))
     assert interval.count("evicted_blocks") == 3
-    assert count(interval.server.rpcs, "Lookup") == 10
+    assert interval.count("lookups") == 10 == sum(interval.server.rpcs[0].buckets)
     assert interval.server.transfers[0].nbytes == 1_000
     assert interval.server.usage[0].lookup_tokens == 100
 

@@ -9,10 +9,10 @@ from kvpool.client.config import ClientConfig
 from kvpool_server.cache.steps import Steps
 from kvpool_server.value.feed import CPU_SHARE, FADE_EVERY_S, HALF_LIFE_S, MAX_QUEUED_BLOCKS, MAX_SAVED_S, ValueFeed
 from tests.conftest import StartServer
-from tests.support.bare_pool import make_pool, put
+from tests.support.bare_pool import SLOT_BYTES, make_pool, put
 from tests.support.clock import FakeClock
 from tests.support.processes import wait_for
-from tests.support.values import namespace_spec, payload, run_of
+from tests.support.values import group_spec, namespace_spec, payload, run_of
 
 BLOCK_TOKENS = 16
 
@@ -48,7 +48,7 @@ class Bench:
 
     @property
     def lookup_tokens(self) -> float:
-        return self.histogram.curves(has_tiers=False)[0].lookup_tokens
+        return self.histogram.curves()[0].lookup_tokens
 
 
 def test_calls_only_queue_and_turns_keep_to_their_share() -> None:
@@ -69,10 +69,30 @@ def test_the_curve_of_lru_at_the_present_size_is_what_an_lru_pool_counted() -> N
         hits += bench.look(nth * nth % 1_021 % 700)
         bench.clock.advance(0.02)
         bench.feed.turn()
-    curve = bench.histogram.curves(has_tiers=False)[0]
+    curve = bench.histogram.curves()[0]
     assert curve.hit_tokens == pytest.approx(hits * BLOCK_TOKENS, rel=0.01)
     assert 0.1 < curve.hit_tokens / curve.lookup_tokens < 0.9
     assert curve.estimates[2].hit_ratio == pytest.approx(curve.hit_tokens / curve.lookup_tokens, abs=0.005)
+
+
+def test_a_token_counts_once_and_is_hit_where_the_namespace_counts_a_hit() -> None:
+    """The first group has a sliding window, of which engines store the end, and a second pipeline stage asks, too."""
+    bench = Bench(step_s=1e-7)
+    window = group_spec(chunk_bytes=SLOT_BYTES, kind="sliding_window", window_tokens=2 * BLOCK_TOKENS)
+    groups, names = (window, group_spec(chunk_bytes=SLOT_BYTES)), range(8)
+    stages = [
+        bench.pool.open_namespace(namespace_spec(*groups, num_pipeline_stages=2, pipeline_stage=stage))[0]
+        for stage in (0, 1)
+    ]
+    for namespace in stages:
+        put(bench.pool, namespace.fingerprint, run_of(*names[-2:]))
+        put(bench.pool, namespace.fingerprint, run_of(*names, group_idx=1))
+        runs = [run_of(*names, "new", "newer", group_idx=idx) for idx in (0, 1)]
+        bench.pool.lookup(namespace.fingerprint, runs, prefix_only=False, lease_ttl_ms=1_000)
+    bench.run(1.0)
+    curve = bench.histogram.curves()[0]
+    assert (curve.lookup_tokens, curve.hit_tokens) == (stages[0].lookup_tokens, stages[0].hit_tokens) == (160, 128)
+    assert [each.hit_ratio for each in curve.estimates] == pytest.approx([0.8] * 6)
 
 
 def test_what_finds_the_queue_full_is_left_out() -> None:

@@ -86,11 +86,11 @@ def play(histogram: DistanceHistogram, call: Call, tenant: str = "") -> None:
         finish(histogram.put(SALT, hashes, call.block_bytes))
         return
     num_hits = min(call.num_hits, len(hashes))
-    finish(histogram.lookup(tenant, SALT, hashes, num_hits, call.block_bytes, block_tokens=16))
+    finish(histogram.lookup(tenant, SALT, hashes, num_hits, call.block_bytes, (16 * len(hashes), 16 * num_hits)))
 
 
 def ratios(histogram: DistanceHistogram) -> list[float]:
-    return [each.hit_ratio for each in histogram.curves(has_tiers=False)[0].estimates]
+    return [each.hit_ratio for each in histogram.curves()[0].estimates]
 
 
 PARENT_OLDER_THAN_CHILD = [Call((0, 1), 3), Call((2,), 25), Call((0, 1), 3, first=1), Call((0, 1), 3, num_hits=0)]
@@ -100,19 +100,19 @@ PARENT_OLDER_THAN_CHILD = [Call((0, 1), 3), Call((2,), 25), Call((0, 1), 3, firs
 @example(calls=PARENT_OLDER_THAN_CHILD)
 @settings(max_examples=effort(150), deadline=None)
 def test_without_sampling_each_size_hits_as_an_lru_cache_of_it(calls: Sequence[Call]) -> None:
-    histogram, caches = DistanceHistogram(ARENA_BYTES, EVERYTHING), LruCaches()
+    histogram, caches = DistanceHistogram(ARENA_BYTES, EVERYTHING, has_tiers=False), LruCaches()
     for call in calls:
         play(histogram, call)
         caches.play(call)
     if caches.references:
         assert ratios(histogram) == pytest.approx(caches.ratios)
-        assert histogram.curves(has_tiers=False)[0].lookup_tokens == 16 * caches.references
+        assert histogram.curves()[0].lookup_tokens == 16 * caches.references
 
 
 @given(calls=CALLS, max_blocks=st.integers(1, 12), seed=st.integers(0, 1_000))
 @settings(max_examples=effort(150), deadline=None)
 def test_the_sample_is_bounded_and_has_sampled_blocks_alone(calls: Sequence[Call], max_blocks: int, seed: int) -> None:
-    histogram = DistanceHistogram(ARENA_BYTES, max_blocks, lambda name: xxhash.xxh3_64_intdigest(name, seed))
+    histogram = DistanceHistogram(ARENA_BYTES, max_blocks, False, lambda name: xxhash.xxh3_64_intdigest(name, seed))
     stack = histogram.stack
     for call in calls:
         play(histogram, call)
@@ -135,9 +135,9 @@ def zipf_prompts() -> list[list[bytes]]:
 
 def zipf_ratios(max_blocks: int, seed: int = 0) -> tuple[list[float], float]:
     """Hit ratios by size around a pool of 4,000 blocks, and the sample's rate."""
-    histogram = DistanceHistogram(4_000, max_blocks, lambda name: xxhash.xxh3_64_intdigest(name, seed))
+    histogram = DistanceHistogram(4_000, max_blocks, False, lambda name: xxhash.xxh3_64_intdigest(name, seed))
     for hashes in zipf_prompts():
-        finish(histogram.lookup("", SALT, hashes, 0, block_bytes=1, block_tokens=16))
+        finish(histogram.lookup("", SALT, hashes, 0, 1, (16 * len(hashes), 0)))
         finish(histogram.put(SALT, hashes, block_bytes=1))
     return ratios(histogram), histogram.stack.rate
 
@@ -162,61 +162,61 @@ def test_a_sample_is_close_to_the_exact_curve(
 
 
 def test_namespaces_do_not_share_blocks() -> None:
-    histogram = DistanceHistogram(ARENA_BYTES, EVERYTHING)
+    histogram = DistanceHistogram(ARENA_BYTES, EVERYTHING, has_tiers=False)
     hashes = [block_hash("a")]
     finish(histogram.put(b"one", hashes, 1))
-    finish(histogram.lookup("", b"other", hashes, 0, 1, 16))
+    finish(histogram.lookup("", b"other", hashes, 0, 1, (16, 0)))
     assert ratios(histogram) == [0] * len(SIZES)
-    finish(histogram.lookup("", b"one", hashes, 0, 1, 16))
+    finish(histogram.lookup("", b"one", hashes, 0, 1, (16, 0)))
     assert ratios(histogram) == [0.5] * len(SIZES)
 
 
 def test_tenants_have_curves_of_their_own_and_those_beyond_the_bound_share_one() -> None:
-    histogram = DistanceHistogram(ARENA_BYTES, EVERYTHING)
+    histogram = DistanceHistogram(ARENA_BYTES, EVERYTHING, has_tiers=False)
     for nth in range(MAX_TENANTS + 2):
         play(histogram, Call((nth,), 1, num_hits=1), f"tenant {nth:02}")
-    total, *curves = histogram.curves(has_tiers=False)
+    total, *curves = histogram.curves()
     assert total.is_total and total.lookup_tokens == 16 * (MAX_TENANTS + 2)
     assert {curve.tenant: curve.lookup_tokens for curve in curves}[REST] == 32
     assert len(curves) == MAX_TENANTS + 1
-    assert histogram.curve_of("tenant 00", has_tiers=False).lookup_tokens == 16
+    assert histogram.curve_of("tenant 00").lookup_tokens == 16
     for unseen in (f"tenant {MAX_TENANTS}", REST):  # A tenant of that name does not see the shared curve.
-        assert not histogram.curve_of(unseen, has_tiers=False).lookup_tokens
+        assert not histogram.curve_of(unseen).lookup_tokens
 
 
 def test_with_tiers_a_hit_of_the_pool_is_a_hit_at_every_size() -> None:
-    histogram = DistanceHistogram(ARENA_BYTES, EVERYTHING)
+    histogram = DistanceHistogram(ARENA_BYTES, EVERYTHING, has_tiers=True)
     play(histogram, Call((1,), ARENA_BYTES, num_hits=1))  # It came from a tier.
     play(histogram, Call((1,), ARENA_BYTES, num_hits=1))
-    (curve,) = histogram.curves(has_tiers=True)[1:]
+    (curve,) = histogram.curves()[1:]
     assert [each.hit_ratio for each in curve.estimates] == [0, 0, 0.5, 0.5, 0.5, 0.5]
     assert {each.hit_ratio_with_tiers for each in curve.estimates} == {curve.hit_tokens / curve.lookup_tokens} == {1.0}
 
 
 def test_further_groups_of_a_lookup_take_memory_and_count_no_tokens() -> None:
-    histogram = DistanceHistogram(ARENA_BYTES, EVERYTHING)
+    histogram = DistanceHistogram(ARENA_BYTES, EVERYTHING, has_tiers=False)
     for name in ("a", "b", "a"):
-        finish(histogram.lookup("", SALT, [block_hash(name)], 1, 1, block_tokens=16))
-        finish(histogram.lookup("", b"second group", [block_hash(name)], 1, ARENA_BYTES, block_tokens=0))
-    curve = histogram.curves(has_tiers=False)[0]
+        finish(histogram.lookup("", SALT, [block_hash(name)], 1, 1, (16, 16)))
+        finish(histogram.lookup("", b"second group", [block_hash(name)], 1, ARENA_BYTES, (0, 0)))
+    curve = histogram.curves()[0]
     assert curve.lookup_tokens == 48
     assert [each.hit_ratio for each in curve.estimates] == pytest.approx([0, 0, 0, 0, 1 / 3, 1 / 3])
 
 
 def test_older_lookups_count_less() -> None:
-    histogram = DistanceHistogram(ARENA_BYTES, EVERYTHING)
+    histogram = DistanceHistogram(ARENA_BYTES, EVERYTHING, has_tiers=False)
     play(histogram, Call((1,), 1, num_hits=1))
     histogram.fade(0.25)
     play(histogram, Call((1,), 1, num_hits=0))
-    curve = histogram.curves(has_tiers=False)[0]
+    curve = histogram.curves()[0]
     assert (curve.lookup_tokens, curve.hit_tokens) == (20, 4)
     assert ratios(histogram) == pytest.approx([0.8] * len(SIZES))
 
 
 def test_a_long_prompt_is_counted_in_short_steps() -> None:
-    histogram = DistanceHistogram(ARENA_BYTES, EVERYTHING)
+    histogram = DistanceHistogram(ARENA_BYTES, EVERYTHING, has_tiers=False)
     hashes = [block_hash(nth) for nth in range(2 * LOOKUP_STEP_BLOCKS)]
     num_steps = sum(1 for _ in histogram.put(SALT, hashes, block_bytes=0))
     assert num_steps == 2 * LOOKUP_STEP_BLOCKS // STEP_SAMPLED_BLOCKS
-    num_steps = sum(1 for _ in histogram.lookup("", SALT, hashes, 0, 0, 16))
+    num_steps = sum(1 for _ in histogram.lookup("", SALT, hashes, 0, 0, (16 * len(hashes), 0)))
     assert num_steps == 2 * 2 * LOOKUP_STEP_BLOCKS // STEP_SAMPLED_BLOCKS

@@ -18,10 +18,6 @@ def _arena() -> Arena:
     return Arena(400, extent_bytes=100)
 
 
-def test_slots_lie_side_by_side_in_ascending_order() -> None:
-    assert _arena().allocate(30, 3) == [0, 30, 60]
-
-
 def test_more_than_there_is_changes_nothing() -> None:
     arena = _arena()
     assert arena.allocate(30, 2) == [0, 30]
@@ -30,26 +26,6 @@ def test_more_than_there_is_changes_nothing() -> None:
     assert arena.allocate(50, 7) is None
     assert (arena.available(30), arena.available(50), arena.used_bytes, arena.sizes()) == before
     assert len(arena.allocate(30, 10) or ()) == 10
-
-
-def test_available_counts_open_extents_and_unused_ones() -> None:
-    arena = _arena()
-    assert arena.available(30) == 12
-    arena.allocate(30, 2)
-    assert (arena.available(30), arena.available(50)) == (10, 6)
-    assert arena.available(101) == 0
-
-
-def test_an_extent_whose_last_slot_is_freed_is_open_to_every_size() -> None:
-    arena = Arena(100, extent_bytes=100)
-    offsets = arena.allocate(25, 4)
-    assert offsets is not None and arena.available(100) == 0
-    for offset in offsets[:3]:
-        arena.free(offset)
-    assert arena.available(100) == 0 and arena.sizes() == [25]
-    arena.free(offsets[3])
-    assert arena.sizes() == []
-    assert arena.allocate(100, 1) == [0]
 
 
 def test_owner_finds_the_entry_by_any_offset_in_its_slot() -> None:

@@ -80,14 +80,6 @@ def test_a_size_nobody_uses_any_more_gives_way_entirely() -> None:
     assert sizes.of(200).present(*living) == living[-4 * EXTENT // 200 :]
 
 
-def test_the_dead_size_gives_way_before_the_living_one_evicts_its_own() -> None:
-    sizes = Sizes(4)
-    sizes.of(100).fill_extents(2)
-    living = sizes.of(200).fill_extents(2)
-    sizes.of(200).store()
-    assert sizes.of(200).present(*living) == living
-
-
 def test_more_sizes_than_extents_take_turns() -> None:
     sizes = Sizes(2)
     for size in (100, 125, 200, 250, 100, 500):
