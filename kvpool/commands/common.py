@@ -24,6 +24,8 @@ from kvpool.v1 import pool_pb2 as pb
 
 TIMEOUT_MS = 5_000
 """Deadline of each call of a command."""
+SLOW_TIMEOUT_MS = 20_000
+"""Deadline of calls that wait for tiers, or send the block names of a long prompt."""
 
 Endpoint = Annotated[str, typer.Option(envvar="KVPOOL_ENDPOINT", help="HOST:PORT or unix:PATH of the server.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]

@@ -49,9 +49,7 @@ def drain(
             progress = _wait(client, progress)
     seconds = time.monotonic() - started
     if as_json:
-        found = fields_of(progress) | {"endpoint": endpoint, "stopped": wait, "seconds": round(seconds, 3)}
-        del found["boot_token"]
-        common.print_json(found)
+        common.print_json(fields_of(progress) | {"endpoint": endpoint, "stopped": wait, "seconds": round(seconds, 3)})
     elif wait:
         typer.echo(f"kvpool-server at {endpoint} has drained and stopped within {seconds:.1f} s")
         if progress.num_leases or progress.num_tickets or progress.num_queued_blocks:

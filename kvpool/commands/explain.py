@@ -23,8 +23,6 @@ from kvpool.protocol.types import MAX_RANGES
 from kvpool.report.output import console, say
 from kvpool.v1 import pool_pb2 as pb
 
-TIMEOUT_MS = 20_000
-"""The server may ask tiers."""
 MAX_SENTENCES = 12
 """About ranges; the table has all of them."""
 
@@ -60,7 +58,7 @@ def explain(
     """
     with common.client_of(endpoint) as client:
         named = NamedPrompt.read(client, prompt, namespace, tokenizer, cache_salt, hash_seed, name_key_file)
-        found = client.admin.explain(named.info.fingerprint, named.runs, timeout_ms=TIMEOUT_MS)
+        found = client.admin.explain(named.info.fingerprint, named.runs, timeout_ms=common.SLOW_TIMEOUT_MS)
         report = PromptReport(named.spec, named.num_tokens, found)
         if report.is_unknown:
             listed = {each.fingerprint: each for each in client.admin.namespaces()}

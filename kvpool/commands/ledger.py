@@ -90,9 +90,8 @@ def moment(text: str, now: float) -> int:
 def _values(row: pb.LedgerRow, fields: Sequence[str]) -> dict[str, Any]:
     """A row's fields, the hour as ISO 8601; without those that it is added up over."""
     known = fields_of(row)
-    values = {name: known[name] for name in (*_FIELDS, *SUMS, "computed_tokens")}
-    values["hour"] = dt.datetime.fromtimestamp(row.hour, dt.UTC).strftime("%Y-%m-%dT%H:%MZ")
-    return {name: value for name, value in values.items() if name in fields or name not in _FIELDS}
+    known["hour"] = dt.datetime.fromtimestamp(row.hour, dt.UTC).strftime("%Y-%m-%dT%H:%MZ")
+    return {name: known[name] for name in (*fields, *SUMS, "computed_tokens")}
 
 
 def _print_csv(rows: Sequence[pb.LedgerRow], fields: Sequence[str]) -> None:

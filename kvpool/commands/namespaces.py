@@ -26,8 +26,6 @@ from kvpool.report.output import console, say, share_text
 from kvpool.report.quotas import beyond_memory, covers, parse_quota, size_text
 from kvpool.v1 import pool_pb2 as pb
 
-CLEAR_TIMEOUT_MS = 20_000
-"""`kvpool clear` waits for tiers, too."""
 _WHAT_COUNTS = (
     "Used is the memory that is taken: it includes blocks that are being written, and where callers are authenticated "
     "the whole extents that a tenant's blocks lie in. `kvpool namespaces` counts stored blocks alone, and shows less."
@@ -133,7 +131,7 @@ def clear(
     with common.client_of(endpoint) as client:
         fingerprint = b"" if namespace is None else _fingerprint(client, namespace)
         whose = "all namespaces" if namespace is None else f"namespace {fingerprint.hex()[:12]}"
-        num_dropped = client.admin.clear(fingerprint, timeout_ms=CLEAR_TIMEOUT_MS)
+        num_dropped = client.admin.clear(fingerprint, timeout_ms=common.SLOW_TIMEOUT_MS)
     typer.echo(f"dropped {num_dropped:,} blocks of {whose} at {endpoint}")
 
 
@@ -160,9 +158,6 @@ def quota(
 ) -> None:
     """Set and list quotas: how much of the arena tenants or namespaces may hold. They last as long as its memory."""
     wanted = [parse_quota(text) for text in quotas or ()]
-    for text, asked in zip(quotas or (), wanted, strict=True):
-        if asked.limit_bytes and text.strip()[-1].isdigit():  # Most who forget the unit would evict nearly all.
-            raise InvalidRequestError(f"quota {text!r} has no unit; give {text}GiB, or {text}B if you mean bytes")
     with common.client_of(endpoint) as client:
         found = client.admin.set_quotas(wanted) if wanted else client.admin.quotas()
         warning = _beyond_memory(client, found)

@@ -30,6 +30,7 @@ from kvpool.report.bandwidth import (
     shards_of_rank,
     usual_block,
 )
+from kvpool.report.output import seconds_text
 from kvpool.report.quotas import size_text
 from kvpool.security.principal import Role
 
@@ -144,8 +145,8 @@ def text_of(measured: Bandwidth, cost: HitCost | None, prefill: float | None) ->
     sizes = (measured.region_bytes, measured.put_round_bytes, measured.get_round_bytes)
     region, put, get = map(size_text, sizes)
     lines = [
-        f"round trip  {_ms(measured.round_trip_ms)}",
-        f"one block   {_ms(measured.one_block_ms)} to look up and load {region}",
+        f"round trip  {seconds_text(measured.round_trip_ms / 1e3)}",
+        f"one block   {seconds_text(measured.one_block_ms / 1e3)} to look up and load {region}",
         f"put         {_rates_text(measured.put_gb_per_s)}, {measured.rounds} rounds of {put}",
         f"get         {_rates_text(measured.get_gb_per_s)}, {measured.rounds} rounds of {get}",
     ]
@@ -159,13 +160,13 @@ def text_of(measured: Bandwidth, cost: HitCost | None, prefill: float | None) ->
         lines.append(f"The pool evicted {measured.evicted_blocks:,} blocks meanwhile, for this or for engines.")
     if cost is not None:
         hit = f"A hit of {HIT_TOKENS:,} tokens of {cost.fingerprint.hex()[:12]}"
-        lines.append(f"{hit} loads {size_text(cost.nbytes)} a rank in {_ms(cost.load_s * 1e3)}.")
+        lines.append(f"{hit} loads {size_text(cost.nbytes)} a rank in {seconds_text(cost.load_s)}.")
         lines.append(f"It pays where prefill is slower than {cost.break_even:,.0f} tokens/s.")
         if prefill is not None:
             compute_s = HIT_TOKENS / prefill
             verb = "saves" if compute_s > cost.load_s else "loses"
-            difference = _ms(abs(compute_s - cost.load_s) * 1e3)
-            computing = f"At {prefill:,.0f} tokens/s computing takes {_ms(compute_s * 1e3)}"
+            difference = seconds_text(abs(compute_s - cost.load_s))
+            computing = f"At {prefill:,.0f} tokens/s computing takes {seconds_text(compute_s)}"
             lines.append(f"{computing}: the hit {verb} {difference}.")
     return "\n".join(lines)
 
@@ -174,18 +175,12 @@ def _rates_text(rates: Rates) -> str:
     return f"{rates.median:.3g} GB/s ({rates.lowest:.3g} to {rates.highest:.3g})"
 
 
-def _ms(milliseconds: float) -> str:
-    return f"{milliseconds:,.3g} ms"
-
-
 def whoami(endpoint: Endpoint = DEFAULT_ENDPOINT, as_json: AsJson = False) -> None:
     """Show who the server takes you for, what you may call, and when your certificate or token ends."""
     with common.client_of(endpoint) as client:
         found = client.admin.whoami()
     if as_json:
-        row = fields_of(found)
-        del row["boot_token"]
-        common.print_json(row)
+        common.print_json(fields_of(found))
         return
     typer.echo(found.principal or f"{endpoint} does not authenticate callers")
     if found.ends_at:

@@ -20,7 +20,7 @@ import typer
 from kvpool.client.client import Client
 from kvpool.client.config import DEFAULT_ENDPOINT
 from kvpool.commands import common
-from kvpool.commands.common import AsJson, Endpoint, find_namespaces
+from kvpool.commands.common import SLOW_TIMEOUT_MS, AsJson, Endpoint, find_namespaces
 from kvpool.commands.option_bounds import within
 from kvpool.protocol.errors import ConfigError, InvalidRequestError
 from kvpool.protocol.hashing import ALGORITHM, DEFAULT_SEED, block_hashes
@@ -33,8 +33,6 @@ from kvpool.report.quotas import size_text
 from kvpool.security.name_key import NameKey, check_key
 from kvpool.v1 import pool_pb2 as pb
 
-TIMEOUT_MS = 20_000
-"""A long prompt's names are computed and sent at once."""
 LOOK_EVERY_S = 0.25
 DAY_S = 86_400
 SEND_IT = "Send the prompt to an engine once and repeat the command, or ask `kvpool explain` what is missing."
@@ -86,9 +84,7 @@ def pin(
     """
     with common.client_of(endpoint) as client:
         named = NamedPrompt.read(client, prompt, namespace, tokenizer, cache_salt, hash_seed, name_key_file)
-        result = client.admin.hint(
-            named.info.fingerprint, named.runs, HintKind.PIN, pin_seconds=0 if end else seconds, timeout_ms=TIMEOUT_MS
-        )
+        result = named.hint(client, HintKind.PIN, 0 if end else seconds)
         budgets = [each for each in client.admin.pin_budgets() if each.tenant == named.spec.tenant]
     if as_json:
         _print_json(result)
@@ -125,7 +121,7 @@ def expire(
     """
     with common.client_of(endpoint) as client:
         named = NamedPrompt.read(client, prompt, namespace, tokenizer, cache_salt, hash_seed, name_key_file)
-        result = client.admin.hint(named.info.fingerprint, named.runs, HintKind.EXPIRE, timeout_ms=TIMEOUT_MS)
+        result = named.hint(client, HintKind.EXPIRE)
     if as_json:
         _print_json(result)
         return
@@ -153,7 +149,7 @@ def prefetch(
         named = NamedPrompt.read(client, prompt, namespace, tokenizer, cache_salt, hash_seed, name_key_file)
         ends_at = time.monotonic() + wait
         while True:
-            result = client.admin.hint(named.info.fingerprint, named.runs, HintKind.PREFETCH, timeout_ms=TIMEOUT_MS)
+            result = named.hint(client, HintKind.PREFETCH)
             if not result.num_pending or time.monotonic() >= ends_at:
                 break
             time.sleep(LOOK_EVERY_S)
@@ -213,6 +209,10 @@ class NamedPrompt:
                 f"the prompt has {len(tokens):,} tokens, less than a block of {smallest:,}: nothing of it is stored"
             )
         return cls(info, spec, len(tokens), runs)
+
+    def hint(self, client: Client, kind: HintKind, pin_s: int = 0) -> pb.HintResponse:
+        """Gives the server a hint about the prompt's blocks."""
+        return client.admin.hint(self.info.fingerprint, self.runs, kind, pin_seconds=pin_s, timeout_ms=SLOW_TIMEOUT_MS)
 
 
 def read_tokens(path: str, tokenizer: str) -> list[int]:

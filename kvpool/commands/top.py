@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import select
@@ -12,6 +11,7 @@ import time
 import tty
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from typing import Annotated
 
@@ -47,8 +47,7 @@ def top(
     ] = False,
 ) -> None:
     """Show what the pool does now: hits, rates, latencies, memory, tiers, and who uses it. The key q ends it."""
-    watch = Watch(endpoint, lambda: common.client_of(endpoint))
-    try:
+    with suppress(KeyboardInterrupt), closing(Watch(endpoint, lambda: common.client_of(endpoint))) as watch:
         if once:
             watch.look()
             time.sleep(interval)
@@ -60,18 +59,17 @@ def top(
             raise InvalidRequestError("kvpool top draws on a terminal; give --once to print one frame")
         else:
             _show(watch, console(), interval)
-    except KeyboardInterrupt:
-        pass
-    finally:
-        watch.close()
 
 
 class Watch:
-    """Asks one server again and again. A server that is away is asked with a new connection, which may fail."""
+    """Asks one server again and again. A server that is away is asked with a new connection, which may fail.
+
+    Raises ConfigError if no connection can be made with the command's options.
+    """
 
     def __init__(self, endpoint: str, connect: Callable[[], Client]):
         self._connect = connect
-        self._client: Client | None = None
+        self._client: Client | None = connect()
         self._last: tuple[pb.StatsResponse, float] | None = None
         self._earlier: deque[tuple[pb.StatsResponse, float]] = deque()
         """Snapshots of one run of the server, `EARLIER_EVERY_S` apart, the oldest about `RECENT_S` old."""
@@ -121,7 +119,7 @@ def _show(watch: Watch, console: Console, interval_s: float) -> None:
             live.update(frame(watch.look()), refresh=True)
 
 
-@contextlib.contextmanager
+@contextmanager
 def _single_keys() -> Iterator[None]:
     """Has keys arrive when they are pressed, without an echo, where standard input is a terminal."""
     if not sys.stdin.isatty():

@@ -103,6 +103,4 @@ def _as_json(report: pb.ValueResponse, curves: list[pb.ValueCurve], prefill: flo
             each["saved_tokens_per_day"] = saved
             each["saved_gpu_seconds_per_day"] = None if prefill is None else saved / prefill
         rows.append(row)
-    whole = fields_of(report) | {"curves": rows}
-    del whole["boot_token"]
-    return whole
+    return fields_of(report) | {"curves": rows}

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from kvpool.protocol.text import duration_text, escaped
-from kvpool.report.finding import Finding, error, info, notes, ok, warning
+from kvpool.report.finding import Finding, error, info, ok, warning
 from kvpool.report.quotas import size_text
 from kvpool.v1 import pool_pb2 as pb
 
@@ -132,10 +132,9 @@ def judgements(stats: pb.StatsResponse, window: Window | None = None) -> list[Fi
 
 
 def judge_twice(snapshot: Callable[[], pb.StatsResponse]) -> tuple[pb.StatsResponse, list[Finding]]:
-    """A snapshot and its judgements. If the snapshot alone is not clear, another one is made `LOOK_S` later."""
+    """A snapshot and its judgements; of a server up for more than `RECENT_S`, by what grew in the `LOOK_S` before."""
     before = snapshot()
-    window = window_of(before)
-    if window is not None or not notes(judgements(before)):
+    if (window := window_of(before)) is not None:
         return before, judgements(before, window)
     time.sleep(LOOK_S)
     now = snapshot()

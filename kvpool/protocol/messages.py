@@ -115,7 +115,8 @@ def _most(field: FieldDescriptor) -> float:
 
 
 def fields_of(message: Message, text: Callable[[str], str] = str) -> dict[str, Any]:
-    """The fields of a message by name, those with default values too, for JSON. Messages that are not set are None.
+    """The fields of a message by name, those with default values too, for JSON; without `boot_token`, which has more
+    digits than JavaScript's numbers. Messages that are not set are None.
 
     `MessageToDict` would make texts of 64-bit numbers. `text` shows a text that is of no `checked` reply.
     """
@@ -131,7 +132,7 @@ def fields_of(message: Message, text: Callable[[str], str] = str) -> dict[str, A
         return value if math.isfinite(value) else None
 
     found: dict[str, Any] = {}
-    for field in message.DESCRIPTOR.fields:
+    for field in (each for each in message.DESCRIPTOR.fields if each.name != "boot_token"):
         value = getattr(message, field.name)
         if isinstance(value, Mapping):
             found[field.name] = {text(name): plain(each) for name, each in value.items()}

@@ -28,11 +28,16 @@ def console() -> Console:
     return Console(width=None if is_terminal else WIDTH, force_terminal=is_terminal, highlight=False)
 
 
+def _digits(number: float) -> str:
+    """Three significant digits, or more: no exponent."""
+    return f"{number:.3g}" if number < 999.5 else f"{number:,.0f}"
+
+
 def count_text(count: float) -> str:
     """A count that people read: 1,234, 1.23 M."""
     for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6)):
         if count >= size:
-            return f"{count / size:.3g} {unit}"
+            return f"{_digits(count / size)} {unit}"
     return f"{count:,.0f}" if count >= 10 or count == int(count) else f"{count:.1f}"
 
 
@@ -40,7 +45,7 @@ def rate_text(bytes_per_s: float) -> str:
     """Bytes a second in decimal units, as `kvpool ping --bandwidth` prints them: 1.25 GB/s."""
     for unit, size in (("TB/s", 1e12), ("GB/s", 1e9), ("MB/s", 1e6), ("kB/s", 1e3)):
         if bytes_per_s >= size:
-            return f"{bytes_per_s / size:.3g} {unit}"
+            return f"{_digits(bytes_per_s / size)} {unit}"
     return f"{bytes_per_s:.0f} B/s"
 
 
@@ -49,8 +54,8 @@ def seconds_text(seconds: float | None) -> str:
     if seconds is None:
         return "-"
     if seconds >= 1:
-        return f"{seconds:.3g} s"
-    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} µs"
+        return f"{_digits(seconds)} s"
+    return f"{_digits(seconds * 1e3)} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} µs"
 
 
 def share_text(part: float, whole: float) -> str:

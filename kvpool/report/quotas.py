@@ -17,7 +17,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
 
 def parse_quota(text: str) -> Quota:
     """A quota such as tenant:acme=20GiB or namespace:0123456789ab=0. Raises InvalidRequestError."""
-    subject, equals, size = text.strip().rpartition("=")
+    subject, equals, size = (text := text.strip()).rpartition("=")
     if not equals:
         raise InvalidRequestError(f"quota {text!r} has no size; give SUBJECT=SIZE, such as tenant:acme=20GiB")
     kind, colon, name = subject.partition(":")
@@ -29,6 +29,8 @@ def parse_quota(text: str) -> Quota:
         raise InvalidRequestError(f"quota {text!r}: {size!r} is not between 1 byte and 8 EiB")
     quota = Quota(kind + colon + (name.lower() if kind == "namespace" else name), int(exact))
     quota.check()
+    if exact and size[-1].isdigit():  # Most who forget the unit would evict nearly all.
+        raise InvalidRequestError(f"quota {text!r} has no unit; give {text}GiB, or {text}B if you mean bytes")
     return quota
 
 

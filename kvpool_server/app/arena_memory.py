@@ -243,12 +243,9 @@ class MemorySocket:
             else:
                 self._listener.bind(address)
             self._listener.listen(BACKLOG)
-        except OSError as error:
+        except (OSError, ConfigError) as error:
             self._listener.close()
-            raise cannot_bind(address, error) from None
-        except ConfigError:
-            self._listener.close()
-            raise
+            raise cannot_bind(address, error) if isinstance(error, OSError) else error from None
         self._listen()
 
     def _listen(self) -> None:

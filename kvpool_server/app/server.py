@@ -41,7 +41,6 @@ class Server:
 
     def __init__(self, config: ServerConfig, events: LogEvents | None = None):
         self.config = config
-        self._tasks: set[asyncio.Task[Any]] = set()  # asyncio keeps no reference to them.
         self._state = STARTING
         self._stopping = asyncio.Event()
         self._failure = ""
@@ -57,12 +56,10 @@ class Server:
             if isinstance(error, MemoryError):
                 raise ConfigError(f"{error}; lower --memory") from None
             raise
-        parts = self.parts
-        assert parts.drain is not None
-        in_background(self._open, self._expire())
-        in_background(self._open, return_freed_memory())
-        in_background(self._open, self._stop_once_drained(parts.drain))
-        in_background(self._open, self._prefault_rest())
+        parts, drain = self.parts, self.parts.drain
+        assert drain is not None
+        for work in (self._expire(), return_freed_memory(), self._stop_once_drained(drain), self._prefault_rest()):
+            in_background(self._open, work)
         if parts.data is not None:
             in_background(self._open, parts.data.watch())
         if self._state == STARTING:  # Else a first call has drained the server already.
@@ -110,10 +107,8 @@ class Server:
             self.request_stop()
 
     def in_background(self, work: Coroutine[Any, Any, Any]) -> None:
-        """Work that ends by itself, or with the process."""
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        """Work that ends by itself, or with the server."""
+        in_background(self._open, work)
 
     async def _announce_drain(self) -> None:
         """Has load balancers, probes and routers send nothing more to this server."""

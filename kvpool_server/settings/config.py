@@ -24,7 +24,7 @@ from kvpool_server.tiers.registry import instead_of
 
 ENV_PREFIX = "KVPOOL_"
 _SEE_HELP = "see kvpool-server --help"
-_CLIENT_VARIABLES = {"KVPOOL_ENDPOINT", "KVPOOL_TLS", "KVPOOL_TOKEN_FILE"}
+_CLIENT_VARIABLES = {"KVPOOL_ENDPOINT", "KVPOOL_HASH_SEED", "KVPOOL_TLS", "KVPOOL_TOKEN_FILE"}
 
 
 class ServerConfig(BaseSettings):

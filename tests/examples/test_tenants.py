@@ -42,7 +42,7 @@ def test_a_tenant_evicts_its_own_blocks_alone(
     quotas = {part.split("=")[0].removeprefix("tenant:"): _smaller(part.split("=")[1]) for part in settings["quota"]}
     assert sum(quotas.values()) <= _smaller(settings["memory"])
     for size in (settings["memory"], *(part.split("=")[1] for part in settings["quota"])):
-        text = text.replace(f'"{size}"', f'"{_smaller(size)}"').replace(f'={size}"', f'={_smaller(size)}"')
+        text = text.replace(f'"{size}"', f'"{_smaller(size)}"').replace(f'={size}"', f'={_smaller(size)}B"')
     for port in ("50051", "50052", "50053"):
         text = text.replace(f'"0.0.0.0:{port}"', '"127.0.0.1:0"')
     Path("server.toml").write_text(text)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -251,6 +252,7 @@ def test_what_was_found_is_said_in_80_columns(
     cost = HitCost(bytes(32), nbytes, load_s)
     lines = text_of(measured, cost, prefill).splitlines()
     assert max(map(len, lines)) <= 80
+    assert not any(re.search(r"e\+\d+ m?s", line) for line in lines)
     assert any("free" in line for line in lines) == (measured.limited_by == "room")
     row = row_of(measured, cost, prefill)
     assert row["get_gb_per_s"]["median"] == pytest.approx(rate)

@@ -5,7 +5,7 @@ import pytest
 
 from tests.support.processes import run_command
 
-FORBIDDEN = ("torch", "vllm", "vllm_plugin")
+FORBIDDEN = ("mooncake", "torch", "vllm", "vllm_plugin")
 
 
 def _loaded_after(statement: str) -> set[str]:
@@ -15,8 +15,10 @@ def _loaded_after(statement: str) -> set[str]:
     return {name.partition(".")[0] for name in json.loads(done.stdout)}
 
 
-@pytest.mark.parametrize("package", ["kvpool", "kvpool.cli", "kvpool_server.app.command", "kvpool_server.app.server"])
-def test_neither_torch_nor_vllm_is_imported(package: str) -> None:
+@pytest.mark.parametrize(
+    "package", ["kvpool.client.client", "kvpool.cli", "kvpool_server.app.command", "kvpool_server.app.server"]
+)
+def test_neither_mooncake_nor_torch_nor_vllm_is_imported(package: str) -> None:
     loaded = _loaded_after(f"import {package}")
     assert package.partition(".")[0] in loaded
     assert not loaded & {*FORBIDDEN}

@@ -162,4 +162,5 @@ def test_json_has_all_fields_and_null_for_messages_that_are_not_set() -> None:
     assert (found["newest_left_seconds"], found["oldest_left_seconds"], found["evicted_for"]) == (0.0, None, None)
     assert fields_of(pb.StatsResponse(counters={"lookups": 3}))["counters"] == {"lookups": 3}
     assert fields_of(pb.NamespaceMatch(fingerprint=b"\1"))["fingerprint"] == "01"
+    assert "boot_token" not in fields_of(pb.DrainResponse(boot_token=7))
     assert fields_of(pb.ServerStats(uptime_seconds=math.nan))["uptime_seconds"] is None

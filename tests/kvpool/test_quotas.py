@@ -14,7 +14,7 @@ from kvpool.report.quotas import covers, parse_quota, size_text
         (" tenant:a=b=1.5 TiB ", Quota("tenant:a=b", 3 << 39)),
         ("tenant:Acme=5mb", Quota("tenant:Acme", 5_000_000)),
         ("tenant:acme=0", Quota("tenant:acme", 0)),
-        ("namespace:0123ABCD=77", Quota("namespace:0123abcd", 77)),
+        ("namespace:0123ABCD=77B", Quota("namespace:0123abcd", 77)),
     ],
 )
 def test_quotas(text: str, quota: Quota) -> None:
@@ -30,6 +30,7 @@ def test_quotas(text: str, quota: Quota) -> None:
         ("tenant:acme=1XB", "'1XB' is not a size"),
         ("tenant:acme=0.1", "not between 1 byte and 8 EiB"),
         ("tenant:acme=9000PiB", "not between 1 byte and 8 EiB"),
+        (" tenant:acme=20 ", "has no unit; give tenant:acme=20GiB, or tenant:acme=20B if you mean bytes"),
         ("tenant:=1", "quota subject 'tenant:' is neither"),
         ("model:acme=1", "quota subject 'model:acme' is neither"),
         ("acme=1GiB", "quota subject 'acme' is neither tenant:NAME nor namespace:FINGERPRINT; give tenant:acme"),

@@ -4,7 +4,9 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import typer
 
+from kvpool.cli import app
 from kvpool.client.config import split_address
 from kvpool.protocol.errors import ConfigError
 from kvpool_server.cache.eviction import POLICIES
@@ -63,7 +65,7 @@ def test_the_file_may_be_named_in_the_environment(toml: Path) -> None:
         ("memory", "2MiB", 2 << 20),
         ("policy", "lru", "lru"),
         ("tier", ["file:/a,size=1GiB", "file:/b,size=2GiB"], ("file:/a,size=1GiB", "file:/b,size=2GiB")),
-        ("quota", "tenant:a=1GiB,tenant:b=7", ("tenant:a=1GiB", "tenant:b=7")),
+        ("quota", "tenant:a=1GiB,tenant:b=7B", ("tenant:a=1GiB", "tenant:b=7B")),
         ("pin_budget", "3GiB", "3GiB"),
         ("mooncake", "tcp", "tcp"),
         ("kv_events", "tcp://0.0.0.0:5557", "tcp://0.0.0.0:5557"),
@@ -155,15 +157,20 @@ def test_an_unknown_flag_is_an_error() -> None:
     assert done.returncode == 2 and "--memry" in done.stderr
 
 
-def test_variables_of_the_client_are_not_settings_of_the_server() -> None:
-    names = ("ENDPOINT", "TLS", "TOKEN_FILE")
-    assert load({}, None, {f"KVPOOL_{name}": "x" for name in names}) == load({}, None, {})
+def test_no_variable_that_a_command_reads_stops_a_server() -> None:
+    def variables(command: Any) -> set[str]:
+        own = {each.envvar for each in command.params if each.envvar}
+        return own.union(*map(variables, getattr(command, "commands", {}).values()))
+
+    names = variables(typer.main.get_command(app))
+    assert {"KVPOOL_TLS", "KVPOOL_ENDPOINT"} <= names
+    assert load({}, None, dict.fromkeys(names, "no")) == load({}, None, {})
 
 
 def test_quotas_may_be_a_list(toml: Path) -> None:
     toml.write_text('quota = ["tenant:a=1GiB", "namespace:0123456789ab=2GiB"]\n')
     assert load({}, toml, {}).quota == ("tenant:a=1GiB", "namespace:0123456789ab=2GiB")
-    assert load({"quota": ["tenant:c=1"]}, toml, {"KVPOOL_QUOTA": "tenant:b=1"}).quota == ("tenant:c=1",)
+    assert load({"quota": ["tenant:c=1B"]}, toml, {"KVPOOL_QUOTA": "tenant:b=1B"}).quota == ("tenant:c=1B",)
 
 
 @pytest.mark.parametrize(
@@ -235,6 +242,7 @@ def test_values_out_of_bounds_are_named(name: str, value: Any) -> None:
         ("quota", ["acme=1GiB"], "quota subject 'acme' is neither tenant:NAME"),
         ("quota", ["tenant:a=1GiB", "tenant:a=2GiB"], "tenant:a has two quotas"),
         ("quota", ["tenant:a=0"], "tenant:a=0 gives a size of 0"),
+        ("quota", ["tenant:a=20"], "quota 'tenant:a=20' has no unit; give tenant:a=20GiB, or tenant:a=20B if"),
         ("quota", ["tenant:a=much"], "quota 'tenant:a=much': 'much' is not a size"),
         *(
             ("pin_budget", budget, "not a budget; give a percentage up to 100%")

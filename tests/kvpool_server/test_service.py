@@ -983,7 +983,7 @@ def test_quotas_are_set_listed_and_kept(client: Client) -> None:
 
 
 def test_quotas_may_be_given_at_the_start(pool_server: StartServer, connect: Connect) -> None:
-    server = pool_server("--memory", "1MiB", "--quota", "tenant:a=64KiB", "--quota", "tenant:b=1000")
+    server = pool_server("--memory", "1MiB", "--quota", "tenant:a=64KiB", "--quota", "tenant:b=1000B")
     assert connect(server).admin.quotas() == [
         pb.Quota(subject="tenant:a", limit_bytes=64 << 10),
         pb.Quota(subject="tenant:b", limit_bytes=1_000),

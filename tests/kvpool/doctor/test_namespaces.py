@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from kvpool.doctor.namespaces import MAX_FINDINGS, block_sizes, hashes, namespaces, separate
+from kvpool.doctor.namespaces import MAX_COMPARED, MAX_FINDINGS, block_sizes, hashes, namespaces, separate
 from kvpool.protocol.namespace import MEASUREMENT_MODEL, NamespaceSpec
 from kvpool.protocol.wire import encode_spec
 from kvpool.report.finding import Level
@@ -77,6 +77,9 @@ def test_the_same_weights_by_another_name_are_the_same_model() -> None:
 
 def test_there_is_a_bound_of_findings_and_of_comparisons() -> None:
     assert len(separate([changed(weights_epoch=f"{nth}") for nth in range(500)])) == MAX_FINDINGS
+    apart = [changed(model=f"{nth}") for nth in range(MAX_COMPARED + 1)]
+    (found,) = separate([*apart, replaced(changed(weights_epoch="old"), superseded=True)])
+    assert found.text.startswith(f"{MAX_COMPARED} of {MAX_COMPARED + 2} namespaces compared: ")
 
 
 def test_measurements_are_compared_with_nothing() -> None:

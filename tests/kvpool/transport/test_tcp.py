@@ -220,15 +220,6 @@ def _moves(port: Port, transport: TcpTransport) -> bool:
     return True
 
 
-def test_bytes_are_counted(num_connections: int) -> None:
-    with data_port(MIB) as port, closing(port.connect(num_connections)) as transport:
-        transport.write(
-            Transfer(1, [0, 100], 100, DEADLINE_S, 100, port.permit(Kind.WRITE, 1, [0, 100], 100)), Source(_sevens)
-        )
-        transport.read(Transfer(1, [0], 100, DEADLINE_S, 100, port.permit(Kind.READ, 1, [0], 100)), Sink(_ignore))
-        wait_for(lambda: port.tally.tolist() == [100, 200], "the tally")
-
-
 def test_connections_are_kept_and_replaced_when_they_were_idle_for_long(
     port: Port, transport: TcpTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
