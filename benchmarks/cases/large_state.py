@@ -7,6 +7,7 @@ Times are the thread's CPU time: nothing here waits.
 
 from __future__ import annotations
 
+import functools
 import gc
 import hashlib
 import itertools
@@ -27,6 +28,8 @@ MAX_MS = 5.0
 NUM_ANNOUNCED = 1 << 20
 REPORT_BLOCKS = 512
 NUM_REPORTS = 300
+MISSING_BLOCKS = 8_125
+"""Of a prompt of 130,000 tokens."""
 NUM_REQUESTS = 256
 PROMPT_BLOCKS = 1_024
 NUM_STEPS = 64
@@ -35,7 +38,7 @@ NUM_CALLS = 20
 
 
 def _announced(geometry: Any) -> list[Row]:
-    """Reports of stores after so many that the oldest blocks are forgotten, and then a pool that has restarted."""
+    """Reports of stores after so many that the oldest are forgotten; new prompts; then a pool that has restarted."""
     from kvpool.protocol.types import BlockRun
     from vllm_plugin.metadata import GroupBlocks, StoreJob
     from vllm_plugin.scheduler.pool_contents import Events
@@ -56,6 +59,8 @@ def _announced(geometry: Any) -> list[Row]:
         store()
     _freeze()
     reports = [store() for _ in range(NUM_REPORTS)]
+    prompts = [list(itertools.islice(names, MISSING_BLOCKS)) for _ in range(NUM_CALLS)]
+    missing = [timed(functools.partial(events.missing, 0, prompt)) for prompt in prompts]
     steps, num_removed, removed = [], 0, 1
     while removed:
         began = time.thread_time()
@@ -68,6 +73,7 @@ def _announced(geometry: Any) -> list[Row]:
     assert num_removed > NUM_ANNOUNCED // 2
     return [
         *_figures(f"{NUM_ANNOUNCED} announced blocks: report of {REPORT_BLOCKS} blocks", reports),
+        *_figures(f"{NUM_ANNOUNCED} announced blocks: {MISSING_BLOCKS} others are missing", missing),
         *_figures(f"{NUM_ANNOUNCED} announced blocks: step after a pool's restart", steps),
         Row(f"{NUM_ANNOUNCED} announced blocks: steps until all are announced as removed", len(steps) - 1, "steps"),
     ]

@@ -1,11 +1,12 @@
 """What does the connector cost the scheduler's thread in each step? 256 requests at once, prompts up to 130,000 tokens.
 
 vLLM's real scheduler, both sides of the connector and a real server; the model is left out: a step's forward pass is
-`--forward-ms` in which the scheduler's thread sleeps. Counted is every call that vLLM makes on that thread: lookups,
-allocations, the metadata with its pickling, reports, ends of requests, events, statistics. Three rounds: prompts that
-nobody knows (stores), the next turn of each conversation (local hits, and stores of what is new), and the same prompts
-once the engine's own cache is emptied (loads). The pool is fast; slow, stopped for 40 of each 50 ms; or stopped for
-good. Beside it, the same without a connector. `large_state` measures what a step takes where the connector keeps much.
+`--forward-ms` in which the scheduler's thread sleeps. Counted is every call that vLLM makes on that thread: arrivals,
+lookups, allocations, the metadata with its pickling, reports, ends of requests, events, statistics. Steps in which
+nothing is computed are left out. Three rounds: prompts that nobody knows (stores), the next turn of each conversation
+(local hits, and stores of what is new), and the same prompts once the engine's own cache is emptied (loads). The pool
+is fast; slow, stopped for 40 of each 50 ms; or stopped for good. Beside it, the same without a connector. `large_state`
+measures what a step takes where the connector keeps much.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import os
 import pickle
 import random
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -68,14 +70,14 @@ class Times:
 
     Args:
         connector_s: of each step, in the connector's calls.
-        connector_cpu_s: the part of it in which the thread ran: without waiting for answers, other threads, other
-            processes.
+        connector_cpu_s: the part of it in which the thread ran, by call: without waiting for answers, other threads,
+            other processes.
         step_s: of each step, on the scheduler's thread, the forward pass left out.
         most_pinned: blocks of the engine that were being stored at once.
     """
 
     connector_s: list[float] = field(default_factory=list)
-    connector_cpu_s: list[float] = field(default_factory=list)
+    connector_cpu_s: list[dict[str, float]] = field(default_factory=list)
     step_s: list[float] = field(default_factory=list)
     most_pinned: int = 0
     preemptions: int = 0
@@ -155,6 +157,7 @@ def _work(pipe: Any, model: Path, endpoint: str) -> None:
     parallel_state._TP = parallel_state._PP = SimpleNamespace(rank_in_group=0, world_size=1)  # type: ignore[assignment]
     config, cache = configured(model, endpoint)
     worker: Any = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, cache)
+    worker.worker_side.weights.digest = lambda: bytes(32)  # There is no model to read.
     worker.register_kv_caches({LAYER: torch.zeros(NUM_BLOCKS, 1, BLOCK_TOKENS, 2 * HEAD_SIZE)})
     until_true(lambda: worker.worker_side.session.namespace is not None, "the worker does not reach the pool")
     pipe.send(worker.get_handshake_metadata())
@@ -196,7 +199,7 @@ class Engine:
             config, cache, StructuredOutputManager(config), BLOCK_TOKENS, hash_block_size=BLOCK_TOKENS, log_stats=True
         )
         self.times = Times()
-        self._in_hooks_s = self._in_hooks_cpu_s = 0.0
+        self._in_hooks_s, self._in_hooks_cpu_s = 0.0, dict[str, float]()
         self._worker: Any = None
         preempt = self._scheduler._preempt_request
 
@@ -214,7 +217,7 @@ class Engine:
         sessions = connector.scheduler_side.stages.sessions
         until_true(lambda: all(session.namespace for session in sessions), "the connector does not reach the pool")
         for name in HOOKS:
-            setattr(connector, name, self._timed(getattr(connector, name)))
+            setattr(connector, name, self._timed(name, getattr(connector, name)))
 
     def run(self, prompts: Sequence[Sequence[int]], name: str) -> None:
         """Submits prompts together, and steps until all are answered and nothing is being stored."""
@@ -245,10 +248,9 @@ class Engine:
             self._worker.close()
 
     def _step(self) -> None:
-        self._in_hooks_s = self._in_hooks_cpu_s = 0.0
         began = time.perf_counter()
         scheduled = self._scheduler.schedule()
-        packed = self._timed(pickle.dumps)(scheduled.kv_connector_metadata, pickle.HIGHEST_PROTOCOL)
+        packed = self._timed("pickle", pickle.dumps)(scheduled.kv_connector_metadata, pickle.HIGHEST_PROTOCOL)
         step_s = time.perf_counter() - began
         time.sleep(self._forward_s if scheduled.num_scheduled_tokens else 0.0005)
         output = self._output(scheduled, packed)
@@ -260,9 +262,11 @@ class Engine:
             for name, value in (stats.kv_connector_stats if stats and stats.kv_connector_stats else {}).items():
                 if isinstance(value, int | float):
                     self.times.counted[name] = self.times.counted.get(name, 0) + value
-        self.times.connector_s.append(self._in_hooks_s)
-        self.times.connector_cpu_s.append(self._in_hooks_cpu_s)
-        self.times.step_s.append(step_s)
+        if scheduled.num_scheduled_tokens:
+            self.times.connector_s.append(self._in_hooks_s)
+            self.times.connector_cpu_s.append(self._in_hooks_cpu_s)
+            self.times.step_s.append(step_s)
+        self._in_hooks_s, self._in_hooks_cpu_s = 0.0, {}
         if self._worker is not None:
             pinned = self._scheduler.connector.scheduler_side.held()["pinned blocks"]  # type: ignore[union-attr]
             self.times.most_pinned = max(self.times.most_pinned, pinned)
@@ -280,7 +284,7 @@ class Engine:
         output.kv_connector_output = self._worker.step(packed)
         return self._aggregator.aggregate([output])
 
-    def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
+    def _timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **options: Any) -> Any:
             cpu_began = time.thread_time()  # A system call, which is not to be in the other figure.
             began = time.perf_counter()
@@ -288,7 +292,8 @@ class Engine:
                 return call(*args, **options)
             finally:
                 self._in_hooks_s += time.perf_counter() - began
-                self._in_hooks_cpu_s += time.thread_time() - cpu_began
+                cpu_s = time.thread_time() - cpu_began
+                self._in_hooks_cpu_s[name] = self._in_hooks_cpu_s.get(name, 0.0) + cpu_s
 
         return timed
 
@@ -354,7 +359,10 @@ def measure(model: Path, case: str, forward_ms: float) -> Times:
         engine.run(prompts, "first")
         engine.run(turns, "turn")
         engine.empty_own_cache()
+        num_hit = engine.times.counted.get("hit_tokens", 0)
         engine.run(turns, "again")
+        has_hit = engine.times.counted.get("hit_tokens", 0) > num_hit
+        assert has_hit or CASES.get(case) is not as_it_is, "nothing was loaded from a fast pool"
     return engine.times
 
 
@@ -363,7 +371,8 @@ def rows_of(case: str, times: Times) -> list[Row]:
     rows = []
     measured = {"step": times.step_s}
     if case != NONE:
-        measured = {"connector": times.connector_s, "connector, CPU": times.connector_cpu_s, **measured}
+        cpu_s = [sum(step.values()) for step in times.connector_cpu_s]
+        measured = {"connector": times.connector_s, "connector, CPU": cpu_s, **measured}
     for what, seconds in measured.items():
         of_step = {"p50": percentile(seconds, 50), "p99": percentile(seconds, 99), "max": max(seconds)}
         for name, figure in of_step.items():
@@ -374,6 +383,15 @@ def rows_of(case: str, times: Times) -> list[Row]:
         rows.append(Row(f"{case}: blocks being stored at once, at most", times.most_pinned, "blocks"))
     rows.append(Row(f"{case}: preemptions", times.preemptions, "requests"))
     return rows
+
+
+def tell_slowest(case: str, steps: list[dict[str, float]]) -> None:
+    """Tells on stderr which calls take the CPU time of the slowest hundredth of the steps."""
+    slowest = sorted(steps, key=lambda step: sum(step.values()))[-len(steps) // 100 :]
+    print(f"{case}: CPU of the slowest {len(slowest)} of {len(steps)} steps, mean of each call", file=sys.stderr)
+    for name in (*HOOKS, "pickle"):
+        mean_s = sum(step.get(name, 0.0) for step in slowest) / len(slowest)
+        print(f"  {name:32s} {mean_s * 1e3:8.3f} ms", file=sys.stderr)
 
 
 def main(
@@ -388,6 +406,7 @@ def main(
         for name in [case] if case else [*CASES, NONE]:
             times = measure(model, name, forward_ms)
             rows += rows_of(name, times)
+            tell_slowest(name, times.connector_cpu_s)
             steps[name] = len(times.step_s)
             counted[name] = {key: round(value, 3) for key, value in sorted(times.counted.items())}
     if case:

@@ -54,6 +54,7 @@ def caplog(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) ->
     """With kvpool's loggers, which vLLM keeps from the root logger from the first engine of a process on."""
     logger = logging.getLogger("vllm.kvpool")
     monkeypatch.setattr(logger, "propagate", False)
+    monkeypatch.setattr("vllm.logger.dictConfig", lambda _: None)  # It drops handlers, with a process's first engine.
     logger.addHandler(caplog.handler)
     yield caplog
     logger.removeHandler(caplog.handler)

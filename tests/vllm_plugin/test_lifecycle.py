@@ -32,18 +32,6 @@ WAITS_S = 15.0
 MODES = pytest.mark.parametrize("steps_ahead", [0, 1], ids=["synchronous", "asynchronous"])
 
 
-@pytest.mark.parametrize(("writers", "readers"), [(1, 2), (2, 1), (2, 4), (8, 1), (1, 8), (8, 2), (8, 8)])
-def test_tensor_parallel_sizes_share_blocks(writers: int, readers: int, fleet: Fleet) -> None:
-    # The toy model has 4 KV heads: eight ranks hold each of them twice.
-    first, second = fleet.start(tp_size=writers), fleet.start(tp_size=readers)
-    prompt = tokens(100)
-    assert first.generate(prompt) == second.generate(prompt) == [answer(prompt, 8)]
-    assert second.cached_tokens["prompt-0"] == 96
-    assert first.counted("stored_blocks") == 6 * min(writers, 4)
-    assert_nothing_is_left(first)
-    assert_nothing_is_left(second)
-
-
 @MODES
 def test_a_rank_that_names_another_namespace_ends_the_sharing(
     steps_ahead: int, fleet: Fleet, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

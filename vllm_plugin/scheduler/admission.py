@@ -115,13 +115,16 @@ class Admission:
         """
         most = MAX_STEPS_AHEAD * self._geometry.step_tokens
         ahead = sum(each.lookup.limit - each.lookup.local for each in self.candidates.values())
-        while ahead < most and self._budget.may_begin and (request := self._queue.next_waiting()) is not None:
-            if request.lora_request is None and request.request_id not in self.candidates:
-                local, limit = self._own_tokens(request), self._geometry.hit_limit(request.num_tokens)
-                if local < limit and not request.skip_reading_prefix_cache:
-                    self._spans.asked(request)
-                    self.look_up(request, local, limit)
-                    ahead += limit - local
+        while ahead < most and self._budget.may_begin:
+            with self._budget:  # Each request by itself: the budget counts calls that have ended.
+                if (request := self._queue.next_waiting()) is None:
+                    return
+                if request.lora_request is None and request.request_id not in self.candidates:
+                    local, limit = self._own_tokens(request), self._geometry.hit_limit(request.num_tokens)
+                    if local < limit and not request.skip_reading_prefix_cache:
+                        self._spans.asked(request)
+                        self.look_up(request, local, limit)
+                        ahead += limit - local
 
     def _own_tokens(self, request: Request) -> int:
         """About how many tokens the engine has itself: where vLLM finds fewer, the request is looked up again."""

@@ -82,10 +82,8 @@ class Availability:
 
     def missing(self, names: Sequence[bytes]) -> Sequence[bytes]:
         """The names of blocks that are neither ready nor on their way."""
-        if not self.coming:
-            return names
-        if self.coming == (1 << self.length) - 1:
-            return ()
+        if not self.coming & (self.coming + 1):  # A prefix, or nothing, or everything.
+            return names[self.coming.bit_length() :]
         bits = reversed(f"{self.coming:0{self.length}b}")
         return [name for bit, name in zip(bits, names, strict=True) if bit == "0"]
 

@@ -27,7 +27,7 @@ from vllm_plugin.releases import event_extra_keys
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-MAX_BLOCKS = 1 << 15
+MAX_BLOCKS = 1 << 13
 """Blocks in one generation. There are two, and forgetting drops the older one; neither grows so large that dropping it,
 or adding to it, delays a step."""
 FORGET_S = 5.0
@@ -36,7 +36,7 @@ SAMPLE = 64
 finds thousands of blocks missing, and to check each of them delays a step by a millisecond."""
 
 Shard = dict[bytes, bytes]
-"""Announced blocks, the oldest first: group and name in the pool -> vLLM's hash. The pool has none before a `_MARK`.
+"""Announced blocks of a group, the oldest first: name in the pool -> vLLM's hash. The pool has none before a `_MARK`.
 All are bytes, so that Python's garbage collector does not visit them."""
 
 NUM_SHARDS, SHARD_BLOCKS = 1 << 11, 1 << 9
@@ -81,8 +81,9 @@ class Events:
         self._groups = groups
         self._enabled = enabled
         self._events: list[KVCacheEvent] = []
-        self._shards: list[Shard] = [{} for _ in range(NUM_SHARDS if enabled else 0)]  # Blocks by name.
-        self._marked: list[Shard] = []  # Those that may have a mark.
+        self._num_shards = NUM_SHARDS // max(1, len(groups))  # Of each group.
+        self._shards: list[list[Shard]] = [[{} for _ in range(self._num_shards)] for _ in groups if enabled]
+        self._marked: list[tuple[int, Shard]] = []  # Group and shard of those that may have a mark.
 
     def stored(self, request: Request, job: StoreJob) -> None:
         """Every rank has stored a job of a request."""
@@ -94,22 +95,24 @@ class Events:
                 own = BlockRun(run.group_idx, named(run.block_hashes, job.adapter), parent)
                 self._events += self._stored(request, own, first)
                 for name, own_name in zip(run.block_hashes, own.block_hashes, strict=True):
-                    key = run.group_idx.to_bytes(2) + name
-                    shard = self._shards[hash(key) % NUM_SHARDS]
-                    shard.pop(key, None)
-                    shard[key] = own_name
+                    shard = self._shards[run.group_idx][hash(name) % self._num_shards]
+                    shard.pop(name, None)
+                    shard[name] = own_name
                     if len(shard) > SHARD_BLOCKS:
-                        self._remove(shard, next(iter(shard)))
+                        self._remove(run.group_idx, shard, next(iter(shard)))
 
     def missing(self, group_idx: int, block_hashes: Iterable[bytes]) -> None:
         """Blocks are not in the pool; those that were announced as stored are announced as removed."""
-        for key in [group_idx.to_bytes(2) + name for name in block_hashes] if self._enabled else ():
-            self._remove(self._shards[hash(key) % NUM_SHARDS], key)
+        if self._enabled:
+            shards, num_shards = self._shards[group_idx], self._num_shards
+            for name in block_hashes:  # Thousands, of which few were announced.
+                if name in (shard := shards[hash(name) % num_shards]):
+                    self._remove(group_idx, shard, name)
 
     def all_missing(self) -> None:
         """No announced block is in the pool any more."""
-        self._marked = list(self._shards)
-        for shard in self._shards:
+        self._marked = [(group_idx, shard) for group_idx, shards in enumerate(self._shards) for shard in shards]
+        for _, shard in self._marked:
             shard.pop(_MARK, None)
             shard[_MARK] = b""
 
@@ -117,19 +120,20 @@ class Events:
         """Events since the last call, and those of up to `STEP_REMOVALS` blocks before a mark."""
         budget = STEP_REMOVALS
         while self._marked and budget > 0:
-            if _MARK in self._marked[-1]:
-                self._remove(self._marked[-1], next(iter(self._marked[-1])))
+            group_idx, shard = self._marked[-1]
+            if _MARK in shard:
+                self._remove(group_idx, shard, next(iter(shard)))
                 budget -= 1
             else:
                 self._marked.pop()
         events, self._events = self._events, []
         return events
 
-    def _remove(self, shard: Shard, key: bytes) -> None:
-        """Announces a block as removed if it was announced as stored."""
-        if own := shard.pop(key, b""):
-            names, group = [maybe_convert_block_hash(BlockHash(own))], self._groups[int.from_bytes(key[:2])]
-            self._events += [BlockRemoved(names, MEDIUM_CPU, member, LOCALITY) for member in group.members]
+    def _remove(self, group_idx: int, shard: Shard, name: bytes) -> None:
+        """Takes a block, or the mark, out of its shard; a block is announced as removed."""
+        if own := shard.pop(name):
+            names, members = [maybe_convert_block_hash(BlockHash(own))], self._groups[group_idx].members
+            self._events += [BlockRemoved(names, MEDIUM_CPU, member, LOCALITY) for member in members]
 
     def _stored(self, request: Request, run: BlockRun, first: int) -> list[BlockStored]:
         group = self._groups[run.group_idx]

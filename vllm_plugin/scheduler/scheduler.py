@@ -103,8 +103,7 @@ class KVPoolScheduler:
     def arrived(self, request: Request) -> None:
         """vLLM has a new request, which it will ask about in its turn."""
         self.queue.put(request, Stage.WAITING)
-        with self.budget:
-            self._ask_ahead()
+        self._ask_ahead()
 
     def _ask_ahead(self) -> None:
         if self._reads and self._may_share:
@@ -115,8 +114,9 @@ class KVPoolScheduler:
         matched: int | None = 0
         self._asked = request, num_computed_tokens
         with self.budget:
-            with self.guard.part("the hints of a request"):
-                self.hints.asked(request)
+            if request.kv_transfer_params:
+                with self.guard.part("the hints of a request"):
+                    self.hints.asked(request)
             self._spans.asked(request)
             why_not = self._why_not(request, num_computed_tokens)
             if why_not is not None:
@@ -209,7 +209,7 @@ class KVPoolScheduler:
         with self.guard.part("the release of leases"):
             self.lookups.flush()
         self._resets.finish()
-        with self.budget, self.guard.part("looking ahead"):
+        with self.guard.part("looking ahead"):
             self._ask_ahead()
         self.budget.new_step()
         self._adapters.new_step()

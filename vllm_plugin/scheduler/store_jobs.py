@@ -144,11 +144,12 @@ class StoreJobs:
 
     def begin_step(self) -> None:
         self.step += 1
+        self._unpin_budget = self.step_blocks
 
     def new_step(self, may_store: bool) -> tuple[list[StoreJob], int]:
         """The stores of a step that has begun are built: its queued jobs, and how many blocks it may still offer."""
         self.unpin_reported()
-        self._unpin_budget = budget = self.step_blocks
+        budget = self.step_blocks
         if not may_store:
             self.drop_unsent()
         jobs: list[StoreJob] = []
@@ -261,11 +262,10 @@ class StoreJobs:
             self._drop_orphans()
 
     def relieve(self) -> bool:
-        """A running request lacks blocks; True if it should wait for dropped stores rather than preempt another."""
-        freed = bool(self._reported)
-        while self._reported:
-            self._unpin(self._reported.popleft())
-        if self._drop_orphans() or freed:
+        """A running request lacks blocks; True if it should wait for those of ended or dropped stores."""
+        are_reported = bool(self._reported)  # Each step frees some of them.
+        self.unpin_reported()
+        if are_reported or self._drop_orphans():
             return True
         at_s, at_step = self._dropped_at
         return bool(self._dropped) and (time.monotonic() - at_s < RELIEF_S or self.step - at_step < RELIEF_STEPS)

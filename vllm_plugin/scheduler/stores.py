@@ -30,6 +30,10 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
     from vllm.v1.request import Request
 
+DECODED_BLOCKS = 8
+"""So many decoded blocks are stored together, and the rest when their request ends: a job costs the scheduler's thread
+and the server about as much for one block as for eight."""
+
 
 @dataclass(frozen=True, slots=True)
 class Retention:
@@ -80,7 +84,7 @@ class TrackedRequest:
         stored: of each group, blocks [0, n) are in the pool, or on their way there, or not worth storing.
         divergence: see `Retention`.
         written: tokens whose KV is in the request's blocks once the steps given to the workers are done.
-        due: how many tokens must be written before there is a block to store.
+        due: how many tokens must be written before `written` is counted again.
         first_step: number of its first step since it was given blocks; 0 before.
         ran_at: `time.time` when that step was known to have ended: by then ranks have loaded its adapter. 0 before.
         may_store: False where its KV is not known to be that of its tokens.
@@ -260,15 +264,14 @@ class Stores:
         if not self._store_decoded:
             written = min(written, request.num_prompt_tokens)
         tracked.written = written = min(written, len(request.block_hashes) * self._names.hash_tokens)
-        if not self._is_adapter_sure(tracked):
+        if budget <= 0 or not self._is_adapter_sure(tracked):  # The budget first: it ends before most requests.
             return None
         offers = state.boundary_state_offloads.get(request_id, ())
-        if not offers and written < (due := self._due(tracked)):
-            tracked.due = due
+        if not offers and written < self._due(tracked):
+            tracked.due = (written // self._names.hash_tokens + 1) * self._names.hash_tokens
             return None
-        if min(budget, self._jobs.room) <= 0:
-            if self._jobs.room <= 0:
-                self._recorder.add("deferred_stores")
+        if self._jobs.room <= 0:
+            self._recorder.add("deferred_stores")
             return None
         tables = state.get_block_ids(request_id)
         return None if tables is None else self._job(tracked, tables, offers, budget)
@@ -312,15 +315,14 @@ class Stores:
         return self._jobs.add(tracked.request, parts, self._names.adapter(tracked.request))
 
     def _due(self, tracked: TrackedRequest) -> int:
-        """How many tokens must be written for the next block that is to be offered to be complete."""
-        return min(
-            (
-                (stored + 1) * group.kind.block_tokens
-                for group, stored in zip(self._groups, tracked.stored, strict=True)
-                if group.kind.is_positional
-            ),
-            default=sys.maxsize,
-        )
+        """How many tokens must be written for the next job: a block of the prompt, or `DECODED_BLOCKS` others."""
+        due, prompt_tokens = sys.maxsize, tracked.request.num_prompt_tokens
+        for kind, stored in zip((group.kind for group in self._groups), tracked.stored, strict=True):
+            if kind.is_positional:
+                # A window may free a block before the next ones are decoded.
+                waits = kind.needs_prefix and (stored + 1) * kind.block_tokens > prompt_tokens
+                due = min(due, (stored + (DECODED_BLOCKS if waits else 1)) * kind.block_tokens)
+        return due
 
     def _blocks(
         self, tracked: TrackedRequest, idx: int, tables: Sequence[Sequence[int]], room: int

@@ -10,13 +10,20 @@ import pytest
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 
+from kvpool.protocol.types import BlockRun
 from tests.support.toy.fixtures import BLOCK_TOKENS
 from tests.support.values import block_hash, run_of
-from tests.support.vllm_objects import make_request, tokens
+from tests.support.vllm_objects import full_attention, make_request, tokens
 from tests.vllm_plugin.core import MakeCore
+from tests.vllm_plugin.kinds import kv_cache, window
 from vllm_plugin.metadata import GroupBlocks, StoreJob
 from vllm_plugin.scheduler import pool_contents
 from vllm_plugin.scheduler.pool_contents import FORGET_S, MAX_BLOCKS, Events, PoolContents
+
+
+@pytest.fixture
+def one_shard(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_contents, "NUM_SHARDS", 1)
 
 
 @pytest.fixture
@@ -97,9 +104,9 @@ def test_a_second_move_removes_what_was_stored_since_the_first(router: Router) -
     assert router.blocks == announced([74])
 
 
+@pytest.mark.usefixtures("one_shard")
 def test_of_very_many_the_oldest_are_announced_as_removed(router: Router, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool_contents, "SHARD_BLOCKS", 2)
-    monkeypatch.setattr(pool_contents, "NUM_SHARDS", 1)
     names = ["first", "second", "third", "fourth"]
     for name in names[:3]:
         router.store(name)
@@ -111,11 +118,29 @@ def test_of_very_many_the_oldest_are_announced_as_removed(router: Router, monkey
     assert router.blocks == announced([names[1], names[3]])
 
 
+def test_a_block_that_one_group_lacks_is_not_removed_from_another(core: MakeCore) -> None:
+    """Groups with blocks of one size name them alike."""
+    geometry = core(cache=kv_cache(full_attention(), window(40))).side.geometry
+    told, parts = Events(geometry.groups, enabled=True), []
+    for group_idx in range(2):
+        run = BlockRun(group_idx, [block_hash(name) for name in range(4)])
+        parts.append(GroupBlocks(group_idx, [run], [[1] * 4], [0]))
+    told.stored(make_request("r", tokens(4 * BLOCK_TOKENS)), StoreJob(1, parts))
+    told.take()
+    told.missing(1, [block_hash(2), block_hash(9)])
+    (removed,) = told.take()
+    assert isinstance(removed, BlockRemoved)
+    assert (set(removed.block_hashes), removed.group_idx) == (announced([2]), geometry.groups[1].members[0])
+    told.all_missing()
+    events = [event for _ in range(8) for event in told.take()]
+    assert Counter(event.group_idx for event in events if isinstance(event, BlockRemoved)) == {0: 4, 1: 3}
+
+
+@pytest.mark.usefixtures("one_shard")
 def test_the_garbage_collector_does_not_visit_what_is_kept_of_announced_blocks(
     router: Router, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It would delay a step by a million visits."""
-    monkeypatch.setattr(pool_contents, "NUM_SHARDS", 1)
     monkeypatch.setattr(pool_contents, "SHARD_BLOCKS", 1 << 20)
 
     def num_visited() -> int:

@@ -148,10 +148,10 @@ def test_a_load_that_succeeds_ends_the_row_of_failures(one: Core) -> None:
 def test_decoded_blocks_are_stored_only_if_that_is_wanted(store_decoded: bool, expected: int, core: MakeCore) -> None:
     one = core(store_decoded=store_decoded).connected()
     request = make_request("r", tokens(60))
-    one.allocate(request, 0, num_blocks=6)
+    one.allocate(request, 0, num_blocks=12)
     assert len(one.step((request, 60)).stores) == 1
-    request.append_output_token_ids(list(range(5)))
-    assert len(one.step((request, 4)).stores) == expected
+    request.append_output_token_ids(list(range(117)))
+    assert len(one.step((request, 116)).stores) == expected
 
 
 def test_a_store_that_found_no_pool_is_made_up_for(core: MakeCore, pool_server: StartServer) -> None:

@@ -14,6 +14,7 @@ from tests.vllm_plugin.core import Core, blocks, fill, stored
 from tests.vllm_plugin.tier import Tier
 from vllm_plugin.metrics import Recorder
 from vllm_plugin.scheduler import step_budget
+from vllm_plugin.scheduler.load_policy import Stage
 from vllm_plugin.scheduler.step_budget import (
     LONG_STEP_S,
     MAX_LOOKUP_WALKS_S,
@@ -44,7 +45,7 @@ def test_few_may_wait_whose_prefix_is_long_and_many_whose_is_not() -> None:
     assert num_waiting(StepBudget(Recorder()), 0, is_lookup=True) == int(MAX_LOOKUP_WALKS_S / WALK_S)
 
 
-@pytest.mark.parametrize(("step_s", "times"), [(0.001, 1), (0.05, 1), (0.1, 2), (0.25, 5), (60.0, 5)])
+@pytest.mark.parametrize(("step_s", "times"), [(0.001, 1), (0.025, 1), (0.05, 2), (0.25, 10), (60.0, 10)])
 def test_a_longer_step_has_more_in_proportion(
     clock: FakeClock, monkeypatch: pytest.MonkeyPatch, step_s: float, times: int
 ) -> None:
@@ -57,12 +58,39 @@ def test_a_longer_step_has_more_in_proportion(
     budget.new_step()
     assert budget.may_wait(32_768), "each step has a budget of its own"
     assert budget.wait_s(clock()) == pytest.approx(max(MIN_WAIT_S, MAX_WAIT_SHARE * min(step_s, LONG_STEP_S)))
+    clock.advance(step_s)
     with budget:
         clock.advance(0.9 * times * step_budget.MAX_BEGIN_S)
     assert budget.may_begin
     with budget:
         clock.advance(0.2 * times * step_budget.MAX_BEGIN_S)
     assert not budget.may_begin
+
+
+def test_no_step_behind_an_idle_time_begins_more_than_a_short_one(
+    clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM schedules two at once, and the device waits for what both begin."""
+    monkeypatch.setattr(step_budget, "MAX_BEGIN_S", 1e-3)
+    budget = StepBudget(Recorder())
+    budget.new_step()
+    for idle_s in (60.0, 0.0):
+        clock.advance(idle_s)
+        with budget:
+            clock.advance(1.1 * step_budget.MAX_BEGIN_S)
+        assert not budget.may_begin
+        budget.new_step()
+
+
+def test_looking_ahead_ends_with_the_budget_of_the_step(
+    alone: Core, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many requests wait, and however few tokens are looked up for them."""
+    monkeypatch.setattr(alone.side.admission, "look_up", lambda *_: clock.advance(2 * step_budget.MAX_BEGIN_S))
+    for nth in range(10):
+        alone.side.queue.put(make_request(f"r{nth}", tokens(100, nth)), Stage.WAITING)
+    alone.step()
+    assert len(alone.side.queue._new) == 9
 
 
 def test_the_last_step_counts_or_the_time_since_if_it_is_longer(clock: FakeClock) -> None:

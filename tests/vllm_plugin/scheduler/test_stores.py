@@ -10,11 +10,13 @@ from vllm.v1.request import Request
 
 from tests.support.clock import FakeClock
 from tests.support.processes import wait_for
+from tests.support.toy.fixtures import BLOCK_TOKENS
 from tests.support.toy.fleet import Fleet, assert_nothing_is_left
 from tests.support.toy.model import answer
-from tests.support.vllm_objects import make_request, tokens
+from tests.support.vllm_objects import full_attention, make_request, tokens
 from tests.vllm_plugin.bugs import held
-from tests.vllm_plugin.core import Core, MakeCore, blocks, fill, lose_pool
+from tests.vllm_plugin.core import NUM_BLOCKS, Core, MakeCore, blocks, fill, lose_pool
+from tests.vllm_plugin.kinds import kv_cache, window
 from vllm_plugin.metadata import ConnectorMetadata
 from vllm_plugin.scheduler import store_jobs
 from vllm_plugin.scheduler.store_jobs import RELIEF_S, RELIEF_STEPS, Storing
@@ -69,6 +71,29 @@ def test_what_a_finished_request_has_left_is_offered_by_later_steps(one: Core) -
     for _ in range(3):
         one.step()  # Takes reports of four blocks.
     assert one.num_used_blocks() == 0 and not any(one.side.held().values())
+
+
+def test_decoded_blocks_are_stored_eight_at_a_time_and_the_rest_when_the_request_ends(one: Core) -> None:
+    request = make_request("r", tokens(blocks(2)))
+    one.allocate(request, 0, num_blocks=14)
+    steps = [one.step((request, blocks(2)))]
+    for _ in range(blocks(11)):
+        request.append_output_token_ids([7])
+        steps.append(one.step((request, 1)))
+    assert [offered(step) for step in steps if step.stores] == [request.block_hashes[:2], request.block_hashes[2:10]]
+    one.report(*(job.job_id for step in steps for job in step.stores))
+    one.finish(request)
+    assert offered(one.step()) == request.block_hashes[10:13]
+
+
+def test_decoded_blocks_are_stored_before_they_leave_a_window(core: MakeCore) -> None:
+    one = core(cache=kv_cache(full_attention(), window(40), num_blocks=NUM_BLOCKS)).connected()
+    request = make_request("r", tokens(blocks(2)))
+    one.allocate(request, 0, num_blocks=6)
+    one.step((request, blocks(2)))
+    for nth in range(2, 5):
+        request.append_output_token_ids([7] * BLOCK_TOKENS)
+        assert offered(one.step((request, BLOCK_TOKENS))) == [request.block_hashes[nth]] * 2
 
 
 @pytest.mark.usefixtures("four_a_step")
@@ -145,6 +170,21 @@ def test_what_a_request_still_has_is_not_dropped(one: Core) -> None:
     one.step((request, 100))
     assert not one.side.has_pending_block_frees()
     assert one.step().dropped_stores == []
+
+
+@pytest.mark.usefixtures("four_a_step")
+def test_relief_frees_a_bounded_part_of_the_reported_stores_a_step(one: Core) -> None:
+    request = make_request("r", tokens(160))
+    one.allocate(request, 0)
+    steps = [one.step((request, 160))]
+    one.finish(request)
+    steps += [one.step(), one.step()]
+    one.report(*(job.job_id for step in steps for job in step.stores))
+    used = []
+    while one.side.has_pending_block_frees():
+        used.append(one.num_used_blocks())
+        assert one.step().dropped_stores == [], "their reports are there"
+    assert (used, one.num_used_blocks()) == ([6, 2], 0)
 
 
 def test_stores_that_alone_hold_blocks_are_dropped_where_some_are_lacking(one: Core, clock: FakeClock) -> None:
