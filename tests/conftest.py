@@ -51,7 +51,6 @@ LONG_FILES = (
 
 MORE = (
     "tests/benchmarks/test_clients.py",
-    "tests/benchmarks/test_promotion.py",
     "tests/benchmarks/test_replay.py",
     "tests/benchmarks/test_server.py",
     "tests/benchmarks/test_soak.py",

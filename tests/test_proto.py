@@ -77,11 +77,3 @@ def test_everything_in_the_contract_has_a_comment(described: FileDescriptorProto
     # `map` entries are messages that protoc makes up; they have no line of their own.
     silent = [name for path, name in named if path in comments and not comments[path]]
     assert silent == []
-
-
-def test_every_field_of_a_pool_key_is_where_other_languages_expect_it(described: FileDescriptorProto) -> None:
-    # A number that changes meaning would read old clients' bytes as something else.
-    (key,) = (message for message in described.message_type if message.name == "PoolKey")
-    assert [(field.number, field.name) for field in key.field] == [
-        (1, "namespace"), (2, "group_idx"), (3, "block_hash"), (4, "shard"),
-    ]  # fmt: skip

@@ -69,6 +69,7 @@ def main(
         rows += _measure_pair("alone", EngineSpec(model, None, OPTIONS), asked[::10], logs)
         for name, spec in specs.items():
             rows += _measure_pair(name, spec, asked, logs)
+    report()
 
 
 def _measure_pair(name: str, spec: EngineSpec, asked: Sequence[Sequence[int]], logs: Path) -> list[Row]:

@@ -22,7 +22,6 @@ from typing import Annotated
 import numpy as np
 import typer
 
-from benchmarks.cases.tls import files_in
 from benchmarks.harness.measuring import Row, at_most, ms, percentile, progress, report, server_process, timed
 from kvpool import BlockRun, Client, ClientConfig, GroupSpec, NamespaceSpec, checksum
 from kvpool.client.block_io import Checksums
@@ -154,8 +153,8 @@ def main(
     rows = [Row(f"step alone, p{percent}", ms(alone, percent), "ms") for percent in (50, PERCENT)]
     with ExitStack() as stack:
         authority = Authority.create(Path(stack.enter_context(tempfile.TemporaryDirectory())))
-        operator = files_in(authority.issue_principal(Principal(ALL_TENANTS, Role.OPERATOR)))
-        server = files_in(authority.issue_server([]))
+        operator = TlsFiles.in_directory(authority.issue_principal(Principal(ALL_TENANTS, Role.OPERATOR)))
+        server = TlsFiles.in_directory(authority.issue_server([]))
         flags = ["--tls-cert", server.cert, "--tls-key", server.key, "--tls-client-ca", server.ca]
         memory = f"{mib + 1024}MiB"
         plain, _ = stack.enter_context(server_process(memory))

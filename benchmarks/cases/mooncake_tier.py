@@ -260,21 +260,31 @@ class Loader:
         return drain
 
 
-def measure_loads(store: Store, tier: str, transport: str, rounds: int) -> list[Row]:
-    """Loads of prompts that only the cluster has, each prompt once."""
-    store.remove_all()
-    data = pages(PROMPT_BYTES)
+def put_prompts(endpoint: str, prompts: Sequence[Sequence[bytes]], data: Bytes) -> None:
+    """Puts prompts of the same bytes, each once the tier has the one before it: uint8 [PROMPT_BYTES]."""
     payloads = list(data.reshape(-1, PROMPT_BLOCK_BYTES))
-    warmups = 1
-    prompts = [[name_of("prompt", nth, idx) for idx in range(len(payloads))] for nth in range(2 * (rounds + warmups))]
-    flags = ("--mooncake-trusted-network", "--tier", tier)
-    config = {"transport": transport, "timeout_ms": 20_000, "data_timeout_ms": 20_000}
-    with kvpool_server("512MiB", *flags) as endpoint, Client(ClientConfig(endpoint, **config)) as client:
+    with Client(ClientConfig(endpoint, timeout_ms=20_000, data_timeout_ms=20_000)) as client:
         namespace = client.open_namespace(spec(PROMPT_BLOCK_BYTES))
+
+        def demoted() -> int:
+            return client.admin.stats().tiers[0].counters["demoted_blocks"]
+
         for nth, names in enumerate(prompts, 1):
             client.put_blocks(namespace, BlockRun(0, names), payloads)
             written = nth * len(names)
-            until_true(lambda count=written: _demoted(client) == count, "the tier is too slow")
+            until_true(lambda count=written: demoted() == count, "the tier is too slow")
+
+
+def measure_loads(store: Store, tier: str, transport: str, rounds: int) -> list[Row]:
+    """Loads of prompts that only the cluster has, each prompt once."""
+    store.remove_all()
+    data, warmups = pages(PROMPT_BYTES), 1
+    blocks = range(PROMPT_BYTES // PROMPT_BLOCK_BYTES)
+    prompts = [[name_of("prompt", nth, idx) for idx in blocks] for nth in range(2 * (rounds + warmups))]
+    flags = ("--mooncake-trusted-network", "--tier", tier)
+    config = {"transport": transport, "timeout_ms": 20_000, "data_timeout_ms": 20_000}
+    with kvpool_server("512MiB", *flags) as endpoint:
+        put_prompts(endpoint, prompts, data)
     arena_bytes = (len(prompts) + 1) * PROMPT_BYTES
     with kvpool_server(str(arena_bytes), *flags) as endpoint, Client(ClientConfig(endpoint, **config)) as client:
         loader = Loader(client, client.open_namespace(spec(PROMPT_BLOCK_BYTES)), data)
@@ -296,10 +306,6 @@ def measure_loads(store: Store, tier: str, transport: str, rounds: int) -> list[
         Row(f"{size}, until the first part is loaded, as blocks come up", ms(first_s), "ms"),
         Row(f"{size}, as they come over once all are up", time_ratio(taken["as they come"], taken["all"]), "x"),
     ]
-
-
-def _demoted(client: Client) -> int:
-    return client.admin.stats().tiers[0].counters["demoted_blocks"]
 
 
 def main(

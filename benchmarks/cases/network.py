@@ -17,12 +17,12 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from multiprocessing.synchronize import Barrier
-from pathlib import Path
 from typing import Annotated
 
 import typer
 import xxhash
 
+from benchmarks.cases.server import cpu_s
 from benchmarks.harness.measuring import (
     Row,
     Series,
@@ -58,7 +58,6 @@ COLD_BATCHES = 4
 TINY_BYTES = 64
 WAIT_S = 120.0
 BARE_SHARE, SUMMED_SHARE, TOGETHER_SHARE, SHM_SHARE = 0.7, 0.6, 0.6, 0.8
-TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class Blocks(Traffic):
@@ -148,22 +147,14 @@ def one_client(endpoint: str, server_pid: int, rounds: int) -> tuple[list[Row], 
 
 def cpu_rows(blocks: Blocks, way: str, server_pid: int, repeats: int = 5) -> list[Row]:
     """CPU seconds that a GB costs."""
-    client_s, server_s = time.process_time(), cpu_seconds(server_pid)
+    client_s, server_s = time.process_time(), cpu_s(server_pid)
     for _ in range(repeats):
         blocks.put() if way == "put" else blocks.get_without_lookup()
     gigabytes = repeats * BATCH_BYTES / 1e9
     return [
         Row(f"{way}: CPU of the client", (time.process_time() - client_s) / gigabytes, "s/GB"),
-        Row(f"{way}: CPU of the server", (cpu_seconds(server_pid) - server_s) / gigabytes, "s/GB"),
+        Row(f"{way}: CPU of the server", (cpu_s(server_pid) - server_s) / gigabytes, "s/GB"),
     ]
-
-
-def cpu_seconds(pid: int) -> float:
-    """CPU time of a process and of its children, see proc_pid_stat(5)."""
-    children = [each.read_text().split() for each in Path(f"/proc/{pid}/task").glob("*/children")]
-    pids = [pid, *(int(child) for group in children for child in group)]
-    fields = [Path(f"/proc/{each}/stat").read_text().rpartition(")")[2].split() for each in pids]
-    return sum(int(field[11]) + int(field[12]) for field in fields) / TICKS
 
 
 def together(endpoint: str, rounds: int) -> list[Row]:

@@ -22,8 +22,8 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.cases.mooncake_tier import PROMPT_BLOCK_BYTES, PROMPT_BYTES, Loader, name_of, pages, spec
-from benchmarks.harness.measuring import Row, alternate, at_most, kvpool_server, ms, report, time_ratio, until_true
+from benchmarks.cases.mooncake_tier import PROMPT_BLOCK_BYTES, PROMPT_BYTES, Loader, name_of, pages, put_prompts, spec
+from benchmarks.harness.measuring import Row, alternate, at_most, kvpool_server, ms, report, time_ratio
 from kvpool import BlockRun
 from kvpool.client.client import Client
 from kvpool.client.config import ClientConfig
@@ -61,21 +61,6 @@ def found_after(client: Client, namespace: Namespace, names: Sequence[bytes], st
     return taken
 
 
-def store(endpoint: str, prompts: Sequence[Sequence[bytes]]) -> None:
-    """Puts prompts, and waits until the tier has them."""
-    payloads = list(pages(PROMPT_BYTES).reshape(-1, PROMPT_BLOCK_BYTES))
-    with Client(ClientConfig(endpoint, timeout_ms=20_000)) as client:
-        namespace = client.open_namespace(spec(PROMPT_BLOCK_BYTES))
-        for nth, names in enumerate(prompts, 1):
-            client.put_blocks(namespace, BlockRun(0, names), payloads)
-            written = nth * len(names)
-            until_true(lambda count=written: _demoted(client) == count, "the tier is too slow")
-
-
-def _demoted(client: Client) -> int:
-    return client.admin.stats().tiers[0].counters["demoted_blocks"]
-
-
 def measure(directory: Path, rounds: int) -> list[Row]:
     """Rows of both questions."""
     count = PROMPT_BYTES // PROMPT_BLOCK_BYTES
@@ -85,9 +70,9 @@ def measure(directory: Path, rounds: int) -> list[Row]:
     measures: dict[tuple[str, object], Callable[[], float]] = {}
     with ExitStack() as stack:
         endpoint = stack.enter_context(kvpool_server(str(PROMPTS_IN_ARENA * PROMPT_BYTES), *flags))
-        store(endpoint, prompts)
-        following = itertools.cycle(prompts)  # When one comes again, others have taken its room in the arena.
         sink = pages(PROMPT_BYTES)
+        put_prompts(endpoint, prompts, sink)
+        following = itertools.cycle(prompts)  # When one comes again, others have taken its room in the arena.
         for transport in TRANSPORTS:
             config = ClientConfig(endpoint, transport=transport, timeout_ms=20_000, data_timeout_ms=20_000)
             client = stack.enter_context(Client(config))

@@ -73,6 +73,7 @@ THREADS = 4
 RESTORED_ENTRIES = 1_000_000
 RESTORE_REACH_S = 10.0
 PUT_BLOCKS, PUT_BLOCK_BYTES = 64, 256 * KIB
+PUTS_IN_ARENA = 8
 PROMPT_BLOCKS, PROMPT_BLOCK_BYTES = 256, 256 * KIB
 DEADLINE_S = 600.0
 
@@ -269,15 +270,16 @@ def measure_restore(directory: Path) -> list[Row]:
 
 
 def measure_puts(directory: Path, rounds: int) -> list[Row]:
-    """Puts to a server without a tier, with one that keeps up or does not, and with one that stands still."""
+    """Puts into a full arena without a tier, above one that keeps up or does not, and above one that stands still."""
+    memory = str(PUTS_IN_ARENA * PUT_BLOCKS * PUT_BLOCK_BYTES)
     payloads = Pages(PUT_BLOCKS * PUT_BLOCK_BYTES).views(PUT_BLOCK_BYTES)
     with ExitStack() as stack:
         endpoints = {
-            "no tier": stack.enter_context(kvpool_server("512MiB")),
+            "no tier": stack.enter_context(kvpool_server(memory)),
             "file tier": stack.enter_context(
-                kvpool_server("512MiB", "--tier", f"file:{directory / 'puts'},size=2GiB,name=one,create=yes")
+                kvpool_server(memory, "--tier", f"file:{directory / 'puts'},size=2GiB,name=one,create=yes")
             ),
-            "a tier that stands still": stack.enter_context(_server_on_a_stopped_master()),
+            "a tier that stands still": stack.enter_context(_server_on_a_stopped_master(memory)),
         }
         clients = {
             name: stack.enter_context(Client(ClientConfig(endpoint, timeout_ms=20_000)))
@@ -292,8 +294,9 @@ def measure_puts(directory: Path, rounds: int) -> list[Row]:
             return timed(lambda: clients[name].put_blocks(opened[name], run, payloads))
 
         measures: dict[str, Callable[[], float]] = {name: (lambda name=name: put(name)) for name in clients}
-        taken = alternate(measures, rounds, what="puts", shuffled=True)
+        taken = alternate(measures, rounds, what="puts", shuffled=True, warmups=PUTS_IN_ARENA)  # They fill the arena.
         stats = {name: client.admin.stats() for name, client in clients.items()}
+    assert all(each.counters["evicted_blocks"] >= rounds * PUT_BLOCKS for each in stats.values())
     rows = [Row(f"put of 16 MiB, {name}", ms(each), "ms") for name, each in taken.items()]
     for name, bound in (("file tier", 0.0), ("a tier that stands still", 1.1)):
         ratio, what = time_ratio(taken[name], taken["no tier"]), f"put, {name} over none"
@@ -304,12 +307,12 @@ def measure_puts(directory: Path, rounds: int) -> list[Row]:
 
 
 @contextmanager
-def _server_on_a_stopped_master() -> Iterator[str]:
+def _server_on_a_stopped_master(memory: str) -> Iterator[str]:
     port = free_port()
     with process(master_command(port)) as master:
         wait_until(lambda: is_listening(port), "mooncake_master", master)
         tier = "--tier", f"mooncake:master=127.0.0.1:{port},segment=64MiB"
-        with kvpool_server("512MiB", "--mooncake-trusted-network", *tier) as endpoint:
+        with kvpool_server(memory, "--mooncake-trusted-network", *tier) as endpoint:
             master.send_signal(signal.SIGSTOP)
             try:
                 yield endpoint

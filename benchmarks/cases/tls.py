@@ -28,7 +28,7 @@ from benchmarks.harness.measuring import (
 )
 from benchmarks.harness.traffic import Traffic, pair
 from kvpool import BlockRun, Client, ClientConfig, GroupSpec, NamespaceSpec
-from kvpool.security.certificates import CA_NAME, CERTIFICATE_NAME, KEY_NAME, Authority
+from kvpool.security.certificates import Authority
 from kvpool.security.principal import ALL_TENANTS, Principal, Role
 from kvpool.security.tls import TlsFiles
 
@@ -65,18 +65,13 @@ class Lookups:
         self._client.close()
 
 
-def files_in(directory: Path) -> TlsFiles:
-    """The files that an authority made there."""
-    return TlsFiles(*(str(directory / name) for name in (CA_NAME, CERTIFICATE_NAME, KEY_NAME)))
-
-
 def main(rounds: Annotated[int, typer.Option(help="Rounds of each measure.")] = 11) -> None:
     """Measures and reports."""
     rows: list[Row] = []
     with ExitStack() as stack:
         authority = Authority.create(Path(stack.enter_context(tempfile.TemporaryDirectory())))
-        operator = files_in(authority.issue_principal(Principal(ALL_TENANTS, Role.OPERATOR)))
-        server = files_in(authority.issue_server([]))
+        operator = TlsFiles.in_directory(authority.issue_principal(Principal(ALL_TENANTS, Role.OPERATOR)))
+        server = TlsFiles.in_directory(authority.issue_server([]))
         flags = ["--tls-cert", server.cert, "--tls-key", server.key, "--tls-client-ca", server.ca]
         plain, _ = stack.enter_context(server_process(MEMORY))
         sealed, _ = stack.enter_context(server_process(MEMORY, *flags, tls=operator))

@@ -41,7 +41,6 @@ from benchmarks.peers.bare_threads import BareThreads
 from kvpool import Client, ClientConfig
 from kvpool.protocol.errors import KVPoolError
 from kvpool.transport.helpers import movers_of
-from kvpool_server.settings.config import ServerConfig
 from testbed.link import CONGESTION, DELAY_MS, LOSS, MTU, End, link, why_not
 
 CONTROL_PORT, DATA_PORT, BARE_PORT = 50051, 50053, 50055
@@ -63,9 +62,7 @@ def server_command(address: str, memory: str) -> list[str]:
     """A kvpool-server that can be reached at `address` only."""
     command = [sys.executable, "-m", "kvpool_server", "--listen", f"{address}:{CONTROL_PORT}", "--keep", "no"]
     command += ["--insecure-network", "--http-listen", "", "--memory", memory]
-    if "data_listen" in ServerConfig.model_fields:  # Where bytes have a port of their own.
-        command += ["--data-listen", f"{address}:{DATA_PORT}"]
-    return command
+    return [*command, "--data-listen", f"{address}:{DATA_PORT}"]
 
 
 @contextlib.contextmanager

@@ -67,7 +67,8 @@ QUESTIONS = (
             Bar("limit: a pool that costs nothing", "documents, 1.5 x saturation: TTFT mean, ideal pool", LIMIT),
         ),
         "Means of 354 questions about documents, half as many again a second as the GPU computes. All have the same "
-        "memory. The limit is a simulation. Mooncake's connector, over TCP, took tens of seconds, and is not drawn.",
+        "memory; the limit is simulated. Not drawn: Mooncake's connector, over TCP without its connection pool, took "
+        "tens of seconds.",
     ),
     Question(
         "first-token",
@@ -82,7 +83,7 @@ QUESTIONS = (
             Bar("limit: the engine's own cache", "own cache TTFT, alone", LIMIT),
         ),
         "One GPU, a model of Llama 3.1 8B's shape. Offloading shares nothing with other processes. Mooncake's "
-        "connector went over TCP; RDMA was not measured.",
+        "connector used TCP without its connection pool, no RDMA.",
     ),
     Question(
         "bytes",

@@ -8,7 +8,6 @@ met, or missed, only beyond that noise.
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib.metadata
 import json
 import os
@@ -361,7 +360,7 @@ def write(
         "name": name,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": f"python -m benchmarks.cases.{name.partition('-')[0]} {' '.join(sys.argv[1:])}".strip(),
-        "commit": _commit(),
+        "commit": COMMIT,
         "machine": _machine(),
         "versions": _versions(),
         "facts": facts,
@@ -434,9 +433,8 @@ def _versions() -> dict[str, str]:
     return versions
 
 
-@functools.cache
 def _commit() -> str:
-    """The commit, with "-dirty" where more than results and documents differed before this process wrote a result."""
+    """The commit, with "-dirty" where more than results and documents differ."""
     commit = git("rev-parse", "HEAD")
     differs = git("diff", "--quiet", "HEAD", "--", ":/", ":(top,exclude)benchmarks/results", ":(top,exclude)docs")
     return "unknown" if commit.returncode else commit.stdout.strip() + "-dirty" * bool(differs.returncode)
@@ -446,3 +444,7 @@ def git(*command: str) -> subprocess.CompletedProcess[str]:
     """Runs git in this repository, without its locks."""
     command = ("git", "--no-optional-locks", *command)
     return subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+
+
+COMMIT = _commit()
+"""Of the code that this process runs, taken when it starts: the next commit may be made before it writes a result."""

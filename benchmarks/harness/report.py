@@ -37,7 +37,7 @@ previous result, and writes `benchmarks/results/NAME.json`.
 - "Reach" is the target that was set before measuring. "Met" is "yes" or "no" if all of the spread lies on one side of
   the reach, and "within noise" if the reach lies inside the spread. A verdict in brackets judges the figure alone: its
   result was written before spreads were recorded.
-- Absolute times on shared machines drift, by half and more from day to day: compare ratios.
+- Absolute times on shared machines drift by half and more: compare ratios.
 
 `python -m benchmarks.harness.report` writes this page, its plots, a page for each result, and the figures of other
 pages that name a result. It names each result whose code has changed since it was measured.
@@ -51,9 +51,14 @@ ALL_RESULTS = (
     "|---|---|---|---|",
 )
 
+UNPOOLED = """ Mooncake's connector ran
+without its connection pool, which the benchmark has turned on since: each of its transfers opened a connection."""
+"""Of results whose engines lacked `MC_TCP_ENABLE_CONNECTION_POOL`, until they are measured again."""
+
 QUESTIONS = {
     "vllm": """What a pool does for a real engine (vLLM on the CPU), beside no pool, a dead pool, and
-MooncakeStoreConnector.""",
+MooncakeStoreConnector."""
+    + UNPOOLED,
     "serving-gpu": """What engines under load gain by a store beside them: Llama-3.1-8B's shape with random weights, two
 engines on one GPU, requests in an open loop. All arms have the same memory beside the engines' own caches, in equal
 parts where it is private; the files of tiered offloading have no bound unless the arm says so. Possible hits are those
@@ -63,11 +68,13 @@ The time to first token counts from the arrival. Mooncake's store runs in the en
 "Ideal" is a simulation: a device that computes as fast as the engines without connector at saturation, and stores that
 hold everything, answer at once and cost nothing: what an ideal pool does not reach, no pool can. One round, system
 prompt two, documents three at saturation and beyond it, by several commands (`--add`), on machines of one kind.
-Beyond saturation no arm keeps up, so means grow with the number of requests.""",
+Beyond saturation no arm keeps up, so means grow with the number of requests."""
+    + UNPOOLED,
     "serving-gpu-tiered": """The same on another machine of this kind, with vLLM's tiered offloading bounded to the same
 memory, a commit of some hours before.""",
     "serving": """The same in a small form, on two CPU cores that engines, stores and the benchmark share: that all of
-it runs, and no measure of a GPU's gain.""",
+it runs, and no measure of a GPU's gain."""
+    + UNPOOLED,
     "start": """How much later an engine answers its first prompt that names its weights by the content of their files:
 Llama-3.1-8B's shape, without CUDA graphs and compilation. "Never read": the host's first start with this checkpoint,
 which kvpool reads beside the engine's warm-up; the scheduler waits for the end of it.""",
@@ -131,11 +138,13 @@ while nothing happens and while something does.""",
 real servers on this host, and a directory. The directory's round trip is that of its own client, idle; beside it the
 server's event loop packs and parses. A server of the last row has a million blocks of 16 tokens, and gets ten prompts
 of 8,000 new tokens a second.""",
-    "peer_reads-16-cores": """The same on a GPU's host, with 16 cores. A server reads from another one at the same rate
-as on two cores, although the wire carries three times as much there.""",
+    "peer_reads-16-cores": """The same on a GPU's host, with 16 cores. A client that reads the prompt at once moves
+three quarters as much as bare sockets; between servers the first, small reads and the making of room cost as much time
+as the rest.""",
     "tiers": """The file tier beside its disk (a virtual machine's, whose own cache flatters writes); a restart with a
 million blocks; a prompt of 64 MiB that a server brings up right after its start; and what a tier costs puts, also a
-tier that does not answer (Mooncake's, with a stopped master).""",
+tier that does not answer (Mooncake's, with a stopped master). In this result the puts found free
+memory; the benchmark now puts into a full arena.""",
     "mooncake_tier": """The Mooncake tier, with the pool above it, beside Mooncake's own client on the same cluster:
 the same blocks, in batches of as many bytes, from and to registered buffers. The tier stages its bytes, so each is
 copied once more, and verified on its way up. Then a client of a server whose arena is empty loads prompts from the
@@ -169,7 +178,8 @@ minutes, and no part of `make bench`.""",
 virtual machine's.""",
     "memory-10-million": "Server memory beyond the arena with ten million entries.",
     "gpu": """A real GPU, Llama-3.1-8B's shape, beside none, vLLM's in-process offloading to CPU memory, and Mooncake's
-connector over TCP. Warm: another process loads what one process stored, checksums on.""",
+connector over TCP. Warm: another process loads what one process stored, checksums on."""
+    + UNPOOLED,
     "interference": """What loads cost a thread that works in the same process, on a host of many cores: steps of Python
 and calls that give up its lock, beside loads into staging that nobody sums, as an engine with a GPU makes them.""",
     "gpu_network": """Loads over TCP (loopback, one host) into an engine on a GPU, beside loads from shared memory.
@@ -180,7 +190,8 @@ only then the engine loads.""",
     "gpu_questions": """Two engines on one GPU answer questions about 8 documents of 20,000 tokens, in any order, 8 in
 flight, 64 tokens each; neither engine can keep more than two documents. Pairs of engines take turns; Mooncake's pair
 gets a quarter of the questions, and the pair without a pool a tenth. In this run Mooncake's pair had not answered its
-questions after three minutes, when the benchmark ended it.""",
+questions after three minutes, when the benchmark ended it."""
+    + UNPOOLED,
     "gpu_parallel": """Tensor-parallel ranks, each with a GPU and a bus of its own, load their shares of a prompt.
 A rank's rate is over its whole load, from the call for the blocks' regions to the last checksum. The parts of a load
 that do not depend on bytes take as long for many ranks as for one, and weigh more on smaller shares.""",

@@ -117,7 +117,12 @@ def engine(model: Path, master: str, folder: Path, segment_bytes: int, options: 
     path = folder / "mooncake.json"
     path.write_text(json.dumps(config))
     transfer = {"kv_connector": "MooncakeStoreConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
-    return EngineSpec(model, transfer, options, {"MOONCAKE_CONFIG_PATH": str(path), "PYTHONHASHSEED": "0"})
+    environment = {
+        "MOONCAKE_CONFIG_PATH": str(path),
+        "MC_TCP_ENABLE_CONNECTION_POOL": "1",  # Else each transfer connects.
+        "PYTHONHASHSEED": "0",
+    }
+    return EngineSpec(model, transfer, options, environment)
 
 
 def _addresses(blocks: Bytes) -> list[int]:

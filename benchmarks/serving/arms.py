@@ -18,7 +18,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cases.tls import files_in
 from benchmarks.harness import measuring as harness
 from benchmarks.peers import mooncake_store
 from kvpool.security.certificates import Authority
@@ -136,9 +135,9 @@ def kvpool_tcp(stack: ExitStack, setup: Setup) -> Store:
 def kvpool_tls(stack: ExitStack, setup: Setup) -> Store:
     """kvpool over TCP with certificates and encryption."""
     authority = Authority.create(Path(stack.enter_context(tempfile.TemporaryDirectory())))
-    operator = files_in(authority.issue_principal(Principal(ALL_TENANTS, Role.OPERATOR)))
-    engine = files_in(authority.issue_principal(Principal("acme", Role.ENGINE_WRITE)))
-    server = files_in(authority.issue_server([]))
+    operator = TlsFiles.in_directory(authority.issue_principal(Principal(ALL_TENANTS, Role.OPERATOR)))
+    engine = TlsFiles.in_directory(authority.issue_principal(Principal("acme", Role.ENGINE_WRITE)))
+    server = TlsFiles.in_directory(authority.issue_server([]))
     flags = ["--tls-cert", server.cert, "--tls-key", server.key, "--tls-client-ca", server.ca]
     return _kvpool(stack, setup, "tcp", *flags, tls=operator, engine_tls=asdict(engine))
 

@@ -19,8 +19,10 @@ FROM ${PYTHON_IMAGE}
 LABEL org.opencontainers.image.title="kvpool-server" \
       org.opencontainers.image.description="A KV-cache pool for vLLM" \
       org.opencontainers.image.licenses="Apache-2.0"
+# Any user may enter /var/lib/kvpool: a server that the chart runs as another user has its tier in a directory below.
 RUN groupadd --gid 10001 kvpool && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /tmp kvpool \
-    && install -d -m 0750 -o kvpool -g kvpool /run/kvpool /var/lib/kvpool
+    && install -d -m 0750 -o kvpool -g kvpool /run/kvpool \
+    && install -d -m 0755 -o kvpool -g kvpool /var/lib/kvpool
 COPY --from=build /opt/kvpool /opt/kvpool
 # Without compiled modules of its own making: the root file system may be read-only.
 ENV PATH=/opt/kvpool/bin:$PATH PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 HOME=/tmp

@@ -1,11 +1,16 @@
 """A result keeps the one before it, so that nobody has to look for it."""
 
+import contextlib
 import json
+import subprocess
 
 import pytest
 
+from benchmarks.cases import gpu_questions
 from benchmarks.harness import measuring as harness
 from benchmarks.harness.measuring import Row, Series
+from benchmarks.peers import mooncake_store
+from testbed.mooncake import BEST_SETTINGS
 
 
 @pytest.fixture
@@ -98,3 +103,27 @@ def test_a_result_keeps_the_spread(results, capsys):
     assert first["figure"] == 1.0 and first["spread"][0] < 1.0 < first["spread"][1]
     assert first["met"] == "within noise" and "within noise" in capsys.readouterr().out
     assert second["figure"] == 3 and second["spread"] is None
+
+
+def test_a_result_names_the_code_that_ran_though_another_commit_was_made_meanwhile(results, monkeypatch):
+    monkeypatch.setattr(harness, "git", lambda *command: subprocess.CompletedProcess(command, 0, "made-meanwhile\n"))
+    harness.report("some", [Row("speed", 2.0, "GB/s")])
+    assert "made-meanwhile" not in _written(results)["commit"]
+
+
+def test_questions_that_are_all_answered_are_reported(results, monkeypatch, tmp_path):
+    for name in ("kvpool_server", "master"):
+        owner = harness if name == "kvpool_server" else mooncake_store
+        monkeypatch.setattr(owner, name, lambda *_: contextlib.nullcontext("127.0.0.1:1"))
+    monkeypatch.setattr(gpu_questions, "write_model", lambda logs: logs / "model")
+    monkeypatch.setattr(gpu_questions, "_measure_pair", lambda name, *_: [Row(name, 1.0, "questions/s")])
+    monkeypatch.setattr(gpu_questions.signal, "signal", lambda *_: None)
+    gpu_questions.main(tmp_path, tokens=10, questions=1)
+    written = json.loads((results / "gpu_questions.json").read_text())
+    assert [row["what"] for row in written["rows"]] == ["alone", "kvpool", "vLLM offloading", "Mooncake"]
+
+
+def test_mooncakes_connector_keeps_its_connections_as_mooncakes_own_client_does(tmp_path):
+    environment = mooncake_store.engine(tmp_path, "127.0.0.1:1", tmp_path, 1 << 20, {}).environment
+    name = "MC_TCP_ENABLE_CONNECTION_POOL"
+    assert environment[name] == BEST_SETTINGS[name] == "1"

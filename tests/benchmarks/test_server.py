@@ -7,8 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks.cases.server import cpu_of, cpu_s, family, lookups, own_bytes, server_process
-from benchmarks.harness.measuring import until_true
+from benchmarks.cases.server import cpu_s, family, own_bytes, server_process
 
 BUSY = "import os, time\nwhile sum(os.times()[:2]) < 0.5: pass\nprint('done', flush=True); input()"
 PARENT = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {BUSY!r}])"
@@ -27,10 +26,3 @@ def test_memory_is_without_the_arena() -> None:
         resident = int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
         assert own_bytes(pid) < resident - (256 << 20) + (32 << 20)
         assert 10 << 20 < own_bytes(pid) < 256 << 20
-
-
-def test_a_lookup_costs_the_server_something() -> None:
-    with server_process("64MiB") as (endpoint, pid):
-        look = lookups(endpoint)
-        before = cpu_s(pid)
-        until_true(lambda: cpu_of(pid, look, 50) >= 0 and cpu_s(pid) - before > 0.1, "lookups for nothing")

@@ -478,6 +478,10 @@ def test_a_peers_certificate_may_come_from_a_secret() -> None:
         ([*MODES["memory"], PEERS], "peers.tlsSecretName is empty"),
         (["network=tls", "tls.issuer.name=b", PEERS, "settings.tokens=/t"], "servers that ask for certificates"),
         (["network=tls", "tls.issuer.name=b", PEERS, "settings.oidc_issuer=https://a"], "that ask for certificates"),
+        (
+            ["network=tls", "tls.issuer.name=b", "serviceMonitor.enabled=true", "settings.tokens=/t"],
+            "serviceMonitor.enabled need servers that ask for certificates",
+        ),
         (["peers.secretName=Bad_Name"], "/peers/secretName"),
         (["mode=sidecar"], "engine.model is empty"),
         ([*MODES["sidecar"], "tier.size=1TiB"], "tier.size is for the modes node and memory"),

@@ -95,6 +95,15 @@ def test_the_image_runs_what_the_chart_runs() -> None:
     assert _last(SERVER, "EXPOSE").split() == [str(port["containerPort"]) for port in container["ports"]]
 
 
+def test_a_server_that_the_chart_runs_as_another_user_can_enter_the_directories_above_its_tier() -> None:
+    (spec,) = pod_specs(objects(["tier.size=64MiB", "tier.hostPath=/mnt/nvme/kv", "user=1234"]))
+    mounts = containers(spec)["kvpool-server"]["volumeMounts"]
+    (path,) = [Path(mount["mountPath"]) for mount in mounts if mount["name"] == "tier"]
+    made = [rest for name, rest in instructions(SERVER) if name == "RUN" and "useradd" in rest]
+    (mode,) = re.findall(rf"install -d -m (\d+) [^&]*{path.parent}(?![^ ])", *made)
+    assert int(mode, 8) & 0o005 == 0o005
+
+
 def test_the_server_is_a_good_process_1_and_writes_nothing_to_its_root(tmp_path: Path, socket_dir: Path) -> None:
     """The image's command as process 1 of a namespace whose root is read-only, but for its volumes and /tmp."""
     if os.geteuid() != 0:

@@ -56,10 +56,7 @@ def test_a_changed_alert_fails_its_unit_test(tmp_path: Path) -> None:
 def test_every_alert_is_shown_to_fire_and_not_to_fire(alert: dict[str, str]) -> None:
     groups = yaml.safe_load(TESTS.read_text())["tests"]
     cases = [case for group in groups for case in group["alert_rule_test"] if case["alertname"] == alert["alert"]]
-    fired = [len(case["exp_alerts"]) for case in cases]
-    silent_beside = any(len(group["input_series"]) > fires for group in groups for fires in fired)
-    assert any(fired)
-    assert 0 in fired or silent_beside
+    assert {bool(case["exp_alerts"]) for case in cases} == {True, False}
 
 
 @pytest.mark.parametrize("alert", ALERTS, ids=lambda alert: alert["alert"])

@@ -23,12 +23,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
         {},
         r"kv_connector_extra_config: unknown key 'transprt'; did you mean 'transport'\?",
     ),
-    "hash algorithm": (
-        "llama",
-        {},
-        {"prefix_caching_hash_algo": "sha256"},
-        r"prefix_caching_hash_algo = 'sha256' may name .* start vLLM with --prefix-caching-hash-algo sha256_cbor",
-    ),
     "neither prefix caching nor chunked prefill": (
         "deepseek_v2",
         {},
@@ -50,12 +44,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
         r"vLLM names images by a counter, .* with prefix caching off and mm_processor_cache_gb = 0, so that two images "
         r"would share blocks; leave one of the two on",
     ),
-    "shards that do not divide": (
-        "llama",
-        {"num_shards": 3},
-        {},
-        r"num_shards = 3 does not divide the 2 KV heads of a KV-cache group",
-    ),
     "stage without a layer of a group": (
         "gemma3",
         {},
@@ -65,7 +53,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
     ),
 }
 """What -> shape, settings of the connector, options of vLLM, and what is said."""
-OFTEN = ("unknown key", "hash algorithm", "states that are not kept", "shards that do not divide")
+OFTEN = ("unknown key", "states that are not kept")
 """Each needs an engine: `make test-all` tries the others."""
 
 

@@ -41,23 +41,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_llama.write(tmp_path_factory.mktemp("model") / "tiny", tiny_llama.Shape(head_dim=64))
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_a_load_is_what_the_engine_would_have_had(pool_server, model: Path, tmp_path: Path, transport: str):
-    server = pool_server("--memory", "1GiB")
-    prompts = _prompts(6, 3000, seed=1)
-    spec = EngineSpec(model, kvpool_transfer_config(server.endpoint, transport=transport), OPTIONS)
-    with Engine(spec, tmp_path / "first.log") as first:
-        for prompt in prompts:
-            first.generate([prompt], max_tokens=16)
-        own = [first.generate([prompt], max_tokens=16)[0] for prompt in prompts]
-    with Engine(spec, tmp_path / "second.log") as second:
-        pooled = [second.generate([prompt], max_tokens=16)[0] for prompt in prompts]
-    for prompt, mine, theirs in zip(prompts, own, pooled, strict=True):
-        assert theirs.cached_tokens == mine.cached_tokens == (len(prompt) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
-        assert theirs.tokens == mine.tokens
-        assert theirs.logprobs == mine.logprobs
-
-
 def test_preemption_and_concurrency_change_nothing(pool_server, model: Path, tmp_path: Path):
     """Blocks are preempted, reused and evicted while they are sent and loaded; float32 makes answers comparable."""
     server = pool_server("--memory", "1GiB")

@@ -61,16 +61,6 @@ def test_a_relative_path_is_as_good(pool_server: StartServer, path: str, monkeyp
     assert json.dumps({"endpoint": f"unix:{path}"}, separators=(",", ":")) in server.stdout
 
 
-def test_tcp_clients_of_the_same_server_share_the_blocks(pool_server: StartServer, path: str) -> None:
-    server = pool_server("--unix-listen", path)
-    spec = namespace_spec(group_spec(chunk_bytes=CHUNK))
-    with Client(ClientConfig(server.endpoint, "tcp", timeout_ms=10_000)) as one, Client(_config(path)) as other:
-        one.put_blocks(one.open_namespace(spec), run_of("a"), [payload("a", CHUNK)])
-        namespace = other.open_namespace(spec)
-        (block,) = other.get_blocks(namespace, other.lookup(namespace, [run_of("a")]).lease_id, run_of("a"))
-        assert block is not None and block.tobytes() == payload("a", CHUNK).tobytes()
-
-
 def test_a_client_that_gets_no_memory_goes_through_grpc_and_says_why(pool_server: StartServer, path: str) -> None:
     pool_server("--unix-listen", path)
     os.unlink(memory_path(path))

@@ -7,8 +7,6 @@ import socket
 import subprocess
 from pathlib import Path
 
-import pytest
-
 from tests.support.processes import free_endpoint, wait_for
 
 
@@ -16,16 +14,15 @@ class DirectoryProcess:
     """One server of a directory, which keeps nothing on disk. It can be killed and started again at its port."""
 
     def __init__(self, directory: Path):
-        self._program = shutil.which("valkey-server") or shutil.which("redis-server")
-        if self._program is None:
-            pytest.skip("neither valkey-server nor redis-server is installed: apt-get install redis-server")
+        program = shutil.which("valkey-server") or shutil.which("redis-server")
+        assert program is not None, "neither valkey-server nor redis-server is installed: apt-get install redis-server"
+        self._program = program
         self._directory = directory
         self.endpoint = free_endpoint()
         self.url = f"redis://{self.endpoint}/0"
         self.start()
 
     def start(self) -> None:
-        assert self._program is not None
         _, _, port = self.endpoint.rpartition(":")
         flags = ["--port", port, "--bind", "127.0.0.1", "--save", "", "--dir", str(self._directory)]
         self._process = subprocess.Popen([self._program, *flags], stdout=subprocess.DEVNULL)

@@ -89,8 +89,8 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- if and .peers.secretName .tls.secretName (not .peers.tlsSecretName) }}
 {{- fail "peers.tlsSecretName is empty: with tls.secretName, name a Secret with the certificate of role peer" }}
 {{- end }}
-{{- if and .peers.secretName (eq .network "tls") (or .settings.tokens .settings.oidc_issuer) }}
-{{- fail "peers.secretName needs servers that ask for certificates; leave settings.tokens and settings.oidc_issuer out" }}
+{{- if and (or .peers.secretName .serviceMonitor.enabled) (eq .network "tls") (or .settings.tokens .settings.oidc_issuer) }}
+{{- fail "peers.secretName and serviceMonitor.enabled need servers that ask for certificates; leave settings.tokens and settings.oidc_issuer out" }}
 {{- end }}
 {{- if and (eq .mode "sidecar") (not .engine.model) }}
 {{- fail "engine.model is empty: mode: sidecar starts an engine, which needs a model" }}

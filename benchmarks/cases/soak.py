@@ -47,6 +47,7 @@ PATIENCE_S = 0.5
 SPEC = NamespaceSpec("soak", (GroupSpec("full_attention", 16, 8, 64, 64, SHARDS, CHUNK_BYTES),))
 CALAMITY_EVERY_S = (0.5, 3.0)
 START_S = 60.0
+END_S = 30.0
 
 
 @functools.cache
@@ -83,16 +84,17 @@ class Process:
             self.process.send_signal(number)
 
     def end(self, number: int = signal.SIGKILL) -> None:
-        """Sends a signal, and waits for the end."""
+        """Sends a signal, and waits for the end. Raises RuntimeError if the process has to be killed."""
         if self.process is None:
             return
         self.send(signal.SIGCONT)
         self.send(number)
         try:
-            self.process.wait(30)
+            self.process.wait(END_S)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
+            raise RuntimeError(f"{self._command[:4]} did not end within {END_S:.0f} s; see {self._log}") from None
 
 
 class World:
@@ -129,8 +131,9 @@ class World:
             server.wait_until_there()
 
     def end(self) -> None:
-        for each in (*self.servers, self.holder, self.master):
-            each.end(signal.SIGTERM)
+        with contextlib.ExitStack() as stack:  # Ends the others, too, where one does not end.
+            for each in (self.master, self.holder, *self.servers):
+                stack.callback(each.end, signal.SIGTERM)
 
 
 class Clients:
@@ -233,7 +236,9 @@ class Calamities:
         self.counts[harm.__name__.strip("_").replace("_", " ")] += 1
 
     def _pick(self) -> Process:
-        return self._picks.choice(self._world.servers)
+        server = self._picks.choice(self._world.servers)
+        assert server.process is not None and server.process.poll() is None, "a server has ended by itself"
+        return server
 
     def _kill(self) -> None:
         server = self._pick()
