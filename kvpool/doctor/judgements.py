@@ -17,8 +17,8 @@ from kvpool.v1 import pool_pb2 as pb
 
 RECENT_S = 600.0
 """What was counted within this time is recent."""
-LOOK_S = 1.0
-"""Between the two snapshots of a command."""
+LOOK_S, HITS_S = 1.0, 60.0
+"""Between the two snapshots of a command, and the shortest time of which a lack of hits is told."""
 MIN_LOOKUP_BLOCKS = 1_000
 """Fewer blocks asked for say nothing about the hits to come."""
 DROPPED_SHARE = 0.05
@@ -99,10 +99,12 @@ class Window:
     Args:
         grown: by how much a counter grew.
         when: the time, for texts: "in the last 10 minutes".
+        is_short: one prompt may be all that was looked up in it.
     """
 
     grown: Callable[[Key], int]
     when: str
+    is_short: bool = False
 
 
 def window_of(now: pb.StatsResponse, before: pb.StatsResponse | None = None, seconds: float = 0.0) -> Window | None:
@@ -112,7 +114,7 @@ def window_of(now: pb.StatsResponse, before: pb.StatsResponse | None = None, sec
     if before is None or before.boot_token != now.boot_token:
         return None
     when = f"in the last {duration_text(max(seconds, 1.0))}"
-    return Window(lambda key: max(0, _total(now, key) - _total(before, key)), when)
+    return Window(lambda key: max(0, _total(now, key) - _total(before, key)), when, seconds < HITS_S)
 
 
 def _total(stats: pb.StatsResponse, key: Key) -> int:
@@ -186,7 +188,7 @@ def _hits(stats: pb.StatsResponse, window: Window | None) -> list[Finding]:
         return [ok("hits", "no engine has looked anything up yet")]
     when = SINCE_START
     is_missing = blocks >= MIN_LOOKUP_BLOCKS and not stats.counters.get("lookup_hits", 0)
-    if window is not None and not is_missing:
+    if window is not None and not window.is_short and not is_missing:
         blocks, when = window.grown(("lookup_blocks",)), window.when
         is_missing = blocks >= MIN_LOOKUP_BLOCKS and not window.grown(("lookup_hits",))
     if is_missing:

@@ -214,7 +214,7 @@ def count_evictions(
     has_evicted = False
     seen: set[int] = set()
     namespace = pool.namespace(fingerprint)
-    if namespace is None:
+    if namespace is None or namespace.spec.pipeline_stage:  # As in `count_tokens`: every stage asks for each token.
         return
     for run, hit in zip(runs[:MAX_RUNS], hits, strict=False):
         if run.group_idx in seen:

@@ -151,7 +151,7 @@ class Promoter:
                 continue
             in_tier = self._is_in_tier(key, next(known_of_new), now)
             if in_tier is None:
-                if len(self._searching) >= MAX_SEARCHING:
+                if len(self._searching) >= MAX_SEARCHING and key not in self._searching:
                     return num_pending
                 has_parent = self._is_in_tier((namespace.fingerprint, group_idx, parent_hash), None, now)
                 self._search(namespace, group_idx, [*hashes[nth:], *(behind if has_parent else ())])
@@ -300,11 +300,12 @@ class Promoter:
                     raise TierError("a block is being dropped")
                 with self._health.call():
                     sums = await self._tier.read(namespace, run.group_idx, granted, into)
-                self._read_s = KEPT * self._read_s + self._clock() - began_at
-                self._read_bytes = KEPT * self._read_bytes + len(granted) * size
             except TierError:
-                pass  # `Health` has logged it.
+                pass  # `Health` has logged what the tier raised.
             unread = [nth for nth, checksums in enumerate(sums) if checksums is None]
+            if len(unread) < len(granted):
+                self._read_s = KEPT * self._read_s + self._clock() - began_at
+                self._read_bytes = KEPT * self._read_bytes + (len(granted) - len(unread)) * size
             if unread and self._pool.arena.has_tenants:
                 await self._run(_zero([into[nth] for nth in unread]))
         finally:
@@ -386,7 +387,7 @@ def prefetch(
         pending_bytes += pending * slot_bytes
         hits.append(replace(hit, num_pending=pending) if pending else hit)
     waits = [promoter.retry_after_ms for promoter in promoters if not promoter.is_idle]
-    return tuple(hits), min(waits) if num_pending else 0
+    return tuple(hits), min(waits, default=MIN_RETRY_MS) if num_pending else 0  # All may be up since the last step.
 
 
 def _missing(run: BlockRun, hit: RunHits, prefix_only: bool) -> Iterator[tuple[bytes, bytes]]:

@@ -31,7 +31,7 @@ from kvpool_server.cache.steps import LOOKUP_STEP_BLOCKS, Run, Steps, at_once, f
 from kvpool_server.tiering.demoter import Demoter, Watermark
 from kvpool_server.tiering.holders import Holders, holders_of
 from kvpool_server.tiering.prefetcher import Prefetcher
-from kvpool_server.tiering.promoter import Promoter, prefetch
+from kvpool_server.tiering.promoter import MAX_ARENA_SHARE, Promoter, prefetch
 from kvpool_server.tiers.health import ANSWER_S, Health
 from kvpool_server.tiers.tier import BlockKey, Tier, TierError
 
@@ -43,6 +43,8 @@ MAX_LOCATED_CHUNKS = 1 << 19
 """Of one lookup that says where its blocks lie, which it does in one step: 128k tokens of five groups of 8 shards have
 fewer. The client of a larger one, as after any lookup without places, asks `Get`, batch by batch."""
 MAX_NAMESPACES = 256  # That are opened at the start for a tier that holds blocks of more: the newest.
+MAX_UNLEASED_BYTES = 256 << 20
+"""Of a prompt, what comes up before the lookup that waits for it leases it: other prompts may evict it meanwhile."""
 MAX_WAIT_MS, MAX_WAITING = 1_000, 1_024
 """How long one lookup waits for pending blocks (its client may look up again), and how many wait; others do not."""
 
@@ -197,12 +199,17 @@ class TieredPool(Observer):
         return found
 
     def _awaited(self, fingerprint: bytes, runs: Sequence[BlockRun], found: Lookup) -> list[BlockKey]:
-        """Of each run, the pending block behind the first half of them: they come up in this order."""
+        """Of each run, the pending block behind the first half of them: they come up in this order.
+
+        What comes up before has no lease, so it is `MAX_UNLEASED_BYTES`, and a share of the arena, at most.
+        """
         awaited: list[BlockKey] = []
+        most_bytes = min(MAX_UNLEASED_BYTES, MAX_ARENA_SHARE * self.pool.arena.arena_bytes)
         for run, hit in zip(runs, found.hits, strict=True):
             keys = ((fingerprint, run.group_idx, each) for each in run.block_hashes[hit.num_leading :])
             pending = list(filter(self._is_pending, keys)) if hit.num_pending else []
-            awaited += pending[len(pending) // 2 :][:1]
+            most = int(most_bytes // self.pool.group_spec(fingerprint, run).slot_bytes)
+            awaited += pending[min(len(pending) // 2, most) :][:1]
         return awaited
 
     def _is_pending(self, key: BlockKey) -> bool:

@@ -159,7 +159,7 @@ function showLog(log) {
 export function showCounters(stats) {
   const details = document.getElementById("counters");
   if (!details.open) return;
-  const gauges = Object.entries(stats).filter(([name, value]) => typeof value === "number" && name !== "boot_token");
+  const gauges = Object.entries(stats).filter(([, value]) => typeof value === "number");
   const ofTiers = stats.tiers.flatMap(({ name, counters }) => Object.entries(counters).map(([counter, value]) => [`${name} ${counter}`, value]));
   const ofRpcs = stats.server.rpcs.map(({ method, status, buckets }) => [`${method} ${status}`, buckets.reduce((all, count) => all + count, 0)]);
   const rows = [...gauges, ...Object.entries(stats.counters).sort(), ...ofTiers.sort(), ...ofRpcs].map(([name, value]) => [element("code", name), format.whole(value)]);

@@ -116,6 +116,13 @@ def test_a_server_that_did_not_start_lately_is_looked_at_twice(monkeypatch: pyte
         assert next(left, None) is None and [each.text.startswith(says) for each in problems(found)] == [True]
 
 
+@pytest.mark.parametrize(("seconds", "is_problem"), [(1.0, False), (RECENT_S, True)])
+def test_one_new_prompt_in_a_second_is_no_lack_of_hits(seconds: float, is_problem: bool) -> None:
+    before = replaced(WELL, server=OLD)
+    now = replaced(_with(lookup_blocks=WELL.counters["lookup_blocks"] + 2_000), server=OLD)
+    assert bool(problems(judgements(now, window_of(now, before, seconds)))) is is_problem
+
+
 ENGINE = pb.EngineState(
     engine="h:1", version="1", vllm_version="0.32", transport="shm", breaker_open=False, age_seconds=1.0
 )
