@@ -462,6 +462,7 @@ def take_over(patch: pytest.MonkeyPatch, runtime: DeterministicRuntime, server: 
 
     patch.setattr(Guard, "failed", broke)
     patch.setattr(transfer, "PUT_BYTES", 3 * 2048)
+    patch.setattr(stores, "DECODED_BLOCKS", 2)  # Requests are short.
     coroutines: dict[int, Any] = {}
 
     def start(thread: transfer.TransferThread[Any]) -> None:

@@ -49,7 +49,7 @@ def test_what_one_engine_computed_another_loads(shape: str, steps_ahead: int, fl
 
 
 @ALL
-@pytest.mark.parametrize(("writers", "readers"), [(1, 2), (8, 1), (2, 2)])
+@pytest.mark.parametrize(("writers", "readers"), [(1, 8), (8, 1), (2, 2)])
 def test_tensor_parallel_sizes_share_blocks(shape: str, writers: int, readers: int, fleet: Fleet) -> None:
     # The models have four KV heads, so that eight ranks hold each of them twice.
     first = fleet.start(specs=SHAPES[shape], tp_size=writers, num_blocks=128)

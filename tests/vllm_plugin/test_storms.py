@@ -20,6 +20,7 @@ from tests.support.toy.model import answer
 from tests.support.toy.shapes import SHAPES
 from tests.support.vllm_objects import tokens
 from tests.vllm_plugin.bugs import held, step_until_loading
+from vllm_plugin.scheduler import stores
 from vllm_plugin.worker.transfer import ReceiveThread, SendThread
 
 ROOM = {"gemma3": 40, "qwen3-next": 40, "block sizes": 34, "deepseek": 20}
@@ -45,8 +46,11 @@ DRAFTS: dict[str, Any] = {
 
 
 @pytest.fixture
-def storm(fleet: Fleet, shared_server: ServerProcess) -> Iterator[Callable[..., ToyEngine]]:
+def storm(
+    fleet: Fleet, shared_server: ServerProcess, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., ToyEngine]]:
     """Starts engines of one namespace, `storm("gemma3", num_blocks=40)`; when a test is over, nothing may be left."""
+    monkeypatch.setattr(stores, "DECODED_BLOCKS", 2)  # Requests are short.
     engines: list[ToyEngine] = []
 
     def start(shape: str, **toy: Any) -> ToyEngine:

@@ -14,12 +14,12 @@ from vllm_plugin.metrics import Recorder
 MIN_WAIT_S, MAX_WAIT_SHARE = 0.5e-3, 0.1
 """All lookups of one step together wait so long for their answers, and this part of a step for answers that are due. A
 request whose answer comes later waits for a whole step, and with asynchronous scheduling the device works meanwhile."""
-MAX_BEGIN_S = 0.5e-3
+MAX_BEGIN_S = 1e-3
 """Once the connector has worked so long in one step, waiting left out, the step begins no more lookups and loads, and
 receives no more answers. What has begun costs as much again later: in the metadata, and when it ends."""
-SHORT_STEP_S, LONG_STEP_S = 0.025, 0.25
+SHORT_STEP_S, LONG_STEP_S = 0.05, 0.25
 """`MAX_BEGIN_S` is 2 % of a short step. A longer step has more in proportion, as its requests wait longer for the next
-one; up to that of a long step."""
+one; up to that of a long step, since the engine may have been idle."""
 WALK_S = 15e-6
 WALK_TOKEN_S = 55e-9
 """Measured: 1.75 ms for 32,768 tokens."""
@@ -67,9 +67,7 @@ class StepBudget:
     @property
     def may_begin(self) -> bool:
         """Whether a lookup or a load may begin in this step."""
-        # The shorter of the last two times between steps: only one of them can be an idle time.
-        step_s = min(self._lasted_s, time.monotonic() - self._step_began_at, LONG_STEP_S)
-        return self._spent_s < max(1, step_s / SHORT_STEP_S) * MAX_BEGIN_S
+        return self._spent_s < max(1, self._step_s / SHORT_STEP_S) * MAX_BEGIN_S
 
     def wait_s(self, sent_at: float) -> float:
         """How long a lookup may wait for its answer now."""

@@ -263,9 +263,9 @@ class StoreJobs:
 
     def relieve(self) -> bool:
         """A running request lacks blocks; True if it should wait for those of ended or dropped stores."""
-        are_reported = bool(self._reported)  # Each step frees some of them.
+        frees = any(self._storing[job_id].holds_alone() for job_id in self._reported)  # Some in each step.
         self.unpin_reported()
-        if are_reported or self._drop_orphans():
+        if frees or self._drop_orphans():
             return True
         at_s, at_step = self._dropped_at
         return bool(self._dropped) and (time.monotonic() - at_s < RELIEF_S or self.step - at_step < RELIEF_STEPS)

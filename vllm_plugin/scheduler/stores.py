@@ -267,7 +267,7 @@ class Stores:
         if budget <= 0 or not self._is_adapter_sure(tracked):  # The budget first: it ends before most requests.
             return None
         offers = state.boundary_state_offloads.get(request_id, ())
-        if not offers and written < self._due(tracked):
+        if not offers and written < self._due(tracked, DECODED_BLOCKS):
             tracked.due = (written // self._names.hash_tokens + 1) * self._names.hash_tokens
             return None
         if self._jobs.room <= 0:
@@ -308,20 +308,20 @@ class Stores:
             if part is not None:
                 parts.append(part)
                 room -= part.num_blocks
-        if self._jobs.room < budget and tracked.written >= self._due(tracked):
+        if self._jobs.room < budget and tracked.written >= self._due(tracked, decoded_blocks=1):
             self._recorder.add("deferred_stores")
         if not parts:
             return None
         return self._jobs.add(tracked.request, parts, self._names.adapter(tracked.request))
 
-    def _due(self, tracked: TrackedRequest) -> int:
-        """How many tokens must be written for the next job: a block of the prompt, or `DECODED_BLOCKS` others."""
+    def _due(self, tracked: TrackedRequest, decoded_blocks: int) -> int:
+        """How many tokens must be written for the next job: a block of the prompt, or so many decoded ones."""
         due, prompt_tokens = sys.maxsize, tracked.request.num_prompt_tokens
         for kind, stored in zip((group.kind for group in self._groups), tracked.stored, strict=True):
             if kind.is_positional:
                 # A window may free a block before the next ones are decoded.
                 waits = kind.needs_prefix and (stored + 1) * kind.block_tokens > prompt_tokens
-                due = min(due, (stored + (DECODED_BLOCKS if waits else 1)) * kind.block_tokens)
+                due = min(due, (stored + (decoded_blocks if waits else 1)) * kind.block_tokens)
         return due
 
     def _blocks(

@@ -45,7 +45,7 @@ def test_few_may_wait_whose_prefix_is_long_and_many_whose_is_not() -> None:
     assert num_waiting(StepBudget(Recorder()), 0, is_lookup=True) == int(MAX_LOOKUP_WALKS_S / WALK_S)
 
 
-@pytest.mark.parametrize(("step_s", "times"), [(0.001, 1), (0.025, 1), (0.05, 2), (0.25, 10), (60.0, 10)])
+@pytest.mark.parametrize(("step_s", "times"), [(0.001, 1), (0.05, 1), (0.1, 2), (0.25, 5), (60.0, 5)])
 def test_a_longer_step_has_more_in_proportion(
     clock: FakeClock, monkeypatch: pytest.MonkeyPatch, step_s: float, times: int
 ) -> None:
@@ -58,28 +58,12 @@ def test_a_longer_step_has_more_in_proportion(
     budget.new_step()
     assert budget.may_wait(32_768), "each step has a budget of its own"
     assert budget.wait_s(clock()) == pytest.approx(max(MIN_WAIT_S, MAX_WAIT_SHARE * min(step_s, LONG_STEP_S)))
-    clock.advance(step_s)
     with budget:
         clock.advance(0.9 * times * step_budget.MAX_BEGIN_S)
     assert budget.may_begin
     with budget:
         clock.advance(0.2 * times * step_budget.MAX_BEGIN_S)
     assert not budget.may_begin
-
-
-def test_no_step_behind_an_idle_time_begins_more_than_a_short_one(
-    clock: FakeClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """vLLM schedules two at once, and the device waits for what both begin."""
-    monkeypatch.setattr(step_budget, "MAX_BEGIN_S", 1e-3)
-    budget = StepBudget(Recorder())
-    budget.new_step()
-    for idle_s in (60.0, 0.0):
-        clock.advance(idle_s)
-        with budget:
-            clock.advance(1.1 * step_budget.MAX_BEGIN_S)
-        assert not budget.may_begin
-        budget.new_step()
 
 
 def test_looking_ahead_ends_with_the_budget_of_the_step(

@@ -187,6 +187,15 @@ def test_relief_frees_a_bounded_part_of_the_reported_stores_a_step(one: Core) ->
     assert (used, one.num_used_blocks()) == ([6, 2], 0)
 
 
+@pytest.mark.usefixtures("four_a_step")
+def test_nothing_waits_for_reported_stores_of_requests_that_run(one: Core) -> None:
+    request = make_request("r", tokens(160))
+    one.allocate(request, 0)
+    steps = [one.step((request, 160)), one.step(), one.step()]
+    one.report(*(job.job_id for step in steps for job in step.stores))
+    assert not one.side.has_pending_block_frees(), "the request itself keeps the blocks"
+
+
 def test_stores_that_alone_hold_blocks_are_dropped_where_some_are_lacking(one: Core, clock: FakeClock) -> None:
     first, second = (make_request(name, tokens(100, name)) for name in "ab")
     for request in (first, second):
