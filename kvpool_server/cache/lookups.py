@@ -25,6 +25,9 @@ from kvpool_server.cache.limits import Limits
 from kvpool_server.cache.namespaces import Namespaces, PoolNamespace
 from kvpool_server.cache.steps import LOOKUP_STEP_BLOCKS, STEP_BLOCKS, Steps
 
+MAX_PROMPT_TOKENS = 1 << 26
+"""Counted of one lookup: a client names the tokens of a block, and the sums of all lookups must fit into 64 bits."""
+
 
 @dataclass(eq=False)
 class Lookups:
@@ -281,7 +284,7 @@ def count_tokens(namespace: PoolNamespace, runs: Sequence[BlockRun], hits: Seque
         (run,), (hit,) = runs, hits
         group = namespace.groups[run.group_idx]
         reach = hit.num_leading if group.needs_prefix else max(hit.num_leading, hit.complete.bit_length())
-        return len(run.block_hashes) * group.block_tokens, reach * group.block_tokens
+        return _bounded(len(run.block_hashes) * group.block_tokens), _bounded(reach * group.block_tokens)
     asked, found, counted = 0, sys.maxsize, 0
     for run, hit in zip(runs, hits, strict=True):
         bit = 1 << run.group_idx
@@ -295,7 +298,11 @@ def count_tokens(namespace: PoolNamespace, runs: Sequence[BlockRun], hits: Seque
             asked = tokens
         if (tokens := reach * group.block_tokens) < found:
             found = tokens
-    return asked, found
+    return _bounded(asked), _bounded(found)
+
+
+def _bounded(tokens: int) -> int:
+    return min(tokens, MAX_PROMPT_TOKENS)
 
 
 def usable_tokens(groups: Sequence[GroupSpec], runs: Sequence[BlockRun], hits: Sequence[RunHits]) -> int:

@@ -222,7 +222,10 @@ def checked(report: ReportRequest) -> ReportRequest:
     report.computed_tokens.update(known)
     for name in TEXTS:
         setattr(report, name, printable(getattr(report, name)[:MAX_ENGINE_CHARS]))
-    return report
+    report.DiscardUnknownFields()
+    own = ReportRequest()
+    own.CopyFrom(report)  # A message keeps all the memory that it was parsed into.
+    return own
 
 
 def _within(name: str, value: float, most: float, low: float = 0) -> None:

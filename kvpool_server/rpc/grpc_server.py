@@ -284,6 +284,8 @@ class GrpcServer:
         options = [
             ("grpc.so_reuseport", 1),  # For the queues.
             ("grpc.http2.bdp_probe", 0),
+            # Else gRPC answers each surplus ping of a flood with a farewell of its own.
+            ("grpc.http2.max_ping_strikes", 0),
             # A client may have sent so much on a call before the server asks for it. gRPC would widen the window for
             # fast senders, without a bound that could be told.
             ("grpc.http2.lookahead_bytes", MESSAGE_BYTES),

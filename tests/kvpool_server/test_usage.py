@@ -11,10 +11,11 @@ from kvpool.client.client import Client
 from kvpool.client.config import ClientConfig
 from kvpool.protocol.namespace import MEASUREMENT_MODEL, GroupSpec, NamespaceSpec
 from kvpool.protocol.reports import ReportRequest
-from kvpool.protocol.types import BlockRun, ShardRange
+from kvpool.protocol.types import BlockRun, RunHits, ShardRange
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.limits import Limits
+from kvpool_server.cache.lookups import MAX_PROMPT_TOKENS, count_tokens
 from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.cache.steps import finish
 from kvpool_server.observability.metrics import usage_families
@@ -117,6 +118,14 @@ def test_pipeline_stages_are_asked_for_the_same_tokens_and_store_bytes_of_their_
         bench.look_up(namespace, run_of("a"))
     usage = bench.of("m")
     assert (usage.lookup_tokens, usage.hit_tokens, usage.stored_bytes) == (TOKENS, TOKENS, 2 * CHUNK)
+
+
+def test_tokens_of_one_lookup_have_a_bound_whatever_a_block_is_said_to_have() -> None:
+    spec = namespace_spec(group_spec(block_tokens=(1 << 32) - 1))
+    namespace = PoolNamespace(spec, spec.fingerprint())
+    run = BlockRun(0, [bytes(32)] * 65_536)
+    assert count_tokens(namespace, [run], [RunHits(65_536)]) == (MAX_PROMPT_TOKENS, MAX_PROMPT_TOKENS)
+    assert count_tokens(namespace, [run, run], [RunHits(65_536)] * 2) == (MAX_PROMPT_TOKENS, MAX_PROMPT_TOKENS)
 
 
 def test_what_is_evicted_or_removed_is_held_no_more(bench: Bench) -> None:

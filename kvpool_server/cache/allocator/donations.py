@@ -24,7 +24,7 @@ MAX_DONATED_SLOTS = 4_096
 MAX_SEARCHED_SLOTS = 1 << 16
 """Slots that one put visits in search of extents without a held entry, and of extents with superseded entries only."""
 MAX_SKIPPED = 256
-"""Entries of a group that are skipped, because they or their children are held, before the next group is tried."""
+"""Entries that one call skips, because they or their children are held."""
 DRAIN_S = 10.0
 
 Donor = TypeVar("Donor", str, int)
@@ -54,9 +54,9 @@ class Superseded:
 
     def choose(self, groups: Container[Group], count: int, victims: Victims) -> int:
         """Adds up to `count` victims of the superseded ones of these groups; returns how many."""
-        chosen = 0
+        chosen, skipped, last = 0, 0, None
         for group, search in self._groups.items():
-            skipped = 0
+            last = group
             while group.index and group in groups and chosen < count and skipped < MAX_SKIPPED:
                 entry: Entry | None = next(search)
                 before = chosen
@@ -65,6 +65,8 @@ class Superseded:
                     chosen += 1
                     entry = entry.parent
                 skipped += chosen == before
+        if skipped >= MAX_SKIPPED and last is not None:
+            self._groups[last] = self._groups.pop(last)  # The next call begins with others.
         return chosen
 
     def extents(self, arena: Arena, slot_class: tuple[str, int]) -> Iterator[Extent]:
@@ -103,8 +105,8 @@ class ExtentDrain:
     evicted, the others as soon as their readers and writers have ended; and the empty extent is then reserved for the
     size that waits. One extent at a time, and for a bounded time, because an entry may always be in use.
 
-    An extent of another tenant is drained of leased entries as well: nobody can lease them again, so the extent is
-    empty when the leases have ended, whatever that tenant does.
+    An extent of another tenant is drained of leased entries, and of those that are being written, as well: nobody can
+    lease or write them again, so the extent is empty when the leases and tickets have ended, whatever that tenant does.
 
     Args:
         longest_hold_s: how long a slot can stay held after its entry was dropped.
@@ -143,7 +145,7 @@ class ExtentDrain:
         victims: list[Entry] = []
         for _ in range(min(count, len(self._entries))):
             entry = self._entries.popleft()
-            if entry.live and (entry.movable or (self._is_foreign and not entry.pending)):
+            if entry.live and (entry.movable or self._is_foreign):
                 victims.append(entry)
             elif entry.live:
                 self._entries.append(entry)

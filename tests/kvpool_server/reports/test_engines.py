@@ -46,6 +46,14 @@ def test_an_engine_is_shown_until_it_is_silent_or_says_that_it_ends(reports: Eng
     assert reports.totals and reports.of_namespace(SPACE) is not None
 
 
+def test_what_is_kept_of_a_report_is_what_is_shown(reports: EngineReports) -> None:
+    unknown = b"\xfa\x3e\x80\x80\x04" + bytes(1 << 16)  # Field 1,007, which no release has.
+    reports.report(ReportRequest.FromString(report(engine="host:2").SerializeToString() + unknown), "acme", "model")
+    (kept,) = reports._reporters.values()
+    assert kept.report is not None and kept.report.engine == "host:2"
+    assert len(kept.report.SerializeToString()) < 1_000
+
+
 def test_a_report_of_long_ago_is_no_news_of_the_engine(reports: EngineReports) -> None:
     reports.report(report(2, transport="shm"), "acme", "model")
     assert not reports.report(report(1, transport="tcp"), "acme", "model")

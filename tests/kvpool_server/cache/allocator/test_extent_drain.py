@@ -7,14 +7,14 @@ from contextlib import suppress
 import pytest
 
 from kvpool.protocol.errors import OutOfSpaceError
-from kvpool.protocol.types import BlockRun
+from kvpool.protocol.types import BlockRun, ShardRange
 from kvpool_server.cache.allocator import placement
 from kvpool_server.cache.allocator.donations import DRAIN_S
 from kvpool_server.cache.eviction import Policy
 from kvpool_server.cache.steps import SETTLED_PER_CALL, STEP_BLOCKS
 from tests.support.integrity import check_integrity
 from tests.support.tenants import EXTENT, WHOLE, House, Owner
-from tests.support.values import run_of
+from tests.support.values import block_hash, group_spec, namespace_spec, run_of
 
 NUM_EXTENTS = 8
 
@@ -195,3 +195,32 @@ def test_an_extent_that_is_not_fetched_or_never_free_is_as_any_other_after_a_whi
         house.pool.expire()
         old.store(20)
         assert old.nbytes == 8_000
+
+
+def test_another_tenant_that_never_stops_writing_gives_up_an_extent(policy: type[Policy]) -> None:
+    house = House(4, policy, has_tenants=True)
+    spec = namespace_spec(group_spec(chunk_bytes=50, num_shards=4), tenant="evil")
+    fingerprint = house.pool.open_namespace(spec)[0].fingerprint
+    names = [f"evil {nth}" for nth in range(4 * EXTENT // 200)]
+    for name in names:
+        grant = house.pool.put_start(fingerprint, [run_of(name)], ShardRange(0, 1))
+        house.pool.put_end(grant.ticket_id, [0])
+    run = BlockRun(0, [block_hash(name) for name in names])
+
+    def start(shard: int) -> int:
+        return house.pool.put_start(fingerprint, [run], ShardRange(shard, 1)).ticket_id
+
+    ticket, shard = start(1), 1
+    victim, limits = house.owner(100, tenant="victim"), house.pool.limits
+    ends_at = house.clock() + DRAIN_S + (limits.max_ttl_ms + limits.grace_ms) / 1000
+    while house.clock() < ends_at:
+        house.clock.advance(1)
+        house.pool.rebalance()
+        with suppress(OutOfSpaceError):
+            victim.store()
+            return
+        with suppress(OutOfSpaceError):
+            other = start(3 - shard)
+            house.pool.put_revoke(ticket)
+            ticket, shard = other, 3 - shard
+    raise AssertionError("a share is never given")

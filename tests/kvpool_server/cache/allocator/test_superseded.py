@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 import pytest
 
+from kvpool.protocol.errors import OutOfSpaceError
 from kvpool_server.cache.allocator import donations
 from kvpool_server.cache.allocator.donations import MAX_SKIPPED
 from kvpool_server.cache.entry import Entry, Group
@@ -158,3 +160,30 @@ def test_a_put_looks_at_no_more_than_it_takes_and_some_that_are_in_use(
         seen = 0
         house.pool.put_start(new.fingerprint, [run_of(*range(10_000 + start, 10_010 + start))], WHOLE)
         assert seen <= 10 + looked_at + 1
+
+
+def test_a_put_skips_a_bounded_number_of_held_entries_of_all_that_are_superseded(
+    policy: type[Policy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(donations, "MAX_SKIPPED", 4)
+    house = House(4, policy)
+    for epoch in "12345":
+        old = _epoch(house, epoch)
+        names = old.store(8)
+        if epoch < "5":
+            old.lease(*names)
+    is_victim, seen = donations._is_victim, 0
+
+    def counted(*arguments: object) -> bool:
+        nonlocal seen
+        seen += 1
+        return is_victim(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(donations, "_is_victim", counted)
+    new = _epoch(house, "6")
+    for _ in range(10):
+        seen = 0
+        with suppress(OutOfSpaceError):
+            new.store()
+        assert seen <= 4 + 2
+    assert old.nbytes < 800, "the held ones of the oldest hide those behind them"
