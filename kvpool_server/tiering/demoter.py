@@ -13,11 +13,12 @@ before is not, for nobody wants it in the tier. Blocks of measurements are not w
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import heapq
 import itertools
 import operator
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -235,48 +236,58 @@ class Watermark:
     """The free slots of one pool, and the demoters of the tiers that are written to on eviction.
 
     Attributes:
-        work: set when slots were allocated, until `run` has seen that enough are free or none can be freed.
+        work: set when slots were allocated, until `run` has seen since that enough are free or none can be freed.
     """
 
     def __init__(self, pool: Pool, demoters: Sequence[Demoter]):
         self._pool = pool
         self._demoters = demoters
-        self.work = asyncio.Event()
+        self.work, self._is_woken = asyncio.Event(), False
         self._needs: Counter[tuple[str, int]] = Counter()
         self._freed = asyncio.Condition()
         self._late: set[asyncio.Task[bool]] = set()
 
-    async def wait_for_free(self, group: Group, count: int) -> None:
-        """Returns when a group has `count` free slots beside the reserve, or no more can be freed, or after a timeout.
+    @contextlib.asynccontextmanager
+    async def room(self, group: Group, count: int) -> AsyncIterator[None]:
+        """Around the allocation of `count` slots, which begins when they are free, and all that others are to allocate.
 
-        For promotions, which can wait; slots that a tier is too slow to free are evicted by whoever needs them.
+        Or when no more can be freed, or after a timeout. For promotions, which can wait; slots that a tier is too slow
+        to free are evicted by whoever needs them.
         """
+        size, tenant = group.spec.slot_bytes, group.tenant
         self._needs[group.slot_class] += count
-        self.work.set()
+        self.wake()
         try:
-            async with asyncio.timeout(ANSWER_S), self._freed:
-                while self._pool.arena.available(group.spec.slot_bytes, group.tenant) < count and self.work.is_set():
-                    await self._freed.wait()
-        except TimeoutError:
-            pass
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(ANSWER_S), self._freed:
+                    while (
+                        self._pool.arena.available(size, tenant) < self._needs[group.slot_class] and self.work.is_set()
+                    ):
+                        await self._freed.wait()
+            yield
         finally:
             self._needs[group.slot_class] -= count
+
+    def wake(self) -> None:
+        """Slots were allocated, or are needed."""
+        self._is_woken = True
+        self.work.set()
 
     async def run(self) -> None:
         while True:
             await self.work.wait()
-            if not await self._free_slots():
+            self._is_woken = False
+            if not await self._free_slots() and not self._is_woken:
                 self.work.clear()
             async with self._freed:
                 self._freed.notify_all()
 
     async def _free_slots(self) -> bool:
-        """Writes the next victims to the tiers and drops them; False if no slot was freed."""
+        """Writes the next victims to the tiers and drops them; False if there were none, or they were not written."""
         demoters = [demoter for demoter in self._demoters if demoter.health.is_available]
         if not demoters:
             return False
         victims = pin_next_victims(self._pool, RESERVE, self._needs, PINNED_BYTES)
-        dropped = 0
         writing = [asyncio.create_task(demoter.write(victims.entries)) for demoter in demoters]
         try:
             # A tier that has not answered by then is left alone (`Health`). What it still writes may come from slots
@@ -286,8 +297,8 @@ class Watermark:
             for task in late:
                 task.add_done_callback(self._late.discard)
             is_written = any(task.result() for task in ended)
-            dropped = unpin_victims(self._pool, victims, drop=is_written)
+            unpin_victims(self._pool, victims, drop=is_written)
         except BaseException:
             unpin_victims(self._pool, victims, drop=False)
             raise
-        return dropped > 0
+        return is_written and bool(victims.entries)  # Those that are used or continued by now are victims no longer.

@@ -7,6 +7,7 @@ queue, so that no block is read before its ancestors: a prompt that begins like 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import math
 from collections import OrderedDict, deque
@@ -278,9 +279,9 @@ class Promoter:
         """Reads blocks into the arena; False if any is not readable afterwards."""
         group = namespace.groups[run.group_idx]
         size = group.spec.slot_bytes
-        if self._watermark is not None:
-            await self._watermark.wait_for_free(group, len(run))
-        reserved, grant = await self._reserve(namespace, group, run)
+        room = contextlib.nullcontext() if self._watermark is None else self._watermark.room(group, len(run))
+        async with room:
+            reserved, grant = await self._reserve(namespace, group, run)
         if grant is None:
             return False
         statuses = zip(reserved, grant.statuses, strict=True)

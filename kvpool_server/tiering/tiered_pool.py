@@ -289,7 +289,7 @@ class TieredPool(Observer):
         for level in self._levels:
             level.demoter.stored(entry)
         if self._watermark is not None:
-            self._watermark.work.set()
+            self._watermark.wake()
 
     def evicted(self, entry: Entry) -> None:
         for level in self._levels:
