@@ -20,7 +20,8 @@ from kvpool.security.tls import TlsFiles
 from testbed.ports import free_endpoint
 from tests.support.forked_server import ForkedServer
 
-START_DEADLINE_S = 60.0
+START_DEADLINE_S = 150.0
+"""The first server of a fresh checkout is imported from a cold disk, beside engines that are too."""
 STOP_DEADLINE_S = 60.0
 _WELCOME = re.compile(r" on (\S+)(?: and unix:[^;]+)?; metrics and health: (\S+)")
 _JSON_WELCOME = re.compile(r'"endpoint": "(\S+)", "unix_endpoint": [^,]+, "metrics_and_health": "(\S+)"')
