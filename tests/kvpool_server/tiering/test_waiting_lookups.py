@@ -24,6 +24,18 @@ def ask(rig: Rig, *names: object, wait_ms: int = LONG_MS, prefix_only: bool = Tr
     )
 
 
+def looks_of(rig: Rig) -> list[object]:
+    """A list that gets an element each time that blocks are looked up in the pool."""
+    find, looks = rig.pool.lookups.find, list[object]()
+
+    def counted(*arguments: object, **options: object) -> object:
+        looks.append(arguments)
+        return find(*arguments, **options)  # type: ignore[arg-type]
+
+    rig.pool.lookups.find = counted  # type: ignore[method-assign,assignment]
+    return looks
+
+
 @pytest.fixture(autouse=True)
 def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiered_pool, "MAX_WAIT_MS", LONG_MS)
@@ -101,16 +113,9 @@ async def test_it_looks_again_once_half_of_the_rest_is_up_or_as_much_as_may_be_w
     await rig.demote(*names)
     monkeypatch.setattr(MemoryTier, "read_bytes", SLOT)
     tier.reads_at_once = 1
-    find, calls = rig.pool.lookups.find, 0
-
-    def counted(*arguments: object, **options: object) -> object:
-        nonlocal calls
-        calls += 1
-        return find(*arguments, **options)  # type: ignore[arg-type]
-
-    rig.pool.lookups.find = counted  # type: ignore[method-assign,assignment]
+    looks = looks_of(rig)
     assert (await ask(rig, *names)).hits[0].num_leading == 16
-    assert tier.calls["read"] == 16 and least <= calls <= most
+    assert tier.calls["read"] == 16 and least <= len(looks) <= most
 
 
 @pytest.mark.parametrize(
@@ -171,21 +176,14 @@ async def test_what_others_wait_for_does_not_make_it_look_up_again(rig: Rig, tie
     tier.gate.clear()
     task = ask(rig, "a")
     await turns()
-    find, calls = rig.pool.lookups.find, 0
-
-    def counted(*arguments: object, **options: object) -> object:
-        nonlocal calls
-        calls += 1
-        return find(*arguments, **options)  # type: ignore[arg-type]
-
-    rig.pool.lookups.find = counted  # type: ignore[method-assign,assignment]
+    looks = looks_of(rig)
     for _ in range(10):
         rig.tiered._progressed()
         await turns()
-    assert calls == 0
+    assert not looks
     tier.gate.set()
     assert (await task).hits[0].num_leading == 1
-    assert calls == 1
+    assert len(looks) == 1
 
 
 @play()
