@@ -80,7 +80,7 @@ class HandOver:
         for prompt in prompts:
             self.num_prompts += 1
             tried: list[str] = []
-            while len(tried) < MAX_TRIES and (endpoint := await self._receiver(prompt, tried)):
+            while len(tried) < MAX_TRIES and (endpoint := await self._receiver(prompt, tried)) not in ("", *tried):
                 async with self._room:  # A receiver reads each group under a lease, of which the server grants few.
                     await self._room.wait_for(functools.partial(self._has_room, len(prompt.runs)))
                     self._num_runs += len(prompt.runs)
