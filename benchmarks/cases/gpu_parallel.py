@@ -24,7 +24,7 @@ POOL_GIB = 24
 KV_BYTES, WRITER_KV_BYTES = 11 << 29, 12 << 30
 """A quarter of the writer's blocks may be on their way to the pool at once, and that is to be a whole prompt."""
 SAME_RATE = {"shm": 0.9, "tcp": 0.8}
-_LOAD_SECONDS, _LOADED_BYTES = "vllm:kvpool_load_seconds", "vllm:kvpool_loaded_bytes"
+LOADS = ("vllm:kvpool_load_seconds_count", "vllm:kvpool_load_seconds_sum", "vllm:kvpool_loaded_bytes")
 
 
 def main(
@@ -72,21 +72,20 @@ def _measure(engines: Mapping[str, Engine], size: int, rounds: int, tokens: int)
     writer, reader, offloading = (engines[_name(who, size)] for who in ("writer", "reader", "offloading"))
     cold: dict[str, list[float]] = {"kvpool": [], "vLLM offloading": []}
     warm: dict[str, list[float]] = {"kvpool": [], "vLLM offloading": []}
-    before = reader.metrics()
+    loads: list[dict[str, float]] = []
     for nth in range(rounds + 1):
         prompt = prompt_of(tokens, f"TP {size}, round {nth}")
         cold["kvpool"].append(writer.generate([prompt], max_tokens=1)[0].ttft_s)
         cold["vLLM offloading"].append(offloading.generate([prompt], max_tokens=1)[0].ttft_s)
         for engine in (writer, offloading):
             empty_own_cache(engine)  # Succeeds once all is stored.
-        warm["kvpool"].append(_loaded(reader, prompt))
         warm["vLLM offloading"].append(_loaded(offloading, prompt))
-        if not nth:
-            before = reader.metrics()  # The first load of a process is another thing.
-    after = reader.metrics()
-    count, seconds, nbytes = (
-        after[name] - before[name] for name in (f"{_LOAD_SECONDS}_count", f"{_LOAD_SECONDS}_sum", _LOADED_BYTES)
-    )
+        empty_own_cache(reader)
+        before = reader.metrics()
+        warm["kvpool"].append(_loaded(reader, prompt, is_empty=True))
+        loads.append({name: after - before[name] for name, after in reader.metrics().items() if name in LOADS})
+    del loads[0]  # The first load of a process is another thing.
+    count, seconds, nbytes = (sum(load[name] for load in loads) for name in LOADS)
     assert count == rounds * size, f"{count} loads of {size} ranks in {rounds} rounds"
     rows = [Row(f"TP {size}: a rank's load", nbytes / seconds / 1e9, "GB/s")]
     for what, taken in (("cold", cold), ("warm", warm)):
@@ -109,9 +108,10 @@ def _cross(engines: Mapping[str, Engine], rounds: int, tokens: int) -> list[Row]
     return [Row("TP 2 to TP 4: warm TTFT, kvpool", harness.ms(warm), "ms")]
 
 
-def _loaded(engine: Engine, prompt: list[int]) -> float:
-    """Seconds to the first token of a prompt that must be loaded."""
-    empty_own_cache(engine)
+def _loaded(engine: Engine, prompt: list[int], *, is_empty: bool = False) -> float:
+    """Seconds to the first token of a prompt that must be loaded; `is_empty`: the engine has nothing of its own."""
+    if not is_empty:
+        empty_own_cache(engine)
     answer = engine.generate([prompt], max_tokens=1)[0]
     if answer.cached_tokens < len(prompt) * 0.9:
         raise RuntimeError(f"only {answer.cached_tokens} of {len(prompt)} tokens were hits")

@@ -33,7 +33,7 @@ from benchmarks.cases.gpu import (
 from benchmarks.harness import measuring as harness
 from benchmarks.harness.measuring import Logs, Row
 from benchmarks.peers import mooncake_store
-from testbed.engine import Engine, EngineSpec, start_all
+from testbed.engine import Engine, EngineError, EngineSpec, start_all
 
 NUM_DOCUMENTS, QUESTION_TOKENS, ANSWER_TOKENS, IN_FLIGHT = 8, 128, 64, 4
 
@@ -47,9 +47,10 @@ def main(
     model = write_model(logs)
     asked = _questions(tokens, questions)
     rows: list[Row] = []
+    failed: dict[str, str] = {}
 
     def report() -> None:
-        harness.report("gpu_questions", rows, tokens=tokens, questions=questions)
+        harness.report("gpu_questions", rows, tokens=tokens, questions=questions, **failed)
 
     def report_and_end(*_: object) -> None:
         if rows:
@@ -68,7 +69,10 @@ def main(
         }
         rows += _measure_pair("alone", EngineSpec(model, None, OPTIONS), asked[::10], logs)
         for name, spec in specs.items():
-            rows += _measure_pair(name, spec, asked, logs)
+            try:
+                rows += _measure_pair(name, spec, asked, logs)
+            except EngineError as error:  # Whatever ends one pair, the others are reported.
+                failed[f"not measured: {name}"] = str(error).partition("\n")[0]
     report()
 
 

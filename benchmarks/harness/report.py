@@ -66,8 +66,9 @@ of one cache for all engines, in the requests' order: an infinite one, and one o
 from those without connector because batches are composed in other ways, which changes how floating-point sums round.
 The time to first token counts from the arrival. Mooncake's store runs in the engines: its CPU time is theirs.
 "Ideal" is a simulation: a device that computes as fast as the engines without connector at saturation, and stores that
-hold everything, answer at once and cost nothing: what an ideal pool does not reach, no pool can. One round, system
-prompt two, documents three at saturation and beyond it, by several commands (`--add`), on machines of one kind.
+hold everything, answer at once and cost nothing: what an ideal pool does not reach, no pool can. Documents at and beyond
+saturation three rounds, which ran at once, each on a GPU and 16 cores of one host; system prompt three; other workloads
+one or two, by several commands (`--add`), on machines of one kind. TLS and Mooncake were measured at earlier commits.
 Beyond saturation no arm keeps up, so means grow with the number of requests."""
     + UNPOOLED,
     "serving-gpu-tiered": """The same on another machine of this kind, with vLLM's tiered offloading bounded to the same
