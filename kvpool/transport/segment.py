@@ -38,6 +38,7 @@ _OWNER, _OTHERS = 0, 1
 """Bytes of the file whose locks say that the owner, or another process of its server, lives. The kernel ends a
 process's locks once none of its threads can touch the memory any more."""
 _MFD_NOEXEC_SEAL = 8
+_MADV_REMOVE = 9
 _MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -134,6 +135,10 @@ class Segment:
             os.posix_fallocate(self.fd, start, nbytes)
         except OSError as fallocate_error:
             raise MemoryError(f"no memory for the arena at {start}: {fallocate_error.strerror}") from fallocate_error
+
+    def discard(self, start: int, nbytes: int) -> None:
+        """Gives the memory of a part back, which reads as zeros then, where the system can."""
+        _advise(self._address + start, nbytes, _MADV_REMOVE)
 
     def map_ahead(self) -> None:
         """Maps pages that the owner has backed with memory, in the background: a first touch costs ten copies.

@@ -16,7 +16,8 @@ import re
 import secrets
 import socket
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -32,8 +33,8 @@ from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.data_plane.workers import DataWorkers
 from kvpool_server.keeping import store
-from kvpool_server.keeping.adoption import make_table, take_memory
-from kvpool_server.keeping.table import SlotTable
+from kvpool_server.keeping.adoption import ARENA, kept_extent_bytes, make_table, take_memory
+from kvpool_server.keeping.table import TABLE, SlotTable
 from kvpool_server.process.addresses import bind_path, cannot_bind
 from kvpool_server.rpc.chunks import WRITTEN_BYTES
 from kvpool_server.settings.config import ServerConfig
@@ -44,6 +45,8 @@ PREDECESSOR_S = 15.0
 """How long a start waits for engines to unmap the memory of a server that ran here before."""
 LOOK_EVERY_S = 0.5
 STEP_BYTES = 32 << 20
+COPIERS, EXTENSION_S = 4, 30
+"""Threads that move blocks to memory of another size, and how much longer the start may take, again and again."""
 CGROUP = Path("/sys/fs/cgroup")
 """Of this process, as a container sees it."""
 BACKLOG = 128
@@ -108,13 +111,15 @@ class ArenaMemory:
         backed_bytes: of the arena so far.
         segment: once created.
         table: of what lies in the arena, for the next server; None: nobody keeps the memory.
-        is_adopted: whether both are those of the server before.
+        is_adopted: whether what lies there is of the server before.
     """
 
     def __init__(self, config: ServerConfig, *, has_tenants: bool):
         check_fits(config.memory)
         self._config = config
-        self.arena = Arena(config.memory, None, 0, self._zero if has_tenants else None)
+        self._kept = store.take()
+        extent_bytes = kept_extent_bytes(self._kept, config.memory)
+        self.arena = Arena(config.memory, extent_bytes, 0, self._zero if has_tenants else None)
         self.backed_bytes = 0
         self.segment: Segment
         self.table: SlotTable | None = None
@@ -124,12 +129,17 @@ class ArenaMemory:
     async def create(self, stack: AsyncExitStack) -> None:
         """Adopts the memory of the server before, or makes new memory. The stack closes it when the server ends."""
         is_kept = self._config.keep == "yes" and store.exists()
-        if taken := await take_memory(self.arena, is_kept=is_kept):
-            self.segment, self.table = taken
-            self.is_adopted = True
-            self._back(self.table.backed_bytes)
+        if taken := await take_memory(self._kept, self.arena, is_kept=is_kept):
+            before, table = taken
+            if before.nbytes == self.arena.arena_bytes:
+                self.segment, self.table = taken
+                self._back(table.backed_bytes)
+            else:
+                await asyncio.to_thread(self._move, before, table)
+            self.is_adopted = self.table is not None
         else:
-            await self._make(is_kept)
+            await self._wait_for_memory()
+            self._make(is_kept)
         stack.callback(self.segment.close)
         if self.table is not None:
             stack.callback(self.table.close)
@@ -137,17 +147,63 @@ class ArenaMemory:
             log.warning("this system cannot seal memory (memfd), so clients on this host get it over the network")
         stack.push_async_callback(self._wait_for_step)
 
-    async def _make(self, is_kept: bool) -> None:
-        """Waits a little where engines still map the memory of a predecessor."""
+    async def _wait_for_memory(self) -> None:
+        """Waits a little where engines still map the memory of a predecessor. Raises ConfigError."""
         deadline = time.monotonic() + PREDECESSOR_S
         if free_bytes() < self._config.memory:
             log.info("waits for memory that engines of a predecessor may still map", longest_s=PREDECESSOR_S)
         while free_bytes() < self._config.memory and time.monotonic() < deadline:
             await asyncio.sleep(LOOK_EVERY_S)
         check_free(self._config.memory)
+
+    def _make(self, is_kept: bool, secret: int = 0) -> None:
         segment = self.segment = Segment.create(self.arena.arena_bytes)
         if is_kept and segment.is_sealed and is_abandoned(segment.fd):
-            self.table = make_table(self.arena, segment)
+            self.table = make_table(self.arena, segment, secret)
+
+    def _move(self, before: Segment, old: SlotTable) -> None:
+        """Moves what lies in memory of another size to the same offsets in new memory, extent by extent.
+
+        Each record follows its bytes, so that a death costs no more than what has not been moved. What has been moved
+        is given back, so that both take little more than the larger one.
+        """
+        if self.arena.arena_bytes > (most := free_bytes() + before.nbytes):
+            raise _too_large(self._config.memory, "the free memory and what blocks of the server before have", most)
+        log.info("moves the blocks of the server before", bytes_before=before.nbytes, bytes_now=self.arena.arena_bytes)
+        with suppress(OSError):
+            for name in (ARENA, TABLE):
+                store.remove(name)
+        self._make(is_kept=True, secret=old.secret)
+        extent_bytes = old.extent_bytes
+        began_at = told_at = time.monotonic()
+
+        def move(start: int) -> None:
+            stop = min(start + STEP_BYTES, end)
+            self._populate(start, stop - start)
+            self.segment.bytes[start:stop] = before.bytes[start:stop]
+            before.discard(start, stop - start)
+
+        try:
+            if self.table is not None:
+                self.table.copy(old)
+                with ThreadPoolExecutor(COPIERS) as threads:
+                    for idx in range(min(old.backed_bytes, self.arena.arena_bytes) // extent_bytes):
+                        end = (idx + 1) * extent_bytes
+                        if old.slot_bytes(idx):
+                            deque(threads.map(move, range(idx * extent_bytes, end, STEP_BYTES)), 0)
+                            self.table.copy(old, idx)
+                        else:
+                            self._populate(idx * extent_bytes, extent_bytes)
+                        self._back(end)
+                        if time.monotonic() - told_at > EXTENSION_S / 3:
+                            told_at = time.monotonic()
+                            store.notify(f"EXTEND_TIMEOUT_USEC={EXTENSION_S}000000")
+        except (MemoryError, OSError) as error:
+            log.warning("not all blocks of the server before are moved", reason=str(error))
+        finally:
+            before.close()
+            old.close()
+        log.info("moved", bytes=self.backed_bytes, seconds=round(time.monotonic() - began_at, 1))
 
     async def back_step(self) -> None:
         """Backs the next `STEP_BYTES` on a thread. Raises MemoryError if the system has no more memory to give."""

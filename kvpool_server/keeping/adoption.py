@@ -17,14 +17,14 @@ import structlog
 
 from kvpool.protocol.errors import KVPoolError
 from kvpool.transport.segment import Segment, is_abandoned, why_other
-from kvpool_server.cache.allocator.arena import Arena
+from kvpool_server.cache.allocator.arena import EXTENTS_PER_ARENA, MIN_EXTENTS, Arena
 from kvpool_server.cache.entry import Group
 from kvpool_server.cache.pool import Pool
 from kvpool_server.cache.restoring import Adoption, Columns
 from kvpool_server.cache.steps import finish
 from kvpool_server.keeping import store
 from kvpool_server.keeping.follower import TableFollower
-from kvpool_server.keeping.head import Geometry, geometry_of, num_begun, same_arena
+from kvpool_server.keeping.head import Geometry, geometry_of, num_begun
 from kvpool_server.keeping.table import TABLE, Kind, SlotTable, file_bytes
 from kvpool_server.process.process_memory import no_collections
 
@@ -36,21 +36,35 @@ UNMAPPED_BYTES_PER_S = 8 << 30
 """How long a start waits for the end of processes that may still write to the memory: the kernel takes a part of a
 second to unmap each of their gibibytes."""
 LOOK_EVERY_S = 0.02
+MAX_EXTENTS = 8 * EXTENTS_PER_ARENA
+"""Of memory that has grown: its extents keep their size."""
 MAX_BEGUN = 2
 """Adoptions that may begin and not end: what lies in the memory may be why."""
 
 
-async def take_memory(arena: Arena, *, is_kept: bool) -> tuple[Segment, SlotTable] | None:
-    """The memory of the server before, and its table; None if there is none, or it cannot be adopted: the log says why.
+def kept_extent_bytes(found: Mapping[str, Sequence[int]], nbytes: int) -> int | None:
+    """The size of an extent in the memory of the server before; None if an arena of `nbytes` cannot have it.
 
-    The manager has forgotten it then.
+    Args:
+        found: the descriptors of that server, by name.
     """
-    if not (found := store.take()):
+    before = geometry_of(found[TABLE][0]) if TABLE in found else None
+    fits = before is not None and MIN_EXTENTS <= nbytes // before.extent_bytes <= MAX_EXTENTS
+    return before.extent_bytes if before is not None and fits else None
+
+
+async def take_memory(
+    found: Mapping[str, Sequence[int]], arena: Arena, *, is_kept: bool
+) -> tuple[Segment, SlotTable] | None:
+    """The memory of the server before, of whatever size, and its table; None if there is none, or the arena cannot have
+    what it holds: the log says why, and the manager has forgotten it.
+    """
+    if not found:
         return None
     why = "--keep no"
     if is_kept:
         try:
-            return await _adopted(found, Geometry(arena.arena_bytes, arena.extent_bytes, arena.has_tenants, b"", b""))
+            return await _adopted(found, arena)
         except OSError as error:
             why = error.strerror or str(error)
         except _RefusedError as error:
@@ -69,20 +83,24 @@ class _RefusedError(Exception):
     """Why memory cannot be adopted."""
 
 
-async def _adopted(found: Mapping[str, Sequence[int]], wanted: Geometry) -> tuple[Segment, SlotTable]:
+async def _adopted(found: Mapping[str, Sequence[int]], arena: Arena) -> tuple[Segment, SlotTable]:
     """The memory of these descriptors, which this process owns from now on. Raises _RefusedError and OSError."""
     if {name: len(each) for name, each in found.items()} != {ARENA: 1, TABLE: 1}:
         raise _RefusedError("it is not one arena and one table")
     (segment_fd,), (table_fd,) = found[ARENA], found[TABLE]
-    if (geometry := geometry_of(table_fd)) is None:
+    if (before := geometry_of(table_fd)) is None:
         raise _RefusedError("its table is of another release")
-    if why := same_arena(geometry, wanted) or why_other(segment_fd, wanted.arena_bytes, geometry.nonce):
+    if before.has_tenants != arena.has_tenants:
+        raise _RefusedError(f"has_tenants was {before.has_tenants}, and is {arena.has_tenants}")
+    if before.extent_bytes != arena.extent_bytes:
+        raise _RefusedError(f"its parts of {before.extent_bytes} bytes do not go into {arena.arena_bytes}")
+    if why := why_other(segment_fd, before.arena_bytes, before.nonce):
         raise _RefusedError(why)
-    if os.fstat(table_fd).st_size != file_bytes(wanted.arena_bytes // wanted.extent_bytes):
+    if os.fstat(table_fd).st_size != file_bytes(before.arena_bytes // before.extent_bytes):
         raise _RefusedError("its table has another size")
     if num_begun(table_fd) >= MAX_BEGUN:
         raise _RefusedError(f"{MAX_BEGUN} servers have not got over its adoption")
-    patience_s = ABANDONED_S + wanted.arena_bytes / UNMAPPED_BYTES_PER_S
+    patience_s = ABANDONED_S + before.arena_bytes / UNMAPPED_BYTES_PER_S
     ends_at = time.monotonic() + patience_s
     while not is_abandoned(segment_fd):
         if time.monotonic() > ends_at:
@@ -90,19 +108,19 @@ async def _adopted(found: Mapping[str, Sequence[int]], wanted: Geometry) -> tupl
         await asyncio.sleep(LOOK_EVERY_S)
     table = SlotTable.reopen(table_fd)
     try:
-        segment = Segment.adopt(segment_fd, wanted.arena_bytes, geometry.token)
+        segment = Segment.adopt(segment_fd, before.arena_bytes, before.token)
     except OSError:
         table.close()
         raise
     return segment, table
 
 
-def make_table(arena: Arena, segment: Segment) -> SlotTable | None:
+def make_table(arena: Arena, segment: Segment, secret: int = 0) -> SlotTable | None:
     """The table of new memory, both of which the manager keeps from now on; None, and a warning, if it cannot."""
-    nonce, token = segment.nonce, segment.token
+    geometry = Geometry(arena.arena_bytes, arena.extent_bytes, arena.has_tenants, segment.nonce, segment.token, secret)
     table = None
     try:
-        table = SlotTable.create(Geometry(arena.arena_bytes, arena.extent_bytes, arena.has_tenants, nonce, token))
+        table = SlotTable.create(geometry)
         for name, fd in ((ARENA, segment.fd), (TABLE, table.fd)):
             store.give(name, fd)
     except OSError as error:

@@ -60,10 +60,3 @@ def num_begun(fd: int) -> int:
 def check_of(at: int, content: bytes | memoryview) -> int:
     """The checksum of content at a place; never 0."""
     return xxhash.xxh3_64_intdigest(content, at) or 1
-
-
-def same_arena(one: Geometry, other: Geometry) -> str:
-    """What differs between two arenas beside their nonces and tokens, in words; empty: nothing does."""
-    names = ("arena_bytes", "extent_bytes", "has_tenants")
-    differing = [(name, getattr(one, name), getattr(other, name)) for name in names]
-    return "; ".join(f"{name} was {before}, and is {after}" for name, before, after in differing if before != after)

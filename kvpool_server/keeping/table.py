@@ -98,16 +98,15 @@ class SlotTable:
         secret: as in the head.
 
     Attributes:
+        fd, extent_bytes, num_extents, secret: as given.
         late_until: until when clients may write, also those of servers that have ended.
     """
 
     def __init__(self, fd: int, extent_bytes: int, num_extents: int, secret: int = 0):
-        self.fd = fd
-        self._secret = secret
-        self._extent_bytes = extent_bytes
+        self.fd, self.extent_bytes, self.num_extents, self.secret = fd, extent_bytes, num_extents, secret
         self._pages = mmap.mmap(fd, file_bytes(num_extents))
         self._view = memoryview(self._pages)
-        self._classes = [self._class_of(idx) for idx in range(num_extents)]
+        self._classes = [self._class_of(idx) for idx in range(num_extents)]  # Bytes of a slot, and of a record.
         self._counts = [0] * num_extents  # Of records, since this object was made.
         (self.late_until,) = LATE.unpack(self._read(LATE_AT, LATE.size))
 
@@ -134,6 +133,19 @@ class SlotTable:
             self._pages.close()
             os.close(self.fd)
             self.fd = -1
+
+    def copy(self, other: SlotTable, idx: int | None = None) -> None:
+        """Takes over what another table of the same secret says of an extent that has no records here; None: of the
+        server.
+        """
+        at, end = (HEAD_BYTES, _EXTENTS_AT) if idx is None else (self._start(idx), self._start(idx + 1))
+        with contextlib.suppress(OSError):  # Nothing but holes follows.
+            while (at := os.lseek(other.fd, at, os.SEEK_DATA)) < end:
+                stop = min(os.lseek(other.fd, at, os.SEEK_HOLE), end)
+                self._put(at, other._read(at, stop - at))
+                at = stop
+        if idx is not None:
+            self._classes[idx] = self._class_of(idx)
 
     # The server's start, its namespaces and its quotas
 
@@ -228,7 +240,7 @@ class SlotTable:
         _MARK.pack_into(self._view, self._start(idx) + _MARKS_AT + _MARK.size * slot, entry.used, 0)
         at = self._record_at(idx, slot)
         content = _RECORD.pack(place, group.idx, entry.block_hash, entry.parent_hash or _ROOT) + sums.tobytes()
-        self._put(at, CHECK.pack(check_of(at ^ self._secret, content)) + content)
+        self._put(at, CHECK.pack(check_of(at ^ self.secret, content)) + content)
         self._counts[idx] += 1
 
     def clear(self, offset: int, slot_bytes: int, num_shards: int) -> None:
@@ -253,7 +265,7 @@ class SlotTable:
         """Removes the records of an extent but for those that are there whole, and whose offsets `keep` returns."""
         slot_bytes, record_bytes = self._classes[idx]
         count, first = self._num_slots(idx), self._record_at(idx, 0)
-        content, start, secret = self._read(first, count * record_bytes), idx * self._extent_bytes, self._secret
+        content, start, secret = self._read(first, count * record_bytes), idx * self.extent_bytes, self.secret
         if not count:
             return
         table = np.frombuffer(content, np.uint8).reshape(count, record_bytes)
@@ -298,18 +310,18 @@ class SlotTable:
         slot_bytes, record_bytes = self._classes[idx]
         if not record_bytes:
             return 0
-        return min(self._extent_bytes // slot_bytes, MAX_SLOTS_PER_EXTENT, RECORDS_BYTES // record_bytes)
+        return min(self.extent_bytes // slot_bytes, MAX_SLOTS_PER_EXTENT, RECORDS_BYTES // record_bytes)
 
     def _class_of(self, idx: int) -> tuple[int, int]:
         (word,) = CHECK.unpack(self._read(self._start(idx) + _CLASS_AT, CHECK.size))
         slot_bytes, record_bytes = word >> 16, word & 0xFFFF
-        if not 0 < slot_bytes <= self._extent_bytes:
+        if not 0 < slot_bytes <= self.extent_bytes:
             return (0, 0)
         return (slot_bytes, record_bytes if record_bytes > _SUMS_AT else 0)
 
     def _has_records(self, idx: int, slot_bytes: int, record_bytes: int) -> bool:
         """Has an extent have records of a size, if it has no others."""
-        slots = min(self._extent_bytes // slot_bytes, MAX_SLOTS_PER_EXTENT)
+        slots = min(self.extent_bytes // slot_bytes, MAX_SLOTS_PER_EXTENT)
         if self._counts[idx] or record_bytes > 0xFFFF or slots * record_bytes > RECORDS_BYTES:
             return False
         self._put_class(idx, slot_bytes, record_bytes)
@@ -321,7 +333,7 @@ class SlotTable:
         self._classes[idx] = (slot_bytes, record_bytes)
 
     def _slot(self, offset: int, slot_bytes: int) -> tuple[int, int]:
-        idx, within = divmod(offset, self._extent_bytes)
+        idx, within = divmod(offset, self.extent_bytes)
         return idx, within // slot_bytes
 
     @staticmethod

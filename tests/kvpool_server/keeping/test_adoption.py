@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from kvpool.protocol.types import BlockRun
-from kvpool.transport.segment import sealed_file
+from kvpool.transport.segment import TRAILER_BYTES, sealed_file
 from kvpool_server.keeping import head, store, table
 from kvpool_server.keeping.adoption import ARENA, MAX_BEGUN
 from kvpool_server.keeping.table import TABLE
@@ -27,6 +27,7 @@ from tests.support.values import block_hash, group_spec, namespace_spec
 CHUNK, BLOCKS = 4_096, 16
 SPEC = namespace_spec(group_spec(chunk_bytes=CHUNK))
 RUN = BlockRun(0, [block_hash(nth) for nth in range(BLOCKS)])
+MIB = 1 << 20
 GIVEN_UP = "the memory of the server before is given up"
 
 Start = Callable[..., KeptServer]
@@ -99,13 +100,28 @@ def test_a_data_port_that_is_taken_costs_no_memory_however_often_servers_start(r
     assert all(rig.hits(rig.start(*flags)))
 
 
+def test_memory_of_another_size_has_the_blocks_that_fit(rig: Rig) -> None:
+    rig.left()
+    for memory in ("16MiB", "16MiB", "8MiB"):
+        server = rig.start("--memory", memory)
+        with server.connect() as client:
+            namespace = client.open_namespace(SPEC)
+            found = client.get_blocks(namespace, client.lookup(namespace, [RUN]).lease_id, RUN)
+        assert [bytes(block) for block in found if block is not None] == [bytes([nth]) * CHUNK for nth in range(BLOCKS)]
+        rig.manager.receive()
+        assert rig.manager.kept.keys() == {ARENA, TABLE}
+        assert os.fstat(rig.manager.kept[ARENA]).st_size == int(memory.removesuffix("MiB")) * MIB + TRAILER_BYTES
+        server.signal(signal.SIGKILL)
+        server.wait()
+
+
 @pytest.mark.more
-def test_memory_of_another_size_is_given_up_and_the_manager_told(rig: Rig) -> None:
+def test_memory_that_is_too_small_for_its_parts_is_given_up_and_the_manager_told(rig: Rig) -> None:
     rig.left()
     before = dict(rig.manager.kept)
-    server = rig.start("--memory", "16MiB")
+    server = rig.start("--memory", "4MiB")
     assert not any(rig.hits(server))
-    assert server.says(GIVEN_UP) and server.says("arena_bytes was 8388608, and is 16777216")
+    assert server.says(GIVEN_UP) and server.says("its parts of 2097152 bytes do not go into 4194304")
     rig.manager.receive()
     assert rig.manager.kept.keys() == before.keys(), "the new memory is kept in its place"
 

@@ -73,6 +73,20 @@ def test_a_slot_takes_this_much_memory(table: SlotTable, num_shards: int, nbytes
     assert os.fstat(table.fd).st_blocks * 512 - before < taken + 8 * 4_096, "an adoption fills holes"
 
 
+def test_a_table_of_more_extents_has_what_it_took_over(table: SlotTable) -> None:
+    """A move that ends early, because it was killed, leaves whole extents."""
+    pool = _pool()
+    TableFollower(pool, table)
+    for num_shards in (1, 4):
+        _put(pool, range(10 * num_shards, 10 * num_shards + 3), num_shards)
+    larger = GEOMETRY._replace(arena_bytes=2 * GEOMETRY.arena_bytes, secret=table.secret)
+    with closing(SlotTable.create(larger)) as other:
+        other.copy(table)
+        other.copy(table, 0)
+        names = {entry.block_hash for each in _adopted(other).open_namespaces() for entry in each.entries()}
+    assert names == {block_hash(nth) for nth in (10, 11, 12)}
+
+
 def test_blocks_come_back_in_the_order_of_their_last_uses(table: SlotTable) -> None:
     pool = _pool()
     follower = TableFollower(pool, table)
