@@ -58,8 +58,8 @@ class TableFollower(Observer):
             self._table.put(place, entry)
 
     def removed(self, entry: Entry) -> None:
-        spec = entry.group.spec
-        self._table.clear(entry.offset, spec.slot_bytes, spec.num_shards)
+        group = entry.group
+        self._table.clear(entry.offset, group.slot_class[1], group.spec.num_shards)
 
     def _place(self, group: Group) -> int | None:
         """Where a group's namespace is in the table; None if it is closed or measured only, or has no room there."""

@@ -234,23 +234,24 @@ class SlotTable:
         """Puts the record of a complete entry into its slot, which has none; nothing if its extent has others' size."""
         group, offset, sums = entry.group, entry.offset, entry.checksums
         slot_bytes, nbytes = group.slot_class[1], _SUMS_AT + 8 * len(sums)
-        idx, slot = self._slot(offset, slot_bytes)
+        idx, within = divmod(offset, self.extent_bytes)
         if self._classes[idx] != (slot_bytes, nbytes) and not self._has_records(idx, slot_bytes, nbytes):
             return
-        _MARK.pack_into(self._view, self._start(idx) + _MARKS_AT + _MARK.size * slot, entry.used, 0)
-        at = self._record_at(idx, slot)
+        slot, start = within // slot_bytes, _EXTENTS_AT + idx * _EXTENT_BYTES  # No calls: each block pays for them.
+        at = start + _RECORDS_AT + slot * nbytes
         content = _RECORD.pack(place, group.idx, entry.block_hash, entry.parent_hash or _ROOT) + sums.tobytes()
-        self._put(at, CHECK.pack(check_of(at ^ self.secret, content)) + content)
+        _MARK.pack_into(self._view, start + _MARKS_AT + _MARK.size * slot, entry.used, 0)
+        self._view[at : at + nbytes] = CHECK.pack(check_of(at ^ self.secret, content)) + content
         self._counts[idx] += 1
 
     def clear(self, offset: int, slot_bytes: int, num_shards: int) -> None:
         """Removes the record of a slot, if it has one."""
-        idx, slot = self._slot(offset, slot_bytes)
-        if self._classes[idx] != (slot_bytes, _SUMS_AT + 8 * num_shards):
+        idx, within = divmod(offset, self.extent_bytes)
+        if self._classes[idx] != (slot_bytes, nbytes := _SUMS_AT + 8 * num_shards):
             return
-        at = self._record_at(idx, slot)
-        if self._view[at : at + CHECK.size] != _ABSENT:
-            self._put(at, _ABSENT)
+        at = _EXTENTS_AT + idx * _EXTENT_BYTES + _RECORDS_AT + within // slot_bytes * nbytes
+        if CHECK.unpack_from(self._view, at) != (0,):
+            CHECK.pack_into(self._view, at, 0)
             self._counts[idx] -= 1
 
     def mark(self, start_offset: int, slot_bytes: int, uses: Sequence[int], pins: Sequence[int]) -> None:
