@@ -1,8 +1,7 @@
 """The bytes of a put or get between the caller and the transport, with their checksums.
 
-`Client.put` makes a `BlockWriter`, `Client.get` a `BlockReader`. Each hands a transfer to the transport, with the
-caller's arrays or a callback that calls the caller's own with block indices. The thread that has moved bytes computes
-their checksums.
+`Client.put` and `Client.get` make a `BlockMover`, which hands each transfer to the transport, with the caller's arrays
+or a callback that calls the caller's own with block indices. The thread that has moved bytes computes their checksums.
 """
 
 from __future__ import annotations
@@ -10,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import xxhash
@@ -69,97 +70,65 @@ own bytes, and not of the buffers: with shared memory, another process that is l
 """
 
 
-class BlockWriter:
-    """The bytes of one put. With `fill_sums`, `fill` returns the checksums.
+@dataclass(eq=False)
+class BlockMover:
+    """The bytes of one put or get, which may take several transfers.
 
     Args:
-        granted: indices of the blocks to write, one a region of the transfer.
+        blocks: the caller's arrays, or its callback.
+        returns_sums: whether the callback returns the checksums; else the transport computes them.
         chunk_bytes: what each checksum covers.
 
     Attributes:
-        fill_error: what the caller's callback raised. If `write` raises the same, no byte is in flight any more.
+        callback_error: what the caller's callback raised. If `move` raises the same, no byte is in flight any more.
     """
 
-    def __init__(
-        self,
-        transport: Transport,
-        fill: FillBlocks | InPlace,
-        fill_sums: bool,
-        granted: Sequence[int],
-        region_bytes: int,
-        chunk_bytes: int,
-    ):
-        self.fill_error: Exception | None = None
-        self._transport = transport
-        self._fill = fill
-        self._fill_sums = fill_sums
-        self._granted = granted
-        self._sums = ChunkSums(len(granted), region_bytes, chunk_bytes)
+    transport: Transport
+    blocks: FillBlocks | InPlace
+    returns_sums: bool
+    region_bytes: int
+    chunk_bytes: int
+    is_write: bool
+    callback_error: Exception | None = None
+    _indices: Sequence[int] = ()
+    _parts: list[ChunkSums] = field(default_factory=list)
 
-    def write(self, transfer: Transfer) -> list[int]:
-        """Moves the blocks; returns one checksum a chunk, region-major. Raises as `Transport.write` and `fill`."""
-        if isinstance(self._fill, InPlace):
-            rows = [self._fill.blocks[idx] for idx in self._granted]
-            self._transport.write(transfer, Source(rows=rows, sum=self._sums.add))
+    def move(self, transfer: Transfer, indices: Sequence[int]) -> None:
+        """Moves blocks `indices`, one a region of the transfer. Raises as the transport and the callback."""
+        self._indices = indices
+        self._parts.append(sums := ChunkSums(len(indices), self.region_bytes, self.chunk_bytes))
+        act, rows = None, None
+        if isinstance(self.blocks, InPlace):
+            rows = [self.blocks.blocks[idx] for idx in indices]
         else:
-            self._transport.write(transfer, Source(self._fill_batch, sum=no_sum if self._fill_sums else self._sums.add))
-        return self._sums.all()
+            act = partial(self._call_back, self.blocks)
+        add = no_sum if act is not None and self.returns_sums else sums.add
+        if self.is_write:
+            self.transport.write(transfer, Source(act, rows, add))
+        else:
+            self.transport.read(transfer, Sink(act, rows, add))
+
+    def checksums(self) -> list[int]:
+        """One checksum a chunk that was moved, in order; waits for the callback's copies."""
+        return [each for sums in self._parts for each in sums.all()]
 
     def wait(self) -> None:
         """After a failure: waits until no callback's copy is in flight, so that the regions may be revoked."""
-        self._sums.wait()
+        for sums in self._parts:
+            sums.wait()
 
-    def _fill_batch(self, first: int, buffers: Buffers) -> Checksums | None:
-        assert not isinstance(self._fill, InPlace)
+    def _call_back(self, act: FillBlocks, first: int, buffers: Buffers) -> Checksums | None:
         try:
-            filled = self._sums.add_later(first, self._fill(self._granted[first : first + len(buffers)], buffers))
-            _check_sums("fill", filled, self._fill_sums)
+            sums = self._parts[-1].add_later(first, act(self._indices[first : first + len(buffers)], buffers))
+            if (sums is not None) != self.returns_sums:
+                name, found = "fill" if self.is_write else "drain", "None" if sums is None else "checksums"
+                raise InvalidRequestError(
+                    f"the {name} callback returned {found}, and {name}_sums is {self.returns_sums}"
+                )
         except Exception as error:
-            self.fill_error = error
+            self.callback_error = error
             raise
-        return filled
-
-
-class BlockReader:
-    """The bytes of one get, which may take several transfers. With `drain_sums`, `drain` returns the checksums."""
-
-    def __init__(
-        self, transport: Transport, drain: DrainBlocks | InPlace, drain_sums: bool, region_bytes: int, chunk_bytes: int
-    ):
-        self._transport = transport
-        self._drain = drain
-        self._drain_sums = drain_sums
-        self._region_bytes = region_bytes
-        self._chunk_bytes = chunk_bytes
-        self._indices: Sequence[int] = ()
-        self._parts: list[ChunkSums] = []
-
-    def read(self, transfer: Transfer, indices: Sequence[int]) -> None:
-        """Moves blocks `indices`, one a region of the transfer. Raises as `Transport.read` and `drain`."""
-        self._indices = indices
-        sums = ChunkSums(len(indices), self._region_bytes, self._chunk_bytes)
-        self._parts.append(sums)
-        if isinstance(self._drain, InPlace):
-            sink = Sink(rows=[self._drain.blocks[idx] for idx in indices], sum=sums.add)
-        else:
-            sink = Sink(self._drain_batch, sum=no_sum if self._drain_sums else sums.add)
-        self._transport.read(transfer, sink)
-
-    def checksums(self) -> list[int]:
-        """One checksum a chunk that was read, in order; waits for the callback's copies."""
-        return [each for sums in self._parts for each in sums.all()]
-
-    def _drain_batch(self, first: int, buffers: Buffers) -> Checksums | None:
-        assert not isinstance(self._drain, InPlace)
-        drained = self._drain(self._indices[first : first + len(buffers)], buffers)
-        _check_sums("drain", drained, self._drain_sums)
-        return self._parts[-1].add_later(first, drained)
-
-
-def _check_sums(callback: str, sums: Checksums | None, are_wanted: bool) -> None:
-    if (sums is not None) != are_wanted:
-        found = "None" if sums is None else "checksums"
-        raise InvalidRequestError(f"the {callback} callback returned {found}, and {callback}_sums is {are_wanted}")
+        return sums
 
 
 class _Once:

@@ -75,7 +75,9 @@ class Calls:
         """Calls a method of the stub, and waits for its answer until `timeout_ms`, by default the config's."""
         left_ms = self._take(timeout_ms)
         try:
-            return self.answered(method, request, left_ms)
+            return method(request, timeout=self.timeout_s(left_ms))
+        except CALL_ERRORS as error:
+            raise self.error_of(error) from None
         finally:
             self._places.give_back()
 
@@ -95,13 +97,6 @@ class Calls:
                 f"{MAX_AT_ONCE} calls to kvpool-server at {self.config.endpoint} were under way for too long"
             )
         return 1000 * max(0.0, ends_at - time.monotonic())
-
-    def answered(self, method: Callable[..., Any], request: Any, timeout_ms: float | None = None) -> Any:
-        """The answer of a call that is none of `MAX_AT_ONCE`."""
-        try:
-            return method(request, timeout=self.timeout_s(timeout_ms))
-        except CALL_ERRORS as error:
-            raise self.error_of(error) from None
 
     def _send(self, method: Any, request: Any, timeout_ms: float | None = None) -> Any:
         """As `send`, for which a place has been taken."""

@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.client.admin import Admin, Hints, InlineChunks
-from kvpool.client.block_io import BlockReader, BlockWriter, DrainBlocks, FillBlocks, InPlace
+from kvpool.client.block_io import BlockMover, DrainBlocks, FillBlocks, InPlace
 from kvpool.client.channel import RenewedChannel
 from kvpool.client.config import ClientConfig
 from kvpool.client.handles import Namespace
@@ -193,14 +193,15 @@ class Client:
         transfer = Transfer(
             grant.ticket_id, grant.offsets, region_bytes, timeout_s, batch_bytes, grant.permit, out_of_process
         )
-        writer = BlockWriter(namespace.transport, fill, fill_sums, granted, region_bytes, group.chunk_bytes)
+        mover = BlockMover(namespace.transport, fill, fill_sums, region_bytes, group.chunk_bytes, is_write=True)
         try:
-            receipt = self.rpc.put_end(grant.ticket_id, writer.write(transfer))
+            mover.move(transfer, granted)
+            receipt = self.rpc.put_end(grant.ticket_id, mover.checksums())
         except BaseException as error:
-            writer.wait()  # Once the ticket is revoked, the regions may belong to another ticket.
+            mover.wait()  # Once the ticket is revoked, the regions may belong to another ticket.
             # A failed one-sided write may go on: its ticket must expire, so that its slots wait in quarantine. Only
             # if `fill` failed is nothing in flight any more.
-            if not namespace.transport.one_sided or error is writer.fill_error:
+            if not namespace.transport.one_sided or error is mover.callback_error:
                 self.rpc.revoke_quietly(grant.ticket_id)
             raise
         return PutResult(grant.statuses, receipt, len(granted) * region_bytes)
@@ -269,44 +270,37 @@ class Client:
         region_bytes = shards.count * group.chunk_bytes
         if isinstance(drain, InPlace):
             drain.check(sum(map(len, runs)), region_bytes, is_get=True)
-        reader = BlockReader(namespace.transport, drain, drain_sums, region_bytes, group.chunk_bytes)
+        mover = BlockMover(namespace.transport, drain, drain_sums, region_bytes, group.chunk_bytes, is_write=False)
         asked_at = time.monotonic()
         ends_at = min(ends_at, asked_at + self.config.data_timeout_ms / 1000)
-        first = 0
         parts: list[Located] = []
 
-        def transfer_of(located: Located, **permitted: Any) -> Transfer:
-            timeout_s = max(0.0, min(ends_at - time.monotonic(), located.lease_remaining_ms / 1000))
-            return Transfer(
-                lease_id,
-                located.offsets,
-                region_bytes,
-                timeout_s,
-                batch_bytes,
-                located.permit,
-                out_of_process,
-                **permitted,
+        def move(found: Located, indices: Sequence[int], **permitted: Any) -> None:
+            timeout_s = max(0.0, min(ends_at - time.monotonic(), found.lease_remaining_ms / 1000))
+            transfer = Transfer(
+                lease_id, found.offsets, region_bytes, timeout_s, batch_bytes, found.permit, out_of_process, **permitted
             )
+            mover.move(transfer, indices)
 
         if leased is not None:
             parts.append(_located(namespace, lease_id, leased, sum(map(len, runs)), group, shards))
-            transfer = transfer_of(
+            move(
                 parts[0],
+                range(len(leased)),
                 skip_bytes=shards.start * group.chunk_bytes,
                 permitted_bytes=group.slot_bytes,
                 permitted_offsets=leased.permitted_offsets,
                 first_permitted=leased.start,
             )
-            reader.read(transfer, range(len(leased)))
-        split = [] if leased is not None else list(in_parts(runs, namespace.max_blocks(shards)))
-        with closing(self.rpc.locate(namespace, lease_id, split, shards)) as answers:
-            for located in answers:
-                parts.append(located)
-                indices = [first + idx for idx, present in enumerate(located.present) if present]
-                first += len(located.present)
-                if indices:
-                    reader.read(transfer_of(located), indices)
-        checksums = reader.checksums()
+        else:
+            first, split = 0, list(in_parts(runs, namespace.max_blocks(shards)))
+            with closing(self.rpc.locate(namespace, lease_id, split, shards)) as answers:
+                for located in answers:
+                    parts.append(located)
+                    if indices := [first + idx for idx, present in enumerate(located.present) if present]:
+                        move(located, indices)
+                    first += len(located.present)
+        checksums = mover.checksums()
         whole = join_located(parts)
         if time.monotonic() > asked_at + whole.lease_remaining_ms / 1000:
             raise LeaseExpiredError(f"lease {lease_id:#x} expired while its blocks were read; raise lease_ttl_ms")

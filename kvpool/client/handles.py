@@ -59,6 +59,7 @@ class KeptRuns(tuple[BlockRun, ...]):
         return kept
 
 
+@dataclass(frozen=True, eq=False)
 class PendingLookup:
     """A lookup that was sent and may have been answered.
 
@@ -68,27 +69,24 @@ class PendingLookup:
         error_of: what an error of the call means.
     """
 
-    def __init__(
-        self, call: Any, answer: Callable[[pb.LookupResponse], Lookup], error_of: Callable[[Exception], KVPoolError]
-    ):
-        self._call = call
-        self._answer = answer
-        self._error_of = error_of
+    call: Any
+    answer: Callable[[pb.LookupResponse], Lookup]
+    error_of: Callable[[Exception], KVPoolError]
 
     def done(self) -> bool:
         """Whether `result` returns or raises at once."""
-        return bool(self._call.done())
+        return bool(self.call.done())
 
     def result(self, timeout_s: float | None = None) -> Lookup | None:
         """The answer; None if it has not arrived within `timeout_s`. Raises what `Client.lookup` raises."""
         try:
-            reply = self._call.result(timeout=timeout_s)
-        except grpc.FutureTimeoutError:
-            return None
+            reply = self.call.result(timeout=timeout_s)
         except CALL_ERRORS as error:
-            raise self._error_of(error) from None
-        return self._answer(reply)
+            if isinstance(error, grpc.FutureTimeoutError) and timeout_s is not None:
+                return None
+            raise self.error_of(error) from None
+        return self.answer(reply)
 
     def on_done(self, callback: Callable[[PendingLookup], None]) -> None:
         """Calls back from another thread once the lookup has ended."""
-        self._call.add_done_callback(lambda _: callback(self))
+        self.call.add_done_callback(lambda _: callback(self))

@@ -51,20 +51,12 @@ MAX_RELEASED = 4096
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 
-class StreamedError(grpc.RpcError):
+class StreamedError(grpc.aio.AioRpcError):
     """The error of a lookup, as of a call of its own. `name` is of an error that its code does not tell apart."""
 
     def __init__(self, code: grpc.StatusCode, details: str, name: str = ""):
-        super().__init__(code, details, name)
-
-    def code(self) -> grpc.StatusCode:
-        return self.args[0]  # type: ignore[no-any-return]
-
-    def details(self) -> str:
-        return self.args[1]  # type: ignore[no-any-return]
-
-    def trailing_metadata(self) -> tuple[tuple[str, str], ...]:  # type: ignore[override]
-        return ((NAME_KEY, self.args[2]),) if self.args[2] else ()
+        named = grpc.aio.Metadata((NAME_KEY, name)) if name else grpc.aio.Metadata()
+        super().__init__(code, grpc.aio.Metadata(), named, details, None)
 
 
 class StreamedLookup(Future[pb.LookupResponse]):
@@ -123,10 +115,6 @@ class LookupStream:
     @property
     def _channel_version(self) -> int:
         return getattr(self._channel, "version", 0)
-
-    def __call__(self, question: LookupQuestion, timeout: float) -> pb.LookupResponse:
-        """Sends a lookup and waits for its answer. Raises as `StreamedLookup.result`."""
-        return self.future(question, timeout).result()
 
     def future(self, question: LookupQuestion, timeout: float) -> StreamedLookup:
         """Sends a lookup; does not wait. Raises ValueError if the channel is closed."""

@@ -7,7 +7,6 @@ move bytes themselves, call them. Thread-safe.
 from __future__ import annotations
 
 import contextlib
-import functools
 import socket
 from collections.abc import Generator, Sequence
 from pathlib import Path
@@ -139,19 +138,22 @@ class PoolRpc(Calls):
 
     def lookup(self, namespace: Namespace, runs: Sequence[BlockRun], **wanted: bool) -> Lookup:
         """As `Client.lookup`, with its keywords."""
-        if self._tracing is None:
-            question = self._question(namespace, runs, "", **wanted)
-            return self.answer(namespace, question, self.answered(self._lookups, question))
-        attributes = {"kvpool.blocks": sum(map(len, runs))}
-        with self._tracing.span("kvpool.lookup", attributes=attributes, kind="CLIENT") as span:
-            question = self._question(namespace, runs, self._tracing.traceparent(span), **wanted)
-            return self.answer(namespace, question, self.answered(self._lookups, question))
+        with contextlib.ExitStack() as stack:
+            traceparent = ""
+            if self._tracing is not None:
+                attributes = {"kvpool.blocks": sum(map(len, runs))}
+                span = stack.enter_context(self._tracing.span("kvpool.lookup", attributes=attributes, kind="CLIENT"))
+                traceparent = self._tracing.traceparent(span)
+            found = self.lookup_async(namespace, runs, traceparent=traceparent, **wanted).result()
+        assert found is not None, "without a timeout the answer is waited for until the call's deadline"
+        return found
 
     def lookup_async(
         self,
         namespace: Namespace,
         runs: Sequence[BlockRun],
         *,
+        lease: bool = True,
         wait_ms: int = 0,
         traceparent: str = "",
         **wanted: bool,
@@ -159,28 +161,13 @@ class PoolRpc(Calls):
         """As `Client.lookup`, without waiting. Another thread encodes `runs`: do not change them.
 
         Args:
+            lease, wanted: keywords of `Client.lookup`.
             wait_ms: where blocks are on their way up from a tier, the server answers when they are up, or after so
                 long. Such a lookup is a call of its own: the answers to others do not wait for it. If there are
                 `MAX_AT_ONCE` calls, the server answers at once.
             traceparent: of the caller's span.
-            wanted: the keywords of `Client.lookup`.
         """
-        question = self._question(namespace, runs, traceparent, **wanted)
-        call = self.send_now(self.stub.Lookup, question(wait_ms), self.config.timeout_ms + wait_ms) if wait_ms else None
-        if call is None:
-            call = self.started(self._lookups, question)
-        return PendingLookup(call, functools.partial(self.answer, namespace, question), self.error_of)
-
-    def _question(
-        self,
-        namespace: Namespace,
-        runs: Sequence[BlockRun],
-        traceparent: str = "",
-        *,
-        lease: bool = True,
-        **wanted: bool,
-    ) -> LookupQuestion:
-        return LookupQuestion(
+        question = LookupQuestion(
             namespace.fingerprint,
             namespace.spec.groups,
             namespace.arena_bytes,
@@ -190,11 +177,15 @@ class PoolRpc(Calls):
             traceparent=traceparent,
             **wanted,
         )
+        call = self.send_now(self.stub.Lookup, question(wait_ms), self.config.timeout_ms + wait_ms) if wait_ms else None
+        if call is None:
+            call = self.started(self._lookups, question)
 
-    def answer(self, namespace: Namespace, question: LookupQuestion, reply: pb.LookupResponse) -> Lookup:
-        """The answer to a lookup, checked."""
-        self.check_boot(namespace, reply.boot_token)
-        return question.answer(reply)
+        def answer(reply: pb.LookupResponse) -> Lookup:
+            self.check_boot(namespace, reply.boot_token)
+            return question.answer(reply)
+
+        return PendingLookup(call, answer, self.error_of)
 
     def exists(self, fingerprint: bytes, runs: Sequence[BlockRun], timeout_ms: int | None = None) -> Existence:
         request = pb.ExistsRequest(namespace=fingerprint, runs=self.encode_runs(runs))

@@ -94,14 +94,12 @@ class Tracing:
     ) -> Iterator[Any]:
         """A span around a block, which is current in it. An exception marks it as failed, by its class alone."""
         span = self.start(name, parent, attributes, kind=kind)
-        try:
-            with self._trace.use_span(span, record_exception=False, set_status_on_exception=False):
+        with self._trace.use_span(span, True, record_exception=False, set_status_on_exception=False):
+            try:
                 yield span
-        except BaseException as error:
-            self.fail(span, type(error).__name__)
-            raise
-        finally:
-            span.end()
+            except BaseException as error:
+                self.fail(span, type(error).__name__)
+                raise
 
     def fail(self, span: Any, why: str) -> None:
         span.set_status(self._trace.Status(self._trace.StatusCode.ERROR, why))
@@ -166,7 +164,7 @@ class ClientInterceptor(
         attributes = {"rpc.system": "grpc", "rpc.service": "kvpool.v1.Pool", "rpc.method": method}
         span = self._tracing.start(f"kvpool.v1.Pool/{method}", attributes=attributes, kind="CLIENT")
         metadata = [*(details.metadata or ()), (TRACEPARENT, self._tracing.traceparent(span))]
-        call = continuation(_Details(details, metadata), request)
+        call = continuation(_Details(metadata), request)
         call.add_done_callback(lambda ended: self._ended(span, ended))
         return call
 
@@ -180,10 +178,7 @@ class ClientInterceptor(
 
 
 class _Details(grpc.ClientCallDetails):
-    def __init__(self, details: Any, metadata: Any):
-        self.method = details.method
-        self.timeout = details.timeout
+    """Other metadata of a call; gRPC takes everything else from the call's own details."""
+
+    def __init__(self, metadata: Any):
         self.metadata = metadata
-        self.credentials = details.credentials
-        self.wait_for_ready = details.wait_for_ready
-        self.compression = details.compression

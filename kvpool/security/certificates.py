@@ -18,7 +18,7 @@ import os
 import secrets
 import stat
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
@@ -62,13 +62,13 @@ class CertificateFacts:
     ends_at: dt.datetime
 
 
+@dataclass(frozen=True, eq=False)
 class Authority:
     """A certificate authority whose files are in `directory`. Raises ConfigError for files that cannot be used."""
 
-    def __init__(self, directory: Path, certificate: x509.Certificate, key: _PrivateKey):
-        self.directory = directory
-        self._certificate = certificate
-        self._key = key
+    directory: Path
+    _certificate: x509.Certificate
+    _key: _PrivateKey = field(repr=False)
 
     @classmethod
     def create(cls, directory: Path) -> Authority:

@@ -8,7 +8,6 @@ Source: CurveZMQ, https://rfc.zeromq.org/spec/26/; keys as text: Z85, https://rf
 
 from __future__ import annotations
 
-import os
 import struct
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +18,7 @@ from zmq.utils import z85
 
 from kvpool.protocol.errors import ConfigError, InvalidRequestError
 from kvpool.security.certificates import read_pem
-from kvpool.security.file_permissions import require_owner_writes, require_private, write_new
+from kvpool.security.file_permissions import append_line, require_owner_writes, require_private, write_new
 from kvpool.security.principal import ALL_TENANTS, Principal, Role
 
 PUBLIC_SUFFIX, SECRET_SUFFIX = ".key", ".key_secret"
@@ -92,12 +91,7 @@ def read_public(path: Path) -> bytes:
 def append_subscriber(path: Path, tenant: str, public: bytes) -> None:
     """Adds a line to a server's list of subscribers. Raises ConfigError."""
     _check_tenant(tenant)
-    try:
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        with open(fd, "a") as file:
-            file.write(f"{tenant} {public.decode()}\n")
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}") from None
+    append_line(path, f"{tenant} {public.decode()}\n", 0o644)
 
 
 def read_subscribers(path: Path) -> dict[bytes, str]:

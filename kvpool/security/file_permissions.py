@@ -1,15 +1,21 @@
-"""Refuses files that the wrong users can read or write, and makes files for their owner.
+"""Refuses files that the wrong users can read or write, and makes and changes files for their owner.
 
 The permissions are those of the file that a symbolic link leads to: a Kubernetes Secret's volume has links.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import stat
+import time
 from pathlib import Path
 
 from kvpool.protocol.errors import ConfigError
+
+LOCK_S = 5.0
+"""How long a change waits for another change of the same file."""
+_RETRY_S = 0.02
 
 
 def unreadable(path: object, error: OSError, setting: str = "") -> ConfigError:
@@ -77,6 +83,40 @@ def write_new(path: Path, text: str, mode: int = 0o600) -> None:
             file.write(text)
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}; give the path of a new file") from None
+
+
+def append_line(path: Path, line: str, mode: int = 0o600) -> None:
+    """Adds a line to a file, which is made if it does not exist. Raises ConfigError as `open_locked`."""
+    fd = open_locked(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, mode)
+    with open(fd, "a+b") as file:
+        file.seek(max(0, os.fstat(fd).st_size - 1))
+        ends_a_line = file.read() in (b"", b"\n")
+        file.write(("" if ends_a_line else "\n").encode() + line.encode())
+
+
+def open_locked(path: Path, flags: int, mode: int = 0o600) -> int:
+    """Opens a file for a change, of which there is one at a time: a lost one would bring a removed token back.
+
+    Raises ConfigError.
+    """
+    ends_at = time.monotonic() + LOCK_S
+    while time.monotonic() < ends_at:
+        try:
+            fd = os.open(path, flags | os.O_CLOEXEC, mode)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.path.samestat(os.fstat(fd), os.stat(path)):  # Else it was replaced before it was locked.
+                    return fd
+            except BlockingIOError:
+                pass
+            except BaseException:
+                os.close(fd)
+                raise
+            os.close(fd)
+        except OSError as error:
+            raise ConfigError(f"cannot write {path}: {error.strerror}") from None
+        time.sleep(_RETRY_S)
+    raise ConfigError(f"another process has locked {path} for {LOCK_S:g} s; end it, or try again")
 
 
 def _stat(path: str, setting: str) -> os.stat_result:

@@ -8,28 +8,23 @@ from __future__ import annotations
 
 import base64
 import datetime as dt
-import fcntl
 import hashlib
 import json
 import os
 import re
 import secrets
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvpool.protocol.errors import ConfigError, InvalidRequestError
 from kvpool.security.certificates import read_pem, write_whole
-from kvpool.security.file_permissions import require_owner_writes, require_private
+from kvpool.security.file_permissions import append_line, open_locked, require_owner_writes, require_private
 from kvpool.security.principal import Principal
 
 PREFIX = "kvpool_"
 """What every token begins with, so that a scanner for leaked secrets can find it."""
 ID_DIGITS = 12
 """Of a token's digest, with which people name it."""
-LOCK_S = 5.0
-"""How long a change waits for another change of the same file."""
-_RETRY_S = 0.02
 _TOKEN_FILE = "token_file (--token-file)"
 _SECRET_BYTES = 32
 _UNITS = {"h": 1, "d": 24, "w": 7 * 24}
@@ -105,11 +100,7 @@ def digest_of(token: str) -> str:
 
 def append_record(path: Path, record: TokenRecord) -> None:
     """Adds a token to a server's file, which is made with mode 0600. Raises ConfigError."""
-    fd = _open_locked(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
-    with open(fd, "a+b") as file:
-        file.seek(max(0, os.fstat(fd).st_size - 1))
-        ends_a_line = file.read() in (b"", b"\n")
-        file.write(("" if ends_a_line else "\n").encode() + record.line().encode())
+    append_line(path, record.line())
 
 
 def remove_record(path: Path, token_id: str) -> TokenRecord:
@@ -121,7 +112,7 @@ def remove_record(path: Path, token_id: str) -> TokenRecord:
     Raises ConfigError as `read_records`, and InvalidRequestError unless the id is one token's; nothing has changed.
     """
     path = path.resolve()  # A link to the file stays.
-    fd = _open_locked(path, os.O_RDWR)
+    fd = open_locked(path, os.O_RDWR)
     with open(fd, "rb"):
         lines = _parse_lines(path)
         found = {each.digest: each for _, each in lines if each is not None and each.digest.startswith(token_id)}
@@ -160,31 +151,6 @@ def _parse_lines(path: Path) -> list[tuple[bytes, TokenRecord | None]]:
                 ) from None
         parsed.append((line, record))
     return parsed
-
-
-def _open_locked(path: Path, flags: int) -> int:
-    """Opens a file for a change, of which there is one at a time: a lost one would bring a removed token back.
-
-    Raises ConfigError.
-    """
-    ends_at = time.monotonic() + LOCK_S
-    while time.monotonic() < ends_at:
-        try:
-            fd = os.open(path, flags | os.O_CLOEXEC, 0o600)
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if os.path.samestat(os.fstat(fd), os.stat(path)):  # Else it was replaced before it was locked.
-                    return fd
-            except BlockingIOError:
-                pass
-            except BaseException:
-                os.close(fd)
-                raise
-            os.close(fd)
-        except OSError as error:
-            raise ConfigError(f"cannot write {path}: {error.strerror}") from None
-        time.sleep(_RETRY_S)
-    raise ConfigError(f"another process has locked {path} for {LOCK_S:g} s; end it, or try again")
 
 
 def read_token(path: Path) -> str:

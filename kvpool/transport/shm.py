@@ -82,12 +82,6 @@ class ShmTransport:
         else:
             self._call_back(transfer, sink.draining(), sink.sum, is_write=False)
 
-    def _call_back(self, transfer: Transfer, visit: Fill | Drain, sum_regions: Sum, is_write: bool) -> None:
-        if sum_regions is no_sum:  # The callback sums what it copies.
-            self._visit(transfer, visit)
-        else:
-            self._visit_copies(transfer, visit, sum_regions, is_write)
-
     def _copy(self, transfer: Transfer, rows: Sequence[Pieces], sum_regions: Sum, is_write: bool) -> None:
         """Copies between the caller's arrays and the arena."""
         arena, deadline = self._begin(transfer)
@@ -102,17 +96,18 @@ class ShmTransport:
 
         self._helpers.share(range(0, len(transfer.offsets), step), move)
 
-    def _visit(self, transfer: Transfer, visit: Fill | Drain) -> None:
-        """Shows the regions themselves to a callback, batch by batch."""
-        arena, deadline = self._begin(transfer)
-        for start, stop in transfer.batches():
-            self._check(deadline, transfer)
-            visit(start, _regions(arena, transfer, start, stop))
+    def _call_back(self, transfer: Transfer, visit: Fill | Drain, sum_regions: Sum, is_write: bool) -> None:
+        """Shows a callback private copies of the regions, batch by batch, and sums the copies.
 
-    def _visit_copies(self, transfer: Transfer, visit: Fill | Drain, sum_regions: Sum, is_write: bool) -> None:
-        """Shows private copies of the regions to a callback, batch by batch, and sums the copies."""
+        A callback that sums what it copies sees the regions themselves.
+        """
         arena, deadline = self._begin(transfer)
         nbytes = transfer.region_bytes
+        if sum_regions is no_sum:
+            for start, stop in transfer.batches():
+                self._check(deadline, transfer)
+                visit(start, _regions(arena, transfer, start, stop))
+            return
         with self._staging.borrowed(transfer.batch_regions * nbytes, 1, transfer.timeout_s) as (staging,):
             for start, stop in transfer.batches():
                 copies = [staging[at * nbytes : (at + 1) * nbytes] for at in range(stop - start)]

@@ -87,7 +87,7 @@ class Served:
         self.lookups = LookupStream(self.channel)
 
     def ask(self, wish: int, timeout: float = TIMEOUT_S) -> int:
-        return int(self.lookups(Asking(wish), timeout).lease_ttl_ms)
+        return int(self.lookups.future(Asking(wish), timeout).result().lease_ttl_ms)
 
     def code_of(self, wish: int, timeout: float = TIMEOUT_S) -> grpc.StatusCode:
         with pytest.raises(grpc.RpcError) as raised:
@@ -202,7 +202,7 @@ def test_a_callback_that_fails_ends_no_other_lookup(served: Served) -> None:
 
     served.lookups.future(Asking(100), TIMEOUT_S).add_done_callback(fail)
     for ttl_ms in (101, 102):
-        assert served.lookups(Asking(ttl_ms), TIMEOUT_S).lease_ttl_ms == ttl_ms
+        assert served.ask(ttl_ms) == ttl_ms
 
 
 def test_a_wait_of_less_than_nothing_is_none(served: Served) -> None:
@@ -282,6 +282,6 @@ def test_a_server_that_is_not_there_is_unavailable() -> None:
     with grpc.insecure_channel("127.0.0.1:1") as channel:
         lookups = LookupStream(channel)
         with pytest.raises(grpc.RpcError) as raised:
-            lookups(Asking(100), TIMEOUT_S)
+            lookups.future(Asking(100), TIMEOUT_S).result()
         assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
         assert "Failed to connect to remote host" in raised.value.details()

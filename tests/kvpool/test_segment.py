@@ -4,7 +4,6 @@ import os
 import threading
 from collections.abc import Iterator
 
-import numpy as np
 import pytest
 
 from kvpool.protocol.errors import ConfigError
@@ -31,20 +30,6 @@ def attached(segment: Segment) -> Iterator[Segment]:
 
 def _backed_bytes(segment: Segment) -> int:
     return os.fstat(segment.fd).st_blocks * 512
-
-
-def test_both_sides_see_the_same_bytes(segment: Segment, attached: Segment) -> None:
-    assert attached.bytes.shape == segment.bytes.shape == (4 * NBYTES,) and attached.bytes.dtype == np.uint8
-    segment.bytes[123] = 7
-    attached.bytes[NBYTES - 1] = 9
-    assert attached.bytes[123] == 7 and segment.bytes[NBYTES - 1] == 9
-
-
-def test_the_nonce_lies_behind_the_arena(segment: Segment) -> None:
-    nonce = segment.nonce
-    assert os.pread(segment.fd, len(nonce), segment.nbytes) == nonce != bytes(len(nonce))
-    segment.bytes[:] = 0xFF
-    assert os.pread(segment.fd, len(nonce), segment.nbytes) == nonce
 
 
 def test_the_memory_has_no_path_and_its_descriptor_is_not_inherited(segment: Segment) -> None:

@@ -509,10 +509,10 @@ def test_idle_streams_of_lookups_make_way(small_server: Callable[..., InProcessS
     wait_for(lambda: calls.ended == set(streams[:12]), "the end of those that have been idle longest")
     with Client(ClientConfig(f"127.0.0.1:{server.port}", transport="grpc", timeout_ms=10_000)) as client:
         question = LookupQuestion(name, [], 1 << 20, [run_of(0)], 1_000, prefix_only=False)
-        assert client.rpc._lookups(question, 10.0).lease_id
+        assert client.rpc._lookups.future(question, 10.0).result().lease_id
         streams += [calls.begin("LookupStream") for _ in range(20)]
         wait_for(lambda: calls.ended == set(streams[:-8]), "the end of the client's stream, too")
-        assert client.rpc._lookups(question, 10.0).lease_id, "the client opens another"
+        assert client.rpc._lookups.future(question, 10.0).result().lease_id, "the client opens another"
     calls.close()
 
 

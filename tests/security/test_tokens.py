@@ -29,7 +29,7 @@ from kvpool.protocol.errors import (
     PermissionDeniedError,
     UnauthenticatedError,
 )
-from kvpool.security import tokens
+from kvpool.security import file_permissions, tokens
 from kvpool.security.principal import Principal, Role
 from kvpool.security.tokens import (
     TokenRecord,
@@ -253,7 +253,7 @@ def test_an_id_that_is_not_one_tokens_revokes_nothing(tmp_path: Path, token_id: 
 
 def test_changes_of_a_file_at_once_lose_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A revocation that another one overwrites would bring its token back."""
-    monkeypatch.setattr(tokens, "LOCK_S", 60.0)
+    monkeypatch.setattr(file_permissions, "LOCK_S", 60.0)
     file = tmp_path / "tokens"
     old, new = ([create_token(ENGINE, DAY)[1] for _ in range(20)] for _ in range(2))
     for record in old:
@@ -266,7 +266,7 @@ def test_changes_of_a_file_at_once_lose_none(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_file_that_stays_locked_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokens, "LOCK_S", 0.2)
+    monkeypatch.setattr(file_permissions, "LOCK_S", 0.2)
     file = tmp_path / "tokens"
     append_record(file, create_token(ENGINE, DAY)[1])
     with open(file) as locked:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvpool.client.block_io import BlockReader, BlockWriter
+from kvpool.client.block_io import BlockMover
 from kvpool.client.client import Client
 from kvpool.client.handles import PendingLookup
 from kvpool.client.rpc import PoolRpc
@@ -18,7 +18,7 @@ from vllm_plugin.model.groups import Geometry
 from vllm_plugin.scheduler.admission import Admission
 from vllm_plugin.scheduler.load_policy import LoadPolicy
 from vllm_plugin.scheduler.loads import Loads
-from vllm_plugin.scheduler.lookups import Availability, Lookups, PromotionWait, RequestLookup
+from vllm_plugin.scheduler.lookups import Lookups, PromotionWait, RequestLookup
 from vllm_plugin.scheduler.peer_loads import PeerLoads
 from vllm_plugin.scheduler.pool_contents import Events, PoolContents
 from vllm_plugin.scheduler.resets import Resets
@@ -36,9 +36,7 @@ ERRORS: tuple[type[Exception], ...] = (
 
 PLACES: dict[type, tuple[str, ...]] = {
     Admission: ("matched_tokens", "boundary", "look_up", "divergence", "_is_final", "_weigh", "_accept", "_judge"),
-    Availability: ("of", "found", "promised", "missing"),
-    BlockReader: ("read", "checksums"),
-    BlockWriter: ("write",),
+    BlockMover: ("move", "checksums"),
     Client: ("put", "get", "open_namespace"),
     CpuCopier: ("gather", "scatter", "in_place", "mark", "sums"),
     Events: ("stored", "missing", "take", "all_missing"),

@@ -23,14 +23,12 @@ from kvpool.client.client import Client
 from kvpool.client.config import ClientConfig
 from kvpool.protocol.errors import (
     InvalidRequestError,
-    LeaseExpiredError,
     PoolTimeoutError,
     TransferError,
     UnavailableError,
 )
-from kvpool.protocol.types import ShardRange
 from kvpool.transport import tcp_connection
-from kvpool.transport.base import Buffers, Pieces, Sink, Source, Transfer
+from kvpool.transport.base import Buffers, Pieces, Sink, Transfer
 from kvpool.transport.data_port import GREETING_BYTES, HEADER_BYTES, MAGIC, REPLY_BYTES, Header, Kind, Reply, Status
 from kvpool.transport.data_port import pack_offsets as pack
 from kvpool.transport.tcp import TcpTransport
@@ -93,37 +91,6 @@ def _sevens(first: int, buffers: Buffers) -> None:
 def transport(port: Port, num_connections: int) -> Iterator[TcpTransport]:
     with closing(port.connect(num_connections)) as transport:
         yield transport
-
-
-def test_a_forged_permit_moves_nothing(port: Port, transport: TcpTransport) -> None:
-    # Of a sealed connection a forged permit gives no key: the worker cannot even say why.
-    match = "not for these regions, or of another boot" + "|connection to .* ended" * port.info.sealed
-    before = port.arena.copy()
-    granted = port.permit(Kind.WRITE, 1, [0], 64)
-    for offsets, region_bytes, permit in (
-        ([64], 64, granted),
-        ([0, 64], 64, granted),
-        ([0], 128, granted),
-        ([0], 64, granted[:12] + bytes(16) + granted[28:]),
-    ):
-        with pytest.raises(TransferError, match=match):
-            transport.write(Transfer(1, offsets, region_bytes, DEADLINE_S, MIB, permit), Source(_sevens))
-    with pytest.raises(TransferError, match=match):
-        transport.read(Transfer(1, [0], 64, DEADLINE_S, MIB, granted), Sink(never))  # It is one to write.
-    assert np.array_equal(port.arena, before)
-    transport.write(Transfer(1, [0], 64, DEADLINE_S, MIB, granted), Source(_sevens))  # The transport goes on.
-    assert set(port.arena[:64]) == {7}
-
-
-def test_an_expired_permit_moves_nothing(port: Port, transport: TcpTransport) -> None:
-    before = port.arena.copy()
-    permit = port.permit(Kind.WRITE, 1, [0], 64, ttl_s=0)
-    with pytest.raises(LeaseExpiredError, match="has expired"):
-        transport.write(Transfer(1, [0], 64, DEADLINE_S, MIB, permit), Source(_sevens))
-    permit = port.permit(Kind.READ, 1, [0], 64, ttl_s=0)
-    with pytest.raises(LeaseExpiredError, match="has expired"):
-        transport.read(Transfer(1, [0], 64, DEADLINE_S, MIB, permit), Sink(never))
-    assert np.array_equal(port.arena, before)
 
 
 def test_regions_beyond_the_arena_are_refused_even_with_a_permit(port: Port, transport: TcpTransport) -> None:
@@ -275,24 +242,6 @@ def server(pool_server: StartServer) -> ServerProcess:
 def on_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     """Clients have as many connections as on many cores."""
     monkeypatch.setattr(choice, "movers_of", lambda num_cores, sharers: 3)
-
-
-@pytest.mark.usefixtures("on_cores")
-def test_blocks_that_were_put_are_got_by_another_client(server: ServerProcess, connect: Connect) -> None:
-    spec = namespace_spec(group_spec(chunk_bytes=100_000, num_shards=2))
-    run, payloads = run_of(*range(30)), [payload(idx, 200_000) for idx in range(30)]
-    writer, reader = connect(server, transport="tcp"), connect(server, transport="tcp")
-    opened = writer.open_namespace(spec)
-    assert isinstance(opened.transport, TcpTransport) and opened.transport.name == "tcp"
-    assert writer.put_blocks(opened, run, payloads).receipt.num_complete == 30
-    namespace = reader.open_namespace(spec)
-    found = reader.lookup(namespace, [run])
-    blocks = reader.get_blocks(namespace, found.lease_id, run)
-    for block, expected in zip(blocks, payloads, strict=True):
-        assert block is not None
-        np.testing.assert_array_equal(block, expected)
-    half = reader.get_blocks(namespace, found.lease_id, run, shards=ShardRange(1, 1))
-    np.testing.assert_array_equal(half[7], payloads[7][100_000:])
 
 
 class Stored:
