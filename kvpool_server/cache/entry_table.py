@@ -18,6 +18,7 @@ from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.allocator.placement import Placement
 from kvpool_server.cache.departures import Departures
 from kvpool_server.cache.entry import BlockIndex, Entry, Group, Observer
+from kvpool_server.cache.eviction import SearchCutError
 from kvpool_server.cache.hints import Pins
 from kvpool_server.cache.leases import Ticket
 from kvpool_server.cache.steps import STEP_BLOCKS, Steps
@@ -91,8 +92,9 @@ class EntryTable:
     def reserve(self, group: Group, runs: Sequence[BlockRun], ticket: Ticket) -> list[PutStatus] | None:
         """Has a ticket cover its shards of every block that is neither present nor being written.
 
-        Returns the status of each block; None if it could not begin, because bytes of another tenant lie where the
-        slots will be: see `Arena.claim`. Raises OutOfSpaceError if there are too few slots; nothing has changed then.
+        Returns the status of each block; None if it could not begin, because the search for victims takes longer, or
+        bytes of another tenant lie where the slots will be: see `Arena.claim`. Raises OutOfSpaceError if there are too
+        few slots; nothing has changed then.
         """
         allocated = self._allocate(group, runs)
         if allocated is None:
@@ -173,6 +175,17 @@ class EntryTable:
         """Queues an entry as a candidate for eviction, if it is a live leaf that is not being written."""
         if entry.live and not entry.children and not entry.pending:
             self._placement.evictor(entry.group).add(entry)
+
+    def release(self, entry: Entry) -> None:
+        """Ends a lease of an entry. With its last one, a leaf is a candidate again, and the slot of a dropped entry is
+        freed."""
+        entry.leases -= 1
+        if entry.leases:
+            return
+        if entry.live:
+            self.make_candidate(entry)
+        else:
+            self.free_if_unheld(entry)
 
     def evict(self, victims: Sequence[Entry], evicted_for: Group | None = None) -> None:
         """Drops entries to free their slots, for a put into a group or in advance."""
@@ -267,7 +280,7 @@ class EntryTable:
         return dropped
 
     def _allocate(self, group: Group, runs: Sequence[BlockRun]) -> list[int] | None:
-        """Slots for the blocks that have no entry yet; None if they have to be zeroed first. Raises OutOfSpaceError."""
+        """Slots for the blocks that have no entry yet; None if a later step has to. Raises OutOfSpaceError."""
         entries, count = group.find(runs)
         if not count:
             return []
@@ -278,11 +291,11 @@ class EntryTable:
             entry.leases += 1
         try:
             victims = self._placement.victims(group, count)
+        except SearchCutError:
+            return None
         finally:
             for entry in kept:
-                entry.leases -= 1
-                if not entry.leases and entry.queued is not None:
-                    entry.queued.released(entry)
+                self.release(entry)
         self.evict(victims, evicted_for=group)
         if not self._arena.claim(group.spec.slot_bytes, count, group.tenant):
             return None

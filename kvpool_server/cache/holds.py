@@ -304,11 +304,7 @@ class Holds:
             part = entries[-room:]
             del entries[-room:]
             for entry in part:
-                entry.leases -= 1
-                if not entry.leases and entry.queued is not None:
-                    entry.queued.released(entry)
-                if not entry.live:
-                    self._entry_table.free_if_unheld(entry)
+                self._entry_table.release(entry)
             room -= len(part)
             if not entries:
                 self._ended_leases.popleft()

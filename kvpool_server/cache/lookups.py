@@ -168,8 +168,9 @@ class Lookups:
     def touch(self, found: Found) -> None:
         """If a lookup leased its entries, tells the eviction policies of their use."""
         if found.lease_id:
-            stamp = self._placement.next_stamp([group for group, _, _ in found.spans])
-            for group, start, stop in found.spans:
+            used = [(group, start, stop) for group, start, stop in found.spans if start < stop and group.num_live]
+            stamp = self._placement.next_stamp([group for group, _, _ in used])
+            for group, start, stop in used:
                 self._placement.evictor(group).used(found.entries[start:stop], stamp)
 
     def record_use_on_get(self, found: Found) -> None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
 
-from kvpool.protocol.errors import InvalidRequestError
+from kvpool.protocol.errors import InvalidRequestError, OutOfSpaceError
 from kvpool.protocol.namespace import GroupSpec, NamespaceSpec
 from kvpool.protocol.types import BlockRun, PutGrant, PutReceipt, PutStatus, Quota, ShardRange, in_parts
 from kvpool_server.cache.allocator.arena import Arena
@@ -27,7 +27,7 @@ from kvpool_server.cache.counters import COUNTERS, PoolStats
 from kvpool_server.cache.departures import Departures
 from kvpool_server.cache.entry import Group, Observer
 from kvpool_server.cache.entry_table import EntryTable
-from kvpool_server.cache.eviction import DEFAULT_POLICY, POLICIES, Policy
+from kvpool_server.cache.eviction import DEFAULT_POLICY, POLICIES, Policy, SearchCutError
 from kvpool_server.cache.explanations import Explanations
 from kvpool_server.cache.hints import Hints, Pins
 from kvpool_server.cache.holds import Holds, NoTransfers, Transfers
@@ -150,7 +150,7 @@ class Pool:
     def _assign_quotas(self, namespaces: Sequence[PoolNamespace]) -> None:
         """Tells the placement which quotas cover each group of these namespaces."""
         covering = [(each.groups, self._quotas.covering(each.spec.tenant, each.fingerprint)) for each in namespaces]
-        self.placement.assign_quotas((group, accounts) for groups, accounts in covering for group in groups)
+        self.placement.assign_quotas(covering)
 
     def rebalance(self) -> bool:
         """Evicts some of what exceeds a quota, and starts to drain an extent for a slot size below its share.
@@ -158,7 +158,10 @@ class Pool:
         Call it often: entries that are leased or being written stay until a later call. True: more can be evicted now.
         """
         now = self.expire()
-        victims = self.placement.over_quota(self._quotas.accounts(), STEP_BLOCKS)
+        try:
+            victims = self.placement.over_quota(self._quotas.accounts(), STEP_BLOCKS)
+        except SearchCutError:
+            return True
         self.entry_table.evict(victims)
         self.entry_table.evict(self.placement.start_drain(now, STEP_BLOCKS))
         return len(victims) >= STEP_BLOCKS
@@ -200,7 +203,7 @@ class Pool:
             self.rebalance()
         ticket = Ticket(self.new_id(), now + ttl_s, [], shards, owner=owner)
         statuses: list[PutStatus] = []
-        is_reserved = has_claims = False
+        is_reserved = has_claims = has_waited = False
         self._holds.writing.append(ticket)
         try:
             if sum(map(len, runs)) > self.placement.most_slots(group):
@@ -209,13 +212,16 @@ class Pool:
                 if statuses:
                     yield
                 while (reserved := self.entry_table.reserve(group, part, ticket)) is None:
-                    if not has_claims:
-                        self.arena.start_claims(group.tenant)
-                        has_claims = True
-                    while not self.arena.zero_some(group.tenant):
+                    has_claims = has_claims or self.arena.start_claims(group.tenant)
+                    has_waited = True
+                    if self.clock() > now + self.limits.max_ttl_ms / 1000:
+                        raise OutOfSpaceError("it takes too long to make room; put fewer at once, or try again later")
+                    is_zeroed = False
+                    while not is_zeroed:
+                        is_zeroed = self.arena.zero_some(group.tenant)
                         yield
                 statuses += reserved
-            if has_claims:
+            if has_waited:
                 ticket.restart(self.clock() + ttl_s)
             is_reserved = True
         except NoRoomError as error:

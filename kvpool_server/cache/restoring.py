@@ -19,12 +19,10 @@ def restore(pool: Pool, found: Mapping[Group, Sequence[Record]]) -> None:
     """
     adoption, arena = Adoption(pool), pool.arena
     for group, records in found.items():
-        slot_bytes = group.spec.slot_bytes
-        slots = range(0, arena.slots_per_extent(slot_bytes) * slot_bytes, slot_bytes)
         fitting = [
             record
             for record in records
-            if record.offset < arena.arena_bytes and record.offset % arena.extent_bytes in slots
+            if record.offset < arena.arena_bytes and record.offset % arena.extent_bytes % group.spec.slot_bytes == 0
         ]
         stamp, count = pool.placement.next_stamp([group]), len(fitting)
         names, parents, offsets, sums, _ = zip(*fitting, strict=True) if fitting else [()] * len(Record._fields)
@@ -89,6 +87,7 @@ class Adoption:
         members, index, full = self._members.setdefault(group, []), group.index, group.full_mask
         in_extents: dict[int, list[Entry] | None] = {}  # None: the extent is another class's.
         extent_bytes, extent_end, here = arena.extent_bytes, 0, None
+        slots_bytes = arena.slots_per_extent(group.spec.slot_bytes) * group.spec.slot_bytes
         added: list[Entry] = []
         now, last = self._pool.clock(), None
         for offset, name, parent_hash, sums, used, pin in zip(*columns, strict=True):
@@ -98,8 +97,8 @@ class Adoption:
                 if idx not in in_extents:
                     in_extents[idx] = [] if arena.reopen(idx, group.slot_class) else None
                 here = in_extents[idx]
-            if here is None:
-                continue
+            if here is None or offset - extent_end + extent_bytes >= slots_bytes:
+                continue  # The extents of the release before had more slots of a few bytes.
             # A put gives the blocks of a prefix slots side by side.
             is_next = last is not None and last.block_hash == parent_hash
             parent = last if is_next else index.get(parent_hash) if parent_hash else None

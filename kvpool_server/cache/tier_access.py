@@ -77,7 +77,7 @@ def pin_next_victims(pool: Pool, reserve: float, needs: Mapping[tuple[str, int],
     """
     pool.expire()
     pool.entry_table.evict(pool.placement.next_superseded(reserve, needs))
-    entries = pool.placement.next_victims(reserve, needs, max_bytes).entries
+    entries = pool.placement.next_victims(reserve, needs, max_bytes)
     return PinnedVictims(pin(pool, entries), entries, [pool.placement.evictor(entry.group) for entry in entries])
 
 
@@ -86,17 +86,12 @@ def unpin_victims(pool: Pool, victims: PinnedVictims, *, drop: bool) -> int:
     pool.leases.pop(victims.lease_id)  # A lease that is released lets many entries go over several calls.
     left: list[Entry] = []
     for entry in victims.entries:
-        entry.leases -= 1
-        if not entry.leases and entry.queued is not None:
-            entry.queued.released(entry)
+        pool.entry_table.release(entry)
     for entry, evictor in zip(victims.entries, victims.evictors, strict=True):
-        if not entry.live:
-            pool.entry_table.free_if_unheld(entry)
-            continue
-        if drop and entry.movable and not entry.children:
+        if entry.live and drop and entry.movable and not entry.children:
             left.append(entry)
             pool.entry_table.drop(entry)
-        else:
+        elif entry.live:
             pool.placement.keep(entry, evictor)
     pool.entry_table.departures.left(left, MissCause.EVICTED)
     pool.counters["evicted_blocks"] += len(left)

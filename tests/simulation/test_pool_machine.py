@@ -258,7 +258,7 @@ class RemoveForgetsReaders(_Unchecked):
 class QuotaIgnored(_Unchecked):
     def put_start(self, *args: Any) -> PutGrant:
         for namespace in self.open_namespaces():
-            self.placement.assign_quotas((group, ()) for group in namespace.groups)
+            self.placement.assign_quotas([(namespace.groups, ())])
         return super().put_start(*args)
 
 

@@ -82,7 +82,7 @@ def _check_prefixes(entries: Sequence[Entry]) -> None:
         assert entry.live and entry.children == children[id(entry)], "a child count is off"
         assert entry.present or entry.pending, "an entry has no shard and no writer"
         is_candidate = entry.queued is not None or entry.is_leaving
-        assert is_candidate or entry.children or entry.pending, "an idle leaf can never be evicted"
+        assert is_candidate or entry.children or not entry.movable, "an idle leaf can never be evicted"
 
 
 def _check_pins(pins: Pins, entries: Iterable[Entry], now: float) -> None:

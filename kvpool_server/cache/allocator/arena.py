@@ -24,7 +24,11 @@ MIN_EXTENT_BYTES = 32 << 20
 EXTENTS_PER_ARENA = 64
 MIN_EXTENTS = 4
 MAX_SLOTS_PER_EXTENT = 1 << 18
-"""Bounds the bookkeeping: without it, a namespace of one-byte chunks would make lists as long as the arena."""
+MIN_SLOT_BYTES = 4 << 10
+"""An extent has no more slots than slots of this size. So the server's own memory for blocks, 0.5 KiB for each and up
+to 0.6 KiB for its shards, is little more than a quarter of the arena, however small the blocks are."""
+FEW_SLOTS = 1 << 15
+"""Slots that a small arena may have, too."""
 ZEROED_AT_ONCE = 2 << 20
 """Bytes that one call of `Arena.zero_some` zeroes, within about 1 ms."""
 
@@ -67,6 +71,7 @@ class Arena:
 
     Attributes:
         num_backed: extents that can be allocated.
+        max_slots: of an extent.
         on_extent: called with an extent's index and the bytes of its slots, before it has its first one, and with 0
             after its last one.
     """
@@ -88,6 +93,7 @@ class Arena:
         if not self.num_extents:
             raise ValueError(f"an arena of {arena_bytes} bytes holds no extent of {extent_bytes}")
         self.arena_bytes = self.num_extents * extent_bytes
+        self.max_slots = min(MAX_SLOTS_PER_EXTENT, max(FEW_SLOTS // self.num_extents, extent_bytes // MIN_SLOT_BYTES))
         self.has_tenants = zero is not None
         self._zero = zero
         self._extents: list[Extent | None] = [None] * self.num_extents
@@ -118,7 +124,7 @@ class Arena:
         return (self.num_extents - self.num_backed) * self.extent_bytes
 
     def slots_per_extent(self, slot_bytes: int) -> int:
-        return min(self.extent_bytes // slot_bytes, MAX_SLOTS_PER_EXTENT)
+        return min(self.extent_bytes // slot_bytes, self.max_slots)
 
     def classes(self) -> list[tuple[str, int]]:
         return list(self._by_class)
@@ -200,9 +206,11 @@ class Arena:
                 self._num_reserved = 0
         return False
 
-    def start_claims(self, tenant: str) -> None:
-        """A put waits for what it has claimed."""
-        self._incoming[tenant].num_puts += 1
+    def start_claims(self, tenant: str) -> bool:
+        """A put waits for what its tenant has claimed; False if that is nothing."""
+        if (incoming := self._incoming.get(tenant)) is not None:
+            incoming.num_puts += 1
+        return incoming is not None
 
     def zero_some(self, tenant: str) -> bool:
         """Zeroes some of the extents that a tenant has claimed; True once none of them has another tenant's bytes."""

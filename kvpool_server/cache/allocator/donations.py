@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -157,14 +157,14 @@ class Donations:
     """Extents that tenants and slot sizes give up.
 
     Args:
-        last_used: the stamp of the last use of each tenant's slot size.
+        last_used: the stamp of the last use of a tenant's slots, of a size or of all.
         clock: of pins, in seconds.
     """
 
     _arena: Arena
     _superseded: Superseded
     _drain: ExtentDrain
-    _last_used: Mapping[tuple[str, int], int]
+    _last_used: Callable[..., int]
     _clock: Callable[[], float]
 
     def share(self, tenant: str) -> int:
@@ -200,11 +200,8 @@ class Donations:
         if is_short and num_mine < wanted and not self._drain.is_active:
             self._drain.wanted_by = slot_class  # Each of their extents holds a leased or pending entry.
         if not num_mine and share == 1:  # More tenants than extents: the tenant idle longest gives up one of its own.
-            idle = (self._unheld(arena.extents_of(each), search) for each in sorted(num_held, key=self._last_use_of))
+            idle = (self._unheld(arena.extents_of(each), search) for each in sorted(num_held, key=self._last_used))
             yield from itertools.islice(itertools.chain.from_iterable(idle), 1)
-
-    def _last_use_of(self, tenant: str) -> int:
-        return max((stamp for (each, _), stamp in self._last_used.items() if each == tenant), default=0)
 
     def _of_sizes(
         self, slot_class: tuple[str, int], mine: Sequence[Partition], victims: Victims, search: Search
@@ -225,7 +222,7 @@ class Donations:
         num_shared = max(arena.num_held(tenant), min(self.share(tenant), arena.limit(tenant)))
         share, before = max(1, num_shared // (len(num_extents) + 1)), dict(num_extents)
         our_oldest, now = oldest_stamp(mine, victims), self._clock()
-        last_used = {size: self._last_used.get((tenant, size), 0) for size in num_extents}
+        last_used = {size: self._last_used(tenant, size) for size in num_extents}
         colder = [] if our_oldest is None else [size for size in num_extents if last_used[size] < our_oldest]
         for size in sorted(colder, key=last_used.__getitem__):
             del num_extents[size]

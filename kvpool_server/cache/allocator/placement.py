@@ -16,6 +16,7 @@ Decides only: the entry table evicts the victims, then allocates the slots.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections import deque
@@ -27,7 +28,7 @@ from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.allocator.donations import MAX_DONATED_SLOTS, Donations, ExtentDrain, Superseded, last_use
 from kvpool_server.cache.allocator.extent import MAX_COUNTED_SLOTS, Extent
 from kvpool_server.cache.entry import Entry, Group
-from kvpool_server.cache.eviction import TICK, Evictor, Policy
+from kvpool_server.cache.eviction import TICK, Evictor, Policy, SearchCutError
 from kvpool_server.cache.eviction.partitions import (
     Account,
     Partition,
@@ -91,8 +92,7 @@ class Placement:
         self.drain = ExtentDrain(arena, longest_hold_s)
         self._partitions = Partitions(policy, clock)
         self._counters = counters
-        self._last_used: dict[tuple[str, int], int] = {}
-        self._donations = Donations(arena, self.superseded, self.drain, self._last_used, clock)
+        self._donations = Donations(arena, self.superseded, self.drain, self._partitions.last_used, clock)
         self.stamp = 0
         self._requeues: deque[Iterator[None]] = deque()
 
@@ -110,7 +110,7 @@ class Placement:
         """The stamp of a call that uses entries of these groups."""
         self.stamp += TICK
         for group in groups:
-            self._last_used[group.slot_class] = self.stamp
+            self._partitions.of(group).last_used = self.stamp
         return self.stamp
 
     def policies(self) -> Iterator[tuple[tuple[str, int], Policy]]:
@@ -123,12 +123,13 @@ class Placement:
         """Queues entries with the stamps of a pool before this one."""
         last = max(entry.used for entry in entries) // TICK * TICK
         self.stamp = max(self.stamp, last)
-        self._last_used[group.slot_class] = max(self._last_used.get(group.slot_class, 0), last)
-        (evictor := self.evictor(group)).move_from(None, len(entries), self.stamp)
-        evictor.requeue(entries)
+        partition = self._partitions.of(group)
+        partition.last_used = max(partition.last_used, last)
+        partition.evictor.move_from(None, len(entries), self.stamp)
+        partition.evictor.requeue(entries)
 
-    def assign_quotas(self, assigned: Iterable[tuple[Group, tuple[Account, ...]]]) -> None:
-        """Says which quotas cover groups from now on. `requeue` has to follow, as long as it returns True."""
+    def assign_quotas(self, assigned: Iterable[tuple[Sequence[Group], tuple[Account, ...]]]) -> None:
+        """Says which quotas cover the groups of namespaces. `requeue` has to follow, as long as it returns True."""
         if moved := self._partitions.place(assigned, self.stamp):
             self._requeues.append(self._requeue(moved))
 
@@ -156,8 +157,7 @@ class Placement:
     def remove(self, groups: Sequence[Group]) -> None:
         """Forgets the groups of a namespace that is closed and empty."""
         self.superseded.remove(groups)
-        for group in groups:
-            self._partitions.remove(group)
+        self._partitions.remove(groups)
 
     def most_slots(self, group: Group) -> int:
         """How many slots a group may have at most, in the whole arena and by its quotas."""
@@ -169,7 +169,7 @@ class Placement:
     def _slots_of_quotas(self, group: Group) -> Iterator[tuple[Account, int]]:
         """How many slots each quota of a group allows: that of a tenant counts extents."""
         arena, size = self._arena, group.spec.slot_bytes
-        for account in self._partitions.of(group).accounts:
+        for account in self._partitions.accounts(group):
             if account.tenant is None:
                 yield account, account.limit_bytes // size
             else:
@@ -184,22 +184,22 @@ class Placement:
             raise self._no_room(group, count, None)
 
     def victims(self, group: Group, count: int) -> list[Entry]:
-        """The entries to evict to allocate `count` slots. Raises OutOfSpaceError; nothing has changed then."""
-        slot_bytes = group.spec.slot_bytes
-        victims = Victims()
-        accounts = self._partitions.of(group).accounts
-        for account in accounts:
-            if account.tenant is None and self._choose_for_quota(account, victims, MAX_VICTIMS, slot_bytes, count):
-                victims.undo(self.evictor)
-                raise self._over_quota(account, slot_bytes, count)
-        for_quotas = len(victims.entries)
+        """The entries to evict to allocate `count` slots.
+
+        Raises OutOfSpaceError, or SearchCutError where the search has to go on: nothing has changed then.
+        """
+        slot_bytes, accounts = group.spec.slot_bytes, self._partitions.accounts(group)
         arena, tenant = self._arena, group.tenant
         bound = next((account for account in accounts if account.tenant is not None), None) if accounts else None
         if bound is not None and arena.num_held(tenant) + arena.num_usable(slot_bytes, tenant) < arena.limit(tenant):
             bound = None  # Its quota allows more extents than it holds and than are unused: the arena is full.
-        if arena.num_surplus(tenant) or not self._choose_for_arena(group.slot_class, count, victims):
-            victims.undo(self.evictor)
-            raise self._no_room(group, count, bound)
+        with Victims(self.evictor) as victims:
+            for account in accounts:
+                if account.tenant is None and self._choose_for_quota(account, victims, MAX_VICTIMS, slot_bytes, count):
+                    raise self._over_quota(account, slot_bytes, count)
+            for_quotas = len(victims.entries)
+            if arena.num_surplus(tenant) or not self._choose_for_arena(group.slot_class, count, victims):
+                raise self._no_room(group, count, bound)
         self._counters["quota_evicted_blocks"] += for_quotas if bound is None else len(victims.entries)
         return victims.entries
 
@@ -248,7 +248,7 @@ class Placement:
             parts.append(f"{size_text(arena.unbacked_bytes)} have no memory yet, for the server has just started")
         return "; ".join(parts)
 
-    def next_victims(self, reserve: float, needs: Mapping[tuple[str, int], int], max_bytes: int) -> Victims:
+    def next_victims(self, reserve: float, needs: Mapping[tuple[str, int], int], max_bytes: int) -> list[Entry]:
         """The entries to evict next, so that a share of each slot size's slots is free before a put needs them.
 
         The policies do not choose them again until they are dropped, or given back with `keep`.
@@ -256,19 +256,20 @@ class Placement:
         Args:
             reserve: the share of slots to keep free, of each slot size.
             needs: slots to keep free beside the reserve, by tenant and slot size.
-            max_bytes: of the victims' slots; at least one victim is chosen.
+            max_bytes: of the victims' slots; at least one victim is chosen, if it is found at once.
         """
-        victims = Victims()
-        for slot_class, short in self._shortages(reserve, needs):
-            if max_bytes > 0:
-                size = slot_class[1]
-                count = min(short, max(1, max_bytes // size), MAX_VICTIMS)
-                max_bytes -= size * choose_victims(self._partitions.of_class(slot_class), count, victims, self.stamp)
-        return victims
+        with contextlib.suppress(SearchCutError), Victims(self.evictor) as victims:
+            for slot_class, short in self._shortages(reserve, needs):
+                if max_bytes > 0:
+                    mine, size = self._partitions.of_class(slot_class), slot_class[1]
+                    count = min(short, max(1, max_bytes // size), MAX_VICTIMS)
+                    max_bytes -= size * choose_victims(mine, count, victims, self.stamp)
+            return victims.entries
+        return []
 
     def next_superseded(self, reserve: float, needs: Mapping[tuple[str, int], int]) -> list[Entry]:
         """As `next_victims`, of superseded namespaces: evict these first, and do not write them to a tier."""
-        victims = Victims()
+        victims = Victims(self.evictor)
         for slot_class, short in self._shortages(reserve, needs) if self.superseded else ():
             self._choose_superseded(self._partitions.of_class(slot_class), short, victims)
         return victims.entries
@@ -288,15 +289,15 @@ class Placement:
             chosen_by.restore([entry])
 
     def over_quota(self, accounts: Iterable[Account], most: int) -> list[Entry]:
-        """Up to `most` entries to evict so that no subject exceeds its quota; those that are held stay."""
-        victims = Victims()
-        for account in accounts:
-            if len(victims.entries) >= most:
-                break
-            if account.tenant is None:
-                self._choose_for_quota(account, victims, most)
-            else:
-                self._choose_surplus(account.tenant, victims, most)
+        """Up to `most` entries to evict so that no subject exceeds its quota; held ones stay. Raises SearchCutError."""
+        with Victims(self.evictor) as victims:
+            for account in accounts:
+                if len(victims.entries) >= most:
+                    break
+                if account.tenant is None:
+                    self._choose_for_quota(account, victims, most)
+                else:
+                    self._choose_surplus(account.tenant, victims, most)
         self._counters["quota_evicted_blocks"] += len(victims.entries)
         return victims.entries
 

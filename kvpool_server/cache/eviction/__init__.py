@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from kvpool_server.cache.eviction.base import EXPIRED, TICK, Policy
-from kvpool_server.cache.eviction.evictor import Evictor
+from kvpool_server.cache.eviction.evictor import Evictor, SearchCutError
 from kvpool_server.cache.eviction.hit_density import HitDensity
 from kvpool_server.cache.eviction.lru import PrefixLRU
 
@@ -22,4 +22,4 @@ def check_policy(name: str) -> str:
     return name
 
 
-__all__ = ["DEFAULT_POLICY", "EXPIRED", "POLICIES", "TICK", "Evictor", "Policy", "check_policy"]
+__all__ = ["DEFAULT_POLICY", "EXPIRED", "POLICIES", "TICK", "Evictor", "Policy", "SearchCutError", "check_policy"]

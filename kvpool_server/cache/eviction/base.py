@@ -83,5 +83,5 @@ class Policy(ABC):
         """A stamp before which no candidate was used; None if there is no candidate.
 
         Args:
-            next_victim: finds the next victim; visits the leased entries that would be evicted before it.
+            next_victim: finds the next victim.
         """

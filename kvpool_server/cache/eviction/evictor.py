@@ -7,14 +7,15 @@ Invariants, for every policy:
 - An entry is in the queue at most once, under the stamp that it had when it was queued.
 
 The queue is lazy. A use does not move an entry; an entry that is popped with an outdated stamp is queued again under
-its new one. A dropped entry leaves the queue when it is popped, or when the queue is swept: while dropped entries are
-more than half of a queue, each further drop visits a few queued entries. So no call visits them all.
+its new one. A leased entry leaves the queue when it is popped, until its last lease ends: the entry table adds it then.
+A dropped entry leaves the queue when it is popped, or when the queue is swept: while dropped entries are more than half
+of a queue, each further drop visits a few queued entries. A choice that has visited many entries in vain ends with
+`SearchCutError`; the next one goes on behind them. So no call visits them all.
 
 An entry whose group moves to another evictor stays in the old queue, too, where it counts as dropped.
 
 Hints of clients (`cache/hints.py`) come before the policy's order:
-- **Expired** candidates are chosen first. They stay in the queue as well, so that a use has nothing to undo. One that
-  is leased is put aside until its last lease ends: else each choice would visit it before all others.
+- **Expired** candidates are chosen first. They stay in the queue as well, so that a use has nothing to undo.
 - **Pinned** candidates are chosen last, and only when they are asked for. One that the queue brings up is **parked**:
   it leaves the queue until its pin ends, so that each pin costs one step, however many there are and however often
   the evictor chooses. The ends of pins are looked for when the evictor chooses, some entries at a time.
@@ -37,6 +38,8 @@ SWEPT_PER_DROP = 8
 """Queued entries that a drop visits while the queue is swept: at least one in three of them was dropped."""
 UNPARKED_AT_ONCE = 64
 """Parked entries whose pin has ended that a choice queues again; more only where it finds no other candidate."""
+MAX_VISITED = 2_048
+"""Entries that a choice visits in vain at most, within about 3 ms."""
 VICTIM = -1
 """In a `Chosen`: the entry itself is a victim. No entry has so many children."""
 
@@ -44,31 +47,38 @@ Chosen = dict[Entry, int]
 """For each entry how many of its children are victims; `VICTIM` for the victims."""
 
 
+class SearchCutError(Exception):
+    """A choice has visited many entries in vain, and has chosen none; the same choice after it finds others."""
+
+
 class Evictor:
     """The entries under one policy. Decides only: the caller drops the victims, or gives them back with `restore`.
 
     `clock` is that of pins, in seconds.
+
+    Attributes:
+        num_entries: live ones, candidates or not.
     """
 
     def __init__(self, policy: Policy, clock: Callable[[], float]):
         self.policy = policy
         self._clock = clock
         self._queue = policy.queue
-        self._num_entries = 0
+        self.num_entries = 0
         self._num_queued = 0
         self._num_dead = 0  # Entries in the queue that were dropped, or have moved to another evictor.
         self._expired: dict[Entry, None] = {}  # Some may have been used since, or be no candidates any more.
-        self._aside: dict[Entry, bool] = {}  # Leased expired entries; whether they are in the queue as well.
         self._unpopped: set[Entry] = set()  # Victims that were chosen as expired ones, and are still in the queue.
         self._parked: dict[int, dict[Entry, None]] = {}  # By the end of their pins.
         self._pin_ends: list[int] = []  # A heap: the keys of `_parked`.
+        self._num_visits_left = 0  # Of the present choice.
 
     def __len__(self) -> int:
         """Queued entries, with those that were dropped since."""
         return self._num_queued
 
     def stored(self, entries: Sequence[Entry], stamp: int) -> None:
-        self._num_entries += len(entries)
+        self.num_entries += len(entries)
         self.policy.stored(entries, stamp)
 
     def renewed(self, entries: Sequence[Entry], stamp: int) -> None:
@@ -81,16 +91,17 @@ class Evictor:
 
     def dropped(self, entry: Entry) -> None:
         if (queue := entry.queued) is not None:
-            if entry.pinned_until or queue._expired or queue._aside or queue._unpopped:
+            if entry.pinned_until or queue._expired or queue._unpopped:
                 queue._forget(entry)
             else:
                 queue._num_dead += 1
+            entry.queued = None  # In a cycle of references an evictor without entries would stay.
         if self._num_dead > self._num_queued // 2 + MIN_DEAD_TO_SWEEP:
             removed = self._queue.sweep(SWEPT_PER_DROP, self._holds)
             self._num_queued -= removed
             self._num_dead -= removed
-        self._num_entries -= 1
-        self.policy.dropped(entry, self._num_entries)
+        self.num_entries -= 1
+        self.policy.dropped(entry, self.num_entries)
 
     def add(self, entry: Entry) -> None:
         """Queues an entry that may have become a candidate."""
@@ -110,15 +121,6 @@ class Evictor:
             self.pin_changed(entry, entry.pinned_until)  # A pin that has ended may have left it parked.
             self._expired[entry] = None
 
-    def released(self, entry: Entry) -> None:
-        """The last lease of an entry that is queued here has ended."""
-        if not self._aside or (is_in_queue := self._aside.pop(entry, None)) is None:
-            return
-        if not is_in_queue:
-            entry.queued = None
-        if entry.live and not entry.children and not entry.pending:
-            self.add(entry)
-
     def pin_changed(self, entry: Entry, before: int) -> None:
         """The end of an entry's pin has changed."""
         if (parked := self._parked.get(before)) and parked.pop(entry, self) is None:
@@ -134,8 +136,6 @@ class Evictor:
             return
         if self._expired:
             self._expired.pop(entry, None)
-        if self._aside and not self._aside.pop(entry, True):
-            return
         if self._unpopped:
             self._unpopped.discard(entry)
         self._num_dead += 1
@@ -143,9 +143,9 @@ class Evictor:
     def move_from(self, other: Evictor | None, num_entries: int, stamp: int) -> None:
         """Takes over the entries of a group, but for the candidates: give them to `requeue`."""
         if other is not None:
-            other._num_entries -= num_entries
+            other.num_entries -= num_entries
         self.policy.stored([], stamp)
-        self._num_entries += num_entries
+        self.num_entries += num_entries
 
     def requeue(self, entries: Iterable[Entry]) -> None:
         """Queues those of these entries that are candidates."""
@@ -162,28 +162,29 @@ class Evictor:
             pinned: also pinned ones, when there are no others.
         """
         victims: list[Entry] = []
-        leased: list[Entry] = []
-        num_popped = 0
+        self._num_visits_left = MAX_VISITED
         self._unpark()
-        while len(victims) < count:
-            # Most calls find one in the queue: no call of `_pop` for these.
-            victim = None if self._expired else self._pop_queued(chosen, leased)
-            if victim is None and (victim := self._pop(chosen, leased, pinned)) is None:
-                break
-            chosen[victim] = VICTIM
-            if victim.queued is self:
-                self._unpopped.add(victim)
-            else:
-                num_popped += 1
-                victim.queued = self  # Dropping its children before it must not queue it.
-            victims.append(victim)
-            parent = victim.parent
-            if parent is not None and parent.live and (before := chosen.get(parent, 0)) != VICTIM:
-                chosen[parent] = before + 1
-                if parent.children == before + 1:
-                    self.add(parent)
-        self._add_all(leased)
-        self._num_dead -= num_popped  # `dropped` will count them, and they are not in the queue.
+        try:
+            while len(victims) < count:
+                # Most calls find one in the queue: no call of `_pop` for these.
+                victim = None if self._expired else self._pop_queued(chosen)
+                if victim is None and (victim := self._pop(chosen, pinned)) is None:
+                    break
+                chosen[victim] = VICTIM
+                if victim.queued is self:
+                    self._unpopped.add(victim)
+                else:
+                    self._num_dead -= 1  # `dropped` will count it, and it is not in the queue.
+                    victim.queued = self  # Dropping its children before it must not queue it.
+                victims.append(victim)
+                parent = victim.parent
+                if parent is not None and parent.live and (before := chosen.get(parent, 0)) != VICTIM:
+                    chosen[parent] = before + 1
+                    if parent.children == before + 1:
+                        self.add(parent)
+        except SearchCutError:
+            self.restore(victims)
+            raise
         return victims
 
     def restore(self, victims: Sequence[Entry]) -> None:
@@ -194,7 +195,7 @@ class Evictor:
             else:
                 self._num_dead += 1
                 victim.queued = None
-        self._add_all(victims)
+            self.add(victim)
 
     def least_worth(self, chosen: Chosen, stamp: int) -> float | None:
         """What the next victim is worth; None if there is no candidate but pinned ones."""
@@ -213,58 +214,54 @@ class Evictor:
         return self.policy.oldest_stamp(lambda: self._next_victim(chosen))
 
     def _next_victim(self, chosen: Chosen) -> Entry | None:
-        leased: list[Entry] = []
-        victim = self._pop(chosen, leased)
-        self._add_all(leased if victim is None else [victim, *leased])
+        self._num_visits_left = MAX_VISITED
+        if (victim := self._pop(chosen)) is not None:
+            self.add(victim)
         return victim
 
-    def _pop(self, chosen: Chosen, leased: list[Entry], pinned: bool = False) -> Entry | None:
-        # The caller adds the leased entries again once it has popped all it needs.
+    def _pop(self, chosen: Chosen, pinned: bool = False) -> Entry | None:
         if self._expired and (victim := self._pop_expired(chosen)) is not None:
             return victim
         while True:
-            if (victim := self._pop_queued(chosen, leased)) is not None:
+            if (victim := self._pop_queued(chosen)) is not None:
                 return victim
             if not self._unpark():
-                return self._pop_parked(chosen, leased) if pinned else None
+                return self._pop_parked(chosen) if pinned else None
 
     def _pop_expired(self, chosen: Chosen) -> Entry | None:
         """An expired candidate, which stays in the queue."""
         while self._expired:
             entry, _ = self._expired.popitem()
-            if entry.used >= 0 or not self._holds(entry) or entry.pending or entry.children != chosen.get(entry, 0):
-                continue
-            if not entry.leases:
+            if entry.used < 0 and self._holds(entry) and _can_go(entry, chosen):
                 return entry
-            self._aside.setdefault(entry, True)
+            self._visited_in_vain()
         return None
 
-    def _pop_queued(self, chosen: Chosen, leased: list[Entry]) -> Entry | None:
+    def _pop_queued(self, chosen: Chosen) -> Entry | None:
         while (item := self._queue.pop()) is not None:
             stamp, entry = item
             self._num_queued -= 1
             if not self._holds(entry):
                 self._num_dead -= 1
-                continue
-            if self._unpopped and entry in self._unpopped:  # A victim already, which is in the queue no longer.
+            elif self._unpopped and entry in self._unpopped:  # A victim already, which is in the queue no longer.
                 self._unpopped.remove(entry)
                 self._num_dead -= 1
-                continue
-            entry.queued = None
-            if entry.pending or entry.children != chosen.get(entry, 0):
-                continue
-            if entry.used < 0 and entry.leases:
-                self._aside[entry] = False
-                entry.queued = self
-            elif entry.used != stamp:
-                self.add(entry)
-            elif entry.pinned_until and entry.pinned_until > self._clock():
-                self._park(entry)
-            elif entry.leases:
-                leased.append(entry)
             else:
-                return entry
+                entry.queued = None
+                if _can_go(entry, chosen):
+                    if entry.used != stamp:
+                        self.add(entry)
+                    elif entry.pinned_until and entry.pinned_until > self._clock():
+                        self._park(entry)
+                    else:
+                        return entry
+            self._visited_in_vain()
         return None
+
+    def _visited_in_vain(self) -> None:
+        self._num_visits_left -= 1
+        if self._num_visits_left < 0:
+            raise SearchCutError
 
     def _park(self, entry: Entry) -> None:
         ends_at = entry.pinned_until
@@ -290,21 +287,20 @@ class Evictor:
                 del self._parked[heapq.heappop(self._pin_ends)]
         return True
 
-    def _pop_parked(self, chosen: Chosen, leased: list[Entry]) -> Entry | None:
+    def _pop_parked(self, chosen: Chosen) -> Entry | None:
         """A parked candidate, of the pin that ends first."""
         while self._pin_ends:
             parked = self._parked[self._pin_ends[0]]
             while parked:
                 entry, _ = parked.popitem()
                 entry.queued = None
-                if entry.pending or entry.children != chosen.get(entry, 0):
-                    continue
-                if not entry.leases:
+                if _can_go(entry, chosen):
                     return entry
-                leased.append(entry)
+                self._visited_in_vain()
             del self._parked[heapq.heappop(self._pin_ends)]
         return None
 
-    def _add_all(self, entries: Sequence[Entry]) -> None:
-        for entry in entries:
-            self.add(entry)
+
+def _can_go(entry: Entry, chosen: Chosen) -> bool:
+    """Whether an entry is neither leased nor being written, and a leaf once its chosen children are dropped."""
+    return not (entry.leases or entry.pending) and entry.children == chosen.get(entry, 0)

@@ -20,6 +20,7 @@ Source: see `hit_density`. The prior and the cohorts are ours.
 from __future__ import annotations
 
 import bisect
+import functools
 import itertools
 from array import array
 from collections import OrderedDict
@@ -64,14 +65,12 @@ class HitDensityModel:
     def __init__(self, num_kinds: int):
         self._hits = np.zeros((num_kinds, NUM_BINS))  # Blocks, by kind and by the age at the hit.
         self._started = np.zeros(num_kinds)  # Blocks, by kind.
-        self._checkpoint_calls = [-1]
+        self._checkpoint_calls = [-1, 0]
         self._checkpoints = np.zeros((MAX_CHECKPOINTS + 1, num_kinds))  # Row n: _started at call _checkpoint_calls[n].
         self._inner_edges = EDGES[1:-1].tolist()
         self._learned_at = 0
-        self._densities: list[array[float]] = []  # By kind and age bin.
-        self._hit_shares: list[array[float]] = []  # 1 - S, by kind and bin edge.
+        self._densities, self._hit_shares = _unlearned(num_kinds)
         self._cohorts: OrderedDict[tuple[int, int], list[float]] = OrderedDict()  # (Period, kind) -> [started, hits].
-        self.learn(0)
 
     def start(self, kind: int, now: int, count: float, observed: float = 1) -> None:
         """`count` blocks begin a wait of a kind; `observed` of them stand for all."""
@@ -112,17 +111,15 @@ class HitDensityModel:
         """Estimates anew once in PERIOD_CALLS calls; True if it did."""
         if now - self._learned_at < PERIOD_CALLS:
             return False
+        if not self._started.any():  # A model that was made late, or again, would take a millisecond to learn nothing.
+            self._learned_at, self._checkpoint_calls = now, [now - 1, now]
+            return False
         self.learn(now)
         return True
 
     def learn(self, now: int) -> None:
         """Estimates densities from the observations until now, and fades these."""
-        reached = self._started_before(now - EDGES[:-1], now)  # [bins, kinds]
-        prior = np.full(NUM_BINS, PRIOR_HITS / NUM_BINS)
-        of_all_kinds = _survival(self._hits.sum(0)[None], reached.sum(1)[:, None], prior, PRIOR_WEIGHT)
-        survival = _survival(self._hits, reached, -np.diff(of_all_kinds[0]), PRIOR_WEIGHT)
-        self._densities = _rows(_densities(survival))
-        self._hit_shares = _rows(1 - survival)
+        self._densities, self._hit_shares = _estimate(self._hits, self._started_before(now - EDGES[:-1], now))
         keep = KEEP ** ((now - self._learned_at) / PERIOD_CALLS)
         self._learned_at = now
         self._hits *= keep
@@ -261,6 +258,24 @@ class _Place:
             if self._stamps.get(block) == stamp:
                 del self._stamps[block]
                 return
+
+
+def _estimate(hits: np.ndarray, reached: np.ndarray) -> tuple[list[array[float]], list[array[float]]]:
+    """Densities, by kind and age bin; and 1 - S, by kind and bin edge.
+
+    Args:
+        hits, reached: as those of `_survival`.
+    """
+    prior = np.full(NUM_BINS, PRIOR_HITS / NUM_BINS)
+    of_all_kinds = _survival(hits.sum(0)[None], reached.sum(1)[:, None], prior, PRIOR_WEIGHT)
+    survival = _survival(hits, reached, -np.diff(of_all_kinds[0]), PRIOR_WEIGHT)
+    return _rows(_densities(survival)), _rows(1 - survival)
+
+
+@functools.cache
+def _unlearned(num_kinds: int) -> tuple[list[array[float]], list[array[float]]]:
+    """The estimate without observations: one for all models, because it takes a millisecond."""
+    return _estimate(np.zeros((num_kinds, NUM_BINS)), np.zeros((NUM_BINS, num_kinds)))
 
 
 def _survival(hits: np.ndarray, reached: np.ndarray, prior: np.ndarray, prior_weight: float) -> np.ndarray:

@@ -3,6 +3,10 @@
 The groups of one slot size that no quota covers share a partition, and their policy learns from all of them. A subject
 with a quota has its own partition, so its victims are found without visiting the entries of others. So does a tenant of
 an arena that has tenants.
+
+A partition is made when one of its groups is first used, and stays while it has entries. Of the empty ones a few are
+kept, for their policies have learned. So there are not many more partitions than extents and sets of quotas, however
+many slot sizes clients declare.
 """
 
 from __future__ import annotations
@@ -18,6 +22,8 @@ from kvpool_server.cache.eviction.evictor import VICTIM, Chosen, Evictor
 ROUNDS = 8
 """If a put needs victims of several partitions, each choice takes 1/8 of them from the partition whose next victim is
 worth least: comparing partitions for every single victim would cost more than it improves."""
+MAX_EMPTY = 16
+"""Partitions without entries that are kept, the latest; a policy takes up to 0.4 MiB."""
 
 
 @dataclass(eq=False, slots=True)
@@ -39,18 +45,29 @@ class Account:
 
 
 class Victims:
-    """The entries to evict for one put, each once; undone if they are too few.
+    """The entries to evict for one put, each once. A context that undoes the choice if it ends with an exception.
+
+    Args:
+        evictor_of: the evictor of a group.
 
     Attributes:
         entries: in the order in which they are to be dropped: children before their parents.
         chosen: the same entries and their parents, as evictors count them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, evictor_of: Callable[[Group], Evictor]) -> None:
+        self._evictor_of = evictor_of
         self.entries: list[Entry] = []
         self.chosen: Chosen = {}
         self._by_evictor: list[tuple[Evictor, list[Entry]]] = []
         self._added: list[Entry] = []
+
+    def __enter__(self) -> Victims:
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        if error is not None:
+            self._undo()
 
     def choose(self, evictor: Evictor, count: int, pinned: bool = False) -> int:
         """Adds up to `count` victims that an evictor chooses, with `pinned` also pinned ones; returns how many."""
@@ -75,24 +92,30 @@ class Victims:
         """True if an entry is no victim, and a leaf once the victims are dropped."""
         return entry.children == self.chosen.get(entry, 0)
 
-    def undo(self, evictor_of: Callable[[Group], Evictor]) -> None:
+    def _undo(self) -> None:
         """Evicts none of them: all become candidates again."""
         for evictor, victims in self._by_evictor:
             evictor.restore(victims)
         for entry in self._added:
             # An evictor that popped this entry since has removed it from its queue.
             if not entry.children and not entry.pending:
-                evictor_of(entry.group).add(entry)
+                self._evictor_of(entry.group).add(entry)
 
 
 class Partition:
-    """Entries of one slot size and tenant under the same quotas."""
+    """Entries of one slot size and tenant under the same quotas.
+
+    Attributes:
+        groups: that have been used.
+        last_used: the stamp of the last use of any entry.
+    """
 
     def __init__(self, slot_class: tuple[str, int], accounts: tuple[Account, ...], evictor: Evictor):
         self.slot_bytes = slot_class[1]
         self.accounts = accounts
         self.evictor = evictor
         self.groups: set[Group] = set()
+        self.last_used = 0
         self._worth: float | None = None
         self._worth_at = 0
 
@@ -113,61 +136,82 @@ class Partition:
 
 
 class Partitions:
-    """The partition of every group of an open namespace. `clock` is that of pins, in seconds."""
+    """The partitions of the groups of open namespaces. `clock` is that of pins, in seconds."""
 
     def __init__(self, policy: Callable[[], Policy], clock: Callable[[], float]):
         self._policy = policy
         self._clock = clock
+        self._accounts: dict[Group, tuple[Account, ...]] = {}
         self._by_key: dict[tuple[tuple[str, int], tuple[Account, ...]], Partition] = {}
-        self._by_group: dict[Group, Partition] = {}
+        self._by_group: dict[Group, Partition] = {}  # Of groups that have been used.
+
+    def accounts(self, group: Group) -> tuple[Account, ...]:
+        """The quotas that cover a group."""
+        return self._accounts[group]
 
     def of(self, group: Group) -> Partition:
-        return self._by_group[group]
+        """The partition of a group, which is used."""
+        if (partition := self._by_group.get(group)) is not None:
+            return partition
+        key = group.slot_class, self._accounts[group]
+        if (partition := self._by_key.get(key)) is None:
+            empty = [each for each, partition in self._by_key.items() if not partition.evictor.num_entries]
+            for each in empty[: -MAX_EMPTY + 1]:
+                for member in self._by_key.pop(each).groups:
+                    del self._by_group[member]
+            partition = self._by_key[key] = Partition(*key, Evictor(self._policy(), self._clock))
+        partition.groups.add(group)
+        self._by_group[group] = partition
+        return partition
 
     def of_class(self, slot_class: tuple[str, int]) -> list[Partition]:
-        return [partition for (each, _), partition in self._by_key.items() if each == slot_class]
+        """Those with entries of a slot size."""
+        return [each for (of, _), each in self._by_key.items() if of == slot_class and each.evictor.num_entries]
 
     def of_account(self, account: Account) -> list[Partition]:
         return [partition for partition in self._by_key.values() if account in partition.accounts]
 
-    def place(self, placed: Iterable[tuple[Group, tuple[Account, ...]]], stamp: int) -> set[Group]:
-        """Assigns groups to the partitions of their quotas. Returns the groups whose entries are to be queued anew.
+    def last_used(self, tenant: str, slot_bytes: int | None = None) -> int:
+        """The stamp of the last use of a tenant's slots, of a size or of all; 0 if it has none."""
+        stamps = (
+            partition.last_used
+            for ((owner, size), _), partition in self._by_key.items()
+            if owner == tenant and slot_bytes in (None, size)
+        )
+        return max(stamps, default=0)
+
+    def place(self, placed: Iterable[tuple[Sequence[Group], tuple[Account, ...]]], stamp: int) -> set[Group]:
+        """Says which quotas cover the groups of namespaces. Returns the groups whose entries are to be queued anew.
 
         Until `Evictor.requeue` has got them, their new evictor may not choose them.
         """
-        changed = [
-            (group, accounts)
-            for group, accounts in placed
-            if (before := self._by_group.get(group)) is None or before.accounts != accounts
-        ]
-        for group, accounts in changed:
-            evictor = None
-            if group in self._by_group:
-                evictor = self.of(group).evictor
-                self.remove(group)
-            self._add(group, accounts)
-            if group.num_live:
-                self.of(group).evictor.move_from(evictor, group.num_live, stamp)
-        return {group for group, _ in changed if group.num_live}
+        moved = set()
+        for groups, accounts in placed:
+            if (before := self._accounts.get(groups[0])) == accounts:
+                continue
+            for account in before or ():
+                account.groups.difference_update(groups)
+            for account in accounts:
+                account.groups.update(groups)
+            self._accounts.update(dict.fromkeys(groups, accounts))
+            for group in groups:
+                if (left := self._leave(group)) is not None and group.num_live:
+                    self.of(group).evictor.move_from(left.evictor, group.num_live, stamp)
+                    moved.add(group)
+        return moved
 
-    def _add(self, group: Group, accounts: tuple[Account, ...]) -> None:
-        key = (group.slot_class, accounts)
-        partition = self._by_key.get(key)
-        if partition is None:
-            partition = self._by_key[key] = Partition(*key, Evictor(self._policy(), self._clock))
-        partition.groups.add(group)
-        for account in accounts:
-            account.groups.add(group)
-        self._by_group[group] = partition
+    def remove(self, groups: Sequence[Group]) -> None:
+        """Forgets the groups of a namespace, which have no entries."""
+        for group in groups:
+            for account in self._accounts.pop(group):
+                account.groups.remove(group)
+            self._leave(group)
 
-    def remove(self, group: Group) -> None:
-        """Removes a group. A partition without quotas stays when it is empty: its policy has learned."""
-        partition = self._by_group.pop(group)
-        partition.groups.remove(group)
-        for account in partition.accounts:
-            account.groups.remove(group)
-        if partition.accounts and not partition.groups:
-            del self._by_key[group.slot_class, partition.accounts]
+    def _leave(self, group: Group) -> Partition | None:
+        """Takes a group from its partition; None if it has not been used."""
+        if (partition := self._by_group.pop(group, None)) is not None:
+            partition.groups.remove(group)
+        return partition
 
 
 def oldest_stamp(partitions: Sequence[Partition], victims: Victims) -> int | None:

@@ -18,10 +18,11 @@ from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.cache import entry_table, holds, lookups, pool
 from kvpool_server.cache.allocator import placement
 from kvpool_server.cache.allocator.arena import Arena
-from kvpool_server.cache.eviction import POLICIES
+from kvpool_server.cache.eviction import POLICIES, Evictor, SearchCutError, evictor
 from kvpool_server.cache.leases import NOBODY
 from kvpool_server.cache.limits import Limits
 from kvpool_server.cache.steps import Steps, finish
+from kvpool_server.cache.tier_access import pin_next_victims
 from kvpool_server.rpc.turns import Turns
 from kvpool_server.tiering import tiered_pool
 from kvpool_server.tiering.tiered_pool import TieredPool
@@ -49,6 +50,7 @@ def _small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
         for module in modules:
             monkeypatch.setattr(module, name, 2)
     monkeypatch.setattr(placement, "REQUEUED_SLOTS", 2)
+    monkeypatch.setattr(evictor, "MAX_VISITED", 2)
 
 
 class Rig:
@@ -251,6 +253,58 @@ def test_quotas_move_entries_that_are_evicted_afterwards(rig: Rig) -> None:
     for _ in setting:
         check_integrity(rig.pool)
     assert rig.pool.stats().num_entries == 10
+
+
+def _search_in_vain(rig: Rig) -> None:
+    """Fills the pool with blocks that a search for victims visits in vain first: all but the last are leased."""
+    for nth in range(24):
+        rig.store(nth)
+    for nth in range(23):
+        rig.pool.lookup(rig.name, [run_of(nth)], prefix_only=True, lease_ttl_ms=500)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_long_search_for_victims_is_done_in_steps(policy: str) -> None:
+    rig = Rig(policy)
+    _search_in_vain(rig)
+    putting = rig.pool.put_start_in_steps(rig.name, [run_of("new")], ONE)
+    steps = [check_integrity(rig.pool) for _ in putting]
+    assert len(steps) >= 7 and rig.leading(23) == 0
+    again = rig.pool.put_start_in_steps(rig.name, [run_of("another")], ONE)
+    with pytest.raises(OutOfSpaceError, match=r"23 blocks .* are leased"):
+        next(again)  # It visits none of them again.
+    rig.clock.advance(0.5)
+    rig.settle()
+    rig.store("another")
+    check_integrity(rig.pool)
+
+
+def test_a_search_for_victims_that_does_not_end_is_given_up(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    _search_in_vain(rig)
+
+    def cut(*_: object) -> None:
+        rig.clock.advance(0.3)
+        raise SearchCutError
+
+    monkeypatch.setattr(Evictor, "choose", cut)
+    with pytest.raises(OutOfSpaceError, match="it takes too long to make room"):
+        rig.store("new")
+    monkeypatch.undo()
+    rig.settle()
+    check_integrity(rig.pool)
+
+
+def test_a_quota_is_in_force_although_the_search_for_what_exceeds_it_is_long(rig: Rig) -> None:
+    _search_in_vain(rig)
+    rig.pool.release([lease.id for lease in rig.pool.leases.values()][:14])
+    rig.pool.set_quotas([Quota("tenant:acme", 10 * CHUNK)])
+    assert rig.pool.stats().num_entries == 10
+
+
+def test_the_next_victims_are_found_some_calls_later_where_the_search_is_long(rig: Rig) -> None:
+    _search_in_vain(rig)
+    found = [pin_next_victims(rig.pool, 0.04, {}, 1 << 20).entries for _ in range(12)]
+    assert found[0] == [] and [entry.block_hash for entries in found for entry in entries] == [block_hash(23)]
 
 
 def _start(rig: Rig, dice: random.Random) -> Steps[object]:

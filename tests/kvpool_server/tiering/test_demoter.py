@@ -177,7 +177,9 @@ class WriteBack:
     def __init__(self, num_slots: int):
         ids = itertools.count(1)
         nbytes = num_slots * CHUNK
-        self.pool = PoolAtOnce(Arena(nbytes, nbytes), FakeClock(), lambda: next(ids))
+        arena = Arena(nbytes, nbytes)
+        arena.max_slots = num_slots
+        self.pool = PoolAtOnce(arena, FakeClock(), lambda: next(ids))
         self.written: list[bytes] = []
         self.tier = MemoryTier()
         self.tier.write = self._write  # type: ignore[method-assign]

@@ -4,7 +4,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpool_server.cache.allocator.arena import ALIGNMENT, EXTENTS_PER_ARENA, MAX_SLOTS_PER_EXTENT, MIN_EXTENTS, Arena
+from kvpool_server.cache.allocator.arena import (
+    ALIGNMENT,
+    EXTENTS_PER_ARENA,
+    FEW_SLOTS,
+    MAX_SLOTS_PER_EXTENT,
+    MIN_EXTENTS,
+    MIN_SLOT_BYTES,
+    Arena,
+)
 from kvpool_server.cache.entry import Entry, Group
 from tests.support.values import group_spec
 
@@ -73,6 +81,19 @@ def test_tiny_slots_do_not_make_the_bookkeeping_as_large_as_the_arena() -> None:
     assert arena.slots_per_extent(1) == MAX_SLOTS_PER_EXTENT
     assert arena.allocate(1, 2) == [0, 1]
     assert len(arena.extents(1)[0].owners) == MAX_SLOTS_PER_EXTENT
+
+
+@pytest.mark.parametrize(("mib", "extent_mib"), [(128, None), (1 << 10, None), (64 << 10, None), (2 << 10, 4)])
+def test_there_are_no_more_slots_than_slots_of_the_least_size(mib: int, extent_mib: int | None) -> None:
+    arena = Arena(mib << 20, extent_mib and extent_mib << 20)
+    assert arena.num_extents * arena.slots_per_extent(1) <= arena.arena_bytes // MIN_SLOT_BYTES
+    assert arena.slots_per_extent(MIN_SLOT_BYTES) == min(arena.extent_bytes // MIN_SLOT_BYTES, MAX_SLOTS_PER_EXTENT)
+
+
+def test_a_small_arena_has_room_for_many_small_slots_nevertheless() -> None:
+    arena = Arena(8 << 20)
+    assert arena.num_extents * arena.slots_per_extent(1) == FEW_SLOTS
+    assert arena.slots_per_extent(256) == arena.extent_bytes // 256
 
 
 @given(st.lists(st.tuples(st.sampled_from([7, 20, 33, 100]), st.integers(1, 5), st.booleans()), max_size=30))

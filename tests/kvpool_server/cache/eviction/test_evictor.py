@@ -3,8 +3,8 @@
 import pytest
 
 from kvpool_server.cache.entry import Entry
-from kvpool_server.cache.eviction import DEFAULT_POLICY, POLICIES, TICK, Evictor, Policy, check_policy
-from kvpool_server.cache.eviction.evictor import MIN_DEAD_TO_SWEEP
+from kvpool_server.cache.eviction import DEFAULT_POLICY, POLICIES, TICK, Evictor, Policy, SearchCutError, check_policy
+from kvpool_server.cache.eviction.evictor import MAX_VISITED, MIN_DEAD_TO_SWEEP
 from tests.support.clock import FakeClock
 from tests.support.entries import drop, evict, make_chain, make_entry, queued
 
@@ -53,7 +53,7 @@ def test_leased_entries_are_skipped_and_kept(evictor: Evictor) -> None:
     first = evict(evictor, 2)
     assert first is not None and set(first) == {b, c}
     drop(evictor, *first)
-    a.leases = 0
+    _release(evictor, a)
     assert evict(evictor, 1) == [a]
 
 
@@ -126,11 +126,20 @@ def _pin(entry: Entry, until: int) -> None:
         entry.queued.pin_changed(entry, before)
 
 
-def _release(entry: Entry) -> None:
-    """Ends the only lease of an entry, as the pool does."""
+def _release(evictor: Evictor, entry: Entry) -> None:
+    """Ends the only lease of an entry, as the entry table does."""
     entry.leases = 0
-    if entry.queued is not None:
-        entry.queued.released(entry)
+    if entry.live:
+        evictor.add(entry)
+
+
+def _choose(evictor: Evictor, count: int) -> list[Entry]:
+    """Chooses as often as it takes."""
+    while True:
+        try:
+            return evictor.choose(count, {})
+        except SearchCutError:
+            continue
 
 
 def test_pinned_entries_are_chosen_last_and_only_if_asked_for(evictor: Evictor) -> None:
@@ -165,7 +174,7 @@ def test_parked_entries_that_are_leased_or_dropped_are_not_chosen(evictor: Evict
     a.leases = 1
     drop(evictor, b)
     assert evictor.choose(3, {}, pinned=True) == [c]
-    a.leases = 0
+    _release(evictor, a)
     assert evictor.choose(3, {}, pinned=True) == [a]
 
 
@@ -186,7 +195,7 @@ def test_choosing_visits_each_pinned_entry_once(evictor: Evictor, monkeypatch: p
     for nth in range(100):
         fresh = make_entry(f"fresh{nth}")
         _stored(evictor, (2 + nth) * TICK, [fresh])
-        assert evictor.choose(1, {}) == [fresh]
+        assert _choose(evictor, 1) == [fresh]
         drop(evictor, fresh)
     assert pops < len(pinned) + 1_000
 
@@ -238,19 +247,23 @@ def test_leased_expired_entries_are_skipped_and_kept(evictor: Evictor) -> None:
     evictor.expire(a)
     a.leases = 1
     assert evict(evictor, 1) == [b]
-    _release(a)
+    _release(evictor, a)
     assert evict(evictor, 1) == [a]
 
 
-def test_choosing_visits_each_leased_expired_entry_once(evictor: Evictor, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("expired", [False, True])
+def test_choosing_visits_each_leased_entry_once(
+    evictor: Evictor, monkeypatch: pytest.MonkeyPatch, *, expired: bool
+) -> None:
     leased, others = [make_entry(nth) for nth in range(500)], [make_entry(f"o{nth}") for nth in range(100)]
     _stored(evictor, TICK, *([each] for each in [*leased, *others]))
     for each in leased:
-        evictor.expire(each)
+        if expired:
+            evictor.expire(each)
         each.leases = 1
     popped: list[object] = []
-    expired, pop = evictor._pop_expired, evictor._queue.pop
-    monkeypatch.setattr(evictor, "_pop_expired", lambda *args: popped.append(1) or expired(*args))  # type: ignore[func-returns-value]
+    pop_expired, pop = evictor._pop_expired, evictor._queue.pop
+    monkeypatch.setattr(evictor, "_pop_expired", lambda *args: popped.append(1) or pop_expired(*args))  # type: ignore[func-returns-value]
     monkeypatch.setattr(evictor._queue, "pop", lambda: popped.append(1) or pop())  # type: ignore[func-returns-value]
     chosen: list[Entry] = []
     for _ in range(100):
@@ -261,8 +274,41 @@ def test_choosing_visits_each_leased_expired_entry_once(evictor: Evictor, monkey
     assert set(chosen) == set(others) and not evictor._expired
     assert len(popped) < 2 * (500 + 4 * 100), "leased entries were visited by each choice"
     for each in leased[:400]:
-        _release(each)
+        _release(evictor, each)
     assert set(evictor.choose(500, {})) == set(leased[:400])
+
+
+@pytest.mark.parametrize("in_vain", ["leased", "used", "dropped", "expired"])
+def test_a_choice_that_visits_many_in_vain_is_cut_and_the_next_one_goes_on(
+    evictor: Evictor, monkeypatch: pytest.MonkeyPatch, in_vain: str
+) -> None:
+    first, many = make_entry("first"), [make_entry(nth) for nth in range(2 * MAX_VISITED)]
+    _stored(evictor, TICK, [first], *([each] for each in many))
+    last = make_entry("last")
+    _stored(evictor, 10_000 * TICK, [last])
+    for each in many:
+        if in_vain == "dropped":
+            each.live = False
+        elif in_vain == "used":
+            evictor.used([each], 20_000 * TICK)
+        else:
+            each.leases = 1
+            if in_vain == "expired":
+                evictor.expire(each)
+    visits, visited = 0, evictor._visited_in_vain
+
+    def counted() -> None:
+        nonlocal visits
+        visits += 1
+        visited()
+
+    monkeypatch.setattr(evictor, "_visited_in_vain", counted)
+    with pytest.raises(SearchCutError):
+        evictor.choose(2, {})
+    assert visits == MAX_VISITED + 1
+    assert set(_choose(evictor, 2)) == {first, last}, "what the first choice had found was lost"
+    visits_of_each = 2 if in_vain == "expired" else 1  # As an expired one, and in the queue.
+    assert visits <= visits_of_each * len(many) + 10
 
 
 def test_what_was_put_aside_may_be_used_or_dropped_or_moved(evictor: Evictor, clock: FakeClock) -> None:
@@ -280,10 +326,10 @@ def test_what_was_put_aside_may_be_used_or_dropped_or_moved(evictor: Evictor, cl
     evictor.expire(hinted)
     assert not evictor.choose(4, {}) and not other.choose(4, {})
     for each in entries:
-        _release(each)
+        _release(other if each is moved else evictor, each)
     assert other.choose(4, {}) == [moved] and evictor.choose(4, {}) == [hinted, used]
     drop(evictor, hinted, used)
-    assert not evictor._aside and not other._aside and len(evictor) == evictor._num_dead
+    assert len(evictor) == evictor._num_dead
 
 
 def test_hints_leave_nothing_behind(evictor: Evictor, clock: FakeClock) -> None:

@@ -4,6 +4,9 @@ import gc
 import random
 from collections import OrderedDict
 
+import pytest
+
+from kvpool_server.cache.eviction import hit_density_model
 from kvpool_server.cache.eviction.hit_density_model import EDGES, MAX_OF_PLACE, NUM_PLACES, Ghosts, HitDensityModel
 
 OFTEN, LATE, NEVER = 0, 1, 2
@@ -132,3 +135,22 @@ def test_the_garbage_collector_has_next_to_nothing_to_examine() -> None:
     made = [each for each in gc.get_objects() if id(each) not in before and each is not before]
     assert len(ghosts) == 50_000
     assert len(made) + sum(len(gc.get_referents(each)) for each in made) < 20 * NUM_PLACES
+
+
+def test_a_model_that_is_made_late_learns_the_same_and_pays_for_no_estimate_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    early, late = HitDensityModel(2), HitDensityModel(2)
+    with monkeypatch.context() as patched:
+        patched.setattr(hit_density_model, "_estimate", lambda *_: pytest.fail("it has observed nothing"))
+        assert not late.learn_if_due(1_000_000) and HitDensityModel(2)
+    for model, first in ((early, 0), (late, 1_000_000)):
+        for now in range(first, first + 1_000):
+            model.start(0, now, 1)
+            if now - first >= 100:
+                model.hit(0, now - 100, now, 1)
+            model.learn_if_due(now)
+    ages = [0, 50, 150, 900]
+    assert [early.density(0, 1_000 - age, 1_000) for age in ages] == pytest.approx(
+        [late.density(0, 1_001_000 - age, 1_001_000) for age in ages]
+    )

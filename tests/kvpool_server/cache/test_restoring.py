@@ -1,0 +1,30 @@
+"""Blocks of a process before this one, in a pool that is empty."""
+
+from __future__ import annotations
+
+import itertools
+from array import array
+
+from kvpool_server.cache.allocator.arena import Arena
+from kvpool_server.cache.restoring import Adoption, Columns
+from testbed.pool_at_once import PoolAtOnce
+from tests.support.clock import FakeClock
+from tests.support.integrity import check_integrity
+from tests.support.values import block_hash, group_spec, namespace_spec
+
+CHUNK = 64
+
+
+def test_blocks_in_slots_that_extents_have_no_more_are_left_out() -> None:
+    arena = Arena(8 * CHUNK, 4 * CHUNK)
+    arena.max_slots = 3
+    pool = PoolAtOnce(arena, FakeClock(), itertools.count(1).__next__)
+    namespace, _ = pool.open_namespace(namespace_spec(group_spec(chunk_bytes=CHUNK)))
+    names = [block_hash(nth) for nth in range(8)]
+    offsets, nothing = range(0, 8 * CHUNK, CHUNK), [0] * 8
+    adoption = Adoption(pool)
+    columns = Columns(offsets, names, [b"", *names[:-1]], [array("Q", [0]) for _ in names], nothing, nothing)
+    added = adoption.add(namespace.groups[0], columns)
+    adoption.finish((), 0.0)
+    assert [entry.block_hash for entry in added] == [*names[:3], *names[4:7]]
+    check_integrity(pool)
