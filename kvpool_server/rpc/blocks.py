@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import grpc
 import numpy as np
-import numpy.typing as npt
 import structlog
 from google.protobuf.message import Message
 
@@ -25,12 +24,11 @@ from kvpool.transport.data_port import Kind, Offsets, pack_offsets
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.access.authentication import Context
 from kvpool_server.access.caller import CALLER
-from kvpool_server.cache.entry import Entry
 from kvpool_server.cache.fair_slots import FairSlots
 from kvpool_server.cache.hints import MAX_PIN_S
 from kvpool_server.cache.leases import Owner
 from kvpool_server.cache.lookups import usable_tokens
-from kvpool_server.cache.steps import LOOKUP_STEP_BLOCKS
+from kvpool_server.cache.steps import LOOKUP_STEP_BLOCKS, STEP_BLOCKS, Steps
 from kvpool_server.cache.tier_access import pin
 from kvpool_server.data_plane.permits import NO_BOUND, Bound
 from kvpool_server.process.event_loop import begun
@@ -39,14 +37,12 @@ from kvpool_server.rpc.call_spans import describe_lookup, lookup_span
 from kvpool_server.rpc.handlers import Handlers, decoded, owner_of
 from kvpool_server.rpc.inbox import MAX_REQUEST_BYTES, check_deadline
 from kvpool_server.rpc.outbox import Unsent
-from kvpool_server.tiers.tier import is_sound
+from kvpool_server.rpc.verification import verified
 
 Call = asyncio.Task[Any]
 
 log = structlog.get_logger()
 
-VERIFIED_BYTES = 64 << 20
-"""Bytes that a thread verifies before it looks whether the call was cancelled."""
 MAX_BROUGHT_UP = 4 * LOOKUP_STEP_BLOCKS
 """Blocks that one call brings up for a server that hands its own over."""
 MAX_LEASES_OF_SERVERS, MAX_OWN_LEASES, SERVER_LEASE_MS = 16, 8, 5_000
@@ -170,7 +166,7 @@ class BlockHandlers(Handlers):
         """Releases the leases that a request names, then looks up its runs."""
         if request.release:
             self.check_count(len(request.release), "leases")
-            self.pool.release(request.release, owner)
+            await self.run(self._released(request.release, owner))
             if not request.runs:
                 return pb.LookupResponse(boot_token=self.boot_token)
         principal = CALLER.get()
@@ -247,8 +243,17 @@ class BlockHandlers(Handlers):
 
     async def Release(self, request: pb.ReleaseRequest, context: Any) -> pb.ReleaseResponse:
         self.check_count(len(request.lease_ids), "leases")
-        released = self.pool.release(request.lease_ids, owner_of(context))
+        released = await self.run(self._released(request.lease_ids, owner_of(context)))
         return pb.ReleaseResponse(boot_token=self.boot_token, num_released=released)
+
+    def _released(self, lease_ids: Sequence[int], owner: Owner) -> Steps[int]:
+        """Ends leases; returns how many were live."""
+        released = 0
+        for start in range(0, len(lease_ids), STEP_BLOCKS):
+            if start:
+                yield
+            released += self.pool.release(lease_ids[start : start + STEP_BLOCKS], owner)
+        return released
 
     async def PutStart(self, request: pb.PutStartRequest, context: Any) -> pb.PutStartResponse:
         self.drain.check()
@@ -305,12 +310,9 @@ class BlockHandlers(Handlers):
         async with self._verifications.slot(owner_of(context).name):
             found = await self.run(self.pool.removals.complete(fingerprint, runs))
             entries = [entry for entry in found if entry.live]  # Others may have dropped some since the last step.
-            lease_id = pin(self.pool, entries)  # Keeps the bytes in their place, while a thread reads them.
-            corrupt: list[Entry] = []
+            lease_id = pin(self.pool, entries)  # Keeps the bytes in their place.
             try:
-                count = max(1, VERIFIED_BYTES // entries[0].group.spec.slot_bytes) if entries else 1
-                for start in range(0, len(entries), count):
-                    corrupt += await asyncio.to_thread(find_corrupt, entries[start : start + count], self.memory)
+                corrupt = await verified(entries, self.memory, self.run)
             finally:
                 self.pool.release([lease_id])
         dropped = await self.run(self.pool.removals.drop_corrupt(corrupt))
@@ -391,9 +393,3 @@ class LookupStreams:
         self._idle.pop(call, None)
         self._owner_of.pop(call, None)
         self._num_busy.pop(call, None)
-
-
-def find_corrupt(entries: Sequence[Entry], memory: npt.NDArray[np.uint8]) -> list[Entry]:
-    """Those of some complete entries whose bytes in the arena differ from their checksums."""
-    views = [memory[entry.offset :][: entry.group.spec.slot_bytes].data for entry in entries]
-    return [entry for entry, view in zip(entries, views, strict=True) if not is_sound(view, entry.checksums)]

@@ -5,7 +5,8 @@ Regions are for engines that reach the arena in no other way.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from contextlib import closing
 from typing import Any
 
 import grpc
@@ -20,7 +21,7 @@ from kvpool.protocol.types import BlockRun, Chunk, PoolKey, PutStatus, ShardRang
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.access.authentication import Context
 from kvpool_server.cache.leases import Owner
-from kvpool_server.cache.steps import finish
+from kvpool_server.cache.steps import Steps, finish
 from kvpool_server.rpc.handlers import Handlers, owner_of
 from kvpool_server.tiering.tiered_pool import MAX_WAIT_MS
 
@@ -31,8 +32,6 @@ PIECE_BYTES = 1 << 20
 messages."""
 WRITTEN_BYTES = MESSAGE_BYTES - (1 << 10)
 """Of a request."""
-INLINE_CHUNKS_PER_TURN = 64
-"""Chunks of one PutChunks message that are stored before other calls get a turn."""
 MAX_CHUNK_BYTES = 4 << 20
 TTL_MS = 60_000
 _PAYLOAD = pb.GetChunksResponse.PAYLOAD_FIELD_NUMBER
@@ -49,15 +48,8 @@ class ChunkHandlers(Handlers):
             if request.chunks:
                 self.drain.check()
             self.check_count(len(request.chunks), "chunks")
-            for nth, message in enumerate(request.chunks, 1):
-                self.check_visible(wire.decode_key(message.key).namespace)
-                chunk = wire.decode_chunk(message)
-                status = await self._put(chunk, owner)
-                statuses.append(status)
-                if status is PutStatus.GRANTED:
-                    self.metrics.add_bytes("write", len(chunk.payload))
-                if nth % INLINE_CHUNKS_PER_TURN == 0:
-                    await self.turns.wait()
+            with closing(self._put(request.chunks, owner)) as steps:  # They end with the call, as its request does.
+                statuses += await self.run(steps)
         return pb.PutChunksResponse(boot_token=self.boot_token, statuses=bytes(statuses), nbytes=nbytes)
 
     def _write(self, request: pb.PutChunksRequest, owner: Owner) -> int:
@@ -99,7 +91,21 @@ class ChunkHandlers(Handlers):
                 piece = pb.GetChunksResponse(boot_token=self.boot_token, offset=offset)
                 yield wire.with_payload(piece, _PAYLOAD, self.memory[offset : offset + size].data)
 
-    async def _put(self, chunk: Chunk, owner: Owner) -> PutStatus:
+    def _put(self, chunks: Sequence[pb.Chunk], owner: Owner) -> Steps[bytes]:
+        """As `_put_one` of each; a step stores one chunk."""
+        statuses = bytearray()
+        for message in chunks:
+            if statuses:
+                yield
+            self.check_visible(wire.decode_key(message.key).namespace)
+            chunk = wire.decode_chunk(message)
+            status = yield from self._put_one(chunk, owner)
+            statuses.append(status)
+            if status is PutStatus.GRANTED:
+                self.metrics.add_bytes("write", len(chunk.payload))
+        return bytes(statuses)
+
+    def _put_one(self, chunk: Chunk, owner: Owner) -> Steps[PutStatus]:
         """Stores a chunk in the arena. GRANTED: the chunk has been stored.
 
         Raises:
@@ -119,8 +125,8 @@ class ChunkHandlers(Handlers):
                 f"chunk {key.block_hash.hex()} has {len(chunk.payload)} bytes; group {key.group_idx}'s chunks have "
                 f"{nbytes}"
             )
-        steps = self.pool.put_start_in_steps(key.namespace, [block], ShardRange(key.shard, 1), TTL_MS, owner)
-        grant = await self.run(steps)
+        shards = ShardRange(key.shard, 1)
+        grant = yield from self.pool.put_start_in_steps(key.namespace, [block], shards, TTL_MS, owner)
         for offset in grant.offsets:
             self.pool.writable(grant.ticket_id, offset, nbytes, owner)
             self.memory[offset : offset + nbytes] = np.frombuffer(chunk.payload, np.uint8)

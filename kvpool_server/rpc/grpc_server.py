@@ -289,6 +289,8 @@ class GrpcServer:
             # A client may have sent so much on a call before the server asks for it. gRPC would widen the window for
             # fast senders, without a bound that could be told.
             ("grpc.http2.lookahead_bytes", MESSAGE_BYTES),
+            # Else gRPC reads what a connection sends without a pause, frames of all kinds, into ever larger buffers.
+            ("grpc.experimental.tcp_max_read_buffer_size", 2 * MESSAGE_BYTES),
             ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
             ("grpc.max_receive_message_length", MESSAGE_BYTES),
             ("grpc.max_concurrent_streams", MAX_STREAMS),

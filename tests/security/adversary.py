@@ -2,11 +2,12 @@
 
 `python -m tests.security.adversary search --seconds 3600` begins with the attacks that were found before, draws others,
 changes the worst ones, and makes the worst smaller. An attack is some moves, made again and again by 1, 8 or 64
-identities that are strangers, routers, engines or denied. Beside it an honest engine looks up, and an operator asks for
-`Stats`, at a higher priority than the attackers, who share the cores. The score is the worst of what the honest ones
-saw over the bounds below: above 1 an attack has broken one of them. A machine that is shared slows down within an hour,
-and a quiet server with it, so the worst attacks are made again, each beside a new server with a quiet time of its own:
-the median is their score. `build/adversary.json` has both.
+identities that are strangers, routers, engines or denied. Engines first store their part of the attack's stock; a move
+that ends leases or tickets ends those that the moves before it have got. Beside the attackers an honest engine looks
+up, and an operator asks for `Stats`, at a higher priority than the attackers, who share the cores. The score is the
+worst of what the honest ones saw over the bounds below: above 1 an attack has broken one of them. A machine that is
+shared slows down within an hour, and a quiet server with it, so the worst attacks are made again, each beside a new
+server with a quiet time of its own: the median is their score. `build/adversary.json` has both.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,9 +38,10 @@ from kvpool.client.config import ClientConfig
 from kvpool.client.handles import Namespace
 from kvpool.protocol import wire
 from kvpool.protocol.errors import KVPoolError
+from kvpool.protocol.hashing import checksum
 from kvpool.protocol.namespace import NamespaceSpec
 from kvpool.protocol.pieces import pieces
-from kvpool.protocol.types import BlockRun, ShardRange
+from kvpool.protocol.types import MAX_BATCH_CHUNKS, MAX_RUNS, BlockRun, ShardRange
 from kvpool.security.certificates import Authority
 from kvpool.security.principal import ALL_TENANTS, Principal, Role
 from kvpool.security.tls import TlsFiles
@@ -53,6 +55,13 @@ from tests.support.values import group_spec, namespace_spec
 CALLERS = ("stranger", "router", "engine", "denied")
 IDENTITIES = (1, 8, 64)
 CHUNK, STORED, VICTIM_BLOCKS = 64, 8_192, 64
+GROUPS, FILLING_BYTES = 64, 8 << 20
+MANY_GROUPS = ("Lookup", "LookupStream", "Explain", "Exists")
+"""Methods whose runs may be of several groups."""
+HELD = {"Lookup": (pb.LookupResponse, "lease_id"), "PutStart": (pb.PutStartResponse, "ticket_id")}
+"""Methods that begin leases or tickets: the reply, and its field with their id."""
+ENDS = {"Release": ("Lookup", 900), "PutRevoke": ("PutStart", 1)}
+"""Methods that end them: of which, and how many of a caller's together at most. It may have a thousand leases."""
 ATTACK_S, QUIET_S, REST_S, ENDING_S = 3.0, 2.0, 0.5, 30.0
 REPEATED, REPEATS = 5, 3
 """Of the worst attacks, how many are made again, and how often."""
@@ -70,7 +79,7 @@ class Move:
 
     Args:
         blocks: of a request that names blocks.
-        shape: what is sent: a right request, parts without content, random bytes, or nothing.
+        shape: what is sent: a right request, one about new blocks, parts without content, random bytes, or nothing.
         cancel_s: when the caller hangs up; 0: it does not.
         reads: whether it reads the replies.
     """
@@ -84,6 +93,27 @@ class Move:
 
 
 @dataclass(frozen=True)
+class Stock:
+    """What engines have in the pool before their first move.
+
+    Args:
+        blocks: complete ones, of all identities together; each has `STORED` at least.
+        chain: of each prefix of them, how many blocks it has.
+        shards, chunk_bytes: of each.
+        namespaces: other ones, of all identities together, of `GROUPS` groups with a block in each, all of slot sizes
+            of their own.
+        is_leased: whether every block is leased, and the rest of the arena is filled with leased blocks.
+    """
+
+    blocks: int = STORED
+    chain: int = STORED
+    shards: int = 1
+    chunk_bytes: int = CHUNK
+    namespaces: int = 0
+    is_leased: bool = False
+
+
+@dataclass(frozen=True)
 class Attack:
     """Args: at_once: calls of an identity at any time."""
 
@@ -91,6 +121,7 @@ class Attack:
     identities: int
     at_once: int
     moves: tuple[Move, ...]
+    stock: Stock = Stock()
 
 
 SEEDS = {
@@ -128,6 +159,24 @@ SEEDS = {
     "puts without room": Attack("engine", 1, 64, (Move("PutStart", 4_000, "right", 5.0, 0.0, True),)),
     "streams of many": Attack("engine", 64, 64, (Move("LookupStream", 4_000, "right", 5.0, 0.0, True),)),
     "empty parts of many": Attack("engine", 64, 64, (Move("LookupStream", 2_047, "empty parts", 5.0, 0.0, True),)),
+    "verifications of tiny chunks": Attack(
+        "engine", 1, 8, (Move("Verify", 8_192, "right", 60.0, 0.0, True),), Stock(shards=64, chunk_bytes=1)
+    ),
+    "chunks by their keys": Attack("engine", 8, 8, (Move("PutChunks", 64, "new", 60.0, 0.0, True),)),
+    "leases that end together": Attack(
+        "engine", 8, 8, (Move("Lookup", 1, "right", 5.0, 0.0, True), Move("Release", 8_192, "right", 5.0, 0.0, True))
+    ),
+    "slot sizes": Attack("engine", 1, 1, (Move("Ping", 1, "right", 5.0, 0.0, True),), Stock(namespaces=40)),
+    "leased prefixes": Attack(
+        "engine",
+        1,
+        8,
+        (Move("PutStart", 1, "new", 5.0, 0.0, True), Move("PutRevoke", 1, "right", 5.0, 0.0, True)),
+        Stock(blocks=262_144, chain=1, is_leased=True),
+    ),
+    "tiny blocks": Attack(
+        "engine", 1, 1, (Move("Ping", 1, "right", 5.0, 0.0, True),), Stock(262_144, 1, shards=64, chunk_bytes=1)
+    ),
 }
 """What has slowed, filled or silenced a pool before."""
 
@@ -135,18 +184,21 @@ SEEDS = {
 def drawn(picks: random.Random) -> Attack:
     """Any attack."""
     moves = tuple(_move(picks) for _ in range(picks.choice((1, 1, 2, 3))))
-    return Attack(picks.choice(CALLERS), picks.choice(IDENTITIES), picks.choice((1, 8, 64, 128)), moves)
+    stock = _stock(picks) if picks.random() < 0.5 else Stock()
+    return Attack(picks.choice(CALLERS), picks.choice(IDENTITIES), picks.choice((1, 8, 64, 128)), moves, stock)
 
 
 def changed(attack: Attack, picks: random.Random) -> Attack:
     """An attack like another one."""
-    match picks.randrange(4):
+    match picks.randrange(5):
         case 0:
             return dataclasses.replace(attack, identities=picks.choice(IDENTITIES))
         case 1:
             return dataclasses.replace(attack, at_once=picks.choice((1, 8, 64, 128)))
         case 2:
             return dataclasses.replace(attack, moves=(*attack.moves[:2], _move(picks)))
+        case 3:
+            return dataclasses.replace(attack, stock=_stock(picks))
         case _:
             nth, other = picks.randrange(len(attack.moves)), _move(picks)
             field = picks.choice([field.name for field in dataclasses.fields(Move)])
@@ -163,27 +215,43 @@ def smaller(attack: Attack) -> Iterator[Attack]:
         yield dataclasses.replace(attack, identities=IDENTITIES[IDENTITIES.index(attack.identities) - 1])
     if attack.at_once > 1:
         yield dataclasses.replace(attack, at_once=attack.at_once // 2)
+    for field in dataclasses.fields(Stock):
+        if getattr(attack.stock, field.name) != field.default:
+            less = dataclasses.replace(attack.stock, **{field.name: field.default})
+            yield dataclasses.replace(attack, stock=less)
 
 
 def _move(picks: random.Random) -> Move:
     return Move(
         picks.choice(METHODS),
         picks.choice((1, 64, 2_048, 8_192, 65_536)),
-        picks.choice(("right", "right", "right", "empty parts", "random", "nothing")),
+        picks.choice(("right", "right", "right", "new", "empty parts", "random", "nothing")),
         picks.choice((0.05, 0.5, 5.0, 60.0)),
         picks.choice((0.0, 0.0, 0.002, 0.05)),
         picks.random() < 0.7,
     )
 
 
+def _stock(picks: random.Random) -> Stock:
+    return Stock(
+        picks.choice((STORED, 65_536, 262_144)),
+        picks.choice((1, 64, STORED)),
+        picks.choice((1, 8, 64)),
+        picks.choice((1, CHUNK, 1_024)),
+        picks.choice((0, 0, 8, 40)),
+        picks.random() < 0.3,
+    )
+
+
 # The attackers, in a process of their own
 
 
-def message(move: Move, names: list[bytes], target: Target) -> bytes:
+def message(move: Move, names: list[bytes], target: Target, held: Sequence[int] = ()) -> bytes:
     """What a move sends.
 
     Args:
         names: of blocks.
+        held: the leases or tickets that it ends.
     """
     if move.shape == "random":
         return os.urandom(min(64 * move.blocks, 4 << 20))
@@ -192,10 +260,25 @@ def message(move: Move, names: list[bytes], target: Target) -> bytes:
         parts = [field.number for field in descriptor.fields if field.message_type is not None]
         return bytes([(parts or [1])[0] << 3 | 2, 0]) * min(32 * move.blocks, 2 << 20)
     request = requests(target)[move.method]
+    if move.shape == "new":
+        start = random.randrange(1 << 200, 1 << 250)
+        names = [nth.to_bytes(32, "big") for nth in range(start, start + move.blocks)]
     blocks = [names[nth % len(names)] for nth in range(move.blocks)]
     if "runs" in descriptor.fields_by_name:
         del request.runs[:]
-        request.runs.extend(wire.encode_runs([BlockRun(0, blocks)]))
+        groups = range(len(target.spec.groups) if move.method in MANY_GROUPS else 1)
+        runs = [BlockRun(group, blocks[group :: len(groups)]) for group in groups]
+        request.runs.extend(wire.encode_runs([run for run in runs if run.block_hashes]))
+    if move.method == "Release":
+        request.lease_ids[:] = held
+    if move.method == "PutRevoke" and held:
+        request.ticket_id = held[0]
+    if move.method == "PutChunks":
+        del request.chunks[:]
+        payload = bytes(target.spec.groups[0].chunk_bytes)
+        for each in blocks[:8_192]:
+            key = pb.PoolKey(namespace=target.namespace, block_hash=each)
+            request.chunks.append(pb.Chunk(key=key, payload=payload, checksum=checksum(payload)))
     if "lease_ttl_ms" in descriptor.fields_by_name:
         request.lease_ttl_ms = 60_000
     if move.method == "GetChunks":
@@ -205,19 +288,21 @@ def message(move: Move, names: list[bytes], target: Target) -> bytes:
 
 async def attack_for(attack: Attack, endpoint: str, ca: str, tokens: list[str], seconds: float) -> int:
     """Makes an attack, once all callers are ready, and says that it begins; returns the number of calls."""
-    root, count = Path(ca).read_bytes(), 0
-    names = [nth.to_bytes(32, "big") for nth in range(STORED)]
-    ready = asyncio.Barrier(min(attack.identities, len(tokens)))
+    root, count, tokens = Path(ca).read_bytes(), 0, tokens[: attack.identities]
+    names = [nth.to_bytes(32, "big") for nth in range(max(STORED, attack.stock.blocks // len(tokens)))]
+    ready = asyncio.Barrier(len(tokens))
 
-    async def caller(token: str) -> None:
+    async def caller(nth_caller: int, token: str) -> None:
         nonlocal count
         metadata = (("authorization", f"Bearer {token}"),) if token else ()
         options = [("grpc.use_local_subchannel_pool", 1), ("grpc.http2.bdp_probe", 0)]
         async with grpc.aio.secure_channel(endpoint, grpc.ssl_channel_credentials(root), options) as channel:
             namespace, spec = bytes(32), _spec(f"of {token}")
             if attack.caller == "engine":
-                namespace, spec = await _stored(channel, metadata, names)
-            target = Target(namespace, spec=spec)
+                num_namespaces = len(range(nth_caller, attack.stock.namespaces, len(tokens)))
+                with contextlib.suppress(grpc.RpcError):  # Its tenant has namespaces of many attacks before this one.
+                    namespace, spec = await _stored(channel, metadata, names, attack.stock, num_namespaces)
+            target, held = Target(namespace, spec=spec), {method: list[int]() for method in HELD}
             sent = [message(move, names, target) for move in attack.moves]
             if not await ready.wait():
                 print("begin", flush=True)
@@ -228,19 +313,30 @@ async def attack_for(attack: Attack, endpoint: str, ca: str, tokens: list[str], 
                 while time.monotonic() < ends_at:
                     move, request = attack.moves[nth % len(attack.moves)], sent[nth % len(attack.moves)]
                     count, nth = count + 1, nth + 1
+                    begun_by, most = ENDS.get(move.method, ("", 0))
+                    if ids := held.get(begun_by):
+                        if len(ids) < min(move.blocks, most):
+                            continue
+                        request, held[begun_by] = message(move, names, target, ids[:most]), ids[most:]
+                    elif move.shape == "new" and move.blocks <= STORED:
+                        request = message(move, names, target)
                     with contextlib.suppress(Exception, asyncio.CancelledError):  # Whatever comes of it.
-                        await _make(channel, move, request, metadata, ends_at)
+                        reply = await _make(channel, move, request, metadata, ends_at)
+                        if move.method in HELD:
+                            answer, field = HELD[move.method]
+                            held[move.method].append(getattr(answer.FromString(reply), field))
 
             await asyncio.gather(*(make(nth) for nth in range(attack.at_once)))
 
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(seconds + 60):
-            await asyncio.gather(*(caller(token) for token in tokens[: attack.identities]))
+            await asyncio.gather(*(caller(nth, token) for nth, token in enumerate(tokens)))
     return count
 
 
-async def _make(channel: Any, move: Move, request: bytes, metadata: Any, ends_at: float) -> None:
-    left = max(0.01, ends_at - time.monotonic())
+async def _make(channel: Any, move: Move, request: bytes, metadata: Any, ends_at: float) -> bytes:
+    """The last reply."""
+    left, reply = max(0.01, ends_at - time.monotonic()), b""
     call = channel.stream_stream(f"/{SERVICE.full_name}/{move.method}")(
         _sent(request if move.shape != "nothing" else None, min(left, move.deadline_s)),
         timeout=min(move.deadline_s, left),
@@ -249,12 +345,13 @@ async def _make(channel: Any, move: Move, request: bytes, metadata: Any, ends_at
     try:
         async with asyncio.timeout(move.cancel_s or left):
             if move.reads:
-                async for _ in call:
-                    pass
+                async for each in call:
+                    reply = each
             else:
                 await asyncio.sleep(move.deadline_s)
     finally:
         call.cancel()
+    return reply
 
 
 async def _sent(request: bytes | None, wait_s: float) -> AsyncIterator[bytes]:
@@ -269,25 +366,55 @@ def _spec(salt: str) -> NamespaceSpec:
     return namespace_spec(group_spec(chunk_bytes=CHUNK), tenant="", salt=salt)
 
 
-async def _stored(channel: Any, metadata: Any, names: list[bytes]) -> tuple[bytes, NamespaceSpec]:
-    """A namespace of the caller's tenant with blocks."""
+async def _stored(
+    channel: Any, metadata: Any, names: list[bytes], stock: Stock, num_namespaces: int
+) -> tuple[bytes, NamespaceSpec]:
+    """A namespace of the caller's tenant with a part of the stock."""
 
     async def call(method: str, request: Any) -> Any:
         answer = getattr(pb, f"{method}Response").FromString
-        made = channel.unary_unary(f"/{SERVICE.full_name}/{method}", lambda each: each.SerializeToString(), answer)
-        return await made(request, timeout=30, metadata=metadata)
+        made = channel.stream_unary(f"/{SERVICE.full_name}/{method}", None, answer)
+        return await made(pieces(request.SerializeToString()), timeout=30, metadata=metadata)
 
-    who = await call("WhoAmI", pb.WhoAmIRequest())
-    spec = dataclasses.replace(_spec("stored"), tenant=Principal.parse(who.principal).tenant)
-    opened = await call("OpenNamespace", pb.OpenNamespaceRequest(spec=wire.encode_spec(spec)))
-    shards = wire.encode_shards(ShardRange(0, 1))
-    runs = wire.encode_runs([BlockRun(0, names)])
-    with contextlib.suppress(grpc.RpcError):  # No room, or stored before.
-        put = await call("PutStart", pb.PutStartRequest(namespace=opened.fingerprint, runs=runs, shards=shards))
-        if put.ticket_id:
-            checksums = [0] * len(put.offsets)
-            await call("PutEnd", pb.PutEndRequest(ticket_id=put.ticket_id, checksums=checksums))
-    return bytes(opened.fingerprint), spec
+    async def opened(spec: NamespaceSpec) -> bytes:
+        reply = await call("OpenNamespace", pb.OpenNamespaceRequest(spec=wire.encode_spec(spec)))
+        return bytes(reply.fingerprint)
+
+    async def put(name: bytes, runs: list[BlockRun], num_shards: int = 1) -> bool:
+        """Stores blocks, and leases them where all are; False: there is no room."""
+        about = {"namespace": name, "runs": wire.encode_runs(runs)}
+        try:
+            shards = wire.encode_shards(ShardRange(0, num_shards))
+            grant = await call("PutStart", pb.PutStartRequest(**about, shards=shards))
+            if grant.ticket_id:
+                sums = [checksum(bytes(stock.chunk_bytes))] * len(grant.offsets) * num_shards
+                await call("PutEnd", pb.PutEndRequest(ticket_id=grant.ticket_id, checksums=sums))
+            if stock.is_leased:
+                await call("Lookup", pb.LookupRequest(**about, lease_ttl_ms=120_000))
+        except (grpc.RpcError, asyncio.CancelledError):  # gRPC's, of a call that ended before its last piece was sent.
+            return False
+        return True
+
+    tenant = Principal.parse((await call("WhoAmI", pb.WhoAmIRequest())).principal).tenant
+    group = group_spec(chunk_bytes=stock.chunk_bytes, num_shards=stock.shards)
+    spec = namespace_spec(group, group_spec(chunk_bytes=FILLING_BYTES), tenant=tenant, salt=f"stored {stock}")
+    name, count = await opened(spec), min(STORED, MAX_BATCH_CHUNKS // stock.shards, MAX_RUNS * stock.chain)
+    for at in range(0, len(names), count):
+        part = names[at : at + count]
+        runs = [BlockRun(0, part[first : first + stock.chain]) for first in range(0, len(part), stock.chain)]
+        if not await put(name, runs, stock.shards):
+            break
+    for nth in range(256 if stock.is_leased else 0):
+        if not await put(name, [BlockRun(1, names[nth : nth + 1])]):
+            break
+    for nth in range(num_namespaces):
+        sizes = range(CHUNK * (nth + 1), CHUNK * (nth + 1) + GROUPS)
+        with contextlib.suppress(grpc.RpcError):
+            other = await opened(
+                namespace_spec(*(group_spec(chunk_bytes=size) for size in sizes), tenant=tenant, salt=f"sizes {nth}")
+            )
+            await asyncio.gather(*(put(other, [BlockRun(idx, names[:1])]) for idx in range(GROUPS)))
+    return name, spec
 
 
 # The honest ones
@@ -436,8 +563,8 @@ app = typer.Typer()
 def attack() -> None:
     """The attackers' process; its standard input says how."""
     given = json.loads(sys.stdin.readline())
-    moves = tuple(Move(**move) for move in given["attack"].pop("moves"))
-    made = Attack(**given["attack"], moves=moves)
+    moves, stock = tuple(Move(**move) for move in given["attack"].pop("moves")), Stock(**given["attack"].pop("stock"))
+    made = Attack(**given["attack"], moves=moves, stock=stock)
     print(asyncio.run(attack_for(made, given["endpoint"], given["ca"], given["tokens"], given["seconds"])))
 
 

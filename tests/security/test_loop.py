@@ -63,6 +63,7 @@ class House:
         extents = -(-NUM_ENTRIES // SLOTS_PER_EXTENT) + 2
         self.server = InProcessServer(extents * SLOTS_PER_EXTENT * CHUNK, SLOTS_PER_EXTENT * CHUNK)
         self.pool, self.stub = self.server.pool, self.server.stub
+        self.pool.arena.max_slots = SLOTS_PER_EXTENT  # As in extents that are larger than the memory of a test.
         self.name = self.open(tenant="acme")
         self._num_gone = -1
 

@@ -32,6 +32,7 @@ class HalfSentCalls:
 
     Attributes:
         ended: streams that the server has ended.
+        pongs, farewells: answers to pings, and the server's announcements of the connection's end, so far.
         sent_bytes: of messages, so far.
     """
 
@@ -43,7 +44,7 @@ class HalfSentCalls:
         self._first_window = 65_535
         self._next_stream = 1
         self.ended: set[int] = set()
-        self.sent_bytes = 0
+        self.sent_bytes = self.pongs = self.farewells = 0
         self._socket.sendall(_PREFACE + _frame(_SETTINGS, 0, 0))
         self._socket.settimeout(None)
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -79,6 +80,10 @@ class HalfSentCalls:
             self._next_stream = streams.stop
             frames = (_frame(_HEADERS, _END_HEADERS, each, headers) + _frame(_RST, 0, each, code) for each in streams)
             self._send(b"".join(frames))
+
+    def ping(self, count: int) -> None:
+        """Sends pings, none of which awaits the answer to another."""
+        self._send(count * _frame(_PING, 0, 0, bytes(8)))
 
     def close(self) -> None:
         self._socket.shutdown(socket.SHUT_RDWR)
@@ -121,13 +126,16 @@ class HalfSentCalls:
                         self._windows[open_stream] += value - self._first_window
                     self._first_window = value
             self._send(_frame(_SETTINGS, _ACK, 0))
-        elif kind == _PING and not flags & _ACK:
+        elif kind == _PING and flags & _ACK:
+            self.pongs += 1
+        elif kind == _PING:
             self._send(_frame(_PING, _ACK, 0, payload))
         elif kind == _WINDOW_UPDATE:
             self._windows[stream] = self._windows.get(stream, 0) + int.from_bytes(payload, "big")
         elif kind == _RST or (kind == _HEADERS and flags & 1):
             self.ended.add(stream)
         elif kind == _GOAWAY:
+            self.farewells += 1
             self.ended.update(self._windows)
 
     def _receive(self, size: int) -> bytes:
