@@ -72,7 +72,7 @@ one or two, by several commands (`--add`), on machines of one kind. TLS and Moon
 What bounds the misses: the slowest hundredth waits as long as with the ideal pool, for requests that came before and must
 be computed; the mean over offloading's is 0.64 for the ideal pool at saturation, too. Of 1 million tokens that an infinite
 cache hits, beyond saturation 25,000 are asked for while their document is being computed, and 40,000 have been evicted
-(50,000 by an LRU). The conversations of eight turns take 65 GiB, the pool has 40: an LRU would hit 0.18 of all tokens.
+(50,000 by an LRU). Conversations of eight turns are larger together than the pool, which is hard on an LRU.
 Beyond saturation no arm keeps up, so means grow with the number of requests."""
     + UNPOOLED,
     "serving-gpu-tiered": """The same on another machine of this kind, with vLLM's tiered offloading bounded to the same

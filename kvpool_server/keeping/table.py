@@ -237,11 +237,11 @@ class SlotTable:
         idx, within = divmod(offset, self.extent_bytes)
         if self._classes[idx] != (slot_bytes, nbytes) and not self._has_records(idx, slot_bytes, nbytes):
             return
-        slot, start = within // slot_bytes, _EXTENTS_AT + idx * _EXTENT_BYTES  # No calls: each block pays for them.
+        slot, start = within // slot_bytes, _EXTENTS_AT + idx * _EXTENT_BYTES  # Without calls: each block pays for this.
         at = start + _RECORDS_AT + slot * nbytes
         content = _RECORD.pack(place, group.idx, entry.block_hash, entry.parent_hash or _ROOT) + sums.tobytes()
         _MARK.pack_into(self._view, start + _MARKS_AT + _MARK.size * slot, entry.used, 0)
-        self._view[at : at + nbytes] = CHECK.pack(check_of(at ^ self.secret, content)) + content
+        self._put(at, CHECK.pack(check_of(at ^ self.secret, content)) + content)
         self._counts[idx] += 1
 
     def clear(self, offset: int, slot_bytes: int, num_shards: int) -> None:
@@ -251,7 +251,7 @@ class SlotTable:
             return
         at = _EXTENTS_AT + idx * _EXTENT_BYTES + _RECORDS_AT + within // slot_bytes * nbytes
         if CHECK.unpack_from(self._view, at) != (0,):
-            CHECK.pack_into(self._view, at, 0)
+            self._put(at, _ABSENT)
             self._counts[idx] -= 1
 
     def mark(self, start_offset: int, slot_bytes: int, uses: Sequence[int], pins: Sequence[int]) -> None:
