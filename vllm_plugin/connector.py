@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import vllm
 from packaging.version import InvalidVersion, Version
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -30,11 +31,10 @@ from vllm.logger import init_logger
 from vllm_plugin.guard import Guard, hook
 from vllm_plugin.metadata import ConnectorMetadata
 from vllm_plugin.metrics import KVPoolPromMetrics, KVPoolStats
-from vllm_plugin.releases import TESTED, check_contract, transfer_results
+from vllm_plugin.releases import TESTED, check_contract
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.block_pool import BlockPool
@@ -218,8 +218,8 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_save(self) -> None:
         self.worker_side.start_stores(self._metadata())
 
-    @hook(lambda self, finished_req_ids: transfer_results())
-    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+    @hook(lambda self, finished_req_ids: base.KVConnectorTransferResults())
+    def get_transfer_results(self, finished_req_ids: set[str]) -> base.KVConnectorTransferResults:
         return self.worker_side.transfer_results()
 
     @hook(lambda self: None)

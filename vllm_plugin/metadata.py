@@ -84,7 +84,7 @@ class LoadJob:
         lease_ids: one for each pipeline stage.
         weights_epoch: of the namespace that the job is meant for.
         clock: of the host whose `time.monotonic` the ends of leases are by.
-        seconds: that a rank has taken for it; 0 before its end.
+        seconds: of the transfer alone, in the slowest rank that has reported; 0 before its end.
         traceparent: of the load's span; empty if it has none.
         is_unserved: see `WorkerMetadata.unserved_loads`.
     """

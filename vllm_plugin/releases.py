@@ -10,36 +10,23 @@ Source: vLLM's `distributed/kv_transfer/kv_connector/v1/base.py` and `v1/core/sc
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
-from vllm.v1 import kv_cache_interface
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from kvpool.protocol.errors import ConfigError
 
 if TYPE_CHECKING:
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 TESTED = ((0, 30), (0, 33))
 """First and last release of vLLM that the connector is tested with, as docs/reference/compatibility.md says."""
 
 ExtraKeys = Sequence[tuple[Any, ...] | None]
-
-
-def transfer_results() -> KVConnectorTransferResults:
-    """Empty results of a worker's transfers."""
-    return base.KVConnectorTransferResults()
-
-
-def layer_specs(spec: Any) -> Iterable[Any]:
-    """The specs of a group's layers, or the one that all of them have."""
-    specs: Iterable[Any] = kv_cache_interface.iter_layer_specs(spec)
-    return specs
 
 
 def hash_block_tokens(kv_cache_config: KVCacheConfig) -> int | None:

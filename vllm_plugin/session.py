@@ -28,7 +28,7 @@ from kvpool.protocol.errors import KVPoolError
 from kvpool.protocol.namespace import Difference, NamespaceSpec, differences
 from kvpool.protocol.text import opened_text
 from kvpool.protocol.wire import decode_spec
-from vllm_plugin.breaker import Breaker, State
+from vllm_plugin.breaker import Breaker
 from vllm_plugin.metrics import Recorder
 
 logger = init_logger("vllm.kvpool.session")
@@ -94,11 +94,6 @@ class Session:
         self._recorder.set("breaker_open", 1)
         self._thread = threading.Thread(target=self._keep_open, name=f"kvpool-session-{name}", daemon=True)
         self._thread.start()
-
-    @property
-    def state(self) -> State:
-        """The breaker's."""
-        return self._breaker.state
 
     def when_open(self, tell: Callable[[Namespace | None], None]) -> None:
         """Calls `tell` each time that the namespace is opened, on the session's thread; at once if it is open now.

@@ -109,7 +109,7 @@ def _marked(vllm_config: Any, geometry: Any) -> list[Row]:
         request.num_computed_tokens = PROMPT_BLOCKS * BLOCK_TOKENS
     _freeze()
     first, *others = [step(nth) for nth in range(NUM_STEPS)]
-    assert len(loads) == NUM_REQUESTS
+    assert len(loads._first) == NUM_REQUESTS
     label = f"{NUM_REQUESTS} requests of {PROMPT_BLOCKS * BLOCK_TOKENS} tokens that a peer has loaded"
     return [Row(f"{label}: the step that admits all of them", first * 1e3, "ms"), *_figures(f"{label}: step", others)]
 
@@ -211,11 +211,10 @@ def main() -> None:
         config, cache = configured(write(Path(directory), SHAPE), "127.0.0.1:1")
     from vllm import envs
 
-    from vllm_plugin.model.adapters import Adapters
     from vllm_plugin.model.groups import Geometry
 
     envs.enable_envs_cache()  # As vLLM's core does when it has started.
-    geometry = Geometry.of(config, cache, Adapters(config, "never"))
+    geometry = Geometry.of(config, cache, "never")
     report("large_state", [*_announced(geometry), *_marked(config, geometry), *_stored(config, geometry)])
 
 

@@ -268,7 +268,7 @@ class Engine:
             self.times.step_s.append(step_s)
         self._in_hooks_s, self._in_hooks_cpu_s = 0.0, {}
         if self._worker is not None:
-            pinned = self._scheduler.connector.scheduler_side.held()["pinned blocks"]  # type: ignore[union-attr]
+            pinned = self._scheduler.connector.scheduler_side.jobs.num_blocks  # type: ignore[union-attr]
             self.times.most_pinned = max(self.times.most_pinned, pinned)
 
     def _output(self, scheduled: Any, packed: bytes) -> Any:

@@ -23,6 +23,7 @@ SETTINGS = {
     "end within 10 seconds": "kvpool.security.watched_files: 2 * LOOK_EVERY_S # s",
     "`peer_memory=` at most (4 GiB)": "kvpool_server.tiers.file.peer_directories: DEFAULT_MEMORY_BYTES",
     "a 64th of it (or into 32 MiB": "kvpool_server.cache.allocator.arena: MIN_EXTENT_BYTES",
+    "one for each 4 KiB of the arena": "kvpool_server.cache.allocator.arena: MIN_SLOT_BYTES",
     "(64 MiB at most); a subscriber": "kvpool_server.events.messages: MAX_BYTES",
     "`listen`, 100 bytes at most": "kvpool.transport.unix_socket: MAX_PATH_BYTES",
     "this server may take there, 4 MiB at least": ELSEWHERE,

@@ -12,7 +12,7 @@ import vllm.envs
 from tests.identity.oracle import Observation, Verdict, judge, pairs
 from tests.identity.variants import BASE_VARIANT, COUNTED_VARIABLES, unvaried, variants, varied_fields, varied_variables
 from vllm_plugin.model.kv_fields import Effect
-from vllm_plugin.model.kv_inputs import variable_effect
+from vllm_plugin.model.kv_inputs import effect
 
 KV = np.ones(64, np.float32)
 
@@ -40,7 +40,7 @@ def test_a_variable_that_vllm_adds_counts_until_it_is_classified(monkeypatch: py
     added = {**vllm.envs.environment_variables, "VLLM_ADDED_LATER": lambda: False}
     monkeypatch.setattr(vllm.envs, "environment_variables", added)
     assert "VLLM_ADDED_LATER" not in varied_variables()
-    assert variable_effect("VLLM_ADDED_LATER") == (Effect.VALUE, "not known to kvpool")
+    assert effect("environment", "VLLM_ADDED_LATER") == (Effect.VALUE, "not known to kvpool")
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from vllm.engine.arg_utils import EngineArgs
 from tests.support.vllm_objects import CONFIG_CLASSES
 from vllm_plugin.model import weights
 from vllm_plugin.model.kv_fields import Effect
-from vllm_plugin.model.kv_inputs import default_of, effect, variable_effect
+from vllm_plugin.model.kv_inputs import default_of, effect
 
 BASE: dict[str, Any] = {
     "dtype": "float32",
@@ -127,7 +127,7 @@ def varied_variables() -> list[str]:
     return [
         name
         for name in vllm.envs.environment_variables
-        if name not in factors or variable_effect(name)[0] is Effect.NONE
+        if name not in factors or effect("environment", name)[0] is Effect.NONE
     ]
 
 

@@ -57,7 +57,7 @@ class _Forgetful(set[str]):
 
 @variant
 def stores_do_not_pin(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(StoreJobs, "_pin", lambda self, parts: [])
+    patch.setattr(StoreJobs, "blocks", lambda self, storing: [])
 
 
 @variant
@@ -160,9 +160,9 @@ def dropped_stores_are_free_before_every_rank_has_ended_them(patch: pytest.Monke
     def drop(self: StoreJobs, storing: Any) -> None:
         original(self, storing)
         if storing.sent_step:
-            assert self._block_pool is not None
-            self._block_pool.free_blocks([block for row in storing.rows for block in row])
-            storing.rows = []
+            blocks = self.blocks
+            self._block_pool.free_blocks(blocks(storing))
+            self.blocks = lambda each: [] if each is storing else blocks(each)  # type: ignore[method-assign]
 
     patch.setattr(StoreJobs, "_drop", drop)
 

@@ -38,6 +38,7 @@ from kvpool_server.cache.entry import Entry, Observer
 from kvpool_server.rpc import operators, sessions
 from tests.simulation.deterministic_runtime import DeterministicRuntime
 from tests.simulation.network import SimClient, SimServer
+from tests.support.held import held_by, num_queued
 from tests.support.toy import shapes
 from tests.support.toy.device import Device, DeviceCopier
 from tests.support.toy.engine import Rank, ToyEngine
@@ -280,8 +281,8 @@ class SimEngine(ToyEngine):
             (spec,) = self.connector.stages.specs
             self._prefixes.note_weights(spec.fingerprint(), self.weights)
         num_live = sum(not request.is_finished() for request in self.scheduler.requests.values())
-        if len(self.connector.queue) > num_live:
-            self.broke(f"{len(self.connector.queue)} requests are queued, and {num_live} are alive")
+        if (queued := num_queued(self.connector.queue)) > num_live:
+            self.broke(f"{queued} requests are queued, and {num_live} are alive")
         return super().step()
 
     def _expect(self, request_id: str, prompt: list[int], max_tokens: int) -> None:
@@ -321,8 +322,8 @@ class SimEngine(ToyEngine):
 
     def check_idle(self) -> None:
         """Asserts that connector and engine hold nothing."""
-        held = self.connector.held()
-        assert not any(held.values()), f"the connector keeps {held}"
+        kept = held_by(self.connector)
+        assert not any(kept.values()), f"the connector keeps {kept}"
         assert self.num_used_blocks() == 0, f"{self.num_used_blocks()} blocks are in use"
         assert self.scheduler.reset_prefix_cache()
         assert not self._failed

@@ -15,6 +15,7 @@ from statistics import fmean
 from typing import Any
 
 from tests.support.clock import FakeClock
+from tests.support.held import num_queued
 from vllm_plugin.metrics import Recorder
 from vllm_plugin.scheduler.load_policy import Connection, Load, LoadPolicy, PrefillQueue, Stage
 
@@ -83,7 +84,7 @@ class Served:
         took = {}
         while self._arriving or self._waiting or self._running or self._on_link:
             took |= {request.request_id: self.clock() - self._start - request.at for request in self._step()}
-        assert not len(self.queue) and not self.loading
+        assert not num_queued(self.queue) and not self.loading
         self.took = [took[request.request_id] for request in self.requests]
 
     def _step(self) -> list[Request]:

@@ -62,7 +62,7 @@ def test_preemption_frees_no_block_under_a_running_send(fresh_fleet: FreshFleet)
         assert second.generate(*prompts) == [answer(prompt, 8) for prompt in prompts]
         assert second.cached_tokens == {"prompt-0": 96, "prompt-1": 96}
 
-    assert_caught(scenario, replaced(StoreJobs, "_pin", lambda self, parts: []), WRONG_KV)
+    assert_caught(scenario, replaced(StoreJobs, "blocks", lambda self, storing: []), WRONG_KV)
 
 
 def test_an_aborted_request_is_reported_once(fresh_fleet: FreshFleet) -> None:

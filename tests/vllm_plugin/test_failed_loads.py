@@ -14,6 +14,7 @@ import pytest
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from kvpool.protocol.errors import UnavailableError
+from tests.support.held import held_by
 from tests.support.toy.fleet import assert_nothing_is_left
 from tests.support.toy.model import answer
 from tests.support.toy.shapes import SHAPES
@@ -138,7 +139,7 @@ def test_hits_that_one_rank_cannot_load_are_soon_computed_at_once(fresh_fleet: F
         for prompt in prompts:
             assert engine.generate(prompt) == [answer(prompt, 8)]
             engine.scheduler.reset_prefix_cache()
-            engine.step_until(lambda: not engine.connector.held()["pinned blocks"], "no pins")
+            engine.step_until(lambda: not held_by(engine.connector)["pinned blocks"], "no pins")
     assert engine.counted("load_failures") == FAILURES_TO_OPEN
 
 

@@ -11,6 +11,7 @@ from vllm.config import KVTransferConfig
 
 from testbed.engine import kvpool_transfer_config
 from tests.conftest import StartServer
+from tests.support.held import held_by
 from tests.support.processes import wait_for
 from tests.support.toy.engine import ToyEngine
 from tests.support.toy.fixtures import MakeConfig
@@ -78,7 +79,7 @@ def test_a_connector_that_is_not_chosen_loads_nothing(vllm_config: MakeConfig, p
             assert [engines[1].answers[f"r{nth}"] for nth in range(3)] == expected
             assert set(engines[1].cached_tokens.values()) == {96}
             for engine in engines:
-                kept = [each for side in engine.sides for each in side.held().values()]
+                kept = [each for side in engine.sides for each in held_by(side).values()]
                 assert not any(kept) and engine.num_used_blocks() == 0, kept
         finally:
             for engine in engines:

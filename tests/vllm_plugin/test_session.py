@@ -224,7 +224,7 @@ def test_a_stopped_server_costs_each_request_its_budget_at_most_and_soon_nothing
                 session.report(raised.value, "lookup")
             costs_s.append(time.monotonic() - started)
             time.sleep(0.01)
-        assert session.state is not State.CLOSED
+        assert session._breaker.state is not State.CLOSED
     assert 1 <= num_calls <= FAILURES_TO_OPEN
     # A lookup without a deadline would wait until the server goes on. (The median: a busy machine pauses now and then.)
     assert max(costs_s) < STOPPED_S - 1
@@ -260,8 +260,8 @@ def test_probes_that_are_answered_late_do_not_close_it(
     for _ in range(2):
         assert opened.acquire(timeout=HEALED_S)
         try:
-            wait_for(lambda: session.state is not State.HALF_OPEN, "the end of the probe")
-            assert session.state is State.OPEN and not is_open(session)
+            wait_for(lambda: session._breaker.state is not State.HALF_OPEN, "the end of the probe")
+            assert session._breaker.state is State.OPEN and not is_open(session)
         finally:
             os.kill(server.pid, signal.SIGCONT)
     wait_until_open(session)
@@ -274,7 +274,7 @@ def test_one_ping_of_many_that_is_late_is_enough_to_stay_open(
     probes: list[State] = []
 
     def check(self: PoolRpc, namespace: Any) -> int:
-        probes.append(session.state)
+        probes.append(session._breaker.state)
         if (error := next(answers, None)) is not None:
             raise error
         return 1
@@ -409,7 +409,7 @@ def test_kept_memory_is_let_go_however_long_the_breaker_waits(
         for _ in range(FAILURES_TO_OPEN):
             session.report(PoolTimeoutError("too slow"), "load")
         wait_for(lambda: not mapped_bytes(inode), "the kept memory to be let go", breaker.MAX_FLAP_WAIT_S / 4)
-        assert session.state is State.OPEN
+        assert session._breaker.state is State.OPEN
 
 
 def test_whatever_goes_wrong_the_session_goes_on_trying(

@@ -13,6 +13,7 @@ from vllm.v1.request import RequestStatus
 
 from tests.conftest import StartServer
 from tests.support.faults import flip_arena, stopped
+from tests.support.held import held_by
 from tests.support.processes import ServerProcess, wait_for
 from tests.support.toy.engine import ToyEngine
 from tests.support.toy.fleet import Fleet, assert_nothing_is_left, stats_of
@@ -211,7 +212,7 @@ def test_pool_that_fails_in_a_storm(
             case "corrupt":
                 flip_arena(server)
             case _:
-                engine.step_until(lambda: engine.connector.held()["loads"], "a load")
+                engine.step_until(lambda: held_by(engine.connector)["loads"], "a load")
                 if fault == "killed":
                     server.kill()
                 else:

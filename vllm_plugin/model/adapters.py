@@ -13,9 +13,9 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from vllm.logger import init_logger
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.kvpool.adapters")
 
 MAX_ADAPTERS = 4096
-CHECK_EVERY_S = 1.0
 READ_WITHIN_S = 2.0
 """A request waits at most this long until its adapter's files have been checked."""
 CLOCK_STEP_S = 1.0
@@ -41,14 +40,17 @@ CLOCK_STEP_S = 1.0
 NO_ADAPTER = bytes(HASH_BYTES)
 
 
-class Adapters:
-    """One engine's.
+class BlockNames:
+    """Names an engine's blocks. Its answers about adapters change between steps only.
 
     Args:
+        hash_tokens: tokens that one of vLLM's block hashes covers.
         share: "unchanged", "always" or "never"; see `ConnectorConfig.share_adapters`.
     """
 
-    def __init__(self, vllm_config: VllmConfig, share: str):
+    def __init__(self, hash_tokens: int, vllm_config: VllmConfig, share: str):
+        self.hash_tokens = hash_tokens
+        self._waiting_since: dict[str, float] = {}  # Request -> first question since it last had blocks, `time.time`.
         self._share = share
         self._started_at = time.time()
         self._reason = _why_not(vllm_config) if share == "unchanged" else ""
@@ -79,17 +81,25 @@ class Adapters:
         for key in checked:
             self._check_since.pop(key, None)
 
-    def is_busy(self, lora: LoRARequest) -> bool:
-        """Whether a request should wait: the adapter's files are being read or checked, for `READ_WITHIN_S` at most."""
-        key = (lora.lora_name, lora.lora_path)
-        if self._share == "never" or self._reason or self._digests.get(key, NO_ADAPTER) is None:
-            return False
-        began_at = self._check_since.get(key, self._asked_at.get(key, 0.0))
-        return time.monotonic() - began_at < READ_WITHIN_S
+    def close(self) -> None:
+        """Ends the thread. Idempotent."""
+        self._new.put(None)
 
-    def digest(self, lora: LoRARequest | None) -> bytes | None:
+    # A request
+
+    def are_known(self, request: Request) -> bool:
+        """Whether a request's blocks can be shared: it has no adapter, or one whose content is known."""
+        return self._digest(request) is not None
+
+    def adapter(self, request: Request) -> bytes:
+        """The digest of a request's adapter, which must be known."""
+        digest = self._digest(request)
+        assert digest is not None, "the digest of the request's LoRA adapter is not known"
+        return digest
+
+    def _digest(self, request: Request) -> bytes | None:
         """What names a request's adapter, `HASH_BYTES` long; None if its blocks must not be shared (yet)."""
-        if lora is None:
+        if (lora := request.lora_request) is None:
             return NO_ADAPTER
         if self._share == "never":
             return None
@@ -102,7 +112,7 @@ class Adapters:
                 )
             self._said = True
             return None
-        key = (lora.lora_name, lora.lora_path)
+        key = _key(lora)
         known = self._key_of_id.setdefault(lora.lora_int_id, key)
         if known != key or (lora.load_inplace and self._share != "always"):
             # Ranks tell adapters apart by this number alone.
@@ -117,43 +127,67 @@ class Adapters:
                 self._thread.start()
         return self._digests.get(key)
 
-    def is_checked(self, lora: LoRARequest, since: float) -> bool:
-        """Whether an adapter's files were checked after `since` (`time.time`); if not, has the thread check them."""
-        key = (lora.lora_name, lora.lora_path)
-        if self._share == "always" or self._checked_at.get(key, 0.0) >= since:
+    def are_current(self, request: Request) -> bool:
+        """Whether a request's blocks can be shared, and its adapter was checked since it first asked to be admitted.
+
+        While it did not run, ranks may have dropped its adapter, and load what the files hold now.
+        """
+        if request.lora_request is None:
+            return True
+        since = self._waiting_since.setdefault(request.request_id, time.time())
+        return self.are_known(request) and self.are_checked(request, since)
+
+    def are_coming(self, request: Request) -> bool:
+        """Whether blocks that are not current will soon be, within `READ_WITHIN_S`: the thread reads the files."""
+        if request.lora_request is None or self._share == "never" or self._reason:
+            return False
+        key = _key(request.lora_request)
+        if self._digests.get(key, NO_ADAPTER) is None:
+            return False
+        began_at = self._check_since.get(key, self._asked_at.get(key, 0.0))
+        return time.monotonic() - began_at < READ_WITHIN_S
+
+    def are_checked(self, request: Request, since: float) -> bool:
+        """Whether a request's adapter was checked after `since` (`time.time`); if not, has the thread check it."""
+        if request.lora_request is None or self._share == "always":
+            return True
+        key = _key(request.lora_request)
+        if self._checked_at.get(key, 0.0) >= since:
             return True
         if key not in self._check_since:
             self._check_since[key] = time.monotonic()
             self._new.put(key)
         return False
 
-    def close(self) -> None:
-        """Ends the thread. Idempotent."""
-        self._new.put(None)
+    def admitted(self, request_id: str) -> None:
+        """A request was given blocks, or has ended."""
+        self._waiting_since.pop(request_id, None)
+
+    def run(self, request: Request, group_idx: int, kind: Kind, first: int, stop: int) -> BlockRun:
+        """Blocks [first, stop) of a request. A block of several hash units is named by the last of them."""
+        ratio = kind.block_tokens // self.hash_tokens
+        hashes, adapter = request.block_hashes, self.adapter(request)
+        units: Sequence[bytes]
+        if ratio > 1:
+            units = [hashes[(idx + 1) * ratio - 1] for idx in range(first, stop)]
+        else:  # Of a streaming session vLLM cuts the hashes again.
+            units = hashes[first:stop] if request.resumable else HashRange(hashes, first, stop)
+        parent = [hashes[first * ratio - 1]] if first else []
+        return BlockRun(group_idx, named(units, adapter), *named(parent, adapter))
+
+    # The thread
 
     def _watch(self) -> None:
-        """The thread: reads each new adapter, and checks the others for changes, when asked and every second."""
+        """Reads each new adapter, and checks it for changes, of which its files' times tell, whenever that is asked."""
         states: dict[tuple[str, str], list[tuple[str, int, int]]] = {}
-        check_at = time.monotonic() + CHECK_EVERY_S
-        while True:
-            key: tuple[str, str] | None = None
+        while (key := self._new.get()) is not None:
             try:
-                key = self._new.get(timeout=max(0.0, check_at - time.monotonic()))
-                if key is None:
-                    return
                 if key not in states:
                     states[key] = self._read(key)
                 self._check(key, states[key])
-            except queue.Empty:
-                pass
             except Exception as error:  # Whatever it is: this thread has other adapters to watch.
-                assert key is not None
                 states[key] = []
                 self._refuse(key, f"its files cannot be read: {error}")
-            if time.monotonic() >= check_at:
-                for known, before in states.items() if self._share != "always" else ():
-                    self._check(known, before)
-                check_at = time.monotonic() + CHECK_EVERY_S
 
     def _check(self, key: tuple[str, str], before: list[tuple[str, int, int]]) -> None:
         began_at = time.time()
@@ -197,57 +231,34 @@ class Adapters:
         )
 
 
-class BlockNames:
-    """How an engine's blocks are named in the pool: by vLLM's block hash and the content of the request's adapter.
+class HashRange(Sequence[bytes]):
+    """Hashes [first, stop) of a request, which are copied where they are used: on threads that send them, mostly.
+
+    A list costs the scheduler's thread a look at each of thousands of hashes when it is made, and in every collection
+    of garbage.
 
     Args:
-        hash_tokens: tokens that one of vLLM's block hashes covers.
+        hashes: of the request, to which vLLM only appends.
     """
 
-    def __init__(self, hash_tokens: int, adapters: Adapters):
-        self.hash_tokens = hash_tokens
-        self._adapters = adapters
-        self._asked_at: dict[str, float] = {}  # Request -> first question since it last had blocks, `time.time`.
+    __slots__ = ("_first", "_hashes", "_stop")
 
-    def are_known(self, request: Request) -> bool:
-        """Whether a request's blocks can be shared: it has no adapter, or one whose content is known."""
-        return request.lora_request is None or self._adapters.digest(request.lora_request) is not None
+    def __init__(self, hashes: Sequence[bytes], first: int, stop: int):
+        self._hashes, self._first, self._stop = hashes, first, stop
 
-    def are_current(self, request: Request) -> bool:
-        """Whether they are known, and the adapter's files were checked since the request first asked to be admitted.
+    def __len__(self) -> int:
+        return self._stop - self._first
 
-        While it did not run, ranks may have dropped its adapter, and load what the files hold now.
-        """
-        if request.lora_request is None:
-            return True
-        since = self._asked_at.setdefault(request.request_id, time.time())
-        return self.are_known(request) and self.are_checked(request, since)
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(self._hashes[self._first : self._stop])
 
-    def are_checked(self, request: Request, since: float) -> bool:
-        """Whether the files of a request's adapter were checked after `since` (`time.time`)."""
-        return request.lora_request is None or self._adapters.is_checked(request.lora_request, since)
-
-    def admitted(self, request_id: str) -> None:
-        """A request was given blocks, or has ended."""
-        self._asked_at.pop(request_id, None)
-
-    def are_coming(self, request: Request) -> bool:
-        """Whether blocks that are not current will soon be: the adapter's files are being read or checked."""
-        return request.lora_request is not None and self._adapters.is_busy(request.lora_request)
-
-    def adapter(self, request: Request) -> bytes:
-        """The digest of a request's adapter, which must be known."""
-        digest = self._adapters.digest(request.lora_request)
-        assert digest is not None, "the digest of the request's LoRA adapter is not known"
-        return digest
-
-    def run(self, request: Request, group_idx: int, kind: Kind, first: int, stop: int) -> BlockRun:
-        """Blocks [first, stop) of a request. A block of several hash units is named by the last of them."""
-        ratio = kind.block_tokens // self.hash_tokens
-        hashes, adapter = request.block_hashes, self.adapter(request)
-        units = hashes[first:stop] if ratio == 1 else [hashes[(idx + 1) * ratio - 1] for idx in range(first, stop)]
-        parent = [hashes[first * ratio - 1]] if first else []
-        return BlockRun(group_idx, named(units, adapter), *named(parent, adapter))
+    def __getitem__(self, at: Any) -> Any:
+        here = range(self._first, self._stop)[at]
+        if isinstance(here, int):
+            return self._hashes[here]
+        if here.step == 1:
+            return HashRange(self._hashes, here.start, here.stop)
+        return [self._hashes[nth] for nth in here]
 
 
 def named(block_hashes: Sequence[bytes], digest: bytes) -> Sequence[bytes]:
@@ -260,6 +271,10 @@ def named(block_hashes: Sequence[bytes], digest: bytes) -> Sequence[bytes]:
     rows = np.frombuffer(b"".join(block_hashes), np.uint8).reshape(-1, HASH_BYTES)
     names = (rows ^ np.frombuffer(digest, np.uint8)).tobytes()
     return [names[at : at + HASH_BYTES] for at in range(0, len(names), HASH_BYTES)]
+
+
+def _key(lora: LoRARequest) -> tuple[str, str]:
+    return lora.lora_name, lora.lora_path
 
 
 def _why_not(vllm_config: VllmConfig) -> str:

@@ -13,14 +13,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from vllm.v1 import kv_cache_interface
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 
 from kvpool.protocol.errors import ConfigError
 from kvpool.protocol.namespace import GroupSpec
 from kvpool.protocol.types import ShardRange
-from vllm_plugin.model.adapters import Adapters, BlockNames
+from vllm_plugin.model.adapters import BlockNames
 from vllm_plugin.model.kinds import Cut, Kind, kind_of
-from vllm_plugin.releases import hash_block_tokens, layer_specs
+from vllm_plugin.releases import hash_block_tokens
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -52,7 +53,7 @@ def make_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> list
     eagle = eagle_groups(vllm_config, kv_cache_config)
     merged: dict[Kind, list[int]] = {}
     for idx, group in enumerate(kv_cache_config.kv_cache_groups):
-        spec = next(iter(layer_specs(group.kv_cache_spec)))
+        spec = next(iter(kv_cache_interface.iter_layer_specs(group.kv_cache_spec)))
         kind = kind_of(spec)
         assert kind is not None, f"check_supported let {type(spec).__name__} pass"
         merged.setdefault(kind.of(spec), []).append(idx)
@@ -140,12 +141,12 @@ class Geometry:
     num_ranks: int = 1
 
     @classmethod
-    def of(cls, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, adapters: Adapters) -> Geometry:
+    def of(cls, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, share_adapters: str) -> Geometry:
         parallel = vllm_config.parallel_config
         return cls(
             make_groups(vllm_config, kv_cache_config),
             alignment_tokens(kv_cache_config),
-            BlockNames(hash_tokens(vllm_config, kv_cache_config), adapters),
+            BlockNames(hash_tokens(vllm_config, kv_cache_config), vllm_config, share_adapters),
             kv_cache_config.num_blocks,
             vllm_config.scheduler_config.max_num_batched_tokens,
             parallel.tensor_parallel_size,
@@ -171,7 +172,7 @@ def packs_its_own(kv_cache_config: KVCacheConfig) -> bool:
     return any(
         getattr(spec, "num_head_slots", None) is not None
         for group in kv_cache_config.kv_cache_groups
-        for spec in layer_specs(group.kv_cache_spec)
+        for spec in kv_cache_interface.iter_layer_specs(group.kv_cache_spec)
     )
 
 
@@ -222,7 +223,7 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
         )
     smallest = min(group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups)
     for idx, group in enumerate(kv_cache_config.kv_cache_groups):
-        for spec in layer_specs(group.kv_cache_spec):
+        for spec in kv_cache_interface.iter_layer_specs(group.kv_cache_spec):
             kind = kind_of(spec)
             reason = (kind or Kind).why_not_shared(spec)
             if reason is None and kind is not None and not kind.is_positional and spec.block_size > smallest:

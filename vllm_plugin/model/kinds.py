@@ -15,6 +15,7 @@ Source: vLLM, v1/core/single_type_kv_cache_manager.py, `find_longest_cache_hit` 
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import math
 import re
@@ -293,6 +294,12 @@ class Found:
         last = stop - 1 - self.first
         runs = self._runs[np.clip(last, 0, self._length - 1)]
         return (stop <= start) | ((last < self._length) & (runs >= stop - start))
+
+    def missing(self, names: Sequence[bytes]) -> Sequence[bytes]:
+        """The names of blocks that are not there, of the names of all that were asked for."""
+        if not self._complete & (self._complete + 1):  # A prefix, or nothing, or everything.
+            return names[self.leading - self.first :]
+        return list(itertools.compress(names, self._runs == 0))
 
     @functools.cached_property
     def _runs(self) -> Ints:

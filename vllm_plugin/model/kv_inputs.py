@@ -43,11 +43,11 @@ _FOREIGN_CODE = re.compile(r'"([\w.-]+/[\w.-]+)--[\w.]+"')
 """A class in another repository of the hub, as in `auto_map`."""
 
 
-def effect(section: str, field: str) -> tuple[Effect, str]:
-    """How a field of vLLM's configuration takes part, and why."""
-    for (kind, reason), fields in FIELDS.get(section, {}).items():
-        if field in fields:
-            return kind, reason
+def effect(section: str, name: str) -> tuple[Effect, str]:
+    """How a field of vLLM's configuration takes part, and why; or a variable, of the section "environment"."""
+    for how, patterns in (VARIABLES if section == "environment" else FIELDS.get(section, {})).items():
+        if any(fnmatchcase(name, pattern) for pattern in patterns):
+            return how
     return Effect.VALUE, "not known to kvpool"
 
 
@@ -117,16 +117,8 @@ def environment() -> Iterator[tuple[str, str]]:
     from vllm.envs import compile_factors
 
     for name in compile_factors():  # All that vLLM reads but paths, ports, logs and limits.
-        if name in os.environ and variable_effect(name)[0] is Effect.VALUE:
+        if name in os.environ and effect("environment", name)[0] is Effect.VALUE:
             yield f"environment.{name}", os.environ[name]
-
-
-def variable_effect(name: str) -> tuple[Effect, str]:
-    """How an environment variable of vLLM takes part, and why."""
-    for (kind, reason), patterns in VARIABLES.items():
-        if any(fnmatchcase(name, pattern) for pattern in patterns):
-            return kind, reason
-    return Effect.VALUE, "not known to kvpool"
 
 
 def default_of(field: Any) -> Any:

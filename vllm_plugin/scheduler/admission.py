@@ -83,6 +83,7 @@ class Admission:
 
     Attributes:
         candidates: requests that were looked up and have no blocks yet, by id. Only this class changes one.
+        asking: requests whose newest answer is "ask again" for want of a lookup, and the tokens that the engine had.
     """
 
     _geometry: Geometry
@@ -98,6 +99,7 @@ class Admission:
     _recorder: Recorder
     _block_pool: BlockPool | None = field(default=None, init=False)
     candidates: dict[str, Candidate] = field(default_factory=dict, init=False)
+    asking: dict[str, int] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         self._kinds = [group.kind for group in self._geometry.groups]
@@ -147,7 +149,10 @@ class Admission:
         Args:
             is_admitted: the request was answered before in this step, and vLLM asks again before it allocates blocks.
         """
-        boundary = self.boundary(request, local)
+        if self.asking.pop(request.request_id, -1) == local and not self._budget.may_begin:
+            boundary = self._ask_again(request, local)  # As before: most questions of a step with many requests.
+        else:
+            boundary = self.boundary(request, local)
         if boundary is None:
             return None
         if boundary > local and not ((is_admitted or self._budget.may_begin) and self._loads.has_room(request)):
@@ -207,6 +212,7 @@ class Admission:
     def _ask_again(self, request: Request, local: int) -> int | None:
         """The request waits for its lookup, unless too many others wait: then it is computed."""
         if self._budget.may_wait(local, is_lookup=True):
+            self.asking[request.request_id] = local
             return None
         return self._compute(request, local, Cause.WAITING)
 
@@ -232,13 +238,18 @@ class Admission:
 
     def discard(self, request_id: str) -> None:
         """Forgets a request, and cancels its lookup, if there is one."""
-        candidate = self.candidates.pop(request_id, None)
+        candidate = self.admitted(request_id)
         if candidate is not None:
             self._lookups.cancel(candidate.lookup)
 
+    def admitted(self, request_id: str) -> Candidate | None:
+        """Forgets a request that was given blocks, whose lookup the caller ends."""
+        self.asking.pop(request_id, None)
+        return self.candidates.pop(request_id, None)
+
     def discard_all(self) -> None:
         """Forgets every request, and releases the leases at once."""
-        for request_id in list(self.candidates):
+        for request_id in (*self.candidates, *self.asking):
             self.discard(request_id)
         self._lookups.flush()
 
@@ -289,9 +300,7 @@ class Admission:
                 self._contents.missing(probe.group_idx, probe.block_hashes)
         candidate.coming_tokens = 0
         if lookup.retry_s:
-            promised = [each.promised() for each in lookup.availability]
-            found = [each.found() for each in lookup.availability]
-            candidate.coming_tokens = self._longest(candidate, promised) - self._longest(candidate, found)
+            candidate.coming_tokens = self._longest(candidate, lookup.promised) - self._longest(candidate, lookup.ready)
         if candidate.coming_tokens and candidate.wait.lasts(
             time.monotonic(),
             lookup.num_ready,
@@ -311,9 +320,9 @@ class Admission:
             self._recorder.add("promotion_waits")
             self._recorder.observe("promotion_wait_seconds", time.monotonic() - candidate.wait.began_at)
         self._recorder.add("promotion_missed_tokens", candidate.coming_tokens)
-        # Without an answer there is no availability.
-        for run, each in zip(candidate.lookup.runs, candidate.lookup.availability, strict=False):
-            self._contents.missing(run.group_idx, each.missing(run.block_hashes))
+        # Without an answer nothing is promised.
+        for run, promised in zip(candidate.lookup.runs, candidate.lookup.promised, strict=False):
+            self._contents.missing(run.group_idx, promised.missing(run.block_hashes))
 
     def _give_up(self, candidate: Candidate) -> None:
         """The pool does not answer: a miss."""

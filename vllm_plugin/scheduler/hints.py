@@ -135,10 +135,6 @@ class Hints:
         self._hinted: dict[str, _Hinted] = {}
         self._logged: set[str] = set()
 
-    def __len__(self) -> int:
-        """Requests with hints that have not ended, or whose stores have not."""
-        return len(self._hinted)
-
     def asked(self, request: Request) -> None:
         """vLLM asks about a request, maybe again."""
         if not request.kv_transfer_params or request.request_id in self._hinted:

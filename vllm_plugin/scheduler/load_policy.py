@@ -72,9 +72,6 @@ class PrefillQueue:
         self.tokens = dict.fromkeys(Stage, 0)
         self.computed_share = 1.0
 
-    def __len__(self) -> int:
-        return sum(map(len, self._left.values()))
-
     def put(self, request: Request, stage: Stage, num_there: int = 0) -> None:
         """A request is in another stage, or has the KV of more tokens; once all is there it leaves."""
         self.drop(request.request_id)

@@ -30,12 +30,10 @@ class Loading(Load):
 
     Args:
         num_blocks: of the engine, that its request needs if the load fails.
-        transfer_s: seconds of the transfer alone, in the slowest rank that has reported.
     """
 
     job: LoadJob
     num_blocks: int
-    transfer_s: float = 0.0
 
 
 class Loads:
@@ -164,7 +162,7 @@ class Loads:
             rows = [list(tables[member][start:stop]) for member in group.members]
             # Before a window the table has the null block, which is never written.
             first = next((nth for nth, ids in enumerate(zip(*rows, strict=True)) if all(ids)), stop - start)
-            rows = [row[first:] for row in rows]
+            rows = [row[first:] for row in rows] if first else rows
             if not all(all(row) for row in rows) or not lookup.found[idx].has(start + first, stop):
                 return None
             if rows[0]:
@@ -177,7 +175,7 @@ class Loads:
         """How long ranks have taken for the loads of requests, and which of them the pool has not served."""
         for request_id, transfer_s in seconds.items():
             if (load := self.loading.get(request_id)) is not None:
-                load.transfer_s = max(load.transfer_s, transfer_s)
+                load.job.seconds = max(load.job.seconds, transfer_s)
                 load.job.is_unserved |= request_id in unserved
 
     def ended(self, request_id: str, succeeded: bool) -> LoadJob | None:
@@ -188,7 +186,7 @@ class Loads:
         seconds = time.monotonic() - load.began_at
         self._recorder.add("load_seconds", seconds)
         self._recorder.add("loaded_tokens", load.num_tokens if succeeded else 0)
-        self.policy.load_ended(load, load.transfer_s or seconds, succeeded)
+        self.policy.load_ended(load, load.job.seconds or seconds, succeeded)
         return load.job
 
     @property

@@ -37,55 +37,26 @@ MAX_ANSWER_S = 0.2
 """The longest that the pool may wait for a tier before it answers: from the answers the wait learns of progress."""
 
 
-@dataclass(frozen=True, slots=True)
-class Availability:
-    """Which blocks of one group the pool has, by the answers of all pipeline stages to one lookup.
+def availability(kind: Kind, first: int, length: int, stages: Iterable[RunHits]) -> tuple[Found, Found]:
+    """Which of the blocks of one group that were asked for every stage has; and which once all are ready that may come.
 
-    Bit i of a bitmap is the i-th block that was asked for.
+    An answer says how many blocks are on their way up from a tier. For a group that needs its whole prefix they are
+    taken to be those right behind the leading ones: with `prefix_only` they are, and others would not lengthen a hit.
+    For any other kind one of them may be all that a hit lacks, whichever it is.
 
     Args:
         first: index of the first block that was asked for.
         length: how many blocks were asked for.
-        ready: every stage has the block.
-        coming: every stage has the block, or it may be on its way up from a tier.
     """
-
-    first: int
-    length: int
-    ready: int
-    coming: int
-
-    @classmethod
-    def of(cls, kind: Kind, first: int, length: int, stages: Iterable[RunHits]) -> Availability:
-        """By the answers of all stages.
-
-        An answer says how many blocks are on their way up. For a group that needs its whole prefix they are taken to be
-        those right behind the leading ones: with `prefix_only` they are, and others would not lengthen a hit. For any
-        other kind one of them may be all that a hit lacks, whichever it is.
-        """
-        ready = coming = everything = (1 << length) - 1
-        for hits in stages:
-            here = hits.complete | (1 << hits.num_leading) - 1
-            ready &= here
-            if kind.needs_prefix:
-                coming &= here | (1 << hits.num_leading + hits.num_pending) - 1
-            elif not hits.num_pending:
-                coming &= here
-        return cls(first, length, ready & everything, coming & everything)
-
-    def found(self) -> Found:
-        return Found(self.first, self.ready, self.length)
-
-    def promised(self) -> Found:
-        """What will be found once all blocks are ready that are on their way."""
-        return Found(self.first, self.coming, self.length)
-
-    def missing(self, names: Sequence[bytes]) -> Sequence[bytes]:
-        """The names of blocks that are neither ready nor on their way."""
-        if not self.coming & (self.coming + 1):  # A prefix, or nothing, or everything.
-            return names[self.coming.bit_length() :]
-        bits = reversed(f"{self.coming:0{self.length}b}")
-        return [name for bit, name in zip(bits, names, strict=True) if bit == "0"]
+    ready = coming = everything = (1 << length) - 1
+    for hits in stages:
+        here = hits.complete | (1 << hits.num_leading) - 1
+        ready &= here
+        if kind.needs_prefix:
+            coming &= here | (1 << hits.num_leading + hits.num_pending) - 1
+        elif not hits.num_pending:
+            coming &= here
+    return Found(first, ready & everything, length), Found(first, coming & everything, length)
 
 
 @dataclass(slots=True)
@@ -104,10 +75,12 @@ class RequestLookup:
         question: the runs and the probes, as they are sent each time.
         sent_at, answered_at: monotonic seconds of the last sending, and of its answer; vLLM may ask long after that.
         calls: one per stage, while they are under way; empty once answered.
+        decoded: of the calls that have ended, the answers.
         answers: the newest, one per stage.
         lease_ids: one per stage, of the newest answer.
         good_until: by when a load must have begun; then the lookup is sent again.
-        availability, found: one per group, of the newest answer; `found` is empty without leases.
+        ready, promised: one per group, by the newest answer: see `availability`.
+        found: `ready`; empty without leases, which alone keep the blocks there.
         num_ready: blocks that the newest answer says are ready, in a measure that grows while a tier brings more.
         retry_s: after how many seconds the pool wants to be asked again; 0: no block is on its way up from a tier.
         proven: groups whose probe the pool has, by the newest answer.
@@ -123,11 +96,13 @@ class RequestLookup:
     sent_at: float = 0.0
     answered_at: float = math.inf
     calls: list[PendingLookup] = field(default_factory=list)
+    decoded: dict[PendingLookup, Lookup | None] = field(default_factory=dict)
     answers: Sequence[Lookup] = ()
     lease_ids: tuple[int, ...] = ()
     good_until: float = 0.0
-    availability: list[Availability] = field(default_factory=list)
-    found: list[Found] = field(default_factory=list)
+    ready: Sequence[Found] = ()
+    promised: Sequence[Found] = ()
+    found: Sequence[Found] = ()
     num_ready: int = 0
     retry_s: float = 0.0
     proven: set[int] = field(default_factory=set)
@@ -135,9 +110,11 @@ class RequestLookup:
     def __post_init__(self) -> None:
         self.question = KeptRuns((*self.runs, *self.probes))
 
-    def answered(self, _: PendingLookup) -> None:
-        """A call has ended. Runs on another thread."""
+    def answered(self, call: PendingLookup) -> None:
+        """A call has ended. Runs on another thread, which decodes the answer, beside the engine's forward pass."""
         self.answered_at = time.monotonic()
+        with suppress(Exception):  # `Lookups.receive` raises it, too.
+            self.decoded[call] = call.result(0)
 
     @property
     def took_s(self) -> float:
@@ -286,7 +263,7 @@ class Lookups:
                 return None
             asked_at = time.monotonic()
             try:
-                answer = call.result(wait_s)
+                answer = lookup.decoded.get(call) or call.result(wait_s)
             except KVPoolError as error:
                 session.report(error, "lookup")
                 self._recorder.add("lookup_failures")
@@ -300,7 +277,7 @@ class Lookups:
                 return None
             answers.append(answer)
             session.report(None, "lookup")
-        lookup.calls = []
+        lookup.calls, lookup.decoded = [], {}
         self._recorder.add("lookups")
         if not is_repeated:
             self._recorder.observe("lookup_seconds", took_s := lookup.took_s)
@@ -315,14 +292,16 @@ class Lookups:
         lookup.answers = answers
         ttl_ms = min(answer.lease_ttl_ms for answer in answers) or self._config.load_timeout_ms
         lookup.good_until = lookup.sent_at + max(ttl_ms - self._config.load_timeout_ms, ttl_ms // 2) / 1000
-        lookup.availability = [
-            Availability.of(group.kind, first, len(run), [answer.hits[idx] for answer in answers])
-            for idx, (group, first, run) in enumerate(
-                zip(self._geometry.groups, lookup.firsts, lookup.runs, strict=True)
-            )
-        ]
-        # Without a lease nothing keeps the blocks there.
-        lookup.found = [each.found() for each in lookup.availability] if all(lookup.lease_ids) else []
+        lookup.ready, lookup.promised = zip(
+            *(
+                availability(group.kind, first, len(run), [answer.hits[idx] for answer in answers])
+                for idx, (group, first, run) in enumerate(
+                    zip(self._geometry.groups, lookup.firsts, lookup.runs, strict=True)
+                )
+            ),
+            strict=True,
+        )
+        lookup.found = lookup.ready if all(lookup.lease_ids) else ()
         lookup.num_ready = sum(
             max(hits.num_leading, hits.complete.bit_count()) for each in answers for hits in each.hits
         )
@@ -336,7 +315,7 @@ class Lookups:
     def finish(self, lookup: RequestLookup) -> None:
         """Cancels a lookup that brings no hit, and is not sent again: a request waits once, and is counted once."""
         self.cancel(lookup)
-        lookup.found = []
+        lookup.found = ()
         lookup.good_until = math.inf
 
     def cancel(self, lookup: RequestLookup) -> None:

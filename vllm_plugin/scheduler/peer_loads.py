@@ -65,9 +65,6 @@ class PeerLoads:
         self._marked: set[int] = set()  # Blocks, by id.
         self._first: dict[str, int] = {}  # Request with marked blocks -> the first token that is in one.
 
-    def __len__(self) -> int:
-        return len(self._first)
-
     @property
     def _is_behind(self) -> bool:
         return bool(self._marked or self._first) or any(each.exceeds for each in self._admitted.values())

@@ -55,13 +55,18 @@ class _Generations:
         self._newer: dict[bytes, float] = {}
         self._older: dict[bytes, float] = {}
 
-    def seen_at(self, block_hash: bytes) -> float:
-        return max(self._newer.get(block_hash, -FORGET_S), self._older.get(block_hash, -FORGET_S))
-
     def add(self, block_hashes: Sequence[bytes], now: float) -> None:
         if len(self._newer) + len(block_hashes) > MAX_BLOCKS:
             self._older, self._newer = self._newer, {}
         self._newer.update(dict.fromkeys(block_hashes, now))
+
+    def any_since(self, block_hashes: Sequence[bytes], since: float) -> bool:
+        """Whether any of the blocks was seen after `since`."""
+        return any(
+            seen_at[block_hash] > since
+            for seen_at in (self._newer, self._older)
+            for block_hash in seen_at.keys() & block_hashes
+        )
 
     def remove(self, block_hashes: Sequence[bytes]) -> None:
         for seen_at in (self._newer, self._older):
@@ -182,7 +187,7 @@ class PoolContents:
 
     def was_stored(self, block_hash: bytes, group_idx: int) -> bool:
         """Whether a block was stored within the last `FORGET_S`, and not found missing since."""
-        return self._clock() - self._groups[group_idx].seen_at(block_hash) < FORGET_S
+        return self._groups[group_idx].any_since([block_hash], self._clock() - FORGET_S)
 
     def stored(self, request: Request, job: StoreJob) -> None:
         self.events.stored(request, job)
@@ -194,9 +199,7 @@ class PoolContents:
     def missing(self, group_idx: int, block_hashes: Sequence[bytes]) -> None:
         self.events.missing(group_idx, block_hashes)
         group = self._groups[group_idx]
-        known_since = self._clock() - FORGET_S
-        sample = block_hashes[:: len(block_hashes) // SAMPLE + 1]
-        if any(group.seen_at(block_hash) > known_since for block_hash in sample):
+        if group.any_since(block_hashes[:: len(block_hashes) // SAMPLE + 1], self._clock() - FORGET_S):
             group.remove(block_hashes)
 
     def forget_all(self) -> None:

@@ -16,7 +16,6 @@ from kvpool.protocol.reports import Cause
 from vllm_plugin.config import ConnectorConfig
 from vllm_plugin.metadata import ConnectorMetadata, WorkerMetadata
 from vllm_plugin.metrics import KVPoolStats, Recorder
-from vllm_plugin.model.adapters import Adapters
 from vllm_plugin.model.groups import Geometry
 from vllm_plugin.model.identity import namespace_spec
 from vllm_plugin.scheduler.admission import Admission
@@ -53,8 +52,7 @@ class KVPoolScheduler:
         self._preempts_by_priority = vllm_config.scheduler_config.policy == "priority"
         self._recorder = recorder = Recorder()
         self.guard = recorder.guard
-        self._adapters = Adapters(vllm_config, config.share_adapters)
-        self.geometry = geometry = Geometry.of(vllm_config, kv_cache_config, self._adapters)
+        self.geometry = geometry = Geometry.of(vllm_config, kv_cache_config, config.share_adapters)
         self.budget = StepBudget(recorder)
         self.stages = Stages(geometry.num_stages, config, recorder)
         events_of_engine = Events(geometry.groups, enabled=events is not None and events.enable_kv_cache_events)
@@ -156,7 +154,7 @@ class KVPoolScheduler:
             self.queue.admitted(request, local or 0, num_external_tokens)
             self._unallocated = None
             request_id = request.request_id
-            candidate = self.admission.candidates.pop(request_id, None)
+            candidate = self.admission.admitted(request_id)
             lookup = None if candidate is None else candidate.lookup
             self.loads.stop_waiting(request_id)
             self.geometry.names.admitted(request_id)
@@ -212,7 +210,7 @@ class KVPoolScheduler:
         with self.guard.part("looking ahead"):
             self._ask_ahead()
         self.budget.new_step()
-        self._adapters.new_step()
+        self.geometry.names.new_step()
         self._step_began(output)
         if self._unallocated is not None:
             # vLLM stops admitting requests at the first one that it has no blocks for.
@@ -266,22 +264,6 @@ class KVPoolScheduler:
     def has_pending_block_frees(self) -> bool:
         """A running request lacks blocks; True if some will be free within a few steps, without preempting another."""
         return self.jobs.relieve()
-
-    def held(self) -> dict[str, int]:
-        """What is kept for requests, by name; nothing is left once all have ended."""
-        return {
-            "jobs": len(self.jobs),
-            "pinned blocks": self.jobs.num_blocks,
-            "requests": len(self.stores.tracked),
-            "requests with KV of other connectors": len(self._peer_loads),
-            "lookups": len(self.admission.candidates),
-            "prompts that are counted": len(self.computed),
-            "loads": len(self.loads.loading),
-            "requests before their first token": len(self.queue),
-            "failed requests": len(self._failed),
-            "new loads": len(self.loads.new),
-            "requests with hints": len(self.hints),
-        }
 
     # End
 
@@ -381,7 +363,7 @@ class KVPoolScheduler:
         with self.guard.part("the end of lookups"):
             self.admission.discard_all()
         with self.guard.part("the end of the adapters' thread"):
-            self._adapters.close()
+            self.geometry.names.close()
         with self.guard.part("the end of hints"):
             self.hints.close()
         with self.guard.part("the last report"):

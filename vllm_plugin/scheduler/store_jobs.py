@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -48,7 +48,6 @@ class Storing:
     """A job that has not ended.
 
     Args:
-        rows: its blocks, which are pinned, by block table.
         remaining: ranks that have yet to report it.
         sent_step: step whose metadata tells the ranks of it; 0: no rank has been told.
         has_outlived: its request has ended.
@@ -59,20 +58,12 @@ class Storing:
 
     request: Request
     job: StoreJob
-    rows: list[list[KVCacheBlock]]
     remaining: int
     sent_step: int = 0
     has_outlived: bool = False
     has_failed: bool = False
     is_sure: Callable[[], bool] | None = None
     sure_by: float = 0.0
-
-    def holds_alone(self) -> bool:
-        """Whether the job alone keeps some blocks from reuse: its request has freed them, or those before a window.
-
-        Requests free blocks from either end of their tables, so the ends of the rows stand for all.
-        """
-        return any(block.ref_cnt == 1 for row in self.rows for block in (row[0], row[-1]))
 
 
 class StoreJobs:
@@ -136,10 +127,6 @@ class StoreJobs:
         pool = self._block_pool
         return pool.get_num_free_blocks() + num_orphans(pool, [self]) == pool.num_gpu_blocks - 1
 
-    def pinned_ids(self) -> Iterator[int]:
-        """Ids of all pinned blocks; once for each job that pins the block."""
-        return (block.block_id for storing in self._storing.values() for row in storing.rows for block in row)
-
     # A job's life
 
     def begin_step(self) -> None:
@@ -168,7 +155,8 @@ class StoreJobs:
         """A job to store blocks of a request, which are pinned from here on."""
         traceparent = self._traceparent_of(request.request_id)
         job = StoreJob(next(self._job_ids), parts, self.weights_epoch, adapter, traceparent)
-        storing = Storing(request, job, self._pin(parts), self._num_ranks)
+        storing = Storing(request, job, self._num_ranks)
+        self._block_pool.touch(self.blocks(storing))
         self._storing[job.job_id] = self._droppable[id(request)][job.job_id] = storing
         self.num_blocks += job.num_blocks
         self._hints.storing(request)
@@ -178,11 +166,10 @@ class StoreJobs:
         """By which the engine's own cache knows a block now; None: by none."""
         return self._block_pool.blocks[block_id].block_hash
 
-    def _pin(self, parts: list[GroupBlocks]) -> list[list[KVCacheBlock]]:
+    def blocks(self, storing: Storing) -> list[KVCacheBlock]:
+        """The blocks that a job pins."""
         blocks = self._block_pool.blocks
-        rows = [[blocks[block_id] for block_id in row] for part in parts for row in part.block_ids]
-        self._block_pool.touch(list(itertools.chain.from_iterable(rows)))
-        return rows
+        return [blocks[block_id] for part in storing.job.groups for row in part.block_ids for block_id in row]
 
     def queue(self, job: StoreJob, is_sure: Callable[[], bool] | None = None) -> None:
         """Leaves a job of a request that has finished to a later step.
@@ -245,7 +232,7 @@ class StoreJobs:
         self.num_blocks -= num_blocks
         self._num_outliving -= num_blocks if storing.has_outlived else 0
         # The deepest block first: it is the one to be reused first.
-        self._block_pool.free_blocks([block for row in reversed(storing.rows) for block in reversed(row)])
+        self._block_pool.free_blocks(reversed(self.blocks(storing)))
         if storing.has_failed:
             if was_dropped:
                 self._recorder.add("store_dropped_blocks", num_blocks)
@@ -263,7 +250,7 @@ class StoreJobs:
 
     def relieve(self) -> bool:
         """A running request lacks blocks; True if it should wait for those of ended or dropped stores."""
-        frees = any(self._storing[job_id].holds_alone() for job_id in self._reported)  # Some in each step.
+        frees = any(self._holds_alone(self._storing[job_id]) for job_id in self._reported)  # Some in each step.
         self.unpin_reported()
         if frees or self._drop_orphans():
             return True
@@ -289,10 +276,18 @@ class StoreJobs:
         has_dropped = False
         for jobs in list(self._droppable.values()):
             for end in (iter, reversed):
-                while jobs and (storing := jobs[next(end(jobs))]).holds_alone():
+                while jobs and self._holds_alone(storing := jobs[next(end(jobs))]):
                     self._drop(storing)
                     has_dropped = True
         return has_dropped
+
+    def _holds_alone(self, storing: Storing) -> bool:
+        """Whether a job alone keeps some blocks from reuse: its request has freed them, or those before a window.
+
+        Requests free blocks from either end of their tables, so the ends of the rows stand for all.
+        """
+        blocks, rows = self._block_pool.blocks, (row for part in storing.job.groups for row in part.block_ids)
+        return any(blocks[row[end]].ref_cnt == 1 for row in rows for end in (0, -1))
 
     def _drop(self, storing: Storing) -> None:
         job_id = storing.job.job_id
@@ -323,5 +318,7 @@ def step_blocks(geometry: Geometry) -> int:
 
 def num_orphans(block_pool: BlockPool, sharing: Iterable[StoreJobs]) -> int:
     """How many blocks are held by store jobs alone. Looks at all pinned blocks."""
-    pinned = Counter(itertools.chain.from_iterable(jobs.pinned_ids() for jobs in sharing))
+    pinned = Counter(
+        block.block_id for jobs in sharing for storing in jobs._storing.values() for block in jobs.blocks(storing)
+    )
     return sum(block_pool.blocks[block_id].ref_cnt == count for block_id, count in pinned.items())

@@ -118,9 +118,6 @@ class ComputedTokens:
         self._why: dict[str, Cause] = {}
         self._prompts: dict[str, tuple[Request, Counter[Cause]]] = {}
 
-    def __len__(self) -> int:
-        return len(self._prompts) + len(self._why)
-
     def because(self, request: Request, cause: Cause | None) -> None:
         """What keeps a request, by the newest question about it, from asking or from taking what it is told."""
         if cause is None:

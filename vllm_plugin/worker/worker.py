@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.logger import init_logger
 
 from kvpool.client.tracing import tracing_of
@@ -22,7 +23,6 @@ from vllm_plugin.metadata import ConnectorMetadata, Handshake, LoadJob, StoreJob
 from vllm_plugin.metrics import KVPoolStats, Recorder
 from vllm_plugin.model.groups import group_spec, make_groups, rank_shards, scheduler_knows
 from vllm_plugin.model.identity import namespace_spec
-from vllm_plugin.releases import transfer_results
 from vllm_plugin.session import Session
 from vllm_plugin.worker.copy import make_copier
 from vllm_plugin.worker.layout import make_layout
@@ -31,7 +31,6 @@ from vllm_plugin.worker.transfer import ReceiveThread, SendThread
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 logger = init_logger("vllm.kvpool.worker")
@@ -170,9 +169,9 @@ class KVPoolWorker:
             if start.failed or not groups:
                 self._end(job, succeeded=not start.failed)
 
-    def transfer_results(self) -> KVConnectorTransferResults:
+    def transfer_results(self) -> base.KVConnectorTransferResults:
         """Loads that have ended. A failed load is in both sets, so that vLLM computes its request from the start."""
-        results = transfer_results()
+        results = base.KVConnectorTransferResults()
         if self.receiver is not None:
             self._ended_loads += self.receiver.take_ended()
         for job, succeeded in self._ended_loads:

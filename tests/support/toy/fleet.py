@@ -11,6 +11,7 @@ from vllm.config import VllmConfig
 from kvpool.client.client import Client
 from kvpool.client.config import ClientConfig
 from kvpool.v1 import pool_pb2 as pb
+from tests.support.held import held_by
 from tests.support.processes import ServerProcess
 from tests.support.toy.engine import ToyEngine
 from tests.support.toy.fixtures import MakeConfig
@@ -46,8 +47,8 @@ def stats_of(server: ServerProcess) -> pb.StatsResponse:
 
 def assert_nothing_is_left(engine: ToyEngine) -> None:
     """No pin, no ledger entry, no block in use, and an own cache that can be emptied."""
-    held = engine.connector.held()
-    assert not any(held.values()), held
+    kept = held_by(engine.connector)
+    assert not any(kept.values()), kept
     assert not engine.connector.has_pinned_blocks()
     assert engine.num_used_blocks() == 0
     assert engine.scheduler.reset_prefix_cache()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import time
@@ -10,16 +11,18 @@ from pathlib import Path
 
 import pytest
 from vllm.lora.request import LoRARequest
+from vllm.v1.request import Request
 
+from tests.support.held import held_by
 from tests.support.processes import wait_for
-from tests.support.toy.fixtures import MakeConfig
+from tests.support.toy.fixtures import BLOCK_TOKENS, MakeConfig
 from tests.support.values import block_hash
 from tests.support.vllm_objects import make_request, tokens
 from tests.vllm_plugin.core import MakeCore, fill
 from vllm_plugin.metadata import StoreJob
-from vllm_plugin.model.adapters import CLOCK_STEP_S, NO_ADAPTER, Adapters, named
+from vllm_plugin.model.adapters import CLOCK_STEP_S, NO_ADAPTER, BlockNames, named
 
-Make = Callable[..., Adapters]
+Make = Callable[..., BlockNames]
 
 
 @pytest.fixture(autouse=True)
@@ -30,15 +33,15 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def make(vllm_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     """`make(share="unchanged", age_s=3600, nnodes=1)`: adapters of an engine that started after the files' times."""
-    made: list[Adapters] = []
+    made: list[BlockNames] = []
 
-    def start(share: str = "unchanged", ahead_s: float = 60.0, nnodes: int = 1) -> Adapters:
+    def start(share: str = "unchanged", ahead_s: float = 60.0, nnodes: int = 1) -> BlockNames:
         config = vllm_config()
         config.parallel_config.nnodes = nnodes
         now = time.time
         with monkeypatch.context() as patch:
             patch.setattr("vllm_plugin.model.adapters.time.time", lambda: now() + ahead_s)
-            adapters = Adapters(config, share)
+            adapters = BlockNames(BLOCK_TOKENS, config, share)
         made.append(adapters)
         return adapters
 
@@ -56,16 +59,26 @@ def lora(tmp_path: Path) -> LoRARequest:
     return LoRARequest("name", 1, str(place))
 
 
-def read(adapters: Adapters, lora: LoRARequest) -> bytes | None:
+def asking(lora: LoRARequest | None) -> Request:
+    request = make_request("r", tokens(1))
+    request.lora_request = lora
+    return request
+
+
+def digest(adapters: BlockNames, lora: LoRARequest | None) -> bytes | None:
+    return adapters.adapter(request) if adapters.are_known(request := asking(lora)) else None
+
+
+def read(adapters: BlockNames, lora: LoRARequest) -> bytes | None:
     """What is known once the files have been read."""
 
     def has_ended() -> bool:
-        is_known = adapters.digest(lora) is not None
+        is_known = adapters.are_known(asking(lora))
         adapters.new_step()
-        return is_known or not adapters.is_busy(lora)
+        return is_known or not adapters.are_coming(asking(lora))
 
     wait_for(has_ended, "the adapter to be read")
-    return adapters.digest(lora)
+    return digest(adapters, lora)
 
 
 def test_an_adapter_that_ranks_may_download_again_is_not_shared(
@@ -86,7 +99,7 @@ def test_an_adapter_that_ranks_may_download_again_is_not_shared(
 
 def test_without_an_adapter_names_are_the_engines_hashes(make: Make) -> None:
     adapters = make()
-    assert adapters.digest(None) == NO_ADAPTER
+    assert digest(adapters, None) == NO_ADAPTER
     hashes = [block_hash(n) for n in range(3)]
     assert named(hashes, NO_ADAPTER) == hashes
 
@@ -125,11 +138,11 @@ def test_a_change_is_noticed_before_a_request_that_came_after_it(make: Make, lor
 
     def is_checked() -> bool:
         adapters.new_step()
-        return adapters.is_checked(lora, arrived_at)
+        return adapters.are_checked(asking(lora), arrived_at)
 
-    assert not adapters.is_checked(lora, arrived_at)
+    assert not adapters.are_checked(asking(lora), arrived_at)
     wait_for(is_checked, "a look at the files")
-    assert adapters.digest(lora) is None
+    assert digest(adapters, lora) is None
 
 
 @pytest.mark.parametrize("how", ["written", "replaced", "added", "removed"])
@@ -148,8 +161,9 @@ def test_files_that_change_later_end_the_sharing(how: str, make: Make, lora: LoR
         shutil.rmtree(weights.parent)
 
     def is_noticed() -> bool:
+        adapters.are_checked(asking(lora), time.time())
         adapters.new_step()
-        return adapters.digest(lora) is None
+        return digest(adapters, lora) is None
 
     wait_for(is_noticed, "the change to be noticed")
 
@@ -168,8 +182,8 @@ def test_a_link_that_was_rolled_back_names_what_the_ranks_may_not_have(
 def test_an_adapter_that_was_loaded_in_place_is_never_shared_again(make: Make, lora: LoRARequest) -> None:
     adapters = make()
     assert read(adapters, lora) is not None
-    assert adapters.digest(LoRARequest("name", 1, lora.lora_path, load_inplace=True)) is None
-    assert adapters.digest(lora) is None
+    assert digest(adapters, LoRARequest("name", 1, lora.lora_path, load_inplace=True)) is None
+    assert digest(adapters, lora) is None
 
 
 @pytest.mark.parametrize("load_inplace", [False, True])
@@ -180,7 +194,7 @@ def test_two_adapters_of_one_number_are_not_told_apart_by_the_ranks(
     adapters = make()
     assert read(adapters, lora) is not None
     other = LoRARequest("other", lora.lora_int_id, str(tmp_path / "copy"), load_inplace=load_inplace)
-    assert adapters.digest(other) is None and adapters.digest(lora) is None
+    assert digest(adapters, other) is None and digest(adapters, lora) is None
 
 
 def test_an_adapter_that_is_not_here_is_not_shared(make: Make, caplog: pytest.LogCaptureFixture) -> None:
@@ -191,14 +205,34 @@ def test_an_adapter_that_is_not_here_is_not_shared(make: Make, caplog: pytest.Lo
 def test_ranks_that_read_files_of_their_own_do_not_share(
     make: Make, lora: LoRARequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert make(nnodes=2).digest(lora) is None
-    assert make("never").digest(lora) is None
+    assert digest(make(nnodes=2), lora) is None
+    assert digest(make("never"), lora) is None
     assert read(make("always", nnodes=2), lora) is not None
     monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
-    assert make().digest(lora) is None
+    assert digest(make(), lora) is None
 
 
 # Requests
+
+
+def test_the_names_of_a_request_are_a_range_of_its_hashes(core: MakeCore) -> None:
+    geometry, request = core().side.geometry, make_request("r", tokens(160))
+    names = geometry.names.run(request, 0, geometry.groups[0].kind, 2, 7).block_hashes
+    hashes = request.block_hashes
+    assert any(each is hashes for each in gc.get_referents(names)), "a list would be walked by each garbage collection"
+    assert (len(names), list(names), names[0], names[-1]) == (5, hashes[2:7], hashes[2], hashes[6])
+    assert (list(names[1:3]), list(names[3:]), list(names[::2])) == (hashes[3:5], hashes[5:7], hashes[2:7:2])
+    with pytest.raises(IndexError):
+        names[5]
+
+
+def test_the_names_of_a_streaming_session_outlast_its_hashes(core: MakeCore) -> None:
+    """vLLM cuts the hashes of a session that goes on, and a thread may still send the names."""
+    geometry, request = core().side.geometry, make_request("r", tokens(160), resumable=True)
+    names = geometry.names.run(request, 0, geometry.groups[0].kind, 0, 6).block_hashes
+    before = list(request.block_hashes)
+    del request.block_hashes[2:]
+    assert list(names) == before[:6]
 
 
 def test_a_request_with_an_adapter_shares_by_the_adapters_content(core: MakeCore, lora: LoRARequest) -> None:
@@ -222,7 +256,7 @@ def test_a_request_with_an_adapter_shares_by_the_adapters_content(core: MakeCore
         return one.step((request, 0)).stores
 
     jobs = wait_for(stored, "a look at the files")
-    assert jobs[0].groups[0].runs[0].block_hashes == named(request.block_hashes[:6], digest)
+    assert list(jobs[0].groups[0].runs[0].block_hashes) == named(request.block_hashes[:6], digest)
     other = make_request("s", tokens(100))
     other.lora_request = lora
     fill(one, named(request.block_hashes, digest))
@@ -243,14 +277,14 @@ def test_an_answer_that_ends_before_the_adapters_files_are_checked_is_stored_aft
     if changes:
         Path(lora.lora_path, "adapter_model.safetensors").write_bytes(b"WEIGHTS")
     one.finish(request)
-    held = one.side.held()
-    assert held["jobs"] == 1 and held["requests"] == 0
+    kept = held_by(one.side)
+    assert kept["jobs"] == 1 and kept["requests"] == 0
     stored: list[StoreJob] = []
 
     def has_ended() -> bool:
         one.side.stats()
         stored.extend(one.step().stores)
-        return bool(stored) or one.side.held()["jobs"] == 0
+        return bool(stored) or held_by(one.side)["jobs"] == 0
 
     wait_for(has_ended, "a look at the files")
     assert len(stored) == (0 if changes else 1)

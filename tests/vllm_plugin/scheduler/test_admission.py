@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,8 +12,11 @@ from vllm.v1.request import Request
 
 from kvpool.client.handles import KeptRuns, Namespace, PendingLookup
 from kvpool.protocol.errors import PoolTimeoutError
+from kvpool.protocol.replies import LookupQuestion
+from kvpool.protocol.types import Lookup
 from kvpool.security.name_key import NameKey
 from tests.support.clock import FakeClock
+from tests.support.held import held_by
 from tests.support.processes import wait_for
 from tests.support.toy.fixtures import BLOCK_TOKENS
 from tests.support.vllm_objects import full_attention, make_request, tokens
@@ -185,6 +189,49 @@ def test_a_step_without_time_left_sends_no_lookup_again(
     assert look(alone, request) is None and tier.num_lookups == 3
 
 
+def test_a_repeated_question_is_answered_as_before_while_the_step_has_no_time_left(
+    alone: Core, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = stored(alone)
+    looked_at: list[int] = []
+    boundary = admission.Admission.boundary
+
+    def watched(self: admission.Admission, request: Request, local: int) -> int | None:
+        looked_at.append(local)
+        return boundary(self, request, local)
+
+    monkeypatch.setattr(admission.Admission, "boundary", watched)
+    with monkeypatch.context() as patch:
+        patch.setattr(step_budget, "MAX_BEGIN_S", 0.0)
+        assert {alone.side.matched_tokens(request, 0) for _ in range(3)} == {(None, False)}
+        assert looked_at == [0]
+        assert alone.side.matched_tokens(request, blocks(1)) == (None, False)
+        assert looked_at == [0, blocks(1)], "the engine has another prefix than before"
+        alone.side.reset()
+        assert held_by(alone.side)["requests that wait for a lookup"] == 0
+        alone.tell_weights(1)
+    assert look(alone, request) == blocks(6)
+    alone.finish(request)
+    assert not any(held_by(alone.side).values())
+
+
+def test_an_answer_is_decoded_on_the_thread_that_receives_it(alone: Core, monkeypatch: pytest.MonkeyPatch) -> None:
+    request = stored(alone)
+    threads: list[threading.Thread] = []
+    answer = LookupQuestion.answer
+
+    def watched(self: LookupQuestion, reply: Any) -> Lookup:
+        threads.append(threading.current_thread())
+        return answer(self, reply)
+
+    monkeypatch.setattr(LookupQuestion, "answer", watched)
+    alone.side.arrived(request)
+    lookup = alone.side.admission.candidates["r"].lookup
+    wait_for(lambda: lookup.decoded, "the answer")
+    assert alone.side.matched_tokens(request, 0) == (blocks(6), True)
+    assert len(threads) == 1 and threads[0] is not threading.current_thread()
+
+
 def test_a_late_answer_leaves_what_was_ready(alone: Core, clock: FakeClock) -> None:
     request, tier = stored(alone), Tier(alone.side.stages.sessions[0], up=2, coming=4)
     assert look(alone, request) is None
@@ -298,7 +345,7 @@ def test_the_answer_is_there_when_vllm_asks_first(alone: Core, asked_for: list[t
     assert alone.side.matched_tokens(request, 0) == (blocks(3), True)
     assert asked_for == [("r", 0)]
     alone.finish(request)
-    assert not any(alone.side.held().values())
+    assert not any(held_by(alone.side).values())
 
 
 def test_what_the_engine_has_itself_is_not_looked_up(alone: Core, asked_for: list[tuple[str, int]]) -> None:

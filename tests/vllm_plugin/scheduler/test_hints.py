@@ -13,6 +13,7 @@ from vllm.v1.request import Request
 
 from kvpool.client.client import Client
 from kvpool.protocol.errors import UnavailableError
+from tests.support.held import held_by
 from tests.support.processes import wait_for
 from tests.support.vllm_objects import make_request, tokens
 from tests.vllm_plugin.core import Core, fill, lose_pool
@@ -116,7 +117,7 @@ def _ended(core: Core, request: Request, *jobs: Any) -> None:
     core.report(*[job.job_id for job in jobs], *(job.job_id for step in steps for job in step.stores))
     for _ in range(3):
         core.step()
-    assert not any(core.side.held().values()), core.side.held()
+    assert not any(held_by(core.side).values()), held_by(core.side)
 
 
 def test_a_prompt_that_the_pool_has_is_pinned_when_it_gets_its_blocks(one: Core) -> None:
@@ -138,7 +139,7 @@ def test_a_prompt_is_pinned_as_it_is_stored_and_the_answer_is_not(one: Core) -> 
     one.report(job.job_id)
     one.step()
     wait_for(lambda: _pinned_bytes(one) == 4 * _slot_bytes(one), "the pin")
-    assert len(one.side.hints) == 1
+    assert held_by(one.side)["requests with hints"] == 1
     _ended(one, request)
     wait_for(lambda: _pinned_bytes(one) == 4 * _slot_bytes(one), "the pin")
 
@@ -151,13 +152,13 @@ def test_a_prompt_expires_once_its_last_store_has_ended(one: Core) -> None:
     before = _expired(one)
     one.finish(request)
     one.step()
-    assert len(one.side.hints) == 1, "its stores have not ended"
+    assert held_by(one.side)["requests with hints"] == 1, "its stores have not ended"
     fill(one, request.block_hashes[:4])
     one.report(job.job_id)
     for _ in range(3):
         one.step()
     wait_for(lambda: _expired(one) == before + 4, "the expiry")
-    assert not any(one.side.held().values())
+    assert not any(held_by(one.side).values())
 
 
 def test_a_prefetch_is_told_with_the_first_question(one: Core) -> None:

@@ -16,6 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from tests.support.clock import FakeClock
 from tests.support.effort import effort
+from tests.support.held import num_queued
 from tests.support.vllm_objects import make_request, tokens
 from tests.vllm_plugin.core import Core, MakeCore, blocks, fill
 from vllm_plugin.metrics import Recorder
@@ -634,7 +635,7 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def counts(self) -> None:
-        assert len(self.queue) == len(self.left)
+        assert num_queued(self.queue) == len(self.left)
         for stage in Stage:
             assert self.queue.tokens[stage] == sum(num for at, num in self.left.values() if at is stage)
 

@@ -160,6 +160,6 @@ def test_the_policy_learns_how_long_the_slowest_rank_took(core: MakeCore) -> Non
     one.allocate(request, one.ask(request))
     one.side.loads.transferred({"r": 0.5, "gone": 9.0})
     one.side.loads.transferred({"r": 0.25})
-    assert one.side.loads.loading["r"].transfer_s == 0.5
+    assert one.side.loads.loading["r"].job.seconds == 0.5
     learned = WorkerMetadata(load_seconds={"r": 1.0, "s": 2.0}).aggregate(WorkerMetadata(load_seconds={"r": 3.0}))
     assert learned.load_seconds == {"r": 3.0, "s": 2.0}

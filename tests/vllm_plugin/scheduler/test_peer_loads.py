@@ -17,6 +17,7 @@ from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 
 from tests.support.effort import effort, some
+from tests.support.held import held_by
 from tests.support.processes import wait_for
 from tests.support.toy.cache import Wrong
 from tests.support.toy.engine import Rank, ToyEngine
@@ -174,7 +175,7 @@ def test_what_a_failed_synchronous_load_left_is_not_stored(good: int, fleet: Fle
     assert engine.generate(prompt) == [answer(prompt, 8)]
     assert engine.num_wrong_reads > 0, "the peer has spoiled nothing"
     assert_reads_right(fleet, prompt)
-    assert not any(engine.connector.held().values()) and engine.num_used_blocks() == 0
+    assert not any(held_by(engine.connector).values()) and engine.num_used_blocks() == 0
 
 
 def test_a_request_that_ends_in_the_step_of_the_load_stores_nothing_wrong(fleet: Fleet) -> None:
@@ -182,7 +183,7 @@ def test_a_request_that_ends_in_the_step_of_the_load_stores_nothing_wrong(fleet:
     engine.generate(prompt, max_tokens=1)
     assert engine.num_wrong_reads > 0
     assert_reads_right(fleet, prompt)
-    assert not any(engine.connector.held().values()) and engine.num_used_blocks() == 0
+    assert not any(held_by(engine.connector).values()) and engine.num_used_blocks() == 0
 
 
 def test_requests_that_share_the_blocks_of_a_failed_load_store_nothing_wrong(fleet: Fleet) -> None:
@@ -203,7 +204,7 @@ def test_a_load_that_fails_the_request_stores_nothing_wrong(fleet: Fleet) -> Non
     engine.generate(prompt)
     assert engine.answers["prompt-0"] == [] and engine.num_wrong_reads > 0
     assert_reads_right(fleet, prompt)
-    assert not any(engine.connector.held().values()) and engine.num_used_blocks() == 0
+    assert not any(held_by(engine.connector).values()) and engine.num_used_blocks() == 0
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
@@ -216,7 +217,7 @@ def test_what_is_not_known_to_have_failed_when_the_next_step_is_scheduled_is_not
     engine.generate(*prompts)
     assert (engine.num_wrong_reads > 0) == (mode == "sync")
     assert_reads_right(fleet, *prompts)
-    assert not any(engine.connector.held().values()) and engine.num_used_blocks() == 0
+    assert not any(held_by(engine.connector).values()) and engine.num_used_blocks() == 0
 
 
 @pytest.mark.parametrize("mode", ["async", "async by request"])
@@ -235,7 +236,7 @@ def test_what_a_peer_has_loaded_well_is_not_stored(max_tokens: int, fleet: Fleet
     assert engine.generate(prompt, max_tokens=max_tokens) == [answer(prompt, max_tokens)]
     assert engine.num_wrong_reads == 0 and engine.cached_tokens["prompt-0"] == PROMISED
     assert assert_reads_right(fleet, prompt) == [0]
-    assert not any(engine.connector.held().values()) and engine.num_used_blocks() == 0
+    assert not any(held_by(engine.connector).values()) and engine.num_used_blocks() == 0
 
 
 def test_a_request_that_is_aborted_while_its_load_is_under_way_leaves_nothing_wrong(fleet: Fleet) -> None:
@@ -246,7 +247,7 @@ def test_a_request_that_is_aborted_while_its_load_is_under_way_leaves_nothing_wr
     engine.run()
     assert engine.generate(prompt) == [answer(prompt, 8)]
     assert_reads_right(fleet, prompt)
-    assert not any(engine.connector.held().values()) and engine.num_used_blocks() == 0
+    assert not any(held_by(engine.connector).values()) and engine.num_used_blocks() == 0
 
 
 # A peer with KV of other weights
@@ -300,7 +301,7 @@ def test_kv_of_other_weights_never_reaches_the_pool(case: tuple[int, str, str, s
     num_hits = 0
     for seed in range(effort(6)):
         num_hits += sum(assert_reads_right(fleet, *play(seed, engine), **toy))
-        assert not any(engine.connector.held().values()) and engine.num_used_blocks() == 0
+        assert not any(held_by(engine.connector).values()) and engine.num_used_blocks() == 0
     assert engine.num_wrong_reads > 0, "the peer has spoiled nothing"
     assert engine.preempted, "no request was preempted"
     assert num_hits > 0, "nothing was stored"
@@ -383,7 +384,7 @@ def test_an_error_in_a_step_marks_no_request_of_an_engine_without_peers(
         patch.setattr(Lookups, "flush", raising)
         wait_for(engine.step, "the step that fails")
     engine.step()
-    assert engine.connector.held()["requests with KV of other connectors"] == 0
+    assert held_by(engine.connector)["requests with KV of other connectors"] == 0
     engine.run()
     assert assert_reads_right(fleet, prompt) == [96]
 

@@ -22,6 +22,7 @@ from kvpool.security.name_key import NameKey
 from testbed.ports import free_endpoint
 from tests.conftest import StartServer
 from tests.support.faults import stopped
+from tests.support.held import held_by
 from tests.support.kept_server import KeptServer
 from tests.support.processes import wait_for
 from tests.support.toy.fixtures import BLOCK_TOKENS, MakeConfig
@@ -185,7 +186,7 @@ def test_requests_that_hold_their_blocks_store_them_whatever_is_pinned(core: Mak
         one.allocate(request, 0)
     jobs = one.step((first, 192), (second, 192)).stores
     assert [len(run_in(job)) for job in jobs] == [12, 12]
-    assert one.side.held()["pinned blocks"] == 24
+    assert held_by(one.side)["pinned blocks"] == 24
 
 
 def test_no_store_begins_while_others_outlive_their_requests_in_too_many_blocks(core: MakeCore) -> None:
@@ -205,7 +206,7 @@ def test_no_store_begins_while_others_outlive_their_requests_in_too_many_blocks(
     (rest,) = one.step((third, 0)).stores
     assert list(run_in(rest).block_hashes) == third.block_hashes[4:12]
     one.report(part.job_id, rest.job_id)
-    assert one.side.held()["pinned blocks"] == 0
+    assert held_by(one.side)["pinned blocks"] == 0
 
 
 def test_a_prompt_longer_than_what_may_be_pinned_is_stored_bit_by_bit(core: MakeCore) -> None:
@@ -308,7 +309,7 @@ def test_a_cut_hit_that_cannot_be_resumed_becomes_a_load_that_fails(core: MakeCo
     one.free(request)
     assert one.ask(request) == 0, "computed, and not asked for again"
     one.finish(request)
-    assert not any(one.side.held().values())
+    assert not any(held_by(one.side).values())
 
 
 @pytest.mark.parametrize("known", [[2, 3], []])

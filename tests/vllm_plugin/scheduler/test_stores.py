@@ -9,6 +9,7 @@ import pytest
 from vllm.v1.request import Request
 
 from tests.support.clock import FakeClock
+from tests.support.held import held_by
 from tests.support.processes import wait_for
 from tests.support.toy.fixtures import BLOCK_TOKENS
 from tests.support.toy.fleet import Fleet, assert_nothing_is_left
@@ -19,7 +20,7 @@ from tests.vllm_plugin.core import NUM_BLOCKS, Core, MakeCore, blocks, fill, los
 from tests.vllm_plugin.kinds import kv_cache, window
 from vllm_plugin.metadata import ConnectorMetadata
 from vllm_plugin.scheduler import store_jobs
-from vllm_plugin.scheduler.store_jobs import RELIEF_S, RELIEF_STEPS, Storing
+from vllm_plugin.scheduler.store_jobs import RELIEF_S, RELIEF_STEPS, StoreJobs
 from vllm_plugin.worker.transfer import SendThread
 
 FreshFleet = Callable[[], Fleet]
@@ -70,7 +71,7 @@ def test_what_a_finished_request_has_left_is_offered_by_later_steps(one: Core) -
     one.report(*(job.job_id for step in steps for job in step.stores))
     for _ in range(3):
         one.step()  # Takes reports of four blocks.
-    assert one.num_used_blocks() == 0 and not any(one.side.held().values())
+    assert one.num_used_blocks() == 0 and not any(held_by(one.side).values())
 
 
 def test_decoded_blocks_are_stored_eight_at_a_time_and_the_rest_when_the_request_ends(one: Core) -> None:
@@ -106,7 +107,7 @@ def test_blocks_that_nobody_has_written_are_not_offered_when_a_request_ends(one:
     one.finish(request)
     assert offered(one.step()) == []
     one.report(job.job_id)
-    assert not any(one.side.held().values())
+    assert not any(held_by(one.side).values())
 
 
 @pytest.mark.usefixtures("four_a_step")
@@ -122,7 +123,7 @@ def test_what_was_not_offered_yet_is_dropped_where_it_is_of_no_use(why: str, one
     assert offered(one.step()) == []
     assert one.num_used_blocks() == 4, "what the ranks were told of"
     one.report(job.job_id)
-    assert not any(one.side.held().values())
+    assert not any(held_by(one.side).values())
 
 
 # What a lookup proves
@@ -253,8 +254,10 @@ def test_relief_looks_at_few_jobs_of_each_request_and_drops_what_stands_between(
     of_first = [job.job_id for job in jobs if job.groups[0].block_ids[0][0] in one.ids(requests[0])]
     assert len(jobs) == 10 and len(of_first) == 5
     asked: list[int] = []
-    holds_alone = Storing.holds_alone
-    monkeypatch.setattr(Storing, "holds_alone", lambda job: (asked.append(job.job.job_id), holds_alone(job))[1])
+    holds_alone = StoreJobs._holds_alone
+    monkeypatch.setattr(
+        StoreJobs, "_holds_alone", lambda jobs, job: (asked.append(job.job.job_id), holds_alone(jobs, job))[1]
+    )
     assert not one.side.has_pending_block_frees()
     assert len(asked) <= 2 * len(requests), "the oldest and the newest of each request"
     asked.clear()
@@ -290,8 +293,8 @@ def test_a_worker_drops_what_it_has_not_begun(fresh_fleet: FreshFleet) -> None:
         sender = worker.sender
         wait_for(lambda: len(sender._queued) == 1, "the first store to have begun")
         assert engine.connector.has_pending_block_frees()
-        engine.step_until(lambda: engine.connector.held()["jobs"] == 1, "the second store to be dropped")
-        assert engine.connector.held()["pinned blocks"] == 6, "the first one's blocks are being read"
+        engine.step_until(lambda: held_by(engine.connector)["jobs"] == 1, "the second store to be dropped")
+        assert held_by(engine.connector)["pinned blocks"] == 6, "the first one's blocks are being read"
     go.set()
     engine.run()
     assert_nothing_is_left(engine)
@@ -322,7 +325,7 @@ def test_stores_that_stand_still_preempt_nobody(fresh_fleet: FreshFleet) -> None
 
 def running_with_a_store(engine: object, prompt: list[int]) -> None:
     engine.add("r", prompt, max_tokens=40)  # type: ignore[attr-defined]
-    engine.step_until(lambda: engine.connector.held()["jobs"], "a store")  # type: ignore[attr-defined, arg-type]
+    engine.step_until(lambda: held_by(engine.connector)["jobs"], "a store")  # type: ignore[attr-defined, arg-type]
 
 
 def test_vllm_resets_a_running_engine_in_spite_of_stores_under_way(fresh_fleet: FreshFleet) -> None:
@@ -362,4 +365,4 @@ def test_reports_of_many_requests_are_taken_as_fast_as_their_jobs_are_made(core:
         jobs = one.step(*((request, 16) for request in requests)).stores
         assert len(jobs) == 20, "each completes a block"
         one.report(*(job.job_id for job in jobs))
-    assert one.side.held()["jobs"] == 0
+    assert held_by(one.side)["jobs"] == 0

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from types import SimpleNamespace
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import grpc
 import pytest
@@ -29,6 +28,7 @@ from tests.conftest import StartServer
 from tests.support.clock import FakeClock
 from tests.support.effort import effort
 from tests.support.faults import stopped
+from tests.support.held import held_by
 from tests.support.processes import wait_for
 from tests.support.toy.fixtures import BLOCK_TOKENS
 from tests.support.vllm_objects import full_attention, make_request, tokens
@@ -78,7 +78,7 @@ def test_a_prompt_is_counted_with_the_step_that_ends_it(one: Core) -> None:
     assert counted(one) == {Cause.NEVER_STORED: HIT, Cause.LAST_BLOCK: LAST}
     one.step((request, 1))
     assert counted(one) == {}
-    assert one.side.held()["prompts that are counted"] == 0
+    assert held_by(one.side)["prompts that are counted"] == 0
 
 
 def test_a_request_that_gives_no_output_is_not_counted(one: Core) -> None:
@@ -88,7 +88,7 @@ def test_a_request_that_gives_no_output_is_not_counted(one: Core) -> None:
     one.step((request, 60))
     one.finish(request)
     one.step()
-    assert counted(one) == {} and one.side.held()["prompts that are counted"] == 0
+    assert counted(one) == {} and held_by(one.side)["prompts that are counted"] == 0
 
 
 def test_what_comes_after_a_preemption_is_not_counted_again(one: Core) -> None:
@@ -149,7 +149,7 @@ def test_a_pool_that_was_lost_and_a_lookup_that_failed(one: Core, monkeypatch: p
 
     with monkeypatch.context() as patch:
         rpc = one.side.stages.sessions[0].client.rpc
-        pending = SimpleNamespace(done=lambda: True, result=late, on_done=lambda _: None)
+        pending = Mock(done=lambda: True, result=late, on_done=lambda _: None)
         patch.setattr(rpc, "lookup_async", lambda *_, **__: pending)
         request = named("late")
         assert one.ask(request) == 0
@@ -239,7 +239,7 @@ def test_a_prompt_of_131072_tokens_is_accounted_for_to_the_token_and_at_no_cost(
         Cause.NEVER_STORED: whole - blocks(64),
         Cause.LAST_BLOCK: LONG - whole,
     }
-    assert len(computed) == 0
+    assert not computed._prompts
 
 
 # Reports to the server: in the background, and never twice
