@@ -66,13 +66,14 @@ of one cache for all engines, in the requests' order: an infinite one, and one o
 from those without connector because batches are composed in other ways, which changes how floating-point sums round.
 The time to first token counts from the arrival. Mooncake's store runs in the engines: its CPU time is theirs.
 "Ideal" is a simulation: a device that computes as fast as the engines without connector at saturation, and stores that
-hold everything, answer at once and cost nothing: what an ideal pool does not reach, no pool can. Documents at and beyond
-saturation three rounds, which ran at once, each on a GPU and 16 cores of one host; system prompt three; other workloads
-one or two, by several commands (`--add`), on machines of one kind. TLS and Mooncake were measured at earlier commits.
-What bounds the misses: the slowest hundredth waits as long as with the ideal pool, for requests that came before and must
-be computed; the mean over offloading's is 0.64 for the ideal pool at saturation, too. Of 1 million tokens that an infinite
-cache hits, beyond saturation 25,000 are asked for while their document is being computed, and 40,000 have been evicted
-(50,000 by an LRU). Conversations of eight turns are larger together than the pool, which is hard on an LRU.
+hold everything, answer at once and cost nothing: what an ideal pool does not reach, no pool can. Documents at and
+beyond saturation three rounds, which ran at once, each on a GPU and 16 cores of one host; system prompt three; other
+workloads one or two, by several commands (`--add`), on machines of one kind. TLS and Mooncake were measured at earlier
+commits. What bounds the misses: the slowest hundredth waits as long as with the ideal pool, for requests that came
+before and must be computed; the mean over offloading's is 0.64 for the ideal pool at saturation, too. Of 1 million
+tokens that an infinite cache hits, beyond saturation 25,000 are asked for while their document is being computed, and
+40,000 have been evicted (50,000 by an LRU). Conversations of eight turns are larger together than the pool, which is
+hard on an LRU.
 Beyond saturation no arm keeps up, so means grow with the number of requests."""
     + UNPOOLED,
     "serving-gpu-tiered": """The same on another machine of this kind, with vLLM's tiered offloading bounded to the same

@@ -237,7 +237,7 @@ class SlotTable:
         idx, within = divmod(offset, self.extent_bytes)
         if self._classes[idx] != (slot_bytes, nbytes) and not self._has_records(idx, slot_bytes, nbytes):
             return
-        slot, start = within // slot_bytes, _EXTENTS_AT + idx * _EXTENT_BYTES  # Without calls: each block pays for this.
+        slot, start = within // slot_bytes, _EXTENTS_AT + idx * _EXTENT_BYTES  # No calls: each block pays for it.
         at = start + _RECORDS_AT + slot * nbytes
         content = _RECORD.pack(place, group.idx, entry.block_hash, entry.parent_hash or _ROOT) + sums.tobytes()
         _MARK.pack_into(self._view, start + _MARKS_AT + _MARK.size * slot, entry.used, 0)
