@@ -16,14 +16,11 @@ import numpy as np
 import xxhash
 
 from kvpool.protocol.errors import InvalidRequestError
-from kvpool.protocol.hashing import checksum
+from kvpool.protocol.hashing import MAX_LOCKED_BYTES, checksum
 from kvpool.transport.base import Buffers, Bytes, Pieces, Sink, Source, Transfer, Transport, no_sum
 
 Checksums = Callable[[], Sequence[int]]
 """Returns one checksum a chunk of some buffers, in order. May wait until the bytes of all of them have been moved."""
-
-MIN_UNLOCKED_BYTES = 16 << 10
-"""Smaller chunks are summed with Python's lock (the GIL) held: to release and acquire it would cost more."""
 
 
 class InPlace:
@@ -89,9 +86,9 @@ class BlockMover:
     region_bytes: int
     chunk_bytes: int
     is_write: bool
-    callback_error: Exception | None = None
-    _indices: Sequence[int] = ()
-    _parts: list[ChunkSums] = field(default_factory=list)
+    callback_error: Exception | None = field(default=None, init=False)
+    _indices: Sequence[int] = field(default=(), init=False)
+    _parts: list[ChunkSums] = field(default_factory=list, init=False)
 
     def move(self, transfer: Transfer, indices: Sequence[int]) -> None:
         """Moves blocks `indices`, one a region of the transfer. Raises as the transport and the callback."""
@@ -184,9 +181,9 @@ def sums_of(pieces: Pieces, chunk_bytes: int) -> list[int]:
     """xxh3-64 of every `chunk_bytes` of some pieces, which together are whole chunks."""
     if len(pieces) == 1:
         chunks = [pieces[0][at : at + chunk_bytes] for at in range(0, len(pieces[0]), chunk_bytes)]
-        if chunk_bytes < MIN_UNLOCKED_BYTES:
+        if chunk_bytes <= MAX_LOCKED_BYTES:
             return [checksum(chunk) for chunk in chunks]
-        return [xxhash.xxh3_64(chunk.data).intdigest() for chunk in chunks]  # Releases the GIL.
+        return [xxhash.xxh3_64(chunk.data).intdigest() for chunk in chunks]
     sums: list[int] = []
     hashed, room = xxhash.xxh3_64(), chunk_bytes
     for piece in pieces:

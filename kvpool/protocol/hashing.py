@@ -16,6 +16,8 @@ import xxhash
 ALGORITHM = "sha256_cbor"
 DEFAULT_SEED = "vllm-none-hash"
 """vLLM's seed for the first block of every prefix, unless PYTHONHASHSEED is set, which replaces it."""
+MAX_LOCKED_BYTES = 64 << 10
+"""xxhash sums more bytes than these without Python's lock (the GIL), if they are given to the constructor."""
 
 
 def sha256_cbor(value: Any) -> bytes:

@@ -15,6 +15,7 @@ import os
 import re
 import secrets
 import socket
+import threading
 import time
 from collections import OrderedDict, deque
 from concurrent.futures import ThreadPoolExecutor
@@ -33,7 +34,7 @@ from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.data_plane.workers import DataWorkers
 from kvpool_server.keeping import store
-from kvpool_server.keeping.adoption import ARENA, kept_extent_bytes, make_table, take_memory
+from kvpool_server.keeping.adoption import ARENA, KeptMemory, make_table
 from kvpool_server.keeping.table import TABLE, SlotTable
 from kvpool_server.process.addresses import bind_path, cannot_bind
 from kvpool_server.rpc.chunks import WRITTEN_BYTES
@@ -45,8 +46,10 @@ PREDECESSOR_S = 15.0
 """How long a start waits for engines to unmap the memory of a server that ran here before."""
 LOOK_EVERY_S = 0.5
 STEP_BYTES = 32 << 20
-COPIERS, EXTENSION_S = 4, 30
-"""Threads that move blocks to memory of another size, and how much longer the start may take, again and again."""
+COPIERS = 4
+"""Threads that move blocks to memory of another size."""
+EXTENSION_S = 30
+"""A service manager that bounds a start is told in time that blocks are still being moved, and waits so much longer."""
 CGROUP = Path("/sys/fs/cgroup")
 """Of this process, as a container sees it."""
 BACKLOG = 128
@@ -117,9 +120,9 @@ class ArenaMemory:
     def __init__(self, config: ServerConfig, *, has_tenants: bool):
         check_fits(config.memory)
         self._config = config
-        self._kept = store.take()
-        extent_bytes = kept_extent_bytes(self._kept, config.memory)
-        self.arena = Arena(config.memory, extent_bytes, 0, self._zero if has_tenants else None)
+        self._is_kept = config.keep == "yes" and store.exists()
+        self._kept = KeptMemory(config.memory, has_tenants=has_tenants, is_kept=self._is_kept)
+        self.arena = Arena(config.memory, self._kept.extent_bytes, 0, self._zero if has_tenants else None)
         self.backed_bytes = 0
         self.segment: Segment
         self.table: SlotTable | None = None
@@ -128,8 +131,7 @@ class ArenaMemory:
 
     async def create(self, stack: AsyncExitStack) -> None:
         """Adopts the memory of the server before, or makes new memory. The stack closes it when the server ends."""
-        is_kept = self._config.keep == "yes" and store.exists()
-        if taken := await take_memory(self._kept, self.arena, is_kept=is_kept):
+        if taken := await self._kept.take():
             before, table = taken
             if before.nbytes == self.arena.arena_bytes:
                 self.segment, self.table = taken
@@ -139,7 +141,7 @@ class ArenaMemory:
             self.is_adopted = self.table is not None
         else:
             await self._wait_for_memory()
-            self._make(is_kept)
+            self._make()
         stack.callback(self.segment.close)
         if self.table is not None:
             stack.callback(self.table.close)
@@ -156,49 +158,51 @@ class ArenaMemory:
             await asyncio.sleep(LOOK_EVERY_S)
         check_free(self._config.memory)
 
-    def _make(self, is_kept: bool, secret: int = 0) -> None:
+    def _make(self, secret: int = 0) -> None:
         segment = self.segment = Segment.create(self.arena.arena_bytes)
-        if is_kept and segment.is_sealed and is_abandoned(segment.fd):
+        if self._is_kept and segment.is_sealed and is_abandoned(segment.fd):
             self.table = make_table(self.arena, segment, secret)
 
     def _move(self, before: Segment, old: SlotTable) -> None:
         """Moves what lies in memory of another size to the same offsets in new memory, extent by extent.
 
         Each record follows its bytes, so that a death costs no more than what has not been moved. What has been moved
-        is given back, so that both take little more than the larger one.
+        is given back, so that both take little more than the larger one. Raises ConfigError if that is too much.
         """
-        if self.arena.arena_bytes > (most := free_bytes() + before.nbytes):
+        if self.arena.arena_bytes > (most := free_bytes() + os.fstat(before.fd).st_blocks * 512):
             raise _too_large(self._config.memory, "the free memory and what blocks of the server before have", most)
         log.info("moves the blocks of the server before", bytes_before=before.nbytes, bytes_now=self.arena.arena_bytes)
         with suppress(OSError):
             for name in (ARENA, TABLE):
                 store.remove(name)
-        self._make(is_kept=True, secret=old.secret)
-        extent_bytes = old.extent_bytes
+        self._make(old.secret)
+        extent_bytes, lock = old.extent_bytes, threading.Lock()
         began_at = told_at = time.monotonic()
 
         def move(start: int) -> None:
             stop = min(start + STEP_BYTES, end)
-            self._populate(start, stop - start)
-            self.segment.bytes[start:stop] = before.bytes[start:stop]
-            before.discard(start, stop - start)
+            if not is_used:
+                before.discard(start, stop - start)
+            with lock:  # Each sees what is free when the others have theirs.
+                self._populate(start, stop - start)
+            if is_used:
+                self.segment.bytes[start:stop] = before.bytes[start:stop]
+                before.discard(start, stop - start)
 
         try:
             if self.table is not None:
                 self.table.copy(old)
                 with ThreadPoolExecutor(COPIERS) as threads:
                     for idx in range(min(old.backed_bytes, self.arena.arena_bytes) // extent_bytes):
-                        end = (idx + 1) * extent_bytes
-                        if old.slot_bytes(idx):
-                            deque(threads.map(move, range(idx * extent_bytes, end, STEP_BYTES)), 0)
-                            self.table.copy(old, idx)
-                        else:
-                            self._populate(idx * extent_bytes, extent_bytes)
+                        end, is_used = (idx + 1) * extent_bytes, bool(old.slot_bytes(idx))
+                        deque(threads.map(move, range(idx * extent_bytes, end, STEP_BYTES)), 0)
+                        self.table.copy(old, idx)
                         self._back(end)
                         if time.monotonic() - told_at > EXTENSION_S / 3:
                             told_at = time.monotonic()
-                            store.notify(f"EXTEND_TIMEOUT_USEC={EXTENSION_S}000000")
-        except (MemoryError, OSError) as error:
+                            with suppress(OSError):
+                                store.notify(f"EXTEND_TIMEOUT_USEC={EXTENSION_S}000000")
+        except MemoryError as error:
             log.warning("not all blocks of the server before are moved", reason=str(error))
         finally:
             before.close()

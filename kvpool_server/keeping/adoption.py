@@ -42,64 +42,76 @@ MAX_BEGUN = 2
 """Adoptions that may begin and not end: what lies in the memory may be why."""
 
 
-def kept_extent_bytes(found: Mapping[str, Sequence[int]], nbytes: int) -> int | None:
-    """The size of an extent in the memory of the server before; None if an arena of `nbytes` cannot have it.
+class KeptMemory:
+    """What the manager has kept of the server before, for an arena of `nbytes`.
 
     Args:
-        found: the descriptors of that server, by name.
-    """
-    before = geometry_of(found[TABLE][0]) if TABLE in found else None
-    fits = before is not None and MIN_EXTENTS <= nbytes // before.extent_bytes <= MAX_EXTENTS
-    return before.extent_bytes if before is not None and fits else None
+        has_tenants: whether an extent of the arena belongs to one tenant.
+        is_kept: whether the settings want it.
 
-
-async def take_memory(
-    found: Mapping[str, Sequence[int]], arena: Arena, *, is_kept: bool
-) -> tuple[Segment, SlotTable] | None:
-    """The memory of the server before, of whatever size, and its table; None if there is none, or the arena cannot have
-    what it holds: the log says why, and the manager has forgotten it.
+    Attributes:
+        extent_bytes: of an extent there; None if there is nothing, or nothing that can be adopted.
     """
-    if not found:
+
+    def __init__(self, nbytes: int, *, has_tenants: bool, is_kept: bool):
+        self._found, self._why = store.take(), "--keep no"
+        self._geometry: Geometry | None = None
+        if self._found and is_kept:
+            try:
+                self._geometry = _adoptable(self._found, nbytes, has_tenants)
+            except (OSError, _RefusedError) as error:
+                self._why = str(error)
+        self.extent_bytes = None if self._geometry is None else self._geometry.extent_bytes
+
+    async def take(self) -> tuple[Segment, SlotTable] | None:
+        """The memory, of whatever size, and its table, which this process owns from now on.
+
+        None if there is none, or it cannot be adopted: the log says why, and the manager has forgotten it.
+        """
+        if not self._found:
+            return None
+        if self._geometry is not None:
+            try:
+                return await _adopted(self._found, self._geometry)
+            except (OSError, _RefusedError) as error:
+                self._why = str(error)
+        log.warning("the memory of the server before is given up, and the pool begins empty", reason=self._why)
+        for name, fds in self._found.items():
+            for fd in fds:
+                with contextlib.suppress(OSError):  # What maps the file may have closed it.
+                    os.close(fd)
+            with contextlib.suppress(OSError):
+                store.remove(name)
         return None
-    why = "--keep no"
-    if is_kept:
-        try:
-            return await _adopted(found, arena)
-        except OSError as error:
-            why = error.strerror or str(error)
-        except _RefusedError as error:
-            why = str(error)
-    log.warning("the memory of the server before is given up, and the pool begins empty", reason=why)
-    for name, fds in found.items():
-        for fd in fds:
-            with contextlib.suppress(OSError):  # What maps the file may have closed it.
-                os.close(fd)
-        with contextlib.suppress(OSError):
-            store.remove(name)
-    return None
 
 
 class _RefusedError(Exception):
     """Why memory cannot be adopted."""
 
 
-async def _adopted(found: Mapping[str, Sequence[int]], arena: Arena) -> tuple[Segment, SlotTable]:
-    """The memory of these descriptors, which this process owns from now on. Raises _RefusedError and OSError."""
+def _adoptable(found: Mapping[str, Sequence[int]], nbytes: int, has_tenants: bool) -> Geometry:
+    """The geometry of the memory of these descriptors. Raises _RefusedError and OSError."""
     if {name: len(each) for name, each in found.items()} != {ARENA: 1, TABLE: 1}:
         raise _RefusedError("it is not one arena and one table")
     (segment_fd,), (table_fd,) = found[ARENA], found[TABLE]
     if (before := geometry_of(table_fd)) is None:
         raise _RefusedError("its table is of another release")
-    if before.has_tenants != arena.has_tenants:
-        raise _RefusedError(f"has_tenants was {before.has_tenants}, and is {arena.has_tenants}")
-    if before.extent_bytes != arena.extent_bytes:
-        raise _RefusedError(f"its parts of {before.extent_bytes} bytes do not go into {arena.arena_bytes}")
+    if before.has_tenants != has_tenants:
+        raise _RefusedError(f"has_tenants was {before.has_tenants}, and is {has_tenants}")
+    if not MIN_EXTENTS <= nbytes // before.extent_bytes <= MAX_EXTENTS:
+        raise _RefusedError(f"its parts of {before.extent_bytes} bytes do not go into {nbytes}")
     if why := why_other(segment_fd, before.arena_bytes, before.nonce):
         raise _RefusedError(why)
     if os.fstat(table_fd).st_size != file_bytes(before.arena_bytes // before.extent_bytes):
         raise _RefusedError("its table has another size")
     if num_begun(table_fd) >= MAX_BEGUN:
         raise _RefusedError(f"{MAX_BEGUN} servers have not got over its adoption")
+    return before
+
+
+async def _adopted(found: Mapping[str, Sequence[int]], before: Geometry) -> tuple[Segment, SlotTable]:
+    """The memory of these descriptors. Raises _RefusedError and OSError."""
+    (segment_fd,), (table_fd,) = found[ARENA], found[TABLE]
     patience_s = ABANDONED_S + before.arena_bytes / UNMAPPED_BYTES_PER_S
     ends_at = time.monotonic() + patience_s
     while not is_abandoned(segment_fd):
@@ -169,10 +181,7 @@ def restore(pool: Pool, table: SlotTable, named_quotas: Container[str] = ()) -> 
     used = [idx for idx in range(pool.arena.num_extents) if table.slot_bytes(idx)]
     stamp, learned = table.learned()
     pool.placement.stamp = max(pool.placement.stamp, stamp)  # What was learned is of no later time.
-    for slot_class, policy in pool.placement.policies():
-        with contextlib.suppress(ValueError):  # Another policy has learned it.
-            policy.relearn(learned.get(slot_class, b""))
     # Where callers are authenticated, no client maps the arena.
-    adoption.finish(used, 0.0 if pool.arena.has_tenants else table.late_until)
+    adoption.finish(used, 0.0 if pool.arena.has_tenants else table.late_until, learned)
     pool.counters["adopted_blocks"] = len(adoption.entries)
     return adoption, TableFollower(pool, table, places, last, named_quotas)

@@ -135,8 +135,10 @@ class SlotTable:
             self.fd = -1
 
     def copy(self, other: SlotTable, idx: int | None = None) -> None:
-        """Takes over what another table of the same secret says of an extent that has no records here; None: of the
-        server.
+        """Takes over what another table of the same secret says.
+
+        Args:
+            idx: of an extent, which has no records here; None: quotas, policies and namespaces.
         """
         at, end = (HEAD_BYTES, _EXTENTS_AT) if idx is None else (self._start(idx), self._start(idx + 1))
         with contextlib.suppress(OSError):  # Nothing but holes follows.

@@ -9,12 +9,11 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from kvpool.protocol.hashing import MAX_LOCKED_BYTES
 from kvpool_server.cache.entry import Entry
 from kvpool_server.cache.steps import Run, Steps, finish
 from kvpool_server.tiers.tier import is_sound
 
-MAX_LOCKED_BYTES = 64 << 10
-"""Chunks up to this size are hashed with Python's lock held: a thread that hashes many keeps the event loop waiting."""
 VERIFIED_BYTES = 64 << 20
 """Bytes that a thread verifies before it looks whether the call was cancelled."""
 
@@ -24,7 +23,7 @@ async def verified(entries: Sequence[Entry], memory: npt.NDArray[np.uint8], run:
     if not entries:
         return []
     spec, corrupt = entries[0].group.spec, list[Entry]()
-    if spec.chunk_bytes <= MAX_LOCKED_BYTES:
+    if spec.chunk_bytes <= MAX_LOCKED_BYTES:  # A thread that hashes many keeps the event loop waiting.
         with contextlib.closing(find_corrupt(entries, memory)) as steps:  # They end with the call.
             return await run(steps)
     count = max(1, VERIFIED_BYTES // spec.slot_bytes)

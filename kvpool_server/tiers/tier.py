@@ -73,7 +73,7 @@ class Block:
 def is_sound(payload: memoryview, checksums: Sequence[int]) -> bool:
     """Whether the chunks of a block, uint8 [slot_bytes], match their checksums."""
     size = payload.nbytes // len(checksums)
-    # Unlike `hashing.checksum`, xxh3_64 releases the GIL for more than 64 KiB: threads verify beside the event loop.
+    # Unlike `hashing.checksum`, xxh3_64 releases the GIL for large chunks: threads verify beside the event loop.
     return all(
         xxhash.xxh3_64(payload[nth * size :][:size]).intdigest() == expected for nth, expected in enumerate(checksums)
     )

@@ -6,13 +6,13 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpool.client.block_io import MIN_UNLOCKED_BYTES, ChunkSums, sums_of
-from kvpool.protocol.hashing import checksum
+from kvpool.client.block_io import ChunkSums, sums_of
+from kvpool.protocol.hashing import MAX_LOCKED_BYTES, checksum
 
 
 @given(
     num_chunks=st.integers(1, 4),
-    chunk_bytes=st.sampled_from([1, 1_000, MIN_UNLOCKED_BYTES - 1, MIN_UNLOCKED_BYTES, 100_001]),
+    chunk_bytes=st.sampled_from([1, 1_000, MAX_LOCKED_BYTES, MAX_LOCKED_BYTES + 1, 100_001]),
     cuts=st.lists(st.floats(0, 1), max_size=6),
 )
 def test_chunks_have_the_same_sums_in_whatever_pieces_they_lie(

@@ -100,7 +100,7 @@ def test_blocks_come_back_in_the_order_of_their_last_uses(table: SlotTable) -> N
     used = {nth: entry.used for nth in (0, 10, 20) if (entry := group.index.get(block_hash(nth))) is not None}
     assert used[10] < used[20] < used[0]
     assert after.placement.next_stamp([group]) > used[0]
-    (victim, *_) = after.placement.evictor(group).choose(1, {})
+    (victim, *_) = after.placement.evictor(group).choose(1, Chosen())
     assert victim.block_hash == block_hash(19)
 
 
