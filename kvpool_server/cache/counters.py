@@ -26,7 +26,7 @@ COUNTERS = {
     "adopted_blocks": "Blocks of the server before that a start with its memory has made readable again.",
     "removed_blocks": "Blocks removed or cleared by request.",
     "corrupt_blocks": "Blocks dropped because their bytes had changed. Alert on any.",
-    "out_of_space_puts": "Puts refused because nothing in the arena could be evicted.",
+    "out_of_space_puts": "Puts refused because too little could be evicted in time.",
     "over_quota_puts": "Puts refused because of a quota.",
     "expired_leases": "Leases that reached their deadline: a reader died or stalled.",
     "refused_leases": "Lookups that got no lease because too many leases were live.",

@@ -201,7 +201,7 @@ class Pool:
         self._holds.check_tickets(owner)
         if self.arena.num_surplus(namespace.tenant):
             self.rebalance()
-        ticket = Ticket(self.new_id(), now + ttl_s, [], shards, owner=owner)
+        ticket, since = Ticket(self.new_id(), now + ttl_s, [], shards, owner=owner), now
         statuses: list[PutStatus] = []
         is_reserved = has_claims = has_waited = False
         self._holds.writing.append(ticket)
@@ -214,12 +214,13 @@ class Pool:
                 while (reserved := self.entry_table.reserve(group, part, ticket)) is None:
                     has_claims = has_claims or self.arena.start_claims(group.tenant)
                     has_waited = True
-                    if self.clock() > now + self.limits.max_ttl_ms / 1000:
+                    if self.clock() > since + self.limits.max_ttl_ms / 1000:
+                        self.counters["out_of_space_puts"] += 1
                         raise OutOfSpaceError("it takes too long to make room; put fewer at once, or try again later")
-                    is_zeroed = False
-                    while not is_zeroed:
-                        is_zeroed = self.arena.zero_some(group.tenant)
+                    while self.arena.zero_some(group.tenant):
                         yield
+                        since = self.clock()
+                    yield
                 statuses += reserved
             if has_waited:
                 ticket.restart(self.clock() + ttl_s)

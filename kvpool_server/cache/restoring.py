@@ -124,12 +124,15 @@ class Adoption:
         group.num_complete += len(added)
         return added
 
-    def finish(self, extents: Sequence[int], quarantine_until: float) -> None:
+    def finish(
+        self, extents: Sequence[int], quarantine_until: float, learned: Mapping[tuple[str, int], bytes] = {}
+    ) -> None:
         """Queues the blocks for eviction, in the order of their last uses.
 
         Args:
             extents: that the predecessor used.
             quarantine_until: until when somebody may still write to the slots there that are free.
+            learned: what the predecessor's policies have learned, by slot class.
         """
         pool = self._pool
         self._link_orphans()
@@ -138,7 +141,7 @@ class Adoption:
         table.num_complete += len(self.entries)
         for group, members in self._members.items():
             if members:
-                pool.placement.adopt(group, members)
+                pool.placement.adopt(group, members, learned.get(group.slot_class, b""))
         for entry, until in sorted(self._pinned, key=lambda each: each[0].depth):  # A pin needs its parent's.
             pool.pins.pin(entry, until, pool.clock())
         if quarantine_until > pool.clock():

@@ -73,7 +73,7 @@ def pin(pool: Pool, entries: Sequence[Entry]) -> int:
 def pin_next_victims(pool: Pool, reserve: float, needs: Mapping[tuple[str, int], int], max_bytes: int) -> PinnedVictims:
     """Pins the entries that are to be evicted next; end that with `unpin_victims`. Evicts superseded ones at once.
 
-    The arguments are those of `Placement.next_victims`.
+    The arguments are those of `Placement.next_victims`. Raises SearchCutError; no entry is pinned then.
     """
     pool.expire()
     pool.entry_table.evict(pool.placement.next_superseded(reserve, needs))

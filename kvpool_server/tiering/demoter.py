@@ -25,6 +25,7 @@ import numpy.typing as npt
 import structlog
 
 from kvpool_server.cache.entry import Entry, Group
+from kvpool_server.cache.eviction import SearchCutError
 from kvpool_server.cache.pool import Pool
 from kvpool_server.cache.steps import STEP_BLOCKS, Steps, finish
 from kvpool_server.cache.tier_access import pin, pin_next_victims, unpin_victims
@@ -287,7 +288,11 @@ class Watermark:
         demoters = [demoter for demoter in self._demoters if demoter.health.is_available]
         if not demoters:
             return False
-        victims = pin_next_victims(self._pool, RESERVE, self._needs, PINNED_BYTES)
+        try:
+            victims = pin_next_victims(self._pool, RESERVE, self._needs, PINNED_BYTES)
+        except SearchCutError:
+            await asyncio.sleep(0)
+            return True  # The next search goes on behind what this one has visited.
         writing = [asyncio.create_task(demoter.write(victims.entries)) for demoter in demoters]
         try:
             # A tier that has not answered by then is left alone (`Health`). What it still writes may come from slots

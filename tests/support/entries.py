@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvpool_server.cache.entry import Entry, Group
 from kvpool_server.cache.eviction import Evictor
+from kvpool_server.cache.eviction.evictor import Chosen
 from tests.support.values import block_hash, group_spec
 
 GROUP = Group(group_spec())
@@ -43,7 +44,7 @@ def queued(evictor: Evictor, *entries: Entry) -> Evictor:
 
 def evict(evictor: Evictor, count: int) -> list[Entry] | None:
     """`count` victims; None if there are fewer, and nothing has changed."""
-    victims = evictor.choose(count, {})
+    victims = evictor.choose(count, Chosen())
     if len(victims) == count:
         return victims
     evictor.restore(victims)

@@ -28,7 +28,7 @@ MIN_SLOT_BYTES = 4 << 10
 """An extent has no more slots than slots of this size. So the server's own memory for blocks, 0.5 KiB for each and up
 to 0.6 KiB for its shards, is little more than a quarter of the arena, however small the blocks are."""
 FEW_SLOTS = 1 << 15
-"""Slots that a small arena may have, too."""
+"""An arena of few bytes may have up to so many slots in all."""
 ZEROED_AT_ONCE = 2 << 20
 """Bytes that one call of `Arena.zero_some` zeroes, within about 1 ms."""
 
@@ -186,7 +186,7 @@ class Arena:
         """Whether `count` available slots can be allocated now, because no byte of another tenant lies there.
 
         If not, sets unused extents aside for the tenant. The put calls `start_claims`, then `zero_some` until it is
-        True, claims again, and calls `end_claims` when it has ended, however it ends.
+        False, claims again, and calls `end_claims` when it has ended, however it ends.
         """
         if not self.has_tenants:
             return True
@@ -213,10 +213,10 @@ class Arena:
         return incoming is not None
 
     def zero_some(self, tenant: str) -> bool:
-        """Zeroes some of the extents that a tenant has claimed; True once none of them has another tenant's bytes."""
+        """Zeroes some of the extents that a tenant has claimed; False if none of them has another tenant's bytes."""
         incoming = self._incoming.get(tenant, _NOTHING)
         if not incoming.foreign:
-            return True
+            return False
         assert self._zero is not None
         idx, start = incoming.foreign[0], incoming.zeroed_bytes
         nbytes = min(ZEROED_AT_ONCE, self.extent_bytes - start)
@@ -226,7 +226,7 @@ class Arena:
             self._bytes_of[idx] = tenant
             incoming.zeroed.append(incoming.foreign.pop(0))
             incoming.zeroed_bytes = 0
-        return not incoming.foreign
+        return True
 
     def end_claims(self, tenant: str) -> None:
         """Ends a waiting put. With a tenant's last waiting put, its claimed extents become unused again."""

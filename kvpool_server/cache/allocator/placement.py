@@ -28,7 +28,7 @@ from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.allocator.donations import MAX_DONATED_SLOTS, Donations, ExtentDrain, Superseded, last_use
 from kvpool_server.cache.allocator.extent import MAX_COUNTED_SLOTS, Extent
 from kvpool_server.cache.entry import Entry, Group
-from kvpool_server.cache.eviction import TICK, Evictor, Policy, SearchCutError
+from kvpool_server.cache.eviction import TICK, Evictor, Policy
 from kvpool_server.cache.eviction.partitions import (
     Account,
     Partition,
@@ -119,11 +119,14 @@ class Placement:
             for partition in sorted(self._partitions.of_class(slot_class), key=lambda each: -len(each.evictor)):
                 yield slot_class, partition.evictor.policy
 
-    def adopt(self, group: Group, entries: Sequence[Entry]) -> None:
-        """Queues entries with the stamps of a pool before this one."""
+    def adopt(self, group: Group, entries: Sequence[Entry], learned: bytes) -> None:
+        """Queues entries with the stamps of a pool before this one, whose policy of this size had learned this."""
         last = max(entry.used for entry in entries) // TICK * TICK
         self.stamp = max(self.stamp, last)
         partition = self._partitions.of(group)
+        if not partition.evictor.num_entries:
+            with contextlib.suppress(ValueError):  # Another policy has learned it.
+                partition.evictor.policy.relearn(learned)
         partition.last_used = max(partition.last_used, last)
         partition.evictor.move_from(None, len(entries), self.stamp)
         partition.evictor.requeue(entries)
@@ -143,11 +146,8 @@ class Placement:
 
     def _requeue(self, groups: set[Group]) -> Iterator[None]:
         # By slots, because an index may change between two steps, and an iteration over it would fail.
-        extents = [
-            extent
-            for tenant, size in {group.slot_class for group in groups}
-            for extent in self._arena.extents(size, tenant)
-        ]
+        classes = {group.slot_class for group in groups}
+        extents = [extent for tenant, size in classes for extent in self._arena.extents(size, tenant)]
         for extent in extents:
             for start in range(0, len(extent.owners), REQUEUED_SLOTS):
                 for group, entries in _by_group(extent.owners[start : start + REQUEUED_SLOTS], groups).items():
@@ -251,21 +251,20 @@ class Placement:
     def next_victims(self, reserve: float, needs: Mapping[tuple[str, int], int], max_bytes: int) -> list[Entry]:
         """The entries to evict next, so that a share of each slot size's slots is free before a put needs them.
 
-        The policies do not choose them again until they are dropped, or given back with `keep`.
+        The policies do not choose them again until they are dropped, or given back with `keep`. Raises SearchCutError.
 
         Args:
             reserve: the share of slots to keep free, of each slot size.
             needs: slots to keep free beside the reserve, by tenant and slot size.
-            max_bytes: of the victims' slots; at least one victim is chosen, if it is found at once.
+            max_bytes: of the victims' slots; at least one victim is chosen.
         """
-        with contextlib.suppress(SearchCutError), Victims(self.evictor) as victims:
+        with Victims(self.evictor) as victims:
             for slot_class, short in self._shortages(reserve, needs):
                 if max_bytes > 0:
                     mine, size = self._partitions.of_class(slot_class), slot_class[1]
                     count = min(short, max(1, max_bytes // size), MAX_VICTIMS)
                     max_bytes -= size * choose_victims(mine, count, victims, self.stamp)
-            return victims.entries
-        return []
+        return victims.entries
 
     def next_superseded(self, reserve: float, needs: Mapping[tuple[str, int], int]) -> list[Entry]:
         """As `next_victims`, of superseded namespaces: evict these first, and do not write them to a tier."""

@@ -9,8 +9,8 @@ Invariants, for every policy:
 The queue is lazy. A use does not move an entry; an entry that is popped with an outdated stamp is queued again under
 its new one. A leased entry leaves the queue when it is popped, until its last lease ends: the entry table adds it then.
 A dropped entry leaves the queue when it is popped, or when the queue is swept: while dropped entries are more than half
-of a queue, each further drop visits a few queued entries. A choice that has visited many entries in vain ends with
-`SearchCutError`; the next one goes on behind them. So no call visits them all.
+of a queue, each further drop visits a few queued entries. A choice, by however many evictors, that has visited many
+entries in vain ends with `SearchCutError`; the next one goes on behind them. So no call visits them all.
 
 An entry whose group moves to another evictor stays in the old queue, too, where it counts as dropped.
 
@@ -39,16 +39,27 @@ SWEPT_PER_DROP = 8
 UNPARKED_AT_ONCE = 64
 """Parked entries whose pin has ended that a choice queues again; more only where it finds no other candidate."""
 MAX_VISITED = 2_048
-"""Entries that a choice visits in vain at most, within about 3 ms."""
+"""Entries that are visited in vain for one `Chosen` at most, within about 3 ms."""
 VICTIM = -1
 """In a `Chosen`: the entry itself is a victim. No entry has so many children."""
-
-Chosen = dict[Entry, int]
-"""For each entry how many of its children are victims; `VICTIM` for the victims."""
 
 
 class SearchCutError(Exception):
     """A choice has visited many entries in vain, and has chosen none; the same choice after it finds others."""
+
+
+class Chosen(dict[Entry, int]):
+    """One choice: for each entry how many of its children are victims; `VICTIM` for the victims."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._num_visits_left = MAX_VISITED
+
+    def visited_in_vain(self) -> None:
+        """An evictor has visited an entry for this choice that is no victim. Raises SearchCutError if they are many."""
+        self._num_visits_left -= 1
+        if self._num_visits_left < 0:
+            raise SearchCutError
 
 
 class Evictor:
@@ -71,7 +82,6 @@ class Evictor:
         self._unpopped: set[Entry] = set()  # Victims that were chosen as expired ones, and are still in the queue.
         self._parked: dict[int, dict[Entry, None]] = {}  # By the end of their pins.
         self._pin_ends: list[int] = []  # A heap: the keys of `_parked`.
-        self._num_visits_left = 0  # Of the present choice.
 
     def __len__(self) -> int:
         """Queued entries, with those that were dropped since."""
@@ -162,7 +172,6 @@ class Evictor:
             pinned: also pinned ones, when there are no others.
         """
         victims: list[Entry] = []
-        self._num_visits_left = MAX_VISITED
         self._unpark()
         try:
             while len(victims) < count:
@@ -195,6 +204,8 @@ class Evictor:
             else:
                 self._num_dead += 1
                 victim.queued = None
+                if victim.used >= 0 and victim.pinned_until > self._clock():
+                    self._park(victim)  # In the queue, the next choice would visit it in vain again.
             self.add(victim)
 
     def least_worth(self, chosen: Chosen, stamp: int) -> float | None:
@@ -214,7 +225,6 @@ class Evictor:
         return self.policy.oldest_stamp(lambda: self._next_victim(chosen))
 
     def _next_victim(self, chosen: Chosen) -> Entry | None:
-        self._num_visits_left = MAX_VISITED
         if (victim := self._pop(chosen)) is not None:
             self.add(victim)
         return victim
@@ -234,7 +244,7 @@ class Evictor:
             entry, _ = self._expired.popitem()
             if entry.used < 0 and self._holds(entry) and _can_go(entry, chosen):
                 return entry
-            self._visited_in_vain()
+            chosen.visited_in_vain()
         return None
 
     def _pop_queued(self, chosen: Chosen) -> Entry | None:
@@ -243,9 +253,10 @@ class Evictor:
             self._num_queued -= 1
             if not self._holds(entry):
                 self._num_dead -= 1
-            elif self._unpopped and entry in self._unpopped:  # A victim already, which is in the queue no longer.
+            elif self._unpopped and entry in self._unpopped:
                 self._unpopped.remove(entry)
                 self._num_dead -= 1
+                continue  # A victim already: were it counted, a cut choice would not get further than the one before.
             else:
                 entry.queued = None
                 if _can_go(entry, chosen):
@@ -255,13 +266,8 @@ class Evictor:
                         self._park(entry)
                     else:
                         return entry
-            self._visited_in_vain()
+            chosen.visited_in_vain()
         return None
-
-    def _visited_in_vain(self) -> None:
-        self._num_visits_left -= 1
-        if self._num_visits_left < 0:
-            raise SearchCutError
 
     def _park(self, entry: Entry) -> None:
         ends_at = entry.pinned_until
@@ -296,7 +302,7 @@ class Evictor:
                 entry.queued = None
                 if _can_go(entry, chosen):
                     return entry
-                self._visited_in_vain()
+                chosen.visited_in_vain()
             del self._parked[heapq.heappop(self._pin_ends)]
         return None
 

@@ -5,8 +5,8 @@ with a quota has its own partition, so its victims are found without visiting th
 an arena that has tenants.
 
 A partition is made when one of its groups is first used, and stays while it has entries. Of the empty ones a few are
-kept, for their policies have learned. So there are not many more partitions than extents and sets of quotas, however
-many slot sizes clients declare.
+kept, for their policies have learned. So beside these few there is at most one partition per slot size in the arena and
+set of quotas, however many slot sizes clients declare.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Victims:
     def __init__(self, evictor_of: Callable[[Group], Evictor]) -> None:
         self._evictor_of = evictor_of
         self.entries: list[Entry] = []
-        self.chosen: Chosen = {}
+        self.chosen = Chosen()
         self._by_evictor: list[tuple[Evictor, list[Entry]]] = []
         self._added: list[Entry] = []
 
@@ -196,7 +196,9 @@ class Partitions:
             self._accounts.update(dict.fromkeys(groups, accounts))
             for group in groups:
                 if (left := self._leave(group)) is not None and group.num_live:
-                    self.of(group).evictor.move_from(left.evictor, group.num_live, stamp)
+                    partition = self.of(group)
+                    partition.last_used = max(partition.last_used, left.last_used)
+                    partition.evictor.move_from(left.evictor, group.num_live, stamp)
                     moved.add(group)
         return moved
 
@@ -208,9 +210,11 @@ class Partitions:
             self._leave(group)
 
     def _leave(self, group: Group) -> Partition | None:
-        """Takes a group from its partition; None if it has not been used."""
+        """Takes a group from its partition; None if it has not been used. Without quotas, the partition stays."""
         if (partition := self._by_group.pop(group, None)) is not None:
             partition.groups.remove(group)
+            if partition.accounts and not partition.groups:
+                del self._by_key[group.slot_class, partition.accounts]
         return partition
 
 

@@ -289,6 +289,7 @@ def test_a_search_for_victims_that_does_not_end_is_given_up(rig: Rig, monkeypatc
     monkeypatch.setattr(Evictor, "choose", cut)
     with pytest.raises(OutOfSpaceError, match="it takes too long to make room"):
         rig.store("new")
+    assert rig.pool.counters["out_of_space_puts"] == 1
     monkeypatch.undo()
     rig.settle()
     check_integrity(rig.pool)
@@ -303,8 +304,12 @@ def test_a_quota_is_in_force_although_the_search_for_what_exceeds_it_is_long(rig
 
 def test_the_next_victims_are_found_some_calls_later_where_the_search_is_long(rig: Rig) -> None:
     _search_in_vain(rig)
-    found = [pin_next_victims(rig.pool, 0.04, {}, 1 << 20).entries for _ in range(12)]
-    assert found[0] == [] and [entry.block_hash for entries in found for entry in entries] == [block_hash(23)]
+    for _ in range(7):
+        with pytest.raises(SearchCutError):
+            pin_next_victims(rig.pool, 0.04, {}, 1 << 20)
+        check_integrity(rig.pool)
+    (victim,) = pin_next_victims(rig.pool, 0.04, {}, 1 << 20).entries
+    assert victim.block_hash == block_hash(23)
 
 
 def _start(rig: Rig, dice: random.Random) -> Steps[object]:

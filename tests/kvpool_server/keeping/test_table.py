@@ -11,6 +11,7 @@ import pytest
 from kvpool.protocol.types import BlockRun, Quota, ShardRange
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.eviction import POLICIES
+from kvpool_server.cache.eviction.evictor import Chosen
 from kvpool_server.cache.pool import Pool
 from kvpool_server.cache.restoring import Columns
 from kvpool_server.cache.steps import finish
@@ -34,10 +35,10 @@ def table() -> Iterator[SlotTable]:
         yield table
 
 
-def _pool(clock: FakeClock | None = None) -> PoolAtOnce:
+def _pool(clock: FakeClock | None = None, policy: str = "lru") -> PoolAtOnce:
     ids = iter(range(1, 1 << 30))
     arena = Arena(EXTENT_BYTES * NUM_EXTENTS, EXTENT_BYTES)
-    return PoolAtOnce(arena, clock or FakeClock(), lambda: next(ids), policy=POLICIES["lru"])
+    return PoolAtOnce(arena, clock or FakeClock(), lambda: next(ids), policy=POLICIES[policy])
 
 
 def _put(pool: PoolAtOnce, names: range, num_shards: int = 1, parent: int | None = None) -> None:
@@ -162,6 +163,26 @@ def test_what_policies_have_learned_is_that_of_the_last_time(table: SlotTable) -
     table.put_learned(0, 128, ("", 2), b"later")
     table.put_learned(1, 0)
     assert table.learned() == (128, {("", 2): b"later"})
+
+
+def test_policies_go_on_from_what_they_had_learned(table: SlotTable) -> None:
+    pool = _pool(policy="density")
+    follower = TableFollower(pool, table)
+    for num_shards in (1, 4):
+        _put(pool, range(num_shards * 100, num_shards * 110), num_shards)
+    finish(follower.mark())
+    after = _pool(policy="density")
+    restore(after, table)
+    policies, had_learned = dict(after.placement.policies()), dict(pool.placement.policies())
+    assert policies.keys() == had_learned.keys() and len(policies) == 2
+    for slot_class, policy in policies.items():
+        expected = POLICIES["density"]()
+        expected.relearn(had_learned[slot_class].learned())
+        assert policy.learned() == expected.learned()
+    table.put_learned(0, 64, ("", CHUNK), b"learned by another policy")
+    unlearned = _pool(policy="density")
+    restore(unlearned, table)
+    assert unlearned.counters["adopted_blocks"] == 50
 
 
 def test_a_system_that_cannot_punch_holes_erases_all_the_same(table: SlotTable) -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from kvpool.protocol.types import BlockRun
+from kvpool_server.cache.eviction import evictor
 from kvpool_server.tiering import demoter
 from kvpool_server.tiers.health import ANSWER_S, AWAY_S
 from tests.support.integrity import check_integrity
@@ -117,6 +118,28 @@ async def test_victims_go_back_to_their_evictor_and_stay_each_time_the_tier_fail
     assert rig.pool.stats().num_entries == SLOTS and not tier.kept
     rig.put("new")
     assert tier.counters["dropped_demotions"] == 1
+
+
+@play(write_back=True)
+async def test_slots_are_freed_although_the_search_for_victims_is_long(
+    rig: Rig, tier: MemoryTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evictor, "MAX_VISITED", 1)
+    names = [f"p{nth}" for nth in range(SLOTS)]
+    for name in names[:-1]:
+        rig.put(name)
+    for name in names[:-1]:  # Each use leaves an entry where it was queued before.
+        rig.pool.release([rig.lookup(name).lease_id])
+    searches: list[object] = []
+    search = demoter.pin_next_victims
+    monkeypatch.setattr(demoter, "pin_next_victims", lambda *args: searches.append(args) or search(*args))  # type: ignore[func-returns-value]
+    rig.put(names[-1])
+    for nth in range(1, 6):
+        await turns(1)
+        assert len(searches) <= nth, "the search holds the loop"
+    await rig.wait_idle()
+    assert len(searches) > 5
+    assert tier.kept and rig.pool.stats().free_bytes == SLOT and not tier.counters["dropped_demotions"]
 
 
 @play(MemoryTier, MemoryTier, write_back=True)

@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvpool.protocol.errors import KVPoolError
 from kvpool.protocol.types import PutGrant, ShardRange
+from kvpool_server.cache import pool as pool_module
 from kvpool_server.cache.allocator import arena as arena_module
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.steps import Steps, finish
@@ -191,6 +192,19 @@ def test_a_put_that_has_waited_for_an_extent_has_all_of_its_time() -> None:
     puts.pool.writable(grant.ticket_id, offset, 16)
     assert puts.pool.put_end(grant.ticket_id, [0]).num_complete == 1
     check_integrity(puts.pool)
+
+
+def test_a_put_of_several_parts_may_be_zeroed_for_longer_than_a_ticket_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_module, "STEP_BLOCKS", 4)
+    puts = Puts()
+    puts.start(0, 16, 12)
+    _finish(puts)
+    puts.pool.clear()
+    puts.start(1, 16, 12)
+    while puts.under_way:
+        puts.clock.advance(0.4 * puts.pool.limits.max_ttl_ms / 1000)
+        puts.step(0)
+    assert puts.num_zeroed == NUM_EXTENTS * EXTENT_BYTES and puts.pool.stats().num_entries == 12
 
 
 def test_an_arena_of_one_tenant_is_never_zeroed() -> None:

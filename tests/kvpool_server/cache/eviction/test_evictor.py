@@ -4,7 +4,7 @@ import pytest
 
 from kvpool_server.cache.entry import Entry
 from kvpool_server.cache.eviction import DEFAULT_POLICY, POLICIES, TICK, Evictor, Policy, SearchCutError, check_policy
-from kvpool_server.cache.eviction.evictor import MAX_VISITED, MIN_DEAD_TO_SWEEP
+from kvpool_server.cache.eviction.evictor import MAX_VISITED, MIN_DEAD_TO_SWEEP, Chosen
 from tests.support.clock import FakeClock
 from tests.support.entries import drop, evict, make_chain, make_entry, queued
 
@@ -71,13 +71,13 @@ def test_entries_that_are_written_or_dropped_are_no_candidates(evictor: Evictor)
 
 
 def test_no_candidate_is_older_than_the_oldest_stamp(evictor: Evictor) -> None:
-    assert evictor.oldest_stamp({}) is None
+    assert evictor.oldest_stamp(Chosen()) is None
     a, b = make_entry("a"), make_entry("b")
     _stored(evictor, 8 * TICK, [a])
     _stored(evictor, 800 * TICK, [b])
-    first = evictor.oldest_stamp({})
+    first = evictor.oldest_stamp(Chosen())
     assert first is not None and first <= a.used and first % TICK == 0
-    assert evictor.oldest_stamp({}) == first, "looking has changed something"
+    assert evictor.oldest_stamp(Chosen()) == first, "looking has changed something"
     assert set(evict(evictor, 2) or ()) == {a, b}
 
 
@@ -137,7 +137,7 @@ def _choose(evictor: Evictor, count: int) -> list[Entry]:
     """Chooses as often as it takes."""
     while True:
         try:
-            return evictor.choose(count, {})
+            return evictor.choose(count, Chosen())
         except SearchCutError:
             continue
 
@@ -147,8 +147,8 @@ def test_pinned_entries_are_chosen_last_and_only_if_asked_for(evictor: Evictor) 
     _stored(evictor, TICK, [a], [b], [c])
     _pin(a, 200)
     _pin(b, 150)
-    assert evictor.choose(3, {}) == [c]
-    assert evictor.choose(3, {}, pinned=True) == [b, a], "the pin that ends first is given back first"
+    assert evictor.choose(3, Chosen()) == [c]
+    assert evictor.choose(3, Chosen(), pinned=True) == [b, a], "the pin that ends first is given back first"
 
 
 def test_a_pin_can_be_prolonged_and_ended_while_its_entry_is_parked(evictor: Evictor, clock: FakeClock) -> None:
@@ -170,12 +170,12 @@ def test_parked_entries_that_are_leased_or_dropped_are_not_chosen(evictor: Evict
     _stored(evictor, TICK, [a], [b], [c])
     for each in (a, b, c):
         _pin(each, 200)
-    assert evictor.choose(1, {}) == []
+    assert evictor.choose(1, Chosen()) == []
     a.leases = 1
     drop(evictor, b)
-    assert evictor.choose(3, {}, pinned=True) == [c]
+    assert evictor.choose(3, Chosen(), pinned=True) == [c]
     _release(evictor, a)
-    assert evictor.choose(3, {}, pinned=True) == [a]
+    assert evictor.choose(3, Chosen(), pinned=True) == [a]
 
 
 def test_choosing_visits_each_pinned_entry_once(evictor: Evictor, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,12 +205,12 @@ def test_many_pins_that_end_at_once_are_queued_some_at_a_time(evictor: Evictor, 
     for each in pinned:
         _stored(evictor, TICK, [each])
         _pin(each, 200)
-    assert evictor.choose(1, {}) == []
+    assert evictor.choose(1, Chosen()) == []
     clock.now = 200.0
-    victims = evictor.choose(1, {})
+    victims = evictor.choose(1, Chosen())
     assert len(victims) == 1 and len(evictor) < 200
     drop(evictor, *victims)
-    assert len(evictor.choose(999, {})) == 999, "the others are found when they are needed"
+    assert len(evictor.choose(999, Chosen())) == 999, "the others are found when they are needed"
 
 
 def test_expired_entries_are_chosen_first(evictor: Evictor) -> None:
@@ -219,7 +219,7 @@ def test_expired_entries_are_chosen_first(evictor: Evictor) -> None:
     _stored(evictor, 2 * TICK, [b])
     _stored(evictor, 3 * TICK, [c])
     evictor.expire(c)
-    assert evictor.least_worth({}, 4 * TICK) == float("-inf")
+    assert evictor.least_worth(Chosen(), 4 * TICK) == float("-inf")
     victims = evict(evictor, 1)
     assert victims == [c]
     evictor.restore([c])
@@ -232,13 +232,13 @@ def test_no_hint_has_an_entry_chosen_before_a_child_that_it_has_got_since(evicto
     pinned, expired = make_entry("p"), make_entry("e")
     _stored(evictor, TICK, [pinned])
     _pin(pinned, 200)
-    assert evictor.choose(1, {}) == []
+    assert evictor.choose(1, Chosen()) == []
     _stored(evictor, TICK, [expired])
     evictor.expire(expired)
     leased, child = make_entry("l", parent=pinned), make_entry("c", parent=expired)
     leased.leases = 1
     _stored(evictor, 2 * TICK, [leased], [child])
-    assert evictor.choose(4, {}, pinned=True) == [child, expired]
+    assert evictor.choose(4, Chosen(), pinned=True) == [child, expired]
 
 
 def test_leased_expired_entries_are_skipped_and_kept(evictor: Evictor) -> None:
@@ -267,15 +267,15 @@ def test_choosing_visits_each_leased_entry_once(
     monkeypatch.setattr(evictor._queue, "pop", lambda: popped.append(1) or pop())  # type: ignore[func-returns-value]
     chosen: list[Entry] = []
     for _ in range(100):
-        assert evictor.least_worth({}, 2 * TICK) is not None
-        victims = evictor.choose(1, {})
+        assert evictor.least_worth(Chosen(), 2 * TICK) is not None
+        victims = evictor.choose(1, Chosen())
         drop(evictor, *victims)
         chosen += victims
     assert set(chosen) == set(others) and not evictor._expired
     assert len(popped) < 2 * (500 + 4 * 100), "leased entries were visited by each choice"
     for each in leased[:400]:
         _release(evictor, each)
-    assert set(evictor.choose(500, {})) == set(leased[:400])
+    assert set(evictor.choose(500, Chosen())) == set(leased[:400])
 
 
 @pytest.mark.parametrize("in_vain", ["leased", "used", "dropped", "expired"])
@@ -295,20 +295,46 @@ def test_a_choice_that_visits_many_in_vain_is_cut_and_the_next_one_goes_on(
             each.leases = 1
             if in_vain == "expired":
                 evictor.expire(each)
-    visits, visited = 0, evictor._visited_in_vain
+    visits, visited = 0, Chosen.visited_in_vain
 
-    def counted() -> None:
+    def counted(chosen: Chosen) -> None:
         nonlocal visits
         visits += 1
-        visited()
+        visited(chosen)
 
-    monkeypatch.setattr(evictor, "_visited_in_vain", counted)
+    monkeypatch.setattr(Chosen, "visited_in_vain", counted)
     with pytest.raises(SearchCutError):
-        evictor.choose(2, {})
+        evictor.choose(2, Chosen())
     assert visits == MAX_VISITED + 1
     assert set(_choose(evictor, 2)) == {first, last}, "what the first choice had found was lost"
     visits_of_each = 2 if in_vain == "expired" else 1  # As an expired one, and in the queue.
     assert visits <= visits_of_each * len(many) + 10
+
+
+def test_victims_that_were_chosen_already_are_not_visited_in_vain(evictor: Evictor) -> None:
+    expired, others = ([make_entry((name, nth)) for nth in range(2 * MAX_VISITED)] for name in "eo")
+    for nth, each in enumerate([*expired, *others], 1):
+        _stored(evictor, nth * TICK, [each])
+    for each in expired:
+        evictor.expire(each)
+    victims = evictor.choose(3 * MAX_VISITED, Chosen())
+    assert set(victims[: 2 * MAX_VISITED]) == set(expired) and set(victims) < {*expired, *others}
+    drop(evictor, *victims)
+    assert len(evictor.choose(MAX_VISITED, Chosen())) == MAX_VISITED
+
+
+def test_pinned_victims_that_are_given_back_are_not_visited_in_vain_again(evictor: Evictor) -> None:
+    pinned = [make_entry(nth) for nth in range(2 * MAX_VISITED)]
+    _stored(evictor, TICK, *([each] for each in pinned))
+    for each in pinned:
+        _pin(each, 200)
+    assert not _choose(evictor, 1)
+    for _ in range(2):
+        victims = evictor.choose(len(pinned), Chosen(), pinned=True)
+        assert set(victims) == set(pinned)
+        evictor.restore(victims)
+    _pin(pinned[0], 0)
+    assert evictor.choose(1, Chosen()) == pinned[:1]
 
 
 def test_what_was_put_aside_may_be_used_or_dropped_or_moved(evictor: Evictor, clock: FakeClock) -> None:
@@ -317,17 +343,17 @@ def test_what_was_put_aside_may_be_used_or_dropped_or_moved(evictor: Evictor, cl
     for each in entries:
         evictor.expire(each)
         each.leases = 1
-    assert not evictor.choose(4, {})
+    assert not evictor.choose(4, Chosen())
     evictor.used([used], 2 * TICK)
     drop(evictor, dropped)
     other = Evictor(type(evictor.policy)(), clock)
     other.move_from(evictor, 1, 2 * TICK)
     other.requeue([moved])
     evictor.expire(hinted)
-    assert not evictor.choose(4, {}) and not other.choose(4, {})
+    assert not evictor.choose(4, Chosen()) and not other.choose(4, Chosen())
     for each in entries:
         _release(other if each is moved else evictor, each)
-    assert other.choose(4, {}) == [moved] and evictor.choose(4, {}) == [hinted, used]
+    assert other.choose(4, Chosen()) == [moved] and evictor.choose(4, Chosen()) == [hinted, used]
     drop(evictor, hinted, used)
     assert len(evictor) == evictor._num_dead
 
@@ -342,9 +368,9 @@ def test_hints_leave_nothing_behind(evictor: Evictor, clock: FakeClock) -> None:
         elif nth % 3 == 1:
             evictor.expire(one)
         if nth % 7 == 0:
-            evictor.restore(evictor.choose(1, {}))
+            evictor.restore(evictor.choose(1, Chosen()))
         clock.now += 0.5
         drop(evictor, one)
-    evictor.choose(1, {}, pinned=True)
+    evictor.choose(1, Chosen(), pinned=True)
     assert not evictor._expired and not evictor._unpopped and not any(evictor._parked.values())
     assert len(evictor._pin_ends) == len(evictor._parked) <= 3

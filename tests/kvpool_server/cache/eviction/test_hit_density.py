@@ -6,6 +6,7 @@ import pytest
 
 from kvpool_server.cache.entry import Entry
 from kvpool_server.cache.eviction import TICK, Evictor
+from kvpool_server.cache.eviction.evictor import Chosen
 from kvpool_server.cache.eviction.hit_density import MAX_BUCKETS, MAX_TURN, MIN_GHOSTS, HitDensity, is_tail, turn_of
 from tests.support.clock import FakeClock
 from tests.support.entries import drop, evict, make_chain, make_entry
@@ -147,5 +148,5 @@ def test_the_oldest_stamp_is_found_without_visiting_candidates(monkeypatch: pyte
     leased, idle = traffic.store("leased", 1), traffic.store("idle", 1)
     leased[0].leases = 1
     monkeypatch.setattr(traffic.policy.queue, "pop", lambda: pytest.fail("a put would pay for every leased candidate"))
-    oldest = traffic.evictor.oldest_stamp({})
+    oldest = traffic.evictor.oldest_stamp(Chosen())
     assert oldest is not None and oldest <= min(leased[0].used, idle[0].used)

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 
 import pytest
 
 from kvpool.protocol.types import Quota
 from kvpool_server.cache.entry import Group
-from kvpool_server.cache.eviction import POLICIES, TICK, Policy
-from kvpool_server.cache.eviction.partitions import MAX_EMPTY, Partitions
+from kvpool_server.cache.eviction import POLICIES, TICK, Evictor, Policy, SearchCutError
+from kvpool_server.cache.eviction.evictor import MAX_VISITED
+from kvpool_server.cache.eviction.partitions import (
+    MAX_EMPTY,
+    Account,
+    Partition,
+    Partitions,
+    Victims,
+    choose_unpinned,
+)
 from kvpool_server.process.process_memory import no_collections
 from tests.support.clock import FakeClock
 from tests.support.entries import drop, make_entry
@@ -63,6 +74,56 @@ def test_a_few_partitions_stay_without_entries_and_all_with_entries(rig: Rig) ->
     assert [len(rig.partitions.of_class(group.slot_class)) for group in groups] == [1] * 50 + [0] * 950
     rig.use(groups[500:501])
     assert rig.num_made == 1_001 and rig.partitions.of(groups[500]).groups == {groups[500]}
+
+
+def test_partitions_of_deleted_quotas_push_out_no_others(rig: Rig) -> None:
+    groups = rig.groups(10)
+    rig.use(groups)
+    (other,) = Rig.groups(rig, 1)
+    for nth in range(2 * MAX_EMPTY):
+        rig.partitions.place([([other], (Account(f"tenant:{nth}", 1),))], 0)
+        rig.use([other])
+        rig.partitions.place([([other], ())], 0)
+    assert rig.num_made == 10 + 2 * MAX_EMPTY
+    rig.use(groups)
+    assert rig.num_made == 10 + 2 * MAX_EMPTY, "a policy that has learned was forgotten"
+
+
+def test_the_last_use_is_known_when_a_quota_is_deleted() -> None:
+    house = House(8)
+    owner = house.owner(tenant="acme")
+    house.quota("tenant:acme", 1_000)
+    owner.store(3)
+    used = house.pool.placement.stamp
+    house.quota("tenant:acme", 0)
+    assert house.pool.placement._partitions.last_used("") == used
+
+
+def test_one_choice_among_many_partitions_visits_few_entries_in_vain(
+    policy: type[Policy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_partitions, num_pops = 6, 0
+    partitions = [Partition(("", 1), (), Evictor(policy(), FakeClock())) for _ in range(num_partitions)]
+
+    def counted(pop: Callable[[], object]) -> object:
+        nonlocal num_pops
+        num_pops += 1
+        return pop()
+
+    for nth, evictor in enumerate(each.evictor for each in partitions):
+        for which in range(MAX_VISITED):
+            entry, is_last = make_entry((nth, which)), which == MAX_VISITED - 1
+            evictor.stored([entry], 2 * TICK if is_last else TICK)
+            evictor.add(entry)
+            entry.leases = not is_last
+        monkeypatch.setattr(evictor._queue, "pop", partial(counted, evictor._queue.pop))
+    num_chosen = num_calls = 0
+    while not num_chosen:
+        before, num_calls = num_pops, num_calls + 1
+        with suppress(SearchCutError), Victims(lambda _: partitions[0].evictor) as victims:
+            num_chosen = choose_unpinned(partitions, 1, victims, 3 * TICK)
+        assert num_pops - before <= MAX_VISITED + 1 + 3 * num_partitions
+    assert num_calls == num_partitions, "a call does not go on where the one before has ended"
 
 
 def test_the_last_use_of_a_tenant_is_that_of_its_sizes(rig: Rig) -> None:
