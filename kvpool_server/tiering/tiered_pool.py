@@ -39,8 +39,8 @@ log = structlog.get_logger()
 
 RESTART_S = 1.0
 """Of what transfers blocks, after it has failed."""
-MAX_LOCATED_CHUNKS = 1 << 19
-"""Of one lookup that says where its blocks lie, which it does in one step: 128k tokens of five groups of 8 shards have
+MAX_LOCATED_CHUNKS = 1 << 18
+"""Of one lookup that says where its blocks lie, which it does in one step: 128k tokens of three groups of 8 shards have
 fewer. The client of a larger one, as after any lookup without places, asks `Get`, batch by batch."""
 MAX_NAMESPACES = 256  # That are opened at the start for a tier that holds blocks of more: the newest.
 MAX_UNLEASED_BYTES = 256 << 20
