@@ -23,11 +23,16 @@ from kvpool_server.cache.hints import Pins
 from kvpool_server.cache.leases import Ticket
 from kvpool_server.cache.steps import STEP_BLOCKS, Steps
 
+_OVER = -math.inf
+"""The end of a quarantine that is known to be over: nothing but a hold keeps the entry there."""
+
 
 class Quarantine:
     """Dropped entries that somebody may still read or write, by slot.
 
-    Each stays until its time is over and no lease or ticket covers it.
+    Each stays until its time is over and no lease or ticket covers it. An entry has one item in the heap until its time
+    is known to be over, and none from then on, however many tickets of it expire: an entry whose time has grown gets a
+    later item when its item is due.
     """
 
     def __init__(self) -> None:
@@ -41,26 +46,30 @@ class Quarantine:
         return (entry for entry, _ in self._held.values())
 
     def add(self, entry: Entry, until: float) -> None:
-        """Puts a dropped entry in quarantine until a time; never shortens its stay."""
-        _, before = self._held.get(entry.offset, (entry, until))
-        until = max(until, before)
-        self._held[entry.offset] = (entry, until)
-        heapq.heappush(self._ends, (until, entry.offset))
+        """Puts a dropped entry in quarantine until a time, or `_OVER`; never shortens its stay."""
+        _, before = self._held.get(entry.offset, (entry, _OVER))
+        self._held[entry.offset] = (entry, max(until, before))
+        if before == _OVER < until:
+            heapq.heappush(self._ends, (until, entry.offset))
 
-    def remove_if_over(self, entry: Entry, now: float) -> bool:
-        """Removes an entry whose time is over and that no hold covers; True if its slot is to be freed now."""
-        _, until = self._held.get(entry.offset, (entry, now))
-        if now < until or not entry.movable:
-            return False
-        return self._held.pop(entry.offset, None) is not None
+    def remove_if_over(self, entry: Entry) -> bool:
+        """Removes an entry whose time is known to be over and that no hold covers; True if its slot is to be freed."""
+        is_over = entry.movable and self._held.get(entry.offset) == (entry, _OVER)
+        if is_over:
+            del self._held[entry.offset]
+        return is_over
 
-    def pop_over(self, now: float) -> Entry | None:
-        """Removes and returns an entry whose time is over and that no hold covers; None if there is none."""
+    def visit_due(self, now: float) -> Iterator[Entry | None]:
+        """Visits the entries whose items are due: yields an entry that it has removed, or None if the entry stays."""
         while self._ends and self._ends[0][0] <= now:
-            entry, _ = self._held.get(heapq.heappop(self._ends)[1], (None, 0.0))
-            if entry is not None and self.remove_if_over(entry, now):
-                return entry
-        return None
+            _, offset = heapq.heappop(self._ends)
+            entry, until = self._held[offset]
+            if until > now:
+                heapq.heappush(self._ends, (until, offset))
+                yield None
+            else:
+                self._held[offset] = (entry, _OVER)
+                yield entry if self.remove_if_over(entry) else None
 
 
 @dataclass(eq=False)
@@ -92,9 +101,9 @@ class EntryTable:
     def reserve(self, group: Group, runs: Sequence[BlockRun], ticket: Ticket) -> list[PutStatus] | None:
         """Has a ticket cover its shards of every block that is neither present nor being written.
 
-        Returns the status of each block; None if it could not begin, because the search for victims takes longer, or
-        bytes of another tenant lie where the slots will be: see `Arena.claim`. Raises OutOfSpaceError if there are too
-        few slots; nothing has changed then.
+        Returns the status of each block; None if it could not begin, because finding and evicting victims takes longer,
+        or bytes of another tenant lie where the slots will be: see `Arena.claim`. Raises OutOfSpaceError if there are
+        too few slots; the call has changed nothing then.
         """
         allocated = self._allocate(group, runs)
         if allocated is None:
@@ -169,7 +178,7 @@ class EntryTable:
             self.departures.left([entry], MissCause.PUT_FAILED)
             self.drop(entry, not_before)
         else:
-            self.quarantine.add(entry, not_before)
+            self._free_after(entry, not_before)
 
     def make_candidate(self, entry: Entry) -> None:
         """Queues an entry as a candidate for eviction, if it is a live leaf that is not being written."""
@@ -220,15 +229,16 @@ class EntryTable:
                 self.make_candidate(parent)
         if entry.pending:
             not_before = max(not_before, entry.pending_until + self._grace_s)
-        # Another ticket of the entry may have expired unnoticed: `expire` then frees the slot, and nothing else does.
-        if not entry.movable or not_before > self._clock():
-            self.quarantine.add(entry, not_before)
-        else:
-            self._free(entry)
+        self._free_after(entry, not_before)
+
+    def _free_after(self, entry: Entry, until: float) -> None:
+        """Frees a dropped entry's slot once a time is over and no hold covers the entry: at once, if that is now."""
+        self.quarantine.add(entry, until if until > self._clock() else _OVER)
+        self.free_if_unheld(entry)
 
     def free_if_unheld(self, entry: Entry) -> None:
         """Frees a dropped entry's slot if its quarantine is over and no hold covers it."""
-        if self.quarantine.remove_if_over(entry, self._clock()):
+        if self.quarantine.remove_if_over(entry):
             self._free(entry)
 
     def _free(self, entry: Entry) -> None:
@@ -236,20 +246,21 @@ class EntryTable:
         self._arena.free(entry.offset)
 
     def free_expired(self, now: float, count: int) -> int:
-        """Frees up to `count` slots whose quarantine is over, and slots of the extent that is being drained.
+        """Visits up to `count` slots whose quarantine may be over, and as many of the extent that is being drained.
 
-        Returns how many slots were freed, at least.
+        Returns how many slots in quarantine were visited and how many entries were evicted, in all.
         """
         if now >= self.rests_until:
             self._arena.end_rests()
             self.rests_until = math.inf
-        freed = 0
-        while freed < count and (entry := self.quarantine.pop_over(now)) is not None:
-            self._free(entry)
-            freed += 1
+        num_visited = 0
+        for entry in itertools.islice(self.quarantine.visit_due(now), count):
+            num_visited += 1
+            if entry is not None:
+                self._free(entry)
         if victims := self._placement.drain.victims(now, count):
             self.evict(victims)
-        return freed + len(victims)
+        return num_visited + len(victims)
 
     def drop_in_steps(self, entries: Sequence[Entry], cause: MissCause) -> Steps[int]:
         """Drops those of these entries that are live; returns how many, each removed block once."""
@@ -290,14 +301,14 @@ class EntryTable:
         for entry in kept:
             entry.leases += 1
         try:
-            victims = self._placement.victims(group, count)
+            victims, are_enough = self._placement.victims(group, count)
         except SearchCutError:
             return None
         finally:
             for entry in kept:
                 self.release(entry)
         self.evict(victims, evicted_for=group)
-        if not self._arena.claim(group.spec.slot_bytes, count, group.tenant):
+        if not are_enough or not self._arena.claim(group.spec.slot_bytes, count, group.tenant):
             return None
         offsets = self._arena.allocate(group.spec.slot_bytes, count, group.tenant)
         assert offsets is not None, "the victims left too few free slots"

@@ -8,7 +8,8 @@ Invariants (`tests.support.integrity` recomputes them):
 - An entry is readable only when every shard has been covered by a put_end.
 - A slot is freed only when no lease covers its entry, no ticket, nor the grace after one, lets anybody write to it, and
   no transfer of a lease or ticket that has ended is under way.
-- A call that raises has changed nothing, except that holds may have expired and its namespace counts as used.
+- A call that raises has changed nothing, except that holds may have expired, its namespace counts as used, and a put
+  of several steps may have evicted entries.
 
 Calls on many blocks work in steps (`steps.py`), and what ends many holds at once does so over several calls: `settle`
 does more of it, and says whether more is left.
@@ -323,7 +324,7 @@ class Pool:
         return self._settle(self.clock(), SETTLED_PER_CALL) > 0 or self.placement.requeue()
 
     def _settle(self, now: float, count: int) -> int:
-        """As `expire`, for up to about `count` entries; returns how many holds, entries or slots it has ended."""
+        """As `expire`, for up to about `count` entries; returns how many holds, entries and slots it visited."""
         ended = self._holds.settle(now, count)
         ended += self.entry_table.free_expired(now, count)
         if self.namespaces.closing:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from contextlib import suppress
 
+from kvpool.protocol.errors import OutOfSpaceError
 from kvpool.protocol.types import Quota, ShardRange
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.eviction import Policy
@@ -57,6 +59,24 @@ class Owner:
 
     def lease(self, *names: object) -> int:
         return self.pool.lookup(self.fingerprint, [run_of(*names)], prefix_only=False, lease_ttl_ms=60_000).lease_id
+
+    def evictions(self, *names: object) -> list[int]:
+        """Stores the blocks of one prefix; returns how many entries each step evicted. A put may be refused."""
+        evicted, counters = [], self.pool.counters
+        before = counters["evicted_blocks"]
+        steps = self.pool.put_start_in_steps(self.fingerprint, [run_of(*names)], WHOLE)
+        with suppress(OutOfSpaceError):
+            while True:
+                try:
+                    next(steps)
+                except StopIteration as end:
+                    self.pool.put_end(end.value.ticket_id, [0] * len(end.value.offsets))
+                    break
+                finally:
+                    evicted.append(counters["evicted_blocks"] - before)
+                    before = counters["evicted_blocks"]
+                    check_integrity(self.pool)
+        return evicted
 
     def use(self, *names: object) -> None:
         self.pool.release([self.lease(*names)])

@@ -20,7 +20,7 @@ from kvpool_server.cache.eviction.partitions import Partition, Victims, oldest_s
 SAMPLED_SLOTS = 32
 """Slots of an extent whose last uses are compared: enough to rank extents, few enough for extents of any size."""
 MAX_DONATED_SLOTS = 4_096
-"""Slots of an extent that is given up at once, within one put. A larger one is drained, some slots at a time."""
+"""Slots of an extent that one put empties. A larger one is drained, some slots at a time, while puts are refused."""
 MAX_SEARCHED_SLOTS = 1 << 16
 """Slots that one put visits in search of extents without a held entry, and of extents with superseded entries only."""
 MAX_SKIPPED = 256
@@ -124,6 +124,21 @@ class ExtentDrain:
         self._is_foreign = False
         self._entries: deque[Entry] = deque()
         self._ends_at = 0.0
+        self._extent: Extent | None = None
+        self._slot_class = ("", 0)
+
+    def keep(self, extent: Extent, slot_class: tuple[str, int], now: float) -> None:
+        """Drains an extent that a put empties over several steps, unless another one is being drained."""
+        if self._extent is not None and self._slot_class == slot_class and not self._extent.num_used:
+            self._end()  # The put needs more than that one.
+        if not self.is_active:
+            self.wanted_by = slot_class
+            self.start(extent, now)
+
+    def extent_for(self, slot_class: tuple[str, int]) -> list[Extent]:
+        """The extent that is being drained for a tenant and slot size, if any, and if a put can empty it."""
+        extent = self._extent if self._slot_class == slot_class else None
+        return [extent] if extent is not None and extent.num_used and len(extent.owners) <= MAX_DONATED_SLOTS else []
 
     def start(self, extent: Extent, now: float) -> None:
         """Drains an extent for the size that waits for one."""
@@ -133,6 +148,7 @@ class ExtentDrain:
         self._entries = deque(filter(None, extent.owners))
         self._is_foreign = extent.tenant != tenant
         self._ends_at = now + DRAIN_S + (self._longest_hold_s if self._is_foreign else 0)
+        self._extent, self._slot_class = extent, self.wanted_by
         self.wanted_by, self.is_active = None, True
 
     def victims(self, now: float, count: int) -> list[Entry]:
@@ -140,8 +156,7 @@ class ExtentDrain:
         if not self.is_active:
             return []
         if now >= self._ends_at:
-            self._arena.end_drain()
-            self._entries, self.is_active = deque(), False
+            self._end()
         victims: list[Entry] = []
         for _ in range(min(count, len(self._entries))):
             entry = self._entries.popleft()
@@ -150,6 +165,10 @@ class ExtentDrain:
             elif entry.live:
                 self._entries.append(entry)
         return victims
+
+    def _end(self) -> None:
+        self._arena.end_drain()
+        self._entries, self._extent, self.is_active = deque(), None, False
 
 
 @dataclass(eq=False)
@@ -179,6 +198,9 @@ class Donations:
             victims: what is to be evicted already.
         """
         search = Search(self._arena.withheld(slot_class))
+        for extent in filter(search.is_unheld, self._drain.extent_for(slot_class)):
+            search.given.add(extent.start)  # A put goes on with the extent that an earlier step has begun to empty.
+            yield extent
         if self._arena.has_tenants:
             yield from self._of_tenants(slot_class, search)
         yield from self._of_sizes(slot_class, mine, victims, search)
@@ -211,7 +233,7 @@ class Donations:
         num_extents = {size: len(arena.extents(size, tenant)) for size in arena.sizes(tenant) if size != slot_bytes}
         if not num_extents:
             return
-        num_mine = len(arena.extents(slot_bytes, tenant))
+        num_mine = len(arena.extents(slot_bytes, tenant)) + arena.num_usable(slot_bytes, tenant)
         for extent in self._superseded.extents(arena, slot_class):
             if extent.start in search.given:
                 continue

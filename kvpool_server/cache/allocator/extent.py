@@ -9,8 +9,10 @@ import numpy as np
 
 from kvpool_server.cache.entry import Entry
 
+HOLD_SAMPLE = 64
+"""Slots of an extent whose holds are counted: all extents of an arena are ranked by these counts in one step."""
 MAX_COUNTED_SLOTS = 1_024
-"""Slots of an extent whose holds are counted, to find the extent with the fewest."""
+"""Entries of an extent that are looked at in one step, to choose some of them."""
 
 
 class Extent:
@@ -35,7 +37,7 @@ class Extent:
     @property
     def num_held(self) -> int:
         """How many of some slots hold an entry that cannot be evicted now."""
-        return sum(not (entry.live and entry.movable) for entry in self.sample(MAX_COUNTED_SLOTS))
+        return sum(not (entry.live and entry.movable) for entry in self.sample(HOLD_SAMPLE))
 
     def sample(self, count: int) -> list[Entry]:
         """The entries in every nth slot, so that at most about `count` slots are looked at."""

@@ -8,10 +8,11 @@ from contextlib import suppress
 import pytest
 
 from kvpool.protocol.errors import OutOfSpaceError
-from kvpool_server.cache.allocator import donations
+from kvpool_server.cache.allocator import donations, placement
 from kvpool_server.cache.allocator.donations import MAX_SKIPPED
 from kvpool_server.cache.entry import Entry, Group
-from kvpool_server.cache.eviction import Policy
+from kvpool_server.cache.eviction import Policy, SearchCutError
+from kvpool_server.cache.tier_access import pin_next_victims
 from tests.support.integrity import check_integrity
 from tests.support.tenants import WHOLE, House, Owner
 from tests.support.values import run_of
@@ -187,3 +188,22 @@ def test_a_put_skips_a_bounded_number_of_held_entries_of_all_that_are_superseded
             new.store()
         assert seen <= 4 + 2
     assert old.nbytes < 800, "the held ones of the oldest hide those behind them"
+
+
+def test_they_are_evicted_before_victims_are_written_to_a_tier_some_at_a_time(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(placement, "MAX_VICTIMS", 10)
+    live = house.owner()
+    live.store(15)
+    old = _epoch(house, "1")
+    old.put(*range(25))
+    _epoch(house, "2")
+    needs = {("", 100): 30}
+    for num_left in (15, 5):
+        with pytest.raises(SearchCutError):
+            pin_next_victims(house.pool, 0.0, needs, 1 << 20)
+        assert (old.nbytes, live.nbytes) == (num_left * 100, 1_500)
+    victims = pin_next_victims(house.pool, 0.0, needs, 1 << 20)
+    assert old.nbytes == 0 and len(victims.entries) == 5
+    check_integrity(house.pool)
