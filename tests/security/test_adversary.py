@@ -53,6 +53,7 @@ def test_the_memory_of_a_burst_is_returned(tmp_path: Path) -> None:
         ("turns", "large puts"),
         ("events handled together", "whole messages of many"),
         ("counted fields", "messages full of empty parts"),
+        ("verifications in steps", "verifications of tiny chunks"),
     ],
 )
 def test_without_a_mechanism_its_attack_is_found(tmp_path: Path, mechanism: str, name: str) -> None:

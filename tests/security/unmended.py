@@ -9,7 +9,7 @@ from typing import Any
 
 from kvpool_server.app import command as cli
 from kvpool_server.cache.steps import Steps, finish
-from kvpool_server.rpc import handlers
+from kvpool_server.rpc import handlers, verification
 from kvpool_server.rpc.turns import Turns
 
 
@@ -35,10 +35,15 @@ def _uncounted() -> None:
     handlers._num_fields = count
 
 
+def _verified_in_threads() -> None:
+    verification.MAX_LOCKED_BYTES = 0
+
+
 MECHANISMS: Mapping[str, Callable[[], None]] = {
     "turns": _without_turns,
     "events handled together": _one_event_a_pass,
     "counted fields": _uncounted,
+    "verifications in steps": _verified_in_threads,
 }
 
 if __name__ == "__main__":
