@@ -126,6 +126,13 @@ class HandOver:
         }
         return min(load, key=lambda each: (each in tried, self._failures[each] > 0, load[each]), default="")
 
+    async def _num_held(self, endpoint: str, prompt: Prompt) -> int:
+        """How many leading blocks a server has, in all groups; 0 if it does not answer."""
+        asked = (
+            operator.methodcaller("holds", prompt.namespace, idx, run.block_hashes) for idx, run in prompt.runs.items()
+        )
+        return sum([await self._ask(endpoint, question) or 0 for question in asked])
+
     def _new(self, endpoint: str, prompt: Prompt) -> dict[BlockKey, int]:
         """The blocks of a prompt that a receiver was not given yet, with their sizes."""
         return {
@@ -148,8 +155,12 @@ class HandOver:
         self.bytes_of[endpoint] += sum(new.values())
         there: set[BlockKey] | None = None
         seen: set[BlockKey] = set()
-        read_at = time.monotonic()
+        read_at, most_held = time.monotonic(), 0
         while time.monotonic() - read_at < STALLED_S:
+            # Looked at first, because a question that brings up has it read again what it has evicted.
+            if (held := await self._num_held(endpoint, prompt)) < most_held:
+                break
+            most_held = held
             answer = await self._ask(endpoint, lambda peer: peer.bring_up(prompt.namespace, prompt.runs.values()))
             if answer is None:
                 break

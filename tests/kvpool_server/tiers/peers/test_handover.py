@@ -136,7 +136,7 @@ def test_a_prompt_that_is_being_continued_is_handed_over(neighbours: Callable[..
     assert handed_over(leaving) == len(names) and other.read_bytes == len(names) * CHUNK
 
 
-def test_a_receiver_without_room_reads_few_blocks_twice(pool_server: StartServer) -> None:
+def test_a_receiver_without_room_reads_no_block_twice(pool_server: StartServer) -> None:
     chunk, names = 64 << 10, prompt("large", 1_000)
     spec = namespace_spec(group_spec(chunk_bytes=chunk), tenant="acme")
     endpoints = [free_endpoint(), free_endpoint()]
@@ -154,7 +154,7 @@ def test_a_receiver_without_room_reads_few_blocks_twice(pool_server: StartServer
     blocks = [payload(name, chunk) for name in names]
     leaving.client.put_blocks(leaving.client.open_namespace(spec), run_of(*names), blocks)
     assert drained(leaving) < LONG_S
-    assert receiver.read_bytes <= 5 / 4 * len(names) * chunk  # On a busy machine a batch has been read again.
+    assert receiver.read_bytes <= len(names) * chunk
     for each in hosts:
         each.close()
 
