@@ -45,7 +45,8 @@ def answered_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every lookup is sent and answered in one step: which requests share a step must not depend on the machine."""
     from vllm_plugin.scheduler import step_budget
 
-    monkeypatch.setattr(step_budget, "MAX_WAIT_SHARE", 1e6)
+    for name in ("MAX_WAIT_SHARE", "ASYNC_WAIT_SHARE"):
+        monkeypatch.setattr(step_budget, name, 1e6)
     monkeypatch.setattr(step_budget, "MAX_BEGIN_S", 10.0)
 
 

@@ -53,7 +53,7 @@ class KVPoolScheduler:
         self._recorder = recorder = Recorder()
         self.guard = recorder.guard
         self.geometry = geometry = Geometry.of(vllm_config, kv_cache_config, config.share_adapters)
-        self.budget = StepBudget(recorder)
+        self.budget = StepBudget(recorder, is_async=bool(vllm_config.scheduler_config.async_scheduling))
         self.stages = Stages(geometry.num_stages, config, recorder)
         events_of_engine = Events(geometry.groups, enabled=events is not None and events.enable_kv_cache_events)
         self.contents = PoolContents(events_of_engine)

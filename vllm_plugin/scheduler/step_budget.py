@@ -11,9 +11,10 @@ import time
 
 from vllm_plugin.metrics import Recorder
 
-MIN_WAIT_S, MAX_WAIT_SHARE = 0.5e-3, 0.1
-"""All lookups of one step together wait so long for their answers, and this part of a step for answers that are due. A
-request whose answer comes later waits for a whole step, and with asynchronous scheduling the device works meanwhile."""
+MIN_WAIT_S, MAX_WAIT_SHARE, ASYNC_WAIT_SHARE = 0.5e-3, 0.1, 0.25
+"""All lookups of one step together wait so long for their answers, and this part of a step for answers that are due:
+more with asynchronous scheduling, where the device works meanwhile. A request whose answer comes later waits for a
+whole step."""
 MAX_BEGIN_S = 1e-3
 """Once the connector has worked so long in one step, waiting left out, the step begins no more lookups and loads, and
 receives no more answers. What has begun costs as much again later: in the metadata, and when it ends."""
@@ -32,8 +33,8 @@ MAX_LOOKUP_WALKS_S = 10e-3
 class StepBudget:
     """Measures the connector's calls of one step, and says whether more work may begin or wait in it."""
 
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
+    def __init__(self, recorder: Recorder, *, is_async: bool = False) -> None:
+        self._recorder, self._is_async = recorder, is_async
         self._spent_s = 0.0
         self._waited_s = 0.0
         self._walks_s = 0.0
@@ -71,7 +72,8 @@ class StepBudget:
 
     def wait_s(self, sent_at: float) -> float:
         """How long a lookup may wait for its answer now."""
-        least_s, most_s = (most - self._waited_s for most in (MIN_WAIT_S, MAX_WAIT_SHARE * self._step_s))
+        share = ASYNC_WAIT_SHARE if self._is_async else MAX_WAIT_SHARE
+        least_s, most_s = (most - self._waited_s for most in (MIN_WAIT_S, share * self._step_s))
         is_due = sent_at + self._answer_s < time.monotonic() + most_s
         return max(0.0, least_s, most_s if is_due else 0.0)
 

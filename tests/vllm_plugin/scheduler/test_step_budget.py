@@ -92,6 +92,11 @@ def test_a_step_waits_only_where_the_pool_usually_answers_in_time(clock: FakeClo
     clock.advance(0.1)
     budget.new_step()
     assert budget.wait_s(clock()) == pytest.approx(0.01), "nothing is known"
+    ahead = StepBudget(Recorder(), is_async=True)
+    clock.advance(0.1)
+    for each in (budget, ahead):
+        each.new_step()
+    assert ahead.wait_s(clock()) == pytest.approx(0.025), "the device works meanwhile"
     for _ in range(100):
         budget.answered(0.015)
     assert budget.wait_s(clock()) == MIN_WAIT_S
