@@ -269,7 +269,6 @@ PLOTS: dict[str, Callable[[Result], Figure | None]] = {
     "replay": hit_ratios,
     "serving": under_load,
     "serving-gpu": under_load,
-    "serving-gpu-tiered": under_load,
 }
 
 

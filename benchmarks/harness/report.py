@@ -67,17 +67,14 @@ from those without connector because batches are composed in other ways, which c
 The time to first token counts from the arrival. Mooncake's store runs in the engines: its CPU time is theirs.
 "Ideal" is a simulation: a device that computes as fast as the engines without connector at saturation, and stores that
 hold everything, answer at once and cost nothing: what an ideal pool does not reach, no pool can. Documents at and
-beyond saturation three rounds, which ran at once, each on a GPU and 16 cores of one host; system prompt three; other
-workloads one or two, by several commands (`--add`), on machines of one kind. TLS and Mooncake were measured at earlier
-commits. What bounds the misses: the slowest hundredth waits as long as with the ideal pool, for requests that came
+beyond saturation three or four rounds, each on a GPU and 16 cores of one host whose other GPUs ran other rounds; other
+workloads one or two, by several commands (`--add`), on machines of one kind. A ratio is of runs of one round. What bounds the misses: the slowest hundredth waits as long as with the ideal pool, for requests that came
 before and must be computed; the mean over offloading's is 0.64 for the ideal pool at saturation, too. Of 1 million
 tokens that an infinite cache hits, beyond saturation 25,000 are asked for while their document is being computed, and
 40,000 have been evicted (50,000 by an LRU). Conversations of eight turns are larger together than the pool, which is
 hard on an LRU.
-Beyond saturation no arm keeps up, so means grow with the number of requests."""
-    + UNPOOLED,
-    "serving-gpu-tiered": """The same on another machine of this kind, with vLLM's tiered offloading bounded to the same
-memory, a commit of some hours before.""",
+Beyond saturation no arm keeps up, so means grow with the number of requests. A shared system prompt stays in every
+engine's own cache, so no store can gain there: kvpool's cost is what lookups of new tokens and their stores take.""",
     "serving": """The same in a small form, on two CPU cores that engines, stores and the benchmark share: that all of
 it runs, and no measure of a GPU's gain."""
     + UNPOOLED,
@@ -196,14 +193,13 @@ only then the engine loads.""",
     "gpu_questions": """Two engines on one GPU answer questions about 8 documents of 20,000 tokens, in any order, 8 in
 flight, 64 tokens each; neither engine can keep more than two documents. Pairs of engines take turns; Mooncake's pair
 gets a quarter of the questions, and the pair without a pool a tenth. In this run Mooncake's pair had not answered its
-questions after three minutes, when the benchmark ended it."""
-    + UNPOOLED,
+questions some minutes later, when the benchmark ended it.""",
     "gpu_parallel": """Tensor-parallel ranks, each with a GPU and a bus of its own, load their shares of a prompt.
 A rank's rate is over its whole load, from the call for the blocks' regions to the last checksum. The parts of a load
 that do not depend on bytes take as long for many ranks as for one, and weigh more on smaller shares.""",
-    "gpu_parallel-tcp": """The same over TCP (loopback, one host of 32 cores), as if the pool were on another host:
-`python -m benchmarks.cases.gpu_parallel --transport tcp`; the changes are against shared memory on another host. The
-ranks and the server share the host's loopback and memory, see the two ranks of network-16-cores.""",
+    "gpu_parallel-tcp": """The same over TCP (loopback), as if the pool were on another host:
+`python -m benchmarks.cases.gpu_parallel --transport tcp`. The ranks and the server share the host's loopback and
+memory, see the two ranks of network-16-cores. Both ran on two of a host's GPUs, beside benchmarks on its others.""",
     "package": """What an install of kvpool costs, without PyTorch and vLLM: bytes on the disk, and CPU time of whole
 processes that import it.""",
     "gpu_copy": "Blocks of the same shape between KV cache and pinned memory, hashed on the way, beside plain copies.",

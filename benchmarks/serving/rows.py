@@ -131,8 +131,9 @@ def _targets(label: str, here: Mapping[str, list[Run]], hits: HitTokens) -> Iter
         compared.append(("TTFT mean", "kvpool tcp", "kvpool shm", mean, partial(at_most, bound=1.3)))
         compared.append(("TTFT mean", "kvpool tcp+tls", BASELINE, mean, partial(at_most, bound=1.0)))
     for name, ours, theirs, figure, row in compared:
-        if ours in here and theirs in here:
-            ratios = [figure(a) / figure(b) for a, b in zip(here[ours], here[theirs], strict=False)]
+        beside = {run.round: run for run in here.get(theirs, ())}
+        ratios = [figure(run) / figure(beside[run.round]) for run in here.get(ours, ()) if run.round in beside]
+        if ratios:
             yield row(f"{label}: {name}, {ours} over {theirs}", _figure(ratios), "ratio")
     for arm in (arm for arm in KVPOOL if arm in here and hits.clairvoyant):
         ratios = [run.hit_tokens / hits.clairvoyant for run in here[arm]]
