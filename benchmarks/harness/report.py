@@ -68,11 +68,11 @@ The time to first token counts from the arrival. Mooncake's store runs in the en
 "Ideal" is a simulation: a device that computes as fast as the engines without connector at saturation, and stores that
 hold everything, answer at once and cost nothing: what an ideal pool does not reach, no pool can. Documents at and
 beyond saturation three or four rounds, each on a GPU and 16 cores of one host whose other GPUs ran other rounds; other
-workloads one or two, by several commands (`--add`), on machines of one kind. A ratio is of runs of one round. What bounds the misses: the slowest hundredth waits as long as with the ideal pool, for requests that came
-before and must be computed; the mean over offloading's is 0.64 for the ideal pool at saturation, too. Of 1 million
-tokens that an infinite cache hits, beyond saturation 25,000 are asked for while their document is being computed, and
-40,000 have been evicted (50,000 by an LRU). Conversations of eight turns are larger together than the pool, which is
-hard on an LRU.
+workloads one or two, by several commands (`--add`), on machines of one kind. A ratio is of runs of one round. What
+bounds the misses: the slowest hundredth waits as long as with the ideal pool, for requests that came before and must be
+computed; the mean over offloading's is 0.64 for the ideal pool at saturation, too. Of 1 million tokens that an infinite
+cache hits, beyond saturation 25,000 are asked for while their document is being computed, and 40,000 have been evicted
+(50,000 by an LRU). Conversations of eight turns are larger together than the pool, which is hard on an LRU.
 Beyond saturation no arm keeps up, so means grow with the number of requests. A shared system prompt stays in every
 engine's own cache, so no store can gain there: kvpool's cost is what lookups of new tokens and their stores take.""",
     "serving": """The same in a small form, on two CPU cores that engines, stores and the benchmark share: that all of
@@ -105,7 +105,8 @@ Ping is slower than a small lookup: Ping is a gRPC call of its own, and lookups 
     "step_time": """What the connector costs the scheduler's thread in each step, and the whole step on that thread
 without the forward pass, beside an engine without connector: 256 requests at once, prompts of up to 130,000 tokens.
 "CPU" is the time in which the thread ran; the rest is waiting for answers, for Python's lock and for other processes on
-the same cores. The worker is a process of its own here, as with several GPUs.""",
+the same cores. The worker is a process of its own here, as with several GPUs. The slowest steps are those behind an idle
+time, one or two of each round: the connector may work longest in them, because hits of a burst would be declined else.""",
     "large_state": """What a step takes where the connector keeps much: a million blocks that were announced to routers,
 256 requests whose prompts another connector has loaded, and 50,000 stores under way. CPU time of the scheduler's thread
 in those parts of the connector alone.""",

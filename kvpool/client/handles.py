@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
@@ -61,7 +62,7 @@ class KeptRuns(tuple[BlockRun, ...]):
 
 @dataclass(frozen=True, eq=False)
 class PendingLookup:
-    """A lookup that was sent and may have been answered.
+    """A lookup that was sent and may have been answered. Thread-safe: the reply is decoded once.
 
     Args:
         call: of gRPC.
@@ -72,6 +73,8 @@ class PendingLookup:
     call: Any
     answer: Callable[[pb.LookupResponse], Lookup]
     error_of: Callable[[Exception], KVPoolError]
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
+    _decoded: list[Lookup] = field(default_factory=list, init=False)
 
     def done(self) -> bool:
         """Whether `result` returns or raises at once."""
@@ -85,7 +88,10 @@ class PendingLookup:
             if isinstance(error, grpc.FutureTimeoutError) and timeout_s is not None:
                 return None
             raise self.error_of(error) from None
-        return self.answer(reply)
+        with self._lock:
+            if not self._decoded:
+                self._decoded.append(self.answer(reply))
+            return self._decoded[0]
 
     def on_done(self, callback: Callable[[PendingLookup], None]) -> None:
         """Calls back from another thread once the lookup has ended."""

@@ -75,7 +75,6 @@ class RequestLookup:
         question: the runs and the probes, as they are sent each time.
         sent_at, answered_at: monotonic seconds of the last sending, and of its answer; vLLM may ask long after that.
         calls: one per stage, while they are under way; empty once answered.
-        decoded: of the calls that have ended, the answers.
         answers: the newest, one per stage.
         lease_ids: one per stage, of the newest answer.
         good_until: by when a load must have begun; then the lookup is sent again.
@@ -96,7 +95,6 @@ class RequestLookup:
     sent_at: float = 0.0
     answered_at: float = math.inf
     calls: list[PendingLookup] = field(default_factory=list)
-    decoded: dict[PendingLookup, Lookup | None] = field(default_factory=dict)
     answers: Sequence[Lookup] = ()
     lease_ids: tuple[int, ...] = ()
     good_until: float = 0.0
@@ -111,10 +109,10 @@ class RequestLookup:
         self.question = KeptRuns((*self.runs, *self.probes))
 
     def answered(self, call: PendingLookup) -> None:
-        """A call has ended. Runs on another thread, which decodes the answer, beside the engine's forward pass."""
+        """A call has ended. Runs on another thread, which decodes the answer while the scheduler's does other things."""
         self.answered_at = time.monotonic()
         with suppress(Exception):  # `Lookups.receive` raises it, too.
-            self.decoded[call] = call.result(0)
+            call.result(0)
 
     @property
     def took_s(self) -> float:
@@ -263,7 +261,7 @@ class Lookups:
                 return None
             asked_at = time.monotonic()
             try:
-                answer = lookup.decoded.get(call) or call.result(wait_s)
+                answer = call.result(wait_s)
             except KVPoolError as error:
                 session.report(error, "lookup")
                 self._recorder.add("lookup_failures")
@@ -277,7 +275,7 @@ class Lookups:
                 return None
             answers.append(answer)
             session.report(None, "lookup")
-        lookup.calls, lookup.decoded = [], {}
+        lookup.calls = []
         self._recorder.add("lookups")
         if not is_repeated:
             self._recorder.observe("lookup_seconds", took_s := lookup.took_s)

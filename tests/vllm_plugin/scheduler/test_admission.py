@@ -215,7 +215,10 @@ def test_a_repeated_question_is_answered_as_before_while_the_step_has_no_time_le
     assert not any(held_by(alone.side).values())
 
 
-def test_an_answer_is_decoded_on_the_thread_that_receives_it(alone: Core, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("waits", [False, True])
+def test_an_answer_is_decoded_on_the_thread_that_receives_it(
+    alone: Core, monkeypatch: pytest.MonkeyPatch, answered_at_once: None, waits: bool
+) -> None:
     request = stored(alone)
     threads: list[threading.Thread] = []
     answer = LookupQuestion.answer
@@ -226,8 +229,8 @@ def test_an_answer_is_decoded_on_the_thread_that_receives_it(alone: Core, monkey
 
     monkeypatch.setattr(LookupQuestion, "answer", watched)
     alone.side.arrived(request)
-    lookup = alone.side.admission.candidates["r"].lookup
-    wait_for(lambda: lookup.decoded, "the answer")
+    if not waits:
+        wait_for(lambda: threads, "the answer")
     assert alone.side.matched_tokens(request, 0) == (blocks(6), True)
     assert len(threads) == 1 and threads[0] is not threading.current_thread()
 
