@@ -105,8 +105,8 @@ Ping is slower than a small lookup: Ping is a gRPC call of its own, and lookups 
     "step_time": """What the connector costs the scheduler's thread in each step, and the whole step on that thread
 without the forward pass, beside an engine without connector: 256 requests at once, prompts of up to 130,000 tokens.
 "CPU" is the time in which the thread ran; the rest is waiting for answers, for Python's lock and for other processes on
-the same cores. The worker is a process of its own here, as with several GPUs. The slowest steps are those behind an idle
-time, one or two of each round: the connector may work longest in them, because hits of a burst would be declined else.""",
+the same cores. The worker is a process of its own here, as with several GPUs. The slowest steps are the first ones of a
+round, behind an idle time: there the connector may work longest, because else hits of a burst would be declined.""",
     "large_state": """What a step takes where the connector keeps much: a million blocks that were announced to routers,
 256 requests whose prompts another connector has loaded, and 50,000 stores under way. CPU time of the scheduler's thread
 in those parts of the connector alone.""",
