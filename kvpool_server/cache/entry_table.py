@@ -42,6 +42,9 @@ class Quarantine:
     def __len__(self) -> int:
         return len(self._held)
 
+    def __contains__(self, entry: Entry) -> bool:
+        return entry.offset in self._held  # No other entry has its slot.
+
     def __iter__(self) -> Iterator[Entry]:
         return (entry for entry, _ in self._held.values())
 
@@ -233,7 +236,11 @@ class EntryTable:
 
     def _free_after(self, entry: Entry, until: float) -> None:
         """Frees a dropped entry's slot once a time is over and no hold covers the entry: at once, if that is now."""
-        self.quarantine.add(entry, until if until > self._clock() else _OVER)
+        is_over = until <= self._clock()
+        if is_over and entry.movable and entry not in self.quarantine:
+            self._free(entry)  # As almost every slot.
+            return
+        self.quarantine.add(entry, _OVER if is_over else until)
         self.free_if_unheld(entry)
 
     def free_if_unheld(self, entry: Entry) -> None:
