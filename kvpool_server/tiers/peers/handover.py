@@ -112,26 +112,24 @@ class HandOver:
         group_idx, run = min(prompt.runs.items())
         held_bytes: Counter[str] = Counter()
         for endpoint in (await self._holders(prompt.namespace, group_idx, run.block_hashes))[:MAX_HOLDERS]:
-            has_all = True
-            for idx, each in prompt.runs.items():
-                holds = operator.methodcaller("holds", prompt.namespace, idx, each.block_hashes)
-                held = await self._ask(endpoint, holds)
-                held_bytes[endpoint] += (held or 0) * prompt.namespace.groups[idx].spec.slot_bytes
-                has_all &= held == len(each)
-            if has_all:
+            held = await self._held(endpoint, prompt)
+            if all(held[idx] == len(each) for idx, each in prompt.runs.items()):
                 return ""
+            groups = prompt.namespace.groups
+            held_bytes[endpoint] = sum(count * groups[idx].spec.slot_bytes for idx, count in held.items())
         load = {
             each: self.bytes_of[each] + max(0, sum(self._new(each, prompt).values()) - held_bytes[each])
             for each in self._receivers
         }
         return min(load, key=lambda each: (each in tried, self._failures[each] > 0, load[each]), default="")
 
-    async def _num_held(self, endpoint: str, prompt: Prompt) -> int:
-        """How many leading blocks a server has, in all groups; 0 if it does not answer."""
-        asked = (
-            operator.methodcaller("holds", prompt.namespace, idx, run.block_hashes) for idx, run in prompt.runs.items()
-        )
-        return sum([await self._ask(endpoint, question) or 0 for question in asked])
+    async def _held(self, endpoint: str, prompt: Prompt) -> dict[int, int]:
+        """How many leading blocks of each group a server has; 0 if it does not answer."""
+        held = {}
+        for idx, run in prompt.runs.items():
+            holds = operator.methodcaller("holds", prompt.namespace, idx, run.block_hashes)
+            held[idx] = await self._ask(endpoint, holds) or 0
+        return held
 
     def _new(self, endpoint: str, prompt: Prompt) -> dict[BlockKey, int]:
         """The blocks of a prompt that a receiver was not given yet, with their sizes."""
@@ -158,7 +156,7 @@ class HandOver:
         read_at, most_held = time.monotonic(), 0
         while time.monotonic() - read_at < STALLED_S:
             # Looked at first, because a question that brings up has it read again what it has evicted.
-            if (held := await self._num_held(endpoint, prompt)) < most_held:
+            if (held := sum((await self._held(endpoint, prompt)).values())) < most_held:
                 break
             most_held = held
             answer = await self._ask(endpoint, lambda peer: peer.bring_up(prompt.namespace, prompt.runs.values()))
