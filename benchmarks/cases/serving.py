@@ -80,7 +80,9 @@ def main(
     arms: Annotated[str, typer.Option(help="Comma-separated; default: all. " + ", ".join(ARMS))] = "",
     workloads: Annotated[str, typer.Option(help="Comma-separated; default: the form's. " + ", ".join(WORKLOADS))] = "",
     trace: Annotated[Path | None, typer.Option(help="Also this trace, in JSON lines.", exists=True)] = None,
-    loads: Annotated[str, typer.Option(help="Rates as multiples of the saturation, which is measured first.")] = "",
+    loads: Annotated[
+        str, typer.Option(help="Rates as multiples of the saturation, which is measured first; default: the form's.")
+    ] = "",
     rates: Annotated[str, typer.Option(help="Rates in requests per second, instead of --loads.")] = "",
     requests: Annotated[int, typer.Option(help="Requests of a run; 0: the form's.")] = 0,
     scale: Annotated[float, typer.Option(help="Of the workloads' tokens; 0: the form's.")] = 0.0,

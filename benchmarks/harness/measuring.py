@@ -13,6 +13,7 @@ import json
 import os
 import platform
 import random
+import shlex
 import signal
 import subprocess
 import sys
@@ -359,7 +360,7 @@ def write(
     result = {
         "name": name,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": f"python -m benchmarks.cases.{name.partition('-')[0]} {' '.join(sys.argv[1:])}".strip(),
+        "command": f"python -m benchmarks.cases.{name.partition('-')[0]} {shlex.join(sys.argv[1:])}".strip(),
         "commit": COMMIT,
         "machine": _machine(),
         "versions": _versions(),

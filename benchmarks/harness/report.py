@@ -28,7 +28,8 @@ INTRODUCTION = """## How these are measured
 
 `make bench` runs all benchmarks that need no GPU, in a quarter of an hour, and `make bench-gpu` the others, with the
 python3, vLLM and kvpool that are installed. `python -m benchmarks.cases.NAME` runs one: it prints a table beside the
-previous result, and writes `benchmarks/results/NAME.json`.
+previous result, and writes `benchmarks/results/NAME.json`; `serving` takes your trace. What your engines gain is
+`vllm:kvpool_saved_seconds_total` less `vllm:kvpool_lost_seconds_total`.
 
 - Both sides of a comparison are measured in alternation in one run, but for engines under load. A figure of several
   rounds is their median. A ratio is the median of the rounds' ratios, because changing load hits both sides of a round
@@ -66,15 +67,17 @@ of one cache for all engines, in the requests' order: an infinite one, and one o
 from those without connector because batches are composed in other ways, which changes how floating-point sums round.
 The time to first token counts from the arrival. Mooncake's store runs in the engines: its CPU time is theirs.
 "Ideal" is a simulation: a device that computes as fast as the engines without connector at saturation, and stores that
-hold everything, answer at once and cost nothing: what an ideal pool does not reach, no pool can. Documents at and
-beyond saturation three or four rounds, each on a GPU and 16 cores of one host whose other GPUs ran other rounds; other
-workloads one or two, by several commands (`--add`), on machines of one kind. A ratio is of runs of one round. What
-bounds the misses: the slowest hundredth waits as long as with the ideal pool, for requests that came before and must be
-computed; the mean over offloading's is 0.64 for the ideal pool at saturation, too. Of 1 million tokens that an infinite
-cache hits, beyond saturation 25,000 are asked for while their document is being computed, and 40,000 have been evicted
-(50,000 by an LRU). Conversations of eight turns are larger together than the pool, which is hard on an LRU.
-Beyond saturation no arm keeps up, so means grow with the number of requests. A shared system prompt stays in every
-engine's own cache, so no store can gain there: kvpool's cost is what lookups of new tokens and their stores take.""",
+hold everything, answer at once and cost nothing: within some percent, no pool reaches more. One to four rounds, each on
+a GPU and 16 cores of one host whose other GPUs ran other rounds, by several commands (`--add`), on machines of one
+kind. A ratio is of runs of one round. What bounds the misses: the slowest hundredth waits as long as with the ideal
+pool, for requests that came before and must be computed; at saturation the ideal pool's mean is 0.64 of ideal private
+stores', too. Of 1 million tokens that an infinite cache hits, beyond saturation 25,000 are asked for while their
+document is being computed, and 40,000 have been evicted (50,000 by an LRU): the rest of what kvpool lacks to the ideal
+pool. Conversations of eight turns are larger together than the pool: what is evicted is computed again, and
+prompts so long take their time over TCP.
+At one and a half times saturation engines without a pool, and with offloading, fall behind, and their means grow with
+the number of requests; at twice saturation all do. A shared system prompt stays in every engine's own cache, so no
+store can gain there: kvpool costs what lookups of new tokens and their stores take.""",
     "serving": """The same in a small form, on two CPU cores that engines, stores and the benchmark share: that all of
 it runs, and no measure of a GPU's gain."""
     + UNPOOLED,
@@ -197,10 +200,11 @@ gets a quarter of the questions, and the pair without a pool a tenth. In this ru
 questions some minutes later, when the benchmark ended it.""",
     "gpu_parallel": """Tensor-parallel ranks, each with a GPU and a bus of its own, load their shares of a prompt.
 A rank's rate is over its whole load, from the call for the blocks' regions to the last checksum. The parts of a load
-that do not depend on bytes take as long for many ranks as for one, and weigh more on smaller shares.""",
+that do not depend on bytes take as long for many ranks as for one, and weigh more on smaller shares. Benchmarks on the
+host's other GPUs ran beside it, so the times, offloading's too, are longer than those before.""",
     "gpu_parallel-tcp": """The same over TCP (loopback), as if the pool were on another host:
 `python -m benchmarks.cases.gpu_parallel --transport tcp`. The ranks and the server share the host's loopback and
-memory, see the two ranks of network-16-cores. Both ran on two of a host's GPUs, beside benchmarks on its others.""",
+memory, see the two ranks of network-16-cores.""",
     "package": """What an install of kvpool costs, without PyTorch and vLLM: bytes on the disk, and CPU time of whole
 processes that import it.""",
     "gpu_copy": "Blocks of the same shape between KV cache and pinned memory, hashed on the way, beside plain copies.",

@@ -49,7 +49,7 @@ class Cause(enum.Enum):
         "last_block",
         "The last token, whose logits the request waits for, is always computed, with its block.",
     )
-    NEVER_STORED = ("never_stored", "Nobody has stored them, or they left the pool longer ago than it remembers.")
+    NEVER_STORED = ("never_stored", "Nobody has stored them yet, or they left the pool longer ago than it remembers.")
     BEING_WRITTEN = ("being_written", "An engine was storing them.")
     EVICTED = ("evicted", "They had made room for others.")
     REMOVED = ("removed", "They had been removed or cleared by request.")
