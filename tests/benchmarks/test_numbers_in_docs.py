@@ -31,7 +31,7 @@ SETTINGS = {
     "gives to the cluster, 16 MiB at least": "kvpool_server.tiers.mooncake.tier: MIN_SEGMENT_BYTES",
     "each with 64 MiB to stage": "kvpool_server.tiers.mooncake.store_process: STAGING_BYTES",
     "A step waits for lookups for 10 % of its": "vllm_plugin.scheduler.step_budget: MAX_WAIT_SHARE",
-    "25 % with asynchronous": "vllm_plugin.scheduler.step_budget: ASYNC_WAIT_SHARE",
+    "25 % of a short one": "vllm_plugin.scheduler.step_budget: ASYNC_WAIT_SHARE",
     "0.5 ms where an": "vllm_plugin.scheduler.step_budget: MIN_WAIT_S",
     "(of 250 ms at most)": "vllm_plugin.scheduler.step_budget: LONG_STEP_S",
     "has worked for 1 ms": "vllm_plugin.scheduler.step_budget: MAX_BEGIN_S",

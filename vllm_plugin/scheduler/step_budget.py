@@ -13,8 +13,8 @@ from vllm_plugin.metrics import Recorder
 
 MIN_WAIT_S, MAX_WAIT_SHARE, ASYNC_WAIT_SHARE = 0.5e-3, 0.1, 0.25
 """All lookups of one step together wait so long for their answers, and this part of a step for answers that are due:
-more with asynchronous scheduling, where the device works meanwhile. A request whose answer comes later waits for a
-whole step."""
+more of a short step with asynchronous scheduling, where the device works meanwhile. A request whose answer comes later
+waits for a whole step."""
 MAX_BEGIN_S = 1e-3
 """Once the connector has worked so long in one step, waiting left out, the step begins no more lookups and loads, and
 receives no more answers. What has begun costs as much again later: in the metadata, and when it ends."""
@@ -72,8 +72,10 @@ class StepBudget:
 
     def wait_s(self, sent_at: float) -> float:
         """How long a lookup may wait for its answer now."""
-        share = ASYNC_WAIT_SHARE if self._is_async else MAX_WAIT_SHARE
-        least_s, most_s = (most - self._waited_s for most in (MIN_WAIT_S, share * self._step_s))
+        wait_s = MAX_WAIT_SHARE * self._step_s
+        if self._is_async:
+            wait_s = max(wait_s, ASYNC_WAIT_SHARE * min(self._step_s, SHORT_STEP_S))
+        least_s, most_s = (most - self._waited_s for most in (MIN_WAIT_S, wait_s))
         is_due = sent_at + self._answer_s < time.monotonic() + most_s
         return max(0.0, least_s, most_s if is_due else 0.0)
 
