@@ -166,13 +166,18 @@ def learned(served: Served) -> Callable[[Request], int]:
     return answer
 
 
-def mean_ttft_s(policy: Policy, load: float, link_bytes_s: float, hit_share: float, seeds: int = 3) -> float:
+def mean_ttft_s(
+    policy: Policy, load: float, link_bytes_s: float, hit_share: float, seeds: int = 3, mean_tokens: int = MEAN_TOKENS
+) -> float:
     """Over simulations with different arrivals, of engines that know their rates."""
-    served = (Served(policy, arrivals(seed, load, hit_share), lambda _: link_bytes_s) for seed in range(seeds))
+    requests = (arrivals(seed, load, hit_share, mean_tokens=mean_tokens) for seed in range(seeds))
+    served = (Served(policy, each, lambda _: link_bytes_s) for each in requests)
     return fmean(seconds for each in served for seconds in each.took[NUM_FIRST:])
 
 
-def arrivals(seed: int, load: float, hit_share: float, num_first: int = NUM_FIRST) -> list[Request]:
+def arrivals(
+    seed: int, load: float, hit_share: float, num_first: int = NUM_FIRST, mean_tokens: int = MEAN_TOKENS
+) -> list[Request]:
     """Requests of which nine in ten have a hit.
 
     Args:
@@ -182,8 +187,8 @@ def arrivals(seed: int, load: float, hit_share: float, num_first: int = NUM_FIRS
     """
     picks, at, found = random.Random(seed), 0.0, []
     for nth in range(num_first + NUM_REQUESTS):
-        at += FIRST_APART_S if nth <= num_first > 0 else picks.expovariate(load / (MEAN_TOKENS * TOKEN_S))
-        num_tokens = int(MEAN_TOKENS * picks.uniform(0.3, 1.7))
+        at += FIRST_APART_S if nth <= num_first > 0 else picks.expovariate(load / (mean_tokens * TOKEN_S))
+        num_tokens = int(mean_tokens * picks.uniform(0.3, 1.7))
         hit = int(hit_share * num_tokens) if picks.random() < 0.9 else 0
         found.append(Request(f"{nth:05}", at, num_tokens, hit))
     return found

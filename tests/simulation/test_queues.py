@@ -51,6 +51,13 @@ def test_no_fixed_choice_is_much_better(load: float, link_gb_s: float, hit_share
     assert mean_ttft_s(learned, *point) <= 1.05 * best
 
 
+@pytest.mark.parametrize(("link_gb_s", "most"), [(0.3, 2.0), (1.0, 1.15), (10.0, 1.05)])
+def test_short_prompts_do_not_queue_for_a_slow_link(link_gb_s: float, most: float) -> None:
+    """Of 30 to 170 tokens, whose steps mostly launch kernels. The first 80 teach, which costs most on a slow link."""
+    point = (0.1, link_gb_s * 1e9, 0.9, 4, 100)
+    assert mean_ttft_s(learned, *point) <= most * min(mean_ttft_s(policy, *point) for policy in (always, never))
+
+
 @pytest.mark.parametrize("load", [1.0, 1.5, 2.0])
 def test_no_hit_is_declined_beside_a_device_with_too_much_to_do(load: float) -> None:
     for seed in SEEDS:

@@ -30,11 +30,14 @@ if TYPE_CHECKING:
 
 MARGIN = 1.25
 """A link counts as so many times faster than measured: near equality either way is fine, and rates are noisy."""
+PLANNED_SHARE = 0.9
+"""Of the longest time that a load may take, by what was measured: one that takes longer is in vain."""
 OTHERS_WEIGHT = 3
 """A second of the device that a request is spared counts so much for each one behind it: more come than are seen."""
 PROBE_SHARE = 0.05
 MIN_PREFILL_TOKENS = 128
-"""A step that prefills fewer tokens measures the launch of kernels rather than the tokens."""
+"""A step that prefills fewer tokens measures the launch of kernels rather than the tokens. Where no hit is twice as
+long, half of the longest hit measures what such hits cost."""
 MIN_STEPS, NUM_STEPS = 5, 24
 MIN_LOADS, NUM_LOADS = 3, 10
 GROWTH = 8
@@ -181,7 +184,8 @@ class LoadPolicy:
         self._last_step_ended_at = -math.inf
         self._ended_steps = deque([-math.inf] * STEPS_TO_REPORT, STEPS_TO_REPORT)  # When the last ones began.
         self._prefill = _Rate(MIN_STEPS, NUM_STEPS, keeps_largest=False)
-        self._num_unmeasured = 0
+        self._num_unmeasured = self._longest_hit = 0
+        self._least_prefill = MIN_PREFILL_TOKENS
         self._connection = NO_CONNECTION
         self._links: defaultdict[str, _Link] = defaultdict(_Link)
 
@@ -199,7 +203,7 @@ class LoadPolicy:
         self._last_step_ended_at = now
         self._ended_steps.append(began_at)
         # A step that mostly decodes is no measure of prefill.
-        if num_prefill >= MIN_PREFILL_TOKENS and 2 * num_prefill >= num_tokens and seconds > 0:
+        if num_prefill >= self._least_prefill and 2 * num_prefill >= num_tokens and seconds > 0:
             self._prefill.add(num_prefill, seconds * num_prefill / num_tokens)
 
     def compute_seconds(self, num_tokens: int) -> float:
@@ -238,8 +242,10 @@ class LoadPolicy:
 
     def _is_measure_due(self, num_tokens: int) -> bool:
         """Whether a hit is computed to learn how fast that is. Counts the hit."""
-        if self._prefill.is_known or num_tokens < MIN_PREFILL_TOKENS:
+        if self._prefill.is_known:
             return False
+        self._longest_hit = max(self._longest_hit, num_tokens)
+        self._least_prefill = min(MIN_PREFILL_TOKENS, max(1, self._longest_hit // 2))
         self._num_unmeasured += 1
         return self._num_unmeasured % LEARN_EVERY == 0
 
@@ -252,7 +258,7 @@ class LoadPolicy:
         device_s = token_s * (ahead + behind + num_tokens)
         wait_s = max(0.0, link.free_at(loads, self._ended_steps[0]) - self._clock()) + link.rate.fixed_s / MARGIN
         load_token_s = max(1e-12, link.rate.unit_s * nbytes / num_tokens / MARGIN)
-        most = (self._max_load_s / MARGIN - wait_s) / load_token_s  # As measured: a load that times out is in vain.
+        most = (PLANNED_SHARE * self._max_load_s / MARGIN - wait_s) / load_token_s
         if wait_s + num_tokens * load_token_s > device_s:
             most = min(most, (device_s - wait_s) / (load_token_s + token_s))  # Both ways end together.
         share = int(min(num_tokens, most))
