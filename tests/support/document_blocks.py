@@ -213,6 +213,7 @@ if [ -e $record.pid ]; then
   old=$(cat $record.pid); kill $old 2>/dev/null
   while kill -0 $old 2>/dev/null; do sleep 0.02; done
 fi
+: > $record.out  # The subshell below opens it later, and the last server said that it was ready.
 setsid {python} -m kvpool_server "${{arguments[@]}}" > $record.out 2>&1 < /dev/null &
 echo $! > $record.pid
 for nth in $(seq 1500); do

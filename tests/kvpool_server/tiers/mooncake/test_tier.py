@@ -213,6 +213,7 @@ async def test_a_host_that_stops_dead_is_a_miss_and_touches_nothing_later(own_cl
         assert cluster.holder is not None
         pids = tier.workers.pids
         cluster.holder.send_signal(signal.SIGSTOP)
+        os.waitpid(cluster.holder.pid, os.WUNTRACED)  # Until it has stopped, on a busy machine.
         memory = Memory(16, BLOCK)
         began_at = time.monotonic()
         assert await tier.read(namespace, 0, [block_hash(name) for name in names], memory.views) == [None] * 16
