@@ -45,6 +45,7 @@ from benchmarks.replay.trace import load
 from kvpool import BlockRun, Client, ClientConfig, GroupSpec, NamespaceSpec
 from kvpool.protocol.errors import KVPoolError
 from kvpool.protocol.types import NONCE_BYTES, TOKEN_BYTES
+from kvpool_server.cache.allocator.arena import MIN_SLOT_BYTES
 from kvpool_server.cache.eviction import DEFAULT_POLICY
 from kvpool_server.cache.steps import finish
 from kvpool_server.keeping.adoption import restore
@@ -88,7 +89,7 @@ def main(
 def _killed(entries: int, kills: int) -> tuple[list[float], list[float]]:
     """Seconds from each kill to the first hit, and the share of the blocks that are hits again."""
     hashes = [nth.to_bytes(32, "big") for nth in range(entries)]
-    memory = f"{entries * CHUNK_BYTES * 5 // 4 // (1 << 20) + ROOM_MIB}MiB"
+    memory = f"{entries * MIN_SLOT_BYTES * 5 // 4 // (1 << 20) + ROOM_MIB}MiB"  # A quarter of it is touched.
     seconds, shares = [], []
     with server_process(memory, *KEPT, start_timeout_s=ENDED_S) as (endpoint, keeper):
         spec = NamespaceSpec("restarts", (GroupSpec("full_attention", 16, 8, 128, 128, 1, CHUNK_BYTES),))
