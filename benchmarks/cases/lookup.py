@@ -32,6 +32,7 @@ from benchmarks.peers.mooncake_store import Store, mooncake_store
 from kvpool import BlockRun, Client, ClientConfig, GroupSpec, NamespaceSpec, checksum
 from kvpool.client.block_io import Checksums
 from kvpool.transport.base import Buffers
+from kvpool_server.cache.allocator.arena import MIN_SLOT_BYTES
 
 REACH_MS = {64: 0.35, 512: 0.6, 8192: 3.0, 65_536: 20.0}
 P99_REACH = 3
@@ -186,7 +187,7 @@ def random_hashes(count: int, seed: int) -> list[bytes]:
 def main(entries: Annotated[int, typer.Option(help="Entries in the pool.", min=200_000)] = 1_000_000) -> None:
     """Measures and reports."""
     hashes = random_hashes(max(REACH_MS), seed=0)
-    with kvpool_server(f"{(entries * CHUNK_BYTES >> 20) + ROOM_MIB}MiB") as endpoint:
+    with kvpool_server(f"{(entries * MIN_SLOT_BYTES >> 20) + ROOM_MIB}MiB") as endpoint:
         ours = {f"kvpool, TP {tp_size}": Pool(endpoint, hashes, tp_size) for tp_size in TP_SIZES}
         filled = ours[f"kvpool, TP {TP_SIZES[0]}"]
         more = random_hashes(entries - len(ours) * len(hashes), seed=1)
