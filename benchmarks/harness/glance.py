@@ -68,7 +68,7 @@ QUESTIONS = (
             Bar("limit: a pool that costs nothing", "documents, 1.5 x saturation: TTFT mean, ideal pool", LIMIT),
         ),
         "Means of 354 questions about documents, half as many again a second as the GPU computes. All have the same "
-        "memory; the limit is simulated. Not drawn: Mooncake's connector, over TCP, took 51 s at saturation.",
+        "memory; the limit is simulated. Not drawn: Mooncake's connector, over TCP, took tens of seconds.",
     ),
     Question(
         "first-token",

@@ -185,7 +185,6 @@ class LoadPolicy:
         self._ended_steps = deque([-math.inf] * STEPS_TO_REPORT, STEPS_TO_REPORT)  # When the last ones began.
         self._prefill = _Rate(MIN_STEPS, NUM_STEPS, keeps_largest=False)
         self._num_unmeasured = self._longest_hit = 0
-        self._least_prefill = MIN_PREFILL_TOKENS
         self._connection = NO_CONNECTION
         self._links: defaultdict[str, _Link] = defaultdict(_Link)
 
@@ -203,7 +202,8 @@ class LoadPolicy:
         self._last_step_ended_at = now
         self._ended_steps.append(began_at)
         # A step that mostly decodes is no measure of prefill.
-        if num_prefill >= self._least_prefill and 2 * num_prefill >= num_tokens and seconds > 0:
+        least = min(MIN_PREFILL_TOKENS, self._longest_hit // 2 or MIN_PREFILL_TOKENS)
+        if num_prefill >= least and 2 * num_prefill >= num_tokens and seconds > 0:
             self._prefill.add(num_prefill, seconds * num_prefill / num_tokens)
 
     def compute_seconds(self, num_tokens: int) -> float:
@@ -245,7 +245,6 @@ class LoadPolicy:
         if self._prefill.is_known:
             return False
         self._longest_hit = max(self._longest_hit, num_tokens)
-        self._least_prefill = min(MIN_PREFILL_TOKENS, max(1, self._longest_hit // 2))
         self._num_unmeasured += 1
         return self._num_unmeasured % LEARN_EVERY == 0
 

@@ -109,7 +109,7 @@ class RequestLookup:
         self.question = KeptRuns((*self.runs, *self.probes))
 
     def answered(self, call: PendingLookup) -> None:
-        """A call has ended. Runs on another thread, which decodes the answer beside the scheduler's."""
+        """A call has ended. Runs on another thread than the scheduler's, and decodes the answer there."""
         self.answered_at = time.monotonic()
         with suppress(Exception):  # `Lookups.receive` raises it, too.
             call.result(0)
