@@ -2,7 +2,8 @@
 
 kvpool: the server below its keeper gets SIGKILL while clients look up and put. Timed is until a client has the first
 hit; then every block that had been stored before the load is looked up. Mooncake Store: the process with the segment
-gets SIGKILL, and another one joins the cluster.
+gets SIGKILL, and another one joins the cluster. memcached: a server with a memory file gets SIGKILL, and SIGUSR1, which
+it takes for a restart.
 
 The price: puts of new blocks and lookups, of a server whose memory is kept and of one with `--keep no`, in turns.
 
@@ -38,6 +39,7 @@ from benchmarks.harness.measuring import (
     timed,
     until_true,
 )
+from benchmarks.peers import memcached
 from benchmarks.peers.mooncake_store import Store, master, segment
 from benchmarks.replay.pool import ReplayedPool, make_pool
 from benchmarks.replay.request import Request, num_blocks, num_distinct
@@ -57,7 +59,7 @@ from testbed.ports import is_listening
 
 KEPT = ("--keep", "yes")
 CHUNK_BYTES, ROOM_MIB = 1 << 10, 256
-PROBED, LOADED, LOADED_BLOCKS, LOOKED_UP = 64, 256, 65_536, 8_192
+PROBED, PUT, LOADED, LOADED_BLOCKS, LOOKED_UP = 64, 4_096, 256, 65_536, 8_192
 ENDED_S = 60.0
 REACH_S, REACH_HITS, REACH_PRICE, REACH_TRACE = 3.0, 0.99, 0.98, 0.97
 BLOCKS_A_PUT = {16 << 10: 64, 2 << 20: 16}
@@ -66,33 +68,37 @@ PAIRS = 6
 KILL_EVERY = 1_000
 SHARE = 10
 MOONCAKE_KEYS, MOONCAKE_BYTES = 1_000, 256 << 20
+MEMCACHED_MIB = 2_048
 
 
 def main(
     entries: Annotated[int, typer.Option(help="Blocks in the pool.", min=LOOKED_UP)] = 1_000_000,
     kills: Annotated[int, typer.Option(min=1)] = 5,
     rounds: Annotated[int, typer.Option(help="Of puts and lookups.", min=3)] = 40,
+    block_kib: Annotated[int, typer.Option(help="KiB of each block in the pool.", min=1)] = 1,
 ) -> None:
     """Kill and measure."""
-    seconds, share = _killed(entries, kills)
+    seconds, share = _killed(entries, kills, block_kib << 10)
     rows = [
         at_most("SIGKILL under load to the first hit", estimate(seconds), "s", REACH_S),
         at_least("complete blocks that are hits again", min(share), "", REACH_HITS),
         Row("objects of Mooncake Store that are there again", _mooncake(), ""),
+        *_memcached(entries),
         *_price(rounds),
     ]
     if TRACE.exists():
         rows.append(_trace(load(TRACE)))
-    report("restarts", rows, entries=entries, kills=kills, rounds=rounds)
+    report("restarts", rows, entries=entries, block_kib=block_kib, kills=kills, rounds=rounds)
 
 
-def _killed(entries: int, kills: int) -> tuple[list[float], list[float]]:
+def _killed(entries: int, kills: int, nbytes: int) -> tuple[list[float], list[float]]:
     """Seconds from each kill to the first hit, and the share of the blocks that are hits again."""
     hashes = [nth.to_bytes(32, "big") for nth in range(entries)]
-    memory = f"{entries * MIN_SLOT_BYTES * 5 // 4 // (1 << 20) + ROOM_MIB}MiB"  # A quarter of it is touched.
+    slot_bytes = max(nbytes, MIN_SLOT_BYTES)  # Of a small block's slot a part is touched.
+    memory = f"{entries * slot_bytes * 5 // 4 // (1 << 20) + ROOM_MIB}MiB"
     seconds, shares = [], []
     with server_process(memory, *KEPT, start_timeout_s=ENDED_S) as (endpoint, keeper):
-        spec = NamespaceSpec("restarts", (GroupSpec("full_attention", 16, 8, 128, 128, 1, CHUNK_BYTES),))
+        spec = NamespaceSpec("restarts", (GroupSpec("full_attention", 16, 8, 128, 128, 1, nbytes),))
         _fill(endpoint, spec, hashes)
         for nth in range(kills):
             probed = hashes[nth * PROBED : (nth + 1) * PROBED]
@@ -107,11 +113,11 @@ def _killed(entries: int, kills: int) -> tuple[list[float], list[float]]:
 
 
 def _fill(endpoint: str, spec: NamespaceSpec, hashes: Sequence[bytes]) -> None:
-    payloads = [np.zeros(CHUNK_BYTES, np.uint8)] * LOOKED_UP
+    payloads = [np.zeros(spec.groups[0].chunk_bytes, np.uint8)] * PUT
     with Client(ClientConfig(endpoint, timeout_ms=60_000)) as client:
         namespace = client.open_namespace(spec)
-        for first in range(0, len(hashes), LOOKED_UP):
-            run = BlockRun(0, hashes[first : first + LOOKED_UP])
+        for first in range(0, len(hashes), PUT):
+            run = BlockRun(0, hashes[first : first + PUT])
             client.put_blocks(namespace, run, payloads[: len(run)])
 
 
@@ -119,6 +125,7 @@ def _fill(endpoint: str, spec: NamespaceSpec, hashes: Sequence[bytes]) -> None:
 def _load(endpoint: str, spec: NamespaceSpec) -> Iterator[None]:
     """A client looks up and puts new blocks meanwhile."""
     ended = threading.Event()
+    payloads = [bytes(spec.groups[0].chunk_bytes)] * LOADED
     names = itertools.cycle([b"load" + bytes(24) + nth.to_bytes(4, "big") for nth in range(LOADED_BLOCKS)])
 
     def run() -> None:
@@ -131,7 +138,7 @@ def _load(endpoint: str, spec: NamespaceSpec) -> Iterator[None]:
                 while not ended.is_set():
                     run = BlockRun(0, list(itertools.islice(names, LOADED)))
                     client.lookup(namespace, [run])
-                    client.put_blocks(namespace, run, [bytes(CHUNK_BYTES)] * LOADED)
+                    client.put_blocks(namespace, run, payloads)
 
     thread = threading.Thread(target=run)
     thread.start()
@@ -184,6 +191,24 @@ def _mooncake() -> float:
             if not there:
                 break  # Each miss waits for the dead process.
     return there / len(keys)
+
+
+def _memcached(entries: int) -> list[Row]:
+    """The shares of a server's objects that are there again after each signal, and the time until the first one is."""
+    if missing := memcached.missing():
+        print(f"not measured: {missing}")
+        return []
+    rows = []
+    with memcached.memcached(MEMCACHED_MIB) as server:
+        for number in (signal.SIGUSR1, signal.SIGKILL):
+            server.fill(entries, CHUNK_BYTES)
+            server.end(number)
+            seconds = timed(server.start)
+            share = server.found(entries) / entries
+            rows.append(Row(f"objects of memcached that are there again after {number.name}", share, ""))
+            if share:
+                rows.append(Row(f"memcached, start after {number.name} until it answers", seconds, "s"))
+    return rows
 
 
 def _price(rounds: int) -> list[Row]:
