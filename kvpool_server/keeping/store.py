@@ -15,7 +15,7 @@ from collections.abc import Sequence
 FIRST_FD = 3
 OFFERED, OFFERED_NAMES, OFFERED_TO = "LISTEN_FDS", "LISTEN_FDNAMES", "LISTEN_PID"
 ROOM = "FDSTORE"
-"""How many descriptors the manager stores; systemd sets it from version 254 on."""
+"""How many descriptors the manager stores; systemd sets it from version 254 on, and the unit for older ones."""
 DESCRIPTORS = 2
 """That a server gives away: its arena's and its table's."""
 ENDED = "KEPT_AFTER"
