@@ -12,10 +12,8 @@ import typer
 from rich.markup import escape
 from rich.table import Column, Table
 
-from kvpool.client.config import DEFAULT_ENDPOINT
 from kvpool.commands import common
-from kvpool.commands.common import AsJson, Endpoint
-from kvpool.commands.prompts import CacheSalt, HashSeed, NamedPrompt, NameKeyFile, Namespace, Prompt, Tokenizer
+from kvpool.commands.prompts import NamedPrompt, PromptOptions, about_a_prompt
 from kvpool.protocol.messages import fields_of
 from kvpool.protocol.namespace import NamespaceSpec
 from kvpool.protocol.text import duration_text
@@ -42,29 +40,21 @@ TokenRange = tuple[int, int, pb.BlockRange]
 """Tokens [start, stop) of a prompt in one group, of which the same is known."""
 
 
-def explain(
-    prompt: Prompt,
-    namespace: Namespace,
-    tokenizer: Tokenizer = "",
-    cache_salt: CacheSalt = "",
-    hash_seed: HashSeed = None,
-    name_key_file: NameKeyFile = None,
-    endpoint: Endpoint = DEFAULT_ENDPOINT,
-    as_json: AsJson = False,
-) -> None:
+@about_a_prompt
+def explain(options: PromptOptions) -> None:
     """Say why a prompt is computed instead of loaded: which of its blocks are stored, and when and why others left.
 
     Tokens do not give the block names of requests with a LoRA adapter, images or prompt embeddings.
     """
-    with common.client_of(endpoint) as client:
-        named = NamedPrompt.read(client, prompt, namespace, tokenizer, cache_salt, hash_seed, name_key_file)
+    with common.client_of(options.endpoint) as client:
+        named = NamedPrompt.read(client, options)
         found = client.admin.explain(named.info.fingerprint, named.runs, timeout_ms=common.SLOW_TIMEOUT_MS)
         report = PromptReport(named.spec, named.num_tokens, found)
         if report.is_unknown:
             listed = {each.fingerprint: each for each in client.admin.namespaces()}
             counted = listed.get(named.info.fingerprint, named.info)
             report.has_other_blocks = bool(counted.num_entries or any(tier.num_entries for tier in counted.tiers))
-    if as_json:
+    if options.as_json:
         common.print_json(report.as_json())
         return
     for sentence in report.sentences():

@@ -5,15 +5,17 @@ The three commands tell the server what an operator knows of a prompt better tha
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import inspect
 import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -41,29 +43,54 @@ MAX_TOKEN = 1 << 31
 MAX_ERROR_CHARS = 200
 """Of a tokenizer's name, and of why it cannot be loaded."""
 
-Prompt = Annotated[
-    str,
-    typer.Option(
-        metavar="FILE",
-        help="The prompt: token ids as a JSON list or with white space between them, or text with --tokenizer; - "
-        "reads the standard input.",
-    ),
-]
-Namespace = Annotated[str, typer.Option(help="Fingerprint, or its first characters, as `kvpool namespaces` shows it.")]
-Tokenizer = Annotated[
-    str, typer.Option(metavar="DIR|NAME", help="Tokenizer of a text; needs transformers or tokenizers.")
-]
-CacheSalt = Annotated[str, typer.Option(help="The request's cache_salt.")]
-HashSeed = Annotated[
-    str | None,
-    typer.Option("--hash-seed", envvar="KVPOOL_HASH_SEED", help="PYTHONHASHSEED of the namespace's engines."),
-]
-NameKeyFile = Annotated[Path | None, typer.Option(metavar="FILE", help="The engines' name_key_file, if they have one.")]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptOptions:
+    """The options that name a prompt."""
+
+    prompt: Annotated[
+        str,
+        typer.Option(
+            metavar="FILE",
+            help="The prompt: token ids as a JSON list or with white space between them, or text with --tokenizer; - "
+            "reads the standard input.",
+        ),
+    ]
+    namespace: Annotated[
+        str, typer.Option(help="Fingerprint, or its first characters, as `kvpool namespaces` shows it.")
+    ]
+    tokenizer: Annotated[
+        str, typer.Option(metavar="DIR|NAME", help="Tokenizer of a text; needs transformers or tokenizers.")
+    ] = ""
+    cache_salt: Annotated[str, typer.Option(help="The request's cache_salt.")] = ""
+    hash_seed: Annotated[
+        str | None, typer.Option(envvar="KVPOOL_HASH_SEED", help="PYTHONHASHSEED of the namespace's engines.")
+    ] = None
+    name_key_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The engines' name_key_file, if they have one.")
+    ] = None
+    endpoint: Endpoint = DEFAULT_ENDPOINT
+    as_json: AsJson = False
 
 
+def about_a_prompt(command: Callable[..., None]) -> Callable[..., None]:
+    """Gives a command the options that name a prompt, and them as its first argument."""
+    options = inspect.signature(PromptOptions, eval_str=True).parameters
+    _, *own = inspect.signature(command, eval_str=True).parameters.values()
+
+    @functools.wraps(command)
+    def run(**values: Any) -> None:
+        command(PromptOptions(**{name: values.pop(name) for name in options}), **values)
+
+    parameters = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in (*options.values(), *own)]
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {each.name: each.annotation for each in parameters}
+    return run
+
+
+@about_a_prompt
 def pin(
-    prompt: Prompt,
-    namespace: Namespace,
+    options: PromptOptions,
     seconds: Annotated[
         int,
         typer.Option(
@@ -71,22 +98,16 @@ def pin(
         ),
     ] = 3_600,
     end: Annotated[bool, typer.Option("--end", help="End the prompt's pins instead.")] = False,
-    tokenizer: Tokenizer = "",
-    cache_salt: CacheSalt = "",
-    hash_seed: HashSeed = None,
-    name_key_file: NameKeyFile = None,
-    endpoint: Endpoint = DEFAULT_ENDPOINT,
-    as_json: AsJson = False,
 ) -> None:
     """Have a prompt's stored blocks evicted last, for a while and within the tenant's budget (--pin-budget).
 
     Pins last as long as the server's memory. Other prompts' blocks are pinned when they are named.
     """
-    with common.client_of(endpoint) as client:
-        named = NamedPrompt.read(client, prompt, namespace, tokenizer, cache_salt, hash_seed, name_key_file)
+    with common.client_of(options.endpoint) as client:
+        named = NamedPrompt.read(client, options)
         result = named.hint(client, HintKind.PIN, 0 if end else seconds)
         budgets = [each for each in client.admin.pin_budgets() if each.tenant == named.spec.tenant]
-    if as_json:
+    if options.as_json:
         _print_json(result)
         return
     if end:
@@ -105,24 +126,16 @@ def pin(
         say(f"The tenant has pinned {size_text(budget.used_bytes)} of {size_text(budget.limit_bytes)}.")
 
 
-def expire(
-    prompt: Prompt,
-    namespace: Namespace,
-    tokenizer: Tokenizer = "",
-    cache_salt: CacheSalt = "",
-    hash_seed: HashSeed = None,
-    name_key_file: NameKeyFile = None,
-    endpoint: Endpoint = DEFAULT_ENDPOINT,
-    as_json: AsJson = False,
-) -> None:
+@about_a_prompt
+def expire(options: PromptOptions) -> None:
     """Have a prompt's blocks evicted before all others, until they are used again.
 
     Blocks that other stored prompts begin with, and pinned ones, are left alone.
     """
-    with common.client_of(endpoint) as client:
-        named = NamedPrompt.read(client, prompt, namespace, tokenizer, cache_salt, hash_seed, name_key_file)
+    with common.client_of(options.endpoint) as client:
+        named = NamedPrompt.read(client, options)
         result = named.hint(client, HintKind.EXPIRE)
-    if as_json:
+    if options.as_json:
         _print_json(result)
         return
     say(f"{result.num_blocks:,} of {named} will be evicted before others.")
@@ -130,30 +143,24 @@ def expire(
         say("Pinned blocks, and those that other stored prompts continue, stay as they are: name the longest prompt.")
 
 
+@about_a_prompt
 def prefetch(
-    prompt: Prompt,
-    namespace: Namespace,
+    options: PromptOptions,
     wait: Annotated[
         float,
         typer.Option(metavar="SECONDS", callback=within(0, 600), help="How long to wait until the blocks are up."),
     ] = 0.0,
-    tokenizer: Tokenizer = "",
-    cache_salt: CacheSalt = "",
-    hash_seed: HashSeed = None,
-    name_key_file: NameKeyFile = None,
-    endpoint: Endpoint = DEFAULT_ENDPOINT,
-    as_json: AsJson = False,
 ) -> None:
     """Bring a prompt's blocks up from the server's tiers, before a request comes."""
-    with common.client_of(endpoint) as client:
-        named = NamedPrompt.read(client, prompt, namespace, tokenizer, cache_salt, hash_seed, name_key_file)
+    with common.client_of(options.endpoint) as client:
+        named = NamedPrompt.read(client, options)
         ends_at = time.monotonic() + wait
         while True:
             result = named.hint(client, HintKind.PREFETCH)
             if not result.num_pending or time.monotonic() >= ends_at:
                 break
             time.sleep(LOOK_EVERY_S)
-    if as_json:
+    if options.as_json:
         _print_json(result)
         return
     if not result.num_blocks and not result.num_pending:
@@ -184,25 +191,17 @@ class NamedPrompt:
         return sum(map(len, self.runs))
 
     @classmethod
-    def read(
-        cls,
-        client: Client,
-        prompt: str,
-        namespace: str,
-        tokenizer: str,
-        cache_salt: str,
-        seed: str | None,
-        name_key_file: Path | None,
-    ) -> NamedPrompt:
+    def read(cls, client: Client, options: PromptOptions) -> NamedPrompt:
         """Reads the prompt, and names its blocks as the namespace's engines do.
 
         Raises ConfigError, and InvalidRequestError if there is no such namespace or the prompt has no whole block.
         """
-        tokens = read_tokens(prompt, tokenizer)
-        (info,) = find_namespaces(client, namespace)
+        tokens = read_tokens(options.prompt, options.tokenizer)
+        (info,) = find_namespaces(client, options.namespace)
         spec = decode_spec(info.spec)
-        key = NameKey.read(name_key_file) if name_key_file else None
-        runs = prompt_runs(spec, tokens, seed=hash_seed(spec, seed), cache_salt=cache_salt, key=key)
+        key = NameKey.read(options.name_key_file) if options.name_key_file else None
+        seed = hash_seed(spec, options.hash_seed)
+        runs = prompt_runs(spec, tokens, seed=seed, cache_salt=options.cache_salt, key=key)
         if not runs:
             smallest = min(group.block_tokens for group in spec.groups)
             raise InvalidRequestError(
@@ -216,7 +215,7 @@ class NamedPrompt:
 
 
 def read_tokens(path: str, tokenizer: str) -> list[int]:
-    """The token ids of a prompt; the arguments are those of the options `Prompt` and `Tokenizer`.
+    """The token ids of a prompt; the arguments are those of the options --prompt and --tokenizer.
 
     Raises ConfigError if the file cannot be read or a package or the tokenizer's path lacks, and InvalidRequestError if
     the tokenizer cannot be loaded or there are no token ids.
