@@ -60,7 +60,7 @@ from testbed.ports import is_listening
 KEPT = ("--keep", "yes")
 CHUNK_BYTES, ROOM_MIB = 1 << 10, 256
 PROBED, PUT, LOADED, LOADED_BLOCKS, LOOKED_UP = 64, 4_096, 256, 65_536, 8_192
-ENDED_S = 60.0
+START_S, ENDED_S = 240.0, 60.0
 REACH_S, REACH_HITS, REACH_PRICE, REACH_TRACE = 3.0, 0.99, 0.98, 0.97
 BLOCKS_A_PUT = {16 << 10: 64, 2 << 20: 16}
 """By the bytes of a block: a small one, and one of 16 tokens of Llama-3.1-8B."""
@@ -97,7 +97,7 @@ def _killed(entries: int, kills: int, nbytes: int) -> tuple[list[float], list[fl
     slot_bytes = max(nbytes, MIN_SLOT_BYTES)  # Of a small block's slot a part is touched.
     memory = f"{entries * slot_bytes * 5 // 4 // (1 << 20) + ROOM_MIB}MiB"
     seconds, shares = [], []
-    with server_process(memory, *KEPT, start_timeout_s=ENDED_S) as (endpoint, keeper):
+    with server_process(memory, *KEPT, start_timeout_s=START_S) as (endpoint, keeper):
         spec = NamespaceSpec("restarts", (GroupSpec("full_attention", 16, 8, 128, 128, 1, nbytes),))
         _fill(endpoint, spec, hashes)
         for nth in range(kills):
