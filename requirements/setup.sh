@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes the development environment in $VENV: PyTorch and vLLM for the CPU, kvpool itself with everything for its tests.
 # Safe to run again. Needs pip's package index, and apt (as root) once for what the machine lacks: a C++ compiler,
-# Python's venv, the libraries of the Mooncake wheel, systemd-analyze, Node, Redis; and Chromium with its driver, without
+# Python's venv, the libraries of the Mooncake wheel, systemd-analyze, Node, Redis, nftables; and Chromium with its driver, without
 # which the dashboard's tests in a browser are skipped. Two programs of apt's package prometheus, for tests/deploy, are
 # taken out of it without installing it, which would start a service.
 set -euo pipefail
@@ -19,6 +19,7 @@ command -v c++ >/dev/null || missing+=(g++)
 command -v systemd-analyze >/dev/null || missing+=(systemd)
 command -v npm >/dev/null || missing+=(nodejs npm)
 { command -v valkey-server || command -v redis-server; } >/dev/null || missing+=(redis-server)
+[ "$(id -u)" != 0 ] || command -v nft >/dev/null || missing+=(nftables)  # Its test makes a namespace.
 "$PYTHON" -c "import ensurepip" 2>/dev/null ||
   missing+=("$("$PYTHON" -c 'import sys; print("python{}.{}-venv".format(*sys.version_info))')")
 if [ ${#missing[@]} -gt 0 ]; then
