@@ -72,7 +72,7 @@ class Served:
 
     def __post_init__(self) -> None:
         self.clock = FakeClock()
-        self.queue: Any = PrefillQueue()
+        self.queue: Any = PrefillQueue(STEP_TOKENS)
         self.loading: dict[str, Load] = {}
         self.learned = LoadPolicy(Recorder(), self.queue, self.loading, self.max_load_s, self.clock)
         self._answer = self.policy(self)

@@ -2,8 +2,9 @@
 
 The link carries one load after the other, and the device computes one prompt after the other. A hit is loaded as a
 whole if that ends before the device has computed all that waits for it, the hit included; else the hit is cut so that
-both ways end together. It is declined if that delays the request by more than its share of the device is worth to the
-request and to those behind it. So beside an idle device a slow link brings nothing, and beside a busy one what it can.
+both ways end together. It is declined if that, or a long prompt that begins meanwhile, delays the request by more than
+its share of the device is worth to the request and to those behind it. So beside an idle device a slow link brings
+nothing, and beside a busy one what it can.
 
 Rates are learned: of the device from its steps, of a transport from the transfers alone, as the ranks measure them. An
 unknown rate counts in the pool's favour: over a new transport hits are taken a few at a time, and while the device's
@@ -64,12 +65,16 @@ class Stage(enum.Enum):
 class PrefillQueue:
     """What waits for the device: prompt tokens that are not computed yet, by the stage of their request.
 
+    Args:
+        step_tokens: the most tokens that one step computes.
+
     Attributes:
         tokens: still to be computed, by stage; of waiting requests all, since their hits are not known.
         computed_share: of the tokens of prompts, how many were computed lately.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, step_tokens: float = math.inf) -> None:
+        self._step_tokens = step_tokens
         self._left: dict[Stage, dict[str, tuple[Request, int]]] = {stage: {} for stage in Stage}
         self._new: dict[str, Request] = {}  # They wait, and `next_waiting` has not returned them.
         self.tokens = dict.fromkeys(Stage, 0)
@@ -114,12 +119,20 @@ class PrefillQueue:
             self.put(request, Stage.RUNNING, request.num_computed_tokens + count)
         return num_prefill
 
-    def behind(self, request_id: str) -> tuple[int, float]:
-        """(requests, tokens to be computed) behind one that is about to be admitted."""
-        waiting = self._left[Stage.WAITING]
+    def behind(self, request_id: str) -> tuple[int, float, float]:
+        """(requests, tokens to be computed, tokens that overtake it) behind one that is about to be admitted.
+
+        While it loads, a step begins with those that wait; what the step leaves of a prompt comes before all others.
+        """
+        waiting, num_overtaking = self._left[Stage.WAITING], 0.0
         own = waiting[request_id][1] if request_id in waiting else 0
         num_requests = len(waiting) - (own > 0) + len(self._left[Stage.LOADING])
-        return num_requests, self.computed_share * (self.tokens[Stage.WAITING] - own) + self.tokens[Stage.LOADING]
+        for other, (_, num_left) in waiting.items():
+            if num_overtaking >= self._step_tokens:
+                break
+            num_overtaking += self.computed_share * num_left * (other != request_id)
+        num_tokens = self.computed_share * (self.tokens[Stage.WAITING] - own) + self.tokens[Stage.LOADING]
+        return num_requests, num_tokens, num_overtaking - self._step_tokens
 
 
 class Connection(NamedTuple):
@@ -252,7 +265,7 @@ class LoadPolicy:
         self, request_id: str, num_tokens: int, nbytes: int, token_s: float, link: _Link, loads: Sequence[Load]
     ) -> int:
         """How many tokens of a hit to load, if computing one takes `token_s`; infinite while unknown."""
-        num_behind, behind = self._queue.behind(request_id)
+        num_behind, behind, num_overtaking = self._queue.behind(request_id)
         ahead = self._queue.tokens[Stage.RUNNING] + sum(prefill for _, prefill, _ in self._steps)
         device_s = token_s * (ahead + behind + num_tokens)
         wait_s = max(0.0, link.free_at(loads, self._ended_steps[0]) - self._clock()) + link.rate.fixed_s / MARGIN
@@ -262,7 +275,8 @@ class LoadPolicy:
             most = min(most, (device_s - wait_s) / (load_token_s + token_s))  # Both ways end together.
         share = int(min(num_tokens, most))
         spared = ahead + share * (1 + OTHERS_WEIGHT * num_behind)
-        return share if share > 0 and wait_s + share * load_token_s < token_s * spared else 0
+        is_worth_it = wait_s + share * load_token_s < token_s * spared and num_overtaking < spared
+        return share if share > 0 and is_worth_it else 0
 
     def load_ended(self, load: Load, seconds: float, succeeded: bool) -> None:
         """A load has ended: the hit is there, or the load has failed and the hit will be computed.

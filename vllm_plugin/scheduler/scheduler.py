@@ -57,7 +57,7 @@ class KVPoolScheduler:
         self.stages = Stages(geometry.num_stages, config, recorder)
         events_of_engine = Events(geometry.groups, enabled=events is not None and events.enable_kv_cache_events)
         self.contents = PoolContents(events_of_engine)
-        self.queue = PrefillQueue()
+        self.queue = PrefillQueue(geometry.step_tokens)
         self.loads = Loads(geometry, self.stages, config, self.queue, recorder)
         self._spans = RequestSpans(tracing_of(config.client_config()))
         traceparent_of_lookup = functools.partial(self._spans.traceparent, part="lookup")

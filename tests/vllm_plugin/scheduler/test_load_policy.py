@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections.abc import Callable
@@ -41,7 +42,7 @@ from vllm_plugin.scheduler.load_policy import (
 )
 
 TOKEN_BYTES = 1_000
-STEP_S = 0.005
+STEP_S, STEP_TOKENS = 0.005, 60
 CHUNK_TOKENS = 2_048
 HIT_TOKENS = (64, 8_192)
 LOADS_TO_NOTICE = 16
@@ -613,7 +614,7 @@ class Machine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.queue: Any = PrefillQueue()
+        self.queue: Any = PrefillQueue(STEP_TOKENS)
         self.prompts = {name: Prompt(name, 0) for name in "abcdef"}
         self.left: dict[str, tuple[Stage, int]] = {}
 
@@ -656,7 +657,12 @@ class Machine(RuleBasedStateMachine):
     def behind(self, name: str) -> None:
         waiting = [num for other, (at, num) in self.left.items() if at is Stage.WAITING and other != name]
         loading = [num for at, num in self.left.values() if at is Stage.LOADING]
-        assert self.queue.behind(name) == (len(waiting) + len(loading), sum(waiting) + sum(loading))
+        begun = next((num for num in itertools.accumulate(waiting) if num >= STEP_TOKENS), sum(waiting))
+        assert self.queue.behind(name) == (
+            len(waiting) + len(loading),
+            sum(waiting) + sum(loading),
+            begun - STEP_TOKENS,
+        )
 
     def _now_left(self, name: str, stage: Stage, num_tokens: int) -> None:
         self.left.pop(name, None)
@@ -669,13 +675,13 @@ TestPrefillQueue.settings = settings(max_examples=effort(50), stateful_step_coun
 
 
 def test_waiting_tokens_count_by_the_share_of_prompts_that_was_computed_lately() -> None:
-    queue: Any = PrefillQueue()
+    queue: Any = PrefillQueue(STEP_TOKENS)
     queue.put(Prompt("a", 0, 1_000), Stage.WAITING)
     for _ in range(200):
         queue.admitted(Prompt("b", 0, 1_000), 500, 250)
         queue.drop("b")
-    num_requests, num_tokens = queue.behind("b")
-    assert num_requests == 1 and 250 <= num_tokens < 251
+    num_requests, num_tokens, num_overtaking = queue.behind("b")
+    assert num_requests == 1 and 250 <= num_tokens < 251 and num_overtaking == num_tokens - STEP_TOKENS
 
 
 # As vLLM calls the connector
