@@ -182,8 +182,12 @@ class PoolRpc(Calls):
             call = self.started(self._lookups, question)
 
         def answer(reply: pb.LookupResponse) -> Lookup:
-            self.check_boot(namespace, reply.boot_token)
-            return question.answer(reply)
+            try:
+                self.check_boot(namespace, reply.boot_token)
+                return question.answer(reply)
+            except (UnavailableError, InvalidReplyError):
+                self.release_quietly(reply.lease_id)
+                raise
 
         return PendingLookup(call, answer, self.error_of)
 

@@ -785,6 +785,7 @@ def test_a_restarted_server_is_noticed_and_its_old_bytes_are_never_read(
         client.lookup(old, [run])
     assert _leading(other, theirs, run_of("new")) == 0
     wait_for(lambda: other.admin.stats().num_tickets == 0, "the old handle's ticket is given back")
+    wait_for(lambda: other.admin.stats().num_leases == 0, "the old handle's leases are given back", 5)
 
     assert f"/memfd:{NAME}{old_pid} " in Path("/proc/self/maps").read_text() or transport == "tcp"
     reopened = client.open_namespace(spec)
