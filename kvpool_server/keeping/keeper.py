@@ -78,7 +78,7 @@ class Keeper:
         self._command = command
         self._kept: dict[str, list[int]] = {}
         self._pid = 0
-        self._is_ready = self._is_stopping = self._is_restarting = False
+        self._is_ready = self._is_stopping = self._is_restarting = self._has_served = False
         self._keeps = True
         self._address = f"{store.KEEPER}{os.getpid()}-{secrets.token_hex(8)}"
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
@@ -99,7 +99,7 @@ class Keeper:
             status = self._serve(why)
             now = time.monotonic()
             has_died = status < 0 or status == FAILED
-            is_refused = status > FAILED and bool(self._kept) and not self._is_ready
+            is_refused = status > FAILED and bool(self._kept) and self._has_served and not self._is_ready
             if self._is_stopping or not self._keeps or not (has_died or is_refused or self._is_restarting):
                 return _exit_status(status)
             refused_at = min(refused_at, now) if is_refused else math.inf
@@ -211,6 +211,7 @@ class Keeper:
         if "FDSTOREREMOVE" in states:
             self._forget(name)
         self._is_ready |= "READY" in states
+        self._has_served |= self._is_ready
         told = [f"{key}={value}" for key, value in states.items() if not key.startswith(("FD", "KEEP"))]
         if told and not ("STOPPING" in states and self._is_restarting):
             with contextlib.suppress(OSError):

@@ -152,6 +152,15 @@ def test_a_server_that_cannot_use_its_settings_ends_its_keeper(tmp_path: Path) -
         assert server.says("memory = 900")
 
 
+def test_a_first_server_whose_port_is_taken_ends_its_keeper(tmp_path: Path) -> None:
+    """It has given its memory away by then, in which nothing lies."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        endpoint = f"127.0.0.1:{taken.getsockname()[1]}"
+        with closing(KeptServer(tmp_path, endpoint=endpoint)) as server:
+            assert server.wait() == 2
+            assert server.says(f"cannot listen on {endpoint} for gRPC")
+
+
 @pytest.mark.more
 def test_no_stranger_gives_or_takes_what_is_kept(server: KeptServer) -> None:
     _put(server)
