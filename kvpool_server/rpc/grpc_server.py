@@ -9,11 +9,13 @@ import errno
 import functools
 import inspect
 import os
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import aclosing
 from typing import Any, TypeAlias
 
 import grpc
+import structlog
 from google.protobuf.descriptor_pb2 import MethodOptions
 from grpc_reflection.v1alpha import reflection
 
@@ -47,6 +49,8 @@ from kvpool_server.rpc.operators import OperatorHandlers
 from kvpool_server.rpc.sessions import SessionHandlers
 from kvpool_server.rpc.turns import call_with_its_work
 
+log = structlog.get_logger()
+
 MAX_CALLS = 4_096
 """Calls at once, streams of lookups included. A caller may have as many as are still left, so that one leaves half of
 them to others; gRPC itself refuses all beyond, of one queue."""
@@ -66,6 +70,8 @@ whole message. gRPC counts a call that has ended, or that its client resets, unt
 this bound one connection that begins and resets calls takes all of `MAX_CALLS`, before any credentials are read. A
 client with nearly as many calls at once sees some refused."""
 MAX_METADATA_BYTES = 16 << 10
+MAX_TOLD, TOLD_EVERY_S = 64, 60.0
+"""Callers beyond a limit that the log names, and how often each."""
 REFUSED = "refused"
 """The flow of all calls that are not admitted."""
 CONNECTION_S = 2_700.0
@@ -107,6 +113,7 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # N
         self._wrapped: dict[str, Handler] = {}
         # Whose work or reply is under way, by the caller or, where callers are not authenticated, peer.
         self._calls = Shares()
+        self._told, self._told_until = set[str](), 0.0
 
     async def intercept_service(
         self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]], details: grpc.HandlerCallDetails
@@ -168,11 +175,21 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # N
         if self._audit is not None and isinstance(error, UnauthenticatedError | PermissionDeniedError):
             caller = error.principal if isinstance(error, RefusedCredentialError) else CALLER.get()
             self._audit.write(name, status.name, caller=caller, peer=context.peer(), why=str(error))
+        if status is grpc.StatusCode.RESOURCE_EXHAUSTED:
+            self._name(owner_of(context).name, name, error)
         if isinstance(error, BusyError):
             await context.abort(status, str(error), wire.metadata_of(error.with_traceback(None)))
         context.set_code(status)
         context.set_details(str(error))
         context.set_trailing_metadata(wire.metadata_of(error))
+
+    def _name(self, caller: str, method: str, error: KVPoolError) -> None:
+        """Logs who is beyond a limit, once in a while."""
+        if (now := time.monotonic()) >= self._told_until:
+            self._told, self._told_until = set(), now + TOLD_EVERY_S
+        if caller not in self._told and len(self._told) < MAX_TOLD:
+            self._told.add(caller)
+            log.warning("refused a call beyond a limit", caller=caller, method=method, reason=str(error))
 
     def _stream(self, name: str, behavior: Callable[..., Any]) -> Any:
         async def call(requests: Any, context: Context) -> Any:

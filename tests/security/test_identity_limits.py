@@ -195,6 +195,9 @@ def test_an_identity_has_as_many_tickets_as_its_limit(limited: Limited) -> None:
     key = PoolKey(limited.namespaces["acme"].fingerprint, 0, block_hash("inline"), 0)
     with pytest.raises(KVPoolError, match=f"3 puts of {ACME} are under way"):
         InlineChunks(first.rpc).put([Chunk(key, content, checksum(content))])
+    # The log names the caller, and not each of its calls.
+    assert limited.deployment.server.stderr.count("refused a call beyond a limit") == 1
+    assert re.search(f"beyond a limit.*{ACME}", limited.deployment.server.stderr)
     assert put(other, "umbra", "new")
     assert second.rpc.put_revoke(tickets[0])
     assert put(second, "acme", "one more")
