@@ -166,7 +166,7 @@ def _server_lines(interval: Interval) -> Iterator[tuple[str, str]]:
     yield "lookups", f"{lookups}/s, {lookup_latency(server)}"
     failed = sum(sum(each.buckets) for each in server.rpcs if each.status != "OK")
     if failed:
-        yield "failed RPCs", f"{count_text(interval.per_second(failed))}/s"
+        yield "RPC errors", f"{count_text(interval.per_second(failed))}/s"
     yield "loop lag", loop_lag(server)
     for transport, moved in moved_bytes(server).items():
         rates = (f"{way} {rate_text(interval.per_second(nbytes)):>10}" for way, nbytes in moved.items())
