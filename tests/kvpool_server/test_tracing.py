@@ -130,6 +130,7 @@ def test_callers_do_not_decide_what_a_server_that_knows_them_exports(
     monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", "0")
     admin = files_in(authority.issue_principal(Principal(ALL_TENANTS, Role.OPERATOR))) if is_authenticated else None
     server = ServerProcess(tmp_path, "--otel", *flags, tls=admin)
+    monkeypatch.delenv("OTEL_TRACES_SAMPLER")  # The client records all.
     try:
         with Client(ClientConfig(server.endpoint, otel=True, transport="grpc", tls=tls)) as client:
             spec = namespace_spec(group_spec(chunk_bytes=BLOCK_BYTES), tenant="acme")
