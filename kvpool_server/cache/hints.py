@@ -19,7 +19,7 @@ import heapq
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvpool.protocol.types import BlockRun
 from kvpool_server.cache.allocator.placement import Placement
@@ -45,15 +45,13 @@ class PinBudget:
     used_bytes: int
 
 
+@dataclass(slots=True)
 class _Share:
     """What the pins of one namespace take: bytes by the end of the pins, each of which is in `Pins._ends` once."""
 
-    __slots__ = ("by_end", "nbytes", "tenant")
-
-    def __init__(self, tenant: str):
-        self.tenant = tenant
-        self.by_end: Counter[int] = Counter()
-        self.nbytes = 0
+    tenant: str
+    by_end: Counter[int] = field(default_factory=Counter)
+    nbytes: int = 0
 
 
 class Pins:
@@ -225,11 +223,7 @@ class Hints:
         return result
 
     def _from_the_end(
-        self,
-        fingerprint: bytes,
-        runs: Sequence[BlockRun],
-        do: Callable[[Entry], bool],
-        keeps: Callable[[Entry], bool],
+        self, fingerprint: bytes, runs: Sequence[BlockRun], do: Callable[[Entry], bool], keeps: Callable[[Entry], bool]
     ) -> Steps[HintResult]:
         """Calls `do` for the entries that belong to these prefixes alone; counts for how many it was True.
 

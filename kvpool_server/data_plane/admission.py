@@ -52,6 +52,7 @@ class Seat:
     owner: int = 0
 
 
+@dataclass(eq=False)
 class Admission:
     """The connections of one worker. Thread-safe.
 
@@ -60,20 +61,16 @@ class Admission:
         clock: `time.monotonic`, but in tests.
     """
 
-    def __init__(
-        self,
-        max_proven: int = MAX_CONNECTIONS,
-        max_unproven: int = MAX_UNPROVEN,
-        clock: Callable[[], float] = time.monotonic,
-    ):
-        self._clock = clock
-        self._max_proven = max_proven
-        self._max_unproven = max_unproven
+    _max_proven: int = MAX_CONNECTIONS
+    _max_unproven: int = MAX_UNPROVEN
+    _clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
         self._lock = threading.Lock()
         # Guarded by the lock. In the order in which they came in.
         self._unproven: dict[Seat, None] = {}
         self._proven: dict[Seat, None] = {}
-        self._free = list(range(max_proven + max_unproven + MAX_LEAVING))
+        self._free = list(range(self._max_proven + self._max_unproven + MAX_LEAVING))
 
     def admit(self, client: socket.socket, address: str) -> Seat | None:
         """A seat for a new connection; None if there is no room."""

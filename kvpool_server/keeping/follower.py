@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Container, Mapping
+from collections.abc import Container
+from dataclasses import dataclass, field
 
 from kvpool_server.cache.entry import Entry, Group, Observer
 from kvpool_server.cache.eviction import Policy
@@ -19,6 +20,7 @@ MARKED_SLOTS = 2_048
 """Of one step, within half a millisecond."""
 
 
+@dataclass(eq=False)
 class TableFollower(Observer):
     """Keeps a table equal to a pool. Make it when the pool has what the table has, and nothing else.
 
@@ -28,25 +30,20 @@ class TableFollower(Observer):
         named_quotas: subjects whose quotas the settings give, and the table need not.
     """
 
-    def __init__(
-        self,
-        pool: Pool,
-        table: SlotTable,
-        places: Mapping[bytes, int] = {},
-        order: int = 0,
-        named_quotas: Container[str] = (),
-    ):
-        self._pool = pool
-        self._named_quotas = named_quotas
-        self._table = table
-        self._places = dict(places)
+    _pool: Pool
+    _table: SlotTable
+    _places: dict[bytes, int] = field(default_factory=dict)
+    _order: int = 0
+    named_quotas: Container[str] = ()
+
+    def __post_init__(self) -> None:
+        pool = self._pool
         self._free = [place for place in range(NAMESPACES - 1, -1, -1) if place not in self._places.values()]
-        self._order = order
         self._keys: dict[Group, int | None] = {}  # Their namespace's place; None: they are not kept.
         pool.observe(self)
         pool.on_closed.append(self._closed)
         pool.on_quotas = self._put_quotas
-        pool.arena.on_extent = table.put_extent
+        pool.arena.on_extent = self._table.put_extent
         pool.on_ticket = self._granted
         self._put_quotas()
 
@@ -85,7 +82,7 @@ class TableFollower(Observer):
             self._table.put_late(deadline + self._pool.limits.grace_ms / 1000)
 
     def _put_quotas(self) -> None:
-        self._table.put_quotas([each for each in self._pool.quotas() if each.subject not in self._named_quotas])
+        self._table.put_quotas([each for each in self._pool.quotas() if each.subject not in self.named_quotas])
 
     async def run(self, run: Run) -> None:
         """Writes last uses and pins now and then, until cancelled."""
