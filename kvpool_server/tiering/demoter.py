@@ -84,7 +84,7 @@ class Demoter:
 
         No lookup could use the block without its ancestors.
         """
-        self._tier.stored(entry)
+        self._tier.hold(entry, is_there=True)
         if self.write_back or not self._is_wanted(entry):
             return
         if not self.health.is_available:
@@ -102,7 +102,7 @@ class Demoter:
 
     def removed(self, entry: Entry) -> None:
         """A block has left the pool: it is no longer to be written."""
-        self._tier.left(entry)
+        self._tier.hold(entry, is_there=False)
         if self._queue.pop(entry, self) is None:
             self._check_idle()
 

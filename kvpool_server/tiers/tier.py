@@ -164,12 +164,8 @@ class Tier(ABC):
         """As `find`, at once and from memory; None if only `find` can tell."""
         return None
 
-    def stored(self, entry: Entry) -> None:
-        """The arena has a block now."""
-        return
-
-    def left(self, entry: Entry) -> None:
-        """The arena has a block no longer."""
+    def hold(self, entry: Entry, *, is_there: bool) -> None:
+        """The arena has a block now, or no longer."""
         return
 
     def specs(self) -> list[NamespaceSpec]:

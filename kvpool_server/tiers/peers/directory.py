@@ -83,13 +83,14 @@ class Directory:
 
     Attributes:
         name: "directory HOST:PORT", as in the URL.
+        health: whether it is asked now, and has answered last.
         key_fingerprint: tells apart servers with different keys; says nothing of the key.
         num_dropped: announcements dropped because there were too many, or the directory was away.
 
     Raises ConfigError if the client library is not installed, or refuses the URL.
     """
 
-    def __init__(self, url: str, key: bytes, endpoint: Callable[[], str], clock: Callable[[], float] = time.monotonic):
+    def __init__(self, url: str, key: bytes, endpoint: Callable[[], str]):
         try:
             from redis.asyncio import Redis
         except ImportError:
@@ -103,9 +104,8 @@ class Directory:
         self._key = key
         self.key_fingerprint = hashlib.blake2b(key=key, person=_PRINT, digest_size=4).hexdigest()
         self._endpoint = endpoint
-        self._clock = clock
         self._id = secrets.token_bytes(8)
-        self._health = Health("directory of peers", clock)
+        self.health = Health("directory of peers")
         self._held: dict[bytes, None] = {}  # Announced blocks that this server has.
         self._queue: dict[bytes, bool] = {}  # Whether each is there, or has left.
         self._work = asyncio.Event()
@@ -113,16 +113,6 @@ class Directory:
         self._tasks: list[asyncio.Task[None]] = []
         self._lacks_some = self._has_warned = False
         self.num_dropped = 0
-
-    @property
-    def is_available(self) -> bool:
-        """Whether it is asked now."""
-        return self._health.is_available
-
-    @property
-    def is_working(self) -> bool:
-        """Whether it has answered last."""
-        return self._health.is_working
 
     def open(self) -> None:
         self._tasks = [asyncio.create_task(run()) for run in (self._beat, self._renew, self._announce)]
@@ -193,7 +183,7 @@ class Directory:
 
     async def _endpoints(self, servers: Sequence[bytes]) -> list[str]:
         """Of each server; empty where it has ended, or a stranger names it."""
-        now = self._clock()
+        now = time.monotonic()
         unknown = [each for each in servers if self._servers.get(each, ("", 0.0))[1] <= now]
         if unknown:
             values = await self._call(lambda: self._redis.mget([_SERVER + each for each in unknown]))
@@ -266,10 +256,10 @@ class Directory:
 
     async def _call(self, call: Callable[[], Any]) -> Any:
         """What the directory answers; None if it does not, or is not to be asked now."""
-        if not self._health.is_available:
+        if not self.health.is_available:
             return None
         try:
-            with self._health.call():
+            with self.health.call():
                 async with asyncio.timeout(ANSWER_S), self._turns:
                     return await call()
         except Exception:  # `Health` has logged it.

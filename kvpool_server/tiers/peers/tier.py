@@ -149,7 +149,7 @@ class PeersTier(Tier):
 
     async def find(self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes]) -> list[bool]:
         found = await self._search(namespace, group_idx, block_hashes, {})
-        has_directory = self._directory is not None and self._directory.is_available
+        has_directory = self._directory is not None and self._directory.health.is_available
         if not (found or has_directory or any(level.questions.is_available for level in self._levels.values())):
             raise TierError(f"{self.name}: no other server answers")
         return [block_hash in found for block_hash in block_hashes]
@@ -158,7 +158,7 @@ class PeersTier(Tier):
         self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes], away: dict[str, str]
     ) -> Sequence[bool | str]:
         found = await self._search(namespace, group_idx, block_hashes, away, lease=False)
-        if self._directory is not None and not self._directory.is_available:
+        if self._directory is not None and not self._directory.health.is_available:
             away[self._directory.name] = AWAY
         return [found.get(block_hash, False) for block_hash in block_hashes]
 
@@ -321,23 +321,15 @@ class PeersTier(Tier):
             stats.servers.add(name=endpoint, up=is_up, read_bytes=level.read_bytes)
         if self._directory is not None:
             directory = self._directory
-            stats.servers.add(name=directory.name, up=directory.is_working, key=directory.key_fingerprint)
+            stats.servers.add(name=directory.name, up=directory.health.is_working, key=directory.key_fingerprint)
             stats.counters["unannounced_blocks"] = self._directory.num_dropped
         return stats
 
-    def stored(self, entry: Entry) -> None:
-        self._hold(entry, is_there=True)
-
-    def left(self, entry: Entry) -> None:
-        self._hold(entry, is_there=False)
-
-    def _hold(self, entry: Entry, *, is_there: bool) -> None:
+    def hold(self, entry: Entry, *, is_there: bool) -> None:
         group = entry.group
-        if (
-            self._directory is not None
-            and not group.is_measurement
-            and is_announced(entry.block_hash, group.spec.block_tokens)
-        ):
+        if self._directory is None or group.is_measurement:
+            return
+        if is_announced(entry.block_hash, group.spec.block_tokens):
             self._directory.hold(group.fingerprint, group.idx, entry.block_hash, is_there=is_there)
 
     async def write(self, namespace: PoolNamespace, group_idx: int, blocks: Sequence[Block]) -> int:
