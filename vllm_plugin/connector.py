@@ -17,14 +17,6 @@ import torch
 import vllm
 from packaging.version import InvalidVersion, Version
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorHandshakeMetadata,
-    KVConnectorMetadata,
-    KVConnectorRole,
-    KVConnectorWorkerMetadata,
-    SupportsHMA,
-)
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 from vllm.logger import init_logger
 
@@ -50,7 +42,7 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.kvpool.connector")
 
 
-class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
+class KVPoolConnector(base.KVConnectorBase_V1, base.SupportsHMA):
     """vLLM's v1 KV connector to a kvpool-server. One object is either the scheduler's side or a worker's.
 
     Attributes:
@@ -59,7 +51,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
 
     guard = Guard()
 
-    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig):
+    def __init__(self, vllm_config: VllmConfig, role: base.KVConnectorRole, kv_cache_config: KVCacheConfig):
         from vllm_plugin.config import ConnectorConfig
 
         check_contract()
@@ -68,7 +60,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         config = ConnectorConfig.parse(transfer.kv_connector_extra_config)
         self._scheduler: KVPoolScheduler | None = None
         self._worker: KVPoolWorker | None = None
-        if role is KVConnectorRole.SCHEDULER:
+        if role is base.KVConnectorRole.SCHEDULER:
             from vllm_plugin.scheduler.scheduler import KVPoolScheduler
 
             warn_if_untested(vllm.__version__)
@@ -138,7 +130,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
 
     @hook(lambda self, metadata: self.scheduler_side.turn_off())
     def set_xfer_handshake_metadata_pp_aware(
-        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+        self, metadata: dict[tuple[int, int], base.KVConnectorHandshakeMetadata]
     ) -> None:
         self.scheduler_side.stages.handshake(metadata)
 
@@ -157,7 +149,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         self.scheduler_side.after_alloc(request, blocks, num_external_tokens)
 
     @hook(lambda self, scheduler_output: self.scheduler_side.bare_metadata(scheduler_output))
-    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> base.KVConnectorMetadata:
         return self.scheduler_side.build_metadata(scheduler_output)
 
     @hook(lambda self, connector_output: None)
@@ -199,7 +191,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         self.worker_side.register_kv_caches(kv_caches)
 
     @hook(lambda self: None)
-    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+    def get_handshake_metadata(self) -> base.KVConnectorHandshakeMetadata | None:
         return self.worker_side.handshake()
 
     @hook(lambda self, forward_context, **kwargs: None)
@@ -223,7 +215,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         return self.worker_side.transfer_results()
 
     @hook(lambda self: None)
-    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+    def build_connector_worker_meta(self) -> base.KVConnectorWorkerMetadata | None:
         return self.worker_side.worker_metadata()
 
     def _metadata(self) -> ConnectorMetadata:

@@ -14,11 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorHandshakeMetadata,
-    KVConnectorMetadata,
-    KVConnectorWorkerMetadata,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
 from kvpool.protocol.namespace import NamespaceSpec
 from kvpool.protocol.types import BlockRun, LeasedSlots, in_parts
@@ -122,7 +118,7 @@ class StoreJob:
 
 
 @dataclass
-class ConnectorMetadata(KVConnectorMetadata):
+class ConnectorMetadata(base.KVConnectorMetadata):
     """Scheduler to workers.
 
     Args:
@@ -139,7 +135,7 @@ class ConnectorMetadata(KVConnectorMetadata):
 
 
 @dataclass
-class WorkerMetadata(KVConnectorWorkerMetadata):
+class WorkerMetadata(base.KVConnectorWorkerMetadata):
     """Workers to scheduler.
 
     Args:
@@ -160,7 +156,7 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
     load_seconds: dict[str, float] = field(default_factory=dict)
     unserved_loads: set[str] = field(default_factory=set)
 
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerMetadata:
+    def aggregate(self, other: base.KVConnectorWorkerMetadata) -> WorkerMetadata:
         assert isinstance(other, WorkerMetadata)
         return WorkerMetadata(
             dict(Counter(self.ended_stores) + Counter(other.ended_stores)),
@@ -176,7 +172,7 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
 
 
 @dataclass
-class Handshake(KVConnectorHandshakeMetadata):
+class Handshake(base.KVConnectorHandshakeMetadata):
     """Worker to scheduler, once: the worker's namespace, where the scheduler cannot derive it."""
 
     spec: NamespaceSpec

@@ -28,14 +28,8 @@ from kvpool.client.config import is_loopback
 from kvpool.protocol.errors import ConfigError
 from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.tiers.block_mac import BlockMac
+from kvpool_server.tiers.mooncake import store_process
 from kvpool_server.tiers.mooncake.objects import StagedRead, footer_bytes, object_key, put_blocks
-from kvpool_server.tiers.mooncake.store_process import (
-    NUM_QUESTION_CHANNELS,
-    STAGING_BYTES,
-    StoreChannel,
-    StoreError,
-    StoreWorkers,
-)
 from kvpool_server.tiers.mooncake.worker import MAX_KEYS, Call, StoreConfig
 from kvpool_server.tiers.thread_pool import DaemonThreadPool
 from kvpool_server.tiers.tier import Block, BlockKey, Tier, TierContext, TierError, TierOptions
@@ -150,7 +144,7 @@ class MooncakeTier(Tier):
         self._mac = mac
         self.reads_at_once = threads
         self.writes_at_once = max(1, threads - 1)  # A thread is left for what a lookup waits for.
-        self.workers = StoreWorkers(config, workers, threads)
+        self.workers = store_process.StoreWorkers(config, workers, threads)
         self._segment_bytes = config.segment_bytes
         self._presence = PresenceCache()
         self._transfers: DaemonThreadPool | None = None
@@ -163,7 +157,7 @@ class MooncakeTier(Tier):
                 "16MiB, or 0 for none"
             )
         self._transfers = DaemonThreadPool(self.reads_at_once, "kvpool-tier-mooncake")
-        self._questions = DaemonThreadPool(NUM_QUESTION_CHANNELS, "kvpool-tier-mooncake-ask")
+        self._questions = DaemonThreadPool(store_process.NUM_QUESTION_CHANNELS, "kvpool-tier-mooncake-ask")
         starting = [self._call(self._transfers, self.workers.start, nth) for nth in range(self.workers.num_workers)]
         started = await asyncio.gather(*starting, return_exceptions=True)
         for failure in started:
@@ -280,7 +274,7 @@ class MooncakeTier(Tier):
     async def _ask(self, what: Call, keys: Sequence[str]) -> list[int]:
         return await self._call(self._questions, self.workers.ask, what, keys)
 
-    async def _transfer(self, move: Callable[[StoreChannel], list[int]]) -> list[int]:
+    async def _transfer(self, move: Callable[[store_process.StoreChannel], list[int]]) -> list[int]:
         return await self._call(self._transfers, self.workers.transfer, move)
 
     async def _call(self, threads: DaemonThreadPool | None, function: Callable[..., T], *args: object) -> T:
@@ -288,7 +282,7 @@ class MooncakeTier(Tier):
             raise TierError(f"{self.name} is closed")
         try:
             return await threads.call(function, *args)
-        except StoreError as error:
+        except store_process.StoreError as error:
             raise TierError(f"{self.name}: {error}") from None
 
     def _check(self, codes: Sequence[int]) -> None:
@@ -300,7 +294,7 @@ class MooncakeTier(Tier):
 def _max_blocks(namespace: PoolNamespace, group_idx: int) -> int:
     """Blocks that fit into a channel's staging memory at once; 0: not even one."""
     spec = namespace.groups[group_idx].spec
-    return min(MAX_KEYS, STAGING_BYTES // (spec.slot_bytes + footer_bytes(spec.num_shards, has_tag=True)))
+    return min(MAX_KEYS, store_process.STAGING_BYTES // (spec.slot_bytes + footer_bytes(spec.num_shards, has_tag=True)))
 
 
 def _names(namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes]) -> list[BlockKey]:
