@@ -71,14 +71,8 @@ class Quotas:
         for subject, limit_bytes in limits.items():
             account = self._by_subject.setdefault(subject, Account(subject, limit_bytes, self._tenant(subject)))
             account.limit_bytes = limit_bytes
-        extent_bytes = self._arena.extent_bytes
-        self._arena.set_limits(
-            {
-                account.tenant: account.limit_bytes // extent_bytes
-                for account in self._by_subject.values()
-                if account.tenant is not None
-            }
-        )
+        tenants = [(each.tenant, each.limit_bytes) for each in self._by_subject.values() if each.tenant is not None]
+        self._arena.set_limits({tenant: nbytes // self._arena.extent_bytes for tenant, nbytes in tenants})
         prefixes = [subject for subject in self._by_subject if subject.startswith(_NAMESPACE)]
         self._prefix_digits = {len(subject) - len(_NAMESPACE) for subject in prefixes}
 

@@ -258,11 +258,11 @@ class SlotTable:
 
     def mark(self, start_offset: int, slot_bytes: int, uses: Sequence[int], pins: Sequence[int]) -> None:
         """Sets the last uses of some slots, and the ends of their pins."""
-        idx, slot = self._slot(start_offset, slot_bytes)
+        idx, within = divmod(start_offset, self.extent_bytes)
         if self._classes[idx][0] == slot_bytes:
             marks = np.empty(len(uses), _MARKS)
             marks["used"], marks["pinned_until"] = uses, pins
-            self._put(self._start(idx) + _MARKS_AT + _MARK.size * slot, marks.tobytes())
+            self._put(self._start(idx) + _MARKS_AT + _MARK.size * (within // slot_bytes), marks.tobytes())
 
     def sift(self, idx: int, keep: Callable[[Kind, Columns], Sequence[int]]) -> None:
         """Removes the records of an extent but for those that are there whole, and whose offsets `keep` returns."""
@@ -334,10 +334,6 @@ class SlotTable:
         self._erase(self._record_at(idx, 0), self._num_slots(idx) * self._classes[idx][1])
         self._put(self._start(idx) + _CLASS_AT, CHECK.pack(slot_bytes << 16 | record_bytes))
         self._classes[idx] = (slot_bytes, record_bytes)
-
-    def _slot(self, offset: int, slot_bytes: int) -> tuple[int, int]:
-        idx, within = divmod(offset, self.extent_bytes)
-        return idx, within // slot_bytes
 
     @staticmethod
     def _start(idx: int) -> int:

@@ -112,15 +112,9 @@ class Loads:
         """
         parts = self.parts(request, lookup, tables, start, stop)
         job = self._new(request.request_id, parts, lookup.lease_ids, traceparent)
-        self.loading[job.request_id] = Loading(
-            time.monotonic(),
-            stop - start,
-            self._nbytes(start, stop),
-            is_probe,
-            self._connection,
-            job,
-            self._geometry.blocks_to_compute(request.num_tokens),
-        )
+        nbytes, num_blocks = self._nbytes(start, stop), self._geometry.blocks_to_compute(request.num_tokens)
+        loading = Loading(time.monotonic(), stop - start, nbytes, is_probe, self._connection, job, num_blocks)
+        self.loading[job.request_id] = loading
         return parts is not None
 
     def fail(self, request_id: str) -> list[tuple[int, ...]]:

@@ -290,15 +290,12 @@ class Lookups:
         lookup.answers = answers
         ttl_ms = min(answer.lease_ttl_ms for answer in answers) or self._config.load_timeout_ms
         lookup.good_until = lookup.sent_at + max(ttl_ms - self._config.load_timeout_ms, ttl_ms // 2) / 1000
-        lookup.ready, lookup.promised = zip(
-            *(
-                availability(group.kind, first, len(run), [answer.hits[idx] for answer in answers])
-                for idx, (group, first, run) in enumerate(
-                    zip(self._geometry.groups, lookup.firsts, lookup.runs, strict=True)
-                )
-            ),
-            strict=True,
+        asked = enumerate(zip(self._geometry.groups, lookup.firsts, lookup.runs, strict=True))
+        found = (
+            availability(group.kind, first, len(run), [answer.hits[idx] for answer in answers])
+            for idx, (group, first, run) in asked
         )
+        lookup.ready, lookup.promised = zip(*found, strict=True)
         lookup.found = lookup.ready if all(lookup.lease_ids) else ()
         lookup.num_ready = sum(
             max(hits.num_leading, hits.complete.bit_count()) for each in answers for hits in each.hits

@@ -136,12 +136,10 @@ class PeerLoads:
         Where a request has just been given its blocks, those of states are at their positions, too.
         """
         sizes = [(group.kind.block_tokens, member) for group in self._groups for member in group.members]
-        return min(
-            (
-                nth * size
-                for size, member in sizes
-                for nth, block_id in enumerate(tables[member][: -(-local // size)])
-                if block_id in self._marked
-            ),
-            default=None,
+        marked = (
+            nth * size
+            for size, member in sizes
+            for nth, block_id in enumerate(tables[member][: -(-local // size)])
+            if block_id in self._marked
         )
+        return min(marked, default=None)

@@ -59,14 +59,11 @@ class Retention:
     def blocks(self, kind: Kind, start: int, stop: int) -> list[int]:
         """The blocks among [start, stop) that are worth storing, in order."""
         prompt_end = self.prompt_tokens // self.alignment * self.alignment
-        start_tokens, stop_tokens = start * kind.block_tokens, stop * kind.block_tokens
+        # From the multiple before, which the first block may have to prove, to the one the last block leads to.
+        first = start * kind.block_tokens // self.interval * self.interval
+        last = -(-stop * kind.block_tokens // self.interval) * self.interval
         boundaries = [
-            # From the multiple before, which the first block may have to prove, to the one the last block leads to.
-            *range(
-                start_tokens // self.interval * self.interval,
-                -(-stop_tokens // self.interval) * self.interval + 1,
-                self.interval,
-            ),
+            *range(first, last + 1, self.interval),
             self.divergence,
             # The same prompt again computes its last token; a longer one may resume after it.
             (self.prompt_tokens - 1) // self.alignment * self.alignment,

@@ -267,8 +267,8 @@ def _estimate(hits: np.ndarray, reached: np.ndarray) -> tuple[list[array[float]]
         hits, reached: as those of `_survival`.
     """
     prior = np.full(NUM_BINS, PRIOR_HITS / NUM_BINS)
-    of_all_kinds = _survival(hits.sum(0)[None], reached.sum(1)[:, None], prior, PRIOR_WEIGHT)
-    survival = _survival(hits, reached, -np.diff(of_all_kinds[0]), PRIOR_WEIGHT)
+    of_all_kinds = _survival(hits.sum(0)[None], reached.sum(1)[:, None], prior)
+    survival = _survival(hits, reached, -np.diff(of_all_kinds[0]))
     return _rows(_densities(survival)), _rows(1 - survival)
 
 
@@ -278,21 +278,20 @@ def _unlearned(num_kinds: int) -> tuple[list[array[float]], list[array[float]]]:
     return _estimate(np.zeros((num_kinds, NUM_BINS)), np.zeros((NUM_BINS, num_kinds)))
 
 
-def _survival(hits: np.ndarray, reached: np.ndarray, prior: np.ndarray, prior_weight: float) -> np.ndarray:
+def _survival(hits: np.ndarray, reached: np.ndarray, prior: np.ndarray) -> np.ndarray:
     """S at each bin edge, by kind.
 
     Args:
         hits: [kinds, bins].
         reached: waits old enough to have reached each bin, with or without a hit before it: [bins, kinds].
         prior: share of waits that a hit ends in each bin: [bins].
-        prior_weight: of the prior, in waits.
 
     Returns:
         [kinds, bins + 1].
     """
-    ended = hits.T + prior_weight * prior[:, None]
+    ended = hits.T + PRIOR_WEIGHT * prior[:, None]
     reached = np.maximum(reached, 0.0)
-    before = prior_weight * (1 - np.cumsum(prior) + prior)
+    before = PRIOR_WEIGHT * (1 - np.cumsum(prior) + prior)
     survival = np.ones((NUM_BINS + 1, len(hits)))
     for nth in range(NUM_BINS):
         at_risk = reached[nth] * survival[nth] + before[nth]
