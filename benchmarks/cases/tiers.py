@@ -169,11 +169,11 @@ class TierRun:
         for names in self._batches():
             parents = [b"", *names]
             blocks = list(map(Block, names, parents, self._sums, self._views))
-            assert await self._tier.write(self._namespace, 0, blocks) == len(names)
+            assert await self._tier.write(self._namespace.groups[0], blocks) == len(names)
 
     async def _read(self) -> None:
         for names in self._batches():
-            found = await self._tier.read(self._namespace, 0, names, self._views[: len(names)])
+            found = await self._tier.read(self._namespace.groups[0], names, self._views[: len(names)])
             assert all(found), "a block was lost"
 
     def _flush(self) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from kvpool.protocol.namespace import GroupSpec
+from kvpool.protocol.namespace import GroupSpec, NamespaceSpec
 from kvpool.protocol.types import BlockRun, RunHits
 
 Value = TypeVar("Value")
@@ -116,6 +116,9 @@ class BlockIndex(Generic[Value]):
             yield from shard.values()
 
 
+_NO_NAMESPACE = NamespaceSpec("", ())
+
+
 @dataclass(eq=False, slots=True)
 class Group:
     """One KV-cache group of an open namespace: its index of entries by block hash.
@@ -126,6 +129,7 @@ class Group:
         tenant: whose extents its slots are in; "" where the arena has one tenant.
         declared_tenant: the tenant in its namespace's specification, which selects its stream of KV events.
         is_measurement: its blocks are no engine's, and are kept out of tiers.
+        namespace_spec: its namespace's specification.
 
     Attributes:
         leaving: live entries that have left the index, and that are being dropped some at a time.
@@ -141,6 +145,7 @@ class Group:
     tenant: str = ""
     declared_tenant: str = ""
     is_measurement: bool = False
+    namespace_spec: NamespaceSpec = _NO_NAMESPACE
     block_tokens: int = field(init=False)
     full_mask: int = field(init=False)
     needs_prefix: bool = field(init=False)

@@ -57,7 +57,7 @@ class PoolNamespace:
         self.fingerprint = fingerprint
         label = f"{fingerprint.hex()}@{spec.model}"
         self.groups = [
-            Group(group, idx, label, fingerprint, tenant, spec.tenant, self.is_measurement)
+            Group(group, idx, label, fingerprint, tenant, spec.tenant, self.is_measurement, spec)
             for idx, group in enumerate(spec.groups)
         ]
 

@@ -95,7 +95,8 @@ class OperatorHandlers(Handlers):
         for run, each in zip(runs, found.runs, strict=True):
             missing = [part for part in each.ranges if part.state is BlockState.MISSING]
             names = [name for part in missing for name in run.block_hashes[part.first : part.stop]]
-            places, silent = await self.tiered.tiers_of(found.namespace, run.group_idx, names) if names else ([], {})
+            group = found.namespace.groups[run.group_idx]
+            places, silent = await self.tiered.tiers_of(group, names) if names else ([], {})
             away.update(dict.fromkeys(silent))
             if sees_servers:
                 reply.servers_away.update(item for servers in silent.values() for item in servers.items())

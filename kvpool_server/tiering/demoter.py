@@ -130,7 +130,7 @@ class Demoter:
     def _is_in_tier(self, entry: Entry) -> bool | None:
         """Whether the tier has a block; None if the tier cannot tell without a call."""
         namespace = self._pool.namespace(entry.group.fingerprint)
-        known = None if namespace is None else self._tier.known(namespace, entry.group.idx, [entry.block_hash])
+        known = None if namespace is None else self._tier.known(entry.group, [entry.block_hash])
         return None if known is None else known[0]
 
     async def run(self) -> None:
@@ -191,12 +191,12 @@ class Demoter:
             for entry, payload in zip(entries, payloads, strict=True)
         ]
         with self.health.call():
-            written = await self._tier.write(namespace, group.idx, blocks)
+            written = await self._tier.write(group, blocks)
             self._tier.counters["demoted_blocks"] += written
             # A pinned entry that is no longer live was removed or cleared while it was being written.
             removed = [entry.block_hash for entry in entries if not entry.live]
             if removed:
-                await self._tier.remove(namespace, group.idx, removed)
+                await self._tier.remove(group, removed)
 
     async def drain(self) -> None:
         """Returns when no block is queued or being written, or the tier is unavailable.

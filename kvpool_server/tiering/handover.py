@@ -51,15 +51,15 @@ def _prompts(pool: Pool, leaves: Sequence[Entry]) -> Iterator[Prompt]:
     for _, leaves_of_call in itertools.groupby(leaves, lambda leaf: leaf.used // TICK):
         prompts: list[Prompt] = []
         for leaf in leaves_of_call:
-            namespace, run = pool.namespace(leaf.group.fingerprint), _run(leaf)
-            if namespace is None or run is None:
+            group, run = leaf.group, _run(leaf)
+            if run is None or pool.namespace(group.fingerprint) is None:
                 continue
             for prompt in prompts:
-                if prompt.namespace is namespace and run.group_idx not in prompt.runs:
-                    prompt.runs[run.group_idx] = run
+                if group not in prompt and next(iter(prompt)).fingerprint == group.fingerprint:
+                    prompt[group] = run
                     break
             else:
-                prompts.append(Prompt(namespace, {run.group_idx: run}))
+                prompts.append({group: run})
         yield from prompts
 
 

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from kvpool_server.cache.namespaces import PoolNamespace
+from kvpool_server.cache.entry import Group
 from kvpool_server.tiers.health import Health
 from kvpool_server.tiers.tier import Tier, TierError
 
@@ -18,9 +18,7 @@ Holders = tuple[list[tuple[str, str]], dict[str, dict[str, str]]]
 """The tier that has each block, with the server, empty where none has it; and which tiers and servers did not tell."""
 
 
-async def holders_of(
-    tiers: Sequence[tuple[Tier, Health]], namespace: PoolNamespace, group_idx: int, names: Sequence[bytes]
-) -> Holders:
+async def holders_of(tiers: Sequence[tuple[Tier, Health]], group: Group, names: Sequence[bytes]) -> Holders:
     """The first tier that has each block.
 
     A tier that does not know from memory is asked for `MAX_FIND_BLOCKS` blocks, which may take `FIND_S`.
@@ -31,9 +29,9 @@ async def holders_of(
         for at in range(0, len(left), PART_BLOCKS):
             part = left[at : at + PART_BLOCKS]
             asked = [names[nth] for nth in part]
-            known: Sequence[bool | str] | None = tier.known(namespace, group_idx, asked)
+            known: Sequence[bool | str] | None = tier.known(group, asked)
             if known is None and (num_asked := num_asked + len(part)) <= MAX_FIND_BLOCKS:
-                known = await _ask(tier, health, namespace, group_idx, asked, servers)
+                known = await _ask(tier, health, group, asked, servers)
             if known is None or servers:
                 away[tier.name] = servers
             if known is None:

@@ -24,13 +24,12 @@ from kvpool.protocol.types import BlockRun, PutGrant, PutStatus, RunHits
 from kvpool_server.cache.allocator.arena import ZEROED_AT_ONCE
 from kvpool_server.cache.entry import Group
 from kvpool_server.cache.leases import Found
-from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.cache.pool import Pool
 from kvpool_server.cache.steps import LOOKUP_STEP_BLOCKS, Run, Steps
 from kvpool_server.cache.tier_access import commit, reserve
 from kvpool_server.tiering.demoter import Watermark
 from kvpool_server.tiers.health import Health
-from kvpool_server.tiers.tier import BlockKey, Tier, TierError
+from kvpool_server.tiers.tier import BlockKey, Tier, TierError, keys_of
 
 log = structlog.get_logger()
 
@@ -69,8 +68,7 @@ class _Prefetch:
         batch_bytes: of the next read, if the tier takes as many.
     """
 
-    namespace: PoolNamespace
-    group_idx: int
+    group: Group
     parent_hash: bytes
     block_hashes: list[bytes]
     asked_at: float
@@ -114,12 +112,7 @@ class Promoter:
         self._read_s = self._read_bytes = 0.0
 
     def prefetch(
-        self,
-        namespace: PoolNamespace,
-        group_idx: int,
-        run: Sequence[tuple[bytes, bytes]],
-        behind: Sequence[bytes],
-        prefix_only: bool,
+        self, group: Group, run: Sequence[tuple[bytes, bytes]], behind: Sequence[bytes], prefix_only: bool
     ) -> int:
         """Queues the blocks that the tier has; returns how many are pending, those included that the tier may have.
 
@@ -132,18 +125,19 @@ class Promoter:
             return 0
         now = self._clock()
         hashes = [block_hash for block_hash, _ in run]
-        if prefix_only and self._tier.known(namespace, group_idx, hashes[:1]) == [False]:
+        if prefix_only and self._tier.known(group, hashes[:1]) == [False]:
             return 0  # Checked first, because it is cheap and the case of most misses.
-        pending_of = [self._pending.get((namespace.fingerprint, group_idx, each)) for each in hashes]
+        keys = keys_of(group, hashes)
+        pending_of = list(map(self._pending.get, keys))
         new = [each for each, pending in zip(hashes, pending_of, strict=True) if pending is None]
-        known_of_new = iter(self._tier.known(namespace, group_idx, new) or itertools.repeat(None))
+        known_of_new = iter(self._tier.known(group, new) or itertools.repeat(None))
         request: _Prefetch | None = None
         before = b""
         queue: deque[_Prefetch] = deque()
         batch_bytes = FIRST_BATCH_BYTES
         num_pending = 0
         for nth, (block_hash, parent_hash) in enumerate(run):
-            key = (namespace.fingerprint, group_idx, block_hash)
+            key = keys[nth]
             if (pending := pending_of[nth]) is not None:
                 pending.asked_at = now
                 queue, batch_bytes = pending.queue, pending.batch_bytes  # What follows continues its prefix.
@@ -154,8 +148,8 @@ class Promoter:
             if in_tier is None:
                 if len(self._searching) >= MAX_SEARCHING and key not in self._searching:
                     return num_pending
-                has_parent = self._is_in_tier((namespace.fingerprint, group_idx, parent_hash), None, now)
-                self._search(namespace, group_idx, [*hashes[nth:], *(behind if has_parent else ())])
+                has_parent = self._is_in_tier((group.fingerprint, group.idx, parent_hash), None, now)
+                self._search(group, [*hashes[nth:], *(behind if has_parent else ())])
                 return num_pending + len(hashes) - nth
             if not in_tier or len(self._pending) >= MAX_PENDING:
                 if prefix_only:
@@ -163,9 +157,9 @@ class Promoter:
                 request = None
                 continue
             if request is None or parent_hash != before:
-                request = _Prefetch(namespace, group_idx, parent_hash, [], now, queue, prefix_only, batch_bytes)
+                request = _Prefetch(group, parent_hash, [], now, queue, prefix_only, batch_bytes)
                 if not queue:
-                    self._queues.setdefault(namespace.fingerprint, deque()).append(queue)
+                    self._queues.setdefault(group.fingerprint, deque()).append(queue)
                 queue.append(request)
                 self._work.set()
             request.block_hashes.append(block_hash)
@@ -208,24 +202,24 @@ class Promoter:
         if len(self._answers) > MAX_ANSWERS:
             self._answers.popitem(last=False)
 
-    def _search(self, namespace: PoolNamespace, group_idx: int, block_hashes: list[bytes]) -> None:
-        first = (namespace.fingerprint, group_idx, block_hashes[0])
+    def _search(self, group: Group, block_hashes: list[bytes]) -> None:
+        first = (group.fingerprint, group.idx, block_hashes[0])
         if first not in self._searching:
             self._searching[first] = self._clock(), 0
-            task = asyncio.create_task(self._find(namespace, group_idx, block_hashes, first), context=Context())
+            task = asyncio.create_task(self._find(group, block_hashes, first), context=Context())
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    async def _find(self, namespace: PoolNamespace, group_idx: int, block_hashes: list[bytes], first: BlockKey) -> None:
+    async def _find(self, group: Group, block_hashes: list[bytes], first: BlockKey) -> None:
         try:
             with self._health.call():
-                found = await self._tier.find(namespace, group_idx, block_hashes)
+                found = await self._tier.find(group, block_hashes)
         except TierError:
             found = [False] * len(block_hashes)
         finally:
             del self._searching[first]
-        for block_hash, in_tier in zip(block_hashes, found, strict=True):
-            self._remember((namespace.fingerprint, group_idx, block_hash), in_tier)
+        for key, in_tier in zip(keys_of(group, block_hashes), found, strict=True):
+            self._remember(key, in_tier)
         self._on_progress()
 
     async def run(self) -> None:
@@ -241,7 +235,8 @@ class Promoter:
         fingerprint, queues = self._queues.popitem(last=False)
         queue = queues.popleft()
         request = queue[0]
-        slot_bytes = request.namespace.groups[request.group_idx].spec.slot_bytes
+        group = request.group
+        slot_bytes = group.spec.slot_bytes
         most_bytes = min(self._tier.read_bytes, MAX_ARENA_SHARE * len(self._memory))
         batch_bytes = round(min(request.batch_bytes, most_bytes, max(FIRST_BATCH_BYTES, READ_S * self._bytes_per_s)))
         request.batch_bytes = BATCH_GROWTH * batch_bytes
@@ -256,18 +251,18 @@ class Promoter:
         if not block_hashes:  # They were dropped when a read failed.
             return
         parent_hash, request.parent_hash = request.parent_hash, block_hashes[-1]
-        keys = [(request.namespace.fingerprint, request.group_idx, block_hash) for block_hash in block_hashes]
+        keys = keys_of(group, block_hashes)
         try:
             is_stale = self._clock() - request.asked_at > STALE_S
             if is_stale or not self._health.is_available or self._is_clearing(fingerprint):
                 self._tier.counters["dropped_promotions"] += len(keys)
                 return
             self._reading[keys[0]] = self._clock(), len(keys) * slot_bytes
-            all_read = await self._read(request.namespace, BlockRun(request.group_idx, block_hashes, parent_hash))
+            all_read = await self._read(group, BlockRun(group.idx, block_hashes, parent_hash))
             if request.prefix_only and not all_read and request.block_hashes:
                 self._tier.counters["dropped_promotions"] += len(request.block_hashes)
-                for block_hash in request.block_hashes:
-                    self._pending.pop((request.namespace.fingerprint, request.group_idx, block_hash), None)
+                for key in keys_of(group, request.block_hashes):
+                    self._pending.pop(key, None)
                 request.block_hashes = []
         finally:
             self._reading.pop(keys[0], None)
@@ -275,13 +270,12 @@ class Promoter:
                 self._pending.pop(key, None)
             self._on_progress()
 
-    async def _read(self, namespace: PoolNamespace, run: BlockRun) -> bool:
+    async def _read(self, group: Group, run: BlockRun) -> bool:
         """Reads blocks into the arena; False if any is not readable afterwards."""
-        group = namespace.groups[run.group_idx]
         size = group.spec.slot_bytes
         room = contextlib.nullcontext() if self._watermark is None else self._watermark.room(group, len(run))
         async with room:
-            reserved, grant = await self._reserve(namespace, group, run)
+            reserved, grant = await self._reserve(group, run)
         if grant is None:
             return False
         statuses = zip(reserved, grant.statuses, strict=True)
@@ -293,14 +287,12 @@ class Promoter:
         began_at = self._clock()
         try:
             try:
-                keys = ((namespace.fingerprint, run.group_idx, block_hash) for block_hash in granted)
                 # Since they were queued: their removal has not reached the tier yet, which would bring them back.
-                if self._is_clearing(namespace.fingerprint) or not all(
-                    self._is_in_tier(key, True, began_at) for key in keys
-                ):
+                are_kept = all(self._is_in_tier(key, True, began_at) for key in keys_of(group, granted))
+                if self._is_clearing(group.fingerprint) or not are_kept:
                     raise TierError("a block is being dropped")
                 with self._health.call():
-                    sums = await self._tier.read(namespace, run.group_idx, granted, into)
+                    sums = await self._tier.read(group, granted, into)
             except TierError:
                 pass  # `Health` has logged what the tier raised.
             unread = [nth for nth, checksums in enumerate(sums) if checksums is None]
@@ -313,12 +305,10 @@ class Promoter:
             promoted = commit(self._pool, grant.ticket_id, sums)
         self._tier.counters["promoted_blocks"] += promoted
         self._tier.counters["missed_promotions"] += len(granted) - promoted
-        self.forget(namespace, run.group_idx, [granted[nth] for nth in unread])
+        self.forget(group, [granted[nth] for nth in unread])
         return promoted == len(granted) and len(reserved) == len(run)
 
-    async def _reserve(
-        self, namespace: PoolNamespace, group: Group, run: BlockRun
-    ) -> tuple[Sequence[bytes], PutGrant | None]:
+    async def _reserve(self, group: Group, run: BlockRun) -> tuple[Sequence[bytes], PutGrant | None]:
         """Reserves slots for a run or, if there are too few, for its first half, quarter and so on; None: for none."""
         hashes, count = list(run.block_hashes), len(run)
         grant = None
@@ -332,13 +322,13 @@ class Promoter:
             except KVPoolError:  # The namespace is closed.
                 count = 0
         self._tier.counters["dropped_promotions"] += len(hashes) - count
-        self.forget(namespace, run.group_idx, hashes[count:])  # The next lookup must not queue them again at once.
+        self.forget(group, hashes[count:])  # The next lookup must not queue them again at once.
         return hashes[:count], grant
 
-    def forget(self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes]) -> None:
+    def forget(self, group: Group, block_hashes: Sequence[bytes]) -> None:
         """Prefetches none of these blocks for a while."""
-        for block_hash in block_hashes:
-            self._remember((namespace.fingerprint, group_idx, block_hash), False)
+        for key in keys_of(group, block_hashes):
+            self._remember(key, False)
 
 
 def _zero(unread: Sequence[memoryview]) -> Steps[None]:
@@ -363,7 +353,8 @@ def prefetch(
     num_pending = pending_bytes = num_examined = 0
     hits = []
     for run, hit in zip(runs, found.hits, strict=True):
-        slot_bytes = found.namespace.groups[run.group_idx].spec.slot_bytes
+        group = found.namespace.groups[run.group_idx]
+        slot_bytes = group.spec.slot_bytes
         most = min(MAX_PREFETCH_BLOCKS - num_pending, (MAX_PREFETCH_BYTES - pending_bytes) // slot_bytes)
         most = max(most, 0 if num_pending else 1)  # One block is prefetched, however large.
         missing = list(itertools.islice(_missing(run, hit, prefix_only), most))
@@ -378,7 +369,7 @@ def prefetch(
         for promoter in promoters:
             if not missing:
                 break
-            count = promoter.prefetch(found.namespace, run.group_idx, missing, behind, prefix_only)
+            count = promoter.prefetch(group, missing, behind, prefix_only)
             pending += count
             if prefix_only:
                 missing = missing[count:]  # The first ones are pending; the next tier may hold those behind them.

@@ -22,10 +22,9 @@ from kvpool.protocol.namespace import NamespaceSpec
 from kvpool.protocol.types import BlockRun, Lookup, RunHits
 from kvpool.protocol.wire import message_of
 from kvpool.v1 import pool_pb2 as pb
-from kvpool_server.cache.entry import Entry, Observer
+from kvpool_server.cache.entry import Entry, Group, Observer
 from kvpool_server.cache.hints import HintResult
 from kvpool_server.cache.leases import NOBODY, Found, Owner
-from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.cache.pool import Pool
 from kvpool_server.cache.steps import LOOKUP_STEP_BLOCKS, Run, Steps, at_once, finish
 from kvpool_server.tiering.demoter import Demoter, Watermark
@@ -307,11 +306,10 @@ class TieredPool(Observer):
         namespace = self.pool.namespace(fingerprint)
         removed = await self._run(self.pool.removals.remove(fingerprint, runs))
         assert namespace is not None, "the pool has just removed blocks of it"
-        for promoter, run in itertools.product(self._promoters, runs):
-            promoter.forget(namespace, run.group_idx, run.block_hashes)
-        await self._on_every_tier(
-            lambda tier: asyncio.gather(*(tier.remove(namespace, run.group_idx, run.block_hashes) for run in runs))
-        )
+        removals = [(namespace.groups[run.group_idx], run.block_hashes) for run in runs]
+        for promoter, removal in itertools.product(self._promoters, removals):
+            promoter.forget(*removal)
+        await self._on_every_tier(lambda tier: asyncio.gather(*itertools.starmap(tier.remove, removals)))
         return removed
 
     async def clear(self, fingerprint: bytes = b"") -> int:
@@ -359,9 +357,9 @@ class TieredPool(Observer):
         levels = [level for level in self._levels if level.health.is_available]
         return all(level.demoter.idle.is_set() and level.promoter.is_idle for level in levels)
 
-    async def tiers_of(self, namespace: PoolNamespace, group_idx: int, names: Sequence[bytes]) -> Holders:
+    async def tiers_of(self, group: Group, names: Sequence[bytes]) -> Holders:
         """The first tier that has each block."""
-        return await holders_of([(level.tier, level.health) for level in self._levels], namespace, group_idx, names)
+        return await holders_of([(level.tier, level.health) for level in self._levels], group, names)
 
     def holdings(self, fingerprint: bytes) -> list[pb.TierHoldings]:
         """What each tier holds of a namespace, which need not be open."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -22,9 +22,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from kvpool.protocol.namespace import NamespaceSpec
 from kvpool.protocol.types import BlockRun
-from kvpool_server.cache.entry import Entry
+from kvpool_server.cache.entry import Entry, Group
 from kvpool_server.cache.eviction import Policy
-from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.cache.steps import Run, at_once
 
 if TYPE_CHECKING:
@@ -48,6 +47,12 @@ COUNTERS = {
 """What is counted for each tier, with the HELP text of each metric."""
 BlockKey = tuple[bytes, int, bytes]
 """(fingerprint, group_idx, block_hash)"""
+
+
+def keys_of(group: Group, block_hashes: Iterable[bytes]) -> list[BlockKey]:
+    """The key of each block."""
+    fingerprint, idx = group.fingerprint, group.idx
+    return [(fingerprint, idx, block_hash) for block_hash in block_hashes]
 
 
 class TierError(Exception):
@@ -104,11 +109,11 @@ class Tier(ABC):
         self.counters = dict.fromkeys(COUNTERS, 0)
 
     @abstractmethod
-    async def find(self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes]) -> list[bool]:
+    async def find(self, group: Group, block_hashes: Sequence[bytes]) -> list[bool]:
         """Whether the tier has each block. Raises TierError."""
 
     @abstractmethod
-    async def write(self, namespace: PoolNamespace, group_idx: int, blocks: Sequence[Block]) -> int:
+    async def write(self, group: Group, blocks: Sequence[Block]) -> int:
         """Stores blocks; returns how many of them the tier has now, also from before. Raises TierError.
 
         A tier without room evicts blocks, or refuses these: that is no error. The payloads are not read any more once
@@ -117,7 +122,7 @@ class Tier(ABC):
 
     @abstractmethod
     async def read(
-        self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes], into: Sequence[memoryview]
+        self, group: Group, block_hashes: Sequence[bytes], into: Sequence[memoryview]
     ) -> list[Sequence[int] | None]:
         """Reads and verifies blocks. Raises TierError.
 
@@ -131,7 +136,7 @@ class Tier(ABC):
         """
 
     @abstractmethod
-    async def remove(self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes]) -> None:
+    async def remove(self, group: Group, block_hashes: Sequence[bytes]) -> None:
         """Removes blocks. Raises TierError."""
 
     @abstractmethod
@@ -146,21 +151,19 @@ class Tier(ABC):
         """Ends the tier's threads, except those that hang. Idempotent, also after an `open` that failed."""
         return
 
-    async def holders(
-        self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes], away: dict[str, str]
-    ) -> Sequence[bool | str]:
+    async def holders(self, group: Group, block_hashes: Sequence[bytes], away: dict[str, str]) -> Sequence[bool | str]:
         """As `find`, for operators: in the place of True, a tier of other servers names the server that has a block.
 
         Args:
             away: takes each server that has not said which blocks it has, and why.
         """
-        return await self.find(namespace, group_idx, block_hashes)
+        return await self.find(group, block_hashes)
 
     async def hand_over(self, prompts: Iterator[Prompt]) -> None:
         """Has other servers get prompts of this one, the first first; cancelled at the deadline of the drain."""
         return
 
-    def known(self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes]) -> list[bool] | None:
+    def known(self, group: Group, block_hashes: Sequence[bytes]) -> list[bool] | None:
         """As `find`, at once and from memory; None if only `find` can tell."""
         return None
 
@@ -185,12 +188,8 @@ class Tier(ABC):
         return pb.TierStats(name=self.name, counters=self.counters)
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """The blocks of a prompt: the run of each group by its `group_idx`."""
-
-    namespace: PoolNamespace
-    runs: dict[int, BlockRun]
+Prompt = dict[Group, BlockRun]
+"""The blocks of a prompt in each group of its namespace."""
 
 
 class OpenFiles:

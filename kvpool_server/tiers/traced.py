@@ -11,9 +11,8 @@ from contextlib import AbstractContextManager
 from typing import Any, cast
 
 from kvpool.client.tracing import Tracing
-from kvpool_server.cache.entry import Entry, Observer
-from kvpool_server.cache.namespaces import PoolNamespace
-from kvpool_server.tiers.tier import Block, BlockKey, Tier
+from kvpool_server.cache.entry import Entry, Group, Observer
+from kvpool_server.tiers.tier import Block, BlockKey, Tier, keys_of
 
 MAX_REMEMBERED = 8_192
 """Blocks whose lookup or put is remembered; the oldest is forgotten for another."""
@@ -26,19 +25,18 @@ class SpansOfBlocks(Observer):
         self._tracing = tracing
         self._parents: OrderedDict[BlockKey, str] = OrderedDict()
 
-    def remember(self, fingerprint: bytes, group_idx: int, block_hashes: Sequence[bytes]) -> None:
+    def remember(self, group: Group, block_hashes: Sequence[bytes]) -> None:
         """The current span concerns these blocks; without one, nothing is remembered."""
         if parent := self._tracing.current():
-            for block_hash in block_hashes:
-                self._parents[fingerprint, group_idx, block_hash] = parent
+            self._parents.update(dict.fromkeys(keys_of(group, block_hashes), parent))
             while len(self._parents) > MAX_REMEMBERED:
                 self._parents.popitem(last=False)
 
-    def parent(self, namespace: PoolNamespace, group_idx: int, block_hash: bytes) -> str:
-        return self._parents.get((namespace.fingerprint, group_idx, block_hash), "")
+    def parent(self, group: Group, block_hash: bytes) -> str:
+        return self._parents.get((group.fingerprint, group.idx, block_hash), "")
 
     def stored(self, entry: Entry) -> None:
-        self.remember(entry.group.fingerprint, entry.group.idx, [entry.block_hash])
+        self.remember(entry.group, [entry.block_hash])
 
 
 def traced(tier: Tier, tracing: Tracing, spans: SpansOfBlocks) -> Tier:
@@ -57,31 +55,29 @@ class _TracedTier:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tier, name)
 
-    async def find(self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes]) -> list[bool]:
-        with self._span("find", namespace, group_idx, block_hashes):
-            return await self._tier.find(namespace, group_idx, block_hashes)
+    async def find(self, group: Group, block_hashes: Sequence[bytes]) -> list[bool]:
+        with self._span("find", group, block_hashes):
+            return await self._tier.find(group, block_hashes)
 
-    async def write(self, namespace: PoolNamespace, group_idx: int, blocks: Sequence[Block]) -> int:
-        with self._span("write", namespace, group_idx, [block.block_hash for block in blocks]) as span:
-            written = await self._tier.write(namespace, group_idx, blocks)
+    async def write(self, group: Group, blocks: Sequence[Block]) -> int:
+        with self._span("write", group, [block.block_hash for block in blocks]) as span:
+            written = await self._tier.write(group, blocks)
             span.set_attribute("kvpool.written_blocks", written)
             return written
 
     async def read(
-        self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes], into: Sequence[memoryview]
+        self, group: Group, block_hashes: Sequence[bytes], into: Sequence[memoryview]
     ) -> list[Sequence[int] | None]:
-        with self._span("read", namespace, group_idx, block_hashes) as span:
-            found = await self._tier.read(namespace, group_idx, block_hashes, into)
+        with self._span("read", group, block_hashes) as span:
+            found = await self._tier.read(group, block_hashes, into)
             span.set_attribute("kvpool.read_blocks", len(found) - found.count(None))
             return found
 
-    def known(self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes]) -> list[bool] | None:
-        self._spans.remember(namespace.fingerprint, group_idx, block_hashes)  # A lookup asks before it prefetches.
-        return self._tier.known(namespace, group_idx, block_hashes)
+    def known(self, group: Group, block_hashes: Sequence[bytes]) -> list[bool] | None:
+        self._spans.remember(group, block_hashes)  # A lookup asks before it prefetches.
+        return self._tier.known(group, block_hashes)
 
-    def _span(
-        self, call: str, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes]
-    ) -> AbstractContextManager[Any]:
-        parent = self._spans.parent(namespace, group_idx, block_hashes[0]) if block_hashes else ""
+    def _span(self, call: str, group: Group, block_hashes: Sequence[bytes]) -> AbstractContextManager[Any]:
+        parent = self._spans.parent(group, block_hashes[0]) if block_hashes else ""
         attributes: dict[str, str | int] = {"kvpool.tier": self._tier.name, "kvpool.blocks": len(block_hashes)}
         return self._tracing.span(f"kvpool.tier.{call}", parent, attributes)

@@ -79,15 +79,15 @@ async def opened(tier: AnyTier) -> AsyncIterator[AnyTier]:
 
 async def there(tier: Tier, namespace: PoolNamespace, names: Sequence[object], group_idx: int = 0) -> list[bool]:
     hashes = [block_hash(name) for name in names]
-    found = await tier.find(namespace, group_idx, hashes)
-    assert tier.known(namespace, group_idx, hashes) in (None, found)
+    found = await tier.find(namespace.groups[group_idx], hashes)
+    assert tier.known(namespace.groups[group_idx], hashes) in (None, found)
     return found
 
 
 async def read_back(tier: Tier, namespace: PoolNamespace, names: Sequence[object]) -> list[object]:
     """Of each name: itself if its bytes came, None for a miss; anything else fails."""
     memory = Memory(len(names))
-    sums = await tier.read(namespace, 0, [block_hash(name) for name in names], memory.views)
+    sums = await tier.read(namespace.groups[0], [block_hash(name) for name in names], memory.views)
     got: list[object] = []
     for name, block, expected in zip(names, memory.blocks, sums, strict=True):
         if expected is not None:
@@ -112,7 +112,7 @@ class TierContract:
             names = [f"w{nth}" for nth in range(40)]
             assert await there(tier, namespace, names) == [False] * 40
             assert await read_back(tier, namespace, names[:3]) == [None] * 3
-            assert await tier.write(namespace, 0, blocks_of(*names)) == 40
+            assert await tier.write(namespace.groups[0], blocks_of(*names)) == 40
             assert await there(tier, namespace, [*names, "other"]) == [True] * 40 + [False]
             assert await read_back(tier, namespace, ["other", *names]) == [None, *names]
             assert await read_back(tier, namespace, names[::-3]) == names[::-3]
@@ -120,8 +120,8 @@ class TierContract:
     @awaited
     async def test_to_write_again_is_no_error(self, make_tier: Callable[[], Tier], namespace: PoolNamespace) -> None:
         async with opened(make_tier()) as tier:
-            assert await tier.write(namespace, 0, blocks_of("a", "b")) == 2
-            assert await tier.write(namespace, 0, blocks_of("a", "b", "c")) == 3
+            assert await tier.write(namespace.groups[0], blocks_of("a", "b")) == 2
+            assert await tier.write(namespace.groups[0], blocks_of("a", "b", "c")) == 3
             assert await read_back(tier, namespace, ["a", "b", "c"]) == ["a", "b", "c"]
 
     @awaited
@@ -130,11 +130,11 @@ class TierContract:
     ) -> None:
         other = namespace_of(namespace_spec(*self.spec.groups))
         async with opened(make_tier()) as tier:
-            await tier.write(namespace, 0, blocks_of("a"))
+            await tier.write(namespace.groups[0], blocks_of("a"))
             assert await there(tier, other, ["a"]) == [False]
             assert await there(tier, namespace, ["a"], group_idx=1) == [False]
             assert await read_back(tier, other, ["a"]) == [None]
-            await tier.write(namespace, 1, blocks_of("a", nbytes=CHUNK, shards=1))
+            await tier.write(namespace.groups[1], blocks_of("a", nbytes=CHUNK, shards=1))
             assert await there(tier, namespace, ["a"], group_idx=1) == [True]
             assert await read_back(tier, namespace, ["a"]) == ["a"]
 
@@ -144,9 +144,9 @@ class TierContract:
     ) -> None:
         other = namespace_of(namespace_spec(*self.spec.groups))
         async with opened(make_tier()) as tier:
-            await tier.write(namespace, 0, blocks_of("a", "b", "c"))
-            await tier.write(other, 0, blocks_of("a"))
-            await tier.remove(namespace, 0, [block_hash("b"), block_hash("never there")])
+            await tier.write(namespace.groups[0], blocks_of("a", "b", "c"))
+            await tier.write(other.groups[0], blocks_of("a"))
+            await tier.remove(namespace.groups[0], [block_hash("b"), block_hash("never there")])
             assert await there(tier, namespace, ["a", "b", "c"]) == [True, False, True]
             await tier.clear(namespace.fingerprint)
             assert await there(tier, namespace, ["a", "b", "c"]) == [False] * 3
@@ -154,14 +154,14 @@ class TierContract:
             assert await read_back(tier, other, ["a"]) == ["a"]
             await tier.clear()
             assert await there(tier, other, ["a"]) == [False]
-            assert await tier.write(namespace, 0, blocks_of("a")) == 1
+            assert await tier.write(namespace.groups[0], blocks_of("a")) == 1
             assert await read_back(tier, namespace, ["a"]) == ["a"]
 
     @awaited
     async def test_it_says_what_it_holds(self, make_tier: Callable[[], Tier], namespace: PoolNamespace) -> None:
         async with opened(make_tier()) as tier:
             assert tier.holdings(namespace.fingerprint).num_entries == 0
-            await tier.write(namespace, 0, blocks_of("a", "b"))
+            await tier.write(namespace.groups[0], blocks_of("a", "b"))
             held = tier.holdings(namespace.fingerprint)
             assert (held.tier, held.num_entries, held.nbytes) == (tier.name, 2, 2 * SLOT)
             stats = tier.stats()
@@ -185,7 +185,7 @@ class PersistentTierContract(TierContract):
     async def test_the_next_process_finds_it(self, make_tier: Callable[[], Tier], namespace: PoolNamespace) -> None:
         names = [f"n{nth}" for nth in range(10)]
         async with opened(make_tier()) as first:
-            await first.write(namespace, 0, blocks_of(*names))
+            await first.write(namespace.groups[0], blocks_of(*names))
         async with opened(make_tier()) as second:
             assert await there(second, namespace, names) == [True] * 10
             assert await read_back(second, namespace, names) == names

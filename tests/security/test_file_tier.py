@@ -53,7 +53,7 @@ def secret(tmp_path: Path) -> Path:
 @awaited
 async def _store(root: Path, name: str) -> None:
     async with opened(_tier(root, name)) as tier:
-        assert await tier.write(NAMESPACE, 0, blocks_of("a")) == 1
+        assert await tier.write(NAMESPACE.groups[0], blocks_of("a")) == 1
 
 
 @awaited
@@ -67,7 +67,7 @@ async def _reads(root: Path, name: str = "one", owners: Sequence[int] = ()) -> b
     """Whether a server gets the block "a" from what lies below the path."""
     async with opened(_tier(root, name, owners)) as tier:
         await tier.refresh()
-        (sums,) = await tier.read(NAMESPACE, 0, [block_hash("a")], Memory(1).views)
+        (sums,) = await tier.read(NAMESPACE.groups[0], [block_hash("a")], Memory(1).views)
     return sums is not None
 
 
@@ -162,7 +162,7 @@ async def test_a_link_that_is_planted_while_the_server_runs_is_not_followed(root
     async with opened(_tier(root)) as tier:
         (root / "one" / "extent-00000").symlink_to(secret)
         with pytest.raises(Exception, match="extent-00000 is no plain file"):
-            await tier.write(NAMESPACE, 0, blocks_of("b"))
+            await tier.write(NAMESPACE.groups[0], blocks_of("b"))
     assert secret.read_bytes() == SECRET
 
 
@@ -326,10 +326,10 @@ def test_a_tier_leaves_no_descriptor_open(root: Path) -> None:
 async def test_a_peers_directory_that_is_replaced_is_read_anew(root: Path) -> None:
     async with opened(_tier(root)) as tier:
         await tier.refresh()
-        assert tier.known(NAMESPACE, 0, [block_hash("a")]) == [True]
+        assert tier.known(NAMESPACE.groups[0], [block_hash("a")]) == [True]
         (root / "two").rename(root / ".removed-two")
         await tier.refresh()
-        assert tier.known(NAMESPACE, 0, [block_hash("a")]) == [False]
+        assert tier.known(NAMESPACE.groups[0], [block_hash("a")]) == [False]
         await asyncio.to_thread((root / ".removed-two").rename, root / "two")
         await tier.refresh()
-        assert tier.known(NAMESPACE, 0, [block_hash("a")]) == [True]
+        assert tier.known(NAMESPACE.groups[0], [block_hash("a")]) == [True]

@@ -145,7 +145,7 @@ async def test_a_namespace_that_no_reader_accepts_is_not_written(tmp_path: Path)
     long = namespace_of(namespace_spec(group_spec(layer_names=("a" * 1000,) * 2000)))
     async with opened(file_tier(tmp_path)) as tier:
         for nth in range(2):
-            assert await tier.write(long, 0, blocks_of("a")) == 0 and tier.counters["refused_blocks"] == nth + 1
+            assert await tier.write(long.groups[0], blocks_of("a")) == 0 and tier.counters["refused_blocks"] == nth + 1
     assert (tmp_path / "one" / "journal").stat().st_size < 4096
 
 
@@ -209,7 +209,7 @@ async def test_long_journals_are_read_in_turns_with_heartbeats_between(
     really = tier._own.send_heartbeat
     monkeypatch.setattr(tier._own, "send_heartbeat", lambda: (heartbeats.append(1), really())[1])
     async with opened(tier):
-        while not all(tier.known(namespace_of(SPEC), 0, [block_hash(nth) for nth in (999, 1999, 2999)])):
+        while not all(tier.known(namespace_of(SPEC).groups[0], [block_hash(nth) for nth in (999, 1999, 2999)])):
             await tier.refresh()
         assert len(heartbeats) > 10
 

@@ -60,7 +60,7 @@ def namespace() -> PoolNamespace:
 
 async def _write(tier: Tier, namespace: PoolNamespace, *names: str) -> None:
     async with opened(tier):
-        assert await tier.write(namespace, 0, blocks_of(*names)) == len(names)
+        assert await tier.write(namespace.groups[0], blocks_of(*names)) == len(names)
 
 
 async def _read(tier: Tier, namespace: PoolNamespace, *names: str) -> list[bool]:
@@ -228,9 +228,9 @@ async def test_tags_outlive_compaction_and_evictions(
     monkeypatch.setattr(journal, "RECORDS_A_FRAME", 16)
     async with opened(_tier(tmp_path)) as tier:
         for start in range(0, 2 * SIZE // SLOT, 128):
-            await tier.write(namespace, 0, blocks_of(*(str(nth) for nth in range(start, start + 128))))
+            await tier.write(namespace.groups[0], blocks_of(*(str(nth) for nth in range(start, start + 128))))
         names = [str(nth) for nth in range(2 * SIZE // SLOT)]
-        kept = [name for name in names if tier.known(namespace, 0, [block_hash(name)]) == [True]]
+        kept = [name for name in names if tier.known(namespace.groups[0], [block_hash(name)]) == [True]]
     assert len(kept) == SIZE // SLOT
     for reader in ("two", "one"):
         assert all(await _read(_tier(tmp_path, reader), namespace, *kept[-200:]))

@@ -93,7 +93,9 @@ class World:
         """What was removed is there no more, whatever was on its way up or down."""
         self.wait_idle()
         found = self.pool.lookup(SPECS[space].fingerprint(), [run], prefix_only=True, lease_ttl_ms=0)
-        assert not found.hits[0].num_leading and self.tier.known(self.namespaces[space], 0, run.block_hashes) == [False]
+        assert not found.hits[0].num_leading and self.tier.known(
+            self.namespaces[space].groups[0], run.block_hashes
+        ) == [False]
 
     def start(self) -> None:
         ids = itertools.count(1)
@@ -183,7 +185,7 @@ class World:
     def there(self) -> list[list[bool]]:
         """What the tier says that it has."""
         return [
-            self.tier.known(self.namespaces[space], 0, _run(space, chain, DEPTH).block_hashes)
+            self.tier.known(self.namespaces[space].groups[0], _run(space, chain, DEPTH).block_hashes)
             for space in range(len(SPECS))
             for chain in range(CHAINS)
         ]

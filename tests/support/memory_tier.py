@@ -15,7 +15,7 @@ from kvpool.protocol.hashing import checksum
 from kvpool.protocol.types import BlockRun, Lookup, RunHits, ShardRange
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.cache.allocator.arena import Arena
-from kvpool_server.cache.namespaces import PoolNamespace
+from kvpool_server.cache.entry import Group
 from kvpool_server.tiering.tiered_pool import TieredPool
 from kvpool_server.tiers.tier import Block, Tier, TierError
 from testbed.pool_at_once import PoolAtOnce
@@ -67,21 +67,21 @@ class MemoryTier(Tier):
         if self.failure:
             raise TierError(self.failure)
 
-    def known(self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes]) -> list[bool] | None:
+    def known(self, group: Group, block_hashes: Sequence[bytes]) -> list[bool] | None:
         return [name in self.kept for name in block_hashes] if self._answers_at_once else None
 
-    async def find(self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes]) -> list[bool]:
+    async def find(self, group: Group, block_hashes: Sequence[bytes]) -> list[bool]:
         await self._pass("find")
         return [name in self.kept for name in block_hashes]
 
-    async def write(self, namespace: PoolNamespace, group_idx: int, blocks: Sequence[Block]) -> int:
+    async def write(self, group: Group, blocks: Sequence[Block]) -> int:
         await self._pass("write")
         for block in blocks:
             self.kept[block.block_hash] = (bytes(block.payload), list(block.checksums))
         return len(blocks)
 
     async def read(
-        self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes], into: Sequence[memoryview]
+        self, group: Group, block_hashes: Sequence[bytes], into: Sequence[memoryview]
     ) -> list[Sequence[int] | None]:
         await self._pass("read")
         sums: list[Sequence[int] | None] = []
@@ -92,7 +92,7 @@ class MemoryTier(Tier):
             sums.append(expected)
         return sums
 
-    async def remove(self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes]) -> None:
+    async def remove(self, group: Group, block_hashes: Sequence[bytes]) -> None:
         for name in block_hashes:
             self.kept.pop(name, None)
 

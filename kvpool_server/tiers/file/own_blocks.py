@@ -18,7 +18,6 @@ from kvpool_server.cache.allocator.arena import ALIGNMENT, Arena
 from kvpool_server.cache.entry import BlockIndex, Entry, Group, Observer, Record
 from kvpool_server.cache.eviction import Policy
 from kvpool_server.cache.limits import Limits
-from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.cache.pool import Pool
 from kvpool_server.cache.restoring import restore
 from kvpool_server.cache.steps import finish
@@ -30,7 +29,7 @@ from kvpool_server.tiers.file.directory import Directory, OpenFile
 from kvpool_server.tiers.file.extents import BlockSpot, Disk, MakeExtents, write_all
 from kvpool_server.tiers.file.journal import GroupKey, Inventory, MakeInventory
 from kvpool_server.tiers.thread_pool import DaemonThreadPool
-from kvpool_server.tiers.tier import Block
+from kvpool_server.tiers.tier import Block, keys_of
 
 log = structlog.get_logger()
 
@@ -199,18 +198,16 @@ class OwnBlocks(Observer):
         namespace = self.pool.namespace(group[0])
         return BlockIndex() if namespace is None else namespace.groups[group[1]].index
 
-    async def write(
-        self, threads: DaemonThreadPool, namespace: PoolNamespace, group_idx: int, blocks: Sequence[Block]
-    ) -> None:
+    async def write(self, threads: DaemonThreadPool, group: Group, blocks: Sequence[Block]) -> None:
         """Stores blocks, of which none may be there yet; for one caller at a time.
 
         Raises OSError, OutOfSpaceError or InvalidRequestError; nothing is stored then.
         """
-        opened = self.pool.namespace(namespace.fingerprint) or self.pool.open_namespace(namespace.spec)[0]
-        if namespace.fingerprint not in self._named:
-            self._add(None, journal.encode_namespace(namespace.spec))
-            self._named.add(namespace.fingerprint)
-        grant = finish(reserve(self.pool, opened.groups[group_idx], _runs(group_idx, blocks)))
+        opened = self.pool.namespace(group.fingerprint) or self.pool.open_namespace(group.namespace_spec)[0]
+        if group.fingerprint not in self._named:
+            self._add(None, journal.encode_namespace(group.namespace_spec))
+            self._named.add(group.fingerprint)
+        grant = finish(reserve(self.pool, opened.groups[group.idx], _runs(group.idx, blocks)))
         # This call is the only writer, and none of the blocks is there: all are granted.
         spots = [
             BlockSpot(offset, block.payload, block.checksums)
@@ -218,7 +215,7 @@ class OwnBlocks(Observer):
         ]
         try:
             if self._mac is not None:
-                names = [(namespace.fingerprint, group_idx, block.block_hash) for block in blocks]
+                names = keys_of(group, [block.block_hash for block in blocks])
                 payloads = [block.payload for block in blocks]
                 tags = await threads.call(lambda mac: list(map(mac.tag, names, payloads)), self._mac)
                 self._tags.update(zip(grant.offsets, tags, strict=True))

@@ -30,8 +30,7 @@ from pydantic import ByteSize, Field, field_validator
 from kvpool.protocol.errors import ConfigError, InvalidRequestError, OutOfSpaceError
 from kvpool.protocol.namespace import NamespaceSpec
 from kvpool.protocol.types import BlockRun
-from kvpool_server.cache.entry import Record
-from kvpool_server.cache.namespaces import PoolNamespace
+from kvpool_server.cache.entry import Group, Record
 from kvpool_server.cache.pool import Pool
 from kvpool_server.cache.steps import Steps, finish
 from kvpool_server.tiers.block_mac import BlockMac
@@ -174,29 +173,29 @@ class FileTier(Tier):
                 self._files.close()
         self._own.release()
 
-    def known(self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes]) -> list[bool]:
+    def known(self, group: Group, block_hashes: Sequence[bytes]) -> list[bool]:
         if self._own.is_gone:
             return [False] * len(block_hashes)
-        group = (namespace.fingerprint, group_idx)
-        index, has_peers = self._blocks.index(group), len(self._peers) > 0
+        key = group.fingerprint, group.idx
+        index, has_peers = self._blocks.index(key), len(self._peers) > 0
         return [
             ((entry := index.get(block_hash)) is not None and entry.complete)
-            or (has_peers and self._peers.find(group, block_hash) is not None)
+            or (has_peers and self._peers.find(key, block_hash) is not None)
             for block_hash in block_hashes
         ]
 
-    async def find(self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes]) -> list[bool]:
-        return self.known(namespace, group_idx, block_hashes)
+    async def find(self, group: Group, block_hashes: Sequence[bytes]) -> list[bool]:
+        return self.known(group, block_hashes)
 
-    async def write(self, namespace: PoolNamespace, group_idx: int, blocks: Sequence[Block]) -> int:
+    async def write(self, group: Group, blocks: Sequence[Block]) -> int:
         async with self._writing:
             threads = self._running_threads()
-            there = self.known(namespace, group_idx, [block.block_hash for block in blocks])
+            there = self.known(group, [block.block_hash for block in blocks])
             new = {block.block_hash: block for block, is_there in zip(blocks, there, strict=True) if not is_there}
             written = 0
             try:
                 if new:
-                    await self._blocks.write(threads, namespace, group_idx, list(new.values()))
+                    await self._blocks.write(threads, group, list(new.values()))
                     written = len(new)
                     self.counters["written_bytes"] += sum(block.payload.nbytes for block in new.values())
                 await self._blocks.flush_journal(threads)
@@ -208,29 +207,29 @@ class FileTier(Tier):
         return sum(there) + written
 
     async def read(
-        self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes], into: Sequence[memoryview]
+        self, group: Group, block_hashes: Sequence[bytes], into: Sequence[memoryview]
     ) -> list[Sequence[int] | None]:
-        threads, group, mac = self._running_threads(), (namespace.fingerprint, group_idx), self._mac
-        index, own = self._blocks.index(group), self._blocks.extents
+        threads, key, mac = self._running_threads(), (group.fingerprint, group.idx), self._mac
+        index, own = self._blocks.index(key), self._blocks.extents
         sources: dict[Extents, dict[int, BlockSpot]] = {own: {}}
         theirs: dict[int, tuple[PeerBlocks, Record]] = {}
         for nth, (block_hash, view) in enumerate(zip(block_hashes, into, strict=True)):
             entry = index.get(block_hash)
             if entry is not None and entry.complete:
                 extents, record = own, self._blocks.record(entry)
-            elif (peer := self._peers.find(group, block_hash)) is not None:
+            elif (peer := self._peers.find(key, block_hash)) is not None:
                 theirs[nth] = peer
                 extents, record = peer[0].extents, peer[1]
             else:
                 continue
-            check = None if mac is None else functools.partial(mac.is_valid, (*group, block_hash), tag=record.tag)
+            check = None if mac is None else functools.partial(mac.is_valid, (*key, block_hash), tag=record.tag)
             spot = BlockSpot(record.offset, view, record.checksums, check)
             sources.setdefault(extents, {})[nth] = spot
         ours = [block_hashes[nth] for nth in sources[own]]
-        runs = [BlockRun(group_idx, ours)]
+        runs = [BlockRun(group.idx, ours)]
         lease_id = 0
         if ours:  # They stay where they are until the lease is released.
-            leased = finish(self.pool.lookups.find(group[0], runs, False, TTL_MS))
+            leased = finish(self.pool.lookups.find(group.fingerprint, runs, False, TTL_MS))
             self.pool.lookups.record_use(leased)
             lease_id = leased.lease_id
         found: list[Sequence[int] | None] = [None] * len(block_hashes)
@@ -244,7 +243,7 @@ class FileTier(Tier):
         except OSError as error:
             if error.errno == errno.EIO and ours:
                 # The disk fails, or all of these blocks lie on a bad sector, which must fail the tier only once.
-                finish(self.pool.removals.remove(group[0], runs))
+                finish(self.pool.removals.remove(group.fingerprint, runs))
             raise TierError(f"{self.name}: {error}") from None
         finally:
             self.pool.release([lease_id])
@@ -254,12 +253,12 @@ class FileTier(Tier):
         if corrupt := [block_hashes[nth] for nth in sources[own] if found[nth] is None]:
             self.counters["corrupt_blocks"] += len(corrupt)
             log.error("corrupt blocks in a tier were removed", tier=self.name, blocks=len(corrupt))
-            finish(self.pool.removals.remove(group[0], [BlockRun(group_idx, corrupt)]))
+            finish(self.pool.removals.remove(group.fingerprint, [BlockRun(group.idx, corrupt)]))
         return found
 
-    async def remove(self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes]) -> None:
-        if self.pool.namespace(namespace.fingerprint) is not None:
-            removal = self.pool.removals.remove(namespace.fingerprint, [BlockRun(group_idx, block_hashes)])
+    async def remove(self, group: Group, block_hashes: Sequence[bytes]) -> None:
+        if self.pool.namespace(group.fingerprint) is not None:
+            removal = self.pool.removals.remove(group.fingerprint, [BlockRun(group.idx, block_hashes)])
             await asyncio.shield(self._drop(removal))
 
     async def clear(self, fingerprint: bytes = b"") -> None:

@@ -26,13 +26,14 @@ from pydantic import ByteSize, Field
 
 from kvpool.client.config import is_loopback
 from kvpool.protocol.errors import ConfigError
-from kvpool_server.cache.namespaces import PoolNamespace
+from kvpool.protocol.namespace import GroupSpec
+from kvpool_server.cache.entry import Group
 from kvpool_server.tiers.block_mac import BlockMac
 from kvpool_server.tiers.mooncake import store_process
 from kvpool_server.tiers.mooncake.objects import StagedRead, footer_bytes, object_key, put_blocks
 from kvpool_server.tiers.mooncake.worker import MAX_KEYS, Call, StoreConfig
 from kvpool_server.tiers.thread_pool import DaemonThreadPool
-from kvpool_server.tiers.tier import Block, BlockKey, Tier, TierContext, TierError, TierOptions
+from kvpool_server.tiers.tier import Block, BlockKey, Tier, TierContext, TierError, TierOptions, keys_of
 
 if TYPE_CHECKING:
     from kvpool.v1 import pool_pb2 as pb
@@ -174,13 +175,13 @@ class MooncakeTier(Tier):
                 threads.close(CLOSE_S)
         self._transfers = self._questions = None
 
-    def known(self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes]) -> list[bool] | None:
+    def known(self, group: Group, block_hashes: Sequence[bytes]) -> list[bool] | None:
         """All True for blocks that were lately written, found or read; else only the master can tell."""
-        is_fresh = all(self._presence.has((namespace.fingerprint, group_idx, name)) for name in block_hashes)
+        is_fresh = all(self._presence.has((group.fingerprint, group.idx, name)) for name in block_hashes)
         return [True] * len(block_hashes) if is_fresh else None
 
-    async def find(self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes]) -> list[bool]:
-        names, codes = _names(namespace, group_idx, block_hashes), list[int]()
+    async def find(self, group: Group, block_hashes: Sequence[bytes]) -> list[bool]:
+        names, codes = keys_of(group, block_hashes), list[int]()
         for part in _parts(names, MAX_KEYS):
             codes += await self._ask("exist", list(map(object_key, part)))
         self._check(codes)
@@ -191,16 +192,16 @@ class MooncakeTier(Tier):
                 self._presence.discard([name])
         return [code == IS_THERE for code in codes]
 
-    async def write(self, namespace: PoolNamespace, group_idx: int, blocks: Sequence[Block]) -> int:
-        there = await self.find(namespace, group_idx, [block.block_hash for block in blocks])
+    async def write(self, group: Group, blocks: Sequence[Block]) -> int:
+        there = await self.find(group, [block.block_hash for block in blocks])
         new = {block.block_hash: block for block, is_there in zip(blocks, there, strict=True) if not is_there}
-        slot_bytes = namespace.groups[group_idx].spec.slot_bytes
-        most = _max_blocks(namespace, group_idx)
+        slot_bytes = group.spec.slot_bytes
+        most = _max_blocks(group.spec)
         if not most:
             self.counters["refused_blocks"] += len(new)
             return sum(there)
         written = 0
-        all_names = _names(namespace, group_idx, list(new))
+        all_names = keys_of(group, list(new))
         for names, part in zip(_parts(all_names, most), _parts(list(new.values()), most), strict=True):
             codes = await self._transfer(functools.partial(put_blocks, names, part, self._mac))
             self._check(codes)
@@ -217,16 +218,15 @@ class MooncakeTier(Tier):
         return sum(there) + written
 
     async def read(
-        self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes], into: Sequence[memoryview]
+        self, group: Group, block_hashes: Sequence[bytes], into: Sequence[memoryview]
     ) -> list[Sequence[int] | None]:
-        most = _max_blocks(namespace, group_idx)
+        most = _max_blocks(group.spec)
         if not most:
             return [None] * len(block_hashes)
-        num_shards = namespace.groups[group_idx].spec.num_shards
         found: list[Sequence[int] | None] = []
-        all_names = _names(namespace, group_idx, block_hashes)
+        all_names = keys_of(group, block_hashes)
         for names, views in zip(_parts(all_names, most), _parts(into, most), strict=True):
-            reading = StagedRead(names, views, num_shards, self._mac)
+            reading = StagedRead(names, views, group.spec.num_shards, self._mac)
             try:
                 codes = await self._transfer(reading.run)
             finally:
@@ -245,8 +245,8 @@ class MooncakeTier(Tier):
             found += reading.found
         return found
 
-    async def remove(self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes]) -> None:
-        names = _names(namespace, group_idx, block_hashes)
+    async def remove(self, group: Group, block_hashes: Sequence[bytes]) -> None:
+        names = keys_of(group, block_hashes)
         self._presence.discard(names)
         for part in _parts(names, MAX_KEYS):
             self._check(await self._ask("remove", list(map(object_key, part))))
@@ -291,14 +291,9 @@ class MooncakeTier(Tier):
             raise TierError(f"{self.name}: the master does not answer (code {code})")
 
 
-def _max_blocks(namespace: PoolNamespace, group_idx: int) -> int:
+def _max_blocks(spec: GroupSpec) -> int:
     """Blocks that fit into a channel's staging memory at once; 0: not even one."""
-    spec = namespace.groups[group_idx].spec
     return min(MAX_KEYS, store_process.STAGING_BYTES // (spec.slot_bytes + footer_bytes(spec.num_shards, has_tag=True)))
-
-
-def _names(namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes]) -> list[BlockKey]:
-    return [(namespace.fingerprint, group_idx, block_hash) for block_hash in block_hashes]
 
 
 def _parts(items: Sequence[U], most: int) -> Iterator[Sequence[U]]:

@@ -16,8 +16,8 @@ from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from kvpool_server.cache.namespaces import PoolNamespace
-from kvpool_server.tiers.tier import BlockKey, Prompt
+from kvpool_server.cache.entry import Group
+from kvpool_server.tiers.tier import BlockKey, Prompt, keys_of
 
 if TYPE_CHECKING:
     from kvpool_server.tiers.peers.peer import Peer
@@ -58,7 +58,7 @@ class HandOver:
         self,
         receivers: Sequence[str],
         max_bytes: int,
-        holders: Callable[[PoolNamespace, int, Sequence[bytes]], Awaitable[list[str]]],
+        holders: Callable[[Group, Sequence[bytes]], Awaitable[list[str]]],
         ask: Ask,
     ):
         self._failures = dict.fromkeys(receivers[:MAX_RECEIVERS], 0)  # Offers in a row without an answer.
@@ -82,12 +82,12 @@ class HandOver:
             tried: list[str] = []
             while len(tried) < MAX_TRIES and (endpoint := await self._receiver(prompt, tried)) not in ("", *tried):
                 async with self._room:  # A receiver reads each group under a lease, of which the server grants few.
-                    await self._room.wait_for(functools.partial(self._has_room, len(prompt.runs)))
-                    self._num_runs += len(prompt.runs)
+                    await self._room.wait_for(functools.partial(self._has_room, len(prompt)))
+                    self._num_runs += len(prompt)
                 try:
                     has_read = await self._give(endpoint, prompt)
                 finally:
-                    self._num_runs -= len(prompt.runs)
+                    self._num_runs -= len(prompt)
                     async with self._room:
                         self._room.notify_all()
                 self._failures[endpoint] = self._failures[endpoint] + 1 if has_read is None else 0
@@ -109,35 +109,34 @@ class HandOver:
 
     async def _receiver(self, prompt: Prompt, tried: Sequence[str]) -> str:
         """The receiver that is to read a prompt, if possible one not tried; empty if another server has it all."""
-        group_idx, run = min(prompt.runs.items())
+        first = min(prompt, key=lambda group: group.idx)
         held_bytes: Counter[str] = Counter()
-        for endpoint in (await self._holders(prompt.namespace, group_idx, run.block_hashes))[:MAX_HOLDERS]:
+        for endpoint in (await self._holders(first, prompt[first].block_hashes))[:MAX_HOLDERS]:
             held = await self._held(endpoint, prompt)
-            if all(held[idx] == len(each) for idx, each in prompt.runs.items()):
+            if all(held[group] == len(run) for group, run in prompt.items()):
                 return ""
-            groups = prompt.namespace.groups
-            held_bytes[endpoint] = sum(count * groups[idx].spec.slot_bytes for idx, count in held.items())
+            held_bytes[endpoint] = sum(count * group.spec.slot_bytes for group, count in held.items())
         load = {
             each: self.bytes_of[each] + max(0, sum(self._new(each, prompt).values()) - held_bytes[each])
             for each in self._receivers
         }
         return min(load, key=lambda each: (each in tried, self._failures[each] > 0, load[each]), default="")
 
-    async def _held(self, endpoint: str, prompt: Prompt) -> dict[int, int]:
+    async def _held(self, endpoint: str, prompt: Prompt) -> dict[Group, int]:
         """How many leading blocks of each group a server has; 0 if it does not answer."""
         held = {}
-        for idx, run in prompt.runs.items():
-            holds = operator.methodcaller("holds", prompt.namespace, idx, run.block_hashes)
-            held[idx] = await self._ask(endpoint, holds) or 0
+        for group, run in prompt.items():
+            holds = operator.methodcaller("holds", group, run.block_hashes)
+            held[group] = await self._ask(endpoint, holds) or 0
         return held
 
     def _new(self, endpoint: str, prompt: Prompt) -> dict[BlockKey, int]:
         """The blocks of a prompt that a receiver was not given yet, with their sizes."""
         return {
-            key: prompt.namespace.groups[group_idx].spec.slot_bytes
-            for group_idx, run in prompt.runs.items()
-            for block_hash in run.block_hashes
-            if (key := (prompt.namespace.fingerprint, group_idx, block_hash)) not in self._given[endpoint]
+            key: group.spec.slot_bytes
+            for group, run in prompt.items()
+            for key in keys_of(group, run.block_hashes)
+            if key not in self._given[endpoint]
         }
 
     async def _give(self, endpoint: str, prompt: Prompt) -> bool | None:
@@ -159,7 +158,7 @@ class HandOver:
             if (held := sum((await self._held(endpoint, prompt)).values())) < most_held:
                 break
             most_held = held
-            answer = await self._ask(endpoint, lambda peer: peer.bring_up(prompt.namespace, prompt.runs.values()))
+            answer = await self._ask(endpoint, lambda peer: peer.bring_up(prompt))
             if answer is None:
                 break
             now_there = answer[0] & new.keys()

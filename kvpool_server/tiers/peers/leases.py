@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvpool_server.cache.namespaces import PoolNamespace
-from kvpool_server.tiers.tier import BlockKey
+from kvpool_server.cache.entry import Group
+from kvpool_server.tiers.tier import BlockKey, keys_of
 
 if TYPE_CHECKING:
     from kvpool_server.tiers.peers.peer import LeasedRun
@@ -43,11 +43,10 @@ class Leases:
     def __init__(self) -> None:
         self._by_block: OrderedDict[BlockKey, Lease] = OrderedDict()
 
-    def add(self, namespace: PoolNamespace, level: Level, run: LeasedRun) -> None:
+    def add(self, group: Group, level: Level, run: LeasedRun) -> None:
         """Remembers a lease, and forgets those that have ended."""
         lease = Lease(level, run, min(run.slots.ends_at, time.monotonic() + LEASE_MS / 1000), set(run.indices))
-        for block_hash in run.indices:
-            key = (namespace.fingerprint, run.group_idx, block_hash)
+        for key in keys_of(group, run.indices):
             if (older := self._by_block.get(key)) is not None:
                 self.forget(key, older)
             self._by_block[key] = lease
@@ -57,10 +56,10 @@ class Leases:
                 break
             self.forget(key, oldest)
 
-    def of(self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes]) -> list[Lease | None]:
+    def of(self, group: Group, block_hashes: Sequence[bytes]) -> list[Lease | None]:
         """The lease on each block; None where there is none that lasts long enough for a read."""
         now = time.monotonic()
-        leases = (self._by_block.get((namespace.fingerprint, group_idx, each)) for each in block_hashes)
+        leases = map(self._by_block.get, keys_of(group, block_hashes))
         return [lease if lease is not None and now + READ_MS / 1000 < lease.ends_at else None for lease in leases]
 
     def forget(self, key: BlockKey, lease: Lease) -> None:

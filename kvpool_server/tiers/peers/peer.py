@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -23,8 +23,8 @@ from kvpool.protocol.errors import (
 from kvpool.protocol.skew import OWN, Release, check_skew
 from kvpool.protocol.types import BlockRun, LeasedSlots, Lookup, RunHits, Slots
 from kvpool.transport.base import Transport
-from kvpool_server.cache.namespaces import PoolNamespace
-from kvpool_server.tiers.tier import BlockKey
+from kvpool_server.cache.entry import Group
+from kvpool_server.tiers.tier import BlockKey, Prompt, keys_of
 
 BATCH_BLOCKS = 1_024
 """Of a complaint about blocks whose bytes are wrong."""
@@ -72,21 +72,17 @@ class Peer:
                 self._client.attachment.detach()
             raise
 
-    def find(
-        self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes], lease: bool
-    ) -> LeasedRun | None:
+    def find(self, group: Group, block_hashes: Sequence[bytes], lease: bool) -> LeasedRun | None:
         """Those of some blocks that lie in the peer's memory, leased if so wanted; None: none does."""
-        run = BlockRun(group_idx, block_hashes)
-        looked = self._look(namespace, [run], lease=lease, locate=lease)
+        run = BlockRun(group.idx, block_hashes)
+        looked = self._look(group, [run], lease=lease, locate=lease)
         return None if looked is None else self._run(looked[0], run, looked[1], lease)
 
-    def _look(
-        self, namespace: PoolNamespace, runs: Sequence[BlockRun], **wanted: bool
-    ) -> tuple[Namespace, Lookup] | None:
+    def _look(self, group: Group, runs: Sequence[BlockRun], **wanted: bool) -> tuple[Namespace, Lookup] | None:
         """The namespace as the peer has it, and the answer; None if it has none. A restarted peer is reached anew."""
         was_reached = self._reached is not None
         try:
-            there = self._namespace(namespace)
+            there = self._namespace(group)
             return there, self._client.rpc.lookup(there, runs, prefix_only=False, here=True, **wanted)
         except UnknownNamespaceError:
             return None
@@ -97,7 +93,7 @@ class Peer:
                 self._reached = None  # It may have been restarted.
             if not was_reached or not isinstance(error, UnavailableError):
                 raise
-        return self._look(namespace, runs, **wanted)
+        return self._look(group, runs, **wanted)
 
     def read(self, leased: LeasedRun, block_hashes: Sequence[bytes], into: Sequence[memoryview]) -> list[Sequence[int]]:
         """Reads neighbours among leased blocks, verified; returns the checksums of each one's chunks.
@@ -113,24 +109,24 @@ class Peer:
         count = leased.namespace.group(leased.group_idx).num_shards
         return [located.checksums[nth * count :][:count] for nth in range(len(block_hashes))]
 
-    def holds(self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes]) -> int:
+    def holds(self, group: Group, block_hashes: Sequence[bytes]) -> int:
         """How many of some blocks lie in the peer's memory."""
-        found = self.find(namespace, group_idx, block_hashes, lease=False)
+        found = self.find(group, block_hashes, lease=False)
         return 0 if found is None else len(found.indices)
 
-    def bring_up(self, namespace: PoolNamespace, runs: Iterable[BlockRun]) -> tuple[set[BlockKey], int]:
-        """Has the peer bring blocks up from its own tiers, which takes longer than this call.
+    def bring_up(self, prompt: Prompt) -> tuple[set[BlockKey], int]:
+        """Has the peer bring a prompt up from its own tiers, which takes longer than this call.
 
         Returns those that lie in its memory and, if others are on their way, when to ask again, milliseconds; else 0.
         """
-        asked = list(runs)
-        if (looked := self._look(namespace, asked, lease=False, bring_up=True)) is None:
+        looked = self._look(next(iter(prompt)), list(prompt.values()), lease=False, bring_up=True)
+        if looked is None:
             return set(), 0
         found = looked[1]
         present = {
-            (namespace.fingerprint, run.group_idx, name)
-            for run, hit in zip(asked, found.hits, strict=True)
-            for name in _complete(run, hit)
+            key
+            for (group, run), hit in zip(prompt.items(), found.hits, strict=True)
+            for key in keys_of(group, _complete(run, hit))
         }
         return present, found.retry_after_ms
 
@@ -148,8 +144,8 @@ class Peer:
         slots = LeasedSlots(places, found.fingerprint, found.boot_token, found.ends_at, 0, len(there))
         return LeasedRun(namespace, run.group_idx, found.lease_id, slots, {name: nth for nth, name in enumerate(there)})
 
-    def _namespace(self, namespace: PoolNamespace) -> Namespace:
-        """The namespace on the peer, which is not opened there for it."""
+    def _namespace(self, group: Group) -> Namespace:
+        """A group's namespace on the peer, which is not opened there for it."""
         with self._lock:
             if (faster := self._client.attachment.retry()) is not None and self._reached is not None:
                 self._reached = faster, *self._reached[1:]
@@ -159,7 +155,7 @@ class Peer:
                 transport = self._client.attachment.attach(pong)
                 self._reached = transport, pong.boot_token, replies.arena_bytes(pong)
             transport, boot_token, arena_bytes = self._reached
-        return Namespace(namespace.spec, namespace.fingerprint, boot_token, transport, BATCH_BLOCKS, arena_bytes)
+        return Namespace(group.namespace_spec, group.fingerprint, boot_token, transport, BATCH_BLOCKS, arena_bytes)
 
 
 def _complete(run: BlockRun, hits: RunHits) -> list[bytes]:

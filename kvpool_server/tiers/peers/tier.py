@@ -18,14 +18,13 @@ import structlog
 from kvpool.client.config import ClientConfig
 from kvpool.protocol.errors import BusyError, ConfigError, LeaseExpiredError
 from kvpool.protocol.text import escaped
-from kvpool_server.cache.entry import Entry
-from kvpool_server.cache.namespaces import PoolNamespace
+from kvpool_server.cache.entry import Entry, Group
 from kvpool_server.tiers.health import AWAY_S, Health
 from kvpool_server.tiers.peers.directory import Directory, is_announced
 from kvpool_server.tiers.peers.handover import HandOver
 from kvpool_server.tiers.peers.leases import Lease, Leases, neighbours
 from kvpool_server.tiers.thread_pool import DaemonThreadPool
-from kvpool_server.tiers.tier import Block, Prompt, Tier, TierError
+from kvpool_server.tiers.tier import Block, Prompt, Tier, TierError, keys_of
 
 if TYPE_CHECKING:
     from kvpool.v1 import pool_pb2 as pb
@@ -147,33 +146,26 @@ class PeersTier(Tier):
         await asyncio.gather(*(asyncio.to_thread(level.peer.close) for level in levels.values()))
         await asyncio.gather(*(asyncio.to_thread(threads.close, CLOSE_S) for threads in pools if threads is not None))
 
-    async def find(self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes]) -> list[bool]:
-        found = await self._search(namespace, group_idx, block_hashes, {})
+    async def find(self, group: Group, block_hashes: Sequence[bytes]) -> list[bool]:
+        found = await self._search(group, block_hashes, {})
         has_directory = self._directory is not None and self._directory.health.is_available
         if not (found or has_directory or any(level.questions.is_available for level in self._levels.values())):
             raise TierError(f"{self.name}: no other server answers")
         return [block_hash in found for block_hash in block_hashes]
 
-    async def holders(
-        self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes], away: dict[str, str]
-    ) -> Sequence[bool | str]:
-        found = await self._search(namespace, group_idx, block_hashes, away, lease=False)
+    async def holders(self, group: Group, block_hashes: Sequence[bytes], away: dict[str, str]) -> Sequence[bool | str]:
+        found = await self._search(group, block_hashes, away, lease=False)
         if self._directory is not None and not self._directory.health.is_available:
             away[self._directory.name] = AWAY
         return [found.get(block_hash, False) for block_hash in block_hashes]
 
     async def _search(
-        self,
-        namespace: PoolNamespace,
-        group_idx: int,
-        block_hashes: Sequence[bytes],
-        away: dict[str, str],
-        lease: bool = True,
+        self, group: Group, block_hashes: Sequence[bytes], away: dict[str, str], lease: bool = True
     ) -> dict[bytes, str]:
         """The peer that has each block, and with `lease` keeps it for a read; `away` takes the others, and why."""
         found: dict[bytes, str] = {}
         num_asked = 0
-        for endpoint in await self._likely(namespace, group_idx, block_hashes):
+        for endpoint in await self._likely(group, block_hashes):
             missing = [block_hash for block_hash in block_hashes if block_hash not in found]
             if not missing:
                 break
@@ -188,11 +180,11 @@ class PeersTier(Tier):
                 run = f"not asked, while {MAX_ASKING} questions wait for its answer"
             else:
                 num_asked += not is_named
-                run = await self._ask(level, level.peer.find, namespace, group_idx, missing, lease)
+                run = await self._ask(level, level.peer.find, group, missing, lease)
                 if run is not None and not isinstance(run, str):
                     found |= dict.fromkeys(run.indices, endpoint)
                     if lease:
-                        self._leases.add(namespace, level, run)
+                        self._leases.add(group, level, run)
             if isinstance(run, str):
                 away[endpoint] = escaped(run, MAX_WHY_CHARS) + ("" if is_named else "; the directory names it")
         return found
@@ -206,14 +198,13 @@ class PeersTier(Tier):
         finally:
             level.num_asking -= 1
 
-    async def _likely(self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes]) -> list[str]:
+    async def _likely(self, group: Group, block_hashes: Sequence[bytes]) -> list[str]:
         """Endpoints of peers that may have some of these blocks, the likeliest first."""
         owners: list[str] = []
-        if namespace.is_measurement:
+        if group.is_measurement:
             return owners
         if self._directory is not None:
-            spec = namespace.groups[group_idx].spec
-            owners = await self._directory.owners(namespace.fingerprint, group_idx, block_hashes, spec)
+            owners = await self._directory.owners(group.fingerprint, group.idx, block_hashes, group.spec)
         likely = [*owners, *(peer for peer in self._peers if peer not in owners)]
         return [endpoint for endpoint in likely if endpoint not in self._own]
 
@@ -248,7 +239,7 @@ class PeersTier(Tier):
         return level
 
     async def read(
-        self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes], into: Sequence[memoryview]
+        self, group: Group, block_hashes: Sequence[bytes], into: Sequence[memoryview]
     ) -> list[Sequence[int] | None]:
         sums: list[Sequence[int] | None] = [None] * len(block_hashes)
 
@@ -261,13 +252,13 @@ class PeersTier(Tier):
                 self.counters["read_bytes"] += into[nth].nbytes
                 level.read_bytes += into[nth].nbytes
             lease.num_reads -= 1
-            for name in names:
-                self._leases.forget((namespace.fingerprint, group_idx, name), lease)
+            for key in keys_of(group, names):
+                self._leases.forget(key, lease)
 
-        leases = self._leases.of(namespace, group_idx, block_hashes)
+        leases = self._leases.of(group, block_hashes)
         if ended := [each for each, lease in zip(block_hashes, leases, strict=True) if lease is None]:
-            await self._search(namespace, group_idx, ended, {})
-            leases = self._leases.of(namespace, group_idx, block_hashes)
+            await self._search(group, ended, {})
+            leases = self._leases.of(group, block_hashes)
         parts = list(neighbours(leases, block_hashes))
         for lease, _ in parts:
             lease.num_reads += 1
@@ -332,10 +323,10 @@ class PeersTier(Tier):
         if is_announced(entry.block_hash, group.spec.block_tokens):
             self._directory.hold(group.fingerprint, group.idx, entry.block_hash, is_there=is_there)
 
-    async def write(self, namespace: PoolNamespace, group_idx: int, blocks: Sequence[Block]) -> int:
+    async def write(self, group: Group, blocks: Sequence[Block]) -> int:
         return 0
 
-    async def remove(self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes]) -> None:
+    async def remove(self, group: Group, block_hashes: Sequence[bytes]) -> None:
         """Peers keep theirs."""
 
     async def clear(self, fingerprint: bytes = b"") -> None:

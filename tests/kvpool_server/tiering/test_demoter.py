@@ -15,7 +15,7 @@ import pytest
 from kvpool.protocol.namespace import MEASUREMENT_MODEL
 from kvpool.protocol.types import BlockRun, ShardRange
 from kvpool_server.cache.allocator.arena import Arena
-from kvpool_server.cache.namespaces import PoolNamespace
+from kvpool_server.cache.entry import Group
 from kvpool_server.process.process_memory import no_collections
 from kvpool_server.tiering import demoter
 from kvpool_server.tiering.demoter import Demoter
@@ -186,7 +186,7 @@ class WriteBack:
         self.tiered = TieredPool(self.pool, np.zeros(nbytes, np.uint8), [self.tier], [True])
         self.namespace, _ = self.pool.open_namespace(namespace_spec(group_spec(chunk_bytes=CHUNK)))
 
-    async def _write(self, namespace: PoolNamespace, group_idx: int, blocks: Sequence[Block]) -> int:
+    async def _write(self, group: Group, blocks: Sequence[Block]) -> int:
         self.written += [block.block_hash for block in blocks]
         self.tier.kept |= {block.block_hash: (b"", []) for block in blocks}
         await asyncio.sleep(0)

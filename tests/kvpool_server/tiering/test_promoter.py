@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvpool.protocol.hashing import checksum
-from kvpool_server.cache.namespaces import PoolNamespace
+from kvpool_server.cache.entry import Group
 from kvpool_server.tiering import promoter
 from kvpool_server.tiers.tier import TierError
 from tests.support.memory_tier import SLOT, SLOTS, MemoryTier, Rig, answered, asked, play, turns
@@ -239,7 +239,7 @@ async def test_no_block_is_promoted_behind_one_that_cannot_be_read(
     names = [f"n{nth}" for nth in range(12)]
     await rig.demote(*names)
     del tier.kept[block_hash("n2")]
-    tier.known = lambda *_: [True] * len(_[2])  # type: ignore[method-assign]
+    tier.known = lambda *_: [True] * len(_[1])  # type: ignore[method-assign]
     monkeypatch.setattr(MemoryTier, "read_bytes", 2 * SLOT)
     assert (await rig.hits(*names)).num_leading == 2
     assert rig.pool.stats().num_entries <= 6, "blocks came up that are of no use"
@@ -267,12 +267,12 @@ class GatedReads(MemoryTier):
             gate.set()
 
     async def read(
-        self, namespace: PoolNamespace, group_idx: int, block_hashes: Sequence[bytes], into: Sequence[memoryview]
+        self, group: Group, block_hashes: Sequence[bytes], into: Sequence[memoryview]
     ) -> list[Sequence[int] | None]:
         self.reads.append((list(block_hashes), asyncio.Event()))
         if not self._is_open:
             await self.reads[-1][1].wait()
-        return await super().read(namespace, group_idx, block_hashes, into)
+        return await super().read(group, block_hashes, into)
 
 
 @pytest.fixture

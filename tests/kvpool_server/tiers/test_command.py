@@ -26,7 +26,7 @@ def _age(directory: Path) -> None:
 async def _orphan(directory: Path) -> None:
     """A directory that a server has used and left."""
     async with opened(file_tier(directory.parent, directory.name)) as tier:
-        await tier.write(namespace_of(TierContract.spec), 0, blocks_of(directory.name))
+        await tier.write(namespace_of(TierContract.spec).groups[0], blocks_of(directory.name))
     _age(directory)
 
 
@@ -163,7 +163,7 @@ async def test_a_server_deletes_nobodys_directory(root: Path) -> None:
     async with opened(file_tier(root)) as tier:
         await tier.refresh()
         hashes = [blocks_of("dead")[0].block_hash]
-        known = tier.known(namespace_of(TierContract.spec), 0, hashes)
+        known = tier.known(namespace_of(TierContract.spec).groups[0], hashes)
         assert known == [True], "blocks of a server that has gone can be read"
     assert sorted(root.iterdir()) == sorted([*before, root / "one"])
 

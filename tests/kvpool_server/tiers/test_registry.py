@@ -83,7 +83,7 @@ async def test_tiers_of_a_server_share_the_bound_on_open_files(tmp_path: Path) -
         tiers.append(options.make(context))
         await tiers[-1].open()
         assert tiers[-1].name == options.tier_name
-        await tiers[-1].write(namespace, 0, blocks_of(name))
+        await tiers[-1].write(namespace.groups[0], blocks_of(name))
     assert len(context.open_files.files) == 2
     for tier in tiers:
         await tier.close()

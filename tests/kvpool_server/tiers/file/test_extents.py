@@ -24,10 +24,10 @@ EXTENT_BYTES = 4096
 async def test_a_bad_spot_costs_its_block_alone(tmp_path: Path) -> None:
     disk = BadDisk()
     async with opened(file_tier(tmp_path, disk=disk)) as tier:
-        await tier.write(NAMESPACE, 0, blocks_of(*"abcdef"))
+        await tier.write(NAMESPACE.groups[0], blocks_of(*"abcdef"))
         disk.bad_slots = {2}
         assert await read_back(tier, NAMESPACE, "abcdef") == [*"ab", None, *"def"]
-        assert tier.known(NAMESPACE, 0, [block_hash(name) for name in "bcd"]) == [True, False, True]
+        assert tier.known(NAMESPACE.groups[0], [block_hash(name) for name in "bcd"]) == [True, False, True]
         disk.bad_slots = {0}
         assert await read_back(tier, NAMESPACE, "a") == [None], "one alone says nothing about the disk"
         check_integrity(tier.pool)
@@ -39,11 +39,11 @@ async def test_a_disk_that_reads_nothing_is_a_failure_and_a_bad_spot_with_a_whol
 ) -> None:
     disk = BadDisk()
     async with opened(file_tier(tmp_path, disk=disk)) as tier:
-        await tier.write(NAMESPACE, 0, blocks_of(*"abcdef"))
+        await tier.write(NAMESPACE.groups[0], blocks_of(*"abcdef"))
         disk.bad_slots = {0, 1}
         with pytest.raises(TierError, match="Input/output error"):
             await read_back(tier, NAMESPACE, "ab")
-        assert tier.known(NAMESPACE, 0, [block_hash(name) for name in "abc"]) == [False, False, True]
+        assert tier.known(NAMESPACE.groups[0], [block_hash(name) for name in "abc"]) == [False, False, True]
         assert await read_back(tier, NAMESPACE, "abcd") == [None, None, *"cd"]
         disk.bad_slots, disk.errno = {2}, 116
         with pytest.raises(TierError, match="Stale file handle"):
@@ -56,7 +56,7 @@ async def test_a_disk_that_reads_nothing_is_a_failure_and_a_bad_spot_with_a_whol
 @awaited
 async def test_a_smaller_tier_gives_back_what_it_may_not_take(tmp_path: Path) -> None:
     async with opened(file_tier(tmp_path)) as tier:
-        await tier.write(NAMESPACE, 0, blocks_of(*(f"s{nth}" for nth in range(SIZE // SLOT))))
+        await tier.write(NAMESPACE.groups[0], blocks_of(*(f"s{nth}" for nth in range(SIZE // SLOT))))
     one = tmp_path / "one"
     with (one / "extent-00000").open("r+b") as file:  # Of a time when extents were longer.
         file.truncate(SIZE)
@@ -75,13 +75,13 @@ async def test_an_extent_is_emptied_once(tmp_path: Path) -> None:
     disk = BadDisk()
     async with opened(file_tier(tmp_path, disk=disk)) as tier:
         for _ in range(2):
-            await tier.write(NAMESPACE, 0, blocks_of("a"))
+            await tier.write(NAMESPACE.groups[0], blocks_of("a"))
             (extent,) = (path for path in tmp_path.rglob("extent-*") if path.stat().st_size)
             disk.truncated.clear()
             for _ in range(3):
-                await tier.remove(NAMESPACE, 0, [block_hash("a")])
+                await tier.remove(NAMESPACE.groups[0], [block_hash("a")])
             assert disk.truncated == [extent.name]
-        await tier.write(NAMESPACE, 0, blocks_of("a"))
+        await tier.write(NAMESPACE.groups[0], blocks_of("a"))
     async with opened(file_tier(tmp_path, disk=disk)) as tier:
         disk.truncated.clear()
         for _ in range(3):

@@ -27,17 +27,17 @@ NAMESPACE = namespace_of(TierContract.spec)
 
 async def _store(root: Path, owner: str, names: Sequence[str]) -> None:
     async with opened(file_tier(root, owner)) as tier:
-        await tier.write(NAMESPACE, 0, blocks_of(*names))
+        await tier.write(NAMESPACE.groups[0], blocks_of(*names))
 
 
 def _known(tier: FileTier, *names: str) -> list[bool]:
-    return tier.known(NAMESPACE, 0, [block_hash(name) for name in names])
+    return tier.known(NAMESPACE.groups[0], [block_hash(name) for name in names])
 
 
 @awaited
 async def test_a_server_whose_directory_has_gone_does_not_pretend(tmp_path: Path) -> None:
     async with opened(file_tier(tmp_path)) as tier:
-        await tier.write(NAMESPACE, 0, blocks_of("a"))
+        await tier.write(NAMESPACE.groups[0], blocks_of("a"))
         (tmp_path / "one").rename(tmp_path / ".gone")
         with capture_logs() as logs:
             for _ in range(3):
@@ -45,7 +45,7 @@ async def test_a_server_whose_directory_has_gone_does_not_pretend(tmp_path: Path
         assert [line["event"] for line in logs] == ["a tier's directory was removed or replaced"]
         assert _known(tier, "a") == [False]
         with pytest.raises(TierError, match="was removed or replaced"):
-            await tier.write(NAMESPACE, 0, blocks_of("b"))
+            await tier.write(NAMESPACE.groups[0], blocks_of("b"))
         with pytest.raises(TierError, match="was removed or replaced"):
             await read_back(tier, NAMESPACE, "a")
         acquire(tmp_path / "one").close()
@@ -101,7 +101,7 @@ async def test_a_neighbours_read_error_is_a_miss_and_the_block_is_not_there_unti
     disk = BadDisk()
     two, one = file_tier(tmp_path, "two"), file_tier(tmp_path, disk=disk)
     async with opened(two):
-        await two.write(NAMESPACE, 0, blocks_of("a", "b"))
+        await two.write(NAMESPACE.groups[0], blocks_of("a", "b"))
         async with opened(one):
             await one.refresh()
             assert _known(one, "a", "b") == [True, True]
@@ -109,10 +109,10 @@ async def test_a_neighbours_read_error_is_a_miss_and_the_block_is_not_there_unti
             assert await read_back(one, NAMESPACE, "ab") == [None, None]
             disk.bad_slots = set()
             assert _known(one, "a", "b") == [False, False], "still believed"
-            assert await one.write(NAMESPACE, 0, blocks_of("a")) == 1
+            assert await one.write(NAMESPACE.groups[0], blocks_of("a")) == 1
             assert one.holdings(NAMESPACE.fingerprint).num_entries == 1
-            await two.remove(NAMESPACE, 0, [block_hash("b")])
-            await two.write(NAMESPACE, 0, blocks_of("b"))
+            await two.remove(NAMESPACE.groups[0], [block_hash("b")])
+            await two.write(NAMESPACE.groups[0], blocks_of("b"))
             await one.refresh()
             assert _known(one, "b") == [True], "its owner has stored it anew"
             assert await read_back(one, NAMESPACE, "ab") == ["a", "b"]
@@ -169,5 +169,5 @@ async def test_a_server_starts_before_it_has_read_what_others_have(
     tier = file_tier(tmp_path)
     async with asyncio.timeout(20):  # The refresh hangs for 30 s.
         async with opened(tier):
-            assert await tier.write(NAMESPACE, 0, blocks_of("a")) == 1
+            assert await tier.write(NAMESPACE.groups[0], blocks_of("a")) == 1
     hangs.set()

@@ -60,7 +60,7 @@ class TestFileTier(PersistentTierContract):
             most = SIZE // SLOT
             names = [f"p{prefix}-{nth}" for prefix in range(3) for nth in range(most // 2)]
             for start in range(0, len(names), most // 2):
-                await tier.write(namespace, 0, blocks_of(*names[start : start + most // 2]))
+                await tier.write(namespace.groups[0], blocks_of(*names[start : start + most // 2]))
             found = await there(tier, namespace, names)
             assert sum(found) == most
             first = found[: most // 2]
@@ -80,20 +80,20 @@ class TestFileTier(PersistentTierContract):
         for harm in (lambda path: os.truncate(path, SLOT + 10), Path.unlink):
             async with opened(_tier(tmp_path)) as tier:
                 await tier.clear()
-                await tier.write(namespace, 0, blocks_of("a", "b", "c"))
+                await tier.write(namespace.groups[0], blocks_of("a", "b", "c"))
             (extent,) = tmp_path.rglob("extent-*")
             harm(extent)
             async with opened(_tier(tmp_path)) as tier:
                 got = await read_back(tier, namespace, ["a", "b", "c"])
                 assert got[1:] == [None, None]
-                assert await tier.write(namespace, 0, blocks_of("b", "c")) == 2
+                assert await tier.write(namespace.groups[0], blocks_of("b", "c")) == 2
                 assert await read_back(tier, namespace, ["b", "c"]) == ["b", "c"]
 
     @awaited
     async def test_a_larger_size_keeps_all(self, tmp_path: Path, namespace: PoolNamespace) -> None:
         names = [f"s{nth}" for nth in range(SIZE // SLOT)]
         async with opened(_tier(tmp_path)) as tier:
-            await tier.write(namespace, 0, blocks_of(*names))
+            await tier.write(namespace.groups[0], blocks_of(*names))
         async with opened(_tier(tmp_path, size=2 * SIZE)) as tier:
             assert all(await there(tier, namespace, names))
             assert tier.stats().size_bytes == 2 * SIZE
@@ -104,7 +104,7 @@ class TestFileTier(PersistentTierContract):
     ) -> None:
         async with opened(file_tier(tmp_path, size=2 * SIZE, open_files=OpenFiles(2))) as tier:
             names = [f"x{nth}" for nth in range(2 * SIZE // SLOT)]
-            await tier.write(namespace, 0, blocks_of(*names))
+            await tier.write(namespace.groups[0], blocks_of(*names))
             assert len(list(tmp_path.rglob("extent-*"))) == 4
             for start in range(0, len(names), 97):
                 some = names[start::97]
@@ -134,13 +134,13 @@ class TestFileTier(PersistentTierContract):
     @awaited
     async def test_servers_on_one_path_see_each_others_blocks(self, tmp_path: Path, namespace: PoolNamespace) -> None:
         async with opened(_tier(tmp_path, "one")) as one, opened(_tier(tmp_path, "two")) as two:
-            await one.write(namespace, 0, blocks_of("a", "b"))
+            await one.write(namespace.groups[0], blocks_of("a", "b"))
             await two.refresh()
             assert await there(two, namespace, ["a", "b", "c"]) == [True, True, False]
             assert await read_back(two, namespace, ["a", "c", "b"]) == ["a", None, "b"]
-            assert await two.write(namespace, 0, blocks_of("a", "b", "c")) == 3
+            assert await two.write(namespace.groups[0], blocks_of("a", "b", "c")) == 3
             assert two.holdings(namespace.fingerprint).num_entries == 1, "it has stored what another has"
-            await one.remove(namespace, 0, [block_hash("a")])
+            await one.remove(namespace.groups[0], [block_hash("a")])
             await two.refresh()
             assert await there(two, namespace, ["a", "b"]) == [False, True]
             await one.close()
@@ -150,9 +150,9 @@ class TestFileTier(PersistentTierContract):
     async def test_what_a_neighbour_overwrites_is_a_miss(self, tmp_path: Path, namespace: PoolNamespace) -> None:
         async with opened(_tier(tmp_path, "one")) as one, opened(_tier(tmp_path, "two")) as two:
             names = [f"o{nth}" for nth in range(SIZE // SLOT)]
-            await one.write(namespace, 0, blocks_of(*names))
+            await one.write(namespace.groups[0], blocks_of(*names))
             await two.refresh()  # And not once all slots have other blocks:
-            await one.write(namespace, 0, blocks_of(*(f"new {name}" for name in names)))
+            await one.write(namespace.groups[0], blocks_of(*(f"new {name}" for name in names)))
             got = await read_back(two, namespace, names[:200])
             assert got == [None] * 200
 
@@ -160,18 +160,18 @@ class TestFileTier(PersistentTierContract):
     async def test_a_full_disk_is_a_failure_of_the_tier_alone(self, tmp_path: Path, namespace: PoolNamespace) -> None:
         disk = BadDisk()
         async with opened(_tier(tmp_path, disk=disk)) as tier:
-            await tier.write(namespace, 0, blocks_of("a"))
+            await tier.write(namespace.groups[0], blocks_of("a"))
             disk.is_full = True
             with pytest.raises(TierError, match="No space left"):
-                await tier.write(namespace, 0, blocks_of("b"))
+                await tier.write(namespace.groups[0], blocks_of("b"))
             disk.is_full = False
             assert await there(tier, namespace, ["a", "b"]) == [True, False]
-            assert await tier.write(namespace, 0, blocks_of("b")) == 1
+            assert await tier.write(namespace.groups[0], blocks_of("b")) == 1
             assert await read_back(tier, namespace, ["a", "b"]) == ["a", "b"]
             check_integrity(tier.pool)
             disk.is_full = True
             with pytest.raises(TierError, match="No space left"):
-                await tier.remove(namespace, 0, [block_hash("a")])
+                await tier.remove(namespace.groups[0], [block_hash("a")])
             disk.is_full = False
         async with opened(_tier(tmp_path, disk=disk)) as tier:
             assert await there(tier, namespace, ["a", "b"]) == [False, True], "the journal has lost a change"
@@ -183,9 +183,9 @@ class TestFileTier(PersistentTierContract):
         monkeypatch.setattr("kvpool_server.tiers.file.own_blocks.COMPACT_AT_LEAST_BYTES", 4096)
         async with opened(_tier(tmp_path)) as tier:
             for nth in range(300):
-                await tier.write(namespace, 0, blocks_of(f"j{nth}"))
-                await tier.remove(namespace, 0, [block_hash(f"j{nth}")])
-            await tier.write(namespace, 0, blocks_of("kept"))
+                await tier.write(namespace.groups[0], blocks_of(f"j{nth}"))
+                await tier.remove(namespace.groups[0], [block_hash(f"j{nth}")])
+            await tier.write(namespace.groups[0], blocks_of("kept"))
         assert (tmp_path / "one" / "journal").stat().st_size < 20_000
         async with opened(_tier(tmp_path)) as tier:
             assert await read_back(tier, namespace, ["kept", "j7"]) == ["kept", None]
@@ -222,7 +222,7 @@ async def test_a_tier_with_more_namespaces_than_a_pool_keeps_open_starts_with_th
         assert 200 < num_kept < 300
         assert await there(tier, made[-1], [299]) == [False]
         new, names = made[0], list(range(1_000, 1_000 + SIZE // SLOT - num_kept))
-        assert await tier.write(new, 0, blocks_of(*names)) == len(names)
+        assert await tier.write(new.groups[0], blocks_of(*names)) == len(names)
         assert tier.stats().num_entries == SIZE // SLOT, "the slots of the other namespaces' blocks are not free"
         check_integrity(tier.pool)
     async with opened(file_tier(tmp_path)) as tier:
@@ -243,8 +243,11 @@ async def test_other_tasks_run_while_many_blocks_are_dropped(tmp_path: Path) -> 
             num_passes += tier.stats().num_entries > 0
 
     async with opened(file_tier(root, run=Turns().run)) as tier:
-        for drop in (lambda: tier.clear(), lambda: tier.remove(tiny, 0, [block_hash(name) for name in range(2_000)])):
-            await tier.write(tiny, 0, blocks_of(*range(2_000), nbytes=8, shards=1))
+        for drop in (
+            lambda: tier.clear(),
+            lambda: tier.remove(tiny.groups[0], [block_hash(name) for name in range(2_000)]),
+        ):
+            await tier.write(tiny.groups[0], blocks_of(*range(2_000), nbytes=8, shards=1))
             counting = asyncio.create_task(count())
             await asyncio.sleep(0)
             num_passes = 0
@@ -271,10 +274,10 @@ class _SlowDisk(Disk):
 async def test_blocks_written_after_a_removal_that_was_cancelled_are_not_truncated(tmp_path: Path) -> None:
     namespace, disk = namespace_of(TierContract.spec), _SlowDisk()
     async with opened(file_tier(tmp_path, disk=disk)) as tier:
-        await tier.write(namespace, 0, blocks_of("a"))
+        await tier.write(namespace.groups[0], blocks_of("a"))
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(tier.remove(namespace, 0, [block_hash("a")]), 0.2)
-        writing = asyncio.create_task(tier.write(namespace, 0, blocks_of("b")))
+            await asyncio.wait_for(tier.remove(namespace.groups[0], [block_hash("a")]), 0.2)
+        writing = asyncio.create_task(tier.write(namespace.groups[0], blocks_of("b")))
         await asyncio.wait([writing], timeout=0.2)
         disk.may_truncate.set()
         await writing
@@ -289,10 +292,12 @@ async def test_either_policy_takes_back_what_was_there(tmp_path: Path, policy: s
     namespace = namespace_of(TierContract.spec)
     async with opened(file_tier(tmp_path, policy=POLICIES[policy])) as tier:
         names = [f"r{nth}" for nth in range(SIZE // SLOT)]
-        await tier.write(namespace, 0, blocks_of(*names))
+        await tier.write(namespace.groups[0], blocks_of(*names))
     async with opened(file_tier(tmp_path, policy=POLICIES[policy])) as tier:
         assert tier.stats().num_entries == len(names)
-        await tier.write(namespace, 0, blocks_of(*(f"new {name}" for name in names)))  # All of it can be evicted.
+        await tier.write(
+            namespace.groups[0], blocks_of(*(f"new {name}" for name in names))
+        )  # All of it can be evicted.
         assert tier.stats().num_entries == len(names)
         check_integrity(tier.pool)
 
@@ -306,5 +311,5 @@ async def test_bytes_bypass_the_page_cache_where_possible(tmp_path: Path) -> Non
         (block,) = blocks_of("a")
         memory.blocks[0] = np.frombuffer(block.payload, np.uint8)
         aligned = Block(block.block_hash, b"", block.checksums, memory.views[0])
-        await tier.write(namespace_of(TierContract.spec), 0, [aligned])
+        await tier.write(namespace_of(TierContract.spec).groups[0], [aligned])
     assert any(flags & os.O_DIRECT for flags in disk.opened_with)

@@ -89,14 +89,14 @@ class TestMooncakeTier(PersistentTierContract):
     ) -> None:
         one, two = (MooncakeTier(_config(cluster.address)) for _ in range(2))
         async with opened(one), opened(two):
-            assert await one.write(namespace, 0, blocks_of("a", "b")) == 2
-            assert two.known(namespace, 0, [block_hash("a")]) is None, "nobody has told it"
+            assert await one.write(namespace.groups[0], blocks_of("a", "b")) == 2
+            assert two.known(namespace.groups[0], [block_hash("a")]) is None, "nobody has told it"
             assert await read_back(two, namespace, ["a", "c", "b"]) == ["a", None, "b"]
-            assert two.known(namespace, 0, [block_hash("a")]) == [True]
-            assert await two.write(namespace, 0, blocks_of("a", "b", "c")) == 3
+            assert two.known(namespace.groups[0], [block_hash("a")]) == [True]
+            assert await two.write(namespace.groups[0], blocks_of("a", "b", "c")) == 3
             assert two.stats().counters["written_bytes"] == SLOT, "it has sent what was there"
             assert two.holdings(namespace.fingerprint).num_entries == 1
-            await two.remove(namespace, 0, [block_hash("a")])  # Read a moment ago: under a lease of Mooncake's.
+            await two.remove(namespace.groups[0], [block_hash("a")])  # Read a moment ago: under a lease of Mooncake's.
             assert await read_back(one, namespace, ["a", "b"]) == [None, "b"]
             assert one.holdings(namespace.fingerprint).num_entries == 1
 
@@ -122,31 +122,31 @@ class TestMooncakeTier(PersistentTierContract):
                 return channel.call("put", [_key(namespace, "a")], len(harmed))
 
             assert tier.workers.transfer(put_harmed) == [0]
-            await tier.write(namespace, 0, [other])
+            await tier.write(namespace.groups[0], [other])
             assert await there(tier, namespace, ["a", "b"]) == [True, True]
             assert await read_back(tier, namespace, ["a", "b"]) == [None, "b"]
             assert tier.stats().counters["corrupt_blocks"] == 1
             assert await there(tier, namespace, ["a", "b"]) == [False, True]
-            assert await tier.write(namespace, 0, [block]) == 1
+            assert await tier.write(namespace.groups[0], [block]) == 1
             assert await read_back(tier, namespace, ["a"]) == ["a"]
 
     @awaited
     async def test_more_blocks_than_a_call_takes(self, cluster: Cluster, namespace: PoolNamespace) -> None:
         async with opened(MooncakeTier(_config(cluster.address))) as tier:
             names = [f"m{nth}" for nth in range(2500)]
-            assert await tier.write(namespace, 0, blocks_of(*names)) == 2500
+            assert await tier.write(namespace.groups[0], blocks_of(*names)) == 2500
             assert await read_back(tier, namespace, names) == names
-            await tier.remove(namespace, 0, [block_hash(name) for name in names])
+            await tier.remove(namespace.groups[0], [block_hash(name) for name in names])
             assert not any(await there(tier, namespace, names))
 
     @awaited
     async def test_a_block_larger_than_the_staging_memory_is_refused(self, cluster: Cluster) -> None:
         namespace = namespace_of(namespace_spec(group_spec(chunk_bytes=STAGING_BYTES)))
         async with opened(MooncakeTier(_config(cluster.address))) as tier:
-            assert await tier.write(namespace, 0, blocks_of("huge", nbytes=STAGING_BYTES, shards=1)) == 0
+            assert await tier.write(namespace.groups[0], blocks_of("huge", nbytes=STAGING_BYTES, shards=1)) == 0
             assert tier.stats().counters["refused_blocks"] == 1
             into = Memory(1, STAGING_BYTES).views
-            assert await tier.read(namespace, 0, [block_hash("huge")], into) == [None]
+            assert await tier.read(namespace.groups[0], [block_hash("huge")], into) == [None]
 
     @awaited
     async def test_a_full_cluster_refuses_and_is_no_failure(self, own_cluster: MakeCluster) -> None:
@@ -154,7 +154,7 @@ class TestMooncakeTier(PersistentTierContract):
         address = own_cluster(16 << 20).address
         async with opened(MooncakeTier(_config(address))) as tier:
             names = [f"f{nth}" for nth in range(32)]
-            kept = await tier.write(namespace, 0, blocks_of(*names, nbytes=BLOCK, shards=1))
+            kept = await tier.write(namespace.groups[0], blocks_of(*names, nbytes=BLOCK, shards=1))
             assert 0 < kept < 16 and tier.stats().counters["refused_blocks"] == 32 - kept
             assert tier.holdings(namespace.fingerprint).nbytes == kept << 20
 
@@ -163,7 +163,7 @@ class TestMooncakeTier(PersistentTierContract):
         self, cluster: Cluster, namespace: PoolNamespace
     ) -> None:
         async with opened(MooncakeTier(_config(cluster.address))) as tier:
-            await tier.write(namespace, 0, blocks_of("a"))
+            await tier.write(namespace.groups[0], blocks_of("a"))
             memory = Memory(1)
             name = (namespace.fingerprint, 0, block_hash("a"))
             reading = StagedRead([name], memory.views, SHARDS, None)
@@ -178,13 +178,13 @@ async def test_without_its_master_it_fails_and_with_it_works_again(own_cluster: 
     namespace = namespace_of(TierContract.spec)
     cluster = own_cluster()
     async with opened(MooncakeTier(_config(cluster.address, segment_bytes=16 << 20))) as tier:
-        await tier.write(namespace, 0, blocks_of("a"))
+        await tier.write(namespace.groups[0], blocks_of("a"))
         cluster.harm_master(way)
         for call in (
-            tier.find(namespace, 0, [block_hash("b")]),
-            tier.write(namespace, 0, blocks_of("c")),
-            tier.read(namespace, 0, [block_hash("a")], Memory(1).views),
-            tier.remove(namespace, 0, [block_hash("a")]),
+            tier.find(namespace.groups[0], [block_hash("b")]),
+            tier.write(namespace.groups[0], blocks_of("c")),
+            tier.read(namespace.groups[0], [block_hash("a")], Memory(1).views),
+            tier.remove(namespace.groups[0], [block_hash("a")]),
         ):
             began_at = time.monotonic()
             with pytest.raises(TierError, match="does not answer"):
@@ -194,12 +194,12 @@ async def test_without_its_master_it_fails_and_with_it_works_again(own_cluster: 
         ends_at = time.monotonic() + 60
         while True:
             try:
-                if await tier.write(namespace, 0, blocks_of("new")) == 1:
+                if await tier.write(namespace.groups[0], blocks_of("new")) == 1:
                     break
             except TierError:
                 pass
             assert time.monotonic() < ends_at, "it has not found its master again"
-        (sums,) = await tier.read(namespace, 0, [block_hash("new")], Memory(1).views)
+        (sums,) = await tier.read(namespace.groups[0], [block_hash("new")], Memory(1).views)
         assert sums is not None
 
 
@@ -209,14 +209,14 @@ async def test_a_host_that_stops_dead_is_a_miss_and_touches_nothing_later(own_cl
     cluster = own_cluster(64 << 20)
     names = [f"h{nth}" for nth in range(16)]
     async with opened(MooncakeTier(_config(cluster.address))) as tier:
-        assert await tier.write(namespace, 0, blocks_of(*names, nbytes=BLOCK, shards=1)) == 16
+        assert await tier.write(namespace.groups[0], blocks_of(*names, nbytes=BLOCK, shards=1)) == 16
         assert cluster.holder is not None
         pids = tier.workers.pids
         cluster.holder.send_signal(signal.SIGSTOP)
         os.waitpid(cluster.holder.pid, os.WUNTRACED)  # Until it has stopped, on a busy machine.
         memory = Memory(16, BLOCK)
         began_at = time.monotonic()
-        assert await tier.read(namespace, 0, [block_hash(name) for name in names], memory.views) == [None] * 16
+        assert await tier.read(namespace.groups[0], [block_hash(name) for name in names], memory.views) == [None] * 16
         assert time.monotonic() - began_at < 50  # 60 s, were Mooncake left to itself.
         assert tier.workers.pids == pids, "a client that waits for a host was taken for one that hangs"
         cluster.holder.send_signal(signal.SIGCONT)
@@ -232,7 +232,7 @@ async def test_it_ends_within_seconds_whatever_its_master_does(own_cluster: Make
     async with opened(MooncakeTier(_config(cluster.address, segment_bytes=16 << 20))) as tier:
         (pid,) = tier.workers.pids
         cluster.harm_master(way)
-        calls = [asyncio.create_task(tier.find(namespace, 0, [block_hash(nth)])) for nth in range(4)]
+        calls = [asyncio.create_task(tier.find(namespace.groups[0], [block_hash(nth)])) for nth in range(4)]
         await asyncio.sleep(0.1)
         began_at = time.monotonic()
     assert time.monotonic() - began_at < ENDS_S
@@ -294,7 +294,7 @@ async def test_a_file_or_quota_of_the_clusters_takes_no_tier_away(
         for code, is_there in ((-1_700, True), (-900, False)):
             monkeypatch.setattr(tier, "_transfer", lambda *_, code=code: answers([code]))
             with contextlib.nullcontext() if is_there else pytest.raises(TierError, match="the master does not answer"):
-                assert await tier.write(namespace, 0, blocks_of("a")) == 0
+                assert await tier.write(namespace.groups[0], blocks_of("a")) == 0
         assert tier.counters["refused_blocks"] == 1
 
 
@@ -337,7 +337,7 @@ async def test_a_worker_that_dies_or_hangs_in_the_middle_fails_no_call_and_is_re
         pids = tier.workers.pids
         parts = [[f"{part}-{nth}" for nth in range(16)] for part in range(6)]
         blocks = [blocks_of(*names, nbytes=BLOCK, shards=1) for names in parts]
-        writing = [asyncio.create_task(tier.write(namespace, 0, each)) for each in blocks]
+        writing = [asyncio.create_task(tier.write(namespace.groups[0], each)) for each in blocks]
         await asyncio.wait(writing, return_when=asyncio.FIRST_COMPLETED)
         os.kill(pids[0], harm)
         await asyncio.gather(*writing)
@@ -350,7 +350,7 @@ async def test_a_worker_that_dies_or_hangs_in_the_middle_fails_no_call_and_is_re
 
 async def _read_all(tier: MooncakeTier, namespace: PoolNamespace, names: list[str]) -> int:
     memory = Memory(len(names), BLOCK)
-    sums = await tier.read(namespace, 0, [block_hash(name) for name in names], memory.views)
+    sums = await tier.read(namespace.groups[0], [block_hash(name) for name in names], memory.views)
     for block, view, found in zip(blocks_of(*names, nbytes=BLOCK, shards=1), memory.blocks, sums, strict=True):
         assert found is None or np.array_equal(view, np.frombuffer(block.payload, np.uint8))
     return len(names) - sums.count(None)

@@ -47,13 +47,13 @@ def test_no_reply_of_a_peer_brings_a_server_down_or_becomes_a_block(monkeypatch:
         pool.alter = lambda _, reply: altered(reply, dice) if dice.random() < LIE_SHARE else reply.SerializeToString()
         hashes = [block_hash(name) for name in [*NAMES, "nobody's"]]
         try:
-            found = await tier.find(namespace, 0, hashes)
+            found = await tier.find(namespace.groups[0], hashes)
         except TierError:
             return
         wanted = [nth for nth, is_there in enumerate(found) if is_there]
         assert len(found) == len(hashes) and len(NAMES) not in wanted, "a block that nobody has"
         into = [np.empty(BLOCK_BYTES, np.uint8) for _ in wanted]
-        sums = await tier.read(namespace, 0, [hashes[nth] for nth in wanted], [each.data for each in into])
+        sums = await tier.read(namespace.groups[0], [hashes[nth] for nth in wanted], [each.data for each in into])
         assert len(sums) == len(wanted)
         for nth, block, checksums in zip(wanted, into, sums, strict=True):
             if checksums is not None:

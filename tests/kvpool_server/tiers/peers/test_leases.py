@@ -6,7 +6,7 @@ from typing import Any
 
 from kvpool_server.tiers.peers.leases import LEASE_MS, READ_MS, Leases
 
-NAMESPACE: Any = SimpleNamespace(fingerprint=b"f")
+GROUP: Any = SimpleNamespace(fingerprint=b"f", idx=0)
 
 
 class Owner:
@@ -25,22 +25,22 @@ class Owner:
 def test_a_lease_that_ends_while_its_blocks_are_read_is_of_no_use() -> None:
     owner: Any = Owner()
     leases = Leases()
-    leases.add(NAMESPACE, owner, owner.lease(1, b"ab"))
-    leases.add(NAMESPACE, owner, owner.lease(2, b"c", READ_MS / 1000 - 0.1))
-    found = leases.of(NAMESPACE, 0, [b"a", b"c", b"d"])
+    leases.add(GROUP, owner, owner.lease(1, b"ab"))
+    leases.add(GROUP, owner, owner.lease(2, b"c", READ_MS / 1000 - 0.1))
+    found = leases.of(GROUP, [b"a", b"c", b"d"])
     assert found[0] is not None and found[1:] == [None, None]
 
 
 def test_a_block_that_was_read_frees_all_of_its_leases() -> None:
     owner: Any = Owner()
     leases = Leases()
-    leases.add(NAMESPACE, owner, owner.lease(1, b"ab"))
-    (older,) = leases.of(NAMESPACE, 0, [b"a"])
+    leases.add(GROUP, owner, owner.lease(1, b"ab"))
+    (older,) = leases.of(GROUP, [b"a"])
     assert older is not None
     older.num_reads = 1
-    leases.add(NAMESPACE, owner, owner.lease(2, b"a"))
+    leases.add(GROUP, owner, owner.lease(2, b"a"))
     older.num_reads = 0
     leases.forget((b"f", 0, b"a"), older)
     assert owner.released == [2], "b is still to be read"
     leases.forget((b"f", 0, b"b"), older)
-    assert owner.released == [2, 1] and leases.of(NAMESPACE, 0, [b"a", b"b"]) == [None, None]
+    assert owner.released == [2, 1] and leases.of(GROUP, [b"a", b"b"]) == [None, None]

@@ -26,7 +26,7 @@ def test_the_memory_of_a_dead_server_of_this_host_is_let_go_and_that_of_the_next
         """Stores a block and reads it; returns the file of the memory that it lies in."""
         with closing(Host(server)) as host:
             host.put("a")
-            leased, found = peer.find(namespace, 0, names, lease=True), bytearray(CHUNK)
+            leased, found = peer.find(namespace.groups[0], names, lease=True), bytearray(CHUNK)
             assert leased is not None and isinstance(leased.namespace.transport, ShmTransport)
             peer.read(leased, names, [memoryview(found)])
             peer.release(leased.lease_id)
