@@ -29,9 +29,7 @@ from kvpool.security.certificates import CA_NAME, CERTIFICATE_NAME, KEY_NAME
 from kvpool.version import __version__
 
 app = typer.Typer(
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    help="Inspect and operate a running kvpool-server.",
+    no_args_is_help=True, pretty_exceptions_enable=False, help="Inspect and operate a running kvpool-server."
 )
 
 

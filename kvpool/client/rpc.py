@@ -21,12 +21,7 @@ from kvpool.client.handles import KeptRuns, Namespace, PendingLookup
 from kvpool.client.lookup_stream import LookupStream
 from kvpool.client.tracing import tracing_of
 from kvpool.protocol import replies, wire
-from kvpool.protocol.errors import (
-    IncompatibleReleaseError,
-    InvalidReplyError,
-    LeaseExpiredError,
-    UnavailableError,
-)
+from kvpool.protocol.errors import IncompatibleReleaseError, InvalidReplyError, LeaseExpiredError, UnavailableError
 from kvpool.protocol.namespace import NamespaceSpec
 from kvpool.protocol.pieces import PiecedChannel
 from kvpool.protocol.replies import LookupQuestion

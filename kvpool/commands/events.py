@@ -19,8 +19,7 @@ QUIET_S = 5.0
 def events(
     endpoint: Annotated[str, typer.Argument(help="The server's --kv-events, for example tcp://127.0.0.1:5557.")],
     replay: Annotated[
-        str,
-        typer.Option(help="The server's --kv-events-replay: begin with a snapshot, and recover lost messages."),
+        str, typer.Option(help="The server's --kv-events-replay: begin with a snapshot, and recover lost messages.")
     ] = "",
     key: Annotated[
         Path | None, typer.Option(help="This subscriber's NAME.key_secret, if the server has --kv-events-key.")

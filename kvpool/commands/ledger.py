@@ -218,11 +218,7 @@ def _fits(table: Table, console: Console) -> bool:
 
 
 def _drawn(
-    rows: Sequence[pb.LedgerRow],
-    fields: Sequence[str],
-    title: str,
-    numbers: Sequence[_Number],
-    name_chars: int | None,
+    rows: Sequence[pb.LedgerRow], fields: Sequence[str], title: str, numbers: Sequence[_Number], name_chars: int | None
 ) -> Table:
     heads = ("hour, UTC" if name == "hour" else name for name in fields)
     columns = [Column(head, overflow="fold", max_width=name_chars) for head in heads]

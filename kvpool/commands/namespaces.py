@@ -117,8 +117,7 @@ def clear(
     context: typer.Context,
     endpoint: Endpoint = DEFAULT_ENDPOINT,
     namespace: Annotated[
-        str | None,
-        typer.Option(help="Fingerprint, or its first characters, as `kvpool namespaces` shows it."),
+        str | None, typer.Option(help="Fingerprint, or its first characters, as `kvpool namespaces` shows it.")
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Drop the blocks of every namespace.")] = False,
 ) -> None:

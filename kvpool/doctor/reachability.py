@@ -172,10 +172,7 @@ def server_certificate(config: ClientConfig) -> list[Finding]:
     context = _tls_context(tls)
     context.check_hostname = False
     try:
-        with (
-            socket.create_connection(address, CONNECT_S) as plain,
-            context.wrap_socket(plain) as wrapped,
-        ):
+        with socket.create_connection(address, CONNECT_S) as plain, context.wrap_socket(plain) as wrapped:
             packed = wrapped.getpeercert(binary_form=True)
     except OSError as failed:
         fix = "see what `kvpool ping` says of the connection"

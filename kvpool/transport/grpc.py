@@ -41,9 +41,7 @@ class GrpcTransport:
             f"/{_SERVICE}/PutChunks", request_serializer=None, response_deserializer=pb.PutChunksResponse.FromString
         )
         self._get = PiecedChannel(channel).unary_stream(
-            f"/{_SERVICE}/GetChunks",
-            pb.GetChunksRequest.SerializeToString,
-            pb.GetChunksResponse.FromString,
+            f"/{_SERVICE}/GetChunks", pb.GetChunksRequest.SerializeToString, pb.GetChunksResponse.FromString
         )
         self._endpoint = endpoint
         self._piece_bytes = piece_bytes

@@ -285,12 +285,7 @@ class Connection:
         return part.headers(with_permit, channel_id)
 
     def _check_reply(
-        self,
-        connection: Stream,
-        part: Part,
-        reply: bytearray,
-        behind: list[memoryview],
-        left: list[memoryview],
+        self, connection: Stream, part: Part, reply: bytearray, behind: list[memoryview], left: list[memoryview]
     ) -> None:
         """Raises the error that a reply tells.
 

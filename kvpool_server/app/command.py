@@ -58,9 +58,7 @@ def _flag(name: str) -> inspect.Parameter:
 
 
 def serve(
-    *,
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True)] = False,
-    **given: Any,
+    *, version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True)] = False, **given: Any
 ) -> None:
     """Serve a pool of KV-cache blocks to the vLLM engines that point at it.
 
