@@ -17,7 +17,7 @@ import xxhash
 
 from kvpool.protocol.errors import InvalidRequestError
 from kvpool.protocol.hashing import MAX_LOCKED_BYTES, checksum
-from kvpool.transport.base import Buffers, Bytes, Pieces, Sink, Source, Transfer, Transport, no_sum
+from kvpool.transport.base import Buffers, Bytes, Local, Pieces, Transfer, Transport, no_sum
 
 Checksums = Callable[[], Sequence[int]]
 """Returns one checksum a chunk of some buffers, in order. May wait until the bytes of all of them have been moved."""
@@ -100,10 +100,8 @@ class BlockMover:
         else:
             act = partial(self._call_back, self.blocks)
         add = no_sum if act is not None and self.returns_sums else sums.add
-        if self.is_write:
-            self.transport.write(transfer, Source(act, rows, add))
-        else:
-            self.transport.read(transfer, Sink(act, rows, add))
+        move = self.transport.write if self.is_write else self.transport.read
+        move(transfer, Local(act, rows, add))
 
     def checksums(self) -> list[int]:
         """One checksum a chunk that was moved, in order; waits for the callback's copies."""

@@ -89,18 +89,16 @@ class Transfer:
 
 
 Wait = Callable[[], object]
-Fill = Callable[[int, Buffers], Wait | None]
-"""The callback of a write: writes regions [first, first + len(buffers)) into `buffers`, each uint8 [region_bytes].
+Act = Callable[[int, Buffers], Wait | None]
+"""The callback of a transfer, for regions [first, first + len(buffers)), each uint8 [region_bytes].
 
-Returns None if the bytes are there. Otherwise a function that waits until they are. The transport calls it before it
-reads the buffers, on any of its threads; of shared memory that need not be summed nobody reads them, and it is not
-called.
-"""
-Drain = Callable[[int, Buffers], Wait | None]
-"""The callback of a read: reads regions [first, first + len(buffers)) from `buffers`, each uint8 [region_bytes].
+Of a write (`fill`): writes the regions into `buffers`. Returns None if the bytes are there. Otherwise a function that
+waits until they are. The transport calls it before it reads the buffers, on any of its threads; of shared memory that
+need not be summed nobody reads them, and it is not called.
 
-It does not write there. Returns None if the callback no longer needs the buffers. Otherwise a function that waits until
-the buffers are no longer needed: the transport calls it before it reuses them.
+Of a read (`drain`): reads the regions from `buffers`, and does not write there. Returns None if the callback no longer
+needs the buffers. Otherwise a function that waits until they are no longer needed: the transport calls it before it
+reuses them.
 """
 Sum = Callable[[int, Sequence[Pieces]], None]
 """Reads regions [first, first + len(regions)), and computes their checksums. Thread-safe."""
@@ -111,42 +109,28 @@ def no_sum(first: int, regions: Sequence[Pieces]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
-    """Where the bytes of a write come from: from `rows`, one a region, or from `fill`."""
+class Local:
+    """The caller's bytes: where a write takes them and a read puts them, in `rows`, one a region, or by `act`."""
 
-    fill: Fill | None = None
+    act: Act | None = None
     rows: Sequence[Pieces] | None = None
     sum: Sum = no_sum
 
-    def filling(self) -> Fill:
-        """`fill`, or a callback that copies `rows`."""
-        return self.fill or _copier(self.rows, is_write=True)
+    def acting(self, *, is_write: bool) -> Act:
+        """`act`, or a callback that copies from or into `rows`."""
+        if self.act is not None:
+            return self.act
+        rows = self.rows
+        assert rows is not None
+
+        def copy(first: int, buffers: Buffers) -> None:
+            for buffer, pieces in zip(buffers, rows[first:], strict=False):
+                copy_pieces(pieces, buffer, is_write=is_write)
+
+        return copy
 
 
-@dataclass(frozen=True, slots=True)
-class Sink:
-    """Where the bytes of a read go: into `rows`, one a region, or to `drain`."""
-
-    drain: Drain | None = None
-    rows: Sequence[Pieces] | None = None
-    sum: Sum = no_sum
-
-    def draining(self) -> Drain:
-        """`drain`, or a callback that copies into `rows`."""
-        return self.drain or _copier(self.rows, is_write=False)
-
-
-def _copier(rows: Sequence[Pieces] | None, *, is_write: bool) -> Callable[[int, Buffers], None]:
-    assert rows is not None
-
-    def copy(first: int, buffers: Buffers) -> None:
-        for buffer, pieces in zip(buffers, rows[first:], strict=False):
-            copy_pieces(pieces, buffer, is_write=is_write)
-
-    return copy
-
-
-def call_back(act: Fill | Drain, sum: Sum, first: int, buffers: Buffers, *, is_write: bool) -> None:
+def call_back(act: Act, sum: Sum, first: int, buffers: Buffers, *, is_write: bool) -> None:
     """Has a callback fill or drain buffers, waits until that is done, and sums what was filled or is to be drained."""
     regions = [[buffer] for buffer in buffers]
     if not is_write:
@@ -183,10 +167,10 @@ class Transport(Protocol):
         """Memory in which the buffers of callbacks lie as long as the transport lives, worth pinning for a device: the
         pool's own, or what bytes pass through. None if buffers come and go."""
 
-    def write(self, transfer: Transfer, source: Source) -> None:
+    def write(self, transfer: Transfer, local: Local) -> None:
         """Writes a ticket's regions. Raises TransferError, PoolTimeoutError, UnavailableError and LeaseExpiredError."""
 
-    def read(self, transfer: Transfer, sink: Sink) -> None:
+    def read(self, transfer: Transfer, local: Local) -> None:
         """Reads leased regions. Raises as `write` does."""
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 from kvpool.protocol import wire
 from kvpool.protocol.errors import PoolTimeoutError, TransferError
 from kvpool.protocol.pieces import PiecedChannel
-from kvpool.transport.base import Bytes, Sink, Source, Transfer, call_back
+from kvpool.transport.base import Bytes, Local, Transfer, call_back
 from kvpool.v1 import pool_pb2 as pb
 
 _SERVICE = pb.DESCRIPTOR.services_by_name["Pool"].full_name
@@ -50,8 +50,8 @@ class GrpcTransport:
     def __repr__(self) -> str:
         return f"GrpcTransport({self._endpoint}, pieces of {self._piece_bytes} bytes)"
 
-    def write(self, transfer: Transfer, source: Source) -> None:
-        fill, region_bytes = source.filling(), transfer.region_bytes
+    def write(self, transfer: Transfer, local: Local) -> None:
+        fill, region_bytes = local.acting(is_write=True), transfer.region_bytes
         failures: list[BaseException] = []
         # gRPC asks for pieces on a thread of its own, and may do so after the call has failed:
         #   1. the deadline passes while `fill` copies   2. the caller reuses the memory that `fill` copies from
@@ -68,7 +68,7 @@ class GrpcTransport:
                     with filling:
                         if ended.is_set():
                             return
-                        call_back(fill, source.sum, start, list(rows), is_write=True)
+                        call_back(fill, local.sum, start, list(rows), is_write=True)
                     for row, offset in zip(rows, transfer.starts(start, stop), strict=True):
                         for at in range(0, region_bytes, self._piece_bytes):
                             piece = pb.PutChunksRequest(ticket_id=transfer.holding_id, offset=offset + at)
@@ -90,8 +90,8 @@ class GrpcTransport:
         if reply.nbytes != expected:
             raise TransferError(f"kvpool-server at {self._endpoint} wrote {reply.nbytes} of {expected} bytes")
 
-    def read(self, transfer: Transfer, sink: Sink) -> None:
-        drain, region_bytes = sink.draining(), transfer.region_bytes
+    def read(self, transfer: Transfer, local: Local) -> None:
+        drain, region_bytes = local.acting(is_write=False), transfer.region_bytes
         request = pb.GetChunksRequest(
             lease_id=transfer.holding_id, offsets=transfer.starts(), region_bytes=region_bytes
         )
@@ -102,7 +102,7 @@ class GrpcTransport:
                 for start, stop in transfer.batches():
                     rows = zip(staging, transfer.starts(start, stop), strict=False)
                     received = [self._receive(call, receiver, row, offset) for row, offset in rows]
-                    call_back(drain, sink.sum, start, received, is_write=False)
+                    call_back(drain, local.sum, start, received, is_write=False)
             except grpc.RpcError as error:
                 raise wire.error_of(error, self._endpoint) from None
             finally:

@@ -20,7 +20,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 from kvpool.protocol.errors import PoolTimeoutError, TransferError, UnavailableError
-from kvpool.transport.base import Bytes, Clock, Sink, Source, Transfer, call_back
+from kvpool.transport.base import Bytes, Clock, Local, Transfer, call_back
 from kvpool.transport.helpers import Staging
 from kvpool.transport.mooncake_engine import DONE, FAILED, UNDER_WAY, Engine
 from kvpool.v1 import pool_pb2 as pb
@@ -67,7 +67,7 @@ class MooncakeTransport:
 
         def work() -> None:
             try:
-                self._read(transfer, Sink(lambda _, rows: read.set_result(rows[0].tobytes())), math.inf)
+                self._read(transfer, Local(lambda _, rows: read.set_result(rows[0].tobytes())), math.inf)
             except Exception as error:
                 read.set_exception(error)
 
@@ -82,24 +82,24 @@ class MooncakeTransport:
         if nonce != self.info.nonce:
             raise TransferError(f"the Transfer Engine at {self.info.session} belongs to another server")
 
-    def write(self, transfer: Transfer, source: Source) -> None:
+    def write(self, transfer: Transfer, local: Local) -> None:
         transfer.check_bounds(self.info.nbytes)
         with self._call(transfer, math.inf) as call:
             for start, stop in transfer.batches():
                 rows = call.rows(stop - start)
-                call_back(source.filling(), source.sum, start, rows, is_write=True)
+                call_back(local.acting(is_write=True), local.sum, start, rows, is_write=True)
                 call.move(rows, transfer.starts(start, stop), is_write=True)
 
-    def read(self, transfer: Transfer, sink: Sink) -> None:
+    def read(self, transfer: Transfer, local: Local) -> None:
         transfer.check_bounds(self.info.nbytes)
-        self._read(transfer, sink, self._stall_timeout_s)
+        self._read(transfer, local, self._stall_timeout_s)
 
-    def _read(self, transfer: Transfer, sink: Sink, stall_timeout_s: float) -> None:
+    def _read(self, transfer: Transfer, local: Local, stall_timeout_s: float) -> None:
         with self._call(transfer, stall_timeout_s) as call:
             for start, stop in transfer.batches():
                 rows = call.rows(stop - start)
                 call.move(rows, transfer.starts(start, stop), is_write=False)
-                call_back(sink.draining(), sink.sum, start, rows, is_write=False)
+                call_back(local.acting(is_write=False), local.sum, start, rows, is_write=False)
 
     def close(self) -> None:
         """Ends transfers under way, which then raise, and the engine. Idempotent."""

@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection
 from typing import NamedTuple
 
 from kvpool.protocol.errors import ConfigError, PoolTimeoutError, TransferError
-from kvpool.transport.base import Bytes, Drain, Fill, Sink, Source, Sum, Transfer, call_back
+from kvpool.transport.base import Act, Bytes, Local, Sum, Transfer, call_back
 from kvpool.transport.child_process import ChildProcess
 from kvpool.transport.data_port import time_out
 from kvpool.transport.helpers import STAGING_BYTES
@@ -86,7 +86,7 @@ class Mover:
         self._child.kill()
         self._child.end(0.0)
 
-    def move(self, transfer: Transfer, act: Fill | Drain, sum: Sum, is_write: bool) -> None:
+    def move(self, transfer: Transfer, act: Act, sum: Sum, is_write: bool) -> None:
         """As a transport's `read` and `write`. The process may have ended afterwards."""
         ends_at = time.monotonic() + transfer.timeout_s + LATE_S
         failure: Exception | None = None
@@ -119,7 +119,7 @@ class Mover:
         said: Batch | Exception | None = self._channel.recv()
         return said
 
-    def _act(self, batch: Batch, region_bytes: int, act: Fill | Drain, sum: Sum, is_write: bool) -> Exception | None:
+    def _act(self, batch: Batch, region_bytes: int, act: Act, sum: Sum, is_write: bool) -> Exception | None:
         """Has the caller fill or drain a batch; returns what a callback raises."""
         count = batch.stop - batch.first
         rows = list(self._memory[batch.offset : batch.offset + count * region_bytes].reshape(count, region_bytes))
@@ -157,14 +157,6 @@ class Movers:
             self._warn(error)
         self.memory: Bytes | None = None if self._segment is None else self._segment.bytes
 
-    def write(self, transfer: Transfer, source: Source) -> bool:
-        """As a transport's; False, and nothing is done, if no process takes the transfer."""
-        return source.fill is not None and self._move(transfer, source.fill, source.sum, is_write=True)
-
-    def read(self, transfer: Transfer, sink: Sink) -> bool:
-        """As a transport's; False, and nothing is done, if no process takes the transfer."""
-        return sink.drain is not None and self._move(transfer, sink.drain, sink.sum, is_write=False)
-
     def close(self) -> None:
         """Ends the processes, and transfers under way, which then fail. Idempotent."""
         with self._lock:
@@ -175,11 +167,14 @@ class Movers:
                 if mover is not None:
                     mover.kill()
 
-    def _move(self, transfer: Transfer, act: Fill | Drain, sum: Sum, is_write: bool) -> bool:
-        if max(transfer.region_bytes, transfer.batch_bytes) > MEMORY_BYTES or (mover := self._take()) is None:
+    def move(self, transfer: Transfer, local: Local, *, is_write: bool) -> bool:
+        """As a transport's `write` and `read`; False, and nothing is done, if no process takes the transfer."""
+        if local.act is None or max(transfer.region_bytes, transfer.batch_bytes) > MEMORY_BYTES:
+            return False
+        if (mover := self._take()) is None:
             return False
         try:
-            mover.move(transfer, act, sum, is_write)
+            mover.move(transfer, local.act, local.sum, is_write)
         finally:
             with self._lock:
                 if mover.has_ended:

@@ -6,7 +6,7 @@ import contextlib
 from multiprocessing.connection import Connection
 
 from kvpool.protocol.errors import KVPoolError, TransferError
-from kvpool.transport.base import Buffers, Sink, Source
+from kvpool.transport.base import Buffers, Local
 from kvpool.transport.child_process import exit_with_parent, receive_settings
 from kvpool.transport.helpers import STAGING_BYTES, Helpers, Staging
 from kvpool.transport.mover import MEMORY_BYTES, Batch, CallbackError
@@ -38,10 +38,7 @@ def main() -> None:
             is_write, transfer = channel.recv()
             said: Exception | None = None
             try:
-                if is_write:
-                    TcpWrite(transfer, Source(ask), connections, helpers).run(staging)
-                else:
-                    TcpRead(transfer, Sink(ask), connections, helpers).run(staging)
+                (TcpWrite if is_write else TcpRead)(transfer, Local(ask), connections, helpers).run(staging)
             except (KVPoolError, CallbackError) as error:
                 said = error
             except Exception as error:

@@ -13,24 +13,10 @@ can still write late; the server's quarantine of expired tickets covers that rac
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from functools import partial
 
 from kvpool.protocol.errors import PoolTimeoutError
-from kvpool.transport.base import (
-    Buffers,
-    Clock,
-    Drain,
-    Fill,
-    Pieces,
-    Sink,
-    Source,
-    Sum,
-    Transfer,
-    call_back,
-    copy_pieces,
-    no_sum,
-)
+from kvpool.transport.base import Buffers, Clock, Local, Sum, Transfer, call_back, copy_pieces, no_sum
 from kvpool.transport.helpers import Help, Helpers, Staging
 from kvpool.transport.segment import Bytes, Segment
 
@@ -70,21 +56,20 @@ class ShmTransport:
     def memory(self) -> Bytes:
         return self.segment.bytes
 
-    def write(self, transfer: Transfer, source: Source) -> None:
-        if source.rows is not None:
-            self._copy(transfer, source.rows, source.sum, is_write=True)
-        else:
-            self._call_back(transfer, source.filling(), source.sum, is_write=True)
+    def write(self, transfer: Transfer, local: Local) -> None:
+        self._move(transfer, local, is_write=True)
 
-    def read(self, transfer: Transfer, sink: Sink) -> None:
-        if sink.rows is not None:
-            self._copy(transfer, sink.rows, sink.sum, is_write=False)
-        else:
-            self._call_back(transfer, sink.draining(), sink.sum, is_write=False)
+    def read(self, transfer: Transfer, local: Local) -> None:
+        self._move(transfer, local, is_write=False)
 
-    def _copy(self, transfer: Transfer, rows: Sequence[Pieces], sum_regions: Sum, is_write: bool) -> None:
-        """Copies between the caller's arrays and the arena."""
-        arena, deadline = self._begin(transfer)
+    def _move(self, transfer: Transfer, local: Local, is_write: bool) -> None:
+        """Copies between the caller's arrays and the arena, or calls back."""
+        arena = self.segment.bytes  # It stays mapped for the transfer even if the transport is closed.
+        transfer.check_bounds(len(arena))
+        deadline = self._clock() + transfer.timeout_s
+        if (rows := local.rows) is None:
+            self._call_back(transfer, local, arena, deadline, is_write)
+            return
         step = max(1, PART_BYTES // max(1, transfer.region_bytes))
 
         def move(first: int) -> None:
@@ -92,21 +77,20 @@ class ShmTransport:
             part = rows[first : first + step]
             for pieces, region in zip(part, _regions(arena, transfer, first, first + len(part)), strict=True):
                 copy_pieces(pieces, region, is_write=is_write)
-            sum_regions(first, part)
+            local.sum(first, part)
 
         self._helpers.share(range(0, len(transfer.offsets), step), move)
 
-    def _call_back(self, transfer: Transfer, visit: Fill | Drain, sum_regions: Sum, is_write: bool) -> None:
+    def _call_back(self, transfer: Transfer, local: Local, arena: Bytes, deadline: float, is_write: bool) -> None:
         """Shows a callback private copies of the regions, batch by batch, and sums the copies.
 
         A callback that sums what it copies sees the regions themselves.
         """
-        arena, deadline = self._begin(transfer)
-        nbytes = transfer.region_bytes
-        if sum_regions is no_sum:
+        act, nbytes = local.acting(is_write=is_write), transfer.region_bytes
+        if local.sum is no_sum:
             for start, stop in transfer.batches():
                 self._check(deadline, transfer)
-                visit(start, _regions(arena, transfer, start, stop))
+                act(start, _regions(arena, transfer, start, stop))
             return
         with self._staging.borrowed(transfer.batch_regions * nbytes, 1, transfer.timeout_s) as (staging,):
             for start, stop in transfer.batches():
@@ -114,18 +98,18 @@ class ShmTransport:
                 pairs = list(zip(copies, _regions(arena, transfer, start, stop), strict=True))
                 self._check(deadline, transfer)
                 if is_write:
-                    call_back(visit, no_sum, start, copies, is_write=is_write)
+                    call_back(act, no_sum, start, copies, is_write=is_write)
                     self._check(deadline, transfer)
                 else:
                     for copy, region in pairs:
                         copy[:] = region
-                summing = self._sum(sum_regions, start, copies)
+                summing = self._sum(local.sum, start, copies)
                 try:
                     if is_write:
                         for copy, region in pairs:
                             region[:] = copy
                     else:
-                        call_back(visit, no_sum, start, copies, is_write=is_write)
+                        call_back(act, no_sum, start, copies, is_write=is_write)
                     summing.finish()
                 finally:
                     summing.drop()
@@ -134,12 +118,6 @@ class ShmTransport:
         """Sums regions before the returned `Help` has finished, on a helper's thread if that pays."""
         work = partial(sum_regions, first, [[region] for region in regions])
         return self._helpers.submit(work) if len(regions) * len(regions[0]) >= MIN_SHARED_BYTES else Help(work)
-
-    def _begin(self, transfer: Transfer) -> tuple[Bytes, float]:
-        """The arena and the deadline. The arena stays mapped for the transfer even if the transport is closed."""
-        arena = self.segment.bytes
-        transfer.check_bounds(len(arena))
-        return arena, self._clock() + transfer.timeout_s
 
     def _check(self, deadline: float, transfer: Transfer) -> None:
         if self._clock() >= deadline:

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from kvpool.transport.base import Bytes, Sink, Source, Transfer
+from kvpool.transport.base import Bytes, Local, Transfer
 from kvpool.transport.helpers import Helpers, Staging
 from kvpool.transport.mover import Movers
 from kvpool.transport.tcp_connection import Connection, Peer
@@ -64,13 +64,13 @@ class TcpTransport:
         """For logs: the data port, and over how many connections a transfer goes."""
         return f"{self.peer}, {self._num_connections} connection{'s' * (self._num_connections > 1)}"
 
-    def write(self, transfer: Transfer, source: Source) -> None:
-        if not (transfer.out_of_process and self._movers.write(transfer, source)):
-            TcpWrite(transfer, source, self._connections, self._helpers).run(self._staging)
+    def write(self, transfer: Transfer, local: Local) -> None:
+        if not (transfer.out_of_process and self._movers.move(transfer, local, is_write=True)):
+            TcpWrite(transfer, local, self._connections, self._helpers).run(self._staging)
 
-    def read(self, transfer: Transfer, sink: Sink) -> None:
-        if not (transfer.out_of_process and self._movers.read(transfer, sink)):
-            TcpRead(transfer, sink, self._connections, self._helpers).run(self._staging)
+    def read(self, transfer: Transfer, local: Local) -> None:
+        if not (transfer.out_of_process and self._movers.move(transfer, local, is_write=False)):
+            TcpRead(transfer, local, self._connections, self._helpers).run(self._staging)
 
     def close(self) -> None:
         self._end()
@@ -87,9 +87,10 @@ def _close_in(process_id: int, movers: Movers, connections: ConnectionPool, help
 class TcpWrite(TcpTransfer):
     """One write."""
 
-    def __init__(self, transfer: Transfer, source: Source, connections: ConnectionPool, helpers: Helpers):
-        super().__init__(transfer, source.rows, connections, helpers, True)
-        self._source = source
+    is_write = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._filled: deque[Move] = deque()
         self._filling = True
         self._fill_error: Exception | None = None
@@ -134,9 +135,9 @@ class TcpWrite(TcpTransfer):
             elif self._is_ending:
                 return False
         self._check_deadline()
-        assert self._source.fill is not None
+        assert self._local.act is not None
         try:
-            batch.wait = self._source.fill(batch.start, self._in_rows(batch))
+            batch.wait = self._local.act(batch.start, self._in_rows(batch))
         except Exception as error:
             self._fill_error = error
             with self._changed:
@@ -162,7 +163,7 @@ class TcpWrite(TcpTransfer):
         part, batch = move
         if batch.wait is not None:
             batch.wait()
-        self._source.sum(part.first, self._regions(part, batch))
+        self._local.sum(part.first, self._regions(part, batch))
         connection.send(part, self._views(part, batch))
         with self._changed:
             batch.parts_left -= 1
@@ -175,9 +176,10 @@ class TcpWrite(TcpTransfer):
 class TcpRead(TcpTransfer):
     """One read."""
 
-    def __init__(self, transfer: Transfer, sink: Sink, connections: ConnectionPool, helpers: Helpers):
-        super().__init__(transfer, sink.rows, connections, helpers, False)
-        self._sink = sink
+    is_write = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._num_freed = 0
         self._draining: deque[Batch] = deque()
 
@@ -232,15 +234,15 @@ class TcpRead(TcpTransfer):
             if self._rows is None and batch.buffer is None:
                 batch.buffer = self._buffers.pop()
         connection.receive(self._views(part, batch))
-        self._sink.sum(part.first, self._regions(part, batch))
+        self._local.sum(part.first, self._regions(part, batch))
         with self._changed:
             batch.parts_left -= 1
             if not batch.parts_left:
                 self._changed.notify_all()
 
     def _drain(self, batch: Batch) -> None:
-        assert self._sink.drain is not None
-        batch.wait = self._sink.drain(batch.start, self._in_rows(batch))
+        assert self._local.act is not None
+        batch.wait = self._local.act(batch.start, self._in_rows(batch))
         self._draining.append(batch)
         self._finish_draining(keep=0 if batch.wait is None else 1)
 

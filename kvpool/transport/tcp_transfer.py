@@ -17,9 +17,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from kvpool.protocol.errors import KVPoolError, PoolTimeoutError, TransferError
-from kvpool.transport.base import Bytes, Pieces, Transfer, Wait
+from kvpool.transport.base import Bytes, Local, Pieces, Transfer, Wait
 from kvpool.transport.data_port import pack_offsets
 from kvpool.transport.helpers import Helpers, Staging
 from kvpool.transport.tcp_connection import Connection, Part, Peer
@@ -122,22 +123,21 @@ class Batch:
 Move = tuple[Part, Batch]
 
 
+@dataclass(eq=False)
 class TcpTransfer:
     """What the caller of a transfer shares with its helpers. Without `rows` of the caller's, batches have buffers."""
 
-    def __init__(
-        self,
-        transfer: Transfer,
-        rows: Sequence[Pieces] | None,
-        connections: ConnectionPool,
-        helpers: Helpers,
-        is_write: bool,
-    ):
-        self._transfer = transfer
+    is_write: ClassVar[bool]
+
+    _transfer: Transfer
+    _local: Local
+    _connections: ConnectionPool
+    _helpers: Helpers
+
+    def __post_init__(self) -> None:
+        transfer, rows = self._transfer, self._local.rows
         self._rows = rows
-        self._connections = connections
-        self._helpers = helpers
-        self._num_movers = 1 + helpers.num_threads
+        self._num_movers = 1 + self._helpers.num_threads
         self._deadline = time.monotonic() + transfer.timeout_s
         self._changed = threading.Condition()
         # Guarded by the lock.
@@ -156,7 +156,7 @@ class TcpTransfer:
             first = batch.start
             while first < batch.stop:
                 stop = min(first + self._regions_a_part(count - first), batch.stop)
-                self._moves.append((Part(transfer, offsets, first, stop, self._deadline, is_write), batch))
+                self._moves.append((Part(transfer, offsets, first, stop, self._deadline, self.is_write), batch))
                 batch.parts_left += 1
                 first = stop
         self._num_helpers = min(self._num_movers, len(self._moves)) - 1

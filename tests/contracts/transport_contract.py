@@ -14,7 +14,7 @@ from kvpool.client.client import Client, Namespace
 from kvpool.protocol.errors import PoolTimeoutError
 from kvpool.protocol.hashing import checksum
 from kvpool.protocol.types import PutStatus, ShardRange
-from kvpool.transport.base import Buffers, Pieces, Sink, Source, Transfer, Transport
+from kvpool.transport.base import Buffers, Local, Pieces, Transfer, Transport
 from tests.support.values import group_spec, namespace_spec, payload, run_of
 
 REGION_BYTES = 96
@@ -107,7 +107,7 @@ def never(first: int, buffers: Buffers) -> None:
 def read_bytes(transport: Transport, transfer: Transfer) -> list[bytes]:
     """What the regions of a transfer hold, in order."""
     read: list[bytes] = []
-    transport.read(transfer, Sink(lambda _, buffers: read.extend(buffer.tobytes() for buffer in buffers)))
+    transport.read(transfer, Local(lambda _, buffers: read.extend(buffer.tobytes() for buffer in buffers)))
     return read
 
 
@@ -116,7 +116,7 @@ class TransportContract:
 
     def _write(self, rig: Rig, regions: Regions, region_bytes: int = REGION_BYTES, batch_bytes: int = 1 << 20) -> None:
         transfer = Transfer(regions.ticket_id, regions.offsets, region_bytes, DEADLINE_S, batch_bytes)
-        rig.transport.write(transfer, Source(fill_payloads))
+        rig.transport.write(transfer, Local(fill_payloads))
 
     @pytest.fixture
     def stored(self, rig: Rig) -> tuple[Regions, int]:
@@ -156,8 +156,8 @@ class TransportContract:
             drained.update((idx, buffer.tobytes()) for idx, buffer in enumerate(buffers, first))
 
         transfer = Transfer(regions.ticket_id, regions.offsets, region_bytes, DEADLINE_S, batch_bytes)
-        rig.transport.write(transfer, Source(fill, sum=written))
-        rig.transport.read(replace(transfer, holding_id=regions.seal()), Sink(drain, sum=read))
+        rig.transport.write(transfer, Local(fill, sum=written))
+        rig.transport.read(replace(transfer, holding_id=regions.seal()), Local(drain, sum=read))
         step = max(1, batch_bytes // region_bytes)
         expected = [(at, min(step, num_regions - at)) for at in range(0, num_regions, step)]
         assert batches == {"filled": expected, "drained": expected}
@@ -182,7 +182,7 @@ class TransportContract:
 
             return wait
 
-        rig.transport.read(Transfer(lease_id, regions.offsets, REGION_BYTES, DEADLINE_S, 1), Sink(drain))
+        rig.transport.read(Transfer(lease_id, regions.offsets, REGION_BYTES, DEADLINE_S, 1), Local(drain))
         for idx, buffer in kept.items():  # Those that are never used again.
             assert buffer.tobytes() == payload(idx, REGION_BYTES).tobytes()
 
@@ -194,11 +194,11 @@ class TransportContract:
         written, read = Seen(region_bytes), Seen(region_bytes)
         given = [np.array_split(payload(idx, region_bytes), num_pieces) for idx in range(7)]
         rig.transport.write(
-            Transfer(regions.ticket_id, regions.offsets, region_bytes, DEADLINE_S), Source(rows=given, sum=written)
+            Transfer(regions.ticket_id, regions.offsets, region_bytes, DEADLINE_S), Local(rows=given, sum=written)
         )
         into = [np.array_split(np.zeros(region_bytes, np.uint8), num_pieces) for _ in range(7)]
         rig.transport.read(
-            Transfer(regions.seal(), regions.offsets, region_bytes, DEADLINE_S), Sink(rows=into, sum=read)
+            Transfer(regions.seal(), regions.offsets, region_bytes, DEADLINE_S), Local(rows=into, sum=read)
         )
         expected = {idx: payload(idx, region_bytes).tobytes() for idx in range(7)}
         assert {idx: np.concatenate(pieces).tobytes() for idx, pieces in enumerate(into)} == expected
@@ -221,7 +221,7 @@ class TransportContract:
                 for idx, buffer in enumerate(buffers, first):
                     buffer[:] = payload(idx, REGION_BYTES)[skip_bytes : skip_bytes + half]
 
-            rig.transport.write(_part(regions.ticket_id, regions, skip_bytes, half), Source(fill))
+            rig.transport.write(_part(regions.ticket_id, regions, skip_bytes, half), Local(fill))
         read = read_bytes(rig.transport, _part(regions.seal(), regions, 5, 7))
         assert read == [payload(idx, REGION_BYTES)[5:12].tobytes() for idx in range(3)]
 
@@ -245,7 +245,7 @@ class TransportContract:
         transfer = Transfer(holding_id, regions.offsets, REGION_BYTES, DEADLINE_S, 2 * REGION_BYTES)
         move = rig.transport.write if is_write else rig.transport.read
         with pytest.raises(UnheardError) as caught:
-            move(transfer, Source(call) if is_write else Sink(call))  # type: ignore[arg-type]
+            move(transfer, Local(call))
         assert caught.value is failure
         assert calls == [*range(0, fails_at + 1, 2)]
 
@@ -257,7 +257,7 @@ class TransportContract:
             rig.pass_time(0.3)
 
         with pytest.raises(PoolTimeoutError):
-            rig.transport.write(Transfer(regions.ticket_id, regions.offsets, REGION_BYTES, 0.1, 1), Source(fill))
+            rig.transport.write(Transfer(regions.ticket_id, regions.offsets, REGION_BYTES, 0.1, 1), Local(fill))
 
     def test_a_read_past_its_deadline_times_out(self, rig: Rig) -> None:
         region_bytes, num_regions = 1 << 20, 8
@@ -266,13 +266,13 @@ class TransportContract:
         lease_id = regions.seal()
         transfer = Transfer(lease_id, regions.offsets, region_bytes, 0.2, 1)
         with pytest.raises(PoolTimeoutError):
-            rig.transport.read(transfer, Sink(lambda *_: rig.pass_time(0.3)))
+            rig.transport.read(transfer, Local(lambda *_: rig.pass_time(0.3)))
 
     def test_no_regions_are_no_work(self, rig: Rig) -> None:
         regions = rig.regions(1, REGION_BYTES)
-        rig.transport.write(Transfer(regions.ticket_id, (), REGION_BYTES, DEADLINE_S, 1), Source(never))
+        rig.transport.write(Transfer(regions.ticket_id, (), REGION_BYTES, DEADLINE_S, 1), Local(never))
         self._write(rig, regions)
-        rig.transport.read(Transfer(regions.seal(), (), REGION_BYTES, DEADLINE_S, 1), Sink(never))
+        rig.transport.read(Transfer(regions.seal(), (), REGION_BYTES, DEADLINE_S, 1), Local(never))
 
     def test_threads_share_a_transport(self, rig: Rig) -> None:
         all_regions = [rig.regions(5, REGION_BYTES) for _ in range(4)]

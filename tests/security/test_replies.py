@@ -38,7 +38,7 @@ from kvpool.protocol.hashing import checksum
 from kvpool.protocol.messages import fields_of
 from kvpool.protocol.replies import MAX_ARENA_BYTES, LookupQuestion
 from kvpool.protocol.types import PERMIT_BYTES, BlockRun, Chunk, PoolKey, PutStatus, ShardRange
-from kvpool.transport.base import Sink, Transfer
+from kvpool.transport.base import Local, Transfer
 from kvpool.transport.shm import ShmTransport
 from kvpool.v1 import pool_pb2 as pb
 from tests.support.effort import effort
@@ -376,7 +376,7 @@ def test_a_load_never_delivers_bytes_that_differ_from_the_checksum(when: str) ->
     if when.startswith("before the copy"):
         arena[...] ^= 0xFF
     transport = ShmTransport(SharedMemory())  # type: ignore[arg-type]
-    transport.read(Transfer(1, [0, 256, 512, 768], 256, 10.0, batch_bytes=1024), Sink(drain, sum=add))
+    transport.read(Transfer(1, [0, 256, 512, 768], 256, 10.0, batch_bytes=1024), Local(drain, sum=add))
     for nth, block in enumerate(right):
         if sums[nth] == checksum(block.tobytes()):
             assert (loaded[nth] == block).all(), "wrong bytes have the right checksum"

@@ -21,7 +21,7 @@ from kvpool.protocol.errors import KVPoolError, TransferError
 from kvpool.protocol.types import PERMIT_BYTES
 from kvpool.security.certificates import Authority
 from kvpool.security.principal import ALL_TENANTS, Principal, Role
-from kvpool.transport.base import Sink, Source, Transfer
+from kvpool.transport.base import Local, Transfer
 from kvpool.transport.data_port import (
     GREETING_BYTES,
     MAGIC,
@@ -182,7 +182,7 @@ def test_a_byte_that_is_changed_on_the_way_is_an_error_or_nothing(port: Port) ->
         transfer = Transfer(1, [0], len(data), 5.0, MIB, port.permit(Kind.READ, 1, [0], len(data)))
         with _changed(port, is_client, dice.randrange(0, 120 if is_client else 66_000)) as transport:
             try:
-                transport.read(transfer, Sink(rows=[[found]]))
+                transport.read(transfer, Local(rows=[[found]]))
             except KVPoolError:
                 continue
             assert np.array_equal(found, data)
@@ -192,7 +192,7 @@ def test_a_byte_that_is_changed_on_the_way_is_an_error_or_nothing(port: Port) ->
 def test_a_write_that_is_changed_on_the_way_is_not_acknowledged(port: Port, at: int) -> None:
     transfer = Transfer(1, [0], 1_000, 5.0, MIB, port.permit(Kind.WRITE, 1, [0], 1_000))
     with _changed(port, True, at) as transport, pytest.raises(TransferError):
-        transport.write(transfer, Source(rows=[[np.full(1_000, 7, np.uint8)]]))
+        transport.write(transfer, Local(rows=[[np.full(1_000, 7, np.uint8)]]))
     assert not port.arena[:1_000].any()
 
 

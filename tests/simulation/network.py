@@ -30,7 +30,7 @@ from kvpool.protocol.errors import (
 )
 from kvpool.protocol.types import BlockRun, Lookup, RunHits
 from kvpool.protocol.wire import metadata_of, status_of
-from kvpool.transport.base import Sink, Source, Transfer
+from kvpool.transport.base import Local, Transfer
 from kvpool.transport.segment import Bytes
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.cache.allocator.arena import Arena
@@ -377,9 +377,9 @@ class SimTransport:
         self._boot_token = server.boot_token
         self._arena: Bytes = server.memory
 
-    def write(self, transfer: Transfer, source: Source) -> None:
+    def write(self, transfer: Transfer, source: Local) -> None:
         ticket_id, region_bytes = transfer.holding_id, transfer.region_bytes
-        fill = source.filling()
+        fill = source.acting(is_write=True)
 
         def visit(first: int, offsets: Sequence[int], arena: Bytes) -> None:
             if self._server.shares_memory:
@@ -397,9 +397,9 @@ class SimTransport:
 
         self._visit(transfer, visit)
 
-    def read(self, transfer: Transfer, sink: Sink) -> None:
+    def read(self, transfer: Transfer, sink: Local) -> None:
         lease_id, region_bytes = transfer.holding_id, transfer.region_bytes
-        drain = sink.draining()
+        drain = sink.acting(is_write=False)
 
         def visit(first: int, offsets: Sequence[int], arena: Bytes) -> None:
             if self._server.shares_memory:

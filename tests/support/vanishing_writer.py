@@ -9,7 +9,7 @@ import sys
 from kvpool.client.client import Client
 from kvpool.client.config import ClientConfig
 from kvpool.protocol.types import ShardRange
-from kvpool.transport.base import Buffers, Source, Transfer
+from kvpool.transport.base import Buffers, Local, Transfer
 from tests.support.values import group_spec, namespace_spec, run_of
 
 CHUNK_BYTES = 4_096
@@ -26,7 +26,7 @@ def main() -> None:
     def half(first: int, buffers: Buffers) -> None:
         buffers[0][: CHUNK_BYTES // 2] = 0xEE
 
-    namespace.transport.write(Transfer(grant.ticket_id, grant.offsets[:1], CHUNK_BYTES, timeout_s=10.0), Source(half))
+    namespace.transport.write(Transfer(grant.ticket_id, grant.offsets[:1], CHUNK_BYTES, timeout_s=10.0), Local(half))
     print(grant.ticket_id, flush=True)
     signal.pause()
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvpool.transport.base import Sink, Source, Transfer
+from kvpool.transport.base import Local, Transfer
 from kvpool.transport.data_port import Kind, Signer, pack_offsets
 from kvpool.transport.mover import Movers
 from kvpool.transport.tcp import TcpTransport, peer_of
@@ -100,10 +100,10 @@ class Permitted:
         self.memory = transport.memory
         self._port = port
 
-    def write(self, transfer: Transfer, source: Source) -> None:
+    def write(self, transfer: Transfer, source: Local) -> None:
         self.inner.write(self._permitted(Kind.WRITE, transfer), source)
 
-    def read(self, transfer: Transfer, sink: Sink) -> None:
+    def read(self, transfer: Transfer, sink: Local) -> None:
         self.inner.read(self._permitted(Kind.READ, transfer), sink)
 
     def _permitted(self, kind: Kind, transfer: Transfer) -> Transfer:
@@ -120,8 +120,8 @@ class Permitted:
 
 def wait_for_mover(movers: Movers) -> int:
     """Has a process started, and waits until it takes transfers; returns its id."""
-    nothing = Transfer(1, (), 64, 5.0), Source(lambda first, buffers: None)
-    wait_for(lambda: movers.write(*nothing), "the process that moves bytes")
+    nothing = Transfer(1, (), 64, 5.0), Local(lambda first, buffers: None)
+    wait_for(lambda: movers.move(*nothing, is_write=True), "the process that moves bytes")
     return movers._idle[-1].pid
 
 

@@ -8,7 +8,7 @@ import pytest
 from kvpool.client.client import Client
 from kvpool.client.config import ClientConfig
 from kvpool.protocol.errors import InvalidRequestError, LeaseExpiredError, PoolTimeoutError
-from kvpool.transport.base import Buffers, Sink, Source, Transfer
+from kvpool.transport.base import Buffers, Local, Transfer
 from kvpool.transport.grpc import GrpcTransport
 from tests.conftest import Connect, StartServer
 from tests.contracts.transport_contract import (
@@ -48,12 +48,12 @@ class TestContract(TransportContract):
 
 def test_a_ticket_that_is_not_live_writes_nothing(rig: Rig) -> None:
     with pytest.raises(LeaseExpiredError, match=r"ticket 0x7b is not live.*put_start again"):
-        rig.transport.write(Transfer(123, (0,), REGION_BYTES, DEADLINE_S, 1), Source(fill_payloads))
+        rig.transport.write(Transfer(123, (0,), REGION_BYTES, DEADLINE_S, 1), Local(fill_payloads))
 
 
 def test_a_lease_that_is_not_live_reads_nothing(rig: Rig) -> None:
     with pytest.raises(LeaseExpiredError, match=r"lease 0x7b is not live.*look up again"):
-        rig.transport.read(Transfer(123, (0,), REGION_BYTES, DEADLINE_S, 1), Sink(never))
+        rig.transport.read(Transfer(123, (0,), REGION_BYTES, DEADLINE_S, 1), Local(never))
 
 
 @pytest.mark.parametrize("shift", [-1, 1, REGION_BYTES, 1 << 40])
@@ -62,7 +62,7 @@ def test_bytes_beside_the_tickets_regions_are_refused(rig: Rig, shift: int) -> N
     middle = regions.offsets[1]
     outside = middle + shift if shift != REGION_BYTES else max(regions.offsets) + REGION_BYTES
     with pytest.raises(InvalidRequestError, match=rf"\[{outside}, {outside + REGION_BYTES}\) is in no region"):
-        rig.transport.write(Transfer(regions.ticket_id, (outside,), REGION_BYTES, DEADLINE_S, 1), Source(fill_payloads))
+        rig.transport.write(Transfer(regions.ticket_id, (outside,), REGION_BYTES, DEADLINE_S, 1), Local(fill_payloads))
 
 
 def test_bytes_beside_the_leased_blocks_are_refused(rig: Rig) -> None:
@@ -70,14 +70,14 @@ def test_bytes_beside_the_leased_blocks_are_refused(rig: Rig) -> None:
 
     for regions in (ours, theirs):
         rig.transport.write(
-            Transfer(regions.ticket_id, regions.offsets, REGION_BYTES, DEADLINE_S, 1), Source(fill_payloads)
+            Transfer(regions.ticket_id, regions.offsets, REGION_BYTES, DEADLINE_S, 1), Local(fill_payloads)
         )
     lease_id = ours.seal()
     theirs.seal()
     with pytest.raises(InvalidRequestError, match="is in no block of lease"):
-        rig.transport.read(Transfer(lease_id, theirs.offsets, REGION_BYTES, DEADLINE_S, 1), Sink(never))
+        rig.transport.read(Transfer(lease_id, theirs.offsets, REGION_BYTES, DEADLINE_S, 1), Local(never))
     with pytest.raises(InvalidRequestError, match="is in no block of lease"):
-        rig.transport.read(Transfer(lease_id, (ours.offsets[0] + 1,), REGION_BYTES, DEADLINE_S, 1), Sink(never))
+        rig.transport.read(Transfer(lease_id, (ours.offsets[0] + 1,), REGION_BYTES, DEADLINE_S, 1), Local(never))
 
 
 def test_nothing_is_filled_once_a_write_has_ended(rig: Rig) -> None:
@@ -93,7 +93,7 @@ def test_nothing_is_filled_once_a_write_has_ended(rig: Rig) -> None:
         inside.clear()
 
     with pytest.raises(PoolTimeoutError):
-        rig.transport.write(Transfer(regions.ticket_id, regions.offsets, REGION_BYTES, 0.2, 1), Source(slow))
+        rig.transport.write(Transfer(regions.ticket_id, regions.offsets, REGION_BYTES, 0.2, 1), Local(slow))
     assert not inside.is_set()
     filled = len(calls)
     time.sleep(0.6)  # As long as another fill would take to begin and end.
@@ -118,5 +118,5 @@ def test_a_read_that_stands_still_is_given_up_long_before_its_deadline(pool_serv
         transport = regions.open(1).transport
         started = time.monotonic()
         with pytest.raises(PoolTimeoutError, match=r"sent nothing for 0\.200 s"):
-            transport.read(Transfer(lease_id, held.offsets, region_bytes, 60.0, 1), Sink(drain))
+            transport.read(Transfer(lease_id, held.offsets, region_bytes, 60.0, 1), Local(drain))
         assert len(seen) < count and time.monotonic() - started < 10

@@ -20,7 +20,7 @@ from kvpool.client.config import ClientConfig
 from kvpool.client.transport_choice import choose
 from kvpool.protocol.errors import ChecksumError, ConfigError, PoolTimeoutError, TransferError, UnavailableError
 from kvpool.transport import mooncake
-from kvpool.transport.base import Buffers, Clock, Sink, Source, Transfer
+from kvpool.transport.base import Buffers, Clock, Local, Transfer
 from kvpool.transport.mooncake import MooncakeTransport
 from kvpool.transport.mooncake_engine import RDMA_DEVICES, Engine
 from kvpool.v1 import pool_pb2 as pb
@@ -93,7 +93,7 @@ def _frozen(server: ServerProcess) -> Iterator[None]:
 def _moves(transport: MooncakeTransport, held: Regions) -> bool:
     """Whether a read succeeds. A server that was stopped may be slow to catch up on a busy machine."""
     try:
-        transport.read(Transfer(1, held.offsets, MIB, DEADLINE_S, MIB), Sink(lambda *_: None))
+        transport.read(Transfer(1, held.offsets, MIB, DEADLINE_S, MIB), Local(lambda *_: None))
     except PoolTimeoutError:
         return False
     return True
@@ -133,14 +133,14 @@ def test_more_regions_than_are_under_way_at_once(rig: Rig) -> None:
     regions = rig.regions(301, REGION_BYTES)
     order = list(range(0, 301, 2))  # No two of them are neighbours.
     transfer = Transfer(regions.ticket_id, regions.offsets, REGION_BYTES, DEADLINE_S, MIB)
-    rig.transport.write(transfer, Source(fill_payloads))
+    rig.transport.write(transfer, Local(fill_payloads))
     read = read_bytes(rig.transport, replace(transfer, offsets=[regions.offsets[idx] for idx in order]))
     assert read == [payload(idx, REGION_BYTES).tobytes() for idx in order]
 
 
 def test_a_region_beyond_the_arena_is_refused_before_any_byte_moves(rig: Rig) -> None:
     with pytest.raises(TransferError, match=r"beyond the arena's 67108864 bytes"):
-        rig.transport.write(Transfer(1, (0, 64 * MIB - 9), 10, DEADLINE_S, MIB), Source(never))
+        rig.transport.write(Transfer(1, (0, 64 * MIB - 9), 10, DEADLINE_S, MIB), Local(never))
 
 
 def test_a_writer_that_was_stopped_for_longer_than_its_deadline_writes_no_more(rig: Rig) -> None:
@@ -155,14 +155,14 @@ def test_a_writer_that_was_stopped_for_longer_than_its_deadline_writes_no_more(r
     held = Transfer(1, regions.offsets, REGION_BYTES, DEADLINE_S, MIB)
     before = read_bytes(rig.transport, held)
     with _another(rig, 1.0, clock) as transport, pytest.raises(PoolTimeoutError, match=r"more than 5\.000 s"):
-        transport.write(Transfer(1, regions.offsets, REGION_BYTES, 5.0, REGION_BYTES), Source(fill))
+        transport.write(Transfer(1, regions.offsets, REGION_BYTES, 5.0, REGION_BYTES), Local(fill))
     assert read_bytes(rig.transport, held) == before
 
 
 def test_a_closed_transport_moves_nothing(rig: Rig) -> None:
     rig.transport.close()
     with pytest.raises(TransferError, match="is closed"):
-        rig.transport.read(Transfer(1, (0,), 10, DEADLINE_S, MIB), Sink(never))
+        rig.transport.read(Transfer(1, (0,), 10, DEADLINE_S, MIB), Local(never))
 
 
 def test_calls_that_need_more_memory_than_there_is_wait_for_each_other(
@@ -172,10 +172,10 @@ def test_calls_that_need_more_memory_than_there_is_wait_for_each_other(
     regions = rig.regions(8, MIB)
 
     def read(transport: MooncakeTransport) -> None:
-        transport.read(Transfer(1, regions.offsets, MIB, DEADLINE_S, 1), Sink(lambda *_: time.sleep(0.01)))
+        transport.read(Transfer(1, regions.offsets, MIB, DEADLINE_S, 1), Local(lambda *_: time.sleep(0.01)))
 
     with _another(rig) as transport, ThreadPoolExecutor(12) as threads:
-        transport.write(Transfer(regions.ticket_id, regions.offsets, MIB, DEADLINE_S, 1), Source(fill_payloads))
+        transport.write(Transfer(regions.ticket_id, regions.offsets, MIB, DEADLINE_S, 1), Local(fill_payloads))
         list(threads.map(read, [transport] * 12))
 
 
@@ -186,8 +186,8 @@ def test_a_region_larger_than_the_registered_memory_is_moved(rig: Rig, monkeypat
     written = [payload(idx, nbytes) for idx in range(3)]
     transfer = Transfer(regions.ticket_id, regions.offsets, nbytes, DEADLINE_S)
     with _another(rig) as transport:
-        transport.write(transfer, Source(rows=[[row] for row in written]))
-        transport.read(transfer, Sink(rows=[[row] for row in read]))
+        transport.write(transfer, Local(rows=[[row] for row in written]))
+        transport.read(transfer, Local(rows=[[row] for row in read]))
     assert all((one == other).all() for one, other in zip(written, read, strict=True))
 
 
@@ -206,11 +206,11 @@ def test_a_server_killed_in_the_middle_of_a_read_is_an_error_within_the_deadline
 
     started = time.monotonic()
     with pytest.raises((UnavailableError, TransferError)):
-        transport.read(Transfer(1, held.offsets, MIB, DEADLINE_S, MIB), Sink(drain))
+        transport.read(Transfer(1, held.offsets, MIB, DEADLINE_S, MIB), Local(drain))
     assert time.monotonic() - started < DEADLINE_S
     assert 4 in seen and len(seen) < 24
     with pytest.raises((UnavailableError, TransferError)):
-        transport.read(Transfer(1, held.offsets, MIB, DEADLINE_S, MIB), Sink(never))
+        transport.read(Transfer(1, held.offsets, MIB, DEADLINE_S, MIB), Local(never))
 
 
 def test_a_read_that_stands_still_is_given_up_and_its_buffers_are_nobodys_until_it_ends(
@@ -223,17 +223,17 @@ def test_a_read_that_stands_still_is_given_up_and_its_buffers_are_nobodys_until_
     with _frozen(server):
         started = time.monotonic()
         with pytest.raises(PoolTimeoutError, match=r"sent nothing for 0\.200 s"):
-            transport.read(Transfer(1, held.offsets, MIB, 60.0, MIB), Sink(never))
+            transport.read(Transfer(1, held.offsets, MIB, 60.0, MIB), Local(never))
         assert time.monotonic() - started < 10
         with pytest.raises(PoolTimeoutError, match=r"held all 1048576 bytes"):
-            transport.read(Transfer(1, held.offsets, MIB, 0.5, MIB), Sink(never))
+            transport.read(Transfer(1, held.offsets, MIB, 0.5, MIB), Local(never))
     wait_for(lambda: _moves(transport, held), "what was given up to end")
 
 
 LEAVES_IN_THE_MIDDLE = """
 import sys
 from kvpool.client.client import Client
-from kvpool.transport.base import Sink, Transfer
+from kvpool.transport.base import Local, Transfer
 from kvpool.client.config import ClientConfig
 from kvpool.protocol.errors import PoolTimeoutError
 import os, signal
@@ -242,7 +242,7 @@ client = Client(ClientConfig(sys.argv[1], transport="mooncake", stall_timeout_ms
 transport = client.admin.try_transport().transport
 os.kill(int(sys.argv[2]), signal.SIGSTOP)
 try:
-    transport.read(Transfer(1, range(0, 32 << 20, 1 << 20), 1 << 20, 10.0, 1 << 20), Sink(lambda *_: None))
+    transport.read(Transfer(1, range(0, 32 << 20, 1 << 20), 1 << 20, 10.0, 1 << 20), Local(lambda *_: None))
 except PoolTimeoutError:
     print("given up")
 """

@@ -18,7 +18,7 @@ import pytest
 from kvpool.protocol.errors import ConfigError, LeaseExpiredError, PoolTimeoutError, TransferError, UnavailableError
 from kvpool.transport import child_process
 from kvpool.transport import mover as module
-from kvpool.transport.base import Buffers, Sink, Source, Transfer
+from kvpool.transport.base import Buffers, Local, Transfer
 from kvpool.transport.data_port import Kind
 from kvpool.transport.helpers import STAGING_BYTES
 from kvpool.transport.mover import MEMORY_BYTES, MOVERS, Movers
@@ -57,14 +57,14 @@ class Apart:
         self.num_left = 0
         self.pid = wait_for_mover(self.movers)
 
-    def write(self, transfer: Transfer, source: Source) -> None:
-        if not self.movers.write(transfer, source):
-            self.num_left += source.fill is not None
+    def write(self, transfer: Transfer, source: Local) -> None:
+        if not self.movers.move(transfer, source, is_write=True):
+            self.num_left += source.act is not None
             self._here.write(transfer, source)
 
-    def read(self, transfer: Transfer, sink: Sink) -> None:
-        if not self.movers.read(transfer, sink):
-            self.num_left += sink.drain is not None
+    def read(self, transfer: Transfer, sink: Local) -> None:
+        if not self.movers.move(transfer, sink, is_write=False):
+            self.num_left += sink.act is not None
             self._here.read(transfer, sink)
 
     def close(self) -> None:
@@ -118,7 +118,7 @@ def write(apart: Apart, port: Port, fill: object, timeout_s: float = DEADLINE_S,
     """Whether the process took a write of some regions, one a batch."""
     offsets = [nth * REGION_BYTES for nth in range(count)]
     permit = port.permit(Kind.WRITE, 1, offsets, REGION_BYTES)
-    return apart.movers.write(Transfer(1, offsets, REGION_BYTES, timeout_s, 1, permit), Source(fill))
+    return apart.movers.move(Transfer(1, offsets, REGION_BYTES, timeout_s, 1, permit), Local(fill), is_write=True)
 
 
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
@@ -144,7 +144,7 @@ def test_a_transfer_has_all_connections() -> None:
         def drain(first: int, buffers: Buffers) -> None:
             wait_for(lambda: port.num_connections == 3, "all connections")
 
-        assert movers.read(transfer, Sink(drain))
+        assert movers.move(transfer, Local(drain), is_write=False)
 
 
 def test_others_go_on_beside_a_full_process(own: tuple[Apart, Port]) -> None:
@@ -182,7 +182,7 @@ def test_what_the_process_meets_reaches_the_caller(own: tuple[Apart, Port]) -> N
     apart, port = own
     expired = Transfer(1, [0], 64, DEADLINE_S, 64, port.permit(Kind.READ, 1, [0], 64, ttl_s=0))
     with pytest.raises(LeaseExpiredError, match="has expired"):
-        apart.movers.read(expired, Sink(lambda first, buffers: None))
+        apart.movers.move(expired, Local(lambda first, buffers: None), is_write=False)
     with pytest.raises(KeyboardInterrupt):
         write(apart, port, interrupt)
     assert not is_running(apart.pid), "it may still write into the buffers"
@@ -190,7 +190,7 @@ def test_what_the_process_meets_reaches_the_caller(own: tuple[Apart, Port]) -> N
     with closing(gone):
         wait_for_mover(gone)
         with pytest.raises(UnavailableError, match="cannot reach the data port"):
-            gone.read(expired, Sink(lambda first, buffers: None))
+            gone.move(expired, Local(lambda first, buffers: None), is_write=False)
 
 
 def interrupt(first: int, buffers: Buffers) -> None:
@@ -199,7 +199,7 @@ def interrupt(first: int, buffers: Buffers) -> None:
 
 def test_what_does_not_fit_the_shared_memory_stays_here(apart: Apart) -> None:
     transfer = Transfer(1, [0], MEMORY_BYTES + 1, DEADLINE_S)
-    assert not apart.movers.write(transfer, Source(lambda first, buffers: None))
+    assert not apart.movers.move(transfer, Local(lambda first, buffers: None), is_write=True)
 
 
 def test_a_fork_has_no_mover(own: tuple[Apart, Port]) -> None:
@@ -220,8 +220,8 @@ def test_a_process_that_has_ended_while_idle_takes_no_transfer(own: tuple[Apart,
 def test_no_two_processes_have_the_same_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "START_AGAIN_S", 0.0)  # As if the first start took longer.
     with data_port() as port, closing(Movers(port.peer(), 1)) as movers:
-        nothing = Transfer(1, (), 64, DEADLINE_S), Source(lambda first, buffers: None)
-        wait_for(lambda: movers.write(*nothing) and len(movers._idle) == MOVERS, "all processes")
+        nothing = Transfer(1, (), 64, DEADLINE_S), Local(lambda first, buffers: None)
+        wait_for(lambda: movers.move(*nothing, is_write=True) and len(movers._idle) == MOVERS, "all processes")
         assert sorted(mover.nth for mover in movers._idle) == list(range(MOVERS))
 
 
@@ -231,7 +231,7 @@ def test_closing_ends_a_process_that_starts(monkeypatch: pytest.MonkeyPatch, tmp
     script.chmod(0o700)
     monkeypatch.setattr(child_process.sys, "executable", str(script))
     with data_port() as port, closing(Movers(port.peer(), 1)) as movers:
-        assert not movers.write(Transfer(1, (), 64, DEADLINE_S), Source(lambda first, buffers: None))
+        assert not movers.move(Transfer(1, (), 64, DEADLINE_S), Local(lambda first, buffers: None), is_write=True)
         wait_for(lambda: told.exists() and told.read_text(), "the process")
     wait_for(lambda: not is_running(int(told.read_text())), "its end")
 
@@ -245,7 +245,7 @@ def test_without_shared_memory_all_bytes_move_here(
     with closing(transport):
         assert "no memory (seccomp)" in caplog.text and transport.memory.nbytes == STAGING_BYTES
         apart = Transfer(1, (), 64, DEADLINE_S, out_of_process=True)
-        transport.write(apart, Source(lambda first, buffers: None))
+        transport.write(apart, Local(lambda first, buffers: None))
         assert not transport._movers._movers
 
 
@@ -262,12 +262,12 @@ def test_a_process_that_does_not_start_is_told_once(
     monkeypatch.setattr(child_process.sys, "executable", executable)
     monkeypatch.setattr(module, "START_AGAIN_S", 0.0)
     with data_port() as port, closing(Movers(port.peer(), 1)) as movers:
-        nothing = Transfer(1, (), 64, DEADLINE_S), Source(lambda first, buffers: None)
-        assert not movers.write(*nothing)
+        nothing = Transfer(1, (), 64, DEADLINE_S), Local(lambda first, buffers: None)
+        assert not movers.move(*nothing, is_write=True)
         wait_for(lambda: caplog.records, "a warning")
         for _ in range(3):
             wait_for(lambda: not movers._movers, "the end of a start")
-            assert not movers.write(*nothing)
+            assert not movers.move(*nothing, is_write=True)
         assert len(caplog.records) == 1 and "this process moves them" in caplog.text and why in caplog.text
 
 

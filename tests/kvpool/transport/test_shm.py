@@ -13,7 +13,7 @@ import pytest
 from kvpool.client.client import Client
 from kvpool.protocol.errors import PoolTimeoutError, TransferError
 from kvpool.transport import shm, tcp
-from kvpool.transport.base import Buffers, Pieces, Sink, Source, Transfer
+from kvpool.transport.base import Buffers, Local, Pieces, Transfer
 from kvpool.transport.segment import Segment
 from kvpool.transport.shm import MIN_SHARED_BYTES, ShmTransport
 from tests.conftest import Connect
@@ -44,14 +44,14 @@ def segment() -> Iterator[Segment]:
 @pytest.mark.parametrize("offset", [(1 << 16) - 9, 1 << 16, 1 << 60])
 def test_a_region_beyond_the_segment_is_refused_before_any_byte_moves(segment: Segment, offset: int) -> None:
     with pytest.raises(TransferError, match=rf"ends at {offset + 10}, beyond the arena's 65536 bytes"):
-        ShmTransport(segment).write(Transfer(1, (0, offset), 10, 1.0, 1 << 20), Source(never))
+        ShmTransport(segment).write(Transfer(1, (0, offset), 10, 1.0, 1 << 20), Local(never))
 
 
 def test_the_last_bytes_of_the_segment_are_a_region(segment: Segment) -> None:
     def fill(first: int, buffers: Buffers) -> None:
         buffers[0][:] = 7
 
-    ShmTransport(segment).write(Transfer(1, [(1 << 16) - 10], 10, 1.0, 1 << 20), Source(fill))
+    ShmTransport(segment).write(Transfer(1, [(1 << 16) - 10], 10, 1.0, 1 << 20), Local(fill))
     assert segment.bytes[-11:].tolist() == [0] + [7] * 10
 
 
@@ -63,7 +63,7 @@ def test_a_writer_that_was_stopped_for_longer_than_its_deadline_writes_no_more(s
         clock.advance(60)  # SIGSTOP, a debugger, a machine that was suspended.
 
     with pytest.raises(PoolTimeoutError, match=r"more than 5\.000 s"):
-        ShmTransport(segment, clock=clock).write(Transfer(1, (0, 100), 100, 5.0, 100), Source(fill))
+        ShmTransport(segment, clock=clock).write(Transfer(1, (0, 100), 100, 5.0, 100), Local(fill))
 
 
 @pytest.mark.parametrize("num_movers", [1, 2])
@@ -78,7 +78,7 @@ def test_what_another_process_writes_late_is_not_signed(num_movers: int) -> None
     segment = Segment.create(2 * MIN_SHARED_BYTES)
     offsets = (0, MIN_SHARED_BYTES)
     with closing(ShmTransport(segment, num_movers)) as transport:
-        transport.write(Transfer(1, offsets, MIN_SHARED_BYTES, 30.0, 1), Source(fill_payloads, sum=sum_late))
+        transport.write(Transfer(1, offsets, MIN_SHARED_BYTES, 30.0, 1), Local(fill_payloads, sum=sum_late))
     assert signed.regions == {idx: payload(idx, MIN_SHARED_BYTES).tobytes() for idx in range(2)}
 
 
@@ -86,7 +86,7 @@ def test_a_closed_transport_moves_nothing(segment: Segment) -> None:
     transport = ShmTransport(segment)
     transport.close()
     with pytest.raises(TransferError):
-        transport.read(Transfer(1, (0,), 10, 1.0, 1), Sink(never))
+        transport.read(Transfer(1, (0,), 10, 1.0, 1), Local(never))
 
 
 @pytest.mark.parametrize("in_place", [False, True])
@@ -103,7 +103,7 @@ def test_a_transfer_ends_well_although_the_transport_is_closed_meanwhile(
         read[first] = buffers[0]
 
     rows = [[row] for row in read] if in_place else None
-    sink = Sink(None if in_place else drain, rows, lambda *_: transport.close())
+    sink = Local(None if in_place else drain, rows, lambda *_: transport.close())
     transport.read(Transfer(1, (0, 100), 100, 5.0, 100), sink)
     assert (read == 7).all()
 
@@ -122,7 +122,7 @@ def test_no_thread_sums_any_more_once_a_transfer_has_failed() -> None:
 
     segment = Segment.create(MIN_SHARED_BYTES)
     with closing(ShmTransport(segment, 2)) as transport, pytest.raises(KeyError):
-        transport.read(Transfer(1, (0,), MIN_SHARED_BYTES, 30.0, 1), Sink(drain, sum=sum_regions))
+        transport.read(Transfer(1, (0,), MIN_SHARED_BYTES, 30.0, 1), Local(drain, sum=sum_regions))
     assert ended == [0]
 
 

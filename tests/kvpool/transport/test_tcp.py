@@ -28,7 +28,7 @@ from kvpool.protocol.errors import (
     UnavailableError,
 )
 from kvpool.transport import tcp_connection
-from kvpool.transport.base import Buffers, Pieces, Sink, Transfer
+from kvpool.transport.base import Buffers, Local, Pieces, Transfer
 from kvpool.transport.data_port import GREETING_BYTES, HEADER_BYTES, MAGIC, REPLY_BYTES, Header, Kind, Reply, Status
 from kvpool.transport.data_port import pack_offsets as pack
 from kvpool.transport.tcp import TcpTransport
@@ -97,7 +97,7 @@ def test_regions_beyond_the_arena_are_refused_even_with_a_permit(port: Port, tra
     for offset in (len(port.arena) - 63, 1 << 63, (1 << 64) - 1):
         permit = port.permit(Kind.READ, 1, [offset], 64)
         with pytest.raises(InvalidRequestError, match="beyond the arena"):
-            transport.read(Transfer(1, [offset], 64, DEADLINE_S, MIB, permit), Sink(never))
+            transport.read(Transfer(1, [offset], 64, DEADLINE_S, MIB, permit), Local(never))
 
 
 def test_nothing_is_written_once_a_permit_has_expired_on_the_way(plain_port: Port) -> None:
@@ -175,13 +175,13 @@ def test_too_many_connections_are_told_that_there_is_no_room(num_connections: in
             busy.sendall(_shown(port, Kind.WRITE, [0], 64) + Header(Kind.MOVE, 0, 1, 64).encode())
             wait_for(lambda: 1 in port.permits.active(), "the other's write to begin")
             with pytest.raises(UnavailableError, match="accepts no more connections; raise --data-workers"):
-                transport.read(Transfer(1, [0], 64, DEADLINE_S, MIB, permit), Sink(never))
+                transport.read(Transfer(1, [0], 64, DEADLINE_S, MIB, permit), Local(never))
         wait_for(lambda: _moves(port, transport), "room, once the other has gone")
 
 
 def _moves(port: Port, transport: TcpTransport) -> bool:
     try:
-        transport.read(Transfer(1, [0], 64, DEADLINE_S, MIB, port.permit(Kind.READ, 1, [0], 64)), Sink(_ignore))
+        transport.read(Transfer(1, [0], 64, DEADLINE_S, MIB, port.permit(Kind.READ, 1, [0], 64)), Local(_ignore))
     except UnavailableError:
         return False
     return True
@@ -195,10 +195,10 @@ def test_connections_are_kept_and_replaced_when_they_were_idle_for_long(
     monkeypatch.setattr(Peer, "connect", lambda *args: made.append(args) or connect(*args))  # type: ignore[func-returns-value]
     permit = port.permit(Kind.READ, 1, [0], 64)
     for _ in range(3):
-        transport.read(Transfer(1, [0], 64, DEADLINE_S, MIB, permit), Sink(_ignore))
+        transport.read(Transfer(1, [0], 64, DEADLINE_S, MIB, permit), Local(_ignore))
     assert len(made) == 1
     monkeypatch.setattr(tcp_connection, "IDLE_S", 0.0)
-    transport.read(Transfer(1, [0], 64, DEADLINE_S, MIB, permit), Sink(_ignore))
+    transport.read(Transfer(1, [0], 64, DEADLINE_S, MIB, permit), Local(_ignore))
     assert len(made) == 2
 
 
@@ -210,13 +210,13 @@ def test_nothing_is_left_of_a_closed_transport(port: Port, num_connections: int)
     wait_for(lambda: left() == (0, 0), "channels of other tests to end")
     transport = port.connect(num_connections)
     offsets = list(range(0, 8 * MIB, MIB))
-    transport.read(Transfer(1, offsets, MIB, DEADLINE_S, MIB, port.permit(Kind.READ, 1, offsets, MIB)), Sink(_ignore))
+    transport.read(Transfer(1, offsets, MIB, DEADLINE_S, MIB, port.permit(Kind.READ, 1, offsets, MIB)), Local(_ignore))
     threads, connections = left()
     assert 1 <= connections <= num_connections and bool(threads) is (num_connections > 1)
     transport.close()
     wait_for(lambda: left() == (0, 0), "its threads and sockets to be gone")
     with pytest.raises(TransferError, match="is closed"):
-        transport.read(Transfer(1, [0], 64, DEADLINE_S, MIB, port.permit(Kind.READ, 1, [0], 64)), Sink(never))
+        transport.read(Transfer(1, [0], 64, DEADLINE_S, MIB, port.permit(Kind.READ, 1, [0], 64)), Local(never))
 
 
 def _connections_to(port: int) -> int:
@@ -230,7 +230,7 @@ def test_closing_ends_calls_under_way(port: Port, num_connections: int) -> None:
     offsets = list(range(0, 32 * MIB, MIB))
     permit = port.permit(Kind.READ, 1, offsets, MIB)
     with pytest.raises((TransferError, UnavailableError)):
-        transport.read(Transfer(1, offsets, MIB, DEADLINE_S, MIB, permit), Sink(lambda *_: transport.close()))
+        transport.read(Transfer(1, offsets, MIB, DEADLINE_S, MIB, permit), Local(lambda *_: transport.close()))
 
 
 @pytest.fixture
@@ -382,7 +382,7 @@ def test_a_connection_that_is_cut_in_the_middle_of_a_part_is_an_error(
         rows = [[np.zeros(MIB, np.uint8)] for _ in offsets]
         started = time.monotonic()
         try:
-            transport.read(Transfer(1, offsets, MIB, DEADLINE_S, MIB, permit), Sink(rows=rows, sum=cut))
+            transport.read(Transfer(1, offsets, MIB, DEADLINE_S, MIB, permit), Local(rows=rows, sum=cut))
         except (TransferError, UnavailableError):
             pass
         else:
@@ -390,7 +390,7 @@ def test_a_connection_that_is_cut_in_the_middle_of_a_part_is_an_error(
         assert time.monotonic() - started < DEADLINE_S / 2
         assert len(seen) == len(set(seen))
         rows = [[np.zeros(MIB, np.uint8)] for _ in offsets]
-        transport.read(Transfer(1, offsets, MIB, DEADLINE_S, MIB, permit), Sink(rows=rows))
+        transport.read(Transfer(1, offsets, MIB, DEADLINE_S, MIB, permit), Local(rows=rows))
         assert all((row == 1).all() for (row,) in rows)
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from kvpool.protocol.errors import KVPoolError, LeaseExpiredError, PoolTimeoutError, UnavailableError
 from kvpool.transport import tcp_transfer
-from kvpool.transport.base import Buffers, Bytes, Pieces, Sink, Source, Transfer
+from kvpool.transport.base import Buffers, Bytes, Local, Pieces, Transfer
 from kvpool.transport.data_port import Kind, Status
 from kvpool.transport.helpers import UNIT_BYTES, Helpers, Staging
 from kvpool.transport.tcp import TcpRead, TcpWrite
@@ -144,9 +144,9 @@ class Attempt:
         case, rows = self.case, self.arrays if self.case.in_place else None
         act = None if rows else self._call_back
         if case.is_write:
-            TcpWrite(self.transfer, Source(act, rows, self._sum), self.connections, self.helpers).run(self.staging)
+            TcpWrite(self.transfer, Local(act, rows, self._sum), self.connections, self.helpers).run(self.staging)
         else:
-            sink = Sink(act, rows, self._sum) if case.is_summed else Sink(act, rows)
+            sink = Local(act, rows, self._sum) if case.is_summed else Local(act, rows)
             TcpRead(self.transfer, sink, self.connections, self.helpers).run(self.staging)
 
     def _call_back(self, first: int, buffers: Buffers) -> Callable[[], object] | None:
@@ -216,7 +216,7 @@ class Attempt:
         arena[:64] = 7
         transfer = Transfer(2, [0], 64, AMPLE_S, MIB, bytes(24))
         row = np.zeros(64, np.uint8)
-        TcpRead(transfer, Sink(rows=[[row]]), self.connections, self.helpers).run(self.staging)
+        TcpRead(transfer, Local(rows=[[row]]), self.connections, self.helpers).run(self.staging)
         assert (row == 7).all()
 
 
@@ -257,11 +257,11 @@ class Moves:
     def __init__(self, peer: Peer, num_helpers: int = 0):
         self.connections, self.helpers, self.staging = ConnectionPool(peer, 4), Helpers(num_helpers), Staging(8 * MIB)
 
-    def write(self, source: Source, offsets: Sequence[int] = (0,), timeout_s: float = AMPLE_S) -> None:
+    def write(self, source: Local, offsets: Sequence[int] = (0,), timeout_s: float = AMPLE_S) -> None:
         transfer = Transfer(1, offsets, 64, timeout_s, 64, bytes(24))
         TcpWrite(transfer, source, self.connections, self.helpers).run(self.staging)
 
-    def read(self, sink: Sink, offsets: Sequence[int] = (0,), timeout_s: float = AMPLE_S) -> None:
+    def read(self, sink: Local, offsets: Sequence[int] = (0,), timeout_s: float = AMPLE_S) -> None:
         transfer = Transfer(1, offsets, 64, timeout_s, 64, bytes(24))
         TcpRead(transfer, sink, self.connections, self.helpers).run(self.staging)
 
@@ -286,8 +286,8 @@ SLOW = Act(Does.TRICKLE, delay_s=0.4)
 @pytest.mark.parametrize(
     "move",
     [
-        lambda transport: transport.write(Source(rows=[row()]), timeout_s=0.35),
-        lambda transport: transport.read(Sink(rows=[row()]), timeout_s=0.35),
+        lambda transport: transport.write(Local(rows=[row()]), timeout_s=0.35),
+        lambda transport: transport.read(Local(rows=[row()]), timeout_s=0.35),
     ],
     ids=["write", "read"],
 )
@@ -311,7 +311,7 @@ def test_what_a_data_port_says_can_be_printed() -> None:
         moves([HONEST, Act(Does.REFUSE, 1.0)]) as (transport, _),
         pytest.raises(LeaseExpiredError, match=r"\[31m") as raised,
     ):
-        transport.read(Sink(rows=[row()]))
+        transport.read(Local(rows=[row()]))
     assert str(raised.value).isprintable()
 
 
@@ -329,7 +329,7 @@ def test_bytes_that_are_still_being_filled_when_a_write_fails_are_waited_for() -
     with moves(num_helpers=1) as (transport, _):
         transport.helpers.submit(ended.wait)  # Nothing is sent before the failure.
         with pytest.raises(UnheardError):
-            transport.write(Source(fill), [0, 64, 128])
+            transport.write(Local(fill), [0, 64, 128])
         ended.set()
     assert done == [0, 1]
 
@@ -346,7 +346,7 @@ def test_a_drain_that_fails_late_leaves_no_other_under_way() -> None:
         return wait
 
     with moves() as (transport, _), pytest.raises(UnheardError):
-        transport.read(Sink(drain), [0, 64, 128])
+        transport.read(Local(drain), [0, 64, 128])
     assert done == [0, 1]
 
 
@@ -361,7 +361,7 @@ def test_a_helper_that_gets_no_connection_delays_nobody(monkeypatch: pytest.Monk
             wait_for(lambda: port.num_connections == 2, "the helper to connect")
 
         started = time.monotonic()
-        transport.read(Sink(rows=[row(), row()], sum=sum_regions), [0, 64])
+        transport.read(Local(rows=[row(), row()], sum=sum_regions), [0, 64])
         assert time.monotonic() - started < SLACK_S
 
 
@@ -370,7 +370,7 @@ def test_parts_become_smaller_towards_the_end_of_a_transfer(monkeypatch: pytest.
     monkeypatch.setattr(tcp_transfer, "PART_BYTES", (64, 640))
     parts: list[tuple[int, int]] = []
     with moves(num_helpers=1) as (transport, _):
-        sink = Sink(rows=[row() for _ in range(200)], sum=lambda first, regions: parts.append((first, len(regions))))
+        sink = Local(rows=[row() for _ in range(200)], sum=lambda first, regions: parts.append((first, len(regions))))
         transport.read(sink, [0] * 200)
     counts = [count for _, count in sorted(parts)]
     assert counts == sorted(counts, reverse=True) and sum(counts) == 200
@@ -393,4 +393,4 @@ def test_why_a_worker_hung_up_is_told_although_bytes_were_on_their_way() -> None
         permit = port.permit(Kind.WRITE, 1, [0], region_bytes, ttl_s=0)
         rows = [[np.zeros(region_bytes, np.uint8)]]
         with pytest.raises(LeaseExpiredError, match="has expired"):
-            transport.write(Transfer(1, [0], region_bytes, AMPLE_S, MIB, permit), Source(rows=rows))
+            transport.write(Transfer(1, [0], region_bytes, AMPLE_S, MIB, permit), Local(rows=rows))

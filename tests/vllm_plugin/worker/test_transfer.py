@@ -204,12 +204,11 @@ def test_bytes_of_a_device_move_in_a_process_of_their_own(
     if on_device:
         wait_for_mover(transport._movers)
 
-    def move(act: Callable[..., bool], transfer: Transfer, end: Any) -> bool:
-        apart.append(act(transfer, end))
+    def move(act: Callable[..., bool], transfer: Transfer, local: Any, is_write: bool) -> bool:
+        apart.append(act(transfer, local, is_write=is_write))
         return apart[-1]
 
-    for name in ("read", "write"):
-        monkeypatch.setattr(transport._movers, name, functools.partial(move, getattr(transport._movers, name)))
+    monkeypatch.setattr(transport._movers, "move", functools.partial(move, transport._movers.move))
     names, blocks = [f"apart {on_device} {nth}" for nth in range(3)], [3, 1, 7]
     assert rank.store(names, blocks)
     before = rank.kv[:, blocks].clone()
