@@ -19,7 +19,8 @@ from kvpool.client.channel import CALL_ERRORS
 from kvpool.client.config import ClientConfig, split_address
 from kvpool.protocol import wire
 from kvpool.protocol.errors import ConfigError, KVPoolError, PoolTimeoutError, UnavailableError
-from kvpool.security.certificates import extension_of, read_pem
+from kvpool.security.certificates import extension_of
+from kvpool.security.file_permissions import read_pem
 from kvpool.security.tls import TlsFiles
 from kvpool.transport.unix_socket import socket_path
 

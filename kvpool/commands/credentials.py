@@ -18,8 +18,8 @@ from kvpool.security.certificates import (
     Authority,
     host_names,
     read_certificates,
-    write_whole,
 )
+from kvpool.security.file_permissions import write_whole
 from kvpool.security.name_key import NameKey
 from kvpool.security.principal import (
     ABOUT_DOMAINS,

@@ -21,7 +21,7 @@ from kvpool.protocol.skew import OWN, Release
 from kvpool.protocol.text import duration_text, printable
 from kvpool.report.bandwidth import check_permission, measure, usual_block
 from kvpool.report.finding import Finding, error, ok, warning
-from kvpool.security.certificates import read_pem
+from kvpool.security.file_permissions import read_pem
 from kvpool.security.tls import TlsFiles
 from kvpool.transport.tcp import peer_of
 from kvpool.transport.unix_socket import memory_address, receive_memory, socket_path

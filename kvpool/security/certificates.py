@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import datetime as dt
 import ipaddress
-import os
 import secrets
-import stat
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,14 +28,13 @@ from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from kvpool.protocol.errors import ConfigError, InvalidRequestError
-from kvpool.security.file_permissions import unreadable
+from kvpool.security.file_permissions import read_pem, write_whole
 from kvpool.security.principal import Principal
 
 CA_DAYS = 3_650
 LEAF_DAYS = 365
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 CA_NAME, CERTIFICATE_NAME, KEY_NAME = "ca.crt", "tls.crt", "tls.key"
-MAX_PEM_BYTES = 1 << 20
 _CERTIFICATE_MARK, _KEY_MARK = b"-----BEGIN CERTIFICATE-----", b"PRIVATE KEY-----"
 _CLOCK_SKEW = dt.timedelta(minutes=5)
 
@@ -200,18 +197,6 @@ def load_key(text: bytes, path: object, setting: str = "") -> PrivateKeyTypes:
         raise ConfigError(f"{path} {held}; give a PEM file with an unencrypted key{named}") from None
 
 
-def read_pem(path: Path, setting: str = "") -> bytes:
-    """A file's bytes, at most `MAX_PEM_BYTES`. Raises ConfigError; `setting` as of `unreadable`."""
-    try:
-        with path.open("rb") as file:
-            text = file.read(MAX_PEM_BYTES + 1)
-    except OSError as error:
-        raise unreadable(path, error, setting) from None
-    if len(text) > MAX_PEM_BYTES:
-        raise ConfigError(f"{path} is larger than {MAX_PEM_BYTES} bytes; give a PEM file")
-    return text
-
-
 def facts_of(paths: tuple[str, ...], certificate: x509.Certificate) -> CertificateFacts:
     """What a certificate says that is in the files `paths`."""
     allowed = extension_of(certificate, x509.ExtendedKeyUsage)
@@ -283,30 +268,3 @@ def _key_pem(key: _PrivateKey) -> bytes:
     return key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
-
-
-def write_whole(path: Path, text: bytes, secret: bool = False, like: os.stat_result | None = None) -> None:
-    """Replaces a file as a whole, so that who reads it sees the old bytes or the new ones. Raises ConfigError.
-
-    Args:
-        secret: only the file's owner may read it.
-        like: of a file whose owner, group and mode the new one gets; None: the caller's, and those of `secret`.
-    """
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600 if secret else 0o644)
-        try:
-            with open(fd, "wb") as file:
-                if like is not None:
-                    os.fchown(fd, like.st_uid, like.st_gid)
-                    os.fchmod(fd, stat.S_IMODE(like.st_mode))
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}") from None

@@ -16,9 +16,8 @@ import zmq
 from zmq.auth import load_certificate
 from zmq.utils import z85
 
-from kvpool.protocol.errors import ConfigError, InvalidRequestError
-from kvpool.security.certificates import read_pem
-from kvpool.security.file_permissions import append_line, require_owner_writes, require_private, write_new
+from kvpool.protocol.errors import ConfigError
+from kvpool.security.file_permissions import append_line, read_lines, require_private, write_new
 from kvpool.security.principal import ALL_TENANTS, Principal, Role
 
 PUBLIC_SUFFIX, SECRET_SUFFIX = ".key", ".key_secret"
@@ -99,21 +98,18 @@ def read_subscribers(path: Path) -> dict[bytes, str]:
 
     Raises ConfigError, which names the line, also for a file that its group or others can write.
     """
-    require_owner_writes(str(path), "add a subscriber", "--kv-events-subscribers")
     tenants: dict[bytes, str] = {}
-    for number, line in enumerate(read_pem(path).decode(errors="replace").splitlines(), 1):
-        if not line.strip() or line.startswith("#"):
-            continue
-        tenant, _, text = line.strip().partition(" ")
+
+    def add(line: str) -> None:
+        tenant, _, text = line.partition(" ")
         key = text.strip().encode(errors="replace")
-        try:
-            _check_tenant(tenant)
-        except InvalidRequestError as error:
-            raise ConfigError(f"{path}, line {number}: {error}") from None
+        _check_tenant(tenant)
         if not _is_key(key):
-            raise ConfigError(f"{path}, line {number}: not TENANT PUBLIC_KEY with a key of 40 characters")
+            raise ValueError("not TENANT PUBLIC_KEY with a key of 40 characters")
         if tenants.setdefault(key, tenant) != tenant:
-            raise ConfigError(f"{path}, line {number}: a key of tenant {tenants[key]} is listed again; {_MAKE_ONE}")
+            raise ValueError(f"a key of tenant {tenants[key]} is listed again; {_MAKE_ONE}")
+
+    read_lines(path, add, "add a subscriber", "--kv-events-subscribers")
     return tenants
 
 

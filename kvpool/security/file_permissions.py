@@ -1,4 +1,4 @@
-"""Refuses files that the wrong users can read or write, and makes and changes files for their owner.
+"""Reads files, refuses those that the wrong users can read or write, and makes and changes files for their owner.
 
 The permissions are those of the file that a symbolic link leads to: a Kubernetes Secret's volume has links.
 """
@@ -7,15 +7,21 @@ from __future__ import annotations
 
 import fcntl
 import os
+import secrets
 import stat
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
-from kvpool.protocol.errors import ConfigError
+from kvpool.protocol.errors import ConfigError, InvalidRequestError
 
+MAX_PEM_BYTES = 1 << 20
 LOCK_S = 5.0
 """How long a change waits for another change of the same file."""
 _RETRY_S = 0.02
+
+Value = TypeVar("Value")
 
 
 def unreadable(path: object, error: OSError, setting: str = "") -> ConfigError:
@@ -25,6 +31,18 @@ def unreadable(path: object, error: OSError, setting: str = "") -> ConfigError:
     return ConfigError(
         f"cannot read {path}{seen}: {error.strerror}; give a file{named} that exists and that this process may read"
     )
+
+
+def read_pem(path: Path, setting: str = "") -> bytes:
+    """A file's bytes, at most `MAX_PEM_BYTES`. Raises ConfigError; `setting` as of `unreadable`."""
+    try:
+        with path.open("rb") as file:
+            text = file.read(MAX_PEM_BYTES + 1)
+    except OSError as error:
+        raise unreadable(path, error, setting) from None
+    if len(text) > MAX_PEM_BYTES:
+        raise ConfigError(f"{path} is larger than {MAX_PEM_BYTES} bytes; give a PEM file")
+    return text
 
 
 def require_private(path: str, what: str = "private key", setting: str = "") -> None:
@@ -38,6 +56,12 @@ def require_private(path: str, what: str = "private key", setting: str = "") -> 
         )
 
 
+def read_private(path: Path, setting: str, what: str = "private key") -> bytes:
+    """The bytes of a file that nobody else can read. Raises ConfigError as `require_private` and `read_pem`."""
+    require_private(str(path), what, setting)
+    return read_pem(path, setting)
+
+
 def require_owner_writes(path: str, danger: str, setting: str = "") -> None:
     """Raises ConfigError if a file's group, or others, can write it. They may read it.
 
@@ -49,6 +73,25 @@ def require_owner_writes(path: str, danger: str, setting: str = "") -> None:
         raise ConfigError(
             f"{path} can be written by its group or others (mode {mode:04o}), who could {danger}; chmod go-w {path}"
         )
+
+
+def read_lines(
+    path: Path, parse: Callable[[str], Value | None], danger: str, setting: str, fix: str = ""
+) -> list[tuple[bytes, Value | None]]:
+    """Each line of a file, with what `parse` makes of it; None: the line is empty, or a comment (`#`).
+
+    Raises ConfigError, which names the line and ends with `fix`, if `parse` raises ValueError or InvalidRequestError;
+    also for a file that its group or others can write (`require_owner_writes`).
+    """
+    require_owner_writes(str(path), danger, setting)
+    found: list[tuple[bytes, Value | None]] = []
+    for number, line in enumerate(read_pem(path, setting).splitlines(keepends=True), 1):
+        entry = line.decode(errors="replace").strip()
+        try:
+            found.append((line, parse(entry) if entry and not entry.startswith("#") else None))
+        except (ValueError, InvalidRequestError) as error:
+            raise ConfigError(f"{path}, line {number}: {error}{fix}") from None
+    return found
 
 
 def open_private(path: str, flags: int, what: str, setting: str) -> int:
@@ -83,6 +126,33 @@ def write_new(path: Path, text: str, mode: int = 0o600) -> None:
             file.write(text)
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}; give the path of a new file") from None
+
+
+def write_whole(path: Path, text: bytes, secret: bool = False, like: os.stat_result | None = None) -> None:
+    """Replaces a file as a whole, so that who reads it sees the old bytes or the new ones. Raises ConfigError.
+
+    Args:
+        secret: only the file's owner may read it.
+        like: of a file whose owner, group and mode the new one gets; None: the caller's, and those of `secret`.
+    """
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600 if secret else 0o644)
+        try:
+            with open(fd, "wb") as file:
+                if like is not None:
+                    os.fchown(fd, like.st_uid, like.st_gid)
+                    os.fchmod(fd, stat.S_IMODE(like.st_mode))
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from None
 
 
 def append_line(path: Path, line: str, mode: int = 0o600) -> None:

@@ -21,8 +21,7 @@ from pathlib import Path
 from kvpool.protocol.errors import ConfigError, InvalidRequestError
 from kvpool.protocol.namespace import NamespaceSpec
 from kvpool.protocol.types import HASH_BYTES, BlockRun
-from kvpool.security.certificates import read_pem
-from kvpool.security.file_permissions import require_private, write_new
+from kvpool.security.file_permissions import read_private, write_new
 
 KEY_BYTES = 32
 FIELD = "name_key"
@@ -55,8 +54,7 @@ class NameKey:
     @classmethod
     def read(cls, path: Path) -> NameKey:
         """With the key in a file, as `create` writes it, or in base64. Raises ConfigError, which does not show it."""
-        require_private(str(path), setting=_SETTING)
-        text = read_pem(path, _SETTING).decode(errors="replace").strip()
+        text = read_private(path, _SETTING).decode(errors="replace").strip()
         try:
             is_hexadecimal = re.fullmatch("[0-9a-fA-F]{64}", text)
             return cls(bytes.fromhex(text) if is_hexadecimal else base64.b64decode(text, validate=True))

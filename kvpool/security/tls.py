@@ -20,10 +20,9 @@ from kvpool.security.certificates import (
     KEY_NAME,
     load_certificates,
     load_key,
-    read_pem,
     uris_of,
 )
-from kvpool.security.file_permissions import require_private
+from kvpool.security.file_permissions import read_pem, read_private
 from kvpool.security.principal import Principal
 
 
@@ -119,8 +118,7 @@ def read_identity(files: TlsFiles, settings: TlsFiles = CLIENT_SETTINGS) -> TlsI
         return TlsIdentity(ca, ca_ends_at=ca_ends_at)
     cert = read_pem(Path(files.cert), settings.cert)
     certificate = load_certificates(cert, files.cert, settings.cert)[0]
-    require_private(files.key, setting=settings.key)
-    key = read_pem(Path(files.key), settings.key)
+    key = read_private(Path(files.key), settings.key)
     private = load_key(key, files.key, settings.key)
     if private.public_key() != certificate.public_key():
         raise ConfigError(f"{files.key} is not the key of {files.cert}; give the pair that was made together")

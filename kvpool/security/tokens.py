@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvpool.protocol.errors import ConfigError, InvalidRequestError
-from kvpool.security.certificates import read_pem, write_whole
-from kvpool.security.file_permissions import append_line, open_locked, require_owner_writes, require_private
+from kvpool.security.file_permissions import append_line, open_locked, read_lines, read_private, write_whole
 from kvpool.security.principal import Principal
 
 PREFIX = "kvpool_"
@@ -137,26 +136,13 @@ def read_records(path: Path) -> dict[str, TokenRecord]:
 
 def _parse_lines(path: Path) -> list[tuple[bytes, TokenRecord | None]]:
     """Each line with its record; None: the line is empty or a comment. Raises as `read_records`."""
-    require_owner_writes(str(path), "add an operator's token", "--tokens")
-    parsed: list[tuple[bytes, TokenRecord | None]] = []
-    for number, line in enumerate(read_pem(path, "--tokens").splitlines(keepends=True), 1):
-        record = None
-        if line.strip() and not line.startswith(b"#"):
-            try:
-                record = TokenRecord.parse(line.decode(errors="replace"))
-            except ValueError as error:
-                raise ConfigError(
-                    f"{path}, line {number}: {error}; take the line out, and make another token in its place: "
-                    f"kvpool token create --file {path}"
-                ) from None
-        parsed.append((line, record))
-    return parsed
+    fix = f"; take the line out, and make another token in its place: kvpool token create --file {path}"
+    return read_lines(path, TokenRecord.parse, "add an operator's token", "--tokens", fix)
 
 
 def read_token(path: Path) -> str:
     """A client's token. Raises ConfigError unless the file holds one token alone, and others cannot read it."""
-    require_private(str(path), "token", _TOKEN_FILE)
-    text = read_pem(path, _TOKEN_FILE).decode(errors="replace").strip()
+    text = read_private(path, _TOKEN_FILE, "token").decode(errors="replace").strip()
     if not (_TOKEN.fullmatch(text) or _JWT.fullmatch(text)):
         raise ConfigError(
             f"{path} holds no token; it has to hold what `kvpool token create` printed, or a JWT, and nothing else"

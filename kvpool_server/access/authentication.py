@@ -23,8 +23,8 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 
 from kvpool.protocol.errors import ConfigError, InvalidRequestError, UnauthenticatedError
-from kvpool.security.certificates import read_pem, uris_of
-from kvpool.security.file_permissions import require_owner_writes
+from kvpool.security.certificates import uris_of
+from kvpool.security.file_permissions import read_lines
 from kvpool.security.principal import DEFAULT_DOMAIN, Principal, Role
 from kvpool.security.tokens import TokenRecord, digest_of
 from kvpool.security.watched_files import WatchedFiles
@@ -121,7 +121,11 @@ class DenyList(WatchedFiles[frozenset[str]]):
     def __init__(
         self, path: str, when_read: Callable[[ConfigError | None], None] = lambda _: None, domain: str | None = None
     ):
-        super().__init__([path], lambda: _read(Path(path), domain), when_read=when_read)
+        def read() -> frozenset[str]:
+            lines = read_lines(Path(path), lambda line: _parse(line, domain), "let denied callers in again", "--deny")
+            return frozenset(entry for _, entry in lines if entry is not None)
+
+        super().__init__([path], read, when_read=when_read)
 
     def denies(self, credential: Credential) -> bool:
         """Whether the list has a credential, its principal, or the principal's tenant."""
@@ -131,24 +135,9 @@ class DenyList(WatchedFiles[frozenset[str]]):
         )
 
 
-def _read(path: Path, domain: str | None) -> frozenset[str]:
-    """The entries, as `_parse` returns them.
-
-    Raises ConfigError, which names the line, also for a file that its group or others can write.
-    """
-    require_owner_writes(str(path), "let denied callers in again", "--deny")
-    found = set()
-    for number, line in enumerate(read_pem(path).decode(errors="replace").splitlines(), 1):
-        if entry := line.partition("#")[0].strip():
-            try:
-                found.add(_parse(entry, domain))
-            except InvalidRequestError as error:
-                raise ConfigError(f"{path}, line {number}: {error}") from None
-    return frozenset(found)
-
-
-def _parse(entry: str, domain: str | None) -> str:
+def _parse(line: str, domain: str | None) -> str:
     """`tenant:NAME`, a SPIFFE ID, or a digest of 64 lower-case digits. Raises InvalidRequestError for anything else."""
+    entry = line.partition("#")[0].strip()
     if entry.startswith(_SPIFFE):
         return str(listed_principal(entry, domain))
     if entry.startswith(_TENANT):

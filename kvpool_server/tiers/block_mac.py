@@ -19,8 +19,7 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from kvpool.protocol.errors import ConfigError
-from kvpool.security.certificates import read_pem
-from kvpool.security.file_permissions import require_private
+from kvpool.security.file_permissions import read_private
 from kvpool_server.tiers.tier import BlockKey, TierOptions
 
 KEY_BYTES = 32
@@ -31,9 +30,8 @@ _PURPOSE = b"kvpool tier tag"
 
 def read_key(path: Path) -> bytes:
     """The key in a file: 64 hexadecimal digits. Raises ConfigError, which does not show the content."""
-    require_private(str(path), "key", "key_file")
     try:
-        key = bytes.fromhex(read_pem(path, "key_file").decode().strip())
+        key = bytes.fromhex(read_private(path, "key_file", "key").decode().strip())
     except ValueError:
         key = b""
     if len(key) != KEY_BYTES:
