@@ -51,13 +51,9 @@ class Namespace:
 class KeptRuns(tuple[BlockRun, ...]):
     """Runs that are looked up several times: the blocks' names on the wire are computed once."""
 
-    encoded: dict[str, list[pb.BlockRun]]
-    """The runs as messages, by the digest of the key that names the blocks."""
-
-    def __new__(cls, runs: Iterable[BlockRun] = ()) -> KeptRuns:
-        kept = super().__new__(cls, runs)
-        kept.encoded = {}
-        return kept
+    def __init__(self, _: Iterable[BlockRun]):
+        self.encoded: dict[str, list[pb.BlockRun]] = {}
+        """The runs as messages, by the digest of the key that names the blocks."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -234,39 +234,32 @@ class PoolRpc(Calls):
 
         Close the iterator after use. Raises LeaseExpiredError.
         """
-        requests = (self._get_request(namespace, lease_id, part, shards) for part in parts)
-        if len(parts) == 1:  # A call that is waited for needs fewer threads than one that is sent.
-            yield self._decode_located(namespace, self.call(self.stub.Get, next(requests)), parts[0], shards)
-            return
-        calls = [self.send(self.stub.Get, request) for request in requests]  # The server works meanwhile.
-        try:
-            for call, part in zip(calls, parts, strict=True):
-                yield self._decode_located(namespace, self.result(call), part, shards)
-        finally:
-            for call in calls:
-                call.cancel()
-
-    def _get_request(
-        self, namespace: Namespace, lease_id: int, runs: Sequence[BlockRun], shards: ShardRange
-    ) -> pb.GetRequest:
         if not lease_id:
             raise LeaseExpiredError(
                 "lease_id is 0: the lookup found no block, or the server refused the lease because there are too many "
                 "(kvpool_refused_leases_total); release leases, and look up again"
             )
-        return pb.GetRequest(
-            lease_id=lease_id,
-            namespace=namespace.fingerprint,
-            runs=self.encode_runs(runs),
-            shards=wire.encode_shards(shards),
+        name, asked = namespace.fingerprint, wire.encode_shards(shards)
+        requests = (
+            pb.GetRequest(lease_id=lease_id, namespace=name, runs=self.encode_runs(part), shards=asked)
+            for part in parts
         )
 
-    def _decode_located(
-        self, namespace: Namespace, reply: pb.GetResponse, runs: Sequence[BlockRun], shards: ShardRange
-    ) -> Located:
-        self.check_boot(namespace, reply.boot_token)
-        chunk_bytes = namespace.group(runs[0].group_idx).chunk_bytes
-        return replies.located(reply, sum(map(len, runs)), shards, chunk_bytes, namespace.arena_bytes)
+        def located(reply: pb.GetResponse, runs: Sequence[BlockRun]) -> Located:
+            self.check_boot(namespace, reply.boot_token)
+            chunk_bytes = namespace.group(runs[0].group_idx).chunk_bytes
+            return replies.located(reply, sum(map(len, runs)), shards, chunk_bytes, namespace.arena_bytes)
+
+        if len(parts) == 1:  # A call that is waited for needs fewer threads than one that is sent.
+            yield located(self.call(self.stub.Get, next(requests)), parts[0])
+            return
+        calls = [self.send(self.stub.Get, request) for request in requests]  # The server works meanwhile.
+        try:
+            for call, part in zip(calls, parts, strict=True):
+                yield located(self.result(call), part)
+        finally:
+            for call in calls:
+                call.cancel()
 
     def release(self, lease_ids: Sequence[int]) -> int:
         """Ends leases; returns how many of them were live."""

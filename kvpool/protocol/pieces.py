@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -62,10 +62,6 @@ class _Method:
     def _prepared(self, request: Any) -> tuple[Any, Any]:
         """What to call, and with what."""
         if self._one is None:
-            return self._many, self._pieces_of(request)
+            return self._many, (piece for each in request for piece in pieces(self._encode(each)))
         encoded = self._encode(request)
         return (self._one, encoded) if len(encoded) < MESSAGE_BYTES else (self._many, pieces(encoded))
-
-    def _pieces_of(self, requests: Iterable[Any]) -> Iterator[bytes]:
-        for request in requests:
-            yield from pieces(self._encode(request))

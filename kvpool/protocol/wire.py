@@ -296,7 +296,7 @@ def decode_statuses(packed: bytes) -> tuple[PutStatus, ...]:
 
 def decode_grant(message: pb.PutStartResponse) -> PutGrant:
     statuses, offsets = decode_statuses(message.statuses), tuple(message.offsets)
-    return PutGrant(message.ticket_id, message.ticket_ttl_ms, statuses, offsets, message.permit)
+    return value_of(PutGrant, message, statuses=statuses, offsets=offsets)
 
 
 def encode_located(located: Located, boot_token: int) -> pb.GetResponse:
@@ -304,13 +304,8 @@ def encode_located(located: Located, boot_token: int) -> pb.GetResponse:
 
 
 def decode_located(message: pb.GetResponse) -> Located:
-    return Located(
-        message.lease_remaining_ms,
-        tuple(map(bool, message.present)),
-        tuple(message.offsets),
-        tuple(message.checksums),
-        message.permit,
-    )
+    present, offsets, checksums = tuple(map(bool, message.present)), tuple(message.offsets), tuple(message.checksums)
+    return value_of(Located, message, present=present, offsets=offsets, checksums=checksums)
 
 
 def with_payload(message: Message, field_number: int, payload: memoryview) -> bytes:
