@@ -317,7 +317,7 @@ class Composition:
         loop = asyncio.get_running_loop()
         value = ValueFeed(self.pool, config.policy, config.value_sample, bool(config.tier), loop.call_later)
         families = functools.partial(value_families, recorder=recorder)
-        self._monitoring.registry.register(FamilyCollector(families, on_loop(loop, value.report)))
+        FamilyCollector(self._monitoring.registry, families, on_loop(loop, value.report))
         return value
 
     async def _start_engine(self) -> Engine:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 from prometheus_client import CollectorRegistry, Gauge, GCCollector, Histogram, PlatformCollector, ProcessCollector
-from prometheus_client.registry import Collector
 
 from kvpool.protocol import wire
 from kvpool.v1 import pool_pb2 as pb
@@ -79,19 +78,15 @@ class Monitoring:
         for collector in (ProcessCollector, PlatformCollector, GCCollector):
             collector(registry=registry)
         loop = asyncio.get_running_loop()
-        collectors: list[Collector] = [
-            FamilyCollector(pool_families, on_loop(loop, self.stats)),
-            FamilyCollector(usage_families, on_loop(loop, usage.by_model_and_tenant)),
-            FamilyCollector(quota_families, on_loop(loop, pool.quotas)),
-            FamilyCollector(pin_families, on_loop(loop, pool.pins.budgets)),
-            FamilyCollector(report_families, on_loop(loop, reports.snapshot)),
-            FamilyCollector(memory_families, own_bytes),
-        ]
+        FamilyCollector(registry, pool_families, on_loop(loop, self.stats))
+        FamilyCollector(registry, usage_families, on_loop(loop, usage.by_model_and_tenant))
+        FamilyCollector(registry, quota_families, on_loop(loop, pool.quotas))
+        FamilyCollector(registry, pin_families, on_loop(loop, pool.pins.budgets))
+        FamilyCollector(registry, report_families, on_loop(loop, reports.snapshot))
+        FamilyCollector(registry, memory_families, own_bytes)
         if access is not None:
-            ends = FamilyCollector(certificate_families, lambda: ends_of(access.credentials.value.tls))
-            collectors += [ends, FamilyCollector(refused_file_families, access.refused_files)]
-        for each in collectors:
-            registry.register(each)
+            FamilyCollector(registry, certificate_families, lambda: ends_of(access.credentials.value.tls))
+            FamilyCollector(registry, refused_file_families, access.refused_files)
         self.lag = LoopLag(registry)
         self.rpcs = RpcMetrics(registry, tcp_bytes)
 

@@ -81,9 +81,9 @@ USAGE_GAUGES = {
 class FamilyCollector(Collector, Generic[_T]):
     """Exports the families that a function makes of numbers; the thread of the scrape calls `read` for the numbers."""
 
-    def __init__(self, families: Callable[[_T], Iterable[Metric]], read: Callable[[], _T]):
-        self._families = families
-        self._read = read
+    def __init__(self, registry: CollectorRegistry, families: Callable[[_T], Iterable[Metric]], read: Callable[[], _T]):
+        self._families, self._read = families, read
+        registry.register(self)
 
     def collect(self) -> Iterable[Metric]:
         return self._families(self._read())
