@@ -111,11 +111,10 @@ class Segment:
             if why := why_other(fd, nbytes, nonce):
                 raise TransferError(f"no shared memory: the server's memory socket sent {why}")
             return cls(fd, nbytes)
-        except OSError as error:
+        except BaseException as error:
             os.close(fd)
-            raise TransferError(f"no shared memory: cannot map what the server sent: {error.strerror}") from error
-        except BaseException:
-            os.close(fd)
+            if isinstance(error, OSError):
+                raise TransferError(f"no shared memory: cannot map what the server sent: {error.strerror}") from error
             raise
 
     @property

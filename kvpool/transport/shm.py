@@ -31,11 +31,8 @@ class ShmTransport:
     """Regions of an attached segment.
 
     Args:
-        num_movers: threads that move the bytes of one transfer, the caller's among them.
-
-    Attributes:
-        segment: closed with the transport.
-        num_movers: as given.
+        segment: closed with the transport; also an attribute.
+        num_movers: threads that move the bytes of one transfer, the caller's among them; also an attribute.
     """
 
     name = "shm"

@@ -37,11 +37,6 @@ log = structlog.get_logger()
 KEEPER_LOOK_S = 0.5
 
 
-def _help(name: str) -> str:
-    meaning, default = describe(name)
-    return escape(f"{meaning} (default: {default or 'none'})")  # Rich would take pyjwt[crypto] for markup.
-
-
 def _version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"kvpool-server {__version__}")
@@ -53,7 +48,9 @@ def _flag(name: str) -> inspect.Parameter:
     kind = ServerConfig.model_fields[name].annotation
     given: Any = bool if kind is bool else list[str] if get_origin(kind) is tuple else str
     flags = [f"--{name.replace('_', '-')}"] if given is bool else []  # Without one that negates it.
-    annotation = Annotated[given | None, typer.Option(*flags, help=_help(name))]
+    meaning, default = describe(name)
+    told = escape(f"{meaning} (default: {default or 'none'})")  # Rich would take pyjwt[crypto] for markup.
+    annotation = Annotated[given | None, typer.Option(*flags, help=told)]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
@@ -147,12 +144,10 @@ _OF_TOKEN = ", with DIR a directory with the authority's ca.crt and the engine's
 
 
 def _http_url(server: Server) -> str:
-    scheme = "https" if server.config.tls_cert else "http"
-    return (
-        f"{scheme}://{split_address(server.config.http_listen)[0]}:{server.parts.http_port}"
-        if server.parts.http_port
-        else "off"
-    )
+    if not server.parts.http_port:
+        return "off"
+    scheme, host = "https" if server.config.tls_cert else "http", split_address(server.config.http_listen)[0]
+    return f"{scheme}://{host}:{server.parts.http_port}"
 
 
 def _kv_transfer_config(settings: ServerConfig, endpoint: str) -> dict[str, Any]:

@@ -7,6 +7,7 @@ run as a script without site-packages, to start fast and stay small.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import signal
@@ -21,11 +22,8 @@ def as_json(line: bytes) -> str:
     """A line as a JSON object: unchanged if it is one already; empty if the line is blank."""
     text = line.decode(errors="replace").strip()
     if text.startswith("{"):
-        try:
+        with contextlib.suppress(ValueError):
             json.loads(text)
-        except ValueError:
-            pass
-        else:
             return text
     if not text:
         return ""

@@ -332,8 +332,13 @@ class GrpcServer:
                 names = (SERVICE_NAME, HEALTH_NAME, reflection.SERVICE_NAME)
                 reflection.enable_server_reflection(names, server)
             self._servers.append(server)
-        with listening(listen, "gRPC", "--listen"):
-            self.port = self._listen(listen, credentials)
+        # Held, since gRPC itself would share the port with another server of this user.
+        with listening(listen, "gRPC", "--listen"), held(listen) as self.port:
+            for server in self._servers[:QUEUES]:
+                try:
+                    _add_port(server, f"{listen.rpartition(':')[0]}:{self.port}", credentials)
+                except RuntimeError:
+                    raise OSError(errno.EADDRNOTAVAIL, "gRPC cannot bind it") from None
         if unix_path:
             target = grpc_target(SCHEME + unix_path)
             try:
@@ -342,16 +347,6 @@ class GrpcServer:
                 raise cannot_bind(unix_path, error) from None
             except RuntimeError:
                 raise cannot_bind(unix_path, OSError(errno.EACCES, os.strerror(errno.EACCES))) from None
-
-    def _listen(self, address: str, credentials: Callable[[], grpc.ServerCredentials] | None) -> int:
-        """Has queues listen on one port, which is returned. Raises OSError."""
-        with held(address) as port:  # gRPC itself would share it with another server of this user.
-            for server in self._servers[:QUEUES]:
-                try:
-                    _add_port(server, f"{address.rpartition(':')[0]}:{port}", credentials)
-                except RuntimeError:
-                    raise OSError(errno.EADDRNOTAVAIL, "gRPC cannot bind it") from None
-        return port
 
     async def start(self) -> None:
         self._health.is_serving = True

@@ -68,7 +68,7 @@ def plaintext_ports(config: ServerConfig) -> list[str]:
         given = {"--listen": config.listen, "--http-listen": config.http_listen, "--data-listen": config.data_listen}
         ports = [f"{flag} {address}" for flag, address in given.items() if address and not is_local(address)]
     if event_keys(config) is None:
-        ports += [_events_at(each) for each in _tcp_events(config) if not is_local(each.removeprefix(_TCP))]
+        ports += [f"KV events at {each}" for each in _tcp_events(config) if not is_local(each.removeprefix(_TCP))]
     return ports
 
 
@@ -88,7 +88,7 @@ def check_exposure(config: ServerConfig) -> None:
     if has_tls and not has_event_keys and (endpoints := _tcp_events(config)):
         # Other users of this host must be authenticated, too.
         raise ConfigError(
-            f"{_events_at(endpoints[0])}: this port does not authenticate callers, as all ports with TLS do; "
+            f"KV events at {endpoints[0]}: this port does not authenticate callers, as all ports with TLS do; "
             f"{_event_ways(has_tls)}"
         )
     if config.uses_mooncake and not config.mooncake_trusted_network:
@@ -102,10 +102,6 @@ def _tcp_events(config: ServerConfig) -> list[str]:
     """The endpoints of KV events that are ports; others are files of this host, with permissions."""
     endpoints = [each for stream in config.event_streams for each in (stream.endpoint, stream.replay_endpoint)]
     return [each for each in endpoints if each.startswith(_TCP)]
-
-
-def _events_at(endpoint: str) -> str:
-    return f"KV events at {endpoint}"
 
 
 def _event_ways(has_tls: bool) -> str:
