@@ -6,7 +6,6 @@ it ends. Who reads the file cannot make a token from it. `#` begins a line that 
 
 from __future__ import annotations
 
-import base64
 import datetime as dt
 import hashlib
 import json
@@ -87,7 +86,7 @@ def _time(fields: dict[str, object], name: str) -> dt.datetime:
 
 def create_token(principal: Principal, lasts: dt.timedelta) -> tuple[str, TokenRecord]:
     """A new token, and what its server has to know of it."""
-    token = PREFIX + base64.urlsafe_b64encode(secrets.token_bytes(_SECRET_BYTES)).rstrip(b"=").decode()
+    token = PREFIX + secrets.token_urlsafe(_SECRET_BYTES)
     now = dt.datetime.now(dt.UTC)
     return token, TokenRecord(digest_of(token), principal, now + lasts, now)
 

@@ -98,27 +98,22 @@ class AccessControl:
         return None if self._config.tokens else self._config.trust_domain
 
     def _ask_who(self) -> Who:
-        """Callers with certificates, with tokens of the server's file, or with tokens of an issuer."""
-        config, denied = self._config, None
-        if path := config.deny:
-            self._denied = denied = DenyList(path, self._when_read("deny list", path), self._domain)
-            self._watched["deny list"] = denied
-        if path := config.tokens:
-            return Tokens(self._watch("tokens", path, lambda: _read_tokens(path)), denied)
-        if config.oidc_issuer:
-            return self._ask_issuer(denied)
-        return Certificates(denied, config.trust_domain)
-
-    def _ask_issuer(self, denied: DenyList | None) -> Who:
-        """Callers with tokens of an OpenID Connect issuer, whose keys are in a file or are fetched."""
+        """Callers with certificates, with tokens of the server's file, or with tokens of an OpenID Connect issuer."""
         config = self._config
+        if path := config.deny:
+            self._denied = DenyList(path, self._when_read("deny list", path), self._domain)
+            self._watched["deny list"] = self._denied
+        if path := config.tokens:
+            return Tokens(self._watch("tokens", path, lambda: _read_tokens(path)), self._denied)
+        if not config.oidc_issuer:
+            return Certificates(self._denied, config.trust_domain)
         check_installed()
-        if path := config.oidc_jwks:
+        if path := config.oidc_jwks:  # Else the issuer's keys are fetched.
             file = self._watch("issuer's keys", path, lambda: read_keys(path))
-            return IssuedTokens(config, lambda: file.value, denied=denied)
+            return IssuedTokens(config, lambda: file.value, denied=self._denied)
         keys = IssuerKeys(config.oidc_issuer, self._when_read("issuer's keys", config.oidc_issuer))
         self._issuer_keys = keys
-        return IssuedTokens(config, lambda: keys.value, keys.refetch, denied)
+        return IssuedTokens(config, lambda: keys.value, keys.refetch, self._denied)
 
     def _watch(self, what: str, path: str, read: Callable[[], Value]) -> WatchedFiles[Value]:
         files = WatchedFiles([path], read, when_read=self._when_read(what, path))

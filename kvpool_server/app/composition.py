@@ -326,7 +326,8 @@ class Composition:
         if host in EVERYWHERE:
             host = socket.gethostname()
         engine = await asyncio.to_thread(Engine.start, host, config.mooncake, config.mooncake_device)
-        self._stack.callback(self._drop_engine)
+        # Its threads end with the last reference, before the memory that they write to.
+        self._stack.callback(setattr, self, "_engine", None)
         if config.mooncake == "rdma":
             # RDMA pins the memory; a failure there would not say that memory is short.
             await self.memory.back_all()
@@ -336,9 +337,6 @@ class Composition:
             raise ConfigError(f"{error}; see --mooncake") from None
         log.info("Transfer Engine listens", session=engine.session, protocol=engine.protocol)
         return engine
-
-    def _drop_engine(self) -> None:
-        self._engine = None  # Its threads end with the last reference, before the memory that they write to.
 
     def _make_service(self, drain: Drain) -> PoolService:
         return PoolService(
