@@ -17,17 +17,15 @@ from kvpool.client.config import ClientConfig, is_loopback
 from kvpool.client.tracing import ClientInterceptor, tracing_of
 from kvpool.protocol.errors import ConfigError
 from kvpool.protocol.replies import CONTROL_LIMIT, METHOD_LIMITS
-from kvpool.protocol.wire import MAX_MESSAGE_BYTES
+from kvpool.protocol.wire import MAX_MESSAGE_BYTES, SERVICE_NAME
 from kvpool.security.principal import Principal
 from kvpool.security.tls import TlsIdentity, read_identity
 from kvpool.security.tokens import read_token
 from kvpool.security.watched_files import WatchedFiles
 from kvpool.transport.unix_socket import grpc_target, socket_path
-from kvpool.v1 import pool_pb2 as pb
 
 RETIRE_S = 600.0
 """How long calls of a renewed channel may go on: the longest deadline of a call."""
-
 
 RETRIES = {
     "maxAttempts": 5,
@@ -38,20 +36,14 @@ RETRIES = {
 }
 """Of a call that a server refuses for now: see BusyError."""
 
-
-def _service_config() -> str:
-    """How large the replies of each method may be; gRPC refuses a larger one before it is read."""
-    service = pb.DESCRIPTOR.services_by_name["Pool"].full_name
-    methods = [
-        {"name": [{"service": service, "method": method}], "maxResponseMessageBytes": most, "retryPolicy": RETRIES}
-        for method, most in METHOD_LIMITS.items()
-    ]
-    others = {"name": [{"service": service}], "maxResponseMessageBytes": CONTROL_LIMIT, "retryPolicy": RETRIES}
-    return json.dumps({"methodConfig": [*methods, others]})
-
+_METHODS = [
+    {"name": [{"service": SERVICE_NAME, "method": name}], "maxResponseMessageBytes": most, "retryPolicy": RETRIES}
+    for name, most in {**METHOD_LIMITS, "": CONTROL_LIMIT}.items()  # Without a name: all other methods.
+]
+"""How large the replies of each method may be; gRPC refuses a larger one before it is read."""
 
 _OPTIONS = [
-    ("grpc.service_config", _service_config()),
+    ("grpc.service_config", json.dumps({"methodConfig": _METHODS})),
     ("grpc.service_config_disable_resolution", 1),  # No name server may widen the limits.
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),

@@ -28,7 +28,7 @@ from google.protobuf.message import DecodeError
 from kvpool.protocol.errors import InvalidReplyError, KVPoolError
 from kvpool.protocol.pieces import MESSAGE_BYTES, pieces
 from kvpool.protocol.replies import LookupQuestion
-from kvpool.protocol.wire import NAME_KEY
+from kvpool.protocol.wire import NAME_KEY, SERVICE_NAME
 from kvpool.v1 import pool_pb2 as pb
 
 CLOSE_S = 1.0
@@ -105,8 +105,7 @@ class LookupStream:
     """
 
     def __init__(self, channel: Any):
-        service = pb.DESCRIPTOR.services_by_name["Pool"].full_name
-        self._method = channel.stream_stream(f"/{service}/LookupStream", None, None)
+        self._method = channel.stream_stream(f"/{SERVICE_NAME}/LookupStream", None, None)
         self._channel = channel
         self._version = self._channel_version
         self._lock = threading.Lock()

@@ -41,6 +41,7 @@ from kvpool.protocol.types import (
 )
 from kvpool.v1 import pool_pb2 as pb
 
+SERVICE_NAME: str = pb.DESCRIPTOR.services_by_name["Pool"].full_name
 MAX_MESSAGE_BYTES = 64 << 20
 """Largest gRPC message that clients and servers send or accept."""
 

@@ -19,7 +19,6 @@ from kvpool.protocol.pieces import PiecedChannel
 from kvpool.transport.base import Bytes, Local, Transfer, call_back
 from kvpool.v1 import pool_pb2 as pb
 
-_SERVICE = pb.DESCRIPTOR.services_by_name["Pool"].full_name
 _PAYLOAD = pb.PutChunksRequest.PAYLOAD_FIELD_NUMBER
 
 
@@ -37,11 +36,9 @@ class GrpcTransport:
     memory = None
 
     def __init__(self, channel: grpc.Channel, endpoint: str, piece_bytes: int, stall_timeout_s: float):
-        self._put = channel.stream_unary(
-            f"/{_SERVICE}/PutChunks", request_serializer=None, response_deserializer=pb.PutChunksResponse.FromString
-        )
+        self._put = channel.stream_unary(f"/{wire.SERVICE_NAME}/PutChunks", None, pb.PutChunksResponse.FromString)
         self._get = PiecedChannel(channel).unary_stream(
-            f"/{_SERVICE}/GetChunks", pb.GetChunksRequest.SerializeToString, pb.GetChunksResponse.FromString
+            f"/{wire.SERVICE_NAME}/GetChunks", pb.GetChunksRequest.SerializeToString, pb.GetChunksResponse.FromString
         )
         self._endpoint = endpoint
         self._piece_bytes = piece_bytes

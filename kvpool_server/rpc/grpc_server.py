@@ -22,7 +22,7 @@ from grpc_reflection.v1alpha import reflection
 from kvpool.protocol import wire
 from kvpool.protocol.errors import BusyError, KVPoolError, OutOfSpaceError, PermissionDeniedError, UnauthenticatedError
 from kvpool.protocol.pieces import MESSAGE_BYTES
-from kvpool.protocol.wire import MAX_MESSAGE_BYTES
+from kvpool.protocol.wire import MAX_MESSAGE_BYTES, SERVICE_NAME
 from kvpool.security.principal import Role
 from kvpool.transport.unix_socket import SCHEME, grpc_target
 from kvpool.v1 import pool_pb2 as pb
@@ -38,7 +38,6 @@ from kvpool_server.rpc.chunks import ChunkHandlers
 from kvpool_server.rpc.handlers import (
     CHECK,
     HEALTH_NAME,
-    SERVICE_NAME,
     HealthService,
     add_health,
     add_service,

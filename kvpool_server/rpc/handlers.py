@@ -23,6 +23,7 @@ from kvpool.protocol import wire
 from kvpool.protocol.errors import InvalidRequestError
 from kvpool.protocol.pieces import MESSAGE_BYTES
 from kvpool.protocol.types import BlockRun, check_hash
+from kvpool.protocol.wire import SERVICE_NAME
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.access.authentication import Context, Who
 from kvpool_server.access.caller import CALLER, is_visible
@@ -43,7 +44,6 @@ from kvpool_server.tiering.tiered_pool import TieredPool
 
 _SERVICE = pb.DESCRIPTOR.services_by_name["Pool"]
 _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"]
-SERVICE_NAME: str = _SERVICE.full_name
 HEALTH_NAME: str = _HEALTH.full_name
 METHODS = frozenset(method.name for method in _SERVICE.methods)
 CHECK = "Check"
