@@ -201,7 +201,8 @@ class Connection:
             self._check_reply(connection, part, reply, first[1:], left)
             for piece in [left, *others]:
                 self._move(receive_some, connection, part, piece)
-            self._end_first()
+            self._in_flight.popleft()
+            self._used_at = time.monotonic()
 
     def send(self, part: Part, buffers: Sequence[Bytes]) -> None:
         """Sends a part's bytes; they may change afterwards."""
@@ -218,21 +219,13 @@ class Connection:
 
     def finish(self) -> None:
         """Waits until the part that was sent first has arrived."""
-        part = self._in_flight[0]
-        with self._closed_on_error(part) as connection:
-            reply = bytearray(REPLY_BYTES)
-            self._check_reply(connection, part, reply, [], [memoryview(reply)])
-            self._end_first()
+        self.receive(())  # Nothing follows the reply.
 
     def _move(self, move_some: MoveSome, connection: Stream, part: Part, buffers: list[memoryview]) -> None:
         """Sends all of the buffers, or fills them in order, before the part's deadline."""
         while buffers:
             self._bound_wait(connection, part)
             buffers = move_some(connection, buffers)
-
-    def _end_first(self) -> None:
-        self._in_flight.popleft()
-        self._used_at = time.monotonic()
 
     @contextlib.contextmanager
     def _closed_on_error(self, part: Part) -> Iterator[Stream]:
