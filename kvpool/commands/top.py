@@ -16,7 +16,6 @@ from dataclasses import replace
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.live import Live
 
 from kvpool.client.client import Client
@@ -58,7 +57,9 @@ def top(
         elif not sys.stdout.isatty():
             raise InvalidRequestError("kvpool top draws on a terminal; give --once to print one frame")
         else:
-            _show(watch, console(), interval)
+            with _single_keys(), Live(frame(watch.look()), console=console(), screen=True, auto_refresh=False) as live:
+                while not _quits(interval):
+                    live.update(frame(watch.look()), refresh=True)
 
 
 class Watch:
@@ -110,13 +111,6 @@ class Watch:
         client, self._client = self._client, None
         if client is not None:
             client.close()
-
-
-def _show(watch: Watch, console: Console, interval_s: float) -> None:
-    """Draws a frame every `interval_s` until its user quits."""
-    with _single_keys(), Live(frame(watch.look()), console=console, screen=True, auto_refresh=False) as live:
-        while not _quits(interval_s):
-            live.update(frame(watch.look()), refresh=True)
 
 
 @contextmanager

@@ -105,8 +105,6 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # N
 
     def __init__(self, service: BlockHandlers, running: RunningCalls | None, audit: AuditLog | None):
         self._service = service
-        self._metrics = service.metrics
-        self._who = service.who
         self._running = running
         self._audit = audit
         self._wrapped: dict[str, Handler] = {}
@@ -145,9 +143,9 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # N
         """
         FLOW.set(REFUSED)  # Until the call is admitted.
         running: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if self._who is not None:
+        if (who := self._service.who) is not None:
             assert self._running is not None, "calls of authenticated callers can be ended"
-            credential = self._who(context)
+            credential = who(context)
             CALLER.set(credential.principal)
             if name != CHECK:
                 check_call(credential.principal, name)
@@ -204,7 +202,7 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # N
         async def call(request: Any, context: Context) -> Any:
             peer = context.peer()  # Not known any more once the caller has hung up.
             try:
-                with self._metrics.timed(name) as timer, self._admitted(name, context) as caller:
+                with self._service.metrics.timed(name) as timer, self._admitted(name, context) as caller:
                     try:
                         reply = await behavior(request, context)
                     finally:
@@ -241,7 +239,7 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # N
             # has set the code to OK.
             context.set_code(grpc.StatusCode.CANCELLED)
             try:
-                with self._metrics.timed(name, lambda: not context.cancelled()), self._admitted(name, context):
+                with self._service.metrics.timed(name, lambda: not context.cancelled()), self._admitted(name, context):
                     pace = Pace()
                     async with aclosing(behavior(request, context)) as replies:
                         # Not yielded: a call that is ended while gRPC sends would end without a status.
