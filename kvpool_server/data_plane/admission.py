@@ -4,7 +4,8 @@ A connection is unproven until it has shown a permit in force. There is room for
 for others: a new one replaces the oldest of the address that has most. A proven connection replaces, where there is no
 room, one that is idle; else it is refused. So whoever has no permit can only displace whoever has none. An owner of
 permits who has as many proven connections as allowed gets another in the place of an idle one of its own. An owner may
-have as many busy connections as are left for others, so that nobody takes all by moving a byte now and then.
+have as many busy connections as are left for others, so that nobody takes all by moving a byte now and then; the last
+fourth is for owners who have none.
 """
 
 from __future__ import annotations
@@ -121,7 +122,8 @@ class Admission:
         """Whether one more connection of an owner could be proven; 0: of a client whose owner is not known."""
         busy = self._proven.keys() - self._replaceable()
         own = sum(seat.owner == owner for seat in busy) if owner else 0
-        return own < self._max_proven - len(busy)
+        left = self._max_proven - len(busy)
+        return left > 0 if not own else own < left - self._max_proven // 4
 
     def _replaceable(self) -> list[Seat]:
         """Proven connections that are idle, the longest first."""

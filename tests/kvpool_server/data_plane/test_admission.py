@@ -19,9 +19,9 @@ ACME, UMBRA = Bound.of("acme", 2), Bound.of("umbra", 2)
 class Door:
     """An admission with sockets of its own."""
 
-    def __init__(self, sockets: ExitStack):
+    def __init__(self, sockets: ExitStack, max_proven: int = MAX_PROVEN):
         self.clock = FakeClock()
-        self.admission = Admission(MAX_PROVEN, MAX_UNPROVEN, self.clock)
+        self.admission = Admission(max_proven, MAX_UNPROVEN, self.clock)
         self._sockets = sockets
         self._peers: dict[Seat, socket.socket] = {}
 
@@ -146,9 +146,19 @@ def test_an_owner_whose_connections_all_move_bytes_gets_no_other(door: Door) -> 
 def test_owners_whose_connections_all_move_bytes_leave_room_for_others(door: Door) -> None:
     acme, umbra = Bound.of("acme", MAX_PROVEN), Bound.of("umbra", MAX_PROVEN)
     seats = [door.proven("a", acme, is_idle=False) for _ in range(2)]
-    assert not door.admission.prove(door.admitted("a"), acme), "half of all, as Shares gives"
+    assert not door.admission.prove(door.admitted("a"), acme), "as many as are left"
     seats.append(door.proven("a", umbra, is_idle=False))
     assert not any(map(door.is_hung_up_on, seats))
+
+
+def test_owners_that_come_late_have_a_connection_each() -> None:
+    with ExitStack() as sockets:
+        door = Door(sockets, max_proven=16)
+        for bound in (Bound.of(f"tenant {nth}", 16) for nth in range(7)):
+            door.proven("a", bound, is_idle=False)
+            while door.admission.prove(seat := door.admitted("a"), bound):
+                seat.idle_since = None
+            door.admission.leave(seat)
 
 
 def test_idle_connections_of_others_are_no_reason_to_refuse_an_owner(door: Door) -> None:
