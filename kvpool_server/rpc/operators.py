@@ -18,8 +18,10 @@ from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.access.caller import check_all_tenants, is_visible, may_see_quota, own_tenant
 from kvpool_server.cache.departures import EvictedFor
 from kvpool_server.cache.explanations import BlockRange, RunExplanation, add_range, most_ranges
+from kvpool_server.cache.fair_slots import FairSlots
 from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.cache.steps import Steps
+from kvpool_server.process.event_loop import FLOW
 from kvpool_server.rpc.handlers import Handlers, owner_of
 from kvpool_server.rpc.turns import whole
 from kvpool_server.tiers.tier import TierError
@@ -28,10 +30,16 @@ log = structlog.get_logger()
 
 MAX_RUNS = 64
 """Of `Explain`: as many as a model has groups."""
+MAX_REMOVALS, MAX_WAITING = 8, 64
+"""Calls of `Remove` and `Clear` under way, each of another caller, and those of one caller that wait for their turn."""
 
 
 class OperatorHandlers(Handlers):
     """What operators read of a server, what they set at run time, and what they remove."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._removals = FairSlots(MAX_REMOVALS, 1, MAX_WAITING)
 
     async def Stats(self, request: pb.StatsRequest, context: Any) -> pb.StatsResponse:
         return self.stats()
@@ -136,7 +144,8 @@ class OperatorHandlers(Handlers):
     @whole
     async def Remove(self, request: pb.RemoveRequest, context: Any) -> pb.RemoveResponse:
         fingerprint, runs = self.fingerprint(request.namespace), self.runs(request.runs)
-        removed = await _removed(self.tiered.remove(fingerprint, runs))
+        async with self._removals.slot(FLOW.get()):
+            removed = await _removed(self.tiered.remove(fingerprint, runs))
         return pb.RemoveResponse(boot_token=self.boot_token, num_removed=removed)
 
     @whole
@@ -144,7 +153,8 @@ class OperatorHandlers(Handlers):
         if not request.namespace:
             check_all_tenants("Clear of all namespaces")
         fingerprint = self.fingerprint(request.namespace) if request.namespace else b""
-        removed = await _removed(self.tiered.clear(fingerprint))
+        async with self._removals.slot(FLOW.get()):
+            removed = await _removed(self.tiered.clear(fingerprint))
         log.info("cleared", namespace=fingerprint.hex()[:12] or "all", blocks=removed)
         return pb.ClearResponse(boot_token=self.boot_token, num_removed=removed)
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
@@ -306,10 +305,11 @@ class TieredPool(Observer):
         namespace = self.pool.namespace(fingerprint)
         removed = await self._run(self.pool.removals.remove(fingerprint, runs))
         assert namespace is not None, "the pool has just removed blocks of it"
-        removals = [(namespace.groups[run.group_idx], run.block_hashes) for run in runs]
-        for promoter, removal in itertools.product(self._promoters, removals):
-            promoter.forget(*removal)
-        await self._on_every_tier(lambda tier: asyncio.gather(*itertools.starmap(tier.remove, removals)))
+        group = namespace.groups[runs[0].group_idx]  # The pool refuses runs of several groups.
+        block_hashes = [block_hash for run in runs for block_hash in run.block_hashes]
+        for promoter in self._promoters:
+            promoter.forget(group, block_hashes)
+        await self._on_every_tier(lambda tier: tier.remove(group, block_hashes))
         return removed
 
     async def clear(self, fingerprint: bytes = b"") -> int:

@@ -16,12 +16,14 @@ from kvpool.protocol.wire import encode_runs
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.fair_slots import FairSlots
-from kvpool_server.rpc import inbox
+from kvpool_server.process.event_loop import FLOW
+from kvpool_server.rpc import inbox, operators
 from kvpool_server.rpc.blocks import MAX_WAITING
 from kvpool_server.rpc.turns import Turns
 from kvpool_server.tiering.tiered_pool import TieredPool
 from testbed.pool_at_once import PoolAtOnce
 from tests.support.clock import FakeClock
+from tests.support.memory_tier import MemoryTier, Rig, play, turns
 from tests.support.pool_service import pool_service
 from tests.support.service_loop import CallContext
 from tests.support.values import run_of
@@ -185,6 +187,39 @@ def test_a_callers_verifications_wait_for_each_other_and_have_a_bound() -> None:
         assert "umbra" in ended[:3]
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("what", ["Remove", "Clear"])
+@play()
+async def test_a_caller_removes_blocks_from_tiers_in_one_call_at_a_time_and_has_a_bound(
+    rig: Rig, tier: MemoryTier, what: str
+) -> None:
+    go_on, begun = asyncio.Event(), list[str]()
+
+    async def wait(*_: object) -> None:
+        begun.append(FLOW.get())
+        await go_on.wait()
+
+    tier.remove = tier.clear = wait  # type: ignore[method-assign]
+    service = pool_service(rig.tiered, rig.memory, offer=pb.PingResponse())
+    request = pb.RemoveRequest(namespace=rig.namespace.fingerprint, runs=encode_runs([run_of("a")]))
+    if what == "Clear":
+        request = pb.ClearRequest(namespace=rig.namespace.fingerprint)
+
+    async def remove(caller: str) -> None:
+        FLOW.set(caller)
+        await getattr(service, what)(request, None)
+
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(operators.MAX_WAITING + 1):
+            tasks.create_task(remove("acme"))
+        tasks.create_task(remove("umbra"))
+        await turns()
+        assert begun == ["acme", "umbra"], "a call that waits in the tier counts as the tier's time"
+        with pytest.raises(BusyError, match=f"{operators.MAX_WAITING} requests of this caller wait"):
+            await asyncio.create_task(remove("acme"))
+        go_on.set()
+    assert begun.count("acme") == operators.MAX_WAITING + 1
 
 
 def test_callers_wait_for_nothing_but_fair_slots() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,13 +12,14 @@ from kvpool.protocol.errors import UnknownNamespaceError
 from kvpool.protocol.namespace import NamespaceSpec
 from kvpool.protocol.types import BlockRun, RunHits, ShardRange
 from kvpool.v1 import pool_pb2 as pb
+from kvpool_server.cache.entry import Group
 from kvpool_server.observability.metrics import pool_families
 from kvpool_server.tiering import tiered_pool as tiering
 from kvpool_server.tiers.health import AWAY_S
 from kvpool_server.tiers.tier import COUNTERS, TierError
 from tests.contracts.tier_contract import awaited
 from tests.support.memory_tier import SLOT, SLOTS, MemoryTier, Rig, asked, play, turns
-from tests.support.values import block_hash, group_spec, namespace_spec, payload
+from tests.support.values import block_hash, group_spec, namespace_spec, payload, run_of
 
 
 @play()
@@ -135,6 +137,23 @@ async def test_blocks_that_are_being_removed_are_not_promoted(rig: Rig, tier: Me
     gate.set()
     await removing
     assert block_hash("a") not in tier.kept
+
+
+@play()
+async def test_the_blocks_of_many_runs_leave_a_tier_in_one_call(rig: Rig, tier: MemoryTier) -> None:
+    rig.put(*range(8))
+    await rig.wait_idle()
+    really, removed = tier.remove, list[int]()
+
+    async def counted(group: Group, block_hashes: Sequence[bytes]) -> None:
+        removed.append(len(block_hashes))
+        await really(group, block_hashes)
+
+    tier.remove = counted  # type: ignore[method-assign]
+    runs = [run_of(nth, nth + 1) for nth in range(0, 6, 2)]
+    assert await rig.tiered.remove(rig.namespace.fingerprint, runs) == 6
+    assert removed == [6], "each call has threads of its own, and waits for those before it"
+    assert tier.kept.keys() == {block_hash(6), block_hash(7)}
 
 
 @play()
