@@ -1,7 +1,8 @@
 """Promotes blocks that lookups miss from tiers to the arena, in prefix order and in batches, for later lookups.
 
-Namespaces take turns, and so do the prompts of each: a turn is one batch. Blocks behind a pending block wait in its
-queue, so that no block is read before its ancestors: a prompt that begins like a pending one waits for all of that.
+Tenants take turns, so do the namespaces of each, and the prompts of each namespace: a turn is one batch. Blocks behind
+a pending block wait in its queue, so that no block is read before its ancestors: a prompt that begins like a pending
+one waits for all of that.
 """
 
 from __future__ import annotations
@@ -99,8 +100,8 @@ class Promoter:
     _is_clearing: Callable[[bytes], bool]
 
     def __post_init__(self) -> None:
-        self._queues: OrderedDict[bytes, deque[deque[_Prefetch]]] = OrderedDict()
-        """By fingerprint, one queue for each prompt. None is empty; at each level, the first one is next."""
+        self._queues: OrderedDict[str, OrderedDict[bytes, deque[deque[_Prefetch]]]] = OrderedDict()
+        """By tenant and fingerprint, one queue for each prompt. None is empty; at each level, the first one is next."""
         self._pending: dict[BlockKey, _Prefetch] = {}
         self._answers: OrderedDict[BlockKey, tuple[bool, float]] = OrderedDict()
         """Whether the tier has a block, and how long that is believed."""
@@ -159,7 +160,8 @@ class Promoter:
             if request is None or parent_hash != before:
                 request = _Prefetch(group, parent_hash, [], now, queue, prefix_only, batch_bytes)
                 if not queue:
-                    self._queues.setdefault(group.fingerprint, deque()).append(queue)
+                    of_tenant = self._queues.setdefault(group.tenant, OrderedDict())
+                    of_tenant.setdefault(group.fingerprint, deque()).append(queue)
                 queue.append(request)
                 self._work.set()
             request.block_hashes.append(block_hash)
@@ -232,7 +234,8 @@ class Promoter:
                 self._work.clear()
 
     async def _read_next(self) -> None:
-        fingerprint, queues = self._queues.popitem(last=False)
+        tenant, of_tenant = self._queues.popitem(last=False)
+        fingerprint, queues = of_tenant.popitem(last=False)
         queue = queues.popleft()
         request = queue[0]
         group = request.group
@@ -247,7 +250,9 @@ class Promoter:
         if queue:
             queues.append(queue)
         if queues:
-            self._queues[fingerprint] = queues
+            of_tenant[fingerprint] = queues
+        if of_tenant:
+            self._queues[tenant] = of_tenant
         if not block_hashes:  # They were dropped when a read failed.
             return
         parent_hash, request.parent_hash = request.parent_hash, block_hashes[-1]

@@ -381,6 +381,24 @@ async def test_a_prefix_waits_behind_no_more_than_the_reads_under_way_of_another
 
 
 @pytest.mark.usefixtures("small_batches")
+@play(GatedReads, has_tenants=True)
+async def test_a_prefix_waits_behind_one_batch_of_another_tenant_however_many_namespaces_that_has(
+    rig: Rig, tier: GatedReads
+) -> None:
+    specs = [namespace_spec(group_spec(chunk_bytes=SLOT), tenant="acme", salt=str(nth)) for nth in range(8)]
+    specs.append(namespace_spec(group_spec(chunk_bytes=SLOT), tenant="umbra"))
+    for nth, spec in enumerate(specs):
+        tier.kept[block_hash(nth)] = payload(nth, SLOT).tobytes(), [checksum(payload(nth, SLOT))]
+        fingerprint = rig.pool.open_namespace(spec)[0].fingerprint
+        answered(rig.tiered.lookup(fingerprint, [run_of(nth)], prefix_only=True, lease_ttl_ms=1_000))
+    await turns()
+    assert [block_hash(8)] in [blocks for blocks, _ in tier.reads[:2]], "another tenant's namespaces came first"
+    tier.open_all()
+    await rig.wait_idle()
+    assert [block for blocks, _ in tier.reads for block in blocks] == [block_hash(nth) for nth in (0, 8, *range(1, 8))]
+
+
+@pytest.mark.usefixtures("small_batches")
 @play(GatedReads)
 async def test_a_prefix_waits_behind_one_batch_of_each_longer_prefix(rig: Rig, tier: GatedReads) -> None:
     names = [f"n{nth}" for nth in range(13)]
