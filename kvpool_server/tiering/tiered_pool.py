@@ -24,6 +24,7 @@ from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.cache.entry import Entry, Group, Observer
 from kvpool_server.cache.hints import HintResult
 from kvpool_server.cache.leases import NOBODY, Found, Owner
+from kvpool_server.cache.limits import Shares
 from kvpool_server.cache.pool import Pool
 from kvpool_server.cache.steps import LOOKUP_STEP_BLOCKS, Run, Steps, at_once, finish
 from kvpool_server.tiering.demoter import Demoter, Watermark
@@ -44,7 +45,8 @@ MAX_NAMESPACES = 256  # That are opened at the start for a tier that holds block
 MAX_UNLEASED_BYTES = 256 << 20
 """Of a prompt, what comes up before the lookup that waits for it leases it: other prompts may evict it meanwhile."""
 MAX_WAIT_MS, MAX_WAITING = 1_000, 1_024
-"""How long one lookup waits for pending blocks (its client may look up again), and how many wait; others do not."""
+"""How long one lookup waits for pending blocks (its client may look up again), and how many wait, of one client as many
+as are then left; others do not."""
 
 
 class _Level(NamedTuple):
@@ -88,7 +90,8 @@ class TieredPool(Observer):
             for tier, each in zip(tiers, health, strict=True)
         ]
         self._levels = list(map(_Level, tiers, health, demoters, self._promoters))
-        self._num_open = self._num_waiting = 0
+        self._num_open = 0
+        self._waiting = Shares()  # Lookups.
         self._tasks: list[asyncio.Task[None]] = []
         self._clearing: Counter[bytes] = Counter()
         self._progress = asyncio.Event()  # Replaced once it is set.
@@ -175,9 +178,10 @@ class TieredPool(Observer):
             return await self._run(self._lookup(fingerprint, runs, prefix_only, lease_ttl_ms, locate, owner, here))
 
         found = await look()
-        if not wait_ms or self._num_waiting >= MAX_WAITING or sum(map(len, runs)) > LOOKUP_STEP_BLOCKS:
+        has_room = self._waiting.has_room(owner.name, 1, MAX_WAITING)
+        if not wait_ms or not has_room or sum(map(len, runs)) > LOOKUP_STEP_BLOCKS:
             return found
-        self._num_waiting += 1
+        self._waiting.add(owner.name)
         loop = asyncio.get_running_loop()
         ends_at = loop.time() + min(wait_ms, MAX_WAIT_MS) / 1000
         try:
@@ -193,7 +197,7 @@ class TieredPool(Observer):
             self.pool.release([found.lease_id], owner)
             raise
         finally:
-            self._num_waiting -= 1
+            self._waiting.add(owner.name, -1)
         return found
 
     def _awaited(self, fingerprint: bytes, runs: Sequence[BlockRun], found: Lookup) -> list[BlockKey]:

@@ -10,6 +10,7 @@ import pytest
 
 from kvpool.protocol.errors import UnknownNamespaceError
 from kvpool.protocol.types import Lookup
+from kvpool_server.cache.leases import NOBODY, Owner
 from kvpool_server.tiering import promoter, tiered_pool
 from tests.support.memory_tier import SLOT, MemoryTier, Rig, asked, play, turns
 from tests.support.values import block_hash, group_spec, namespace_spec, run_of
@@ -17,10 +18,12 @@ from tests.support.values import block_hash, group_spec, namespace_spec, run_of
 LONG_MS = 20_000
 
 
-def ask(rig: Rig, *names: object, wait_ms: int = LONG_MS, prefix_only: bool = True) -> asyncio.Task[Lookup]:
+def ask(
+    rig: Rig, *names: object, wait_ms: int = LONG_MS, prefix_only: bool = True, owner: Owner = NOBODY
+) -> asyncio.Task[Lookup]:
     fingerprint, runs = rig.namespace.fingerprint, [run_of(*names)]
     return asyncio.create_task(
-        rig.tiered.lookup(fingerprint, runs, prefix_only=prefix_only, lease_ttl_ms=1_000, wait_ms=wait_ms)
+        rig.tiered.lookup(fingerprint, runs, prefix_only=prefix_only, lease_ttl_ms=1_000, owner=owner, wait_ms=wait_ms)
     )
 
 
@@ -201,3 +204,24 @@ async def test_beyond_the_most_that_wait_a_lookup_is_answered_at_once(
     tier.gate.set()
     assert (await first).hits[0].num_leading == 1
     assert (await ask(rig, "a")).hits[0].num_leading == 1, "the first has left its place"
+
+
+@play()
+async def test_a_client_whose_lookups_wait_leaves_places_to_other_clients(
+    rig: Rig, tier: MemoryTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await rig.demote("a")
+    tier.gate.clear()
+    monkeypatch.setattr(tiered_pool, "MAX_WAITING", 4)
+    asked = {name: [ask(rig, "a", owner=Owner(name)) for _ in range(4)] for name in ("acme", "umbra")}
+    await turns()
+    assert [sum(not task.done() for task in tasks) for tasks in asked.values()] == [2, 1]
+    tier.gate.set()
+    await asyncio.gather(*asked["acme"], *asked["umbra"])
+    rig.evict_all()
+    tier.gate.clear()
+    again = [ask(rig, "a", owner=Owner("acme")) for _ in range(4)]
+    await turns()
+    assert sum(not task.done() for task in again) == 2, "those that have ended have left their places"
+    tier.gate.set()
+    await asyncio.gather(*again)
