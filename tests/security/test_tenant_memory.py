@@ -299,13 +299,13 @@ def test_a_tenant_closes_its_own_namespaces_only() -> None:
 
 def test_where_all_have_too_many_those_with_most_close_theirs() -> None:
     house = _house(max_namespaces=8, namespace_idle_ms=1_000)
-    tenants = ["acme"] * 4 + ["umbra"] * 2 + ["third", "fourth"]
+    tenants = ["acme"] * 3 + ["umbra"] * 2 + ["third", "fourth", "fifth"]
     owners = [house.owner(tenant=tenant) for tenant in tenants]
     for tenant in ("acme", "umbra", "third"):
         with pytest.raises(OutOfSpaceError, match=f"tenant '{tenant}' has . of them, .* and no more than are left"):
             house.owner(tenant=tenant)
     house.clock.advance(2)
-    owners.append(house.owner(tenant="fifth"))
+    owners.append(house.owner(tenant="sixth"))
     are_open = [house.pool.namespace(owner.fingerprint) is not None for owner in owners]
     assert are_open == [False] + [True] * 8, "the oldest of those of acme, which has most, is closed"
 
