@@ -126,8 +126,8 @@ from 16 clients on.""",
     "restarts": """What the end of a server costs. The server below its keeper gets SIGKILL while a client looks up and
 puts; the pool holds a million small blocks. Then what keeping costs: puts and lookups of one client, of a server
 whose memory is kept and of one with `--keep no`, in turns. Last the Mooncake trace against the pool, which dies after
-each thousandth request. Mooncake Store's objects end with the process that holds their segment; those of memcached
-with a memory file outlive a process that ends by SIGUSR1, and none outlives a kill.""",
+each thousandth request. Mooncake Store's objects end with the process that holds their segment. The first hit came
+later than in the last result, and as late with that result's commit in the same hour: times drift here.""",
     "replay": """Which share of the blocks of a chat service's prompts hits in a pool of a given size: 12,031 requests
 of the Mooncake trace, through the server's own pool, in memory and without bytes. No policy can have more hits than
 the clairvoyant, which knows every next use; what all have at 100 % is what the trace repeats. Then made-up traces of
