@@ -84,12 +84,14 @@ def test_callers_take_turns_however_many_calls_each_has_waiting() -> None:
     _run(1, 1, run)
 
 
-def test_a_caller_leaves_as_many_slots_as_it_has() -> None:
+def test_a_caller_leaves_as_many_slots_as_it_has_and_a_fourth_of_all_to_newcomers() -> None:
     async def run(calls: Calls) -> None:
         await calls.begin(*(f"{caller}{nth}" for caller in "abcd" for nth in range(8)))
-        assert [sum(name[0] == caller for name in calls.running) for caller in "abcd"] == [3, 3, 1, 1]
+        assert [sum(name[0] == caller for name in calls.running) for caller in "abcd"] == [3, 2, 1, 1]
         await calls.end("a0", "a1", "a2")
-        assert [sum(name[0] == caller for name in calls.running) for caller in "abcd"] == [1, 3, 2, 1]
+        assert [sum(name[0] == caller for name in calls.running) for caller in "abcd"] == [1, 2, 1, 1]
+        await calls.begin("e1", "f1")
+        assert {"e1", "f1"} <= set(calls.running)
 
     _run(8, 3, run)
 
