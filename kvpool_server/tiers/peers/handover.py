@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 import operator
 import time
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Container, Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
+from kvpool.protocol.types import BlockRun
 from kvpool_server.cache.entry import Group
 from kvpool_server.tiers.tier import BlockKey, Prompt, keys_of
 
@@ -151,28 +153,39 @@ class HandOver:
         given |= new.keys()
         self.bytes_of[endpoint] += sum(new.values())
         there: set[BlockKey] | None = None
-        seen: set[BlockKey] = set()
         read_at, most_held = time.monotonic(), 0
-        while time.monotonic() - read_at < STALLED_S:
-            # Looked at first, because a question that brings up has it read again what it has evicted.
+        # No block is named again that was seen there: a receiver without room would read again what it has evicted.
+        while time.monotonic() - read_at < STALLED_S and (rest := _behind(prompt, there or set())):
             if (held := sum((await self._held(endpoint, prompt)).values())) < most_held:
+                there = set()  # It evicts what it has read: it has no room for the prompt.
                 break
             most_held = held
-            answer = await self._ask(endpoint, lambda peer: peer.bring_up(prompt))
+            answer = await self._ask(endpoint, operator.methodcaller("bring_up", rest))
             if answer is None:
                 break
-            now_there = answer[0] & new.keys()
+            arrived = answer[0] & new.keys()
             if there is None:  # These were there before.
-                self.bytes_of[endpoint] -= sum(new[key] for key in now_there)
-            elif arrived := len(now_there - seen):
+                self.bytes_of[endpoint] -= sum(new[key] for key in arrived)
+                there = set()
+            elif arrived:
                 read_at = time.monotonic()
-                self.num_blocks += arrived
-            there = now_there
-            seen |= now_there
-            if not answer[1] or seen - now_there:  # It evicts what it has read: it has no room for the prompt.
+                self.num_blocks += len(arrived)
+            there |= answer[0]
+            if not answer[1]:
                 break
             await asyncio.sleep(min(STALLED_S, max(LOOK_EVERY_S, answer[1] / 1000)))
         unread = new.keys() - (there or set())
         given -= unread
         self.bytes_of[endpoint] -= sum(new[key] for key in unread)
         return None if there is None else not unread
+
+
+def _behind(prompt: Prompt, seen: Container[BlockKey]) -> Prompt:
+    """What of a prompt is behind the blocks that were seen, by group."""
+    rest = {}
+    for group, run in prompt.items():
+        hashes = [name for _, _, name in itertools.dropwhile(seen.__contains__, keys_of(group, run.block_hashes))]
+        if hashes:
+            parent = run.block_hashes[-len(hashes) - 1] if len(hashes) < len(run) else run.parent_hash
+            rest[group] = BlockRun(run.group_idx, hashes, parent)
+    return rest
