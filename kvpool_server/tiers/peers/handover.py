@@ -153,6 +153,7 @@ class HandOver:
         given |= new.keys()
         self.bytes_of[endpoint] += sum(new.values())
         there: set[BlockKey] | None = None
+        before: set[BlockKey] = set()
         read_at, most_held = time.monotonic(), 0
         # No block is named again that was seen there: a receiver without room would read again what it has evicted.
         while time.monotonic() - read_at < STALLED_S and (rest := _behind(prompt, there or set())):
@@ -164,9 +165,9 @@ class HandOver:
             if answer is None:
                 break
             arrived = answer[0] & new.keys()
-            if there is None:  # These were there before.
-                self.bytes_of[endpoint] -= sum(new[key] for key in arrived)
-                there = set()
+            if there is None:
+                before, there = arrived, set()
+                self.bytes_of[endpoint] -= sum(new[key] for key in before)
             elif arrived:
                 read_at = time.monotonic()
                 self.num_blocks += len(arrived)
@@ -176,7 +177,7 @@ class HandOver:
             await asyncio.sleep(min(STALLED_S, max(LOOK_EVERY_S, answer[1] / 1000)))
         unread = new.keys() - (there or set())
         given -= unread
-        self.bytes_of[endpoint] -= sum(new[key] for key in unread)
+        self.bytes_of[endpoint] -= sum(new[key] for key in unread - before)
         return None if there is None else not unread
 
 
