@@ -51,8 +51,8 @@ from kvpool_server.rpc.turns import call_with_its_work
 log = structlog.get_logger()
 
 MAX_CALLS = 4_096
-"""Calls at once, streams of lookups included. A caller may have as many as are still left, so that one leaves half of
-them to others; gRPC itself refuses all beyond, of one queue."""
+"""Calls at once, streams of lookups included. A caller may have its share (`Shares`), so that one leaves more than
+half to others; gRPC itself refuses all beyond, of one queue."""
 RESERVED_CALLS = 64
 """Beside them, for operators and health checks."""
 MAX_PENDING, MAX_CONNECTIONS = 4_096, 1_024
