@@ -37,9 +37,10 @@ class _Holder(Observer):
         self._owners, self._server = owners, server
         self._held: set[bytes] = set()
 
-    def stored(self, entry: Entry) -> None:
-        self._held.add(entry.block_hash)
-        self._owners.setdefault(entry.block_hash, set()).add(self._server)
+    def stored(self, entries: Sequence[Entry]) -> None:
+        for entry in entries:
+            self._held.add(entry.block_hash)
+            self._owners.setdefault(entry.block_hash, set()).add(self._server)
 
     def removed(self, entry: Entry) -> None:
         self._held.discard(entry.block_hash)

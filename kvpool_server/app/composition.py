@@ -372,7 +372,7 @@ def _announce(entries: Sequence[Entry], observer: Observer) -> Steps[None]:
         if nth % STEP_BLOCKS == 0:
             yield
         if entry.live:
-            observer.stored(entry)
+            observer.stored([entry])
 
 
 async def warn_of_plaintext(ports: Sequence[str]) -> None:

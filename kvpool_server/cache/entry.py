@@ -307,8 +307,8 @@ class Observer:
     An entry is readable between `stored` and `removed`, and at no other time. The methods of this class do nothing.
     """
 
-    def stored(self, entry: Entry) -> None:
-        """An entry has become complete."""
+    def stored(self, entries: Sequence[Entry]) -> None:
+        """Entries of one group have become complete."""
 
     def removed(self, entry: Entry) -> None:
         """A complete entry has left the index."""

@@ -133,25 +133,35 @@ class EntryTable:
                 evictor.stored(stored, stamp)
         return statuses
 
-    def commit(self, entry: Entry, ticket: Ticket, checksums: Sequence[int]) -> bool:
-        """Makes a ticket's shards of an entry present; False if the entry was dropped meanwhile."""
-        entry.pending &= ~ticket.shards.mask
-        if entry.live and entry.is_leaving:
-            self.drop(entry)
-        if not entry.live:
-            self.free_if_unheld(entry)
-            return False
-        start = ticket.shards.start
-        for nth, value in enumerate(checksums):
-            entry.checksums[start + nth] = value
-        entry.present |= ticket.shards.mask
-        if entry.complete:
-            self.num_complete += 1
-            entry.group.num_complete += 1
+    def commit(self, entries: Sequence[Entry], ticket: Ticket, checksums: Sequence[int]) -> tuple[int, int]:
+        """Makes a ticket's shards of its entries present, but for entries that were dropped meanwhile.
+
+        Args:
+            checksums: entries x shards, entry-major.
+
+        Returns how many entries have these shards now, and how many of them are complete.
+        """
+        shards, num_committed, complete = ticket.shards, 0, list[Entry]()
+        for nth, entry in enumerate(entries):
+            entry.pending &= ~shards.mask
+            if entry.live and entry.is_leaving:
+                self.drop(entry)
+            if not entry.live:
+                self.free_if_unheld(entry)
+                continue
+            for shard, value in enumerate(checksums[nth * shards.count : (nth + 1) * shards.count], shards.start):
+                entry.checksums[shard] = value
+            entry.present |= shards.mask
+            num_committed += 1
+            if entry.complete:
+                complete.append(entry)
+            self.make_candidate(entry)
+        if complete:
+            self.num_complete += len(complete)
+            complete[0].group.num_complete += len(complete)
             for observer in self.observers:
-                observer.stored(entry)
-        self.make_candidate(entry)
-        return True
+                observer.stored(complete)
+        return num_committed, len(complete)
 
     def revoke(self, entry: Entry, ticket: Ticket) -> None:
         """Ends a ticket's reservation of an entry whose writer has stopped; frees the slot if it holds no shard."""

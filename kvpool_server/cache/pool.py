@@ -272,12 +272,13 @@ class Pool:
         committed = completed = 0
         self._holds.writing.append(ticket)
         entries = ticket.entries
-        for idx, entry in enumerate(entries):
-            if idx and not idx % STEP_BLOCKS:
-                ticket.entries = entries[idx:]
+        for start in range(0, len(entries), STEP_BLOCKS):
+            if start:
+                ticket.entries = entries[start:]
                 yield
-            committed += self.entry_table.commit(entry, ticket, checksums[idx * count : (idx + 1) * count])
-            completed += entry.live and entry.complete
+            part = entries[start : start + STEP_BLOCKS]
+            done = self.entry_table.commit(part, ticket, checksums[start * count :][: len(part) * count])
+            committed, completed = committed + done[0], completed + done[1]
         self._holds.writing.remove(ticket)
         self.counters["put_completed_blocks"] += completed
         if entries and (namespace := self.namespaces.find(entries[0].group.fingerprint)) is not None:

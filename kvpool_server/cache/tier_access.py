@@ -52,12 +52,13 @@ def commit(pool: Pool, ticket_id: int, checksums: Sequence[Sequence[int] | None]
     """
     ticket = pool.tickets.pop(ticket_id)
     assert ticket is not None, "a ticket without a deadline was lost"
-    committed = 0
+    written: list[Entry] = []
     for entry, sums in zip(ticket.entries, checksums, strict=True):
         if sums is None:
             pool.entry_table.revoke(entry, ticket)
         else:
-            committed += pool.entry_table.commit(entry, ticket, sums)
+            written.append(entry)
+    committed, _ = pool.entry_table.commit(written, ticket, [value for sums in checksums for value in sums or ()])
     return committed
 
 

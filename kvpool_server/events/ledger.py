@@ -16,7 +16,7 @@ import itertools
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from kvpool_server.cache.entry import Entry, Group, Observer
@@ -110,8 +110,9 @@ class Ledger(Observer):
         self._is_withdrawn = False
         self._append([], cleared=True)
 
-    def stored(self, entry: Entry) -> None:
-        self._note(Change(True, entry.group, entry.block_hash, entry.parent_hash))
+    def stored(self, entries: Sequence[Entry]) -> None:
+        for entry in entries:
+            self._note(Change(True, entry.group, entry.block_hash, entry.parent_hash))
 
     def removed(self, entry: Entry) -> None:
         """A block is removed only after it was stored."""

@@ -288,9 +288,9 @@ class EventStreams(Observer):
             self.close()
             raise
 
-    def stored(self, entry: Entry) -> None:
-        for ledger in self._ledgers_of(entry):
-            ledger.stored(entry)
+    def stored(self, entries: Sequence[Entry]) -> None:
+        for ledger in self._ledgers_of(entries[0]):
+            ledger.stored(entries)
 
     def removed(self, entry: Entry) -> None:
         for ledger in self._ledgers_of(entry):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 
 from kvpool_server.cache.entry import Entry, Group, Observer
@@ -47,16 +47,15 @@ class TableFollower(Observer):
         pool.on_ticket = self._granted
         self._put_quotas()
 
-    def stored(self, entry: Entry) -> None:
-        group = entry.group
+    def stored(self, entries: Sequence[Entry]) -> None:
+        group = entries[0].group
         if (place := self._keys.get(group, -1)) == -1:
             place = self._keys[group] = self._place(group)
         if place is not None:
-            self._table.put(place, entry)
+            self._table.put(place, entries)
 
     def removed(self, entry: Entry) -> None:
-        group = entry.group
-        self._table.clear(entry.offset, group.slot_class[1], group.spec.num_shards)
+        self._table.clear(entry)
 
     def _place(self, group: Group) -> int | None:
         """Where a group's namespace is in the table; None if it is closed or measured only, or has no room there."""
@@ -107,8 +106,10 @@ class TableFollower(Observer):
                 for start in range(0, len(extent.owners), MARKED_SLOTS):
                     if not extent.num_used:  # It may be another's by now.
                         break
-                    owners = extent.owners[start : start + MARKED_SLOTS]
-                    uses = [0 if owner is None else owner.used for owner in owners]
-                    pins = [0 if owner is None else owner.pinned_until for owner in owners]
-                    self._table.mark(extent.start + start * slot_bytes, slot_bytes, uses, pins)
+                    of_groups: dict[Group, list[Entry]] = {}
+                    for owner in extent.owners[start : start + MARKED_SLOTS]:
+                        if owner is not None:
+                            of_groups.setdefault(owner.group, []).append(owner)
+                    for entries in of_groups.values():
+                        self._table.mark(entries)
                     yield

@@ -10,13 +10,11 @@ stands before it. What has no checksum, zero, is not there.
     policies    POLICIES places of 512 KiB: tenant, bytes of a slot, and what its policy has learned, as msgpack
     namespaces  NAMESPACES places of 68 KiB: the order of opening, the spec as JSON
     extents     one after the other; each has
-      class     8 bytes: bytes of a slot, 0 where no slot is used, and of a record
-      marks     (int64, uint32) [slots]: the stamp of the last use of the entry in a slot, and the end of its pin in
-                seconds of the system's monotonic clock, both as they were now and then
-      records   a slot each: checksum, place of the namespace, group, hash, parent's hash, xxh3-64 of each shard
+      class     8 bytes: bytes of a slot, 0 where no slot is used, and shards of a block, 0 where none has a record
+      records   a slot each, see `records.py`
 
 Clients choose hashes and sums, so an extent's records are erased before it has others: their bytes could be read as
-another layout's. The file is sparse: it takes memory only where slots have had blocks, 100 bytes a slot, and 8 for each
+another layout's. The file is sparse: it takes memory only where slots have had blocks, 96 bytes a slot, and 8 for each
 further shard.
 """
 
@@ -27,7 +25,6 @@ import mmap
 import os
 import secrets
 import struct
-from array import array
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
@@ -35,11 +32,12 @@ import msgspec
 import numpy as np
 
 from kvpool.protocol.namespace import NamespaceSpec
-from kvpool.protocol.types import HASH_BYTES, Quota
+from kvpool.protocol.types import Quota
 from kvpool.transport.segment import sealed_file
 from kvpool_server.cache.allocator.arena import MAX_SLOTS_PER_EXTENT
 from kvpool_server.cache.entry import Entry
 from kvpool_server.cache.restoring import Columns
+from kvpool_server.keeping import records
 from kvpool_server.keeping.head import (
     BACKED_AT,
     BEGUN_AT,
@@ -59,18 +57,9 @@ NAMESPACES, POLICIES = 1_024, 16
 PLACE_BYTES, POLICY_BYTES, QUOTAS_BYTES, HEAD_BYTES = 68 << 10, 512 << 10, 64 << 10, 64 << 10
 Value = TypeVar("Value")
 _LENGTH = struct.Struct("<QI")
-_KEY = struct.Struct("<HH")
-_RECORD = struct.Struct(f"<HH{HASH_BYTES}s{HASH_BYTES}s")
-_HASH_AT = CHECK.size + _KEY.size
-_PARENT_AT, _SUMS_AT = _HASH_AT + HASH_BYTES, _HASH_AT + 2 * HASH_BYTES
 _ABSENT = bytes(CHECK.size)
-_ROOT = bytes(HASH_BYTES)
-_MARK = struct.Struct("<qI")
-_MARKS = np.dtype([("used", "<i8"), ("pinned_until", "<u4")])
-assert _MARKS.itemsize == _MARK.size
-_CLASS_AT, _MARKS_AT = 0, 64 << 10  # What is erased begins at a page, whatever its size.
-_RECORDS_AT = _MARKS_AT + _MARK.size * MAX_SLOTS_PER_EXTENT
-RECORDS_BYTES = 128 * MAX_SLOTS_PER_EXTENT
+_CLASS_AT, _RECORDS_AT = 0, 64 << 10  # What is erased begins at a page, whatever its size.
+RECORDS_BYTES = 140 * MAX_SLOTS_PER_EXTENT
 _EXTENT_BYTES = _RECORDS_AT + RECORDS_BYTES
 _QUOTAS_AT = HEAD_BYTES
 _POLICIES_AT = _QUOTAS_AT + QUOTAS_BYTES
@@ -106,7 +95,8 @@ class SlotTable:
         self.fd, self.extent_bytes, self.num_extents, self.secret = fd, extent_bytes, num_extents, secret
         self._pages = mmap.mmap(fd, file_bytes(num_extents))
         self._view = memoryview(self._pages)
-        self._classes = [self._class_of(idx) for idx in range(num_extents)]  # Bytes of a slot, and of a record.
+        self._words = np.frombuffer(self._view, np.uint64)
+        self._classes = [self._class_of(idx) for idx in range(num_extents)]  # Bytes of a slot, and shards.
         self._counts = [0] * num_extents  # Of records, since this object was made.
         (self.late_until,) = LATE.unpack(self._read(LATE_AT, LATE.size))
 
@@ -129,6 +119,7 @@ class SlotTable:
     def close(self) -> None:
         """Idempotent."""
         if self.fd >= 0:
+            del self._words
             self._view.release()
             self._pages.close()
             os.close(self.fd)
@@ -232,115 +223,102 @@ class SlotTable:
         """An extent without records has slots of a size from now on, or none: 0."""
         self._put_class(idx, slot_bytes, 0)
 
-    def put(self, place: int, entry: Entry) -> None:
-        """Puts the record of a complete entry into its slot, which has none; nothing if its extent has others' size."""
-        group, offset, sums = entry.group, entry.offset, entry.checksums
-        slot_bytes, nbytes = group.slot_class[1], _SUMS_AT + 8 * len(sums)
-        idx, within = divmod(offset, self.extent_bytes)
-        if self._classes[idx] != (slot_bytes, nbytes) and not self._has_records(idx, slot_bytes, nbytes):
-            return
-        slot, start = within // slot_bytes, _EXTENTS_AT + idx * _EXTENT_BYTES  # No calls: each block pays for it.
-        at = start + _RECORDS_AT + slot * nbytes
-        content = _RECORD.pack(place, group.idx, entry.block_hash, entry.parent_hash or _ROOT) + sums.tobytes()
-        _MARK.pack_into(self._view, start + _MARKS_AT + _MARK.size * slot, entry.used, 0)
-        self._put(at, CHECK.pack(check_of(at ^ self.secret, content)) + content)
-        self._counts[idx] += 1
+    def put(self, place: int, entries: Sequence[Entry]) -> None:
+        """Puts records of complete entries of one group into their slots, which have none, where extents take them."""
+        group, at = entries[0].group, self._records_at(entries)
+        found, start = records.records_of(place, entries, at, self.secret), 0
+        for stop in range(1, len(entries) + 1):
+            if stop < len(entries) and at[stop] - at[stop - 1] == found.strides[0]:
+                continue  # Side by side.
+            idx = entries[start].offset // self.extent_bytes
+            if self._takes(idx, group.slot_class[1], group.spec.num_shards):
+                self._put(at[start], found[start:stop].tobytes())
+                self._counts[idx] += stop - start
+            start = stop
 
-    def clear(self, offset: int, slot_bytes: int, num_shards: int) -> None:
-        """Removes the record of a slot, if it has one."""
-        idx, within = divmod(offset, self.extent_bytes)
-        if self._classes[idx] != (slot_bytes, nbytes := _SUMS_AT + 8 * num_shards):
-            return
-        at = _EXTENTS_AT + idx * _EXTENT_BYTES + _RECORDS_AT + within // slot_bytes * nbytes
-        if CHECK.unpack_from(self._view, at) != (0,):
-            self._put(at, _ABSENT)
-            self._counts[idx] -= 1
+    def clear(self, entry: Entry) -> None:
+        """Removes the record of an entry's slot, if it has one."""
+        group, (idx, within) = entry.group, divmod(entry.offset, self.extent_bytes)
+        slot_bytes, num_shards = group.slot_class[1], group.spec.num_shards
+        if self._classes[idx] == (slot_bytes, num_shards):
+            at = self._start(idx) + _RECORDS_AT + within // slot_bytes * records.record_bytes(num_shards)
+            if self._words[at // records.WORD_BYTES]:
+                self._put(at, _ABSENT)
+                self._counts[idx] -= 1
 
-    def mark(self, start_offset: int, slot_bytes: int, uses: Sequence[int], pins: Sequence[int]) -> None:
-        """Sets the last uses of some slots, and the ends of their pins."""
-        idx, within = divmod(start_offset, self.extent_bytes)
-        if self._classes[idx][0] == slot_bytes:
-            marks = np.empty(len(uses), _MARKS)
-            marks["used"], marks["pinned_until"] = uses, pins
-            self._put(self._start(idx) + _MARKS_AT + _MARK.size * (within // slot_bytes), marks.tobytes())
+    def mark(self, entries: Sequence[Entry]) -> None:
+        """Writes the last uses and the ends of the pins of entries of one extent and group, if it has their records."""
+        group = entries[0].group
+        if self._classes[entries[0].offset // self.extent_bytes] == (group.slot_class[1], group.spec.num_shards):
+            records.mark(self._words, self._records_at(entries), entries)
 
     def sift(self, idx: int, keep: Callable[[Kind, Columns], Sequence[int]]) -> None:
         """Removes the records of an extent but for those that are there whole, and whose offsets `keep` returns."""
-        slot_bytes, record_bytes = self._classes[idx]
-        count, first = self._num_slots(idx), self._record_at(idx, 0)
-        content, start, secret = self._read(first, count * record_bytes), idx * self.extent_bytes, self.secret
-        if not count:
+        slot_bytes, num_shards = self._classes[idx]
+        if not num_shards:
             return
-        table = np.frombuffer(content, np.uint8).reshape(count, record_bytes)
-        checks = np.array(table[:, : CHECK.size], order="C").view(np.uint64).reshape(-1)
-        view, there = memoryview(content), np.flatnonzero(checks)
-        found = [
-            check_of(first + at ^ secret, view[at + CHECK.size : at + record_bytes])
-            for at in (there * record_bytes).tolist()
-        ]
-        whole = there[checks[there] == np.array(found, np.uint64)]
-        marks = np.frombuffer(self._read(self._start(idx) + _MARKS_AT, _MARK.size * count), _MARKS)
-        keys = np.ascontiguousarray(table[whole, CHECK.size : _HASH_AT]).view(np.uint32).reshape(-1)
-        num_shards = (record_bytes - _SUMS_AT) // 8
-        self._counts[idx] = 0
-        for key in np.unique(keys).tolist():
-            slots = whole[keys == key]
-            sums = array("Q", table[slots, _SUMS_AT:].tobytes())
-            names, parents = (
-                np.ascontiguousarray(table[slots, at : at + HASH_BYTES]).view(f"V{HASH_BYTES}").reshape(-1).tolist()
-                for at in (_HASH_AT, _PARENT_AT)
-            )
-            columns = Columns(
-                (start + slots * slot_bytes).tolist(),
-                names,
-                [b"" if parent == _ROOT else parent for parent in parents],
-                [sums[at : at + num_shards] for at in range(0, len(sums), num_shards)],
-                marks["used"][slots].tolist(),
-                marks["pinned_until"][slots].tolist(),
-            )
-            kept = keep(Kind(key & 0xFFFF, key >> 16, slot_bytes, num_shards), columns)
-            checks[(np.array(kept, np.int64) - start) // slot_bytes] = 0
-            self._counts[idx] += len(kept)
-        for slot in np.flatnonzero(checks).tolist():
-            self._put(self._record_at(idx, slot), _ABSENT)
+        first, nbytes = self._start(idx) + _RECORDS_AT, records.record_bytes(num_shards)
+        content = np.frombuffer(self._read(first, self._num_slots(slot_bytes) * nbytes), np.uint64)
+        table = content.reshape(-1, nbytes // records.WORD_BYTES)
+        there, start = np.flatnonzero(table[:, 0]), idx * self.extent_bytes
+        are_whole = records.whole(table[there], first + there * nbytes, self.secret)
+        whole, lost = there[are_whole], there[~are_whole].tolist()
+        for (place, group_idx), nths in records.by_key(table[whole]).items():
+            offsets = (start + whole[nths] * slot_bytes).tolist()
+            kept = keep(Kind(place, group_idx, slot_bytes, num_shards), records.columns_of(table[whole[nths]], offsets))
+            if len(kept) < len(offsets):
+                lost += [(offset - start) // slot_bytes for offset in set(offsets).difference(kept)]
+        self._counts[idx] = len(there) - len(lost)
+        for slot in lost:
+            self._put(first + slot * nbytes, _ABSENT)
 
     def slot_bytes(self, idx: int) -> int:
         """Of an extent's slots; 0: none is used."""
         return self._classes[idx][0]
 
-    def _num_slots(self, idx: int) -> int:
-        """Of an extent that has, or has had, records."""
-        slot_bytes, record_bytes = self._classes[idx]
-        if not record_bytes:
-            return 0
-        return min(self.extent_bytes // slot_bytes, MAX_SLOTS_PER_EXTENT, RECORDS_BYTES // record_bytes)
+    def _num_slots(self, slot_bytes: int) -> int:
+        return min(self.extent_bytes // slot_bytes, MAX_SLOTS_PER_EXTENT)
 
     def _class_of(self, idx: int) -> tuple[int, int]:
         (word,) = CHECK.unpack(self._read(self._start(idx) + _CLASS_AT, CHECK.size))
-        slot_bytes, record_bytes = word >> 16, word & 0xFFFF
+        slot_bytes, num_shards = word >> 16, word & 0xFFFF
         if not 0 < slot_bytes <= self.extent_bytes:
             return (0, 0)
-        return (slot_bytes, record_bytes if record_bytes > _SUMS_AT else 0)
+        return (slot_bytes, num_shards if self._has_room(slot_bytes, num_shards) else 0)
 
-    def _has_records(self, idx: int, slot_bytes: int, record_bytes: int) -> bool:
-        """Has an extent have records of a size, if it has no others."""
-        slots = min(self.extent_bytes // slot_bytes, MAX_SLOTS_PER_EXTENT)
-        if self._counts[idx] or record_bytes > 0xFFFF or slots * record_bytes > RECORDS_BYTES:
+    def _has_room(self, slot_bytes: int, num_shards: int) -> bool:
+        """Whether the records of such slots fit an extent."""
+        return num_shards <= 0xFFFF and self._num_slots(slot_bytes) * records.record_bytes(num_shards) <= RECORDS_BYTES
+
+    def _takes(self, idx: int, slot_bytes: int, num_shards: int) -> bool:
+        """Whether an extent has records of a class, which it gets if it has no others."""
+        if self._classes[idx] == (slot_bytes, num_shards):
+            return True
+        if self._counts[idx] or not self._has_room(slot_bytes, num_shards):
             return False
-        self._put_class(idx, slot_bytes, record_bytes)
+        self._put_class(idx, slot_bytes, num_shards)
         return True
 
-    def _put_class(self, idx: int, slot_bytes: int, record_bytes: int) -> None:
-        self._erase(self._record_at(idx, 0), self._num_slots(idx) * self._classes[idx][1])
-        self._put(self._start(idx) + _CLASS_AT, CHECK.pack(slot_bytes << 16 | record_bytes))
-        self._classes[idx] = (slot_bytes, record_bytes)
+    def _put_class(self, idx: int, slot_bytes: int, num_shards: int) -> None:
+        had_bytes, had_shards = self._classes[idx]
+        if had_shards:
+            nbytes = self._num_slots(had_bytes) * records.record_bytes(had_shards)
+            self._erase(self._start(idx) + _RECORDS_AT, nbytes)
+        self._put(self._start(idx) + _CLASS_AT, CHECK.pack(slot_bytes << 16 | num_shards))
+        self._classes[idx] = (slot_bytes, num_shards)
 
     @staticmethod
     def _start(idx: int) -> int:
         return _EXTENTS_AT + idx * _EXTENT_BYTES
 
-    def _record_at(self, idx: int, slot: int) -> int:
-        return self._start(idx) + _RECORDS_AT + slot * self._classes[idx][1]
+    def _records_at(self, entries: Sequence[Entry]) -> list[int]:
+        """Where the records of entries of one group lie."""
+        group, extent_bytes, first = entries[0].group, self.extent_bytes, _EXTENTS_AT + _RECORDS_AT
+        slot_bytes, nbytes = group.slot_class[1], records.record_bytes(group.spec.num_shards)
+        return [  # No calls: each block pays for it.
+            first + offset // extent_bytes * _EXTENT_BYTES + offset % extent_bytes // slot_bytes * nbytes
+            for offset in [entry.offset for entry in entries]
+        ]
 
     # Bytes
 
@@ -374,11 +352,10 @@ class SlotTable:
 
     def _erase(self, at: int, nbytes: int) -> None:
         """Zeroes bytes from the beginning of a page, and gives their memory back where the system can."""
-        if nbytes:
-            try:
-                self._pages.madvise(mmap.MADV_REMOVE, at, -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE)
-            except OSError:
-                self._put(at, bytes(nbytes))
+        try:
+            self._pages.madvise(mmap.MADV_REMOVE, at, -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE)
+        except OSError:
+            self._put(at, bytes(nbytes))
 
     def _put(self, at: int, data: bytes) -> None:
         self._view[at : at + len(data)] = data

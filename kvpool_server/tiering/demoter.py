@@ -79,11 +79,15 @@ class Demoter:
         """Queued blocks."""
         return len(self._queue)
 
-    def stored(self, entry: Entry) -> None:
-        """Queues a new readable block, unless blocks are written on eviction, and its ancestors that the tier lacks.
+    def stored(self, entries: Sequence[Entry]) -> None:
+        """Queues new readable blocks, unless blocks are written on eviction, and their ancestors that the tier lacks.
 
-        No lookup could use the block without its ancestors.
+        No lookup could use a block without its ancestors.
         """
+        for entry in entries:
+            self._stored(entry)
+
+    def _stored(self, entry: Entry) -> None:
         self._tier.hold(entry, is_there=True)
         if self.write_back or not self._is_wanted(entry):
             return

@@ -287,9 +287,9 @@ class TieredPool(Observer):
     def _is_clearing(self, fingerprint: bytes) -> bool:
         return bool(self._clearing[fingerprint] or self._clearing[b""])
 
-    def stored(self, entry: Entry) -> None:
+    def stored(self, entries: Sequence[Entry]) -> None:
         for level in self._levels:
-            level.demoter.stored(entry)
+            level.demoter.stored(entries)
         if self._watermark is not None:
             self._watermark.wake()
 

@@ -35,8 +35,8 @@ class SpansOfBlocks(Observer):
     def parent(self, group: Group, block_hash: bytes) -> str:
         return self._parents.get((group.fingerprint, group.idx, block_hash), "")
 
-    def stored(self, entry: Entry) -> None:
-        self.remember(entry.group, [entry.block_hash])
+    def stored(self, entries: Sequence[Entry]) -> None:
+        self.remember(entries[0].group, [entry.block_hash for entry in entries])
 
 
 def traced(tier: Tier, tracing: Tracing, spans: SpansOfBlocks) -> Tier:

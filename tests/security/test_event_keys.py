@@ -289,7 +289,7 @@ class Bench:
     def store(self, tenant: str, *names: str) -> None:
         group = Group(group_spec(), 0, f"{tenant}@model", declared_tenant=tenant)
         for name in names:
-            self.all.stored(Entry(group, block_hash(name), None, 0, 0))
+            self.all.stored([Entry(group, block_hash(name), None, 0, 0)])
         flushes, self._flushes[:] = list(self._flushes), []
         for flush in flushes:
             flush()

@@ -126,7 +126,11 @@ class Prefixes(Observer):
         """With which weights the blocks of a namespace are computed."""
         return self._weights.get(fingerprint.hex(), 1)
 
-    def stored(self, entry: Entry) -> None:
+    def stored(self, entries: Sequence[Entry]) -> None:
+        for entry in entries:
+            self._check_stored(entry)
+
+    def _check_stored(self, entry: Entry) -> None:
         namespace, _, model = entry.group.namespace.partition("@")
         if model == "kvpool simulation":
             return

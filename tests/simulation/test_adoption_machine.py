@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.entry import Entry
 from kvpool_server.cache.eviction import POLICIES
 from kvpool_server.cache.pool import Pool
-from kvpool_server.keeping import adoption, follower, head, table
+from kvpool_server.keeping import adoption, follower, head, records, table
 from kvpool_server.keeping.follower import TableFollower
 from kvpool_server.keeping.head import Geometry
 from kvpool_server.keeping.table import SlotTable
@@ -214,9 +214,9 @@ class ClearsLate(TableFollower):
 
     _late: Entry | None = None
 
-    def stored(self, entry: Entry) -> None:
+    def stored(self, entries: Sequence[Entry]) -> None:
         self._clear_late()
-        super().stored(entry)
+        super().stored(entries)
 
     def removed(self, entry: Entry) -> None:
         self._clear_late()
@@ -239,10 +239,10 @@ class RecordsTooSoon(TableFollower):
         super().__init__(pool, into)
         commit = pool.entry_table.commit
 
-        def committed(entry: Entry, *args: Any) -> bool:
-            done = commit(entry, *args)
-            if done and not entry.complete:
-                self.stored(entry)
+        def committed(entries: Sequence[Entry], *args: Any) -> tuple[int, int]:
+            done = commit(entries, *args)
+            if done[0] > done[1]:
+                self.stored(entries)
             return done
 
         pool.entry_table.commit = committed  # type: ignore[method-assign]
@@ -296,5 +296,6 @@ def test_a_table_that_is_written_in_another_order_is_caught(broken: type[TableFo
 def test_records_without_checksums_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (head, table):
         monkeypatch.setattr(module, "check_of", lambda at, content: 1)
+    monkeypatch.setattr(records, "_checks", lambda words, secret: np.ones(len(words), np.uint64))
     with pytest.raises((AssertionError, ValueError, UnicodeDecodeError)):
         _play(TableFollower)

@@ -182,7 +182,7 @@ class ClaimsBeforePutEnd(ListenedPool):
         grant = super().put_start(*args)  # type: ignore[arg-type]
         ticket = self.tickets.get(grant.ticket_id)
         for entry in ticket.entries if ticket is not None else ():
-            self.ledger.stored(entry)
+            self.ledger.stored([entry])
         return grant
 
 

@@ -230,8 +230,9 @@ class OwnBlocks(Observer):
         tag = self._tags.get(entry.offset, b"")
         return Record(entry.block_hash, entry.parent_hash, entry.offset, entry.checksums, tag)
 
-    def stored(self, entry: Entry) -> None:
-        self._add((entry.group.fingerprint, entry.group.idx), self.record(entry))
+    def stored(self, entries: Sequence[Entry]) -> None:
+        for entry in entries:
+            self._add((entry.group.fingerprint, entry.group.idx), self.record(entry))
 
     def removed(self, entry: Entry) -> None:
         self._add(journal.REMOVED, entry.offset)

@@ -3,7 +3,7 @@
 import contextlib
 import itertools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -533,9 +533,10 @@ class Told(Observer):
     def __init__(self) -> None:
         self.readable: dict[tuple[str, int, bytes], bytes] = {}
 
-    def stored(self, entry: Entry) -> None:
-        assert entry.complete
-        self.readable[self._key(entry)] = entry.parent_hash
+    def stored(self, entries: Sequence[Entry]) -> None:
+        for entry in entries:
+            assert entry.complete
+            self.readable[self._key(entry)] = entry.parent_hash
 
     def removed(self, entry: Entry) -> None:
         del self.readable[self._key(entry)]

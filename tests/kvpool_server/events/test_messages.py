@@ -145,7 +145,7 @@ class Bench:
 
     def turn(self, *stored: object) -> None:
         for name in stored:
-            self.ledger.stored(Entry(FULL, block_hash(name), None, 0, 0))
+            self.ledger.stored([Entry(FULL, block_hash(name), None, 0, 0)])
         self.ledger.flush()
 
     def published(self) -> list[int]:
@@ -179,7 +179,7 @@ def test_a_server_that_drains_holds_nothing_for_its_subscribers() -> None:
     snapshot = bench.ledger.snapshot()
     assert next(snapshot) is not None
     bench.turn("b")  # Waits for the snapshot's reader.
-    bench.ledger.stored(Entry(FULL, block_hash("c"), None, 0, 0))
+    bench.ledger.stored([Entry(FULL, block_hash("c"), None, 0, 0)])
     bench.ledger.withdraw()
     bench.turn("d")
     bench.ledger.removed(Entry(FULL, block_hash("a"), None, 0, 0))

@@ -245,7 +245,7 @@ class Bench:
 
     def store(self, *names: object) -> None:
         for name in names:
-            self.ledger.stored(Entry(self.group, block_hash(name), None, 0, 0))
+            self.ledger.stored([Entry(self.group, block_hash(name), None, 0, 0)])
         self.ledger.flush()
 
     def known(self, *names: object) -> set[Known]:

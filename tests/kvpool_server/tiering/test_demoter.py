@@ -271,7 +271,7 @@ def test_a_full_queue_takes_a_block_as_quickly_as_an_empty_one() -> None:
     def seconds_a_block(count: int) -> float:
         began_at = time.thread_time()
         for entry in itertools.islice(entries, count):
-            demoter_.stored(entry)
+            demoter_.stored([entry])
         return (time.thread_time() - began_at) / count
 
     while_empty = seconds_a_block(demoter.MAX_QUEUED)

@@ -112,7 +112,7 @@ async def test_victims_go_back_to_their_evictor_and_stay_each_time_the_tier_fail
     tier.failure = "the disk is gone"
     for _ in range(5):
         rig.clock.advance(AWAY_S[1] + 1)
-        rig.tiered.stored(rig.namespace.entries()[0])  # Wakes the watermark.
+        rig.tiered.stored(rig.namespace.entries()[:1])  # Wakes the watermark.
         await rig.wait_idle()
     assert tier.calls["write"] >= 5 and len(evictor) == before
     assert rig.pool.stats().num_entries == SLOTS and not tier.kept
