@@ -7,45 +7,22 @@ While a transfer under an ended one is under way, its entries stay pinned.
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from kvpool.protocol.errors import OutOfSpaceError
-from kvpool.report.quotas import size_text
 from kvpool_server.cache.entry import Entry
 from kvpool_server.cache.entry_table import EntryTable
-from kvpool_server.cache.eviction.partitions import Account
 from kvpool_server.cache.leases import Hold, HoldTable, Lease, Owner, Ticket
 from kvpool_server.cache.limits import IdentityLimits, Limits
 from kvpool_server.cache.steps import SETTLED_PER_CALL
 
-MAX_EXAMINED = 2_048
-"""Holds and entries that `Holds.describe` looks at, within about half a millisecond."""
 _NO_LIMITS = IdentityLimits(1 << 62, 1 << 62)
-
-_LEASED = "are leased by {holds} lookups, for {longest_s:.1f} s at most"
-_TO_TIER = "are being written to a tier"
-_FROM_TIER = "are being read from a tier"
-_WRITTEN = "are being written by {holds} puts, for {longest_s:.1f} s at most"
-_MOVED = "are being moved by data workers for clients that have given them up"
-_QUARANTINED = "are in quarantine until late writers and readers of removed blocks have ended"
 
 EndOfEntry = Callable[[Entry, Ticket], None]
 """What becomes of an entry whose ticket has ended: a method of `EntryTable`."""
-
-
-@dataclass(slots=True)
-class _Held:
-    """What is held for one reason."""
-
-    holds: int = 0
-    longest_s: float = 0.0
-    blocks: int = 0
-    nbytes: int = 0
 
 
 class Transfers(Protocol):
@@ -208,61 +185,6 @@ class Holds:
             ended += 1
         return ended + self._let_go(count)
 
-    def describe(self, tenant: str, now: float, account: Account | None) -> str:
-        """How many blocks hold a tenant's slots, or those that count towards a quota, and why; empty if none does.
-
-        Other tenants' leases and tickets are not told of. Each slot counts once: under a lease first, then under a
-        ticket, under a transfer that outlived its lease or ticket, and under quarantine. At most `MAX_EXAMINED` holds
-        and entries are looked at, because puts may be refused at a high rate; the text says "at least" where there are
-        more.
-        """
-        counts = account.groups.__contains__ if account is not None else lambda group: group.tenant == tenant
-        found = {reason: _Held() for reason in (_LEASED, _TO_TIER, _FROM_TIER, _WRITTEN, _MOVED, _QUARANTINED)}
-        counted: set[int] = set()
-        held: list[Entry] = []
-        left = MAX_EXAMINED
-        for reason, deadline, entries in self._by_reason(tenant):
-            each, is_counted = found[reason], False
-            for entry in itertools.islice(entries, left):
-                left -= 1
-                if not counts(entry.group):
-                    continue
-                is_counted = True
-                if id(entry) not in counted:
-                    counted.add(id(entry))
-                    held.append(entry)
-                    each.blocks += 1
-                    each.nbytes += entry.group.spec.slot_bytes
-            if is_counted:
-                each.holds += 1
-                each.longest_s = max(each.longest_s, deadline - now)
-            left -= 1
-            if left <= 0:
-                break
-        parts = [
-            f"{each.blocks} blocks ({size_text(each.nbytes)}) "
-            + reason.format(holds=each.holds, longest_s=each.longest_s)
-            for reason, each in found.items()
-            if each.blocks
-        ]
-        if num_ancestors := _count_ancestors(held, counted):
-            parts.append(f"{num_ancestors} blocks precede those in their prefixes, and are evicted only after them")
-        is_cut = max(len(self.leases), len(self.tickets)) > MAX_EXAMINED
-        least = "at least " if is_cut or left <= 0 or len(counted) >= MAX_EXAMINED else ""
-        return least + "; ".join(parts) if parts else ""
-
-    def _by_reason(self, tenant: str) -> Iterator[tuple[str, float, Iterable[Entry]]]:
-        """Why entries are held, until when at most, and which. Transfers to and from tiers have no deadline."""
-        for lease in itertools.islice(self.leases.values(), MAX_EXAMINED):
-            if _is_of(lease, tenant):
-                yield _LEASED if lease.deadline < math.inf else _TO_TIER, lease.deadline, lease.entries
-        for ticket in itertools.islice(self.tickets.values(), MAX_EXAMINED):
-            if _is_of(ticket, tenant):
-                yield _WRITTEN if ticket.deadline < math.inf else _FROM_TIER, ticket.deadline, ticket.entries
-        for hold in self._unfinished.values():
-            yield _MOVED, hold.deadline, hold.entries
-        yield _QUARANTINED, 0.0, self._entry_table.quarantine
-
     def _end_transfers(self, hold: Hold) -> bool:
         """Ends what a hold permits; False if a transfer is under way: its entries are to be pinned until that ends."""
         if self._transfers.end(hold.id):
@@ -316,19 +238,3 @@ class Holds:
             if not ticket.entries:
                 self._ended_tickets.popleft()
         return count - room
-
-
-def _is_of(hold: Hold, tenant: str) -> bool:
-    return bool(hold.entries) and hold.entries[0].group.tenant == tenant
-
-
-def _count_ancestors(held: Sequence[Entry], counted: set[int]) -> int:
-    """How many entries stay because a later entry of their prefix is held."""
-    num_ancestors = 0
-    for entry in held:
-        parent = entry.parent
-        while parent is not None and id(parent) not in counted and len(counted) < MAX_EXAMINED:
-            counted.add(id(parent))
-            num_ancestors += 1
-            parent = parent.parent
-    return num_ancestors

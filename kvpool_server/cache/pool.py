@@ -23,7 +23,7 @@ from kvpool.protocol.errors import InvalidRequestError, OutOfSpaceError
 from kvpool.protocol.namespace import GroupSpec, NamespaceSpec
 from kvpool.protocol.types import BlockRun, PutGrant, PutReceipt, PutStatus, Quota, ShardRange, in_parts
 from kvpool_server.cache.allocator.arena import Arena
-from kvpool_server.cache.allocator.placement import NoRoomError, Placement
+from kvpool_server.cache.allocator.placement import Placement
 from kvpool_server.cache.counters import COUNTERS, PoolStats
 from kvpool_server.cache.departures import Departures
 from kvpool_server.cache.entry import Group, Observer
@@ -226,9 +226,6 @@ class Pool:
             if has_waited:
                 ticket.restart(self.clock() + ttl_s)
             is_reserved = True
-        except NoRoomError as error:
-            holders = self._holds.describe(group.tenant, now, error.account)
-            raise error.because(holders) from None
         finally:
             self._holds.writing.remove(ticket)
             if has_claims:

@@ -44,27 +44,7 @@ MAX_VICTIMS = 512
 
 REQUEUED_SLOTS = 256
 """Slots that are visited at a time to queue the entries of a group anew."""
-
-
-class NoRoomError(OutOfSpaceError):
-    """Too few slots can be freed for a put that the arena or quota has room for; the pool adds what holds the others.
-
-    Args:
-        what: was wanted.
-        elsewhere: which part of the arena cannot be used, and why; empty if none.
-        fix: what to do.
-        account: whose quota is exceeded; None: the arena is full.
-    """
-
-    def __init__(self, what: str, elsewhere: str, fix: str, account: Account | None = None):
-        super().__init__(f"{what}; {fix}")
-        self._what, self._elsewhere, self._fix = what, elsewhere, fix
-        self.account = account
-
-    def because(self, holders: str) -> OutOfSpaceError:
-        """The whole message, given a description of what holds slots."""
-        reasons = "; ".join(filter(None, (holders, self._elsewhere)))
-        return OutOfSpaceError(f"{self._what}: {reasons}; {self._fix}" if reasons else str(self))
+_HELD = "too few can be evicted now: others are leased, being written, moved to or from a tier, or in quarantine"
 
 
 class Placement:
@@ -211,10 +191,9 @@ class Placement:
         if account is not None:
             return self._over_quota(account, slot_bytes, count)
         self._counters["out_of_space_puts"] += 1
-        return NoRoomError(
-            f"no room for {count} blocks of {slot_bytes} bytes",
-            self._elsewhere(group.slot_class, count),
-            "put fewer at once, try again later, or start kvpool-server with more --memory",
+        return OutOfSpaceError(
+            f"no room for {count} blocks of {slot_bytes} bytes: {self._why(group.slot_class, count)}; put fewer at "
+            "once, try again later, or start kvpool-server with more --memory"
         )
 
     def _over_quota(self, account: Account, slot_bytes: int, count: int) -> OutOfSpaceError:
@@ -234,18 +213,20 @@ class Placement:
             return OutOfSpaceError(
                 f"{quota}: {count} blocks of {slot_bytes} bytes are more; put fewer at once, or {raise_it}"
             )
-        what = f"{quota}: no room for {count} blocks of {slot_bytes} bytes"
-        return NoRoomError(what, "", f"try again later, or {raise_it}", account)
+        return OutOfSpaceError(
+            f"{quota}: no room for {count} blocks of {slot_bytes} bytes: {_HELD}; try again later, or {raise_it}"
+        )
 
-    def _elsewhere(self, slot_class: tuple[str, int], count: int) -> str:
-        """Which part of the arena a slot size cannot use, and why; empty if it can use all."""
+    def _why(self, slot_class: tuple[str, int], count: int) -> str:
+        """Why too few slots of a size can be freed, and which part of the arena the size cannot use."""
         arena, (tenant, slot_bytes) = self._arena, slot_class
         most = arena.num_extents * arena.slots_per_extent(slot_bytes)
         if count > most:
             return f"the whole arena of {size_text(arena.arena_bytes)} has {most} slots of this size"
         others = sum(len(arena.extents(size, tenant)) for size in arena.sizes(tenant) if size != slot_bytes)
-        others *= arena.extent_bytes
-        parts = [f"{size_text(others)} of the arena belong to blocks of other sizes"] if others else []
+        parts = [_HELD]
+        if others:
+            parts.append(f"{size_text(others * arena.extent_bytes)} of the arena belong to blocks of other sizes")
         if arena.unbacked_bytes:
             parts.append(f"{size_text(arena.unbacked_bytes)} have no memory yet, for the server has just started")
         return "; ".join(parts)

@@ -18,12 +18,10 @@ from kvpool.protocol.errors import (
 )
 from kvpool.protocol.hashing import checksum
 from kvpool.protocol.types import BlockRun, Lookup, PutGrant, PutReceipt, PutStatus, Quota, ShardRange
-from kvpool_server.cache import holds
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.entry import Entry, Observer
 from kvpool_server.cache.limits import Limits
-from kvpool_server.cache.steps import STEP_BLOCKS, finish
-from kvpool_server.cache.tier_access import pin, reserve
+from kvpool_server.cache.steps import STEP_BLOCKS
 from testbed.pool_at_once import PoolAtOnce
 from tests.support.bare_pool import SLOT_BYTES, make_pool, put
 from tests.support.clock import FakeClock
@@ -354,41 +352,14 @@ def _refusal(bench: Bench, count: int = 3) -> str:
     return str(caught.value)
 
 
-def test_a_refusal_says_that_readers_hold_the_space(bench: Bench) -> None:
-    bench.store(*range(8))
-    bench.look(*range(4), ttl_ms=1_000)
-    bench.clock.advance(0.5)
-    bench.look(*range(2, 8), ttl_ms=1_000)
-    bench.look(0, ttl_ms=500)
+def test_a_refusal_says_what_may_hold_the_space_and_what_to_do(bench: Bench) -> None:
+    bench.store(*range(10))
+    bench.look(*range(10), ttl_ms=1_000)
     assert _refusal(bench) == (
-        "no room for 3 blocks of 200 bytes: 8 blocks (1.56 KiB) are leased by 3 lookups, for 1.0 s at most; "
+        "no room for 3 blocks of 200 bytes: too few can be evicted now: others are leased, being written, moved "
+        "to or from a tier, or in quarantine; "
         "put fewer at once, try again later, or start kvpool-server with more --memory"
     )
-
-
-def test_a_refusal_says_that_a_tier_holds_the_space(bench: Bench) -> None:
-    bench.store(*range(10))
-    entries = list(bench.group.index.values())
-    lease_id = pin(bench.pool, entries[6:])
-    said = _refusal(bench)
-    assert "4 blocks (800 B) are being written to a tier; 6 blocks precede those in their prefixes" in said
-    assert "leased" not in said and "quarantine" not in said
-    bench.pool.release([lease_id])
-    bench.start("new0", "new1", "new2")
-
-
-def test_a_refusal_tells_puts_from_blocks_that_come_up_and_from_quarantine(bench: Bench) -> None:
-    bench.start(*"abc", ttl_ms=100)
-    finish(reserve(bench.pool, bench.group, [run_of(*"wx")]))
-    bench.store("gone", "stays")
-    bench.look("gone", ttl_ms=1_000)
-    bench.pool.remove(bench.name, [run_of("gone")])
-    said = _refusal(bench, 6)
-    assert "2 blocks (400 B) are being read from a tier" in said
-    assert "3 blocks (600 B) are being written by 1 puts, for 0.1 s at most" in said
-    assert "1 blocks (200 B) are leased by 1 lookups" in said and "quarantine" not in said
-    bench.clock.advance(0.125)  # The ticket expires, and its grace begins.
-    assert "3 blocks (600 B) are in quarantine until" in _refusal(bench, 6)
 
 
 def test_a_refusal_says_what_belongs_to_other_sizes_and_what_the_arena_has_room_for(bench: Bench) -> None:
@@ -401,18 +372,8 @@ def test_a_refusal_says_what_belongs_to_other_sizes_and_what_the_arena_has_room_
 def test_a_refusal_says_that_memory_is_not_there_yet() -> None:
     pool = PoolAtOnce(Arena(2_000, 200, backed_bytes=400), FakeClock(), itertools.count(1).__next__, LIMITS)
     name = pool.open_namespace(namespace_spec(group_spec(chunk_bytes=200)))[0].fingerprint
-    with pytest.raises(OutOfSpaceError, match=r"3 blocks of 200 bytes: 1.56 KiB have no memory yet, for the server"):
+    with pytest.raises(OutOfSpaceError, match=r"3 blocks of 200 bytes: .*; 1.56 KiB have no memory yet"):
         pool.put_start(name, [run_of(*"abc")], ShardRange(0, 1))
-
-
-def test_a_refusal_looks_at_a_bounded_number_of_blocks(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(holds, "MAX_EXAMINED", 5)
-    bench.store(*range(10))
-    bench.look(*range(10), ttl_ms=1_000)
-    assert ": at least 5 blocks (1000 B) are leased by 1 lookups" in _refusal(bench)
-    others = itertools.repeat(next(iter(bench.group.index.values())))
-    monkeypatch.setattr(bench.pool.entry_table, "quarantine", others)
-    assert not bench.pool._holds.describe("another tenant", 0.0, None), "none that counts"
 
 
 def test_a_put_never_evicts_what_it_names(bench: Bench) -> None:

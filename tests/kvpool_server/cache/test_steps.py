@@ -271,7 +271,7 @@ def test_a_long_search_for_victims_is_done_in_steps(policy: str) -> None:
     steps = [check_integrity(rig.pool) for _ in putting]
     assert len(steps) >= 7 and rig.leading(23) == 0
     again = rig.pool.put_start_in_steps(rig.name, [run_of("another")], ONE)
-    with pytest.raises(OutOfSpaceError, match=r"23 blocks .* are leased"):
+    with pytest.raises(OutOfSpaceError, match="others are leased"):
         next(again)  # It visits none of them again.
     rig.clock.advance(0.5)
     rig.settle()
