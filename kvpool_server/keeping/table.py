@@ -7,7 +7,7 @@ stands before it. What has no checksum, zero, is not there.
     head        64 KiB: format, geometry, the segment's nonce and token, a secret of the checksums; then bytes of the
                 arena that are backed, adoptions that have begun since one has ended, until when clients may write
     quotas      64 KiB: JSON
-    policies    POLICIES places of 512 KiB: tenant, bytes of a slot, and what its policy has learned, as msgpack
+    policies    POLICIES places of 512 KiB: tenant, bytes of a slot, and what its policy has learned, as JSON
     namespaces  NAMESPACES places of 68 KiB: the order of opening, the spec as JSON
     extents     one after the other; each has
       class     8 bytes: bytes of a slot, 0 where no slot is used, and shards of a block, 0 where none has a record
@@ -181,19 +181,18 @@ class SlotTable:
             stamp: of the pool's last call.
         """
         at = _POLICIES_AT + place * POLICY_BYTES
-        if not learned or not self._put_text(at, POLICY_BYTES, stamp, msgspec.msgpack.encode((*slot_class, learned))):
+        if not learned or not self._put_text(at, POLICY_BYTES, stamp, msgspec.json.encode((*slot_class, learned))):
             self._put(at, _ABSENT)
 
     def learned(self) -> tuple[int, dict[tuple[str, int], bytes]]:
         """The last stamp of `put_learned`, and what the policies of slot classes have learned."""
         learned, stamp = {}, 0
         for place in range(POLICIES):
-            found = self._text(_POLICIES_AT + place * POLICY_BYTES, POLICY_BYTES)
-            with contextlib.suppress(msgspec.MsgspecError):  # Another release has written it.
-                if found is not None:
-                    tenant, slot_bytes, text = msgspec.msgpack.decode(found[1], type=tuple[str, int, bytes])
-                    learned[tenant, slot_bytes] = text
-                    stamp = max(stamp, found[0])
+            found = self._json(_POLICIES_AT + place * POLICY_BYTES, POLICY_BYTES, tuple[str, int, bytes])
+            if found is not None:
+                learned_at, (tenant, slot_bytes, text) = found
+                learned[tenant, slot_bytes] = text
+                stamp = max(stamp, learned_at)
         return stamp, learned
 
     def put_namespace(self, place: int, order: int, spec: NamespaceSpec) -> bool:
@@ -330,18 +329,14 @@ class SlotTable:
         return True
 
     def _json(self, at: int, most: int, kind: type[Value]) -> tuple[int, Value] | None:
-        """The order and the value that are there whole, in JSON; None if none of this kind is."""
-        if (found := self._text(at, most)) is not None:
-            with contextlib.suppress(msgspec.MsgspecError):  # Another release has written it.
-                return found[0], msgspec.json.decode(found[1], type=kind)
-        return None
-
-    def _text(self, at: int, most: int) -> tuple[int, bytes] | None:
-        """The order and the text that `_put_text` has put there; None if they are not there whole."""
+        """The order and the value that `_put_text` has put there, in JSON; None if none of this kind is there whole."""
         head, start = self._read(at, CHECK.size + _LENGTH.size), at + CHECK.size
         (check,), (order, length) = CHECK.unpack_from(head), _LENGTH.unpack_from(head, CHECK.size)
         content = self._read(start, _LENGTH.size + length) if check and length <= most else b""
-        return (order, content[_LENGTH.size :]) if check and check == check_of(at, content) else None
+        if check and check == check_of(at, content):
+            with contextlib.suppress(msgspec.MsgspecError):  # Another release has written it.
+                return order, msgspec.json.decode(content[_LENGTH.size :], type=kind)
+        return None
 
     def _read(self, at: int, nbytes: int) -> bytes:
         """Reads the file, and not its pages: a hole that is touched there takes memory."""
