@@ -36,7 +36,7 @@ from collections.abc import Callable, Sequence
 
 from kvpool_server.cache.entry import Entry
 from kvpool_server.cache.eviction.base import TICK, Policy, VictimQueue
-from kvpool_server.cache.eviction.hit_density_model import Ghosts, HitDensityModel
+from kvpool_server.cache.eviction.hit_density_model import NUM_PLACES, Ghosts, HitDensityModel
 
 FIRST_EPOCH_CALLS = 4
 """Length of an epoch at first, in calls: the width of the model's first age bin. It doubles with too many buckets."""
@@ -245,7 +245,7 @@ class HitDensity(Policy):
         for entry in entries:
             if entry.depth not in SAMPLES:
                 continue
-            if (ghost := self._ghosts.pop(entry.block_hash[-1], _ghost(entry))) is not None:
+            if (ghost := self._ghosts.pop(*_ghost(entry))) is not None:
                 self._model.hit(ghost % TICK, ghost // TICK, now, SAMPLES[entry.depth])
                 turn = max(turn, min((ghost >> _TURN_SHIFT & _TURN_MASK) + 1, MAX_TURN))
         last = entries[-1]
@@ -280,7 +280,7 @@ class HitDensity(Policy):
 
     def dropped(self, entry: Entry, num_entries: int) -> None:
         if entry.depth in SAMPLES and entry.used >= 0:
-            self._ghosts.add(entry.block_hash[-1], _ghost(entry), entry.used)
+            self._ghosts.add(*_ghost(entry), entry.used)
             for _ in range(MAX_FORGOTTEN):
                 if len(self._ghosts) <= MIN_GHOSTS + GHOSTS_PER_ENTRY * num_entries:
                     break
@@ -307,8 +307,10 @@ class HitDensity(Policy):
         return now
 
 
-def _ghost(entry: Entry) -> int:
-    return hash((entry.group, entry.block_hash))
+def _ghost(entry: Entry) -> tuple[int, int]:
+    """The place of a block's ghost, and the block as a number."""
+    name = entry.block_hash
+    return (name[-2] << 8 | name[-1]) % NUM_PLACES, hash((entry.group, name))
 
 
 def turn_of(entry: Entry) -> int:
