@@ -16,7 +16,6 @@ from kvpool.protocol.errors import (
 )
 from kvpool.protocol.namespace import NamespaceSpec, differences
 from kvpool.protocol.types import BlockRun
-from kvpool_server.cache.allocator.placement import Placement
 from kvpool_server.cache.entry import Entry, Group
 from kvpool_server.cache.limits import Limits, Shares
 
@@ -101,9 +100,8 @@ class Namespaces:
         closing: those that were closed, whose entries are being dropped.
     """
 
-    def __init__(self, limits: Limits, placement: Placement, max_block_bytes: int, has_tenants: bool):
+    def __init__(self, limits: Limits, max_block_bytes: int, has_tenants: bool):
         self._limits = limits
-        self._placement = placement
         self._has_tenants = has_tenants
         self._max_block_bytes = max_block_bytes
         self._open: dict[bytes, PoolNamespace] = {}
@@ -147,17 +145,13 @@ class Namespaces:
 
     def use(self, namespace: PoolNamespace, now: float) -> None:
         """Records that an engine uses the namespace: it is not superseded, whatever was opened after it."""
-        namespace.used_at = now
-        if namespace.superseded:
-            namespace.superseded = False
-            self._placement.superseded.remove(namespace.groups)
+        namespace.used_at, namespace.superseded = now, False
 
     def supersede_older(self, newest: PoolNamespace) -> None:
         """Marks as superseded the namespaces opened before `newest` that differ from it in their weights only."""
         for older in itertools.takewhile(lambda namespace: namespace is not newest, self._open.values()):
             if older.family == newest.family and older.spec_without_weights == newest.spec_without_weights:
                 older.superseded = True
-                self._placement.superseded.add(older.groups)
 
     def _count(self, namespace: PoolNamespace, count: int) -> None:
         self._num_open.add(namespace.tenant, count)

@@ -82,7 +82,7 @@ class Pool:
         self._holds = Holds(self.entry_table, transfers or NoTransfers(), self.limits, limits_of, new_id, self.counters)
         self.leases, self.tickets = self._holds.leases, self._holds.tickets
         self.clock = clock
-        self.namespaces = Namespaces(self.limits, self.placement, arena.extent_bytes, arena.has_tenants)
+        self.namespaces = Namespaces(self.limits, arena.extent_bytes, arena.has_tenants)
         self.lookups = Lookups(self.namespaces, self._holds, self.placement, self.limits, self.counters, self.expire)
         self.removals = Removals(self.namespaces, self.entry_table, self.counters, self.expire)
         self.hints = Hints(self.namespaces, self.placement, self.pins, clock, self.counters)

@@ -11,9 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from kvpool.protocol.types import BlockRun, MissCause, PutGrant, ShardRange
-from kvpool_server.cache.allocator import placement
 from kvpool_server.cache.entry import Entry, Group
-from kvpool_server.cache.eviction import Evictor, SearchCutError
+from kvpool_server.cache.eviction import Evictor
 from kvpool_server.cache.leases import Lease
 from kvpool_server.cache.pool import Pool
 from kvpool_server.cache.steps import Steps
@@ -73,15 +72,11 @@ def pin(pool: Pool, entries: Sequence[Entry]) -> int:
 
 
 def pin_next_victims(pool: Pool, reserve: float, needs: Mapping[tuple[str, int], int], max_bytes: int) -> PinnedVictims:
-    """Pins the entries that are to be evicted next; end that with `unpin_victims`. Evicts superseded ones at once.
+    """Pins the entries that are to be evicted next; end that with `unpin_victims`.
 
     The arguments are those of `Placement.next_victims`. Raises SearchCutError: call again; no entry is pinned then.
     """
     pool.expire()
-    superseded = pool.placement.next_superseded(reserve, needs)
-    pool.entry_table.evict(superseded)
-    if len(superseded) >= placement.MAX_VICTIMS:
-        raise SearchCutError  # More superseded entries may be left, and they go before any other.
     entries = pool.placement.next_victims(reserve, needs, max_bytes)
     return PinnedVictims(pin(pool, entries), entries, [pool.placement.evictor(entry.group) for entry in entries])
 

@@ -129,7 +129,9 @@ class Demoter:
 
     def _is_wanted(self, entry: Entry) -> bool:
         """Whether the tier is to have a block and, as far as is known, has not."""
-        return self._tier.keeps and not entry.group.is_measurement and self._is_in_tier(entry) is not True
+        namespace = self._pool.namespace(entry.group.fingerprint)
+        is_needed = not entry.group.is_measurement and not (namespace is not None and namespace.superseded)
+        return self._tier.keeps and is_needed and self._is_in_tier(entry) is not True
 
     def _is_in_tier(self, entry: Entry) -> bool | None:
         """Whether the tier has a block; None if the tier cannot tell without a call."""

@@ -17,7 +17,6 @@ from kvpool.protocol.types import BlockRun, Lookup, PutGrant, PutReceipt, PutSta
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.eviction import POLICIES
 from kvpool_server.cache.limits import Limits
-from kvpool_server.cache.namespaces import PoolNamespace
 from testbed.pool_at_once import PoolAtOnce
 from tests.simulation.world import GROUPS, NAMES, SPECS, SUBJECTS, Group, HeldLease, HeldTicket, World
 from tests.support.effort import effort
@@ -275,14 +274,6 @@ class QuotaBindsOthers(_Unchecked):
         return super().put_start(*args)
 
 
-class SupersededLikeOthers(_Unchecked):
-    def open_namespace(self, *args: Any) -> tuple[PoolNamespace, bool]:
-        opened = super().open_namespace(*args)
-        for namespace in self.open_namespaces():
-            self.placement.superseded.remove(namespace.groups)
-        return opened
-
-
 class SupersededForEver(_Unchecked):
     def lookup(self, *args: Any, **options: Any) -> Lookup:
         superseded = [namespace for namespace in self.open_namespaces() if namespace.superseded]
@@ -429,14 +420,6 @@ def _a_full_tenant_beside_another(world: World) -> None:
     _store(world, 0, group=(1, 1))
 
 
-def _a_full_pool_with_superseded_blocks(world: World) -> None:
-    _store(world, *range(4), group=NEWER)
-    _store(world, *range(4))
-    world.open(2)
-    for name in range(4, 8):
-        _store(world, name, group=NEWER)
-
-
 def _an_old_namespace_in_use(world: World) -> None:
     world.open(2)
     world.lookup(PLAIN, [0], ttl_ms=100)
@@ -502,7 +485,6 @@ SCENARIOS: dict[type[PoolAtOnce], Callable[[World], None]] = {
     QuotaIgnored: _a_quota,
     LoweredQuotaKeepsItsSurplus: _a_lowered_quota,
     QuotaBindsOthers: _a_full_tenant_beside_another,
-    SupersededLikeOthers: _a_full_pool_with_superseded_blocks,
     SupersededForEver: _an_old_namespace_in_use,
     BytesLeftBehind: _an_extent_that_changes_hands,
     ExtentsOfEverybody: _an_extent_that_changes_hands,

@@ -306,7 +306,6 @@ class World:
             assert self._observe() == before, "a put that found no room changed something"
             self._check_refusal(group, str(error), alone=idle and len(names) == 1 and parent is None)
             raise
-        self._check_superseded_went_first(group, blocks_before - self.stored.keys())
         self._check_hints_were_heeded(group, candidates, blocks_before)
         chunk_bytes = self._chunk_bytes(group)
         granted: list[tuple[int, int]] = []
@@ -411,7 +410,7 @@ class World:
         """Asserts that a put evicted no block while one stayed that hints put before it."""
         if self.quotas or self.pool.placement.drain.is_active:
             return  # Evictions for a quota, or to drain an extent, are of those that hold too much.
-        gone = {block for block in before if block not in self.stored and block[0][0] not in self.superseded}
+        gone = {block for block in before if block not in self.stored}
         stayed = [rank for block, (rank, is_free) in before.items() if is_free and block in self.stored]
         for block in gone & blocks_before:
             assert before[block][0] <= min(stayed, default=2), f"{block} went before others: {before}"
@@ -566,19 +565,6 @@ class World:
         assert "quota" not in says or any(f"quota {subject} =" in says for subject in bounds), f"whose quota? {says}"
         fits = self._slot_bytes(group) <= min(bounds.values(), default=EXTENT_BYTES)
         assert not (alone and fits), f"no room, though nothing is held: {says}"
-
-    def _check_superseded_went_first(self, group: Group, evicted: set[Block]) -> None:
-        """Asserts that a put evicted nothing else where it could have had a superseded block of its slot size."""
-        if self.quotas or not any(other[0] not in self.superseded for other, _ in evicted):
-            return
-        for other in GROUPS:
-            if self.has_tenants and SPECS[other[0]].tenant != SPECS[group[0]].tenant:
-                continue
-            if other[0] in self.superseded and self._slot_bytes(other) == self._slot_bytes(group):
-                left = [name for each, name in self.stored if each == other]
-                used = any(each == other for lease in self.leases for each, _ in lease.slots)
-                written = any(ticket.group == other for ticket in [*self.tickets, *self.late])
-                assert used or written or not left, f"{evicted} went, and {left} of superseded {other} stayed"
 
     def check_quotas(self) -> None:
         """Nobody holds more than its quota, but for what was held already when that was lowered."""

@@ -1,20 +1,20 @@
 """Extents that are given up to a tenant or slot size that needs one.
 
-They are of superseded namespaces, of tenants and slot sizes with more than their share, or unused for longest.
-`Superseded` and `Donations` choose only: the caller evicts what is in an extent. `ExtentDrain` empties one over time.
+They are of tenants and slot sizes with more than their share, or unused for longest. `Donations` chooses only: the
+caller evicts what is in an extent. `ExtentDrain` empties one over time.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.allocator.extent import Extent
-from kvpool_server.cache.entry import Entry, Group
+from kvpool_server.cache.entry import Entry
 from kvpool_server.cache.eviction.partitions import Partition, Victims, oldest_stamp
 
 SAMPLED_SLOTS = 32
@@ -22,79 +22,10 @@ SAMPLED_SLOTS = 32
 MAX_DONATED_SLOTS = 4_096
 """Slots of an extent that one put empties. A larger one is drained, some slots at a time, while puts are refused."""
 MAX_SEARCHED_SLOTS = 1 << 16
-"""Slots that one put visits in search of extents without a held entry, and of extents with superseded entries only."""
-MAX_SKIPPED = 256
-"""Entries that one call skips, because they or their children are held."""
+"""Slots that one put visits in search of extents without a held entry."""
 DRAIN_S = 10.0
 
 Donor = TypeVar("Donor", str, int)
-
-
-class Superseded:
-    """Groups of namespaces whose weights were replaced and that no engine has used since: evicted before any other.
-
-    An engine that changes its weights in place, or restarts with new ones, opens a new namespace; the old one may never
-    be used again, which no policy can know. Superseding queues no entry anew: the index is searched for leaves, some
-    entries at a time, and from a leaf the search follows its prefix towards the beginning.
-    """
-
-    def __init__(self) -> None:
-        self._groups: dict[Group, Iterator[Entry]] = {}  # Longest superseded first.
-
-    def __len__(self) -> int:
-        return len(self._groups)
-
-    def add(self, groups: Sequence[Group]) -> None:
-        for group in groups:
-            self._groups.setdefault(group, _search(group))
-
-    def remove(self, groups: Sequence[Group]) -> None:
-        for group in groups:
-            self._groups.pop(group, None)
-
-    def choose(self, groups: Container[Group], count: int, victims: Victims) -> int:
-        """Adds up to `count` victims of the superseded ones of these groups; returns how many."""
-        chosen, skipped, last = 0, 0, None
-        for group, search in self._groups.items():
-            last = group
-            while group.index and group in groups and chosen < count and skipped < MAX_SKIPPED:
-                entry: Entry | None = next(search)
-                before = chosen
-                while entry is not None and chosen < count and _is_victim(entry, group, victims):
-                    victims.add([entry])
-                    chosen += 1
-                    entry = entry.parent
-                skipped += chosen == before
-        if skipped >= MAX_SKIPPED and last is not None:
-            self._groups[last] = self._groups.pop(last)  # The next call begins with others.
-        return chosen
-
-    def extents(self, arena: Arena, slot_class: tuple[str, int]) -> Iterator[Extent]:
-        """A tenant's extents of other slot sizes that hold superseded entries only, none of them leased or pending."""
-        num_visited, (tenant, slot_bytes) = 0, slot_class
-        sizes = {group.spec.slot_bytes for group in self._groups if group.index and group.tenant == tenant}
-        for size in sizes - {slot_bytes}:
-            for extent in arena.extents(size, tenant):
-                num_visited += len(extent.owners)
-                if num_visited > MAX_SEARCHED_SLOTS:
-                    return
-                sampled = extent.sample(SAMPLED_SLOTS)  # A few slots rule out most extents.
-                if all(map(self._is_evictable, sampled)) and all(map(self._is_evictable, extent.owners)):
-                    yield extent
-
-    def _is_evictable(self, owner: Entry | None) -> bool:
-        return owner is None or (owner.live and owner.movable and owner.group in self._groups)
-
-
-def _search(group: Group) -> Iterator[Entry]:
-    """Entries of a group, again and again: those of one part of its index after the other, the newest of it first."""
-    while True:
-        for entries in group.index.parts():
-            yield from reversed(entries)
-
-
-def _is_victim(entry: Entry, group: Group, victims: Victims) -> bool:
-    return entry.live and entry.group is group and entry.movable and victims.would_be_leaf(entry)
 
 
 class ExtentDrain:
@@ -181,7 +112,6 @@ class Donations:
     """
 
     _arena: Arena
-    _superseded: Superseded
     _drain: ExtentDrain
     _last_used: Callable[..., int]
     _clock: Callable[[], float]
@@ -234,13 +164,6 @@ class Donations:
         if not num_extents:
             return
         num_mine = len(arena.extents(slot_bytes, tenant)) + arena.num_usable(slot_bytes, tenant)
-        for extent in self._superseded.extents(arena, slot_class):
-            if extent.start in search.given:
-                continue
-            search.given.add(extent.start)
-            num_extents[extent.slot_bytes] -= 1
-            num_mine += 1
-            yield extent
         num_shared = max(arena.num_held(tenant), min(self.share(tenant), arena.limit(tenant)))
         share, before = max(1, num_shared // (len(num_extents) + 1)), dict(num_extents)
         our_oldest, now = oldest_stamp(mine, victims), self._clock()

@@ -3,11 +3,10 @@
 A put that would take a subject over its quota first takes slots from that subject: of the same size, then of others.
 Slot sizes share the arena fairly. A size that needs slots gets them, in this order:
 1. from free slots and extents;
-2. from superseded namespaces: entries of its own size, then whole extents of others;
-3. from extents of a size whose every use is older than its own oldest candidate (a model that is no longer used);
-4. while it has less than its share of extents: the coldest extent of the size that has most; if each of those holds an
+2. from extents of a size whose every use is older than its own oldest candidate (a model that is no longer used);
+3. while it has less than its share of extents: the coldest extent of the size that has most; if each of those holds an
    entry that is leased or being written, one is drained for it (`ExtentDrain`);
-5. from entries of its own size, as the policies choose.
+4. from entries of its own size, as the policies choose.
 Where extents belong to tenants, all of these are of the same tenant. Tenants share the arena fairly, too: one with less
 than its share of extents first gets the coldest ones of the tenant that has most. A tenant at its quota or its share
 evicts nobody else's entries.
@@ -17,6 +16,7 @@ Decides only: the entry table evicts the victims, then allocates the slots.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import math
 from collections import deque
@@ -25,13 +25,12 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from kvpool.protocol.errors import OutOfSpaceError
 from kvpool.report.quotas import size_text
 from kvpool_server.cache.allocator.arena import Arena
-from kvpool_server.cache.allocator.donations import MAX_DONATED_SLOTS, Donations, ExtentDrain, Superseded, last_use
+from kvpool_server.cache.allocator.donations import MAX_DONATED_SLOTS, Donations, ExtentDrain, last_use
 from kvpool_server.cache.allocator.extent import MAX_COUNTED_SLOTS, Extent
 from kvpool_server.cache.entry import Entry, Group
 from kvpool_server.cache.eviction import TICK, Evictor, Policy
 from kvpool_server.cache.eviction.partitions import (
     Account,
-    Partition,
     Partitions,
     Victims,
     choose_pinned,
@@ -55,7 +54,6 @@ class Placement:
         clock: of pins, in seconds.
 
     Attributes:
-        superseded: groups whose entries are evicted before all others.
         stamp: of the last call that used entries.
     """
 
@@ -68,12 +66,11 @@ class Placement:
         clock: Callable[[], float],
     ):
         self._arena = arena
-        self.superseded = Superseded()
         self.drain = ExtentDrain(arena, longest_hold_s)
         self._partitions = Partitions(policy, clock)
         self._counters = counters
         self._clock = clock
-        self._donations = Donations(arena, self.superseded, self.drain, self._partitions.last_used, clock)
+        self._donations = Donations(arena, self.drain, self._partitions.last_used, clock)
         self.stamp = 0
         self._requeues: deque[Iterator[None]] = deque()
 
@@ -137,7 +134,6 @@ class Placement:
 
     def remove(self, groups: Sequence[Group]) -> None:
         """Forgets the groups of a namespace that is closed and empty."""
-        self.superseded.remove(groups)
         self._partitions.remove(groups)
 
     def most_slots(self, group: Group) -> int:
@@ -249,14 +245,6 @@ class Placement:
                     max_bytes -= size * choose_victims(mine, count, victims, self.stamp)
         return victims.entries
 
-    def next_superseded(self, reserve: float, needs: Mapping[tuple[str, int], int]) -> list[Entry]:
-        """As `next_victims`, of superseded namespaces: evict these first, and do not write them to a tier."""
-        victims = Victims(self.evictor)
-        for slot_class, short in self._shortages(reserve, needs) if self.superseded else ():
-            count = min(short, MAX_VICTIMS - len(victims.entries))
-            self._choose_superseded(self._partitions.of_class(slot_class), count, victims)
-        return victims.entries
-
     def _shortages(self, reserve: float, needs: Mapping[tuple[str, int], int]) -> list[tuple[tuple[str, int], int]]:
         """Tenants and slot sizes that have too few free slots, and how many more each needs."""
         short = []
@@ -315,7 +303,7 @@ class Placement:
         over -= sum(entry.group.spec.slot_bytes for entry in victims.entries if entry.group in account.groups)
         partitions = self._partitions.of_account(account)
         sizes = sorted({partition.slot_bytes for partition in partitions}, key=lambda size: (size != slot_bytes, -size))
-        for choose in (self._choose_unpinned, choose_pinned):
+        for choose in (functools.partial(choose_unpinned, stamp=self.stamp), choose_pinned):
             for size in sizes:
                 if over <= 0 or (num_left := most - len(victims.entries)) <= 0:
                     break
@@ -335,25 +323,13 @@ class Placement:
             chosen = (owner for owner in owners if owner.live and not owner.pending)
             victims.add(itertools.islice(chosen, max(0, most - len(victims.entries))))
 
-    def _choose_unpinned(self, partitions: Sequence[Partition], count: int, victims: Victims) -> int:
-        """Adds up to `count` victims of partitions of one slot size, superseded entries first; returns how many."""
-        taken = self._choose_superseded(partitions, count, victims)
-        return taken + choose_unpinned(partitions, count - taken, victims, self.stamp) if taken < count else taken
-
-    def _choose_superseded(self, partitions: Sequence[Partition], count: int, victims: Victims) -> int:
-        groups = {group for partition in partitions for group in partition.groups} if self.superseded else ()
-        return self.superseded.choose(groups, count, victims)
-
     def _choose_for_arena(self, slot_class: tuple[str, int], count: int, victims: Victims) -> bool:
         """Chooses until `count` slots of a size can be allocated, or `MAX_VICTIMS`; False if too few can be freed."""
         arena, (tenant, slot_bytes) = self._arena, slot_class
         short = count - arena.num_freed_by(victims.entries, slot_class) - arena.available(slot_bytes, tenant)
         if short <= 0 or len(victims.entries) >= MAX_VICTIMS:
             return True
-        mine, before = self._partitions.of_class(slot_class), len(victims.entries)
-        self._choose_superseded(mine, short, victims)
-        short -= arena.num_freed_by(victims.entries[before:], slot_class)
-        per_extent = arena.slots_per_extent(slot_bytes)
+        mine, per_extent = self._partitions.of_class(slot_class), arena.slots_per_extent(slot_bytes)
         for extent in self._donations.extents(slot_class, mine, victims):
             if short <= 0 or len(victims.entries) >= MAX_VICTIMS:
                 return True

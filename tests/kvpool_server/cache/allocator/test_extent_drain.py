@@ -229,12 +229,9 @@ def test_a_put_that_empties_extents_in_steps_gets_no_more_than_its_share(
     new.put(*range(NUM_EXTENTS // 2))
 
 
-@pytest.mark.parametrize("is_superseded", [False, True])
-def test_an_extent_that_is_being_drained_is_not_given_to_a_third_size(house: House, is_superseded: bool) -> None:
-    old, lease_id = _draining(house)
+def test_an_extent_that_is_being_drained_is_not_given_to_a_third_size(house: House) -> None:
+    _, lease_id = _draining(house)
     house.pool.release([lease_id])
-    if is_superseded:
-        house.owner(1, epoch="newer", salt=old.spec.salt)
     third = house.owner(500)
     names = third.store(4)
     assert third.present(*names) == names
