@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import inspect
 import json
 import os
@@ -199,13 +198,13 @@ def main() -> None:
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     paragraphs = inspect.cleandoc(serve.__doc__ or "").split("\n\n")
     app.command(help="\n\n".join(" ".join(each.split()) for each in paragraphs))(serve)
-    is_json = logs.wants_json(sys.argv[1:], os.environ)
-    with logs.json_lines() if is_json else contextlib.nullcontext():
-        try:
-            app()
-        except ConfigError as error:
-            if is_json:
-                log.critical(f"kvpool-server: {error}")
-            else:
-                typer.echo(f"kvpool-server: {error}", err=True)
-            raise SystemExit(2) from None
+    if is_json := logs.wants_json(sys.argv[1:], os.environ):
+        logs.log_as_json()
+    try:
+        app()
+    except ConfigError as error:
+        if is_json:
+            log.critical(f"kvpool-server: {error}")
+        else:
+            typer.echo(f"kvpool-server: {error}", err=True)
+        raise SystemExit(2) from None

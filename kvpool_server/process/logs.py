@@ -1,4 +1,4 @@
-"""The server's log: lines for people, or JSON from the first line to the last.
+"""The server's log: lines for people, or JSON from its first line to its last.
 
 The format is read before the settings are resolved, so that errors in the settings have the right format, too.
 
@@ -12,15 +12,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
-import os
 import re
-import subprocess
 import sys
 import threading
 import time
 import tomllib
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -28,11 +26,9 @@ from typing import Any, TextIO
 import structlog
 
 from kvpool.protocol.text import escaped
-from kvpool_server.process import stray_lines
 
 log = structlog.get_logger()
 
-END_S = 2.0
 _SHARED: list[Any] = [
     structlog.processors.add_log_level,
     structlog.processors.TimeStamper(fmt="iso"),
@@ -66,31 +62,9 @@ def wants_json(arguments: Sequence[str], environ: Mapping[str, str]) -> bool:
     return wanted == "json"
 
 
-@contextlib.contextmanager
-def json_lines() -> Iterator[None]:
-    """While the body runs, every line on standard error is JSON, also from libraries and child processes."""
-    stream = os.fdopen(os.dup(sys.stderr.fileno()), "w", buffering=1)
-    sys.stderr.flush()
-    filtered = subprocess.Popen(
-        [sys.executable, "-I", "-S", stray_lines.__file__], stdin=subprocess.PIPE, stdout=stream, stderr=stream
-    )
-    assert filtered.stdin is not None
-    with filtered.stdin as pipe:
-        os.dup2(pipe.fileno(), sys.stderr.fileno())
-    _route_python_to(stream)
-    try:
-        yield
-    finally:
-        sys.stderr.flush()
-        os.dup2(stream.fileno(), sys.stderr.fileno())
-        # The filter runs until every process has closed the pipe, and a child may outlive the server.
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            filtered.wait(END_S)
-
-
-def _route_python_to(stream: TextIO) -> None:
-    """Sends Python's log records, warnings and tracebacks to a stream, each as one line."""
-    _log_to(stream, structlog.processors.JSONRenderer())
+def log_as_json() -> None:
+    """Sends Python's log records, warnings and tracebacks to standard error, each as one line of JSON."""
+    _log_to(sys.stderr, structlog.processors.JSONRenderer())
     logging.captureWarnings(True)
     sys.excepthook = lambda *error: log.critical("the server ended with an error", exc_info=error)
     threading.excepthook = lambda failed: log.error(
@@ -126,7 +100,7 @@ def _log_to(stream: TextIO, *renderers: structlog.types.Processor) -> None:
 
 
 def configure(log_format: str, level: str, events: LogEvents | None = None) -> None:
-    """Sets format and level of the log on stderr. For JSON, call it within `json_lines`.
+    """Sets format and level of the log on stderr. For JSON, call `log_as_json` first.
 
     Args:
         events: keeps the last warnings and errors.

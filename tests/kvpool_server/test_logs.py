@@ -7,7 +7,6 @@ import logging
 import os
 import secrets
 import signal
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -15,17 +14,13 @@ from typing import Any
 
 import pytest
 import structlog
-from hypothesis import given
-from hypothesis import strategies as st
 
 from kvpool.security.principal import ALL_TENANTS, Principal, Role
 from kvpool.security.tokens import create_token
-from kvpool_server.process import stray_lines
 from kvpool_server.process.logs import MAX_CHARS, MAX_EVENTS, MAX_FIELDS, LogEvents, wants_json
-from kvpool_server.process.stray_lines import as_json
 from tests.conftest import StartServer
 from tests.support.certificates import DAY
-from tests.support.processes import ServerProcess, run_command, run_server, server_command, wait_for
+from tests.support.processes import run_command, run_server, wait_for
 
 JSON = ("--log-format", "json")
 NOWHERE = ("--listen", "127.0.0.1:0", "--http-listen", "")
@@ -58,7 +53,6 @@ def test_from_the_first_line_to_the_last(pool_server: StartServer, tmp_path: Pat
         (("--unix-listen", "/no/such/socket", "--memory", "1MiB", *NOWHERE), "/no/such/socket.memory"),
         (("--tier", "file:/no/such,size=64MiB", "--memory", "1MiB", *NOWHERE), "/no/such does not exist"),
         (("--config", "/no/such.toml"), "config file /no/such.toml"),
-        (("--no-such-flag",), "No such option"),
     ],
 )
 def test_what_keeps_a_server_from_starting(flags: tuple[str, ...], says: str) -> None:
@@ -75,19 +69,6 @@ def test_a_setting_that_is_wrong_is_said_as_its_own_file_wants(tmp_path: Path) -
         assert "unknown key memry" in said["event"] and said["level"] == "critical"
 
 
-def test_what_grpc_writes_past_every_logger(shared_server: ServerProcess) -> None:
-    flags = ("--listen", shared_server.endpoint, "--http-listen", "", "--memory", "1MiB")
-    plain, json_lines = (
-        run_command(*server_command(*flags, *more), GRPC_VERBOSITY="DEBUG").stderr for more in ((), JSON)
-    )
-    unsuitable = "Log level DEBUG is not suitable for production"
-    assert unsuitable in plain
-    said = _records(json_lines)
-    (stray,) = (record for record in said if unsuitable in record["event"])
-    assert stray["level"] == "warning" and stray["logger"] == "stderr"
-    assert any("cannot listen on" in record["event"] for record in said if record["level"] == "critical")
-
-
 def test_a_worker_that_dies(pool_server: StartServer) -> None:
     server = pool_server(*JSON)
     children = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()
@@ -99,25 +80,23 @@ def test_a_worker_that_dies(pool_server: StartServer) -> None:
 
 
 WARNS = """
-import logging, os, subprocess, sys, threading, warnings
+import logging, threading, warnings
 from kvpool_server.process import logs
-with logs.json_lines():
-    logs.configure("json", "info")
-    warnings.warn("by a module")
-    logging.getLogger("library").error("by a library")
-    os.write(2, b"by C\\n")
-    subprocess.run([sys.executable, "-c", "raise SystemExit('by a child')"])
-    thread = threading.Thread(target=lambda: 1 / 0)
-    thread.start(), thread.join()
-    raise RuntimeError("by the server")
+logs.log_as_json()
+logs.configure("json", "info")
+warnings.warn("by a module")
+logging.getLogger("library").error("by a library")
+thread = threading.Thread(target=lambda: 1 / 0)
+thread.start(), thread.join()
+raise RuntimeError("by the server")
 """
 
 
-def test_every_way_to_standard_error() -> None:
+def test_every_way_of_python_to_standard_error() -> None:
     done = run_command(sys.executable, "-c", WARNS)
     assert done.returncode == 1
     said = json.dumps(_records(done.stderr))
-    ways = ("by a module", "by a library", "by C", "by a child", "ZeroDivisionError", "RuntimeError: by the server")
+    ways = ("by a module", "by a library", "ZeroDivisionError", "RuntimeError: by the server")
     assert [words for words in ways if words not in said] == []
 
 
@@ -145,42 +124,6 @@ def test_names_that_clients_chose_neither_begin_lines_nor_move_the_cursor() -> N
     begun = [line for line in lines if line[:1].isdigit()]
     assert len(begun) == 4, "one line for each event"
     assert "model='evil\\\\x1b" in begun[0] or "evil\\x1b[2J\\n" in begun[0]
-
-
-def test_the_last_words_of_a_server_that_aborts() -> None:
-    aborts = """
-import os
-from kvpool_server.process import logs
-with logs.json_lines():
-    os.write(2, b"F0000 broken")
-    os.abort()
-"""
-    done = run_command(sys.executable, "-c", aborts)
-    assert done.returncode == -signal.SIGABRT
-    (said,) = _records(done.stderr)
-    assert (said["event"], said["level"]) == ("F0000 broken", "critical")
-
-
-@given(st.binary())
-def test_any_line_becomes_one_record(line: bytes) -> None:
-    for one in line.split(b"\n"):
-        if said := as_json(one):
-            assert isinstance(json.loads(said), dict) and "\n" not in said
-
-
-def test_a_record_passes_as_it_is_and_glogs_levels_are_kept() -> None:
-    assert as_json(b'{"event": "x"}\n') == '{"event": "x"}'
-    levels = {
-        line: json.loads(as_json(line))["level"] for line in (b"I0000 a", b"W1122 a", b"E0000 a", b"F0000 a", b"a")
-    }
-    assert list(levels.values()) == ["info", "warning", "error", "critical", "warning"]
-    assert as_json(b" \n") == ""
-
-
-def test_the_filter_needs_the_standard_library_alone() -> None:
-    ran = [sys.executable, "-I", "-S", stray_lines.__file__]
-    done = subprocess.run(ran, input="one\ntwo", capture_output=True, text=True, timeout=30, check=True)
-    assert [record["event"] for record in _records(done.stdout)] == ["one", "two"]
 
 
 @pytest.mark.parametrize(
