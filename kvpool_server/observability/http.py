@@ -58,19 +58,6 @@ METHODS = "GET, HEAD"
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """A GET or HEAD for a page.
-
-    Args:
-        path: of the URL, before the first "?", as it was sent.
-    """
-
-    path: str
-    accepts_gzip: bool = False
-    if_none_match: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class Response:
     """An answer, with its body and the headers beside those of its body."""
 
@@ -80,9 +67,9 @@ class Response:
     headers: Mapping[str, str] = field(default_factory=dict)
 
 
-Pages = Callable[[Request, Callable[[], None]], Response | None]
-"""Further paths of the port, for the threads: the answer, or None for an unknown path. It calls its second argument
-before it tells numbers, which raises as a Gate."""
+Pages = Callable[[str, Callable[[], None]], Response | None]
+"""Further paths of the port, as they were sent before the first "?", for the threads: the answer, or None for an
+unknown path. It calls its second argument before it tells numbers, which raises as a Gate."""
 
 
 def on_loop(loop: asyncio.AbstractEventLoop, function: Callable[[], Value]) -> Callable[[], Value]:
@@ -269,11 +256,8 @@ class OperatorHttp:
                 if path == "/healthz":
                     state = health()
                     return Response(200 if state == SERVING else 503, f"{state}\n".encode())
-                if pages is not None:
-                    accepts_gzip = "gzip" in self.headers.get("Accept-Encoding", "")
-                    request = Request(path, accepts_gzip, self.headers.get("If-None-Match", ""))
-                    if (found := pages(request, self._check)) is not None:
-                        return found
+                if pages is not None and (found := pages(path, self._check)) is not None:
+                    return found
                 return Response(404, b"try /, /metrics or /healthz\n")
 
             def _check(self) -> None:
@@ -286,9 +270,8 @@ class OperatorHttp:
 
             def _answer(self, response: Response) -> None:
                 self.send_response(response.status)
-                if response.status != 304:
-                    self.send_header("Content-Type", response.content_type)
-                    self.send_header("Content-Length", str(len(response.body)))
+                self.send_header("Content-Type", response.content_type)
+                self.send_header("Content-Length", str(len(response.body)))
                 for name, value in response.headers.items():
                     self.send_header(name, value)
                 self.end_headers()

@@ -1,15 +1,13 @@
 """The page as the HTTP port serves it: the answer to each path, and the hour of samples that its charts draw.
 
 Threads of the HTTP port call `answer`; the samples belong to the event loop.
-The page's files are a fixed table, read once, compressed once. No request names a path of the file system.
+The page's files are a fixed table, read once. No request names a path of the file system.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import gzip
-import hashlib
 import importlib.resources
 import json
 import threading
@@ -27,7 +25,7 @@ from kvpool.protocol.reports import Cause
 from kvpool.protocol.text import escaped
 from kvpool.report.finding import Level, problems
 from kvpool.v1 import pool_pb2 as pb
-from kvpool_server.observability.http import LOOP_TIMEOUT_S, Request, Response, on_loop
+from kvpool_server.observability.http import LOOP_TIMEOUT_S, Response, on_loop
 from kvpool_server.process.logs import LogEvent, LogEvents
 
 log = structlog.get_logger()
@@ -44,9 +42,6 @@ MAX_TEXT_CHARS = 200
 """Of a text in a message."""
 MAX_CHECK_CHARS = 60
 """Of the name of a check, which may contain that of a tier."""
-MIN_GZIP_BYTES = 1_000
-GZIP_LEVEL = 1
-"""Of answers that are made for each request."""
 JSON = "application/json"
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
@@ -59,10 +54,9 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cross-Origin-Opener-Policy": "same-origin",
+    "Cache-Control": "no-store",
 }
 """Of each answer."""
-_STATIC = {"Cache-Control": "no-cache", "Vary": "Accept-Encoding"}  # A browser asks whether its copy is still good.
-_DATA = {"Cache-Control": "no-store", "Vary": "Accept-Encoding"}
 _TYPES = {"html": "text/html; charset=utf-8", "css": "text/css; charset=utf-8", "js": "text/javascript; charset=utf-8"}
 NAMES = (
     "index.html", "page.css", "page.js", "panels.js", "charts.js", "chart.js", "samples.js", "format.js", "source.js",
@@ -159,7 +153,7 @@ class Site:
                 log.exception("sampling the server's numbers for the page failed")
             await asyncio.sleep(INTERVAL_S)
 
-    def answer(self, request: Request, check: Callable[[], None]) -> Response | None:
+    def answer(self, path: str, check: Callable[[], None]) -> Response | None:
         """The answer to a GET; None for a path that is not the page's.
 
         Args:
@@ -167,12 +161,12 @@ class Site:
 
         Raises TimeoutError if the server's loop does not answer.
         """
-        if (file := self._files.get(request.path)) is not None:
-            return _of_file(file, request)
-        if (numbers := self._numbers.get(request.path)) is None:
+        if (file := self._files.get(path)) is not None:
+            return file
+        if (numbers := self._numbers.get(path)) is None:
             return None
         check()
-        return _compressed(numbers(), request)
+        return Response(200, numbers(), JSON, HEADERS)
 
     def _look_on_loop(self) -> tuple[str, pb.StatsResponse, Sample, pb.StatsResponse | None]:
         stats = self._stats()
@@ -202,41 +196,14 @@ class Site:
             self._answering.release()
 
 
-def _of_file(file: StaticFile, request: Request) -> Response:
-    headers = HEADERS | _STATIC | {"ETag": file.etag}
-    if file.etag in [tag.strip().removeprefix("W/") for tag in request.if_none_match.split(",")]:
-        return Response(304, b"", "", headers)
-    if request.accepts_gzip:
-        return Response(200, file.gzipped, file.content_type, headers | {"Content-Encoding": "gzip"})
-    return Response(200, file.body, file.content_type, headers)
-
-
-def _compressed(body: bytes, request: Request) -> Response:
-    headers = HEADERS | _DATA
-    if request.accepts_gzip and len(body) >= MIN_GZIP_BYTES:
-        return Response(200, gzip.compress(body, GZIP_LEVEL), JSON, headers | {"Content-Encoding": "gzip"})
-    return Response(200, body, JSON, headers)
-
-
-@dataclass(frozen=True, slots=True)
-class StaticFile:
-    """A file as HTTP sends it."""
-
-    body: bytes
-    gzipped: bytes
-    content_type: str
-    etag: str
-
-
-def read_static_files() -> dict[str, StaticFile]:
-    """The files by the path of their URL."""
+def read_static_files() -> dict[str, Response]:
+    """The files by the path of their URL, as HTTP sends them."""
     root = importlib.resources.files("kvpool_server.page") / "static"
     files = {}
     for name in NAMES:
-        body = root.joinpath(*name.split("/")).read_bytes()
-        etag = f'"{hashlib.sha256(body).hexdigest()[:16]}"'
         path = "/" if name == "index.html" else f"/page/{name}"
-        files[path] = StaticFile(body, gzip.compress(body, mtime=0), _TYPES[name.rpartition(".")[2]], etag)
+        body = root.joinpath(*name.split("/")).read_bytes()
+        files[path] = Response(200, body, _TYPES[name.rpartition(".")[2]], HEADERS)
     return files
 
 

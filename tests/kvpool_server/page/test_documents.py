@@ -16,7 +16,6 @@ from kvpool.report.finding import Level, problems
 from kvpool.v1 import pool_pb2 as pb
 from kvpool.version import __version__
 from kvpool_server.cache.counters import COUNTERS
-from kvpool_server.observability.http import Request
 from kvpool_server.page import site
 from kvpool_server.page.site import INTERVAL_S, KEPT_S, MAX_TEXT_CHARS, Samples, findings, now_document
 from kvpool_server.process.logs import LogEvents
@@ -190,7 +189,7 @@ def test_one_answer_is_made_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     paths = ["/api/v1/value", "/api/v1/now"] * 4
 
     def ask(path: str) -> int:
-        answer = page.answer(Request(path), lambda: None)
+        answer = page.answer(path, lambda: None)
         assert answer is not None
         return answer.status
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import shutil
 import time
 from pathlib import Path
@@ -43,24 +42,6 @@ def test_the_page_and_its_files_are_served_with_a_strict_policy(shared_server: S
         assert "Content-Security-Policy" in answer.headers
     assert Answer(shared_server.http_url, "/api/v1/now").headers["Cache-Control"] == "no-store"
     assert Answer(shared_server.http_url, "/page/page.css").headers["Content-Type"] == "text/css; charset=utf-8"
-
-
-@pytest.mark.parametrize("path", ["/", "/page/uPlot/uPlot.iife.min.js", "/api/v1/now"])
-def test_answers_are_compressed_for_those_who_can_read_them(shared_server: ServerProcess, path: str) -> None:
-    plain = Answer(shared_server.http_url, path)
-    small = Answer(shared_server.http_url, path, Accept_Encoding="gzip, br")
-    assert "Content-Encoding" not in plain.headers and small.headers["Content-Encoding"] == "gzip"
-    assert len(small.body) < len(plain.body) / 2
-    if path != "/api/v1/now":
-        assert gzip.decompress(small.body) == plain.body
-    assert plain.headers["Vary"] == small.headers["Vary"] == "Accept-Encoding"
-
-
-def test_a_browsers_copy_is_not_sent_again(shared_server: ServerProcess) -> None:
-    first = Answer(shared_server.http_url, "/page/page.js")
-    again = Answer(shared_server.http_url, "/page/page.js", If_None_Match=first.headers["ETag"])
-    assert (again.status, again.body) == (304, b"")
-    assert Answer(shared_server.http_url, "/page/page.js", If_None_Match='"other"').status == 200
 
 
 @pytest.mark.parametrize(
