@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 import operator
 import secrets
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -51,17 +51,16 @@ _FOR = (1 << _FOR_BITS) - 1
 _UNUSED = (1 << _AGE_BITS) - 1
 """Code of a last use that is unknown, and the largest of all codes."""
 _CODES_PER_DOUBLING = 8
-MARKS_PER_LEVEL = 64
-NUM_LEVELS = 22
-"""The last level reaches back 8 years."""
+MAX_MARKS, MARKS_PER_AGE = 2_048, 64
+"""Of `UseTimes`: beyond so many, those are left out that are nearer to the one behind them than 1/64 of their age."""
 UNKNOWN = -1.0
 
 
 class UseTimes:
     """When a stamp was given: entries record their last use as a stamp (`eviction/base.py`), people ask for seconds.
 
-    A mark is a stamp and the time at which it was the latest one. Level k keeps the last `MARKS_PER_LEVEL` marks that
-    are 2**k seconds or more apart, so that the error is about 3 % of a use's age, and 1 s at least.
+    A mark is a stamp and the time at which it was the latest one. There is one for each second at most, and fewer of
+    long ago, so that the error is about 3 % of a use's age, and 1 s at least.
 
     Attributes:
         next_mark: the time from which on `mark` is worth a call.
@@ -69,40 +68,35 @@ class UseTimes:
 
     def __init__(self, now: float):
         self.next_mark = now
-        self._levels: list[deque[tuple[float, int]]] = [deque(maxlen=MARKS_PER_LEVEL) for _ in range(NUM_LEVELS)]
-        self._marks: tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]] | None = None  # Made once after a mark.
+        self._marks: list[tuple[float, int]] = []
+        self._ascending: tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]] | None = None  # Made once after a mark.
 
     def mark(self, now: float, stamp: int) -> None:
         """No later stamp has been given before `now`. Call it before a call's stamp is given, from `next_mark` on."""
         self.next_mark = now + 1
-        self._marks = None
+        self._ascending = None
         stamp |= TICK - 1  # Whatever the kinds of its uses.
-        for level, marks in enumerate(self._levels):
-            if marks and marks[-1][1] == stamp:
-                marks[-1] = now, stamp  # The pool was idle: what it uses from now on is not older than this.
-            elif not marks or now - marks[-1][0] >= 1 << level:
-                marks.append((now, stamp))
-            else:
-                break
+        if self._marks and self._marks[-1][1] == stamp:
+            del self._marks[-1]  # The pool was idle: what it uses from now on is not older than this.
+        self._marks.append((now, stamp))
+        if len(self._marks) > MAX_MARKS:
+            kept = self._marks[-1:]
+            for mark in self._marks[-2:0:-1]:
+                if kept[-1][0] - mark[0] >= (now - mark[0]) / MARKS_PER_AGE:
+                    kept.append(mark)
+            self._marks = [self._marks[0], *kept[::-1]]
 
     def ages(self, stamps: Sequence[int], now: float) -> npt.NDArray[np.float64]:
         """Seconds since each stamp was given; `UNKNOWN` for a stamp older than all marks."""
-        if self._marks is None:
-            self._marks = self._ascending()
-        times, marked = self._marks
+        if self._ascending is None:
+            times, stamps_then = [time for time, _ in self._marks], [stamp for _, stamp in self._marks]
+            self._ascending = np.array(times, np.float64), np.array(stamps_then, np.int64)
+        marked_at, marked = self._ascending
         found = np.searchsorted(marked, np.asarray(stamps, np.int64)) - 1
         ages = np.full(len(stamps), UNKNOWN)
         known = found >= 0
-        ages[known] = np.maximum(now - times[found[known]], 0.0)
+        ages[known] = np.maximum(now - marked_at[found[known]], 0.0)
         return ages
-
-    def _ascending(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
-        """Times and stamps of all marks, ascending: those of a level that are older than the finer levels' ones."""
-        latest_first: list[tuple[float, int]] = []
-        for marks in self._levels:
-            latest_first += [mark for mark in reversed(marks) if not latest_first or mark[1] < latest_first[-1][1]]
-        times, stamps = [time for time, _ in reversed(latest_first)], [stamp for _, stamp in reversed(latest_first)]
-        return np.array(times, np.float64), np.array(stamps, np.int64)
 
 
 @dataclass(frozen=True, slots=True)

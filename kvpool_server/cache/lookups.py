@@ -253,24 +253,6 @@ class TrafficObserver:
         """A put of blocks of one group has begun; it may name blocks that the pool has already."""
 
 
-class Traffic:
-    """Tells each observer of lookups and puts, but not of measurements."""
-
-    def __init__(self) -> None:
-        self._observers: list[TrafficObserver] = []
-
-    def observe(self, observer: TrafficObserver) -> None:
-        self._observers.append(observer)
-
-    def looked_up(self, namespace: PoolNamespace, runs: Sequence[BlockRun], hits: Sequence[RunHits]) -> None:
-        for observer in () if namespace.is_measurement else self._observers:
-            observer.looked_up(namespace, runs, hits)
-
-    def put(self, namespace: PoolNamespace, runs: Sequence[BlockRun]) -> None:
-        for observer in () if namespace.is_measurement else self._observers:
-            observer.put(namespace, runs)
-
-
 def count_tokens(namespace: PoolNamespace, runs: Sequence[BlockRun], hits: Sequence[RunHits]) -> tuple[int, int]:
     """How many tokens a lookup asked for, and how many of them it found.
 

@@ -34,7 +34,7 @@ from kvpool_server.cache.hints import Hints, Pins
 from kvpool_server.cache.holds import Holds, NoTransfers, Transfers
 from kvpool_server.cache.leases import NOBODY, Owner, Ticket
 from kvpool_server.cache.limits import IdentityLimits, Limits, default_limits
-from kvpool_server.cache.lookups import Lookups, Removals, Traffic
+from kvpool_server.cache.lookups import Lookups, Removals, TrafficObserver
 from kvpool_server.cache.namespaces import Namespaces, PoolNamespace
 from kvpool_server.cache.quotas import Quotas
 from kvpool_server.cache.steps import LOOKUP_STEP_BLOCKS, SETTLED_PER_CALL, STEP_BLOCKS, Steps
@@ -55,6 +55,7 @@ class Pool:
         namespaces: the open ones, and those that were closed and still hold entries.
         on_closed: each is called with each namespace that is closed, once it holds nothing any more.
         on_quotas: called when quotas have been set.
+        traffic: told of lookups and puts, but not of measurements.
         on_ticket: called with the deadline of each ticket, before anybody can write under it.
     """
 
@@ -88,7 +89,7 @@ class Pool:
         self.hints = Hints(self.namespaces, self.placement, self.pins, clock, self.counters)
         self.explanations = Explanations(self.namespaces, self._departures, clock)
         self._quotas = Quotas(self.limits.max_quotas, arena)
-        self.traffic = Traffic()
+        self.traffic: list[TrafficObserver] = []
         self.on_closed: list[Callable[[PoolNamespace], None]] = []
         self.on_quotas: Callable[[], None] = lambda: None
         self.on_ticket: Callable[[float], None] = lambda deadline: None
@@ -176,8 +177,10 @@ class Pool:
         """
         ttl_ms = min(ttl_ms or self.limits.default_ticket_ttl_ms, self.limits.max_ttl_ms)
         ticket, statuses = yield from self.reserve_in_steps(fingerprint, runs, shards, ttl_ms / 1000, owner)
-        if not shards.start and (namespace := self.namespace(fingerprint)) is not None:
-            self.traffic.put(namespace, runs)
+        namespace = None if shards.start else self.namespace(fingerprint)
+        if namespace is not None and not namespace.is_measurement:
+            for observer in self.traffic:
+                observer.put(namespace, runs)
         self.counters["put_granted_blocks"] += len(ticket.entries)
         self.counters["put_present_blocks"] += statuses.count(PutStatus.PRESENT)
         self.counters["put_busy_blocks"] += statuses.count(PutStatus.BUSY)

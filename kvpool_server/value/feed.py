@@ -86,7 +86,7 @@ class ValueFeed(TrafficObserver):
         self._saved_s = MAX_SAVED_S
         self._seconds = 0.0  # Of the traffic that was counted until `_faded_at`, faded as the counts are.
         if sample:
-            pool.traffic.observe(self)
+            pool.traffic.append(self)
 
     @property
     def seconds(self) -> float:

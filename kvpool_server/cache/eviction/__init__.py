@@ -15,11 +15,4 @@ POLICIES: Mapping[str, type[Policy]] = {"density": HitDensity, "lru": PrefixLRU}
 DEFAULT_POLICY = "density"
 
 
-def check_policy(name: str) -> str:
-    """Returns the name of a policy. Raises ValueError for any other."""
-    if name not in POLICIES:
-        raise ValueError(f"unknown policy {name!r}; choose {' or '.join(POLICIES)}")
-    return name
-
-
-__all__ = ["DEFAULT_POLICY", "EXPIRED", "POLICIES", "TICK", "Evictor", "Policy", "SearchCutError", "check_policy"]
+__all__ = ["DEFAULT_POLICY", "EXPIRED", "POLICIES", "TICK", "Evictor", "Policy", "SearchCutError"]

@@ -88,10 +88,6 @@ class Victims:
             if parent is not None and parent.live and (before := self.chosen.get(parent, 0)) != VICTIM:
                 self.chosen[parent] = before + 1
 
-    def would_be_leaf(self, entry: Entry) -> bool:
-        """True if an entry is no victim, and a leaf once the victims are dropped."""
-        return entry.children == self.chosen.get(entry, 0)
-
     def _undo(self) -> None:
         """Evicts none of them: all become candidates again."""
         for evictor, victims in self._by_evictor:

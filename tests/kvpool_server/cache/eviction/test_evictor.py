@@ -3,7 +3,7 @@
 import pytest
 
 from kvpool_server.cache.entry import Entry
-from kvpool_server.cache.eviction import DEFAULT_POLICY, POLICIES, TICK, Evictor, Policy, SearchCutError, check_policy
+from kvpool_server.cache.eviction import TICK, Evictor, Policy, SearchCutError
 from kvpool_server.cache.eviction.evictor import MAX_VISITED, MIN_DEAD_TO_SWEEP, Chosen
 from tests.support.clock import FakeClock
 from tests.support.entries import drop, evict, make_chain, make_entry, queued
@@ -13,12 +13,6 @@ from tests.support.entries import drop, evict, make_chain, make_entry, queued
 def evictor(policy: type[Policy], clock: FakeClock) -> Evictor:
     clock.now = 100.0
     return Evictor(policy(), clock)
-
-
-def test_a_policy_is_checked_by_name() -> None:
-    assert check_policy(DEFAULT_POLICY) == DEFAULT_POLICY
-    with pytest.raises(ValueError, match=f"unknown policy 'best'; choose {' or '.join(POLICIES)}"):
-        check_policy("best")
 
 
 def _stored(evictor: Evictor, stamp: int, *prefixes: list[Entry]) -> Evictor:
