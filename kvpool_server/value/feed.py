@@ -1,7 +1,7 @@
 """Feeds the histogram of `kvpool value` with the pool's traffic, within a share of one core.
 
 Calls of clients only append to a bounded queue. The event loop counts what is queued, in steps of about a millisecond,
-when a bucket of CPU seconds that fills at `CPU_SHARE` allows it. Lookups and puts that find the queue full are left out
+and rests after each turn until its share is `CPU_SHARE` again. Lookups and puts that find the queue full are left out,
 and counted.
 
 Not thread-safe: the event loop owns it.
@@ -28,8 +28,6 @@ log = structlog.get_logger()
 
 CPU_SHARE = 0.01
 """Of one core, for the histogram."""
-MAX_SAVED_S = 0.02
-"""CPU seconds that the bucket holds at most."""
 TURN_S = 0.001
 """How long the steps of one turn may last; the loop runs what else is ready between two turns."""
 TURN_EVERY_S = 0.02
@@ -82,8 +80,7 @@ class ValueFeed(TrafficObserver):
         self._queued_blocks = 0
         self._steps: Steps[None] | None = None
         self._is_scheduled = False
-        self._filled_at = self._faded_at = clock()
-        self._saved_s = MAX_SAVED_S
+        self._rests_until = self._faded_at = clock()
         self._seconds = 0.0  # Of the traffic that was counted until `_faded_at`, faded as the counts are.
         if sample:
             pool.traffic.append(self)
@@ -110,33 +107,32 @@ class ValueFeed(TrafficObserver):
             return
         self._queue.append((namespace, runs, hits, cost))
         self._queued_blocks += cost
+        self._schedule()
+
+    def _schedule(self) -> None:
         if not self._is_scheduled:
             self._is_scheduled = True
-            self._later(TURN_EVERY_S, self.turn)
+            self._later(max(TURN_EVERY_S, self._rests_until - self._clock()), self.turn)
 
     def turn(self) -> None:
-        """Counts for `TURN_S` at most, or one step, if CPU time is left for it."""
+        """Counts for `TURN_S`, and to the end of the step."""
         self._is_scheduled = False
         now = self._clock()
-        self._saved_s = min(MAX_SAVED_S, self._saved_s + CPU_SHARE * (now - self._filled_at))
-        self._filled_at = now
         if now - self._faded_at >= FADE_EVERY_S:
             self._fade(now)
-        started = self._cpu_clock()
-        ends_at, spent = started + min(TURN_S, self._saved_s), 0.0
+        started, spent = self._cpu_clock(), 0.0
         try:
-            while started + spent < ends_at and self._step():
+            while spent < TURN_S and self._step():
                 spent = self._cpu_clock() - started
         except Exception:
             # An instrument must not end the server's loop; the call that failed is left out.
             log.exception("counting a lookup or put for `kvpool value` failed; the call is left out")
             self._steps = None
             self.num_left_out += 1
-        self._saved_s -= spent
+        self._rests_until = now + spent / CPU_SHARE
         self.cpu_s += spent
         if not self.is_idle:
-            self._is_scheduled = True
-            self._later(TURN_EVERY_S, self.turn)
+            self._schedule()
 
     def _step(self) -> bool:
         """One step of counting; False if nothing is queued."""
