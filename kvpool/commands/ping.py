@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime as dt
-from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
@@ -17,19 +16,7 @@ from kvpool.protocol.errors import InvalidRequestError
 from kvpool.protocol.messages import fields_of
 from kvpool.protocol.text import duration_text
 from kvpool.protocol.wire import decode_spec
-from kvpool.report.bandwidth import (
-    HIT_TOKENS,
-    TIMEOUTS,
-    Bandwidth,
-    HitCost,
-    Rates,
-    check_permission,
-    hit_cost,
-    largest_group,
-    measure,
-    shards_of_rank,
-    usual_block,
-)
+from kvpool.report.bandwidth import HIT_TOKENS, TIMEOUTS, hit_bytes, hit_cost, measure, shards_of_rank, usual_block
 from kvpool.report.output import seconds_text
 from kvpool.report.quotas import size_text
 from kvpool.security.principal import Role
@@ -80,12 +67,9 @@ def ping(
     """Check that the server answers, and which transport a client gets; with --bandwidth, how fast it is."""
     if namespace is None and (prefill is not None or tensor_parallel != 1):
         raise InvalidRequestError("--prefill and --tensor-parallel are about a namespace's hits; give --namespace")
-    given = {"--namespace": namespace, "--mib": mib}
-    if needy := [name for name, value in given.items() if value is not None and not bandwidth]:
-        raise InvalidRequestError(f"{needy[0]} needs a measurement; give --bandwidth, too")
+    if not bandwidth and (namespace is not None or mib is not None):
+        raise InvalidRequestError("--mib and --namespace are about a measurement; give --bandwidth, too")
     with Client(common.config_of(endpoint, transport, **(TIMEOUTS if bandwidth else {}))) as client:
-        if bandwidth:
-            check_permission(client)
         pong = client.admin.ping()
         choice = client.admin.try_transport()
         choice.transport.close()
@@ -106,73 +90,62 @@ def ping(
             route = f"{choice.transport.name} (slow)" if choice.is_fallback else choice.route
             typer.echo(f"bytes would travel by {route}: {choice.why}")
         if bandwidth:
-            round_bytes = (mib or ROUND_MIB) << 20
-            cost = None
-            if namespace is None:
-                measured = measure(client, round_bytes, usual_block(client))
-            else:
-                (chosen,) = find_namespaces(client, namespace)
-                block = largest_group(decode_spec(chosen.spec), tensor_parallel)
-                measured = measure(client, round_bytes, block, shards_of_rank(block, tensor_parallel))
-                cost = hit_cost(measured, chosen, tensor_parallel)
+            found |= _measured(client, (mib or ROUND_MIB) << 20, namespace, tensor_parallel, prefill)
             used = client.attachment.choice or choice
-            found |= {"route": used.route, "why": used.why, **row_of(measured, cost, prefill)}
+            found |= {"route": used.route, "why": used.why}
             if not as_json:
-                typer.echo(text_of(measured, cost, prefill))
+                typer.echo(text_of(found))
     if as_json:
         common.print_json(found)
 
 
-def row_of(measured: Bandwidth, cost: HitCost | None, prefill: float | None) -> dict[str, Any]:
-    """A measurement as JSON.
-
-    Args:
-        cost: of a namespace's hit, if one was asked for.
-        prefill: tokens that the engine prefills a second; None: unknown.
-    """
-    row = asdict(measured)
-    if cost is not None:
-        row["hit"] = {"namespace": cost.fingerprint.hex(), "tokens": HIT_TOKENS, "bytes": cost.nbytes}
-        row["hit"] |= {"load_ms": cost.load_s * 1e3, "pays_below_tokens_per_s": cost.break_even}
-        if prefill is not None:
-            compute_s = HIT_TOKENS / prefill
-            row["hit"] |= {"compute_ms": compute_s * 1e3, "saved_ms": (compute_s - cost.load_s) * 1e3}
-    return row
+def _measured(
+    client: Client, round_bytes: int, prefix: str | None, tp_size: int, prefill: float | None
+) -> dict[str, Any]:
+    """A measurement with usual blocks, or with those of the namespace whose fingerprint begins with `prefix`."""
+    client.admin.stats()  # The server refuses others than operators here, and names the role.
+    if prefix is None:
+        return measure(client, round_bytes, usual_block(client))
+    (info,) = find_namespaces(client, prefix)
+    block = max(decode_spec(info.spec).groups, key=lambda group: hit_bytes(group, tp_size))
+    measured = measure(client, round_bytes, block, shards_of_rank(block, tp_size))
+    return measured | {"hit": hit_cost(measured, info, tp_size, prefill)}
 
 
-def text_of(measured: Bandwidth, cost: HitCost | None, prefill: float | None) -> str:
-    """A measurement as lines of at most 80 characters; arguments as for `row_of`."""
-    sizes = (measured.region_bytes, measured.put_round_bytes, measured.get_round_bytes)
-    region, put, get = map(size_text, sizes)
+def text_of(found: dict[str, Any]) -> str:
+    """A measurement, as `measure` returns it, as lines of at most 80 characters."""
+    region, put, get, free = (
+        size_text(found[name]) for name in ("region_bytes", "put_round_bytes", "get_round_bytes", "free_bytes")
+    )
     lines = [
-        f"round trip  {seconds_text(measured.round_trip_ms / 1e3)}",
-        f"one block   {seconds_text(measured.one_block_ms / 1e3)} to look up and load {region}",
-        f"put         {_rates_text(measured.put_gb_per_s)}, {measured.rounds} rounds of {put}",
-        f"get         {_rates_text(measured.get_gb_per_s)}, {measured.rounds} rounds of {get}",
+        f"round trip  {seconds_text(found['round_trip_ms'] / 1e3)}",
+        f"one block   {seconds_text(found['one_block_ms'] / 1e3)} to look up and load {region}",
+        f"put         {_rates_text(found['put_gb_per_s'])}, {found['rounds']} rounds of {put}",
+        f"get         {_rates_text(found['get_gb_per_s'])}, {found['rounds']} rounds of {get}",
     ]
-    if measured.transport == "shm":
+    if found["transport"] == "shm":
         lines.append("CPU threads copy here; an engine on a GPU lets the device copy, faster.")
-    if measured.limited_by == "time":
+    if found["limited_by"] == "time":
         lines.append("The pool is slow from here: rounds were made small enough for about a second.")
-    if measured.limited_by == "room":
-        lines.append(f"Rounds were made small: the pool has only {size_text(measured.free_bytes)} free.")
-    if measured.evicted_blocks:
-        lines.append(f"The pool evicted {measured.evicted_blocks:,} blocks meanwhile, for this or for engines.")
-    if cost is not None:
-        hit = f"A hit of {HIT_TOKENS:,} tokens of {cost.fingerprint.hex()[:12]}"
-        lines.append(f"{hit} loads {size_text(cost.nbytes)} a rank in {seconds_text(cost.load_s)}.")
-        lines.append(f"It pays where prefill is slower than {cost.break_even:,.0f} tokens/s.")
-        if prefill is not None:
-            compute_s = HIT_TOKENS / prefill
-            verb = "saves" if compute_s > cost.load_s else "loses"
-            difference = seconds_text(abs(compute_s - cost.load_s))
-            computing = f"At {prefill:,.0f} tokens/s computing takes {seconds_text(compute_s)}"
-            lines.append(f"{computing}: the hit {verb} {difference}.")
+    if found["limited_by"] == "room":
+        lines.append(f"Rounds were made small: the pool has only {free} free.")
+    if found["evicted_blocks"]:
+        lines.append(f"The pool evicted {found['evicted_blocks']:,} blocks meanwhile, for this or for engines.")
+    if hit := found.get("hit"):
+        load = seconds_text(hit["load_ms"] / 1e3)
+        which = f"A hit of {HIT_TOKENS:,} tokens of {hit['namespace'][:12]}"
+        lines.append(f"{which} loads {size_text(hit['bytes'])} a rank in {load}.")
+        lines.append(f"It pays where prefill is slower than {hit['pays_below_tokens_per_s']:,.0f} tokens/s.")
+        if "saved_ms" in hit:
+            verb = "saves" if hit["saved_ms"] > 0 else "loses"
+            computing, difference = (seconds_text(abs(hit[name]) / 1e3) for name in ("compute_ms", "saved_ms"))
+            rate = HIT_TOKENS / hit["compute_ms"] * 1e3
+            lines.append(f"At {rate:,.0f} tokens/s computing takes {computing}: the hit {verb} {difference}.")
     return "\n".join(lines)
 
 
-def _rates_text(rates: Rates) -> str:
-    return f"{rates.median:.3g} GB/s ({rates.lowest:.3g} to {rates.highest:.3g})"
+def _rates_text(rates: dict[str, float]) -> str:
+    return f"{rates['median']:.3g} GB/s ({rates['lowest']:.3g} to {rates['highest']:.3g})"
 
 
 def whoami(endpoint: Endpoint = DEFAULT_ENDPOINT, as_json: AsJson = False) -> None:

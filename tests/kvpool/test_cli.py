@@ -112,8 +112,8 @@ def test_ping_measures_what_a_hit_costs_and_saves(pool_server: StartServer, conn
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--namespace", "0123"], "--namespace needs a measurement; give --bandwidth"),
-        (["--mib", "4"], "--mib needs a measurement; give --bandwidth, too"),
+        (["--namespace", "0123"], "--mib and --namespace are about a measurement; give --bandwidth, too"),
+        (["--mib", "4"], "--mib and --namespace are about a measurement; give --bandwidth, too"),
         (["--bandwidth", "--prefill", "9"], "--prefill and --tensor-parallel are about a namespace's hits"),
         (["--bandwidth", "--namespace", "zzz"], "no namespace begins with 'zzz'"),
         (["--bandwidth", "--namespace", ""], "2 namespaces begin with ''"),
