@@ -116,7 +116,7 @@ def _mooncake(config: ClientConfig, offer: Offer, _: grpc.Channel) -> Choice:
             f"kvpool-server at {config.endpoint} has no Transfer Engine; start it with --mooncake tcp (or rdma), "
             "or use transport=tcp"
         )
-    engine = Engine.start(address_towards(split_address(config.endpoint)[0]), offer.mooncake.protocol)
+    engine = Engine(address_towards(split_address(config.endpoint)[0]), offer.mooncake.protocol)
     transport = MooncakeTransport(offer.mooncake, engine, config.stall_timeout_ms / 1000)
     try:
         transport.prove(config.data_timeout_ms / 1000)

@@ -23,7 +23,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from kvpool.protocol.errors import ConfigError, TransferError
+from kvpool.protocol.errors import ConfigError, TransferError, UnavailableError
 from kvpool.transport.segment import Bytes
 
 RDMA_DEVICES = Path("/sys/class/infiniband")
@@ -34,19 +34,33 @@ _start_lock = threading.Lock()
 
 
 class Engine:
-    """A Transfer Engine, and the memory registered with it, which lives as long as the engine.
+    """A Transfer Engine, which listens on two free ports of all of this host's addresses, and the memory registered
+    with it, which lives as long as the engine.
+
+    Args:
+        host: name or address by which peers reach this host.
+        protocol: "tcp" or "rdma"; also an attribute.
+        device: of RDMA, for example "mlx5_0", or several with commas; empty: any.
 
     Attributes:
         session: HOST:PORT, by which peers address the engine.
-        protocol: "tcp" or "rdma".
+
+    Raises ConfigError if the package, a library or the RDMA device is missing; the message says which.
     """
 
     _native: Any = None
 
-    def __init__(self, native: Any, session: str, protocol: str):
+    def __init__(self, host: str, protocol: str, device: str = ""):
+        with engine_start(protocol, device):
+            native = import_mooncake("engine", "transport mooncake").TransferEngine()
+            if native.initialize(host, "P2PHANDSHAKE", protocol, device):
+                raise ConfigError(
+                    f"Mooncake's Transfer Engine does not start at {host!r} over {protocol}; see its log on stderr"
+                )
         self._native = native
         self._memory: list[Bytes] = []
-        self.session = session
+        _listen_in_short_waits(port := native.get_rpc_port())
+        self.session = f"{host}:{port}"
         self.protocol = protocol
 
     def __del__(self) -> None:
@@ -55,48 +69,28 @@ class Engine:
     def __repr__(self) -> str:
         return f"Engine({self.session}, {self.protocol})"
 
-    @classmethod
-    def start(cls, host: str, protocol: str, device: str = "") -> Engine:
-        """Starts an engine, which listens on two free ports of all of this host's addresses.
-
-        Args:
-            host: name or address by which peers reach this host.
-            protocol: "tcp" or "rdma".
-            device: of RDMA, for example "mlx5_0", or several with commas; empty: any.
-
-        Raises:
-            ConfigError: the package, a library or the RDMA device is missing; the message says which.
-        """
-        with engine_start(protocol, device):
-            native = import_mooncake("engine", "transport mooncake").TransferEngine()
-            if native.initialize(host, "P2PHANDSHAKE", protocol, device):
-                raise ConfigError(
-                    f"Mooncake's Transfer Engine does not start at {host!r} over {protocol}; see its log on stderr"
-                )
-        port = native.get_rpc_port()
-        _listen_in_short_waits(port)
-        return cls(native, f"{host}:{port}", protocol)
-
     def register(self, memory: Bytes) -> None:
         """Registers memory for transfers: uint8 [n], kept while the engine lives. Raises TransferError."""
         self._memory.append(memory)
         if self._native.batch_register_memory([memory.ctypes.data], [memory.nbytes]):
-            self._memory.pop()
             raise TransferError(
                 f"Mooncake's Transfer Engine cannot register {memory.nbytes} bytes; for RDMA raise the lockable memory "
                 "(ulimit -l unlimited)"
             )
 
-    def unregister(self, memory: Bytes) -> None:
-        """Unregisters memory that no transfer uses."""
-        self._native.batch_unregister_memory([memory.ctypes.data])
-        self._memory = [kept for kept in self._memory if kept is not memory]
-
     def submit(self, is_write: bool, session: str, memory: Bytes, there: int) -> int:
-        """Begins to move registered memory to or from a peer's address; returns the transfer's id, or 0 on failure."""
+        """Begins to move registered memory to or from a peer's address; returns the transfer's id.
+
+        Raises UnavailableError if the peer cannot be reached.
+        """
         native = self._native
         start = native.batch_transfer_async_write if is_write else native.batch_transfer_async_read
-        return int(start(session, [memory.ctypes.data], [there], [memory.nbytes]))
+        if not (transfer_id := int(start(session, [memory.ctypes.data], [there], [memory.nbytes]))):
+            raise UnavailableError(
+                f"cannot reach the Transfer Engine at {session}; check that kvpool-server runs and that its engine's "
+                "ports are open"
+            )
+        return transfer_id
 
     def state(self, transfer_id: int) -> int:
         """State of a transfer. The id is invalid once the transfer has been seen to end."""

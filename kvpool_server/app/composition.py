@@ -325,7 +325,7 @@ class Composition:
         host = config.mooncake_host or split_address(config.listen)[0]
         if host in EVERYWHERE:
             host = socket.gethostname()
-        engine = await asyncio.to_thread(Engine.start, host, config.mooncake, config.mooncake_device)
+        engine = await asyncio.to_thread(Engine, host, config.mooncake, config.mooncake_device)
         # Its threads end with the last reference, before the memory that they write to.
         self._stack.callback(setattr, self, "_engine", None)
         if config.mooncake == "rdma":

@@ -17,7 +17,7 @@ from kvpool.transport.mooncake_engine import RDMA_DEVICES, Engine, address_towar
 from tests.support.processes import run_command, server_command
 
 PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
-START = "from kvpool.transport.mooncake_engine import Engine; Engine.start('127.0.0.1', 'tcp')"
+START = "from kvpool.transport.mooncake_engine import Engine; Engine('127.0.0.1', 'tcp')"
 
 
 def _start_with(package: Path, source: str) -> str:
@@ -77,7 +77,7 @@ def test_starting_leaves_the_environment_as_it_was(monkeypatch: pytest.MonkeyPat
     pytest.importorskip("mooncake.engine", exc_type=ImportError)
     monkeypatch.setenv("MC_LOG_LEVEL", "WARNING")
     before = dict(os.environ)
-    engine = Engine.start("127.0.0.1", "tcp")
+    engine = Engine("127.0.0.1", "tcp")
     assert dict(os.environ) == before
     assert engine.session.startswith("127.0.0.1:")
 
@@ -90,7 +90,7 @@ def test_the_end_of_an_engine_does_not_hold_up_other_threads() -> None:
 
 def _longest_gap_s() -> float:
     """The longest time that another thread was held up while an engine ended."""
-    engine = Engine.start("127.0.0.1", "tcp")
+    engine = Engine("127.0.0.1", "tcp")
     gaps: list[float] = []
     done = threading.Event()
 

@@ -125,7 +125,7 @@ def _another(
     info = pb.MooncakeEngine()
     info.MergeFrom(rig.transport.info)
     info.MergeFrom(pb.MooncakeEngine(**change))
-    with closing(MooncakeTransport(info, Engine.start("127.0.0.1", "tcp"), stall_timeout_s, clock)) as transport:
+    with closing(MooncakeTransport(info, Engine("127.0.0.1", "tcp"), stall_timeout_s, clock)) as transport:
         yield transport
 
 
@@ -179,16 +179,10 @@ def test_calls_that_need_more_memory_than_there_is_wait_for_each_other(
         list(threads.map(read, [transport] * 12))
 
 
-def test_a_region_larger_than_the_registered_memory_is_moved(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_region_larger_than_the_registered_memory_is_refused(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mooncake, "STAGING_BYTES", MIB)
-    nbytes = 3 * MIB + 1
-    regions, read = rig.regions(3, nbytes), [np.zeros(nbytes, np.uint8) for _ in range(3)]
-    written = [payload(idx, nbytes) for idx in range(3)]
-    transfer = Transfer(regions.ticket_id, regions.offsets, nbytes, DEADLINE_S)
-    with _another(rig) as transport:
-        transport.write(transfer, Local(rows=[[row] for row in written]))
-        transport.read(transfer, Local(rows=[[row] for row in read]))
-    assert all((one == other).all() for one, other in zip(written, read, strict=True))
+    with _another(rig) as transport, pytest.raises(TransferError, match="a batch of 1048577 bytes is larger than"):
+        transport.read(Transfer(1, [0], MIB + 1, DEADLINE_S), Local(never))
 
 
 def test_a_server_killed_in_the_middle_of_a_read_is_an_error_within_the_deadline(
@@ -278,7 +272,7 @@ def test_an_engine_that_does_not_answer_at_first_contact_is_an_error_within_the_
 ) -> None:
     server = start_server()
     info = _transport(ServerRegions(connect(server, transport="mooncake"))).info
-    transport = MooncakeTransport(info, Engine.start("127.0.0.1", "tcp"), 1.0)
+    transport = MooncakeTransport(info, Engine("127.0.0.1", "tcp"), 1.0)
     with _frozen(server), pytest.raises(PoolTimeoutError, match=r"did not answer within 0\.500 s"):
         transport.prove(0.5)
     transport.close()
