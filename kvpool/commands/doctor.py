@@ -16,9 +16,8 @@ from kvpool.client.config import DEFAULT_ENDPOINT, ClientConfig
 from kvpool.commands import common
 from kvpool.commands.common import AsJson, Endpoint, ExitStatus
 from kvpool.doctor import host, reachability
-from kvpool.doctor.judgements import SERVER_CERTIFICATE, judge_twice
+from kvpool.doctor.judgements import judge_twice
 from kvpool.doctor.namespaces import namespaces
-from kvpool.doctor.reachability import OWN_CERTIFICATE
 from kvpool.protocol.errors import InvalidRequestError, KVPoolError, PermissionDeniedError
 from kvpool.report.bandwidth import TIMEOUTS
 from kvpool.report.finding import Finding, Level, error, info, warning
@@ -73,22 +72,21 @@ def _of_server(endpoint: str, config: ClientConfig, http: str | None, *, bandwid
     """The findings about a server; one of them says why if the server cannot be reached."""
     checks: dict[str, Check] = {
         "certificates": lambda: reachability.own_certificates(config),
-        SERVER_CERTIFICATE: lambda: reachability.server_certificate(config),
+        "callers": lambda: reachability.callers(config),
     }
     with common.client_of(endpoint) as client:
         try:
             found = reachability.grpc_port(client)
         except KVPoolError as away:
             text, _, fix = str(away).partition("; ")
-            refusal = error("gRPC", text, fix or "see the message")
-            certificates = [each for each in examine(checks) if not _is_told(each, refusal)]
-            return [refusal, *certificates, *examine({"memlock": host.memlock, "NUMA": lambda: host.numa(None)})]
+            checks |= {"memlock": host.memlock, "NUMA": lambda: host.numa(None)}
+            return [error("gRPC", text, fix or "see the message"), *examine(checks)]
         checks |= {
             "data port": lambda: reachability.data_port(client),
             "memory socket": lambda: reachability.memory_socket(client),
             "transport": lambda: reachability.transport(client),
             "HTTP": lambda: _of_http(client, http, config),
-            "pool": lambda: _of_stats(client, config),
+            "pool": lambda: _of_stats(client),
             "namespaces": lambda: namespaces(client.admin.namespaces(holdings=False), client.admin.stats().arena_bytes),
             "NUMA": lambda: host.numa(client),
             "memlock": lambda: host.memlock(uses_rdma=reachability.offers_rdma(client)),
@@ -98,13 +96,6 @@ def _of_server(endpoint: str, config: ClientConfig, http: str | None, *, bandwid
         with Client(common.config_of(endpoint, "auto", **TIMEOUTS)) as client:
             found += examine({"bandwidth": lambda: reachability.bandwidth(client)}, BANDWIDTH_DEADLINE_S)
     return found
-
-
-def _is_told(finding: Finding, refusal: Finding) -> bool:
-    """Whether an error about a certificate only repeats why the server cannot be reached."""
-    if finding.level is not Level.ERROR:
-        return False
-    return finding.check == SERVER_CERTIFICATE or finding.check.removeprefix(OWN_CERTIFICATE) in refusal.text
 
 
 def _of_http(client: Client, http: str | None, config: ClientConfig) -> list[Finding]:
@@ -118,11 +109,8 @@ def _of_http(client: Client, http: str | None, config: ClientConfig) -> list[Fin
     return reachability.http_port(f"{host_name}:{server.http_port}", config, was_given=False)
 
 
-def _of_stats(client: Client, config: ClientConfig) -> list[Finding]:
+def _of_stats(client: Client) -> list[Finding]:
     stats, found = judge_twice(client.admin.stats)
-    if config.tls is not None and not socket_path(config.endpoint):
-        # The handshake has shown the server's certificate already.
-        found = [each for each in found if each.check != SERVER_CERTIFICATE]
     return [*found, *reachability.clock(stats.server.unix_seconds)]
 
 

@@ -36,8 +36,7 @@ MAX_NAME_CHARS = 60
 SINCE_START = "since the server's start"
 INCOMPLETE = "incomplete blocks"
 """The name of a check that is right only between puts: two ranks store the shards of a block one after the other."""
-SERVER_CERTIFICATE = "certificate of the server"
-_CERTIFICATES = {"server": SERVER_CERTIFICATE, "client_ca": "certificate of the clients' authority"}
+_CERTIFICATES = {"server": "certificate of the server", "client_ca": "certificate of the clients' authority"}
 _STEPS_MS = tuple(factor * 10.0**power for power in range(6) for factor in (1, 2, 5))
 _EVICTED = ("quota_evicted_blocks",)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime as dt
 import http.client
 import os
-import socket
 import ssl
 import time
 from pathlib import Path
@@ -14,7 +13,7 @@ from cryptography import x509
 
 from kvpool.client.client import Client
 from kvpool.client.config import ClientConfig, is_loopback, split_address
-from kvpool.doctor.judgements import SERVER_CERTIFICATE, certificate_end
+from kvpool.doctor.judgements import certificate_end
 from kvpool.protocol import replies
 from kvpool.protocol.errors import KVPoolError, TransferError
 from kvpool.protocol.skew import OWN, Release
@@ -34,9 +33,6 @@ ROUND_BYTES = 64 << 20
 """Of a measurement of bandwidth."""
 SLOW_GB_PER_S = 1.0
 """Slower loads hardly pay: with 128 KiB a token they bring 7,600 tokens a second, and a GPU computes more."""
-CALLERS = "callers"
-OWN_CERTIFICATE = "certificate "
-"""What the checks of this side's certificates begin with; the file's path follows."""
 
 
 def grpc_port(client: Client) -> list[Finding]:
@@ -152,32 +148,23 @@ def _healthz(address: str, tls: TlsFiles | None) -> tuple[int, str]:
 
 def own_certificates(config: ClientConfig) -> list[Finding]:
     """When the certificates in this side's files end."""
-    paths = [path for path in (config.tls.ca, config.tls.cert) if path] if config.tls else []
-    load = x509.load_pem_x509_certificates
-    return [_ends(f"{OWN_CERTIFICATE}{path}", load(read_pem(Path(path)))[0]) for path in paths]
+    found = []
+    for path in (config.tls.ca, config.tls.cert) if config.tls else ():
+        if path:
+            ends_at = x509.load_pem_x509_certificates(read_pem(Path(path)))[0].not_valid_after_utc
+            left_s = (ends_at - dt.datetime.now(dt.UTC)).total_seconds()
+            found.append(certificate_end(f"certificate {path}", left_s, "make a new one with `kvpool certs issue`"))
+    return found
 
 
-def server_certificate(config: ClientConfig) -> list[Finding]:
-    """When the certificate ends that the server shows, or who can call it without TLS; nothing at a Unix socket."""
-    tls = config.tls
-    if socket_path(config.endpoint):
+def callers(config: ClientConfig) -> list[Finding]:
+    """Who can call a server without TLS; nothing at a Unix socket."""
+    if config.tls is not None or socket_path(config.endpoint):
         return []
-    address = split_address(config.endpoint)
-    if tls is None:
-        if is_loopback(address[0]):
-            return [ok(CALLERS, "there is no TLS: every user of the server's host can read and write the pool")]
-        text = f"there is no TLS: whoever reaches {config.endpoint} can read and write the pool"
-        return [warning(CALLERS, text, "secure the pool with `kvpool certs` and --tls-cert")]
-    context = _tls_context(tls)
-    context.check_hostname = False
-    try:
-        with socket.create_connection(address, CONNECT_S) as plain, context.wrap_socket(plain) as wrapped:
-            packed = wrapped.getpeercert(binary_form=True)
-    except OSError as failed:
-        fix = "see what `kvpool ping` says of the connection"
-        return [error(SERVER_CERTIFICATE, f"the TLS handshake failed: {failed}", fix)]
-    assert packed is not None, "the handshake verifies the server's certificate"
-    return [_ends(SERVER_CERTIFICATE, x509.load_der_x509_certificate(packed))]
+    if is_loopback(split_address(config.endpoint)[0]):
+        return [ok("callers", "there is no TLS: every user of the server's host can read and write the pool")]
+    text = f"there is no TLS: whoever reaches {config.endpoint} can read and write the pool"
+    return [warning("callers", text, "secure the pool with `kvpool certs` and --tls-cert")]
 
 
 def clock(unix_seconds: float) -> list[Finding]:
@@ -187,11 +174,6 @@ def clock(unix_seconds: float) -> list[Finding]:
         return [ok("clock", f"the clocks of both sides agree within {MAX_SKEW_S:g} s")]
     text = f"the server's clock differs by {duration_text(skew_s)} from this host's"
     return [warning("clock", text, "let NTP set both clocks: certificates and tokens end by them")]
-
-
-def _ends(check: str, certificate: x509.Certificate) -> Finding:
-    left_s = (certificate.not_valid_after_utc - dt.datetime.now(dt.UTC)).total_seconds()
-    return certificate_end(check, left_s, "make a new one with `kvpool certs issue`")
 
 
 def _tls_context(tls: TlsFiles) -> ssl.SSLContext:

@@ -101,19 +101,32 @@ MAX_ERROR_CHARS = 2_000
 """Longest text of a server in an error: errors end up in logs."""
 
 
+_AWAY = "check that the server runs, and that the endpoint is right"
+_REFUSALS = {
+    "HTTP/2": "give the port of --listen, not of --http-listen or --data-listen",
+    "WRONG_VERSION_NUMBER": "the port does not speak TLS: leave out tls (--tls), or give the server --tls-cert",
+    "missing selected ALPN property": "the port speaks TLS, but not gRPC: give the one of --listen",
+    "Hostname Verification": "the server's certificate does not name the host of the endpoint ('localhost' for a Unix "
+    "socket): make one with `kvpool certs issue DIR --host HOST`, or give server_name",
+    "CERTIFICATE_VERIFY_FAILED": "the server's certificate is not of an authority in the ca of tls (ca.crt of --tls "
+    "DIR), or not valid by this host's clock",
+    "Socket closed": "the server may speak TLS: give tls (--tls DIR) with a client's certificate that is valid now, of "
+    "an authority in the server's --tls-client-ca",
+}
+"""What to do where something listens and the connection fails, by what gRPC tells. A server that refuses a client's
+certificate says nothing."""
+
+
 def error_of(rpc_error: grpc.RpcError, endpoint: str) -> errors.KVPoolError:
     """The kvpool error of a failed call; `endpoint` is the server's name in its message."""
     code, details = rpc_error.code(), escaped(rpc_error.details() or "", MAX_ERROR_CHARS)
     if (named := _named(rpc_error)) is not None:
         return named(f"kvpool-server at {endpoint}: {details}")
     if code is grpc.StatusCode.UNAVAILABLE:
+        refused = details if "failed to connect" in details else ""
+        fix = next((fix for mark, fix in _REFUSALS.items() if mark in refused), _AWAY)
         details = details.rpartition("Failed to connect to remote host: ")[2]
-        if "HTTP/2" in details:
-            details = "the port does not speak gRPC; give the one of --listen, not of --http-listen or --data-listen"
-        return errors.UnavailableError(
-            f"cannot reach kvpool-server at {endpoint} ({details}); check that the server runs, and that the "
-            "endpoint is right"
-        )
+        return errors.UnavailableError(f"cannot reach kvpool-server at {endpoint} ({details}); {fix}")
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return errors.PoolTimeoutError(f"kvpool-server at {endpoint} did not answer in time ({details})")
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED and "CLIENT: Received message larger than max" in details:

@@ -161,18 +161,14 @@ def test_the_end_of_the_clients_certificate_is_told(
     config = ClientConfig(free_endpoint(), tls=tls)
     authority, own = reachability.own_certificates(config)
     assert (authority.level, own.level) == (Level.OK, level) and says in own.text
-    server = only(reachability.server_certificate(config))
-    assert server.level is Level.ERROR and "the TLS handshake failed" in server.text
 
 
-def test_the_servers_certificate_is_looked_up(tmp_path: Path) -> None:
+def test_http_is_checked_over_tls(tmp_path: Path) -> None:
     authority = Authority.create(tmp_path / "pki")
     tls = files_in(authority.issue_principal(OPERATOR))
     flags = server_flags(authority.issue_server([], days=10))
     server = ServerProcess(tmp_path, *flags, tls=tls)
     try:
-        found = only(reachability.server_certificate(ClientConfig(server.endpoint, tls=tls)))
-        assert (found.check, found.level) == ("certificate of the server", Level.WARNING) and "in 10 d" in found.text
         config = ClientConfig(server.endpoint, tls=tls)
         url = server.http_url.removeprefix("https://")
         assert only(reachability.http_port(url, config, was_given=True)).level is Level.OK
@@ -189,21 +185,19 @@ def test_old_tls_is_not_spoken(tmp_path: Path) -> None:
     failures: list[str] = []
 
     def answer() -> None:
-        for _ in range(2):
-            with listening.accept()[0] as plain:
-                try:
-                    context.wrap_socket(plain, server_side=True)
-                except ssl.SSLError as error:
-                    failures.append(str(error.reason))
+        with listening.accept()[0] as plain:
+            try:
+                context.wrap_socket(plain, server_side=True)
+            except ssl.SSLError as error:
+                failures.append(str(error.reason))
 
     with socket.create_server(("127.0.0.1", 0)) as listening:
         answering = threading.Thread(target=answer)
         answering.start()
         config = ClientConfig(f"127.0.0.1:{listening.getsockname()[1]}", tls=tls)
-        asked = reachability.http_port(config.endpoint, config, was_given=True), reachability.server_certificate(config)
+        found = only(reachability.http_port(config.endpoint, config, was_given=True))
         answering.join(10)
-    assert [only(found).level for found in asked] == 2 * [Level.ERROR]
-    assert failures == 2 * ["UNSUPPORTED_PROTOCOL"]
+    assert found.level is Level.ERROR and failures == ["UNSUPPORTED_PROTOCOL"]
 
 
 @pytest.mark.parametrize(
@@ -218,6 +212,6 @@ def test_old_tls_is_not_spoken(tmp_path: Path) -> None:
 def test_without_tls_the_doctor_says_who_can_call(endpoint: str, level: Level | None, callers: str) -> None:
     config = ClientConfig(endpoint)
     assert reachability.own_certificates(config) == []
-    found = reachability.server_certificate(config)
+    found = reachability.callers(config)
     assert [each.level for each in found] == ([] if level is None else [level])
     assert all(f"{callers} can read and write the pool" in only([each]).text for each in found)
