@@ -313,9 +313,7 @@ def main(
     transport: Annotated[str, typer.Option(help="Of the client that loads prompts, as in ClientConfig.")] = "auto",
     explore: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Options of --tier, such as threads=6,workers=2: only print the rates of such a tier. Repeat."
-        ),
+        typer.Option(help="Options of --tier, such as threads=6: only print the rates of such a tier. Repeat."),
     ] = None,
 ) -> None:
     """Measures, and reports."""

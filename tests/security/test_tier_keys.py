@@ -270,9 +270,9 @@ class TestKeyedMooncakeTier(PersistentTierContract):
         }
         forged = FORGED.tobytes() + encode_footer(key, SLOT, FORGED_SUMS, tags[tag])
         async with opened(_mooncake(cluster)) as tier:
-            channel = tier.workers.start(0).transfers.get()
+            channel = tier.store.start().transfers.get()
             channel.memory[: len(forged)] = np.frombuffer(forged, np.uint8)
             assert channel.call("put", [key], len(forged)) == [0]
-            tier.workers.start(0).transfers.put(channel)
+            tier.store.start().transfers.put(channel)
             assert await read_back(tier, namespace, ["a"]) == [None]
             assert tier.stats().counters["corrupt_blocks"] == 1

@@ -1,19 +1,18 @@
-"""The server's side of Mooncake's client: child processes (`worker.py`), and memory shared with each for staging.
+"""The server's side of Mooncake's client: a child process (`worker.py`), and memory shared with it for staging.
 
 All calls block, and end with an answer or with StoreError: the process has died, or was killed because it hangs or
-sends what is no answer. A StoreProcess that has failed stays dead; StoreWorkers starts another.
+sends what is no answer. A StoreProcess that has failed stays dead; Store starts another.
 """
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
 import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 
 import numpy as np
@@ -42,8 +41,6 @@ PONG_S = 4.0
 """A process that does not answer a ping within so long is stopped, or hangs."""
 END_S = 3.0
 """Leaving a master that answers takes 2 s."""
-RESTART_AFTER_S = 5.0
-"""How long after a start that failed a process is started again beside others that work."""
 
 
 class StoreError(Exception):
@@ -167,11 +164,6 @@ class StoreProcess:
         self._is_dead = True
         self._process.kill()
 
-    def request_end(self) -> None:
-        """Has the process leave the cluster, without waiting. Idempotent."""
-        self._is_dead = True
-        self._process.request_end()
-
     def end(self) -> None:
         """Lets the process leave the cluster, END_S at most. Idempotent."""
         self._is_dead = True
@@ -180,108 +172,60 @@ class StoreProcess:
             channel.close()
 
 
-class StoreWorkers:
-    """The processes that share a tier's calls, each replaced when it has died or hangs. Thread-safe.
+class Store:
+    """The process that makes a tier's calls, started again when it has died or hangs. Thread-safe."""
 
-    Args:
-        config: the first process alone gives the segment to the cluster.
-        num_transfers: transfers under way at once, over all processes.
-    """
-
-    def __init__(self, config: StoreConfig, num_workers: int, num_transfers: int):
-        self.num_workers = num_workers
-        self._name = f"mooncake:{config.master}"
-        self._configs = [config, *[replace(config, segment_bytes=0)] * (num_workers - 1)]
-        self._num_channels = -(-num_transfers // num_workers)
-        self._processes: list[StoreProcess | None] = [None] * num_workers
-        self._start_locks = [threading.Lock() for _ in range(num_workers)]
+    def __init__(self, config: StoreConfig, num_transfers: int):
+        self._config = config
+        self._num_transfers = num_transfers
         self._lock = threading.Lock()
-        self._num_calls = [0] * num_workers
-        self._restart_at = [0.0] * num_workers
+        self._process: StoreProcess | None = None
         self._is_closed = False
 
-    def start(self, nth: int) -> StoreProcess:
+    def start(self) -> StoreProcess:
         """The process, started if it does not run. Raises StoreError."""
-        with self._start_locks[nth]:
-            if self._is_closed:
+        with self._lock:
+            if self._process is not None:
+                if self._process.is_alive:
+                    return self._process
+                if not self._is_closed:
+                    log.error("Mooncake's client process has died and is started again", master=self._config.master)
+                self._process.end()
+            if not self._is_closed:
+                try:
+                    self._process = StoreProcess(self._config, self._num_transfers)
+                except OSError as error:
+                    raise StoreError(str(error)) from None
+            if self._process is None or self._is_closed:
                 raise StoreError("the tier is closed")
-            process = self._processes[nth]
-            if process is not None and process.is_alive:
-                return process
-            if process is not None:
-                log.error("Mooncake's client process has died and is started again", tier=self._name, worker=nth)
-                process.end()
-            try:
-                process = StoreProcess(self._configs[nth], self._num_channels)
-            except OSError as error:
-                raise StoreError(str(error)) from None
-            if self._is_closed:
-                process.end()
-                raise StoreError("the tier is closed")
-            self._processes[nth] = process
-            return process
+            return self._process
 
     def transfer(self, move: Callable[[StoreChannel], list[int]]) -> list[int]:
-        """Has a channel with staging memory move bytes, or another process's if it dies. Raises StoreError."""
+        """Has a channel with staging memory move bytes, again if the process dies meanwhile. Raises StoreError."""
         return self._with_channel(lambda process: process.transfers, move)
 
     def ask(self, what: Call, keys: Sequence[str]) -> list[int]:
         """Mooncake's code for each key of a call that moves no bytes. Raises StoreError."""
         return self._with_channel(lambda process: process.questions, lambda channel: channel.call(what, keys))
 
-    @property
-    def pids(self) -> list[int]:
-        return [process.pid for process in self._processes if process is not None]
-
     def close(self) -> None:
-        """Lets every process leave the cluster, END_S at most; calls under way get StoreError. Idempotent."""
+        """Lets the process leave the cluster, END_S at most; calls under way get StoreError. Idempotent."""
         self._is_closed = True
-        processes = [process for process in self._processes if process is not None]
-        for process in processes:
-            process.request_end()
-        for process in processes:
-            process.end()
+        with self._lock:  # A process that starts meanwhile is ended, too.
+            if self._process is not None:
+                self._process.end()
 
     def _with_channel(
         self, channels_of: Callable[[StoreProcess], Channels], work: Callable[[StoreChannel], list[int]]
     ) -> list[int]:
         for is_last in (False, True):
-            with self._chosen() as nth:
-                channels = channels_of(self.start(nth))
-                channel = channels.get()
-                try:
-                    return work(channel)
-                except StoreError:
-                    if is_last or self._is_closed:
-                        raise
-                finally:
-                    channels.put(channel)
+            channels = channels_of(self.start())
+            channel = channels.get()
+            try:
+                return work(channel)
+            except StoreError:
+                if is_last or self._is_closed:
+                    raise
+            finally:
+                channels.put(channel)
         raise AssertionError("the last try returns or raises")
-
-    @contextlib.contextmanager
-    def _chosen(self) -> Iterator[int]:
-        """The process with the fewest calls under way, of those that run if any does."""
-        with self._lock:
-            running = [nth for nth, process in enumerate(self._processes) if process is not None and process.is_alive]
-            chosen = min(running or range(self.num_workers), key=self._num_calls.__getitem__)
-            self._num_calls[chosen] += 1
-            dead = set(range(self.num_workers)) - set(running) if running else set()
-            due = [nth for nth in dead if time.monotonic() >= self._restart_at[nth]]
-            for nth in due:
-                self._restart_at[nth] = float("inf")
-        for nth in due:
-            threading.Thread(target=self._restart, args=(nth,), name="kvpool-tier-mooncake-start", daemon=True).start()
-        try:
-            yield chosen
-        finally:
-            with self._lock:
-                self._num_calls[chosen] -= 1
-
-    def _restart(self, nth: int) -> None:
-        """Starts a process beside others that work."""
-        try:
-            self.start(nth)
-        except StoreError as error:
-            log.error("Mooncake's client process does not start", tier=self._name, worker=nth, error=str(error))
-        finally:
-            self._restart_at[nth] = time.monotonic() + RESTART_AFTER_S

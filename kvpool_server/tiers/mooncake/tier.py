@@ -1,7 +1,7 @@
 """A Mooncake Store cluster as a tier: servers on many hosts share it, and each promotes what any other has written.
 
 Each block is an object (`objects.py`). Mooncake's master knows where objects lie and evicts them. The server calls
-Mooncake through child processes (`store_process.py`); one that has died is started again, with an empty segment.
+Mooncake through a child process (`store_process.py`); one that has died is started again, with an empty segment.
 Mooncake itself reconnects to a master that was restarted; the cluster's content is lost then.
 
 Bytes are staged in both directions, and verified once they lie in the arena: a transfer that Mooncake has given up may
@@ -75,7 +75,6 @@ class MooncakeOptions(TierOptions):
     device: str = Field("", description="RDMA devices of the Transfer Engine")
     host: str = Field("", description="name or address by which other hosts reach this one; default: as in --listen")
     threads: int = Field(DEFAULT_THREADS, ge=1, le=64, description="reads and writes at once")
-    workers: int = Field(1, ge=1, le=16, description="processes with a client of Mooncake's, over which these spread")
 
     @property
     def tier_name(self) -> str:
@@ -88,7 +87,7 @@ class MooncakeOptions(TierOptions):
         elif self.segment and is_loopback(host) and not is_loopback(self.master.rpartition(":")[0]):
             raise ConfigError(f"tier {self.tier_name}: other hosts do not reach a segment at {host}; give host=")
         config = StoreConfig(self.master, self.metadata, host, int(self.segment), self.protocol, self.device)
-        return MooncakeTier(config, max(self.threads, self.workers), self.workers, BlockMac.of(self))
+        return MooncakeTier(config, self.threads, BlockMac.of(self))
 
 
 class PresenceCache:
@@ -136,16 +135,14 @@ class PresenceCache:
 
 
 class MooncakeTier(Tier):
-    """Writes blocks to a cluster as objects, and reads them: `threads` at once, by `workers` client processes."""
+    """Writes blocks to a cluster as objects, and reads them: `threads` at once, by a client process."""
 
-    def __init__(
-        self, config: StoreConfig, threads: int = DEFAULT_THREADS, workers: int = 1, mac: BlockMac | None = None
-    ):
+    def __init__(self, config: StoreConfig, threads: int = DEFAULT_THREADS, mac: BlockMac | None = None):
         super().__init__(f"mooncake:{config.master}")
         self._mac = mac
         self.reads_at_once = threads
         self.writes_at_once = max(1, threads - 1)  # A thread is left for what a lookup waits for.
-        self.workers = store_process.StoreWorkers(config, workers, threads)
+        self.store = store_process.Store(config, threads)
         self._segment_bytes = config.segment_bytes
         self._presence = PresenceCache()
         self._transfers: DaemonThreadPool | None = None
@@ -159,17 +156,16 @@ class MooncakeTier(Tier):
             )
         self._transfers = DaemonThreadPool(self.reads_at_once, "kvpool-tier-mooncake")
         self._questions = DaemonThreadPool(store_process.NUM_QUESTION_CHANNELS, "kvpool-tier-mooncake-ask")
-        starting = [self._call(self._transfers, self.workers.start, nth) for nth in range(self.workers.num_workers)]
-        started = await asyncio.gather(*starting, return_exceptions=True)
-        for failure in started:
-            if isinstance(failure, BaseException):
-                await self.close()
-                raise ConfigError(
-                    f"tier {failure}; start mooncake_master first, and give its host and rpc_port as master="
-                ) from None
+        try:
+            await self._call(self._transfers, self.store.start)
+        except TierError as failure:
+            await self.close()
+            raise ConfigError(
+                f"tier {failure}; start mooncake_master first, and give its host and rpc_port as master="
+            ) from None
 
     async def close(self) -> None:
-        await asyncio.to_thread(self.workers.close)
+        await asyncio.to_thread(self.store.close)
         for threads in (self._transfers, self._questions):
             if threads is not None:
                 threads.close(CLOSE_S)
@@ -272,10 +268,10 @@ class MooncakeTier(Tier):
         return told
 
     async def _ask(self, what: Call, keys: Sequence[str]) -> list[int]:
-        return await self._call(self._questions, self.workers.ask, what, keys)
+        return await self._call(self._questions, self.store.ask, what, keys)
 
     async def _transfer(self, move: Callable[[store_process.StoreChannel], list[int]]) -> list[int]:
-        return await self._call(self._transfers, self.workers.transfer, move)
+        return await self._call(self._transfers, self.store.transfer, move)
 
     async def _call(self, threads: DaemonThreadPool | None, function: Callable[..., T], *args: object) -> T:
         if threads is None:

@@ -1,4 +1,4 @@
-"""The Mooncake tier on real clusters: the contract, what is its own, and several client processes for one tier."""
+"""The Mooncake tier on real clusters: the contract, what is its own, and its client process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvpool_server.cache.eviction.lru import PrefixLRU
 from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.tiers.mooncake import store_process
 from kvpool_server.tiers.mooncake.objects import StagedRead, encode_footer, footer_bytes
-from kvpool_server.tiers.mooncake.store_process import STAGING_BYTES, StoreChannel, StoreWorkers
+from kvpool_server.tiers.mooncake.store_process import STAGING_BYTES, Store, StoreChannel
 from kvpool_server.tiers.mooncake.tier import MooncakeTier
 from kvpool_server.tiers.mooncake.worker import StoreConfig
 from kvpool_server.tiers.registry import parse
@@ -40,7 +40,7 @@ from tests.contracts.tier_contract import (
     there,
 )
 from tests.support.mooncake import Cluster
-from tests.support.processes import run_command, server_command, wait_for
+from tests.support.processes import run_command, server_command
 from tests.support.values import block_hash, group_spec, namespace_spec
 
 MakeCluster = Callable[..., Cluster]
@@ -79,9 +79,9 @@ def own_cluster() -> Iterator[MakeCluster]:
 
 
 class TestMooncakeTier(PersistentTierContract):
-    @pytest.fixture(params=[1, 2], ids=["one worker", "two workers"])
-    def make_tier(self, cluster: Cluster, request: pytest.FixtureRequest) -> Callable[[], Tier]:
-        return lambda: MooncakeTier(_config(cluster.address), threads=3, workers=request.param)
+    @pytest.fixture
+    def make_tier(self, cluster: Cluster) -> Callable[[], Tier]:
+        return lambda: MooncakeTier(_config(cluster.address))
 
     @awaited
     async def test_servers_on_one_cluster_read_each_others_blocks(
@@ -121,7 +121,7 @@ class TestMooncakeTier(PersistentTierContract):
                 channel.memory[: len(harmed)] = np.frombuffer(harmed, np.uint8)
                 return channel.call("put", [_key(namespace, "a")], len(harmed))
 
-            assert tier.workers.transfer(put_harmed) == [0]
+            assert tier.store.transfer(put_harmed) == [0]
             await tier.write(namespace.groups[0], [other])
             assert await there(tier, namespace, ["a", "b"]) == [True, True]
             assert await read_back(tier, namespace, ["a", "b"]) == [None, "b"]
@@ -168,7 +168,7 @@ class TestMooncakeTier(PersistentTierContract):
             name = (namespace.fingerprint, 0, block_hash("a"))
             reading = StagedRead([name], memory.views, SHARDS, None)
             reading.cancel()
-            assert tier.workers.transfer(reading.run) == [SLOT + footer_bytes(SHARDS)]
+            assert tier.store.transfer(reading.run) == [SLOT + footer_bytes(SHARDS)]
             assert (memory.blocks == 0xA5).all() and reading.found == [None] and not reading.corrupt
 
 
@@ -211,14 +211,14 @@ async def test_a_host_that_stops_dead_is_a_miss_and_touches_nothing_later(own_cl
     async with opened(MooncakeTier(_config(cluster.address))) as tier:
         assert await tier.write(namespace.groups[0], blocks_of(*names, nbytes=BLOCK, shards=1)) == 16
         assert cluster.holder is not None
-        pids = tier.workers.pids
+        pid = tier.store.start().pid
         cluster.holder.send_signal(signal.SIGSTOP)
         os.waitpid(cluster.holder.pid, os.WUNTRACED)  # Until it has stopped, on a busy machine.
         memory = Memory(16, BLOCK)
         began_at = time.monotonic()
         assert await tier.read(namespace.groups[0], [block_hash(name) for name in names], memory.views) == [None] * 16
         assert time.monotonic() - began_at < 50  # 60 s, were Mooncake left to itself.
-        assert tier.workers.pids == pids, "a client that waits for a host was taken for one that hangs"
+        assert tier.store.start().pid == pid, "a client that waits for a host was taken for one that hangs"
         cluster.holder.send_signal(signal.SIGCONT)
         await asyncio.sleep(1)
         assert (memory.blocks == 0xA5).all(), "what came late went to where it was to be"
@@ -230,7 +230,7 @@ async def test_it_ends_within_seconds_whatever_its_master_does(own_cluster: Make
     namespace = namespace_of(TierContract.spec)
     cluster = own_cluster()
     async with opened(MooncakeTier(_config(cluster.address, segment_bytes=16 << 20))) as tier:
-        (pid,) = tier.workers.pids
+        pid = tier.store.start().pid
         cluster.harm_master(way)
         calls = [asyncio.create_task(tier.find(namespace.groups[0], [block_hash(nth)])) for nth in range(4)]
         await asyncio.sleep(0.1)
@@ -315,7 +315,7 @@ def test_rdma_without_a_device_is_an_error_and_not_tcp(cluster: Cluster) -> None
     assert f"no RDMA device in {RDMA_DEVICES}" in said
 
 
-# Several client processes
+# The client process
 
 
 @pytest.fixture
@@ -326,26 +326,24 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("impatient")
-@pytest.mark.parametrize("num_workers", [1, 2])
 @pytest.mark.parametrize("harm", [signal.SIGKILL, signal.SIGSTOP])
 @awaited
-async def test_a_worker_that_dies_or_hangs_in_the_middle_fails_no_call_and_is_replaced(
-    cluster: Cluster, num_workers: int, harm: signal.Signals
+async def test_a_process_that_dies_or_hangs_in_the_middle_fails_no_call_and_is_replaced(
+    cluster: Cluster, harm: signal.Signals
 ) -> None:
     namespace = namespace_of(namespace_spec(group_spec(chunk_bytes=BLOCK)))
-    async with opened(MooncakeTier(_config(cluster.address), threads=3, workers=num_workers)) as tier:
-        pids = tier.workers.pids
+    async with opened(MooncakeTier(_config(cluster.address))) as tier:
+        pid = tier.store.start().pid
         parts = [[f"{part}-{nth}" for nth in range(16)] for part in range(6)]
         blocks = [blocks_of(*names, nbytes=BLOCK, shards=1) for names in parts]
         writing = [asyncio.create_task(tier.write(namespace.groups[0], each)) for each in blocks]
         await asyncio.wait(writing, return_when=asyncio.FIRST_COMPLETED)
-        os.kill(pids[0], harm)
+        os.kill(pid, harm)
         await asyncio.gather(*writing)
         reading = [asyncio.create_task(_read_all(tier, namespace, names)) for names in parts]
         # Blocks whose put was cut off may be missing; the others come, and are right.
         assert sum(await asyncio.gather(*reading)) >= 16 * (len(parts) - 3)
-        await asyncio.to_thread(wait_for, lambda: _are_replaced(tier.workers, pids[0]), "all workers run again")
-        assert tier.workers.pids[1:] == pids[1:], "a worker that worked was replaced"
+        assert tier.store.start().pid != pid
 
 
 async def _read_all(tier: MooncakeTier, namespace: PoolNamespace, names: list[str]) -> int:
@@ -356,21 +354,16 @@ async def _read_all(tier: MooncakeTier, namespace: PoolNamespace, names: list[st
     return len(names) - sums.count(None)
 
 
-def _are_replaced(workers: StoreWorkers, dead: int) -> bool:
-    workers.ask("exist", ["something"])  # The next call after a death has the process started again.
-    return dead not in workers.pids and all(os.path.exists(f"/proc/{pid}") for pid in workers.pids)
-
-
 def test_a_question_waits_for_no_transfer(cluster: Cluster) -> None:
-    with contextlib.closing(StoreWorkers(_config(cluster.address), 2, 3)) as workers:
-        queues = [workers.start(nth).transfers for nth in (0, 0, 1, 1)]
-        channels = [free.get() for free in queues]
+    with contextlib.closing(Store(_config(cluster.address), 3)) as store:
+        free = store.start().transfers
+        channels = [free.get() for _ in range(3)]
         assert {channel.memory.nbytes for channel in channels} == {STAGING_BYTES}
-        waiting = threading.Thread(target=workers.transfer, args=(lambda _: [],))
+        waiting = threading.Thread(target=store.transfer, args=(lambda _: [],))
         waiting.start()
-        assert workers.ask("exist", ["a", "b"]) == [0, 0]
+        assert store.ask("exist", ["a", "b"]) == [0, 0]
         assert waiting.is_alive(), "there are more transfers at once than staging memory"
-        for free, channel in zip(queues, channels, strict=True):
+        for channel in channels:
             free.put(channel)
         waiting.join(5)
         assert not waiting.is_alive()
@@ -379,19 +372,19 @@ def test_a_question_waits_for_no_transfer(cluster: Cluster) -> None:
 @pytest.mark.usefixtures("impatient")
 def test_a_process_that_answers_pings_is_not_killed_for_a_slow_master(own_cluster: MakeCluster) -> None:
     cluster = own_cluster()
-    with contextlib.closing(StoreWorkers(_config(cluster.address), 1, 1)) as workers:
-        pid = workers.start(0).pid
+    with contextlib.closing(Store(_config(cluster.address), 1)) as store:
+        pid = store.start().pid
         cluster.harm_master("stopped")
         began_at = time.monotonic()
-        assert min(workers.ask("exist", ["a"])) < 0
+        assert min(store.ask("exist", ["a"])) < 0
         assert time.monotonic() - began_at > store_process.QUIET_S + store_process.PONG_S
-        assert workers.start(0).pid == pid
+        assert store.start().pid == pid
 
 
 def test_a_process_without_an_answer_for_too_long_is_killed(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_process, "ANSWER_S", 0.3)
-    with contextlib.closing(StoreWorkers(_config(cluster.address), 1, 1)) as workers:
-        process = workers.start(0)
+    with contextlib.closing(Store(_config(cluster.address), 1)) as store:
+        process = store.start()
         with pytest.raises(store_process.StoreError, match="did not answer within 0 s, and was killed"):
             process.check_alive(time.monotonic() - 0.31)
-        assert not process.is_alive and workers.start(0).is_alive
+        assert not process.is_alive and store.start().is_alive
