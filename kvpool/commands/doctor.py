@@ -82,14 +82,12 @@ def _of_server(endpoint: str, config: ClientConfig, http: str | None, *, bandwid
             checks |= {"memlock": host.memlock, "NUMA": lambda: host.numa(None)}
             return [error("gRPC", text, fix or "see the message"), *examine(checks)]
         checks |= {
-            "data port": lambda: reachability.data_port(client),
-            "memory socket": lambda: reachability.memory_socket(client),
-            "transport": lambda: reachability.transport(client),
+            "transport": lambda: reachability.transports(client),
             "HTTP": lambda: _of_http(client, http, config),
             "pool": lambda: _of_stats(client),
             "namespaces": lambda: namespaces(client.admin.namespaces(holdings=False), client.admin.stats().arena_bytes),
             "NUMA": lambda: host.numa(client),
-            "memlock": lambda: host.memlock(uses_rdma=reachability.offers_rdma(client)),
+            "memlock": lambda: host.memlock(uses_rdma=client.rpc.ping().mooncake.protocol == "rdma"),
         }
         found += examine(checks)
     if bandwidth:

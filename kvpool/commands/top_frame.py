@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
-from rich.measure import Measurement
+from rich.console import Group, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
@@ -183,7 +182,7 @@ def _usage_table(interval: Interval) -> Table | None:
     table = _table(Column("model", ratio=5, overflow="fold"), Column("tenant", ratio=2, overflow="fold"), *numbers)
     for each in usage[:MAX_ROWS]:
         table.add_row(
-            _Model(each.model),
+            _name(each.model),
             _name(each.tenant or "-"),
             share_text(each.hit_tokens, each.lookup_tokens),
             count_text(interval.per_second(each.lookup_tokens)),
@@ -214,21 +213,6 @@ def _engine_table(now: pb.StatsResponse) -> Table | None:
 
 def _table(*columns: Column) -> Table:
     return Table(*columns, box=None, expand=True, padding=(0, 1, 0, 0), header_style="bold", pad_edge=False)
-
-
-class _Model:
-    """A model's name, broken before its last part where the column is too narrow for all of it."""
-
-    def __init__(self, name: str):
-        self._text = _name(name)
-
-    def __rich_console__(self, _: Console, options: ConsoleOptions) -> RenderResult:
-        directory, slash, own = self._text.plain.rpartition("/")
-        is_broken = directory and self._text.cell_len > options.max_width
-        yield Text(f"{directory}{slash}\n{own}") if is_broken else self._text
-
-    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        return Measurement.get(console, options, self._text)
 
 
 def _name(text: str) -> Text:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from itertools import combinations
 
-from kvpool.protocol.hashing import ALGORITHM
 from kvpool.protocol.namespace import MEASUREMENT_MODEL, Difference, differences
 from kvpool.protocol.text import escaped, opened_text
 from kvpool.protocol.wire import decode_spec
@@ -33,7 +31,7 @@ _CAUSES = ("block_tokens", "num_shards", "model_dtype", "kv_cache_dtype", "num_k
 def namespaces(infos: Sequence[pb.NamespaceInfo], arena_bytes: int) -> list[Finding]:
     """All checks of engines' namespaces. Those of measurements have no engine."""
     infos = [info for info in infos if info.spec.model != MEASUREMENT_MODEL]
-    return [*separate(infos), *hashes(infos), *block_sizes(infos, arena_bytes)]
+    return [*separate(infos), *block_sizes(infos, arena_bytes)]
 
 
 def separate(infos: Sequence[pb.NamespaceInfo]) -> list[Finding]:
@@ -83,27 +81,6 @@ def _separated(one: pb.NamespaceInfo, other: pb.NamespaceInfo, difference: Diffe
     setting = _OPTIONS.get(name, escaped(name, MAX_VALUE_CHARS))
     fix = f"if they should share, start their engines with the same {setting}"
     return warning("namespaces", text, f"{fix}; `kvpool namespaces --diff {a} {b}`")
-
-
-def hashes(infos: Sequence[pb.NamespaceInfo]) -> list[Finding]:
-    """Whether all engines name blocks by one algorithm, and those of a model by one seed."""
-    algorithms = {info.spec.hash_algorithm for info in infos}
-    if others := sorted(algorithms - {ALGORITHM}):
-        text = f"some namespaces name blocks by {escaped(', '.join(others), MAX_VALUE_CHARS)}"
-        return [error("block hashes", text, f"start vLLM with --prefix-caching-hash-algo {ALGORITHM}")]
-    seeds: defaultdict[str, set[str]] = defaultdict(set)
-    for info in infos:
-        seeds[info.spec.model].add(info.spec.hash_seed)  # Digests of them: the server tells no seeds.
-    if several := [name for name, found in seeds.items() if len(found) > 1]:
-        model = escaped(several[0], MAX_VALUE_CHARS)
-        more = f" (and those of {len(several) - 1:,} more)" if several[1:] else ""
-        text = (
-            f"the namespaces of {model}{more} have {len(seeds[several[0]])} seeds of block hashes, and share nothing "
-            "across them"
-        )
-        return [warning("block hashes", text, "set the same PYTHONHASHSEED, or none, for all engines of a model")]
-    text = f"all namespaces have the algorithm {ALGORITHM}, and those of a model one seed"
-    return [ok("block hashes", text)] if infos else []
 
 
 def block_sizes(infos: Sequence[pb.NamespaceInfo], arena_bytes: int) -> list[Finding]:

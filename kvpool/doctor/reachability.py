@@ -1,30 +1,28 @@
-"""Checks of the ways to a server: gRPC, the data port, HTTP, the memory socket, TLS, and the transport that results."""
+"""Checks of the ways to a server: gRPC, HTTP, TLS, and the transport of bytes."""
 
 from __future__ import annotations
 
 import datetime as dt
 import http.client
-import os
 import ssl
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from cryptography import x509
 
 from kvpool.client.client import Client
 from kvpool.client.config import ClientConfig, is_loopback, split_address
+from kvpool.client.transport_choice import choose
 from kvpool.doctor.judgements import certificate_end
 from kvpool.protocol import replies
-from kvpool.protocol.errors import KVPoolError, TransferError
 from kvpool.protocol.skew import OWN, Release
 from kvpool.protocol.text import duration_text, printable
 from kvpool.report.bandwidth import measure, usual_block
 from kvpool.report.finding import Finding, error, ok, warning
 from kvpool.security.file_permissions import read_pem
 from kvpool.security.tls import TlsFiles
-from kvpool.transport.tcp import peer_of
-from kvpool.transport.unix_socket import memory_address, receive_memory, socket_path
-from kvpool.v1 import pool_pb2 as pb
+from kvpool.transport.unix_socket import socket_path
 
 CONNECT_S = 3.0
 MAX_SKEW_S = 5.0
@@ -55,48 +53,26 @@ def grpc_port(client: Client) -> list[Finding]:
     return [*found, error("versions", f"{text}, which do not work together", fix)]
 
 
-def data_port(client: Client) -> list[Finding]:
-    """Whether the data port that the server offers takes connections from here."""
-    endpoint, offer = client.rpc.config.endpoint, _offer(client)
-    if not offer.HasField("data_port"):
-        text = "the server has no data port: engines on other hosts use gRPC, which is slow"
-        return [warning("data port", text, "give the server --data-listen")]
-    if socket_path(endpoint):
-        return [ok("data port", f"port {offer.data_port.port} is not used through a Unix socket")]
-    peer = peer_of(offer.data_port, split_address(endpoint)[0], CONNECT_S)
-    try:
-        peer.connect(CONNECT_S)[0].close()
-    except KVPoolError as failed:
-        fix = "open the port to this host; see --data-listen"
-        return [error("data port", f"{peer} cannot be reached: {failed}", fix)]
-    sealed = ", encrypted" if offer.data_port.sealed else ""
-    return [ok("data port", f"{peer} takes connections{sealed}")]
-
-
-def memory_socket(client: Client) -> list[Finding]:
-    """Whether this process gets the server's memory; engines of the same user on this host do, too, then."""
-    endpoint, offer = client.rpc.config.endpoint, _offer(client)
-    if not offer.HasField("segment"):
-        return [ok("memory socket", "the server offers no shared memory to this caller")]
-    try:
-        token = offer.segment.token
-        os.close(receive_memory(memory_address(endpoint, token), token, CONNECT_S))
-    except TransferError as failed:
-        if not socket_path(endpoint) and not is_loopback(split_address(endpoint)[0]):
-            return [ok("memory socket", "the server's memory is for processes on its host")]
-        fix = "run engines as the server's user in its network namespace, or give the server --unix-listen"
-        return [warning("memory socket", str(failed), fix)]
-    return [ok("memory socket", "this process may map the server's memory")]
-
-
-def transport(client: Client) -> list[Finding]:
-    """By which transport bytes would travel, and why."""
-    choice = client.admin.try_transport()
-    choice.transport.close()
-    if choice.is_fallback:
-        text = f"bytes would travel by {choice.transport.name}, which is slow: {choice.why}"
-        return [warning("transport", text, "make one of the faster transports work; the reasons name what is missing")]
-    return [ok("transport", f"bytes would travel by {choice.route}: {choice.why}")]
+def transports(client: Client) -> list[Finding]:
+    """By which transport bytes would travel, and why; where they would through shared memory, over the network, too."""
+    config, offer, found = client.rpc.config, replies.offer(client.rpc.ping()), list[Finding]()
+    is_here = bool(socket_path(config.endpoint)) or is_loopback(split_address(config.endpoint)[0])
+    for check, setting in (("transport", config.transport), ("network", "network")):
+        choice = choose(replace(config, transport=setting), offer, client.rpc.channel)
+        choice.transport.close()
+        name, text = choice.transport.name, f"bytes would travel by {choice.route}: {choice.why}"
+        if choice.is_fallback:
+            text = f"bytes would travel by {name}, which is slow: {choice.why}"
+            fix = "make one of the faster transports work: the reasons name what is missing; see --data-listen"
+            found.append(warning(check, text, fix))
+        elif is_here and setting == "auto" and offer.HasField("segment") and name != "shm":
+            fix = "run engines as the server's user in its network namespace, or give the server --unix-listen"
+            found.append(warning(check, text, fix))
+        else:
+            found.append(ok(check, text))
+        if name != "shm" or socket_path(config.endpoint):
+            break
+    return found
 
 
 def bandwidth(client: Client) -> list[Finding]:
@@ -108,11 +84,6 @@ def bandwidth(client: Client) -> list[Finding]:
         fix = "measure a hit against computing with `kvpool ping --bandwidth --namespace`"
         return [warning("bandwidth", text, fix)]
     return [ok("bandwidth", text)]
-
-
-def offers_rdma(client: Client) -> bool:
-    """Whether the server's Transfer Engine offers RDMA."""
-    return _offer(client).mooncake.protocol == "rdma"
 
 
 def http_port(address: str, config: ClientConfig, *, was_given: bool) -> list[Finding]:
@@ -182,7 +153,3 @@ def _tls_context(tls: TlsFiles) -> ssl.SSLContext:
     if tls.cert:
         context.load_cert_chain(tls.cert, tls.key)
     return context
-
-
-def _offer(client: Client) -> pb.PingResponse:
-    return replies.offer(client.rpc.ping())

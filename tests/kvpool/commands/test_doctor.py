@@ -42,7 +42,7 @@ def test_a_pool_in_order_ends_with_0(pool_server: StartServer) -> None:
     assert not any(line.startswith("ERROR") for line in lines)
     checks = {line[8:].partition(":")[0] for line in lines[:-1] if not line.startswith("        ")}
     assert checks >= {
-        "gRPC", "versions", "data port", "memory socket", "transport", "HTTP", "corruption", "memory", "loop lag",
+        "gRPC", "versions", "transport", "network", "HTTP", "corruption", "memory", "loop lag",
         "hits", "clock", "namespaces", "NUMA", "memlock", "memory of the host", "huge pages", "open files",
     }  # fmt: skip
 

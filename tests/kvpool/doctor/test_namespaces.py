@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from kvpool.doctor.namespaces import MAX_COMPARED, MAX_FINDINGS, block_sizes, hashes, namespaces, separate
+from kvpool.doctor.namespaces import MAX_COMPARED, MAX_FINDINGS, block_sizes, namespaces, separate
 from kvpool.protocol.namespace import MEASUREMENT_MODEL, NamespaceSpec
 from kvpool.protocol.wire import encode_spec
 from kvpool.report.finding import Level
@@ -86,17 +86,6 @@ def test_measurements_are_compared_with_nothing() -> None:
     measured = [changed(model=MEASUREMENT_MODEL, kv_cache_dtype=name) for name in ("a", "b")]
     engine = changed(hash_seed="0")
     assert all(each.level is Level.OK for each in namespaces([engine, *measured], 1 << 40))
-
-
-def test_hash_algorithms_and_seeds_are_compared() -> None:
-    assert hashes([]) == []
-    assert [each.level for each in hashes([info(), info()])] == [Level.OK]
-    (found,) = hashes([info(), changed(hash_algorithm="sha256")])
-    assert found.level is Level.ERROR and "sha256" in found.text
-    (found,) = hashes([info(), changed(hash_seed="0")])
-    assert found.level is Level.WARNING and "2 seeds" in found.text
-    (found,) = hashes([info(), changed(model="another", hash_seed="0")])
-    assert found.level is Level.OK
 
 
 def test_blocks_are_compared_with_the_arena() -> None:

@@ -12,9 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from kvpool.client import transport_choice
 from kvpool.client.client import Client
 from kvpool.client.config import ClientConfig
 from kvpool.doctor import reachability
+from kvpool.protocol.errors import TransferError
 from kvpool.report.finding import Finding, Level
 from kvpool.security.certificates import Authority
 from kvpool.security.principal import ALL_TENANTS, Principal, Role
@@ -56,14 +58,11 @@ def liar(**ping: object) -> Client:
 def test_a_server_in_order_has_no_problem(pool_server: StartServer, connect: Callable[..., Client]) -> None:
     server = pool_server()
     client = connect(server)
-    checks = (reachability.grpc_port, reachability.data_port, reachability.memory_socket, reachability.transport)
-    found = [finding for check in checks for finding in check(client)]
+    found = [*reachability.grpc_port(client), *reachability.transports(client)]
     found += reachability.http_port(server.http_url.removeprefix("http://"), ClientConfig(), was_given=True)
     assert {each.level for each in found} == {Level.OK}, found
-    assert [each.check for each in found] == [
-        "gRPC", "versions", "data port", "memory socket", "transport", "HTTP",
-    ]  # fmt: skip
-    assert not reachability.offers_rdma(client)
+    assert [each.check for each in found] == ["gRPC", "versions", "transport", "network", "HTTP"]
+    assert "by shm" in found[2].text and "by tcp" in found[3].text
 
 
 def test_other_releases_on_both_sides_are_named() -> None:
@@ -75,25 +74,29 @@ def test_other_releases_on_both_sides_are_named() -> None:
     assert versions.text == f"the server is kvpool {theirs}, and this is kvpool {ours}, which do not work together"
 
 
-def test_a_data_port_that_cannot_be_reached_is_an_error() -> None:
-    port = int(free_endpoint().rpartition(":")[2])
-    found = only(reachability.data_port(liar(data_port={"port": port})))
-    assert found.level is Level.ERROR and f"127.0.0.1:{port} cannot be reached" in found.text
-
-
 def test_a_server_without_a_data_port_is_named(pool_server: StartServer, connect: Callable[..., Client]) -> None:
-    server = pool_server("--data-listen", "")
-    client = connect(server)
-    assert only(reachability.data_port(client)).level is Level.WARNING
-    assert only(reachability.transport(client)).level is Level.OK  # By shared memory.
-    found = only(reachability.transport(connect(server, transport="network")))
-    assert found.level is Level.WARNING and "no tcp: the server has no data port" in found.text
+    here, network = reachability.transports(connect(pool_server("--data-listen", "")))
+    assert (here.level, network.level) == (Level.OK, Level.WARNING)
+    assert "no tcp: the server has no data port" in network.text and "see --data-listen" in network.fix
 
 
-def test_a_memory_socket_that_cannot_be_reached_is_named() -> None:
-    found = only(reachability.memory_socket(liar()))
-    assert found.level is Level.WARNING and "no shared memory" in found.text
-    assert only(reachability.memory_socket(liar(segment=None))).level is Level.OK
+def test_a_server_over_a_unix_socket_has_no_network(pool_server: StartServer, tmp_path: Path) -> None:
+    pool_server("--unix-listen", str(tmp_path / "s"))
+    with Client(ClientConfig(f"unix:{tmp_path / 's'}", timeout_ms=10_000)) as client:
+        found = only(reachability.transports(client))
+    assert (found.check, found.level) == ("transport", Level.OK)
+
+
+def test_memory_that_this_process_does_not_get_is_named(
+    pool_server: StartServer, connect: Callable[..., Client], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> int:
+        raise TransferError("no shared memory: another user")
+
+    monkeypatch.setattr(transport_choice, "receive_memory", refuse)
+    found = only(reachability.transports(connect(pool_server())))
+    assert found.level is Level.WARNING and "no shm: no shared memory: another user" in found.text
+    assert "--unix-listen" in found.fix
 
 
 @contextlib.contextmanager
@@ -138,7 +141,6 @@ def test_a_port_that_says_nothing_does_not_hang_a_check(monkeypatch: pytest.Monk
         port = silent.getsockname()[1]
         began = time.monotonic()
         assert only(reachability.http_port(f"127.0.0.1:{port}", ClientConfig(), was_given=True)).level is Level.ERROR
-        assert only(reachability.data_port(liar(data_port={"port": port}))).level is Level.ERROR
         assert time.monotonic() - began < 20
 
 
