@@ -43,8 +43,7 @@ def mark(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setattr(store_process, "WORKER_MODULE", "tests.support.hostile_store")
     monkeypatch.setattr(store_process, "STAGING_BYTES", MIB)
     monkeypatch.setattr(store_process, "ANSWER_S", DEADLINE_S)
-    monkeypatch.setattr(store_process, "QUIET_S", 0.2)
-    monkeypatch.setattr(store_process, "PONG_S", 0.5)
+    monkeypatch.setattr(store_process, "LOOK_S", 0.2)
     monkeypatch.setenv("HOSTILE_MARK", str(tmp_path / "executed"))
     return tmp_path / "executed"
 
@@ -181,7 +180,7 @@ BAD_CALLS: dict[str, list[Any]] = {
     "a key of another type": ["get", [1], 0, 1],
     "too many keys": ["exist", ["a"] * (worker.MAX_KEYS + 1)],
     "a long key": ["exist", ["a" * (worker.MAX_KEY_CHARS + 1)]],
-    "a map": [{"what": "ping"}],
+    "a map": [{"what": "exist"}],
 }
 
 

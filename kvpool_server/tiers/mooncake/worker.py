@@ -58,7 +58,7 @@ SEND_S = 10.0
 
 T = TypeVar("T")
 
-Call = Literal["ping", "exist", "put", "get", "remove", "clear"]
+Call = Literal["exist", "put", "get", "remove", "clear"]
 Key = Annotated[str, Meta(max_length=MAX_KEY_CHARS)]
 Size = Annotated[int, Meta(ge=0, lt=1 << 62)]
 
@@ -203,8 +203,6 @@ def _addresses(request: Request, memory: np.ndarray[tuple[int], np.dtype[np.uint
 def _answer(store: Any, request: Request, addresses: Sequence[int]) -> list[int]:
     keys, sizes = request.keys, [request.size] * len(request.keys)
     match request.what:
-        case "ping":
-            return []
         case "exist":
             return list(store.batch_is_exist(keys))
         case "put":
