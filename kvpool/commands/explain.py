@@ -49,11 +49,7 @@ def explain(options: PromptOptions) -> None:
     with common.client_of(options.endpoint) as client:
         named = NamedPrompt.read(client, options)
         found = client.admin.explain(named.info.fingerprint, named.runs, timeout_ms=common.SLOW_TIMEOUT_MS)
-        report = PromptReport(named.spec, named.num_tokens, found)
-        if report.is_unknown:
-            listed = {each.fingerprint: each for each in client.admin.namespaces()}
-            counted = listed.get(named.info.fingerprint, named.info)
-            report.has_other_blocks = bool(counted.num_entries or any(tier.num_entries for tier in counted.tiers))
+    report = PromptReport(named.spec, named.num_tokens, found)
     if options.as_json:
         common.print_json(report.as_json())
         return
@@ -87,11 +83,9 @@ class PromptReport:
         self.stored, self._shortest = min(ends, key=lambda pair: pair[0])
         """Tokens from the start on whose blocks are stored in each of these groups, and the run that ends first."""
         self.loadable = self._loadable()
-        self.has_other_blocks = False
-        """The namespace has blocks, of whatever prompts. Worth finding out where `is_unknown`."""
 
     @property
-    def is_unknown(self) -> bool:
+    def _is_unknown(self) -> bool:
         """The server knows no block of the prompt, in this namespace or in another."""
         parts = [part for run in self._found.runs for part in run.ranges]
         return not self._found.elsewhere and all(
@@ -146,10 +140,10 @@ class PromptReport:
             yield f"{server} gave no answer about these blocks: {why}."
 
     def _about_names(self) -> Iterator[str]:
-        if self.is_unknown and self.has_other_blocks and not self._found.tiers_away:
+        if self._is_unknown and not self._found.tiers_away:
             yield (
-                "The namespace has blocks, but none of this prompt. If an engine has stored this prompt, its blocks "
-                "have other names: check the tokenizer, hash seed, cache salt and LoRA adapter."
+                "The server knows no block of this prompt. If an engine has stored it, its blocks have other names: "
+                "check the tokenizer, hash seed, cache salt and LoRA adapter."
             )
 
     def _about_missing(self) -> Iterator[str]:
