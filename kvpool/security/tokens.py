@@ -14,6 +14,9 @@ import re
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+import msgspec
 
 from kvpool.protocol.errors import ConfigError, InvalidRequestError
 from kvpool.security.file_permissions import append_line, open_locked, read_lines, read_private, write_whole
@@ -59,29 +62,19 @@ class TokenRecord:
     def parse(cls, line: str) -> TokenRecord:
         """The record of a line. Raises ValueError, whose text does not show the line: it may be a token."""
         try:
-            fields = json.loads(line)
-        except (ValueError, RecursionError):
-            raise ValueError("not a JSON object") from None
-        if not isinstance(fields, dict) or sorted(fields.keys() - {"created_at"}) != ["ends_at", "principal", "sha256"]:
-            raise ValueError("not a JSON object with sha256, principal and ends_at")
-        if not re.fullmatch("[0-9a-f]{64}", str(fields["sha256"])):
-            raise ValueError("its sha256 is not 64 hexadecimal digits")
-        created_at = _time(fields, "created_at") if "created_at" in fields else None
-        try:
-            principal = Principal.parse(str(fields["principal"]))
-        except InvalidRequestError as error:
-            raise ValueError(f"its principal {error}") from None
-        return cls(str(fields["sha256"]), principal, _time(fields, "ends_at"), created_at)
+            told = msgspec.json.decode(line, type=_Line)
+            return cls(told.sha256, Principal.parse(told.principal), told.ends_at, told.created_at)
+        except (msgspec.MsgspecError, RecursionError, InvalidRequestError) as error:
+            raise ValueError(f"not a token's sha256, principal and ends_at as JSON: {error}") from None
 
 
-def _time(fields: dict[str, object], name: str) -> dt.datetime:
-    try:
-        found = dt.datetime.fromisoformat(str(fields[name]))
-    except ValueError:
-        raise ValueError(f"its {name} {fields[name]!r} is not a time such as 2027-01-31T12:00:00+00:00") from None
-    if found.tzinfo is None:
-        raise ValueError(f"its {name} {fields[name]!r} has no time zone; give one, such as +00:00")
-    return found
+class _Line(msgspec.Struct, forbid_unknown_fields=True):
+    """A line of a server's file. Times have a zone, as 2027-01-31T12:00:00+00:00 has."""
+
+    sha256: Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")]
+    principal: str
+    ends_at: Annotated[dt.datetime, msgspec.Meta(tz=True)]
+    created_at: Annotated[dt.datetime, msgspec.Meta(tz=True)] | None = None
 
 
 def create_token(principal: Principal, lasts: dt.timedelta) -> tuple[str, TokenRecord]:
