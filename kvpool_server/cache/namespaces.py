@@ -17,7 +17,8 @@ from kvpool.protocol.errors import (
 from kvpool.protocol.namespace import NamespaceSpec, differences
 from kvpool.protocol.types import BlockRun
 from kvpool_server.cache.entry import Entry, Group
-from kvpool_server.cache.limits import Limits, Shares
+from kvpool_server.cache.limits import Limits
+from kvpool_server.sharing.shares import Shares
 
 
 class PoolNamespace:

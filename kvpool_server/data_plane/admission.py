@@ -3,9 +3,8 @@
 A connection is unproven until it has shown a permit in force. There is room for `MAX_UNPROVEN` of them, apart from that
 for others: a new one replaces the oldest of the address that has most. A proven connection replaces, where there is no
 room, one that is idle; else it is refused. So whoever has no permit can only displace whoever has none. An owner of
-permits who has as many proven connections as allowed gets another in the place of an idle one of its own. An owner may
-have as many busy connections as are left for others, so that nobody takes all by moving a byte now and then; the last
-fourth is for owners who have none.
+permits who has as many proven connections as allowed gets another in the place of an idle one of its own. Owners share
+the room for busy connections as in `Shares`, so that nobody takes all by moving a byte now and then.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from kvpool_server.data_plane.permits import NO_BOUND, Bound
+from kvpool_server.sharing.shares import Shares
 
 MAX_CONNECTIONS = 256
 """Proven connections of one worker."""
@@ -120,10 +120,10 @@ class Admission:
 
     def _has_room(self, owner: int = 0) -> bool:
         """Whether one more connection of an owner could be proven; 0: of a client whose owner is not known."""
-        busy = self._proven.keys() - self._replaceable()
-        own = sum(seat.owner == owner for seat in busy) if owner else 0
-        left = self._max_proven - len(busy)
-        return left > 0 if not own else own < left - self._max_proven // 4
+        busy = Shares()
+        for seat in self._proven.keys() - self._replaceable():
+            busy.add(str(seat.owner or ""))
+        return busy.has_room(str(owner or ""), 1, self._max_proven)
 
     def _replaceable(self) -> list[Seat]:
         """Proven connections that are idle, the longest first."""

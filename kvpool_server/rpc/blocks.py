@@ -24,7 +24,6 @@ from kvpool.transport.data_port import Kind, Offsets, pack_offsets
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.access.authentication import Context
 from kvpool_server.access.caller import CALLER
-from kvpool_server.cache.fair_slots import FairSlots
 from kvpool_server.cache.hints import MAX_PIN_S
 from kvpool_server.cache.leases import Owner
 from kvpool_server.cache.lookups import usable_tokens
@@ -38,6 +37,7 @@ from kvpool_server.rpc.handlers import Handlers, decoded, owner_of
 from kvpool_server.rpc.inbox import MAX_REQUEST_BYTES, check_deadline
 from kvpool_server.rpc.outbox import Unsent
 from kvpool_server.rpc.verification import verified
+from kvpool_server.sharing.fair_slots import FairSlots
 
 Call = asyncio.Task[Any]
 

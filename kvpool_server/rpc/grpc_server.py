@@ -30,7 +30,6 @@ from kvpool_server.access.audit import CHANGES, AuditLog, audited
 from kvpool_server.access.authentication import Context, RefusedCredentialError
 from kvpool_server.access.caller import CALLER, check_call
 from kvpool_server.access.running_calls import RunningCalls
-from kvpool_server.cache.limits import Shares
 from kvpool_server.process.addresses import bind_path, cannot_bind, held, listening
 from kvpool_server.process.event_loop import FLOW
 from kvpool_server.rpc.blocks import BlockHandlers
@@ -47,6 +46,7 @@ from kvpool_server.rpc.inbox import MAX_STREAM_S, REQUEST, Pace
 from kvpool_server.rpc.operators import OperatorHandlers
 from kvpool_server.rpc.sessions import SessionHandlers
 from kvpool_server.rpc.turns import call_with_its_work
+from kvpool_server.sharing.shares import Shares
 
 log = structlog.get_logger()
 

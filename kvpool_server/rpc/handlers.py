@@ -27,7 +27,6 @@ from kvpool.protocol.wire import SERVICE_NAME
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.access.authentication import Context, Who
 from kvpool_server.access.caller import CALLER, is_visible
-from kvpool_server.cache.fair_slots import FairSlots
 from kvpool_server.cache.leases import Owner
 from kvpool_server.cache.namespaces import unknown_namespace
 from kvpool_server.cache.steps import Steps, finish
@@ -40,6 +39,7 @@ from kvpool_server.rpc.drain import Drain
 from kvpool_server.rpc.inbox import MAX_REQUEST_BYTES, REQUEST, Inbox
 from kvpool_server.rpc.outbox import Outbox
 from kvpool_server.rpc.turns import Turns
+from kvpool_server.sharing.fair_slots import FairSlots
 from kvpool_server.tiering.tiered_pool import TieredPool
 
 _SERVICE = pb.DESCRIPTOR.services_by_name["Pool"]

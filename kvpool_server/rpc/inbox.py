@@ -24,8 +24,8 @@ from kvpool.protocol.pieces import MESSAGE_BYTES
 from kvpool.report.quotas import size_text
 from kvpool_server.access.authentication import Context
 from kvpool_server.access.caller import CALLER
-from kvpool_server.cache.fair_slots import FairSlots
 from kvpool_server.rpc.turns import when_ended
+from kvpool_server.sharing.fair_slots import FairSlots
 
 MAX_REQUEST_BYTES = 4 << 20
 MAX_DATA_BYTES = MAX_REQUEST_BYTES + (64 << 10)

@@ -18,12 +18,12 @@ from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.access.caller import check_all_tenants, is_visible, may_see_quota, own_tenant
 from kvpool_server.cache.departures import EvictedFor
 from kvpool_server.cache.explanations import BlockRange, RunExplanation, add_range, most_ranges
-from kvpool_server.cache.fair_slots import FairSlots
 from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.cache.steps import Steps
 from kvpool_server.process.event_loop import FLOW
 from kvpool_server.rpc.handlers import Handlers, owner_of
 from kvpool_server.rpc.turns import whole
+from kvpool_server.sharing.fair_slots import FairSlots
 from kvpool_server.tiers.tier import TierError
 
 log = structlog.get_logger()

@@ -11,9 +11,9 @@ from contextvars import Context, ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvpool_server.cache.fair_slots import FairSlots
 from kvpool_server.cache.steps import Steps, Value
 from kvpool_server.process.event_loop import FLOW
+from kvpool_server.sharing.fair_slots import FairSlots
 
 TURN_S = 0.001
 """How long the steps of one turn may last. A turn ends with the step that exceeds it."""

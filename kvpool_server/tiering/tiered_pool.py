@@ -24,9 +24,9 @@ from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.cache.entry import Entry, Group, Observer
 from kvpool_server.cache.hints import HintResult
 from kvpool_server.cache.leases import NOBODY, Found, Owner
-from kvpool_server.cache.limits import Shares
 from kvpool_server.cache.pool import Pool
 from kvpool_server.cache.steps import LOOKUP_STEP_BLOCKS, Run, Steps, at_once, finish
+from kvpool_server.sharing.shares import Shares
 from kvpool_server.tiering.demoter import Demoter, Watermark
 from kvpool_server.tiering.holders import Holders, holders_of
 from kvpool_server.tiering.prefetcher import Prefetcher

@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 from operator import itemgetter
 
 from kvpool.protocol.errors import BusyError
-from kvpool_server.cache.limits import Shares
+from kvpool_server.sharing.shares import Shares
 
 _Turn = asyncio.Future[None]
 TRY_AGAIN = "try again later, with fewer at once"

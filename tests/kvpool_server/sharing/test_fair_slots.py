@@ -15,11 +15,11 @@ from kvpool.protocol.errors import BusyError, PoolTimeoutError
 from kvpool.protocol.wire import encode_runs
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.cache.allocator.arena import Arena
-from kvpool_server.cache.fair_slots import FairSlots
 from kvpool_server.process.event_loop import FLOW
 from kvpool_server.rpc import inbox, operators
 from kvpool_server.rpc.blocks import MAX_WAITING
 from kvpool_server.rpc.turns import Turns
+from kvpool_server.sharing.fair_slots import FairSlots
 from kvpool_server.tiering.tiered_pool import TieredPool
 from testbed.pool_at_once import PoolAtOnce
 from tests.support.clock import FakeClock

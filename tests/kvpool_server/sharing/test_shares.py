@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvpool_server.cache.limits import LEAST, RESERVE, Shares
+from kvpool_server.sharing.shares import LEAST, RESERVE, Shares
 
 
 def taken(shares: Shares, client: str, most: int) -> int:

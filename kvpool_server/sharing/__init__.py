@@ -1,0 +1,1 @@
+"""How callers share what a server has. It knows neither the pool nor the network."""
