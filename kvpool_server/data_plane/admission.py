@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from kvpool_server.data_plane.permits import NO_BOUND, Bound
-from kvpool_server.sharing.shares import Shares
+from kvpool_server.sharing.shares import SPARED_S, Shares
 
 MAX_CONNECTIONS = 256
 """Proven connections of one worker."""
@@ -28,9 +28,6 @@ MAX_LEAVING = 64
 """Connections that were hung up on, and whose threads have not ended yet."""
 
 MAX_SEATS = MAX_CONNECTIONS + MAX_UNPROVEN + MAX_LEAVING
-
-SPARED_S = 1.0
-"""A connection that moved bytes in the last second is busy, and not replaced."""
 
 
 @dataclass(eq=False, slots=True)
@@ -126,7 +123,7 @@ class Admission:
         return busy.has_room(str(owner or ""), 1, self._max_proven)
 
     def _replaceable(self) -> list[Seat]:
-        """Proven connections that are idle, the longest first."""
+        """Proven connections that have moved no bytes for `SPARED_S`, the longest idle first."""
         now = self._clock()
         idle = [(since, seat) for seat in self._proven if (since := seat.idle_since) is not None]
         idle.sort(key=lambda pair: pair[0])

@@ -42,7 +42,7 @@ from kvpool_server.rpc.handlers import (
     add_service,
     owner_of,
 )
-from kvpool_server.rpc.inbox import MAX_STREAM_S, REQUEST, Pace
+from kvpool_server.rpc.inbox import MAX_STREAM_S, REQUEST, pace
 from kvpool_server.rpc.operators import OperatorHandlers
 from kvpool_server.rpc.sessions import SessionHandlers
 from kvpool_server.rpc.turns import call_with_its_work
@@ -240,15 +240,15 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # N
             context.set_code(grpc.StatusCode.CANCELLED)
             try:
                 with self._service.metrics.timed(name, lambda: not context.cancelled()), self._admitted(name, context):
-                    pace = Pace()
                     async with aclosing(behavior(request, context)) as replies:
                         # Not yielded: a call that is ended while gRPC sends would end without a status.
                         async for reply in replies:
                             nbytes = len(reply) if isinstance(reply, bytes) else reply.ByteSize()  # Of reflection.
                             try:
-                                await pace.wait(context.write(reply), nbytes)
+                                await pace().wait(context.write(reply))
                             except grpc.aio.InternalError:
                                 raise asyncio.CancelledError from None  # The client has hung up.
+                            pace().moved(nbytes)
                 context.set_code(grpc.StatusCode.OK)
             except KVPoolError as error:
                 await self._refuse(name, context, error)

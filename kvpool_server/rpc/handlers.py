@@ -248,21 +248,20 @@ def _handler(
     if method.name in ("OpenNamespace", "SetQuotas", "Report"):  # What they send is kept.
         most = max_spec_bytes
 
-    async def request_of(context: Context) -> Any:
-        return await decoded(service.turns, message_type, await inbox.receive(context, most))
-
     async def of_one(_: object, context: Context) -> Any:
-        request = await request_of(context)
+        request = await decoded(service.turns, message_type, await inbox.receive(context, most))
         REQUEST.set(request)
         return await behavior(request, context)
 
     async def replies(_: object, context: Context) -> AsyncIterator[bytes]:
-        request = await request_of(context)
-        async with inbox.slot(context), aclosing(behavior(request, context)) as messages:
-            async for message in messages:
-                yield message
-                if inbox.has_many_streams:
-                    await service.turns.wait()
+        message = await inbox.receive(context, most)
+        async with inbox.slot(context):
+            request = await decoded(service.turns, message_type, message)
+            async with aclosing(behavior(request, context)) as messages:
+                async for message in messages:
+                    yield message
+                    if inbox.has_many_streams:
+                        await service.turns.wait()
 
     if method.server_streaming:
         return grpc.stream_stream_rpc_method_handler(replies, None, bytes)

@@ -9,23 +9,21 @@ asks for it.
 
 from __future__ import annotations
 
-import asyncio
 import math
-import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractAsyncContextManager
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import grpc
 
-from kvpool.protocol.errors import InvalidRequestError, PoolTimeoutError
+from kvpool.protocol.errors import InvalidRequestError
 from kvpool.protocol.pieces import MESSAGE_BYTES
 from kvpool.report.quotas import size_text
 from kvpool_server.access.authentication import Context
 from kvpool_server.access.caller import CALLER
 from kvpool_server.rpc.turns import when_ended
-from kvpool_server.sharing.fair_slots import FairSlots
+from kvpool_server.sharing.fair_slots import FairSlots, Pace
 
 MAX_REQUEST_BYTES = 4 << 20
 MAX_DATA_BYTES = MAX_REQUEST_BYTES + (64 << 10)
@@ -33,26 +31,24 @@ MAX_DATA_BYTES = MAX_REQUEST_BYTES + (64 << 10)
 MAX_LARGE, MAX_OWN_LARGE_WAITING = 16, 4
 """Requests in pieces that have not been answered, whose callers take turns, and first pieces that wait for that."""
 MESSAGE_S = 10.0
-"""How long the first message of a call may be on its way, from when its call was accepted, and the pieces that follow
-it together."""
-REST_S = 2.0
-"""How long the pieces that follow it may, if others wait to send theirs."""
+"""How long the first message of a call may be on its way, from when its call was accepted."""
 MAX_STREAM_S = 600.0
 """Longest deadline of a call that has a stream, which may otherwise last as long as its client."""
 PIECE_S = 30.0
-"""How long a stream of data, either way, may wait for its client, and anew with each `PACE_BYTES` that have moved."""
+"""How long a call may wait for its client to send the rest of a request or to move data, and anew with each
+`PACE_BYTES` that have moved."""
 PACE_BYTES = 1 << 20
 MAX_DATA_STREAMS = 64
 """Streams of data that are received or sent at once."""
 FEW_DATA_STREAMS = 4
 """While no more are under way, their messages take no turns beside those of the event loop."""
-MAX_OWN_DATA_STREAMS = 16
+MAX_OWN_DATA_STREAMS, MAX_OWN_DATA_WAITING = 16, 256
 """Of them, one identity's, where callers are authenticated: more of one caller's are no faster together. An identity
-has no more than are left, either."""
+has no more than are left, either. As many more wait, each with a message that is not decoded."""
 
 REQUEST: ContextVar[Any] = ContextVar("kvpool request", default=None)
 """The request of the call that the running handler serves, once it has arrived, for those around the handler."""
-
+_PACE: ContextVar[Pace] = ContextVar("the pace of the running call")
 
 _Bytes = TypeVar("_Bytes", bytes, bytearray)
 
@@ -61,7 +57,7 @@ class Inbox:
     """The requests that one server awaits."""
 
     def __init__(self) -> None:
-        self._streams = FairSlots(MAX_DATA_STREAMS, MAX_OWN_DATA_STREAMS)
+        self._streams = FairSlots(MAX_DATA_STREAMS, MAX_OWN_DATA_STREAMS, MAX_OWN_DATA_WAITING)
         self._large = FairSlots(MAX_LARGE, MAX_LARGE, MAX_OWN_LARGE_WAITING)
 
     async def receive(self, context: Context, max_bytes: int) -> bytes:
@@ -84,7 +80,7 @@ class Inbox:
         """
         if len(first) < MESSAGE_BYTES:
             return check_size(first, max_bytes), None
-        give_back = await self._large.take(_caller() or context.peer(), MESSAGE_S)
+        give_back = await self._large.take(_caller() or context.peer(), MESSAGE_S, pace=pace())
         try:
             return await self._joined(context, first, max_bytes), give_back
         except BaseException:
@@ -94,15 +90,12 @@ class Inbox:
     async def _joined(self, context: Context, piece: bytes, max_bytes: int) -> bytes:
         """The first piece of a request with those that follow it."""
         request = bytearray(piece)
-        try:
-            async with asyncio.timeout(REST_S if self._large.has_waiting else MESSAGE_S):
-                while len(piece) == MESSAGE_BYTES:
-                    check_size(request, max_bytes)
-                    if (piece := await context.read()) is grpc.aio.EOF:  # type: ignore[attr-defined]
-                        break
-                    request += piece
-        except TimeoutError:
-            raise PoolTimeoutError("the rest of the request did not arrive in time; send it again") from None
+        while len(piece) == MESSAGE_BYTES:
+            check_size(request, max_bytes)
+            if (piece := await pace().wait(context.read())) is grpc.aio.EOF:  # type: ignore[attr-defined]
+                break
+            request += piece
+        pace().moved(len(request))
         return bytes(check_size(request, max_bytes))
 
     @property
@@ -112,23 +105,19 @@ class Inbox:
 
     async def _arrival(self, context: Context) -> bytes:
         """The first message of a call."""
-        try:
-            async with asyncio.timeout(MESSAGE_S):
-                message = await context.read()
-        except TimeoutError:
-            raise PoolTimeoutError(f"the request did not arrive within {MESSAGE_S:g} s; send it again") from None
+        message = await Pace(MESSAGE_S, 1).wait(context.read())
         if message is grpc.aio.EOF:  # type: ignore[attr-defined]
             raise InvalidRequestError("the call has no request; send one message")
         return message  # type: ignore[no-any-return]
 
     async def stream(self, context: Context) -> AsyncGenerator[bytes, None]:
         """The messages of a stream of data, each of which has to come in time. Raises as `receive`."""
-        pace = Pace()
         async with self.slot(context):
             while True:
-                message = await pace.wait(context.read())
+                message = await pace().wait(context.read())
                 if message is grpc.aio.EOF:  # type: ignore[attr-defined]
                     return
+                pace().moved(len(message))
                 request, give_back = await self.whole(context, message, MAX_DATA_BYTES)
                 try:
                     yield request
@@ -139,26 +128,14 @@ class Inbox:
     def slot(self, context: Context) -> AbstractAsyncContextManager[None]:
         """A place among the streams of data. Raises BusyError if none becomes free in time."""
         check_deadline(context)
-        return self._streams.slot(_caller(), MESSAGE_S)
+        return self._streams.slot(_caller(), MESSAGE_S, pace=pace())
 
 
-class Pace:
-    """How long a stream of data may still wait for its client, which each message lengthens by its bytes."""
-
-    def __init__(self) -> None:
-        self._left_s = PIECE_S
-
-    async def wait(self, moving: Awaitable[Any], nbytes: int = 0) -> Any:
-        """Waits for a message to go, or for one to come. Raises PoolTimeoutError when the time is used up."""
-        began = time.monotonic()
-        try:
-            async with asyncio.timeout(self._left_s):
-                message = await moving
-        except TimeoutError:
-            raise PoolTimeoutError(f"the client moved less than {PACE_BYTES} bytes in {PIECE_S:g} s") from None
-        earned_s = PIECE_S * (nbytes + len(message or b"")) / PACE_BYTES
-        self._left_s = min(PIECE_S, self._left_s + began - time.monotonic() + earned_s)
-        return message
+def pace() -> Pace:
+    """The time that the running call has for its client."""
+    if (found := _PACE.get(None)) is None:
+        _PACE.set(found := Pace(PIECE_S, PACE_BYTES))
+    return found
 
 
 def _caller() -> str:

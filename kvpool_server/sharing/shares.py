@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 
+SPARED_S = 1.0
+"""A client that has been idle for less keeps what others wait for: its slot, or its connection to a data worker."""
 RESERVE, LEAST = 4, 512
 """Of all, a fourth is left to clients of which each has a 512th or one at most: for 128 clients that come late."""
 

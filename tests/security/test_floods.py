@@ -32,7 +32,7 @@ from kvpool.v1.pool_pb2_grpc import PoolStub
 from kvpool_server.cache.limits import Limits
 from kvpool_server.observability import http
 from kvpool_server.process import event_loop
-from kvpool_server.rpc import blocks, grpc_server, inbox, outbox
+from kvpool_server.rpc import blocks, grpc_server, handlers, inbox, outbox
 from tests.support.calls import METHODS, SERVICE
 from tests.support.half_sent import HalfSentCalls
 from tests.support.in_process_server import InProcessServer
@@ -157,6 +157,27 @@ def test_replies_that_nobody_reads_hold_what_a_few_calls_send(pool_server: Start
         time.sleep(3)
         grown = server.own_bytes - before
     assert grown < 4 * chunk * inbox.MAX_DATA_STREAMS, f"{grown / MIB:.0f} MiB"
+
+
+def test_requests_of_streams_that_wait_are_not_decoded(
+    small_server: Callable[..., InProcessServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A message of numbers is eight times as large once it is decoded."""
+    monkeypatch.setattr(inbox, "MAX_DATA_STREAMS", 0)
+    monkeypatch.setattr(inbox, "MESSAGE_S", 0.5)
+    names: list[str] = []
+    decode = handlers.decoded
+
+    async def decoded(turns: Any, message_type: Any, message: bytes) -> Any:
+        names.append(message_type.DESCRIPTOR.name)
+        return await decode(turns, message_type, message)
+
+    monkeypatch.setattr(handlers, "decoded", decoded)
+    stub = small_server().stub
+    with pytest.raises(grpc.RpcError, match="all that this caller may use at once is in use"):
+        list(stub.GetChunks(pb.GetChunksRequest(offsets=[1] * 1_000, region_bytes=1), timeout=20))
+    stub.Ping(pb.PingRequest(), timeout=10)
+    assert names == ["PingRequest"]
 
 
 def test_a_client_that_reads_no_replies_leaves_calls_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -393,6 +414,7 @@ def test_requests_whose_rest_does_not_come_leave_room_for_others(
     small_server: Callable[..., InProcessServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(inbox, "MESSAGE_S", 3.0)
+    monkeypatch.setattr(inbox, "PIECE_S", 3.0)
     server = small_server()
     calls = HalfSentCalls(f"127.0.0.1:{server.port}")
     streams = {calls.begin("Get", MESSAGE_BYTES, MESSAGE_BYTES) for _ in range(grpc_server.MAX_STREAMS)}

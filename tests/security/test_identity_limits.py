@@ -10,7 +10,7 @@ import re
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, aclosing, closing
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,9 @@ import pytest
 from kvpool.client.admin import InlineChunks
 from kvpool.client.client import Client, Namespace
 from kvpool.protocol import wire
-from kvpool.protocol.errors import BusyError, ConfigError, KVPoolError
+from kvpool.protocol.errors import BusyError, ConfigError, KVPoolError, PoolTimeoutError
 from kvpool.protocol.hashing import checksum
+from kvpool.protocol.pieces import MESSAGE_BYTES
 from kvpool.protocol.types import PERMIT_BYTES, Chunk, PoolKey, ShardRange
 from kvpool.security.principal import Principal, Role
 from kvpool.transport.data_port import (
@@ -42,6 +43,7 @@ from kvpool_server.cache.limits import IdentityLimits
 from kvpool_server.data_plane.admission import SPARED_S
 from kvpool_server.rpc import inbox
 from kvpool_server.rpc.inbox import Inbox
+from kvpool_server.sharing import fair_slots
 from tests.security.conftest import Deploy, Deployment
 from tests.support.data_client import receive_exactly
 from tests.support.processes import run_server, wait_for
@@ -308,14 +310,19 @@ def test_an_identitys_connections_to_the_data_port_make_way_for_its_own_alone(li
 
 
 class SilentContext:
-    """Of a call whose client sends nothing."""
+    """Of a call whose client sends some messages, and then nothing."""
+
+    def __init__(self, *messages: bytes):
+        self._messages = list(messages)
 
     def time_remaining(self) -> float:
         return 60.0
 
     async def read(self) -> bytes:
-        await asyncio.sleep(60)
-        raise AssertionError("the test has taken a minute")
+        if not self._messages:
+            await asyncio.sleep(60)
+            raise AssertionError("the test has taken a minute")
+        return self._messages.pop(0)
 
 
 def _called_by(tenant: str, what: Callable[[], Any]) -> asyncio.Task[Any]:
@@ -347,5 +354,58 @@ def test_an_identity_leaves_streams_of_data_to_others(monkeypatch: pytest.Monkey
         assert all(isinstance(call.exception(), BusyError) for call in greedy[most:])
         for call in (other, *greedy):
             call.cancel()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("what", ["streams", "pieces"])
+def test_calls_that_identities_leave_silent_give_way(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fair_slots, "SPARED_S", 0.2)
+    piece, first = bytes(MESSAGE_BYTES), b"first"
+
+    async def run() -> None:
+        box, silent = Inbox(), list[asyncio.Task[Any]]()
+
+        async def read(*messages: bytes) -> bytes:
+            context: Any = SilentContext(*messages)
+            if what == "pieces":
+                return await box.receive(context, inbox.MAX_REQUEST_BYTES)
+            async with aclosing(box.stream(context)) as stream:
+                return await anext(stream)
+
+        for nth in range(inbox.MAX_DATA_STREAMS + 1):
+            sent = [piece] * (what == "pieces")
+            silent += [_called_by(f"silent-{nth}", lambda sent=sent: read(*sent)) for _ in range(2)]
+        await asyncio.sleep(0)
+        other = _called_by("other", lambda: read(*([piece, first] if what == "pieces" else [first])))
+        async with asyncio.timeout(TIMEOUT_S):
+            assert (await other).endswith(first)
+        ended = [call for call in silent if call.done()]
+        assert ended and all(isinstance(call.exception(), PoolTimeoutError) for call in ended)
+        for call in silent:
+            call.cancel()
+        await asyncio.gather(*silent, return_exceptions=True)
+
+    asyncio.run(run())
+
+
+def test_an_identity_has_so_many_streams_of_data_waiting() -> None:
+    most = inbox.MAX_OWN_DATA_STREAMS + inbox.MAX_OWN_DATA_WAITING
+
+    async def run() -> None:
+        box = Inbox()
+
+        async def wait() -> None:
+            async with box.slot(SilentContext()):  # type: ignore[arg-type]
+                await asyncio.sleep(60)
+
+        calls = [_called_by("acme", wait) for _ in range(most + 8)]
+        async with asyncio.timeout(TIMEOUT_S):
+            while sum(call.done() for call in calls) < 8:
+                await asyncio.sleep(0)
+        assert all(isinstance(call.exception(), BusyError) for call in calls[most:])
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
 
     asyncio.run(run())

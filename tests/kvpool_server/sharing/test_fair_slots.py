@@ -19,7 +19,8 @@ from kvpool_server.process.event_loop import FLOW
 from kvpool_server.rpc import inbox, operators
 from kvpool_server.rpc.blocks import MAX_WAITING
 from kvpool_server.rpc.turns import Turns
-from kvpool_server.sharing.fair_slots import FairSlots
+from kvpool_server.sharing import fair_slots
+from kvpool_server.sharing.fair_slots import FairSlots, Pace
 from kvpool_server.tiering.tiered_pool import TieredPool
 from testbed.pool_at_once import PoolAtOnce
 from tests.support.clock import FakeClock
@@ -145,13 +146,47 @@ def test_a_slot_that_does_not_come_in_time_is_an_error() -> None:
     _run(1, 1, run)
 
 
+@pytest.mark.parametrize(("most", "waiting", "ended"), [(2, "c", "a"), (4, "b", "b")])
+def test_the_call_furthest_behind_gives_way_to_a_caller_that_waits(
+    most: int, waiting: str, ended: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A caller that has as many as it may takes the slot of its own call."""
+    monkeypatch.setattr(fair_slots, "SPARED_S", 0.1)
+    monkeypatch.setattr(fair_slots, "LOOK_EVERY_S", 0.05)
+
+    async def run() -> None:
+        slots, given_way = FairSlots(most, 1), list[str]()
+
+        async def hold(caller: str, pace: Pace) -> None:
+            async with slots.slot(caller, pace=pace):
+                try:
+                    if caller == "b":
+                        await asyncio.sleep(0.1)  # The server works.
+                    await pace.wait(asyncio.sleep(60))
+                except PoolTimeoutError:
+                    given_way.append(caller)
+
+        tasks = [asyncio.create_task(hold(caller, Pace(60.0, 1))) for caller in "ba"]
+        await asyncio.sleep(0.3)
+        assert not given_way, "nobody waits"
+        async with asyncio.timeout(10), slots.slot(waiting):
+            assert given_way == [ended]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert not slots.num_taken and not slots._paces
+
+    asyncio.run(run())
+
+
 def test_a_stream_waits_for_its_client_as_long_as_bytes_move(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inbox, "PIECE_S", 0.2)
 
     async def wait(nbytes: int) -> None:
-        pace = inbox.Pace()
+        pace = inbox.pace()
         for _ in range(30):
-            await pace.wait(asyncio.sleep(0.02), nbytes)
+            await pace.wait(asyncio.sleep(0.02))
+            pace.moved(nbytes)
 
     asyncio.run(wait(inbox.PACE_BYTES))
     with pytest.raises(PoolTimeoutError, match=r"moved less than 1048576 bytes in 0\.2 s"):
