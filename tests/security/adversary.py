@@ -40,7 +40,7 @@ from kvpool.protocol import wire
 from kvpool.protocol.errors import KVPoolError
 from kvpool.protocol.hashing import checksum
 from kvpool.protocol.namespace import NamespaceSpec
-from kvpool.protocol.pieces import pieces
+from kvpool.protocol.pieces import MESSAGE_BYTES, pieces
 from kvpool.protocol.types import MAX_BATCH_CHUNKS, MAX_RUNS, BlockRun, ShardRange
 from kvpool.security.certificates import Authority
 from kvpool.security.principal import ALL_TENANTS, Principal, Role
@@ -79,7 +79,8 @@ class Move:
 
     Args:
         blocks: of a request that names blocks.
-        shape: what is sent: a right request, one about new blocks, parts without content, random bytes, or nothing.
+        shape: what is sent: a right request, one about new blocks, parts without content, numbers, random bytes, or
+            nothing.
         cancel_s: when the caller hangs up; 0: it does not.
         reads: whether it reads the replies.
     """
@@ -132,6 +133,12 @@ SEEDS = {
     "messages full of empty parts": Attack("router", 1, 8, (Move("Exists", 65_536, "empty parts", 5.0, 0.0, True),)),
     "replies that nobody reads": Attack("engine", 64, 8, (Move("GetChunks", 8_192, "right", 60.0, 0.0, False),)),
     "calls that send nothing": Attack("engine", 64, 64, (Move("PutChunks", 1, "nothing", 60.0, 0.0, True),)),
+    "reads that wait for silent streams": Attack(
+        "engine",
+        64,
+        64,
+        (Move("PutChunks", 1, "nothing", 60.0, 0.0, True), Move("GetChunks", 65_536, "numbers", 60.0, 0.0, True)),
+    ),
     "listings": Attack(
         "router", 8, 8, (Move("ListNamespaces", 1, "right", 5.0, 0.0, True), Move("Ledger", 1, "right", 5.0, 0.0, True))
     ),
@@ -225,7 +232,7 @@ def _move(picks: random.Random) -> Move:
     return Move(
         picks.choice(METHODS),
         picks.choice((1, 64, 2_048, 8_192, 65_536)),
-        picks.choice(("right", "right", "right", "new", "empty parts", "random", "nothing")),
+        picks.choice(("right", "right", "right", "new", "empty parts", "numbers", "random", "nothing")),
         picks.choice((0.05, 0.5, 5.0, 60.0)),
         picks.choice((0.0, 0.0, 0.002, 0.05)),
         picks.random() < 0.7,
@@ -260,6 +267,11 @@ def message(move: Move, names: list[bytes], target: Target, held: Sequence[int] 
         parts = [field.number for field in descriptor.fields if field.message_type is not None]
         return bytes([(parts or [1])[0] << 3 | 2, 0]) * min(32 * move.blocks, 2 << 20)
     request = requests(target)[move.method]
+    if move.shape == "numbers":
+        for field in descriptor.fields:
+            if field.is_repeated and field.cpp_type == field.CPPTYPE_UINT64:
+                getattr(request, field.name).extend([1] * min(2 * move.blocks, MESSAGE_BYTES - 1_024))
+        return bytes(request.SerializeToString())
     if move.shape == "new":
         start = random.randrange(1 << 200, 1 << 250)
         names = [nth.to_bytes(32, "big") for nth in range(start, start + move.blocks)]
