@@ -31,29 +31,29 @@ class Pace:
 
     def __init__(self, most_s: float, nbytes: int):
         self._most_s, self._nbytes = most_s, nbytes
-        self._left_s = most_s
+        self._left_s, self._ends_at = most_s, 0.0
         self._timer: asyncio.Timeout | None = None  # While the call waits.
 
     async def wait(self, moving: Awaitable[Any]) -> Any:
         """Waits for a message to go, or for one to come. Raises PoolTimeoutError when the time is used up."""
         now = asyncio.get_running_loop().time
-        ends_at = now() + self._left_s
+        self._ends_at = now() + self._left_s
         try:
-            async with asyncio.timeout_at(ends_at) as self._timer:
+            async with asyncio.timeout_at(self._ends_at) as self._timer:
                 return await moving
         except TimeoutError:
             limits = f"{self._nbytes} bytes in {self._most_s:g} s, or was {SPARED_S:g} s behind while others waited"
             raise PoolTimeoutError(f"the client moved less than {limits}; try again") from None
         finally:
-            self._timer, self._left_s = None, ends_at - now()
+            self._timer, self._left_s = None, self._ends_at - now()
 
     def moved(self, nbytes: int) -> None:
         self._left_s = min(self._most_s, self._left_s + self._most_s * nbytes / self._nbytes)
 
     def behind_s(self) -> float:
         """The time that is used up; 0 while the call does not wait."""
-        ends_at = self._timer and self._timer.when()
-        return self._most_s - ends_at + asyncio.get_running_loop().time() if ends_at else 0.0
+        waits = self._timer is not None and not self._timer.expired()
+        return self._most_s - self._ends_at + asyncio.get_running_loop().time() if waits else 0.0
 
     def give_way(self) -> None:
         """Ends the wait of a call that is behind by `SPARED_S`."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -175,6 +177,23 @@ def test_the_call_furthest_behind_gives_way_to_a_caller_that_waits(
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         assert not slots.num_taken and not slots._paces
+
+    asyncio.run(run())
+
+
+def test_a_call_whose_time_is_over_already_can_be_told_to_give_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fair_slots, "SPARED_S", 0.01)
+
+    async def run() -> None:
+        loop, pace, errors = asyncio.get_running_loop(), Pace(0.05, 1), list[dict[str, Any]]()
+        loop.set_exception_handler(lambda _, context: errors.append(context))
+        task = asyncio.create_task(pace.wait(asyncio.sleep(60)))
+        await asyncio.sleep(0)
+        loop.call_later(0.06, pace.give_way)
+        time.sleep(0.1)  # Both timers are due then, and the task runs after them.
+        with pytest.raises(PoolTimeoutError):
+            await task
+        assert not errors
 
     asyncio.run(run())
 
