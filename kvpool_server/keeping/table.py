@@ -10,7 +10,8 @@ stands before it. What has no checksum, zero, is not there.
     policies    POLICIES places of 512 KiB: tenant, bytes of a slot, and what its policy has learned, as JSON
     namespaces  NAMESPACES places of 68 KiB: the order of opening, the spec as JSON
     extents     one after the other; each has
-      class     8 bytes: bytes of a slot, 0 where no slot is used, and shards of a block, 0 where none has a record
+      class     8 bytes: bytes of a slot, 0 where no slot is used
+      layout    8 bytes: bytes of a slot and shards of a block, as the records are that it has or has had; 0: none yet
       records   a slot each, see `records.py`
 
 Clients choose hashes and sums, so an extent's records are erased before it has others: their bytes could be read as
@@ -58,7 +59,7 @@ PLACE_BYTES, POLICY_BYTES, QUOTAS_BYTES, HEAD_BYTES = 68 << 10, 512 << 10, 64 <<
 Value = TypeVar("Value")
 _LENGTH = struct.Struct("<QI")
 _ABSENT = bytes(CHECK.size)
-_CLASS_AT, _RECORDS_AT = 0, 64 << 10  # What is erased begins at a page, whatever its size.
+_CLASS_AT, _LAYOUT_AT, _RECORDS_AT = 0, 8, 64 << 10  # What is erased begins at a page, whatever its size.
 RECORDS_BYTES = 140 * MAX_SLOTS_PER_EXTENT
 _EXTENT_BYTES = _RECORDS_AT + RECORDS_BYTES
 _QUOTAS_AT = HEAD_BYTES
@@ -96,7 +97,7 @@ class SlotTable:
         self._pages = mmap.mmap(fd, file_bytes(num_extents))
         self._view = memoryview(self._pages)
         self._words = np.frombuffer(self._view, np.uint64)
-        self._classes = [self._class_of(idx) for idx in range(num_extents)]  # Bytes of a slot, and shards.
+        self._layouts = [self._layout_of(idx) for idx in range(num_extents)]  # Bytes of a slot, and shards.
         self._counts = [0] * num_extents  # Of records, since this object was made.
         (self.late_until,) = LATE.unpack(self._read(LATE_AT, LATE.size))
 
@@ -138,7 +139,7 @@ class SlotTable:
                 self._put(at, other._read(at, stop - at))
                 at = stop
         if idx is not None:
-            self._classes[idx] = self._class_of(idx)
+            self._layouts[idx] = self._layout_of(idx)
 
     # The server's start, its namespaces and its quotas
 
@@ -220,7 +221,7 @@ class SlotTable:
 
     def put_extent(self, idx: int, slot_bytes: int) -> None:
         """An extent without records has slots of a size from now on, or none: 0."""
-        self._put_class(idx, slot_bytes, 0)
+        self._put(self._start(idx) + _CLASS_AT, CHECK.pack(slot_bytes))
 
     def put(self, place: int, entries: Sequence[Entry]) -> None:
         """Puts records of complete entries of one group into their slots, which have none, where extents take them."""
@@ -239,7 +240,7 @@ class SlotTable:
         """Removes the record of an entry's slot, if it has one."""
         group, (idx, within) = entry.group, divmod(entry.offset, self.extent_bytes)
         slot_bytes, num_shards = group.slot_class[1], group.spec.num_shards
-        if self._classes[idx] == (slot_bytes, num_shards):
+        if self._layouts[idx] == (slot_bytes, num_shards):
             at = self._start(idx) + _RECORDS_AT + within // slot_bytes * records.record_bytes(num_shards)
             if self._words[at // records.WORD_BYTES]:
                 self._put(at, _ABSENT)
@@ -248,12 +249,12 @@ class SlotTable:
     def mark(self, entries: Sequence[Entry]) -> None:
         """Writes the last uses and the ends of the pins of entries of one extent and group, if it has their records."""
         group = entries[0].group
-        if self._classes[entries[0].offset // self.extent_bytes] == (group.slot_class[1], group.spec.num_shards):
+        if self._layouts[entries[0].offset // self.extent_bytes] == (group.slot_class[1], group.spec.num_shards):
             records.mark(self._words, self._records_at(entries), entries)
 
     def sift(self, idx: int, keep: Callable[[Kind, Columns], Sequence[int]]) -> None:
         """Removes the records of an extent but for those that are there whole, and whose offsets `keep` returns."""
-        slot_bytes, num_shards = self._classes[idx]
+        slot_bytes, num_shards = self._layouts[idx]
         if not num_shards:
             return
         first, nbytes = self._start(idx) + _RECORDS_AT, records.record_bytes(num_shards)
@@ -273,38 +274,33 @@ class SlotTable:
 
     def slot_bytes(self, idx: int) -> int:
         """Of an extent's slots; 0: none is used."""
-        return self._classes[idx][0]
+        return int(CHECK.unpack(self._read(self._start(idx) + _CLASS_AT, CHECK.size))[0])
 
     def _num_slots(self, slot_bytes: int) -> int:
         return min(self.extent_bytes // slot_bytes, MAX_SLOTS_PER_EXTENT)
 
-    def _class_of(self, idx: int) -> tuple[int, int]:
-        (word,) = CHECK.unpack(self._read(self._start(idx) + _CLASS_AT, CHECK.size))
+    def _layout_of(self, idx: int) -> tuple[int, int]:
+        (word,) = CHECK.unpack(self._read(self._start(idx) + _LAYOUT_AT, CHECK.size))
         slot_bytes, num_shards = word >> 16, word & 0xFFFF
-        if not 0 < slot_bytes <= self.extent_bytes:
-            return (0, 0)
-        return (slot_bytes, num_shards if self._has_room(slot_bytes, num_shards) else 0)
+        return (slot_bytes, num_shards) if slot_bytes and self._has_room(slot_bytes, num_shards) else (0, 0)
 
     def _has_room(self, slot_bytes: int, num_shards: int) -> bool:
         """Whether the records of such slots fit an extent."""
         return num_shards <= 0xFFFF and self._num_slots(slot_bytes) * records.record_bytes(num_shards) <= RECORDS_BYTES
 
     def _takes(self, idx: int, slot_bytes: int, num_shards: int) -> bool:
-        """Whether an extent has records of a class, which it gets if it has no others."""
-        if self._classes[idx] == (slot_bytes, num_shards):
+        """Whether an extent has records of a layout, which it gets if it has no others."""
+        had_bytes, had_shards = self._layouts[idx]
+        if (had_bytes, had_shards) == (slot_bytes, num_shards):
             return True
         if self._counts[idx] or not self._has_room(slot_bytes, num_shards):
             return False
-        self._put_class(idx, slot_bytes, num_shards)
-        return True
-
-    def _put_class(self, idx: int, slot_bytes: int, num_shards: int) -> None:
-        had_bytes, had_shards = self._classes[idx]
         if had_shards:
             nbytes = self._num_slots(had_bytes) * records.record_bytes(had_shards)
             self._erase(self._start(idx) + _RECORDS_AT, nbytes)
-        self._put(self._start(idx) + _CLASS_AT, CHECK.pack(slot_bytes << 16 | num_shards))
-        self._classes[idx] = (slot_bytes, num_shards)
+        self._put(self._start(idx) + _LAYOUT_AT, CHECK.pack(slot_bytes << 16 | num_shards))
+        self._layouts[idx] = (slot_bytes, num_shards)
+        return True
 
     @staticmethod
     def _start(idx: int) -> int:

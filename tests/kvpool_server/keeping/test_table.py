@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import closing
 
+import numpy as np
 import pytest
 
 from kvpool.protocol.types import BlockRun, Quota, ShardRange
@@ -18,6 +19,7 @@ from kvpool_server.cache.steps import finish
 from kvpool_server.keeping.adoption import restore
 from kvpool_server.keeping.follower import TableFollower
 from kvpool_server.keeping.head import Geometry, geometry_of
+from kvpool_server.keeping.records import record_bytes
 from kvpool_server.keeping.table import Kind, SlotTable
 from testbed.pool_at_once import PoolAtOnce
 from tests.support.clock import FakeClock
@@ -185,20 +187,45 @@ def test_policies_go_on_from_what_they_had_learned(table: SlotTable) -> None:
     assert unlearned.counters["adopted_blocks"] == 50
 
 
-def test_a_system_that_cannot_punch_holes_erases_all_the_same(table: SlotTable) -> None:
-    pool = _pool()
-    TableFollower(pool, table)
-    _put(pool, range(4))
-    assert _kept(table) == 4
+@pytest.mark.parametrize("can_punch", [True, False])
+def test_records_of_another_layout_are_erased_to_the_last_byte(
+    table: SlotTable, can_punch: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the system cannot punch holes."""
 
     class Pages:
         def madvise(self, *_: int) -> None:
             raise OSError("not here")
 
-    pages, table._pages = table._pages, Pages()  # type: ignore[assignment]
-    table.put_extent(0, CHUNK)
-    table._pages = pages
-    assert not _kept(table)
+    pages = table._pages
+    if not can_punch:
+        monkeypatch.setattr(table, "_pages", Pages())
+    pool = _pool()
+    TableFollower(pool, table)
+    _put(pool, range(4))
+    pool.clear()
+    first, nbytes = table._start(0) + 8, 1 << 20
+    assert any(os.pread(table.fd, nbytes, first)), "what a removed record said is there until it is erased"
+    _put(pool, range(4), num_shards=4)
+    pool.clear()
+    _put(pool, range(4))
+    monkeypatch.setattr(table, "_pages", pages)
+    there = np.frombuffer(os.pread(table.fd, nbytes, first), np.uint8)
+    assert np.count_nonzero(there) <= 8 + 4 * record_bytes(1)
+    assert _kept(table) == 4
+
+
+def test_an_extent_that_is_used_again_as_before_keeps_its_pages(table: SlotTable) -> None:
+    """To punch a hole, and to fill it again, takes a put of large blocks longer than its records."""
+    pool = _pool()
+    TableFollower(pool, table)
+    _put(pool, range(4))
+    before = os.fstat(table.fd).st_blocks
+    for first in range(4, 40, 4):
+        pool.clear()
+        assert os.fstat(table.fd).st_blocks == before and not _kept(table)
+        _put(pool, range(first, first + 4))
+    assert os.fstat(table.fd).st_blocks == before and _kept(table) == 4
 
 
 def _kept(table: SlotTable) -> int:
