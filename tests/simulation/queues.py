@@ -43,7 +43,6 @@ class Request:
     hit: int
     num_computed_tokens: int = 0
     loaded: int = 0
-    is_probe: bool = False
     there_at: float = 0.0
     transfer_s: float = 0.0
 
@@ -59,6 +58,7 @@ class Served:
     Args:
         requests: in the order of arrival.
         link_bytes_s: of the link, at a time.
+        token_s: of the device, at a time.
 
     Attributes:
         took: seconds from arrival to the end of the prompt, in the order of arrival.
@@ -68,6 +68,7 @@ class Served:
     requests: list[Request]
     link_bytes_s: Callable[[float], float]
     max_load_s: float = 5.0
+    token_s: Callable[[float], float] = lambda _: TOKEN_S
     took: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -106,7 +107,7 @@ class Served:
         num_tokens = self.queue.step(scheduled)
         self.learned.step_began(num_tokens, 0)
         if num_tokens:
-            self.clock.advance(STEP_S + num_tokens * TOKEN_S)
+            self.clock.advance(STEP_S + num_tokens * self.token_s(now))
         else:
             nexts = [request.at for request in list(self._arriving)[:1]] + [each.there_at for each in self._on_link]
             self.clock.advance(max(1e-6, min(nexts, default=now) - now))
@@ -128,7 +129,7 @@ class Served:
         self.queue.admitted(request, 0, request.loaded)
         if request.loaded:
             nbytes = request.loaded * TOKEN_BYTES
-            self.loading[request.request_id] = Load(self.clock(), request.loaded, nbytes, request.is_probe, LINK)
+            self.loading[request.request_id] = Load(self.clock(), request.loaded, nbytes, LINK)
             began_at = max(self._link_free_at, now)
             request.transfer_s = LATENCY_S + nbytes / self.link_bytes_s(began_at)
             request.there_at = self._link_free_at = began_at + request.transfer_s
@@ -159,9 +160,7 @@ def learned(served: Served) -> Callable[[Request], int]:
     """The connector's."""
 
     def answer(request: Request) -> int:
-        verdict = served.learned.verdict(request.request_id, request.hit, request.hit * TOKEN_BYTES, LINK)
-        request.is_probe = verdict.is_probe
-        return verdict.num_tokens
+        return served.learned.verdict(request.request_id, request.hit, request.hit * TOKEN_BYTES, LINK)
 
     return answer
 

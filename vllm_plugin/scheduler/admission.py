@@ -26,7 +26,7 @@ from vllm_plugin.config import ConnectorConfig
 from vllm_plugin.metrics import Recorder
 from vllm_plugin.model.groups import Geometry
 from vllm_plugin.model.kinds import Found, longest
-from vllm_plugin.scheduler.load_policy import PrefillQueue, Verdict
+from vllm_plugin.scheduler.load_policy import PrefillQueue
 from vllm_plugin.scheduler.loads import Loads
 from vllm_plugin.scheduler.lookups import Lookups, PromotionWait, RequestLookup
 from vllm_plugin.scheduler.pool_contents import PoolContents
@@ -52,7 +52,7 @@ class Candidate:
         wait: for blocks on their way up from a tier, over all lookups of the request.
         asked: tokens that the engine had itself when vLLM asked last.
         boundary: the longest hit; `lookup.local` if there is none, or none that is worth its load.
-        verdict: how much of the hit is worth loading; None until it was judged.
+        verdict: how many tokens of the hit are worth loading; None until it was judged.
         most: nothing is loaded beyond this token.
         is_declined: a part of the hit is computed, or all of it.
         is_waiting: the newest answer is not final, because blocks on their way up are waited for.
@@ -64,7 +64,7 @@ class Candidate:
     wait: PromotionWait
     asked: int
     boundary: int
-    verdict: Verdict | None = None
+    verdict: int | None = None
     most: float = math.inf
     is_declined: bool = False
     is_waiting: bool = False
@@ -334,7 +334,7 @@ class Admission:
         asked, lookup = candidate.asked, candidate.lookup
         if candidate.verdict is None and candidate.boundary > asked:
             candidate.verdict = self._loads.verdict(request_id, asked, candidate.boundary)
-            candidate.most = asked + candidate.verdict.num_tokens
+            candidate.most = asked + candidate.verdict
             candidate.is_declined = candidate.most < candidate.boundary
         if candidate.most < candidate.boundary:
             limit = min(limit, int(candidate.most))

@@ -12,7 +12,7 @@ from vllm_plugin.config import ConnectorConfig
 from vllm_plugin.metadata import GroupBlocks, LoadJob, own_clock
 from vllm_plugin.metrics import Recorder
 from vllm_plugin.model.groups import Geometry
-from vllm_plugin.scheduler.load_policy import Connection, Load, LoadPolicy, PrefillQueue, Verdict
+from vllm_plugin.scheduler.load_policy import Connection, Load, LoadPolicy, PrefillQueue
 from vllm_plugin.scheduler.lookups import RequestLookup
 from vllm_plugin.scheduler.stages import Stages
 
@@ -59,10 +59,10 @@ class Loads:
 
     # A hit
 
-    def verdict(self, request_id: str, start: int, stop: int) -> Verdict:
-        """How much of a hit is worth loading, from token `start` to boundary `stop`."""
+    def verdict(self, request_id: str, start: int, stop: int) -> int:
+        """How many tokens of a hit are worth loading, from token `start` to boundary `stop`."""
         if not self._decline:
-            return Verdict(stop - start)
+            return stop - start
         return self.policy.verdict(request_id, stop - start, self._nbytes(start, stop), self._connection)
 
     def compute_seconds(self, num_tokens: int) -> float:
@@ -99,7 +99,6 @@ class Loads:
         tables: Sequence[Sequence[int]],
         start: int,
         stop: int,
-        is_probe: bool = False,
         traceparent: str = "",
     ) -> bool:
         """A load of tokens [start, stop), those beyond the engine's own, goes to the ranks with this step.
@@ -113,7 +112,7 @@ class Loads:
         parts = self.parts(request, lookup, tables, start, stop)
         job = self._new(request.request_id, parts, lookup.lease_ids, traceparent)
         nbytes, num_blocks = self._nbytes(start, stop), self._geometry.blocks_to_compute(request.num_tokens)
-        loading = Loading(time.monotonic(), stop - start, nbytes, is_probe, self._connection, job, num_blocks)
+        loading = Loading(time.monotonic(), stop - start, nbytes, self._connection, job, num_blocks)
         self.loading[job.request_id] = loading
         return parts is not None
 

@@ -174,10 +174,9 @@ class KVPoolScheduler:
                 return
             assert candidate is not None, f"vLLM takes {num_external_tokens} tokens for {request_id}, without a lookup"
             start, stop = candidate.asked, candidate.asked + num_external_tokens
-            is_probe = candidate.verdict is not None and candidate.verdict.is_probe
             traceparent = self._spans.traceparent(request_id, "load")
             lookup, tables = candidate.lookup, blocks.get_block_ids()
-            if not self.loads.begin(request, lookup, tables, start, stop, is_probe, traceparent):
+            if not self.loads.begin(request, lookup, tables, start, stop, traceparent):
                 self.lookups.release(lookup.lease_ids)
             self._recorder.add("hit_tokens", num_external_tokens)
             self.stores.loads(request_id, start, stop)

@@ -18,13 +18,11 @@ from vllm_plugin.model.groups import Geometry, PoolGroup
 from vllm_plugin.model.kinds import FullAttention
 from vllm_plugin.scheduler.load_policy import (
     MIN_LOADS,
-    MIN_STEPS,
     Connection,
     Load,
     LoadPolicy,
     PrefillQueue,
     Stage,
-    Verdict,
 )
 from vllm_plugin.scheduler.loads import Loads
 from vllm_plugin.scheduler.lookups import RequestLookup
@@ -81,7 +79,7 @@ def test_a_request_that_stops_waiting_for_room_holds_up_no_other() -> None:
 @pytest.mark.parametrize("declines", [True, False])
 def test_where_no_hit_is_declined_computing_is_never_sooner(declines: bool) -> None:
     ledger = loads(declines=declines)
-    for _ in range(MIN_STEPS):
+    for _ in range(MIN_LOADS):
         ledger.policy.step_began(1_000, 0)
         ledger.policy.step_ended()
     assert math.isinf(ledger.compute_seconds(1_000)) != declines
@@ -91,13 +89,13 @@ def taught(connection: Connection) -> LoadPolicy:
     """A policy that knows how fast the engine computes, and that loads over `connection` are far slower."""
     clock = FakeClock()
     policy = LoadPolicy(Recorder(), PrefillQueue(), {}, clock=clock)
-    for _ in range(MIN_STEPS):
+    for _ in range(MIN_LOADS):
         policy.step_began(1_000, 0)
         clock.advance(0.1)
         policy.step_ended()
     policy.verdict("r", 1_000, 1_000, connection)
     for _ in range(MIN_LOADS):
-        policy.load_ended(Load(clock(), 1_000, 1_000_000, False, connection), 50.0, succeeded=True)
+        policy.load_ended(Load(clock(), 1_000, 1_000_000, connection), 50.0, succeeded=True)
     return policy
 
 
@@ -137,7 +135,7 @@ def test_stages_over_one_transport_have_one_rate(core: MakeCore) -> None:
 def test_a_hit_is_cut_where_the_policy_says_and_the_rest_is_declined(core: MakeCore) -> None:
     one = connected(core, "tcp")
     request = stored(one)
-    one.side.loads.verdict = lambda request_id, start, stop: Verdict(stop - start - blocks(2) - 3)
+    one.side.loads.verdict = lambda request_id, start, stop: stop - start - blocks(2) - 3
     assert one.ask(request) == blocks(3), "a cut lies at a boundary"
     one.allocate(request, blocks(3))
     assert one.side.queue.tokens == {Stage.WAITING: 0, Stage.LOADING: 100 - blocks(3), Stage.RUNNING: 0}
@@ -148,7 +146,7 @@ def test_a_hit_is_cut_where_the_policy_says_and_the_rest_is_declined(core: MakeC
 def test_a_hit_that_is_cut_within_its_first_block_is_declined(core: MakeCore) -> None:
     one = connected(core, "tcp")
     request = stored(one)
-    one.side.loads.verdict = lambda request_id, start, stop: Verdict(blocks(1) - 1)
+    one.side.loads.verdict = lambda request_id, start, stop: blocks(1) - 1
     assert one.ask(request) == 0
     assert one.ask(request) == 0, "it is judged once"
     one.finish(request)

@@ -35,7 +35,6 @@ from tests.support.vllm_objects import full_attention, make_request, tokens
 from tests.vllm_plugin.core import Core, MakeCore, blocks, fill, lose_pool
 from tests.vllm_plugin.kinds import kv_cache, window
 from vllm_plugin.scheduler import telemetry
-from vllm_plugin.scheduler.load_policy import Verdict
 from vllm_plugin.scheduler.step_budget import StepBudget
 from vllm_plugin.scheduler.telemetry import ReportLog, computed_tokens
 
@@ -112,7 +111,7 @@ def test_what_the_engine_has_itself_has_no_cause(one: Core) -> None:
 def test_a_hit_that_loading_would_make_slower(one: Core, monkeypatch: pytest.MonkeyPatch) -> None:
     request = named()
     fill(one, request.block_hashes[:4])
-    monkeypatch.setattr(one.side.loads, "verdict", lambda request_id, start, stop: Verdict(0))
+    monkeypatch.setattr(one.side.loads, "verdict", lambda request_id, start, stop: 0)
     assert one.ask(request) == 0
     assert compute(one, request) == {Cause.DECLINED: blocks(4), Cause.NEVER_STORED: blocks(2), Cause.LAST_BLOCK: LAST}
 
