@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
@@ -489,6 +489,19 @@ def test_a_slow_link_is_not_tried_beside_a_load_and_one_that_never_begins_is_not
     assert ask_until_loaded(1)
 
 
+def test_a_load_that_stalls_is_paid_for_before_another_is_tried() -> None:
+    world = ratio(World(), 2).warm_up()
+    world.hits(10)
+    world.load_noise = lambda picks: 50.0
+    world.lost_s = 0.0
+    while not world.hit():
+        pass
+    world.load_noise, world.asked_s = None, 0.0
+    while not world.hit():
+        pass
+    assert PROBE_SHARE * world.asked_s >= 0.95 * world.lost_s
+
+
 def test_a_lucky_load_is_followed_by_few_that_are_not() -> None:
     world = ratio(World(), 3).warm_up()
     world.hits(10)
@@ -552,6 +565,7 @@ def test_a_new_server_that_is_slow_costs_one_load(slower: float, seed: int, num_
     noise=st.sampled_from([quiet, lambda picks: picks.uniform(0.85, 1.15)]),
     seed=SEEDS,
 )
+@example(connections=[("shm", 2.0, 30), ("shm", 0.5, 30)], noise=quiet, seed=0)
 def test_each_connection_is_judged_by_its_own_rate_soon(
     connections: list[tuple[str, float, int]], noise: Noise, seed: int
 ) -> None:
