@@ -128,8 +128,9 @@ puts; the pool holds a million small blocks. Then what keeping costs: puts and l
 whose memory is kept and of one with `--keep no`, in turns. Last the Mooncake trace against the pool, which dies after
 each thousandth request. Mooncake Store's objects end with the process that holds their segment. The first hit came
 later than in the last result, and as late with that result's commit in the same hour: times drift here.""",
-    "restarts-16-cores": """The same on a GPU's host, with 16 cores, and with a million blocks of 54 KiB in 64 GiB. The
-kernel unmaps the memory of the server that was killed before the next one may have it, which takes most of the time.""",
+    "restarts-16-cores": """The same on a GPU's host, with 16 cores, and with a million blocks of which each has some
+tokens' bytes (`block KiB`). The kernel unmaps the memory of the server that was killed before the next one may have it,
+which takes most of the time.""",
     "replay": """Which share of the blocks of a chat service's prompts hits in a pool of a given size: 12,031 requests
 of the Mooncake trace, through the server's own pool, in memory and without bytes. No policy can have more hits than
 the clairvoyant, which knows every next use; what all have at 100 % is what the trace repeats. Then made-up traces of
