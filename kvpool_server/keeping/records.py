@@ -85,18 +85,24 @@ def columns_of(records: Words, offsets: Sequence[int]) -> Columns:
         offsets: of their slots.
     """
     num_shards, sums = records.shape[1] - _SUMS, array("Q", records[:, _SUMS:].tobytes())
-    names, parents = (
-        np.ascontiguousarray(records[:, first:stop]).view(f"V{HASH_BYTES}").reshape(-1).tolist()
-        for first, stop in ((_HASH, _PARENT), (_PARENT, _SUMS))
-    )
+    hashes, parents = records[:, _HASH:_PARENT], records[:, _PARENT:_SUMS]
+    names = _hashes(hashes)
+    parent_names = [b"", *names[:-1]]  # The same objects: most blocks follow the one before.
+    others = np.flatnonzero((parents[1:] != hashes[:-1]).any(axis=1)) + 1
+    for nth, parent in zip([0, *others.tolist()], _hashes(parents[np.append(0, others)]), strict=True):
+        parent_names[nth] = b"" if parent == _ROOT else parent
     return Columns(
         offsets,
         names,
-        [b"" if parent == _ROOT else parent for parent in parents],
+        parent_names,
         [sums[start : start + num_shards] for start in range(0, len(sums), num_shards)],
         records[:, _USED].astype(np.int64).tolist(),
         (records[:, KEY] >> _PIN_SHIFT).tolist(),
     )
+
+
+def _hashes(rows: Words) -> list[bytes]:
+    return np.ascontiguousarray(rows).view(f"V{HASH_BYTES}").reshape(-1).tolist()  # type: ignore[no-any-return]
 
 
 def _uses(entries: Sequence[Entry]) -> Words:
