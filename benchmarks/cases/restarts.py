@@ -217,10 +217,13 @@ def _price(rounds: int) -> list[Row]:
     for nbytes, count in BLOCKS_A_PUT.items():
         seconds: dict[tuple[str, str], list[float]] = {}
         for pair in range(PAIRS):
+            flags = [("kept", KEPT), ("not", ("--keep", "no"))]
+            if pair % 2:
+                flags.reverse()  # The arena of the server that starts first has more scattered pages.
             with contextlib.ExitStack() as stack:
                 sides = {
-                    name: stack.enter_context(contextlib.closing(_Side(stack, flags, nbytes, count)))
-                    for name, flags in (("kept", KEPT), ("not", ("--keep", "no")))
+                    name: stack.enter_context(contextlib.closing(_Side(stack, each, nbytes, count)))
+                    for name, each in flags
                 }
                 for what in ("put", "lookup"):
                     measures = {name: getattr(side, what) for name, side in sides.items()}
