@@ -26,8 +26,7 @@ from kvpool_server.cache.restoring import Columns
 Words = npt.NDArray[np.uint64]
 
 WORD_BYTES = 8
-KEY = 2
-_USED, _HASH, _PARENT, _SUMS = 1, 3, 7, 11
+_USED, _KEY, _HASH, _PARENT, _SUMS = 1, 2, 3, 7, 11
 _ROOT = bytes(HASH_BYTES)
 _KEY_MASK, _PIN_SHIFT, _HALF = np.uint64((1 << 32) - 1), np.uint64(32), np.uint64(32)
 
@@ -48,7 +47,7 @@ def records_of(place: int, entries: Sequence[Entry], at: Sequence[int], secret: 
     records = np.empty((len(entries), _SUMS + group.spec.num_shards), np.uint64)
     records[:, 0] = at
     records[:, _USED] = _uses(entries)
-    records[:, KEY] = place | group.idx << 16
+    records[:, _KEY] = place | group.idx << 16
     records[:, _HASH:_PARENT] = _rows([entry.block_hash for entry in entries])
     records[:, _PARENT:_SUMS] = _rows([entry.parent_hash or _ROOT for entry in entries])
     records[:, _SUMS:] = _rows([entry.checksums for entry in entries])
@@ -61,20 +60,20 @@ def mark(words: Words, at: Sequence[int], entries: Sequence[Entry]) -> None:
     first = np.array(at) // WORD_BYTES
     pins = np.array([entry.pinned_until for entry in entries], np.uint64) << _PIN_SHIFT
     words[first + _USED] = _uses(entries)
-    words[first + KEY] = words[first + KEY] & _KEY_MASK | pins
+    words[first + _KEY] = words[first + _KEY] & _KEY_MASK | pins
 
 
 def whole(records: Words, at: npt.NDArray[np.int64], secret: int) -> npt.NDArray[np.bool_]:
     """Which records from there are whole."""
     told = records.copy()
     told[:, 0] = at
-    told[:, KEY] &= _KEY_MASK
+    told[:, _KEY] &= _KEY_MASK
     return records[:, 0] == _checks(told, secret)
 
 
 def by_key(records: Words) -> dict[tuple[int, int], npt.NDArray[np.int64]]:
     """Which records are of each namespace's place and group."""
-    keys = records[:, KEY] & _KEY_MASK
+    keys = records[:, _KEY] & _KEY_MASK
     return {(key & 0xFFFF, key >> 16): np.flatnonzero(keys == key) for key in np.unique(keys).tolist()}
 
 
@@ -97,7 +96,7 @@ def columns_of(records: Words, offsets: Sequence[int]) -> Columns:
         parent_names,
         [sums[start : start + num_shards] for start in range(0, len(sums), num_shards)],
         records[:, _USED].astype(np.int64).tolist(),
-        (records[:, KEY] >> _PIN_SHIFT).tolist(),
+        (records[:, _KEY] >> _PIN_SHIFT).tolist(),
     )
 
 
@@ -115,7 +114,10 @@ def _rows(values: Sequence[bytes | array[int]]) -> Words:
 
 
 def _checks(records: Words, secret: int) -> Words:
-    """Checksums of records that have their places as first words. Factors are odd: a change of one word changes it."""
+    """Checksums of records that have their places as first words. Factors are odd: a change of one word changes a sum.
+
+    A record whose sum is 0, one in 2**64, counts as absent.
+    """
     return (records ^ records >> _HALF) @ _factors(records.shape[1], secret)
 
 
