@@ -77,7 +77,7 @@ def main(
         [Row(names[name], gb_per_s(nbytes, each), "GB/s") for name, each in taken.items()],
         bytes=nbytes,
         files=files,
-        threads=min(MAX_THREADS, os.cpu_count() or 1),
+        threads=min(MAX_THREADS, len(os.sched_getaffinity(0))),
     )
 
 

@@ -420,7 +420,7 @@ def _machine() -> dict[str, Any]:
     memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return {
         "cpu": model,
-        "cores": os.cpu_count(),
+        "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(memory_bytes / 2**30, 1),
         "load_average_1_min": round(os.getloadavg()[0], 1),
     }

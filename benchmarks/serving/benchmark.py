@@ -154,7 +154,7 @@ class Benchmark:
                     self._measure(arm, store, engines, self._plan(workload, rate, load, nth))
 
     def _start(self, stack: ExitStack, arm: str, store: Store) -> list[ServingEngine]:
-        cores = os.cpu_count() or 1
+        cores = len(os.sched_getaffinity(0))
         specs = {}
         for nth in range(self._setup.engines):
             # A core each: threads of one engine that spin would take the other's time.
