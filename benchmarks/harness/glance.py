@@ -83,7 +83,7 @@ QUESTIONS = (
             Bar("limit: the engine's own cache", "own cache TTFT, alone", LIMIT),
         ),
         "One GPU, a model of Llama 3.1 8B's shape. Offloading shares nothing with other processes. Mooncake's "
-        "connector used TCP without its connection pool, no RDMA.",
+        "connector used TCP with its connection pool, no RDMA.",
     ),
     Question(
         "bytes",

@@ -189,8 +189,7 @@ minutes, and no part of `make bench`.""",
 virtual machine's.""",
     "memory-10-million": "Server memory beyond the arena with ten million entries.",
     "gpu": """A real GPU, Llama-3.1-8B's shape, beside none, vLLM's in-process offloading to CPU memory, and Mooncake's
-connector over TCP. Warm: another process loads what one process stored, checksums on."""
-    + UNPOOLED,
+connector over TCP, with its connection pool. Warm: another process loads what one process stored, checksums on.""",
     "interference": """What loads cost a thread that works in the same process, on a host of many cores: steps of Python
 and calls that give up its lock, beside loads into staging that nobody sums, as an engine with a GPU makes them.""",
     "gpu_network": """Loads over TCP (loopback, one host) into an engine on a GPU, beside loads from shared memory.
