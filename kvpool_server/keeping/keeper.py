@@ -84,9 +84,7 @@ class Keeper:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         self._socket.bind("\0" + self._address[1:])
-        self._signals, wakes = socket.socketpair()
-        for end in (self._signals, wakes):
-            end.setblocking(False)
+        self._signals, wakes = socket.socketpair(type=socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         signal.set_wakeup_fd(wakes.detach())
         for number in (*PASSED_ON, signal.SIGUSR1, signal.SIGCHLD):
             signal.signal(number, lambda *_: None)  # The number comes as a byte.
@@ -227,7 +225,8 @@ def _say(event: str) -> None:
     """A line for people, or of JSON where the server's are."""
     is_json = "json" in {os.environ.get("KVPOOL_LOG_FORMAT"), *(each.rpartition("=")[2] for each in sys.argv)}
     text = json.dumps({"event": event, "level": "warning"}) if is_json else f"kvpool-server: {event}"
-    print(text, file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # The disk of the log is full, or nobody reads its pipe.
+        print(text, file=sys.stderr, flush=True)
 
 
 def _exit_status(status: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import closing
@@ -208,18 +209,28 @@ def test_a_wrong_setting_at_a_restart_is_told_and_can_be_mended(tmp_path: Path) 
         _check_all(server)
 
 
-FAILING = """
-import os, sys
+KEEPER = "import sys; from kvpool_server.keeping.keeper import Keeper; raise SystemExit(Keeper(sys.argv[1:]).run())"
+GIVING = """
+import os
 from kvpool_server.keeping import store
 store.give("kvpool-arena", os.memfd_create("arena"))
-print("started", flush=True)
-raise SystemExit(1)
 """
 
 
 def test_a_keeper_ends_whose_servers_fail_whatever_they_have_given() -> None:
-    code = "import sys; from kvpool_server.keeping.keeper import Keeper; raise SystemExit(Keeper(sys.argv[1:]).run())"
-    done = run_command(sys.executable, "-c", code, sys.executable, "-c", FAILING)
+    code = "print('started', flush=True); raise SystemExit(1)"
+    done = run_command(sys.executable, "-c", KEEPER, sys.executable, "-c", GIVING + code)
     assert done.returncode == 1
     assert MAX_CRASHES < done.stdout.count("started") <= 2 * MAX_CRASHES
     assert "the memory is given up" in done.stderr and "and so does its keeper" in done.stderr
+
+
+def test_a_keeper_goes_on_when_nobody_reads_its_log(tmp_path: Path) -> None:
+    starts = tmp_path / "starts"
+    code = f"print('started', file=open({str(starts)!r}, 'a')); raise SystemExit(1)"
+    command = [sys.executable, "-c", KEEPER, sys.executable, "-c", GIVING + code]
+    unread, log = os.pipe()
+    os.close(unread)
+    assert subprocess.run(command, stderr=log, timeout=60.0).returncode == 1
+    os.close(log)
+    assert len(starts.read_text().splitlines()) > MAX_CRASHES
