@@ -10,7 +10,7 @@ import xxhash
 
 from kvpool.protocol.types import NONCE_BYTES, TOKEN_BYTES
 
-FORMAT = int.from_bytes(b"kvkeep\0\2", "little")
+FORMAT = int.from_bytes(b"kvkeep\0\3", "little")
 """Changes with the layout: a table of another format is not read."""
 CHECK = struct.Struct("<Q")
 LATE = struct.Struct("<d")

@@ -6,7 +6,7 @@ stands before it. What has no checksum, zero, is not there.
 
     head        64 KiB: format, geometry, the segment's nonce and token, a secret of the checksums; then bytes of the
                 arena that are backed, adoptions that have begun since one has ended, until when clients may write
-    quotas      64 KiB: JSON
+    quotas      1 MiB: JSON
     policies    POLICIES places of 512 KiB: tenant, bytes of a slot, and what its policy has learned, as JSON
     namespaces  NAMESPACES places of 68 KiB: the order of opening, the spec as JSON
     extents     one after the other; each has
@@ -55,7 +55,7 @@ from kvpool_server.keeping.head import (
 TABLE = "kvpool-table"
 """Name of the file, and of its descriptor where it is kept."""
 NAMESPACES, POLICIES = 1_024, 16
-PLACE_BYTES, POLICY_BYTES, QUOTAS_BYTES, HEAD_BYTES = 68 << 10, 512 << 10, 64 << 10, 64 << 10
+PLACE_BYTES, POLICY_BYTES, QUOTAS_BYTES, HEAD_BYTES = 68 << 10, 512 << 10, 1 << 20, 64 << 10
 Value = TypeVar("Value")
 _LENGTH = struct.Struct("<QI")
 _ABSENT = bytes(CHECK.size)
@@ -320,6 +320,7 @@ class SlotTable:
     def _put_text(self, at: int, most: int, order: int, text: bytes) -> bool:
         content = _LENGTH.pack(order, len(text)) + text
         if CHECK.size + len(content) > most:
+            self._put(at, _ABSENT)  # What was there is no longer so.
             return False
         self._put_checked(at, content)
         return True

@@ -135,6 +135,19 @@ def test_quotas_come_back_but_for_those_of_the_settings(table: SlotTable) -> Non
     }
 
 
+@pytest.mark.parametrize(("name_bytes", "come_back"), [(300, True), (30_000, False)])
+def test_no_quota_comes_back_that_was_removed_however_long_the_others_are(
+    table: SlotTable, name_bytes: int, come_back: bool
+) -> None:
+    pool = _pool()
+    TableFollower(pool, table)
+    pool.set_quotas([Quota("tenant:acme", 1 << 20)])
+    for nth in range(250):
+        pool.set_quotas([Quota(f"tenant:{nth:0{name_bytes}}", 1 << 20)])
+    pool.set_quotas([Quota("tenant:acme", 0)])
+    assert [each.subject for each in _adopted(table).quotas()] == [each.subject for each in pool.quotas() if come_back]
+
+
 def test_a_namespace_that_is_closed_gives_its_place_to_another(table: SlotTable) -> None:
     pool = _pool()
     follower = TableFollower(pool, table)
