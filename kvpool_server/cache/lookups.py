@@ -206,6 +206,7 @@ class Removals:
             if nth:
                 yield
             entries |= dict.fromkeys(group.find(part)[0])
+        yield from self._end_clears([group])
         return list(entries)
 
     def drop_corrupt(self, entries: Sequence[Entry]) -> Steps[int]:
@@ -230,14 +231,16 @@ class Removals:
         self._expire()
         chosen = [self._namespaces.get(fingerprint)] if fingerprint else self._namespaces.values()
         groups = [group for namespace in chosen for group in namespace.groups]
-        while any(group.leaving for group in groups):  # An earlier call has not ended.
-            self._entry_table.drop_leaving(groups, STEP_BLOCKS)
-            yield
+        yield from self._end_clears(groups)
         removed = sum(group.start_leaving() for group in groups)
         self._counters["removed_blocks"] += removed
+        yield from self._end_clears(groups)
+        return removed
+
+    def _end_clears(self, groups: Sequence[Group]) -> Steps[None]:
+        """Drops what clears under way have left: what a removal has not found must not come back with a restart."""
         while self._entry_table.drop_leaving(groups, STEP_BLOCKS) == STEP_BLOCKS:
             yield
-        return removed
 
 
 class TrafficObserver:

@@ -58,10 +58,7 @@ def notify(*states: str, fds: Sequence[int] = ()) -> None:
     name = "\0" + address[1:] if address.startswith("@") else address  # @ is systemd's way to write an abstract socket.
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as manager:
         manager.connect(name)
-        if fds:
-            socket.send_fds(manager, ["\n".join(states).encode()], list(fds))
-        else:
-            manager.sendall("\n".join(states).encode())
+        socket.send_fds(manager, ["\n".join(states).encode()], list(fds))
 
 
 def keeper_pid() -> int | None:

@@ -148,6 +148,18 @@ def test_no_quota_comes_back_that_was_removed_however_long_the_others_are(
     assert [each.subject for each in _adopted(table).quotas()] == [each.subject for each in pool.quotas() if come_back]
 
 
+def test_a_removal_beside_a_clear_ends_when_its_blocks_cannot_come_back(table: SlotTable) -> None:
+    """No lookup finds them from the clear's first step on, but their records go one after the other."""
+    pool = _pool()
+    TableFollower(pool, table)
+    _put(pool, range(3_000))
+    (namespace,) = pool.open_namespaces()
+    next(pool.removals.clear(namespace.fingerprint))
+    assert pool.remove(namespace.fingerprint, [BlockRun(0, [block_hash(2_999)])]) == 0
+    found = {entry.block_hash for each in _adopted(table).open_namespaces() for entry in each.entries()}
+    assert block_hash(2_999) not in found
+
+
 def test_a_namespace_that_is_closed_gives_its_place_to_another(table: SlotTable) -> None:
     pool = _pool()
     follower = TableFollower(pool, table)
