@@ -97,9 +97,9 @@ def _adoptable(found: Mapping[str, Sequence[int]], nbytes: int, has_tenants: boo
     if (before := geometry_of(table_fd)) is None:
         raise _RefusedError("its table is of another release")
     if before.has_tenants != has_tenants:
-        raise _RefusedError(f"has_tenants was {before.has_tenants}, and is {has_tenants}")
+        raise _RefusedError(f"TLS was {'on' if before.has_tenants else 'off'}")
     if not MIN_EXTENTS <= nbytes // before.extent_bytes <= MAX_EXTENTS:
-        raise _RefusedError(f"its parts of {before.extent_bytes} bytes do not go into {nbytes}")
+        raise _RefusedError(f"--memory is not {MIN_EXTENTS} to {MAX_EXTENTS} times {before.extent_bytes} bytes")
     if why := why_other(segment_fd, before.arena_bytes, before.nonce):
         raise _RefusedError(why)
     if os.fstat(table_fd).st_size != file_bytes(before.arena_bytes // before.extent_bytes):

@@ -121,7 +121,7 @@ def test_memory_that_is_too_small_for_its_parts_is_given_up_and_the_manager_told
     before = dict(rig.manager.kept)
     server = rig.start("--memory", "4MiB")
     assert not any(rig.hits(server))
-    assert server.says(GIVEN_UP) and server.says("its parts of 2097152 bytes do not go into 4194304")
+    assert server.says(GIVEN_UP) and server.says("--memory is not 4 to 512 times 2097152 bytes")
     rig.manager.receive()
     assert rig.manager.kept.keys() == before.keys(), "the new memory is kept in its place"
 
