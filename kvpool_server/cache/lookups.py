@@ -229,7 +229,8 @@ class Removals:
         meanwhile stay.
         """
         self._expire()
-        chosen = [self._namespaces.get(fingerprint)] if fingerprint else self._namespaces.values()
+        every = (*self._namespaces.values(), *self._namespaces.closing.values())
+        chosen = [self._namespaces.get(fingerprint)] if fingerprint else every
         groups = [group for namespace in chosen for group in namespace.groups]
         yield from self._end_clears(groups)
         removed = sum(group.start_leaving() for group in groups)

@@ -77,9 +77,8 @@ class Keeper:
     def __init__(self, command: Sequence[str]):
         self._command = command
         self._kept: dict[str, list[int]] = {}
-        self._pid = 0
+        self._pid, self._keeps = 0, True
         self._is_ready = self._is_stopping = self._is_restarting = self._has_served = False
-        self._keeps = True
         self._address = f"{store.KEEPER}{os.getpid()}-{secrets.token_hex(8)}"
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)

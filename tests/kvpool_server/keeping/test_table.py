@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -158,6 +159,22 @@ def test_a_removal_beside_a_clear_ends_when_its_blocks_cannot_come_back(table: S
     assert pool.remove(namespace.fingerprint, [BlockRun(0, [block_hash(2_999)])]) == 0
     found = {entry.block_hash for each in _adopted(table).open_namespaces() for entry in each.entries()}
     assert block_hash(2_999) not in found
+
+
+def test_a_clear_of_all_namespaces_clears_those_that_are_being_closed(table: SlotTable) -> None:
+    pool = _pool()
+    TableFollower(pool, table)
+    pool.namespaces._limits = replace(pool.limits, max_namespaces=4, namespace_idle_ms=0)
+    group = group_spec(chunk_bytes=CHUNK)
+    run = BlockRun(0, [block_hash(nth) for nth in range(2_000)])
+    for epoch in range(5):
+        namespace, _ = pool.open_namespace(namespace_spec(group, salt="one model", weights_epoch=str(epoch)))
+        if pool.namespaces.closing:
+            break
+        pool.put_end(pool.put_start(namespace.fingerprint, [run], ShardRange(0, 1)).ticket_id, [0] * 2_000)
+    assert pool.namespaces.closing
+    pool.clear()
+    assert not any(each.entries() for each in _adopted(table).open_namespaces())
 
 
 def test_a_namespace_that_is_closed_gives_its_place_to_another(table: SlotTable) -> None:
