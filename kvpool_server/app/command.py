@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import json
 import os
@@ -129,7 +130,8 @@ async def _run(settings: ServerConfig, events: LogEvents) -> None:
             kv_transfer_config=transfer_config,
         )
     else:
-        typer.echo(_welcome(" and ".join(filter(None, (endpoint, unix_endpoint))), server, transfer_config))
+        with contextlib.suppress(OSError):  # Nobody may read it any more.
+            typer.echo(_welcome(" and ".join(filter(None, (endpoint, unix_endpoint))), server, transfer_config))
     notify("READY=1", f"STATUS=serving {endpoint}")
     try:
         await stopping

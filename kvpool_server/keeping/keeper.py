@@ -120,10 +120,15 @@ class Keeper:
         """Starts a server and waits for its end; returns its exit status, or minus the number of a signal."""
         self._is_ready = self._is_restarting = False
         signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)
-        self._pid = os.fork()
-        if not self._pid:
-            self._exec(why)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)
+        try:
+            self._pid = os.fork()
+            if not self._pid:
+                self._exec(why)
+        except OSError as error:  # The system has no room for another process.
+            _say(f"no server can start: {error.strerror}")
+            return FAILED
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)
         while True:
             self._wait(None)
             with contextlib.suppress(ChildProcessError):

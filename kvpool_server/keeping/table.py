@@ -6,7 +6,7 @@ stands before it. What has no checksum, zero, is not there.
 
     head        64 KiB: format, geometry, the segment's nonce and token, a secret of the checksums; then bytes of the
                 arena that are backed, adoptions that have begun since one has ended, until when clients may write
-    quotas      1 MiB: JSON
+    quotas      2 places of 1 MiB, of which the one with the higher order holds: the order, JSON
     policies    POLICIES places of 512 KiB: tenant, bytes of a slot, and what its policy has learned, as JSON
     namespaces  NAMESPACES places of 68 KiB: the order of opening, the spec as JSON
     extents     one after the other; each has
@@ -63,7 +63,7 @@ _CLASS_AT, _LAYOUT_AT, _RECORDS_AT = 0, 8, 64 << 10  # What is erased begins at 
 RECORDS_BYTES = 140 * MAX_SLOTS_PER_EXTENT
 _EXTENT_BYTES = _RECORDS_AT + RECORDS_BYTES
 _QUOTAS_AT = HEAD_BYTES
-_POLICIES_AT = _QUOTAS_AT + QUOTAS_BYTES
+_POLICIES_AT = _QUOTAS_AT + 2 * QUOTAS_BYTES
 _NAMESPACES_AT = _POLICIES_AT + POLICIES * POLICY_BYTES
 _EXTENTS_AT = _NAMESPACES_AT + NAMESPACES * PLACE_BYTES
 
@@ -167,13 +167,19 @@ class SlotTable:
 
     def put_quotas(self, quotas: Sequence[Quota]) -> None:
         """Replaces all quotas."""
+        order = self._limits()[0] + 1
         limits = {quota.subject: quota.limit_bytes for quota in quotas}
-        self._put_text(_QUOTAS_AT, QUOTAS_BYTES, 0, msgspec.json.encode(limits))
+        at, before = [_QUOTAS_AT + nth % 2 * QUOTAS_BYTES for nth in (order, order - 1)]
+        if not self._put_text(at, QUOTAS_BYTES, order, msgspec.json.encode(limits)):
+            self._put(before, _ABSENT)
 
     def quotas(self) -> list[Quota]:
         """Those of the last `put_quotas` that is there whole."""
-        _, limits = self._json(_QUOTAS_AT, QUOTAS_BYTES, dict[str, int]) or (0, {})
-        return [Quota(subject, limit_bytes) for subject, limit_bytes in limits.items()]
+        return [Quota(subject, limit_bytes) for subject, limit_bytes in self._limits()[1].items()]
+
+    def _limits(self) -> tuple[int, dict[str, int]]:
+        places = [self._json(_QUOTAS_AT + nth * QUOTAS_BYTES, QUOTAS_BYTES, dict[str, int]) for nth in range(2)]
+        return max(filter(None, places), default=(0, {}), key=lambda each: each[0])
 
     def put_learned(self, place: int, stamp: int, slot_class: tuple[str, int] = ("", 0), learned: bytes = b"") -> None:
         """Puts what the policy of a slot class has learned in one of `POLICIES` places.

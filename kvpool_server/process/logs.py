@@ -64,7 +64,7 @@ def wants_json(arguments: Sequence[str], environ: Mapping[str, str]) -> bool:
 
 def log_as_json() -> None:
     """Sends Python's log records, warnings and tracebacks to standard error, each as one line of JSON."""
-    _log_to(sys.stderr, structlog.processors.JSONRenderer())
+    _log_to_stderr(structlog.processors.JSONRenderer())
     logging.captureWarnings(True)
     sys.excepthook = lambda *error: log.critical("the server ended with an error", exc_info=error)
     threading.excepthook = lambda failed: log.error(
@@ -86,8 +86,24 @@ def _escape(_: Any, __: str, event: structlog.types.EventDict) -> structlog.type
     return event
 
 
-def _log_to(stream: TextIO, *renderers: structlog.types.Processor) -> None:
-    """Has structlog and Python's own loggers write to a stream with the same renderers."""
+class _Lossy:
+    """A stream that loses what cannot be written: no call fails because a disk is full, or a pipe has no reader."""
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+
+    def write(self, text: str) -> None:
+        with contextlib.suppress(OSError):
+            self._stream.write(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self._stream.flush()
+
+
+def _log_to_stderr(*renderers: structlog.types.Processor) -> None:
+    """Has structlog and Python's own loggers write with the same renderers."""
+    stream: Any = _Lossy(sys.stderr)
     structlog.configure(processors=[*_SHARED, *renderers], logger_factory=structlog.PrintLoggerFactory(stream))
     handler = logging.StreamHandler(stream)
     handler.setFormatter(
@@ -106,7 +122,7 @@ def configure(log_format: str, level: str, events: LogEvents | None = None) -> N
         events: keeps the last warnings and errors.
     """
     if log_format == "console":
-        _log_to(sys.stderr, _escape, structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty()))
+        _log_to_stderr(_escape, structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty()))
     if events is not None:
         structlog.configure(processors=[events.record, *structlog.get_config()["processors"]])
         logging.getLogger().addHandler(events)

@@ -7,6 +7,7 @@ import logging
 import os
 import secrets
 import signal
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -15,14 +16,18 @@ from typing import Any
 import pytest
 import structlog
 
+from kvpool import Client, ClientConfig
 from kvpool.security.principal import ALL_TENANTS, Principal, Role
 from kvpool.security.tokens import create_token
 from kvpool_server.process.logs import MAX_CHARS, MAX_EVENTS, MAX_FIELDS, LogEvents, wants_json
+from testbed.ports import free_endpoint, is_listening
 from tests.conftest import StartServer
 from tests.support.certificates import DAY
 from tests.support.processes import run_command, run_server, wait_for
+from tests.support.values import group_spec, namespace_spec
 
 JSON = ("--log-format", "json")
+NO_PORTS = ("--http-listen", "", "--data-listen", "")
 NOWHERE = ("--listen", "127.0.0.1:0", "--http-listen", "")
 
 
@@ -44,6 +49,25 @@ def test_from_the_first_line_to_the_last(pool_server: StartServer, tmp_path: Pat
     assert events[-1] == "stopped" and "tier opened" in events
     (ready,) = (record for record in said if record["event"] == "ready")
     assert ready["kv_transfer_config"]["kv_connector_extra_config"] == {"endpoint": server.endpoint}
+
+
+@pytest.mark.parametrize("log_format", ["json", "console"])
+def test_a_call_does_not_fail_because_nobody_reads_the_log(log_format: str) -> None:
+    unread, log = os.pipe()
+    os.close(unread)
+    endpoint = free_endpoint()
+    flags = ("--listen", endpoint, *NO_PORTS, "--memory", "1MiB", "--keep", "no", "--log-format", log_format)
+    command = [sys.executable, "-m", "kvpool_server", *flags]
+    with subprocess.Popen(command, stdout=log, stderr=log) as server:
+        os.close(log)
+        try:
+            wait_for(lambda: is_listening(int(endpoint.rpartition(":")[2])), "the server")
+            with Client(ClientConfig(endpoint, timeout_ms=30_000)) as client:
+                client.open_namespace(namespace_spec(group_spec()))  # Which the server logs.
+            server.terminate()
+            server.wait(30)
+        finally:
+            server.kill()
 
 
 @pytest.mark.parametrize(

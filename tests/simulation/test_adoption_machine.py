@@ -77,11 +77,13 @@ class Deaths:
 
     def _remember(self) -> None:
         self._before, self._memory = _complete(self.world.pool), self.world.memory.copy()
+        self._quotas = [_quotas(self.world.pool)]
         self._tickets = [*self.world.tickets, *self.world.late]
 
     def check(self) -> None:
         """The server dies at each write since the last call, and in the midst of it; and now."""
         writes, after = list(self.table.log), _complete(self.world.pool)
+        self._quotas.append(_quotas(self.world.pool))
         for at, old, _ in reversed(writes):
             self.table.write(at, old)
         for at, old, new in writes:
@@ -103,6 +105,7 @@ class Deaths:
         assert isinstance(left, Logged)
         try:
             pool = self._adopt(left)
+            assert _quotas(pool) in self._quotas, "a death has changed the quotas"
             found = _complete(pool)
             for name, place in found.items():
                 assert place in (before.get(name), after.get(name)), f"{name} was never complete at {place}"
@@ -174,6 +177,10 @@ def _complete(pool: Pool) -> dict[Name, Place]:
         for entry in entries
         if entry.complete
     }
+
+
+def _quotas(pool: Pool) -> dict[str, int]:
+    return {quota.subject: quota.limit_bytes for quota in pool.quotas()}
 
 
 @pytest.fixture(autouse=True, scope="module")

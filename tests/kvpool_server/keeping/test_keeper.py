@@ -225,6 +225,24 @@ def test_a_keeper_ends_whose_servers_fail_whatever_they_have_given() -> None:
     assert "the memory is given up" in done.stderr and "and so does its keeper" in done.stderr
 
 
+FORKS_BADLY = """
+import os
+fork, nth = os.fork, iter(range(9))
+def sometimes():
+    if next(nth) in (1, 2):
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+    return fork()
+os.fork = sometimes
+"""
+
+
+def test_a_keeper_goes_on_when_the_system_has_no_room_for_a_process() -> None:
+    code = f"print('started with', os.environ[{store.OFFERED!r}], flush=True); raise SystemExit(1)"
+    done = run_command(sys.executable, "-c", FORKS_BADLY + KEEPER, sys.executable, "-c", GIVING + code)
+    assert done.stdout.startswith("started with 0\nstarted with 1\n")
+    assert done.stderr.count("no server can start: Resource temporarily unavailable") == 2
+
+
 def test_a_keeper_goes_on_when_nobody_reads_its_log(tmp_path: Path) -> None:
     starts = tmp_path / "starts"
     code = f"print('started', file=open({str(starts)!r}, 'a')); raise SystemExit(1)"
