@@ -22,8 +22,8 @@ class PoolAtOnce(Pool):
         """With a TTL the lookup is one for a load: a use, and told to the observers of traffic."""
         found = finish(self.lookups.find(fingerprint, runs, prefix_only, lease_ttl_ms))
         self.lookups.record_use(found)
-        for observer in self.traffic if lease_ttl_ms else ():
-            observer.looked_up(found.namespace, runs, found.hits)
+        if lease_ttl_ms:
+            self.tell_traffic(found.namespace, runs, found.hits)
         return Lookup(found.hits, found.lease_id, found.lease_ttl_ms)
 
     def put_start(

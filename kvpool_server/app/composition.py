@@ -313,7 +313,7 @@ class Composition:
         recorder = Recorder(config.record, config.record_bytes, config.record_names) if config.record else None
         if recorder is not None:
             self._stack.push_async_callback(asyncio.to_thread, recorder.close)
-            self.pool.traffic.append(recorder)
+            self.pool.traffic.append(recorder.observe)
         loop = asyncio.get_running_loop()
         value = ValueFeed(self.pool, config.policy, config.value_sample, bool(config.tier), loop.call_later)
         families = functools.partial(value_families, recorder=recorder)

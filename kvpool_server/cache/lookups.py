@@ -244,19 +244,6 @@ class Removals:
             yield
 
 
-class TrafficObserver:
-    """Called inside the call of the client: must return quickly and must not call the pool. These methods do nothing.
-
-    A lookup that waits for a tier and is repeated is told once. Lookups without a lease are no uses, and are not told.
-    """
-
-    def looked_up(self, namespace: PoolNamespace, runs: Sequence[BlockRun], hits: Sequence[RunHits]) -> None:
-        """A lookup for a load has been answered; one of `hits` for each run."""
-
-    def put(self, namespace: PoolNamespace, runs: Sequence[BlockRun]) -> None:
-        """A put of blocks of one group has begun; it may name blocks that the pool has already."""
-
-
 def count_tokens(namespace: PoolNamespace, runs: Sequence[BlockRun], hits: Sequence[RunHits]) -> tuple[int, int]:
     """How many tokens a lookup asked for, and how many of them it found.
 

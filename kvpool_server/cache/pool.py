@@ -21,7 +21,7 @@ from collections.abc import Callable, Container, Sequence
 
 from kvpool.protocol.errors import InvalidRequestError, OutOfSpaceError
 from kvpool.protocol.namespace import GroupSpec, NamespaceSpec
-from kvpool.protocol.types import BlockRun, PutGrant, PutReceipt, PutStatus, Quota, ShardRange, in_parts
+from kvpool.protocol.types import BlockRun, PutGrant, PutReceipt, PutStatus, Quota, RunHits, ShardRange, in_parts
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.allocator.placement import Placement
 from kvpool_server.cache.counters import COUNTERS, PoolStats
@@ -34,10 +34,15 @@ from kvpool_server.cache.hints import Hints, Pins
 from kvpool_server.cache.holds import Holds, NoTransfers, Transfers
 from kvpool_server.cache.leases import NOBODY, Owner, Ticket
 from kvpool_server.cache.limits import IdentityLimits, Limits, default_limits
-from kvpool_server.cache.lookups import Lookups, Removals, TrafficObserver
+from kvpool_server.cache.lookups import Lookups, Removals
 from kvpool_server.cache.namespaces import Namespaces, PoolNamespace
 from kvpool_server.cache.quotas import Quotas
 from kvpool_server.cache.steps import LOOKUP_STEP_BLOCKS, SETTLED_PER_CALL, STEP_BLOCKS, Steps
+
+TrafficObserver = Callable[[PoolNamespace, Sequence[BlockRun], Sequence[RunHits] | None], None]
+"""Called inside a client's call: returns quickly, and does not call the pool. With hits, one for each run, a lookup for
+a load has been answered; else a put has begun, and the pool may have some of its blocks. A lookup that waits for a tier
+and is repeated is told once. Lookups without a lease are no uses, and are not told."""
 
 
 class Pool:
@@ -55,7 +60,7 @@ class Pool:
         namespaces: the open ones, and those that were closed and still hold entries.
         on_closed: each is called with each namespace that is closed, once it holds nothing any more.
         on_quotas: called when quotas have been set.
-        traffic: told of lookups and puts, but not of measurements.
+        traffic: observers of lookups and puts.
         on_ticket: called with the deadline of each ticket, before anybody can write under it.
     """
 
@@ -97,6 +102,13 @@ class Pool:
     def observe(self, observer: Observer) -> None:
         """Tells an observer of every block that becomes readable, or stops being readable, from now on."""
         self.entry_table.observers.append(observer)
+
+    def tell_traffic(
+        self, namespace: PoolNamespace, runs: Sequence[BlockRun], hits: Sequence[RunHits] | None = None
+    ) -> None:
+        """Tells the observers of a lookup or put, unless it is a measurement's."""
+        for observer in () if namespace.is_measurement else self.traffic:
+            observer(namespace, runs, hits)
 
     def open_namespace(
         self, spec: NamespaceSpec, expected_fingerprint: bytes = b"", opener: str = ""
@@ -177,10 +189,8 @@ class Pool:
         """
         ttl_ms = min(ttl_ms or self.limits.default_ticket_ttl_ms, self.limits.max_ttl_ms)
         ticket, statuses = yield from self.reserve_in_steps(fingerprint, runs, shards, ttl_ms / 1000, owner)
-        namespace = None if shards.start else self.namespace(fingerprint)
-        if namespace is not None and not namespace.is_measurement:
-            for observer in self.traffic:
-                observer.put(namespace, runs)
+        if not shards.start and (namespace := self.namespace(fingerprint)) is not None:
+            self.tell_traffic(namespace, runs)
         self.counters["put_granted_blocks"] += len(ticket.entries)
         self.counters["put_present_blocks"] += statuses.count(PutStatus.PRESENT)
         self.counters["put_busy_blocks"] += statuses.count(PutStatus.BUSY)

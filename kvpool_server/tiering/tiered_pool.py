@@ -242,9 +242,8 @@ class TieredPool(Observer):
             lookups.touch(found)
         else:
             lookups.record_use(found)
-            if lease_ttl_ms and not found.namespace.is_measurement:
-                for observer in self.pool.traffic:
-                    observer.looked_up(found.namespace, runs, found.hits)
+            if lease_ttl_ms:
+                self.pool.tell_traffic(found.namespace, runs, found.hits)
         yield from pause
         num_chunks = sum((stop - start) * group.spec.num_shards for group, start, stop in found.spans)
         if not locate or not found.lease_id or retry_after_ms or num_chunks > MAX_LOCATED_CHUNKS:

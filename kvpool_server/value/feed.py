@@ -18,7 +18,7 @@ import structlog
 
 from kvpool.protocol.types import BlockRun, RunHits
 from kvpool.v1 import pool_pb2 as pb
-from kvpool_server.cache.lookups import TrafficObserver, count_tokens
+from kvpool_server.cache.lookups import count_tokens
 from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.cache.pool import Pool
 from kvpool_server.cache.steps import Steps
@@ -43,7 +43,7 @@ Later = Callable[[float, Callable[[], None]], object]
 """Calls a function after some seconds, such as `asyncio.AbstractEventLoop.call_later`."""
 
 
-class ValueFeed(TrafficObserver):
+class ValueFeed:
     """Counts a pool's traffic into a histogram, and reports what other arena sizes would hit.
 
     Args:
@@ -83,7 +83,7 @@ class ValueFeed(TrafficObserver):
         self._rests_until = self._faded_at = clock()
         self._seconds = 0.0  # Of the traffic that was counted until `_faded_at`, faded as the counts are.
         if sample:
-            pool.traffic.append(self)
+            pool.traffic.append(self.observe)
 
     @property
     def seconds(self) -> float:
@@ -94,13 +94,8 @@ class ValueFeed(TrafficObserver):
     def is_idle(self) -> bool:
         return self._steps is None and not self._queue
 
-    def looked_up(self, namespace: PoolNamespace, runs: Sequence[BlockRun], hits: Sequence[RunHits]) -> None:
-        self._enqueue(namespace, runs, hits)
-
-    def put(self, namespace: PoolNamespace, runs: Sequence[BlockRun]) -> None:
-        self._enqueue(namespace, runs, None)
-
-    def _enqueue(self, namespace: PoolNamespace, runs: Sequence[BlockRun], hits: Sequence[RunHits] | None) -> None:
+    def observe(self, namespace: PoolNamespace, runs: Sequence[BlockRun], hits: Sequence[RunHits] | None) -> None:
+        """Queues a lookup or put, as a `TrafficObserver`."""
         cost = sum(map(len, runs)) + CALL_BLOCKS * len(runs)
         if self._queue and self._queued_blocks + cost > MAX_QUEUED_BLOCKS:
             self.num_left_out += 1

@@ -23,7 +23,6 @@ import structlog
 
 from kvpool.protocol.types import BlockRun, RunHits
 from kvpool.security.file_permissions import open_private
-from kvpool_server.cache.lookups import TrafficObserver
 from kvpool_server.cache.namespaces import PoolNamespace
 
 log = structlog.get_logger()
@@ -33,7 +32,7 @@ FLUSH_S = 1.0
 """Lines stay in the compressor for about this time, or until the next line if that comes later."""
 
 
-class Recorder(TrafficObserver):
+class Recorder:
     """Records into a file from now on, until `close`. Raises ConfigError if the file cannot be opened.
 
     Args:
@@ -59,20 +58,15 @@ class Recorder(TrafficObserver):
         self._thread = ThreadPoolExecutor(1, "kvpool-record")
         self._write({"kvpool_recording": 1, "started": int(time.time())})
 
-    def looked_up(self, namespace: PoolNamespace, runs: Sequence[BlockRun], hits: Sequence[RunHits]) -> None:
-        for run, hit in zip(runs, hits, strict=True):
-            self._enqueue(namespace, run, hit.num_leading)
-
-    def put(self, namespace: PoolNamespace, runs: Sequence[BlockRun]) -> None:
-        for run in runs:
-            self._enqueue(namespace, run, None)
-
-    def _enqueue(self, namespace: PoolNamespace, run: BlockRun, num_hits: int | None) -> None:
-        if self._has_stopped or self._num_queued - self._num_written + len(run) > MAX_QUEUED_BLOCKS:
-            self.num_dropped += 1
-            return
-        self._num_queued += len(run)
-        self._thread.submit(self._record, int(1000 * (self._clock() - self._started)), namespace, run, num_hits)
+    def observe(self, namespace: PoolNamespace, runs: Sequence[BlockRun], hits: Sequence[RunHits] | None) -> None:
+        """Queues a lookup or put, as a `TrafficObserver`."""
+        at_ms = int(1000 * (self._clock() - self._started))
+        for nth, run in enumerate(runs):
+            if self._has_stopped or self._num_queued - self._num_written + len(run) > MAX_QUEUED_BLOCKS:
+                self.num_dropped += 1
+                continue
+            self._num_queued += len(run)
+            self._thread.submit(self._record, at_ms, namespace, run, None if hits is None else hits[nth].num_leading)
 
     def close(self) -> None:
         self._thread.shutdown()

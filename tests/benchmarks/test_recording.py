@@ -50,7 +50,7 @@ def record(
     clock = FakeClock()
     pool, fingerprint = make_pool(blocks, policy, clock, tenant="acme")
     recorder = Recorder(str(path), most, clock=clock, **names)
-    pool.traffic.append(recorder)
+    pool.traffic.append(recorder.observe)
     for _ in range(times):
         found = drive(pool, fingerprint, clock, rounds)
     recorder.close()

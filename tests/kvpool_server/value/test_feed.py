@@ -121,8 +121,8 @@ def test_a_call_of_more_blocks_than_the_queue_holds_is_counted_alone() -> None:
     run = run_of(*range(MAX_QUEUED_BLOCKS + 1))
     namespace = bench.pool.namespace(bench.fingerprint)
     assert namespace is not None
-    bench.feed.put(namespace, [run])
-    bench.feed.put(namespace, [run])
+    bench.feed.observe(namespace, [run], None)
+    bench.feed.observe(namespace, [run], None)
     assert bench.feed.num_left_out == 1 and not bench.feed.is_idle
 
 
