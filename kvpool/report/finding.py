@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -32,30 +33,13 @@ class Finding:
         fix: what to do about it, a sentence; empty if nothing is wrong.
     """
 
-    check: str
     level: Level
+    check: str
     text: str
     fix: str = ""
 
 
-def ok(check: str, text: str) -> Finding:
-    """Nothing is wrong."""
-    return Finding(check, Level.OK, text)
-
-
-def info(check: str, text: str, fix: str = "") -> Finding:
-    """Something was wrong, or could not be checked."""
-    return Finding(check, Level.INFO, text, fix)
-
-
-def warning(check: str, text: str, fix: str) -> Finding:
-    """Something is slower, or less useful, than it could be."""
-    return Finding(check, Level.WARNING, text, fix)
-
-
-def error(check: str, text: str, fix: str) -> Finding:
-    """Something does not work."""
-    return Finding(check, Level.ERROR, text, fix)
+ok, info, warning, error = (functools.partial(Finding, level) for level in Level)
 
 
 def problems(findings: Iterable[Finding]) -> list[Finding]:
