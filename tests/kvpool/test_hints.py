@@ -76,30 +76,6 @@ def _prompt(namespace: Namespace, tmp_path: Path) -> tuple[str, ...]:
     return *named, "--hash-seed", SEED
 
 
-def test_a_pinned_prefix_outlives_others(client: Client) -> None:
-    namespace = client.open_namespace(_spec(tenant="acme"))
-    run = _store(client, namespace, TOKENS)
-    assert client.hints.pin(namespace, [run], 60).num_blocks == 4
-    _others(client, namespace, 40)
-    assert _present(client, namespace, run) == 4
-    assert client.admin.pin_budgets() == [pb.PinBudget(tenant="acme", limit_bytes=4 * MIB, used_bytes=4 * MIB)]
-    assert client.admin.stats().pinned_bytes == 4 * MIB
-    (info,) = [info for info in client.admin.namespaces() if info.fingerprint == namespace.fingerprint]
-    assert info.pinned_bytes == 4 * MIB
-    assert client.hints.unpin(namespace, [run]).num_blocks == 4
-    assert client.admin.stats().pinned_bytes == 0
-
-
-def test_an_expired_prefix_goes_before_others(client: Client) -> None:
-    namespace = client.open_namespace(_spec())
-    other = _store(client, namespace, list(range(500, 500 + 12 * 16)))
-    run = _store(client, namespace, TOKENS)
-    _demoted(client, 16)  # A block is leased while it is written.
-    assert client.hints.expire(namespace, [run]).num_blocks == 4
-    _others(client, namespace, 4)
-    assert _present(client, namespace, run) == 0 and _present(client, namespace, other) == 12
-
-
 def test_hints_of_an_unknown_kind_are_refused(client: Client) -> None:
     namespace = client.open_namespace(_spec())
     for kind in (0, 9):

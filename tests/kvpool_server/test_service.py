@@ -506,15 +506,6 @@ def test_a_mismatched_spec_is_refused_by_the_name_of_the_field(
     assert client.open_namespace(spec, expected_fingerprint=namespace.fingerprint).fingerprint == namespace.fingerprint
 
 
-def test_a_spec_that_cannot_name_a_namespace_is_refused(client: Client) -> None:
-    for spec, says in (
-        (namespace_spec(model=""), "model is empty"),
-        (namespace_spec(group_spec(chunk_bytes=1 << 50)), r"groups\[0\]: a block of \d+ bytes.*more --memory"),
-    ):
-        with pytest.raises(InvalidRequestError, match=says):
-            client.open_namespace(spec)
-
-
 def test_bytes_that_are_no_message_fail_their_call_and_nothing_else(
     shared_server: ServerProcess, stub: PoolStub
 ) -> None:
@@ -732,14 +723,6 @@ def test_a_corrupted_block_is_a_miss_for_inline_gets_and_is_dropped(
     assert client.chunks.get([PoolKey(namespace.fingerprint, 0, block_hash("a"), 0)]) == [None]
     assert client.admin.stats().counters["corrupt_blocks"] == dropped + 1
     assert _leading(client, namespace, run) == 0
-
-
-def test_verify_drops_what_has_changed(client: Client, shared_server: ServerProcess, namespace: Namespace) -> None:
-    run = _store(client, namespace, "a", "b")
-    assert client.admin.verify(namespace, [run]) == (2, 0)
-    _flip_a_byte(client, shared_server, namespace, run_of("a"))
-    assert client.admin.verify(namespace, [run]) == (2, 1)
-    assert client.admin.verify(namespace, [run]) == (1, 0)
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])

@@ -171,28 +171,6 @@ def test_a_quota_below_an_extent_is_refused_for_it_could_not_hold() -> None:
         _house().quota("tenant:umbra", EXTENT - 1)
 
 
-def test_a_quota_is_what_its_tenant_can_hold() -> None:
-    house = _house()
-    house.quota("tenant:umbra", 2 * EXTENT + EXTENT // 2)
-    house.quota("namespace:0123456789ab", EXTENT + 1)
-    house.owner(tenant="umbra").fill_extents(4)
-    by_bytes, by_extents = house.pool.quotas()
-    assert by_extents.used_bytes == by_extents.limit_bytes == 2 * EXTENT
-    assert by_bytes.limit_bytes == EXTENT + 1
-
-
-def test_blocks_of_many_sizes_take_no_more_extents_than_the_quota() -> None:
-    house = _house()
-    house.quota("tenant:umbra", 2 * EXTENT)
-    for size in range(1, 9):
-        owner = house.owner(size, tenant="umbra")
-        owner.put("block")
-        assert owner.present("block") == ["block"]
-        assert _held(house, "umbra") <= 2
-    assert house.used("tenant:umbra") == 2 * EXTENT
-    assert house.pool.counters["quota_evicted_blocks"] == house.pool.counters["evicted_blocks"] == 6
-
-
 def test_tickets_that_expire_count_until_their_quarantine_is_over() -> None:
     house = _house(grace_ms=30_000)
     house.quota("tenant:umbra", 2 * EXTENT)
