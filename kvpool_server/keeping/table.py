@@ -169,9 +169,9 @@ class SlotTable:
         """Replaces all quotas."""
         order = self._limits()[0] + 1
         limits = {quota.subject: quota.limit_bytes for quota in quotas}
-        at, before = [_QUOTAS_AT + nth % 2 * QUOTAS_BYTES for nth in (order, order - 1)]
+        at = _QUOTAS_AT + order % 2 * QUOTAS_BYTES
         if not self._put_text(at, QUOTAS_BYTES, order, msgspec.json.encode(limits)):
-            self._put(before, _ABSENT)
+            self._put_text(at, QUOTAS_BYTES, order, b"{}")  # No quota may come back that has been removed.
 
     def quotas(self) -> list[Quota]:
         """Those of the last `put_quotas` that is there whole."""
@@ -326,7 +326,6 @@ class SlotTable:
     def _put_text(self, at: int, most: int, order: int, text: bytes) -> bool:
         content = _LENGTH.pack(order, len(text)) + text
         if CHECK.size + len(content) > most:
-            self._put(at, _ABSENT)  # What was there is no longer so.
             return False
         self._put_checked(at, content)
         return True
