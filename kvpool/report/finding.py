@@ -30,16 +30,19 @@ class Finding:
     Args:
         check: what was checked, in a few words: "data port".
         text: what was found, a sentence that names the thing and the value.
-        fix: what to do about it, a sentence; empty if nothing is wrong.
+        fix: what to do about it, a sentence; empty if there is nothing to do.
     """
 
     level: Level
     check: str
     text: str
-    fix: str = ""
+    fix: str
 
 
-ok, info, warning, error = (functools.partial(Finding, level) for level in Level)
+ok = functools.partial(Finding, Level.OK, fix="")
+info = functools.partial(Finding, Level.INFO)
+warning = functools.partial(Finding, Level.WARNING)
+error = functools.partial(Finding, Level.ERROR)
 
 
 def problems(findings: Iterable[Finding]) -> list[Finding]:

@@ -130,7 +130,7 @@ async def _run(settings: ServerConfig, events: LogEvents) -> None:
             kv_transfer_config=transfer_config,
         )
     else:
-        with contextlib.suppress(OSError):  # Nobody may read it any more.
+        with contextlib.suppress(OSError):  # The pipe may have no reader.
             typer.echo(_welcome(" and ".join(filter(None, (endpoint, unix_endpoint))), server, transfer_config))
     notify("READY=1", f"STATUS=serving {endpoint}")
     try:
