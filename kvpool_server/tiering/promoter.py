@@ -65,8 +65,9 @@ class _Prefetch:
     Args:
         asked_at: when a lookup last asked for one of them.
         queue: holds it until it has been read, behind what must be read before.
-        prefix_only: blocks behind one that cannot be read are of no use.
+        needs_parent: what precedes them was there or pending; they are dropped if it is not there at their turn.
         batch_bytes: of the next read, if the tier takes as many.
+        is_lost: one could not be read, or what precedes them is not there.
     """
 
     group: Group
@@ -74,8 +75,9 @@ class _Prefetch:
     block_hashes: list[bytes]
     asked_at: float
     queue: deque[_Prefetch]
-    prefix_only: bool
+    needs_parent: bool
     batch_bytes: int
+    is_lost: bool = False
 
 
 @dataclass(eq=False)
@@ -158,12 +160,11 @@ class Promoter:
                 request = None
                 continue
             if request is None or parent_hash != before:
-                request = _Prefetch(group, parent_hash, [], now, queue, prefix_only, batch_bytes)
-                if not queue:
-                    of_tenant = self._queues.setdefault(group.tenant, OrderedDict())
-                    of_tenant.setdefault(group.fingerprint, deque()).append(queue)
+                needs_parent = parent_hash in group.index or (*key[:2], parent_hash) in self._pending
+                request = _Prefetch(group, parent_hash, [], now, queue, needs_parent, batch_bytes)
                 queue.append(request)
-                self._work.set()
+                if len(queue) == 1:
+                    self._offer(queue)
             request.block_hashes.append(block_hash)
             self._pending[key], before = request, block_hash
             num_pending += 1
@@ -233,60 +234,63 @@ class Promoter:
             else:
                 self._work.clear()
 
+    def _offer(self, queue: deque[_Prefetch]) -> None:
+        """Gives a queue its next turn, after the others of its namespace."""
+        group = queue[0].group
+        of_tenant = self._queues.setdefault(group.tenant, OrderedDict())
+        of_tenant.setdefault(group.fingerprint, deque()).append(queue)
+        self._work.set()
+
     async def _read_next(self) -> None:
         tenant, of_tenant = self._queues.popitem(last=False)
         fingerprint, queues = of_tenant.popitem(last=False)
         queue = queues.popleft()
-        request = queue[0]
-        group = request.group
-        slot_bytes = group.spec.slot_bytes
-        most_bytes = min(self._tier.read_bytes, MAX_ARENA_SHARE * len(self._memory))
-        batch_bytes = round(min(request.batch_bytes, most_bytes, max(FIRST_BATCH_BYTES, READ_S * self._bytes_per_s)))
-        request.batch_bytes = BATCH_GROWTH * batch_bytes
-        most = max(1, min(MAX_READ_BLOCKS, batch_bytes // slot_bytes))
-        block_hashes, request.block_hashes = request.block_hashes[:most], request.block_hashes[most:]
-        if not request.block_hashes:
-            queue.popleft()
-        if queue:
-            queues.append(queue)
         if queues:
             of_tenant[fingerprint] = queues
         if of_tenant:
             self._queues[tenant] = of_tenant
-        if not block_hashes:  # They were dropped when a read failed.
-            return
-        parent_hash, request.parent_hash = request.parent_hash, block_hashes[-1]
+        request = queue[0]
+        group, slot_bytes = request.group, request.group.spec.slot_bytes
+        most_bytes = min(self._tier.read_bytes, MAX_ARENA_SHARE * len(self._memory))
+        batch_bytes = round(min(request.batch_bytes, most_bytes, max(FIRST_BATCH_BYTES, READ_S * self._bytes_per_s)))
+        request.batch_bytes = BATCH_GROWTH * batch_bytes
+        request.is_lost |= request.needs_parent and request.parent_hash not in group.index
+        is_dropped = request.is_lost or self._clock() - request.asked_at > STALE_S or not self._health.is_available
+        most = len(request.block_hashes) if is_dropped else max(1, min(MAX_READ_BLOCKS, batch_bytes // slot_bytes))
+        block_hashes, request.block_hashes = request.block_hashes[:most], request.block_hashes[most:]
+        run = BlockRun(group.idx, block_hashes, request.parent_hash)
+        request.parent_hash, request.needs_parent = block_hashes[-1], True
         keys = keys_of(group, block_hashes)
+        grant = None
         try:
-            is_stale = self._clock() - request.asked_at > STALE_S
-            if is_stale or not self._health.is_available or self._is_clearing(fingerprint):
-                self._tier.counters["dropped_promotions"] += len(keys)
-                return
-            self._reading[keys[0]] = self._clock(), len(keys) * slot_bytes
-            all_read = await self._read(group, BlockRun(group.idx, block_hashes, parent_hash))
-            if request.prefix_only and not all_read and request.block_hashes:
-                self._tier.counters["dropped_promotions"] += len(request.block_hashes)
-                for key in keys_of(group, request.block_hashes):
-                    self._pending.pop(key, None)
-                request.block_hashes = []
+            try:
+                if is_dropped or self._is_clearing(fingerprint):
+                    self._tier.counters["dropped_promotions"] += len(keys)
+                    if request.is_lost:
+                        self.forget(group, block_hashes)
+                else:
+                    self._reading[keys[0]] = self._clock(), len(keys) * slot_bytes
+                    block_hashes, grant = await self._reserve(group, run)
+            finally:  # The next batch has to find the entries of this one, or it would take slots of its own prefix.
+                if not request.block_hashes:
+                    queue.popleft()
+                if queue:
+                    self._offer(queue)
+            if grant is not None and not await self._read(group, block_hashes, grant):
+                request.is_lost = group.needs_prefix  # Blocks behind one that is missing are of no use.
         finally:
             self._reading.pop(keys[0], None)
             for key in keys:
                 self._pending.pop(key, None)
             self._on_progress()
 
-    async def _read(self, group: Group, run: BlockRun) -> bool:
+    async def _read(self, group: Group, reserved: Sequence[bytes], grant: PutGrant) -> bool:
         """Reads blocks into the arena; False if any is not readable afterwards."""
         size = group.spec.slot_bytes
-        room = contextlib.nullcontext() if self._watermark is None else self._watermark.room(group, len(run))
-        async with room:
-            reserved, grant = await self._reserve(group, run)
-        if grant is None:
-            return False
         statuses = zip(reserved, grant.statuses, strict=True)
         granted = [block_hash for block_hash, status in statuses if status == PutStatus.GRANTED]
         if not granted:
-            return len(reserved) == len(run)
+            return True
         into = [self._memory[offset : offset + size].data for offset in grant.offsets]
         sums: Sequence[Sequence[int] | None] = [None] * len(granted)
         began_at = self._clock()
@@ -311,21 +315,22 @@ class Promoter:
         self._tier.counters["promoted_blocks"] += promoted
         self._tier.counters["missed_promotions"] += len(granted) - promoted
         self.forget(group, [granted[nth] for nth in unread])
-        return promoted == len(granted) and len(reserved) == len(run)
+        return promoted == len(granted)
 
-    async def _reserve(self, group: Group, run: BlockRun) -> tuple[Sequence[bytes], PutGrant | None]:
+    async def _reserve(self, group: Group, run: BlockRun) -> tuple[list[bytes], PutGrant | None]:
         """Reserves slots for a run or, if there are too few, for its first half, quarter and so on; None: for none."""
         hashes, count = list(run.block_hashes), len(run)
         grant = None
-        while grant is None and count:
-            some = BlockRun(run.group_idx, hashes[:count], run.parent_hash)
-            try:
-                grant = await self._run(reserve(self._pool, group, [some]))
-            except OutOfSpaceError as error:
-                count //= 2
-                log.debug("too few free slots to promote blocks", tier=self._tier.name, error=str(error))
-            except KVPoolError:  # The namespace is closed.
-                count = 0
+        async with contextlib.nullcontext() if self._watermark is None else self._watermark.room(group, count):
+            while grant is None and count:
+                some = BlockRun(run.group_idx, hashes[:count], run.parent_hash)
+                try:
+                    grant = await self._run(reserve(self._pool, group, [some]))
+                except OutOfSpaceError as error:
+                    count //= 2
+                    log.debug("too few free slots to promote blocks", tier=self._tier.name, error=str(error))
+                except KVPoolError:  # The namespace is closed.
+                    count = 0
         self._tier.counters["dropped_promotions"] += len(hashes) - count
         self.forget(group, hashes[count:])  # The next lookup must not queue them again at once.
         return hashes[:count], grant

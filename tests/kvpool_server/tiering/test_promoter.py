@@ -11,6 +11,7 @@ import pytest
 
 from kvpool.protocol.hashing import checksum
 from kvpool_server.cache.entry import Group
+from kvpool_server.cache.steps import Steps, Value, at_once
 from kvpool_server.tiering import promoter
 from kvpool_server.tiers.tier import TierError
 from tests.support.memory_tier import SLOT, SLOTS, MemoryTier, Rig, answered, asked, play, turns
@@ -478,3 +479,25 @@ async def test_an_answer_says_when_the_next_batch_is_likely_to_be_up(rig: Rig, t
     assert rig.lookup("n0").retry_after_ms == promoter.MAX_RETRY_MS, "one read that hung weighs for a while"
     tier.reads[-1][1].set()
     await rig.wait_idle()
+
+
+@pytest.mark.parametrize("prefix_only", [True, False])
+@pytest.mark.usefixtures("small_batches")
+@play(GatedReads)
+async def test_a_prompt_that_is_larger_than_the_arena_keeps_what_has_come_up(
+    rig: Rig, tier: GatedReads, prefix_only: bool
+) -> None:
+    """Whoever reserves slots in several steps lets other batches of the prompt try meanwhile."""
+    names = [f"n{nth}" for nth in range(2 * SLOTS)]
+    for start in (0, SLOTS):
+        await rig.demote(*names[start : start + SLOTS])
+
+    async def in_turns(steps: Steps[Value]) -> Value:
+        await asyncio.sleep(0)
+        return await at_once(steps)
+
+    for each in rig.tiered._promoters:
+        each._run = in_turns
+    tier.open_all()
+    assert (await rig.hits(*names, prefix_only=prefix_only)).num_leading == SLOTS
+    assert not rig.pool.counters["evicted_blocks"]
