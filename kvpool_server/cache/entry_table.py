@@ -85,7 +85,6 @@ class EntryTable:
     Attributes:
         num_live, num_complete: entries in an index, and the readable ones of them.
         quarantine: the dropped entries whose slots are not free.
-        rests_until: when extents that rest are to be used.
     """
 
     _arena: Arena
@@ -98,7 +97,6 @@ class EntryTable:
     num_live: int = field(default=0, init=False)
     num_complete: int = field(default=0, init=False)
     quarantine: Quarantine = field(default_factory=Quarantine, init=False)
-    rests_until: float = field(default=math.inf, init=False)
     observers: list[Observer] = field(default_factory=list, init=False)
 
     def reserve(self, group: Group, runs: Sequence[BlockRun], ticket: Ticket) -> list[PutStatus] | None:
@@ -267,9 +265,6 @@ class EntryTable:
 
         Returns how many slots in quarantine were visited and how many entries were evicted, in all.
         """
-        if now >= self.rests_until:
-            self._arena.end_rests()
-            self.rests_until = math.inf
         num_visited = 0
         for entry in itertools.islice(self.quarantine.visit_due(now), count):
             num_visited += 1

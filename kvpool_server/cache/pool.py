@@ -61,7 +61,7 @@ class Pool:
         on_closed: each is called with each namespace that is closed, once it holds nothing any more.
         on_quotas: called when quotas have been set.
         traffic: observers of lookups and puts.
-        on_ticket: called with the deadline of each ticket, before anybody can write under it.
+        on_ticket: called with each ticket, before anybody can write under it.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Pool:
         self.traffic: list[TrafficObserver] = []
         self.on_closed: list[Callable[[PoolNamespace], None]] = []
         self.on_quotas: Callable[[], None] = lambda: None
-        self.on_ticket: Callable[[float], None] = lambda deadline: None
+        self.on_ticket: Callable[[Ticket], None] = lambda ticket: None
 
     def observe(self, observer: Observer) -> None:
         """Tells an observer of every block that becomes readable, or stops being readable, from now on."""
@@ -247,7 +247,7 @@ class Pool:
                 self._holds.undo(ticket)
         if ticket.entries:
             self.tickets.add(ticket)
-            self.on_ticket(ticket.deadline)
+            self.on_ticket(ticket)
         return ticket, statuses
 
     def _check_fits(self, group: Group, runs: Sequence[BlockRun]) -> Steps[None]:

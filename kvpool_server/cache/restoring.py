@@ -7,6 +7,8 @@ from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from kvpool.protocol.namespace import GroupSpec
+from kvpool_server.cache.allocator.extent import Extent
 from kvpool_server.cache.entry import BlockIndex, Entry, Group, Record
 from kvpool_server.cache.pool import Pool
 
@@ -30,7 +32,7 @@ def restore(pool: Pool, found: Mapping[Group, Sequence[Record]]) -> None:
         policy = pool.placement.evictor(group).policy
         for start, stop in itertools.pairwise([*_chain_starts(added), len(added)]):
             policy.stored(added[start:stop], stamp)
-    adoption.finish((), 0.0)
+    adoption.finish({})
 
 
 def _chain_starts(entries: Sequence[Entry]) -> Iterator[int]:
@@ -95,7 +97,8 @@ class Adoption:
                 idx = offset // extent_bytes
                 extent_end = (idx + 1) * extent_bytes
                 if idx not in in_extents:
-                    in_extents[idx] = [] if arena.reopen(idx, group.slot_class) else None
+                    extent = arena.reopen(idx, group.slot_class)
+                    in_extents[idx] = [] if extent is not None and extent.slot_class == group.slot_class else None
                 here = in_extents[idx]
             if here is None or offset - extent_end + extent_bytes >= slots_bytes:
                 continue  # The extents of the release before had more slots of a few bytes.
@@ -124,14 +127,11 @@ class Adoption:
         group.num_complete += len(added)
         return added
 
-    def finish(
-        self, extents: Sequence[int], quarantine_until: float, learned: Mapping[tuple[str, int], bytes] = {}
-    ) -> None:
+    def finish(self, late_until: Mapping[int, float], learned: Mapping[tuple[str, int], bytes] = {}) -> None:
         """Queues the blocks for eviction, in the order of their last uses.
 
         Args:
-            extents: that the predecessor used.
-            quarantine_until: until when somebody may still write to the slots there that are free.
+            late_until: of extents that the predecessor used: until when somebody may still write to their free slots.
             learned: what the predecessor's policies have learned, by slot class.
         """
         pool = self._pool
@@ -144,12 +144,9 @@ class Adoption:
                 pool.placement.adopt(group, members, learned.get(group.slot_class, b""))
         for entry, until in sorted(self._pinned, key=lambda each: each[0].depth):  # A pin needs its parent's.
             pool.pins.pin(entry, until, pool.clock())
-        if quarantine_until > pool.clock():
-            for group in {group.slot_class: group for group in self._members}.values():
-                self._quarantine(group, quarantine_until)
-            for idx in extents:
-                pool.arena.rest(idx)
-            pool.entry_table.rests_until = quarantine_until
+        for idx, end in late_until.items():
+            if end > pool.clock() and (extent := pool.arena.reopen(idx, ("", pool.arena.extent_bytes))) is not None:
+                self._quarantine(extent, end)
         pool.arena.distrust_unused()
 
     def parents_first(self) -> Iterator[Entry]:
@@ -185,13 +182,13 @@ class Adoption:
             for depth, each in enumerate(reversed(path), first):
                 each.depth = depth
 
-    def _quarantine(self, group: Group, until: float) -> None:
-        """Keeps the free slots of a class from being used, at nobody's charge."""
-        pool, (tenant, slot_bytes) = self._pool, group.slot_class
-        nobodys = Group(group.spec, tenant=tenant)
-        for offset in pool.arena.allocate(slot_bytes, pool.arena.num_free(slot_bytes, tenant), tenant) or []:
-            entry = Entry(nobodys, b"", None, offset, 0)
+    def _quarantine(self, extent: Extent, until: float) -> None:
+        """Keeps the free slots of an extent from being used, at nobody's charge. An unused extent is one slot."""
+        slot_bytes = extent.slot_bytes
+        nobodys = Group(GroupSpec("", 0, 0, 0, 0, 1, slot_bytes))
+        entries = [Entry(nobodys, b"", None, extent.start + slot * slot_bytes, 0) for slot in extent.free]
+        for entry in entries:
             entry.live = False
-            pool.arena.assign(offset, entry)
-            nobodys.num_slots += 1
-            pool.entry_table.quarantine.add(entry, until)
+            self._pool.entry_table.quarantine.add(entry, until)
+        nobodys.num_slots = len(entries)
+        self._pool.arena.occupy(extent.start // self._pool.arena.extent_bytes, entries)

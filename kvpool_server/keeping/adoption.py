@@ -178,10 +178,10 @@ def restore(pool: Pool, table: SlotTable, named_quotas: Container[str] = ()) -> 
 
     for idx in range(pool.arena.num_extents):
         table.sift(idx, keep)
-    used = [idx for idx in range(pool.arena.num_extents) if table.slot_bytes(idx)]
+    late_until = {idx: until for idx, until in enumerate(table.late_until) if table.slot_bytes(idx)}
     stamp, learned = table.learned()
     pool.placement.stamp = max(pool.placement.stamp, stamp)  # What was learned is of no later time.
     # Where callers are authenticated, no client maps the arena.
-    adoption.finish(used, 0.0 if pool.arena.has_tenants else table.late_until, learned)
+    adoption.finish({} if pool.arena.has_tenants else late_until, learned)
     pool.counters["adopted_blocks"] = len(adoption.entries)
     return adoption, TableFollower(pool, table, places, last, named_quotas)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from kvpool_server.cache.entry import Entry, Group, Observer
 from kvpool_server.cache.eviction import Policy
+from kvpool_server.cache.leases import Ticket
 from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.cache.pool import Pool
 from kvpool_server.cache.steps import Run, Steps
@@ -76,9 +77,11 @@ class TableFollower(Observer):
             self._table.clear_namespace(place)
             self._free.append(place)
 
-    def _granted(self, deadline: float) -> None:
-        if deadline < math.inf:  # Those without one are the server's own.
-            self._table.put_late(deadline + self._pool.limits.grace_ms / 1000)
+    def _granted(self, ticket: Ticket) -> None:
+        if ticket.deadline < math.inf:  # Those without one are the server's own.
+            extent_bytes = self._table.extent_bytes
+            for idx in {entry.offset // extent_bytes for entry in ticket.entries}:
+                self._table.put_late(idx, ticket.deadline + self._pool.limits.grace_ms / 1000)
 
     def _put_quotas(self) -> None:
         self._table.put_quotas([each for each in self._pool.quotas() if each.subject not in self.named_quotas])

@@ -10,10 +10,11 @@ import xxhash
 
 from kvpool.protocol.types import NONCE_BYTES, TOKEN_BYTES
 
-FORMAT = int.from_bytes(b"kvkeep\0\3", "little")
+FORMAT = int.from_bytes(b"kvkeep\0\4", "little")
 """Changes with the layout: a table of another format is not read."""
 CHECK = struct.Struct("<Q")
-LATE = struct.Struct("<d")
+LATE = struct.Struct(">Q")
+"""Big-endian: a write of a later time that a death cuts short leaves no earlier one."""
 BACKED_AT, BEGUN_AT, LATE_AT = 1 << 10, 2 << 10, 3 << 10
 _HEAD = struct.Struct(f"<QQQI{NONCE_BYTES}s{TOKEN_BYTES}sQ")
 

@@ -5,7 +5,8 @@ nothing replayed: each fact has one place, and is there whole or not at all, bec
 stands before it. What has no checksum, zero, is not there.
 
     head        64 KiB: format, geometry, the segment's nonce and token, a secret of the checksums; then bytes of the
-                arena that are backed, adoptions that have begun since one has ended, until when clients may write
+                arena that are backed, adoptions that have begun since one has ended, and for each extent until when
+                clients may write to it, in whole seconds
     quotas      2 places of 1 MiB, of which the one with the higher order holds: the order, JSON
     policies    POLICIES places of 512 KiB: tenant, bytes of a slot, and what its policy has learned, as JSON
     namespaces  NAMESPACES places of 68 KiB: the order of opening, the spec as JSON
@@ -22,6 +23,7 @@ further shard.
 from __future__ import annotations
 
 import contextlib
+import math
 import mmap
 import os
 import secrets
@@ -89,7 +91,7 @@ class SlotTable:
 
     Attributes:
         fd, extent_bytes, num_extents, secret: as given.
-        late_until: until when clients may write, also those of servers that have ended.
+        late_until: until when clients may write to each extent, also those of servers that have ended.
     """
 
     def __init__(self, fd: int, extent_bytes: int, num_extents: int, secret: int = 0):
@@ -99,7 +101,7 @@ class SlotTable:
         self._words = np.frombuffer(self._view, np.uint64)
         self._layouts = [self._layout_of(idx) for idx in range(num_extents)]  # Bytes of a slot, and shards.
         self._counts = [0] * num_extents  # Of records, since this object was made.
-        (self.late_until,) = LATE.unpack(self._read(LATE_AT, LATE.size))
+        self.late_until = [until for (until,) in LATE.iter_unpack(self._read(LATE_AT, LATE.size * num_extents))]
 
     @classmethod
     def create(cls, geometry: Geometry) -> SlotTable:
@@ -159,11 +161,11 @@ class SlotTable:
         """The server with this memory serves clients."""
         self._put(BEGUN_AT, CHECK.pack(0))
 
-    def put_late(self, until: float) -> None:
-        """Clients may write until then, by the system's monotonic clock."""
-        if until > self.late_until:
-            self.late_until = until
-            self._put(LATE_AT, LATE.pack(until))
+    def put_late(self, idx: int, until: float) -> None:
+        """Clients may write to an extent until then, by the system's monotonic clock."""
+        if until > self.late_until[idx]:
+            self.late_until[idx] = math.ceil(until)
+            self._put(LATE_AT + idx * LATE.size, LATE.pack(self.late_until[idx]))
 
     def put_quotas(self, quotas: Sequence[Quota]) -> None:
         """Replaces all quotas."""

@@ -55,7 +55,7 @@ def _check_slots(arena: Arena, entries: Sequence[Entry], quarantined: Mapping[in
     assert all(group.num_slots == count for group, count in slots.items()), "a count of slots is off"
     held = Counter(tenant for tenant, size in arena.classes() for _ in arena.extents(size, tenant))
     assert all(arena.num_held(tenant) >= count for tenant, count in held.items()), "a count of extents is off"
-    num_idle = len(arena.unused_extents()) + len(arena._resting)
+    num_idle = len(arena.unused_extents())
     assert sum(arena.tenants().values()) + num_idle == arena.num_backed, "extents are lost"
 
 

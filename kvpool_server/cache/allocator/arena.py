@@ -110,7 +110,6 @@ class Arena:
         self._draining: int | None = None
         self._drained_for = ("", 0)
         self._num_reserved = 0  # 1: the drained extent is empty, and waits for its size.
-        self._resting: list[int] = []
         self.on_extent: Callable[[int, int], None] = lambda idx, slot_bytes: None
 
     def back(self, nbytes: int) -> None:
@@ -250,14 +249,13 @@ class Arena:
                 del with_room[extent.start]
         return offsets
 
-    def reopen(self, idx: int, slot_class: tuple[str, int]) -> bool:
-        """Has an unused extent have slots of a class; False if it is another class's."""
+    def reopen(self, idx: int, slot_class: tuple[str, int]) -> Extent | None:
+        """An extent, which gets slots of a class if it is unused; None if it has no memory."""
         if idx in self._unused:
             self._unused.remove(idx)
             tenant, slot_bytes = slot_class
             self._open(slot_bytes, idx, tenant)
-        extent = self._extents[idx]
-        return extent is not None and extent.slot_class == slot_class
+        return self._extents[idx]
 
     def occupy(self, idx: int, owners: Sequence[Entry]) -> None:
         """Gives entries their slots in an extent, which are free."""
@@ -265,16 +263,6 @@ class Arena:
             extent.occupy(owners)
             if not extent.free:
                 self._with_room[extent.slot_class].pop(extent.start, None)
-
-    def rest(self, idx: int) -> None:
-        """Gives out nothing of an unused extent until `end_rests`."""
-        if idx in self._unused:
-            self._unused.remove(idx)
-            self._resting.append(idx)
-
-    def end_rests(self) -> None:
-        self._unused += self._resting
-        self._resting.clear()
 
     def distrust_unused(self) -> None:
         """Extents without slots may have bytes of any tenant, whatever was known before."""

@@ -25,6 +25,6 @@ def test_blocks_in_slots_that_extents_have_no_more_are_left_out() -> None:
     adoption = Adoption(pool)
     columns = Columns(offsets, names, [b"", *names[:-1]], [array("Q", [0]) for _ in names], nothing, nothing)
     added = adoption.add(namespace.groups[0], columns)
-    adoption.finish((), 0.0)
+    adoption.finish({})
     assert [entry.block_hash for entry in added] == [*names[:3], *names[4:7]]
     check_integrity(pool)

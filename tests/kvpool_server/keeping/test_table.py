@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvpool.protocol.types import BlockRun, Quota, ShardRange
+from kvpool.protocol.types import BlockRun, PutGrant, Quota, ShardRange
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.eviction import POLICIES
 from kvpool_server.cache.eviction.evictor import Chosen
@@ -24,6 +24,7 @@ from kvpool_server.keeping.records import record_bytes
 from kvpool_server.keeping.table import Kind, SlotTable
 from testbed.pool_at_once import PoolAtOnce
 from tests.support.clock import FakeClock
+from tests.support.integrity import check_integrity
 from tests.support.values import block_hash, group_spec, namespace_spec
 
 EXTENT_BYTES, NUM_EXTENTS = 1 << 20, 4
@@ -121,6 +122,37 @@ def test_children_find_their_parents_wherever_they_lie(table: SlotTable) -> None
     assert entries[block_hash(3)].parent is entries[block_hash(2)]
     assert entries[block_hash(2)].parent is entries[block_hash(1)]
     assert [entries[block_hash(nth)].children for nth in (0, 1, 2, 3, 10)] == [1, 1, 1, 1, 0]
+
+
+def test_a_death_withholds_free_slots_only_where_a_writer_may_be_late(table: SlotTable) -> None:
+    clock = FakeClock()
+    pool = _pool(clock)
+    TableFollower(pool, table)
+    spec = namespace_spec(group_spec(chunk_bytes=EXTENT_BYTES // 2))
+
+    def start(*names: int) -> PutGrant:
+        run = BlockRun(0, [block_hash(nth) for nth in names])
+        return pool.put_start(pool.open_namespace(spec)[0].fingerprint, [run], ShardRange(0, 1))
+
+    stored = range(2 * NUM_EXTENTS)
+    pool.put_end(start(*stored).ticket_id, [0] * len(stored))
+    removed = BlockRun(0, [block_hash(nth) for nth in stored[1:-1:2]])  # One of each extent but the last.
+    pool.remove(pool.open_namespaces()[0].fingerprint, [removed])
+    clock.advance((pool.limits.default_ticket_ttl_ms + pool.limits.grace_ms) / 1000)
+    for death in range(2):
+        offsets = []
+        for nth in range(len(removed)):
+            offsets += start(100 * death + nth).offsets
+            assert not pool.counters["evicted_blocks"], (
+                "a put evicts, although an extent has room in which nobody writes"
+            )
+            pool = _pool(clock)
+            restore(pool, table)
+            assert all(pool.arena.owner(offset) is not None for offset in offsets)
+            check_integrity(pool)
+        clock.advance((pool.limits.default_ticket_ttl_ms + pool.limits.grace_ms) / 1000 + 1)
+        pool.settle()
+        assert pool.stats().num_quarantined == 0 and not any(map(pool.arena.owner, offsets))
 
 
 def test_quotas_come_back_but_for_those_of_the_settings(table: SlotTable) -> None:
