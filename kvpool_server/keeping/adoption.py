@@ -159,9 +159,7 @@ def restore(pool: Pool, table: SlotTable, named_quotas: Container[str] = ()) -> 
             finish(pool.set_quotas_in_steps([quota]))
         except KVPoolError as error:  # The arena may have become too small for it.
             log.warning("a quota of the server before is given up", reason=str(error))
-    last = 0
-    for order, place, spec in table.namespaces():
-        last = order
+    for place, spec in table.namespaces():
         try:
             namespace, _ = pool.open_namespace(spec)
         except KVPoolError as error:
@@ -184,4 +182,4 @@ def restore(pool: Pool, table: SlotTable, named_quotas: Container[str] = ()) -> 
     # Where callers are authenticated, no client maps the arena.
     adoption.finish({} if pool.arena.has_tenants else late_until, learned)
     pool.counters["adopted_blocks"] = len(adoption.entries)
-    return adoption, TableFollower(pool, table, places, last, named_quotas)
+    return adoption, TableFollower(pool, table, places, named_quotas)

@@ -27,14 +27,12 @@ class TableFollower(Observer):
 
     Args:
         places: of the namespaces that the table has, by fingerprint.
-        order: of the namespace opened last of these.
         named_quotas: subjects whose quotas the settings give, and the table need not.
     """
 
     _pool: Pool
     _table: SlotTable
     _places: dict[bytes, int] = field(default_factory=dict)
-    _order: int = 0
     named_quotas: Container[str] = ()
 
     def __post_init__(self) -> None:
@@ -64,10 +62,9 @@ class TableFollower(Observer):
         if namespace is None:
             return None
         place = self._places.get(group.fingerprint)
-        if place is None and self._free:
-            self._order += 1
-            if self._table.put_namespace(self._free[-1], self._order, namespace.spec):
-                place = self._places[group.fingerprint] = self._free.pop()
+        order = round(namespace.opened_at * 1e9)
+        if place is None and self._free and self._table.put_namespace(self._free[-1], order, namespace.spec):
+            place = self._places[group.fingerprint] = self._free.pop()
         return place
 
     def _closed(self, namespace: PoolNamespace) -> None:

@@ -208,7 +208,7 @@ class SlotTable:
         """Puts a namespace in an empty place; False if it is too long.
 
         Args:
-            order: a higher one was opened later.
+            order: the time of its opening: it may have been another server's.
         """
         return self._put_text(_NAMESPACES_AT + place * PLACE_BYTES, PLACE_BYTES, order, msgspec.json.encode(spec))
 
@@ -216,14 +216,14 @@ class SlotTable:
         """Empties the place of a namespace that has no record any more."""
         self._put(_NAMESPACES_AT + place * PLACE_BYTES, _ABSENT)
 
-    def namespaces(self) -> list[tuple[int, int, NamespaceSpec]]:
-        """The order of opening, the place and the spec of each namespace, in that order."""
+    def namespaces(self) -> list[tuple[int, NamespaceSpec]]:
+        """The place and the spec of each namespace, in the order of opening."""
         found = []
         for place in range(NAMESPACES):
             content = self._json(_NAMESPACES_AT + place * PLACE_BYTES, PLACE_BYTES, NamespaceSpec)
             if content is not None:
                 found.append((content[0], place, content[1]))
-        return sorted(found, key=lambda each: each[0])
+        return [each[1:] for each in sorted(found, key=lambda each: each[0])]
 
     # Extents and records
 

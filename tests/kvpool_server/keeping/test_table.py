@@ -220,6 +220,27 @@ def test_a_namespace_that_is_closed_gives_its_place_to_another(table: SlotTable)
     assert table.namespaces() == []
 
 
+def test_older_weights_are_superseded_after_each_restart_whichever_were_stored_first(table: SlotTable) -> None:
+    clock = FakeClock()
+    pool = _pool(clock)
+    TableFollower(pool, table)
+    specs = [
+        namespace_spec(group_spec(chunk_bytes=CHUNK), salt="one model", weights_epoch=str(nth)) for nth in range(3)
+    ]
+    for opened in ((0, 1), (2,)):
+        for nth in opened:
+            pool.open_namespace(specs[nth])
+            clock.advance(1)
+        for nth in reversed(opened):
+            run = BlockRun(0, [block_hash(nth)])
+            grant = pool.put_start(specs[nth].fingerprint(), [run], ShardRange(0, 1))
+            pool.put_end(grant.ticket_id, [0])
+        pool = _pool(clock)
+        restore(pool, table)
+        found = [(each.spec.weights_epoch, each.superseded) for each in pool.open_namespaces()]
+        assert found == [(str(nth), nth < opened[-1]) for nth in range(opened[-1] + 1)]
+
+
 def test_pins_come_back_with_their_ends(table: SlotTable) -> None:
     clock = FakeClock()
     pool = _pool(clock)
