@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import secrets
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -21,7 +23,7 @@ from kvpool_server.keeping.adoption import restore
 from kvpool_server.keeping.follower import TableFollower
 from kvpool_server.keeping.head import Geometry, geometry_of
 from kvpool_server.keeping.records import record_bytes
-from kvpool_server.keeping.table import Kind, SlotTable
+from kvpool_server.keeping.table import HEAD_BYTES, Kind, SlotTable
 from testbed.pool_at_once import PoolAtOnce
 from tests.support.clock import FakeClock
 from tests.support.integrity import check_integrity
@@ -282,6 +284,45 @@ def test_policies_go_on_from_what_they_had_learned(table: SlotTable) -> None:
     assert unlearned.counters["adopted_blocks"] == 50
 
 
+@pytest.mark.parametrize("num_shards", [1, 4, 5, 8])
+def test_a_record_is_absent_unless_each_byte_is_there_whatever_it_overwrites(table: SlotTable, num_shards: int) -> None:
+    """A death cuts the write of two records, side by side, or their removal, after each of its bytes."""
+    pool, count = _pool(), 2
+    TableFollower(pool, table)
+    spec = namespace_spec(group_spec(chunk_bytes=EXTENT_BYTES // 4 // num_shards, num_shards=num_shards))
+    fingerprint = pool.open_namespace(spec)[0].fingerprint
+    nbytes, whole = record_bytes(num_shards), dict[bytes, bytes]()
+    contents = [bytes(count * nbytes)]
+    for first in (0, count):
+        run = BlockRun(0, [block_hash(nth) for nth in range(first, first + count)])
+        grant = pool.put_start(fingerprint, [run], ShardRange(0, num_shards))
+        pool.put_end(grant.ticket_id, [secrets.randbits(64) for _ in range(count * num_shards)])
+        (at, _) = table._records_at(pool.open_namespaces()[0].entries())
+        stored = os.pread(table.fd, count * nbytes, at)
+        whole |= {stored[nth * nbytes :][:nbytes]: name for nth, name in enumerate(run.block_hashes)}
+        pool.remove(fingerprint, [run])
+        contents += [stored, os.pread(table.fd, count * nbytes, at)]
+    for before, after in itertools.permutations(contents, 2):
+        for cut in range(len(after) + 1):
+            left = after[:cut] + before[cut:]
+            os.pwrite(table.fd, left, at)
+            there = [left[nth * nbytes :][:nbytes] for nth in range(count)]
+            assert _kept(table) == [whole[each] for each in there if each in whole]
+
+
+def test_no_byte_at_which_a_later_time_is_cut_leaves_an_earlier_one(table: SlotTable) -> None:
+    for before, after in itertools.pairwise((254.5, 255, 256, 65_535.5, 65_537, 1 << 32)):
+        table.put_late(1, before)
+        old = os.pread(table.fd, HEAD_BYTES, 0)
+        table.put_late(1, after)
+        new = os.pread(table.fd, HEAD_BYTES, 0)
+        for cut in [nth for nth in range(1, HEAD_BYTES) if new[nth - 1 : nth + 1] != old[nth - 1 : nth + 1]]:
+            os.pwrite(table.fd, new[:cut] + old[cut:], 0)
+            with closing(SlotTable.reopen(os.dup(table.fd))) as left:
+                assert before <= left.late_until[1] and not any(left.late_until[:1] + left.late_until[2:])
+        os.pwrite(table.fd, new, 0)
+
+
 @pytest.mark.parametrize("can_punch", [True, False])
 def test_records_of_another_layout_are_erased_to_the_last_byte(
     table: SlotTable, can_punch: bool, monkeypatch: pytest.MonkeyPatch
@@ -307,7 +348,7 @@ def test_records_of_another_layout_are_erased_to_the_last_byte(
     monkeypatch.setattr(table, "_pages", pages)
     there = np.frombuffer(os.pread(table.fd, nbytes, first), np.uint8)
     assert np.count_nonzero(there) <= 8 + 4 * record_bytes(1)
-    assert _kept(table) == 4
+    assert len(_kept(table)) == 4
 
 
 def test_an_extent_that_is_used_again_as_before_keeps_its_pages(table: SlotTable) -> None:
@@ -320,16 +361,16 @@ def test_an_extent_that_is_used_again_as_before_keeps_its_pages(table: SlotTable
         pool.clear()
         assert os.fstat(table.fd).st_blocks == before and not _kept(table)
         _put(pool, range(first, first + 4))
-    assert os.fstat(table.fd).st_blocks == before and _kept(table) == 4
+    assert os.fstat(table.fd).st_blocks == before and len(_kept(table)) == 4
 
 
-def _kept(table: SlotTable) -> int:
-    """How many records of the first extent are there whole."""
-    offsets: list[int] = []
+def _kept(table: SlotTable) -> list[bytes]:
+    """The blocks whose records in the first extent are there whole."""
+    names: list[bytes] = []
 
     def keep(kind: Kind, columns: Columns) -> list[int]:
-        offsets.extend(columns.offsets)
+        names.extend(columns.block_hashes)
         return list(columns.offsets)
 
     table.sift(0, keep)
-    return len(offsets)
+    return names
