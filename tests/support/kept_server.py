@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from kvpool.client.client import Client
@@ -28,6 +28,7 @@ class KeptServer:
     Args:
         flags: without addresses; the memory is 8 MiB unless they say otherwise.
         inherited: descriptors that it gets from its manager, by name; they stay open here.
+        isolate: a command in front of the server's, which has it run as its only child.
 
     Attributes:
         endpoint: of gRPC.
@@ -41,11 +42,12 @@ class KeptServer:
         endpoint: str = "",
         environment: Mapping[str, str] = {},
         inherited: Mapping[str, int] = {},
+        isolate: Sequence[str] = (),
     ):
         self.endpoint = endpoint or free_endpoint()
         self.log = directory / f"server-{len(list(directory.glob('server-*')))}.log"
         memory = () if "--memory" in flags else ("--memory", "8MiB")
-        command = [sys.executable, "-m", "kvpool_server", "--listen", self.endpoint, "--http-listen", ""]
+        command = [*isolate, sys.executable, "-m", "kvpool_server", "--listen", self.endpoint, "--http-listen", ""]
         command += ["--data-listen", "127.0.0.1:0", *memory, *flags]
         whole = clean_environment(**environment)
         for name in ("NOTIFY_SOCKET", "FDSTORE"):
@@ -59,6 +61,8 @@ class KeptServer:
                 command, stdout=out, stderr=out, env=whole, pass_fds=tuple(inherited.values())
             )
         self.pid = self._process.pid
+        if isolate:
+            (self.pid,) = wait_for(lambda: children_of(self._process.pid), "the only child")
 
     @property
     def server_pid(self) -> int:
@@ -88,7 +92,8 @@ class KeptServer:
         self.connect().close()
 
     def signal(self, number: int) -> None:
-        self._process.send_signal(number)
+        if self._process.poll() is None:
+            os.kill(self.pid, number)
 
     def wait(self, timeout_s: float = STOP_S) -> int:
         return self._process.wait(timeout_s)
@@ -99,12 +104,16 @@ class KeptServer:
     def close(self) -> None:
         """SIGCONT and SIGTERM, then SIGKILL. Idempotent."""
         for number in (signal.SIGCONT, signal.SIGTERM):
-            self._process.send_signal(number)
+            self.signal(number)
         try:
             self._process.wait(STOP_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 _INHERIT = """

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
+import itertools
 import os
 import re
 import signal
@@ -15,13 +17,16 @@ from pathlib import Path
 
 import pytest
 
+from kvpool.protocol.errors import PermissionDeniedError, UnknownNamespaceError
 from kvpool.protocol.types import BlockRun
+from kvpool.security.principal import Role
 from kvpool.transport.segment import TRAILER_BYTES, sealed_file
 from kvpool_server.keeping import head, store, table
 from kvpool_server.keeping.adoption import ARENA, MAX_BEGUN
 from kvpool_server.keeping.table import TABLE
-from tests.support.kept_server import KeptServer, Manager
+from tests.support.kept_server import KeptServer, Manager, children_of
 from tests.support.processes import wait_for
+from tests.support.secured_server import SecuredServer
 from tests.support.values import block_hash, group_spec, namespace_spec
 
 CHUNK, BLOCKS = 4_096, 16
@@ -88,6 +93,40 @@ def test_a_server_that_stops_leaves_its_blocks_to_the_next(rig: Rig) -> None:
     assert server.wait() == 0
     assert all(rig.hits(rig.start()))
     assert any("READY=1" in states for states in rig.manager.states)
+
+
+@pytest.mark.more
+def test_tenants_have_their_own_blocks_again_and_no_others(rig: Rig) -> None:
+    """Their blocks have equal names."""
+    flags: list[str] = []
+
+    def start(*given: str, **_: object) -> KeptServer:
+        flags[:] = given
+        return rig.start(*given)
+
+    secured = SecuredServer(rig.directory, start)
+    callers = {tenant: secured.identity(Role.ENGINE_WRITE, tenant) for tenant in ("acme", "umbra")}
+    hits = {"acme": range(12), "umbra": range(4, BLOCKS)}
+    runs = {tenant: BlockRun(0, [block_hash(nth) for nth in names]) for tenant, names in hits.items()}
+    payloads = {tenant: [tenant[:1].encode() * CHUNK] * len(run) for tenant, run in runs.items()}
+    for tenant, caller in callers.items():
+        with secured.server.connect(**caller) as client:
+            client.put_blocks(client.open_namespace(SPEC), runs[tenant], payloads[tenant])
+    secured.server.signal(signal.SIGKILL)
+    secured.server.wait()
+    after = rig.start(*flags)
+    for tenant, other in itertools.permutations(callers):
+        with after.connect(**callers[tenant]) as client:
+            namespace = client.open_namespace(SPEC)
+            found = client.lookup(namespace, [RUN], prefix_only=False)
+            assert [nth for nth in range(BLOCKS) if found.hits[0].complete >> nth & 1] == list(hits[tenant])
+            got = client.get_blocks(namespace, found.lease_id, runs[tenant])
+            assert [bytes(each) for each in got if each is not None] == payloads[tenant]
+            others = dataclasses.replace(SPEC, tenant=other)
+            with pytest.raises(PermissionDeniedError):
+                client.rpc.open_namespace(others)
+            with pytest.raises(UnknownNamespaceError):
+                client.lookup(dataclasses.replace(namespace, fingerprint=others.fingerprint()), [RUN])
 
 
 def test_a_data_port_that_is_taken_costs_no_memory_however_often_servers_start(rig: Rig) -> None:
@@ -246,8 +285,9 @@ def test_descriptors_for_another_process_are_not_taken(monkeypatch: pytest.Monke
 def test_a_process_of_the_last_server_is_waited_for(rig: Rig) -> None:
     """As a data worker would be that is slow to end, and holds this lock (`Segment.hold`)."""
     server = rig.filled()
-    children = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()
-    worker = next(int(each) for each in children if b"data_plane" in Path(f"/proc/{each}/cmdline").read_bytes())
+    worker = next(
+        each for each in children_of(server.pid) if b"data_plane" in Path(f"/proc/{each}/cmdline").read_bytes()
+    )
     wait_for(lambda: re.search(rf"POSIX .* READ +{worker} ", Path("/proc/locks").read_text()), "the worker's lock")
     server.signal(signal.SIGKILL)
     server.wait()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -18,7 +19,7 @@ from kvpool.protocol.errors import LeaseExpiredError
 from kvpool.protocol.types import BlockRun, Quota, ShardRange
 from kvpool_server.keeping import store
 from kvpool_server.keeping.keeper import MAX_CRASHES
-from tests.support.kept_server import KeptServer, send_as_stranger
+from tests.support.kept_server import KeptServer, children_of, send_as_stranger
 from tests.support.processes import run_command, wait_for
 from tests.support.values import block_hash, group_spec, namespace_spec
 
@@ -127,6 +128,29 @@ def test_the_server_ends_with_its_keeper(server: KeptServer) -> None:
     below = server.server_pid
     os.kill(server.pid, signal.SIGKILL)
     wait_for(lambda: not Path(f"/proc/{below}/cmdline").exists() or not _is_running(below), "the server's end")
+
+
+PROCESS_1 = ("unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc", "--kill-child")
+
+
+@pytest.mark.more
+@pytest.mark.skipif(
+    subprocess.run([*PROCESS_1, "true"], capture_output=True, check=False).returncode != 0,
+    reason="this system gives users no namespaces of their own",
+)
+def test_a_keeper_that_is_process_1_keeps_blocks_reaps_orphans_and_stops(tmp_path: Path) -> None:
+    """As in a container without an init: the workers of a server that is killed become the keeper's children."""
+    with closing(KeptServer(tmp_path, isolate=PROCESS_1)) as server:
+        _put(server)
+        assert re.search(r"^NSpid:.*\t1$", Path(f"/proc/{server.pid}/status").read_text(), re.MULTILINE)
+        workers = children_of(server.server_pid)
+        assert workers
+        server.kill_server()
+        _check_all(server)
+        wait_for(lambda: not any(Path(f"/proc/{each}").exists() for each in workers), "the end of all orphans")
+        assert children_of(server.pid) == [server.server_pid]
+        server.signal(signal.SIGTERM)
+        assert server.wait() == 0
 
 
 def _is_running(pid: int) -> bool:
