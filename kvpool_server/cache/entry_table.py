@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -331,7 +332,8 @@ class EntryTable:
     ) -> Entry:
         if (left := group.leaving.get(block_hash)) is not None:
             self.drop(left)  # Observers learn that a block has gone before they learn that it has come again.
-        entry = Entry(group, block_hash, parent, offset, stamp, parent_hash)
+        depth, sums = 0 if parent is None else parent.depth + 1, array("Q", bytes(8 * group.spec.num_shards))
+        entry = Entry(group, block_hash, parent, offset, stamp, parent_hash, sums, depth)
         group.index.add(block_hash, entry)
         group.num_slots += 1
         self._arena.assign(offset, entry)

@@ -105,10 +105,10 @@ class Adoption:
             # A put gives the blocks of a prefix slots side by side.
             is_next = last is not None and last.block_hash == parent_hash
             parent = last if is_next else index.get(parent_hash) if parent_hash else None
-            entry = Entry(group, name, parent, offset, used, parent_hash, sums)
+            depth = parent.depth + 1 if parent is not None else _UNKNOWN_DEPTH if parent_hash else 0
+            entry = Entry(group, name, parent, offset, used, parent_hash, sums, depth, full)
             if not index.add(name, entry):
                 continue
-            entry.present = full
             here.append(entry)
             added.append(entry)
             last = entry
@@ -116,7 +116,6 @@ class Adoption:
                 parent.children += 1
             elif parent_hash:
                 self._orphans.append(entry)
-                entry.depth = _UNKNOWN_DEPTH
             if pin > now:
                 self._pinned.append((entry, pin))
         for idx, entries in in_extents.items():

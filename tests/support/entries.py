@@ -12,8 +12,8 @@ GROUP = Group(group_spec())
 
 def make_entry(name: object, used: int = 0, parent: Entry | None = None) -> Entry:
     """A complete entry, as the child of `parent` where one is given."""
-    made = Entry(GROUP, block_hash(name), parent, 0, used)
-    made.present = GROUP.full_mask
+    depth = 0 if parent is None else parent.depth + 1
+    made = Entry(GROUP, block_hash(name), parent, 0, used, depth=depth, present=GROUP.full_mask)
     if parent is not None:
         parent.children += 1
     return made

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from array import array
 
 from kvpool_server.cache.allocator.arena import Arena
@@ -28,3 +29,20 @@ def test_blocks_in_slots_that_extents_have_no_more_are_left_out() -> None:
     adoption.finish({})
     assert [entry.block_hash for entry in added] == [*names[:3], *names[4:7]]
     check_integrity(pool)
+
+
+def test_a_block_costs_one_call_of_a_function() -> None:
+    """A million of them are adopted while clients wait."""
+    arena = Arena(256 * CHUNK, 64 * CHUNK)
+    pool = PoolAtOnce(arena, FakeClock(), itertools.count(1).__next__)
+    namespace, _ = pool.open_namespace(namespace_spec(group_spec(chunk_bytes=CHUNK)))
+    names, nothing = [block_hash(nth) for nth in range(256)], [0] * 256
+    sums = [array("Q", [0]) for _ in names]
+    columns = Columns(range(0, 256 * CHUNK, CHUNK), names, [b"", *names[:-1]], sums, nothing, nothing)
+    events: list[str] = []
+    sys.setprofile(lambda frame, event, argument: events.append(event))
+    try:
+        added = Adoption(pool).add(namespace.groups[0], columns)
+    finally:
+        sys.setprofile(None)
+    assert len(added) == 256 and events.count("call") < 1.2 * 256
