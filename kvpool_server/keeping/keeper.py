@@ -30,7 +30,7 @@ from pathlib import Path
 from kvpool_server.keeping import store
 
 DELAY_S = (0.05, 10.0)
-"""From a server's end to the next start: at first, and at most. Each crash in a row doubles it."""
+"""From a crash to the next start: at first, and at most, about twice as long after each crash in a row."""
 HEALTHY_S = 10.0
 """A server that lived longer did not die of its start: what counts crashes in a row begins anew."""
 MAX_CRASHES = 3
@@ -113,7 +113,7 @@ class Keeper:
                 self._forget(*list(self._kept))
                 tries, has_given_up = MAX_CRASHES, True  # One more crash is the last.
             _say(f"the server has ended ({why}); another one starts {'with' if self._kept else 'without'} its memory")
-            if not self._rest(min(DELAY_S[0] * 2 ** max(0, tries - 1), DELAY_S[1])):
+            if not self._rest(min(DELAY_S[0] * (2**tries - 1), DELAY_S[1])):
                 return 0
 
     def _serve(self, why: str) -> int:

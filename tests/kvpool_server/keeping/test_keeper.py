@@ -65,6 +65,16 @@ def test_a_server_that_is_killed_is_followed_by_one_with_its_blocks(server: Kept
     assert server.wait() == 0
 
 
+def test_a_server_that_is_killed_from_outside_is_followed_at_once() -> None:
+    first_dies = (
+        f"import os; from kvpool_server.keeping import store; os.environ[store.ENDED] or (store.notify('READY=1'), "
+        f"os.kill(os.getpid(), {signal.SIGKILL:d}))"
+    )
+    keeps = "import sys; from kvpool_server.keeping import keeper; keeper.DELAY_S = (1e6, 1e6); "
+    keeps += f"sys.exit(keeper.Keeper([sys.executable, '-c', {first_dies!r}]).run())"
+    assert subprocess.run([sys.executable, "-c", keeps], timeout=60, check=False).returncode == 0
+
+
 def test_a_client_goes_on_over_the_same_mapping(server: KeptServer) -> None:
     with server.connect() as client:
         namespace = client.open_namespace(SPEC)
