@@ -73,7 +73,6 @@ def serve(
     if links := service_links(os.environ):
         log.info("ignored environment variables that Kubernetes sets for its Services", names=sorted(links))
     keep_freed_memory()
-    keep_collections_short()
     with asyncio.Runner(loop_factory=EventLoop) as runner:
         runner.run(_run(settings, events))
 
@@ -87,6 +86,7 @@ serve.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # Typer 
 async def _run(settings: ServerConfig, events: LogEvents) -> None:
     from kvpool_server.app.server import Server  # Neither --help nor a wrong setting waits for gRPC and the pool.
 
+    keep_collections_short()
     server = Server(settings, events)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -64,11 +64,12 @@ async def return_freed_memory() -> None:
 
 
 def keep_collections_short() -> None:
-    """Configures this process's garbage collector. Idempotent."""
+    """Configures this process's garbage collector, and exempts what is there. Idempotent."""
     if freeze_survivors not in gc.callbacks:
         gc.callbacks.append(freeze_survivors)
     gc.set_threshold(*THRESHOLDS)
-    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ import queue
 import re
 import socket
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -120,3 +121,23 @@ def test_a_loop_that_has_stopped_is_told_and_hangs_no_scrape() -> None:
             event.set()
         thread.join(30)
     assert not thread.is_alive()
+
+
+def test_a_start_collects_no_garbage_and_has_no_threads_of_numpy() -> None:
+    script = """
+import contextlib, gc, os, sys
+from kvpool_server import __main__
+
+def count():
+    return [each["collections"] for each in gc.get_stats()]
+
+before, sys.argv[1:] = count(), ["--version"]
+with contextlib.suppress(SystemExit):
+    __main__.main()
+from kvpool_server.app import server
+from kvpool_server.process import process_memory
+process_memory.keep_collections_short()
+assert count() == before and gc.isenabled(), (before, count())
+assert len(os.listdir("/proc/self/task")) == 1
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
