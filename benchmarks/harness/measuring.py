@@ -38,6 +38,8 @@ from kvpool.protocol.errors import KVPoolError
 from kvpool.security.tls import TlsFiles
 from testbed.ports import free_endpoint
 
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # It makes every process that starts compile all of its modules.
+
 RESULTS = Path(__file__).parents[1] / "results"
 START_S = 60.0
 STOP_S = 15.0
