@@ -19,6 +19,8 @@ from kvpool_server.sharing.shares import SPARED_S, Shares
 _Turn = asyncio.Future[None]
 TRY_AGAIN = "try again later, with fewer at once"
 LOOK_EVERY_S = 0.25
+SPARED_BYTES = 256 << 10
+"""Bytes that make up for a wait of `SPARED_S`: a call that moves fewer falls behind."""
 
 
 class Pace:
@@ -31,29 +33,31 @@ class Pace:
 
     def __init__(self, most_s: float, nbytes: int):
         self._most_s, self._nbytes = most_s, nbytes
-        self._left_s, self._ends_at = most_s, 0.0
+        self._left_s, self._behind_s, self._began_at = most_s, 0.0, 0.0
         self._timer: asyncio.Timeout | None = None  # While the call waits.
 
     async def wait(self, moving: Awaitable[Any]) -> Any:
         """Waits for a message to go, or for one to come. Raises PoolTimeoutError when the time is used up."""
         now = asyncio.get_running_loop().time
-        self._ends_at = now() + self._left_s
+        self._began_at = now()
         try:
-            async with asyncio.timeout_at(self._ends_at) as self._timer:
+            async with asyncio.timeout_at(self._began_at + self._left_s) as self._timer:
                 return await moving
         except TimeoutError:
             limits = f"{self._nbytes} bytes in {self._most_s:g} s, or was {SPARED_S:g} s behind while others waited"
             raise PoolTimeoutError(f"the client moved less than {limits}; try again") from None
         finally:
-            self._timer, self._left_s = None, self._ends_at - now()
+            waited_s = now() - self._began_at
+            self._timer, self._left_s, self._behind_s = None, self._left_s - waited_s, self._behind_s + waited_s
 
     def moved(self, nbytes: int) -> None:
         self._left_s = min(self._most_s, self._left_s + self._most_s * nbytes / self._nbytes)
+        self._behind_s = max(0.0, self._behind_s - SPARED_S * nbytes / SPARED_BYTES)
 
     def behind_s(self) -> float:
-        """The time that is used up; 0 while the call does not wait."""
+        """The time that its bytes have not made up for; 0 while the call does not wait."""
         waits = self._timer is not None and not self._timer.expired()
-        return self._most_s - self._ends_at + asyncio.get_running_loop().time() if waits else 0.0
+        return self._behind_s + asyncio.get_running_loop().time() - self._began_at if waits else 0.0
 
     def give_way(self) -> None:
         """Ends the wait of a call that is behind by `SPARED_S`."""

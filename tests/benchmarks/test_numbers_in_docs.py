@@ -154,6 +154,7 @@ SETTINGS = {
     "Unix socket; 8 s for a TLS handshake": "kvpool_server.rpc.grpc_server: HANDSHAKE_S",
     "the server waits 30 s": "kvpool_server.rpc.inbox: PIECE_S",
     "for 1 MiB, and no longer": "kvpool_server.rpc.inbox: PACE_BYTES",
+    "the furthest behind 256 KiB a second": "kvpool_server.sharing.fair_slots: SPARED_BYTES",
     "which is within 600 s": "kvpool_server.rpc.inbox: MAX_STREAM_S",
     "others wait for 10 s": "kvpool_server.rpc.inbox: MESSAGE_S",
     "32; a permit within 5 s": "kvpool_server.data_plane.worker: PROVE_S",
