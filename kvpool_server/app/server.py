@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Coroutine
 from contextlib import AsyncExitStack
@@ -15,7 +16,7 @@ from kvpool.protocol.errors import ConfigError
 from kvpool.version import __version__
 from kvpool_server.app.composition import Composition, in_background
 from kvpool_server.cache.steps import Steps
-from kvpool_server.keeping.store import keeper_pid
+from kvpool_server.keeping import store
 from kvpool_server.observability.http import DRAINING, SERVING, STARTING
 from kvpool_server.process.logs import LogEvents
 from kvpool_server.process.process_memory import return_freed_memory
@@ -67,7 +68,8 @@ class Server:
         log.info(
             "listening", version=__version__, grpc=f"{split_address(self.config.listen)[0]}:{parts.port}",
             http_port=parts.http_port or None, data_port=parts.data.port if parts.data else None,
-            unix=self.config.unix_listen or None, arena_bytes=parts.pool.arena.arena_bytes, keeper_pid=keeper_pid(),
+            unix=self.config.unix_listen or None, arena_bytes=parts.pool.arena.arena_bytes,
+            keeper_pid=store.keeper_pid(),
         )  # fmt: skip
 
     async def _expire(self) -> None:
@@ -111,8 +113,11 @@ class Server:
         in_background(self._open, work)
 
     async def _announce_drain(self) -> None:
-        """Has load balancers, probes and routers send nothing more to this server."""
+        """Has load balancers, probes and routers send nothing more here, and the keeper start no other server."""
         self._state = DRAINING
+        if store.keeper_pid() is not None:
+            with contextlib.suppress(OSError):
+                store.notify("KEEP=no")
         await self.parts.grpc.announce_end()
         if self.parts.events is not None:
             self.parts.events.withdraw()

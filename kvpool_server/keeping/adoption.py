@@ -176,7 +176,8 @@ def restore(pool: Pool, table: SlotTable, named_quotas: Container[str] = ()) -> 
 
     for idx in range(pool.arena.num_extents):
         table.sift(idx, keep)
-    late_until = {idx: until for idx, until in enumerate(table.late_until) if table.slot_bytes(idx)}
+    latest = pool.clock() + (pool.limits.max_ttl_ms + pool.limits.grace_ms) / 1000
+    late_until = {idx: min(until, latest) for idx, until in enumerate(table.late_until) if table.slot_bytes(idx)}
     stamp, learned = table.learned()
     pool.placement.stamp = max(pool.placement.stamp, stamp)  # What was learned is of no later time.
     # Where callers are authenticated, no client maps the arena.

@@ -4,7 +4,7 @@ The keeper is the server's parent, and its service manager (`store.py`): it hold
 it, hands them to the next one, passes signals on, and ends with the server that stops by itself. SIGUSR1 has the server
 stop and start again, from the files that are installed then. No thread and no gRPC; standard library only.
 
-A server that dies soon after its start several times in a row starts the next time without the memory: what lies there
+A server that serves, and dies soon, several times in a row starts the next time without the memory: what lies there
 may be why it dies.
 """
 
@@ -30,15 +30,16 @@ from pathlib import Path
 from kvpool_server.keeping import store
 
 DELAY_S = (0.05, 10.0)
-"""From a crash to the next start: at first, and at most, about twice as long after each crash in a row."""
+"""From a crash to the next start: at first, and at most; longer after each crash in a row."""
 HEALTHY_S = 10.0
 """A server that lived longer did not die of its start: what counts crashes in a row begins anew."""
 MAX_CRASHES = 3
 """In a row; with one more the memory is given up. SIGKILL of a server that serves comes from outside, and is none."""
 FAILED = 1
-"""Exit status of a server that an error has ended; one that cannot use its settings has another."""
+"""Exit status of a server that an error has ended."""
 PATIENCE_S = 300.0
-"""How long servers may refuse their settings, or find their ports taken, until the memory is given up."""
+"""How long no server may get so far that it serves clients, whatever is why, until the memory is given up. Where its
+adoption is why, servers give it up before."""
 MAX_DESCRIPTORS, MAX_MESSAGE_BYTES = 8, 4_096
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2)
 HANDLED = {*PASSED_ON, signal.SIGUSR1}
@@ -90,35 +91,37 @@ class Keeper:
 
     def run(self) -> int:
         """Starts servers until one stops by itself, or none can start; returns the last one's exit status."""
-        tries, has_given_up, why, refused_at = 0, False, "", math.inf
+        crashes, has_given_up, why, failing_since = 0, False, "", math.inf
         while True:
             began = time.monotonic()
             status = self._serve(why)
             now = time.monotonic()
             has_died = status < 0 or status == FAILED
-            is_refused = status > FAILED and bool(self._kept) and self._has_served and not self._is_ready
-            if self._is_stopping or not self._keeps or not (has_died or is_refused or self._is_restarting):
+            fails = status != 0 and not self._is_ready and self._has_served and bool(self._kept)
+            if self._is_stopping or not (self._is_restarting or (self._keeps and (has_died or fails))):
                 return _exit_status(status)
-            refused_at = min(refused_at, now) if is_refused else math.inf
-            tries += status != -signal.SIGKILL or not self._is_ready
+            failing_since = min(failing_since, now) if fails else math.inf
             if self._is_ready and (self._is_restarting or now - began > HEALTHY_S):
-                tries, has_given_up = 0, False
+                crashes, has_given_up = 0, False
+            elif self._is_ready:
+                crashes += status != -signal.SIGKILL
             why = f"signal {-status}" if status < 0 else f"status {status}"
-            is_hopeless = not self._kept and (tries > MAX_CRASHES or not self._is_ready)
-            if is_hopeless or now > refused_at + PATIENCE_S or (tries > MAX_CRASHES and has_given_up):
+            is_hopeless = now > failing_since + PATIENCE_S or not (self._is_ready or self._is_restarting or fails)
+            if is_hopeless or (crashes > MAX_CRASHES and has_given_up):
                 _say(f"the server has ended ({why}), and so does its keeper")
                 return _exit_status(status)
-            if has_died and tries > MAX_CRASHES:
+            if crashes > MAX_CRASHES:
                 _say("the memory is given up: what lies there may be why the server crashes")
                 self._forget(*list(self._kept))
-                tries, has_given_up = MAX_CRASHES, True  # One more crash is the last.
+                crashes, has_given_up = MAX_CRASHES, True  # One more crash is the last.
             _say(f"the server has ended ({why}); another one starts {'with' if self._kept else 'without'} its memory")
-            if not self._rest(min(DELAY_S[0] * (2**tries - 1), DELAY_S[1])):
+            delay_s = max(DELAY_S[0], (now - failing_since) / 2) if fails else DELAY_S[0] * (2**crashes - 1)
+            if not self._rest(min(delay_s, DELAY_S[1])):
                 return 0
 
     def _serve(self, why: str) -> int:
         """Starts a server and waits for its end; returns its exit status, or minus the number of a signal."""
-        self._is_ready = self._is_restarting = False
+        self._is_ready, self._is_restarting, self._keeps = False, False, True
         signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)
         try:
             self._pid = os.fork()
@@ -128,7 +131,7 @@ class Keeper:
             _say(f"no server can start: {error.strerror}")
             return FAILED
         finally:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {*HANDLED, signal.SIGCHLD})
         while True:
             self._wait(None)
             with contextlib.suppress(ChildProcessError):
@@ -229,8 +232,9 @@ def _say(event: str) -> None:
     """A line for people, or of JSON where the server's are."""
     is_json = "json" in {os.environ.get("KVPOOL_LOG_FORMAT"), *(each.rpartition("=")[2] for each in sys.argv)}
     text = json.dumps({"event": event, "level": "warning"}) if is_json else f"kvpool-server: {event}"
-    with contextlib.suppress(OSError):  # The disk of the log is full, or nobody reads its pipe.
-        print(text, file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # The disk of the log is full, or its pipe has no reader.
+        if select.select([], [sys.stderr], [], 0)[1]:  # Or one that stands still.
+            print(text, file=sys.stderr, flush=True)
 
 
 def _exit_status(status: int) -> int:

@@ -147,7 +147,7 @@ class SlotTable:
 
     @property
     def backed_bytes(self) -> int:
-        return int(CHECK.unpack_from(self._view, BACKED_AT)[0])
+        return min(int(CHECK.unpack_from(self._view, BACKED_AT)[0]), self.num_extents * self.extent_bytes)
 
     @backed_bytes.setter
     def backed_bytes(self, nbytes: int) -> None:

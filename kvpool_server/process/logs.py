@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import logging
 import re
+import select
 import sys
 import threading
 import time
@@ -87,14 +88,15 @@ def _escape(_: Any, __: str, event: structlog.types.EventDict) -> structlog.type
 
 
 class _Lossy:
-    """A stream that loses what cannot be written: no call fails because a disk is full, or a pipe has no reader."""
+    """A stream that loses what cannot be written at once: no call fails or waits for a full disk or a pipe's reader."""
 
     def __init__(self, stream: TextIO):
         self._stream = stream
 
     def write(self, text: str) -> None:
         with contextlib.suppress(OSError):
-            self._stream.write(text)
+            if select.select([], [self._stream], [], 0)[1]:
+                self._stream.write(text)
 
     def flush(self) -> None:
         with contextlib.suppress(OSError):

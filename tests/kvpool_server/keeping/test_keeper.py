@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -216,6 +217,15 @@ def test_without_keeping_there_is_no_keeper_and_a_restart_is_empty(tmp_path: Pat
         assert server.wait() == -signal.SIGKILL
 
 
+def test_a_server_that_dies_while_it_drains_is_not_followed(server: KeptServer) -> None:
+    _put(server)
+    with server.connect() as client:
+        client.lookup(client.open_namespace(SPEC), [RUN])
+        client.admin.drain(60_000)
+        os.kill(server.server_pid, signal.SIGKILL)
+    assert server.wait() == 128 + signal.SIGKILL
+
+
 @pytest.mark.more
 def test_a_signal_to_stop_is_passed_on_while_a_server_is_under_way(tmp_path: Path) -> None:
     with closing(KeptServer(tmp_path)) as server:
@@ -248,6 +258,7 @@ GIVING = """
 import os
 from kvpool_server.keeping import store
 store.give("kvpool-arena", os.memfd_create("arena"))
+store.notify("READY=1")
 """
 
 
@@ -260,10 +271,11 @@ def test_a_keeper_ends_whose_servers_fail_whatever_they_have_given() -> None:
 
 
 FORKS_BADLY = """
-import os
+import os, signal
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})  # As some supervisors leave it.
 fork, nth = os.fork, iter(range(9))
 def sometimes():
-    if next(nth) in (1, 2):
+    if 0 < next(nth) < 6:
         raise BlockingIOError(11, "Resource temporarily unavailable")
     return fork()
 os.fork = sometimes
@@ -274,15 +286,25 @@ def test_a_keeper_goes_on_when_the_system_has_no_room_for_a_process() -> None:
     code = f"print('started with', os.environ[{store.OFFERED!r}], flush=True); raise SystemExit(1)"
     done = run_command(sys.executable, "-c", FORKS_BADLY + KEEPER, sys.executable, "-c", GIVING + code)
     assert done.stdout.startswith("started with 0\nstarted with 1\n")
-    assert done.stderr.count("no server can start: Resource temporarily unavailable") == 2
+    assert done.stderr.count("no server can start: Resource temporarily unavailable") == 5
 
 
-def test_a_keeper_goes_on_when_nobody_reads_its_log(tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_reader", [False, True])
+def test_a_keeper_goes_on_when_nobody_reads_its_log(tmp_path: Path, has_reader: bool) -> None:
     starts = tmp_path / "starts"
     code = f"print('started', file=open({str(starts)!r}, 'a')); raise SystemExit(1)"
     command = [sys.executable, "-c", KEEPER, sys.executable, "-c", GIVING + code]
     unread, log = os.pipe()
-    os.close(unread)
+    if has_reader:  # Which stands still, so that the pipe is full.
+        os.set_blocking(log, False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                os.write(log, bytes(4_096))
+        os.set_blocking(log, True)
+    else:
+        os.close(unread)
     assert subprocess.run(command, stderr=log, timeout=60.0).returncode == 1
     os.close(log)
+    if has_reader:
+        os.close(unread)
     assert len(starts.read_text().splitlines()) > MAX_CRASHES
