@@ -127,7 +127,8 @@ from 16 clients on.""",
 puts; the pool holds a million small blocks. Then what keeping costs: puts and lookups of one client, of a server
 whose memory is kept and of one with `--keep no`, in turns. Last the Mooncake trace against the pool, which dies after
 each thousandth request. Mooncake Store's objects end with the process that holds their segment; memcached's, in a
-memory file, outlive only the signal that asks it for a restart. Records of small blocks are what the puts pay for.""",
+memory file, outlive only the signal that asks it for a restart. Records of small blocks are what the puts pay for.
+Bound to two cores of a larger host.""",
     "restarts-16-cores": """The same on a GPU's host, with 16 cores, and with a million blocks of which each has some
 tokens' bytes (`block KiB`). The kernel unmaps the memory of the server that was killed before the next one may have it,
 which takes most of the time.""",
