@@ -130,8 +130,8 @@ each thousandth request. Mooncake Store's objects end with the process that hold
 memory file, outlive only the signal that asks it for a restart. Records of small blocks are what the puts pay for.
 Bound to two cores of a larger host.""",
     "restarts-16-cores": """The same on a GPU's host, with 16 cores, and with a million blocks of which each has some
-tokens' bytes (`block KiB`). The kernel unmaps the memory of the server that was killed before the next one may have it,
-which takes most of the time.""",
+tokens' bytes (`block KiB`). The kernel unmaps the memory of the server that was killed before the next one may have
+it.""",
     "replay": """Which share of the blocks of a chat service's prompts hits in a pool of a given size: 12,031 requests
 of the Mooncake trace, through the server's own pool, in memory and without bytes. No policy can have more hits than
 the clairvoyant, which knows every next use; what all have at 100 % is what the trace repeats. Then made-up traces of

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import inspect
 import json
 import os
@@ -130,8 +129,8 @@ async def _run(settings: ServerConfig, events: LogEvents) -> None:
             kv_transfer_config=transfer_config,
         )
     else:
-        with contextlib.suppress(OSError):  # The pipe may have no reader.
-            typer.echo(_welcome(" and ".join(filter(None, (endpoint, unix_endpoint))), server, transfer_config))
+        output: Any = logs.Lossy(sys.stdout)
+        typer.echo(_welcome(" and ".join(filter(None, (endpoint, unix_endpoint))), server, transfer_config), output)
     notify("READY=1", f"STATUS=serving {endpoint}")
     try:
         await stopping

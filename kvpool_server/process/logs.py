@@ -87,7 +87,7 @@ def _escape(_: Any, __: str, event: structlog.types.EventDict) -> structlog.type
     return event
 
 
-class _Lossy:
+class Lossy:
     """A stream that loses what cannot be written at once: no call fails or waits for a full disk or a pipe's reader."""
 
     def __init__(self, stream: TextIO):
@@ -105,7 +105,7 @@ class _Lossy:
 
 def _log_to_stderr(*renderers: structlog.types.Processor) -> None:
     """Has structlog and Python's own loggers write with the same renderers."""
-    stream: Any = _Lossy(sys.stderr)
+    stream: Any = Lossy(sys.stderr)
     structlog.configure(processors=[*_SHARED, *renderers], logger_factory=structlog.PrintLoggerFactory(stream))
     handler = logging.StreamHandler(stream)
     handler.setFormatter(

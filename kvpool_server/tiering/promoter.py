@@ -277,7 +277,7 @@ class Promoter:
                 if queue:
                     self._offer(queue)
             if grant is not None and not await self._read(group, block_hashes, grant):
-                request.is_lost = group.needs_prefix  # Blocks behind one that is missing are of no use.
+                request.is_lost |= group.needs_prefix  # Blocks behind one that is missing are of no use.
         finally:
             self._reading.pop(keys[0], None)
             for key in keys:

@@ -23,7 +23,7 @@ from kvpool_server.process.logs import MAX_CHARS, MAX_EVENTS, MAX_FIELDS, LogEve
 from testbed.ports import free_endpoint, is_listening
 from tests.conftest import StartServer
 from tests.support.certificates import DAY
-from tests.support.processes import run_command, run_server, wait_for
+from tests.support.processes import run_command, run_server, unread_pipe, wait_for
 from tests.support.values import group_spec, namespace_spec
 
 JSON = ("--log-format", "json")
@@ -51,15 +51,12 @@ def test_from_the_first_line_to_the_last(pool_server: StartServer, tmp_path: Pat
     assert ready["kv_transfer_config"]["kv_connector_extra_config"] == {"endpoint": server.endpoint}
 
 
-@pytest.mark.parametrize("log_format", ["json", "console"])
-def test_a_call_does_not_fail_because_nobody_reads_the_log(log_format: str) -> None:
-    unread, log = os.pipe()
-    os.close(unread)
+@pytest.mark.parametrize(("log_format", "has_reader"), [("json", False), ("console", False), ("console", True)])
+def test_a_call_does_not_fail_because_nobody_reads_the_log(log_format: str, has_reader: bool) -> None:
     endpoint = free_endpoint()
     flags = ("--listen", endpoint, *NO_PORTS, "--memory", "1MiB", "--keep", "no", "--log-format", log_format)
     command = [sys.executable, "-m", "kvpool_server", *flags]
-    with subprocess.Popen(command, stdout=log, stderr=log) as server:
-        os.close(log)
+    with unread_pipe(has_reader) as log, subprocess.Popen(command, stdout=log, stderr=log) as server:
         try:
             wait_for(lambda: is_listening(int(endpoint.rpartition(":")[2])), "the server")
             with Client(ClientConfig(endpoint, timeout_ms=30_000)) as client:

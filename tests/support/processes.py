@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -9,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -27,6 +28,24 @@ _WELCOME = re.compile(r" on (\S+)(?: and unix:[^;]+)?; metrics and health: (\S+)
 _JSON_WELCOME = re.compile(r'"endpoint": "(\S+)", "unix_endpoint": [^,]+, "metrics_and_health": "(\S+)"')
 
 Found = TypeVar("Found")
+
+
+@contextlib.contextmanager
+def unread_pipe(has_reader: bool) -> Iterator[int]:
+    """Where to write what nobody reads: to a pipe without a reader, or to a full one whose reader stands still."""
+    unread, into = os.pipe()
+    if has_reader:
+        os.set_blocking(into, False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                os.write(into, bytes(4_096))
+        os.set_blocking(into, True)
+    else:
+        os.close(unread)
+    yield into
+    os.close(into)
+    if has_reader:
+        os.close(unread)
 
 
 def is_running(pid: int) -> bool:

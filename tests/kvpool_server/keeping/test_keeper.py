@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import signal
@@ -21,7 +20,7 @@ from kvpool.protocol.types import BlockRun, Quota, ShardRange
 from kvpool_server.keeping import store
 from kvpool_server.keeping.keeper import MAX_CRASHES
 from tests.support.kept_server import KeptServer, children_of, send_as_stranger
-from tests.support.processes import run_command, wait_for
+from tests.support.processes import is_running, run_command, unread_pipe, wait_for
 from tests.support.values import block_hash, group_spec, namespace_spec
 
 CHUNK, BLOCKS = 4_096, 64
@@ -138,7 +137,7 @@ def test_the_server_ends_with_its_keeper(server: KeptServer) -> None:
     server.connect().close()
     below = server.server_pid
     os.kill(server.pid, signal.SIGKILL)
-    wait_for(lambda: not Path(f"/proc/{below}/cmdline").exists() or not _is_running(below), "the server's end")
+    wait_for(lambda: not is_running(below), "the server's end")
 
 
 PROCESS_1 = ("unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc", "--kill-child")
@@ -162,13 +161,6 @@ def test_a_keeper_that_is_process_1_keeps_blocks_reaps_orphans_and_stops(tmp_pat
         assert children_of(server.pid) == [server.server_pid]
         server.signal(signal.SIGTERM)
         assert server.wait() == 0
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 @pytest.mark.more
@@ -224,6 +216,21 @@ def test_a_server_that_dies_while_it_drains_is_not_followed(server: KeptServer) 
         client.admin.drain(60_000)
         os.kill(server.server_pid, signal.SIGKILL)
     assert server.wait() == 128 + signal.SIGKILL
+
+
+@pytest.mark.more
+def test_a_server_whose_file_says_not_to_keep_is_restarted_by_a_signal_alone(tmp_path: Path) -> None:
+    settings = tmp_path / "server.toml"
+    settings.write_text('keep = "no"')
+    with closing(KeptServer(tmp_path, "--config", str(settings))) as server:
+        _put(server)
+        before = server.server_pid
+        server.signal(signal.SIGUSR1)
+        wait_for(lambda: server.server_pid not in (0, before), "another server")
+        with server.connect() as client:
+            assert _hits(client) == 0
+        os.kill(server.server_pid, signal.SIGKILL)
+        assert server.wait() == 128 + signal.SIGKILL
 
 
 @pytest.mark.more
@@ -294,17 +301,6 @@ def test_a_keeper_goes_on_when_nobody_reads_its_log(tmp_path: Path, has_reader: 
     starts = tmp_path / "starts"
     code = f"print('started', file=open({str(starts)!r}, 'a')); raise SystemExit(1)"
     command = [sys.executable, "-c", KEEPER, sys.executable, "-c", GIVING + code]
-    unread, log = os.pipe()
-    if has_reader:  # Which stands still, so that the pipe is full.
-        os.set_blocking(log, False)
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                os.write(log, bytes(4_096))
-        os.set_blocking(log, True)
-    else:
-        os.close(unread)
-    assert subprocess.run(command, stderr=log, timeout=60.0).returncode == 1
-    os.close(log)
-    if has_reader:
-        os.close(unread)
+    with unread_pipe(has_reader) as log:
+        assert subprocess.run(command, stderr=log, timeout=60.0).returncode == 1
     assert len(starts.read_text().splitlines()) > MAX_CRASHES

@@ -222,6 +222,25 @@ def test_a_namespace_that_is_closed_gives_its_place_to_another(table: SlotTable)
     assert table.namespaces() == []
 
 
+def test_times_and_sizes_that_cannot_be_have_bounds(table: SlotTable) -> None:
+    clock = FakeClock()
+    pool = _pool(clock)
+    TableFollower(pool, table)
+    spec = namespace_spec(group_spec(chunk_bytes=EXTENT_BYTES // 2))
+    run = BlockRun(0, [block_hash(0)])
+    pool.put_end(pool.put_start(pool.open_namespace(spec)[0].fingerprint, [run], ShardRange(0, 1)).ticket_id, [0])
+    for idx in range(NUM_EXTENTS):
+        table.put_late(idx, 1e12)
+    table.backed_bytes = 1 << 62
+    assert table.backed_bytes == NUM_EXTENTS * EXTENT_BYTES
+    pool = _pool(clock)
+    restore(pool, table)
+    assert pool.stats().num_quarantined
+    clock.advance((pool.limits.max_ttl_ms + pool.limits.grace_ms) / 1000 + 1)
+    pool.settle()
+    assert not pool.stats().num_quarantined
+
+
 def test_older_weights_are_superseded_after_each_restart_whichever_were_stored_first(table: SlotTable) -> None:
     clock = FakeClock()
     pool = _pool(clock)
