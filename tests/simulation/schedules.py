@@ -367,6 +367,8 @@ def make_schedule(seed: int) -> Schedule:
     # Hits want a pool with something in it; loads that get in each other's way want requests that come together.
     kinds = ["others_stored"] * dice.randrange(4) + ["add"] * dice.randrange(5)
     kinds += dice.choices(names, chances, k=dice.choice([20, 40, 60]))
+    if "lag" in weights:  # A tier is seen by lookups that find something: of engines that know the pool.
+        kinds = ["settle", "advance", "settle", "others_stored", "lag", *kinds]
     events = tuple(_make_event(dice, name) for name in kinds)
     return Schedule(
         shape=shape,
@@ -434,7 +436,7 @@ def _make_event(dice: random.Random, name: str) -> Event:
         case "hog":
             return name, dice.choice([4, 16]), dice.choice([500, 5_000])
         case "lag":
-            return name, dice.choice([1, 3, 8]), dice.randrange(5), dice.choice([0, 0, 3]), dice.choice([1, 20, 400])
+            return name, dice.choice([1, 8, 60]), dice.randrange(5), dice.choice([0, 0, 3]), dice.choice([1, 20, 400])
         case _:
             return (name,)
 
