@@ -52,14 +52,9 @@ ALL_RESULTS = (
     "|---|---|---|---|",
 )
 
-UNPOOLED = """ Mooncake's connector ran
-without its connection pool, which the benchmark has turned on since: each of its transfers opened a connection."""
-"""Of results whose engines lacked `MC_TCP_ENABLE_CONNECTION_POOL`, until they are measured again."""
-
 QUESTIONS = {
     "vllm": """What a pool does for a real engine (vLLM on the CPU), beside no pool, a dead pool, and
-MooncakeStoreConnector."""
-    + UNPOOLED,
+MooncakeStoreConnector.""",
     "serving-gpu": """What engines under load gain by a store beside them: Llama-3.1-8B's shape with random weights, two
 engines on one GPU, requests in an open loop. All arms have the same memory beside the engines' own caches, in equal
 parts where it is private; the files of tiered offloading have no bound unless the arm says so. Possible hits are those
@@ -67,20 +62,25 @@ of one cache for all engines, in the requests' order: an infinite one, and one o
 from those without connector because batches are composed in other ways, which changes how floating-point sums round.
 The time to first token counts from the arrival. Mooncake's store runs in the engines: its CPU time is theirs.
 "Ideal" is a simulation: a device that computes as fast as the engines without connector at saturation, and stores that
-hold everything, answer at once and cost nothing: within some percent, no pool reaches more. One to four rounds, each on
-a GPU and 16 cores of one host whose other GPUs ran other rounds, by several commands (`--add`), on machines of one
-kind. A ratio is of runs of one round. What bounds the misses: the slowest hundredth waits as long as with the ideal
+hold everything, answer at once and cost nothing: within some percent, no pool reaches more. One to five rounds (figures
+without a spread: one), each on a GPU and 16 cores of one host whose other GPUs ran other rounds, by several commands
+(`--add`), of several commits and so of several load policies, on machines of one kind. A ratio is of runs of one round,
+but requests per second are of all rounds, interpolated between the rates that ran. Not measured in this form: a quarter
+of saturation, one and four engines, sticky routing, the other published workloads, LMCache, and tiered offloading
+without a bound. What bounds the misses: the slowest hundredth waits as long as with the ideal
 pool, for requests that came before and must be computed; at saturation the ideal pool's mean is 0.64 of ideal private
 stores', too. Of 1 million tokens that an infinite cache hits, beyond saturation 25,000 are asked for while their
 document is being computed, and 40,000 have been evicted (50,000 by an LRU): the rest of what kvpool lacks to the ideal
-pool. Conversations of eight turns are larger together than the pool: what is evicted is computed again, and
-prompts so long take their time over TCP.
+pool. Over TCP one or two hundredths of the hit tokens are declined there, too, and a tenth with TLS: computing them
+ends sooner. Engines that fall behind pay for each lost hit again: at one and a half times saturation kvpool's mean is a
+fifth above the ideal pool's, which alone would reach the target beside bounded tiered offloading. Conversations of
+eight turns are larger together than the pool: what is evicted is computed again, and each of their prompts is on the
+wire for longer than a step.
 At one and a half times saturation engines without a pool, and with offloading, fall behind, and their means grow with
 the number of requests; at twice saturation all do. A shared system prompt stays in every engine's own cache, so no
 store can gain there: kvpool costs what lookups of new tokens and their stores take.""",
     "serving": """The same in a small form, on two CPU cores that engines, stores and the benchmark share: that all of
-it runs, and no measure of a GPU's gain."""
-    + UNPOOLED,
+it runs, and no measure of a GPU's gain.""",
     "start": """How much later an engine answers its first prompt that names its weights by the content of their files:
 Llama-3.1-8B's shape, without CUDA graphs and compilation. "Never read": the host's first start with this checkpoint,
 which kvpool reads beside the engine's warm-up; the scheduler waits for the end of it.""",
@@ -109,7 +109,8 @@ Ping is slower than a small lookup: Ping is a gRPC call of its own, and lookups 
 without the forward pass, beside an engine without connector: 256 requests at once, prompts of up to 130,000 tokens.
 "CPU" is the time in which the thread ran; the rest is waiting for answers, for Python's lock and for other processes on
 the same cores. The worker is a process of its own here, as with several GPUs. The slowest steps are the first ones of a
-round, behind an idle time: there the connector may work longest, because else hits of a burst would be declined.""",
+round, behind an idle time: there the connector may work longest, because else hits of a burst would be declined. So
+the target is out of reach while a step [may work](../../docs/explanation/design.md) for more than twice as long.""",
     "large_state": """What a step takes where the connector keeps much: a million blocks that were announced to routers,
 256 requests whose prompts another connector has loaded, and 50,000 stores under way. CPU time of the scheduler's thread
 in those parts of the connector alone.""",
@@ -197,7 +198,10 @@ and calls that give up its lock, beside loads into staging that nobody sums, as 
 Rows that name a number of connections come from `--connections`, from engines one after the other. A load takes eight
 connections where its engine computes nothing meanwhile, and four beside requests that decode. Held by another server:
 the engine shares the memory of a server that has none of the prompt, and reads all of it from the server that has;
-only then the engine loads.""",
+only then the engine loads. What bounds the misses: over TCP, the bytes, which travel at four fifths of the rate of bare
+sockets, and the step that computes the last token; from another server, the same bytes at half that rate, because the
+threads that read them share the server's interpreter with the event loop, which makes room for them, and then once more
+from its memory.""",
     "gpu_questions": """Two engines on one GPU answer questions about 8 documents of 20,000 tokens, in any order, 8 in
 flight, 64 tokens each; neither engine can keep more than two documents. Pairs of engines take turns; Mooncake's pair
 gets a quarter of the questions, and the pair without a pool a tenth. In this run Mooncake's pair had not answered its

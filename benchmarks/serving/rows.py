@@ -141,7 +141,10 @@ def _targets(label: str, here: Mapping[str, list[Run]], hits: HitTokens) -> Iter
 
 
 def _capacity(workload: str, runs: Sequence[Run], *, has_targets: bool) -> list[Row]:
-    """Requests per second within the bound, and kvpool's over those of others; not of arms that ran beyond it alone."""
+    """Requests per second within the bound, and kvpool's over those of others; not of arms that ran beyond it alone.
+
+    Where all arms are within it at the highest rate that ran, nothing is compared.
+    """
     rates: dict[str, float] = {}
     for arm in _arms(runs):
         times: dict[float, list[float]] = {}
@@ -152,7 +155,7 @@ def _capacity(workload: str, runs: Sequence[Run], *, has_targets: bool) -> list[
     what = f"requests per second at p90 TTFT <= {BOUND_S:g} s"
     found = [Row(f"{workload}: {what}, {arm}", rate, "1/s") for arm, rate in rates.items() if rate]
     for theirs, bound in (("offloading", 1.3), (BASELINE, 2.0)) if has_targets else ():
-        if rates.get("kvpool shm") and rates.get(theirs):
+        if rates.get("kvpool shm") and rates.get(theirs) and min(rates.values()) < max(rates.values()):
             ratio = rates["kvpool shm"] / rates[theirs]
             found.append(at_least(f"{workload}: {what}, kvpool shm over {theirs}", ratio, "ratio", bound))
     return found
