@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 from testbed.engine import BLOCK_TOKENS, Answer, Engine, kvpool_transfer_config
-from tests.e2e.conftest import PATIENT, StartEngines, assert_same, hit_tokens, prompt
-from tests.support.processes import ServerProcess
+from tests.e2e.conftest import PATIENT, StartEngines, assert_same, hit_tokens, pool_stats, prompt
+from tests.support.processes import ServerProcess, wait_for
 from tests.support.real_engines import drain, one_by_one
 
 pytestmark = pytest.mark.vllm
@@ -50,6 +52,22 @@ def runs(engine: Engine, plain_engine: Engine) -> dict[str, list[Answer]]:
 def test_a_cold_engine_answers_as_one_without_kvpool(runs: dict[str, list[Answer]]) -> None:
     assert [answer.cached_tokens for answer in runs["cold"]] == [0] * len(PROMPTS)
     assert_same(runs["cold"], runs["plain"])
+
+
+def test_a_prompt_is_there_for_others_while_its_answer_is_decoded(
+    engine: Engine, shm_reader: Engine, e2e_server: ServerProcess
+) -> None:
+    each = prompt(500, "while it is decoded")
+    before = pool_stats(e2e_server).num_entries
+    with ThreadPoolExecutor(1) as threads:
+        answering = threads.submit(engine.generate, [each], max_tokens=400)
+        wait_for(
+            lambda: pool_stats(e2e_server).num_entries >= before + len(each) // BLOCK_TOKENS, "the prompt's blocks"
+        )
+        (answer,) = shm_reader.generate([each], max_tokens=1)
+        assert not answering.done() and answer.cached_tokens == hit_tokens(len(each))
+        assert len(answering.result()[0].tokens) == 400
+    drain(engine)
 
 
 @pytest.mark.parametrize("reader", ["shm_reader", "tcp_reader"])
