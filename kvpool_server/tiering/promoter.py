@@ -34,8 +34,11 @@ from kvpool_server.tiers.tier import BlockKey, Tier, TierError, keys_of
 
 log = structlog.get_logger()
 
-MAX_PREFETCH_BLOCKS, MAX_PREFETCH_BYTES = 2_048, 4 << 30
+MAX_PREFETCH_BLOCKS, MAX_PREFETCH_BYTES = 1_024, 2 << 30
 """How much one lookup prefetches; the client's next lookup prefetches what follows."""
+MAX_SEARCHED_BLOCKS, MAX_SEARCHED_BYTES = 2_048, 2 * MAX_PREFETCH_BYTES
+"""Of one `find`, where the tier is known to have the block before: another server keeps what it has until it is read.
+Else the tier is asked for what is to be prefetched."""
 FIRST_BATCH_BYTES, BATCH_GROWTH = 4 << 20, 4
 """Read in a prefetch's first call: its blocks can be loaded while the next come up. Each batch is so many times the
 last."""
@@ -111,11 +114,14 @@ class Promoter:
         self._tasks: set[asyncio.Task[None]] = set()
         self._read_s = self._read_bytes = 0.0
 
-    def prefetch(self, group: Group, run: Sequence[tuple[bytes, bytes]], prefix_only: bool) -> int:
+    def prefetch(
+        self, group: Group, run: Sequence[tuple[bytes, bytes]], behind: Sequence[bytes], prefix_only: bool
+    ) -> int:
         """Queues the blocks that the tier has; returns how many are pending, those included that the tier may have.
 
         Args:
             run: (block hash, parent's hash) of each, in prefix order.
+            behind: hashes of what follows the run, which later calls will name.
             prefix_only: stop at the first block that the tier lacks.
         """
         if not self._health.is_available:
@@ -145,7 +151,8 @@ class Promoter:
             if in_tier is None:
                 if len(self._searching) >= MAX_SEARCHING and key not in self._searching:
                     return num_pending
-                self._search(group, hashes[nth:])
+                has_parent = self._is_in_tier((group.fingerprint, group.idx, parent_hash), None, now)
+                self._search(group, [*hashes[nth:], *(behind if has_parent else ())])
                 return num_pending + len(hashes) - nth
             if not in_tier or len(self._pending) >= MAX_PENDING:
                 if prefix_only:
@@ -364,11 +371,15 @@ def prefetch(
         if (num_examined := num_examined + len(missing)) > LOOKUP_STEP_BLOCKS:
             num_examined = len(missing)
             yield
+        behind: Sequence[bytes] = ()
+        if prefix_only:
+            searched = min(MAX_SEARCHED_BLOCKS, MAX_SEARCHED_BYTES // slot_bytes)
+            behind = run.block_hashes[hit.num_leading + most : hit.num_leading + searched]
         pending = 0
         for promoter in promoters:
             if not missing:
                 break
-            count = promoter.prefetch(group, missing, prefix_only)
+            count = promoter.prefetch(group, missing, behind, prefix_only)
             pending += count
             if prefix_only:
                 missing = missing[count:]  # The first ones are pending; the next tier may hold those behind them.

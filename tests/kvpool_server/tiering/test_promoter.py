@@ -343,6 +343,23 @@ async def test_a_prompt_longer_than_a_prefetch_goes_on_in_large_batches(
 
 
 @pytest.mark.usefixtures("small_batches")
+@play(lambda: GatedReads(answers_at_once=False))
+async def test_a_tier_that_must_be_asked_is_asked_twice_for_a_long_prompt(
+    rig: Rig, tier: GatedReads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(promoter, "MAX_PREFETCH_BLOCKS", 5)
+    names = [f"n{nth}" for nth in range(15)]
+    await rig.demote(*names)
+    while (found := rig.lookup(*names)).retry_after_ms:
+        rig.pool.release([found.lease_id])
+        await turns()
+        for _, gate in [read for read in tier.reads if not read[1].is_set()][-1:]:
+            gate.set()  # The last of those under way ends first.
+    assert found.hits[0].num_leading == 15
+    assert tier.calls["find"] == 2, "of the first blocks, and of all behind them"
+
+
+@pytest.mark.usefixtures("small_batches")
 @play(GatedReads)
 async def test_a_prefix_waits_behind_no_more_than_the_reads_under_way_of_another_namespace(
     rig: Rig, tier: GatedReads
