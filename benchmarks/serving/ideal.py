@@ -87,7 +87,7 @@ class _Engine:
 def first_token_times(
     requests: Sequence[Request], routes: Sequence[int], rate: float, device: Device, *, is_shared: bool
 ) -> Mapping[str, float]:
-    """Times to first token in seconds: "TTFT mean" and "TTFT p99".
+    """Times to first token in seconds: "TTFT mean", "TTFT p90" and "TTFT p99".
 
     Args:
         routes: the engine of each request.
@@ -122,4 +122,5 @@ def first_token_times(
                 if is_shared:
                     shared.update(prefill.blocks)
     times.sort()
-    return {"TTFT mean": sum(times) / len(times), "TTFT p99": percentile(times, 99)}
+    quantiles = {f"TTFT p{percent}": percentile(times, percent) for percent in (90, 99)}
+    return {"TTFT mean": sum(times) / len(times), **quantiles}

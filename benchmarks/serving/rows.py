@@ -57,7 +57,12 @@ def rows(runs: Sequence[Run], possible: Mapping[str, HitTokens], ideal: Ideal, *
                 found += _targets(label, here, possible[workload])
         if used := [run.used_bytes for run in of_workload if run.used_bytes]:
             found.append(Row(f"{workload}: files of tiered offloading, at most", max(used) / 2**30, "GiB"))
-        found += _capacity(workload, of_workload, has_targets=has_targets)
+        p90 = {
+            rate: {what: times["TTFT p90"] for what, times in stores.items() if "TTFT p90" in times}
+            for (of, rate), stores in ideal.items()
+            if of == workload
+        }
+        found += _capacity(workload, of_workload, p90, has_targets=has_targets)
     return found
 
 
@@ -140,10 +145,15 @@ def _targets(label: str, here: Mapping[str, list[Run]], hits: HitTokens) -> Iter
         yield at_least(f"{label}: hit tokens, {arm} over a clairvoyant's", _figure(ratios), "ratio", 0.95)
 
 
-def _capacity(workload: str, runs: Sequence[Run], *, has_targets: bool) -> list[Row]:
+def _capacity(
+    workload: str, runs: Sequence[Run], ideal: Mapping[float, Mapping[str, float]], *, has_targets: bool
+) -> list[Row]:
     """Requests per second within the bound, and kvpool's over those of others; not of arms that ran beyond it alone.
 
     Where all arms are within it at the highest rate that ran, nothing is compared.
+
+    Args:
+        ideal: p90 by rate and store.
     """
     rates: dict[str, float] = {}
     for arm in _arms(runs):
@@ -153,7 +163,12 @@ def _capacity(workload: str, runs: Sequence[Run], *, has_targets: bool) -> list[
                 times.setdefault(run.rate or 0, []).append(run.ttft["p90"])
         rates[arm] = rate_within([(rate, statistics.mean(each)) for rate, each in sorted(times.items())], BOUND_S)
     what = f"requests per second at p90 TTFT <= {BOUND_S:g} s"
-    found = [Row(f"{workload}: {what}, {arm}", rate, "1/s") for arm, rate in rates.items() if rate]
+    stores = dict.fromkeys(store for times in ideal.values() for store in times)
+    of_ideal = {
+        store: rate_within([(rate, times[store]) for rate, times in sorted(ideal.items()) if store in times], BOUND_S)
+        for store in stores
+    }
+    found = [Row(f"{workload}: {what}, {arm}", rate, "1/s") for arm, rate in {**rates, **of_ideal}.items() if rate]
     for theirs, bound in (("offloading", 1.3), (BASELINE, 2.0)) if has_targets else ():
         if rates.get("kvpool shm") and rates.get(theirs) and min(rates.values()) < max(rates.values()):
             ratio = rates["kvpool shm"] / rates[theirs]

@@ -178,11 +178,12 @@ def test_rows_have_each_arm_and_the_targets_and_lines_have_medians() -> None:
         for nth in (0, 1)
     ]
     possible = {"documents": HitTokens(100, 66, 60, 64)}
-    ideal = {("documents", 4.0): {"ideal pool": {"TTFT mean": 0.05, "TTFT p99": 0.06}}}
+    ideal = {("documents", 4.0): {"ideal pool": {"TTFT mean": 0.05, "TTFT p90": 0.055, "TTFT p99": 0.06}}}
     found = {row.what: row for row in rows.rows(runs, possible, ideal, has_targets=True)}
     ratio = found["documents, 1 x saturation: TTFT mean, kvpool shm over offloading"]
     assert ratio.figure.figure == pytest.approx(0.25) and ratio.met is True
     assert found["documents, 1 x saturation: TTFT p99, ideal pool"].figure == 0.06
+    assert found["documents: requests per second at p90 TTFT <= 1 s, ideal pool"].figure == 4.0
     assert "documents, 0.5 x saturation: TTFT mean, kvpool shm over offloading" not in found
     within = "documents: requests per second at p90 TTFT <= 1 s"
     assert f"{within}, none" not in found and found[f"{within}, offloading"].figure == 2.5
