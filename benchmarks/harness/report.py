@@ -65,17 +65,17 @@ The time to first token counts from the arrival. Mooncake's store runs in the en
 hold everything, answer at once and cost nothing: within some percent, no pool reaches more. One to five rounds (figures
 without a spread: one), each on a GPU and 16 cores of one host whose other GPUs ran other rounds, by several commands
 (`--add`), of several commits and so of several load policies, on machines of one kind. A ratio is of runs of one round,
-but requests per second are of all rounds, interpolated between the rates that ran. Not measured in this form: a quarter
-of saturation, one and four engines, sticky routing, the other published workloads, LMCache, and tiered offloading
-without a bound. What bounds the misses: the slowest hundredth waits as long as with the ideal
-pool, for requests that came before and must be computed; at saturation the ideal pool's mean is 0.64 of ideal private
-stores', too. Of 1 million tokens that an infinite cache hits, beyond saturation 25,000 are asked for while their
-document is being computed, and 40,000 have been evicted (50,000 by an LRU): the rest of what kvpool lacks to the ideal
-pool. Over TCP one or two hundredths of the hit tokens are declined there, too, and a tenth with TLS: computing them
-ends sooner. Engines that fall behind pay for each lost hit again: at one and a half times saturation kvpool's mean is a
-fifth above the ideal pool's, which alone would reach the target beside bounded tiered offloading. Conversations of
-eight turns are larger together than the pool: what is evicted is computed again, and each of their prompts is on the
-wire for longer than a step.
+but requests per second are of all rounds, interpolated between the rates that ran and at most the highest of them. Not
+measured in this form: a quarter of saturation, one and four engines, sticky routing, the other published workloads,
+LMCache, and tiered offloading without a bound. What bounds the misses: the slowest hundredth waits as long as with the
+ideal pool, for requests that came before and must be computed; at saturation the ideal pool's mean is 0.64 of ideal
+private stores', too. Of 1 million tokens that an infinite cache hits, beyond saturation 25,000 are asked for while
+their document is being computed, and 40,000 have been evicted (50,000 by an LRU): the rest of what kvpool lacks to the
+ideal pool. Over TCP one or two hundredths of the hit tokens are declined there, too, and a tenth with TLS: computing
+them ends sooner. Engines that fall behind pay for each lost hit again: at one and a half times saturation kvpool's mean
+is a fifth above the ideal pool's, which alone would reach the target beside bounded tiered offloading. Conversations of
+eight turns are larger together than the pool: what is evicted is computed again, and prompts so long take more than
+twice as long over TCP as through shared memory ([gpu_network](gpu_network.md)).
 At one and a half times saturation engines without a pool, and with offloading, fall behind, and their means grow with
 the number of requests; at twice saturation all do. A shared system prompt stays in every engine's own cache, so no
 store can gain there: kvpool costs what lookups of new tokens and their stores take.""",
@@ -198,10 +198,10 @@ and calls that give up its lock, beside loads into staging that nobody sums, as 
 Rows that name a number of connections come from `--connections`, from engines one after the other. A load takes eight
 connections where its engine computes nothing meanwhile, and four beside requests that decode. Held by another server:
 the engine shares the memory of a server that has none of the prompt, and reads all of it from the server that has;
-only then the engine loads. What bounds the misses: over TCP, the bytes, which travel at four fifths of the rate of bare
-sockets, and the step that computes the last token; from another server, the same bytes at half that rate, because the
-threads that read them share the server's interpreter with the event loop, which makes room for them, and then once more
-from its memory.""",
+only then the engine loads. What bounds the misses: over TCP, the bytes on the wire and the step that computes the last
+token; from another server, the same bytes at half the rate of bare sockets ([peer_reads](peer_reads-16-cores.md)),
+because the threads that read them share the server's interpreter with the event loop, which makes room for them, and
+then the load from its memory.""",
     "gpu_questions": """Two engines on one GPU answer questions about 8 documents of 20,000 tokens, in any order, 8 in
 flight, 64 tokens each; neither engine can keep more than two documents. Pairs of engines take turns; Mooncake's pair
 gets a quarter of the questions, and the pair without a pool a tenth. In this run Mooncake's pair had not answered its

@@ -189,7 +189,8 @@ class Benchmark:
     def _find_ideal(self, workload: str, rate: float) -> None:
         """What the best stores could reach on this device, whose speed is that of the saturation."""
         found = [run for run in self._runs if run.workload == workload and run.rate is None]
-        if not found:
+        times = self._ideal.get((workload, rate), {}).get("ideal pool", {})
+        if not found or "TTFT p90" in times:  # Which results of earlier commits lack.
             return
         tokens_s = (found[0].prompt_tokens - found[0].hit_tokens) / found[0].seconds
         own, stores = self._form.kv_mib << 20, self._setup.memory_bytes // self._setup.engines

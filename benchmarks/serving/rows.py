@@ -57,12 +57,7 @@ def rows(runs: Sequence[Run], possible: Mapping[str, HitTokens], ideal: Ideal, *
                 found += _targets(label, here, possible[workload])
         if used := [run.used_bytes for run in of_workload if run.used_bytes]:
             found.append(Row(f"{workload}: files of tiered offloading, at most", max(used) / 2**30, "GiB"))
-        p90 = {
-            rate: {what: times["TTFT p90"] for what, times in stores.items() if "TTFT p90" in times}
-            for (of, rate), stores in ideal.items()
-            if of == workload
-        }
-        found += _capacity(workload, of_workload, p90, has_targets=has_targets)
+        found += _capacity(workload, of_workload, ideal, has_targets=has_targets)
     return found
 
 
@@ -145,32 +140,24 @@ def _targets(label: str, here: Mapping[str, list[Run]], hits: HitTokens) -> Iter
         yield at_least(f"{label}: hit tokens, {arm} over a clairvoyant's", _figure(ratios), "ratio", 0.95)
 
 
-def _capacity(
-    workload: str, runs: Sequence[Run], ideal: Mapping[float, Mapping[str, float]], *, has_targets: bool
-) -> list[Row]:
-    """Requests per second within the bound, and kvpool's over those of others; not of arms that ran beyond it alone.
-
-    Where all arms are within it at the highest rate that ran, nothing is compared.
-
-    Args:
-        ideal: p90 by rate and store.
-    """
-    rates: dict[str, float] = {}
+def _capacity(workload: str, runs: Sequence[Run], ideal: Ideal, *, has_targets: bool) -> list[Row]:
+    """Requests per second within the bound, and kvpool's over those of others; not of arms that ran beyond it alone."""
+    points: dict[str, list[tuple[float, float]]] = {}
     for arm in _arms(runs):
         times: dict[float, list[float]] = {}
         for run in runs:
             if run.arm == arm:
                 times.setdefault(run.rate or 0, []).append(run.ttft["p90"])
-        rates[arm] = rate_within([(rate, statistics.mean(each)) for rate, each in sorted(times.items())], BOUND_S)
+        points[arm] = [(rate, statistics.mean(each)) for rate, each in sorted(times.items())]
+    for (of, at), stores in sorted(ideal.items()):
+        for store, figures in stores.items():
+            if of == workload and "TTFT p90" in figures:
+                points.setdefault(store, []).append((at, figures["TTFT p90"]))
+    rates = {name: rate_within(each, BOUND_S) for name, each in points.items()}
     what = f"requests per second at p90 TTFT <= {BOUND_S:g} s"
-    stores = dict.fromkeys(store for times in ideal.values() for store in times)
-    of_ideal = {
-        store: rate_within([(rate, times[store]) for rate, times in sorted(ideal.items()) if store in times], BOUND_S)
-        for store in stores
-    }
-    found = [Row(f"{workload}: {what}, {arm}", rate, "1/s") for arm, rate in {**rates, **of_ideal}.items() if rate]
+    found = [Row(f"{workload}: {what}, {name}", rate, "1/s") for name, rate in rates.items() if rate]
     for theirs, bound in (("offloading", 1.3), (BASELINE, 2.0)) if has_targets else ():
-        if rates.get("kvpool shm") and rates.get(theirs) and min(rates.values()) < max(rates.values()):
+        if rates.get("kvpool shm") and rates.get(theirs):
             ratio = rates["kvpool shm"] / rates[theirs]
             found.append(at_least(f"{workload}: {what}, kvpool shm over {theirs}", ratio, "ratio", bound))
     return found

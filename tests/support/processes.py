@@ -42,10 +42,12 @@ def unread_pipe(has_reader: bool) -> Iterator[int]:
         os.set_blocking(into, True)
     else:
         os.close(unread)
-    yield into
-    os.close(into)
-    if has_reader:
-        os.close(unread)
+    try:
+        yield into
+    finally:
+        os.close(into)
+        if has_reader:
+            os.close(unread)
 
 
 def is_running(pid: int) -> bool:
