@@ -90,7 +90,7 @@ def main(
     kv_mib: Annotated[int, typer.Option(help="KV cache of each engine; 0: the form's.")] = 0,
     memory_mib: Annotated[int, typer.Option(help="All stores' memory in an arm; 0: the form's.")] = 0,
     kvpool: Annotated[str, typer.Option(help="Further settings of kvpool's connector, a JSON object.")] = "{}",
-    rounds: Annotated[int, typer.Option(help="Rounds over all arms, which start anew in each.", min=1)] = 1,
+    rounds: Annotated[int, typer.Option(help="Rounds of each arm, in one start.", min=1)] = 1,
     budget_s: Annotated[float, typer.Option(help="Nothing begins that would end later.")] = float("inf"),
     add: Annotated[bool, typer.Option("--add", help="Keep the last result's runs.")] = False,
 ) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import re
 import subprocess
 import sys
@@ -123,35 +122,32 @@ class Benchmark:
         self._ideal = {(workload, rate): times for workload, rate, times in facts.get("ideal", ())}
 
     def run(self, rounds: int) -> None:
-        """Runs all arms, each round in another order, and reports."""
-        order, failed, picks = list(self._form.arms), set(), random.Random(0)
-        for _ in range(rounds):
-            for arm in order:
-                if arm in failed or not self._has_time(START_S, arm):
-                    continue
-                try:
-                    self._run_arm(arm)
-                except Exception as error:  # Whatever ends one arm, the others are measured.
-                    failed.add(arm)
-                    self._leave_out(arm, self._reason(arm, error))
-            picks.shuffle(order)  # The first round is in the order given, because its baseline measures the saturation.
+        """Runs all arms, in each as many rounds, and reports."""
+        for arm in self._form.arms:  # The first of them is the baseline, which measures the saturation.
+            if not self._has_time(START_S, arm):
+                continue
+            try:
+                self._run_arm(arm, rounds)
+            except Exception as error:  # Whatever ends one arm, the others are measured.
+                self._leave_out(arm, self._reason(arm, error))
         if not any(run.rate for run in self._runs):
             sys.exit("nothing was measured")
         self._write()
         harness.show(self._form.name, self._last)
 
-    def _run_arm(self, arm: str) -> None:
+    def _run_arm(self, arm: str, rounds: int) -> None:
         done = (run.round for run in self._runs if run.arm == arm and run.rate and run.workload in self._requests)
-        nth = 1 + max(done, default=-1)
+        first = 1 + max(done, default=-1)
         with ExitStack() as stack:
             store = ARMS[arm](stack, self._setup)
             engines = self._start(stack, arm, store)
-            warm_up(engines, self._plan(next(iter(self._requests)), None, None, nth))
-            for workload in self._requests:
-                if arm == BASELINE and self._are_loads and not self._saturation(workload):
-                    self._measure(arm, store, engines, self._plan(workload, None, None, nth))
-                for rate, load in self._rates(workload):
-                    self._measure(arm, store, engines, self._plan(workload, rate, load, nth))
+            warm_up(engines, self._plan(next(iter(self._requests)), None, None, first))
+            for nth in range(first, first + rounds):  # In one start, which takes longer than a round.
+                for workload in self._requests:
+                    if arm == BASELINE and self._are_loads and not self._saturation(workload):
+                        self._measure(arm, store, engines, self._plan(workload, None, None, nth))
+                    for rate, load in self._rates(workload):
+                        self._measure(arm, store, engines, self._plan(workload, rate, load, nth))
 
     def _start(self, stack: ExitStack, arm: str, store: Store) -> list[ServingEngine]:
         cores = len(os.sched_getaffinity(0))
