@@ -62,20 +62,23 @@ of one cache for all engines, in the requests' order: an infinite one, and one o
 from those without connector because batches are composed in other ways, which changes how floating-point sums round.
 The time to first token counts from the arrival. Mooncake's store runs in the engines: its CPU time is theirs.
 "Ideal" is a simulation: a device that computes as fast as the engines without connector at saturation, and stores that
-hold everything, answer at once and cost nothing: within some percent, no pool reaches more. One to five rounds (figures
-without a spread: one), each on a GPU and 16 cores of one host whose other GPUs ran other rounds, by several commands
-(`--add`), of several commits and so of several load policies, on machines of one kind. A ratio is of runs of one round,
-but requests per second are of all rounds, interpolated between the rates that ran and at most the highest of them. Not
-measured in this form: a quarter of saturation, one and four engines, sticky routing, the other published workloads,
-LMCache, and tiered offloading without a bound. What bounds the misses: the slowest hundredth waits as long as with the
-ideal pool, for requests that came before and must be computed; at saturation the ideal pool's mean is 0.64 of ideal
-private stores', too. Of 1 million tokens that an infinite cache hits, beyond saturation 25,000 are asked for while
-their document is being computed, and 40,000 have been evicted (50,000 by an LRU): the rest of what kvpool lacks to the
-ideal pool. Over TCP one or two hundredths of the hit tokens are declined there, too, and a tenth with TLS: computing
-them ends sooner. Engines that fall behind pay for each lost hit again: at one and a half times saturation kvpool's mean
-is a fifth above the ideal pool's, which alone would reach the target beside bounded tiered offloading. Conversations of
-eight turns are larger together than the pool: what is evicted is computed again, and prompts so long take more than
-twice as long over TCP as through shared memory ([gpu_network](gpu_network.md)).
+hold everything, answer at once and cost nothing: within some percent, no pool reaches more. Documents at saturation and
+at one and a half times: three rounds of one command (`--arms 'none,kvpool shm,kvpool tcp,offloading,tiered
+bounded,kvpool tcp+tls' --loads 1,1.5 --rounds 3`; Mooncake: one, of an earlier commit), the arms one after the other,
+the rounds of an arm in one start: the pool is full from the second rate on. Figures without a spread are of one round,
+of earlier commits and load policies, but for TCP at a half and at twice saturation; other workloads are of earlier
+commits, too. A ratio is of runs of one round, but requests per second are of all rounds, interpolated between
+the rates that ran and at most the highest of them. Not measured in this form: a quarter of saturation, one and four
+engines, sticky routing, the other published workloads, LMCache, and tiered offloading without a bound.
+What bounds the misses: the slowest hundredth waits as long as with the ideal pool, for requests that came before and
+must be computed. At saturation the ideal pool's mean is 0.64 of ideal private stores', and the rate at which nine of
+ten requests wait for a second at most is a quarter above that of none for the ideal pool, too. Of 1 million tokens that
+an infinite cache hits, beyond saturation 25,000 are asked for while their document is being computed, and 40,000 have
+been evicted (50,000 by an LRU): the rest of what kvpool lacks to the ideal pool. Over TCP one or two hundredths of the
+hit tokens are declined there, too, and a tenth with TLS: computing them ends sooner. Engines that fall behind pay for
+each lost hit again. At half of saturation TCP gains nothing: a GPU that idles half of the time computes a document as
+soon. Conversations of eight turns are larger together than the pool: what is evicted is computed again, and prompts so
+long take more than twice as long over TCP as through shared memory ([gpu_network](gpu_network.md)).
 At one and a half times saturation engines without a pool, and with offloading, fall behind, and their means grow with
 the number of requests; at twice saturation all do. A shared system prompt stays in every engine's own cache, so no
 store can gain there: kvpool costs what lookups of new tokens and their stores take.""",
