@@ -23,6 +23,7 @@ STORED_S = 60.0
 PERCENTS = (50, 90, 99)
 CAUSES = "vllm:kvpool_computed_tokens:"
 PREFIX_HITS = "vllm:prefix_cache_hits"
+LOADS, LOAD_SECONDS = "vllm:kvpool_load_seconds_count", "vllm:kvpool_load_seconds_sum"
 ENGINE_CPU, SERVER_CPU = "engine CPU", "server CPU"
 DIGEST_DIGITS = 4
 WARM_UP_SEED = 1
@@ -44,6 +45,7 @@ class Run:
         used_bytes: of the store, after the run.
         causes: tokens that were computed, by what kept kvpool from loading them.
         digests: a few digits of each answer.
+        load_s: that kvpool took for a load, on average, in the worker; 0: there was none.
     """
 
     workload: str
@@ -64,6 +66,7 @@ class Run:
     used_bytes: int | None
     causes: Mapping[str, int]
     digests: str
+    load_s: float = 0.0
 
     @property
     def key(self) -> tuple[str, float | None, int]:
@@ -89,6 +92,7 @@ class Run:
             f"p99 {self.ttft['p99']:.3f} s, hit {self.hit_tokens / self.prompt_tokens:.3f} "
             f"(own {self.own_hit_tokens / self.prompt_tokens:.3f}), {self.throughput:.2f} requests/s, "
             f"{self.seconds:.1f} s, CPU {self.engine_cpu:.1f} + {self.server_cpu:.1f} s, late {self.late * 1e3:.0f} ms"
+            + (f", a load {self.load_s * 1e3:.0f} ms" if self.load_s else "")
             + (f"; computed: {causes}" if causes else "")
         )
 
@@ -163,6 +167,7 @@ def measure(arm: str, store: Store, engines: Sequence[ServingEngine], plan: Plan
         used_bytes=used_bytes,
         causes={name.removeprefix(CAUSES): round(n) for name, n in grown.items() if name.startswith(CAUSES) and n},
         digests="".join(f"{zlib.crc32(repr(each.tokens).encode()) & 0xFFFF:04x}" for each in served),
+        load_s=grown[LOAD_SECONDS] / grown[LOADS] if grown.get(LOADS) else 0.0,
     )
 
 
@@ -191,7 +196,7 @@ def _counters(engines: Sequence[ServingEngine], store: Store) -> dict[str, float
     counters = {PREFIX_HITS: 0.0}
     for engine in engines:
         for name, count in engine.metrics().items():
-            if name == PREFIX_HITS or name.startswith(CAUSES):
+            if name in (PREFIX_HITS, LOADS, LOAD_SECONDS) or name.startswith(CAUSES):
                 counters[name] = counters.get(name, 0) + count
     counters[ENGINE_CPU] = sum(cpu_s(engine.pid) for engine in engines)
     counters[SERVER_CPU] = sum(map(cpu_s, store.servers))
