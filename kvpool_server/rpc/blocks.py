@@ -76,7 +76,6 @@ class BlockHandlers(Handlers):
         super().__post_init__()
         self.streams = LookupStreams(self.pool.limits.max_streams)
         self._verifications = FairSlots(1, 1, MAX_WAITING)
-        self._leases_of_servers: dict[int, str] = {}  # By id, each one's connection.
 
     async def Lookup(self, request: pb.LookupRequest, context: Any) -> pb.LookupResponse:
         return await self._lookup(request, owner_of(context), context, request.wait_ms)
@@ -170,7 +169,8 @@ class BlockHandlers(Handlers):
             if not request.runs:
                 return pb.LookupResponse(boot_token=self.boot_token)
         principal = CALLER.get()
-        here = request.here and (principal is None or principal.role in (Role.PEER, Role.OPERATOR))
+        is_server = principal is not None and principal.role is Role.PEER
+        here = is_server or (request.here and (principal is None or principal.role is Role.OPERATOR))
         bring_up = here and request.bring_up
         self.drain.check(of_server=here and request.lease_ttl_ms > 0)
         fingerprint = self.fingerprint(request.namespace)
@@ -183,8 +183,8 @@ class BlockHandlers(Handlers):
         ttl_ms, peer = request.lease_ttl_ms, ""
         if here:
             peer = context.peer()  # Not known any more once the caller has hung up.
-            leases = {each: theirs for each, theirs in self._leases_of_servers.items() if each in self.pool.leases}
-            self._leases_of_servers = leases
+            leases = {each: theirs for each, theirs in self.leases_of_servers.items() if each in self.pool.leases}
+            self.leases_of_servers = leases
             if len(leases) >= MAX_LEASES_OF_SERVERS or list(leases.values()).count(peer) >= MAX_OWN_LEASES:
                 raise BusyError(f"{len(leases)} leases of other servers are not released yet; ask another server")
             ttl_ms = min(ttl_ms, SERVER_LEASE_MS)
@@ -192,7 +192,7 @@ class BlockHandlers(Handlers):
             fingerprint, runs, request.prefix_only, ttl_ms, request.locate, owner, wait_ms, here
         )
         if here and found.lease_id:
-            self._leases_of_servers[found.lease_id] = peer
+            self.leases_of_servers[found.lease_id] = peer
         if request.explain:
             found = dataclasses.replace(found, hits=self.pool.explanations.misses(fingerprint, runs, found.hits))
             if self.ledger is not None and not found.retry_after_ms:  # Else the lookup is going to be repeated.
@@ -259,8 +259,7 @@ class BlockHandlers(Handlers):
         self.drain.check()
         fingerprint, runs = self.fingerprint(request.namespace), self.runs(request.runs)
         shards, owner = wire.decode_shards(request.shards), owner_of(context)
-        steps = self.pool.put_start_in_steps(fingerprint, runs, shards, request.ticket_ttl_ms, owner)
-        grant = await self.run(steps)
+        grant = await self.run(self.put_start(fingerprint, runs, shards, request.ticket_ttl_ms, owner))
         if grant.offsets:
             region_bytes = shards.count * self.pool.group_spec(fingerprint, runs[0]).chunk_bytes
             deadline_ns = time.monotonic_ns() + grant.ticket_ttl_ms * 1_000_000

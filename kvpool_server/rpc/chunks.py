@@ -126,7 +126,7 @@ class ChunkHandlers(Handlers):
                 f"{nbytes}"
             )
         shards = ShardRange(key.shard, 1)
-        grant = yield from self.pool.put_start_in_steps(key.namespace, [block], shards, TTL_MS, owner)
+        grant = yield from self.put_start(key.namespace, [block], shards, TTL_MS, owner)
         for offset in grant.offsets:
             self.pool.writable(grant.ticket_id, offset, nbytes, owner)
             self.memory[offset : offset + nbytes] = np.frombuffer(chunk.payload, np.uint8)

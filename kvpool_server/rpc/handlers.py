@@ -20,9 +20,9 @@ from grpc_health.v1 import health_pb2
 
 from kvpool.client.tracing import Tracing
 from kvpool.protocol import wire
-from kvpool.protocol.errors import InvalidRequestError
+from kvpool.protocol.errors import InvalidRequestError, OutOfSpaceError
 from kvpool.protocol.pieces import MESSAGE_BYTES
-from kvpool.protocol.types import BlockRun, check_hash
+from kvpool.protocol.types import BlockRun, PutGrant, check_hash
 from kvpool.protocol.wire import SERVICE_NAME
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.access.authentication import Context, Who
@@ -77,6 +77,7 @@ class Handlers:
     Attributes:
         pool: without its tiers.
         ledger_turns: of the callers that read the ledger.
+        leases_of_servers: the connection of each lease of another server, by the lease's id.
     """
 
     tiered: TieredPool
@@ -99,6 +100,7 @@ class Handlers:
         self.run = self.turns.run
         self.inbox, self.outbox = Inbox(), Outbox()
         self.ledger_turns = FairSlots(1, 1)
+        self.leases_of_servers: dict[int, str] = {}
 
     def fingerprint(self, name: bytes) -> bytes:
         """The fingerprint of a request's namespace. Raises as `check_visible`."""
@@ -111,6 +113,19 @@ class Handlers:
         namespace = self.pool.namespace(fingerprint)
         if not is_visible(namespace.spec.tenant if namespace is not None else None):
             raise unknown_namespace(fingerprint)
+
+    def put_start(self, fingerprint: bytes, *put: Any) -> Steps[PutGrant]:
+        """As `Pool.put_start_in_steps`; other servers' leases on the tenant's blocks end if the put lacks room."""
+        try:
+            return (yield from self.pool.put_start_in_steps(fingerprint, *put))
+        except OutOfSpaceError:
+            tenant = self.pool.namespaces.get(fingerprint).tenant
+            held = [lease for each in self.leases_of_servers if (lease := self.pool.leases.get(each)) is not None]
+            # Where callers are not authenticated, a client may read in shared memory under a lease that has ended.
+            theirs = [each for each in held if each.owner.tenant and each.entries[0].group.tenant == tenant]
+            if not sum(self.pool.release([each.id], each.owner) for each in theirs):
+                raise
+        return (yield from self.pool.put_start_in_steps(fingerprint, *put))
 
     def runs(self, runs: Sequence[pb.BlockRun], max_blocks: int = 0) -> list[BlockRun]:
         """The runs of a request, of `max_batch_blocks` blocks at most by default. Raises InvalidRequestError."""

@@ -18,7 +18,7 @@ import redis
 from kvpool.client.client import Client
 from kvpool.client.config import ClientConfig
 from kvpool.protocol.errors import BusyError, ConfigError
-from kvpool.protocol.types import BlockRun
+from kvpool.protocol.types import BlockRun, in_parts
 from kvpool.security.principal import Role
 from kvpool_server.cache.eviction.lru import PrefixLRU
 from kvpool_server.rpc.blocks import MAX_LEASES_OF_SERVERS, MAX_OWN_LEASES, SERVER_LEASE_MS
@@ -30,6 +30,9 @@ from tests.support.directory import DirectoryProcess
 from tests.support.processes import wait_for
 from tests.support.secured_server import SecuredServer
 from tests.support.values import block_hash, group_spec, namespace_spec
+
+LEASED = [block_hash(nth) for nth in range((64 << 20) // CHUNK)]
+"""As many blocks as the memory of a test's server has room for."""
 
 
 def _naming(*others: Host) -> tuple[str, str]:
@@ -329,6 +332,23 @@ def test_servers_that_share_a_certificates_name_share_the_leases(pool_server: St
             for _ in range(count):
                 found = client.rpc.lookup(owner.namespace, [BlockRun(0, [block_hash("a")])], locate=True, here=True)
                 assert found.lease_id
+    owner.close()
+
+
+@pytest.mark.parametrize("here", [True, False])
+def test_leases_of_servers_end_for_a_put_that_lacks_room(pool_server: StartServer, tmp_path: Path, here: bool) -> None:
+    secured = SecuredServer(tmp_path, pool_server, "--memory", "64MiB")
+    owner, run = Host(secured.server, tls=secured.files(Role.ENGINE_WRITE)), BlockRun(0, LEASED)
+    for part in in_parts([run], 8_192):
+        owner.client.put_blocks(owner.namespace, part[0], [bytes(CHUNK)] * len(part[0]))
+    config = ClientConfig(secured.server.endpoint, timeout_ms=10_000, lease_ttl_ms=60_000, tls=secured.files(Role.PEER))
+    with Client(config) as server:
+        found = server.rpc.lookup(owner.namespace, [run], here=here)
+        assert found.hits[0].num_leading == len(LEASED)
+        assert found.ends_at - time.monotonic() <= SERVER_LEASE_MS / 1000, "as for all servers, whatever one asks for"
+        owner.put("a", "b")
+        assert owner.load("a", "b") == [True, True]
+        assert server.release([found.lease_id]) == 0
     owner.close()
 
 
