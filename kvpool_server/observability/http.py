@@ -206,6 +206,8 @@ class OperatorHttp:
         pages: Pages | None = None,
         names: Collection[str] = (),
     ):
+        answering = threading.Lock()
+
         class Handler(BaseHTTPRequestHandler):
             timeout = CONNECTION_S
 
@@ -225,7 +227,8 @@ class OperatorHttp:
 
             def do_GET(self) -> None:
                 try:
-                    response = self._route(self.path.partition("?")[0])
+                    with contextlib.ExitStack() as self._held:
+                        response = self._route(self.path.partition("?")[0])
                 except TimeoutError:
                     response = Response(
                         503, f"the server's event loop did not answer within {LOOP_TIMEOUT_S} s\n".encode()
@@ -261,12 +264,20 @@ class OperatorHttp:
                 return Response(404, b"try /, /metrics or /healthz\n")
 
             def _check(self) -> None:
-                """Raises UnauthenticatedError and PermissionDeniedError for a client that may not read numbers."""
+                """Returns when it is the turn of the request, whose answer has numbers.
+
+                One such answer is made at a time: threads that encode take turns with the loop at the interpreter.
+
+                Raises UnauthenticatedError and PermissionDeniedError for a client that may not read numbers.
+                """
                 if gate is not None:
                     is_tls = isinstance(self.connection, ssl.SSLSocket)
                     certificate = self.connection.getpeercert(binary_form=True) if is_tls else None
                     path = escaped(self.path.partition("?")[0], MAX_PATH_CHARS)
                     gate(path, self.client_address[0], certificate, self.headers.get_all("Authorization", []))
+                if not answering.acquire(timeout=LOOP_TIMEOUT_S):
+                    raise TimeoutError
+                self._held.callback(answering.release)
 
             def _answer(self, response: Response) -> None:
                 self.send_response(response.status)

@@ -7,13 +7,11 @@ The page's files are a fixed table, read once. No request names a path of the fi
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import importlib.resources
 import json
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +23,7 @@ from kvpool.protocol.reports import Cause
 from kvpool.protocol.text import escaped
 from kvpool.report.finding import Level, problems
 from kvpool.v1 import pool_pb2 as pb
-from kvpool_server.observability.http import LOOP_TIMEOUT_S, Response, on_loop
+from kvpool_server.observability.http import Response, on_loop
 from kvpool_server.process.logs import LogEvent, LogEvents
 
 log = structlog.get_logger()
@@ -142,7 +140,6 @@ class Site:
         self._value = on_loop(loop, value)
         self._files = read_static_files()
         self._numbers = {"/api/v1/now": self._now, "/api/v1/history": self._history, "/api/v1/value": self._value_now}
-        self._answering = threading.Lock()
 
     async def run(self) -> None:
         """Takes a sample every `INTERVAL_S`, until cancelled."""
@@ -174,26 +171,13 @@ class Site:
 
     def _now(self) -> bytes:
         state, stats, sample, before = self._look()
-        with self._one_answer():
-            return now_document(state, stats, sample.drawn, before, self._events.latest())
+        return now_document(state, stats, sample.drawn, before, self._events.latest())
 
     def _history(self) -> bytes:
         return b'{"samples":[' + b",".join(sample.drawn for sample in self._kept()) + b"]}"
 
     def _value_now(self) -> bytes:
-        report = self._value()
-        with self._one_answer():
-            return encoded(fields_of(report, shown))
-
-    @contextlib.contextmanager
-    def _one_answer(self) -> Iterator[None]:
-        """One answer is made at a time: threads that encode take turns with the loop at the interpreter."""
-        if not self._answering.acquire(timeout=LOOP_TIMEOUT_S):
-            raise TimeoutError
-        try:
-            yield
-        finally:
-            self._answering.release()
+        return encoded(fields_of(self._value(), shown))
 
 
 def read_static_files() -> dict[str, Response]:

@@ -12,6 +12,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -280,6 +281,40 @@ def test_a_host_with_many_connections_ends_its_own_and_no_other_hosts() -> None:
         slow.end.set()
         answer = b"".join(iter(lambda: scrape.recv(4_096), b""))
     assert b" 200 " in answer and b"scraped 1.0" in answer
+
+
+def test_one_answer_with_numbers_is_made_at_a_time() -> None:
+    """Threads that encode take turns with the loop at the interpreter."""
+    running, most, registry = 0, list[int](), CollectorRegistry()
+
+    def slowly() -> None:
+        nonlocal running
+        running += 1
+        most.append(running)
+        time.sleep(0.02)
+        running -= 1
+
+    class Slow(Collector):
+        def collect(self) -> Iterator[Metric]:
+            slowly()
+            return iter(())
+
+    def page(path: str, check: Callable[[], None]) -> http.Response:
+        check()
+        slowly()
+        return http.Response(200, b"")
+
+    registry.register(Slow())
+    most.clear()
+    served = http.OperatorHttp("127.0.0.1", 0, registry, lambda: "ok", pages=page)
+
+    def ask(path: str) -> int:
+        with urllib.request.urlopen(f"http://127.0.0.1:{served.port}{path}", timeout=TIMEOUT_S) as answer:
+            return int(answer.status)
+
+    with contextlib.closing(served), ThreadPoolExecutor(8) as threads:
+        assert list(threads.map(ask, ["/metrics", "/numbers"] * 4)) == [200] * 8
+    assert most == [1] * 8
 
 
 def test_a_token_reads_metrics(pool_server: StartServer, tmp_path: Path) -> None:

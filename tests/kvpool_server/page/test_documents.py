@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import threading
-import time
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -16,9 +12,7 @@ from kvpool.report.finding import Level, problems
 from kvpool.v1 import pool_pb2 as pb
 from kvpool.version import __version__
 from kvpool_server.cache.counters import COUNTERS
-from kvpool_server.page import site
 from kvpool_server.page.site import INTERVAL_S, KEPT_S, MAX_TEXT_CHARS, Samples, findings, now_document
-from kvpool_server.process.logs import LogEvents
 from tests.support.clock import FakeClock
 from tests.support.values import replaced
 
@@ -164,39 +158,6 @@ def test_the_document_of_a_crowd_of_hostile_names_is_bounded() -> None:
     loaded = json.loads(document)
     assert loaded["sample"] == {"time": 1} and len(loaded["stats"]["engines"]) == 256
     assert len(loaded["stats"]["engines"][0]["engine"]) < MAX_TEXT_CHARS + 20
-
-
-def test_one_answer_is_made_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads that encode take turns with the loop at the interpreter."""
-    loop, most = asyncio.new_event_loop(), list[int]()
-    running = 0
-
-    def slowly(*_: object) -> dict[str, Any]:
-        nonlocal running
-        running += 1
-        most.append(running)
-        time.sleep(0.02)
-        running -= 1
-        return {}
-
-    def value() -> pb.ValueResponse:
-        return pb.ValueResponse(enabled=False, arena_bytes=1 << 30, policy="density")
-
-    monkeypatch.setattr(site, "fields_of", slowly)
-    monkeypatch.setattr(site, "now_document", slowly)
-    page = site.Site(loop, lambda: "ok", lambda: HEALTHY, value, LogEvents())
-    threading.Thread(target=loop.run_forever, daemon=True).start()
-    paths = ["/api/v1/value", "/api/v1/now"] * 4
-
-    def ask(path: str) -> int:
-        answer = page.answer(path, lambda: None)
-        assert answer is not None
-        return answer.status
-
-    with ThreadPoolExecutor(8) as threads:
-        assert list(threads.map(ask, paths)) == [200] * 8
-    loop.call_soon_threadsafe(loop.stop)
-    assert most == [1] * 8
 
 
 # Samples
