@@ -168,9 +168,8 @@ class BlockHandlers(Handlers):
             await self.run(self._released(request.release, owner))
             if not request.runs:
                 return pb.LookupResponse(boot_token=self.boot_token)
-        principal = CALLER.get()
-        is_server = principal is not None and principal.role is Role.PEER
-        here = is_server or (request.here and (principal is None or principal.role is Role.OPERATOR))
+        role = None if (principal := CALLER.get()) is None else principal.role
+        here = role is Role.PEER or (request.here and role in (None, Role.OPERATOR))
         bring_up = here and request.bring_up
         self.drain.check(of_server=here and request.lease_ttl_ms > 0)
         fingerprint = self.fingerprint(request.namespace)

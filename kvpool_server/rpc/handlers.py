@@ -120,7 +120,7 @@ class Handlers:
             return (yield from self.pool.put_start_in_steps(fingerprint, *put))
         except OutOfSpaceError:
             tenant = self.pool.namespaces.get(fingerprint).tenant
-            held = [lease for each in self.leases_of_servers if (lease := self.pool.leases.get(each)) is not None]
+            held = filter(None, map(self.pool.leases.get, self.leases_of_servers))
             # Where callers are not authenticated, a client may read in shared memory under a lease that has ended.
             theirs = [each for each in held if each.owner.tenant and each.entries[0].group.tenant == tenant]
             if not sum(self.pool.release([each.id], each.owner) for each in theirs):
