@@ -259,7 +259,9 @@ def _parse(text: str, path: str) -> list[int]:
 def _encode(text: str, tokenizer: str) -> list[int]:
     """Tokens of a text, with those that the tokenizer adds to each prompt. No code beside a tokenizer is run."""
     directory = Path(tokenizer)
-    if _looks_like_a_path(tokenizer) and not directory.exists():
+    # The name of a tokenizer is NAME or ORGANIZATION/NAME.
+    is_path = tokenizer.startswith((".", "~", "/")) or tokenizer.endswith("/") or tokenizer.count("/") > 1
+    if is_path and not directory.exists():
         raise ConfigError(
             f"--tokenizer {escaped(tokenizer, MAX_ERROR_CHARS)} is neither a directory nor a file; give the directory "
             "of a tokenizer, or its name as ORGANIZATION/NAME"
@@ -289,11 +291,6 @@ def _encode(text: str, tokenizer: str) -> list[int]:
         return list(Tokenizer.from_file(str(file)).encode(text).ids)
     except Exception as error:  # The package raises nothing more precise.
         raise _cannot_load(str(file), error) from None
-
-
-def _looks_like_a_path(tokenizer: str) -> bool:
-    """Whether a text cannot be the name of a tokenizer: one is NAME or ORGANIZATION/NAME."""
-    return tokenizer.startswith((".", "~", "/")) or tokenizer.endswith("/") or tokenizer.count("/") > 1
 
 
 def _cannot_load(tokenizer: str, error: Exception) -> InvalidRequestError:

@@ -240,14 +240,11 @@ class Hints:
                 entry = group.index.get(run.block_hashes[nth])
                 if entry is None:
                     continue
-                if not _is_own(entry, child) or keeps(entry):
+                # What is stored and continues the entry, but for `child`, needs it.
+                has_others = entry.children != (child is not None and child.live and child.parent is entry)
+                if has_others or keeps(entry):
                     break
                 num_done += do(entry)
                 child = entry
             yield
         return HintResult(num_done)
-
-
-def _is_own(entry: Entry, child: Entry | None) -> bool:
-    """Whether nothing that is stored continues an entry but `child`, if that is live."""
-    return entry.children == (child is not None and child.live and child.parent is entry)

@@ -82,7 +82,7 @@ def make_layout(
 def _join(layers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Views [B, S, H / S, ...] of layers -> views [B, S, L, H / S, ...]: neighbours that lie evenly spaced as one."""
     joined: list[torch.Tensor] = []
-    for _, alike in itertools.groupby(layers, key=_shape):
+    for _, alike in itertools.groupby(layers, lambda one: (one.shape, one.stride(), one.untyped_storage().data_ptr())):
         run = list(alike)
         steps = {b.data_ptr() - a.data_ptr() for a, b in itertools.pairwise(run)}
         if len(steps) > 1 or any(step <= 0 for step in steps):
@@ -94,10 +94,6 @@ def _join(layers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         strides.insert(2, steps.pop() if steps else 0)
         joined.append(first.as_strided(shape, strides))
     return joined
-
-
-def _shape(layer: torch.Tensor) -> tuple[object, ...]:
-    return layer.shape, layer.stride(), layer.untyped_storage().data_ptr()
 
 
 def _by_block(name: str, cache: torch.Tensor, num_blocks: int, num_shards: int) -> torch.Tensor:
