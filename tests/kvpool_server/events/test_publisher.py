@@ -29,6 +29,7 @@ StartServer = Callable[..., ServerProcess]
 Connect = Callable[..., Client]
 KVPOOL = str(Path(sys.executable).with_name("kvpool"))
 ANYWHERE = "tcp://127.0.0.1:0"
+Watch = Callable[..., tuple[ServerProcess, Client, Listener]]
 BOTH = ("--kv-events", ANYWHERE, "--kv-events-replay", ANYWHERE, "--log-format", "json")
 
 
@@ -52,6 +53,17 @@ def listen() -> Iterator[Callable[..., Listener]]:
         listener.close()
 
 
+@pytest.fixture
+def watch(pool_server: StartServer, connect: Connect, listen: Callable[..., Listener]) -> Watch:
+    """Starts a server with further flags, a client, and a listener to its events."""
+
+    def make(*flags: str) -> tuple[ServerProcess, Client, Listener]:
+        server = pool_server(*BOTH, *flags)
+        return server, connect(server), listen(*_endpoints(server))
+
+    return make
+
+
 def _known(namespace: Namespace, *names: str, group_idx: int = 0) -> set[Known]:
     label = f"{namespace.fingerprint.hex()}@{namespace.spec.model}"
     return {(label, group_idx, low_64_bits(block_hash(name))) for name in names}
@@ -61,11 +73,8 @@ def _put(client: Client, namespace: Namespace, *names: str, parent: str | None =
     client.put_blocks(namespace, run_of(*names, parent=parent), [payload(name, 1_000) for name in names])
 
 
-def test_a_subscriber_knows_what_the_server_holds(
-    pool_server: StartServer, connect: Connect, listen: Callable[..., Listener]
-) -> None:
-    server = pool_server(*BOTH)
-    client, listener = connect(server), listen(*_endpoints(server))
+def test_a_subscriber_knows_what_the_server_holds(watch: Watch, listen: Callable[..., Listener]) -> None:
+    server, client, listener = watch()
     listener.wait_for(())
     namespace = client.open_namespace(namespace_spec(group_spec(chunk_bytes=1_000)))
     other = client.open_namespace(namespace_spec(group_spec(chunk_bytes=1_000), model="other@model"))
@@ -82,11 +91,8 @@ def test_a_subscriber_knows_what_the_server_holds(
         each.wait_for(_known(other, "a"))
 
 
-def test_a_server_that_drains_draws_nobody(
-    pool_server: StartServer, connect: Connect, listen: Callable[..., Listener]
-) -> None:
-    server = pool_server(*BOTH, "--drain-ms", "60000")
-    client, listener = connect(server), listen(*_endpoints(server))
+def test_a_server_that_drains_draws_nobody(watch: Watch, listen: Callable[..., Listener]) -> None:
+    server, client, listener = watch("--drain-ms", "60000")
     namespace = client.open_namespace(namespace_spec(group_spec(chunk_bytes=1_000)))
     _put(client, namespace, "a")
     listener.wait_for(_known(namespace, "a"))
@@ -100,11 +106,8 @@ def test_a_server_that_drains_draws_nobody(
     assert not listener.view.blocks
 
 
-def test_a_block_is_told_of_when_its_last_shard_is_there(
-    pool_server: StartServer, connect: Connect, listen: Callable[..., Listener]
-) -> None:
-    server = pool_server(*BOTH)
-    client, listener = connect(server), listen(*_endpoints(server))
+def test_a_block_is_told_of_when_its_last_shard_is_there(watch: Watch) -> None:
+    _, client, listener = watch()
     namespace = client.open_namespace(namespace_spec(group_spec(chunk_bytes=500, num_shards=2), salt="halves"))
     for shard in (0, 1):
         listener.wait_for(())
@@ -130,11 +133,8 @@ def test_a_block_is_told_of_when_its_last_shard_is_there(
     }
 
 
-def test_eviction_and_corruption_are_told(
-    pool_server: StartServer, connect: Connect, listen: Callable[..., Listener]
-) -> None:
-    server = pool_server(*BOTH, "--memory", "1MiB", "--policy", "lru")
-    client, listener = connect(server), listen(*_endpoints(server))
+def test_eviction_and_corruption_are_told(watch: Watch) -> None:
+    _, client, listener = watch("--memory", "1MiB", "--policy", "lru")
     namespace = client.open_namespace(namespace_spec(group_spec(chunk_bytes=256 << 10)))
     for name in "abcd":
         client.put_blocks(namespace, run_of(name), [payload(name, 256 << 10)])
@@ -149,11 +149,8 @@ def test_eviction_and_corruption_are_told(
     listener.wait_for(_known(namespace, *"bcd"))
 
 
-def test_what_one_call_changes_is_few_messages(
-    pool_server: StartServer, connect: Connect, listen: Callable[..., Listener]
-) -> None:
-    server = pool_server(*BOTH)
-    client, listener = connect(server), listen(*_endpoints(server))
+def test_what_one_call_changes_is_few_messages(watch: Watch) -> None:
+    _, client, listener = watch()
     listener.wait_for(())
     while len(listener.messages) < 1:
         listener.listen()
@@ -184,9 +181,8 @@ def test_a_restart_is_noticed(
     listener.wait_for(_known(namespace, "c"))
 
 
-def test_events_are_counted(pool_server: StartServer, connect: Connect, listen: Callable[..., Listener]) -> None:
-    server = pool_server(*BOTH)
-    client, listener = connect(server), listen(*_endpoints(server))
+def test_events_are_counted(watch: Watch) -> None:
+    _, client, listener = watch()
     namespace = client.open_namespace(namespace_spec(group_spec(chunk_bytes=1_000)))
     _put(client, namespace, "a")
     listener.wait_for(_known(namespace, "a"))

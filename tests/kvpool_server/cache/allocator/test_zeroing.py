@@ -134,11 +134,17 @@ def _finish(puts: Puts) -> None:
         puts.step(0)
 
 
-def test_two_puts_of_a_tenant_share_the_extent_that_is_zeroed_for_them() -> None:
+def _used_up() -> Puts:
+    """A tenant has had all extents, and has no block any more."""
     puts = Puts()
     puts.start(0, 16, 12)
     _finish(puts)
     puts.pool.clear()
+    return puts
+
+
+def test_two_puts_of_a_tenant_share_the_extent_that_is_zeroed_for_them() -> None:
+    puts = _used_up()
     puts.start(1, 16, 1)
     puts.start(1, 16, 1)
     assert len(puts.under_way) == 2
@@ -160,10 +166,7 @@ def test_its_own_extents_come_first_and_are_not_zeroed() -> None:
 
 
 def test_an_extent_that_was_zeroed_in_part_is_its_last_tenants_as_it_is_and_zeroed_for_every_other() -> None:
-    puts = Puts()
-    puts.start(0, 16, 12)
-    _finish(puts)
-    puts.pool.clear()
+    puts = _used_up()
     puts.start(1, 16, 12)
     assert 0 < puts.num_zeroed < EXTENT_BYTES
     puts.give_up(0)
@@ -178,10 +181,7 @@ def test_an_extent_that_was_zeroed_in_part_is_its_last_tenants_as_it_is_and_zero
 
 
 def test_a_put_that_has_waited_for_an_extent_has_all_of_its_time() -> None:
-    puts = Puts()
-    puts.start(0, 16, 12)
-    _finish(puts)
-    puts.pool.clear()
+    puts = _used_up()
     steps = puts.pool.put_start_in_steps(puts.fingerprints[1, 16], [run_of("block")], WHOLE, ttl_ms=10_000)
     next(steps)
     puts.clock.advance(60)
@@ -196,10 +196,7 @@ def test_a_put_that_has_waited_for_an_extent_has_all_of_its_time() -> None:
 
 def test_a_put_of_several_parts_may_be_zeroed_for_longer_than_a_ticket_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool_module, "STEP_BLOCKS", 4)
-    puts = Puts()
-    puts.start(0, 16, 12)
-    _finish(puts)
-    puts.pool.clear()
+    puts = _used_up()
     puts.start(1, 16, 12)
     while puts.under_way:
         puts.clock.advance(0.4 * puts.pool.limits.max_ttl_ms / 1000)
