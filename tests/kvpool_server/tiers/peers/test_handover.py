@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import signal
 import time
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from kvpool.client.client import Client
 from kvpool.protocol.errors import DrainingError
 from kvpool.protocol.namespace import NamespaceSpec
 from kvpool.protocol.types import BlockRun, ShardRange
@@ -292,7 +294,9 @@ def test_a_leaving_server_leases_blocks_to_servers_alone(neighbours: Callable[..
     leaving, other = neighbours(",handover=1GiB")
     leaving.put("a")
     run = BlockRun(0, [block_hash("a")])
-    leaving.client.lookup(leaving.namespace, [run])  # A lease, so that the server stays.
+    # A lease beyond the hand-over, so that the server stays.
+    with Client(dataclasses.replace(leaving.client.config, lease_ttl_ms=LONG_S * 1000)) as engine:
+        engine.lookup(leaving.namespace, [run])
     other.server.send_signal(signal.SIGSTOP)  # So the hand-over takes a while.
     try:
         leaving.client.admin.drain(LONG_S * 1000)
