@@ -74,7 +74,7 @@ What bounds the misses: the slowest hundredth waits as long as with the ideal po
 must be computed. At saturation the ideal pool's mean is 0.64 of ideal private stores', and the rate at which nine of
 ten requests wait for a second at most is a quarter above that of none for the ideal pool, too. Of 1 million tokens that
 an infinite cache hits, beyond saturation 25,000 are asked for while their document is being computed, and 40,000 have
-been evicted (50,000 by an LRU): the rest of what kvpool lacks to the ideal pool. Over TCP one or two hundredths of the
+been evicted (50,000 by an LRU): the rest of what kvpool lacks to the ideal pool. Over TCP up to three hundredths of the
 hit tokens are declined there, too, and a tenth with TLS: computing them ends sooner. Engines that fall behind pay for
 each lost hit again. At half of saturation TCP gains nothing: a GPU that idles half of the time computes a document as
 soon. Conversations of eight turns are larger together than the pool: what is evicted is computed again, and prompts so
