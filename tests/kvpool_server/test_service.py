@@ -543,7 +543,7 @@ def test_a_ticket_is_revoked_once_and_its_block_can_be_put_again(client: Client,
 def test_a_fill_that_outlives_its_ticket_is_an_error_and_stores_nothing(
     shared_server: ServerProcess, connect: Connect, spec: NamespaceSpec, transport: str
 ) -> None:
-    client = connect(shared_server, transport=transport, ticket_ttl_ms=100)
+    client = connect(shared_server, transport=transport, ticket_ttl_ms=1_000)  # It has to connect within.
     namespace, run = client.open_namespace(spec), run_of(transport)
 
     def slow(indices: Sequence[int], buffers: Buffers) -> None:
