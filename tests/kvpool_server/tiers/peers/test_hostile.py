@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import time
 import tracemalloc
 
 import numpy as np
@@ -19,6 +18,7 @@ from kvpool_server.tiers.peers.tier import PeersTier
 from kvpool_server.tiers.tier import TierError
 from testbed.pool_at_once import PoolAtOnce
 from tests.support.clock import FakeClock
+from tests.support.cpu_time import LongestPart
 from tests.support.effort import effort
 from tests.support.lying_pool import LyingPool, altered
 from tests.support.values import block_hash, group_spec, namespace_spec, payload, run_of
@@ -37,7 +37,7 @@ def test_no_reply_of_a_peer_brings_a_server_down_or_becomes_a_block(monkeypatch:
     owner.put_blocks(owner.open_namespace(SPEC), run_of(*NAMES), [payload(name, BLOCK_BYTES) for name in NAMES])
     namespace, _ = PoolAtOnce(Arena(1 << 20), clock, iter(range(1, 9)).__next__).open_namespace(SPEC)
     tier = PeersTier("peers:x", ClientConfig("127.0.0.1:1", timeout_ms=500), ["127.0.0.1:1"], clock=clock)
-    num_read, longest_s = 0, 0.0
+    num_read, longest = 0, LongestPart()
 
     async def one_load(seed: int) -> None:
         nonlocal num_read
@@ -72,10 +72,8 @@ def test_no_reply_of_a_peer_brings_a_server_down_or_becomes_a_block(monkeypatch:
         @settings(max_examples=effort(400))
         @given(st.integers(0, (1 << 64) - 1))
         def with_seed(seed: int) -> None:
-            nonlocal longest_s
-            began_s = time.process_time()
-            asyncio.run_coroutine_threadsafe(one_load(seed), loop).result(60)
-            longest_s = max(longest_s, time.process_time() - began_s)
+            with longest.part():
+                asyncio.run_coroutine_threadsafe(one_load(seed), loop).result(60)
 
         with_seed()
 
@@ -86,5 +84,5 @@ def test_no_reply_of_a_peer_brings_a_server_down_or_becomes_a_block(monkeypatch:
     finally:
         tracemalloc.stop()
     assert pool.num_altered > effort(400) and num_read > effort(100)
-    assert longest_s < MAX_CPU_S
+    assert longest.seconds < MAX_CPU_S
     assert growth_mib < MAX_GROWTH_MIB
