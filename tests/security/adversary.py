@@ -5,7 +5,9 @@ changes the worst ones, and makes the worst smaller. An attack is some moves, ma
 identities that are strangers, routers, engines or denied. Engines first store their part of the attack's stock; a move
 that ends leases or tickets ends those that the moves before it have got. Beside the attackers an honest engine looks
 up, and an operator asks for `Stats`, at a higher priority than the attackers, who share the cores. The score is the
-worst of what the honest ones saw over the bounds below: above 1 an attack has broken one of them. A machine that is
+worst of what the honest ones saw over the bounds below: above 1 an attack has broken one of them. With `--nginx` all
+callers come through the proxy of `deploy/nginx`, and one identity attacks, over up to 200 connections, also with frames
+of no call. A machine that is
 shared slows down within an hour, and a quiet server with it, so the worst attacks are made again, each beside a new
 server with a quiet time of its own: the median is their score. `build/adversary.json` has both.
 """
@@ -19,6 +21,8 @@ import datetime as dt
 import json
 import os
 import random
+import socket
+import ssl
 import statistics
 import subprocess
 import sys
@@ -26,6 +30,7 @@ import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,6 +54,7 @@ from kvpool.security.tokens import append_record, create_token
 from kvpool.v1 import pool_pb2 as pb
 from tests.support.calls import METHODS, SERVICE, Target, requests
 from tests.support.certificates import files_in, server_flags
+from tests.support.nginx import Nginx
 from tests.support.processes import ServerProcess
 from tests.support.values import group_spec, namespace_spec
 
@@ -116,13 +122,21 @@ class Stock:
 
 @dataclass(frozen=True)
 class Attack:
-    """Args: at_once: calls of an identity at any time."""
+    """What some callers of one kind do.
+
+    Args:
+        at_once: calls of a connection at any time.
+        connections: of each identity.
+        frames: in place of moves: the kind of HTTP/2's frames that each connection sends without a pause.
+    """
 
     caller: str
     identities: int
     at_once: int
-    moves: tuple[Move, ...]
+    moves: tuple[Move, ...] = ()
     stock: Stock = Stock()
+    connections: int = 1
+    frames: str = ""
 
 
 SEEDS = {
@@ -186,10 +200,35 @@ SEEDS = {
     ),
 }
 """What has slowed, filled or silenced a pool before."""
+FRAMES = {
+    "WINDOW_UPDATE": bytes((0, 0, 4, 8, 0, 0, 0, 0, 0, 0, 0, 0, 1)),
+    "SETTINGS": bytes((0, 0, 0, 4, 0, 0, 0, 0, 0)),
+    "PING": bytes((0, 0, 8, 6, 0, 0, 0, 0, 0)) + bytes(8),
+    "PRIORITY": bytes((0, 0, 5, 2, 0, 0, 0, 0, 5)) + bytes(5),
+    "unknown": bytes((0, 0, 64, 0x42, 0, 0, 0, 0, 0)) + bytes(64),
+}
+"""Of no call: a kind of each, as sent (RFC 9113)."""
+GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + FRAMES["SETTINGS"]
+FLOODS = {
+    "frames that give room": Attack("stranger", 1, 1, connections=32, frames="WINDOW_UPDATE"),
+    "frames with settings": Attack("stranger", 1, 1, connections=32, frames="SETTINGS"),
+    "calls over many connections": Attack(
+        "engine", 1, 18, (Move("Ping", 1, "right", 5.0, 0.0, True),), connections=400
+    ),
+}
+"""What has, through doors that nginx keeps."""
+
+
+def flood(picks: random.Random) -> Attack:
+    """Any attack of one identity over many connections."""
+    if picks.random() < 0.3:
+        return Attack("stranger", 1, 1, connections=picks.choice((8, 32, 200)), frames=picks.choice(list(FRAMES)))
+    made = dataclasses.replace(drawn(picks), identities=1, at_once=picks.choice((1, 8, 64)))
+    return dataclasses.replace(made, connections=picks.choice((8, 32, 200)))
 
 
 def drawn(picks: random.Random) -> Attack:
-    """Any attack."""
+    """Any attack over one connection of each identity."""
     moves = tuple(_move(picks) for _ in range(picks.choice((1, 1, 2, 3))))
     stock = _stock(picks) if picks.random() < 0.5 else Stock()
     return Attack(picks.choice(CALLERS), picks.choice(IDENTITIES), picks.choice((1, 8, 64, 128)), moves, stock)
@@ -220,8 +259,9 @@ def smaller(attack: Attack) -> Iterator[Attack]:
         yield dataclasses.replace(attack, moves=attack.moves[:nth] + attack.moves[nth + 1 :])
     if attack.identities > 1:
         yield dataclasses.replace(attack, identities=IDENTITIES[IDENTITIES.index(attack.identities) - 1])
-    if attack.at_once > 1:
-        yield dataclasses.replace(attack, at_once=attack.at_once // 2)
+    for field in ("at_once", "connections"):
+        if (count := getattr(attack, field)) > 1:
+            yield dataclasses.replace(attack, **{field: count // 2})
     for field in dataclasses.fields(Stock):
         if getattr(attack.stock, field.name) != field.default:
             less = dataclasses.replace(attack.stock, **{field.name: field.default})
@@ -308,19 +348,24 @@ async def attack_for(attack: Attack, endpoint: str, ca: str, tokens: list[str], 
         nonlocal count
         metadata = (("authorization", f"Bearer {token}"),) if token else ()
         options = [("grpc.use_local_subchannel_pool", 1), ("grpc.http2.bdp_probe", 0)]
-        async with grpc.aio.secure_channel(endpoint, grpc.ssl_channel_credentials(root), options) as channel:
+        async with contextlib.AsyncExitStack() as stack:
+            credentials = grpc.ssl_channel_credentials(root)
+            channels = [
+                await stack.enter_async_context(grpc.aio.secure_channel(endpoint, credentials, options))
+                for _ in range(attack.connections)
+            ]
             namespace, spec = bytes(32), _spec(f"of {token}")
             if attack.caller == "engine":
                 num_namespaces = len(range(nth_caller, attack.stock.namespaces, len(tokens)))
                 with contextlib.suppress(grpc.RpcError):  # Its tenant has namespaces of many attacks before this one.
-                    namespace, spec = await _stored(channel, metadata, names, attack.stock, num_namespaces)
+                    namespace, spec = await _stored(channels[0], metadata, names, attack.stock, num_namespaces)
             target, held = Target(namespace, spec=spec), {method: list[int]() for method in HELD}
             sent = [message(move, names, target) for move in attack.moves]
             if not await ready.wait():
                 print("begin", flush=True)
             ends_at = time.monotonic() + seconds
 
-            async def make(nth: int) -> None:
+            async def make(nth: int, channel: Any) -> None:
                 nonlocal count
                 while time.monotonic() < ends_at:
                     move, request = attack.moves[nth % len(attack.moves)], sent[nth % len(attack.moves)]
@@ -338,12 +383,37 @@ async def attack_for(attack: Attack, endpoint: str, ca: str, tokens: list[str], 
                             answer, field = HELD[move.method]
                             held[move.method].append(getattr(answer.FromString(reply), field))
 
-            await asyncio.gather(*(make(nth) for nth in range(attack.at_once)))
+            await asyncio.gather(*(make(nth, each) for nth in range(attack.at_once) for each in channels))
 
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(seconds + 60):
             await asyncio.gather(*(caller(nth, token) for nth, token in enumerate(tokens)))
     return count
+
+
+def flood_for(frames: bytes, connections: int, endpoint: str, ca: str, seconds: float) -> int:
+    """Sends a frame without a pause on each of many connections, and on others once hung up; returns how often."""
+    host, _, port = endpoint.rpartition(":")
+    context, many, sent = ssl.create_default_context(cafile=ca), 1_000 * frames, [0] * connections
+    context.set_alpn_protocols(["h2"])
+    ends_at = time.monotonic() + seconds
+
+    def send(nth: int) -> None:
+        while time.monotonic() < ends_at:
+            with (
+                contextlib.suppress(OSError),
+                socket.create_connection((host, int(port)), seconds) as plain,
+                context.wrap_socket(plain, server_hostname="localhost") as connection,
+            ):
+                connection.sendall(GREETING)
+                while time.monotonic() < ends_at:
+                    connection.sendall(many)
+                    sent[nth] += 1_000
+
+    print("begin", flush=True)
+    with ThreadPoolExecutor(connections) as threads:
+        list(threads.map(send, range(connections)))
+    return sum(sent)
 
 
 async def _make(channel: Any, move: Move, request: bytes, metadata: Any, ends_at: float) -> bytes:
@@ -435,10 +505,10 @@ async def _stored(
 class Honest:
     """An engine and an operator of a server, who note what they see."""
 
-    def __init__(self, server: ServerProcess, ca: str, engine: str, operator: str):
+    def __init__(self, server: ServerProcess, endpoint: str, ca: str, engine: str, operator: str):
         tls = TlsFiles(ca, "", "")
         config = ClientConfig(
-            server.endpoint, transport="grpc", timeout_ms=10_000, lease_ttl_ms=2_000, tls=tls, token_file=engine
+            endpoint, transport="grpc", timeout_ms=10_000, lease_ttl_ms=2_000, tls=tls, token_file=engine
         )
         self._server = server
         self._engine = Client(config)
@@ -485,9 +555,17 @@ class Field:
 
     Args:
         module, environment: whose command starts the server.
+        has_nginx: whether all callers come through nginx.
     """
 
-    def __init__(self, directory: Path, module: str = "kvpool_server", environment: Mapping[str, str] = {}):
+    def __init__(
+        self,
+        directory: Path,
+        module: str = "kvpool_server",
+        environment: Mapping[str, str] = {},
+        *,
+        has_nginx: bool = False,
+    ):
         self._stack = contextlib.ExitStack()
         authority = Authority.create(directory / "pki")
         issued, known = authority.issue_server([], days=2), directory / "tokens"
@@ -517,7 +595,12 @@ class Field:
         self._stack.callback(self.server.kill)
         with contextlib.ExitStack() as failed:
             failed.callback(self.close)
-            self._honest = Honest(self.server, self._ca, str(files[0]), str(files[1]))
+            self._endpoint = self.server.endpoint
+            if has_nginx:
+                nginx = Nginx(directory, self._endpoint, files_in(issued))
+                self._stack.callback(nginx.close)
+                self._endpoint = nginx.endpoint
+            self._honest = Honest(self.server, self._endpoint, self._ca, str(files[0]), str(files[1]))
             self._watch(QUIET_S)
             self._quiet = self._watch(QUIET_S)
             failed.pop_all()
@@ -527,7 +610,7 @@ class Field:
 
     def score(self, attack: Attack) -> tuple[float, dict[str, float]]:
         """The worst of what was seen over its bound, and all that was seen."""
-        given = {"attack": dataclasses.asdict(attack), "endpoint": self.server.endpoint, "ca": self._ca}
+        given = {"attack": dataclasses.asdict(attack), "endpoint": self._endpoint, "ca": self._ca}
         given |= {"tokens": self._tokens[attack.caller], "seconds": ATTACK_S}
         before = self.server.own_bytes
         command = ["nice", "-n", str(NICE), sys.executable, "-m", "tests.security.adversary", "attack"]
@@ -576,19 +659,25 @@ def attack() -> None:
     """The attackers' process; its standard input says how."""
     given = json.loads(sys.stdin.readline())
     moves, stock = tuple(Move(**move) for move in given["attack"].pop("moves")), Stock(**given["attack"].pop("stock"))
-    made = Attack(**given["attack"], moves=moves, stock=stock)
-    print(asyncio.run(attack_for(made, given["endpoint"], given["ca"], given["tokens"], given["seconds"])))
+    made, about = Attack(**given["attack"], moves=moves, stock=stock), (given["endpoint"], given["ca"])
+    if made.frames:
+        print(flood_for(FRAMES[made.frames], made.connections, *about, given["seconds"]))
+    else:
+        print(asyncio.run(attack_for(made, *about, given["tokens"], given["seconds"])))
 
 
 @app.command()
-def search(seconds: float = 600.0, seed: int = 0) -> None:
+def search(seconds: float = 600.0, seed: int = 0, nginx: bool = False) -> None:
     """Search, and print the worst."""
-    picks, worst, seeds = random.Random(seed), list[tuple[float, Attack, dict[str, float]]](), list(SEEDS.values())
+    picks, worst = random.Random(seed), list[tuple[float, Attack, dict[str, float]]]()
+    seeds = list((FLOODS if nginx else SEEDS).values())
     ends_at = time.monotonic() + seconds
-    with tempfile.TemporaryDirectory() as directory, contextlib.closing(Field(Path(directory))) as field:
+    with _new_field(nginx) as field:
         while time.monotonic() < ends_at:
             if seeds:
                 made = seeds.pop()
+            elif nginx:
+                made = flood(picks)
             else:
                 made = changed(picks.choice(worst)[1], picks) if picks.random() < 0.5 else drawn(picks)
             score, seen = field.score(made)
@@ -598,17 +687,23 @@ def search(seconds: float = 600.0, seed: int = 0) -> None:
         while (less := next((each for each in smaller(made) if field.score(each)[0] > 0.8 * score), None)) is not None:
             made = less
         print(f"the worst, made smaller: {made}")
-    again = [_again(made) for _, made, _ in worst[:REPEATED]]
+    again = [_again(made, nginx) for _, made, _ in worst[:REPEATED]]
     print("made again beside new servers:", *(f"{score:.2f}" for score in again))
     OUT.parent.mkdir(exist_ok=True)
     found = [[score, dataclasses.asdict(each), seen] for score, each, seen in worst]
     OUT.write_text(json.dumps({"again": again, "found": found}, indent=1))
 
 
-def _again(made: Attack) -> float:
+def _again(made: Attack, nginx: bool) -> float:
     """The median score of an attack beside a new server."""
-    with tempfile.TemporaryDirectory() as directory, contextlib.closing(Field(Path(directory))) as field:
+    with _new_field(nginx) as field:
         return statistics.median(field.score(made)[0] for _ in range(REPEATS))
+
+
+@contextlib.contextmanager
+def _new_field(has_nginx: bool) -> Iterator[Field]:
+    with tempfile.TemporaryDirectory() as path, contextlib.closing(Field(Path(path), has_nginx=has_nginx)) as field:
+        yield field
 
 
 if __name__ == "__main__":

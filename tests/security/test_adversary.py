@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvpool_server.process.process_memory import KEEP_BYTES
-from tests.security.adversary import SEEDS, Field
+from tests.security.adversary import FLOODS, SEEDS, Attack, Field
 from tests.support.processes import wait_for
 
 pytestmark = pytest.mark.more
@@ -26,17 +26,27 @@ def field(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Field]:
         yield field
 
 
-def _scores(field: Field, name: str, is_right: Callable[[float], bool]) -> list[float]:
+def _scores(field: Field, attack: Attack, is_right: Callable[[float], bool]) -> list[float]:
     """Of an attack, up to one that is right."""
     scores: list[float] = []
     while len(scores) < TRIES and not (scores and is_right(scores[-1])):
-        scores.append(field.score(SEEDS[name])[0])
+        scores.append(field.score(attack)[0])
     return scores
 
 
 @pytest.mark.parametrize("name", SEEDS)
 def test_known_attacks_stay_in_bounds(field: Field, name: str) -> None:
-    assert min(scores := _scores(field, name, lambda score: score <= 1.0)) <= 1.0, scores
+    assert min(scores := _scores(field, SEEDS[name], lambda score: score <= 1.0)) <= 1.0, scores
+
+
+@pytest.mark.parametrize("name", FLOODS)
+def test_nginx_keeps_floods_in_bounds_that_the_server_alone_does_not(tmp_path: Path, name: str) -> None:
+    for has_nginx in (True, False):
+        directory = tmp_path / f"{has_nginx}"
+        directory.mkdir()
+        with contextlib.closing(Field(directory, has_nginx=has_nginx)) as field:
+            scores = _scores(field, FLOODS[name], lambda score: (score <= 1.0) == has_nginx)  # noqa: B023
+        assert (scores[-1] <= 1.0) == has_nginx, scores
 
 
 def test_the_memory_of_a_burst_is_returned(tmp_path: Path) -> None:
@@ -59,4 +69,4 @@ def test_the_memory_of_a_burst_is_returned(tmp_path: Path) -> None:
 def test_without_a_mechanism_its_attack_is_found(tmp_path: Path, mechanism: str, name: str) -> None:
     environment = {"UNMENDED": mechanism}
     with contextlib.closing(Field(tmp_path, "tests.security.unmended", environment)) as field:
-        assert max(scores := _scores(field, name, lambda score: score > 1.0)) > 1.0, scores
+        assert max(scores := _scores(field, SEEDS[name], lambda score: score > 1.0)) > 1.0, scores
