@@ -1,4 +1,4 @@
-"""The rules that pace new connections: in a network namespace, beside a host that connects without pause."""
+"""The rules that pace and bound connections: in a network namespace, beside a host that makes as many as it can."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 pytestmark = pytest.mark.more
 
 RULES = Path(__file__).parents[2] / "deploy" / "nftables" / "kvpool.nft"
-BURST, A_SECOND, SECONDS = 200, 50, 3
+BURST, A_SECOND, SECONDS, MOST_OPEN = 200, 50, 3, 64
 FLOOD = f"""
 import socket, struct, threading, time
 
@@ -49,10 +49,33 @@ connect("::1", "::1", 0)
 print(*counts.values())
 """
 
+HELD = f"""
+import socket
 
-def accepted(rules: str) -> tuple[int, int, int]:
-    """Connections that came through from a flood, from an honest host beside it, and from a flood over IPv6."""
-    begin = f"ip link set lo up && {rules} exec {sys.executable} -c '{FLOOD}'"
+server = socket.create_server(("::", 50051), family=socket.AF_INET6, backlog=4096, dualstack_ipv6=True)
+
+def connect(source, target, count):
+    held = []
+    for _ in range(count):
+        caller = socket.socket(socket.AF_INET6 if ":" in target else socket.AF_INET)
+        caller.settimeout(0.2)
+        caller.bind((source, 0))
+        try:
+            caller.connect((target, 50051))
+        except TimeoutError:
+            break
+        held.append(caller)
+    return held
+
+many = connect("127.0.0.2", "127.0.0.1", {2 * MOST_OPEN})
+few, many6 = connect("127.0.0.1", "127.0.0.1", 8), connect("::1", "::1", {2 * MOST_OPEN})
+print(len(many), len(few), len(many6))
+"""
+
+
+def accepted(rules: str, callers: str = FLOOD) -> tuple[int, int, int]:
+    """Connections that came through from one host, from an honest one beside it, and from one over IPv6."""
+    begin = f"ip link set lo up && {rules} exec {sys.executable} -c '{callers}'"
     done = subprocess.run(
         ["unshare", "--net", "sh", "-c", begin], capture_output=True, text=True, timeout=60, check=False
     )
@@ -61,10 +84,21 @@ def accepted(rules: str) -> tuple[int, int, int]:
     return flood, honest, flood6
 
 
-@pytest.mark.skipif(not shutil.which("nft") or os.geteuid() != 0, reason="needs nftables, and root for a namespace")
+needs_nft = pytest.mark.skipif(
+    not shutil.which("nft") or os.geteuid() != 0, reason="needs nftables, and root for a namespace"
+)
+
+
+@needs_nft
 def test_a_host_that_connects_without_pause_is_paced_and_others_are_not() -> None:
     most = BURST + 2 * A_SECOND * SECONDS
     unpaced, _, unpaced6 = accepted("")
     assert min(unpaced, unpaced6) > 2 * most
     paced, honest, paced6 = accepted(f"nft -f {RULES} &&")
     assert BURST <= paced <= most and BURST <= paced6 <= most and honest > 10 * SECONDS
+
+
+@needs_nft
+def test_a_host_has_a_bound_of_open_connections_and_others_have_theirs() -> None:
+    assert accepted("", HELD) == (2 * MOST_OPEN, 8, 2 * MOST_OPEN)
+    assert accepted(f"nft -f {RULES} &&", HELD) == (MOST_OPEN, 8, MOST_OPEN)
