@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from kvpool.client.client import Client
+from kvpool.protocol.errors import UnavailableError
 from kvpool.protocol.wire import RETRY_KEY
 from kvpool.security.principal import Role
 from kvpool.v1 import pool_pb2 as pb
@@ -52,6 +53,16 @@ def test_an_engine_reaches_its_server_through_nginx(field: Field, transport: str
         found = client.lookup(namespace, [run])
         loaded = client.get_blocks(namespace, found.lease_id, run)
         assert all(np.array_equal(*pair) for pair in zip(loaded, blocks, strict=True))
+
+
+def test_a_server_that_is_gone_is_one_sentence(field: Field) -> None:
+    identity = field.secured.identity(Role.OPERATOR)
+    field.secured.server.kill()
+    with (
+        Client(field.secured.config(field.nginx.endpoint, **identity)) as client,
+        pytest.raises(UnavailableError, match="nginx cannot reach the server"),
+    ):
+        client.admin.ping()
 
 
 def test_a_caller_beyond_its_calls_is_refused_and_another_is_not(field: Field) -> None:

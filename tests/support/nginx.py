@@ -13,7 +13,7 @@ from tests.support.processes import wait_for
 
 SHIPPED = Path(__file__).parents[2] / "deploy" / "nginx" / "kvpool.conf"
 STOP_S = 10.0
-_MAIN = """daemon off; pid {directory}/pid; error_log {log} warn; worker_processes 2;
+_MAIN = """daemon off; pid {directory}/pid; error_log {log} warn; worker_processes 2; worker_rlimit_nofile 32768;
 events {{ worker_connections 16384; }}
 http {{
   {paths}
