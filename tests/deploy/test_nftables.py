@@ -10,7 +10,10 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.more
+pytestmark = [
+    pytest.mark.more,
+    pytest.mark.skipif(not shutil.which("nft") or os.geteuid() != 0, reason="needs nftables, and root for a namespace"),
+]
 
 RULES = Path(__file__).parents[2] / "deploy" / "nftables" / "kvpool.nft"
 BURST, A_SECOND, SECONDS, MOST_OPEN = 200, 50, 3, 64
@@ -84,12 +87,6 @@ def accepted(rules: str, callers: str = FLOOD) -> tuple[int, int, int]:
     return flood, honest, flood6
 
 
-needs_nft = pytest.mark.skipif(
-    not shutil.which("nft") or os.geteuid() != 0, reason="needs nftables, and root for a namespace"
-)
-
-
-@needs_nft
 def test_a_host_that_connects_without_pause_is_paced_and_others_are_not() -> None:
     most = BURST + 2 * A_SECOND * SECONDS
     unpaced, _, unpaced6 = accepted("")
@@ -98,7 +95,6 @@ def test_a_host_that_connects_without_pause_is_paced_and_others_are_not() -> Non
     assert BURST <= paced <= most and BURST <= paced6 <= most and honest > 10 * SECONDS
 
 
-@needs_nft
 def test_a_host_has_a_bound_of_open_connections_and_others_have_theirs() -> None:
     assert accepted("", HELD) == (2 * MOST_OPEN, 8, 2 * MOST_OPEN)
     assert accepted(f"nft -f {RULES} &&", HELD) == (MOST_OPEN, 8, MOST_OPEN)

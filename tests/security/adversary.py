@@ -54,6 +54,7 @@ from kvpool.security.tokens import append_record, create_token
 from kvpool.v1 import pool_pb2 as pb
 from tests.support.calls import METHODS, SERVICE, Target, requests
 from tests.support.certificates import files_in, server_flags
+from tests.support.half_sent import PREFACE, frame
 from tests.support.nginx import Nginx
 from tests.support.processes import ServerProcess
 from tests.support.values import group_spec, namespace_spec
@@ -201,14 +202,13 @@ SEEDS = {
 }
 """What has slowed, filled or silenced a pool before."""
 FRAMES = {
-    "WINDOW_UPDATE": bytes((0, 0, 4, 8, 0, 0, 0, 0, 0, 0, 0, 0, 1)),
-    "SETTINGS": bytes((0, 0, 0, 4, 0, 0, 0, 0, 0)),
-    "PING": bytes((0, 0, 8, 6, 0, 0, 0, 0, 0)) + bytes(8),
-    "PRIORITY": bytes((0, 0, 5, 2, 0, 0, 0, 0, 5)) + bytes(5),
-    "unknown": bytes((0, 0, 64, 0x42, 0, 0, 0, 0, 0)) + bytes(64),
+    "WINDOW_UPDATE": frame(8, 0, 0, bytes((0, 0, 0, 1))),
+    "SETTINGS": frame(4, 0, 0),
+    "PING": frame(6, 0, 0, bytes(8)),
+    "PRIORITY": frame(2, 0, 5, bytes(5)),
+    "unknown": frame(0x42, 0, 0, bytes(64)),
 }
-"""Of no call: a kind of each, as sent (RFC 9113)."""
-GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + FRAMES["SETTINGS"]
+"""Of no call: one of each kind."""
 FLOODS = {
     "frames that give room": Attack("stranger", 1, 1, connections=32, frames="WINDOW_UPDATE"),
     "frames with settings": Attack("stranger", 1, 1, connections=32, frames="SETTINGS"),
@@ -216,7 +216,7 @@ FLOODS = {
         "engine", 1, 18, (Move("Ping", 1, "right", 5.0, 0.0, True),), connections=400
     ),
 }
-"""What has, through doors that nginx keeps."""
+"""What has slowed or silenced a pool without nginx before it."""
 
 
 def flood(picks: random.Random) -> Attack:
@@ -391,10 +391,10 @@ async def attack_for(attack: Attack, endpoint: str, ca: str, tokens: list[str], 
     return count
 
 
-def flood_for(frames: bytes, connections: int, endpoint: str, ca: str, seconds: float) -> int:
+def flood_for(kind: str, connections: int, endpoint: str, ca: str, seconds: float) -> int:
     """Sends a frame without a pause on each of many connections, and on others once hung up; returns how often."""
     host, _, port = endpoint.rpartition(":")
-    context, many, sent = ssl.create_default_context(cafile=ca), 1_000 * frames, [0] * connections
+    context, many, sent = ssl.create_default_context(cafile=ca), 1_000 * FRAMES[kind], [0] * connections
     context.set_alpn_protocols(["h2"])
     ends_at = time.monotonic() + seconds
 
@@ -405,12 +405,11 @@ def flood_for(frames: bytes, connections: int, endpoint: str, ca: str, seconds: 
                 socket.create_connection((host, int(port)), seconds) as plain,
                 context.wrap_socket(plain, server_hostname="localhost") as connection,
             ):
-                connection.sendall(GREETING)
+                connection.sendall(PREFACE + FRAMES["SETTINGS"])
                 while time.monotonic() < ends_at:
                     connection.sendall(many)
                     sent[nth] += 1_000
 
-    print("begin", flush=True)
     with ThreadPoolExecutor(connections) as threads:
         list(threads.map(send, range(connections)))
     return sum(sent)
@@ -661,7 +660,8 @@ def attack() -> None:
     moves, stock = tuple(Move(**move) for move in given["attack"].pop("moves")), Stock(**given["attack"].pop("stock"))
     made, about = Attack(**given["attack"], moves=moves, stock=stock), (given["endpoint"], given["ca"])
     if made.frames:
-        print(flood_for(FRAMES[made.frames], made.connections, *about, given["seconds"]))
+        print("begin", flush=True)
+        print(flood_for(made.frames, made.connections, *about, given["seconds"]))
     else:
         print(asyncio.run(attack_for(made, *about, given["tokens"], given["seconds"])))
 

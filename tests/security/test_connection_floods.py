@@ -6,14 +6,13 @@ Source: RFC 9113 (HTTP/2), 10.5, denial-of-service considerations.
 from __future__ import annotations
 
 import functools
-import socket
-import ssl
-import threading
 import time
-from contextlib import ExitStack, closing, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 from tests.conftest import StartServer
+from tests.security.adversary import flood_for
 from tests.support.half_sent import HalfSentCalls
 from tests.support.in_process_server import InProcessServer
 from tests.support.processes import wait_for
@@ -21,12 +20,8 @@ from tests.support.secured_server import SecuredServer
 
 MIB = 1 << 20
 NUM_PINGS, NUM_CONNECTIONS = 5_000, 4
-FLOOD_BYTES, FLOOD_S = 1024 * MIB, 6.0
+FLOOD_S = 6.0
 MOST_BYTES = 16 * MIB
-BEGUN = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
-"""What a client sends first: the preface, and settings that are empty."""
-WINDOW_UPDATE = bytes((0, 0, 4, 8, 0, 0, 0, 0, 0, 0, 0, 0, 1))
-"""A frame that lets the server send one more byte."""
 
 
 def test_a_flood_of_pings_is_answered_by_no_farewells() -> None:
@@ -41,30 +36,12 @@ def test_a_flood_of_pings_is_answered_by_no_farewells() -> None:
 
 
 def test_a_flood_of_frames_over_tls_fills_no_memory(tmp_path: Path, pool_server: StartServer) -> None:
-    server = SecuredServer(tmp_path, functools.partial(pool_server, is_executed=True), proof="tokens").server
-    host, _, port = server.endpoint.rpartition(":")
-    context = ssl.create_default_context()
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    context.set_alpn_protocols(["h2"])
-    frames, grown = 500 * WINDOW_UPDATE, 0
-
-    def send(stranger: ssl.SSLSocket) -> None:
-        with suppress(OSError):  # The server has hung up.
-            stranger.sendall(BEGUN)
-            for _ in range(FLOOD_BYTES // NUM_CONNECTIONS // len(frames)):
-                if time.monotonic() < ends_at:
-                    stranger.sendall(frames)
-
-    with ExitStack() as stack:
-        strangers = []
-        for _ in range(NUM_CONNECTIONS):
-            plain = stack.enter_context(socket.create_connection((host, int(port)), 10))
-            strangers.append(stack.enter_context(context.wrap_socket(plain)))
-        before, ends_at = server.own_bytes, time.monotonic() + FLOOD_S
-        threads = [threading.Thread(target=send, args=[stranger]) for stranger in strangers]
-        for thread in threads:
-            thread.start()
-        while any(thread.is_alive() for thread in threads):
+    secured = SecuredServer(tmp_path, functools.partial(pool_server, is_executed=True), proof="tokens")
+    server, grown = secured.server, 0
+    before, flood = server.own_bytes, ("WINDOW_UPDATE", NUM_CONNECTIONS, server.endpoint, secured.ca, FLOOD_S)
+    with ThreadPoolExecutor(1) as stranger:
+        sent = stranger.submit(flood_for, *flood)
+        while not sent.done():
             grown = max(grown, server.own_bytes - before)
             time.sleep(0.05)
-    assert grown < MOST_BYTES
+    assert sent.result() and grown < MOST_BYTES

@@ -42,7 +42,7 @@ from kvpool_server.events.ledger import Ledger
 from kvpool_server.events.messages import Encoder, History
 from kvpool_server.events.publisher import Publisher
 from kvpool_server.settings import config
-from tests.support.cpu_time import LongestPart
+from tests.support.cpu_time import MAX_CPU_S, LongestPart
 from tests.support.effort import effort
 from tests.support.integrity import check_integrity
 from tests.support.lying_pool import altered, flipped
@@ -53,8 +53,6 @@ from vllm_plugin.config import ConnectorConfig
 
 NUM_INPUTS = effort(1_000)
 NUM_DRAINS = effort(100)
-MAX_CPU_S = 2.0
-"""Of one input, on a busy machine."""
 
 
 @pytest.fixture(autouse=True)

@@ -41,7 +41,7 @@ from kvpool.protocol.types import PERMIT_BYTES, BlockRun, Chunk, PoolKey, PutSta
 from kvpool.transport.base import Local, Transfer
 from kvpool.transport.shm import ShmTransport
 from kvpool.v1 import pool_pb2 as pb
-from tests.support.cpu_time import LongestPart
+from tests.support.cpu_time import MAX_CPU_S, LongestPart
 from tests.support.effort import effort
 from tests.support.held import held_by
 from tests.support.lying_pool import LyingPool, altered
@@ -53,8 +53,6 @@ __all__ = ["tiny_model", "vllm_config"]
 PROMOTION_WAIT_MS, MAX_WAIT_S = 20, 5.0
 NUM_SEEDS = effort(560)
 """Examples of the fuzzed client; each is about 20 replies."""
-MAX_CPU_S = 2.0
-"""Of one call with its server, on a busy machine. The reply that an audit found took 5 s."""
 MAX_GROWTH_MIB = 100
 """Over all examples. The reply that the audit found took 2.8 GiB."""
 

@@ -7,6 +7,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+MAX_CPU_S = 2.0
+"""Of one input or call, on a busy machine. The reply that an audit found took 5 s."""
+
 
 class LongestPart:
     """The most CPU time of this process that one part took.

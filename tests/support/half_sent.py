@@ -9,13 +9,14 @@ import socket
 import struct
 import threading
 
-_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _DATA, _HEADERS, _RST, _SETTINGS, _PING, _GOAWAY, _WINDOW_UPDATE = 0, 1, 3, 4, 6, 7, 8
 _ACK, _END_HEADERS = 1, 4
 _FRAME = 16_384
 
 
-def _frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
+def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
+    """A frame of HTTP/2, as sent."""
     return struct.pack(">I", len(payload))[1:] + bytes((kind, flags)) + struct.pack(">I", stream) + payload
 
 
@@ -45,7 +46,7 @@ class HalfSentCalls:
         self._next_stream = 1
         self.ended: set[int] = set()
         self.sent_bytes = self.pongs = self.farewells = 0
-        self._socket.sendall(_PREFACE + _frame(_SETTINGS, 0, 0))
+        self._socket.sendall(PREFACE + frame(_SETTINGS, 0, 0))
         self._socket.settimeout(None)
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -62,7 +63,7 @@ class HalfSentCalls:
         with self._lock:
             stream, self._next_stream = self._next_stream, self._next_stream + 2
             self._windows[stream] = self._first_window
-            self._send(_frame(_HEADERS, _END_HEADERS, stream, _headers(path)))
+            self._send(frame(_HEADERS, _END_HEADERS, stream, _headers(path)))
         if declared_bytes:
             self._send_data(stream, b"\0" + struct.pack(">I", declared_bytes), timeout_s)
             while sent_bytes > 0 and stream not in self.ended:
@@ -78,12 +79,12 @@ class HalfSentCalls:
         with self._lock:
             streams = range(self._next_stream, self._next_stream + 2 * count, 2)
             self._next_stream = streams.stop
-            frames = (_frame(_HEADERS, _END_HEADERS, each, headers) + _frame(_RST, 0, each, code) for each in streams)
+            frames = (frame(_HEADERS, _END_HEADERS, each, headers) + frame(_RST, 0, each, code) for each in streams)
             self._send(b"".join(frames))
 
     def ping(self, count: int) -> None:
         """Sends pings, none of which awaits the answer to another."""
-        self._send(count * _frame(_PING, 0, 0, bytes(8)))
+        self._send(count * frame(_PING, 0, 0, bytes(8)))
 
     def close(self) -> None:
         self._socket.shutdown(socket.SHUT_RDWR)
@@ -102,7 +103,7 @@ class HalfSentCalls:
                 return False
             self._windows[0] -= len(payload)
             self._windows[stream] -= len(payload)
-            self._send(_frame(_DATA, 0, stream, payload))
+            self._send(frame(_DATA, 0, stream, payload))
             self.sent_bytes += len(payload)
         return True
 
@@ -125,11 +126,11 @@ class HalfSentCalls:
                     for open_stream in self._windows.keys() - {0}:
                         self._windows[open_stream] += value - self._first_window
                     self._first_window = value
-            self._send(_frame(_SETTINGS, _ACK, 0))
+            self._send(frame(_SETTINGS, _ACK, 0))
         elif kind == _PING and flags & _ACK:
             self.pongs += 1
         elif kind == _PING:
-            self._send(_frame(_PING, _ACK, 0, payload))
+            self._send(frame(_PING, _ACK, 0, payload))
         elif kind == _WINDOW_UPDATE:
             self._windows[stream] = self._windows.get(stream, 0) + int.from_bytes(payload, "big")
         elif kind == _RST or (kind == _HEADERS and flags & 1):

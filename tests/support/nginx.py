@@ -58,7 +58,7 @@ class Nginx:
         wait_for(self._is_up, "nginx's start")
 
     def close(self) -> None:
-        """Ends its processes."""
+        """Ends its processes: those of a killed one would go on."""
         self._process.terminate()
         self._process.wait(STOP_S)
 

@@ -18,7 +18,7 @@ from kvpool_server.tiers.peers.tier import PeersTier
 from kvpool_server.tiers.tier import TierError
 from testbed.pool_at_once import PoolAtOnce
 from tests.support.clock import FakeClock
-from tests.support.cpu_time import LongestPart
+from tests.support.cpu_time import MAX_CPU_S, LongestPart
 from tests.support.effort import effort
 from tests.support.lying_pool import LyingPool, altered
 from tests.support.values import block_hash, group_spec, namespace_spec, payload, run_of
@@ -27,7 +27,7 @@ SPEC = namespace_spec(group_spec(num_shards=2))
 BLOCK_BYTES = 512
 NAMES = [f"block {nth}" for nth in range(12)]
 LIE_SHARE = 0.7
-MAX_CPU_S, MAX_GROWTH_MIB = 2.0, 100
+MAX_GROWTH_MIB = 100
 
 
 def test_no_reply_of_a_peer_brings_a_server_down_or_becomes_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
