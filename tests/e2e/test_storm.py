@@ -20,7 +20,7 @@ pytestmark = pytest.mark.vllm
 
 SHARED = prompt(300, "storm")
 PROMPTS = [SHARED[: 60 * (nth % 6)] + prompt(20 + 5 * (nth % 16), f"storm {nth}") for nth in range(64)]
-MAX_TOKENS = 12
+MAX_TOKENS = 24
 STORMS: dict[str, dict[str, Any]] = {
     "llama": {"num_gpu_blocks_override": 48},
     "gemma3": {"num_gpu_blocks_override": 240},
