@@ -129,12 +129,12 @@ def test_speculative_decoding(
 
 
 TYPES_OF_KV: dict[str, dict[str, dict[str, Any]]] = {
-    "of the model": {"float32": {}, "bfloat16": {"dtype": "bfloat16"}, "float16": {"dtype": "float16"}},
+    "of the model": {"float32": {}, "bfloat16": {"dtype": "bfloat16"}},
     "fp8": {"float32": {}, "fp8": {"kv_cache_dtype": "fp8"}, "fp8_e5m2": {"kv_cache_dtype": "fp8_e5m2"}},
 }
 
 
-@pytest.mark.parametrize("types", ["of the model", pytest.param("fp8", marks=NEEDS_FP8_KV)])
+@pytest.mark.parametrize("types", ["of the model", pytest.param("fp8", marks=(MORE, NEEDS_FP8_KV))])
 def test_each_type_of_kv_has_blocks_of_its_own(
     types: str, tmp_path_factory: pytest.TempPathFactory, shapes_dir: Path, e2e_server: ServerProcess
 ) -> None:
@@ -162,5 +162,5 @@ def test_each_type_of_kv_has_blocks_of_its_own(
         assert {spec.kv_cache_dtype for spec in mine} == {"auto", "fp8", "fp8_e5m2"}
         assert re.search(why + "kv_cache_dtype: 'fp8_e5m2' here, 'fp8' in", logs["fp8_e5m2"])
     else:
-        assert {spec.model_dtype for spec in mine} == {"torch.float32", "torch.bfloat16", "torch.float16"}
+        assert {spec.model_dtype for spec in mine} == {"torch.float32", "torch.bfloat16"}
         assert re.search(why + "model_dtype: 'torch.bfloat16' here, 'torch.float32' in", logs["bfloat16"])

@@ -13,6 +13,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 import structlog
 
@@ -20,7 +21,7 @@ from kvpool import Client, ClientConfig
 from kvpool.security.principal import ALL_TENANTS, Principal, Role
 from kvpool.security.tokens import create_token
 from kvpool_server.process.logs import MAX_CHARS, MAX_EVENTS, MAX_FIELDS, LogEvents, wants_json
-from testbed.ports import free_endpoint, is_listening
+from testbed.ports import free_endpoint
 from tests.conftest import StartServer
 from tests.support.certificates import DAY
 from tests.support.processes import run_command, run_server, unread_pipe, wait_for
@@ -58,7 +59,8 @@ def test_a_call_does_not_fail_because_nobody_reads_the_log(log_format: str, has_
     command = [sys.executable, "-m", "kvpool_server", *flags]
     with unread_pipe(has_reader) as log, subprocess.Popen(command, stdout=log, stderr=log) as server:
         try:
-            wait_for(lambda: is_listening(int(endpoint.rpartition(":")[2])), "the server")
+            with grpc.insecure_channel(endpoint) as channel:  # A server tries its ports before it serves them.
+                grpc.channel_ready_future(channel).result(60)
             with Client(ClientConfig(endpoint, timeout_ms=30_000)) as client:
                 client.open_namespace(namespace_spec(group_spec()))  # Which the server logs.
             server.terminate()
