@@ -1,24 +1,38 @@
-"""Blocks that other servers keep for this one until it has read them."""
+"""Other servers, and the blocks that they keep for this one until it has read them."""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvpool_server.cache.entry import Group
+from kvpool_server.tiers.health import Health
 from kvpool_server.tiers.tier import BlockKey, keys_of
 
 if TYPE_CHECKING:
-    from kvpool_server.tiers.peers.peer import LeasedRun
-    from kvpool_server.tiers.peers.tier import Level
+    from kvpool_server.tiers.peers.peer import LeasedRun, Peer
 
 LEASE_MS, READ_MS = 5_000, 2_000
 """How long a peer keeps the blocks that it has found, until they are read; and how much of that a read may take."""
 MAX_LEASED = 1 << 16
 """Blocks that are leased and not read. Beyond it the oldest are forgotten, and their leases expire."""
+
+
+class Level:
+    """A peer, and whether it is asked and read."""
+
+    def __init__(self, endpoint: str, peer: Peer, clock: Callable[[], float]):
+        self.peer = peer
+        self.questions = Health(f"peer {endpoint}", clock)
+        self.reads = Health(f"bytes of peer {endpoint}", clock)
+        self.turn = asyncio.Semaphore(1)  # A slow peer keeps one thread from the others.
+        self.num_asking = 0
+        self.read_bytes = 0
+        self.worked_at = clock()
 
 
 @dataclass(slots=True, eq=False)

@@ -22,7 +22,7 @@ from kvpool_server.cache.entry import Entry, Group
 from kvpool_server.tiers.health import AWAY_S, Health
 from kvpool_server.tiers.peers.directory import Directory, is_announced
 from kvpool_server.tiers.peers.handover import HandOver
-from kvpool_server.tiers.peers.leases import Lease, Leases, neighbours
+from kvpool_server.tiers.peers.leases import Lease, Leases, Level, neighbours
 from kvpool_server.tiers.thread_pool import DaemonThreadPool
 from kvpool_server.tiers.tier import Block, Prompt, Tier, TierError, keys_of
 
@@ -38,8 +38,8 @@ CONTROL_MS, STALL_MS, DATA_MS = 500, 1_000, 5_000
 """Deadlines of a question to a peer, of a silence while it sends, and of a read."""
 QUESTIONS, READS = 4, 2
 """Threads for each. Two large reads fill the wire: one goes on while the next one's room is made."""
-ASKED_AT_ONCE, MAX_ASKING = 1, 16
-"""Questions to one peer, and those with which a slow one is behind: to further ones all its blocks are misses."""
+MAX_ASKING = 16
+"""Questions to one peer with which it is behind: to further ones all its blocks are misses."""
 CLOSE_S = 2.0
 WATCH_S, FORGET_S = 5.0, 60.0
 """How often servers are asked whether they answer, and after how long without an answer one that only the directory has
@@ -51,19 +51,6 @@ MAX_WHY_CHARS = 200
 AWAY = f"not asked for up to {AWAY_S[1]:.0f} s, because a call has failed"
 MAX_PEERS = 64
 """Servers that are reached; the one that was not asked for longest gives way."""
-
-
-class Level:
-    """A peer, and whether it is asked and read."""
-
-    def __init__(self, endpoint: str, peer: Peer, clock: Callable[[], float]):
-        self.peer = peer
-        self.questions = Health(f"peer {endpoint}", clock)
-        self.reads = Health(f"bytes of peer {endpoint}", clock)
-        self.turn = asyncio.Semaphore(ASKED_AT_ONCE)
-        self.num_asking = 0
-        self.read_bytes = 0
-        self.worked_at = clock()
 
 
 class PeersTier(Tier):
