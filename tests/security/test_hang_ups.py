@@ -40,16 +40,22 @@ def server(log: Path) -> Iterator[InProcessServer]:
     audit.close()
 
 
-def test_a_clear_whose_caller_hangs_up_clears_the_tiers_and_is_logged(
+def _is_served(server: InProcessServer) -> bool:
+    with contextlib.suppress(grpc.RpcError):
+        return bool(server.stub.Ping(pb.PingRequest(), timeout=10).version)
+    return False
+
+
+def test_a_clear_whose_caller_hangs_up_clears_the_tiers_is_logged_and_counts_as_a_call(
     server: InProcessServer, log: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    began, go_on, ended = threading.Event(), threading.Event(), threading.Event()
+    monkeypatch.setattr(grpc_server, "MAX_CALLS", 2)
+    began, go_on, ended = threading.Event(), asyncio.Event(), threading.Event()
     clear = TieredPool.clear
 
     async def slow(tiered: TieredPool, fingerprint: bytes = b"") -> int:
         began.set()
-        while not go_on.is_set():
-            await asyncio.sleep(0.01)
+        await go_on.wait()
         count = await clear(tiered, fingerprint)
         ended.set()
         return count
@@ -58,100 +64,53 @@ def test_a_clear_whose_caller_hangs_up_clears_the_tiers_and_is_logged(
     call = server.stub.Clear.future(pb.ClearRequest())
     assert began.wait(10)
     call.cancel()
-    server.stub.Ping(pb.PingRequest(), timeout=10)  # The server has seen that the caller has hung up.
-    wait_for(lambda: [(each["call"], each["outcome"]) for each in entries(log)] == [("Clear", "CANCELLED")], "the line")
-    assert not ended.is_set()
-    go_on.set()
-    assert ended.wait(10)
-
-
-def test_work_without_effects_ends_when_its_caller_hangs_up(
-    server: InProcessServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    begun: list[int] = []
-    ended = threading.Event()
-
-    def endless(*_: Any, **__: Any) -> Steps[Any]:
-        try:
-            while True:
-                begun.append(1)
-                yield
-        finally:
-            ended.set()
-
-    fingerprint = server.on_loop(lambda: server.pool.open_namespace(namespace_spec())[0].fingerprint)
-    monkeypatch.setattr(Lookups, "find", endless)
-    question = pb.ExistsRequest(namespace=fingerprint, runs=wire.encode_runs([run_of("block")]))
-    call = server.stub.Exists.future(question, timeout=30)
-    wait_for(lambda: len(begun) > 1, "the work to go on")
-    call.cancel()
-    assert ended.wait(10)
-
-
-def test_a_change_that_goes_on_for_a_caller_who_hung_up_counts_as_a_call(
-    server: InProcessServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(grpc_server, "MAX_CALLS", 2)
-    began, go_on = threading.Event(), asyncio.Event()
-
-    async def slow(_: TieredPool, fingerprint: bytes = b"") -> int:
-        began.set()
-        await go_on.wait()
-        return 0
-
-    monkeypatch.setattr(TieredPool, "clear", slow)
-    call = server.stub.Clear.future(pb.ClearRequest())
-    assert began.wait(10)
-    call.cancel()
     wait_for(call.done, "the end of the call")
     with pytest.raises(grpc.RpcError, match="1 calls of this caller are under way"):
         server.stub.Ping(pb.PingRequest(), timeout=10)
+    wait_for(lambda: [(each["call"], each["outcome"]) for each in entries(log)] == [("Clear", "CANCELLED")], "the line")
     monkeypatch.setattr(grpc_server, "MAX_CALLS", 1)  # None is left for any caller.
     with grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel:
         check = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
     assert check.status == check.SERVING, "it has a reserve"
     monkeypatch.setattr(grpc_server, "MAX_CALLS", 2)
+    assert not ended.is_set()
     server.on_loop(go_on.set)
-
-    def is_served() -> bool:
-        with contextlib.suppress(grpc.RpcError):
-            return bool(server.stub.Ping(pb.PingRequest(), timeout=10).version)
-        return False
-
-    wait_for(is_served, "the end of the change")
+    assert ended.wait(10)
+    wait_for(lambda: _is_served(server), "the end of the change")
 
 
-def test_work_that_goes_on_for_a_caller_who_hung_up_counts_as_a_call(
-    server: InProcessServer, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("method", ["Exists", "Lookup"])
+def test_work_whose_caller_hangs_up_ends_if_it_has_no_effects_and_else_counts_as_calls(
+    server: InProcessServer, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     monkeypatch.setattr(grpc_server, "MAX_CALLS", 6)
-    go_on = threading.Event()
-    began: list[int] = []
+    go_on, begun, num_ended = threading.Event(), 0, 0
     find = Lookups.find
 
     def slow(lookups: Lookups, *arguments: Any, **options: Any) -> Steps[Any]:
-        began.append(1)
-        while not go_on.is_set():
-            yield
-        return (yield from find(lookups, *arguments, **options))
+        nonlocal begun, num_ended
+        begun += 1
+        try:
+            while not go_on.is_set():
+                yield
+            return (yield from find(lookups, *arguments, **options))
+        finally:
+            num_ended += 1
 
     fingerprint = server.on_loop(lambda: server.pool.open_namespace(namespace_spec())[0].fingerprint)
     monkeypatch.setattr(Lookups, "find", slow)
-    question = pb.LookupRequest(namespace=fingerprint, runs=wire.encode_runs([run_of("block")]))
+    make, ask = getattr(pb, f"{method}Request"), getattr(server.stub, method)
+    question = make(namespace=fingerprint, runs=wire.encode_runs([run_of("block")]))
     for nth in range(1, 4):
-        call = server.stub.Lookup.future(question, timeout=30)
-        wait_for(lambda nth=nth: len(began) == nth, "the lookup to begin")
+        call = ask.future(question, timeout=30)
+        wait_for(lambda nth=nth: begun == nth, "the work to begin")
         call.cancel()
-    with pytest.raises(grpc.RpcError) as refused:
-        server.stub.Lookup(question, timeout=10)
-    assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert "3 calls of this caller are under way" in refused.value.details()
+        if method == "Exists":
+            wait_for(lambda nth=nth: num_ended == nth, "the end of the work")
+    if method == "Lookup":
+        with pytest.raises(grpc.RpcError, match="3 calls of this caller are under way") as refused:
+            ask(question, timeout=10)
+        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert not num_ended
     go_on.set()
-
-    def is_served() -> bool:
-        try:
-            return bool(server.stub.Lookup(question, timeout=10))
-        except grpc.RpcError:
-            return False
-
-    wait_for(is_served, "the caller's calls to end")
+    wait_for(lambda: _is_served(server) and num_ended == 3, "the end of all work")
