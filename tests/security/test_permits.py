@@ -1,8 +1,9 @@
-"""What a client keeps of a permit once its ticket or lease has ended: nothing."""
+"""A data port beside clients that keep permits of ended tickets and leases, and connections that move no bytes."""
 
 from __future__ import annotations
 
 import itertools
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, suppress
@@ -13,8 +14,8 @@ import pytest
 
 from kvpool.protocol import wire
 from kvpool.protocol.errors import OutOfSpaceError
-from kvpool.protocol.types import BlockRun, PutReceipt, ShardRange
-from kvpool.transport.data_port import Kind, Reply, Status
+from kvpool.protocol.types import PutReceipt, ShardRange
+from kvpool.transport.data_port import Header, Kind, Reply, Status, pack_offsets
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.leases import Found
@@ -23,12 +24,11 @@ from kvpool_server.cache.steps import LOOKUP_STEP_BLOCKS
 from kvpool_server.data_plane import worker
 from kvpool_server.data_plane.permits import PermitTable
 from testbed.pool_at_once import PoolAtOnce
-from tests.conftest import Connect, StartServer
 from tests.support.data_client import DataClient
 from tests.support.in_process_server import InProcessServer
 from tests.support.integrity import check_integrity
-from tests.support.processes import ServerProcess, wait_for
-from tests.support.values import group_spec, namespace_spec, payload, run_of
+from tests.support.processes import wait_for
+from tests.support.values import group_spec, namespace_spec, run_of
 from tests.support.workers import Port, data_port
 
 MIB = 1 << 20
@@ -38,6 +38,9 @@ NUM_SLOTS = 4
 
 FULL_S = 1.0
 """A worker that sends nothing for so long waits for its client; a busy machine does not pause it for as long."""
+
+NUM_SILENT = 40
+PROVE_S = 0.5
 
 WHOLE = ShardRange(0, 1)
 FORGED = b"\xbb"
@@ -62,112 +65,6 @@ class Use:
         with suppress(ConnectionError):  # The worker has hung up after its answer.
             client.move(0, len(self.offsets), BLOCK_BYTES, written)
         return client.reply()
-
-
-class Tenants:
-    """A server whose arena has `NUM_SLOTS` slots, two tenants of it, and raw connections to its data port."""
-
-    def __init__(self, server: ServerProcess, connect: Connect):
-        self.server = server
-        self.intruder, self.victim = connect(server, transport="tcp"), connect(server, transport="tcp")
-        self._theirs = self.intruder.open_namespace(namespace_spec(group_spec(chunk_bytes=BLOCK_BYTES), tenant="a"))
-        self.victims = self.victim.open_namespace(namespace_spec(group_spec(chunk_bytes=BLOCK_BYTES), tenant="b"))
-        self._port = self.intruder.rpc.open_namespace(self._theirs.spec).data_port
-
-    def data_client(self) -> DataClient:
-        return DataClient(self._port.port, self._port.nonce)
-
-    def put_start(self) -> Use:
-        """The intruder's permit to write its own block."""
-        grant = self.intruder.rpc.put_start(self._theirs, [run_of("intruder")], WHOLE)
-        return Use(Kind.WRITE, grant.ticket_id, tuple(grant.offsets), grant.permit)
-
-    def put(self) -> None:
-        self.intruder.put_blocks(self._theirs, run_of("intruder"), [payload("intruder", BLOCK_BYTES)])
-
-    def get(self, *, locate: bool) -> Use:
-        """The intruder's permit to read its own block, from a lookup's answer or from a get's."""
-        run = run_of("intruder")
-        found = self.intruder.lookup(self._theirs, [run], locate=locate)
-        if locate:
-            (slots,) = found.slots
-            offsets = tuple(np.frombuffer(slots.offsets, "<u8").tolist())
-            return Use(Kind.READ, found.lease_id, offsets, slots.permit)
-        located = next(self.intruder.rpc.locate(self._theirs, found.lease_id, [[run]], WHOLE))
-        return Use(Kind.READ, found.lease_id, tuple(located.offsets), located.permit)
-
-    def fill(self) -> None:
-        """The victim puts blocks into every slot."""
-        self.intruder.admin.clear()
-        blocks = [payload(nth, BLOCK_BYTES) for nth in range(NUM_SLOTS)]
-        self.victim.put_blocks(self.victims, self._run(), blocks)
-
-    def check(self) -> None:
-        """The victim's blocks are as the victim put them."""
-        lease_id = self.victim.lookup(self.victims, [self._run()]).lease_id
-        blocks = self.victim.get_blocks(self.victims, lease_id, self._run())
-        for nth, block in enumerate(blocks):
-            assert block is not None and np.array_equal(block, payload(nth, BLOCK_BYTES))
-
-    def can_fill(self) -> bool:
-        """Whether the victim gets every slot."""
-        try:
-            self.fill()
-        except OutOfSpaceError:
-            return False
-        return True
-
-    @staticmethod
-    def _run() -> BlockRun:
-        return run_of(*range(NUM_SLOTS))
-
-
-@pytest.fixture
-def pool(pool_server: StartServer, connect: Connect) -> Tenants:
-    server = pool_server("--memory", f"{NUM_SLOTS * BLOCK_BYTES}", "--grace-ms", "3600000", "--data-workers", "1")
-    return Tenants(server, connect)
-
-
-@pytest.fixture
-def client(pool: Tenants) -> Iterator[DataClient]:
-    with pool.data_client() as client:
-        yield client
-
-
-@pytest.mark.parametrize("end", ["put_end", "put_revoke"])
-def test_a_ticket_that_has_ended_writes_nothing(pool: Tenants, client: DataClient, end: str) -> None:
-    use = pool.put_start()
-    assert use.try_on(client) is Status.OK
-    if end == "put_end":
-        assert pool.intruder.rpc.put_end(use.holding_id, [0]).num_complete == 1
-    else:
-        assert pool.intruder.rpc.put_revoke(use.holding_id)
-    pool.fill()
-    with pool.data_client() as another:  # It has not shown the permit before.
-        assert [use.try_on(each) for each in (client, another)] == [Status.EXPIRED] * 2
-    pool.check()
-
-
-@pytest.mark.parametrize("locate", [False, True], ids=["of a get", "of a lookup"])
-def test_a_lease_that_has_ended_reads_nothing(pool: Tenants, client: DataClient, locate: bool) -> None:
-    pool.put()
-    use = pool.get(locate=locate)
-    assert use.try_on(client) is Status.OK
-    assert client.receive(BLOCK_BYTES) == payload("intruder", BLOCK_BYTES).tobytes()
-    assert pool.intruder.release([use.holding_id]) == 1
-    pool.fill()
-    with pool.data_client() as another:
-        assert [use.try_on(each) for each in (client, another)] == [Status.EXPIRED] * 2
-
-
-def test_a_lease_that_lives_on_keeps_its_slots_through_a_clear(pool: Tenants, client: DataClient) -> None:
-    pool.put()
-    use = pool.get(locate=False)
-    assert not pool.can_fill(), "a slot under a lease was given to another"
-    assert use.try_on(client) is Status.OK
-    assert client.receive(BLOCK_BYTES) == payload("intruder", BLOCK_BYTES).tobytes()
-    pool.intruder.release([use.holding_id])
-    assert pool.can_fill()
 
 
 class PooledPort:
@@ -199,7 +96,7 @@ class PooledPort:
         return Use(kind, holding_id, offsets, self.port.permit(kind, holding_id, offsets, BLOCK_BYTES))
 
     def client(self) -> DataClient:
-        return DataClient(self.port.info.port, self.port.info.nonce)
+        return _client(self.port)
 
     def num_free(self) -> int:
         """Slots that the next put can have, besides those of blocks that it evicts."""
@@ -215,6 +112,27 @@ class PooledPort:
 def pooled() -> Iterator[PooledPort]:
     with data_port(NUM_SLOTS * BLOCK_BYTES) as port:
         yield PooledPort(port)
+
+
+@pytest.mark.parametrize("end", ["put_end", "put_revoke", "release"])
+def test_a_permit_ends_with_its_ticket_or_lease(pooled: PooledPort, end: str) -> None:
+    pool, arena = pooled.pool, pooled.port.arena
+    use = pooled.put_start("mine")
+    if end == "release":
+        pool.put_end(use.holding_id, [0])
+        use = pooled.lookup("mine")
+    with pooled.client() as client, pooled.client() as another:
+        assert use.try_on(client) is Status.OK
+        if end == "put_end":
+            assert pool.put_end(use.holding_id, [0]).num_complete == 1
+        elif end == "put_revoke":
+            assert pool.put_revoke(use.holding_id)
+        else:
+            assert client.receive(BLOCK_BYTES) == bytes(BLOCK_BYTES)
+            assert pool.release([use.holding_id]) == 1
+        arena[:] = 2  # The next owner's.
+        assert [use.try_on(each) for each in (client, another)] == [Status.EXPIRED] * 2
+    assert (arena == 2).all()
 
 
 @pytest.mark.parametrize("end", ["put_end", "put_revoke"])
@@ -241,27 +159,6 @@ def test_a_write_under_way_ends_with_its_ticket(pooled: PooledPort, end: str, mo
         with suppress(ConnectionError):
             client.socket.sendall(FORGED * MIB)
         assert np.array_equal(pooled.port.arena, before)
-
-
-def test_a_shard_is_not_granted_again_while_its_last_writer_writes(pooled: PooledPort) -> None:
-    """The next writer of the block gets another slot, although the block's first shard lives on in this one."""
-    pool, spec = pooled.pool, namespace_spec(group_spec(chunk_bytes=MIB, num_shards=2))
-    pool.open_namespace(spec)
-
-    def grant(shard: int) -> Use:
-        made = pool.put_start(spec.fingerprint(), [run_of("mine")], ShardRange(shard, 1), 60_000)
-        permit = pooled.port.permit(Kind.WRITE, made.ticket_id, made.offsets, MIB)
-        return Use(Kind.WRITE, made.ticket_id, made.offsets, permit)
-
-    pool.put_end(grant(0).holding_id, [0])
-    second = grant(1)
-    with pooled.client() as client:
-        client.show(Kind.WRITE, second.holding_id, second.offsets, MIB, second.permit)
-        client.move(0, 1, MIB, FORGED)
-        pooled.wait_for_transfer(second)
-        assert pool.put_revoke(second.holding_id)
-        assert grant(1).offsets != second.offsets
-        check_integrity(pool)
 
 
 def test_a_read_under_way_keeps_its_slot_until_it_has_ended(pooled: PooledPort) -> None:
@@ -329,3 +226,97 @@ def test_nobody_has_a_permit_of_a_hold_that_ended_before_the_answer() -> None:
         for _ in range(8):
             hits = server.stub.Lookup(request, timeout=60).hits[0]
             assert (hits.num_leading, hits.permit) == (count, b"")
+
+
+# Connections that move nothing: `test_admission.py` has the rules by which they make room
+
+
+@pytest.fixture
+def port() -> Iterator[Port]:
+    with data_port(MIB) as port:
+        yield port
+
+
+@pytest.fixture
+def impatient_port(monkeypatch: pytest.MonkeyPatch, port: Port) -> Port:
+    """A port that soon hangs up on a client that has shown no permit."""
+    monkeypatch.setattr(worker, "PROVE_S", PROVE_S)
+    return port
+
+
+def _client(port: Port) -> DataClient:
+    return DataClient(port.info.port, port.info.nonce)
+
+
+def _trickle(client: DataClient, sent: bytes) -> None:
+    """Sends bytes one by one, slowly, until the worker hangs up."""
+    for nth in range(len(sent)):
+        client.socket.sendall(sent[nth : nth + 1])
+        time.sleep(PROVE_S / 20)
+    raise AssertionError("the worker listened to the last byte")
+
+
+def test_a_client_without_a_permit_is_hung_up_on(impatient_port: Port) -> None:
+    with _client(impatient_port) as client:
+        assert client.socket.recv(1) == b""
+
+
+@pytest.mark.parametrize("num_offsets", [1, 30], ids=["in the header", "in the offsets"])
+def test_a_permit_that_trickles_is_not_waited_for(impatient_port: Port, num_offsets: int) -> None:
+    port = impatient_port
+    offsets = list(range(num_offsets))
+    permit = port.permit(Kind.READ, 1, offsets, 64)
+    header = Header(Kind.READ, 0, num_offsets, 64, holding_id=1, permit=permit).encode()
+    with _client(port) as client:
+        if num_offsets > 1:
+            client.socket.sendall(header)
+            header = b""
+        with pytest.raises(ConnectionError):
+            _trickle(client, header + pack_offsets(offsets).tobytes())
+
+
+def test_silent_connections_keep_nobody_from_the_data_port() -> None:
+    with data_port(MIB, max_connections=4) as port, ExitStack() as stack, _client(port) as proven:
+        proven.show(Kind.READ, 1, [0], 64, port.permit(Kind.READ, 1, [0], 64))
+        for _ in range(NUM_SILENT):
+            stack.enter_context(socket.create_connection(("127.0.0.1", port.info.port), timeout=10))
+        assert _is_served(port)
+        proven.move(0, 1, 64)
+        assert proven.reply() is Status.OK
+
+
+def test_a_client_with_a_permit_may_pause(port: Port, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "PROVE_S", 4 * PROVE_S)  # A busy machine may pause before the permit is shown.
+    with _client(port) as client:
+        client.show(Kind.READ, 1, [0], 64, port.permit(Kind.READ, 1, [0], 64))
+        time.sleep(5 * PROVE_S)
+        client.move(0, 1, 64)
+        assert client.reply() is Status.OK
+
+
+@pytest.mark.parametrize("stalls", ["before the offsets", "in a write", "in a read"])
+def test_a_client_that_stalls_makes_room_for_another(stalls: str) -> None:
+    nbytes = 64 * MIB  # More than the sockets' buffers hold.
+    kind = Kind.READ if stalls == "in a read" else Kind.WRITE
+    with data_port(nbytes, max_connections=1) as port, _client(port) as stalled:
+        stalled.show(kind, 1, [0], nbytes, port.permit(kind, 1, [0], nbytes))
+        if stalls == "before the offsets":
+            permit = port.permit(kind, 2, [0], nbytes)
+            stalled.socket.sendall(Header(kind, 0, 1, nbytes, holding_id=2, permit=permit).encode())
+        else:
+            stalled.move(0, 1, nbytes)
+        ends_at = time.monotonic() + worker.STALL_S / 2
+        while not _is_served(port):
+            assert time.monotonic() < ends_at
+            time.sleep(0.1)
+
+
+def _is_served(port: Port) -> bool:
+    """Whether a new client gets bytes."""
+    try:
+        with _client(port) as client:
+            client.show(Kind.READ, 3, [0], 64, port.permit(Kind.READ, 3, [0], 64))
+            client.move(0, 1, 64)
+            return client.reply() is Status.OK
+    except ConnectionRefusedError:
+        return False
