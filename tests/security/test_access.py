@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import datetime as dt
+import os
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,32 +14,37 @@ from typing import Any
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvpool.client.client import Client
 from kvpool.client.config import ClientConfig
 from kvpool.protocol.errors import (
     ConfigError,
-    IncompatibleNamespaceError,
     PermissionDeniedError,
     UnauthenticatedError,
     UnavailableError,
     UnknownNamespaceError,
 )
 from kvpool.protocol.namespace import MEASUREMENT_MODEL
+from kvpool.protocol.pieces import MESSAGE_BYTES
 from kvpool.protocol.types import Quota
+from kvpool.security import watched_files
 from kvpool.security.certificates import Authority
 from kvpool.security.principal import ALL_TENANTS, Principal, Role
 from kvpool.security.tls import TlsFiles
-from kvpool.security.tokens import append_record, create_token, read_records
-from kvpool.security.watched_files import LOOK_EVERY_S, WatchedFiles
-from kvpool_server.access.authentication import Tokens
+from kvpool.security.tokens import create_token, read_records
+from kvpool.security.watched_files import WatchedFiles
+from kvpool_server.access.authentication import Credential, DenyList, Tokens
 from kvpool_server.access.caller import CALLER, CALLS, check_measurement
+from kvpool_server.rpc.handlers import SERVICE_NAME
 from tests.security.conftest import Deployment
+from tests.support.audit_log import entries
 from tests.support.calls import METHODS, Target, outcome
 from tests.support.certificates import DAY, files_in, forge, server_flags
-from tests.support.processes import ServerProcess, run_server
-from tests.support.recorder import Recorder
-from tests.support.values import block_hash, namespace_spec, payload, run_of
+from tests.support.processes import ServerProcess, wait_for
+from tests.support.secured_server import SecuredServer, principal_of
+from tests.support.values import namespace_spec
+from vllm_plugin.session import MAY_NOT_LIST, Session
 
 
 def test_the_table_has_every_rpc_and_no_other() -> None:
@@ -48,38 +57,44 @@ def test_each_role_may_call_what_the_table_says(deployment: Deployment, role: Ro
     with deployment.client(role) as client:
         target = Target(deployment.fingerprints["acme"])
         may = {method for method in METHODS if outcome(client, method, target).code not in refused}
-    assert may == CALLS[role]
+        found = client.admin.whoami()
+    assert may == set(found.methods) == CALLS[role]
+    assert found.principal == str(principal_of(role))
+    assert 364 <= (found.ends_at - time.time()) / 86_400 <= 365
     deployment.fingerprints["acme"] = deployment.store("acme")  # The operators have cleared it.
 
 
-@pytest.mark.parametrize("version", ["TLSv1.2", ""])
-def test_a_token_over_old_tls_is_refused(version: str, tmp_path: Path) -> None:
-    known = tmp_path / "tokens"
-    token, record = create_token(Principal("acme", Role.ENGINE_WRITE), DAY)
-    append_record(known, record)
-    who = Tokens(WatchedFiles([str(known)], lambda: read_records(known)))
+def test_a_token_is_in_force_over_new_tls_until_it_is_removed_denied_or_ends(tmp_path: Path) -> None:
+    known, denied = tmp_path / "tokens", tmp_path / "denied"
+    denied.touch()
+    tokens = {name: create_token(Principal(name, Role.ENGINE_WRITE), DAY) for name in ("removed", "denied", "acme")}
+    known.write_text("".join(record.line() for _, record in tokens.values()))
+    records, deny_list = WatchedFiles([str(known)], lambda: read_records(known)), DenyList(str(denied))
+    who = Tokens(records, deny_list)
 
-    def call(version: str) -> Any:
+    def call(name: str, version: str = "TLSv1.3") -> Credential:
         told = {"ssl_tls_version": [version.encode()]} if version else {}
-        metadata = (("authorization", f"Bearer {token}"),)
+        metadata = (("authorization", f"Bearer {tokens[name][0]}"),)
         context: Any = SimpleNamespace(auth_context=lambda: told, invocation_metadata=lambda: metadata)
         return who(context)
 
-    assert call("TLSv1.3").principal == record.principal
-    with pytest.raises(UnauthenticatedError, match=r"use TLS 1\.3"):
-        call(version)
-
-
-def test_a_tenant_opens_its_own_namespaces_only(deployment: Deployment) -> None:
-    with deployment.client(Role.ENGINE_WRITE, "acme") as client:
-        for tenant in ("umbra", ""):
-            with pytest.raises(PermissionDeniedError, match="give tenant 'acme'"):
-                client.rpc.open_namespace(namespace_spec(tenant=tenant))  # `open_namespace` fills an empty tenant.
-        spec = namespace_spec(tenant="acme")
-        with pytest.raises(UnknownNamespaceError):
-            client.open_namespace(spec, deployment.fingerprints["umbra"])
-        with pytest.raises(IncompatibleNamespaceError):
-            client.open_namespace(spec, deployment.fingerprints["acme"])
+    running = {name: call(name) for name in tokens}
+    assert running["acme"].principal == tokens["acme"][1].principal
+    for version in ("TLSv1.2", ""):
+        with pytest.raises(UnauthenticatedError, match=r"use TLS 1\.3"):
+            call("acme", version)
+    known.write_text("".join(record.line() for name, (_, record) in tokens.items() if name != "removed"))
+    denied.write_text(tokens["denied"][1].digest)
+    for each in (records, deny_list):
+        each.look(at_once=True)
+    for name, why in (("removed", "unknown"), ("denied", "deny list")):
+        with pytest.raises(UnauthenticatedError, match=why):
+            call(name)
+        with pytest.raises(UnauthenticatedError, match=why):
+            who.checked(running[name])
+    assert who.checked(running["acme"]) == call("acme")
+    with pytest.raises(UnauthenticatedError, match="ended at"):
+        who.checked(dataclasses.replace(running["acme"], ends_at=dt.datetime.now(dt.UTC) - DAY))
 
 
 def test_who_only_reads_opens_namespaces_that_are_open(deployment: Deployment) -> None:
@@ -88,18 +103,16 @@ def test_who_only_reads_opens_namespaces_that_are_open(deployment: Deployment) -
         with pytest.raises(UnknownNamespaceError, match="a caller that only reads cannot create it"):
             reader.open_namespace(spec)
         assert writer.open_namespace(spec).fingerprint == reader.open_namespace(spec).fingerprint
+        with pytest.raises(PermissionDeniedError, match="give tenant 'acme'"):
+            writer.open_namespace(namespace_spec(tenant="umbra"))
 
 
-def test_a_tenant_lists_its_own_namespaces_and_quotas_only(deployment: Deployment) -> None:
+def test_a_tenant_lists_its_own_quotas_only(deployment: Deployment) -> None:
     with deployment.client(Role.OPERATOR) as operator:
         operator.admin.set_quotas([Quota("tenant:umbra", 1 << 30), Quota("tenant:acme", 1 << 30)])
-        assert {info.spec.tenant for info in operator.admin.namespaces()} >= {"acme", "umbra"}
         assert len(operator.admin.quotas()) == 2
     with deployment.client(Role.TENANT_OPERATOR) as client:
-        assert {info.spec.tenant for info in client.admin.namespaces()} == {"acme"}
         assert [quota.subject for quota in client.admin.quotas()] == ["tenant:acme"]
-        with pytest.raises(PermissionDeniedError, match="Clear of all namespaces"):
-            client.admin.clear()
         with pytest.raises(PermissionDeniedError, match="needs operator or metrics; a tenant-operator sees"):
             client.admin.stats()  # It counts the blocks of all tenants.
 
@@ -169,91 +182,17 @@ def test_who_proves_nothing_is_not_heard(deployment: Deployment, tmp_path: Path,
         client.admin.ping()
 
 
-def test_a_client_does_not_talk_to_who_is_no_server(deployment: Deployment, tmp_path: Path) -> None:
-    files = deployment.files(Role.ENGINE_WRITE)
-    foreign = Authority.create(tmp_path / "foreign").directory / "ca" / "ca.crt"
-    config = deployment.config(tls=TlsFiles(str(foreign), files.cert, files.key))
-    with Client(config) as client, pytest.raises(UnavailableError):
-        client.admin.ping()
-
-
-def test_a_recorder_on_the_wire_finds_no_byte_of_a_block(deployment: Deployment) -> None:
-    block = payload("secret", 256)
-    with Recorder(deployment.server.endpoint) as recorder:
-        files = deployment.files(Role.ENGINE_WRITE)
-        config = ClientConfig(recorder.endpoint, "grpc", timeout_ms=10_000, tls=files)
-        with Client(config) as client:
-            namespace = client.open_namespace(namespace_spec(tenant="acme", model="secret/model"))
-            client.put_blocks(namespace, run_of("secret"), [block])
-            found = client.lookup(namespace, [run_of("secret")])
-            (loaded,) = client.get_blocks(namespace, found.lease_id, run_of("secret"))
-        assert bytes(loaded) == block.tobytes()
-        recorder.shutdown()
-        seen = bytes(recorder.seen)
-    assert len(seen) > 2 * len(block)
-    for secret in (block.tobytes()[:16], block_hash("secret")[:16], b"secret/model", b"acme"):
-        assert secret not in seen
-
-
-def test_a_clients_certificate_is_replaced_while_calls_go_on(deployment: Deployment) -> None:
+def test_a_clients_certificate_is_replaced_while_calls_go_on(
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The server's: `test_unix_socket.py` and `test_http.py`."""
-    before = deployment.files(Role.ENGINE_WRITE)
-    with Client(deployment.config(tls=before)) as client:
-        namespace = client.open_namespace(namespace_spec(tenant="acme"))
-
-        def call() -> int:
-            client.admin.ping()
-            return client.lookup(namespace, [run_of("nothing")]).hits[0].num_leading
-
-        assert call() == 0
+    monkeypatch.setattr(watched_files, "LOOK_EVERY_S", 0.1)
+    with Client(deployment.config(tls=deployment.files(Role.ENGINE_WRITE))) as client:
         deployment.files(Role.ENGINE_WRITE)
         channel = client.rpc.channel
         was = channel.version
-        ends_at = time.monotonic() + LOOK_EVERY_S + 20
-        while channel.version == was:
-            assert time.monotonic() < ends_at
-            call()
-        assert call() == 0
-
-
-@pytest.mark.parametrize(
-    ("flags", "told"),
-    [
-        (["--listen", "0.0.0.0:0"], "--tls-client-ca (or --tokens), or give --insecure-network"),
-        (["--http-listen", "0.0.0.0:0"], "--http-listen 0.0.0.0:0: other hosts can reach"),
-        (["--data-listen", "0.0.0.0:0"], "--data-listen 0.0.0.0:0: other hosts can reach"),
-        (["--kv-events", "ipc:///tmp/e", "--kv-events-replay", "tcp://0.0.0.0:0"], "give --kv-events-key and"),
-        (["--kv-events", "tcp://0.0.0.0:0"], "KV events at tcp://0.0.0.0:0: other hosts can reach this port"),
-        (["--kv-events-tenant", "acme=ipc:///tmp/e,tcp://0.0.0.0:0"], "KV events at tcp://0.0.0.0:0: other hosts"),
-        (["--mooncake", "tcp"], "--mooncake-trusted-network where only trusted hosts reach its ports, or --insecure"),
-        (["--tier", "mooncake:master=127.0.0.1:1"], "--mooncake-trusted-network where only trusted hosts reach its"),
-        (["--tls-cert", "x"], "TLS needs --tls-cert and --tls-key"),
-        (["--tls-cert", "x", "--tls-key", "x"], "give either --tls-client-ca, for certificates, or --tokens"),
-        (["--tokens", "x"], "TLS needs --tls-cert and --tls-key"),
-        (["--tls-cert", "x", "--tls-key", "x", "--tls-client-ca", "x"], "; give a file as --tls-client-ca "),
-    ],
-)
-def test_what_a_server_refuses_to_serve(flags: list[str], told: str) -> None:
-    common = [flag for flag in ("--listen", "--http-listen") if flag not in flags for flag in (flag, "127.0.0.1:0")]
-    done = run_server(*common, "--memory", "1MiB", *flags)
-    assert done.returncode == 2
-    assert told in done.stderr
-
-
-def test_a_key_that_others_can_read_is_refused(tmp_path: Path) -> None:
-    files = Authority.create(tmp_path / "pki").issue_server([])
-    (files / "tls.key").chmod(0o644)
-    done = run_server("--listen", "127.0.0.1:0", "--http-listen", "", *server_flags(files))
-    assert done.returncode == 2
-    assert "others can read the private key" in done.stderr
-
-
-def test_whoami_says_role_methods_and_end(deployment: Deployment) -> None:
-    with deployment.client(Role.ENGINE_READ) as client:
-        found = client.admin.whoami()
-    assert found.principal == "spiffe://kvpool.local/kvpool/acme/engine-read"
-    assert set(found.methods) == CALLS[Role.ENGINE_READ]
-    assert 364 <= (found.ends_at - time.time()) / 86_400 <= 365
+        wait_for(lambda: client.admin.ping() and channel.version != was, "the new certificate")
+        client.admin.ping()
 
 
 def test_whoami_where_nobody_is_asked(shared_server: ServerProcess) -> None:
@@ -283,3 +222,81 @@ def test_engines_cannot_open_the_namespaces_of_measurements_which_are_not_accoun
         check_measurement(measured)
     finally:
         CALLER.reset(token)
+
+
+# gRPC's health checks, which come through the door of all calls
+
+
+TIMEOUT_S = 10
+
+
+def _outcome(call: Callable[[], health_pb2.HealthCheckResponse]) -> object:
+    try:
+        return call().status
+    except grpc.RpcError as error:
+        return error.code()
+
+
+def _check(channel: grpc.Channel, service: str = "", token: str = "") -> object:
+    metadata = [("authorization", f"Bearer {token}")] if token else []
+    request = health_pb2.HealthCheckRequest(service=service)
+    stub = health_pb2_grpc.HealthStub(channel)
+    return _outcome(lambda: stub.Check(request, timeout=TIMEOUT_S, metadata=metadata))
+
+
+def test_only_checks_are_served(shared_server: ServerProcess) -> None:
+    with grpc.insecure_channel(shared_server.endpoint) as channel:
+        watched = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)
+        assert _outcome(lambda: next(watched)) is grpc.StatusCode.UNIMPLEMENTED
+        assert _check(channel, SERVICE_NAME) == health_pb2.HealthCheckResponse.SERVING
+        assert _check(channel, "other") is grpc.StatusCode.NOT_FOUND
+        assert _check(channel, "x" * MESSAGE_BYTES) is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+def test_with_tls_checks_are_for_callers_who_prove_who_they_are(
+    tmp_path: Path, pool_server: Callable[..., ServerProcess]
+) -> None:
+    secured, refused = SecuredServer(tmp_path, pool_server, proof="tokens"), grpc.StatusCode.UNAUTHENTICATED
+    router, tokens = str(principal_of(Role.ROUTER)), secured.tokens
+    ca = grpc.ssl_channel_credentials(Path(secured.ca).read_bytes())
+    with grpc.secure_channel(secured.server.endpoint, ca) as channel:
+        assert _check(channel) is refused
+        assert {_check(channel, token=each) for each in tokens.values()} == {health_pb2.HealthCheckResponse.SERVING}
+        secured.denied.write_text(f"{router}\n")
+        os.kill(secured.server.pid, signal.SIGHUP)
+        wait_for(lambda: _check(channel, token=tokens[Role.ROUTER]) is refused, "the denial")
+    wait_for(lambda: any(each["caller"] == router for each in entries(secured.audit)), "the line")
+    assert {each["call"] for each in entries(secured.audit) if each["outcome"] == "UNAUTHENTICATED"} == {"Check"}
+
+
+# Engines call nothing that their role may not: their refusals would hide others in the audit log
+
+
+def test_an_engine_with_a_certificate_does_not_list_namespaces(
+    deployment: Deployment, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vllm_plugin.session.PING_EVERY_S", 0.05)
+    monkeypatch.setattr("vllm_plugin.session.EXPLAIN_EVERY_S", 0.0)
+    caplog.set_level("INFO")
+    spec = namespace_spec(tenant="acme", kv_cache_dtype="fp8")
+    with deployment.client(Role.OPERATOR) as operator:
+        num_refused = _num_refused(operator)
+        config = deployment.config(**deployment.identity(Role.ENGINE_WRITE))
+        session = Session(config, spec, "scheduler", explains=True)
+        try:
+            wait_for(lambda: session.namespace is not None and MAY_NOT_LIST in caplog.text, "the session to be open")
+            pings = _calls(operator)["Ping", "OK"]
+            wait_for(lambda: _calls(operator)["Ping", "OK"] > pings + 5, "more pings")
+            assert _num_refused(operator) == num_refused
+            assert caplog.text.count(MAY_NOT_LIST) == 1
+        finally:
+            session.close()
+
+
+def _calls(operator: Client) -> dict[tuple[str, str], int]:
+    """Answers so far, by method and status."""
+    return {(rpc.method, rpc.status): sum(rpc.buckets) for rpc in operator.admin.stats().server.rpcs}
+
+
+def _num_refused(operator: Client) -> int:
+    return sum(count for (_, status), count in _calls(operator).items() if status != "OK")
