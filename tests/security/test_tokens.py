@@ -15,8 +15,6 @@ from pathlib import Path
 
 import grpc
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from kvpool.client.client import Client
@@ -100,17 +98,6 @@ def test_a_token_is_a_certificates_equal(pool_server: Callable[..., ServerProces
     assert re.match(r"\d{4}-\d\d-\d\dT\S+ \[warning", line), "neither time nor level"
 
 
-@pytest.mark.parametrize("mode", [0o620, 0o602, 0o666])
-def test_a_file_that_others_can_write_is_refused(tmp_path: Path, mode: int) -> None:
-    known = tmp_path / "tokens"
-    append_record(known, create_token(ENGINE, DAY)[1])
-    known.chmod(mode)
-    with pytest.raises(ConfigError, match=f"written by its group or others .mode {mode:04o}.*; chmod go-w"):
-        read_records(known)
-    known.chmod(0o644)
-    assert len(read_records(known)) == 1
-
-
 def test_a_token_is_not_sent_in_clear(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="without tls"):
         Client(ClientConfig(token_file=str(tmp_path / "token")))
@@ -135,24 +122,18 @@ def test_a_new_token_is_used_without_a_new_client(tmp_path: Path) -> None:
 
 
 def test_the_command_prints_a_token_once_and_stores_its_digest(tmp_path: Path) -> None:
-    file = tmp_path / "tokens"
-    options = ["--tenant", "acme", "--role", "engine-write", "--expires", "90d", "--file", str(file)]
-    done = CliRunner().invoke(app, ["create", *options], catch_exceptions=False)
-    token = done.stdout.strip()
+    file, out = tmp_path / "tokens", tmp_path / "token"
+    options = ["--tenant", "acme", "--role", "engine-write", "--expires", "90d"]
+    token = _run("create", *options, "--file", file).strip()
     assert token.startswith(tokens.PREFIX) and token not in file.read_text()
     assert file.stat().st_mode & 0o777 == 0o600
     (record,) = read_records(file).values()
     assert record.digest == tokens.digest_of(token) and record.principal == ENGINE
     assert dt.timedelta(days=89) < record.ends_at - dt.datetime.now(dt.UTC) <= dt.timedelta(days=90)
-
-
-def test_a_token_in_a_file_is_its_owners_alone(tmp_path: Path) -> None:
-    file, out = tmp_path / "tokens", tmp_path / "token"
-    options = ["create", "--role", "operator", "--file", str(file), "--out", str(out)]
     out.write_text("an older one")
-    done = CliRunner().invoke(app, options, catch_exceptions=False)
-    assert done.stdout == "" and out.stat().st_mode & 0o777 == 0o600
-    assert read_records(file).keys() == {tokens.digest_of(read_token(out))}
+    assert _run("create", "--role", "operator", "--file", file, "--out", out) == ""
+    assert out.stat().st_mode & 0o777 == 0o600
+    assert read_records(file).keys() == {record.digest, tokens.digest_of(read_token(out))}
     for mode in (0o644, 0o620, 0o602):
         out.chmod(mode)
         with pytest.raises(ConfigError, match=f"others can read the token .*{mode:04o}"):
@@ -165,7 +146,6 @@ def test_a_token_in_a_file_is_its_owners_alone(tmp_path: Path) -> None:
         (["--role", "engine-read"], "give --tenant"),
         (["--role", "operator", "--tenant", "acme"], "role operator belongs to no tenant; leave out --tenant"),
         (["--role", "engine-read", "--tenant", "a b"], "tenant 'a b'"),
-        (["--role", "operator", "--expires", "soon"], "'soon' is not a lifetime"),
         (["--role", "operator", "--expires", "0d"], "'0d' is not a lifetime"),
     ],
 )
@@ -174,19 +154,6 @@ def test_what_the_command_refuses(tmp_path: Path, options: list[str], told: str)
     assert isinstance(done.exception, KVPoolError)
     assert told in str(done.exception)
     assert not (tmp_path / "tokens").exists()
-
-
-@given(st.dictionaries(st.sampled_from(["sha256", "principal", "ends_at", "more"]), st.text(max_size=70)))
-def test_a_line_is_a_record_or_refused(fields: dict[str, str]) -> None:
-    with pytest.raises(ValueError, match="sha256"):
-        TokenRecord.parse(json.dumps({**fields, "sha256": fields.get("sha256", "")[:63]}))
-
-
-@pytest.mark.parametrize("text", ["[]", "7", "{}", "not JSON", '{"sha256": "x", "principal": "y", "ends_at": "z"}'])
-def test_a_file_with_a_wrong_line_names_it(tmp_path: Path, text: str) -> None:
-    (tmp_path / "tokens").write_text(f"# tokens\n{create_token(ENGINE, DAY)[1].line()}{text}\n")
-    with pytest.raises(ConfigError, match="tokens, line 3: "):
-        read_records(tmp_path / "tokens")
 
 
 def _run(*arguments: object) -> str:
@@ -204,18 +171,16 @@ def test_the_list_of_tokens_names_each_and_no_secret(tmp_path: Path) -> None:
     ended, unknown = create_token(ENGINE, -DAY)[1], create_token(ENGINE, DAY)[1]
     for record in (ended, dataclasses.replace(unknown, created_at=None)):  # Tokens of earlier releases lack it.
         append_record(file, record)
-    listed = _run("list", file)
-    assert made not in listed and made.removeprefix(tokens.PREFIX) not in listed
+    listed, digest = _run("list", file), tokens.digest_of(made)
+    assert made.removeprefix(tokens.PREFIX) not in listed
     operator, _, first, when_first, second, when_second = listed.splitlines()
-    digest = tokens.digest_of(made)
     assert operator == f"{digest[:12]}  spiffe://kvpool.local/kvpool/_/operator"
     assert first == f"{ended.digest[:12]}  {ENGINE}" and "; ENDED 2" in when_first and when_first.endswith(" ago")
     assert second.startswith(unknown.digest[:12]) and when_second.startswith("    ends 2")
     rows = json.loads(_run("list", file, "--json"))
-    assert [row["sha256"] for row in rows] == [digest, ended.digest, unknown.digest]
-    assert [(row["id"], row["tenant"], row["role"]) for row in rows[:2]] == [
-        (digest[:12], None, "operator"),
-        (ended.digest[:12], "acme", "engine-write"),
+    assert [(row["sha256"], row["id"], row["tenant"], row["role"]) for row in rows[:2]] == [
+        (digest, digest[:12], None, "operator"),
+        (ended.digest, ended.digest[:12], "acme", "engine-write"),
     ]
     lasts = dt.datetime.fromisoformat(rows[0]["ends_at"]) - dt.datetime.fromisoformat(rows[0]["created_at"])
     assert lasts == DAY / 2 and rows[2]["created_at"] is None
@@ -240,14 +205,14 @@ def test_a_revoked_token_leaves_the_rest_of_the_file_as_it_was(tmp_path: Path) -
     assert {each.name for each in tmp_path.iterdir()} == {"tokens", "link"}
 
 
-@pytest.mark.parametrize("token_id", ["", "0123456789ab", "ambiguous"])
-def test_an_id_that_is_not_one_tokens_revokes_nothing(tmp_path: Path, token_id: str) -> None:
+def test_an_id_that_is_not_one_tokens_revokes_nothing(tmp_path: Path) -> None:
     file, digest = tmp_path / "tokens", "ab" * 32
     for end in ("00", "11"):
         append_record(file, TokenRecord(digest[:-2] + end, ENGINE, dt.datetime.now(dt.UTC) + DAY))
     before = file.read_text()
-    done = CliRunner().invoke(app, ["revoke", str(file), digest[:12] if token_id == "ambiguous" else token_id])
-    assert isinstance(done.exception, InvalidRequestError) and "give the id of one, which" in str(done.exception)
+    for token_id in ("", "0123456789ab", digest[:12]):
+        with pytest.raises(InvalidRequestError, match="give the id of one, which"):
+            remove_record(file, token_id)
     assert file.read_text() == before
 
 
@@ -265,22 +230,19 @@ def test_changes_of_a_file_at_once_lose_none(tmp_path: Path, monkeypatch: pytest
     assert read_records(file).keys() == {record.digest for record in new}
 
 
-def test_a_file_that_stays_locked_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_token_is_added_behind_a_line_without_an_end_and_not_to_a_locked_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(file_permissions, "LOCK_S", 0.2)
-    file = tmp_path / "tokens"
-    append_record(file, create_token(ENGINE, DAY)[1])
-    with open(file) as locked:
-        fcntl.flock(locked, fcntl.LOCK_EX)
-        with pytest.raises(ConfigError, match=f"another process has locked {file}"):
-            append_record(file, create_token(ENGINE, DAY)[1])
-
-
-def test_a_token_is_added_behind_a_line_without_an_end(tmp_path: Path) -> None:
     file = tmp_path / "tokens"
     first, second = (create_token(ENGINE, DAY)[1] for _ in range(2))
     file.write_text(first.line().rstrip())
     append_record(file, second)
-    assert file.read_text() == first.line() + second.line()
+    assert file.read_text() == first.line() + second.line(), "the last line had no end"
+    with open(file) as locked:
+        fcntl.flock(locked, fcntl.LOCK_EX)
+        with pytest.raises(ConfigError, match=f"another process has locked {file}"):
+            append_record(file, create_token(ENGINE, DAY)[1])
 
 
 GOOD = {"sha256": "ab" * 32, "principal": str(ENGINE), "ends_at": "2027-01-31T12:00:00+00:00"}
@@ -291,14 +253,10 @@ GOOD = {"sha256": "ab" * 32, "principal": str(ENGINE), "ends_at": "2027-01-31T12
     [
         ("kvpool_secret", "malformed"),
         ("[" * 100_000, "Expected `object`, got `array`"),
-        ("[]", "Expected `object`, got `array`"),
-        ('{"sha256": "%s"}' % ("ab" * 32), "missing required field `principal`"),
         (json.dumps({**GOOD, "role": "operator"}), "unknown field `role`"),
         (json.dumps({**GOOD, "sha256": "kvpool_secret"}), "matching regex"),
         (json.dumps({**GOOD, "principal": "acme"}), "'acme' is not spiffe://"),
-        (json.dumps({**GOOD, "ends_at": "soon"}), "Invalid RFC3339 encoded datetime - at `$.ends_at`"),
         (json.dumps({**GOOD, "ends_at": "2027-01-31T12:00:00"}), "timezone component - at `$.ends_at`"),
-        (json.dumps({**GOOD, "created_at": 7}), "`$.created_at`"),
     ],
 )
 def test_a_broken_line_is_named_with_what_to_do(tmp_path: Path, line: str, told: str) -> None:
