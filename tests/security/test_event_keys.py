@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import json
 import os
 import signal
@@ -12,6 +11,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -19,17 +19,15 @@ import zmq
 
 from kvpool.client.client import Namespace
 from kvpool.client.events import Subscriber
-from kvpool.protocol.errors import ConfigError, PoolTimeoutError
+from kvpool.protocol.errors import PoolTimeoutError
 from kvpool.security.curve import SubscriberKeys, append_subscriber, create_pair
 from kvpool.security.principal import ALL_TENANTS, Role
-from kvpool.security.watched_files import LOOK_EVERY_S
+from kvpool.security.watched_files import LOOK_EVERY_S, WatchedFiles
 from kvpool_server.cache.entry import Entry, Group
 from kvpool_server.events import publisher as publisher_module
 from kvpool_server.events.messages import Encoder
 from kvpool_server.events.publisher import EventStreams, StreamEndpoints
 from kvpool_server.events.sockets import Gate
-from kvpool_server.settings.config import ServerConfig
-from kvpool_server.settings.exposure import check_exposure
 from tests.support.clock import FakeClock
 from tests.support.events import Known, Listener, follow, low_64_bits
 from tests.support.processes import ServerProcess, run_command, wait_for
@@ -76,8 +74,8 @@ class Keys:
         secret = self.directory / "server.key_secret"
         return ["--kv-events-key", str(secret), "--kv-events-subscribers", str(self.list)]
 
-    def gate(self, clock: Callable[[], float] = time.monotonic) -> Gate:
-        return Gate(str(self.directory / "server.key_secret"), str(self.list), clock=clock)
+    def gate(self, clock: Callable[[], float], denied: WatchedFiles[frozenset[str]] | None = None) -> Gate:
+        return Gate(str(self.directory / "server.key_secret"), str(self.list), denied=denied, clock=clock)
 
 
 def _is_silent(stream: Stream, keys: SubscriberKeys | None) -> bool:
@@ -163,28 +161,17 @@ def test_a_tenants_subscriber_sees_its_own_tenants_blocks_alone(deployment: Depl
             listener.close()
 
 
-def test_an_operators_key_opens_every_stream(deployment: Deployment) -> None:
-    for stream in deployment.streams.values():
-        with Subscriber(*stream, keys=deployment.keys.of("operator2")) as subscriber:
+def test_a_key_opens_its_own_streams_alone(deployment: Deployment) -> None:
+    keys, streams = deployment.keys, deployment.streams
+    for stream in streams.values():
+        with Subscriber(*stream, keys=keys.of("operator2")) as subscriber:
             assert subscriber.replay(0)
-
-
-@pytest.mark.parametrize(
-    ("name", "stream"),
-    [("acme", "umbra"), ("umbra", "acme"), ("acme", ALL_TENANTS), ("stranger", "acme"), ("stranger", ALL_TENANTS)],
-)
-def test_a_key_opens_no_other_stream(deployment: Deployment, name: str, stream: str) -> None:
-    assert _is_silent(deployment.streams[stream], deployment.keys.of(name))
-
-
-def test_without_keys_nobody_is_served(deployment: Deployment) -> None:
-    for tenant in (ALL_TENANTS, "acme"):
-        assert _is_silent(deployment.streams[tenant], None)
-
-
-def test_a_false_server_gets_no_subscriber(deployment: Deployment) -> None:
-    acme = deployment.keys.of("acme")
-    assert _is_silent(deployment.streams["acme"], SubscriberKeys(acme.own, deployment.keys.pairs["stranger"].public))
+    for name, stream in (("acme", "umbra"), ("acme", ALL_TENANTS), ("stranger", "acme"), ("stranger", ALL_TENANTS)):
+        assert _is_silent(streams[stream], keys.of(name)), f"{name} hears {stream}"
+    false_server = SubscriberKeys(keys.of("acme").own, keys.pairs["stranger"].public)
+    for theirs in (None, false_server):
+        assert _is_silent(streams["acme"], theirs)
+    assert _is_silent(streams[ALL_TENANTS], None)
 
 
 def test_plain_vllm_style_sockets_connect_with_three_options(deployment: Deployment) -> None:
@@ -239,47 +226,36 @@ def test_a_refused_list_of_subscribers_is_reported_until_it_can_be_used(deployme
         wait_for(lambda: not is_reported(), "the end of the refusal in Stats")
 
 
-@pytest.mark.more
-def test_a_denied_tenant_is_cut_off(deployment: Deployment) -> None:
-    stream, keys, number = deployment.streams["umbra"], deployment.keys, itertools.count()
-    with (
-        deployment.client(Role.OPERATOR) as client,
-        Subscriber(stream[0], keys=keys.of("umbra")) as denied,
-        Subscriber(stream[0], keys=keys.of("operator")) as other,
-    ):
-        namespace = client.open_namespace(deployment.namespaces["umbra"].spec)
-
-        def hears(subscriber: Subscriber) -> bool:
-            client.put_blocks(namespace, run_of(f"denied {next(number)}"), [payload("denied", 256)])
-            return bool(subscriber.receive(100))
-
-        wait_for(lambda: hears(denied) and hears(other), "the first messages")
-        deployment.denied.write_text("tenant:umbra\n")
-        try:
-            wait_for(lambda: "the connections to KV events" in deployment.server.stderr, "the end", LOOK_EVERY_S + 10)
-            while denied.receive(SILENCE_MS):
-                pass  # Sent before the end.
-            wait_for(lambda: hears(other), "the operator's next connection")
-            assert not denied.receive(SILENCE_MS) and _is_silent(stream, keys.of("umbra2"))
-            with Subscriber(*deployment.streams["acme"], timeout_ms=30_000, keys=keys.of("acme2")) as neighbour:
-                assert neighbour.replay(0)
-        finally:
-            deployment.denied.write_text("")
-    wait_for(lambda: not _is_silent(stream, keys.of("umbra2")), "the tenant's return", LOOK_EVERY_S + 20)
+def test_a_server_cuts_a_denied_tenant_off(deployment: Deployment) -> None:
+    stream, keys, server = deployment.streams["umbra"], deployment.keys, deployment.server
+    deployment.denied.write_text("tenant:umbra\n")
+    os.kill(server.pid, signal.SIGHUP)
+    try:
+        wait_for(lambda: "the connections to KV events" in server.stderr, "the end")
+        assert _is_silent(stream, keys.of("umbra2"))
+    finally:
+        deployment.denied.write_text("")
 
 
 # Streams without a server
 
 
 class Bench:
-    """Streams of two tenants and of all, whose blocks come and go by hand."""
+    """Streams of two tenants and of all, whose blocks come and go by hand.
 
-    def __init__(self, keys: Keys, gate: Gate | None):
+    Args:
+        sockets: directory of Unix sockets; None: the streams are ports.
+    """
+
+    def __init__(self, keys: Keys, gate: Gate | None, sockets: Path | None = None):
         self.keys = keys
         self.counters: Counter[str] = Counter()
         flushes: list[Callable[[], None]] = []
         self._flushes = flushes
-        endpoints = [StreamEndpoints(tenant, ANYWHERE, ANYWHERE) for tenant in (ALL_TENANTS, *TENANTS)]
+        endpoints = [
+            StreamEndpoints(tenant, *(f"ipc://{sockets}/{tenant}{end}" if sockets else ANYWHERE for end in "er"))
+            for tenant in (ALL_TENANTS, *TENANTS)
+        ]
         self.all = EventStreams(endpoints, gate, Encoder(), self.counters, 1_000, flushes.append)
         self.publishers = dict(zip((ALL_TENANTS, *TENANTS), self.all._publishers, strict=True))
 
@@ -312,8 +288,16 @@ def clock() -> FakeClock:
 
 
 @pytest.fixture
-def bench(keys: Keys, clock: FakeClock) -> Iterator[Bench]:
-    made = Bench(keys, keys.gate(clock))
+def denied(tmp_path: Path, clock: FakeClock) -> WatchedFiles[frozenset[str]]:
+    """A deny list."""
+    path = tmp_path / "denied"
+    path.touch()
+    return WatchedFiles([str(path)], lambda: frozenset(path.read_text().split()), clock)
+
+
+@pytest.fixture
+def bench(keys: Keys, clock: FakeClock, denied: WatchedFiles[frozenset[str]]) -> Iterator[Bench]:
+    made = Bench(keys, keys.gate(clock, denied))
     yield made
     made.all.close()
 
@@ -322,14 +306,20 @@ def _known(tenant: str, *names: str) -> set[Known]:
     return {(f"{tenant}@model", 0, low_64_bits(block_hash(name))) for name in names}
 
 
-def test_a_key_that_is_taken_from_the_list_hears_nothing_more(bench: Bench, clock: FakeClock) -> None:
-    keys = bench.keys
-    with bench.subscriber("acme") as removed:
+@pytest.mark.parametrize("how", ["taken from the list", "denied", "taken from the list of a Unix socket"])
+def test_a_key_whose_right_has_ended_hears_nothing_more(
+    keys: Keys, clock: FakeClock, denied: WatchedFiles[frozenset[str]], how: str, socket_dir: Path
+) -> None:
+    bench = Bench(keys, keys.gate(clock, denied), socket_dir if "socket" in how else None)
+    with closing(bench.all), bench.subscriber("acme") as removed, bench.subscriber("umbra") as neighbour:
         operator = Listener(*bench.stream("acme"), keys=keys.of("operator"))
         bench.store("acme", "before")
         operator.wait_for(_known("acme", "before"))
         wait_for(lambda: removed.receive(100), "the first messages")
-        keys.write("umbra", "operator")
+        if how == "denied":
+            Path(denied.paths[0]).write_text("tenant:acme")
+        else:
+            keys.write("umbra", "operator")
         clock.advance(LOOK_EVERY_S + 1)
         wait_for(lambda: bench.publishers["acme"]._version == 1, "the end of the key")
         bench.store("acme", "after")
@@ -339,23 +329,23 @@ def test_a_key_that_is_taken_from_the_list_hears_nothing_more(bench: Bench, cloc
         while removed._sub.poll(SILENCE_MS):
             heard.append(removed._sub.recv_multipart())
         assert not any(block_hash("after")[-8:] in b"".join(frames) for frames in heard)
+        assert _is_silent(bench.stream("acme"), keys.of("acme2"))
+        assert neighbour.replay(0)
 
 
-def test_a_key_that_is_added_is_served(bench: Bench, clock: FakeClock) -> None:
+def test_a_key_that_is_added_is_served_and_a_list_that_cannot_be_read_is_not_in_force(
+    bench: Bench, clock: FakeClock
+) -> None:
     keys = bench.keys
     assert _is_silent(bench.stream("acme"), keys.of("stranger"))
     append_subscriber(keys.list, "acme", keys.pairs["stranger"].public)
     clock.advance(LOOK_EVERY_S + 1)
     with bench.subscriber("stranger", "acme") as subscriber:
         assert subscriber.replay(0)
-
-
-def test_a_list_that_cannot_be_read_leaves_the_old_one_in_force(bench: Bench, clock: FakeClock) -> None:
-    bench.keys.list.write_text("acme not-a-key\n")
+    keys.list.write_text("acme not-a-key\n")
     clock.advance(LOOK_EVERY_S + 1)
     with bench.subscriber("acme") as subscriber:
         assert subscriber.replay(0)
-    assert _is_silent(bench.stream("acme"), bench.keys.of("stranger"))
 
 
 def test_an_error_while_the_list_is_read_ends_no_thread(
@@ -462,60 +452,3 @@ def test_a_tenant_whose_name_stands_for_all_is_told_of_once(keys: Keys) -> None:
     listener.wait_for(_known(ALL_TENANTS, "a"))
     listener.close()
     bench.all.close()
-
-
-def test_an_ipc_endpoint_is_listened_on_again_after_a_key_was_removed(
-    keys: Keys, clock: FakeClock, tmp_path: Path
-) -> None:
-    endpoints = StreamEndpoints("acme", f"ipc://{tmp_path}/e", f"ipc://{tmp_path}/r")
-    streams = EventStreams([endpoints], keys.gate(clock), Encoder(), Counter(), 1_000, lambda flush: None)
-    stream = endpoints.endpoint, endpoints.replay_endpoint
-    try:
-        with Subscriber(*stream, keys=keys.of("acme")) as subscriber:
-            assert subscriber.replay(0)
-        keys.write("operator")
-        clock.advance(LOOK_EVERY_S + 1)
-        wait_for(lambda: streams._publishers[0]._version == 1, "the end of the key")
-        assert _is_silent(stream, keys.of("acme2"))
-        with Subscriber(*stream, keys=keys.of("operator")) as subscriber:
-            assert subscriber.replay(0)
-    finally:
-        streams.close()
-
-
-# What a server with TLS refuses, and what it need not refuse
-
-TLS = {"tls_cert": "c", "tls_key": "k", "tls_client_ca": "a", "listen": "0.0.0.0:1", "data_listen": "0.0.0.0:2"}
-KEYS = {"kv_events_key": "server.key_secret", "kv_events_subscribers": "subscribers"}
-PLACES = {
-    "kv_events": "tcp://0.0.0.0:3",
-    "kv_events_replay": "tcp://0.0.0.0:4",
-    "kv_events_tenant": "acme=tcp://0.0.0.0:5,tcp://0.0.0.0:6",
-}
-
-
-def test_events_with_keys_may_be_reached_by_other_hosts() -> None:
-    check_exposure(ServerConfig.model_validate({**TLS, **KEYS, **PLACES}))
-    with pytest.raises(ConfigError, match=r"KV events at tcp://0.0.0.0:3: .*kvpool certs events-key"):
-        check_exposure(ServerConfig.model_validate({**TLS, **PLACES}))
-
-
-def test_with_tls_events_need_keys_on_this_host_as_well() -> None:
-    local = {**TLS, "kv_events": "tcp://127.0.0.1:3"}
-    with pytest.raises(ConfigError, match=r"this port does not authenticate callers.*or give ipc://PATH"):
-        check_exposure(ServerConfig.model_validate(local))
-    check_exposure(ServerConfig.model_validate({**local, **KEYS}))
-    check_exposure(ServerConfig.model_validate({**local, "insecure_network": True}))
-    check_exposure(ServerConfig.model_validate({**TLS, "kv_events": "ipc:///run/kv"}))
-
-
-@pytest.mark.parametrize("uses", [{"mooncake": "tcp"}, {"tier": "mooncake:master=h:1"}])
-@pytest.mark.parametrize("tls", [{}, TLS])
-def test_mooncake_needs_a_network_that_is_trusted(uses: dict[str, str], tls: dict[str, str]) -> None:
-    with pytest.raises(ConfigError, match=r"--mooncake-trusted-network where .*, or --insecure-network"):
-        check_exposure(ServerConfig.model_validate({**tls, **uses}))
-    for way_out in ("mooncake_trusted_network", "insecure_network"):
-        check_exposure(ServerConfig.model_validate({**tls, **uses, way_out: True}))
-    open_pool = {**uses, "listen": "0.0.0.0:1", "mooncake_trusted_network": True}
-    with pytest.raises(ConfigError, match=r"--listen 0\.0\.0\.0:1: other hosts can reach this port"):
-        check_exposure(ServerConfig.model_validate(open_pool))
