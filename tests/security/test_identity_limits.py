@@ -4,37 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import os
 import queue
 import re
-import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, aclosing, closing
+from contextlib import ExitStack, closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvpool.client.admin import InlineChunks
 from kvpool.client.client import Client, Namespace
 from kvpool.protocol import wire
-from kvpool.protocol.errors import BusyError, ConfigError, KVPoolError, PoolTimeoutError
+from kvpool.protocol.errors import BusyError, ConfigError, KVPoolError, UnavailableError
 from kvpool.protocol.hashing import checksum
-from kvpool.protocol.pieces import MESSAGE_BYTES
-from kvpool.protocol.types import PERMIT_BYTES, Chunk, PoolKey, ShardRange
+from kvpool.protocol.types import Chunk, PoolKey, ShardRange
 from kvpool.security.principal import Principal, Role
-from kvpool.transport.data_port import (
-    REPLY_BYTES,
-    Header,
-    Kind,
-    Reply,
-    Status,
-    pack_offsets,
-    proof_of,
-    time_out,
-)
-from kvpool.transport.sealed_socket import RANDOM_BYTES, SealedSocket
+from kvpool.transport.base import Local, Transfer
+from kvpool.transport.tcp import TcpTransport
 from kvpool.transport.tcp_connection import Peer
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.access.caller import CALLER
@@ -43,10 +33,8 @@ from kvpool_server.cache.limits import IdentityLimits
 from kvpool_server.data_plane.admission import SPARED_S
 from kvpool_server.rpc import inbox
 from kvpool_server.rpc.inbox import Inbox
-from kvpool_server.sharing import fair_slots
 from tests.security.conftest import Deploy, Deployment
-from tests.support.data_client import receive_exactly
-from tests.support.processes import run_server, wait_for
+from tests.support.processes import wait_for
 from tests.support.values import block_hash, group_spec, namespace_spec, payload, run_of
 
 BLOCK_BYTES = 256
@@ -73,46 +61,30 @@ def test_limits_are_of_all_identities_and_of_some() -> None:
     assert limits_of("spiffe://kvpool.local/kvpool/umbra/engine-write") == IdentityLimits(leases=5)
     assert limits_of(ACME) == IdentityLimits(leases=5, tickets=7)
     assert identity_limits([], None)(ACME) == IdentityLimits()
+    for name in ("", f"{ACME},"):
+        with pytest.raises(ConfigError, match="have limits already"):
+            identity_limits([f"{name}leases=5", f"{name}tickets=5"], None)
 
 
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        (
-            "leased_blocks=5,lease=5",
-            "unknown limit 'lease'; the limits are leases, leased_blocks, tickets, streams, con",
-        ),
         ("leases=0", "leases=0; give a whole number"),
-        ("leases=", "leases=; give a whole number"),
         ("leases=1.5", "leases=1.5; give a whole number"),
-        ("leases=-1", "leases=-1; give a whole number"),
         (f"leases={(1 << 32) + 1}", "give a whole number, 1 to 4294967296"),
         ("acme,leases=5", "'acme' is not spiffe://"),
-        ("", "'' is not spiffe://"),
         (ACME, "no limit; give at least one"),
-        (f"{ACME},nope=5", "unknown limit 'nope'"),
-        ("spiffe://kvpool.local/kvpool/acme/metrics,leases=5", "role metrics belongs to no tenant"),
         (
-            "spiffe://other/kvpool/acme/engine-read,leases=5",
-            "can be no caller: .* domain kvpool.local; give spiffe://kvpool.local/kvpool/acme/engine-read",
+            f"{ACME},leases=5,nope=5",
+            "unknown limit 'nope'; the limits are leases, leased_blocks, tickets, streams, con",
         ),
+        ("spiffe://kvpool.local/kvpool/acme/metrics,leases=5", "role metrics belongs to no tenant"),
+        ("spiffe://other/kvpool/acme/engine-read,leases=5", "can be no caller: .*; give spiffe://kvpool.local/kvpool/"),
     ],
 )
 def test_a_limit_that_cannot_be_used_is_refused(text: str, told: str) -> None:
     with pytest.raises(ConfigError, match=f"^--limit {re.escape(text)}: .*{told}"):
         identity_limits([text], "kvpool.local")
-
-
-@pytest.mark.parametrize("name", ["", f"{ACME},"])
-def test_limits_of_an_identity_are_given_once(name: str) -> None:
-    with pytest.raises(ConfigError, match="have limits already"):
-        identity_limits([f"{name}leases=5", f"{name}tickets=5"], None)
-
-
-def test_limits_that_would_bound_nobody_are_refused() -> None:
-    done = run_server("--listen", "127.0.0.1:0", "--http-listen", "", "--memory", "1MiB", "--limit", SMALL)
-    assert done.returncode == 2
-    assert f"--limit {SMALL} has no effect without TLS" in done.stderr
 
 
 # A server
@@ -238,172 +210,69 @@ def test_an_identitys_streams_make_way_for_its_own_alone(limited: Limited) -> No
         stream.close()
 
 
-class SealedClient:
-    """A connection to the data port, of one who has a permit to read a block."""
-
-    def __init__(self, limited: Limited, tenant: str):
-        client, namespace = limited.client(tenant), limited.namespaces[tenant]
-        self._lease_id = limited.lease(client, tenant)
-        located = client.rpc.stub.Get(
-            pb.GetRequest(
-                lease_id=self._lease_id,
-                namespace=namespace.fingerprint,
-                runs=wire.encode_runs([run_of(0)]),
-                shards=wire.encode_shards(ShardRange(0, 1)),
-            )
-        )
-        self._permit, self._offsets = located.permit[:PERMIT_BYTES], list(located.offsets)
-        key = located.permit[PERMIT_BYTES:]
-        port = client.rpc.ping().data_port
-        self._plain, server_random = Peer("127.0.0.1", port.port, port.nonce, TIMEOUT_S, sealed=True).connect(TIMEOUT_S)
-        client_random = os.urandom(RANDOM_BYTES)
-        self._plain.sendall(client_random + self._permit)
-        self._sealed = SealedSocket(self._plain, key, client_random, server_random, is_client=True)
-        self._proof = proof_of(key, self._sealed.channel_id)
-        time_out(self._plain, TIMEOUT_S)
-
-    def reads(self) -> Status:
-        """What comes of reading the block."""
-        header = Header(Kind.READ, 0, 1, BLOCK_BYTES, holding_id=self._lease_id, permit=self._permit)
-        self._sealed.sendall(header.encode() + pack_offsets(self._offsets).tobytes() + self._proof)
-        self._sealed.sendall(Header(Kind.MOVE, 0, 1, BLOCK_BYTES).encode())
-        status, message_bytes, nbytes = Reply.decode(receive_exactly(self._sealed, REPLY_BYTES))
-        receive_exactly(self._sealed, message_bytes + nbytes)
-        return status
-
-    def is_hung_up_on(self) -> bool:
-        try:
-            return self._plain.recv(1, socket.MSG_DONTWAIT) == b""
-        except BlockingIOError:
-            return False
-
-    def close(self) -> None:
-        self._plain.close()
-
-
-def test_an_identitys_connections_to_the_data_port_make_way_for_its_own_alone(limited: Limited) -> None:
+def test_an_identitys_connections_to_the_data_port_leave_others_theirs(limited: Limited) -> None:
     with ExitStack() as stack:
 
-        def connected(tenant: str) -> SealedClient:
-            return stack.enter_context(closing(SealedClient(limited, tenant)))
+        def reader(tenant: str) -> Callable[[], bool]:
+            """Reads a block over a connection of its own; False: all that the identity may have are busy."""
+            client, namespace = limited.client(tenant), limited.namespaces[tenant]
+            lease_id = limited.lease(client, tenant)
+            located = next(client.rpc.locate(namespace, lease_id, [[run_of(0)]], ShardRange(0, 1)))
+            port = client.rpc.ping().data_port
+            peer = Peer("127.0.0.1", port.port, port.nonce, TIMEOUT_S, sealed=True)
+            transport = stack.enter_context(closing(TcpTransport(peer, 1)))
+            transfer = Transfer(lease_id, list(located.offsets), BLOCK_BYTES, TIMEOUT_S, permit=located.permit)
+
+            def reads() -> bool:
+                try:
+                    transport.read(transfer, Local(rows=[[np.empty(BLOCK_BYTES, np.uint8)]]))
+                except UnavailableError:
+                    return False
+                return True
+
+            return reads
+
+        other, first, second, third = (reader(tenant) for tenant in ("umbra", "acme", "acme", "acme"))
+        assert other()
 
         def finds_all_busy() -> bool:
             """Whether a third connection is refused; not if the machine paused until the others were idle."""
             asked_at = time.monotonic()
-            assert [client.reads() for client in (first, second)] == [Status.OK] * 2
-            status = connected("acme").reads()
-            assert status is Status.BUSY or time.monotonic() - asked_at > SPARED_S, "the others have just moved bytes"
-            return status is Status.BUSY
+            assert first() and second()
+            is_read = third()
+            assert not is_read or time.monotonic() - asked_at > SPARED_S, "the others have just moved bytes"
+            return not is_read
 
-        other, first, second = connected("umbra"), connected("acme"), connected("acme")
-        assert other.reads() is Status.OK
         wait_for(finds_all_busy, "a refusal")
         time.sleep(SPARED_S)
-        assert second.reads() is Status.OK
-        assert connected("acme").reads() is Status.OK
-        wait_for(first.is_hung_up_on, "the end of the connection that was idle longest")
-        assert not second.is_hung_up_on() and not other.is_hung_up_on()
-        assert other.reads() is Status.OK
+        assert third() and other()
 
 
-# Messages
+# Streams of data
 
 
-class SilentContext:
-    """Of a call whose client sends some messages, and then nothing."""
-
-    def __init__(self, *messages: bytes):
-        self._messages = list(messages)
-
-    def time_remaining(self) -> float:
-        return 60.0
-
-    async def read(self) -> bytes:
-        if not self._messages:
-            await asyncio.sleep(60)
-            raise AssertionError("the test has taken a minute")
-        return self._messages.pop(0)
-
-
-def _called_by(tenant: str, what: Callable[[], Any]) -> asyncio.Task[Any]:
-    async def call() -> Any:
-        CALLER.set(Principal(tenant, Role.ENGINE_WRITE))
-        return await what()
-
-    return asyncio.create_task(call())
-
-
-def test_an_identity_leaves_streams_of_data_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inbox, "MESSAGE_S", 0.2)
-    most = inbox.MAX_OWN_DATA_STREAMS
-
-    async def run() -> None:
-        box = Inbox()
-
-        async def read() -> None:
-            async for _ in box.stream(SilentContext()):  # type: ignore[arg-type]
-                pass
-
-        greedy = [_called_by("acme", read) for _ in range(inbox.MAX_DATA_STREAMS)]
-        async with asyncio.timeout(TIMEOUT_S):
-            while sum(call.done() for call in greedy) < len(greedy) - most:
-                await asyncio.sleep(0.01)
-        other = _called_by("umbra", read)
-        await asyncio.sleep(2 * inbox.MESSAGE_S)
-        assert not other.done() and not any(call.done() for call in greedy[:most])
-        assert all(isinstance(call.exception(), BusyError) for call in greedy[most:])
-        for call in (other, *greedy):
-            call.cancel()
-
-    asyncio.run(run())
-
-
-@pytest.mark.parametrize("what", ["streams", "pieces"])
-def test_calls_that_identities_leave_silent_give_way(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fair_slots, "SPARED_S", 0.2)
-    piece, first = bytes(MESSAGE_BYTES), b"first"
-
-    async def run() -> None:
-        box, silent = Inbox(), list[asyncio.Task[Any]]()
-
-        async def read(*messages: bytes) -> bytes:
-            context: Any = SilentContext(*messages)
-            if what == "pieces":
-                return await box.receive(context, inbox.MAX_REQUEST_BYTES)
-            async with aclosing(box.stream(context)) as stream:
-                return await anext(stream)
-
-        for nth in range(inbox.MAX_DATA_STREAMS + 1):
-            sent = [piece] * (what == "pieces")
-            silent += [_called_by(f"silent-{nth}", lambda sent=sent: read(*sent)) for _ in range(2)]
-        await asyncio.sleep(0)
-        other = _called_by("other", lambda: read(*([piece, first] if what == "pieces" else [first])))
-        async with asyncio.timeout(TIMEOUT_S):
-            assert (await other).endswith(first)
-        ended = [call for call in silent if call.done()]
-        assert ended and all(isinstance(call.exception(), PoolTimeoutError) for call in ended)
-        for call in silent:
-            call.cancel()
-        await asyncio.gather(*silent, return_exceptions=True)
-
-    asyncio.run(run())
-
-
-def test_an_identity_has_so_many_streams_of_data_waiting() -> None:
+def test_an_identity_has_so_many_streams_of_data_and_so_many_waiting_and_leaves_others_theirs() -> None:
     most = inbox.MAX_OWN_DATA_STREAMS + inbox.MAX_OWN_DATA_WAITING
+    context: Any = SimpleNamespace(time_remaining=lambda: 60.0)
 
     async def run() -> None:
-        box = Inbox()
+        box, entered = Inbox(), list[str]()
 
-        async def wait() -> None:
-            async with box.slot(SilentContext()):  # type: ignore[arg-type]
+        async def hold(tenant: str) -> None:
+            CALLER.set(Principal(tenant, Role.ENGINE_WRITE))
+            async with box.slot(context):
+                entered.append(tenant)
                 await asyncio.sleep(60)
 
-        calls = [_called_by("acme", wait) for _ in range(most + 8)]
+        calls = [asyncio.create_task(hold("acme")) for _ in range(most + 8)]
         async with asyncio.timeout(TIMEOUT_S):
             while sum(call.done() for call in calls) < 8:
                 await asyncio.sleep(0)
-        assert all(isinstance(call.exception(), BusyError) for call in calls[most:])
+            calls.append(asyncio.create_task(hold("umbra")))
+            while "umbra" not in entered:
+                await asyncio.sleep(0)
+        assert entered == ["acme"] * inbox.MAX_OWN_DATA_STREAMS + ["umbra"]
+        assert all(isinstance(call.exception(), BusyError) for call in calls[most:-1])
         for call in calls:
             call.cancel()
         await asyncio.gather(*calls, return_exceptions=True)

@@ -18,7 +18,6 @@ from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.message_factory import GetMessageClass
 
 from kvpool.protocol import wire
-from kvpool.protocol.errors import InvalidRequestError
 from kvpool.protocol.pieces import MESSAGE_BYTES, pieces
 from kvpool.protocol.types import BlockRun, Quota, ShardRange
 from kvpool.v1 import pool_pb2 as pb
@@ -144,7 +143,7 @@ def _is_refused(call: Callable[[], object], says: str) -> None:
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT and says in caught.value.details()
 
 
-def test_lookups_of_the_longest_prompt(house: House) -> None:
+def test_lookups_of_the_longest_prompt_and_of_many_runs(house: House) -> None:
     reply = pb.LookupResponse()
 
     def lookup() -> None:
@@ -155,9 +154,6 @@ def test_lookups_of_the_longest_prompt(house: House) -> None:
     house.expect_short(lambda: house.call("Release", lease_ids=[reply.lease_id]))
     house.settled()
     assert house.pool.stats().num_leases == 0
-
-
-def test_lookups_of_many_runs(house: House) -> None:
     most = LIMITS.max_runs
     house.expect_short(lambda: house.lookup(_runs(0, BATCH, BATCH // most)))
     house.expect_short(lambda: _is_refused(lambda: house.lookup(_runs(0, 2 * most, 1)), f"give at most {most}"))
@@ -183,6 +179,12 @@ def test_messages_full_of_short_fields(house: House, method: MethodDescriptor) -
 def test_gets_puts_and_removals_of_a_whole_batch(house: House) -> None:
     lease_id = house.lookup(_runs(0)).lease_id
     house.expect_short(lambda: house.call("Get", _runs(0), lease_id=lease_id))
+    shards = ShardRange(0, 8)  # As many chunks as fit.
+    runs = [BlockRun(1, _hashes(0, LIMITS.max_batch_chunks // shards.count))]
+    house.server.on_loop(lambda: house.put(runs, shards))
+    lease_id = house.lookup(runs).lease_id
+    house.expect_short(lambda: house.call("Get", runs, lease_id=lease_id, shards=wire.encode_shards(shards)))
+    house.call("Release", lease_ids=[lease_id])
     grant = pb.PutStartResponse()
     house.expect_short(lambda: grant.CopyFrom(house.call("PutStart", _runs(NUM_ENTRIES), ticket_ttl_ms=60_000)))
     assert len(grant.offsets) == BATCH
@@ -195,15 +197,6 @@ def test_gets_puts_and_removals_of_a_whole_batch(house: House) -> None:
     house.server.on_loop(lambda: house.put(_runs(0)))
     too_many = _runs(0, 20_000, 1)
     house.expect_short(lambda: _is_refused(lambda: house.call("Remove", too_many), "more than 9216 fields"))
-
-
-def test_gets_of_as_many_chunks_as_fit(house: House) -> None:
-    shards = ShardRange(0, 8)
-    runs = [BlockRun(1, _hashes(0, LIMITS.max_batch_chunks // shards.count))]
-    house.server.on_loop(lambda: house.put(runs, shards))
-    lease_id = house.lookup(runs).lease_id
-    house.expect_short(lambda: house.call("Get", runs, lease_id=lease_id, shards=wire.encode_shards(shards)))
-    house.call("Release", lease_ids=[lease_id])
 
 
 @pytest.mark.parametrize("num_shards", [4, 64])
@@ -221,22 +214,18 @@ def test_located_lookups_of_many_chunks(house: House, num_shards: int) -> None:
     house.call("Clear", namespace=name)
 
 
-def test_explaining_many_runs_whose_blocks_alternate(house: House) -> None:
+def test_explaining_many_runs_whose_blocks_alternate_and_hints_of_many_blocks(house: House) -> None:
     there, gone = _hashes(0, 1)[0], _hashes(1 << 40, 1)[0]
     runs = [BlockRun(0, [there, gone] * (LIMITS.max_lookup_blocks // 2 // MAX_EXPLAINED)) for _ in range(MAX_EXPLAINED)]
     reply = pb.ExplainResponse()
     house.expect_short(lambda: reply.CopyFrom(house.call("Explain", runs)))
     assert sum(len(run.ranges) for run in reply.runs) == MAX_ALL_RANGES
-
-
-@pytest.mark.parametrize("hint", [(pb.HINT_KIND_PIN, 60), (pb.HINT_KIND_PIN, 0), (pb.HINT_KIND_EXPIRE, 0)])
-def test_hints_of_many_blocks(house: House, hint: tuple[pb.HintKind, int]) -> None:
-    kind, pin_seconds = hint
     runs = _runs(0, 64 * CHAIN)
-    house.expect_short(lambda: house.call("Hint", runs, kind=kind, pin_seconds=pin_seconds))
+    for kind, pin_seconds in ((pb.HINT_KIND_PIN, 60), (pb.HINT_KIND_PIN, 0), (pb.HINT_KIND_EXPIRE, 0)):
+        house.expect_short(lambda: house.call("Hint", runs, kind=kind, pin_seconds=pin_seconds))  # noqa: B023
 
 
-def test_leases_that_expire_together(house: House) -> None:
+def test_leases_tickets_and_quarantines_that_expire_together(house: House) -> None:
     """Half a million blocks of 512 leases, and the same again of one block that is leased many times."""
     block = [BlockRun(0, _hashes(0, 1) * 4_096)]
     for nth in range(256):
@@ -246,9 +235,6 @@ def test_leases_that_expire_together(house: House) -> None:
     house.server.clock.advance(61)
     house.expect_short(house.settled)
     assert house.pool.stats().num_leases == 0
-
-
-def test_tickets_and_quarantines_that_expire_together(house: House) -> None:
     for nth in range(8):
         house.call("PutStart", _runs(NUM_ENTRIES + nth * BATCH), ticket_ttl_ms=60_000)
     house.server.clock.advance(61)
@@ -295,13 +281,6 @@ def test_a_put_of_another_size_than_all_that_the_pool_holds(house: House) -> Non
                     raise
 
     house.expect_short(put)
-
-
-def test_what_a_request_may_hold_is_checked_by_the_pool_too(house: House) -> None:
-    wide = namespace_spec(group_spec(chunk_bytes=1, num_shards=64))
-    name = house.server.on_loop(lambda: house.pool.open_namespace(wide)[0].fingerprint)
-    with pytest.raises(InvalidRequestError, match="8192 blocks x 64 shards; give at most 65536 chunks"):
-        house.server.on_loop(lambda: house.pool.put_start(name, _runs(0), ShardRange(0, 64)))
 
 
 # What empties the server comes last: to fill it takes seconds.
