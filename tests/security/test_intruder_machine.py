@@ -46,6 +46,7 @@ ABOUT_BLOCKS = ("Verify", "Remove", "Explain", "Hint", "Exists")
 SHARDS = ((0, 2), (0, 2), (0, 1), (1, 1))
 ALONE_IDS = 1 << 40
 """Where the ids of a tenant's own pool begin: none is one of the shared pool."""
+SECRET = b"a secret"
 HIDDEN = frozenset({"lease_id", "ticket_id", "offsets", "permit"})
 """Fields whose values differ in a pool of one's own, but not whether they are there."""
 LEFT_OUT = frozenset({"boot_token", "offset", "uptime_seconds", "remembered_seconds", "half_remembered_seconds"})
@@ -97,6 +98,12 @@ class Tenant:
             assert not foreign, f"{self.name} reads bytes of another tenant: {foreign}"
 
 
+def _check_secrets(answer: Answer) -> None:
+    """No answer has a secret of a specification, not even the caller's own: listings have digests."""
+    told = answer.message.encode() + b"".join(reply.SerializeToString() for reply in answer.replies)
+    assert SECRET not in told, "an answer has a secret"
+
+
 def seen(answer: Answer) -> tuple[Any, ...]:
     """What a caller sees, without ids and places."""
     return (
@@ -124,7 +131,8 @@ def _shown(message: Message) -> dict[str, Any]:
 
 def space_of(tenant: str, epoch: str) -> NamespaceSpec:
     group = group_spec(chunk_bytes=CHUNK_BYTES, num_shards=NUM_SHARDS)
-    return namespace_spec(group, tenant=tenant, weights_epoch=epoch, salt="intruder")
+    secrets = {name: f"{SECRET.decode()} {name} of {tenant}" for name in ("salt", "hash_seed")}
+    return namespace_spec(group, tenant=tenant, weights_epoch=epoch, **secrets)
 
 
 def run_of(names: Sequence[int]) -> pb.BlockRun:
@@ -161,6 +169,7 @@ class IntruderMachine(RuleBasedStateMachine):
             tenant.alone.service.call(principal, method, alone or shared),
         ]
         tenant.check_bytes(answers[0])
+        _check_secrets(answers[0])
         in_shared, in_alone = map(seen, answers)
         assert in_shared == in_alone, f"{method} of {principal}: {in_shared}; alone: {in_alone}"
         return answers
@@ -467,7 +476,8 @@ def _clear_is_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
 def _tenants_share_namespaces(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the tenant were not in the fingerprint."""
     whole = NamespaceSpec.fingerprint
-    monkeypatch.setattr(NamespaceSpec, "fingerprint", lambda spec: whole(replace(spec, tenant="")))
+    everybodys = {"tenant": "", "salt": "", "hash_seed": ""}
+    monkeypatch.setattr(NamespaceSpec, "fingerprint", lambda spec: whole(replace(spec, **everybodys)))
     _all_are_visible(monkeypatch)
 
 

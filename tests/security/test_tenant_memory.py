@@ -3,123 +3,57 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from kvpool.client.client import Client
-from kvpool.client.config import ClientConfig
-from kvpool.client.handles import Namespace
 from kvpool.protocol import wire
-from kvpool.protocol.errors import InvalidRequestError, OutOfSpaceError
+from kvpool.protocol.errors import OutOfSpaceError
 from kvpool.protocol.types import ShardRange
-from kvpool.security.certificates import Authority
-from kvpool.security.principal import ALL_TENANTS, Principal, Role
+from kvpool.security.principal import Role
 from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.cache.limits import Limits
-from tests.support.certificates import files_in, server_flags
+from tests.security.conftest import Deploy
 from tests.support.in_process_server import InProcessServer
-from tests.support.processes import ServerProcess, wait_for
-from tests.support.tenants import EXTENT, WHOLE, House
+from tests.support.tenants import WHOLE, House
 from tests.support.values import group_spec, namespace_spec, payload, run_of
 
 MIB = 1 << 20
 TIMEOUT_S = 20.0
-NUM_BLOCKS = 16
-"""Of 1 MiB each: they fill the arena, whose extents have 4 MiB."""
 
 
-class Tenants:
-    """A server whose callers are authenticated, and a client of each."""
+def test_slots_that_nobody_has_written_are_empty_for_another_tenant(deploy: Deploy) -> None:
+    """Both in extents that were given up for a tenant below its share, and in those that became free."""
+    deployment = deploy("--grace-ms", "100")
 
-    def __init__(self, directory: Path, stack: contextlib.ExitStack):
-        authority = Authority.create(directory / "pki")
-
-        def files(role: Role, tenant: str = ALL_TENANTS):  # type: ignore[no-untyped-def]
-            return files_in(authority.issue_principal(Principal(tenant, role)))
-
-        self.server = ServerProcess(
-            directory, "--memory", "16MiB", "--grace-ms", "100", *server_flags(authority.issue_server([])),
-            tls=files(Role.OPERATOR),
-        )  # fmt: skip
-        stack.callback(self.server.stop)
-        self.clients = {}
-        for tenant in ("acme", "umbra"):
-            config = ClientConfig(self.server.endpoint, tls=files(Role.ENGINE_WRITE, tenant), timeout_ms=20_000)
-            self.clients[tenant] = stack.enter_context(Client(config))
-        operator = ClientConfig(self.server.endpoint, tls=files(Role.OPERATOR), timeout_ms=20_000)
-        self.operator = stack.enter_context(Client(operator))
-
-    def open(self, tenant: str, chunk_bytes: int = MIB) -> Namespace:
-        return self.clients[tenant].open_namespace(namespace_spec(group_spec(chunk_bytes=chunk_bytes), tenant=tenant))
-
-    def fill(self, tenant: str) -> Namespace:
-        """The tenant's blocks lie in all of the arena."""
-        namespace = self.open(tenant)
-        for start in range(0, NUM_BLOCKS, 4):
-            names = range(start, start + 4)
-            blocks = [payload(f"{tenant} {name}", MIB) for name in names]
-            self.clients[tenant].put_blocks(namespace, run_of(*names), blocks)
-        return namespace
-
-    def unwritten(self, tenant: str, count: int, chunk_bytes: int = MIB) -> bytes:
+    def unwritten(client: Client, tenant: str, chunk_bytes: int) -> bytes:
         """What lies in slots that a tenant gets, does not write, and commits."""
-        client, namespace, run = self.clients[tenant], self.open(tenant, chunk_bytes), run_of(*range(count))
+        spec = namespace_spec(group_spec(chunk_bytes=chunk_bytes), tenant=tenant)
+        namespace, run = client.open_namespace(spec), run_of(*range(8))
         grant = client.rpc.put_start(namespace, [run], ShardRange(0, 1))
-        assert client.rpc.put_end(grant.ticket_id, [7] * count).num_complete == count
-        request = pb.LookupRequest(
-            namespace=namespace.fingerprint, runs=wire.encode_runs([run]), lease_ttl_ms=60_000, prefix_only=True
-        )
-        lease_id = client.rpc.stub.Lookup(request, timeout=TIMEOUT_S).lease_id
+        assert client.rpc.put_end(grant.ticket_id, [7] * 8).num_complete == 8
+        lease_id = client.lookup(namespace, [run]).lease_id
         read = pb.GetChunksRequest(lease_id=lease_id, offsets=grant.offsets, region_bytes=chunk_bytes)
         found = b"".join(piece.payload for piece in client.rpc.stub.GetChunks(read, timeout=TIMEOUT_S))
-        client.rpc.stub.Release(pb.ReleaseRequest(lease_ids=[lease_id]), timeout=TIMEOUT_S)
-        assert len(found) == count * chunk_bytes
+        client.release([lease_id])
+        assert len(found) == 8 * chunk_bytes
         return found
 
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tenants]:
-    with contextlib.ExitStack() as stack:
-        yield Tenants(tmp_path_factory.mktemp("tenants"), stack)
-
-
-@pytest.fixture
-def tenants(server: Tenants) -> Tenants:
-    server.operator.admin.clear()
-    return server
-
-
-def test_slots_that_nobody_has_written_are_empty(tenants: Tenants) -> None:
-    """Both in extents that were given up for a tenant below its share, and in those that became free."""
-    namespace = tenants.fill("acme")
-    assert not any(tenants.unwritten("umbra", 8)), "bytes of blocks that were evicted"
-    assert tenants.operator.admin.clear(namespace.fingerprint)
-    assert not any(tenants.unwritten("umbra", 8, MIB // 2)), "bytes of blocks that were cleared"
-
-
-def test_a_part_that_was_written_and_a_ticket_that_ran_out_leave_nothing_behind(tenants: Tenants) -> None:
-    client, namespace = tenants.clients["acme"], tenants.open("acme")
-    request = pb.PutStartRequest(
-        namespace=namespace.fingerprint, runs=wire.encode_runs([run_of(*range(NUM_BLOCKS))]), ticket_ttl_ms=4_000,
-        shards=wire.encode_shards(ShardRange(0, 1)),
-    )  # fmt: skip
-    grant = client.rpc.stub.PutStart(request, timeout=TIMEOUT_S)
-    half = payload("acme", MIB // 2).tobytes()
-    pieces = [pb.PutChunksRequest(ticket_id=grant.ticket_id, offset=at, payload=half) for at in grant.offsets]
-    client.rpc.stub.PutChunks(iter(pieces), timeout=TIMEOUT_S)
-    wait_for(lambda: not tenants.operator.admin.stats().num_tickets, "the end of the ticket", TIMEOUT_S)
-    wait_for(lambda: not tenants.operator.admin.stats().num_quarantined, "the end of the grace", TIMEOUT_S)
-    assert not any(tenants.unwritten("umbra", NUM_BLOCKS))
-
-
-def test_a_tenant_without_another_finds_its_own_bytes_where_it_left_them(tenants: Tenants) -> None:
-    """Within a tenant nothing is zeroed: its slots change namespaces and sizes at no cost."""
-    namespace = tenants.fill("acme")
-    tenants.operator.admin.clear(namespace.fingerprint)
-    assert any(tenants.unwritten("acme", 8, MIB // 2))
+    with (
+        deployment.client(Role.ENGINE_WRITE, "acme", transport="grpc") as acme,
+        deployment.client(Role.ENGINE_WRITE, "umbra", transport="grpc") as umbra,
+        deployment.client(Role.OPERATOR) as operator,
+    ):
+        operator.admin.clear()
+        namespace = acme.open_namespace(namespace_spec(group_spec(chunk_bytes=MIB), tenant="acme"))
+        for start in range(0, 16, 4):  # They fill the arena, whose extents have 4 MiB.
+            names = range(start, start + 4)
+            acme.put_blocks(namespace, run_of(*names), [payload(f"acme {name}", MIB) for name in names])
+        assert not any(unwritten(umbra, "umbra", MIB)), "bytes of blocks that were evicted"
+        assert operator.admin.clear(namespace.fingerprint)
+        assert any(unwritten(acme, "acme", MIB // 2)), "a tenant's own slots are not zeroed"
+        assert not any(unwritten(umbra, "umbra", MIB // 2)), "bytes of blocks that were cleared"
 
 
 def test_zeroing_an_extent_for_another_tenant_does_not_hold_the_loop() -> None:
@@ -155,60 +89,12 @@ def test_zeroing_an_extent_for_another_tenant_does_not_hold_the_loop() -> None:
         assert seconds < 0.030, f"{seconds * 1000:.1f} ms: {server.probe.culprit}"
 
 
-# Quotas
-
-
 def _house(**limits: int) -> House:
     return House(8, limits=Limits(**limits), has_tenants=True)
 
 
 def _held(house: House, tenant: str) -> int:
     return house.pool.arena.num_held(tenant)
-
-
-def test_a_quota_below_an_extent_is_refused_for_it_could_not_hold() -> None:
-    with pytest.raises(InvalidRequestError, match=r"999 bytes is less than an extent .*give at least 1000 \(1000 B\)"):
-        _house().quota("tenant:umbra", EXTENT - 1)
-
-
-def test_tickets_that_expire_count_until_their_quarantine_is_over() -> None:
-    house = _house(grace_ms=30_000)
-    house.quota("tenant:umbra", 2 * EXTENT)
-    umbra, acme = house.owner(tenant="umbra"), house.owner(tenant="acme")
-    for turn in range(5):
-        with contextlib.suppress(OutOfSpaceError):
-            house.pool.put_start(umbra.fingerprint, [run_of(*range(20 * turn, 20 * turn + 20))], WHOLE, 1)
-        house.clock.advance(0.002)
-        assert _held(house, "umbra") == 2
-    with pytest.raises(OutOfSpaceError, match=r"quota tenant:umbra = 2000 bytes.* in quarantine"):
-        umbra.put("more")
-    assert len(acme.fill_extents(6)) == 60
-    house.clock.advance(31)
-    umbra.put("more")
-
-
-def test_one_put_reserves_no_more_than_the_quota() -> None:
-    house = _house(max_ttl_ms=120_000)
-    house.quota("tenant:umbra", 2 * EXTENT)
-    umbra, acme = house.owner(tenant="umbra"), house.owner(tenant="acme")
-    with pytest.raises(OutOfSpaceError, match=r"2000 bytes, 2 extents of 1000 B: 80 blocks of 100 bytes are more"):
-        house.pool.put_start(umbra.fingerprint, [run_of(*range(80))], WHOLE, 120_000)
-    house.pool.put_start(umbra.fingerprint, [run_of(*range(20))], WHOLE, 120_000)
-    assert len(acme.fill_extents(6)) == 60
-
-
-def test_a_lowered_quota_takes_extents_back_even_if_their_blocks_are_leased_all_the_time() -> None:
-    house = _house(max_ttl_ms=60_000)
-    umbra, acme = house.owner(tenant="umbra"), house.owner(tenant="acme")
-    names = umbra.fill_extents(8)
-    umbra.lease(*names)
-    house.quota("tenant:umbra", 2 * EXTENT)
-    for _ in range(20):
-        house.clock.advance(5)
-        umbra.lease(*names)
-        house.pool.rebalance()
-    assert _held(house, "umbra") == 2
-    assert len(acme.fill_extents(6)) == 60
 
 
 # Shares: tenants without quotas
