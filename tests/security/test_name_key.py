@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 import urllib.request
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ import pytest
 from kvpool.client.client import Client
 from kvpool.client.config import ClientConfig
 from kvpool.client.events import Subscriber
-from kvpool.client.handles import Namespace
 from kvpool.protocol import wire
 from kvpool.protocol.errors import InvalidRequestError
 from kvpool.protocol.hashing import checksum
@@ -143,48 +141,24 @@ def test_the_server_learns_no_hash(
             assert not _contains(place, [secret])
 
 
-@pytest.fixture
-def owned(shared_server: ServerProcess, connect: Connect, key_file: str) -> Iterator[tuple[Client, Namespace]]:
-    """A client with a key, and the namespace where it has stored `RUN`."""
-    client = connect(shared_server, name_key_file=key_file)
-    namespace = client.open_namespace(namespace_spec())
-    client.put_blocks(namespace, RUN, [payload(name, CHUNK_BYTES) for name in RUN.block_hashes])
-    yield client, namespace
-    found = client.lookup(namespace, [RUN], lease=False)
-    assert found.hits[0].num_leading == len(RUN), "the owner has lost its blocks"
-
-
 @pytest.mark.parametrize("has_other_key", [True, False], ids=["another key", "no key"])
-def test_an_engine_without_the_key_is_in_another_namespace_that_says_why(
-    has_other_key: bool,
-    owned: tuple[Client, Namespace],
-    shared_server: ServerProcess,
-    connect: Connect,
-    tmp_path: Path,
+def test_guesses_without_the_key_find_nothing(
+    has_other_key: bool, shared_server: ServerProcess, connect: Connect, tmp_path: Path, key_file: str
 ) -> None:
-    _, theirs = owned
+    """The intruder knows the owner's namespace, and has guessed each token of the prompt."""
+    owner = connect(shared_server, name_key_file=key_file)
+    namespace = owner.open_namespace(namespace_spec())
+    owner.put_blocks(namespace, RUN, [payload(name, CHUNK_BYTES) for name in RUN.block_hashes])
     other = NameKey.create(tmp_path / "other.key") if has_other_key else None
-    client = connect(shared_server, **({"name_key_file": str(tmp_path / "other.key")} if other else {}))
-    namespace = client.open_namespace(named_by(theirs.spec, None))
-    assert namespace.fingerprint != theirs.fingerprint
-    (difference,) = differences(namespace.spec, theirs.spec)
-    assert difference.field == "extra['name_key']"
-    assert difference.ours == (other.digest if other else None)
-    assert client.lookup(namespace, [RUN], prefix_only=False).hits[0].complete == 0
-
-
-@pytest.mark.parametrize("has_other_key", [True, False], ids=["another key", "no key"])
-def test_guesses_in_the_owners_namespace_find_nothing(
-    has_other_key: bool, owned: tuple[Client, Namespace], shared_server: ServerProcess, connect: Connect, tmp_path: Path
-) -> None:
-    """The intruder knows the namespace, and has guessed each token of the prompt."""
-    _, namespace = owned
-    guesses = [RUN]
-    if has_other_key:
-        guesses = [NameKey.create(tmp_path / "other.key").run(RUN)]
-    intruder = connect(shared_server)
-    with pytest.raises(InvalidRequestError, match=r"named by the key \w{32}, and this client has no key; give"):
+    intruder = connect(shared_server, **({"name_key_file": str(tmp_path / "other.key")} if other else {}))
+    told = f"this client has the key {other.digest}" if other else "this client has no key; give"
+    with pytest.raises(InvalidRequestError, match=rf"named by the key \w{{32}}, and {told}"):
         intruder.open_namespace(namespace.spec)
+    own = intruder.open_namespace(named_by(namespace.spec, None))
+    (difference,) = differences(own.spec, namespace.spec)
+    assert (difference.field, difference.ours) == ("extra['name_key']", other.digest if other else None)
+    assert intruder.lookup(own, [RUN], prefix_only=False).hits[0].complete == 0
+    guesses = [other.run(RUN) if other else RUN]
     runs, stub, fingerprint = wire.encode_runs(guesses), intruder.rpc.stub, namespace.fingerprint
     found = stub.Lookup(pb.LookupRequest(namespace=fingerprint, runs=runs), timeout=10)
     assert (found.hits[0].num_leading, found.hits[0].complete) == (0, b"")
@@ -192,12 +166,4 @@ def test_guesses_in_the_owners_namespace_find_nothing(
     assert stub.Remove(pb.RemoveRequest(namespace=fingerprint, runs=runs), timeout=10).num_removed == 0
     keys = [PoolKey(fingerprint, 0, name, 0) for run in guesses for name in run.block_hashes]
     assert intruder.chunks.get(keys) == [None] * len(keys)
-
-
-def test_a_client_does_not_name_blocks_by_another_key_than_its_namespace(
-    owned: tuple[Client, Namespace], tmp_path: Path
-) -> None:
-    client, namespace = owned
-    other = NameKey.create(tmp_path / "other.key")
-    with pytest.raises(InvalidRequestError, match=f"by the key {other.digest}, and this client has the key"):
-        client.open_namespace(named_by(replace(namespace.spec, salt="other"), other))
+    assert owner.lookup(namespace, [RUN], lease=False).hits[0].num_leading == len(RUN)
