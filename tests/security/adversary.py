@@ -93,11 +93,11 @@ class Move:
     """
 
     method: str
-    blocks: int
-    shape: str
-    deadline_s: float
-    cancel_s: float
-    reads: bool
+    blocks: int = 1
+    shape: str = "right"
+    deadline_s: float = 5.0
+    cancel_s: float = 0.0
+    reads: bool = True
 
 
 @dataclass(frozen=True)
@@ -141,64 +141,45 @@ class Attack:
 
 
 SEEDS = {
-    "large requests": Attack("engine", 8, 64, (Move("Lookup", 65_536, "right", 5.0, 0.0, True),)),
-    "large puts": Attack("engine", 8, 64, (Move("PutStart", 8_192, "right", 5.0, 0.0, True),)),
-    "requests that are given up": Attack("router", 8, 64, (Move("Explain", 65_536, "right", 5.0, 0.05, True),)),
-    "requests of strangers": Attack("stranger", 1, 64, (Move("Exists", 65_536, "right", 5.0, 0.0, True),)),
-    "messages full of empty parts": Attack("router", 1, 8, (Move("Exists", 65_536, "empty parts", 5.0, 0.0, True),)),
-    "replies that nobody reads": Attack("engine", 64, 8, (Move("GetChunks", 8_192, "right", 60.0, 0.0, False),)),
-    "calls that send nothing": Attack("engine", 64, 64, (Move("PutChunks", 1, "nothing", 60.0, 0.0, True),)),
+    "large requests": Attack("engine", 8, 64, (Move("Lookup", 65_536),)),
+    "large puts": Attack("engine", 8, 64, (Move("PutStart", 8_192),)),
+    "requests that are given up": Attack("router", 8, 64, (Move("Explain", 65_536, cancel_s=0.05),)),
+    "requests of strangers": Attack("stranger", 1, 64, (Move("Exists", 65_536),)),
+    "messages full of empty parts": Attack("router", 1, 8, (Move("Exists", 65_536, "empty parts"),)),
+    "replies that nobody reads": Attack("engine", 64, 8, (Move("GetChunks", 8_192, deadline_s=60.0, reads=False),)),
+    "calls that send nothing": Attack("engine", 64, 64, (Move("PutChunks", 1, "nothing", deadline_s=60.0),)),
     "reads that wait for silent streams": Attack(
         "engine",
         64,
         64,
-        (Move("PutChunks", 1, "nothing", 60.0, 0.0, True), Move("GetChunks", 65_536, "numbers", 60.0, 0.0, True)),
+        (Move("PutChunks", 1, "nothing", deadline_s=60.0), Move("GetChunks", 65_536, "numbers", deadline_s=60.0)),
     ),
-    "listings": Attack(
-        "router", 8, 8, (Move("ListNamespaces", 1, "right", 5.0, 0.0, True), Move("Ledger", 1, "right", 5.0, 0.0, True))
-    ),
-    "small calls": Attack("router", 8, 64, (Move("Ping", 1, "right", 5.0, 0.0, True),)),
-    "small calls of many": Attack("engine", 64, 64, (Move("WhoAmI", 1, "right", 5.0, 0.0, True),)),
-    "small calls and puts of many": Attack(
-        "engine", 64, 64, (Move("WhoAmI", 1, "right", 5.0, 0.0, True), Move("PutChunks", 64, "right", 60.0, 0.0, True))
-    ),
+    "listings": Attack("router", 8, 8, (Move("ListNamespaces"), Move("Ledger"))),
+    "small calls": Attack("router", 8, 64, (Move("Ping"),)),
+    "small calls of many": Attack("engine", 64, 64, (Move("WhoAmI"),)),
+    "small calls and puts of many": Attack("engine", 64, 64, (Move("WhoAmI"), Move("PutChunks", 64, deadline_s=60.0))),
     "small calls and random bytes of many": Attack(
-        "engine", 64, 64, (Move("WhoAmI", 1, "right", 5.0, 0.0, True), Move("Get", 8_192, "random", 0.05, 0.0, True))
+        "engine", 64, 64, (Move("WhoAmI"), Move("Get", 8_192, "random", deadline_s=0.05))
     ),
-    "large requests of many": Attack("engine", 64, 64, (Move("Lookup", 65_536, "right", 5.0, 0.0, True),)),
-    "small puts of many": Attack("engine", 64, 64, (Move("PutStart", 1, "right", 5.0, 0.0, True),)),
-    "whole messages of many": Attack("engine", 64, 64, (Move("PutStart", 4_000, "right", 5.0, 0.0, True),)),
+    "large requests of many": Attack("engine", 64, 64, (Move("Lookup", 65_536),)),
+    "small puts of many": Attack("engine", 64, 64, (Move("PutStart"),)),
+    "whole messages of many": Attack("engine", 64, 64, (Move("PutStart", 4_000),)),
     "puts and releases of many": Attack(
-        "engine",
-        64,
-        64,
-        (
-            Move("PutStart", 4_000, "right", 5.0, 0.0, True),
-            Move("PutRevoke", 1, "right", 5.0, 0.0, True),
-            Move("Release", 8_192, "right", 5.0, 0.0, True),
-        ),
+        "engine", 64, 64, (Move("PutStart", 4_000), Move("PutRevoke"), Move("Release", 8_192))
     ),
-    "puts without room": Attack("engine", 1, 64, (Move("PutStart", 4_000, "right", 5.0, 0.0, True),)),
-    "streams of many": Attack("engine", 64, 64, (Move("LookupStream", 4_000, "right", 5.0, 0.0, True),)),
-    "empty parts of many": Attack("engine", 64, 64, (Move("LookupStream", 2_047, "empty parts", 5.0, 0.0, True),)),
+    "puts without room": Attack("engine", 1, 64, (Move("PutStart", 4_000),)),
+    "streams of many": Attack("engine", 64, 64, (Move("LookupStream", 4_000),)),
+    "empty parts of many": Attack("engine", 64, 64, (Move("LookupStream", 2_047, "empty parts"),)),
     "verifications of tiny chunks": Attack(
-        "engine", 1, 8, (Move("Verify", 8_192, "right", 60.0, 0.0, True),), Stock(shards=64, chunk_bytes=1)
+        "engine", 1, 8, (Move("Verify", 8_192, deadline_s=60.0),), Stock(shards=64, chunk_bytes=1)
     ),
-    "chunks by their keys": Attack("engine", 8, 8, (Move("PutChunks", 64, "new", 60.0, 0.0, True),)),
-    "leases that end together": Attack(
-        "engine", 8, 8, (Move("Lookup", 1, "right", 5.0, 0.0, True), Move("Release", 8_192, "right", 5.0, 0.0, True))
-    ),
-    "slot sizes": Attack("engine", 1, 1, (Move("Ping", 1, "right", 5.0, 0.0, True),), Stock(namespaces=40)),
+    "chunks by their keys": Attack("engine", 8, 8, (Move("PutChunks", 64, "new", deadline_s=60.0),)),
+    "leases that end together": Attack("engine", 8, 8, (Move("Lookup"), Move("Release", 8_192))),
+    "slot sizes": Attack("engine", 1, 1, (Move("Ping"),), Stock(namespaces=40)),
     "leased prefixes": Attack(
-        "engine",
-        1,
-        8,
-        (Move("PutStart", 1, "new", 5.0, 0.0, True), Move("PutRevoke", 1, "right", 5.0, 0.0, True)),
-        Stock(blocks=262_144, chain=1, is_leased=True),
+        "engine", 1, 8, (Move("PutStart", 1, "new"), Move("PutRevoke")), Stock(blocks=262_144, chain=1, is_leased=True)
     ),
-    "tiny blocks": Attack(
-        "engine", 1, 1, (Move("Ping", 1, "right", 5.0, 0.0, True),), Stock(262_144, 1, shards=64, chunk_bytes=1)
-    ),
+    "tiny blocks": Attack("engine", 1, 1, (Move("Ping"),), Stock(262_144, 1, shards=64, chunk_bytes=1)),
 }
 """What has slowed, filled or silenced a pool before."""
 FRAMES = {
@@ -212,9 +193,7 @@ FRAMES = {
 FLOODS = {
     "frames that give room": Attack("stranger", 1, 1, connections=32, frames="WINDOW_UPDATE"),
     "frames with settings": Attack("stranger", 1, 1, connections=32, frames="SETTINGS"),
-    "calls over many connections": Attack(
-        "engine", 1, 18, (Move("Ping", 1, "right", 5.0, 0.0, True),), connections=400
-    ),
+    "calls over many connections": Attack("engine", 1, 18, (Move("Ping"),), connections=400),
 }
 """What has slowed or silenced a pool without nginx before it."""
 

@@ -58,14 +58,6 @@ def log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> It
 # The guard
 
 
-def test_every_hook_of_the_connector_is_guarded() -> None:
-    hooks = {name for name, _ in inspect.getmembers(KVConnectorBase_V1) if not name.startswith("_")} | {"__init__"}
-    own = {name for name in vars(KVPoolConnector) if name in hooks}
-    assert len(own) > 20
-    unguarded = {name for name in own if not hasattr(getattr(KVPoolConnector, name), "__wrapped__")}
-    assert unguarded == REFUSES_AT_START | HAS_NO_CODE
-
-
 def test_each_kind_of_error_is_logged_once_with_its_traceback_and_all_are_counted(log: Any) -> None:
     recorder = Recorder()
     for error in (IndexError("one"), IndexError("two"), KeyError("three")):
@@ -75,19 +67,12 @@ def test_each_kind_of_error_is_logged_once_with_its_traceback_and_all_are_counte
     assert [record.exc_info[1].args for record in log.records] == [("one",), ("three",)]
     stats = recorder.take()
     assert stats is not None and stats.data == {"unexpected_errors": 3}
-
-
-def test_an_error_that_is_new_each_time_does_not_fill_the_log(log: Any) -> None:
-    guard = Guard()
-    for nth in range(MAX_KINDS + 10):
-        with guard.part(f"part {nth}"):
+    with pytest.raises(KeyboardInterrupt), recorder.guard.part("a part"):
+        raise KeyboardInterrupt
+    for nth in range(MAX_KINDS + 10):  # An error that is new each time does not fill the log.
+        with recorder.guard.part(f"part {nth}"):
             raise RuntimeError
     assert len(log.records) == MAX_KINDS
-
-
-def test_what_ends_a_process_passes() -> None:
-    with pytest.raises(KeyboardInterrupt), Guard().part("a part"):
-        raise KeyboardInterrupt
 
 
 class Failing:
@@ -150,8 +135,12 @@ def test_a_hook_that_fails_gives_vllm_what_leaves_it_right(name: str) -> None:
     assert side.ended == ended
 
 
-def test_every_guarded_hook_is_in_the_table() -> None:
+def test_every_hook_of_the_connector_is_guarded_and_in_the_table() -> None:
+    hooks = {name for name, _ in inspect.getmembers(KVConnectorBase_V1) if not name.startswith("_")} | {"__init__"}
+    own = {name for name in vars(KVPoolConnector) if name in hooks}
+    assert len(own) > 20
     guarded = {name for name in vars(KVPoolConnector) if hasattr(getattr(KVPoolConnector, name), "__wrapped__")}
+    assert own - guarded == REFUSES_AT_START | HAS_NO_CODE
     assert guarded == HOOKS.keys() | {"build_kv_connector_stats", "build_prom_metrics"}
 
 
