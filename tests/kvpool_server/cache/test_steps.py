@@ -22,7 +22,6 @@ from kvpool_server.cache.eviction import POLICIES, Evictor, SearchCutError, evic
 from kvpool_server.cache.leases import NOBODY
 from kvpool_server.cache.limits import Limits
 from kvpool_server.cache.steps import Steps, finish
-from kvpool_server.cache.tier_access import pin_next_victims
 from kvpool_server.rpc.turns import Turns
 from kvpool_server.tiering import tiered_pool
 from kvpool_server.tiering.tiered_pool import TieredPool
@@ -81,45 +80,31 @@ def rig() -> Rig:
     return Rig()
 
 
-def test_no_lookup_finds_a_block_from_the_first_step_of_a_clear_on(rig: Rig) -> None:
-    rig.store(*range(10))
-    clearing = rig.pool.removals.clear(rig.name)
-    next(clearing)
-    assert rig.leading(0) == 0 and rig.pool.stats().num_entries == 8
-    check_integrity(rig.pool)
-    assert finish(clearing) == 10 and rig.pool.stats().num_entries == 0
-
-
-def test_blocks_that_are_put_during_a_clear_stay(rig: Rig) -> None:
-    rig.store(*range(10))
-    clearing = rig.pool.removals.clear(rig.name)
-    next(clearing)
-    rig.store(*range(5))
-    check_integrity(rig.pool)
-    finish(clearing)
-    assert rig.leading(*range(10)) == 5 and rig.pool.stats().num_entries == 5
-
-
-def test_a_put_under_way_when_a_clear_begins_stores_nothing(rig: Rig) -> None:
+def test_a_clear_takes_what_there_was_from_its_first_step_on_and_nothing_that_is_put_later(rig: Rig) -> None:
     rig.store(*range(10))
     grant = rig.pool.put_start(rig.name, [run_of("a")], ONE)
     clearing = rig.pool.removals.clear(rig.name)
     next(clearing)
+    assert rig.leading(0) == 0 and rig.pool.stats().num_entries == 8
     assert rig.pool.put_end(grant.ticket_id, [0]).num_committed == 0
-    finish(clearing)
-    assert rig.leading("a") == 0 and rig.pool.stats().free_bytes == rig.pool.stats().arena_bytes
-
-
-def test_a_put_that_finds_no_room_reserves_nothing(rig: Rig) -> None:
-    lease = rig.pool
-    rig.store(*range(20))
-    lease.lookup(rig.name, [run_of(*range(20))], prefix_only=True, lease_ttl_ms=1_000)
-    with pytest.raises(OutOfSpaceError):
-        rig.pool.put_start(rig.name, [run_of(*range(100, 110))], ONE)
-    rig.settle()
-    stats = rig.pool.stats()
-    assert (stats.num_incomplete, stats.num_tickets) == (0, 0) and stats.free_bytes == 4 * CHUNK
+    rig.store(*range(5))
     check_integrity(rig.pool)
+    assert finish(clearing) == 11
+    assert rig.leading("a") == 0 and rig.leading(*range(10)) == 5 and rig.pool.stats().num_entries == 5
+
+
+def test_a_block_that_a_clear_is_dropping_is_not_removed_again_and_counts_as_corrupt(rig: Rig) -> None:
+    rig.store(*range(12))
+    entries = finish(rig.pool.removals.complete(rig.name, [run_of(*range(12))]))
+    removing = rig.pool.removals.remove(rig.name, [run_of(*range(12))])
+    next(removing)
+    clearing = rig.pool.removals.clear(rig.name)
+    next(clearing)
+    num_live = sum(entry.live for entry in entries)
+    assert finish(rig.pool.removals.drop_corrupt(entries)) == num_live > 0
+    assert finish(removing) + finish(clearing) == rig.pool.counters["removed_blocks"] == 12
+    assert rig.pool.counters["corrupt_blocks"] == num_live
+    assert len(list(rig.pool.removals.remove(rig.name, [run_of(*range(10))]))) == 4, "what is not there is looked for"
 
 
 def test_a_lease_that_has_expired_is_not_live_though_many_others_have_expired_before_it(rig: Rig) -> None:
@@ -185,29 +170,6 @@ def test_a_verification_passes_over_what_was_dropped_since_it_was_found(rig: Rig
     assert rig.pool.stats().free_bytes == 24 * CHUNK
 
 
-def test_a_block_that_a_clear_is_dropping_is_not_removed_again(rig: Rig) -> None:
-    rig.store(*range(12))
-    removing = rig.pool.removals.remove(rig.name, [run_of(*range(12))])
-    next(removing)
-    clearing = rig.pool.removals.clear(rig.name)
-    next(clearing)
-    removed = finish(removing)
-    assert removed + finish(clearing) == rig.pool.counters["removed_blocks"] == 12
-
-
-def test_a_corrupt_block_counts_although_a_clear_is_dropping_it(rig: Rig) -> None:
-    rig.store(*range(12))
-    entries = finish(rig.pool.removals.complete(rig.name, [run_of(*range(12))]))
-    next(rig.pool.removals.clear(rig.name))
-    num_live = sum(entry.live for entry in entries)
-    assert finish(rig.pool.removals.drop_corrupt(entries)) == num_live > 0
-    assert rig.pool.counters["corrupt_blocks"] == num_live and rig.pool.counters["removed_blocks"] == 12
-
-
-def test_what_is_not_there_is_looked_for_in_steps_too(rig: Rig) -> None:
-    assert len(list(rig.pool.removals.remove(rig.name, [run_of(*range(10))]))) == 4
-
-
 def test_a_lookup_whose_lease_ends_before_it_is_located_tells_no_places(rig: Rig) -> None:
     rig.store(*range(12))
 
@@ -247,14 +209,6 @@ def test_tickets_that_expire_together_let_few_entries_go_at_a_time(rig: Rig) -> 
     check_integrity(rig.pool)
 
 
-def test_quotas_move_entries_that_are_evicted_afterwards(rig: Rig) -> None:
-    rig.store(*range(20))
-    setting = rig.pool.set_quotas_in_steps([Quota("tenant:acme", 10 * CHUNK)])
-    for _ in setting:
-        check_integrity(rig.pool)
-    assert rig.pool.stats().num_entries == 10
-
-
 def _search_in_vain(rig: Rig) -> None:
     """Fills the pool with blocks that a search for victims visits in vain first: all but the last are leased."""
     for nth in range(24):
@@ -273,6 +227,7 @@ def test_a_long_search_for_victims_is_done_in_steps(policy: str) -> None:
     again = rig.pool.put_start_in_steps(rig.name, [run_of("another")], ONE)
     with pytest.raises(OutOfSpaceError, match="others are leased"):
         next(again)  # It visits none of them again.
+    assert (rig.pool.stats().num_incomplete, rig.pool.stats().num_tickets) == (1, 1), "it has reserved something"
     rig.clock.advance(0.5)
     rig.settle()
     rig.store("another")
@@ -298,18 +253,9 @@ def test_a_search_for_victims_that_does_not_end_is_given_up(rig: Rig, monkeypatc
 def test_a_quota_is_in_force_although_the_search_for_what_exceeds_it_is_long(rig: Rig) -> None:
     _search_in_vain(rig)
     rig.pool.release([lease.id for lease in rig.pool.leases.values()][:14])
-    rig.pool.set_quotas([Quota("tenant:acme", 10 * CHUNK)])
-    assert rig.pool.stats().num_entries == 10
-
-
-def test_the_next_victims_are_found_some_calls_later_where_the_search_is_long(rig: Rig) -> None:
-    _search_in_vain(rig)
-    for _ in range(7):
-        with pytest.raises(SearchCutError):
-            pin_next_victims(rig.pool, 0.04, {}, 1 << 20)
+    for _ in rig.pool.set_quotas_in_steps([Quota("tenant:acme", 10 * CHUNK)]):
         check_integrity(rig.pool)
-    (victim,) = pin_next_victims(rig.pool, 0.04, {}, 1 << 20).entries
-    assert victim.block_hash == block_hash(23)
+    assert rig.pool.stats().num_entries == 10
 
 
 def _start(rig: Rig, dice: random.Random) -> Steps[object]:
