@@ -7,9 +7,9 @@ import pytest
 from kvpool_server.cache.entry import Entry
 from kvpool_server.cache.eviction import TICK, Evictor
 from kvpool_server.cache.eviction.evictor import Chosen
-from kvpool_server.cache.eviction.hit_density import MAX_BUCKETS, MAX_TURN, MIN_GHOSTS, HitDensity, is_tail, turn_of
+from kvpool_server.cache.eviction.hit_density import MAX_BUCKETS, MAX_TURN, MIN_GHOSTS, HitDensity, turn_of
 from tests.support.clock import FakeClock
-from tests.support.entries import drop, evict, make_chain, make_entry
+from tests.support.entries import drop, evict, make_entry
 
 
 class Traffic:
@@ -54,16 +54,6 @@ def test_a_conversation_that_goes_on_is_told_from_one_that_begins() -> None:
     assert turn_of(more[-1]) == MAX_TURN
 
 
-def test_what_follows_a_shared_beginning_is_a_new_conversation() -> None:
-    traffic = Traffic()
-    shared = traffic.store("system prompt", 4)
-    for nth in range(3):
-        traffic.store(nth, 3, shared[-1])
-    traffic.use(shared)
-    assert turn_of(shared[-1]) == 0
-    assert turn_of(traffic.store("another", 3, shared[-1])[0]) == 0
-
-
 def test_a_conversation_that_was_evicted_is_known_when_it_comes_back() -> None:
     traffic = Traffic()
     first = traffic.store("a", 8)
@@ -96,26 +86,6 @@ def test_what_comes_back_is_kept_and_what_never_does_goes_though_it_was_used_lat
     assert not any(id(each) in waiting for each in victims), "those that were about to be asked for were evicted"
 
 
-def test_before_it_knows_anything_the_oldest_go_first() -> None:
-    traffic = Traffic()
-    prefixes = [traffic.store(nth, 4) for nth in range(100)]
-    victims = traffic.evict(200)
-    old = {id(each) for prefix in prefixes[:60] for each in prefix}
-    assert len(victims) == 200 and all(id(each) in old for each in victims)
-
-
-def test_epochs_grow_so_that_buckets_stay_few() -> None:
-    traffic = Traffic()
-    for nth in range(30_000):
-        traffic.store(nth, 1)
-    assert len(traffic.evictor) == 30_000
-    for count in (1, 29_999):
-        traffic.wait(1_000)
-        traffic.store(("one more", count), 1)
-        assert len(traffic.evict(count)) == count
-        assert len(traffic.policy.queue._buckets) <= MAX_BUCKETS + 1
-
-
 def test_buckets_stay_few_though_nothing_is_evicted() -> None:
     traffic = Traffic()
     for nth in range(20_000):
@@ -123,24 +93,6 @@ def test_buckets_stay_few_though_nothing_is_evicted() -> None:
         traffic.store(nth, 1)
         assert len(traffic.policy.queue._buckets) <= 2 * MAX_BUCKETS + 1
     assert len(traffic.evict(20_000)) == 20_000
-
-
-def test_a_tail_that_gets_a_child_is_none_any_more() -> None:
-    traffic = Traffic()
-    first = traffic.store("a", 3)
-    assert is_tail(first[-1])
-    traffic.store("b", 2, first[-1])
-    assert not is_tail(first[-1])
-
-
-def test_chains_keep_working_with_entries_that_have_no_beginning() -> None:
-    orphan = make_chain("x", 0, 0)
-    evictor = Evictor(HitDensity(), FakeClock())
-    evictor.stored(orphan[1:], TICK)
-    evictor.used(orphan[1:], 2 * TICK)
-    evictor.used([], 3 * TICK)
-    evictor.add(orphan[1])
-    assert evict(evictor, 1) == [orphan[1]]
 
 
 def test_the_oldest_stamp_is_found_without_visiting_candidates(monkeypatch: pytest.MonkeyPatch) -> None:

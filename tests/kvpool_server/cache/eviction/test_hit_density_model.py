@@ -4,9 +4,6 @@ import gc
 import random
 from collections import OrderedDict
 
-import pytest
-
-from kvpool_server.cache.eviction import hit_density_model
 from kvpool_server.cache.eviction.hit_density_model import EDGES, MAX_OF_PLACE, NUM_PLACES, Ghosts, HitDensityModel
 
 OFTEN, LATE, NEVER = 0, 1, 2
@@ -33,35 +30,19 @@ def _learned(num_blocks: int = 4_000) -> tuple[HitDensityModel, int]:
     return model, num_blocks
 
 
-def test_what_comes_back_soon_is_worth_more_than_late_and_that_more_than_never() -> None:
+def test_a_block_is_worth_more_the_more_often_its_kind_comes_back_and_the_nearer_its_time_is() -> None:
     model, now = _learned()
     densities = [model.density(kind, now, now) for kind in (OFTEN, LATE, NEVER)]
     assert densities[0] > 5 * densities[1] > 10 * densities[2]
-
-
-def test_a_block_is_worth_more_the_nearer_its_time_and_little_after_it() -> None:
-    model, now = _learned()
     young, near, past = (model.density(LATE, now - age, now) for age in (0, 800, 1_700))
-    assert near > 1.5 * young
-    assert past < young / 3
-
-
-def test_blocks_that_have_not_had_the_time_say_nothing_against_their_kind() -> None:
-    model, now = _learned()
-    before = model.density(LATE, now - 800, now)
-    for _ in range(5_000):
-        model.start(LATE, now, 1)
+    assert near > 1.5 * young and past < young / 3
+    for kind in (OFTEN, LATE):
+        for _ in range(5_000):
+            model.start(kind, now, 1)
     model.learn(now + 1)
-    assert model.density(LATE, now - 800, now + 1) > before / 2
-
-
-def test_a_crowd_of_which_none_has_come_back_is_worth_less_than_its_kind() -> None:
-    model, now = _learned()
-    for _ in range(5_000):
-        model.start(OFTEN, now, 1)
-    later = now + 60
+    assert model.density(LATE, now - 800, now + 1) > near / 2, "blocks that have not had the time count against it"
     ordinary = model.density(OFTEN, now - 200, now - 140)
-    assert model.density(OFTEN, now, later) < ordinary / 3
+    assert model.density(OFTEN, now, now + 60) < ordinary / 3, "a crowd of which none has come back is worth as much"
 
 
 def test_whatever_the_age_there_is_an_answer() -> None:
@@ -69,19 +50,6 @@ def test_whatever_the_age_there_is_an_answer() -> None:
     for age in (0, 1, int(EDGES[-1]) - 1, int(EDGES[-1]) + 1, 10**12):
         model.hit(0, 0, age, 1)
         assert model.density(0, 0, age) >= 0
-
-
-def test_ghosts_are_what_was_added_and_not_popped_or_forgotten() -> None:
-    dice, ghosts, model = random.Random(0), Ghosts(), dict[int, int]()
-    for stamp in range(20_000):
-        block = dice.randrange(2_000)
-        place = block % NUM_PLACES
-        if dice.random() < 0.6:
-            ghosts.add(place, block, stamp)
-            model[block] = stamp
-        else:
-            assert ghosts.pop(place, block) == model.pop(block, None)
-        assert len(ghosts) == len(model)
 
 
 def test_the_oldest_ghosts_are_forgotten_first_but_for_the_chance_of_their_places() -> None:
@@ -135,22 +103,3 @@ def test_the_garbage_collector_has_next_to_nothing_to_examine() -> None:
     made = [each for each in gc.get_objects() if id(each) not in before and each is not before]
     assert len(ghosts) == 50_000
     assert len(made) + sum(len(gc.get_referents(each)) for each in made) < 20 * NUM_PLACES
-
-
-def test_a_model_that_is_made_late_learns_the_same_and_pays_for_no_estimate_before(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    early, late = HitDensityModel(2), HitDensityModel(2)
-    with monkeypatch.context() as patched:
-        patched.setattr(hit_density_model, "_estimate", lambda *_: pytest.fail("it has observed nothing"))
-        assert not late.learn_if_due(1_000_000) and HitDensityModel(2)
-    for model, first in ((early, 0), (late, 1_000_000)):
-        for now in range(first, first + 1_000):
-            model.start(0, now, 1)
-            if now - first >= 100:
-                model.hit(0, now - 100, now, 1)
-            model.learn_if_due(now)
-    ages = [0, 50, 150, 900]
-    assert [early.density(0, 1_000 - age, 1_000) for age in ages] == pytest.approx(
-        [late.density(0, 1_001_000 - age, 1_001_000) for age in ages]
-    )

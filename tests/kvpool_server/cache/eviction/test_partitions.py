@@ -9,13 +9,11 @@ from functools import partial
 
 import pytest
 
-from kvpool.protocol.types import Quota
 from kvpool_server.cache.entry import Group
 from kvpool_server.cache.eviction import POLICIES, TICK, Evictor, Policy, SearchCutError
 from kvpool_server.cache.eviction.evictor import MAX_VISITED
 from kvpool_server.cache.eviction.partitions import (
     MAX_EMPTY,
-    Account,
     Partition,
     Partitions,
     Victims,
@@ -24,8 +22,8 @@ from kvpool_server.cache.eviction.partitions import (
 from kvpool_server.process.process_memory import no_collections
 from tests.support.clock import FakeClock
 from tests.support.entries import drop, make_entry
-from tests.support.tenants import WHOLE, House
-from tests.support.values import group_spec, namespace_spec, run_of
+from tests.support.tenants import House
+from tests.support.values import group_spec
 
 
 class Rig:
@@ -56,15 +54,11 @@ def rig() -> Rig:
     return Rig()
 
 
-def test_no_partition_is_made_for_groups_that_are_only_declared(rig: Rig) -> None:
-    groups = rig.groups(1_000)
+def test_none_is_made_for_declared_groups_a_few_stay_without_entries_and_all_with_entries(rig: Rig) -> None:
+    groups = rig.groups(1_001)
     assert rig.partitions.accounts(groups[0]) == ()
-    rig.partitions.remove(groups)
+    rig.partitions.remove([groups.pop()])
     assert rig.num_made == 0 and rig.partitions.last_used("") == 0
-
-
-def test_a_few_partitions_stay_without_entries_and_all_with_entries(rig: Rig) -> None:
-    groups = rig.groups(1_000)
     rig.use(groups[:50], num_entries=1)
     rig.use(groups[50:])
     assert rig.num_made == 1_000
@@ -74,19 +68,6 @@ def test_a_few_partitions_stay_without_entries_and_all_with_entries(rig: Rig) ->
     assert [len(rig.partitions.of_class(group.slot_class)) for group in groups] == [1] * 50 + [0] * 950
     rig.use(groups[500:501])
     assert rig.num_made == 1_001 and rig.partitions.of(groups[500]).groups == {groups[500]}
-
-
-def test_partitions_of_deleted_quotas_push_out_no_others(rig: Rig) -> None:
-    groups = rig.groups(10)
-    rig.use(groups)
-    (other,) = Rig.groups(rig, 1)
-    for nth in range(2 * MAX_EMPTY):
-        rig.partitions.place([([other], (Account(f"tenant:{nth}", 1),))], 0)
-        rig.use([other])
-        rig.partitions.place([([other], ())], 0)
-    assert rig.num_made == 10 + 2 * MAX_EMPTY
-    rig.use(groups)
-    assert rig.num_made == 10 + 2 * MAX_EMPTY, "a policy that has learned was forgotten"
 
 
 def test_the_last_use_is_known_when_a_quota_is_deleted() -> None:
@@ -133,22 +114,6 @@ def test_the_last_use_of_a_tenant_is_that_of_its_sizes(rig: Rig) -> None:
     assert [rig.partitions.last_used(tenant) for tenant in "abc"] == [192, 128, 0]
 
 
-def test_quotas_of_namespaces_without_blocks_make_no_policies(
-    policy: type[Policy], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    house = House(8, policy)
-    acme = house.owner(tenant="acme")
-    acme.store(10)
-    made: list[int] = []
-    partitions = house.pool.placement._partitions
-    monkeypatch.setattr(partitions, "_policy", lambda: made.append(1) or policy())  # type: ignore[func-returns-value]
-    for nth in range(20):
-        house.owner(1 + nth, tenant="acme")
-    house.pool.set_quotas([Quota("tenant:acme", 1_000)])
-    assert len(made) == 1, "only the entries of one size have moved"
-    assert house.pool.quotas()[0].used_bytes == acme.nbytes == 1_000
-
-
 def test_a_partition_that_is_forgotten_is_freed_at_once(rig: Rig) -> None:
     """Policy, queue, dropped entry and evictor in a cycle would stay until a collection of all objects."""
     groups = rig.groups(1 + MAX_EMPTY)
@@ -161,13 +126,3 @@ def test_a_partition_that_is_forgotten_is_freed_at_once(rig: Rig) -> None:
         del evictor
         rig.use(groups[1:])
         assert freed() is None
-
-
-def test_a_lookup_makes_no_partition_for_groups_in_which_it_finds_nothing(policy: type[Policy]) -> None:
-    pool = House(8, policy).pool
-    spec = namespace_spec(*(group_spec(chunk_bytes=1 + nth) for nth in range(20)))
-    namespace, _ = pool.open_namespace(spec)
-    pool.put_end(pool.put_start(namespace.fingerprint, [run_of("a")], WHOLE).ticket_id, [0])
-    runs = [run_of("a", group_idx=nth) for nth in range(20)]
-    found = pool.lookup(namespace.fingerprint, runs, prefix_only=True, lease_ttl_ms=100)
-    assert found.lease_id and len(pool.placement._partitions._by_group) == 1
