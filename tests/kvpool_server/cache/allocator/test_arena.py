@@ -58,42 +58,31 @@ def test_freeing_what_is_no_taken_slot_is_a_broken_invariant(offset: int) -> Non
         arena.free(offset)
 
 
-@pytest.mark.parametrize("gib", [1, 3, 64, 1000])
-def test_by_default_a_large_arena_has_about_64_aligned_extents(gib: int) -> None:
-    arena = Arena(gib << 30)
-    assert arena.extent_bytes % ALIGNMENT == 0
-    assert 32 <= arena.num_extents <= EXTENTS_PER_ARENA + 1
-    assert (gib << 30) - arena.extent_bytes < arena.arena_bytes <= gib << 30
+@pytest.mark.parametrize("mib", [1, 4, 8, 100, 128, 1 << 10, 3 << 10, 64 << 10, 1_000 << 10, 1 << 20])
+def test_extents_are_some_and_their_slots_are_bounded_whatever_the_size_of_the_arena(mib: int) -> None:
+    arena = Arena(mib << 20)
+    assert MIN_EXTENTS <= arena.num_extents <= EXTENTS_PER_ARENA + 1
+    assert (mib << 20) - arena.extent_bytes < arena.arena_bytes <= mib << 20
+    if mib >= 1 << 10:
+        assert arena.extent_bytes % ALIGNMENT == 0 and arena.num_extents >= 32
+    most = max(FEW_SLOTS, arena.arena_bytes // MIN_SLOT_BYTES)
+    assert arena.num_extents * arena.slots_per_extent(1) <= most
+    assert arena.slots_per_extent(MIN_SLOT_BYTES) == min(arena.extent_bytes // MIN_SLOT_BYTES, MAX_SLOTS_PER_EXTENT)
+    assert arena.allocate(1, 2) == [0, 1]
+    assert len(arena.extents(1)[0].owners) == arena.slots_per_extent(1) <= MAX_SLOTS_PER_EXTENT
 
 
-@pytest.mark.parametrize("mib", [1, 4, 8, 100])
-def test_a_small_arena_still_has_a_few_extents(mib: int) -> None:
-    assert Arena(mib << 20).num_extents >= MIN_EXTENTS
+def test_a_small_arena_has_room_for_many_small_slots_and_one_of_small_extents_for_few() -> None:
+    arena = Arena(8 << 20)
+    assert arena.num_extents * arena.slots_per_extent(1) == FEW_SLOTS
+    assert arena.slots_per_extent(256) == arena.extent_bytes // 256
+    arena = Arena(2 << 30, 4 << 20)
+    assert arena.slots_per_extent(1) == arena.slots_per_extent(MIN_SLOT_BYTES) == arena.extent_bytes // MIN_SLOT_BYTES
 
 
 def test_an_arena_without_an_extent_is_refused() -> None:
     with pytest.raises(ValueError, match="an arena of 99 bytes holds no extent of 100"):
         Arena(99, extent_bytes=100)
-
-
-def test_tiny_slots_do_not_make_the_bookkeeping_as_large_as_the_arena() -> None:
-    arena = Arena(1 << 40)
-    assert arena.slots_per_extent(1) == MAX_SLOTS_PER_EXTENT
-    assert arena.allocate(1, 2) == [0, 1]
-    assert len(arena.extents(1)[0].owners) == MAX_SLOTS_PER_EXTENT
-
-
-@pytest.mark.parametrize(("mib", "extent_mib"), [(128, None), (1 << 10, None), (64 << 10, None), (2 << 10, 4)])
-def test_there_are_no_more_slots_than_slots_of_the_least_size(mib: int, extent_mib: int | None) -> None:
-    arena = Arena(mib << 20, extent_mib and extent_mib << 20)
-    assert arena.num_extents * arena.slots_per_extent(1) <= arena.arena_bytes // MIN_SLOT_BYTES
-    assert arena.slots_per_extent(MIN_SLOT_BYTES) == min(arena.extent_bytes // MIN_SLOT_BYTES, MAX_SLOTS_PER_EXTENT)
-
-
-def test_a_small_arena_has_room_for_many_small_slots_nevertheless() -> None:
-    arena = Arena(8 << 20)
-    assert arena.num_extents * arena.slots_per_extent(1) == FEW_SLOTS
-    assert arena.slots_per_extent(256) == arena.extent_bytes // 256
 
 
 @given(st.lists(st.tuples(st.sampled_from([7, 20, 33, 100]), st.integers(1, 5), st.booleans()), max_size=30))

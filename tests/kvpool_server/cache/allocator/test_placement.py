@@ -23,20 +23,12 @@ class Sizes(House):
         return {size: len(self.pool.arena.extents(size)) for size in self.pool.arena.sizes()}
 
 
-def test_free_space_is_taken_first() -> None:
+def test_free_space_is_taken_first_and_then_a_size_evicts_its_own_oldest() -> None:
     sizes = Sizes(4)
-    old = sizes.of(100).fill_extents(2)
-    new = sizes.of(200).fill_extents(2)
-    assert sizes.of(100).present(*old) == old and sizes.of(200).present(*new) == new
+    old, new = sizes.of(100).fill_extents(2), sizes.of(200).fill_extents(2)
     assert sizes.pool.counters["evicted_blocks"] == 0
-
-
-def test_a_size_alone_may_have_everything_and_then_evicts_its_own_oldest() -> None:
-    sizes = Sizes(4)
-    names = sizes.of(100).fill_extents(4)
-    assert sizes.extents() == {100: 4}
     sizes.of(100).store(3)
-    assert sizes.of(100).present(*names) == names[3:]
+    assert sizes.of(100).present(*old) == old[3:] and sizes.of(200).present(*new) == new
 
 
 def test_a_newcomer_gets_its_fair_share_and_no_more() -> None:

@@ -165,21 +165,6 @@ def test_its_own_extents_come_first_and_are_not_zeroed() -> None:
     assert not puts.under_way and not puts.num_zeroed, "nobody has used the third extent"
 
 
-def test_an_extent_that_was_zeroed_in_part_is_its_last_tenants_as_it_is_and_zeroed_for_every_other() -> None:
-    puts = _used_up()
-    puts.start(1, 16, 12)
-    assert 0 < puts.num_zeroed < EXTENT_BYTES
-    puts.give_up(0)
-    assert not puts.pool.arena.tenants()
-    puts.num_zeroed = 0
-    puts.start(0, 16, 12)
-    assert not puts.under_way and not puts.num_zeroed
-    puts.pool.clear()
-    puts.start(1, 16, 12)
-    _finish(puts)
-    assert puts.num_zeroed == NUM_EXTENTS * EXTENT_BYTES
-
-
 def test_a_put_that_has_waited_for_an_extent_has_all_of_its_time() -> None:
     puts = _used_up()
     steps = puts.pool.put_start_in_steps(puts.fingerprints[1, 16], [run_of("block")], WHOLE, ttl_ms=10_000)
