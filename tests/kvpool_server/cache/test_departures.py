@@ -13,9 +13,8 @@ from kvpool_server.cache import departures as module
 from kvpool_server.cache.departures import UNKNOWN, Departure, Departures, EvictedFor, UseTimes
 from kvpool_server.cache.entry import Entry, Group
 from kvpool_server.cache.steps import finish
-from tests.kvpool_server.cache.test_pool import Bench
 from tests.support.clock import FakeClock
-from tests.support.values import block_hash, group_spec, namespace_spec
+from tests.support.values import block_hash, group_spec
 
 
 def group_of(tenant: str, model: str = "m") -> Group:
@@ -26,40 +25,25 @@ def entries_of(group: Group, *names: object, used: int = 0) -> list[Entry]:
     return [Entry(group, block_hash(name), None, 0, used) for name in names]
 
 
-def test_for_whom_when_and_how_long_after_its_last_use_a_block_was_evicted() -> None:
-    bench = Bench()
-    bench.store(*range(10))
-    bench.seconds(100)
-    bench.look(*range(4), ttl_ms=10)  # A use of the first four.
-    bench.seconds(50)
-    other = namespace_spec(bench.group.spec, model="other/model@x", tenant="b")
-    opened, _ = bench.pool.open_namespace(other)
-    bench.name = opened.fingerprint
-    bench.store(*"xyz")
-    bench.seconds(92)
-    bench.pool.expire()
-    departures = bench.pool.entry_table.departures
-    found = departures.departure(bench.group, block_hash(9))
+def test_for_whom_when_and_how_long_after_its_last_use_a_block_was_evicted(clock: FakeClock) -> None:
+    departures, group, other = Departures(clock), group_of("a"), group_of("b", "other/model@x")
+    departures.use_times.mark(clock(), 0)
+    clock.now += 150
+    departures.left(entries_of(group, *range(7, 10), used=65), MissCause.EVICTED, other)
+    clock.now += 92
+    found = departures.departure(group, block_hash(9))
     assert found is not None and found.unused_seconds is not None
     assert found[:2] == (MissCause.EVICTED, 92)
     assert found.unused_seconds == pytest.approx(150, rel=0.1)
     assert found.evicted_for == EvictedFor("b", "other/model@x")
-    assert departures.departure(bench.group, block_hash("x")) is None
+    assert departures.departure(group, block_hash("x")) is None
     names = [block_hash(nth) for nth in range(7, 12)]
-    assert departures.departures(bench.group, names, is_prefix=True) == [(found, 3), (None, 2)]
-    assert departures.charge(bench.group, names, "b") == ({}, False), "a tenant pays nothing to itself"
-    assert departures.charge(bench.group, names[1:], "a") == ({EvictedFor("b", "other/model@x"): 2}, True)
-    assert departures.charge(bench.group, names, "a") == ({EvictedFor("b", "other/model@x"): 1}, True)
-    assert departures.charge(bench.group, names, "a") == ({}, True), "each departure is charged once"
-    assert departures.departure(bench.group, block_hash(9)) == found
-
-
-def test_what_left_by_itself_made_room_for_nobody(clock: FakeClock) -> None:
-    departures = Departures(clock)
-    group = group_of("a")
-    departures.left(entries_of(group, 1), MissCause.REMOVED)
-    assert departures.departure(group, block_hash(1)) == Departure(MissCause.REMOVED, 0)
-    assert departures.charge(group, [block_hash(1)], "b") == ({}, False)
+    assert departures.departures(group, names, is_prefix=True) == [(found, 3), (None, 2)]
+    assert departures.charge(group, names, "b") == ({}, False), "a tenant pays nothing to itself"
+    assert departures.charge(group, names[1:], "a") == ({EvictedFor("b", "other/model@x"): 2}, True)
+    assert departures.charge(group, names, "a") == ({EvictedFor("b", "other/model@x"): 1}, True)
+    assert departures.charge(group, names, "a") == ({}, True), "each departure is charged once"
+    assert departures.departure(group, block_hash(9)) == found
 
 
 def test_a_block_that_leaves_again_is_charged_again_and_unknown_blocks_are_charged_to_nobody(clock: FakeClock) -> None:
@@ -70,17 +54,6 @@ def test_a_block_that_leaves_again_is_charged_again_and_unknown_blocks_are_charg
         departures.left(entries_of(group, 1, 500), MissCause.EVICTED, other)
         charged, _ = departures.charge(group, [block_hash(1), *unknown, block_hash(500)], "a")
         assert charged == {EvictedFor("b", "model"): 2}
-
-
-def test_a_departure_that_is_entered_late_keeps_its_time(clock: FakeClock) -> None:
-    departures, group = Departures(clock), group_of("a")
-    departures.use_times.mark(clock(), 0)
-    clock.now += 10
-    departures.left(entries_of(group, 1, used=65), MissCause.EVICTED, group)
-    clock.now += 1_000
-    found = departures.departure(group, block_hash(1))
-    assert found is not None and found.seconds_ago == 1_000
-    assert found.unused_seconds == pytest.approx(10, rel=0.1)
 
 
 def test_a_tenant_of_many_models_takes_few_names_and_a_full_table_of_names_forgets_none(clock: FakeClock) -> None:
@@ -99,21 +72,17 @@ def test_a_tenant_of_many_models_takes_few_names_and_a_full_table_of_names_forge
     assert early is not None and early.evicted_for == EvictedFor("greedy", "first")
 
 
-def test_a_slot_takes_thirteen_bytes_and_no_more(clock: FakeClock) -> None:
-    departures, group = Departures(clock), group_of("a")
-    departures.left(entries_of(group, 1), MissCause.EVICTED, group)
-    departures.departure(group, block_hash(1))
-    arrays = [each for each in vars(departures).values() if isinstance(each, np.ndarray)]
-    assert sum(each.nbytes for each in arrays) == 13 * module.NUM_SLOTS == 13 << 20
-
-
-def test_how_far_back_the_memory_reaches(clock: FakeClock) -> None:
+def test_the_table_tells_how_far_back_it_reaches_and_takes_thirteen_bytes_a_slot(clock: FakeClock) -> None:
     departures, group = Departures(clock), group_of("a")
     assert finish(departures.memory_in_steps()) == (0, 0, 0)
     clock.now += 5
-    departures.left(entries_of(group, *range(100)), MissCause.EVICTED, group)
+    departures.left(entries_of(group, *range(100)), MissCause.REMOVED)
     clock.now += 60
     assert finish(departures.memory_in_steps()) == (100, 60, 60)
+    assert departures.departure(group, block_hash(1)) == Departure(MissCause.REMOVED, 60)
+    assert departures.charge(group, [block_hash(1)], "b") == ({}, False), "it made room for nobody"
+    arrays = [each for each in vars(departures).values() if isinstance(each, np.ndarray)]
+    assert sum(each.nbytes for each in arrays) == 13 * module.NUM_SLOTS == 13 << 20
 
 
 @pytest.mark.more

@@ -59,67 +59,52 @@ def missing(bench: Bench, *names: object, fingerprint: bytes = b"") -> list[tupl
     return [(miss.cause, miss.count) for miss in hit.missing]
 
 
-def test_what_nobody_has_stored(bench: Bench) -> None:
+def test_a_block_is_missing_because_nobody_stored_it_or_a_put_writes_it_or_it_made_room(bench: Bench) -> None:
     assert missing(bench, "a", "b") == [(NEVER_STORED, 2)]
-    bench.store("a", "b")
-    assert missing(bench, "a", "b") == []
-    assert missing(bench, "a", "b", "c") == [(NEVER_STORED, 1)]
-
-
-def test_what_a_put_is_writing(bench: Bench) -> None:
     bench.store("a")
     bench.start("a", "b", "c")
     assert missing(bench, "a", "b", "c", "d", "e") == [(BEING_WRITTEN, 2), (NEVER_STORED, 2)]
-
-
-def test_what_made_room(bench: Bench) -> None:
-    bench.store(*range(10))
+    assert told(bench, *"abde") == [(1, COMPLETE, None), (1, MISSING, BEING_WRITTEN), (2, MISSING, NEVER_STORED)]
+    bench.store(*range(7))
     bench.store(*"xyz")
-    assert missing(bench, *range(12)) == [(EVICTED, 3), (NEVER_STORED, 2)]
+    assert missing(bench, *range(9)) == [(EVICTED, 3), (NEVER_STORED, 2)]
 
 
-@pytest.mark.parametrize("clears", [False, True])
-def test_what_was_removed_or_cleared(bench: Bench, clears: bool) -> None:
+def test_a_block_is_missing_because_it_was_removed_or_cleared_or_had_changed(bench: Bench) -> None:
     bench.store("a", "b", "c")
-    if clears:
-        steps = bench.pool.removals.clear(bench.name)
-        next(steps, None)
-        assert missing(bench, "a", "b", "c") == [(REMOVED, 3)], "while it is dropped in steps"
-        finish(steps)
-        assert missing(bench, "a", "b", "c", "d") == [(REMOVED, 3), (NEVER_STORED, 1)]
-    else:
-        bench.pool.remove(bench.name, [run_of("a")])
-        assert missing(bench, "a", "b", "c", "d") == [(REMOVED, 3), (NEVER_STORED, 1)]
-
-
-def test_what_had_changed(bench: Bench) -> None:
-    bench.store("a", "b", "c")
+    bench.pool.remove(bench.name, [run_of("b")])
+    assert told(bench, *"abc") == [(1, COMPLETE, None), (1, MISSING, REMOVED), (1, COMPLETE, None)]
     bench.memory[:] ^= 0xFF
-    verify(bench.pool, bench.name, [run_of("b")], bench.memory)
-    assert missing(bench, "a", "b", "c", "d") == [(CORRUPT, 2), (NEVER_STORED, 1)]
+    verify(bench.pool, bench.name, [run_of("a")], bench.memory)
+    assert missing(bench, "a", "b", "d") == [(CORRUPT, 1), (REMOVED, 1), (NEVER_STORED, 1)]
+    bench.store("a", "b")
+    steps = bench.pool.removals.clear(bench.name)
+    next(steps, None)
+    assert missing(bench, "a", "b", "c") == [(REMOVED, 3)], "while it is dropped in steps"
+    finish(steps)
+    runs = [run_of("a", "d"), run_of("a", group_idx=1)]
+    hits = bench.pool.lookup(bench.name, runs, prefix_only=True).hits
+    first, second = bench.pool.explanations.misses(bench.name, runs, hits)
+    assert first.missing == (Miss(REMOVED, 1), Miss(NEVER_STORED, 1)) and second.missing == (Miss(NEVER_STORED, 1),)
 
 
-def test_what_its_writer_gave_up_or_was_too_slow_for(bench: Bench) -> None:
+def test_a_block_is_missing_because_its_writer_gave_up_or_was_too_slow(bench: Bench) -> None:
     bench.pool.put_revoke(bench.start("a").ticket_id)
     bench.start("b", ttl_ms=100)
     bench.seconds(0.125)
     assert missing(bench, "a") == missing(bench, "b") == [(PUT_FAILED, 1)]
 
 
-def test_what_another_namespace_of_the_tenant_has(bench: Bench) -> None:
-    groups = [group_spec(chunk_bytes=CHUNK, num_shards=2)]
-    bench.store("a", "b")
-    same = namespace_spec(*groups, model="other/model", salt=bench.spec.salt)
-    opened = bench.pool.open_namespace(same)[0].fingerprint
-    assert missing(bench, "a", "b", fingerprint=opened) == [(OTHER_NAMESPACE, 2)]
-
-
-def test_of_many_runs_some_are_explained(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_many_runs_some_are_explained_and_of_many_blocks_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvpool_server.cache.explanations.MAX_RUNS", 2)
-    runs = [run_of(name) for name in "abc"]
+    monkeypatch.setattr("kvpool_server.cache.explanations.MAX_EXPLAINED", 8)
+    bench = Bench()
+    bench.store(*range(6))
+    bench.pool.remove(bench.name, [run_of(*range(6))])
+    runs = [run_of(*range(10)), run_of("a"), run_of("b")]
     hits = bench.pool.lookup(bench.name, runs, prefix_only=True).hits
     explained = bench.pool.explanations.misses(bench.name, runs, hits)
-    assert [len(hit.missing) for hit in explained] == [1, 1, 0]
+    assert [hit.missing for hit in explained] == [(Miss(REMOVED, 10),), (Miss(NEVER_STORED, 1),), ()]
 
 
 def test_causes_that_change_too_often_are_cut_short() -> None:
@@ -132,35 +117,6 @@ def test_causes_that_change_too_often_are_cut_short() -> None:
     found = missing(bench, *names)
     assert len(found) == MAX_MISSES
     assert found[:2] == [(REMOVED, 1), (CORRUPT, 1)] and found[-1][1] == len(names) - MAX_MISSES + 1
-
-
-def test_groups_are_told_apart(bench: Bench) -> None:
-    bench.store("a")
-    bench.pool.remove(bench.name, [run_of("a")])
-    runs = [run_of("a", group_idx=0), run_of("a", group_idx=1)]
-    hits = bench.pool.lookup(bench.name, runs, prefix_only=True).hits
-    first, second = bench.pool.explanations.misses(bench.name, runs, hits)
-    assert (first.missing, second.missing) == ((Miss(REMOVED, 1),), (Miss(NEVER_STORED, 1),))
-
-
-def test_many_blocks_are_explained_in_bounded_time_with_the_last_cause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvpool_server.cache.explanations.MAX_EXPLAINED", 4)
-    bench = Bench()
-    bench.store(*range(6))
-    bench.pool.remove(bench.name, [run_of(*range(6))])
-    assert missing(bench, *range(10)) == [(REMOVED, 10)]
-
-
-def test_where_each_block_is_and_why_not(bench: Bench) -> None:
-    bench.store("a", "b", "c")
-    bench.start("a", "b", "c", "d")
-    assert told(bench, *"abcdef") == [
-        (3, COMPLETE, None),
-        (1, MISSING, BEING_WRITTEN),
-        (2, MISSING, NEVER_STORED),
-    ]
-    bench.pool.remove(bench.name, [run_of("b")])
-    assert told(bench, *"abc") == [(1, COMPLETE, None), (1, MISSING, REMOVED), (1, COMPLETE, None)]
 
 
 def test_when_and_for_whom_blocks_were_evicted(bench: Bench) -> None:
@@ -198,6 +154,7 @@ def test_another_namespace_of_the_tenant_is_named_with_the_fields_that_differ(be
     groups = [group_spec(chunk_bytes=CHUNK, num_shards=2), group_spec(chunk_bytes=CHUNK)]
     alike = namespace_spec(*groups, salt=bench.spec.salt, weights_epoch="new")
     opened = bench.pool.open_namespace(alike)[0].fingerprint
+    assert missing(bench, "a", "b", "z", fingerprint=opened) == [(OTHER_NAMESPACE, 3)]
     (match,) = explained(bench, "a", "b", "z", fingerprint=opened).elsewhere
     assert (match.fingerprint, match.count) == (bench.name, 2)
     assert match.differences == ("weights_epoch: 'new' here, '' there",)

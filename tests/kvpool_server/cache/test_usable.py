@@ -63,11 +63,8 @@ def test_a_hit_ends_where_every_group_has_its_blocks(groups: tuple[GroupSpec, ..
     assert len(answers) > 3
 
 
-def test_a_group_without_a_run_leaves_nothing_usable() -> None:
+def test_a_group_without_a_run_leaves_nothing_usable_and_of_several_runs_the_first_counts() -> None:
     run = run_of("a", "b")
     assert usable_tokens((FULL,), [run], [RunHits(2, 3)]) == 8
     assert usable_tokens((FULL, WINDOW), [run], [RunHits(2, 3)]) == 0
-
-
-def test_of_several_runs_of_a_group_the_first_counts() -> None:
     assert usable_tokens((FULL,), [run_of("a", "b"), run_of("z")], [RunHits(1, 1), RunHits(1, 1)]) == 4
