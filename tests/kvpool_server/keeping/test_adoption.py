@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
+import asyncio
 import fcntl
-import itertools
 import os
 import re
 import signal
@@ -12,21 +11,20 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
-from kvpool.protocol.errors import PermissionDeniedError, UnknownNamespaceError
 from kvpool.protocol.types import BlockRun
-from kvpool.security.principal import Role
-from kvpool.transport.segment import TRAILER_BYTES, sealed_file
+from kvpool.transport.segment import TRAILER_BYTES, Segment, sealed_file
 from kvpool_server.keeping import head, store, table
-from kvpool_server.keeping.adoption import ARENA, MAX_BEGUN
-from kvpool_server.keeping.table import TABLE
+from kvpool_server.keeping.adoption import ARENA, MAX_BEGUN, KeptMemory
+from kvpool_server.keeping.head import Geometry
+from kvpool_server.keeping.table import TABLE, SlotTable
 from tests.support.kept_server import KeptServer, Manager, children_of
 from tests.support.processes import wait_for
-from tests.support.secured_server import SecuredServer
 from tests.support.values import block_hash, group_spec, namespace_spec
 
 CHUNK, BLOCKS = 4_096, 16
@@ -82,51 +80,12 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
         yield Rig(tmp_path, stack)
 
 
-def test_the_memory_that_the_manager_hands_over_has_its_blocks(rig: Rig) -> None:
-    rig.left()
-    assert all(rig.hits(rig.start()))
-
-
 def test_a_server_that_stops_leaves_its_blocks_to_the_next(rig: Rig) -> None:
     server = rig.filled()
     server.signal(signal.SIGTERM)
     assert server.wait() == 0
     assert all(rig.hits(rig.start()))
     assert any("READY=1" in states for states in rig.manager.states)
-
-
-@pytest.mark.more
-def test_tenants_have_their_own_blocks_again_and_no_others(rig: Rig) -> None:
-    """Their blocks have equal names."""
-    flags: list[str] = []
-
-    def start(*given: str, **_: object) -> KeptServer:
-        flags[:] = given
-        return rig.start(*given)
-
-    secured = SecuredServer(rig.directory, start)
-    callers = {tenant: secured.identity(Role.ENGINE_WRITE, tenant) for tenant in ("acme", "umbra")}
-    hits = {"acme": range(12), "umbra": range(4, BLOCKS)}
-    runs = {tenant: BlockRun(0, [block_hash(nth) for nth in names]) for tenant, names in hits.items()}
-    payloads = {tenant: [tenant[:1].encode() * CHUNK] * len(run) for tenant, run in runs.items()}
-    for tenant, caller in callers.items():
-        with secured.server.connect(**caller) as client:
-            client.put_blocks(client.open_namespace(SPEC), runs[tenant], payloads[tenant])
-    secured.server.signal(signal.SIGKILL)
-    secured.server.wait()
-    after = rig.start(*flags)
-    for tenant, other in itertools.permutations(callers):
-        with after.connect(**callers[tenant]) as client:
-            namespace = client.open_namespace(SPEC)
-            found = client.lookup(namespace, [RUN], prefix_only=False)
-            assert [nth for nth in range(BLOCKS) if found.hits[0].complete >> nth & 1] == list(hits[tenant])
-            got = client.get_blocks(namespace, found.lease_id, runs[tenant])
-            assert [bytes(each) for each in got if each is not None] == payloads[tenant]
-            others = dataclasses.replace(SPEC, tenant=other)
-            with pytest.raises(PermissionDeniedError):
-                client.rpc.open_namespace(others)
-            with pytest.raises(UnknownNamespaceError):
-                client.lookup(dataclasses.replace(namespace, fingerprint=others.fingerprint()), [RUN])
 
 
 def test_a_data_port_that_is_taken_costs_no_memory_however_often_servers_start(rig: Rig) -> None:
@@ -141,7 +100,7 @@ def test_a_data_port_that_is_taken_costs_no_memory_however_often_servers_start(r
 
 def test_memory_of_another_size_has_the_blocks_that_fit(rig: Rig) -> None:
     rig.left()
-    for memory in ("16MiB", "16MiB", "8MiB"):
+    for memory in ("16MiB", "8MiB"):
         server = rig.start("--memory", memory)
         with server.connect() as client:
             namespace = client.open_namespace(SPEC)
@@ -152,17 +111,6 @@ def test_memory_of_another_size_has_the_blocks_that_fit(rig: Rig) -> None:
         assert os.fstat(rig.manager.kept[ARENA]).st_size == int(memory.removesuffix("MiB")) * MIB + TRAILER_BYTES
         server.signal(signal.SIGKILL)
         server.wait()
-
-
-@pytest.mark.more
-def test_memory_that_is_too_small_for_its_parts_is_given_up_and_the_manager_told(rig: Rig) -> None:
-    rig.left()
-    before = dict(rig.manager.kept)
-    server = rig.start("--memory", "4MiB")
-    assert not any(rig.hits(server))
-    assert server.says(GIVEN_UP) and server.says("--memory is not 4 to 512 times 2097152 bytes")
-    rig.manager.receive()
-    assert rig.manager.kept.keys() == before.keys(), "the new memory is kept in its place"
 
 
 def test_a_server_that_is_stopped_keeps_its_memory_to_itself(rig: Rig) -> None:
@@ -194,83 +142,92 @@ def test_a_flipped_record_costs_its_block_alone(rig: Rig) -> None:
     assert hits == [nth != 5 for nth in range(BLOCKS)]
 
 
-@pytest.mark.more
-def test_a_flipped_byte_of_a_payload_is_no_hit(rig: Rig) -> None:
-    rig.left()
-    fd = rig.manager.kept[ARENA]
-    _flip(fd, os.pread(fd, 8 << 20, 0).index(bytes([5]) * CHUNK))
-    server = rig.start()
-    with server.connect() as client:
-        namespace = client.open_namespace(SPEC)
-        found = client.lookup(namespace, [RUN])
-        with pytest.raises(Exception, match="differ from their checksums"):
-            client.get_blocks(namespace, found.lease_id, RUN)
+@pytest.fixture
+def fds() -> Iterator[dict[str, int]]:
+    """What a manager has kept of a server: the descriptors of an arena of 8 MiB and of its table."""
+    segment = Segment.create(8 * MIB)
+    geometry = Geometry(8 * MIB, 2 * MIB, False, segment.nonce, segment.token)
+    with closing(segment), closing(SlotTable.create(geometry)) as made:
+        yield {ARENA: os.dup(segment.fd), TABLE: os.dup(made.fd)}
 
 
-def _other_head(fds: dict[str, int]) -> None:
-    _flip(fds[TABLE], 9)
-
-
-def _another_arena(fds: dict[str, int]) -> None:
-    size = os.fstat(fds[ARENA]).st_size
-    os.close(fds[ARENA])
-    fds[ARENA] = sealed_file("other", size)
+def _replace(fds: dict[str, int], name: str, fd: int) -> None:
+    os.close(fds[name])
+    fds[name] = fd
 
 
 def _unsealed_arena(fds: dict[str, int]) -> None:
-    size = os.fstat(fds[ARENA]).st_size
-    os.close(fds[ARENA])
-    fds[ARENA] = os.memfd_create("unsealed")
-    os.ftruncate(fds[ARENA], size)
+    _replace(fds, ARENA, os.memfd_create("unsealed"))
+    os.ftruncate(fds[ARENA], 8 * MIB + TRAILER_BYTES)
 
 
-def _a_short_table(fds: dict[str, int]) -> None:
-    head = os.pread(fds[TABLE], 4_096, 0)
-    os.close(fds[TABLE])
-    fds[TABLE] = sealed_file("short", 4_096)
-    os.pwrite(fds[TABLE], head, 0)
+def _short_table(fds: dict[str, int]) -> None:
+    before = os.pread(fds[TABLE], 4_096, 0)
+    _replace(fds, TABLE, sealed_file("short", 4_096))
+    os.pwrite(fds[TABLE], before, 0)
 
 
-def _no_table(fds: dict[str, int]) -> None:
-    os.close(fds.pop(TABLE))
-
-
-def _something_else(fds: dict[str, int]) -> None:
-    fds["other"] = os.open("/dev/null", os.O_RDONLY)
-
-
-@pytest.mark.more
-@pytest.mark.parametrize(
-    "forge", [_other_head, _another_arena, _unsealed_arena, _a_short_table, _no_table, _something_else]
-)
-def test_what_is_not_the_memory_of_a_server_is_given_up(rig: Rig, forge: Callable[[dict[str, int]], None]) -> None:
-    rig.left()
-    forge(rig.manager.kept)
-    server = rig.start()
-    assert not any(rig.hits(server))
-    assert server.says(GIVEN_UP)
-
-
-@pytest.mark.more
-def test_a_table_of_another_release_is_given_up(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    rig.left()
-    fd = rig.manager.kept[TABLE]
-    geometry = head.geometry_of(fd)
+def _table_of_another_release(fds: dict[str, int]) -> None:
+    geometry = head.geometry_of(fds[TABLE])
     assert geometry is not None
-    monkeypatch.setattr(head, "FORMAT", head.FORMAT + 1)
-    later = table.SlotTable.create(geometry)
-    os.pwrite(fd, os.pread(later.fd, table.HEAD_BYTES, 0), 0)
-    later.close()
-    server = rig.start()
-    assert not any(rig.hits(server))
-    assert server.says("its table is of another release")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(head, "FORMAT", head.FORMAT + 1)
+        with closing(SlotTable.create(geometry)) as later:
+            os.pwrite(fds[TABLE], os.pread(later.fd, table.HEAD_BYTES, 0), 0)
 
 
-@pytest.mark.more
-def test_a_server_that_keeps_nothing_does_not_take_what_there_is(rig: Rig) -> None:
-    rig.left()
-    server = rig.start("--keep", "no")
-    assert not any(rig.hits(server))
+def _nothing(fds: dict[str, int]) -> None:
+    """The memory is as it was."""
+
+
+@pytest.mark.parametrize(
+    ("forge", "settings", "why"),
+    [
+        (lambda fds: _flip(fds[TABLE], 9), {}, "its table is of another release"),
+        (_table_of_another_release, {}, "its table is of another release"),
+        (
+            lambda fds: _replace(fds, ARENA, sealed_file("other", 8 * MIB + TRAILER_BYTES)),
+            {},
+            "another server's memory",
+        ),
+        (
+            lambda fds: _replace(fds, ARENA, sealed_file("other", 4 * MIB)),
+            {},
+            "memory of another size than it announced",
+        ),
+        (_unsealed_arena, {}, "no memory whose size is sealed"),
+        (_short_table, {}, "its table has another size"),
+        (lambda fds: os.close(fds.pop(TABLE)), {}, "it is not one arena and one table"),
+        (lambda fds: fds.update(other=os.open("/dev/null", os.O_RDONLY)), {}, "it is not one arena and one table"),
+        (
+            lambda fds: os.pwrite(fds[TABLE], head.CHECK.pack(MAX_BEGUN), head.BEGUN_AT),
+            {},
+            "2 servers have not got over its adoption",
+        ),
+        (_nothing, {"nbytes": 4 * MIB}, "--memory is not 4 to 512 times 2097152 bytes"),
+        (_nothing, {"has_tenants": True}, "TLS was off"),
+        (_nothing, {"is_kept": False}, "--keep no"),
+    ],
+)
+def test_what_is_not_the_memory_of_such_a_server_is_given_up_and_the_manager_told(
+    fds: dict[str, int],
+    monkeypatch: pytest.MonkeyPatch,
+    forge: Callable[[dict[str, int]], object],
+    settings: dict[str, int],
+    why: str,
+) -> None:
+    forge(fds)
+    removed: list[str] = []
+    monkeypatch.setattr(store, "take", lambda: {name: [fd] for name, fd in fds.items()})
+    monkeypatch.setattr(store, "remove", removed.append)
+    with capture_logs() as logs:
+        kept = KeptMemory(**{"nbytes": 8 * MIB, "has_tenants": False, "is_kept": True, **settings})
+        assert asyncio.run(kept.take()) is None
+    assert [line["reason"].partition(" (")[0] for line in logs] == [why]
+    assert kept.extent_bytes is None and removed == list(fds)
+    for fd in fds.values():
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(fd)
 
 
 def test_descriptors_for_another_process_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
