@@ -16,7 +16,7 @@ import pytest
 
 from kvpool.client.client import Client
 from kvpool.protocol.errors import LeaseExpiredError
-from kvpool.protocol.types import BlockRun, Quota, ShardRange
+from kvpool.protocol.types import BlockRun, Quota
 from kvpool_server.keeping import store
 from kvpool_server.keeping.keeper import MAX_CRASHES
 from tests.support.kept_server import KeptServer, children_of, send_as_stranger
@@ -55,11 +55,22 @@ def _check_all(server: KeptServer) -> None:
         assert [bytes(each) for each in got] == BYTES
 
 
-def test_a_server_that_is_killed_is_followed_by_one_with_its_blocks(server: KeptServer) -> None:
-    _put(server)
-    for _ in range(3):
+def test_a_server_that_is_killed_is_followed_by_one_with_its_blocks_and_a_client_goes_on(server: KeptServer) -> None:
+    with server.connect() as client:
+        namespace = client.open_namespace(SPEC)
+        client.put_blocks(namespace, RUN, BYTES)
+        found = client.lookup(namespace, [RUN])
         server.kill_server()
+        client.attachment.away()
+        again = client.open_namespace(SPEC)
+        assert again.boot_token != namespace.boot_token
+        assert again.transport is namespace.transport, "the client maps the memory anew"
+        with pytest.raises(LeaseExpiredError):
+            client.get_blocks(again, found.lease_id, RUN)
+    for _ in range(2):
         _check_all(server)
+        server.kill_server()
+    _check_all(server)
     assert server.says("ended_by='signal 9'")
     server.signal(signal.SIGTERM)
     assert server.wait() == 0
@@ -75,22 +86,6 @@ def test_a_server_that_is_killed_from_outside_is_followed_at_once() -> None:
     assert subprocess.run([sys.executable, "-c", keeps], timeout=60, check=False).returncode == 0
 
 
-def test_a_client_goes_on_over_the_same_mapping(server: KeptServer) -> None:
-    with server.connect() as client:
-        namespace = client.open_namespace(SPEC)
-        client.put_blocks(namespace, RUN, BYTES)
-        found = client.lookup(namespace, [RUN])
-        server.kill_server()
-        server.connect().close()
-        client.attachment.away()
-        again = client.open_namespace(SPEC)
-        assert again.boot_token != namespace.boot_token
-        assert again.transport is namespace.transport
-        with pytest.raises(LeaseExpiredError):
-            client.get_blocks(again, found.lease_id, RUN)
-        assert client.lookup(again, [RUN]).hits[0].num_leading == BLOCKS
-
-
 def test_sigusr1_restarts_the_server_with_its_blocks_pins_and_quotas(server: KeptServer) -> None:
     _put(server)
     with server.connect() as client:
@@ -103,33 +98,6 @@ def test_sigusr1_restarts_the_server_with_its_blocks_pins_and_quotas(server: Kep
     with server.connect() as client:
         assert [(each.subject, each.limit_bytes) for each in client.admin.quotas()] == [("tenant:acme", 4 << 20)]
         assert client.admin.stats().pinned_bytes == BLOCKS * CHUNK
-
-
-@pytest.mark.more
-def test_what_was_removed_does_not_come_back(server: KeptServer) -> None:
-    _put(server)
-    with server.connect() as client:
-        client.admin.remove(client.open_namespace(SPEC), [BlockRun(0, RUN.block_hashes[32:])])
-    server.kill_server()
-    with server.connect() as client:
-        assert _hits(client) == 32
-        client.admin.clear()
-    server.kill_server()
-    with server.connect() as client:
-        assert _hits(client) == 0
-
-
-@pytest.mark.more
-def test_a_block_that_is_being_written_is_gone_and_its_slot_waits_for_the_writer(server: KeptServer) -> None:
-    with server.connect() as client:
-        namespace = client.open_namespace(SPEC)
-        client.put_blocks(namespace, BlockRun(0, RUN.block_hashes[:1]), BYTES[:1])
-        grant = client.rpc.put_start(namespace, [BlockRun(0, RUN.block_hashes[1:])], ShardRange(0, 1))
-        server.kill_server()
-        server.connect().close()
-    with server.connect() as client:
-        assert _hits(client) == 1
-        assert client.admin.stats().num_quarantined >= len(grant.offsets)
 
 
 @pytest.mark.more
@@ -174,12 +142,6 @@ def test_a_server_that_dies_again_and_again_starts_without_the_memory(server: Ke
         assert _hits(client) == 0
 
 
-def test_a_server_that_cannot_use_its_settings_ends_its_keeper(tmp_path: Path) -> None:
-    with closing(KeptServer(tmp_path, "--memory", "900TiB")) as server:
-        assert server.wait() == 2
-        assert server.says("memory = 900")
-
-
 def test_a_first_server_whose_port_is_taken_ends_its_keeper(tmp_path: Path) -> None:
     """It has given its memory away by then, in which nothing lies."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -198,15 +160,6 @@ def test_no_stranger_gives_or_takes_what_is_kept(server: KeptServer) -> None:
     send_as_stranger(address.partition(b"=")[2].decode(), "kvpool-arena")
     server.kill_server()
     _check_all(server)
-
-
-@pytest.mark.more
-def test_without_keeping_there_is_no_keeper_and_a_restart_is_empty(tmp_path: Path) -> None:
-    with closing(KeptServer(tmp_path, "--keep", "no")) as server:
-        _put(server)
-        assert b"kvpool_server\0--listen" in Path(f"/proc/{server.pid}/cmdline").read_bytes()
-        server.signal(signal.SIGKILL)
-        assert server.wait() == -signal.SIGKILL
 
 
 def test_a_server_that_dies_while_it_drains_is_not_followed(server: KeptServer) -> None:

@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvpool.protocol.types import BlockRun, PutGrant, Quota, ShardRange
+from kvpool.protocol.types import BlockRun, Quota, ShardRange
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.eviction import POLICIES
 from kvpool_server.cache.eviction.evictor import Chosen
@@ -26,7 +26,6 @@ from kvpool_server.keeping.records import record_bytes
 from kvpool_server.keeping.table import HEAD_BYTES, Kind, SlotTable
 from testbed.pool_at_once import PoolAtOnce
 from tests.support.clock import FakeClock
-from tests.support.integrity import check_integrity
 from tests.support.values import block_hash, group_spec, namespace_spec
 
 EXTENT_BYTES, NUM_EXTENTS = 1 << 20, 4
@@ -94,15 +93,18 @@ def test_a_table_of_more_extents_has_what_it_took_over(table: SlotTable) -> None
     assert names == {block_hash(nth) for nth in (10, 11, 12)}
 
 
-def test_blocks_come_back_in_the_order_of_their_last_uses(table: SlotTable) -> None:
-    pool = _pool()
+def test_blocks_come_back_in_the_order_of_their_last_uses_with_their_pins(table: SlotTable) -> None:
+    clock = FakeClock()
+    pool = _pool(clock)
     follower = TableFollower(pool, table)
     for first in (0, 10, 20):
         _put(pool, range(first, first + 10))
     fingerprint = pool.open_namespaces()[0].fingerprint
     pool.lookup(fingerprint, [BlockRun(0, [block_hash(nth) for nth in range(10)])], prefix_only=True, lease_ttl_ms=1)
+    finish(pool.hints.pin_in_steps(fingerprint, [BlockRun(0, [block_hash(0), block_hash(1)])], 600))
     finish(follower.mark())
-    after = _adopted(table)
+    after = _adopted(table, clock)
+    assert after.pins.pinned_bytes() == pool.pins.pinned_bytes() == 2 * CHUNK
     group = after.open_namespaces()[0].groups[0]
     used = {nth: entry.used for nth in (0, 10, 20) if (entry := group.index.get(block_hash(nth))) is not None}
     assert used[10] < used[20] < used[0]
@@ -124,37 +126,6 @@ def test_children_find_their_parents_wherever_they_lie(table: SlotTable) -> None
     assert entries[block_hash(3)].parent is entries[block_hash(2)]
     assert entries[block_hash(2)].parent is entries[block_hash(1)]
     assert [entries[block_hash(nth)].children for nth in (0, 1, 2, 3, 10)] == [1, 1, 1, 1, 0]
-
-
-def test_a_death_withholds_free_slots_only_where_a_writer_may_be_late(table: SlotTable) -> None:
-    clock = FakeClock()
-    pool = _pool(clock)
-    TableFollower(pool, table)
-    spec = namespace_spec(group_spec(chunk_bytes=EXTENT_BYTES // 2))
-
-    def start(*names: int) -> PutGrant:
-        run = BlockRun(0, [block_hash(nth) for nth in names])
-        return pool.put_start(pool.open_namespace(spec)[0].fingerprint, [run], ShardRange(0, 1))
-
-    stored = range(2 * NUM_EXTENTS)
-    pool.put_end(start(*stored).ticket_id, [0] * len(stored))
-    removed = BlockRun(0, [block_hash(nth) for nth in stored[1:-1:2]])  # One of each extent but the last.
-    pool.remove(pool.open_namespaces()[0].fingerprint, [removed])
-    clock.advance((pool.limits.default_ticket_ttl_ms + pool.limits.grace_ms) / 1000)
-    for death in range(2):
-        offsets = []
-        for nth in range(len(removed)):
-            offsets += start(100 * death + nth).offsets
-            assert not pool.counters["evicted_blocks"], (
-                "a put evicts, although an extent has room in which nobody writes"
-            )
-            pool = _pool(clock)
-            restore(pool, table)
-            assert all(pool.arena.owner(offset) is not None for offset in offsets)
-            check_integrity(pool)
-        clock.advance((pool.limits.default_ticket_ttl_ms + pool.limits.grace_ms) / 1000 + 1)
-        pool.settle()
-        assert pool.stats().num_quarantined == 0 and not any(map(pool.arena.owner, offsets))
 
 
 def test_quotas_come_back_but_for_those_of_the_settings(table: SlotTable) -> None:
@@ -262,19 +233,6 @@ def test_older_weights_are_superseded_after_each_restart_whichever_were_stored_f
         assert found == [(str(nth), nth < opened[-1]) for nth in range(opened[-1] + 1)]
 
 
-def test_pins_come_back_with_their_ends(table: SlotTable) -> None:
-    clock = FakeClock()
-    pool = _pool(clock)
-    follower = TableFollower(pool, table)
-    _put(pool, range(4))
-    run = BlockRun(0, [block_hash(0), block_hash(1)])
-    finish(pool.hints.pin_in_steps(pool.open_namespaces()[0].fingerprint, [run], 600))
-    finish(follower.mark())
-    after = _adopted(table, clock)
-    assert after.pins.pinned_bytes() == 2 * CHUNK
-    assert after.pins.pinned_bytes() == pool.pins.pinned_bytes()
-
-
 def test_what_policies_have_learned_is_that_of_the_last_time(table: SlotTable) -> None:
     table.put_learned(0, 64, ("", 1), b"A")
     table.put_learned(1, 64, ("", 2), b"B")
@@ -368,19 +326,6 @@ def test_records_of_another_layout_are_erased_to_the_last_byte(
     there = np.frombuffer(os.pread(table.fd, nbytes, first), np.uint8)
     assert np.count_nonzero(there) <= 8 + 4 * record_bytes(1)
     assert len(_kept(table)) == 4
-
-
-def test_an_extent_that_is_used_again_as_before_keeps_its_pages(table: SlotTable) -> None:
-    """To punch a hole, and to fill it again, takes a put of large blocks longer than its records."""
-    pool = _pool()
-    TableFollower(pool, table)
-    _put(pool, range(4))
-    before = os.fstat(table.fd).st_blocks
-    for first in range(4, 40, 4):
-        pool.clear()
-        assert os.fstat(table.fd).st_blocks == before and not _kept(table)
-        _put(pool, range(first, first + 4))
-    assert os.fstat(table.fd).st_blocks == before and len(_kept(table)) == 4
 
 
 def _kept(table: SlotTable) -> list[bytes]:
