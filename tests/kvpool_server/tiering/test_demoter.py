@@ -7,7 +7,6 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,13 +17,11 @@ from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.entry import Group
 from kvpool_server.process.process_memory import no_collections
 from kvpool_server.tiering import demoter
-from kvpool_server.tiering.demoter import Demoter
 from kvpool_server.tiering.tiered_pool import TieredPool
-from kvpool_server.tiers.health import ANSWER_S, AWAY_S, Health
+from kvpool_server.tiers.health import ANSWER_S, AWAY_S
 from kvpool_server.tiers.tier import Block
 from testbed.pool_at_once import PoolAtOnce
 from tests.support.clock import FakeClock
-from tests.support.entries import make_entry
 from tests.support.memory_tier import SLOT, SLOTS, MemoryTier, Rig, play, turns
 from tests.support.values import block_hash, group_spec, namespace_spec
 
@@ -146,28 +143,6 @@ async def test_several_batches_are_written_at_once_within_the_bound_of_pinned_by
     assert not rig.pool.stats().num_leases and tier.counters["dropped_demotions"] == 10
 
 
-@play(ThreeWrites)
-async def test_a_tier_is_idle_when_the_last_of_several_writes_has_ended(rig: Rig, tier: ThreeWrites) -> None:
-    gates = [asyncio.Event(), asyncio.Event()]
-    write, begun = tier.write, iter(gates)
-
-    async def slowly(*args: Any) -> int:
-        await next(begun).wait()
-        return await write(*args)
-
-    tier.write = slowly  # type: ignore[method-assign]
-    rig.put("a")
-    await turns()
-    rig.put("b")
-    await turns()
-    gates[1].set()
-    await turns()
-    assert set(tier.kept) == {block_hash("b")} and not rig.tiered.is_idle
-    gates[0].set()
-    await rig.wait_idle()
-    assert set(tier.kept) == {block_hash("a"), block_hash("b")}
-
-
 CHUNK = 64
 
 
@@ -260,21 +235,3 @@ async def test_a_drain_sends_a_failed_tier_no_calls(rig: Rig, tier: MemoryTier) 
     assert await rig.tiered.drain(5) == 0
     await turns()
     assert not tier.calls["write"] and tier.counters["dropped_demotions"] == 2
-
-
-def test_a_full_queue_takes_a_block_as_quickly_as_an_empty_one() -> None:
-    pool = PoolAtOnce(Arena(CHUNK, CHUNK), FakeClock(), lambda: 1)
-    tier = MemoryTier()
-    demoter_ = Demoter(pool, np.zeros(CHUNK, np.uint8), tier, Health("memory:"))
-    entries = itertools.cycle([make_entry(nth) for nth in range(demoter.MAX_QUEUED * 2)])
-
-    def seconds_a_block(count: int) -> float:
-        began_at = time.thread_time()
-        for entry in itertools.islice(entries, count):
-            demoter_.stored([entry])
-        return (time.thread_time() - began_at) / count
-
-    while_empty = seconds_a_block(demoter.MAX_QUEUED)
-    while_full = seconds_a_block(2 * demoter.MAX_QUEUED)  # Of a dict it takes as many until the first keys are far.
-    assert tier.counters["dropped_demotions"] == 2 * demoter.MAX_QUEUED == 2 * len(demoter_)
-    assert while_full < 10 * while_empty

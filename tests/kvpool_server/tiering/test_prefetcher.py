@@ -62,7 +62,7 @@ def test_a_long_prefix_comes_up_to_its_end(tier: type[MemoryTier], monkeypatch: 
 
 
 @play()
-async def test_a_prefix_that_the_tier_lacks_is_not_waited_for(rig: Rig, tier: MemoryTier) -> None:
+async def test_what_the_tier_lacks_or_cannot_read_ends_a_prefetch(rig: Rig, tier: MemoryTier) -> None:
     await rig.demote("a", "b", "c")
     del tier.kept[block_hash("b")]
     assert (await _prefetch(rig, "a", "b", "c")).num_pending == 1
@@ -70,15 +70,11 @@ async def test_a_prefix_that_the_tier_lacks_is_not_waited_for(rig: Rig, tier: Me
     assert _present(rig, "a", "b", "c") == 1
     assert await _prefetch(rig, "x", "y") == HintResult(0)
     assert not rig.tiered._prefetcher._tasks
-
-
-@play()
-async def test_a_tier_that_fails_ends_a_prefetch(rig: Rig, tier: MemoryTier) -> None:
-    await rig.demote("a", "b")
+    rig.evict_all()
     tier.failure = "broken"
-    assert (await _prefetch(rig, "a", "b")).num_pending == 2
+    assert (await _prefetch(rig, "a")).num_pending == 1
     await _ended(rig)
-    assert _present(rig, "a", "b") == 0
+    assert _present(rig, "a") == 0
 
 
 @play()
@@ -143,20 +139,3 @@ async def test_other_calls_come_between_any_two_looks(num_pending: int) -> None:
     other.cancel()
     subject.close()
     assert ("look", "look") not in itertools.pairwise(calls), "two looks in one turn of the loop"
-
-
-@awaited
-async def test_runs_behind_one_that_is_pending_are_not_looked_at_again() -> None:
-    looks: list[int] = []
-
-    def look(fingerprint: bytes, runs: Sequence[BlockRun], prefix_only: bool) -> Lookup:
-        looks.append(runs[0].group_idx)
-        is_up = looks.count(runs[0].group_idx) > 3
-        return Lookup((RunHits(1, 1) if is_up else RunHits(0, 0, num_pending=1),))
-
-    subject = prefetcher.Prefetcher(look)
-    runs = [BlockRun(group_idx, [block_hash("a")]) for group_idx in range(3)]
-    assert await subject.prefetch(b"", runs, [True] * 3, "") == HintResult(0, num_pending=3)
-    while subject._tasks:
-        await turns()
-    assert looks == [0, 1, 2, *[0] * 3, *[1] * 3, *[2] * 3]

@@ -31,34 +31,6 @@ async def test_a_tier_that_must_be_asked_is_asked_once(rig: Rig, tier: MemoryTie
     assert (await rig.hits("nowhere")).num_leading == 0 and tier.calls["find"] == 3
 
 
-@play(asked)
-async def test_a_block_that_is_removed_while_it_is_read_does_not_come_back(rig: Rig, tier: MemoryTier) -> None:
-    await rig.demote("a")
-    rig.lookup("a")
-    await turns()
-    tier.gate.clear()
-    rig.lookup("a")
-    await turns()
-    assert tier.calls["read"] == 1
-    remove, removing = tier.remove, asyncio.Event()
-
-    async def slowly(*what: Any) -> None:
-        await removing.wait()
-        await remove(*what)
-
-    tier.remove = slowly  # type: ignore[method-assign]
-    removal = asyncio.create_task(rig.tiered.remove(rig.namespace.fingerprint, [run_of("a")]))
-    await turns()
-    tier.gate.set()
-    await turns()
-    for _ in range(3):
-        assert rig.lookup("a").hits[0].num_leading == 0
-        await turns()
-    removing.set()
-    await removal
-    assert rig.lookup("a").hits[0].num_leading == 0
-
-
 @pytest.mark.parametrize("what", ["clear", "remove"])
 @pytest.mark.usefixtures("small_batches")
 @play()
@@ -117,17 +89,6 @@ async def test_questions_under_way_and_queued_blocks_are_bounded(
 
 
 @play()
-async def test_blocks_around_one_that_is_there_keep_their_parents(rig: Rig, tier: MemoryTier) -> None:
-    await rig.demote("a", "b", "c", "d")
-    rig.put("b", parent="a")
-    await rig.hits("a", "b", "c", "d", prefix_only=False)
-    await rig.wait_idle()
-    parents = {entry.block_hash: entry.parent_hash for entry in rig.namespace.entries()}
-    chain = {block_hash(name): block_hash(parent) for name, parent in ("ba", "cb", "dc")}
-    assert parents == chain | {block_hash("a"): b""}
-
-
-@play()
 async def test_a_lookup_of_many_runs_examines_some_at_a_time(
     rig: Rig, tier: MemoryTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,43 +126,6 @@ async def test_a_read_that_brings_another_tenants_bytes_leaves_none_of_them_in_t
     assert not rig.memory.any()
 
 
-@pytest.mark.parametrize("num_free", [0, 4])
-@play()
-async def test_no_more_is_promoted_than_there_are_free_slots_and_nothing_stays_pending(
-    rig: Rig, tier: MemoryTier, num_free: int
-) -> None:
-    names, others = [f"n{nth}" for nth in range(8)], [f"p{nth}" for nth in range(SLOTS - num_free)]
-    await rig.demote(*names)
-    rig.put(*others)
-    await rig.wait_idle()
-    held = rig.lookup(*others)
-    assert held.hits[0].num_leading == len(others)
-    assert (await rig.hits(*names)).num_leading == num_free
-    assert tier.counters["dropped_promotions"] == 8 - num_free
-    rig.pool.release([held.lease_id])
-    rig.clock.advance(promoter.ANSWER_VALID_S + 1)
-    assert (await rig.hits(*names)).num_leading == 8
-
-
-@play()
-async def test_a_prefetch_that_no_lookup_asks_for_any_more_is_dropped(rig: Rig, tier: MemoryTier) -> None:
-    rig.put("a")
-    await rig.demote("b")
-    tier.gate.clear()
-    rig.lookup("a")
-    rig.lookup("b")
-    await turns()
-    assert tier.calls["read"] == 2, "both reads that there may be at once are under way"
-    rig.put("c")  # Known to the tier only when it is written.
-    tier.kept[block_hash("c")] = (payload("c", SLOT).tobytes(), [checksum(payload("c", SLOT))])
-    rig.evict_all()
-    rig.lookup("c")
-    rig.clock.advance(promoter.STALE_S + 1)
-    tier.gate.set()
-    await rig.wait_idle()
-    assert tier.counters["dropped_promotions"] == 1 and rig.lookup("c").hits[0].num_leading == 0
-
-
 @play()
 async def test_a_block_that_is_cleared_while_it_is_read_keeps_its_slot_until_the_read_ends(
     rig: Rig, tier: MemoryTier
@@ -216,21 +140,6 @@ async def test_a_block_that_is_cleared_while_it_is_read_keeps_its_slot_until_the
     await rig.wait_idle()
     stats = rig.pool.stats()
     assert stats.num_entries == 0 and stats.free_bytes == stats.arena_bytes
-
-
-@play()
-async def test_a_put_of_a_pending_block_is_busy_and_then_present(rig: Rig, tier: MemoryTier) -> None:
-    await rig.demote("a")
-    tier.gate.clear()
-    rig.lookup("a")
-    await turns()
-    rig.put("a")
-    assert rig.pool.counters["put_busy_blocks"] == 1
-    tier.gate.set()
-    await rig.wait_idle()
-    rig.put("a")
-    assert rig.pool.counters["put_present_blocks"] == 1
-    assert (await rig.hits("a")).num_leading == 1
 
 
 @play()
@@ -323,26 +232,6 @@ async def test_a_prefix_comes_up_in_order_with_several_batches_under_way(rig: Ri
 
 
 @pytest.mark.usefixtures("small_batches")
-@play(GatedReads)
-async def test_a_prompt_longer_than_a_prefetch_goes_on_in_large_batches(
-    rig: Rig, tier: GatedReads, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(promoter, "MAX_PREFETCH_BLOCKS", 7)
-    names = [f"n{nth}" for nth in range(12)]
-    await rig.demote(*names)
-    rig.lookup(*names)
-    await turns()
-    for _, gate in tier.reads[:2]:
-        gate.set()
-    await turns()
-    assert rig.lookup(*names).hits[0].num_pending == 7
-    await turns()
-    assert [len(blocks) for blocks, _ in tier.reads] == [1, 2, 4, 3]
-    tier.open_all()
-    assert (await rig.hits(*names)).num_leading == 12
-
-
-@pytest.mark.usefixtures("small_batches")
 @play(lambda: GatedReads(answers_at_once=False))
 async def test_a_tier_that_must_be_asked_is_asked_twice_for_a_long_prompt(
     rig: Rig, tier: GatedReads, monkeypatch: pytest.MonkeyPatch
@@ -357,28 +246,6 @@ async def test_a_tier_that_must_be_asked_is_asked_twice_for_a_long_prompt(
             gate.set()  # The last of those under way ends first.
     assert found.hits[0].num_leading == 15
     assert tier.calls["find"] == 2, "of the first blocks, and of all behind them"
-
-
-@pytest.mark.usefixtures("small_batches")
-@play(GatedReads)
-async def test_a_prefix_waits_behind_no_more_than_the_reads_under_way_of_another_namespace(
-    rig: Rig, tier: GatedReads
-) -> None:
-    prefixes = [[f"a{nth}", f"b{nth}"] for nth in range(8)]
-    other = rig.pool.open_namespace(namespace_spec(group_spec(chunk_bytes=SLOT)))[0].fingerprint
-    for prefix in prefixes:
-        await rig.demote(*prefix)
-    await rig.demote("other")
-    for prefix in prefixes:
-        rig.lookup(*prefix)
-    answered(rig.tiered.lookup(other, [run_of("other")], prefix_only=True, lease_ttl_ms=1_000))
-    await turns()
-    for _, gate in list(tier.reads):
-        gate.set()
-    await turns()
-    assert [block_hash("other")] in [blocks for blocks, _ in tier.reads[: GatedReads.reads_at_once + 1]]
-    tier.open_all()
-    await rig.wait_idle()
 
 
 @pytest.mark.usefixtures("small_batches")
@@ -397,25 +264,6 @@ async def test_a_prefix_waits_behind_one_batch_of_another_tenant_however_many_na
     tier.open_all()
     await rig.wait_idle()
     assert [block for blocks, _ in tier.reads for block in blocks] == [block_hash(nth) for nth in (0, 8, *range(1, 8))]
-
-
-@pytest.mark.usefixtures("small_batches")
-@play(GatedReads)
-async def test_a_prefix_waits_behind_one_batch_of_each_longer_prefix(rig: Rig, tier: GatedReads) -> None:
-    names = [f"n{nth}" for nth in range(13)]
-    await rig.demote(*names)
-    await rig.demote("other", "behind")
-    rig.lookup(*names[:12])
-    await turns()
-    rig.lookup("other", "behind")
-    rig.lookup(*names)  # Its last block has its turns with the blocks before it.
-    for _, gate in tier.reads:
-        gate.set()
-    await turns()
-    rest = [names[11:12], ["other"], names[12:], ["behind"]]
-    assert [blocks for blocks, _ in tier.reads[4:]] == [[block_hash(name) for name in part] for part in rest]
-    tier.open_all()
-    await rig.wait_idle()
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -442,43 +290,6 @@ async def test_no_block_is_read_before_its_ancestors(rig: Rig, tier: GatedReads,
     for prompt in prompts:
         places = [order[block] for block in map(block_hash, prompt) if block in order]
         assert places == sorted(places)
-
-
-@play(GatedReads)
-async def test_an_answer_says_when_the_next_batch_is_likely_to_be_up(rig: Rig, tier: GatedReads) -> None:
-    for nth in range(8):
-        await rig.demote(f"n{nth}")
-
-    async def read_takes(name: str, seconds: float) -> None:
-        rig.lookup(name)
-        await turns()
-        rig.clock.advance(seconds)
-        tier.reads[-1][1].set()
-        await rig.wait_idle()
-
-    await read_takes("n0", 0.020)
-    rig.lookup("n1")
-    await turns()
-    retry_after_ms = lambda: rig.lookup("n1").retry_after_ms  # noqa: E731
-    assert retry_after_ms() == 20, "as long as the last read of as many bytes"
-    rig.clock.advance(0.015)
-    assert retry_after_ms() == 5
-    rig.clock.advance(0.010)
-    assert 1 <= retry_after_ms() <= 5
-    rig.clock.advance(0.040)
-    assert 20 <= retry_after_ms() <= 25, "the later a read is, the less often a client asks"
-    rig.clock.advance(5)
-    assert retry_after_ms() == promoter.MAX_RETRY_MS
-    tier.reads[-1][1].set()
-    await rig.wait_idle()
-    for nth in range(2, 8):
-        await read_takes(f"n{nth}", 0.004)
-    rig.evict_all()
-    rig.lookup("n0")
-    await turns()
-    assert rig.lookup("n0").retry_after_ms == promoter.MAX_RETRY_MS, "one read that hung weighs for a while"
-    tier.reads[-1][1].set()
-    await rig.wait_idle()
 
 
 @pytest.mark.parametrize("prefix_only", [True, False])

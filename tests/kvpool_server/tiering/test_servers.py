@@ -103,85 +103,45 @@ def test_a_restarted_server_comes_back_warm(
     assert tier.counters.get("demoted_blocks", 0) == 0, "it has written what it had read"
 
 
-def test_a_lookup_says_what_is_on_its_way_and_existence_checks_move_nothing(
-    pool_server: StartServer, connect: Connect, tmp_path: Path
-) -> None:
-    client, spec = _restarted(pool_server, connect, tmp_path)
-    namespace = client.open_namespace(spec)
-    checked = client.lookup(namespace, [run_of(*NAMES)], prefix_only=True, lease=False)
-    assert checked.hits[0].num_pending == 0
-    found = client.lookup(namespace, [run_of("elsewhere", *NAMES)], prefix_only=True)
-    assert found.hits[0].num_pending == 0 and not found.retry_after_ms, "it is the beginning that is missing"
-    found = client.lookup(namespace, [run_of(*NAMES, "beyond")], prefix_only=True)
-    assert found.hits[0].num_leading == 0 and found.lease_id == 0
-    assert found.hits[0].num_pending == len(NAMES) and found.retry_after_ms > 0
-    assert _hits(client, namespace, [*NAMES, "beyond"]) == len(NAMES)
-
-
-def test_an_inline_get_waits_for_what_is_on_its_way(pool_server: StartServer, connect: Connect, tmp_path: Path) -> None:
-    client, spec = _restarted(pool_server, connect, tmp_path)
-    fingerprint = client.open_namespace(spec).fingerprint
-    keys = [PoolKey(fingerprint, 0, block_hash(name), shard) for name in [*NAMES[::9], "absent"] for shard in (0, 3)]
-    chunks = client.chunks.get(keys)
-    assert chunks[-2:] == [None, None]
-    for name, pair in zip(NAMES[::9], zip(chunks[::2], chunks[1::2], strict=True), strict=False):
-        parts = np.split(payload(name, SLOT), SHARDS)
-        for chunk, part in zip(pair, (parts[0], parts[3]), strict=True):
-            assert chunk is not None and chunk.payload == part.tobytes()
-
-
-def test_what_a_tier_holds_is_seen_and_cleared_before_an_engine_asks_for_it(
+def test_what_a_tier_holds_is_seen_comes_up_and_is_cleared(
     pool_server: StartServer, connect: Connect, tmp_path: Path
 ) -> None:
     client, spec = _restarted(pool_server, connect, tmp_path)
     (info,) = client.admin.namespaces()
     assert (decode_spec(info.spec), info.num_entries, info.tiers[0].num_entries) == (spec.listed(), 0, len(NAMES))
-    client.admin.clear(spec.fingerprint())
-    assert client.admin.stats().tiers[0].num_entries == 0, "it was not waited for"
-    assert _hits(client, client.open_namespace(spec), NAMES) == 0
+    namespace, run = client.open_namespace(spec), run_of(*NAMES, "beyond")
+    checked = client.lookup(namespace, [run], prefix_only=True, lease=False)
+    assert checked.hits[0].num_pending == 0, "an existence check moves blocks"
+    found = client.lookup(namespace, [run_of("elsewhere", *NAMES)], prefix_only=True)
+    assert found.hits[0].num_pending == 0 and not found.retry_after_ms, "it is the beginning that is missing"
+    found = client.lookup(namespace, [run], prefix_only=True)
+    assert found.hits[0].num_leading == 0 and found.lease_id == 0
+    assert found.hits[0].num_pending == len(NAMES) and found.retry_after_ms > 0
 
+    def waited() -> Lookup | None:
+        found = client.rpc.lookup_async(namespace, [run], locate=True, wait_ms=1_000).result(PATIENCE_S)
+        assert found is not None
+        return None if found.retry_after_ms else found
 
-def test_clear_and_remove_reach_the_tier(pool_server: StartServer, connect: Connect, tmp_path: Path) -> None:
-    spec = _spec()
-    client = connect(pool_server("--memory", "64MiB", *_file(tmp_path)))
-    namespace = client.open_namespace(spec)
-    _put(client, namespace, NAMES)
-    wait_for(lambda: _demoted(client) == len(NAMES), "all blocks are written through")
-    client.admin.remove(namespace, [run_of("t10")])
-    assert _hits(client, namespace, NAMES) == 10
-    client.admin.clear()
-    wait_for(lambda: client.admin.stats().tiers[0].num_entries == 0, "the tier is empty")
-    assert _hits(client, namespace, NAMES) == 0
-    wait_for(lambda: sum(file.stat().st_blocks for file in tmp_path.rglob("extent-*")) == 0, "the disk is free")
-
-
-def test_a_dead_tier_is_a_smaller_pool(pool_server: StartServer, connect: Connect, tmp_path: Path) -> None:
-    path = tmp_path / "tier"
-    client = connect(pool_server("--memory", "64MiB", *_file(path, create="yes")))
-    namespace = client.open_namespace(_spec())
-    _put(client, namespace, NAMES[:8])
-    wait_for(lambda: _demoted(client) == 8, "written through")
-    (path / "one").rename(path / "elsewhere")
-    num_put = 8
-
-    def is_down() -> bool:
-        nonlocal num_put
-        num_put += 1
-        _put(client, namespace, [f"more{num_put}"])
-        return not client.admin.stats().tiers[0].up
-
-    def num_ended() -> int:
-        counters = client.admin.stats().tiers[0].counters
-        return counters["demoted_blocks"] + counters.get("dropped_demotions", 0)
-
-    wait_for(is_down, "the tier is down")
-    wait_for(lambda: num_ended() == num_put, "no block is on its way")
-    before = client.admin.stats().tiers[0].counters
-    _put(client, namespace, NAMES[8:])
-    dropped = before["dropped_demotions"] + len(NAMES) - 8
-    wait_for(lambda: client.admin.stats().tiers[0].counters["dropped_demotions"] == dropped, "no block is written")
-    assert client.admin.stats().tiers[0].counters["demoted_blocks"] == before["demoted_blocks"]
+    found = wait_for(waited, "the blocks to be up")
+    assert found.hits[0].num_leading == len(NAMES)
+    assert found.leased(0, 0, len(NAMES)) is not None, "a final answer says where the blocks lie"
     assert _hits(client, namespace, NAMES) == len(NAMES)
+    client.release([found.lease_id])
+    wait_for(lambda: not client.admin.stats().num_leases, "leases to end")
+    client.admin.clear(spec.fingerprint())
+    assert client.admin.stats().tiers[0].num_entries == 0, "the tier was not waited for"
+    assert _hits(client, namespace, NAMES) == 0
+
+
+def test_an_inline_get_waits_for_what_is_on_its_way(pool_server: StartServer, connect: Connect, tmp_path: Path) -> None:
+    client, spec = _restarted(pool_server, connect, tmp_path)
+    fingerprint = client.open_namespace(spec).fingerprint
+    keys = [PoolKey(fingerprint, 0, block_hash(name), 3) for name in (*NAMES[::9], "absent")]
+    *chunks, absent = client.chunks.get(keys)
+    assert absent is None
+    parts = [np.split(payload(name, SLOT), SHARDS)[3].tobytes() for name in NAMES[::9]]
+    assert [chunk and chunk.payload for chunk in chunks] == parts
 
 
 def test_a_successor_waits_for_its_predecessor_to_stop_and_has_all_that_it_had(
@@ -224,9 +184,7 @@ def test_a_server_that_waits_for_its_predecessor_ends_at_sigterm(pool_server: St
 @pytest.mark.parametrize(
     ("tier", "says"),
     [
-        ("file:/tmp/kv,size=1GiB,sice=2GiB", "unknown option 'sice'"),
         ("file:/mnt/absent/kv,size=64MiB", "/mnt/absent/kv does not exist; mount it, or add create=yes"),
-        ("file:/proc/nothing,size=1GiB,create=yes", "give a directory that this server can write to"),
         ("file:/proc,size=1GiB", "give a directory that this server can write to"),
         ("file:/tmp/kv,size=1GiB file:/tmp/kv,size=2GiB,name=b", "file:/tmp/kv is given twice"),
     ],
@@ -236,23 +194,3 @@ def test_what_cannot_be_is_said_at_the_start(tier: str, says: str) -> None:
     done = run_server("--listen", "127.0.0.1:0", "--http-listen", "", *tiers)
     assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr
     assert not Path("/mnt/absent").exists(), "a missing mount was made on the disk below it"
-
-
-def test_a_lookup_that_waits_is_answered_once_all_is_up(
-    pool_server: StartServer, connect: Connect, tmp_path: Path
-) -> None:
-    client, spec = _restarted(pool_server, connect, tmp_path)
-    namespace, run = client.open_namespace(spec), run_of(*NAMES)
-    assert client.lookup(namespace, [run]).retry_after_ms, "a lookup that does not wait finds nothing up"
-
-    def waited() -> Lookup | None:
-        found = client.rpc.lookup_async(namespace, [run], locate=True, wait_ms=1_000).result(PATIENCE_S)
-        assert found is not None
-        return None if found.retry_after_ms else found
-
-    found = wait_for(waited, "the blocks to be up")
-    assert found.hits[0].num_leading == len(NAMES)
-    assert found.leased(0, 0, len(NAMES)) is not None, "a final answer says where the blocks lie"
-    assert _hits(client, namespace, NAMES) == len(NAMES)
-    client.release([found.lease_id])
-    wait_for(lambda: not client.admin.stats().num_leases, "leases to end")

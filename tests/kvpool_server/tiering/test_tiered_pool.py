@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,32 +17,25 @@ from kvpool_server.tiering import tiered_pool as tiering
 from kvpool_server.tiers.health import AWAY_S
 from kvpool_server.tiers.tier import COUNTERS, TierError
 from tests.contracts.tier_contract import awaited
-from tests.support.memory_tier import SLOT, SLOTS, MemoryTier, Rig, asked, play, turns
-from tests.support.values import block_hash, group_spec, namespace_spec, payload, run_of
+from tests.support.memory_tier import SLOT, MemoryTier, Rig, asked, play, turns
+from tests.support.values import block_hash, group_spec, namespace_spec, run_of
 
 
 @play()
-async def test_stored_blocks_are_demoted_and_promoted_again(rig: Rig, tier: MemoryTier) -> None:
-    rig.put("a", "b", "c")
-    await rig.wait_idle()
-    assert set(tier.kept) == {block_hash(name) for name in "abc"} and tier.counters["demoted_blocks"] == 3
-    rig.evict_all()
-    found = rig.lookup("a", "b", "c", "d")
-    assert (found.hits[0].num_leading, found.hits[0].num_pending) == (0, 3) and 1 <= found.retry_after_ms <= 50
-    assert (await rig.hits("a", "b", "c", "d")).num_leading == 3
-    assert tier.counters["promoted_blocks"] == 3 and tier.calls["write"] == 1
-
-
-@play()
-async def test_single_blocks_behind_a_miss_are_promoted_unless_only_the_prefix_counts(
+async def test_stored_blocks_are_demoted_and_promoted_again_behind_a_miss_too_unless_only_the_prefix_counts(
     rig: Rig, tier: MemoryTier
 ) -> None:
-    await rig.demote("a", "b", "c", "d")
+    await rig.demote(*"abcd")
+    assert set(tier.kept) == {block_hash(name) for name in "abcd"} and tier.counters["demoted_blocks"] == 4
+    found = rig.lookup(*"abcde")
+    assert (found.hits[0].num_leading, found.hits[0].num_pending) == (0, 4) and 1 <= found.retry_after_ms <= 50
+    assert (await rig.hits(*"abcde")).num_leading == 4
+    assert tier.counters["promoted_blocks"] == 4 and tier.calls["write"] == 1
+    rig.evict_all()
     del tier.kept[block_hash("b")]
-    found = rig.lookup("a", "b", "c", "d", prefix_only=False)
-    assert found.hits[0].num_pending == 3
-    assert (await rig.hits("a", "b", "c", "d", prefix_only=False)).complete == 0b1101
-    assert (await rig.hits("a", "b", "c", "d")).num_leading == 1
+    assert rig.lookup(*"abcd", prefix_only=False).hits[0].num_pending == 3
+    assert (await rig.hits(*"abcd", prefix_only=False)).complete == 0b1101
+    assert (await rig.hits(*"abcd")).num_leading == 1
 
 
 @play(MemoryTier, asked)
@@ -91,14 +83,6 @@ async def test_transfers_go_on_after_an_unexpected_exception(
     assert block_hash("b") in tier.kept
 
 
-@play(write_back=True)
-async def test_drain_writes_every_block_to_a_write_back_tier(rig: Rig, tier: MemoryTier) -> None:
-    rig.put("a", "b", "c")
-    rig.put("d")
-    assert await rig.tiered.drain(5) == 0
-    assert set(tier.kept) == {block_hash(name) for name in "abcd"}
-
-
 @play()
 async def test_a_pending_lookup_counts_once_and_only_when_its_blocks_are_got(rig: Rig, tier: MemoryTier) -> None:
     await rig.demote("a", "b")
@@ -117,26 +101,6 @@ async def test_a_pending_lookup_counts_once_and_only_when_its_blocks_are_got(rig
     rig.pool.release([each.lease_id for each in found])
     tier.gate.set()
     await rig.wait_idle()
-
-
-@play()
-async def test_blocks_that_are_being_removed_are_not_promoted(rig: Rig, tier: MemoryTier) -> None:
-    rig.put("a", "b")
-    await rig.wait_idle()
-    fingerprint, run = rig.namespace.fingerprint, BlockRun(0, [block_hash("a")])
-    really, gate = tier.remove, asyncio.Event()
-
-    async def slowly(*args: Any) -> None:
-        await gate.wait()
-        await really(*args)
-
-    tier.remove = slowly  # type: ignore[method-assign]
-    removing = asyncio.create_task(rig.tiered.remove(fingerprint, [run]))
-    await turns()
-    assert rig.lookup("a").hits[0].num_pending == 0
-    gate.set()
-    await removing
-    assert block_hash("a") not in tier.kept
 
 
 @play()
@@ -164,24 +128,23 @@ async def test_a_tier_that_cannot_clear_raises(rig: Rig, tier: MemoryTier) -> No
     async def fails(*_: Any) -> None:
         raise TierError("the master has gone")
 
+    clear = tier.clear
     tier.clear = fails  # type: ignore[method-assign]
     with pytest.raises(TierError, match="the master has gone"):
         await rig.tiered.clear()
     assert not rig.tiered.stats().tiers[0].up
+    tier.clear = clear  # type: ignore[method-assign]
+    assert tier.kept and await rig.tiered.clear(bytes(32)) == 0
+    assert not tier.kept, "a namespace that only a tier knows cannot be cleared"
 
 
-def test_every_counter_of_a_tier_has_a_series() -> None:
+def test_a_tier_has_a_series_for_each_counter_and_a_directory_none_of_bytes() -> None:
     counters = {name: nth for nth, name in enumerate(COUNTERS, 1)}
-    families = pool_families(pb.StatsResponse(tiers=(pb.TierStats(name="memory:", counters=counters, up=True),)))
-    values = {sample.value for family in families for sample in family.samples if sample.labels == {"tier": "memory:"}}
-    assert values >= set(counters.values())
-
-
-def test_a_directory_has_no_series_of_bytes() -> None:
     servers = [pb.TierServer(name="h:1", up=True, read_bytes=0), pb.TierServer(name="directory h:2", up=True)]
-    families = pool_families(pb.StatsResponse(tiers=(pb.TierStats(name="peers", servers=servers),)))
-    samples = {(each.name, each.labels.get("server")): each.value for family in families for each in family.samples}
-    assert {key: value for key, value in samples.items() if key[1]} == {
+    tier = pb.TierStats(name="peers", counters=counters, up=True, servers=servers)
+    samples = [each for family in pool_families(pb.StatsResponse(tiers=(tier,))) for each in family.samples]
+    assert {each.value for each in samples if each.labels == {"tier": "peers"}} >= set(counters.values())
+    assert {(each.name, each.labels["server"]): each.value for each in samples if each.labels.get("server")} == {
         ("kvpool_tier_server_up", "h:1"): 1,
         ("kvpool_tier_server_up", "directory h:2"): 1,
         ("kvpool_tier_server_read_bytes_total", "h:1"): 0,
@@ -191,6 +154,7 @@ def test_a_directory_has_no_series_of_bytes() -> None:
 @awaited
 async def test_without_tiers_every_call_is_the_pools_own() -> None:
     rig = Rig()
+    assert not Rig(MemoryTier()).tiered.stats().tiers, "a scrape before the tiers are open"
     await rig.tiered.open()
     rig.put("a", "b")
     found = rig.lookup("a", "b", "c")
@@ -204,18 +168,6 @@ async def test_without_tiers_every_call_is_the_pools_own() -> None:
         await rig.tiered.clear(bytes(32))
     assert await rig.tiered.drain(1) == 0 and not rig.tiered.stats().tiers
     await rig.tiered.close()
-
-
-@play()
-async def test_a_namespace_that_only_a_tier_knows_can_be_cleared(rig: Rig, tier: MemoryTier) -> None:
-    tier.kept[block_hash("a")] = (payload("a", SLOT).tobytes(), [0])
-    assert await rig.tiered.clear(bytes(32)) == 0
-    assert not tier.kept
-
-
-def test_a_scrape_before_the_tiers_are_open_has_the_pools_numbers() -> None:
-    stats = Rig(MemoryTier()).tiered.stats()
-    assert not stats.tiers and stats.free_bytes == SLOTS * SLOT
 
 
 COUNT = 80

@@ -16,13 +16,6 @@ from tests.support.memory_tier import SLOT, SLOTS, MemoryTier, Rig, play, turns
 from tests.support.values import block_hash
 
 
-@play(write_back=True)
-async def test_nothing_is_written_while_there_are_free_slots(rig: Rig, tier: MemoryTier) -> None:
-    rig.put(*(f"a{nth}" for nth in range(SLOTS // 2)))
-    await turns()
-    assert not tier.kept
-
-
 @play(MemoryTier, MemoryTier, write_back=True)
 async def test_slots_are_freed_before_a_put_needs_them(rig: Rig, first: MemoryTier, second: MemoryTier) -> None:
     names = [f"p{nth}" for nth in range(3 * SLOTS)]
@@ -42,32 +35,6 @@ async def test_slots_are_freed_before_a_put_needs_them(rig: Rig, first: MemoryTi
         assert set(tier.kept) | held == {block_hash(name) for name in names}, "something was lost"
         assert not tier.counters["dropped_demotions"]
     assert (await rig.hits("p0")).num_leading == 1
-
-
-@play(write_back=True)
-async def test_parents_are_written_before_their_children(rig: Rig, tier: MemoryTier) -> None:
-    for chain in range(4):
-        for nth in range(6):
-            rig.put(f"{chain}-{nth}", parent=f"{chain}-{nth - 1}" if nth else None)
-            await rig.wait_idle()
-    assert len(tier.kept) >= 4 * 6 - SLOTS and not tier.counters["dropped_demotions"]
-    for chain in range(4):
-        assert (await rig.hits(*(f"{chain}-{nth}" for nth in range(6)))).num_leading == 6
-
-
-@play(write_back=True)
-async def test_a_slow_tier_delays_no_put_and_unwritten_evictions_are_counted(rig: Rig, tier: MemoryTier) -> None:
-    tier.gate.clear()
-    names = [f"p{nth}" for nth in range(3 * SLOTS)]
-    for name in names:
-        rig.put(name)
-        await turns(2)
-    assert rig.pool.counters["put_completed_blocks"] == len(names)
-    lost = tier.counters["dropped_demotions"]
-    assert lost > 0
-    tier.gate.set()
-    await rig.wait_idle()
-    assert len(tier.kept) + rig.pool.stats().num_entries + tier.counters["dropped_demotions"] >= len(names)
 
 
 @play(write_back=True)
