@@ -61,20 +61,18 @@ class Host:
         return time.monotonic() - began
 
     @property
-    def read_bytes(self) -> int:
+    def tier(self) -> pb.TierStats:
         (tier,) = self.client.admin.stats().tiers
-        return int(tier.counters["read_bytes"])
+        return tier
 
     @property
-    def unannounced(self) -> int:
-        (tier,) = self.client.admin.stats().tiers
-        return int(tier.counters["unannounced_blocks"])
+    def read_bytes(self) -> int:
+        return int(self.tier.counters["read_bytes"])
 
     @property
     def servers(self) -> dict[str, tuple[bool, int]]:
         """Of the tier: whether each answers, and what was read from it."""
-        (tier,) = self.client.admin.stats().tiers
-        return {each.name: (each.up, each.read_bytes) for each in tier.servers}
+        return {each.name: (each.up, each.read_bytes) for each in self.tier.servers}
 
     def explain(self, *names: object) -> pb.ExplainResponse:
         run = BlockRun(0, [block_hash(name) for name in names])

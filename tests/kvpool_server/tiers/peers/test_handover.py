@@ -7,7 +7,11 @@ import json
 import signal
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -16,9 +20,13 @@ from kvpool.protocol.errors import DrainingError
 from kvpool.protocol.namespace import NamespaceSpec
 from kvpool.protocol.types import BlockRun, ShardRange
 from kvpool.security.principal import Role
+from kvpool_server.tiers.peers.handover import HandOver
+from kvpool_server.tiers.tier import keys_of
+from tests.contracts.tier_contract import awaited
 from tests.kvpool_server.tiers.peers.conftest import CHUNK, LONG, SPEC, Host, StartServer
 from tests.kvpool_server.tiers.peers.test_tier import LONG_NAMES, _announced, _keys
 from tests.support.directory import DirectoryProcess
+from tests.support.entries import GROUP
 from tests.support.processes import free_endpoint, wait_for
 from tests.support.secured_server import SecuredServer
 from tests.support.values import block_hash, group_spec, namespace_spec, payload, run_of
@@ -86,15 +94,19 @@ def test_a_leaving_server_hands_its_blocks_over_if_it_is_told_to(
         assert "handed over" not in leaving.server.stderr
 
 
-def test_blocks_are_spread_over_receivers_and_none_is_handed_over_twice(
+def test_blocks_are_spread_over_receivers_that_have_opened_their_namespace_and_none_goes_twice(
     neighbours: Callable[..., list[Host]],
 ) -> None:
     leaving, *others = neighbours(",handover=1GiB", 3)
     prompts = [prompt(f"prompt {nth}") for nth in range(8)]
     for each in prompts:
         leaving.put(*each)
+    spec: NamespaceSpec = namespace_spec(group_spec(chunk_bytes=CHUNK), tenant="acme")
+    leaving.client.put_blocks(leaving.client.open_namespace(spec), run_of("a"), [payload("a", CHUNK)])
     drained(leaving)
     assert handed_over(leaving) == 64
+    for other in others:
+        assert all(each.fingerprint != spec.fingerprint() for each in other.client.admin.namespaces())
     read = [other.read_bytes // CHUNK for other in others]
     assert sum(read) == 64 and min(read) >= 16
     assert all(sum(all(other.load(*each)) for other in others) for each in prompts)
@@ -112,6 +124,16 @@ def test_what_another_server_has_is_not_handed_over(neighbours: Callable[..., li
     assert handed_over(leaving) == 32
     # The rest of a prompt goes to the server that has its beginning, which then has been given more than the other one.
     assert (first.read_bytes, second.read_bytes) == (48 * CHUNK, 0)
+
+
+def test_the_prompts_used_last_are_handed_over_within_the_size(neighbours: Callable[..., list[Host]]) -> None:
+    leaving, other = neighbours(f",handover={16 * CHUNK}")
+    for nth in range(4):
+        leaving.put(*prompt(f"prompt {nth}"))
+    assert all(leaving.load(*prompt("prompt 0")))
+    drained(leaving)
+    assert other.read_bytes == 16 * CHUNK
+    assert [all(other.load(*prompt(f"prompt {nth}"))) for nth in range(4)] == [True, False, False, True]
 
 
 def test_servers_that_leave_together_leave_a_shared_prompt_to_the_one_that_stays(
@@ -134,41 +156,29 @@ def test_a_prompt_that_is_being_continued_is_handed_over(neighbours: Callable[..
     leaving.put(*names)
     shards = ShardRange(0, leaving.namespace.group(0).num_shards)
     leaving.client.rpc.put_start(leaving.namespace, [run_of("next", parent=names[-1])], shards)
-    drained(leaving, 3)
+    drained(leaving, 2)
     assert handed_over(leaving) == len(names) and other.read_bytes == len(names) * CHUNK
 
 
-def test_a_receiver_without_room_reads_no_block_twice(pool_server: StartServer) -> None:
-    chunk, names = 64 << 10, prompt("large", 1_000)
-    spec = namespace_spec(group_spec(chunk_bytes=chunk), tenant="acme")
-    endpoints = [free_endpoint(), free_endpoint()]
-    hosts = []
-    for endpoint, other, memory, options in (
-        (*endpoints, "96MiB", ",handover=1GiB"), (*endpoints[::-1], "32MiB", "")
-    ):  # fmt: skip
-        tier = f"peers:transport=tcp,peer={other}{options}"
-        flags = ("--memory", memory, "--listen", endpoint, "--log-format", "json")
-        hosts.append(Host(pool_server(*flags, "--tier", tier)))
-    leaving, receiver = hosts
-    for each in hosts:
-        wait_for(lambda each=each: all(up for up, _ in each.servers.values()), "all to answer", 60)
-        each.client.open_namespace(spec)
-    blocks = [payload(name, chunk) for name in names]
-    leaving.client.put_blocks(leaving.client.open_namespace(spec), run_of(*names), blocks)
-    assert drained(leaving) < LONG_S
-    assert receiver.read_bytes <= len(names) * chunk
-    for each in hosts:
-        each.close()
+@awaited
+async def test_a_receiver_without_room_reads_no_block_twice() -> None:
+    reads: list[bytes] = []
 
+    def present() -> list[bytes]:
+        """Of the last blocks that were read: the receiver evicts all when it is full."""
+        return reads[len(reads) // 8 * 8 :]
 
-def test_the_prompts_used_last_are_handed_over_within_the_size(neighbours: Callable[..., list[Host]]) -> None:
-    leaving, other = neighbours(f",handover={16 * CHUNK}")
-    for nth in range(4):
-        leaving.put(*prompt(f"prompt {nth}"))
-    assert all(leaving.load(*prompt("prompt 0")))
-    drained(leaving)
-    assert other.read_bytes == 16 * CHUNK
-    assert [all(other.load(*prompt(f"prompt {nth}"))) for nth in range(4)] == [True, False, False, True]
+    receiver: Any = SimpleNamespace(
+        holds=lambda group, block_hashes: len(set(block_hashes) & set(present())),
+        bring_up=lambda prompt: (reads.extend(prompt[GROUP].block_hashes[:3]), set(keys_of(GROUP, present())), 1)[1:],
+    )
+
+    async def ask(endpoint: str, question: Callable[[Any], Any]) -> Any:
+        return question(receiver)
+
+    handover = HandOver(["h:1"], 1 << 30, AsyncMock(return_value=[]), ask)
+    await handover.run(iter([{GROUP: run_of(*range(64))}]))
+    assert 8 < len(reads) == len(set(reads)) < 64
 
 
 def test_blocks_of_all_groups_go_to_one_server(pool_server: StartServer, neighbours: Callable[..., list[Host]]) -> None:
@@ -195,32 +205,25 @@ def test_blocks_of_all_groups_go_to_one_server(pool_server: StartServer, neighbo
         assert sorted(found) == [[0, 0], [8, 2]]
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_receiver_that_does_not_answer_costs_bounded_time(neighbours: Callable[..., list[Host]], number: int) -> None:
-    leaving, dead, other = neighbours(",handover=1GiB", 3)
+def test_a_receiver_that_does_not_answer_or_brings_nothing_up_costs_bounded_time(host: Callable[..., Host]) -> None:
+    """A server without the tier is as one of an older release, which does not know what it is asked for."""
+    endpoint = free_endpoint()
+    tier = ("--tier", f"peers:transport=tcp,peer={endpoint}")
+    without_tier, dead, other = host(), host(*tier), host(*tier)
+    peers = "+".join(each.server.endpoint for each in (without_tier, dead, other))
+    options = ("--tier", f"peers:transport=tcp,handover=1GiB,peer={peers}", "--log-format", "json")
+    leaving = host("--listen", endpoint, *options)
+    for each in (leaving, dead, other):
+        wait_for(lambda each=each: all(up for up, _ in each.servers.values()), "all to answer", 60)
     for nth in range(8):
         leaving.put(*prompt(f"prompt {nth}"))
-    dead.server.send_signal(number)
+    dead.server.send_signal(signal.SIGSTOP)
     try:
         assert drained(leaving) < LONG_S
     finally:
         dead.server.send_signal(signal.SIGCONT)
     assert handed_over(leaving) == 64
     assert all(all(other.load(*prompt(f"prompt {nth}"))) for nth in range(8))
-
-
-def test_a_receiver_that_brings_nothing_up_costs_others_nothing(host: Callable[..., Host]) -> None:
-    """As a server of an older release, which does not know what it is asked for."""
-    endpoint = free_endpoint()
-    without_tier, other = host(), host("--tier", f"peers:transport=tcp,peer={endpoint}")
-    peers = f"{without_tier.server.endpoint}+{other.server.endpoint}"
-    tier = f"peers:transport=tcp,handover=1GiB,peer={peers}"
-    leaving = host("--listen", endpoint, "--tier", tier, "--log-format", "json")
-    wait_for(lambda: all(up for up, _ in other.servers.values()), "the server to answer", 60)
-    for nth in range(8):
-        leaving.put(*prompt(f"prompt {nth}"))
-    assert drained(leaving) < LONG_S
-    assert handed_over(leaving) == 64 and other.read_bytes == 64 * CHUNK
 
 
 def test_a_drain_ends_at_its_deadline(neighbours: Callable[..., list[Host]]) -> None:
@@ -232,62 +235,29 @@ def test_a_drain_ends_at_its_deadline(neighbours: Callable[..., list[Host]]) -> 
     assert 0 < handed_over(leaving) <= other.read_bytes // CHUNK < len(prompts)
 
 
-def test_a_namespace_that_a_receiver_has_not_opened_stays_closed_there(neighbours: Callable[..., list[Host]]) -> None:
-    leaving, other = neighbours(",handover=1GiB")
-    leaving.put(*prompt("open"))
-    spec: NamespaceSpec = namespace_spec(group_spec(chunk_bytes=CHUNK), tenant="acme")
-    namespace = leaving.client.open_namespace(spec)
-    for nth in range(20):
-        leaving.client.put_blocks(namespace, run_of(nth), [payload(nth, CHUNK)])
-    drained(leaving)
-    assert handed_over(leaving) == 8 and other.read_bytes == 8 * CHUNK
-    assert all(each.fingerprint != spec.fingerprint for each in other.client.admin.namespaces())
-
-
 # Who may ask
 
 
-@pytest.mark.parametrize(("role", "count"), [(Role.PEER, 8), (Role.ROUTER, 0)])
-def test_a_receiver_takes_blocks_from_peers_alone(
-    pool_server: StartServer, host: Callable[..., Host], tmp_path: Path, role: Role, count: int
-) -> None:
-    endpoint = free_endpoint()
-    tier = f"peers:transport=tcp,peer={endpoint}"
-    secured = SecuredServer(tmp_path, pool_server, "--memory", "64MiB", "--tier", tier)
-    engine, operator = secured.files(Role.ENGINE_WRITE), secured.client(Role.OPERATOR)
-    receiver = Host(secured.server, tls=engine)
-    files = secured.files(role)
-    peer = f"peer={secured.server.endpoint},ca={files.ca},cert={files.cert},key={files.key}"
-    leaving = host("--listen", endpoint, "--tier", f"peers:transport=tcp,handover=1GiB,{peer}", "--log-format", "json")
-    leaving.put(*prompt("ours"))
-    assert drained(leaving) < LONG_S
-    assert handed_over(leaving) == count
-    assert operator.admin.stats().tiers[0].counters["read_bytes"] == count * CHUNK
-    operator.close()
-    receiver.close()
-
-
-def test_an_engine_makes_no_server_bring_blocks_up_as_peers_do(
+def test_peers_alone_have_a_server_bring_blocks_up(
     pool_server: StartServer, host: Callable[..., Host], tmp_path: Path
 ) -> None:
     owner = host()
     owner.put("a")
     tier = f"peers:transport=tcp,peer={owner.server.endpoint}"
     secured = SecuredServer(tmp_path, pool_server, "--memory", "64MiB", "--tier", tier)
-    engine = Host(secured.server, tls=secured.files(Role.ENGINE_WRITE))
     run = BlockRun(0, [block_hash("a")])
+    with ExitStack() as stack:
+        engine, peer = (stack.enter_context(secured.client(role)) for role in (Role.ENGINE_WRITE, Role.PEER))
+        namespace = engine.open_namespace(SPEC)
 
-    def is_coming(client: Host) -> int:
-        found = client.client.rpc.lookup(client.namespace, [run], lease=False, here=True, bring_up=True)
-        return found.retry_after_ms or found.hits[0].num_leading
+        def is_coming(client: Client) -> int:
+            found = client.rpc.lookup(namespace, [run], lease=False, here=True, bring_up=True)
+            return found.retry_after_ms or found.hits[0].num_leading
 
-    assert not is_coming(engine)
-    time.sleep(0.5)
-    assert not is_coming(engine)
-    peer = Host(secured.server, tls=secured.files(Role.OPERATOR))
-    assert is_coming(peer)
-    engine.close()
-    peer.close()
+        for _ in range(2):
+            assert not is_coming(engine)
+            time.sleep(0.25)
+        wait_for(lambda: is_coming(peer), "blocks for a peer", 20)
 
 
 def test_a_leaving_server_leases_blocks_to_servers_alone(neighbours: Callable[..., list[Host]]) -> None:
@@ -306,8 +276,10 @@ def test_a_leaving_server_leases_blocks_to_servers_alone(neighbours: Callable[..
             leaving.client.rpc.lookup(leaving.namespace, [run], lease=False, here=True, bring_up=True)
         found = leaving.client.rpc.lookup(leaving.namespace, [run], locate=True, here=True)
         assert found.lease_id
+        other.server.send_signal(signal.SIGCONT)
         wait_for(lambda: "blocks handed over" in leaving.server.stderr, "the end of the hand-over", 20)
         with pytest.raises(DrainingError):
             leaving.client.rpc.lookup(leaving.namespace, [run], locate=True, here=True)
     finally:
         other.server.send_signal(signal.SIGCONT)
+        leaving.server.kill()
