@@ -8,16 +8,9 @@ import pytest
 
 from kvpool.protocol.errors import ConfigError
 from kvpool_server.cache.eviction.lru import PrefixLRU
-from kvpool_server.tiers.file.tier import FileOptions
 from kvpool_server.tiers.registry import KINDS, parse
 from kvpool_server.tiers.tier import OpenFiles, TierContext
 from tests.contracts.tier_contract import TierContract, awaited, blocks_of, namespace_of
-
-
-@pytest.mark.parametrize("name", ["a", "host-50051", "a..b", "_.x"])
-def test_a_name_may_hold_dots_but_begin_with_none(name: str) -> None:
-    spec = parse(f"file:/mnt/kv,size=1GiB,name={name}")
-    assert isinstance(spec, FileOptions) and spec.name == name
 
 
 @pytest.mark.parametrize(

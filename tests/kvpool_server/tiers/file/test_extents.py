@@ -139,12 +139,3 @@ def test_a_file_that_is_being_opened_when_its_directory_is_closed_does_not_stay_
     with pytest.raises(FileNotFoundError):
         _use(extents, 0)
     assert disk.closed == disk.opened and len(disk.opened) == 1 and not files.files
-
-
-def test_the_least_recently_used_file_is_closed_first(tmp_path: Path) -> None:
-    disk = NotedDisk()
-    extents = _extents(tmp_path, disk, OpenFiles(2))
-    for idx in (0, 1, 0, 2):
-        _use(extents, idx)
-    assert disk.closed == [disk.opened[1]]
-    extents.close()

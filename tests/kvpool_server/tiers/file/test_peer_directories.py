@@ -71,14 +71,13 @@ HARMS = {
 }
 
 
-@pytest.mark.parametrize("harm", sorted(HARMS))
 @awaited
-async def test_what_is_wrong_with_one_neighbour_is_said_once_and_harms_nobody(tmp_path: Path, harm: str) -> None:
-    for name in "abcdefgh":  # Whatever the order of the directory: some come after it.
+async def test_what_is_wrong_with_one_neighbour_is_said_once_and_harms_nobody(tmp_path: Path) -> None:
+    for name in "abcdefgh":  # Whatever the order of the directory: some come after each that is wrong.
         await _store(tmp_path, name, [f"of {name}"])
-    bad = tmp_path / "bad"
-    acquire(bad).close()
-    HARMS[harm](bad / "journal")
+    for harm, do in HARMS.items():
+        acquire(tmp_path / harm).close()
+        do(tmp_path / harm / "journal")
     (tmp_path / "lost+found").symlink_to("lost+found")
     one = file_tier(tmp_path)
     with capture_logs() as logs:
@@ -88,10 +87,9 @@ async def test_what_is_wrong_with_one_neighbour_is_said_once_and_harms_nobody(tm
     names = [f"of {name}" for name in "abcdefgh"]
     assert _known(one, *names) == [True] * 8
     assert await read_back(one, NAMESPACE, names) == names
-    said = [line for line in logs if line["log_level"] == "warning"]
-    assert [line.get("directory") for line in said].count(str(bad)) == 1
-    assert len(said) <= 2
     await one.close()
+    said = [line.get("directory") for line in logs if line["log_level"] == "warning"]
+    assert sorted(said) == sorted(str(tmp_path / harm) for harm in HARMS)
 
 
 @awaited

@@ -14,7 +14,6 @@ import pytest
 
 from kvpool.protocol.errors import ConfigError
 from kvpool_server.cache.entry import Record
-from kvpool_server.cache.eviction import POLICIES
 from kvpool_server.cache.limits import Limits
 from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.rpc.turns import Turns
@@ -88,15 +87,6 @@ class TestFileTier(PersistentTierContract):
                 assert got[1:] == [None, None]
                 assert await tier.write(namespace.groups[0], blocks_of("b", "c")) == 2
                 assert await read_back(tier, namespace, ["b", "c"]) == ["b", "c"]
-
-    @awaited
-    async def test_a_larger_size_keeps_all(self, tmp_path: Path, namespace: PoolNamespace) -> None:
-        names = [f"s{nth}" for nth in range(SIZE // SLOT)]
-        async with opened(_tier(tmp_path)) as tier:
-            await tier.write(namespace.groups[0], blocks_of(*names))
-        async with opened(_tier(tmp_path, size=2 * SIZE)) as tier:
-            assert all(await there(tier, namespace, names))
-            assert tier.stats().size_bytes == 2 * SIZE
 
     @awaited
     async def test_few_files_are_open_however_many_extents_there_are(
@@ -206,15 +196,6 @@ def _journal_of(root: Path, num_namespaces: int, num_with_blocks: int) -> list[P
 
 
 @awaited
-async def test_namespaces_without_blocks_take_no_room_of_others_after_a_restart(tmp_path: Path) -> None:
-    *_, last = _journal_of(tmp_path, 300, num_with_blocks=1)
-    for _ in range(2):
-        async with opened(file_tier(tmp_path)) as tier:
-            assert await there(tier, last, [0]) == [True]
-            assert len(tier.specs()) == 1
-
-
-@awaited
 async def test_a_tier_with_more_namespaces_than_a_pool_keeps_open_starts_with_those_that_fit(tmp_path: Path) -> None:
     made = _journal_of(tmp_path, 300, num_with_blocks=300)
     async with opened(file_tier(tmp_path)) as tier:
@@ -284,22 +265,6 @@ async def test_blocks_written_after_a_removal_that_was_cancelled_are_not_truncat
         while not disk.num_truncated:
             await asyncio.sleep(0.01)
         assert await read_back(tier, namespace, ["b"]) == ["b"]
-
-
-@pytest.mark.parametrize("policy", sorted(POLICIES))
-@awaited
-async def test_either_policy_takes_back_what_was_there(tmp_path: Path, policy: str) -> None:
-    namespace = namespace_of(TierContract.spec)
-    async with opened(file_tier(tmp_path, policy=POLICIES[policy])) as tier:
-        names = [f"r{nth}" for nth in range(SIZE // SLOT)]
-        await tier.write(namespace.groups[0], blocks_of(*names))
-    async with opened(file_tier(tmp_path, policy=POLICIES[policy])) as tier:
-        assert tier.stats().num_entries == len(names)
-        await tier.write(
-            namespace.groups[0], blocks_of(*(f"new {name}" for name in names))
-        )  # All of it can be evicted.
-        assert tier.stats().num_entries == len(names)
-        check_integrity(tier.pool)
 
 
 @awaited
