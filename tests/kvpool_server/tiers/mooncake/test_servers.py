@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import time
-import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 
 import pytest
 
-from kvpool.client.client import Client, Namespace
-from tests.kvpool_server.tiering.test_servers import NAMES, SLOT, Connect, StartServer, _demoted, _hits, _put, _spec
+from kvpool.client.client import Client
+from tests.kvpool_server.tiering.test_servers import NAMES, Connect, StartServer, _demoted, _hits, _put, _spec
 from tests.support.mooncake import Cluster
-from tests.support.processes import ServerProcess, wait_for
-from tests.support.values import payload, run_of
+from tests.support.processes import wait_for
 
 STOPS_S = 30.0
-SLOW_S = 3.9
-"""Below what a call to a dead master takes: 4 s, or 5."""
 
 
 @pytest.fixture
@@ -32,13 +28,6 @@ def _tier(cluster: Cluster, segment: str = "64MiB") -> tuple[str, ...]:
 
 def _wait_demoted(client: Client, count: int) -> None:
     wait_for(lambda: _demoted(client) == count, f"{count} blocks are written through")
-
-
-def _is_up(server: ServerProcess) -> bool:
-    with urllib.request.urlopen(f"{server.http_url}/metrics", timeout=30) as answer:
-        lines = answer.read().decode().splitlines()
-    (line,) = [line for line in lines if line.startswith("kvpool_tier_up{")]
-    return bool(line.endswith(" 1.0"))
 
 
 def test_three_servers_on_one_cluster_one_of_them_killed(
@@ -83,57 +72,3 @@ def test_three_servers_on_one_cluster_one_of_them_killed(
     for server in (holder, *others):
         server.terminate()
         assert server.wait(STOPS_S) == 0
-
-
-@pytest.mark.parametrize("way", ["killed", "stopped"])
-def test_without_a_master_the_pool_goes_on(
-    cluster: Cluster, pool_server: StartServer, connect: Connect, way: str
-) -> None:
-    server = pool_server("--memory", "64MiB", *_tier(cluster))
-    client = connect(server)
-    namespace = client.open_namespace(_spec())
-    _put(client, namespace, NAMES)
-    _wait_demoted(client, len(NAMES))
-    assert _is_up(server)
-    cluster.harm_master(way)
-    slowest = _work_until(lambda: not _is_up(server), client, namespace, "down")
-    assert slowest < SLOW_S
-    assert _hits(client, namespace, NAMES) == len(NAMES)
-    cluster.restore_master()
-    before = _demoted(client)
-    slowest = _work_until(lambda: _demoted(client) > before and _is_up(server), client, namespace, "back")
-    assert slowest < SLOW_S
-
-
-def _work_until(done: Callable[[], bool], client: Client, namespace: Namespace, tag: str) -> float:
-    """Puts, looks up what is there and what is not, and gets, until `done`; the slowest lookup in seconds."""
-    slowest = 0.0
-    ends_at = time.monotonic() + 120
-    nth = 0
-    while not done():
-        assert time.monotonic() < ends_at, f"not {tag} within two minutes"
-        names: Sequence[str] = [f"{tag}-{nth}-{part}" for part in range(4)]
-        client.put_blocks(namespace, run_of(*names), [payload(name, SLOT) for name in names])
-        for asked in (run_of(*names), run_of(f"missing-{tag}-{nth}")):
-            began_at = time.monotonic()
-            found = client.lookup(namespace, [asked], prefix_only=True)
-            slowest = max(slowest, time.monotonic() - began_at)
-            client.release([found.lease_id])
-        nth += 1
-        time.sleep(0.05)
-    return slowest
-
-
-@pytest.mark.parametrize("way", ["there", "stopped", "killed"])
-def test_sigterm_ends_the_server_whatever_its_master_does(
-    cluster: Cluster, pool_server: StartServer, connect: Connect, way: str
-) -> None:
-    server = pool_server("--memory", "64MiB", "--drain-ms", "500", *_tier(cluster))
-    client = connect(server)
-    namespace = client.open_namespace(_spec())
-    cluster.harm_master(way)
-    _put(client, namespace, NAMES)  # A call is under way, or waits.
-    client.lookup(namespace, [run_of("missing")], prefix_only=True)
-    server.terminate()
-    assert server.wait(STOPS_S) == 0
-    assert '"stopped"' in server.stderr or "stopped" in server.stderr

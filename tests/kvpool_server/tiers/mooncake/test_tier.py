@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,12 +14,11 @@ import numpy as np
 import pytest
 
 from kvpool.protocol.errors import ConfigError
-from kvpool.transport.mooncake_engine import RDMA_DEVICES
 from kvpool_server.cache.eviction.lru import PrefixLRU
 from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.tiers.mooncake import store_process
 from kvpool_server.tiers.mooncake.objects import StagedRead, encode_footer, footer_bytes
-from kvpool_server.tiers.mooncake.store_process import STAGING_BYTES, Store, StoreChannel
+from kvpool_server.tiers.mooncake.store_process import STAGING_BYTES, StoreChannel
 from kvpool_server.tiers.mooncake.tier import MooncakeTier
 from kvpool_server.tiers.mooncake.worker import StoreConfig
 from kvpool_server.tiers.registry import parse
@@ -40,7 +37,6 @@ from tests.contracts.tier_contract import (
     there,
 )
 from tests.support.mooncake import Cluster
-from tests.support.processes import run_command, server_command
 from tests.support.values import block_hash, group_spec, namespace_spec
 
 MakeCluster = Callable[..., Cluster]
@@ -83,23 +79,6 @@ class TestMooncakeTier(PersistentTierContract):
     def make_tier(self, cluster: Cluster) -> Callable[[], Tier]:
         return lambda: MooncakeTier(_config(cluster.address))
 
-    @awaited
-    async def test_servers_on_one_cluster_read_each_others_blocks(
-        self, cluster: Cluster, namespace: PoolNamespace
-    ) -> None:
-        one, two = (MooncakeTier(_config(cluster.address)) for _ in range(2))
-        async with opened(one), opened(two):
-            assert await one.write(namespace.groups[0], blocks_of("a", "b")) == 2
-            assert two.known(namespace.groups[0], [block_hash("a")]) is None, "nobody has told it"
-            assert await read_back(two, namespace, ["a", "c", "b"]) == ["a", None, "b"]
-            assert two.known(namespace.groups[0], [block_hash("a")]) == [True]
-            assert await two.write(namespace.groups[0], blocks_of("a", "b", "c")) == 3
-            assert two.stats().counters["written_bytes"] == SLOT, "it has sent what was there"
-            assert two.holdings(namespace.fingerprint).num_entries == 1
-            await two.remove(namespace.groups[0], [block_hash("a")])  # Read a moment ago: under a lease of Mooncake's.
-            assert await read_back(one, namespace, ["a", "b"]) == [None, "b"]
-            assert one.holdings(namespace.fingerprint).num_entries == 1
-
     @pytest.mark.parametrize("harm", ["payload", "footer", "another's", "shorter", "longer", "foreign"])
     @awaited
     async def test_what_is_not_what_was_stored_is_a_miss_once_and_then_gone(
@@ -129,15 +108,6 @@ class TestMooncakeTier(PersistentTierContract):
             assert await there(tier, namespace, ["a", "b"]) == [False, True]
             assert await tier.write(namespace.groups[0], [block]) == 1
             assert await read_back(tier, namespace, ["a"]) == ["a"]
-
-    @awaited
-    async def test_more_blocks_than_a_call_takes(self, cluster: Cluster, namespace: PoolNamespace) -> None:
-        async with opened(MooncakeTier(_config(cluster.address))) as tier:
-            names = [f"m{nth}" for nth in range(2500)]
-            assert await tier.write(namespace.groups[0], blocks_of(*names)) == 2500
-            assert await read_back(tier, namespace, names) == names
-            await tier.remove(namespace.groups[0], [block_hash(name) for name in names])
-            assert not any(await there(tier, namespace, names))
 
     @awaited
     async def test_a_block_larger_than_the_staging_memory_is_refused(self, cluster: Cluster) -> None:
@@ -255,20 +225,6 @@ async def test_a_master_that_is_not_there_is_said_at_the_start(who: str) -> None
         assert time.monotonic() - began_at < 40
 
 
-def _say(*flags: str, **environment: str) -> str:
-    listen = ("--listen", "127.0.0.1:0", "--http-listen", "", "--memory", "8MiB")
-    done = run_command(*server_command(*listen, "--mooncake-trusted-network", *flags), **environment)
-    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
-    return done.stderr
-
-
-def test_a_segment_that_cannot_be_is_said_at_the_start(cluster: Cluster) -> None:
-    assert "segment=1048576 is too small for Mooncake; give at least 16MiB" in _say(
-        "--tier", f"mooncake:master={cluster.address},segment=1MiB"
-    )
-    assert "segment=109951162777600" in _say("--tier", f"mooncake:master={cluster.address},segment=100TiB")
-
-
 def test_a_segment_that_other_hosts_cannot_reach_is_said_at_the_start() -> None:
     here = TierContext(("127.0.0.1", 0), PrefixLRU)
     with pytest.raises(ConfigError, match="give host="):
@@ -279,40 +235,6 @@ def test_a_segment_that_other_hosts_cannot_reach_is_said_at_the_start() -> None:
         "master=127.0.0.1:1,segment=16MiB",
     ):
         parse(f"mooncake:{reached}").make(here)
-
-
-@awaited
-async def test_a_file_or_quota_of_the_clusters_takes_no_tier_away(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def answers(codes: list[int]) -> list[int]:
-        return codes
-
-    namespace = namespace_of(namespace_spec(group_spec(chunk_bytes=SLOT // SHARDS, num_shards=SHARDS)))
-    async with opened(MooncakeTier(_config(cluster.address))) as tier:
-        monkeypatch.setattr(tier, "_ask", lambda *_: answers([0]))
-        for code, is_there in ((-1_700, True), (-900, False)):
-            monkeypatch.setattr(tier, "_transfer", lambda *_, code=code: answers([code]))
-            with contextlib.nullcontext() if is_there else pytest.raises(TierError, match="the master does not answer"):
-                assert await tier.write(namespace.groups[0], blocks_of("a")) == 0
-        assert tier.counters["refused_blocks"] == 1
-
-
-def test_a_package_that_is_not_there_is_a_sentence_with_the_fix(tmp_path: Path) -> None:
-    (tmp_path / "mooncake").mkdir()
-    (tmp_path / "mooncake" / "__init__.py").touch()
-    root = Path(__file__).parents[4]
-    said = _say("--tier", "mooncake:master=127.0.0.1:1", PYTHONPATH=f"{tmp_path}{os.pathsep}{root}")
-    assert (
-        "tier mooncake needs a package that is not installed" in said
-        and "pip install 'mooncake-transfer-engine" in said
-    )
-
-
-@pytest.mark.skipif(RDMA_DEVICES.is_dir(), reason="this machine has RDMA")
-def test_rdma_without_a_device_is_an_error_and_not_tcp(cluster: Cluster) -> None:
-    said = _say("--tier", f"mooncake:master={cluster.address},protocol=rdma")
-    assert f"no RDMA device in {RDMA_DEVICES}" in said
 
 
 # The client process
@@ -352,27 +274,3 @@ async def _read_all(tier: MooncakeTier, namespace: PoolNamespace, names: list[st
     for block, view, found in zip(blocks_of(*names, nbytes=BLOCK, shards=1), memory.blocks, sums, strict=True):
         assert found is None or np.array_equal(view, np.frombuffer(block.payload, np.uint8))
     return len(names) - sums.count(None)
-
-
-def test_a_question_waits_for_no_transfer(cluster: Cluster) -> None:
-    with contextlib.closing(Store(_config(cluster.address), 3)) as store:
-        free = store.start().transfers
-        channels = [free.get() for _ in range(3)]
-        assert {channel.memory.nbytes for channel in channels} == {STAGING_BYTES}
-        waiting = threading.Thread(target=store.transfer, args=(lambda _: [],))
-        waiting.start()
-        assert store.ask("exist", ["a", "b"]) == [0, 0]
-        assert waiting.is_alive(), "there are more transfers at once than staging memory"
-        for channel in channels:
-            free.put(channel)
-        waiting.join(5)
-        assert not waiting.is_alive()
-
-
-def test_a_process_without_an_answer_for_too_long_is_killed(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_process, "ANSWER_S", 0.3)
-    with contextlib.closing(Store(_config(cluster.address), 1)) as store:
-        process = store.start()
-        with pytest.raises(store_process.StoreError, match="did not answer within 0 s, and was killed"):
-            process.check_alive(time.monotonic() - 0.31)
-        assert not process.is_alive and store.start().is_alive
