@@ -128,10 +128,10 @@ class TransportContract:
     @pytest.mark.parametrize(
         ("num_regions", "region_bytes", "batch_bytes"),
         [
-            *((1, REGION_BYTES, batch_bytes) for batch_bytes in (1, 1 << 20)),
-            *((7, REGION_BYTES, batch_bytes) for batch_bytes in (REGION_BYTES - 1, REGION_BYTES, 3 * REGION_BYTES + 5)),
+            (1, REGION_BYTES, 1 << 20),
+            *((7, REGION_BYTES, batch_bytes) for batch_bytes in (REGION_BYTES, 3 * REGION_BYTES + 5)),
             *((40, REGION_BYTES, batch_bytes) for batch_bytes in (1, 1 << 20)),
-            *((3, region_bytes, 2 * region_bytes) for region_bytes in (1, 4097, (1 << 20) + 3)),
+            *((3, region_bytes, 2 * region_bytes) for region_bytes in (1, (1 << 20) + 3)),
         ],
     )
     def test_callbacks_see_every_region_once_in_order_in_batches_of_the_size_asked_for(
@@ -204,12 +204,14 @@ class TransportContract:
         assert {idx: np.concatenate(pieces).tobytes() for idx, pieces in enumerate(into)} == expected
         assert written.regions == read.regions == expected
 
-    def test_regions_may_be_read_in_any_order(self, rig: Rig, stored: tuple[Regions, int]) -> None:
+    def test_regions_may_be_read_in_any_order_and_none_are_no_work(self, rig: Rig, stored: tuple[Regions, int]) -> None:
         regions, lease_id = stored
         order = [5, 0, 3]
         offsets = [regions.offsets[idx] for idx in order]
         read = read_bytes(rig.transport, Transfer(lease_id, offsets, REGION_BYTES, DEADLINE_S, 2 * REGION_BYTES))
         assert read == [payload(idx, REGION_BYTES).tobytes() for idx in order]
+        rig.transport.read(Transfer(lease_id, (), REGION_BYTES, DEADLINE_S, 1), Local(never))
+        rig.transport.write(Transfer(regions.ticket_id, (), REGION_BYTES, DEADLINE_S, 1), Local(never))
 
     def test_a_part_of_each_region_may_be_moved(self, rig: Rig) -> None:
         """As a rank does with its shards of whole slots."""
@@ -249,7 +251,7 @@ class TransportContract:
         assert caught.value is failure
         assert calls == [*range(0, fails_at + 1, 2)]
 
-    def test_a_write_past_its_deadline_times_out(self, rig: Rig) -> None:
+    def test_a_transfer_past_its_deadline_times_out(self, rig: Rig) -> None:
         regions = rig.regions(2, REGION_BYTES)
 
         def fill(first: int, buffers: Buffers) -> None:
@@ -258,21 +260,13 @@ class TransportContract:
 
         with pytest.raises(PoolTimeoutError):
             rig.transport.write(Transfer(regions.ticket_id, regions.offsets, REGION_BYTES, 0.1, 1), Local(fill))
-
-    def test_a_read_past_its_deadline_times_out(self, rig: Rig) -> None:
-        region_bytes, num_regions = 1 << 20, 8
-        regions = rig.regions(num_regions, region_bytes)
+        region_bytes = 1 << 20
+        regions = rig.regions(8, region_bytes)
         self._write(rig, regions, region_bytes)
-        lease_id = regions.seal()
-        transfer = Transfer(lease_id, regions.offsets, region_bytes, 0.2, 1)
         with pytest.raises(PoolTimeoutError):
-            rig.transport.read(transfer, Local(lambda *_: rig.pass_time(0.3)))
-
-    def test_no_regions_are_no_work(self, rig: Rig) -> None:
-        regions = rig.regions(1, REGION_BYTES)
-        rig.transport.write(Transfer(regions.ticket_id, (), REGION_BYTES, DEADLINE_S, 1), Local(never))
-        self._write(rig, regions)
-        rig.transport.read(Transfer(regions.seal(), (), REGION_BYTES, DEADLINE_S, 1), Local(never))
+            rig.transport.read(
+                Transfer(regions.seal(), regions.offsets, region_bytes, 0.2, 1), Local(lambda *_: rig.pass_time(0.3))
+            )
 
     def test_threads_share_a_transport(self, rig: Rig) -> None:
         all_regions = [rig.regions(5, REGION_BYTES) for _ in range(4)]
