@@ -10,9 +10,10 @@ from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.entry import Group
 from kvpool_server.cache.restoring import Adoption, Columns
 from testbed.pool_at_once import PoolAtOnce
+from tests.support.bare_pool import put
 from tests.support.clock import FakeClock
 from tests.support.integrity import check_integrity
-from tests.support.values import block_hash, group_spec, namespace_spec
+from tests.support.values import block_hash, group_spec, namespace_spec, run_of
 
 CHUNK = 64
 
@@ -37,6 +38,17 @@ def test_blocks_in_slots_that_extents_have_no_more_are_left_out() -> None:
     names = columns.block_hashes
     assert [entry.block_hash for entry in added] == [*names[:3], *names[4:7]]
     check_integrity(pool)
+
+
+def test_extents_without_blocks_are_zeroed_for_the_next_tenant_because_others_bytes_may_lie_there() -> None:
+    zeroed: list[tuple[int, int]] = []
+    arena = Arena(8 * CHUNK, 4 * CHUNK, zero=lambda start, nbytes: zeroed.append((start, nbytes)))
+    pool, group, columns = _adoption(arena, 4)
+    adoption = Adoption(pool)
+    adoption.add(group, columns)
+    adoption.finish({})
+    put(pool, group.fingerprint, run_of("new"))
+    assert zeroed == [(4 * CHUNK, 4 * CHUNK)] and pool.stats().num_entries == 5
 
 
 def test_a_block_costs_one_call_of_a_function() -> None:
