@@ -181,28 +181,6 @@ def _choose(evictor: Evictor, count: int, pinned: bool = False) -> list[Entry]:
     raise AssertionError("choices that are cut get no further")
 
 
-def test_choosing_visits_each_pinned_entry_once(evictor: Evictor, monkeypatch: pytest.MonkeyPatch) -> None:
-    pinned = [make_entry(nth) for nth in range(5_000)]
-    for each in pinned:
-        _stored(evictor, TICK, [each])
-        _pin(each, 200)
-    pops = 0
-    pop = evictor._queue.pop
-
-    def counted() -> object:
-        nonlocal pops
-        pops += 1
-        return pop()
-
-    monkeypatch.setattr(evictor._queue, "pop", counted)
-    for nth in range(100):
-        fresh = make_entry(f"fresh{nth}")
-        _stored(evictor, (2 + nth) * TICK, [fresh])
-        assert _choose(evictor, 1) == [fresh]
-        drop(evictor, fresh)
-    assert pops < len(pinned) + 1_000
-
-
 def test_many_pins_that_end_at_once_are_queued_some_at_a_time(evictor: Evictor, clock: FakeClock) -> None:
     pinned = [make_entry(nth) for nth in range(1_000)]
     for each in pinned:
@@ -216,35 +194,8 @@ def test_many_pins_that_end_at_once_are_queued_some_at_a_time(evictor: Evictor, 
     assert len(evictor.choose(999, Chosen())) == 999, "the others are found when they are needed"
 
 
-@pytest.mark.parametrize("expired", [False, True])
-def test_choosing_visits_each_leased_entry_once(
-    evictor: Evictor, monkeypatch: pytest.MonkeyPatch, *, expired: bool
-) -> None:
-    leased, others = [make_entry(nth) for nth in range(500)], [make_entry(f"o{nth}") for nth in range(100)]
-    _stored(evictor, TICK, *([each] for each in [*leased, *others]))
-    for each in leased:
-        if expired:
-            evictor.expire(each)
-        each.leases = 1
-    popped: list[object] = []
-    pop_expired, pop = evictor._pop_expired, evictor._queue.pop
-    monkeypatch.setattr(evictor, "_pop_expired", lambda *args: popped.append(1) or pop_expired(*args))  # type: ignore[func-returns-value]
-    monkeypatch.setattr(evictor._queue, "pop", lambda: popped.append(1) or pop())  # type: ignore[func-returns-value]
-    chosen: list[Entry] = []
-    for _ in range(100):
-        assert evictor.least_worth(Chosen(), 2 * TICK) is not None
-        victims = evictor.choose(1, Chosen())
-        drop(evictor, *victims)
-        chosen += victims
-    assert set(chosen) == set(others) and not evictor._expired
-    assert len(popped) < 2 * (500 + 4 * 100), "leased entries were visited by each choice"
-    for each in leased[:400]:
-        _release(evictor, each)
-    assert set(evictor.choose(500, Chosen())) == set(leased[:400])
-
-
-@pytest.mark.parametrize("in_vain", ["leased", "used", "dropped", "expired"])
-def test_a_choice_that_visits_many_in_vain_is_cut_and_the_next_one_goes_on(
+@pytest.mark.parametrize("in_vain", ["leased", "used", "dropped", "expired", "pinned"])
+def test_a_choice_that_visits_many_in_vain_is_cut_and_none_visits_them_again(
     evictor: Evictor, monkeypatch: pytest.MonkeyPatch, in_vain: str
 ) -> None:
     first, many = make_entry("first"), [make_entry(nth) for nth in range(2 * MAX_VISITED)]
@@ -256,6 +207,8 @@ def test_a_choice_that_visits_many_in_vain_is_cut_and_the_next_one_goes_on(
             each.live = False
         elif in_vain == "used":
             evictor.used([each], 20_000 * TICK)
+        elif in_vain == "pinned":
+            _pin(each, 200)
         else:
             each.leases = 1
             if in_vain == "expired":
@@ -271,6 +224,17 @@ def test_a_choice_that_visits_many_in_vain_is_cut_and_the_next_one_goes_on(
     with pytest.raises(SearchCutError):
         evictor.choose(2, Chosen())
     assert visits == MAX_VISITED + 1
-    assert set(_choose(evictor, 2)) == {first, last}, "what the first choice had found was lost"
+    victims = _choose(evictor, 2)
+    assert set(victims) == {first, last}, "what the first choice had found was lost"
+    for nth in range(100):
+        drop(evictor, *victims)
+        _stored(evictor, (10_001 + nth) * TICK, [make_entry(f"fresh {nth}")])
+        assert evictor.least_worth(Chosen(), 30_000 * TICK) is not None
+        victims = _choose(evictor, 1)
+        assert len(victims) == 1
     visits_of_each = 2 if in_vain == "expired" else 1  # As an expired one, and in the queue.
     assert visits <= visits_of_each * len(many) + 10
+    if in_vain in ("leased", "expired"):
+        for each in many[:400]:
+            _release(evictor, each)
+        assert set(many[:400]) <= {*victims, *_choose(evictor, 500)}
