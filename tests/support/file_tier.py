@@ -27,7 +27,6 @@ class BadDisk(Disk):
         self.bad_slots: set[int] = set()
         self.errno = 5
         self.opened_with: list[int] = []
-        self.truncated: list[str] = []
 
     def read(self, fd: int, views: Sequence[memoryview], offset: int) -> int:
         nbytes = sum(view.nbytes for view in views)
@@ -43,10 +42,6 @@ class BadDisk(Disk):
         if self.is_full:
             raise OSError(28, "No space left on device")
         super().write(fd, views, offset)
-
-    def truncate(self, fd: int, nbytes: int) -> None:
-        self.truncated.append(Path(os.readlink(f"/proc/self/fd/{fd}")).name)
-        super().truncate(fd, nbytes)
 
 
 def file_tier(

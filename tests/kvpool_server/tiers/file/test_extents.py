@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
 from pathlib import Path
 
 import pytest
@@ -17,7 +17,6 @@ from tests.support.tier_directories import open_directory
 from tests.support.values import block_hash
 
 NAMESPACE = namespace_of(TierContract.spec)
-EXTENT_BYTES = 4096
 
 
 @awaited
@@ -70,72 +69,22 @@ async def test_a_smaller_tier_gives_back_what_it_may_not_take(tmp_path: Path) ->
         assert sum(path.stat().st_size for path in one.glob("extent-*")) == 0
 
 
-@awaited
-async def test_an_extent_is_emptied_once(tmp_path: Path) -> None:
-    disk = BadDisk()
-    async with opened(file_tier(tmp_path, disk=disk)) as tier:
-        for _ in range(2):
-            await tier.write(NAMESPACE.groups[0], blocks_of("a"))
-            (extent,) = (path for path in tmp_path.rglob("extent-*") if path.stat().st_size)
-            disk.truncated.clear()
-            for _ in range(3):
-                await tier.remove(NAMESPACE.groups[0], [block_hash("a")])
-            assert disk.truncated == [extent.name]
-        await tier.write(NAMESPACE.groups[0], blocks_of("a"))
-    async with opened(file_tier(tmp_path, disk=disk)) as tier:
-        disk.truncated.clear()
-        for _ in range(3):
-            await tier.clear()
-        assert len(disk.truncated) == 1, "what was there at the start is known, too"
+def test_a_file_that_is_being_opened_when_its_directory_is_closed_does_not_stay_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk, files, opened_fds = Disk(), OpenFiles(), list[int]()
+    extents = Extents(open_directory(tmp_path), 4_096, True, disk, files, direct=False)
+    really_open = disk.open
 
+    def closed_meanwhile(directory: Directory, name: str, flags: int) -> int:
+        opened_fds.append(really_open(directory, name, flags))
+        extents.close()
+        return opened_fds[-1]
 
-class NotedDisk(Disk):
-    """Remembers which descriptors were opened and closed."""
-
-    def __init__(self) -> None:
-        self.opened: list[int] = []
-        self.closed: list[int] = []
-        self.while_opening: Callable[[], None] = lambda: None
-        self.while_writing: Callable[[], None] = lambda: None
-
-    def open(self, directory: Directory, name: str, flags: int) -> int:
-        self.opened.append(super().open(directory, name, flags))
-        self.while_opening()
-        return self.opened[-1]
-
-    def write(self, fd: int, views: Sequence[memoryview], offset: int) -> None:
-        self.while_writing()
-        super().write(fd, views, offset)
-
-    def close(self, fd: int) -> None:
-        self.closed.append(fd)
-        super().close(fd)
-
-
-def _extents(path: Path, disk: Disk, files: OpenFiles) -> Extents:
-    path.mkdir(exist_ok=True)
-    return Extents(open_directory(path), EXTENT_BYTES, True, disk, files, direct=False)
-
-
-def _use(extents: Extents, idx: int) -> None:
-    extents.write(idx * EXTENT_BYTES, [memoryview(b"bytes")])
-
-
-def test_a_closed_directory_opens_nothing_and_leaves_files_in_use_to_their_users(tmp_path: Path) -> None:
-    disk, files = NotedDisk(), OpenFiles()
-    extents = _extents(tmp_path, disk, files)
-    disk.while_writing = extents.close
-    _use(extents, 0)
-    assert (tmp_path / "extent-00000").read_bytes() == b"bytes", "closed under a user"
-    assert disk.closed == disk.opened and not files.files
-    with pytest.raises(FileNotFoundError, match="closed"):
-        _use(extents, 0)
-
-
-def test_a_file_that_is_being_opened_when_its_directory_is_closed_does_not_stay_open(tmp_path: Path) -> None:
-    disk, files = NotedDisk(), OpenFiles()
-    extents = _extents(tmp_path, disk, files)
-    disk.while_opening = extents.close
+    monkeypatch.setattr(disk, "open", closed_meanwhile)
     with pytest.raises(FileNotFoundError):
-        _use(extents, 0)
-    assert disk.closed == disk.opened and len(disk.opened) == 1 and not files.files
+        extents.write(0, [memoryview(b"bytes")])
+    (fd,) = opened_fds
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+    assert not files.files

@@ -3,31 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import shutil
 import threading
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from structlog.testing import capture_logs
 
-from kvpool_server.cache.entry import Record
-from kvpool_server.tiers.file import journal
 from kvpool_server.tiers.file.peer_directories import PeerDirectories
 from kvpool_server.tiers.file.tier import FileTier
 from kvpool_server.tiers.tier import TierError
 from tests.contracts.tier_contract import TierContract, awaited, blocks_of, namespace_of, opened, read_back
 from tests.support.file_tier import BadDisk, file_tier
-from tests.support.tier_directories import acquire, peers_in
+from tests.support.tier_directories import acquire
 from tests.support.values import block_hash
 
 NAMESPACE = namespace_of(TierContract.spec)
-
-
-async def _store(root: Path, owner: str, names: Sequence[str]) -> None:
-    async with opened(file_tier(root, owner)) as tier:
-        await tier.write(NAMESPACE.groups[0], blocks_of(*names))
 
 
 def _known(tier: FileTier, *names: str) -> list[bool]:
@@ -57,41 +48,6 @@ async def test_a_server_whose_directory_has_gone_does_not_pretend(tmp_path: Path
         assert await read_back(tier, NAMESPACE, "a") == ["a"]
 
 
-# What is wrong with a peer
-
-
-HARMS = {
-    "an invalid frame": lambda path: path.write_bytes(
-        journal.encode_head(4096) + journal.encode_frame(journal.NAMESPACE, b"{not json")
-    ),
-    "another version": lambda path: path.write_bytes(journal.encode_head(4096, version=99)),
-    "a pipe": lambda path: os.mkfifo(path),
-    "a directory": lambda path: path.mkdir(),
-    "a loop": lambda path: path.symlink_to(path),
-}
-
-
-@awaited
-async def test_what_is_wrong_with_one_neighbour_is_said_once_and_harms_nobody(tmp_path: Path) -> None:
-    for name in "abcdefgh":  # Whatever the order of the directory: some come after each that is wrong.
-        await _store(tmp_path, name, [f"of {name}"])
-    for harm, do in HARMS.items():
-        acquire(tmp_path / harm).close()
-        do(tmp_path / harm / "journal")
-    (tmp_path / "lost+found").symlink_to("lost+found")
-    one = file_tier(tmp_path)
-    with capture_logs() as logs:
-        await one.open()
-        for _ in range(4):
-            await one.refresh()
-    names = [f"of {name}" for name in "abcdefgh"]
-    assert _known(one, *names) == [True] * 8
-    assert await read_back(one, NAMESPACE, names) == names
-    await one.close()
-    said = [line.get("directory") for line in logs if line["log_level"] == "warning"]
-    assert sorted(said) == sorted(str(tmp_path / harm) for harm in HARMS)
-
-
 @awaited
 async def test_a_neighbours_read_error_is_a_miss_and_the_block_is_not_there_until_its_journal_says_so(
     tmp_path: Path,
@@ -114,28 +70,6 @@ async def test_a_neighbours_read_error_is_a_miss_and_the_block_is_not_there_unti
             await one.refresh()
             assert _known(one, "b") == [True], "its owner has stored it anew"
             assert await read_back(one, NAMESPACE, "ab") == ["a", "b"]
-
-
-def test_a_journal_that_goes_no_further_is_not_read_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    spec, block = TierContract.spec, Record(block_hash("a"), b"", 0, [1, 2])
-    group = (spec.fingerprint(), 0)
-    (tmp_path / "peer").mkdir()
-    path = tmp_path / "peer" / "journal"
-    path.write_bytes(journal.encode_head(4096) + b"no frame" * 100)
-    peers = peers_in(tmp_path)
-    reads: list[int] = []
-    really = os.pread
-    monkeypatch.setattr(os, "pread", lambda fd, size, at: (reads.append(at), really(fd, size, at))[1])
-    for _ in range(100):
-        peers.refresh()
-    assert len(reads) < 12
-    monkeypatch.undo()
-    text = journal.encode_head(4096) + journal.encode_namespace(spec) + journal.encode_stored(group, [block])
-    path.with_name("new").write_bytes(text)
-    path.with_name("new").rename(path)
-    peers.refresh()
-    assert peers.find(group, block.block_hash) is not None, "a journal that was replaced is read at once"
-    peers.close()
 
 
 @awaited
