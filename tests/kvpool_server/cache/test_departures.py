@@ -85,26 +85,6 @@ def test_the_table_tells_how_far_back_it_reaches_and_takes_thirteen_bytes_a_slot
     assert sum(each.nbytes for each in arrays) == 13 * module.NUM_SLOTS == 13 << 20
 
 
-@pytest.mark.more
-def test_half_of_what_left_at_the_half_time_is_still_known(clock: FakeClock) -> None:
-    rng = random.Random(1)
-    departures, group = Departures(clock), group_of("a")
-    per_second, seconds = 100_000, 20
-    left: list[list[bytes]] = []
-    for _ in range(seconds):
-        clock.now += 1
-        names = [rng.randbytes(32) for _ in range(per_second)]
-        departures.left([Entry(group, name, None, 0, 0) for name in names], MissCause.EVICTED, group)
-        left.append(names[:1_000])
-    steps = departures.memory_in_steps()
-    assert sum(1 for _ in steps) >= module.NUM_SLOTS // module.SLOTS_PER_STEP
-    memory = finish(departures.memory_in_steps())
-    known = [sum(departures.departure(group, name) is not None for name in names) / 1_000 for names in left]
-    assert memory.oldest_seconds == seconds - 1
-    at_half = known[seconds - 1 - memory.half_seconds]
-    assert 0.42 < at_half < 0.58, known
-
-
 def test_ages_of_stamps_are_right_to_three_percent_and_one_second() -> None:
     rng = random.Random(2)
     clock = FakeClock()

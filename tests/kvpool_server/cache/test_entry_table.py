@@ -1,12 +1,10 @@
-"""The quarantine does bounded work, and takes bounded memory, however many tickets of one block expire."""
+"""The quarantine takes bounded memory, however many tickets of one block expire."""
 
 from __future__ import annotations
 
 from kvpool.protocol.types import ShardRange
 from kvpool_server.cache.entry_table import Quarantine
-from kvpool_server.cache.tier_access import pin
 from tests.kvpool_server.cache.test_pool import Bench
-from tests.support.integrity import check_integrity
 
 
 def test_the_tickets_of_a_block_that_expire_one_by_one_wait_as_one_item() -> None:
@@ -32,21 +30,3 @@ def test_an_entry_whose_stay_grows_is_visited_again_at_its_later_end() -> None:
     assert list(quarantine.visit_due(1.0)) == [None] and len(quarantine) == 1
     assert list(quarantine.visit_due(3.5)) == []
     assert list(quarantine.visit_due(4.0)) == [entry] and len(quarantine) == 0
-
-
-def test_a_visit_that_frees_no_slot_counts_as_one_that_does() -> None:
-    bench = Bench()
-    bench.store(*range(10))
-    table, entries = bench.pool.entry_table, list(bench.group.index.values())
-    lease_id = pin(bench.pool, entries[:5])
-    for nth, entry in enumerate(entries):
-        table.drop(entry, bench.clock() + 0.5)
-        table.quarantine.add(entry, bench.clock() + (0.5 if nth < 5 else 1.0))
-    bench.clock.advance(0.5)
-    visits = [table.free_expired(bench.clock(), 1) for _ in range(11)]
-    assert visits == [1] * 10 + [0] and len(table.quarantine) == 10
-    bench.pool.release([lease_id])
-    assert len(table.quarantine) == 5, "the slots of the leased entries wait for nothing but their lease"
-    bench.seconds(0.5)
-    assert len(table.quarantine) == 0
-    check_integrity(bench.pool)

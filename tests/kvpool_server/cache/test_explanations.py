@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import random
-import time
-import timeit
 from collections.abc import Callable
 
 import pytest
 
 from kvpool.protocol.errors import OutOfSpaceError
 from kvpool.protocol.types import MAX_MISSES, MAX_RANGES, BlockState, Miss, MissCause
-from kvpool.protocol.wire import message_of
-from kvpool.v1 import pool_pb2 as pb
 from kvpool_server.cache.departures import EvictedFor
-from kvpool_server.cache.explanations import MAX_ALL_RANGES, PART_BLOCKS, BlockRange, Explained
+from kvpool_server.cache.explanations import PART_BLOCKS, BlockRange, Explained
 from kvpool_server.cache.limits import Limits
-from kvpool_server.cache.steps import Steps, finish
-from kvpool_server.process.process_memory import no_collections
-from kvpool_server.rpc.operators import MAX_RUNS, _encoded
+from kvpool_server.cache.steps import finish
 from tests.kvpool_server.cache.test_pool import CHUNK, LIMITS, Bench
 from tests.support.effort import effort
 from tests.support.values import block_hash, group_spec, namespace_spec, run_of
@@ -263,35 +257,3 @@ def test_random_histories_agree_with_a_model(seed: int) -> None:
         if hit.missing:
             _, expected = left.get(run.block_hashes[hit.num_leading], (0.0, NEVER_STORED))
             assert hit.missing[0].cause is expected
-
-
-def test_no_step_is_long_where_the_runs_are_many_and_their_blocks_alternate() -> None:
-    bench = Bench(Limits(), num_slots=1024)
-    bench.store("there")
-    bench.store("gone")
-    for _ in range(1_000):  # Each second of use leaves marks of its time.
-        bench.seconds(1.01)
-        bench.look("there", ttl_ms=1)
-    bench.pool.remove(bench.name, [run_of("gone")])
-    runs = [run_of(*("there", "gone") * 512) for _ in range(MAX_RUNS)]
-    with no_collections():
-        tries = [_timed(bench.pool.explanations.explain_in_steps(bench.name, runs)) for _ in range(3)]
-    found = tries[0][0]
-    assert max(map(min, zip(*(took for _, took in tries), strict=True))) <= 0.010, "of each step its shortest try"
-    assert [len(run.ranges) for run in found.runs] == [MAX_ALL_RANGES // MAX_RUNS] * MAX_RUNS
-    run = found.runs[0]
-    encode = lambda: message_of(run, pb.RunExplanation, ranges=map(_encoded, run.ranges))  # noqa: E731
-    assert min(timeit.repeat(encode, timer=time.thread_time, number=1, repeat=3)) <= 0.002
-
-
-def _timed(steps: Steps[Explained]) -> tuple[Explained, list[float]]:
-    """The result, and the CPU seconds of each step."""
-    took: list[float] = []
-    while True:
-        started = time.thread_time()
-        try:
-            next(steps)
-        except StopIteration as end:
-            return end.value, took
-        finally:
-            took.append(time.thread_time() - started)

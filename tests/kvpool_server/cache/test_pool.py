@@ -2,7 +2,6 @@
 
 import itertools
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from kvpool.protocol.errors import (
     UnknownNamespaceError,
 )
 from kvpool.protocol.hashing import checksum
-from kvpool.protocol.types import BlockRun, Lookup, PutGrant, PutReceipt, PutStatus, Quota, ShardRange
+from kvpool.protocol.types import Lookup, PutGrant, PutReceipt, PutStatus, Quota, ShardRange
 from kvpool_server.cache.allocator.arena import Arena
 from kvpool_server.cache.limits import Limits
 from kvpool_server.cache.steps import STEP_BLOCKS
@@ -317,27 +316,6 @@ def test_only_the_bytes_of_live_holds_are_readable_and_writable(bench: Bench) ->
         bench.pool.readable(lease_id, mine, 1)
     with pytest.raises(LeaseExpiredError):
         bench.pool.writable(ticket.ticket_id, offset, CHUNK)
-
-
-# Bad requests
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (
-            lambda b: b.pool.put_start(b.name, [run_of("a"), run_of("b", group_idx=1)], WHOLE),
-            "blocks of several groups",
-        ),
-        (lambda b: b.start("a", shards=ShardRange(1, 2)), r"shards \[1, 3\) are not within the group's 2 shards"),
-        (lambda b: b.start("a", shards=ShardRange(0, 0)), r"shards \[0, 0\) are not within"),
-        (lambda b: b.start("a", shards=ShardRange(2**32 - 1, 2**32 - 1)), r"2 shards"),
-        (lambda b: b.pool.remove(b.name, [BlockRun(0, [])]), "a batch of 0 blocks"),
-    ],
-)
-def test_bad_requests_name_what_is_wrong(bench: Bench, call: Callable[[Bench], object], message: str) -> None:
-    with pytest.raises(InvalidRequestError, match=message):
-        call(bench)
 
 
 def test_stats_tell_what_the_pool_holds(bench: Bench) -> None:

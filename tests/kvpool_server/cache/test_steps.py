@@ -197,18 +197,6 @@ def test_a_lookup_whose_lease_ends_before_it_is_located_tells_no_places(rig: Rig
     check_integrity(rig.pool)
 
 
-def test_tickets_that_expire_together_let_few_entries_go_at_a_time(rig: Rig) -> None:
-    for nth in range(6):
-        rig.pool.put_start(rig.name, [run_of(*((nth, depth) for depth in range(4)))], ONE, 100)
-    rig.clock.advance(0.2)
-    settled = []
-    while rig.pool.settle():
-        settled.append(rig.pool.stats().num_incomplete)
-    assert [before - after for before, after in itertools.pairwise([24, *settled])].count(0) < len(settled)
-    assert max(before - after for before, after in itertools.pairwise([24, *settled])) <= 2
-    check_integrity(rig.pool)
-
-
 def _search_in_vain(rig: Rig) -> None:
     """Fills the pool with blocks that a search for victims visits in vain first: all but the last are leased."""
     for nth in range(24):
