@@ -233,14 +233,6 @@ def test_older_weights_are_superseded_after_each_restart_whichever_were_stored_f
         assert found == [(str(nth), nth < opened[-1]) for nth in range(opened[-1] + 1)]
 
 
-def test_what_policies_have_learned_is_that_of_the_last_time(table: SlotTable) -> None:
-    table.put_learned(0, 64, ("", 1), b"A")
-    table.put_learned(1, 64, ("", 2), b"B")
-    table.put_learned(0, 128, ("", 2), b"later")
-    table.put_learned(1, 0)
-    assert table.learned() == (128, {("", 2): b"later"})
-
-
 def test_policies_go_on_from_what_they_had_learned(table: SlotTable) -> None:
     pool = _pool(policy="density")
     follower = TableFollower(pool, table)

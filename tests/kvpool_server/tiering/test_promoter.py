@@ -210,28 +210,6 @@ async def test_a_read_takes_some_blocks_and_a_share_of_the_arena(
 
 
 @pytest.mark.usefixtures("small_batches")
-@play(GatedReads)
-async def test_a_prefix_comes_up_in_order_with_several_batches_under_way(rig: Rig, tier: GatedReads) -> None:
-    names = [f"n{nth}" for nth in range(16)]
-    await rig.demote(*names)
-    rig.lookup(*names)
-    await turns()
-    hashes = [block_hash(name) for name in names]
-    assert [blocks for blocks, _ in tier.reads] == [hashes[:1], hashes[1:3], hashes[3:7], hashes[7:11]]
-    tier.reads[1][1].set()
-    await turns()
-    assert rig.lookup(*names).hits[0].num_leading == 0, "the first block is not there yet"
-    assert tier.reads[4][0] == hashes[11:15], "a batch that ended made no room for the next"
-    tier.reads[0][1].set()
-    await turns()
-    found = rig.lookup(*names)
-    assert (found.hits[0].num_leading, found.hits[0].num_pending) == (3, 13), "a part is to be loaded already"
-    assert 1 <= found.retry_after_ms <= promoter.MAX_RETRY_MS
-    tier.open_all()
-    assert (await rig.hits(*names)).num_leading == 16
-
-
-@pytest.mark.usefixtures("small_batches")
 @play(lambda: GatedReads(answers_at_once=False))
 async def test_a_tier_that_must_be_asked_is_asked_twice_for_a_long_prompt(
     rig: Rig, tier: GatedReads, monkeypatch: pytest.MonkeyPatch

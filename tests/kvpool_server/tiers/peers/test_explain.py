@@ -53,22 +53,6 @@ def test_the_server_that_holds_each_block_is_named_and_keeps_its_leases(host: Ca
     assert reader.explain("a").runs[0].ranges[0].server == ""
 
 
-def test_a_named_server_that_gives_no_answer_is_named_with_the_reason(host: Callable[..., Host]) -> None:
-    owner = host()
-    owner.put("a")
-    reader = host(*_naming(owner))
-    wait_for(lambda: _places(reader.explain("a"))[0][1] == IN_TIER, "an answer", 20)
-    with ExitStack() as stack:
-        _keep_busy(stack, owner, "a")
-        found = reader.explain("a")
-        assert _places(found) == [(1, MISSING, "")] and list(found.tiers_away) == [f"peers:{owner.server.endpoint}"]
-        ((server, why),) = found.servers_away.items()
-        assert server == owner.server.endpoint and why.startswith("refused: ") and "leases of other servers" in why
-    owner.server.kill()
-    answers = [reader.explain("a").servers_away[owner.server.endpoint] for _ in range(2)]
-    assert answers[0].startswith(("no answer: ", "not asked")) and answers[1].startswith("not asked"), answers
-
-
 def test_a_server_that_the_directory_names_and_a_dead_directory_are_named(
     host: Callable[..., Host], directory: DirectoryProcess, by_directory: tuple[str, str]
 ) -> None:
