@@ -14,11 +14,11 @@ from tests.support.values import group_spec, namespace_spec
 SLOT_BYTES = 2 << 20
 
 
-def make_pool(capacity: int, policy: str, clock: Callable[[], float], tenant: str = "") -> tuple[PoolAtOnce, bytes]:
+def make_pool(capacity: int, policy: str, clock: Callable[[], float]) -> tuple[PoolAtOnce, bytes]:
     """A pool of `capacity` blocks, and the fingerprint of a namespace in it."""
     arena = Arena(capacity * SLOT_BYTES, capacity * SLOT_BYTES)
     pool = PoolAtOnce(arena, clock, itertools.count(1).__next__, policy=POLICIES[policy])
-    spec = namespace_spec(group_spec(chunk_bytes=SLOT_BYTES), tenant=tenant)
+    spec = namespace_spec(group_spec(chunk_bytes=SLOT_BYTES))
     return pool, pool.open_namespace(spec)[0].fingerprint
 
 

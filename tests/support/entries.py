@@ -19,14 +19,6 @@ def make_entry(name: object, used: int = 0, parent: Entry | None = None) -> Entr
     return made
 
 
-def make_chain(name: str, *used: int) -> list[Entry]:
-    """A prefix: each entry the parent of the next."""
-    made: list[Entry] = []
-    for depth, stamp in enumerate(used):
-        made.append(make_entry(f"{name}{depth}", stamp, made[-1] if made else None))
-    return made
-
-
 def drop(evictor: Evictor, *dropped: Entry) -> None:
     """Drops entries as the pool does, in the order of its calls."""
     for each in dropped:
@@ -34,12 +26,6 @@ def drop(evictor: Evictor, *dropped: Entry) -> None:
         if each.parent is not None:
             each.parent.children -= 1
         evictor.dropped(each)
-
-
-def queued(evictor: Evictor, *entries: Entry) -> Evictor:
-    for each in entries:
-        evictor.add(each)
-    return evictor
 
 
 def evict(evictor: Evictor, count: int) -> list[Entry] | None:

@@ -24,11 +24,11 @@ WHOLE = ShardRange(0, 1)
 class Owner:
     """One namespace of one group, and what it stored."""
 
-    def __init__(self, house: House, size: int, tenant: str, epoch: str, salt: str):
+    def __init__(self, house: House, size: int, tenant: str, salt: str):
         self.house = house
         self.pool = house.pool
         self.size = size
-        spec = namespace_spec(group_spec(chunk_bytes=size), tenant=tenant, weights_epoch=epoch, salt=salt)
+        spec = namespace_spec(group_spec(chunk_bytes=size), tenant=tenant, salt=salt)
         self.spec = spec
         self.fingerprint = self.pool.open_namespace(spec)[0].fingerprint
 
@@ -86,11 +86,6 @@ class Owner:
         namespace = self.pool.namespace(self.fingerprint)
         return namespace.complete_bytes if namespace is not None else 0
 
-    @property
-    def superseded(self) -> bool:
-        namespace = self.pool.namespace(self.fingerprint)
-        return namespace is not None and namespace.superseded
-
 
 class House:
     """The pool.
@@ -116,9 +111,9 @@ class House:
         self.names = itertools.count()
         self._salts = itertools.count()
 
-    def owner(self, size: int = 100, *, tenant: str = "", epoch: str = "", salt: str | None = None) -> Owner:
-        """An owner with a namespace of its own, unless `salt` repeats."""
-        return Owner(self, size, tenant, epoch, f"house {next(self._salts)}" if salt is None else salt)
+    def owner(self, size: int = 100, *, tenant: str = "") -> Owner:
+        """An owner with a namespace of its own."""
+        return Owner(self, size, tenant, f"house {next(self._salts)}")
 
     def _zero(self, _: int, nbytes: int) -> None:
         self.num_zeroed += nbytes

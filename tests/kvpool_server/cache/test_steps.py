@@ -215,7 +215,9 @@ def test_a_long_search_for_victims_is_done_in_steps(policy: str) -> None:
     again = rig.pool.put_start_in_steps(rig.name, [run_of("another")], ONE)
     with pytest.raises(OutOfSpaceError, match="others are leased"):
         next(again)  # It visits none of them again.
-    assert (rig.pool.stats().num_incomplete, rig.pool.stats().num_tickets) == (1, 1), "it has reserved something"
+    assert (rig.pool.stats().num_incomplete, rig.pool.stats().num_tickets) == (1, 1), (
+        "the refused put has reserved something"
+    )
     rig.clock.advance(0.5)
     rig.settle()
     rig.store("another")

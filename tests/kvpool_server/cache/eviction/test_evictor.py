@@ -13,7 +13,7 @@ from kvpool_server.cache.eviction.evictor import MAX_VISITED, MIN_DEAD_TO_SWEEP,
 from kvpool_server.cache.eviction.lru import PrefixLRU
 from tests.support.clock import FakeClock
 from tests.support.effort import effort
-from tests.support.entries import drop, make_chain, make_entry
+from tests.support.entries import drop, make_entry
 
 
 @pytest.fixture
@@ -141,7 +141,11 @@ def _stored(evictor: Evictor, stamp: int, *prefixes: list[Entry]) -> Evictor:
 
 
 def test_stamps_keep_the_order_of_calls_whatever_the_kind_of_use(evictor: Evictor) -> None:
-    prefix = make_chain("p", 0, 0, 0)
+    prefix = [
+        first := make_entry("first"),
+        second := make_entry("second", parent=first),
+        make_entry("p", parent=second),
+    ]
     evictor.stored(prefix, TICK)
     stamps = [prefix[2].used]
     evictor.used(prefix, 2 * TICK)
