@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from kvpool.protocol.errors import ConfigError
+from kvpool.transport.mooncake_engine import RDMA_DEVICES
 from kvpool_server.cache.eviction.lru import PrefixLRU
 from kvpool_server.cache.namespaces import PoolNamespace
 from kvpool_server.tiers.mooncake import store_process
@@ -235,6 +236,24 @@ def test_a_segment_that_other_hosts_cannot_reach_is_said_at_the_start() -> None:
         "master=127.0.0.1:1,segment=16MiB",
     ):
         parse(f"mooncake:{reached}").make(here)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ("segment=1MiB", "segment=1048576 is too small for Mooncake; give at least 16MiB"),
+        ("segment=100TiB", "segment=109951162777600"),
+        pytest.param(
+            "protocol=rdma",
+            f"no RDMA device in {RDMA_DEVICES}",
+            marks=pytest.mark.skipif(RDMA_DEVICES.is_dir(), reason="this machine has RDMA"),
+        ),
+    ],
+)
+def test_a_segment_or_protocol_that_cannot_be_is_said_at_the_start(cluster: Cluster, options: str, says: str) -> None:
+    tier = parse(f"mooncake:master={cluster.address},{options}").make(TierContext(("127.0.0.1", 0), PrefixLRU))
+    with pytest.raises(ConfigError, match=says):
+        asyncio.run(tier.open())
 
 
 # The client process
