@@ -161,6 +161,7 @@ class GatedReads(MemoryTier):
 
     Attributes:
         reads: the blocks of each read, and its gate.
+        is_open: whether later reads pass at once.
     """
 
     reads_at_once = 4
@@ -168,11 +169,11 @@ class GatedReads(MemoryTier):
     def __init__(self, answers_at_once: bool = True) -> None:
         super().__init__(answers_at_once=answers_at_once)
         self.reads: list[tuple[list[bytes], asyncio.Event]] = []
-        self._is_open = False
+        self.is_open = False
 
     def open_all(self) -> None:
         """Lets all reads pass, also later ones."""
-        self._is_open = True
+        self.is_open = True
         for _, gate in self.reads:
             gate.set()
 
@@ -180,7 +181,7 @@ class GatedReads(MemoryTier):
         self, group: Group, block_hashes: Sequence[bytes], into: Sequence[memoryview]
     ) -> list[Sequence[int] | None]:
         self.reads.append((list(block_hashes), asyncio.Event()))
-        if not self._is_open:
+        if not self.is_open:
             await self.reads[-1][1].wait()
         return await super().read(group, block_hashes, into)
 
@@ -268,6 +269,27 @@ async def test_no_block_is_read_before_its_ancestors(rig: Rig, tier: GatedReads,
     for prompt in prompts:
         places = [order[block] for block in map(block_hash, prompt) if block in order]
         assert places == sorted(places)
+
+
+@play(GatedReads)
+async def test_an_answer_says_when_the_next_batch_is_likely_to_be_up(rig: Rig, tier: GatedReads) -> None:
+    for name in ("first", "second"):
+        await rig.demote(name)
+    rig.lookup("first")
+    await turns()
+    rig.clock.advance(0.020)
+    tier.open_all()
+    await rig.wait_idle()
+    tier.is_open = False
+    rig.lookup("second")
+    await turns()
+    answers = []
+    for seconds in (0.0, 0.015, 0.010, 0.040, 5.0):
+        rig.clock.advance(seconds)
+        answers.append(rig.lookup("second").retry_after_ms)
+    # As long as the last read of as many bytes; the later a read is, the less often a client asks.
+    assert answers == [20, 5, 3, 23, promoter.MAX_RETRY_MS]
+    tier.open_all()
 
 
 @pytest.mark.parametrize("prefix_only", [True, False])
