@@ -57,10 +57,14 @@ def test_the_first_blocks_are_pinned_that_the_budget_has_room_for(bench: HintBen
     assert bench.pin(*"abcdef") == HintResult(4, num_refused=2)
     bench.store("x")
     assert bench.pin("x") == HintResult(0, num_refused=1)
-    assert bench.pin(*"abcd", seconds=120) == HintResult(4), "a pin can be prolonged without room in the budget"
+    assert bench.pin(*"abcd", "not there", seconds=120) == HintResult(4), (
+        "a pin can be prolonged without room in the budget"
+    )
     assert bench.pin(*"abcd", seconds=1) == HintResult(4)
     bench.seconds(60)
-    assert bench.pool.stats().pinned_bytes == 4 * SLOT, "a shorter pin has shortened a longer one"
+    assert bench.pool.stats().pinned_bytes == bench.pool.pins.pinned_bytes(bench.name) == 4 * SLOT, (
+        "a shorter pin has shortened a longer one"
+    )
     assert bench.pool.pins.budgets() == [PinBudget("", 4 * SLOT, 4 * SLOT)]
     bench.fill(30)
     assert bench.present(*"abcdefx") == [*"abcd"]
@@ -135,7 +139,7 @@ def test_what_other_prefixes_begin_with_does_not_expire(bench: HintBench) -> Non
     bench.store(*"ab")
     bench.store(*"cd", parent="b")
     bench.store("x", parent="b")
-    assert bench.expire(*"abcd") == 2
+    assert bench.expire(*"abcd", "not there") == 2
     bench.fill(7)
     assert bench.present(*"abcdx") == [*"abx"]
 

@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -144,6 +145,28 @@ async def test_several_batches_are_written_at_once_within_the_bound_of_pinned_by
 
 
 CHUNK = 64
+
+
+@play(ThreeWrites)
+async def test_a_tier_is_idle_when_the_last_of_several_writes_has_ended(rig: Rig, tier: ThreeWrites) -> None:
+    gates = [asyncio.Event(), asyncio.Event()]
+    write, begun = tier.write, iter(gates)
+
+    async def slowly(*args: Any) -> int:
+        await next(begun).wait()
+        return await write(*args)
+
+    tier.write = slowly  # type: ignore[method-assign]
+    rig.put("a")
+    await turns()
+    rig.put("b")
+    await turns()
+    gates[1].set()
+    await turns()
+    assert set(tier.kept) == {block_hash("b")} and not rig.tiered.is_idle
+    gates[0].set()
+    await rig.wait_idle()
+    assert set(tier.kept) == {block_hash("a"), block_hash("b")}
 
 
 class WriteBack:

@@ -127,6 +127,25 @@ async def test_a_read_that_brings_another_tenants_bytes_leaves_none_of_them_in_t
 
 
 @play()
+async def test_a_prefetch_that_no_lookup_asks_for_any_more_is_dropped(rig: Rig, tier: MemoryTier) -> None:
+    rig.put("a")
+    await rig.demote("b")
+    tier.gate.clear()
+    rig.lookup("a")
+    rig.lookup("b")
+    await turns()
+    assert tier.calls["read"] == 2, "both reads that there may be at once are under way"
+    rig.put("c")  # Known to the tier only when it is written.
+    tier.kept[block_hash("c")] = (payload("c", SLOT).tobytes(), [checksum(payload("c", SLOT))])
+    rig.evict_all()
+    rig.lookup("c")
+    rig.clock.advance(promoter.STALE_S + 1)
+    tier.gate.set()
+    await rig.wait_idle()
+    assert tier.counters["dropped_promotions"] == 1 and rig.lookup("c").hits[0].num_leading == 0
+
+
+@play()
 async def test_a_block_that_is_cleared_while_it_is_read_keeps_its_slot_until_the_read_ends(
     rig: Rig, tier: MemoryTier
 ) -> None:

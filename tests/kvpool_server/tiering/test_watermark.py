@@ -38,6 +38,17 @@ async def test_slots_are_freed_before_a_put_needs_them(rig: Rig, first: MemoryTi
 
 
 @play(write_back=True)
+async def test_parents_are_written_before_their_children(rig: Rig, tier: MemoryTier) -> None:
+    for chain in range(4):
+        for nth in range(6):
+            rig.put(f"{chain}-{nth}", parent=f"{chain}-{nth - 1}" if nth else None)
+            await rig.wait_idle()
+    assert len(tier.kept) >= 4 * 6 - SLOTS and not tier.counters["dropped_demotions"]
+    for chain in range(4):
+        assert (await rig.hits(*(f"{chain}-{nth}" for nth in range(6)))).num_leading == 6
+
+
+@play(write_back=True)
 async def test_a_victim_that_is_leased_while_it_is_written_stays(rig: Rig, tier: MemoryTier) -> None:
     tier.gate.clear()
     names = [f"p{nth}" for nth in range(SLOTS)]

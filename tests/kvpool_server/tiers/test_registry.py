@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from kvpool.protocol.errors import ConfigError
+from kvpool_server.cache.eviction.lru import PrefixLRU
 from kvpool_server.tiers.registry import KINDS, parse
+from kvpool_server.tiers.tier import OpenFiles, TierContext
+from tests.contracts.tier_contract import TierContract, awaited, blocks_of, namespace_of
 
 
 @pytest.mark.parametrize(
@@ -58,6 +63,24 @@ def test_every_kind_has_an_example_that_works_and_is_offered() -> None:
         assert options.EXAMPLE in str(unknown.value)
         example = options.EXAMPLE.replace("HOST:PORT", "host:1")
         assert example.startswith(f"{kind}:") and type(parse(example)) is options
+
+
+@awaited
+async def test_tiers_of_a_server_share_the_bound_on_open_files(tmp_path: Path) -> None:
+    """Descriptors are the process's, however many tiers it has."""
+    context = TierContext(("127.0.0.1", 0), PrefixLRU, open_files=OpenFiles(2))
+    namespace = namespace_of(TierContract.spec)
+    tiers = []
+    for name in "abc":
+        options = parse(f"file:{tmp_path / name},size=8MiB,create=yes,io=buffered")
+        tiers.append(options.make(context))
+        await tiers[-1].open()
+        assert tiers[-1].name == options.tier_name
+        await tiers[-1].write(namespace.groups[0], blocks_of(name))
+    assert len(context.open_files.files) == 2
+    for tier in tiers:
+        await tier.close()
+    assert len(context.open_files.files) == 0
 
 
 @pytest.mark.parametrize(

@@ -109,8 +109,9 @@ class Model:
 
     def end(self) -> None:
         self.drop(*self.live[::-1])
+        assert not any(self.evictor._parked.values()) and not self.evictor._unpopped, "dropped entries are kept"
         assert not _choose(self.evictor, 1, pinned=True)
-        assert not self.evictor._expired and not self.evictor._unpopped and not any(self.evictor._parked.values())
+        assert not self.evictor._expired
         assert len(self.evictor) == self.evictor._num_dead, "what is left in the queue is dead"
 
 
@@ -238,6 +239,10 @@ def test_a_choice_that_visits_many_in_vain_is_cut_and_none_visits_them_again(
         assert len(victims) == 1
     visits_of_each = 2 if in_vain == "expired" else 1  # As an expired one, and in the queue.
     assert visits <= visits_of_each * len(many) + 10
+    if in_vain == "pinned":
+        evictor.restore(evictor.choose(len(many), Chosen(), pinned=True))
+        before = visits
+        assert not evictor.choose(1, Chosen()) and visits == before, "what was given back is visited again"
     if in_vain in ("leased", "expired"):
         for each in many[:400]:
             _release(evictor, each)

@@ -47,6 +47,7 @@ def test_a_conversation_that_goes_on_is_told_from_one_that_begins() -> None:
     first = traffic.store("a", 8)
     assert [turn_of(each) for each in first] == [0] * 8
     traffic.use(first)
+    traffic.use([])
     more = traffic.store("b", 2, first[-1])
     assert {turn_of(each) for each in first + more} == {1}
     for _ in range(5):

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
-from kvpool_server.tiers.file.directory import DirectoryLock, OwnDirectory, raise_descriptor_limit
+from kvpool_server.tiers.file.directory import DirectoryLock, OpenFile, OwnDirectory, raise_descriptor_limit
 from kvpool_server.tiers.thread_pool import DaemonThreadPool
 from tests.contracts.tier_contract import awaited
 from tests.support.tier_directories import acquire, open_directory
@@ -67,3 +68,13 @@ def test_the_limit_of_descriptors_is_raised_as_far_as_the_host_allows(monkeypatc
         monkeypatch.setattr(resource, "getrlimit", lambda _, limits=(soft, hard): limits)
         raise_descriptor_limit()
     assert asked == [(4096, 4096), (65_536, 1 << 20), (65_536, resource.RLIM_INFINITY)]
+
+
+def test_a_file_that_cannot_be_closed_is_logged() -> None:
+    def fails(fd: int) -> None:
+        raise OSError(5, "Input/output error")
+
+    with capture_logs() as logs:
+        OpenFile(-1, fails)
+    (line,) = logs
+    assert line["log_level"] == "warning" and "Input/output error" in line["error"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import time
@@ -26,7 +27,7 @@ from tests.kvpool_server.tiers.peers.conftest import CHUNK, DEADLINE_S, LONG, SP
 from tests.support.directory import DirectoryProcess
 from tests.support.processes import wait_for
 from tests.support.secured_server import SecuredServer
-from tests.support.values import block_hash
+from tests.support.values import block_hash, group_spec
 
 LEASED = [block_hash(nth) for nth in range((64 << 20) // CHUNK)]
 """As many blocks as the memory of a test's server has room for."""
@@ -148,6 +149,39 @@ def test_the_directory_tells_who_has_a_prefix(
     other.client.admin.clear()
     reader.client.admin.clear()
     wait_for(lambda: not _keys(directory, "block"), "the end of the announcements")
+
+
+@pytest.mark.parametrize(("kind", "held"), [("full_attention", range(12)), ("mamba", range(9, 10))])
+def test_who_has_the_end_of_a_prefix_is_asked_first(directory: DirectoryProcess, kind: str, held: range) -> None:
+    """Also where more servers than a question names have its beginning, and have it since later."""
+    group = group_spec(kind=kind, block_tokens=peers_directory.EVERY_TOKENS)  # All its blocks are announced.
+    names = [block_hash(f"{kind} {nth}") for nth in range(12)]
+
+    async def asked_first() -> str:
+        async with contextlib.AsyncExitStack() as stack:
+
+            def server(name: str, blocks: range) -> peers_directory.Directory:
+                made = peers_directory.Directory(directory.url, bytes(32), lambda: f"{name}:1")
+                made.open()
+                stack.push_async_callback(made.close)
+                for nth in blocks:
+                    made.hold(b"", 0, names[nth], is_there=True)
+                return made
+
+            async def announced(nth: int, count: int) -> None:
+                async with asyncio.timeout(DEADLINE_S):
+                    while len(await asker.owners(b"", 0, [names[nth]], group)) < count:
+                        await asyncio.sleep(0.01)
+
+            asker = server("asker", range(0))
+            server("owner", held)
+            await announced(held[-1], 1)
+            for nth in range(peers_directory.MAX_OWNERS + 1):
+                server(f"other-{nth}", range(2))
+            await announced(1, peers_directory.MAX_OWNERS)
+            return (await asker.owners(b"", 0, names, group))[0]
+
+    assert asyncio.run(asked_first()) == "owner:1"
 
 
 def test_a_directory_that_does_not_answer_costs_one_wait_and_one_that_was_emptied_is_filled_again(
