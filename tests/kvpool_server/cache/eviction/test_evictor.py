@@ -30,7 +30,7 @@ class Model:
 
     def __init__(self, policy: type[Policy], seed: int):
         self.policy, self.dice, self.clock, self.call = policy, Random(seed), FakeClock(100.0), 0
-        self.evictor = Evictor(policy(), self.clock)
+        self.evictor, self.has_expiries = Evictor(policy(), self.clock), seed % 2 == 0
         self.live: list[Entry] = []
 
     def rank(self, entry: Entry) -> float:
@@ -48,7 +48,7 @@ class Model:
         dice, evictor = self.dice, self.evictor
         entry = dice.choice(self.live) if self.live else None
         kind = dice.randrange(9)
-        if entry is None or (kind < 3 and len(self.live) < 40):
+        if entry is None or (kind < 3 and len(self.live) < 16):
             self.store(dice.choice([None, *self.live]), dice.randint(1, 4))
         elif kind == 3:
             evictor.used(_prefix(entry), self.stamp())
@@ -57,13 +57,13 @@ class Model:
         elif kind < 6 and entry.leases:
             _release(evictor, entry)
         elif kind == 6:
-            _pin(entry, dice.choice([0, int(self.clock.now) + 5, int(self.clock.now) + 20]))
+            _pin(entry, dice.choice([0, int(self.clock.now) + 5, int(self.clock.now) + 50]))
             entry.used = entry.used if entry.used >= 0 else self.stamp()
-        elif kind == 7 and self.rank(entry) <= 0:
+        elif kind == 7 and self.has_expiries and self.rank(entry) <= 0:
             evictor.expire(entry)
         elif kind == 8 and dice.random() < 0.3:
             self.drop(entry)
-        self.clock.advance(dice.choice([0, 0, 1, 10]))
+        self.clock.advance(dice.choice([0, 0, 0, 1, 10]))
 
     def store(self, parent: Entry | None, count: int) -> None:
         made: list[Entry] = []
