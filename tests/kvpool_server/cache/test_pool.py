@@ -288,7 +288,7 @@ def test_a_run_continues_the_chain_of_its_parent(bench: Bench) -> None:
     assert bench.present("head") == ["head"], "it was evicted under its children"
 
 
-# Get
+# Reads, writes and numbers
 
 
 def test_only_the_bytes_of_live_holds_are_readable_and_writable(bench: Bench) -> None:

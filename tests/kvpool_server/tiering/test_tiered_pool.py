@@ -121,19 +121,18 @@ async def test_the_blocks_of_many_runs_leave_a_tier_in_one_call(rig: Rig, tier: 
 
 
 @play()
-async def test_a_tier_that_cannot_clear_raises(rig: Rig, tier: MemoryTier) -> None:
+async def test_a_tier_that_cannot_clear_raises(rig: Rig, tier: MemoryTier, monkeypatch: pytest.MonkeyPatch) -> None:
     rig.put("a")
     await rig.wait_idle()
 
     async def fails(*_: Any) -> None:
         raise TierError("the master has gone")
 
-    clear = tier.clear
-    tier.clear = fails  # type: ignore[method-assign]
-    with pytest.raises(TierError, match="the master has gone"):
-        await rig.tiered.clear()
+    with monkeypatch.context() as patched:
+        patched.setattr(tier, "clear", fails)
+        with pytest.raises(TierError, match="the master has gone"):
+            await rig.tiered.clear()
     assert not rig.tiered.stats().tiers[0].up
-    tier.clear = clear  # type: ignore[method-assign]
     assert tier.kept and await rig.tiered.clear(bytes(32)) == 0
     assert not tier.kept, "a namespace that only a tier knows cannot be cleared"
 
