@@ -1,18 +1,20 @@
-"""KV is stored after the computation that writes it, and loaded after the zeroing of its blocks.
-
-Each scenario passes, and fails where a bug that KV connectors are known for is put back in.
-"""
+"""Bugs that KV connectors are known for, beside those of `tests/simulation/broken.py`: each scenario passes, and fails
+where its bug is put back in."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 from vllm.v1.core.sched.output import SchedulerOutput
 
+from kvpool.protocol.errors import UnavailableError
+from tests.support.held import held_by
 from tests.support.toy.engine import ToyEngine
 from tests.support.toy.fleet import assert_nothing_is_left
 from tests.support.toy.model import answer
@@ -20,20 +22,27 @@ from tests.support.toy.shapes import SHAPES
 from tests.support.toy.slow_device import SlowDevice, unmarked
 from tests.support.vllm_objects import tokens
 from tests.vllm_plugin.bugs import (
+    HANGS,
     MODES,
     WRONG_KV,
     FreshFleet,
     assert_caught,
     at_once,
     blocks_of,
+    failing,
+    held,
     replaced,
     step_until_loading,
     submitted,
 )
+from vllm_plugin import breaker
+from vllm_plugin.breaker import FAILURES_TO_OPEN
 from vllm_plugin.connector import KVPoolConnector
-from vllm_plugin.metadata import LoadJob, StoreJob
-from vllm_plugin.scheduler.stores import Stores, TrackedRequest
-from vllm_plugin.worker.transfer import ReceiveThread, SendThread
+from vllm_plugin.metadata import LoadJob
+from vllm_plugin.scheduler.loads import Loads
+from vllm_plugin.worker.transfer import ReceiveThread
+
+# KV is loaded after the zeroing of its blocks
 
 
 def zero_new_blocks(engine: ToyEngine, launch: Callable[..., None] = lambda work, *args: work(*args)) -> set[int]:
@@ -116,75 +125,62 @@ def test_a_load_waits_for_zeroing_and_computation_that_were_launched(fresh_fleet
     assert_caught(scenario, at_once_and_unmarked, WRONG_KV)
 
 
-def test_kv_is_read_after_its_computation(fresh_fleet: FreshFleet) -> None:
+# A load that fails ends, also where few blocks are left
+
+
+def test_hits_that_one_rank_cannot_load_are_soon_computed_at_once(fresh_fleet: FreshFleet) -> None:
+    prompts = [tokens(100, nth) for nth in range(FAILURES_TO_OPEN + 3)]
+    fleet = fresh_fleet()
+    fleet.start(tp_size=2).generate(*prompts)
+    engine = fleet.start(tp_size=2)
+    with patch.object(breaker, "FIRST_WAIT_S", 600.0):
+        engine.ranks[1].worker.session.report(UnavailableError("the test took the pool away"), "load")
+        for prompt in prompts:
+            assert engine.generate(prompt) == [answer(prompt, 8)]
+            engine.scheduler.reset_prefix_cache()
+            engine.step_until(lambda: not held_by(engine.connector)["pinned blocks"], "no pins")
+    assert engine.counted("load_failures") == FAILURES_TO_OPEN
+
+
+@pytest.mark.usefixtures("answered_at_once")  # The loads are to be under way at once.
+def test_several_failed_loads_do_not_deadlock_the_block_pool(fresh_fleet: FreshFleet) -> None:
+    prompts = [tokens(145, nth) for nth in range(3)]  # 15 blocks to load, 30 to compute.
+
+    def scenario(deadline_s: float) -> None:
+        fleet = fresh_fleet()
+        fleet.start(specs=SHAPES["gemma3"], num_blocks=128).generate(*prompts)
+        second = fleet.start(specs=SHAPES["gemma3"], num_blocks=36)
+        second.scheduler.scheduler_reserve_full_isl = False
+        for nth, prompt in enumerate(prompts):
+            second.add(f"r{nth}", prompt)
+        with failing(ReceiveThread), held(ReceiveThread) as go:
+            for _ in range(100):
+                second.step()
+            go.set()
+            second.run(deadline_s)
+        assert [second.answers[f"r{nth}"] for nth in range(3)] == [answer(prompt, 8) for prompt in prompts]
+        assert_nothing_is_left(second)
+
+    assert_caught(scenario, replaced(Loads, "has_room", lambda *_: True), HANGS)
+
+
+# A hit that is taken in part
+
+
+@pytest.mark.parametrize("cut", [16, 40])
+def test_vllm_may_take_less_than_was_found(cut: int, fresh_fleet: FreshFleet) -> None:
     prompt = tokens(100)
+    matched = KVPoolConnector.get_num_new_matched_tokens
 
-    def scenario(deadline_s: float) -> None:
-        device, fleet = SlowDevice(), fresh_fleet()
-        with device.copies():
-            first = fleet.start()
-            device.attach(first)
-            first.generate(prompt)
-        second = fleet.start()
-        assert second.generate(prompt) == [answer(prompt, 8)]
-        assert second.cached_tokens["prompt-0"] == 96
+    def cut_short(self: KVPoolConnector, *args: Any) -> tuple[int | None, bool]:
+        count, is_async = matched(self, *args)
+        return (count - cut if count else count), is_async
 
-    @contextmanager
-    def at_once_and_unmarked() -> Iterator[None]:
-        with at_once(SendThread):
-            submit = SendThread.submit
-
-            def submit_unmarked(self: SendThread, job: StoreJob) -> None:
-                with unmarked():
-                    submit(self, job)
-
-            with patch.object(SendThread, "submit", submit_unmarked):
-                yield
-
-    assert_caught(scenario, at_once_and_unmarked, WRONG_KV)
-
-
-@MODES
-def test_the_slot_of_the_last_sampled_token_is_not_stored(steps_ahead: int, fresh_fleet: FreshFleet) -> None:
-    prompt = tokens(50)
-    turn = [*prompt, *answer(prompt, 30), *tokens(5, "next")]  # Five blocks; nobody computed the 80th token's KV.
-
-    def scenario(deadline_s: float) -> None:
-        fleet = fresh_fleet()
-        fleet.start(steps_ahead=steps_ahead).generate(prompt, max_tokens=30)
-        second = fleet.start(steps_ahead=steps_ahead)
-        assert second.generate(turn) == [answer(turn, 8)]
-        assert second.cached_tokens["prompt-0"] == 64
-
-    @contextmanager
-    def stored_at_the_end() -> Iterator[None]:
-        finished = KVPoolConnector.request_finished_all_groups
-
-        def store_all_tokens(self: Any, request: Any, block_ids: Any) -> Any:
-            self.scheduler_side.stores.tracked[request.request_id].written = request.num_tokens
-            return finished(self, request, block_ids)
-
-        with patch.object(KVPoolConnector, "request_finished_all_groups", store_all_tokens):
-            yield
-
-    assert_caught(scenario, stored_at_the_end, WRONG_KV)
-
-
-def test_a_block_is_stored_after_its_last_chunk_is_computed(fresh_fleet: FreshFleet) -> None:
-    prompt = tokens(200)
-
-    def scenario(deadline_s: float) -> None:
-        fleet = fresh_fleet()
-        first = fleet.start(options={"max_num_batched_tokens": 47, "max_num_seqs": 4})
-        with at_once(SendThread):
-            first.generate(prompt)
-        second = fleet.start()
-        assert second.generate(prompt) == [answer(prompt, 8)]
-        assert second.cached_tokens["prompt-0"] == 192
-
-    store_job = Stores._store_job
-
-    def whole_prompt(self: Stores, tracked: TrackedRequest, num_tokens: int, *rest: Any) -> Any:
-        return store_job(self, tracked, num_tokens + 1_000, *rest)
-
-    assert_caught(scenario, replaced(Stores, "_store_job", whole_prompt), WRONG_KV)
+    fleet = fresh_fleet()
+    fleet.start().generate(prompt)
+    engine = fleet.start()
+    with patch.object(KVPoolConnector, "get_num_new_matched_tokens", cut_short):
+        assert engine.generate(prompt) == [answer(prompt, 8)]
+    assert engine.cached_tokens["prompt-0"] == 96 - cut
+    assert engine.counted("loaded_blocks") == math.ceil((96 - cut) / 16)
+    assert_nothing_is_left(engine)
