@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import time
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -14,25 +12,22 @@ import pytest
 from vllm.distributed.kv_events import BlockStored
 from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 from vllm.v1.kv_cache_interface import KVCacheConfig
-from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from kvpool.protocol.types import BlockRun
 from kvpool.security.name_key import NameKey
-from testbed.ports import free_endpoint
 from tests.conftest import StartServer
-from tests.support.faults import stopped
 from tests.support.held import held_by
 from tests.support.kept_server import KeptServer
 from tests.support.processes import wait_for
-from tests.support.toy.fixtures import BLOCK_TOKENS, MakeConfig
-from tests.support.vllm_objects import cache_config, full_attention, make_request, tokens
-from tests.vllm_plugin.core import NUM_BLOCKS, Core, MakeCore, blocks, fill, num_leases, stored, wait_for_leases
+from tests.support.toy.fixtures import BLOCK_TOKENS
+from tests.support.vllm_objects import full_attention, make_request, tokens
+from tests.vllm_plugin.core import NUM_BLOCKS, Core, MakeCore, blocks, fill, stored, wait_for_leases
 from tests.vllm_plugin.kinds import kv_cache, state, window
-from vllm_plugin.breaker import FAILURES_TO_OPEN
-from vllm_plugin.config import ConnectorConfig
-from vllm_plugin.metadata import GroupBlocks, Handshake, LoadJob, StoreJob, WorkerMetadata
-from vllm_plugin.model.identity import namespace_spec
+from tests.vllm_plugin.tier import Tier
+from vllm_plugin.metadata import GroupBlocks, Handshake, LoadJob, StoreJob
+from vllm_plugin.scheduler import step_budget
+from vllm_plugin.scheduler.load_policy import Stage
 from vllm_plugin.scheduler.pool_contents import Events
 
 
@@ -55,13 +50,6 @@ def names_in(part: GroupBlocks) -> list[bytes]:
 # Lookup
 
 
-def test_asking_again_costs_no_lookup_and_no_second_lease(alone: Core) -> None:
-    request = stored(alone)
-    assert {alone.ask(request) for _ in range(20)} == {blocks(6)}
-    assert num_leases(alone) == 1
-    assert alone.counted()["lookups"] == 1
-
-
 def test_an_own_hit_that_shrinks_is_looked_up_anew(alone: Core) -> None:
     request, other = make_request("r", tokens(100)), make_request("other", tokens(100, "other"))
     fill(alone, request.block_hashes[:5])
@@ -73,73 +61,49 @@ def test_an_own_hit_that_shrinks_is_looked_up_anew(alone: Core) -> None:
     assert alone.ask(other, computed=blocks(1)) == 0, "nobody has seen blocks 1 and 2 of it"
 
 
-def test_a_request_that_wants_no_cached_prefix_gets_none(one: Core) -> None:
-    request = make_request("r", tokens(100), prompt_logprobs=1)
-    assert request.skip_reading_prefix_cache
-    fill(one, request.block_hashes)
-    assert one.side.matched_tokens(request, 0) == (0, False)
-
-
-def test_a_lookup_that_failed_is_not_repeated_for_the_same_request(core: MakeCore, pool_server: StartServer) -> None:
-    server = pool_server()
-    one = core(endpoint=server.endpoint, lookup_timeout_ms=100).connected()
-    request = stored(one)
-    with stopped(server):
-        assert one.ask(request) == 0
-    assert {one.ask(request) for _ in range(10)} == {0}
-    names = (f"another {nth}" for nth in itertools.count())  # A busy machine may be too slow for the first of them.
-    wait_for(lambda: one.ask(make_request(next(names), tokens(100, "r"))) == blocks(6), "another request's hit")
-
-
-def test_an_answer_whose_lease_was_refused_is_a_miss(one: Core) -> None:
-    client, request = one.side.stages.sessions[0].client, make_request("r", tokens(100))
-    fill(one, request.block_hashes)
-    sent = client.rpc.lookup_async
-    client.rpc.lookup_async = lambda *arguments, **options: sent(*arguments, **options, lease=False)  # type: ignore[method-assign]
-    assert one.ask(request) == 0
-
-
-def test_an_answer_that_is_too_old_for_its_lease_is_asked_for_anew(core: MakeCore) -> None:
-    one = core(load_timeout_ms=1_000).connected()  # Leases of 2 s, good to begin a load for 1 s.
-    request = stored(one)
-    assert one.ask(request) == blocks(6)
-    time.sleep(1.1)
-    assert one.ask(request) == blocks(6)
-    assert one.counted()["lookups"] == 2
-
-
 # Load
 
 
-@pytest.mark.parametrize(("is_unserved", "expected"), [(True, False), (False, True)])
-def test_loads_that_the_pool_does_not_serve_open_the_breaker(is_unserved: bool, expected: bool, one: Core) -> None:
-    for nth in range(FAILURES_TO_OPEN):
-        assert one.side.stages.are_open
-        request = stored(one, f"r{nth}")
-        one.allocate(request, one.ask(request))
-        one.step()
-        name = request.request_id
-        # Of two ranks one has loaded the hit: vLLM reports the load when both have ended.
-        served = WorkerMetadata(load_seconds={name: 0.1})
-        told = WorkerMetadata(load_seconds={name: 0.2}, unserved_loads={name} if is_unserved else set())
-        one.side.update(KVConnectorOutput(kv_connector_worker_meta=told.aggregate(served)))
-        one.report(finished_recving={name}, failed_recving={name})
-    assert one.side.stages.are_open is expected
+# What may wait, and which part of a hit is loaded
 
 
-def test_a_load_that_succeeds_ends_the_row_of_failures(one: Core) -> None:
-    for nth in range(2 * FAILURES_TO_OPEN - 1):
-        request = stored(one, f"r{nth}")
-        one.allocate(request, one.ask(request))
-        one.step()
-        failed = {request.request_id} if nth != FAILURES_TO_OPEN - 1 else set()
-        told = WorkerMetadata(load_seconds={request.request_id: 0.1}, unserved_loads=failed)
-        one.side.update(
-            KVConnectorOutput(
-                kv_connector_worker_meta=told, finished_recving={request.request_id}, failed_recving=failed
-            )
-        )
-    assert one.side.stages.are_open
+@pytest.fixture
+def one_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_budget, "MAX_WALKS_S", 0.0)
+    monkeypatch.setattr(step_budget, "MAX_LOOKUP_WALKS_S", 0.0)
+
+
+@pytest.mark.usefixtures("one_waits")
+def test_beyond_the_bound_a_request_is_computed_instead_of_waiting_for_its_lookup(alone: Core) -> None:
+    Tier(alone.side.stages.sessions[0], up=6, coming=0).is_slow = True
+    first, second = (make_request(name, tokens(100, name)) for name in "ab")
+    assert alone.side.matched_tokens(first, 0) == (None, False)
+    assert alone.side.matched_tokens(second, 0) == (0, False)
+    alone.step()
+    assert alone.side.matched_tokens(second, 0) == (None, False), "it was not admitted, and may wait now"
+
+
+@pytest.mark.usefixtures("one_waits")
+def test_beyond_the_bound_a_request_is_computed_instead_of_waiting_for_room(alone: Core) -> None:
+    large, second, third = (make_request(name, tokens(800, name)) for name in "abc")
+    for request in (large, second, third):
+        fill(alone, request.block_hashes)
+        assert alone.ask(request) == blocks(49)
+    alone.allocate(large, blocks(49))
+    alone.step()
+    assert alone.side.matched_tokens(second, 0) == (None, False)
+    assert alone.side.matched_tokens(third, 0) == (0, False)
+
+
+def test_a_hit_is_cut_where_the_policy_says_and_the_rest_is_declined(core: MakeCore) -> None:
+    one = core(transport="tcp").connected()
+    request = stored(one)
+    one.side.loads.verdict = lambda request_id, start, stop: stop - start - blocks(2) - 3
+    assert one.ask(request) == blocks(3), "a cut lies at a boundary"
+    one.allocate(request, blocks(3))
+    assert one.side.queue.tokens == {Stage.WAITING: 0, Stage.LOADING: 100 - blocks(3), Stage.RUNNING: 0}
+    assert sum(map(len, one.step().loads[0].groups)) == 3
+    one.finish(request)
 
 
 # Store
@@ -155,119 +119,10 @@ def test_decoded_blocks_are_stored_only_if_that_is_wanted(store_decoded: bool, e
     assert len(one.step((request, 116)).stores) == expected
 
 
-def test_a_store_that_found_no_pool_is_made_up_for(core: MakeCore, pool_server: StartServer) -> None:
-    endpoint = free_endpoint()
-    one = core(endpoint=endpoint)
-    request = make_request("r", tokens(100))
-    one.allocate(request, 0)
-    assert one.step((request, 50)).stores == []
-    assert not one.side.has_pinned_blocks()
-    pool_server("--listen", endpoint)
-    wait_for(lambda: one.side.stages.sessions[0].namespace, "the session to be open")
-    (job,) = one.step((request, 50)).stores
-    assert list(run_in(job).block_hashes) == request.block_hashes[:6]
-
-
 # Pins
 
 
-def test_the_deepest_block_is_reused_first(one: Core) -> None:
-    request = make_request("r", tokens(96))
-    (job,) = one.compute(request)
-    one.finish(request)
-    one.report(job.job_id)
-    assert [block.block_id for block in one.pool.get_new_blocks(6)] == list(reversed(ids_in(job)))
-
-
-def test_requests_that_hold_their_blocks_store_them_whatever_is_pinned(core: MakeCore) -> None:
-    one = core(max_pinned_fraction=0.25).connected()  # 16 of 64 blocks.
-    first, second = (make_request(name, tokens(192, name)) for name in "ab")
-    for request in (first, second):
-        one.allocate(request, 0)
-    jobs = one.step((first, 192), (second, 192)).stores
-    assert [len(run_in(job)) for job in jobs] == [12, 12]
-    assert held_by(one.side)["pinned blocks"] == 24
-
-
-def test_no_store_begins_while_others_outlive_their_requests_in_too_many_blocks(core: MakeCore) -> None:
-    one = core(max_pinned_fraction=0.25).connected()  # 16 of 64 blocks.
-    first, second, third = (make_request(name, tokens(192, name)) for name in "abc")
-    for request in (first, second, third):
-        one.allocate(request, 0)
-    jobs = one.step((first, 192), (second, 192)).stores
-    one.finish(first)
-    one.finish(second)
-    assert one.step((third, 192)).stores == []
-    assert one.counted()["deferred_stores"] == 1
-    one.report(jobs[0].job_id)
-    (part,) = one.step((third, 0)).stores
-    assert list(run_in(part).block_hashes) == third.block_hashes[:4]
-    one.report(jobs[1].job_id)
-    (rest,) = one.step((third, 0)).stores
-    assert list(run_in(rest).block_hashes) == third.block_hashes[4:12]
-    one.report(part.job_id, rest.job_id)
-    assert held_by(one.side)["pinned blocks"] == 0
-
-
-def test_a_prompt_longer_than_what_may_be_pinned_is_stored_bit_by_bit(core: MakeCore) -> None:
-    one = core(max_pinned_fraction=0.05).connected()  # Three blocks.
-    request = make_request("r", tokens(200))
-    one.allocate(request, 0)
-    stored: list[bytes] = []
-    job_ids = []
-    for count in (200, 0, 0, 0, 0):
-        for job in one.step((request, count)).stores:
-            stored.extend(run_in(job).block_hashes)
-            job_ids.append(job.job_id)
-            one.report(job.job_id)
-    assert stored == request.block_hashes[:12]
-    assert len(job_ids) == 4
-
-
 # End
-
-
-def test_a_reset_while_blocks_are_in_use_shares_nothing_until_one_succeeds(core: MakeCore) -> None:
-    """vLLM asks for one even where it could not reset its own cache: what is in use is of the old weights."""
-    one = core(weights_epoch="7").connected()
-    request = make_request("r", tokens(100))
-    one.allocate(request, 0)
-    first = one.step((request, 32))
-    assert one.side.reset() is False
-    one.connected()
-    assert one.step((request, 64)).stores == []
-    one.report(*(job.job_id for job in first.stores))
-    other = make_request("s", tokens(100))
-    assert one.side.matched_tokens(other, 0) == (0, False)
-    one.finish(request)
-    assert one.side.reset() is True
-    one.weights = b"2"
-    one.allocate(other, 0)
-    assert one.step((other, 48)).stores == [], "stored before the ranks have told their weights"
-    one.connected()
-    later = one.step((other, 52))
-    assert [len(run_in(job).block_hashes) for job in later.stores] == [6]
-    epochs = {first.weights_epoch, later.weights_epoch, *(job.weights_epoch for job in later.stores)}
-    assert first.weights_epoch == "7" and len(epochs) == 2
-
-
-def test_a_reset_works_without_a_pool(core: MakeCore) -> None:
-    assert core(endpoint=free_endpoint()).side.reset() is True
-
-
-def test_shutting_down_with_lookups_under_way_is_quiet(
-    core: MakeCore, pool_server: StartServer, capfd: pytest.CaptureFixture[str]
-) -> None:
-    server = pool_server()
-    one = core(endpoint=server.endpoint).connected()
-    with stopped(server):
-        request = make_request("r", tokens(100))
-        assert one.side.matched_tokens(request, 0) == (None, False)
-        one.side.request_finished(request, [[]])
-        one.side.shutdown()
-        one.side.shutdown()
-    time.sleep(0.1)
-    assert "Traceback" not in capfd.readouterr().err
 
 
 # Several groups
@@ -283,17 +138,6 @@ def fill_all(core: Core, request: Request, *groups: Sequence[int], stage: int = 
     for group, indices in enumerate(groups):
         if indices:
             fill(core, [request.block_hashes[idx] for idx in indices], group, stage)
-
-
-def test_the_engines_own_blocks_are_not_loaded_again(core: MakeCore) -> None:
-    one = core(cache=window_cache()).connected()
-    request = make_request("r", tokens(100))
-    fill_all(one, request, range(6), [3, 4, 5])
-    assert one.ask(request, computed=blocks(4)) == blocks(2)
-    one.allocate(request, blocks(2), skipped=[0, 3, 3])
-    (job,) = one.step().loads
-    assert [names_in(part) for part in job.groups] == [request.block_hashes[4:6]] * 2
-    assert job.groups[1].block_ids == [one.ids(request, group)[4:6] for group in (1, 2)]
 
 
 def test_a_cut_hit_that_cannot_be_resumed_becomes_a_load_that_fails(core: MakeCore, pool_server: StartServer) -> None:
@@ -370,14 +214,6 @@ def test_a_block_is_a_hit_only_if_every_stage_has_it(staged: Core) -> None:
     assert staged.ask(other) == blocks(2)
 
 
-def test_the_leases_of_both_stages_end_if_the_hit_is_not_taken(staged: Core) -> None:
-    request = stored(staged)
-    assert staged.ask(request) == blocks(6)
-    wait_for_leases(staged, 2)
-    staged.finish(request)
-    wait_for_leases(staged, 0)
-
-
 def test_a_lease_of_one_stage_alone_is_no_hit_and_ends(staged: Core) -> None:
     request = make_request("r", tokens(100))
     fill(staged, request.block_hashes, stage=0)
@@ -385,6 +221,13 @@ def test_a_lease_of_one_stage_alone_is_no_hit_and_ends(staged: Core) -> None:
     staged.allocate(request, 0)
     staged.step()
     wait_for_leases(staged, 0)
+    other = stored(staged, "other")
+    assert staged.ask(other) == blocks(6)
+    wait_for_leases(staged, 2)
+    staged.allocate(other, 0)  # Another connector loads the hit.
+    staged.step()
+    wait_for_leases(staged, 0)
+    staged.finish(other)
 
 
 def assert_shares_nothing(one: Core) -> None:
@@ -399,22 +242,14 @@ def assert_shares_nothing(one: Core) -> None:
         ({(0, 0): "", (0, 1): "other", (1, 0): ""}, "stage 0 name 2 different namespaces"),
         ({(0, 0): "", (0, 1): ""}, "stage 1 name 0 different namespaces"),
     ],
-    ids=["two ranks", "no rank"],
 )
 def test_where_ranks_disagree_at_the_start_nothing_is_shared(
-    told: dict[tuple[int, int], str],
-    message: str,
-    core: MakeCore,
-    vllm_config: MakeConfig,
-    caplog: pytest.LogCaptureFixture,
+    told: dict[tuple[int, int], str], message: str, core: MakeCore, caplog: pytest.LogCaptureFixture
 ) -> None:
     one = core(stages=2)
-    config = vllm_config()
-    config.parallel_config.pipeline_parallel_size = 2
-    spec = namespace_spec(config, cache_config(), ConnectorConfig())
-    one.side.stages.handshake(
-        {ranks: Handshake(replace(spec, weights_digest=digest)) for ranks, digest in told.items()}
-    )
+    spec = core().side.stages.specs[0]
+    given = {rank: Handshake(replace(spec, weights_digest=digest)) for rank, digest in told.items()}
+    one.side.stages.handshake(given)
     (record,) = [record for record in caplog.records if record.levelname == "ERROR"]
     assert message in record.getMessage() and "the same model files" in record.getMessage()
     assert_shares_nothing(one)
@@ -428,13 +263,9 @@ def test_another_connectors_handshake_leaves_the_pool_alone(core: MakeCore, capl
     assert_shares_nothing(one)
 
 
-def test_with_one_stage_a_foreign_handshake_changes_nothing(one: Core) -> None:
-    one.side.stages.handshake({(0, 0): object()})
-    assert one.side.stages.sessions[0].namespace is not None
-
-
-def test_what_workers_tell_takes_the_place_of_what_was_worked_out(one: Core, vllm_config: MakeConfig) -> None:
+def test_what_workers_tell_takes_the_place_of_what_was_worked_out(one: Core) -> None:
     before = one.side.stages.sessions[0]
+    one.side.stages.handshake({(0, 0): object()})  # Another connector's.
     spec = replace(before.namespace.spec, revision="as the workers have it") if before.namespace else None
     assert spec is not None
     one.side.stages.handshake({(0, 0): Handshake(spec), (0, 1): Handshake(spec)})
@@ -458,15 +289,6 @@ def test_beside_another_kvpool_a_handshake_may_be_of_the_others_workers(
     wanted = second.side.stages.specs
     second.side.stages.handshake({(0, 0): Handshake(first.side.stages.specs[0])})
     assert second.side.stages.specs == wanted != first.side.stages.specs
-
-
-def test_a_lookup_that_finds_nothing_takes_back_what_was_announced(one: Core) -> None:
-    """It has no lease, and an answer all the same."""
-    taken_back: list[tuple[int, list[bytes]]] = []
-    one.side.contents.missing = lambda group_idx, names: taken_back.append((group_idx, list(names)))
-    request = make_request("gone", tokens(3 * BLOCK_TOKENS + 1, "gone"))
-    assert one.ask(request) == 0
-    assert taken_back == [(0, request.block_hashes[:3])]
 
 
 def test_a_restart_that_keeps_the_blocks_takes_back_none_that_was_announced(core: MakeCore, tmp_path: Path) -> None:

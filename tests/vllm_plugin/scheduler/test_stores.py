@@ -10,17 +10,14 @@ from vllm.v1.request import Request
 
 from tests.support.clock import FakeClock
 from tests.support.held import held_by
-from tests.support.processes import wait_for
-from tests.support.toy.fixtures import BLOCK_TOKENS
 from tests.support.toy.fleet import Fleet, assert_nothing_is_left
 from tests.support.toy.model import answer
-from tests.support.vllm_objects import full_attention, make_request, tokens
+from tests.support.vllm_objects import make_request, tokens
 from tests.vllm_plugin.bugs import held
-from tests.vllm_plugin.core import NUM_BLOCKS, Core, MakeCore, blocks, fill, lose_pool
-from tests.vllm_plugin.kinds import kv_cache, window
+from tests.vllm_plugin.core import Core, MakeCore, blocks, fill, lose_pool
 from vllm_plugin.metadata import ConnectorMetadata
 from vllm_plugin.scheduler import store_jobs
-from vllm_plugin.scheduler.store_jobs import RELIEF_S, RELIEF_STEPS, StoreJobs
+from vllm_plugin.scheduler.store_jobs import RELIEF_S, RELIEF_STEPS
 from vllm_plugin.worker.transfer import SendThread
 
 FreshFleet = Callable[[], Fleet]
@@ -28,11 +25,6 @@ FreshFleet = Callable[[], Fleet]
 
 def offered(metadata: ConnectorMetadata) -> list[bytes]:
     return [name for job in metadata.stores for part in job.groups for run in part.runs for name in run.block_hashes]
-
-
-def test_of_a_request_that_is_not_tracked_every_free_block_may_be_unwritten(one: Core) -> None:
-    free = one.pool.free_block_queue.get_all_free_blocks()
-    assert one.side.stores.unwritten({"nobody's"}, free) == {block.block_id for block in free}
 
 
 # How much a step offers
@@ -74,42 +66,6 @@ def test_what_a_finished_request_has_left_is_offered_by_later_steps(one: Core) -
     assert one.num_used_blocks() == 0 and not any(held_by(one.side).values())
 
 
-def test_decoded_blocks_are_stored_eight_at_a_time_and_the_rest_when_the_request_ends(one: Core) -> None:
-    request = make_request("r", tokens(blocks(2)))
-    one.allocate(request, 0, num_blocks=14)
-    steps = [one.step((request, blocks(2)))]
-    for _ in range(blocks(11)):
-        request.append_output_token_ids([7])
-        steps.append(one.step((request, 1)))
-    assert [offered(step) for step in steps if step.stores] == [request.block_hashes[:2], request.block_hashes[2:10]]
-    one.report(*(job.job_id for step in steps for job in step.stores))
-    one.finish(request)
-    assert offered(one.step()) == request.block_hashes[10:13]
-
-
-def test_decoded_blocks_are_stored_before_they_leave_a_window(core: MakeCore) -> None:
-    one = core(cache=kv_cache(full_attention(), window(40), num_blocks=NUM_BLOCKS)).connected()
-    request = make_request("r", tokens(blocks(2)))
-    one.allocate(request, 0, num_blocks=6)
-    one.step((request, blocks(2)))
-    for nth in range(2, 5):
-        request.append_output_token_ids([7] * BLOCK_TOKENS)
-        assert offered(one.step((request, BLOCK_TOKENS))) == [request.block_hashes[nth]] * 2
-
-
-@pytest.mark.usefixtures("four_a_step")
-def test_blocks_that_nobody_has_written_are_not_offered_when_a_request_ends(one: Core) -> None:
-    """It was preempted, came back with other blocks, and is aborted before it is computed."""
-    request = make_request("r", tokens(160))
-    (job,) = one.compute(request)
-    one.free(request)
-    one.allocate(request, 0)
-    one.finish(request)
-    assert offered(one.step()) == []
-    one.report(job.job_id)
-    assert not any(held_by(one.side).values())
-
-
 @pytest.mark.usefixtures("four_a_step")
 @pytest.mark.parametrize("why", ["the pool is away", "the engine was reset"])
 def test_what_was_not_offered_yet_is_dropped_where_it_is_of_no_use(why: str, one: Core) -> None:
@@ -149,12 +105,6 @@ def test_what_the_pool_has_is_not_offered_again(num_there: int, num_own: int, fi
     assert taken(one, request, blocks(num_own)) == request.block_hashes[first:]
 
 
-def test_a_gap_at_the_end_of_the_local_hit_hides_nothing_behind_it(one: Core) -> None:
-    request = make_request("r", tokens(160))
-    fill(one, request.block_hashes[6:8])
-    assert one.ask(request, blocks(6)) == blocks(2)
-
-
 # Blocks that the engine lacks
 
 
@@ -163,58 +113,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
     clock = FakeClock()
     monkeypatch.setattr(store_jobs, "time", SimpleNamespace(monotonic=clock))
     return clock
-
-
-def test_what_a_request_still_has_is_not_dropped(one: Core) -> None:
-    request = make_request("r", tokens(100))
-    one.allocate(request, 0)
-    one.step((request, 100))
-    assert not one.side.has_pending_block_frees()
-    assert one.step().dropped_stores == []
-
-
-@pytest.mark.usefixtures("four_a_step")
-def test_relief_frees_a_bounded_part_of_the_reported_stores_a_step(one: Core) -> None:
-    request = make_request("r", tokens(160))
-    one.allocate(request, 0)
-    steps = [one.step((request, 160))]
-    one.finish(request)
-    steps += [one.step(), one.step()]
-    one.report(*(job.job_id for step in steps for job in step.stores))
-    used = []
-    while one.side.has_pending_block_frees():
-        used.append(one.num_used_blocks())
-        assert one.step().dropped_stores == [], "their reports are there"
-    assert (used, one.num_used_blocks()) == ([6, 2], 0)
-
-
-@pytest.mark.usefixtures("four_a_step")
-def test_nothing_waits_for_reported_stores_of_requests_that_run(one: Core) -> None:
-    request = make_request("r", tokens(160))
-    one.allocate(request, 0)
-    steps = [one.step((request, 160)), one.step(), one.step()]
-    one.report(*(job.job_id for step in steps for job in step.stores))
-    assert not one.side.has_pending_block_frees(), "the request itself keeps the blocks"
-
-
-def test_stores_that_alone_hold_blocks_are_dropped_where_some_are_lacking(one: Core, clock: FakeClock) -> None:
-    first, second = (make_request(name, tokens(100, name)) for name in "ab")
-    for request in (first, second):
-        one.allocate(request, 0)
-    gone, kept = one.step((first, 100), (second, 100)).stores
-    one.free(first)
-    assert one.side.has_pending_block_frees()
-    assert one.num_used_blocks() == 13, "a rank may be reading them"
-    assert one.step().dropped_stores == [gone.job_id]
-    assert one.side.has_pending_block_frees()
-    assert one.step().dropped_stores == [], "once"
-    one.report(gone.job_id, failed=True)
-    assert one.num_used_blocks() == 7
-    assert not one.side.has_pending_block_frees()
-    assert one.counted()["store_dropped_blocks"] == 6
-    assert not one.side.contents.was_stored(first.block_hashes[0], 0)
-    one.report(kept.job_id)
-    assert one.side.contents.was_stored(second.block_hashes[0], 0)
 
 
 def test_a_dropped_store_that_does_not_end_is_not_waited_for(one: Core, clock: FakeClock) -> None:
@@ -229,76 +127,6 @@ def test_a_dropped_store_that_does_not_end_is_not_waited_for(one: Core, clock: F
     assert not one.side.has_pending_block_frees()
     one.report(job.job_id)
     assert one.num_used_blocks() == 0
-
-
-@pytest.mark.usefixtures("four_a_step")
-def test_what_no_rank_was_told_of_is_free_at_once(one: Core) -> None:
-    request = make_request("r", tokens(160))
-    (job,) = one.compute(request)
-    one.finish(request)
-    assert one.side.has_pending_block_frees()
-    assert one.num_used_blocks() == 4
-    metadata = one.step()
-    assert (offered(metadata), metadata.dropped_stores) == ([], [job.job_id])
-
-
-@pytest.mark.usefixtures("four_a_step")
-def test_relief_looks_at_few_jobs_of_each_request_and_drops_what_stands_between(
-    core: MakeCore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one = core(max_pinned_fraction=1.0).connected()
-    requests = [make_request(name, tokens(320, name)) for name in "ab"]
-    for request in requests:
-        one.allocate(request, 0)
-    jobs = [job for nth in range(10) for job in one.step(*((request, 320 * (nth == 0)) for request in requests)).stores]
-    of_first = [job.job_id for job in jobs if job.groups[0].block_ids[0][0] in one.ids(requests[0])]
-    assert len(jobs) == 10 and len(of_first) == 5
-    asked: list[int] = []
-    holds_alone = StoreJobs._holds_alone
-    monkeypatch.setattr(
-        StoreJobs, "_holds_alone", lambda jobs, job: (asked.append(job.job.job_id), holds_alone(jobs, job))[1]
-    )
-    assert not one.side.has_pending_block_frees()
-    assert len(asked) <= 2 * len(requests), "the oldest and the newest of each request"
-    asked.clear()
-    one.free(requests[0])
-    assert one.side.has_pending_block_frees()
-    assert len(asked) <= 2 * len(requests) + len(of_first)
-    assert sorted(one.step().dropped_stores) == of_first
-    asked.clear()
-    assert one.side.has_pending_block_frees(), "their reports are on their way"
-    assert len(asked) <= 2 * len(requests)
-    one.report(*(job.job_id for job in jobs))
-
-
-def test_a_request_that_waits_for_admission_gets_the_blocks_of_queued_stores(core: MakeCore) -> None:
-    one = core(max_pinned_fraction=1.0).connected()
-    first, second = make_request("a", tokens(800, "a")), make_request("b", tokens(300, "b"))
-    one.allocate(first, 0)
-    (job,) = one.step((first, 800)).stores
-    one.finish(first)
-    wait_for(lambda: one.side.matched_tokens(second, 0) == (0, False), "an answer")
-    # vLLM has no blocks for it: the step ends without `after_alloc`.
-    assert one.step().dropped_stores == [job.job_id]
-
-
-def test_a_worker_drops_what_it_has_not_begun(fresh_fleet: FreshFleet) -> None:
-    engine = fresh_fleet().start(num_blocks=64)
-    worker = engine.ranks[0].worker
-    with held(SendThread) as go:
-        engine.add("a", tokens(100, "a"), max_tokens=1)
-        engine.add("b", tokens(100, "b"), max_tokens=1)
-        engine.step_until(lambda: len(engine.answers["b"]) == 1, "both to be computed")
-        assert worker.sender is not None
-        sender = worker.sender
-        wait_for(lambda: len(sender._queued) == 1, "the first store to have begun")
-        assert engine.connector.has_pending_block_frees()
-        engine.step_until(lambda: held_by(engine.connector)["jobs"] == 1, "the second store to be dropped")
-        assert held_by(engine.connector)["pinned blocks"] == 6, "the first one's blocks are being read"
-    go.set()
-    engine.run()
-    assert_nothing_is_left(engine)
-    assert (engine.counted("stored_blocks"), engine.counted("store_dropped_blocks")) == (6, 6)
 
 
 def test_stores_that_stand_still_preempt_nobody(fresh_fleet: FreshFleet) -> None:
@@ -321,48 +149,3 @@ def test_stores_that_stand_still_preempt_nobody(fresh_fleet: FreshFleet) -> None
 
 
 # Resets
-
-
-def running_with_a_store(engine: object, prompt: list[int]) -> None:
-    engine.add("r", prompt, max_tokens=40)  # type: ignore[attr-defined]
-    engine.step_until(lambda: held_by(engine.connector)["jobs"], "a store")  # type: ignore[attr-defined, arg-type]
-
-
-def test_vllm_resets_a_running_engine_in_spite_of_stores_under_way(fresh_fleet: FreshFleet) -> None:
-    prompt = tokens(100)
-    engine = fresh_fleet().start()
-    with held(SendThread) as go:
-        running_with_a_store(engine, prompt)
-        assert engine.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True) is True
-        assert engine.num_used_blocks() == 6, "what is being stored stays pinned"
-        engine.step_until(lambda: len(engine.answers["r"]) > 5, "the request to be computed again")
-        go.set()
-        engine.run()
-    assert engine.answers["r"] == answer(prompt, 40)
-    assert_nothing_is_left(engine)
-
-
-def test_a_core_in_the_callers_process_is_not_reset_while_blocks_are_stored(
-    fresh_fleet: FreshFleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """There a sleeping engine's memory is released right after the reset."""
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    engine = fresh_fleet().start()
-    with held(SendThread) as go:
-        running_with_a_store(engine, tokens(100))
-        with pytest.raises(RuntimeError, match="Failed to reset KV cache"):
-            engine.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
-        go.set()
-        engine.run()
-
-
-def test_reports_of_many_requests_are_taken_as_fast_as_their_jobs_are_made(core: MakeCore) -> None:
-    one = core(max_pinned_fraction=1.0).connected()
-    requests = [make_request(f"r{nth}", tokens(40, nth)) for nth in range(20)]
-    for request in requests:
-        one.allocate(request, 0)
-    for _ in range(2):
-        jobs = one.step(*((request, 16) for request in requests)).stores
-        assert len(jobs) == 20, "each completes a block"
-        one.report(*(job.job_id for job in jobs))
-    assert held_by(one.side)["jobs"] == 0
