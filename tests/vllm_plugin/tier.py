@@ -19,7 +19,6 @@ class Tier:
         up: how many blocks of each run are up.
         coming: how many behind them are on their way.
         retry_ms: what an answer says of when to look up again.
-        waits: a lookup that may wait is answered once no block is on its way; else it is answered at once.
         is_slow: answers do not come.
         error: what a lookup fails with.
         num_lookups: that were sent.
@@ -28,7 +27,7 @@ class Tier:
 
     def __init__(self, session: Session, up: int, coming: int, retry_ms: int = 20):
         self.up, self.coming, self.retry_ms = up, coming, retry_ms
-        self.waits = self.is_slow = False
+        self.is_slow = False
         self.error: KVPoolError | None = None
         self.num_lookups = 0
         self.waits_ms: list[int] = []
@@ -43,10 +42,7 @@ class Tier:
         self.num_lookups += 1
         self.waits_ms.append(options["wait_ms"])
 
-        def send() -> PendingLookup:
-            return self._lookup(namespace, list(map(self._up, runs)), **options)
-
-        return _Call(self, send, waits=self.waits and options["wait_ms"] > 0)
+        return _Call(self, self._lookup(namespace, list(map(self._up, runs)), **options))
 
     def _up(self, run: BlockRun) -> BlockRun:
         """The same run, its later blocks under names that nobody has."""
@@ -55,29 +51,20 @@ class Tier:
 
 
 class _Call(PendingLookup):
-    def __init__(self, tier: Tier, send: Callable[[], PendingLookup], *, waits: bool):
-        self._tier, self._send, self._coming, self._retry_ms = tier, send, tier.coming, tier.retry_ms
-        self._call = None if waits else send()
-
-    @property
-    def _inner(self) -> PendingLookup | None:
-        """The call, once the pool answers it."""
-        if self._call is None and not self._tier.coming:
-            self._call, self._coming = self._send(), 0
-        return None if self._tier.is_slow else self._call
+    def __init__(self, tier: Tier, call: PendingLookup):
+        self._tier, self._call, self._coming, self._retry_ms = tier, call, tier.coming, tier.retry_ms
 
     def result(self, timeout_s: float | None = None) -> Lookup | None:
         if self._tier.error is not None:
             raise self._tier.error
-        found = None if self._inner is None else self._inner.result(timeout_s)
+        found = None if self._tier.is_slow else self._call.result(timeout_s)
         if found is None or not self._coming:
             return found
         hits = tuple(replace(each, num_pending=self._coming) for each in found.hits)
         return replace(found, hits=hits, retry_after_ms=self._retry_ms)
 
     def done(self) -> bool:
-        return self._tier.error is not None or (self._inner is not None and self._inner.done())
+        return self._tier.error is not None or (not self._tier.is_slow and self._call.done())
 
     def on_done(self, callback: Callable[[PendingLookup], None]) -> None:
-        if self._call is not None:
-            self._call.on_done(callback)
+        self._call.on_done(callback)

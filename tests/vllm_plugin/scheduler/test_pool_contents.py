@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import gc
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import pytest
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 
 from kvpool.protocol.types import BlockRun
+from tests.support.clock import FakeClock
 from tests.support.toy.fixtures import BLOCK_TOKENS
 from tests.support.values import block_hash, run_of
 from tests.support.vllm_objects import full_attention, make_request, tokens
@@ -71,37 +71,20 @@ def test_a_namespace_that_is_left_is_announced_as_empty_a_bounded_part_a_step(
     router.store(*range(300))
     assert router.step() == 0
     router.told.all_missing()
-    for _ in range(64):  # Each of `NUM_SHARDS` counts as a block, too.
-        assert router.step() <= 64
-    assert router.blocks == set() and set(router.num_removals.values()) == {1}
-    assert router.step() == 0
-
-
-def test_what_is_stored_again_meanwhile_stays_and_what_is_missing_is_removed_once(
-    router: Router, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pool_contents, "STEP_REMOVALS", 64)
-    router.store(*range(300))
-    router.told.all_missing()
-    router.step()
+    assert router.step() <= 64
+    # What is stored again meanwhile stays, and what is missing is removed once.
     router.store(*range(100), 1000)
     router.told.missing(0, [block_hash(name) for name in (99, 200, 200, 2000)])
-    for _ in range(64):
-        router.step()
+    for _ in range(64):  # Each of `NUM_SHARDS` counts as a block, too.
+        assert router.step() <= 64
     assert router.blocks == announced([*range(99), 1000])
     assert max(router.num_removals.values()) <= 2
-
-
-def test_a_second_move_removes_what_was_stored_since_the_first(router: Router) -> None:
-    router.store(*range(50))
-    router.told.all_missing()
-    router.step()
-    router.store(*range(25, 75))
+    # A second move removes what was stored since the first.
     router.told.all_missing()
     router.store(74)
-    for _ in range(8):
-        router.step()
-    assert router.blocks == announced([74])
+    for _ in range(64):
+        assert router.step() <= 64
+    assert router.blocks == announced([74]) and router.step() == 0
 
 
 @pytest.mark.usefixtures("one_shard")
@@ -136,54 +119,29 @@ def test_a_block_that_one_group_lacks_is_not_removed_from_another(core: MakeCore
     assert Counter(event.group_idx for event in events if isinstance(event, BlockRemoved)) == {0: 4, 1: 3}
 
 
-@pytest.mark.usefixtures("one_shard")
-def test_the_garbage_collector_does_not_visit_what_is_kept_of_announced_blocks(
-    router: Router, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It would delay a step by a million visits."""
-    monkeypatch.setattr(pool_contents, "SHARD_BLOCKS", 1 << 20)
-
-    def num_visited() -> int:
-        return sum(len(each) for each in gc.get_objects() if type(each) is dict)
-
-    router.store(0)
-    router.step()
-    before = num_visited()
-    router.store(*range(20_000))
-    gc.collect()
-    router.store(20_000)
-    router.step()
-    assert num_visited() < before + 10_000
-
-
 # What was stored recently
 
 
 class Known(PoolContents):
-    def __init__(self, clock: Callable[[], float] = lambda: 1000.0):
-        super().__init__(Events([], enabled=False), clock)
+    def __init__(self) -> None:
+        self.clock = FakeClock()
+        super().__init__(Events([], enabled=False), self.clock)
 
     def store(self, *names: object) -> None:
         parts = [GroupBlocks(0, [run_of(*names)], [[1] * len(names)])]
         self.stored(make_request("r", [1]), StoreJob(1, parts))
 
 
-def test_what_was_stored_is_known_for_a_while() -> None:
-    now = [1000.0]
-    known = Known(lambda: now[0])
-    known.store("a", "b")
-    assert known.was_stored(block_hash("b"), 0) and not known.was_stored(block_hash("b"), 1)
-    assert not known.was_stored(block_hash("c"), 0)
-    now[0] += FORGET_S
-    assert not known.was_stored(block_hash("b"), 0)
-
-
-def test_what_is_found_missing_is_not_known_any_more() -> None:
+def test_what_was_stored_is_known_for_a_while_until_it_is_found_missing() -> None:
     known = Known()
     known.store("a", "b", "c")
+    assert not known.was_stored(block_hash("another"), 0) and not known.was_stored(block_hash("a"), 1)
     known.missing(0, [block_hash("b"), block_hash("another")])
     known.missing(1, [block_hash("c")])
     assert [known.was_stored(block_hash(name), 0) for name in "abc"] == [True, False, True]
+    known.clock.advance(FORGET_S)
+    assert not known.was_stored(block_hash("a"), 0)
+    known.store("a")
     known.forget_all()
     assert not known.was_stored(block_hash("a"), 0)
 

@@ -6,6 +6,7 @@ import pytest
 
 from tests.support.processes import wait_for
 from tests.support.toy.engine import ToyEngine
+from tests.support.toy.fixtures import BLOCK_TOKENS
 from tests.support.toy.fleet import Fleet, assert_nothing_is_left
 from tests.support.toy.model import answer
 from tests.support.vllm_objects import make_request, tokens
@@ -27,7 +28,7 @@ def test_a_reset_means_new_weights_where_the_weights_in_memory_are_new(
     steps_ahead: int, asked: str, fleet: Fleet
 ) -> None:
     """As RL frameworks do it: update the weights, then `reset_prefix_cache()`, which leaves the connector out."""
-    engine, other = fleet.start(steps_ahead=steps_ahead), fleet.start()
+    engine, other, alike = fleet.start(steps_ahead=steps_ahead), fleet.start(), fleet.start()
     prompt = tokens(100)
     assert generate(engine, prompt) == 0
     for weights, own, others in ((1, 96, 96), (2, 0, 96), (2, 96, 96), (1, 96, 96)):
@@ -37,6 +38,9 @@ def test_a_reset_means_new_weights_where_the_weights_in_memory_are_new(
         # What was stored with the old weights is right for engines with the old weights; nothing has been added to it.
         assert other.scheduler.reset_prefix_cache()
         assert generate(other, prompt) == others
+    alike.weights = 2
+    assert alike.scheduler.reset_prefix_cache(reset_connector=True)
+    assert tell(alike, prompt) == 96
     assert_nothing_is_left(engine)
 
 
@@ -44,25 +48,6 @@ def tell(engine: ToyEngine, prompt: list[int]) -> int:
     """Answers a prompt after the ranks have told their weights, and the sessions are open again."""
     generate(engine, tokens(10, "ranks tell their weights with the steps of some request"))
     return generate(engine, prompt)
-
-
-def test_the_first_request_after_a_reset_hits_where_the_weights_are_the_same(fleet: Fleet) -> None:
-    engine, prompt = fleet.start(), tokens(100)
-    assert generate(engine, prompt) == 0
-    assert engine.scheduler.reset_prefix_cache()
-    assert generate(engine, prompt) == 96
-    assert engine.counted("sharing_off") == 0
-
-
-def test_engines_with_the_same_new_weights_share_again(fleet: Fleet) -> None:
-    first, second = fleet.start(), fleet.start()
-    prompt = tokens(100)
-    assert generate(first, prompt) == 0 and generate(second, prompt) == 96
-    for weights, hits in (((2, 2), (0, 96)), ((3, 4), (0, 0)), ((1, 1), (96, 96))):
-        for engine, each in zip((first, second), weights, strict=True):
-            engine.weights = each
-            assert engine.scheduler.reset_prefix_cache(reset_connector=True)
-        assert (tell(first, prompt), tell(second, prompt)) == hits
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
@@ -118,7 +103,9 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("asked", ["connector", "own cache"])
 def test_a_reset_that_finds_a_store_under_way_ends_when_the_store_does(asked: str, one: Core) -> None:
     request, other = make_request("r", tokens(100)), make_request("s", tokens(100))
-    jobs = one.compute(request)
+    one.allocate(request, 0)
+    one.pool.cache_full_blocks(request, one.tables["r"][0], 0, 6, BLOCK_TOKENS, 0)
+    jobs = one.step((request, 100)).stores
     one.finish(request)
     assert one.pool.reset_prefix_cache() is False
     if asked == "connector":
@@ -127,24 +114,11 @@ def test_a_reset_that_finds_a_store_under_way_ends_when_the_store_does(asked: st
     one.connected()
     fill(one, request.block_hashes)
     assert one.side.matched_tokens(other, 0) == (0, False), "shared while blocks of the old weights are in use"
-    one.report(*(job.job_id for job in jobs))
-    assert one.counted().get("sharing_off") == 0
-    assert one.ask(other) == blocks(6)
-
-
-@pytest.mark.usefixtures("in_process")
-def test_what_the_own_cache_holds_from_before_a_reset_goes_when_the_reset_ends(one: Core) -> None:
-    request = make_request("r", tokens(100))
-    one.allocate(request, 0)
-    (table,) = ([one.pool.blocks[block_id] for block_id in one.ids(request)],)
-    one.pool.cache_full_blocks(request, table, 0, 6, 16, 0)
-    jobs = one.step((request, 100)).stores
-    one.finish(request)
-    assert one.pool.reset_prefix_cache() is False
-    assert one.side.reset() is False
     assert len(one.pool.cached_block_hash_to_block) == 6
     one.report(*(job.job_id for job in jobs))
-    assert len(one.pool.cached_block_hash_to_block) == 0
+    assert len(one.pool.cached_block_hash_to_block) == 0, "the own cache holds blocks from before the reset"
+    assert one.counted().get("sharing_off") == 0
+    assert one.ask(other) == blocks(6)
 
 
 def test_a_reset_of_the_own_cache_that_vllm_refuses_for_running_requests_changes_nothing(one: Core) -> None:
@@ -154,16 +128,3 @@ def test_a_reset_of_the_own_cache_that_vllm_refuses_for_running_requests_changes
     assert one.pool.reset_prefix_cache() is False
     assert one.counted().get("sharing_off") != 1
     assert one.ask(other) == blocks(3)
-
-
-def test_two_kvpools_under_one_multi_connector_share_one_block_pool(core: MakeCore) -> None:
-    """Each of them observes resets, and lets them pass though blocks are pinned."""
-    one, other = core(salt="one").connected(), core(salt="other").connected()
-    other.side.bind_block_pool(one.pool)
-    request = make_request("r", tokens(100))
-    one.allocate(request, 0)
-    one.step((request, 100))
-    one.finish(request)
-    for _ in range(2):
-        assert one.pool.reset_prefix_cache()
-    assert not one.side._resets.is_checked and not other.side._resets.is_checked
