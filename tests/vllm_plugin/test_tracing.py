@@ -55,18 +55,6 @@ def test_a_request_its_lookup_and_its_load(collector: Collector, core: MakeCore)
     assert not one.side._spans._open
 
 
-def test_a_request_without_context_is_a_root_and_off_there_are_no_spans(collector: Collector, core: MakeCore) -> None:
-    one, off = core(otel=True).connected(), core().connected()
-    for each in (off, one):
-        request = make_request("r", tokens(LENGTH, "r"))
-        each.ask(request)
-        each.allocate(request, 0)
-        each.finish(request)
-    wait_for(lambda: collector.named("kvpool.request"), "the request's span")
-    (span,) = collector.named("kvpool.request")
-    assert span.parent == ""
-
-
 def test_each_rank_makes_spans_of_its_stores_and_loads(collector: Collector, fleet: Fleet) -> None:
     prompt = tokens(LENGTH, "ranks")
     writer, reader = (fleet.start(extra={"otel": True}, tp_size=2) for _ in range(2))

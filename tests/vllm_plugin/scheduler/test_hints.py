@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import threading
 import tracemalloc
+from string import ascii_lowercase
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm.v1.request import Request
 
 from kvpool.client.client import Client
 from kvpool.protocol.errors import UnavailableError
+from tests.support.effort import effort
 from tests.support.held import held_by
 from tests.support.processes import wait_for
 from tests.support.vllm_objects import make_request, tokens
@@ -27,44 +29,29 @@ values = st.recursive(
 )
 
 
-@pytest.mark.parametrize("params", [None, {}, {"do_remote_prefill": True}, {"kvpool": {}}, [], "kvpool", 3])
-def test_requests_without_hints_have_none_and_are_not_complained_of(params: object) -> None:
-    assert parse(params) == (RequestHints(), [])
-
-
-def test_hints_are_read() -> None:
-    given = {"kvpool": {"pin_s": 600, "expire": True, "prefetch": False}, "other": 1}
-    assert parse(given) == (RequestHints(600, True, False), [])
-
-
 @pytest.mark.parametrize(
-    ("given", "sentence"),
+    ("params", "hints", "refused"),
     [
-        ({"pin": 600}, "unknown key 'pin'; give pin_s, expire or prefetch"),
-        ({"pin_s": 0}, f"pin_s = 0 is no pin; give 1 to {MAX_PIN_S} seconds"),
-        ({"pin_s": MAX_PIN_S + 1}, f"pin_s = {MAX_PIN_S + 1} is no pin"),
-        ({"pin_s": True}, "pin_s = True is no pin"),
-        ({"pin_s": "600"}, "pin_s = '600' is no pin"),
-        ({"expire": 1}, "expire = 1 is neither true nor false; give one of them"),
-        ({"pin_s": 10**5_000}, "pin_s = a value of type int is no pin"),
-        ({"expire": [10**5_000]}, "expire = a value of type list is neither true nor false"),
-        ({10**5_000: 1}, "unknown key a value of type int; give"),
-        ("pin", "kvpool = 'pin' is no object; give one with pin_s, expire or prefetch"),
+        *((each, {}, []) for each in (None, {}, {"do_remote_prefill": True}, {"kvpool": {}}, [], "kvpool", 3)),
+        ({"kvpool": {"pin_s": 600, "expire": True}, "other": 1}, {"pin_s": 600, "expire": True}, []),
+        ({"kvpool": "pin"}, {}, ["kvpool = 'pin' is no object; give one with pin_s, expire or prefetch"]),
+        ({"kvpool": {"pin_s": 0}}, {}, [f"pin_s = 0 is no pin; give 1 to {MAX_PIN_S} seconds"]),
+        ({"kvpool": {"pin_s": MAX_PIN_S + 1}}, {}, [f"pin_s = {MAX_PIN_S + 1} is no pin"]),
+        ({"kvpool": {"pin_s": True}}, {}, ["pin_s = True is no pin"]),
+        ({"kvpool": {"pin_s": "600", "prefetch": True}}, {"prefetch": True}, ["pin_s = '600' is no pin"]),
+        ({"kvpool": {"expire": 1, "pin_s": 5}}, {"pin_s": 5}, ["expire = 1 is neither true nor false; give one of"]),
+        ({"kvpool": {"pin_s": 10**5_000}}, {}, ["pin_s = a value of type int is no pin"]),
+        ({"kvpool": {"expire": [10**5_000]}}, {}, ["expire = a value of type list is neither true nor false"]),
+        ({"kvpool": {10**5_000: 1}}, {}, ["unknown key a value of type int; give pin_s, expire or prefetch"]),
+        ({"kvpool": {**dict.fromkeys(ascii_lowercase), "pin_s": 5}}, {"pin_s": 5}, ["unknown key"] * MAX_UNKNOWN),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(given: object, sentence: str) -> None:
-    found, refused = parse({"kvpool": given})
-    assert found == RequestHints() and len(refused) == 1 and refused[0].startswith(sentence)
-
-
-def test_a_bad_key_does_not_spoil_the_others() -> None:
-    found, refused = parse({"kvpool": {"pin_s": 5, "prefetch": "yes", "colour": "red"}})
-    assert found == RequestHints(5) and len(refused) == 2
-
-
-def test_many_unknown_keys_are_not_all_refused_by_name_and_spoil_no_other() -> None:
-    found, refused = parse({"kvpool": {**{f"k{nth}": nth for nth in range(1_000)}, "pin_s": 5, "expire": 2}})
-    assert found == RequestHints(5) and len(refused) == MAX_UNKNOWN + 1
+def test_hints_are_read_beside_what_is_refused_by_name(
+    params: object, hints: dict[str, Any], refused: list[str]
+) -> None:
+    found, told = parse(params)
+    assert found == RequestHints(**hints) and len(told) == len(refused)
+    assert all(sentence.startswith(start) for sentence, start in zip(told, refused, strict=True))
 
 
 def test_long_values_are_cut_before_they_are_shown() -> None:
@@ -77,6 +64,7 @@ def test_long_values_are_cut_before_they_are_shown() -> None:
     assert peak < len(text), "a whole value was copied"
 
 
+@settings(max_examples=effort(40))
 @given(values)
 def test_nothing_that_a_request_can_say_raises(value: object) -> None:
     for params in (value, {"kvpool": value}, {"kvpool": {"pin_s": value, "expire": value, "prefetch": value}}):
@@ -107,8 +95,8 @@ def _slot_bytes(core: Core) -> int:
     return core.side.stages.specs[0].groups[0].slot_bytes
 
 
-def _expired(core: Core) -> int:
-    return _client(core).admin.stats().counters["expired_by_hint_blocks"]
+def _counter(core: Core, name: str) -> int:
+    return _client(core).admin.stats().counters[name]
 
 
 def _ended(core: Core, request: Request, *jobs: Any) -> None:
@@ -120,14 +108,18 @@ def _ended(core: Core, request: Request, *jobs: Any) -> None:
     assert not any(held_by(core.side).values()), held_by(core.side)
 
 
-def test_a_prompt_that_the_pool_has_is_pinned_when_it_gets_its_blocks(one: Core) -> None:
-    request = _request("pin", {"kvpool": {"pin_s": 60}})
+def test_a_prompt_is_prefetched_with_the_first_question_and_pinned_when_it_gets_its_blocks(one: Core) -> None:
+    request = _request("pin", {"kvpool": {"pin_s": 60, "prefetch": True}})
     fill(one, request.block_hashes[:4])
+    before = _counter(one, "prefetch_hints")
     external = one.ask(request)
+    wait_for(lambda: _counter(one, "prefetch_hints") == before + 1, "the prefetch")
+    one.ask(request)
     one.allocate(request, external)
     wait_for(lambda: _pinned_bytes(one) == 4 * _slot_bytes(one), "the pin")
     one.report(finished_recving={"pin"} if external else None)
     _ended(one, request, *one.step((request, 64 - external)).stores)
+    assert _counter(one, "prefetch_hints") == before + 1, "it was told twice"
 
 
 def test_a_prompt_is_pinned_as_it_is_stored_and_the_answer_is_not(one: Core) -> None:
@@ -149,7 +141,7 @@ def test_a_prompt_expires_once_its_last_store_has_ended(one: Core) -> None:
     assert one.ask(request) == 0
     one.allocate(request, 0)
     (job,) = one.step((request, 64)).stores
-    before = _expired(one)
+    before = _counter(one, "expired_by_hint_blocks")
     one.finish(request)
     one.step()
     assert held_by(one.side)["requests with hints"] == 1, "its stores have not ended"
@@ -157,18 +149,8 @@ def test_a_prompt_expires_once_its_last_store_has_ended(one: Core) -> None:
     one.report(job.job_id)
     for _ in range(3):
         one.step()
-    wait_for(lambda: _expired(one) == before + 4, "the expiry")
+    wait_for(lambda: _counter(one, "expired_by_hint_blocks") == before + 4, "the expiry")
     assert not any(held_by(one.side).values())
-
-
-def test_a_prefetch_is_told_with_the_first_question(one: Core) -> None:
-    request = _request("soon", {"kvpool": {"prefetch": True}})
-    before = _client(one).admin.stats().counters["prefetch_hints"]
-    one.ask(request)
-    wait_for(lambda: _client(one).admin.stats().counters["prefetch_hints"] == before + 1, "the prefetch")
-    one.ask(request)
-    _ended(one, request)
-    assert _client(one).admin.stats().counters["prefetch_hints"] == before + 1, "it was told twice"
 
 
 def test_bad_hints_are_logged_by_name_and_the_request_is_served(one: Core, caplog: pytest.LogCaptureFixture) -> None:

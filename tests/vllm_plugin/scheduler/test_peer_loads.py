@@ -28,7 +28,6 @@ from tests.support.vllm_objects import tokens
 from tests.vllm_plugin.kinds import window
 from vllm_plugin.connector import KVPoolConnector
 from vllm_plugin.guard import Guard
-from vllm_plugin.scheduler.lookups import Lookups
 from vllm_plugin.scheduler.peer_loads import PeerLoads
 from vllm_plugin.scheduler.scheduler import KVPoolScheduler
 from vllm_plugin.scheduler.stores import Stores
@@ -168,22 +167,39 @@ def assert_reads_right(fleet: Fleet, *prompts: list[int], **toy: Any) -> list[in
     return loaded
 
 
-@pytest.mark.parametrize("good", [0, 3])
-def test_what_a_failed_synchronous_load_left_is_not_stored(good: int, fleet: Fleet) -> None:
-    engine, prompt = beside_peer(fleet, good=good), tokens(PROMPT)
-    engine.peer_loads_well = True  # As far as it is good.
-    assert engine.generate(prompt) == [answer(prompt, 8)]
-    assert engine.num_wrong_reads > 0, "the peer has spoiled nothing"
-    assert_reads_right(fleet, prompt)
+def assert_keeps_nothing(engine: BesidePeer) -> None:
     assert not any(held_by(engine.connector).values()) and engine.num_used_blocks() == 0
 
 
-def test_a_request_that_ends_in_the_step_of_the_load_stores_nothing_wrong(fleet: Fleet) -> None:
-    engine, prompt = beside_peer(fleet), tokens(PROMPT)
-    engine.generate(prompt, max_tokens=1)
-    assert engine.num_wrong_reads > 0
-    assert_reads_right(fleet, prompt)
-    assert not any(held_by(engine.connector).values()) and engine.num_used_blocks() == 0
+@pytest.mark.parametrize(
+    ("peer", "max_tokens", "reads_wrong", "hit"),
+    [
+        ({}, 8, True, None),
+        ({"good": 3}, 8, True, None),
+        ({}, 1, True, None),  # The request ends in the step of the load.
+        ({"policy": "fail"}, 8, True, None),
+        ({"mode": "async"}, 8, False, 96),  # It is computed, and stored.
+        ({"mode": "async by request"}, 8, False, 96),
+        ({"steps_ahead": 1}, 8, True, None),
+        ({"steps_ahead": 1, "mode": "async"}, 8, False, None),
+        ({"good": 6}, 8, False, 0),
+        ({"good": 6}, 1, False, 0),  # Whether it is KV of these weights nobody can tell.
+    ],
+    ids=str,
+)
+def test_what_a_peer_has_loaded_is_not_stored(
+    peer: dict[str, Any], max_tokens: int, reads_wrong: bool, hit: int | None, fleet: Fleet
+) -> None:
+    engine, prompt = beside_peer(fleet, **peer), tokens(PROMPT)
+    engine.peer_loads_well = "good" in peer  # As far as it is good.
+    engine.generate(prompt, max_tokens=max_tokens)
+    # With asynchronous scheduling vLLM keeps the token of the step that was under way.
+    fails = "policy" in peer or "steps_ahead" in peer or (max_tokens == 1 and reads_wrong)
+    assert fails or engine.answers["prompt-0"] == answer(prompt, max_tokens)
+    assert (engine.num_wrong_reads > 0) == reads_wrong
+    (loaded,) = assert_reads_right(fleet, prompt)
+    assert hit is None or loaded == hit
+    assert_keeps_nothing(engine)
 
 
 def test_requests_that_share_the_blocks_of_a_failed_load_store_nothing_wrong(fleet: Fleet) -> None:
@@ -197,57 +213,6 @@ def test_requests_that_share_the_blocks_of_a_failed_load_store_nothing_wrong(fle
     assert engine.scheduler.reset_prefix_cache()
     assert engine.generate(*prompts) == [answer(each, 8) for each in prompts]
     assert assert_reads_right(fleet, *prompts) == [96, 32, 96]
-
-
-def test_a_load_that_fails_the_request_stores_nothing_wrong(fleet: Fleet) -> None:
-    engine, prompt = beside_peer(fleet, policy="fail"), tokens(PROMPT)
-    engine.generate(prompt)
-    assert engine.answers["prompt-0"] == [] and engine.num_wrong_reads > 0
-    assert_reads_right(fleet, prompt)
-    assert not any(held_by(engine.connector).values()) and engine.num_used_blocks() == 0
-
-
-@pytest.mark.parametrize("mode", ["sync", "async"])
-def test_what_is_not_known_to_have_failed_when_the_next_step_is_scheduled_is_not_stored(
-    mode: str, fleet: Fleet
-) -> None:
-    engine, prompt = beside_peer(fleet, mode, steps_ahead=1), tokens(PROMPT)
-    prompts = [prompt, prompt[:PROMISED] + tokens(40, "on")]
-    # vLLM's own answer is not right here: it keeps the token of the step that was under way.
-    engine.generate(*prompts)
-    assert (engine.num_wrong_reads > 0) == (mode == "sync")
-    assert_reads_right(fleet, *prompts)
-    assert not any(held_by(engine.connector).values()) and engine.num_used_blocks() == 0
-
-
-@pytest.mark.parametrize("mode", ["async", "async by request"])
-def test_a_failed_asynchronous_load_is_computed_and_stored(mode: str, fleet: Fleet) -> None:
-    engine, prompt = beside_peer(fleet, mode), tokens(PROMPT)
-    assert engine.generate(prompt) == [answer(prompt, 8)]
-    assert engine.num_wrong_reads == 0
-    assert assert_reads_right(fleet, prompt) == [96]
-
-
-@pytest.mark.parametrize("max_tokens", [1, 8])
-def test_what_a_peer_has_loaded_well_is_not_stored(max_tokens: int, fleet: Fleet) -> None:
-    """Whether it is KV of these weights nobody can tell."""
-    engine, prompt = beside_peer(fleet, good=6), tokens(PROMPT)
-    engine.peer_loads_well = True
-    assert engine.generate(prompt, max_tokens=max_tokens) == [answer(prompt, max_tokens)]
-    assert engine.num_wrong_reads == 0 and engine.cached_tokens["prompt-0"] == PROMISED
-    assert assert_reads_right(fleet, prompt) == [0]
-    assert not any(held_by(engine.connector).values()) and engine.num_used_blocks() == 0
-
-
-def test_a_request_that_is_aborted_while_its_load_is_under_way_leaves_nothing_wrong(fleet: Fleet) -> None:
-    engine, prompt = beside_peer(fleet, steps_ahead=1), tokens(PROMISED + 64)
-    engine.add("aborted", prompt)
-    wait_for(engine.step, "the step of the load")
-    engine.abort("aborted")
-    engine.run()
-    assert engine.generate(prompt) == [answer(prompt, 8)]
-    assert_reads_right(fleet, prompt)
-    assert not any(held_by(engine.connector).values()) and engine.num_used_blocks() == 0
 
 
 # A peer with KV of other weights
@@ -301,7 +266,7 @@ def test_kv_of_other_weights_never_reaches_the_pool(case: tuple[int, str, str, s
     num_hits = 0
     for seed in range(effort(6)):
         num_hits += sum(assert_reads_right(fleet, *play(seed, engine), **toy))
-        assert not any(held_by(engine.connector).values()) and engine.num_used_blocks() == 0
+        assert_keeps_nothing(engine)
     assert engine.num_wrong_reads > 0, "the peer has spoiled nothing"
     assert engine.preempted, "no request was preempted"
     assert num_hits > 0, "nothing was stored"
@@ -321,31 +286,6 @@ def test_what_is_computed_behind_a_window_of_such_kv_is_not_stored(fleet: Fleet)
 def beside_peer_of(fleet: Fleet, request_id: str, count: int, **toy: Any) -> BesidePeer:
     """The peer loads garbage for one request, `count` tokens beyond the engine's own."""
     return beside_peer(fleet, name="StalePeer", loads={request_id: count}, **toy)
-
-
-def test_a_window_that_is_computed_in_the_step_that_shares_it_is_marked_before(fleet: Fleet) -> None:
-    """vLLM names the blocks of a chunk when it schedules them, and the later request needs none before the chunk."""
-    specs, prompt = (window(40),), tokens(200)
-    engine = beside_peer_of(fleet, "first", 16, specs=specs, options={"long_prefill_token_threshold": 96})
-    engine.add("first", prompt)
-    engine.add("short", tokens(20, "short"), max_tokens=60)
-    wait_for(engine.step, "the first chunk")
-    later = prompt[:180] + tokens(60, "later")
-    engine.add("later", later)
-    engine.run()
-    assert engine.cached_tokens["later"] == 176, "the later request shares nothing"
-    assert assert_reads_right(fleet, later, specs=specs) == [0]
-
-
-def test_a_copy_of_a_state_that_a_peer_has_loaded_is_marked(fleet: Fleet) -> None:
-    """vLLM moves the name of a state inside a block to a copy of it, before the request overwrites the state."""
-    specs, prompt = MODELS["larger states"], tokens(90)
-    engine, later = beside_peer_of(fleet, "first", 16, specs=specs), prompt + tokens(60, "later")
-    for name, each in ("own", prompt[:60]), ("first", prompt), ("later", later):
-        engine.add(name, each)
-        engine.run()
-    assert (engine.cached_tokens["first"], engine.cached_tokens["later"]) == (64, 80)
-    assert assert_reads_right(fleet, later, specs=specs) == [48]
 
 
 @pytest.mark.parametrize("shape", ["full", "windows", "states"])
@@ -372,21 +312,6 @@ def test_an_error_after_a_peer_was_given_blocks_loses_no_mark(fleet: Fleet, monk
     engine.generate(prompt)
     assert engine.cached_tokens["prompt-0"] == 96 and engine.num_wrong_reads > 0
     assert assert_reads_right(fleet, prompt) == [0]
-
-
-@pytest.mark.usefixtures("guarded")
-def test_an_error_in_a_step_marks_no_request_of_an_engine_without_peers(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine, prompt = fleet.start(), tokens(100)
-    engine.add("first", prompt)
-    with monkeypatch.context() as patch:
-        patch.setattr(Lookups, "flush", raising)
-        wait_for(engine.step, "the step that fails")
-    engine.step()
-    assert held_by(engine.connector)["requests with KV of other connectors"] == 0
-    engine.run()
-    assert assert_reads_right(fleet, prompt) == [96]
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
+from collections.abc import Callable
 from unittest.mock import Mock, patch
 
 import grpc
@@ -67,127 +68,95 @@ def compute(core: Core, request: Request, local: int = 0, taken: int = 0) -> dic
     return counted(core)
 
 
-def test_a_prompt_is_counted_with_the_step_that_ends_it(one: Core) -> None:
+def test_a_prompt_is_counted_once_with_the_step_that_ends_it(one: Core) -> None:
     request = named()
-    one.ask(request)
-    admit(one, request)
-    one.step((request, 60))
+    one.ask(request, blocks(2))
+    admit(one, request, local=blocks(2))
+    request.num_computed_tokens = blocks(2)
+    one.step((request, 30))
     assert counted(one) == {}
-    one.step((request, 40))
-    assert counted(one) == {Cause.NEVER_STORED: HIT, Cause.LAST_BLOCK: LAST}
-    one.step((request, 1))
-    assert counted(one) == {}
-    assert held_by(one.side)["prompts that are counted"] == 0
-
-
-def test_a_request_that_gives_no_output_is_not_counted(one: Core) -> None:
-    request = named()
-    one.ask(request)
-    admit(one, request)
-    one.step((request, 60))
-    one.finish(request)
-    one.step()
-    assert counted(one) == {} and held_by(one.side)["prompts that are counted"] == 0
-
-
-def test_what_comes_after_a_preemption_is_not_counted_again(one: Core) -> None:
-    request = named()
-    one.ask(request)
-    assert compute(one, request) == {Cause.NEVER_STORED: HIT, Cause.LAST_BLOCK: LAST}
+    one.step((request, LENGTH - blocks(2) - 30))
+    assert counted(one) == {Cause.NEVER_STORED: HIT - blocks(2), Cause.LAST_BLOCK: LAST}
     one.free(request)
     request.num_preemptions = 1
     one.ask(request)
     one.allocate(request, 0)
     one.step((request, LENGTH))
-    assert counted(one) == {}
+    assert counted(one) == {} and held_by(one.side)["prompts that are counted"] == 0
+    without_output = named("without output")
+    one.ask(without_output)
+    admit(one, without_output)
+    one.step((without_output, 60))
+    one.finish(without_output)
+    one.step()
+    assert counted(one) == {} and held_by(one.side)["prompts that are counted"] == 0
 
 
-def test_what_the_engine_has_itself_has_no_cause(one: Core) -> None:
-    request = named()
-    one.ask(request, blocks(2))
-    assert compute(one, request, local=blocks(2)) == {Cause.NEVER_STORED: HIT - blocks(2), Cause.LAST_BLOCK: LAST}
-
-
-def test_a_hit_that_loading_would_make_slower(one: Core, monkeypatch: pytest.MonkeyPatch) -> None:
-    request = named()
-    fill(one, request.block_hashes[:4])
-    monkeypatch.setattr(one.side.loads, "verdict", lambda request_id, start, stop: 0)
-    assert one.ask(request) == 0
-    assert compute(one, request) == {Cause.DECLINED: blocks(4), Cause.NEVER_STORED: blocks(2), Cause.LAST_BLOCK: LAST}
-
-
-def test_a_load_that_failed(one: Core) -> None:
+@pytest.mark.parametrize("failed", [False, True])
+def test_a_load_is_counted_by_what_it_left(failed: bool, one: Core) -> None:
     request = named()
     fill(one, request.block_hashes)
     assert one.ask(request) == HIT
     admit(one, request, taken=HIT)
     one.step()
-    one.report(finished_recving={"r"}, failed_recving={"r"})
-    one.free(request)
-    assert one.ask(request) == 0
-    assert compute(one, request) == {Cause.LOAD_FAILED: HIT, Cause.LAST_BLOCK: LAST}
-
-
-def test_a_load_that_ended_is_counted_by_what_it_left(one: Core) -> None:
-    request = named()
-    fill(one, request.block_hashes)
-    assert one.ask(request) == HIT
-    admit(one, request, taken=HIT)
-    one.step()
-    one.report(finished_recving={"r"})
-    request.num_computed_tokens = HIT
-    one.allocate(request, 0)
-    one.step((request, LAST))
-    assert counted(one) == {Cause.LAST_BLOCK: LAST}
-
-
-def test_a_pool_that_was_lost_and_a_lookup_that_failed(one: Core, monkeypatch: pytest.MonkeyPatch) -> None:
-
-    def late(_: float) -> None:
-        raise PoolTimeoutError("no answer in time")
-
-    with monkeypatch.context() as patch:
-        rpc = one.side.stages.sessions[0].client.rpc
-        pending = Mock(done=lambda: True, result=late, on_done=lambda _: None)
-        patch.setattr(rpc, "lookup_async", lambda *_, **__: pending)
-        request = named("late")
+    one.report(finished_recving={"r"}, failed_recving={"r"} if failed else set())
+    if failed:
+        one.free(request)
         assert one.ask(request) == 0
-        assert compute(one, request) == {Cause.LOOKUP_FAILED: HIT, Cause.LAST_BLOCK: LAST}
-    lose_pool(one)
-    request = named("away")
-    assert one.ask(request) == 0
-    assert compute(one, request) == {Cause.POOL_AWAY: HIT, Cause.LAST_BLOCK: LAST}
+        assert compute(one, request) == {Cause.LOAD_FAILED: HIT, Cause.LAST_BLOCK: LAST}
+    else:
+        request.num_computed_tokens = HIT
+        one.allocate(request, 0)
+        one.step((request, LAST))
+        assert counted(one) == {Cause.LAST_BLOCK: LAST}
 
 
-def test_too_many_others_wait(one: Core, monkeypatch: pytest.MonkeyPatch) -> None:
+def loading_is_slow(one: Core, patch: pytest.MonkeyPatch) -> None:
+    fill(one, named().block_hashes[:4])
+    patch.setattr(one.side.loads, "verdict", lambda request_id, start, stop: 0)
+
+
+def answers_are_late(one: Core, patch: pytest.MonkeyPatch) -> None:
+    late = Mock(side_effect=PoolTimeoutError("no answer in time"))
+    pending = Mock(done=lambda: True, result=late, on_done=lambda _: None)
+    patch.setattr(one.side.stages.sessions[0].client.rpc, "lookup_async", lambda *_, **__: pending)
+
+
+def too_many_others_wait(one: Core, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(StepBudget, "may_begin", property(lambda _: False))
+    patch.setattr(StepBudget, "may_wait", lambda *_, **__: False)
+
+
+@pytest.mark.parametrize(
+    ("happens", "causes"),
+    [
+        (loading_is_slow, {Cause.DECLINED: blocks(4), Cause.NEVER_STORED: blocks(2)}),
+        (answers_are_late, {Cause.LOOKUP_FAILED: HIT}),
+        (lambda one, _: lose_pool(one), {Cause.POOL_AWAY: HIT}),
+        (too_many_others_wait, {Cause.WAITING: HIT}),
+        (lambda one, patch: patch.setattr(one.side.stages, "disagree", True), {Cause.SHARING_OFF: HIT}),
+        (lambda one, patch: patch.setattr(one.side, "_reads", False), {Cause.NOT_ASKED: HIT}),
+    ],
+    ids=lambda value: "" if callable(value) else "-".join(cause.name for cause in value),
+)
+def test_what_keeps_a_hit_from_being_loaded_is_the_cause(
+    happens: Callable[[Core, pytest.MonkeyPatch], None],
+    causes: dict[Cause, int],
+    one: Core,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     request = named()
-    monkeypatch.setattr(StepBudget, "may_begin", property(lambda _: False))
-    monkeypatch.setattr(StepBudget, "may_wait", lambda *_, **__: False)
-    assert one.side.matched_tokens(request, 0) == (0, False)
-    assert compute(one, request) == {Cause.WAITING: HIT, Cause.LAST_BLOCK: LAST}
-
-
-def test_a_reset_and_an_engine_that_only_stores(one: Core, monkeypatch: pytest.MonkeyPatch) -> None:
-    request = named()
-    with monkeypatch.context() as patch:
-        patch.setattr(one.side.stages, "disagree", True)
-        assert one.ask(request) == 0
-        assert compute(one, request) == {Cause.SHARING_OFF: HIT, Cause.LAST_BLOCK: LAST}
-    monkeypatch.setattr(one.side, "_reads", False)
-    request = named("s")
+    happens(one, monkeypatch)
     assert one.ask(request) == 0
-    assert compute(one, request) == {Cause.NOT_ASKED: HIT, Cause.LAST_BLOCK: LAST}
+    assert compute(one, request) == {**causes, Cause.LAST_BLOCK: LAST}
 
 
 def test_a_window_that_is_missing(core: MakeCore) -> None:
     one, request = core(cache=kv_cache(full_attention(), window(64))).connected(), named()
     fill(one, request.block_hashes[:4], group=0)
     assert one.ask(request) == 0
-    assert compute(one, request) == {
-        Cause.WINDOW_OR_STATE: blocks(4),
-        Cause.NEVER_STORED: blocks(2),
-        Cause.LAST_BLOCK: LAST,
-    }
+    expected = {Cause.WINDOW_OR_STATE: blocks(4), Cause.NEVER_STORED: blocks(2), Cause.LAST_BLOCK: LAST}
+    assert compute(one, request) == expected
 
 
 def test_every_cause_of_the_server_is_one_of_the_engines() -> None:
@@ -210,35 +179,25 @@ def test_a_prompt_of_131072_tokens_is_accounted_for_to_the_token_and_at_no_cost(
     session.client.admin.remove(session.namespace, [BlockRun(0, request.block_hashes[16:24])])
     assert one.ask(request) == blocks(16)
     lookup = one.side.admission.candidates["long"].lookup
-    others = {f"other {nth}": 1 for nth in range(256)}
     assert request.prefill_stats is not None
     request.prefill_stats.set(LONG, 0, taken)
 
     computed, costs = one.side.computed, []
-    for _ in range(5):
-        started = time.thread_time()
-        computed.admitted(request, lookup)
-        costs.append(time.thread_time() - started)
-    assert min(costs) < CHEAP_S
-
-    costs = []
+    computed.admitted(request, lookup)
     for at in range(taken, LONG, STEP):
         assert counted(one) == {}, "the prompt has not ended"
         request.num_computed_tokens = at
         started = time.thread_time()
-        computed.step({**others, "long": min(STEP, LONG - at)})
+        computed.step({"long": min(STEP, LONG - at), **{f"other {nth}": 1 for nth in range(256)}})
         costs.append(time.thread_time() - started)
     assert sorted(costs)[len(costs) // 2] < CHEAP_S
-    causes = counted(one)
-    assert sum(causes.values()) == LONG - taken
     whole = (LONG - 1) // BLOCK_TOKENS * BLOCK_TOKENS
-    assert causes == {
+    assert counted(one) == {
         **({Cause.WINDOW_OR_STATE: blocks(16) - taken} if taken < blocks(16) else {}),
         Cause.REMOVED: blocks(48),  # With what is stored behind the removed blocks, and cannot be loaded without them.
         Cause.NEVER_STORED: whole - blocks(64),
         Cause.LAST_BLOCK: LONG - whole,
     }
-    assert not computed._prompts
 
 
 # Reports to the server: in the background, and never twice
@@ -278,6 +237,11 @@ def test_the_server_knows_what_an_engine_counts(one: Core) -> None:
     assert mine.version == __version__ and not mine.breaker_open and mine.transport == one.side.stages.transport
     assert mine.namespaces == [one.side.stages.sessions[0].namespace.fingerprint]  # type: ignore[union-attr]
     compute_prompt(one, "last")
+    lose_pool(one)
+    wait_for(
+        lambda: [each for each in stats(one).engines if each.namespaces == mine.namespaces and each.breaker_open],
+        "the breaker's state to be told",
+    )
     other = Client(ClientConfig(one.side.stages.sessions[0].client.config.endpoint))
     fingerprint = mine.namespaces[0]
     one.side.shutdown()
@@ -285,16 +249,6 @@ def test_the_server_knows_what_an_engine_counts(one: Core) -> None:
         (info,) = [each for each in client.admin.namespaces() if each.fingerprint == fingerprint]
         assert sum(info.computed_tokens.values()) == 4 * LENGTH, "with the last report"
         assert not [engine for engine in client.admin.stats().engines if engine.namespaces == mine.namespaces]
-
-
-def test_an_open_breaker_is_told(one: Core) -> None:
-    wait_for(lambda: stats(one).engines, "the first report")
-    fingerprint = one.side.stages.sessions[0].namespace.fingerprint  # type: ignore[union-attr]
-    lose_pool(one)
-    wait_for(
-        lambda: [each for each in stats(one).engines if each.namespaces == [fingerprint] and each.breaker_open],
-        "the report",
-    )
 
 
 def test_a_lost_answer_counts_nothing_twice(one: Core) -> None:
@@ -316,18 +270,11 @@ def test_a_lost_answer_counts_nothing_twice(one: Core) -> None:
 
 def test_a_server_of_an_older_release_is_left_alone(core: MakeCore) -> None:
     asked: list[object] = []
-
-    def older(_: PoolRpc, report: object, timeout_ms: int) -> bool:
-        asked.append(report)
-        return False
-
-    with patch.object(PoolRpc, "report", older):
+    with patch.object(PoolRpc, "report", lambda *report: bool(asked.append(report))):
         one = core().connected()
         wait_for(lambda: asked, "a report")
-        time.sleep(0.3)  # Six times as long as between two reports.
-        assert len(asked) == 1
         one.side.shutdown()
-    assert len(asked) == 1
+    assert len(asked) == 1, "a report is sent at the end"
 
 
 def test_a_server_that_hangs_holds_up_the_end_for_a_moment(core: MakeCore, pool_server: StartServer) -> None:
