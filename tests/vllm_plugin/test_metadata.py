@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-import pickle
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpool.protocol.namespace import NamespaceSpec
-from kvpool.protocol.types import BlockRun, LeasedSlots, Slots
-from tests.support.values import block_hash, group_spec
-from vllm_plugin.metadata import ConnectorMetadata, GroupBlocks, Handshake, LoadJob, StoreJob, WorkerMetadata
+from kvpool.protocol.types import BlockRun
+from tests.support.values import block_hash
+from vllm_plugin.metadata import GroupBlocks, WorkerMetadata
 
 
 def blocks_of(*lengths: int, tables: int = 1) -> GroupBlocks:
@@ -36,27 +33,14 @@ def test_pieces_follow_each_other_without_gap_or_overlap(lengths: list[int], max
     assert set(sizes[:-1]) <= {max_blocks} and 0 < sizes[-1] <= max_blocks
     assert sum(sizes) == len(part) == sum(lengths)
     # Every block has the name, the group and the parent that it has in the whole.
-    parents = {}
-    for run in part.runs:
-        parents.update(zip(run.block_hashes, [run.parent_hash, *run.block_hashes], strict=False))
-    cut = [run for _, runs in pieces for run in runs]
-    assert all(len(run) and run.group_idx == 3 for run in cut)
-    assert [name for run in cut for name in run.block_hashes] == [
-        name for run in part.runs for name in run.block_hashes
-    ]
-    assert all(run.parent_hash == parents[run.block_hashes[0]] for run in cut)
+    cut = [each for _, runs in pieces for run in runs for each in named(run)]
+    assert cut == [each for run in part.runs for each in named(run)]
 
 
-def test_metadata_survives_the_way_between_processes() -> None:
-    part = blocks_of(2, 1, tables=2)
-    leased = LeasedSlots(Slots(bytes(24), bytes(48), b"permit"), b"f" * 32, 3, 4.5, 1, 3)
-    loaded = dataclasses.replace(part, leased=(leased, None))
-    there = ConnectorMetadata([LoadJob("r", (7, 8), [loaded], clock="c")], [StoreJob(1, [part])])
-    assert pickle.loads(pickle.dumps(there)) == there
-    back = WorkerMetadata({1: 1}, {1})
-    assert pickle.loads(pickle.dumps(back)) == back
-    handshake = Handshake(NamespaceSpec("model", (group_spec(),)))
-    assert pickle.loads(pickle.dumps(handshake)) == handshake
+def named(run: BlockRun) -> list[tuple[int, bytes, bytes]]:
+    """Of each block the group, the name and the parent's name."""
+    parents = [run.parent_hash, *run.block_hashes]
+    return [(run.group_idx, *pair) for pair in zip(run.block_hashes, parents, strict=False)]
 
 
 def test_reports_of_ranks_add_up() -> None:

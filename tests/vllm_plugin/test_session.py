@@ -8,11 +8,10 @@ import random
 import re
 import signal
 import socket
-import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,11 +19,9 @@ from typing import Any
 import pytest
 
 from kvpool.client import transport_choice as choice
-from kvpool.client.admin import Admin
 from kvpool.client.client import Client
 from kvpool.client.config import ClientConfig
 from kvpool.client.handles import Namespace
-from kvpool.client.rpc import PoolRpc
 from kvpool.protocol.errors import (
     DrainingError,
     KVPoolError,
@@ -45,7 +42,7 @@ from vllm_plugin import breaker
 from vllm_plugin import session as session_module
 from vllm_plugin.breaker import FAILURES_TO_OPEN, State
 from vllm_plugin.metrics import Recorder
-from vllm_plugin.session import OPEN_TIMEOUT_MS, PROBE_PINGS, Session
+from vllm_plugin.session import OPEN_TIMEOUT_MS, Session
 
 Open = Callable[..., Session]
 AT_ONCE_S = 5.0
@@ -53,6 +50,7 @@ AT_ONCE_S = 5.0
 TIMEOUT_MS = 300
 HEALED_S = 60.0
 STOPPED_S = 3.0
+"""What a call with a deadline of `TIMEOUT_MS` takes at most on a busy machine."""
 
 
 @pytest.fixture
@@ -60,10 +58,9 @@ def open_session() -> Iterator[Open]:
     with ExitStack() as stack:
 
         def make(endpoint: str, **config: Any) -> Session:
-            recorder, explains = config.pop("recorder", None), config.pop("explains", False)
+            recorder = config.pop("recorder", None)
             config = {"timeout_ms": 5_000, **config}  # A busy machine may be slow to answer.
-            name = f"test {random.random()}"
-            session = Session(ClientConfig(endpoint, **config), namespace_spec(), name, recorder, explains=explains)
+            session = Session(ClientConfig(endpoint, **config), namespace_spec(), f"test {random.random()}", recorder)
             stack.callback(session.close)
             return session
 
@@ -88,31 +85,6 @@ def arena_inode(session: Session) -> int:
 
 def wait_until_open(session: Session) -> None:
     wait_for(lambda: is_open(session), "the session to be open", HEALED_S)
-
-
-@pytest.mark.parametrize(
-    ("transport", "data_listen", "level", "says"),
-    [
-        ("auto", "127.0.0.1:0", "INFO", "transport shm,"),
-        ("network", "127.0.0.1:0", "INFO", "transport tcp over the data port 127.0.0.1:"),
-        ("network", "", "WARNING", "transport grpc (slow: the server has no data port"),
-    ],
-)
-def test_the_log_names_the_way_of_the_bytes_and_warns_of_the_slow_one(
-    open_session: Open,
-    pool_server: StartServer,
-    caplog: pytest.LogCaptureFixture,
-    transport: str,
-    data_listen: str,
-    level: str,
-    says: str,
-) -> None:
-    caplog.set_level("INFO")
-    endpoint = pool_server("--data-listen", data_listen).endpoint
-    open_session(endpoint, transport=transport)
-    says_so = f"kvpool at {endpoint}, "
-    (said,) = wait_for(lambda: [each for each in caplog.records if says_so in each.getMessage()], "the log")
-    assert said.levelname == level and says in said.getMessage()
 
 
 def test_a_session_leaves_grpc_once_the_data_port_answers(
@@ -154,21 +126,6 @@ def count_attempts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return attempts
 
 
-def test_an_absent_server_holds_nobody_up_and_is_found_when_it_comes(
-    open_session: Open, pool_server: StartServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    endpoint = free_endpoint()
-    started = time.monotonic()
-    attempts = count_attempts(monkeypatch)
-    session = open_session(endpoint)
-    assert session.namespace is None
-    assert time.monotonic() - started < AT_ONCE_S
-    wait_for(lambda: len(attempts) > 2, "two attempts to have failed")
-    assert session.namespace is None
-    pool_server("--listen", endpoint)
-    wait_until_open(session)
-
-
 def test_a_server_that_drains_is_left_with_one_line_of_log_and_its_successor_found(
     open_session: Open,
     pool_server: StartServer,
@@ -206,38 +163,22 @@ def test_a_server_that_drains_is_left_with_one_line_of_log_and_its_successor_fou
     assert len(warnings) <= 3, warnings  # It drains, it cannot be reached, and perhaps a call was broken off.
 
 
-def test_a_stopped_server_costs_each_request_its_budget_at_most_and_soon_nothing(
-    open_session: Open, pool_server: StartServer
-) -> None:
+def test_a_stopped_server_costs_few_requests_their_budget(open_session: Open, pool_server: StartServer) -> None:
     server = pool_server()
     session = open_session(server.endpoint, timeout_ms=TIMEOUT_MS)
     wait_until_open(session)
-    costs_s, num_calls = [], 0
-    with stopped(server):
-        ends_at = time.monotonic() + STOPPED_S
-        while time.monotonic() < ends_at:
-            started = time.monotonic()
-            if (namespace := session.namespace) is not None:
-                num_calls += 1
-                with pytest.raises(KVPoolError) as raised:
-                    session.client.lookup(namespace, [run_of("nothing")])
-                session.report(raised.value, "lookup")
-            costs_s.append(time.monotonic() - started)
-            time.sleep(0.01)
+    num_calls, started = 0, time.monotonic()
+    with stopped(server):  # A lookup without a deadline would wait until the server goes on.
+        while (namespace := session.namespace) is not None:
+            num_calls += 1
+            with pytest.raises(KVPoolError) as raised:
+                session.client.lookup(namespace, [run_of("nothing")])
+            session.report(raised.value, "lookup")
+        assert time.monotonic() - started < FAILURES_TO_OPEN * STOPPED_S
         assert session._breaker.state is not State.CLOSED
     assert 1 <= num_calls <= FAILURES_TO_OPEN
-    # A lookup without a deadline would wait until the server goes on. (The median: a busy machine pauses now and then.)
-    assert max(costs_s) < STOPPED_S - 1
-    assert statistics.median(costs_s) < TIMEOUT_MS / 10_000
-
-    def is_answered() -> bool:
-        if (namespace := session.namespace) is None:
-            return False
-        with suppress(KVPoolError):
-            return session.client.lookup(namespace, [run_of("nothing")]).hits[0].num_leading == 0
-        return False
-
-    wait_for(is_answered, "an answer of the server that goes on", HEALED_S)
+    wait_until_open(session)
+    assert session.client.lookup(session.namespace, [run_of("nothing")]).hits[0].num_leading == 0
 
 
 def test_probes_that_are_answered_late_do_not_close_it(
@@ -265,33 +206,6 @@ def test_probes_that_are_answered_late_do_not_close_it(
         finally:
             os.kill(server.pid, signal.SIGCONT)
     wait_until_open(session)
-
-
-def test_one_ping_of_many_that_is_late_is_enough_to_stay_open(
-    open_session: Open, shared_server: ServerProcess, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    answers = iter([None] * (PROBE_PINGS - 1) + [PoolTimeoutError("late")] + [None] * PROBE_PINGS)
-    probes: list[State] = []
-
-    def check(self: PoolRpc, namespace: Any) -> int:
-        probes.append(session._breaker.state)
-        if (error := next(answers, None)) is not None:
-            raise error
-        return 1
-
-    monkeypatch.setattr(PoolRpc, "check", check)
-    ready = threading.Event()
-    opening = Client.open_namespace
-
-    def open_when_ready(self: Client, *args: Any, **kwargs: Any) -> Any:
-        assert ready.wait(HEALED_S)
-        return opening(self, *args, **kwargs)
-
-    monkeypatch.setattr(Client, "open_namespace", open_when_ready)
-    session = open_session(shared_server.endpoint)
-    ready.set()
-    wait_until_open(session)
-    assert probes == [State.HALF_OPEN] * 2 * PROBE_PINGS
 
 
 def test_each_opening_is_counted_and_calls_the_listener(open_session: Open, pool_server: StartServer) -> None:
@@ -334,42 +248,6 @@ def test_closing_is_quick_whatever_the_server_does(
         session.close()
         assert time.monotonic() - started < OPEN_TIMEOUT_MS / 1000 + AT_ONCE_S
         assert not session_threads()
-
-
-def test_closing_while_the_answer_arrives_leaves_no_thread_waiting(
-    open_session: Open, shared_server: ServerProcess, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The thread has its answer, `close` runs, then the thread says that the namespace is open."""
-    monkeypatch.setattr(session_module, "PING_EVERY_S", 600.0)  # So long a thread would wait that has missed its end.
-    session = open_session(shared_server.endpoint)
-    wait_until_open(session)
-    answered, closing = threading.Event(), threading.Event()
-    opens = session.client.open_namespace
-
-    def slow(*args: Any, **kwargs: Any) -> Any:
-        namespace = opens(*args, **kwargs)
-        answered.set()
-        assert closing.wait(HEALED_S)
-        return namespace
-
-    session.client.open_namespace = slow  # type: ignore[method-assign]
-    session.report(UnavailableError("gone"))
-    assert answered.wait(HEALED_S)
-    close, began = session.client.close, threading.Event()
-
-    def begin_to_close() -> None:
-        began.set()
-        close()
-
-    session.client.close = begin_to_close  # type: ignore[method-assign]
-    closer = threading.Thread(target=session.close)
-    closer.start()
-    assert began.wait(HEALED_S)
-    closing.set()
-    wait_for(lambda: not session_threads(), "the thread to end")
-    assert session.namespace is None
-    closer.join(HEALED_S)
-    assert not closer.is_alive()
 
 
 def test_an_idle_session_notices_a_restart_and_lets_go_of_the_old_memory(
@@ -433,43 +311,14 @@ def _reasons(caplog: pytest.LogCaptureFixture, name: str) -> list[logging.LogRec
     ]
 
 
-def test_the_log_says_why_the_blocks_of_another_namespace_are_not_read(
-    pool_server: StartServer, caplog: pytest.LogCaptureFixture
-) -> None:
-    endpoint, salt = pool_server().endpoint, "nobody else's business"
-    caplog.set_level("INFO")
-
-    def opened(differs: bool = True, **fields: Any) -> str:
-        caplog.clear()
-        config = ClientConfig(endpoint, timeout_ms=5_000)
-        session = Session(config, namespace_spec(**fields), "scheduler", explains=True)
-        wait_until_open(session)
-        if differs:
-            wait_for(lambda: "because" in caplog.text, "the reason")
-        session.close()  # The thread that says it has ended.
-        return caplog.text
-
-    first = {"model": "one", "salt": salt, "kv_cache_dtype": "auto"}
-    assert "because" not in opened(differs=False, **first)
-    assert "because" not in opened(differs=False, **first)
-    assert "because" not in opened(differs=False, model="two")
-    name = namespace_spec(**first).fingerprint().hex()[:12]
-    opener = rf"{name} \(opened by {re.escape(socket.gethostname())}, \d+ (s|min) ago\)"
-    far = opened(model="one", salt="mine", kv_cache_dtype="fp8")
-    assert re.search(rf"because kv_cache_dtype: 'fp8' here, 'auto' in {opener}; salt differs in it\n$", far)
-    near = opened(True, **{**first, "kv_cache_dtype": "fp8_e5m2"})
-    assert re.search(rf"because kv_cache_dtype: 'fp8_e5m2' here, 'auto' in {opener}\n$", near)
-    assert salt not in far + near
-    long_one = opened(True, **{**first, "revision": "r" * 300})
-    assert re.search(rf"because revision differs in {opener}\n$", long_one)
-
-
-def test_the_engine_that_was_there_first_learns_of_a_later_one_and_is_warned_while_it_has_no_hits(
+def test_engines_learn_why_the_blocks_of_another_namespace_are_not_read(
     pool_server: StartServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vllm_plugin.session.PING_EVERY_S", 0.05)
-    monkeypatch.setattr("vllm_plugin.session.EXPLAIN_EVERY_S", 0.0)
-    endpoint, spec = pool_server().endpoint, namespace_spec(model="akin", salt="s", kv_cache_dtype="auto")
+    """The one that was there first, too; it is warned while it has no hits."""
+    monkeypatch.setattr(session_module, "PING_EVERY_S", 0.05)
+    monkeypatch.setattr(session_module, "EXPLAIN_EVERY_S", 0.0)
+    salt = "nobody else's business"
+    endpoint, spec = pool_server().endpoint, namespace_spec(model="akin", salt=salt, kv_cache_dtype="auto")
     caplog.set_level("INFO")
     with ExitStack() as stack:
 
@@ -482,46 +331,24 @@ def test_the_engine_that_was_there_first_learns_of_a_later_one_and_is_warned_whi
 
         first = start("first")
         start("worker of the first")
-        start("second", kv_cache_dtype="fp8")
+        start("second", kv_cache_dtype="fp8", salt="mine", revision="r" * 300)
         wait_for(lambda: _reasons(caplog, "first"), "the first engine to hear of the second")
         (warning,) = _reasons(caplog, "first")
-        assert warning.levelname == "WARNING" and "kv_cache_dtype: 'auto' here, 'fp8' in " in warning.message
+        assert warning.levelname == "WARNING"
+        (said,) = _reasons(caplog, "second")
+        host = re.escape(socket.gethostname())
+        assert re.search(
+            rf"because revision differs in {first.namespace.fingerprint.hex()[:12]} \(opened by {host}, \d+ s ago\); "
+            r"kv_cache_dtype: 'fp8' here, 'auto' in it; salt differs in it$",
+            said.message,
+        )
         # One that has hits is only told, and of what it has been told it is told no more.
         first.client.put_blocks(first.namespace, run_of("a"), [bytes(first.namespace.spec.groups[0].slot_bytes)])
         first.client.lookup(first.namespace, [run_of("a")])
-        start("third", kv_cache_dtype="fp8_e5m2")
+        start("third", kv_cache_dtype="fp8_e5m2", salt="mine", revision="r")
         start("fourth", model_dtype="float16")
         wait_for(lambda: len(_reasons(caplog, "first")) == 2, "the first engine to hear of the fourth")
         told = _reasons(caplog, "first")[1]
         assert told.levelname == "INFO" and "model_dtype: '' here, 'float16' in " in told.message
         assert not _reasons(caplog, "worker of the first")
-
-
-def test_a_busy_pool_is_seldom_asked_for_the_list_of_its_namespaces(
-    open_session: Open, pool_server: StartServer, connect: Callable[..., Client], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("vllm_plugin.session.PING_EVERY_S", 0.01)
-    server = pool_server()
-    asked: list[float] = []
-    pinged: list[int] = []
-    listing, checking = Admin.namespaces, PoolRpc.check
-
-    def namespaces(self: Admin, **options: Any) -> Any:
-        assert options == {"holdings": False}
-        asked.append(time.monotonic())
-        return listing(self, **options)
-
-    def check(self: PoolRpc, namespace: Namespace) -> int:
-        pinged.append(checking(self, namespace))
-        return pinged[-1]
-
-    monkeypatch.setattr(Admin, "namespaces", namespaces)
-    monkeypatch.setattr(PoolRpc, "check", check)
-    wait_until_open(open_session(server.endpoint, explains=True))
-    client = connect(server)
-    for _ in range(5):
-        client.open_namespace(namespace_spec())
-        count = len(pinged)
-        wait_for(lambda count=count: len(pinged) > count + 1, "pings after it")
-    assert pinged[-1] == 6
-    assert len(asked) == 1, "the list is asked for again within EXPLAIN_EVERY_S"
+        assert salt not in caplog.text
