@@ -167,30 +167,6 @@ def test_abort_at_every_stage_and_the_same_name_again(
 
 
 @ALL
-def test_requests_share_blocks_that_are_being_sent(
-    shape: str, mode: dict[str, Any], storm: Callable[..., ToyEngine]
-) -> None:
-    shared = tokens(150, "shared")
-    prompts = [[*shared, *tokens(20, nth)] for nth in range(6)]
-    first = storm(shape, num_blocks=128, **mode)
-    with held(SendThread) as go:
-        for nth, prompt in enumerate(prompts):
-            first.add(f"r{nth}", prompt, max_tokens=20)
-            first.step_until(lambda nth=nth: first.answers[f"r{nth}"], "a token")  # type: ignore[misc]
-        first.abort("r0", "r3")
-        for _ in range(30):
-            first.step()
-        assert first.connector.has_pinned_blocks()
-        go.set()
-        first.run()
-    for nth in (1, 2, 4, 5):
-        assert first.answers[f"r{nth}"] == answer(prompts[nth], 20)
-    second = storm(shape, num_blocks=128, **mode)
-    assert second.generate(*prompts) == [answer(prompt, 8) for prompt in prompts]
-    assert second.counted("loaded_blocks") > 0
-
-
-@ALL
 @pytest.mark.parametrize("fault", ["killed", "corrupt", "stopped"])
 def test_pool_that_fails_in_a_storm(
     fault: str,
