@@ -5,12 +5,9 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
-import numpy as np
 import pytest
 import torch
 
-from vllm_plugin.worker.copy import make_copier
-from vllm_plugin.worker.copy.cpu import CpuCopier
 from vllm_plugin.worker.layout import Layout, make_layout
 
 L, B, H, N, C = 3, 5, 4, 8, 6
@@ -67,6 +64,10 @@ LAYOUTS: dict[str, Callable[[torch.Tensor], Caches]] = {
 }
 
 
+EVEN = ("LBHNC", "LBNHC", "BLHNC", "padding between blocks")
+"""Layouts whose layers lie evenly spaced."""
+
+
 def layout_of(caches: Caches, num_shards: int, names: Sequence[Sequence[str]] = (NAMES,)) -> Layout:
     return make_layout(caches, names, B, num_shards)
 
@@ -82,64 +83,12 @@ def canonical_bytes(layout: Layout, *block_ids: int) -> bytes:
 def test_every_layout_gives_the_same_bytes(layout: str, num_shards: int) -> None:
     values = numbered()
     made = layout_of(LAYOUTS[layout](values), num_shards)
-    assert sum(part.view.shape[2] for part in made.parts) == L
+    assert [part.view.shape[2] for part in made.parts] == ([L] if layout in EVEN else [1] * L), "as few views as can be"
     assert (made.num_shards, made.region_bytes) == (num_shards, L * H * N * C * 2)
     for block_id in range(B):
         # [L, H, N, C] -> shard, layer, head of the shard, token, C
         expected = values[:, block_id].unflatten(1, (num_shards, -1)).transpose(0, 1).contiguous()
         assert canonical_bytes(made, block_id) == expected.numpy().tobytes()
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_views_are_the_kv_cache_itself(layout: str) -> None:
-    caches = LAYOUTS[layout](numbered())
-    for part in layout_of(caches, 2).parts:
-        part.view[3] = 7
-    for cache in caches.values():
-        assert (cache[3] == 0x0707).all()
-        assert (cache[[0, 1, 2, 4]] != 0x0707).any()
-
-
-def test_padding_is_neither_read_nor_written() -> None:
-    caches, block_bytes = LAYOUTS["padding between blocks"](numbered()), L * H * N * C * 2
-    first = caches[NAMES[0]]
-    whole = first.as_strided((L, B, H * N * C + 10), (B * (H * N * C + 10), H * N * C + 10, 1))
-    copier = make_copier([layout_of(caches, 2)])
-    assert isinstance(copier, CpuCopier)
-    gathered = [np.zeros(block_bytes, np.uint8) for _ in range(B)]
-    copier.gather(copier.mark(), 0, [range(B)], gathered)
-    assert not any((buffer.view(np.int16) == -1).any() for buffer in gathered)
-    copier.scatter(copier.mark(), 0, [range(B)], [np.full(block_bytes, 9, np.uint8)] * B)
-    copier.wait_scattered()
-    assert (whole[:, :, -10:] == -1).all()
-    assert (whole[:, :, :-10] == 0x0909).all()
-
-
-@pytest.mark.parametrize("layout", ["LBHNC", "LBNHC", "BLHNC", "padding between blocks"])
-def test_evenly_spaced_layers_are_one_view(layout: str) -> None:
-    assert len(layout_of(LAYOUTS[layout](numbered()), 2).parts) == 1
-
-
-@pytest.mark.parametrize("layout", ["layers spaced unevenly", "layers in reverse", "an allocation a layer"])
-def test_other_layers_are_a_view_each(layout: str) -> None:
-    assert len(layout_of(LAYOUTS[layout](numbered()), 2).parts) == L
-
-
-def test_kernel_blocks_smaller_than_blocks_are_put_together() -> None:
-    values = numbered()
-    # vLLM shows two kernel blocks a block: [2 * B, H, N / 2, C], each of them contiguous.
-    kernel = values.unflatten(3, (2, N // 2)).permute(0, 1, 3, 2, 4, 5).reshape(L, 2 * B, H, N // 2, C).contiguous()
-    made = layout_of(dict(zip(NAMES, kernel, strict=True)), 2)
-    assert [tuple(part.view.shape) for part in made.parts] == [(B, 2, L, H // 2, 2, N // 2, 2 * C)]
-    for block_id in range(B):
-        # Heads first, then both halves: the tokens of a head stay in order.
-        expected = values[:, block_id].unflatten(1, (2, -1)).transpose(0, 1).contiguous()
-        assert canonical_bytes(made, block_id) == expected.numpy().tobytes()
-
-
-def test_a_layer_that_vllm_did_not_register_is_named() -> None:
-    with pytest.raises(ValueError, match=r"layer 'layers\.2' has no KV cache"):
-        layout_of({name: torch.zeros(B, H, N, C) for name in NAMES[:2]}, 1)
 
 
 @pytest.mark.parametrize(
@@ -154,27 +103,8 @@ def test_a_layer_that_vllm_did_not_register_is_named() -> None:
 def test_a_shape_the_pool_does_not_know_is_refused(cache: torch.Tensor, num_shards: int) -> None:
     with pytest.raises(ValueError, match="KV cache of layer 'odd' has shape"):
         layout_of({"odd": cache}, num_shards, [["odd"]])
-
-
-# Several members, several shapes
-
-
-def test_layers_follow_each_other_member_by_member() -> None:
-    values = numbered()
-    made = layout_of(dict(zip(NAMES, values, strict=True)), 2, [NAMES[1:], NAMES[:1]])
-    assert [(part.member, part.view.shape[2]) for part in made.parts] == [(0, 2), (1, 1)]
-    assert [part.start for part in made.parts] == [0, made.parts[0].chunk_bytes]
-    first, second = (values[1:, 4], values[:1, 2])
-    expected = torch.cat([first, second]).unflatten(1, (2, -1)).transpose(0, 1).contiguous()
-    assert canonical_bytes(made, 4, 2) == expected.numpy().tobytes()
-
-
-def test_neighbours_of_other_shapes_are_parts_of_their_own() -> None:
-    caches = {"a": torch.zeros(B, 4, N, C), "b": torch.zeros(B, 8, N, C), "c": torch.zeros(B, 4, N, 2 * C)}
-    made = layout_of(caches, 4, [list(caches)])
-    assert [part.chunk_bytes for part in made.parts] == [N * C * 4, 2 * N * C * 4, 2 * N * C * 4]
-    assert [part.start for part in made.parts] == [0, N * C * 4, 3 * N * C * 4]
-    assert made.chunk_bytes == 5 * N * C * 4
+    with pytest.raises(ValueError, match="layer 'odd' has no KV cache"):
+        layout_of({}, num_shards, [["odd"]])
 
 
 def test_groups_that_overlay_each_other_are_read_by_the_blocks_that_are_theirs() -> None:

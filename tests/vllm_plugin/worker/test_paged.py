@@ -52,25 +52,3 @@ def test_it_moves_the_bytes_that_a_cpu_moves(
     scattered = interpreter(_scattered, source, dtype, num_shards, rows)
     for one, other in zip(scattered, caches.values(), strict=True):
         assert np.array_equal(one, other.numpy())
-
-
-def _words(dtype: torch.dtype) -> torch.dtype:
-    from vllm_plugin.worker.copy.paged import PagedBlocks
-
-    return PagedBlocks(layout_of(LAYOUTS["LBHNC"](numbered().to(dtype)), 2))._dtype
-
-
-def test_words_are_as_wide_as_fits(interpreter: Callable[..., Any]) -> None:
-    assert interpreter(_words, torch.int64) == torch.int64
-    assert interpreter(_words, torch.int16) == torch.uint8
-
-
-def _launches(source: str) -> int:
-    from vllm_plugin.worker.copy.paged import PagedBlocks
-
-    return len(PagedBlocks(layout_of(LAYOUTS[source](numbered()), 2))._likes)
-
-
-@pytest.mark.parametrize("source", ["LBHNC", "layers spaced unevenly", "layers in reverse", "an allocation a layer"])
-def test_layers_that_look_alike_are_one_launch(interpreter: Callable[..., Any], source: str) -> None:
-    assert interpreter(_launches, source) == 1
