@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from vllm.lora.request import LoRARequest
@@ -59,8 +59,8 @@ def lora(tmp_path: Path) -> LoRARequest:
     return LoRARequest("name", 1, str(place))
 
 
-def asking(lora: LoRARequest | None) -> Request:
-    request = make_request("r", tokens(1))
+def asking(lora: LoRARequest | None, num_tokens: int = 1, name: str = "r", **options: Any) -> Request:
+    request = make_request(name, tokens(num_tokens), **options)
     request.lora_request = lora
     return request
 
@@ -97,20 +97,14 @@ def test_an_adapter_that_ranks_may_download_again_is_not_shared(
     assert read(make("always"), lora) is not None
 
 
-def test_without_an_adapter_names_are_the_engines_hashes(make: Make) -> None:
-    adapters = make()
-    assert digest(adapters, None) == NO_ADAPTER
-    hashes = [block_hash(n) for n in range(3)]
-    assert named(hashes, NO_ADAPTER) == hashes
-
-
 def test_names_are_told_apart_by_the_digest_and_back(make: Make, lora: LoRARequest) -> None:
-    digest = read(make(), lora)
-    assert digest is not None and len(digest) == 32
-    hashes = [block_hash(n) for n in range(3)]
-    assert set(named(hashes, digest)).isdisjoint(hashes)
-    assert named(named(hashes, digest), digest) == hashes
-    assert named([], digest) == []
+    adapters, hashes = make(), [block_hash(n) for n in range(3)]
+    name = read(adapters, lora)
+    assert name is not None and len(name) == 32
+    assert set(named(hashes, name)).isdisjoint(hashes)
+    assert named(named(hashes, name), name) == hashes
+    assert named([], name) == []
+    assert digest(adapters, None) == NO_ADAPTER and named(hashes, NO_ADAPTER) == hashes
 
 
 def test_one_content_at_two_places_is_one_adapter(make: Make, lora: LoRARequest, tmp_path: Path) -> None:
@@ -130,23 +124,10 @@ def test_files_that_are_newer_than_the_engine_are_not_shared(
     assert read(make("always", ahead_s=-5.0), lora) is not None
 
 
-def test_a_change_is_noticed_before_a_request_that_came_after_it(make: Make, lora: LoRARequest) -> None:
-    adapters = make()
-    assert read(adapters, lora) is not None
-    Path(lora.lora_path, "adapter_model.safetensors").write_bytes(b"WEIGHTS")
-    arrived_at = time.time()
-
-    def is_checked() -> bool:
-        adapters.new_step()
-        return adapters.are_checked(asking(lora), arrived_at)
-
-    assert not adapters.are_checked(asking(lora), arrived_at)
-    wait_for(is_checked, "a look at the files")
-    assert digest(adapters, lora) is None
-
-
 @pytest.mark.parametrize("how", ["written", "replaced", "added", "removed"])
-def test_files_that_change_later_end_the_sharing(how: str, make: Make, lora: LoRARequest, tmp_path: Path) -> None:
+def test_files_that_change_later_end_the_sharing_before_a_request_that_comes_then(
+    how: str, make: Make, lora: LoRARequest, tmp_path: Path
+) -> None:
     adapters = make()
     assert read(adapters, lora) is not None
     weights = Path(lora.lora_path) / "adapter_model.safetensors"
@@ -160,12 +141,15 @@ def test_files_that_change_later_end_the_sharing(how: str, make: Make, lora: LoR
     else:
         shutil.rmtree(weights.parent)
 
-    def is_noticed() -> bool:
-        adapters.are_checked(asking(lora), time.time())
-        adapters.new_step()
-        return digest(adapters, lora) is None
+    arrived_at = time.time()
 
-    wait_for(is_noticed, "the change to be noticed")
+    def is_checked() -> bool:
+        adapters.new_step()
+        return adapters.are_checked(asking(lora), arrived_at)
+
+    assert not adapters.are_checked(asking(lora), arrived_at)
+    wait_for(is_checked, "a look at the files")
+    assert digest(adapters, lora) is None
 
 
 def test_a_link_that_was_rolled_back_names_what_the_ranks_may_not_have(
@@ -179,22 +163,16 @@ def test_a_link_that_was_rolled_back_names_what_the_ranks_may_not_have(
     assert read(adapters, lora) is not None
 
 
-def test_an_adapter_that_was_loaded_in_place_is_never_shared_again(make: Make, lora: LoRARequest) -> None:
-    adapters = make()
-    assert read(adapters, lora) is not None
-    assert digest(adapters, LoRARequest("name", 1, lora.lora_path, load_inplace=True)) is None
-    assert digest(adapters, lora) is None
-
-
-@pytest.mark.parametrize("load_inplace", [False, True])
+@pytest.mark.parametrize(("other", "load_inplace"), [("copy", False), ("copy", True), ("adapter", True)])
 def test_two_adapters_of_one_number_are_not_told_apart_by_the_ranks(
-    load_inplace: bool, make: Make, lora: LoRARequest, tmp_path: Path
+    other: str, load_inplace: bool, make: Make, lora: LoRARequest, tmp_path: Path
 ) -> None:
     shutil.copytree(lora.lora_path, tmp_path / "copy")
     adapters = make()
     assert read(adapters, lora) is not None
-    other = LoRARequest("other", lora.lora_int_id, str(tmp_path / "copy"), load_inplace=load_inplace)
-    assert digest(adapters, other) is None and digest(adapters, lora) is None
+    name = lora.lora_name if other == "adapter" else other
+    loaded = LoRARequest(name, lora.lora_int_id, str(tmp_path / other), load_inplace=load_inplace)
+    assert digest(adapters, loaded) is None and digest(adapters, lora) is None
 
 
 def test_an_adapter_that_is_not_here_is_not_shared(make: Make, caplog: pytest.LogCaptureFixture) -> None:
@@ -215,17 +193,6 @@ def test_ranks_that_read_files_of_their_own_do_not_share(
 # Requests
 
 
-def test_the_names_of_a_request_are_a_range_of_its_hashes(core: MakeCore) -> None:
-    geometry, request = core().side.geometry, make_request("r", tokens(160))
-    names = geometry.names.run(request, 0, geometry.groups[0].kind, 2, 7).block_hashes
-    hashes = request.block_hashes
-    assert any(each is hashes for each in gc.get_referents(names)), "a list would be walked by each garbage collection"
-    assert (len(names), list(names), names[0], names[-1]) == (5, hashes[2:7], hashes[2], hashes[6])
-    assert (list(names[1:3]), list(names[3:]), list(names[::2])) == (hashes[3:5], hashes[5:7], hashes[2:7:2])
-    with pytest.raises(IndexError):
-        names[5]
-
-
 def test_the_names_of_a_streaming_session_outlast_its_hashes(core: MakeCore) -> None:
     """vLLM cuts the hashes of a session that goes on, and a thread may still send the names."""
     geometry, request = core().side.geometry, make_request("r", tokens(160), resumable=True)
@@ -239,8 +206,7 @@ def test_a_request_with_an_adapter_shares_by_the_adapters_content(core: MakeCore
     os.utime(lora.lora_path)
     time.sleep(CLOCK_STEP_S)  # The engine starts later than the files were written.
     one = core().connected()
-    request = make_request("r", tokens(100))
-    request.lora_request = lora
+    request = asking(lora, 100)
     wait_for(lambda: one.ask(request) is not None, "the adapter to be read")
     digest = one.side.geometry.names.adapter(request)
     assert one.ask(request) == 0
@@ -257,10 +223,20 @@ def test_a_request_with_an_adapter_shares_by_the_adapters_content(core: MakeCore
 
     jobs = wait_for(stored, "a look at the files")
     assert list(jobs[0].groups[0].runs[0].block_hashes) == named(request.block_hashes[:6], digest)
-    other = make_request("s", tokens(100))
-    other.lora_request = lora
     fill(one, named(request.block_hashes, digest))
+    other = asking(lora, 100, "s")
     assert one.ask(other) == 96
+    Path(lora.lora_path, "adapter_model.safetensors").write_bytes(b"WEIGHTS")
+
+    def is_noticed() -> bool:
+        one.side.geometry.names.are_checked(other, time.time())
+        one.step()
+        return not one.side.geometry.names.are_known(other)
+
+    wait_for(is_noticed, "the change to be noticed")
+    one.allocate(other, 96)
+    (load,) = one.step().loads
+    assert (load.groups, load.lease_ids) == ([], (0,)), "what another adapter may have computed is loaded"
 
 
 @pytest.mark.parametrize("changes", [False, True])
@@ -269,8 +245,7 @@ def test_an_answer_that_ends_before_the_adapters_files_are_checked_is_stored_aft
 ) -> None:
     time.sleep(CLOCK_STEP_S)
     one = core().connected()
-    request = make_request("r", tokens(100))
-    request.lora_request = lora
+    request = asking(lora, 100)
     wait_for(lambda: one.ask(request) is not None, "the adapter to be read")
     one.allocate(request, 0)
     assert one.step((request, 100)).stores == []
@@ -290,35 +265,8 @@ def test_an_answer_that_ends_before_the_adapters_files_are_checked_is_stored_aft
     assert len(stored) == (0 if changes else 1)
 
 
-def test_what_an_adapter_computed_whose_files_have_changed_is_not_stored(core: MakeCore, lora: LoRARequest) -> None:
-    """Nobody was asked whether it is current: such a request is computed without a lookup."""
-    time.sleep(CLOCK_STEP_S)
-    one = core().connected()
-    first = make_request("r", tokens(100))
-    first.lora_request = lora
-    wait_for(lambda: one.ask(first) is not None, "the adapter to be read")
-    Path(lora.lora_path, "adapter_model.safetensors").write_bytes(b"WEIGHTS")
-    second = make_request("s", tokens(100), prompt_logprobs=0)
-    second.lora_request = lora
-    assert one.ask(second) == 0
-    one.allocate(second, 0)
-    assert one.step((second, 100)).stores == []
-    one.side.stats()
-
-    def is_refused() -> bool:
-        one.side.stats()
-        assert one.step((second, 0)).stores == []
-        return not one.side.geometry.names.are_known(second)
-
-    wait_for(is_refused, "the change to be noticed")
-    one.finish(second)
-    assert one.step().stores == []
-
-
 def test_a_request_whose_adapter_is_not_shared_is_computed_and_not_stored(core: MakeCore, lora: LoRARequest) -> None:
-    one = core(share_adapters="never").connected()
-    request = make_request("r", tokens(100))
-    request.lora_request = lora
+    one, request = core(share_adapters="never").connected(), asking(lora, 100)
     fill(one, request.block_hashes)
     assert one.ask(request) == 0
     one.allocate(request, 0)

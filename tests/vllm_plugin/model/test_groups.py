@@ -4,6 +4,7 @@ import itertools
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import reduce
 from types import SimpleNamespace
 from typing import Any
 
@@ -147,109 +148,82 @@ def test_boundaries_are_whole_blocks_and_hashes_are_their_common_part(vllm_confi
 # What is refused
 
 
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
-        (state(mode="none"), r"\(MambaSpec, 2 layers\) .*'none'; start vLLM with .*--mamba-cache-mode align"),
-        (state(mode="all"), r"\(MambaSpec, 2 layers\) .*'all'; start vLLM with .*--mamba-cache-mode align"),
-        (full_attention(non_causal=True), r"\(FullAttentionSpec, 2 layers\) looks ahead .*serve it without kvpool"),
-        (
-            SlidingWindowMLASpec(**vars(window(64)) | {"head_size_v": 0, "bounded_replay": True}),
-            r"\(SlidingWindowMLASpec, 2 layers\) is scratch memory",
-        ),
-    ],
-)
-def test_a_group_that_cannot_be_shared_is_refused_by_number_kind_and_fix(spec: KVCacheSpec, message: str) -> None:
-    with pytest.raises(ConfigError, match=f"does not serve some/model: its KV-cache group 1 {message}"):
-        check_supported(engine(), kv_cache(full_attention(), spec))
+class NewSpec(type(full_attention())):  # type: ignore[misc]
+    """Of a kind that a later vLLM may add."""
 
 
-def test_states_are_refused_where_vllm_ends_chunks_inside_their_blocks() -> None:
-    with pytest.raises(ConfigError, match=r"group 1 \(MambaSpec, 2 layers\) keeps states in blocks of 48"):
-        check_supported(engine(), kv_cache(full_attention(), state(block_size=48)))
-    check_supported(engine(), kv_cache(full_attention(block_size=96), state(block_size=48)))
-
-
-def test_a_kind_that_nobody_knows_is_refused() -> None:
-    class NewSpec(type(full_attention())):  # type: ignore[misc]
-        pass
-
-    with pytest.raises(ConfigError, match=r"group 0 \(NewSpec, 2 layers\) is of a kind that it does not know"):
-        check_supported(engine(), kv_cache(NewSpec(**vars(full_attention()))))
-
-
-def test_one_layer_of_a_mixed_group_is_enough_to_refuse_it() -> None:
-    mixed = uniform(a=full_attention(), b=full_attention(8, non_causal=True))
-    with pytest.raises(ConfigError, match=r"group 0 \(FullAttentionSpec, 2 layers\) looks ahead"):
-        check_supported(engine(), kv_cache(mixed))
-
-
-def test_a_model_without_kv_cache_is_refused(vllm_config: MakeConfig) -> None:
-    with pytest.raises(ConfigError, match="has no KV cache, so there is nothing to share"):
-        check_supported(vllm_config(), replace(cache_config(), kv_cache_groups=[]))
+SCRATCH = SlidingWindowMLASpec(**vars(window(64)) | {"head_size_v": 0, "bounded_replay": True})
 
 
 @pytest.mark.parametrize(
-    ("section", "name", "value", "message"),
+    ("specs", "message"),
     [
-        ("parallel_config", "decode_context_parallel_size", 2, "decode_context_parallel_size = 2; set it to 1"),
-        ("parallel_config", "prefill_context_parallel_size", 2, "prefill_context_parallel_size = 2; set it to 1"),
-        ("parallel_config", "distributed_executor_backend", "external_launcher", "one for each: use 'mp' or 'ray'"),
-        ("parallel_config", "enable_fault_tolerance", True, "serve without --enable-fault-tolerance"),
-        ("cache_config", "calculate_kv_scales", True, "calculate_kv_scales"),
+        ([full_attention(), state(mode="none")], r"1 \(MambaSpec, .*'none'; start vLLM .*--mamba-cache-mode align"),
+        ([full_attention(), state(mode="all")], r"1 \(MambaSpec, 2 layers\) .*'all'; start .*--mamba-cache-mode align"),
+        ([full_attention(non_causal=True)], r"0 \(FullAttentionSpec, 2 layers\) looks ahead .*serve it without kvpool"),
+        ([SCRATCH], r"0 \(SlidingWindowMLASpec, 2 layers\) is scratch memory"),
+        # vLLM ends chunks at multiples of the smallest block: inside these states' blocks.
+        ([full_attention(), state(block_size=48)], r"1 \(MambaSpec, 2 layers\) keeps states in blocks of 48"),
+        ([NewSpec(**vars(full_attention()))], r"0 \(NewSpec, 2 layers\) is of a kind that it does not know"),
+        # One layer of a mixed group is enough.
+        ([uniform(a=full_attention(), b=full_attention(8, non_causal=True))], r"0 \(FullAttentionSpec, .* looks ahead"),
     ],
 )
-def test_a_setting_that_is_not_served_is_refused_by_name(
-    section: str, name: str, value: Any, message: str, vllm_config: MakeConfig
+def test_a_group_that_cannot_be_shared_is_refused_by_number_kind_and_fix(
+    specs: list[KVCacheSpec], message: str
 ) -> None:
-    config = vllm_config()
-    setattr(getattr(config, section), name, value)
-    with pytest.raises(ConfigError, match=message):
-        check_supported(config, cache_config())
+    with pytest.raises(ConfigError, match=f"does not serve some/model: its KV-cache group {message}"):
+        check_supported(engine(), kv_cache(*specs))
+    with pytest.raises(ConfigError, match="some/model has no KV cache, so there is nothing to share"):
+        check_supported(engine(), kv_cache())
 
 
-@pytest.mark.parametrize(("role", "is_refused"), [("ec_consumer", True), ("ec_both", True), ("ec_producer", False)])
-def test_encoded_images_of_who_knows_which_weights_are_refused(
-    role: str, is_refused: bool, vllm_config: MakeConfig
-) -> None:
-    config = vllm_config()
-    config.ec_transfer_config = ECTransferConfig(ec_connector="ECExampleConnector", ec_role=role)
-    with pytest.raises(ConfigError, match="set ec_role = 'ec_producer'") if is_refused else nullcontext():
-        check_supported(config, cache_config())
+NO_PREFIXES: dict[str, Any] = {"cache_config.enable_prefix_caching": False}
 
 
-@pytest.mark.parametrize(("caches_prefixes", "processor_cache_gb"), [(False, 0), (True, 0), (False, 4)])
-def test_images_that_a_counter_names_are_refused(
-    caches_prefixes: bool, processor_cache_gb: float, vllm_config: MakeConfig
-) -> None:
+def images(processor_cache_gb: float) -> dict[str, Any]:
     """With both caches off vLLM's renderer does not look at an image's content."""
-    config = vllm_config(enable_prefix_caching=caches_prefixes)
-    config.model_config.multimodal_config = MultiModalConfig(mm_processor_cache_gb=processor_cache_gb)
-    try:
-        if caches_prefixes or processor_cache_gb:
-            check_supported(config, cache_config())
-        else:
-            with pytest.raises(ConfigError, match="names images by a counter"):
-                check_supported(config, cache_config())
-    finally:
-        config.model_config.multimodal_config = None
+    return {"model_config.multimodal_config": MultiModalConfig(mm_processor_cache_gb=processor_cache_gb)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"parallel_config.decode_context_parallel_size": 2}, "decode_context_parallel_size = 2; set it to 1"),
+        ({"parallel_config.prefill_context_parallel_size": 2}, "prefill_context_parallel_size = 2; set it to 1"),
+        ({"parallel_config.distributed_executor_backend": "external_launcher"}, "one for each: use 'mp' or 'ray'"),
+        ({"parallel_config.enable_fault_tolerance": True}, "serve without --enable-fault-tolerance"),
+        ({"cache_config.calculate_kv_scales": True}, "calculate_kv_scales"),
+        (NO_PREFIXES | {"scheduler_config.enable_chunked_prefill": False}, "neither prefix caching nor chunked"),
+        # Who encodes images may have other weights.
+        ({"ec_transfer_config": ECTransferConfig(ec_connector="C", ec_role="ec_both")}, "set ec_role = 'ec_producer'"),
+        ({"ec_transfer_config": ECTransferConfig(ec_connector="C", ec_role="ec_consumer")}, "set ec_role = 'ec_prod"),
+        ({"ec_transfer_config": ECTransferConfig(ec_connector="C", ec_role="ec_producer")}, ""),
+        (NO_PREFIXES | images(0), "names images by a counter"),
+        (images(0), ""),
+        (NO_PREFIXES | images(4), ""),
+    ],
+)
+def test_settings_that_are_not_served_are_refused_by_name(changes: dict[str, Any], message: str) -> None:
+    config = engine()
+    for place, value in changes.items():
+        *sections, name = place.split(".")
+        setattr(reduce(getattr, sections, config), name, value)
+    with pytest.raises(ConfigError, match=message) if message else nullcontext():
+        check_supported(config, cache_config())
 
 
 # Shards
 
 
 @pytest.mark.parametrize("total_kv_heads", SIZES)
-def test_every_parallel_size_names_the_same_group(total_kv_heads: int) -> None:
-    assert len({group_of(total_kv_heads, tp_size) for tp_size in SIZES}) == 1
-
-
-@pytest.mark.parametrize("tp_size", SIZES)
-@pytest.mark.parametrize("total_kv_heads", SIZES)
-def test_a_ranks_part_of_a_chunk_is_what_its_kv_cache_holds(total_kv_heads: int, tp_size: int) -> None:
-    group = group_of(total_kv_heads, tp_size)
-    spec = of_rank(cache_config(full_attention(total_kv_heads)), tp_size).kv_cache_groups[0].kv_cache_spec
-    count = rank_shards(group, 0, tp_size).shards.count
-    assert count * group.chunk_bytes == len(LAYERS) * spec.page_size_bytes
+def test_every_parallel_size_names_one_group_of_which_a_rank_has_its_part(total_kv_heads: int) -> None:
+    for tp_size in SIZES:
+        group = group_of(total_kv_heads, tp_size)
+        assert group == group_of(total_kv_heads, 1)
+        spec = of_rank(cache_config(full_attention(total_kv_heads)), tp_size).kv_cache_groups[0].kv_cache_spec
+        count = rank_shards(group, 0, tp_size).shards.count
+        assert count * group.chunk_bytes == len(LAYERS) * spec.page_size_bytes
 
 
 @pytest.mark.parametrize(("total_kv_heads", "expected"), [(1, 1), (6, 2), (8, 8), (16, 16), (32, 16), (24, 8)])
@@ -257,10 +231,13 @@ def test_by_default_a_shard_is_a_head_up_to_sixteen_shards(total_kv_heads: int, 
     assert group_of(total_kv_heads, 1).num_shards == expected
 
 
-def test_a_shard_may_hold_several_heads() -> None:
-    group = group_of(8, 2, num_shards=2)
-    assert group.chunk_bytes == 4 * group_of(8, 2).chunk_bytes
-    assert [rank_shards(group, rank, 2).shards.start for rank in range(2)] == [0, 1]
+@pytest.mark.parametrize(
+    ("total_kv_heads", "tp_size", "num_shards", "starts"), [(8, 2, 2, [0, 1]), (6, 3, 6, [0, 2, 4])]
+)
+def test_a_shard_may_hold_several_heads(total_kv_heads: int, tp_size: int, num_shards: int, starts: list[int]) -> None:
+    group = group_of(total_kv_heads, tp_size, num_shards)
+    assert group.chunk_bytes == total_kv_heads // num_shards * group_of(8, 1).chunk_bytes
+    assert [rank_shards(group, rank, tp_size).shards.start for rank in range(tp_size)] == starts
 
 
 @pytest.mark.parametrize(
@@ -277,11 +254,6 @@ def test_shards_that_cannot_be_dealt_out_are_refused_with_a_number_that_can(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         group_of(total_kv_heads, tp_size, num_shards)
-
-
-def test_the_number_that_a_refusal_names_works() -> None:
-    group = group_of(6, 3, num_shards=6)
-    assert [rank_shards(group, rank, 3).shards.start for rank in range(3)] == [0, 2, 4]
 
 
 @pytest.mark.parametrize("tp_size", SIZES)
@@ -376,11 +348,12 @@ def assert_every_rank_finds_its_heads(groups: dict[int, GroupSpec], heads: int) 
 
 
 NAMED: dict[str, Any] = {
-    "MiMo V2": lambda heads: {"swa_num_key_value_heads": heads},
-    "Gemma 4": lambda heads: {"num_global_key_value_heads": heads},
-    "Step 3.5": lambda heads: {"attention_other_setting": {"num_attention_groups": heads}},
-    "one per layer": lambda heads: {"num_kv_heads_per_layer": [2, heads, 2]},
-    "a nested model": lambda heads: {"model": {"multi_query_group_num": heads}},
+    "MiMo V2": lambda heads: {"settings": {"swa_num_key_value_heads": heads}},
+    "Gemma 4": lambda heads: {"settings": {"num_global_key_value_heads": heads}},
+    "Step 3.5": lambda heads: {"settings": {"attention_other_setting": {"num_attention_groups": heads}}},
+    "one per layer": lambda heads: {"settings": {"num_kv_heads_per_layer": [2, heads, 2]}},
+    "a nested model": lambda heads: {"settings": {"model": {"multi_query_group_num": heads}}},
+    "a draft model": lambda heads: {"drafts": True, "draft_model_config": model(heads)},
 }
 
 
@@ -391,18 +364,8 @@ def test_every_rank_finds_its_heads_whatever_the_model_counts(total: int, heads:
     groups = {}
     for tp_size in TP_SIZES:
         cache = cache_config(full_attention(max(1, heads // tp_size)))
-        (groups[tp_size],) = specs_of(engine(total, tp_size, settings=NAMED[named](heads)), cache)
+        (groups[tp_size],) = specs_of(engine(total, tp_size, **NAMED[named](heads)), cache)
         assert written(groups[tp_size], tp_size) == Counter(range(groups[tp_size].num_shards))
-    assert_every_rank_finds_its_heads(groups, heads)
-
-
-@pytest.mark.parametrize("heads", TP_SIZES)
-@pytest.mark.parametrize("total", TP_SIZES)
-def test_every_rank_finds_the_heads_of_a_draft_model(total: int, heads: int) -> None:
-    groups = {}
-    for tp_size in TP_SIZES:
-        cache = cache_config(full_attention(max(1, heads // tp_size)))
-        (groups[tp_size],) = specs_of(engine(total, tp_size, drafts=True, draft_model_config=model(heads)), cache)
     assert_every_rank_finds_its_heads(groups, heads)
 
 
@@ -476,19 +439,15 @@ def test_stages_have_their_own_layers_and_names(vllm_config: MakeConfig) -> None
     assert specs[0].fingerprint() != specs[1].fingerprint()
 
 
-def test_a_stage_without_a_layer_of_a_group_is_refused() -> None:
-    cache = kv_cache(full_attention(), window(64))
-    cache.kv_cache_groups[1].layer_names.clear()
-    with pytest.raises(
-        ConfigError, match=r"no layer of KV-cache group \(1,\) \(sliding_window\).*VLLM_PP_LAYER_PARTITION"
-    ):
-        specs_of(engine(pp_size=2), cache)
-
-
-def test_a_member_that_lives_in_other_stages_is_no_loss() -> None:
+def test_a_stage_without_a_layer_of_a_group_is_refused_unless_the_group_has_another_member() -> None:
     cache = kv_cache(full_attention(), window(64), window(64))
     cache.kv_cache_groups[2].layer_names.clear()
     assert specs_of(engine(pp_size=2), cache)[1].layer_names == ("1.0", "1.1")
+    cache.kv_cache_groups[1].layer_names.clear()
+    with pytest.raises(
+        ConfigError, match=r"no layer of KV-cache group \(1, 2\) \(sliding_window\).*VLLM_PP_LAYER_PARTITION"
+    ):
+        specs_of(engine(pp_size=2), cache)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from tests.support.toy.fixtures import MakeConfig
 from tests.support.vllm_objects import full_attention
 from tests.vllm_plugin.kinds import chunked, kv_cache, state, window
 from vllm_plugin.model.groups import PoolGroup, alignment_tokens, make_groups
-from vllm_plugin.model.kinds import ChunkedLocal, Found, FullAttention, Kind, MambaState, SlidingWindow, longest
+from vllm_plugin.model.kinds import Found, longest
 
 HASH_TOKENS = 16
 MAX_TOKENS = 420
@@ -45,27 +45,6 @@ def test_found_answers_for_every_stretch(bits: list[bool], first: int, data: st.
 
 
 # What each kind of attention needs
-
-
-@pytest.mark.parametrize(
-    ("kind", "boundary", "blocks"),
-    [
-        (FullAttention(block_tokens=16), 64, (0, 4)),
-        (FullAttention(block_tokens=16, proves=True), 64, (0, 5)),
-        (SlidingWindow(block_tokens=16, reach_tokens=0), 64, (4, 4)),  # A window of one token reads nothing but itself.
-        (SlidingWindow(block_tokens=16, reach_tokens=1), 64, (3, 4)),
-        (SlidingWindow(block_tokens=16, reach_tokens=16), 64, (3, 4)),
-        (SlidingWindow(block_tokens=16, reach_tokens=17), 64, (2, 4)),
-        (SlidingWindow(block_tokens=16, reach_tokens=1000), 64, (0, 4)),
-        (SlidingWindow(block_tokens=16, reach_tokens=17, proves=True), 64, (2, 5)),
-        (ChunkedLocal(block_tokens=16, reach_tokens=64), 64, (4, 4)),  # The next token begins a chunk.
-        (ChunkedLocal(block_tokens=16, reach_tokens=64), 112, (4, 7)),
-        (ChunkedLocal(block_tokens=16, reach_tokens=24), 32, (1, 2)),  # A chunk may begin inside a block.
-        (MambaState(block_tokens=32), 96, (2, 3)),
-    ],
-)
-def test_the_blocks_that_a_hit_needs(kind: Kind, boundary: int, blocks: tuple[int, int]) -> None:
-    assert (kind.first(boundary), kind.end(boundary)) == blocks
 
 
 # The longest

@@ -4,6 +4,7 @@ import shutil
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,12 @@ from kvpool.protocol.namespace import NamespaceSpec, differences
 from kvpool.security.name_key import NameKey
 from testbed.tiny_models import write as write_shape
 from tests.support.toy.fixtures import MakeConfig
-from tests.support.vllm_objects import cache_config, full_attention, of_rank
+from tests.support.vllm_objects import cache_config, full_attention
 from vllm_plugin.config import ConnectorConfig
+from vllm_plugin.model import identity
 from vllm_plugin.model.identity import DRAFT_WEIGHTS, is_in_doubt, namespace_spec
 from vllm_plugin.model.kv_inputs import code
+from vllm_plugin.model.weights import Weights
 
 Identify = Callable[..., NamespaceSpec]
 
@@ -49,12 +52,6 @@ def edit_config(model: Path, **changes: Any) -> None:
 def fields_that_differ(ours: NamespaceSpec, theirs: NamespaceSpec) -> set[str]:
     assert ours.fingerprint() != theirs.fingerprint()
     return {difference.field for difference in differences(ours, theirs)}
-
-
-def test_the_same_configuration_gives_the_same_name(identify: Identify) -> None:
-    spec = identify()
-    spec.check()
-    assert identify().fingerprint() == spec.fingerprint()
 
 
 @pytest.mark.parametrize(
@@ -99,6 +96,7 @@ def test_a_name_key_is_part_of_the_name(identify: Identify, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     "change",
     [
+        {},
         {"endpoint": "10.0.0.1:1"},
         {"role": "kv_consumer"},
         {"max_model_len": 256},
@@ -107,10 +105,45 @@ def test_a_name_key_is_part_of_the_name(identify: Identify, tmp_path: Path) -> N
         {"seed": 9},
         {"extra": {"store_decoded": False, "lookup_timeout_ms": 7, "transport": "network"}},
     ],
-    ids=lambda change: next(iter(change)),
+    ids=lambda change: next(iter(change), "nothing"),
 )
 def test_what_does_not_change_kv_values_does_not_change_the_name(change: dict[str, Any], identify: Identify) -> None:
-    assert differences(identify(), identify(**change)) == []
+    spec = identify(**change)
+    spec.check()
+    assert differences(identify(), spec) == []
+
+
+@pytest.mark.parametrize(
+    ("changed", "value", "expected"),
+    [
+        ("vllm.__version__", "0.0.1", "extra['vllm']"),
+        ("transformers.__version__", "0.0.1", "extra['transformers']"),
+        ("config.cache_config.swa_bounded_replay", False, "extra['cache_config.swa_bounded_replay']"),
+        ("config.device_config.device_type", "cuda", "page_format"),
+    ],
+)
+def test_what_a_release_and_a_device_make_of_kv_is_part_of_the_name(
+    changed: str, value: object, expected: str, vllm_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = vllm_config()
+    ours = namespace_spec(config, cache_config(), ConnectorConfig())
+    place, _, name = changed.rpartition(".")
+    if place.startswith("config."):
+        monkeypatch.setattr(attrgetter(place.removeprefix("config."))(config), name, value)
+    else:
+        monkeypatch.setattr(changed, value)
+    assert fields_that_differ(ours, namespace_spec(config, cache_config(), ConnectorConfig())) == {expected}
+
+
+def test_a_revision_is_part_of_the_name_where_no_digest_names_the_weights(
+    identify: Identify, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = []
+    for revision in ("aa", "bb"):
+        weights = Weights("model", revision, "")
+        monkeypatch.setattr(identity, "describe_weights", lambda *_, weights=weights: weights)
+        names.append(identify())
+    assert fields_that_differ(*names) == {"revision"}
 
 
 def test_where_the_length_limit_chooses_the_rope_factors_it_is_part_of_the_name(identify: Identify) -> None:
@@ -161,21 +194,6 @@ def test_both_sides_agree_whatever_a_models_constructor_does_to_its_configuratio
     assert differences(*specs) == []
 
 
-@pytest.mark.parametrize("tp_size", [2, 4, 8])
-def test_every_tensor_parallel_size_has_the_same_name(vllm_config: MakeConfig, tp_size: int) -> None:
-    config = vllm_config()
-    alone = namespace_spec(config, cache_config(), ConnectorConfig())
-    config.parallel_config.tensor_parallel_size = tp_size
-    assert namespace_spec(config, of_rank(cache_config(), tp_size), ConnectorConfig()) == alone
-
-
-def test_the_order_of_hash_seeds_is_part_of_the_name(identify: Identify, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
-    unset = identify()
-    monkeypatch.setenv("PYTHONHASHSEED", "0")
-    assert fields_that_differ(unset, identify()) == {"hash_seed"}
-
-
 @pytest.mark.parametrize("algorithm", ["sha256", "xxhash_cbor"])
 def test_an_algorithm_that_differs_between_processes_is_refused_with_the_fix(
     algorithm: str, identify: Identify
@@ -185,59 +203,65 @@ def test_an_algorithm_that_differs_between_processes_is_refused_with_the_fix(
 
 
 @pytest.mark.parametrize(
-    ("variable", "value"),
+    ("variable", "value", "expected"),
     [
-        ("VLLM_HUMMING_ONLINE_QUANT_CONFIG", '{"dtype": "int4"}'),
-        ("VLLM_MARLIN_INPUT_DTYPE", "fp8"),
-        ("VLLM_MOE_ROUTING_SIMULATION_STRATEGY", "uniform_random"),
+        ("PYTHONHASHSEED", "0", "hash_seed"),
+        *(
+            (variable, value, f"extra['environment.{variable}']")
+            for variable, value in (
+                ("VLLM_HUMMING_ONLINE_QUANT_CONFIG", '{"dtype": "int4"}'),
+                ("VLLM_MARLIN_INPUT_DTYPE", "fp8"),
+                ("VLLM_MOE_ROUTING_SIMULATION_STRATEGY", "uniform_random"),
+            )
+        ),
     ],
 )
-def test_a_variable_of_vllm_that_may_change_kv_is_part_of_the_name(
-    variable: str, value: str, identify: Identify, monkeypatch: pytest.MonkeyPatch
+def test_a_variable_that_may_change_kv_is_part_of_the_name(
+    variable: str, value: str, expected: str, identify: Identify, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.delenv(variable, raising=False)
     before = identify()
     monkeypatch.setenv(variable, value)
-    assert fields_that_differ(before, identify()) == {f"extra['environment.{variable}']"}
+    assert fields_that_differ(before, identify()) == {expected}
 
 
 def test_variables_that_differ_between_replicas_are_no_part_of_the_name(
     identify: Identify, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = identify()
-    for variable in (
-        "VLLM_CPU_OMP_THREADS_BIND",
-        "VLLM_DP_RANK",
-        "VLLM_LOG_STATS_INTERVAL",
-        "VLLM_RPC_TIMEOUT",
-        "VLLM_PORT",
-    ):
-        monkeypatch.setenv(variable, "1")
+    for variable in ("CPU_OMP_THREADS_BIND", "DP_RANK", "LOG_STATS_INTERVAL", "RPC_TIMEOUT", "PORT"):
+        monkeypatch.setenv(f"VLLM_{variable}", "1")
     assert differences(before, identify()) == []
 
 
-@pytest.mark.parametrize("package", ["vllm", "transformers"])
-def test_a_release_that_may_mend_a_model_is_part_of_the_name(
-    package: str, identify: Identify, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("section", "field", "name"),
+    [
+        ("", "", "LlamaForCausalLM"),
+        ("", "", "AnInnerModelOrADraft"),
+        ("parallel_config", "worker_extension_cls", "worker extension"),
+        ("parallel_config", "worker_cls", "worker"),
+        ("scheduler_config", "scheduler_cls", "scheduler"),
+    ],
+)
+def test_a_class_that_a_plugin_puts_in_the_place_of_vllms_is_part_of_the_name(
+    section: str, field: str, name: str, vllm_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = identify()
-    monkeypatch.setattr(f"{package}.__version__", "0.0.1")
-    assert [each.field for each in differences(before, identify())] == [f"extra['{package}']"]
-
-
-@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "AnInnerModelOrADraft"])
-def test_a_plugins_class_for_an_architecture_is_part_of_the_name(
-    architecture: str, vllm_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config, names = vllm_config(), []
+    config = vllm_config()
+    names = [namespace_spec(config, cache_config(), ConnectorConfig())]
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "__init__.py").touch()
-    monkeypatch.setitem(ModelRegistry.models, architecture, _LazyRegisteredModel("own.models", "Llama"))
-    for file, source in (("models.py", "from own import layers"), ("layers.py", "x = 1"), ("layers.py", "x = 2")):
-        (tmp_path / "own" / file).write_text(source)
+    (tmp_path / "own" / "models.py").write_text("from own import layers")
+    if section:
+        monkeypatch.setattr(getattr(config, section), field, "own.models.Own")
+    else:
+        monkeypatch.setitem(ModelRegistry.models, name, _LazyRegisteredModel("own.models", "Own"))
+    for source in ("x = 1", "x = 2"):
+        (tmp_path / "own" / "layers.py").write_text(source)
         names.append(namespace_spec(config, cache_config(), ConnectorConfig()))
-    for ours, theirs in itertools.pairwise(names):
-        assert fields_that_differ(ours, theirs) == {f"extra['class.{architecture}']"}
+    assert f"extra['class.{name}']" in fields_that_differ(*names[:2])
+    assert fields_that_differ(*names[1:]) == {f"extra['class.{name}']"}
 
 
 def _in_a_package(place: Path, content: str) -> Path:
@@ -330,16 +354,6 @@ def test_where_nothing_is_quantised_kernels_do_not_count_and_else_they_do(
             assert [differences(base, each) for each in others] == [[], [], []]
 
 
-def test_what_is_rebuilt_after_a_hit_is_part_of_the_name(
-    vllm_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = vllm_config()
-    ours = namespace_spec(config, cache_config(), ConnectorConfig())
-    monkeypatch.setattr(config.cache_config, "swa_bounded_replay", False)
-    theirs = namespace_spec(config, cache_config(), ConnectorConfig())
-    assert fields_that_differ(ours, theirs) == {"extra['cache_config.swa_bounded_replay']"}
-
-
 @dataclass
 class Scales:
     path: str
@@ -378,28 +392,6 @@ def test_scales_that_are_powers_of_two_are_part_of_the_name_where_numbers_are_qu
                 assert fields_that_differ(*names) == {"extra['scales']"}
             else:
                 assert differences(*names) == []
-
-
-@pytest.mark.parametrize(
-    ("section", "field", "name"),
-    [
-        ("parallel_config", "worker_extension_cls", "worker extension"),
-        ("parallel_config", "worker_cls", "worker"),
-        ("scheduler_config", "scheduler_cls", "scheduler"),
-    ],
-)
-def test_a_class_that_takes_the_place_of_vllms_is_part_of_the_name(
-    section: str, field: str, name: str, vllm_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = vllm_config()
-    names = [namespace_spec(config, cache_config(), ConnectorConfig())]
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(getattr(config, section), field, "own_workers.Own")
-    for source in ("class Own: pass", "class Own: x = 1"):
-        (tmp_path / "own_workers.py").write_text(source)
-        names.append(namespace_spec(config, cache_config(), ConnectorConfig()))
-    assert f"extra['class.{name}']" in fields_that_differ(*names[:2])
-    assert fields_that_differ(*names[1:]) == {f"extra['class.{name}']"}
 
 
 def test_an_attention_backend_that_a_script_registers_is_part_of_the_name(identify: Identify) -> None:
@@ -453,22 +445,15 @@ def test_where_a_local_model_lies_does_not_matter(identify: Identify, copied_mod
         assert identify().fingerprint() == spec.fingerprint()
 
 
-def test_other_weights_are_another_namespace(identify: Identify, copied_model: Path) -> None:
-    weights = copied_model / "model.safetensors"
-    data = bytearray(weights.read_bytes())
-    data[-1] ^= 0xFF
-    weights.write_bytes(data)
-    assert fields_that_differ(identify(), identify(model=copied_model)) == {"weights_digest"}
-
-
-def test_a_changed_configuration_file_is_another_namespace(identify: Identify, copied_model: Path) -> None:
-    edit_config(copied_model, rms_norm_eps=1e-6)
-    assert fields_that_differ(identify(), identify(model=copied_model)) == {"extra['hf_config']"}
-
-
-def test_a_version_stamp_in_the_configuration_file_does_not_matter(identify: Identify, copied_model: Path) -> None:
+def test_files_of_the_model_are_another_namespace_but_for_a_stamp_of_their_version(
+    identify: Identify, copied_model: Path
+) -> None:
     edit_config(copied_model, transformers_version="0.0.1")
     assert differences(identify(), identify(model=copied_model)) == []
+    edit_config(copied_model, rms_norm_eps=1e-6)
+    assert fields_that_differ(identify(), identify(model=copied_model)) == {"extra['hf_config']"}
+    (copied_model / "model.safetensors").open("ab").write(b"other weights")
+    assert fields_that_differ(identify(), identify(model=copied_model)) == {"extra['hf_config']", "weights_digest"}
 
 
 def test_a_draft_from_another_revision_of_the_model_has_weights_of_its_own(

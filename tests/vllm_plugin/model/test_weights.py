@@ -1,7 +1,6 @@
 """Other weights are another namespace, down to the last byte; equal weights are the same one, wherever they lie."""
 
 import copy
-import fcntl
 import hashlib
 import os
 import shutil
@@ -16,7 +15,7 @@ from vllm.config import LoadConfig
 from tests.support.toy.fixtures import MakeConfig
 from vllm_plugin import BEGAN_AT
 from vllm_plugin.model import weights as weights_module
-from vllm_plugin.model.weights import LOCK_TIMEOUT_S, Weights, describe_weights
+from vllm_plugin.model.weights import Weights, describe_weights
 
 SIZE = 3 << 20
 
@@ -58,7 +57,7 @@ def digest(describe: Callable[..., Weights]) -> Callable[..., str]:
     return lambda *args, **options: describe(*args, **options).digest
 
 
-def test_a_file_is_the_order_of_its_pieces(
+def test_any_byte_counts_and_the_order_of_pieces(
     model: Path, digest: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are read by several threads."""
@@ -67,6 +66,8 @@ def test_a_file_is_the_order_of_its_pieces(
     content = file.read_bytes()
     pieces = [content[start : start + SIZE // 5] for start in range(0, SIZE, SIZE // 5)]
     contents = [content, content[:-1], b"".join([pieces[1], pieces[0], *pieces[2:]]), b"".join(pieces[:-1])]
+    for offset in (0, SIZE // 3, SIZE - 1):
+        contents.append(content[:offset] + bytes([content[offset] ^ 1]) + content[offset + 1 :])
     digests = []
     for each in contents:
         file.write_bytes(each)
@@ -74,45 +75,6 @@ def test_a_file_is_the_order_of_its_pieces(
     assert len(set(digests)) == len(contents)
     file.write_bytes(content)
     assert digest(model) == digests[0]
-
-
-@pytest.mark.parametrize("offset", [0, 1, SIZE // 3, SIZE - 1])
-def test_any_byte_counts(model: Path, offset: int, digest: Callable[..., str]) -> None:
-    before = digest(model)
-    with (model / "model.safetensors").open("r+b") as file:
-        file.seek(offset)
-        byte = file.read(1)
-        file.seek(offset)
-        file.write(bytes([byte[0] ^ 1]))
-    assert digest(model) != before
-
-
-def test_code_and_single_files_count_too(model: Path, tmp_path: Path, digest: Callable[..., str]) -> None:
-    before = digest(model)
-    (model / "modeling.py").write_text("x = 1")
-    assert digest(model) != before
-    gguf = tmp_path / "model.gguf"
-    gguf.write_bytes(b"one")
-    first = digest(gguf)
-    gguf.write_bytes(b"two")
-    assert first and digest(gguf) != first
-
-
-def test_a_file_is_read_once(model: Path, cache: Path, digest: Callable[..., str]) -> None:
-    before = digest(model)
-    (kept,) = cache.iterdir()
-    kept.write_text("1" * 64)
-    assert digest(model) != before
-
-
-def test_a_file_that_was_written_again_with_its_old_time_is_read_again(model: Path, digest: Callable[..., str]) -> None:
-    before = digest(model)
-    file = model / "model.safetensors"
-    times = file.stat()
-    with file.open("r+b") as opened:
-        opened.write(b"other weights")
-    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
-    assert digest(model) != before
 
 
 @pytest.mark.parametrize(("fraction_ns", "is_kept"), [(0, False), (5, True)])
@@ -128,14 +90,20 @@ def test_a_file_with_the_times_of_an_image_is_read_each_time(
     assert (digest(model) == before) == is_kept
 
 
-def test_a_configuration_of_a_part_of_the_model_counts(model: Path, digest: Callable[..., str]) -> None:
-    found = []
-    for content in ("{}", '{"heads": 2}'):
-        for place in (model, model / "encoder"):
-            place.mkdir(exist_ok=True)
-            (place / "config.json").write_text(content)
-            found.append(digest(model))
-    assert found[1] == found[2] and len(set(found)) == 3  # At the top its fields count, one by one.
+def test_a_file_is_read_once_until_it_is_written_again_even_with_its_old_time(
+    model: Path, cache: Path, digest: Callable[..., str]
+) -> None:
+    before = digest(model)
+    file = model / "model.safetensors"
+    times = file.stat()
+    with file.open("r+b") as opened:
+        opened.write(b"other weights")
+    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+    again = digest(model)
+    assert again != before
+    for kept in cache.iterdir():
+        kept.write_text("1" * 64)
+    assert digest(model) not in (before, again), "the file was read again"
 
 
 def test_a_broken_or_unwritable_cache_costs_time_only(
@@ -151,135 +119,100 @@ def test_a_broken_or_unwritable_cache_costs_time_only(
     assert digest(model) == before
 
 
-def test_a_small_model_does_not_wait_for_a_large_one(
-    model: Path, tmp_path: Path, cache: Path, digest: Callable[..., str]
-) -> None:
-    digest(model)
-    (kept,) = cache.iterdir()
-    other = tmp_path / "other"
-    other.mkdir()
-    (other / "model.safetensors").write_bytes(os.urandom(SIZE))
-    with kept.open() as record:
-        fcntl.flock(record, fcntl.LOCK_EX)  # Another engine reads the first model.
-        started = time.monotonic()
-        assert digest(other)
-        assert time.monotonic() - started < LOCK_TIMEOUT_S / 10
-
-
 @pytest.mark.parametrize(
     "name",
-    ["model.safetensors.index.json", "preprocessor_config.json", "tekken.json", "scheduler.bin", "anything.else"],
+    [
+        *("model.safetensors.index.json", "preprocessor_config.json", "tekken.json", "scheduler.bin", "anything.else"),
+        # vLLM loads every file of weights, the last one over the others.
+        *("tokenizer.safetensors", "optimizer.safetensors", "xLICENSE.safetensors", "a.bin"),
+        # Of a part of the model; at the top the fields of a configuration count, one by one.
+        *("modeling.py", "encoder/model.safetensors", "encoder/config.json"),
+    ],
 )
-def test_a_file_beside_the_weights_counts_unless_it_is_known_to_change_no_kv(
-    name: str, model: Path, digest: Callable[..., str]
-) -> None:
+def test_a_file_counts_by_its_name_and_its_content(name: str, model: Path, digest: Callable[..., str]) -> None:
+    found = [digest(model)]
+    for file, content in ((name, "{}"), (name, '{"other": 1}'), (f"other-{name}", '{"other": 1}')):
+        (model / name).unlink(missing_ok=True)
+        (model / file).parent.mkdir(exist_ok=True)
+        (model / file).write_text(content)
+        found.append(digest(model))
+    assert len(set(found)) == len(found)
+
+
+def test_files_that_are_known_to_change_no_kv_do_not_count(model: Path, digest: Callable[..., str]) -> None:
     before = digest(model)
-    (model / name).write_text("{}")
-    first = digest(model)
-    (model / name).write_text('{"other": 1}')
-    assert len({before, first, digest(model)}) == 3
-    (model / name).unlink()
-    for unread in (
-        "README.md",
-        "tokenizer.json",
-        ".gitattributes",
-        ".cache/x/y.lock",
-        "trainer_state.json",
+    for name in (
+        *("README.md", "tokenizer.json", ".gitattributes", ".cache/x/y.lock", "trainer_state.json", "config.json"),
+        # Beside safetensors vLLM does not read these.
+        *("pytorch_model-00001-of-00002.bin", "optimizer.pt", "training_args.bin", "original/consolidated.00.pth"),
     ):
-        (model / unread).parent.mkdir(parents=True, exist_ok=True)
-        (model / unread).write_text("not KV")
+        (model / name).parent.mkdir(parents=True, exist_ok=True)
+        (model / name).write_text("not KV")
     assert digest(model) == before
 
 
-@pytest.mark.parametrize("name", ["tokenizer.safetensors", "optimizer.safetensors", "xLICENSE.safetensors", "a.bin"])
-def test_weights_of_any_name_count(name: str, model: Path, digest: Callable[..., str]) -> None:
-    """vLLM loads every file of weights, the last one over the others."""
-    before = digest(model)
-    (model / name).write_bytes(b"other weights")
-    assert digest(model) != before
+def test_all_parts_of_a_split_model_count(tmp_path: Path, digest: Callable[..., str]) -> None:
+    parts = [tmp_path / f"m-0000{idx}-of-00002.gguf" for idx in (1, 2)]
+    found = []
+    for contents in ((b"part", b"part"), (b"trap", b"part"), (b"part", b"trap")):
+        for part, content in zip(parts, contents, strict=True):
+            part.write_bytes(content)
+        found.append(digest(parts[0], load_format="gguf"))
+    assert all(found) and len(set(found)) == 3
 
 
 # Files that change while the engine loads them
 
 
-def link_flips(model: Path, latest: Path) -> None:
-    latest.unlink()
-    latest.symlink_to(model.parent / "newer")
+def relink(link: Path, target: Path) -> None:
+    link.unlink()
+    link.symlink_to(target)
 
 
-def link_above_flips(model: Path, latest: Path) -> None:
-    (model.parent.parent / "link").unlink()
-    (model.parent.parent / "link").symlink_to(model.parent)
+def replace_directory(place: Path, by: Path) -> None:
+    place.rename(place.with_name("before"))
+    by.rename(place)
 
 
-def file_is_written_again(model: Path, latest: Path) -> None:
-    (model / "model.safetensors").write_bytes(b"newer")
+CHANGES: dict[str, Callable[[Path], object]] = {
+    "link": lambda models: relink(models / "latest", models / "newer"),
+    "link above": lambda models: relink(models.parent / "link", models),
+    "file": lambda models: (models / "older" / "model.safetensors").write_bytes(b"newer"),
+    "configuration": lambda models: (models / "older" / "config.json").write_text("{}"),
+    "directory": lambda models: replace_directory(models / "older", models / "newer"),
+    "directory above": lambda models: replace_directory(models, models.parent / "other"),
+    "configuration elsewhere": lambda models: (models.parent / "settings" / "config.json").touch(),
+    "settings elsewhere": lambda models: (models.parent / "settings" / "generation_config.json").touch(),
+}
+"""What may happen to a directory of models, of which the engine serves `link/latest`, now a link to `older`."""
 
 
-def configuration_is_written_again(model: Path, latest: Path) -> None:
-    (model / "config.json").write_text("{}")
-
-
-def directories_change_places(model: Path, latest: Path) -> None:
-    model.rename(model.parent / "oldest")
-    (model.parent / "newer").rename(model)
-
-
-def directories_above_change_places(model: Path, latest: Path) -> None:
-    model.parent.rename(model.parent.parent / "before")
-    (model.parent.parent / "other").rename(model.parent)
-
-
-@pytest.mark.parametrize(
-    "happens",
-    [
-        link_flips,
-        link_above_flips,
-        file_is_written_again,
-        configuration_is_written_again,
-        directories_change_places,
-        directories_above_change_places,
-    ],
-)
+@pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("folder", ["models", "snapshots"])
 def test_what_changes_after_the_engines_start_leaves_the_weights_in_doubt(
-    happens: Callable[[Path, Path], None],
+    change: str,
     folder: str,
     tmp_path: Path,
     describe: Callable[..., Weights],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    model = tmp_path / folder / "older"
-    for each in (model, model.parent / "newer"):
-        each.mkdir(parents=True)
-        (each / "model.safetensors").write_bytes(os.urandom(SIZE))
-    (tmp_path / "link").symlink_to(model.parent)
-    latest = model.parent / "latest"
-    latest.symlink_to(model)
-    shutil.copytree(model.parent, tmp_path / "other", symlinks=True)
+    models, elsewhere = tmp_path / folder, tmp_path / "settings"
+    elsewhere.mkdir()
+    for name in ("older", "newer"):
+        (models / name).mkdir(parents=True)
+        (models / name / "model.safetensors").write_bytes(os.urandom(SIZE))
+    (tmp_path / "link").symlink_to(models)
+    (models / "latest").symlink_to(models / "older")
+    shutil.copytree(models, tmp_path / "other", symlinks=True)
     path = tmp_path / "link" / "latest"
     time.sleep(0.05)  # File times have the resolution of the kernel's clock.
     monkeypatch.setenv(BEGAN_AT, str(time.time_ns()))
-    assert "in_doubt" not in dict(describe(path).settings)
+    assert "in_doubt" not in dict(describe(path, settings=elsewhere).settings)
     time.sleep(0.05)
-    happens(model, latest)
-    assert "has changed since the engine's start" in dict(describe(path).settings)["in_doubt"]
+    CHANGES[change](models)
+    assert "has changed since the engine's start" in dict(describe(path, settings=elsewhere).settings)["in_doubt"]
     assert "the engine shares KV with no other" in caplog.text
-
-
-@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
-def test_settings_that_change_elsewhere_leave_the_weights_in_doubt(
-    name: str, model: Path, tmp_path: Path, describe: Callable[..., Weights], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    elsewhere = tmp_path / "settings"
-    elsewhere.mkdir()
-    time.sleep(0.05)
-    monkeypatch.setenv(BEGAN_AT, str(time.time_ns()))
-    assert "in_doubt" not in dict(describe(model, settings=elsewhere).settings)
-    time.sleep(0.05)
-    (elsewhere / name).touch()
-    assert f"{name} has changed" in dict(describe(model, settings=elsewhere).settings)["in_doubt"]
 
 
 def test_a_branch_that_moves_while_the_engine_loads_leaves_the_weights_in_doubt(
@@ -318,28 +251,6 @@ def test_a_file_that_is_replaced_while_its_lock_is_waited_for_gives_no_other_its
     assert digest(model) == digest(model.parent / "copy") != digest(newer)
 
 
-def test_files_below_subdirectories_count(model: Path, digest: Callable[..., str]) -> None:
-    before = digest(model)
-    (model / "encoder").mkdir()
-    (model / "encoder" / "model.safetensors").write_bytes(b"more")
-    first = digest(model)
-    (model / "encoder").rename(model / "decoder")
-    assert len({before, first, digest(model)}) == 3
-
-
-def test_what_vllm_does_not_read_beside_safetensors_does_not_count(model: Path, digest: Callable[..., str]) -> None:
-    before = digest(model)
-    (model / "original").mkdir()
-    for name in (
-        "pytorch_model-00001-of-00002.bin",
-        "optimizer.pt",
-        "training_args.bin",
-        "original/consolidated.00.pth",
-    ):
-        (model / name).write_bytes(b"not read")
-    assert digest(model) == before
-
-
 def test_where_files_of_two_formats_lie_the_loader_that_chooses_counts(
     model: Path, describe: Callable[..., Weights]
 ) -> None:
@@ -349,15 +260,6 @@ def test_where_files_of_two_formats_lie_the_loader_that_chooses_counts(
     (model / "consolidated.safetensors").write_bytes(b"another copy")
     assert describe(model).settings != describe(model, load_format="safetensors").settings
     assert describe(model, load_format="dummy").settings == (("load_format", "dummy"),)
-
-
-def test_all_parts_of_a_split_model_count(tmp_path: Path, digest: Callable[..., str]) -> None:
-    parts = [tmp_path / f"m-0000{idx}-of-00002.gguf" for idx in (1, 2)]
-    for part in parts:
-        part.write_bytes(b"part")
-    before = digest(parts[0], load_format="gguf")
-    parts[1].write_bytes(b"trap")
-    assert digest(parts[0], load_format="gguf") != before
 
 
 # The hub's cache
@@ -374,22 +276,23 @@ def snapshot(root: Path, content: bytes, commit: str = "c" * 40) -> None:
     (repo / "snapshots" / commit / "model.safetensors").symlink_to(blob)
 
 
-def test_the_hubs_cache_is_found_where_download_dir_says(tmp_path: Path, describe: Callable[..., Weights]) -> None:
-    snapshot(tmp_path / "downloads", b"weights")
+def test_the_hubs_cache_is_found_where_download_dir_says_and_counts_by_content(
+    tmp_path: Path, describe: Callable[..., Weights]
+) -> None:
+    downloads, copied = tmp_path / "downloads", tmp_path / "copy"
+    snapshot(downloads, b"weights")
     assert describe("org/model").digest == ""
-    found = describe("org/model", download_dir=str(tmp_path / "downloads"))
-    assert found.digest and found.model == "org/model"
-    (file,) = tmp_path.rglob("snapshots/*/model.safetensors")
-    file.write_bytes(b"written through the link, into the blob")
-    assert describe("org/model", download_dir=str(tmp_path / "downloads")).digest != found.digest
-
-
-def test_a_copy_of_the_hubs_files_is_the_same_model(tmp_path: Path, digest: Callable[..., str]) -> None:
-    snapshot(tmp_path / "downloads", b"weights")
-    copied = tmp_path / "copy"
+    found = [describe("org/model", download_dir=str(downloads))]
+    assert found[0].digest and found[0].model == "org/model"
     copied.mkdir()
     (copied / "model.safetensors").write_bytes(b"weights")
-    assert digest("org/model", download_dir=str(tmp_path / "downloads")) == digest(copied)
+    assert describe(copied).digest == found[0].digest
+    snapshot(downloads, b"newer weights", commit="d" * 40)  # The branch has moved.
+    found.append(describe("org/model", download_dir=str(downloads)))
+    for file in downloads.rglob("snapshots/*/model.safetensors"):
+        file.write_bytes(b"written through the link, into the blob")
+    found.append(describe("org/model", download_dir=str(downloads)))
+    assert len({each.digest for each in found}) == 3
 
 
 def test_a_directory_that_is_linked_below_a_model_counts(
@@ -418,13 +321,6 @@ def test_files_beside_weights_count_where_download_dir_has_the_weights_alone(
         found.append(digest("org/model", download_dir=str(tmp_path / "downloads"), commit=commit))
         assert digest("org/model", commit=commit) == found[-1], "the same files, all in one cache"
     assert found[0] != found[1]
-
-
-def test_a_branch_that_moved_is_another_model(tmp_path: Path, digest: Callable[..., str]) -> None:
-    snapshot(tmp_path, b"weights")
-    before = digest("org/model", download_dir=str(tmp_path))
-    snapshot(tmp_path, b"newer weights", commit="d" * 40)
-    assert digest("org/model", download_dir=str(tmp_path)) != before
 
 
 # Weights that are elsewhere
