@@ -3,31 +3,24 @@ each forward pass, every byte of KV that attention would read."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
-from vllm.v1.request import Request
 
 from tests.conftest import StartServer
-from tests.support.faults import flip_arena, stopped
+from tests.support.faults import flip_arena
 from tests.support.processes import ServerProcess, wait_for
-from tests.support.toy.engine import ToyEngine
 from tests.support.toy.fleet import Fleet, assert_nothing_is_left, stats_of
 from tests.support.toy.model import answer
 from tests.support.toy.shapes import SHAPES
 from tests.support.vllm_objects import tokens
-from tests.support.workers import workers_stopped
-from tests.vllm_plugin.bugs import MODES, at_once, step_until_loading
+from tests.vllm_plugin.bugs import MODES, at_once
 from vllm_plugin.model.identity import namespace_spec
 from vllm_plugin.scheduler import loads
 from vllm_plugin.worker import transfer, worker
 from vllm_plugin.worker.transfer import SendThread
-
-WAITS_S = 15.0
-"""Far more than the deadlines of requests to a server that is stopped; without those they would wait for ever."""
 
 
 @MODES
@@ -122,33 +115,6 @@ def test_corrupt_blocks_are_never_read_and_never_asked_for_twice(
     assert stats.counters["corrupt_blocks"] == 12
     assert stats.num_entries == (6 if is_fatal else 18), "what was computed instead is in the pool"
     assert fleet.start().generate(*bad) == [answer(prompt, 8) for prompt in bad]
-
-
-def _looked_up(fleet: Fleet, prompt: list[int], **extra: object) -> tuple[ToyEngine, Request]:
-    """An engine whose request hits what another has stored: the lookup is answered, and nothing is loaded."""
-    fleet.start().generate(prompt)
-    engine = fleet.start(extra=extra)
-    request = engine.add("r", prompt)
-    wait_for(lambda: engine.connector.matched_tokens(request, 0)[0], "the lookup's answer")
-    return engine, request
-
-
-def test_a_server_stopped_between_lookup_and_load_costs_a_recomputation(
-    fleet_on: Callable[[str], Fleet], pool_server: StartServer
-) -> None:
-    server, prompt = pool_server(), tokens(100)
-    settings = {"lookup_timeout_ms": 3_000, "transport": "network", "load_timeout_ms": 3_000}
-    engine, request = _looked_up(fleet_on(server.endpoint), prompt, **settings)
-    with stopped(server), workers_stopped(server):
-        started = time.monotonic()
-        step_until_loading(engine, request)
-        engine.run()
-        assert time.monotonic() - started < WAITS_S
-    assert engine.answers["r"] == answer(prompt, 8)
-    assert engine.counted("load_failures") == 1
-
-
-# The pool comes and goes
 
 
 # A load makes one call before its bytes move: the lookup, whose answer says where the blocks lie.

@@ -202,19 +202,6 @@ def test_what_a_peer_has_loaded_is_not_stored(
     assert_keeps_nothing(engine)
 
 
-def test_requests_that_share_the_blocks_of_a_failed_load_store_nothing_wrong(fleet: Fleet) -> None:
-    """The second one finds in the engine's own cache what the first one loads in the same step."""
-    engine, prompt = beside_peer(fleet), tokens(PROMPT)
-    prompts = [prompt, prompt[:PROMISED] + tokens(40, "on"), tokens(PROMPT, "of its own")]
-    assert engine.generate(*prompts) == [answer(each, 8) for each in prompts]
-    assert engine.cached_tokens["prompt-1"] == PROMISED, "the second request shares nothing"
-    assert assert_reads_right(fleet, *prompts) == [0, 0, 96]
-    # Once the engine's own cache has lost those blocks, what it computes is stored.
-    assert engine.scheduler.reset_prefix_cache()
-    assert engine.generate(*prompts) == [answer(each, 8) for each in prompts]
-    assert assert_reads_right(fleet, *prompts) == [96, 32, 96]
-
-
 # A peer with KV of other weights
 
 

@@ -14,7 +14,7 @@ from tests.support.toy.fleet import Fleet, assert_nothing_is_left
 from tests.support.toy.model import answer
 from tests.support.vllm_objects import make_request, tokens
 from tests.vllm_plugin.bugs import held
-from tests.vllm_plugin.core import Core, MakeCore, blocks, fill, lose_pool
+from tests.vllm_plugin.core import Core, MakeCore, blocks, fill
 from vllm_plugin.metadata import ConnectorMetadata
 from vllm_plugin.scheduler import store_jobs
 from vllm_plugin.scheduler.store_jobs import RELIEF_S, RELIEF_STEPS
@@ -64,22 +64,6 @@ def test_what_a_finished_request_has_left_is_offered_by_later_steps(one: Core) -
     for _ in range(3):
         one.step()  # Takes reports of four blocks.
     assert one.num_used_blocks() == 0 and not any(held_by(one.side).values())
-
-
-@pytest.mark.usefixtures("four_a_step")
-@pytest.mark.parametrize("why", ["the pool is away", "the engine was reset"])
-def test_what_was_not_offered_yet_is_dropped_where_it_is_of_no_use(why: str, one: Core) -> None:
-    request = make_request("r", tokens(160))
-    (job,) = one.compute(request)
-    one.finish(request)
-    if why == "the pool is away":
-        lose_pool(one)
-    else:
-        assert one.side.reset() is True
-    assert offered(one.step()) == []
-    assert one.num_used_blocks() == 4, "what the ranks were told of"
-    one.report(job.job_id)
-    assert not any(held_by(one.side).values())
 
 
 # What a lookup proves

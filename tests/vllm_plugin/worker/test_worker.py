@@ -20,7 +20,7 @@ from tests.support.toy.fixtures import BLOCK_TOKENS, TINY, MakeConfig
 from tests.support.values import block_hash
 from tests.support.vllm_objects import cache_config, full_attention
 from tests.vllm_plugin.bugs import submitted
-from tests.vllm_plugin.kinds import kv_cache, mla, uniform
+from tests.vllm_plugin.kinds import kv_cache, mla
 from vllm_plugin.config import ConnectorConfig
 from vllm_plugin.metadata import ConnectorMetadata, GroupBlocks, StoreJob, WorkerMetadata
 from vllm_plugin.worker import worker as worker_module
@@ -136,13 +136,6 @@ def test_a_rank_that_cannot_name_its_namespace_agrees_with_no_scheduler(
     assert told.namespaces == {(0, b"")}
     assert "cannot name its namespace: the disk is gone" in caplog.text
     assert made.session.namespace is None
-
-
-def test_a_worker_tells_what_the_scheduler_cannot_work_out(worker: MakeWorker) -> None:
-    assert worker(cache_config(), register=False).handshake() is None
-    mixed = kv_cache(uniform(a=full_attention(), b=full_attention(2)))
-    told = worker(mixed, register=False).handshake()
-    assert told is not None and told.spec.groups[0].layer_names == ("a", "b")
 
 
 def test_a_kv_cache_of_another_size_than_its_spec_is_refused(worker: MakeWorker) -> None:
