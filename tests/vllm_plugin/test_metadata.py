@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -27,6 +28,7 @@ def blocks_of(*lengths: int, tables: int = 1) -> GroupBlocks:
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=6), st.integers(1, 30), st.integers(1, 3))
 def test_pieces_follow_each_other_without_gap_or_overlap(lengths: list[int], max_blocks: int, tables: int) -> None:
     part = blocks_of(*lengths, tables=tables)
+    assert pickle.loads(pickle.dumps(part)) == part, "the way between processes changes blocks"
     pieces = list(part.pieces(max_blocks))
     sizes = [sum(map(len, runs)) for _, runs in pieces]
     assert [start for start, _ in pieces] == [sum(sizes[:nth]) for nth in range(len(sizes))]

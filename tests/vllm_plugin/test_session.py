@@ -270,6 +270,11 @@ def test_an_idle_session_notices_a_restart_and_lets_go_of_the_old_memory(
     wait_for(lambda: session.namespace is None and not mapped_bytes(inode), "the old memory to be let go", HEALED_S)
     pool_server("--listen", server.endpoint)
     wait_for(lambda: is_open(session) and session.namespace is not before, "the new server to be found", HEALED_S)
+    wait_for(lambda: held, "the listener to hold the new memory")
+    inode = arena_inode(session)
+    held.clear()
+    session.close()
+    wait_for(lambda: not mapped_bytes(inode), "a closed session to let go of the memory")
 
 
 def test_kept_memory_is_let_go_however_long_the_breaker_waits(

@@ -98,17 +98,18 @@ def test_an_answer_that_is_too_old_for_its_lease_is_asked_for_anew(core: MakeCor
 def test_where_too_many_wait_a_request_takes_what_is_up(
     alone: Core, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    request, _ = stored(alone), Tier(alone.side.stages.sessions[0], up=2, coming=4)
+    request, tier = stored(alone), Tier(alone.side.stages.sessions[0], up=2, coming=4)
     assert look(alone, request) is None
     with monkeypatch.context() as patch:
         patch.setattr(StepBudget, "may_wait", lambda *_, **__: False)
         assert alone.side.matched_tokens(request, 0) == (blocks(2), True)
+    tier.brought(4)
     again = stored(alone, "again")
     with monkeypatch.context() as patch:
         patch.setattr(StepBudget, "may_begin", property(lambda _: False))
         # As before: no lookup is sent, however often vLLM asks.
         assert {alone.side.matched_tokens(again, 0) for _ in range(3)} == {(None, False)}
-    assert alone.ask(again) == blocks(2)
+    assert look(alone, again) == blocks(6)
     for each in (request, again):
         alone.finish(each)
     assert not any(held_by(alone.side).values())

@@ -259,3 +259,12 @@ def test_a_request_is_counted_from_its_arrival_to_its_first_token(core: MakeCore
     one.step((request, 70 - blocks(4)))
     assert queued(one) == {}
     one.finish(request)
+
+
+def test_a_hook_that_failed_leaves_nothing_of_the_request_before(one: Core) -> None:
+    first, second = make_request("a", tokens(100)), make_request("b", tokens(100, 1))
+    one.side.matched_tokens(first, blocks(3))
+    one.side.miss(second)
+    one.allocate(second, 0)
+    assert queued(one) == {Stage.RUNNING: 100}
+    one.finish(second)

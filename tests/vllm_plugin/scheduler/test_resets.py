@@ -128,3 +128,28 @@ def test_a_reset_of_the_own_cache_that_vllm_refuses_for_running_requests_changes
     assert one.pool.reset_prefix_cache() is False
     assert one.counted().get("sharing_off") != 1
     assert one.ask(other) == blocks(3)
+
+
+def test_two_kvpools_under_one_multi_connector_share_one_block_pool(core: MakeCore) -> None:
+    """Each of them observes resets, and lets them pass though blocks are pinned."""
+    one, other = core(salt="one").connected(), core(salt="other").connected()
+    other.side.bind_block_pool(one.pool)
+    request = make_request("r", tokens(100))
+    one.compute(request)
+    one.finish(request)
+    for _ in range(2):
+        assert one.pool.reset_prefix_cache()
+    assert not one.side._resets.is_checked and not other.side._resets.is_checked
+
+
+def test_what_is_computed_after_a_reset_is_stored_once_the_weights_are_named(one: Core) -> None:
+    request = make_request("r", tokens(100))
+    assert one.side.reset()
+    one.weights = b"2"
+    one.allocate(request, 0)
+    first = one.step((request, 48))
+    assert first.stores == [], "stored before the ranks have told their weights"
+    one.connected()
+    later = one.step((request, 52))
+    assert [job.num_blocks for job in later.stores] == [6]
+    assert later.stores[0].weights_epoch == later.weights_epoch != first.weights_epoch

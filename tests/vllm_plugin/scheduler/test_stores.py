@@ -10,11 +10,12 @@ from vllm.v1.request import Request
 
 from tests.support.clock import FakeClock
 from tests.support.held import held_by
+from tests.support.processes import wait_for
 from tests.support.toy.fleet import Fleet, assert_nothing_is_left
 from tests.support.toy.model import answer
 from tests.support.vllm_objects import make_request, tokens
 from tests.vllm_plugin.bugs import held
-from tests.vllm_plugin.core import Core, MakeCore, blocks, fill
+from tests.vllm_plugin.core import Core, MakeCore, blocks, fill, lose_pool
 from vllm_plugin.metadata import ConnectorMetadata
 from vllm_plugin.scheduler import store_jobs
 from vllm_plugin.scheduler.store_jobs import RELIEF_S, RELIEF_STEPS
@@ -133,3 +134,35 @@ def test_stores_that_stand_still_preempt_nobody(fresh_fleet: FreshFleet) -> None
 
 
 # Resets
+
+
+@pytest.mark.usefixtures("four_a_step")
+@pytest.mark.parametrize("why", ["the pool is away", "the engine was reset"])
+def test_what_was_not_offered_yet_is_dropped_where_it_is_of_no_use(why: str, one: Core) -> None:
+    request = make_request("r", tokens(160))
+    (job,) = one.compute(request)
+    one.finish(request)
+    if why == "the pool is away":
+        lose_pool(one)
+    else:
+        assert one.side.reset() is True
+    assert offered(one.step()) == []
+    assert one.num_used_blocks() == 4, "what the ranks were told of"
+    one.report(job.job_id)
+    assert not any(held_by(one.side).values())
+
+
+def test_a_request_that_waits_for_admission_gets_the_blocks_of_queued_stores(core: MakeCore) -> None:
+    one = core(max_pinned_fraction=1.0).connected()
+    first, second = make_request("a", tokens(800, "a")), make_request("b", tokens(300, "b"))
+    one.allocate(first, 0)
+    (job,) = one.step((first, 800)).stores
+    one.finish(first)
+    wait_for(lambda: one.side.matched_tokens(second, 0) == (0, False), "an answer")
+    # vLLM has no blocks for it: the step ends without `after_alloc`.
+    assert one.step().dropped_stores == [job.job_id]
+
+
+def test_of_a_request_that_is_not_tracked_every_free_block_may_be_unwritten(one: Core) -> None:
+    free = one.pool.free_block_queue.get_all_free_blocks()
+    assert one.side.stores.unwritten({"nobody's"}, free) == {block.block_id for block in free}
