@@ -44,9 +44,6 @@ def test_found_answers_for_every_stretch(bits: list[bool], first: int, data: st.
     assert found.has(start, stop) == all(idx < len(bits) and bits[idx] for idx in wanted)
 
 
-# What each kind of attention needs
-
-
 # The longest
 
 

@@ -61,9 +61,6 @@ def test_an_own_hit_that_shrinks_is_looked_up_anew(alone: Core) -> None:
     assert alone.ask(other, computed=blocks(1)) == 0, "nobody has seen blocks 1 and 2 of it"
 
 
-# Load
-
-
 # What may wait, and which part of a hit is loaded
 
 
@@ -117,12 +114,6 @@ def test_decoded_blocks_are_stored_only_if_that_is_wanted(store_decoded: bool, e
     assert len(one.step((request, 60)).stores) == 1
     request.append_output_token_ids(list(range(117)))
     assert len(one.step((request, 116)).stores) == expected
-
-
-# Pins
-
-
-# End
 
 
 # Several groups

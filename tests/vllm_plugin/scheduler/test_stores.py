@@ -133,9 +133,6 @@ def test_stores_that_stand_still_preempt_nobody(fresh_fleet: FreshFleet) -> None
     assert_nothing_is_left(engine)
 
 
-# Resets
-
-
 @pytest.mark.usefixtures("four_a_step")
 @pytest.mark.parametrize("why", ["the pool is away", "the engine was reset"])
 def test_what_was_not_offered_yet_is_dropped_where_it_is_of_no_use(why: str, one: Core) -> None:

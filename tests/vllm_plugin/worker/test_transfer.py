@@ -286,9 +286,6 @@ def test_a_stopped_thread_ends_the_job_under_way_and_drops_the_rest(start: Start
     assert all(succeeded for _, succeeded in rank.sender.take_ended())
 
 
-# Sizes
-
-
 # Several groups, several stages
 
 
