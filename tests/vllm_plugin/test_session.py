@@ -87,9 +87,10 @@ def wait_until_open(session: Session) -> None:
     wait_for(lambda: is_open(session), "the session to be open", HEALED_S)
 
 
-def test_a_session_leaves_grpc_once_the_data_port_answers(
-    open_session: Open, pool_server: StartServer, monkeypatch: pytest.MonkeyPatch
+def test_a_session_leaves_grpc_once_the_data_port_answers_and_logs_both_ways(
+    open_session: Open, pool_server: StartServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    caplog.set_level("INFO")
     monkeypatch.setattr(session_module, "PING_EVERY_S", 0.02)
     monkeypatch.setattr(choice, "RETRY_S", (0.05, 0.05))
     monkeypatch.setattr(choice, "PROVE_S", 0.5)
@@ -111,6 +112,15 @@ def test_a_session_leaves_grpc_once_the_data_port_answers(
         assert session.client.get_blocks(namespace, lease_id, run)[0] is not None
     taken = recorder.take()
     assert taken is not None and taken.data["connected_grpc"] == taken.data["connected_tcp"] == 1
+
+    def logged() -> list[logging.LogRecord]:
+        return [each for each in caplog.records if f"kvpool at {server.endpoint}, " in each.getMessage()]
+
+    wait_for(lambda: len(logged()) == 2, "the log of the second transport")
+    said = logged()
+    assert [each.levelname for each in said] == ["WARNING", "INFO"]
+    assert "transport grpc (slow: " in said[0].getMessage()
+    assert "transport tcp over the data port 127.0.0.1:" in said[1].getMessage()
 
 
 def count_attempts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
