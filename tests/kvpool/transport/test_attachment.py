@@ -54,14 +54,17 @@ def test_a_fallback_is_left_once_something_faster_works(
     server: Server, look: Callable[[Attachment], Transport | None]
 ) -> None:
     attachment = server.attachment()
+    assert attachment.retry() is None
     slow = attachment.attach(OFFER)
     server.port_works = True
     assert look(attachment) in (None, slow) and _route(attachment) == "grpc"
     server.clock.advance(RETRY_S[0])
     fast = look(attachment)
     assert fast is not None and fast is not slow and _route(attachment) == "tcp"
+    asked = len(server.asked_at)
     server.clock.advance(RETRY_S[1])
-    assert attachment.retry() is None and attachment.attach(OFFER) is fast
+    assert attachment.retry() is None and attachment.attach(OFFER) is fast, "what is no fallback is kept"
+    assert len(server.asked_at) == asked
 
 
 def test_a_port_that_stays_away_is_tried_less_and_less_often(server: Server) -> None:
@@ -75,15 +78,6 @@ def test_a_port_that_stays_away_is_tried_less_and_less_often(server: Server) -> 
     assert attachment.attach(OFFER) is slow
     server.port_works = True
     assert attachment.attach(OF_ANOTHER_BOOT) is not slow, "another boot is asked at once"
-
-
-def test_a_transport_that_is_no_fallback_is_kept(server: Server) -> None:
-    server.port_works = True
-    attachment = server.attachment()
-    assert attachment.retry() is None
-    attachment.attach(OFFER)
-    server.clock.advance(RETRY_S[1])
-    assert attachment.retry() is None and len(server.asked_at) == 1
 
 
 def test_connections_do_not_outlive_a_server_that_is_away_although_its_memory_does(server: Server) -> None:

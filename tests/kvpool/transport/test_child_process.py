@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -15,27 +17,34 @@ from tests.support.processes import is_running, wait_for
 ROOT = Path(__file__).parents[3]
 CHILD = "tests.support.child"
 SERVER = f"""
-import subprocess, sys
+import os, subprocess, sys, time
 from kvpool.transport.child_process import ChildProcess
 child = ChildProcess("{CHILD}", {{"ends": sys.argv[1], "key": b"secret"}}, (), stdout=subprocess.PIPE)
 print(child.pid, flush=True)
+if not os.fork():
+    time.sleep(60)
 print(child.stdout.readline().decode(), end="", flush=True)
 sys.stdin.read()
 """
 
 
 @pytest.mark.parametrize("ends", ["by its main thread", "whatever runs"])
-def test_a_child_ends_with_a_server_that_is_killed(ends: str) -> None:
-    server = subprocess.Popen(
-        [sys.executable, "-c", SERVER, ends], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+def test_a_child_ends_with_a_server_that_is_killed_although_its_fork_lives(ends: str) -> None:
+    command = [sys.executable, "-c", SERVER, ends]
+    pipe = subprocess.PIPE
+    server = subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, text=True, process_group=0)
     assert server.stdout is not None
-    pid = int(server.stdout.readline())
-    assert server.stdout.readline() == f"{b'secret'.hex()}\n"
-    assert "secret" not in Path(f"/proc/{pid}/cmdline").read_text() and is_running(pid)
-    server.kill()
-    server.communicate()
-    wait_for(lambda: not is_running(pid), "the child's end")
+    try:
+        pid = int(server.stdout.readline())
+        assert server.stdout.readline() == f"{b'secret'.hex()}\n"
+        assert "secret" not in Path(f"/proc/{pid}/cmdline").read_text() and is_running(pid)
+        watched = Path(f"/proc/{pid}/fd")
+        wait_for(lambda: any("pidfd" in os.readlink(fd) for fd in watched.iterdir()), "the child to watch its parent")
+        server.kill()
+        wait_for(lambda: not is_running(pid), "the child's end")
+    finally:
+        os.killpg(server.pid, signal.SIGKILL)  # The fork, too, which still holds the pipe to the child.
+        server.communicate()
 
 
 def test_end_asks_and_waits() -> None:

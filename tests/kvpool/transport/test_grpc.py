@@ -46,12 +46,9 @@ class TestContract(TransportContract):
     pass
 
 
-def test_a_ticket_that_is_not_live_writes_nothing(rig: Rig) -> None:
+def test_tickets_and_leases_that_are_not_live_move_nothing(rig: Rig) -> None:
     with pytest.raises(LeaseExpiredError, match=r"ticket 0x7b is not live.*put_start again"):
         rig.transport.write(Transfer(123, (0,), REGION_BYTES, DEADLINE_S, 1), Local(fill_payloads))
-
-
-def test_a_lease_that_is_not_live_reads_nothing(rig: Rig) -> None:
     with pytest.raises(LeaseExpiredError, match=r"lease 0x7b is not live.*look up again"):
         rig.transport.read(Transfer(123, (0,), REGION_BYTES, DEADLINE_S, 1), Local(never))
 

@@ -58,21 +58,6 @@ def test_what_no_helper_has_begun_is_done_by_the_caller_or_by_nobody() -> None:
     assert done == ["caller", "helper"]
 
 
-def test_what_a_helper_raises_reaches_who_waits_and_not_who_drops() -> None:
-    team = Helpers(1)
-    begun = threading.Event()
-
-    def fail() -> None:
-        begun.set()
-        raise KeyError("of the work")
-
-    works = [team.submit(fail), team.submit(fail)]
-    assert begun.wait(10)
-    with pytest.raises(KeyError):
-        works[0].finish()
-    works[1].drop()
-
-
 def test_a_fork_has_threads_of_its_own() -> None:
     team = Helpers(2)
     team.share(range(4), lambda _: None)

@@ -7,18 +7,15 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import grpc
-import numpy as np
 import pytest
 
 from kvpool.client.config import ClientConfig
 from kvpool.client.transport_choice import choose
-from kvpool.protocol.errors import ChecksumError, ConfigError, PoolTimeoutError, TransferError, UnavailableError
+from kvpool.protocol.errors import ConfigError, PoolTimeoutError, TransferError, UnavailableError
 from kvpool.transport import mooncake
 from kvpool.transport.base import Buffers, Clock, Local, Transfer
 from kvpool.transport.mooncake import MooncakeTransport
@@ -32,14 +29,13 @@ from tests.contracts.transport_contract import (
     Rig,
     ServerRegions,
     TransportContract,
-    fill_payloads,
     never,
     read_bytes,
 )
 from tests.support.clock import FakeClock
-from tests.support.faults import flip_arena, offer_elsewhere, stopped
+from tests.support.faults import stopped
 from tests.support.processes import ServerProcess, run_command, wait_for
-from tests.support.values import group_spec, namespace_spec, payload, run_of
+from tests.support.values import group_spec, namespace_spec, run_of
 
 pytest.importorskip("mooncake.engine", reason="mooncake-transfer-engine is not installed", exc_type=ImportError)
 
@@ -99,23 +95,6 @@ def _moves(transport: MooncakeTransport, held: Regions) -> bool:
     return True
 
 
-def test_a_block_is_got_by_another_client_and_a_flipped_bit_never_arrives(
-    start_server: StartServer, connect: Connect
-) -> None:
-    server = start_server()
-    writer, reader = connect(server, transport="mooncake"), connect(server, transport="mooncake")
-    spec, run, block = namespace_spec(), run_of("a"), payload("a", 256)
-    writer.put_blocks(writer.open_namespace(spec), run, [block])
-    namespace = reader.open_namespace(spec)
-    found = reader.lookup(namespace, [run])
-    (got,) = reader.get_blocks(namespace, found.lease_id, run)
-    np.testing.assert_array_equal(got, block)
-    flip_arena(server)
-    with pytest.raises(ChecksumError, match="1 blocks differ from their checksums"):
-        reader.get_blocks(namespace, found.lease_id, run)
-    assert reader.lookup(namespace, [run]).hits[0].num_leading == 0
-
-
 @contextmanager
 def _another(
     rig: Rig, stall_timeout_s: float = 5.0, clock: Clock = time.monotonic, **change: object
@@ -127,15 +106,6 @@ def _another(
     info.MergeFrom(pb.MooncakeEngine(**change))
     with closing(MooncakeTransport(info, Engine("127.0.0.1", "tcp"), stall_timeout_s, clock)) as transport:
         yield transport
-
-
-def test_more_regions_than_are_under_way_at_once(rig: Rig) -> None:
-    regions = rig.regions(301, REGION_BYTES)
-    order = list(range(0, 301, 2))  # No two of them are neighbours.
-    transfer = Transfer(regions.ticket_id, regions.offsets, REGION_BYTES, DEADLINE_S, MIB)
-    rig.transport.write(transfer, Local(fill_payloads))
-    read = read_bytes(rig.transport, replace(transfer, offsets=[regions.offsets[idx] for idx in order]))
-    assert read == [payload(idx, REGION_BYTES).tobytes() for idx in order]
 
 
 def test_a_region_beyond_the_arena_is_refused_before_any_byte_moves(rig: Rig) -> None:
@@ -157,26 +127,6 @@ def test_a_writer_that_was_stopped_for_longer_than_its_deadline_writes_no_more(r
     with _another(rig, 1.0, clock) as transport, pytest.raises(PoolTimeoutError, match=r"more than 5\.000 s"):
         transport.write(Transfer(1, regions.offsets, REGION_BYTES, 5.0, REGION_BYTES), Local(fill))
     assert read_bytes(rig.transport, held) == before
-
-
-def test_a_closed_transport_moves_nothing(rig: Rig) -> None:
-    rig.transport.close()
-    with pytest.raises(TransferError, match="is closed"):
-        rig.transport.read(Transfer(1, (0,), 10, DEADLINE_S, MIB), Local(never))
-
-
-def test_calls_that_need_more_memory_than_there_is_wait_for_each_other(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(mooncake, "STAGING_BYTES", 3 * MIB)
-    regions = rig.regions(8, MIB)
-
-    def read(transport: MooncakeTransport) -> None:
-        transport.read(Transfer(1, regions.offsets, MIB, DEADLINE_S, 1), Local(lambda *_: time.sleep(0.01)))
-
-    with _another(rig) as transport, ThreadPoolExecutor(12) as threads:
-        transport.write(Transfer(regions.ticket_id, regions.offsets, MIB, DEADLINE_S, 1), Local(fill_payloads))
-        list(threads.map(read, [transport] * 12))
 
 
 def test_a_region_larger_than_the_registered_memory_is_refused(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,6 +226,8 @@ def test_an_engine_that_does_not_answer_at_first_contact_is_an_error_within_the_
     with _frozen(server), pytest.raises(PoolTimeoutError, match=r"did not answer within 0\.500 s"):
         transport.prove(0.5)
     transport.close()
+    with pytest.raises(TransferError, match="is closed"):
+        transport.read(Transfer(1, (0,), 10, DEADLINE_S, MIB), Local(never))
 
 
 @pytest.mark.parametrize(
@@ -296,17 +248,6 @@ def test_an_engine_that_does_not_reach_the_servers_memory_is_found_out(
 def test_a_server_without_an_engine_says_how_to_get_one(shared_server: ServerProcess, connect: Connect) -> None:
     with pytest.raises(TransferError, match="has no Transfer Engine; start it with --mooncake tcp"):
         connect(shared_server, transport="mooncake").open_namespace(namespace_spec())
-
-
-def test_auto_takes_shared_memory_before_it_and_tcp_before_its_tcp(start_server: StartServer, connect: Connect) -> None:
-    client = connect(start_server())
-    with closing(client.admin.try_transport().transport) as transport:
-        assert transport.name == "shm"
-    choice = choose(client.config, offer_elsewhere(client), client.rpc.channel)
-    with closing(choice.transport):
-        assert choice.transport.name == "tcp"
-    assert "no shm: no shared memory: the server's memory socket cannot be reached" in choice.why
-    assert "the server offers no RDMA" in choice.why
 
 
 def test_auto_goes_on_without_rdma_where_only_the_server_has_it(rig: Rig, server: ServerProcess) -> None:

@@ -5,13 +5,10 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
-from pathlib import Path
 
 import pytest
 
@@ -29,20 +26,6 @@ from tests.support.scripted_port import scripted_port
 from tests.support.workers import Permitted, Port, data_port, wait_for_mover
 
 MIB = 1 << 20
-ROOT = Path(__file__).parents[3]
-ENGINE = """
-import os, sys, time
-from kvpool.transport.mover import Movers
-from kvpool.transport.tcp_connection import Peer
-from tests.support.workers import wait_for_mover
-movers = Movers(Peer("127.0.0.1", 1, b"n" * 16, 1.0), 2)
-pid = wait_for_mover(movers)
-if not os.fork():
-    os.close(1)
-    time.sleep(60)
-print(pid, os.getpid(), flush=True)
-sys.stdin.read()
-"""
 
 
 class Apart:
@@ -78,9 +61,9 @@ def port(request: pytest.FixtureRequest) -> Iterator[Port]:
         yield port
 
 
-@pytest.fixture(scope="module", params=[1, 3])
-def apart(request: pytest.FixtureRequest, port: Port) -> Iterator[Apart]:
-    with closing(Apart(port, request.param)) as apart:
+@pytest.fixture(scope="module")
+def apart(port: Port) -> Iterator[Apart]:
+    with closing(Apart(port, 3)) as apart:
         yield apart
 
 
@@ -168,6 +151,7 @@ def test_others_go_on_beside_a_full_process(own: tuple[Apart, Port]) -> None:
     for thread in threads:
         thread.join(10)
     assert write(apart, port, lambda first, buffers: None)
+    assert sorted(mover.nth for mover in apart.movers._idle) == list(range(MOVERS)), "two processes share memory"
 
 
 def test_closing_ends_transfers_under_way(own: tuple[Apart, Port]) -> None:
@@ -197,13 +181,10 @@ def interrupt(first: int, buffers: Buffers) -> None:
     raise KeyboardInterrupt
 
 
-def test_what_does_not_fit_the_shared_memory_stays_here(apart: Apart) -> None:
+def test_what_does_not_fit_the_shared_memory_stays_here_and_so_does_a_forks(own: tuple[Apart, Port]) -> None:
+    apart, port = own
     transfer = Transfer(1, [0], MEMORY_BYTES + 1, DEADLINE_S)
     assert not apart.movers.move(transfer, Local(lambda first, buffers: None), is_write=True)
-
-
-def test_a_fork_has_no_mover(own: tuple[Apart, Port]) -> None:
-    apart, port = own
     if not (pid := os.fork()):
         os._exit(write(apart, port, lambda first, buffers: None))
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
@@ -215,25 +196,6 @@ def test_a_process_that_has_ended_while_idle_takes_no_transfer(own: tuple[Apart,
     os.kill(apart.pid, signal.SIGKILL)
     wait_for(lambda: not is_running(apart.pid), "its end")
     assert not write(apart, port, lambda first, buffers: None)
-
-
-def test_no_two_processes_have_the_same_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "START_AGAIN_S", 0.0)  # As if the first start took longer.
-    with data_port() as port, closing(Movers(port.peer(), 1)) as movers:
-        nothing = Transfer(1, (), 64, DEADLINE_S), Local(lambda first, buffers: None)
-        wait_for(lambda: movers.move(*nothing, is_write=True) and len(movers._idle) == MOVERS, "all processes")
-        assert sorted(mover.nth for mover in movers._idle) == list(range(MOVERS))
-
-
-def test_closing_ends_a_process_that_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    script, told = tmp_path / "python", tmp_path / "pid"
-    script.write_text(f"#!/bin/sh\necho $$ > {told}\nexec sleep 60\n")
-    script.chmod(0o700)
-    monkeypatch.setattr(child_process.sys, "executable", str(script))
-    with data_port() as port, closing(Movers(port.peer(), 1)) as movers:
-        assert not movers.move(Transfer(1, (), 64, DEADLINE_S), Local(lambda first, buffers: None), is_write=True)
-        wait_for(lambda: told.exists() and told.read_text(), "the process")
-    wait_for(lambda: not is_running(int(told.read_text())), "its end")
 
 
 def test_without_shared_memory_all_bytes_move_here(
@@ -269,23 +231,3 @@ def test_a_process_that_does_not_start_is_told_once(
             wait_for(lambda: not movers._movers, "the end of a start")
             assert not movers.move(*nothing, is_write=True)
         assert len(caplog.records) == 1 and "this process moves them" in caplog.text and why in caplog.text
-
-
-def test_the_process_ends_with_an_engine_that_is_killed_although_its_fork_lives() -> None:
-    started = subprocess.Popen(
-        [sys.executable, "-c", ENGINE],
-        cwd=ROOT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        process_group=0,
-    )
-    assert started.stdout is not None
-    try:
-        pid = int(started.stdout.readline().split()[0])
-        assert is_running(pid)
-        started.kill()
-        wait_for(lambda: not is_running(pid), "the end of the process")
-    finally:
-        os.killpg(started.pid, signal.SIGKILL)  # Its fork, too, which still holds the pipe to the process.
-        started.communicate()

@@ -69,13 +69,6 @@ def test_who_finds_no_room_waits_for_it_until_the_deadline() -> None:
     waiting.join()
 
 
-def test_a_buffer_larger_than_the_memory_is_one_of_its_own() -> None:
-    staging = Staging(2 * MIB)
-    with staging.borrowed(3 * MIB, 4, 0.0) as buffers:
-        assert [len(buffer) for buffer in buffers] == [3 * MIB]
-        assert not np.shares_memory(buffers[0], staging.memory)
-
-
 def test_memory_needs_no_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels without them refuse the advice: those that are configured for real time."""
 
@@ -84,5 +77,9 @@ def test_memory_needs_no_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
             raise OSError(errno.EINVAL, "Invalid argument")
 
     monkeypatch.setattr(helpers.mmap, "mmap", Pages)
-    with Staging(UNIT_BYTES).borrowed(UNIT_BYTES, 1, 0.0) as (buffer,):
+    staging = Staging(UNIT_BYTES)
+    with staging.borrowed(UNIT_BYTES, 1, 0.0) as (buffer,):
         assert len(buffer) == UNIT_BYTES
+    with staging.borrowed(3 * UNIT_BYTES, 4, 0.0) as buffers:  # More than the memory has: one buffer of its own.
+        assert [len(buffer) for buffer in buffers] == [3 * UNIT_BYTES]
+        assert not np.shares_memory(buffers[0], staging.memory)

@@ -9,8 +9,8 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import closing, suppress
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,8 @@ from kvpool.protocol.errors import (
     UnavailableError,
 )
 from kvpool.transport import tcp_connection
-from kvpool.transport.base import Buffers, Local, Pieces, Transfer
-from kvpool.transport.data_port import GREETING_BYTES, HEADER_BYTES, MAGIC, REPLY_BYTES, Header, Kind, Reply, Status
+from kvpool.transport.base import Buffers, Local, Transfer
+from kvpool.transport.data_port import GREETING_BYTES, MAGIC, REPLY_BYTES, Header, Kind, Reply, Status
 from kvpool.transport.data_port import pack_offsets as pack
 from kvpool.transport.tcp import TcpTransport
 from kvpool.transport.tcp_connection import Peer
@@ -82,11 +82,6 @@ def _ignore(first: int, buffers: Buffers) -> None:
     pass
 
 
-def _sevens(first: int, buffers: Buffers) -> None:
-    for buffer in buffers:
-        buffer[:] = 7
-
-
 @pytest.fixture
 def transport(port: Port, num_connections: int) -> Iterator[TcpTransport]:
     with closing(port.connect(num_connections)) as transport:
@@ -128,44 +123,6 @@ def _shown(port: Port, kind: Kind, offsets: list[int], region_bytes: int, ttl_s:
 
 def _reply(client: socket.socket) -> Status:
     return Reply.decode(client.recv(REPLY_BYTES, socket.MSG_WAITALL))[0]
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        b"GET / HTTP/1.1\r\nHost: localhost\r\nUser-Agent: someone who is lost\r\n\r\n",
-        bytes(HEADER_BYTES),
-        b"\xff" * HEADER_BYTES,
-        Header(Kind.MOVE, 0, 1, 64).encode(),
-        Header(Kind.MOVE, 0, 1, 0).encode(),
-        Header(Kind.READ, 0, 65_537, 64).encode(),
-    ],
-)
-def test_who_speaks_another_language_is_told_so_and_hung_up_on(plain_port: Port, words: bytes) -> None:
-    with _greeted(plain_port) as client:
-        client.sendall(words)
-        status, message_bytes, _ = Reply.decode(client.recv(REPLY_BYTES, socket.MSG_WAITALL))
-        assert status is Status.INVALID
-        assert len(client.recv(message_bytes, socket.MSG_WAITALL)) == message_bytes > 0
-        client.shutdown(socket.SHUT_WR)
-        assert client.recv(1) == b""
-
-
-@pytest.mark.parametrize(
-    "move",
-    [
-        Header(Kind.MOVE, 0, 2, 64),
-        Header(Kind.MOVE, 1, 2, 64),
-        Header(Kind.MOVE, 0, 1, 64, 1),
-        Header(Kind.MOVE, 0, 1, 1, 64),
-        Header(Kind.MOVE, 0, 1, 65),
-        Header(Kind.MOVE, 0, 1, 64, (1 << 64) - 64),
-    ],
-)
-def test_regions_and_bytes_that_the_permit_does_not_have_are_refused(plain_port: Port, move: Header) -> None:
-    with _greeted(plain_port) as client:
-        client.sendall(_shown(plain_port, Kind.READ, [64], 64) + move.encode())
-        assert _reply(client) is Status.INVALID
 
 
 def test_too_many_connections_are_told_that_there_is_no_room(num_connections: int) -> None:
@@ -288,24 +245,6 @@ def test_workers_that_die_in_the_middle_are_an_error_and_are_replaced(server: Se
 
 
 @pytest.mark.usefixtures("on_cores")
-def test_a_server_killed_in_the_middle_is_an_error_and_leaves_no_worker(
-    server: ServerProcess, connect: Connect
-) -> None:
-    stored = Stored(connect(server, transport="tcp"))
-    workers = workers_of(server)
-
-    def drain(indices: list[int], buffers: Buffers) -> None:
-        if indices[0] == 2:
-            server.kill()
-
-    started = time.monotonic()
-    with pytest.raises((TransferError, UnavailableError)):
-        stored.get(drain)
-    assert time.monotonic() - started < DEADLINE_S
-    wait_for(lambda: not any(map(is_worker, workers)), "the workers to end with their server")
-
-
-@pytest.mark.usefixtures("on_cores")
 def test_a_server_that_stops_leaves_no_worker_not_even_one_that_is_stopped(server: ServerProcess) -> None:
     workers = workers_of(server)
     os.kill(workers[0], signal.SIGSTOP)
@@ -323,91 +262,21 @@ def test_stopped_workers_end_reads_when_they_stand_still_and_writes_at_their_dea
     client = connect(server, transport="tcp", stall_timeout_ms=300, data_timeout_ms=2_000)
     namespace = client.open_namespace(stored.namespace.spec)
     lease_id = client.lookup(namespace, [stored.run]).lease_id
+    arrays = [np.full(MIB, 0xEE, np.uint8) for _ in range(24)]
     with workers_stopped(server):
         with pytest.raises((PoolTimeoutError, UnavailableError), match=r"sent nothing for 0\.300 s|no answer"):
-            client.get(namespace, lease_id, [stored.run], lambda *_: None, batch_bytes=MIB)
+            client.get(namespace, lease_id, [stored.run], InPlace(arrays))
+        for array in arrays:
+            array[:] = 0xEE  # They are the caller's own again.
         started = time.monotonic()
         run = run_of(*range(100, 124))
         with pytest.raises((PoolTimeoutError, UnavailableError)):
             client.put(namespace, [run], lambda _, buffers: None)
         assert time.monotonic() - started < DEADLINE_S
     wait_for(stored.check, "the workers to go on")
+    assert all((array == 0xEE).all() for array in arrays), "the get wrote after its end"
     wait_for(lambda: client.admin.stats().counters["revoked_tickets"] == 1, "the ticket to be revoked")
     wait_for(lambda: client.admin.stats().num_quarantined == 0, "the workers to leave the slots of the failed put")
-
-
-@pytest.mark.usefixtures("on_cores")
-def test_nobody_writes_into_the_callers_arrays_once_a_get_has_failed(server: ServerProcess, connect: Connect) -> None:
-    stored, client = Stored(connect(server, transport="tcp")), connect(server, transport="tcp", stall_timeout_ms=1_000)
-    arrays = [np.full(MIB, 0xEE, np.uint8) for _ in range(24)]
-    namespace = client.open_namespace(stored.namespace.spec)
-    lease_id = client.lookup(namespace, [stored.run]).lease_id
-    with workers_stopped(server):
-        with pytest.raises((PoolTimeoutError, UnavailableError)):
-            client.get(namespace, lease_id, [stored.run], InPlace(arrays))
-        for array in arrays:
-            array[:] = 0xEE  # They are the caller's own again.
-    wait_for(stored.check, "the workers to go on")
-    assert all((array == 0xEE).all() for array in arrays)
-
-
-@pytest.mark.parametrize("at", [0, 11, 23])
-def test_a_connection_that_is_cut_in_the_middle_of_a_part_is_an_error(
-    port: Port, num_connections: int, at: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """For every thread, and nobody waits for what will not come."""
-    made: list[socket.socket] = []
-    connect = Peer.connect
-
-    def noted(peer: Peer, timeout_s: float) -> tuple[socket.socket, bytes]:
-        fresh = connect(peer, timeout_s)
-        made.append(fresh[0])
-        return fresh
-
-    monkeypatch.setattr(Peer, "connect", noted)
-    port.arena[: 24 * MIB] = 1
-    offsets = list(range(0, 24 * MIB, MIB))
-    permit = port.permit(Kind.READ, 1, offsets, MIB)
-    seen: list[int] = []
-
-    def cut(first: int, regions: Sequence[Pieces]) -> None:
-        seen.extend(range(first, first + len(regions)))
-        if at in range(first, first + len(regions)):
-            for connection in list(made):
-                with suppress(OSError):  # Another thread has closed it.
-                    connection.shutdown(socket.SHUT_RDWR)
-
-    # A thread that waits for what will not come waits until the deadline.
-    with closing(port.connect(num_connections, timeout_s=DEADLINE_S)) as transport:
-        rows = [[np.zeros(MIB, np.uint8)] for _ in offsets]
-        started = time.monotonic()
-        try:
-            transport.read(Transfer(1, offsets, MIB, DEADLINE_S, MIB, permit), Local(rows=rows, sum=cut))
-        except (TransferError, UnavailableError):
-            pass
-        else:
-            assert len(seen) == 24, "it returned before it had everything"
-        assert time.monotonic() - started < DEADLINE_S / 2
-        assert len(seen) == len(set(seen))
-        rows = [[np.zeros(MIB, np.uint8)] for _ in offsets]
-        transport.read(Transfer(1, offsets, MIB, DEADLINE_S, MIB, permit), Local(rows=rows))
-        assert all((row == 1).all() for (row,) in rows)
-
-
-@pytest.mark.usefixtures("on_cores")
-def test_a_store_that_its_caller_ended_gives_its_space_back(server: ServerProcess, connect: Connect) -> None:
-    """Nothing of it is under way once the caller hears of it."""
-    client = connect(server, transport="tcp")
-    namespace = client.open_namespace(namespace_spec(group_spec(chunk_bytes=MIB)))
-
-    def fill(indices: Sequence[int], buffers: Buffers) -> None:
-        if indices[0] == 9:
-            raise ValueError("of the caller's")
-
-    with pytest.raises(ValueError, match="of the caller's"):
-        client.put(namespace, [run_of(*range(12))], fill, batch_bytes=MIB)
-    wait_for(lambda: client.admin.stats().counters.get("revoked_tickets"), "the ticket to be revoked")
-    assert client.admin.stats().num_quarantined == 0
 
 
 def test_a_port_that_does_not_answer_means_grpc_and_ping_says_why(server: ServerProcess, connect: Connect) -> None:
@@ -421,7 +290,9 @@ def test_a_port_that_does_not_answer_means_grpc_and_ping_says_why(server: Server
     assert choice.route.startswith("grpc (slow: cannot reach the data port 127.0.0.1:")
 
 
-def test_a_server_without_a_data_port_means_grpc(pool_server: StartServer, connect: Connect) -> None:
+def test_a_data_port_elsewhere_is_told_and_none_means_grpc(pool_server: StartServer, connect: Connect) -> None:
+    elsewhere = pool_server("--data-listen", "127.0.0.2:0")
+    assert "over the data port 127.0.0.2:" in connect(elsewhere, transport="tcp").admin.try_transport().route
     server = pool_server("--data-listen", "")
     choice = connect(server, transport="network").admin.try_transport()
     assert choice.is_fallback and choice.transport.name == "grpc"
@@ -458,9 +329,3 @@ def test_no_transfer_waits_for_a_name_server(server: ServerProcess, monkeypatch:
         monkeypatch.setattr(socket, "getaddrinfo", only_addresses)
         monkeypatch.setattr(tcp_connection, "IDLE_S", 0.0)  # Each transfer connects anew.
         assert stored.check()
-
-
-def test_a_data_port_elsewhere_is_told_with_its_host(pool_server: StartServer) -> None:
-    server = pool_server("--data-listen", "127.0.0.2:0")
-    with Client(ClientConfig(server.endpoint, transport="tcp", timeout_ms=10_000)) as client:
-        assert "over the data port 127.0.0.2:" in client.admin.try_transport().route

@@ -365,18 +365,6 @@ def test_a_helper_that_gets_no_connection_delays_nobody(monkeypatch: pytest.Monk
         assert time.monotonic() - started < SLACK_S
 
 
-def test_parts_become_smaller_towards_the_end_of_a_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A slow connection then does not hold much when all others have ended."""
-    monkeypatch.setattr(tcp_transfer, "PART_BYTES", (64, 640))
-    parts: list[tuple[int, int]] = []
-    with moves(num_helpers=1) as (transport, _):
-        sink = Local(rows=[row() for _ in range(200)], sum=lambda first, regions: parts.append((first, len(regions))))
-        transport.read(sink, [0] * 200)
-    counts = [count for _, count in sorted(parts)]
-    assert counts == sorted(counts, reverse=True) and sum(counts) == 200
-    assert (counts[0], counts[-1]) == (10, 1)
-
-
 def test_a_connection_that_nobody_needed_is_kept_for_the_next() -> None:
     with scripted_port() as port, closing(ConnectionPool(port.peer(), 1)) as connections:
         for _ in range(2):
